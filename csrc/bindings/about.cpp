@@ -1,0 +1,66 @@
+// What this library is, for mla_backend/library.py: read through ctypes, because it must answer before and
+// without any tensor.
+#include <string>
+
+#include "build_info.h"  // written by setup.py
+#include "cpu/features.h"
+#include "mla/format.h"
+#ifdef MLA_CUDA
+#include "cuda/ops.h"
+#endif
+
+namespace {
+
+std::string quoted(const std::string& text) { return '"' + text + '"'; }
+
+std::string describe_formats() {
+  std::string json;
+  for (const mla::CacheFormat* f : mla::kFormats) {
+    json += json.empty() ? "" : ",";
+    json += "{\"name\":" + quoted(f->name) + ",\"quantised\":" + (f->code == mla::Code::bf16 ? "false" : "true") +
+            ",\"latent\":" + std::to_string(f->latent) + ",\"rope\":" + std::to_string(f->rope) +
+            ",\"value_dim\":" + std::to_string(f->value) + ",\"group\":" + std::to_string(f->group) +
+            ",\"scale_offset\":" + std::to_string(f->scale_offset()) + ",\"rope_offset\":" + std::to_string(f->rope_offset()) +
+            ",\"token_bytes\":" + std::to_string(f->token_bytes()) + "}";
+  }
+  return "[" + json + "]";
+}
+
+std::string describe_cpu_kernels() {
+  mla::cpu::KernelChoice choices[mla::cpu::kMaxKernels];
+  const int count = mla::cpu::kernel_choices(choices);
+  std::string json;
+  for (int i = 0; i < count; ++i) {
+    json += json.empty() ? "" : ",";
+    json += "{\"name\":" + quoted(choices[i].kernel->name) + ",\"usable\":" + (choices[i].usable ? "true" : "false") +
+            ",\"active\":" + (choices[i].kernel == &mla::cpu::active_kernel() ? "true" : "false") + "}";
+  }
+  return "[" + json + "]";
+}
+
+}  // namespace
+
+#define MLA_EXPORT extern "C" __attribute__((visibility("default")))
+
+// The strings stay valid until the next call on the same thread.
+MLA_EXPORT const char* mla_backend_about() {
+  thread_local std::string json;
+  json = std::string("{\"version\":") + quoted(MLA_VERSION) + ",\"compiler\":" + quoted(MLA_COMPILER) +
+         ",\"torch_built_with\":" + quoted(MLA_TORCH) + ",\"torch_needed\":" + quoted(MLA_TORCH_TARGET) +
+         ",\"cuda_compiler\":" + quoted(MLA_NVCC) + ",\"cuda_archs\":" + quoted(MLA_CUDA_ARCHS) +
+         ",\"formats\":" + describe_formats() + ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
+  return json.c_str();
+}
+
+// Each CUDA kernel as the driver loaded it on the current device, or the reason why there is none.
+MLA_EXPORT const char* mla_backend_cuda_kernels() {
+  thread_local std::string json;
+#ifdef MLA_CUDA
+  json = mla::cuda::describe_kernels();
+#else
+  json = "[]";
+#endif
+  return json.c_str();
+}
+
+MLA_EXPORT int mla_backend_select_cpu_kernel(const char* name) { return mla::cpu::select_kernel(name); }

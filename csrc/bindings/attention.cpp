@@ -1,0 +1,76 @@
+#include "bindings/ops.h"
+#include "cpu/ops.h"
+
+namespace mla::bindings {
+namespace {
+
+constexpr int64_t kMaxHeads = 256;
+
+SlotList expect_list(const Tensor& cache, const char* cache_name, const Tensor& indices, const char* indices_name,
+                     const OptionalTensor& length, const char* length_name, int64_t tokens, const Tensor& q) {
+  SlotList list;
+  list.cache = expect_cache(cache, cache_name, q);
+  expect(indices, indices_name, {ScalarType::Int}, {{"T", tokens}, {"topk"}}, q);
+  list.slots = data<const int32_t>(indices);
+  list.stride = indices.stride(0);
+  list.topk = expect_int32(indices.size(1), indices_name, "slots a token");
+  list.length = optional_data<int32_t>(length, length_name, ScalarType::Int, {{"T", tokens}}, q);
+  return list;
+}
+
+}  // namespace
+
+void sparse_attention(Tensor q_nope, Tensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
+                      OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices,
+                      OptionalTensor extra_topk_length, OptionalTensor plan, bool batch_invariant, Tensor out, Tensor lse,
+                      OptionalTensor max_logits) {
+  expect(q_nope, "q_nope", {ScalarType::BFloat16}, {{"T"}, {"H"}, kLatent}, q_nope);
+  const int64_t tokens = q_nope.size(0), heads = q_nope.size(1);
+  require(heads >= 1 && heads <= kMaxHeads, "q_nope", "of 1 to 256 heads", describe(q_nope));
+  expect(q_rope, "q_rope", {ScalarType::BFloat16}, {{"T", tokens}, {"H", heads}, kRope}, q_nope);
+
+  AttentionProblem p{};
+  p.tokens = expect_int32(tokens, "q_nope", "tokens");
+  p.heads = static_cast<int32_t>(heads);
+  p.q_nope = data<const uint16_t>(q_nope), p.q_nope_token = q_nope.stride(0), p.q_nope_head = q_nope.stride(1);
+  p.q_rope = data<const uint16_t>(q_rope), p.q_rope_token = q_rope.stride(0), p.q_rope_head = q_rope.stride(1);
+  p.scale = static_cast<float>(scale);
+  p.sink = optional_data<float>(sink, "sink", ScalarType::Float, {{"H", heads}}, q_nope);
+
+  p.lists[0] = expect_list(cache, "cache", indices, "indices", topk_length, "topk_length", tokens, q_nope);
+  p.list_count = 1;
+  require(extra_cache.has_value() == extra_indices.has_value(), extra_cache ? "extra_indices" : "extra_cache",
+          "given when the other of the two is", "None");
+  require(extra_cache || !extra_topk_length, "extra_topk_length", "None without extra_cache", "a tensor");
+  if (extra_cache) {
+    p.lists[1] = expect_list(*extra_cache, "extra_cache", *extra_indices, "extra_indices", extra_topk_length, "extra_topk_length",
+                             tokens, q_nope);
+    p.list_count = 2;
+  }
+
+  expect(out, "out", {ScalarType::BFloat16}, {{"T", tokens}, {"H", heads}, kValueDim}, q_nope);
+  p.out = data<uint16_t>(out), p.out_token = out.stride(0), p.out_head = out.stride(1);
+  // a row of lse may be strided (head-major, say), so only its shape is fixed
+  const auto numbers_per_head = [&](const Tensor& tensor, const char* name) {
+    require(tensor.scalar_type() == ScalarType::Float && tensor.dim() == 2 && tensor.size(0) == tokens && tensor.size(1) == heads,
+            name, "float32 [T=" + std::to_string(tokens) + ", H=" + std::to_string(heads) + "]", describe(tensor));
+    require(tensor.is_cpu() == q_nope.is_cpu(), name, "on the device of the first argument", "a tensor on another");
+  };
+  numbers_per_head(lse, "lse");
+  p.lse = data<float>(lse), p.lse_token = lse.stride(0), p.lse_head = lse.stride(1);
+  if (max_logits) {
+    numbers_per_head(*max_logits, "max_logits");
+    p.max_logits = data<float>(*max_logits), p.max_token = max_logits->stride(0), p.max_head = max_logits->stride(1);
+  }
+
+  if (plan) {
+    expect(*plan, "plan", {ScalarType::Int}, {{"workers"}, 8}, q_nope);
+    require(plan->size(0) > 0 && plan->is_contiguous(), "plan", "a contiguous table of one row or more", describe(*plan));
+    p.plan = reinterpret_cast<const PlanRow*>(plan->data_ptr());
+    p.workers = expect_int32(plan->size(0), "plan", "rows");
+  }
+  p.whole_tokens = batch_invariant;
+  if (tokens > 0) cpu::sparse_attention(p);
+}
+
+}  // namespace mla::bindings

@@ -1,0 +1,113 @@
+#include "bindings/check.h"
+
+namespace mla::bindings {
+namespace {
+
+const char* dtype_name(ScalarType type) {
+  switch (type) {
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
+    default: return torch::headeronly::toString(type);
+  }
+}
+
+std::string device_name(const Tensor& tensor) {
+  if (tensor.is_cpu()) return "cpu";
+  if (tensor.is_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
+  return "a device that is neither cpu nor cuda";
+}
+
+bool same_device(const Tensor& a, const Tensor& b) {
+  return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() && (a.is_cpu() || a.get_device_index() == b.get_device_index());
+}
+
+template <typename Range, typename Render>
+std::string join(const Range& range, const char* separator, Render render) {
+  std::string text;
+  for (const auto& item : range) text += (text.empty() ? "" : separator) + render(item);
+  return text;
+}
+
+std::string describe_shape(std::initializer_list<Dim> shape) {
+  return "[" + join(shape, ", ", [](const Dim& dim) {
+           if (!dim.label) return std::to_string(dim.size);
+           return dim.size < 0 ? std::string(dim.label) : dim.label + ("=" + std::to_string(dim.size));
+         }) + "]";
+}
+
+bool matches(const Tensor& tensor, std::initializer_list<Dim> shape) {
+  if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
+  int64_t i = 0;
+  for (const Dim& dim : shape) {
+    if (dim.size >= 0 && tensor.size(i) != dim.size) return false;
+    ++i;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string describe(const Tensor& tensor) {
+  std::vector<int64_t> sizes(tensor.sizes().begin(), tensor.sizes().end());
+  return std::string(dtype_name(tensor.scalar_type())) + " [" +
+         join(sizes, ", ", [](int64_t size) { return std::to_string(size); }) + "]";
+}
+
+void reject(const std::string& argument, const std::string& accepted, const std::string& given) {
+  throw std::invalid_argument(argument + " must be " + accepted + "; got " + given);
+}
+
+void expect(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes, std::initializer_list<Dim> shape,
+            const Tensor& same_device_as) {
+  bool known_dtype = false;
+  for (ScalarType dtype : dtypes) known_dtype |= tensor.scalar_type() == dtype;
+  if (!known_dtype || !matches(tensor, shape))
+    reject(name, join(dtypes, " or ", [](ScalarType t) { return std::string(dtype_name(t)); }) + " " + describe_shape(shape),
+           describe(tensor));
+  require(same_device(tensor, same_device_as), name, "on " + device_name(same_device_as) + " like the first argument",
+          "a tensor on " + device_name(tensor));
+  const int64_t last = tensor.dim() - 1;
+  if (last >= 0 && tensor.size(last) > 1 && tensor.stride(last) != 1)
+    reject(name, "dense in its last dimension (stride 1)", "stride " + std::to_string(tensor.stride(last)));
+}
+
+CacheView expect_cache(const Tensor& cache, const char* name, const Tensor& same_device_as) {
+  const bool with_head = cache.dim() == 4;
+  const char* accepted =
+      "bfloat16 [blocks, block_size, 576] or uint8, int8 or float8_e4m3fn [blocks, block_size, 656], with or without a "
+      "dimension of 1 before the last";
+  require(cache.dim() == 3 || (with_head && cache.size(2) == 1), name, accepted, describe(cache));
+  const ScalarType dtype = cache.scalar_type();
+  const bool bytes = dtype == ScalarType::Byte || dtype == ScalarType::Char || dtype == ScalarType::Float8_e4m3fn;
+  const int64_t width = cache.size(cache.dim() - 1);
+  const CacheFormat* format = nullptr;
+  for (const CacheFormat* candidate : kFormats) {
+    const bool is_bf16 = candidate->code == Code::bf16;
+    if (is_bf16 ? dtype == ScalarType::BFloat16 && width == candidate->head_dim() : bytes && width == candidate->token_bytes())
+      format = candidate;
+  }
+  require(format != nullptr, name, accepted, describe(cache));
+  require(same_device(cache, same_device_as), name, "on " + device_name(same_device_as) + " like the first argument",
+          "a tensor on " + device_name(cache));
+  require(cache.size(1) > 0, name, "of a block size of 1 or more", describe(cache));
+  require(cache.stride(cache.dim() - 1) == 1, name, "dense in its last dimension (stride 1)",
+          "stride " + std::to_string(cache.stride(cache.dim() - 1)));
+  const int64_t element = format->code == Code::bf16 ? 2 : 1;
+  return {data<uint8_t>(cache), cache.size(0), cache.size(1), cache.stride(0) * element, cache.stride(1) * element, format};
+}
+
+int32_t expect_int32(int64_t size, const char* name, const char* what) {
+  require(size <= INT32_MAX, name, std::string("of at most 2147483647 ") + what, std::to_string(size));
+  return static_cast<int32_t>(size);
+}
+
+}  // namespace mla::bindings

@@ -1,0 +1,64 @@
+// The one argument checker. A rejected argument becomes a ValueError in Python (torch passes
+// std::invalid_argument on as that) whose text names the argument, what it has to be and what was given.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "mla/problem.h"
+
+namespace mla::bindings {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// A dimension as an argument's shape names it: a number, or a letter that stands for one.
+struct Dim {
+  const char* label;  // null: the number speaks for itself
+  int64_t size;       // -1: any
+  Dim(int64_t size) : label(nullptr), size(size) {}
+  Dim(const char* label, int64_t size = -1) : label(label), size(size) {}
+};
+
+std::string describe(const Tensor& tensor);
+[[noreturn]] void reject(const std::string& argument, const std::string& accepted, const std::string& given);
+
+inline void require(bool condition, const std::string& argument, const std::string& accepted, const std::string& given) {
+  if (!condition) reject(argument, accepted, given);
+}
+
+// Dtype, shape and device of a tensor, and that its last dimension is dense.
+void expect(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes, std::initializer_list<Dim> shape,
+            const Tensor& same_device_as);
+
+// The same for an argument that may be left out; returns its data or null.
+template <typename T>
+const T* optional_data(const OptionalTensor& tensor, const char* name, ScalarType dtype, std::initializer_list<Dim> shape,
+                       const Tensor& same_device_as) {
+  if (!tensor) return nullptr;
+  expect(*tensor, name, {dtype}, shape, same_device_as);
+  return static_cast<const T*>(tensor->data_ptr());
+}
+
+// The cache behind a tensor [blocks, block_size, row] or [blocks, block_size, 1, row], whose format follows from
+// its dtype and row length.
+CacheView expect_cache(const Tensor& cache, const char* name, const Tensor& same_device_as);
+
+template <typename T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+// A size that kernels hold in 32 bits.
+int32_t expect_int32(int64_t size, const char* name, const char* what);
+
+}  // namespace mla::bindings

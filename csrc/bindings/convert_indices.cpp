@@ -1,0 +1,31 @@
+#include "bindings/ops.h"
+#include "cpu/ops.h"
+
+namespace mla::bindings {
+
+void convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, int64_t block_size, bool compact, Tensor slots,
+                     Tensor counts) {
+  expect(positions, "positions", {ScalarType::Int}, {{"T"}, {"topk"}}, positions);
+  const int64_t tokens = positions.size(0), topk = positions.size(1);
+  expect(block_table, "block_table", {ScalarType::Int}, {{"R"}, {"max_blocks"}}, positions);
+  expect(request_ids, "request_ids", {ScalarType::Int}, {{"T", tokens}}, positions);
+  require(block_size >= 1 && block_size <= INT32_MAX, "block_size", "1 to 2147483647", std::to_string(block_size));
+  expect(slots, "slots", {ScalarType::Int}, {{"T", tokens}, {"topk", topk}}, positions);
+  expect(counts, "counts", {ScalarType::Int}, {{"T", tokens}}, positions);
+
+  ConvertProblem p{};
+  p.tokens = tokens;
+  p.topk = expect_int32(topk, "positions", "positions a token");
+  p.positions = data<const int32_t>(positions), p.position_stride = positions.stride(0);
+  p.block_table = data<const int32_t>(block_table), p.table_stride = block_table.stride(0);
+  p.requests = block_table.size(0);
+  p.max_blocks = expect_int32(block_table.size(1), "block_table", "blocks a request");
+  p.request = data<const int32_t>(request_ids);
+  p.block_size = static_cast<int32_t>(block_size);
+  p.compact = compact;
+  p.slots = data<int32_t>(slots), p.slot_stride = slots.stride(0);
+  p.counts = data<int32_t>(counts);
+  cpu::convert_indices(p);
+}
+
+}  // namespace mla::bindings

@@ -1,0 +1,37 @@
+#include "bindings/ops.h"
+#include "cpu/ops.h"
+
+namespace mla::bindings {
+namespace {
+
+template <typename Value>
+void merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tensor& lse) {
+  MergeProblem<Value> p{};
+  p.parts = expect_int32(outs.size(0), "outs", "parts");
+  p.tokens = outs.size(1);
+  p.heads = expect_int32(outs.size(2), "outs", "heads");
+  p.dim = static_cast<int32_t>(outs.size(3));
+  p.part_out = data<const Value>(outs);
+  p.part_out_part = outs.stride(0), p.part_out_token = outs.stride(1), p.part_out_head = outs.stride(2);
+  p.part_lse = data<const float>(lses);
+  p.part_lse_part = lses.stride(0), p.part_lse_token = lses.stride(1), p.part_lse_head = lses.stride(2);
+  p.out = data<Value>(out), p.out_token = out.stride(0), p.out_head = out.stride(1);
+  p.lse = data<float>(lse), p.lse_token = lse.stride(0), p.lse_head = lse.stride(1);
+  cpu::merge_partials(p);
+}
+
+}  // namespace
+
+void merge_partials(Tensor outs, Tensor lses, Tensor out, Tensor lse) {
+  expect(outs, "outs", {ScalarType::BFloat16, ScalarType::Float}, {{"P"}, {"T"}, {"H"}, {"D"}}, outs);
+  const int64_t parts = outs.size(0), tokens = outs.size(1), heads = outs.size(2), dim = outs.size(3);
+  require(parts > 0, "outs", "of one part or more", describe(outs));
+  require(dim <= cpu::kMaxMergeDim, "outs", "of at most 1024 values a head", describe(outs));
+  expect(lses, "lses", {ScalarType::Float}, {{"P", parts}, {"T", tokens}, {"H", heads}}, outs);
+  expect(out, "out", {outs.scalar_type()}, {{"T", tokens}, {"H", heads}, {"D", dim}}, outs);
+  expect(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, outs);
+  if (tokens * heads == 0) return;
+  outs.scalar_type() == ScalarType::Float ? merge<float>(outs, lses, out, lse) : merge<uint16_t>(outs, lses, out, lse);
+}
+
+}  // namespace mla::bindings

@@ -1,0 +1,26 @@
+#include "bindings/ops.h"
+#include "cpu/ops.h"
+
+namespace mla::bindings {
+
+void plan(OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk, int64_t extra_topk,
+          bool batch_invariant, Tensor table) {
+  const auto count = [](int64_t value, const char* name) {
+    require(value >= 0 && value <= INT32_MAX, name, "0 to 2147483647", std::to_string(value));
+    return static_cast<int32_t>(value);
+  };
+  expect(table, "table", {ScalarType::Int}, {{"workers"}, 8}, table);
+  require(table.size(0) > 0 && table.is_contiguous(), "table", "contiguous and of one row or more", describe(table));
+  PlanShape shape{};
+  shape.tokens = count(tokens, "tokens");
+  shape.topk = count(topk, "topk");
+  shape.extra_topk = count(extra_topk, "extra_topk");
+  shape.length = optional_data<int32_t>(topk_length, "topk_length", ScalarType::Int, {{"T", tokens}}, table);
+  shape.extra_length = optional_data<int32_t>(extra_topk_length, "extra_topk_length", ScalarType::Int, {{"T", tokens}}, table);
+  shape.granule = cpu::kPlanGranule;
+  shape.min_part = cpu::kPlanMinPart;
+  shape.whole_tokens = batch_invariant;
+  cpu::make_plan(shape, reinterpret_cast<PlanRow*>(table.data_ptr()), expect_int32(table.size(0), "table", "rows"));
+}
+
+}  // namespace mla::bindings

@@ -1,0 +1,146 @@
+// Hands the plan's stretches to the threads, and merges the tokens that the plan cut.
+#include "cpu/attention/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <new>
+#include <vector>
+
+#include "cpu/features.h"
+#include "cpu/merge_rows.h"
+#include "cpu/ops.h"
+#include "cpu/parallel.h"
+
+namespace mla::cpu {
+namespace {
+#include "cpu/attention/finish.h"
+
+// Memory that a thread keeps from call to call: taking a megabyte anew each time costs more than a short call.
+class KeptBuffer {
+ public:
+  ~KeptBuffer() { std::free(data_); }
+  // At least `bytes`, as the last user left them.
+  void* get(size_t bytes) {
+    if (bytes > bytes_) {
+      std::free(data_);
+      data_ = nullptr, bytes_ = 0;
+      const size_t rounded = (bytes + 63) / 64 * 64;
+      data_ = std::aligned_alloc(64, rounded);
+      if (!data_) throw std::bad_alloc();
+      bytes_ = rounded;
+    }
+    return data_;
+  }
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+void* thread_workspace(const AttentionKernel& kernel) {
+  thread_local KeptBuffer buffer;
+  return buffer.get(kernel.workspace_bytes);
+}
+
+// Partial results of all workers, heads innermost but for the row itself.
+struct Partials {
+  int64_t places;
+  int64_t heads;
+  float* out;
+  float* lse;
+  float* max_logits;
+
+  Partials(int32_t workers, int32_t heads) : places(2 * static_cast<int64_t>(workers)), heads(heads) {
+    thread_local KeptBuffer buffer;
+    out = static_cast<float*>(buffer.get(places * heads * (kValueDim + 2) * sizeof(float)));
+    lse = out + places * heads * kValueDim;
+    max_logits = lse + places * heads;
+  }
+  // A plan may be a caller's, and stale: a place that isn't there becomes the last one.
+  Partial at(int64_t place) const {
+    place = std::clamp<int64_t>(place, 0, places - 1);
+    return {out + place * heads * kValueDim, lse + place * heads, max_logits + place * heads};
+  }
+};
+
+struct Job {
+  const AttentionProblem& problem;
+  const AttentionKernel& kernel;
+  const Partials& partials;
+  PlanShape shape;
+
+  // Everything of one worker, for some heads.
+  void run_row(const PlanRow& row, int32_t head_begin, int32_t heads) const {
+    void* workspace = thread_workspace(kernel);
+    const int32_t end = std::min(row.token_end, problem.tokens);
+    for (int32_t token = std::max(row.token_begin, 0); token < end; ++token) {
+      const int32_t tiles = token_tiles(shape, token);
+      const int32_t tile_begin = token == row.token_begin ? std::max(row.tile_begin, 0) : 0;
+      const int32_t tile_end = token == row.token_end - 1 ? std::min(row.tile_end, tiles) : tiles;
+      Stretch stretch{token, head_begin, heads, tile_begin, tile_end, shape.granule, {}};
+      if (tile_begin > 0) stretch.partial = partials.at(row.place);
+      else if (tile_end < tiles) stretch.partial = partials.at(begun_place(row));
+      kernel.run(problem, stretch, workspace);
+    }
+  }
+
+  // One head of the token that a worker began and others finished.
+  void merge(const PlanRow& row, int32_t head) const {
+    const int64_t place = begun_place(row);
+    const int32_t parts = static_cast<int32_t>(std::min<int64_t>(row.parts, partials.places - place));
+    if (place < 0 || parts < 2 || row.token_end < 1 || row.token_end > problem.tokens) return;
+    const Partial first = partials.at(place);
+    float sum[kValueDim];
+    const float lse = merge_rows(parts, kValueDim, first.out + head * kValueDim, partials.heads * kValueDim, first.lse + head,
+                                 partials.heads, sum);
+    float max_logit = -INFINITY;
+    for (int32_t part = 0; part < parts; ++part) max_logit = std::fmax(max_logit, first.max_logits[part * partials.heads + head]);
+    finish_row(problem, row.token_end - 1, head, sum, 1.0f, lse, max_logit);
+  }
+};
+
+PlanShape shape_of(const AttentionProblem& p) {
+  const bool two = p.list_count > 1;
+  return {p.tokens,      p.lists[0].topk, two ? p.lists[1].topk : 0,       kPlanGranule, kPlanMinPart,
+          p.whole_tokens, p.lists[0].length, two ? p.lists[1].length : nullptr};
+}
+
+}  // namespace
+
+void sparse_attention(const AttentionProblem& given) {
+  AttentionProblem p = given;
+  PlanShape shape = shape_of(p);
+  std::vector<PlanRow> own_plan;
+  if (!p.plan) {
+    own_plan.resize(thread_count());
+    make_plan(shape, own_plan.data(), static_cast<int>(own_plan.size()));
+    p.plan = own_plan.data(), p.workers = static_cast<int32_t>(own_plan.size());
+  }
+  shape.granule = std::max(p.plan[0].granule, 1);
+
+  // Where the plan keeps fewer threads busy than there are (short lists, or tokens that must stay whole), each
+  // worker's heads are shared out too, though every share converts the rows anew.
+  int32_t busy = 0;
+  for (int32_t w = 0; w < p.workers; ++w) busy += p.plan[w].token_end > p.plan[w].token_begin;
+  constexpr int32_t kFewestHeads = 16;
+  int32_t shares = (p.heads + kMaxHeads - 1) / kMaxHeads;
+  if (busy > 0 && busy < thread_count())
+    shares = std::max(shares, std::min((thread_count() + busy - 1) / busy, (p.heads + kFewestHeads - 1) / kFewestHeads));
+  const int32_t share = ((p.heads + shares - 1) / shares + kFewestHeads - 1) / kFewestHeads * kFewestHeads;
+
+  const Partials partials(p.workers, p.heads);
+  const Job job{p, active_kernel(), partials, shape};
+  for_each(static_cast<int64_t>(p.workers) * shares, [&](int64_t item) {
+    const int32_t head_begin = static_cast<int32_t>(item % shares) * share;
+    if (head_begin < p.heads) job.run_row(p.plan[item / shares], head_begin, std::min(share, p.heads - head_begin));
+  });
+
+  std::vector<int32_t> cut;
+  for (int32_t w = 0; w < p.workers; ++w)
+    if (p.plan[w].parts > 1) cut.push_back(w);
+  for_each_stretch(static_cast<int64_t>(cut.size()) * p.heads, 4,
+                   [&](int64_t item) { job.merge(p.plan[cut[item / p.heads]], static_cast<int32_t>(item % p.heads)); });
+}
+
+}  // namespace mla::cpu

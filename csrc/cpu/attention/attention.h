@@ -1,0 +1,44 @@
+// What the driver and the kernels of the instruction sets agree on.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "mla/problem.h"
+
+namespace mla::cpu {
+
+constexpr float kLn2 = 0.693147180559945f;
+constexpr float kLog2E = 1.44269504088896f;
+
+// Where a part of a token goes that other workers hold the rest of.
+struct Partial {
+  float* out;         // [heads, 512]; null where the stretch is a whole token
+  float* lse;         // [heads]
+  float* max_logits;  // [heads]
+};
+
+// One token, or a part of its slot list, for some of its heads.
+struct Stretch {
+  int32_t token;
+  int32_t head_begin, heads;  // at most kMaxHeads
+  int32_t tile_begin, tile_end, granule;
+  Partial partial;
+};
+
+constexpr int kMaxHeads = 128;
+
+struct AttentionKernel {
+  const char* name;
+  size_t workspace_bytes;  // aligned to 64
+  void (*run)(const AttentionProblem& problem, const Stretch& stretch, void* workspace);
+};
+
+extern const AttentionKernel kPortableKernel;
+#ifdef MLA_X86
+extern const AttentionKernel kAvx2Kernel;
+extern const AttentionKernel kAvx512Kernel;
+extern const AttentionKernel kAvx512Bf16Kernel;
+#endif
+
+}  // namespace mla::cpu

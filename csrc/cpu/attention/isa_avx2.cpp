@@ -1,0 +1,19 @@
+// AVX2 and FMA; arithmetic in fp32.
+#include <cstdint>
+
+#include "cpu/attention/attention.h"
+#include "mla/number.h"
+
+namespace mla::cpu {
+namespace {
+constexpr int kLanes = 8;
+constexpr int kSums = 8;
+#include "cpu/attention/simd.h"
+#include "cpu/attention/finish.h"
+#include "cpu/attention/isa_fp32.h"
+#include "cpu/attention/kernel.h"
+}  // namespace
+
+const AttentionKernel kAvx2Kernel{"avx2", sizeof(Workspace), run};
+
+}  // namespace mla::cpu

@@ -1,0 +1,19 @@
+// AVX-512 (F, BW, DQ, VL); arithmetic in fp32.
+#include <cstdint>
+
+#include "cpu/attention/attention.h"
+#include "mla/number.h"
+
+namespace mla::cpu {
+namespace {
+constexpr int kLanes = 16;
+constexpr int kSums = 16;
+#include "cpu/attention/simd.h"
+#include "cpu/attention/finish.h"
+#include "cpu/attention/isa_fp32.h"
+#include "cpu/attention/kernel.h"
+}  // namespace
+
+const AttentionKernel kAvx512Kernel{"avx512", sizeof(Workspace), run};
+
+}  // namespace mla::cpu

@@ -1,0 +1,19 @@
+// Any CPU: four lanes are SSE2 on x86-64 and NEON on Arm; arithmetic in fp32.
+#include <cstdint>
+
+#include "cpu/attention/attention.h"
+#include "mla/number.h"
+
+namespace mla::cpu {
+namespace {
+constexpr int kLanes = 4;
+constexpr int kSums = 8;
+#include "cpu/attention/simd.h"
+#include "cpu/attention/finish.h"
+#include "cpu/attention/isa_fp32.h"
+#include "cpu/attention/kernel.h"
+}  // namespace
+
+const AttentionKernel kPortableKernel{"portable", sizeof(Workspace), run};
+
+}  // namespace mla::cpu

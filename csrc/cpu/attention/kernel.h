@@ -1,0 +1,331 @@
+// Sparse attention for one instruction set. Each isa_*.cpp includes this inside its anonymous namespace, after
+// simd.h and a struct `Isa` with:
+//
+//   kPack                  numbers in a word (4 bytes): 2 bf16, or 1 fp32. Every matrix operand is made of words
+//                          whose numbers are neighbours along the sum, so one loop serves both.
+//   kScoreSums             registers that the score loop sums in: (vectors of heads) x (tokens)
+//   kValueHeads, kValueVectors   the same for the value loop: (heads) x (vectors of output dims)
+//   load_words, store_words, broadcast_word, dot
+//   pack(first, second)    weights of two neighbouring tokens as words (the second only where kPack is 2)
+//   widen_row              a cached row as words
+//   lay_out_values         rows as words of token pairs (where kPack is 2)
+//
+// A worker takes one token after the other. A token's valid rows are gathered into tiles of kTile; a tile is
+// converted once for all heads and then, for a block of heads at a time:
+//
+//   scores   lanes are heads. Q was laid out once as [word of the head dim][head], and each word of a cached
+//            row is broadcast against it: rows are used as they lie in memory, nothing is transposed.
+//   softmax  lanes are heads still, so the maximum and the sum over tokens need no shuffles.
+//   values   lanes are output dims, the weight of (head, token pair) is broadcast.
+//
+// The scale of a quantised group never touches the cached values: e4m3 is exact in bf16, so the kernel
+// multiplies the group's partial scores, and then the weights, with it.
+
+constexpr int kTile = 128;                              // rows converted together; 128 bf16 rows are 144 KB of L2
+constexpr int kRowWords = kHeadDim / Isa::kPack;
+constexpr int kScoreVectors = 2;
+constexpr int kScoreHeads = kScoreVectors * kLanes;     // heads a block
+constexpr int kHeadSlots = (kMaxHeads + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
+constexpr int kPanel = Isa::kValueVectors * kLanes;     // output dims that a pass over the tile's values covers
+constexpr int kPanels = kValueDim / kPanel;
+constexpr int kTileSteps = kTile / Isa::kPack;
+constexpr int kGroups = 4;                              // scale groups a row, where the format has any
+static_assert(kValueDim % kPanel == 0 && (kValueDim / kGroups) % kPanel == 0, "a panel lies within one scale group");
+static_assert(kTile % Isa::kScoreSums == 0 && kFp8DsMla.scales() == kGroups);
+
+// What a thread works in; it keeps this between calls.
+struct Workspace {
+  alignas(64) uint32_t q[kHeadSlots / kLanes][kRowWords][kLanes];
+  alignas(64) uint32_t converted[kTile][kRowWords];
+  alignas(64) uint32_t values[Isa::kPack == 2 ? kPanels : 1][kTileSteps][kPanel];  // token pairs; unused for fp32
+  alignas(64) float scores[kTile][kScoreHeads];
+  alignas(64) uint32_t weights[kGroups][kTileSteps][kScoreHeads];
+  alignas(64) float rescale[kScoreHeads];
+  alignas(64) float out[kHeadSlots][kValueDim];
+  alignas(64) float largest[kHeadSlots];  // of the scaled scores, in units of log2(e)
+  alignas(64) float total[kHeadSlots];
+  const uint8_t* rows[2][kTile];  // this tile's rows and the next one's, in the cache
+  const uint8_t* words[kTile];    // this tile's rows as words, in the cache itself where they are that already
+  float group_scale[kGroups][kTile];
+};
+
+alignas(64) const uint32_t kZeroRow[kRowWords] = {};
+
+// ---- Loading ---------------------------------------------------------------------------------------------
+
+inline void load_q(const AttentionProblem& p, int token, int head_begin, int heads, Workspace& w) {
+  const int vectors = (heads + kLanes - 1) / kLanes;
+  for (int v = 0; v < vectors; ++v) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const int head = v * kLanes + lane;
+      if (head >= heads) {
+        for (int word = 0; word < kRowWords; ++word) w.q[v][word][lane] = 0;
+        continue;
+      }
+      const uint16_t* nope = p.q_nope + token * p.q_nope_token + (head_begin + head) * p.q_nope_head;
+      const uint16_t* rope = p.q_rope + token * p.q_rope_token + (head_begin + head) * p.q_rope_head;
+      for (int word = 0; word < kRowWords; ++word) {
+        const int dim = word * Isa::kPack;
+        const uint16_t* from = dim < kLatent ? nope + dim : rope + dim - kLatent;
+        // one bf16 number is the upper half of an fp32 one
+        w.q[v][word][lane] = Isa::kPack == 2 ? from[0] | static_cast<uint32_t>(from[Isa::kPack - 1]) << 16
+                                             : static_cast<uint32_t>(from[0]) << 16;
+      }
+    }
+  }
+}
+
+inline void prefetch_row(const uint8_t* row, int bytes) {
+  for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
+// Walks the valid slots of a part of a token's lists, a tile at a time.
+struct SlotWalk {
+  const AttentionProblem& p;
+  int token;
+  int64_t at, end;  // in the current list
+  int list = 0;
+  int tile_begin, tile_end, granule;  // what is left of the part, counted from the current list's first tile
+
+  SlotWalk(const AttentionProblem& problem, int token, int tile_begin, int tile_end, int granule)
+      : p(problem), token(token), tile_begin(tile_begin), tile_end(tile_end), granule(granule) {
+    enter();
+  }
+
+  void enter() {
+    const int length = clamp_length(p.lists[list].length, token, p.lists[list].topk);
+    const int64_t begin = static_cast<int64_t>(tile_begin) * granule, stop = static_cast<int64_t>(tile_end) * granule;
+    end = stop < length ? stop : length;
+    at = begin < end ? begin : end;
+    const int tiles = tiles_of(length, granule);
+    tile_begin = tile_begin > tiles ? tile_begin - tiles : 0;
+    tile_end = tile_end > tiles ? tile_end - tiles : 0;
+  }
+
+  // Up to kTile rows of one cache; none when the part is finished.
+  int next(const uint8_t** rows, const CacheFormat*& format) {
+    int count = 0;
+    for (;;) {
+      const SlotList& from = p.lists[list];
+      const int32_t* slots = from.slots + token * from.stride;
+      for (; at < end && count < kTile; ++at)
+        if (from.cache.holds(slots[at])) rows[count++] = from.cache.row(slots[at]);
+      format = from.cache.format;
+      if (count > 0 || list + 1 >= p.list_count) return count;
+      ++list;
+      enter();
+    }
+  }
+};
+
+// Makes the tile's rows readable as words, and lays its values out for the second matrix loop. Rows of zeros
+// fill it up to what the score loop takes at once.
+template <bool kScaled>
+inline void convert_tile(const uint8_t* const* rows, int count, Workspace& w) {
+  constexpr bool kInPlace = !kScaled && Isa::kPack == 2;  // a bf16 row is already what it should become
+  for (int t = 0; t < count; ++t) {
+    if constexpr (kInPlace) {
+      w.words[t] = rows[t];
+    } else {
+      Isa::template widen_row<kScaled>(rows[t], w.converted[t]);
+      w.words[t] = reinterpret_cast<const uint8_t*>(w.converted[t]);
+    }
+    if constexpr (kScaled)
+      for (int g = 0; g < kGroups; ++g) __builtin_memcpy(&w.group_scale[g][t], rows[t] + kFp8DsMla.scale_offset() + 4 * g, 4);
+  }
+  for (int t = count; t % Isa::kScoreSums != 0; ++t) {
+    w.words[t] = reinterpret_cast<const uint8_t*>(kZeroRow);
+    for (int g = 0; g < kGroups; ++g) w.group_scale[g][t] = 0.0f;
+  }
+  Isa::lay_out_values(w.words, count, w.values);
+}
+
+// ---- Scores ----------------------------------------------------------------------------------------------
+
+// Some rows against kVectors vectors of heads: scores[token][head], times `scale`.
+template <bool kScaled, int kVectors>
+inline void score_block(const uint32_t (*q)[kRowWords][kLanes], int first, float scale, Workspace& w) {
+  constexpr int kTokens = Isa::kScoreSums / kVectors;
+  constexpr int kParts = kScaled ? kGroups + 1 : 1;  // four groups with a scale each and the rope part
+  constexpr int kGroupWords = kLatent / kGroups / Isa::kPack;
+  const uint8_t* const* words = w.words + first;
+  for (int part = 0; part < kParts; ++part) {
+    const int begin = part * kGroupWords;
+    const int end = part + 1 < kParts ? begin + kGroupWords : kRowWords;
+    Floats sum[kTokens][kVectors];
+#pragma GCC unroll 32
+    for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[t][v] = Floats{};
+    for (int word = begin; word < end; ++word) {
+      typename Isa::Words head[kVectors];
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) head[v] = Isa::load_words(q[v][word]);
+#pragma GCC unroll 32
+      for (int t = 0; t < kTokens; ++t) {
+        const typename Isa::Words row = Isa::broadcast_word(words[t] + 4 * word);
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sum[t][v] = Isa::dot(sum[t][v], head[v], row);
+      }
+    }
+#pragma GCC unroll 32
+    for (int t = 0; t < kTokens; ++t) {
+      const float factor = scale * (kScaled && part < kGroups ? w.group_scale[part][first + t] : 1.0f);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
+        float* to = &w.scores[first + t][v * kLanes];
+        store(part == 0 ? sum[t][v] * factor : load(to) + sum[t][v] * factor, to);
+      }
+    }
+  }
+}
+
+// ---- Softmax ---------------------------------------------------------------------------------------------
+
+// Turns the block's scores into weights, packed for the value loop, and moves the running maximum and sum on.
+template <bool kScaled>
+inline void softmax_block(int head, int vectors, int count, bool first_tile, Workspace& w) {
+  for (int v = 0; v < vectors; ++v) {
+    const int lane = v * kLanes;
+    const Floats before = first_tile ? broadcast(-__builtin_inff()) : load(&w.largest[head + lane]);
+    Floats largest = before;
+    for (int t = 0; t < count; ++t) largest = larger(load(&w.scores[t][lane]), largest);
+    // A head all of whose scores are -inf has nothing to attend to yet; -inf minus -inf would be NaN.
+    const Floats reference = largest == -__builtin_inff() ? Floats{} : largest;
+    const Floats rescale = exp2_of(before - reference);
+    Floats total = first_tile ? Floats{} : load(&w.total[head + lane]) * rescale;
+
+    for (int step = 0; step * Isa::kPack < count; ++step) {
+      const int t = step * Isa::kPack;
+      const bool pair = Isa::kPack == 2 && t + 1 < count;
+      const Floats weight = exp2_of(load(&w.scores[t][lane]) - reference);
+      const Floats second = pair ? exp2_of(load(&w.scores[t + 1][lane]) - reference) : Floats{};
+      total += weight + second;
+      if (!kScaled) {
+        Isa::store_words(Isa::pack(weight, second), &w.weights[0][step][lane]);
+      } else {
+        for (int g = 0; g < kGroups; ++g) {
+          const float scale = w.group_scale[g][t], second_scale = pair ? w.group_scale[g][t + 1] : 0.0f;
+          Isa::store_words(Isa::pack(weight * scale, second * second_scale), &w.weights[g][step][lane]);
+        }
+      }
+    }
+    store(largest, &w.largest[head + lane]);
+    store(total, &w.total[head + lane]);
+    store(rescale, &w.rescale[lane]);
+  }
+}
+
+// ---- Values ----------------------------------------------------------------------------------------------
+
+// out[head .. head + kHeads][one panel] = rescale * out + weights x values. `values` are words; the next step's
+// lie `stride` words on.
+template <int kHeads>
+inline void value_block(float (*out)[kValueDim], const float* rescale, bool first_tile, int steps, const uint32_t* values,
+                        int stride, const uint32_t (*weights)[kScoreHeads], int lane) {
+  Floats sum[kHeads][Isa::kValueVectors];
+#pragma GCC unroll 16
+  for (int h = 0; h < kHeads; ++h)
+#pragma GCC unroll 8
+    for (int v = 0; v < Isa::kValueVectors; ++v)
+      sum[h][v] = first_tile ? Floats{} : load(out[h] + v * kLanes) * rescale[lane + h];
+  for (int step = 0; step < steps; ++step) {
+    typename Isa::Words value[Isa::kValueVectors];
+#pragma GCC unroll 8
+    for (int v = 0; v < Isa::kValueVectors; ++v) value[v] = Isa::load_words(values + step * stride + v * kLanes);
+#pragma GCC unroll 16
+    for (int h = 0; h < kHeads; ++h) {
+      const typename Isa::Words weight = Isa::broadcast_word(reinterpret_cast<const uint8_t*>(&weights[step][lane + h]));
+#pragma GCC unroll 8
+      for (int v = 0; v < Isa::kValueVectors; ++v) sum[h][v] = Isa::dot(sum[h][v], value[v], weight);
+    }
+  }
+#pragma GCC unroll 16
+  for (int h = 0; h < kHeads; ++h)
+#pragma GCC unroll 8
+    for (int v = 0; v < Isa::kValueVectors; ++v) store(sum[h][v], out[h] + v * kLanes);
+}
+
+template <bool kScaled>
+inline void add_values(int head, int heads, int count, bool first_tile, Workspace& w, const uint8_t* const* next_rows,
+                       int next_count, int next_bytes) {
+  const int steps = (count + Isa::kPack - 1) / Isa::kPack;
+  for (int panel = 0; panel < kPanels; ++panel) {
+    const uint32_t* values = Isa::kPack == 2 ? &w.values[panel][0][0] : &w.converted[0][panel * kPanel];
+    const int stride = Isa::kPack == 2 ? kPanel : kRowWords;
+    const auto* weights = w.weights[kScaled ? panel * kPanel / (kLatent / kGroups) : 0];
+    for (int h = 0; h < heads; h += Isa::kValueHeads) {
+      auto* out = reinterpret_cast<float(*)[kValueDim]>(&w.out[head + h][panel * kPanel]);
+      const int left = heads - h;
+      if (left >= Isa::kValueHeads) value_block<Isa::kValueHeads>(out, w.rescale, first_tile, steps, values, stride, weights, h);
+      else if (left == 3) value_block<3>(out, w.rescale, first_tile, steps, values, stride, weights, h);
+      else if (left == 2) value_block<2>(out, w.rescale, first_tile, steps, values, stride, weights, h);
+      else value_block<1>(out, w.rescale, first_tile, steps, values, stride, weights, h);
+    }
+    // Meanwhile the next tile's rows come into the cache, a share of them with every panel.
+    for (int t = panel * next_count / kPanels; t < (panel + 1) * next_count / kPanels; ++t) prefetch_row(next_rows[t], next_bytes);
+  }
+}
+
+// ---- A token ---------------------------------------------------------------------------------------------
+
+template <bool kScaled>
+inline void attend_tile(const AttentionProblem& p, int heads, const uint8_t* const* rows, int count, bool first_tile,
+                        const uint8_t* const* next_rows, int next_count, int next_bytes, Workspace& w) {
+  const float scale = p.scale * kLog2E;  // exponentials are taken to base 2
+  convert_tile<kScaled>(rows, count, w);
+  for (int head = 0; head < heads; head += kScoreHeads) {
+    const int left = heads - head < kScoreHeads ? heads - head : kScoreHeads;
+    const int vectors = (left + kLanes - 1) / kLanes;
+    const auto* q = w.q + head / kLanes;
+    for (int t = 0; t < count; t += Isa::kScoreSums / vectors)
+      vectors == 1 ? score_block<kScaled, 1>(q, t, scale, w) : score_block<kScaled, kScoreVectors>(q, t, scale, w);
+    softmax_block<kScaled>(head, vectors, count, first_tile, w);
+    add_values<kScaled>(head, left, count, first_tile, w, next_rows, head == 0 ? next_count : 0, next_bytes);
+  }
+}
+
+// Attends to a part of a token's slots; leaves the sums in the workspace. Returns whether any slot was valid.
+inline bool attend(const AttentionProblem& p, int token, int heads, int tile_begin, int tile_end, int granule, Workspace& w) {
+  SlotWalk walk(p, token, tile_begin, tile_end, granule);
+  const CacheFormat* format = nullptr;
+  int count = walk.next(w.rows[0], format);
+  bool first_tile = true;
+  for (int side = 0; count > 0; side ^= 1) {
+    const CacheFormat* next_format = nullptr;
+    const int next_count = walk.next(w.rows[side ^ 1], next_format);
+    const int next_bytes = next_format->row_bytes();
+    if (format->code == Code::e4m3)
+      attend_tile<true>(p, heads, w.rows[side], count, first_tile, w.rows[side ^ 1], next_count, next_bytes, w);
+    else
+      attend_tile<false>(p, heads, w.rows[side], count, first_tile, w.rows[side ^ 1], next_count, next_bytes, w);
+    first_tile = false;
+    count = next_count;
+    format = next_format;
+  }
+  return !first_tile;
+}
+
+// Writes one head's result: to its place in the output, or as a partial result.
+inline void finish_head(const AttentionProblem& p, const Stretch& s, int head, bool any, Workspace& w) {
+  const float total = any ? w.total[head] : 0.0f;
+  const float largest = any ? w.largest[head] * kLn2 : -__builtin_inff();
+  const float lse = total == 0.0f ? -__builtin_inff() : largest + __builtin_logf(total);
+  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+  if (total == 0.0f) __builtin_memset(w.out[head], 0, sizeof w.out[head]);
+  if (s.partial.out) {
+    float* out = s.partial.out + static_cast<int64_t>(s.head_begin + head) * kValueDim;
+    for (int d = 0; d < kValueDim; d += kLanes) store(load(w.out[head] + d) * inverse, out + d);
+    s.partial.lse[s.head_begin + head] = lse;
+    s.partial.max_logits[s.head_begin + head] = largest;
+    return;
+  }
+  finish_row(p, s.token, s.head_begin + head, w.out[head], inverse, lse, largest);
+}
+
+inline void run(const AttentionProblem& p, const Stretch& s, void* workspace) {
+  Workspace& w = *static_cast<Workspace*>(workspace);
+  load_q(p, s.token, s.head_begin, s.heads, w);
+  const bool any = attend(p, s.token, s.heads, s.tile_begin, s.tile_end, s.granule, w);
+  for (int head = 0; head < s.heads; ++head) finish_head(p, s, head, any, w);
+}

@@ -1,0 +1,52 @@
+// The vectors that the attention kernel is written in. Each instruction set's file includes this once, inside
+// its own anonymous namespace and compiled with its own flags, after defining kLanes. GCC and Clang turn these
+// into whatever registers the flags allow.
+//
+// Nothing from the standard library may be used in here: an inline function compiled with AVX-512 flags could
+// be the copy that the linker keeps for everybody.
+
+typedef float Floats __attribute__((vector_size(kLanes * 4)));
+typedef float FloatsUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+typedef uint8_t BytesUnaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
+typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
+typedef uint16_t ShortsUnaligned __attribute__((vector_size(kLanes * 2), aligned(1), may_alias));
+
+inline Floats load(const float* from) { return *reinterpret_cast<const FloatsUnaligned*>(from); }
+inline void store(Floats x, float* to) { *reinterpret_cast<FloatsUnaligned*>(to) = x; }
+inline Floats broadcast(float x) { return Floats{} + x; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+inline Floats widen_bf16(const uint8_t* from) {
+  const Shorts bits = *reinterpret_cast<const ShortsUnaligned*>(from);
+  return (Floats)(__builtin_convertvector(bits, Ints) << 16);
+}
+
+// See e4m3_to_float in mla/number.h.
+inline Floats widen_e4m3(const uint8_t* from) {
+  const Ints code = __builtin_convertvector(*reinterpret_cast<const BytesUnaligned*>(from), Ints);
+  const Ints magnitude = code & 0x7f;
+  const Ints normal = (magnitude << 20) + (120 << 23);
+  const Ints subnormal = (Ints)(__builtin_convertvector(magnitude, Floats) * 0.001953125f);
+  const Ints bits = magnitude < 8 ? subnormal : (magnitude == 0x7f ? normal | 0x7fffffff : normal);
+  return (Floats)(bits | ((code & 0x80) << 24));
+}
+
+// 2^x for x <= 0, with 0 below 2^-126 and NaN kept; relative error under 2e-7. x is split into a whole number
+// and a rest within +-1/2, whose power is a polynomial (Taylor in x ln 2, good to 7 terms on that interval).
+inline Floats exp2_of(Floats x) {
+  const Floats clamped = x < -126.0f ? broadcast(-126.0f) : x;
+  const Ints whole = __builtin_convertvector(clamped - 0.5f, Ints);
+  const Floats rest = (clamped - __builtin_convertvector(whole, Floats)) * 0.693147180559945f;
+  Floats power = broadcast(1.0f / 5040);
+  power = power * rest + 1.0f / 720;
+  power = power * rest + 1.0f / 120;
+  power = power * rest + 1.0f / 24;
+  power = power * rest + 1.0f / 6;
+  power = power * rest + 0.5f;
+  power = power * rest + 1.0f;
+  power = power * rest + 1.0f;
+  const Floats scaled = power * (Floats)((whole + 127) << 23);
+  return x < -126.0f ? Floats{} : scaled;
+}

@@ -1,0 +1,77 @@
+// Reads rows of the paged cache as bf16: a warp a row, 16 latent values a lane.
+#include "cuda/common/launch.h"
+#include "cuda/common/vector.cuh"
+#include "cuda/ops.h"
+#include "mla/number.h"
+
+namespace mla::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kRowsPerBlock = kThreads / 32;
+constexpr int kLaneValues = kLatent / 32;
+constexpr int kRopeLanes = 8;
+constexpr int kRopeValues = kRope / kRopeLanes;
+
+template <bool kQuantised, bool kAligned>
+__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ CacheGatherProblem p) {
+  const int lane = threadIdx.x % 32;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / 32;
+  if (index >= p.rows) return;
+  const int64_t slot = p.slot(index);
+  const bool held = p.cache.holds(slot);
+  const uint8_t* row = held ? p.cache.row(slot) : nullptr;
+
+  alignas(16) uint16_t latent[kLaneValues] = {};
+  alignas(16) uint16_t rope[kRopeValues] = {};
+  if (held) {
+    if constexpr (kQuantised) {
+      alignas(16) uint8_t codes[kLaneValues];
+      load_bytes<sizeof(codes), kAligned>(row + lane * kLaneValues, codes);
+      alignas(16) float scales[4];
+      load_bytes<sizeof(scales), kAligned>(row + kFp8DsMla.scale_offset(), scales);
+      const int group = lane / (kFp8DsMla.group / kLaneValues);
+      const float scale = group < 2 ? (group == 0 ? scales[0] : scales[1]) : (group == 2 ? scales[2] : scales[3]);
+#pragma unroll
+      for (int i = 0; i < kLaneValues; ++i) latent[i] = float_to_bf16(e4m3_to_float(codes[i]) * scale);
+    } else {
+      load_bytes<sizeof(latent), kAligned>(row + lane * sizeof(latent), latent);
+    }
+    constexpr int kRopeOffset = kQuantised ? kFp8DsMla.rope_offset() : kBf16.rope_offset();
+    if (lane < kRopeLanes) load_bytes<sizeof(rope), kAligned>(row + kRopeOffset + lane * sizeof(rope), rope);
+  }
+  uint16_t* out = p.out + index * p.out_row;
+  store_bytes<sizeof(latent), kAligned>(latent, out + lane * kLaneValues);
+  if (lane < kRopeLanes) store_bytes<sizeof(rope), kAligned>(rope, out + kLatent + lane * kRopeValues);
+}
+
+using Kernel = void (*)(CacheGatherProblem);
+
+Kernel choose(bool quantised, bool aligned) {
+  if (quantised) return aligned ? gather_kernel<true, true> : gather_kernel<true, false>;
+  return aligned ? gather_kernel<false, true> : gather_kernel<false, false>;
+}
+
+}  // namespace
+
+void cache_gather(const CacheGatherProblem& p, void* stream) {
+  const bool aligned = aligned16(p.cache.data, p.cache.block_stride) && aligned16(p.cache.data, p.cache.row_stride) &&
+                       aligned16(p.out, p.out_row * 2);
+  const Kernel kernel = choose(p.cache.format->code == Code::e4m3, aligned);
+  const int64_t blocks = (p.rows + kRowsPerBlock - 1) / kRowsPerBlock;
+  CacheGatherProblem problem = p;
+  void* arguments[] = {&problem};
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)), dim3(kThreads), arguments, 0,
+                         static_cast<cudaStream_t>(stream)),
+        "cache_gather");
+}
+
+KernelList cache_gather_kernels() {
+  static const KernelEntry entries[] = {
+      {"cache_gather fp8_ds_mla", reinterpret_cast<const void*>(choose(true, true)), kThreads, 0},
+      {"cache_gather bf16", reinterpret_cast<const void*>(choose(false, true)), kThreads, 0},
+  };
+  return {entries, sizeof(entries) / sizeof(entries[0])};
+}
+
+}  // namespace mla::cuda

@@ -1,0 +1,32 @@
+#include "cuda/common/launch.h"
+#include "cuda/ops.h"
+
+namespace mla::cuda {
+
+std::string describe_kernels() {
+  std::string json;
+  for (const KernelList& list : {cache_write_kernels(), cache_gather_kernels()}) {
+    for (int i = 0; i < list.count; ++i) {
+      const KernelEntry& kernel = list.entries[i];
+      json += json.empty() ? "" : ",";
+      json += std::string("{\"name\":\"") + kernel.name + "\"";
+      cudaFuncAttributes attributes;
+      int blocks = 0;
+      cudaError_t error = cudaFuncGetAttributes(&attributes, kernel.function);
+      if (error == cudaSuccess)
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function, kernel.threads, kernel.dynamic_shared_bytes);
+      if (error != cudaSuccess) {
+        cudaGetLastError();  // a question must not leave an error behind for the next launch to trip over
+        json += std::string(",\"error\":\"") + cudaGetErrorString(error) + "\"}";
+        continue;
+      }
+      json += ",\"threads\":" + std::to_string(kernel.threads) + ",\"registers\":" + std::to_string(attributes.numRegs) +
+              ",\"spill_bytes\":" + std::to_string(attributes.localSizeBytes) +
+              ",\"shared_bytes\":" + std::to_string(attributes.sharedSizeBytes + kernel.dynamic_shared_bytes) +
+              ",\"blocks_per_sm\":" + std::to_string(blocks) + ",\"binary_version\":" + std::to_string(attributes.binaryVersion) + "}";
+    }
+  }
+  return "[" + json + "]";
+}
+
+}  // namespace mla::cuda

@@ -1,0 +1,40 @@
+// Rows in 16-byte pieces where they are aligned to that, in single numbers where not.
+#pragma once
+
+#include <cstdint>
+
+namespace mla::cuda {
+
+inline bool aligned16(const void* base, long long stride_bytes) {
+  return (reinterpret_cast<uintptr_t>(base) | static_cast<uintptr_t>(stride_bytes)) % 16 == 0;
+}
+
+// kBytes from global memory into `to`, which is aligned to 16.
+template <int kBytes, bool kAligned>
+__device__ __forceinline__ void load_bytes(const void* from, void* to) {
+  static_assert(kBytes % 16 == 0);
+  if constexpr (kAligned) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 16; ++i) static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBytes; ++i) static_cast<uint8_t*>(to)[i] = static_cast<const uint8_t*>(from)[i];
+  }
+}
+
+template <int kBytes, bool kAligned>
+__device__ __forceinline__ void store_bytes(const void* from, void* to) {
+  static_assert(kBytes % 4 == 0);
+  if constexpr (kAligned && kBytes % 16 == 0) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 16; ++i) static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
+  } else if constexpr (kAligned) {
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i) static_cast<uint32_t*>(to)[i] = static_cast<const uint32_t*>(from)[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBytes; ++i) static_cast<uint8_t*>(to)[i] = static_cast<const uint8_t*>(from)[i];
+  }
+}
+
+}  // namespace mla::cuda

@@ -1,0 +1,75 @@
+// bf16 and e4m3 as bit patterns, and the rule by which a group of values gets its scale.
+// Plain integer and fp32 arithmetic, so that a CPU and a GPU produce the same bits.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "mla/platform.h"
+
+namespace mla {
+
+constexpr float kE4m3Max = 448.0f;
+constexpr float kFloatMax = 3.402823466e+38f;
+constexpr float kFloatMinNormal = 1.175494351e-38f;
+
+MLA_HOST_DEVICE uint32_t float_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  return bits;
+}
+
+MLA_HOST_DEVICE float bits_float(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+MLA_HOST_DEVICE float bf16_to_float(uint16_t bits) { return bits_float(static_cast<uint32_t>(bits) << 16); }
+
+// Round to nearest, ties to even; NaN becomes the quiet NaN 0x7fc0.
+MLA_HOST_DEVICE uint16_t float_to_bf16(float x) {
+  const uint32_t bits = float_bits(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+MLA_HOST_DEVICE float e4m3_to_float(uint8_t code) {
+  const uint32_t magnitude = code & 0x7fu;
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
+  if (magnitude == 0x7fu) return bits_float(sign | 0x7fffffffu);
+  if (magnitude < 8u) {  // subnormal: a multiple of 2^-9
+    const float value = static_cast<float>(magnitude) * 0.001953125f;
+    return bits_float(float_bits(value) | sign);
+  }
+  return bits_float(sign | ((magnitude << 20) + (120u << 23)));
+}
+
+// Round to nearest, ties to even, saturating at +-448; NaN becomes 0x7f whatever its sign.
+MLA_HOST_DEVICE uint8_t float_to_e4m3(float x) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t sign = (bits >> 24) & 0x80u;
+  if (magnitude > 0x7f800000u) return 0x7f;
+  if (magnitude >= (0x43e00000u)) return static_cast<uint8_t>(sign | 0x7eu);  // 448 and more
+  if (magnitude < 0x3c800000u) {  // below 2^-6: adding 2^14 leaves a multiple of 2^-9 in the low mantissa bits
+    const float shifted = bits_float(magnitude) + 16384.0f;
+    return static_cast<uint8_t>(sign | (float_bits(shifted) & 0xffu));
+  }
+  const uint32_t rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u);
+  return static_cast<uint8_t>(sign | ((rounded >> 20) - (120u << 3)));
+}
+
+// The scale of a group whose largest magnitude is `amax` (NaN left out): amax / 448, never below the smallest
+// normal number, so that a group of zeros has a usable scale. An infinite amax counts as the largest finite
+// number: the infinities saturate at 448 times that scale, and what is small beside it becomes zero.
+// `power_of_two` rounds the scale up to a power of two.
+MLA_HOST_DEVICE float group_scale(float amax, bool power_of_two) {
+  const float finite = amax > kFloatMax ? kFloatMax : amax;
+  const float quotient = finite / kE4m3Max;
+  const float scale = quotient > kFloatMinNormal ? quotient : kFloatMinNormal;
+  if (!power_of_two) return scale;
+  return bits_float((float_bits(scale) + 0x7fffffu) & 0xff800000u);
+}
+
+}  // namespace mla

@@ -1,0 +1,75 @@
+// The plan says which worker attends to which part of which token's slot list. A worker is a thread of the
+// CPU's pool or a thread block of the GPU.
+//
+// Every token's list (its main list, then its extra one) is cut into tiles of `granule` slots; a list never
+// shares a tile with the other. Lay the tiles of all tokens end to end, with one more unit in front of each
+// token for its fixed cost, and cut that line into equal stretches: each worker gets one. So a worker has whole
+// tokens in the middle and at most one unfinished token at either end, and partial results need two places a
+// worker, however many tokens there are.
+#pragma once
+
+#include <cstdint>
+
+#include "mla/platform.h"
+
+namespace mla {
+
+// One row of the plan table, 8 int32.
+struct PlanRow {
+  int32_t token_begin;  // this worker computes tokens [token_begin, token_end)
+  int32_t token_end;
+  int32_t tile_begin;  // where it begins in its first token, in tiles
+  int32_t tile_end;    // where it ends in its last token; the token's tile count unless a later worker goes on
+  int32_t part;        // which part of its first token this is: 0 when it begins at tile 0
+  int32_t parts;       // into how many parts its last token is cut, where that token begins here; else 1
+  int32_t place;       // where its partial results go: this many come from the workers before it
+  int32_t granule;     // slots a tile
+};
+static_assert(sizeof(PlanRow) == 32, "a plan row is 8 int32");
+
+// A worker has up to two partial results: of the token it continues from an earlier worker, at `place`, and of
+// the one it begins and leaves open, at the place after that (or at `place`, if it continued none). So the parts
+// of one token lie at consecutive places, and 2 * workers places are enough.
+MLA_HOST_DEVICE int32_t begun_place(const PlanRow& row) { return row.place + (row.tile_begin > 0); }
+
+// How the lists of one problem are measured.
+struct PlanShape {
+  int32_t tokens;
+  int32_t topk;
+  int32_t extra_topk;
+  int32_t granule;
+  int32_t min_part;              // tiles; a cut that would leave fewer on either side moves to the token's border
+  bool whole_tokens;             // never cut a token: its bits then don't depend on its neighbours
+  const int32_t* length;         // [tokens] or null
+  const int32_t* extra_length;   // [tokens] or null
+};
+
+MLA_HOST_DEVICE int32_t clamp_length(const int32_t* length, int32_t token, int32_t topk) {
+  if (!length) return topk;
+  const int32_t n = length[token];
+  return n < 0 ? 0 : (n < topk ? n : topk);
+}
+
+MLA_HOST_DEVICE int32_t tiles_of(int32_t slots, int32_t granule) { return (slots + granule - 1) / granule; }
+
+MLA_HOST_DEVICE int32_t token_tiles(const PlanShape& shape, int32_t token) {
+  return tiles_of(clamp_length(shape.length, token, shape.topk), shape.granule) +
+         tiles_of(clamp_length(shape.extra_length, token, shape.extra_topk), shape.granule);
+}
+
+// A border between two workers: everything before (token, tile) belongs to the left one.
+struct PlanBorder {
+  int32_t token;
+  int32_t tile;
+};
+
+// Where a cut that falls `offset` units into a token of `tiles` tiles really goes.
+MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, int32_t tiles, int64_t offset) {
+  const int32_t tile = offset < 1 ? 0 : static_cast<int32_t>(offset - 1);  // unit 0 is the fixed cost
+  if (shape.whole_tokens) return 2 * tile < tiles ? PlanBorder{token, 0} : PlanBorder{token + 1, 0};
+  if (tile < shape.min_part) return {token, 0};
+  if (tiles - tile < shape.min_part) return {token + 1, 0};
+  return {token, tile};
+}
+
+}  // namespace mla

@@ -1,0 +1,128 @@
+// The problems that the ops solve, as plain pointers and strides. Strides count elements unless they say bytes.
+#pragma once
+
+#include <cstdint>
+
+#include "mla/format.h"
+#include "mla/plan.h"
+#include "mla/platform.h"
+
+namespace mla {
+
+struct CacheView {
+  uint8_t* data;
+  int64_t blocks;
+  int64_t block_size;
+  int64_t block_stride;  // bytes
+  int64_t row_stride;    // bytes
+  const CacheFormat* format;
+
+  MLA_HOST_DEVICE int64_t slots() const { return blocks * block_size; }
+  MLA_HOST_DEVICE bool holds(int64_t slot) const { return slot >= 0 && slot < slots(); }
+  MLA_HOST_DEVICE uint8_t* row(int64_t slot) const {
+    return data + slot / block_size * block_stride + slot % block_size * row_stride;
+  }
+};
+
+// The slots that each token attends to in one cache.
+struct SlotList {
+  CacheView cache;
+  const int32_t* slots;  // [tokens, topk]
+  int64_t stride;        // from one token's slots to the next token's
+  int32_t topk;
+  const int32_t* length;  // [tokens] or null: only the first n are read
+};
+
+struct AttentionProblem {
+  int32_t tokens;
+  int32_t heads;
+  const uint16_t* q_nope;  // bf16 [tokens, heads, 512]
+  int64_t q_nope_token, q_nope_head;
+  const uint16_t* q_rope;  // bf16 [tokens, heads, 64]
+  int64_t q_rope_token, q_rope_head;
+  float scale;
+  const float* sink;  // [heads] or null
+  SlotList lists[2];  // the main one and, where there is a second cache, the extra one
+  int32_t list_count;
+
+  uint16_t* out;  // bf16 [tokens, heads, 512]
+  int64_t out_token, out_head;
+  float* lse;  // [tokens, heads], natural logarithm
+  int64_t lse_token, lse_head;
+  float* max_logits;  // [tokens, heads] or null
+  int64_t max_token, max_head;
+
+  const PlanRow* plan;  // null: the op makes one
+  int32_t workers;
+  bool whole_tokens;  // in a plan that the op makes: never cut a token
+};
+
+// Results over disjoint sets of slots, to be weighted by their lse: out = sum_i e^(lse_i - lse) out_i.
+template <typename Value>
+struct MergeProblem {
+  int32_t parts;
+  int64_t tokens;
+  int32_t heads;
+  int32_t dim;
+  const Value* part_out;  // [parts, tokens, heads, dim]
+  int64_t part_out_part, part_out_token, part_out_head;
+  const float* part_lse;  // [parts, tokens, heads]
+  int64_t part_lse_part, part_lse_token, part_lse_head;
+  Value* out;
+  int64_t out_token, out_head;
+  float* lse;
+  int64_t lse_token, lse_head;
+};
+
+enum class Source : int32_t { bf16, fp32 };
+
+struct CacheWriteProblem {
+  int64_t tokens;
+  const void* latent;  // [tokens, 512] of `source` numbers
+  int64_t latent_token;
+  const void* rope;  // [tokens, 64]
+  int64_t rope_token;
+  Source source;
+  const void* slots;  // [tokens] int64 or int32
+  bool wide_slots;    // int64
+  bool power_of_two;
+  CacheView cache;
+
+  MLA_HOST_DEVICE int64_t slot(int64_t token) const {
+    return wide_slots ? static_cast<const int64_t*>(slots)[token]
+                      : static_cast<const int32_t*>(slots)[token];
+  }
+};
+
+struct CacheGatherProblem {
+  int64_t rows;
+  const void* slots;
+  bool wide_slots;
+  CacheView cache;
+  uint16_t* out;  // bf16 [rows, 576]; zeros where the slot is not in the cache
+  int64_t out_row;
+
+  MLA_HOST_DEVICE int64_t slot(int64_t row) const {
+    return wide_slots ? static_cast<const int64_t*>(slots)[row]
+                      : static_cast<const int32_t*>(slots)[row];
+  }
+};
+
+struct ConvertProblem {
+  int64_t tokens;
+  int32_t topk;
+  const int32_t* positions;  // [tokens, topk]: places in the token's own sequence
+  int64_t position_stride;
+  const int32_t* block_table;  // [requests, max_blocks]: physical blocks
+  int64_t table_stride;
+  int64_t requests;
+  int32_t max_blocks;
+  const int32_t* request;  // [tokens]: which row of the block table a token uses
+  int32_t block_size;
+  bool compact;    // valid slots first, in their order, then -1
+  int32_t* slots;  // [tokens, topk]
+  int64_t slot_stride;
+  int32_t* counts;  // [tokens]: how many are valid
+};
+
+}  // namespace mla

@@ -1,0 +1,17 @@
+"""Sparse multi-head latent attention over a paged cache.
+
+    out, lse = mla_backend.sparse_attention(q, cache, indices, scale=576**-0.5)
+
+`mla_backend.flash_mla` stands in for the `flash_mla` package, `mla_backend.reference` says what is computed.
+"""
+
+from mla_backend import fake as _fake  # noqa: F401  (torch.compile support)
+from mla_backend import library
+from mla_backend.attention import merge_partials, plan, sparse_attention
+from mla_backend.cache import cache_gather, cache_write, convert_indices
+from mla_backend.formats import FORMATS, CacheFormat, format_of
+
+__version__: str = library.about()["version"]
+
+__all__ = ["FORMATS", "CacheFormat", "cache_gather", "cache_write", "convert_indices", "format_of", "merge_partials",
+           "plan", "sparse_attention"]

@@ -1,0 +1,164 @@
+"""Sparse attention, its plan, and the merge of partial results."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mla_backend import library  # noqa: F401  (registers the ops)
+from mla_backend.arguments import require_count, require_number, require_tensor, require_tensors
+
+LATENT = 512
+ROPE = 64
+PLAN_COLUMNS = 8
+
+
+def sparse_attention(
+    q: Tensor | tuple[Tensor, Tensor],
+    cache: Tensor,
+    indices: Tensor,
+    *,
+    scale: float,
+    topk_length: Tensor | None = None,
+    sink: Tensor | None = None,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    plan: Tensor | None = None,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    return_max_logits: bool = False,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """Every query token attends to its own list of cache slots. Decode and prefill are the same operation.
+
+    Args:
+        q: bf16 `[T, H, 576]`, or the pair `(q_nope [T, H, 512], q_rope [T, H, 64])`. H is 1 to 256. Any strides
+            whose last is 1.
+        cache: bf16 `[blocks, block_size, 576]`, or fp8_ds_mla as bytes `[blocks, block_size, 656]`; a dimension of
+            1 before the last is accepted. Blocks and rows may be strided.
+        indices: int32 `[T, topk]`, physical slots (block * block_size + offset) in any order. A slot below 0 or past
+            the end of the cache is skipped; a slot that stands twice counts twice.
+        scale: what scores are multiplied with before the softmax.
+        topk_length: int32 `[T]`; only the first n slots of a token's list are read.
+        sink: fp32 `[H]`; out is scaled by e^lse / (e^lse + e^sink). lse is not changed by it.
+        extra_cache, extra_indices, extra_topk_length: a second cache and lists into it, attended to in the same
+            softmax. Its format and block size may differ.
+        plan: what `plan()` returned for these lengths. Made here if left out.
+        batch_invariant: give a token the same bits whatever else is in the batch, by never cutting its list. With
+            a plan of your own, make the plan so.
+        out, lse: where to write, bf16 `[T, H, 512]` and fp32 `[T, H]`, of any strides (out's last is 1).
+        return_max_logits: also return the largest scaled score.
+
+    Returns:
+        out `[T, H, 512]` and lse fp32 `[T, H]`, the natural logarithm of the sum of exponentials; with
+        `return_max_logits` also fp32 `[T, H]`. A row with nothing to attend to gives 0, -inf and -inf.
+    """
+    if isinstance(q, (tuple, list)):
+        if len(q) != 2:
+            raise ValueError(f"q must be a tensor [T, H, 576] or a pair (q_nope, q_rope); got {len(q)} tensors")
+        q_nope, q_rope = q
+        require_tensor("q_nope", q_nope)
+        require_tensor("q_rope", q_rope)
+    else:
+        require_tensor("q", q)
+        if q.dim() != 3 or q.shape[-1] != LATENT + ROPE:
+            raise ValueError(f"q must be bfloat16 [T, H, 576] or a pair (q_nope [T, H, 512], q_rope [T, H, 64]); "
+                             f"got {str(q.dtype).removeprefix('torch.')} {list(q.shape)}")
+        q_nope, q_rope = q[..., :LATENT], q[..., LATENT:]
+    require_tensor("cache", cache)
+    require_tensor("indices", indices)
+    require_number("scale", scale)
+    require_tensors(topk_length=topk_length, sink=sink, extra_cache=extra_cache, extra_indices=extra_indices,
+                    extra_topk_length=extra_topk_length, plan=plan, out=out, lse=lse)
+    rows = q_nope.shape[:2]
+    if out is None:
+        out = torch.empty((*rows, LATENT), dtype=torch.bfloat16, device=q_nope.device)
+    if lse is None:
+        lse = torch.empty(rows, dtype=torch.float32, device=q_nope.device)
+    max_logits = torch.empty(rows, dtype=torch.float32, device=q_nope.device) if return_max_logits else None
+    torch.ops.mla_backend.sparse_attention(q_nope, q_rope, cache, indices, scale, topk_length, sink, extra_cache,
+                                           extra_indices, extra_topk_length, plan, bool(batch_invariant), out, lse,
+                                           max_logits)
+    return (out, lse, max_logits) if return_max_logits else (out, lse)
+
+
+def plan(
+    num_tokens: int,
+    topk: int,
+    *,
+    topk_length: Tensor | None = None,
+    extra_topk: int = 0,
+    extra_topk_length: Tensor | None = None,
+    batch_invariant: bool = False,
+    workers: int | None = None,
+    device: torch.device | str | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Decides which worker attends to which part of which token's list; unequal lengths are balanced.
+
+    The plan depends on the lengths and not on the slots, so one plan serves every layer of a model. Recompute it
+    into `out` when the lengths change; nothing is synchronised.
+
+    Args:
+        num_tokens, topk, extra_topk: T and the widths of the index lists.
+        topk_length, extra_topk_length: int32 `[T]`, as for `sparse_attention`.
+        batch_invariant: never cut a token's list, so that its bits don't depend on its neighbours.
+        workers: rows of the table; by default as many as torch has threads.
+        device: where the table is made; by default where the lengths are.
+        out: a table to write into, int32 `[workers, 8]`.
+
+    Returns:
+        int32 `[workers, 8]`. The columns are those of PlanRow in csrc/include/mla/plan.h: the tokens a worker takes
+        (begin, end), the tiles at which it begins in the first and ends in the last of them, which part of its
+        first token it holds, into how many parts the token it leaves open is cut, where its partial results go,
+        and the slots in a tile.
+    """
+    require_count("num_tokens", num_tokens)
+    require_count("topk", topk)
+    require_count("extra_topk", extra_topk)
+    require_tensors(topk_length=topk_length, extra_topk_length=extra_topk_length, out=out)
+    if out is None:
+        if device is None:
+            device = next((t.device for t in (topk_length, extra_topk_length) if t is not None), "cpu")
+        if workers is None:
+            workers = torch.get_num_threads()
+        require_count("workers", workers, at_least=1)
+        out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
+    torch.ops.mla_backend.plan(topk_length, extra_topk_length, num_tokens, topk, extra_topk, bool(batch_invariant), out)
+    return out
+
+
+def merge_partials(
+    outs: Tensor | Sequence[Tensor],
+    lses: Tensor | Sequence[Tensor],
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merges attention results over disjoint sets of slots by their lse, as if all had been attended to at once.
+
+    Args:
+        outs: bf16 or fp32 `[P, T, H, D]`, or P tensors `[T, H, D]`. D is at most 1024.
+        lses: fp32 `[P, T, H]`, or P tensors `[T, H]`. A part with an lse of -inf weighs nothing, whatever its out
+            holds.
+        out, lse: where to write, `[T, H, D]` of the dtype of outs and fp32 `[T, H]`.
+
+    Returns:
+        out and lse; 0 and -inf where every part was empty.
+    """
+    if not isinstance(outs, Tensor):
+        for i, part in enumerate(outs):
+            require_tensor(f"outs[{i}]", part)
+        outs = torch.stack(tuple(outs))
+    if not isinstance(lses, Tensor):
+        for i, part in enumerate(lses):
+            require_tensor(f"lses[{i}]", part)
+        lses = torch.stack(tuple(lses))
+    require_tensors(out=out, lse=lse)
+    if out is None:
+        out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+    if lse is None:
+        lse = torch.empty(outs.shape[1:-1], dtype=torch.float32, device=outs.device)
+    torch.ops.mla_backend.merge_partials(outs, lses, out, lse)
+    return out, lse

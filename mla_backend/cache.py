@@ -1,0 +1,85 @@
+"""Writing and reading the paged cache, and turning positions into slots."""
+
+import torch
+from torch import Tensor
+
+from mla_backend import library  # noqa: F401  (registers the ops)
+from mla_backend.arguments import require_count, require_tensor, require_tensors
+
+HEAD_DIM = 576
+
+
+def cache_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *, power_of_two: bool = False) -> None:
+    """Writes tokens into a paged cache, quantising as the cache's format wants it.
+
+    Args:
+        kv_c: bf16 or fp32 `[N, 512]`, the latent values, of any strides whose last is 1.
+        k_pe: the same dtype, `[N, 64]` or `[N, 1, 64]`, the rope values; stored as bf16.
+        cache: as in `sparse_attention`; the tokens' slots of it are overwritten.
+        slots: int64 or int32 `[N]`. A token whose slot is negative or past the end is skipped. If two tokens name
+            one slot, either of them may stay.
+        power_of_two: round the scales of fp8_ds_mla up to powers of two.
+
+    A group of 128 latent values gets the scale amax / 448; a group with an infinity one that keeps its finite
+    numbers finite; NaN stays NaN. docs/contract.md has the details.
+    """
+    for name, value in (("kv_c", kv_c), ("k_pe", k_pe), ("cache", cache), ("slots", slots)):
+        require_tensor(name, value)
+    if k_pe.dim() == 3 and k_pe.shape[1] == 1:
+        k_pe = k_pe.squeeze(1)
+    torch.ops.mla_backend.cache_write(kv_c, k_pe, cache, slots, bool(power_of_two))
+
+
+def cache_gather(cache: Tensor, slots: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Reads rows of a paged cache, dequantised.
+
+    Args:
+        cache: as in `sparse_attention`.
+        slots: int64 or int32 `[N]`.
+        out: where to write, bf16 `[N, 576]`.
+
+    Returns:
+        bf16 `[N, 576]`: 512 latent and 64 rope values; zeros where the slot is not in the cache.
+    """
+    require_tensor("cache", cache)
+    require_tensor("slots", slots)
+    require_tensors(out=out)
+    if out is None:
+        out = torch.empty((*slots.shape[:1], HEAD_DIM), dtype=torch.bfloat16, device=cache.device)
+    torch.ops.mla_backend.cache_gather(cache, slots, out)
+    return out
+
+
+def convert_indices(
+    positions: Tensor,
+    block_table: Tensor,
+    request_ids: Tensor,
+    block_size: int,
+    *,
+    compact: bool = False,
+    slots: Tensor | None = None,
+    counts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Turns the positions that an indexer picked in each token's own sequence into physical slots.
+
+    Args:
+        positions: int32 `[T, topk]`; negative ones and ones past the block table's end have no slot.
+        block_table: int32 `[R, max_blocks]`, each request's blocks; a negative block has no slots.
+        request_ids: int32 `[T]`, the row of the block table that a token uses; one outside of it has no slots.
+        block_size: slots in a block.
+        compact: valid slots first, in their order, then -1, so that the counts can serve as `topk_length`.
+        slots, counts: where to write, int32 `[T, topk]` and int32 `[T]`.
+
+    Returns:
+        slots, -1 where there is none, and how many of each token's are valid.
+    """
+    for name, value in (("positions", positions), ("block_table", block_table), ("request_ids", request_ids)):
+        require_tensor(name, value)
+    require_count("block_size", block_size, at_least=1)
+    require_tensors(slots=slots, counts=counts)
+    if slots is None:
+        slots = torch.empty_like(positions, memory_format=torch.contiguous_format)
+    if counts is None:
+        counts = torch.empty(positions.shape[:1], dtype=torch.int32, device=positions.device)
+    torch.ops.mla_backend.convert_indices(positions, block_table, request_ids, block_size, bool(compact), slots, counts)
+    return slots, counts

@@ -1,0 +1,65 @@
+"""Loads the shared library that holds every op, and asks it what it is."""
+
+import ctypes
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIBRARY_VARIABLE = "MLA_BACKEND_LIBRARY"
+CPU_KERNEL_VARIABLE = "MLA_BACKEND_CPU_KERNEL"
+
+
+def library_path() -> Path:
+    """The library in use: the one inside the package, unless MLA_BACKEND_LIBRARY names another."""
+    return Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).parent / "libmla_backend.so").absolute()
+
+
+def _load() -> ctypes.CDLL:
+    path = library_path()
+    if not path.is_file():
+        raise ImportError(f"mla-backend: {path} does not exist. The package is installed with `pip install .`; "
+                          f"in a source tree, `pip install -e .` builds it in place.")
+    try:
+        torch.ops.load_library(path)
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(f"mla-backend: {path} does not load under torch {torch.__version__} "
+                          f"(2.10 or newer is needed): {error}") from error
+    library.mla_backend_about.restype = ctypes.c_char_p
+    library.mla_backend_cuda_kernels.restype = ctypes.c_char_p
+    return library
+
+
+_library = _load()
+
+
+def about() -> dict[str, Any]:
+    """How the library was built, the cache formats it knows, and its CPU kernels."""
+    return json.loads(_library.mla_backend_about())
+
+
+def cuda_kernels() -> list[dict[str, Any]]:
+    """Every CUDA kernel as loaded on the current device: registers, spills, shared memory, occupancy, or an error."""
+    return json.loads(_library.mla_backend_cuda_kernels())
+
+
+def cpu_kernel() -> str:
+    """The name of the CPU attention kernel in use."""
+    return next(kernel["name"] for kernel in about()["cpu_kernels"] if kernel["active"])
+
+
+def select_cpu_kernel(name: str) -> None:
+    """Use a certain CPU attention kernel from now on, or with "auto" the fastest that this CPU can run.
+
+    The environment variable MLA_BACKEND_CPU_KERNEL does the same at import.
+    """
+    if not _library.mla_backend_select_cpu_kernel(str(name).encode()):
+        usable = [kernel["name"] for kernel in about()["cpu_kernels"] if kernel["usable"]]
+        raise ValueError(f"name must be auto or a kernel that this CPU can run ({', '.join(usable)}); got {name!r}")
+
+
+if os.environ.get(CPU_KERNEL_VARIABLE):
+    select_cpu_kernel(os.environ[CPU_KERNEL_VARIABLE])

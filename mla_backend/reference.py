@@ -1,0 +1,145 @@
+"""The oracle: what every kernel has to compute, in plain PyTorch.
+
+Nothing here uses the library or its description of the formats, so that a mistake in those shows as a difference.
+Attention is computed in float64. Everything works on any device; nothing here is meant to be fast.
+"""
+
+import torch
+from torch import Tensor
+
+LATENT = 512
+ROPE = 64
+GROUP = 128
+E4M3_MAX = 448.0
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+FP8_ROW_BYTES = LATENT + 4 * (LATENT // GROUP) + 2 * ROPE  # 656
+
+
+def to_e4m3(x: Tensor) -> Tensor:
+    """fp32 to e4m3 codes (uint8): nearest, ties to even, saturating at 448; NaN becomes 0x7f."""
+    codes = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(x.isnan(), 0x7F, codes)
+
+
+def group_scale(amax: Tensor, power_of_two: bool) -> Tensor:
+    """The fp32 scale of a group with this largest magnitude: amax / 448, at least the smallest normal number.
+
+    An infinite amax counts as the largest finite number. A power of two is reached by rounding up.
+    """
+    scale = (amax.clamp(max=torch.finfo(torch.float32).max) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    if not power_of_two:
+        return scale
+    mantissa, exponent = torch.frexp(scale)  # 0.5 <= mantissa < 1
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+
+
+def quantise(kv_c: Tensor, k_pe: Tensor, power_of_two: bool = False) -> Tensor:
+    """Tokens as fp8_ds_mla rows: kv_c `[N, 512]` and k_pe `[N, 64]` to uint8 `[N, 656]`."""
+    groups = kv_c.float().unflatten(-1, (-1, GROUP))  # [N, 4, 128]
+    amax = torch.where(groups.isnan(), 0.0, groups.abs()).amax(-1, keepdim=True)
+    scales = group_scale(amax, power_of_two)
+    codes = to_e4m3(groups / scales).flatten(-2)
+    return torch.cat([codes, scales.squeeze(-1).contiguous().view(torch.uint8),
+                      k_pe.to(torch.bfloat16).contiguous().view(torch.uint8)], dim=-1)
+
+
+def dequantise(rows: Tensor) -> Tensor:
+    """Rows of a cache of either format, `[..., 656]` bytes or `[..., 576]` bf16, to float32 `[..., 576]`."""
+    if rows.dtype == torch.bfloat16:
+        return rows.float()
+    rows = rows.contiguous().view(torch.uint8)
+    latent = rows[..., :LATENT].contiguous().view(torch.float8_e4m3fn).float()
+    scales = rows[..., LATENT:LATENT + 16].contiguous().view(torch.float32)
+    rope = rows[..., LATENT + 16:].contiguous().view(torch.bfloat16).float()
+    latent = latent.unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)
+    return torch.cat([latent.flatten(-2), rope], dim=-1)
+
+
+def cache_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, power_of_two: bool = False) -> None:
+    """Writes token i into slot slots[i] of `cache` `[blocks, block_size, ...]`; a slot outside of it is skipped."""
+    if cache.dtype == torch.bfloat16:
+        rows = torch.cat([kv_c, k_pe], dim=-1).to(torch.bfloat16)
+    else:
+        rows = quantise(kv_c, k_pe, power_of_two).view(cache.dtype)
+    block_size = cache.shape[1]
+    for row, slot in zip(rows, slots.tolist(), strict=True):
+        if 0 <= slot < cache.shape[0] * block_size:
+            cache[slot // block_size, slot % block_size] = row
+
+
+def cache_rows(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Dequantised rows float32 `[*slots.shape, 576]` and which slots are in the cache; the others' rows are 0."""
+    blocks, block_size = cache.shape[:2]
+    valid = (slots >= 0) & (slots < blocks * block_size)
+    if blocks == 0:
+        return torch.zeros(*slots.shape, LATENT + ROPE, device=cache.device), valid
+    slots = torch.where(valid, slots, 0).long()
+    rows = dequantise(cache[slots // block_size, slots % block_size].flatten(slots.dim()))
+    return torch.where(valid.unsqueeze(-1), rows, 0.0), valid
+
+
+def sparse_attention(q: Tensor, cache: Tensor, indices: Tensor, *, scale: float, topk_length: Tensor | None = None,
+                     sink: Tensor | None = None, extra_cache: Tensor | None = None,
+                     extra_indices: Tensor | None = None,
+                     extra_topk_length: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Every query token attends to its own list of cache slots.
+
+    q `[T, H, 576]`, cache `[blocks, block_size, ...]`, indices int32 `[T, topk]`. Returns, all in float64, out
+    `[T, H, 512]`, lse `[T, H]` (natural logarithm) and the largest scaled score `[T, H]`.
+    """
+    rows, valid = _listed_rows(cache, indices, topk_length)
+    if extra_cache is not None:
+        extra_rows, extra_valid = _listed_rows(extra_cache, extra_indices, extra_topk_length)
+        rows, valid = torch.cat([rows, extra_rows], dim=1), torch.cat([valid, extra_valid], dim=1)
+    rows, q = rows.double(), q.double()
+    scores = torch.einsum("thd,tkd->thk", q, rows) * scale
+    scores = torch.where(valid.unsqueeze(1), scores, -torch.inf)
+    # a column of -inf changes nothing and gives empty lists something to take the maximum of
+    scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
+    largest = scores.amax(-1)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
+    out = torch.einsum("thk,tkd->thd", weights[..., :-1], rows[..., :LATENT])
+    if sink is not None:
+        out = out * torch.sigmoid(torch.where(lse == -torch.inf, 0.0, lse - sink.double())).unsqueeze(-1)
+    return out, lse, largest
+
+
+def _listed_rows(cache: Tensor, indices: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
+    rows, valid = cache_rows(cache, indices)
+    if length is not None:
+        read = torch.arange(indices.shape[1], device=indices.device) < length.unsqueeze(1)
+        rows, valid = torch.where(read.unsqueeze(-1), rows, 0.0), valid & read
+    return rows, valid
+
+
+def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Results over disjoint sets of slots, outs `[P, T, H, D]` and lses `[P, T, H]`, as one; in float64."""
+    lses = lses.double()
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.exp(lses - torch.where(lse == -torch.inf, 0.0, lse))
+    outs = torch.where(weights.unsqueeze(-1) == 0, 0.0, outs.double())
+    return (weights.unsqueeze(-1) * outs).sum(0), lse
+
+
+def convert_indices(positions: Tensor, block_table: Tensor, request_ids: Tensor, block_size: int,
+                    compact: bool = False) -> tuple[Tensor, Tensor]:
+    """Positions `[T, topk]` in each token's sequence to physical slots, -1 where there is none, and their counts."""
+    slots = torch.full_like(positions, -1)
+    for t, request in enumerate(request_ids.tolist()):
+        if not 0 <= request < block_table.shape[0]:
+            continue
+        found = []
+        for i, position in enumerate(positions[t].tolist()):
+            place = position // block_size
+            slot = -1
+            if position >= 0 and place < block_table.shape[1] and block_table[request, place] >= 0:
+                slot = int(block_table[request, place]) * block_size + position % block_size
+            if slot > torch.iinfo(torch.int32).max:
+                slot = -1
+            if not compact:
+                slots[t, i] = slot
+            elif slot >= 0:
+                found.append(slot)
+        slots[t, :len(found)] = torch.tensor(found, dtype=slots.dtype)
+    return slots, (slots >= 0).sum(1, dtype=torch.int32)

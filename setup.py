@@ -1,0 +1,173 @@
+"""Builds the one shared library, and tags the wheel for every Python.
+
+The library registers its ops through torch's stable ABI, so it depends on neither the Python version nor, from
+2.10 on, the torch version. ninja compiles what has changed.
+
+Environment: MLA_BACKEND_CUDA=1 makes a missing nvcc an error, =0 leaves CUDA out, unset takes nvcc if it is there.
+CUDA_HOME says where nvcc is. MLA_BACKEND_CUDA_ARCHS (default "80 89 90a 100 120") says for which GPUs.
+MLA_BACKEND_SANITIZE=1 builds the CPU kernels with AddressSanitizer and UBSan.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import SetupError
+
+ROOT = Path(__file__).parent
+TORCH_NEEDED = (2, 10)
+CUDA_ARCHS = "80 89 90a 100 120"
+
+WARNINGS = "-Wall -Wextra -Wno-psabi -Wno-unused-parameter"
+CXX_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -MMD -MF $out.d"
+AVX512 = "-mavx2 -mfma -mavx512f -mavx512bw -mavx512dq -mavx512vl"
+# Extra flags of single files. What the attention kernels are compiled for is chosen when they run.
+FILE_FLAGS = {
+    "isa_portable": "-ffp-contract=fast",
+    "isa_avx2": "-ffp-contract=fast -mavx2 -mfma",
+    "isa_avx512": f"-ffp-contract=fast {AVX512}",
+    # GCC 12's own headers leave a value undefined on purpose
+    "isa_avx512_bf16": f"-ffp-contract=fast {AVX512} -mavx512vbmi -mavx512bf16 -Wno-maybe-uninitialized",
+}
+
+
+def find_torch() -> Path:
+    """The torch that the library will be used with. pip's isolated build environment hides it from `import`, but
+    not from the interpreter's own installation paths."""
+    places = [Path(p) for p in (*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))]
+    found = next((p / "torch" for p in places if (p / "torch" / "version.py").is_file()), None)
+    if found is None:
+        raise SetupError("mla-backend is built against the torch it will run with, and none is installed here. "
+                         "Install torch 2.10 or newer first, then try again.")
+    if tuple(int(n) for n in torch_version(found).split(".")[:2]) < TORCH_NEEDED:
+        raise SetupError(f"mla-backend needs torch 2.10 or newer, found {torch_version(found)} in {found}.")
+    return found
+
+
+def torch_version(torch: Path) -> str:
+    return re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text())[1]
+
+
+def find_nvcc() -> Path | None:
+    wanted = os.environ.get("MLA_BACKEND_CUDA")
+    if wanted not in (None, "", "0", "1"):
+        raise SetupError(f"MLA_BACKEND_CUDA is 0, 1 or unset, not {wanted!r}.")
+    if wanted == "0" or sanitize():
+        return None
+    home = os.environ.get("CUDA_HOME")
+    found = Path(home) / "bin" / "nvcc" if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    if found.is_file():
+        return found.resolve()
+    if wanted == "1":
+        raise SetupError(f"MLA_BACKEND_CUDA=1, but there is no nvcc ({found} does not exist). "
+                         "Install the CUDA toolkit or set CUDA_HOME; MLA_BACKEND_CUDA=0 builds for the CPU alone.")
+    return None
+
+
+def sanitize() -> bool:
+    return os.environ.get("MLA_BACKEND_SANITIZE") == "1"
+
+
+def ask(*command: object) -> str:
+    return subprocess.run([str(c) for c in command], capture_output=True, text=True).stdout
+
+
+def find_cuda_home(nvcc: Path) -> Path:
+    """The folder with include/ and lib64/, which is not always nvcc's parent (it may be a wrapper)."""
+    top = re.search(r"TOP=(.*)", subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr)
+    return Path(top[1].strip()).resolve() if top else nvcc.parent.parent
+
+
+def write_if_changed(path: Path, text: str) -> None:
+    if not path.is_file() or path.read_text() != text:
+        path.write_text(text)
+
+
+def write_ninja(folder: Path, version: str) -> None:
+    """folder/build.ninja, which makes folder/libmla_backend.so."""
+    torch, nvcc = find_torch(), find_nvcc()
+    x86 = platform.machine() in ("x86_64", "AMD64")
+    cxx = os.environ.get("CXX", "g++")
+    if not shutil.which(cxx):
+        raise SetupError(f"mla-backend needs a C++17 compiler; there is no {cxx}. Install g++, or set CXX.")
+    archs = os.environ.get("MLA_BACKEND_CUDA_ARCHS", CUDA_ARCHS).split() if nvcc else []
+    nvcc_release = re.search(r"release ([\d.]+)", ask(nvcc, "--version"))[1] if nvcc else ""
+    print(f"mla-backend: torch {torch_version(torch)}, "
+          + (f"CUDA {nvcc_release} for sm_{', sm_'.join(archs)}" if nvcc else "CPU only (no nvcc, or CUDA switched off)"))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    info = {"VERSION": version, "TORCH": torch_version(torch), "TORCH_TARGET": ".".join(map(str, TORCH_NEEDED)),
+            "COMPILER": ask(cxx, "--version").splitlines()[0], "NVCC": nvcc_release, "CUDA_ARCHS": " ".join(archs)}
+    write_if_changed(folder / "build_info.h", "".join(f'#define MLA_{k} "{v}"\n' for k, v in info.items()))
+
+    common = f"-I{ROOT}/csrc -I{ROOT}/csrc/include"
+    host = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined" if sanitize() else "-O3"
+    host += " -DMLA_X86" if x86 else ""
+    host += f" -DMLA_CUDA -I{find_cuda_home(nvcc)}/include" if nvcc else ""
+    stable = f"0x{TORCH_NEEDED[0]:02x}{TORCH_NEEDED[1]:02x}000000000000"
+    bindings = f"-isystem {torch}/include -DTORCH_TARGET_VERSION={stable} -DUSE_CUDA"
+    libraries = f"-L{torch}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10"
+    if nvcc:
+        libraries += f" -L{find_cuda_home(nvcc)}/lib64 -lcudart_static -ldl -lrt -lpthread"
+    gencode = " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in archs)
+
+    lines = [
+        f"cxx = {cxx}", f"nvcc = {nvcc}",
+        "rule cxx", f"  command = $cxx {CXX_FLAGS} {WARNINGS} {common} {host} $flags -c $in -o $out",
+        "  depfile = $out.d", "  deps = gcc", "  description = $in",
+        "rule cuda", f"  command = $nvcc -std=c++17 -O3 --threads 2 -lineinfo -Xcompiler -fPIC,-fvisibility=hidden {common} "
+        f"{gencode} -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d", "  deps = gcc", "  description = $in",
+        "rule link", f"  command = $cxx -shared {host} -o $out $in {libraries}", "  description = $out",
+    ]
+    sources = sorted((ROOT / "csrc" / "bindings").glob("*.cpp")) + sorted((ROOT / "csrc" / "cpu").rglob("*.cpp"))
+    sources += sorted((ROOT / "csrc" / "cuda").rglob("*.cu")) if nvcc else []
+    objects = []
+    for source in sources:
+        if source.stem in FILE_FLAGS and source.stem != "isa_portable" and not x86:
+            continue
+        flags = FILE_FLAGS.get(source.stem, "")
+        if source.parent.name == "bindings":
+            flags = f"{bindings} -I."  # build_info.h lies where ninja runs
+        objects.append(f"{source.relative_to(ROOT / 'csrc').with_suffix('').as_posix().replace('/', '.')}.o")
+        lines += [f"build {objects[-1]}: {'cuda' if source.suffix == '.cu' else 'cxx'} {source}", f"  flags = {flags}"]
+    lines += [f"build libmla_backend.so: link {' '.join(objects)}", "default libmla_backend.so", ""]
+    write_if_changed(folder / "build.ninja", "\n".join(lines))
+
+
+class BuildLibrary(build_ext):
+    """Compiles the library with ninja, in a folder that survives, and puts it into the package."""
+
+    def build_extension(self, ext: Extension) -> None:
+        folder = ROOT / "build" / ("sanitize" if sanitize() else f"native-{platform.machine()}")
+        write_ninja(folder, self.distribution.get_version())
+        ninja = shutil.which("ninja") or shutil.which("ninja", path=sysconfig.get_path("scripts"))
+        if not ninja:
+            raise SetupError("ninja is needed to build; install it with: pip install ninja")
+        if subprocess.run([ninja, "-C", folder, *(["-v"] if self.verbose and self.verbose > 1 else [])]).returncode:
+            raise SetupError("Compiling the library failed; the compiler's message is above.")
+        target = Path(self.build_lib) / self.get_ext_filename(ext.name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(folder / "libmla_backend.so", target)
+
+    def get_ext_filename(self, name: str) -> str:
+        return "mla_backend/libmla_backend.so"
+
+
+class AnyPythonWheel(bdist_wheel):
+    """The library is no Python extension: one wheel serves every Python on its platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(ext_modules=[Extension("mla_backend.library_file", sources=[])],
+      cmdclass={"build_ext": BuildLibrary, "bdist_wheel": AnyPythonWheel})
