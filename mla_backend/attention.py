@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mla_backend import library  # noqa: F401  (registers the ops)
+from mla_backend import library
 from mla_backend.arguments import require_count, require_number, require_tensor, require_tensors
 
-LATENT = 512
-ROPE = 64
+VALUE_DIM = 512
 PLAN_COLUMNS = 8
+PLAN_WORKERS_PER_THREAD: int = library.about()["plan_workers_per_thread"]
 
 
 def sparse_attention(
@@ -54,30 +54,25 @@ def sparse_attention(
         out `[T, H, 512]` and lse fp32 `[T, H]`, the natural logarithm of the sum of exponentials; with
         `return_max_logits` also fp32 `[T, H]`. A row with nothing to attend to gives 0, -inf and -inf.
     """
+    q_rope = None
     if isinstance(q, (tuple, list)):
         if len(q) != 2:
             raise ValueError(f"q must be a tensor [T, H, 576] or a pair (q_nope, q_rope); got {len(q)} tensors")
-        q_nope, q_rope = q
-        require_tensor("q_nope", q_nope)
+        q, q_rope = q
         require_tensor("q_rope", q_rope)
-    else:
-        require_tensor("q", q)
-        if q.dim() != 3 or q.shape[-1] != LATENT + ROPE:
-            raise ValueError(f"q must be bfloat16 [T, H, 576] or a pair (q_nope [T, H, 512], q_rope [T, H, 64]); "
-                             f"got {str(q.dtype).removeprefix('torch.')} {list(q.shape)}")
-        q_nope, q_rope = q[..., :LATENT], q[..., LATENT:]
+    require_tensor("q" if q_rope is None else "q_nope", q)
     require_tensor("cache", cache)
     require_tensor("indices", indices)
     require_number("scale", scale)
     require_tensors(topk_length=topk_length, sink=sink, extra_cache=extra_cache, extra_indices=extra_indices,
                     extra_topk_length=extra_topk_length, plan=plan, out=out, lse=lse)
-    rows = q_nope.shape[:2]
+    rows = q.shape[:2]
     if out is None:
-        out = torch.empty((*rows, LATENT), dtype=torch.bfloat16, device=q_nope.device)
+        out = torch.empty((*rows, VALUE_DIM), dtype=torch.bfloat16, device=q.device)
     if lse is None:
-        lse = torch.empty(rows, dtype=torch.float32, device=q_nope.device)
-    max_logits = torch.empty(rows, dtype=torch.float32, device=q_nope.device) if return_max_logits else None
-    torch.ops.mla_backend.sparse_attention(q_nope, q_rope, cache, indices, scale, topk_length, sink, extra_cache,
+        lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    max_logits = torch.empty(rows, dtype=torch.float32, device=q.device) if return_max_logits else None
+    torch.ops.mla_backend.sparse_attention.default(q, q_rope, cache, indices, scale, topk_length, sink, extra_cache,
                                            extra_indices, extra_topk_length, plan, bool(batch_invariant), out, lse,
                                            max_logits)
     return (out, lse, max_logits) if return_max_logits else (out, lse)
@@ -104,7 +99,8 @@ def plan(
         num_tokens, topk, extra_topk: T and the widths of the index lists.
         topk_length, extra_topk_length: int32 `[T]`, as for `sparse_attention`.
         batch_invariant: never cut a token's list, so that its bits don't depend on its neighbours.
-        workers: rows of the table; by default as many as torch has threads.
+        workers: rows of the table; by default four times as many as torch has threads, which take
+            them in turn.
         device: where the table is made; by default where the lengths are.
         out: a table to write into, int32 `[workers, 8]`.
 
@@ -122,10 +118,10 @@ def plan(
         if device is None:
             device = next((t.device for t in (topk_length, extra_topk_length) if t is not None), "cpu")
         if workers is None:
-            workers = torch.get_num_threads()
+            workers = PLAN_WORKERS_PER_THREAD * torch.get_num_threads()
         require_count("workers", workers, at_least=1)
         out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
-    torch.ops.mla_backend.plan(topk_length, extra_topk_length, num_tokens, topk, extra_topk, bool(batch_invariant), out)
+    torch.ops.mla_backend.plan.default(topk_length, extra_topk_length, num_tokens, topk, extra_topk, bool(batch_invariant), out)
     return out
 
 
@@ -160,5 +156,5 @@ def merge_partials(
         out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     if lse is None:
         lse = torch.empty(outs.shape[1:-1], dtype=torch.float32, device=outs.device)
-    torch.ops.mla_backend.merge_partials(outs, lses, out, lse)
+    torch.ops.mla_backend.merge_partials.default(outs, lses, out, lse)
     return out, lse

@@ -27,7 +27,7 @@ def cache_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *, pow
         require_tensor(name, value)
     if k_pe.dim() == 3 and k_pe.shape[1] == 1:
         k_pe = k_pe.squeeze(1)
-    torch.ops.mla_backend.cache_write(kv_c, k_pe, cache, slots, bool(power_of_two))
+    torch.ops.mla_backend.cache_write.default(kv_c, k_pe, cache, slots, bool(power_of_two))
 
 
 def cache_gather(cache: Tensor, slots: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -46,7 +46,7 @@ def cache_gather(cache: Tensor, slots: Tensor, *, out: Tensor | None = None) -> 
     require_tensors(out=out)
     if out is None:
         out = torch.empty((*slots.shape[:1], HEAD_DIM), dtype=torch.bfloat16, device=cache.device)
-    torch.ops.mla_backend.cache_gather(cache, slots, out)
+    torch.ops.mla_backend.cache_gather.default(cache, slots, out)
     return out
 
 
@@ -81,5 +81,5 @@ def convert_indices(
         slots = torch.empty_like(positions, memory_format=torch.contiguous_format)
     if counts is None:
         counts = torch.empty(positions.shape[:1], dtype=torch.int32, device=positions.device)
-    torch.ops.mla_backend.convert_indices(positions, block_table, request_ids, block_size, bool(compact), slots, counts)
+    torch.ops.mla_backend.convert_indices.default(positions, block_table, request_ids, block_size, bool(compact), slots, counts)
     return slots, counts

@@ -4,6 +4,7 @@
 
 #include "build_info.h"  // written by setup.py
 #include "cpu/features.h"
+#include "cpu/ops.h"
 #include "mla/format.h"
 #ifdef MLA_CUDA
 #include "cuda/ops.h"
@@ -48,7 +49,7 @@ MLA_EXPORT const char* mla_backend_about() {
   json = std::string("{\"version\":") + quoted(MLA_VERSION) + ",\"compiler\":" + quoted(MLA_COMPILER) +
          ",\"torch_built_with\":" + quoted(MLA_TORCH) + ",\"torch_needed\":" + quoted(MLA_TORCH_TARGET) +
          ",\"cuda_compiler\":" + quoted(MLA_NVCC) + ",\"cuda_archs\":" + quoted(MLA_CUDA_ARCHS) +
-         ",\"formats\":" + describe_formats() + ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
+         ",\"plan_workers_per_thread\":" + std::to_string(mla::cpu::kPlanWorkersPerThread) + ",\"formats\":" + describe_formats() + ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
   return json.c_str();
 }
 

@@ -20,41 +20,47 @@ SlotList expect_list(const Tensor& cache, const char* cache_name, const Tensor& 
 
 }  // namespace
 
-void sparse_attention(Tensor q_nope, Tensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
+void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
                       OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices,
                       OptionalTensor extra_topk_length, OptionalTensor plan, bool batch_invariant, Tensor out, Tensor lse,
                       OptionalTensor max_logits) {
-  expect(q_nope, "q_nope", {ScalarType::BFloat16}, {{"T"}, {"H"}, kLatent}, q_nope);
-  const int64_t tokens = q_nope.size(0), heads = q_nope.size(1);
-  require(heads >= 1 && heads <= kMaxHeads, "q_nope", "of 1 to 256 heads", describe(q_nope));
-  expect(q_rope, "q_rope", {ScalarType::BFloat16}, {{"T", tokens}, {"H", heads}, kRope}, q_nope);
+  // either the whole query or its two parts apart
+  const char* q_name = q_rope ? "q_nope" : "q";
+  expect(q, q_name, {ScalarType::BFloat16}, {{"T"}, {"H"}, q_rope ? kLatent : kHeadDim}, q);
+  const int64_t tokens = q.size(0), heads = q.size(1);
+  require(heads >= 1 && heads <= kMaxHeads, q_name, "of 1 to 256 heads", describe(q));
 
   AttentionProblem p{};
-  p.tokens = expect_int32(tokens, "q_nope", "tokens");
+  p.tokens = expect_int32(tokens, q_name, "tokens");
   p.heads = static_cast<int32_t>(heads);
-  p.q_nope = data<const uint16_t>(q_nope), p.q_nope_token = q_nope.stride(0), p.q_nope_head = q_nope.stride(1);
-  p.q_rope = data<const uint16_t>(q_rope), p.q_rope_token = q_rope.stride(0), p.q_rope_head = q_rope.stride(1);
+  p.q_nope = data<const uint16_t>(q), p.q_nope_token = q.stride(0), p.q_nope_head = q.stride(1);
+  if (q_rope) {
+    expect(*q_rope, "q_rope", {ScalarType::BFloat16}, {{"T", tokens}, {"H", heads}, kRope}, q);
+    p.q_rope = data<const uint16_t>(*q_rope), p.q_rope_token = q_rope->stride(0), p.q_rope_head = q_rope->stride(1);
+  } else {
+    p.q_rope = p.q_nope + kLatent, p.q_rope_token = p.q_nope_token, p.q_rope_head = p.q_nope_head;
+  }
   p.scale = static_cast<float>(scale);
-  p.sink = optional_data<float>(sink, "sink", ScalarType::Float, {{"H", heads}}, q_nope);
+  p.sink = optional_data<float>(sink, "sink", ScalarType::Float, {{"H", heads}}, q);
 
-  p.lists[0] = expect_list(cache, "cache", indices, "indices", topk_length, "topk_length", tokens, q_nope);
+  p.lists[0] = expect_list(cache, "cache", indices, "indices", topk_length, "topk_length", tokens, q);
   p.list_count = 1;
   require(extra_cache.has_value() == extra_indices.has_value(), extra_cache ? "extra_indices" : "extra_cache",
           "given when the other of the two is", "None");
   require(extra_cache || !extra_topk_length, "extra_topk_length", "None without extra_cache", "a tensor");
   if (extra_cache) {
     p.lists[1] = expect_list(*extra_cache, "extra_cache", *extra_indices, "extra_indices", extra_topk_length, "extra_topk_length",
-                             tokens, q_nope);
+                             tokens, q);
     p.list_count = 2;
   }
 
-  expect(out, "out", {ScalarType::BFloat16}, {{"T", tokens}, {"H", heads}, kValueDim}, q_nope);
+  expect(out, "out", {ScalarType::BFloat16}, {{"T", tokens}, {"H", heads}, kValueDim}, q);
   p.out = data<uint16_t>(out), p.out_token = out.stride(0), p.out_head = out.stride(1);
   // a row of lse may be strided (head-major, say), so only its shape is fixed
   const auto numbers_per_head = [&](const Tensor& tensor, const char* name) {
     require(tensor.scalar_type() == ScalarType::Float && tensor.dim() == 2 && tensor.size(0) == tokens && tensor.size(1) == heads,
             name, "float32 [T=" + std::to_string(tokens) + ", H=" + std::to_string(heads) + "]", describe(tensor));
-    require(tensor.is_cpu() == q_nope.is_cpu(), name, "on the device of the first argument", "a tensor on another");
+    require(tensor.is_cpu() == q.is_cpu(), name, "on the device of the first argument", "a tensor on another");
   };
   numbers_per_head(lse, "lse");
   p.lse = data<float>(lse), p.lse_token = lse.stride(0), p.lse_head = lse.stride(1);
@@ -64,7 +70,7 @@ void sparse_attention(Tensor q_nope, Tensor q_rope, Tensor cache, Tensor indices
   }
 
   if (plan) {
-    expect(*plan, "plan", {ScalarType::Int}, {{"workers"}, 8}, q_nope);
+    expect(*plan, "plan", {ScalarType::Int}, {{"workers"}, 8}, q);
     require(plan->size(0) > 0 && plan->is_contiguous(), "plan", "a contiguous table of one row or more", describe(*plan));
     p.plan = reinterpret_cast<const PlanRow*>(plan->data_ptr());
     p.workers = expect_int32(plan->size(0), "plan", "rows");

@@ -4,7 +4,7 @@
 
 STABLE_TORCH_LIBRARY(mla_backend, m) {
   m.def(
-      "sparse_attention(Tensor q_nope, Tensor q_rope, Tensor cache, Tensor indices, float scale, Tensor? topk_length, "
+      "sparse_attention(Tensor q, Tensor? q_rope, Tensor cache, Tensor indices, float scale, Tensor? topk_length, "
       "Tensor? sink, Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_topk_length, Tensor? plan, "
       "bool batch_invariant, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? max_logits) -> ()");
   m.def(

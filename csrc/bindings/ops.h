@@ -8,7 +8,7 @@
 
 namespace mla::bindings {
 
-void sparse_attention(Tensor q_nope, Tensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
+void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
                       OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices,
                       OptionalTensor extra_topk_length, OptionalTensor plan, bool batch_invariant, Tensor out, Tensor lse,
                       OptionalTensor max_logits);

@@ -11,15 +11,11 @@ void plan(OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t 
   };
   expect(table, "table", {ScalarType::Int}, {{"workers"}, 8}, table);
   require(table.size(0) > 0 && table.is_contiguous(), "table", "contiguous and of one row or more", describe(table));
-  PlanShape shape{};
-  shape.tokens = count(tokens, "tokens");
-  shape.topk = count(topk, "topk");
-  shape.extra_topk = count(extra_topk, "extra_topk");
-  shape.length = optional_data<int32_t>(topk_length, "topk_length", ScalarType::Int, {{"T", tokens}}, table);
-  shape.extra_length = optional_data<int32_t>(extra_topk_length, "extra_topk_length", ScalarType::Int, {{"T", tokens}}, table);
-  shape.granule = cpu::kPlanGranule;
-  shape.min_part = cpu::kPlanMinPart;
-  shape.whole_tokens = batch_invariant;
+  const int32_t* length = optional_data<int32_t>(topk_length, "topk_length", ScalarType::Int, {{"T", tokens}}, table);
+  const int32_t* extra_length =
+      optional_data<int32_t>(extra_topk_length, "extra_topk_length", ScalarType::Int, {{"T", tokens}}, table);
+  const PlanShape shape = cpu::plan_shape(count(tokens, "tokens"), count(topk, "topk"), count(extra_topk, "extra_topk"), length,
+                                          extra_length, batch_invariant);
   cpu::make_plan(shape, reinterpret_cast<PlanRow*>(table.data_ptr()), expect_int32(table.size(0), "table", "rows"));
 }
 

@@ -1,12 +1,14 @@
-#include "cpu/merge_rows.h"
-
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
+#include "mla/number.h"
 
 namespace mla::cpu {
 namespace {
+#include "cpu/merge_rows.h"
+
 void narrow(float x, float* to) { *to = x; }
 void narrow(float x, uint16_t* to) { *to = float_to_bf16(x); }
+
 }  // namespace
 
 template <typename Value>

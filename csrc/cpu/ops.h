@@ -16,8 +16,18 @@ void convert_indices(const ConvertProblem& problem);
 
 constexpr int kMaxMergeDim = 1024;
 
-// How a list is cut here: tiles of 64 slots, and no part under 128 (merging a part costs about as much).
-constexpr int kPlanGranule = 64;
-constexpr int kPlanMinPart = 2;
+// How lists are cut here: anywhere at a multiple of 16 slots, but no part under 128, which takes about as long as
+// waking a thread and merging. Threads take parts in turn, up to four each where those have 512 slots or more: cores
+// are seldom equally fast.
+constexpr int kPlanGranule = 16;
+constexpr int kPlanMinPart = 8;
+constexpr int kPlanGoodPart = 32;
+constexpr int kPlanWorkersPerThread = 4;
+
+inline PlanShape plan_shape(int32_t tokens, int32_t topk, int32_t extra_topk, const int32_t* length, const int32_t* extra_length,
+                            bool whole_tokens) {
+  return {tokens,        topk,         extra_topk, kPlanGranule, kPlanMinPart, kPlanGoodPart, kPlanWorkersPerThread,
+          whole_tokens, length, extra_length};
+}
 
 }  // namespace mla::cpu

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "cpu/ops.h"
 
 namespace mla::cpu {
@@ -6,9 +8,9 @@ void make_plan(const PlanShape& shape, PlanRow* rows, int workers) {
   int64_t units = 0;
   for (int32_t token = 0; token < shape.tokens; ++token) units += 1 + token_tiles(shape, token);
 
-  // Stretches shorter than a part would only be moved to a border again, so fewer workers get work.
-  const int64_t useful = units / (shape.min_part > 1 ? shape.min_part : 1);
-  const int64_t active = useful < 1 ? 1 : (useful < workers ? useful : workers);
+  // Stretches shorter than a part would only be moved to a border again, so short lists occupy fewer workers.
+  const int64_t wanted = std::clamp<int64_t>(units / shape.good_part, workers / shape.workers_per_processor, workers);
+  const int64_t active = std::max<int64_t>(1, std::min(wanted, units / shape.min_part));
 
   int32_t token = 0;     // the token that `units_before` units precede
   int64_t units_before = 0;

@@ -2,20 +2,16 @@
 #include "cpu/attention/attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
 #include <new>
 #include <vector>
 
 #include "cpu/features.h"
-#include "cpu/merge_rows.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
 namespace mla::cpu {
 namespace {
-#include "cpu/attention/finish.h"
-
 // Memory that a thread keeps from call to call: taking a megabyte anew each time costs more than a short call.
 class KeptBuffer {
  public:
@@ -90,20 +86,14 @@ struct Job {
     const int64_t place = begun_place(row);
     const int32_t parts = static_cast<int32_t>(std::min<int64_t>(row.parts, partials.places - place));
     if (place < 0 || parts < 2 || row.token_end < 1 || row.token_end > problem.tokens) return;
-    const Partial first = partials.at(place);
-    float sum[kValueDim];
-    const float lse = merge_rows(parts, kValueDim, first.out + head * kValueDim, partials.heads * kValueDim, first.lse + head,
-                                 partials.heads, sum);
-    float max_logit = -INFINITY;
-    for (int32_t part = 0; part < parts; ++part) max_logit = std::fmax(max_logit, first.max_logits[part * partials.heads + head]);
-    finish_row(problem, row.token_end - 1, head, sum, 1.0f, lse, max_logit);
+    kernel.merge(problem, row.token_end - 1, head, parts, partials.at(place));
   }
 };
 
 PlanShape shape_of(const AttentionProblem& p) {
   const bool two = p.list_count > 1;
-  return {p.tokens,      p.lists[0].topk, two ? p.lists[1].topk : 0,       kPlanGranule, kPlanMinPart,
-          p.whole_tokens, p.lists[0].length, two ? p.lists[1].length : nullptr};
+  return plan_shape(p.tokens, p.lists[0].topk, two ? p.lists[1].topk : 0, p.lists[0].length, two ? p.lists[1].length : nullptr,
+                    p.whole_tokens);
 }
 
 }  // namespace
@@ -113,7 +103,7 @@ void sparse_attention(const AttentionProblem& given) {
   PlanShape shape = shape_of(p);
   std::vector<PlanRow> own_plan;
   if (!p.plan) {
-    own_plan.resize(thread_count());
+    own_plan.resize(static_cast<size_t>(thread_count()) * kPlanWorkersPerThread);
     make_plan(shape, own_plan.data(), static_cast<int>(own_plan.size()));
     p.plan = own_plan.data(), p.workers = static_cast<int32_t>(own_plan.size());
   }
@@ -139,7 +129,7 @@ void sparse_attention(const AttentionProblem& given) {
   std::vector<int32_t> cut;
   for (int32_t w = 0; w < p.workers; ++w)
     if (p.plan[w].parts > 1) cut.push_back(w);
-  for_each_stretch(static_cast<int64_t>(cut.size()) * p.heads, 4,
+  for_each_stretch(static_cast<int64_t>(cut.size()) * p.heads, 32,
                    [&](int64_t item) { job.merge(p.plan[cut[item / p.heads]], static_cast<int32_t>(item % p.heads)); });
 }
 

@@ -11,7 +11,7 @@ namespace mla::cpu {
 constexpr float kLn2 = 0.693147180559945f;
 constexpr float kLog2E = 1.44269504088896f;
 
-// Where a part of a token goes that other workers hold the rest of.
+// Where a part of a token goes that other workers hold the rest of. The next part's rows lie `heads` rows on.
 struct Partial {
   float* out;         // [heads, 512]; null where the stretch is a whole token
   float* lse;         // [heads]
@@ -32,6 +32,8 @@ struct AttentionKernel {
   const char* name;
   size_t workspace_bytes;  // aligned to 64
   void (*run)(const AttentionProblem& problem, const Stretch& stretch, void* workspace);
+  // Merges one head of a token from its parts and writes the result.
+  void (*merge)(const AttentionProblem& problem, int32_t token, int32_t head, int32_t parts, const Partial& first);
 };
 
 extern const AttentionKernel kPortableKernel;

@@ -9,11 +9,11 @@ namespace {
 constexpr int kLanes = 8;
 constexpr int kSums = 8;
 #include "cpu/attention/simd.h"
-#include "cpu/attention/finish.h"
+#include "cpu/merge_rows.h"
 #include "cpu/attention/isa_fp32.h"
 #include "cpu/attention/kernel.h"
 }  // namespace
 
-const AttentionKernel kAvx2Kernel{"avx2", sizeof(Workspace), run};
+const AttentionKernel kAvx2Kernel{"avx2", sizeof(Workspace), run, merge};
 
 }  // namespace mla::cpu

@@ -11,7 +11,7 @@ namespace mla::cpu {
 namespace {
 constexpr int kLanes = 16;
 #include "cpu/attention/simd.h"
-#include "cpu/attention/finish.h"
+#include "cpu/merge_rows.h"
 
 // e4m3 to bf16 by table: the 7 bits below the sign choose the upper and the lower byte.
 struct Tables {
@@ -45,13 +45,13 @@ constexpr Tables kTables;
 struct Isa {
   static constexpr int kPack = 2;
   static constexpr int kScoreSums = 16;
-  static constexpr int kValueHeads = 4;
-  static constexpr int kValueVectors = 4;
+  static constexpr int kValueHeads = 8;
+  static constexpr int kValueVectors = 2;
   using Words = __m512bh;
 
   static Words load_words(const uint32_t* from) { return (Words)_mm512_loadu_si512(from); }
   static void store_words(__m512i x, uint32_t* to) { _mm512_storeu_si512(to, x); }
-  static Words broadcast_word(const uint8_t* from) {
+  static Words broadcast_word(const uint32_t* from) {
     int32_t word;
     __builtin_memcpy(&word, from, 4);
     return (Words)_mm512_set1_epi32(word);
@@ -64,7 +64,10 @@ struct Isa {
 
   template <bool kScaled>
   static void widen_row(const uint8_t* row, uint32_t* words) {
-    static_assert(kScaled, "bf16 rows are read in place");
+    if constexpr (!kScaled) {
+      __builtin_memcpy(words, row, kBf16.row_bytes());
+      return;
+    }
     const __m512i high0 = _mm512_load_si512(kTables.high), high1 = _mm512_load_si512(kTables.high + 64);
     const __m512i low0 = _mm512_load_si512(kTables.low), low1 = _mm512_load_si512(kTables.low + 64);
     // unpacking works within 128-bit lanes; this order of the input's 8-byte pieces makes its result straight
@@ -80,23 +83,16 @@ struct Isa {
     __builtin_memcpy(words + kLatent / 2, row + kFp8DsMla.rope_offset(), 2 * kRope);
   }
 
-  // Each word of `values[panel][pair]` holds one dim of two neighbouring rows.
-  template <int kPanels, int kPairs>
-  static void lay_out_values(const uint8_t* const* rows, int count, uint32_t (&values)[kPanels][kPairs][64]) {
-    const __m512i low = _mm512_load_si512(kTables.pairs_low), high = _mm512_load_si512(kTables.pairs_high);
-    for (int t = 0; t < count; t += 2) {
-      for (int i = 0; i < 2 * kPanels; ++i) {
-        const __m512i a = _mm512_loadu_si512(rows[t] + 64 * i), b = _mm512_loadu_si512(rows[t + 1] + 64 * i);
-        uint32_t* to = values[i / 2][t / 2] + 32 * (i % 2);
-        _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
-        _mm512_store_si512(to + 16, _mm512_permutex2var_epi16(a, high, b));
-      }
-    }
+  // 32 dims of two neighbouring rows: each word holds one dim of both.
+  static void load_values(const uint32_t* row, Words (&values)[2]) {
+    const __m512i first = _mm512_load_si512(row), second = _mm512_load_si512(row + kHeadDim / 2);
+    values[0] = (Words)_mm512_permutex2var_epi16(first, _mm512_load_si512(kTables.pairs_low), second);
+    values[1] = (Words)_mm512_permutex2var_epi16(first, _mm512_load_si512(kTables.pairs_high), second);
   }
 };
 #include "cpu/attention/kernel.h"
 }  // namespace
 
-const AttentionKernel kAvx512Bf16Kernel{"avx512_bf16", sizeof(Workspace), run};
+const AttentionKernel kAvx512Bf16Kernel{"avx512_bf16", sizeof(Workspace), run, merge};
 
 }  // namespace mla::cpu

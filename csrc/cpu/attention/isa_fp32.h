@@ -9,7 +9,7 @@ struct Isa {
 
   static Floats load_words(const uint32_t* from) { return *reinterpret_cast<const FloatsUnaligned*>(from); }
   static void store_words(Floats x, uint32_t* to) { *reinterpret_cast<FloatsUnaligned*>(to) = x; }
-  static Floats broadcast_word(const uint8_t* from) {
+  static Floats broadcast_word(const uint32_t* from) {
     float x;
     __builtin_memcpy(&x, from, 4);
     return broadcast(x);
@@ -24,7 +24,8 @@ struct Isa {
     for (int d = 0; d < kRope; d += kLanes) store_words(widen_bf16(row + format.rope_offset() + 2 * d), words + kLatent + d);
   }
 
-  // The value loop reads the converted rows as they are.
-  template <typename Values>
-  static void lay_out_values(const uint8_t* const*, int, Values&) {}
+  static void load_values(const uint32_t* row, Floats (&values)[kValueVectors]) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kValueVectors; ++v) values[v] = load_words(row + v * kLanes);
+  }
 };

@@ -8,13 +8,13 @@
 //   load_words, store_words, broadcast_word, dot
 //   pack(first, second)    weights of two neighbouring tokens as words (the second only where kPack is 2)
 //   widen_row              a cached row as words
-//   lay_out_values         rows as words of token pairs (where kPack is 2)
+//   load_values            the words of a step of the value loop: of a row, or (where kPack is 2) of two at once
 //
 // A worker takes one token after the other. A token's valid rows are gathered into tiles of kTile; a tile is
 // converted once for all heads and then, for a block of heads at a time:
 //
 //   scores   lanes are heads. Q was laid out once as [word of the head dim][head], and each word of a cached
-//            row is broadcast against it: rows are used as they lie in memory, nothing is transposed.
+//            row is broadcast against it: nothing is transposed.
 //   softmax  lanes are heads still, so the maximum and the sum over tokens need no shuffles.
 //   values   lanes are output dims, the weight of (head, token pair) is broadcast.
 //
@@ -36,8 +36,7 @@ static_assert(kTile % Isa::kScoreSums == 0 && kFp8DsMla.scales() == kGroups);
 // What a thread works in; it keeps this between calls.
 struct Workspace {
   alignas(64) uint32_t q[kHeadSlots / kLanes][kRowWords][kLanes];
-  alignas(64) uint32_t converted[kTile][kRowWords];
-  alignas(64) uint32_t values[Isa::kPack == 2 ? kPanels : 1][kTileSteps][kPanel];  // token pairs; unused for fp32
+  alignas(64) uint32_t rows_as_words[kTile][kRowWords];
   alignas(64) float scores[kTile][kScoreHeads];
   alignas(64) uint32_t weights[kGroups][kTileSteps][kScoreHeads];
   alignas(64) float rescale[kScoreHeads];
@@ -45,11 +44,8 @@ struct Workspace {
   alignas(64) float largest[kHeadSlots];  // of the scaled scores, in units of log2(e)
   alignas(64) float total[kHeadSlots];
   const uint8_t* rows[2][kTile];  // this tile's rows and the next one's, in the cache
-  const uint8_t* words[kTile];    // this tile's rows as words, in the cache itself where they are that already
   float group_scale[kGroups][kTile];
 };
-
-alignas(64) const uint32_t kZeroRow[kRowWords] = {};
 
 // ---- Loading ---------------------------------------------------------------------------------------------
 
@@ -118,63 +114,64 @@ struct SlotWalk {
   }
 };
 
-// Makes the tile's rows readable as words, and lays its values out for the second matrix loop. Rows of zeros
-// fill it up to what the score loop takes at once.
+// Turns rows [begin, end) of the tile into words. Even bf16 rows, which are words already, are copied: at a constant
+// distance from each other the loops need one pointer for all.
 template <bool kScaled>
-inline void convert_tile(const uint8_t* const* rows, int count, Workspace& w) {
-  constexpr bool kInPlace = !kScaled && Isa::kPack == 2;  // a bf16 row is already what it should become
-  for (int t = 0; t < count; ++t) {
-    if constexpr (kInPlace) {
-      w.words[t] = rows[t];
-    } else {
-      Isa::template widen_row<kScaled>(rows[t], w.converted[t]);
-      w.words[t] = reinterpret_cast<const uint8_t*>(w.converted[t]);
-    }
+inline void convert_rows(const uint8_t* const* rows, int begin, int end, Workspace& w) {
+  for (int t = begin; t < end; ++t) {
+    Isa::template widen_row<kScaled>(rows[t], w.rows_as_words[t]);
     if constexpr (kScaled)
       for (int g = 0; g < kGroups; ++g) __builtin_memcpy(&w.group_scale[g][t], rows[t] + kFp8DsMla.scale_offset() + 4 * g, 4);
   }
-  for (int t = count; t % Isa::kScoreSums != 0; ++t) {
-    w.words[t] = reinterpret_cast<const uint8_t*>(kZeroRow);
-    for (int g = 0; g < kGroups; ++g) w.group_scale[g][t] = 0.0f;
-  }
-  Isa::lay_out_values(w.words, count, w.values);
 }
 
 // ---- Scores ----------------------------------------------------------------------------------------------
 
-// Some rows against kVectors vectors of heads: scores[token][head], times `scale`.
+template <int kVectors>
+using ScoreSums = Floats[Isa::kScoreSums / kVectors][kVectors];
+
+// Some rows against kVectors vectors of heads, over the first `words` words from the pointers on. A function of its
+// own, so that the compiler has all registers for it.
+template <int kVectors>
+__attribute__((noinline)) void multiply_rows(const uint32_t (*q)[kLanes], const uint32_t* rows, int words, ScoreSums<kVectors>& result) {
+  constexpr int kTokens = Isa::kScoreSums / kVectors;
+  Floats sum[kTokens][kVectors];
+#pragma GCC unroll 32
+  for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[t][v] = Floats{};
+  for (int word = 0; word < words; ++word) {
+    typename Isa::Words head[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) head[v] = Isa::load_words(q[v * kRowWords + word]);
+#pragma GCC unroll 32
+    for (int t = 0; t < kTokens; ++t) {
+      const typename Isa::Words row = Isa::broadcast_word(rows + t * kRowWords + word);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[t][v] = Isa::dot(sum[t][v], head[v], row);
+    }
+  }
+#pragma GCC unroll 32
+  for (int t = 0; t < kTokens; ++t)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) result[t][v] = sum[t][v];
+}
+
+// scores[token][head] of some rows, times `scale`.
 template <bool kScaled, int kVectors>
 inline void score_block(const uint32_t (*q)[kRowWords][kLanes], int first, float scale, Workspace& w) {
-  constexpr int kTokens = Isa::kScoreSums / kVectors;
   constexpr int kParts = kScaled ? kGroups + 1 : 1;  // four groups with a scale each and the rope part
   constexpr int kGroupWords = kLatent / kGroups / Isa::kPack;
-  const uint8_t* const* words = w.words + first;
   for (int part = 0; part < kParts; ++part) {
     const int begin = part * kGroupWords;
     const int end = part + 1 < kParts ? begin + kGroupWords : kRowWords;
-    Floats sum[kTokens][kVectors];
-#pragma GCC unroll 32
-    for (int t = 0; t < kTokens; ++t)
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[t][v] = Floats{};
-    for (int word = begin; word < end; ++word) {
-      typename Isa::Words head[kVectors];
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) head[v] = Isa::load_words(q[v][word]);
-#pragma GCC unroll 32
-      for (int t = 0; t < kTokens; ++t) {
-        const typename Isa::Words row = Isa::broadcast_word(words[t] + 4 * word);
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) sum[t][v] = Isa::dot(sum[t][v], head[v], row);
-      }
-    }
-#pragma GCC unroll 32
-    for (int t = 0; t < kTokens; ++t) {
+    ScoreSums<kVectors> sums;
+    multiply_rows<kVectors>(q[0] + begin, w.rows_as_words[first] + begin, end - begin, sums);
+    for (int t = 0; t < Isa::kScoreSums / kVectors; ++t) {
       const float factor = scale * (kScaled && part < kGroups ? w.group_scale[part][first + t] : 1.0f);
-#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) {
         float* to = &w.scores[first + t][v * kLanes];
-        store(part == 0 ? sum[t][v] * factor : load(to) + sum[t][v] * factor, to);
+        store(part == 0 ? sums[t][v] * factor : load(to) + sums[t][v] * factor, to);
       }
     }
   }
@@ -218,24 +215,21 @@ inline void softmax_block(int head, int vectors, int count, bool first_tile, Wor
 
 // ---- Values ----------------------------------------------------------------------------------------------
 
-// out[head .. head + kHeads][one panel] = rescale * out + weights x values. `values` are words; the next step's
-// lie `stride` words on.
+// out[kHeads][one panel] = rescale * out + weights x values, `values` being the panel's part of the first row.
 template <int kHeads>
-inline void value_block(float (*out)[kValueDim], const float* rescale, bool first_tile, int steps, const uint32_t* values,
-                        int stride, const uint32_t (*weights)[kScoreHeads], int lane) {
+__attribute__((noinline)) void value_block(float (*out)[kValueDim], const float* rescale, bool first_tile, int steps,
+                                           const uint32_t* values, const uint32_t (*weights)[kScoreHeads]) {
   Floats sum[kHeads][Isa::kValueVectors];
 #pragma GCC unroll 16
   for (int h = 0; h < kHeads; ++h)
 #pragma GCC unroll 8
-    for (int v = 0; v < Isa::kValueVectors; ++v)
-      sum[h][v] = first_tile ? Floats{} : load(out[h] + v * kLanes) * rescale[lane + h];
+    for (int v = 0; v < Isa::kValueVectors; ++v) sum[h][v] = first_tile ? Floats{} : load(out[h] + v * kLanes) * rescale[h];
   for (int step = 0; step < steps; ++step) {
     typename Isa::Words value[Isa::kValueVectors];
-#pragma GCC unroll 8
-    for (int v = 0; v < Isa::kValueVectors; ++v) value[v] = Isa::load_words(values + step * stride + v * kLanes);
+    Isa::load_values(values + step * Isa::kPack * kRowWords, value);
 #pragma GCC unroll 16
     for (int h = 0; h < kHeads; ++h) {
-      const typename Isa::Words weight = Isa::broadcast_word(reinterpret_cast<const uint8_t*>(&weights[step][lane + h]));
+      const typename Isa::Words weight = Isa::broadcast_word(&weights[step][h]);
 #pragma GCC unroll 8
       for (int v = 0; v < Isa::kValueVectors; ++v) sum[h][v] = Isa::dot(sum[h][v], value[v], weight);
     }
@@ -251,17 +245,16 @@ inline void add_values(int head, int heads, int count, bool first_tile, Workspac
                        int next_count, int next_bytes) {
   const int steps = (count + Isa::kPack - 1) / Isa::kPack;
   for (int panel = 0; panel < kPanels; ++panel) {
-    const uint32_t* values = Isa::kPack == 2 ? &w.values[panel][0][0] : &w.converted[0][panel * kPanel];
-    const int stride = Isa::kPack == 2 ? kPanel : kRowWords;
+    const uint32_t* values = w.rows_as_words[0] + panel * kPanel / Isa::kPack;
     const auto* weights = w.weights[kScaled ? panel * kPanel / (kLatent / kGroups) : 0];
-    for (int h = 0; h < heads; h += Isa::kValueHeads) {
-      auto* out = reinterpret_cast<float(*)[kValueDim]>(&w.out[head + h][panel * kPanel]);
-      const int left = heads - h;
-      if (left >= Isa::kValueHeads) value_block<Isa::kValueHeads>(out, w.rescale, first_tile, steps, values, stride, weights, h);
-      else if (left == 3) value_block<3>(out, w.rescale, first_tile, steps, values, stride, weights, h);
-      else if (left == 2) value_block<2>(out, w.rescale, first_tile, steps, values, stride, weights, h);
-      else value_block<1>(out, w.rescale, first_tile, steps, values, stride, weights, h);
-    }
+    const auto add = [&](auto block, int h) {
+      block(reinterpret_cast<float(*)[kValueDim]>(&w.out[head + h][panel * kPanel]), w.rescale + h, first_tile, steps, values,
+            reinterpret_cast<const uint32_t(*)[kScoreHeads]>(&weights[0][h]));
+    };
+    int h = 0;
+    for (; h + Isa::kValueHeads <= heads; h += Isa::kValueHeads) add(value_block<Isa::kValueHeads>, h);
+    for (; h + 2 <= heads; h += 2) add(value_block<2>, h);
+    for (; h < heads; ++h) add(value_block<1>, h);
     // Meanwhile the next tile's rows come into the cache, a share of them with every panel.
     for (int t = panel * next_count / kPanels; t < (panel + 1) * next_count / kPanels; ++t) prefetch_row(next_rows[t], next_bytes);
   }
@@ -273,13 +266,17 @@ template <bool kScaled>
 inline void attend_tile(const AttentionProblem& p, int heads, const uint8_t* const* rows, int count, bool first_tile,
                         const uint8_t* const* next_rows, int next_count, int next_bytes, Workspace& w) {
   const float scale = p.scale * kLog2E;  // exponentials are taken to base 2
-  convert_tile<kScaled>(rows, count, w);
+  // A row left without a partner gets zeros for one. What else the score loop reads beyond `count` is never used.
+  if (count % Isa::kPack != 0) __builtin_memset(w.rows_as_words[count], 0, sizeof w.rows_as_words[count]);
   for (int head = 0; head < heads; head += kScoreHeads) {
     const int left = heads - head < kScoreHeads ? heads - head : kScoreHeads;
     const int vectors = (left + kLanes - 1) / kLanes;
     const auto* q = w.q + head / kLanes;
-    for (int t = 0; t < count; t += Isa::kScoreSums / vectors)
+    for (int t = 0; t < count; t += Isa::kScoreSums / vectors) {
+      const int end = t + Isa::kScoreSums / vectors;
+      if (head == 0) convert_rows<kScaled>(rows, t, end < count ? end : count, w);  // used at once, while in the L1 cache
       vectors == 1 ? score_block<kScaled, 1>(q, t, scale, w) : score_block<kScaled, kScoreVectors>(q, t, scale, w);
+    }
     softmax_block<kScaled>(head, vectors, count, first_tile, w);
     add_values<kScaled>(head, left, count, first_tile, w, next_rows, head == 0 ? next_count : 0, next_bytes);
   }
@@ -306,6 +303,16 @@ inline bool attend(const AttentionProblem& p, int token, int heads, int tile_beg
   return !first_tile;
 }
 
+// One head's row of the output: sink, rounding to bf16, and the numbers beside it.
+inline void finish_row(const AttentionProblem& p, int token, int head, const float* sum, float factor, float lse, float max_logit) {
+  // e^lse / (e^lse + e^sink); an empty row's sum is 0 and stays so
+  if (p.sink && lse > -__builtin_inff()) factor /= 1.0f + __builtin_expf(p.sink[head] - lse);
+  uint16_t* out = p.out + token * p.out_token + head * p.out_head;
+  for (int d = 0; d < kValueDim; ++d) out[d] = float_to_bf16(sum[d] * factor);
+  p.lse[token * p.lse_token + head * p.lse_head] = lse;
+  if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = max_logit;
+}
+
 // Writes one head's result: to its place in the output, or as a partial result.
 inline void finish_head(const AttentionProblem& p, const Stretch& s, int head, bool any, Workspace& w) {
   const float total = any ? w.total[head] : 0.0f;
@@ -328,4 +335,13 @@ inline void run(const AttentionProblem& p, const Stretch& s, void* workspace) {
   load_q(p, s.token, s.head_begin, s.heads, w);
   const bool any = attend(p, s.token, s.heads, s.tile_begin, s.tile_end, s.granule, w);
   for (int head = 0; head < s.heads; ++head) finish_head(p, s, head, any, w);
+}
+
+inline void merge(const AttentionProblem& p, int32_t token, int32_t head, int32_t parts, const Partial& first) {
+  float sum[kValueDim];
+  const float lse = merge_rows(parts, kValueDim, first.out + int64_t{head} * kValueDim, int64_t{p.heads} * kValueDim,
+                               first.lse + head, p.heads, sum);
+  float largest = -__builtin_inff();
+  for (int part = 0; part < parts; ++part) largest = __builtin_fmaxf(largest, first.max_logits[int64_t{part} * p.heads + head]);
+  finish_row(p, token, head, sum, 1.0f, lse, largest);
 }

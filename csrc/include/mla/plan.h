@@ -38,7 +38,9 @@ struct PlanShape {
   int32_t topk;
   int32_t extra_topk;
   int32_t granule;
-  int32_t min_part;              // tiles; a cut that would leave fewer on either side moves to the token's border
+  int32_t min_part;              // tiles that a part has at least
+  int32_t good_part;             // tiles a worker should get before more workers than processors are put to work
+  int32_t workers_per_processor; // that share it in turn, so that a slow processor does fewer of them
   bool whole_tokens;             // never cut a token: its bits then don't depend on its neighbours
   const int32_t* length;         // [tokens] or null
   const int32_t* extra_length;   // [tokens] or null
@@ -63,13 +65,16 @@ struct PlanBorder {
   int32_t tile;
 };
 
-// Where a cut that falls `offset` units into a token of `tiles` tiles really goes.
+// Where a cut that falls `offset` units into a token of `tiles` tiles really goes. Two cuts that are at least
+// min_part units apart never end up in the same place inside a token.
 MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, int32_t tiles, int64_t offset) {
   const int32_t tile = offset < 1 ? 0 : static_cast<int32_t>(offset - 1);  // unit 0 is the fixed cost
-  if (shape.whole_tokens) return 2 * tile < tiles ? PlanBorder{token, 0} : PlanBorder{token + 1, 0};
-  if (tile < shape.min_part) return {token, 0};
-  if (tiles - tile < shape.min_part) return {token + 1, 0};
-  return {token, tile};
+  const PlanBorder before{token, 0}, after{token + 1, 0};
+  if (shape.whole_tokens || tiles < 2 * shape.min_part) return 2 * tile < tiles ? before : after;
+  if (2 * tile < shape.min_part) return before;
+  if (2 * (tiles - tile) < shape.min_part) return after;
+  const int32_t last = tiles - shape.min_part;
+  return {token, tile < shape.min_part ? shape.min_part : (tile < last ? tile : last)};
 }
 
 }  // namespace mla
