@@ -21,6 +21,13 @@ def to_e4m3(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), 0x7F, codes)
 
 
+def to_bf16(x: Tensor) -> Tensor:
+    """fp32 to bf16, nearest, ties to even; NaN becomes 0x7fc0. bf16 stays as it is, to the bit."""
+    if x.dtype == torch.bfloat16:
+        return x
+    return x.bfloat16().view(torch.int16).masked_fill(x.isnan(), 0x7FC0).view(torch.bfloat16)
+
+
 def group_scale(amax: Tensor, power_of_two: bool) -> Tensor:
     """The fp32 scale of a group with this largest magnitude: amax / 448, at least the smallest normal number.
 
@@ -40,7 +47,7 @@ def quantise(kv_c: Tensor, k_pe: Tensor, power_of_two: bool = False) -> Tensor:
     scales = group_scale(amax, power_of_two)
     codes = to_e4m3(groups / scales).flatten(-2)
     return torch.cat([codes, scales.squeeze(-1).contiguous().view(torch.uint8),
-                      k_pe.to(torch.bfloat16).contiguous().view(torch.uint8)], dim=-1)
+                      to_bf16(k_pe).contiguous().view(torch.uint8)], dim=-1)
 
 
 def dequantise(rows: Tensor) -> Tensor:
@@ -58,7 +65,7 @@ def dequantise(rows: Tensor) -> Tensor:
 def cache_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, power_of_two: bool = False) -> None:
     """Writes token i into slot slots[i] of `cache` `[blocks, block_size, ...]`; a slot outside of it is skipped."""
     if cache.dtype == torch.bfloat16:
-        rows = torch.cat([kv_c, k_pe], dim=-1).to(torch.bfloat16)
+        rows = to_bf16(torch.cat([kv_c, k_pe], dim=-1))
     else:
         rows = quantise(kv_c, k_pe, power_of_two).view(cache.dtype)
     block_size = cache.shape[1]

@@ -16,8 +16,8 @@ void convert_indices(const ConvertProblem& problem);
 
 constexpr int kMaxMergeDim = 1024;
 
-// How lists are cut here: anywhere at a multiple of 16 slots, but no part under 128, which takes about as long as
-// waking a thread and merging. Threads take parts in turn, up to four each where those have 512 slots or more: cores
+// How lists are cut here: anywhere at a multiple of 16 slots, into parts of about 128 or more, which take several
+// times as long as waking a thread and merging. Threads take parts in turn, up to four each where those have 512 slots or more: cores
 // are seldom equally fast.
 constexpr int kPlanGranule = 16;
 constexpr int kPlanMinPart = 8;

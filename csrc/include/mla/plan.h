@@ -38,7 +38,7 @@ struct PlanShape {
   int32_t topk;
   int32_t extra_topk;
   int32_t granule;
-  int32_t min_part;              // tiles that a part has at least
+  int32_t min_part;              // tiles that cuts are apart at least; no part has fewer than half as many
   int32_t good_part;             // tiles a worker should get before more workers than processors are put to work
   int32_t workers_per_processor; // that share it in turn, so that a slow processor does fewer of them
   bool whole_tokens;             // never cut a token: its bits then don't depend on its neighbours
@@ -65,16 +65,15 @@ struct PlanBorder {
   int32_t tile;
 };
 
-// Where a cut that falls `offset` units into a token of `tiles` tiles really goes. Two cuts that are at least
-// min_part units apart never end up in the same place inside a token.
+// Where a cut that falls `offset` units into a token of `tiles` tiles really goes: to the token's border if it would
+// leave less than half a part on either side.
 MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, int32_t tiles, int64_t offset) {
   const int32_t tile = offset < 1 ? 0 : static_cast<int32_t>(offset - 1);  // unit 0 is the fixed cost
   const PlanBorder before{token, 0}, after{token + 1, 0};
-  if (shape.whole_tokens || tiles < 2 * shape.min_part) return 2 * tile < tiles ? before : after;
+  if (shape.whole_tokens) return 2 * tile < tiles ? before : after;
   if (2 * tile < shape.min_part) return before;
   if (2 * (tiles - tile) < shape.min_part) return after;
-  const int32_t last = tiles - shape.min_part;
-  return {token, tile < shape.min_part ? shape.min_part : (tile < last ? tile : last)};
+  return {token, tile};
 }
 
 }  // namespace mla

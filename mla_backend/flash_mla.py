@@ -1,0 +1,310 @@
+"""A stand-in for the `flash_mla` package: `import mla_backend.flash_mla as flash_mla`.
+
+Same functions, arguments and conventions, over this package's kernels, so also on the CPU, for any number of heads,
+and with a bf16 cache where the package insists on FP8. What differs from `mla_backend.sparse_attention`: requests
+and their tokens have a dimension each, the lse of a row with nothing to attend to is +inf, and lse is [b, h, s_q].
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mla_backend import attention
+from mla_backend.arguments import require_count, require_tensor, require_tensors
+from mla_backend.cache import convert_indices
+from mla_backend.formats import format_of
+
+HEAD_DIM_V = 512
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """What `get_mla_metadata()` returns: a plan that the first call with it makes, and later calls reuse.
+
+    Reuse it only while the shapes and the values of cache_seqlens, topk_length and extra_topk_length stay the same.
+    """
+
+    @dataclass
+    class Config:
+        """The shapes that the plan was made for."""
+
+        b: int
+        s_q: int
+        h_q: int
+        page_block_size: int
+        h_k: int
+        causal: bool
+        is_fp8_kvcache: bool
+        topk: int | None
+        extra_page_block_size: int | None
+        extra_topk: int | None
+
+    have_initialized: bool = False
+    config: Config | None = None
+    tile_scheduler_metadata: Tensor | None = None
+    num_splits: Tensor | None = None
+
+
+def get_mla_metadata(
+    cache_seqlens: Tensor | None = None,
+    num_q_tokens_per_head_k: int | None = None,
+    num_heads_k: int = 1,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+) -> tuple[FlashMLASchedMeta, None] | tuple[Tensor, Tensor]:
+    """How the work is cut.
+
+    Without arguments, as newer versions of the package have it: an empty FlashMLASchedMeta (and None), which the
+    first call to `flash_mla_with_kvcache` fills.
+
+    With arguments, as its version of September 2025 had it: cache_seqlens int32 `[b]`, the number of query rows for
+    each KV head (s_q * num_heads_q // num_heads_k), and for sparse attention num_heads_q and topk. Returns the plan,
+    int32 `[parts, 8]`, and int32 `[b + 1]`, into how many parts the requests before each one are cut altogether.
+    """
+    if cache_seqlens is None:
+        return FlashMLASchedMeta(), None
+    require_tensor("cache_seqlens", cache_seqlens)
+    require_count("num_q_tokens_per_head_k", num_q_tokens_per_head_k, at_least=1)
+    _require_one_kv_head("num_heads_k", num_heads_k)
+    if num_heads_q is None:
+        num_heads_q = num_q_tokens_per_head_k  # one token a request
+    require_count("num_heads_q", num_heads_q, at_least=1)
+    if num_q_tokens_per_head_k % num_heads_q:
+        raise ValueError(f"num_q_tokens_per_head_k must be a multiple of num_heads_q ({num_heads_q}); "
+                         f"got {num_q_tokens_per_head_k}")
+    requests, s_q = cache_seqlens.shape[0], num_q_tokens_per_head_k // num_heads_q
+    tokens = requests * s_q
+    if topk is None:
+        lengths = cache_seqlens.repeat_interleave(s_q)
+        longest = torch.iinfo(torch.int32).max
+        table = attention.plan(tokens, longest, topk_length=lengths)
+    else:
+        table = attention.plan(tokens, topk, device=cache_seqlens.device)
+    return table, _splits_before(table, requests, s_q)
+
+
+def _splits_before(table: Tensor, requests: int, s_q: int) -> Tensor:
+    """int32 `[requests + 1]`: the parts of all requests before each one. A worker that begins inside a token adds a
+    part to that token."""
+    begins_inside = (table[:, 2] > 0) & (table[:, 1] > table[:, 0])
+    parts = torch.ones(requests * s_q + 1, dtype=torch.int32, device=table.device)
+    parts.index_add_(0, table[:, 0].clamp(max=requests * s_q), begins_inside.int())
+    before = parts[:-1].view(requests, s_q).sum(1).cumsum(0)
+    return torch.nn.functional.pad(before, (1, 0)).int()
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | Tensor,
+    num_splits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    base2_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of s_q query tokens a request over a paged cache: sparse with `indices`, else over whole sequences.
+
+    Args:
+        q: bf16 `[b, s_q, h_q, 576]`.
+        k_cache: `[blocks, block_size, 1, 576]` bf16 or `[blocks, block_size, 1, 656]` bytes.
+        block_table, cache_seqlens: int32 `[b, max_blocks]` and `[b]`, for attention over whole sequences.
+        head_dim_v: 512.
+        tile_scheduler_metadata, num_splits: what `get_mla_metadata` returned.
+        softmax_scale: 576 ** -0.5 if left out.
+        causal: a request's last query token sees its whole sequence, the one before it one less, and so on. Not
+            with `indices`, which say themselves what is seen.
+        is_fp8_kvcache: must agree with k_cache.
+        indices, extra_indices_in_kvcache: int32 `[b, s_q, topk]`, slots of k_cache and extra_k_cache.
+        attn_sink: fp32 `[h_q]`.
+        topk_length, extra_topk_length: int32 `[b]`.
+        out: where to write, bf16 `[b, s_q, h_q, 512]`.
+        base2_lse: return lse to base 2, as early versions of the package did.
+
+    Returns:
+        out `[b, s_q, h_q, 512]` and lse fp32 `[b, h_q, s_q]`, +inf where there was nothing to attend to.
+    """
+    require_tensor("q", q)
+    require_tensor("k_cache", k_cache)
+    require_tensors(block_table=block_table, cache_seqlens=cache_seqlens, indices=indices, attn_sink=attn_sink,
+                    extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
+                    topk_length=topk_length, extra_topk_length=extra_topk_length, out=out)
+    if q.dim() != 4:
+        raise ValueError(f"q must be bfloat16 [b, s_q, h_q, 576]; got {list(q.shape)}")
+    b, s_q, h_q, head_dim = q.shape
+    _require_paged("k_cache", k_cache, is_fp8_kvcache)
+    if extra_k_cache is not None:
+        _require_paged("extra_k_cache", extra_k_cache, is_fp8_kvcache)
+    _require_value_dim(head_dim_v, "head_dim_v")
+    _require_whole_lists(indices, "indices", b, s_q)
+    _require_whole_lists(extra_indices_in_kvcache, "extra_indices_in_kvcache", b, s_q)
+
+    if indices is not None:
+        if causal:
+            raise ValueError("causal must be False with indices, which say themselves what a token sees; got True")
+        slots, lengths = indices.flatten(0, 1), _per_token(topk_length, "topk_length", b, s_q)
+    else:
+        sparse_only = {"attn_sink": attn_sink, "extra_k_cache": extra_k_cache, "topk_length": topk_length}
+        for name, value in sparse_only.items():
+            if value is not None:
+                raise ValueError(f"{name} must be None without indices; got a tensor")
+        slots, lengths = _whole_sequences(block_table, cache_seqlens, b, s_q, k_cache.shape[1], causal)
+    extra_slots = None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.flatten(0, 1)
+    extra_lengths = _per_token(extra_topk_length, "extra_topk_length", b, s_q)
+
+    config = FlashMLASchedMeta.Config(
+        b, s_q, h_q, k_cache.shape[1], k_cache.shape[2], causal, is_fp8_kvcache,
+        None if indices is None else indices.shape[-1],
+        None if extra_k_cache is None else extra_k_cache.shape[1],
+        None if extra_slots is None else extra_slots.shape[-1])
+    plan = _plan_for(tile_scheduler_metadata, num_splits, config, slots, lengths, extra_slots, extra_lengths)
+    result, lse = attention.sparse_attention(
+        q.flatten(0, 1), k_cache, slots, scale=head_dim ** -0.5 if softmax_scale is None else softmax_scale,
+        topk_length=lengths, sink=attn_sink, extra_cache=extra_k_cache, extra_indices=extra_slots,
+        extra_topk_length=extra_lengths, plan=plan, out=None if out is None else out.view(b * s_q, h_q, -1))
+    lse = _as_the_package_has_it(lse, base2_lse).view(b, s_q, h_q).transpose(1, 2).contiguous()
+    return result.view(b, s_q, h_q, HEAD_DIM_V) if out is None else out, lse
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    indexer_topk: int = 0,
+    out: Tensor | None = None,
+    *,
+    base2_lse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sparse attention for prefill, over rows that are not paged.
+
+    Args:
+        q: bf16 `[s_q, h_q, 576]`.
+        kv: bf16 `[s_kv, 1, 576]`.
+        indices: int32 `[s_q, 1, topk]`, rows of kv; -1 or s_kv and more for none.
+        sm_scale, attn_sink: as in `flash_mla_with_kvcache`. topk_length: int32 `[s_q]`.
+        indexer_topk: also return the lse over the first so many entries of each list.
+        out: where to write, bf16 `[s_q, h_q, 512]`.
+        base2_lse: return max_logits and lse to base 2, as early versions of the package did.
+
+    Returns:
+        out `[s_q, h_q, 512]`, max_logits and lse fp32 `[s_q, h_q]` (-inf and +inf where there was nothing to attend
+        to) and, with indexer_topk, the lse over those entries.
+    """
+    require_tensor("kv", kv)
+    require_tensor("indices", indices)
+    _require_value_dim(d_v, "d_v")
+    require_count("indexer_topk", indexer_topk)
+    if kv.dim() != 3 or kv.shape[1] != 1:
+        raise ValueError(f"kv must be bfloat16 [s_kv, 1, 576]; got {list(kv.shape)}")
+    if indices.dim() != 3 or indices.shape[1] != 1:
+        raise ValueError(f"indices must be int32 [s_q, 1, topk]; got {list(indices.shape)}")
+    slots = indices.squeeze(1)
+
+    def attend(topk: int, out: Tensor | None) -> tuple[Tensor, ...]:
+        lengths = None if topk_length is None else topk_length.clamp(max=topk)
+        return attention.sparse_attention(q, kv, slots[:, :topk], scale=sm_scale, topk_length=lengths, sink=attn_sink,
+                                          out=out, return_max_logits=True)
+
+    result, lse, max_logits = attend(slots.shape[1], out)
+    if base2_lse:
+        max_logits = max_logits * math.log2(math.e)
+    results = result, max_logits, _as_the_package_has_it(lse, base2_lse)
+    if not indexer_topk:
+        return results
+    return *results, _as_the_package_has_it(attend(min(indexer_topk, slots.shape[1]), None)[1], base2_lse)
+
+
+def _as_the_package_has_it(lse: Tensor, base2: bool) -> Tensor:
+    if base2:
+        lse = lse * math.log2(math.e)
+    return torch.where(lse == -torch.inf, torch.inf, lse)
+
+
+def _require_one_kv_head(name: str, heads: int) -> None:
+    if heads != 1:
+        raise ValueError(f"{name} must be 1, as MLA has one KV head; got {heads}")
+
+
+def _require_value_dim(value: int, name: str) -> None:
+    if value != HEAD_DIM_V:
+        raise ValueError(f"{name} must be {HEAD_DIM_V}; got {value}")
+
+
+def _require_paged(name: str, cache: Tensor, is_fp8: bool) -> None:
+    if cache.dim() != 4:
+        raise ValueError(f"{name} must be [blocks, block_size, 1, 576 or 656]; got {list(cache.shape)}")
+    _require_one_kv_head(f"{name}.shape[2]", cache.shape[2])
+    if format_of(cache).quantised != is_fp8:
+        raise ValueError(f"is_fp8_kvcache must agree with {name}; got {is_fp8} for {format_of(cache).name}")
+
+
+def _require_whole_lists(indices: Tensor | None, name: str, b: int, s_q: int) -> None:
+    if indices is not None and (indices.dim() != 3 or indices.shape[:2] != (b, s_q)):
+        raise ValueError(f"{name} must be int32 [b={b}, s_q={s_q}, topk]; got {list(indices.shape)}")
+
+
+def _per_token(lengths: Tensor | None, name: str, b: int, s_q: int) -> Tensor | None:
+    if lengths is None:
+        return None
+    if lengths.shape != (b,):
+        raise ValueError(f"{name} must be int32 [b={b}]; got {list(lengths.shape)}")
+    return lengths if s_q == 1 else lengths.repeat_interleave(s_q)
+
+
+def _whole_sequences(block_table: Tensor | None, cache_seqlens: Tensor | None, b: int, s_q: int, block_size: int,
+                     causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention over whole sequences as lists of slots, `[b * s_q, longest]`, and how much of each is read."""
+    require_tensor("block_table", block_table)
+    require_tensor("cache_seqlens", cache_seqlens)
+    if block_table.dim() != 2 or block_table.shape[0] != b or cache_seqlens.shape != (b,):
+        raise ValueError(f"block_table and cache_seqlens must be int32 [b={b}, max_blocks] and [b={b}]; "
+                         f"got {list(block_table.shape)} and {list(cache_seqlens.shape)}")
+    device = block_table.device
+    longest = block_table.shape[1] * block_size
+    positions = torch.arange(longest, dtype=torch.int32, device=device).expand(b * s_q, longest).contiguous()
+    requests = torch.arange(b, dtype=torch.int32, device=device).repeat_interleave(s_q)
+    slots, _ = convert_indices(positions, block_table, requests, block_size)
+    hidden = torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=device) if causal else 0
+    lengths = (cache_seqlens.unsqueeze(1) - hidden).expand(b, s_q)
+    return slots, lengths.flatten().int().contiguous()
+
+
+def _plan_for(metadata: FlashMLASchedMeta | Tensor, num_splits: Tensor | None, config: FlashMLASchedMeta.Config,
+              slots: Tensor, lengths: Tensor | None, extra_slots: Tensor | None,
+              extra_lengths: Tensor | None) -> Tensor | None:
+    if isinstance(metadata, Tensor):
+        # a plan of September 2025 knows of one list of topk slots for each token; for all else one is made anew
+        plain = config.topk is not None and lengths is None and extra_slots is None
+        return metadata if plain else None
+    if not isinstance(metadata, FlashMLASchedMeta):
+        raise TypeError(f"tile_scheduler_metadata must be what get_mla_metadata returned; got {type(metadata).__name__}")
+    if num_splits is not None:
+        raise ValueError("num_splits must be None with a FlashMLASchedMeta; got a tensor")
+    if not metadata.have_initialized:
+        metadata.tile_scheduler_metadata = attention.plan(
+            config.b * config.s_q, slots.shape[1], topk_length=lengths, extra_topk=config.extra_topk or 0,
+            extra_topk_length=extra_lengths, device=slots.device)
+        metadata.config, metadata.have_initialized = config, True
+    elif metadata.config != config:
+        changed = [f"{name} was {was}, is {now}" for (name, was), now
+                   in zip(vars(metadata.config).items(), vars(config).values(), strict=True) if was != now]
+        raise ValueError("tile_scheduler_metadata must be new when shapes change: " + "; ".join(changed))
+    return metadata.tile_scheduler_metadata

@@ -1,0 +1,123 @@
+"""What all tests share: reproducible random numbers, problems to solve, and the one tolerance."""
+
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from torch import Tensor
+
+import mla_backend
+from mla_backend import library, reference
+
+settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True,
+                          suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300, derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+FORMATS = tuple(mla_backend.FORMATS)
+CPU_KERNELS = tuple(k["name"] for k in library.about()["cpu_kernels"] if k["usable"])
+SCALE = 576 ** -0.5
+MAGNITUDE = 0.1
+"""Of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = None if torch.cuda.is_available() else "no NVIDIA GPU (torch.cuda.is_available() is False)"
+    if reason is None and not library.about()["cuda_archs"]:
+        reason = "the library was built without CUDA"
+    for item in items:
+        if reason and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(20251120)
+
+
+@pytest.fixture(params=CPU_KERNELS)
+def cpu_kernel(request: pytest.FixtureRequest):
+    """Runs a test once with every CPU kernel that this machine can run."""
+    library.select_cpu_kernel(request.param)
+    yield request.param
+    library.select_cpu_kernel("auto")
+
+
+@dataclass
+class Problem:
+    """The arguments of sparse_attention."""
+
+    q: Tensor | tuple[Tensor, Tensor]
+    cache: Tensor
+    indices: Tensor
+    scale: float = SCALE
+    topk_length: Tensor | None = None
+    sink: Tensor | None = None
+    extra_cache: Tensor | None = None
+    extra_indices: Tensor | None = None
+    extra_topk_length: Tensor | None = None
+
+    def solve(self, **options) -> tuple[Tensor, Tensor, Tensor]:
+        """Our answer: out, lse, max_logits, written over poisoned memory."""
+        q = self.q[0] if isinstance(self.q, tuple) else self.q
+        (tokens, heads), device = q.shape[:2], q.device
+        out = torch.full((tokens, heads, 512), torch.nan, dtype=torch.bfloat16, device=device)
+        lse = torch.full((tokens, heads), torch.nan, device=device)
+        return mla_backend.sparse_attention(**{**vars(self), "out": out, "lse": lse, "return_max_logits": True, **options})
+
+    def oracle(self) -> tuple[Tensor, Tensor, Tensor]:
+        return reference.sparse_attention(**vars(self))
+
+    def check(self, magnitude: float = MAGNITUDE, **options) -> None:
+        assert_accurate(self.solve(**options), self.oracle(), magnitude)
+
+    def but(self, **changes) -> "Problem":
+        return replace(self, **changes)
+
+
+def random_cache(fmt: str, blocks: int, block_size: int, magnitude: float = MAGNITUDE) -> Tensor:
+    """A cache whose every slot holds random values; the scale groups of a quantised one are of unequal size."""
+    cache = mla_backend.FORMATS[fmt].new_cache(blocks, block_size)
+    tokens = blocks * block_size
+    kv_c, k_pe = torch.randn(tokens, 512) * magnitude, torch.randn(tokens, 64) * magnitude
+    if fmt == "bf16":
+        rows = torch.cat([kv_c, k_pe], dim=1).bfloat16()
+    else:
+        smaller = torch.exp2(-torch.randint(0, 5, (tokens, 4)).float()).repeat_interleave(128, 1)
+        rows = reference.quantise(kv_c * smaller, k_pe)
+    cache.view(tokens, cache.shape[-1]).copy_(rows)
+    return cache
+
+
+def random_problem(fmt: str = "fp8_ds_mla", tokens: int = 2, heads: int = 16, topk: int = 100, blocks: int = 8,
+                   block_size: int = 16, **more) -> Problem:
+    """Random slots, most of them valid, some below 0 and some past the end."""
+    slots = blocks * block_size
+    indices = torch.randint(-slots // 8 - 1, slots + slots // 8 + 1, (tokens, topk), dtype=torch.int32)
+    return Problem((torch.randn(tokens, heads, 576) / MAGNITUDE).bfloat16(), random_cache(fmt, blocks, block_size), indices, **more)
+
+
+def assert_accurate(got: tuple[Tensor, ...], want: tuple[Tensor, ...], magnitude: float = MAGNITUDE) -> None:
+    """The contract's tolerance, for (out, lse) or (out, lse, max_logits) over a cache of values of this magnitude."""
+    out, exact = got[0].double().cpu(), want[0].double().cpu()
+    difference = (out - exact).abs()
+    allowed = torch.clamp(exact.abs() * (2.01 / 128), min=8e-4 * magnitude / MAGNITUDE)
+    assert not out.isnan().any(), "out has NaN"
+    assert (difference <= allowed).all(), f"out is off by {difference.max():.3g} (worst ratio {(difference / allowed).max():.2f})"
+    norms = (out * out + exact * exact).sum()
+    if norms > 0:
+        distance = 1 - 2 * (out * exact).sum() / norms
+        assert distance < 5e-6, f"out's cosine distance is {distance:.3g}"
+    for name, got_row, want_row in zip(("lse", "max_logits"), got[1:], want[1:], strict=False):
+        assert_scores_accurate(name, got_row, want_row)
+
+
+def assert_scores_accurate(name: str, got: Tensor, want: Tensor) -> None:
+    got, want = got.double().cpu(), want.double().cpu()
+    assert not got.isnan().any(), f"{name} has NaN"
+    infinite = want.isinf()
+    assert torch.equal(got[infinite], want[infinite]), f"{name} differs where it should be infinite"
+    difference, allowed = (got - want)[~infinite].abs(), 1e-6 + want[~infinite].abs() * (8.01 / 65536)
+    assert (difference <= allowed).all(), f"{name} is off by {difference.max():.3g}"

@@ -1,0 +1,95 @@
+"""The plan covers every token and tile exactly once, in order, and keeps the workers busy."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mla_backend
+
+GRANULE, MIN_PART = 16, 8
+
+
+def tiles_of(lengths):
+    return [-(-max(n, 0) // GRANULE) for n in lengths]
+
+
+def walk(table, tiles):
+    """Checks a table row by row against each token's tiles; returns the parts of each token."""
+    position = (0, 0)  # token, tile
+    parts = [0] * len(tiles)
+    places = []
+    for token_begin, token_end, tile_begin, tile_end, part, cut_into, place, granule in table.tolist():
+        assert granule == GRANULE
+        if token_begin == token_end:
+            continue
+        assert (token_begin, tile_begin) == position, "a worker begins where the one before it ends"
+        assert part == parts[token_begin]
+        for token in range(token_begin, token_end):
+            parts[token] += 1
+        last = token_end - 1
+        opens = tile_end < tiles[last]
+        position = (last, tile_end) if opens else (token_end, 0)
+        used = (tile_begin > 0) + (opens and not (tile_begin > 0 and token_end - token_begin == 1))
+        places += range(place, place + used)
+        if opens and not (tile_begin > 0 and token_end - token_begin == 1):
+            assert cut_into > 1, "the worker that begins a cut token knows its parts"
+        else:
+            assert cut_into == 1
+    assert position == (len(tiles), 0), "the last worker ends at the end"
+    assert places == list(range(len(places))) and len(places) <= 2 * table.shape[0], "each partial result has a place"
+    return parts
+
+
+@given(st.data())
+def test_every_tile_is_covered_exactly_once(data):
+    topk, extra_topk = data.draw(st.integers(0, 3000)), data.draw(st.integers(0, 500))
+    tokens = data.draw(st.integers(0, 40))
+    lengths = data.draw(st.lists(st.integers(-5, topk + 5), min_size=tokens, max_size=tokens))
+    extra = data.draw(st.lists(st.integers(0, extra_topk), min_size=tokens, max_size=tokens))
+    workers = data.draw(st.integers(1, 140))
+    whole = data.draw(st.booleans())
+    table = mla_backend.plan(tokens, topk, topk_length=torch.tensor(lengths, dtype=torch.int32), extra_topk=extra_topk,
+                             extra_topk_length=torch.tensor(extra, dtype=torch.int32), workers=workers,
+                             batch_invariant=whole)
+    tiles = [a + b for a, b in zip(tiles_of([min(n, topk) for n in lengths]), tiles_of(extra), strict=True)]
+    parts = walk(table, tiles)
+    assert all(n >= 1 for n in parts), "every token has a worker, if only to write zeros"
+    if whole:
+        assert all(n == 1 for n in parts)
+
+
+@given(st.lists(st.integers(0, 4000), min_size=1, max_size=60), st.integers(1, 140))
+def test_no_part_is_shorter_than_it_is_worth(lengths, workers):
+    table = mla_backend.plan(len(lengths), 4000, topk_length=torch.tensor(lengths, dtype=torch.int32), workers=workers)
+    tiles = tiles_of(lengths)
+    for token_begin, token_end, tile_begin, tile_end, *_ in table.tolist():
+        if token_begin < token_end and tile_begin > 0:
+            own_end = tile_end if token_end == token_begin + 1 else tiles[token_begin]
+            assert 2 * (own_end - tile_begin) >= MIN_PART and 2 * tile_begin >= MIN_PART
+
+
+@pytest.mark.parametrize("lengths", [[20000], [20000] * 8, [100] * 500, [0] * 100 + [30000] + [10] * 100])
+def test_work_is_shared_evenly(lengths):
+    workers = 8
+    table = mla_backend.plan(len(lengths), 30000, topk_length=torch.tensor(lengths, dtype=torch.int32), workers=workers)
+    tiles = tiles_of(lengths)
+    loads = []
+    for token_begin, token_end, tile_begin, tile_end, *_ in table.tolist():
+        inner = sum(tiles[token_begin:token_end]) + token_end - token_begin
+        if token_end > token_begin:
+            inner -= tile_begin + tiles[token_end - 1] - tile_end
+        loads.append(inner)
+    average = sum(loads) / workers
+    assert max(loads) <= average + MIN_PART + 1
+
+
+def test_without_lengths_every_list_is_full():
+    full = torch.full((7,), 500, dtype=torch.int32)
+    assert torch.equal(mla_backend.plan(7, 500, workers=9), mla_backend.plan(7, 500, topk_length=full, workers=9))
+
+
+def test_a_plan_is_written_into_a_given_table():
+    table = torch.full((5, 8), -1, dtype=torch.int32)
+    assert mla_backend.plan(3, 100, out=table) is table
+    assert torch.equal(table, mla_backend.plan(3, 100, workers=5))
