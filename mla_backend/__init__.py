@@ -5,13 +5,24 @@
 `mla_backend.flash_mla` stands in for the `flash_mla` package, `mla_backend.reference` says what is computed.
 """
 
-from mla_backend import fake as _fake  # noqa: F401  (torch.compile support)
-from mla_backend import library
-from mla_backend.attention import merge_partials, plan, sparse_attention
-from mla_backend.cache import cache_gather, cache_write, convert_indices
-from mla_backend.formats import FORMATS, CacheFormat, format_of
-
-__version__: str = library.about()["version"]
+from typing import NoReturn
 
 __all__ = ["FORMATS", "CacheFormat", "cache_gather", "cache_write", "convert_indices", "format_of", "merge_partials",
            "plan", "sparse_attention"]
+
+try:
+    from mla_backend import fake as _fake  # noqa: F401  (torch.compile support)
+    from mla_backend import library
+    from mla_backend.attention import merge_partials, plan, sparse_attention
+    from mla_backend.cache import cache_gather, cache_write, convert_indices
+    from mla_backend.formats import FORMATS, CacheFormat, format_of
+
+    __version__: str = library.about()["version"]
+except ImportError as _error:
+    # `mla-backend doctor` has to be able to say what is wrong, so the package itself still imports.
+    _why = _error
+
+    def __getattr__(name: str) -> NoReturn:
+        if name in __all__:
+            raise ImportError(str(_why)) from _why
+        raise AttributeError(f"module 'mla_backend' has no attribute {name!r}")

@@ -12,6 +12,10 @@ LIBRARY_VARIABLE = "MLA_BACKEND_LIBRARY"
 CPU_KERNEL_VARIABLE = "MLA_BACKEND_CPU_KERNEL"
 
 
+class LibraryError(ImportError):
+    """The shared library is missing or does not load."""
+
+
 def library_path() -> Path:
     """The library in use: the one inside the package, unless MLA_BACKEND_LIBRARY names another."""
     return Path(os.environ.get(LIBRARY_VARIABLE) or Path(__file__).parent / "libmla_backend.so").absolute()
@@ -20,14 +24,14 @@ def library_path() -> Path:
 def _load() -> ctypes.CDLL:
     path = library_path()
     if not path.is_file():
-        raise ImportError(f"mla-backend: {path} does not exist. The package is installed with `pip install .`; "
-                          f"in a source tree, `pip install -e .` builds it in place.")
+        raise LibraryError(f"mla-backend: {path} does not exist. The package is installed with `pip install .`; "
+                           f"in a source tree, `pip install -e .` builds it in place.")
     try:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ImportError(f"mla-backend: {path} does not load under torch {torch.__version__} "
-                          f"(2.10 or newer is needed): {error}") from error
+        raise LibraryError(f"mla-backend: {path} does not load under torch {torch.__version__} "
+                           f"(2.10 or newer is needed): {error}") from error
     library.mla_backend_about.restype = ctypes.c_char_p
     library.mla_backend_cuda_kernels.restype = ctypes.c_char_p
     return library

@@ -33,7 +33,7 @@ std::string describe_cpu_kernels() {
   std::string json;
   for (int i = 0; i < count; ++i) {
     json += json.empty() ? "" : ",";
-    json += "{\"name\":" + quoted(choices[i].kernel->name) + ",\"usable\":" + (choices[i].usable ? "true" : "false") +
+    json += "{\"name\":" + quoted(choices[i].kernel->name) + ",\"needs\":" + quoted(choices[i].kernel->needs) + ",\"usable\":" + (choices[i].usable ? "true" : "false") +
             ",\"active\":" + (choices[i].kernel == &mla::cpu::active_kernel() ? "true" : "false") + "}";
   }
   return "[" + json + "]";

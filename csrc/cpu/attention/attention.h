@@ -30,6 +30,7 @@ constexpr int kMaxHeads = 128;
 
 struct AttentionKernel {
   const char* name;
+  const char* needs;       // of the CPU, for people to read
   size_t workspace_bytes;  // aligned to 64
   void (*run)(const AttentionProblem& problem, const Stretch& stretch, void* workspace);
   // Merges one head of a token from its parts and writes the result.

