@@ -78,6 +78,12 @@ def sparse_attention(
     return (out, lse, max_logits) if return_max_logits else (out, lse)
 
 
+@torch.compiler.assume_constant_result
+def default_workers() -> int:
+    """Rows of a plan for the CPU, unless said otherwise."""
+    return PLAN_WORKERS_PER_THREAD * torch.get_num_threads()
+
+
 def plan(
     num_tokens: int,
     topk: int,
@@ -118,7 +124,7 @@ def plan(
         if device is None:
             device = next((t.device for t in (topk_length, extra_topk_length) if t is not None), "cpu")
         if workers is None:
-            workers = PLAN_WORKERS_PER_THREAD * torch.get_num_threads()
+            workers = default_workers()
         require_count("workers", workers, at_least=1)
         out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
     torch.ops.mla_backend.plan.default(topk_length, extra_topk_length, num_tokens, topk, extra_topk, bool(batch_invariant), out)

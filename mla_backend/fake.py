@@ -1,16 +1,29 @@
 """What torch.compile needs to know of the ops: they return nothing, and write only into the tensors that their
 schemas mark. The tensors are made by the Python functions around them, whose shapes it traces by itself."""
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from mla_backend import library  # noqa: F401  (registers the ops)
 
 OPS = ("sparse_attention", "plan", "merge_partials", "cache_write", "cache_gather", "convert_indices")
 
 
-def _writes_its_arguments(*arguments: object) -> None:
-    return None
+def _writes_its_arguments(name: str) -> Callable[..., None]:
+    names = [argument.name for argument in getattr(torch.ops.mla_backend, name).default._schema.arguments]
+
+    def fake(*arguments: object) -> None:
+        tensors = [(n, a) for n, a in zip(names, arguments, strict=True) if isinstance(a, Tensor)]
+        first = tensors[0][1].device
+        for argument, tensor in tensors:
+            # without this a tensor on the meta device among real ones would end up here, and nothing be computed
+            if tensor.device != first:
+                raise ValueError(f"{argument} must be on {first} like the first argument; got a tensor on {tensor.device}")
+
+    return fake
 
 
 for _name in OPS:
-    torch.library.register_fake(f"mla_backend::{_name}", _writes_its_arguments)
+    torch.library.register_fake(f"mla_backend::{_name}", _writes_its_arguments(_name))
