@@ -1,28 +1,38 @@
-"""What the Python side checks of arguments; shapes, dtypes, strides and devices are checked by the ops themselves
-(csrc/bindings/check.cpp), which raise ValueError."""
+"""Calling the ops, and what is checked before that.
+
+Shapes, dtypes, strides and devices are checked by the ops themselves (csrc/bindings/check.cpp), which raise ValueError.
+"""
+
+import re
 
 import torch
 from torch import Tensor
 
+_WRONG_TYPE = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'")
+_KINDS = {"Tensor": "a torch.Tensor", "Optional[Tensor]": "a torch.Tensor or None", "float": "a number", "int": "an int"}
+
+
+def call(op: torch._ops.OpOverload, *arguments: object) -> None:
+    """Calls an op; what torch says of an argument of a wrong type becomes a TypeError."""
+    try:
+        op(*arguments)
+    except RuntimeError as error:
+        wrong = _WRONG_TYPE.search(str(error))
+        if wrong is None:
+            raise
+        kind, name, given = wrong.groups()
+        raise TypeError(f"{name} must be {_KINDS.get(kind, kind)}; got {given}") from None
+
 
 def require_tensors(**arguments: object) -> None:
-    """Every argument is a tensor or None, else TypeError. Those that may not be None go through `require_tensor`."""
+    """For tensors of which something is asked before an op sees them."""
     for name, value in arguments.items():
-        if value is not None:
-            require_tensor(name, value)
-
-
-def require_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
-
-
-def require_number(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name} must be a number; got {type(value).__name__}")
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
 
 
 def require_count(name: str, value: object, at_least: int = 0) -> None:
+    """For ints that have a smallest value."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
     if value < at_least:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import library
-from mla_backend.arguments import require_count, require_number, require_tensor, require_tensors
+from mla_backend.arguments import call, require_count, require_tensors
 
 VALUE_DIM = 512
 PLAN_COLUMNS = 8
@@ -59,22 +59,17 @@ def sparse_attention(
         if len(q) != 2:
             raise ValueError(f"q must be a tensor [T, H, 576] or a pair (q_nope, q_rope); got {len(q)} tensors")
         q, q_rope = q
-        require_tensor("q_rope", q_rope)
-    require_tensor("q" if q_rope is None else "q_nope", q)
-    require_tensor("cache", cache)
-    require_tensor("indices", indices)
-    require_number("scale", scale)
-    require_tensors(topk_length=topk_length, sink=sink, extra_cache=extra_cache, extra_indices=extra_indices,
-                    extra_topk_length=extra_topk_length, plan=plan, out=out, lse=lse)
+        require_tensors(q_nope=q, q_rope=q_rope)
+    elif not isinstance(q, Tensor):
+        require_tensors(q=q)
     rows = q.shape[:2]
     if out is None:
         out = torch.empty((*rows, VALUE_DIM), dtype=torch.bfloat16, device=q.device)
     if lse is None:
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     max_logits = torch.empty(rows, dtype=torch.float32, device=q.device) if return_max_logits else None
-    torch.ops.mla_backend.sparse_attention.default(q, q_rope, cache, indices, scale, topk_length, sink, extra_cache,
-                                           extra_indices, extra_topk_length, plan, bool(batch_invariant), out, lse,
-                                           max_logits)
+    call(torch.ops.mla_backend.sparse_attention.default, q, q_rope, cache, indices, scale, topk_length, sink, extra_cache,
+         extra_indices, extra_topk_length, plan, bool(batch_invariant), out, lse, max_logits)
     return (out, lse, max_logits) if return_max_logits else (out, lse)
 
 
@@ -119,7 +114,6 @@ def plan(
     require_count("num_tokens", num_tokens)
     require_count("topk", topk)
     require_count("extra_topk", extra_topk)
-    require_tensors(topk_length=topk_length, extra_topk_length=extra_topk_length, out=out)
     if out is None:
         if device is None:
             device = next((t.device for t in (topk_length, extra_topk_length) if t is not None), "cpu")
@@ -127,7 +121,7 @@ def plan(
             workers = default_workers()
         require_count("workers", workers, at_least=1)
         out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
-    torch.ops.mla_backend.plan.default(topk_length, extra_topk_length, num_tokens, topk, extra_topk, bool(batch_invariant), out)
+    call(torch.ops.mla_backend.plan.default, topk_length, extra_topk_length, num_tokens, topk, extra_topk, bool(batch_invariant), out)
     return out
 
 
@@ -151,16 +145,15 @@ def merge_partials(
     """
     if not isinstance(outs, Tensor):
         for i, part in enumerate(outs):
-            require_tensor(f"outs[{i}]", part)
+            require_tensors(**{f"outs[{i}]": part})
         outs = torch.stack(tuple(outs))
     if not isinstance(lses, Tensor):
         for i, part in enumerate(lses):
-            require_tensor(f"lses[{i}]", part)
+            require_tensors(**{f"lses[{i}]": part})
         lses = torch.stack(tuple(lses))
-    require_tensors(out=out, lse=lse)
     if out is None:
         out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     if lse is None:
         lse = torch.empty(outs.shape[1:-1], dtype=torch.float32, device=outs.device)
-    torch.ops.mla_backend.merge_partials.default(outs, lses, out, lse)
+    call(torch.ops.mla_backend.merge_partials.default, outs, lses, out, lse)
     return out, lse

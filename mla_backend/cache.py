@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import library  # noqa: F401  (registers the ops)
-from mla_backend.arguments import require_count, require_tensor, require_tensors
+from mla_backend.arguments import call, require_count, require_tensors
 
 HEAD_DIM = 576
 
@@ -23,11 +23,10 @@ def cache_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *, pow
     A group of 128 latent values gets the scale amax / 448; a group with an infinity one that keeps its finite
     numbers finite; NaN stays NaN. docs/contract.md has the details.
     """
-    for name, value in (("kv_c", kv_c), ("k_pe", k_pe), ("cache", cache), ("slots", slots)):
-        require_tensor(name, value)
+    require_tensors(k_pe=k_pe)
     if k_pe.dim() == 3 and k_pe.shape[1] == 1:
         k_pe = k_pe.squeeze(1)
-    torch.ops.mla_backend.cache_write.default(kv_c, k_pe, cache, slots, bool(power_of_two))
+    call(torch.ops.mla_backend.cache_write.default, kv_c, k_pe, cache, slots, bool(power_of_two))
 
 
 def cache_gather(cache: Tensor, slots: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -41,12 +40,10 @@ def cache_gather(cache: Tensor, slots: Tensor, *, out: Tensor | None = None) -> 
     Returns:
         bf16 `[N, 576]`: 512 latent and 64 rope values; zeros where the slot is not in the cache.
     """
-    require_tensor("cache", cache)
-    require_tensor("slots", slots)
-    require_tensors(out=out)
+    require_tensors(cache=cache, slots=slots)
     if out is None:
         out = torch.empty((*slots.shape[:1], HEAD_DIM), dtype=torch.bfloat16, device=cache.device)
-    torch.ops.mla_backend.cache_gather.default(cache, slots, out)
+    call(torch.ops.mla_backend.cache_gather.default, cache, slots, out)
     return out
 
 
@@ -73,13 +70,11 @@ def convert_indices(
     Returns:
         slots, -1 where there is none, and how many of each token's are valid.
     """
-    for name, value in (("positions", positions), ("block_table", block_table), ("request_ids", request_ids)):
-        require_tensor(name, value)
+    require_tensors(positions=positions)
     require_count("block_size", block_size, at_least=1)
-    require_tensors(slots=slots, counts=counts)
     if slots is None:
         slots = torch.empty_like(positions, memory_format=torch.contiguous_format)
     if counts is None:
         counts = torch.empty(positions.shape[:1], dtype=torch.int32, device=positions.device)
-    torch.ops.mla_backend.convert_indices.default(positions, block_table, request_ids, block_size, bool(compact), slots, counts)
+    call(torch.ops.mla_backend.convert_indices.default, positions, block_table, request_ids, block_size, bool(compact), slots, counts)
     return slots, counts

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import attention
-from mla_backend.arguments import require_count, require_tensor, require_tensors
+from mla_backend.arguments import require_count, require_tensors
 from mla_backend.cache import convert_indices
 from mla_backend.formats import format_of
 
@@ -66,7 +66,7 @@ def get_mla_metadata(
     """
     if cache_seqlens is None:
         return FlashMLASchedMeta(), None
-    require_tensor("cache_seqlens", cache_seqlens)
+    require_tensors(cache_seqlens=cache_seqlens)
     require_count("num_q_tokens_per_head_k", num_q_tokens_per_head_k, at_least=1)
     _require_one_kv_head("num_heads_k", num_heads_k)
     if num_heads_q is None:
@@ -138,11 +138,7 @@ def flash_mla_with_kvcache(
     Returns:
         out `[b, s_q, h_q, 512]` and lse fp32 `[b, h_q, s_q]`, +inf where there was nothing to attend to.
     """
-    require_tensor("q", q)
-    require_tensor("k_cache", k_cache)
-    require_tensors(block_table=block_table, cache_seqlens=cache_seqlens, indices=indices, attn_sink=attn_sink,
-                    extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
-                    topk_length=topk_length, extra_topk_length=extra_topk_length, out=out)
+    require_tensors(q=q, k_cache=k_cache)
     if q.dim() != 4:
         raise ValueError(f"q must be bfloat16 [b, s_q, h_q, 576]; got {list(q.shape)}")
     b, s_q, h_q, head_dim = q.shape
@@ -208,8 +204,7 @@ def flash_mla_sparse_fwd(
         out `[s_q, h_q, 512]`, max_logits and lse fp32 `[s_q, h_q]` (-inf and +inf where there was nothing to attend
         to) and, with indexer_topk, the lse over those entries.
     """
-    require_tensor("kv", kv)
-    require_tensor("indices", indices)
+    require_tensors(q=q, kv=kv, indices=indices)
     _require_value_dim(d_v, "d_v")
     require_count("indexer_topk", indexer_topk)
     if kv.dim() != 3 or kv.shape[1] != 1:
@@ -272,8 +267,7 @@ def _per_token(lengths: Tensor | None, name: str, b: int, s_q: int) -> Tensor | 
 def _whole_sequences(block_table: Tensor | None, cache_seqlens: Tensor | None, b: int, s_q: int, block_size: int,
                      causal: bool) -> tuple[Tensor, Tensor]:
     """Attention over whole sequences as lists of slots, `[b * s_q, longest]`, and how much of each is read."""
-    require_tensor("block_table", block_table)
-    require_tensor("cache_seqlens", cache_seqlens)
+    require_tensors(block_table=block_table, cache_seqlens=cache_seqlens)
     if block_table.dim() != 2 or block_table.shape[0] != b or cache_seqlens.shape != (b,):
         raise ValueError(f"block_table and cache_seqlens must be int32 [b={b}, max_blocks] and [b={b}]; "
                          f"got {list(block_table.shape)} and {list(cache_seqlens.shape)}")

@@ -28,7 +28,7 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
   const char* q_name = q_rope ? "q_nope" : "q";
   expect(q, q_name, {ScalarType::BFloat16}, {{"T"}, {"H"}, q_rope ? kLatent : kHeadDim}, q);
   const int64_t tokens = q.size(0), heads = q.size(1);
-  require(heads >= 1 && heads <= kMaxHeads, q_name, "of 1 to 256 heads", describe(q));
+  if (heads < 1 || heads > kMaxHeads) reject(q_name, "of 1 to 256 heads", describe(q));
 
   AttentionProblem p{};
   p.tokens = expect_int32(tokens, q_name, "tokens");
@@ -45,9 +45,9 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
 
   p.lists[0] = expect_list(cache, "cache", indices, "indices", topk_length, "topk_length", tokens, q);
   p.list_count = 1;
-  require(extra_cache.has_value() == extra_indices.has_value(), extra_cache ? "extra_indices" : "extra_cache",
-          "given when the other of the two is", "None");
-  require(extra_cache || !extra_topk_length, "extra_topk_length", "None without extra_cache", "a tensor");
+  if (extra_cache.has_value() != extra_indices.has_value())
+    reject(extra_cache ? "extra_indices" : "extra_cache", "given when the other of the two is", "None");
+  if (extra_topk_length && !extra_cache) reject("extra_topk_length", "None without extra_cache", "a tensor");
   if (extra_cache) {
     p.lists[1] = expect_list(*extra_cache, "extra_cache", *extra_indices, "extra_indices", extra_topk_length, "extra_topk_length",
                              tokens, q);
@@ -56,22 +56,16 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
 
   expect(out, "out", {ScalarType::BFloat16}, {{"T", tokens}, {"H", heads}, kValueDim}, q);
   p.out = data<uint16_t>(out), p.out_token = out.stride(0), p.out_head = out.stride(1);
-  // a row of lse may be strided (head-major, say), so only its shape is fixed
-  const auto numbers_per_head = [&](const Tensor& tensor, const char* name) {
-    require(tensor.scalar_type() == ScalarType::Float && tensor.dim() == 2 && tensor.size(0) == tokens && tensor.size(1) == heads,
-            name, "float32 [T=" + std::to_string(tokens) + ", H=" + std::to_string(heads) + "]", describe(tensor));
-    require(tensor.is_cpu() == q.is_cpu(), name, "on the device of the first argument", "a tensor on another");
-  };
-  numbers_per_head(lse, "lse");
+  expect(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
   p.lse = data<float>(lse), p.lse_token = lse.stride(0), p.lse_head = lse.stride(1);
   if (max_logits) {
-    numbers_per_head(*max_logits, "max_logits");
+    expect(*max_logits, "max_logits", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
     p.max_logits = data<float>(*max_logits), p.max_token = max_logits->stride(0), p.max_head = max_logits->stride(1);
   }
 
   if (plan) {
     expect(*plan, "plan", {ScalarType::Int}, {{"workers"}, 8}, q);
-    require(plan->size(0) > 0 && plan->is_contiguous(), "plan", "a contiguous table of one row or more", describe(*plan));
+    if (plan->size(0) == 0 || !plan->is_contiguous()) reject("plan", "a contiguous table of one row or more", describe(*plan));
     p.plan = reinterpret_cast<const PlanRow*>(plan->data_ptr());
     p.workers = expect_int32(plan->size(0), "plan", "rows");
   }

@@ -54,9 +54,21 @@ bool matches(const Tensor& tensor, std::initializer_list<Dim> shape) {
   return true;
 }
 
+void expect_device(const Tensor& tensor, const char* name, const Tensor& first) {
+  if (!same_device(tensor, first))
+    reject(name, "on " + device_name(first) + " like the first argument", "a tensor on " + device_name(tensor));
+}
+
+void expect_dense_last(const Tensor& tensor, const char* name) {
+  const int64_t last = tensor.dim() - 1;
+  if (last >= 0 && tensor.size(last) > 1 && tensor.stride(last) != 1)
+    reject(name, "dense in its last dimension (stride 1)", "stride " + std::to_string(tensor.stride(last)));
+}
+
 }  // namespace
 
 std::string describe(const Tensor& tensor) {
+  if (!tensor.defined()) return "None";
   std::vector<int64_t> sizes(tensor.sizes().begin(), tensor.sizes().end());
   return std::string(dtype_name(tensor.scalar_type())) + " [" +
          join(sizes, ", ", [](int64_t size) { return std::to_string(size); }) + "]";
@@ -67,25 +79,23 @@ void reject(const std::string& argument, const std::string& accepted, const std:
 }
 
 void expect(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes, std::initializer_list<Dim> shape,
-            const Tensor& same_device_as) {
+            const Tensor& same_device_as, Strides strides) {
   bool known_dtype = false;
-  for (ScalarType dtype : dtypes) known_dtype |= tensor.scalar_type() == dtype;
+  for (ScalarType dtype : dtypes) known_dtype |= tensor.defined() && tensor.scalar_type() == dtype;
   if (!known_dtype || !matches(tensor, shape))
     reject(name, join(dtypes, " or ", [](ScalarType t) { return std::string(dtype_name(t)); }) + " " + describe_shape(shape),
            describe(tensor));
-  require(same_device(tensor, same_device_as), name, "on " + device_name(same_device_as) + " like the first argument",
-          "a tensor on " + device_name(tensor));
-  const int64_t last = tensor.dim() - 1;
-  if (last >= 0 && tensor.size(last) > 1 && tensor.stride(last) != 1)
-    reject(name, "dense in its last dimension (stride 1)", "stride " + std::to_string(tensor.stride(last)));
+  expect_device(tensor, name, same_device_as);
+  if (strides == Strides::any) return;
+  expect_dense_last(tensor, name);
 }
 
 CacheView expect_cache(const Tensor& cache, const char* name, const Tensor& same_device_as) {
-  const bool with_head = cache.dim() == 4;
   const char* accepted =
       "bfloat16 [blocks, block_size, 576] or uint8, int8 or float8_e4m3fn [blocks, block_size, 656], with or without a "
       "dimension of 1 before the last";
-  require(cache.dim() == 3 || (with_head && cache.size(2) == 1), name, accepted, describe(cache));
+  if (!cache.defined() || cache.dim() < 3 || cache.dim() > 4 || (cache.dim() == 4 && cache.size(2) != 1))
+    reject(name, accepted, describe(cache));
   const ScalarType dtype = cache.scalar_type();
   const bool bytes = dtype == ScalarType::Byte || dtype == ScalarType::Char || dtype == ScalarType::Float8_e4m3fn;
   const int64_t width = cache.size(cache.dim() - 1);
@@ -95,18 +105,16 @@ CacheView expect_cache(const Tensor& cache, const char* name, const Tensor& same
     if (is_bf16 ? dtype == ScalarType::BFloat16 && width == candidate->head_dim() : bytes && width == candidate->token_bytes())
       format = candidate;
   }
-  require(format != nullptr, name, accepted, describe(cache));
-  require(same_device(cache, same_device_as), name, "on " + device_name(same_device_as) + " like the first argument",
-          "a tensor on " + device_name(cache));
-  require(cache.size(1) > 0, name, "of a block size of 1 or more", describe(cache));
-  require(cache.stride(cache.dim() - 1) == 1, name, "dense in its last dimension (stride 1)",
-          "stride " + std::to_string(cache.stride(cache.dim() - 1)));
+  if (!format) reject(name, accepted, describe(cache));
+  expect_device(cache, name, same_device_as);
+  if (cache.size(1) == 0) reject(name, "of a block size of 1 or more", describe(cache));
+  expect_dense_last(cache, name);
   const int64_t element = format->code == Code::bf16 ? 2 : 1;
   return {data<uint8_t>(cache), cache.size(0), cache.size(1), cache.stride(0) * element, cache.stride(1) * element, format};
 }
 
 int32_t expect_int32(int64_t size, const char* name, const char* what) {
-  require(size <= INT32_MAX, name, std::string("of at most 2147483647 ") + what, std::to_string(size));
+  if (size > INT32_MAX) reject(name, std::string("of at most 2147483647 ") + what, std::to_string(size));
   return static_cast<int32_t>(size);
 }
 

