@@ -20,10 +20,11 @@ help:
 	@echo "make clean      remove what the others made"
 
 $(INSTALLED): $(BUILD_INPUTS)
-	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test]"
-	touch $@
+	@echo "Setting up $(VENV): $(TORCH), then this package (the first time takes a minute or two)"
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	@touch $@
 
 setup: $(INSTALLED)
 
@@ -31,8 +32,9 @@ test: setup
 	$(RUN) -m pytest $(ARGS)
 
 generate: setup
-	$(RUN) -m mla_backend.cli doctor
-	$(RUN) examples/sparse_attention.py
+	@$(RUN) -m mla_backend.cli doctor
+	@echo
+	@$(RUN) examples/sparse_attention.py
 
 sanitize: setup
 	$(RUN) tests/run_sanitized.py $(ARGS)

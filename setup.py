@@ -46,7 +46,7 @@ def find_torch() -> Path:
     found = next((p / "torch" for p in places if (p / "torch" / "version.py").is_file()), None)
     if found is None:
         raise SetupError("mla-backend is built against the torch it will run with, and none is installed here. "
-                         "Install torch 2.10 or newer first, then try again.")
+                         "Install torch 2.10 or newer first, then try again (outside of pip: without build isolation).")
     if tuple(int(n) for n in torch_version(found).split(".")[:2]) < TORCH_NEEDED:
         raise SetupError(f"mla-backend needs torch 2.10 or newer, found {torch_version(found)} in {found}.")
     return found
@@ -169,5 +169,7 @@ class AnyPythonWheel(bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
+if "sdist" not in sys.argv:
+    find_torch()  # before pip downloads a torch of gigabytes as a dependency, only to fail in the build after that
 setup(ext_modules=[Extension("mla_backend.library_file", sources=[])],
       cmdclass={"build_ext": BuildLibrary, "bdist_wheel": AnyPythonWheel})
