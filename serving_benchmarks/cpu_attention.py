@@ -135,6 +135,29 @@ def table(results: list[dict[str, Any]], threads: int) -> Table:
     return shown
 
 
+def markdown(report: dict[str, Any]) -> str:
+    """The README's table, from a result file."""
+    where, results = report["environment"], report["results"]
+    threads = where["torch"]["threads"]
+    lines = [f"| query tokens, heads, slots each | format | mla-backend | peer | ratio | {threads} threads over 1 |", "|---|---|---|---|---|---|"]
+    for result in results:
+        case, seconds = result["case"], result["seconds"]
+        row = [f"{case['batch']}, {case['heads']}, {case['context']}", case["format"], microseconds(seconds["ours"]["median"])]
+        for name, shown in (("vllm", "vLLM"), ("reference", "reference")):
+            if name in seconds:
+                row += [f"{shown} {microseconds(seconds[name]['median'])}", f"{result['speed_up'][name]:.1f}"]
+        lines.append("| " + " | ".join([*row, f"{result['speed_up_over_one_thread']:.2f}"]) + " |")
+    vllm = where["vllm"]
+    lines += ["", f"{where['cpu']['model']}, {threads} threads, torch {where['torch']['version']}, {vllm['distribution']} {vllm['version']}, "
+              f"kernel {next(k['name'] for k in where['library']['cpu_kernels'] if k['active'])}, {where['date'][:10]}, "
+              f"commit {where['commit'][:10]}. Medians; the candidates took turns in one process."]
+    return "\n".join(lines)
+
+
+def microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m serving_benchmarks.cpu_attention", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -143,10 +166,14 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="default: 1 8")
     parser.add_argument("--formats", nargs="+", choices=list(mla_backend.FORMATS), default=list(mla_backend.FORMATS), help="default: all")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: as many as torch takes (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of every candidate; default: %(default)s")
-    parser.add_argument("--burst", type=float, default=0.02, metavar="SECONDS", help="length of a turn; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=11, help="turns of every candidate; default: %(default)s")
+    parser.add_argument("--burst", type=float, default=0.15, metavar="SECONDS", help="length of a turn; default: %(default)s")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results and their environment as JSON")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="measure nothing; print a result file as the README's table")
     options = parser.parse_args()
+    if options.markdown:
+        print(markdown(json.loads(options.markdown.read_text())))
+        return 0
     for name in ("heads", "contexts", "batches", "threads", "rounds"):
         values = getattr(options, name)
         if min(values if isinstance(values, list) else [values]) < 1:
