@@ -8,17 +8,18 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call: the median, the quartiles, and how many calls they come from."""
+    """Seconds a call: the fastest turn, the median of the turns, their quartiles, and how many turns there were."""
 
+    fastest: float
     median: float
     lower_quartile: float
     upper_quartile: float
-    calls: int
+    turns: int
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Timing":
         lower, median, upper = statistics.quantiles(samples, n=4)
-        return cls(median, lower, upper, len(samples))
+        return cls(min(samples), median, lower, upper, len(samples))
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)

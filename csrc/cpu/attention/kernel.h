@@ -52,20 +52,22 @@ struct Workspace {
 inline void load_q(const AttentionProblem& p, int token, int head_begin, int heads, Workspace& w) {
   const int vectors = (heads + kLanes - 1) / kLanes;
   for (int v = 0; v < vectors; ++v) {
+    const uint16_t* nope[kLanes];
+    const uint16_t* rope[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
-      const int head = v * kLanes + lane;
-      if (head >= heads) {
-        for (int word = 0; word < kRowWords; ++word) w.q[v][word][lane] = 0;
-        continue;
-      }
-      const uint16_t* nope = p.q_nope + token * p.q_nope_token + (head_begin + head) * p.q_nope_head;
-      const uint16_t* rope = p.q_rope + token * p.q_rope_token + (head_begin + head) * p.q_rope_head;
-      for (int word = 0; word < kRowWords; ++word) {
-        const int dim = word * Isa::kPack;
-        const uint16_t* from = dim < kLatent ? nope + dim : rope + dim - kLatent;
+      // the last head again where there are no more: its results are never looked at
+      const int head = head_begin + (v * kLanes + lane < heads ? v * kLanes + lane : heads - 1);
+      nope[lane] = p.q_nope + token * p.q_nope_token + head * p.q_nope_head;
+      rope[lane] = p.q_rope + token * p.q_rope_token + head * p.q_rope_head;
+    }
+    for (int word = 0; word < kRowWords; ++word) {
+      const int dim = word * Isa::kPack;
+      const uint16_t* const* from = dim < kLatent ? nope : rope;
+      const int at = dim < kLatent ? dim : dim - kLatent;
+      for (int lane = 0; lane < kLanes; ++lane) {
+        const uint16_t* q = from[lane] + at;
         // one bf16 number is the upper half of an fp32 one
-        w.q[v][word][lane] = Isa::kPack == 2 ? from[0] | static_cast<uint32_t>(from[Isa::kPack - 1]) << 16
-                                             : static_cast<uint32_t>(from[0]) << 16;
+        w.q[v][word][lane] = Isa::kPack == 2 ? q[0] | static_cast<uint32_t>(q[Isa::kPack - 1]) << 16 : static_cast<uint32_t>(q[0]) << 16;
       }
     }
   }
@@ -308,7 +310,7 @@ inline void finish_row(const AttentionProblem& p, int token, int head, const flo
   // e^lse / (e^lse + e^sink); an empty row's sum is 0 and stays so
   if (p.sink && lse > -__builtin_inff()) factor /= 1.0f + __builtin_expf(p.sink[head] - lse);
   uint16_t* out = p.out + token * p.out_token + head * p.out_head;
-  for (int d = 0; d < kValueDim; ++d) out[d] = float_to_bf16(sum[d] * factor);
+  for (int d = 0; d < kValueDim; d += kLanes) store_bf16(load(sum + d) * factor, out + d);
   p.lse[token * p.lse_token + head * p.lse_head] = lse;
   if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = max_logit;
 }

@@ -23,6 +23,16 @@ inline Floats widen_bf16(const uint8_t* from) {
   return (Floats)(__builtin_convertvector(bits, Ints) << 16);
 }
 
+// See float_to_bf16 in mla/number.h.
+inline void store_bf16(Floats x, uint16_t* to) {
+  typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
+  const Words bits = (Words)x;
+  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Words nan = Words{} + 0x7fc0u;
+  const Shorts narrow = __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded, Shorts);
+  *reinterpret_cast<ShortsUnaligned*>(to) = narrow;
+}
+
 // See e4m3_to_float in mla/number.h.
 inline Floats widen_e4m3(const uint8_t* from) {
   const Ints code = __builtin_convertvector(*reinterpret_cast<const BytesUnaligned*>(from), Ints);
