@@ -100,7 +100,7 @@ def plan(
         num_tokens, topk, extra_topk: T and the widths of the index lists.
         topk_length, extra_topk_length: int32 `[T]`, as for `sparse_attention`.
         batch_invariant: never cut a token's list, so that its bits don't depend on its neighbours.
-        workers: rows of the table; by default four times as many as torch has threads, which take
+        workers: rows of the table; by default twice as many as torch has threads, which take
             them in turn.
         device: where the table is made; by default where the lengths are.
         out: a table to write into, int32 `[workers, 8]`.

@@ -17,12 +17,12 @@ void convert_indices(const ConvertProblem& problem);
 constexpr int kMaxMergeDim = 1024;
 
 // How lists are cut here: anywhere at a multiple of 16 slots, into parts of about 128 or more, which take several
-// times as long as waking a thread and merging. Threads take parts in turn, up to four each where those have 512 slots or more: cores
+// times as long as waking a thread and merging. Threads take parts in turn, two each where those have 512 slots or more: cores
 // are seldom equally fast.
 constexpr int kPlanGranule = 16;
 constexpr int kPlanMinPart = 8;
 constexpr int kPlanGoodPart = 32;
-constexpr int kPlanWorkersPerThread = 4;
+constexpr int kPlanWorkersPerThread = 2;
 
 inline PlanShape plan_shape(int32_t tokens, int32_t topk, int32_t extra_topk, const int32_t* length, const int32_t* extra_length,
                             bool whole_tokens) {
