@@ -148,7 +148,8 @@ def render(report: dict[str, Any], console: Console) -> None:
                 for i, d in enumerate(gpus["devices"])]
     section("GPUs", gpu_rows or [("none", gpus["why"])])
     if gpus["kernels"]:
-        table = Table("kernel", "threads", "registers", "spill bytes", "shared bytes", "blocks an SM", "compiled for", box=None, padding=(0, 2))
+        table = Table("kernel", "threads", "regs", "spill B", "shared B", "blocks/SM", "built for", box=None, padding=(0, 1))
+        table.columns[0].no_wrap = True
         for k in gpus["kernels"]:
             if "error" in k:
                 table.add_row(k["name"], k["error"])

@@ -18,8 +18,7 @@ void cache_write(Tensor kv_c, Tensor k_pe, Tensor cache, Tensor slots, bool powe
   p.latent = kv_c.data_ptr(), p.latent_token = kv_c.stride(0);
   p.rope = k_pe.data_ptr(), p.rope_token = k_pe.stride(0);
   p.source = kv_c.scalar_type() == ScalarType::Float ? Source::fp32 : Source::bf16;
-  p.slots = slots.data_ptr();
-  p.wide_slots = slots.scalar_type() == ScalarType::Long;
+  p.slots = {slots.data_ptr(), slots.scalar_type() == ScalarType::Long};
   p.power_of_two = power_of_two;
   p.cache = expect_cache(cache, "cache", kv_c);
   if (tokens == 0) return;
@@ -35,8 +34,7 @@ void cache_gather(Tensor cache, Tensor slots, Tensor out) {
   expect(slots, "slots", {ScalarType::Long, ScalarType::Int}, {{"N"}}, cache);
   p.rows = slots.size(0);
   expect(out, "out", {ScalarType::BFloat16}, {{"N", p.rows}, kHeadDim}, cache);
-  p.slots = slots.data_ptr();
-  p.wide_slots = slots.scalar_type() == ScalarType::Long;
+  p.slots = {slots.data_ptr(), slots.scalar_type() == ScalarType::Long};
   p.out = data<uint16_t>(out), p.out_row = out.stride(0);
   if (p.rows == 0) return;
 #ifdef MLA_CUDA

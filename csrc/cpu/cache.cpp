@@ -39,7 +39,7 @@ template <typename Number>
 void write_rows(const CacheWriteProblem& p) {
   const CacheFormat& format = *p.cache.format;
   for_each_stretch(p.tokens, 8, [&](int64_t token) {
-    const int64_t slot = p.slot(token);
+    const int64_t slot = p.slots[token];
     if (!p.cache.holds(slot)) return;
     uint8_t* row = p.cache.row(slot);
     const Number* latent = static_cast<const Number*>(p.latent) + token * p.latent_token;
@@ -59,7 +59,7 @@ void cache_gather(const CacheGatherProblem& p) {
   const CacheFormat& format = *p.cache.format;
   for_each_stretch(p.rows, 16, [&](int64_t i) {
     uint16_t* out = p.out + i * p.out_row;
-    const int64_t slot = p.slot(i);
+    const int64_t slot = p.slots[i];
     if (!p.cache.holds(slot)) {
       memset(out, 0, format.head_dim() * 2);
       return;

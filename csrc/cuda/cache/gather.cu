@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   const int lane = threadIdx.x % 32;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / 32;
   if (index >= p.rows) return;
-  const int64_t slot = p.slot(index);
+  const int64_t slot = p.slots[index];
   const bool held = p.cache.holds(slot);
   const uint8_t* row = held ? p.cache.row(slot) : nullptr;
 
@@ -58,12 +58,7 @@ void cache_gather(const CacheGatherProblem& p, void* stream) {
   const bool aligned = aligned16(p.cache.data, p.cache.block_stride) && aligned16(p.cache.data, p.cache.row_stride) &&
                        aligned16(p.out, p.out_row * 2);
   const Kernel kernel = choose(p.cache.format->code == Code::e4m3, aligned);
-  const int64_t blocks = (p.rows + kRowsPerBlock - 1) / kRowsPerBlock;
-  CacheGatherProblem problem = p;
-  void* arguments[] = {&problem};
-  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)), dim3(kThreads), arguments, 0,
-                         static_cast<cudaStream_t>(stream)),
-        "cache_gather");
+  launch(kernel, (p.rows + kRowsPerBlock - 1) / kRowsPerBlock, kThreads, 0, stream, "cache_gather", p);
 }
 
 KernelList cache_gather_kernels() {

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
   const int lane = threadIdx.x % 32;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kTokensPerBlock + threadIdx.x / 32;
   if (token >= p.tokens) return;
-  const int64_t slot = p.slot(token);
+  const int64_t slot = p.slots[token];
   if (!p.cache.holds(slot)) return;
   uint8_t* row = p.cache.row(slot);
 
@@ -79,12 +79,7 @@ void cache_write(const CacheWriteProblem& p, void* stream) {
                        aligned16(p.cache.data, p.cache.block_stride) && aligned16(p.cache.data, p.cache.row_stride);
   const bool quantised = p.cache.format->code == Code::e4m3;
   const Kernel kernel = p.source == Source::fp32 ? choose<float>(quantised, aligned) : choose<uint16_t>(quantised, aligned);
-  const int64_t blocks = (p.tokens + kTokensPerBlock - 1) / kTokensPerBlock;
-  CacheWriteProblem problem = p;
-  void* arguments[] = {&problem};
-  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)), dim3(kThreads), arguments, 0,
-                         static_cast<cudaStream_t>(stream)),
-        "cache_write");
+  launch(kernel, (p.tokens + kTokensPerBlock - 1) / kTokensPerBlock, kThreads, 0, stream, "cache_write", p);
 }
 
 KernelList cache_write_kernels() {

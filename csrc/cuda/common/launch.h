@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -10,6 +11,16 @@ namespace mla::cuda {
 
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("mla_backend: ") + what + ": " + cudaGetErrorString(error));
+}
+
+// Enqueues a kernel whose one argument is its problem.
+template <typename Problem>
+void launch(void (*kernel)(Problem), int64_t blocks, int threads, int dynamic_shared_bytes, void* stream, const char* what,
+            const Problem& problem) {
+  void* arguments[] = {const_cast<Problem*>(&problem)};
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(blocks)), dim3(threads), arguments,
+                         dynamic_shared_bytes, static_cast<cudaStream_t>(stream)),
+        what);
 }
 
 // One kernel of the library. Each .cu file defines the list of its own.

@@ -24,6 +24,16 @@ struct CacheView {
   }
 };
 
+// One slot for each of some tokens, as int32 or int64. What is not in a cache is told by CacheView::holds.
+struct SlotArray {
+  const void* data;
+  bool wide;  // int64
+
+  MLA_HOST_DEVICE int64_t operator[](int64_t i) const {
+    return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];
+  }
+};
+
 // The slots that each token attends to in one cache.
 struct SlotList {
   CacheView cache;
@@ -83,29 +93,17 @@ struct CacheWriteProblem {
   const void* rope;  // [tokens, 64]
   int64_t rope_token;
   Source source;
-  const void* slots;  // [tokens] int64 or int32
-  bool wide_slots;    // int64
+  SlotArray slots;  // [tokens]
   bool power_of_two;
   CacheView cache;
-
-  MLA_HOST_DEVICE int64_t slot(int64_t token) const {
-    return wide_slots ? static_cast<const int64_t*>(slots)[token]
-                      : static_cast<const int32_t*>(slots)[token];
-  }
 };
 
 struct CacheGatherProblem {
   int64_t rows;
-  const void* slots;
-  bool wide_slots;
+  SlotArray slots;  // [rows]
   CacheView cache;
   uint16_t* out;  // bf16 [rows, 576]; zeros where the slot is not in the cache
   int64_t out_row;
-
-  MLA_HOST_DEVICE int64_t slot(int64_t row) const {
-    return wide_slots ? static_cast<const int64_t*>(slots)[row]
-                      : static_cast<const int32_t*>(slots)[row];
-  }
 };
 
 struct ConvertProblem {
