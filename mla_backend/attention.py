@@ -10,6 +10,8 @@ from mla_backend.arguments import call, require_count, require_tensors
 
 VALUE_DIM = 512
 PLAN_COLUMNS = 8
+GPU_HEADS_PER_BLOCK = 16
+GPU_BLOCKS_PER_PROCESSOR = 2
 PLAN_WORKERS_PER_THREAD: int = library.about()["plan_workers_per_thread"]
 
 
@@ -25,6 +27,7 @@ def sparse_attention(
     extra_indices: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
     plan: Tensor | None = None,
+    workspace: Tensor | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -45,6 +48,8 @@ def sparse_attention(
         extra_cache, extra_indices, extra_topk_length: a second cache and lists into it, attended to in the same
             softmax. Its format and block size may differ.
         plan: what `plan()` returned for these lengths. Made here if left out.
+        workspace: on a GPU, room for the results of tokens that the plan cuts, fp32 of `workspace_floats` numbers.
+            Made here if left out.
         batch_invariant: give a token the same bits whatever else is in the batch, by never cutting its list. With
             a plan of your own, make the plan so.
         out, lse: where to write, bf16 `[T, H, 512]` and fp32 `[T, H]`, of any strides (out's last is 1).
@@ -68,15 +73,37 @@ def sparse_attention(
     if lse is None:
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     max_logits = torch.empty(rows, dtype=torch.float32, device=q.device) if return_max_logits else None
+    if q.is_cuda:
+        if plan is None:
+            plan = _own_plan(q, indices, topk_length, extra_indices, extra_topk_length, batch_invariant)
+        if workspace is None:
+            workspace = torch.empty(workspace_floats(plan.shape[0], q.shape[1]), dtype=torch.float32, device=q.device)
     call(torch.ops.mla_backend.sparse_attention.default, q, q_rope, cache, indices, scale, topk_length, sink, extra_cache,
-         extra_indices, extra_topk_length, plan, bool(batch_invariant), out, lse, max_logits)
+         extra_indices, extra_topk_length, plan, workspace, bool(batch_invariant), out, lse, max_logits)
     return (out, lse, max_logits) if return_max_logits else (out, lse)
 
 
+def workspace_floats(workers: int, num_heads: int) -> int:
+    """How many fp32 numbers `sparse_attention` needs as a workspace on a GPU: two rows of 512, an lse and a largest
+    score for each worker and head."""
+    return 2 * workers * num_heads * (VALUE_DIM + 2)
+
+
 @torch.compiler.assume_constant_result
-def default_workers() -> int:
-    """Rows of a plan for the CPU, unless said otherwise."""
+def default_workers(device: torch.device, num_heads: int) -> int:
+    """Rows of a plan, unless said otherwise: what keeps a device's processors busy."""
+    if device.type == "cuda":
+        blocks = GPU_BLOCKS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+        return max(1, blocks // -(-num_heads // GPU_HEADS_PER_BLOCK))
     return PLAN_WORKERS_PER_THREAD * torch.get_num_threads()
+
+
+def _own_plan(q: Tensor, indices: Tensor, topk_length: Tensor | None, extra_indices: Tensor | None,
+              extra_topk_length: Tensor | None, batch_invariant: bool) -> Tensor:
+    require_tensors(indices=indices)
+    return plan(q.shape[0], indices.shape[-1], topk_length=topk_length, num_heads=q.shape[1], device=q.device,
+                extra_topk=0 if extra_indices is None else extra_indices.shape[-1], extra_topk_length=extra_topk_length,
+                batch_invariant=batch_invariant)
 
 
 def plan(
@@ -87,6 +114,7 @@ def plan(
     extra_topk: int = 0,
     extra_topk_length: Tensor | None = None,
     batch_invariant: bool = False,
+    num_heads: int = 128,
     workers: int | None = None,
     device: torch.device | str | None = None,
     out: Tensor | None = None,
@@ -100,8 +128,9 @@ def plan(
         num_tokens, topk, extra_topk: T and the widths of the index lists.
         topk_length, extra_topk_length: int32 `[T]`, as for `sparse_attention`.
         batch_invariant: never cut a token's list, so that its bits don't depend on its neighbours.
-        workers: rows of the table; by default twice as many as torch has threads, which take
-            them in turn.
+        num_heads: query heads; on a GPU the fewer there are, the more workers share the tokens.
+        workers: rows of the table; by default what keeps the device busy. On a CPU that is twice as many as torch has
+            threads, which take them in turn.
         device: where the table is made; by default where the lengths are.
         out: a table to write into, int32 `[workers, 8]`.
 
@@ -118,7 +147,8 @@ def plan(
         if device is None:
             device = next((t.device for t in (topk_length, extra_topk_length) if t is not None), "cpu")
         if workers is None:
-            workers = default_workers()
+            require_count("num_heads", num_heads, at_least=1)
+            workers = default_workers(torch.device(device), num_heads)
         require_count("workers", workers, at_least=1)
         out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
     call(torch.ops.mla_backend.plan.default, topk_length, extra_topk_length, num_tokens, topk, extra_topk, bool(batch_invariant), out)

@@ -80,9 +80,9 @@ def get_mla_metadata(
     if topk is None:
         lengths = cache_seqlens.repeat_interleave(s_q)
         longest = torch.iinfo(torch.int32).max
-        table = attention.plan(tokens, longest, topk_length=lengths)
+        table = attention.plan(tokens, longest, topk_length=lengths, num_heads=num_heads_q)
     else:
-        table = attention.plan(tokens, topk, device=cache_seqlens.device)
+        table = attention.plan(tokens, topk, num_heads=num_heads_q, device=cache_seqlens.device)
     return table, _splits_before(table, requests, s_q)
 
 
@@ -294,7 +294,7 @@ def _plan_for(metadata: FlashMLASchedMeta | Tensor, num_splits: Tensor | None, c
         raise ValueError("num_splits must be None with a FlashMLASchedMeta; got a tensor")
     if not metadata.have_initialized:
         metadata.tile_scheduler_metadata = attention.plan(
-            config.b * config.s_q, slots.shape[1], topk_length=lengths, extra_topk=config.extra_topk or 0,
+            config.b * config.s_q, slots.shape[1], topk_length=lengths, extra_topk=config.extra_topk or 0, num_heads=config.h_q,
             extra_topk_length=extra_lengths, device=slots.device)
         metadata.config, metadata.have_initialized = config, True
     elif metadata.config != config:

@@ -1,5 +1,9 @@
+#include "bindings/cuda_launch.h"
 #include "bindings/ops.h"
 #include "cpu/ops.h"
+#ifdef MLA_CUDA
+#include "cuda/ops.h"
+#endif
 
 namespace mla::bindings {
 namespace {
@@ -22,7 +26,7 @@ SlotList expect_list(const Tensor& cache, const char* cache_name, const Tensor& 
 
 void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
                       OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices,
-                      OptionalTensor extra_topk_length, OptionalTensor plan, bool batch_invariant, Tensor out, Tensor lse,
+                      OptionalTensor extra_topk_length, OptionalTensor plan, OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse,
                       OptionalTensor max_logits) {
   // either the whole query or its two parts apart
   const char* q_name = q_rope ? "q_nope" : "q";
@@ -70,7 +74,19 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
     p.workers = expect_int32(plan->size(0), "plan", "rows");
   }
   p.whole_tokens = batch_invariant;
-  if (tokens > 0) cpu::sparse_attention(p);
+  if (tokens == 0) return;
+#ifdef MLA_CUDA
+  if (q.is_cuda()) {
+    const int64_t needed = 2 * int64_t{p.workers} * heads * Partials::kFloatsPerRow;
+    if (!plan) reject("plan", "given for CUDA tensors", "None");
+    if (!workspace) reject("workspace", "given for CUDA tensors", "None");
+    expect(*workspace, "workspace", {ScalarType::Float}, {{"floats"}}, q);
+    if (workspace->size(0) < needed) reject("workspace", "of " + std::to_string(needed) + " floats or more", describe(*workspace));
+    p.workspace = data<float>(*workspace);
+    return cuda::sparse_attention(p, CudaLaunch(q).stream());
+  }
+#endif
+  cpu::sparse_attention(p);
 }
 
 }  // namespace mla::bindings

@@ -110,7 +110,7 @@ CacheView expect_cache(const Tensor& cache, const char* name, const Tensor& same
   if (cache.size(1) == 0) reject(name, "of a block size of 1 or more", describe(cache));
   expect_dense_last(cache, name);
   const int64_t element = format->code == Code::bf16 ? 2 : 1;
-  return {data<uint8_t>(cache), cache.size(0), cache.size(1), cache.stride(0) * element, cache.stride(1) * element, format};
+  return {data<uint8_t>(cache), cache.size(0), cache.size(1), cache.stride(0) * element, cache.stride(1) * element, *format};
 }
 
 int32_t expect_int32(int64_t size, const char* name, const char* what) {

@@ -1,5 +1,9 @@
+#include "bindings/cuda_launch.h"
 #include "bindings/ops.h"
 #include "cpu/ops.h"
+#ifdef MLA_CUDA
+#include "cuda/ops.h"
+#endif
 
 namespace mla::bindings {
 
@@ -25,6 +29,10 @@ void convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, i
   p.compact = compact;
   p.slots = data<int32_t>(slots), p.slot_stride = slots.stride(0);
   p.counts = data<int32_t>(counts);
+  if (tokens == 0) return;
+#ifdef MLA_CUDA
+  if (positions.is_cuda()) return cuda::convert_indices(p, CudaLaunch(positions).stream());
+#endif
   cpu::convert_indices(p);
 }
 

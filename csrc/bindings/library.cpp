@@ -6,7 +6,7 @@ STABLE_TORCH_LIBRARY(mla_backend, m) {
   m.def(
       "sparse_attention(Tensor q, Tensor? q_rope, Tensor cache, Tensor indices, float scale, Tensor? topk_length, "
       "Tensor? sink, Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_topk_length, Tensor? plan, "
-      "bool batch_invariant, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? max_logits) -> ()");
+      "Tensor(d!)? workspace, bool batch_invariant, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? max_logits) -> ()");
   m.def(
       "plan(Tensor? topk_length, Tensor? extra_topk_length, SymInt tokens, SymInt topk, SymInt extra_topk, "
       "bool batch_invariant, Tensor(a!) table) -> ()");
@@ -18,7 +18,9 @@ STABLE_TORCH_LIBRARY(mla_backend, m) {
       "Tensor(a!) slots, Tensor(b!) counts) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(mla_backend, CPU, m) {
+namespace {
+// Each binding finds out by itself where its tensors are.
+void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("sparse_attention", TORCH_BOX(&mla::bindings::sparse_attention));
   m.impl("plan", TORCH_BOX(&mla::bindings::plan));
   m.impl("merge_partials", TORCH_BOX(&mla::bindings::merge_partials));
@@ -26,10 +28,10 @@ STABLE_TORCH_LIBRARY_IMPL(mla_backend, CPU, m) {
   m.impl("cache_gather", TORCH_BOX(&mla::bindings::cache_gather));
   m.impl("convert_indices", TORCH_BOX(&mla::bindings::convert_indices));
 }
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(mla_backend, CPU, m) { implement(m); }
 
 #ifdef MLA_CUDA
-STABLE_TORCH_LIBRARY_IMPL(mla_backend, CUDA, m) {
-  m.impl("cache_write", TORCH_BOX(&mla::bindings::cache_write));
-  m.impl("cache_gather", TORCH_BOX(&mla::bindings::cache_gather));
-}
+STABLE_TORCH_LIBRARY_IMPL(mla_backend, CUDA, m) { implement(m); }
 #endif

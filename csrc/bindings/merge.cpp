@@ -1,5 +1,9 @@
+#include "bindings/cuda_launch.h"
 #include "bindings/ops.h"
 #include "cpu/ops.h"
+#ifdef MLA_CUDA
+#include "cuda/ops.h"
+#endif
 
 namespace mla::bindings {
 namespace {
@@ -17,6 +21,9 @@ void merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tens
   p.part_lse_part = lses.stride(0), p.part_lse_token = lses.stride(1), p.part_lse_head = lses.stride(2);
   p.out = data<Value>(out), p.out_token = out.stride(0), p.out_head = out.stride(1);
   p.lse = data<float>(lse), p.lse_token = lse.stride(0), p.lse_head = lse.stride(1);
+#ifdef MLA_CUDA
+  if (outs.is_cuda()) return cuda::merge_partials(p, CudaLaunch(outs).stream());
+#endif
   cpu::merge_partials(p);
 }
 

@@ -10,7 +10,7 @@ namespace mla::bindings {
 
 void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
                       OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices,
-                      OptionalTensor extra_topk_length, OptionalTensor plan, bool batch_invariant, Tensor out, Tensor lse,
+                      OptionalTensor extra_topk_length, OptionalTensor plan, OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse,
                       OptionalTensor max_logits);
 void plan(OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk, int64_t extra_topk,
           bool batch_invariant, Tensor table);

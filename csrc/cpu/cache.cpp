@@ -37,7 +37,7 @@ void quantise_row(const CacheFormat& format, bool power_of_two, const Number* la
 
 template <typename Number>
 void write_rows(const CacheWriteProblem& p) {
-  const CacheFormat& format = *p.cache.format;
+  const CacheFormat& format = p.cache.format;
   for_each_stretch(p.tokens, 8, [&](int64_t token) {
     const int64_t slot = p.slots[token];
     if (!p.cache.holds(slot)) return;
@@ -56,7 +56,7 @@ void write_rows(const CacheWriteProblem& p) {
 void cache_write(const CacheWriteProblem& p) { p.source == Source::fp32 ? write_rows<float>(p) : write_rows<uint16_t>(p); }
 
 void cache_gather(const CacheGatherProblem& p) {
-  const CacheFormat& format = *p.cache.format;
+  const CacheFormat& format = p.cache.format;
   for_each_stretch(p.rows, 16, [&](int64_t i) {
     uint16_t* out = p.out + i * p.out_row;
     const int64_t slot = p.slots[i];

@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "cpu/ops.h"
 
 namespace mla::cpu {
@@ -8,9 +6,7 @@ void make_plan(const PlanShape& shape, PlanRow* rows, int workers) {
   int64_t units = 0;
   for (int32_t token = 0; token < shape.tokens; ++token) units += 1 + token_tiles(shape, token);
 
-  // Stretches shorter than a part would only be moved to a border again, so short lists occupy fewer workers.
-  const int64_t wanted = std::clamp<int64_t>(units / shape.good_part, workers / shape.workers_per_processor, workers);
-  const int64_t active = std::max<int64_t>(1, std::min(wanted, units / shape.min_part));
+  const int64_t active = active_workers(shape, units, workers);
 
   int32_t token = 0;     // the token that `units_before` units precede
   int64_t units_before = 0;
@@ -26,12 +22,12 @@ void make_plan(const PlanShape& shape, PlanRow* rows, int workers) {
     }
 
     PlanRow& row = rows[worker];
-    row = PlanRow{begin.token, end.token + (end.tile > 0), begin.tile, end.tile, 0, 1, place, shape.granule};
+    row = row_between(shape, begin, end);
+    row.place = place;
     if (begin.tile > 0) row.part = parts_so_far;
-    const bool passes_on = begin.tile > 0 && end.tile > 0 && row.token_end - row.token_begin == 1;
+    const bool passes_on = begin.tile > 0 && end.tile > 0 && begin.token == end.token;
     if (end.tile > 0) parts_so_far = (passes_on ? row.part : 0) + 1;
     place += (begin.tile > 0) + (end.tile > 0) - passes_on;
-    if (end.tile == 0 && end.token > begin.token) row.tile_end = token_tiles(shape, end.token - 1);
     begin = end;
   }
 

@@ -4,12 +4,30 @@
 
 #include <string>
 
+#include "mla/plan.h"
 #include "mla/problem.h"
 
 namespace mla::cuda {
 
+// Needs a plan and a workspace.
+void sparse_attention(const AttentionProblem& problem, void* stream);
+void make_plan(const PlanShape& shape, PlanRow* rows, int32_t workers, void* stream);
+template <typename Value>
+void merge_partials(const MergeProblem<Value>& problem, void* stream);
 void cache_write(const CacheWriteProblem& problem, void* stream);
 void cache_gather(const CacheGatherProblem& problem, void* stream);
+void convert_indices(const ConvertProblem& problem, void* stream);
+
+// The two halves of sparse_attention: a kernel, and the merge of the tokens that the plan cut.
+void portable_attention(const AttentionProblem& problem, void* stream);
+void merge_cut_tokens(const AttentionProblem& problem, void* stream);
+
+// How lists are cut here: at the border of any tile that a block has in shared memory at once.
+inline PlanShape plan_shape(int32_t tokens, int32_t topk, int32_t extra_topk, const int32_t* length, const int32_t* extra_length,
+                            bool whole_tokens) {
+  constexpr int kGranule = 64, kMinPart = 1, kGoodPart = 1, kWorkersPerProcessor = 1;
+  return {tokens, topk, extra_topk, kGranule, kMinPart, kGoodPart, kWorkersPerProcessor, whole_tokens, length, extra_length};
+}
 
 // Every kernel's registers, spills, shared memory and occupancy on the current device, as JSON.
 std::string describe_kernels();

@@ -16,9 +16,9 @@ def samples():
     p = random_problem(tokens=2, heads=3, topk=20)
     out, lse, largest = torch.zeros(2, 3, 512).bfloat16(), torch.zeros(2, 3), torch.zeros(2, 3)
     lengths = torch.tensor([5, 20], dtype=torch.int32)
-    yield OPS.sparse_attention.default, (p.q, None, p.cache, p.indices, 0.1, None, None, None, None, None, None, False, out, lse, None)
+    yield OPS.sparse_attention.default, (p.q, None, p.cache, p.indices, 0.1, None, None, None, None, None, None, None, False, out, lse, None)
     yield OPS.sparse_attention.default, (p.q[..., :512], p.q[..., 512:], p.cache, p.indices, 0.1, lengths, torch.randn(3), p.cache,
-                                         p.indices, lengths, mla_backend.plan(2, 20, extra_topk=20), True, out, lse, largest)
+                                         p.indices, lengths, mla_backend.plan(2, 20, extra_topk=20), torch.zeros(10), True, out, lse, largest)
     yield OPS.plan.default, (lengths, None, 2, 20, 0, False, torch.zeros(4, 8, dtype=torch.int32))
     yield OPS.merge_partials.default, (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), torch.zeros(3, 4, 8), torch.zeros(3, 4))
     for fmt in FORMATS:

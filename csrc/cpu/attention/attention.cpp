@@ -39,32 +39,22 @@ void* thread_workspace(const AttentionKernel& kernel) {
   return buffer.get(kernel.workspace_bytes);
 }
 
-// Partial results of all workers, heads innermost but for the row itself.
-struct Partials {
-  int64_t places;
-  int64_t heads;
-  float* out;
-  float* lse;
-  float* max_logits;
-
-  Partials(int32_t workers, int32_t heads) : places(2 * static_cast<int64_t>(workers)), heads(heads) {
-    thread_local KeptBuffer buffer;
-    out = static_cast<float*>(buffer.get(places * heads * (kValueDim + 2) * sizeof(float)));
-    lse = out + places * heads * kValueDim;
-    max_logits = lse + places * heads;
-  }
-  // A plan may be a caller's, and stale: a place that isn't there becomes the last one.
-  Partial at(int64_t place) const {
-    place = std::clamp<int64_t>(place, 0, places - 1);
-    return {out + place * heads * kValueDim, lse + place * heads, max_logits + place * heads};
-  }
-};
+Partials kept_partials(int32_t workers, int32_t heads) {
+  thread_local KeptBuffer buffer;
+  const int64_t rows = 2 * static_cast<int64_t>(workers) * heads;
+  return Partials(static_cast<float*>(buffer.get(rows * Partials::kFloatsPerRow * sizeof(float))), workers, heads);
+}
 
 struct Job {
   const AttentionProblem& problem;
   const AttentionKernel& kernel;
-  const Partials& partials;
+  Partials partials;
   PlanShape shape;
+
+  Partial at(int64_t place) const {
+    const int64_t row = partials.row(place, 0);
+    return {partials.out + row * kValueDim, partials.lse + row, partials.max_logits + row};
+  }
 
   // Everything of one worker, for some heads.
   void run_row(const PlanRow& row, int32_t head_begin, int32_t heads) const {
@@ -75,8 +65,8 @@ struct Job {
       const int32_t tile_begin = token == row.token_begin ? std::max(row.tile_begin, 0) : 0;
       const int32_t tile_end = token == row.token_end - 1 ? std::min(row.tile_end, tiles) : tiles;
       Stretch stretch{token, head_begin, heads, tile_begin, tile_end, shape.granule, {}};
-      if (tile_begin > 0) stretch.partial = partials.at(row.place);
-      else if (tile_end < tiles) stretch.partial = partials.at(begun_place(row));
+      if (tile_begin > 0) stretch.partial = at(row.place);
+      else if (tile_end < tiles) stretch.partial = at(begun_place(row));
       kernel.run(problem, stretch, workspace);
     }
   }
@@ -86,7 +76,7 @@ struct Job {
     const int64_t place = begun_place(row);
     const int32_t parts = static_cast<int32_t>(std::min<int64_t>(row.parts, partials.places - place));
     if (place < 0 || parts < 2 || row.token_end < 1 || row.token_end > problem.tokens) return;
-    kernel.merge(problem, row.token_end - 1, head, parts, partials.at(place));
+    kernel.merge(problem, row.token_end - 1, head, parts, at(place));
   }
 };
 
@@ -119,8 +109,7 @@ void sparse_attention(const AttentionProblem& given) {
     shares = std::max(shares, std::min((thread_count() + busy - 1) / busy, (p.heads + kFewestHeads - 1) / kFewestHeads));
   const int32_t share = ((p.heads + shares - 1) / shares + kFewestHeads - 1) / kFewestHeads * kFewestHeads;
 
-  const Partials partials(p.workers, p.heads);
-  const Job job{p, active_kernel(), partials, shape};
+  const Job job{p, active_kernel(), kept_partials(p.workers, p.heads), shape};
   for_each(static_cast<int64_t>(p.workers) * shares, [&](int64_t item) {
     const int32_t head_begin = static_cast<int32_t>(item % shares) * share;
     if (head_begin < p.heads) job.run_row(p.plan[item / shares], head_begin, std::min(share, p.heads - head_begin));

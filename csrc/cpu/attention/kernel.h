@@ -101,7 +101,7 @@ struct SlotWalk {
   }
 
   // Up to kTile rows of one cache; none when the part is finished.
-  int next(const uint8_t** rows, const CacheFormat*& format) {
+  int next(const uint8_t** rows, CacheFormat& format) {
     int count = 0;
     for (;;) {
       const SlotList& from = p.lists[list];
@@ -287,14 +287,14 @@ inline void attend_tile(const AttentionProblem& p, int heads, const uint8_t* con
 // Attends to a part of a token's slots; leaves the sums in the workspace. Returns whether any slot was valid.
 inline bool attend(const AttentionProblem& p, int token, int heads, int tile_begin, int tile_end, int granule, Workspace& w) {
   SlotWalk walk(p, token, tile_begin, tile_end, granule);
-  const CacheFormat* format = nullptr;
+  CacheFormat format{};
   int count = walk.next(w.rows[0], format);
   bool first_tile = true;
   for (int side = 0; count > 0; side ^= 1) {
-    const CacheFormat* next_format = nullptr;
+    CacheFormat next_format{};
     const int next_count = walk.next(w.rows[side ^ 1], next_format);
-    const int next_bytes = next_format->row_bytes();
-    if (format->code == Code::e4m3)
+    const int next_bytes = next_format.row_bytes();
+    if (format.code == Code::e4m3)
       attend_tile<true>(p, heads, w.rows[side], count, first_tile, w.rows[side ^ 1], next_count, next_bytes, w);
     else
       attend_tile<false>(p, heads, w.rows[side], count, first_tile, w.rows[side ^ 1], next_count, next_bytes, w);

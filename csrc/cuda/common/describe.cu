@@ -5,7 +5,8 @@ namespace mla::cuda {
 
 std::string describe_kernels() {
   std::string json;
-  for (const KernelList& list : {cache_write_kernels(), cache_gather_kernels()}) {
+  for (const KernelList& list : {portable_attention_kernels(), plan_kernels(), merge_kernels(), cache_write_kernels(),
+                                 cache_gather_kernels(), convert_indices_kernels()}) {
     for (int i = 0; i < list.count; ++i) {
       const KernelEntry& kernel = list.entries[i];
       json += json.empty() ? "" : ",";
@@ -13,6 +14,7 @@ std::string describe_kernels() {
       cudaFuncAttributes attributes;
       int blocks = 0;
       cudaError_t error = cudaFuncGetAttributes(&attributes, kernel.function);
+      if (error == cudaSuccess) error = allow_shared(kernel.function, kernel.dynamic_shared_bytes);
       if (error == cudaSuccess)
         error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function, kernel.threads, kernel.dynamic_shared_bytes);
       if (error != cudaSuccess) {

@@ -19,4 +19,21 @@ __device__ __forceinline__ uint16_t to_e4m3x2(float first, float second) {
 #endif
 }
 
+// Four codes to bf16, which holds every e4m3 number. The bits of a code, moved to where bf16 has them, are the number
+// times 2^-120, subnormal or not; one multiplication brings it back.
+__device__ __forceinline__ void e4m3_to_bf16(uint32_t codes, uint32_t (&numbers)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t pair = __byte_perm(codes, 0, i == 0 ? 0x4140 : 0x4342);  // a code in each half
+    const uint32_t shifted = (pair & 0x007f007fu) << 4 | (pair & 0x00800080u) << 8;
+    constexpr uint32_t kTwoTo120 = 0x7b807b80u, kMinusZero = 0x80008000u;  // as pairs of bf16
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(numbers[i]) : "r"(shifted), "r"(kTwoTo120), "r"(kMinusZero));
+  }
+  const uint32_t nan = __vcmpeq4(codes & 0x7f7f7f7fu, 0x7f7f7f7fu);  // 0xff for each such code
+  if (nan) {
+    numbers[0] |= __byte_perm(nan, 0, 0x1100) & 0x7fff7fffu;
+    numbers[1] |= __byte_perm(nan, 0, 0x3322) & 0x7fff7fffu;
+  }
+}
+
 }  // namespace mla::cuda

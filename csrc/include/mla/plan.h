@@ -77,4 +77,20 @@ MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, 
   return {token, tile};
 }
 
+// The row of a worker between two borders; which part of a token it holds, and where that goes, is told later.
+MLA_HOST_DEVICE PlanRow row_between(const PlanShape& shape, PlanBorder begin, PlanBorder end) {
+  PlanRow row{begin.token, end.token + (end.tile > 0), begin.tile, end.tile, 0, 1, 0, shape.granule};
+  if (end.tile == 0 && end.token > begin.token) row.tile_end = token_tiles(shape, end.token - 1);
+  return row;
+}
+
+// Of `workers` rows, how many get work. Stretches shorter than a part would only be moved to a border again, so short
+// lists occupy fewer.
+MLA_HOST_DEVICE int64_t active_workers(const PlanShape& shape, int64_t units, int64_t workers) {
+  const int64_t least = workers / shape.workers_per_processor;
+  const int64_t good = units / shape.good_part, useful = units / shape.min_part;
+  const int64_t wanted = good < least ? least : (good < workers ? good : workers);
+  return useful < 1 ? 1 : (wanted < useful ? wanted : useful);
+}
+
 }  // namespace mla

@@ -15,7 +15,7 @@ struct CacheView {
   int64_t block_size;
   int64_t block_stride;  // bytes
   int64_t row_stride;    // bytes
-  const CacheFormat* format;
+  CacheFormat format;  // by value: a GPU can't follow a pointer to it
 
   MLA_HOST_DEVICE int64_t slots() const { return blocks * block_size; }
   MLA_HOST_DEVICE bool holds(int64_t slot) const { return slot >= 0 && slot < slots(); }
@@ -65,6 +65,28 @@ struct AttentionProblem {
   const PlanRow* plan;  // null: the op makes one
   int32_t workers;
   bool whole_tokens;  // in a plan that the op makes: never cut a token
+  float* workspace;   // on a GPU: partial results, see Partials
+};
+
+// Where a token's parts go until they are merged: `places` (2 * workers, see plan.h) rows for each head.
+struct Partials {
+  int64_t places;
+  int64_t heads;
+  float* out;         // [places, heads, 512]
+  float* lse;         // [places, heads]
+  float* max_logits;  // [places, heads]
+
+  static constexpr int64_t kFloatsPerRow = kValueDim + 2;
+
+  MLA_HOST_DEVICE Partials(float* memory, int32_t workers, int32_t heads)
+      : places(2 * static_cast<int64_t>(workers)), heads(heads), out(memory), lse(out + places * heads * kValueDim),
+        max_logits(lse + places * heads) {}
+
+  // A plan may be a caller's, and stale: a place that isn't there becomes the last one.
+  MLA_HOST_DEVICE int64_t row(int64_t place, int64_t head) const {
+    const int64_t held = place < 0 ? 0 : (place < places ? place : places - 1);
+    return held * heads + head;
+  }
 };
 
 // Results over disjoint sets of slots, to be weighted by their lse: out = sum_i e^(lse_i - lse) out_i.
@@ -122,5 +144,15 @@ struct ConvertProblem {
   int64_t slot_stride;
   int32_t* counts;  // [tokens]: how many are valid
 };
+
+// The physical slot of a position in a request's sequence, or -1.
+MLA_HOST_DEVICE int32_t slot_of_position(const ConvertProblem& p, int64_t request, int32_t position) {
+  if (position < 0 || request < 0 || request >= p.requests) return -1;
+  const int32_t place = position / p.block_size;
+  if (place >= p.max_blocks) return -1;
+  const int64_t block = p.block_table[request * p.table_stride + place];
+  const int64_t slot = block * p.block_size + position % p.block_size;
+  return block < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
+}
 
 }  // namespace mla

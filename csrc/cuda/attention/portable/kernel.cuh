@@ -1,0 +1,280 @@
+// Sparse attention for every GPU from sm_80 up: 16 heads a block, mma.sync, one tile in shared memory. It is meant to
+// be right everywhere and simple; several blocks share a multiprocessor, and hide each other's waiting.
+//
+// A block takes a worker's tokens one after the other. For each tile of up to 64 slots:
+//   gather   a warp a row; e4m3 becomes bf16 without its scale, which is exact
+//   scores   a warp 8 tokens: 16 x 576 by 576 x 8. A group's partial scores are multiplied with its scale
+//   softmax  a warp 2 heads, lanes over tokens
+//   values   a warp 64 output dims: 16 x 64 by 64 x 64. The weights are multiplied with the scale of the dims' group
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/portable/config.h"
+#include "cuda/common/e4m3.cuh"
+#include "cuda/common/mma.cuh"
+#include "cuda/common/vector.cuh"
+#include "mla/number.h"
+#include "mla/problem.h"
+
+namespace mla::cuda::portable {
+
+constexpr float kLog2E = 1.44269504088896f;
+constexpr float kLn2 = 0.693147180559945f;
+
+struct Block {
+  const AttentionProblem& p;
+  Shared& s;
+  int head_begin;
+  int warp, lane;
+
+  __device__ void load_q(int64_t token) const {
+    constexpr int kPieces = kHeadDim / 8;
+    for (int i = threadIdx.x; i < kHeads * kPieces; i += kThreads) {
+      const int head = i / kPieces, dim = i % kPieces * 8;
+      alignas(16) uint16_t piece[8] = {};
+      if (head_begin + head < p.heads) {
+        const uint16_t* from = dim < kLatent ? p.q_nope + token * p.q_nope_token + (head_begin + head) * p.q_nope_head + dim
+                                             : p.q_rope + token * p.q_rope_token + (head_begin + head) * p.q_rope_head + dim - kLatent;
+        if (reinterpret_cast<uintptr_t>(from) % 16 == 0) load_bytes<16, true>(from, piece);
+        else load_bytes<16, false>(from, piece);
+      }
+      *reinterpret_cast<uint4*>(&s.q[head][dim]) = *reinterpret_cast<const uint4*>(piece);
+    }
+  }
+
+  // Where the rows of a tile's slots lie. Returns whether there is any, to all threads.
+  __device__ bool find_rows(const SlotList& list, int64_t token, int begin, int end) const {
+    bool found = false;
+    if (threadIdx.x < kTile) {
+      const int at = begin + threadIdx.x;
+      const int64_t slot = at < end ? list.slots[token * list.stride + at] : -1;
+      found = list.cache.holds(slot);
+      s.row[threadIdx.x] = found ? list.cache.row(slot) : nullptr;
+    }
+    return __syncthreads_or(found);
+  }
+
+  template <bool kAligned>
+  __device__ void gather_bf16() const {
+    constexpr int kPieces = kHeadDim / 8;
+    for (int t = warp; t < kTile; t += kWarps) {
+      const uint8_t* row = s.row[t];
+      for (int piece = lane; piece < kPieces; piece += 32) {
+        alignas(16) uint4 numbers = {};
+        if (row) load_bytes<16, kAligned>(row + 16 * piece, &numbers);
+        *reinterpret_cast<uint4*>(&s.rows[t][8 * piece]) = numbers;
+      }
+      if (lane < kGroups) s.scale[lane][t] = 1.0f;
+    }
+  }
+
+  template <bool kAligned>
+  __device__ void gather_e4m3() const {
+    constexpr int kRopePieces = kRope / 8;
+    constexpr int kRowsAtOnce = 4;
+    static_assert(kLatent == 32 * 16, "a lane has 16 codes of a row");
+    for (int first = warp; first < kTile; first += kWarps * kRowsAtOnce) {
+      alignas(16) uint4 codes[kRowsAtOnce] = {}, rest[kRowsAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const uint8_t* row = s.row[first + i * kWarps];
+        if (!row) continue;
+        load_bytes<16, kAligned>(row + 16 * lane, &codes[i]);
+        // behind the codes: the scales, then rope
+        if (lane <= kRopePieces) load_bytes<16, kAligned>(row + kFp8DsMla.scale_offset() + 16 * lane, &rest[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int t = first + i * kWarps;
+        const uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
+        alignas(16) uint32_t numbers[8];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          uint32_t pairs[2];
+          e4m3_to_bf16(words[w], pairs);
+          numbers[2 * w] = pairs[0], numbers[2 * w + 1] = pairs[1];
+        }
+        uint4* to = reinterpret_cast<uint4*>(&s.rows[t][16 * lane]);
+        to[0] = *reinterpret_cast<const uint4*>(numbers), to[1] = *reinterpret_cast<const uint4*>(numbers + 4);
+        if (lane == 0) {
+          const float scales[4] = {__uint_as_float(rest[i].x), __uint_as_float(rest[i].y), __uint_as_float(rest[i].z), __uint_as_float(rest[i].w)};
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) s.scale[g][t] = scales[g];
+        } else if (lane <= kRopePieces) {
+          *reinterpret_cast<uint4*>(&s.rows[t][kLatent + 8 * (lane - 1)]) = rest[i];
+        }
+      }
+    }
+  }
+
+  // scores[head][token] of the warp's 8 tokens, to base 2.
+  __device__ void score() const {
+    const int column = warp * kWarpTokens + 2 * (lane % 4);  // a lane's two tokens
+    float sum[4] = {};
+    const uint32_t q_address = shared_address(&s.q[lane % 16][8 * (lane / 16)]);
+    const uint32_t row_address = shared_address(&s.rows[warp * kWarpTokens + lane % 8][8 * (lane / 8)]);
+#pragma unroll 1
+    for (int part = 0; part <= kGroups; ++part) {
+      const int steps = part < kGroups ? kGroupDims / 32 : kRope / 32;
+      float partial[4] = {};
+      for (int step = 0; step < steps; ++step) {
+        const int dim = part * kGroupDims + 32 * step;
+        uint32_t rows[4], q0[4], q1[4];
+        load_tiles(rows, row_address + 2 * dim);
+        load_tiles(q0, q_address + 2 * dim);
+        load_tiles(q1, q_address + 2 * dim + 32);
+        multiply_add(partial, q0, rows[0], rows[1]);
+        multiply_add(partial, q1, rows[2], rows[3]);
+      }
+      const float first = part < kGroups ? s.scale[part][column] : 1.0f, second = part < kGroups ? s.scale[part][column + 1] : 1.0f;
+      sum[0] += partial[0] * first, sum[1] += partial[1] * second;
+      sum[2] += partial[2] * first, sum[3] += partial[3] * second;
+    }
+    const float scale = p.scale * kLog2E;
+    const bool first_valid = s.row[column] != nullptr, second_valid = s.row[column + 1] != nullptr;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float2 pair;
+      pair.x = first_valid ? sum[2 * half] * scale : -INFINITY;
+      pair.y = second_valid ? sum[2 * half + 1] * scale : -INFINITY;
+      *reinterpret_cast<float2*>(&s.scores[lane / 4 + 8 * half][column]) = pair;
+    }
+  }
+
+  __device__ void softmax() const {
+#pragma unroll
+    for (int i = 0; i < kHeads / kWarps; ++i) {
+      const int head = warp * (kHeads / kWarps) + i;
+      const float a = s.scores[head][lane], b = s.scores[head][lane + 32];
+      float largest = fmaxf(a, b);
+      for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+      const float before = s.largest[head];
+      largest = fmaxf(largest, before);
+      const float reference = largest == -INFINITY ? 0.0f : largest;
+      const float wa = exp2f(a - reference), wb = exp2f(b - reference);
+      float total = wa + wb;
+      for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
+      s.scores[head][lane] = wa, s.scores[head][lane + 32] = wb;
+      __syncwarp();
+      if (lane == 0) {
+        const float rescale = exp2f(before - reference);
+        s.largest[head] = largest;
+        s.rescale[head] = rescale;
+        s.total[head] = s.total[head] * rescale + total;
+      }
+    }
+  }
+
+  // out[8-dim tile][lane's 4 numbers]: heads lane / 4 and that plus 8, dims 2 * (lane % 4) and the next.
+  __device__ void add_values(float (&out)[kWarpDims / 8][4]) const {
+    const float upper = s.rescale[lane / 4], lower = s.rescale[lane / 4 + 8];
+#pragma unroll
+    for (int n = 0; n < kWarpDims / 8; ++n) out[n][0] *= upper, out[n][1] *= upper, out[n][2] *= lower, out[n][3] *= lower;
+    const int first_dim = warp * kWarpDims;
+    const float* scale = s.scale[first_dim / kGroupDims];
+    static_assert(kGroupDims % kWarpDims == 0, "a warp's dims have one scale");
+#pragma unroll
+    for (int k = 0; k < kTile; k += 16) {
+      uint32_t weights[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int head = lane / 4 + 8 * (i % 2), token = k + 2 * (lane % 4) + 8 * (i / 2);
+        const float2 pair = *reinterpret_cast<const float2*>(&s.scores[head][token]);
+        const float2 scales = *reinterpret_cast<const float2*>(&scale[token]);
+        // a row that isn't there weighs 0 and holds 0
+        weights[i] = pack_bf16(pair.x * scales.x, pair.y * scales.y);
+      }
+#pragma unroll
+      for (int n = 0; n < kWarpDims / 8; n += 2) {
+        uint32_t values[4];
+        load_tiles_transposed(values, shared_address(&s.rows[k + lane % 16][first_dim + 8 * (n + lane / 16)]));
+        multiply_add(out[n], weights, values[0], values[1]);
+        multiply_add(out[n + 1], weights, values[2], values[3]);
+      }
+    }
+  }
+
+  // Writes the block's heads of a token: to the output, or as partial results at `place`.
+  __device__ void finish(int64_t token, bool whole, int64_t place, const float (&out)[kWarpDims / 8][4]) const {
+    const Partials partials(p.workspace, p.workers, p.heads);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int own = lane / 4 + 8 * half, head = head_begin + own;
+      if (head >= p.heads) continue;
+      const float total = s.total[own], largest = s.largest[own] * kLn2;
+      const float lse = total == 0.0f ? -INFINITY : largest + logf(total);
+      float factor = total == 0.0f ? 0.0f : 1.0f / total;
+      const int64_t row = partials.row(place, head);
+      if (whole && p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);
+      for (int n = 0; n < kWarpDims / 8; ++n) {
+        const int dim = warp * kWarpDims + 8 * n + 2 * (lane % 4);
+        const float first = total == 0.0f ? 0.0f : out[n][2 * half] * factor;
+        const float second = total == 0.0f ? 0.0f : out[n][2 * half + 1] * factor;
+        if (whole) {
+          uint16_t* to = p.out + token * p.out_token + head * p.out_head + dim;
+          to[0] = float_to_bf16(first), to[1] = float_to_bf16(second);
+        } else {
+          *reinterpret_cast<float2*>(partials.out + row * kValueDim + dim) = {first, second};
+        }
+      }
+      if (warp > 0 || lane % 4 > 0) continue;
+      if (whole) {
+        p.lse[token * p.lse_token + head * p.lse_head] = lse;
+        if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = largest;
+      } else {
+        partials.lse[row] = lse;
+        partials.max_logits[row] = largest;
+      }
+    }
+  }
+};
+
+__device__ inline bool rows_aligned(const CacheView& cache) {
+  return (reinterpret_cast<uintptr_t>(cache.data) | static_cast<uintptr_t>(cache.block_stride) | static_cast<uintptr_t>(cache.row_stride)) % 16 == 0;
+}
+
+// Block x: heads of a worker, y: the worker.
+__global__ void __launch_bounds__(kThreads, 2) attention_kernel(const __grid_constant__ AttentionProblem p) {
+  extern __shared__ __align__(16) uint8_t memory[];
+  Shared& s = *reinterpret_cast<Shared*>(memory);
+  const Block block{p, s, static_cast<int>(blockIdx.x) * kHeads, static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
+
+  // The plan may be a caller's, and stale: nothing in it is trusted to be within the problem.
+  const PlanRow row = p.plan[blockIdx.y];
+  const int granule = min(max(row.granule, 1), kTile);
+  const int token_end = min(row.token_end, p.tokens);
+  for (int token = max(row.token_begin, 0); token < token_end; ++token) {
+    const int length = clamp_length(p.lists[0].length, token, p.lists[0].topk);
+    const int extra_length = p.list_count > 1 ? clamp_length(p.lists[1].length, token, p.lists[1].topk) : 0;
+    const int main_tiles = tiles_of(length, granule), tiles = main_tiles + tiles_of(extra_length, granule);
+    const int tile_begin = token == row.token_begin ? max(row.tile_begin, 0) : 0;
+    const int tile_end = token == row.token_end - 1 ? min(row.tile_end, tiles) : tiles;
+
+    __syncthreads();  // the token before is finished with all of shared memory
+    block.load_q(token);
+    if (threadIdx.x < kHeads) s.largest[threadIdx.x] = -INFINITY, s.total[threadIdx.x] = 0.0f;
+    float out[kWarpDims / 8][4] = {};
+    for (int tile = tile_begin; tile < tile_end; ++tile) {
+      const bool in_main = tile < main_tiles;
+      const SlotList& list = p.lists[in_main ? 0 : 1];
+      const int begin = (in_main ? tile : tile - main_tiles) * granule;
+      __syncthreads();  // the tile before is finished with the rows
+      if (!block.find_rows(list, token, begin, min(begin + granule, in_main ? length : extra_length))) continue;
+      const bool aligned = rows_aligned(list.cache);
+      if (list.cache.format.code == Code::e4m3) aligned ? block.gather_e4m3<true>() : block.gather_e4m3<false>();
+      else aligned ? block.gather_bf16<true>() : block.gather_bf16<false>();
+      __syncthreads();
+      block.score();
+      __syncthreads();
+      block.softmax();
+      __syncthreads();
+      block.add_values(out);
+    }
+    __syncthreads();
+    const bool whole = tile_begin == 0 && tile_end == tiles;
+    block.finish(token, whole, tile_begin > 0 ? row.place : begun_place(row), out);
+  }
+}
+
+}  // namespace mla::cuda::portable

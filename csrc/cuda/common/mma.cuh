@@ -1,0 +1,43 @@
+// The matrix instructions of sm_80 and later: 8x8 tiles from shared memory, and bf16 m16n8k16 products.
+#pragma once
+
+#include <cstdint>
+
+namespace mla::cuda {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Four 8x8 tiles of 16-bit numbers; each group of eight lanes gives the rows of one. A lane gets two neighbouring
+// numbers of row lane / 4 of each tile.
+__device__ __forceinline__ void load_tiles(uint32_t (&tiles)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// The same, each tile transposed.
+__device__ __forceinline__ void load_tiles_transposed(uint32_t (&tiles)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
+               : "r"(row_address)
+               : "memory");
+}
+
+// sum[16 x 8] += a[16 x 16] b[16 x 8], a by rows, b by columns.
+__device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two fp32 numbers rounded to bf16, the first in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float first, float second) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+  return packed;
+}
+
+}  // namespace mla::cuda
