@@ -103,8 +103,7 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
         why = f"{broken[0]} (built for sm_{', sm_'.join(library['cuda_archs'].split())})"
     else:
         why = None
-    verdicts.append({"what": "cache_write and cache_gather on a GPU", "runs": why is None, "why": why})
-    verdicts.append({"what": "sparse_attention and the other ops on a GPU", "runs": False, "why": "not in this version yet"})
+    verdicts.append({"what": "every op on a GPU", "runs": why is None, "why": why})
     verdicts.append({"what": "vLLM backend SPARSE_MLA", "runs": False, "why": "not in this version yet"})
     return verdicts
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import mla_backend
@@ -70,6 +71,9 @@ class Problem:
     def oracle(self) -> tuple[Tensor, Tensor, Tensor]:
         return reference.sparse_attention(**vars(self))
 
+    def to(self, device: str) -> "Problem":
+        return Problem(**{name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self).items()})
+
     def check(self, magnitude: float = MAGNITUDE, **options) -> None:
         assert_accurate(self.solve(**options), self.oracle(), magnitude)
 
@@ -97,6 +101,28 @@ def random_problem(fmt: str = "fp8_ds_mla", tokens: int = 2, heads: int = 16, to
     slots = blocks * block_size
     indices = torch.randint(-slots // 8 - 1, slots + slots // 8 + 1, (tokens, topk), dtype=torch.int32)
     return Problem((torch.randn(tokens, heads, 576) / MAGNITUDE).bfloat16(), random_cache(fmt, blocks, block_size), indices, **more)
+
+
+@st.composite
+def problems(draw, max_tokens=4, max_heads=128, max_topk=300):
+    """Problems of any shape and with any of the optional arguments."""
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    tokens = draw(st.integers(0, max_tokens))
+    heads = draw(st.integers(1, max_heads))
+    topk = draw(st.one_of(st.just(0), st.integers(1, max_topk)))
+    block_size = draw(st.sampled_from([1, 2, 7, 16, 61, 64]))
+    problem = random_problem(draw(st.sampled_from(FORMATS)), tokens, heads, topk, draw(st.integers(0, 20)), block_size)
+    if draw(st.booleans()):
+        problem.topk_length = torch.randint(-3, topk + 4, (tokens,), dtype=torch.int32)
+    if draw(st.booleans()):
+        problem.sink = torch.randn(heads) * 3
+        problem.sink[0] = draw(st.sampled_from([torch.inf, -torch.inf, 0.0]))
+    if draw(st.booleans()):
+        extra = random_problem(draw(st.sampled_from(FORMATS)), tokens, heads, draw(st.integers(0, 100)), 3, 5)
+        problem.extra_cache, problem.extra_indices = extra.cache, extra.indices
+        if draw(st.booleans()):
+            problem.extra_topk_length = torch.randint(0, extra.indices.shape[1] + 1, (tokens,), dtype=torch.int32)
+    return problem
 
 
 def assert_accurate(got: tuple[Tensor, ...], want: tuple[Tensor, ...], magnitude: float = MAGNITUDE) -> None:

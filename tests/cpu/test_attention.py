@@ -6,30 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from conftest import CPU_KERNELS, FORMATS, assert_accurate, random_cache, random_problem
+from conftest import CPU_KERNELS, FORMATS, assert_accurate, problems, random_cache, random_problem
 from mla_backend import library
-
-
-@st.composite
-def problems(draw, max_tokens=4, max_heads=128, max_topk=300):
-    """Problems of any shape and with any of the optional arguments."""
-    torch.manual_seed(draw(st.integers(0, 2**31)))
-    tokens = draw(st.integers(0, max_tokens))
-    heads = draw(st.integers(1, max_heads))
-    topk = draw(st.one_of(st.just(0), st.integers(1, max_topk)))
-    block_size = draw(st.sampled_from([1, 2, 7, 16, 61, 64]))
-    problem = random_problem(draw(st.sampled_from(FORMATS)), tokens, heads, topk, draw(st.integers(0, 20)), block_size)
-    if draw(st.booleans()):
-        problem.topk_length = torch.randint(-3, topk + 4, (tokens,), dtype=torch.int32)
-    if draw(st.booleans()):
-        problem.sink = torch.randn(heads) * 3
-        problem.sink[0] = draw(st.sampled_from([torch.inf, -torch.inf, 0.0]))
-    if draw(st.booleans()):
-        extra = random_problem(draw(st.sampled_from(FORMATS)), tokens, heads, draw(st.integers(0, 100)), 3, 5)
-        problem.extra_cache, problem.extra_indices = extra.cache, extra.indices
-        if draw(st.booleans()):
-            problem.extra_topk_length = torch.randint(0, extra.indices.shape[1] + 1, (tokens,), dtype=torch.int32)
-    return problem
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)

@@ -6,39 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
+from plans import tiles_of, walk
 
-GRANULE, MIN_PART = 16, 8
-
-
-def tiles_of(lengths):
-    return [-(-max(n, 0) // GRANULE) for n in lengths]
-
-
-def walk(table, tiles):
-    """Checks a table row by row against each token's tiles; returns the parts of each token."""
-    position = (0, 0)  # token, tile
-    parts = [0] * len(tiles)
-    places = []
-    for token_begin, token_end, tile_begin, tile_end, part, cut_into, place, granule in table.tolist():
-        assert granule == GRANULE
-        if token_begin == token_end:
-            continue
-        assert (token_begin, tile_begin) == position, "a worker begins where the one before it ends"
-        assert part == parts[token_begin]
-        for token in range(token_begin, token_end):
-            parts[token] += 1
-        last = token_end - 1
-        opens = tile_end < tiles[last]
-        position = (last, tile_end) if opens else (token_end, 0)
-        used = (tile_begin > 0) + (opens and not (tile_begin > 0 and token_end - token_begin == 1))
-        places += range(place, place + used)
-        if opens and not (tile_begin > 0 and token_end - token_begin == 1):
-            assert cut_into > 1, "the worker that begins a cut token knows its parts"
-        else:
-            assert cut_into == 1
-    assert position == (len(tiles), 0), "the last worker ends at the end"
-    assert places == list(range(len(places))) and len(places) <= 2 * table.shape[0], "each partial result has a place"
-    return parts
+MIN_PART = 8  # tiles of 16 slots
 
 
 @given(st.data())

@@ -1,0 +1,224 @@
+"""The contract of sparse_attention on a GPU, against the oracle. The CPU's tests beside these have the same names."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mla_backend
+from conftest import FORMATS, assert_accurate, problems, random_cache, random_problem
+from mla_backend import flash_mla, reference
+
+pytestmark = pytest.mark.gpu
+
+
+def check(problem, magnitude=0.1, **options):
+    assert_accurate(problem.to("cuda").solve(**options), problem.oracle(), magnitude)
+
+
+@given(problem=problems())
+def test_any_problem_agrees_with_the_oracle(problem):
+    check(problem)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [*range(1, 20), 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 256])
+def test_every_head_count(fmt, heads):
+    check(random_problem(fmt, tokens=2, heads=heads, topk=150))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("topk", [0, 1, 2, 63, 64, 65, 127, 128, 129, 2048, 5000, 40000])
+def test_every_list_length(fmt, topk):
+    check(random_problem(fmt, tokens=1, heads=4, topk=topk, blocks=400))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_that_no_index_names_may_hold_nan(fmt):
+    problem = random_problem(fmt, tokens=3, heads=5, topk=60)
+    problem.topk_length = torch.tensor([0, 30, 60], dtype=torch.int32)
+    named = [problem.indices[t, :n].tolist() for t, n in enumerate(problem.topk_length.tolist())]
+    unnamed = sorted(set(range(8 * 16)) - set(sum(named, [])))
+    want = problem.oracle()
+    problem.cache.view(8 * 16, -1).view(torch.uint8)[unnamed] = 0xFF
+    assert_accurate(problem.to("cuda").solve(), want)
+
+
+def test_every_e4m3_code_is_decoded_as_torch_decodes_it():
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes.view(torch.float8_e4m3fn).float()
+    cache = torch.zeros(2, 1, 656, dtype=torch.uint8)
+    cache[:, 0, 512:528] = torch.ones(4).view(torch.uint8)
+    cache[0, 0, :512] = torch.where(numbers.isnan(), 0, codes).repeat(2)
+    cache[1, 0, 100] = 0xFF
+    q, indices = torch.zeros(2, 1, 576).bfloat16().cuda(), torch.tensor([[0], [1]], dtype=torch.int32).cuda()
+    out, _ = mla_backend.sparse_attention(q, cache.cuda(), indices, scale=1.0)
+    assert torch.equal(out[0, 0].float().cpu(), numbers.nan_to_num(0.0).repeat(2))
+    assert out[1].isnan().any()
+
+
+@pytest.mark.parametrize("bad", [-1, -2**31, 8 * 16, 2**31 - 1])
+def test_slots_outside_the_cache_are_skipped(bad):
+    problem = random_problem(tokens=2, heads=3, topk=40)
+    problem.indices = torch.randint(0, 8 * 16, (2, 40), dtype=torch.int32)
+    mixed = torch.full((2, 80), bad, dtype=torch.int32)
+    mixed[:, ::2] = problem.indices
+    assert_accurate(problem.but(indices=mixed).to("cuda").solve(), problem.oracle())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_lists_of_very_unequal_length(fmt):
+    problem = random_problem(fmt, tokens=40, heads=3, topk=900, blocks=100)
+    problem.topk_length = torch.zeros(40, dtype=torch.int32)
+    problem.topk_length[[3, 17, 18, 39]] = torch.tensor([900, 1, 899, 500], dtype=torch.int32)
+    check(problem)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_strided_inputs_and_outputs(fmt):
+    problem = random_problem(fmt, tokens=3, heads=5, topk=33).to("cuda")
+    want = problem.to("cpu").oracle()
+    nope = problem.q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+    wide = torch.randn(3, 5, 100, device="cuda").bfloat16()
+    wide[..., 11:75] = problem.q[..., 512:]
+    blocks, block_size, width = problem.cache.shape
+    gaps = torch.full((blocks, block_size + 2, width + 33), 255, dtype=torch.uint8, device="cuda").to(problem.cache.dtype)
+    gaps[:, :block_size, :width] = problem.cache
+    indices = torch.full((3, 50), 10**6, dtype=torch.int32, device="cuda")
+    indices[:, :33] = problem.indices
+    out = torch.full((5, 3, 601), torch.nan, device="cuda").bfloat16().transpose(0, 1)[..., 21:533]
+    lse = torch.full((5, 3), torch.nan, device="cuda").t()
+    got = problem.but(q=(nope, wide[..., 11:75]), cache=gaps[:, :block_size, :width], indices=indices[:, :33])
+    assert_accurate(got.solve(out=out, lse=lse), want)
+
+
+@given(problem=problems(max_tokens=3, max_topk=600))
+def test_split_and_unsplit_agree(problem):
+    want, problem = problem.oracle(), problem.to("cuda")
+    tokens, topk = problem.indices.shape
+    extra = 0 if problem.extra_indices is None else problem.extra_indices.shape[1]
+    lengths = {"topk_length": problem.topk_length, "extra_topk_length": problem.extra_topk_length}
+    for workers in (1, 2, 7, 264):
+        plan = mla_backend.plan(tokens, topk, extra_topk=extra, workers=workers, device="cuda", **lengths)
+        assert_accurate(problem.solve(plan=plan), want)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_same_inputs_give_the_same_bits(fmt):
+    problem = random_problem(fmt, tokens=3, heads=40, topk=2000, blocks=60).to("cuda")
+    first = problem.solve()
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(first, problem.solve(), strict=True))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [3, 16, 128])
+def test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch(fmt, heads):
+    problem = random_problem(fmt, tokens=9, heads=heads, topk=400, blocks=40).to("cuda")
+    problem.topk_length = torch.tensor([400, 1, 399, 0, 130, 400, 64, 300, 5], dtype=torch.int32, device="cuda")
+    together = problem.solve(batch_invariant=True)
+    for begin, end in ((0, 1), (1, 3), (3, 9), (4, 5)):
+        alone = problem.but(q=problem.q[begin:end], indices=problem.indices[begin:end],
+                            topk_length=problem.topk_length[begin:end]).solve(batch_invariant=True)
+        assert all(torch.equal(a[begin:end], b) for a, b in zip(together, alone, strict=True))
+
+
+def test_a_stale_plan_never_faults():
+    problem = random_problem(tokens=4, heads=2, topk=300).to("cuda")
+    for seed in range(200):
+        torch.manual_seed(seed)
+        plan = mla_backend.plan(torch.randint(0, 50, ()).item(), 1000, workers=5, device="cuda")
+        if seed % 2:
+            plan = (torch.randint(-2**31, 2**31 - 1, (5, 8), dtype=torch.int32) >> torch.randint(0, 31, (5, 8), dtype=torch.int32)).cuda()
+        problem.solve(plan=plan)
+    torch.cuda.synchronize()
+    check(random_problem())
+
+
+def test_a_captured_graph_follows_new_lengths_slots_and_values():
+    problem = random_problem(tokens=6, heads=16, topk=700, blocks=60).to("cuda")
+    problem.topk_length = torch.full((6,), 700, dtype=torch.int32, device="cuda")
+    plan = mla_backend.plan(6, 700, topk_length=problem.topk_length, num_heads=16)
+    workspace = torch.empty(mla_backend.attention.workspace_floats(plan.shape[0], 16), device="cuda")
+    out, lse = torch.empty(6, 16, 512, device="cuda").bfloat16(), torch.empty(6, 16, device="cuda")
+
+    def step():
+        mla_backend.plan(6, 700, topk_length=problem.topk_length, out=plan)
+        mla_backend.sparse_attention(problem.q, problem.cache, problem.indices, scale=problem.scale, topk_length=problem.topk_length,
+                                     plan=plan, workspace=workspace, out=out, lse=lse)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with torch.cuda.graph(graph):
+        step()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "nothing is allocated under capture"
+    for lengths in ([0, 700, 3, 65, 699, 1], [700, 0, 0, 0, 0, 0], [0] * 6):
+        fresh = random_problem(tokens=6, heads=16, topk=700, blocks=60)
+        fresh.topk_length = torch.tensor(lengths, dtype=torch.int32)
+        for name in ("q", "cache", "indices", "topk_length"):
+            getattr(problem, name).copy_(getattr(fresh, name))
+        graph.replay()
+        assert_accurate((out, lse), fresh.oracle()[:2])
+
+
+def test_two_streams_at_once():
+    both = [random_problem(tokens=20, heads=16, topk=1000, blocks=60).to("cuda") for _ in range(2)]
+    want = [p.solve() for p in both]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(10):
+        for problem, stream in zip(both, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(problem.solve())
+    torch.cuda.synchronize()
+    for i, results in enumerate(got):
+        assert all(torch.equal(a, b) for a, b in zip(results, want[i % 2], strict=True))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_cache_of_more_than_2_to_the_31_elements(fmt):
+    width = mla_backend.FORMATS[fmt].width
+    blocks = 2**31 // (64 * width) + 100
+    cache = torch.full((blocks, 64, width), 255, dtype=torch.uint8, device="cuda").to(mla_backend.FORMATS[fmt].dtype)
+    picked = torch.tensor([0, 63, blocks * 32, blocks * 64 - 2, blocks * 64 - 1], device="cuda")
+    small = random_cache(fmt, 5, 1)
+    cache.view(-1, width)[picked] = small.view(5, width).cuda()
+    problem = random_problem(fmt, tokens=1, heads=2, topk=6)
+    want = problem.but(cache=small, indices=torch.arange(5, dtype=torch.int32).view(1, 5)).oracle()
+    assert_accurate(problem.to("cuda").but(cache=cache, indices=picked.int().view(1, 5)).solve(), want)
+
+
+@pytest.mark.parametrize("s_q", [1, 2])
+def test_the_flash_mla_stand_in(s_q):
+    q, cache = (torch.randn(3, s_q, 16, 576) * 10).bfloat16(), random_cache("fp8_ds_mla", 12, 16).unsqueeze(2)
+    indices = torch.randint(-9, 200, (3, s_q, 300), dtype=torch.int32)
+    want = reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=576**-0.5)
+    seqlens = torch.full((3,), 192, dtype=torch.int32, device="cuda")
+    for meta in (flash_mla.get_mla_metadata(), flash_mla.get_mla_metadata(seqlens, s_q * 16, 1, 16, True, 300)):
+        out, lse = flash_mla.flash_mla_with_kvcache(q.cuda(), cache.cuda(), None, seqlens, 512, *meta, is_fp8_kvcache=True,
+                                                    indices=indices.cuda())
+        assert_accurate((out.flatten(0, 1), lse.transpose(1, 2).reshape(3 * s_q, 16)), want[:2])
+
+
+def test_missing_or_small_workspaces_are_refused_by_the_op():
+    problem = random_problem().to("cuda")
+    with pytest.raises(ValueError, match="workspace must be of .* floats or more"):
+        problem.solve(workspace=torch.empty(3, device="cuda"))
+
+
+@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+def test_ten_thousand_random_launches_agree_with_the_first_answer(heads):
+    generator = torch.Generator().manual_seed(heads)
+    problem = random_problem(tokens=16, heads=heads, topk=512, blocks=60).to("cuda")
+    want = problem.solve(batch_invariant=True)
+    for _ in range(2500):
+        begin = int(torch.randint(0, 15, (), generator=generator))
+        end = int(torch.randint(begin + 1, 17, (), generator=generator))
+        workers = int(torch.randint(1, 300, (), generator=generator))
+        part = problem.but(q=problem.q[begin:end], indices=problem.indices[begin:end])
+        got = part.solve(plan=mla_backend.plan(end - begin, 512, workers=workers, device="cuda"))
+        # cut differently, so not the same bits; but nothing is far off
+        assert (got[0].float() - want[0][begin:end].float()).abs().max() < 4e-3
+        assert (got[1] - want[1][begin:end]).abs().max() < 1e-4

@@ -1,0 +1,71 @@
+"""plan, merge_partials and convert_indices on a GPU."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mla_backend
+from conftest import assert_accurate
+from mla_backend import reference
+from plans import tiles_of, walk
+
+pytestmark = pytest.mark.gpu
+GRANULE = 64
+
+
+@given(st.data())
+def test_every_tile_is_covered_exactly_once(data):
+    topk, extra_topk = data.draw(st.integers(0, 3000)), data.draw(st.integers(0, 500))
+    tokens = data.draw(st.one_of(st.integers(0, 40), st.integers(1000, 5000)))
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    lengths = torch.randint(-5, topk + 5, (tokens,), dtype=torch.int32)
+    extra = torch.randint(0, extra_topk + 1, (tokens,), dtype=torch.int32)
+    if data.draw(st.booleans()):
+        lengths[torch.rand(tokens) < 0.9] = 0
+    workers = data.draw(st.sampled_from([1, 2, 33, 132, 264, 1023, 1024, 1025, 3000]))
+    whole = data.draw(st.booleans())
+    table = mla_backend.plan(tokens, topk, topk_length=lengths.cuda(), extra_topk=extra_topk, extra_topk_length=extra.cuda(),
+                             workers=workers, batch_invariant=whole)
+    tiles = [a + b for a, b in zip(tiles_of(lengths.clamp(max=topk).tolist(), GRANULE), tiles_of(extra.tolist(), GRANULE), strict=True)]
+    parts = walk(table.cpu(), tiles, GRANULE)
+    assert all(n >= 1 for n in parts)
+    if whole:
+        assert all(n == 1 for n in parts)
+
+
+def test_many_tokens_are_planned_too():
+    tokens = 200_000
+    lengths = torch.randint(0, 2049, (tokens,), dtype=torch.int32)
+    table = mla_backend.plan(tokens, 2048, topk_length=lengths.cuda(), workers=132)
+    walk(table.cpu(), tiles_of(lengths.tolist(), GRANULE), GRANULE)
+    tiles = torch.tensor(tiles_of(lengths.tolist(), GRANULE)) + 1
+    rows = table.cpu().tolist()
+    loads = [int(tiles[b:e].sum()) - tb - (int(tiles[e - 1]) - 1 - te if e > b else 0) for b, e, tb, te, *_ in rows]
+    assert max(loads) - min(loads) <= 2
+
+
+@given(seed=st.integers(0, 2**31), parts=st.integers(1, 70), tokens=st.integers(0, 5), heads=st.integers(1, 20),
+       dim=st.sampled_from([1, 64, 512, 1024]), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_merging_agrees_with_the_oracle(seed, parts, tokens, heads, dim, dtype):
+    torch.manual_seed(seed)
+    outs = torch.randn(parts, tokens, heads, dim).to(dtype)
+    lses = torch.randn(parts, tokens, heads) * 20
+    lses[torch.rand(lses.shape) < 0.2] = -torch.inf
+    outs[lses == -torch.inf] = torch.nan
+    assert_accurate(mla_backend.merge_partials(outs.cuda(), lses.cuda()), reference.merge_partials(outs, lses))
+
+
+@given(st.data())
+def test_positions_become_slots(data):
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    requests, max_blocks = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 60))
+    tokens, topk = data.draw(st.integers(0, 6)), data.draw(st.sampled_from([0, 1, 100, 1024, 2500]))
+    block_size = data.draw(st.sampled_from([1, 3, 64]))
+    table = torch.randint(-1, 2**25, (requests, max_blocks), dtype=torch.int32)
+    positions = torch.randint(-3, max_blocks * block_size + 5, (tokens, topk), dtype=torch.int32)
+    request_ids = torch.randint(-1, requests + 1, (tokens,), dtype=torch.int32)
+    compact = data.draw(st.booleans())
+    got = mla_backend.convert_indices(positions.cuda(), table.cuda(), request_ids.cuda(), block_size, compact=compact)
+    want = mla_backend.convert_indices(positions, table, request_ids, block_size, compact=compact)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
