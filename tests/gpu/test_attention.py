@@ -149,10 +149,10 @@ def test_a_captured_graph_follows_new_lengths_slots_and_values():
 
     step()
     graph = torch.cuda.CUDAGraph()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
     with torch.cuda.graph(graph):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
         step()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "nothing is allocated under capture"
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "nothing is allocated under capture"
     for lengths in ([0, 700, 3, 65, 699, 1], [700, 0, 0, 0, 0, 0], [0] * 6):
         fresh = random_problem(tokens=6, heads=16, topk=700, blocks=60)
         fresh.topk_length = torch.tensor(lengths, dtype=torch.int32)
