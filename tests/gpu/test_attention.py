@@ -222,3 +222,28 @@ def test_ten_thousand_random_launches_agree_with_the_first_answer(heads):
         # cut differently, so not the same bits; but nothing is far off
         assert (got[0].float() - want[0][begin:end].float()).abs().max() < 4e-3
         assert (got[1] - want[1][begin:end]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("tokens", "heads", "topk"), [(1, 16, 200), (3, 20, 130), (5, 8, 70)])
+def test_small_case_of_everything(fmt, tokens, heads, topk):
+    """Every op once, small enough for compute-sanitizer (tests/run_compute_sanitizer.py)."""
+    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=topk, topk_length=torch.randint(0, topk + 1, (tokens,), dtype=torch.int32),
+                             sink=torch.randn(heads))
+    problem.extra_cache, problem.extra_indices = random_cache("bf16", 3, 5), torch.randint(-2, 16, (tokens, 9), dtype=torch.int32)
+    want, on_gpu = problem.oracle(), problem.to("cuda")
+    assert_accurate(on_gpu.solve(), want)
+    plan = mla_backend.plan(tokens, topk, topk_length=on_gpu.topk_length, extra_topk=9, workers=7)
+    assert_accurate(on_gpu.solve(plan=plan), want)
+    halves = [on_gpu.but(indices=half, topk_length=None, extra_cache=None, extra_indices=None, sink=None).solve()
+              for half in on_gpu.indices.split(topk // 2 + 3, dim=1)]
+    merged = mla_backend.merge_partials([h[0] for h in halves], [h[1] for h in halves])
+    plain = problem.but(topk_length=None, extra_cache=None, extra_indices=None, sink=None)
+    assert_accurate(merged, plain.oracle()[:2])
+    slots = torch.arange(5, device="cuda")
+    mla_backend.cache_write(torch.randn(5, 512, device="cuda"), torch.randn(5, 64, device="cuda"), on_gpu.cache, slots)
+    assert torch.equal(mla_backend.cache_gather(on_gpu.cache, slots).cpu(), mla_backend.cache_gather(on_gpu.cache.cpu(), slots.cpu()))
+    positions = torch.randint(-3, 40, (tokens, topk), dtype=torch.int32, device="cuda")
+    table, requests = torch.arange(6, dtype=torch.int32, device="cuda").view(2, 3), torch.zeros(tokens, dtype=torch.int32, device="cuda")
+    got = mla_backend.convert_indices(positions, table, requests, 16, compact=True)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, mla_backend.convert_indices(positions.cpu(), table.cpu(), requests.cpu(), 16, compact=True), strict=True))

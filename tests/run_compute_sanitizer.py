@@ -1,0 +1,33 @@
+"""Runs compute-sanitizer's four tools over one small case of every op. Needs a GPU and the CUDA toolkit.
+
+    python tests/run_compute_sanitizer.py
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+
+
+def main() -> int:
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(sanitizer).exists():
+        sys.exit("compute-sanitizer is not installed; it comes with the CUDA toolkit.")
+    findings = []
+    for tool in TOOLS:
+        # only our own kernels are of interest: initcheck would complain of torch's copies of memory with gaps
+        done = subprocess.run([sanitizer, "--tool", tool, "--error-exitcode", "1", "--kernel-name-exclude", "kernel_substring=at::",
+                               sys.executable, "-m", "pytest", "-q", "tests/gpu/test_attention.py", "-k", "small_case"],
+                              cwd=ROOT, capture_output=True, text=True)
+        print(f"{tool}: {'clean' if done.returncode == 0 else 'FOUND SOMETHING'}", flush=True)
+        if done.returncode:
+            findings.append(tool)
+            print("\n".join((done.stdout + done.stderr).splitlines()[-60:]))
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
