@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# The CPU build is small and enough for everything but a GPU: TORCH=torch takes the newest, with CUDA.
+# Any torch from 2.10 on will do, a CPU-only build too: TORCH=... takes another.
 TORCH ?= torch==2.13.0
 
 INSTALLED := $(VENV)/.mla-backend-installed
@@ -21,9 +21,11 @@ help:
 
 $(INSTALLED): $(BUILD_INPUTS)
 	@echo "Setting up $(VENV): $(TORCH), then this package (the first time takes a minute or two)"
-	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mla-backend needs Python 3.10 or newer; PYTHON=... names one")'
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	@$(RUN) -m mla_backend.cli doctor --brief
 	@touch $@
 
 setup: $(INSTALLED)

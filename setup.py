@@ -11,6 +11,7 @@ MLA_BACKEND_SANITIZE=1 builds the CPU kernels with AddressSanitizer and UBSan.
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -86,6 +87,11 @@ def find_cuda_home(nvcc: Path) -> Path:
     return Path(top[1].strip()).resolve() if top else nvcc.parent.parent
 
 
+def escaped(path: Path) -> str:
+    """A path as ninja wants it."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
 def write_if_changed(path: Path, text: str) -> None:
     if not path.is_file() or path.read_text() != text:
         path.write_text(text)
@@ -96,27 +102,32 @@ def write_ninja(folder: Path, version: str) -> None:
     torch, nvcc = find_torch(), find_nvcc()
     x86 = platform.machine() in ("x86_64", "AMD64")
     cxx = os.environ.get("CXX", "g++")
-    if not shutil.which(cxx):
+    if not shutil.which(shlex.split(cxx)[0]):
         raise SetupError(f"mla-backend needs a C++17 compiler; there is no {cxx}. Install g++, or set CXX.")
-    archs = os.environ.get("MLA_BACKEND_CUDA_ARCHS", CUDA_ARCHS).split() if nvcc else []
+    archs = (os.environ.get("MLA_BACKEND_CUDA_ARCHS") or CUDA_ARCHS).split() if nvcc else []
+    if wrong := [arch for arch in archs if not re.fullmatch(r"\d+[af]?", arch)]:
+        raise SetupError(f"MLA_BACKEND_CUDA_ARCHS is a list like {CUDA_ARCHS!r}; {wrong[0]!r} is no architecture.")
     nvcc_release = re.search(r"release ([\d.]+)", ask(nvcc, "--version"))[1] if nvcc else ""
     print(f"mla-backend: torch {torch_version(torch)}, "
           + (f"CUDA {nvcc_release} for sm_{', sm_'.join(archs)}" if nvcc else "CPU only (no nvcc, or CUDA switched off)"))
 
     folder.mkdir(parents=True, exist_ok=True)
     info = {"VERSION": version, "TORCH": torch_version(torch), "TORCH_TARGET": ".".join(map(str, TORCH_NEEDED)),
-            "COMPILER": ask(cxx, "--version").splitlines()[0], "NVCC": nvcc_release, "CUDA_ARCHS": " ".join(archs)}
+            "COMPILER": ask(*shlex.split(cxx), "--version").splitlines()[0].replace('"', "'"), "NVCC": nvcc_release, "CUDA_ARCHS": " ".join(archs)}
     write_if_changed(folder / "build_info.h", "".join(f'#define MLA_{k} "{v}"\n' for k, v in info.items()))
 
-    common = f"-I{ROOT}/csrc -I{ROOT}/csrc/include"
+    # the shell reads these, and ninja before it: both take a path with a space for two
+    torch_path, csrc, cuda = (shlex.quote(str(p)).replace("$", "$$") for p in
+                              (torch, ROOT / "csrc", find_cuda_home(nvcc) if nvcc else ""))
+    common = f"-I{csrc} -I{csrc}/include"
     host = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined" if sanitize() else "-O3"
     host += " -DMLA_X86" if x86 else ""
-    host += f" -DMLA_CUDA -I{find_cuda_home(nvcc)}/include" if nvcc else ""
+    host += f" -DMLA_CUDA -I{cuda}/include" if nvcc else ""
     stable = f"0x{TORCH_NEEDED[0]:02x}{TORCH_NEEDED[1]:02x}000000000000"
-    bindings = f"-isystem {torch}/include -DTORCH_TARGET_VERSION={stable} -DUSE_CUDA"
-    libraries = f"-L{torch}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10"
+    bindings = f"-isystem {torch_path}/include -DTORCH_TARGET_VERSION={stable} -DUSE_CUDA"
+    libraries = f"-L{torch_path}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10"
     if nvcc:
-        libraries += f" -L{find_cuda_home(nvcc)}/lib64 -lcudart_static -ldl -lrt -lpthread"
+        libraries += f" -L{cuda}/lib64 -lcudart_static -ldl -lrt -lpthread"
     gencode = " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in archs)
 
     lines = [
@@ -138,7 +149,7 @@ def write_ninja(folder: Path, version: str) -> None:
         if source.parent.name == "bindings":
             flags = f"{bindings} -I."  # build_info.h lies where ninja runs
         objects.append(f"{source.relative_to(ROOT / 'csrc').with_suffix('').as_posix().replace('/', '.')}.o")
-        lines += [f"build {objects[-1]}: {'cuda' if source.suffix == '.cu' else 'cxx'} {source}", f"  flags = {flags}"]
+        lines += [f"build {objects[-1]}: {'cuda' if source.suffix == '.cu' else 'cxx'} {escaped(source)}", f"  flags = {flags}"]
     lines += [f"build libmla_backend.so: link {' '.join(objects)}", "default libmla_backend.so", ""]
     write_if_changed(folder / "build.ninja", "\n".join(lines))
 

@@ -7,12 +7,12 @@
 
 from typing import NoReturn
 
-__all__ = ["FORMATS", "CacheFormat", "cache_gather", "cache_write", "convert_indices", "format_of", "merge_partials",
-           "plan", "sparse_attention"]
+__all__ = ["FORMATS", "CacheFormat", "cache_gather", "cache_write", "convert_indices", "flash_mla", "format_of",
+           "merge_partials", "plan", "reference", "sparse_attention"]
 
 try:
     from mla_backend import fake as _fake  # noqa: F401  (torch.compile support)
-    from mla_backend import library
+    from mla_backend import flash_mla, library, reference
     from mla_backend.attention import merge_partials, plan, sparse_attention
     from mla_backend.cache import cache_gather, cache_write, convert_indices
     from mla_backend.formats import FORMATS, CacheFormat, format_of

@@ -3,19 +3,26 @@
 Shapes, dtypes, strides and devices are checked by the ops themselves (csrc/bindings/check.cpp), which raise ValueError.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 _WRONG_TYPE = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'")
-_KINDS = {"Tensor": "a torch.Tensor", "Optional[Tensor]": "a torch.Tensor or None", "float": "a number", "int": "an int"}
+_KINDS = {"Tensor": "a torch.Tensor", "Optional[Tensor]": "a torch.Tensor or None", "float": "a number", "int": "an int",
+          "bool": "a bool"}
 
 
 def call(op: torch._ops.OpOverload, *arguments: object) -> None:
     """Calls an op; what torch says of an argument of a wrong type becomes a TypeError."""
     try:
         op(*arguments)
+    except ValueError as error:
+        if str(error).endswith("; got None"):  # a tensor that may not be left out: torch lets None through
+            raise TypeError(str(error)) from None
+        raise
     except RuntimeError as error:
         wrong = _WRONG_TYPE.search(str(error))
         if wrong is None:
@@ -31,9 +38,26 @@ def require_tensors(**arguments: object) -> None:
             raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
 
 
+def require_optional_tensors(**arguments: object) -> None:
+    """The same for those that may be None."""
+    require_tensors(**{name: value for name, value in arguments.items() if value is not None})
+
+
 def require_count(name: str, value: object, at_least: int = 0) -> None:
     """For ints that have a smallest value."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
     if value < at_least:
         raise ValueError(f"{name} must be {at_least} or more; got {value}")
+
+
+@contextlib.contextmanager
+def named(**names: str) -> Iterator[None]:
+    """Errors that speak of an argument `ours` speak of `theirs` instead: named(ours="theirs")."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        for ours, theirs in names.items():
+            if str(error).startswith(f"{ours} "):
+                raise type(error)(theirs + str(error)[len(ours):]) from None
+        raise

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from mla_backend import library
-from mla_backend.arguments import call, require_count, require_tensors
+from mla_backend.arguments import call, require_count, require_optional_tensors, require_tensors
+from mla_backend.formats import FORMATS
 
-VALUE_DIM = 512
+VALUE_DIM = FORMATS["bf16"].value_dim
 PLAN_COLUMNS = 8
 GPU_HEADS_PER_BLOCK = 16
 GPU_BLOCKS_PER_PROCESSOR = 2
@@ -79,7 +80,7 @@ def sparse_attention(
         if workspace is None:
             workspace = torch.empty(workspace_floats(plan.shape[0], q.shape[1]), dtype=torch.float32, device=q.device)
     call(torch.ops.mla_backend.sparse_attention.default, q, q_rope, cache, indices, scale, topk_length, sink, extra_cache,
-         extra_indices, extra_topk_length, plan, workspace, bool(batch_invariant), out, lse, max_logits)
+         extra_indices, extra_topk_length, plan, workspace, batch_invariant, out, lse, max_logits)
     return (out, lse, max_logits) if return_max_logits else (out, lse)
 
 
@@ -143,6 +144,9 @@ def plan(
     require_count("num_tokens", num_tokens)
     require_count("topk", topk)
     require_count("extra_topk", extra_topk)
+    require_optional_tensors(topk_length=topk_length, extra_topk_length=extra_topk_length)
+    if out is not None and (workers is not None or device is not None):
+        raise ValueError("out must be given alone: workers and device are what it has; got both")
     if out is None:
         if device is None:
             device = next((t.device for t in (topk_length, extra_topk_length) if t is not None), "cpu")
@@ -151,8 +155,21 @@ def plan(
             workers = default_workers(torch.device(device), num_heads)
         require_count("workers", workers, at_least=1)
         out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
-    call(torch.ops.mla_backend.plan.default, topk_length, extra_topk_length, num_tokens, topk, extra_topk, bool(batch_invariant), out)
+    call(torch.ops.mla_backend.plan.default, topk_length, extra_topk_length, num_tokens, topk, extra_topk, batch_invariant, out)
     return out
+
+
+def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
+    if isinstance(parts, Tensor):
+        return parts
+    if not isinstance(parts, Sequence) or not parts:
+        raise TypeError(f"{name} must be a torch.Tensor or a sequence of one or more; got {parts!r}")
+    for i, part in enumerate(parts):
+        require_tensors(**{f"{name}[{i}]": part})
+        if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
+            raise ValueError(f"{name}[{i}] must be {parts[0].dtype} {list(parts[0].shape)} like {name}[0]; "
+                             f"got {part.dtype} {list(part.shape)}")
+    return torch.stack(tuple(parts))
 
 
 def merge_partials(
@@ -166,21 +183,14 @@ def merge_partials(
 
     Args:
         outs: bf16 or fp32 `[P, T, H, D]`, or P tensors `[T, H, D]`. D is at most 1024.
-        lses: fp32 `[P, T, H]`, or P tensors `[T, H]`. A part with an lse of -inf weighs nothing, whatever its out
-            holds.
+        lses: fp32 `[P, T, H]`, or P tensors `[T, H]`, of any strides. A part with an lse of -inf weighs nothing,
+            whatever its out holds. (`flash_mla` gives empty rows +inf: turn that into -inf first.)
         out, lse: where to write, `[T, H, D]` of the dtype of outs and fp32 `[T, H]`.
 
     Returns:
         out and lse; 0 and -inf where every part was empty.
     """
-    if not isinstance(outs, Tensor):
-        for i, part in enumerate(outs):
-            require_tensors(**{f"outs[{i}]": part})
-        outs = torch.stack(tuple(outs))
-    if not isinstance(lses, Tensor):
-        for i, part in enumerate(lses):
-            require_tensors(**{f"lses[{i}]": part})
-        lses = torch.stack(tuple(lses))
+    outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     if out is None:
         out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     if lse is None:

@@ -5,8 +5,9 @@ from torch import Tensor
 
 from mla_backend import library  # noqa: F401  (registers the ops)
 from mla_backend.arguments import call, require_count, require_tensors
+from mla_backend.formats import FORMATS
 
-HEAD_DIM = 576
+HEAD_DIM = FORMATS["bf16"].head_dim
 
 
 def cache_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *, power_of_two: bool = False) -> None:
@@ -17,16 +18,16 @@ def cache_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *, pow
         k_pe: the same dtype, `[N, 64]` or `[N, 1, 64]`, the rope values; stored as bf16.
         cache: as in `sparse_attention`; the tokens' slots of it are overwritten.
         slots: int64 or int32 `[N]`. A token whose slot is negative or past the end is skipped. If two tokens name
-            one slot, either of them may stay.
+            one slot, it may end up with parts of both.
         power_of_two: round the scales of fp8_ds_mla up to powers of two.
 
     A group of 128 latent values gets the scale amax / 448; a group with an infinity one that keeps its finite
-    numbers finite; NaN stays NaN. docs/contract.md has the details.
+    numbers finite; NaN stays NaN. docs/formats.md has the details.
     """
     require_tensors(k_pe=k_pe)
     if k_pe.dim() == 3 and k_pe.shape[1] == 1:
         k_pe = k_pe.squeeze(1)
-    call(torch.ops.mla_backend.cache_write.default, kv_c, k_pe, cache, slots, bool(power_of_two))
+    call(torch.ops.mla_backend.cache_write.default, kv_c, k_pe, cache, slots, power_of_two)
 
 
 def cache_gather(cache: Tensor, slots: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -76,5 +77,5 @@ def convert_indices(
         slots = torch.empty_like(positions, memory_format=torch.contiguous_format)
     if counts is None:
         counts = torch.empty(positions.shape[:1], dtype=torch.int32, device=positions.device)
-    call(torch.ops.mla_backend.convert_indices.default, positions, block_table, request_ids, block_size, bool(compact), slots, counts)
+    call(torch.ops.mla_backend.convert_indices.default, positions, block_table, request_ids, block_size, compact, slots, counts)
     return slots, counts

@@ -16,19 +16,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                  description="Says what this machine can run, and why not the rest. "
                                              "Exits with 1 if the library does not load.")
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+    doctor.add_argument("--brief", action="store_true", help="print only what runs here")
     doctor.set_defaults(run=_doctor)
     options = parser.parse_args(arguments)
     return options.run(options)
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from mla_backend.doctor import examine, render
+    from mla_backend.doctor import examine, render, render_verdicts
 
     report = examine()
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        render(report, Console(soft_wrap=True, highlight=False))
+        (render_verdicts if options.brief else render)(report, Console(soft_wrap=True, highlight=False))
     return 0 if report["library"]["loads"] else 1
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 VLLM_TRIED = ("0.23", "0.32", "0.33")
@@ -116,7 +117,7 @@ def render(report: dict[str, Any], console: Console) -> None:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for name, value in rows:
-            table.add_row(f"  {name}", value)
+            table.add_row(f"  {name}", escape(value))
         console.print(table)
 
     library, torch, vllm, cpu, gpus = (report[key] for key in ("library", "torch", "vllm", "cpu", "gpus"))
@@ -147,15 +148,22 @@ def render(report: dict[str, Any], console: Console) -> None:
                 for i, d in enumerate(gpus["devices"])]
     section("GPUs", gpu_rows or [("none", gpus["why"])])
     if gpus["kernels"]:
-        table = Table("kernel", "threads", "regs", "spill B", "shared B", "blocks/SM", "built for", box=None, padding=(0, 1))
+        table = Table("kernel", "threads", "regs", "local B", "shared B", "blocks/SM", "built for", box=None, padding=(0, 1))
         table.columns[0].no_wrap = True
         for k in gpus["kernels"]:
             if "error" in k:
-                table.add_row(k["name"], k["error"])
+                table.add_row(escape(k["name"]), escape(k["error"]))
             else:
-                table.add_row(k["name"], *(str(k[key]) for key in ("threads", "registers", "spill_bytes", "shared_bytes", "blocks_per_sm")),
+                table.add_row(k["name"], *(str(k[key]) for key in ("threads", "registers", "local_bytes", "shared_bytes", "blocks_per_sm")),
                               f"sm_{k['binary_version']}")
         console.print(table)
 
-    section("What runs here", [("[green]yes[/green]" if v["runs"] else "[yellow]no[/yellow] ", v["what"] + (f": {v['why']}" if v["why"] else ""))
-                               for v in report["can_run"]])
+    render_verdicts(report, console)
+
+
+def render_verdicts(report: dict[str, Any], console: Console) -> None:
+    """Prints what runs here, and why the rest doesn't."""
+    console.print("[bold]What runs here[/bold]")
+    for verdict in report["can_run"]:
+        mark = "[green]yes[/green]" if verdict["runs"] else "[yellow]no [/yellow]"
+        console.print(f"  {mark}  " + escape(verdict["what"] + (f": {verdict['why']}" if verdict["why"] else "")))

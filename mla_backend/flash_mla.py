@@ -1,8 +1,9 @@
 """A stand-in for the `flash_mla` package: `import mla_backend.flash_mla as flash_mla`.
 
-Same functions, arguments and conventions, over this package's kernels, so also on the CPU, for any number of heads,
-and with a bf16 cache where the package insists on FP8. What differs from `mla_backend.sparse_attention`: requests
-and their tokens have a dimension each, the lse of a row with nothing to attend to is +inf, and lse is [b, h, s_q].
+The functions of the package with their arguments and conventions, over this package's kernels: so also on the CPU, for
+any number of heads, and with a bf16 cache where the package insists on FP8. `out` and `base2_lse` are additions. What
+differs from `mla_backend.sparse_attention`: requests and their tokens have a dimension each, the lse of a row with
+nothing to attend to is +inf, and lse is [b, h, s_q].
 """
 
 import math
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 
 from mla_backend import attention
-from mla_backend.arguments import require_count, require_tensors
+from mla_backend.arguments import named, require_count, require_optional_tensors, require_tensors
 from mla_backend.cache import convert_indices
 from mla_backend.formats import format_of
 
-HEAD_DIM_V = 512
+HEAD_DIM, HEAD_DIM_V = 576, 512
 
 
 @dataclass
@@ -40,6 +41,8 @@ class FlashMLASchedMeta:
         topk: int | None
         extra_page_block_size: int | None
         extra_topk: int | None
+        has_topk_length: bool
+        has_extra_topk_length: bool
 
     have_initialized: bool = False
     config: Config | None = None
@@ -69,8 +72,12 @@ def get_mla_metadata(
     require_tensors(cache_seqlens=cache_seqlens)
     require_count("num_q_tokens_per_head_k", num_q_tokens_per_head_k, at_least=1)
     _require_one_kv_head("num_heads_k", num_heads_k)
+    if cache_seqlens.dim() != 1:
+        raise ValueError(f"cache_seqlens must be int32 [b]; got {list(cache_seqlens.shape)}")
     if num_heads_q is None:
-        num_heads_q = num_q_tokens_per_head_k  # one token a request
+        if topk is not None:
+            raise ValueError("num_heads_q must be given with topk, to tell tokens from heads; got None")
+        num_heads_q = num_q_tokens_per_head_k  # in attention over whole sequences the plan is not used
     require_count("num_heads_q", num_heads_q, at_least=1)
     if num_q_tokens_per_head_k % num_heads_q:
         raise ValueError(f"num_q_tokens_per_head_k must be a multiple of num_heads_q ({num_heads_q}); "
@@ -80,9 +87,11 @@ def get_mla_metadata(
     if topk is None:
         lengths = cache_seqlens.repeat_interleave(s_q)
         longest = torch.iinfo(torch.int32).max
-        table = attention.plan(tokens, longest, topk_length=lengths, num_heads=num_heads_q)
+        with named(topk_length="cache_seqlens"):
+            table = attention.plan(tokens, longest, topk_length=lengths, num_heads=num_heads_q)
     else:
         table = attention.plan(tokens, topk, num_heads=num_heads_q, device=cache_seqlens.device)
+        table.made_for = tokens, topk  # what a call has to agree with to use it
     return table, _splits_before(table, requests, s_q)
 
 
@@ -139,9 +148,15 @@ def flash_mla_with_kvcache(
         out `[b, s_q, h_q, 512]` and lse fp32 `[b, h_q, s_q]`, +inf where there was nothing to attend to.
     """
     require_tensors(q=q, k_cache=k_cache)
+    require_optional_tensors(indices=indices, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
+                             topk_length=topk_length, extra_topk_length=extra_topk_length, out=out)
     if q.dim() != 4:
         raise ValueError(f"q must be bfloat16 [b, s_q, h_q, 576]; got {list(q.shape)}")
     b, s_q, h_q, head_dim = q.shape
+    if q.dtype != torch.bfloat16 or head_dim != HEAD_DIM:
+        raise ValueError(f"q must be bfloat16 [b, s_q, h_q, 576]; got {q.dtype} {list(q.shape)}")
+    if out is not None and out.shape != (b, s_q, h_q, HEAD_DIM_V):
+        raise ValueError(f"out must be bfloat16 [b={b}, s_q={s_q}, h_q={h_q}, 512]; got {list(out.shape)}")
     _require_paged("k_cache", k_cache, is_fp8_kvcache)
     if extra_k_cache is not None:
         _require_paged("extra_k_cache", extra_k_cache, is_fp8_kvcache)
@@ -154,7 +169,8 @@ def flash_mla_with_kvcache(
             raise ValueError("causal must be False with indices, which say themselves what a token sees; got True")
         slots, lengths = indices.flatten(0, 1), _per_token(topk_length, "topk_length", b, s_q)
     else:
-        sparse_only = {"attn_sink": attn_sink, "extra_k_cache": extra_k_cache, "topk_length": topk_length}
+        sparse_only = {"attn_sink": attn_sink, "extra_k_cache": extra_k_cache, "topk_length": topk_length,
+                       "extra_indices_in_kvcache": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length}
         for name, value in sparse_only.items():
             if value is not None:
                 raise ValueError(f"{name} must be None without indices; got a tensor")
@@ -166,12 +182,22 @@ def flash_mla_with_kvcache(
         b, s_q, h_q, k_cache.shape[1], k_cache.shape[2], causal, is_fp8_kvcache,
         None if indices is None else indices.shape[-1],
         None if extra_k_cache is None else extra_k_cache.shape[1],
-        None if extra_slots is None else extra_slots.shape[-1])
+        None if extra_slots is None else extra_slots.shape[-1],
+        topk_length is not None, extra_topk_length is not None)
     plan = _plan_for(tile_scheduler_metadata, num_splits, config, slots, lengths, extra_slots, extra_lengths)
-    result, lse = attention.sparse_attention(
-        q.flatten(0, 1), k_cache, slots, scale=head_dim ** -0.5 if softmax_scale is None else softmax_scale,
-        topk_length=lengths, sink=attn_sink, extra_cache=extra_k_cache, extra_indices=extra_slots,
-        extra_topk_length=extra_lengths, plan=plan, out=None if out is None else out.view(b * s_q, h_q, -1))
+    # tokens of one request or with requests behind each other are a view of out; others are copied there
+    flat_out = None if out is None else out.squeeze(1) if s_q == 1 else out.flatten(0, 1)
+    with named(cache="k_cache", sink="attn_sink", indices="indices", scale="softmax_scale", extra_cache="extra_k_cache",
+               extra_indices="extra_indices_in_kvcache"):
+        result, lse = attention.sparse_attention(
+            q.flatten(0, 1), k_cache, slots, scale=head_dim ** -0.5 if softmax_scale is None else softmax_scale,
+            topk_length=lengths, sink=attn_sink, extra_cache=extra_k_cache, extra_indices=extra_slots,
+            extra_topk_length=extra_lengths, plan=plan, out=flat_out)
+    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        tile_scheduler_metadata.tile_scheduler_metadata, tile_scheduler_metadata.config = plan, config
+        tile_scheduler_metadata.have_initialized = True
+    if out is not None and result.data_ptr() != out.data_ptr():
+        out.copy_(result.view_as(out))
     lse = _as_the_package_has_it(lse, base2_lse).view(b, s_q, h_q).transpose(1, 2).contiguous()
     return result.view(b, s_q, h_q, HEAD_DIM_V) if out is None else out, lse
 
@@ -193,7 +219,7 @@ def flash_mla_sparse_fwd(
 
     Args:
         q: bf16 `[s_q, h_q, 576]`.
-        kv: bf16 `[s_kv, 1, 576]`.
+        kv: bf16 `[s_kv, 1, 576]` (or fp8_ds_mla rows, `[s_kv, 1, 656]` bytes).
         indices: int32 `[s_q, 1, topk]`, rows of kv; -1 or s_kv and more for none.
         sm_scale, attn_sink: as in `flash_mla_with_kvcache`. topk_length: int32 `[s_q]`.
         indexer_topk: also return the lse over the first so many entries of each list.
@@ -205,6 +231,7 @@ def flash_mla_sparse_fwd(
         to) and, with indexer_topk, the lse over those entries.
     """
     require_tensors(q=q, kv=kv, indices=indices)
+    require_optional_tensors(topk_length=topk_length, out=out)
     _require_value_dim(d_v, "d_v")
     require_count("indexer_topk", indexer_topk)
     if kv.dim() != 3 or kv.shape[1] != 1:
@@ -214,9 +241,9 @@ def flash_mla_sparse_fwd(
     slots = indices.squeeze(1)
 
     def attend(topk: int, out: Tensor | None) -> tuple[Tensor, ...]:
-        lengths = None if topk_length is None else topk_length.clamp(max=topk)
-        return attention.sparse_attention(q, kv, slots[:, :topk], scale=sm_scale, topk_length=lengths, sink=attn_sink,
-                                          out=out, return_max_logits=True)
+        with named(cache="kv", sink="attn_sink", scale="sm_scale"):
+            return attention.sparse_attention(q, kv, slots[:, :topk], scale=sm_scale, topk_length=topk_length,
+                                              sink=attn_sink, out=out, return_max_logits=True)
 
     result, lse, max_logits = attend(slots.shape[1], out)
     if base2_lse:
@@ -271,6 +298,8 @@ def _whole_sequences(block_table: Tensor | None, cache_seqlens: Tensor | None, b
     if block_table.dim() != 2 or block_table.shape[0] != b or cache_seqlens.shape != (b,):
         raise ValueError(f"block_table and cache_seqlens must be int32 [b={b}, max_blocks] and [b={b}]; "
                          f"got {list(block_table.shape)} and {list(cache_seqlens.shape)}")
+    if cache_seqlens.dtype != torch.int32:
+        raise ValueError(f"cache_seqlens must be int32 [b={b}]; got {cache_seqlens.dtype}")
     device = block_table.device
     longest = block_table.shape[1] * block_size
     positions = torch.arange(longest, dtype=torch.int32, device=device).expand(b * s_q, longest).contiguous()
@@ -278,7 +307,7 @@ def _whole_sequences(block_table: Tensor | None, cache_seqlens: Tensor | None, b
     slots, _ = convert_indices(positions, block_table, requests, block_size)
     hidden = torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=device) if causal else 0
     lengths = (cache_seqlens.unsqueeze(1) - hidden).expand(b, s_q)
-    return slots, lengths.flatten().int().contiguous()
+    return slots, lengths.flatten()
 
 
 def _plan_for(metadata: FlashMLASchedMeta | Tensor, num_splits: Tensor | None, config: FlashMLASchedMeta.Config,
@@ -286,18 +315,18 @@ def _plan_for(metadata: FlashMLASchedMeta | Tensor, num_splits: Tensor | None, c
               extra_lengths: Tensor | None) -> Tensor | None:
     if isinstance(metadata, Tensor):
         # a plan of September 2025 knows of one list of topk slots for each token; for all else one is made anew
-        plain = config.topk is not None and lengths is None and extra_slots is None
-        return metadata if plain else None
+        plain = lengths is None and extra_slots is None
+        fits = getattr(metadata, "made_for", None) == (config.b * config.s_q, config.topk)
+        return metadata if plain and fits else None
     if not isinstance(metadata, FlashMLASchedMeta):
-        raise TypeError(f"tile_scheduler_metadata must be what get_mla_metadata returned; got {type(metadata).__name__}")
+        raise TypeError("tile_scheduler_metadata must be the first of what get_mla_metadata returned; "
+                        f"got {type(metadata).__name__}")
     if num_splits is not None:
         raise ValueError("num_splits must be None with a FlashMLASchedMeta; got a tensor")
     if not metadata.have_initialized:
-        metadata.tile_scheduler_metadata = attention.plan(
-            config.b * config.s_q, slots.shape[1], topk_length=lengths, extra_topk=config.extra_topk or 0, num_heads=config.h_q,
-            extra_topk_length=extra_lengths, device=slots.device)
-        metadata.config, metadata.have_initialized = config, True
-    elif metadata.config != config:
+        return attention.plan(config.b * config.s_q, slots.shape[1], topk_length=lengths, num_heads=config.h_q,
+                              extra_topk=config.extra_topk or 0, extra_topk_length=extra_lengths, device=slots.device)
+    if metadata.config != config:
         changed = [f"{name} was {was}, is {now}" for (name, was), now
                    in zip(vars(metadata.config).items(), vars(config).values(), strict=True) if was != now]
         raise ValueError("tile_scheduler_metadata must be new when shapes change: " + "; ".join(changed))

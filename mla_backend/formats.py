@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_backend import library
+from mla_backend.arguments import require_tensors
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class CacheFormat:
     """How many of a query's dims attention sums up."""
     group: int
     """Latent values that share a scale; 0 where there are no scales."""
+    scale: str
+    """What a scale is: none, fp32, or ue8m0 (a power of two in a byte)."""
+    scale_place: str
+    """Where the scales lie: in_row, or end_of_page."""
     scale_offset: int
     """Bytes from the start of a token to its scales."""
     rope_offset: int
@@ -36,6 +41,11 @@ class CacheFormat:
         return torch.uint8 if self.quantised else torch.bfloat16
 
     @property
+    def accepted_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes that a cache tensor may come in."""
+        return (torch.uint8, torch.int8, torch.float8_e4m3fn) if self.quantised else (torch.bfloat16,)
+
+    @property
     def width(self) -> int:
         """Last dimension of a cache tensor."""
         return self.token_bytes // self.dtype.itemsize
@@ -49,9 +59,10 @@ FORMATS: dict[str, CacheFormat] = {entry["name"]: CacheFormat(**entry) for entry
 
 
 def format_of(cache: torch.Tensor) -> CacheFormat:
-    """The format of a cache tensor, which follows from its element size and its last dimension."""
+    """The format of a cache tensor, which follows from its dtype and its last dimension."""
+    require_tensors(cache=cache)
     for candidate in FORMATS.values():
-        if cache.shape[-1:] == (candidate.width,) and cache.dtype.itemsize == candidate.dtype.itemsize:
+        if cache.shape[-1:] == (candidate.width,) and cache.dtype in candidate.accepted_dtypes:
             return candidate
     accepted = ", ".join(f"{f.name} (last dimension {f.width}, {f.dtype})" for f in FORMATS.values())
     raise ValueError(f"cache must be of a known format: {accepted}; got {cache.dtype} {list(cache.shape)}")

@@ -24,7 +24,7 @@ def library_path() -> Path:
 def _load() -> ctypes.CDLL:
     path = library_path()
     if not path.is_file():
-        raise LibraryError(f"mla-backend: {path} does not exist. The package is installed with `pip install .`; "
+        raise LibraryError(f"mla-backend: there is no file {path}{_named_by_the_user()}. The package is installed with `pip install .`; "
                            f"in a source tree, `pip install -e .` builds it in place.")
     try:
         torch.ops.load_library(path)
@@ -32,9 +32,16 @@ def _load() -> ctypes.CDLL:
     except OSError as error:
         raise LibraryError(f"mla-backend: {path} does not load under torch {torch.__version__} "
                            f"(2.10 or newer is needed): {error}") from error
-    library.mla_backend_about.restype = ctypes.c_char_p
-    library.mla_backend_cuda_kernels.restype = ctypes.c_char_p
+    try:
+        library.mla_backend_about.restype = ctypes.c_char_p
+        library.mla_backend_cuda_kernels.restype = ctypes.c_char_p
+    except AttributeError:
+        raise LibraryError(f"mla-backend: {path} is a library, but not this package's{_named_by_the_user()}.") from None
     return library
+
+
+def _named_by_the_user() -> str:
+    return f" ({LIBRARY_VARIABLE} names it)" if os.environ.get(LIBRARY_VARIABLE) else ""
 
 
 _library = _load()
@@ -66,4 +73,7 @@ def select_cpu_kernel(name: str) -> None:
 
 
 if os.environ.get(CPU_KERNEL_VARIABLE):
-    select_cpu_kernel(os.environ[CPU_KERNEL_VARIABLE])
+    try:
+        select_cpu_kernel(os.environ[CPU_KERNEL_VARIABLE])
+    except ValueError as error:
+        raise LibraryError(f"mla-backend: the environment variable {CPU_KERNEL_VARIABLE}: {error}") from None

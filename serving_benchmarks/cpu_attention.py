@@ -28,6 +28,7 @@ from serving_benchmarks.timing import Timing, interleaved
 BLOCK = 16
 SCALE = 576 ** -0.5
 INPUT_SETS = 3
+PEERS = {"vllm": "vLLM", "reference": "reference"}
 TOLERANCE = 0.02
 """Largest difference from the reference, for values that spread by 1: what bf16 results allow."""
 
@@ -110,7 +111,7 @@ def measure(batch: int, heads: int, context: int, fmt: str, against: str, peer: 
         "useful_flops": 2 * batch * heads * context * (576 + 512),
         "seconds": {name: t.as_dict() for name, t in timings.items()},
         "largest_difference": errors,
-        "speed_up": {name: timings[name].median / ours for name in ("vllm", "reference") if name in timings},
+        "speed_up": {name: timings[name].median / ours for name in PEERS if name in timings},
         # of the fastest turns: whatever else the machine does delays one of several threads more often than a single one
         "speed_up_over_one_thread": timings["ours on one thread"].fastest / timings["ours"].fastest if threads > 1 else None,
     }
@@ -125,7 +126,7 @@ def table(results: list[dict[str, Any]], threads: int) -> Table:
         ours = Timing(**seconds["ours"])
         row = [f"b {case['batch']}, h {case['heads']}, {case['context']} slots, {case['format']}", f"{ours.median * 1e6:.0f}",
                f"{flops / ours.median / 1e9:.0f}"]
-        other = next((name for name in ("vllm", "reference") if name in seconds), None)
+        other = next((name for name in PEERS if name in seconds), None)
         if other:
             peer = Timing(**seconds[other])
             row += [other, f"{peer.median * 1e6:.0f}", f"{flops / peer.median / 1e9:.0f}", f"{result['speed_up'][other]:.2f}"]
@@ -144,14 +145,15 @@ def markdown(report: dict[str, Any]) -> str:
     for result in results:
         case, seconds = result["case"], result["seconds"]
         row = [f"{case['batch']}, {case['heads']}, {case['context']}", case["format"], microseconds(seconds["ours"]["median"])]
-        for name, shown in (("vllm", "vLLM"), ("reference", "reference")):
-            if name in seconds:
-                row += [f"{shown} {microseconds(seconds[name]['median'])}", f"{result['speed_up'][name]:.1f}"]
-        lines.append("| " + " | ".join([*row, f"{result['speed_up_over_one_thread']:.2f}"]) + " |")
+        peer = next((name for name in PEERS if name in seconds), None)
+        row += [f"{PEERS[peer]} {microseconds(seconds[peer]['median'])}", f"{result['speed_up'][peer]:.1f}"] if peer else ["-", "-"]
+        scaling = result["speed_up_over_one_thread"]
+        lines.append("| " + " | ".join([*row, f"{scaling:.2f}" if scaling else "-"]) + " |")
     vllm = where["vllm"]
-    lines += ["", f"{where['cpu']['model']}, {threads} threads, torch {where['torch']['version']}, {vllm['distribution']} {vllm['version']}, "
+    vllm_version = f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "no vLLM"
+    lines += ["", f"{where['cpu']['model']}, {threads} threads, torch {where['torch']['version']}, {vllm_version}, "
               f"kernel {next(k['name'] for k in where['library']['cpu_kernels'] if k['active'])}, {where['date'][:10]}, "
-              f"commit {where['commit'][:10]}. Medians of turns in one process; threads are compared by their fastest turns."]
+              f"commit {(where['commit'] or 'unknown')[:10]}. Medians of turns in one process; threads are compared by their fastest turns."]
     return "\n".join(lines)
 
 
@@ -173,12 +175,23 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="measure nothing; print a result file as the README's table")
     options = parser.parse_args()
     if options.markdown:
-        print(markdown(json.loads(options.markdown.read_text())))
+        try:
+            print(markdown(json.loads(options.markdown.read_text())))
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"--markdown: {options.markdown} is no result file: {error!r}")
         return 0
     for name in ("heads", "contexts", "batches", "threads", "rounds"):
         values = getattr(options, name)
         if min(values if isinstance(values, list) else [values]) < 1:
             parser.error(f"--{name} must be 1 or more")
+    if max(options.heads) > 256:
+        parser.error("--heads must be 256 or fewer")
+    if options.output:
+        try:  # before measuring for minutes
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.touch()
+        except OSError as error:
+            parser.error(f"--output: {error}")
     if options.rounds < 2:
         parser.error("--rounds must be 2 or more, or there is no spread")
     if any(context % BLOCK for context in options.contexts):
@@ -201,7 +214,6 @@ def main() -> int:
                                    lambda: progress.advance(task)))
     Console(width=110, highlight=False).print(table(results, options.threads))
     if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps({"environment": environment.describe(), "results": results}, indent=1) + "\n")
         console.print(f"written to {options.output}")
     return 0

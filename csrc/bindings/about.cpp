@@ -14,13 +14,16 @@ namespace {
 
 std::string quoted(const std::string& text) { return '"' + text + '"'; }
 
+constexpr const char* kScaleNames[] = {"none", "fp32", "ue8m0"};  // in the order of mla::Scale
+
 std::string describe_formats() {
   std::string json;
   for (const mla::CacheFormat* f : mla::kFormats) {
     json += json.empty() ? "" : ",";
     json += "{\"name\":" + quoted(f->name) + ",\"quantised\":" + (f->code == mla::Code::bf16 ? "false" : "true") +
             ",\"latent\":" + std::to_string(f->latent) + ",\"rope\":" + std::to_string(f->rope) +
-            ",\"value_dim\":" + std::to_string(f->value) + ",\"group\":" + std::to_string(f->group) +
+            ",\"value_dim\":" + std::to_string(f->value) + ",\"group\":" + std::to_string(f->group) + ",\"scale\":" + quoted(kScaleNames[static_cast<int>(f->scale)]) +
+            ",\"scale_place\":" + quoted(f->scale_place == mla::ScalePlace::in_row ? "in_row" : "end_of_page") +
             ",\"scale_offset\":" + std::to_string(f->scale_offset()) + ",\"rope_offset\":" + std::to_string(f->rope_offset()) +
             ",\"token_bytes\":" + std::to_string(f->token_bytes()) + "}";
   }

@@ -8,7 +8,7 @@
 namespace mla::bindings {
 namespace {
 
-constexpr int64_t kMaxHeads = 256;
+constexpr int64_t kMaxHeads = 256;  // what the contract promises
 
 SlotList expect_list(const Tensor& cache, const char* cache_name, const Tensor& indices, const char* indices_name,
                      const OptionalTensor& length, const char* length_name, int64_t tokens, const Tensor& q) {
@@ -49,8 +49,8 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
 
   p.lists[0] = expect_list(cache, "cache", indices, "indices", topk_length, "topk_length", tokens, q);
   p.list_count = 1;
-  if (extra_cache.has_value() != extra_indices.has_value())
-    reject(extra_cache ? "extra_indices" : "extra_cache", "given when the other of the two is", "None");
+  if (extra_cache && !extra_indices) reject("extra_indices", "given with extra_cache", "nothing");
+  if (extra_indices && !extra_cache) reject("extra_cache", "given with extra_indices", "nothing");
   if (extra_topk_length && !extra_cache) reject("extra_topk_length", "None without extra_cache", "a tensor");
   if (extra_cache) {
     p.lists[1] = expect_list(*extra_cache, "extra_cache", *extra_indices, "extra_indices", extra_topk_length, "extra_topk_length",
@@ -58,12 +58,12 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
     p.list_count = 2;
   }
 
-  expect(out, "out", {ScalarType::BFloat16}, {{"T", tokens}, {"H", heads}, kValueDim}, q);
+  expect_output(out, "out", {ScalarType::BFloat16}, {{"T", tokens}, {"H", heads}, kValueDim}, q);
   p.out = data<uint16_t>(out), p.out_token = out.stride(0), p.out_head = out.stride(1);
-  expect(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
+  expect_output(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
   p.lse = data<float>(lse), p.lse_token = lse.stride(0), p.lse_head = lse.stride(1);
   if (max_logits) {
-    expect(*max_logits, "max_logits", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
+    expect_output(*max_logits, "max_logits", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
     p.max_logits = data<float>(*max_logits), p.max_token = max_logits->stride(0), p.max_head = max_logits->stride(1);
   }
 
@@ -78,8 +78,8 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
 #ifdef MLA_CUDA
   if (q.is_cuda()) {
     const int64_t needed = 2 * int64_t{p.workers} * heads * Partials::kFloatsPerRow;
-    if (!plan) reject("plan", "given for CUDA tensors", "None");
-    if (!workspace) reject("workspace", "given for CUDA tensors", "None");
+    if (!plan) reject("plan", "given for CUDA tensors", "nothing");
+    if (!workspace) reject("workspace", "given for CUDA tensors", "nothing");
     expect(*workspace, "workspace", {ScalarType::Float}, {{"floats"}}, q);
     if (workspace->size(0) < needed) reject("workspace", "of " + std::to_string(needed) + " floats or more", describe(*workspace));
     p.workspace = data<float>(*workspace);

@@ -33,7 +33,7 @@ void cache_gather(Tensor cache, Tensor slots, Tensor out) {
   p.cache = expect_cache(cache, "cache", cache);
   expect(slots, "slots", {ScalarType::Long, ScalarType::Int}, {{"N"}}, cache);
   p.rows = slots.size(0);
-  expect(out, "out", {ScalarType::BFloat16}, {{"N", p.rows}, kHeadDim}, cache);
+  expect_output(out, "out", {ScalarType::BFloat16}, {{"N", p.rows}, kHeadDim}, cache);
   p.slots = {slots.data_ptr(), slots.scalar_type() == ScalarType::Long};
   p.out = data<uint16_t>(out), p.out_row = out.stride(0);
   if (p.rows == 0) return;

@@ -14,8 +14,8 @@ void convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, i
   expect(block_table, "block_table", {ScalarType::Int}, {{"R"}, {"max_blocks"}}, positions);
   expect(request_ids, "request_ids", {ScalarType::Int}, {{"T", tokens}}, positions);
   if (block_size < 1 || block_size > INT32_MAX) reject("block_size", "1 to 2147483647", std::to_string(block_size));
-  expect(slots, "slots", {ScalarType::Int}, {{"T", tokens}, {"topk", topk}}, positions);
-  expect(counts, "counts", {ScalarType::Int}, {{"T", tokens}}, positions);
+  expect_output(slots, "slots", {ScalarType::Int}, {{"T", tokens}, {"topk", topk}}, positions);
+  expect_output(counts, "counts", {ScalarType::Int}, {{"T", tokens}}, positions);
 
   ConvertProblem p{};
   p.tokens = tokens;

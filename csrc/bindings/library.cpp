@@ -9,7 +9,7 @@ STABLE_TORCH_LIBRARY(mla_backend, m) {
       "Tensor(d!)? workspace, bool batch_invariant, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? max_logits) -> ()");
   m.def(
       "plan(Tensor? topk_length, Tensor? extra_topk_length, SymInt tokens, SymInt topk, SymInt extra_topk, "
-      "bool batch_invariant, Tensor(a!) table) -> ()");
+      "bool batch_invariant, Tensor(a!) out) -> ()");
   m.def("merge_partials(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse) -> ()");
   m.def("cache_write(Tensor kv_c, Tensor k_pe, Tensor(a!) cache, Tensor slots, bool power_of_two) -> ()");
   m.def("cache_gather(Tensor cache, Tensor slots, Tensor(a!) out) -> ()");

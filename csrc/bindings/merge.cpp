@@ -34,9 +34,9 @@ void merge_partials(Tensor outs, Tensor lses, Tensor out, Tensor lse) {
   const int64_t parts = outs.size(0), tokens = outs.size(1), heads = outs.size(2), dim = outs.size(3);
   if (parts == 0) reject("outs", "of one part or more", describe(outs));
   if (dim > cpu::kMaxMergeDim) reject("outs", "of at most 1024 values a head", describe(outs));
-  expect(lses, "lses", {ScalarType::Float}, {{"P", parts}, {"T", tokens}, {"H", heads}}, outs);
-  expect(out, "out", {outs.scalar_type()}, {{"T", tokens}, {"H", heads}, {"D", dim}}, outs);
-  expect(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, outs);
+  expect(lses, "lses", {ScalarType::Float}, {{"P", parts}, {"T", tokens}, {"H", heads}}, outs, Strides::any);
+  expect_output(out, "out", {outs.scalar_type()}, {{"T", tokens}, {"H", heads}, {"D", dim}}, outs);
+  expect_output(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, outs, Strides::any);
   if (tokens * heads == 0) return;
   outs.scalar_type() == ScalarType::Float ? merge<float>(outs, lses, out, lse) : merge<uint16_t>(outs, lses, out, lse);
 }

@@ -2,8 +2,6 @@
 // problem of plain pointers, and hands that to the device's implementation.
 #pragma once
 
-#include <tuple>
-
 #include "bindings/check.h"
 
 namespace mla::bindings {
@@ -13,7 +11,7 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
                       OptionalTensor extra_topk_length, OptionalTensor plan, OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse,
                       OptionalTensor max_logits);
 void plan(OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk, int64_t extra_topk,
-          bool batch_invariant, Tensor table);
+          bool batch_invariant, Tensor out);
 void merge_partials(Tensor outs, Tensor lses, Tensor out, Tensor lse);
 void cache_write(Tensor kv_c, Tensor k_pe, Tensor cache, Tensor slots, bool power_of_two);
 void cache_gather(Tensor cache, Tensor slots, Tensor out);

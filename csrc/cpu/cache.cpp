@@ -23,6 +23,9 @@ void store_bf16(const Number* from, int count, uint8_t* to) {
   }
 }
 
+static_assert(kFp8DsMla.scale == Scale::fp32 && kFp8DsMla.scale_place == ScalePlace::in_row && kFormatCount == 2,
+              "the only quantised format has fp32 scales in its rows; others need code here");
+
 template <typename Number>
 void quantise_row(const CacheFormat& format, bool power_of_two, const Number* latent, uint8_t* row) {
   for (int group = 0; group < format.scales(); ++group) {

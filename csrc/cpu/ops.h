@@ -16,12 +16,13 @@ void convert_indices(const ConvertProblem& problem);
 
 constexpr int kMaxMergeDim = 1024;
 
-// How lists are cut here: anywhere at a multiple of 16 slots, into parts of about 128 or more, which take several
-// times as long as waking a thread and merging. Threads take parts in turn, two each where those have 512 slots or more: cores
-// are seldom equally fast.
-constexpr int kPlanGranule = 16;
-constexpr int kPlanMinPart = 8;
-constexpr int kPlanGoodPart = 32;
+// Whether a plan, which may be a caller's and stale, covers every tile of these lists once and in order.
+bool plan_fits(const PlanShape& shape, const PlanRow* rows, int workers);
+
+// How lists are cut here.
+constexpr int kPlanGranule = 16;  // slots; cuts may fall between any two such tiles
+constexpr int kPlanMinPart = 8;   // tiles; 128 slots take several times as long as waking a thread and merging
+constexpr int kPlanGoodPart = 32; // tiles; with 512 slots each, threads take two parts in turn: cores are seldom equally fast
 constexpr int kPlanWorkersPerThread = 2;
 
 inline PlanShape plan_shape(int32_t tokens, int32_t topk, int32_t extra_topk, const int32_t* length, const int32_t* extra_length,

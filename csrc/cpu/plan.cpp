@@ -16,7 +16,7 @@ void make_plan(const PlanShape& shape, PlanRow* rows, int workers) {
   for (int worker = 0; worker < workers; ++worker) {
     PlanBorder end{shape.tokens, 0};
     if (worker + 1 < active && shape.tokens > 0) {
-      const int64_t cut = units * (worker + 1) / active;
+      const int64_t cut = cut_before(worker + 1, active, units);
       while (units_before + 1 + token_tiles(shape, token) <= cut) units_before += 1 + token_tiles(shape, token++);
       end = settle_border(shape, token, token_tiles(shape, token), cut - units_before);
     }
@@ -36,6 +36,32 @@ void make_plan(const PlanShape& shape, PlanRow* rows, int workers) {
     if (rows[worker].tile_begin == 0 || rows[worker].token_begin == rows[worker].token_end) continue;
     rows[worker - rows[worker].part].parts = rows[worker].part + 1;
   }
+}
+
+bool plan_fits(const PlanShape& shape, const PlanRow* rows, int workers) {
+  PlanBorder at{0, 0};
+  int32_t part = 0;   // that comes next, of the token that is open at `at`
+  int32_t place = 0;
+  int owner = 0;      // the worker that began it
+  for (int worker = 0; worker < workers; ++worker) {
+    const PlanRow& row = rows[worker];
+    if (row.granule != shape.granule) return false;
+    if (row.token_begin == row.token_end && row.token_begin == at.token && at.tile == 0) continue;  // nothing to do
+    const int32_t last = row.token_end - 1;
+    if (row.token_begin != at.token || row.tile_begin != at.tile || last < row.token_begin || last >= shape.tokens) return false;
+    const int32_t tiles = token_tiles(shape, last);
+    const bool continues = at.tile > 0, leaves_open = row.tile_end < tiles;
+    const bool begins_open = leaves_open && !(continues && last == row.token_begin);
+    if (row.tile_end < (last == row.token_begin ? row.tile_begin : 0) || row.tile_end > tiles || (leaves_open && row.tile_end == 0)) return false;
+    if (row.place != place || (continues && row.part != part)) return false;
+    if (continues) ++part;
+    if (continues && !(leaves_open && last == row.token_begin) && rows[owner].parts != part) return false;
+    if (begins_open) owner = worker, part = 1;
+    if (!begins_open && row.parts != 1) return false;
+    place += continues + begins_open;
+    at = leaves_open ? PlanBorder{last, row.tile_end} : PlanBorder{row.token_end, 0};
+  }
+  return at.token == shape.tokens && at.tile == 0;
 }
 
 }  // namespace mla::cpu

@@ -53,6 +53,9 @@ def test_the_benchmark_measures_a_small_case(tmp_path):
 
 @pytest.mark.parametrize(("arguments", "text"), [(["--contexts", "100"], "--contexts must be multiples of 16"),
                                                  (["--heads", "0"], "--heads must be 1 or more"),
+                                                 (["--heads", "300"], "--heads must be 256 or fewer"),
+                                                 (["--markdown", "/nope.json"], "/nope.json is no result file"),
+                                                 (["--output", "/proc/nope/x.json"], "--output: "),
                                                  (["--rounds", "1"], "--rounds must be 2 or more")])
 def test_the_benchmark_refuses_wrong_arguments(arguments, text):
     done = subprocess.run([sys.executable, "-m", "serving_benchmarks.cpu_attention", *arguments], capture_output=True, text=True)

@@ -48,11 +48,33 @@ def test_a_file_that_is_no_library_is_explained(tmp_path):
     assert "does not load under torch" in json.loads(done.stdout)["library"]["why"]
 
 
+@pytest.mark.parametrize(("environment", "text"), [
+    ({"MLA_BACKEND_CPU_KERNEL": "sse9"}, "the environment variable MLA_BACKEND_CPU_KERNEL: name must be auto or"),
+    ({"MLA_BACKEND_LIBRARY": "libm.so.6"}, "there is no file"),
+    ({"MLA_BACKEND_LIBRARY": "/a[/b]/c.so"}, "there is no file /a[/b]/c.so"),
+])
+def test_wrong_settings_are_explained(environment, text):
+    done = run_doctor(**environment)
+    assert done.returncode == 1 and not done.stderr
+    assert text in " ".join(done.stdout.split())
+
+
+def test_another_library_is_told_from_ours():
+    other = next(p for p in (torch.__path__[0] + "/lib/libc10.so", torch.__path__[0] + "/lib/libshm.so") if os.path.exists(p))
+    done = run_doctor(MLA_BACKEND_LIBRARY=other)
+    assert done.returncode == 1 and "is a library, but not this package's" in " ".join(done.stdout.split())
+
+
+def test_brief_says_only_what_runs():
+    done = run_doctor("--brief")
+    assert done.returncode == 0 and done.stdout.startswith("What runs here") and "attention kernel" in done.stdout
+
+
 def test_using_the_package_without_its_library_is_an_import_error():
     code = "import mla_backend; mla_backend.sparse_attention"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
                           env={**os.environ, "MLA_BACKEND_LIBRARY": "/does/not/exist.so"})
-    assert "ImportError: mla-backend: /does/not/exist.so does not exist" in done.stderr
+    assert "ImportError: mla-backend: there is no file /does/not/exist.so (MLA_BACKEND_LIBRARY names it)" in done.stderr
 
 
 @pytest.mark.parametrize("name", [k["name"] for k in library.about()["cpu_kernels"] if k["usable"]])

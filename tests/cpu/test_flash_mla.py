@@ -142,3 +142,38 @@ def test_reusing_metadata_for_other_shapes_is_refused():
     flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices)
     with pytest.raises(ValueError, match="b was 2, is 1"):
         flash_mla.flash_mla_with_kvcache(q[:1], cache, None, None, 512, meta, indices=indices[:1])
+
+
+@pytest.mark.parametrize("made_for", [900, 512, 2048])
+def test_metadata_for_another_topk_is_not_followed(made_for):
+    q, cache, indices = request_tensors("bf16", 2, 2, 16, 900)
+    seqlens = torch.full((2,), 192, dtype=torch.int32)
+    meta = flash_mla.get_mla_metadata(seqlens, 32, 1, 16, False, made_for)
+    got = flash_mla.flash_mla_with_kvcache(q, cache, None, seqlens, 512, *meta, indices=indices)
+    assert_decode(got, reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE), 2, 2)
+
+
+def test_lengths_may_not_come_and_go_under_one_metadata():
+    q, cache, indices = request_tensors("bf16", 2, 1, 3, 8)
+    meta, _ = flash_mla.get_mla_metadata()
+    flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices, topk_length=torch.tensor([3, 8], dtype=torch.int32))
+    with pytest.raises(ValueError, match="has_topk_length was True, is False"):
+        flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices)
+
+
+def test_a_refused_call_leaves_the_metadata_new():
+    q, cache, indices = request_tensors("bf16", 2, 1, 3, 8)
+    meta, _ = flash_mla.get_mla_metadata()
+    with pytest.raises(ValueError, match="attn_sink"):
+        flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices, attn_sink=torch.zeros(9))
+    flash_mla.flash_mla_with_kvcache(q[:1], cache, None, None, 512, meta, indices=indices[:1])
+
+
+@pytest.mark.parametrize(("b", "s_q"), [(0, 1), (0, 2), (3, 1), (3, 2)])
+def test_a_given_output_may_be_strided_or_empty(b, s_q):
+    q, cache, indices = request_tensors("bf16", b, s_q, 4, 8)
+    want = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices)[0]
+    out = torch.full((b, s_q + 1, 4, 512), torch.nan).bfloat16()
+    got, _ = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices, out=out[:, :s_q])
+    assert got.shape == (b, s_q, 4, 512) and torch.equal(got, want) and torch.equal(out[:, :s_q], want)
+    assert out[:, s_q:].isnan().all()

@@ -46,3 +46,5 @@ def test_strided_parts():
     outs, lses = torch.randn(4, 3, 5, 100)[:, :, ::2, 10:74], torch.randn(4, 3, 9)[..., 2:5]
     got = mla_backend.merge_partials(outs, lses)
     assert_accurate(got, reference.merge_partials(outs, lses))
+    head_major = lses.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(mla_backend.merge_partials(outs, head_major)[0], got[0])

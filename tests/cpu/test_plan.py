@@ -54,6 +54,12 @@ def test_work_is_shared_evenly(lengths):
     assert max(loads) <= average + MIN_PART + 1
 
 
+def test_enormous_plans_do_not_overflow():
+    table = mla_backend.plan(100_000, 2**31 - 1, workers=100_000)
+    begins = table[:, 0].long() * 2**28 + table[:, 2]
+    assert (begins.diff() > 0).all()
+
+
 def test_without_lengths_every_list_is_full():
     full = torch.full((7,), 500, dtype=torch.int32)
     assert torch.equal(mla_backend.plan(7, 500, workers=9), mla_backend.plan(7, 500, topk_length=full, workers=9))

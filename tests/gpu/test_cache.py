@@ -134,5 +134,5 @@ def test_the_doctor_reads_every_kernel(capsys):
     assert report["gpus"]["devices"] and report["gpus"]["kernels"] == library.cuda_kernels()
     for kernel in report["gpus"]["kernels"]:
         assert "error" not in kernel and kernel["registers"] > 0 and kernel["blocks_per_sm"] > 0
-        assert kernel["spill_bytes"] == 0
+        assert kernel["local_bytes"] == 0
     assert {"what": "every op on a GPU", "runs": True, "why": None} in report["can_run"]

@@ -59,11 +59,10 @@ struct Job {
   // Everything of one worker, for some heads.
   void run_row(const PlanRow& row, int32_t head_begin, int32_t heads) const {
     void* workspace = thread_workspace(kernel);
-    const int32_t end = std::min(row.token_end, problem.tokens);
-    for (int32_t token = std::max(row.token_begin, 0); token < end; ++token) {
+    for (int32_t token = row.token_begin; token < row.token_end; ++token) {
       const int32_t tiles = token_tiles(shape, token);
-      const int32_t tile_begin = token == row.token_begin ? std::max(row.tile_begin, 0) : 0;
-      const int32_t tile_end = token == row.token_end - 1 ? std::min(row.tile_end, tiles) : tiles;
+      const int32_t tile_begin = token == row.token_begin ? row.tile_begin : 0;
+      const int32_t tile_end = token == row.token_end - 1 ? row.tile_end : tiles;
       Stretch stretch{token, head_begin, heads, tile_begin, tile_end, shape.granule, {}};
       if (tile_begin > 0) stretch.partial = at(row.place);
       else if (tile_end < tiles) stretch.partial = at(begun_place(row));
@@ -73,10 +72,7 @@ struct Job {
 
   // One head of the token that a worker began and others finished.
   void merge(const PlanRow& row, int32_t head) const {
-    const int64_t place = begun_place(row);
-    const int32_t parts = static_cast<int32_t>(std::min<int64_t>(row.parts, partials.places - place));
-    if (place < 0 || parts < 2 || row.token_end < 1 || row.token_end > problem.tokens) return;
-    kernel.merge(problem, row.token_end - 1, head, parts, at(place));
+    kernel.merge(problem, row.token_end - 1, head, row.parts, at(begun_place(row)));
   }
 };
 
@@ -92,19 +88,20 @@ void sparse_attention(const AttentionProblem& given) {
   AttentionProblem p = given;
   PlanShape shape = shape_of(p);
   std::vector<PlanRow> own_plan;
-  if (!p.plan) {
+  if (p.plan) shape.granule = std::max(p.plan[0].granule, 1);
+  if (!p.plan || !plan_fits(shape, p.plan, p.workers)) {
+    shape.granule = kPlanGranule;
     own_plan.resize(static_cast<size_t>(thread_count()) * kPlanWorkersPerThread);
     make_plan(shape, own_plan.data(), static_cast<int>(own_plan.size()));
     p.plan = own_plan.data(), p.workers = static_cast<int32_t>(own_plan.size());
   }
-  shape.granule = std::max(p.plan[0].granule, 1);
 
   // Where the plan keeps fewer threads busy than there are (short lists, or tokens that must stay whole), each
   // worker's heads are shared out too, though every share converts the rows anew.
   int32_t busy = 0;
   for (int32_t w = 0; w < p.workers; ++w) busy += p.plan[w].token_end > p.plan[w].token_begin;
   constexpr int32_t kFewestHeads = 16;
-  int32_t shares = (p.heads + kMaxHeads - 1) / kMaxHeads;
+  int32_t shares = (p.heads + kStretchHeads - 1) / kStretchHeads;
   if (busy > 0 && busy < thread_count())
     shares = std::max(shares, std::min((thread_count() + busy - 1) / busy, (p.heads + kFewestHeads - 1) / kFewestHeads));
   const int32_t share = ((p.heads + shares - 1) / shares + kFewestHeads - 1) / kFewestHeads * kFewestHeads;

@@ -21,12 +21,12 @@ struct Partial {
 // One token, or a part of its slot list, for some of its heads.
 struct Stretch {
   int32_t token;
-  int32_t head_begin, heads;  // at most kMaxHeads
+  int32_t head_begin, heads;  // at most kStretchHeads
   int32_t tile_begin, tile_end, granule;
   Partial partial;
 };
 
-constexpr int kMaxHeads = 128;
+constexpr int kStretchHeads = 128;
 
 struct AttentionKernel {
   const char* name;

@@ -25,7 +25,7 @@ constexpr int kTile = 128;                              // rows converted togeth
 constexpr int kRowWords = kHeadDim / Isa::kPack;
 constexpr int kScoreVectors = 2;
 constexpr int kScoreHeads = kScoreVectors * kLanes;     // heads a block
-constexpr int kHeadSlots = (kMaxHeads + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
+constexpr int kHeadSlots = (kStretchHeads + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
 constexpr int kPanel = Isa::kValueVectors * kLanes;     // output dims that a pass over the tile's values covers
 constexpr int kPanels = kValueDim / kPanel;
 constexpr int kTileSteps = kTile / Isa::kPack;
@@ -312,7 +312,8 @@ inline void finish_row(const AttentionProblem& p, int token, int head, const flo
   uint16_t* out = p.out + token * p.out_token + head * p.out_head;
   for (int d = 0; d < kValueDim; d += kLanes) store_bf16(load(sum + d) * factor, out + d);
   p.lse[token * p.lse_token + head * p.lse_head] = lse;
-  if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = max_logit;
+  // comparisons leave NaN out, the sum of exponentials doesn't
+  if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = lse != lse ? lse : max_logit;
 }
 
 // Writes one head's result: to its place in the output, or as a partial result.

@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) merge_cut_tokens_kernel(const __grid
   largest = warp_max(largest);
   if (lane == 0) {
     p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
-    if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = largest;
+    if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = isnan(weights.lse) ? weights.lse : largest;
   }
 }
 

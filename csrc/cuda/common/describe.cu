@@ -23,7 +23,7 @@ std::string describe_kernels() {
         continue;
       }
       json += ",\"threads\":" + std::to_string(kernel.threads) + ",\"registers\":" + std::to_string(attributes.numRegs) +
-              ",\"spill_bytes\":" + std::to_string(attributes.localSizeBytes) +
+              ",\"local_bytes\":" + std::to_string(attributes.localSizeBytes) +
               ",\"shared_bytes\":" + std::to_string(attributes.sharedSizeBytes + kernel.dynamic_shared_bytes) +
               ",\"blocks_per_sm\":" + std::to_string(blocks) + ",\"binary_version\":" + std::to_string(attributes.binaryVersion) + "}";
     }

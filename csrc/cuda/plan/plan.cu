@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
   const auto border = [&](int64_t index) -> PlanBorder {
     if (index == 0) return {0, 0};
     if (index >= active || shape.tokens == 0) return {shape.tokens, 0};
-    const int64_t cut = units * index / active;
+    const int64_t cut = cut_before(index, active, units);
     int low = 0, high = kThreads - 1;  // the last stretch that begins at or before the cut
     while (low < high) {
       const int middle = (low + high + 1) / 2;

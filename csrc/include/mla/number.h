@@ -51,7 +51,7 @@ MLA_HOST_DEVICE uint8_t float_to_e4m3(float x) {
   const uint32_t magnitude = bits & 0x7fffffffu;
   const uint32_t sign = (bits >> 24) & 0x80u;
   if (magnitude > 0x7f800000u) return 0x7f;
-  if (magnitude >= (0x43e00000u)) return static_cast<uint8_t>(sign | 0x7eu);  // 448 and more
+  if (magnitude >= 0x43e00000u) return static_cast<uint8_t>(sign | 0x7eu);  // 448 and more
   if (magnitude < 0x3c800000u) {  // below 2^-6: adding 2^14 leaves a multiple of 2^-9 in the low mantissa bits
     const float shifted = bits_float(magnitude) + 16384.0f;
     return static_cast<uint8_t>(sign | (float_bits(shifted) & 0xffu));

@@ -30,7 +30,7 @@ static_assert(sizeof(PlanRow) == 32, "a plan row is 8 int32");
 // A worker has up to two partial results: of the token it continues from an earlier worker, at `place`, and of
 // the one it begins and leaves open, at the place after that (or at `place`, if it continued none). So the parts
 // of one token lie at consecutive places, and 2 * workers places are enough.
-MLA_HOST_DEVICE int32_t begun_place(const PlanRow& row) { return row.place + (row.tile_begin > 0); }
+MLA_HOST_DEVICE int64_t begun_place(const PlanRow& row) { return int64_t{row.place} + (row.tile_begin > 0); }
 
 // How the lists of one problem are measured.
 struct PlanShape {
@@ -82,6 +82,11 @@ MLA_HOST_DEVICE PlanRow row_between(const PlanShape& shape, PlanBorder begin, Pl
   PlanRow row{begin.token, end.token + (end.tile > 0), begin.tile, end.tile, 0, 1, 0, shape.granule};
   if (end.tile == 0 && end.token > begin.token) row.tile_end = token_tiles(shape, end.token - 1);
   return row;
+}
+
+// Where the cut in front of worker `index` of `active` falls, of so many units.
+MLA_HOST_DEVICE int64_t cut_before(int64_t index, int64_t active, int64_t units) {
+  return units / active * index + units % active * index / active;
 }
 
 // Of `workers` rows, how many get work. Stretches shorter than a part would only be moved to a border again, so short

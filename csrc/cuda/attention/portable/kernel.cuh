@@ -221,7 +221,7 @@ struct Block {
       if (warp > 0 || lane % 4 > 0) continue;
       if (whole) {
         p.lse[token * p.lse_token + head * p.lse_head] = lse;
-        if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = largest;
+        if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = isnan(lse) ? lse : largest;
       } else {
         partials.lse[row] = lse;
         partials.max_logits[row] = largest;
