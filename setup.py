@@ -46,8 +46,10 @@ def find_torch() -> Path:
     places = [Path(p) for p in (*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))]
     found = next((p / "torch" for p in places if (p / "torch" / "version.py").is_file()), None)
     if found is None:
-        raise SetupError("mla-backend is built against the torch it will run with, and none is installed here. "
-                         "Install torch 2.10 or newer first, then try again (outside of pip: without build isolation).")
+        raise SetupError(
+            "mla-backend is built against the torch it will run with, and none is installed here. "
+            "Install torch 2.10 or newer first, then try again (outside of pip: without build isolation)."
+        )
     if tuple(int(n) for n in torch_version(found).split(".")[:2]) < TORCH_NEEDED:
         raise SetupError(f"mla-backend needs torch 2.10 or newer, found {torch_version(found)} in {found}.")
     return found
@@ -68,8 +70,10 @@ def find_nvcc() -> Path | None:
     if found.is_file():
         return found.resolve()
     if wanted == "1":
-        raise SetupError(f"MLA_BACKEND_CUDA=1, but there is no nvcc ({found} does not exist). "
-                         "Install the CUDA toolkit or set CUDA_HOME; MLA_BACKEND_CUDA=0 builds for the CPU alone.")
+        raise SetupError(
+            f"MLA_BACKEND_CUDA=1, but there is no nvcc ({found} does not exist). "
+            "Install the CUDA toolkit or set CUDA_HOME; MLA_BACKEND_CUDA=0 builds for the CPU alone."
+        )
     return None
 
 
@@ -83,7 +87,9 @@ def ask(*command: object) -> str:
 
 def find_cuda_home(nvcc: Path) -> Path:
     """The folder with include/ and lib64/, which is not always nvcc's parent (it may be a wrapper)."""
-    top = re.search(r"TOP=(.*)", subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr)
+    top = re.search(
+        r"TOP=(.*)", subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
+    )
     return Path(top[1].strip()).resolve() if top else nvcc.parent.parent
 
 
@@ -108,19 +114,32 @@ def write_ninja(folder: Path, version: str) -> None:
     if wrong := [arch for arch in archs if not re.fullmatch(r"\d+[af]?", arch)]:
         raise SetupError(f"MLA_BACKEND_CUDA_ARCHS is a list like {CUDA_ARCHS!r}; {wrong[0]!r} is no architecture.")
     nvcc_release = re.search(r"release ([\d.]+)", ask(nvcc, "--version"))[1] if nvcc else ""
-    print(f"mla-backend: torch {torch_version(torch)}, "
-          + (f"CUDA {nvcc_release} for sm_{', sm_'.join(archs)}" if nvcc else "CPU only (no nvcc, or CUDA switched off)"))
+    print(
+        f"mla-backend: torch {torch_version(torch)}, "
+        + (f"CUDA {nvcc_release} for sm_{', sm_'.join(archs)}" if nvcc else "CPU only (no nvcc, or CUDA switched off)")
+    )
 
     folder.mkdir(parents=True, exist_ok=True)
-    info = {"VERSION": version, "TORCH": torch_version(torch), "TORCH_TARGET": ".".join(map(str, TORCH_NEEDED)),
-            "COMPILER": ask(*shlex.split(cxx), "--version").splitlines()[0].replace('"', "'"), "NVCC": nvcc_release, "CUDA_ARCHS": " ".join(archs)}
+    info = {
+        "VERSION": version,
+        "TORCH": torch_version(torch),
+        "TORCH_TARGET": ".".join(map(str, TORCH_NEEDED)),
+        "COMPILER": ask(*shlex.split(cxx), "--version").splitlines()[0].replace('"', "'"),
+        "NVCC": nvcc_release,
+        "CUDA_ARCHS": " ".join(archs),
+    }
     write_if_changed(folder / "build_info.h", "".join(f'#define MLA_{k} "{v}"\n' for k, v in info.items()))
 
     # the shell reads these, and ninja before it: both take a path with a space for two
-    torch_path, csrc, cuda = (shlex.quote(str(p)).replace("$", "$$") for p in
-                              (torch, ROOT / "csrc", find_cuda_home(nvcc) if nvcc else ""))
+    torch_path, csrc, cuda = (
+        shlex.quote(str(p)).replace("$", "$$") for p in (torch, ROOT / "csrc", find_cuda_home(nvcc) if nvcc else "")
+    )
     common = f"-I{csrc} -I{csrc}/include"
-    host = "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined" if sanitize() else "-O3"
+    host = (
+        "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+        if sanitize()
+        else "-O3"
+    )
     host += " -DMLA_X86" if x86 else ""
     host += f" -DMLA_CUDA -I{cuda}/include" if nvcc else ""
     stable = f"0x{TORCH_NEEDED[0]:02x}{TORCH_NEEDED[1]:02x}000000000000"
@@ -131,13 +150,22 @@ def write_ninja(folder: Path, version: str) -> None:
     gencode = " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in archs)
 
     lines = [
-        f"cxx = {cxx}", f"nvcc = {nvcc}",
-        "rule cxx", f"  command = $cxx {CXX_FLAGS} {WARNINGS} {common} {host} $flags -c $in -o $out",
-        "  depfile = $out.d", "  deps = gcc", "  description = $in",
-        "rule cuda", f"  command = $nvcc -std=c++17 -O3 --threads 2 -lineinfo -Xcompiler -fPIC,-fvisibility=hidden {common} "
+        f"cxx = {cxx}",
+        f"nvcc = {nvcc}",
+        "rule cxx",
+        f"  command = $cxx {CXX_FLAGS} {WARNINGS} {common} {host} $flags -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = $in",
+        "rule cuda",
+        f"  command = $nvcc -std=c++17 -O3 --threads 2 -lineinfo -Xcompiler -fPIC,-fvisibility=hidden {common} "
         f"{gencode} -MD -MF $out.d -c $in -o $out",
-        "  depfile = $out.d", "  deps = gcc", "  description = $in",
-        "rule link", f"  command = $cxx -shared {host} -o $out $in {libraries}", "  description = $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "  description = $in",
+        "rule link",
+        f"  command = $cxx -shared {host} -o $out $in {libraries}",
+        "  description = $out",
     ]
     sources = sorted((ROOT / "csrc" / "bindings").glob("*.cpp")) + sorted((ROOT / "csrc" / "cpu").rglob("*.cpp"))
     sources += sorted((ROOT / "csrc" / "cuda").rglob("*.cu")) if nvcc else []
@@ -149,7 +177,10 @@ def write_ninja(folder: Path, version: str) -> None:
         if source.parent.name == "bindings":
             flags = f"{bindings} -I."  # build_info.h lies where ninja runs
         objects.append(f"{source.relative_to(ROOT / 'csrc').with_suffix('').as_posix().replace('/', '.')}.o")
-        lines += [f"build {objects[-1]}: {'cuda' if source.suffix == '.cu' else 'cxx'} {escaped(source)}", f"  flags = {flags}"]
+        lines += [
+            f"build {objects[-1]}: {'cuda' if source.suffix == '.cu' else 'cxx'} {escaped(source)}",
+            f"  flags = {flags}",
+        ]
     lines += [f"build libmla_backend.so: link {' '.join(objects)}", "default libmla_backend.so", ""]
     write_if_changed(folder / "build.ninja", "\n".join(lines))
 
@@ -182,5 +213,7 @@ class AnyPythonWheel(bdist_wheel):
 
 if "sdist" not in sys.argv:
     find_torch()  # before pip downloads a torch of gigabytes as a dependency, only to fail in the build after that
-setup(ext_modules=[Extension("mla_backend.library_file", sources=[])],
-      cmdclass={"build_ext": BuildLibrary, "bdist_wheel": AnyPythonWheel})
+setup(
+    ext_modules=[Extension("mla_backend.library_file", sources=[])],
+    cmdclass={"build_ext": BuildLibrary, "bdist_wheel": AnyPythonWheel},
+)

@@ -1,6 +1,6 @@
 """A worked example: write tokens into an FP8 cache, attend to the ones an indexer picked, check the answer.
 
-    python examples/sparse_attention.py
+python examples/sparse_attention.py
 """
 
 import torch
@@ -9,7 +9,7 @@ import mla_backend
 from mla_backend import reference
 
 HEADS, TOPK, BLOCK_SIZE = 16, 2048, 64
-SCALE = 192 ** -0.5  # of DeepSeek-V3.2: its heads are 128 + 64 wide before they are absorbed
+SCALE = 192**-0.5  # of DeepSeek-V3.2: its heads are 128 + 64 wide before they are absorbed
 
 torch.manual_seed(0)
 
@@ -25,7 +25,10 @@ for request, length in enumerate(lengths):
     positions = torch.arange(length)
     slots = block_table[request, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
     mla_backend.cache_write(torch.randn(length, 512).bfloat16(), torch.randn(length, 64).bfloat16(), cache, slots)
-print(f"cache: {cache.shape[0]} blocks of {cache.shape[1]} tokens, {fp8.name}, {fp8.token_bytes} bytes a token, {cache.nbytes / 2**20:.1f} MiB")
+print(
+    f"cache: {cache.shape[0]} blocks of {cache.shape[1]} tokens, {fp8.name}, {fp8.token_bytes} bytes a token, "
+    f"{cache.nbytes / 2**20:.1f} MiB"
+)
 
 # One query token a request. The indexer picked 2048 positions of its own sequence for each.
 q = torch.randn(2, HEADS, 576).bfloat16()
@@ -35,7 +38,10 @@ out, lse = mla_backend.sparse_attention(q, cache, indices, scale=SCALE)
 print(f"attention: {counts.tolist()} slots -> out {list(out.shape)}, lse {list(lse.shape)}")
 
 exact, exact_lse, _ = reference.sparse_attention(q, cache, indices, scale=SCALE)
-print(f"against the float64 reference: out differs by at most {(out - exact).abs().max():.1e}, lse by {(lse - exact_lse).abs().max():.1e}")
+print(
+    f"against the float64 reference: out differs by at most {(out - exact).abs().max():.1e}, "
+    f"lse by {(lse - exact_lse).abs().max():.1e}"
+)
 
 # The same in two halves, as two GPUs that share a sequence would do it.
 halves = [mla_backend.sparse_attention(q, cache, half.contiguous(), scale=SCALE) for half in indices.chunk(2, dim=1)]

@@ -7,8 +7,19 @@
 
 from typing import NoReturn
 
-__all__ = ["FORMATS", "CacheFormat", "cache_gather", "cache_write", "convert_indices", "flash_mla", "format_of",
-           "merge_partials", "plan", "reference", "sparse_attention"]
+__all__ = [
+    "FORMATS",
+    "CacheFormat",
+    "cache_gather",
+    "cache_write",
+    "convert_indices",
+    "flash_mla",
+    "format_of",
+    "merge_partials",
+    "plan",
+    "reference",
+    "sparse_attention",
+]
 
 try:
     from mla_backend import fake as _fake  # noqa: F401  (torch.compile support)

@@ -11,8 +11,13 @@ import torch
 from torch import Tensor
 
 _WRONG_TYPE = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'")
-_KINDS = {"Tensor": "a torch.Tensor", "Optional[Tensor]": "a torch.Tensor or None", "float": "a number", "int": "an int",
-          "bool": "a bool"}
+_KINDS = {
+    "Tensor": "a torch.Tensor",
+    "Optional[Tensor]": "a torch.Tensor or None",
+    "float": "a number",
+    "int": "an int",
+    "bool": "a bool",
+}
 
 
 def call(op: torch._ops.OpOverload, *arguments: object) -> None:
@@ -59,5 +64,5 @@ def named(**names: str) -> Iterator[None]:
     except (TypeError, ValueError) as error:
         for ours, theirs in names.items():
             if str(error).startswith(f"{ours} "):
-                raise type(error)(theirs + str(error)[len(ours):]) from None
+                raise type(error)(theirs + str(error)[len(ours) :]) from None
         raise

@@ -79,8 +79,25 @@ def sparse_attention(
             plan = _own_plan(q, indices, topk_length, extra_indices, extra_topk_length, batch_invariant)
         if workspace is None:
             workspace = torch.empty(workspace_floats(plan.shape[0], q.shape[1]), dtype=torch.float32, device=q.device)
-    call(torch.ops.mla_backend.sparse_attention.default, q, q_rope, cache, indices, scale, topk_length, sink, extra_cache,
-         extra_indices, extra_topk_length, plan, workspace, batch_invariant, out, lse, max_logits)
+    call(
+        torch.ops.mla_backend.sparse_attention.default,
+        q,
+        q_rope,
+        cache,
+        indices,
+        scale,
+        topk_length,
+        sink,
+        extra_cache,
+        extra_indices,
+        extra_topk_length,
+        plan,
+        workspace,
+        batch_invariant,
+        out,
+        lse,
+        max_logits,
+    )
     return (out, lse, max_logits) if return_max_logits else (out, lse)
 
 
@@ -99,12 +116,25 @@ def default_workers(device: torch.device, num_heads: int) -> int:
     return PLAN_WORKERS_PER_THREAD * torch.get_num_threads()
 
 
-def _own_plan(q: Tensor, indices: Tensor, topk_length: Tensor | None, extra_indices: Tensor | None,
-              extra_topk_length: Tensor | None, batch_invariant: bool) -> Tensor:
+def _own_plan(
+    q: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_topk_length: Tensor | None,
+    batch_invariant: bool,
+) -> Tensor:
     require_tensors(indices=indices)
-    return plan(q.shape[0], indices.shape[-1], topk_length=topk_length, num_heads=q.shape[1], device=q.device,
-                extra_topk=0 if extra_indices is None else extra_indices.shape[-1], extra_topk_length=extra_topk_length,
-                batch_invariant=batch_invariant)
+    return plan(
+        q.shape[0],
+        indices.shape[-1],
+        topk_length=topk_length,
+        num_heads=q.shape[1],
+        device=q.device,
+        extra_topk=0 if extra_indices is None else extra_indices.shape[-1],
+        extra_topk_length=extra_topk_length,
+        batch_invariant=batch_invariant,
+    )
 
 
 def plan(
@@ -155,7 +185,16 @@ def plan(
             workers = default_workers(torch.device(device), num_heads)
         require_count("workers", workers, at_least=1)
         out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
-    call(torch.ops.mla_backend.plan.default, topk_length, extra_topk_length, num_tokens, topk, extra_topk, batch_invariant, out)
+    call(
+        torch.ops.mla_backend.plan.default,
+        topk_length,
+        extra_topk_length,
+        num_tokens,
+        topk,
+        extra_topk,
+        batch_invariant,
+        out,
+    )
     return out
 
 
@@ -167,8 +206,10 @@ def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
     for i, part in enumerate(parts):
         require_tensors(**{f"{name}[{i}]": part})
         if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
-            raise ValueError(f"{name}[{i}] must be {parts[0].dtype} {list(parts[0].shape)} like {name}[0]; "
-                             f"got {part.dtype} {list(part.shape)}")
+            raise ValueError(
+                f"{name}[{i}] must be {parts[0].dtype} {list(parts[0].shape)} like {name}[0]; "
+                f"got {part.dtype} {list(part.shape)}"
+            )
     return torch.stack(tuple(parts))
 
 

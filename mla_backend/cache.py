@@ -77,5 +77,14 @@ def convert_indices(
         slots = torch.empty_like(positions, memory_format=torch.contiguous_format)
     if counts is None:
         counts = torch.empty(positions.shape[:1], dtype=torch.int32, device=positions.device)
-    call(torch.ops.mla_backend.convert_indices.default, positions, block_table, request_ids, block_size, compact, slots, counts)
+    call(
+        torch.ops.mla_backend.convert_indices.default,
+        positions,
+        block_table,
+        request_ids,
+        block_size,
+        compact,
+        slots,
+        counts,
+    )
     return slots, counts

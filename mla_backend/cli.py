@@ -10,11 +10,15 @@ from rich.console import Console
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="mla-backend", description="Sparse MLA attention: kernels, paged cache, vLLM backend.")
+    parser = argparse.ArgumentParser(
+        prog="mla-backend", description="Sparse MLA attention: kernels, paged cache, vLLM backend."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    doctor = commands.add_parser("doctor", help="say what this machine can run, and why not the rest",
-                                 description="Says what this machine can run, and why not the rest. "
-                                             "Exits with 1 if the library does not load.")
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what this machine can run, and why not the rest",
+        description="Says what this machine can run, and why not the rest. Exits with 1 if the library does not load.",
+    )
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.add_argument("--brief", action="store_true", help="print only what runs here")
     doctor.set_defaults(run=_doctor)

@@ -35,8 +35,13 @@ def _examine_torch() -> dict[str, Any]:
     except ImportError as error:
         return {"version": None, "supported": False, "why": str(error)}
     supported = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= TORCH_NEEDED
-    return {"version": torch.__version__, "supported": supported, "why": None if supported else "2.10 or newer is needed",
-            "cuda": torch.version.cuda, "threads": torch.get_num_threads()}
+    return {
+        "version": torch.__version__,
+        "supported": supported,
+        "why": None if supported else "2.10 or newer is needed",
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _examine_vllm() -> dict[str, Any]:
@@ -46,8 +51,12 @@ def _examine_vllm() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
         tried = version.startswith(tuple(f"{v}." for v in VLLM_TRIED))
-        return {"version": version, "distribution": distribution, "supported": tried,
-                "why": None if tried else f"tried versions are {', '.join(VLLM_TRIED)}"}
+        return {
+            "version": version,
+            "distribution": distribution,
+            "supported": tried,
+            "why": None if tried else f"tried versions are {', '.join(VLLM_TRIED)}",
+        }
     return {"version": None, "distribution": None, "supported": False, "why": "not installed"}
 
 
@@ -78,8 +87,14 @@ def _examine_gpus() -> dict[str, Any]:
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        devices.append({"name": properties.name, "capability": f"{properties.major}.{properties.minor}",
-                        "multiprocessors": properties.multi_processor_count, "memory_bytes": properties.total_memory})
+        devices.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "multiprocessors": properties.multi_processor_count,
+                "memory_bytes": properties.total_memory,
+            }
+        )
     try:
         from mla_backend import library
     except ImportError:
@@ -111,6 +126,7 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def render(report: dict[str, Any], console: Console) -> None:
     """Prints a report for people."""
+
     def section(title: str, rows: list[tuple[str, str]]) -> None:
         console.print(f"[bold]{title}[/bold]")
         table = Table.grid(padding=(0, 2))
@@ -123,39 +139,70 @@ def render(report: dict[str, Any], console: Console) -> None:
     library, torch, vllm, cpu, gpus = (report[key] for key in ("library", "torch", "vllm", "cpu", "gpus"))
     versions = [("Python", report["python"]), ("system", report["system"])]
     torch_build = f", CUDA {torch['cuda']}" if torch.get("cuda") else ", CPU build"
-    versions.append(("torch", f"{torch['version']}{torch_build}" if torch["supported"] else f"{torch['version']}: {torch['why']}"))
+    versions.append(
+        ("torch", f"{torch['version']}{torch_build}" if torch["supported"] else f"{torch['version']}: {torch['why']}")
+    )
     vllm_line = f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "none"
     versions.append(("vLLM", vllm_line if vllm["supported"] else f"{vllm_line} ({vllm['why']})"))
     section("Versions", versions)
 
     if library["loads"]:
-        cuda = f"CUDA {library['cuda_compiler']} for sm_{', sm_'.join(library['cuda_archs'].split())}" if library["cuda_archs"] else "no CUDA"
-        section("Library", [
-            ("file", library["path"]), ("version", library["version"]),
-            ("built with", f"{library['compiler']}; {cuda}"),
-            ("ABI", f"torch's stable ABI, torch {library['torch_needed']} and later (headers of {library['torch_built_with']})"),
-            ("formats", ", ".join(f"{f['name']} ({f['token_bytes']} B a token)" for f in library["formats"])),
-        ])
+        cuda = (
+            f"CUDA {library['cuda_compiler']} for sm_{', sm_'.join(library['cuda_archs'].split())}"
+            if library["cuda_archs"]
+            else "no CUDA"
+        )
+        section(
+            "Library",
+            [
+                ("file", library["path"]),
+                ("version", library["version"]),
+                ("built with", f"{library['compiler']}; {cuda}"),
+                (
+                    "ABI",
+                    f"torch's stable ABI, torch {library['torch_needed']} and later "
+                    f"(headers of {library['torch_built_with']})",
+                ),
+                ("formats", ", ".join(f"{f['name']} ({f['token_bytes']} B a token)" for f in library["formats"])),
+            ],
+        )
         cpu_rows = [("model", cpu["model"]), ("threads", f"{torch['threads']} of {cpu['cores']} cores")]
         for kernel in library["cpu_kernels"]:
-            state = "in use" if kernel["active"] else "usable" if kernel["usable"] else f"not usable: needs {kernel['needs']}"
+            state = (
+                "in use"
+                if kernel["active"]
+                else "usable"
+                if kernel["usable"]
+                else f"not usable: needs {kernel['needs']}"
+            )
             cpu_rows.append((f"kernel {kernel['name']}", state))
         section("CPU", cpu_rows)
     else:
         section("Library", [("does not load", library["why"])])
 
-    gpu_rows = [(f"{i}", f"{d['name']}, sm_{d['capability'].replace('.', '')}, {d['multiprocessors']} SMs, {d['memory_bytes'] / 2**30:.0f} GiB")
-                for i, d in enumerate(gpus["devices"])]
+    gpu_rows = [
+        (
+            f"{i}",
+            f"{d['name']}, sm_{d['capability'].replace('.', '')}, {d['multiprocessors']} SMs, "
+            f"{d['memory_bytes'] / 2**30:.0f} GiB",
+        )
+        for i, d in enumerate(gpus["devices"])
+    ]
     section("GPUs", gpu_rows or [("none", gpus["why"])])
     if gpus["kernels"]:
-        table = Table("kernel", "threads", "regs", "local B", "shared B", "blocks/SM", "built for", box=None, padding=(0, 1))
+        table = Table(
+            "kernel", "threads", "regs", "local B", "shared B", "blocks/SM", "built for", box=None, padding=(0, 1)
+        )
         table.columns[0].no_wrap = True
         for k in gpus["kernels"]:
             if "error" in k:
                 table.add_row(escape(k["name"]), escape(k["error"]))
             else:
-                table.add_row(k["name"], *(str(k[key]) for key in ("threads", "registers", "local_bytes", "shared_bytes", "blocks_per_sm")),
-                              f"sm_{k['binary_version']}")
+                table.add_row(
+                    k["name"],
+                    *(str(k[key]) for key in ("threads", "registers", "local_bytes", "shared_bytes", "blocks_per_sm")),
+                    f"sm_{k['binary_version']}",
+                )
         console.print(table)
 
     render_verdicts(report, console)

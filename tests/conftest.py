@@ -12,14 +12,19 @@ from torch import Tensor
 import mla_backend
 from mla_backend import library, reference
 
-settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True,
-                          suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+settings.register_profile(
+    "quick",
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 FORMATS = tuple(mla_backend.FORMATS)
 CPU_KERNELS = tuple(k["name"] for k in library.about()["cpu_kernels"] if k["usable"])
-SCALE = 576 ** -0.5
+SCALE = 576**-0.5
 MAGNITUDE = 0.1
 """Of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
 
@@ -66,13 +71,17 @@ class Problem:
         (tokens, heads), device = q.shape[:2], q.device
         out = torch.full((tokens, heads, 512), torch.nan, dtype=torch.bfloat16, device=device)
         lse = torch.full((tokens, heads), torch.nan, device=device)
-        return mla_backend.sparse_attention(**{**vars(self), "out": out, "lse": lse, "return_max_logits": True, **options})
+        return mla_backend.sparse_attention(
+            **{**vars(self), "out": out, "lse": lse, "return_max_logits": True, **options}
+        )
 
     def oracle(self) -> tuple[Tensor, Tensor, Tensor]:
         return reference.sparse_attention(**vars(self))
 
     def to(self, device: str) -> "Problem":
-        return Problem(**{name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self).items()})
+        return Problem(
+            **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        )
 
     def check(self, magnitude: float = MAGNITUDE, **options) -> None:
         assert_accurate(self.solve(**options), self.oracle(), magnitude)
@@ -95,12 +104,21 @@ def random_cache(fmt: str, blocks: int, block_size: int, magnitude: float = MAGN
     return cache
 
 
-def random_problem(fmt: str = "fp8_ds_mla", tokens: int = 2, heads: int = 16, topk: int = 100, blocks: int = 8,
-                   block_size: int = 16, **more) -> Problem:
+def random_problem(
+    fmt: str = "fp8_ds_mla",
+    tokens: int = 2,
+    heads: int = 16,
+    topk: int = 100,
+    blocks: int = 8,
+    block_size: int = 16,
+    **more,
+) -> Problem:
     """Random slots, most of them valid, some below 0 and some past the end."""
     slots = blocks * block_size
     indices = torch.randint(-slots // 8 - 1, slots + slots // 8 + 1, (tokens, topk), dtype=torch.int32)
-    return Problem((torch.randn(tokens, heads, 576) / MAGNITUDE).bfloat16(), random_cache(fmt, blocks, block_size), indices, **more)
+    return Problem(
+        (torch.randn(tokens, heads, 576) / MAGNITUDE).bfloat16(), random_cache(fmt, blocks, block_size), indices, **more
+    )
 
 
 @st.composite
@@ -131,7 +149,9 @@ def assert_accurate(got: tuple[Tensor, ...], want: tuple[Tensor, ...], magnitude
     difference = (out - exact).abs()
     allowed = torch.clamp(exact.abs() * (2.01 / 128), min=8e-4 * magnitude / MAGNITUDE)
     assert not out.isnan().any(), "out has NaN"
-    assert (difference <= allowed).all(), f"out is off by {difference.max():.3g} (worst ratio {(difference / allowed).max():.2f})"
+    assert (difference <= allowed).all(), (
+        f"out is off by {difference.max():.3g} (worst ratio {(difference / allowed).max():.2f})"
+    )
     norms = (out * out + exact * exact).sum()
     if norms > 0:
         distance = 1 - 2 * (out * exact).sum() / norms

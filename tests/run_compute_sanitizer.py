@@ -1,6 +1,6 @@
 """Runs compute-sanitizer's four tools over one small case of every op. Needs a GPU and the CUDA toolkit.
 
-    python tests/run_compute_sanitizer.py
+python tests/run_compute_sanitizer.py
 """
 
 import shutil
@@ -19,9 +19,27 @@ def main() -> int:
     findings = []
     for tool in TOOLS:
         # only our own kernels are of interest: initcheck would complain of torch's copies of memory with gaps
-        done = subprocess.run([sanitizer, "--tool", tool, "--error-exitcode", "1", "--kernel-name-exclude", "kernel_substring=at::",
-                               sys.executable, "-m", "pytest", "-q", "tests/gpu/test_attention.py", "-k", "small_case"],
-                              cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            [
+                sanitizer,
+                "--tool",
+                tool,
+                "--error-exitcode",
+                "1",
+                "--kernel-name-exclude",
+                "kernel_substring=at::",
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "tests/gpu/test_attention.py",
+                "-k",
+                "small_case",
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
         print(f"{tool}: {'clean' if done.returncode == 0 else 'FOUND SOMETHING'}", flush=True)
         if done.returncode:
             findings.append(tool)

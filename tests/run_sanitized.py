@@ -1,6 +1,6 @@
 """Builds the CPU kernels with AddressSanitizer and UBSan and runs the CPU tests on that build.
 
-    python tests/run_sanitized.py [pytest arguments]
+python tests/run_sanitized.py [pytest arguments]
 """
 
 import os
@@ -15,7 +15,9 @@ SKIPPED = ("test_torch_integration.py", "test_doctor.py", "test_install.py")
 
 def runtime(name: str) -> str:
     """Where the compiler keeps a sanitizer's runtime, which has to be in the process before anything else."""
-    path = subprocess.run([os.environ.get("CXX", "g++"), f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+    path = subprocess.run(
+        [os.environ.get("CXX", "g++"), f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     if not os.path.isabs(path):
         sys.exit(f"The compiler has no {name}; install GCC's sanitizer libraries.")
     return path
@@ -23,8 +25,12 @@ def runtime(name: str) -> str:
 
 def main(arguments: list[str]) -> int:
     build = ROOT / "build" / "sanitize-package"
-    subprocess.run([sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(build)], cwd=ROOT, check=True,
-                   env={**os.environ, "MLA_BACKEND_SANITIZE": "1"})
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(build)],
+        cwd=ROOT,
+        check=True,
+        env={**os.environ, "MLA_BACKEND_SANITIZE": "1"},
+    )
     environment = {
         **os.environ,
         "MLA_BACKEND_LIBRARY": str(build / "mla_backend" / "libmla_backend.so"),

@@ -77,7 +77,7 @@ def test_duplicates_count_as_often_as_they_stand(cpu_kernel, fmt):
     assert torch.allclose(thrice - once, torch.tensor(3.0).log(), atol=1e-5)
 
 
-@pytest.mark.parametrize("bad", [-1, -2**31, 8 * 16, 2**31 - 1])
+@pytest.mark.parametrize("bad", [-1, -(2**31), 8 * 16, 2**31 - 1])
 def test_slots_outside_the_cache_are_skipped(cpu_kernel, bad):
     problem = random_problem(tokens=2, heads=3, topk=40)
     problem.indices = torch.randint(0, 8 * 16, (2, 40), dtype=torch.int32)
@@ -213,8 +213,9 @@ def test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch(cpu_kerne
     problem.topk_length = torch.tensor([400, 1, 399, 0, 130, 400, 64, 300, 5], dtype=torch.int32)
     together = problem.solve(batch_invariant=True)
     for begin, end in ((0, 1), (1, 3), (3, 9), (4, 5)):
-        alone = problem.but(q=problem.q[begin:end], indices=problem.indices[begin:end],
-                            topk_length=problem.topk_length[begin:end]).solve(batch_invariant=True)
+        alone = problem.but(
+            q=problem.q[begin:end], indices=problem.indices[begin:end], topk_length=problem.topk_length[begin:end]
+        ).solve(batch_invariant=True)
         assert all(torch.equal(a[begin:end], b) for a, b in zip(together, alone, strict=True))
 
 
@@ -222,7 +223,7 @@ def test_a_stale_plan_is_not_followed(cpu_kernel):
     problem = random_problem(tokens=4, heads=2, topk=300)
     problem.topk_length = torch.tensor([300, 0, 17, 299], dtype=torch.int32)
     want = problem.oracle()
-    edges = [0, 1, -1, 2, 4, 5, 16, 2**31 - 1, -2**31]
+    edges = [0, 1, -1, 2, 4, 5, 16, 2**31 - 1, -(2**31)]
     for seed in range(150):
         torch.manual_seed(seed)
         plan = mla_backend.plan(torch.randint(0, 9, ()).item(), 1000, workers=5)

@@ -19,7 +19,9 @@ def tokens_to_write(draw):
     """Latent and rope values from tiny to huge, some zero, NaN or infinite, of either dtype."""
     torch.manual_seed(draw(st.integers(0, 2**31)))
     n = draw(st.integers(0, 20))
-    latent = torch.randn(n, 512) * torch.exp(torch.randn(n, 4) * draw(st.sampled_from([0.0, 2.0, 30.0]))).repeat_interleave(128, 1)
+    latent = torch.randn(n, 512) * torch.exp(
+        torch.randn(n, 4) * draw(st.sampled_from([0.0, 2.0, 30.0]))
+    ).repeat_interleave(128, 1)
     rope = torch.randn(n, 64) * 10
     special = draw(st.sampled_from([None, 0.0, torch.inf, -torch.inf, torch.nan]))
     if special is not None and n:
@@ -33,22 +35,25 @@ def tokens_to_write(draw):
 @given(tokens=tokens_to_write(), data=st.data())
 def test_writing_has_the_bits_of_the_oracle(fmt, tokens, data):
     blocks, block_size = data.draw(st.integers(0, 6)), data.draw(st.sampled_from([1, 3, 16]))
-    slots = torch.randperm(blocks * block_size + 10)[:len(tokens[0])] - 5  # some outside of the cache
-    tokens = [t[:len(slots)] for t in tokens]
+    slots = torch.randperm(blocks * block_size + 10)[: len(tokens[0])] - 5  # some outside of the cache
+    tokens = [t[: len(slots)] for t in tokens]
     power_of_two = data.draw(st.booleans())
     cache = torch.randint(0, 255, (blocks, block_size, mla_backend.FORMATS[fmt].token_bytes), dtype=torch.uint8)
     cache = cache.view(mla_backend.FORMATS[fmt].dtype)
     want = cache.clone()
     reference.cache_write(*tokens, want, slots, power_of_two)
-    mla_backend.cache_write(*tokens, cache, slots.to(data.draw(st.sampled_from([torch.int32, torch.int64]))),
-                            power_of_two=power_of_two)
+    mla_backend.cache_write(
+        *tokens, cache, slots.to(data.draw(st.sampled_from([torch.int32, torch.int64]))), power_of_two=power_of_two
+    )
     assert torch.equal(bits(cache), bits(want))
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_a_group_of_zeros_has_a_usable_scale(power_of_two):
     cache = mla_backend.FORMATS["fp8_ds_mla"].new_cache(1, 1)
-    mla_backend.cache_write(torch.zeros(1, 512), torch.zeros(1, 64), cache, torch.tensor([0]), power_of_two=power_of_two)
+    mla_backend.cache_write(
+        torch.zeros(1, 512), torch.zeros(1, 64), cache, torch.tensor([0]), power_of_two=power_of_two
+    )
     scales = cache[0, 0, 512:528].view(torch.float32)
     assert (scales == torch.finfo(torch.float32).tiny).all()
     assert (mla_backend.cache_gather(cache, torch.tensor([0])) == 0).all()
@@ -100,7 +105,7 @@ def test_quantisation_error_is_that_of_e4m3():
 def test_skipped_tokens_leave_every_byte_alone(fmt):
     cache = mla_backend.FORMATS[fmt].new_cache(2, 4)
     bits(cache)[:] = 77
-    slots = torch.tensor([-1, -9, 8, 2**40, -2**40])
+    slots = torch.tensor([-1, -9, 8, 2**40, -(2**40)])
     mla_backend.cache_write(torch.randn(5, 512), torch.randn(5, 64), cache, slots)
     assert (bits(cache) == 77).all()
 
@@ -149,21 +154,29 @@ def test_positions_become_slots(data):
     positions = torch.randint(-3, max_blocks * block_size + 5, (tokens, topk), dtype=torch.int32)
     request_ids = torch.randint(-1, requests + 1, (tokens,), dtype=torch.int32)
     compact = data.draw(st.booleans())
-    got = mla_backend.convert_indices(positions, table, request_ids, block_size, compact=compact,
-                                      slots=torch.full((tokens, topk), -7, dtype=torch.int32))
+    got = mla_backend.convert_indices(
+        positions,
+        table,
+        request_ids,
+        block_size,
+        compact=compact,
+        slots=torch.full((tokens, topk), -7, dtype=torch.int32),
+    )
     want = reference.convert_indices(positions, table, request_ids, block_size, compact)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_a_slot_that_does_not_fit_32_bits_is_no_slot():
     table = torch.tensor([[2**31 - 1, 2**24]], dtype=torch.int32)
-    slots, counts = mla_backend.convert_indices(torch.tensor([[1, 128, 5]], dtype=torch.int32), table,
-                                                torch.zeros(1, dtype=torch.int32), 64)
+    slots, counts = mla_backend.convert_indices(
+        torch.tensor([[1, 128, 5]], dtype=torch.int32), table, torch.zeros(1, dtype=torch.int32), 64
+    )
     assert slots.tolist() == [[-1, -1, -1]] and counts.tolist() == [0]
 
 
 def test_compact_counts_serve_as_lengths():
     from conftest import assert_accurate, random_problem
+
     problem = random_problem(tokens=3, heads=2, topk=50)
     table = torch.randperm(8).int().view(1, 8)
     positions = torch.randint(-20, 8 * 16 + 20, (3, 50), dtype=torch.int32)

@@ -42,8 +42,29 @@ def test_links_lead_somewhere():
 
 def test_the_benchmark_measures_a_small_case(tmp_path):
     output = tmp_path / "out.json"
-    done = subprocess.run([sys.executable, "-m", "serving_benchmarks.cpu_attention", "--heads", "3", "--contexts", "32", "--batches", "2",
-                           "--rounds", "2", "--burst", "0", "--threads", "2", "--output", output], capture_output=True, text=True)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "serving_benchmarks.cpu_attention",
+            "--heads",
+            "3",
+            "--contexts",
+            "32",
+            "--batches",
+            "2",
+            "--rounds",
+            "2",
+            "--burst",
+            "0",
+            "--threads",
+            "2",
+            "--output",
+            output,
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(output.read_text())
     assert {r["case"]["format"] for r in report["results"]} == {"bf16", "fp8_ds_mla"}
@@ -51,12 +72,19 @@ def test_the_benchmark_measures_a_small_case(tmp_path):
     assert report["environment"]["torch"]["version"] and "ours" not in done.stderr
 
 
-@pytest.mark.parametrize(("arguments", "text"), [(["--contexts", "100"], "--contexts must be multiples of 16"),
-                                                 (["--heads", "0"], "--heads must be 1 or more"),
-                                                 (["--heads", "300"], "--heads must be 256 or fewer"),
-                                                 (["--markdown", "/nope.json"], "/nope.json is no result file"),
-                                                 (["--output", "/proc/nope/x.json"], "--output: "),
-                                                 (["--rounds", "1"], "--rounds must be 2 or more")])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--contexts", "100"], "--contexts must be multiples of 16"),
+        (["--heads", "0"], "--heads must be 1 or more"),
+        (["--heads", "300"], "--heads must be 256 or fewer"),
+        (["--markdown", "/nope.json"], "/nope.json is no result file"),
+        (["--output", "/proc/nope/x.json"], "--output: "),
+        (["--rounds", "1"], "--rounds must be 2 or more"),
+    ],
+)
 def test_the_benchmark_refuses_wrong_arguments(arguments, text):
-    done = subprocess.run([sys.executable, "-m", "serving_benchmarks.cpu_attention", *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "serving_benchmarks.cpu_attention", *arguments], capture_output=True, text=True
+    )
     assert done.returncode == 2 and text in done.stderr

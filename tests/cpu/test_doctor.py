@@ -12,15 +12,24 @@ from mla_backend import cli, doctor, library
 
 
 def run_doctor(*arguments, **environment):
-    return subprocess.run([sys.executable, "-m", "mla_backend.cli", "doctor", *arguments], capture_output=True, text=True,
-                          env={**os.environ, **environment})
+    return subprocess.run(
+        [sys.executable, "-m", "mla_backend.cli", "doctor", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
 
 
 def test_json_reports_everything(capsys):
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["torch"] == {"version": torch.__version__, "supported": True, "why": None, "cuda": torch.version.cuda,
-                               "threads": torch.get_num_threads()}
+    assert report["torch"] == {
+        "version": torch.__version__,
+        "supported": True,
+        "why": None,
+        "cuda": torch.version.cuda,
+        "threads": torch.get_num_threads(),
+    }
     assert report["library"]["loads"] and report["library"]["formats"]
     kernels = report["library"]["cpu_kernels"]
     assert sum(k["active"] for k in kernels) == 1 and kernels[-1]["name"] == "portable" and kernels[-1]["usable"]
@@ -48,11 +57,14 @@ def test_a_file_that_is_no_library_is_explained(tmp_path):
     assert "does not load under torch" in json.loads(done.stdout)["library"]["why"]
 
 
-@pytest.mark.parametrize(("environment", "text"), [
-    ({"MLA_BACKEND_CPU_KERNEL": "sse9"}, "the environment variable MLA_BACKEND_CPU_KERNEL: name must be auto or"),
-    ({"MLA_BACKEND_LIBRARY": "libm.so.6"}, "there is no file"),
-    ({"MLA_BACKEND_LIBRARY": "/a[/b]/c.so"}, "there is no file /a[/b]/c.so"),
-])
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({"MLA_BACKEND_CPU_KERNEL": "sse9"}, "the environment variable MLA_BACKEND_CPU_KERNEL: name must be auto or"),
+        ({"MLA_BACKEND_LIBRARY": "libm.so.6"}, "there is no file"),
+        ({"MLA_BACKEND_LIBRARY": "/a[/b]/c.so"}, "there is no file /a[/b]/c.so"),
+    ],
+)
 def test_wrong_settings_are_explained(environment, text):
     done = run_doctor(**environment)
     assert done.returncode == 1 and not done.stderr
@@ -60,7 +72,9 @@ def test_wrong_settings_are_explained(environment, text):
 
 
 def test_another_library_is_told_from_ours():
-    other = next(p for p in (torch.__path__[0] + "/lib/libc10.so", torch.__path__[0] + "/lib/libshm.so") if os.path.exists(p))
+    other = next(
+        p for p in (torch.__path__[0] + "/lib/libc10.so", torch.__path__[0] + "/lib/libshm.so") if os.path.exists(p)
+    )
     done = run_doctor(MLA_BACKEND_LIBRARY=other)
     assert done.returncode == 1 and "is a library, but not this package's" in " ".join(done.stdout.split())
 
@@ -72,8 +86,12 @@ def test_brief_says_only_what_runs():
 
 def test_using_the_package_without_its_library_is_an_import_error():
     code = "import mla_backend; mla_backend.sparse_attention"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                          env={**os.environ, "MLA_BACKEND_LIBRARY": "/does/not/exist.so"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "MLA_BACKEND_LIBRARY": "/does/not/exist.so"},
+    )
     assert "ImportError: mla-backend: there is no file /does/not/exist.so (MLA_BACKEND_LIBRARY names it)" in done.stderr
 
 
@@ -83,7 +101,10 @@ def test_the_environment_selects_a_cpu_kernel(name):
     assert [k["name"] for k in report["library"]["cpu_kernels"] if k["active"]] == [name]
 
 
-@pytest.mark.parametrize(("version", "supported"), [("0.23.0", True), ("0.32.1", True), ("0.33.0rc1", True), ("0.3.0", False), ("0.34.0", False)])
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [("0.23.0", True), ("0.32.1", True), ("0.33.0rc1", True), ("0.3.0", False), ("0.34.0", False)],
+)
 def test_untried_vllm_versions_are_named_as_such(monkeypatch, version, supported):
     monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
     found = doctor.examine()["vllm"]

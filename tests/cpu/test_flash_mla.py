@@ -46,14 +46,21 @@ def test_sparse_decode(data):
             more["extra_topk_length"] = torch.randint(0, 21, (b,), dtype=torch.int32)
     per_token = lambda name: None if more.get(name) is None else more[name].repeat_interleave(s_q)  # noqa: E731
     want = reference.sparse_attention(
-        q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE, topk_length=per_token("topk_length"),
-        sink=more.get("attn_sink"), extra_cache=None if "extra_k_cache" not in more else more["extra_k_cache"].squeeze(2),
+        q.flatten(0, 1),
+        cache.squeeze(2),
+        indices.flatten(0, 1),
+        scale=SCALE,
+        topk_length=per_token("topk_length"),
+        sink=more.get("attn_sink"),
+        extra_cache=None if "extra_k_cache" not in more else more["extra_k_cache"].squeeze(2),
         extra_indices=None if "extra_k_cache" not in more else more["extra_indices_in_kvcache"].flatten(0, 1),
-        extra_topk_length=per_token("extra_topk_length"))
+        extra_topk_length=per_token("extra_topk_length"),
+    )
     meta, _ = flash_mla.get_mla_metadata()
     for _ in range(2):  # the second call reuses the plan
-        got = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, None, is_fp8_kvcache=fmt != "bf16",
-                                               indices=indices, **more)
+        got = flash_mla.flash_mla_with_kvcache(
+            q, cache, None, None, 512, meta, None, is_fp8_kvcache=fmt != "bf16", indices=indices, **more
+        )
         assert_decode(got, want, b, s_q)
 
 
@@ -68,7 +75,9 @@ def test_metadata_of_september_2025(fmt, s_q):
     assert table.shape[1] == 8 and num_splits.shape == (b + 1,)
     begins_inside = int(((table[:, 2] > 0) & (table[:, 1] > table[:, 0])).sum())
     assert num_splits[0] == 0 and num_splits[-1] == b * s_q + begins_inside
-    got = flash_mla.flash_mla_with_kvcache(q, cache, None, seqlens, 512, table, num_splits, is_fp8_kvcache=fmt != "bf16", indices=indices)
+    got = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, seqlens, 512, table, num_splits, is_fp8_kvcache=fmt != "bf16", indices=indices
+    )
     want = reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE)
     assert_decode(got, want, b, s_q)
 
@@ -88,11 +97,13 @@ def test_attention_over_whole_sequences(s_q, causal, old):
     block_table = torch.randperm(12).int().view(3, 4)
     seqlens = torch.tensor([64, 5, 33], dtype=torch.int32)
     meta = flash_mla.get_mla_metadata(seqlens, s_q * h_q, 1, h_q) if old else flash_mla.get_mla_metadata()
-    got = flash_mla.flash_mla_with_kvcache(q, cache, block_table, seqlens, 512, *meta, softmax_scale=0.03, causal=causal)
+    got = flash_mla.flash_mla_with_kvcache(
+        q, cache, block_table, seqlens, 512, *meta, softmax_scale=0.03, causal=causal
+    )
     for i in range(b):
-        rows = cache.squeeze(2)[block_table[i].long()].reshape(-1, 576)[:seqlens[i]].double()
+        rows = cache.squeeze(2)[block_table[i].long()].reshape(-1, 576)[: seqlens[i]].double()
         for j in range(s_q):
-            seen = rows[:len(rows) - (s_q - 1 - j)] if causal else rows
+            seen = rows[: len(rows) - (s_q - 1 - j)] if causal else rows
             scores = q[i, j].double() @ seen.T * 0.03
             want = (scores.softmax(-1) @ seen[:, :512])[None], scores.logsumexp(-1)[None]
             assert_accurate((got[0][i, j][None], got[1][i, :, j][None]), want)
@@ -101,7 +112,9 @@ def test_attention_over_whole_sequences(s_q, causal, old):
 def test_a_row_with_nothing_to_attend_to_has_an_lse_of_plus_infinity():
     q, cache, indices = request_tensors("bf16", 2, 2, 3, 8)
     indices[1, 1] = -1
-    out, lse = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices)
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices
+    )
     assert (lse[1, :, 1] == torch.inf).all() and (out[1, 1] == 0).all()
     assert lse[0].isfinite().all()
 
@@ -113,7 +126,9 @@ def test_sparse_prefill(s_kv):
     lengths = torch.randint(0, 41, (7,), dtype=torch.int32)
     sink = torch.randn(9)
     got = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE, 512, sink, lengths)
-    out, lse, largest = reference.sparse_attention(q, kv, indices.squeeze(1), scale=SCALE, topk_length=lengths, sink=sink)
+    out, lse, largest = reference.sparse_attention(
+        q, kv, indices.squeeze(1), scale=SCALE, topk_length=lengths, sink=sink
+    )
     assert_accurate((got[0], torch.where(got[2] == torch.inf, -torch.inf, got[2]), got[1]), (out, lse, largest))
     base2 = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE, 512, sink, lengths, base2_lse=True)
     finite = got[2].isfinite()
@@ -131,8 +146,9 @@ def test_the_indexers_part_of_the_lse():
 def test_the_given_output_is_written():
     q, cache, indices = request_tensors("fp8_ds_mla", 2, 1, 3, 8)
     out = torch.full((2, 1, 3, 512), torch.nan).bfloat16()
-    got, _ = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], is_fp8_kvcache=True,
-                                              indices=indices, out=out)
+    got, _ = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], is_fp8_kvcache=True, indices=indices, out=out
+    )
     assert got is out and not out.isnan().any()
 
 
@@ -150,13 +166,17 @@ def test_metadata_for_another_topk_is_not_followed(made_for):
     seqlens = torch.full((2,), 192, dtype=torch.int32)
     meta = flash_mla.get_mla_metadata(seqlens, 32, 1, 16, False, made_for)
     got = flash_mla.flash_mla_with_kvcache(q, cache, None, seqlens, 512, *meta, indices=indices)
-    assert_decode(got, reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE), 2, 2)
+    assert_decode(
+        got, reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE), 2, 2
+    )
 
 
 def test_lengths_may_not_come_and_go_under_one_metadata():
     q, cache, indices = request_tensors("bf16", 2, 1, 3, 8)
     meta, _ = flash_mla.get_mla_metadata()
-    flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices, topk_length=torch.tensor([3, 8], dtype=torch.int32))
+    flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, meta, indices=indices, topk_length=torch.tensor([3, 8], dtype=torch.int32)
+    )
     with pytest.raises(ValueError, match="has_topk_length was True, is False"):
         flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices)
 
@@ -172,8 +192,12 @@ def test_a_refused_call_leaves_the_metadata_new():
 @pytest.mark.parametrize(("b", "s_q"), [(0, 1), (0, 2), (3, 1), (3, 2)])
 def test_a_given_output_may_be_strided_or_empty(b, s_q):
     q, cache, indices = request_tensors("bf16", b, s_q, 4, 8)
-    want = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices)[0]
+    want = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices
+    )[0]
     out = torch.full((b, s_q + 1, 4, 512), torch.nan).bfloat16()
-    got, _ = flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices, out=out[:, :s_q])
+    got, _ = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices, out=out[:, :s_q]
+    )
     assert got.shape == (b, s_q, 4, 512) and torch.equal(got, want) and torch.equal(out[:, :s_q], want)
     assert out[:, s_q:].isnan().all()

@@ -10,8 +10,14 @@ from conftest import assert_accurate, random_problem
 from mla_backend import reference
 
 
-@given(seed=st.integers(0, 2**31), parts=st.integers(1, 9), tokens=st.integers(0, 5), heads=st.integers(1, 20),
-       dim=st.sampled_from([1, 64, 512, 1024]), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    seed=st.integers(0, 2**31),
+    parts=st.integers(1, 9),
+    tokens=st.integers(0, 5),
+    heads=st.integers(1, 20),
+    dim=st.sampled_from([1, 64, 512, 1024]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
 def test_merging_agrees_with_the_oracle(seed, parts, tokens, heads, dim, dtype):
     torch.manual_seed(seed)
     outs = torch.randn(parts, tokens, heads, dim).to(dtype)

@@ -19,9 +19,15 @@ def test_every_tile_is_covered_exactly_once(data):
     extra = data.draw(st.lists(st.integers(0, extra_topk), min_size=tokens, max_size=tokens))
     workers = data.draw(st.integers(1, 140))
     whole = data.draw(st.booleans())
-    table = mla_backend.plan(tokens, topk, topk_length=torch.tensor(lengths, dtype=torch.int32), extra_topk=extra_topk,
-                             extra_topk_length=torch.tensor(extra, dtype=torch.int32), workers=workers,
-                             batch_invariant=whole)
+    table = mla_backend.plan(
+        tokens,
+        topk,
+        topk_length=torch.tensor(lengths, dtype=torch.int32),
+        extra_topk=extra_topk,
+        extra_topk_length=torch.tensor(extra, dtype=torch.int32),
+        workers=workers,
+        batch_invariant=whole,
+    )
     tiles = [a + b for a, b in zip(tiles_of([min(n, topk) for n in lengths]), tiles_of(extra), strict=True)]
     parts = walk(table, tiles)
     assert all(n >= 1 for n in parts), "every token has a worker, if only to write zeros"

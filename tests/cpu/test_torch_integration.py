@@ -16,17 +16,54 @@ def samples():
     p = random_problem(tokens=2, heads=3, topk=20)
     out, lse, largest = torch.zeros(2, 3, 512).bfloat16(), torch.zeros(2, 3), torch.zeros(2, 3)
     lengths = torch.tensor([5, 20], dtype=torch.int32)
-    yield OPS.sparse_attention.default, (p.q, None, p.cache, p.indices, 0.1, None, None, None, None, None, None, None, False, out, lse, None)
-    yield OPS.sparse_attention.default, (p.q[..., :512], p.q[..., 512:], p.cache, p.indices, 0.1, lengths, torch.randn(3), p.cache,
-                                         p.indices, lengths, mla_backend.plan(2, 20, extra_topk=20), torch.zeros(10), True, out, lse, largest)
+    yield (
+        OPS.sparse_attention.default,
+        (p.q, None, p.cache, p.indices, 0.1, None, None, None, None, None, None, None, False, out, lse, None),
+    )
+    yield (
+        OPS.sparse_attention.default,
+        (
+            p.q[..., :512],
+            p.q[..., 512:],
+            p.cache,
+            p.indices,
+            0.1,
+            lengths,
+            torch.randn(3),
+            p.cache,
+            p.indices,
+            lengths,
+            mla_backend.plan(2, 20, extra_topk=20),
+            torch.zeros(10),
+            True,
+            out,
+            lse,
+            largest,
+        ),
+    )
     yield OPS.plan.default, (lengths, None, 2, 20, 0, False, torch.zeros(4, 8, dtype=torch.int32))
-    yield OPS.merge_partials.default, (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), torch.zeros(3, 4, 8), torch.zeros(3, 4))
+    yield (
+        OPS.merge_partials.default,
+        (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), torch.zeros(3, 4, 8), torch.zeros(3, 4)),
+    )
     for fmt in FORMATS:
-        yield OPS.cache_write.default, (torch.randn(3, 512), torch.randn(3, 64), random_cache(fmt, 2, 4), torch.arange(3), False)
+        yield (
+            OPS.cache_write.default,
+            (torch.randn(3, 512), torch.randn(3, 64), random_cache(fmt, 2, 4), torch.arange(3), False),
+        )
         yield OPS.cache_gather.default, (random_cache(fmt, 2, 4), torch.arange(3), torch.zeros(3, 576).bfloat16())
-    yield OPS.convert_indices.default, (torch.zeros(2, 5, dtype=torch.int32), torch.zeros(1, 4, dtype=torch.int32),
-                                        torch.zeros(2, dtype=torch.int32), 16, True, torch.zeros(2, 5, dtype=torch.int32),
-                                        torch.zeros(2, dtype=torch.int32))
+    yield (
+        OPS.convert_indices.default,
+        (
+            torch.zeros(2, 5, dtype=torch.int32),
+            torch.zeros(1, 4, dtype=torch.int32),
+            torch.zeros(2, dtype=torch.int32),
+            16,
+            True,
+            torch.zeros(2, 5, dtype=torch.int32),
+            torch.zeros(2, dtype=torch.int32),
+        ),
+    )
 
 
 @pytest.mark.parametrize("index", range(9))
@@ -51,8 +88,9 @@ def test_attention_compiles_without_a_graph_break(fmt):
 
     def step(q, cache, indices, lengths):
         plan = mla_backend.plan(q.shape[0], indices.shape[1], topk_length=lengths)
-        out, lse, largest = mla_backend.sparse_attention(q * 1, cache, indices, scale=0.05, topk_length=lengths, plan=plan,
-                                                         return_max_logits=True)
+        out, lse, largest = mla_backend.sparse_attention(
+            q * 1, cache, indices, scale=0.05, topk_length=lengths, plan=plan, return_max_logits=True
+        )
         return out + 1, lse, largest
 
     arguments = p.q, p.cache, p.indices, p.topk_length
@@ -71,8 +109,12 @@ def test_a_layer_compiles_without_a_graph_break():
         out, lse = mla_backend.merge_partials([h[0] for h in halves], [h[1] for h in halves])
         return out, lse, counts, mla_backend.cache_gather(cache, slots[0])
 
-    arguments = (torch.randn(64, 512), torch.randn(64, 64), torch.randn(2, 3, 576).bfloat16(),
-                 torch.randint(-5, 64, (2, 20), dtype=torch.int32))
+    arguments = (
+        torch.randn(64, 512),
+        torch.randn(64, 64),
+        torch.randn(2, 3, 576).bfloat16(),
+        torch.randint(-5, 64, (2, 20), dtype=torch.int32),
+    )
     got = compiled(layer)(*arguments)
     for a, b in zip(got, layer(*arguments), strict=True):
         assert torch.equal(a, b)
@@ -87,9 +129,14 @@ def test_new_token_counts_do_not_break_a_compiled_graph():
 
 def test_fake_tensors_give_shapes_without_computing():
     from torch._subclasses.fake_tensor import FakeTensorMode
+
     with FakeTensorMode():
-        out, lse = mla_backend.sparse_attention(torch.empty(5, 9, 576, dtype=torch.bfloat16), torch.empty(3, 4, 576, dtype=torch.bfloat16),
-                                                torch.empty(5, 6, dtype=torch.int32), scale=1.0)
+        out, lse = mla_backend.sparse_attention(
+            torch.empty(5, 9, 576, dtype=torch.bfloat16),
+            torch.empty(3, 4, 576, dtype=torch.bfloat16),
+            torch.empty(5, 6, dtype=torch.int32),
+            scale=1.0,
+        )
     assert out.shape == (5, 9, 512) and out.dtype == torch.bfloat16
     assert lse.shape == (5, 9) and lse.dtype == torch.float32
 

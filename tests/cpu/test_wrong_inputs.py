@@ -24,8 +24,12 @@ def split_q(nope=lambda x: x, rope=lambda x: x):
 
 
 def write(**changes):
-    arguments = {"kv_c": torch.randn(3, 512), "k_pe": torch.randn(3, 64), "cache": torch.zeros(2, 4, 656, dtype=torch.uint8),
-                 "slots": torch.arange(3)} | changes
+    arguments = {
+        "kv_c": torch.randn(3, 512),
+        "k_pe": torch.randn(3, 64),
+        "cache": torch.zeros(2, 4, 656, dtype=torch.uint8),
+        "slots": torch.arange(3),
+    } | changes
     return lambda: mla_backend.cache_write(**arguments)
 
 
@@ -35,8 +39,12 @@ def gather(**changes):
 
 
 def convert(**changes):
-    arguments = {"positions": torch.zeros(2, 5, dtype=torch.int32), "block_table": torch.zeros(1, 4, dtype=torch.int32),
-                 "request_ids": torch.zeros(2, dtype=torch.int32), "block_size": 16} | changes
+    arguments = {
+        "positions": torch.zeros(2, 5, dtype=torch.int32),
+        "block_table": torch.zeros(1, 4, dtype=torch.int32),
+        "request_ids": torch.zeros(2, dtype=torch.int32),
+        "block_size": 16,
+    } | changes
     return lambda: mla_backend.convert_indices(**arguments)
 
 
@@ -47,19 +55,30 @@ def merge(outs=None, lses=None, **more):
 
 
 def kvcache(**changes):
-    arguments = {"q": torch.randn(2, 1, 4, 576).bfloat16(), "k_cache": torch.randn(3, 8, 1, 576).bfloat16(), "block_table": None,
-                 "cache_seqlens": None, "head_dim_v": 512, "tile_scheduler_metadata": flash_mla.get_mla_metadata()[0],
-                 "indices": torch.zeros(2, 1, 6, dtype=torch.int32)} | changes
+    arguments = {
+        "q": torch.randn(2, 1, 4, 576).bfloat16(),
+        "k_cache": torch.randn(3, 8, 1, 576).bfloat16(),
+        "block_table": None,
+        "cache_seqlens": None,
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": flash_mla.get_mla_metadata()[0],
+        "indices": torch.zeros(2, 1, 6, dtype=torch.int32),
+    } | changes
     return lambda: flash_mla.flash_mla_with_kvcache(**arguments)
 
 
 def prefill(**changes):
-    arguments = {"q": torch.randn(2, 4, 576).bfloat16(), "kv": torch.randn(9, 1, 576).bfloat16(),
-                 "indices": torch.zeros(2, 1, 6, dtype=torch.int32), "sm_scale": 0.1} | changes
+    arguments = {
+        "q": torch.randn(2, 4, 576).bfloat16(),
+        "kv": torch.randn(9, 1, 576).bfloat16(),
+        "indices": torch.zeros(2, 1, 6, dtype=torch.int32),
+        "sm_scale": 0.1,
+    } | changes
     return lambda: flash_mla.flash_mla_sparse_fwd(**arguments)
 
 
 INT = torch.int32
+# fmt: off
 CASES = {
     "q is no tensor": (attention(q=[[1.0]]), ValueError, r"q must be a tensor .* pair .*got 1 tensors"),
     "q is an array": (attention(q=1), TypeError, r"q must be a torch.Tensor; got int"),
@@ -170,6 +189,7 @@ CASES = {
     "flash_mla: prefill value dim": (prefill(d_v=64), ValueError, r"d_v must be 512; got 64"),
     "flash_mla: prefill flat indices": (prefill(indices=torch.zeros(2, 6, dtype=INT)), ValueError, r"indices must be int32 \[s_q, 1, topk\]"),
 }
+# fmt: on
 
 
 @pytest.mark.parametrize("name", CASES)

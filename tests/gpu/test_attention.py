@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 import mla_backend
 from conftest import FORMATS, assert_accurate, problems, random_cache, random_problem
@@ -57,7 +56,7 @@ def test_every_e4m3_code_is_decoded_as_torch_decodes_it():
     assert out[1].isnan().any()
 
 
-@pytest.mark.parametrize("bad", [-1, -2**31, 8 * 16, 2**31 - 1])
+@pytest.mark.parametrize("bad", [-1, -(2**31), 8 * 16, 2**31 - 1])
 def test_slots_outside_the_cache_are_skipped(bad):
     problem = random_problem(tokens=2, heads=3, topk=40)
     problem.indices = torch.randint(0, 8 * 16, (2, 40), dtype=torch.int32)
@@ -82,7 +81,9 @@ def test_strided_inputs_and_outputs(fmt):
     wide = torch.randn(3, 5, 100, device="cuda").bfloat16()
     wide[..., 11:75] = problem.q[..., 512:]
     blocks, block_size, width = problem.cache.shape
-    gaps = torch.full((blocks, block_size + 2, width + 33), 255, dtype=torch.uint8, device="cuda").to(problem.cache.dtype)
+    gaps = torch.full((blocks, block_size + 2, width + 33), 255, dtype=torch.uint8, device="cuda").to(
+        problem.cache.dtype
+    )
     gaps[:, :block_size, :width] = problem.cache
     indices = torch.full((3, 50), 10**6, dtype=torch.int32, device="cuda")
     indices[:, :33] = problem.indices
@@ -118,8 +119,9 @@ def test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch(fmt, head
     problem.topk_length = torch.tensor([400, 1, 399, 0, 130, 400, 64, 300, 5], dtype=torch.int32, device="cuda")
     together = problem.solve(batch_invariant=True)
     for begin, end in ((0, 1), (1, 3), (3, 9), (4, 5)):
-        alone = problem.but(q=problem.q[begin:end], indices=problem.indices[begin:end],
-                            topk_length=problem.topk_length[begin:end]).solve(batch_invariant=True)
+        alone = problem.but(
+            q=problem.q[begin:end], indices=problem.indices[begin:end], topk_length=problem.topk_length[begin:end]
+        ).solve(batch_invariant=True)
         assert all(torch.equal(a[begin:end], b) for a, b in zip(together, alone, strict=True))
 
 
@@ -129,7 +131,10 @@ def test_a_stale_plan_never_faults():
         torch.manual_seed(seed)
         plan = mla_backend.plan(torch.randint(0, 50, ()).item(), 1000, workers=5, device="cuda")
         if seed % 2:
-            plan = (torch.randint(-2**31, 2**31 - 1, (5, 8), dtype=torch.int32) >> torch.randint(0, 31, (5, 8), dtype=torch.int32)).cuda()
+            plan = (
+                torch.randint(-(2**31), 2**31 - 1, (5, 8), dtype=torch.int32)
+                >> torch.randint(0, 31, (5, 8), dtype=torch.int32)
+            ).cuda()
         problem.solve(plan=plan)
     torch.cuda.synchronize()
     check(random_problem())
@@ -144,8 +149,17 @@ def test_a_captured_graph_follows_new_lengths_slots_and_values():
 
     def step():
         mla_backend.plan(6, 700, topk_length=problem.topk_length, out=plan)
-        mla_backend.sparse_attention(problem.q, problem.cache, problem.indices, scale=problem.scale, topk_length=problem.topk_length,
-                                     plan=plan, workspace=workspace, out=out, lse=lse)
+        mla_backend.sparse_attention(
+            problem.q,
+            problem.cache,
+            problem.indices,
+            scale=problem.scale,
+            topk_length=problem.topk_length,
+            plan=plan,
+            workspace=workspace,
+            out=out,
+            lse=lse,
+        )
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -197,8 +211,9 @@ def test_the_flash_mla_stand_in(s_q):
     want = reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=576**-0.5)
     seqlens = torch.full((3,), 192, dtype=torch.int32, device="cuda")
     for meta in (flash_mla.get_mla_metadata(), flash_mla.get_mla_metadata(seqlens, s_q * 16, 1, 16, True, 300)):
-        out, lse = flash_mla.flash_mla_with_kvcache(q.cuda(), cache.cuda(), None, seqlens, 512, *meta, is_fp8_kvcache=True,
-                                                    indices=indices.cuda())
+        out, lse = flash_mla.flash_mla_with_kvcache(
+            q.cuda(), cache.cuda(), None, seqlens, 512, *meta, is_fp8_kvcache=True, indices=indices.cuda()
+        )
         assert_accurate((out.flatten(0, 1), lse.transpose(1, 2).reshape(3 * s_q, 16)), want[:2])
 
 
@@ -228,22 +243,45 @@ def test_ten_thousand_random_launches_agree_with_the_first_answer(heads):
 @pytest.mark.parametrize(("tokens", "heads", "topk"), [(1, 16, 200), (3, 20, 130), (5, 8, 70)])
 def test_small_case_of_everything(fmt, tokens, heads, topk):
     """Every op once, small enough for compute-sanitizer (tests/run_compute_sanitizer.py)."""
-    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=topk, topk_length=torch.randint(0, topk + 1, (tokens,), dtype=torch.int32),
-                             sink=torch.randn(heads))
-    problem.extra_cache, problem.extra_indices = random_cache("bf16", 3, 5), torch.randint(-2, 16, (tokens, 9), dtype=torch.int32)
+    problem = random_problem(
+        fmt,
+        tokens=tokens,
+        heads=heads,
+        topk=topk,
+        topk_length=torch.randint(0, topk + 1, (tokens,), dtype=torch.int32),
+        sink=torch.randn(heads),
+    )
+    problem.extra_cache, problem.extra_indices = (
+        random_cache("bf16", 3, 5),
+        torch.randint(-2, 16, (tokens, 9), dtype=torch.int32),
+    )
     want, on_gpu = problem.oracle(), problem.to("cuda")
     assert_accurate(on_gpu.solve(), want)
     plan = mla_backend.plan(tokens, topk, topk_length=on_gpu.topk_length, extra_topk=9, workers=7)
     assert_accurate(on_gpu.solve(plan=plan), want)
-    halves = [on_gpu.but(indices=half, topk_length=None, extra_cache=None, extra_indices=None, sink=None).solve()
-              for half in on_gpu.indices.split(topk // 2 + 3, dim=1)]
+    halves = [
+        on_gpu.but(indices=half, topk_length=None, extra_cache=None, extra_indices=None, sink=None).solve()
+        for half in on_gpu.indices.split(topk // 2 + 3, dim=1)
+    ]
     merged = mla_backend.merge_partials([h[0] for h in halves], [h[1] for h in halves])
     plain = problem.but(topk_length=None, extra_cache=None, extra_indices=None, sink=None)
     assert_accurate(merged, plain.oracle()[:2])
     slots = torch.arange(5, device="cuda")
     mla_backend.cache_write(torch.randn(5, 512, device="cuda"), torch.randn(5, 64, device="cuda"), on_gpu.cache, slots)
-    assert torch.equal(mla_backend.cache_gather(on_gpu.cache, slots).cpu(), mla_backend.cache_gather(on_gpu.cache.cpu(), slots.cpu()))
+    assert torch.equal(
+        mla_backend.cache_gather(on_gpu.cache, slots).cpu(), mla_backend.cache_gather(on_gpu.cache.cpu(), slots.cpu())
+    )
     positions = torch.randint(-3, 40, (tokens, topk), dtype=torch.int32, device="cuda")
-    table, requests = torch.arange(6, dtype=torch.int32, device="cuda").view(2, 3), torch.zeros(tokens, dtype=torch.int32, device="cuda")
+    table, requests = (
+        torch.arange(6, dtype=torch.int32, device="cuda").view(2, 3),
+        torch.zeros(tokens, dtype=torch.int32, device="cuda"),
+    )
     got = mla_backend.convert_indices(positions, table, requests, 16, compact=True)
-    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, mla_backend.convert_indices(positions.cpu(), table.cpu(), requests.cpu(), 16, compact=True), strict=True))
+    assert all(
+        torch.equal(a.cpu(), b)
+        for a, b in zip(
+            got,
+            mla_backend.convert_indices(positions.cpu(), table.cpu(), requests.cpu(), 16, compact=True),
+            strict=True,
+        )
+    )

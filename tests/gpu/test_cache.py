@@ -36,12 +36,14 @@ def test_writing_has_the_bits_of_the_cpu(fmt, data):
     latent, rope = random_tokens(n, data.draw(st.sampled_from([torch.bfloat16, torch.float32])), special)
     blocks, block_size = data.draw(st.sampled_from([(0, 1), (70, 16), (400, 3)]))
     slots = torch.randperm(blocks * block_size + 200)[:n] - 100
-    latent, rope = latent[:len(slots)], rope[:len(slots)]
+    latent, rope = latent[: len(slots)], rope[: len(slots)]
     slots = slots.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
     power_of_two = data.draw(st.booleans())
     gap = data.draw(st.sampled_from([0, 1, 16]))  # 1 makes rows that no 16-byte access may touch
     width = mla_backend.FORMATS[fmt].width
-    padded = torch.randint(0, 255, (blocks, block_size, (width + gap) * mla_backend.FORMATS[fmt].dtype.itemsize), dtype=torch.uint8)
+    padded = torch.randint(
+        0, 255, (blocks, block_size, (width + gap) * mla_backend.FORMATS[fmt].dtype.itemsize), dtype=torch.uint8
+    )
     padded = padded.view(mla_backend.FORMATS[fmt].dtype)
     on_gpu = padded.cuda()
     mla_backend.cache_write(latent, rope, padded[..., :width], slots, power_of_two=power_of_two)
@@ -82,7 +84,10 @@ def test_a_cache_of_more_than_2_to_the_31_elements(fmt):
     small = mla_backend.FORMATS[fmt].new_cache(5, 1)
     mla_backend.cache_write(latent, rope, small, torch.tensor([0, 1, 2, 3, -1]))
     assert torch.equal(bits(cache.view(-1, width)[slots[:4]]), bits(small[:4, 0]))
-    assert torch.equal(bits(mla_backend.cache_gather(cache, slots)), bits(mla_backend.cache_gather(small, torch.tensor([0, 1, 2, 3, 99]))))
+    assert torch.equal(
+        bits(mla_backend.cache_gather(cache, slots)),
+        bits(mla_backend.cache_gather(small, torch.tensor([0, 1, 2, 3, 99]))),
+    )
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -25,9 +25,21 @@ def test_every_tile_is_covered_exactly_once(data):
         lengths[torch.rand(tokens) < 0.9] = 0
     workers = data.draw(st.sampled_from([1, 2, 33, 132, 264, 1023, 1024, 1025, 3000]))
     whole = data.draw(st.booleans())
-    table = mla_backend.plan(tokens, topk, topk_length=lengths.cuda(), extra_topk=extra_topk, extra_topk_length=extra.cuda(),
-                             workers=workers, batch_invariant=whole)
-    tiles = [a + b for a, b in zip(tiles_of(lengths.clamp(max=topk).tolist(), GRANULE), tiles_of(extra.tolist(), GRANULE), strict=True)]
+    table = mla_backend.plan(
+        tokens,
+        topk,
+        topk_length=lengths.cuda(),
+        extra_topk=extra_topk,
+        extra_topk_length=extra.cuda(),
+        workers=workers,
+        batch_invariant=whole,
+    )
+    tiles = [
+        a + b
+        for a, b in zip(
+            tiles_of(lengths.clamp(max=topk).tolist(), GRANULE), tiles_of(extra.tolist(), GRANULE), strict=True
+        )
+    ]
     parts = walk(table.cpu(), tiles, GRANULE)
     assert all(n >= 1 for n in parts)
     if whole:
@@ -45,8 +57,14 @@ def test_many_tokens_are_planned_too():
     assert max(loads) - min(loads) <= 0.001 * max(loads)
 
 
-@given(seed=st.integers(0, 2**31), parts=st.integers(1, 70), tokens=st.integers(0, 5), heads=st.integers(1, 20),
-       dim=st.sampled_from([1, 64, 512, 1024]), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    seed=st.integers(0, 2**31),
+    parts=st.integers(1, 70),
+    tokens=st.integers(0, 5),
+    heads=st.integers(1, 20),
+    dim=st.sampled_from([1, 64, 512, 1024]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
 def test_merging_agrees_with_the_oracle(seed, parts, tokens, heads, dim, dtype):
     torch.manual_seed(seed)
     outs = torch.randn(parts, tokens, heads, dim).to(dtype)
