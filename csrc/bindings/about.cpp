@@ -22,9 +22,11 @@ std::string describe_formats() {
     json += json.empty() ? "" : ",";
     json += "{\"name\":" + quoted(f->name) + ",\"quantised\":" + (f->code == mla::Code::bf16 ? "false" : "true") +
             ",\"latent\":" + std::to_string(f->latent) + ",\"rope\":" + std::to_string(f->rope) +
-            ",\"value_dim\":" + std::to_string(f->value) + ",\"group\":" + std::to_string(f->group) + ",\"scale\":" + quoted(kScaleNames[static_cast<int>(f->scale)]) +
+            ",\"value_dim\":" + std::to_string(f->value) + ",\"group\":" + std::to_string(f->group) +
+            ",\"scale\":" + quoted(kScaleNames[static_cast<int>(f->scale)]) +
             ",\"scale_place\":" + quoted(f->scale_place == mla::ScalePlace::in_row ? "in_row" : "end_of_page") +
-            ",\"scale_offset\":" + std::to_string(f->scale_offset()) + ",\"rope_offset\":" + std::to_string(f->rope_offset()) +
+            ",\"scale_offset\":" + std::to_string(f->scale_offset()) +
+            ",\"rope_offset\":" + std::to_string(f->rope_offset()) +
             ",\"token_bytes\":" + std::to_string(f->token_bytes()) + "}";
   }
   return "[" + json + "]";
@@ -36,7 +38,8 @@ std::string describe_cpu_kernels() {
   std::string json;
   for (int i = 0; i < count; ++i) {
     json += json.empty() ? "" : ",";
-    json += "{\"name\":" + quoted(choices[i].kernel->name) + ",\"needs\":" + quoted(choices[i].kernel->needs) + ",\"usable\":" + (choices[i].usable ? "true" : "false") +
+    json += "{\"name\":" + quoted(choices[i].kernel->name) + ",\"needs\":" + quoted(choices[i].kernel->needs) +
+            ",\"usable\":" + (choices[i].usable ? "true" : "false") +
             ",\"active\":" + (choices[i].kernel == &mla::cpu::active_kernel() ? "true" : "false") + "}";
   }
   return "[" + json + "]";
@@ -52,7 +55,8 @@ MLA_EXPORT const char* mla_backend_about() {
   json = std::string("{\"version\":") + quoted(MLA_VERSION) + ",\"compiler\":" + quoted(MLA_COMPILER) +
          ",\"torch_built_with\":" + quoted(MLA_TORCH) + ",\"torch_needed\":" + quoted(MLA_TORCH_TARGET) +
          ",\"cuda_compiler\":" + quoted(MLA_NVCC) + ",\"cuda_archs\":" + quoted(MLA_CUDA_ARCHS) +
-         ",\"plan_workers_per_thread\":" + std::to_string(mla::cpu::kPlanWorkersPerThread) + ",\"formats\":" + describe_formats() + ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
+         ",\"plan_workers_per_thread\":" + std::to_string(mla::cpu::kPlanWorkersPerThread) +
+         ",\"formats\":" + describe_formats() + ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
   return json.c_str();
 }
 

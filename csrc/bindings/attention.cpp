@@ -24,9 +24,10 @@ SlotList expect_list(const Tensor& cache, const char* cache_name, const Tensor& 
 
 }  // namespace
 
-void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
-                      OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices,
-                      OptionalTensor extra_topk_length, OptionalTensor plan, OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse,
+void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale,
+                      OptionalTensor topk_length, OptionalTensor sink, OptionalTensor extra_cache,
+                      OptionalTensor extra_indices, OptionalTensor extra_topk_length, OptionalTensor plan,
+                      OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse,
                       OptionalTensor max_logits) {
   // either the whole query or its two parts apart
   const char* q_name = q_rope ? "q_nope" : "q";
@@ -53,8 +54,8 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
   if (extra_indices && !extra_cache) reject("extra_cache", "given with extra_indices", "nothing");
   if (extra_topk_length && !extra_cache) reject("extra_topk_length", "None without extra_cache", "a tensor");
   if (extra_cache) {
-    p.lists[1] = expect_list(*extra_cache, "extra_cache", *extra_indices, "extra_indices", extra_topk_length, "extra_topk_length",
-                             tokens, q);
+    p.lists[1] = expect_list(*extra_cache, "extra_cache", *extra_indices, "extra_indices", extra_topk_length,
+                             "extra_topk_length", tokens, q);
     p.list_count = 2;
   }
 
@@ -69,7 +70,8 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
 
   if (plan) {
     expect(*plan, "plan", {ScalarType::Int}, {{"workers"}, 8}, q);
-    if (plan->size(0) == 0 || !plan->is_contiguous()) reject("plan", "a contiguous table of one row or more", describe(*plan));
+    if (plan->size(0) == 0 || !plan->is_contiguous())
+      reject("plan", "a contiguous table of one row or more", describe(*plan));
     p.plan = reinterpret_cast<const PlanRow*>(plan->data_ptr());
     p.workers = expect_int32(plan->size(0), "plan", "rows");
   }
@@ -81,7 +83,8 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
     if (!plan) reject("plan", "given for CUDA tensors", "nothing");
     if (!workspace) reject("workspace", "given for CUDA tensors", "nothing");
     expect(*workspace, "workspace", {ScalarType::Float}, {{"floats"}}, q);
-    if (workspace->size(0) < needed) reject("workspace", "of " + std::to_string(needed) + " floats or more", describe(*workspace));
+    if (workspace->size(0) < needed)
+      reject("workspace", "of " + std::to_string(needed) + " floats or more", describe(*workspace));
     p.workspace = data<float>(*workspace);
     return cuda::sparse_attention(p, CudaLaunch(q).stream());
   }

@@ -5,18 +5,30 @@ namespace {
 
 const char* dtype_name(ScalarType type) {
   switch (type) {
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Half: return "float16";
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Byte: return "uint8";
-    case ScalarType::Char: return "int8";
-    case ScalarType::Short: return "int16";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Bool: return "bool";
-    case ScalarType::Float8_e4m3fn: return "float8_e4m3fn";
-    default: return torch::headeronly::toString(type);
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Bool:
+      return "bool";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
+    default:
+      return torch::headeronly::toString(type);
   }
 }
 
@@ -27,7 +39,8 @@ std::string device_name(const Tensor& tensor) {
 }
 
 bool same_device(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() && (a.is_cpu() || a.get_device_index() == b.get_device_index());
+  return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() &&
+         (a.is_cpu() || a.get_device_index() == b.get_device_index());
 }
 
 template <typename Range, typename Render>
@@ -38,10 +51,13 @@ std::string join(const Range& range, const char* separator, Render render) {
 }
 
 std::string describe_shape(std::initializer_list<Dim> shape) {
-  return "[" + join(shape, ", ", [](const Dim& dim) {
-           if (!dim.label) return std::to_string(dim.size);
-           return dim.size < 0 ? std::string(dim.label) : dim.label + ("=" + std::to_string(dim.size));
-         }) + "]";
+  return "[" +
+         join(shape, ", ",
+              [](const Dim& dim) {
+                if (!dim.label) return std::to_string(dim.size);
+                return dim.size < 0 ? std::string(dim.label) : dim.label + ("=" + std::to_string(dim.size));
+              }) +
+         "]";
 }
 
 bool matches(const Tensor& tensor, std::initializer_list<Dim> shape) {
@@ -78,23 +94,25 @@ void reject(const std::string& argument, const std::string& accepted, const std:
   throw std::invalid_argument(argument + " must be " + accepted + "; got " + given);
 }
 
-void expect(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes, std::initializer_list<Dim> shape,
-            const Tensor& same_device_as, Strides strides) {
+void expect(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes,
+            std::initializer_list<Dim> shape, const Tensor& same_device_as, Strides strides) {
   bool known_dtype = false;
   for (ScalarType dtype : dtypes) known_dtype |= tensor.defined() && tensor.scalar_type() == dtype;
   if (!known_dtype || !matches(tensor, shape))
-    reject(name, join(dtypes, " or ", [](ScalarType t) { return std::string(dtype_name(t)); }) + " " + describe_shape(shape),
+    reject(name,
+           join(dtypes, " or ", [](ScalarType t) { return std::string(dtype_name(t)); }) + " " + describe_shape(shape),
            describe(tensor));
   expect_device(tensor, name, same_device_as);
   if (strides == Strides::any) return;
   expect_dense_last(tensor, name);
 }
 
-void expect_output(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes, std::initializer_list<Dim> shape,
-                   const Tensor& same_device_as, Strides strides) {
+void expect_output(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes,
+                   std::initializer_list<Dim> shape, const Tensor& same_device_as, Strides strides) {
   expect(tensor, name, dtypes, shape, same_device_as, strides);
   for (int64_t i = 0; i < tensor.dim(); ++i)
-    if (tensor.size(i) > 1 && tensor.stride(i) == 0) reject(name, "without elements that share memory", "stride 0 in dimension " + std::to_string(i));
+    if (tensor.size(i) > 1 && tensor.stride(i) == 0)
+      reject(name, "without elements that share memory", "stride 0 in dimension " + std::to_string(i));
 }
 
 CacheView expect_cache(const Tensor& cache, const char* name, const Tensor& same_device_as) {
@@ -109,7 +127,8 @@ CacheView expect_cache(const Tensor& cache, const char* name, const Tensor& same
   const CacheFormat* format = nullptr;
   for (const CacheFormat* candidate : kFormats) {
     const bool is_bf16 = candidate->code == Code::bf16;
-    if (is_bf16 ? dtype == ScalarType::BFloat16 && width == candidate->head_dim() : bytes && width == candidate->token_bytes())
+    if (is_bf16 ? dtype == ScalarType::BFloat16 && width == candidate->head_dim()
+                : bytes && width == candidate->token_bytes())
       format = candidate;
   }
   if (!format) reject(name, accepted, describe(cache));
@@ -117,7 +136,8 @@ CacheView expect_cache(const Tensor& cache, const char* name, const Tensor& same
   if (cache.size(1) == 0) reject(name, "of a block size of 1 or more", describe(cache));
   expect_dense_last(cache, name);
   const int64_t element = format->code == Code::bf16 ? 2 : 1;
-  return {data<uint8_t>(cache), cache.size(0), cache.size(1), cache.stride(0) * element, cache.stride(1) * element, *format};
+  return {data<uint8_t>(cache),      cache.size(0), cache.size(1), cache.stride(0) * element,
+          cache.stride(1) * element, *format};
 }
 
 int32_t expect_int32(int64_t size, const char* name, const char* what) {

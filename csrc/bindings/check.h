@@ -35,17 +35,18 @@ std::string describe(const Tensor& tensor);
 enum class Strides { dense_last, any };
 
 // Dtype, shape and device of a tensor, and (unless any strides will do) that its last dimension is dense.
-void expect(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes, std::initializer_list<Dim> shape,
-            const Tensor& same_device_as, Strides strides = Strides::dense_last);
+void expect(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes,
+            std::initializer_list<Dim> shape, const Tensor& same_device_as, Strides strides = Strides::dense_last);
 
 // The same for a tensor that is written: no two of its elements may be one.
-void expect_output(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes, std::initializer_list<Dim> shape,
-                   const Tensor& same_device_as, Strides strides = Strides::dense_last);
+void expect_output(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes,
+                   std::initializer_list<Dim> shape, const Tensor& same_device_as,
+                   Strides strides = Strides::dense_last);
 
 // The same for an argument that may be left out; returns its data or null.
 template <typename T>
-const T* optional_data(const OptionalTensor& tensor, const char* name, ScalarType dtype, std::initializer_list<Dim> shape,
-                       const Tensor& same_device_as) {
+const T* optional_data(const OptionalTensor& tensor, const char* name, ScalarType dtype,
+                       std::initializer_list<Dim> shape, const Tensor& same_device_as) {
   if (!tensor) return nullptr;
   expect(*tensor, name, {dtype}, shape, same_device_as);
   return static_cast<const T*>(tensor->data_ptr());

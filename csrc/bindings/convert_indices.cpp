@@ -7,8 +7,8 @@
 
 namespace mla::bindings {
 
-void convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, int64_t block_size, bool compact, Tensor slots,
-                     Tensor counts) {
+void convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, int64_t block_size, bool compact,
+                     Tensor slots, Tensor counts) {
   expect(positions, "positions", {ScalarType::Int}, {{"T"}, {"topk"}}, positions);
   const int64_t tokens = positions.size(0), topk = positions.size(1);
   expect(block_table, "block_table", {ScalarType::Int}, {{"R"}, {"max_blocks"}}, positions);

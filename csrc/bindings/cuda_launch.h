@@ -16,7 +16,8 @@ namespace mla::bindings {
 class CudaLaunch {
  public:
   explicit CudaLaunch(const Tensor& tensor) : guard_(tensor.get_device_index()) {
-    if (!aoti_torch_get_current_cuda_stream || aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_) != 0)
+    if (!aoti_torch_get_current_cuda_stream ||
+        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_) != 0)
       throw std::runtime_error("mla_backend: torch gave no CUDA stream for a CUDA tensor");
   }
   void* stream() const { return stream_; }

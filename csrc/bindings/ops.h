@@ -6,16 +6,17 @@
 
 namespace mla::bindings {
 
-void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
-                      OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices,
-                      OptionalTensor extra_topk_length, OptionalTensor plan, OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse,
+void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale,
+                      OptionalTensor topk_length, OptionalTensor sink, OptionalTensor extra_cache,
+                      OptionalTensor extra_indices, OptionalTensor extra_topk_length, OptionalTensor plan,
+                      OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse,
                       OptionalTensor max_logits);
-void plan(OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk, int64_t extra_topk,
-          bool batch_invariant, Tensor out);
+void plan(OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk,
+          int64_t extra_topk, bool batch_invariant, Tensor out);
 void merge_partials(Tensor outs, Tensor lses, Tensor out, Tensor lse);
 void cache_write(Tensor kv_c, Tensor k_pe, Tensor cache, Tensor slots, bool power_of_two);
 void cache_gather(Tensor cache, Tensor slots, Tensor out);
-void convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, int64_t block_size, bool compact, Tensor slots,
-                     Tensor counts);
+void convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, int64_t block_size, bool compact,
+                     Tensor slots, Tensor counts);
 
 }  // namespace mla::bindings

@@ -7,8 +7,8 @@
 
 namespace mla::bindings {
 
-void plan(OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk, int64_t extra_topk,
-          bool batch_invariant, Tensor out) {
+void plan(OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk,
+          int64_t extra_topk, bool batch_invariant, Tensor out) {
   const auto count = [](int64_t value, const char* name) {
     if (value < 0 || value > INT32_MAX) reject(name, "0 to 2147483647", std::to_string(value));
     return static_cast<int32_t>(value);
@@ -19,7 +19,8 @@ void plan(OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t 
   const int32_t* extra_length =
       optional_data<int32_t>(extra_topk_length, "extra_topk_length", ScalarType::Int, {{"T", tokens}}, out);
   const auto shape = [&](auto plan_shape) {
-    return plan_shape(count(tokens, "num_tokens"), count(topk, "topk"), count(extra_topk, "extra_topk"), length, extra_length, batch_invariant);
+    return plan_shape(count(tokens, "num_tokens"), count(topk, "topk"), count(extra_topk, "extra_topk"), length,
+                      extra_length, batch_invariant);
   };
   auto* rows = reinterpret_cast<PlanRow*>(out.data_ptr());
   const int32_t workers = expect_int32(out.size(0), "out", "rows");

@@ -56,7 +56,9 @@ void write_rows(const CacheWriteProblem& p) {
 
 }  // namespace
 
-void cache_write(const CacheWriteProblem& p) { p.source == Source::fp32 ? write_rows<float>(p) : write_rows<uint16_t>(p); }
+void cache_write(const CacheWriteProblem& p) {
+  p.source == Source::fp32 ? write_rows<float>(p) : write_rows<uint16_t>(p);
+}
 
 void cache_gather(const CacheGatherProblem& p) {
   const CacheFormat& format = p.cache.format;

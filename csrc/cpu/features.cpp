@@ -13,7 +13,8 @@ const AttentionKernel* find(const char* name) {
   KernelChoice choices[kMaxKernels];
   const int count = kernel_choices(choices);
   for (int i = 0; i < count; ++i)
-    if (choices[i].usable && (!strcmp(name, "auto") || !strcmp(name, choices[i].kernel->name))) return choices[i].kernel;
+    if (choices[i].usable && (!strcmp(name, "auto") || !strcmp(name, choices[i].kernel->name)))
+      return choices[i].kernel;
   return nullptr;
 }
 

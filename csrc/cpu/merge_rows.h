@@ -7,7 +7,8 @@ inline float widen(uint16_t x) { return bf16_to_float(x); }
 // sum[0 .. dim) = the merged row; returns its lse. `out` and `lse` of part i lie i strides on. A part with an
 // lse of -inf weighs nothing, whatever its row holds.
 template <typename Value>
-inline float merge_rows(int parts, int dim, const Value* out, int64_t out_stride, const float* lse, int64_t lse_stride, float* sum) {
+inline float merge_rows(int parts, int dim, const Value* out, int64_t out_stride, const float* lse, int64_t lse_stride,
+                        float* sum) {
   float largest = -__builtin_inff();
   for (int i = 0; i < parts; ++i) largest = __builtin_fmaxf(largest, lse[i * lse_stride]);
   const float reference = largest == -__builtin_inff() ? 0.0f : largest;  // -inf minus -inf would be NaN

@@ -8,7 +8,7 @@ void make_plan(const PlanShape& shape, PlanRow* rows, int workers) {
 
   const int64_t active = active_workers(shape, units, workers);
 
-  int32_t token = 0;     // the token that `units_before` units precede
+  int32_t token = 0;  // the token that `units_before` units precede
   int64_t units_before = 0;
   PlanBorder begin{0, 0};
   int32_t parts_so_far = 0;  // of the token that the worker before left open
@@ -40,19 +40,22 @@ void make_plan(const PlanShape& shape, PlanRow* rows, int workers) {
 
 bool plan_fits(const PlanShape& shape, const PlanRow* rows, int workers) {
   PlanBorder at{0, 0};
-  int32_t part = 0;   // that comes next, of the token that is open at `at`
+  int32_t part = 0;  // that comes next, of the token that is open at `at`
   int32_t place = 0;
-  int owner = 0;      // the worker that began it
+  int owner = 0;  // the worker that began it
   for (int worker = 0; worker < workers; ++worker) {
     const PlanRow& row = rows[worker];
     if (row.granule != shape.granule) return false;
     if (row.token_begin == row.token_end && row.token_begin == at.token && at.tile == 0) continue;  // nothing to do
     const int32_t last = row.token_end - 1;
-    if (row.token_begin != at.token || row.tile_begin != at.tile || last < row.token_begin || last >= shape.tokens) return false;
+    if (row.token_begin != at.token || row.tile_begin != at.tile || last < row.token_begin || last >= shape.tokens)
+      return false;
     const int32_t tiles = token_tiles(shape, last);
     const bool continues = at.tile > 0, leaves_open = row.tile_end < tiles;
     const bool begins_open = leaves_open && !(continues && last == row.token_begin);
-    if (row.tile_end < (last == row.token_begin ? row.tile_begin : 0) || row.tile_end > tiles || (leaves_open && row.tile_end == 0)) return false;
+    if (row.tile_end < (last == row.token_begin ? row.tile_begin : 0) || row.tile_end > tiles ||
+        (leaves_open && row.tile_end == 0))
+      return false;
     if (row.place != place || (continues && row.part != part)) return false;
     if (continues) ++part;
     if (continues && !(leaves_open && last == row.token_begin) && rows[owner].parts != part) return false;

@@ -23,10 +23,11 @@ void portable_attention(const AttentionProblem& problem, void* stream);
 void merge_cut_tokens(const AttentionProblem& problem, void* stream);
 
 // How lists are cut here: at the border of any tile that a block has in shared memory at once.
-inline PlanShape plan_shape(int32_t tokens, int32_t topk, int32_t extra_topk, const int32_t* length, const int32_t* extra_length,
-                            bool whole_tokens) {
+inline PlanShape plan_shape(int32_t tokens, int32_t topk, int32_t extra_topk, const int32_t* length,
+                            const int32_t* extra_length, bool whole_tokens) {
   constexpr int kGranule = 64, kMinPart = 1, kGoodPart = 1, kWorkersPerProcessor = 1;
-  return {tokens, topk, extra_topk, kGranule, kMinPart, kGoodPart, kWorkersPerProcessor, whole_tokens, length, extra_length};
+  return {tokens,       topk,   extra_topk,  kGranule, kMinPart, kGoodPart, kWorkersPerProcessor,
+          whole_tokens, length, extra_length};
 }
 
 // Every kernel's registers, spills, shared memory and occupancy on the current device, as JSON.

@@ -64,8 +64,10 @@ struct Job {
       const int32_t tile_begin = token == row.token_begin ? row.tile_begin : 0;
       const int32_t tile_end = token == row.token_end - 1 ? row.tile_end : tiles;
       Stretch stretch{token, head_begin, heads, tile_begin, tile_end, shape.granule, {}};
-      if (tile_begin > 0) stretch.partial = at(row.place);
-      else if (tile_end < tiles) stretch.partial = at(begun_place(row));
+      if (tile_begin > 0)
+        stretch.partial = at(row.place);
+      else if (tile_end < tiles)
+        stretch.partial = at(begun_place(row));
       kernel.run(problem, stretch, workspace);
     }
   }
@@ -78,8 +80,8 @@ struct Job {
 
 PlanShape shape_of(const AttentionProblem& p) {
   const bool two = p.list_count > 1;
-  return plan_shape(p.tokens, p.lists[0].topk, two ? p.lists[1].topk : 0, p.lists[0].length, two ? p.lists[1].length : nullptr,
-                    p.whole_tokens);
+  return plan_shape(p.tokens, p.lists[0].topk, two ? p.lists[1].topk : 0, p.lists[0].length,
+                    two ? p.lists[1].length : nullptr, p.whole_tokens);
 }
 
 }  // namespace
@@ -103,7 +105,8 @@ void sparse_attention(const AttentionProblem& given) {
   constexpr int32_t kFewestHeads = 16;
   int32_t shares = (p.heads + kStretchHeads - 1) / kStretchHeads;
   if (busy > 0 && busy < thread_count())
-    shares = std::max(shares, std::min((thread_count() + busy - 1) / busy, (p.heads + kFewestHeads - 1) / kFewestHeads));
+    shares =
+        std::max(shares, std::min((thread_count() + busy - 1) / busy, (p.heads + kFewestHeads - 1) / kFewestHeads));
   const int32_t share = ((p.heads + shares - 1) / shares + kFewestHeads - 1) / kFewestHeads * kFewestHeads;
 
   const Job job{p, active_kernel(), kept_partials(p.workers, p.heads), shape};

@@ -17,9 +17,9 @@ constexpr int kLanes = 16;
 struct Tables {
   alignas(64) uint8_t high[128];
   alignas(64) uint8_t low[128];
-  alignas(64) uint16_t pairs_low[32];    // of two vectors of 32 numbers: pair up the first 16 of each
-  alignas(64) uint16_t pairs_high[32];   // ... the last 16 of each
-  alignas(64) uint16_t pairs_halves[32]; // of one vector: pair up its two halves
+  alignas(64) uint16_t pairs_low[32];     // of two vectors of 32 numbers: pair up the first 16 of each
+  alignas(64) uint16_t pairs_high[32];    // ... the last 16 of each
+  alignas(64) uint16_t pairs_halves[32];  // of one vector: pair up its two halves
 
   constexpr Tables() : high(), low(), pairs_low(), pairs_high(), pairs_halves() {
     for (int code = 0; code < 128; ++code) {
@@ -93,6 +93,7 @@ struct Isa {
 #include "cpu/attention/kernel.h"
 }  // namespace
 
-const AttentionKernel kAvx512Bf16Kernel{"avx512_bf16", "AVX-512 F, BW, DQ, VL, BF16 and VBMI", sizeof(Workspace), run, merge};
+const AttentionKernel kAvx512Bf16Kernel{"avx512_bf16", "AVX-512 F, BW, DQ, VL, BF16 and VBMI", sizeof(Workspace), run,
+                                        merge};
 
 }  // namespace mla::cpu

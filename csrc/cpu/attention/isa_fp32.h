@@ -20,8 +20,10 @@ struct Isa {
   template <bool kScaled>
   static void widen_row(const uint8_t* row, uint32_t* words) {
     const CacheFormat& format = kScaled ? kFp8DsMla : kBf16;
-    for (int d = 0; d < kLatent; d += kLanes) store_words(kScaled ? widen_e4m3(row + d) : widen_bf16(row + 2 * d), words + d);
-    for (int d = 0; d < kRope; d += kLanes) store_words(widen_bf16(row + format.rope_offset() + 2 * d), words + kLatent + d);
+    for (int d = 0; d < kLatent; d += kLanes)
+      store_words(kScaled ? widen_e4m3(row + d) : widen_bf16(row + 2 * d), words + d);
+    for (int d = 0; d < kRope; d += kLanes)
+      store_words(widen_bf16(row + format.rope_offset() + 2 * d), words + kLatent + d);
   }
 
   static void load_values(const uint32_t* row, Floats (&values)[kValueVectors]) {

@@ -21,15 +21,15 @@
 // The scale of a quantised group never touches the cached values: e4m3 is exact in bf16, so the kernel
 // multiplies the group's partial scores, and then the weights, with it.
 
-constexpr int kTile = 128;                              // rows converted together; 128 bf16 rows are 144 KB of L2
+constexpr int kTile = 128;  // rows converted together; 128 bf16 rows are 144 KB of L2
 constexpr int kRowWords = kHeadDim / Isa::kPack;
 constexpr int kScoreVectors = 2;
-constexpr int kScoreHeads = kScoreVectors * kLanes;     // heads a block
+constexpr int kScoreHeads = kScoreVectors * kLanes;  // heads a block
 constexpr int kHeadSlots = (kStretchHeads + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
-constexpr int kPanel = Isa::kValueVectors * kLanes;     // output dims that a pass over the tile's values covers
+constexpr int kPanel = Isa::kValueVectors * kLanes;  // output dims that a pass over the tile's values covers
 constexpr int kPanels = kValueDim / kPanel;
 constexpr int kTileSteps = kTile / Isa::kPack;
-constexpr int kGroups = 4;                              // scale groups a row, where the format has any
+constexpr int kGroups = 4;  // scale groups a row, where the format has any
 static_assert(kValueDim % kPanel == 0 && (kValueDim / kGroups) % kPanel == 0, "a panel lies within one scale group");
 static_assert(kTile % Isa::kScoreSums == 0 && kFp8DsMla.scales() == kGroups);
 
@@ -67,7 +67,8 @@ inline void load_q(const AttentionProblem& p, int token, int head_begin, int hea
       for (int lane = 0; lane < kLanes; ++lane) {
         const uint16_t* q = from[lane] + at;
         // one bf16 number is the upper half of an fp32 one
-        w.q[v][word][lane] = Isa::kPack == 2 ? q[0] | static_cast<uint32_t>(q[Isa::kPack - 1]) << 16 : static_cast<uint32_t>(q[0]) << 16;
+        w.q[v][word][lane] =
+            Isa::kPack == 2 ? q[0] | static_cast<uint32_t>(q[Isa::kPack - 1]) << 16 : static_cast<uint32_t>(q[0]) << 16;
       }
     }
   }
@@ -123,7 +124,8 @@ inline void convert_rows(const uint8_t* const* rows, int begin, int end, Workspa
   for (int t = begin; t < end; ++t) {
     Isa::template widen_row<kScaled>(rows[t], w.rows_as_words[t]);
     if constexpr (kScaled)
-      for (int g = 0; g < kGroups; ++g) __builtin_memcpy(&w.group_scale[g][t], rows[t] + kFp8DsMla.scale_offset() + 4 * g, 4);
+      for (int g = 0; g < kGroups; ++g)
+        __builtin_memcpy(&w.group_scale[g][t], rows[t] + kFp8DsMla.scale_offset() + 4 * g, 4);
   }
 }
 
@@ -135,7 +137,8 @@ using ScoreSums = Floats[Isa::kScoreSums / kVectors][kVectors];
 // Some rows against kVectors vectors of heads, over the first `words` words from the pointers on. A function of its
 // own, so that the compiler has all registers for it.
 template <int kVectors>
-__attribute__((noinline)) void multiply_rows(const uint32_t (*q)[kLanes], const uint32_t* rows, int words, ScoreSums<kVectors>& result) {
+__attribute__((noinline)) void multiply_rows(const uint32_t (*q)[kLanes], const uint32_t* rows, int words,
+                                             ScoreSums<kVectors>& result) {
   constexpr int kTokens = Isa::kScoreSums / kVectors;
   Floats sum[kTokens][kVectors];
 #pragma GCC unroll 32
@@ -225,7 +228,8 @@ __attribute__((noinline)) void value_block(float (*out)[kValueDim], const float*
 #pragma GCC unroll 16
   for (int h = 0; h < kHeads; ++h)
 #pragma GCC unroll 8
-    for (int v = 0; v < Isa::kValueVectors; ++v) sum[h][v] = first_tile ? Floats{} : load(out[h] + v * kLanes) * rescale[h];
+    for (int v = 0; v < Isa::kValueVectors; ++v)
+      sum[h][v] = first_tile ? Floats{} : load(out[h] + v * kLanes) * rescale[h];
   for (int step = 0; step < steps; ++step) {
     typename Isa::Words value[Isa::kValueVectors];
     Isa::load_values(values + step * Isa::kPack * kRowWords, value);
@@ -250,15 +254,16 @@ inline void add_values(int head, int heads, int count, bool first_tile, Workspac
     const uint32_t* values = w.rows_as_words[0] + panel * kPanel / Isa::kPack;
     const auto* weights = w.weights[kScaled ? panel * kPanel / (kLatent / kGroups) : 0];
     const auto add = [&](auto block, int h) {
-      block(reinterpret_cast<float(*)[kValueDim]>(&w.out[head + h][panel * kPanel]), w.rescale + h, first_tile, steps, values,
-            reinterpret_cast<const uint32_t(*)[kScoreHeads]>(&weights[0][h]));
+      block(reinterpret_cast<float (*)[kValueDim]>(&w.out[head + h][panel * kPanel]), w.rescale + h, first_tile, steps,
+            values, reinterpret_cast<const uint32_t (*)[kScoreHeads]>(&weights[0][h]));
     };
     int h = 0;
     for (; h + Isa::kValueHeads <= heads; h += Isa::kValueHeads) add(value_block<Isa::kValueHeads>, h);
     for (; h + 2 <= heads; h += 2) add(value_block<2>, h);
     for (; h < heads; ++h) add(value_block<1>, h);
     // Meanwhile the next tile's rows come into the cache, a share of them with every panel.
-    for (int t = panel * next_count / kPanels; t < (panel + 1) * next_count / kPanels; ++t) prefetch_row(next_rows[t], next_bytes);
+    for (int t = panel * next_count / kPanels; t < (panel + 1) * next_count / kPanels; ++t)
+      prefetch_row(next_rows[t], next_bytes);
   }
 }
 
@@ -276,7 +281,8 @@ inline void attend_tile(const AttentionProblem& p, int heads, const uint8_t* con
     const auto* q = w.q + head / kLanes;
     for (int t = 0; t < count; t += Isa::kScoreSums / vectors) {
       const int end = t + Isa::kScoreSums / vectors;
-      if (head == 0) convert_rows<kScaled>(rows, t, end < count ? end : count, w);  // used at once, while in the L1 cache
+      if (head == 0)
+        convert_rows<kScaled>(rows, t, end < count ? end : count, w);  // used at once, while in the L1 cache
       vectors == 1 ? score_block<kScaled, 1>(q, t, scale, w) : score_block<kScaled, kScoreVectors>(q, t, scale, w);
     }
     softmax_block<kScaled>(head, vectors, count, first_tile, w);
@@ -285,7 +291,8 @@ inline void attend_tile(const AttentionProblem& p, int heads, const uint8_t* con
 }
 
 // Attends to a part of a token's slots; leaves the sums in the workspace. Returns whether any slot was valid.
-inline bool attend(const AttentionProblem& p, int token, int heads, int tile_begin, int tile_end, int granule, Workspace& w) {
+inline bool attend(const AttentionProblem& p, int token, int heads, int tile_begin, int tile_end, int granule,
+                   Workspace& w) {
   SlotWalk walk(p, token, tile_begin, tile_end, granule);
   CacheFormat format{};
   int count = walk.next(w.rows[0], format);
@@ -306,7 +313,8 @@ inline bool attend(const AttentionProblem& p, int token, int heads, int tile_beg
 }
 
 // One head's row of the output: sink, rounding to bf16, and the numbers beside it.
-inline void finish_row(const AttentionProblem& p, int token, int head, const float* sum, float factor, float lse, float max_logit) {
+inline void finish_row(const AttentionProblem& p, int token, int head, const float* sum, float factor, float lse,
+                       float max_logit) {
   // e^lse / (e^lse + e^sink); an empty row's sum is 0 and stays so
   if (p.sink && lse > -__builtin_inff()) factor /= 1.0f + __builtin_expf(p.sink[head] - lse);
   uint16_t* out = p.out + token * p.out_token + head * p.out_head;
@@ -345,6 +353,7 @@ inline void merge(const AttentionProblem& p, int32_t token, int32_t head, int32_
   const float lse = merge_rows(parts, kValueDim, first.out + int64_t{head} * kValueDim, int64_t{p.heads} * kValueDim,
                                first.lse + head, p.heads, sum);
   float largest = -__builtin_inff();
-  for (int part = 0; part < parts; ++part) largest = __builtin_fmaxf(largest, first.max_logits[int64_t{part} * p.heads + head]);
+  for (int part = 0; part < parts; ++part)
+    largest = __builtin_fmaxf(largest, first.max_logits[int64_t{part} * p.heads + head]);
   finish_row(p, token, head, sum, 1.0f, lse, largest);
 }

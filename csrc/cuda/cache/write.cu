@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
   uint8_t* row = p.cache.row(slot);
 
   alignas(16) Number latent[kLaneValues];
-  load_bytes<sizeof(latent), kAligned>(static_cast<const Number*>(p.latent) + token * p.latent_token + lane * kLaneValues, latent);
+  load_bytes<sizeof(latent), kAligned>(
+      static_cast<const Number*>(p.latent) + token * p.latent_token + lane * kLaneValues, latent);
 
   if constexpr (kQuantised) {
     float amax = 0.0f;
@@ -37,14 +38,16 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
     for (int i = 0; i < kLaneValues; ++i) amax = fmaxf(amax, fabsf(as_float(latent[i])));  // leaves NaN out
     constexpr int kGroupLanes = kFp8DsMla.group / kLaneValues;
 #pragma unroll
-    for (int distance = 1; distance < kGroupLanes; distance *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, distance));
+    for (int distance = 1; distance < kGroupLanes; distance *= 2)
+      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, distance));
     const float scale = group_scale(amax, p.power_of_two);
     alignas(16) uint16_t codes[kLaneValues / 2];
 #pragma unroll
     for (int i = 0; i < kLaneValues / 2; ++i)
       codes[i] = to_e4m3x2(__fdiv_rn(as_float(latent[2 * i]), scale), __fdiv_rn(as_float(latent[2 * i + 1]), scale));
     store_bytes<sizeof(codes), kAligned>(codes, row + lane * kLaneValues);
-    if (lane % kGroupLanes == 0) store_bytes<4, kAligned>(&scale, row + kFp8DsMla.scale_offset() + 4 * (lane / kGroupLanes));
+    if (lane % kGroupLanes == 0)
+      store_bytes<4, kAligned>(&scale, row + kFp8DsMla.scale_offset() + 4 * (lane / kGroupLanes));
   } else {
     alignas(16) uint16_t values[kLaneValues];
 #pragma unroll
@@ -55,7 +58,8 @@ __global__ void __launch_bounds__(kThreads) write_kernel(const __grid_constant__
   if (lane < kRopeLanes) {
     constexpr int kRopeOffset = kQuantised ? kFp8DsMla.rope_offset() : kBf16.rope_offset();
     alignas(16) Number rope[kRopeValues];
-    load_bytes<sizeof(rope), kAligned>(static_cast<const Number*>(p.rope) + token * p.rope_token + lane * kRopeValues, rope);
+    load_bytes<sizeof(rope), kAligned>(static_cast<const Number*>(p.rope) + token * p.rope_token + lane * kRopeValues,
+                                       rope);
     alignas(16) uint16_t values[kRopeValues];
 #pragma unroll
     for (int i = 0; i < kRopeValues; ++i) values[i] = as_bf16(rope[i]);
@@ -78,7 +82,8 @@ void cache_write(const CacheWriteProblem& p, void* stream) {
   const bool aligned = aligned16(p.latent, p.latent_token * number) && aligned16(p.rope, p.rope_token * number) &&
                        aligned16(p.cache.data, p.cache.block_stride) && aligned16(p.cache.data, p.cache.row_stride);
   const bool quantised = p.cache.format.code == Code::e4m3;
-  const Kernel kernel = p.source == Source::fp32 ? choose<float>(quantised, aligned) : choose<uint16_t>(quantised, aligned);
+  const Kernel kernel =
+      p.source == Source::fp32 ? choose<float>(quantised, aligned) : choose<uint16_t>(quantised, aligned);
   launch(kernel, (p.tokens + kTokensPerBlock - 1) / kTokensPerBlock, kThreads, 0, stream, "cache_write", p);
 }
 

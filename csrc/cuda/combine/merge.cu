@@ -45,8 +45,8 @@ __device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int p
 
 // One lane's dims, `lane`, `lane + 32`, ... of the merged row.
 template <typename Value, typename Store>
-__device__ __forceinline__ void merge_row(const Value* out, int64_t out_stride, const float* lse, int64_t lse_stride, int parts,
-                                          int dim, const Weights& weights, int lane, Store store) {
+__device__ __forceinline__ void merge_row(const Value* out, int64_t out_stride, const float* lse, int64_t lse_stride,
+                                          int parts, int dim, const Weights& weights, int lane, Store store) {
   constexpr int kUnroll = 16;  // dims that a lane sums at once
   for (int begin = lane; begin < dim; begin += 32 * kUnroll) {
     float sum[kUnroll] = {};
@@ -73,8 +73,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   const float* lse = p.part_lse + token * p.part_lse_token + head * p.part_lse_head;
   const Weights weights = weigh(lse, p.part_lse_part, p.parts, lane);
   Value* out = p.out + token * p.out_token + head * p.out_head;
-  merge_row(p.part_out + token * p.part_out_token + head * p.part_out_head, p.part_out_part, lse, p.part_lse_part, p.parts, p.dim,
-            weights, lane, [&](int d, float x) { narrow(x, out + d); });
+  merge_row(p.part_out + token * p.part_out_token + head * p.part_out_head, p.part_out_part, lse, p.part_lse_part,
+            p.parts, p.dim, weights, lane, [&](int d, float x) { narrow(x, out + d); });
   if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
 }
 
@@ -95,14 +95,16 @@ __global__ void __launch_bounds__(kThreads) merge_cut_tokens_kernel(const __grid
   float scale = 1.0f;
   if (p.sink && weights.lse > -INFINITY) scale = 1.0f / (1.0f + expf(p.sink[head] - weights.lse));
   uint16_t* out = p.out + token * p.out_token + head * p.out_head;
-  merge_row(partials.out + first * kValueDim, p.heads * static_cast<int64_t>(kValueDim), partials.lse + first, p.heads, parts, kValueDim,
-            weights, lane, [&](int d, float x) { out[d] = float_to_bf16(x * scale); });
+  merge_row(partials.out + first * kValueDim, p.heads * static_cast<int64_t>(kValueDim), partials.lse + first, p.heads,
+            parts, kValueDim, weights, lane, [&](int d, float x) { out[d] = float_to_bf16(x * scale); });
   float largest = -INFINITY;
-  for (int i = lane; i < parts; i += 32) largest = fmaxf(largest, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
+  for (int i = lane; i < parts; i += 32)
+    largest = fmaxf(largest, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
   largest = warp_max(largest);
   if (lane == 0) {
     p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
-    if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = isnan(weights.lse) ? weights.lse : largest;
+    if (p.max_logits)
+      p.max_logits[token * p.max_token + head * p.max_head] = isnan(weights.lse) ? weights.lse : largest;
   }
 }
 
@@ -117,7 +119,8 @@ template void merge_partials(const MergeProblem<float>&, void*);
 template void merge_partials(const MergeProblem<uint16_t>&, void*);
 
 void merge_cut_tokens(const AttentionProblem& p, void* stream) {
-  launch(merge_cut_tokens_kernel, dim3(p.workers, (p.heads + kWarps - 1) / kWarps), kThreads, 0, stream, "merge of cut tokens", p);
+  launch(merge_cut_tokens_kernel, dim3(p.workers, (p.heads + kWarps - 1) / kWarps), kThreads, 0, stream,
+         "merge of cut tokens", p);
 }
 
 KernelList merge_kernels() {

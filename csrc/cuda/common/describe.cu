@@ -16,16 +16,19 @@ std::string describe_kernels() {
       cudaError_t error = cudaFuncGetAttributes(&attributes, kernel.function);
       if (error == cudaSuccess) error = allow_shared(kernel.function, kernel.dynamic_shared_bytes);
       if (error == cudaSuccess)
-        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function, kernel.threads, kernel.dynamic_shared_bytes);
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function, kernel.threads,
+                                                              kernel.dynamic_shared_bytes);
       if (error != cudaSuccess) {
         cudaGetLastError();  // a question must not leave an error behind for the next launch to trip over
         json += std::string(",\"error\":\"") + cudaGetErrorString(error) + "\"}";
         continue;
       }
-      json += ",\"threads\":" + std::to_string(kernel.threads) + ",\"registers\":" + std::to_string(attributes.numRegs) +
+      json += ",\"threads\":" + std::to_string(kernel.threads) +
+              ",\"registers\":" + std::to_string(attributes.numRegs) +
               ",\"local_bytes\":" + std::to_string(attributes.localSizeBytes) +
               ",\"shared_bytes\":" + std::to_string(attributes.sharedSizeBytes + kernel.dynamic_shared_bytes) +
-              ",\"blocks_per_sm\":" + std::to_string(blocks) + ",\"binary_version\":" + std::to_string(attributes.binaryVersion) + "}";
+              ",\"blocks_per_sm\":" + std::to_string(blocks) +
+              ",\"binary_version\":" + std::to_string(attributes.binaryVersion) + "}";
     }
   }
   return "[" + json + "]";

@@ -10,7 +10,8 @@
 namespace mla::cuda {
 
 inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("mla_backend: ") + what + ": " + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("mla_backend: ") + what + ": " + cudaGetErrorString(error));
 }
 
 // A block gets more than 48 KB of shared memory only where that was asked for.
@@ -26,7 +27,9 @@ void launch(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_share
   const void* function = reinterpret_cast<const void*>(kernel);
   void* arguments[] = {const_cast<Problem*>(&problem)};
   check(allow_shared(function, dynamic_shared_bytes), what);
-  check(cudaLaunchKernel(function, blocks, dim3(threads), arguments, dynamic_shared_bytes, static_cast<cudaStream_t>(stream)), what);
+  check(cudaLaunchKernel(function, blocks, dim3(threads), arguments, dynamic_shared_bytes,
+                         static_cast<cudaStream_t>(stream)),
+        what);
 }
 
 // One kernel of the library. Each .cu file defines the list of its own.

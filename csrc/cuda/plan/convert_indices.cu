@@ -38,7 +38,8 @@ void convert_indices(const ConvertProblem& p, void* stream) {
 }
 
 KernelList convert_indices_kernels() {
-  static const KernelEntry entries[] = {{"convert_indices", reinterpret_cast<const void*>(convert_kernel), kThreads, 0}};
+  static const KernelEntry entries[] = {
+      {"convert_indices", reinterpret_cast<const void*>(convert_kernel), kThreads, 0}};
   return {entries, 1};
 }
 

@@ -42,8 +42,10 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
     int low = 0, high = kThreads - 1;  // the last stretch that begins at or before the cut
     while (low < high) {
       const int middle = (low + high + 1) / 2;
-      if (units_before[middle] <= cut) low = middle;
-      else high = middle - 1;
+      if (units_before[middle] <= cut)
+        low = middle;
+      else
+        high = middle - 1;
     }
     int64_t offset = cut - units_before[low];
     int32_t token = stretch * low;
@@ -63,7 +65,8 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
     const bool passes_on = begin.tile > 0 && end.tile > 0 && begin.token == end.token;
 
     int32_t places;
-    const int32_t place = exclusive_sum((begin.tile > 0) + (end.tile > 0) - static_cast<int32_t>(passes_on), places, scan32);
+    const int32_t place =
+        exclusive_sum((begin.tile > 0) + (end.tile > 0) - static_cast<int32_t>(passes_on), places, scan32);
     // A part's number is its distance to the border where its token was first cut: the latest border that doesn't
     // continue the one before it.
     const bool starts_run = begin.tile > 0 && !(before.tile > 0 && before.token == begin.token);

@@ -8,8 +8,8 @@
 
 namespace mla {
 
-enum class Code : int32_t { bf16, e4m3 };             // how the latent values are stored
-enum class Scale : int32_t { none, fp32, ue8m0 };     // what a group of latent values is multiplied with
+enum class Code : int32_t { bf16, e4m3 };          // how the latent values are stored
+enum class Scale : int32_t { none, fp32, ue8m0 };  // what a group of latent values is multiplied with
 enum class ScalePlace : int32_t { in_row, end_of_page };
 
 // A token is `latent` values, then its scales (if they lie in the row), then `rope` bf16 values.
@@ -48,7 +48,7 @@ constexpr int kHeadDim = kLatent + kRope;
 constexpr int kValueDim = 512;
 
 constexpr CacheFormat kBf16{"bf16", Code::bf16, kLatent, kRope, kValueDim, 0, Scale::none, ScalePlace::in_row, 0};
-constexpr CacheFormat kFp8DsMla{"fp8_ds_mla", Code::e4m3, kLatent, kRope, kValueDim, 128,
+constexpr CacheFormat kFp8DsMla{"fp8_ds_mla", Code::e4m3,         kLatent, kRope, kValueDim, 128,
                                 Scale::fp32,  ScalePlace::in_row, 0};
 
 // Every format that the ops accept. Only its position here is passed across the op boundary.
@@ -58,7 +58,8 @@ constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 static_assert(kBf16.token_bytes() == 1152, "512 + 64 bf16 values");
 static_assert(kFp8DsMla.token_bytes() == 656 && kFp8DsMla.rope_offset() == 528, "512 e4m3, 4 fp32 scales, 64 bf16");
 // The description also covers the power-of-two formats of later models, for which no kernel exists yet.
-static_assert(CacheFormat{"", Code::e4m3, 448, 64, 512, 64, Scale::ue8m0, ScalePlace::end_of_page, 1}.token_bytes() == 584);
+static_assert(CacheFormat{"", Code::e4m3, 448, 64, 512, 64, Scale::ue8m0, ScalePlace::end_of_page, 1}.token_bytes() ==
+              584);
 static_assert(CacheFormat{"", Code::e4m3, 512, 0, 512, 32, Scale::ue8m0, ScalePlace::in_row, 0}.token_bytes() == 528);
 
 }  // namespace mla

@@ -38,12 +38,12 @@ struct PlanShape {
   int32_t topk;
   int32_t extra_topk;
   int32_t granule;
-  int32_t min_part;              // tiles that cuts are apart at least; no part has fewer than half as many
-  int32_t good_part;             // tiles a worker should get before more workers than processors are put to work
-  int32_t workers_per_processor; // that share it in turn, so that a slow processor does fewer of them
-  bool whole_tokens;             // never cut a token: its bits then don't depend on its neighbours
-  const int32_t* length;         // [tokens] or null
-  const int32_t* extra_length;   // [tokens] or null
+  int32_t min_part;               // tiles that cuts are apart at least; no part has fewer than half as many
+  int32_t good_part;              // tiles a worker should get before more workers than processors are put to work
+  int32_t workers_per_processor;  // that share it in turn, so that a slow processor does fewer of them
+  bool whole_tokens;              // never cut a token: its bits then don't depend on its neighbours
+  const int32_t* length;          // [tokens] or null
+  const int32_t* extra_length;    // [tokens] or null
 };
 
 MLA_HOST_DEVICE int32_t clamp_length(const int32_t* length, int32_t token, int32_t topk) {

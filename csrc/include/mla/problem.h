@@ -15,7 +15,7 @@ struct CacheView {
   int64_t block_size;
   int64_t block_stride;  // bytes
   int64_t row_stride;    // bytes
-  CacheFormat format;  // by value: a GPU can't follow a pointer to it
+  CacheFormat format;    // by value: a GPU can't follow a pointer to it
 
   MLA_HOST_DEVICE int64_t slots() const { return blocks * block_size; }
   MLA_HOST_DEVICE bool holds(int64_t slot) const { return slot >= 0 && slot < slots(); }
@@ -79,7 +79,10 @@ struct Partials {
   static constexpr int64_t kFloatsPerRow = kValueDim + 2;
 
   MLA_HOST_DEVICE Partials(float* memory, int32_t workers, int32_t heads)
-      : places(2 * static_cast<int64_t>(workers)), heads(heads), out(memory), lse(out + places * heads * kValueDim),
+      : places(2 * static_cast<int64_t>(workers)),
+        heads(heads),
+        out(memory),
+        lse(out + places * heads * kValueDim),
         max_logits(lse + places * heads) {}
 
   // A plan may be a caller's, and stale: a place that isn't there becomes the last one.

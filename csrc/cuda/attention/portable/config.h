@@ -7,13 +7,13 @@
 
 namespace mla::cuda::portable {
 
-constexpr int kHeads = 16;    // a block's heads: the rows of an m16n8k16 product
-constexpr int kTile = 64;     // rows of the cache that are in shared memory at once
+constexpr int kHeads = 16;  // a block's heads: the rows of an m16n8k16 product
+constexpr int kTile = 64;   // rows of the cache that are in shared memory at once
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kWarpTokens = kTile / kWarps;      // whose scores a warp computes
-constexpr int kWarpDims = kValueDim / kWarps;    // of the output, that a warp sums up
-constexpr int kGroups = 4;                       // scale groups a row
+constexpr int kWarpTokens = kTile / kWarps;    // whose scores a warp computes
+constexpr int kWarpDims = kValueDim / kWarps;  // of the output, that a warp sums up
+constexpr int kGroups = 4;                     // scale groups a row
 constexpr int kGroupDims = kLatent / kGroups;
 
 // Shared memory. Rows are 16 bytes longer than their numbers need, an odd number of 16-byte pieces, so that the
@@ -22,11 +22,11 @@ constexpr int kRowStride = kHeadDim + 8;
 constexpr int kScoreStride = kTile + 8;
 
 struct Shared {
-  alignas(16) uint16_t rows[kTile][kRowStride];   // bf16; e4m3 without its scale
+  alignas(16) uint16_t rows[kTile][kRowStride];  // bf16; e4m3 without its scale
   alignas(16) uint16_t q[kHeads][kRowStride];
-  alignas(16) float scores[kHeads][kScoreStride]; // then weights
+  alignas(16) float scores[kHeads][kScoreStride];  // then weights
   alignas(16) float scale[kGroups][kTile];
-  const uint8_t* row[kTile];                      // in the cache; null where the slot is none
+  const uint8_t* row[kTile];  // in the cache; null where the slot is none
   float largest[kHeads], total[kHeads], rescale[kHeads];
 };
 static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a block have");

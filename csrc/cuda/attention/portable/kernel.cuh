@@ -34,10 +34,13 @@ struct Block {
       const int head = i / kPieces, dim = i % kPieces * 8;
       alignas(16) uint16_t piece[8] = {};
       if (head_begin + head < p.heads) {
-        const uint16_t* from = dim < kLatent ? p.q_nope + token * p.q_nope_token + (head_begin + head) * p.q_nope_head + dim
-                                             : p.q_rope + token * p.q_rope_token + (head_begin + head) * p.q_rope_head + dim - kLatent;
-        if (reinterpret_cast<uintptr_t>(from) % 16 == 0) load_bytes<16, true>(from, piece);
-        else load_bytes<16, false>(from, piece);
+        const uint16_t* from =
+            dim < kLatent ? p.q_nope + token * p.q_nope_token + (head_begin + head) * p.q_nope_head + dim
+                          : p.q_rope + token * p.q_rope_token + (head_begin + head) * p.q_rope_head + dim - kLatent;
+        if (reinterpret_cast<uintptr_t>(from) % 16 == 0)
+          load_bytes<16, true>(from, piece);
+        else
+          load_bytes<16, false>(from, piece);
       }
       *reinterpret_cast<uint4*>(&s.q[head][dim]) = *reinterpret_cast<const uint4*>(piece);
     }
@@ -98,7 +101,8 @@ struct Block {
         uint4* to = reinterpret_cast<uint4*>(&s.rows[t][16 * lane]);
         to[0] = *reinterpret_cast<const uint4*>(numbers), to[1] = *reinterpret_cast<const uint4*>(numbers + 4);
         if (lane == 0) {
-          const float scales[4] = {__uint_as_float(rest[i].x), __uint_as_float(rest[i].y), __uint_as_float(rest[i].z), __uint_as_float(rest[i].w)};
+          const float scales[4] = {__uint_as_float(rest[i].x), __uint_as_float(rest[i].y), __uint_as_float(rest[i].z),
+                                   __uint_as_float(rest[i].w)};
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) s.scale[g][t] = scales[g];
         } else if (lane <= kRopePieces) {
@@ -127,7 +131,8 @@ struct Block {
         multiply_add(partial, q0, rows[0], rows[1]);
         multiply_add(partial, q1, rows[2], rows[3]);
       }
-      const float first = part < kGroups ? s.scale[part][column] : 1.0f, second = part < kGroups ? s.scale[part][column + 1] : 1.0f;
+      const float first = part < kGroups ? s.scale[part][column] : 1.0f,
+                  second = part < kGroups ? s.scale[part][column + 1] : 1.0f;
       sum[0] += partial[0] * first, sum[1] += partial[1] * second;
       sum[2] += partial[2] * first, sum[3] += partial[3] * second;
     }
@@ -148,7 +153,8 @@ struct Block {
       const int head = warp * (kHeads / kWarps) + i;
       const float a = s.scores[head][lane], b = s.scores[head][lane + 32];
       float largest = fmaxf(a, b);
-      for (int distance = 16; distance > 0; distance /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+      for (int distance = 16; distance > 0; distance /= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
       const float before = s.largest[head];
       largest = fmaxf(largest, before);
       const float reference = largest == -INFINITY ? 0.0f : largest;
@@ -170,7 +176,8 @@ struct Block {
   __device__ void add_values(float (&out)[kWarpDims / 8][4]) const {
     const float upper = s.rescale[lane / 4], lower = s.rescale[lane / 4 + 8];
 #pragma unroll
-    for (int n = 0; n < kWarpDims / 8; ++n) out[n][0] *= upper, out[n][1] *= upper, out[n][2] *= lower, out[n][3] *= lower;
+    for (int n = 0; n < kWarpDims / 8; ++n)
+      out[n][0] *= upper, out[n][1] *= upper, out[n][2] *= lower, out[n][3] *= lower;
     const int first_dim = warp * kWarpDims;
     const float* scale = s.scale[first_dim / kGroupDims];
     static_assert(kGroupDims % kWarpDims == 0, "a warp's dims have one scale");
@@ -231,14 +238,18 @@ struct Block {
 };
 
 __device__ inline bool rows_aligned(const CacheView& cache) {
-  return (reinterpret_cast<uintptr_t>(cache.data) | static_cast<uintptr_t>(cache.block_stride) | static_cast<uintptr_t>(cache.row_stride)) % 16 == 0;
+  return (reinterpret_cast<uintptr_t>(cache.data) | static_cast<uintptr_t>(cache.block_stride) |
+          static_cast<uintptr_t>(cache.row_stride)) %
+             16 ==
+         0;
 }
 
 // Block x: heads of a worker, y: the worker.
 __global__ void __launch_bounds__(kThreads, 2) attention_kernel(const __grid_constant__ AttentionProblem p) {
   extern __shared__ __align__(16) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
-  const Block block{p, s, static_cast<int>(blockIdx.x) * kHeads, static_cast<int>(threadIdx.x) / 32, static_cast<int>(threadIdx.x) % 32};
+  const Block block{p, s, static_cast<int>(blockIdx.x) * kHeads, static_cast<int>(threadIdx.x) / 32,
+                    static_cast<int>(threadIdx.x) % 32};
 
   // The plan may be a caller's, and stale: nothing in it is trusted to be within the problem.
   const PlanRow row = p.plan[blockIdx.y];
@@ -262,8 +273,10 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(const __grid_con
       __syncthreads();  // the tile before is finished with the rows
       if (!block.find_rows(list, token, begin, min(begin + granule, in_main ? length : extra_length))) continue;
       const bool aligned = rows_aligned(list.cache);
-      if (list.cache.format.code == Code::e4m3) aligned ? block.gather_e4m3<true>() : block.gather_e4m3<false>();
-      else aligned ? block.gather_bf16<true>() : block.gather_bf16<false>();
+      if (list.cache.format.code == Code::e4m3)
+        aligned ? block.gather_e4m3<true>() : block.gather_e4m3<false>();
+      else
+        aligned ? block.gather_bf16<true>() : block.gather_bf16<false>();
       __syncthreads();
       block.score();
       __syncthreads();

@@ -6,7 +6,8 @@ namespace mla::cuda {
 
 void portable_attention(const AttentionProblem& p, void* stream) {
   const dim3 blocks((p.heads + portable::kHeads - 1) / portable::kHeads, p.workers);
-  launch(portable::attention_kernel, blocks, portable::kThreads, sizeof(portable::Shared), stream, "sparse_attention", p);
+  launch(portable::attention_kernel, blocks, portable::kThreads, sizeof(portable::Shared), stream, "sparse_attention",
+         p);
 }
 
 void sparse_attention(const AttentionProblem& p, void* stream) {
@@ -15,8 +16,9 @@ void sparse_attention(const AttentionProblem& p, void* stream) {
 }
 
 KernelList portable_attention_kernels() {
-  static const KernelEntry entries[] = {
-      {"sparse_attention portable", reinterpret_cast<const void*>(portable::attention_kernel), portable::kThreads, sizeof(portable::Shared)}};
+  static const KernelEntry entries[] = {{"sparse_attention portable",
+                                         reinterpret_cast<const void*>(portable::attention_kernel), portable::kThreads,
+                                         sizeof(portable::Shared)}};
   return {entries, 1};
 }
 
