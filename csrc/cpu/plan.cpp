@@ -39,28 +39,30 @@ void make_plan(const PlanShape& shape, PlanRow* rows, int workers) {
 }
 
 bool plan_fits(const PlanShape& shape, const PlanRow* rows, int workers) {
-  PlanBorder at{0, 0};
-  int32_t part = 0;  // that comes next, of the token that is open at `at`
+  PlanBorder at{0, 0};  // where the rows so far have come
+  int32_t part = 0;     // parts so far of the token that is open there
+  int owner = 0;        // the worker that began it
   int32_t place = 0;
-  int owner = 0;  // the worker that began it
   for (int worker = 0; worker < workers; ++worker) {
     const PlanRow& row = rows[worker];
     if (row.granule != shape.granule) return false;
-    if (row.token_begin == row.token_end && row.token_begin == at.token && at.tile == 0) continue;  // nothing to do
+    if (at.tile == 0 && row.token_begin == at.token && row.token_end == at.token) continue;  // nothing to do
+    if (row.token_begin != at.token || row.tile_begin != at.tile) return false;
+    if (row.token_end <= row.token_begin || row.token_end > shape.tokens) return false;
     const int32_t last = row.token_end - 1;
-    if (row.token_begin != at.token || row.tile_begin != at.tile || last < row.token_begin || last >= shape.tokens)
-      return false;
+    const bool one_token = last == row.token_begin, continues = at.tile > 0;
     const int32_t tiles = token_tiles(shape, last);
-    const bool continues = at.tile > 0, leaves_open = row.tile_end < tiles;
-    const bool begins_open = leaves_open && !(continues && last == row.token_begin);
-    if (row.tile_end < (last == row.token_begin ? row.tile_begin : 0) || row.tile_end > tiles ||
-        (leaves_open && row.tile_end == 0))
-      return false;
+    if (row.tile_end > tiles || row.tile_end < (one_token ? row.tile_begin : 0)) return false;
+    const bool leaves_open = row.tile_end < tiles;
+    if (leaves_open && row.tile_end == 0) return false;  // a token is begun with a tile, or not at all
+    const bool begins_open = leaves_open && !(one_token && continues);
+
     if (row.place != place || (continues && row.part != part)) return false;
     if (continues) ++part;
-    if (continues && !(leaves_open && last == row.token_begin) && rows[owner].parts != part) return false;
+    const bool closes = continues && !(one_token && leaves_open);
+    if (closes && rows[owner].parts != part) return false;
     if (begins_open) owner = worker, part = 1;
-    if (!begins_open && row.parts != 1) return false;
+    if (!begins_open && row.parts != 1) return false;  // else it is held against the parts that there are, above
     place += continues + begins_open;
     at = leaves_open ? PlanBorder{last, row.tile_end} : PlanBorder{row.token_end, 0};
   }
