@@ -219,6 +219,15 @@ def test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch(cpu_kerne
         assert all(torch.equal(a[begin:end], b) for a, b in zip(together, alone, strict=True))
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_plan_that_fits_is_followed(cpu_kernel, fmt):
+    # Cut elsewhere, sums are rounded elsewhere: of 128 numbers some differ in their last bit.
+    problem = random_problem(fmt, tokens=2, heads=64, topk=3000, blocks=100)
+    whole, cut = (problem.solve(plan=mla_backend.plan(2, 3000, workers=workers)) for workers in (1, 9))
+    assert torch.equal(whole[1], problem.solve(batch_invariant=True)[1])
+    assert not torch.equal(whole[1], cut[1])
+
+
 def test_a_stale_plan_is_not_followed(cpu_kernel):
     problem = random_problem(tokens=4, heads=2, topk=300)
     problem.topk_length = torch.tensor([300, 0, 17, 299], dtype=torch.int32)
