@@ -285,3 +285,28 @@ def test_small_case_of_everything(fmt, tokens, heads, topk):
             strict=True,
         )
     )
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_layer_compiles_without_a_graph_break(fmt):
+    cache = mla_backend.FORMATS[fmt].new_cache(4, 16, device="cuda")
+    table, requests = (
+        torch.arange(4, dtype=torch.int32, device="cuda").view(1, 4),
+        torch.zeros(2, dtype=torch.int32, device="cuda"),
+    )
+
+    def layer(kv_c, k_pe, q, positions):
+        mla_backend.cache_write(kv_c, k_pe, cache, torch.arange(64, device="cuda"))
+        slots, counts = mla_backend.convert_indices(positions, table, requests, 16, compact=True)
+        out, lse = mla_backend.sparse_attention(q * 1, cache, slots, scale=0.05, topk_length=counts)
+        return out + 1, lse, mla_backend.cache_gather(cache, slots[0])
+
+    arguments = (
+        torch.randn(64, 512, device="cuda"),
+        torch.randn(64, 64, device="cuda"),
+        torch.randn(2, 3, 576, device="cuda").bfloat16(),
+        torch.randint(-5, 64, (2, 20), dtype=torch.int32, device="cuda"),
+    )
+    torch._dynamo.reset()
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(got, layer(*arguments), strict=True))
