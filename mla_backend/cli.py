@@ -33,7 +33,9 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        (render_verdicts if options.brief else render)(report, Console(soft_wrap=True, highlight=False))
+        (render_verdicts if options.brief else render)(
+            report, Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+        )
     return 0 if report["library"]["loads"] else 1
 
 

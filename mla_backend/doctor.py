@@ -193,7 +193,8 @@ def render(report: dict[str, Any], console: Console) -> None:
         table = Table(
             "kernel", "threads", "regs", "local B", "shared B", "blocks/SM", "built for", box=None, padding=(0, 1)
         )
-        table.columns[0].no_wrap = True
+        for column in table.columns:
+            column.no_wrap = True
         for k in gpus["kernels"]:
             if "error" in k:
                 table.add_row(escape(k["name"]), escape(k["error"]))
