@@ -12,6 +12,7 @@
 
 namespace mla::cpu {
 namespace {
+
 // Memory that a thread keeps from call to call: taking a megabyte anew each time costs more than a short call.
 class KeptBuffer {
  public:
