@@ -11,9 +11,7 @@ from mla_backend.formats import FORMATS
 
 VALUE_DIM = FORMATS["bf16"].value_dim
 PLAN_COLUMNS = 8
-GPU_HEADS_PER_BLOCK = 16
-GPU_BLOCKS_PER_PROCESSOR = 2
-PLAN_WORKERS_PER_THREAD: int = library.about()["plan_workers_per_thread"]
+_ABOUT = library.about()
 
 
 def sparse_attention(
@@ -104,16 +102,16 @@ def sparse_attention(
 def workspace_floats(workers: int, num_heads: int) -> int:
     """How many fp32 numbers `sparse_attention` needs as a workspace on a GPU: two rows of 512, an lse and a largest
     score for each worker and head."""
-    return 2 * workers * num_heads * (VALUE_DIM + 2)
+    return 2 * workers * num_heads * _ABOUT["partial_floats"]
 
 
 @torch.compiler.assume_constant_result
 def default_workers(device: torch.device, num_heads: int) -> int:
     """Rows of a plan, unless said otherwise: what keeps a device's processors busy."""
     if device.type == "cuda":
-        blocks = GPU_BLOCKS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
-        return max(1, blocks // -(-num_heads // GPU_HEADS_PER_BLOCK))
-    return PLAN_WORKERS_PER_THREAD * torch.get_num_threads()
+        blocks = _ABOUT["gpu_blocks_per_processor"] * torch.cuda.get_device_properties(device).multi_processor_count
+        return max(1, blocks // -(-num_heads // _ABOUT["gpu_heads_per_block"]))
+    return _ABOUT["plan_workers_per_thread"] * torch.get_num_threads()
 
 
 def _own_plan(
@@ -176,7 +174,7 @@ def plan(
     require_count("extra_topk", extra_topk)
     require_optional_tensors(topk_length=topk_length, extra_topk_length=extra_topk_length)
     if out is not None and (workers is not None or device is not None):
-        raise ValueError("out must be given alone: workers and device are what it has; got both")
+        raise ValueError("out must be given alone, as it has workers and a device already; got more")
     if out is None:
         if device is None:
             device = next((t.device for t in (topk_length, extra_topk_length) if t is not None), "cpu")

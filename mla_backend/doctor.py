@@ -68,6 +68,10 @@ def _examine_library() -> dict[str, Any]:
     return {"loads": True, "path": str(library.library_path()), **library.about()}
 
 
+def _architectures(library: dict[str, Any]) -> str:
+    return ", ".join(f"sm_{arch}" for arch in library["cuda_archs"].split())
+
+
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -116,7 +120,7 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     elif not library["cuda_archs"]:
         why = "the library was built without CUDA (no nvcc, or MLA_BACKEND_CUDA=0)"
     elif broken:
-        why = f"{broken[0]} (built for sm_{', sm_'.join(library['cuda_archs'].split())})"
+        why = f"{broken[0]} (built for {_architectures(library)})"
     else:
         why = None
     verdicts.append({"what": "every op on a GPU", "runs": why is None, "why": why})
@@ -147,11 +151,7 @@ def render(report: dict[str, Any], console: Console) -> None:
     section("Versions", versions)
 
     if library["loads"]:
-        cuda = (
-            f"CUDA {library['cuda_compiler']} for sm_{', sm_'.join(library['cuda_archs'].split())}"
-            if library["cuda_archs"]
-            else "no CUDA"
-        )
+        cuda = f"CUDA {library['cuda_compiler']} for {_architectures(library)}" if library["cuda_archs"] else "no CUDA"
         section(
             "Library",
             [

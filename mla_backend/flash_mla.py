@@ -15,9 +15,9 @@ from torch import Tensor
 from mla_backend import attention
 from mla_backend.arguments import named, require_count, require_optional_tensors, require_tensors
 from mla_backend.cache import convert_indices
-from mla_backend.formats import format_of
+from mla_backend.formats import FORMATS, format_of
 
-HEAD_DIM, HEAD_DIM_V = 576, 512
+HEAD_DIM, HEAD_DIM_V = FORMATS["bf16"].head_dim, FORMATS["bf16"].value_dim
 
 
 @dataclass

@@ -257,16 +257,16 @@ def main() -> int:
             parser.error(f"--{name} must be 1 or more")
     if max(options.heads) > 256:
         parser.error("--heads must be 256 or fewer")
+    if options.rounds < 2:
+        parser.error("--rounds must be 2 or more, or there is no spread")
+    if any(context % BLOCK for context in options.contexts):
+        parser.error(f"--contexts must be multiples of {BLOCK}, the peer's block size")
     if options.output:
         try:  # before measuring for minutes
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.touch()
         except OSError as error:
             parser.error(f"--output: {error}")
-    if options.rounds < 2:
-        parser.error("--rounds must be 2 or more, or there is no spread")
-    if any(context % BLOCK for context in options.contexts):
-        parser.error(f"--contexts must be multiples of {BLOCK}, the peer's block size")
 
     console = Console(stderr=True)
     peer, why = load_peer()

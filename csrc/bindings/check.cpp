@@ -103,8 +103,7 @@ void expect(const Tensor& tensor, const char* name, std::initializer_list<Scalar
            join(dtypes, " or ", [](ScalarType t) { return std::string(dtype_name(t)); }) + " " + describe_shape(shape),
            describe(tensor));
   expect_device(tensor, name, same_device_as);
-  if (strides == Strides::any) return;
-  expect_dense_last(tensor, name);
+  if (strides == Strides::dense_last) expect_dense_last(tensor, name);
 }
 
 void expect_output(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes,

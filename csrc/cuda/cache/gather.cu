@@ -55,8 +55,7 @@ Kernel choose(bool quantised, bool aligned) {
 }  // namespace
 
 void cache_gather(const CacheGatherProblem& p, void* stream) {
-  const bool aligned = aligned16(p.cache.data, p.cache.block_stride) && aligned16(p.cache.data, p.cache.row_stride) &&
-                       aligned16(p.out, p.out_row * 2);
+  const bool aligned = rows_aligned16(p.cache) && aligned16(p.out, p.out_row * 2);
   const Kernel kernel = choose(p.cache.format.code == Code::e4m3, aligned);
   launch(kernel, (p.rows + kRowsPerBlock - 1) / kRowsPerBlock, kThreads, 0, stream, "cache_gather", p);
 }

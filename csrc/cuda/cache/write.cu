@@ -80,7 +80,7 @@ Kernel choose(bool quantised, bool aligned) {
 void cache_write(const CacheWriteProblem& p, void* stream) {
   const int64_t number = p.source == Source::fp32 ? 4 : 2;
   const bool aligned = aligned16(p.latent, p.latent_token * number) && aligned16(p.rope, p.rope_token * number) &&
-                       aligned16(p.cache.data, p.cache.block_stride) && aligned16(p.cache.data, p.cache.row_stride);
+                       rows_aligned16(p.cache);
   const bool quantised = p.cache.format.code == Code::e4m3;
   const Kernel kernel =
       p.source == Source::fp32 ? choose<float>(quantised, aligned) : choose<uint16_t>(quantised, aligned);

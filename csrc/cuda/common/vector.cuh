@@ -3,10 +3,17 @@
 
 #include <cstdint>
 
+#include "mla/platform.h"
+#include "mla/problem.h"
+
 namespace mla::cuda {
 
-inline bool aligned16(const void* base, long long stride_bytes) {
+MLA_HOST_DEVICE bool aligned16(const void* base, int64_t stride_bytes) {
   return (reinterpret_cast<uintptr_t>(base) | static_cast<uintptr_t>(stride_bytes)) % 16 == 0;
+}
+
+MLA_HOST_DEVICE bool rows_aligned16(const CacheView& cache) {
+  return aligned16(cache.data, cache.block_stride) && aligned16(cache.data, cache.row_stride);
 }
 
 // kBytes from global memory into `to`, which is aligned to 16.

@@ -51,7 +51,7 @@ constexpr CacheFormat kBf16{"bf16", Code::bf16, kLatent, kRope, kValueDim, 0, Sc
 constexpr CacheFormat kFp8DsMla{"fp8_ds_mla", Code::e4m3,         kLatent, kRope, kValueDim, 128,
                                 Scale::fp32,  ScalePlace::in_row, 0};
 
-// Every format that the ops accept. Only its position here is passed across the op boundary.
+// Every format that the ops accept. Which one a cache tensor has follows from its dtype and its last dimension.
 constexpr const CacheFormat* kFormats[] = {&kBf16, &kFp8DsMla};
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 

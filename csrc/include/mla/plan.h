@@ -1,5 +1,5 @@
-// The plan says which worker attends to which part of which token's slot list. A worker is a thread of the
-// CPU's pool or a thread block of the GPU.
+// The plan says which worker attends to which part of which token's slot list. A worker is a turn of a thread of the
+// CPU's pool, or a thread block of the GPU for each group of heads.
 //
 // Every token's list (its main list, then its extra one) is cut into tiles of `granule` slots; a list never
 // shares a tile with the other. Lay the tiles of all tokens end to end, with one more unit in front of each

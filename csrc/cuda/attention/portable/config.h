@@ -10,6 +10,7 @@ namespace mla::cuda::portable {
 constexpr int kHeads = 16;  // a block's heads: the rows of an m16n8k16 product
 constexpr int kTile = 64;   // rows of the cache that are in shared memory at once
 constexpr int kThreads = 256;
+constexpr int kBlocksPerProcessor = 2;  // what registers are kept for; plans for all heads fill them
 constexpr int kWarps = kThreads / 32;
 constexpr int kWarpTokens = kTile / kWarps;    // whose scores a warp computes
 constexpr int kWarpDims = kValueDim / kWarps;  // of the output, that a warp sums up

@@ -237,15 +237,9 @@ struct Block {
   }
 };
 
-__device__ inline bool rows_aligned(const CacheView& cache) {
-  return (reinterpret_cast<uintptr_t>(cache.data) | static_cast<uintptr_t>(cache.block_stride) |
-          static_cast<uintptr_t>(cache.row_stride)) %
-             16 ==
-         0;
-}
-
 // Block x: heads of a worker, y: the worker.
-__global__ void __launch_bounds__(kThreads, 2) attention_kernel(const __grid_constant__ AttentionProblem p) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+    attention_kernel(const __grid_constant__ AttentionProblem p) {
   extern __shared__ __align__(16) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const Block block{p, s, static_cast<int>(blockIdx.x) * kHeads, static_cast<int>(threadIdx.x) / 32,
@@ -272,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(const __grid_con
       const int begin = (in_main ? tile : tile - main_tiles) * granule;
       __syncthreads();  // the tile before is finished with the rows
       if (!block.find_rows(list, token, begin, min(begin + granule, in_main ? length : extra_length))) continue;
-      const bool aligned = rows_aligned(list.cache);
+      const bool aligned = rows_aligned16(list.cache);
       if (list.cache.format.code == Code::e4m3)
         aligned ? block.gather_e4m3<true>() : block.gather_e4m3<false>();
       else
