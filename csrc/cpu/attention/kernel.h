@@ -65,10 +65,11 @@ inline void load_q(const AttentionProblem& p, int token, int head_begin, int hea
       const uint16_t* const* from = dim < kLatent ? nope : rope;
       const int at = dim < kLatent ? dim : dim - kLatent;
       for (int lane = 0; lane < kLanes; ++lane) {
-        const uint16_t* q = from[lane] + at;
-        // one bf16 number is the upper half of an fp32 one
-        w.q[v][word][lane] =
-            Isa::kPack == 2 ? q[0] | static_cast<uint32_t>(q[Isa::kPack - 1]) << 16 : static_cast<uint32_t>(q[0]) << 16;
+        // two bf16 numbers are a word as they lie there; one is the upper half of an fp32 number
+        if constexpr (Isa::kPack == 2)
+          __builtin_memcpy(&w.q[v][word][lane], from[lane] + at, 4);
+        else
+          w.q[v][word][lane] = static_cast<uint32_t>(from[lane][at]) << 16;
       }
     }
   }
