@@ -147,7 +147,11 @@ def write_ninja(folder: Path, version: str) -> None:
     libraries = f"-L{torch_path}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10"
     if nvcc:
         libraries += f" -L{cuda}/lib64 -lcudart_static -ldl -lrt -lpthread"
-    gencode = " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in archs)
+    # files under sm90 use instructions of that architecture alone
+    def gencode(archs: list[str]) -> str:
+        return " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in archs)
+
+    hopper = ["90a"] if "90a" in archs else []
 
     lines = [
         f"cxx = {cxx}",
@@ -159,7 +163,7 @@ def write_ninja(folder: Path, version: str) -> None:
         "  description = $in",
         "rule cuda",
         f"  command = $nvcc -std=c++17 -O3 --threads 2 -lineinfo -Xcompiler -fPIC,-fvisibility=hidden {common} "
-        f"{gencode} -MD -MF $out.d -c $in -o $out",
+        f"$flags -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = $in",
@@ -173,7 +177,12 @@ def write_ninja(folder: Path, version: str) -> None:
     for source in sources:
         if source.stem in FILE_FLAGS and source.stem != "isa_portable" and not x86:
             continue
+        needs_hopper = "sm90" in source.parts  # instructions of that architecture alone
+        if needs_hopper and not hopper:
+            continue
         flags = FILE_FLAGS.get(source.stem, "")
+        if source.suffix == ".cu":
+            flags = gencode(hopper if needs_hopper else archs) + (" -DMLA_CUDA_SM90A" if hopper else "")
         if source.parent.name == "bindings":
             flags = f"{bindings} -I."  # build_info.h lies where ninja runs
         objects.append(f"{source.relative_to(ROOT / 'csrc').with_suffix('').as_posix().replace('/', '.')}.o")

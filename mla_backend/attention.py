@@ -109,8 +109,8 @@ def workspace_floats(workers: int, num_heads: int) -> int:
 def default_workers(device: torch.device, num_heads: int) -> int:
     """Rows of a plan, unless said otherwise: what keeps a device's processors busy."""
     if device.type == "cuda":
-        blocks = _ABOUT["gpu_blocks_per_processor"] * torch.cuda.get_device_properties(device).multi_processor_count
-        return max(1, blocks // -(-num_heads // _ABOUT["gpu_heads_per_block"]))
+        properties = torch.cuda.get_device_properties(device)
+        return library.cuda_workers(properties.major, properties.multi_processor_count, num_heads)
     return _ABOUT["plan_workers_per_thread"] * torch.get_num_threads()
 
 

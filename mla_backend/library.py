@@ -61,6 +61,17 @@ def cuda_kernels() -> list[dict[str, Any]]:
     return json.loads(_library.mla_backend_cuda_kernels())
 
 
+def cuda_workers(capability_major: int, processors: int, num_heads: int) -> int:
+    """Rows that a plan should have for a GPU, unless said otherwise."""
+    return _library.mla_backend_cuda_workers(capability_major, processors, num_heads)
+
+
+def select_cuda_kernel(name: str) -> None:
+    """Use nothing but the portable CUDA attention kernel from now on ("portable"), or the best one ("auto")."""
+    if not _library.mla_backend_select_cuda_kernel(str(name).encode()):
+        raise ValueError(f"name must be auto or portable; got {name!r}")
+
+
 def cpu_kernel() -> str:
     """The name of the CPU attention kernel in use."""
     return next(kernel["name"] for kernel in about()["cpu_kernels"] if kernel["active"])

@@ -5,7 +5,6 @@
 #include "build_info.h"  // written by setup.py
 #include "cpu/features.h"
 #include "cpu/ops.h"
-#include "cuda/attention/portable/config.h"
 #include "mla/format.h"
 #include "mla/problem.h"
 #ifdef MLA_CUDA
@@ -58,8 +57,6 @@ MLA_EXPORT const char* mla_backend_about() {
          ",\"torch_built_with\":" + quoted(MLA_TORCH) + ",\"torch_needed\":" + quoted(MLA_TORCH_TARGET) +
          ",\"cuda_compiler\":" + quoted(MLA_NVCC) + ",\"cuda_archs\":" + quoted(MLA_CUDA_ARCHS) +
          ",\"plan_workers_per_thread\":" + std::to_string(mla::cpu::kPlanWorkersPerThread) +
-         ",\"gpu_heads_per_block\":" + std::to_string(mla::cuda::portable::kHeads) +
-         ",\"gpu_blocks_per_processor\":" + std::to_string(mla::cuda::portable::kBlocksPerProcessor) +
          ",\"partial_floats\":" + std::to_string(mla::Partials::kFloatsPerRow) + ",\"formats\":" + describe_formats() +
          ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
   return json.c_str();
@@ -74,6 +71,23 @@ MLA_EXPORT const char* mla_backend_cuda_kernels() {
   json = "[]";
 #endif
   return json.c_str();
+}
+
+// Rows that a plan should have for a GPU of this compute capability (its major number).
+MLA_EXPORT int mla_backend_cuda_workers(int major, int processors, int heads) {
+#ifdef MLA_CUDA
+  return mla::cuda::default_workers(major, processors, heads);
+#else
+  return processors;
+#endif
+}
+
+MLA_EXPORT int mla_backend_select_cuda_kernel(const char* name) {
+#ifdef MLA_CUDA
+  return mla::cuda::select_kernel(name);
+#else
+  return std::string(name) == "auto";
+#endif
 }
 
 MLA_EXPORT int mla_backend_select_cpu_kernel(const char* name) { return mla::cpu::select_kernel(name); }

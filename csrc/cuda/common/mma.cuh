@@ -35,11 +35,41 @@ __device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// Four or two 8x8 tiles to shared memory, each transposed: a lane has two neighbouring numbers of what will be column
+// lane / 4 of each.
+__device__ __forceinline__ void store_tiles_transposed(uint32_t row_address, const uint32_t (&tiles)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
+               "r"(tiles[0]), "r"(tiles[1]), "r"(tiles[2]), "r"(tiles[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void store_tiles_transposed(uint32_t row_address, const uint32_t (&tiles)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row_address), "r"(tiles[0]),
+               "r"(tiles[1])
+               : "memory");
+}
+#endif
+
 // Two fp32 numbers rounded to bf16, the first in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float first, float second) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
+}
+
+// The same in f16.
+__device__ __forceinline__ uint32_t pack_f16(float first, float second) {
+  uint32_t packed;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
+  return packed;
+}
+
+// 2^x to 22 bits, 0 for numbers below the normal ones.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
 }
 
 }  // namespace mla::cuda

@@ -10,11 +10,6 @@ void portable_attention(const AttentionProblem& p, void* stream) {
          p);
 }
 
-void sparse_attention(const AttentionProblem& p, void* stream) {
-  portable_attention(p, stream);
-  merge_cut_tokens(p, stream);
-}
-
 KernelList portable_attention_kernels() {
   static const KernelEntry entries[] = {{"sparse_attention portable",
                                          reinterpret_cast<const void*>(portable::attention_kernel), portable::kThreads,

@@ -1,0 +1,74 @@
+// Queries of one token into shared memory, as the second factor of scores or the first.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/sm90/gather.cuh"
+
+namespace mla::cuda::sm90 {
+
+// Two bf16 numbers times a power of two, in f16 or in bf16.
+__device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float factor, bool to_f16) {
+  const float first = __uint_as_float(pair << 16) * factor, second = __uint_as_float(pair & 0xffff0000u) * factor;
+  return to_f16 ? pack_f16(first, second) : pack_bf16(first, second);
+}
+
+__device__ __forceinline__ uint4 scaled_piece(uint4 piece, float factor, bool to_f16) {
+  return {scaled_pair(piece.x, factor, to_f16), scaled_pair(piece.y, factor, to_f16),
+          scaled_pair(piece.z, factor, to_f16), scaled_pair(piece.w, factor, to_f16)};
+}
+
+// The largest magnitude of two bf16 numbers, in the lower half; what the upper half holds is of no use.
+__device__ __forceinline__ uint32_t larger_magnitude(uint32_t pair, uint32_t largest) {
+  return max(max(pair & 0x7fffu, pair >> 16 & 0x7fffu), largest);
+}
+
+// Eight warps load a token's heads, a warp a head at a time, rows of q after one another as in a tile's block. Beyond the
+// problem's heads there are zeros. With codes, q is f16 and each head is divided by a power of two that brings its
+// largest latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and brings scores to base
+// 2. `wait_for_room` is called when the loads are under way.
+template <Code kCode, int kHeads, typename Wait>
+__device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t (&q)[kBlocks][kHeads * kRowBytes],
+                                             float* q_scale, int64_t token, int head_begin, int warp, int lane,
+                                             Wait wait_for_room) {
+  constexpr bool kScaled = kCode == Code::e4m3;
+  constexpr float kLog2E = 1.44269504088896f;
+  bool waited = false;
+  for (int own = warp; own < kHeads; own += kGatherWarps) {
+    const int head = head_begin + own;
+    uint4 latent[2] = {}, rope = {};
+    if (head < p.heads) {
+      const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
+      latent[0] = nope[lane], latent[1] = nope[lane + 32];
+      if (lane < 8)
+        rope = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
+    }
+    float factor = 1.0f, back = 1.0f;
+    if constexpr (kScaled) {
+      uint32_t largest = 0;
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        for (const uint32_t pair : {latent[j].x, latent[j].y, latent[j].z, latent[j].w})
+          largest = larger_magnitude(pair, largest);
+      largest = __reduce_max_sync(~0u, largest);
+      const uint32_t exponent = largest >> 7;  // biased
+      if (exponent > 0 && exponent < 254) {
+        factor = __uint_as_float((254 - exponent) << 23);
+        back = __uint_as_float(exponent << 23);
+      }
+    }
+    if (!waited) wait_for_room(), waited = true;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int block = lane / 8 + 4 * j;
+      *reinterpret_cast<uint4*>(q[block] + own * kRowBytes + place_of_piece(block, lane % 8, own)) =
+          kScaled ? scaled_piece(latent[j], factor, true) : latent[j];
+    }
+    if (lane < 8)
+      *reinterpret_cast<uint4*>(q[kLatentBlocks] + own * kRowBytes + place_of_piece(kLatentBlocks, lane, own)) =
+          kScaled ? scaled_piece(rope, factor, false) : rope;
+    if (lane == 0) q_scale[own] = p.scale * kLog2E * back;
+  }
+}
+
+}  // namespace mla::cuda::sm90

@@ -1,0 +1,64 @@
+// A token's results, to the output if a worker had all of it, or else to the workspace for the merge.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/mma.cuh"
+#include "mla/number.h"
+#include "mla/problem.h"
+
+namespace mla::cuda::sm90 {
+
+// A sum that is the same whichever comes first: no product is fused into it.
+__device__ __forceinline__ float add_in_any_order(float a, float b) { return __fadd_rn(a, b); }
+
+// Writes a head's lse and largest score, from the sum of 2^(score - reference). Returns what its output is multiplied
+// with. A reference of kLowest and a total of 0 are those of a token with nothing to attend to.
+__device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t token, int head, bool whole,
+                                             int64_t place, float total, float reference, float highest) {
+  if (head >= p.heads) return 0.0f;
+  constexpr float kLn2 = 0.693147180559945f;
+  const float lse = total == 0.0f ? -INFINITY : reference * kLn2 + logf(total);
+  float largest = total == 0.0f ? -INFINITY : highest * kLn2;
+  if (isnan(lse)) largest = lse;
+  float factor = total == 0.0f ? 0.0f : 1.0f / total;
+  if (whole) {
+    if (p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);
+    p.lse[token * p.lse_token + head * p.lse_head] = lse;
+    if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = largest;
+  } else {
+    const Partials partials(p.workspace, p.workers, p.heads);
+    const int64_t row = partials.row(place, head);
+    partials.lse[row] = lse;
+    partials.max_logits[row] = largest;
+  }
+  return factor;
+}
+
+// Writes a head's output, a warp a row of 512 sums; zeros where there are none.
+__device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t token, int head, bool whole, int64_t place,
+                                          const float* sums, float factor, int lane) {
+  if (whole) {
+    uint16_t* out = p.out + token * p.out_token + head * p.out_head;
+#pragma unroll
+    for (int i = 0; i < kValueDim / 256; ++i) {
+      float4 a = {}, b = {};
+      const int dim = 256 * i + 8 * lane;
+      if (sums) a = *reinterpret_cast<const float4*>(sums + dim), b = *reinterpret_cast<const float4*>(sums + dim + 4);
+      *reinterpret_cast<uint4*>(out + dim) = {pack_bf16(a.x * factor, a.y * factor), pack_bf16(a.z * factor, a.w * factor),
+                                              pack_bf16(b.x * factor, b.y * factor), pack_bf16(b.z * factor, b.w * factor)};
+    }
+  } else {
+    const Partials partials(p.workspace, p.workers, p.heads);
+    float* out = partials.out + partials.row(place, head) * kValueDim;
+#pragma unroll
+    for (int i = 0; i < kValueDim / 128; ++i) {
+      float4 a = {};
+      const int dim = 128 * i + 4 * lane;
+      if (sums) a = *reinterpret_cast<const float4*>(sums + dim);
+      *reinterpret_cast<float4*>(out + dim) = {a.x * factor, a.y * factor, a.z * factor, a.w * factor};
+    }
+  }
+}
+
+}  // namespace mla::cuda::sm90

@@ -1,0 +1,65 @@
+// What a row of the plan asks of a worker, token by token. The plan may be a caller's, and stale: nothing in it is
+// trusted to be within the problem.
+#pragma once
+
+#include <cstdint>
+
+#include "mla/problem.h"
+
+namespace mla::cuda {
+
+// A worker's share of one token: tiles [tile_begin, tile_end) of its main list, then of its extra one.
+struct TokenWork {
+  int token;
+  int main_length, extra_length;  // slots in each list
+  int main_tiles;  // in the main list
+  int tiles;       // in both
+  int tile_begin;
+  int tile_end;
+
+  __device__ bool whole() const { return tile_begin == 0 && tile_end == tiles; }
+};
+
+struct Worker {
+  const AttentionProblem& p;
+  PlanRow row;
+  int granule;
+  int token_begin, token_end;
+
+  __device__ Worker(const AttentionProblem& problem, int index, int max_granule)
+      : p(problem), row(problem.plan[index]) {
+    granule = min(max(row.granule, 1), max_granule);
+    token_begin = max(row.token_begin, 0);
+    token_end = min(row.token_end, p.tokens);
+  }
+
+  __device__ TokenWork work(int token) const {
+    TokenWork w;
+    w.token = token;
+    w.main_length = clamp_length(p.lists[0].length, token, p.lists[0].topk);
+    w.extra_length = p.list_count > 1 ? clamp_length(p.lists[1].length, token, p.lists[1].topk) : 0;
+    w.main_tiles = tiles_of(w.main_length, granule);
+    w.tiles = w.main_tiles + tiles_of(w.extra_length, granule);
+    w.tile_begin = token == row.token_begin ? min(max(row.tile_begin, 0), w.tiles) : 0;
+    w.tile_end = token == row.token_end - 1 ? max(min(row.tile_end, w.tiles), w.tile_begin) : w.tiles;
+    return w;
+  }
+
+  // Where a token's partial results go, if it is not whole.
+  __device__ int64_t place(const TokenWork& w) const { return w.tile_begin > 0 ? row.place : begun_place(row); }
+};
+
+// The slots of one tile: `count` of them from `begin` on in a token's list.
+struct TileSlots {
+  int list;
+  int begin;
+  int count;
+};
+
+__device__ __forceinline__ TileSlots slots_of(const TokenWork& w, int tile, int granule) {
+  const int list = tile >= w.main_tiles;
+  const int begin = (list ? tile - w.main_tiles : tile) * granule;
+  return {list, begin, min(granule, (list ? w.extra_length : w.main_length) - begin)};
+}
+
+}  // namespace mla::cuda

@@ -1,0 +1,77 @@
+// Barriers in shared memory, which threads arrive at without waiting, and named barriers, which they wait at.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/mma.cuh"
+
+namespace mla::cuda {
+
+__device__ __forceinline__ void init_barrier(uint64_t& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
+}
+
+__device__ __forceinline__ void arrive(uint64_t& barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+// One arrival for a warp, after all that its lanes have done.
+__device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+
+// Until the phase of this parity is complete; right after init_barrier the phase before, of parity 1, counts as such.
+__device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Barrier 0 is __syncthreads.
+template <int kThreads>
+__device__ __forceinline__ void sync_named(int barrier) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
+// The same, and tells all threads whether `vote` holds for any.
+template <int kThreads>
+__device__ __forceinline__ bool sync_named_or(int barrier, bool vote) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, all;\n"
+      "setp.ne.s32 mine, %1, 0;\n"
+      "barrier.cta.red.or.pred all, %2, %3, mine;\n"
+      "selp.s32 %0, 1, 0, all;\n"
+      "}"
+      : "=r"(any)
+      : "r"(static_cast<int>(vote)), "r"(barrier), "n"(kThreads)
+      : "memory");
+  return any != 0;
+}
+
+// What has been stored to shared memory, by this thread or by threads whose arrival it has waited for, becomes visible
+// to the wgmmas that it issues; and to another thread's, once that has waited for this one. It waits for the thread's own
+// loads too, so threads that have loads under way leave it to those who wait for them.
+__device__ __forceinline__ void publish_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The warp's number, so that the compiler knows it to be the same for all lanes.
+__device__ __forceinline__ int warp_of_block() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
+
+// Registers go from the warpgroups that need few to those that need many.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace mla::cuda

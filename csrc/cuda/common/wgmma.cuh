@@ -1,0 +1,123 @@
+// wgmma, the matrix instruction of sm_90a: a warpgroup multiplies 64 x 16 by 16 x n, with the second factor and, in
+// these wrappers, the first one too in shared memory. Both lie in rows of 128 bytes (64 numbers), eight of which make a
+// swizzled atom of 1024 bytes: the 16-byte piece c of row r stands at place c ^ (r % 8).
+#pragma once
+
+#include <cstdint>
+
+namespace mla::cuda {
+
+enum class Number { f16, bf16 };
+// How a factor's numbers lie: rows of the dimension that is summed over, or rows of the other one.
+enum class Rows : int { along_sum, across_sum };
+
+// What wgmma is told of a factor: where it begins, and that its atoms are 1024 bytes apart.
+__device__ __forceinline__ uint64_t describe_atoms(uint32_t shared_address) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kAtomDistance = uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kAtomDistance | uint64_t{1} << 16 | (shared_address & 0x3ffff) >> 4;
+}
+
+// Around a batch of products: begin_products before the first, end_products after the last, wait_for_products before
+// the sums are read or the factors overwritten. Up to `kPending` batches may then still be under way.
+__device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending = 0>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Tells the compiler that sums change here, so that it reads none of them before a wait.
+template <int kCount>
+__device__ __forceinline__ void sums_change(float (&sum)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+// sum += a b, or sum = a b unless `add`. In the 64 x n sums a lane has, for each 8 columns, rows lane / 4 and that plus
+// 8 of its warp's 16, and columns 2 * (lane % 4) and the next: sum[4 * j + 2 * (row >= 8) + column % 2].
+template <Number kNumber, Rows kRowsOfA, Rows kRowsOfB, int kSums>
+__device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64_t b, bool add) {
+  constexpr int kA = static_cast<int>(kRowsOfA), kB = static_cast<int>(kRowsOfB);
+  static_assert(kSums == 4 || kSums == 8 || kSums == 16 || kSums == 32, "n is 8, 16, 32 or 64");
+  if constexpr (kSums == 4 && kNumber == Number::f16) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
+        "{%0, %1, %2, %3}, "
+        "%4, %5, add, 1, 1, %7, %8;\n}"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA), "n"(kB));
+  } else if constexpr (kSums == 4 && kNumber == Number::bf16) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3}, "
+        "%4, %5, add, 1, 1, %7, %8;\n}"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA), "n"(kB));
+  } else if constexpr (kSums == 8 && kNumber == Number::f16) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "%8, %9, add, 1, 1, %11, %12;\n}"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7])
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA), "n"(kB));
+  } else if constexpr (kSums == 8 && kNumber == Number::bf16) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "%8, %9, add, 1, 1, %11, %12;\n}"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7])
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA), "n"(kB));
+  } else if constexpr (kSums == 16 && kNumber == Number::f16) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, add, 1, 1, %19, %20;\n}"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]),
+          "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]),
+          "+f"(sum[14]), "+f"(sum[15])
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA), "n"(kB));
+  } else if constexpr (kSums == 16 && kNumber == Number::bf16) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, add, 1, 1, %19, %20;\n}"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]),
+          "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]),
+          "+f"(sum[14]), "+f"(sum[15])
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA), "n"(kB));
+  } else if constexpr (kSums == 32 && kNumber == Number::f16) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
+        "%23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, add, 1, 1, %35, %36;\n}"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]),
+          "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]),
+          "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]), "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]),
+          "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]), "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]),
+          "+f"(sum[28]), "+f"(sum[29]), "+f"(sum[30]), "+f"(sum[31])
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA), "n"(kB));
+  } else if constexpr (kSums == 32 && kNumber == Number::bf16) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "
+        "%23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, add, 1, 1, %35, %36;\n}"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]),
+          "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]),
+          "+f"(sum[14]), "+f"(sum[15]), "+f"(sum[16]), "+f"(sum[17]), "+f"(sum[18]), "+f"(sum[19]), "+f"(sum[20]),
+          "+f"(sum[21]), "+f"(sum[22]), "+f"(sum[23]), "+f"(sum[24]), "+f"(sum[25]), "+f"(sum[26]), "+f"(sum[27]),
+          "+f"(sum[28]), "+f"(sum[29]), "+f"(sum[30]), "+f"(sum[31])
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA), "n"(kB));
+  }
+}
+
+}  // namespace mla::cuda
