@@ -24,8 +24,30 @@ def describe() -> dict[str, Any]:
         "vllm": report["vllm"],
         "cpu": report["cpu"],
         "gpus": report["gpus"]["devices"],
+        "driver": _driver(),
         "library": {k: v for k, v in report["library"].items() if k not in ("path", "formats")},
     }
+
+
+def why_no_gpu() -> str | None:
+    """Why nothing can be measured on a GPU here, in one line; None if it can."""
+    report = doctor.examine()
+    if not report["gpus"]["devices"]:
+        return f"no NVIDIA GPU to measure on: {report['gpus']['why']}"
+    if not report["library"]["cuda_archs"]:
+        return "the library was built without CUDA"
+    return None
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver."""
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
+    return found.stdout.splitlines()[0] if found.returncode == 0 and found.stdout else None
 
 
 def _module() -> str:

@@ -51,6 +51,25 @@ def test_writing_has_the_bits_of_the_cpu(fmt, data):
     assert torch.equal(bits(on_gpu), bits(padded))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_groups_of_every_magnitude_have_the_bits_of_the_cpu(dtype, power_of_two):
+    exponents = torch.arange(-149, 119).view(268, 1, 1)
+    steps = torch.randint(-896, 897, (268, 4, 128)) / 2  # with 448 in the group, many lie in the middle of two codes
+    steps[..., 0] = 448
+    steps[:, 1::2] *= torch.rand(268, 2, 1)
+    steps[torch.rand(steps.shape) < 0.1] = -0.0
+    steps[torch.rand(steps.shape) < 0.1] *= 1e-3
+    latent = torch.ldexp(steps.double(), exponents).view(268, 512).to(dtype)
+    rope = torch.randn(268, 64).to(dtype)
+    slots = torch.randperm(268)
+    cache = mla_backend.FORMATS["fp8_ds_mla"].new_cache(5, 64)
+    on_gpu = cache.cuda()
+    mla_backend.cache_write(latent, rope, cache, slots, power_of_two=power_of_two)
+    mla_backend.cache_write(latent.cuda(), rope.cuda(), on_gpu, slots.cuda(), power_of_two=power_of_two)
+    assert torch.equal(bits(on_gpu), bits(cache))
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(st.data())
 def test_gathering_has_the_bits_of_the_cpu(fmt, data):

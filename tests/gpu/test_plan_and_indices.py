@@ -57,6 +57,24 @@ def test_many_tokens_are_planned_too():
     assert max(loads) - min(loads) <= 0.001 * max(loads)
 
 
+def test_lists_of_more_than_2_to_the_32_tiles_together_are_planned_too():
+    topk = 2**31 - 1
+    lengths = torch.full((200,), topk, dtype=torch.int32)
+    lengths[::7] = 5
+    table = mla_backend.plan(200, topk, topk_length=lengths.cuda(), workers=264)
+    walk(table.cpu(), tiles_of(lengths.tolist(), GRANULE), GRANULE)
+
+
+@pytest.mark.parametrize("workers", [5, 1500])
+def test_a_table_may_lie_anywhere(workers):
+    lengths = torch.randint(0, 2049, (77,), dtype=torch.int32, device="cuda")
+    memory = torch.full((workers * 8 + 9,), 7, dtype=torch.int32, device="cuda")
+    table = memory[1:-8].view(workers, 8)
+    mla_backend.plan(77, 2048, topk_length=lengths, out=table)
+    assert torch.equal(table, mla_backend.plan(77, 2048, topk_length=lengths, workers=workers, device="cuda"))
+    assert memory[0] == 7 and torch.all(memory[-8:] == 7)
+
+
 @given(
     seed=st.integers(0, 2**31),
     parts=st.integers(1, 70),
@@ -79,8 +97,8 @@ def test_positions_become_slots(data):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     requests, max_blocks = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 60))
     tokens, topk = data.draw(st.integers(0, 6)), data.draw(st.sampled_from([0, 1, 100, 1024, 2500]))
-    block_size = data.draw(st.sampled_from([1, 3, 64]))
-    table = torch.randint(-1, 2**25, (requests, max_blocks), dtype=torch.int32)
+    block_size = data.draw(st.sampled_from([1, 3, 64, 1000, 2**25 + 1]))
+    table = torch.randint(-1, 2**25 if block_size < 1000 else 2 * 60, (requests, max_blocks), dtype=torch.int32)
     positions = torch.randint(-3, max_blocks * block_size + 5, (tokens, topk), dtype=torch.int32)
     request_ids = torch.randint(-1, requests + 1, (tokens,), dtype=torch.int32)
     compact = data.draw(st.booleans())

@@ -1,0 +1,129 @@
+"""What serving_benchmarks.kernels measured, as a table, as the README's table, and drawn."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+TITLES = {
+    "flashmla": "FlashMLA",
+    "fa3": "FlashAttention 3",
+    "flashinfer": "FlashInfer",
+    "tilelang": "TileLang",
+    "flashmla_fp8": "FlashMLA, FP8",
+    "flashmla_fp8_one_batch": "FlashMLA, FP8, one batch",
+    "flashmla_bf16": "FlashMLA, BF16",
+    "fa3_bf16": "FA3, BF16",
+}
+README_PEERS = {
+    "FlashMLA, FP8": ("flashmla_fp8", "flashmla_fp8_one_batch"),
+    "FlashMLA, BF16": ("flashmla_bf16",),
+    "FA3, BF16": ("fa3_bf16",),
+}
+"""Columns, each the fastest of some candidates."""
+
+
+def name_of(case: dict[str, Any]) -> str:
+    return f"{case['batch']}, h {case['heads']}, topk {case['topk']}, {case['format']}"
+
+
+def microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
+
+
+def share_of_floor(result: dict[str, Any]) -> float:
+    """How much of our time the hardware needs at least."""
+    return max(result["floor_seconds"].values()) / result["seconds"]["ours"]["median"]
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    shown = Table("case", "ours us", "quartiles", "TFLOP/s", "TB/s", "floor", "plan us", box=None, padding=(0, 1))
+    for column in ("best peer", "us", "ratio"):
+        shown.add_column(column)
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for result in results:
+        case, ours = result["case"], result["seconds"]["ours"]
+        row = [
+            name_of(case),
+            microseconds(ours["median"]),
+            f"{microseconds(ours['lower_quartile'])} {microseconds(ours['upper_quartile'])}",
+            f"{result['useful_flops'] / ours['median'] / 1e12:.0f}",
+            f"{result['bytes'] / ours['median'] / 1e12:.2f}",
+            f"{share_of_floor(result):.0%}",
+            microseconds(result["seconds"]["plan"]["median"]),
+        ]
+        best = result["best_peer"]
+        if best:
+            row += [TITLES[best], microseconds(result["seconds"][best]["median"]), f"{result['speed_up']:.2f}"]
+        shown.add_row(*row)
+    return shown
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The README's table, from a result file."""
+    where, results = report["environment"], report["results"]
+    lines = [
+        "| batch | heads | topk | cache | mla-backend | "
+        + " | ".join(README_PEERS)
+        + " | best peer over ours | of the floor |",
+        "|" + "---|" * (7 + len(README_PEERS)),
+    ]
+    for result in results:
+        case, seconds = result["case"], result["seconds"]
+        row = [case["batch"], case["heads"], case["topk"], case["format"], microseconds(seconds["ours"]["median"])]
+        for names in README_PEERS.values():
+            ran = [seconds[name]["median"] for name in names if name in seconds]
+            row.append(microseconds(min(ran)) if ran else "-")
+        row += [f"{result['speed_up']:.2f}" if result["best_peer"] else "-", f"{share_of_floor(result):.0%}"]
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    gpu = where["gpus"][0]["name"]
+    versions = sorted({what for what in where["peers"].values() if what.startswith("vllm ")}) or ["none"]
+    patterns = sorted({result["case"]["pattern"] for result in results})
+    lines += [
+        "",
+        f"Microseconds, medians of CUDA graph replays in turns in one process; {', '.join(patterns)} lists"
+        f"{', L2 emptied before every call' if where['l2_flushed'] else ''}. {gpu}, driver {where['driver']}, "
+        f"torch {where['torch']['version']}, peers' kernels: {', '.join(versions)}, {where['date'][:10]}, "
+        f"commit {(where['commit'] or 'unknown')[:10]}.",
+    ]
+    return "\n".join(lines)
+
+
+def plot(report: dict[str, Any], picture: Path) -> None:
+    """Time over heads: a panel for each format, a line for each batch, dotted where the floor is."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    results = report["results"]
+    formats = sorted({result["case"]["format"] for result in results})
+    figure, panels = pyplot.subplots(1, len(formats), figsize=(6 * len(formats), 4.5), sharey=True, squeeze=False)
+    for panel, fmt in zip(panels[0], formats, strict=True):
+        batches: dict[str, list[dict[str, Any]]] = {}
+        for result in results:
+            if result["case"]["format"] == fmt:
+                batches.setdefault(f"{result['case']['batch']}, topk {result['case']['topk']}", []).append(result)
+        for label, its_results in batches.items():
+            its_results.sort(key=lambda result: result["case"]["heads"])
+            heads = [result["case"]["heads"] for result in its_results]
+            ours = [result["seconds"]["ours"]["median"] * 1e6 for result in its_results]
+            (line,) = panel.plot(heads, ours, marker=".", label=label)
+            floors = [max(result["floor_seconds"].values()) * 1e6 for result in its_results]
+            panel.plot(heads, floors, linestyle=":", color=line.get_color())
+            beside = [
+                (r["case"]["heads"], r["seconds"][r["best_peer"]]["median"]) for r in its_results if r["best_peer"]
+            ]
+            if beside:
+                panel.plot(*zip(*((h, s * 1e6) for h, s in beside), strict=True), "x", color=line.get_color())
+        panel.set(title=fmt, xlabel="heads", yscale="log", xlim=(0, None))
+        panel.grid(alpha=0.3, which="both")
+    panels[0][-1].legend()
+    panels[0][0].set_ylabel("us (dotted: the hardware's floor, x: best peer)")
+    figure.suptitle(
+        f"{report['environment']['gpus'][0]['name']}, commit {(report['environment']['commit'] or '?')[:10]}"
+    )
+    figure.tight_layout()
+    figure.savefig(picture)
+    pyplot.close(figure)

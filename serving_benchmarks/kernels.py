@@ -1,0 +1,416 @@
+"""Sparse attention on a GPU, beside the kernels that vLLM runs there.
+
+    python -m serving_benchmarks.peers peers
+    python -m serving_benchmarks.kernels --suite headline --peers peers --output kernels.json
+
+All candidates take turns in one process, as CUDA graphs over several sets of queries and lists within one cache. What
+serving does once a step (our plan, FlashMLA's schedule) is outside of the graphs; the time of our plan has its column.
+What a candidate's graph leaves behind, all tokens of the last set, is checked in every case against the reference.
+
+The peers are FlashMLA and FlashAttention 3 out of vLLM's wheels, called as vLLM calls them. FlashMLA's kernel for
+prefill and FlashAttention 3 have no FP8: beside an FP8 cache they get a BF16 copy of it, which costs them nothing
+here, although vLLM has to make it (prefill) or to keep a cache of 1.76 times the size (decode).
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+import mla_backend
+from mla_backend import reference
+from mla_backend.attention import workspace_floats
+from serving_benchmarks import environment, gpu_timing, kernel_report, peer_kernels
+from serving_benchmarks.batches import PATTERNS, Batch, positions
+from serving_benchmarks.peer_kernels import Prepared, Problem
+from serving_benchmarks.peers import VERSIONS
+
+BLOCK = 64
+SCALE = 576**-0.5
+MAGNITUDE = 0.1
+"""Of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
+SMALLEST_CACHE = 2**20
+"""Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
+MOST_DECODE_QUERIES = 16
+"""Requests with more query tokens are prefill."""
+REST_SECONDS = 0.3
+"""Before a case is timed: the one before, and the check in float64, may have throttled the clock."""
+MATH_FLOPS = 780e12
+MEMORY_BYTES = 3.65e12
+L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}
+"""What an H200 was measured to do: a bf16 matrix product of 8192^3; gathering random rows of 656 bytes from memory into
+shared memory; gathering rows of a format from L2, out of a pool of 32K tokens, per second."""
+OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
+COSINE = {"ours": 5e-6, "peers": 2e-5}
+"""Accuracy as docs/contract.md promises it, with the cosine distance of each token. FlashMLA's FP8 kernel has 1e-5."""
+
+
+class WrongResult(Exception):
+    """A kernel did not compute what the reference computes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: Batch
+    heads: int
+    topk: int
+    format: str
+
+    @property
+    def decode(self) -> bool:
+        return max(queries for queries, _ in self.batch.requests) <= MOST_DECODE_QUERIES
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "batch": self.batch.spec,
+            "tokens": self.batch.tokens,
+            "heads": self.heads,
+            "topk": self.topk,
+            "format": self.format,
+        }
+
+    def __str__(self) -> str:
+        return kernel_report.name_of(self.as_dict())
+
+
+def cases(specs: Sequence[str], heads: Sequence[int], topks: Sequence[int], formats: Sequence[str]) -> list[Case]:
+    return [Case(Batch.parse(s), h, k, f) for f in formats for s in specs for k in topks for h in heads]
+
+
+FORMATS = ("fp8_ds_mla", "bf16")
+SWEEP_HEADS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
+
+
+def suite(name: str) -> list[Case]:
+    batches = ["1q1s32k", "8q1s32k", "32q1s32k", "128q1s32k"]
+    if name == "decode":
+        return cases(batches, (8, 16, 32, 64, 128), [2048], FORMATS)
+    if name == "prefill":
+        return cases(["q4ks8k", "q4ks32k", "q4ks128k"], (16, 64, 128), [2048], FORMATS)
+    if name == "sweep":
+        return cases(batches, SWEEP_HEADS, [2048], FORMATS)
+    headline = []
+    for fmt in FORMATS:
+        headline += cases(["128q1s32k"], (8, 16, 32, 64, 128), [2048], [fmt])
+        headline += cases(["32q1s32k", "8q1s32k"], [16], [2048], [fmt])
+        headline += cases(["1q1s32k"], (16, 128), [2048], [fmt])
+        headline += cases(["128q2s64k"], [128], [2048, 32768], [fmt])
+        headline += cases(["q4ks32k"], (16, 64, 128), [2048], [fmt])
+    return headline
+
+
+SUITES = {
+    "headline": "the README's table",
+    "decode": "1 to 128 requests of one query token, 8 to 128 heads",
+    "prefill": "4096 query tokens at contexts of 8K, 32K and 128K",
+    "sweep": "ours alone, 1 to 128 heads, to be drawn with --plot",
+}
+
+
+class Caches:
+    """One cache in each format, with the same values as far as e4m3 has them: the bf16 one is a copy of the fp8 one."""
+
+    def __init__(self, tokens: int):
+        blocks = -(-max(tokens, SMALLEST_CACHE) // BLOCK)
+        self.by_format = {name: f.new_cache(blocks, BLOCK, device="cuda") for name, f in mla_backend.FORMATS.items()}
+        rows = self.by_format["bf16"].view(blocks * BLOCK, 576)
+        for slots in torch.arange(len(rows), device="cuda").split(2**18):
+            values = torch.randn(len(slots), 576, device="cuda").mul_(MAGNITUDE).bfloat16()
+            mla_backend.cache_write(values[:, :512], values[:, 512:], self.by_format["fp8_ds_mla"], slots)
+            mla_backend.cache_gather(self.by_format["fp8_ds_mla"], slots, out=rows[slots[0] : slots[-1] + 1])
+
+    @property
+    def blocks(self) -> int:
+        return len(self.by_format["bf16"])
+
+
+def new_problem(case: Case, pattern: str, blocks: int) -> Problem:
+    """A batch of random queries, whose requests own random blocks of the cache."""
+    batch, wanted = case.batch, case.batch.blocks(BLOCK)
+    table = torch.full((len(wanted), max(wanted)), -1, dtype=torch.int32, device="cuda")
+    owned = torch.randperm(blocks, dtype=torch.int32, device="cuda")[: sum(wanted)].split(wanted)
+    for row, its_blocks in zip(table, owned, strict=True):
+        row[: len(its_blocks)] = its_blocks
+    picked = positions(batch, case.topk, pattern, device="cuda")
+    slots, counts = mla_backend.convert_indices(picked, table, batch.token_requests().cuda(), BLOCK)
+    q = torch.randn(batch.tokens, case.heads, 576, device="cuda").div_(MAGNITUDE).bfloat16()
+    return Problem(q, slots, counts, SCALE, batch.queries)
+
+
+def prepare_ours(problem: Problem, cache: Tensor, plan: Tensor, workspace: Tensor) -> tuple[Prepared, Tensor]:
+    """Our call, and where its lse will be."""
+    out = torch.empty((*problem.q.shape[:2], 512), dtype=torch.bfloat16, device="cuda")
+    lse = torch.empty(out.shape[:2], device="cuda")
+
+    def call() -> None:
+        mla_backend.sparse_attention(
+            problem.q, cache, problem.slots, scale=SCALE, plan=plan, workspace=workspace, out=out, lse=lse
+        )
+
+    return Prepared(call, out), lse
+
+
+def peers_for(case: Case, caches: Caches, loaded: set[str]) -> dict[str, Callable[[Problem], Prepared]]:
+    """The peers' kernels that vLLM could run here, with either format of the cache."""
+    fp8, bf16 = caches.by_format["fp8_ds_mla"], caches.by_format["bf16"]
+    peers: dict[str, Callable[[Problem], Prepared]] = {}
+    if "flashmla" in loaded:
+        if case.format == "fp8_ds_mla" and case.heads < 32:
+            peers["flashmla_fp8_one_batch"] = lambda problem: peer_kernels.flashmla_decode(problem, fp8, True)
+        if case.format == "fp8_ds_mla" and case.decode and case.batch.queries:
+            peers["flashmla_fp8"] = lambda problem: peer_kernels.flashmla_decode(problem, fp8, False)
+        peers["flashmla_bf16"] = lambda problem: peer_kernels.flashmla_prefill(problem, bf16)
+    if "fa3" in loaded:
+        peers["fa3_bf16"] = lambda problem: peer_kernels.fa3(problem, bf16)
+    return peers
+
+
+def attend_exactly(problem: Problem, cache: Tensor) -> tuple[Tensor, Tensor]:
+    """The reference's out and lse in float32, a few tokens at a time, as their rows in float64 are large."""
+    at_once = max(1, 2**30 // (problem.slots.shape[1] * 576 * 8))
+    parts = [
+        reference.sparse_attention(q, cache, slots, scale=SCALE)[:2]
+        for q, slots in zip(problem.q.split(at_once), problem.slots.split(at_once), strict=True)
+    ]
+    return torch.cat([out.float() for out, _ in parts]), torch.cat([lse.float() for _, lse in parts])
+
+
+def check_out(got: Tensor, want: Tensor, cosine: float) -> dict[str, float]:
+    """How far a result is from the reference; an error if that is more than what is allowed."""
+    got = got.float()
+    difference = (got - want).abs()
+    allowed = (want.abs() * OUT_RELATIVE).clamp(min=OUT_ABSOLUTE)
+    flat, exact = got.flatten(1).double(), want.flatten(1).double()
+    distance = 1 - 2 * (flat * exact).sum(1) / (flat.square() + exact.square()).sum(1)
+    found = {"largest_difference": difference.max().item(), "cosine_distance": distance.max().item()}
+    if not (difference <= allowed).all() or not found["cosine_distance"] <= cosine:
+        raise WrongResult(f"wrong result: {', '.join(f'{name} {value:.3g}' for name, value in found.items())}")
+    return found
+
+
+def check_lse(got: Tensor, want: Tensor) -> None:
+    if not ((got - want).abs() <= LSE_ABSOLUTE + LSE_RELATIVE * want.abs()).all():
+        raise WrongResult(f"wrong lse: it differs by {(got - want).abs().max().item():.3g}")
+
+
+def replay_poisoned(graph: gpu_timing.Graph, *results: Tensor) -> None:
+    """What is checked is what is timed: the graph's own last results, written over NaN."""
+    for result in results:
+        result.fill_(torch.nan)
+    graph.graph.replay()
+    torch.cuda.synchronize()
+
+
+def measure(
+    case: Case,
+    caches: Caches,
+    loaded: set[str],
+    pattern: str,
+    sets: int,
+    rounds: int,
+    flush: Callable[[], None] | None,
+) -> dict[str, Any]:
+    """One case: ours, our plan, and every peer that can run it."""
+    cache = caches.by_format[case.format]
+    problems = [new_problem(case, pattern, caches.blocks) for _ in range(sets)]
+    exact_out, exact_lse = attend_exactly(problems[-1], cache)
+
+    plan = mla_backend.plan(case.batch.tokens, case.topk, num_heads=case.heads, device="cuda")
+    workspace = torch.empty(workspace_floats(plan.shape[0], case.heads), device="cuda")
+    ours = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
+    graphs = {"ours": gpu_timing.capture([prepared.call for prepared, _ in ours], flush)}
+    last, lse = ours[-1]
+    replay_poisoned(graphs["ours"], last.out, lse)
+    try:
+        accuracy = {"ours": check_out(last.out, exact_out, COSINE["ours"])}
+        check_lse(lse, exact_lse)
+    except WrongResult as error:
+        raise WrongResult(f"mla_backend, {case}: {error}") from None
+    graphs["plan"] = gpu_timing.capture(
+        [lambda: mla_backend.plan(case.batch.tokens, case.topk, num_heads=case.heads, out=plan)], flush
+    )
+
+    failed = {}
+    for name, prepare in peers_for(case, caches, loaded).items():
+        try:
+            prepared = [prepare(problem) for problem in problems]
+            graph = gpu_timing.capture([one.call for one in prepared], flush)
+            replay_poisoned(graph, prepared[-1].out)
+            accuracy[name] = check_out(prepared[-1].out, exact_out, COSINE["peers"])
+            graphs[name] = graph
+        except (RuntimeError, WrongResult) as error:
+            failed[name] = str(error).splitlines()[0]
+    baseline = gpu_timing.capture([flush]) if flush else None
+    time.sleep(REST_SECONDS)
+    timings = gpu_timing.interleaved(graphs, rounds=rounds, baseline=baseline)
+
+    attended = sum(int(problem.counts.sum()) for problem in problems) / sets
+    row_bytes = mla_backend.FORMATS[case.format].token_bytes
+    flops = 2 * attended * case.heads * (576 + 512)
+    medians = {name: timing.median for name, timing in timings.items() if name != "plan"}
+    best = min((name for name in medians if name != "ours"), key=medians.get, default=None)
+    return {
+        "case": {**case.as_dict(), "pattern": pattern},
+        "useful_flops": flops,
+        "bytes": attended * (row_bytes + 4) + case.batch.tokens * case.heads * (2 * (576 + 512) + 4),
+        "floor_seconds": {
+            "math": flops / MATH_FLOPS,
+            "memory": min(attended, case.batch.cached) * row_bytes / MEMORY_BYTES,
+            "l2": attended * row_bytes / L2_BYTES[case.format],
+        },
+        "seconds": {name: timing.as_dict() for name, timing in timings.items()},
+        "accuracy": accuracy,
+        "failed": failed,
+        "best_peer": best,
+        "speed_up": medians[best] / medians["ours"] if best else None,
+    }
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--suite", choices=SUITES, help="; ".join(f"{name}: {text}" for name, text in SUITES.items()))
+    what.add_argument(
+        "--batches", nargs="+", metavar="SPEC", help="128q1s32k is 128 requests of 1 query token at 32K tokens"
+    )
+    what.add_argument(
+        "--heads", type=int, nargs="+", help="of a suite only these; with --batches the default is 16 128"
+    )
+    what.add_argument("--topk", type=int, nargs="+", help="likewise; the default is 2048")
+    what.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="likewise; the default is all")
+    what.add_argument(
+        "--pattern",
+        choices=PATTERNS,
+        default="random",
+        help="; ".join(f"{name}: {text}" for name, text in PATTERNS.items()) + "; default: %(default)s",
+    )
+    peers = parser.add_argument_group("beside what")
+    peers.add_argument(
+        "--peers", type=Path, metavar="FOLDER", help="from serving_benchmarks.peers; default: an installed vllm"
+    )
+    peers.add_argument(
+        "--vllm", default=VERSIONS[0], metavar="VERSION", help="whose kernels in that folder; default: %(default)s"
+    )
+    peers.add_argument("--ours-only", action="store_true", help="no peers, as in the suite sweep")
+    how = parser.add_argument_group("how")
+    how.add_argument("--sets", type=int, default=4, help="of queries and lists, in turn; default: %(default)s")
+    how.add_argument("--rounds", type=int, default=15, help="turns of every candidate; default: %(default)s")
+    how.add_argument("--flush-l2", action="store_true", help="empty the L2 cache before every call")
+    results = parser.add_argument_group("results")
+    results.add_argument("--output", type=Path, metavar="FILE", help="write them and their environment as JSON")
+    results.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="measure nothing; print a result file as the README's table"
+    )
+    results.add_argument(
+        "--plot", type=Path, nargs=2, metavar=("FILE", "PICTURE"), help="measure nothing; draw a result file (svg, png)"
+    )
+    options = parser.parse_args(arguments)
+    if options.markdown or options.plot:
+        return options
+
+    if (options.suite is None) == (options.batches is None):
+        parser.error("either --suite or --batches must be given")
+    for name in ("heads", "topk", "sets"):
+        values = getattr(options, name)
+        if values is not None and min(values if isinstance(values, list) else [values]) < 1:
+            parser.error(f"--{name} must be 1 or more")
+    if options.heads and max(options.heads) > 256:
+        parser.error("--heads must be 256 or fewer")
+    if options.rounds < 2:
+        parser.error("--rounds must be 2 or more, or there is no spread")
+    if options.suite:
+        options.cases = [
+            case
+            for case in suite(options.suite)
+            if case.heads in (options.heads or [case.heads])
+            and case.topk in (options.topk or [case.topk])
+            and case.format in options.formats
+        ]
+        if not options.cases:
+            parser.error(f"--suite {options.suite} has no such heads, topk and formats")
+    else:
+        try:
+            options.cases = cases(options.batches, options.heads or [16, 128], options.topk or [2048], options.formats)
+        except ValueError as error:
+            parser.error(f"--batches: {error}")
+    if options.output:
+        try:  # before measuring for minutes
+            options.output.parent.mkdir(parents=True, exist_ok=True)
+            options.output.touch()
+        except OSError as error:
+            parser.error(f"--output: {error}")
+    return options
+
+
+def show(options: argparse.Namespace) -> int:
+    """Prints or draws a result file."""
+    source = options.markdown or options.plot[0]
+    try:
+        report = json.loads(source.read_text())
+        if options.markdown:
+            print(kernel_report.markdown(report))
+        else:
+            kernel_report.plot(report, options.plot[1])
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        print(f"{source} could not be shown: {error!r}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    if options.markdown or options.plot:
+        return show(options)
+    why_not = environment.why_no_gpu()
+    if why_not:
+        print(f"error: {why_not}", file=sys.stderr)
+        return 2
+
+    console = Console(stderr=True, highlight=False)
+    loaded = {}
+    if not options.ours_only and options.suite != "sweep":
+        loaded = peer_kernels.load(options.peers, options.vllm)
+        for name, what in loaded.items():
+            console.print(f"{kernel_report.TITLES[name]}: {what}")
+    running = {name for name, what in loaded.items() if what.startswith("vllm ")}
+    torch.manual_seed(0)
+    caches = Caches(max(case.batch.cached for case in options.cases))
+    flush = gpu_timing.new_flush() if options.flush_l2 else None
+    results = []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    try:
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("", total=len(options.cases))
+            for case in options.cases:
+                progress.update(task, description=str(case))
+                results.append(measure(case, caches, running, options.pattern, options.sets, options.rounds, flush))
+                progress.advance(task)
+    except WrongResult as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    Console(width=130, highlight=False).print(kernel_report.table(results))
+    for result in results:
+        for name, why in result["failed"].items():
+            console.print(f"{kernel_report.TITLES[name]} left out of {kernel_report.name_of(result['case'])}: {why}")
+    if options.output:
+        about = {**environment.describe(), "peers": loaded, "l2_flushed": options.flush_l2}
+        options.output.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
+        console.print(f"written to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
