@@ -157,7 +157,8 @@ struct TileRequest {
   bool starts_token;
   bool exists;
 
-  __device__ TileRequest(const TileCursor& cursor, int warp, int lane) {
+  // Asks for the cursor's tile and moves it on.
+  __device__ TileRequest(TileCursor& cursor, int warp, int lane) {
     slot = -1, list = 0, token = 0, starts_token = false;
     exists = !cursor.done();
     if (!exists) return;
@@ -167,6 +168,7 @@ struct TileRequest {
     list = slots.list, token = work.token, starts_token = cursor.tile == work.tile_begin;
     const int at = warp * kWarpRows + lane % kWarpRows;
     if (at < slots.count) slot = from.slots[work.token * from.stride + slots.begin + at];
+    cursor.advance();
   }
 
   // Where the row lies, or null.

@@ -329,9 +329,8 @@ template <Code kCode, int kHeads>
 __device__ void gather(const AttentionProblem& p, Shared<kCode, kHeads>& s, const Worker& worker, int head_begin) {
   const int warp = warp_of_block() - kConsumerWarps, lane = threadIdx.x % 32;
   TileCursor cursor(worker);
-  TileRequest next(cursor, warp, lane);
-  if (next.exists) cursor.advance();
-  TileRequest after(cursor, warp, lane);
+  // the tile that is stored, the one whose rows are loaded, and the one whose slots are
+  TileRequest next(cursor, warp, lane), after(cursor, warp, lane), later(cursor, warp, lane);
   HalfTile<kCode> first, second;
   const uint8_t* row = next.row(p);
   first.load(row, 0, lane);
@@ -350,9 +349,7 @@ __device__ void gather(const AttentionProblem& p, Shared<kCode, kHeads>& s, cons
     if (next.starts_token) arrive_as_warp(s.q_full), ++tokens;
     arrive_as_warp(s.full[stage]);
     second.load(row, kHalfRows, lane);
-    next = after;
-    if (next.exists) cursor.advance();
-    after = TileRequest(cursor, warp, lane);
+    next = after, after = later, later = TileRequest(cursor, warp, lane);
   }
 }
 
