@@ -1,5 +1,7 @@
 // Reads rows of the paged cache as bf16: a warp a row, 16 latent values a lane.
+#include "cuda/common/e4m3.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/mma.cuh"
 #include "cuda/common/vector.cuh"
 #include "cuda/ops.h"
 #include "mla/number.h"
@@ -7,11 +9,24 @@
 namespace mla::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kRowsPerBlock = kThreads / 32;
 constexpr int kLaneValues = kLatent / 32;
 constexpr int kRopeLanes = 8;
 constexpr int kRopeValues = kRope / kRopeLanes;
+
+// Four codes times their scale, rounded to bf16.
+__device__ __forceinline__ void dequantise(uint32_t codes, float scale, uint32_t (&numbers)[2]) {
+  uint32_t exact[2];
+  e4m3_to_bf16(codes, exact);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float first = bits_float(exact[i] << 16) * scale, second = bits_float(exact[i] & 0xffff0000u) * scale;
+    numbers[i] = pack_bf16(first, second);
+    if (first != first || second != second)  // the instruction has another NaN
+      numbers[i] = float_to_bf16(first) | static_cast<uint32_t>(float_to_bf16(second)) << 16;
+  }
+}
 
 template <bool kQuantised, bool kAligned>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ CacheGatherProblem p) {
@@ -22,29 +37,33 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   const bool held = p.cache.holds(slot);
   const uint8_t* row = held ? p.cache.row(slot) : nullptr;
 
-  alignas(16) uint16_t latent[kLaneValues] = {};
+  alignas(16) uint32_t latent[kLaneValues / 2] = {};  // pairs of bf16
   alignas(16) uint16_t rope[kRopeValues] = {};
   if (held) {
+    constexpr int kRopeOffset = kQuantised ? kFp8DsMla.rope_offset() : kBf16.rope_offset();
+    if (lane < kRopeLanes) load_bytes<sizeof(rope), kAligned>(row + kRopeOffset + lane * sizeof(rope), rope);
     if constexpr (kQuantised) {
-      alignas(16) uint8_t codes[kLaneValues];
-      load_bytes<sizeof(codes), kAligned>(row + lane * kLaneValues, codes);
+      alignas(16) uint32_t codes[kLaneValues / 4];
+      load_bytes<sizeof(codes), kAligned>(row + lane * sizeof(codes), codes);
       alignas(16) float scales[4];
       load_bytes<sizeof(scales), kAligned>(row + kFp8DsMla.scale_offset(), scales);
       const int group = lane / (kFp8DsMla.group / kLaneValues);
       const float scale = group < 2 ? (group == 0 ? scales[0] : scales[1]) : (group == 2 ? scales[2] : scales[3]);
 #pragma unroll
-      for (int i = 0; i < kLaneValues; ++i) latent[i] = float_to_bf16(e4m3_to_float(codes[i]) * scale);
+      for (int i = 0; i < kLaneValues / 4; ++i) {
+        uint32_t numbers[2];
+        dequantise(codes[i], scale, numbers);
+        latent[2 * i] = numbers[0];
+        latent[2 * i + 1] = numbers[1];
+      }
     } else {
       load_bytes<sizeof(latent), kAligned>(row + lane * sizeof(latent), latent);
     }
-    constexpr int kRopeOffset = kQuantised ? kFp8DsMla.rope_offset() : kBf16.rope_offset();
-    if (lane < kRopeLanes) load_bytes<sizeof(rope), kAligned>(row + kRopeOffset + lane * sizeof(rope), rope);
   }
   uint16_t* out = p.out + index * p.out_row;
   store_bytes<sizeof(latent), kAligned>(latent, out + lane * kLaneValues);
   if (lane < kRopeLanes) store_bytes<sizeof(rope), kAligned>(rope, out + kLatent + lane * kRopeValues);
 }
-
 using Kernel = void (*)(CacheGatherProblem);
 
 Kernel choose(bool quantised, bool aligned) {

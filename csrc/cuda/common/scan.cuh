@@ -1,49 +1,45 @@
-// Sums and maxima over the threads of a block of 1024.
+// Sums over the threads of a block, by ballots and shuffles inside a warp and one round through shared memory.
 #pragma once
 
 #include <cstdint>
 
 namespace mla::cuda {
 
-template <typename T>
-struct ScanSpace {
-  T warps[32];
-};
+constexpr int kMaxWarps = 32;
 
-// The sum over the threads before this one; `total` becomes the sum over all. Every thread of the block calls it.
-template <typename T>
-__device__ T exclusive_sum(T value, T& total, ScanSpace<T>& space) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  T sum = value;
-  for (int distance = 1; distance < 32; distance *= 2) {
-    const T other = __shfl_up_sync(~0u, sum, distance);
-    if (lane >= distance) sum += other;
-  }
-  __syncthreads();
-  if (lane == 31) space.warps[warp] = sum;
-  __syncthreads();
-  T before = 0;
-  total = 0;
-  for (int w = 0; w < 32; ++w) {
-    if (w < warp) before += space.warps[w];
-    total += space.warps[w];
-  }
-  return before + sum - value;
+// The lanes below this one.
+__device__ __forceinline__ uint32_t lanes_below() { return (1u << threadIdx.x % 32) - 1; }
+
+__device__ __forceinline__ uint32_t warp_sum(uint32_t value) { return __reduce_add_sync(~0u, value); }
+
+__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+  return value;
 }
 
-// The maximum over this thread and those before it.
+// Tells every thread what the warps before its own and all warps of the block have, given the sum of its own warp in
+// that warp's last lane. Every thread of the block calls it; `warps` may not be in use since the last barrier.
 template <typename T>
-__device__ T inclusive_max(T value, ScanSpace<T>& space) {
+__device__ __forceinline__ T sum_before_warp(T warp_total, T& block_total, T (&warps)[kMaxWarps]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (lane == 31) warps[warp] = warp_total;
+  __syncthreads();
+  const T other = lane < blockDim.x / 32 ? warps[lane] : T{0};
+  block_total = warp_sum(other);
+  return warp_sum(lane < warp ? other : T{0});
+}
+
+// The sum over the threads before this one; `total` becomes the sum over all.
+template <typename T>
+__device__ __forceinline__ T exclusive_sum(T value, T& total, T (&warps)[kMaxWarps]) {
+  T sum = value;
+#pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
-    const T other = __shfl_up_sync(~0u, value, distance);
-    if (lane >= distance) value = max(value, other);
+    const T other = __shfl_up_sync(~0u, sum, distance);
+    if (threadIdx.x % 32 >= distance) sum += other;
   }
-  __syncthreads();
-  if (lane == 31) space.warps[warp] = value;
-  __syncthreads();
-  for (int w = 0; w < warp; ++w) value = max(value, space.warps[w]);
-  return value;
+  return sum_before_warp(sum, total, warps) + sum - value;
 }
 
 }  // namespace mla::cuda

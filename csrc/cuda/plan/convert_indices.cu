@@ -1,4 +1,7 @@
-// Positions to slots: a block a token.
+// Positions to slots: a block a token. A warp takes some positions in a row, several to a lane, so that their loads and
+// then those from the block table are on their way together.
+#include <algorithm>
+
 #include "cuda/common/launch.h"
 #include "cuda/common/scan.cuh"
 #include "cuda/ops.h"
@@ -6,40 +9,86 @@
 namespace mla::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kMaxThreads = 512;
+constexpr int kLanePositions = 4;
+constexpr int kWarpPositions = 32 * kLanePositions;
 
-__global__ void __launch_bounds__(kThreads) convert_kernel(const __grid_constant__ ConvertProblem p) {
-  __shared__ ScanSpace<int32_t> scan;
+struct Problem : ConvertProblem {
+  // position / block_size is position * factor >> shift: factor * block_size is 2^shift and less than 2^(shift - 31)
+  // more, which no position, having 31 bits, is large enough to feel.
+  uint32_t factor;
+  int32_t shift;
+
+  explicit Problem(const ConvertProblem& p) : ConvertProblem(p), shift(31) {
+    while (int64_t{1} << (shift - 31) < block_size) ++shift;
+    factor = static_cast<uint32_t>(((uint64_t{1} << shift) + block_size - 1) / block_size);
+  }
+};
+
+__global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_constant__ Problem p) {
+  __shared__ uint32_t warp_valid[2][kMaxWarps];  // for rounds in turn: a barrier each is then enough
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t token = blockIdx.x;
   const int32_t* positions = p.positions + token * p.position_stride;
   int32_t* slots = p.slots + token * p.slot_stride;
   const int64_t request = p.request[token];
-  int32_t valid = 0;  // in the rounds so far
-  for (int32_t round = 0; round < p.topk; round += kThreads) {
-    const int32_t i = round + threadIdx.x;
-    const int32_t slot = i < p.topk ? slot_of_position(p, request, positions[i]) : -1;
-    int32_t found;
-    const int32_t before = exclusive_sum(static_cast<int32_t>(slot >= 0), found, scan);
-    if (!p.compact) {
-      if (i < p.topk) slots[i] = slot;
-    } else if (slot >= 0) {
-      slots[valid + before] = slot;
+  const bool known = request >= 0 && request < p.requests;
+  const int32_t* table = p.block_table + (known ? request * p.table_stride : 0);
+  const uint32_t topk = p.topk, max_blocks = p.max_blocks;
+  uint32_t valid = 0;  // in the rounds so far
+  int turn = 0;
+  for (uint32_t round = 0; round < topk; round += blockDim.x * kLanePositions, turn ^= 1) {
+    const uint32_t first = round + warp * kWarpPositions + lane;
+    const int32_t left = static_cast<int32_t>(topk - first);  // may be negative
+    const int32_t* lane_positions = positions + first;
+    int32_t* lane_slots = slots + first;
+    uint32_t position[kLanePositions], place[kLanePositions];  // negative ones are beyond INT32_MAX
+#pragma unroll
+    for (int i = 0; i < kLanePositions; ++i) position[i] = 32 * i < left ? lane_positions[32 * i] : -1;
+
+    // slot_of_position(), step by step, so that no load waits for what another one brings
+    int32_t block[kLanePositions], slot[kLanePositions];
+#pragma unroll
+    for (int i = 0; i < kLanePositions; ++i) {
+      place[i] = static_cast<uint32_t>(uint64_t{position[i]} * p.factor >> p.shift);
+      block[i] = known && position[i] <= INT32_MAX && place[i] < max_blocks ? table[place[i]] : -1;
     }
-    valid += found;
+#pragma unroll
+    for (int i = 0; i < kLanePositions; ++i) {
+      const int64_t wide = int64_t{block[i]} * p.block_size + (position[i] - place[i] * p.block_size);
+      slot[i] = block[i] < 0 || wide > INT32_MAX ? -1 : static_cast<int32_t>(wide);
+    }
+
+    uint32_t valid_lanes[kLanePositions], own_warp = 0, round_valid;
+#pragma unroll
+    for (int i = 0; i < kLanePositions; ++i) {
+      valid_lanes[i] = __ballot_sync(~0u, slot[i] >= 0);
+      own_warp += __popc(valid_lanes[i]);
+      if (!p.compact && 32 * i < left) lane_slots[32 * i] = slot[i];
+    }
+    uint32_t rank = valid + sum_before_warp(own_warp, round_valid, warp_valid[turn]);
+#pragma unroll
+    for (int i = 0; i < kLanePositions; ++i) {
+      if (p.compact && slot[i] >= 0) slots[rank + __popc(valid_lanes[i] & lanes_below())] = slot[i];
+      rank += __popc(valid_lanes[i]);
+    }
+    valid += round_valid;
   }
-  for (int32_t i = valid + threadIdx.x; p.compact && i < p.topk; i += kThreads) slots[i] = -1;
+  for (uint32_t i = valid + threadIdx.x; p.compact && i < topk; i += blockDim.x) slots[i] = -1;
   if (threadIdx.x == 0) p.counts[token] = valid;
 }
 
 }  // namespace
 
 void convert_indices(const ConvertProblem& p, void* stream) {
-  launch(convert_kernel, p.tokens, kThreads, 0, stream, "convert_indices", p);
+  const int64_t warps = (int64_t{p.topk} + kWarpPositions - 1) / kWarpPositions;
+  const int threads = static_cast<int>(std::clamp<int64_t>(32 * warps, 32, kMaxThreads));
+  launch(convert_kernel, p.tokens, threads, 0, stream, "convert_indices", Problem(p));
 }
 
 KernelList convert_indices_kernels() {
   static const KernelEntry entries[] = {
-      {"convert_indices", reinterpret_cast<const void*>(convert_kernel), kThreads, 0}};
+      {"convert_indices", reinterpret_cast<const void*>(convert_kernel), kMaxThreads, 0}};
   return {entries, 1};
 }
 

@@ -1,107 +1,166 @@
 // The plan on the GPU: one block, whatever the number of tokens. See mla/plan.h for what it computes; csrc/cpu/plan.cpp
-// walks the same steps one after the other.
+// walks the same steps one after the other. All of its time is latency, so it has few barriers and no more threads than
+// there is work for.
+#include <algorithm>
+
 #include "cuda/common/launch.h"
 #include "cuda/common/scan.cuh"
+#include "cuda/common/vector.cuh"
 #include "cuda/ops.h"
 #include "mla/plan.h"
 
 namespace mla::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kMaxThreads = 32 * kMaxWarps;
+constexpr int kMaxStretches = 4096;
 
 struct PlanProblem {
   PlanShape shape;
   PlanRow* rows;
   int32_t workers;
+  int32_t stretch;        // The block keeps the units before every so many tokens (one, if there are few tokens),
+  int32_t stretches;      // and this many such stretches there are,
+  int32_t own_stretches;  // of which a thread adds up this many.
+  bool aligned;           // rows
 };
 
-__global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PlanProblem p) {
+// Units: wide enough for the units of all tokens together. uint32_t spares the GPU long sums and divisions.
+template <typename Units>
+__global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_constant__ PlanProblem p) {
+  extern __shared__ uint64_t dynamic_shared[];
+  Units* units_before = reinterpret_cast<Units*>(dynamic_shared);  // before each stretch, and all in the end
+  __shared__ Units warp_units[kMaxWarps];
+  __shared__ uint32_t warp_places[kMaxWarps];
+  __shared__ int32_t warp_starts[kMaxWarps];
+  __shared__ PlanBorder borders[kMaxThreads + 1];
   const PlanShape& shape = p.shape;
-  __shared__ int64_t units_before[kThreads];  // before each thread's stretch of tokens
-  __shared__ ScanSpace<int64_t> scan64;
-  __shared__ ScanSpace<int32_t> scan32;
-  const int thread = threadIdx.x;
+  const int thread = threadIdx.x, threads = blockDim.x, lane = thread % 32, warp = thread / 32;
 
-  // Each thread adds up the units of a stretch of tokens.
-  const int32_t stretch = (shape.tokens + kThreads - 1) / kThreads;
-  const int32_t first_token = min(static_cast<int64_t>(stretch) * thread, static_cast<int64_t>(shape.tokens));
-  const int32_t last_token = min(static_cast<int64_t>(stretch) * (thread + 1), static_cast<int64_t>(shape.tokens));
-  int64_t own_units = 0;
-  for (int32_t token = first_token; token < last_token; ++token) own_units += 1 + token_tiles(shape, token);
-  int64_t units;
-  units_before[thread] = exclusive_sum(own_units, units, scan64);
+  // What is before each stretch, first from the thread's own first one, then from the beginning.
+  const int32_t first_stretch = thread * p.own_stretches;
+  const int32_t last_stretch = min(first_stretch + p.own_stretches, p.stretches);
+  Units own_units = 0;
+#pragma unroll 1
+  for (int32_t stretch = first_stretch; stretch < last_stretch; ++stretch) {
+    units_before[stretch] = own_units;
+    const int32_t first = stretch * p.stretch, last = first + min(p.stretch, shape.tokens - first);
+#pragma unroll 1
+    for (int32_t token = first; token < last; ++token) own_units += 1 + token_tiles(shape, token);
+  }
+  Units units;
+  const Units before_thread = exclusive_sum(own_units, units, warp_units);
+#pragma unroll 1
+  for (int32_t stretch = first_stretch; stretch < last_stretch; ++stretch) units_before[stretch] += before_thread;
+  if (thread == 0) units_before[p.stretches] = units, borders[0] = {0, 0};
+  // Divisors that are one, as those of cuda/ops.h are, cost nothing once the compiler knows.
+  PlanShape ones = shape;
+  ones.min_part = ones.good_part = ones.workers_per_processor = 1;
+  const bool has_ones = shape.min_part == 1 && shape.good_part == 1 && shape.workers_per_processor == 1;
+  const Units active = has_ones ? active_workers(ones, units, p.workers) : active_workers(shape, units, p.workers);
   __syncthreads();
 
-  // Where worker `index` begins: its cut falls into some thread's stretch, and there into some token.
-  const int64_t active = active_workers(shape, units, p.workers);
-  const auto border = [&](int64_t index) -> PlanBorder {
-    if (index == 0) return {0, 0};
-    if (index >= active || shape.tokens == 0) return {shape.tokens, 0};
-    const int64_t cut = cut_before(index, active, units);
-    int low = 0, high = kThreads - 1;  // the last stretch that begins at or before the cut
+  const auto tiles = [&](int32_t token) -> Units {
+    return p.stretch == 1 ? units_before[token + 1] - units_before[token] - 1 : token_tiles(shape, token);
+  };
+
+  // Where a worker begins: its cut falls into some stretch, and there into some token.
+  const auto border = [&](int64_t worker) -> PlanBorder {
+    if (worker == 0) return {0, 0};
+    if (worker >= active || shape.tokens == 0) return {shape.tokens, 0};
+    const Units index = worker, cut = cut_before(index, active, units);
+    uint32_t low = 0, high = p.stretches - 1;  // the last stretch that begins at or before the cut
+#pragma unroll 1
     while (low < high) {
-      const int middle = (low + high + 1) / 2;
+      const uint32_t middle = (low + high + 1) / 2;
       if (units_before[middle] <= cut)
         low = middle;
       else
         high = middle - 1;
     }
-    int64_t offset = cut - units_before[low];
-    int32_t token = stretch * low;
-    while (1 + token_tiles(shape, token) <= offset) offset -= 1 + token_tiles(shape, token++);
-    return settle_border(shape, token, token_tiles(shape, token), offset);
+    Units offset = cut - units_before[low];
+#pragma unroll 1
+    for (int32_t token = low * p.stretch;; ++token) {
+      const Units here = tiles(token);
+      if (offset <= here) return settle_border(shape, token, here, offset);
+      offset -= 1 + here;
+    }
   };
 
-  // Rows in rounds of a block's threads; places and parts go on from one round to the next.
-  __shared__ int32_t places_before_round, open_run_before_round;
-  if (thread == 0) places_before_round = 0, open_run_before_round = 0;
-  for (int32_t round = 0; round < p.workers; round += kThreads) {
-    const int32_t worker = round + thread;
-    const bool real = worker < p.workers;
-    const PlanBorder begin = real ? border(worker) : PlanBorder{shape.tokens, 0};
-    const PlanBorder end = real ? border(worker + 1) : PlanBorder{shape.tokens, 0};
-    const PlanBorder before = worker > 0 && real ? border(worker - 1) : PlanBorder{0, 0};
-    const bool passes_on = begin.tile > 0 && end.tile > 0 && begin.token == end.token;
-
-    int32_t places;
-    const int32_t place =
-        exclusive_sum((begin.tile > 0) + (end.tile > 0) - static_cast<int32_t>(passes_on), places, scan32);
-    // A part's number is its distance to the border where its token was first cut: the latest border that doesn't
-    // continue the one before it.
-    const bool starts_run = begin.tile > 0 && !(before.tile > 0 && before.token == begin.token);
-    const int32_t run_start = inclusive_max(starts_run ? worker + 1 : 0, scan32);
+  // Rows in rounds. The last thread only finds where the worker before it ends, and takes that worker's successor in
+  // the next round; places and parts go on from one round to the next.
+  uint32_t places_before_round = 0;
+  int32_t open_start = 0;  // the worker that continues the open token first
+  for (int64_t round = 0; round < p.workers; round += threads - 1) {
+    const int64_t worker = round + thread;
+    const bool real = worker < p.workers && thread < threads - 1;
+    const PlanBorder begin = border(worker), no_border{0, 0};
+    borders[thread + 1] = begin;  // borders[0] is left from the round before
     __syncthreads();
+    const PlanBorder before = borders[thread], end = real ? borders[thread + 2] : no_border;
+    const bool continues = real && begin.tile > 0;
+    const bool passes_on = continues && end.tile > 0 && begin.token == end.token;
+    const bool opens = real && end.tile > 0 && !passes_on;
+    const bool starts = continues && !(before.tile > 0 && before.token == begin.token);
+
+    // Its place is how many tokens the workers before it continue or open. Its part's number is its distance to the
+    // latest worker that was the first to continue a token.
+    const uint32_t continuing = __ballot_sync(~0u, continues), opening = __ballot_sync(~0u, opens);
+    const uint32_t starting = __ballot_sync(~0u, starts);
+    const int32_t warp_worker = static_cast<int32_t>(round) + 32 * warp;
+    const auto latest = [&](uint32_t lanes) { return lanes ? warp_worker + 31 - __clz(lanes) : 0; };
+    if (lane == 31) warp_starts[warp] = latest(starting);
+    uint32_t places;
+    uint32_t place = sum_before_warp<uint32_t>(__popc(continuing) + __popc(opening), places, warp_places);
+    place += places_before_round + __popc(continuing & lanes_below()) + __popc(opening & lanes_below());
+    const int32_t other_start = lane < threads / 32 ? warp_starts[lane] : 0;
+    const int32_t start_before_warp = max(open_start, __reduce_max_sync(~0u, lane < warp ? other_start : 0));
+    const int32_t start = max(start_before_warp, latest(starting & (lanes_below() | 1u << lane)));
+    places_before_round += places;
+    open_start = max(open_start, __reduce_max_sync(~0u, other_start));
+
+    const int32_t part = continues ? static_cast<int32_t>(worker) - start + 1 : 0;
     if (real) {
-      PlanRow row = row_between(shape, begin, end);
-      row.place = places_before_round + place;
-      const int32_t start = run_start > 0 ? run_start : open_run_before_round;
-      if (begin.tile > 0) row.part = worker - (start - 1) + 1;
-      p.rows[worker] = row;
+      alignas(16) PlanRow row{begin.token, end.token + (end.tile > 0),  begin.tile,   end.tile, part,
+                              1,           static_cast<int32_t>(place), shape.granule};
+      if (end.tile == 0 && end.token > begin.token) row.tile_end = tiles(end.token - 1);
+      if (p.aligned)
+        store_bytes<sizeof(row), true>(&row, p.rows + worker);
+      else
+        p.rows[worker] = row;
     }
+    if (thread == threads - 1) borders[0] = before;
     __syncthreads();
-    if (thread == 0) places_before_round += places;
-    if (thread == kThreads - 1 && run_start > 0) open_run_before_round = run_start;
-    __syncthreads();
-  }
-
-  // The last part of a cut token tells the first one how many there are.
-  for (int32_t worker = thread; worker < p.workers; worker += kThreads) {
-    const PlanRow row = p.rows[worker];
-    if (row.tile_begin == 0 || row.token_begin == row.token_end) continue;
-    const bool last = worker + 1 == p.workers || p.rows[worker + 1].part != row.part + 1;
-    if (last) p.rows[worker - row.part].parts = row.part + 1;
+    // The last part of a cut token tells the first one, which may be in an earlier round, how many there are.
+    if (continues && !passes_on) p.rows[worker - part].parts = part + 1;
   }
 }
+
+using Kernel = void (*)(PlanProblem);
+constexpr Kernel kKernel = plan_kernel<uint32_t>, kWideKernel = plan_kernel<uint64_t>;
+
+int32_t divided_up(int64_t n, int64_t by) { return static_cast<int32_t>((n + by - 1) / by); }
 
 }  // namespace
 
 void make_plan(const PlanShape& shape, PlanRow* rows, int32_t workers, void* stream) {
-  launch(plan_kernel, 1, kThreads, 0, stream, "plan", PlanProblem{shape, rows, workers});
+  // a thread for each token and for each border, while there are threads
+  const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{workers} + 1);
+  const int threads = static_cast<int>(std::min<int64_t>((wanted + 31) / 32 * 32, kMaxThreads));
+  const int32_t stretch = std::max(divided_up(shape.tokens, kMaxStretches), 1);
+  const int32_t stretches = divided_up(shape.tokens, stretch);
+  const int64_t token_units =
+      1 + int64_t{tiles_of(shape.topk, shape.granule)} + tiles_of(shape.extra_topk, shape.granule);
+  const bool wide = shape.tokens > 0 && token_units > UINT32_MAX / shape.tokens;
+  const int shared_bytes = (stretches + 1) * static_cast<int>(wide ? sizeof(uint64_t) : sizeof(uint32_t));
+  launch(wide ? kWideKernel : kKernel, 1, threads, shared_bytes, stream, "plan",
+         PlanProblem{shape, rows, workers, stretch, stretches, divided_up(stretches, threads),
+                     aligned16(rows, sizeof(PlanRow))});
 }
 
 KernelList plan_kernels() {
-  static const KernelEntry entries[] = {{"plan", reinterpret_cast<const void*>(plan_kernel), kThreads, 0}};
+  constexpr int kSharedBytes = (kMaxStretches + 1) * sizeof(uint32_t);
+  static const KernelEntry entries[] = {{"plan", reinterpret_cast<const void*>(kKernel), kMaxThreads, kSharedBytes}};
   return {entries, 1};
 }
 
