@@ -64,14 +64,13 @@ __device__ __forceinline__ void publish_to_wgmma() { asm volatile("fence.proxy.a
 // The warp's number, so that the compiler knows it to be the same for all lanes.
 __device__ __forceinline__ int warp_of_block() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
-// Registers go from the warpgroups that need few to those that need many.
-template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+// Registers go from the warpgroups that need few to those that need many. All begin with kBefore.
+template <int kRegisters, int kBefore>
+__device__ __forceinline__ void resize_registers() {
+  if constexpr (kRegisters > kBefore)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+  else if constexpr (kRegisters < kBefore)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 }  // namespace mla::cuda

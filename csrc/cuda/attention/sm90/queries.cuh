@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/attention/sm90/gather.cuh"
+#include "cuda/attention/sm90/cursor.cuh"
 
 namespace mla::cuda::sm90 {
 
@@ -33,8 +33,7 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
                                              Wait wait_for_room) {
   constexpr bool kScaled = kCode == Code::e4m3;
   constexpr float kLog2E = 1.44269504088896f;
-  bool waited = false;
-  for (int own = warp; own < kHeads; own += kGatherWarps) {
+  for (int own = warp; own < kHeads; own += 8) {
     const int head = head_begin + own;
     uint4 latent[2] = {}, rope = {};
     if (head < p.heads) {
@@ -57,7 +56,7 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
         back = __uint_as_float(exponent << 23);
       }
     }
-    if (!waited) wait_for_room(), waited = true;
+    if (own == warp) wait_for_room();
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int block = lane / 8 + 4 * j;

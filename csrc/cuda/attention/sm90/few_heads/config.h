@@ -2,25 +2,45 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
-#include "cuda/attention/sm90/tile.h"
+#include "cuda/attention/sm90/produce_bf16.cuh"
+#include "cuda/attention/sm90/produce_e4m3.cuh"
 
 namespace mla::cuda::sm90::few_heads {
 
 constexpr int kConsumerGroups = 2;  // warpgroups, each with its own tile
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
-constexpr int kThreads = 32 * (kConsumerWarps + 8);
 constexpr int kStages = kConsumerGroups;
 
-// All 65536 registers: what a consumer has, the other half of the threads has not.
+// Threads, and the registers they have: a block begins with as many for each and hands them round.
 template <Code kCode>
-constexpr int kConsumerRegisters = kCode == Code::e4m3 ? 152 : 128;
-template <Code kCode>
-constexpr int kGatherRegisters = 65536 / (kThreads / 2) - kConsumerRegisters<kCode>;
+struct Roles;
+
+template <>
+struct Roles<Code::e4m3> {
+  static constexpr int kProducerWarps = RawRing::kConverterWarps;
+  static constexpr int kTileArrivals = RawRing::kConverterWarps;
+  static constexpr int kThreads = 32 * (kConsumerWarps + RawRing::kConverterWarps + RawRing::kLoaderWarps);
+  static constexpr int kRegisters = 80;
+  static constexpr int kConsumerRegisters = 144;
+  static constexpr int kProducerRegisters = 56;
+  static constexpr int kLoaderRegisters = 40;
+  static_assert(kConsumerRegisters + kProducerRegisters + kLoaderRegisters <= 3 * kRegisters);
+};
+
+template <>
+struct Roles<Code::bf16> {
+  static constexpr int kProducerWarps = RowCopier::kWarps;
+  static constexpr int kTileArrivals = RowCopier::kArrivals;
+  static constexpr int kThreads = 32 * (kConsumerWarps + RowCopier::kWarps);
+};
 
 // A row of the buffer in which two warpgroups' results meet: four numbers longer than 512, so that eight dims of four
 // pairs of heads lie in different banks.
 constexpr int kExchangeStride = kValueDim + 4;
+
+struct NoRing {};
 
 template <Code kCode, int kHeads>
 struct Shared {
@@ -28,8 +48,9 @@ struct Shared {
 
   alignas(1024) uint8_t tiles[kStages][kTileBytes];
   alignas(1024) uint8_t q[kBlocks][kHeads * kRowBytes];
-  alignas(1024) uint8_t weights[kConsumerGroups][2][kWeightCopies][kHeads * kRowBytes];
-  alignas(16) TokenInfo info[kStages][kTileTokens];
+  alignas(1024) uint8_t weights[kConsumerGroups][kWeightCopies][kHeads * kRowBytes];
+  TileInfo info[kInfoTiles];
+  std::conditional_t<kCode == Code::e4m3, RawRing, NoRing> ring;
   float q_scale[kHeads];  // brings a score of q and codes to base 2
   float largest[kConsumerGroups][4][kHeads];
   // What the warpgroups found for a token, for tokens of even and odd number.
@@ -39,6 +60,7 @@ struct Shared {
   float factor[kHeads];
   uint64_t full[kStages], empty[kStages];
   uint64_t q_full, q_empty;
+  uint64_t weights_free[kConsumerGroups];
   uint64_t deposited;
 };
 

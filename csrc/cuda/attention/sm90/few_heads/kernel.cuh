@@ -4,11 +4,11 @@
 //   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T, the four groups of a scale apart
 //   values  O^T [512 dims x heads] += V^T [512 x 64] P^T, P in four copies, each times one of a token's scales
 //
-// K and V^T are the same tile, read along and across its rows. Warps 8 to 15 bring the tiles (gather.cuh). Two warpgroups
+// K and V^T are the same tile, read along and across its rows. Other warps bring the tiles (produce_e4m3.cuh, produce_bf16.cuh). Two warpgroups
 // consume them, taking turns; each keeps a softmax of its own over its tiles, so they never wait for one another before
 // the end of a token, where their results are merged in the place of the last tile.
 //
-//   gather   | load 3 | store 2 | load 4 | store 3 | ...
+//   produce  | load 3 | store 2 | load 4 | store 3 | ...
 //   group 0  | scores 0, softmax 0, values 0 | scores 2, ...
 //   group 1           | scores 1, softmax 1, values 1 | ...
 //
@@ -20,7 +20,6 @@
 #include <cstdint>
 
 #include "cuda/attention/sm90/few_heads/config.h"
-#include "cuda/attention/sm90/gather.cuh"
 #include "cuda/attention/sm90/queries.cuh"
 #include "cuda/attention/sm90/results.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -36,6 +35,13 @@ constexpr float kSlack = 8.0f;
 // Named barriers of the consumer warpgroups: 1 and 2.
 constexpr int kGroupThreads = 128;
 __device__ __forceinline__ int group_barrier(int group) { return 1 + group; }
+
+// log2 of a power of two above four numbers' magnitude, kept where both it and its inverse, times what they are multiplied
+// with, are fp32 numbers.
+__device__ __forceinline__ float power_above(const float (&x)[kGroups]) {
+  const float largest = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
+  return static_cast<float>(min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, -60), 60));
+}
 
 template <Code kCode, int kHeads>
 struct Consumer {
@@ -56,6 +62,10 @@ struct Consumer {
   float highest[kColumns];
   float q_scale[kColumns];
   float score[kSums];
+  float scale[2][kGroups];  // of the lane's two tokens
+  // log2 of a power of two above every scale of a token: weights times scales, with it as part of the exponent that the
+  // reference bounds, fit into f16
+  float lift[2];
 
   static __device__ constexpr int column(int i) { return i / 4 * 2 + i % 2; }
   static __device__ constexpr int half(int i) { return i / 2 % 2; }  // row lane / 4, or that plus 8
@@ -75,17 +85,17 @@ struct Consumer {
       for (int i = 0; i < kSums; ++i) out[b][i] = 0.0f;
   }
 
-  __device__ void compute_scores() {
+  __device__ void compute_scores(int tile) {
     constexpr int kBatches = kScaled ? kGroups + 1 : 1;
     constexpr int kBlocksPerBatch = kScaled ? kGroupBlocks : kBlocks;
     float sum[kBatches][kSums];
-    const uint64_t tile = describe_atoms(shared_address(s.tiles[group])), q = describe_atoms(shared_address(s.q));
+    const uint64_t k_rows = describe_atoms(shared_address(s.tiles[group])), q = describe_atoms(shared_address(s.q));
     begin_products();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const uint64_t a = tile + ((block * kBlockBytes + k * 32) >> 4);
+        const uint64_t a = k_rows + ((block * kBlockBytes + k * 32) >> 4);
         const uint64_t b = q + ((block * kHeads * kRowBytes + k * 32) >> 4);
         constexpr Number kRopeNumber = Number::bf16;
         const bool add = block % kBlocksPerBatch > 0 || k > 0;
@@ -96,8 +106,18 @@ struct Consumer {
       }
     }
     end_products();
-    const TokenInfo &upper = s.info[group][row()], &lower = s.info[group][row() + 8];
-    const float bias[2] = {upper.bias, lower.bias};
+    float bias[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const TileInfo& info = s.info[tile % kInfoTiles];
+      const int token = row() + 8 * i;
+      bias[i] = info.held[token] ? 0.0f : -INFINITY;
+      lift[i] = 0.0f;
+      if constexpr (kScaled) {
+        *reinterpret_cast<float4*>(scale[i]) = *reinterpret_cast<const float4*>(info.scale[token]);
+        lift[i] = power_above(scale[i]);
+      }
+    }
     wait_for_products();
 #pragma unroll
     for (int batch = 0; batch < kBatches; ++batch) sums_change(sum[batch]);
@@ -105,30 +125,27 @@ struct Consumer {
     for (int i = 0; i < kSums; ++i) {
       float value = sum[kBatches - 1][i];
       if constexpr (kScaled) {
-        const TokenInfo& info = half(i) ? lower : upper;
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) value += sum[g][i] * info.scale[g];
+        for (int g = 0; g < kGroups; ++g) value += sum[g][i] * scale[half(i)][g];
       }
       score[i] = value * q_scale[column(i)] + bias[half(i)];
     }
   }
 
-  // Stores weights for the reference as it is. `copy` is of two, since a slower warp may still read the one before.
-  __device__ void store_weights(uint8_t (&copy)[Memory::kWeightCopies][kHeads * kRowBytes], float (&weight)[kSums]) {
+  // Stores weights for the reference as it is.
+  __device__ void store_weights(float (&weight)[kSums]) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) weight[i] = exp2_approximate(score[i] - reference[column(i)]);
-    const TokenInfo &upper = s.info[group][row()], &lower = s.info[group][row() + 8];
     // a lane names the row (head) of one of the 8 x 8 blocks: eight tokens, that is one piece, of eight heads
     const int own_head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    const uint32_t to = shared_address(copy[0]) + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
+    const uint32_t to = shared_address(s.weights[group]) + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
 #pragma unroll
     for (int g = 0; g < Memory::kWeightCopies; ++g) {
       uint32_t pairs[kSums / 2];
 #pragma unroll
       for (int i = 0; i < kSums; i += 2) {
         if constexpr (kScaled) {
-          const float scale = half(i) ? lower.scale[g] : upper.scale[g];
-          pairs[i / 2] = pack_f16(weight[i] * scale, weight[i + 1] * scale);
+          pairs[i / 2] = pack_f16(weight[i] * scale[half(i)][g], weight[i + 1] * scale[half(i)][g]);
         } else {
           pairs[i / 2] = pack_bf16(weight[i], weight[i + 1]);
         }
@@ -137,9 +154,7 @@ struct Consumer {
     }
   }
 
-  __device__ void softmax(uint8_t (&copy)[Memory::kWeightCopies][kHeads * kRowBytes]) {
-    float lift[2] = {};
-    if constexpr (kScaled) lift[0] = s.info[group][row()].lift, lift[1] = s.info[group][row() + 8].lift;
+  __device__ void softmax() {
     float weight[kSums];
     bool grows = false;
 #pragma unroll
@@ -147,11 +162,11 @@ struct Consumer {
       highest[column(i)] = fmaxf(highest[column(i)], score[i]);
       grows |= score[i] + lift[half(i)] > reference[column(i)] + kSlack;
     }
-    store_weights(copy, weight);
+    store_weights(weight);
     publish_to_wgmma();
     if (sync_named_or<kGroupThreads>(group_barrier(group), grows)) {
-      raise_reference(lift);
-      store_weights(copy, weight);
+      raise_reference();
+      store_weights(weight);
       publish_to_wgmma();
       sync_named<kGroupThreads>(group_barrier(group));
     }
@@ -159,7 +174,7 @@ struct Consumer {
     for (int i = 0; i < kSums; ++i) total[column(i)] += weight[i];
   }
 
-  __device__ void raise_reference(const float (&lift)[2]) {
+  __device__ void raise_reference() {
     float top[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -187,8 +202,8 @@ struct Consumer {
     }
   }
 
-  __device__ void add_values(uint8_t (&copy)[Memory::kWeightCopies][kHeads * kRowBytes]) {
-    const uint64_t tile = describe_atoms(shared_address(s.tiles[group])), weights = describe_atoms(shared_address(copy));
+  __device__ void add_values() {
+    const uint64_t tile = describe_atoms(shared_address(s.tiles[group])), weights = describe_atoms(shared_address(s.weights[group]));
 #pragma unroll
     for (int b = 0; b < kLatentBlocks; ++b) sums_change(out[b]);
     begin_products();
@@ -300,11 +315,12 @@ struct Consumer {
       for (int i = 0; i < own_tiles; ++i, ++visits) {
         wait(s.full[group], visits % 2);
         publish_to_wgmma();
-        compute_scores();
+        compute_scores(ordinal + 2 * i + (ordinal % 2 != group));
         if (i == own_tiles - 1) arrive_as_warp(s.q_empty);
-        auto& copy = s.weights[group][visits % 2];
-        softmax(copy);
-        add_values(copy);
+        wait(s.weights_free[group], visits % 2 ^ 1);
+        softmax();
+        add_values();
+        arrive_as_warp(s.weights_free[group]);
         if (i < own_tiles - 1 || !has_last) arrive_as_warp(s.empty[group]);
       }
       if (has_last)
@@ -324,55 +340,84 @@ struct Consumer {
   }
 };
 
-// The producers: tiles, and before a token's first tile its queries.
-template <Code kCode, int kHeads>
-__device__ void gather(const AttentionProblem& p, Shared<kCode, kHeads>& s, const Worker& worker, int head_begin) {
-  const int warp = warp_of_block() - kConsumerWarps, lane = threadIdx.x % 32;
-  TileCursor cursor(worker);
-  // the tile that is stored, the one whose rows are loaded, and the one whose slots are
-  TileRequest next(cursor, warp, lane), after(cursor, warp, lane), later(cursor, warp, lane);
-  HalfTile<kCode> first, second;
-  const uint8_t* row = next.row(p);
-  first.load(row, 0, lane);
-  second.load(row, kHalfRows, lane);
-  int tokens = 0;
-  for (int ordinal = 0; next.exists; ++ordinal) {
-    if (next.starts_token) load_queries<kCode, kHeads>(p, s.q, s.q_scale, next.token, head_begin, warp, lane, [&] {
-      wait(s.q_empty, (tokens + 1) % 2);
-    });
-    const int stage = ordinal % kStages;
-    row = after.row(p);
-    wait(s.empty[stage], (ordinal / kStages + 1) % 2);
-    first.store(s.tiles[stage], s.info[stage], warp, 0, lane);
-    first.load(row, 0, lane);
-    second.store(s.tiles[stage], s.info[stage], warp, kHalfRows, lane);
-    if (next.starts_token) arrive_as_warp(s.q_full), ++tokens;
+// What the warps between memory and the consumers do: tiles, and before a token's first tile its queries.
+template <int kHeads>
+__device__ void produce(const AttentionProblem& p, Shared<Code::e4m3, kHeads>& s, int head_begin, int warp, int lane) {
+  for (int tile = 0, tokens = 0;; ++tile) {
+    const int stage = tile % kStages;
+#pragma unroll
+    for (int slot = 0; slot < RawRing::kTileSlots; ++slot) {
+      wait(s.ring.full[slot], tile % 2);
+      RawRing::Rows rows;
+      if (slot == 0) {
+        const int token = s.ring.token[tile % 2];
+        if (token == TileRequest::kEnd) return;
+        if (token != TileRequest::kSameToken) {
+          load_queries<Code::e4m3, kHeads>(p, s.q, s.q_scale, token, head_begin, warp, lane,
+                                           [&] { wait(s.q_empty, (tokens + 1) % 2); });
+          arrive_as_warp(s.q_full);
+          ++tokens;
+        }
+      }
+      rows.load(s.ring, slot, warp, lane);
+      arrive_as_warp(s.ring.empty[slot]);
+      if (slot == 0) wait(s.empty[stage], tile / kStages % 2 ^ 1);
+      rows.store(s.tiles[stage], slot, warp, lane);
+    }
     arrive_as_warp(s.full[stage]);
-    second.load(row, kHalfRows, lane);
-    next = after, after = later, later = TileRequest(cursor, warp, lane);
+  }
+}
+
+template <int kHeads>
+__device__ void produce(const AttentionProblem& p, Shared<Code::bf16, kHeads>& s, int head_begin, int warp, int lane) {
+  const Worker worker(p, blockIdx.y, kTileTokens);
+  TileCursor cursor(worker);
+  const int at = warp * RowCopier::kRows + lane % RowCopier::kRows;
+  TileRequest next(cursor, at);
+  for (int tile = 0, tokens = 0; next.token != TileRequest::kEnd; ++tile) {
+    const TileRequest now = next;
+    const uint8_t* row = now.row(p);
+    next = TileRequest(cursor, at);
+    const int stage = tile % kStages;
+    wait(s.empty[stage], tile / kStages % 2 ^ 1);
+    RowCopier::copy(s.tiles[stage], s.info[tile % kInfoTiles], row, warp, lane);
+    arrive_when_copied(s.full[stage]);
+    arrive_as_warp(s.full[stage]);
+    if (now.token != TileRequest::kSameToken) {
+      load_queries<Code::bf16, kHeads>(p, s.q, s.q_scale, now.token, head_begin, warp, lane,
+                                       [&] { wait(s.q_empty, (tokens + 1) % 2); });
+      arrive_as_warp(s.q_full);
+      ++tokens;
+    }
   }
 }
 
 // Block x: heads of a worker, y: the worker.
 template <Code kCode, int kHeads>
-__global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
+__global__ void __launch_bounds__(Roles<kCode>::kThreads, 1)
+    attention_kernel(const __grid_constant__ AttentionProblem p) {
+  using R = Roles<kCode>;
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& s = *reinterpret_cast<Shared<kCode, kHeads>*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) init_barrier(s.full[i], kGatherWarps), init_barrier(s.empty[i], 4);
-    init_barrier(s.q_full, kGatherWarps), init_barrier(s.q_empty, kConsumerWarps);
+    for (int i = 0; i < kStages; ++i) init_barrier(s.full[i], R::kTileArrivals), init_barrier(s.empty[i], 4);
+    for (int i = 0; i < kConsumerGroups; ++i) init_barrier(s.weights_free[i], 4);
+    init_barrier(s.q_full, R::kProducerWarps), init_barrier(s.q_empty, kConsumerWarps);
     init_barrier(s.deposited, 4);
+    if constexpr (kCode == Code::e4m3) s.ring.init();
   }
   __syncthreads();
   const int head_begin = blockIdx.x * kHeads;
-  if (threadIdx.x < 32 * kConsumerWarps) {
-    take_registers<kConsumerRegisters<kCode>>();
-    const int warp = warp_of_block();
-    Consumer<kCode, kHeads> consumer{p, s, head_begin, warp / 4, warp % 4, static_cast<int>(threadIdx.x) % 32};
-    consumer.run(Worker(p, blockIdx.y, kTileTokens));
-  } else {
-    give_registers<kGatherRegisters<kCode>>();
-    gather<kCode, kHeads>(p, s, Worker(p, blockIdx.y, kTileTokens), head_begin);
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  if (warp < kConsumerWarps) {
+    if constexpr (kCode == Code::e4m3) resize_registers<R::kConsumerRegisters, R::kRegisters>();
+    Consumer<kCode, kHeads>{p, s, head_begin, warp / 4, warp % 4, lane}.run(Worker(p, blockIdx.y, kTileTokens));
+  } else if (kCode == Code::bf16 || warp < kConsumerWarps + R::kProducerWarps) {
+    if constexpr (kCode == Code::e4m3) resize_registers<R::kProducerRegisters, R::kRegisters>();
+    produce<kHeads>(p, s, head_begin, warp - kConsumerWarps, lane);
+  } else if constexpr (kCode == Code::e4m3) {
+    resize_registers<R::kLoaderRegisters, R::kRegisters>();
+    s.ring.load(Worker(p, blockIdx.y, kTileTokens), s.info, warp - kConsumerWarps - R::kProducerWarps, lane);
   }
 }
 

@@ -1,0 +1,105 @@
+// The tiles of a worker one after the other, and where their rows lie.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/sm90/tile.h"
+#include "cuda/attention/work.cuh"
+#include "cuda/common/mma.cuh"
+#include "mla/problem.h"
+
+namespace mla::cuda::sm90 {
+
+// What stands in for the row of a slot that is none.
+__device__ const uint4 zero_row[kBf16.token_bytes() / sizeof(uint4)] = {};
+
+// A worker's tiles across its tokens; tokens without any are passed over.
+struct TileCursor {
+  const Worker& worker;
+  TokenWork work;
+  int tile;
+
+  __device__ explicit TileCursor(const Worker& w) : worker(w) {
+    work.token = worker.token_begin - 1;
+    tile = work.tile_end = 0;
+    step_over_empty();
+  }
+  __device__ bool done() const { return work.token >= worker.token_end; }
+  __device__ void advance() {
+    ++tile;
+    step_over_empty();
+  }
+
+ private:
+  __device__ void step_over_empty() {
+    while (work.token < worker.token_end && tile >= work.tile_end) {
+      if (++work.token >= worker.token_end) break;
+      work = worker.work(work.token);
+      tile = work.tile_begin;
+    }
+  }
+};
+
+// A tile whose slots have been asked for: this lane's slot.
+struct TileRequest {
+  static constexpr int kEnd = -1, kSameToken = -2;
+
+  int32_t slot;
+  int list;
+  int token;  // whose first tile this is; or kSameToken; or kEnd: there is no such tile
+
+  // `at` is the lane's place in the tile. The cursor moves on.
+  __device__ TileRequest(TileCursor& cursor, int at) {
+    slot = -1, list = 0, token = kEnd;
+    if (cursor.done()) return;
+    const TokenWork& work = cursor.work;
+    const TileSlots slots = slots_of(work, cursor.tile, cursor.worker.granule);
+    const SlotList& from = cursor.worker.p.lists[slots.list];
+    if (at < slots.count) slot = from.slots[work.token * from.stride + slots.begin + at];
+    list = slots.list;
+    token = cursor.tile == work.tile_begin ? work.token : kSameToken;
+    cursor.advance();
+  }
+
+  // Where the row lies. Block sizes fit into 32 bits: dispatch sees to it.
+  __device__ const uint8_t* row(const AttentionProblem& p) const {
+    const CacheView& cache = p.lists[list].cache;
+    if (token == kEnd || !cache.holds(slot)) return reinterpret_cast<const uint8_t*>(zero_row);
+    const uint32_t size = static_cast<uint32_t>(cache.block_size), block = static_cast<uint32_t>(slot) / size;
+    return cache.data + block * cache.block_stride + (static_cast<uint32_t>(slot) - block * size) * cache.row_stride;
+  }
+};
+
+__device__ __forceinline__ bool is_zero_row(const uint8_t* row) {
+  return row == reinterpret_cast<const uint8_t*>(zero_row);
+}
+
+__device__ __forceinline__ uint4 load_piece(uint32_t shared_address) {
+  uint4 piece;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
+               : "r"(shared_address)
+               : "memory");
+  return piece;
+}
+
+__device__ __forceinline__ void store_piece(uint32_t shared_address, uint4 piece) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address), "r"(piece.x), "r"(piece.y),
+               "r"(piece.z), "r"(piece.w)
+               : "memory");
+}
+
+// A warp's rope of four rows, `token` of the tile and on: a piece of row lane / 8.
+__device__ __forceinline__ void store_rope(uint8_t* tile, uint4 rope, int token, int lane) {
+  const int row = token + lane / 8;
+  store_piece(shared_address(tile) + kLatentBlocks * kBlockBytes + row * kRowBytes +
+                  place_of_piece(kLatentBlocks, lane % 8, row),
+              rope);
+}
+
+// A pointer that another lane has.
+__device__ __forceinline__ const uint8_t* from_lane(const uint8_t* pointer, int lane) {
+  return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), lane));
+}
+
+}  // namespace mla::cuda::sm90

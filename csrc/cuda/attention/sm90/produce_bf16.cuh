@@ -1,0 +1,42 @@
+// How bf16 rows become tiles: they are tiles already but for the order of their pieces, so eight warps copy them there by
+// cp.async. A tile's rows are under way as soon as its place is free, and the other stage's tile is consumed meanwhile.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/sm90/cursor.cuh"
+#include "cuda/common/cp_async.cuh"
+#include "cuda/common/mbarrier.cuh"
+
+namespace mla::cuda::sm90 {
+
+struct RowCopier {
+  static constexpr int kWarps = 8;
+  static constexpr int kRows = kTileTokens / kWarps;  // of a warp
+  // arrivals at a tile's barrier: each thread's when its copies have arrived, and each warp's for the rest
+  static constexpr int kArrivals = 32 * kWarps + kWarps;
+
+  // Lanes 0 to 7 know where the warp's rows lie.
+  static __device__ void copy(uint8_t* tile, TileInfo& info, const uint8_t* own, int warp, int lane) {
+    const int block = lane / 8, token = warp * kRows;
+    const uint32_t to =
+        shared_address(tile) + block * kBlockBytes + token * kRowBytes + place_of_piece(block, lane % 8, token);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const uint8_t* from = from_lane(own, i) + kPieceBytes * lane;
+      const uint32_t first = (to ^ i * kPieceBytes) + i * kRowBytes;
+      copy_16(first, from);
+      copy_16(first + 4 * kBlockBytes, from + 32 * kPieceBytes);  // four blocks on pieces are in the same order
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; i += 4) {
+      const int row = i + lane / 8;
+      copy_16(shared_address(tile) + kLatentBlocks * kBlockBytes + (token + row) * kRowBytes +
+                  place_of_piece(kLatentBlocks, lane % 8, row),
+              from_lane(own, row) + kBf16.rope_offset() + kPieceBytes * (lane % 8));
+    }
+    if (lane < kRows) info.held[token + lane] = !is_zero_row(own);
+  }
+};
+
+}  // namespace mla::cuda::sm90

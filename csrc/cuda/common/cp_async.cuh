@@ -1,0 +1,20 @@
+// Copies from global to shared memory that need no register while they are under way.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/mma.cuh"
+
+namespace mla::cuda {
+
+// 16 bytes, past the first-level cache.
+__device__ __forceinline__ void copy_16(uint32_t to_shared, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from) : "memory");
+}
+
+// The thread arrives at a barrier when all copies that it has begun are there.
+__device__ __forceinline__ void arrive_when_copied(uint64_t& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+}  // namespace mla::cuda
