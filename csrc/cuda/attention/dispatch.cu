@@ -27,11 +27,14 @@ bool is_hopper(int major) {
 #endif
 }
 
-// The Hopper kernels read and write in 16-byte pieces, and decode one kind of row.
+// The Hopper kernels read and write in 16-byte pieces, count them in 32 bits, and decode one kind of row.
 bool suits_hopper_kernels(const AttentionProblem& p) {
   for (int i = 0; i < p.list_count; ++i) {
     const CacheView& cache = p.lists[i].cache;
     if (cache.format.code != p.lists[0].cache.format.code || !rows_aligned16(cache) || cache.block_size > INT32_MAX)
+      return false;
+    if (cache.block_stride < 0 || cache.row_stride < 0 ||
+        (cache.blocks * cache.block_stride + cache.block_size * cache.row_stride) / 16 >= UINT32_MAX)
       return false;
   }
   const auto aligned = [](const uint16_t* base, int64_t token, int64_t head) {

@@ -1,6 +1,9 @@
 // Merging results over disjoint sets of slots by their lse: parts that a caller brings (merge_partials), and those
 // that a plan's cuts have left (merge_cut_tokens). A warp a row of one head.
+#include <algorithm>
+
 #include "cuda/common/launch.h"
+#include "cuda/common/order.cuh"
 #include "cuda/ops.h"
 #include "mla/number.h"
 
@@ -9,6 +12,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
+constexpr int kMergeBlocks = 16;  // that share the heads of a cut token
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(uint16_t x) { return bf16_to_float(x); }
@@ -78,32 +82,66 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
 }
 
-// Block x: a worker, whose last token may be cut; block y: heads.
+// Block x: a worker, whose last token may be cut; blocks y share the heads. A thread has four dims.
+//
+// The kernel is launched before the one it merges for has ended, so that its start costs nothing; it waits for that one's
+// results itself.
 __global__ void __launch_bounds__(kThreads) merge_cut_tokens_kernel(const __grid_constant__ AttentionProblem p) {
+  static_assert(4 * kThreads == kValueDim);
+  constexpr int kAtOnce = 16;  // parts whose loads are under way together
+  let_next_kernel_begin();
   const PlanRow row = p.plan[blockIdx.x];
-  const int head = blockIdx.y * kWarps + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  if (row.parts < 2 || head >= p.heads || row.token_end < 1 || row.token_end > p.tokens) return;
+  wait_for_kernel_before();  // by every block: the kernel's end must not come before that one's
+  if (row.parts < 2 || row.token_end < 1 || row.token_end > p.tokens) return;
   const Partials partials(p.workspace, p.workers, p.heads);
   const int64_t place = begun_place(row);
   const int parts = static_cast<int>(min(static_cast<int64_t>(row.parts), partials.places - place));
   if (place < 0 || parts < 1) return;
-
-  const int64_t first = partials.row(place, head);
-  const Weights weights = weigh(partials.lse + first, p.heads, parts, lane);
   const int64_t token = row.token_end - 1;
-  float scale = 1.0f;
-  if (p.sink && weights.lse > -INFINITY) scale = 1.0f / (1.0f + expf(p.sink[head] - weights.lse));
-  uint16_t* out = p.out + token * p.out_token + head * p.out_head;
-  merge_row(partials.out + first * kValueDim, p.heads * static_cast<int64_t>(kValueDim), partials.lse + first, p.heads,
-            parts, kValueDim, weights, lane, [&](int d, float x) { out[d] = float_to_bf16(x * scale); });
-  float largest = -INFINITY;
-  for (int i = lane; i < parts; i += 32)
-    largest = fmaxf(largest, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
-  largest = warp_max(largest);
-  if (lane == 0) {
-    p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
-    if (p.max_logits)
+  const int lane = threadIdx.x % 32;
+
+  for (int head = blockIdx.y; head < p.heads; head += gridDim.y) {
+    const int64_t first = partials.row(place, head);
+    const float* lse = partials.lse + first;
+    const float* values = partials.out + first * kValueDim + 4 * threadIdx.x;
+    float4 sum = {};
+    Weights weights;
+    for (int begin = 0; begin < parts; begin += kAtOnce) {
+      float4 part[kAtOnce];
+      float weight_of_part[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        // beyond the last part that one again: with a condition the loads would wait for one another
+        part[i] = *reinterpret_cast<const float4*>(values + min(begin + i, parts - 1) * int64_t{p.heads} * kValueDim);
+      if (begin == 0) weights = weigh(lse, p.heads, parts, lane);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        weight_of_part[i] = 0.0f;
+        if (begin + i < parts)
+          weight_of_part[i] =
+              expf(lse[static_cast<int64_t>(begin + i) * p.heads] - weights.reference) * weights.inverse;
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float weight = weight_of_part[i];
+        if (weight == 0.0f) continue;  // an empty part may hold anything
+        sum.x += weight * part[i].x, sum.y += weight * part[i].y;
+        sum.z += weight * part[i].z, sum.w += weight * part[i].w;
+      }
+    }
+    const float scale = p.sink && weights.lse > -INFINITY ? 1.0f / (1.0f + expf(p.sink[head] - weights.lse)) : 1.0f;
+    uint16_t* out = p.out + token * p.out_token + head * p.out_head + 4 * threadIdx.x;
+    const float scaled[4] = {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out[i] = float_to_bf16(scaled[i]);
+    if (threadIdx.x >= 32) continue;
+    if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
+    if (!p.max_logits) continue;
+    float largest = -INFINITY;
+    for (int i = lane; i < parts; i += 32)
+      largest = fmaxf(largest, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
+    largest = warp_max(largest);
+    if (lane == 0)
       p.max_logits[token * p.max_token + head * p.max_head] = isnan(weights.lse) ? weights.lse : largest;
   }
 }
@@ -119,8 +157,8 @@ template void merge_partials(const MergeProblem<float>&, void*);
 template void merge_partials(const MergeProblem<uint16_t>&, void*);
 
 void merge_cut_tokens(const AttentionProblem& p, void* stream) {
-  launch(merge_cut_tokens_kernel, dim3(p.workers, (p.heads + kWarps - 1) / kWarps), kThreads, 0, stream,
-         "merge of cut tokens", p);
+  launch_early(merge_cut_tokens_kernel, dim3(p.workers, std::min(p.heads, kMergeBlocks)), kThreads, 0, stream,
+               "merge of cut tokens", p);
 }
 
 KernelList merge_kernels() {

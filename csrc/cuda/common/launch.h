@@ -20,16 +20,32 @@ inline cudaError_t allow_shared(const void* kernel, int dynamic_shared_bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_shared_bytes);
 }
 
-// Enqueues a kernel whose one argument is its problem.
+// Enqueues a kernel whose one argument is its problem. `attributes` are those of cudaLaunchConfig_t.
 template <typename Problem>
 void launch(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_shared_bytes, void* stream, const char* what,
-            const Problem& problem) {
+            const Problem& problem, cudaLaunchAttribute* attributes = nullptr, int attribute_count = 0) {
   const void* function = reinterpret_cast<const void*>(kernel);
   void* arguments[] = {const_cast<Problem*>(&problem)};
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = dynamic_shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attributes;
+  config.numAttrs = attribute_count;
   check(allow_shared(function, dynamic_shared_bytes), what);
-  check(cudaLaunchKernel(function, blocks, dim3(threads), arguments, dynamic_shared_bytes,
-                         static_cast<cudaStream_t>(stream)),
-        what);
+  check(cudaLaunchKernelExC(&config, function, arguments), what);
+}
+
+// The same, and the kernel may begin before the one before it has ended: it calls wait_for_kernel_before
+// (common/order.cuh) before it touches what others write or read.
+template <typename Problem>
+void launch_early(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_shared_bytes, void* stream,
+                  const char* what, const Problem& problem) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  launch(kernel, blocks, threads, dynamic_shared_bytes, stream, what, problem, &early, 1);
 }
 
 // One kernel of the library. Each .cu file defines the list of its own.

@@ -5,13 +5,13 @@
 
 #include "cuda/attention/sm90/tile.h"
 #include "cuda/attention/work.cuh"
+#include "cuda/common/cp_async.cuh"
 #include "cuda/common/mma.cuh"
 #include "mla/problem.h"
 
 namespace mla::cuda::sm90 {
 
-// What stands in for the row of a slot that is none.
-__device__ const uint4 zero_row[kBf16.token_bytes() / sizeof(uint4)] = {};
+constexpr uint32_t kNoRow = ~0u;
 
 // A worker's tiles across its tokens; tokens without any are passed over.
 struct TileCursor {
@@ -61,18 +61,16 @@ struct TileRequest {
     cursor.advance();
   }
 
-  // Where the row lies. Block sizes fit into 32 bits: dispatch sees to it.
-  __device__ const uint8_t* row(const AttentionProblem& p) const {
+  // How far from the cache's beginning the row lies, in pieces of 16 bytes, or kNoRow. It fits, as do block sizes:
+  // dispatch sees to it.
+  __device__ uint32_t row(const AttentionProblem& p) const {
     const CacheView& cache = p.lists[list].cache;
-    if (token == kEnd || !cache.holds(slot)) return reinterpret_cast<const uint8_t*>(zero_row);
+    if (token == kEnd || !cache.holds(slot)) return kNoRow;
     const uint32_t size = static_cast<uint32_t>(cache.block_size), block = static_cast<uint32_t>(slot) / size;
-    return cache.data + block * cache.block_stride + (static_cast<uint32_t>(slot) - block * size) * cache.row_stride;
+    return block * static_cast<uint32_t>(cache.block_stride / kPieceBytes) +
+           (static_cast<uint32_t>(slot) - block * size) * static_cast<uint32_t>(cache.row_stride / kPieceBytes);
   }
 };
-
-__device__ __forceinline__ bool is_zero_row(const uint8_t* row) {
-  return row == reinterpret_cast<const uint8_t*>(zero_row);
-}
 
 __device__ __forceinline__ uint4 load_piece(uint32_t shared_address) {
   uint4 piece;
@@ -97,9 +95,11 @@ __device__ __forceinline__ void store_rope(uint8_t* tile, uint4 rope, int token,
               rope);
 }
 
-// A pointer that another lane has.
-__device__ __forceinline__ const uint8_t* from_lane(const uint8_t* pointer, int lane) {
-  return reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(pointer), lane));
+// Begins to copy a piece of a row to shared memory, or zeros if there is no row. `from` is the piece of the cache's first
+// row.
+__device__ __forceinline__ void copy_piece(uint32_t to_shared, const uint8_t* from, uint32_t row) {
+  const bool held = row != kNoRow;
+  copy_16_or_zero(to_shared, from + uint64_t{held ? row : 0} * kPieceBytes, held);
 }
 
 }  // namespace mla::cuda::sm90

@@ -17,25 +17,25 @@ struct RowCopier {
   static constexpr int kArrivals = 32 * kWarps + kWarps;
 
   // Lanes 0 to 7 know where the warp's rows lie.
-  static __device__ void copy(uint8_t* tile, TileInfo& info, const uint8_t* own, int warp, int lane) {
+  static __device__ void copy(uint8_t* tile, TileInfo& info, const uint8_t* cache, uint32_t own, int warp, int lane) {
     const int block = lane / 8, token = warp * kRows;
     const uint32_t to =
         shared_address(tile) + block * kBlockBytes + token * kRowBytes + place_of_piece(block, lane % 8, token);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const uint8_t* from = from_lane(own, i) + kPieceBytes * lane;
-      const uint32_t first = (to ^ i * kPieceBytes) + i * kRowBytes;
-      copy_16(first, from);
-      copy_16(first + 4 * kBlockBytes, from + 32 * kPieceBytes);  // four blocks on pieces are in the same order
+      const uint32_t row = __shfl_sync(~0u, own, i), first = (to ^ i * kPieceBytes) + i * kRowBytes;
+      const uint8_t* from = cache + kPieceBytes * lane;
+      copy_piece(first, from, row);
+      copy_piece(first + 4 * kBlockBytes, from + 32 * kPieceBytes, row);  // four blocks on pieces are in the same order
     }
 #pragma unroll
     for (int i = 0; i < kRows; i += 4) {
       const int row = i + lane / 8;
-      copy_16(shared_address(tile) + kLatentBlocks * kBlockBytes + (token + row) * kRowBytes +
-                  place_of_piece(kLatentBlocks, lane % 8, row),
-              from_lane(own, row) + kBf16.rope_offset() + kPieceBytes * (lane % 8));
+      copy_piece(shared_address(tile) + kLatentBlocks * kBlockBytes + (token + row) * kRowBytes +
+                     place_of_piece(kLatentBlocks, lane % 8, row),
+                 cache + kBf16.rope_offset() + kPieceBytes * (lane % 8), __shfl_sync(~0u, own, row));
     }
-    if (lane < kRows) info.held[token + lane] = !is_zero_row(own);
+    if (lane < kRows) info.held[token + lane] = own != kNoRow;
   }
 };
 

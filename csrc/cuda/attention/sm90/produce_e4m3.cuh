@@ -29,7 +29,6 @@ struct RawRing {
   static_assert(kConverterRows * 8 == 32 && kLoaderRows * 8 == 32, "rope: a piece a lane");
 
   alignas(16) uint8_t rows[kSlots][kSlotRows * kRow];
-  int32_t token[2];  // of tiles of even and odd number: as in TileRequest
   uint64_t full[kSlots], empty[kSlots];
 
   __device__ void init() {
@@ -46,23 +45,21 @@ struct RawRing {
     TileCursor cursor(worker);
     const int at = lane % 8 / kLoaderRows * kSlotRows + warp * kLoaderRows + lane % kLoaderRows;
     TileRequest next(cursor, at);
-    for (int tile = 0;; ++tile) {
-      const uint8_t* own = next.row(worker.p);
-      const int token_here = next.token;
-      if (token_here != TileRequest::kEnd) next = TileRequest(cursor, at);
+    for (int tile = 0; next.token != TileRequest::kEnd; ++tile) {
+      const uint32_t own = next.row(worker.p);
+      const uint8_t* cache = worker.p.lists[next.list].cache.data;
+      next = TileRequest(cursor, at);
       TileInfo& info = infos[tile % kInfoTiles];
 #pragma unroll
       for (int slot = 0; slot < kTileSlots; ++slot) {
         wait(empty[slot], tile % 2 ^ 1);
-        if (slot == 0 && warp == 0 && lane == 0) token[tile % 2] = token_here;
-        if (token_here != TileRequest::kEnd) {
-          if (lane / kLoaderRows == slot) info.held[at] = !is_zero_row(own);
-          copy_rows(slot, own, warp, lane);
-          if (lane / kLoaderRows == slot) copy_16(shared_address(&info.scale[at]), own + kFp8DsMla.scale_offset());
+        copy_rows(slot, cache, own, warp, lane);
+        if (lane / kLoaderRows == slot) {
+          info.held[at] = own != kNoRow;
+          copy_piece(shared_address(info.scale[at]), cache + kFp8DsMla.scale_offset(), own);
         }
         arrive_when_copied(full[slot]);
         arrive_as_warp(full[slot]);
-        if (token_here == TileRequest::kEnd) return;
       }
     }
   }
@@ -93,13 +90,14 @@ struct RawRing {
   };
 
  private:
-  __device__ void copy_rows(int slot, const uint8_t* own, int warp, int lane) {
+  __device__ void copy_rows(int slot, const uint8_t* cache, uint32_t own, int warp, int lane) {
     const uint32_t to = shared_address(rows[slot]) + warp * kLoaderRows * kRow;
+    const uint8_t* codes = cache + kPieceBytes * lane;
 #pragma unroll
     for (int i = 0; i < kLoaderRows; ++i)
-      copy_16(to + i * kRow + kPieceBytes * lane, from_lane(own, slot * kLoaderRows + i) + kPieceBytes * lane);
-    const int piece = kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
-    copy_16(to + lane / 8 * kRow + piece, from_lane(own, slot * kLoaderRows + lane / 8) + piece);
+      copy_piece(to + i * kRow + kPieceBytes * lane, codes, __shfl_sync(~0u, own, slot * kLoaderRows + i));
+    const int rope = kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
+    copy_piece(to + lane / 8 * kRow + rope, cache + rope, __shfl_sync(~0u, own, slot * kLoaderRows + lane / 8));
   }
 };
 

@@ -22,6 +22,7 @@
 #include "cuda/attention/sm90/few_heads/config.h"
 #include "cuda/attention/sm90/queries.cuh"
 #include "cuda/attention/sm90/results.cuh"
+#include "cuda/common/order.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "mla/number.h"
 
@@ -340,54 +341,52 @@ struct Consumer {
   }
 };
 
-// What the warps between memory and the consumers do: tiles, and before a token's first tile its queries.
-template <int kHeads>
-__device__ void produce(const AttentionProblem& p, Shared<Code::e4m3, kHeads>& s, int head_begin, int warp, int lane) {
-  for (int tile = 0, tokens = 0;; ++tile) {
-    const int stage = tile % kStages;
-#pragma unroll
-    for (int slot = 0; slot < RawRing::kTileSlots; ++slot) {
-      wait(s.ring.full[slot], tile % 2);
-      RawRing::Rows rows;
-      if (slot == 0) {
-        const int token = s.ring.token[tile % 2];
-        if (token == TileRequest::kEnd) return;
-        if (token != TileRequest::kSameToken) {
-          load_queries<Code::e4m3, kHeads>(p, s.q, s.q_scale, token, head_begin, warp, lane,
-                                           [&] { wait(s.q_empty, (tokens + 1) % 2); });
-          arrive_as_warp(s.q_full);
-          ++tokens;
-        }
-      }
-      rows.load(s.ring, slot, warp, lane);
-      arrive_as_warp(s.ring.empty[slot]);
-      if (slot == 0) wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      rows.store(s.tiles[stage], slot, warp, lane);
-    }
-    arrive_as_warp(s.full[stage]);
-  }
-}
-
-template <int kHeads>
-__device__ void produce(const AttentionProblem& p, Shared<Code::bf16, kHeads>& s, int head_begin, int warp, int lane) {
+// What the warps between memory and the consumers do: tiles, and before a token's first tile its queries, whose loads
+// begin before there is room for them.
+template <Code kCode, int kHeads>
+__device__ void produce(const AttentionProblem& p, Shared<kCode, kHeads>& s, int head_begin, int warp, int lane) {
   const Worker worker(p, blockIdx.y, kTileTokens);
-  TileCursor cursor(worker);
-  const int at = warp * RowCopier::kRows + lane % RowCopier::kRows;
-  TileRequest next(cursor, at);
-  for (int tile = 0, tokens = 0; next.token != TileRequest::kEnd; ++tile) {
-    const TileRequest now = next;
-    const uint8_t* row = now.row(p);
-    next = TileRequest(cursor, at);
-    const int stage = tile % kStages;
-    wait(s.empty[stage], tile / kStages % 2 ^ 1);
-    RowCopier::copy(s.tiles[stage], s.info[tile % kInfoTiles], row, warp, lane);
-    arrive_when_copied(s.full[stage]);
-    arrive_as_warp(s.full[stage]);
-    if (now.token != TileRequest::kSameToken) {
-      load_queries<Code::bf16, kHeads>(p, s.q, s.q_scale, now.token, head_begin, warp, lane,
-                                       [&] { wait(s.q_empty, (tokens + 1) % 2); });
-      arrive_as_warp(s.q_full);
-      ++tokens;
+  int tile = 0, tokens = 0;
+  const auto queries = [&](int token) {
+    load_queries<kCode, kHeads>(p, s.q, s.q_scale, token, head_begin, warp, lane,
+                                [&] { wait(s.q_empty, tokens % 2 ^ 1); });
+    arrive_as_warp(s.q_full);
+    ++tokens;
+  };
+  if constexpr (kCode == Code::e4m3) {
+    for (int token = worker.token_begin; token < worker.token_end; ++token) {
+      const TokenWork work = worker.work(token);
+      if (work.tile_end == work.tile_begin) continue;
+      queries(token);
+      for (const int end = tile + work.tile_end - work.tile_begin; tile < end; ++tile) {
+        const int stage = tile % kStages;
+#pragma unroll
+        for (int slot = 0; slot < RawRing::kTileSlots; ++slot) {
+          wait(s.ring.full[slot], tile % 2);
+          RawRing::Rows rows;
+          rows.load(s.ring, slot, warp, lane);
+          arrive_as_warp(s.ring.empty[slot]);
+          if (slot == 0) wait(s.empty[stage], tile / kStages % 2 ^ 1);
+          rows.store(s.tiles[stage], slot, warp, lane);
+        }
+        arrive_as_warp(s.full[stage]);
+      }
+    }
+  } else {
+    TileCursor cursor(worker);
+    const int at = warp * RowCopier::kRows + lane % RowCopier::kRows;
+    TileRequest next(cursor, at);
+    for (; next.token != TileRequest::kEnd; ++tile) {
+      const uint32_t row = next.row(p);
+      const uint8_t* cache = p.lists[next.list].cache.data;
+      const int token = next.token;
+      next = TileRequest(cursor, at);
+      const int stage = tile % kStages;
+      wait(s.empty[stage], tile / kStages % 2 ^ 1);
+      RowCopier::copy(s.tiles[stage], s.info[tile % kInfoTiles], cache, row, warp, lane);
+      arrive_when_copied(s.full[stage]);
+      arrive_as_warp(s.full[stage]);
+      if (token != TileRequest::kSameToken) queries(token);
     }
   }
 }
@@ -407,6 +406,8 @@ __global__ void __launch_bounds__(Roles<kCode>::kThreads, 1)
     if constexpr (kCode == Code::e4m3) s.ring.init();
   }
   __syncthreads();
+  wait_for_kernel_before();
+  let_next_kernel_begin();
   const int head_begin = blockIdx.x * kHeads;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
@@ -414,7 +415,7 @@ __global__ void __launch_bounds__(Roles<kCode>::kThreads, 1)
     Consumer<kCode, kHeads>{p, s, head_begin, warp / 4, warp % 4, lane}.run(Worker(p, blockIdx.y, kTileTokens));
   } else if (kCode == Code::bf16 || warp < kConsumerWarps + R::kProducerWarps) {
     if constexpr (kCode == Code::e4m3) resize_registers<R::kProducerRegisters, R::kRegisters>();
-    produce<kHeads>(p, s, head_begin, warp - kConsumerWarps, lane);
+    produce<kCode, kHeads>(p, s, head_begin, warp - kConsumerWarps, lane);
   } else if constexpr (kCode == Code::e4m3) {
     resize_registers<R::kLoaderRegisters, R::kRegisters>();
     s.ring.load(Worker(p, blockIdx.y, kTileTokens), s.info, warp - kConsumerWarps - R::kProducerWarps, lane);

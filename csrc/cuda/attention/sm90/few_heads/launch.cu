@@ -10,7 +10,7 @@ using namespace sm90::few_heads;
 template <Code kCode, int kHeads>
 void run(const AttentionProblem& p, void* stream) {
   const dim3 blocks((p.heads + kHeads - 1) / kHeads, p.workers);
-  launch(attention_kernel<kCode, kHeads>, blocks, Roles<kCode>::kThreads, kSharedBytes<kCode, kHeads>, stream, "sparse_attention", p);
+  launch_early(attention_kernel<kCode, kHeads>, blocks, Roles<kCode>::kThreads, kSharedBytes<kCode, kHeads>, stream, "sparse_attention", p);
 }
 
 template <Code kCode, int kHeads>
