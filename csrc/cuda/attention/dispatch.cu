@@ -58,9 +58,12 @@ void sparse_attention(const AttentionProblem& p, void* stream) {
   if (!suits_hopper_kernels(p)) kernel = Kernel::portable;
   switch (kernel) {
 #ifdef MLA_CUDA_SM90A
-    case Kernel::few_heads: few_heads_attention(p, stream); break;
+    case Kernel::few_heads:
+      few_heads_attention(p, stream);
+      break;
 #endif
-    default: portable_attention(p, stream);
+    default:
+      portable_attention(p, stream);
   }
   merge_cut_tokens(p, stream);
 }
@@ -71,8 +74,10 @@ int default_workers(int major, int processors, int heads) {
     return std::max(1, processors * blocks_per_processor / blocks);
   };
   switch (choose_kernel(major, heads)) {
-    case Kernel::few_heads: return workers(16, 1);
-    default: return workers(portable::kHeads, portable::kBlocksPerProcessor);
+    case Kernel::few_heads:
+      return workers(16, 1);
+    default:
+      return workers(portable::kHeads, portable::kBlocksPerProcessor);
   }
 }
 

@@ -12,8 +12,8 @@ namespace mla::cuda {
 struct TokenWork {
   int token;
   int main_length, extra_length;  // slots in each list
-  int main_tiles;  // in the main list
-  int tiles;       // in both
+  int main_tiles;                 // in the main list
+  int tiles;                      // in both
   int tile_begin;
   int tile_end;
 

@@ -84,8 +84,8 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 
 // Block x: a worker, whose last token may be cut; blocks y share the heads. A thread has four dims.
 //
-// The kernel is launched before the one it merges for has ended, so that its start costs nothing; it waits for that one's
-// results itself.
+// The kernel is launched before the one it merges for has ended, so that its start costs nothing; it waits for that
+// one's results itself.
 __global__ void __launch_bounds__(kThreads) merge_cut_tokens_kernel(const __grid_constant__ AttentionProblem p) {
   static_assert(4 * kThreads == kValueDim);
   constexpr int kAtOnce = 16;  // parts whose loads are under way together
@@ -141,8 +141,7 @@ __global__ void __launch_bounds__(kThreads) merge_cut_tokens_kernel(const __grid
     for (int i = lane; i < parts; i += 32)
       largest = fmaxf(largest, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
     largest = warp_max(largest);
-    if (lane == 0)
-      p.max_logits[token * p.max_token + head * p.max_head] = isnan(weights.lse) ? weights.lse : largest;
+    if (lane == 0) p.max_logits[token * p.max_token + head * p.max_head] = isnan(weights.lse) ? weights.lse : largest;
   }
 }
 

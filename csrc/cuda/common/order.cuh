@@ -1,5 +1,5 @@
-// The order of kernels where one is launched before the one before it has ended (launch_early in common/launch.h). A no-op
-// where the architecture has no such thing, and then the launch is an ordinary one.
+// The order of kernels where one is launched before the one before it has ended (launch_early in common/launch.h). A
+// no-op where the architecture has no such thing, and then the launch is an ordinary one.
 #pragma once
 
 namespace mla::cuda {

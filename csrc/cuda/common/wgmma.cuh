@@ -14,7 +14,10 @@ enum class Rows : int { along_sum, across_sum };
 // What wgmma is told of a factor: where it begins, and that its atoms are 1024 bytes apart.
 __device__ __forceinline__ uint64_t describe_atoms(uint32_t shared_address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kAtomDistance = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kAtomDistance | uint64_t{1} << 16 | (shared_address & 0x3ffff) >> 4;
+  uint64_t description = kSwizzle128 | kAtomDistance | uint64_t{1} << 16 | (shared_address & 0x3ffff) >> 4;
+  asm volatile(""
+               : "+l"(description));  // or the compiler works out those of all products before a loop, and spills them
+  return description;
 }
 
 // Around a batch of products: begin_products before the first, end_products after the last, wait_for_products before

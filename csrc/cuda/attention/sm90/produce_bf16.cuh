@@ -1,5 +1,6 @@
-// How bf16 rows become tiles: they are tiles already but for the order of their pieces, so eight warps copy them there by
-// cp.async. A tile's rows are under way as soon as its place is free, and the other stage's tile is consumed meanwhile.
+// How bf16 rows become tiles: they are tiles already but for the order of their pieces, so eight warps copy them there
+// by cp.async. A tile's rows are under way as soon as its place is free, and the other stage's tile is consumed
+// meanwhile.
 #pragma once
 
 #include <cstdint>

@@ -3,9 +3,10 @@
 //   eight loader warps     rows of the cache, as they are, by cp.async into a ring of two slots of 32 rows
 //   eight converter warps  rows of a slot, from e4m3 to f16, into the tile that wgmma reads
 //
-// The ring is what hides memory's latency: 32 to 64 rows on their way, whatever the converters and consumers wait for. It
-// costs every byte one more trip through shared memory, which is dear; but rows that go straight to registers wait for one
-// another there, as a warp has few scoreboards, and waiting for one batch of loads is waiting for the next one too.
+// The ring is what hides memory's latency: 32 to 64 rows on their way, whatever the converters and consumers wait for.
+// It costs every byte one more trip through shared memory, which is dear; but rows that go straight to registers wait
+// for one another there, as a warp has few scoreboards, and waiting for one batch of loads is waiting for the next one
+// too.
 #pragma once
 
 #include <cstdint>

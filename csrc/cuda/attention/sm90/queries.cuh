@@ -23,8 +23,8 @@ __device__ __forceinline__ uint32_t larger_magnitude(uint32_t pair, uint32_t lar
   return max(max(pair & 0x7fffu, pair >> 16 & 0x7fffu), largest);
 }
 
-// Eight warps load a token's heads, a warp a head at a time, rows of q after one another as in a tile's block. Beyond the
-// problem's heads there are zeros. With codes, q is f16 and each head is divided by a power of two that brings its
+// Eight warps load a token's heads, a warp a head at a time, rows of q after one another as in a tile's block. Beyond
+// the problem's heads there are zeros. With codes, q is f16 and each head is divided by a power of two that brings its
 // largest latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and brings scores to base
 // 2. `wait_for_room` is called when the loads are under way.
 template <Code kCode, int kHeads, typename Wait>

@@ -45,8 +45,9 @@ __device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t tok
       float4 a = {}, b = {};
       const int dim = 256 * i + 8 * lane;
       if (sums) a = *reinterpret_cast<const float4*>(sums + dim), b = *reinterpret_cast<const float4*>(sums + dim + 4);
-      *reinterpret_cast<uint4*>(out + dim) = {pack_bf16(a.x * factor, a.y * factor), pack_bf16(a.z * factor, a.w * factor),
-                                              pack_bf16(b.x * factor, b.y * factor), pack_bf16(b.z * factor, b.w * factor)};
+      *reinterpret_cast<uint4*>(out + dim) = {
+          pack_bf16(a.x * factor, a.y * factor), pack_bf16(a.z * factor, a.w * factor),
+          pack_bf16(b.x * factor, b.y * factor), pack_bf16(b.z * factor, b.w * factor)};
     }
   } else {
     const Partials partials(p.workspace, p.workers, p.heads);

@@ -17,9 +17,9 @@
 namespace mla::cuda::sm90 {
 
 constexpr int kTileTokens = 64;
-constexpr int kBlockDims = 64;                        // a row of 128 bytes
-constexpr int kLatentBlocks = kLatent / kBlockDims;   // 8
-constexpr int kBlocks = kHeadDim / kBlockDims;        // 9, the last one is rope
+constexpr int kBlockDims = 64;                       // a row of 128 bytes
+constexpr int kLatentBlocks = kLatent / kBlockDims;  // 8
+constexpr int kBlocks = kHeadDim / kBlockDims;       // 9, the last one is rope
 constexpr int kRowBytes = 128;
 constexpr int kPieceBytes = 16;                       // 8 numbers
 constexpr int kBlockBytes = kTileTokens * kRowBytes;  // 8 KB

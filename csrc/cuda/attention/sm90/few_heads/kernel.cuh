@@ -4,9 +4,9 @@
 //   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T, the four groups of a scale apart
 //   values  O^T [512 dims x heads] += V^T [512 x 64] P^T, P in four copies, each times one of a token's scales
 //
-// K and V^T are the same tile, read along and across its rows. Other warps bring the tiles (produce_e4m3.cuh, produce_bf16.cuh). Two warpgroups
-// consume them, taking turns; each keeps a softmax of its own over its tiles, so they never wait for one another before
-// the end of a token, where their results are merged in the place of the last tile.
+// K and V^T are the same tile, read along and across its rows. Other warps bring the tiles (produce_e4m3.cuh,
+// produce_bf16.cuh). Two warpgroups consume them, taking turns; each keeps a softmax of its own over its tiles, so they
+// never wait for one another before the end of a token, where their results are merged in the place of the last tile.
 //
 //   produce  | load 3 | store 2 | load 4 | store 3 | ...
 //   group 0  | scores 0, softmax 0, values 0 | scores 2, ...
@@ -37,8 +37,8 @@ constexpr float kSlack = 8.0f;
 constexpr int kGroupThreads = 128;
 __device__ __forceinline__ int group_barrier(int group) { return 1 + group; }
 
-// log2 of a power of two above four numbers' magnitude, kept where both it and its inverse, times what they are multiplied
-// with, are fp32 numbers.
+// log2 of a power of two above four numbers' magnitude, kept where both it and its inverse, times what they are
+// multiplied with, are fp32 numbers.
 __device__ __forceinline__ float power_above(const float (&x)[kGroups]) {
   const float largest = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
   return static_cast<float>(min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, -60), 60));
@@ -48,8 +48,8 @@ template <Code kCode, int kHeads>
 struct Consumer {
   static constexpr bool kScaled = kCode == Code::e4m3;
   static constexpr Number kNumber = kScaled ? Number::f16 : Number::bf16;  // of the latent dims and the weights
-  static constexpr int kSums = kHeads / 2;     // a lane's numbers of 64 rows
-  static constexpr int kColumns = kHeads / 4;  // a lane's heads
+  static constexpr int kSums = kHeads / 2;                                 // a lane's numbers of 64 rows
+  static constexpr int kColumns = kHeads / 4;                              // a lane's heads
   using Memory = Shared<kCode, kHeads>;
 
   const AttentionProblem& p;
@@ -204,7 +204,8 @@ struct Consumer {
   }
 
   __device__ void add_values() {
-    const uint64_t tile = describe_atoms(shared_address(s.tiles[group])), weights = describe_atoms(shared_address(s.weights[group]));
+    const uint64_t tile = describe_atoms(shared_address(s.tiles[group])),
+                   weights = describe_atoms(shared_address(s.weights[group]));
 #pragma unroll
     for (int b = 0; b < kLatentBlocks; ++b) sums_change(out[b]);
     begin_products();
@@ -213,9 +214,9 @@ struct Consumer {
 #pragma unroll
       for (int block = 0; block < kLatentBlocks; ++block) {
         const int g = kScaled ? block / kGroupBlocks : 0;
-        multiply<kNumber, Rows::across_sum, Rows::along_sum>(
-            out[block], tile + ((block * kBlockBytes + k * 16 * kRowBytes) >> 4),
-            weights + ((g * kHeads * kRowBytes + k * 32) >> 4), true);
+        multiply<kNumber, Rows::across_sum, Rows::along_sum>(out[block],
+                                                             tile + ((block * kBlockBytes + k * 16 * kRowBytes) >> 4),
+                                                             weights + ((g * kHeads * kRowBytes + k * 32) >> 4), true);
       }
     }
     end_products();
@@ -240,10 +241,9 @@ struct Consumer {
     }
   }
 
-  __device__ float (*exchange(int stage))[kExchangeStride] {
-    return reinterpret_cast<float(*)[kExchangeStride]>(s.tiles[stage]);
-  }
-  __device__ int dim(int block, int i) const {
+  __device__ float (*exchange(int stage)) [kExchangeStride] {
+    return reinterpret_cast<float (*)[kExchangeStride]>(s.tiles[stage]);
+  } __device__ int dim(int block, int i) const {
     return block * kBlockDims + warp * 16 + lane / 4 + 8 * (half(i) ^ (block & 1));
   }
 
@@ -282,7 +282,8 @@ struct Consumer {
         sums[0] += s.total[parity][group][w][own], sums[1] += s.total[parity][other][w][own];
         highest = fmaxf(highest, fmaxf(s.highest[parity][group][w][own], s.highest[parity][other][w][own]));
       }
-      const float sum = add_in_any_order(sums[0] * exp2_approximate(a - raised), sums[1] * exp2_approximate(b - raised));
+      const float sum =
+          add_in_any_order(sums[0] * exp2_approximate(a - raised), sums[1] * exp2_approximate(b - raised));
       s.factor[own] = finish_head(p, work.token, head_begin + own, whole, place, sum, raised, highest);
     }
 #pragma unroll

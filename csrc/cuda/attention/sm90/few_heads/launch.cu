@@ -10,12 +10,14 @@ using namespace sm90::few_heads;
 template <Code kCode, int kHeads>
 void run(const AttentionProblem& p, void* stream) {
   const dim3 blocks((p.heads + kHeads - 1) / kHeads, p.workers);
-  launch_early(attention_kernel<kCode, kHeads>, blocks, Roles<kCode>::kThreads, kSharedBytes<kCode, kHeads>, stream, "sparse_attention", p);
+  launch_early(attention_kernel<kCode, kHeads>, blocks, Roles<kCode>::kThreads, kSharedBytes<kCode, kHeads>, stream,
+               "sparse_attention", p);
 }
 
 template <Code kCode, int kHeads>
 KernelEntry entry(const char* name) {
-  return {name, reinterpret_cast<const void*>(attention_kernel<kCode, kHeads>), Roles<kCode>::kThreads, kSharedBytes<kCode, kHeads>};
+  return {name, reinterpret_cast<const void*>(attention_kernel<kCode, kHeads>), Roles<kCode>::kThreads,
+          kSharedBytes<kCode, kHeads>};
 }
 
 }  // namespace
