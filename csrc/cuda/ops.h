@@ -21,6 +21,7 @@ void convert_indices(const ConvertProblem& problem, void* stream);
 // The two halves of sparse_attention: one of these kernels, and the merge of the tokens that the plan cut.
 void portable_attention(const AttentionProblem& problem, void* stream);
 void few_heads_attention(const AttentionProblem& problem, void* stream);
+void many_heads_attention(const AttentionProblem& problem, void* stream);
 void merge_cut_tokens(const AttentionProblem& problem, void* stream);
 
 // Rows that a plan should have for a GPU of this compute capability (its major number).

@@ -44,10 +44,10 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
          aligned(p.out, p.out_token, p.out_head);
 }
 
-enum class Kernel { portable, few_heads };
+enum class Kernel { portable, few_heads, many_heads };
 
 Kernel choose_kernel(int major, int heads) {
-  if (is_hopper(major) && !portable_only) return heads <= 16 ? Kernel::few_heads : Kernel::portable;
+  if (is_hopper(major) && !portable_only) return heads <= 16 ? Kernel::few_heads : Kernel::many_heads;
   return Kernel::portable;
 }
 
@@ -60,6 +60,9 @@ void sparse_attention(const AttentionProblem& p, void* stream) {
 #ifdef MLA_CUDA_SM90A
     case Kernel::few_heads:
       few_heads_attention(p, stream);
+      break;
+    case Kernel::many_heads:
+      many_heads_attention(p, stream);
       break;
 #endif
     default:
@@ -76,6 +79,8 @@ int default_workers(int major, int processors, int heads) {
   switch (choose_kernel(major, heads)) {
     case Kernel::few_heads:
       return workers(16, 1);
+    case Kernel::many_heads:
+      return workers(64, 1);
     default:
       return workers(portable::kHeads, portable::kBlocksPerProcessor);
   }

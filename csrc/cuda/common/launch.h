@@ -63,6 +63,7 @@ struct KernelList {
 
 KernelList portable_attention_kernels();
 KernelList few_heads_attention_kernels();
+KernelList many_heads_attention_kernels();
 KernelList plan_kernels();
 KernelList merge_kernels();
 KernelList cache_write_kernels();

@@ -49,6 +49,13 @@ __device__ __forceinline__ void store_tiles_transposed(uint32_t row_address, con
                "r"(tiles[1])
                : "memory");
 }
+
+// Four of them as they are.
+__device__ __forceinline__ void store_tiles(uint32_t row_address, const uint32_t (&tiles)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(tiles[0]),
+               "r"(tiles[1]), "r"(tiles[2]), "r"(tiles[3])
+               : "memory");
+}
 #endif
 
 // Two fp32 numbers rounded to bf16, the first in the lower half.

@@ -17,8 +17,8 @@ struct RowCopier {
   // arrivals at a tile's barrier: each thread's when its copies have arrived, and each warp's for the rest
   static constexpr int kArrivals = 32 * kWarps + kWarps;
 
-  // Lanes 0 to 7 know where the warp's rows lie.
-  static __device__ void copy(uint8_t* tile, TileInfo& info, const uint8_t* cache, uint32_t own, int warp, int lane) {
+  // Lanes 0 to 7 know where the warp's rows lie. `held` is told which are.
+  static __device__ void copy(uint8_t* tile, uint8_t (&held)[kTileTokens], const uint8_t* cache, uint32_t own, int warp, int lane) {
     const int block = lane / 8, token = warp * kRows;
     const uint32_t to =
         shared_address(tile) + block * kBlockBytes + token * kRowBytes + place_of_piece(block, lane % 8, token);
@@ -36,7 +36,7 @@ struct RowCopier {
                      place_of_piece(kLatentBlocks, lane % 8, row),
                  cache + kBf16.rope_offset() + kPieceBytes * (lane % 8), __shfl_sync(~0u, own, row));
     }
-    if (lane < kRows) info.held[token + lane] = own != kNoRow;
+    if (lane < kRows) held[token + lane] = own != kNoRow;
   }
 };
 

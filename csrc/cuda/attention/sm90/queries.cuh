@@ -26,47 +26,56 @@ __device__ __forceinline__ uint32_t larger_magnitude(uint32_t pair, uint32_t lar
 // Eight warps load a token's heads, a warp a head at a time, rows of q after one another as in a tile's block. Beyond
 // the problem's heads there are zeros. With codes, q is f16 and each head is divided by a power of two that brings its
 // largest latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and brings scores to base
-// 2. `wait_for_room` is called when the loads are under way.
+// 2. `wait_for_room` is called when the first loads are under way.
 template <Code kCode, int kHeads, typename Wait>
 __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t (&q)[kBlocks][kHeads * kRowBytes],
                                              float* q_scale, int64_t token, int head_begin, int warp, int lane,
                                              Wait wait_for_room) {
   constexpr bool kScaled = kCode == Code::e4m3;
   constexpr float kLog2E = 1.44269504088896f;
-  for (int own = warp; own < kHeads; own += 8) {
-    const int head = head_begin + own;
-    uint4 latent[2] = {}, rope = {};
-    if (head < p.heads) {
-      const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
-      latent[0] = nope[lane], latent[1] = nope[lane + 32];
-      if (lane < 8)
-        rope = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
-    }
-    float factor = 1.0f, back = 1.0f;
-    if constexpr (kScaled) {
-      uint32_t largest = 0;
+  constexpr int kWarps = 8, kAtOnce = kHeads > kWarps ? 2 : 1;  // heads of a warp
+#pragma unroll 1
+  for (int first = warp; first < kHeads; first += kWarps * kAtOnce) {
+    uint4 latent[kAtOnce][2], rope[kAtOnce];
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
-        for (const uint32_t pair : {latent[j].x, latent[j].y, latent[j].z, latent[j].w})
-          largest = larger_magnitude(pair, largest);
-      largest = __reduce_max_sync(~0u, largest);
-      const uint32_t exponent = largest >> 7;  // biased
-      if (exponent > 0 && exponent < 254) {
-        factor = __uint_as_float((254 - exponent) << 23);
-        back = __uint_as_float(exponent << 23);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int head = head_begin + first + kWarps * i;
+      latent[i][0] = latent[i][1] = rope[i] = {};
+      if (head < p.heads) {
+        const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
+        latent[i][0] = nope[lane], latent[i][1] = nope[lane + 32];
+        if (lane < 8)
+          rope[i] = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
       }
     }
-    if (own == warp) wait_for_room();
+    if (first == warp) wait_for_room();
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int block = lane / 8 + 4 * j;
-      *reinterpret_cast<uint4*>(q[block] + own * kRowBytes + place_of_piece(block, lane % 8, own)) =
-          kScaled ? scaled_piece(latent[j], factor, true) : latent[j];
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int own = first + kWarps * i;
+      float factor = 1.0f, back = 1.0f;
+      if constexpr (kScaled) {
+        uint32_t largest = 0;
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          for (const uint32_t pair : {latent[i][j].x, latent[i][j].y, latent[i][j].z, latent[i][j].w})
+            largest = larger_magnitude(pair, largest);
+        const uint32_t exponent = __reduce_max_sync(~0u, largest) >> 7;  // biased
+        if (exponent > 0 && exponent < 254) {
+          factor = __uint_as_float((254 - exponent) << 23);
+          back = __uint_as_float(exponent << 23);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int block = lane / 8 + 4 * j;
+        *reinterpret_cast<uint4*>(q[block] + own * kRowBytes + place_of_piece(block, lane % 8, own)) =
+            kScaled ? scaled_piece(latent[i][j], factor, true) : latent[i][j];
+      }
+      if (lane < 8)
+        *reinterpret_cast<uint4*>(q[kLatentBlocks] + own * kRowBytes + place_of_piece(kLatentBlocks, lane, own)) =
+            kScaled ? scaled_piece(rope[i], factor, false) : rope[i];
+      if (lane == 0) q_scale[own] = p.scale * kLog2E * back;
     }
-    if (lane < 8)
-      *reinterpret_cast<uint4*>(q[kLatentBlocks] + own * kRowBytes + place_of_piece(kLatentBlocks, lane, own)) =
-          kScaled ? scaled_piece(rope, factor, false) : rope;
-    if (lane == 0) q_scale[own] = p.scale * kLog2E * back;
   }
 }
 

@@ -384,7 +384,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode, kHeads>& s, int
       next = TileRequest(cursor, at);
       const int stage = tile % kStages;
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      RowCopier::copy(s.tiles[stage], s.info[tile % kInfoTiles], cache, row, warp, lane);
+      RowCopier::copy(s.tiles[stage], s.info[tile % kInfoTiles].held, cache, row, warp, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
       if (token != TileRequest::kSameToken) queries(token);

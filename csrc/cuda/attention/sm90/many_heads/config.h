@@ -1,0 +1,54 @@
+// The shape of the kernel for 17 heads and more: what it is written with and the launch needs to know.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/attention/sm90/produce_bf16.cuh"
+#include "cuda/attention/sm90/tile.h"
+
+namespace mla::cuda::sm90::many_heads {
+
+constexpr int kHeads = 64;  // a block's heads: the rows of wgmma
+constexpr int kGroupDims = kValueDim / 2;  // of the output, that a consumer warpgroup sums up
+constexpr int kConsumerWarps = 8;
+constexpr int kProducerWarps = 8;
+constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
+constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, that a producer warp brings
+
+// 128 registers a thread to begin with, handed round: the first consumers also hold scores.
+constexpr int kRegisters = 128;
+constexpr int kScoringRegisters = 208;
+constexpr int kAddingRegisters = 168;
+constexpr int kProducerRegisters = 64;
+static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
+
+// What a column of scores (a token) needs with codes: the rows in shared memory are divided by a power of two, so that f16
+// holds them whatever their scales.
+struct Column {
+  float power;  // 2^bias
+  float bias;   // -inf where the slot is none
+};
+struct Held {
+  uint8_t held[kTileTokens];  // whether the slot is one
+};
+
+constexpr int kStages = 2;
+
+template <Code kCode>
+struct Shared {
+  alignas(1024) uint8_t tiles[kStages][kTileBytes];
+  alignas(1024) uint8_t q[kBlocks][kHeads * kRowBytes];
+  alignas(1024) uint8_t weights[kHeads * kRowBytes];
+  alignas(16) std::conditional_t<kCode == Code::e4m3, Column[kTileTokens], Held> info[kStages];
+  float q_scale[kHeads];
+  float rescale[kHeads];
+  float factor[2][kHeads];  // of tokens of even and odd number
+  uint64_t full[kStages], empty[kStages];
+  uint64_t q_full, q_empty;
+  uint64_t weights_full, weights_empty;
+};
+
+static_assert(sizeof(Shared<Code::e4m3>) <= 227 * 1024 && sizeof(Shared<Code::bf16>) <= 227 * 1024);
+
+}  // namespace mla::cuda::sm90::many_heads

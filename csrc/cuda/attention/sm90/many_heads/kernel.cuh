@@ -1,0 +1,501 @@
+// Sparse attention for 17 heads and more on Hopper, 64 heads a block. Heads are the 64 rows of wgmma:
+//
+//   scores  S [64 heads x 64 tokens] = Q [64 x 576] K^T
+//   values  O [64 heads x 512 dims] += P [64 x 64] V [64 x 512]
+//
+// O takes half of all registers, so two warpgroups have 256 dims each. The first one also computes the scores; a row of
+// them lies in four lanes, so its softmax needs no barrier. It multiplies its weights from registers and leaves them in
+// shared memory for the second one. Eight warps bring the tiles.
+//
+//   produce   | ask for rows of tile i + 1 ............ | convert, store i + 1
+//   scoring   | scores i | softmax i | values i, left    | scores i + 1 ...
+//   adding                           | values i, right   |
+//
+// e4m3 times its scale is rounded to f16 here, once, by 2^-12 at most: with 64 columns of scores there are no registers
+// to keep the four groups of a scale apart, as the kernel for few heads does.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/sm90/cursor.cuh"
+#include "cuda/attention/sm90/many_heads/config.h"
+#include "cuda/attention/sm90/queries.cuh"
+#include "cuda/attention/sm90/results.cuh"
+#include "cuda/common/e4m3.cuh"
+#include "cuda/common/mbarrier.cuh"
+#include "cuda/common/order.cuh"
+#include "cuda/common/wgmma.cuh"
+
+namespace mla::cuda::sm90::many_heads {
+
+constexpr float kLowest = -1e30f;  // a maximum of nothing, from which another one can be subtracted
+constexpr float kSlack = 8.0f;     // sums are rescaled when a score exceeds their reference by a factor of 2^8
+
+constexpr int kTokenBarrier = 1;  // of both consumer warpgroups
+
+template <Code kCode>
+struct Consumer {
+  static constexpr bool kScaled = kCode == Code::e4m3;
+  static constexpr Number kNumber = kScaled ? Number::f16 : Number::bf16;  // of the latent dims and the weights
+  static constexpr int kScores = 32;                                       // a lane's, of 64 x 64
+  static constexpr int kSteps = kTileTokens / 16;                          // of a product that sums over tokens
+
+  const AttentionProblem& p;
+  Shared<kCode>& s;
+  const int head_begin;
+  const int group, warp, lane;  // warp of the warpgroup
+
+  // Heads 16 * warp + lane / 4 and that plus 8; dims kGroupDims * group + 8 * j + 2 * (lane % 4) and the next.
+  float out[kGroupDims / 2];
+
+  static __device__ constexpr int half(int i) { return i / 2 % 2; }  // the upper or the lower head
+  __device__ int head(int half) const { return warp * 16 + lane / 4 + 8 * half; }
+
+  // `weights` gives the 64 x 16 weights of a step.
+  template <typename Weights>
+  __device__ void add_values(int stage, Weights weights) {
+    constexpr int kHalf = kGroupDims / 2, kHalfBytes = kHalf / kBlockDims * kBlockBytes;
+    const uint64_t left =
+        describe_atoms(shared_address(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
+    sums_change(out);
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint64_t values = left + ((step * 16 * kRowBytes) >> 4);
+      multiply_wide<kNumber, Rows::across_sum, 0>(out, weights(step), values);
+      multiply_wide<kNumber, Rows::across_sum, kHalf / 2>(out, weights(step), values + (kHalfBytes >> 4));
+    }
+    end_products();
+    wait_for_products();
+    sums_change(out);
+  }
+
+  __device__ void rescale(const float (&by)[2]) {
+    if (!__any_sync(~0u, by[0] != 1.0f || by[1] != 1.0f)) return;
+#pragma unroll
+    for (int i = 0; i < kGroupDims / 2; ++i) out[i] *= by[half(i)];
+  }
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kGroupDims / 2; ++i) out[i] = 0.0f;
+  }
+
+  // Writes the warpgroup's dims of a token. Four lanes have eight neighbouring dims of a head, each two of them; they
+  // exchange four such pieces, so that each lane has one of them whole.
+  __device__ void write(const TokenWork& work, int64_t place, const float (&factor)[2]) {
+    const Partials partials(p.workspace, p.workers, p.heads);
+#pragma unroll
+    for (int upper_or_lower = 0; upper_or_lower < 2; ++upper_or_lower) {
+      const int own = head_begin + head(upper_or_lower);
+      const float by = factor[upper_or_lower];
+      const bool real = own < p.heads;
+#pragma unroll
+      for (int j = 0; j < kGroupDims / 8; j += 4) {
+        const int block = group * (kGroupDims / kBlockDims) + j / 8;
+        if (work.whole()) {
+          uint32_t pairs[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* two = &out[4 * (j + i) + 2 * upper_or_lower];
+            pairs[i] = pack_bf16(two[0] * by, two[1] * by);
+          }
+          const uint4 piece = transpose_in_four_lanes(pairs);
+          const int dim = block * kBlockDims + (((j % 8 + lane % 4) ^ (block & 1)) * 8);
+          if (real)
+            *reinterpret_cast<uint4*>(p.out + work.token * p.out_token + own * p.out_head + dim) = piece;
+        } else if (real) {
+          float* to = partials.out + partials.row(place, own) * kValueDim + block * kBlockDims + 2 * (lane % 4);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float* two = &out[4 * (j + i) + 2 * upper_or_lower];
+            *reinterpret_cast<float2*>(to + ((j % 8 + i) ^ (block & 1)) * 8) = {two[0] * by, two[1] * by};
+          }
+        }
+      }
+    }
+  }
+
+  // Lane i of four has word i of each of them.
+  __device__ uint4 transpose_in_four_lanes(uint32_t (&words)[4]) const {
+    const bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      const uint32_t other = __shfl_xor_sync(~0u, odd ? words[i] : words[i + 1], 1);
+      if (odd)
+        words[i] = other;
+      else
+        words[i + 1] = other;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t other = __shfl_xor_sync(~0u, upper ? words[i] : words[i + 2], 2);
+      if (upper)
+        words[i] = other;
+      else
+        words[i + 2] = other;
+    }
+    return {words[0], words[1], words[2], words[3]};
+  }
+};
+
+// The first consumer warpgroup: scores, softmax, and the left half of the values.
+template <Code kCode>
+struct Scorer : Consumer<kCode> {
+  using Base = Consumer<kCode>;
+  using Base::group, Base::half, Base::head, Base::head_begin, Base::kNumber, Base::kScaled, Base::kScores,
+      Base::kSteps, Base::lane, Base::out, Base::p, Base::s, Base::warp;
+
+  float reference[2];  // weights are 2^(score - reference)
+  float total[2];      // of the lane's columns
+  float highest[2];
+  float q_scale[2];
+
+  // Scores to base 2, or rather what they are with the power of two that the rows lack.
+  __device__ void compute_scores(float (&score)[kScores], int stage) {
+    const uint64_t q = describe_atoms(shared_address(s.q)), k = describe_atoms(shared_address(s.tiles[stage]));
+    begin_products();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+      for (int step = 0; step < 4; ++step) {
+        const uint64_t a = q + ((block * kHeads * kRowBytes + step * 32) >> 4);
+        const uint64_t b = k + ((block * kBlockBytes + step * 32) >> 4);
+        const bool add = block > 0 || step > 0;
+        if (block < kLatentBlocks)
+          multiply<kNumber, Rows::along_sum, Rows::along_sum>(score, a, b, add);
+        else
+          multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(score, a, b, add);
+      }
+    end_products();
+    wait_for_products();
+    sums_change(score);
+  }
+
+  // Scores become weights.
+  __device__ void softmax(float (&score)[kScores], int stage, float (&by)[2]) {
+    float top[2] = {kLowest, kLowest};
+    float back[kScaled ? kScores / 2 : 1];  // 2^-bias
+#pragma unroll
+    for (int j = 0; j < kScores / 4; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int token = 8 * j + 2 * (lane % 4) + c;
+        float scale = 1.0f, bias;
+        if constexpr (kScaled) {
+          const Column column = s.info[stage][token];
+          scale = column.power, bias = column.bias;
+          back[2 * j + c] = __uint_as_float((254u << 23) - __float_as_uint(scale));
+        } else {
+          bias = s.info[stage].held[token] ? 0.0f : -INFINITY;
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float& own = score[4 * j + 2 * h + c];
+          const float plain = own * (q_scale[h] * scale);
+          own = plain + bias;
+          top[h] = fmaxf(top[h], own);
+          if (p.max_logits && bias > -INFINITY) highest[h] = fmaxf(highest[h], plain);
+        }
+      }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
+      top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
+      by[h] = 1.0f;
+      if (top[h] > reference[h] + kSlack) {
+        by[h] = exp2_approximate(reference[h] - top[h]);
+        reference[h] = top[h];
+        total[h] *= by[h];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      score[i] = exp2_approximate(score[i] - reference[half(i)]);
+      total[half(i)] += kScaled ? score[i] * back[i / 4 * 2 + i % 2] : score[i];
+    }
+  }
+
+  __device__ void pack_weights(uint32_t (&weights)[kSteps][4], const float (&weight)[kScores]) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* two = &weight[8 * step + 2 * i];
+        weights[step][i] = kScaled ? pack_f16(two[0], two[1]) : pack_bf16(two[0], two[1]);
+      }
+  }
+
+  __device__ void store_weights(const uint32_t (&weights)[kSteps][4]) {
+    const int row = warp * 16 + lane % 16, piece = lane / 16;
+    const uint32_t to = shared_address(s.weights) + row * kRowBytes;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      store_tiles(to + ((2 * step + piece) ^ (row & 7)) * kPieceBytes, weights[step]);
+  }
+
+  __device__ void run(const Worker& worker) {
+    int tile = 0, tokens = 0;
+    for (int token = worker.token_begin; token < worker.token_end; ++token) {
+      const TokenWork work = worker.work(token);
+      const int64_t place = worker.place(work);
+      const int end = tile + work.tile_end - work.tile_begin;
+      this->clear();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) reference[h] = highest[h] = kLowest, total[h] = 0.0f;
+      if (tile < end) {
+        wait(s.q_full, tokens % 2);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) q_scale[h] = s.q_scale[head(h)];
+      }
+      for (; tile < end; ++tile) {
+        const int stage = tile % kStages;
+        float score[kScores], by[2];
+        wait(s.full[stage], tile / kStages % 2);
+        publish_to_wgmma();
+        compute_scores(score, stage);
+        if (tile == end - 1) arrive_as_warp(s.q_empty);
+        softmax(score, stage, by);
+        uint32_t weights[kSteps][4];
+        pack_weights(weights, score);
+        wait(s.weights_empty, tile % 2 ^ 1);
+        store_weights(weights);
+        if (lane % 4 == 0) s.rescale[head(0)] = by[0], s.rescale[head(1)] = by[1];
+        publish_to_wgmma();
+        arrive_as_warp(s.weights_full);
+        this->rescale(by);
+        this->add_values(stage, [&](int step) -> const uint32_t(&)[4] { return weights[step]; });
+        arrive_as_warp(s.empty[stage]);
+      }
+      const bool empty = work.tile_end == work.tile_begin;
+      finish(work, place, tokens % 2);
+      if (!empty) ++tokens;
+    }
+  }
+
+  __device__ void finish(const TokenWork& work, int64_t place, int parity) {
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2) {
+        total[h] += __shfl_xor_sync(~0u, total[h], distance);
+        highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], distance));
+      }
+      if (lane % 4 == 0)
+        factor[h] = finish_head(p, work.token, head_begin + head(h), work.whole(), place, total[h], reference[h],
+                                highest[h]);
+      factor[h] = __shfl_sync(~0u, factor[h], lane & ~3);
+      if (lane % 4 == 0) s.factor[parity][head(h)] = factor[h];
+    }
+    sync_named<256>(kTokenBarrier);
+    this->write(work, place, factor);
+  }
+};
+
+// The second one: the right half of the values.
+template <Code kCode>
+struct Adder : Consumer<kCode> {
+  using Base = Consumer<kCode>;
+  using Base::head, Base::kNumber, Base::kSteps, Base::out, Base::s;
+
+  __device__ void run(const Worker& worker) {
+    int tile = 0, tokens = 0;
+    for (int token = worker.token_begin; token < worker.token_end; ++token) {
+      const TokenWork work = worker.work(token);
+      const int end = tile + work.tile_end - work.tile_begin;
+      const bool empty = tile == end;
+      this->clear();
+      for (; tile < end; ++tile) {
+        const int stage = tile % kStages;
+        wait(s.weights_full, tile % 2);
+        const float by[2] = {s.rescale[head(0)], s.rescale[head(1)]};
+        this->rescale(by);
+        const uint64_t weights = describe_atoms(shared_address(s.weights));
+        this->add_values(stage, [&](int step) { return weights + ((step * 32) >> 4); });
+        arrive_as_warp(s.weights_empty);
+        arrive_as_warp(s.empty[stage]);
+      }
+      sync_named<256>(kTokenBarrier);
+      const float factor[2] = {s.factor[tokens % 2][head(0)], s.factor[tokens % 2][head(1)]};
+      this->write(work, worker.place(work), factor);
+      if (!empty) ++tokens;
+    }
+  }
+};
+
+// A producer warp's eight fp8 rows of a tile. They wait, as they are, in the tile's own place: row i in what will be the
+// warp's part of block i. The warp takes all of them into registers before it puts them back as f16.
+struct CodeRows {
+  uint4 codes[kWarpRows];  // 16 of each row
+  uint4 rope[2];           // a piece of row lane / 8, and of the row four further on
+  float scale;             // of row lane % 8, group lane / 8
+
+  // Begins to copy them. `part` is the warp's part of block 0. Lanes 0 to 7 know where the rows lie.
+  static __device__ void ask(uint32_t part, const uint8_t* cache, uint32_t own, int lane) {
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i)
+      copy_piece(part + i * kBlockBytes + kPieceBytes * lane, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
+    const int rope = kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
+#pragma unroll
+    for (int i = 0; i < kWarpRows; i += 4)
+      copy_piece(part + (i + lane / 8) * kBlockBytes + rope, cache + rope, __shfl_sync(~0u, own, i + lane / 8));
+    constexpr int kScales = kFp8DsMla.scale_offset();
+    if (lane < kWarpRows) copy_piece(part + lane * kBlockBytes + kScales, cache + kScales, own);
+    end_copies();
+  }
+
+  __device__ void load(uint32_t part, int lane) {
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i) codes[i] = load_piece(part + i * kBlockBytes + kPieceBytes * lane);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      rope[i] =
+          load_piece(part + (4 * i + lane / 8) * kBlockBytes + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
+    asm volatile("ld.shared.f32 %0, [%1];"
+                 : "=f"(scale)
+                 : "r"(part + lane % 8 * kBlockBytes + kFp8DsMla.scale_offset() + lane / 8 * 4)
+                 : "memory");
+  }
+
+  // Divides row lane % 8 by 2^power, which brings its largest scale to 1/2 to 1, and returns that power.
+  __device__ int normalise() {
+    float largest = fabsf(scale);
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 8));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 16));
+    // kept where 2^power and 2^-power, times what they are multiplied with, are fp32 numbers
+    const int power = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, -60), 60);
+    const float down = __uint_as_float((127 - power) << 23);
+    scale *= down;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float own = __shfl_sync(~0u, down, 4 * i + lane_of_row());
+      rope[i] = times<Number::bf16>(rope[i], pack_bf16(own, own));
+    }
+    return power;
+  }
+
+  __device__ void store(uint32_t part, int lane) const {
+    const int block = lane / 4, piece = lane % 4 * 2;
+    const uint32_t to = part + block * kBlockBytes + place_of_piece(block, piece, 0);
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i) {
+      const float own = __shfl_sync(~0u, scale, lane / 8 * 8 + i);
+      const uint32_t by = pack_f16(own, own);
+      store_piece((to ^ i * kPieceBytes) + i * kRowBytes,
+                  times<Number::f16>(e4m3_to_f16(codes[i].x, codes[i].y), by));
+      store_piece((to ^ (i ^ 1) * kPieceBytes) + i * kRowBytes,
+                  times<Number::f16>(e4m3_to_f16(codes[i].z, codes[i].w), by));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 4 * i + lane / 8;
+      store_piece(part + kLatentBlocks * kBlockBytes + row * kRowBytes + place_of_piece(kLatentBlocks, lane % 8, row),
+                  rope[i]);
+    }
+  }
+
+ private:
+  static __device__ int lane_of_row() { return threadIdx.x % 32 / 8; }
+
+  template <Number kNumber>
+  static __device__ uint4 times(uint4 numbers, uint32_t by) {
+    return {times<kNumber>(numbers.x, by), times<kNumber>(numbers.y, by), times<kNumber>(numbers.z, by),
+            times<kNumber>(numbers.w, by)};
+  }
+  template <Number kNumber>
+  static __device__ uint32_t times(uint32_t pair, uint32_t by) {
+    uint32_t product;
+    if constexpr (kNumber == Number::f16)
+      asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(by));
+    else
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(by));
+    return product;
+  }
+};
+
+// What a producer warp does: its rows of each tile, and before a token's first tile its queries.
+template <Code kCode>
+__device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worker& worker, int head_begin, int warp,
+                        int lane) {
+  TileCursor cursor(worker);
+  const int at = warp * kWarpRows + lane % kWarpRows;
+  TileRequest next(cursor, at);
+  int tokens = 0;
+  const auto queries = [&](int token) {
+    load_queries<kCode, kHeads>(p, s.q, s.q_scale, token, head_begin, warp, lane,
+                                [&] { wait(s.q_empty, tokens % 2 ^ 1); });
+    arrive_as_warp(s.q_full);
+    ++tokens;
+  };
+  if constexpr (kCode == Code::e4m3) {
+    const auto part = [&](int stage) { return shared_address(s.tiles[stage]) + warp * kWarpRows * kRowBytes; };
+    for (int tile = 0; next.token != TileRequest::kEnd; ++tile) {
+      const int stage = tile % kStages, token = next.token;
+      const uint32_t row = next.row(p);
+      const uint8_t* cache = p.lists[next.list].cache.data;
+      next = TileRequest(cursor, at);
+      wait(s.empty[stage], tile / kStages % 2 ^ 1);
+      CodeRows::ask(part(stage), cache, row, lane);
+      if (token != TileRequest::kSameToken) queries(token);
+      wait_for_copies();
+      __syncwarp();
+      CodeRows rows;
+      rows.load(part(stage), lane);
+      const int power = rows.normalise();
+      __syncwarp();
+      rows.store(part(stage), lane);
+      if (lane < kWarpRows)
+        s.info[stage][at] = {__uint_as_float((127 + power) << 23),
+                             row != kNoRow ? static_cast<float>(power) : -INFINITY};
+      arrive_as_warp(s.full[stage]);
+    }
+  } else {
+    for (int tile = 0; next.token != TileRequest::kEnd; ++tile) {
+      const uint32_t row = next.row(p);
+      const uint8_t* cache = p.lists[next.list].cache.data;
+      const int token = next.token, stage = tile % kStages;
+      next = TileRequest(cursor, at);
+      wait(s.empty[stage], tile / kStages % 2 ^ 1);
+      RowCopier::copy(s.tiles[stage], s.info[stage].held, cache, row, warp, lane);
+      arrive_when_copied(s.full[stage]);
+      arrive_as_warp(s.full[stage]);
+      if (token != TileRequest::kSameToken) queries(token);
+    }
+  }
+}
+
+// Block x: heads of a worker, y: the worker.
+template <Code kCode>
+__global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& s = *reinterpret_cast<Shared<kCode>*>(memory);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      init_barrier(s.full[i], kCode == Code::e4m3 ? kProducerWarps : RowCopier::kArrivals);
+      init_barrier(s.empty[i], kConsumerWarps);
+    }
+    init_barrier(s.q_full, kProducerWarps), init_barrier(s.q_empty, 4);
+    init_barrier(s.weights_full, 4), init_barrier(s.weights_empty, 4);
+  }
+  __syncthreads();
+  wait_for_kernel_before();
+  let_next_kernel_begin();
+  const int head_begin = blockIdx.x * kHeads;
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  const Worker worker(p, blockIdx.y, kTileTokens);
+  if (warp < 4) {
+    resize_registers<kScoringRegisters, kRegisters>();
+    Scorer<kCode> scorer{{p, s, head_begin, 0, warp, lane}};
+    scorer.run(worker);
+  } else if (warp < kConsumerWarps) {
+    resize_registers<kAddingRegisters, kRegisters>();
+    Adder<kCode> adder{{p, s, head_begin, 1, warp - 4, lane}};
+    adder.run(worker);
+  } else {
+    resize_registers<kProducerRegisters, kRegisters>();
+    produce<kCode>(p, s, worker, head_begin, warp - kConsumerWarps, lane);
+  }
+}
+
+}  // namespace mla::cuda::sm90::many_heads
