@@ -13,10 +13,6 @@ __device__ __forceinline__ void copy_16_or_zero(uint32_t to_shared, const void* 
                : "memory");
 }
 
-// Or: the thread ends a batch of copies, and waits for all that it has ended.
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
-
 // The thread arrives at a barrier when all copies that it has begun are there.
 __device__ __forceinline__ void arrive_when_copied(uint64_t& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");

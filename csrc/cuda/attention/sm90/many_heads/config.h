@@ -16,10 +16,10 @@ constexpr int kProducerWarps = 8;
 constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, that a producer warp brings
 
-// 128 registers a thread to begin with, handed round: the first consumers also hold scores.
+// 128 registers a thread to begin with, handed round: the first consumers also hold scores, the second addresses.
 constexpr int kRegisters = 128;
 constexpr int kScoringRegisters = 208;
-constexpr int kAddingRegisters = 168;
+constexpr int kAddingRegisters = 176;
 constexpr int kProducerRegisters = 64;
 static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
 
@@ -29,9 +29,7 @@ struct Column {
   float power;  // 2^bias
   float bias;   // -inf where the slot is none
 };
-struct Held {
-  uint8_t held[kTileTokens];  // whether the slot is one
-};
+struct Empty {};
 
 constexpr int kStages = 2;
 
@@ -40,11 +38,12 @@ struct Shared {
   alignas(1024) uint8_t tiles[kStages][kTileBytes];
   alignas(1024) uint8_t q[kBlocks][kHeads * kRowBytes];
   alignas(1024) uint8_t weights[kHeads * kRowBytes];
-  alignas(16) std::conditional_t<kCode == Code::e4m3, Column[kTileTokens], Held> info[kStages];
+  alignas(16) std::conditional_t<kCode == Code::e4m3, Column[kTileTokens], Empty> columns[kStages];
+  uint8_t held[kStages][kTileTokens];  // whether the slot is one
   float q_scale[kHeads];
   float rescale[kHeads];
   float factor[2][kHeads];  // of tokens of even and odd number
-  uint64_t full[kStages], empty[kStages];
+  uint64_t asked[kStages], full[kStages], empty[kStages];  // rows as they are in the cache; tiles
   uint64_t q_full, q_empty;
   uint64_t weights_full, weights_empty;
 };

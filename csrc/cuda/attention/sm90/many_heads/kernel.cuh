@@ -7,9 +7,9 @@
 // them lies in four lanes, so its softmax needs no barrier. It multiplies its weights from registers and leaves them in
 // shared memory for the second one. Eight warps bring the tiles.
 //
-//   produce   | ask for rows of tile i + 1 ............ | convert, store i + 1
-//   scoring   | scores i | softmax i | values i, left    | scores i + 1 ...
-//   adding                           | values i, right   |
+//   produce   | convert i + 1 ........................  | convert i + 2
+//   scoring   | scores i | softmax i | values i, left   | scores i + 1 ...
+//   adding    | ask for rows of i + 1 | values i, right | ask for rows of i + 2 ...
 //
 // e4m3 times its scale is rounded to f16 here, once, by 2^-12 at most: with 64 columns of scores there are no registers
 // to keep the four groups of a scale apart, as the kernel for few heads does.
@@ -183,11 +183,11 @@ struct Scorer : Consumer<kCode> {
         const int token = 8 * j + 2 * (lane % 4) + c;
         float scale = 1.0f, bias;
         if constexpr (kScaled) {
-          const Column column = s.info[stage][token];
+          const Column column = s.columns[stage][token];
           scale = column.power, bias = column.bias;
           back[2 * j + c] = __uint_as_float((254u << 23) - __float_as_uint(scale));
         } else {
-          bias = s.info[stage].held[token] ? 0.0f : -INFINITY;
+          bias = s.held[stage][token] ? 0.0f : -INFINITY;
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -293,14 +293,60 @@ struct Scorer : Consumer<kCode> {
   }
 };
 
-// The second one: the right half of the values.
+// fp8 rows on their way. They wait, as they are, in the tile's own place: row i of a producer warp's eight in what will be
+// that warp's part of block i.
+struct Asker {
+  static constexpr int kRows = kTileTokens / 4;  // of each of four warps
+
+  const AttentionProblem& p;
+  TileCursor cursor;
+  TileRequest next;
+  int asked = 0;
+  const int warp, lane;
+
+  __device__ Asker(const Worker& worker, int warp, int lane)
+      : p(worker.p), cursor(worker), next(cursor, warp * kRows + lane % kRows), warp(warp), lane(lane) {}
+
+  // Begins to copy the next tile's rows, when its place is empty.
+  __device__ void ask(Shared<Code::e4m3>& s) {
+    if (next.token == TileRequest::kEnd) return;
+    const int stage = asked % kStages, at = warp * kRows + lane % kRows;
+    const uint32_t own = next.row(p);
+    const uint8_t* cache = p.lists[next.list].cache.data;
+    next = TileRequest(cursor, at);
+    wait(s.empty[stage], asked / kStages % 2 ^ 1);
+    ++asked;
+    const uint32_t part = shared_address(s.tiles[stage]) + warp * kRows * kRowBytes;
+    const auto place = [&](int row) { return part + row / kWarpRows * kWarpRows * kRowBytes + row % kWarpRows * kBlockBytes; };
+    const uint8_t* codes = cache + kPieceBytes * lane;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      copy_piece(place(i) + kPieceBytes * lane, codes, __shfl_sync(~0u, own, i));
+    const int rope = kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
+#pragma unroll
+    for (int i = 0; i < kRows; i += 4)
+      copy_piece(place(i) + lane / 8 * kBlockBytes + rope, cache + rope, __shfl_sync(~0u, own, i + lane / 8));
+    if (lane < kRows) {
+      s.held[stage][at] = own != kNoRow;
+      copy_piece(place(lane) + kFp8DsMla.scale_offset(), cache + kFp8DsMla.scale_offset(), own);
+    }
+    arrive_when_copied(s.asked[stage]);
+    arrive_as_warp(s.asked[stage]);
+  }
+};
+
+// The second one: the right half of the values. Of fp8 rows it also asks for the tile after the next one, as soon as there
+// is room, while the scores of the next one are computed.
 template <Code kCode>
 struct Adder : Consumer<kCode> {
   using Base = Consumer<kCode>;
-  using Base::head, Base::kNumber, Base::kSteps, Base::out, Base::s;
+  using Base::head, Base::kNumber, Base::kScaled, Base::lane, Base::out, Base::s, Base::warp;
 
   __device__ void run(const Worker& worker) {
     int tile = 0, tokens = 0;
+    Asker asker(worker, warp, lane);
+    if constexpr (kScaled)
+      for (int i = 0; i < kStages; ++i) asker.ask(s);
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int end = tile + work.tile_end - work.tile_begin;
@@ -315,6 +361,7 @@ struct Adder : Consumer<kCode> {
         this->add_values(stage, [&](int step) { return weights + ((step * 32) >> 4); });
         arrive_as_warp(s.weights_empty);
         arrive_as_warp(s.empty[stage]);
+        if constexpr (kScaled) asker.ask(s);
       }
       sync_named<256>(kTokenBarrier);
       const float factor[2] = {s.factor[tokens % 2][head(0)], s.factor[tokens % 2][head(1)]};
@@ -324,26 +371,12 @@ struct Adder : Consumer<kCode> {
   }
 };
 
-// A producer warp's eight fp8 rows of a tile. They wait, as they are, in the tile's own place: row i in what will be the
-// warp's part of block i. The warp takes all of them into registers before it puts them back as f16.
+// A producer warp's eight fp8 rows of a tile: it takes all of them into registers before it puts them back as f16.
+// `part` is the warp's part of block 0.
 struct CodeRows {
   uint4 codes[kWarpRows];  // 16 of each row
   uint4 rope[2];           // a piece of row lane / 8, and of the row four further on
   float scale;             // of row lane % 8, group lane / 8
-
-  // Begins to copy them. `part` is the warp's part of block 0. Lanes 0 to 7 know where the rows lie.
-  static __device__ void ask(uint32_t part, const uint8_t* cache, uint32_t own, int lane) {
-#pragma unroll
-    for (int i = 0; i < kWarpRows; ++i)
-      copy_piece(part + i * kBlockBytes + kPieceBytes * lane, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
-    const int rope = kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
-#pragma unroll
-    for (int i = 0; i < kWarpRows; i += 4)
-      copy_piece(part + (i + lane / 8) * kBlockBytes + rope, cache + rope, __shfl_sync(~0u, own, i + lane / 8));
-    constexpr int kScales = kFp8DsMla.scale_offset();
-    if (lane < kWarpRows) copy_piece(part + lane * kBlockBytes + kScales, cache + kScales, own);
-    end_copies();
-  }
 
   __device__ void load(uint32_t part, int lane) {
 #pragma unroll
@@ -418,10 +451,7 @@ struct CodeRows {
 template <Code kCode>
 __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worker& worker, int head_begin, int warp,
                         int lane) {
-  TileCursor cursor(worker);
-  const int at = warp * kWarpRows + lane % kWarpRows;
-  TileRequest next(cursor, at);
-  int tokens = 0;
+  int tile = 0, tokens = 0;
   const auto queries = [&](int token) {
     load_queries<kCode, kHeads>(p, s.q, s.q_scale, token, head_begin, warp, lane,
                                 [&] { wait(s.q_empty, tokens % 2 ^ 1); });
@@ -429,35 +459,35 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
     ++tokens;
   };
   if constexpr (kCode == Code::e4m3) {
-    const auto part = [&](int stage) { return shared_address(s.tiles[stage]) + warp * kWarpRows * kRowBytes; };
-    for (int tile = 0; next.token != TileRequest::kEnd; ++tile) {
-      const int stage = tile % kStages, token = next.token;
-      const uint32_t row = next.row(p);
-      const uint8_t* cache = p.lists[next.list].cache.data;
-      next = TileRequest(cursor, at);
-      wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      CodeRows::ask(part(stage), cache, row, lane);
-      if (token != TileRequest::kSameToken) queries(token);
-      wait_for_copies();
-      __syncwarp();
-      CodeRows rows;
-      rows.load(part(stage), lane);
-      const int power = rows.normalise();
-      __syncwarp();
-      rows.store(part(stage), lane);
-      if (lane < kWarpRows)
-        s.info[stage][at] = {__uint_as_float((127 + power) << 23),
-                             row != kNoRow ? static_cast<float>(power) : -INFINITY};
-      arrive_as_warp(s.full[stage]);
+    for (int token = worker.token_begin; token < worker.token_end; ++token) {
+      const TokenWork work = worker.work(token);
+      if (work.tile_end == work.tile_begin) continue;
+      queries(token);
+      for (const int end = tile + work.tile_end - work.tile_begin; tile < end; ++tile) {
+        const int stage = tile % kStages, at = warp * kWarpRows + lane;
+        const uint32_t part = shared_address(s.tiles[stage]) + warp * kWarpRows * kRowBytes;
+        wait(s.asked[stage], tile / kStages % 2);
+        CodeRows rows;
+        rows.load(part, lane);
+        const int power = rows.normalise();
+        __syncwarp();
+        rows.store(part, lane);
+        if (lane < kWarpRows)
+          s.columns[stage][at] = {__uint_as_float((127 + power) << 23),
+                                  s.held[stage][at] ? static_cast<float>(power) : -INFINITY};
+        arrive_as_warp(s.full[stage]);
+      }
     }
   } else {
-    for (int tile = 0; next.token != TileRequest::kEnd; ++tile) {
+    TileCursor cursor(worker);
+    TileRequest next(cursor, warp * kWarpRows + lane % kWarpRows);
+    for (; next.token != TileRequest::kEnd; ++tile) {
       const uint32_t row = next.row(p);
       const uint8_t* cache = p.lists[next.list].cache.data;
       const int token = next.token, stage = tile % kStages;
-      next = TileRequest(cursor, at);
+      next = TileRequest(cursor, warp * kWarpRows + lane % kWarpRows);
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      RowCopier::copy(s.tiles[stage], s.info[stage].held, cache, row, warp, lane);
+      RowCopier::copy(s.tiles[stage], s.held[stage], cache, row, warp, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
       if (token != TileRequest::kSameToken) queries(token);
@@ -473,6 +503,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       init_barrier(s.full[i], kCode == Code::e4m3 ? kProducerWarps : RowCopier::kArrivals);
+      init_barrier(s.asked[i], 128 + 4);  // each thread of four warps, and each warp
       init_barrier(s.empty[i], kConsumerWarps);
     }
     init_barrier(s.q_full, kProducerWarps), init_barrier(s.q_empty, 4);
