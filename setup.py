@@ -147,6 +147,7 @@ def write_ninja(folder: Path, version: str) -> None:
     libraries = f"-L{torch_path}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10"
     if nvcc:
         libraries += f" -L{cuda}/lib64 -lcudart_static -ldl -lrt -lpthread"
+
     # files under sm90 use instructions of that architecture alone
     def gencode(archs: list[str]) -> str:
         return " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in archs)

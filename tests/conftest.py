@@ -143,7 +143,13 @@ def problems(draw, max_tokens=4, max_heads=128, max_topk=300):
     return problem
 
 
-def assert_accurate(got: tuple[Tensor, ...], want: tuple[Tensor, ...], magnitude: float = MAGNITUDE) -> None:
+def assert_accurate(
+    got: tuple[Tensor, ...],
+    want: tuple[Tensor, ...],
+    magnitude: float = MAGNITUDE,
+    *,
+    score_error: float = 0.0,
+) -> None:
     """The contract's tolerance, for (out, lse) or (out, lse, max_logits) over a cache of values of this magnitude."""
     out, exact = got[0].double().cpu(), want[0].double().cpu()
     difference = (out - exact).abs()
@@ -157,13 +163,21 @@ def assert_accurate(got: tuple[Tensor, ...], want: tuple[Tensor, ...], magnitude
         distance = 1 - 2 * (out * exact).sum() / norms
         assert distance < 5e-6, f"out's cosine distance is {distance:.3g}"
     for name, got_row, want_row in zip(("lse", "max_logits"), got[1:], want[1:], strict=False):
-        assert_scores_accurate(name, got_row, want_row)
+        assert_scores_accurate(name, got_row, want_row, score_error)
 
 
-def assert_scores_accurate(name: str, got: Tensor, want: Tensor) -> None:
+def score_error(cache: Tensor, heads: int) -> float:
+    """What the contract allows scores that spread by 1 to be off besides, on the current GPU: its kernel for many heads
+    rounds dequantised rows to f16."""
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    return 2.0**-9 if hopper and heads > 16 and cache.dtype == torch.uint8 else 0.0
+
+
+def assert_scores_accurate(name: str, got: Tensor, want: Tensor, score_error: float = 0.0) -> None:
     got, want = got.double().cpu(), want.double().cpu()
     assert not got.isnan().any(), f"{name} has NaN"
     infinite = want.isinf()
     assert torch.equal(got[infinite], want[infinite]), f"{name} differs where it should be infinite"
-    difference, allowed = (got - want)[~infinite].abs(), 1e-6 + want[~infinite].abs() * (8.01 / 65536)
+    difference = (got - want)[~infinite].abs()
+    allowed = 1e-6 + score_error + want[~infinite].abs() * (8.01 / 65536)
     assert (difference <= allowed).all(), f"{name} is off by {difference.max():.3g}"
