@@ -7,12 +7,7 @@
 
 namespace mla::cuda {
 
-// 16 bytes, past the first-level cache.
-__device__ __forceinline__ void copy_16(uint32_t to_shared, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from) : "memory");
-}
-
-// The same; zeros unless `held`, and then nothing is read.
+// 16 bytes, past the first-level cache; zeros unless `held`, and then nothing is read.
 __device__ __forceinline__ void copy_16_or_zero(uint32_t to_shared, const void* from, bool held) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from), "r"(held ? 16 : 0)
                : "memory");

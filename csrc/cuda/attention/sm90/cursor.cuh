@@ -95,11 +95,9 @@ __device__ __forceinline__ void store_rope(uint8_t* tile, uint4 rope, int token,
               rope);
 }
 
-// Begins to copy a piece of a row to shared memory, or zeros if there is no row, unless it is known that there is. `from`
-// is the piece of the cache's first row.
-template <bool kHeld = false>
+// Begins to copy a piece of a row to shared memory, or zeros if there is no row. `from` is the piece of the cache's
+// first row.
 __device__ __forceinline__ void copy_piece(uint32_t to_shared, const uint8_t* from, uint32_t row) {
-  if constexpr (kHeld) return copy_16(to_shared, from + uint64_t{row} * kPieceBytes);
   const bool held = row != kNoRow;
   copy_16_or_zero(to_shared, from + uint64_t{held ? row : 0} * kPieceBytes, held);
 }

@@ -49,17 +49,12 @@ struct RawRing {
     for (int tile = 0; next.token != TileRequest::kEnd; ++tile) {
       const uint32_t own = next.row(worker.p);
       const uint8_t* cache = worker.p.lists[next.list].cache.data;
-      const bool all_held = __all_sync(~0u, own != kNoRow);
       next = TileRequest(cursor, at);
       TileInfo& info = infos[tile % kInfoTiles];
 #pragma unroll
       for (int slot = 0; slot < kTileSlots; ++slot) {
         wait(empty[slot], tile % 2 ^ 1);
-        // most tiles have a row for each slot, and the copies are fewer instructions then
-        if (all_held)
-          copy_rows<true>(slot, cache, own, warp, lane);
-        else
-          copy_rows<false>(slot, cache, own, warp, lane);
+        copy_rows(slot, cache, own, warp, lane);
         if (lane / kLoaderRows == slot) {
           info.held[at] = own != kNoRow;
           copy_piece(shared_address(info.scale[at]), cache + kFp8DsMla.scale_offset(), own);
@@ -96,15 +91,14 @@ struct RawRing {
   };
 
  private:
-  template <bool kHeld>
   __device__ void copy_rows(int slot, const uint8_t* cache, uint32_t own, int warp, int lane) {
     const uint32_t to = shared_address(rows[slot]) + warp * kLoaderRows * kRow;
     const uint8_t* codes = cache + kPieceBytes * lane;
 #pragma unroll
     for (int i = 0; i < kLoaderRows; ++i)
-      copy_piece<kHeld>(to + i * kRow + kPieceBytes * lane, codes, __shfl_sync(~0u, own, slot * kLoaderRows + i));
+      copy_piece(to + i * kRow + kPieceBytes * lane, codes, __shfl_sync(~0u, own, slot * kLoaderRows + i));
     const int rope = kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
-    copy_piece<kHeld>(to + lane / 8 * kRow + rope, cache + rope, __shfl_sync(~0u, own, slot * kLoaderRows + lane / 8));
+    copy_piece(to + lane / 8 * kRow + rope, cache + rope, __shfl_sync(~0u, own, slot * kLoaderRows + lane / 8));
   }
 };
 

@@ -39,12 +39,11 @@ struct Shared {
   alignas(1024) uint8_t q[kBlocks][kHeads * kRowBytes];
   alignas(1024) uint8_t weights[kHeads * kRowBytes];
   alignas(16) std::conditional_t<kCode == Code::e4m3, Column[kTileTokens], Empty> columns[kStages];
-  alignas(16) uint8_t held[kStages][kTileTokens];  // whether the slot is one
+  uint8_t held[kStages][kTileTokens];  // whether the slot is one
   float q_scale[kHeads];
   float rescale[kHeads];
   float factor[2][kHeads];  // of tokens of even and odd number
-  uint64_t asked[kStages][kProducerWarps];  // each producer warp's rows, as they are in the cache
-  uint64_t full[kStages], empty[kStages];
+  uint64_t asked[kStages], full[kStages], empty[kStages];  // rows as they are in the cache; tiles
   uint64_t q_full, q_empty;
   uint64_t weights_full, weights_empty;
 };

@@ -176,31 +176,28 @@ struct Scorer : Consumer<kCode> {
   __device__ void softmax(float (&score)[kScores], int stage, float (&by)[2]) {
     float top[2] = {kLowest, kLowest};
     float back[kScaled ? kScores / 2 : 1];  // 2^-bias
-    const bool wants_highest = p.max_logits != nullptr;
 #pragma unroll
-    for (int j = 0; j < kScores / 4; ++j) {
-      const int token = 8 * j + 2 * (lane % 4);  // and the next
-      float power[2] = {1.0f, 1.0f}, bias[2];
-      if constexpr (kScaled) {
-        const float4 columns = *reinterpret_cast<const float4*>(&s.columns[stage][token]);
-        power[0] = columns.x, bias[0] = columns.y, power[1] = columns.z, bias[1] = columns.w;
+    for (int j = 0; j < kScores / 4; ++j)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) back[2 * j + c] = __uint_as_float((254u << 23) - __float_as_uint(power[c]));
-      } else {
-        const uchar2 held = *reinterpret_cast<const uchar2*>(&s.held[stage][token]);
-        bias[0] = held.x ? 0.0f : -INFINITY, bias[1] = held.y ? 0.0f : -INFINITY;
-      }
-#pragma unroll
-      for (int c = 0; c < 2; ++c)
+      for (int c = 0; c < 2; ++c) {
+        const int token = 8 * j + 2 * (lane % 4) + c;
+        float scale = 1.0f, bias;
+        if constexpr (kScaled) {
+          const Column column = s.columns[stage][token];
+          scale = column.power, bias = column.bias;
+          back[2 * j + c] = __uint_as_float((254u << 23) - __float_as_uint(scale));
+        } else {
+          bias = s.held[stage][token] ? 0.0f : -INFINITY;
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& own = score[4 * j + 2 * h + c];
-          const float plain = own * (kScaled ? q_scale[h] * power[c] : q_scale[h]);
-          own = plain + bias[c];
+          const float plain = own * (q_scale[h] * scale);
+          own = plain + bias;
           top[h] = fmaxf(top[h], own);
-          if (wants_highest && bias[c] > -INFINITY) highest[h] = fmaxf(highest[h], plain);
+          if (p.max_logits && bias > -INFINITY) highest[h] = fmaxf(highest[h], plain);
         }
-    }
+      }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
@@ -299,69 +296,42 @@ struct Scorer : Consumer<kCode> {
 // fp8 rows on their way. They wait, as they are, in the tile's own place: row i of a producer warp's eight in what will be
 // that warp's part of block i.
 struct Asker {
-  static constexpr int kWarps = 4;
-  static constexpr int kRows = kTileTokens / kWarps;  // of a warp: those of two producer warps
-  static constexpr int kArrivals = 32 + 1;            // at those warps' barriers: each thread's copies, and the rest
+  static constexpr int kRows = kTileTokens / 4;  // of each of four warps
 
   const AttentionProblem& p;
   TileCursor cursor;
   TileRequest next;
-  const int warp, lane;
   int asked = 0;
-  uint32_t own = kNoRow;  // where the rows of the tile to be asked for lie, in lanes 0 to 15
-  const uint8_t* cache = nullptr;
-  bool exists = false;
+  const int warp, lane;
 
   __device__ Asker(const Worker& worker, int warp, int lane)
-      : p(worker.p), cursor(worker), next(cursor, warp * kRows + lane % kRows), warp(warp), lane(lane) {
-    prepare();
-  }
+      : p(worker.p), cursor(worker), next(cursor, warp * kRows + lane % kRows), warp(warp), lane(lane) {}
 
-  // Finds out where the next tile's rows lie, and asks for the slots of the one after it.
-  __device__ void prepare() {
-    exists = next.token != TileRequest::kEnd;
-    if (!exists) return;
-    own = next.row(p);
-    cache = p.lists[next.list].cache.data;
-    next = TileRequest(cursor, warp * kRows + lane % kRows);
-  }
-
-  // Begins to copy that tile's rows, when its place is empty.
+  // Begins to copy the next tile's rows, when its place is empty.
   __device__ void ask(Shared<Code::e4m3>& s) {
-    if (!exists) return;
-    const int stage = asked % kStages;
-    const uint32_t part = shared_address(s.tiles[stage]) + warp * kRows * kRowBytes;
+    if (next.token == TileRequest::kEnd) return;
+    const int stage = asked % kStages, at = warp * kRows + lane % kRows;
+    const uint32_t own = next.row(p);
+    const uint8_t* cache = p.lists[next.list].cache.data;
+    next = TileRequest(cursor, at);
     wait(s.empty[stage], asked / kStages % 2 ^ 1);
     ++asked;
-    if (lane < kRows) s.held[stage][warp * kRows + lane] = own != kNoRow;
-    // most tiles have a row for each slot, and the copies are fewer instructions then
-    if (__all_sync(~0u, own != kNoRow))
-      copy<true>(s.asked[stage], part);
-    else
-      copy<false>(s.asked[stage], part);
-  }
-
- private:
-  template <bool kHeld>
-  __device__ void copy(uint64_t (&asked)[kProducerWarps], uint32_t part) {
+    const uint32_t part = shared_address(s.tiles[stage]) + warp * kRows * kRowBytes;
+    const auto place = [&](int row) { return part + row / kWarpRows * kWarpRows * kRowBytes + row % kWarpRows * kBlockBytes; };
+    const uint8_t* codes = cache + kPieceBytes * lane;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      copy_piece(place(i) + kPieceBytes * lane, codes, __shfl_sync(~0u, own, i));
     const int rope = kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
-    constexpr int kScales = kFp8DsMla.scale_offset();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t to = part + half * kWarpRows * kRowBytes;
-#pragma unroll
-      for (int i = 0; i < kWarpRows; ++i)
-        copy_piece<kHeld>(to + i * kBlockBytes + kPieceBytes * lane, cache + kPieceBytes * lane,
-                   __shfl_sync(~0u, own, half * kWarpRows + i));
-#pragma unroll
-      for (int i = 0; i < kWarpRows; i += 4)
-        copy_piece<kHeld>(to + (i + lane / 8) * kBlockBytes + rope, cache + rope,
-                   __shfl_sync(~0u, own, half * kWarpRows + i + lane / 8));
-      if (lane / kWarpRows == half) copy_piece<kHeld>(to + lane % kWarpRows * kBlockBytes + kScales, cache + kScales, own);
-      uint64_t& barrier = asked[2 * warp + half];
-      arrive_when_copied(barrier);
-      arrive_as_warp(barrier);
+    for (int i = 0; i < kRows; i += 4)
+      copy_piece(place(i) + lane / 8 * kBlockBytes + rope, cache + rope, __shfl_sync(~0u, own, i + lane / 8));
+    if (lane < kRows) {
+      s.held[stage][at] = own != kNoRow;
+      copy_piece(place(lane) + kFp8DsMla.scale_offset(), cache + kFp8DsMla.scale_offset(), own);
     }
+    arrive_when_copied(s.asked[stage]);
+    arrive_as_warp(s.asked[stage]);
   }
 };
 
@@ -376,7 +346,7 @@ struct Adder : Consumer<kCode> {
     int tile = 0, tokens = 0;
     Asker asker(worker, warp, lane);
     if constexpr (kScaled)
-      for (int i = 0; i < kStages; ++i) asker.ask(s), asker.prepare();
+      for (int i = 0; i < kStages; ++i) asker.ask(s);
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int end = tile + work.tile_end - work.tile_begin;
@@ -391,7 +361,7 @@ struct Adder : Consumer<kCode> {
         this->add_values(stage, [&](int step) { return weights + ((step * 32) >> 4); });
         arrive_as_warp(s.weights_empty);
         arrive_as_warp(s.empty[stage]);
-        if constexpr (kScaled) asker.ask(s), asker.prepare();
+        if constexpr (kScaled) asker.ask(s);
       }
       sync_named<256>(kTokenBarrier);
       const float factor[2] = {s.factor[tokens % 2][head(0)], s.factor[tokens % 2][head(1)]};
@@ -496,7 +466,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
       for (const int end = tile + work.tile_end - work.tile_begin; tile < end; ++tile) {
         const int stage = tile % kStages, at = warp * kWarpRows + lane;
         const uint32_t part = shared_address(s.tiles[stage]) + warp * kWarpRows * kRowBytes;
-        wait(s.asked[stage][warp], tile / kStages % 2);
+        wait(s.asked[stage], tile / kStages % 2);
         CodeRows rows;
         rows.load(part, lane);
         const int power = rows.normalise();
@@ -533,7 +503,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       init_barrier(s.full[i], kCode == Code::e4m3 ? kProducerWarps : RowCopier::kArrivals);
-      for (int warp = 0; warp < kProducerWarps; ++warp) init_barrier(s.asked[i][warp], Asker::kArrivals);
+      init_barrier(s.asked[i], 128 + 4);  // each thread of four warps, and each warp
       init_barrier(s.empty[i], kConsumerWarps);
     }
     init_barrier(s.q_full, kProducerWarps), init_barrier(s.q_empty, 4);
