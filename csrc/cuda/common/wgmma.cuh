@@ -11,11 +11,12 @@ enum class Number { f16, bf16 };
 // How a factor's numbers lie: rows of the dimension that is summed over, or rows of the other one.
 enum class Rows : int { along_sum, across_sum };
 
-// What wgmma is told of a factor: where it begins, that its atoms are 1024 bytes apart, and, of one whose rows go across
-// the sum and that is longer than an atom there, how far the next 64 numbers of a row are.
+// What wgmma is told of a factor: where it begins, that its atoms are 1024 bytes apart, and, of one whose rows go
+// across the sum and that is longer than an atom there, how far the next 64 numbers of a row are.
 __device__ __forceinline__ uint64_t describe_atoms(uint32_t shared_address, uint32_t next_atom_of_row = 16) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kAtomDistance = uint64_t{1024 >> 4} << 32;
-  uint64_t description = kSwizzle128 | kAtomDistance | uint64_t{next_atom_of_row >> 4} << 16 | (shared_address & 0x3ffff) >> 4;
+  uint64_t description =
+      kSwizzle128 | kAtomDistance | uint64_t{next_atom_of_row >> 4} << 16 | (shared_address & 0x3ffff) >> 4;
   asm volatile(""
                : "+l"(description));  // or the compiler works out those of all products before a loop, and spills them
   return description;
@@ -124,17 +125,17 @@ __device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64
   }
 }
 
-// n = 128: 64 sums a lane, from sum[kFirst] on. `a` is a description as above, or the lane's four pairs of numbers of its
-// rows: of row lane / 4 and the one 8 below it, columns 2 * (lane % 4) and the next, then both once more for columns 8
-// further on.
-#define MLA_SUMS_OF_8(i) \
+// n = 128: 64 sums a lane, from sum[kFirst] on. `a` is a description as above, or the lane's four pairs of numbers of
+// its rows: of row lane / 4 and the one 8 below it, columns 2 * (lane % 4) and the next, then both once more for
+// columns 8 further on.
+#define MLA_SUMS_OF_8(i)                                                                                  \
   "+f"(sum[i]), "+f"(sum[i + 1]), "+f"(sum[i + 2]), "+f"(sum[i + 3]), "+f"(sum[i + 4]), "+f"(sum[i + 5]), \
       "+f"(sum[i + 6]), "+f"(sum[i + 7])
-#define MLA_64_SUMS \
+#define MLA_64_SUMS                                                                                         \
   MLA_SUMS_OF_8(kFirst), MLA_SUMS_OF_8(kFirst + 8), MLA_SUMS_OF_8(kFirst + 16), MLA_SUMS_OF_8(kFirst + 24), \
       MLA_SUMS_OF_8(kFirst + 32), MLA_SUMS_OF_8(kFirst + 40), MLA_SUMS_OF_8(kFirst + 48), MLA_SUMS_OF_8(kFirst + 56)
-#define MLA_64_OPERANDS \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+#define MLA_64_OPERANDS                                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -147,10 +148,10 @@ __device__ __forceinline__ void multiply_wide(float (&sum)[kSums], uint64_t a, u
                  : MLA_64_SUMS
                  : "l"(a), "l"(b), "n"(kB));
   else
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MLA_64_OPERANDS "}, %64, %65, 1, 1, 1, 0, %66;"
-        : MLA_64_SUMS
-        : "l"(a), "l"(b), "n"(kB));
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MLA_64_OPERANDS
+                 "}, %64, %65, 1, 1, 1, 0, %66;"
+                 : MLA_64_SUMS
+                 : "l"(a), "l"(b), "n"(kB));
 }
 
 template <Number kNumber, Rows kRowsOfB, int kFirst, int kSums>

@@ -18,7 +18,8 @@ struct RowCopier {
   static constexpr int kArrivals = 32 * kWarps + kWarps;
 
   // Lanes 0 to 7 know where the warp's rows lie. `held` is told which are.
-  static __device__ void copy(uint8_t* tile, uint8_t (&held)[kTileTokens], const uint8_t* cache, uint32_t own, int warp, int lane) {
+  static __device__ void copy(uint8_t* tile, uint8_t (&held)[kTileTokens], const uint8_t* cache, uint32_t own, int warp,
+                              int lane) {
     const int block = lane / 8, token = warp * kRows;
     const uint32_t to =
         shared_address(tile) + block * kBlockBytes + token * kRowBytes + place_of_piece(block, lane % 8, token);

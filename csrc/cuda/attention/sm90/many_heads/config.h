@@ -9,7 +9,7 @@
 
 namespace mla::cuda::sm90::many_heads {
 
-constexpr int kHeads = 64;  // a block's heads: the rows of wgmma
+constexpr int kHeads = 64;                 // a block's heads: the rows of wgmma
 constexpr int kGroupDims = kValueDim / 2;  // of the output, that a consumer warpgroup sums up
 constexpr int kConsumerWarps = 8;
 constexpr int kProducerWarps = 8;
@@ -23,8 +23,8 @@ constexpr int kAddingRegisters = 176;
 constexpr int kProducerRegisters = 64;
 static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
 
-// What a column of scores (a token) needs with codes: the rows in shared memory are divided by a power of two, so that f16
-// holds them whatever their scales.
+// What a column of scores (a token) needs with codes: the rows in shared memory are divided by a power of two, so that
+// f16 holds them whatever their scales.
 struct Column {
   float power;  // 2^bias
   float bias;   // -inf where the slot is none
@@ -42,7 +42,7 @@ struct Shared {
   uint8_t held[kStages][kTileTokens];  // whether the slot is one
   float q_scale[kHeads];
   float rescale[kHeads];
-  float factor[2][kHeads];  // of tokens of even and odd number
+  float factor[2][kHeads];                                 // of tokens of even and odd number
   uint64_t asked[kStages], full[kStages], empty[kStages];  // rows as they are in the cache; tiles
   uint64_t q_full, q_empty;
   uint64_t weights_full, weights_empty;

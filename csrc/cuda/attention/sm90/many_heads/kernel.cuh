@@ -55,8 +55,7 @@ struct Consumer {
   template <typename Weights>
   __device__ void add_values(int stage, Weights weights) {
     constexpr int kHalf = kGroupDims / 2, kHalfBytes = kHalf / kBlockDims * kBlockBytes;
-    const uint64_t left =
-        describe_atoms(shared_address(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
+    const uint64_t left = describe_atoms(shared_address(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
     sums_change(out);
     begin_products();
 #pragma unroll
@@ -102,8 +101,7 @@ struct Consumer {
           }
           const uint4 piece = transpose_in_four_lanes(pairs);
           const int dim = block * kBlockDims + (((j % 8 + lane % 4) ^ (block & 1)) * 8);
-          if (real)
-            *reinterpret_cast<uint4*>(p.out + work.token * p.out_token + own * p.out_head + dim) = piece;
+          if (real) *reinterpret_cast<uint4*>(p.out + work.token * p.out_token + own * p.out_head + dim) = piece;
         } else if (real) {
           float* to = partials.out + partials.row(place, own) * kValueDim + block * kBlockDims + 2 * (lane % 4);
 #pragma unroll
@@ -264,7 +262,7 @@ struct Scorer : Consumer<kCode> {
         publish_to_wgmma();
         arrive_as_warp(s.weights_full);
         this->rescale(by);
-        this->add_values(stage, [&](int step) -> const uint32_t(&)[4] { return weights[step]; });
+        this->add_values(stage, [&](int step) -> const uint32_t (&)[4] { return weights[step]; });
         arrive_as_warp(s.empty[stage]);
       }
       const bool empty = work.tile_end == work.tile_begin;
@@ -283,8 +281,8 @@ struct Scorer : Consumer<kCode> {
         highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], distance));
       }
       if (lane % 4 == 0)
-        factor[h] = finish_head(p, work.token, head_begin + head(h), work.whole(), place, total[h], reference[h],
-                                highest[h]);
+        factor[h] =
+            finish_head(p, work.token, head_begin + head(h), work.whole(), place, total[h], reference[h], highest[h]);
       factor[h] = __shfl_sync(~0u, factor[h], lane & ~3);
       if (lane % 4 == 0) s.factor[parity][head(h)] = factor[h];
     }
@@ -293,8 +291,8 @@ struct Scorer : Consumer<kCode> {
   }
 };
 
-// fp8 rows on their way. They wait, as they are, in the tile's own place: row i of a producer warp's eight in what will be
-// that warp's part of block i.
+// fp8 rows on their way. They wait, as they are, in the tile's own place: row i of a producer warp's eight in what will
+// be that warp's part of block i.
 struct Asker {
   static constexpr int kRows = kTileTokens / 4;  // of each of four warps
 
@@ -317,11 +315,12 @@ struct Asker {
     wait(s.empty[stage], asked / kStages % 2 ^ 1);
     ++asked;
     const uint32_t part = shared_address(s.tiles[stage]) + warp * kRows * kRowBytes;
-    const auto place = [&](int row) { return part + row / kWarpRows * kWarpRows * kRowBytes + row % kWarpRows * kBlockBytes; };
+    const auto place = [&](int row) {
+      return part + row / kWarpRows * kWarpRows * kRowBytes + row % kWarpRows * kBlockBytes;
+    };
     const uint8_t* codes = cache + kPieceBytes * lane;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      copy_piece(place(i) + kPieceBytes * lane, codes, __shfl_sync(~0u, own, i));
+    for (int i = 0; i < kRows; ++i) copy_piece(place(i) + kPieceBytes * lane, codes, __shfl_sync(~0u, own, i));
     const int rope = kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
 #pragma unroll
     for (int i = 0; i < kRows; i += 4)
@@ -335,8 +334,8 @@ struct Asker {
   }
 };
 
-// The second one: the right half of the values. Of fp8 rows it also asks for the tile after the next one, as soon as there
-// is room, while the scores of the next one are computed.
+// The second one: the right half of the values. Of fp8 rows it also asks for the tile after the next one, as soon as
+// there is room, while the scores of the next one are computed.
 template <Code kCode>
 struct Adder : Consumer<kCode> {
   using Base = Consumer<kCode>;
@@ -415,8 +414,7 @@ struct CodeRows {
     for (int i = 0; i < kWarpRows; ++i) {
       const float own = __shfl_sync(~0u, scale, lane / 8 * 8 + i);
       const uint32_t by = pack_f16(own, own);
-      store_piece((to ^ i * kPieceBytes) + i * kRowBytes,
-                  times<Number::f16>(e4m3_to_f16(codes[i].x, codes[i].y), by));
+      store_piece((to ^ i * kPieceBytes) + i * kRowBytes, times<Number::f16>(e4m3_to_f16(codes[i].x, codes[i].y), by));
       store_piece((to ^ (i ^ 1) * kPieceBytes) + i * kRowBytes,
                   times<Number::f16>(e4m3_to_f16(codes[i].z, codes[i].w), by));
     }
