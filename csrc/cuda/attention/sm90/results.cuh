@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "cuda/common/mma.cuh"
-#include "mla/number.h"
 #include "mla/problem.h"
 
 namespace mla::cuda::sm90 {

@@ -24,12 +24,9 @@
 #include "cuda/attention/sm90/results.cuh"
 #include "cuda/common/order.cuh"
 #include "cuda/common/wgmma.cuh"
-#include "mla/number.h"
 
 namespace mla::cuda::sm90::few_heads {
 
-constexpr float kLog2E = 1.44269504088896f;
-constexpr float kLn2 = 0.693147180559945f;
 constexpr float kLowest = -1e30f;  // a maximum of nothing, from which another one can be subtracted
 constexpr float kSlack = 8.0f;
 
