@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
+from mla_backend import library
 from plans import tiles_of, walk
 
 MIN_PART = 8  # tiles of 16 slots
@@ -75,3 +76,14 @@ def test_a_plan_is_written_into_a_given_table():
     table = torch.full((5, 8), -1, dtype=torch.int32)
     assert mla_backend.plan(3, 100, out=table) is table
     assert torch.equal(table, mla_backend.plan(3, 100, workers=5))
+
+
+@pytest.mark.skipif(not library.about()["cuda_archs"], reason="the library was built without CUDA")
+@pytest.mark.parametrize(
+    ("capability", "heads", "workers"),
+    [(9, 8, 132), (9, 16, 132), (9, 64, 132), (9, 65, 66), (8, 16, 264), (8, 128, 33)],
+)
+def test_a_gpu_gets_as_many_workers_as_it_can_run_at_once(capability, heads, workers):
+    if capability == 9 and "90a" not in library.about()["cuda_archs"].split():
+        workers = 264 // -(-heads // 16)  # there is only the portable kernel then
+    assert library.cuda_workers(capability, 132, heads) == workers

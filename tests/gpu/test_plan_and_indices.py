@@ -46,6 +46,16 @@ def test_every_tile_is_covered_exactly_once(data):
         assert all(n == 1 for n in parts)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "parts"), [(127, 1), (128, 1), (132, 1), (66, 2), (64, 2), (32, 4), (16, 8), (8, 16)]
+)
+def test_equal_lists_are_cut_into_equal_parts_or_not_at_all(tokens, parts):
+    table = mla_backend.plan(tokens, 2048, workers=132, device="cuda").cpu()
+    busy = table[table[:, 0] < table[:, 1]]
+    assert len(busy) == tokens * parts
+    assert (busy[:, 3] - busy[:, 2] == 32 // parts).all()
+
+
 def test_many_tokens_are_planned_too():
     tokens = 200_000
     lengths = torch.randint(0, 2049, (tokens,), dtype=torch.int32)
