@@ -8,7 +8,8 @@
 namespace mla::bindings {
 namespace {
 
-constexpr int64_t kMaxHeads = 256;  // what the contract promises
+constexpr int64_t kMaxHeads = 256;         // what the contract promises
+constexpr int64_t kMaxGpuWorkers = 65535;  // of a grid's second dimension
 
 SlotList expect_list(const Tensor& cache, const char* cache_name, const Tensor& indices, const char* indices_name,
                      const OptionalTensor& length, const char* length_name, int64_t tokens, const Tensor& q) {
@@ -81,6 +82,8 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
   if (q.is_cuda()) {
     const int64_t needed = 2 * int64_t{p.workers} * heads * Partials::kFloatsPerRow;
     if (!plan) reject("plan", "given for CUDA tensors", "nothing");
+    if (p.workers > kMaxGpuWorkers)
+      reject("plan", "a table of " + std::to_string(kMaxGpuWorkers) + " rows or fewer on a GPU", describe(*plan));
     if (!workspace) reject("workspace", "given for CUDA tensors", "nothing");
     expect(*workspace, "workspace", {ScalarType::Float}, {{"floats"}}, q);
     if (workspace->size(0) < needed)

@@ -258,6 +258,13 @@ def test_missing_or_small_workspaces_are_refused_by_the_op():
         problem.solve(workspace=torch.empty(3, device="cuda"))
 
 
+def test_a_plan_of_too_many_rows_is_refused():
+    problem = random_problem().to("cuda")
+    plan = torch.zeros(65536, 8, dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match="plan must be a table of 65535 rows or fewer on a GPU"):
+        problem.solve(plan=plan, workspace=torch.zeros(1, device="cuda"))
+
+
 @pytest.mark.parametrize("heads", [1, 16, 64, 128])
 def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads, portable_kernel):
     generator = torch.Generator().manual_seed(heads)
