@@ -1,0 +1,112 @@
+"""Prefixes in host memory: where those go that are evicted on the device, and come back from when they are found.
+
+A prefix is in host memory or on the device. On a GPU the copies over the bus run in the background, on a stream of
+their own and in the order they were asked for. The current stream gathers what is saved into a buffer, which costs it
+little and leaves the blocks free to be written, and waits for what is loaded.
+"""
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kv_cache.blocks import Evicted
+from kv_cache.storage import Storage
+
+
+class HostTier:
+    """Room for whole blocks of all layers, pinned if the storage is on a GPU.
+
+    Args:
+        storage: what blocks are saved from and loaded into.
+        capacity: bytes that may be used, those of a block at least.
+    """
+
+    def __init__(self, storage: Storage, capacity: int):
+        self.blocks = storage.layout.blocks_in(capacity)
+        if not self.blocks:
+            raise ValueError(f"capacity must be {storage.layout.block_bytes} bytes, a block, or more; got {capacity}")
+        self._storage = storage
+        self._parts = [
+            torch.empty(self.blocks, part.shape[0], part.shape[2], dtype=part.dtype) for part in storage.parts
+        ]
+        self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently saved first
+        self._free = list(range(self.blocks))
+        self._stream = torch.cuda.Stream(storage.device) if storage.device.type == "cuda" else None
+        if self._stream:
+            for part in self._parts:
+                _pin(part)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._slots
+
+    def save(self, evicted: Evicted) -> None:
+        """Keeps copies of these blocks; the least recently saved ones make room."""
+        saved: dict[int, int] = {}
+        for name, block in evicted:
+            if name in self._slots:
+                self._slots.move_to_end(name)
+                continue
+            if self._free:
+                slot = self._free.pop()
+            elif self._slots:
+                slot = self._slots.popitem(last=False)[1]
+            else:  # everything is on its way to the device
+                break
+            self._slots[name] = slot
+            saved[slot] = block  # if this very call has given the slot away before, the later block stays
+        if not saved:
+            return
+        ids = self._storage.ids(list(saved.values()))
+        for host, part in zip(self._parts, self._storage.parts, strict=True):
+            gathered = part.index_select(1, ids).transpose(0, 1).contiguous()  # [n, layers, words]
+            with self._background(gathered, after_current=True):
+                for slot, rows in zip(saved, gathered, strict=True):
+                    host[slot].copy_(rows, non_blocking=True)
+
+    def take(self, names: Sequence[bytes]) -> list[int]:
+        """Where these prefixes lie. They can't be found any more, and stay there until they are loaded."""
+        return [self._slots.pop(name) for name in names]
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copies what was taken into blocks; what the current stream does from now on sees it."""
+        ids = self._storage.ids(blocks)
+        for host, part in zip(self._parts, self._storage.parts, strict=True):
+            with self._background():
+                gathered = torch.empty(len(slots), *host.shape[1:], dtype=host.dtype, device=part.device)
+                for slot, rows in zip(slots, gathered, strict=True):
+                    rows.copy_(host[slot], non_blocking=True)
+            if self._stream:
+                current = torch.cuda.current_stream(part.device)
+                current.wait_stream(self._stream)
+                gathered.record_stream(current)
+            part.index_copy_(1, ids, gathered.transpose(0, 1))
+        self._free += slots
+
+    @contextlib.contextmanager
+    def _background(self, *used: Tensor, after_current: bool = False):
+        """Copies in here run on the stream for copies, if there is one; `used` live until they have."""
+        if not self._stream:
+            yield
+            return
+        if after_current:
+            self._stream.wait_stream(torch.cuda.current_stream(self._storage.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        for tensor in used:
+            tensor.record_stream(self._stream)
+
+
+def _pin(tensor: Tensor) -> None:
+    """Pins the memory as it is. torch's own allocator of pinned memory would round it up to a power of two."""
+    cudart = torch.cuda.cudart()
+    address = tensor.data_ptr()
+    if error := int(cudart.cudaHostRegister(address, tensor.nbytes, 0)):
+        raise RuntimeError(f"host memory of {tensor.nbytes} bytes can't be pinned: CUDA error {error}")
+    weakref.finalize(tensor, cudart.cudaHostUnregister, address)

@@ -1,0 +1,40 @@
+"""What the kernels are told about a batch: block tables and slots, as CPU tensors."""
+
+from array import array
+from collections.abc import Sequence as Many
+
+import torch
+from torch import Tensor
+
+from kv_cache.sequence import Sequence
+
+
+def block_table(sequences: Many[Sequence]) -> Tensor:
+    """int32 `[R, most blocks of a sequence]`, each sequence's blocks, then -1."""
+    width = max((len(sequence.blocks) for sequence in sequences), default=0)
+    if not width:
+        return torch.empty(len(sequences), 0, dtype=torch.int32)
+    rows, nothing = array("i"), array("i", [-1])
+    for sequence in sequences:
+        rows.extend(sequence.blocks)
+        rows.extend(nothing * (width - len(sequence.blocks)))
+    return torch.frombuffer(rows, dtype=torch.int32).view(len(sequences), width)
+
+
+def slot_mapping(sequences: Many[Sequence], counts: Many[int]) -> Tensor:
+    """int64 `[sum of counts]`: the slots of each sequence's next tokens, those after its computed ones.
+
+    Room has to be there: call `admit` or `allocate` before, and `commit` after.
+    """
+    slots = array("q")
+    for sequence, count in zip(sequences, counts, strict=True):
+        size, blocks = sequence.block_size, sequence.blocks
+        position, end = sequence.computed, sequence.computed + count
+        if count < 0 or end > len(blocks) * size:
+            raise ValueError(f"counts must have room: 0 to {len(blocks) * size - position} tokens; got {count}")
+        while position < end:
+            first = blocks[position // size] * size
+            stop = min(end, position - position % size + size)
+            slots.extend(range(first + position % size, first + position % size + stop - position))
+            position = stop
+    return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,318 @@
+"""Sequences get the blocks they need, share what they have in common, and leave nothing behind."""
+
+import pytest
+import torch
+
+import kv_cache
+from kv_cache import CacheManager, OutOfBlocks
+
+
+def admitted(manager, tokens, **options):
+    """A sequence whose tokens are all in the cache."""
+    sequence = manager.sequence(tokens, **options)
+    hits = manager.admit(sequence)
+    manager.commit(sequence, len(sequence) - hits)
+    return sequence
+
+
+def test_a_prompt_gets_room_and_its_tokens_slots():
+    manager = CacheManager(8, 4)
+    sequence = manager.sequence(range(10))
+    assert manager.admit(sequence) == 0 and len(sequence.blocks) == 3 and sequence.computed == 0
+    slots = kv_cache.slot_mapping([sequence], [10])
+    assert slots.dtype == torch.int64
+    assert slots.tolist() == [sequence.blocks[i // 4] * 4 + i % 4 for i in range(10)]
+    manager.commit(sequence, 10)
+    assert sequence.computed == 10 and kv_cache.slot_mapping([sequence], [2]).shape == (2,)
+
+
+def test_prompts_may_come_in_parts():
+    manager = CacheManager(8, 4)
+    sequence = manager.sequence(range(10))
+    manager.admit(sequence, 3)
+    assert len(sequence.blocks) == 1
+    manager.commit(sequence, 3)
+    manager.allocate(sequence, 7)
+    assert len(sequence.blocks) == 3
+    manager.commit(sequence, 5)
+    assert manager.cached(manager.sequence(range(10))) == 8
+
+
+def test_full_blocks_are_shared_and_one_token_is_left_to_compute():
+    manager = CacheManager(8, 4)
+    first = admitted(manager, range(12))
+    second = manager.sequence(range(12))
+    assert manager.cached(second) == 8 and manager.statistics().asked_tokens == 12  # asking is not admitting
+    assert manager.admit(second) == 8 == second.computed
+    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
+    assert manager.admit(manager.sequence([*range(11), 99, 98])) == 8
+    assert manager.cached(manager.sequence(range(3))) == 0
+
+
+def test_the_same_tokens_after_others_are_something_else():
+    manager = CacheManager(8, 2)
+    admitted(manager, [1, 2, 3, 4, 5])
+    assert manager.cached(manager.sequence([3, 4, 5])) == 0
+    assert manager.cached(manager.sequence([9, 9, 3, 4, 5])) == 0
+
+
+def test_different_salts_share_nothing():
+    manager = CacheManager(8, 2)
+    admitted(manager, [1, 2, 3], salt="a")
+    assert [manager.cached(manager.sequence([1, 2, 3], salt=s)) for s in ("", "a", b"a", "b")] == [0, 2, 2, 0]
+
+
+def test_names_differ_from_manager_to_manager():
+    one, two = (CacheManager(2, 2).sequence([1, 2]).names(1) for _ in range(2))
+    assert one != two and len(one[0]) == 16
+
+
+def test_generated_tokens_can_be_found_too():
+    manager = CacheManager(8, 2)
+    sequence = admitted(manager, [1])
+    for token in (2, 3, 4):
+        sequence.append(token)
+        manager.allocate(sequence)
+        manager.commit(sequence)
+    assert manager.cached(manager.sequence([1, 2, 3, 4, 5])) == 4
+
+
+def test_tokens_that_are_not_computed_are_not_found():
+    manager = CacheManager(8, 2)
+    sequence = manager.sequence([1, 2, 3, 4, 5])
+    manager.admit(sequence)
+    manager.commit(sequence, 3)
+    assert manager.cached(manager.sequence([1, 2, 3, 4, 5])) == 2
+
+
+def test_room_is_given_whole_or_not_at_all():
+    manager = CacheManager(4, 2)
+    first = admitted(manager, range(5))
+    before = manager.statistics()
+    with pytest.raises(OutOfBlocks, match="2 more blocks are needed; 1 of 4 are free"):
+        manager.admit(manager.sequence([7, 8, 9]))
+    with pytest.raises(OutOfBlocks):
+        manager.allocate(first, 5)
+    assert manager.statistics() == before and len(first.blocks) == 3
+    manager.allocate(first, 3)
+
+
+def test_free_blocks_that_are_found_count_as_taken():
+    manager = CacheManager(3, 2)
+    manager.release(admitted(manager, range(5)))
+    assert manager.statistics().free == 3
+    longer = manager.sequence(range(7))
+    with pytest.raises(OutOfBlocks, match="4 more blocks are needed; 3 of 3 are free"):
+        manager.admit(longer)
+    assert manager.admit(longer, 2) == 4
+
+
+def test_the_watermark_holds_new_sequences_back_but_not_the_first():
+    manager = CacheManager(10, 1, watermark=0.2)
+    first = manager.sequence(range(9))
+    manager.admit(first)  # leaves one free
+    with pytest.raises(OutOfBlocks, match="3 more"):
+        manager.admit(manager.sequence([50]))
+    manager.allocate(first, 10)  # growing is what the blocks are kept for
+
+
+def test_preempted_sequences_come_back_to_what_is_left_of_them():
+    manager = CacheManager(4, 2)
+    sequence = admitted(manager, [1, 2, 3])
+    sequence.append(4, 5)
+    manager.allocate(sequence, 2)
+    manager.commit(sequence, 2)
+    manager.release(sequence)
+    assert sequence.computed == 0 and len(sequence.blocks) == 0 and sequence.tokens.tolist() == [1, 2, 3, 4, 5]
+    assert manager.admit(sequence) == 4
+
+
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
+    manager = CacheManager(4, 2)
+    manager.release(admitted(manager, range(8)))
+    other = manager.sequence([99])
+    manager.admit(other)
+    assert manager.cached(manager.sequence(range(9))) == 6
+
+
+def test_forks_share_until_one_of_them_writes():
+    storage = kv_cache.Storage(kv_cache.Layout(2, 4, "bf16", "bf16"), 6)
+    manager = CacheManager(6, 4, storage=storage)
+    sequence = admitted(manager, range(6))
+    storage.latent.copy_(torch.randn(storage.latent.shape))
+    storage.keys.copy_(torch.randn(storage.keys.shape))
+    fork = manager.fork(sequence)
+    assert fork.blocks == sequence.blocks and fork.tokens == sequence.tokens and fork.computed == 6
+    manager.allocate(fork)
+    assert fork.blocks[0] == sequence.blocks[0] and fork.blocks[1] != sequence.blocks[1]
+    for cache in (storage.latent, storage.keys):
+        assert torch.equal(cache[:, fork.blocks[1]], cache[:, sequence.blocks[1]])
+    last = sequence.blocks[1]
+    manager.allocate(sequence)
+    assert sequence.blocks[1] == last  # nobody else has it any more
+    assert manager.statistics().copied_blocks == 1
+
+
+def test_forks_at_the_end_of_a_block_copy_nothing():
+    manager = CacheManager(6, 4)
+    sequence = admitted(manager, range(8))
+    fork = manager.fork(sequence)
+    manager.allocate(fork)
+    manager.allocate(sequence)
+    assert manager.statistics().copied_blocks == 0 and len(set(fork.blocks) | set(sequence.blocks)) == 4
+
+
+def test_a_fork_does_not_write_into_a_block_that_others_can_find():
+    """Room was there before the fork, and the block is full and found before the fork gets to it."""
+    manager = CacheManager(6, 4)
+    sequence = manager.sequence([1, 2, 3, 4])
+    manager.admit(sequence)
+    manager.commit(sequence, 3)
+    fork = manager.fork(sequence)
+    manager.commit(sequence, 1)
+    block = sequence.blocks[0]
+    manager.release(sequence)
+    manager.allocate(fork)
+    assert fork.blocks[0] != block
+    assert manager.cached(manager.sequence([1, 2, 3, 4, 5])) == 4
+
+
+def test_a_copy_needs_a_free_block():
+    manager = CacheManager(2, 4)
+    sequence = admitted(manager, range(6))
+    fork = manager.fork(sequence)
+    before = fork.blocks[:]
+    with pytest.raises(OutOfBlocks, match="1 more"):
+        manager.allocate(fork)
+    assert fork.blocks == before
+    manager.release(sequence)
+    manager.allocate(fork)
+    assert fork.blocks == before and manager.statistics().copied_blocks == 0
+
+
+def test_a_thousand_forks_and_releases_leave_the_pool_as_it_was():
+    manager = CacheManager(400, 4)
+    sequence = admitted(manager, range(18))
+    before, blocks = manager.statistics(), sequence.blocks[:]
+    family = [sequence]
+    for number in range(1000):
+        fork = manager.fork(family[number * 7 % len(family)])
+        manager.allocate(fork)
+        fork.append(number)
+        manager.commit(fork)
+        family.append(fork)
+        if len(family) > 15:
+            manager.release(family.pop(1 + number * 5 % 14))
+    for fork in family[1:]:
+        manager.release(fork)
+    after = manager.statistics()
+    assert (after.free, after.sequences) == (before.free, 1) and sequence.blocks == blocks
+    assert after.copied_blocks > 500
+    manager.release(sequence)
+    assert manager.statistics().free == 400
+    assert len(admitted(manager, range(1000, 2600)).blocks) == 400
+
+
+def test_statistics_say_what_happened():
+    manager = CacheManager(4, 2)
+    manager.release(admitted(manager, range(5)))
+    sequence = admitted(manager, range(5))
+    now = manager.statistics()
+    assert (now.blocks, now.free, now.findable, now.sequences) == (4, 1, 2, 1)
+    assert (now.asked_tokens, now.hit_tokens, now.hit_rate, now.usage) == (10, 4, 0.4, 0.75)
+    manager.release(sequence)
+    admitted(manager, range(50, 57))
+    assert manager.statistics().evictions == 2
+    assert CacheManager(1, 1).statistics().hit_rate == 0
+
+
+def test_tables_have_a_row_for_each_sequence():
+    manager = CacheManager(9, 2)
+    one, two = admitted(manager, range(5)), admitted(manager, [50])
+    table = kv_cache.block_table([one, two, manager.sequence([1])])
+    assert table.dtype == torch.int32
+    assert table.tolist() == [list(one.blocks), [two.blocks[0], -1, -1], [-1, -1, -1]]
+    assert kv_cache.block_table([]).shape == (0, 0) and kv_cache.block_table([manager.sequence([1])]).shape == (1, 0)
+    manager.allocate(one, 3)
+    slots = kv_cache.slot_mapping([one, two], [3, 1]).tolist()
+    assert slots == [one.blocks[2] * 2 + 1, one.blocks[3] * 2, one.blocks[3] * 2 + 1, two.blocks[0] * 2 + 1]
+    assert kv_cache.slot_mapping([], []).tolist() == []
+
+
+def held():
+    manager = CacheManager(4, 2)
+    return manager, admitted(manager, [1, 2, 3])
+
+
+def released():
+    manager, sequence = held()
+    manager.release(sequence)
+    return manager, sequence
+
+
+def foreign():
+    return CacheManager(4, 2), held()[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (lambda: CacheManager(0, 1), ValueError, "blocks must be 1 or more; got 0"),
+        (lambda: CacheManager(1, 0), ValueError, "block_size must be 1 or more; got 0"),
+        (lambda: CacheManager(1, 1, watermark=1), ValueError, "watermark must be at least 0 and less than 1; got 1"),
+        (lambda: CacheManager(1, 1, host_bytes=-1), ValueError, "host_bytes must be 0 or more"),
+        (lambda: CacheManager(1, 1, host_bytes=9), ValueError, "storage must be given with host_bytes"),
+        (
+            lambda: CacheManager(1, 1, storage=kv_cache.Storage(kv_cache.Layout(1, 2), 3)),
+            ValueError,
+            "storage must have 1 blocks of 1 tokens; got 3 of 2",
+        ),
+        (lambda: held()[0].sequence([]), ValueError, "tokens must be 1 or more; got none"),
+        (lambda: held()[0].sequence(["a"]), TypeError, "tokens must be ints of 32 bits"),
+        (lambda: held()[0].sequence(5), TypeError, "tokens must be ints of 32 bits"),
+        (lambda: held()[0].sequence([2**31]), TypeError, "tokens must be ints of 32 bits"),
+        (lambda: held()[0].sequence([1], salt=5), TypeError, "salt must be a str or bytes; got int"),
+        (lambda: held()[0].admit("x"), TypeError, "sequence must be a kv_cache.Sequence; got str"),
+        (lambda: call("admit", held()), ValueError, "sequence must hold no blocks; it holds 2"),
+        (lambda: call("cached", held()), ValueError, "sequence must hold no blocks; it holds 2"),
+        (lambda: call("admit", released(), 0), ValueError, "count must be 1 or more; got 0"),
+        (lambda: call("allocate", held(), 0), ValueError, "count must be 1 or more; got 0"),
+        (lambda: call("allocate", held(), 1.5), TypeError, "count must be an int; got float"),
+        (lambda: call("commit", held(), 1), ValueError, "count must be at most 0, the tokens that are known"),
+        (lambda: call("commit", held(), -1), ValueError, "count must be 1 or more; got -1"),
+        (lambda: call("release", released()), ValueError, "it was released, or never admitted"),
+        (lambda: call("allocate", released()), ValueError, "it was released, or never admitted"),
+        (lambda: call("commit", released()), ValueError, "it was released, or never admitted"),
+        (lambda: call("fork", released()), ValueError, "it was released, or never admitted"),
+        (lambda: call("release", foreign()), ValueError, "sequence must be this manager's"),
+        (lambda: call("admit", foreign()), ValueError, "sequence must be this manager's"),
+        (lambda: call("allocate", foreign()), ValueError, "sequence must be this manager's"),
+        (lambda: held()[0].release(7), TypeError, "sequence must be a kv_cache.Sequence; got int"),
+        (lambda: kv_cache.slot_mapping([held()[1]], [2]), ValueError, "counts must have room: 0 to 1 tokens; got 2"),
+    ],
+)
+def test_wrong_calls_are_refused(call, kind, text):
+    with pytest.raises(kind) as error:
+        call()
+    assert text in str(error.value)
+
+
+def call(method, manager_and_sequence, *arguments):
+    manager, sequence = manager_and_sequence
+    return getattr(manager, method)(sequence, *arguments)
+
+
+def test_a_sequence_without_computed_tokens_is_not_forked():
+    manager = CacheManager(4, 2)
+    sequence = manager.sequence([1, 2, 3])
+    manager.admit(sequence)
+    with pytest.raises(ValueError, match="sequence must have computed tokens to be forked"):
+        manager.fork(sequence)
+
+
+@pytest.mark.parametrize("token", ["x", 1.0, 2**31])
+def test_wrong_tokens_are_not_appended(token):
+    sequence = admitted(CacheManager(4, 2), [1])
+    with pytest.raises(TypeError, match="tokens must be ints of 32 bits; got "):
+        sequence.append(token)
+    assert len(sequence) == 1
