@@ -52,8 +52,11 @@ def quantise(kv_c: Tensor, k_pe: Tensor, power_of_two: bool = False) -> Tensor:
 
 
 def dequantise(rows: Tensor) -> Tensor:
-    """Rows of a cache of either format, `[..., 656]` bytes or `[..., 576]` bf16, to float32 `[..., 576]`."""
-    if rows.dtype == torch.bfloat16:
+    """Rows of a cache of either format, `[..., 656]` bytes or `[..., 576]` bf16, to float32 `[..., 576]`.
+
+    A cache of float32 `[..., 576]`, which only the reference knows, loses nothing: for proofs of what is around it.
+    """
+    if rows.dtype in (torch.bfloat16, torch.float32):
         return rows.float()
     rows = rows.contiguous().view(torch.uint8)
     latent = rows[..., :LATENT].contiguous().view(torch.float8_e4m3fn).float()
@@ -67,6 +70,8 @@ def cache_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, power_
     """Writes token i into slot slots[i] of `cache` `[blocks, block_size, ...]`; a slot outside of it is skipped."""
     if cache.dtype == torch.bfloat16:
         rows = to_bf16(torch.cat([kv_c, k_pe], dim=-1))
+    elif cache.dtype == torch.float32:
+        rows = torch.cat([kv_c, k_pe], dim=-1).float()
     else:
         rows = quantise(kv_c, k_pe, power_of_two).view(cache.dtype)
     block_size = cache.shape[1]

@@ -1,0 +1,98 @@
+"""What a forward pass is told about its tokens, and the caches that it reads and writes."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kv_cache.keys import KEY_FORMATS
+from mla_backend.engine.config import INDEX_DIM, ModelConfig
+from mla_backend.formats import FORMATS
+
+
+@dataclass
+class Batch:
+    """Tokens of several requests, laid end to end: one token of a request that decodes, a chunk of one that prefills.
+
+    R is the number of requests, T that of all tokens. A request's tokens are neighbours, and the requests come in the
+    order of the block table.
+    """
+
+    block_table: Tensor
+    """int32 `[R, most blocks]`: each request's blocks, then -1."""
+    slots: Tensor
+    """int64 `[T]`: where each token's cache entries go; -1 to keep none."""
+    token_counts: list[int]
+    """Of each request's tokens in this batch. These two are on the host, so that nothing waits for a device."""
+    context_lengths: list[int]
+    """Of each request's tokens in the cache, once those of this batch have been written."""
+    logits_at: Tensor
+    """int64 `[N]`: the tokens of the batch whose logits are wanted."""
+
+    def __post_init__(self) -> None:
+        requests, tokens = len(self.block_table), len(self.slots)
+        if len(self.token_counts) != requests or sum(self.token_counts) != tokens:
+            raise ValueError(
+                f"token_counts must be {requests} numbers, one a row of block_table, that sum up to the {tokens} "
+                f"tokens of slots; got {self.token_counts}"
+            )
+        pairs = zip(self.token_counts, self.context_lengths, strict=False)
+        if len(self.context_lengths) != requests or any(context < count for count, context in pairs):
+            raise ValueError(
+                f"context_lengths must be {requests} numbers, each its token_counts or more; got {self.context_lengths}"
+            )
+
+    @cached_property
+    def request_ids(self) -> Tensor:
+        """int32 `[T]`: each token's row of the block table."""
+        counts = torch.tensor(self.token_counts, dtype=torch.int64)
+        return torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts).to(self.slots.device)
+
+    def context_slots(self, request: int, block_size: int) -> Tensor:
+        """int64 `[context length]`: where all of a request's tokens lie."""
+        positions = torch.arange(self.context_lengths[request], device=self.slots.device)
+        return self.block_table[request].long()[positions // block_size] * block_size + positions % block_size
+
+
+@dataclass
+class LayerCache:
+    """The paged caches of a layer, over the same blocks."""
+
+    latent: Tensor
+    """`[blocks, block_size, width]`: of a format of the library, or fp32 rows of 576 for `ExactAttention`."""
+    keys: Tensor | None
+    """The indexer's: fp32 `[blocks, block_size, 128]`, or of a format of `kv_cache.KEY_FORMATS`; None in a layer
+    without an indexer."""
+
+
+def new_caches(
+    config: ModelConfig,
+    blocks: int,
+    block_size: int = 64,
+    *,
+    latent: str = "fp8_ds_mla",
+    keys: str = "fp8",
+    device: torch.device | str = "cpu",
+) -> list[LayerCache]:
+    """Caches of zeros for every layer.
+
+    Args:
+        latent: a name in `mla_backend.FORMATS`, or fp32.
+        keys: a name in `kv_cache.KEY_FORMATS`, or fp32.
+    """
+    latents = {name: (fmt.width, fmt.dtype) for name, fmt in FORMATS.items()}
+    latents["fp32"] = (config.latent_dim + config.rope_dim, torch.float32)
+    all_keys = {name: (fmt.width, fmt.dtype) for name, fmt in KEY_FORMATS.items()}
+    all_keys["fp32"] = (INDEX_DIM, torch.float32)
+    for name, value, known in (("latent", latent, latents), ("keys", keys, all_keys)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+
+    def cache(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(blocks, block_size, width, dtype=dtype, device=device)
+
+    return [
+        LayerCache(cache(*latents[latent]), None if shares else cache(*all_keys[keys]))
+        for shares in config.shares_selection
+    ]

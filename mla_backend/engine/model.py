@@ -1,0 +1,191 @@
+"""DeepSeek-V3.2 and GLM-5 in plain PyTorch, over a paged cache.
+
+The names of modules and parameters are those of the checkpoints' tensors.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mla_backend.engine.batch import Batch, LayerCache
+from mla_backend.engine.config import ModelConfig
+from mla_backend.engine.indexer import Indexer
+from mla_backend.engine.mlp import MLP, MoE
+from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotate, rotation_scale
+from mla_backend.engine.sparse import KernelAttention, SparseAttention
+from mla_backend.engine.weights import Checkpoint, load_weights
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms inside of attention, whatever rms_norm_eps says of the others; as in transformers."""
+
+Selection = tuple[Tensor, Tensor]
+"""Slots int32 `[T, topk]` and how many of each row count, int32 `[T]`."""
+
+
+class RMSNorm(nn.Module):
+    """`[..., size]` over its root mean square, in fp32."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Multi-head latent attention, absorbed: all heads attend to one latent vector a token, all that is cached.
+
+    A key of a head would be `latent @ w_key`, a value `latent @ w_value`. Instead of the keys of all tokens we compute
+    `w_key @ query` for one, and expand the sum of latent vectors that attention gives, not each value in it.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, sparse: SparseAttention):
+        super().__init__()
+        self.config, self.sparse, self.scale = config, sparse, attention_scale(config)
+        self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False, dtype=dtype)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS, dtype)
+        self.q_b_proj = nn.Linear(config.q_lora_rank, config.heads * config.query_dim, bias=False, dtype=dtype)
+        cached = config.latent_dim + config.rope_dim
+        self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, cached, bias=False, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(config.latent_dim, LATENT_NORM_EPS, dtype)
+        expanded = config.heads * (config.nope_dim + config.value_dim)
+        self.kv_b_proj = nn.Linear(config.latent_dim, expanded, bias=False, dtype=dtype)
+        self.o_proj = nn.Linear(config.heads * config.value_dim, config.hidden_size, bias=False, dtype=dtype)
+        self.indexer = None if config.shares_selection[layer] else Indexer(config, dtype)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        batch: Batch,
+        cache: LayerCache,
+        selection: Selection | None,
+        plan: Tensor | None,
+    ) -> tuple[Tensor, Selection]:
+        """hidden `[T, hidden_size]` to the same, and what was attended to, for layers that share it."""
+        config, (cos, sin) = self.config, rotation
+        q_latent = self.q_a_layernorm(self.q_a_proj(hidden))
+        q_nope, q_rope = (
+            self.q_b_proj(q_latent)
+            .unflatten(-1, (config.heads, config.query_dim))
+            .split([config.nope_dim, config.rope_dim], dim=-1)
+        )
+        kv_c, k_pe = self.kv_a_proj_with_mqa(hidden).split([config.latent_dim, config.rope_dim], dim=-1)
+        q_rope = rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), interleaved=True)
+        k_pe = rotate(k_pe, cos, sin, interleaved=True)
+        self.sparse.write(self.kv_a_layernorm(kv_c), k_pe, cache.latent, batch.slots)
+        if self.indexer is not None:
+            selection = self.indexer(hidden, q_latent, positions, rotation, batch, cache.keys)
+
+        per_head = self.kv_b_proj.weight.unflatten(0, (config.heads, -1))  # [H, nope + value, 512]
+        w_key, w_value = per_head.split([config.nope_dim, config.value_dim], dim=1)
+        q = torch.cat([(q_nope.transpose(0, 1) @ w_key).transpose(0, 1), q_rope], dim=-1)  # [T, H, 576]
+        slots, lengths = selection
+        out = self.sparse.attend(q, cache.latent, slots, lengths, self.scale, plan)  # [T, H, 512]
+        values = (out.transpose(0, 1) @ w_value.transpose(1, 2)).transpose(0, 1)  # [T, H, value_dim]
+        return self.o_proj(values.flatten(1)), selection
+
+
+class Layer(nn.Module):
+    """Attention and an MLP or experts, each added to what went in."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, sparse: SparseAttention):
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.self_attn = Attention(config, layer, dtype, sparse)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.mlp = MoE(config, dtype) if config.is_moe[layer] else MLP(config.hidden_size, config.mlp_size, dtype)
+
+    def forward(self, hidden: Tensor, *context) -> tuple[Tensor, Selection]:
+        attended, selection = self.self_attn(self.input_layernorm(hidden), *context)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), selection
+
+
+class Decoder(nn.Module):
+    """The layers between token ids and the last hidden states."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, sparse: SparseAttention):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+        self.layers = nn.ModuleList(Layer(config, i, dtype, sparse) for i in range(config.layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+
+
+class Model(nn.Module):
+    """A causal language model. Its parameters are uninitialised until `load_weights` has filled them.
+
+    Args:
+        config: its shape.
+        dtype: what it computes in; routing and the indexer's choice are fp32 always.
+        sparse: how it attends; by default with the ops of the library.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, sparse: SparseAttention | None = None):
+        super().__init__()
+        self.config, self.sparse = config, KernelAttention() if sparse is None else sparse
+        self.model = Decoder(config, dtype, self.sparse)
+        self.lm_head = None
+        if not config.tied_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, caches: list[LayerCache]) -> Tensor:
+        """One step of all requests of a batch: their tokens are written to the caches and attend to their contexts.
+
+        Args:
+            token_ids: int64 `[T]`.
+            positions: int64 `[T]`, each token's place in its request.
+            batch: where the tokens belong.
+            caches: one a layer, as `new_caches` makes them.
+
+        Returns:
+            Logits fp32 `[N, vocab_size]` of the tokens `batch.logits_at`.
+        """
+        if len(caches) != self.config.layers:
+            raise ValueError(f"caches must be {self.config.layers}, one a layer; got {len(caches)}")
+        tokens = (len(batch.slots),)
+        if token_ids.shape != tokens or positions.shape != tokens:
+            raise ValueError(
+                f"token_ids and positions must be [T={tokens[0]}] as slots of batch is; "
+                f"got {list(token_ids.shape)} and {list(positions.shape)}"
+            )
+        angles = positions.unsqueeze(1).float() * inverse_frequencies(self.config, positions.device)
+        size = rotation_scale(self.config.yarn)
+        rotation = angles.cos() * size, angles.sin() * size
+        topk = min(self.config.index_topk, max(batch.context_lengths, default=0))
+        plan = self.sparse.plan((positions + 1).clamp(max=topk).int(), topk, self.config.heads)
+
+        hidden, selection = self.model.embed_tokens(token_ids), None
+        for layer, cache in zip(self.model.layers, caches, strict=True):
+            hidden, selection = layer(hidden, positions, rotation, batch, cache, selection, plan)
+        hidden = self.model.norm(hidden[batch.logits_at])
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return nn.functional.linear(hidden, head.weight).float()
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    sparse: SparseAttention | None = None,
+) -> Model:
+    """The model of a checkpoint: `config.json` and safetensors, in the Hugging Face layout.
+
+    Args:
+        folder: where they are.
+        dtype: what the model computes in, and what weights are kept as.
+        device: where it runs.
+        sparse: how it attends; by default with the ops of the library.
+    """
+    config = ModelConfig.from_folder(folder)
+    with torch.device("meta"):  # nothing is allocated before the weights are read
+        model = Model(config, dtype, sparse)
+    load_weights(model, Checkpoint(folder, config.weight_block), config.layers, device)
+    return model.eval()

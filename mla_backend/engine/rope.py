@@ -1,0 +1,67 @@
+"""Rotary position embedding, stretched by YaRN where the model wants it."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from mla_backend.engine.config import ModelConfig, Yarn
+
+
+def inverse_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
+    """fp32 `[rope_dim / 2]`: the angle that each pair of dims turns by from one position to the next."""
+    exponents = torch.arange(0, config.rope_dim, 2, device=device).float() / config.rope_dim
+    frequencies = 1.0 / config.rope_theta**exponents
+    if config.yarn is None:
+        return frequencies
+    # Pairs that turn often within a context keep their frequency, so that neighbours stay told apart; those that never
+    # turn once are slowed down by the factor, so that positions never seen in training give angles that were.
+    yarn = config.yarn
+    low, high = (_pair_with_turns(beta, config, yarn) for beta in (yarn.beta_fast, yarn.beta_slow))
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.rope_dim - 1)
+    if low == high:
+        high += 0.001
+    slowed = ((torch.arange(config.rope_dim // 2, device=device).float() - low) / (high - low)).clamp(0, 1)
+    return frequencies / yarn.factor * slowed + frequencies * (1 - slowed)
+
+
+def _pair_with_turns(turns: float, config: ModelConfig, yarn: Yarn) -> float:
+    """Which pair turns so many times within a context of the pre-training; between two pairs as a rule."""
+    frequency = turns * 2 * math.pi / yarn.original_positions
+    return -config.rope_dim * math.log(frequency) / (2 * math.log(config.rope_theta))
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def rotation_scale(yarn: Yarn | None) -> float:
+    """What YaRN multiplies the rotated dims of queries and keys with."""
+    if yarn is None:
+        return 1.0
+    if yarn.attention_factor is not None:
+        return yarn.attention_factor
+    if yarn.mscale and yarn.mscale_all_dim:
+        return _mscale(yarn.factor, yarn.mscale) / _mscale(yarn.factor, yarn.mscale_all_dim)
+    return _mscale(yarn.factor, 1.0)
+
+
+def attention_scale(config: ModelConfig) -> float:
+    """What scores are multiplied with before the softmax. YaRN's share of it is for all dims, not the rotated only."""
+    scale = config.query_dim**-0.5
+    if config.yarn is not None and config.yarn.mscale_all_dim:
+        scale *= _mscale(config.yarn.factor, config.yarn.mscale_all_dim) ** 2
+    return scale
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """Rotates `[..., rope_dim]` by angles whose cosines and sines `[..., rope_dim / 2]` broadcast to it.
+
+    interleaved: the pairs are the dims (2i, 2i + 1); otherwise (i, i + rope_dim / 2). Either way the result has them in
+    halves: scores don't depend on the order of the dims, as long as queries and keys agree.
+    """
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+    a, b = a.float(), b.float()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

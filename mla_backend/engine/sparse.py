@@ -1,0 +1,76 @@
+"""The attention that a model is given: the library's ops, or the same computed exactly.
+
+Which of the two is all that differs between serving and proving that the model around it is right.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import mla_backend
+
+
+class SparseAttention(Protocol):
+    """What a model asks of its attention."""
+
+    def plan(self, lengths: Tensor, topk: int, heads: int) -> Tensor | None:
+        """For lists of these lengths, int32 `[T]`, in rows of topk; all layers of a forward pass share it."""
+
+    def write(self, kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> None:
+        """Writes tokens' latent `[T, 512]` and rope values `[T, 64]` into a cache."""
+
+    def attend(
+        self, q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+    ) -> Tensor:
+        """q `[T, H, 576]` over the slots indices `[T, topk]`, of which the first lengths `[T]` count: `[T, H, 512]` in
+        the dtype of q."""
+
+
+class KernelAttention:
+    """The ops of the library, on any device, over a cache of any of its formats.
+
+    Args:
+        batch_invariant: attention gives a token the same bits whatever else is in the batch.
+    """
+
+    def __init__(self, batch_invariant: bool = False):
+        self.batch_invariant = batch_invariant
+
+    def plan(self, lengths: Tensor, topk: int, heads: int) -> Tensor:
+        return mla_backend.plan(
+            len(lengths), topk, topk_length=lengths, num_heads=heads, batch_invariant=self.batch_invariant
+        )
+
+    def write(self, kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> None:
+        mla_backend.cache_write(kv_c, k_pe, cache, slots)
+
+    def attend(
+        self, q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+    ) -> Tensor:
+        out, _ = mla_backend.sparse_attention(
+            q.to(torch.bfloat16),
+            cache,
+            indices,
+            scale=scale,
+            topk_length=lengths,
+            plan=plan,
+            batch_invariant=self.batch_invariant,
+        )
+        return out.to(q.dtype)
+
+
+class ExactAttention:
+    """The reference, in float64, over any cache that it reads; one of fp32 rows loses nothing. Slow: for tests."""
+
+    def plan(self, lengths: Tensor, topk: int, heads: int) -> None:
+        return None
+
+    def write(self, kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> None:
+        mla_backend.reference.cache_write(kv_c, k_pe, cache, slots)
+
+    def attend(
+        self, q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+    ) -> Tensor:
+        out, _, _ = mla_backend.reference.sparse_attention(q, cache, indices, scale=scale, topk_length=lengths)
+        return out.to(q.dtype)

@@ -1,0 +1,117 @@
+"""Reading the tensors of a checkpoint in the Hugging Face layout, one at a time."""
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+try:
+    from safetensors import safe_open
+except ImportError as error:
+    raise ImportError("mla_backend.engine needs more packages: pip install 'mla-backend[engine]'") from error
+
+SCALE_SUFFIX = "_scale_inv"
+"""What the name of a weight's scales ends in. They are what to multiply with, whatever the name says."""
+
+
+class Checkpoint:
+    """The tensors of a folder of safetensors files. Only names are read before a tensor is asked for.
+
+    Args:
+        folder: has `model.safetensors`, or several files and `model.safetensors.index.json`, which says what is where.
+        weight_block: rows and columns that share a scale in a quantised weight.
+    """
+
+    def __init__(self, folder: str | Path, weight_block: tuple[int, int] | None = None):
+        self.folder, self.weight_block = Path(folder), weight_block
+        self._open: dict[str, safe_open] = {}
+        index, single = self.folder / "model.safetensors.index.json", self.folder / "model.safetensors"
+        if index.is_file():
+            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        elif single.is_file():
+            self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
+        else:
+            raise FileNotFoundError(f"folder must have {index.name} or {single.name}; {self.folder} has neither")
+        absent = [name for name in sorted(set(self._file_of.values())) if not (self.folder / name).is_file()]
+        if absent:
+            raise FileNotFoundError(f"{index} names {_listed(absent)}, not in {self.folder}")
+
+    def names(self) -> set[str]:
+        """Of all tensors but the scales of quantised weights, which `load` looks after."""
+        return {name for name in self._file_of if self._weight_of(name) is None}
+
+    def load(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A tensor in this dtype, dequantised if it has scales."""
+        tensor = self._read(name)
+        scales = name + SCALE_SUFFIX
+        if scales not in self._file_of:
+            if tensor.dtype.itemsize == 1:
+                raise ValueError(f"{name} is {tensor.dtype} and must have {scales} beside it; {self.folder} lacks that")
+            return tensor.to(dtype)
+        if self.weight_block is None:
+            raise ValueError(f"{name} has {scales}; config.json must have a quantization_config that says its blocks")
+        return dequantise_blocks(tensor, self._read(scales), self.weight_block, name).to(dtype)
+
+    def _weight_of(self, name: str) -> str | None:
+        weight = name.removesuffix(SCALE_SUFFIX)
+        return weight if weight != name and weight in self._file_of else None
+
+    def _read(self, name: str) -> Tensor:
+        try:
+            return self._file(self._file_of[name]).get_tensor(name)
+        except Exception as error:  # safetensors has an exception of its own for all that may be wrong with a file
+            raise ValueError(f"{name} can't be read from {self.folder / self._file_of[name]}: {error}") from error
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._open:
+            self._open[name] = safe_open(self.folder / name, framework="pt")
+        return self._open[name]
+
+
+def dequantise_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int], name: str = "weight") -> Tensor:
+    """fp32 `[rows, columns]` from e4m3 values and a scale for each block of them; blocks at the edges may be cut."""
+    rows, columns = weight.shape
+    blocks = (-(-rows // block[0]), -(-columns // block[1]))
+    if tuple(scales.shape) != blocks:
+        raise ValueError(
+            f"{name}{SCALE_SUFFIX} must be {list(blocks)}, a scale for each {block[0]}x{block[1]} of "
+            f"{[rows, columns]}; got {list(scales.shape)}"
+        )
+    spread = scales.float().repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return weight.float() * spread
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, layers: int, device: torch.device | str = "cpu") -> None:
+    """Gives every parameter of a model its tensor of the same name, in the dtype that the model declares for it.
+
+    Tensors of layers from `layers` on, which released checkpoints keep for speculation, are left where they are. Any
+    other tensor that is missing, left over or of another shape is an error that names it.
+    """
+    wanted = model.state_dict(keep_vars=True)
+    present = {name for name in checkpoint.names() if not _is_of_later_layer(name, layers)}
+    missing, unexpected = sorted(wanted.keys() - present), sorted(present - wanted.keys())
+    if missing or unexpected:
+        parts = [f"lacks {_listed(missing)}"] if missing else []
+        parts += [f"has {_listed(unexpected)}, which the model doesn't know"] if unexpected else []
+        raise ValueError(f"{checkpoint.folder} must have the tensors of the model; it {' and '.join(parts)}")
+    for name, parameter in wanted.items():
+        tensor = checkpoint.load(name, parameter.dtype)
+        if tensor.shape != parameter.shape:
+            raise ValueError(f"{name} must be {list(parameter.shape)}; {checkpoint.folder} has {list(tensor.shape)}")
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, nn.Parameter(tensor.to(device), requires_grad=False))
+
+
+def _is_of_later_layer(name: str, layers: int) -> bool:
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= layers
+
+
+def _listed(names: Iterable[str], most: int = 8) -> str:
+    """The first few of them, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,217 @@
+"""Small random models of both families: transformers' own, which write the checkpoints, and a step of ours."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mla_backend.engine import Batch, LayerCache, Model, new_caches
+
+try:
+    import transformers
+except ImportError as error:
+    pytest.skip(f"transformers can't be imported (the extra `engine`): {error}", allow_module_level=True)
+if not all(hasattr(transformers, name) for name in ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")):
+    pytest.skip(
+        f"transformers {transformers.__version__} lacks DeepseekV32ForCausalLM or GlmMoeDsaForCausalLM",
+        allow_module_level=True,
+    )
+
+BLOCK_SIZE = 16
+TOPK = 32
+SHAPE = dict(
+    vocab_size=320,
+    hidden_size=128,
+    intermediate_size=192,
+    moe_intermediate_size=64,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    q_lora_rank=96,
+    qk_nope_head_dim=32,
+    v_head_dim=48,
+    n_group=4,
+    topk_group=2,
+    num_experts_per_tok=3,
+    index_topk=TOPK,
+    index_n_heads=32,
+    first_k_dense_replace=1,
+    max_position_embeddings=512,
+)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=64)
+PLAIN = dict(rope_type="default", rope_theta=10000.0)
+ONE_GROUP = dict(n_group=1, topk_group=1)
+MODELS = {
+    "deepseek_v32": ("DeepseekV32", dict(rope_parameters=dict(**YARN, mscale=1.0, mscale_all_dim=1.0))),
+    "deepseek_v32_no_yarn": ("DeepseekV32", dict(rope_parameters=PLAIN)),
+    "glm_moe_dsa": ("GlmMoeDsa", dict(**ONE_GROUP, rope_parameters=PLAIN, rms_norm_eps=0.1)),
+    "glm_moe_dsa_shared": (
+        "GlmMoeDsa",
+        dict(
+            indexer_types=["full", "shared", "full", "shared"],
+            rope_parameters=dict(**YARN, mscale=0.7),
+            tie_word_embeddings=True,
+        ),
+    ),
+    # Smooth: nothing in them jumps when a number is rounded differently, so that errors can be given bounds. All
+    # experts are used, and selections don't depend on what attention has computed: because everything is selected, or
+    # because the first layer alone selects.
+    "deepseek_v32_smooth": (
+        "DeepseekV32",
+        dict(index_topk=512, topk_group=4, num_experts_per_tok=8, rope_parameters=dict(**YARN, mscale=1.0)),
+    ),
+    "glm_moe_dsa_smooth": (
+        "GlmMoeDsa",
+        dict(
+            **ONE_GROUP,
+            num_experts_per_tok=8,
+            indexer_types=["full", "shared", "shared", "shared"],
+            rope_parameters=PLAIN,
+        ),
+    ),
+}
+"""Of each a class of transformers and what it is given besides SHAPE."""
+
+
+def theirs(name: str) -> nn.Module:
+    """transformers' model in fp32, with random weights of a size that makes attention and routing matter."""
+    family, more = MODELS[name]
+    config = getattr(transformers, family + "Config")(**{**SHAPE, **more}, attn_implementation="eager")
+    model = getattr(transformers, family + "ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for key, value in model.state_dict().items():
+            if key.endswith("norm.weight"):
+                value.normal_(1.0, 0.1)
+            elif value.dim() == 1:  # a bias
+                value.normal_(0.0, 0.1)
+            else:
+                value.normal_(0.0, value.shape[-1] ** -0.5)
+    return model
+
+
+@torch.inference_mode()
+def their_generation(model: nn.Module, prompt: list[int], new_tokens: int) -> tuple[list[int], Tensor]:
+    """Greedy, with transformers' own cache: the new tokens, and the logits each was taken from."""
+    logits, tokens, cache = [], torch.tensor([prompt]), None
+    for _ in range(new_tokens):
+        out = model(tokens, past_key_values=cache, use_cache=True)
+        logits.append(out.logits[0, -1])
+        tokens, cache = logits[-1].argmax().view(1, 1), out.past_key_values
+    return [int(row.argmax()) for row in logits], torch.stack(logits)
+
+
+@dataclass
+class Request:
+    """A prompt, what has been generated after it, and where it lies."""
+
+    tokens: list[int]
+    blocks: list[int]
+    prompt_length: int
+    forced: list[int] | None = None
+    """Tokens to go on with, whatever the logits say."""
+    computed: int = 0
+    rows: list[Tensor] = field(default_factory=list)
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def logits(self) -> Tensor:
+        """Those that each generated token was taken from, `[N, vocab_size]`."""
+        return torch.stack(self.rows)
+
+    def take(self, row: Tensor) -> None:
+        """Goes on by a token."""
+        self.tokens.append(int(row.argmax()) if self.forced is None else self.forced[len(self.rows)])
+        self.rows.append(row)
+
+
+class Engine:
+    """Greedy generation, the plain way: every step takes a chunk of every request."""
+
+    def __init__(self, model: Model, latent: str, keys: str, blocks: int = 64, block_size: int = BLOCK_SIZE):
+        self.model, self.block_size = model, block_size
+        self.caches: list[LayerCache] = new_caches(model.config, blocks, block_size, latent=latent, keys=keys)
+        for cache in self.caches:
+            poison(cache)
+        self.free = torch.randperm(blocks).tolist()  # scattered, so that slots and positions differ
+
+    def request(self, prompt: list[int], room: int, forced: list[int] | None = None) -> Request:
+        blocks = -(-(len(prompt) + room) // self.block_size)
+        return Request(list(prompt), [self.free.pop() for _ in range(blocks)], len(prompt), forced)
+
+    def step(self, work: list[tuple[Request, int]]) -> None:
+        """Computes so many tokens of each request; one that has reached its end gets its next token."""
+        tokens, positions, slots, logits_at, finished = [], [], [], [], []
+        for request, count in work:
+            span = range(request.computed, request.computed + count)
+            tokens += [request.tokens[i] for i in span]
+            positions += span
+            slots += [request.blocks[i // self.block_size] * self.block_size + i % self.block_size for i in span]
+            request.computed += count
+            if request.computed == len(request.tokens):
+                logits_at.append(len(tokens) - 1)
+                finished.append(request)
+        width = max(len(request.blocks) for request, _ in work)
+        batch = Batch(
+            block_table=torch.tensor([r.blocks + [-1] * (width - len(r.blocks)) for r, _ in work], dtype=torch.int32),
+            slots=torch.tensor(slots),
+            token_counts=[count for _, count in work],
+            context_lengths=[request.computed for request, _ in work],
+            logits_at=torch.tensor(logits_at, dtype=torch.int64),
+        )
+        logits = self.model(torch.tensor(tokens), torch.tensor(positions), batch, self.caches)
+        for request, row in zip(finished, logits, strict=True):
+            request.take(row)
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        new_tokens: int,
+        chunk: int = 1 << 30,
+        forced: list[list[int]] | None = None,
+    ) -> list[Request]:
+        """All prompts at once, a chunk of at most so many tokens of each in a step."""
+        forced = forced or [None] * len(prompts)
+        requests = [self.request(p, new_tokens, f) for p, f in zip(prompts, forced, strict=True)]
+        ends = [len(prompt) + new_tokens for prompt in prompts]
+        while work := [
+            (request, min(chunk, len(request.tokens) - request.computed))
+            for request, end in zip(requests, ends, strict=True)
+            if len(request.tokens) < end
+        ]:
+            self.step(work)
+        return requests
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from more, and on a busy machine threads that wait for each other cost a lot."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def poison(cache: LayerCache) -> None:
+    """NaN in all rows, so that one that is read without having been written shows."""
+    for tensor in (cache.latent, cache.keys):
+        if tensor is not None:
+            tensor.view(torch.uint8).fill_(0xFF)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, SHAPE["vocab_size"], (length,), generator=generator).tolist()
+
+
+def save(model: nn.Module, folder: Path) -> Path:
+    """As a checkpoint of several files."""
+    model.save_pretrained(folder, max_shard_size="1MB")
+    return folder
