@@ -53,6 +53,8 @@ def test_a_small_case_is_measured_and_shown(tmp_path):
         (["--output", "/proc/nope/x.json"], "--output: "),
     ],
 )
-def test_wrong_arguments_are_refused(arguments, text):
-    done = run(*arguments)
-    assert done.returncode == 2 and text in done.stderr
+def test_wrong_arguments_are_refused(arguments, text, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kv_blocks", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        kv_blocks.main()
+    assert stopped.value.code == 2 and text in capsys.readouterr().err
