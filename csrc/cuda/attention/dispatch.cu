@@ -49,7 +49,8 @@ constexpr int64_t kManyTokens = INT32_MAX;
 enum class Kernel { portable, few_heads, many_heads };
 
 // Where few tokens have many heads, the portable kernel's blocks of 16 heads spread them over more processors. On an
-// H200 one token of 128 heads takes it 21 us and the kernel for many heads 75, eight tokens of 64 heads 53 and 39.
+// H200 one token of 128 heads takes it 21 us and the kernel for many heads 75. Where they meet is estimated, from what
+// as many blocks of 16 heads take the portable kernel in other batches.
 bool is_small(int64_t tokens, int heads) {
   const int64_t blocks = tokens * ((heads + 15) / 16);
   return blocks <= (heads <= 64 ? 16 : 32);
