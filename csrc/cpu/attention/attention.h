@@ -8,9 +8,6 @@
 
 namespace mla::cpu {
 
-constexpr float kLn2 = 0.693147180559945f;
-constexpr float kLog2E = 1.44269504088896f;
-
 // Where a part of a token goes that other workers hold the rest of. The next part's rows lie `heads` rows on.
 struct Partial {
   float* out;         // [heads, 512]; null where the stretch is a whole token

@@ -23,13 +23,10 @@ __device__ __forceinline__ uint64_t describe_atoms(uint32_t shared_address, uint
 }
 
 // Around a batch of products: begin_products before the first, end_products after the last, wait_for_products before
-// the sums are read or the factors overwritten. Up to `kPending` batches may then still be under way.
+// the sums are read or the factors overwritten.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending = 0>
-__device__ __forceinline__ void wait_for_products() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
+__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
 
 // Tells the compiler that sums change here, so that it reads none of them before a wait.
 template <int kCount>
@@ -43,7 +40,7 @@ __device__ __forceinline__ void sums_change(float (&sum)[kCount]) {
 template <Number kNumber, Rows kRowsOfA, Rows kRowsOfB, int kSums>
 __device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64_t b, bool add) {
   constexpr int kA = static_cast<int>(kRowsOfA), kB = static_cast<int>(kRowsOfB);
-  static_assert(kSums == 4 || kSums == 8 || kSums == 16 || kSums == 32, "n is 8, 16, 32 or 64");
+  static_assert(kSums == 4 || kSums == 8 || kSums == 32, "n is 8, 16 or 64");
   if constexpr (kSums == 4 && kNumber == Number::f16) {
     asm volatile(
         "{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
@@ -75,26 +72,6 @@ __device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64
         "{%0, %1, %2, %3, %4, %5, %6, %7}, "
         "%8, %9, add, 1, 1, %11, %12;\n}"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]), "+f"(sum[7])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA), "n"(kB));
-  } else if constexpr (kSums == 16 && kNumber == Number::f16) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "%16, %17, add, 1, 1, %19, %20;\n}"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]),
-          "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]),
-          "+f"(sum[14]), "+f"(sum[15])
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA), "n"(kB));
-  } else if constexpr (kSums == 16 && kNumber == Number::bf16) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-        "%16, %17, add, 1, 1, %19, %20;\n}"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3]), "+f"(sum[4]), "+f"(sum[5]), "+f"(sum[6]),
-          "+f"(sum[7]), "+f"(sum[8]), "+f"(sum[9]), "+f"(sum[10]), "+f"(sum[11]), "+f"(sum[12]), "+f"(sum[13]),
-          "+f"(sum[14]), "+f"(sum[15])
         : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kA), "n"(kB));
   } else if constexpr (kSums == 32 && kNumber == Number::f16) {
     asm volatile(

@@ -9,6 +9,9 @@
 
 namespace mla {
 
+constexpr float kLog2E = 1.44269504088896f;
+constexpr float kLn2 = 0.693147180559945f;
+
 constexpr float kE4m3Max = 448.0f;
 constexpr float kFloatMax = 3.402823466e+38f;
 constexpr float kFloatMinNormal = 1.175494351e-38f;

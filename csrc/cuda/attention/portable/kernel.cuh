@@ -19,9 +19,6 @@
 
 namespace mla::cuda::portable {
 
-constexpr float kLog2E = 1.44269504088896f;
-constexpr float kLn2 = 0.693147180559945f;
-
 struct Block {
   const AttentionProblem& p;
   Shared& s;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/attention/sm90/cursor.cuh"
+#include "mla/number.h"
 
 namespace mla::cuda::sm90 {
 
@@ -32,7 +33,6 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
                                              float* q_scale, int64_t token, int head_begin, int warp, int lane,
                                              Wait wait_for_room) {
   constexpr bool kScaled = kCode == Code::e4m3;
-  constexpr float kLog2E = 1.44269504088896f;
   constexpr int kWarps = 8, kAtOnce = kHeads > kWarps ? 2 : 1;  // heads of a warp
 #pragma unroll 1
   for (int first = warp; first < kHeads; first += kWarps * kAtOnce) {

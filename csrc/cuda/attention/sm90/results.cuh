@@ -4,9 +4,13 @@
 #include <cstdint>
 
 #include "cuda/common/mma.cuh"
+#include "mla/number.h"
 #include "mla/problem.h"
 
 namespace mla::cuda::sm90 {
+
+constexpr float kLowest = -1e30f;  // a maximum of nothing, from which another one can be subtracted
+constexpr float kSlack = 8.0f;     // sums are rescaled when a score exceeds their reference by a factor of 2^8
 
 // A sum that is the same whichever comes first: no product is fused into it.
 __device__ __forceinline__ float add_in_any_order(float a, float b) { return __fadd_rn(a, b); }
@@ -16,7 +20,6 @@ __device__ __forceinline__ float add_in_any_order(float a, float b) { return __f
 __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t token, int head, bool whole,
                                              int64_t place, float total, float reference, float highest) {
   if (head >= p.heads) return 0.0f;
-  constexpr float kLn2 = 0.693147180559945f;
   const float lse = total == 0.0f ? -INFINITY : reference * kLn2 + logf(total);
   float largest = total == 0.0f ? -INFINITY : highest * kLn2;
   if (isnan(lse)) largest = lse;

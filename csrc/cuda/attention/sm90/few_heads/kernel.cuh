@@ -27,18 +27,14 @@
 
 namespace mla::cuda::sm90::few_heads {
 
-constexpr float kLowest = -1e30f;  // a maximum of nothing, from which another one can be subtracted
-constexpr float kSlack = 8.0f;
-
 // Named barriers of the consumer warpgroups: 1 and 2.
 constexpr int kGroupThreads = 128;
 __device__ __forceinline__ int group_barrier(int group) { return 1 + group; }
 
-// log2 of a power of two above four numbers' magnitude, kept where both it and its inverse, times what they are
-// multiplied with, are fp32 numbers.
-__device__ __forceinline__ float power_above(const float (&x)[kGroups]) {
+// Of a token with these scales.
+__device__ __forceinline__ float lift_of(const float (&x)[kGroups]) {
   const float largest = fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
-  return static_cast<float>(min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, -60), 60));
+  return static_cast<float>(power_above(largest));
 }
 
 template <Code kCode, int kHeads>
@@ -113,7 +109,7 @@ struct Consumer {
       lift[i] = 0.0f;
       if constexpr (kScaled) {
         *reinterpret_cast<float4*>(scale[i]) = *reinterpret_cast<const float4*>(info.scale[token]);
-        lift[i] = power_above(scale[i]);
+        lift[i] = lift_of(scale[i]);
       }
     }
     wait_for_products();

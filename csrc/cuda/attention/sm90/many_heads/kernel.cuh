@@ -28,9 +28,6 @@
 
 namespace mla::cuda::sm90::many_heads {
 
-constexpr float kLowest = -1e30f;  // a maximum of nothing, from which another one can be subtracted
-constexpr float kSlack = 8.0f;     // sums are rescaled when a score exceeds their reference by a factor of 2^8
-
 constexpr int kTokenBarrier = 1;  // of both consumer warpgroups
 
 template <Code kCode>
@@ -286,7 +283,7 @@ struct Scorer : Consumer<kCode> {
       factor[h] = __shfl_sync(~0u, factor[h], lane & ~3);
       if (lane % 4 == 0) s.factor[parity][head(h)] = factor[h];
     }
-    sync_named<256>(kTokenBarrier);
+    sync_named<32 * kConsumerWarps>(kTokenBarrier);
     this->write(work, place, factor);
   }
 };
@@ -362,7 +359,7 @@ struct Adder : Consumer<kCode> {
         arrive_as_warp(s.empty[stage]);
         if constexpr (kScaled) asker.ask(s);
       }
-      sync_named<256>(kTokenBarrier);
+      sync_named<32 * kConsumerWarps>(kTokenBarrier);
       const float factor[2] = {s.factor[tokens % 2][head(0)], s.factor[tokens % 2][head(1)]};
       this->write(work, worker.place(work), factor);
       if (!empty) ++tokens;
@@ -395,8 +392,7 @@ struct CodeRows {
     float largest = fabsf(scale);
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 8));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 16));
-    // kept where 2^power and 2^-power, times what they are multiplied with, are fp32 numbers
-    const int power = min(max(static_cast<int>(__float_as_uint(largest) >> 23) - 126, -60), 60);
+    const int power = power_above(largest);
     const float down = __uint_as_float((127 - power) << 23);
     scale *= down;
 #pragma unroll
