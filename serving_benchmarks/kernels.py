@@ -29,7 +29,7 @@ from torch import Tensor
 import mla_backend
 from mla_backend import reference
 from mla_backend.attention import workspace_floats
-from serving_benchmarks import environment, gpu_timing, kernel_report, peer_kernels
+from serving_benchmarks import environment, gpu_timing, kernel_report, peer_kernels, result_file
 from serving_benchmarks.batches import PATTERNS, Batch, positions
 from serving_benchmarks.peer_kernels import Prepared, Problem
 from serving_benchmarks.peers import VERSIONS
@@ -346,12 +346,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             options.cases = cases(options.batches, options.heads or [16, 128], options.topk or [2048], options.formats)
         except ValueError as error:
             parser.error(f"--batches: {error}")
-    if options.output:
-        try:  # before measuring for minutes
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.touch()
-        except OSError as error:
-            parser.error(f"--output: {error}")
+    result_file.require_writable(parser, options.output)
     return options
 
 
@@ -405,10 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for result in results:
         for name, why in result["failed"].items():
             console.print(f"{kernel_report.TITLES[name]} left out of {kernel_report.name_of(result['case'])}: {why}")
-    if options.output:
-        about = {**environment.describe(), "peers": loaded, "l2_flushed": options.flush_l2}
-        options.output.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
-        console.print(f"written to {options.output}")
+    result_file.write(options.output, results, console, peers=loaded, l2_flushed=options.flush_l2)
     return 0
 
 

@@ -13,7 +13,6 @@ hashed before the clock runs, too, as an API process could do it. Without vllm-c
 
 import argparse
 import gc
-import json
 import random
 import sys
 import time
@@ -21,7 +20,6 @@ import tracemalloc
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -29,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import kv_cache
-from serving_benchmarks import environment
+from serving_benchmarks import result_file
 from serving_benchmarks.timing import Timing
 
 BLOCK = 64
@@ -394,27 +392,17 @@ def main() -> int:
     )
     parser.add_argument("--requests", type=int, default=10000, help="of each trace; default: %(default)s")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every candidate; default: %(default)s")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results and their environment as JSON")
-    parser.add_argument(
-        "--markdown", type=Path, metavar="FILE", help="measure nothing; print a result file as the README's table"
-    )
+    result_file.add_output(parser)
+    result_file.add_markdown(parser)
     options = parser.parse_args()
     if options.markdown:
-        try:
-            print(markdown(json.loads(options.markdown.read_text())))
-        except (OSError, ValueError, KeyError) as error:
-            parser.error(f"--markdown: {options.markdown} is no result file: {error!r}")
+        result_file.print_markdown(parser, options.markdown, markdown)
         return 0
     if options.requests < 1:
         parser.error("--requests must be 1 or more")
     if options.rounds < 2:
         parser.error("--rounds must be 2 or more, or there is no spread")
-    if options.output:
-        try:  # before measuring for minutes
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.touch()
-        except OSError as error:
-            parser.error(f"--output: {error}")
+    result_file.require_writable(parser, options.output)
 
     console = Console(stderr=True)
     if why := load_peer():
@@ -432,11 +420,7 @@ def main() -> int:
     for line in rows(results):
         shown.add_row(*line)
     Console(width=140, highlight=False).print(shown)
-    if options.output:
-        options.output.write_text(
-            json.dumps({"environment": environment.describe(), "results": results}, indent=1) + "\n"
-        )
-        console.print(f"written to {options.output}")
+    result_file.write(options.output, results, console)
     return 0
 
 

@@ -1,0 +1,51 @@
+"""The file that a benchmark writes: asked for, tried before anything is measured, written, and shown again."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from serving_benchmarks import environment
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The option --output FILE."""
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results and their environment as JSON")
+
+
+def add_markdown(parser: argparse.ArgumentParser) -> None:
+    """The option --markdown FILE."""
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="measure nothing; print a result file as the README's table"
+    )
+
+
+def require_writable(parser: argparse.ArgumentParser, path: Path | None) -> None:
+    """A file that can't be written is an error before measuring for minutes, not after."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        parser.error(f"--output: {error}")
+
+
+def write(path: Path | None, results: Sequence[dict[str, Any]], console: Console, **more: Any) -> None:
+    """Results and where they were measured; `more` stands beside the environment's own entries."""
+    if path is None:
+        return
+    about = {**environment.describe(), **more}
+    path.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
+    console.print(f"written to {path}")
+
+
+def print_markdown(parser: argparse.ArgumentParser, path: Path, markdown: Callable[[dict[str, Any]], str]) -> None:
+    """Prints a result file as the README's table."""
+    try:
+        print(markdown(json.loads(path.read_text())))
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"--markdown: {path} is no result file: {error!r}")
