@@ -47,8 +47,9 @@ def sparse_attention(
         extra_cache, extra_indices, extra_topk_length: a second cache and lists into it, attended to in the same
             softmax. Its format and block size may differ.
         plan: what `plan()` returned for these lengths. Made here if left out.
-        workspace: on a GPU, room for the results of tokens that the plan cuts, fp32 of `workspace_floats` numbers.
-            Made here if left out.
+        workspace: on a GPU, room for the results of tokens that the plan cuts, fp32 of `workspace_floats` numbers or
+            more. Zeros before its first use, and then for any launches that come one after the other, whatever their
+            shapes; launches that may overlap, on two streams, need two. Made here if left out.
         batch_invariant: give a token the same bits whatever else is in the batch, by never cutting its list. With
             a plan of your own, make the plan so.
         out, lse: where to write, bf16 `[T, H, 512]` and fp32 `[T, H]`, of any strides (out's last is 1).
@@ -76,7 +77,9 @@ def sparse_attention(
         if plan is None:
             plan = _own_plan(q, indices, topk_length, extra_indices, extra_topk_length, batch_invariant)
         if workspace is None:
-            workspace = torch.empty(workspace_floats(plan.shape[0], q.shape[1]), dtype=torch.float32, device=q.device)
+            workers, heads = plan.shape[0], q.shape[1]
+            workspace = torch.empty(workspace_floats(workers, heads), dtype=torch.float32, device=q.device)
+            workspace[-2 * workers * heads * _ABOUT["partial_counters"] :].zero_()
     call(
         torch.ops.mla_backend.sparse_attention.default,
         q,
@@ -100,17 +103,18 @@ def sparse_attention(
 
 
 def workspace_floats(workers: int, num_heads: int) -> int:
-    """How many fp32 numbers `sparse_attention` needs as a workspace on a GPU: two rows of 512, an lse and a largest
-    score for each worker and head."""
+    """How many fp32 numbers `sparse_attention` needs as a workspace on a GPU: two rows of 512, an lse, a largest score
+    and four counters for each worker and head. The counters are why it begins as zeros; every launch leaves them so."""
     return 2 * workers * num_heads * _ABOUT["partial_floats"]
 
 
 @torch.compiler.assume_constant_result
-def default_workers(device: torch.device, num_heads: int) -> int:
-    """Rows of a plan, unless said otherwise: what keeps a device's processors busy."""
+def default_workers(device: torch.device, num_heads: int, num_tokens: int | None) -> int:
+    """Rows of a plan, unless said otherwise: what keeps a device's processors busy. Few tokens on a GPU get a plan of
+    their own; None stands for any number."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return library.cuda_workers(properties.major, properties.multi_processor_count, num_heads)
+        return library.cuda_workers(properties.major, properties.multi_processor_count, num_heads, num_tokens)
     return _ABOUT["plan_workers_per_thread"] * torch.get_num_threads()
 
 
@@ -180,7 +184,9 @@ def plan(
             device = next((t.device for t in (topk_length, extra_topk_length) if t is not None), "cpu")
         if workers is None:
             require_count("num_heads", num_heads, at_least=1)
-            workers = default_workers(torch.device(device), num_heads)
+            # neither a compiled function's plan nor a batch-invariant one may be made for one number of tokens
+            any_number = batch_invariant or torch.compiler.is_compiling()
+            workers = default_workers(torch.device(device), num_heads, None if any_number else num_tokens)
         require_count("workers", workers, at_least=1)
         out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
     call(

@@ -61,9 +61,10 @@ def cuda_kernels() -> list[dict[str, Any]]:
     return json.loads(_library.mla_backend_cuda_kernels())
 
 
-def cuda_workers(capability_major: int, processors: int, num_heads: int) -> int:
-    """Rows that a plan should have for a GPU, unless said otherwise."""
-    return _library.mla_backend_cuda_workers(capability_major, processors, num_heads)
+def cuda_workers(capability_major: int, processors: int, num_heads: int, num_tokens: int | None = None) -> int:
+    """Rows that a plan should have for a GPU, unless said otherwise; for any number of tokens if that is left out."""
+    tokens = ctypes.c_int64(2**31 - 1 if num_tokens is None else num_tokens)
+    return _library.mla_backend_cuda_workers(capability_major, processors, tokens, num_heads)
 
 
 def select_cuda_kernel(name: str) -> None:

@@ -225,7 +225,7 @@ def measure(
     exact_out, exact_lse = attend_exactly(problems[-1], cache)
 
     plan = mla_backend.plan(case.batch.tokens, case.topk, num_heads=case.heads, device="cuda")
-    workspace = torch.empty(workspace_floats(plan.shape[0], case.heads), device="cuda")
+    workspace = torch.zeros(workspace_floats(plan.shape[0], case.heads), device="cuda")
     ours = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
     graphs = {"ours": gpu_timing.capture([prepared.call for prepared, _ in ours], flush)}
     last, lse = ours[-1]

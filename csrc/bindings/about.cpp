@@ -57,8 +57,9 @@ MLA_EXPORT const char* mla_backend_about() {
          ",\"torch_built_with\":" + quoted(MLA_TORCH) + ",\"torch_needed\":" + quoted(MLA_TORCH_TARGET) +
          ",\"cuda_compiler\":" + quoted(MLA_NVCC) + ",\"cuda_archs\":" + quoted(MLA_CUDA_ARCHS) +
          ",\"plan_workers_per_thread\":" + std::to_string(mla::cpu::kPlanWorkersPerThread) +
-         ",\"partial_floats\":" + std::to_string(mla::Partials::kFloatsPerRow) + ",\"formats\":" + describe_formats() +
-         ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
+         ",\"partial_floats\":" + std::to_string(mla::Partials::kWorkspacePerRow) +
+         ",\"partial_counters\":" + std::to_string(mla::Partials::kArrivalsPerRow) +
+         ",\"formats\":" + describe_formats() + ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
   return json.c_str();
 }
 
@@ -74,9 +75,9 @@ MLA_EXPORT const char* mla_backend_cuda_kernels() {
 }
 
 // Rows that a plan should have for a GPU of this compute capability (its major number).
-MLA_EXPORT int mla_backend_cuda_workers(int major, int processors, int heads) {
+MLA_EXPORT int mla_backend_cuda_workers(int major, int processors, int64_t tokens, int heads) {
 #ifdef MLA_CUDA
-  return mla::cuda::default_workers(major, processors, heads);
+  return mla::cuda::default_workers(major, processors, tokens, heads);
 #else
   return processors;
 #endif

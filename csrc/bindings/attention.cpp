@@ -80,7 +80,7 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
   if (tokens == 0) return;
 #ifdef MLA_CUDA
   if (q.is_cuda()) {
-    const int64_t needed = 2 * int64_t{p.workers} * heads * Partials::kFloatsPerRow;
+    const int64_t needed = 2 * int64_t{p.workers} * heads * Partials::kWorkspacePerRow;
     if (!plan) reject("plan", "given for CUDA tensors", "nothing");
     if (p.workers > kMaxGpuWorkers)
       reject("plan", "a table of " + std::to_string(kMaxGpuWorkers) + " rows or fewer on a GPU", describe(*plan));
@@ -89,6 +89,8 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
     if (workspace->size(0) < needed)
       reject("workspace", "of " + std::to_string(needed) + " floats or more", describe(*workspace));
     p.workspace = data<float>(*workspace);
+    p.arrivals = reinterpret_cast<int32_t*>(p.workspace + workspace->size(0)) -
+                 2 * int64_t{p.workers} * heads * Partials::kArrivalsPerRow;
     return cuda::sparse_attention(p, CudaLaunch(q).stream());
   }
 #endif

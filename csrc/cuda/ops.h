@@ -18,14 +18,15 @@ void cache_write(const CacheWriteProblem& problem, void* stream);
 void cache_gather(const CacheGatherProblem& problem, void* stream);
 void convert_indices(const ConvertProblem& problem, void* stream);
 
-// The two halves of sparse_attention: one of these kernels, and the merge of the tokens that the plan cut.
+// The two halves of sparse_attention: one of these kernels, and the merge of the tokens that the plan cut, which the
+// one for few heads does itself.
 void portable_attention(const AttentionProblem& problem, void* stream);
 void few_heads_attention(const AttentionProblem& problem, void* stream);
 void many_heads_attention(const AttentionProblem& problem, void* stream);
 void merge_cut_tokens(const AttentionProblem& problem, void* stream);
 
 // Rows that a plan should have for a GPU of this compute capability (its major number).
-int default_workers(int major, int processors, int heads);
+int default_workers(int major, int processors, int64_t tokens, int heads);
 // "portable" for nothing but that kernel, "auto" for the best one; false if the name is neither.
 bool select_kernel(const std::string& name);
 

@@ -180,7 +180,7 @@ def test_a_captured_graph_follows_new_lengths_slots_and_values():
     problem = random_problem(tokens=6, heads=16, topk=700, blocks=60).to("cuda")
     problem.topk_length = torch.full((6,), 700, dtype=torch.int32, device="cuda")
     plan = mla_backend.plan(6, 700, topk_length=problem.topk_length, num_heads=16)
-    workspace = torch.empty(mla_backend.attention.workspace_floats(plan.shape[0], 16), device="cuda")
+    workspace = torch.zeros(mla_backend.attention.workspace_floats(plan.shape[0], 16), device="cuda")
     out, lse = torch.empty(6, 16, 512, device="cuda").bfloat16(), torch.empty(6, 16, device="cuda")
 
     def step():
@@ -251,6 +251,49 @@ def test_the_flash_mla_stand_in(s_q):
             q.cuda(), cache.cuda(), None, seqlens, 512, *meta, is_fp8_kvcache=True, indices=indices.cuda()
         )
         assert_accurate((out.flatten(0, 1), lse.transpose(1, 2).reshape(3 * s_q, 16)), want[:2])
+
+
+def counters_of(workspace, workers, heads):
+    return workspace[-2 * workers * heads * 4 :].view(torch.int32)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_one_workspace_serves_launches_of_any_shape(fmt):
+    floats = mla_backend.attention.workspace_floats(300, 20)
+    workspace = torch.zeros(floats, device="cuda")
+    for seed in range(60):
+        torch.manual_seed(seed)
+        tokens, heads, workers = (int(torch.randint(1, n, ())) for n in (12, 21, 301))
+        problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1500, blocks=40)
+        problem.topk_length = torch.randint(0, 1501, (tokens,), dtype=torch.int32)
+        on_gpu = problem.to("cuda")
+        # every other plan is for other lengths: it still computes what it covers, and still leaves zeros
+        planned = on_gpu.topk_length if seed % 2 else torch.randint_like(on_gpu.topk_length, 1501)
+        plan = mla_backend.plan(tokens, 1500, topk_length=planned, workers=workers)
+        got = on_gpu.solve(plan=plan, workspace=workspace)
+        assert not counters_of(workspace, 300, 20).any()
+        if seed % 2:
+            assert_accurate(got, problem.oracle(), score_error=allowed_error(problem))
+
+
+def test_two_streams_with_a_workspace_each():
+    tokens, heads = 5, 16
+    both = [random_problem(tokens=tokens, heads=heads, topk=2048, blocks=60).to("cuda") for _ in range(2)]
+    plan = mla_backend.plan(tokens, 2048, num_heads=heads, device="cuda")
+    floats = mla_backend.attention.workspace_floats(plan.shape[0], heads)
+    workspaces = [torch.zeros(floats, device="cuda") for _ in range(2)]
+    want = [p.solve(plan=plan) for p in both]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(50):
+        for problem, stream, workspace in zip(both, streams, workspaces, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(problem.solve(plan=plan, workspace=workspace))
+    torch.cuda.synchronize()
+    for i, results in enumerate(got):
+        assert all(torch.equal(a, b) for a, b in zip(results, want[i % 2], strict=True))
+    assert not any(counters_of(w, plan.shape[0], heads).any() for w in workspaces)
 
 
 def test_missing_or_small_workspaces_are_refused_by_the_op():

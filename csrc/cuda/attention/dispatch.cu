@@ -48,18 +48,21 @@ constexpr int64_t kManyTokens = INT32_MAX;
 
 enum class Kernel { portable, few_heads, many_heads };
 
-// Where few tokens have many heads, the portable kernel's blocks of 16 heads spread them over more processors. On an
-// H200 one token of 128 heads takes it 21 us and the kernel for many heads 75. Where they meet is estimated, from what
-// as many blocks of 16 heads take the portable kernel in other batches.
-bool is_small(int64_t tokens, int heads) {
-  const int64_t blocks = tokens * ((heads + 15) / 16);
-  return blocks <= (heads <= 64 ? 16 : 32);
+// Into how many parts the kernel for few heads had best have every token cut, so that one cluster of as many blocks
+// merges them: 0 where there are too many tokens for that. A cluster lies within one of the GPU's partitions, which
+// leaves about a tenth of the processors without one.
+int parts_in_cluster(int processors, int64_t tokens, int heads) {
+  const int64_t blocks = std::min<int64_t>(tokens, processors) * ((heads + 15) / 16);
+  const int64_t usable = processors - processors / 11;
+  for (const int parts : {16, 8, 4})
+    if (tokens > 0 && blocks * parts <= usable) return parts;
+  return 0;
 }
 
-Kernel choose_kernel(int major, int64_t tokens, int heads) {
+Kernel choose_kernel(int major, int processors, int64_t tokens, int heads) {
   if (!is_hopper(major) || portable_only) return Kernel::portable;
-  if (heads <= 16) return Kernel::few_heads;
-  return is_small(tokens, heads) ? Kernel::portable : Kernel::many_heads;
+  // few tokens of many heads are spread over more processors by 16 heads at a time
+  return heads <= 16 || parts_in_cluster(processors, tokens, heads) ? Kernel::few_heads : Kernel::many_heads;
 }
 
 }  // namespace
@@ -67,13 +70,13 @@ Kernel choose_kernel(int major, int64_t tokens, int heads) {
 void sparse_attention(const AttentionProblem& p, void* stream) {
   // a token's bits must not depend on how many others there are where that was asked for
   const int64_t tokens = p.whole_tokens ? kManyTokens : p.tokens;
-  Kernel kernel = choose_kernel(attribute(cudaDevAttrComputeCapabilityMajor), tokens, p.heads);
+  Kernel kernel = choose_kernel(attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMultiProcessorCount),
+                                tokens, p.heads);
   if (!suits_hopper_kernels(p)) kernel = Kernel::portable;
   switch (kernel) {
 #ifdef MLA_CUDA_SM90A
     case Kernel::few_heads:
-      few_heads_attention(p, stream);
-      break;
+      return few_heads_attention(p, stream);  // merges what the plan cut itself
     case Kernel::many_heads:
       many_heads_attention(p, stream);
       break;
@@ -84,14 +87,14 @@ void sparse_attention(const AttentionProblem& p, void* stream) {
   merge_cut_tokens(p, stream);
 }
 
-int default_workers(int major, int processors, int heads) {
+int default_workers(int major, int processors, int64_t tokens, int heads) {
   const auto workers = [&](int heads_per_block, int blocks_per_processor) {
     const int blocks = (heads + heads_per_block - 1) / heads_per_block;
     return std::max(1, processors * blocks_per_processor / blocks);
   };
-  // however many tokens there will be: a plan for few is as good with as many rows
-  switch (choose_kernel(major, kManyTokens, heads)) {
+  switch (choose_kernel(major, processors, tokens, heads)) {
     case Kernel::few_heads:
+      if (const int parts = parts_in_cluster(processors, tokens, heads)) return static_cast<int>(tokens) * parts;
       return workers(16, 1);
     case Kernel::many_heads:
       return workers(64, 1);

@@ -16,18 +16,28 @@ struct TokenWork {
   int tiles;                      // in both
   int tile_begin;
   int tile_end;
+  // By the plan alone: whatever the lengths are by now, a token's workers agree on whether it is cut.
+  enum Cut { kWhole, kOpened, kContinued } cut;  // by an earlier worker, and perhaps by later ones too
 
-  __device__ bool whole() const { return tile_begin == 0 && tile_end == tiles; }
+  __device__ bool whole() const { return cut == kWhole; }
+};
+
+// A part of a cut token.
+struct TokenPart {
+  int64_t first_place;  // where the results of the token's first part go
+  int64_t place;        // and of this one
+  int parts;            // of the token
 };
 
 struct Worker {
   const AttentionProblem& p;
   PlanRow row;
+  int index;
   int granule;
   int token_begin, token_end;
 
   __device__ Worker(const AttentionProblem& problem, int index, int max_granule)
-      : p(problem), row(problem.plan[index]) {
+      : p(problem), row(index < problem.workers ? problem.plan[index] : PlanRow{}), index(index) {
     granule = min(max(row.granule, 1), max_granule);
     token_begin = max(row.token_begin, 0);
     token_end = min(row.token_end, p.tokens);
@@ -40,13 +50,39 @@ struct Worker {
     w.extra_length = p.list_count > 1 ? clamp_length(p.lists[1].length, token, p.lists[1].topk) : 0;
     w.main_tiles = tiles_of(w.main_length, granule);
     w.tiles = w.main_tiles + tiles_of(w.extra_length, granule);
+    w.cut = token == row.token_begin && row.tile_begin > 0 ? TokenWork::kContinued
+            : token == row.token_end - 1 && row.parts > 1  ? TokenWork::kOpened
+                                                           : TokenWork::kWhole;
     w.tile_begin = token == row.token_begin ? min(max(row.tile_begin, 0), w.tiles) : 0;
     w.tile_end = token == row.token_end - 1 ? max(min(row.tile_end, w.tiles), w.tile_begin) : w.tiles;
     return w;
   }
 
+  // Of all its tokens together; every lane of a warp asks at once.
+  __device__ int tiles(int lane) const {
+    int sum = 0;
+    for (int first = token_begin; first < token_end; first += 32) {
+      int own = 0;
+      if (first + lane < token_end) {
+        const TokenWork w = work(first + lane);
+        own = w.tile_end - w.tile_begin;
+      }
+      sum += __reduce_add_sync(~0u, own);
+    }
+    return sum;
+  }
+
   // Where a token's partial results go, if it is not whole.
-  __device__ int64_t place(const TokenWork& w) const { return w.tile_begin > 0 ? row.place : begun_place(row); }
+  __device__ int64_t place(const TokenWork& w) const {
+    return w.cut == TokenWork::kContinued ? row.place : begun_place(row);
+  }
+
+  // Which part it has of the token that it continues, or of the one that it begins and leaves open.
+  __device__ TokenPart part(bool continued) const {
+    if (!continued) return {begun_place(row), begun_place(row), row.parts};
+    const int64_t owner = min(max(int64_t{index} - row.part, int64_t{0}), int64_t{p.workers} - 1);
+    return {int64_t{row.place} - row.part, row.place, p.plan[owner].parts};
+  }
 };
 
 // The slots of one tile: `count` of them from `begin` on in a token's list.

@@ -84,22 +84,23 @@ MLA_HOST_DEVICE PlanRow row_between(const PlanShape& shape, PlanBorder begin, Pl
   return row;
 }
 
-// Where the cut in front of worker `index` of `active` falls, of so many units: to the nearest one, so that equal tokens
-// are cut into equal parts where their tiles allow it.
+// Where the cut in front of worker `index` of `active` falls, of so many units: to the nearest one, so that equal
+// tokens are cut into equal parts where their tiles allow it.
 MLA_HOST_DEVICE int64_t cut_before(int64_t index, int64_t active, int64_t units) {
   return units / active * index + (units % active * index + active / 2) / active;
 }
 
 // Of `workers` rows, how many get work. Stretches shorter than a part would only be moved to a border again, so short
-// lists occupy fewer. A multiple of the tokens is preferred where that leaves few idle: if the tokens are equal then, none
-// shares a worker with another, and fewer are cut or none.
+// lists occupy fewer. A multiple of the tokens is preferred where that leaves few idle: if the tokens are equal then,
+// none shares a worker with another, and fewer are cut or none.
 MLA_HOST_DEVICE int64_t active_workers(const PlanShape& shape, int64_t units, int64_t workers) {
   if (shape.workers_per_processor == 1 && shape.tokens > 0) {
     const int64_t even = workers - workers % shape.tokens;
     if (16 * even >= 15 * workers) workers = even;
   }
   const int64_t least = workers / shape.workers_per_processor;
-  const int64_t good = units / shape.good_part, useful = units / shape.min_part;
+  const int64_t tiles = units - shape.tokens;
+  const int64_t good = units / shape.good_part, useful = (tiles > shape.tokens ? tiles : shape.tokens) / shape.min_part;
   const int64_t wanted = good < least ? least : (good < workers ? good : workers);
   return useful < 1 ? 1 : (wanted < useful ? wanted : useful);
 }

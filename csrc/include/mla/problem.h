@@ -66,6 +66,7 @@ struct AttentionProblem {
   int32_t workers;
   bool whole_tokens;  // in a plan that the op makes: never cut a token
   float* workspace;   // on a GPU: partial results, see Partials
+  int32_t* arrivals;  // on a GPU, see Partials
 };
 
 // Where a token's parts go until they are merged: `places` (2 * workers, see plan.h) rows for each head.
@@ -77,6 +78,11 @@ struct Partials {
   float* max_logits;  // [places, heads]
 
   static constexpr int64_t kFloatsPerRow = kValueDim + 2;
+  // On a GPU there is also a counter for each quarter of a token's row: how many of the token's parts are there. That
+  // of the first part's place is used. All are zero before a launch, and zero again after it. They lie at the
+  // workspace's end, wherever that is: so launches of other sizes, which share it, find theirs zero too.
+  static constexpr int64_t kArrivalsPerRow = 4;
+  static constexpr int64_t kWorkspacePerRow = kFloatsPerRow + kArrivalsPerRow;
 
   MLA_HOST_DEVICE Partials(float* memory, int32_t workers, int32_t heads)
       : places(2 * static_cast<int64_t>(workers)),

@@ -15,15 +15,28 @@ constexpr float kSlack = 8.0f;     // sums are rescaled when a score exceeds the
 // A sum that is the same whichever comes first: no product is fused into it.
 __device__ __forceinline__ float add_in_any_order(float a, float b) { return __fadd_rn(a, b); }
 
-// Writes a head's lse and largest score, from the sum of 2^(score - reference). Returns what its output is multiplied
-// with. A reference of kLowest and a total of 0 are those of a token with nothing to attend to.
+struct HeadResult {
+  float lse;
+  float factor;   // what the output is to be multiplied with
+  float largest;  // score
+};
+
+// From the sum of 2^(score - reference). A reference of kLowest and a total of 0 are those of a token with nothing to
+// attend to.
+__device__ __forceinline__ HeadResult result_of_head(float total, float reference, float highest) {
+  HeadResult result{-INFINITY, 0.0f, -INFINITY};
+  if (total == 0.0f) return result;
+  result.lse = reference * kLn2 + logf(total);
+  result.factor = 1.0f / total;
+  result.largest = isnan(result.lse) ? result.lse : highest * kLn2;
+  return result;
+}
+
+// Writes a head's lse and largest score. Returns what its output is multiplied with.
 __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t token, int head, bool whole,
                                              int64_t place, float total, float reference, float highest) {
   if (head >= p.heads) return 0.0f;
-  const float lse = total == 0.0f ? -INFINITY : reference * kLn2 + logf(total);
-  float largest = total == 0.0f ? -INFINITY : highest * kLn2;
-  if (isnan(lse)) largest = lse;
-  float factor = total == 0.0f ? 0.0f : 1.0f / total;
+  auto [lse, factor, largest] = result_of_head(total, reference, highest);
   if (whole) {
     if (p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);
     p.lse[token * p.lse_token + head * p.lse_head] = lse;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/attention/sm90/cut_tokens.cuh"
 #include "cuda/attention/sm90/produce_bf16.cuh"
 #include "cuda/attention/sm90/produce_e4m3.cuh"
 
@@ -58,10 +59,13 @@ struct Shared {
   float highest[2][kConsumerGroups][4][kHeads];
   float reference[2][kConsumerGroups][kHeads];
   float factor[kHeads];
+  PartResult part[kHeads];  // of a cut token
+  Joints joints[kConsumerWarps];
   uint64_t full[kStages], empty[kStages];
   uint64_t q_full, q_empty;
   uint64_t weights_free[kConsumerGroups];
   uint64_t deposited;
+  uint64_t team;  // the workers of this block's team
 };
 
 template <Code kCode, int kHeads>

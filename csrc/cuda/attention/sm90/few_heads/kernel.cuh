@@ -7,6 +7,7 @@
 // K and V^T are the same tile, read along and across its rows. Other warps bring the tiles (produce_e4m3.cuh,
 // produce_bf16.cuh). Two warpgroups consume them, taking turns; each keeps a softmax of its own over its tiles, so they
 // never wait for one another before the end of a token, where their results are merged in the place of the last tile.
+// What other workers found for the token joins them there (cut_tokens.cuh).
 //
 //   produce  | load 3 | store 2 | load 4 | store 3 | ...
 //   group 0  | scores 0, softmax 0, values 0 | scores 2, ...
@@ -27,9 +28,10 @@
 
 namespace mla::cuda::sm90::few_heads {
 
-// Named barriers of the consumer warpgroups: 1 and 2.
+// Named barriers of the consumer warpgroups: 1 and 2, and one for both.
 constexpr int kGroupThreads = 128;
 __device__ __forceinline__ int group_barrier(int group) { return 1 + group; }
+constexpr int kBothGroups = 3;
 
 // Of a token with these scales.
 __device__ __forceinline__ float lift_of(const float (&x)[kGroups]) {
@@ -148,7 +150,8 @@ struct Consumer {
     }
   }
 
-  __device__ void softmax() {
+  // A warpgroup's first tile of a token raises the reference from nothing, so it is not asked whether it would.
+  __device__ void softmax(bool first) {
     float weight[kSums];
     bool grows = false;
 #pragma unroll
@@ -156,9 +159,11 @@ struct Consumer {
       highest[column(i)] = fmaxf(highest[column(i)], score[i]);
       grows |= score[i] + lift[half(i)] > reference[column(i)] + kSlack;
     }
-    store_weights(weight);
-    publish_to_wgmma();
-    if (sync_named_or<kGroupThreads>(group_barrier(group), grows)) {
+    if (!first) {
+      store_weights(weight);
+      publish_to_wgmma();
+    }
+    if (first || sync_named_or<kGroupThreads>(group_barrier(group), grows)) {
       raise_reference();
       store_weights(weight);
       publish_to_wgmma();
@@ -252,14 +257,12 @@ struct Consumer {
     arrive_as_warp(s.deposited);
   }
 
-  // ... and the other one merges it with its own, and writes the token's results.
-  __device__ void collect(const TokenWork& work, int64_t place, int parity, uint32_t deposit_parity) {
+  // ... and the other one merges it with its own, if it had any, and writes the token's results if they are whole.
+  __device__ void collect(const TokenWork& work, int own_tiles, int parity, uint32_t deposit_parity) {
     const int other = 1 - group;
     leave_sums(parity);
     wait(s.deposited, deposit_parity);
     sync_named<kGroupThreads>(group_barrier(group));
-    const bool whole = work.whole();
-    const Partials partials(p.workspace, p.workers, p.heads);
     float mine[kColumns], theirs[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -277,60 +280,89 @@ struct Consumer {
       }
       const float sum =
           add_in_any_order(sums[0] * exp2_approximate(a - raised), sums[1] * exp2_approximate(b - raised));
-      s.factor[own] = finish_head(p, work.token, head_begin + own, whole, place, sum, raised, highest);
-    }
-#pragma unroll
-    for (int b = 0; b < kLatentBlocks; ++b)
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        float& meeting = exchange(other)[head(column(i))][dim(b, i)];
-        meeting = add_in_any_order(out[b][i] * mine[column(i)], meeting * theirs[column(i)]);
+      if (work.whole()) {
+        s.factor[own] = finish_head(p, work.token, head_begin + own, true, 0, sum, raised, highest);
+      } else {
+        const HeadResult result = result_of_head(sum, raised, highest);
+        s.part[own] = {result.lse, result.factor, result.largest, shared_address(exchange(other)[own])};
       }
+    }
+    if (own_tiles > 0) {
+#pragma unroll
+      for (int b = 0; b < kLatentBlocks; ++b)
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) {
+          float& meeting = exchange(other)[head(column(i))][dim(b, i)];
+          meeting = add_in_any_order(out[b][i] * mine[column(i)], meeting * theirs[column(i)]);
+        }
+    }
+    if (!work.whole()) return;
     sync_named<kGroupThreads>(group_barrier(group));
     for (int own = warp; own < kHeads && head_begin + own < p.heads; own += 4)
-      write_row(p, work.token, head_begin + own, whole, place, exchange(other)[own], s.factor[own], lane);
+      write_row(p, work.token, head_begin + own, true, 0, exchange(other)[own], s.factor[own], lane);
     arrive_as_warp(s.empty[other]);
   }
 
+  // Both warpgroups bring the part of a cut token together with the token's other parts.
+  __device__ void join(const TokenWork& work) {
+    const Joints& joints = s.joints[4 * group + warp];
+    const Team team = joints.team;
+    sync_named<2 * kGroupThreads>(kBothGroups);
+    if (team.count > 1) {
+      if (group == 0 && warp == 0) team.arrive(s.team, lane);
+      wait_for_blocks(s.team, 0);
+    }
+    join_parts<kHeads>(p, s.part, work.token, joints.parts[work.cut == TokenWork::kContinued], team, head_begin,
+                       4 * group + warp, lane, [&] {
+                         sync_named<2 * kGroupThreads>(kBothGroups);
+                         if (team.count > 1 && group == 0 && warp == 0) team.arrive(s.team, lane);
+                       });
+    if (team.count > 1) wait_for_blocks(s.team, 1);  // nobody reads this block's memory any more
+  }
+
   __device__ void run(const Worker& worker) {
+    s.joints[4 * group + warp].note(worker, kTileTokens, lane);
     int ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int tiles = work.tile_end - work.tile_begin;
-      if (tiles == 0) {
-        if (group == 0) write_empty(work, worker.place(work));
-        continue;
+      if (tiles > 0) {
+        const int own_tiles = (tiles + (ordinal % 2 == group)) / 2;
+        wait(s.q_full, tokens % 2);
+        start_token();
+        if (own_tiles == 0) arrive_as_warp(s.q_empty);
+        for (int i = 0; i < own_tiles; ++i, ++visits) {
+          wait(s.full[group], visits % 2);
+          publish_to_wgmma();
+          compute_scores(ordinal + 2 * i + (ordinal % 2 != group));
+          if (i == own_tiles - 1) arrive_as_warp(s.q_empty);
+          wait(s.weights_free[group], visits % 2 ^ 1);
+          softmax(i == 0);
+          add_values();
+          arrive_as_warp(s.weights_free[group]);
+          if (i < own_tiles - 1 || (ordinal + tiles - 1) % 2 != group) arrive_as_warp(s.empty[group]);
+        }
+        ordinal += tiles;
+        if (ordinal % 2 != group)
+          deposit(tokens % 2);
+        else
+          collect(work, own_tiles, tokens % 2, tokens % 2);
+        ++tokens;
+      } else if (!work.whole()) {
+        if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, -INFINITY, shared_address(s.tiles)};
+      } else if (group == 0) {
+        write_empty(work);
       }
-      const int own_tiles = (tiles + (ordinal % 2 == group)) / 2;
-      const bool has_last = (ordinal + tiles - 1) % 2 == group;
-      const int parity = tokens % 2;
-      wait(s.q_full, parity);
-      start_token();
-      if (own_tiles == 0) arrive_as_warp(s.q_empty);
-      for (int i = 0; i < own_tiles; ++i, ++visits) {
-        wait(s.full[group], visits % 2);
-        publish_to_wgmma();
-        compute_scores(ordinal + 2 * i + (ordinal % 2 != group));
-        if (i == own_tiles - 1) arrive_as_warp(s.q_empty);
-        wait(s.weights_free[group], visits % 2 ^ 1);
-        softmax();
-        add_values();
-        arrive_as_warp(s.weights_free[group]);
-        if (i < own_tiles - 1 || !has_last) arrive_as_warp(s.empty[group]);
-      }
-      if (has_last)
-        deposit(parity);
-      else
-        collect(work, worker.place(work), parity, parity);
-      ordinal += tiles;
-      ++tokens;
+      if (work.whole()) continue;
+      join(work);
+      if (tiles > 0 && ordinal % 2 == group) arrive_as_warp(s.empty[1 - group]);
     }
   }
 
-  __device__ void write_empty(const TokenWork& work, int64_t place) {
+  __device__ void write_empty(const TokenWork& work) {
     for (int own = warp; own < kHeads && head_begin + own < p.heads; own += 4) {
-      if (lane == 0) finish_head(p, work.token, head_begin + own, work.whole(), place, 0.0f, kLowest, kLowest);
-      write_row(p, work.token, head_begin + own, work.whole(), place, nullptr, 0.0f, lane);
+      if (lane == 0) finish_head(p, work.token, head_begin + own, true, 0, 0.0f, kLowest, kLowest);
+      write_row(p, work.token, head_begin + own, true, 0, nullptr, 0.0f, lane);
     }
   }
 };
@@ -396,10 +428,13 @@ __global__ void __launch_bounds__(Roles<kCode>::kThreads, 1)
     for (int i = 0; i < kStages; ++i) init_barrier(s.full[i], R::kTileArrivals), init_barrier(s.empty[i], 4);
     for (int i = 0; i < kConsumerGroups; ++i) init_barrier(s.weights_free[i], 4);
     init_barrier(s.q_full, R::kProducerWarps), init_barrier(s.q_empty, kConsumerWarps);
-    init_barrier(s.deposited, 4);
+    init_barrier(s.deposited, 4), init_barrier(s.team, blocks_of_cluster());
     if constexpr (kCode == Code::e4m3) s.ring.init();
   }
-  __syncthreads();
+  if (blocks_of_cluster() > 1)
+    sync_cluster();
+  else
+    __syncthreads();
   wait_for_kernel_before();
   let_next_kernel_begin();
   const int head_begin = blockIdx.x * kHeads;

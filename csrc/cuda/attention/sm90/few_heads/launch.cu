@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <atomic>
+
 #include "cuda/attention/sm90/few_heads/kernel.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/ops.h"
@@ -7,11 +10,62 @@ namespace {
 
 using namespace sm90::few_heads;
 
+cudaLaunchAttribute clustered(int blocks) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = 1, cluster.val.clusterDim.y = blocks, cluster.val.clusterDim.z = 1;
+  return cluster;
+}
+
+constexpr int kMostInCluster = 16, kFewestInCluster = 2;  // more than 8 has to be asked for
+
+// How many clusters of so many blocks the GPU holds at once: their blocks share a part of the GPU, so not all
+// processors can be used.
+template <Code kCode, int kHeads>
+int clusters_at_once(int blocks) {
+  static std::atomic<int> known[64][kMostInCluster + 1];
+  int device;
+  check(cudaGetDevice(&device), "device");
+  std::atomic<int>* const entry = device < 64 ? &known[device][blocks] : nullptr;
+  if (entry && *entry > 0) return *entry - 1;
+  const void* kernel = reinterpret_cast<const void*>(attention_kernel<kCode, kHeads>);
+  cudaLaunchAttribute cluster = clustered(blocks);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1, blocks);
+  config.blockDim = dim3(Roles<kCode>::kThreads);
+  config.dynamicSmemBytes = kSharedBytes<kCode, kHeads>;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  int count;
+  check(allow_shared(kernel, kSharedBytes<kCode, kHeads>), "sparse_attention");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "sparse_attention");
+  check(cudaOccupancyMaxActiveClusters(&count, kernel, &config), "sparse_attention");
+  if (entry) *entry = count + 1;
+  return count;
+}
+
+// The smallest cluster that merges a token on its own, where the plan cuts every token into as many parts; else a large
+// one, which merges more on the way, where all workers that can have work find room in such.
+template <Code kCode, int kHeads>
+int cluster_of(const AttentionProblem& p) {
+  int64_t tiles = 0;
+  for (int i = 0; i < p.list_count; ++i) tiles += tiles_of(p.lists[i].topk, sm90::kTileTokens);
+  const int64_t busy = std::min<int64_t>(p.workers, p.tokens * tiles) * ((p.heads + kHeads - 1) / kHeads);
+  const auto fits = [&](int blocks) { return busy <= int64_t{blocks} * clusters_at_once<kCode, kHeads>(blocks); };
+  for (const int blocks : {4, 8, 16})
+    if (p.workers == p.tokens * blocks && fits(blocks)) return blocks;
+  return fits(8) ? 8 : kFewestInCluster;
+}
+
 template <Code kCode, int kHeads>
 void run(const AttentionProblem& p, void* stream) {
-  const dim3 blocks((p.heads + kHeads - 1) / kHeads, p.workers);
-  launch_early(attention_kernel<kCode, kHeads>, blocks, Roles<kCode>::kThreads, kSharedBytes<kCode, kHeads>, stream,
-               "sparse_attention", p);
+  const int cluster = cluster_of<kCode, kHeads>(p);
+  const dim3 blocks((p.heads + kHeads - 1) / kHeads, (p.workers + cluster - 1) / cluster * cluster);
+  cudaLaunchAttribute attributes[2]{clustered(cluster), {}};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  launch(attention_kernel<kCode, kHeads>, blocks, Roles<kCode>::kThreads, kSharedBytes<kCode, kHeads>, stream,
+         "sparse_attention", p, attributes, 2);
 }
 
 template <Code kCode, int kHeads>

@@ -263,7 +263,7 @@ struct Scorer : Consumer<kCode> {
         arrive_as_warp(s.empty[stage]);
       }
       const bool empty = work.tile_end == work.tile_begin;
-      finish(work, place, tokens % 2);
+      finish(work, place, token % 2);
       if (!empty) ++tokens;
     }
   }
@@ -360,7 +360,7 @@ struct Adder : Consumer<kCode> {
         if constexpr (kScaled) asker.ask(s);
       }
       sync_named<32 * kConsumerWarps>(kTokenBarrier);
-      const float factor[2] = {s.factor[tokens % 2][head(0)], s.factor[tokens % 2][head(1)]};
+      const float factor[2] = {s.factor[token % 2][head(0)], s.factor[token % 2][head(1)]};
       this->write(work, worker.place(work), factor);
       if (!empty) ++tokens;
     }

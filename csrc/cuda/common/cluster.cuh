@@ -1,0 +1,77 @@
+// Blocks of one cluster: they run at the same time and read one another's shared memory. A block that was launched
+// without a cluster is alone in one.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/mma.cuh"
+
+namespace mla::cuda {
+
+__device__ __forceinline__ uint32_t rank_in_cluster() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ uint32_t blocks_of_cluster() {
+  uint32_t blocks;
+  asm("mov.u32 %0, %%cluster_nctaid.y;" : "=r"(blocks));
+  return blocks;
+}
+
+// Until all threads of all blocks of the cluster are here.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where a block's variable of the same name as this one's lies.
+__device__ __forceinline__ uint32_t address_in_block(const void* own, uint32_t rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
+  return address;
+}
+
+__device__ __forceinline__ uint32_t address_in_block(uint32_t own, uint32_t rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
+  return address;
+}
+
+__device__ __forceinline__ float4 load4(uint32_t shared_address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(shared_address)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ float4 load4_of_block(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
+// `count` arrivals at a barrier of any block of the cluster, after all that the thread has seen done.
+__device__ __forceinline__ void arrive_in_block(uint32_t barrier, int count) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
+               : "memory");
+}
+
+// As wait, and what other blocks did before they arrived can be seen.
+__device__ __forceinline__ void wait_for_blocks(uint64_t& barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(&barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace mla::cuda
