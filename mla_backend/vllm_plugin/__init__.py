@@ -1,0 +1,34 @@
+"""The plugin for vLLM: `vllm serve MODEL --attention-backend SPARSE_MLA`.
+
+vLLM finds the two functions here through the package's entry points and calls them in each of its processes, more than
+once. Neither imports vLLM unless vLLM is what calls it. docs/serving.md tells how to serve with it.
+
+    versions.py      what differs between vLLM's versions, all of it
+    config.py        what the user asked for: refused with a reason, or settled
+    backend.py       the attention backend: its metadata and its layers
+    step.py          what a step's layers share: lengths, plan, buffers
+    cpu_platform.py  vLLM's CPU platform, with sparse attention
+    cpu_indexer.py   the indexer on a CPU
+"""
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: adds the backend to vLLM's list. It is used only where it is asked for."""
+    from mla_backend.vllm_plugin import config, versions
+
+    missing = versions.missing()
+    if missing is not None:
+        versions.logger().error("mla-backend: %s", missing)
+        return
+    versions.add_backend()
+    versions.call_with_config(config.settle)
+
+
+def cpu_platform() -> str | None:
+    """Entry point `vllm.platform_plugins`: the platform to use, on vLLM's CPU builds; elsewhere None."""
+    from mla_backend.vllm_plugin import versions
+
+    # vLLM is still being imported when it asks this, so nothing of it may be imported here.
+    if not versions.is_cpu_build() or not versions.has_cpu_mla():
+        return None
+    return "mla_backend.vllm_plugin.cpu_platform.SparseMLACpuPlatform"

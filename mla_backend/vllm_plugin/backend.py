@@ -1,0 +1,266 @@
+"""The attention backend: all of a step's tokens, prefill and decode, attend to their slots in one call of our op."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
+
+import mla_backend
+from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin.config import CACHE_DTYPES, LATENT, ROPE
+from mla_backend.vllm_plugin.step import Step, StepBuffers
+
+MetadataBase, BuilderBase, LayerBase = versions.bases()
+SHORT_EXTEND = 128
+"""Tokens up to which a request's tokens of a step count as decode. It matters where the others may run as dense
+attention, which is cheaper for a prompt of up to top-k tokens but first expands keys and values for every head."""
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+class SparseMLABackend(AttentionBackend):
+    """What vLLM asks of a backend before it makes one."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        return versions.NAME
+
+    @staticmethod
+    def get_impl_cls() -> type["SparseMLALayer"]:
+        return SparseMLALayer
+
+    @staticmethod
+    def get_builder_cls() -> type["SparseMLAMetadataBuilder"]:
+        return SparseMLAMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return versions.block_sizes(_on_cpu())
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        quantised = CACHE_DTYPES.get(cache_dtype_str) == "fp8_ds_mla"
+        return num_blocks, block_size, mla_backend.FORMATS["fp8_ds_mla" if quantised else "bf16"].width
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [LATENT + ROPE]
+
+    @classmethod
+    def is_mla(cls) -> bool:
+        return True
+
+    @classmethod
+    def is_sparse(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+
+@dataclass(kw_only=True)
+class SparseMLAMetadata(MetadataBase):
+    """Of one batch."""
+
+    step: Step | None = None
+
+
+class SparseMLAMetadataBuilder(BuilderBase):
+    """Makes a batch's metadata out of tensors on the device alone: nothing waits for the device."""
+
+    metadata_cls = SparseMLAMetadata
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        parallel_config = vllm_config.parallel_config
+        self._init_reorder_batch_threshold(
+            SHORT_EXTEND if getattr(self, "_prefill_backend", None) is not None else 1,
+            supports_spec_as_decode=True,
+            # each token has its own list, so requests may have any number of tokens
+            supports_dcp_with_varlen=parallel_config.cp_kv_cache_interleave_size == 1,
+        )
+        model_config = vllm_config.model_config
+        # with decode context parallelism each device attends with all heads of its group, to a share of the tokens
+        heads = model_config.get_num_attention_heads(parallel_config) * parallel_config.decode_context_parallel_size
+        self.buffers = StepBuffers(
+            max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+            captured_tokens=versions.captured_tokens(vllm_config),
+            topk=model_config.hf_text_config.index_topk,
+            heads=heads,
+            device=device,
+            batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        )
+
+    def _build_req_id_per_token(self, common_attn_metadata: Any) -> Tensor:
+        batch = common_attn_metadata
+        return self.buffers.locate(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMLAMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        tokens = metadata.num_actual_tokens
+        if metadata.prefill is not None and metadata.prefill.use_dense_mha:
+            tokens = metadata.num_decode_tokens
+        metadata.step = Step(self.buffers, tokens)
+        return metadata
+
+
+class SparseMLALayer(LayerBase):
+    """The attention of one layer."""
+
+    can_return_lse_for_decode: bool = True
+    lse_base_on_e: bool = True
+    supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
+    supports_pcp: bool = False
+    supports_quant_query_input: bool = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        *,
+        indexer: Any = None,
+        sinks: Tensor | None = None,
+        **mla_args: Any,
+    ) -> None:
+        for name, value in (
+            ("alibi_slopes", alibi_slopes),
+            ("sliding_window", sliding_window),
+            ("logits_soft_cap", logits_soft_cap),
+        ):
+            if value:
+                raise NotImplementedError(f"{versions.NAME}: {name} must be unset; got {value}")
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            indexer=indexer,
+            **mla_args,
+        )
+        self.selects = indexer is not None
+        self.sinks = None if sinks is None else sinks.float()
+        # Short prefills as dense attention need one of vLLM's GPU kernels.
+        self.supports_dense_mha_prefill = not _on_cpu()
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+        **kwargs: Any,
+    ) -> None:
+        """Writes tokens, kv_c_normed `[N or more, 512]` and k_pe `[N or more, 1, 64]`, into slots `[N]`."""
+        if kv_cache.numel() == 0:
+            return
+        slots = slot_mapping.flatten()
+        mla_backend.cache_write(kv_c_normed[: len(slots)], k_pe[: len(slots)], kv_cache, slots)
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: SparseMLAMetadata,
+        layer: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """q, `[T, H, 576]` or `([T, H, 512], [T, H, 64])`, attends to the slots that the indexer picked:
+        `[T, H, 512]`, and with decode context parallelism the natural logarithm of the sums of exponentials,
+        fp32 `[T, H]`."""
+        tokens, heads = (q[0] if isinstance(q, tuple) else q).shape[:2]
+        step, buffers = attn_metadata.step, attn_metadata.step.buffers
+        if self.selects or step.slots is None or len(step.slots) != tokens:
+            step.slots = self._slots(tokens, kv_c_and_k_pe_cache.shape[1], attn_metadata)
+        out, lse = buffers.room_for_results(tokens, heads)
+        mla_backend.sparse_attention(
+            _bf16(q),
+            kv_c_and_k_pe_cache,
+            step.slots,
+            scale=self.scale,
+            topk_length=buffers.lengths[:tokens],
+            sink=self.sinks,
+            plan=step.plan_for(tokens),
+            workspace=buffers.workspace if heads == buffers.heads else None,
+            batch_invariant=buffers.batch_invariant,
+            out=out,
+            lse=lse,
+        )
+        return out.to(q[0].dtype), lse if self.dcp_world_size > 1 else None
+
+    def _slots(self, tokens: int, block_size: int, metadata: SparseMLAMetadata) -> Tensor:
+        """The slots that each token attends to, int32 `[tokens, topk]`, those that exist first."""
+        positions = self.topk_indices_buffer[:tokens]
+        if self.dcp_world_size > 1:
+            positions = local_positions(
+                positions, self.dcp_world_size, self.dcp_rank, metadata.cp_kv_cache_interleave_size
+            )
+        slots, counts = metadata.step.buffers.room_for_slots(tokens)
+        slots, _ = mla_backend.convert_indices(
+            positions,
+            metadata.block_table,
+            metadata.req_id_per_token[:tokens],
+            block_size,
+            compact=True,
+            slots=slots,
+            counts=counts,
+        )
+        return slots
+
+
+def local_positions(positions: Tensor, ranks: int, rank: int, interleave: int) -> Tensor:
+    """Where a rank keeps the tokens at these positions int32 `[T, topk]` of their sequences, -1 for what others keep.
+
+    With decode context parallelism each rank in turn keeps `interleave` tokens.
+    """
+    turn = positions // interleave
+    mine = (positions >= 0) & (turn % ranks == rank)
+    return torch.where(mine, turn // ranks * interleave + positions % interleave, -1)
+
+
+def _bf16(q: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    return tuple(part.bfloat16() for part in q) if isinstance(q, tuple) else q.bfloat16()

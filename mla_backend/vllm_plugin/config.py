@@ -1,0 +1,137 @@
+"""What the user asked of vLLM: refused with a reason where this backend can't do it, and settled where it can."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mla_backend.vllm_plugin import versions
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+LATENT, ROPE = 512, 64
+"""Dims of what is cached for a token."""
+MOST_HEADS = 256
+CACHE_DTYPES = {
+    "auto": "auto",
+    "bfloat16": "bfloat16",
+    "fp8": "fp8_ds_mla",
+    "fp8_e4m3": "fp8_ds_mla",
+    "fp8_ds_mla": "fp8_ds_mla",
+}
+"""What --kv-cache-dtype may be, and which format that is."""
+
+
+def settle(vllm_config: "VllmConfig") -> None:
+    """Refuses a configuration that asks for this backend and can't have it, with a ValueError that says why and what
+    to use instead; gives --kv-cache-dtype its meaning otherwise. Leaves all other configurations alone."""
+    from vllm.platforms import current_platform
+
+    if vllm_config.model_config is None or not versions.is_ours(vllm_config.attention_config.backend):
+        return
+    versions.warn_if_untried(current_platform.is_cpu())
+    if (missing := versions.missing_bases()) is not None:
+        raise ValueError(missing)
+    for reason in (
+        _library(current_platform),
+        _device(current_platform),
+        _model(vllm_config.model_config),
+        _dtype(vllm_config.model_config, current_platform.is_cpu()),
+        _cache_dtype(vllm_config),
+        _features(vllm_config, current_platform.is_cpu()),
+    ):
+        if reason is not None:
+            raise ValueError(f"{versions.NAME}: {reason}")
+    cache_config = vllm_config.cache_config
+    cache_config.cache_dtype = CACHE_DTYPES[cache_config.cache_dtype]
+    if cache_config.cache_dtype == "auto" and vllm_config.model_config.dtype != torch.bfloat16:
+        cache_config.cache_dtype = "bfloat16"  # "auto" would be the model's dtype
+
+
+def has_sparse_mla(model_config: "ModelConfig") -> bool:
+    """Whether a model's attention is what this backend computes: DeepSeek-V3.2's and GLM-5's."""
+    return _model(model_config) is None
+
+
+def _library(platform: Any) -> str | None:
+    try:
+        from mla_backend import library
+    except ImportError as error:
+        return str(error)
+    if platform.is_cuda() and not library.about()["cuda_archs"]:
+        return (
+            "mla-backend was built without CUDA. Install it again where nvcc is found, with MLA_BACKEND_CUDA=1; "
+            "or leave out --attention-backend."
+        )
+    return None
+
+
+def _device(platform: Any) -> str | None:
+    if platform.is_cpu():
+        from mla_backend.vllm_plugin.cpu_platform import SparseMLACpuPlatform
+
+        if isinstance(platform, SparseMLACpuPlatform):
+            return None
+        return (
+            "vLLM did not load the CPU platform of mla-backend. Unset VLLM_TARGET_DEVICE, and if VLLM_PLUGINS is set, "
+            "name mla_backend in it."
+        )
+    if not platform.is_cuda():
+        return f"needs an NVIDIA GPU, or a CPU build of vLLM; this is {platform.device_name}. Leave it out."
+    capability = platform.get_device_capability()
+    if capability is not None and capability.major < 8:
+        return f"needs a GPU of compute capability 8.0 or more; this one has {capability.as_version_str()}."
+    return None
+
+
+def _model(model_config: "ModelConfig") -> str | None:
+    text_config = model_config.hf_text_config
+    instead = "Leave out --attention-backend, and vLLM picks another for it."
+    kind = getattr(text_config, "model_type", "this model")
+    if not getattr(text_config, "index_topk", None) or not model_config.use_mla:
+        return (
+            "serves models with sparse multi-head latent attention, such as DeepSeek-V3.2 and GLM-5, and "
+            f"{kind} is none. {instead}"
+        )
+    sizes = tuple(getattr(text_config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    if sizes != (LATENT, ROPE) or getattr(text_config, "compress_ratios", None):
+        return (
+            f"caches {LATENT} latent and {ROPE} rope values a token; {kind} has a kv_lora_rank and a qk_rope_head_dim "
+            f"of {sizes[0]} and {sizes[1]}, or compresses its cache. {instead}"
+        )
+    heads = model_config.model_arch_config.total_num_attention_heads
+    if heads > MOST_HEADS:
+        return f"takes up to {MOST_HEADS} attention heads; {kind} has {heads}. {instead}"
+    return None
+
+
+def _dtype(model_config: "ModelConfig", on_cpu: bool) -> str | None:
+    accepted = (torch.bfloat16, torch.float32) if on_cpu else (torch.bfloat16,)
+    if model_config.dtype in accepted:
+        return None
+    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
+    return f"computes in bfloat16; got {model_config.dtype}. Use --dtype {names}."
+
+
+def _cache_dtype(vllm_config: "VllmConfig") -> str | None:
+    given = vllm_config.cache_config.cache_dtype
+    if given in CACHE_DTYPES:
+        return None
+    return f"--kv-cache-dtype must be one of {', '.join(CACHE_DTYPES)}; got {given}."
+
+
+def _features(vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return "has no prefill context parallelism. Use --decode-context-parallel-size, or another backend."
+    if parallel.decode_context_parallel_size > 1:
+        if on_cpu:
+            return "has no context parallelism on a CPU. Leave out --decode-context-parallel-size."
+        if not versions.has_context_parallelism():
+            return (
+                "the indexer of this vLLM knows nothing of --decode-context-parallel-size. "
+                "Install vllm 0.32 or 0.33, or leave it out."
+            )
+    if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
+        return "does not keep a part of the cache on the host (HiSparse). Leave that out, or use another backend."
+    return None

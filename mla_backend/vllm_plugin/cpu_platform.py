@@ -1,0 +1,63 @@
+"""vLLM's CPU platform, with sparse attention, which it refuses. All else is as vLLM has it."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.platforms import cpu_platform_plugin
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin.config import has_sparse_mla
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CpuPlatform: Any = resolve_obj_by_qualname(cpu_platform_plugin())
+"""What vLLM would use: there is more than one CPU platform."""
+VLLM_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+WORKER = "mla_backend.vllm_plugin.cpu_worker.SparseMLACpuWorker"
+BLOCK_SIZE = 64
+
+
+class SparseMLACpuPlatform(CpuPlatform):
+    @classmethod
+    def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> str:
+        if attn_selector_config.use_sparse and versions.is_ours(selected_backend):
+            return versions.CLASS_PATH
+        return super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs)
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
+        model_config, attention_config = vllm_config.model_config, vllm_config.attention_config
+        if model_config is None or not has_sparse_mla(model_config):
+            super().check_and_update_config(vllm_config)
+            return
+        if attention_config.backend is None:
+            attention_config.backend = versions.add_backend()
+        elif not versions.is_ours(attention_config.backend):
+            raise ValueError(
+                f"{attention_config.backend.name} does not run sparse attention on a CPU. "
+                f"Leave out --attention-backend, or name {versions.NAME}."
+            )
+        cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+        block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
+        # What vLLM's own MLA kernels for CPUs can't do, and has switched off for them, ours can.
+        asked = cache.enable_prefix_caching, scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
+        super().check_and_update_config(vllm_config)
+        cache.enable_prefix_caching, scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = asked
+        cache.block_size = block_size
+        if vllm_config.parallel_config.worker_cls == VLLM_WORKER:
+            vllm_config.parallel_config.worker_cls = WORKER
+        _run_eagerly(vllm_config)
+
+
+def _run_eagerly(vllm_config: "VllmConfig") -> None:
+    from vllm.config import CompilationMode
+
+    compilation = vllm_config.compilation_config
+    # The indexer and attention hand the selection over in a buffer. On a GPU vLLM cuts the compiled graph at both; on
+    # a CPU it compiles a model as a whole, and nothing would keep their order.
+    compilation.mode = CompilationMode.NONE
+    # vLLM's CPU op for rotary embedding gives wrong results for queries with more than one head and for keys that are
+    # a part of a wider tensor, both of which MLA has; PyTorch's ops don't.
+    if "+rotary_embedding" not in compilation.custom_ops:
+        compilation.custom_ops.append("-rotary_embedding")

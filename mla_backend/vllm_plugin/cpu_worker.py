@@ -1,0 +1,13 @@
+"""vLLM's worker for CPUs, which has the model use our indexer: the model is built in the worker's process."""
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from mla_backend.vllm_plugin import cpu_indexer
+
+
+class SparseMLACpuWorker(CPUWorker):
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        cpu_indexer.install()
+        super().load_model(*args, **kwargs)

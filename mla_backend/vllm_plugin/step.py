@@ -1,0 +1,110 @@
+"""What the layers of one step share: how long each token's list is, how the work is cut, and where results go."""
+
+import torch
+from torch import Tensor
+
+import mla_backend
+from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
+
+
+class StepBuffers:
+    """Tensors that outlive a step, so that a captured CUDA graph finds them at the same place.
+
+    Args:
+        max_tokens: of a step.
+        captured_tokens: of a step that runs as a CUDA graph. Its slots and results have a place here too; those of
+            larger steps are allocated as they come.
+        topk: slots that a token attends to, at most.
+        heads: query heads that attention sees on this device.
+        batch_invariant: a token's bits don't depend on what else is in the batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        captured_tokens: int,
+        topk: int,
+        heads: int,
+        device: torch.device,
+        batch_invariant: bool,
+    ) -> None:
+        self.topk, self.heads, self.device, self.batch_invariant = topk, heads, device, batch_invariant
+
+        def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        workers = default_workers(device, heads)
+        self.token_numbers = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        self.request_ids, self.lengths = room(max_tokens), room(max_tokens)
+        self.plan = room(workers, PLAN_COLUMNS)
+        self.workspace = room(workspace_floats(workers, heads), dtype=torch.float32) if device.type == "cuda" else None
+        self.slots, self.counts = room(captured_tokens, topk), room(captured_tokens)
+        self.out = room(captured_tokens, heads, VALUE_DIM, dtype=torch.bfloat16)
+        self.lse = room(captured_tokens, heads, dtype=torch.float32)
+
+    def locate(self, query_start_loc: Tensor, seq_lens: Tensor, tokens: int) -> Tensor:
+        """Finds out which request each token belongs to and how many tokens it may attend to, on the device.
+
+        Args:
+            query_start_loc: int32 `[R + 1]`, where each request's tokens begin.
+            seq_lens: int32 `[R]`, how long each request is, its tokens of this step included.
+            tokens: of the step. Those past the last request's are padding: they belong to request R, which has no row
+                in the block table, and attend to nothing.
+
+        Returns:
+            int32 `[tokens]`, each token's row of the block table. `lengths` has been filled as far, too.
+        """
+        requests = seq_lens.shape[0]
+        number, ids, lengths = (x[:tokens] for x in (self.token_numbers, self.request_ids, self.lengths))
+        ends = query_start_loc[1 : requests + 1]
+        torch.searchsorted(ends, number, right=True, out_int32=True, out=ids)
+        # a token stands as far before the end of its sequence as before the end of its request's tokens
+        before_first = (seq_lens - ends).index_select(0, ids.clamp(max=requests - 1))
+        torch.add(before_first, number, out=lengths)
+        lengths.add_(1).clamp_(0, self.topk).mul_(ids < requests)
+        return ids
+
+    def make_plan(self, tokens: int) -> Tensor:
+        """Plans for the first so many tokens of those located."""
+        return self._plan(tokens, self.plan)
+
+    def _plan(self, tokens: int, out: Tensor) -> Tensor:
+        return mla_backend.plan(
+            tokens, self.topk, topk_length=self.lengths[:tokens], batch_invariant=self.batch_invariant, out=out
+        )
+
+    def another_plan(self, tokens: int) -> Tensor:
+        """A plan for fewer tokens than the step's own is for."""
+        return self._plan(tokens, torch.empty_like(self.plan))
+
+    def room_for_slots(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """int32 `[tokens, topk]` and `[tokens]`."""
+        if tokens <= len(self.slots):
+            return self.slots[:tokens], self.counts[:tokens]
+        return (
+            torch.empty(tokens, self.topk, dtype=torch.int32, device=self.device),
+            torch.empty(tokens, dtype=torch.int32, device=self.device),
+        )
+
+    def room_for_results(self, tokens: int, heads: int) -> tuple[Tensor, Tensor]:
+        """bf16 `[tokens, heads, 512]` and fp32 `[tokens, heads]`."""
+        if tokens <= len(self.out) and heads == self.heads:
+            return self.out[:tokens], self.lse[:tokens]
+        return (
+            torch.empty(tokens, heads, VALUE_DIM, dtype=torch.bfloat16, device=self.device),
+            torch.empty(tokens, heads, dtype=torch.float32, device=self.device),
+        )
+
+
+class Step:
+    """One batch's share of the buffers: what the layers need besides their queries."""
+
+    def __init__(self, buffers: StepBuffers, tokens: int) -> None:
+        self.buffers, self.tokens = buffers, tokens
+        self.plan = buffers.make_plan(tokens)
+        self.slots: Tensor | None = None
+        """Of the last layer that has an indexer, for those that share its selection."""
+
+    def plan_for(self, tokens: int) -> Tensor:
+        return self.plan if tokens == self.tokens else self.buffers.another_plan(tokens)

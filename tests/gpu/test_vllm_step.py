@@ -1,0 +1,85 @@
+"""What a step of the vLLM backend does on a GPU, without vLLM: nothing waits, nothing is allocated under capture, and a
+captured graph follows new lengths."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_backend
+from conftest import assert_accurate, random_cache, score_error
+from mla_backend import reference
+from mla_backend.vllm_plugin.step import Step, StepBuffers
+
+pytestmark = pytest.mark.gpu
+TOKENS, TOPK, BLOCK_SIZE, BLOCKS, SCALE = 8, 256, 64, 16, 0.04
+
+
+def attend(step: Step, q: Tensor, cache: Tensor, picked: Tensor, table: Tensor) -> Tensor:
+    """As a layer does it."""
+    room = step.buffers
+    slots, counts = room.room_for_slots(len(q))
+    mla_backend.convert_indices(
+        picked, table, room.request_ids[: len(q)], BLOCK_SIZE, compact=True, slots=slots, counts=counts
+    )
+    out, lse = room.room_for_results(len(q), room.heads)
+    mla_backend.sparse_attention(
+        q,
+        cache,
+        slots,
+        scale=SCALE,
+        topk_length=room.lengths[: len(q)],
+        plan=step.plan_for(len(q)),
+        workspace=room.workspace,
+        out=out,
+        lse=lse,
+    )
+    return out
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_a_step_waits_for_nothing_and_its_graph_follows_new_lengths(heads, fmt):
+    cache = random_cache(fmt, BLOCKS, BLOCK_SIZE).cuda()
+    q = (torch.randn(TOKENS, heads, 576) * 10).bfloat16().cuda()
+    picked = torch.full((TOKENS, TOPK), -1, dtype=torch.int32, device="cuda")
+    table = torch.randperm(BLOCKS, dtype=torch.int32).view(4, 4).cuda()
+    room = StepBuffers(
+        max_tokens=64, captured_tokens=TOKENS, topk=TOPK, heads=heads, device=q.device, batch_invariant=False
+    )
+    batches = [([1, 1, 1, 1], [256, 40, 3, 130]), ([2, 2, 2, 0], [200, 64, 2, 0]), ([1, 4, 1, 2], [7, 256, 90, 33])]
+    graph, out = None, None
+    for queries, lengths in batches:
+        starts = torch.tensor([0, *queries]).cumsum(0).int()
+        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        slots = torch.full((TOKENS, TOPK), -1, dtype=torch.int32)
+        chosen = torch.full((TOKENS, TOPK), -1, dtype=torch.int32)
+        for row in range(4):
+            for i in range(queries[row]):
+                token, length = int(starts[row]) + i, lengths[row] - queries[row] + i + 1
+                positions = torch.randperm(length).int()[:TOPK]
+                chosen[token, : len(positions)] = positions
+                blocks = table[row].cpu()[positions.long() // BLOCK_SIZE]
+                slots[token, : len(positions)] = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+        picked.copy_(chosen)
+        starts, seq_lens = starts.cuda(), seq_lens.cuda()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            room.locate(starts, seq_lens, TOKENS)
+            step = Step(room, TOKENS)
+            eager = attend(step, q, cache, picked, table).clone()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        want = reference.sparse_attention(q.cpu(), cache.cpu(), slots, scale=SCALE)
+        assert_accurate((eager,), (want[0],), score_error=score_error(cache, heads))
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                before = torch.cuda.memory_stats()["allocation.all.allocated"]
+                out = attend(step, q, cache, picked, table)
+                assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, eager)

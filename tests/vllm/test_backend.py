@@ -1,0 +1,228 @@
+"""The backend's classes against the reference, without a server around them: what vLLM's contract asks of a backend."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import mla_backend
+import vllm_installed  # noqa: F401
+from conftest import assert_accurate, random_cache
+from mla_backend import reference
+from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin.step import Step, StepBuffers
+
+HEADS, TOPK, BLOCK_SIZE, BLOCKS = 5, 24, 16, 24
+SCALE = 0.04
+
+
+@pytest.fixture(scope="module")
+def backend():
+    versions.add_backend()
+    from mla_backend.vllm_plugin import backend
+
+    return backend
+
+
+class Batch:
+    """Requests that decode, extend and prefill, then tokens that are padding; and what an indexer picked for them."""
+
+    def __init__(self, query_lens: list[int], seq_lens: list[int], padding: int = 0):
+        self.query_lens, self.tokens = query_lens, sum(query_lens) + padding
+        ends = torch.tensor([0, *query_lens]).cumsum(0).int()
+        self.query_start_loc, self.seq_lens = ends, torch.tensor(seq_lens, dtype=torch.int32)
+        order = torch.randperm(BLOCKS).int()
+        blocks = [-(-length // BLOCK_SIZE) for length in seq_lens]
+        self.block_table = torch.full((len(seq_lens), max(blocks)), -1, dtype=torch.int32)
+        for row, count in enumerate(blocks):
+            self.block_table[row, :count], order = order[:count], order[count:]
+        self.positions = [
+            seq - query + i for query, seq in zip(query_lens, seq_lens, strict=True) for i in range(query)
+        ]
+        self.request_ids = [row for row, query in enumerate(query_lens) for _ in range(query)]
+        self.picked = torch.full((self.tokens + 3, TOPK), 7, dtype=torch.int32)  # what stood there before, all valid
+        for token, position in enumerate(self.positions):
+            chosen = torch.randperm(position + 1)[:TOPK].int()
+            self.picked[token] = -1
+            self.picked[token, : len(chosen)] = chosen
+
+    def slots(self) -> Tensor:
+        """The same as slots, a token at a time; none for padding."""
+        slots = torch.full((self.tokens, TOPK), -1, dtype=torch.int32)
+        for token, row in enumerate(self.request_ids):
+            for i, position in enumerate(self.picked[token].tolist()):
+                if position >= 0:
+                    block = self.block_table[row, position // BLOCK_SIZE]
+                    slots[token, i] = block * BLOCK_SIZE + position % BLOCK_SIZE
+        return slots
+
+
+def buffers(captured_tokens: int = 0, **more) -> StepBuffers:
+    given = dict(max_tokens=64, topk=TOPK, heads=HEADS, device=torch.device("cpu"), batch_invariant=False)
+    return StepBuffers(captured_tokens=captured_tokens, **{**given, **more})
+
+
+def layer_of(backend, picked: Tensor, indexer: object = None, sinks: Tensor | None = None):
+    """A layer without the model around it."""
+
+    class Layer(backend.SparseMLALayer):
+        topk_indices_buffer = picked
+
+    layer = object.__new__(Layer)
+    layer.scale, layer.sinks, layer.dcp_world_size, layer.dcp_rank = SCALE, sinks, 1, 0
+    layer.selects = indexer is not None
+    return layer
+
+
+def metadata_of(batch: Batch, room: StepBuffers, tokens: int | None = None) -> SimpleNamespace:
+    request_ids = room.locate(batch.query_start_loc, batch.seq_lens, batch.tokens)
+    return SimpleNamespace(
+        step=Step(room, batch.tokens if tokens is None else tokens),
+        req_id_per_token=request_ids,
+        block_table=batch.block_table,
+        cp_kv_cache_interleave_size=1,
+    )
+
+
+BATCHES = {
+    "decode": Batch([1, 1, 1], [40, 3, 77]),
+    "prefill": Batch([9, 30], [9, 30]),
+    "mixed": Batch([1, 3, 20, 5], [40, 3, 50, 80]),
+    "padded": Batch([1, 1], [40, 61], padding=6),
+    "speculative": Batch([3, 3, 3], [40, 30, 70], padding=3),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_tokens_know_their_request_and_how_much_they_may_attend_to(name):
+    batch, room = BATCHES[name], buffers()
+    ids = room.locate(batch.query_start_loc, batch.seq_lens, batch.tokens)
+    real = sum(batch.query_lens)
+    assert ids.tolist() == batch.request_ids + [len(batch.query_lens)] * (batch.tokens - real)
+    lengths = [min(position + 1, TOPK) for position in batch.positions]
+    assert room.lengths[: batch.tokens].tolist() == lengths + [0] * (batch.tokens - real)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("captured_tokens", [0, 64])
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_attends_to_what_the_indexer_picked(backend, name, captured_tokens, fmt):
+    batch = BATCHES[name]
+    wide = random_cache(fmt, BLOCKS, 2 * BLOCK_SIZE)
+    cache = wide[:, :BLOCK_SIZE]  # blocks lie apart, as where layers share them
+    q = (
+        (torch.randn(HEADS, batch.tokens, 512) * 10).bfloat16().transpose(0, 1),
+        (torch.randn(batch.tokens, HEADS, 64) * 10).bfloat16(),
+    )
+    room = buffers(captured_tokens)
+    room.out.fill_(torch.nan)
+    out, lse = layer_of(backend, batch.picked).forward_mqa(q, cache, metadata_of(batch, room), None)
+    assert lse is None, "it is wanted with context parallelism alone"
+    want = reference.sparse_attention(torch.cat(q, dim=-1), cache, batch.slots(), scale=SCALE)
+    assert_accurate((out,), (want[0],))
+    assert not out[sum(batch.query_lens) :].any(), "padding attends to nothing"
+    assert (out.data_ptr() == room.out.data_ptr()) == bool(captured_tokens)
+
+
+def test_fewer_tokens_than_the_batch_has_get_a_plan_of_their_own(backend):
+    batch = BATCHES["mixed"]
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(4, HEADS, 576).bfloat16()
+    out, _ = layer_of(backend, batch.picked).forward_mqa(q, cache, metadata_of(batch, buffers()), None)
+    want = reference.sparse_attention(q, cache, batch.slots()[:4], scale=SCALE)
+    assert_accurate((out,), (want[0],))
+
+
+def test_layers_without_an_indexer_reuse_the_selection_of_the_last_one_with(backend):
+    batch = BATCHES["decode"]
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
+    metadata = metadata_of(batch, buffers())
+    selecting, sharing = layer_of(backend, batch.picked, indexer=object()), layer_of(backend, batch.picked * 0 - 1)
+    first, _ = selecting.forward_mqa(q, cache, metadata, None)
+    second, _ = sharing.forward_mqa(q, cache, metadata, None)
+    assert torch.equal(first, second)
+    other = layer_of(backend, batch.picked * 0 - 1, indexer=object())
+    assert not other.forward_mqa(q, cache, metadata, None)[0].any(), "one with an indexer has its own"
+
+
+def test_sinks_reach_the_op(backend):
+    batch, sinks = BATCHES["decode"], torch.linspace(-2, 4, HEADS)
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
+    layer = layer_of(backend, batch.picked, sinks=sinks)
+    out, _ = layer.forward_mqa(q, cache, metadata_of(batch, buffers()), None)
+    want = reference.sparse_attention(q, cache, batch.slots(), scale=SCALE, sink=sinks)
+    assert_accurate((out,), (want[0],))
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+def test_ranks_of_decode_context_parallelism_merge_to_the_whole(backend, interleave):
+    """Each rank keeps every n-th run of tokens and attends to those; the parts merge by their natural-log lse."""
+    ranks, batch = 3, BATCHES["mixed"]
+    keys = random_cache("bf16", len(batch.seq_lens), 96)  # row r holds the tokens of request r, in order
+    q = (torch.randn(batch.tokens, HEADS, 576) * 3).bfloat16()
+    parts = []
+    for rank in range(ranks):
+        mine = [i for i in range(96) if i // interleave % ranks == rank]
+        cache = keys[:, mine].reshape(-1, BLOCK_SIZE, 576)  # 32 tokens, two blocks, a request
+        layer = layer_of(backend, batch.picked)
+        layer.dcp_world_size, layer.dcp_rank = ranks, rank
+        metadata = metadata_of(batch, buffers())
+        metadata.block_table = torch.arange(2 * len(batch.seq_lens), dtype=torch.int32).view(-1, 2)
+        metadata.cp_kv_cache_interleave_size = interleave
+        parts.append(layer.forward_mqa(q, cache, metadata, None))
+    out, lse = mla_backend.merge_partials([p[0].float() for p in parts], [p[1] for p in parts])
+    slots = torch.where(
+        batch.picked[: batch.tokens] < 0,
+        -1,
+        batch.picked[: batch.tokens] + 96 * torch.tensor(batch.request_ids)[:, None],
+    )
+    want = reference.sparse_attention(q, keys, slots.int(), scale=SCALE)
+    assert_accurate((out.bfloat16(), lse), want[:2])
+
+
+def test_batch_invariance_gives_a_token_the_same_bits_alone_and_in_a_batch(backend):
+    batch, cache = BATCHES["mixed"], random_cache("fp8_ds_mla", BLOCKS, BLOCK_SIZE)
+    q = torch.randn(batch.tokens, HEADS, 576).bfloat16()
+    room = buffers(batch_invariant=True)
+    together, _ = layer_of(backend, batch.picked).forward_mqa(q, cache, metadata_of(batch, room), None)
+    first = Batch([1], [40])
+    first.block_table = batch.block_table[:1]
+    alone, _ = layer_of(backend, batch.picked[:4]).forward_mqa(q[:1], cache, metadata_of(first, room), None)
+    assert torch.equal(alone[0], together[0])
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
+def test_tokens_are_written_as_the_reference_writes_them(backend, fmt):
+    layer = object.__new__(backend.SparseMLALayer)
+    kv_c, k_pe = torch.randn(7, 512).bfloat16(), torch.randn(7, 1, 64).bfloat16()
+    slots = torch.tensor([3, -1, 40, 0, 17])  # two tokens of the seven are padding
+    cache, want = (mla_backend.FORMATS[fmt].new_cache(4, BLOCK_SIZE) for _ in range(2))
+    layer.do_kv_cache_update(kv_c, k_pe, cache, slots, "auto", torch.ones(1), skip_scale=False)
+    reference.cache_write(kv_c[:5], k_pe[:5, 0], want, slots)
+    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
+    layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, "auto", torch.ones(1))  # before there is a cache
+
+
+def test_the_backend_says_of_itself_what_vllm_asks(backend):
+    ours = backend.SparseMLABackend
+    assert ours.get_name() == "SPARSE_MLA" and ours.is_mla() and ours.is_sparse() and ours.supports_sink()
+    assert ours.supports_batch_invariance() and ours.get_supported_head_sizes() == [576]
+    assert ours.get_kv_cache_shape(10, 64, 1, 576, "fp8_ds_mla") == (10, 64, 656)
+    assert ours.get_kv_cache_shape(10, 64, 1, 576, "auto") == (10, 64, 576)
+    for dtype in ("auto", "bfloat16", "fp8", "fp8_ds_mla"):
+        assert ours.supports_kv_cache_dtype(dtype)
+    assert not ours.supports_kv_cache_dtype("fp8_e5m2") and not ours.supports_dtype(torch.float16)
+
+
+def test_no_step_waits_for_the_device(backend, monkeypatch):
+    """Nothing in a step reads a value of a tensor back: on a GPU each time would be a wait."""
+    batch, room = BATCHES["mixed"], buffers(captured_tokens=64)
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(batch.tokens, HEADS, 576).bfloat16()
+    layer = layer_of(backend, batch.picked)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a value was read back from the device")
+
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__", "nonzero"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    layer.forward_mqa(q, cache, metadata_of(batch, room), None)

