@@ -61,7 +61,7 @@ def named(**names: str) -> Iterator[None]:
     """Errors that speak of an argument `ours` speak of `theirs` instead: named(ours="theirs")."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, FileNotFoundError) as error:
         for ours, theirs in names.items():
             if str(error).startswith(f"{ours} "):
                 raise type(error)(theirs + str(error)[len(ours) :]) from None

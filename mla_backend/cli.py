@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from mla_backend.generate import options as generate_options
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
@@ -22,7 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.add_argument("--brief", action="store_true", help="print only what runs here")
     doctor.set_defaults(run=_doctor)
-    options = parser.parse_args(arguments)
+    generate_options.add(commands).set_defaults(run=_generate)
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "generate" and not any(text.startswith("-") for text in rest):
+        options.prompts += rest  # argparse takes prompts that follow an option for nobody's
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options.run(options)
 
 
@@ -37,6 +44,21 @@ def _doctor(options: argparse.Namespace) -> int:
             report, Console(width=None if sys.stdout.isatty() else 120, highlight=False)
         )
     return 0 if report["library"]["loads"] else 1
+
+
+def _generate(options: argparse.Namespace) -> int:
+    try:
+        from mla_backend.generate.run import INTERRUPTED, WrongCommand, run
+    except ImportError as error:
+        print(f"mla-backend generate: error: {error}", file=sys.stderr)
+        return 2
+    try:
+        return run(options)
+    except WrongCommand as error:
+        print(f"mla-backend generate: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 if __name__ == "__main__":

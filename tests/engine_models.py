@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
 from mla_backend.engine import Batch, LayerCache, Model, new_caches
@@ -78,10 +79,10 @@ MODELS = {
 """Of each a class of transformers and what it is given besides SHAPE."""
 
 
-def theirs(name: str) -> nn.Module:
+def theirs(name: str, **changes) -> nn.Module:
     """transformers' model in fp32, with random weights of a size that makes attention and routing matter."""
     family, more = MODELS[name]
-    config = getattr(transformers, family + "Config")(**{**SHAPE, **more}, attn_implementation="eager")
+    config = getattr(transformers, family + "Config")(**{**SHAPE, **more, **changes}, attn_implementation="eager")
     model = getattr(transformers, family + "ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, value in model.state_dict().items():
@@ -209,6 +210,41 @@ def poison(cache: LayerCache) -> None:
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, SHAPE["vocab_size"], (length,), generator=generator).tolist()
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A token for each byte, an end, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|end|>", "<|user|>", "<|assistant|>"]
+    tokenizer = Tokenizer(models.BPE(vocab={text: i for i, text in enumerate(alphabet + special)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    own = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    own.chat_template = (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    own.save_pretrained(folder)
+
+
+def save_small(folder: Path, **more) -> Path:
+    """A checkpoint of two layers with a tokenizer, for tests of what is around the model."""
+    shape = dict(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        q_lora_rank=32,
+        index_topk=TOPK,
+        rope_parameters=PLAIN,
+    )
+    save(theirs("deepseek_v32", **{**shape, **more}), folder)
+    save_tokenizer(folder)
+    return folder
 
 
 def save(model: nn.Module, folder: Path) -> Path:

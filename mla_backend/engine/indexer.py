@@ -1,5 +1,7 @@
 """The indexer of DeepSeek sparse attention: which tokens of its context a token attends to."""
 
+from itertools import repeat
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,9 @@ from mla_backend.engine.config import INDEX_DIM, ModelConfig
 from mla_backend.engine.rope import rotate
 
 MOST_SCORES = 1 << 25
-"""fp32 numbers in a temporary, 128 MiB: a chunk of queries against a long context is scored in pieces of that."""
+"""fp32 numbers in a temporary, 128 MiB: many queries against long contexts are scored in pieces of that."""
+KEY_TILE = 512
+"""Keys that are scored at a time where bits must not depend on how long other contexts are."""
 
 
 class Indexer(nn.Module):
@@ -18,10 +22,15 @@ class Indexer(nn.Module):
 
     The released models turn queries and keys by a Hadamard matrix before they round them to FP8. It changes no score
     but by that rounding, and is left out here, as in transformers and vLLM.
+
+    Args:
+        batch_invariant: score in products of one shape. For batches of a constant number of requests with one token
+            each.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, batch_invariant: bool = False):
         super().__init__()
+        self.batch_invariant = batch_invariant
         self.heads, self.topk, self.rope_dim = config.index_heads, config.index_topk, config.rope_dim
         self.interleaved = config.index_rope_interleaved
         self.wq_b = nn.Linear(config.q_lora_rank, self.heads * INDEX_DIM, bias=False, dtype=dtype)
@@ -67,31 +76,65 @@ class Indexer(nn.Module):
     def _select(self, queries: Tensor, weights: Tensor, positions: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """Positions int32 `[T, topk or the longest context]`, rising, then -1. The order is that of the positions and
         not of the scores, so that attention adds up in one order however a prompt is cut into chunks."""
-        width = min(self.topk, max(batch.context_lengths, default=0))
-        chosen = torch.full((len(positions), width), -1, dtype=torch.int32, device=positions.device)
-        start = 0
-        for request, (count, context) in enumerate(zip(batch.token_counts, batch.context_lengths, strict=True)):
-            rows = slice(start, start + count)
-            start += count
+        longest = max(batch.context_lengths, default=0)
+        if longest <= self.topk:
+            return _all_up_to(positions, longest)
+        per_token = queries, weights, positions
+        if batch.decodes_only:
+            if self.batch_invariant:
+                longest = -(-longest // KEY_TILE) * KEY_TILE
+            return self._best_in_pieces(*per_token, batch.context_slots(slice(None), longest, cache.shape[1]), cache)
+        chosen = torch.full((len(positions), self.topk), -1, dtype=torch.int32, device=positions.device)
+        for rows, requests, context in batch.alike:
+            mine = [x[rows] for x in per_token]
             if context <= self.topk:
-                everything = torch.arange(context, dtype=torch.int32, device=positions.device)
-                chosen[rows, :context] = torch.where(everything > positions[rows].unsqueeze(1), -1, everything)
-                continue
-            keys = _gather(cache, batch.context_slots(request, cache.shape[1]))
-            piece = max(1, MOST_SCORES // (self.heads * context))
-            parts = (x[rows].split(piece) for x in (queries, weights, positions))
-            chosen[rows] = torch.cat([self._best(*part, keys) for part in zip(*parts, strict=True)])
+                chosen[rows, :context] = _all_up_to(mine[-1], context)
+            else:
+                slots = batch.context_slots(requests, context, cache.shape[1])
+                chosen[rows] = self._best_in_pieces(*mine, slots, cache)
         return chosen
 
-    def _best(self, queries: Tensor, weights: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
-        """The top-k among keys `[context, 128]`, int32 `[tokens, topk]`, of tokens of one request."""
-        context = len(keys)
-        scores = torch.relu(queries @ keys.T)  # [tokens, heads, context]
-        scores = (weights.unsqueeze(1) @ scores).squeeze(1)
-        later = torch.arange(context, device=keys.device) > positions.unsqueeze(1)
-        best = scores.masked_fill(later, -torch.inf).topk(self.topk)
-        found = torch.where(best.values == -torch.inf, context, best.indices).sort().values
-        return torch.where(found == context, -1, found).int()
+    def _best_in_pieces(
+        self, queries: Tensor, weights: Tensor, positions: Tensor, slots: Tensor, cache: Tensor
+    ) -> Tensor:
+        """The top-k of each of n tokens, int32 `[n, topk]`: among slots `[n, context]`, or `[1, context]` for all."""
+        piece = len(queries) if self.batch_invariant else max(1, MOST_SCORES // (self.heads * slots.shape[1]))
+        parts = zip(*(x.split(piece) for x in (queries, weights, positions)), strict=True)
+        each = slots.split(piece) if len(slots) > 1 else repeat(slots)
+        return _joined([self._best(*part, own, cache) for part, own in zip(parts, each, strict=False)])
+
+    def _best(self, queries: Tensor, weights: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+        context = slots.shape[1]
+        tiles = slots.split(KEY_TILE, dim=1) if self.batch_invariant else [slots]
+        scores = _joined([self._scores(queries, weights, _gather(cache, tile)) for tile in tiles], dim=1)
+        places = torch.arange(context, dtype=torch.int32, device=slots.device)
+        scores = scores.masked_fill(places > positions.unsqueeze(1), -torch.inf)
+        # of equal scores the earlier tokens, so that the choice depends on nothing else
+        worst = scores.topk(self.topk).values[:, -1:]
+        better, equal = scores > worst, (scores == worst) & (scores > -torch.inf)
+        room = self.topk - better.sum(1, keepdim=True, dtype=torch.int32)
+        keep = better | (equal & (equal.cumsum(1, dtype=torch.int32) <= room))
+        column = torch.where(keep, keep.cumsum(1) - 1, self.topk)  # what isn't kept goes to a column too many
+        chosen = torch.full((len(scores), self.topk + 1), -1, dtype=torch.int32, device=slots.device)
+        return chosen.scatter_(1, column, places.expand_as(column))[:, : self.topk]
+
+    def _scores(self, queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+        """fp32 `[n, keys]` of queries `[n, heads, 128]` and keys `[n or 1, keys, 128]`."""
+        if len(keys) == 1:
+            keys = keys[0]
+        scores = torch.relu(queries @ keys.transpose(-1, -2))  # [n, heads, keys]
+        return (weights.unsqueeze(1) @ scores).squeeze(1)
+
+
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    """What torch.cat would copy even if there is one part."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _all_up_to(positions: Tensor, context: int) -> Tensor:
+    """int32 `[T, context]`: each token's own position and all before it, then -1."""
+    everything = torch.arange(context, dtype=torch.int32, device=positions.device)
+    return torch.where(everything > positions.unsqueeze(1), -1, everything)
 
 
 def _write(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
@@ -103,5 +146,7 @@ def _write(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:
-    """fp32 `[N, 128]`."""
-    return cache.view(-1, INDEX_DIM)[slots] if cache.dtype == torch.float32 else gather_keys(cache, slots)
+    """fp32 `[..., 128]` of slots `[...]`; what negative ones give means nothing."""
+    if cache.dtype == torch.float32:
+        return cache.view(-1, INDEX_DIM)[slots]
+    return gather_keys(cache, slots.flatten()).unflatten(0, slots.shape)

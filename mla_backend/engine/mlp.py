@@ -49,25 +49,54 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Each token through a few of the experts, and through what they share."""
+    """Each token through a few of the experts, and through what they share.
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype):
+    A checkpoint has a tensor for each projection of each expert. `stack` lays them together, so that all experts are
+    one grouped product and nobody asks the device how many tokens went to which.
+
+    Args:
+        batch_invariant: give a token bits that don't depend on what the others are sent to, by computing every expert
+            for every token. For batches of a few tokens, all of the same size.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, batch_invariant: bool = False):
         super().__init__()
+        self.batch_invariant = batch_invariant
         self.gate = Router(config)
         self.experts = nn.ModuleList(MLP(config.hidden_size, config.expert_size, dtype) for _ in range(config.experts))
         self.shared_experts = MLP(config.hidden_size, config.expert_size * config.shared_experts, dtype)
+        self.gate_up: Tensor | None = None
+        self.down: Tensor | None = None
+
+    def stack(self) -> None:
+        """Takes the loaded weights of the experts together: `gate_up` `[experts, 2 * size, hidden_size]` and `down`
+        `[experts, hidden_size, size]`. Has to be called once, before the first forward pass."""
+        self.gate_up = torch.stack([torch.cat([e.gate_proj.weight, e.up_proj.weight]) for e in self.experts])
+        self.down = torch.stack([e.down_proj.weight for e in self.experts])
+        self.experts = None
 
     def forward(self, x: Tensor) -> Tensor:
         experts, weights = self.gate(x)
-        # each expert's tokens together: sorted by expert, a stretch for each
-        order = experts.flatten().argsort(stable=True)
-        tokens, weights = order // experts.shape[1], weights.flatten()[order].unsqueeze(1)
-        counts = experts.flatten().bincount(minlength=len(self.experts)).tolist()
-        out = torch.zeros_like(x, dtype=torch.float32)
-        start = 0
-        for expert, count in zip(self.experts, counts, strict=True):
-            if count:
-                part = slice(start, start + count)
-                out.index_add_(0, tokens[part], expert(x[tokens[part]]) * weights[part])
-            start += count
-        return out.to(x.dtype) + self.shared_experts(x)
+        chosen = (self._all if self.batch_invariant else self._grouped)(x, experts)  # [T, experts_per_token, hidden]
+        return (chosen.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype) + self.shared_experts(x)
+
+    def _grouped(self, x: Tensor, experts: Tensor) -> Tensor:
+        """Each expert's tokens together: sorted by expert, a stretch for each."""
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        ids = torch.arange(len(self.down), device=x.device)
+        ends = torch.searchsorted(flat[order], ids, right=True).int()
+        halves = functional.grouped_mm(x[order // experts.shape[1]], self.gate_up.transpose(1, 2), offs=ends)
+        out = functional.grouped_mm(_gated(halves), self.down.transpose(1, 2), offs=ends)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+        return out[back].unflatten(0, experts.shape)
+
+    def _all(self, x: Tensor, experts: Tensor) -> Tensor:
+        halves = x.expand(len(self.down), *x.shape) @ self.gate_up.transpose(1, 2)
+        out = _gated(halves) @ self.down.transpose(1, 2)  # [experts, T, hidden_size]
+        return out[experts, torch.arange(len(x), device=x.device).unsqueeze(1)]
+
+
+def _gated(halves: Tensor) -> Tensor:
+    gate, up = halves.chunk(2, dim=-1)
+    return functional.silu(gate) * up

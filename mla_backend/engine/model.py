@@ -43,7 +43,9 @@ class Attention(nn.Module):
     `w_key @ query` for one, and expand the sum of latent vectors that attention gives, not each value in it.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, sparse: SparseAttention):
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: torch.dtype, sparse: SparseAttention, batch_invariant: bool
+    ):
         super().__init__()
         self.config, self.sparse, self.scale = config, sparse, attention_scale(config)
         self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False, dtype=dtype)
@@ -55,7 +57,17 @@ class Attention(nn.Module):
         expanded = config.heads * (config.nope_dim + config.value_dim)
         self.kv_b_proj = nn.Linear(config.latent_dim, expanded, bias=False, dtype=dtype)
         self.o_proj = nn.Linear(config.heads * config.value_dim, config.hidden_size, bias=False, dtype=dtype)
-        self.indexer = None if config.shares_selection[layer] else Indexer(config, dtype)
+        self.indexer = None if config.shares_selection[layer] else Indexer(config, dtype, batch_invariant)
+        self.w_key: Tensor | None = None
+        self.w_value: Tensor | None = None
+
+    def absorb(self) -> None:
+        """Takes the loaded `kv_b_proj` apart: `w_key` `[H, nope_dim, 512]` and `w_value` `[H, 512, value_dim]`, each in
+        one piece, as products want them. Has to be called once, before the first forward pass."""
+        per_head = self.kv_b_proj.weight.unflatten(0, (self.config.heads, -1))
+        w_key, w_value = per_head.split([self.config.nope_dim, self.config.value_dim], dim=1)
+        self.w_key, self.w_value = w_key.contiguous(), w_value.transpose(1, 2).contiguous()
+        self.kv_b_proj = None
 
     def forward(
         self,
@@ -82,24 +94,28 @@ class Attention(nn.Module):
         if self.indexer is not None:
             selection = self.indexer(hidden, q_latent, positions, rotation, batch, cache.keys)
 
-        per_head = self.kv_b_proj.weight.unflatten(0, (config.heads, -1))  # [H, nope + value, 512]
-        w_key, w_value = per_head.split([config.nope_dim, config.value_dim], dim=1)
-        q = torch.cat([(q_nope.transpose(0, 1) @ w_key).transpose(0, 1), q_rope], dim=-1)  # [T, H, 576]
+        q = torch.cat([(q_nope.transpose(0, 1) @ self.w_key).transpose(0, 1), q_rope], dim=-1)  # [T, H, 576]
         slots, lengths = selection
         out = self.sparse.attend(q, cache.latent, slots, lengths, self.scale, plan)  # [T, H, 512]
-        values = (out.transpose(0, 1) @ w_value.transpose(1, 2)).transpose(0, 1)  # [T, H, value_dim]
+        values = (out.transpose(0, 1) @ self.w_value).transpose(0, 1)  # [T, H, value_dim]
         return self.o_proj(values.flatten(1)), selection
 
 
 class Layer(nn.Module):
     """Attention and an MLP or experts, each added to what went in."""
 
-    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, sparse: SparseAttention):
+    def __init__(
+        self, config: ModelConfig, layer: int, dtype: torch.dtype, sparse: SparseAttention, batch_invariant: bool
+    ):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.self_attn = Attention(config, layer, dtype, sparse)
+        self.self_attn = Attention(config, layer, dtype, sparse, batch_invariant)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.mlp = MoE(config, dtype) if config.is_moe[layer] else MLP(config.hidden_size, config.mlp_size, dtype)
+        self.mlp = (
+            MoE(config, dtype, batch_invariant)
+            if config.is_moe[layer]
+            else MLP(config.hidden_size, config.mlp_size, dtype)
+        )
 
     def forward(self, hidden: Tensor, *context) -> tuple[Tensor, Selection]:
         attended, selection = self.self_attn(self.input_layernorm(hidden), *context)
@@ -110,10 +126,10 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """The layers between token ids and the last hidden states."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, sparse: SparseAttention):
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, sparse: SparseAttention, batch_invariant: bool):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        self.layers = nn.ModuleList(Layer(config, i, dtype, sparse) for i in range(config.layers))
+        self.layers = nn.ModuleList(Layer(config, i, dtype, sparse, batch_invariant) for i in range(config.layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
 
 
@@ -124,12 +140,21 @@ class Model(nn.Module):
         config: its shape.
         dtype: what it computes in; routing and the indexer's choice are fp32 always.
         sparse: how it attends; by default with the ops of the library.
+        batch_invariant: give a token the same bits whatever else is in the batch, as long as all batches have the same
+            number of requests with one token each: `Runner` cuts its work so. Slower.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, sparse: SparseAttention | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        sparse: SparseAttention | None = None,
+        batch_invariant: bool = False,
+    ):
         super().__init__()
-        self.config, self.sparse = config, KernelAttention() if sparse is None else sparse
-        self.model = Decoder(config, dtype, self.sparse)
+        self.config, self.batch_invariant = config, batch_invariant
+        self.sparse = KernelAttention(batch_invariant) if sparse is None else sparse
+        self.model = Decoder(config, dtype, self.sparse, batch_invariant)
         self.lm_head = None
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
@@ -175,6 +200,7 @@ def load_model(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cpu",
     sparse: SparseAttention | None = None,
+    batch_invariant: bool = False,
 ) -> Model:
     """The model of a checkpoint: `config.json` and safetensors, in the Hugging Face layout.
 
@@ -183,9 +209,15 @@ def load_model(
         dtype: what the model computes in, and what weights are kept as.
         device: where it runs.
         sparse: how it attends; by default with the ops of the library.
+        batch_invariant: as for `Model`.
     """
     config = ModelConfig.from_folder(folder)
     with torch.device("meta"):  # nothing is allocated before the weights are read
-        model = Model(config, dtype, sparse)
+        model = Model(config, dtype, sparse, batch_invariant)
     load_weights(model, Checkpoint(folder, config.weight_block), config.layers, device)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.stack()
+        elif isinstance(module, Attention):
+            module.absorb()
     return model.eval()

@@ -227,6 +227,7 @@ def test_wrong_arguments_are_named(checkpoints):
 
 @pytest.mark.skipif(not (DOCS / "engine.md").is_file(), reason="needs the source tree")
 def test_the_example_in_the_docs_runs_and_prints_what_it_says(checkpoints, capsys):
-    code = re.search(r"```python\n(.+?)```", (DOCS / "engine.md").read_text(), re.DOTALL)[1]
+    example = r"<!-- example: run by tests/cpu/test_engine_model.py -->\n```python\n(.+?)```"
+    code = re.search(example, (DOCS / "engine.md").read_text(), re.DOTALL)[1]
     exec(code, {"folder": checkpoints("deepseek_v32")[1]})
     assert f"# {capsys.readouterr().out.strip()}" in code

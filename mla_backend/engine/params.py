@@ -1,0 +1,80 @@
+"""How a request wants its tokens sampled, and when it is finished."""
+
+import math
+from dataclasses import dataclass
+
+from mla_backend.arguments import require_count
+
+MOST_LOGPROBS = 20
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Greedy unless a temperature is given. Wrong values are errors that name them.
+
+    Of what the filters (top_k, top_p, min_p) leave, all three have to agree. They look at the distribution after the
+    repetition penalty and the temperature.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    """0 takes the likeliest token."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 for all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together have this probability."""
+    min_p: float = 0.0
+    """Only tokens that are this likely, compared with the likeliest."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens that were there before, in the prompt or after it, and multiplies others."""
+    seed: int | None = None
+    """A request with a seed gives the same samples again; sample i of n is what a request with seed + i gives."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a sample; they are not part of its text."""
+    stop_tokens: tuple[int, ...] = ()
+    """Tokens that end a sample, besides the model's own."""
+    ignore_eos: bool = False
+    """The model's own end is a token like others."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens' logprobs are wanted besides the sampled one's. They are the model's own, before
+    temperature, penalties and filters."""
+    n: int = 1
+    """Samples of one prompt, which is computed once."""
+
+    def __post_init__(self) -> None:
+        require_count("max_tokens", self.max_tokens, at_least=1)
+        require_count("top_k", self.top_k)
+        require_count("n", self.n, at_least=1)
+        _require_number("temperature", self.temperature, 0.0, math.inf)
+        _require_number("top_p", self.top_p, 0.0, 1.0, excludes_low=True)
+        _require_number("min_p", self.min_p, 0.0, 1.0)
+        _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, excludes_low=True)
+        if self.logprobs is not None:
+            require_count("logprobs", self.logprobs)
+            if self.logprobs > MOST_LOGPROBS:
+                raise ValueError(f"logprobs must be {MOST_LOGPROBS} or less; got {self.logprobs}")
+        if self.seed is not None:
+            require_count("seed", self.seed)
+            if self.seed > LARGEST_SEED:
+                raise ValueError(f"seed must be less than 2^63; got {self.seed}")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
+            raise TypeError(f"stop must be a tuple of texts that aren't empty; got {self.stop!r}")
+        if not isinstance(self.stop_tokens, tuple):
+            raise TypeError(f"stop_tokens must be a tuple of ints; got {self.stop_tokens!r}")
+        for token in self.stop_tokens:
+            require_count("stop_tokens", token)
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos must be a bool; got {self.ignore_eos!r}")
+
+    @property
+    def filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def _require_number(name: str, value: object, low: float, high: float, excludes_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number; got {value!r}")
+    if not low <= value <= high or math.isinf(value) or (excludes_low and value == low):
+        lowest = f"more than {low:g}" if excludes_low else f"{low:g} or more"
+        raise ValueError(f"{name} must be {lowest}{'' if math.isinf(high) else f' and at most {high:g}'}; got {value}")

@@ -1,0 +1,107 @@
+"""The tokens of a step, on the host."""
+
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kv_cache import Sequence, block_table, slot_mapping
+from mla_backend.engine.batch import Batch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of R sequences laid end to end, T of them."""
+
+    token_ids: Tensor
+    """int64 `[T]`, as the next two."""
+    positions: Tensor
+    slots: Tensor
+    table: Tensor
+    """int32 `[R, most blocks]`: each sequence's blocks, then -1."""
+    counts: list[int]
+    """Of each sequence's tokens."""
+    contexts: list[int]
+    """Of each sequence's tokens in the cache, with these."""
+    wanted: list[int]
+    """The tokens whose logits are wanted: those that are the last of their sequence."""
+
+    @staticmethod
+    def of(work: Many[tuple[Sequence, int]]) -> "Rows":
+        """The next tokens of each sequence, so many of it. They have to have room."""
+        sequences, counts = [sequence for sequence, _ in work], [count for _, count in work]
+        tokens, positions, wanted = array("i"), array("q"), []
+        for sequence, count in work:
+            end = sequence.computed + count
+            tokens.extend(sequence.tokens[sequence.computed : end])
+            positions.extend(range(sequence.computed, end))
+            if end == len(sequence):
+                wanted.append(len(tokens) - 1)
+        return Rows(
+            token_ids=torch.frombuffer(tokens, dtype=torch.int32).long(),
+            positions=torch.frombuffer(positions, dtype=torch.int64),
+            slots=slot_mapping(sequences, counts),
+            table=block_table(sequences),
+            counts=counts,
+            contexts=[sequence.computed + count for sequence, count in work],
+            wanted=wanted,
+        )
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Every sequence has one token."""
+        return len(self.counts) == len(self)
+
+    def cut(self, size: int) -> Iterator["Rows"]:
+        """Parts of so many tokens, the last one of fewer; each token is a sequence of its own there."""
+        table = self.table.repeat_interleave(torch.tensor(self.counts), dim=0)
+        for start in range(0, len(self), size):
+            part = slice(start, start + size)
+            positions = self.positions[part]
+            yield Rows(
+                self.token_ids[part],
+                positions,
+                self.slots[part],
+                table[part],
+                counts=[1] * len(positions),
+                contexts=(positions + 1).tolist(),
+                wanted=[place - start for place in self.wanted if start <= place < start + size],
+            )
+
+    def padded(self, size: int, blocks: int | None = None) -> "Rows":
+        """With tokens after these, to `size`, that have no slot and no blocks; and with `blocks` columns in the table.
+        Every sequence has to have one token."""
+        more = size - len(self)
+        width = self.table.shape[1]
+        return Rows(
+            functional.pad(self.token_ids, (0, more)),
+            functional.pad(self.positions, (0, more)),
+            functional.pad(self.slots, (0, more), value=-1),
+            functional.pad(self.table, (0, (width if blocks is None else blocks) - width, 0, more), value=-1),
+            self.counts + [1] * more,
+            self.contexts + [1] * more,
+            self.wanted,
+        )
+
+    def batch(self, device: torch.device, logits_at: list[int]) -> tuple[Tensor, Tensor, Batch]:
+        """What a model takes: token ids, positions and the batch, on its device; nothing is waited for."""
+        batch = Batch(
+            block_table=to_device(self.table, device),
+            slots=to_device(self.slots, device),
+            token_counts=self.counts,
+            context_lengths=self.contexts,
+            logits_at=to_device(torch.tensor(logits_at, dtype=torch.int64), device),
+        )
+        return to_device(self.token_ids, device), to_device(self.positions, device), batch
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """From the host, without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

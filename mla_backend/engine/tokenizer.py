@@ -1,0 +1,72 @@
+"""Tokens of texts and conversations, and texts of tokens, as the checkpoint's own tokenizer has them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Message = Mapping[str, str]
+"""Of a conversation: role and content."""
+
+
+class Tokenizer:
+    """The tokenizer of a checkpoint and, if it has one, its chat template.
+
+    Args:
+        folder: has `tokenizer.json`, or whatever else `transformers` can read.
+    """
+
+    def __init__(self, folder: str | Path):
+        try:
+            from transformers import AutoTokenizer
+        except ImportError as error:
+            raise ImportError(f"tokenizers need more packages: pip install 'mla-backend[engine]' ({error})") from error
+        self.folder = Path(folder)
+        try:
+            self._own = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        except Exception as error:  # transformers raises whatever the reader of a file happened to raise
+            raise ValueError(f"folder must have a tokenizer that transformers can read; {folder}: {error}") from error
+
+    @staticmethod
+    def is_in(folder: str | Path) -> bool:
+        """Whether a checkpoint has a tokenizer."""
+        return any((Path(folder) / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(getattr(self._own, "chat_template", None))
+
+    @property
+    def eos_token(self) -> int | None:
+        return self._own.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """With the special tokens that the tokenizer puts around a text."""
+        return self._own(text)["input_ids"]
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation, up to where the assistant's next answer begins."""
+        if not self.has_chat_template:
+            raise ValueError(f"messages need a chat template; the tokenizer in {self.folder} has none")
+        try:
+            return self._own.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except Exception as error:  # a template may raise anything about messages that it doesn't like
+            raise ValueError(f"messages can't be put into the chat template: {error}") from error
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Without special tokens."""
+        return self._own.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def end_tokens(folder: str | Path, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """What ends an answer: `eos_token_id` of `generation_config.json` or else of `config.json`, one or a list, and the
+    tokenizer's own."""
+    found = set()
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        tokens = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if tokens is not None:
+            found.update(tokens if isinstance(tokens, list) else [tokens])
+            break
+    if tokenizer is not None and tokenizer.eos_token is not None:
+        found.add(tokenizer.eos_token)
+    return frozenset(found)

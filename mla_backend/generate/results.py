@@ -1,0 +1,146 @@
+"""The lines that are written, one a finished request, and going on with a file of them."""
+
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mla_backend.engine.results import Completion, Result
+from mla_backend.generate.prompts import Item, Shape
+
+
+class ResultFile:
+    """JSON lines, each written at once, so that whoever kills us leaves at most the last one torn.
+
+    Args:
+        path: standard output if None.
+        resume: keep what is there, but for a torn last line. Otherwise a file with something in it is an error.
+    """
+
+    def __init__(self, path: Path | None, resume: bool):
+        self.finished: dict[str, str] = {}
+        """Ids of requests with a result, and their digests."""
+        if path is None:
+            self._file = sys.stdout.fileno()
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise ValueError(f"--output can't be written: {error}") from None
+        try:
+            self._take_over(path, resume)
+        except ValueError:
+            os.close(self._file)
+            raise
+
+    def _take_over(self, path: Path, resume: bool) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"--output {path} is being written by someone else") from None
+        if os.fstat(self._file).st_size and not resume:
+            raise ValueError(f"--output {path} has something in it; --resume goes on with it")
+        self._read(path)
+
+    def _read(self, path: Path) -> None:
+        whole = 0
+        with open(path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    record = json.loads(line)
+                    self.finished[record.get("custom_id") or record["id"]] = record["digest"]
+                except (ValueError, AttributeError, KeyError, TypeError):
+                    raise ValueError(
+                        f"--output {path} must have results to go on with; line {number} is none"
+                    ) from None
+                whole += len(line)
+        os.ftruncate(self._file, whole)
+
+    def write(self, record: dict[str, Any]) -> None:
+        data = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        while data:
+            data = data[os.write(self._file, data) :]
+
+    def close(self) -> None:
+        if self._file != sys.stdout.fileno():
+            os.close(self._file)
+
+
+def record(item: Item, result: Result, text_of: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:
+    """A finished request as a line.
+
+    Args:
+        text_of: decodes tokens, for their logprobs.
+    """
+    usage = {
+        "prompt_tokens": result.prompt_tokens,
+        "completion_tokens": sum(len(completion.tokens) for completion in result.completions),
+    }
+    if item.shape is Shape.PLAIN:
+        given = "prompt" if isinstance(item.prompt, str) else "messages" if _is_chat(item) else "tokens"
+        return {
+            "id": item.id,
+            given: item.prompt,
+            "completions": [_plain(completion, text_of) for completion in result.completions],
+            "usage": {**usage, "cached_tokens": result.cached_tokens},
+            "digest": item.digest,
+        }
+    chat = item.shape is Shape.CHAT
+    body = {
+        "id": item.id,
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": item.model,
+        "choices": [_choice(completion, chat, text_of) for completion in result.completions],
+        "usage": {
+            **usage,
+            "total_tokens": sum(usage.values()),
+            "prompt_tokens_details": {"cached_tokens": result.cached_tokens},
+        },
+    }
+    return {
+        "id": item.id,
+        "custom_id": item.id,
+        "response": {"status_code": 200, "request_id": item.id, "body": body},
+        "error": None,
+        "digest": item.digest,
+    }
+
+
+def _is_chat(item: Item) -> bool:
+    return isinstance(item.prompt[0], dict)
+
+
+def _plain(completion: Completion, text_of: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "tokens": completion.tokens,
+    }
+    if completion.logprobs:
+        line["logprobs"] = _logprobs(completion, text_of)
+    return line
+
+
+def _choice(completion: Completion, chat: bool, text_of: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:
+    says = {"message": {"role": "assistant", "content": completion.text}} if chat else {"text": completion.text}
+    logprobs = {"content": _logprobs(completion, text_of)} if completion.logprobs else None
+    return {"index": completion.index, **says, "finish_reason": completion.finish_reason, "logprobs": logprobs}
+
+
+def _logprobs(completion: Completion, text_of: Callable[[Sequence[int]], str] | None) -> list[dict[str, Any]]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text = {} if text_of is None else {"token": text_of([token])}
+        return {**text, "token_id": token, "logprob": logprob}
+
+    return [
+        {**entry(token, found.logprob), "top_logprobs": [entry(*other) for other in found.top]}
+        for token, found in zip(completion.tokens, completion.logprobs, strict=True)
+    ]

@@ -1,0 +1,176 @@
+"""Samples follow the distribution that was asked for, and nothing but their own request."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mla_backend.engine import SamplingParams
+from mla_backend.engine.sampler import Draw, sample
+
+VOCABULARY = 50
+DRAWS = 4000
+
+
+def draws(params: SamplingParams, count: int = DRAWS, seed: int = 1, **more) -> list[Draw]:
+    return [Draw(params, seed, place, **more) for place in range(count)]
+
+
+def frequencies(logits: torch.Tensor, params: SamplingParams, **more) -> torch.Tensor:
+    tokens, _ = sample(logits.expand(DRAWS, -1), draws(params, **more))
+    return torch.tensor(tokens).bincount(minlength=len(logits)) / DRAWS
+
+
+def assert_distributed(logits: torch.Tensor, params: SamplingParams, want: torch.Tensor, **more) -> None:
+    got = frequencies(logits, params, **more)
+    assert (got[want == 0] == 0).all()
+    # six standard deviations of a frequency
+    assert ((got - want).abs() <= 6 * (want * (1 - want) / DRAWS).sqrt() + 1e-9).all()
+
+
+def only(probabilities: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    kept = probabilities * keep
+    return kept / kept.sum()
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(VOCABULARY) * 2
+
+
+def test_greedy_takes_the_likeliest(logits):
+    tokens, logprobs = sample(logits.expand(3, -1), draws(SamplingParams(), 3))
+    assert tokens == [int(logits.argmax())] * 3 and logprobs == [None] * 3
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_temperature_shapes_the_distribution(logits, temperature):
+    want = (logits.double() / temperature).softmax(-1).float()
+    assert_distributed(logits, SamplingParams(temperature=temperature), want)
+
+
+def test_top_k_leaves_the_k_likeliest(logits):
+    p = logits.softmax(-1)
+    keep = torch.zeros(VOCABULARY, dtype=torch.bool)
+    keep[logits.topk(5).indices] = True
+    assert_distributed(logits, SamplingParams(temperature=1, top_k=5), only(p, keep))
+
+
+def test_top_p_leaves_the_fewest_that_reach_it(logits):
+    p = logits.softmax(-1)
+    values, order = p.sort(descending=True)
+    fewest = int((values.cumsum(0) < 0.7).sum()) + 1
+    keep = torch.zeros(VOCABULARY, dtype=torch.bool)
+    keep[order[:fewest]] = True
+    assert 1 < fewest < VOCABULARY
+    assert_distributed(logits, SamplingParams(temperature=1, top_p=0.7), only(p, keep))
+
+
+def test_min_p_leaves_what_is_likely_beside_the_likeliest(logits):
+    p = logits.softmax(-1)
+    keep = p >= 0.05 * p.max()
+    assert 1 < keep.sum() < VOCABULARY
+    assert_distributed(logits, SamplingParams(temperature=1, min_p=0.05), only(p, keep))
+
+
+def test_filters_have_to_agree(logits):
+    p = logits.softmax(-1)
+    keep = torch.zeros(VOCABULARY, dtype=torch.bool)
+    keep[logits.topk(4).indices] = True
+    keep &= p >= 0.1 * p.max()
+    assert_distributed(logits, SamplingParams(temperature=1, top_k=4, min_p=0.1, top_p=0.9999), only(p, keep))
+
+
+def test_the_likeliest_is_always_left(logits):
+    for params in (SamplingParams(temperature=1, top_p=1e-9), SamplingParams(temperature=1, min_p=1.0)):
+        assert sample(logits[None], draws(params, 1))[0] == [int(logits.argmax())]
+
+
+def test_a_repetition_penalty_makes_what_was_there_less_likely(logits):
+    seen = [int(logits.argmax()), int(logits.argmin())]
+    penalised = logits.clone()
+    for token in seen:
+        penalised[token] = logits[token] / 1.5 if logits[token] > 0 else logits[token] * 1.5
+    params = SamplingParams(temperature=1, repetition_penalty=1.5)
+    assert_distributed(logits, params, penalised.softmax(-1), seen=seen)
+    strong = SamplingParams(repetition_penalty=1e6)
+    assert sample(logits[None], draws(strong, 1, seen=seen))[0] != [seen[0]]
+
+
+def test_tiny_temperatures_and_infinite_logits_give_the_likeliest(logits):
+    logits[3] = -torch.inf
+    for temperature in (1e-3, 1e-45):
+        assert sample(logits[None], draws(SamplingParams(temperature=temperature), 1))[0] == [int(logits.argmax())]
+
+
+def test_logprobs_are_the_models_own(logits):
+    params = SamplingParams(temperature=0.5, top_k=3, repetition_penalty=2.0, logprobs=4)
+    tokens, logprobs = sample(logits[None], draws(params, 1, seen=[1, 2, 3]))
+    want = logits.log_softmax(-1)
+    best = want.topk(4)
+    assert logprobs[0].logprob == want[tokens[0]].item()
+    assert logprobs[0].top == tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    assert sample(logits[None], draws(SamplingParams(logprobs=0), 1))[1][0].top == ()
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5, 1.0]),
+    top_k=st.sampled_from([0, 3]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.3]),
+    logprobs=st.sampled_from([None, 2]),
+)
+
+
+@given(st.lists(st.tuples(PARAMS, st.integers(0, 2**63 - 1), st.integers(0, 1000)), min_size=1, max_size=8))
+def test_a_sample_depends_on_its_own_row_alone(rows):
+    logits = torch.randn(len(rows), VOCABULARY)
+    wanted = [Draw(params, seed, place, seen=[1, 5]) for params, seed, place in rows]
+    together = sample(logits, wanted)
+    one_by_one = [sample(logits[i : i + 1], wanted[i : i + 1]) for i in range(len(rows))]
+    assert together == ([t[0] for t, _ in one_by_one], [p[0] for _, p in one_by_one])
+    assert sample(logits, wanted, batch_invariant=True) == together
+
+
+def test_other_seeds_and_other_places_give_other_samples():
+    flat, params = torch.zeros(1, 100_000), SamplingParams(temperature=1.0)
+    found = {sample(flat, [Draw(params, seed, place)])[0][0] for seed in range(8) for place in range(8)}
+    assert len(found) > 60
+
+
+@pytest.mark.parametrize(
+    "field, value, error",
+    [
+        ("max_tokens", 0, "max_tokens must be 1 or more; got 0"),
+        ("temperature", -0.1, "temperature must be 0 or more; got -0.1"),
+        ("temperature", math.nan, "temperature must be 0 or more; got nan"),
+        ("temperature", math.inf, "temperature must be 0 or more; got inf"),
+        ("temperature", "hot", "temperature must be a number; got 'hot'"),
+        ("top_k", -1, "top_k must be 0 or more; got -1"),
+        ("top_k", 1.5, "top_k must be an int; got float"),
+        ("top_p", 0, "top_p must be more than 0 and at most 1; got 0"),
+        ("min_p", 1.1, "min_p must be 0 or more and at most 1; got 1.1"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be more than 0; got 0.0"),
+        ("seed", -1, "seed must be 0 or more; got -1"),
+        ("seed", 2**63, "seed must be less than 2"),
+        ("stop", "x", "stop must be a tuple of texts that aren't empty; got 'x'"),
+        ("stop", ("",), "stop must be a tuple of texts that aren't empty"),
+        ("stop_tokens", [1], "stop_tokens must be a tuple of ints"),
+        ("stop_tokens", (1.0,), "stop_tokens must be an int; got float"),
+        ("ignore_eos", 1, "ignore_eos must be a bool; got 1"),
+        ("logprobs", 21, "logprobs must be 20 or less; got 21"),
+        ("n", 0, "n must be 1 or more; got 0"),
+    ],
+)
+def test_wrong_parameters_are_named(field, value, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        SamplingParams(**{field: value})
+
+
+def test_as_many_draws_as_rows_are_needed(logits):
+    with pytest.raises(ValueError, match="draws must be 1, one a row of logits; got 2"):
+        sample(logits[None], draws(SamplingParams(), 2))

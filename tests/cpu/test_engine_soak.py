@@ -1,0 +1,103 @@
+"""Thousands of requests leave an engine as it was."""
+
+import gc
+import os
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import engine_models
+from mla_backend.engine import Collector, Engine, SamplingParams
+
+REQUESTS = 2000
+SHAPE = dict(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=32,
+    moe_intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    n_routed_experts=4,
+    num_experts_per_tok=1,
+    n_group=1,
+    topk_group=1,
+    q_lora_rank=16,
+    index_topk=16,
+    rope_parameters=engine_models.PLAIN,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    with engine_models.one_thread():
+        yield
+
+
+class Crowd:
+    """Sends requests of all sorts, changes its mind about some, and counts what becomes of them."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.draw = engine, random.Random(0)
+        self.finished = self.aborted = 0
+        self.open: list[str] = []
+        self.collector = Collector()
+
+    def send(self, count: int) -> None:
+        for _ in range(count):
+            prompt = [self.draw.randrange(3) for _ in range(self.draw.choice([1, 5, 20, 60]))]
+            params = SamplingParams(
+                max_tokens=self.draw.choice([1, 4, 16, 40]),
+                temperature=self.draw.choice([0.0, 1.0]),
+                seed=self.draw.randrange(100),
+                n=self.draw.choice([1, 1, 1, 3]),
+                ignore_eos=True,
+            )
+            self.open.append(self.engine.add(prompt, params))
+            while self.engine.status.waiting > 20:
+                self.step()
+        while self.engine.has_work:
+            self.step()
+
+    def step(self) -> None:
+        for update in self.engine.step():
+            if result := self.collector.add(update):
+                self.open.remove(result.id)
+                self.finished += 1
+        if self.open and self.draw.random() < 0.2:
+            id = self.open.pop(self.draw.randrange(len(self.open)))
+            self.engine.abort(id)
+            self.collector.drop(id)
+            self.aborted += 1
+
+
+def test_2000_requests_aborted_and_preempted_at_random_leave_an_empty_pool_and_no_memory(tmp_path):
+    torch.manual_seed(0)
+    engine_models.save(engine_models.theirs("deepseek_v32", **SHAPE), tmp_path)
+    engine = Engine(
+        tmp_path,
+        device="cpu",
+        dtype=torch.float32,
+        block_size=8,
+        memory=60 * 8 * 788,
+        most_running=48,
+        tokens_a_step=256,
+    )
+    crowd = Crowd(engine)
+    python_blocks, resident = [], []
+    for _ in range(4):
+        crowd.send(REQUESTS // 4)
+        gc.collect()
+        python_blocks.append(sys.getallocatedblocks())
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
+        cache = engine.status.cache
+        assert cache.free == cache.blocks == 60 and cache.sequences == 0
+    assert crowd.finished + crowd.aborted == REQUESTS and not crowd.open
+    assert crowd.aborted > 100 and engine.status.preemptions > 100 and cache.hit_tokens > 1000
+    # the first quarter fills what is kept on purpose, such as the names of cached prefixes
+    assert python_blocks[-1] - python_blocks[0] < 2000, python_blocks
+    assert resident[-1] - resident[0] < 16 * 2**20, resident

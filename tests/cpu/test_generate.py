@@ -1,0 +1,276 @@
+"""`mla-backend generate`, from the command line to the last result."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import engine_models
+from mla_backend import cli
+from mla_backend.engine import Engine, SamplingParams
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = ["--memory", "4M", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    with engine_models.one_thread():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return engine_models.save_small(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
+
+
+def generate(*arguments) -> int:
+    try:
+        return cli.main(["generate", *map(str, arguments), *SMALL])
+    except SystemExit as stopped:  # argparse's way out
+        return stopped.code
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def start(*arguments, **more) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mla_backend.cli", "generate", *map(str, arguments), *SMALL],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        **more,
+    )
+
+
+def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
+    """Until a process has written so many results."""
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+
+
+def test_prompts_from_arguments_are_answered_on_standard_output(model, capfd):
+    assert generate(model, "--max-tokens", 5, "--ignore-eos", "abc", "xyz") == 0
+    out, err = capfd.readouterr()
+    lines = {line["id"]: line for line in map(json.loads, out.splitlines())}
+    want = Engine(model, device="cpu", memory=2**22).generate(
+        ["abc", "xyz"], SamplingParams(max_tokens=5, ignore_eos=True)
+    )
+    for id, prompt, result in zip("12", ["abc", "xyz"], want, strict=True):
+        assert lines[id]["prompt"] == prompt and lines[id]["completions"][0]["text"] == result.text
+        assert lines[id]["completions"][0]["tokens"] == result.tokens
+    assert "2 of 2 requests, 10 tokens in" in err
+
+
+def test_standard_input_is_read(model, capfd, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    assert generate(model, "--max-tokens", 2, "--chat") == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert sorted(line["messages"][0]["content"] for line in lines) == ["one", "two"]
+
+
+def test_bad_lines_are_reported_by_number_and_the_rest_is_generated(model, tmp_path, capfd):
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    good = {"custom_id": "good", "method": "POST", "url": "/v1/chat/completions"}
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    source.write_text(
+        "\n".join(
+            [
+                json.dumps({**good, "body": body}),
+                '{"prompt": ',
+                json.dumps({"prompt": "x" * 5000, "id": "long"}),
+                json.dumps({"prompt": "y", "temperature": -3}),
+                json.dumps({"prompt": "fine", "id": "last"}),
+            ]
+        )
+    )
+    assert generate(model, "--input", source, "--output", output, "--max-tokens", 3) == 1
+    assert {line.get("custom_id", line["id"]) for line in lines_of(output)} == {"good", "last"}
+    err = capfd.readouterr().err
+    assert "line 2: no JSON" in err and "line 4: temperature must be 0 or more; got -3" in err
+    assert "line 3: prompt must be" in err and "2 of 3 requests" in err
+
+
+def test_all_sampling_options_arrive(model, tmp_path):
+    output = tmp_path / "out.jsonl"
+    options = "--temperature 0.9 --top-k 20 --top-p 0.9 --min-p 0.01 --repetition-penalty 1.1 --seed 3 --samples 2"
+    assert generate(model, "abc", "--output", output, "--max-tokens", 6, "--logprobs", 2, *options.split()) == 0
+    params = SamplingParams(
+        max_tokens=6, temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3, n=2, logprobs=2
+    )
+    want = Engine(model, device="cpu", memory=2**22).generate(["abc"], params)[0]
+    got = lines_of(output)[0]["completions"]
+    assert [completion["tokens"] for completion in got] == [completion.tokens for completion in want.completions]
+    assert len(got[0]["logprobs"][0]["top_logprobs"]) == 2
+
+
+def test_resume_needs_the_same_requests(model, tmp_path, capfd):
+    output = tmp_path / "out.jsonl"
+    assert generate(model, "abc", "--output", output, "--max-tokens", 2) == 0
+    before = output.read_text()
+    assert generate(model, "abc", "--output", output, "--max-tokens", 2) == 2
+    assert "has something in it; --resume goes on with it" in capfd.readouterr().err
+    assert generate(model, "abd", "--output", output, "--max-tokens", 2, "--resume") == 2
+    assert "request '1' has a result of others" in capfd.readouterr().err
+    assert generate(model, "abc", "--output", output, "--max-tokens", 2, "--resume") == 0
+    assert "1 of 1 requests are finished already" in capfd.readouterr().err
+    assert output.read_text() == before
+
+
+def test_kill_9_and_resume_lose_and_repeat_nothing(model, tmp_path):
+    source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("\n".join(f"prompt {i}" for i in range(40)))
+    arguments = (model, "--input", source, "--output", output, "--max-tokens", 20, "--ignore-eos", "--most-running", 4)
+    killed = start(*arguments)
+    wait_for_lines(output, 5, killed)
+    killed.kill()
+    killed.communicate()
+    finished = output.read_text()
+    assert 5 <= finished.count("\n") < 40
+    output.write_text(finished + '{"id": "7", "prompt": "torn')  # as if killed in the middle of a line
+    assert generate(*arguments, "--resume") == 0
+    assert output.read_text().startswith(finished)
+    lines = lines_of(output)
+    assert sorted(int(line["id"]) for line in lines) == list(range(1, 41))
+    assert all(line["prompt"] == f"prompt {int(line['id']) - 1}" for line in lines)
+    assert all(len(line["completions"][0]["tokens"]) == 20 for line in lines)
+
+
+def test_ctrl_c_ends_cleanly(model, tmp_path):
+    source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
+    source.write_text("\n".join(f"prompt {i}" for i in range(500)))
+    process = start(
+        model, "--input", source, "--output", output, "--max-tokens", 20, "--ignore-eos", "--most-running", 4
+    )
+    wait_for_lines(output, 3, process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130
+    assert "Traceback" not in err and "interrupted; with --output, --resume goes on from here" in err
+    lines = lines_of(output)  # whole lines all
+    assert 3 <= len(lines) < 500 and f"{len(lines)} of 500 requests" in err
+
+
+def test_a_reader_that_has_enough_ends_it_quietly(model):
+    process = start(model, "--max-tokens", "30", "--most-running", "2", stdin=subprocess.PIPE)
+    process.stdin.write("\n".join(f"prompt {i}" for i in range(300)))
+    process.stdin.close()
+    process.stdin = None
+    json.loads(process.stdout.readline())
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate()
+    assert process.returncode == 1 and "Traceback" not in err and "BrokenPipe" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        (["/no/such/model", "x"], "MODEL must be a folder with a config.json; /no/such/model has none"),
+        (["MODEL", ""], "PROMPT must not be empty"),
+        (["MODEL", "x", "--input", "y"], "PROMPT must be left out with --input; got both"),
+        (["MODEL", "--input", "/no/such/file"], "--input can't be read: "),
+        (["MODEL", "--input", "/dev/null"], "--input must have one prompt or more; got none"),
+        (["MODEL", "x", "--output", "/proc/no/out"], "--output can't be written: "),
+        (["MODEL", "x", "--resume"], "--resume needs --output, a file to go on with"),
+        (["MODEL", "x", "--max-tokens", "0"], "--max-tokens must be 1 or more; got 0"),
+        (["MODEL", "x", "--temperature", "-1"], "--temperature must be 0 or more; got -1.0"),
+        (["MODEL", "x", "--temperature", "hot"], "argument --temperature: invalid float value: 'hot'"),
+        (["MODEL", "x", "--top-p", "0"], "--top-p must be more than 0 and at most 1; got 0.0"),
+        (["MODEL", "x", "--samples", "0"], "--samples must be 1 or more; got 0"),
+        (["MODEL", "x", "--stop", ""], "--stop must be a tuple of texts that aren't empty"),
+        (["MODEL", "x", "--stop-token", "-1"], "--stop-token must be 0 or more; got -1"),
+        (["MODEL", "x", "--logprobs", "21"], "--logprobs must be 20 or less; got 21"),
+        (["MODEL", "x", "--memory", "lots"], "argument --memory: must be a size such as 4G or 512M; got 'lots'"),
+        (["MODEL", "x", "--memory", "1K"], "--memory must be 100864 bytes, a block, or more; got 1024"),
+        (["MODEL", "x", "--max-model-len", "5000"], "--max-model-len must be at most 4096"),
+        (["MODEL", "x", "--kv-cache", "fp4"], "argument --kv-cache: invalid choice: 'fp4'"),
+        (["MODEL", "x", "--dtype", "fp16"], "argument --dtype: invalid choice: 'fp16'"),
+        (["MODEL", "x", "--device", "tpu"], "--device must be cpu, cuda or cuda:N; got 'tpu'"),
+        (["MODEL", "x", "--tokens-a-step", "8"], "--tokens-a-step must be more than the 128 of most_running"),
+        (["MODEL", "x", "--block-size", "0"], "--block-size must be 1 or more; got 0"),
+        (["MODEL", "x", "--no-such-option"], "unrecognized arguments: --no-such-option"),
+    ],
+)
+def test_wrong_arguments_are_named(model, arguments, error, capfd):
+    assert cli_without_defaults(model, arguments) == 2
+    captured = capfd.readouterr()
+    assert error in captured.err and "Traceback" not in captured.err and captured.out == ""
+
+
+def cli_without_defaults(model: Path, arguments: list[str]) -> int:
+    try:
+        return cli.main(["generate", *(str(model) if text == "MODEL" else text for text in arguments)])
+    except SystemExit as stopped:
+        return stopped.code
+
+
+@pytest.mark.parametrize(
+    "spoil, error",
+    [
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json must be JSON"),
+        (lambda folder: (folder / "config.json").write_text('{"model_type": "llama"}'), "model_type must be one of"),
+        (lambda folder: (folder / "model.safetensors.index.json").unlink(), "MODEL must have model.safetensors.index"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "MODEL must have a tokenizer that transformers"),
+    ],
+)
+def test_a_spoilt_checkpoint_is_explained(tmp_path, spoil, error, model, capfd):
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    spoil(tmp_path)
+    assert generate(tmp_path, "x") == 2
+    err = capfd.readouterr().err
+    assert error in err and "Traceback" not in err
+
+
+def test_without_the_extra_it_says_what_to_install():
+    code = (
+        "import sys; sys.modules['safetensors'] = sys.modules['transformers'] = None; "
+        "from mla_backend import cli; sys.exit(cli.main(['generate', 'model', 'x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "pip install 'mla-backend[engine]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_gets_a_bar_with_speed_and_cache_usage(model, capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert generate(model, "abc", "--max-tokens", 30, "--ignore-eos") == 0
+    err = capfd.readouterr().err
+    assert "tokens/s, cache" in err and "1/1" in err
+
+
+def test_the_help_shows_every_option_with_its_default(capfd):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    out = capfd.readouterr().out
+    for option in (
+        "--input",
+        "--output",
+        "--resume",
+        "--kv-cache",
+        "--device",
+        "--memory",
+        "--max-model-len",
+        "--chat",
+    ):
+        assert option in out
+
+
+def test_doctor_still_refuses_what_it_does_not_know(capfd):
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "extra"])
+    assert "unrecognized arguments: extra" in capfd.readouterr().err
