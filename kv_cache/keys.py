@@ -55,7 +55,7 @@ def write_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
     for place, rows in zip(_parts(cache), _encode(keys, cache.dtype), strict=True):
         # a key without a slot writes what another one writes, to the same place, or else what is there already
         valid = (slots >= 0) & (slots < len(cache) * block_size)
-        example = valid.int().argmax()
+        example = valid.int().argmax(0, keepdim=True)  # an index of no dimension would be asked of the device
         target = torch.where(valid, slots, torch.where(valid.any(), slots[example], 0))
         block, offset = target // block_size, target % block_size
         instead = torch.where(valid.any(), rows[example], place[0, 0])
