@@ -39,7 +39,7 @@ class DecodeGraphs:
         self._positions = torch.zeros_like(self._token_ids)
         self._slots = torch.full_like(self._token_ids, -1)
         self._table = torch.full((most_rows, blocks), -1, dtype=torch.int32, device=self.device)
-        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Batch]] = {}
         self._pool = None
 
     @property
@@ -65,7 +65,7 @@ class DecodeGraphs:
             buffer[:size].copy_(to_device(values, self.device))
         if (size, context) not in self._captured:
             self._captured[size, context] = self._capture(size, context)
-        graph, logits = self._captured[size, context]
+        graph, logits, _ = self._captured[size, context]
         graph.replay()
         return logits[: len(rows)].clone()  # the next replay writes there again
 
@@ -76,7 +76,8 @@ class DecodeGraphs:
             length *= 2
         return min(length, self.most_tokens)
 
-    def _capture(self, size: int, context: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _capture(self, size: int, context: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Batch]:
+        # the batch's own tensors are not the graph's: whoever replays it has to keep them
         batch = Batch(
             block_table=self._table[:size],
             slots=self._slots[:size],
@@ -100,4 +101,4 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             logits = forward()
         self._pool = graph.pool()
-        return graph, logits
+        return graph, logits, batch
