@@ -6,6 +6,9 @@ from torch import Tensor
 import mla_backend
 from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
 
+FEW_TOKENS = 64
+"""From here on plans have the same number of rows, however many tokens there are."""
+
 
 class StepBuffers:
     """Tensors that outlive a step, so that a captured CUDA graph finds them at the same place.
@@ -34,11 +37,12 @@ class StepBuffers:
         def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        workers = default_workers(device, heads)
+        most_workers = max(self._workers(tokens) for tokens in {*range(1, FEW_TOKENS), max_tokens})
         self.token_numbers = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self.request_ids, self.lengths = room(max_tokens), room(max_tokens)
-        self.plan = room(workers, PLAN_COLUMNS)
-        self.workspace = room(workspace_floats(workers, heads), dtype=torch.float32) if device.type == "cuda" else None
+        self.plan = room(most_workers, PLAN_COLUMNS)
+        floats = workspace_floats(most_workers, heads) if device.type == "cuda" else 0
+        self.workspace = torch.zeros(floats, device=device) if floats else None
         self.slots, self.counts = room(captured_tokens, topk), room(captured_tokens)
         self.out = room(captured_tokens, heads, VALUE_DIM, dtype=torch.bfloat16)
         self.lse = room(captured_tokens, heads, dtype=torch.float32)
@@ -65,9 +69,12 @@ class StepBuffers:
         lengths.add_(1).clamp_(0, self.topk).mul_(ids < requests)
         return ids
 
+    def _workers(self, tokens: int) -> int:
+        return default_workers(self.device, self.heads, None if self.batch_invariant else tokens)
+
     def make_plan(self, tokens: int) -> Tensor:
         """Plans for the first so many tokens of those located."""
-        return self._plan(tokens, self.plan)
+        return self._plan(tokens, self.plan[: self._workers(tokens)])
 
     def _plan(self, tokens: int, out: Tensor) -> Tensor:
         return mla_backend.plan(
@@ -76,7 +83,7 @@ class StepBuffers:
 
     def another_plan(self, tokens: int) -> Tensor:
         """A plan for fewer tokens than the step's own is for."""
-        return self._plan(tokens, torch.empty_like(self.plan))
+        return self._plan(tokens, torch.empty_like(self.plan[: self._workers(tokens)]))
 
     def room_for_slots(self, tokens: int) -> tuple[Tensor, Tensor]:
         """int32 `[tokens, topk]` and `[tokens]`."""
