@@ -46,3 +46,10 @@ def test_other_ways_to_run_give_the_same_tokens(tmp_path, options):
     assert ours["finite"]
     assert ours["logprob_difference_mean"] <= 2 * noise["logprob_difference_mean"] + 1e-3
     assert ours["tokens_until_first_difference"] >= 0.5 * noise["tokens_until_first_difference"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [(), ("--eager",), ("--kv-cache-dtype", "auto")])
+def test_the_tiny_checkpoint_answers(options):
+    script = SCRIPT.with_name("recall_answers.py")
+    assert subprocess.run([sys.executable, script, *options]).returncode == 0
