@@ -44,7 +44,7 @@ def main() -> int:
         verdict = "[green]right[/green]" if good else f"[red]wrong, it is {text_of(prompt.answer)}[/red]"
         console.print(f"  {text_of(prompt.question):36} [bold]{answer:14}[/bold] {verdict}")
     cache = f"{given.kv_cache.upper()} cache on {engine.device}"
-    console.print(f"\n{right} of {len(asked)} right, with the {cache}. No text in training paired these names and values.")
+    console.print(f"\n{right} of {len(asked)} right, with the {cache}. Training never paired these names and values.")
     return 0 if right == len(asked) else 1
 
 

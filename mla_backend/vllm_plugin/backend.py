@@ -122,7 +122,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> Tensor:
         batch = common_attn_metadata
-        return self.buffers.locate(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens)
+        return self.buffers.locate(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, batch.max_query_len)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMLAMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)

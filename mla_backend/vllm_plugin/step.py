@@ -47,7 +47,7 @@ class StepBuffers:
         self.out = room(captured_tokens, heads, VALUE_DIM, dtype=torch.bfloat16)
         self.lse = room(captured_tokens, heads, dtype=torch.float32)
 
-    def locate(self, query_start_loc: Tensor, seq_lens: Tensor, tokens: int) -> Tensor:
+    def locate(self, query_start_loc: Tensor, seq_lens: Tensor, tokens: int, most_queries: int | None = None) -> Tensor:
         """Finds out which request each token belongs to and how many tokens it may attend to, on the device.
 
         Args:
@@ -55,12 +55,17 @@ class StepBuffers:
             seq_lens: int32 `[R]`, how long each request is, its tokens of this step included.
             tokens: of the step. Those past the last request's are padding: they belong to request R, which has no row
                 in the block table, and attend to nothing.
+            most_queries: the largest number of tokens that a request has, if the host knows it. A step in which every
+                request has one is then a matter of two launches.
 
         Returns:
             int32 `[tokens]`, each token's row of the block table. `lengths` has been filled as far, too.
         """
         requests = seq_lens.shape[0]
         number, ids, lengths = (x[:tokens] for x in (self.token_numbers, self.request_ids, self.lengths))
+        if most_queries == 1 and tokens == requests:
+            torch.clamp(seq_lens, 0, self.topk, out=lengths)
+            return ids.copy_(number)  # a graph captured in another step reads them there
         ends = query_start_loc[1 : requests + 1]
         torch.searchsorted(ends, number, right=True, out_int32=True, out=ids)
         # a token stands as far before the end of its sequence as before the end of its request's tokens

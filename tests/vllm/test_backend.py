@@ -100,8 +100,11 @@ def test_tokens_know_their_request_and_how_much_they_may_attend_to(name):
     ids = room.locate(batch.query_start_loc, batch.seq_lens, batch.tokens)
     real = sum(batch.query_lens)
     assert ids.tolist() == batch.request_ids + [len(batch.query_lens)] * (batch.tokens - real)
-    lengths = [min(position + 1, TOPK) for position in batch.positions]
-    assert room.lengths[: batch.tokens].tolist() == lengths + [0] * (batch.tokens - real)
+    lengths = [min(position + 1, TOPK) for position in batch.positions] + [0] * (batch.tokens - real)
+    assert room.lengths[: batch.tokens].tolist() == lengths
+    again = buffers()  # what the host knows of the batch changes nothing
+    known = again.locate(batch.query_start_loc, batch.seq_lens, batch.tokens, max(batch.query_lens))
+    assert torch.equal(known, ids) and again.lengths[: batch.tokens].tolist() == lengths
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
