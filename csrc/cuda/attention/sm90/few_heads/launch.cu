@@ -39,7 +39,10 @@ int clusters_at_once(int blocks) {
   int count;
   check(allow_shared(kernel, kSharedBytes<kCode, kHeads>), "sparse_attention");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "sparse_attention");
-  check(cudaOccupancyMaxActiveClusters(&count, kernel, &config), "sparse_attention");
+  if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();  // a GPU, or a part of one, that has no such clusters
+    count = 0;
+  }
   if (entry) *entry = count + 1;
   return count;
 }
