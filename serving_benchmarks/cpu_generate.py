@@ -180,8 +180,7 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
 def markdown(report: dict[str, Any]) -> str:
     """The README's table, from a result file."""
     where, results = report["environment"], report["results"]
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += ["| " + " | ".join(line) + " |" for line in rows(results)]
+    lines = result_file.table(HEADINGS, rows(results))
     shape = where["model"]
     lines += [
         "",

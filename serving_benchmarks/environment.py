@@ -16,7 +16,7 @@ def describe() -> dict[str, Any]:
     report = doctor.examine()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, "-m", _module(), *sys.argv[1:]]),
+        "command": " ".join([Path(sys.executable).name, "-m", _module(), *map(_without_folder, sys.argv[1:])]),
         "commit": _commit(),
         "system": report["system"],
         "python": platform.python_version(),
@@ -48,6 +48,11 @@ def _driver() -> str | None:
     except FileNotFoundError:
         return None
     return found.stdout.splitlines()[0] if found.returncode == 0 and found.stdout else None
+
+
+def _without_folder(argument: str) -> str:
+    """Where a file lay on the machine that measured tells nobody else anything."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _module() -> str:

@@ -371,8 +371,7 @@ def spread(result: dict[str, Any], name: str) -> str:
 def markdown(report: dict[str, Any]) -> str:
     """The README's table, from a result file."""
     where, results = report["environment"], report["results"]
-    lines = ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += ["| " + " | ".join(line) + " |" for line in rows(results)]
+    lines = result_file.table(HEADINGS, rows(results))
     vllm = where["vllm"]
     lines += [
         "",

@@ -43,6 +43,12 @@ def write(path: Path | None, results: Sequence[dict[str, Any]], console: Console
     console.print(f"written to {path}")
 
 
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
 def print_markdown(parser: argparse.ArgumentParser, path: Path, markdown: Callable[[dict[str, Any]], str]) -> None:
     """Prints a result file as the README's table."""
     try:

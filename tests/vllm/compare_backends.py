@@ -212,6 +212,10 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
     }
 
 
+NOT_OF_THE_RUN = ("checkpoint", "json", "run", "reversed")
+"""Options that say where files are, and those that a run of several gives its parts."""
+
+
 def in_a_process(options: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -251,7 +255,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         first = runs[options.backends[0]]
         again = in_a_process([*passed, "--run", options.backends[0], "--reversed"])
         found = {
-            "options": vars(options),
+            "options": {name: value for name, value in vars(options).items() if name not in NOT_OF_THE_RUN},
             "noise": compare(first, again),
             "against_first": {name: compare(first, runs[name]) for name in options.backends[1:]},
             "runs": runs,
