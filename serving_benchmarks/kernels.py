@@ -29,7 +29,7 @@ from torch import Tensor
 import mla_backend
 from mla_backend import reference
 from mla_backend.attention import workspace_floats
-from serving_benchmarks import environment, gpu_timing, kernel_report, peer_kernels, result_file
+from serving_benchmarks import ceilings, environment, gpu_timing, kernel_report, peer_kernels, result_file, suite_files
 from serving_benchmarks.batches import PATTERNS, Batch, positions
 from serving_benchmarks.peer_kernels import Prepared, Problem
 from serving_benchmarks.peers import VERSIONS
@@ -44,11 +44,6 @@ MOST_DECODE_QUERIES = 16
 """Requests with more query tokens are prefill."""
 REST_SECONDS = 0.3
 """Before a case is timed: the one before, and the check in float64, may have throttled the clock."""
-MATH_FLOPS = 780e12
-MEMORY_BYTES = 3.65e12
-L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}
-"""What an H200 was measured to do: a bf16 matrix product of 8192^3; gathering random rows of 656 bytes from memory into
-shared memory; gathering rows of a format from L2, out of a pool of 32K tokens, per second."""
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
 COSINE = {"ours": 5e-6, "peers": 2e-5}
 """Accuracy as docs/contract.md promises it, with the cosine distance of each token. FlashMLA's FP8 kernel has 1e-5."""
@@ -87,33 +82,17 @@ def cases(specs: Sequence[str], heads: Sequence[int], topks: Sequence[int], form
 
 
 FORMATS = ("fp8_ds_mla", "bf16")
-SWEEP_HEADS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128)
 
 
-def suite(name: str) -> list[Case]:
-    batches = ["1q1s32k", "8q1s32k", "32q1s32k", "128q1s32k"]
-    if name == "decode":
-        return cases(batches, (8, 16, 32, 64, 128), [2048], FORMATS)
-    if name == "prefill":
-        return cases(["q4ks8k", "q4ks32k", "q4ks128k"], (16, 64, 128), [2048], FORMATS)
-    if name == "sweep":
-        return cases(batches, SWEEP_HEADS, [2048], FORMATS)
-    headline = []
-    for fmt in FORMATS:
-        headline += cases(["128q1s32k"], (8, 16, 32, 64, 128), [2048], [fmt])
-        headline += cases(["32q1s32k", "8q1s32k"], [16], [2048], [fmt])
-        headline += cases(["1q1s32k"], (16, 128), [2048], [fmt])
-        headline += cases(["128q2s64k"], [128], [2048, 32768], [fmt])
-        headline += cases(["q4ks32k"], (16, 64, 128), [2048], [fmt])
-    return headline
-
-
-SUITES = {
-    "headline": "the README's table",
-    "decode": "1 to 128 requests of one query token, 8 to 128 heads",
-    "prefill": "4096 query tokens at contexts of 8K, 32K and 128K",
-    "sweep": "ours alone, 1 to 128 heads, to be drawn with --plot",
-}
+def suite_cases(suite: suite_files.Suite) -> list[Case]:
+    """The cases of a suite, in the order they are measured in."""
+    return [
+        case
+        for fmt in FORMATS
+        for entry in suite.entries
+        if fmt in entry.formats
+        for case in cases(entry.batches, entry.heads, entry.topk, [fmt])
+    ]
 
 
 class Caches:
@@ -263,9 +242,9 @@ def measure(
         "useful_flops": flops,
         "bytes": attended * (row_bytes + 4) + case.batch.tokens * case.heads * (2 * (576 + 512) + 4),
         "floor_seconds": {
-            "math": flops / MATH_FLOPS,
-            "memory": min(attended, case.batch.cached) * row_bytes / MEMORY_BYTES,
-            "l2": attended * row_bytes / L2_BYTES[case.format],
+            "math": flops / ceilings.MATH_FLOPS,
+            "memory": min(attended, case.batch.cached) * row_bytes / ceilings.MEMORY_BYTES,
+            "l2": attended * row_bytes / ceilings.L2_BYTES[case.format],
         },
         "seconds": {name: timing.as_dict() for name, timing in timings.items()},
         "accuracy": accuracy,
@@ -282,14 +261,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--suite", choices=SUITES, help="; ".join(f"{name}: {text}" for name, text in SUITES.items()))
+    what.add_argument(
+        "--suite",
+        metavar="NAME|FILE",
+        help="; ".join(f"{name}: {suite_files.load(name, FORMATS).description}" for name in suite_files.names())
+        + "; or a file of your own, see docs/reports.md",
+    )
     what.add_argument(
         "--batches", nargs="+", metavar="SPEC", help="128q1s32k is 128 requests of 1 query token at 32K tokens"
     )
     what.add_argument(
         "--heads", type=int, nargs="+", help="of a suite only these; with --batches the default is 16 128"
     )
-    what.add_argument("--topk", type=int, nargs="+", help="likewise; the default is 2048")
+    what.add_argument("--topk", type=int, nargs="+", help=f"likewise; the default is {suite_files.DEFAULT_TOPK}")
     what.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS, help="likewise; the default is all")
     what.add_argument(
         "--pattern",
@@ -304,7 +288,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     peers.add_argument(
         "--vllm", default=VERSIONS[0], metavar="VERSION", help="whose kernels in that folder; default: %(default)s"
     )
-    peers.add_argument("--ours-only", action="store_true", help="no peers, as in the suite sweep")
+    peers.add_argument("--ours-only", action="store_true", help="no peers, whatever the suite says")
     how = parser.add_argument_group("how")
     how.add_argument("--sets", type=int, default=4, help="of queries and lists, in turn; default: %(default)s")
     how.add_argument("--rounds", type=int, default=15, help="turns of every candidate; default: %(default)s")
@@ -327,14 +311,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         values = getattr(options, name)
         if values is not None and min(values if isinstance(values, list) else [values]) < 1:
             parser.error(f"--{name} must be 1 or more")
-    if options.heads and max(options.heads) > 256:
-        parser.error("--heads must be 256 or fewer")
+    if options.heads and max(options.heads) > suite_files.MOST_HEADS:
+        parser.error(f"--heads must be {suite_files.MOST_HEADS} or fewer")
     if options.rounds < 2:
         parser.error("--rounds must be 2 or more, or there is no spread")
     if options.suite:
+        try:
+            suite = suite_files.load(options.suite, FORMATS)
+        except suite_files.SuiteError as error:
+            parser.error(f"--suite: {error}")
+        options.ours_only |= not suite.peers
         options.cases = [
             case
-            for case in suite(options.suite)
+            for case in suite_cases(suite)
             if case.heads in (options.heads or [case.heads])
             and case.topk in (options.topk or [case.topk])
             and case.format in options.formats
@@ -343,7 +332,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--suite {options.suite} has no such heads, topk and formats")
     else:
         try:
-            options.cases = cases(options.batches, options.heads or [16, 128], options.topk or [2048], options.formats)
+            options.cases = cases(
+                options.batches, options.heads or [16, 128], options.topk or [suite_files.DEFAULT_TOPK], options.formats
+            )
         except ValueError as error:
             parser.error(f"--batches: {error}")
     result_file.require_writable(parser, options.output)
@@ -376,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     console = Console(stderr=True, highlight=False)
     loaded = {}
-    if not options.ours_only and options.suite != "sweep":
+    if not options.ours_only:
         loaded = peer_kernels.load(options.peers, options.vllm)
         for name, what in loaded.items():
             console.print(f"{kernel_report.TITLES[name]}: {what}")

@@ -64,11 +64,7 @@ def test_realistic_lists_are_mostly_recent_and_alike():
     assert len(set(first) & set(second)) > 1024
 
 
-def test_suites_have_the_shapes_that_users_ask_about():
-    headline = {(c.batch.spec, c.heads, c.topk, c.format) for c in kernels.suite("headline")}
-    assert {("128q1s32k", h, 2048, f) for h in (8, 16, 32, 64, 128) for f in kernels.FORMATS} <= headline
-    assert ("128q2s64k", 128, 32768, "fp8_ds_mla") in headline and ("q4ks32k", 16, 2048, "fp8_ds_mla") in headline
-    assert all(kernels.suite(name) for name in kernels.SUITES)
+def test_decode_is_told_from_prefill():
     assert [c.decode for c in kernels.cases(["8q2s1k", "q512s1k"], [16], [64], ["bf16"])] == [True, False]
 
 
@@ -161,13 +157,14 @@ def test_a_picture_is_drawn(report, tmp_path):
     ("arguments", "text"),
     [
         ([], "either --suite or --batches"),
-        (["--suite", "decode", "--batches", "q1"], "either --suite or --batches"),
+        (["--suite", "decode_by_heads", "--batches", "q1"], "either --suite or --batches"),
+        (["--suite", "nope"], "--suite: no suite is called 'nope': decode_by_batch, "),
         (["--batches", "seven"], "--batches: 'seven' is no batch"),
         (["--batches", "q1", "--heads", "0"], "--heads must be 1 or more"),
         (["--batches", "q1", "--heads", "300"], "--heads must be 256 or fewer"),
         (["--batches", "q1", "--rounds", "1"], "--rounds must be 2 or more"),
-        (["--suite", "decode", "--heads", "3"], "--suite decode has no such heads"),
-        (["--suite", "decode", "--output", "/proc/nope/x.json"], "--output: "),
+        (["--suite", "decode_by_heads", "--heads", "3"], "--suite decode_by_heads has no such heads"),
+        (["--suite", "decode_by_heads", "--output", "/proc/nope/x.json"], "--output: "),
     ],
 )
 def test_wrong_arguments_are_explained(arguments, text, capsys):
@@ -184,7 +181,7 @@ def test_a_file_that_is_no_result_is_explained(tmp_path, capsys):
 
 
 @no_gpu
-@pytest.mark.parametrize("arguments", [["kernels", "--suite", "decode"], ["cache_ops"]])
+@pytest.mark.parametrize("arguments", [["kernels", "--suite", "decode_by_heads"], ["cache_ops"]])
 def test_without_a_gpu_one_line_says_so(arguments):
     done = subprocess.run(
         [sys.executable, "-m", f"serving_benchmarks.{arguments[0]}", *arguments[1:]], capture_output=True, text=True
