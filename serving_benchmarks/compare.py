@@ -1,0 +1,415 @@
+"""What got faster or slower between two result files of one benchmark.
+
+    python -m serving_benchmarks.compare results/kernels.json kernels.json --limit 5%
+
+Where a peer was measured in the same process, ours is compared as a share of the peer's time, as one machine is up to
+a tenth faster than the next one of its kind; the peer is the fastest one that both files have in the same version.
+Everything else is compared as it is. A change counts where the spread of one file ends before that of the other one
+begins: the quartiles of the turns, or for percentiles of requests their 95 % confidence intervals.
+
+The exit status is 0 if nothing got slower by more than the limit, 1 if something did or no longer runs, and 2 if the
+files can't be compared.
+"""
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from serving_benchmarks import kernel_report
+from serving_benchmarks.result_kinds import NotUnderstood, ResultFile, load
+
+OUR_BACKENDS = ("SPARSE_MLA", "CUSTOM", "embedded")
+"""Of throughput and serve: the plugin under its names, and the engine. The others are what these are held to."""
+CONFIDENCE = 1.96
+"""Standard deviations on either side: 95 %."""
+SHOULD_BE_EQUAL = (
+    "cpu.model",
+    "cpu.cores",
+    "driver",
+    "torch.version",
+    "torch.threads",
+    "threads",
+    "vllm.version",
+    "transformers",
+    "peers",
+    "peer_attention",
+    "l2_flushed",
+    "model",
+    "settings",
+)
+"""Of the environments, beside the machine: where these differ, it may not be ours that changed."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Seconds, and the spread that they come with."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of_timing(cls, timing: dict[str, float]) -> "Span":
+        return cls(timing["median"], timing["lower_quartile"], timing["upper_quartile"])
+
+    @classmethod
+    def of_percentile(cls, samples: Sequence[float], share: float) -> "Span":
+        """A percentile of samples, with the ranks that it may have had in others of their kind."""
+        ordered, count = sorted(samples), len(samples)
+        spread = CONFIDENCE * math.sqrt(count * share * (1 - share))
+
+        def at(rank: float) -> float:
+            return ordered[min(max(round(rank), 0), count - 1)]
+
+        centre = share * (count - 1)
+        return cls(at(centre), at(math.floor(centre - spread)), at(math.ceil(centre + spread)))
+
+    def over(self, other: "Span") -> "Span":
+        """The share of another span, with the widest spread that both allow."""
+        return Span(self.value / other.value, self.low / other.high, self.high / other.low)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Something of ours that was timed, and what was timed beside it, each with its version."""
+
+    span: Span
+    yardsticks: dict[tuple[str, str | None], Span] = field(default_factory=dict)
+
+
+Measurements = dict[tuple[str, str], Measurement]
+"""By the case, and what of it was timed."""
+
+
+@dataclass(frozen=True)
+class Change:
+    case: str
+    what: str
+    seconds: tuple[float, float]
+    """Old and new."""
+    shares: tuple[float, float] | None
+    """The same over the yardstick's time in the same file; None for what was compared as it is."""
+    yardstick: str | None
+    """The peer that both are shares of."""
+    times: float
+    """The new time over the old one, both as shares where there are shares."""
+    sure: bool
+    """The spreads don't overlap."""
+
+    def beyond(self, limit: float) -> bool:
+        return self.times > 1 + limit
+
+
+@dataclass(frozen=True)
+class Comparison:
+    changes: list[Change]
+    only_old: list[str]
+    only_new: list[str]
+    no_longer: list[tuple[str, str]]
+    """Cases that ran in the old file and failed in the new one, and what they said."""
+    warnings: list[str]
+
+    def slower(self, limit: float) -> list[Change]:
+        """What got slower by more than the limit, and beyond the spread."""
+        return [change for change in self.changes if change.sure and change.beyond(limit)]
+
+
+def measurements(file: ResultFile) -> Measurements:
+    """All that a file has of ours, with what it can be held to."""
+    found: Measurements = {}
+    for case, what, measurement in _EXTRACT[file.kind](file):
+        key, again = (case, what), 1
+        while key in found:
+            again += 1
+            key = (f"{case} ({again})", what)
+        found[key] = measurement
+    return found
+
+
+Found = Iterator[tuple[str, str, Measurement]]
+
+
+def _kernels(file: ResultFile) -> Found:
+    loaded = file.environment.get("peers") or {}
+    for result in file.results:
+        case, seconds = result["case"], result["seconds"]
+        name = kernel_report.name_of(case) + ("" if case["pattern"] == "random" else f", {case['pattern']}")
+        peers = {
+            (kernel_report.TITLES.get(peer, peer), loaded.get(peer.split("_")[0])): Span.of_timing(timing)
+            for peer, timing in seconds.items()
+            if peer not in ("ours", "plan")
+        }
+        yield name, "attention", Measurement(Span.of_timing(seconds["ours"]), peers)
+        yield name, "plan", Measurement(Span.of_timing(seconds["plan"]))
+
+
+def _cpu_attention(file: ResultFile) -> Found:
+    for result in file.results:
+        case = result["case"]
+        name = f"b {case['batch']}, h {case['heads']}, {case['context']} slots, {case['format']}"
+        peers = _peers(file, result["seconds"])
+        yield name, "attention", Measurement(Span.of_timing(result["seconds"]["ours"]), peers)
+        if "ours on one thread" in result["seconds"]:
+            alone = Span.of_timing(result["seconds"]["ours on one thread"])
+            yield name, "attention on one thread", Measurement(alone, peers)
+
+
+def _kv_blocks(file: ResultFile) -> Found:
+    for result in file.results:
+        trace, seconds = result["trace"], result["seconds"]
+        name = f"{trace['name']}, {trace['requests']} requests" if "requests" in trace else trace["name"]
+        yield name, "bookkeeping", Measurement(Span.of_timing(seconds["ours"]), _peers(file, seconds))
+
+
+def _cpu_generate(file: ResultFile) -> Found:
+    for result in file.results:
+        case, seconds = result["case"], result["seconds"]
+        name = f"b {case['batch']}, {case['context']} + {case['new_tokens']} tokens, {case['kv_cache']}"
+        yield name, "generation", Measurement(Span.of_timing(seconds["ours"]), _peers(file, seconds))
+
+
+def _peers(file: ResultFile, seconds: dict[str, Any]) -> dict[tuple[str, str | None], Span]:
+    """All candidates that aren't ours, by name and version."""
+    versions = {
+        "vllm": (file.environment.get("vllm") or {}).get("version"),
+        "transformers": file.environment.get("transformers"),
+        "reference": (file.environment.get("torch") or {}).get("version"),
+    }
+    return {
+        (name, versions.get(name.split(",")[0])): Span.of_timing(timing)
+        for name, timing in seconds.items()
+        if not name.startswith("ours")
+    }
+
+
+def _cache_ops(file: ResultFile) -> Found:
+    """What moves memory is held to plain copies; the plan computes, and so do few tokens, mostly."""
+    copies = {
+        (result["op"], None): Span.of_timing(result["seconds"])
+        for result in file.results
+        if result["op"].startswith("copy")
+    }
+    for result in file.results:
+        op = result["op"]
+        if not op.startswith("copy"):
+            held_to = {} if op == "plan" else copies
+            name = f"{op}, {result['count']} tokens, {result['format']}"
+            yield name, "op", Measurement(Span.of_timing(result["seconds"]), held_to)
+
+
+def run_name(result: dict[str, Any]) -> str:
+    """A run of throughput or serve by what was asked for, without the backend: what is null was not asked for."""
+    case = {name: value for name, value in result["case"].items() if value is not None}
+    tokens = [case.pop(name, None) for name in ("input_len", "output_len")]
+    parts = [f"{tokens[0]} + {tokens[1]} tokens"] if None not in tokens else []
+    parts += [str(case.pop(name)) for name in ("workload", "source") if name in case]
+    units = {"num_prompts": "requests", "concurrency": "at once", "request_rate": "a second"}
+    parts += [f"{case.pop(name)} {unit}" for name, unit in units.items() if name in case]
+    hidden = {"seed": 0, "shared_prefix": 0, "burstiness": 1.0, "tensor_parallel_size": 1}
+    parts += [f"{name} {value}" for name, value in case.items() if value != hidden.get(name)]
+    return ", ".join(parts)
+
+
+def _throughput(file: ResultFile) -> Found:
+    yield from _runs(file, lambda result: {"all requests": Span.of_timing(result["seconds"])}, (0.5,))
+
+
+def _serve(file: ResultFile) -> Found:
+    def whole(result: dict[str, Any]) -> dict[str, Span]:
+        """The server's own speed, where requests did not come at a rate of their own."""
+        if result["case"].get("request_rate") is not None:
+            return {}
+        seconds = 1 / result["output_tokens_per_second"]
+        return {"an output token of all requests": Span(seconds, seconds, seconds)}
+
+    yield from _runs(file, whole, (0.5, 0.99))
+
+
+LATENCIES = {"ttft_s": "first token", "tpot_s": "later token", "e2e_s": "whole request"}
+
+
+def _runs(file: ResultFile, whole: Callable[[dict[str, Any]], dict[str, Span]], shares: Sequence[float]) -> Found:
+    """Each backend's times; of the others with the same case as yardsticks, where one of ours is there."""
+    timed: dict[tuple[str, str], dict[str, Span]] = {}
+    version = (file.environment.get("vllm") or {}).get("version")
+    for result in file.succeeded:
+        spans = whole(result)
+        for name, title in LATENCIES.items():
+            samples = [value for value in result["requests"][name] if value is not None]
+            for share in shares if samples else ():
+                spans[f"{title}, p{share * 100:.0f}"] = Span.of_percentile(samples, share)
+        for what, span in spans.items():
+            timed.setdefault((run_name(result), what), {})[result["backend"]] = span
+    any_of_ours = any(result["backend"] in OUR_BACKENDS for result in file.results)
+    for (case, what), backends in timed.items():
+        others = {(name, version): span for name, span in backends.items() if name not in OUR_BACKENDS}
+        for backend, span in backends.items():
+            if backend in OUR_BACKENDS:
+                yield f"{backend}, {case}", what, Measurement(span, others)
+            elif not any_of_ours:
+                yield f"{backend}, {case}", what, Measurement(span)
+
+
+_EXTRACT = {
+    "kernels": _kernels,
+    "cpu_attention": _cpu_attention,
+    "cache_ops": _cache_ops,
+    "kv_blocks": _kv_blocks,
+    "cpu_generate": _cpu_generate,
+    "throughput": _throughput,
+    "serve": _serve,
+}
+
+
+def _change(key: tuple[str, str], old: Measurement, new: Measurement) -> Change:
+    common = old.yardsticks.keys() & new.yardsticks.keys()
+    yardstick = min(common, key=lambda name: old.yardsticks[name].value, default=None)
+    before, after, shares = old.span, new.span, None
+    if yardstick is not None:
+        before, after = before.over(old.yardsticks[yardstick]), after.over(new.yardsticks[yardstick])
+        shares = before.value, after.value
+    sure = after.low > before.high or after.high < before.low
+    seconds, name = (old.span.value, new.span.value), yardstick and yardstick[0]
+    return Change(*key, seconds, shares, name, after.value / before.value, sure)
+
+
+def _failures(file: ResultFile) -> dict[str, str]:
+    return {f"{r['backend']}, {run_name(r)}": r["error"] for r in file.results if r.get("error")}
+
+
+def compare(old: ResultFile, new: ResultFile) -> Comparison:
+    """Compares two files of one kind. Raises NotUnderstood if their kinds differ, or they have nothing in common."""
+    if old.kind != new.kind:
+        raise NotUnderstood(
+            f"{old.path} is of {old.kind}, {new.path} of {new.kind}: only files of one benchmark compare"
+        )
+    before, after = measurements(old), measurements(new)
+    failed = _failures(new)
+    ran = {case for case, _ in before}
+    no_longer = [(case, why) for case, why in failed.items() if case in ran]
+    common = [key for key in before if key in after]
+    if not common and not no_longer:
+        raise NotUnderstood(f"{old.path} and {new.path} have no case in common")
+    changes = [_change(key, before[key], after[key]) for key in common]
+    only_old = [case for case in _only(before, after) if case not in dict(no_longer)]
+    return Comparison(changes, only_old, _only(after, before), no_longer, _warnings(old, new))
+
+
+def _only(these: Measurements, others: Measurements) -> list[str]:
+    """Cases that the others don't have, and of those that they have what else was timed here."""
+    cases = {case for case, _ in others}
+    missing = (key for key in these if key not in others)
+    return list(dict.fromkeys(f"{case}: {what}" if case in cases else case for case, what in missing))
+
+
+def _warnings(old: ResultFile, new: ResultFile) -> list[str]:
+    pairs = {"machine": (old.machine, new.machine)}
+    pairs |= {name: (_lookup(old.environment, name), _lookup(new.environment, name)) for name in SHOULD_BE_EQUAL}
+    found = {name: _difference(*pair) for name, pair in pairs.items()}
+    return [f"different {name}: {told[0]} and {told[1]}" for name, told in found.items() if told]
+
+
+def _lookup(environment: dict[str, Any], name: str) -> Any:
+    """The value of a dotted name; None if there is none."""
+    value: Any = environment
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _difference(old: Any, new: Any) -> tuple[str, str] | None:
+    """What differs, of dicts only the entries that do."""
+    if old == new:
+        return None
+    if isinstance(old, dict) and isinstance(new, dict):
+        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        return tuple(", ".join(f"{name} {side.get(name)}" for name in names) for side in (old, new))
+    return str(old), str(new)
+
+
+def _seconds(value: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if value >= size:
+            return f"{value / size:.4g} {unit}"
+    return f"{value * 1e6:.4g} us"
+
+
+def verdict(change: Change, limit: float) -> str | None:
+    """What is said of a change; None if there is nothing to say."""
+    if change.sure and change.times != 1:
+        if change.times < 1:
+            return "faster"
+        return "slower" if change.beyond(limit) else "slower, within the limit"
+    return "not sure: beyond the limit, within the spread" if change.beyond(limit) else None
+
+
+def show(comparison: Comparison, limit: float, console: Console) -> None:
+    """Prints what changed, worst first; nothing but a line if nothing did."""
+    for warning in comparison.warnings:
+        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    told = [(change, verdict(change, limit)) for change in comparison.changes]
+    told = sorted((pair for pair in told if pair[1]), key=lambda pair: -pair[0].times)
+    if told:
+        table = Table("case", "what", "old", "new", box=None, padding=(0, 1))
+        for heading in ("old share", "new share", "of", "change", ""):
+            table.add_column(heading)
+        for column in (*table.columns[2:6], table.columns[7]):
+            column.justify = "right"
+        for change, text in told:
+            seconds = map(_seconds, change.seconds)
+            shares = (f"{share:.3f}" for share in change.shares) if change.shares else ("", "")
+            yardstick = change.yardstick or ""
+            table.add_row(change.case, change.what, *seconds, *shares, yardstick, f"{change.times - 1:+.1%}", text)
+        console.print(table)
+    for case, why in comparison.no_longer:
+        console.print(f"no longer runs: {case}: {why}", highlight=False, markup=False)
+    for where, cases in (("old", comparison.only_old), ("new", comparison.only_new)):
+        for case in cases:
+            console.print(f"only in the {where} file: {case}", highlight=False, markup=False)
+    counts = {text: sum(one == text for _, one in told) for text in dict.fromkeys(text for _, text in told)}
+    summary = ", ".join(f"{count} {text}" for text, count in counts.items()) or "nothing changed beyond its spread"
+    console.print(f"{len(comparison.changes)} times compared, limit {limit * 100:g}%: {summary}", highlight=False)
+
+
+def _limit(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f"a percentage such as 5%, not {text!r}")
+    return float(found[1]) / 100
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("old", type=Path, metavar="OLD", help="a result file")
+    parser.add_argument("new", type=Path, metavar="NEW", help="one of the same benchmark")
+    parser.add_argument(
+        "--limit",
+        type=_limit,
+        default=0.05,
+        metavar="PERCENT",
+        help="how much longer something may take; default: 5%%",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        comparison = compare(load(options.old), load(options.new))
+    except NotUnderstood as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    show(comparison, options.limit, Console(width=180 if not sys.stdout.isatty() else None, highlight=False))
+    return 1 if comparison.slower(options.limit) or comparison.no_longer else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""Comparing two result files finds what got slower, and nothing else."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import result_examples
+from serving_benchmarks import compare
+from serving_benchmarks.result_kinds import FIELDS, NotUnderstood, ResultFile, load
+
+pytestmark = pytest.mark.skipif(not result_examples.COMMITTED["kernels"].is_file(), reason="needs the source tree")
+FILES = result_examples.every_kind() if result_examples.COMMITTED["kernels"].is_file() else {}
+OURS = {"SPARSE_MLA", "embedded"}
+
+
+def file(report: dict, name: str = "x") -> ResultFile:
+    command = report["environment"]["command"]
+    kind = command.split("-m serving_benchmarks.")[1].split()[0]
+    return ResultFile(Path(f"{name}.json"), kind, report["environment"], report["results"])
+
+
+def slow_down(entry: dict, times: float) -> None:
+    """Makes ours take so many times as long in one entry of any kind."""
+    seconds = entry.get("seconds", {})
+    for timing in [seconds] if "median" in seconds else [v for k, v in seconds.items() if k in ("ours", "plan")]:
+        for name in ("fastest", "median", "lower_quartile", "upper_quartile"):
+            timing[name] *= times
+    for name in ("ttft_s", "tpot_s", "e2e_s") if "requests" in entry else ():
+        entry["requests"][name] = [value and value * times for value in entry["requests"][name]]
+    if "output_tokens_per_second" in entry:
+        entry["output_tokens_per_second"] /= times
+
+
+def ours(report: dict) -> list[int]:
+    """The entries that are measurements of ours, not copies and backends they are held to."""
+    return [
+        number
+        for number, entry in enumerate(report["results"])
+        if not entry.get("op", "").startswith("copy") and entry.get("backend", "SPARSE_MLA") in OURS
+    ]
+
+
+def run(folder, old: dict, new: dict, *options: str, capsys) -> tuple[int, str, str]:
+    paths = [str(result_examples.write(folder, name, report)) for name, report in (("old", old), ("new", new))]
+    status = compare.main([*paths, *options])
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_and_itself_differ_in_nothing(name, tmp_path, capsys):
+    status, out, err = run(tmp_path, FILES[name], FILES[name], "--limit", "0%", capsys=capsys)
+    assert status == 0 and err == ""
+    assert out.count("\n") == 1 and "times compared, limit 0%: nothing changed beyond its spread" in out
+    assert not out.startswith("0 ")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_what_got_slower_is_found_and_nothing_else(data):
+    name = data.draw(st.sampled_from(sorted(FILES)))
+    old, new = FILES[name], copy.deepcopy(FILES[name])
+    number = data.draw(st.sampled_from(ours(old)))
+    slow_down(new["results"][number], 4.0)
+    one_entry = {**old, "results": [entry for i, entry in enumerate(old["results"]) if i in (number, *not_ours(old))]}
+    expected = {case for case, _ in compare.measurements(file(one_entry))}
+    for before, after, times in ((old, new, 4.0), (new, old, 0.25)):
+        found = compare.compare(file(before), file(after))
+        changed = [change for change in found.changes if change.times != 1]
+        assert {change.case for change in changed} == expected
+        assert all(change.times == pytest.approx(times) for change in changed)
+        slower = found.slower(0.05)
+        assert bool(slower) == (times > 1) and {change.case for change in slower} <= expected
+        assert not (found.only_old or found.only_new or found.no_longer or found.warnings)
+
+
+def not_ours(report: dict) -> list[int]:
+    return [number for number in range(len(report["results"])) if number not in ours(report)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.5, 2))
+def test_a_machine_that_is_slower_throughout_changes_no_share(times):
+    old, new = FILES["kernels"], copy.deepcopy(FILES["kernels"])
+    for entry in new["results"]:
+        for timing in entry["seconds"].values():
+            for name in ("median", "lower_quartile", "upper_quartile"):
+                timing[name] *= times
+    found = compare.compare(file(old), file(new))
+    assert all(change.times == pytest.approx(1) for change in found.changes if change.what == "attention")
+    assert all(change.yardstick for change in found.changes if change.what == "attention")
+    assert all(change.times == pytest.approx(times) for change in found.changes if change.what == "plan")
+
+
+@pytest.mark.parametrize(
+    ("times", "limit", "status", "text"),
+    [
+        (1.2, "5%", 1, "1 slower"),
+        (1.2, "30%", 0, "1 slower, within the limit"),
+        (0.5, "5%", 0, "1 faster"),
+        (1.03, "5%", 0, "1 slower, within the limit"),
+        (1.03, "2.5 %", 1, "1 slower"),
+    ],
+)
+def test_the_limit_decides_the_exit_status(times, limit, status, text, tmp_path, capsys):
+    new = copy.deepcopy(FILES["sweep"])
+    entry = new["results"][30]
+    entry["seconds"]["ours"] = {name: value * times for name, value in entry["seconds"]["ours"].items()}
+    found, out, _ = run(tmp_path, FILES["sweep"], new, "--limit", limit, capsys=capsys)
+    assert found == status and out.rstrip().endswith(text)
+    assert f"{entry['case']['batch']}, h {entry['case']['heads']}" in out and f"{times - 1:+.1%}" in out
+
+
+def test_a_change_within_the_spread_is_no_failure_but_is_told(tmp_path, capsys):
+    old = copy.deepcopy(FILES["sweep"])
+    timing = old["results"][0]["seconds"]["ours"]
+    timing["upper_quartile"] = timing["median"] * 1.5
+    new = copy.deepcopy(old)
+    new["results"][0]["seconds"]["ours"]["median"] *= 1.4
+    status, out, _ = run(tmp_path, old, new, capsys=capsys)
+    assert status == 0 and "1 not sure: beyond the limit, within the spread" in out
+
+
+def test_cases_of_one_file_only_are_named(tmp_path, capsys):
+    old, new = copy.deepcopy(FILES["kernels"]), copy.deepcopy(FILES["kernels"])
+    del new["results"][0], old["results"][3]
+    status, out, _ = run(tmp_path, old, new, capsys=capsys)
+    assert status == 0
+    assert "only in the old file: 128q1s32k, h 8, topk 2048, fp8_ds_mla\n" in out
+    assert "only in the new file: 128q1s32k, h 64, topk 2048, fp8_ds_mla\n" in out
+
+
+def test_a_timing_of_one_file_only_is_named():
+    new = copy.deepcopy(FILES["cpu_attention"])
+    del new["results"][0]["seconds"]["ours on one thread"]
+    found = compare.compare(file(FILES["cpu_attention"]), file(new))
+    assert found.only_old == ["b 1, h 16, 1024 slots, bf16: attention on one thread"] and not found.only_new
+
+
+def test_what_no_longer_runs_fails(tmp_path, capsys):
+    old, new = FILES["throughput"], copy.deepcopy(FILES["throughput"])
+    new["results"][0] = result_examples.failed(new["results"][0], "out of memory")
+    status, out, _ = run(tmp_path, old, new, capsys=capsys)
+    assert status == 1
+    assert "no longer runs: SPARSE_MLA, 4096 + 64 tokens, fixed, 64 requests, 1 at once, kv_cache_dtype fp8: out" in out
+    assert "only in" not in out
+
+
+def test_another_machine_and_other_peers_are_warned_of(tmp_path, capsys):
+    new = copy.deepcopy(FILES["kernels"])
+    new["environment"]["gpus"][0]["name"] = "NVIDIA H100"
+    new["environment"]["peers"]["fa3"] = "vllm 0.33.0"
+    status, out, _ = run(tmp_path, FILES["kernels"], new, capsys=capsys)
+    assert status == 0
+    assert "warning: different machine: NVIDIA H200 and NVIDIA H100\n" in out
+    assert "warning: different peers: fa3 vllm 0.23.0 and fa3 vllm 0.33.0\n" in out
+
+
+def test_a_peer_of_another_version_is_no_yardstick():
+    new = copy.deepcopy(FILES["kernels"])
+    new["environment"]["peers"]["fa3"] = "vllm 0.33.0"
+    found = compare.compare(file(FILES["kernels"]), file(new))
+    used = {change.yardstick for change in found.changes if change.what == "attention"}
+    assert used and all(name.startswith("FlashMLA") for name in used)
+
+
+def test_backends_of_others_are_compared_where_none_is_ours():
+    theirs = result_examples.throughput(backends=("FLASHMLA_SPARSE",))
+    found = compare.compare(file(theirs), file(theirs))
+    assert found.changes and all(change.yardstick is None for change in found.changes)
+
+
+def test_the_spread_of_a_percentile_holds_it_and_narrows_with_more_samples():
+    few, many = (compare.Span.of_percentile([i / n for i in range(n)], 0.5) for n in (20, 20000))
+    assert few.low < few.value < few.high and many.low < many.value < many.high
+    assert many.high - many.low < (few.high - few.low) / 10
+    alone = compare.Span.of_percentile([3.0], 0.99)
+    assert (alone.low, alone.value, alone.high) == (3.0, 3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda report: report.pop("environment"), "it has no 'environment'"),
+        (lambda report: report.pop("results"), "has no 'results'"),
+        (lambda report: report["environment"].update(command="python x.py"), "its environment names no benchmark"),
+        (lambda report: report["results"].insert(1, 5), "results[1] is no object"),
+        (lambda report: report["results"][2]["case"].pop("heads"), "results[2] of kernels has no case.heads"),
+        (lambda report: report["results"][2]["seconds"].pop("ours"), "results[2] of kernels: seconds can't be {"),
+        (lambda report: report["results"][0].update(bytes=float("nan")), "results[0] of kernels: bytes can't be NaN"),
+        (
+            lambda report: report["results"][0]["seconds"]["ours"].update(median=0),
+            "results[0] of kernels: seconds can't",
+        ),
+    ],
+)
+def test_a_file_that_is_not_understood_is_explained(change, told, tmp_path, capsys):
+    broken = copy.deepcopy(FILES["kernels"])
+    change(broken)
+    status, out, err = run(tmp_path, FILES["kernels"], broken, capsys=capsys)
+    assert status == 2 and not out and err.startswith(f"error: {tmp_path / 'new.json'}") and told in err
+
+
+def test_every_field_that_a_kind_needs_is_missed_if_it_is_not_there(tmp_path):
+    for name, report in FILES.items():
+        for field in FIELDS[load(result_examples.write(tmp_path, name, report)).kind]:
+            broken = copy.deepcopy(report)
+            at = broken["results"][-1]
+            *path, last = field.split(".")
+            for part in path:
+                at = at[part]
+            del at[last]
+            with pytest.raises(NotUnderstood, match=rf"results\[{len(report['results']) - 1}\].*has no {field}"):
+                load(result_examples.write(tmp_path, "broken", broken))
+
+
+def test_files_that_cannot_be_compared_are_explained(tmp_path, capsys):
+    (tmp_path / "text.json").write_text("not json")
+    for old, new, told in (
+        ("kernels", "cache_ops", "only files of one benchmark compare"),
+        ("kernels", tmp_path / "nope.json", "nope.json: No such file"),
+        ("kernels", tmp_path / "text.json", "text.json is no JSON"),
+    ):
+        paths = [result_examples.COMMITTED.get(name, name) for name in (old, new)]
+        assert compare.main([str(path) for path in paths]) == 2
+        assert told in capsys.readouterr().err
+    other = copy.deepcopy(FILES["kernels"])
+    other["results"] = [{**entry, "case": {**entry["case"], "topk": 3}} for entry in other["results"]]
+    status, _, err = run(tmp_path, FILES["kernels"], other, capsys=capsys)
+    assert status == 2 and "have no case in common" in err
+
+
+def test_a_wrong_limit_is_explained(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        compare.main(["a", "b", "--limit", "0.05"])
+    assert stopped.value.code == 2 and "a percentage such as 5%, not '0.05'" in capsys.readouterr().err
+
+
+def test_it_runs_as_a_program():
+    paths = [result_examples.COMMITTED["cache_ops"]] * 2
+    done = subprocess.run([sys.executable, "-m", "serving_benchmarks.compare", *paths], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("19 times compared, limit 5%: nothing")
