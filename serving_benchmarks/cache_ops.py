@@ -95,26 +95,48 @@ def row(
     return {"op": op, "format": fmt, "count": count, "bytes": moved, "seconds": timing.as_dict()}
 
 
-def table(results: list[dict[str, Any]]) -> Table:
-    shown = Table(
-        "op", "format", "tokens or numbers", "us", "quartiles", "TB/s", "of the copy", box=None, padding=(0, 1)
-    )
-    for column in shown.columns[2:]:
-        column.justify = "right"
+HEADINGS = ["op", "format", "tokens or numbers", "us", "quartiles", "TB/s", "of the copy"]
+
+
+def rows(results: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each op, of what HEADINGS says."""
     copied = max(r["bytes"] / r["seconds"]["median"] for r in results if r["op"].startswith("copy"))
+    lines = []
     for result in results:
         timing = Timing(**result["seconds"])
         rate = result["bytes"] / timing.median
-        shown.add_row(
-            result["op"],
-            result["format"],
-            str(result["count"]),
-            f"{timing.median * 1e6:.1f}",
-            f"{timing.lower_quartile * 1e6:.1f} {timing.upper_quartile * 1e6:.1f}",
-            f"{rate / 1e12:.2f}",
-            f"{rate / copied:.0%}",
+        moves = result["op"] != "plan"  # which computes
+        lines.append(
+            [
+                result["op"],
+                result["format"],
+                str(result["count"]),
+                f"{timing.median * 1e6:.1f}",
+                f"{timing.lower_quartile * 1e6:.1f} to {timing.upper_quartile * 1e6:.1f}",
+                f"{rate / 1e12:.2f}" if moves else "-",
+                f"{rate / copied:.0%}" if moves else "-",
+            ]
         )
-    return shown
+    return lines
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The docs' table, from a result file."""
+    where, results = report["environment"], report["results"]
+    lines = result_file.table(HEADINGS, rows(results))
+    lines += [
+        "",
+        f"Medians of {results[0]['seconds']['turns']} replays of CUDA graphs. {where['gpus'][0]['name']}, driver "
+        f"{where['driver']}, torch {where['torch']['version']}, {where['date'][:10]}, commit "
+        f"{(where['commit'] or 'unknown')[:10]}.",
+    ]
+    return "\n".join(lines)
+
+
+def plan_time(report: dict[str, Any]) -> str:
+    """How long the plan of a full batch takes."""
+    (result,) = (r for r in report["results"] if r["op"] == "plan" and r["count"] == 128)
+    return f"{result['seconds']['median'] * 1e6:.1f} us for {result['count']} tokens"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,7 +150,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=21, help="replays; default: %(default)s")
     result_file.add_output(parser)
+    result_file.add_markdown(parser)
     options = parser.parse_args(arguments)
+    if options.markdown:
+        result_file.print_markdown(parser, options.markdown, markdown)
+        return 0
     if min(options.tokens) < 1 or options.rounds < 2:
         parser.error("--tokens must be 1 or more, --rounds 2 or more")
     result_file.require_writable(parser, options.output)
@@ -141,7 +167,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results += [time_write(n, fmt, options.rounds) for fmt in mla_backend.FORMATS for n in options.tokens]
     results += [time_plan(n, options.rounds) for n in options.tokens]
     results += [time_convert(n, options.rounds) for n in options.tokens if n <= 65536]
-    Console(width=110, highlight=False).print(table(results))
+    shown = Table(*HEADINGS, box=None, padding=(0, 1))
+    for column in shown.columns[2:]:
+        column.justify = "right"
+    for line in rows(results):
+        shown.add_row(*line)
+    Console(width=110, highlight=False).print(shown)
     result_file.write(options.output, results, Console(stderr=True))
     return 0
 

@@ -1,4 +1,4 @@
-"""What the README shows is what runs and what was measured."""
+"""What the README shows is what runs."""
 
 import json
 import re
@@ -16,17 +16,6 @@ def test_the_readmes_example_runs_and_prints_what_it_says():
     code = re.search(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert f"# {printed}" in code
-
-
-def test_the_readmes_numbers_are_the_measured_ones():
-    made_by = r"<!-- table: made by python -m (\S+) --markdown (\S+) -->\n(.*?)<!-- end of table -->"
-    tables = re.findall(made_by, (ROOT / "README.md").read_text(), re.DOTALL)
-    assert tables
-    for program, file, shown in tables:
-        printed = subprocess.run(
-            [sys.executable, "-m", program, "--markdown", ROOT / file], capture_output=True, text=True, check=True
-        ).stdout
-        assert shown.strip() == printed.strip(), f"{file} says something else"
 
 
 @pytest.mark.parametrize("name", ["sparse_attention"])

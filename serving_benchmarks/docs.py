@@ -1,0 +1,135 @@
+"""Writes the measured numbers of README.md and docs/*.md, out of the committed result files.
+
+    python -m serving_benchmarks.docs            # after a result file has changed
+    python -m serving_benchmarks.docs --check    # says what differs; a test does the same
+
+A page says what it wants between two comments, which don't show, over several lines or within one:
+
+    <!-- numbers: kernels results/kernels.json -->
+    a table
+    <!-- end of numbers -->
+
+The first word is a key of MAKERS below, then come the result files, as the page's folder or the root has them.
+"""
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from serving_benchmarks import backend_runs, cache_ops, cpu_attention, cpu_generate, kernel_report, kv_blocks
+
+ROOT = Path(__file__).parent.parent
+Maker = Callable[..., str]
+MAKERS: dict[str, Maker] = {
+    "kernels": kernel_report.markdown,
+    "cpu_attention": cpu_attention.markdown,
+    "cpu_generate": cpu_generate.markdown,
+    "cache_ops": cache_ops.markdown,
+    "plan_time": cache_ops.plan_time,
+    "kv_blocks": kv_blocks.markdown,
+    "backends": backend_runs.markdown,
+    "backends_attention": backend_runs.attention_times,
+    "backends_step": backend_runs.step_change,
+    "recall": backend_runs.recall,
+}
+"""Each takes the contents of the files that a page names, one argument a file, and gives the text."""
+MARKED = re.compile(r"<!-- numbers: (?P<what>[^<>]*?) -->(?P<text>.*?)<!-- end of numbers -->", re.DOTALL)
+MARK = re.compile(r"<!-- (?:numbers:|end of numbers)")
+
+
+class DocsError(ValueError):
+    """A page that can't be written: the text names the page, the line and what is wrong."""
+
+
+def pages(root: Path) -> list[Path]:
+    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def rewritten(page: Path, root: Path) -> str:
+    """The text of a page, with the numbers that the files have now. Raises DocsError."""
+    text = page.read_text()
+
+    def line(position: int) -> str:
+        return f"{page.relative_to(root)}, line {text.count(chr(10), 0, position) + 1}"
+
+    inside = [range(*found.span()) for found in MARKED.finditer(text)]
+    for mark in MARK.finditer(text):
+        if not any(mark.start() in place for place in inside):
+            raise DocsError(f"{line(mark.start())}: a mark without its other half: {mark[0]}")
+
+    def replace(found: re.Match[str]) -> str:
+        if MARK.search(found["text"]):
+            raise DocsError(f"{line(found.start())}: a block within a block, or one that does not end")
+        made = make(found["what"], page.parent, root, line(found.start()))
+        made = f"\n{made.strip()}\n" if "\n" in made else made
+        return f"<!-- numbers: {found['what']} -->{made}<!-- end of numbers -->"
+
+    return MARKED.sub(replace, text)
+
+
+def make(what: str, folder: Path, root: Path, where: str) -> str:
+    """The text of one block. Raises DocsError."""
+    name, *files = what.split() or [""]
+    if name not in MAKERS:
+        raise DocsError(f"{where}: {name!r} is not one of {', '.join(MAKERS)}")
+    if not files:
+        raise DocsError(f"{where}: {name} names no result file")
+    reports = []
+    for file in files:
+        path = next((base / file for base in (root, folder) if (base / file).is_file()), None)
+        if path is None:
+            raise DocsError(f"{where}: there is no {file}")
+        try:
+            reports.append(json.loads(path.read_text()))
+        except ValueError as error:
+            raise DocsError(f"{where}: {file} is no JSON: {error}") from None
+    try:
+        return MAKERS[name](*reports)
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise DocsError(f"{where}: {name} can't be made of {' '.join(files)}: {error!r}") from error
+
+
+def differences(before: str, after: str, name: str) -> Iterator[str]:
+    lines: list[Any] = [text.splitlines() for text in (before, after)]
+    yield from difflib.unified_diff(*lines, f"{name} as it is", f"{name} as measured", lineterm="", n=0)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.docs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page differs")
+    parser.add_argument("--root", type=Path, default=ROOT, help="of the source tree; default: where this file lies")
+    options = parser.parse_args(arguments)
+    root = options.root.resolve()
+    if not (root / "README.md").is_file():
+        parser.error(f"--root: {root} is no source tree: it has no README.md")
+    try:
+        texts = {page: rewritten(page, root) for page in pages(root)}
+    except DocsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    changed = [page for page, text in texts.items() if text != page.read_text()]
+    for page in changed:
+        name = str(page.relative_to(root))
+        if options.check:
+            print(*differences(page.read_text(), texts[page], name), sep="\n")
+        else:
+            page.write_text(texts[page])
+            print(f"{name} rewritten")
+    if not changed:
+        print(f"all numbers of {len(texts)} pages are those of the result files")
+    elif options.check:
+        print(f"{len(changed)} pages differ: python -m serving_benchmarks.docs writes them")
+    return 1 if changed and options.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
