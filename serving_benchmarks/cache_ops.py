@@ -100,7 +100,7 @@ HEADINGS = ["op", "format", "tokens or numbers", "us", "quartiles", "TB/s", "of 
 
 def rows(results: list[dict[str, Any]]) -> list[list[str]]:
     """A line for each op, of what HEADINGS says."""
-    copied = max(r["bytes"] / r["seconds"]["median"] for r in results if r["op"].startswith("copy"))
+    copies = [r["bytes"] / r["seconds"]["median"] for r in results if r["op"].startswith("copy")]
     lines = []
     for result in results:
         timing = Timing(**result["seconds"])
@@ -114,7 +114,7 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
                 f"{timing.median * 1e6:.1f}",
                 f"{timing.lower_quartile * 1e6:.1f} to {timing.upper_quartile * 1e6:.1f}",
                 f"{rate / 1e12:.2f}" if moves else "-",
-                f"{rate / copied:.0%}" if moves else "-",
+                f"{rate / max(copies):.0%}" if moves and copies else "-",
             ]
         )
     return lines

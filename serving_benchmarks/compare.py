@@ -23,11 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from serving_benchmarks import kernel_report
+from serving_benchmarks import kernel_report, runs
 from serving_benchmarks.result_kinds import NotUnderstood, ResultFile, load
 
-OUR_BACKENDS = ("SPARSE_MLA", "CUSTOM", "embedded")
-"""Of throughput and serve: the plugin under its names, and the engine. The others are what these are held to."""
 CONFIDENCE = 1.96
 """Standard deviations on either side: 95 %."""
 SHOULD_BE_EQUAL = (
@@ -74,7 +72,8 @@ class Span:
 
     def over(self, other: "Span") -> "Span":
         """The share of another span, with the widest spread that both allow."""
-        return Span(self.value / other.value, self.low / other.high, self.high / other.low)
+        high = self.high / other.low if other.low > 0 else math.inf
+        return Span(self.value / other.value, self.low / other.high, high)
 
 
 @dataclass(frozen=True)
@@ -205,19 +204,6 @@ def _cache_ops(file: ResultFile) -> Found:
             yield name, "op", Measurement(Span.of_timing(result["seconds"]), held_to)
 
 
-def run_name(result: dict[str, Any]) -> str:
-    """A run of throughput or serve by what was asked for, without the backend: what is null was not asked for."""
-    case = {name: value for name, value in result["case"].items() if value is not None}
-    tokens = [case.pop(name, None) for name in ("input_len", "output_len")]
-    parts = [f"{tokens[0]} + {tokens[1]} tokens"] if None not in tokens else []
-    parts += [str(case.pop(name)) for name in ("workload", "source") if name in case]
-    units = {"num_prompts": "requests", "concurrency": "at once", "request_rate": "a second"}
-    parts += [f"{case.pop(name)} {unit}" for name, unit in units.items() if name in case]
-    hidden = {"seed": 0, "shared_prefix": 0, "burstiness": 1.0, "tensor_parallel_size": 1}
-    parts += [f"{name} {value}" for name, value in case.items() if value != hidden.get(name)]
-    return ", ".join(parts)
-
-
 def _throughput(file: ResultFile) -> Found:
     yield from _runs(file, lambda result: {"all requests": Span.of_timing(result["seconds"])}, (0.5,))
 
@@ -233,29 +219,28 @@ def _serve(file: ResultFile) -> Found:
     yield from _runs(file, whole, (0.5, 0.99))
 
 
-LATENCIES = {"ttft_s": "first token", "tpot_s": "later token", "e2e_s": "whole request"}
-
-
 def _runs(file: ResultFile, whole: Callable[[dict[str, Any]], dict[str, Span]], shares: Sequence[float]) -> Found:
     """Each backend's times; of the others with the same case as yardsticks, where one of ours is there."""
-    timed: dict[tuple[str, str], dict[str, Span]] = {}
+    timed: dict[tuple[str, str], dict[str, tuple[str, Span]]] = {}
     version = (file.environment.get("vllm") or {}).get("version")
     for result in file.succeeded:
         spans = whole(result)
-        for name, title in LATENCIES.items():
+        for name, title in runs.LATENCIES.items():
             samples = [value for value in result["requests"][name] if value is not None]
             for share in shares if samples else ():
                 spans[f"{title}, p{share * 100:.0f}"] = Span.of_percentile(samples, share)
+        case = f"{runs.workload(result['case'])}, {runs.load(result['case'])}"
         for what, span in spans.items():
-            timed.setdefault((run_name(result), what), {})[result["backend"]] = span
-    any_of_ours = any(result["backend"] in OUR_BACKENDS for result in file.results)
-    for (case, what), backends in timed.items():
-        others = {(name, version): span for name, span in backends.items() if name not in OUR_BACKENDS}
-        for backend, span in backends.items():
-            if backend in OUR_BACKENDS:
-                yield f"{backend}, {case}", what, Measurement(span, others)
+            if span.value > 0:
+                timed.setdefault((case, what), {})[result["backend"]] = (runs.name_of(result), span)
+    any_of_ours = any(result["backend"] in runs.OUR_BACKENDS for result in file.results)
+    for (_, what), backends in timed.items():
+        others = {(name, version): span for name, (_, span) in backends.items() if name not in runs.OUR_BACKENDS}
+        for backend, (name, span) in backends.items():
+            if backend in runs.OUR_BACKENDS:
+                yield name, what, Measurement(span, others)
             elif not any_of_ours:
-                yield f"{backend}, {case}", what, Measurement(span)
+                yield name, what, Measurement(span)
 
 
 _EXTRACT = {
@@ -282,7 +267,7 @@ def _change(key: tuple[str, str], old: Measurement, new: Measurement) -> Change:
 
 
 def _failures(file: ResultFile) -> dict[str, str]:
-    return {f"{r['backend']}, {run_name(r)}": r["error"] for r in file.results if r.get("error")}
+    return {runs.name_of(r): r["error"] for r in file.results if r.get("error")}
 
 
 def compare(old: ResultFile, new: ResultFile) -> Comparison:

@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from serving_benchmarks import backend_runs, cache_ops, cpu_attention, cpu_generate, kernel_report, kv_blocks
+from serving_benchmarks import backend_runs, cache_ops, cpu_attention, kernel_report, kv_blocks
 
 ROOT = Path(__file__).parent.parent
 Maker = Callable[..., str]
 MAKERS: dict[str, Maker] = {
     "kernels": kernel_report.markdown,
     "cpu_attention": cpu_attention.markdown,
-    "cpu_generate": cpu_generate.markdown,
     "cache_ops": cache_ops.markdown,
     "plan_time": cache_ops.plan_time,
     "kv_blocks": kv_blocks.markdown,
@@ -39,6 +38,8 @@ MAKERS: dict[str, Maker] = {
 }
 """Each takes the contents of the files that a page names, one argument a file, and gives the text."""
 MARKED = re.compile(r"<!-- numbers: (?P<what>[^<>]*?) -->(?P<text>.*?)<!-- end of numbers -->", re.DOTALL)
+FENCED = re.compile(r"^[ \t]*```.*?^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+"""Examples, in which marks mean nothing."""
 MARK = re.compile(r"<!-- (?:numbers:|end of numbers)")
 
 
@@ -53,23 +54,23 @@ def pages(root: Path) -> list[Path]:
 def rewritten(page: Path, root: Path) -> str:
     """The text of a page, with the numbers that the files have now. Raises DocsError."""
     text = page.read_text()
+    marks = FENCED.sub(lambda fenced: re.sub(r"[^\n]", " ", fenced[0]), text)
 
     def line(position: int) -> str:
         return f"{page.relative_to(root)}, line {text.count(chr(10), 0, position) + 1}"
 
-    inside = [range(*found.span()) for found in MARKED.finditer(text)]
-    for mark in MARK.finditer(text):
-        if not any(mark.start() in place for place in inside):
+    blocks = list(MARKED.finditer(marks))
+    for mark in MARK.finditer(marks):
+        if not any(block.start() <= mark.start() < block.end() for block in blocks):
             raise DocsError(f"{line(mark.start())}: a mark without its other half: {mark[0]}")
-
-    def replace(found: re.Match[str]) -> str:
-        if MARK.search(found["text"]):
-            raise DocsError(f"{line(found.start())}: a block within a block, or one that does not end")
-        made = make(found["what"], page.parent, root, line(found.start()))
-        made = f"\n{made.strip()}\n" if "\n" in made else made
-        return f"<!-- numbers: {found['what']} -->{made}<!-- end of numbers -->"
-
-    return MARKED.sub(replace, text)
+    parts, done = [], 0
+    for block in blocks:
+        if MARK.search(block["text"]):
+            raise DocsError(f"{line(block.start())}: a block within a block, or one that does not end")
+        made = make(block["what"], page.parent, root, line(block.start()))
+        parts += [text[done : block.start("text")], f"\n{made.strip()}\n" if "\n" in made else made]
+        done = block.end("text")
+    return "".join([*parts, text[done:]])
 
 
 def make(what: str, folder: Path, root: Path, where: str) -> str:

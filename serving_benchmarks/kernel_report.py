@@ -1,6 +1,5 @@
-"""What serving_benchmarks.kernels measured, as a table, as the README's table, and drawn."""
+"""What serving_benchmarks.kernels measured, as a table, and as the README's table."""
 
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -88,42 +87,3 @@ def markdown(report: dict[str, Any]) -> str:
         f"commit {(where['commit'] or 'unknown')[:10]}.",
     ]
     return "\n".join(lines)
-
-
-def plot(report: dict[str, Any], picture: Path) -> None:
-    """Time over heads: a panel for each format, a line for each batch, dotted where the floor is."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    results = report["results"]
-    formats = sorted({result["case"]["format"] for result in results})
-    figure, panels = pyplot.subplots(1, len(formats), figsize=(6 * len(formats), 4.5), sharey=True, squeeze=False)
-    for panel, fmt in zip(panels[0], formats, strict=True):
-        batches: dict[str, list[dict[str, Any]]] = {}
-        for result in results:
-            if result["case"]["format"] == fmt:
-                batches.setdefault(f"{result['case']['batch']}, topk {result['case']['topk']}", []).append(result)
-        for label, its_results in batches.items():
-            its_results.sort(key=lambda result: result["case"]["heads"])
-            heads = [result["case"]["heads"] for result in its_results]
-            ours = [result["seconds"]["ours"]["median"] * 1e6 for result in its_results]
-            (line,) = panel.plot(heads, ours, marker=".", label=label)
-            floors = [max(result["floor_seconds"].values()) * 1e6 for result in its_results]
-            panel.plot(heads, floors, linestyle=":", color=line.get_color())
-            beside = [
-                (r["case"]["heads"], r["seconds"][r["best_peer"]]["median"]) for r in its_results if r["best_peer"]
-            ]
-            if beside:
-                panel.plot(*zip(*((h, s * 1e6) for h, s in beside), strict=True), "x", color=line.get_color())
-        panel.set(title=fmt, xlabel="heads", yscale="log", xlim=(0, None))
-        panel.grid(alpha=0.3, which="both")
-    panels[0][-1].legend()
-    panels[0][0].set_ylabel("us (dotted: the hardware's floor, x: best peer)")
-    figure.suptitle(
-        f"{report['environment']['gpus'][0]['name']}, commit {(report['environment']['commit'] or '?')[:10]}"
-    )
-    figure.tight_layout()
-    figure.savefig(picture)
-    pyplot.close(figure)

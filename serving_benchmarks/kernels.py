@@ -298,11 +298,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     results.add_argument(
         "--markdown", type=Path, metavar="FILE", help="measure nothing; print a result file as the README's table"
     )
-    results.add_argument(
-        "--plot", type=Path, nargs=2, metavar=("FILE", "PICTURE"), help="measure nothing; draw a result file (svg, png)"
-    )
     options = parser.parse_args(arguments)
-    if options.markdown or options.plot:
+    if options.markdown:
         return options
 
     if (options.suite is None) == (options.batches is None):
@@ -341,16 +338,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def show(options: argparse.Namespace) -> int:
-    """Prints or draws a result file."""
-    source = options.markdown or options.plot[0]
+def show(source: Path) -> int:
+    """Prints a result file."""
     try:
-        report = json.loads(source.read_text())
-        if options.markdown:
-            print(kernel_report.markdown(report))
-        else:
-            kernel_report.plot(report, options.plot[1])
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        print(kernel_report.markdown(json.loads(source.read_text())))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         print(f"{source} could not be shown: {error!r}", file=sys.stderr)
         return 2
     return 0
@@ -358,8 +350,8 @@ def show(options: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    if options.markdown or options.plot:
-        return show(options)
+    if options.markdown:
+        return show(options.markdown)
     why_not = environment.why_no_gpu()
     if why_not:
         print(f"error: {why_not}", file=sys.stderr)

@@ -66,7 +66,7 @@ def _count(value: Any) -> bool:
 
 def _times(value: Any) -> bool:
     """Some seconds; null for what a request has none of."""
-    return isinstance(value, list) and all(one is None or _positive(one) for one in value)
+    return isinstance(value, list) and all(one is None or one == 0 or _positive(one) for one in value)
 
 
 def _timing(value: Any) -> bool:

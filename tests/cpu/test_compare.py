@@ -146,7 +146,7 @@ def test_what_no_longer_runs_fails(tmp_path, capsys):
     new["results"][0] = result_examples.failed(new["results"][0], "out of memory")
     status, out, _ = run(tmp_path, old, new, capsys=capsys)
     assert status == 1
-    assert "no longer runs: SPARSE_MLA, 4096 + 64 tokens, fixed, 64 requests, 1 at once, kv_cache_dtype fp8: out" in out
+    assert "no longer runs: SPARSE_MLA, 4096 + 64 tokens, fixed, 64 requests, fp8 cache, 1 at once: out" in out
     assert "only in" not in out
 
 

@@ -101,6 +101,13 @@ def test_a_wrong_block_is_explained_with_its_page_and_line(text, told, tree, cap
     assert told in capsys.readouterr().err
 
 
+def test_marks_in_examples_are_left_alone(tree, capsys):
+    page = tree / "docs" / "new.md"
+    page.write_text(f"1. So:\n\n   ```\n   <!-- numbers: nope x -->\n   {END}\n   ```\n\n```sh\n{END}\n```\n")
+    before = page.read_text()
+    assert docs.main(["--root", str(tree)]) == 0 and page.read_text() == before
+
+
 def test_pages_stay_as_they_are_if_one_of_them_is_wrong(tree):
     change_a_number(tree)
     (tree / "docs" / "new.md").write_text(END)

@@ -147,12 +147,6 @@ def test_the_table_has_a_row_a_case(report):
     assert list(table.columns[-3].cells) == ["FA3, BF16", ""]
 
 
-def test_a_picture_is_drawn(report, tmp_path):
-    pytest.importorskip("matplotlib")
-    kernel_report.plot(report, tmp_path / "heads.svg")
-    assert "NVIDIA H200" in (tmp_path / "heads.svg").read_text()
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

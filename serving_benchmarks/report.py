@@ -1,0 +1,364 @@
+"""One page of any mix of result files: pictures, tables, where they were measured, and how to repeat it.
+
+    python -m serving_benchmarks.report results/*.json --output report
+
+writes report/report.html, which needs no other file and no network, and its pictures as PNGs. Which pictures there are
+depends on what was measured. A file that is not understood is named with the reason, on the page too; the exit status
+is 2 if none is usable.
+"""
+
+import argparse
+import base64
+import html
+import io
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from serving_benchmarks import cache_ops, cpu_attention, kernel_report, kv_blocks, result_file, runs
+from serving_benchmarks.result_kinds import NotUnderstood, ResultFile, load
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Picture:
+    name: str
+    """Of its file, without the ending."""
+    title: str
+    caption: str
+    png: bytes
+
+
+@dataclass(frozen=True)
+class Section:
+    """What the page has of one result file."""
+
+    file: ResultFile
+    pictures: list[Picture]
+    markdown: str
+    """Tables and the lines below them."""
+    left_out: list[str]
+    """What could not be measured, and why."""
+
+
+Drawn = list[tuple[str, str, str, "Figure | None"]]
+"""Name, title, caption and figure; no figure where the file has not what it takes."""
+
+ROOFLINE = (
+    "Left, the gathering of cached rows binds, right, the tensor cores. Lines join the head counts of one batch. "
+    "The ceilings were measured: rows gathered from memory and, where requests share a sequence, from L2; "
+    "a large matrix product. Peers that have no FP8 read more bytes."
+)
+OVER_BATCH = "Medians; dashed, what the fastest peer takes. Both axes are logarithmic."
+OVER_HEADS = "Medians; dotted, what the hardware needs at least."
+HEAT = "Above 1, mla-backend is faster than the fastest peer of the same process."
+SHARES = "Which share of the requests was done within a time, or had its tokens at most so far apart on average."
+
+
+def _kernels(file: ResultFile) -> Drawn:
+    from serving_benchmarks import report_pictures as pictures
+
+    return [
+        ("roofline", "Roofline", ROOFLINE, pictures.roofline(file)),
+        ("time_over_batch", "Time against batch", OVER_BATCH, pictures.time_over_batch(file)),
+        ("time_over_heads", "Time against heads", OVER_HEADS, pictures.time_over_heads(file)),
+        ("speed_up", "Speed over the best peer's", HEAT, pictures.speed_up(file)),
+    ]
+
+
+def _cpu_attention(file: ResultFile) -> Drawn:
+    from serving_benchmarks import report_pictures as pictures
+
+    return [
+        ("time_over_batch", "Time against batch", OVER_BATCH, pictures.cpu_time_over_batch(file)),
+        ("speed_up", "Speed over vLLM's", HEAT, pictures.cpu_speed_up(file)),
+    ]
+
+
+def _cache_ops(file: ResultFile) -> Drawn:
+    from serving_benchmarks import report_pictures as pictures
+
+    caption = "The grey line is what a plain copy reaches; the plan computes and moves next to nothing."
+    return [("bandwidth", "Time and bandwidth", caption, pictures.cache_ops(file))]
+
+
+def _runs(file: ResultFile) -> Drawn:
+    from serving_benchmarks import report_pictures as pictures
+
+    caption = "Up and to the left is better. A line goes through the loads of a backend."
+    drawn: Drawn = [
+        ("throughput", "Throughput against the time of a token", caption, pictures.throughput_over_latency(file))
+    ]
+    shares = pictures.latency_shares(file)
+    for number, (workload, figure) in enumerate(shares, 1):
+        name = "latency" if len(shares) == 1 else f"latency_{number}"
+        drawn.append((name, f"Latencies: {workload}", SHARES, figure))
+    return drawn
+
+
+def _no_pictures(file: ResultFile) -> Drawn:
+    return []
+
+
+def _generate_table(report: dict[str, Any]) -> str:
+    headings, rows = ["requests", "prompt tokens", "new tokens", "cache"], []
+    candidates = list(dict.fromkeys(name for result in report["results"] for name in result["seconds"]))
+    headings += [f"{name}, tokens a second" for name in candidates]
+    for result in report["results"]:
+        case = result["case"]
+        tokens = case["batch"] * case["new_tokens"]
+        row = [str(case[name]) for name in ("batch", "context", "new_tokens", "kv_cache")]
+        seconds = result["seconds"]
+        row += [f"{tokens / seconds[name]['median']:.1f}" if name in seconds else "-" for name in candidates]
+        rows.append(row)
+    return "\n".join(result_file.table(headings, rows))
+
+
+def _runs_table(report: dict[str, Any]) -> str:
+    headings = ["backend", "workload", "load", "output tokens a second", "requests a second"]
+    headings += [f"{what}, median, ms" for what in runs.LATENCIES.values()]
+    rows = []
+    for result in report["results"]:
+        if result.get("error"):
+            continue
+        case, rate = result["case"], result.get("requests_per_second")
+        row = [result["backend"], runs.workload(case), runs.load(case), f"{result['output_tokens_per_second']:.1f}"]
+        row.append(f"{rate:.2f}" if rate else "-")
+        for name in runs.LATENCIES:
+            values = sorted(value for value in result["requests"][name] if value is not None)
+            row.append(f"{values[len(values) // 2] * 1e3:.1f}" if values else "-")
+        rows.append(row)
+    return "\n".join(result_file.table(headings, rows))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is shown of a kind of result file."""
+
+    draw: Callable[[ResultFile], Drawn]
+    markdown: Callable[[dict[str, Any]], str]
+
+
+KINDS = {
+    "kernels": Kind(_kernels, kernel_report.markdown),
+    "cpu_attention": Kind(_cpu_attention, cpu_attention.markdown),
+    "cache_ops": Kind(_cache_ops, cache_ops.markdown),
+    "kv_blocks": Kind(_no_pictures, kv_blocks.markdown),
+    "cpu_generate": Kind(_no_pictures, _generate_table),
+    "throughput": Kind(_runs, _runs_table),
+    "serve": Kind(_runs, _runs_table),
+}
+
+
+def section_of(file: ResultFile, prefix: str) -> Section:
+    """Draws and tabulates a file; its pictures' names begin with `prefix`. Raises NotUnderstood."""
+    from serving_benchmarks import report_pictures
+
+    kind = KINDS[file.kind]
+    try:
+        pictures = []
+        for name, title, caption, figure in kind.draw(file) if file.succeeded else []:
+            if figure is not None:
+                png = io.BytesIO()
+                report_pictures.save(figure, png)
+                pictures.append(Picture(f"{prefix}_{name}", title, caption, png.getvalue()))
+        text = kind.markdown({"environment": file.environment, "results": file.results}) if file.succeeded else ""
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise NotUnderstood(f"{file.path} of {file.kind} could not be shown: {error!r}") from error
+    return Section(file, pictures, text, _left_out(file))
+
+
+def _left_out(file: ResultFile) -> list[str]:
+    told = [f"{runs.name_of(result)}: {result['error']}" for result in file.results if result.get("error")]
+    for result in file.results:
+        for name, why in (result.get("failed") or {}).items() if file.kind == "kernels" else ():
+            told.append(f"{kernel_report.TITLES.get(name, name)}, {kernel_report.name_of(result['case'])}: {why}")
+    return told
+
+
+def environment_rows(file: ResultFile) -> list[tuple[str, str]]:
+    """What a reader has to know of where a file was measured."""
+    about = file.environment
+
+    def part(name: str, *parts: str) -> str:
+        found = about.get(name)
+        return " ".join(str(found[one]) for one in parts if found.get(one)) if isinstance(found, dict) else ""
+
+    library = about.get("library")
+    kernels = (library if isinstance(library, dict) else {}).get("cpu_kernels") or []
+    rows = [
+        ("measured", about.get("date")),
+        ("machine", file.machine),
+        ("CPU", f"{part('cpu', 'model')}, {part('cpu', 'cores')} cores" if part("cpu", "model") else ""),
+        ("CPU kernel", next((kernel["name"] for kernel in kernels if kernel.get("active")), "")),
+        ("driver", about.get("driver")),
+        ("system", about.get("system")),
+        ("Python", about.get("python")),
+        ("torch", f"{part('torch', 'version')}, {part('torch', 'threads')} threads"),
+        ("vLLM", part("vllm", "distribution", "version")),
+        ("transformers", about.get("transformers")),
+        ("mla-backend", f"{part('library', 'version')} commit {about.get('commit') or 'unknown'}".strip()),
+    ]
+    for name in ("peers", "model", "settings"):
+        if isinstance(about.get(name), dict):
+            told = ", ".join(f"{key} {value}" for key, value in about[name].items() if value is not None)
+            rows.append((name, told))
+    if about.get("l2_flushed"):
+        rows.append(("L2", "emptied before every call"))
+    return [(name, str(value)) for name, value in rows if value]
+
+
+def commands(file: ResultFile) -> str:
+    """What repeats a measurement, from a clone of the repository on."""
+    about, lines = file.environment, []
+    commit = about.get("commit")
+    if commit:
+        whole, _, changes = str(commit).partition("+")
+        lines += [f"git checkout {whole}" + ("    # there were changes beside it" if changes else ""), "make setup"]
+    words = str(about.get("command") or "").split()
+    if "--peers" in words[:-1]:
+        lines.append(f"python -m serving_benchmarks.peers {words[words.index('--peers') + 1]}")
+    return "\n".join([*lines, " ".join(words) or f"python -m serving_benchmarks.{file.kind}"])
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #111; max-width: 75em; margin: 2em auto; padding: 0 1em; }
+h1, h2, h3 { line-height: 1.2; } h2 { border-top: 1px solid #bbb; margin-top: 2.5em; padding-top: 0.8em; }
+figure { margin: 1.5em 0; break-inside: avoid; } figure img { max-width: 100%; height: auto; }
+figcaption { color: #444; max-width: 60em; }
+table { border-collapse: collapse; margin: 1em 0; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { border-bottom: 1px solid #ddd; padding: 0.15em 0.7em; text-align: left; vertical-align: top; }
+thead th { border-bottom: 1px solid #555; }
+pre { background: #f3f3f3; padding: 0.8em; white-space: pre-wrap; overflow-wrap: anywhere; }
+"""
+
+
+def markdown_to_html(text: str) -> str:
+    """Tables in Markdown, as result_file.table and the programs' --markdown write them, and lines of text."""
+    parts: list[str] = []
+    lines = text.splitlines()
+    while lines:
+        if lines[0].startswith("|"):
+            count = next((i for i, line in enumerate(lines) if not line.startswith("|")), len(lines))
+            heading, _, *rows = (line.strip("| ").split(" | ") for line in lines[:count])
+            parts.append(_html_table(heading, rows))
+            lines = lines[count:]
+        else:
+            line = lines.pop(0)
+            parts += [f"<p>{html.escape(line)}</p>"] if line.strip() else []
+    return "\n".join(parts)
+
+
+def _html_table(heading: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell.strip())}</{tag}>" for cell in cells) + "</tr>"
+
+    head = f"<thead>{row(heading, 'th')}</thead>" if heading else ""
+    return f"<table>{head}<tbody>{''.join(row(cells, 'td') for cells in rows)}</tbody></table>"
+
+
+def page(sections: Sequence[Section], not_understood: Sequence[str]) -> str:
+    """The whole page, with its pictures in it."""
+    body = ["<h1>Benchmarks of mla-backend</h1>", "<ul>"]
+    body += [
+        f'<li><a href="#s{number}">{html.escape(section.file.title)}</a>: {html.escape(section.file.machine)}, '
+        f"{html.escape(section.file.path.name)}, {html.escape(str(section.file.environment.get('date'))[:10])}</li>"
+        for number, section in enumerate(sections, 1)
+    ]
+    body.append("</ul>")
+    for number, section in enumerate(sections, 1):
+        file = section.file
+        body.append(f'<h2 id="s{number}">{html.escape(file.title)}: {html.escape(file.path.name)}</h2>')
+        for picture in section.pictures:
+            data = base64.b64encode(picture.png).decode()
+            title, caption = html.escape(picture.title), html.escape(picture.caption)
+            body.append(
+                f"<h3>{title}</h3><figure>"
+                f'<img src="data:image/png;base64,{data}" alt="{title}"><figcaption>{caption}</figcaption></figure>'
+            )
+        if section.markdown:
+            body += ["<h3>Numbers</h3>", markdown_to_html(section.markdown)]
+        if section.left_out:
+            items = "".join(f"<li>{html.escape(line)}</li>" for line in section.left_out)
+            body.append(f"<h3>Not measured</h3><ul>{items}</ul>")
+        body += ["<h3>Where it was measured</h3>", _html_table(None, environment_rows(file))]
+        body += ["<h3>To repeat it</h3>", f"<pre>{html.escape(commands(file))}</pre>"]
+    if not_understood:
+        items = "".join(f"<li>{html.escape(why)}</li>" for why in not_understood)
+        body += ["<h2>Files that were not understood</h2>", f"<ul>{items}</ul>"]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Benchmarks of mla-backend</title>'
+        f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+    )
+
+
+def unique_prefixes(paths: Sequence[Path]) -> list[str]:
+    """A name for each file's pictures: its own, and a number where several have it."""
+    found: list[str] = []
+    for path in paths:
+        name, again = path.stem, 1
+        while name in found:
+            again += 1
+            name = f"{path.stem}_{again}"
+        found.append(name)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="result files of any benchmarks")
+    parser.add_argument(
+        "--output", type=Path, default=Path("report"), metavar="DIR", help="where to write; default: %(default)s"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        print(
+            f"error: needs matplotlib, which the extra `report` brings: pip install matplotlib ({error})", file=sys.stderr
+        )
+        return 2
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output: {error}")
+
+    console = Console(stderr=True, highlight=False)
+    sections, not_understood = [], []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(options.results))
+        for path, prefix in zip(options.results, unique_prefixes(options.results), strict=True):
+            progress.update(task, description=path.name)
+            try:
+                sections.append(section_of(load(path), prefix))
+            except NotUnderstood as error:
+                not_understood.append(str(error))
+            progress.advance(task)
+    for why in not_understood:
+        print(f"not understood: {why}", file=sys.stderr)
+    if not sections:
+        print("error: there is no result file to report", file=sys.stderr)
+        return 2
+    for section in sections:
+        for picture in section.pictures:
+            (options.output / f"{picture.name}.png").write_bytes(picture.png)
+    (options.output / "report.html").write_text(page(sections, not_understood))
+    pictures = sum(len(section.pictures) for section in sections)
+    print(f"{options.output / 'report.html'}: {len(sections)} result files, {pictures} pictures")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

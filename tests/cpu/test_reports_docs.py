@@ -1,0 +1,42 @@
+"""What docs/reports.md shows is what runs."""
+
+import json
+import re
+
+import pytest
+
+import result_examples
+from serving_benchmarks import compare, kernels, result_kinds, suite_files
+
+DOCS = result_examples.ROOT / "docs" / "reports.md"
+pytestmark = pytest.mark.skipif(not DOCS.is_file(), reason="needs the source tree")
+
+
+def examples() -> list[str]:
+    marked = r"<!-- example: run by tests/cpu/test_reports_docs.py -->\n```\w*\n(.+?)```"
+    return re.findall(marked, DOCS.read_text(), re.DOTALL)
+
+
+def test_the_comparison_says_what_it_says_there(tmp_path, capsys):
+    report = result_examples.committed("kernels")
+    ours = report["results"][1]["seconds"]["ours"]
+    for name in ("fastest", "median", "lower_quartile", "upper_quartile"):
+        ours[name] *= 1.12
+    (tmp_path / "kernels.json").write_text(json.dumps(report))
+    paths = [str(result_examples.COMMITTED["kernels"]), str(tmp_path / "kernels.json")]
+    assert compare.main([*paths, "--limit", "5%"]) == 1
+    said = capsys.readouterr().out
+    assert [line.rstrip() for line in said.splitlines()] == examples()[0].splitlines()
+
+
+def test_the_suite_is_one(tmp_path):
+    path = tmp_path / "ours.toml"
+    path.write_text(examples()[1])
+    cases = kernels.suite_cases(suite_files.load(str(path), kernels.FORMATS))
+    assert len(cases) == 2 * 2 + 2
+
+
+def test_all_suites_and_kinds_are_named():
+    text = DOCS.read_text()
+    tables = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
+    assert {*suite_files.names(), *result_kinds.TITLES} == set(re.findall(r"`(\w+)`", tables))
