@@ -326,7 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import matplotlib  # noqa: F401
     except ImportError as error:
         print(
-            f"error: needs matplotlib, which the extra `report` brings: pip install matplotlib ({error})", file=sys.stderr
+            f"error: needs matplotlib, which the extra `report` brings: pip install matplotlib ({error})",
+            file=sys.stderr,
         )
         return 2
     try:
