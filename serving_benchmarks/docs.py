@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from serving_benchmarks import backend_runs, cache_ops, cpu_attention, kernel_report, kv_blocks
+from serving_benchmarks import backend_runs, cache_ops, cpu_attention, kernel_report, kv_blocks, runs
 
 ROOT = Path(__file__).parent.parent
 Maker = Callable[..., str]
@@ -31,6 +31,8 @@ MAKERS: dict[str, Maker] = {
     "cache_ops": cache_ops.markdown,
     "plan_time": cache_ops.plan_time,
     "kv_blocks": kv_blocks.markdown,
+    "throughput": runs.markdown,
+    "serve": runs.markdown,
     "backends": backend_runs.markdown,
     "backends_attention": backend_runs.attention_times,
     "backends_step": backend_runs.step_change,

@@ -12,6 +12,7 @@ import base64
 import html
 import io
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,8 @@ ROOFLINE = (
 OVER_BATCH = "Medians; dashed, what the fastest peer takes. Both axes are logarithmic."
 OVER_HEADS = "Medians; dotted, what the hardware needs at least."
 HEAT = "Above 1, mla-backend is faster than the fastest peer of the same process."
+MOST_OF_AN_ERROR = 300
+"""Characters."""
 SHARES = "Which share of the requests was done within a time, or had its tokens at most so far apart on average."
 
 
@@ -121,23 +124,6 @@ def _generate_table(report: dict[str, Any]) -> str:
     return "\n".join(result_file.table(headings, rows))
 
 
-def _runs_table(report: dict[str, Any]) -> str:
-    headings = ["backend", "workload", "load", "output tokens a second", "requests a second"]
-    headings += [f"{what}, median, ms" for what in runs.LATENCIES.values()]
-    rows = []
-    for result in report["results"]:
-        if result.get("error"):
-            continue
-        case, rate = result["case"], result.get("requests_per_second")
-        row = [result["backend"], runs.workload(case), runs.load(case), f"{result['output_tokens_per_second']:.1f}"]
-        row.append(f"{rate:.2f}" if rate else "-")
-        for name in runs.LATENCIES:
-            values = sorted(value for value in result["requests"][name] if value is not None)
-            row.append(f"{values[len(values) // 2] * 1e3:.1f}" if values else "-")
-        rows.append(row)
-    return "\n".join(result_file.table(headings, rows))
-
-
 @dataclass(frozen=True)
 class Kind:
     """What is shown of a kind of result file."""
@@ -152,8 +138,8 @@ KINDS = {
     "cache_ops": Kind(_cache_ops, cache_ops.markdown),
     "kv_blocks": Kind(_no_pictures, kv_blocks.markdown),
     "cpu_generate": Kind(_no_pictures, _generate_table),
-    "throughput": Kind(_runs, _runs_table),
-    "serve": Kind(_runs, _runs_table),
+    "throughput": Kind(_runs, runs.markdown),
+    "serve": Kind(_runs, runs.markdown),
 }
 
 
@@ -176,7 +162,11 @@ def section_of(file: ResultFile, prefix: str) -> Section:
 
 
 def _left_out(file: ResultFile) -> list[str]:
-    told = [f"{runs.name_of(result)}: {result['error']}" for result in file.results if result.get("error")]
+    told = [
+        f"{runs.name_of(result)}: {textwrap.shorten(result['error'], MOST_OF_AN_ERROR)}"
+        for result in file.results
+        if result.get("error")
+    ]
     for result in file.results:
         for name, why in (result.get("failed") or {}).items() if file.kind == "kernels" else ():
             told.append(f"{kernel_report.TITLES.get(name, name)}, {kernel_report.name_of(result['case'])}: {why}")
@@ -208,7 +198,7 @@ def environment_rows(file: ResultFile) -> list[tuple[str, str]]:
     ]
     for name in ("peers", "model", "settings"):
         if isinstance(about.get(name), dict):
-            told = ", ".join(f"{key} {value}" for key, value in about[name].items() if value is not None)
+            told = ", ".join(f"{key} {value}" for key, value in about[name].items() if value not in (None, {}))
             rows.append((name, told))
     if about.get("l2_flushed"):
         rows.append(("L2", "emptied before every call"))
@@ -217,11 +207,13 @@ def environment_rows(file: ResultFile) -> list[tuple[str, str]]:
 
 def commands(file: ResultFile) -> str:
     """What repeats a measurement, from a clone of the repository on."""
-    about, lines = file.environment, []
+    about = file.environment
+    lines: list[str] = []
     commit = about.get("commit")
     if commit:
         whole, _, changes = str(commit).partition("+")
-        lines += [f"git checkout {whole}" + ("    # there were changes beside it" if changes else ""), "make setup"]
+        lines.append(f"git checkout {whole}" + ("    # there were changes beside it" if changes else ""))
+    lines.append("make setup && . .venv/bin/activate")
     words = str(about.get("command") or "").split()
     if "--peers" in words[:-1]:
         lines.append(f"python -m serving_benchmarks.peers {words[words.index('--peers') + 1]}")

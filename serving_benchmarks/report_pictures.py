@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -298,7 +299,7 @@ def _lines_over_batch(
             peers = [(batch_of(r), beside(r) * 1e6) for r in line if beside(r)]
             if peers:
                 panel.plot(*zip(*peers, strict=True), color=color, marker=marker, **beside_style)
-        panel.set_title(name, fontsize=10)
+        panel.set_title(textwrap.fill(name, 70), fontsize=10)
         panel.set(xlabel=xlabel, ylabel="time, us")
         plain_ticks(panel, "x", sorted({batch_of(result) for result in results}))
         plain_ticks(panel, "y")
@@ -533,7 +534,7 @@ def throughput_over_latency(file: ResultFile) -> Figure | None:
             handles += panel.plot(x, y, label=backend, markersize=5, **styles[backend])
             for result, place in zip(line, zip(x, y, strict=True), strict=True):
                 panel.annotate(runs.short_load(result["case"]), place, (6, -8), "data", "offset points", fontsize=8)
-        panel.set_title(name, fontsize=10)
+        panel.set_title(textwrap.fill(name, 70), fontsize=10)
         panel.set(
             xlabel="median time of a later token, ms (beside the marks: the load)", ylabel="output tokens a second"
         )
@@ -554,7 +555,7 @@ def _latency_shares(file: ResultFile, name: str, results: list[Result], styles: 
     loads = _by(
         sorted(results, key=lambda result: runs.load_order(result["case"])), lambda result: runs.load(result["case"])
     )
-    title = f"Latencies, {file.machine}: {name}"
+    title = textwrap.fill(f"Latencies, {file.machine}: {name}", 110)
     figure, panels = new_figure(
         len(loads) * len(runs.LATENCIES), title, width=4, height=2.6, columns=len(runs.LATENCIES)
     )

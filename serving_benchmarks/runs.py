@@ -1,19 +1,22 @@
 """Runs in result files of throughput and serve: what they are called, and at which load they ran."""
 
+import statistics
 from typing import Any
+
+from serving_benchmarks import result_file
 
 OUR_BACKENDS = ("SPARSE_MLA", "CUSTOM", "embedded")
 """The plugin under its names, and the engine. The others are what these are held to."""
 LATENCIES = {"ttft_s": "first token", "tpot_s": "later token", "e2e_s": "whole request"}
 """Of `requests` of an entry."""
 _LOAD = ("request_rate", "concurrency")
-_UNSAID = {"seed": 0, "shared_prefix": 0, "burstiness": 1.0, "tensor_parallel_size": 1}
+_UNSAID = {"shared_prefix": 0, "burstiness": 1.0, "tensor_parallel_size": 1}
 """What goes without saying."""
 
 
 def workload(case: dict[str, Any]) -> str:
-    """What was asked for, without the load."""
-    given = {name: value for name, value in case.items() if value is not None and name not in _LOAD}
+    """What was asked for, without the load. Other seeds are other requests of the same kind."""
+    given = {name: value for name, value in case.items() if value is not None and name not in (*_LOAD, "seed")}
     tokens = [given.pop(name, None) for name in ("input_len", "output_len")]
     parts = [f"{tokens[0]} + {tokens[1]} tokens"] if None not in tokens else []
     parts += [str(given.pop(name)) for name in ("workload", "source") if name in given]
@@ -49,3 +52,30 @@ def load_order(case: dict[str, Any]) -> tuple[float, float]:
 
 def name_of(result: dict[str, Any]) -> str:
     return f"{result['backend']}, {workload(result['case'])}, {load(result['case'])}"
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """A table for the docs, from a result file; runs that failed are left out."""
+    where, rows = report["environment"], []
+    for result in report["results"]:
+        if result.get("error"):
+            continue
+        case = result["case"]
+        row = [result["backend"], workload(case), load(case), f"{result['output_tokens_per_second']:.1f}"]
+        for name in LATENCIES:
+            values = [value for value in result["requests"][name] if value is not None]
+            row.append(f"{statistics.median(values) * 1e3:.1f}" if values else "-")
+        rows.append(row)
+    headings = ["backend", "workload", "load", "output tokens a second"]
+    lines = result_file.table(headings + [f"{what}, median, ms" for what in LATENCIES.values()], rows)
+    machine = where["gpus"][0]["name"] if where["gpus"] else where["cpu"]["model"]
+    vllm, model = where["vllm"], where.get("model") or {}
+    told = [
+        f"{model['name']}, {model.get('layers')} layers, {model.get('heads')} heads" if model.get("name") else "",
+        machine,
+        f"torch {where['torch']['version']}",
+        f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "no vLLM",
+        where["date"][:10],
+        f"commit {(where['commit'] or 'unknown')[:10]}",
+    ]
+    return "\n".join([*lines, "", ", ".join(filter(None, told)) + "."])

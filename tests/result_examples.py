@@ -109,7 +109,7 @@ def serve(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), rates=(1.0, 4.0, None)) ->
     """A file of serving_benchmarks.serve: 200 requests at several rates."""
     rng, results = random.Random(1), []
     for backend in backends:
-        for rate in rates:
+        for seed, rate in enumerate(rates):
             load = 32 if rate is None else rate * 4
             requests = _requests(rng, 200, load, SPEED[backend])
             elapsed = 200 / rate if rate else 8 * SPEED[backend]
@@ -125,7 +125,7 @@ def serve(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), rates=(1.0, 4.0, None)) ->
                         "request_rate": rate,
                         "concurrency": None,
                         "burstiness": 1.0,
-                        "seed": 0,
+                        "seed": seed,
                         "kv_cache_dtype": "fp8",
                         "tensor_parallel_size": 1,
                     },

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import result_examples
@@ -59,7 +59,6 @@ def test_a_file_and_itself_differ_in_nothing(name, tmp_path, capsys):
     assert not out.startswith("0 ")
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_what_got_slower_is_found_and_nothing_else(data):
     name = data.draw(st.sampled_from(sorted(FILES)))
@@ -82,7 +81,6 @@ def not_ours(report: dict) -> list[int]:
     return [number for number in range(len(report["results"])) if number not in ours(report)]
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.floats(0.5, 2))
 def test_a_machine_that_is_slower_throughout_changes_no_share(times):
     old, new = FILES["kernels"], copy.deepcopy(FILES["kernels"])

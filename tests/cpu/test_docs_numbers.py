@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import result_examples
 from serving_benchmarks import docs
 
 ROOT = Path(__file__).parent.parent.parent
@@ -99,6 +100,22 @@ def test_a_wrong_block_is_explained_with_its_page_and_line(text, told, tree, cap
     (tree / "docs" / "new.md").write_text(f"# Title\n{text}\n")
     assert docs.main(["--root", str(tree)]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["throughput", "serve"])
+def test_a_block_can_be_added(name, tree):
+    report = getattr(result_examples, name)()
+    report["results"][0] = result_examples.failed(report["results"][0], "out of memory")
+    result_examples.write(tree / "results", f"{name}_h200", report)
+    page = tree / "docs" / "new.md"
+    page.write_text(f"Before\n<!-- numbers: {name} results/{name}_h200.json -->\n{END}\nafter\n")
+    assert docs.main(["--root", str(tree)]) == 0
+    before, marked, heading, _, *rows, nothing, about, end, after, last = page.read_text().split("\n")
+    assert (before, end, after, nothing, last) == ("Before", END, "after", "", "")
+    assert len(rows) == len(report["results"]) - 1 and {row.count("|") for row in rows} == {heading.count("|")}
+    speeds = [f"| {entry['output_tokens_per_second']:.1f} |" for entry in report["results"][1:]]
+    assert all(speed in row for speed, row in zip(speeds, rows, strict=True))
+    assert about.startswith("small, 4 layers, 16 heads, NVIDIA H200, torch 2.11.0+cu130, vllm 0.23.0, 2026-11-20")
 
 
 def test_marks_in_examples_are_left_alone(tree, capsys):

@@ -115,7 +115,8 @@ def test_the_page_says_where_it_was_measured_and_how_to_repeat_it(page):
     for told in (kernels["driver"], kernels["torch"]["version"], kernels["commit"], "flashmla vllm 0.23.0"):
         assert told in page.text
     assert (
-        f"git checkout {kernels['commit']}\nmake setup\npython -m serving_benchmarks.peers .peers\n{kernels['command']}"
+        f"git checkout {kernels['commit']}\nmake setup && . .venv/bin/activate\n"
+        f"python -m serving_benchmarks.peers .peers\n{kernels['command']}"
     ) in page.text
     assert "    # there were changes beside it\n" in page.text  # kv_blocks.json
 
