@@ -298,8 +298,11 @@ def _only(these: Measurements, others: Measurements) -> list[str]:
 def _warnings(old: ResultFile, new: ResultFile) -> list[str]:
     pairs = {"machine": (old.machine, new.machine)}
     pairs |= {name: (_lookup(old.environment, name), _lookup(new.environment, name)) for name in SHOULD_BE_EQUAL}
-    found = {name: _difference(*pair) for name, pair in pairs.items()}
-    return [f"different {name}: {told[0]} and {told[1]}" for name, told in found.items() if told]
+    told: dict[tuple[str, str], str] = {}  # a CPU that is the machine is told of once
+    for name, pair in pairs.items():
+        if difference := _difference(*pair):
+            told.setdefault(difference, name)
+    return [f"different {name}: {old} and {new}" for (old, new), name in told.items()]
 
 
 def _lookup(environment: dict[str, Any], name: str) -> Any:

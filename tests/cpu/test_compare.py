@@ -158,6 +158,13 @@ def test_another_machine_and_other_peers_are_warned_of(tmp_path, capsys):
     assert "warning: different peers: fa3 vllm 0.23.0 and fa3 vllm 0.33.0\n" in out
 
 
+def test_another_cpu_is_warned_of_once():
+    new = copy.deepcopy(FILES["cpu_attention"])
+    new["environment"]["cpu"]["model"] = "other"
+    found = compare.compare(file(FILES["cpu_attention"]), file(new))
+    assert found.warnings == ["different machine: AMD EPYC and other"]
+
+
 def test_a_peer_of_another_version_is_no_yardstick():
     new = copy.deepcopy(FILES["kernels"])
     new["environment"]["peers"]["fa3"] = "vllm 0.33.0"

@@ -118,3 +118,32 @@ def test_suites_are_packaged(tmp_path):
     assert done.returncode == 0, done.stderr
     packed = {path.stem for path in (tmp_path / "serving_benchmarks" / "suites").iterdir()}
     assert packed == set(suite_files.names())
+
+
+@needs_sources
+@pytest.mark.parametrize(("suite", "asked_for_peers"), [("headline", True), ("sweep", False)])
+def test_a_suite_decides_whether_peers_are_loaded(suite, asked_for_peers, tmp_path, monkeypatch):
+    """The whole program but for what needs a GPU, up to a file that the other programs read."""
+    measured = json.loads((ROOT / "results" / "kernels.json").read_text())["results"][0]
+    loaded, ran = [], []
+
+    def load(*_):
+        loaded.append(suite)
+        return {"flashmla": "vllm 0.23.0"}
+
+    def measure(case, *_):
+        ran.append(case)
+        return {**measured, "case": {**case.as_dict(), "pattern": "random"}}
+
+    monkeypatch.setattr(kernels.environment, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(kernels.peer_kernels, "load", load)
+    monkeypatch.setattr(kernels, "Caches", lambda tokens: tokens)
+    monkeypatch.setattr(kernels, "measure", measure)
+    output = tmp_path / "out.json"
+    assert kernels.main(["--suite", suite, "--heads", "16", "--formats", "bf16", "--output", str(output)]) == 0
+    assert bool(loaded) == asked_for_peers
+    wanted = [case for case in shapes(suite) if case[1] == 16 and case[3] == "bf16"]
+    assert [(c.batch.spec, c.heads, c.topk, c.format) for c in ran] == wanted
+    report = json.loads(output.read_text())
+    assert [result["case"]["batch"] for result in report["results"]] == [batch for batch, *_ in wanted]
+    assert report["environment"]["peers"] == ({"flashmla": "vllm 0.23.0"} if asked_for_peers else {})
