@@ -8,7 +8,7 @@ from torch import Tensor
 import mla_backend
 from conftest import assert_accurate, random_cache, score_error
 from mla_backend import reference
-from mla_backend.vllm_plugin.step import Step, StepBuffers
+from mla_backend.vllm_plugin.step import Batch, Step, StepBuffers
 
 pytestmark = pytest.mark.gpu
 TOKENS, TOPK, BLOCK_SIZE, BLOCKS, SCALE = 8, 256, 64, 16, 0.04
