@@ -142,8 +142,8 @@ class SparseMLAMetadataBuilder(BuilderBase):
 
 
 def leading_layers(names: Collection[str], layers: int) -> frozenset[str]:
-    """The layers, of these names, that are the first ones of a pass: a model's first one, and each that drafts, as those
-    run by themselves. vLLM may give a draft the metadata of the main model's step.
+    """The layers, of these names, that are the first ones of a pass: a model's first one, and each that drafts, as
+    those run by themselves. vLLM may give a draft the metadata of the main model's step.
 
     Args:
         names: such as model.layers.3.self_attn.attn.

@@ -148,9 +148,7 @@ class Step:
             this batch would not find the next one in the same memory.
     """
 
-    def __init__(
-        self, buffers: StepBuffers, batch: Batch, tokens: int, leaders: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, buffers: StepBuffers, batch: Batch, tokens: int, leaders: Collection[str] | None = None) -> None:
         self.buffers, self.batch, self.tokens, self.leaders = buffers, batch, tokens, leaders
         self.plan: Tensor | None = None
         self.slots: Tensor | None = None

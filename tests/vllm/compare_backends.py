@@ -183,7 +183,7 @@ class Comparison:
         texts = workload.texts()
         turns: dict[Candidate, list[Generated]] = {candidate: [] for candidate in self.running}
         task = progress.add_task(str(workload), total=workload.turns * len(turns))
-        for turn in range(workload.turns):
+        for _ in range(workload.turns):
             for candidate in list(turns):
                 try:
                     turns[candidate].append(self._generate(candidate, workload, texts))
@@ -231,7 +231,9 @@ class Comparison:
             launches = sum(count for name, count in found["calls"].items() if "Launch" in name)
             busy = sum(time_us for _, _, time_us in found["kernels"])
             said = ", ".join(f"{count:g} {name}" for name, count in waits.items()) or "no waits"
-            print(f"{candidate} a decode step: {launches:g} launches, {busy / 1e3:.3f} ms of kernels, {said}", flush=True)
+            print(
+                f"{candidate} a decode step: {launches:g} launches, {busy / 1e3:.3f} ms of kernels, {said}", flush=True
+            )
 
     def _generate(self, candidate: Candidate, workload: Workload, texts: list[list[int]]) -> Generated:
         return self.running[candidate].call(
@@ -250,7 +252,9 @@ def line(entry: dict[str, Any]) -> str:
         return f"{name}: FAILED: {entry['error']}"
     said = [f"prefill {entry['prefill_s']:.3f} s"]
     if step := entry["decode_ms_a_step"]:
-        said.append(f"decode {step['median']:.3f} ({step['lower_quartile']:.3f} to {step['upper_quartile']:.3f}) ms a step")
+        said.append(
+            f"decode {step['median']:.3f} ({step['lower_quartile']:.3f} to {step['upper_quartile']:.3f}) ms a step"
+        )
     said.append(f"{entry['logprobs_looked_at']} logprobs {'finite' if entry['finite'] else 'NOT ALL FINITE'}")
     difference = entry.get("differs_from_first") or entry.get("differs_from_itself")
     if difference:

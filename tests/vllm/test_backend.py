@@ -1,5 +1,6 @@
 """The backend's classes against the reference, without a server around them: what vLLM's contract asks of a backend."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -318,6 +319,23 @@ def test_tokens_are_written_as_the_reference_writes_them(backend, fmt):
     reference.cache_write(kv_c[:5], k_pe[:5, 0], want, slots)
     assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
     layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, "auto", torch.ones(1))  # before there is a cache
+
+
+def test_what_the_classes_override_takes_what_vllm_passes(backend):
+    """All arguments of the method that is overridden, in their order: of whichever version is installed."""
+    for ours in (backend.SparseMLABackend, backend.SparseMLAMetadataBuilder, backend.SparseMLALayer):
+        assert not getattr(ours, "__abstractmethods__", None)
+        for name, method in vars(ours).items():
+            theirs = next((getattr(base, name) for base in ours.__mro__[1:] if name in vars(base)), None)
+            if theirs is None or not callable(getattr(ours, name)) or isinstance(method, type):
+                continue
+            wanted, taken = (inspect.signature(f).parameters for f in (theirs, getattr(ours, name)))
+            named = [p.name for p in wanted.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            open_ended = any(p.kind == p.VAR_KEYWORD for p in taken.values())
+            missing = [argument for argument in named if argument not in taken]
+            assert open_ended or not missing, f"{ours.__name__}.{name} lacks {missing}"
+            common = [argument for argument in named if argument in taken]
+            assert common == [argument for argument in taken if argument in named], f"{ours.__name__}.{name}"
 
 
 def test_the_backend_says_of_itself_what_vllm_asks(backend):
