@@ -100,8 +100,10 @@ def compare(one: Generated, other: Generated) -> dict[str, Any]:
     }
 
 
-def ask(name: str, asked: list[Prompt], folder: Path, given: argparse.Namespace, logs: Path) -> dict[str, Any]:
-    """One way's entry of the result file; with `error` instead of what was found, if it failed."""
+def ask(
+    name: str, asked: list[Prompt], folder: Path, given: argparse.Namespace, logs: Path
+) -> tuple[dict[str, Any], Generated | None]:
+    """One way's entry of the result file and what it generated; `error` and nothing, if it failed."""
     way = WAYS[name]
     entry: dict[str, Any] = {"way": name, **asdict(way), "asked": len(asked)}
     texts = [prompt.context_tokens + prompt.question_tokens for prompt in asked]
@@ -113,14 +115,15 @@ def ask(name: str, asked: list[Prompt], folder: Path, given: argparse.Namespace,
                 "generate", prompts=texts, new_tokens=given.new_tokens, logprobs=2, seconds=given.run_seconds
             )
     except Failed as failure:
-        return {**entry, "error": str(failure)}
+        return {**entry, "error": str(failure)}, None
     right = sum(is_right(*pair) for pair in zip(asked, map(answer_of, generated.tokens), strict=True))
-    return {**entry, "right": right, **asdict(generated)}
+    entry |= {"error": None, "right": right, "tokens": generated.tokens}
+    return {**entry, "drafted": generated.drafted, "accepted": generated.accepted}, generated
 
 
 def line(entry: dict[str, Any]) -> str:
     """What there is to say about a way."""
-    if "error" in entry:
+    if entry["error"]:
         return f"{entry['way']}: FAILED: {entry['error']}"
     said = [f"{entry['right']} of {entry['asked']} right"]
     if "than" in entry:
@@ -134,7 +137,7 @@ def line(entry: dict[str, Any]) -> str:
 
 
 def is_good(entry: dict[str, Any]) -> bool:
-    if "error" in entry:
+    if entry["error"]:
         return False
     least = ENOUGH * entry["asked"]
     return entry["right"] >= least and entry.get("answers_equal", entry["asked"]) >= least
@@ -158,7 +161,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     result_file.require_writable(parser, given.output)
     console = Console(stderr=True)
-    asked, entries, first = held_out(given.tokens, given.questions), [], {}
+    asked, entries = held_out(given.tokens, given.questions), []
+    first: dict[str, tuple[str, Generated]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         logs = given.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
@@ -166,20 +170,16 @@ def main(arguments: list[str] | None = None) -> int:
         if any(WAYS[name].drafts for name in given.ways):
             add_mtp_layer(CHECKPOINT, drafting)
         for name in track(given.ways, "asking", console=console, transient=True):
-            entry = ask(name, asked, drafting if WAYS[name].drafts else CHECKPOINT, given, logs)
-            if "error" not in entry:
-                reference = first.setdefault(entry["cache"], entry)
-                if reference is not entry:
-                    entry |= {"than": reference["way"], **compare(_generated(entry), _generated(reference))}
+            entry, generated = ask(name, asked, drafting if WAYS[name].drafts else CHECKPOINT, given, logs)
+            if generated is not None:
+                reference, its = first.setdefault(entry["cache"], (name, generated))
+                if reference != name:
+                    entry |= {"than": reference, **compare(generated, its)}
             entries.append(entry)
             print(line(entry), flush=True)
     settings = {name: value for name, value in vars(given).items() if name not in ("output", "logs")}
     result_file.write(given.output, entries, console, benchmark="recall", settings=settings, cpus=os.cpu_count())
     return 0 if all(map(is_good, entries)) else 1
-
-
-def _generated(entry: dict[str, Any]) -> Generated:
-    return Generated(tokens=entry["tokens"], logprobs=entry["logprobs"], margins=entry["margins"])
 
 
 if __name__ == "__main__":

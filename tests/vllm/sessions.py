@@ -53,15 +53,15 @@ class VllmSession:
         if drafts:
             given["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
         self.llm = LLM(folder, **{**given, **options})
-        self.engine, self.batches = self.llm.llm_engine, 0
+        self.engine, self.batches, self.drafts = self.llm.llm_engine, 0, drafts
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, *, logprobs: int | None = None, ignore_eos: bool = True
     ) -> Generated:
         """All prompts at once. logprobs: 0 for those of the tokens, 2 for their margins besides."""
-        before = self._drafts()
+        before = self._drafted()
         found = self._run(prompts, new_tokens, logprobs, ignore_eos)
-        found.drafted, found.accepted = (now - was for now, was in zip(self._drafts(), before, strict=True))
+        found.drafted, found.accepted = (now - was for now, was in zip(self._drafted(), before, strict=True))
         return found
 
     def profile(self, prompts: list[list[int]], steps: int) -> dict[str, Any]:
@@ -71,22 +71,29 @@ class VllmSession:
 
         activity = torch.profiler.ProfilerActivity
         profile = torch.profiler.profile(activities=[activity.CPU, activity.CUDA])
+        seen = 0
 
         def at_step(number: int) -> None:
+            nonlocal seen
             if number == 0:
                 torch.cuda.synchronize()
                 profile.start()
-            elif number == steps:
-                torch.cuda.synchronize()
-                profile.stop()
+            elif number <= steps:
+                seen = number
+                if number == steps:
+                    torch.cuda.synchronize()
+                    profile.stop()
 
-        self._run(prompts, SETTLED + steps + 4, None, True, at_step)
+        # drafts that are right bring more than a token a step
+        self._run(prompts, SETTLED + (steps + 4) * (1 + self.drafts), None, True, at_step)
+        if seen < steps:
+            raise RuntimeError(f"prompts must be few enough to decode together for {steps} steps; {seen} were seen")
         kernels, times, calls = Counter(), Counter(), Counter()
         for event in profile.key_averages():
             if str(event.device_type).endswith("CUDA"):
                 kernels[event.key] += event.count
                 times[event.key] += event.self_device_time_total
-            elif event.key.startswith("cuda"):
+            elif event.key.startswith(("cuda", "cuLaunch")):
                 calls[event.key] += event.count
         return {
             "kernels": [[name, kernels[name] / steps, time_us / steps] for name, time_us in times.most_common()],
@@ -146,7 +153,7 @@ class VllmSession:
                 number, last = number + 1, now
         return found
 
-    def _drafts(self) -> tuple[int, int]:
+    def _drafted(self) -> tuple[int, int]:
         totals = {metric.name: getattr(metric, "value", 0) for metric in self.llm.get_metrics()}
         names = ("num_draft_tokens", "num_accepted_tokens")
         return tuple(int(totals.get(f"vllm:spec_decode_{name}", 0)) for name in names)

@@ -17,8 +17,12 @@ VOCABULARY = 32768
 LAYERS = 4
 
 
-def config(heads: int, max_positions: int, hidden_size: int = 7168) -> dict[str, Any]:
-    """`config.json` of DeepSeek-V3.2 with fewer layers, no experts and a smaller vocabulary."""
+def config(heads: int, max_positions: int, hidden_size: int = 7168, drafts: bool = False) -> dict[str, Any]:
+    """`config.json` of DeepSeek-V3.2 with fewer layers, no experts and a smaller vocabulary.
+
+    Args:
+        drafts: whether there is a layer for multi-token prediction.
+    """
     return dict(
         architectures=["DeepseekV32ForCausalLM"],
         model_type="deepseek_v32",
@@ -30,7 +34,7 @@ def config(heads: int, max_positions: int, hidden_size: int = 7168) -> dict[str,
         intermediate_size=4096,
         moe_intermediate_size=2048,
         num_hidden_layers=LAYERS,
-        first_k_dense_replace=LAYERS,
+        first_k_dense_replace=LAYERS + drafts,
         moe_layer_freq=1,
         n_routed_experts=8,
         n_shared_experts=1,
@@ -58,18 +62,24 @@ def config(heads: int, max_positions: int, hidden_size: int = 7168) -> dict[str,
         hidden_act="silu",
         attention_bias=False,
         tie_word_embeddings=False,
-        num_nextn_predict_layers=0,
+        num_nextn_predict_layers=int(drafts),
     )
 
 
-def write(folder: Path, heads: int, max_positions: int, hidden_size: int = 7168) -> None:
-    """Random weights, each of a row N(0, 1 / its length), so that activations keep their size from layer to layer."""
-    c = config(heads, max_positions, hidden_size)
+def write(folder: Path, heads: int, max_positions: int, hidden_size: int = 7168, drafts: bool = False) -> None:
+    """Random weights, each of a row N(0, 1 / its length), so that activations keep their size from layer to layer. What
+    a layer of them drafts is as good as never right."""
+    c = config(heads, max_positions, hidden_size, drafts)
     latent = c["kv_lora_rank"] + c["qk_rope_head_dim"]
     query, value = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], c["qk_nope_head_dim"] + c["v_head_dim"]
     sizes = {"model.embed_tokens": (VOCABULARY, hidden_size), "lm_head": (VOCABULARY, hidden_size)}
     norms = {"model.norm": hidden_size}
-    for i in range(LAYERS):
+    if drafts:
+        layer = f"model.layers.{LAYERS}"
+        sizes |= {f"{layer}.eh_proj": (hidden_size, 2 * hidden_size)}
+        sizes |= {f"{layer}.{name}": (VOCABULARY, hidden_size) for name in ("embed_tokens", "shared_head.head")}
+        norms |= {f"{layer}.{name}": hidden_size for name in ("enorm", "hnorm", "shared_head.norm")}
+    for i in range(LAYERS + drafts):
         layer, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
         sizes |= {
             f"{attention}.q_a_proj": (c["q_lora_rank"], hidden_size),
