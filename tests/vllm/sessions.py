@@ -47,7 +47,8 @@ class VllmSession:
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        given: dict[str, Any] = dict(skip_tokenizer_init=True, disable_log_stats=False, enforce_eager=eager)
+        # counting takes time in every step, and drafts alone are counted
+        given: dict[str, Any] = dict(skip_tokenizer_init=True, disable_log_stats=not drafts, enforce_eager=eager)
         if current_platform.is_cuda():
             given |= dict(gpu_memory_utilization=0.3, compilation_config={"mode": 0} if eager else ON_A_GPU)
         if drafts:
@@ -154,6 +155,9 @@ class VllmSession:
         return found
 
     def _drafted(self) -> tuple[int, int]:
+        """Tokens that were drafted and accepted so far."""
+        if not self.drafts:
+            return 0, 0
         totals = {metric.name: getattr(metric, "value", 0) for metric in self.llm.get_metrics()}
         names = ("num_draft_tokens", "num_accepted_tokens")
         return tuple(int(totals.get(f"vllm:spec_decode_{name}", 0)) for name in names)

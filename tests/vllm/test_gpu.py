@@ -53,6 +53,16 @@ def test_long_contexts_and_thousands_of_steps_give_the_same_tokens_and_no_nan(tm
     assert [len(entry["tokens"][0]) for entry in found] == [64, 64, 4000, 4000]
 
 
+def test_drafts_change_no_token_and_are_made_with_this_backend_too(tmp_path):
+    candidates = ("--candidates", "SPARSE_MLA", "SPARSE_MLA+1", "SPARSE_MLA+3")
+    found = results_of(
+        "compare_backends.py", tmp_path, *candidates, "--heads", "16", "--workloads", "16x4096+64/1", "--profile"
+    )
+    assert all(entry["drafted"] for entry in found if entry["drafts"])
+    for entry in found:
+        assert not [name for name, _, _ in entry["profile"]["kernels"] if "flash_fwd" in name or "sparse_fp8" in name]
+
+
 @needs_two
 def test_two_gpus_give_the_tokens_of_one(tmp_path):
     candidates = ("--candidates", "SPARSE_MLA", "SPARSE_MLA@2")
