@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
 import wide_checkpoint  # noqa: E402
 from isolated import Failed, Isolated  # noqa: E402

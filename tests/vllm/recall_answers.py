@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import track
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 
 from examples.recall.accuracy import CHECKPOINT, held_out, is_right  # noqa: E402
 from examples.recall.task import EOS, IDS, Prompt  # noqa: E402

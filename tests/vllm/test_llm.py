@@ -117,7 +117,7 @@ def test_a_dense_model_is_served_by_vllms_own_attention(tmp_path, prompts):
 def test_the_trained_checkpoint_gives_the_embedded_engines_answers_with_and_without_drafts(tmp_path):
     """In bf16, over an FP8 cache; every layer selects."""
     done = subprocess.run(
-        [sys.executable, PROGRAM, *"--ways embedded vllm mtp-1 --questions 60 --new-tokens 8".split()]
+        [sys.executable, PROGRAM, *"--ways embedded vllm mtp-1 --questions 60 --tokens 500 --new-tokens 8".split()]
         + ["--logs", tmp_path, "--output", tmp_path / "found.json"],
         capture_output=True,
         text=True,
