@@ -8,6 +8,7 @@ import queue
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,16 +60,20 @@ def test_what_is_isolated_answers_and_says_why_it_does_not(tmp_path):
         Isolated(os._exit, {"status": 3}, log=log)
 
 
+def comes_true(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
 def test_what_is_isolated_takes_its_processes_with_it(tmp_path):
     command = ["sleep", f"600.{os.getpid()}"]
-    process = Isolated(subprocess.Popen, {"args": command}, log=tmp_path / "log")
-    assert is_running(*command)
-    with pytest.raises(Failed):
-        process.call("wait", seconds=0.1)
-    end = time.monotonic() + 20
-    while is_running(*command) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not is_running(*command)
+    with Isolated(subprocess.Popen, {"args": command}, log=tmp_path / "log") as process:
+        assert comes_true(lambda: is_running(*command))
+        with pytest.raises(Failed):
+            process.call("wait", seconds=0.1)
+        assert comes_true(lambda: not is_running(*command))
 
 
 def test_workloads_and_candidates_are_read_as_they_are_written():

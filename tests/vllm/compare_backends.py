@@ -73,8 +73,8 @@ class Workload:
 
     @property
     def cache_bytes(self) -> int:
-        """That all prompts take at a time."""
-        blocks = self.prompts * -(-self.longest // BLOCK_SIZE) + self.prompts
+        """That all prompts take at a time, with blocks to spare for drafts and for what vLLM keeps."""
+        blocks = self.prompts * (-(-self.longest // BLOCK_SIZE) + 2) + 4
         return blocks * BLOCK_SIZE * TOKEN_BYTES * (wide_checkpoint.LAYERS + 1)  # one may draft
 
     def texts(self) -> list[list[int]]:

@@ -108,7 +108,7 @@ def last_error(log: Path) -> str:
 def _live(
     connection: Connection, make: Callable[..., Any], options: dict[str, Any], log: Path, environment: dict[str, str]
 ) -> None:
-    os.setsid()  # its children end with it
+    os.setpgrp()  # its children end with it
     os.environ.update(environment)
     with log.open("a") as out:
         for stream in (1, 2):
@@ -121,7 +121,10 @@ def _live(
         return
     connection.send((True, None))
     while True:
-        name, arguments = connection.recv()
+        try:
+            name, arguments = connection.recv()
+        except EOFError:  # whoever asked is gone
+            name = None
         if name is None:
             break
         try:
