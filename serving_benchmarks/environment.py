@@ -16,7 +16,7 @@ def describe() -> dict[str, Any]:
     report = doctor.examine()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, "-m", _module(), *map(_without_folder, sys.argv[1:])]),
+        "command": " ".join([Path(sys.executable).name, *_program(), *map(_without_folder, sys.argv[1:])]),
         "commit": _commit(),
         "system": report["system"],
         "python": platform.python_version(),
@@ -55,9 +55,10 @@ def _without_folder(argument: str) -> str:
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
-def _module() -> str:
+def _program() -> list[str]:
+    """What the interpreter was told to run: a module, or a file."""
     spec = sys.modules["__main__"].__spec__
-    return spec.name if spec else Path(sys.argv[0]).name
+    return ["-m", spec.name] if spec else [Path(sys.argv[0]).name]
 
 
 def _commit() -> str | None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TRAINED = Path(__file__).parents[1] / "examples" / "recall" / "checkpoint"
 RELEASED_KEYS = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1)
 """What released checkpoints say in config.json; vLLM reads it, and transformers doesn't write it."""
 GLM_KEYS = dict(indexer_rope_interleave=True, index_topk_pattern="FSSS")

@@ -104,26 +104,41 @@ class Indexer(nn.Module):
         return _joined([self._best(*part, own, cache) for part, own in zip(parts, each, strict=False)])
 
     def _best(self, queries: Tensor, weights: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
-        context = slots.shape[1]
         tiles = slots.split(KEY_TILE, dim=1) if self.batch_invariant else [slots]
-        scores = _joined([self._scores(queries, weights, _gather(cache, tile)) for tile in tiles], dim=1)
-        places = torch.arange(context, dtype=torch.int32, device=slots.device)
-        scores = scores.masked_fill(places > positions.unsqueeze(1), -torch.inf)
-        # of equal scores the earlier tokens, so that the choice depends on nothing else
-        worst = scores.topk(self.topk).values[:, -1:]
-        better, equal = scores > worst, (scores == worst) & (scores > -torch.inf)
-        room = self.topk - better.sum(1, keepdim=True, dtype=torch.int32)
-        keep = better | (equal & (equal.cumsum(1, dtype=torch.int32) <= room))
-        column = torch.where(keep, keep.cumsum(1) - 1, self.topk)  # what isn't kept goes to a column too many
-        chosen = torch.full((len(scores), self.topk + 1), -1, dtype=torch.int32, device=slots.device)
-        return chosen.scatter_(1, column, places.expand_as(column))[:, : self.topk]
+        scores = _joined([scores_of(queries, weights, _gather(cache, tile)) for tile in tiles], dim=1)
+        return best_of(scores, positions, self.topk)
 
-    def _scores(self, queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-        """fp32 `[n, keys]` of queries `[n, heads, 128]` and keys `[n or 1, keys, 128]`."""
-        if len(keys) == 1:
-            keys = keys[0]
-        scores = torch.relu(queries @ keys.transpose(-1, -2))  # [n, heads, keys]
-        return (weights.unsqueeze(1) @ scores).squeeze(1)
+
+def scores_of(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """How well keys fit: fp32 `[N, keys]`.
+
+    Args:
+        queries, weights: fp32 `[N, heads, 128]` and `[N, heads]`.
+        keys: fp32 `[N or 1, keys, 128]`.
+    """
+    if len(keys) == 1:
+        keys = keys[0]
+    scores = torch.relu(queries @ keys.transpose(-1, -2))  # [N, heads, keys]
+    return (weights.unsqueeze(1) @ scores).squeeze(1)
+
+
+def best_of(scores: Tensor, positions: Tensor, topk: int) -> Tensor:
+    """The tokens of its context that each token attends to: int32 `[N, topk]`, positions by rising order, then -1.
+
+    Args:
+        scores: fp32 `[N, context]`, topk or more of them.
+        positions: int64 `[N]`; a token sees those up to its own position.
+    """
+    places = torch.arange(scores.shape[1], dtype=torch.int32, device=scores.device)
+    scores = scores.masked_fill(places > positions.unsqueeze(1), -torch.inf)
+    # of equal scores the earlier tokens, so that the choice depends on nothing else
+    worst = scores.topk(topk).values[:, -1:]
+    better, equal = scores > worst, (scores == worst) & (scores > -torch.inf)
+    room = topk - better.sum(1, keepdim=True, dtype=torch.int32)
+    keep = better | (equal & (equal.cumsum(1, dtype=torch.int32) <= room))
+    column = torch.where(keep, keep.cumsum(1) - 1, topk)  # what isn't kept goes to a column too many
+    chosen = torch.full((len(scores), topk + 1), -1, dtype=torch.int32, device=scores.device)
+    return chosen.scatter_(1, column, places.expand_as(column))[:, :topk]
 
 
 def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:

@@ -1,5 +1,7 @@
 """The attention backend: all of a step's tokens, prefill and decode, attend to their slots in one call of our op."""
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +14,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 import mla_backend
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.config import CACHE_DTYPES, LATENT, ROPE
-from mla_backend.vllm_plugin.step import Step, StepBuffers
+from mla_backend.vllm_plugin.step import Batch, Step, StepBuffers
 
 MetadataBase, BuilderBase, LayerBase = versions.bases()
 SHORT_EXTEND = 128
@@ -119,18 +121,39 @@ class SparseMLAMetadataBuilder(BuilderBase):
             device=device,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         )
+        self.leaders = leading_layers(layer_names, model_config.hf_text_config.num_hidden_layers)
+        self.first_batch: Batch | None = None
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> Tensor:
-        batch = common_attn_metadata
-        return self.buffers.locate(batch.query_start_loc, batch.seq_lens, batch.num_actual_tokens, batch.max_query_len)
+        return self.buffers.request_ids[: common_attn_metadata.num_actual_tokens]  # filled by the step
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMLAMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         tokens = metadata.num_actual_tokens
         if metadata.prefill is not None and metadata.prefill.use_dense_mha:
             tokens = metadata.num_decode_tokens
-        metadata.step = Step(self.buffers, tokens)
+        common = common_attn_metadata
+        batch = Batch(common.query_start_loc, common.seq_lens, common.num_actual_tokens, common.max_query_len)
+        # vLLM keeps these tensors of the main model where they are from step to step. Those of drafts and of divided
+        # batches may be new ones each time, and a captured graph must not read them.
+        self.first_batch = self.first_batch or batch
+        metadata.step = Step(self.buffers, batch, tokens, self.leaders if batch.is_where(self.first_batch) else None)
         return metadata
+
+
+def leading_layers(names: Collection[str], layers: int) -> frozenset[str]:
+    """The layers, of these names, that are the first ones of a pass: a model's first one, and each that drafts, as
+    those run by themselves. vLLM may give a draft the metadata of the main model's step.
+
+    Args:
+        names: such as model.layers.3.self_attn.attn.
+        layers: how many the main model has; what is numbered higher drafts.
+    """
+    numbers = {name: int(found[1]) for name in names if (found := re.search(r"\blayers\.(\d+)\.", name))}
+    if len(numbers) < len(names):
+        return frozenset(names)  # each prepares the step anew: slower, and right as well
+    first = min(numbers.values())
+    return frozenset(name for name, number in numbers.items() if number == first or number >= layers)
 
 
 class SparseMLALayer(LayerBase):
@@ -214,6 +237,7 @@ class SparseMLALayer(LayerBase):
         fp32 `[T, H]`."""
         tokens, heads = (q[0] if isinstance(q, tuple) else q).shape[:2]
         step, buffers = attn_metadata.step, attn_metadata.step.buffers
+        step.begin(getattr(layer, "layer_name", None))
         if self.selects or step.slots is None or len(step.slots) != tokens:
             step.slots = self._slots(tokens, kv_c_and_k_pe_cache.shape[1], attn_metadata)
         out, lse = buffers.room_for_results(tokens, heads)

@@ -24,7 +24,8 @@ CACHE_DTYPES = {
 
 def settle(vllm_config: "VllmConfig") -> None:
     """Refuses a configuration that asks for this backend and can't have it, with a ValueError that says why and what
-    to use instead; gives --kv-cache-dtype its meaning otherwise. Leaves all other configurations alone."""
+    to use instead; otherwise gives --kv-cache-dtype its meaning and MTP layers this backend. Leaves all other
+    configurations alone."""
     from vllm.platforms import current_platform
 
     if vllm_config.model_config is None or not versions.is_ours(vllm_config.attention_config.backend):
@@ -46,6 +47,10 @@ def settle(vllm_config: "VllmConfig") -> None:
     cache_config.cache_dtype = CACHE_DTYPES[cache_config.cache_dtype]
     if cache_config.cache_dtype == "auto" and vllm_config.model_config.dtype != torch.bfloat16:
         cache_config.cache_dtype = "bfloat16"  # "auto" would be the model's dtype
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method == "mtp" and speculative.attention_backend is None:
+        # the layers that draft are of the same kind, and vLLM would pick another backend for them
+        speculative.attention_backend = vllm_config.attention_config.backend
 
 
 def has_sparse_mla(model_config: "ModelConfig") -> bool:

@@ -17,9 +17,7 @@ from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder, MultipleOf
 
 from kv_cache.keys import KEY_FORMATS, gather_keys, write_keys
-
-MOST_SCORES = 1 << 24
-"""fp32 numbers in a temporary, 64 MiB: a chunk of queries against a long context is scored in pieces of that."""
+from mla_backend.engine.indexer import MOST_SCORES, best_of, scores_of
 
 
 def install() -> None:
@@ -135,19 +133,13 @@ def select(queries: Tensor, weights: Tensor, positions: Tensor, keys: Tensor, to
         keys: fp32 `[context, 128]`, more than topk.
 
     Returns:
-        int32 `[N, topk]`, positions by rising order, then -1. In this order attention adds up the same way however a
-        prompt is cut into chunks.
+        int32 `[N, topk]`, positions by rising order, then -1, as the engine selects them.
     """
-    context = len(keys)
-    chosen = torch.empty(len(queries), topk, dtype=torch.int32)
-    piece = max(1, MOST_SCORES // (queries.shape[1] * context))
-    every = torch.arange(context)
-    for rows in torch.arange(len(queries)).split(piece):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
-        scores = torch.relu(queries[part].float() @ keys.T)  # [tokens, heads, context]
-        scores = torch.bmm(weights[part].float().unsqueeze(1), scores).squeeze(1)
-        scores.masked_fill_(every > positions[part].unsqueeze(1), -torch.inf)
-        best = scores.topk(topk)
-        found = torch.where(best.values == -torch.inf, context, best.indices).sort().values
-        chosen[part] = torch.where(found == context, -1, found).int()
-    return chosen
+    piece = max(1, MOST_SCORES // (queries.shape[1] * len(keys)))
+    parts = zip(queries.split(piece), weights.split(piece), positions.split(piece), strict=True)
+    return torch.cat(
+        [
+            best_of(scores_of(some.float(), their.float(), keys.unsqueeze(0)), places, topk)
+            for some, their, places in parts
+        ]
+    )

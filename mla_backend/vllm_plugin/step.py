@@ -1,5 +1,8 @@
 """What the layers of one step share: how long each token's list is, how the work is cut, and where results go."""
 
+from collections.abc import Collection
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -8,6 +11,32 @@ from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, work
 
 FEW_TOKENS = 64
 """From here on plans have the same number of rows, however many tokens there are."""
+
+NOWHERE = -(1 << 30)
+"""Where padding stands in its sequence: so far before it that it attends to nothing."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step's tokens belong to."""
+
+    query_start_loc: Tensor
+    """int32 `[R + 1]`, where each request's tokens begin."""
+    seq_lens: Tensor
+    """int32 `[R]`, how long each request is, its tokens of this step included."""
+    tokens: int
+    """Of the step. Those past the last request's are padding: they belong to request R, which has no row in the block
+    table, and attend to nothing."""
+    most_queries: int | None = None
+    """The largest number of tokens that a request has, if the host knows it. A step in which every request has one is
+    then a matter of two launches."""
+
+    def is_where(self, other: "Batch") -> bool:
+        """Whether both keep this in the same memory."""
+        return (
+            self.seq_lens.data_ptr() == other.seq_lens.data_ptr()
+            and self.query_start_loc.data_ptr() == other.query_start_loc.data_ptr()
+        )
 
 
 class StepBuffers:
@@ -38,8 +67,9 @@ class StepBuffers:
             return torch.empty(shape, dtype=dtype, device=device)
 
         most_workers = max(self._workers(tokens) for tokens in {*range(1, FEW_TOKENS), max_tokens})
-        self.token_numbers = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        self.token_numbers = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self.request_ids, self.lengths = room(max_tokens), room(max_tokens)
+        self.before_first = room(max_tokens + 1)
         self.plan = room(most_workers, PLAN_COLUMNS)
         floats = workspace_floats(most_workers, heads) if device.type == "cuda" else 0
         self.workspace = torch.zeros(floats, device=device) if floats else None
@@ -47,31 +77,26 @@ class StepBuffers:
         self.out = room(captured_tokens, heads, VALUE_DIM, dtype=torch.bfloat16)
         self.lse = room(captured_tokens, heads, dtype=torch.float32)
 
-    def locate(self, query_start_loc: Tensor, seq_lens: Tensor, tokens: int, most_queries: int | None = None) -> Tensor:
-        """Finds out which request each token belongs to and how many tokens it may attend to, on the device.
-
-        Args:
-            query_start_loc: int32 `[R + 1]`, where each request's tokens begin.
-            seq_lens: int32 `[R]`, how long each request is, its tokens of this step included.
-            tokens: of the step. Those past the last request's are padding: they belong to request R, which has no row
-                in the block table, and attend to nothing.
-            most_queries: the largest number of tokens that a request has, if the host knows it. A step in which every
-                request has one is then a matter of two launches.
+    def locate(self, batch: Batch) -> Tensor:
+        """Finds out which request each token belongs to and how many tokens it may attend to, on the device and
+        without allocating anything.
 
         Returns:
             int32 `[tokens]`, each token's row of the block table. `lengths` has been filled as far, too.
         """
-        requests = seq_lens.shape[0]
-        number, ids, lengths = (x[:tokens] for x in (self.token_numbers, self.request_ids, self.lengths))
-        if most_queries == 1 and tokens == requests:
-            torch.clamp(seq_lens, 0, self.topk, out=lengths)
-            return ids.copy_(number)  # a graph captured in another step reads them there
-        ends = query_start_loc[1 : requests + 1]
-        torch.searchsorted(ends, number, right=True, out_int32=True, out=ids)
+        tokens, requests = batch.tokens, batch.seq_lens.shape[0]
+        ids, lengths = self.request_ids[:tokens], self.lengths[:tokens]
+        if batch.most_queries == 1 and tokens == requests:
+            torch.clamp(batch.seq_lens, 0, self.topk, out=lengths)
+            return ids.copy_(self.token_numbers[:tokens])
+        ends, ordinals = batch.query_start_loc[1 : requests + 1], self.token_numbers[1 : tokens + 1]
+        torch.searchsorted(ends, ordinals, out_int32=True, out=ids)
         # a token stands as far before the end of its sequence as before the end of its request's tokens
-        before_first = (seq_lens - ends).index_select(0, ids.clamp(max=requests - 1))
-        torch.add(before_first, number, out=lengths)
-        lengths.add_(1).clamp_(0, self.topk).mul_(ids < requests)
+        before_first = self.before_first[: requests + 1]
+        torch.sub(batch.seq_lens, ends, out=before_first[:requests])
+        before_first[requests:].fill_(NOWHERE)
+        torch.index_select(before_first, 0, ids, out=lengths)
+        lengths.add_(ordinals).clamp_(0, self.topk)
         return ids
 
     def _workers(self, tokens: int) -> int:
@@ -110,13 +135,35 @@ class StepBuffers:
 
 
 class Step:
-    """One batch's share of the buffers: what the layers need besides their queries."""
+    """One batch's share of the buffers: what the layers need besides their queries.
 
-    def __init__(self, buffers: StepBuffers, tokens: int) -> None:
-        self.buffers, self.tokens = buffers, tokens
-        self.plan = buffers.make_plan(tokens)
+    The layers themselves prepare it where they can, the leading one of a model's pass before it attends. In a captured
+    CUDA graph that is a part of the graph, and a step costs the host nothing.
+
+    Args:
+        buffers: that it shares with the steps before and after it.
+        batch: what its tokens belong to.
+        tokens: the first so many of the batch are attended to by our op.
+        leaders: names of the layers that prepare it. None to have it prepared now: where a graph that is captured with
+            this batch would not find the next one in the same memory.
+    """
+
+    def __init__(self, buffers: StepBuffers, batch: Batch, tokens: int, leaders: Collection[str] | None = None) -> None:
+        self.buffers, self.batch, self.tokens, self.leaders = buffers, batch, tokens, leaders
+        self.plan: Tensor | None = None
         self.slots: Tensor | None = None
         """Of the last layer that has an indexer, for those that share its selection."""
+        if leaders is None:
+            self._prepare()
+
+    def begin(self, layer: str | None) -> None:
+        """Called by each layer before it attends."""
+        if self.plan is None or (self.leaders is not None and layer in self.leaders):
+            self._prepare()
+
+    def _prepare(self) -> None:
+        self.buffers.locate(self.batch)
+        self.plan = self.buffers.make_plan(self.tokens)
 
     def plan_for(self, tokens: int) -> Tensor:
         return self.plan if tokens == self.tokens else self.buffers.another_plan(tokens)

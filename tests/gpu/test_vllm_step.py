@@ -8,15 +8,16 @@ from torch import Tensor
 import mla_backend
 from conftest import assert_accurate, random_cache, score_error
 from mla_backend import reference
-from mla_backend.vllm_plugin.step import Step, StepBuffers
+from mla_backend.vllm_plugin.step import Batch, Step, StepBuffers
 
 pytestmark = pytest.mark.gpu
 TOKENS, TOPK, BLOCK_SIZE, BLOCKS, SCALE = 8, 256, 64, 16, 0.04
 
 
 def attend(step: Step, q: Tensor, cache: Tensor, picked: Tensor, table: Tensor) -> Tensor:
-    """As a layer does it."""
+    """As the first layer does it."""
     room = step.buffers
+    step.begin("first")
     slots, counts = room.room_for_slots(len(q))
     mla_backend.convert_indices(
         picked, table, room.request_ids[: len(q)], BLOCK_SIZE, compact=True, slots=slots, counts=counts
@@ -38,7 +39,7 @@ def attend(step: Step, q: Tensor, cache: Tensor, picked: Tensor, table: Tensor) 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
 @pytest.mark.parametrize("heads", [16, 64, 128])
-def test_a_step_waits_for_nothing_and_its_graph_follows_new_lengths(heads, fmt):
+def test_a_step_waits_for_nothing_allocates_nothing_and_its_graph_follows_new_lengths(heads, fmt):
     cache = random_cache(fmt, BLOCKS, BLOCK_SIZE).cuda()
     q = (torch.randn(TOKENS, heads, 576) * 10).bfloat16().cuda()
     picked = torch.full((TOKENS, TOPK), -1, dtype=torch.int32, device="cuda")
@@ -47,27 +48,33 @@ def test_a_step_waits_for_nothing_and_its_graph_follows_new_lengths(heads, fmt):
         max_tokens=64, captured_tokens=TOKENS, topk=TOPK, heads=heads, device=q.device, batch_invariant=False
     )
     batches = [([1, 1, 1, 1], [256, 40, 3, 130]), ([2, 2, 2, 0], [200, 64, 2, 0]), ([1, 4, 1, 2], [7, 256, 90, 33])]
+    starts, seq_lens = (
+        torch.zeros(5, dtype=torch.int32, device="cuda"),
+        torch.zeros(4, dtype=torch.int32, device="cuda"),
+    )
     graph, out = None, None
     for queries, lengths in batches:
-        starts = torch.tensor([0, *queries]).cumsum(0).int()
-        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        ends = torch.tensor([0, *queries]).cumsum(0).int()
         slots = torch.full((TOKENS, TOPK), -1, dtype=torch.int32)
         chosen = torch.full((TOKENS, TOPK), -1, dtype=torch.int32)
         for row in range(4):
             for i in range(queries[row]):
-                token, length = int(starts[row]) + i, lengths[row] - queries[row] + i + 1
+                token, length = int(ends[row]) + i, lengths[row] - queries[row] + i + 1
                 positions = torch.randperm(length).int()[:TOPK]
                 chosen[token, : len(positions)] = positions
                 blocks = table[row].cpu()[positions.long() // BLOCK_SIZE]
                 slots[token, : len(positions)] = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
         picked.copy_(chosen)
-        starts, seq_lens = starts.cuda(), seq_lens.cuda()
+        starts.copy_(ends)
+        seq_lens.copy_(torch.tensor(lengths))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            room.locate(starts, seq_lens, TOKENS)
-            step = Step(room, TOKENS)
-            eager = attend(step, q, cache, picked, table).clone()
+            step = Step(room, Batch(starts, seq_lens, TOKENS), TOKENS, leaders=("first",))
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            eager = attend(step, q, cache, picked, table)
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+            eager = eager.clone()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         want = reference.sparse_attention(q.cpu(), cache.cpu(), slots, scale=SCALE)
@@ -79,7 +86,11 @@ def test_a_step_waits_for_nothing_and_its_graph_follows_new_lengths(heads, fmt):
                 before = torch.cuda.memory_stats()["allocation.all.allocated"]
                 out = attend(step, q, cache, picked, table)
                 assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        # all that a replay has of the batch is what now stands where the first one's stood
         out.fill_(torch.nan)
+        room.lengths.fill_(-1)
+        room.request_ids.fill_(-1)
+        room.plan.fill_(-1)
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, eager)

@@ -1,283 +1,347 @@
-"""Serves a few layers of DeepSeek-V3.2's width with two of vLLM's attention backends on a GPU, and compares them.
+"""Serves a few layers of DeepSeek-V3.2's width with two or more of vLLM's attention backends, and compares them.
 
-    python tests/vllm/compare_backends.py --heads 16 --kv-cache-dtype fp8
+    python tests/vllm/compare_backends.py --heads 16 --output heads_16.json
+    python tests/vllm/compare_backends.py --heads 64 --workloads 16x4096+192 2x65536+64/1 4x1000+4000/1
+    python tests/vllm/compare_backends.py --candidates SPARSE_MLA SPARSE_MLA@2 SPARSE_MLA+1   # TP 2, MTP
 
-The weights are random and of the magnitude of trained ones, so that attention matters (those that vLLM makes up by
-itself don't do). The same prompts run greedily with each backend, and with the first one a second time in the opposite
-order: what differs then is noise, and the other backend may differ by as much. Prints tokens and log probabilities that
-agree, times, and the kernels that took longest; --json writes the same to a file. Each run has a process of its own.
+Each candidate runs in a process of its own, all at the same time, and they take turns: a round is a turn of each. Their
+first turns give the tokens that are compared, and aren't timed where there are more. The first candidate runs once more
+with the prompts in the opposite order: what differs then is noise, and others may differ by as much. Weights are random
+and of the magnitude of trained ones, so that attention matters.
 """
 
 import argparse
-import json
 import math
-import os
-import subprocess
+import random
+import re
+import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-BACKENDS = ("FLASHMLA_SPARSE", "SPARSE_MLA")
-VOCABULARY = 32768
-LAYERS = 4
-KERNELS_SHOWN = 25
+from rich.console import Console
+from rich.progress import Progress
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import wide_checkpoint  # noqa: E402
+from isolated import Failed, Isolated  # noqa: E402
+from serving_benchmarks import result_file  # noqa: E402
+from serving_benchmarks.timing import Timing  # noqa: E402
+from sessions import Generated, VllmSession  # noqa: E402
+
+BLOCK_SIZE = 64
+TOKEN_BYTES = 1536
+"""Of a token's entries in the caches of a layer, and some to spare: 1152 + 132 in bf16."""
+ROUNDING = 0.01
+"""Of logprobs, about, that come from logits in bf16: where the order of prompts happens to make no noise."""
+MOST_DRAFTS = 8
+"""Positions past a request's last that drafts may take."""
+PROFILED_STEPS = 16
+KERNELS_KEPT = 40
+WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMalloc")
+"""Calls of the CUDA runtime that wait for the device. vLLM itself waits for the tokens of a step."""
 
 
-def config(heads: int, max_positions: int) -> dict[str, Any]:
-    """`config.json` of DeepSeek-V3.2 with fewer layers, no experts and a smaller vocabulary."""
-    return dict(
-        architectures=["DeepseekV32ForCausalLM"],
-        model_type="deepseek_v32",
-        dtype="bfloat16",
-        vocab_size=VOCABULARY,
-        bos_token_id=0,
-        eos_token_id=1,
-        hidden_size=7168,
-        intermediate_size=4096,
-        moe_intermediate_size=2048,
-        num_hidden_layers=LAYERS,
-        first_k_dense_replace=LAYERS,
-        moe_layer_freq=1,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        index_n_heads=64,
-        index_head_dim=128,
-        index_topk=2048,
-        max_position_embeddings=max_positions,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
-        hidden_act="silu",
-        attention_bias=False,
-        tie_word_embeddings=False,
-        num_nextn_predict_layers=0,
-    )
+@dataclass(frozen=True)
+class Workload:
+    """Prompts of unequal lengths, up to `context`, and as many new tokens for each. `turns` of every candidate."""
+
+    prompts: int
+    context: int
+    new_tokens: int
+    turns: int = 4
+
+    @classmethod
+    def parse(cls, text: str) -> "Workload":
+        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)(?:/(\d+))?", text)
+        if not found or "0" in found.groups():
+            raise argparse.ArgumentTypeError(f"must be PROMPTSxCONTEXT+NEW or PROMPTSxCONTEXT+NEW/TURNS; got {text!r}")
+        return cls(*(int(part) for part in found.groups() if part is not None))
+
+    def __str__(self) -> str:
+        return f"{self.prompts}x{self.context}+{self.new_tokens}"
+
+    @property
+    def longest(self) -> int:
+        return self.context + self.new_tokens
+
+    @property
+    def cache_bytes(self) -> int:
+        """That all prompts take at a time, with blocks to spare for drafts and for what vLLM keeps."""
+        blocks = self.prompts * (-(-self.longest // BLOCK_SIZE) + 2) + 4
+        return blocks * BLOCK_SIZE * TOKEN_BYTES * (wide_checkpoint.LAYERS + 1)  # one may draft
+
+    def texts(self) -> list[list[int]]:
+        """Tokens of the prompts."""
+        chance = random.Random(0)
+        lengths = [max(1, int(self.context * chance.uniform(0.75, 1.0))) for _ in range(self.prompts)]
+        lengths[0] = self.context
+        return [[chance.randrange(2, wide_checkpoint.VOCABULARY) for _ in range(length)] for length in lengths]
 
 
-def write_checkpoint(folder: Path, heads: int, max_positions: int) -> None:
-    """Random weights, each of a row N(0, 1 / its length), so that activations keep their size from layer to layer."""
-    import torch
-    from safetensors.torch import save_file
+@dataclass(frozen=True)
+class Candidate:
+    """A backend of vLLM, on this many GPUs with tensor parallelism, verifying so many drafted tokens in a step."""
 
-    c = config(heads, max_positions)
-    generator = torch.Generator().manual_seed(0)
-    hidden, latent = c["hidden_size"], c["kv_lora_rank"] + c["qk_rope_head_dim"]
-    query, value = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], c["qk_nope_head_dim"] + c["v_head_dim"]
-    sizes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden)}
-    norms = {"model.norm": hidden}
-    for i in range(LAYERS):
-        layer, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
-        sizes |= {
-            f"{attention}.q_a_proj": (c["q_lora_rank"], hidden),
-            f"{attention}.q_b_proj": (heads * query, c["q_lora_rank"]),
-            f"{attention}.kv_a_proj_with_mqa": (latent, hidden),
-            f"{attention}.kv_b_proj": (heads * value, c["kv_lora_rank"]),
-            f"{attention}.o_proj": (hidden, heads * c["v_head_dim"]),
-            f"{attention}.indexer.wq_b": (c["index_n_heads"] * c["index_head_dim"], c["q_lora_rank"]),
-            f"{attention}.indexer.wk": (c["index_head_dim"], hidden),
-            f"{attention}.indexer.weights_proj": (c["index_n_heads"], hidden),
-            f"{layer}.mlp.gate_proj": (c["intermediate_size"], hidden),
-            f"{layer}.mlp.up_proj": (c["intermediate_size"], hidden),
-            f"{layer}.mlp.down_proj": (hidden, c["intermediate_size"]),
-        }
-        norms |= {
-            f"{layer}.input_layernorm": hidden,
-            f"{layer}.post_attention_layernorm": hidden,
-            f"{attention}.q_a_layernorm": c["q_lora_rank"],
-            f"{attention}.kv_a_layernorm": c["kv_lora_rank"],
-            f"{attention}.indexer.k_norm": c["index_head_dim"],
-        }
-    tensors = {
-        f"{name}.weight": (torch.randn(size, generator=generator) * size[-1] ** -0.5).bfloat16()
-        for name, size in sizes.items()
-    }
-    for name, size in norms.items():
-        dtype = torch.float32 if name.endswith("k_norm") else torch.bfloat16
-        tensors[f"{name}.weight"] = torch.ones(size, dtype=dtype)
-        if name.endswith("k_norm"):
-            tensors[f"{name}.bias"] = torch.zeros(size, dtype=dtype)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(c, indent=2))
-    save_file(tensors, folder / "model.safetensors")
+    backend: str
+    gpus: int = 1
+    drafts: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> "Candidate":
+        found = re.fullmatch(r"(\w+)(?:@([1-9]\d*))?(?:\+([1-9]\d*))?", text)
+        if not found:
+            raise argparse.ArgumentTypeError(f"must be BACKEND, with @GPUS and +DRAFTS if wanted; got {text!r}")
+        return cls(found[1], int(found[2] or 1), int(found[3] or 0))
+
+    def __str__(self) -> str:
+        gpus, drafts = f"@{self.gpus}" * (self.gpus > 1), f"+{self.drafts}" * (self.drafts > 0)
+        return f"{self.backend}{gpus}{drafts}"
 
 
-def prompts(options: argparse.Namespace) -> list[list[int]]:
-    """Of unequal lengths around the one that was asked for."""
-    import random
-
-    rng = random.Random(0)
-    lengths = [max(1, int(options.context * rng.uniform(0.75, 1.0))) for _ in range(options.prompts)]
-    return [[rng.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
-
-
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """One backend, in this process."""
-    if options.tp == 1:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the profiler sees the kernels
-    import torch
-    from vllm import LLM, SamplingParams
-
-    started = time.perf_counter()
-    llm = LLM(
-        options.checkpoint,
-        skip_tokenizer_init=True,
-        attention_backend=options.run,
-        kv_cache_dtype=options.kv_cache_dtype,
-        tensor_parallel_size=options.tp,
-        max_model_len=options.context + options.new_tokens,
-        max_num_seqs=options.prompts,
-        max_num_batched_tokens=options.batched_tokens,
-        gpu_memory_utilization=0.7,
-        enable_prefix_caching=False,
-        enforce_eager=options.eager,
-        # CUDA graphs without compiling the model first, which takes minutes and is no matter of attention
-        compilation_config={"mode": 0} if options.eager else {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-    )
-    start_seconds = time.perf_counter() - started
-    texts = [{"prompt_token_ids": p} for p in prompts(options)]
-    order = list(reversed(range(len(texts)))) if options.reversed else list(range(len(texts)))
-
-    def generate(new_tokens: int) -> list[Any]:
-        sampling = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, logprobs=0, detokenize=False)
-        outputs = llm.generate([texts[i] for i in order], sampling, use_tqdm=False)
-        return [outputs[order.index(i)].outputs[0] for i in range(len(texts))]
-
-    def seconds(new_tokens: int) -> float:
-        begin = time.perf_counter()
-        generate(new_tokens)
-        return time.perf_counter() - begin
-
-    outputs = generate(options.new_tokens)
-    prefill = min(seconds(1) for _ in range(options.repeats))
-    both = min(seconds(options.new_tokens) for _ in range(options.repeats))
-    kernels: list[tuple[str, float]] = []
-    if options.tp == 1:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            generate(8)
-            torch.cuda.synchronize()
-        total = Counter()
-        for event in profile.key_averages():
-            total[event.key] += event.self_device_time_total
-        kernels = [(name, time_us / 1e3) for name, time_us in total.most_common(KERNELS_SHOWN)]
-    return {
-        "backend": options.run,
-        "reversed": options.reversed,
-        "start_s": start_seconds,
-        "prefill_s": prefill,
-        "decode_s": both - prefill,
-        "decode_ms_a_step": (both - prefill) * 1e3 / max(1, options.new_tokens - 1),
-        "tokens": [list(o.token_ids) for o in outputs],
-        "logprobs": [
-            [step[token].logprob for step, token in zip(o.logprobs, o.token_ids, strict=True)] for o in outputs
-        ],
-        "kernels_ms": kernels,
-    }
-
-
-def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
-    """How far two runs agree. Up to the first token that differs they saw the same; from then on they don't."""
+def compare(one: Generated, other: Generated) -> dict[str, float]:
+    """How far two runs agree. Up to the first token that differs, and for its probability, they saw the same."""
     same, differences, first = 0, [], []
-    for tokens_a, tokens_b, logprobs_a, logprobs_b in zip(
-        a["tokens"], b["tokens"], a["logprobs"], b["logprobs"], strict=True
-    ):
-        until = next((i for i, pair in enumerate(zip(tokens_a, tokens_b, strict=True)) if pair[0] != pair[1]), None)
-        count = len(tokens_a) if until is None else until
-        same += count == len(tokens_a)
-        differences += [abs(x - y) for x, y in zip(logprobs_a[:count], logprobs_b[:count], strict=True)]
-        first.append(count)
-    finite = all(math.isfinite(x) for run in (a, b) for row in run["logprobs"] for x in row)
+    for a, b, logprobs_a, logprobs_b in zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True):
+        until = next((i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]), len(a))
+        same += until == len(a)
+        pairs = zip(logprobs_a[: until + 1], logprobs_b[: until + 1], strict=True)
+        differences += [abs(x - y) for x, y in pairs]
+        first.append(until)
     return {
-        "prompts_equal": same / len(a["tokens"]),
-        "tokens_until_first_difference": sum(first) / len(first),
-        "logprob_difference_mean": sum(differences) / max(1, len(differences)),
-        "logprob_difference_max": max(differences, default=math.nan),
-        "finite": float(finite),
+        "prompts_equal": same / len(one.tokens),
+        "tokens_until_first_difference": statistics.mean(first),
+        "logprob_difference_mean": statistics.mean(differences),
+        "logprob_difference_max": max(differences),
     }
 
 
-NOT_OF_THE_RUN = ("checkpoint", "json", "run", "reversed")
-"""Options that say where files are, and those that a run of several gives its parts."""
+def is_within_noise(difference: dict[str, float], noise: dict[str, float]) -> bool:
+    """Whether two candidates differ by no more than one does from itself, but for chance. Where tokens differ, the
+    likeliest ones must have been about as likely."""
+    return (
+        difference["logprob_difference_mean"] <= 2 * noise["logprob_difference_mean"] + ROUNDING
+        and difference["logprob_difference_max"] <= 3 * noise["logprob_difference_max"] + 10 * ROUNDING
+    )
 
 
-def in_a_process(options: list[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        subprocess.run([sys.executable, __file__, *options, "--json", str(result)], check=True)
-        return json.loads(result.read_text())
+def summary(turns: list[Generated]) -> dict[str, Any]:
+    """Tokens of the first turn, times of the others."""
+    timed = turns[1:] or turns
+    steps = [seconds * 1e3 for turn in timed for seconds in turn.step_s]
+    prefill = [turn.prefill_s for turn in timed]
+    return {
+        "turns": len(timed),
+        "prefill_s": statistics.median(prefill),
+        "prefills_s": prefill,
+        "decode_ms_a_step": Timing.of(steps).as_dict() if len(steps) > 1 else None,
+        "decode_ms_a_step_by_turn": [statistics.median(turn.step_s) * 1e3 for turn in timed if turn.step_s],
+        "finite": all(math.isfinite(value) for turn in turns for row in turn.logprobs for value in row),
+        "logprobs_looked_at": sum(len(row) for turn in turns for row in turn.logprobs),
+        "drafted": sum(turn.drafted for turn in turns),
+        "accepted": sum(turn.accepted for turn in turns),
+        "tokens": turns[0].tokens,
+        "logprobs": turns[0].logprobs,
+    }
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
+class Comparison:
+    """The candidates that could be started, and what they were found to do."""
+
+    def __init__(self, given: argparse.Namespace, folder: Path, logs: Path, stack: ExitStack):
+        self.given, self.folder, self.logs, self.stack = given, folder, logs, stack
+        self.running: dict[Candidate, Isolated] = {}
+        self.entries: list[dict[str, Any]] = []
+
+    def start(self, candidate: Candidate) -> None:
+        given, begin = self.given, time.perf_counter()
+        options = dict(
+            folder=str(self.folder),
+            eager=given.eager,
+            attention_backend=candidate.backend,
+            kv_cache_dtype=given.kv_cache_dtype,
+            tensor_parallel_size=candidate.gpus,
+            drafts=candidate.drafts,
+            max_model_len=max(workload.longest for workload in given.workloads) + MOST_DRAFTS,
+            max_num_seqs=max(workload.prompts for workload in given.workloads),
+            max_num_batched_tokens=given.batched_tokens,
+            kv_cache_memory_bytes=max(workload.cache_bytes for workload in given.workloads),
+            enable_prefix_caching=False,
+        )
+        entry: dict[str, Any] = {"candidate": str(candidate), **asdict(candidate), "workload": None}
+        try:
+            process = Isolated(
+                VllmSession,
+                options,
+                log=self.logs / f"{candidate}.log",
+                environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if candidate.gpus > 1 else {},
+                seconds=given.start_seconds,
+            )
+        except Failed as failure:
+            self._fail(entry, failure)
+            return
+        self.running[candidate] = self.stack.enter_context(process)
+        print(f"{candidate}: started in {time.perf_counter() - begin:.0f} s", flush=True)
+
+    def measure(self, workload: Workload, progress: Progress) -> None:
+        """All turns of all candidates; adds an entry for each."""
+        texts = workload.texts()
+        turns: dict[Candidate, list[Generated]] = {candidate: [] for candidate in self.running}
+        task = progress.add_task(str(workload), total=workload.turns * len(turns))
+        for _ in range(workload.turns):
+            for candidate in list(turns):
+                try:
+                    turns[candidate].append(self._generate(candidate, workload, texts))
+                except Failed as failure:
+                    self._fail({"candidate": str(candidate), **asdict(candidate), "workload": str(workload)}, failure)
+                    del turns[candidate]
+                progress.advance(task)
+        progress.remove_task(task)
+        reference = self.given.candidates[0]
+        noise = None
+        if reference in turns:
+            try:
+                back = self._generate(reference, workload, texts[::-1])
+                back = Generated(tokens=back.tokens[::-1], logprobs=back.logprobs[::-1])
+                noise = compare(turns[reference][0], back)
+            except Failed as failure:
+                self._fail({"candidate": f"{reference}, in another order", "workload": str(workload)}, failure)
+        for candidate, found in turns.items():
+            entry = {"candidate": str(candidate), **asdict(candidate), "workload": str(workload), **asdict(workload)}
+            entry |= {**summary(found), "error": None}
+            if candidate == reference:
+                entry["differs_from_itself"] = noise
+            elif noise is not None:
+                entry["differs_from_first"] = compare(turns[reference][0], found[0])
+                entry["within_noise"] = is_within_noise(entry["differs_from_first"], noise)
+            self.entries.append(entry)
+            print(line(entry), flush=True)
+
+    def profile(self, workload: Workload) -> None:
+        """Kernels of decode steps, added to the entries of a workload."""
+        texts = workload.texts()
+        for entry in self.entries:
+            candidate = next((one for one in self.running if str(one) == entry["candidate"]), None)
+            if candidate is None or candidate.gpus > 1 or entry["workload"] != str(workload):
+                continue
+            try:
+                found = self.running[candidate].call(
+                    "profile", prompts=texts, steps=PROFILED_STEPS, seconds=self.given.run_seconds
+                )
+            except Failed as failure:
+                self._fail({"candidate": str(candidate), "workload": "profile"}, failure)
+                continue
+            waits = {name: found["calls"][name] for name in WAITS if name in found["calls"]}
+            entry["profile"] = {**found, "kernels": found["kernels"][:KERNELS_KEPT], "waits": waits}
+            launches = sum(count for name, count in found["calls"].items() if "Launch" in name)
+            busy = sum(time_us for _, _, time_us in found["kernels"])
+            said = ", ".join(f"{count:g} {name}" for name, count in waits.items()) or "no waits"
+            print(
+                f"{candidate} a decode step: {launches:g} launches, {busy / 1e3:.3f} ms of kernels, {said}", flush=True
+            )
+
+    def _generate(self, candidate: Candidate, workload: Workload, texts: list[list[int]]) -> Generated:
+        return self.running[candidate].call(
+            "generate", prompts=texts, new_tokens=workload.new_tokens, logprobs=0, seconds=self.given.run_seconds
+        )
+
+    def _fail(self, entry: dict[str, Any], failure: Failed) -> None:
+        self.entries.append({**entry, "error": str(failure)})
+        print(line(self.entries[-1]), flush=True)
+
+
+def line(entry: dict[str, Any]) -> str:
+    """What there is to say about a candidate and a workload."""
+    name = f"{entry['candidate']} {entry['workload'] or ''}".strip()
+    if entry["error"]:
+        return f"{name}: FAILED: {entry['error']}"
+    said = [f"prefill {entry['prefill_s']:.3f} s"]
+    if step := entry["decode_ms_a_step"]:
+        said.append(
+            f"decode {step['median']:.3f} ({step['lower_quartile']:.3f} to {step['upper_quartile']:.3f}) ms a step"
+        )
+    said.append(f"{entry['logprobs_looked_at']} logprobs {'finite' if entry['finite'] else 'NOT ALL FINITE'}")
+    difference = entry.get("differs_from_first") or entry.get("differs_from_itself")
+    if difference:
+        said.append(
+            f"first difference from {'the first' if 'differs_from_first' in entry else 'itself'} after "
+            f"{difference['tokens_until_first_difference']:.1f} tokens, logprobs until then "
+            f"{difference['logprob_difference_mean']:.4f} apart, {difference['logprob_difference_max']:.4f} at most"
+        )
+    if entry["drafted"]:
+        said.append(f"{entry['accepted']} of {entry['drafted']} drafts accepted")
+    if not entry.get("within_noise", True):
+        said.append("MORE THAN NOISE")
+    return f"{name}: {'; '.join(said)}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a line for each candidate and workload; 1 if anything failed, wasn't finite or differs by too much."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--candidates",
+        nargs="+",
+        type=Candidate.parse,
+        default=[Candidate("FLASHMLA_SPARSE"), Candidate("SPARSE_MLA")],
+        metavar="BACKEND[@GPUS][+DRAFTS]",
+        help="the first is what others are held to (default: FLASHMLA_SPARSE SPARSE_MLA)",
+    )
+    parser.add_argument(
+        "--workloads",
+        nargs="+",
+        type=Workload.parse,
+        default=[Workload(16, 4096, 192)],
+        metavar="PROMPTSxCONTEXT+NEW[/TURNS]",
+        help="one after the other, 4 turns unless said otherwise (default: 16x4096+192)",
+    )
     parser.add_argument("--heads", type=int, default=128, help="attention heads of the whole model")
-    parser.add_argument("--kv-cache-dtype", default="fp8")
-    parser.add_argument("--context", type=int, default=4096, help="length of the longest prompt")
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--hidden-size", type=int, default=7168, help="width of the model; less for a try on a CPU")
+    parser.add_argument("--kv-cache-dtype", default="fp8", help="fp8 or auto, which is bf16")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="tokens in a step at most")
-    parser.add_argument("--repeats", type=int, default=3, help="of each timing; the fastest counts")
-    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), help="the first is what others are held to")
-    parser.add_argument("--checkpoint", default="", help="a folder; made where it doesn't exist")
-    parser.add_argument("--json", default="", help="where to write what was found")
-    parser.add_argument("--run", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--reversed", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.run:
-        found = run(options)
-    else:
-        options.checkpoint = options.checkpoint or str(
-            Path(tempfile.gettempdir()) / f"v32-{LAYERS}-layers-{options.heads}-heads-{options.context}"
-        )
-        if not (Path(options.checkpoint) / "model.safetensors").is_file():
-            write_checkpoint(Path(options.checkpoint), options.heads, options.context + options.new_tokens)
-        names = ("heads", "kv_cache_dtype", "context", "prompts", "new_tokens", "batched_tokens", "repeats", "tp")
-        passed = [part for n in names for part in (f"--{n.replace('_', '-')}", str(getattr(options, n)))]
-        passed += ["--checkpoint", options.checkpoint, *(["--eager"] if options.eager else [])]
-        runs = {name: in_a_process([*passed, "--run", name]) for name in options.backends}
-        first = runs[options.backends[0]]
-        again = in_a_process([*passed, "--run", options.backends[0], "--reversed"])
-        found = {
-            "options": {name: value for name, value in vars(options).items() if name not in NOT_OF_THE_RUN},
-            "noise": compare(first, again),
-            "against_first": {name: compare(first, runs[name]) for name in options.backends[1:]},
-            "runs": runs,
-        }
-        report(found)
-    if options.json:
-        Path(options.json).write_text(json.dumps(found))
-    return found
-
-
-def report(found: dict[str, Any]) -> None:
-    for name, one in found["runs"].items():
-        print(
-            f"{name}: start {one['start_s']:.0f} s, prefill {one['prefill_s']:.3f} s, decode {one['decode_s']:.3f} s "
-            f"({one['decode_ms_a_step']:.3f} ms a step)"
-        )
-        for kernel, time_ms in one["kernels_ms"]:
-            print(f"    {time_ms:9.3f} ms  {kernel[:140]}")
-    print(f"noise of {found['options']['backends'][0]} in another order: {found['noise']}")
-    for name, difference in found["against_first"].items():
-        print(f"{name} against it: {difference}")
+    parser.add_argument("--profile", action="store_true", help="count kernels and waits of steps of the first workload")
+    parser.add_argument("--start-seconds", type=float, default=300, help="time limit for a start of vLLM")
+    parser.add_argument("--run-seconds", type=float, default=240, help="time limit for a turn")
+    parser.add_argument("--checkpoint", type=Path, help="a folder; made where it has none (default: a temporary one)")
+    parser.add_argument("--logs", type=Path, help="a folder for what the processes print")
+    result_file.add_output(parser)
+    given = parser.parse_args(arguments)
+    result_file.require_writable(parser, given.output)
+    longest = max(workload.longest for workload in given.workloads)
+    console = Console(stderr=True)
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        ExitStack() as stack,
+        Progress(console=console, transient=True) as progress,
+    ):
+        logs, folder = given.logs or Path(temporary), given.checkpoint or Path(temporary) / "checkpoint"
+        logs.mkdir(parents=True, exist_ok=True)
+        if not (folder / "config.json").is_file():
+            drafts = any(candidate.drafts for candidate in given.candidates)
+            wide_checkpoint.write(folder, given.heads, longest + MOST_DRAFTS, given.hidden_size, drafts)
+        comparison = Comparison(given, folder, logs, stack)
+        for candidate in given.candidates:
+            comparison.start(candidate)
+        for workload in given.workloads:
+            comparison.measure(workload, progress)
+        if given.profile:
+            comparison.profile(given.workloads[0])
+        entries = comparison.entries
+    settings = {
+        **{name: value for name, value in vars(given).items() if name not in ("output", "logs", "checkpoint")},
+        "candidates": [str(candidate) for candidate in given.candidates],
+        "workloads": [str(workload) for workload in given.workloads],
+    }
+    result_file.write(given.output, entries, console, benchmark="vllm_backends", settings=settings)
+    good = all(not e["error"] and e["finite"] and e.get("within_noise", True) for e in entries)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

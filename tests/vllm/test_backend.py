@@ -1,20 +1,42 @@
 """The backend's classes against the reference, without a server around them: what vLLM's contract asks of a backend."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import mla_backend
 import vllm_installed  # noqa: F401
 from conftest import assert_accurate, random_cache
 from mla_backend import reference
 from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin.step import Batch as StepBatch
 from mla_backend.vllm_plugin.step import Step, StepBuffers
 
 HEADS, TOPK, BLOCK_SIZE, BLOCKS = 5, 24, 16, 24
 SCALE = 0.04
+
+
+class Ops(TorchDispatchMode):
+    """Counts ops that compute something, as on a GPU each of them is a launch or more, and tensors they allocate."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+        self.allocated = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        found = op(*args, **(kwargs or {}))
+        if not op.is_view:
+            self.names.append(str(op))
+            made = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.numel()]
+            self.allocated += sum(x.untyped_storage().data_ptr() not in known for x in made)
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +97,13 @@ def layer_of(backend, picked: Tensor, indexer: object = None, sinks: Tensor | No
     return layer
 
 
-def metadata_of(batch: Batch, room: StepBuffers, tokens: int | None = None) -> SimpleNamespace:
-    request_ids = room.locate(batch.query_start_loc, batch.seq_lens, batch.tokens)
+def metadata_of(
+    batch: Batch, room: StepBuffers, tokens: int | None = None, leaders: tuple[str, ...] | None = None
+) -> SimpleNamespace:
+    of_step = StepBatch(batch.query_start_loc, batch.seq_lens, batch.tokens)
     return SimpleNamespace(
-        step=Step(room, batch.tokens if tokens is None else tokens),
-        req_id_per_token=request_ids,
+        step=Step(room, of_step, batch.tokens if tokens is None else tokens, leaders),
+        req_id_per_token=room.request_ids[: batch.tokens],
         block_table=batch.block_table,
         cp_kv_cache_interleave_size=1,
     )
@@ -97,13 +121,13 @@ BATCHES = {
 @pytest.mark.parametrize("name", BATCHES)
 def test_tokens_know_their_request_and_how_much_they_may_attend_to(name):
     batch, room = BATCHES[name], buffers()
-    ids = room.locate(batch.query_start_loc, batch.seq_lens, batch.tokens)
+    ids = room.locate(StepBatch(batch.query_start_loc, batch.seq_lens, batch.tokens))
     real = sum(batch.query_lens)
     assert ids.tolist() == batch.request_ids + [len(batch.query_lens)] * (batch.tokens - real)
     lengths = [min(position + 1, TOPK) for position in batch.positions] + [0] * (batch.tokens - real)
     assert room.lengths[: batch.tokens].tolist() == lengths
     again = buffers()  # what the host knows of the batch changes nothing
-    known = again.locate(batch.query_start_loc, batch.seq_lens, batch.tokens, max(batch.query_lens))
+    known = again.locate(StepBatch(batch.query_start_loc, batch.seq_lens, batch.tokens, max(batch.query_lens)))
     assert torch.equal(known, ids) and again.lengths[: batch.tokens].tolist() == lengths
 
 
@@ -134,6 +158,97 @@ def test_fewer_tokens_than_the_batch_has_get_a_plan_of_their_own(backend):
     out, _ = layer_of(backend, batch.picked).forward_mqa(q, cache, metadata_of(batch, buffers()), None)
     want = reference.sparse_attention(q, cache, batch.slots()[:4], scale=SCALE)
     assert_accurate((out,), (want[0],))
+
+
+LAYERS = SimpleNamespace(layer_name="first"), SimpleNamespace(layer_name="second"), SimpleNamespace(layer_name="draft")
+
+
+def test_the_leading_layers_prepare_a_step_anew_in_every_pass(backend):
+    """As a captured graph does that was made with the metadata of another step: lengths change under it in place."""
+    batch, room = Batch([1, 1, 1], [40, 3, 77]), buffers(captured_tokens=64)
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
+    layer, metadata = layer_of(backend, batch.picked), metadata_of(batch, room, leaders=("first", "draft"))
+    room.lengths.fill_(-7)
+    layer.forward_mqa(q, cache, metadata, LAYERS[0])
+    assert room.lengths[:3].tolist() == [TOPK, 3, TOPK]
+    batch.seq_lens[2] = 5
+    layer.forward_mqa(q, cache, metadata, LAYERS[1])
+    assert room.lengths[:3].tolist() == [TOPK, 3, TOPK], "a layer that follows takes the step as it is"
+    for leader in (LAYERS[0], LAYERS[2]):
+        room.lengths.fill_(-7)
+        layer.forward_mqa(q, cache, metadata, leader)
+        assert room.lengths[:3].tolist() == [TOPK, 3, 5]
+    late = metadata_of(batch, room, leaders=("first",))
+    room.lengths.fill_(-7)
+    layer.forward_mqa(q, cache, late, LAYERS[1])
+    assert room.lengths[:3].tolist() == [TOPK, 3, 5], "without a leading layer the first one prepares it"
+
+
+def test_layers_that_lead_are_the_first_one_and_those_that_draft(backend):
+    names = [f"model.layers.{i}.self_attn.attn" for i in (4, 3, 5, 6, 7)]
+    assert backend.leading_layers(names, layers=6) == {names[1], names[3], names[4]}
+    assert backend.leading_layers(names[3:], layers=6) == set(names[3:])
+    assert backend.leading_layers(["decoder.3.attn", *names], layers=6) == {"decoder.3.attn", *names}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_preparing_a_step_and_attending_allocate_nothing(backend, name):
+    """What is captured as a CUDA graph."""
+    batch, room = BATCHES[name], buffers(captured_tokens=64)
+    cache, q = random_cache("fp8_ds_mla", BLOCKS, BLOCK_SIZE), torch.randn(batch.tokens, HEADS, 576).bfloat16()
+    layer = layer_of(backend, batch.picked, indexer=object())
+    metadata = metadata_of(batch, room, leaders=("first",))
+    with Ops() as first:
+        layer.forward_mqa(q, cache, metadata, LAYERS[0])
+    with Ops() as second:
+        layer.forward_mqa(q, cache, metadata, LAYERS[1])
+    assert first.allocated == second.allocated == 0, first.names
+    assert len(second.names) == 2, "slots are looked up and attended to"
+    assert len(first.names) - len(second.names) <= 7, first.names
+
+
+def test_building_the_metadata_of_a_decode_step_launches_nothing(backend):
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    room = buffers(captured_tokens=64)
+    builder = object.__new__(backend.SparseMLAMetadataBuilder)
+    vars(builder).update(
+        buffers=room,
+        leaders=frozenset(["first"]),
+        first_batch=None,
+        reorder_batch_threshold=1,
+        kv_cache_spec=SimpleNamespace(block_size=BLOCK_SIZE),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1)),
+        cp_kv_cache_interleave_size=1,
+        topk_tokens=TOPK,
+        use_pcp=False,
+        _prefill_backend=None,
+    )
+    starts, seq_lens = torch.arange(4, dtype=torch.int32), torch.tensor([40, 3, 77], dtype=torch.int32)
+
+    def build(starts: Tensor) -> tuple[object, Ops]:
+        common = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts.clone(),
+            seq_lens=seq_lens,
+            num_reqs=3,
+            num_actual_tokens=3,
+            max_query_len=1,
+            max_seq_len=77,
+            block_table_tensor=torch.zeros(3, 5, dtype=torch.int32),
+            slot_mapping=torch.zeros(3, dtype=torch.int64),
+        )
+        with Ops() as ops:
+            metadata = builder.build(0, common)
+        return metadata, ops
+
+    room.lengths.fill_(-7)
+    for _ in range(2):
+        metadata, ops = build(starts)
+        assert ops.names == [] and (room.lengths == -7).all(), "the layers prepare it"
+        assert metadata.req_id_per_token.data_ptr() == room.request_ids.data_ptr()
+    _, ops = build(starts.clone())
+    assert ops.names and room.lengths[:3].tolist() == [TOPK, 3, TOPK], "in other memory: no graph would find it there"
 
 
 def test_layers_without_an_indexer_reuse_the_selection_of_the_last_one_with(backend):
@@ -206,6 +321,23 @@ def test_tokens_are_written_as_the_reference_writes_them(backend, fmt):
     layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, "auto", torch.ones(1))  # before there is a cache
 
 
+def test_what_the_classes_override_takes_what_vllm_passes(backend):
+    """All arguments of the method that is overridden, in their order: of whichever version is installed."""
+    for ours in (backend.SparseMLABackend, backend.SparseMLAMetadataBuilder, backend.SparseMLALayer):
+        assert not getattr(ours, "__abstractmethods__", None)
+        for name, method in vars(ours).items():
+            theirs = next((getattr(base, name) for base in ours.__mro__[1:] if name in vars(base)), None)
+            if theirs is None or not callable(getattr(ours, name)) or isinstance(method, type):
+                continue
+            wanted, taken = (inspect.signature(f).parameters for f in (theirs, getattr(ours, name)))
+            named = [p.name for p in wanted.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            open_ended = any(p.kind == p.VAR_KEYWORD for p in taken.values())
+            missing = [argument for argument in named if argument not in taken]
+            assert open_ended or not missing, f"{ours.__name__}.{name} lacks {missing}"
+            common = [argument for argument in named if argument in taken]
+            assert common == [argument for argument in taken if argument in named], f"{ours.__name__}.{name}"
+
+
 def test_the_backend_says_of_itself_what_vllm_asks(backend):
     ours = backend.SparseMLABackend
     assert ours.get_name() == "SPARSE_MLA" and ours.is_mla() and ours.is_sparse() and ours.supports_sink()
@@ -226,6 +358,7 @@ def test_no_step_waits_for_the_device(backend, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("a value was read back from the device")
 
+    metadata = metadata_of(batch, room, leaders=("first",))
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__", "nonzero"):
         monkeypatch.setattr(Tensor, name, refuse)
-    layer.forward_mqa(q, cache, metadata_of(batch, room), None)
+    layer.forward_mqa(q, cache, metadata, LAYERS[0])

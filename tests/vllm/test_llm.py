@@ -1,13 +1,16 @@
 """`LLM(...)` on a CPU against the embedded engine's model: the same tokens, however vLLM batches them."""
 
+import json
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import vllm_installed  # noqa: F401
 from vllm_models import (
-    TRAINED,
     assert_follows,
     gauge,
     generate,
@@ -17,6 +20,8 @@ from vllm_models import (
     running,
     tokens,
 )
+
+PROGRAM = Path(__file__).parent / "recall_answers.py"
 
 
 @pytest.fixture(scope="module")
@@ -109,14 +114,17 @@ def test_a_dense_model_is_served_by_vllms_own_attention(tmp_path, prompts):
         assert behind.max() < 1e-3
 
 
-@pytest.mark.skipif(not TRAINED.is_dir(), reason=f"there is no trained checkpoint in {TRAINED}")
-def test_a_trained_model_answers_what_it_was_trained_for():
+def test_the_trained_checkpoint_gives_the_embedded_engines_answers_with_and_without_drafts(tmp_path):
     """In bf16, over an FP8 cache; every layer selects."""
-    from examples.recall.task import prompts
-
-    asked = [question for seed in range(4) for question in prompts(seed, 1000, questions=16)]
-    texts = [question.context_tokens + question.question_tokens for question in asked]
-    with running(TRAINED, dtype="bfloat16", kv_cache_dtype="fp8", max_model_len=1100) as llm:
-        got = tokens(generate(llm, texts, new_tokens=6))
-    right = [row[: len(q.answer_tokens)] == q.answer_tokens for row, q in zip(got, asked, strict=True)]
-    assert sum(right) / len(right) >= 0.99
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *"--ways embedded vllm mtp-1 --questions 60 --tokens 500 --new-tokens 8".split()]
+        + ["--logs", tmp_path, "--output", tmp_path / "found.json"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    embedded, plain, drafted = json.loads((tmp_path / "found.json").read_text())["results"]
+    for way in (embedded, plain, drafted):
+        assert way["right"] >= 0.99 * way["asked"] == 0.99 * 60
+    assert plain["answers_equal"] == drafted["answers_equal"] == 60
+    assert 0 < drafted["accepted"] < drafted["drafted"], "some drafts are right, some are not"

@@ -160,6 +160,18 @@ def test_on_a_cpu_the_backend_needs_no_flag_and_nothing_is_switched_off(sparse):
     assert off.cache_config.block_size == 32
 
 
+def test_layers_that_draft_get_the_backend_too_unless_another_is_named_for_them(sparse, tmp_path):
+    """vLLM would pick one for them anew."""
+    folder = changed(sparse, tmp_path, num_nextn_predict_layers=1)
+    options = dict(method="mtp", num_speculative_tokens=2)
+    config = config_of(folder, speculative_config=options, attention_backend="SPARSE_MLA")
+    assert versions.is_ours(config.speculative_config.attention_backend)
+    named = config_of(
+        folder, speculative_config={**options, "attention_backend": "TRITON_MLA"}, attention_backend="SPARSE_MLA"
+    )
+    assert named.speculative_config.attention_backend.name == "TRITON_MLA"
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -1,0 +1,157 @@
+"""The programs that prove things under vLLM, as far as they can be tried without it."""
+
+import argparse
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[1] / "vllm"
+sys.path.append(str(FOLDER))  # last: it has a conftest of its own
+
+import compare_backends  # noqa: E402
+import mtp_checkpoint  # noqa: E402
+import recall_answers  # noqa: E402
+import wide_checkpoint  # noqa: E402
+from compare_backends import Candidate, Workload, is_within_noise, line, summary  # noqa: E402
+from examples.recall.accuracy import CHECKPOINT  # noqa: E402
+from isolated import Failed, Isolated  # noqa: E402
+from mla_backend.engine import load_model  # noqa: E402
+from mtp_checkpoint import add_mtp_layer  # noqa: E402
+from sessions import Generated  # noqa: E402
+
+
+def is_running(*command: str) -> bool:
+    """Whether any process has this command line and has not ended."""
+    wanted = "\0".join([*command, ""])
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_text() == wanted:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def test_what_is_isolated_answers_and_says_why_it_does_not(tmp_path):
+    log = tmp_path / "log"
+    with Isolated(queue.Queue, {"maxsize": 1}, log=log) as process:
+        process.call("put", item=[1, 2])
+        assert process.call("get") == [1, 2]
+        with pytest.raises(Failed, match="get_nowait: Empty"):
+            process.call("get_nowait")
+        assert "Empty" in log.read_text()
+        process.call("put", item=3)
+        assert process.call("get") == 3, "it goes on after an error"
+        with pytest.raises(Failed, match="get took more than 0 s"):
+            process.call("get", seconds=0.3)
+    with pytest.raises(Failed, match="starting: TypeError"):
+        Isolated(queue.Queue, {"size": 1}, log=log)
+    log.write_text("INFO fine\nE ValueError: no memory left\nRuntimeError: See root cause above\n")
+    with pytest.raises(Failed, match="ended by itself; .*no memory left"):
+        Isolated(os._exit, {"status": 3}, log=log)
+
+
+def comes_true(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_what_is_isolated_takes_its_processes_with_it(tmp_path):
+    command = ["sleep", f"600.{os.getpid()}"]
+    with Isolated(subprocess.Popen, {"args": command}, log=tmp_path / "log") as process:
+        assert comes_true(lambda: is_running(*command))
+        with pytest.raises(Failed):
+            process.call("wait", seconds=0.1)
+        assert comes_true(lambda: not is_running(*command))
+
+
+def test_workloads_and_candidates_are_read_as_they_are_written():
+    assert Workload.parse("16x4096+192") == Workload(16, 4096, 192)
+    assert Workload.parse("2x65536+64/1") == Workload(2, 65536, 64, turns=1)
+    assert Candidate.parse("SPARSE_MLA") == Candidate("SPARSE_MLA")
+    for text in ("A", "A@2", "A+3", "A@2+1"):
+        assert str(Candidate.parse(text)) == text
+    for parse, text in [(Workload.parse, t) for t in ("16x4096", "0x1+1", "1x1+1/0")] + [(Candidate.parse, "A@0")]:
+        with pytest.raises(argparse.ArgumentTypeError, match="must be"):
+            parse(text)
+    lengths = [len(text) for text in Workload(5, 100, 1).texts()]
+    assert max(lengths) == 100 and min(lengths) >= 75
+    assert Workload(5, 100, 1).texts() == Workload(5, 100, 1).texts()
+
+
+def test_what_differs_by_more_than_noise_is_noticed():
+    tokens = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    first = Generated(tokens, [[-1.0, -1.0, -1.0, -1.0]] * 2)
+    noise = compare_backends.compare(first, Generated(tokens, [[-1.0, -1.02, -1.0, -1.0]] * 2))
+    tied = compare_backends.compare(first, Generated([[1, 9, 0, 0], tokens[1]], [[-1.0, -1.01, -7.0, -7.0]] * 2))
+    assert tied["prompts_equal"] == 0.5 and tied["tokens_until_first_difference"] == 2.5
+    # what follows a token that differs isn't compared in the first prompt; in the second it is
+    assert tied["logprob_difference_max"] == pytest.approx(6.0)
+    assert not is_within_noise(tied, noise)
+    close = compare_backends.compare(
+        first, Generated([[1, 9, 0, 0], tokens[1]], [[-1.0, -1.01, -7.0, -7.0], [-1.0] * 4])
+    )
+    assert is_within_noise(close, noise)
+    broken = compare_backends.compare(first, Generated(tokens, [[-1.0, math.nan, -1.0, -1.0]] * 2))
+    assert not is_within_noise(broken, noise)
+
+
+def test_a_summary_has_the_median_step_of_the_timed_turns_and_looks_at_every_logprob():
+    turns = [
+        Generated([[1, 2]], [[-1.0, -2.0]], prefill_s=9.0, step_s=[9.0, 9.0, 9.0]),
+        Generated([[1, 2]], [[-1.0, -2.0]], prefill_s=1.0, step_s=[0.001, 0.002, 0.003]),
+        Generated([[1, 2]], [[-1.0, math.inf]], prefill_s=3.0, step_s=[0.002, 0.004, 0.002]),
+    ]
+    found = summary(turns)
+    assert found["turns"] == 2 and found["prefill_s"] == 2.0
+    assert found["decode_ms_a_step"]["median"] == pytest.approx(2.0)
+    assert found["logprobs_looked_at"] == 6 and not found["finite"]
+    entry = {"candidate": "A", "workload": "1x1+2", "error": None, **found}
+    assert "NOT ALL FINITE" in line(entry) and "2.000" in line(entry)
+    assert summary(turns[:1])["prefill_s"] == 9.0, "a single turn is all there is to time"
+
+
+def test_answers_are_compared_up_to_their_end():
+    end = recall_answers.IDS[recall_answers.EOS]
+    margins = [[1.0, 2.0, 0.25, 1.0]]
+    found = recall_answers.compare(Generated([[7, end, 1, 2]], [], margins), Generated([[7, end, 3, 2]], [], margins))
+    assert (found["answers_equal"], found["texts_equal"], found["margins_where_they_part"]) == (1, 0, [0.25])
+    other = recall_answers.compare(Generated([[7, 8, end, 2]], [], margins), Generated([[7, end, 3, 2]], [], margins))
+    assert other["answers_equal"] == 0 and other["margins_where_they_part"] == [2.0]
+    good = dict(error=None, asked=100, right=99, answers_equal=99)
+    assert recall_answers.is_good(good) and not recall_answers.is_good({**good, "answers_equal": 98})
+    assert not recall_answers.is_good({**good, "right": 98}) and not recall_answers.is_good({"error": "none came"})
+
+
+def test_a_layer_that_drafts_leaves_the_checkpoint_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(mtp_checkpoint, "CONTEXTS", 1)  # fitted badly, but soon
+    add_mtp_layer(CHECKPOINT, tmp_path)
+    layers = json.loads((CHECKPOINT / "config.json").read_text())["num_hidden_layers"]
+    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    before, after = (load_model(folder).state_dict() for folder in (CHECKPOINT, tmp_path))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        added = [name for name in file.keys() if name.startswith(f"model.layers.{layers}.")]
+        assert file.get_tensor(f"model.layers.{layers}.eh_proj.weight").shape == (256, 512)
+    assert any(name.endswith("indexer.wq_b.weight") for name in added)
+
+
+def test_the_wide_checkpoint_is_one_that_the_engine_loads(tmp_path):
+    wide_checkpoint.write(tmp_path, heads=2, max_positions=100, hidden_size=64, drafts=True)
+    model = load_model(tmp_path)
+    assert model.config.layers == wide_checkpoint.LAYERS and model.config.index_topk == 2048
+    spread = model.model.layers[0].self_attn.q_b_proj.weight.float().std()
+    assert spread == pytest.approx(1536**-0.5, rel=0.01)
