@@ -107,6 +107,7 @@ class EmbeddedEngine:
             kv_cache="fp8" if settings["kv_cache_dtype"].startswith("fp8") else "bf16",
             **given,
         )
+        self._engine.tokenizer = None  # nobody reads the text, from vLLM as little
         manager = self._engine.manager
         self.cache_tokens = manager.statistics().blocks * manager.block_size
         # Prefixes are found under a salt only, so that another one makes the cache forget them.

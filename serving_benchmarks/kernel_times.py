@@ -70,10 +70,11 @@ def is_attention(name: str) -> bool:
 def lines(profile: dict[str, Any], most: int = 15) -> list[str]:
     """A profile as text."""
     shown = [row for row in profile["kernels"] if row["name"] != THE_REST][:most]
+    steps, share = profile["steps"], 100 * profile["attention_share"]
     head = (
-        f"{profile['steps']} decode steps of {profile['batch']} requests at {profile['context']} tokens: "
-        f"{profile['wall_s'] / profile['steps'] * 1e3:.3f} ms a step, kernels "
-        f"{profile['total_us'] / profile['steps'] / 1e3:.3f} ms, of them attention {100 * profile['attention_share']:.1f} %"
+        f"{steps} decode steps of {profile['batch']} requests at {profile['context']} tokens: "
+        f"{profile['wall_s'] / steps * 1e3:.3f} ms a step, kernels {profile['total_us'] / steps / 1e3:.3f} ms, "
+        f"of them attention {share:.1f} %"
     )
     return [head] + [
         f"{row['total_us']:12.0f} us {100 * row['share']:5.1f} % {row['calls']:6} calls "

@@ -34,6 +34,7 @@ ENGINES = ("vllm", "embedded")
 DEFAULT_BACKEND = "SPARSE_MLA"
 POLL_SECONDS = 0.2
 TABLE_WIDTH = 130
+MOST_OF_A_REASON = 300
 LOG_LINES = 20
 """Of what a backend printed before it failed."""
 
@@ -269,7 +270,7 @@ def run_backend(
     why = why_it_failed(said) if status else "it ended without all of its results"
     if status and status > 128:
         why = f"killed by signal {status - 128}; it said last: {why}"
-    console.print(f"{backend} failed: {why}", style="red", markup=False)
+    console.print(f"{backend} failed: {why[:MOST_OF_A_REASON]}", style="red", markup=False, soft_wrap=True)
     for line in said.splitlines()[-LOG_LINES:]:
         console.print(f"    {line}", markup=False, soft_wrap=True)
     for concurrency in left or [None]:

@@ -20,102 +20,20 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
 BACKENDS = ("FLASHMLA_SPARSE", "SPARSE_MLA")
 VOCABULARY = 32768
 LAYERS = 4
 KERNELS_SHOWN = 25
 
 
-def config(heads: int, max_positions: int) -> dict[str, Any]:
-    """`config.json` of DeepSeek-V3.2 with fewer layers, no experts and a smaller vocabulary."""
-    return dict(
-        architectures=["DeepseekV32ForCausalLM"],
-        model_type="deepseek_v32",
-        dtype="bfloat16",
-        vocab_size=VOCABULARY,
-        bos_token_id=0,
-        eos_token_id=1,
-        hidden_size=7168,
-        intermediate_size=4096,
-        moe_intermediate_size=2048,
-        num_hidden_layers=LAYERS,
-        first_k_dense_replace=LAYERS,
-        moe_layer_freq=1,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        scoring_func="sigmoid",
-        topk_method="noaux_tc",
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        index_n_heads=64,
-        index_head_dim=128,
-        index_topk=2048,
-        max_position_embeddings=max_positions,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
-        hidden_act="silu",
-        attention_bias=False,
-        tie_word_embeddings=False,
-        num_nextn_predict_layers=0,
-    )
-
-
 def write_checkpoint(folder: Path, heads: int, max_positions: int) -> None:
-    """Random weights, each of a row N(0, 1 / its length), so that activations keep their size from layer to layer."""
-    import torch
-    from safetensors.torch import save_file
+    """DeepSeek-V3.2 with fewer layers, no experts and a smaller vocabulary."""
+    sys.path.insert(0, str(ROOT))
+    from serving_benchmarks import models
 
-    c = config(heads, max_positions)
-    generator = torch.Generator().manual_seed(0)
-    hidden, latent = c["hidden_size"], c["kv_lora_rank"] + c["qk_rope_head_dim"]
-    query, value = c["qk_nope_head_dim"] + c["qk_rope_head_dim"], c["qk_nope_head_dim"] + c["v_head_dim"]
-    sizes = {"model.embed_tokens": (VOCABULARY, hidden), "lm_head": (VOCABULARY, hidden)}
-    norms = {"model.norm": hidden}
-    for i in range(LAYERS):
-        layer, attention = f"model.layers.{i}", f"model.layers.{i}.self_attn"
-        sizes |= {
-            f"{attention}.q_a_proj": (c["q_lora_rank"], hidden),
-            f"{attention}.q_b_proj": (heads * query, c["q_lora_rank"]),
-            f"{attention}.kv_a_proj_with_mqa": (latent, hidden),
-            f"{attention}.kv_b_proj": (heads * value, c["kv_lora_rank"]),
-            f"{attention}.o_proj": (hidden, heads * c["v_head_dim"]),
-            f"{attention}.indexer.wq_b": (c["index_n_heads"] * c["index_head_dim"], c["q_lora_rank"]),
-            f"{attention}.indexer.wk": (c["index_head_dim"], hidden),
-            f"{attention}.indexer.weights_proj": (c["index_n_heads"], hidden),
-            f"{layer}.mlp.gate_proj": (c["intermediate_size"], hidden),
-            f"{layer}.mlp.up_proj": (c["intermediate_size"], hidden),
-            f"{layer}.mlp.down_proj": (hidden, c["intermediate_size"]),
-        }
-        norms |= {
-            f"{layer}.input_layernorm": hidden,
-            f"{layer}.post_attention_layernorm": hidden,
-            f"{attention}.q_a_layernorm": c["q_lora_rank"],
-            f"{attention}.kv_a_layernorm": c["kv_lora_rank"],
-            f"{attention}.indexer.k_norm": c["index_head_dim"],
-        }
-    tensors = {
-        f"{name}.weight": (torch.randn(size, generator=generator) * size[-1] ** -0.5).bfloat16()
-        for name, size in sizes.items()
-    }
-    for name, size in norms.items():
-        dtype = torch.float32 if name.endswith("k_norm") else torch.bfloat16
-        tensors[f"{name}.weight"] = torch.ones(size, dtype=dtype)
-        if name.endswith("k_norm"):
-            tensors[f"{name}.bias"] = torch.zeros(size, dtype=dtype)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(c, indent=2))
-    save_file(tensors, folder / "model.safetensors")
+    smaller = dict(vocab_size=VOCABULARY, intermediate_size=4096, max_position_embeddings=max_positions)
+    models.write(folder, models.config("deepseek-v3.2", layers=LAYERS, dense_layers=LAYERS, heads=heads, **smaller))
 
 
 def prompts(options: argparse.Namespace) -> list[list[int]]:
@@ -246,7 +164,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         options.checkpoint = options.checkpoint or str(
             Path(tempfile.gettempdir()) / f"v32-{LAYERS}-layers-{options.heads}-heads-{options.context}"
         )
-        if not (Path(options.checkpoint) / "model.safetensors").is_file():
+        if not (Path(options.checkpoint) / "config.json").is_file():
             write_checkpoint(Path(options.checkpoint), options.heads, options.context + options.new_tokens)
         names = ("heads", "kv_cache_dtype", "context", "prompts", "new_tokens", "batched_tokens", "repeats", "tp")
         passed = [part for n in names for part in (f"--{n.replace('_', '-')}", str(getattr(options, n)))]
