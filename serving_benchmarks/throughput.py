@@ -360,9 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             for result in measure(options, logs, console, out):
                 results.append(result)
-        except KeyboardInterrupt:
-            console.print("stopped")
-            status = 130
+        except (KeyboardInterrupt, SystemExit) as stopped:  # what there is gets written
+            status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
     if any(result["error"] is not None for result in results):
         status = status or 1
     if results:
