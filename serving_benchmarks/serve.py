@@ -38,7 +38,8 @@ LENGTH_ROOM = 64
 """Tokens that a request may have more than it should: a random prompt is a text on its way to the server, which may
 make other tokens of it."""
 LISTS = ("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times")
-TEXTS = ("generated_texts", "errors")
+LEFT_OUT = (*LISTS, "generated_texts", "errors", "model_id", "tokenizer_id")
+"""Of what the client saves. The names may be folders of the machine that measured."""
 
 
 def rates(text: str) -> list[float]:
@@ -208,7 +209,7 @@ def entry(bench: dict[str, Any], ttft_limit: float | None, tpot_limit: float | N
             "requests_per_second": good / seconds,
         }
     return {
-        "bench": {key: value for key, value in bench.items() if key not in (*LISTS, *TEXTS)},
+        "bench": {key: value for key, value in bench.items() if key not in LEFT_OUT},
         "elapsed_time": seconds,
         "completed": completed,
         "failed": sent - completed,
