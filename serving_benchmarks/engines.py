@@ -15,8 +15,8 @@ from serving_benchmarks.kernel_times import KernelTimes
 EMBEDDED_DTYPES = {None: torch.bfloat16, "auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 """What --dtype may be for the embedded engine."""
 
-Kernels = tuple[str, list[tuple[str, int, float]]]
-"""The device, and what KernelTimes found there."""
+Kernels = tuple[str, int, list[tuple[str, int, float]]]
+"""The device, how many steps were seen there, and what KernelTimes found."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class EmbeddedEngine:
         self._times: dict[str, tuple[float, float | None]] = {}
         """When an unended request was submitted, and got its first token."""
         self._tokens: dict[str, int] = {}
+        self._steps = 0
 
     def submit(self, id: str, prompt: Sequence[int], new_tokens: int, *, streamed: bool = False) -> None:
         from mla_backend.engine import SamplingParams
@@ -134,6 +135,7 @@ class EmbeddedEngine:
 
     def step(self) -> list[Ended]:
         ended = []
+        self._steps += 1
         for update in self._engine.step():
             submitted, first = self._times[update.id]
             if first is None:
@@ -165,11 +167,11 @@ class EmbeddedEngine:
         return Counters(status.preemptions, status.cache.asked_tokens, status.cache.hit_tokens)
 
     def start_profile(self) -> None:
-        self._kernels = KernelTimes()
+        self._steps, self._kernels = 0, KernelTimes()
         self._kernels.start()
 
     def stop_profile(self) -> Kernels:
-        return self._kernels.device, self._kernels.stop()
+        return self._kernels.device, self._steps, self._kernels.stop()
 
     def torch_peak_bytes(self) -> int | None:
         return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
@@ -245,8 +247,8 @@ class VllmEngine:
         self._llm.collective_rpc("measured_start")
 
     def stop_profile(self) -> Kernels:
-        device, kernels = json.loads(self._llm.collective_rpc("measured_stop")[0])  # workers do the same
-        return device, [tuple(kernel) for kernel in kernels]
+        device, steps, kernels = json.loads(self._llm.collective_rpc("measured_stop")[0])  # workers do the same
+        return device, steps, [tuple(kernel) for kernel in kernels]
 
     def torch_peak_bytes(self) -> int | None:
         found = [json.loads(answer) for answer in self._llm.collective_rpc("measured_memory")]

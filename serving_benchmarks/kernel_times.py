@@ -25,11 +25,11 @@ class KernelTimes:
     def __init__(self):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         activity = torch.profiler.ProfilerActivity
-        self._profile = torch.profiler.profile(
-            activities=[activity.CUDA if self.device == "cuda" else activity.CPU], acc_events=True
-        )
+        self._profile = torch.profiler.profile(activities=[activity.CUDA if self.device == "cuda" else activity.CPU])
 
     def start(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # what was asked for before is not to be seen
         self._profile.start()
 
     def stop(self) -> list[tuple[str, int, float]]:
@@ -38,7 +38,7 @@ class KernelTimes:
             torch.cuda.synchronize()
         self._profile.stop()
         own_time = f"self_{'device' if self.device == 'cuda' else 'cpu'}_time_total"
-        events = self._profile.key_averages()
+        events = [event for event in self._profile.key_averages() if not event.is_user_annotation]
         return [(e.key, e.count, float(getattr(e, own_time))) for e in events if getattr(e, own_time) > 0]
 
 

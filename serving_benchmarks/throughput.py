@@ -27,7 +27,7 @@ from rich.table import Table
 from serving_benchmarks import kernel_times, model_config, result_file, vllm_options, workloads
 from serving_benchmarks.engines import EMBEDDED_DTYPES
 from serving_benchmarks.processes import signals_unwind, supervised, why_it_failed
-from serving_benchmarks.throughput_worker import PROFILE_ROOM
+from serving_benchmarks.throughput_worker import profiled_requests
 from serving_benchmarks.workloads import Workload
 
 ENGINES = ("vllm", "embedded")
@@ -175,16 +175,19 @@ def new_workload(options: argparse.Namespace) -> Workload:
 def settle_lengths(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """--max-model-len and --max-num-seqs, from the workload if they aren't given."""
     longest, most = options.workload.longest, options.config.get("max_position_embeddings")
-    if options.profile:
-        longest = max(longest, max(map(len, options.workload.prompts)) + PROFILE_ROOM)
+    if options.max_num_seqs is None and options.concurrency is not None:
+        options.max_num_seqs = max(options.concurrency)
     if options.max_model_len is None:
         options.max_model_len = longest
+        if options.profile:
+            first = (options.concurrency or [None])[0]
+            prompts, room = profiled_requests(options.workload.prompts, first, options.max_num_seqs)
+            wanted = max(longest, max(map(len, prompts)) + room)
+            options.max_model_len = min(wanted, max(longest, most or wanted))
     if longest > options.max_model_len:
         parser.error(f"--max-model-len must be {longest} or more for these prompts; got {options.max_model_len}")
     if most is not None and options.max_model_len > most:
         parser.error(f"requests of {options.max_model_len} tokens are too long for the model, which takes {most}")
-    if options.max_num_seqs is None and options.concurrency is not None:
-        options.max_num_seqs = max(options.concurrency)
 
 
 def case_of(options: argparse.Namespace, concurrency: int | None) -> dict[str, Any]:

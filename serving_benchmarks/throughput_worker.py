@@ -22,8 +22,14 @@ from serving_benchmarks.workloads import Workload
 WARMUP_OUTPUT = 32
 """Tokens of a request of the warm-up, at most."""
 PROFILED_STEPS = 8
-PROFILE_ROOM = 256
-"""Tokens that a profiled request may have after its prompt, so that it still decodes when the last prompt is done."""
+TIMED_STEPS = 32
+"""Before those, without the profiler."""
+PROFILE_ROOM = 96
+"""Tokens of a request for both, and for what an engine does between being asked and answering."""
+MOST_PROFILED = 128
+"""Requests that decode at a time then."""
+LEAST_TOKENS_A_STEP = 2048
+"""That engines take of prompts, unless they are told to take fewer."""
 PROGRESS_SECONDS = 0.2
 
 
@@ -115,29 +121,38 @@ def since(before: Counters, after: Counters) -> dict[str, Any]:
     }
 
 
-def profile(engine: MeasuredEngine, workload: Workload, batch: int) -> dict[str, Any]:
-    """Kernel times of a few steps in which `batch` requests decode, and how long such steps take unobserved."""
-    for i in range(batch):
-        engine.submit(str(i), workload.prompts[i], PROFILE_ROOM, streamed=True)
-    ended = 0
-    while engine.decoding() + ended < batch:
-        ended += len(engine.step())
-    begin, first = time.perf_counter(), engine.decoding()
-    for _ in range(PROFILED_STEPS):
+def profiled_requests(
+    prompts: list[list[int]], concurrency: int | None, max_num_seqs: int | None
+) -> tuple[list[list[int]], int]:
+    """The prompts whose decode steps are profiled, and how many tokens each of them may get: so many that the first one
+    still decodes when the last one's prompt is done and all steps have been seen."""
+    batch = prompts[: min(concurrency or MOST_PROFILED, max_num_seqs or MOST_PROFILED, MOST_PROFILED)]
+    return batch, PROFILE_ROOM + sum(-(-len(prompt) // LEAST_TOKENS_A_STEP) for prompt in batch)
+
+
+def profile(engine: MeasuredEngine, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Kernel times of a few steps in which all requests decode, and how long such steps take unobserved."""
+    for i, prompt in enumerate(prompts):
+        engine.submit(str(i), prompt, new_tokens, streamed=True)
+    while engine.decoding() < len(prompts):
+        if engine.step():
+            raise RuntimeError("a request ended before the last one's prompt was done; --max-model-len must be more")
+    begin = time.perf_counter()
+    for _ in range(TIMED_STEPS):
         engine.step()
-    wall = time.perf_counter() - begin
+    seconds = (time.perf_counter() - begin) / TIMED_STEPS
     engine.start_profile()
     for _ in range(PROFILED_STEPS):
         engine.step()
-    device, kernels = engine.stop_profile()
-    if engine.decoding() < first:
-        raise RuntimeError("requests ended while they were profiled; --max-num-seqs or --concurrency must be smaller")
+    device, steps, kernels = engine.stop_profile()
+    if engine.decoding() < len(prompts):
+        raise RuntimeError("a request ended while it was profiled; --max-model-len must be more")
     engine.abort_all()
     return {
-        "steps": PROFILED_STEPS,
-        "wall_s": wall,
-        "batch": batch,
-        "context": max(map(len, workload.prompts[:batch])),
+        "steps": steps,
+        "wall_s": seconds * steps,
+        "batch": len(prompts),
+        "context": max(map(len, prompts)),
         "device": device,
         **kernel_times.table(kernels),
     }
@@ -155,8 +170,10 @@ def work(spec: dict[str, Any], events: Events) -> None:
         profiled = None
         if spec["profile"] and number == 0:
             events.send("stage", stage="profiling")
-            most = spec["settings"]["max_num_seqs"] or len(workload)
-            profiled = profile(engine, workload, min(concurrency or len(workload), len(workload), most))
+            most = spec["settings"]["max_num_seqs"]
+            prompts, new_tokens = profiled_requests(workload.prompts, concurrency, most)
+            room = spec["settings"]["max_model_len"] - max(map(len, prompts))
+            profiled = profile(engine, prompts, min(new_tokens, room))
         usage, hits = found.pop("peak_usage"), found.pop("prefix_hit_share")
         found |= {
             "memory": {

@@ -13,13 +13,22 @@ class MeasuredWorker:
     """A worker that counts its kernels and its memory."""
 
     def measured_start(self) -> None:
-        """From now on kernels are counted."""
+        """From now on kernels are counted, and steps: workers go on by themselves, so only they know how many."""
+        run, self._measured_steps = self.execute_model, 0
+
+        def counted(scheduled, *more, **named):
+            self._measured_steps += scheduled.total_num_scheduled_tokens > 0
+            return run(scheduled, *more, **named)
+
+        self.execute_model = counted
         self._measured_kernels = KernelTimes()
         self._measured_kernels.start()
 
     def measured_stop(self) -> str:
-        """What kernels there were since."""
-        return json.dumps([self._measured_kernels.device, self._measured_kernels.stop()])
+        """The device, steps, and what kernels there were since."""
+        kernels = self._measured_kernels.stop()
+        del self.execute_model  # what the class has is seen again
+        return json.dumps([self._measured_kernels.device, self._measured_steps, kernels])
 
     def measured_memory(self) -> str:
         """The most bytes that torch has held on the GPU; null without one."""
