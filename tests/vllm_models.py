@@ -18,23 +18,15 @@ NEW_TOKENS = 24
 
 def make_checkpoint(name: str, folder: Path) -> Path:
     """A random model of engine_models with real magnitude, whose tokens are the words t0, t1, ..."""
-    import tokenizers
-    import torch
-    import transformers
-
     import engine_models
+    from serving_benchmarks import models
 
     torch.manual_seed(0)
     engine_models.save(engine_models.theirs(name), folder)
     path = folder / "config.json"
     more = {**RELEASED_KEYS, **(GLM_KEYS if name.startswith("glm") else {})}
     path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
-    words = {f"t{i}": i for i in range(engine_models.SHAPE["vocab_size"])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t1").save_pretrained(
-        folder
-    )
+    models.write_tokenizer(folder, engine_models.SHAPE["vocab_size"])
     return folder
 
 

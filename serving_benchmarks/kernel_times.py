@@ -1,0 +1,83 @@
+"""Where the time of a model's steps goes, kernel by kernel, as torch's profiler sees it."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+KERNELS_KEPT = 40
+"""In a result file, the longest ones; the rest is summed up in one line."""
+THE_REST = "all others"
+ATTENTION = re.compile(
+    r"mla::cuda::.*(attention_kernel|merge_cut_tokens_kernel|merge_kernel)"  # ours on a GPU
+    r"|mla_backend::(sparse_attention|merge_partials)"  # ours on a CPU
+    r"|sparse_attn_fwd|flash_fwd|flash_bwd|fwd_mla_combine|FlashAttn|fmha|scaled_dot_product|mla_decode|paged_attention"
+)
+"""Names of kernels that attend, or merge what parts of attention have found. What prepares attention is not among them:
+planning, indices, the indexer, cache writes, concatenation."""
+
+
+class KernelTimes:
+    """A profiler of this process. On a GPU it sees kernels, CUDA graphs' included, on a CPU the operators of the thread
+    that it was started in."""
+
+    def __init__(self):
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        activity = torch.profiler.ProfilerActivity
+        self._profile = torch.profiler.profile(activities=[activity.CUDA if self.device == "cuda" else activity.CPU])
+
+    def start(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # what was asked for before is not to be seen
+        self._profile.start()
+
+    def stop(self) -> list[tuple[str, int, float]]:
+        """Kernels: name, calls, microseconds of its own."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self._profile.stop()
+        own_time = f"self_{'device' if self.device == 'cuda' else 'cpu'}_time_total"
+        events = [event for event in self._profile.key_averages() if not event.is_user_annotation]
+        return [(e.key, e.count, float(getattr(e, own_time))) for e in events if getattr(e, own_time) > 0]
+
+
+def table(kernels: Iterable[tuple[str, int, float]]) -> dict[str, Any]:
+    """What a result file says of kernels: totals, and the longest of them by falling time."""
+    found = sorted(kernels, key=lambda kernel: -kernel[2])
+    total = sum(time for _, _, time in found)
+    attention = sum(time for name, _, time in found if is_attention(name))
+    kept, rest = found[:KERNELS_KEPT], found[KERNELS_KEPT:]
+    rows = [(*kernel, is_attention(kernel[0])) for kernel in kept]
+    if rest:
+        rows.append((THE_REST, sum(calls for _, calls, _ in rest), sum(time for _, _, time in rest), False))
+    return {
+        "total_us": total,
+        "attention_us": attention,
+        "attention_share": attention / total if total else 0.0,
+        "kernels": [
+            {"name": name, "calls": calls, "total_us": time, "share": time / total, "attention": attends}
+            for name, calls, time, attends in rows
+        ],
+    }
+
+
+def is_attention(name: str) -> bool:
+    """Whether a kernel or operator attends."""
+    return ATTENTION.search(name) is not None
+
+
+def lines(profile: dict[str, Any], most: int = 15) -> list[str]:
+    """A profile as text."""
+    shown = [row for row in profile["kernels"] if row["name"] != THE_REST][:most]
+    steps, share = profile["steps"], 100 * profile["attention_share"]
+    head = (
+        f"{steps} decode steps of {profile['batch']} requests at {profile['context']} tokens: "
+        f"{profile['wall_s'] / steps * 1e3:.3f} ms a step, kernels {profile['total_us'] / steps / 1e3:.3f} ms, "
+        f"of them attention {share:.1f} %"
+    )
+    return [head] + [
+        f"{row['total_us']:12.0f} us {100 * row['share']:5.1f} % {row['calls']:6} calls "
+        f"{'*' if row['attention'] else ' '} {row['name'][:100]}"
+        for row in shown
+    ]

@@ -1,0 +1,112 @@
+"""Processes of a benchmark's own: started, watched, and gone afterwards whatever happens."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from serving_benchmarks import supervisor
+
+GRACE_SECONDS = 20.0
+"""What a process gets to end by itself before it is killed with all that it has started."""
+SUPERVISOR_SECONDS = supervisor.KILL_SECONDS + 5
+
+
+class Supervised:
+    """A command in a session of its own, below a supervisor that ends when this process does.
+
+    Args:
+        command: its words.
+        log: the file for what it prints.
+        environment: of the command; by default that of this process.
+        grace: seconds it gets to end by itself.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        log: Path,
+        *,
+        environment: Mapping[str, str] | None = None,
+        grace: float = GRACE_SECONDS,
+    ):
+        self.log, self.grace = log, grace
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, supervisor.__file__, str(grace), *map(str, command)],
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # Ctrl-C in a terminal is for this process to pass on
+            )
+
+    def status(self) -> int | None:
+        """The command's exit status, 128 and the signal's number if one killed it; None while it runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Until it has ended by itself; TimeoutError if it takes longer."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the process still runs after {seconds} s") from None
+
+    def stop(self) -> int:
+        """Ends it with everything that it has started; its exit status."""
+        self._process.stdin.close()
+        return self._process.wait(self.grace + SUPERVISOR_SECONDS)
+
+    def says(self) -> str:
+        """All that it has printed."""
+        return self.log.read_text(errors="replace")
+
+
+@contextlib.contextmanager
+def supervised(command: Sequence[str], log: Path, **options) -> Iterator[Supervised]:
+    """A command for as long as the block lasts."""
+    process = Supervised(command, log, **options)
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+@contextlib.contextmanager
+def signals_unwind() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as exceptions do, so that what it has opened is closed."""
+
+    def leave(number: int, _) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def why_it_failed(log: str) -> str:
+    """The line of a log that says best why a program ended: the last exception that is more than a pointer to another,
+    or else the last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [
+        found[1] for line in lines if (found := re.search(r"((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)", line))
+    ]
+    telling = [error for error in errors if "root cause" not in error]
+    return (telling or errors or lines or ["it said nothing"])[-1]
+
+
+def wait_until(condition, seconds: float, every: float = 0.1) -> bool:
+    """Whether a condition came true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(every)
+    return True

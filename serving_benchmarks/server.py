@@ -1,0 +1,91 @@
+"""A server that speaks OpenAI's protocol as vLLM does: started, waited for, asked for its metrics, and stopped."""
+
+import contextlib
+import re
+import socket
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from serving_benchmarks.processes import Supervised, supervised, why_it_failed
+
+POLL_SECONDS = 0.5
+ANSWER_SECONDS = 10
+
+
+class ServerFailed(Exception):
+    """It ended, or was not ready in time; the text says why."""
+
+
+class Server:
+    """One that runs."""
+
+    def __init__(self, process: Supervised, port: int, start_seconds: float):
+        self.process, self.port, self.start_seconds = process, port, start_seconds
+
+    def metrics(self) -> dict[str, float]:
+        """Its metrics by name, summed up over their labels; those whose labels tell a reason apart, too. Empty if it
+        doesn't answer."""
+        try:
+            with urllib.request.urlopen(_url(self.port, "metrics"), timeout=ANSWER_SECONDS) as answer:
+                return parse_metrics(answer.read().decode())
+        except OSError:
+            return {}
+
+    def require_running(self) -> None:
+        """ServerFailed if it has ended."""
+        if self.process.status() is not None:
+            raise ServerFailed(f"the server ended: {why_it_failed(self.process.says())}")
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Sums by name of what a Prometheus client writes."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^([\w:]+)(?:\{.*\})? ([-+.\deE]+|[+-]?Inf|NaN)$", text, re.MULTILINE):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def free_port() -> int:
+    """One that nobody listens at now."""
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        return some.getsockname()[1]
+
+
+def is_healthy(port: int) -> bool:
+    """Whether a server is ready."""
+    try:
+        with urllib.request.urlopen(_url(port, "health"), timeout=ANSWER_SECONDS) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def serving(
+    command: Callable[[int], Sequence[str]], log: Path, *, ready_seconds: float, grace: float | None = None
+) -> Iterator[Server]:
+    """A server for as long as the block lasts; of its processes none is left afterwards.
+
+    Args:
+        command: the words that start it at a port.
+        log: the file for what it prints.
+        ready_seconds: how long it may take until it is healthy; ServerFailed after that, or if it ends before.
+        grace: seconds that it gets to end by itself.
+    """
+    port = free_port()
+    begin = time.monotonic()
+    with supervised(command(port), log, **({} if grace is None else {"grace": grace})) as process:
+        while not is_healthy(port):
+            if process.status() is not None:
+                raise ServerFailed(f"the server ended before it was ready: {why_it_failed(process.says())}")
+            if time.monotonic() - begin > ready_seconds:
+                raise ServerFailed(f"the server was not ready after {ready_seconds:g} s")
+            time.sleep(POLL_SECONDS)
+        yield Server(process, port, time.monotonic() - begin)
+
+
+def _url(port: int, path: str) -> str:
+    return f"http://127.0.0.1:{port}/{path}"

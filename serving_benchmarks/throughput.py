@@ -1,0 +1,387 @@
+"""Offline throughput: the same prompts through one engine after the other, all that are allowed in flight at a time.
+
+    python -m serving_benchmarks.throughput --model MODEL --backend SPARSE_MLA,FLASHMLA_SPARSE --kv-cache-dtype fp8
+    python -m serving_benchmarks.throughput --model MODEL --engine embedded --concurrency 1,16,64 --output FILE
+
+Each backend runs in a process of its own, one after the other, and goes through all values of --concurrency there, so
+that the model is loaded once. It is warmed up, then timed --rounds times on the same prompts; between rounds the prefix
+cache is emptied. Generation is greedy and doesn't end before it has its tokens. A backend that fails is reported, the
+others go on, and the exit status is 1.
+
+The three lines that are printed of each run are those of `vllm bench throughput`, and the JSON has its keys.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from serving_benchmarks import kernel_times, model_config, result_file, vllm_options, workloads
+from serving_benchmarks.engines import EMBEDDED_DTYPES
+from serving_benchmarks.processes import signals_unwind, supervised, why_it_failed
+from serving_benchmarks.throughput_worker import profiled_requests
+from serving_benchmarks.workloads import Workload
+
+ENGINES = ("vllm", "embedded")
+DEFAULT_BACKEND = "SPARSE_MLA"
+POLL_SECONDS = 0.2
+TABLE_WIDTH = 130
+MOST_OF_A_REASON = 300
+LOG_LINES = 20
+"""Of what a backend printed before it failed."""
+
+
+def counts(text: str) -> list[int]:
+    """Whole numbers from 1 up, between commas."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = [0]
+    if min(values) < 1:
+        raise argparse.ArgumentTypeError(f"must be numbers from 1 up, such as 1,16,64; got {text!r}")
+    return values
+
+
+def names(text: str) -> list[str]:
+    """Words between commas, each once."""
+    return list(dict.fromkeys(part for part in text.split(",") if part))
+
+
+def engine_names(text: str) -> list[str]:
+    """Of ENGINES."""
+    found = names(text)
+    if not found or set(found) - set(ENGINES):
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(ENGINES)}; got {text!r}")
+    return found
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.throughput",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--model", required=True, help="a checkpoint's folder, or a repository of the Hugging Face hub")
+    what.add_argument(
+        "--engine", type=engine_names, default=["vllm"], metavar="NAMES", help="of vllm,embedded; default: vllm"
+    )
+    what.add_argument(
+        "--backend",
+        type=names,
+        default=[DEFAULT_BACKEND],
+        metavar="NAMES",
+        help="vLLM's attention backends, such as SPARSE_MLA,FLASHMLA_SPARSE; default: %(default)s",
+    )
+    what.add_argument(
+        "--concurrency", type=counts, metavar="N,...", help="sequences in flight at most; default: all of them at once"
+    )
+    prompts = parser.add_argument_group("prompts", "random ones of one length, unless a file says otherwise")
+    prompts.add_argument("--input-len", type=int, metavar="N", help="tokens of a prompt; default: 1024")
+    prompts.add_argument(
+        "--output-len", type=int, default=128, metavar="N", help="tokens after it; default: %(default)s"
+    )
+    prompts.add_argument(
+        "--num-prompts", type=int, metavar="N", help="default: 64, or all that the file of --jsonl has"
+    )
+    files = prompts.add_mutually_exclusive_group()
+    files.add_argument(
+        "--histogram", type=Path, metavar="FILE", help="lengths: CSV with the columns input_len, output_len, weight"
+    )
+    files.add_argument(
+        "--jsonl",
+        type=Path,
+        metavar="FILE",
+        help="prompts, as `mla-backend generate` reads them; a line may have max_tokens",
+    )
+    prompts.add_argument(
+        "--shared-prefix",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens that all prompts begin with; default: %(default)s",
+    )
+    prompts.add_argument("--seed", type=int, default=0, help="of random prompts; default: %(default)s")
+    how = parser.add_argument_group("how")
+    how.add_argument("--rounds", type=int, default=3, help="that are timed; default: %(default)s")
+    how.add_argument(
+        "--warmup", type=int, metavar="N", help="requests before them; default: as many as may be in flight"
+    )
+    how.add_argument(
+        "--profile", action="store_true", help="after the first --concurrency: kernel times of a few decode steps"
+    )
+    how.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the engines print")
+    vllm_options.add(parser)
+    results = parser.add_argument_group("results")
+    results.add_argument("--output", type=Path, metavar="FILE", help="write them and their environment as JSON")
+    options = parser.parse_args(arguments)
+
+    for name in ("output_len", "num_prompts", "input_len"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more; got {getattr(options, name)}")
+    for name in ("shared_prefix", "warmup"):
+        if getattr(options, name) is not None and getattr(options, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} must be 0 or more; got {getattr(options, name)}")
+    if options.rounds < 2:
+        parser.error("--rounds must be 2 or more, or there is no spread")
+    if options.input_len is not None and (options.histogram or options.jsonl):
+        parser.error("--input-len can't be given with a file, which says how long prompts are")
+    if options.shared_prefix and options.jsonl:
+        parser.error("--shared-prefix can't be given with --jsonl, whose prompts are what they are")
+    if "vllm" in options.engine and not options.backend:
+        parser.error("--backend must name one or more")
+    vllm_options.check(parser, options)
+    if "embedded" in options.engine:
+        if options.dtype not in EMBEDDED_DTYPES:
+            parser.error(f"--dtype must be bfloat16 or float32 for the embedded engine; got {options.dtype}")
+        if options.tensor_parallel_size > 1:
+            parser.error("--tensor-parallel-size must be 1 for the embedded engine")
+    try:
+        options.folder = model_config.folder_of(options.model)
+        options.config = model_config.read(options.folder)
+    except (ValueError, OSError) as error:
+        parser.error(f"--model: {error}")
+    try:
+        options.workload = new_workload(options)
+    except (ValueError, OSError, ImportError) as error:
+        parser.error(str(error))
+    settle_lengths(parser, options)
+    result_file.require_writable(parser, options.output)
+    return options
+
+
+def new_workload(options: argparse.Namespace) -> Workload:
+    """The prompts that the options describe."""
+    if options.jsonl:
+        return workloads.from_jsonl(
+            options.jsonl, options.folder, options.output_len, options.config["vocab_size"], options.num_prompts
+        )
+    tokens = workloads.usable_tokens(options.config)
+    random = {"shared": options.shared_prefix, "seed": options.seed}
+    count = options.num_prompts or 64
+    if options.histogram:
+        return workloads.from_histogram(workloads.read_histogram(options.histogram), count, tokens, **random)
+    return workloads.fixed(count, options.input_len or 1024, options.output_len, tokens, **random)
+
+
+def settle_lengths(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """--max-model-len and --max-num-seqs, from the workload if they aren't given."""
+    longest, most = options.workload.longest, options.config.get("max_position_embeddings")
+    if options.max_num_seqs is None and options.concurrency is not None:
+        options.max_num_seqs = max(options.concurrency)
+    if options.max_model_len is None:
+        options.max_model_len = longest
+        if options.profile:
+            first = (options.concurrency or [None])[0]
+            prompts, room = profiled_requests(options.workload.prompts, first, options.max_num_seqs)
+            wanted = max(longest, max(map(len, prompts)) + room)
+            options.max_model_len = min(wanted, max(longest, most or wanted))
+    if longest > options.max_model_len:
+        parser.error(f"--max-model-len must be {longest} or more for these prompts; got {options.max_model_len}")
+    if most is not None and options.max_model_len > most:
+        parser.error(f"requests of {options.max_model_len} tokens are too long for the model, which takes {most}")
+
+
+def case_of(options: argparse.Namespace, concurrency: int | None) -> dict[str, Any]:
+    """The `case` of an entry of a result file."""
+    source = options.histogram or options.jsonl
+    kind = "histogram" if options.histogram else "jsonl" if options.jsonl else "fixed"
+    return {
+        "workload": kind,
+        "source": source.name if source else None,
+        "input_len": options.input_len or 1024 if kind == "fixed" else None,
+        "output_len": options.output_len if kind == "fixed" else None,
+        "num_prompts": len(options.workload),
+        "shared_prefix": options.shared_prefix,
+        "concurrency": concurrency,
+        "seed": options.seed,
+        "kv_cache_dtype": options.kv_cache_dtype,
+        "tensor_parallel_size": options.tensor_parallel_size,
+    }
+
+
+def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The events after an offset, and where the next one will begin. A line that is still being written waits."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        whole = file.read().rpartition(b"\n")[0]
+    return [json.loads(line) for line in whole.splitlines()], offset + len(whole) + (1 if whole else 0)
+
+
+def worker_command(spec: Path, events: Path) -> list[str]:
+    """What measures a backend."""
+    return [sys.executable, "-m", "serving_benchmarks.throughput_worker", str(spec), str(events)]
+
+
+def run_backend(
+    engine: str,
+    backend: str,
+    options: argparse.Namespace,
+    logs: Path,
+    on_event: Callable[[dict[str, Any]], None],
+    console: Console,
+) -> Iterator[dict[str, Any]]:
+    """The entries of one backend, as soon as each is there; where it fails, one with an error in place of each that is
+    missing."""
+    concurrencies: list[int | None] = options.concurrency or [None]
+    spec, events, log = (logs / f"{engine}-{backend}.{kind}" for kind in ("spec.json", "events", "log"))
+    spec.write_text(
+        json.dumps(
+            {
+                "engine": engine,
+                "backend": backend,
+                "model": options.model,
+                "settings": vllm_options.settings(options),
+                "workload": options.workload.as_dict(),
+                "concurrencies": concurrencies,
+                "rounds": options.rounds,
+                "warmup": options.warmup,
+                "profile": options.profile,
+            }
+        )
+    )
+    events.touch()
+    log.write_bytes(b"")
+    left, offset = list(concurrencies), 0
+    head = {"engine": engine, "backend": backend}
+    with supervised(worker_command(spec, events), log) as process:
+        running = True
+        while running:
+            try:
+                process.wait(POLL_SECONDS)
+                running = False  # once more, for what it wrote last
+            except TimeoutError:
+                pass
+            found, offset = read_events(events, offset)
+            for event in found:
+                if event["event"] == "result":
+                    left.remove(event["concurrency"])
+                    yield {**head, "case": case_of(options, event["concurrency"]), "error": None, **event["result"]}
+                else:
+                    on_event(event)
+        status, said = process.status(), process.says()
+    if status == 0 and not left:
+        return
+    why = why_it_failed(said) if status else "it ended without all of its results"
+    if status and status > 128:
+        why = f"killed by signal {status - 128}; it said last: {why}"
+    console.print(f"{backend} failed: {why[:MOST_OF_A_REASON]}", style="red", markup=False, soft_wrap=True)
+    for line in said.splitlines()[-LOG_LINES:]:
+        console.print(f"    {line}", markup=False, soft_wrap=True)
+    for concurrency in left or [None]:
+        yield {**head, "case": case_of(options, concurrency), "error": why}
+
+
+def headline(result: dict[str, Any]) -> list[str]:
+    """The lines that `vllm bench throughput` prints."""
+    return [
+        f"Throughput: {result['requests_per_second']:.2f} requests/s, "
+        f"{result['tokens_per_second']:.2f} total tokens/s, "
+        f"{result['output_tokens_per_second']:.2f} output tokens/s",
+        f"Total num prompt tokens:  {result['total_input_tokens']}",
+        f"Total num output tokens:  {result['total_output_tokens']}",
+    ]
+
+
+def in_flight(case: dict[str, Any]) -> str:
+    return "all at once" if case["concurrency"] is None else f"{case['concurrency']} in flight"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    """All backends beside each other, at each concurrency."""
+    headings = "backend", "in flight", "output tokens/s", "(quartiles)", "requests/s"
+    latencies = "TTFT p50, ms", "p99", "TPOT p50, ms", "p99"
+    shown = Table(*headings, *latencies, "over the first", box=None, padding=(0, 1))
+    firsts: dict[int | None, float] = {}
+    for result in results:
+        concurrency = result["case"]["concurrency"]
+        if result["error"] is not None:
+            shown.add_row(result["backend"], str(concurrency or "all"), "failed")
+            continue
+        speed, seconds, latency = result["output_tokens_per_second"], result["seconds"], result["latency"]
+        tokens = result["total_output_tokens"]
+        ttft, tpot = latency["ttft_s"], latency["tpot_s"]
+        shown.add_row(
+            result["backend"],
+            str(concurrency or "all"),
+            f"{speed:.1f}",
+            f"{tokens / seconds['upper_quartile']:.1f} to {tokens / seconds['lower_quartile']:.1f}",
+            f"{result['requests_per_second']:.2f}",
+            *(_milliseconds(value) for value in (ttft["p50"], ttft["p99"], tpot["p50"], tpot["p99"])),
+            f"{speed / firsts.setdefault(concurrency, speed):.2f}",
+        )
+    return shown
+
+
+def measure(options: argparse.Namespace, logs: Path, console: Console, out: Console) -> Iterator[dict[str, Any]]:
+    """Every entry of the result file, printed when it is there."""
+    runs = [("vllm", backend) for backend in options.backend] if "vllm" in options.engine else []
+    if "embedded" in options.engine:
+        runs.append(("embedded", "embedded"))
+    for engine, backend in runs:
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(f"{backend}: starting", total=None)
+
+            def on_event(event: dict[str, Any], progress=progress, task=task, backend=backend) -> None:
+                progress.update(
+                    task,
+                    description=f"{backend}: {event['stage']}",
+                    completed=event.get("done", 0),
+                    total=event.get("of"),
+                )
+
+            for result in run_backend(engine, backend, options, logs, on_event, console):
+                if result["error"] is None:
+                    out.print(f"\n{backend}, {in_flight(result['case'])}")
+                    out.print("\n".join(headline(result)))
+                    if result["profile"]:
+                        out.print("\n".join(kernel_times.lines(result["profile"])), soft_wrap=True, markup=False)
+                yield result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    console, out = Console(stderr=True, highlight=False), Console(highlight=False)
+    results: list[dict[str, Any]] = []
+    status = 0
+    with tempfile.TemporaryDirectory() as folder, signals_unwind():
+        logs = options.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            for result in measure(options, logs, console, out):
+                results.append(result)
+        except (KeyboardInterrupt, SystemExit) as stopped:  # what there is gets written
+            status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
+    if any(result["error"] is not None for result in results):
+        status = status or 1
+    if results:
+        out.print()
+        Console(width=TABLE_WIDTH, highlight=False).print(table(results))
+        more = {
+            "benchmark": "throughput",
+            "model": model_config.describe(options.model, options.config, options.load_format),
+            "settings": {
+                **vllm_options.settings(options),
+                "rounds": options.rounds,
+                "cpus": len(os.sched_getaffinity(0)),
+            },
+        }
+        result_file.write(options.output, results, console, **more)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

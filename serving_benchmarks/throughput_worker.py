@@ -1,0 +1,198 @@
+"""The process that measures one backend for `serving_benchmarks.throughput`, which starts it.
+
+    python -m serving_benchmarks.throughput_worker SPEC EVENTS
+
+SPEC is a JSON file that says what to run. EVENTS gets a line of JSON for each thing that happens: where the work is,
+and each result as soon as it is there, so that what came before a crash is not lost.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from serving_benchmarks import engines, kernel_times, latency, memory
+from serving_benchmarks.engines import Counters, MeasuredEngine
+from serving_benchmarks.in_flight import Round, run
+from serving_benchmarks.timing import Timing
+from serving_benchmarks.workloads import Workload
+
+WARMUP_OUTPUT = 32
+"""Tokens of a request of the warm-up, at most."""
+PROFILED_STEPS = 8
+TIMED_STEPS = 32
+"""Before those, without the profiler."""
+PROFILE_ROOM = 96
+"""Tokens of a request for both, and for what an engine does between being asked and answering."""
+MOST_PROFILED = 128
+"""Requests that decode at a time then."""
+LEAST_TOKENS_A_STEP = 2048
+"""That engines take of prompts, unless they are told to take fewer."""
+PROGRESS_SECONDS = 0.2
+
+
+class Events:
+    """Lines of JSON, each written whole."""
+
+    def __init__(self, file: TextIO):
+        self._file, self._next = file, 0.0
+
+    def send(self, event: str, **more: Any) -> None:
+        self._file.write(json.dumps({"event": event, **more}) + "\n")
+        self._file.flush()
+
+    def progress(self, stage: str, of: int) -> Callable[[int], None]:
+        """What to call with the number of requests that have ended."""
+        self.send("progress", stage=stage, done=0, of=of)
+
+        def on_end(done: int) -> None:
+            if time.monotonic() >= self._next or done == of:
+                self.send("progress", stage=stage, done=done, of=of)
+                self._next = time.monotonic() + PROGRESS_SECONDS
+
+        return on_end
+
+
+def measure(
+    engine: MeasuredEngine, workload: Workload, concurrency: int | None, rounds: int, warmup: int | None, events: Events
+) -> dict[str, Any]:
+    """One entry of a result file, but for what is the same for all of a process.
+
+    Args:
+        engine, workload, concurrency: as for `in_flight.run`.
+        rounds: passes that are timed.
+        warmup: requests that are run before; by default as many as may be in flight.
+        events: who is told.
+    """
+    if warmup is None:
+        warmup = len(workload) if concurrency is None else concurrency
+    before = workload.first(warmup, WARMUP_OUTPUT)
+    if len(before):
+        run(engine, before, concurrency, events.progress("warm-up", len(before)))
+    done: list[Round] = []
+    counted = engine.counters()
+    for number in range(rounds):
+        engine.forget_prefixes()
+        done.append(
+            run(engine, workload, concurrency, events.progress(f"round {number + 1} of {rounds}", len(workload)))
+        )
+    return {**entry(done), **since(counted, engine.counters())}
+
+
+def entry(rounds: list[Round]) -> dict[str, Any]:
+    """What a result file says of rounds of the same workload."""
+    elapsed = [one.elapsed for one in rounds]
+    seconds = Timing.of(elapsed)
+    first = rounds[0].requests
+    inputs, outputs = sum(first["input_tokens"]), sum(first["output_tokens"])
+    count = len(first["e2e_s"])
+    requests = {name: [value for one in rounds for value in one.requests[name]] for name in first}
+    usages = [one.peak_usage for one in rounds if one.peak_usage is not None]
+    return {
+        "elapsed_time": seconds.median,
+        "num_requests": count,
+        "total_num_tokens": inputs + outputs,
+        "requests_per_second": count / seconds.median,
+        "tokens_per_second": (inputs + outputs) / seconds.median,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "output_tokens_per_second": outputs / seconds.median,
+        "seconds": seconds.as_dict(),
+        "rounds_s": elapsed,
+        "requests": {"round": [i for i in range(len(rounds)) for _ in range(count)], **requests},
+        "latency": latency.summaries(requests),
+        "peak_usage": max(usages, default=None),
+    }
+
+
+def since(before: Counters, after: Counters) -> dict[str, Any]:
+    """What was counted in between."""
+
+    def more(name: str) -> int | None:
+        values = getattr(before, name), getattr(after, name)
+        return None if None in values else values[1] - values[0]
+
+    looked_up, hits = more("looked_up_tokens"), more("hit_tokens")
+    return {
+        "preemptions": more("preemptions"),
+        "prefix_hit_share": hits / looked_up if looked_up and hits is not None else None,
+    }
+
+
+def profiled_requests(
+    prompts: list[list[int]], concurrency: int | None, max_num_seqs: int | None
+) -> tuple[list[list[int]], int]:
+    """The prompts whose decode steps are profiled, and how many tokens each of them may get: so many that the first one
+    still decodes when the last one's prompt is done and all steps have been seen."""
+    batch = prompts[: min(concurrency or MOST_PROFILED, max_num_seqs or MOST_PROFILED, MOST_PROFILED)]
+    return batch, PROFILE_ROOM + sum(-(-len(prompt) // LEAST_TOKENS_A_STEP) for prompt in batch)
+
+
+def profile(engine: MeasuredEngine, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Kernel times of a few steps in which all requests decode, and how long such steps take unobserved."""
+    for i, prompt in enumerate(prompts):
+        engine.submit(str(i), prompt, new_tokens, streamed=True)
+    while engine.decoding() < len(prompts):
+        if engine.step():
+            raise RuntimeError("a request ended before the last one's prompt was done; --max-model-len must be more")
+    begin = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        engine.step()
+    seconds = (time.perf_counter() - begin) / TIMED_STEPS
+    engine.start_profile()
+    for _ in range(PROFILED_STEPS):
+        engine.step()
+    device, steps, kernels = engine.stop_profile()
+    if engine.decoding() < len(prompts):
+        raise RuntimeError("a request ended while it was profiled; --max-model-len must be more")
+    engine.abort_all()
+    return {
+        "steps": steps,
+        "wall_s": seconds * steps,
+        "batch": len(prompts),
+        "context": max(map(len, prompts)),
+        "device": device,
+        **kernel_times.table(kernels),
+    }
+
+
+def work(spec: dict[str, Any], events: Events) -> None:
+    """Everything that a spec asks for."""
+    events.send("stage", stage="loading the model")
+    begin = time.perf_counter()
+    engine = engines.start(spec["engine"], spec["backend"], spec["model"], spec["settings"])
+    start_seconds = time.perf_counter() - begin
+    workload = Workload(**spec["workload"])
+    for number, concurrency in enumerate(spec["concurrencies"]):
+        found = measure(engine, workload, concurrency, spec["rounds"], spec["warmup"], events)
+        profiled = None
+        if spec["profile"] and number == 0:
+            events.send("stage", stage="profiling")
+            most = spec["settings"]["max_num_seqs"]
+            prompts, new_tokens = profiled_requests(workload.prompts, concurrency, most)
+            room = spec["settings"]["max_model_len"] - max(map(len, prompts))
+            profiled = profile(engine, prompts, min(new_tokens, room))
+        usage, hits = found.pop("peak_usage"), found.pop("prefix_hit_share")
+        found |= {
+            "memory": {
+                "host_peak_bytes": memory.host_peak_bytes(),
+                "device_used_bytes": memory.device_used_bytes(),
+                "torch_peak_bytes": engine.torch_peak_bytes(),
+            },
+            "cache": {"tokens": engine.cache_tokens, "peak_usage": usage, "prefix_hit_share": hits},
+            "start_s": start_seconds,
+            "profile": profiled,
+        }
+        events.send("result", concurrency=concurrency, result=found)
+
+
+def main() -> None:
+    spec, events = sys.argv[1:]
+    with Path(events).open("a") as file:
+        work(json.loads(Path(spec).read_text()), Events(file))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What is asked of an engine: prompts and how many tokens each is to give, the same ones for everybody."""
+
+import csv
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+Range = tuple[int, int]
+"""Both ends belong to it."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in the order in which they are made."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, its output included."""
+        return max(len(prompt) + new for prompt, new in zip(self.prompts, self.output_lens, strict=True))
+
+    def first(self, count: int, most_output: int) -> "Workload":
+        """The first requests, with shorter outputs."""
+        return Workload(self.prompts[:count], [min(new, most_output) for new in self.output_lens[:count]])
+
+    def as_dict(self) -> dict[str, list]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Share:
+    """A row of a histogram: requests of these lengths, and how many of them beside those of other rows."""
+
+    inputs: Range
+    outputs: Range
+    weight: float
+
+
+def read_histogram(path: Path) -> list[Share]:
+    """A CSV file with the columns input_len, output_len and weight. Lengths are a number or a range such as 128-512."""
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        missing = {"input_len", "output_len", "weight"} - set(rows.fieldnames or ())
+        if missing:
+            raise ValueError(
+                f"{path.name} must have the columns input_len, output_len and weight; it lacks "
+                f"{', '.join(sorted(missing))}"
+            )
+        shares = []
+        for row in rows:
+            try:
+                share = Share(_range(row["input_len"]), _range(row["output_len"]), float(row["weight"]))
+                if not 0 < share.weight < float("inf"):
+                    raise ValueError(f"weight must be more than 0; got {row['weight']}")
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path.name}, line {rows.line_num}: {error}") from None
+            shares.append(share)
+    if not shares:
+        raise ValueError(f"{path.name} must have a row or more")
+    return shares
+
+
+def _range(text: str) -> Range:
+    found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text or "")
+    if not found:
+        raise ValueError(f"a length is a number or a range such as 128-512; got {text!r}")
+    low, high = int(found[1]), int(found[2] or found[1])
+    if not 1 <= low <= high:
+        raise ValueError(f"a length must be 1 or more, and a range must rise; got {text!r}")
+    return low, high
+
+
+def usable_tokens(config: dict) -> list[int]:
+    """The token ids that random prompts are made of: all of the vocabulary that don't begin or end anything."""
+    special: set[int] = set()
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(key)
+        special |= set(value) if isinstance(value, list) else {value}
+    return [token for token in range(config["vocab_size"]) if token not in special]
+
+
+def fixed(count: int, input_len: int, output_len: int, tokens: Sequence[int], *, shared: int, seed: int) -> Workload:
+    """Requests of one length. Of each prompt the first `shared` tokens are the same."""
+    return from_histogram(
+        [Share((input_len, input_len), (output_len, output_len), 1.0)], count, tokens, shared=shared, seed=seed
+    )
+
+
+def from_histogram(shares: Sequence[Share], count: int, tokens: Sequence[int], *, shared: int, seed: int) -> Workload:
+    """Requests of random lengths: of each row as many as its weight says, but for rounding, in random order, and within
+    a row's ranges each length is as likely as the next.
+
+    Args:
+        shares: the rows.
+        count: requests.
+        tokens: ids to draw from.
+        shared: tokens that all prompts begin with; they count as part of each prompt's length.
+        seed: the same one gives the same requests.
+    """
+    shortest = min(share.inputs[0] for share in shares)
+    if shared >= shortest:
+        raise ValueError(f"the shared prefix must be shorter than the shortest prompt, {shortest} tokens; got {shared}")
+    chance = random.Random(seed)
+    prefix = chance.choices(tokens, k=shared)
+    rows = [
+        share for share, n in zip(shares, apportion([s.weight for s in shares], count), strict=True) for _ in range(n)
+    ]
+    chance.shuffle(rows)
+    prompts, output_lens = [], []
+    for row in rows:
+        prompts.append(prefix + chance.choices(tokens, k=chance.randint(*row.inputs) - shared))
+        output_lens.append(chance.randint(*row.outputs))
+    return Workload(prompts, output_lens)
+
+
+def apportion(weights: Sequence[float], count: int) -> list[int]:
+    """Shares of a count, whole numbers that add up to it: each its exact share rounded down or up."""
+    exact = [count * weight / sum(weights) for weight in weights]
+    whole = [int(share) for share in exact]
+    by_rest = sorted(range(len(whole)), key=lambda i: whole[i] - exact[i])
+    for i in by_rest[: count - sum(whole)]:
+        whole[i] += 1
+    return whole
+
+
+def from_jsonl(path: Path, model: Path, output_len: int, vocabulary: int, count: int | None) -> Workload:
+    """The prompts of a file as `mla-backend generate` reads them: texts, conversations or tokens.
+
+    Args:
+        path: of the file.
+        model: folder of the checkpoint, whose tokenizer is used where there are texts.
+        output_len: for lines without max_tokens.
+        vocabulary: tokens that the model has.
+        count: only so many from the beginning.
+    """
+    from mla_backend.engine.params import SamplingParams
+    from mla_backend.engine.tokenizer import Tokenizer
+    from mla_backend.generate.prompts import read
+
+    with path.open(encoding="utf-8") as lines:
+        items, bad = read(lines, SamplingParams(max_tokens=output_len), jsonl=True)
+    if bad:
+        raise ValueError(f"{path.name}, line {bad[0].number}: {bad[0].why}")
+    items = items[:count]
+    if not items:
+        raise ValueError(f"{path.name} must have a prompt or more")
+    tokenizer = None
+    prompts = []
+    for item in items:
+        prompt = item.prompt
+        if not all(isinstance(part, int) for part in prompt):
+            tokenizer = tokenizer or Tokenizer(model)
+            prompt = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+        wrong = [token for token in prompt if not 0 <= token < vocabulary]
+        if wrong:
+            raise ValueError(f"{path.name}, line {item.number}: tokens must be 0 to {vocabulary - 1}; got {wrong[0]}")
+        prompts.append(list(prompt))
+    return Workload(prompts, [item.params.max_tokens for item in items])

@@ -1,0 +1,277 @@
+"""The benchmark of servers, with a server and a client that only look like vLLM's: what it makes of their numbers, what
+it does when they fail, and that it leaves no process behind.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from serving_benchmarks import serve, server, vllm_options
+from serving_benchmarks.processes import wait_until
+
+WAIT_SECONDS = 60
+SERVER = """
+    import http.server, os, signal, sys, time
+    port, notes, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # as a server that hangs
+    if mode == "ends":
+        raise RuntimeError("no such backend")
+    if os.fork() == 0:
+        os.setsid()  # as a worker in a session of its own
+        worker = True
+    else:
+        worker = False
+    with open(notes, "a") as file:
+        file.write(f"{os.getpid()}\\n")
+    if worker:
+        time.sleep(1000)
+    asked = 0
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            global asked
+            asked += 1
+            self.send_response(503 if mode == "sick" else 200)
+            self.end_headers()
+            self.wfile.write(f'''# HELP metrics
+    vllm:num_preemptions_total{{engine="0"}} {3.0 * asked}
+    vllm:prefix_cache_queries_total{{engine="0"}} {200.0 * asked}
+    vllm:prefix_cache_hits_total{{engine="0"}} {50.0 * asked}
+    vllm:kv_cache_usage_perc{{engine="0"}} 0.25
+    vllm:request_success_total{{reason="stop"}} 1.0
+    vllm:request_success_total{{reason="length"}} 2.0
+    '''.replace("\\n    ", "\\n").encode())
+            if mode == "dies" and asked > 2:
+                os._exit(7)
+        def log_message(self, *_):
+            pass
+    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+CLIENT = """
+    import json, sys, time
+    path, mode = sys.argv[1:]
+    if mode == "fails":
+        raise ValueError("no such dataset")
+    if mode == "hangs":
+        time.sleep(1000)
+    json.dump({
+        "date": "today", "model_id": "/a/folder", "duration": 2.0, "request_throughput": 1.5,
+        "completed": 3, "failed": 1,
+        "input_lens": [10, 10, 10, 10], "output_lens": [3, 3, 1, 0], "ttfts": [0.5, 1.5, 0.25, 0.0],
+        "itls": [[0.1, 0.3], [0.1, 0.1], [], []], "errors": ["", "", "", "refused"], "generated_texts": ["a"] * 4,
+    }, open(path, "w"))
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch):
+    """Takes the place of vLLM. A backend's name says how its server behaves."""
+    for name, code in (("server", SERVER), ("client", CLIENT)):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100, "max_position_embeddings": 4000}))
+    (tmp_path / "pids").touch()
+    patch(tmp_path, monkeypatch.setattr)
+    return tmp_path
+
+
+def patch(folder: Path, setattr, client: str = "works") -> None:
+    def server_command(options, backend, port):
+        return [sys.executable, str(folder / "server.py"), str(port), str(folder / "pids"), backend]
+
+    def bench_command(options, load, seed, port, result):
+        return [sys.executable, str(folder / "client.py"), str(result), client]
+
+    setattr(serve, "server_command", server_command)
+    setattr(serve, "bench_command", bench_command)
+    setattr(serve, "METRICS_SECONDS", 0.01)
+    setattr(server, "POLL_SECONDS", 0.02)
+    setattr(serve, "serving", lambda *given, **more: server.serving(*given, **more, grace=0.1))
+
+
+def no_process_left(folder: Path) -> bool:
+    noted = [int(line) for line in (folder / "pids").read_text().split()]
+
+    def alive(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    return not any(map(alive, noted))
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, dict]:
+    output = folder / "out.json"
+    small = ("--input-len", "10", "--output-len", "3", "--num-prompts", "4", "--output", str(output))
+    status = serve.main(["--model", str(folder), *small, *arguments])
+    return status, json.loads(output.read_text())
+
+
+def test_each_load_has_an_entry_made_of_what_the_client_saved(fakes, capsys):
+    arguments = ("--request-rate", "1,2.5", "--concurrency", "8", "--ttft-limit", "1", "--tpot-limit", "0.25")
+    status, report = run(fakes, "--backend", "works", *arguments)
+    assert status == 0 and no_process_left(fakes) and (fakes / "pids").read_text()
+    assert report["environment"]["benchmark"] == "serve"
+    cases = [r["case"] for r in report["results"]]
+    assert [(c["request_rate"], c["concurrency"], c["seed"]) for c in cases] == [(1.0, 8, 0), (2.5, 8, 1)]
+    for result in report["results"]:
+        assert (result["completed"], result["failed"], result["error"]) == (3, 1, None)
+        assert (result["total_input_tokens"], result["total_output_tokens"]) == (30, 7)
+        assert result["requests_per_second"] == 1.5 and result["output_tokens_per_second"] == 3.5
+        requests = result["requests"]
+        assert requests["ttft_s"] == [0.5, 1.5, 0.25] and requests["output_tokens"] == [3, 3, 1]
+        assert requests["tpot_s"] == [pytest.approx(0.2), pytest.approx(0.1), None]
+        assert requests["e2e_s"] == pytest.approx([0.9, 1.7, 0.25])
+        # of the four one was too late, and one was refused
+        assert result["goodput"]["good"] == 2 and result["goodput"]["share"] == 0.5
+        assert result["goodput"]["requests_per_second"] == 1.0
+        assert result["bench"] == {
+            "date": "today", "duration": 2.0, "request_throughput": 1.5, "completed": 3, "failed": 1
+        }  # fmt: skip
+        assert result["cache"] == {"peak_usage": 0.25, "prefix_hit_share": 0.25}
+        assert result["preemptions"] > 0 == result["preemptions"] % 3
+    shown = capsys.readouterr().out
+    assert "2.5 requests/s, 8 in flight" in shown and "1.00/s, 50 %" in shown
+
+
+@pytest.mark.parametrize(
+    ("limits", "good"), [((None, None), None), ((1.0, None), 2), ((None, 0.15), 2), ((0.4, 0.15), 1), ((0.1, 0.1), 0)]
+)
+def test_goodput_counts_those_that_keep_to_all_limits(limits, good):
+    bench = {"duration": 2.0, "input_lens": [1] * 4, "output_lens": [3, 3, 1, 0], "errors": ["", "", "", "refused"]}
+    bench |= {"ttfts": [0.5, 1.5, 0.25, 0.0], "itls": [[0.1, 0.3], [0.1, 0.1], [], []]}
+    goodput = serve.entry(bench, *limits)["goodput"]
+    assert goodput is None if good is None else goodput["good"] == good
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        ("ends", "the server ended before it was ready: RuntimeError: no such backend"),
+        ("sick", "the server was not ready after 2 s"),
+        ("dies", "the server ended"),
+    ],
+)
+def test_a_backend_whose_server_fails_is_said_to_and_the_others_go_on(fakes, backend, why, capsys):
+    arguments = ("--concurrency", "1,2", "--ready-seconds", "2")
+    status, report = run(fakes, "--backend", f"{backend},works", *arguments)
+    assert status == 1 and no_process_left(fakes)
+    found = [(r["backend"], r["case"]["concurrency"], r["error"] is None) for r in report["results"]]
+    assert found[-2:] == [("works", 1, True), ("works", 2, True)] and [f[:2] for f in found[:2]] == [
+        (backend, 1),
+        (backend, 2),
+    ]
+    assert report["results"][1]["error"].startswith(why) and why in capsys.readouterr().err
+
+
+def test_a_client_that_fails_is_said_to(fakes, monkeypatch, capsys):
+    patch(fakes, monkeypatch.setattr, client="fails")
+    status, report = run(fakes, "--backend", "works")
+    assert status == 1 and no_process_left(fakes)
+    assert report["results"][0]["error"] == "vllm bench serve failed: ValueError: no such dataset"
+
+
+STOPPED = """
+import sys
+sys.path[:0] = [{tests!r}, {here!r}]
+import test_serve_benchmark as fakes
+from pathlib import Path
+from serving_benchmarks import serve
+fakes.patch(Path({folder!r}), setattr, client="hangs")
+sys.exit(serve.main(["--model", {folder!r}, "--backend", "works", "--logs", {folder!r} + "/logs"]))
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_process_is_left_when_it_is_stopped(fakes, how, status):
+    here = Path(__file__).parent
+    code = STOPPED.format(tests=str(here.parent), here=str(here), folder=str(fakes))
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        log = fakes / "logs" / "works-0.log"  # the client's
+        assert wait_until(lambda: log.exists() and len((fakes / "pids").read_text().split()) == 2, WAIT_SECONDS)
+        assert not no_process_left(fakes)
+        process.send_signal(how)
+        assert process.wait(WAIT_SECONDS) == status
+        assert wait_until(lambda: no_process_left(fakes), WAIT_SECONDS), "processes are left"
+    finally:
+        process.kill()
+    naming = lambda: [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(fakes).encode() in cmdline(p)]  # noqa: E731
+    assert wait_until(lambda: not naming(), WAIT_SECONDS), "a supervisor is left"
+
+
+def cmdline(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
+def test_metrics_are_summed_up_over_their_labels():
+    text = '# TYPE a counter\na{b="1"} 2.0\na{b="2"} 3.5\nvllm:c 1e3\nbad line\nd{x="y z"} +Inf\n'
+    assert server.parse_metrics(text) == {"a": 5.5, "vllm:c": 1000.0, "d": float("inf")}
+
+
+def options(*more: str):
+    return serve.parse_arguments(["--model", str(Path(__file__).parents[2] / "examples/recall/checkpoint"), *more])
+
+
+def test_vllms_server_and_client_get_what_was_asked_for():
+    settings = ("--kv-cache-dtype", "fp8", "--no-prefix-caching", "--no-compile", "--vllm-args", '{"block_size": 64}')
+    prompts = ("--input-len", "100", "--shared-prefix", "30", "--output-len", "7", "--concurrency", "3,5")
+    given = options(*settings, *prompts)
+    words = " ".join(serve.server_command(given, "SPARSE_MLA", 123))
+    for part in (
+        "--port 123",
+        "--attention-backend SPARSE_MLA",
+        "--kv-cache-dtype fp8",
+        "--no-enable-prefix-caching",
+        '--compilation-config {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}',
+        "--block-size 64",
+        f"--max-model-len {107 + serve.LENGTH_ROOM}",
+        "--max-num-seqs 5",
+    ):
+        assert part in words
+    words = " ".join(serve.bench_command(given, (0.5, 3), 4, 123, Path("/r/x.json")))
+    for part in (
+        "--request-rate 0.5",
+        "--max-concurrency 3",
+        "--random-input-len 70",
+        "--random-prefix-len 30",
+        "--random-output-len 7",
+        "--seed 4",
+        "--result-dir /r",
+        "--result-filename x.json",
+        "--ignore-eos",
+    ):
+        assert part in words
+    assert "--request-rate inf" in " ".join(serve.bench_command(given, (None, None), 0, 1, Path("/r/x.json")))
+
+
+def test_what_is_not_given_is_left_to_vllm():
+    arguments = vllm_options.arguments(vllm_options.settings(options()), "B")
+    assert arguments.keys() == {"attention_backend", "kv_cache_dtype", "tensor_parallel_size", "max_model_len"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--request-rate", "0"], "must be numbers above 0, such as 0.5,1,2; got '0'"),
+        (["--request-rate", "inf"], "must be numbers above 0"),
+        (["--ttft-limit", "0"], "--ttft-limit must be more than 0; got 0"),
+        (["--shared-prefix", "9", "--input-len", "9"], "--shared-prefix must be less than --input-len, 9; got 9"),
+        (["--output-len", "2000"], "--max-model-len must be 3024, --input-len and --output-len, to 2048"),
+        (["--input-len", "5", "--max-model-len", "9"], "--max-model-len must be 133"),
+        (["--warmup", "-1"], "--warmup must be 0 or more"),
+        (["--backend", ","], "--backend must name one or more"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        options(*arguments)
+    assert stopped.value.code == 2 and text in capsys.readouterr().err

@@ -1,0 +1,153 @@
+"""Nothing of a supervised process is left behind, whatever it starts and however it or its owner ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from serving_benchmarks.processes import Supervised, signals_unwind, supervised, wait_until, why_it_failed
+
+WAIT_SECONDS = 30
+STUBBORN = """
+    import os, signal, subprocess, sys, time
+    # a child, a grandchild in a session of its own whose parent is gone, all deaf to signals that can be ignored
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    def note():
+        with open(sys.argv[1], "a") as file:
+            file.write(f"{os.getpid()}\\n")
+    note()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        note()
+    elif os.fork() == 0:
+        note()
+    time.sleep(1000)
+"""
+
+
+def stubborn(tmp_path: Path) -> tuple[list[str], Path]:
+    """A command that starts three processes in all which don't want to end, and the file where it notes their ids."""
+    script, notes = tmp_path / "stubborn.py", tmp_path / "pids"
+    script.write_text(textwrap.dedent(STUBBORN))
+    notes.touch()
+    return [sys.executable, str(script), str(notes)], notes
+
+
+def pids(notes: Path) -> list[int]:
+    return [int(line) for line in notes.read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(notes: Path) -> bool:
+    return not any(map(alive, pids(notes)))
+
+
+def test_a_command_runs_prints_into_the_log_and_gives_its_status(tmp_path):
+    with supervised([sys.executable, "-c", "print('hello'); exit(3)"], tmp_path / "log") as process:
+        assert process.wait(WAIT_SECONDS) == 3
+        assert process.says() == "hello\n" and process.status() == 3
+
+
+def test_one_that_is_killed_has_the_status_that_shells_give(tmp_path):
+    with supervised([sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"], tmp_path / "log") as process:
+        assert process.wait(WAIT_SECONDS) == 128 + signal.SIGSEGV
+
+
+def test_stopping_ends_all_descendants(tmp_path):
+    command, notes = stubborn(tmp_path)
+    with supervised(command, tmp_path / "log", grace=0.1):
+        assert wait_until(lambda: len(pids(notes)) == 3, WAIT_SECONDS)
+        assert all(map(alive, pids(notes)))
+    assert gone(notes)
+
+
+def test_what_ends_by_itself_leaves_no_descendants_either(tmp_path):
+    leaves = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
+    with supervised([sys.executable, "-c", leaves], tmp_path / "log") as process:
+        assert process.wait(WAIT_SECONDS) == 0
+        assert not alive(int(process.says()))
+
+
+def test_one_that_listens_to_ctrl_c_is_given_time_to_end(tmp_path):
+    code = """
+    import time
+    try:
+        print("ready", flush=True)
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        time.sleep(0.3)
+        print("tidied up")
+    """
+    process = Supervised([sys.executable, "-c", textwrap.dedent(code)], tmp_path / "log", grace=WAIT_SECONDS)
+    assert wait_until(lambda: "ready" in process.says(), WAIT_SECONDS)
+    assert process.stop() == 0 and "tidied up" in process.says()
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from serving_benchmarks.processes import signals_unwind, supervised
+with signals_unwind(), supervised(sys.argv[2:], Path(sys.argv[1]), grace=0.1):
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_outlives_an_owner_that_is_ended(tmp_path, how):
+    command, notes = stubborn(tmp_path)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path / "log", *command], stderr=subprocess.DEVNULL)
+    try:
+        assert wait_until(lambda: len(pids(notes)) == 3, WAIT_SECONDS)
+        owner.send_signal(how)
+        owner.wait(WAIT_SECONDS)
+        assert wait_until(lambda: gone(notes), WAIT_SECONDS), "processes are left"
+    finally:
+        owner.kill()
+        for pid in pids(notes):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_waiting_has_an_end(tmp_path):
+    with supervised(["sleep", "1000"], tmp_path / "log", grace=0.1) as process:
+        with pytest.raises(TimeoutError):
+            process.wait(0.05)
+        assert process.status() is None
+
+
+def test_signals_end_the_block_and_are_as_before_after_it():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped, signals_unwind():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stopped.value.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("log", "why"),
+    [
+        ("Traceback\n  File\nValueError: no such thing\n", "ValueError: no such thing"),
+        (
+            "(Engine pid=3) torch.OutOfMemoryError: CUDA out of memory\n"
+            "RuntimeError: Engine core initialization failed. See root cause above.\n",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ),
+        ("one\ntwo\n\n", "two"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_telling_line_of_a_log_is_found(log, why):
+    assert why_it_failed(log) == why
