@@ -11,7 +11,6 @@ from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, work
 
 FEW_TOKENS = 64
 """From here on plans have the same number of rows, however many tokens there are."""
-
 NOWHERE = -(1 << 30)
 """Where padding stands in its sequence: so far before it that it attends to nothing."""
 

@@ -134,6 +134,17 @@ def test_answers_are_compared_up_to_their_end():
     assert not recall_answers.is_good({**good, "right": 98}) and not recall_answers.is_good({"error": "none came"})
 
 
+def test_a_way_is_reported_in_a_line():
+    entry = dict(way="mtp-1", error=None, asked=2, right=2, drafted=5, accepted=3, tokens=[[1, 2, 3]] * 2)
+    same = dict(than="embedded", answers_equal=2, texts_equal=2, margins_where_they_part=[])
+    assert recall_answers.line({**entry, **same}) == (
+        "mtp-1: 2 of 2 right; 2 answers the same as embedded's; 2 the same in all 3 tokens; 3 of 5 drafts accepted"
+    )
+    other = {**same, "texts_equal": 1, "margins_where_they_part": [0.25]}
+    assert "part where 0.250 (median) to 0.250 apart" in recall_answers.line({**entry, **other})
+    assert recall_answers.line({**entry, "error": "none came"}) == "mtp-1: FAILED: none came"
+
+
 def test_a_layer_that_drafts_leaves_the_checkpoint_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(mtp_checkpoint, "CONTEXTS", 1)  # fitted badly, but soon
     add_mtp_layer(CHECKPOINT, tmp_path)

@@ -127,10 +127,10 @@ def line(entry: dict[str, Any]) -> str:
         return f"{entry['way']}: FAILED: {entry['error']}"
     said = [f"{entry['right']} of {entry['asked']} right"]
     if "than" in entry:
-        apart = entry["margins_where_they_part"]
         said.append(f"{entry['answers_equal']} answers the same as {entry['than']}'s")
-        parting = f", others part where {statistics.median(apart):.3f} (median) to {max(apart):.3f} apart"
-        said.append(f"{entry['texts_equal']} the same in all {len(entry['tokens'][0])} tokens" + parting * bool(apart))
+        said.append(f"{entry['texts_equal']} the same in all {len(entry['tokens'][0])} tokens")
+        if apart := entry["margins_where_they_part"]:
+            said[-1] += f", others part where {statistics.median(apart):.3f} (median) to {max(apart):.3f} apart"
     if entry["drafted"]:
         said.append(f"{entry['accepted']} of {entry['drafted']} drafts accepted")
     return f"{entry['way']}: {'; '.join(said)}"
