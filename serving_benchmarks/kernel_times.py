@@ -38,7 +38,7 @@ class KernelTimes:
             torch.cuda.synchronize()
         self._profile.stop()
         own_time = f"self_{'device' if self.device == 'cuda' else 'cpu'}_time_total"
-        events = [event for event in self._profile.key_averages() if not event.is_user_annotation]
+        events = [event for event in self._profile.key_averages() if not getattr(event, "is_user_annotation", False)]
         return [(e.key, e.count, float(getattr(e, own_time))) for e in events if getattr(e, own_time) > 0]
 
 

@@ -1,11 +1,14 @@
 """The benchmark of offline throughput measures what it says, for each backend that runs, and refuses what is wrong."""
 
+import contextlib
+import io
 import json
 import math
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,14 @@ from serving_benchmarks.workloads import Workload
 SMALL = ("--input-len", "20", "--output-len", "4", "--num-prompts", "6", "--rounds", "2")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """In the workers, as in engine_models.one_thread: they are other processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
@@ -26,17 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(folder, tmp_path_factory):
-    """The embedded engine at two concurrencies, as a process: its report, and what it printed."""
-    output = tmp_path_factory.mktemp("out") / "out.json"
+def measured(folder, one_thread, tmp_path_factory):
+    """The embedded engine at two concurrencies: the report, and what was printed."""
+    output, printed = tmp_path_factory.mktemp("out") / "out.json", io.StringIO()
     arguments = [*SMALL, "--concurrency", "2,6", "--shared-prefix", "10", "--profile", "--output", str(output)]
-    done = subprocess.run(
-        [sys.executable, "-m", "serving_benchmarks.throughput", "--model", folder, "--engine", "embedded", *arguments],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(output.read_text()), done.stdout
+    with contextlib.redirect_stdout(printed):
+        assert throughput.main(["--model", str(folder), "--engine", "embedded", *arguments]) == 0
+    return json.loads(output.read_text()), printed.getvalue()
 
 
 def test_each_concurrency_has_an_entry_whose_numbers_agree(measured):
