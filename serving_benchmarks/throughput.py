@@ -116,6 +116,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--warmup", type=int, metavar="N", help="requests before them; default: as many as may be in flight"
     )
     how.add_argument(
+        "--waves",
+        type=int,
+        metavar="N",
+        help="at most so many prompts for each sequence in flight, so that few in flight don't take all day; "
+        "default: all prompts at every --concurrency",
+    )
+    how.add_argument(
         "--profile", action="store_true", help="after the first --concurrency: kernel times of a few decode steps"
     )
     how.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the engines print")
@@ -124,7 +131,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     results.add_argument("--output", type=Path, metavar="FILE", help="write them and their environment as JSON")
     options = parser.parse_args(arguments)
 
-    for name in ("output_len", "num_prompts", "input_len"):
+    for name in ("output_len", "num_prompts", "input_len", "waves"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more; got {getattr(options, name)}")
     for name in ("shared_prefix", "warmup"):
@@ -199,7 +206,7 @@ def case_of(options: argparse.Namespace, concurrency: int | None) -> dict[str, A
         "source": source.name if source else None,
         "input_len": options.input_len or 1024 if kind == "fixed" else None,
         "output_len": options.output_len if kind == "fixed" else None,
-        "num_prompts": len(options.workload),
+        "num_prompts": workloads.prompts_in_waves(len(options.workload), concurrency, options.waves),
         "shared_prefix": options.shared_prefix,
         "concurrency": concurrency,
         "seed": options.seed,
@@ -242,6 +249,7 @@ def run_backend(
                 "settings": vllm_options.settings(options),
                 "workload": options.workload.as_dict(),
                 "concurrencies": concurrencies,
+                "waves": options.waves,
                 "rounds": options.rounds,
                 "warmup": options.warmup,
                 "profile": options.profile,

@@ -17,7 +17,7 @@ from serving_benchmarks import engines, kernel_times, latency, memory
 from serving_benchmarks.engines import Counters, MeasuredEngine
 from serving_benchmarks.in_flight import Round, run
 from serving_benchmarks.timing import Timing
-from serving_benchmarks.workloads import Workload
+from serving_benchmarks.workloads import Workload, prompts_in_waves
 
 WARMUP_OUTPUT = 32
 """Tokens of a request of the warm-up, at most."""
@@ -166,7 +166,8 @@ def work(spec: dict[str, Any], events: Events) -> None:
     start_seconds = time.perf_counter() - begin
     workload = Workload(**spec["workload"])
     for number, concurrency in enumerate(spec["concurrencies"]):
-        found = measure(engine, workload, concurrency, spec["rounds"], spec["warmup"], events)
+        part = workload.first(prompts_in_waves(len(workload), concurrency, spec["waves"]))
+        found = measure(engine, part, concurrency, spec["rounds"], spec["warmup"], events)
         profiled = None
         if spec["profile"] and number == 0:
             events.send("stage", stage="profiling")

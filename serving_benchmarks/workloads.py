@@ -26,12 +26,18 @@ class Workload:
         """Tokens of the longest request, its output included."""
         return max(len(prompt) + new for prompt, new in zip(self.prompts, self.output_lens, strict=True))
 
-    def first(self, count: int, most_output: int) -> "Workload":
-        """The first requests, with shorter outputs."""
-        return Workload(self.prompts[:count], [min(new, most_output) for new in self.output_lens[:count]])
+    def first(self, count: int, most_output: int | None = None) -> "Workload":
+        """The first requests, with shorter outputs if they are to be."""
+        outputs = self.output_lens[:count]
+        return Workload(self.prompts[:count], [min(new, most_output or new) for new in outputs])
 
     def as_dict(self) -> dict[str, list]:
         return asdict(self)
+
+
+def prompts_in_waves(prompts: int, concurrency: int | None, waves: int | None) -> int:
+    """How many of the prompts are used, if there are to be at most `waves` for each sequence in flight."""
+    return prompts if waves is None or concurrency is None else min(prompts, waves * concurrency)
 
 
 @dataclass(frozen=True)
