@@ -256,7 +256,7 @@ def run_backend(
             }
         )
     )
-    events.touch()
+    events.write_bytes(b"")  # a folder of logs may have an earlier run's
     log.write_bytes(b"")
     left, offset = list(concurrencies), 0
     head = {"engine": engine, "backend": backend}
