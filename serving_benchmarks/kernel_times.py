@@ -37,9 +37,27 @@ class KernelTimes:
         if self.device == "cuda":
             torch.cuda.synchronize()
         self._profile.stop()
-        own_time = f"self_{'device' if self.device == 'cuda' else 'cpu'}_time_total"
-        events = [event for event in self._profile.key_averages() if not getattr(event, "is_user_annotation", False)]
-        return [(e.key, e.count, float(getattr(e, own_time))) for e in events if getattr(e, own_time) > 0]
+        if self.device == "cuda":
+            on_device = torch.autograd.DeviceType.CUDA
+            return own_times(
+                (event.name, event.time_range.start, event.time_range.end)
+                for event in self._profile.events()
+                if event.device_type == on_device and not getattr(event, "is_user_annotation", False)
+            )
+        events = [event for event in self._profile.key_averages() if event.self_cpu_time_total > 0]
+        return [(event.key, event.count, float(event.self_cpu_time_total)) for event in events]
+
+
+def own_times(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, int, float]]:
+    """Name, calls and time of kernels, from when each began and ended. Of a kernel that began before those before it had
+    ended, only the time after them counts: launched early (programmatic dependent launch), it has waited for them."""
+    found: dict[str, tuple[int, float]] = {}
+    busy_until = float("-inf")
+    for name, begin, end in sorted(spans, key=lambda span: span[1:]):
+        calls, time = found.get(name, (0, 0.0))
+        found[name] = calls + 1, time + max(0.0, end - max(begin, busy_until))
+        busy_until = max(busy_until, end)
+    return [(name, calls, time) for name, (calls, time) in found.items()]
 
 
 def table(kernels: Iterable[tuple[str, int, float]]) -> dict[str, Any]:
