@@ -49,8 +49,11 @@ class KernelTimes:
 
 
 def own_times(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, int, float]]:
-    """Name, calls and time of kernels, from when each began and ended. Of a kernel that began before those before it had
-    ended, only the time after them counts: launched early (programmatic dependent launch), it has waited for them."""
+    """Name, calls and time of kernels, from when each began and ended.
+
+    Of a kernel that began before those before it had ended, only the time after them counts: launched early
+    (programmatic dependent launch), it has waited for them.
+    """
     found: dict[str, tuple[int, float]] = {}
     busy_until = float("-inf")
     for name, begin, end in sorted(spans, key=lambda span: span[1:]):
