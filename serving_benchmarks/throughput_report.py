@@ -60,7 +60,7 @@ def profiles(*reports: dict[str, Any]) -> str:
         ["all kernels", *(f"{profile['total_us'] / profile['steps']:.0f}" for profile in found.values())],
         ["of them attention", *(f"{profile['attention_share']:.1%}" for profile in found.values())],
     ]
-    for kernel in sorted(shown, key=lambda kernel: -max(of.get(kernel, 0.0) for of in times.values())):
+    for kernel in sorted(shown, key=lambda kernel: (-max(of.get(kernel, 0.0) for of in times.values()), kernel)):
         rows.append([f"`{kernel}`", *(f"{of[kernel]:.0f}" if kernel in of else "-" for of in times.values())])
     return "\n".join(result_file.table(["us a step", *found], rows))
 

@@ -134,6 +134,25 @@ def test_what_could_not_be_measured_or_understood_is_on_the_page(page):
     assert any("gone.json: No such file" in text for text in page.texts)
 
 
+@pytest.fixture(scope="module")
+def markdown(folder) -> str:
+    """The same as `page`, written in Markdown."""
+    files = [folder / f"{name}.json" for name in (*result_examples.every_kind(), "notes", "gone")]
+    assert report.main([*map(str, files), "--output", str(folder / "md"), "--markdown"]) == 0
+    return (folder / "md" / "report.md").read_text()
+
+
+def test_in_markdown_it_says_the_same_with_its_pictures_beside_it(folder, page, markdown):
+    headings = [line.lstrip("# ").replace("\\", "") for line in markdown.splitlines() if line.startswith("##")]
+    assert headings == page.headings
+    assert not (folder / "md" / "report.html").exists()
+    shown = re.findall(r"!\[.+?\]\((.+?)\)", markdown)
+    assert len(shown) == 14 and {folder / "md" / name for name in shown} == set((folder / "md").glob("*.png"))
+    assert {f'<a id="{link[1:]}"></a>' for link in page.links} <= set(markdown.splitlines())
+    assert "1 at once: out of \\<memory\\>" in markdown
+    assert "python -m serving_benchmarks.peers .peers" in markdown and "| driver | 580.159.04 |" in markdown
+
+
 def result_file(name: str) -> ResultFile:
     return load(result_examples.COMMITTED[name])
 
@@ -264,9 +283,13 @@ def test_text_of_files_cannot_become_markup():
         content["environment"]["command"] = "python -m serving_benchmarks.cache_ops <script>alert(1)</script>"
         content["environment"]["cpu"]["model"] = "<b>"
 
-    text = report.page([report.section_of(changed("cache_ops", change), "x")], ["<i>: no"])
+    section = report.section_of(changed("cache_ops", change), "x")
+    text = report.page([section], ["<i>: no"])
     Page(text)
     assert not re.search("<(script|b|i)>", text)
+    lines = report.markdown_page([section], ["<i>: no"]).splitlines()
+    outside_of_code = [line for line in lines if not line.startswith("    ")]
+    assert not re.search(r"(?<!\\)<(script|b|i)>", "\n".join(outside_of_code)), "a backslash before each"
 
 
 def test_files_of_the_same_name_keep_their_pictures_apart():
