@@ -14,9 +14,11 @@ _UNSAID = {"shared_prefix": 0, "burstiness": 1.0, "tensor_parallel_size": 1}
 """What goes without saying."""
 
 
-def workload(case: dict[str, Any]) -> str:
-    """What was asked for, without the load. Other seeds are other requests of the same kind."""
-    given = {name: value for name, value in case.items() if value is not None and name not in (*_LOAD, "seed")}
+def workload(case: dict[str, Any], *, count: bool = True) -> str:
+    """What was asked for, without the load, and without the number of requests if that is no matter. Other seeds are
+    other requests of the same kind."""
+    unsaid = (*_LOAD, "seed") if count else (*_LOAD, "seed", "num_prompts")
+    given = {name: value for name, value in case.items() if value is not None and name not in unsaid}
     tokens = [given.pop(name, None) for name in ("input_len", "output_len")]
     parts = [f"{tokens[0]} + {tokens[1]} tokens"] if None not in tokens else []
     parts += [str(given.pop(name)) for name in ("workload", "source") if name in given]
