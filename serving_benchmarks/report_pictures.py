@@ -511,6 +511,12 @@ def _workloads(file: ResultFile) -> dict[str, list[Result]]:
     return _by(file.succeeded, lambda result: runs.workload(result["case"], count=False))
 
 
+def _where(file: ResultFile) -> str:
+    """The machine, and the model if its size is known."""
+    heads = (file.environment.get("model") or {}).get("heads")
+    return f"{file.machine}, {heads} heads" if heads else file.machine
+
+
 def known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
@@ -525,7 +531,7 @@ def throughput_over_latency(file: ResultFile) -> Figure | None:
     if not groups:
         return None
     styles = _backends(file)
-    figure, panels = new_figure(len(groups), f"{file.title}, {file.machine}")
+    figure, panels = new_figure(len(groups), f"{file.title}, {_where(file)}")
     handles: list[Any] = []
     for panel, (name, results) in zip(panels, groups.items(), strict=True):
         for backend, line in _by(results, lambda result: result["backend"]).items():
@@ -556,7 +562,7 @@ def _latency_shares(file: ResultFile, name: str, results: list[Result], styles: 
     loads = _by(
         sorted(results, key=lambda result: runs.load_order(result["case"])), lambda result: runs.load(result["case"])
     )
-    title = textwrap.fill(f"Latencies, {file.machine}: {name}", 110)
+    title = textwrap.fill(f"Latencies, {_where(file)}: {name}", 110)
     figure, panels = new_figure(
         len(loads) * len(runs.LATENCIES), title, width=4, height=2.6, columns=len(runs.LATENCIES)
     )

@@ -235,6 +235,7 @@ def test_throughput_is_drawn_from_the_lightest_load_to_the_heaviest():
     content = result_examples.throughput(loads=(16, 1, 4))
     axes = report_pictures.throughput_over_latency(example("throughput", content)).axes[0]
     assert [text.get_text() for text in axes.texts] == ["1", "4", "16"] * 3
+    assert axes.figure.get_suptitle() == "Offline throughput, NVIDIA H200, 16 heads"
     assert axes.get_ylim()[1] > max(entry["output_tokens_per_second"] for entry in content["results"])
     ours = [entry for entry in content["results"] if entry["backend"] == "SPARSE_MLA"]
     assert lines(axes)[0][1] == [ours[i]["output_tokens_per_second"] for i in (1, 2, 0)]
