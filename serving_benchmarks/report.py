@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serving_benchmarks import cache_ops, cpu_attention, kernel_report, kv_blocks, result_file, runs
+from serving_benchmarks import backend_runs, cache_ops, cpu_attention, kernel_report, kv_blocks, result_file, runs
 from serving_benchmarks.result_kinds import NotUnderstood, ResultFile, load
 
 if TYPE_CHECKING:
@@ -142,6 +142,8 @@ KINDS = {
     "cpu_generate": Kind(_no_pictures, _generate_table),
     "throughput": Kind(_runs, runs.markdown),
     "serve": Kind(_runs, runs.markdown),
+    "vllm_backends": Kind(_no_pictures, backend_runs.markdown),
+    "recall": Kind(_no_pictures, backend_runs.recall_table),
 }
 
 
@@ -219,6 +221,8 @@ def commands(file: ResultFile) -> str:
     words = str(about.get("command") or "").split()
     if "--peers" in words[:-1]:
         lines.append(f"python -m serving_benchmarks.peers {words[words.index('--peers') + 1]}")
+    if file.kind in ("vllm_backends", "recall"):
+        lines.append("cd tests/vllm")
     return "\n".join([*lines, " ".join(words) or f"python -m serving_benchmarks.{file.kind}"])
 
 

@@ -1,4 +1,4 @@
-"""Runs in result files of throughput and serve: what they are called, and at which load they ran."""
+"""Runs in result files of whole models: what they are called, and at which load they ran."""
 
 import statistics
 from typing import Any
@@ -53,6 +53,11 @@ def load_order(case: dict[str, Any]) -> tuple[float, float]:
 
 
 def name_of(result: dict[str, Any]) -> str:
+    """An entry's name, also if it failed."""
+    if "way" in result:
+        return result["way"]
+    if "candidate" in result:
+        return f"{result['candidate']} {result.get('workload') or ''}".strip()
     return f"{result['backend']}, {workload(result['case'])}, {load(result['case'])}"
 
 

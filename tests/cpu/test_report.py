@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "7 result files, 14 pictures" in done.stdout and "not understood: " in done.stderr
+    assert "9 result files, 14 pictures" in done.stdout and "not understood: " in done.stderr
     return folder
 
 
@@ -92,6 +92,8 @@ def test_the_page_has_all_sections(page):
         *("The ops around attention: cache_ops.json", "Time and bandwidth", *end),
         *("Sparse attention on a CPU: cpu_attention.json", "Time against batch", "Speed over vLLM's", *end),
         *("The cache manager's bookkeeping: kv_blocks.json", *end),
+        *("vLLM's backends beside each other: vllm_0.23_heads_16.json", *end),
+        *("The tiny checkpoint's answers: vllm_0.23_recall.json", *end),
         *("Offline throughput: throughput.json", *runs, *latencies, "Numbers", "Not measured", *end[1:]),
         *("Serving: serve.json", *runs, "Latencies: 1024 + 64 tokens, fp8 cache", *end),
         "Files that were not understood",
