@@ -15,7 +15,7 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,7 @@ def measurements(file: ResultFile) -> Measurements:
 
 
 Found = Iterator[tuple[str, str, Measurement]]
+Result = dict[str, Any]
 
 
 def _kernels(file: ResultFile) -> Found:
@@ -243,6 +244,29 @@ def _runs(file: ResultFile, whole: Callable[[dict[str, Any]], dict[str, Span]], 
                 yield name, what, Measurement(span)
 
 
+def _vllm_backends(file: ResultFile) -> Found:
+    """Ours, beside the others with the same workload; all, where none is ours."""
+    settings, version = file.environment.get("settings") or {}, (file.environment.get("vllm") or {}).get("version")
+    timed: dict[tuple[str, str], list[tuple[Result, Span]]] = {}
+    for result in file.succeeded:
+        workload, turns = result["workload"], result["prefills_s"]
+        prefill = Span(result["prefill_s"], min(turns), max(turns))
+        timed.setdefault((workload, "prefill of all"), []).append((result, prefill))
+        if step := result["decode_ms_a_step"]:
+            span = Span.of_timing({name: value / 1e3 for name, value in step.items()})
+            timed.setdefault((workload, "a decode step"), []).append((result, span))
+    for (_, what), spans in timed.items():
+        others = {
+            (result["candidate"], version): span for result, span in spans if result["backend"] not in runs.OUR_BACKENDS
+        }
+        for result, span in spans:
+            name = f"{runs.name_of(result)}, {settings.get('heads')} heads"
+            if result["backend"] in runs.OUR_BACKENDS:
+                yield name, what, Measurement(span, others)
+            elif len(others) == len(spans):
+                yield name, what, Measurement(span)
+
+
 _EXTRACT = {
     "kernels": _kernels,
     "cpu_attention": _cpu_attention,
@@ -251,6 +275,7 @@ _EXTRACT = {
     "cpu_generate": _cpu_generate,
     "throughput": _throughput,
     "serve": _serve,
+    "vllm_backends": _vllm_backends,
 }
 
 
@@ -266,8 +291,15 @@ def _change(key: tuple[str, str], old: Measurement, new: Measurement) -> Change:
     return Change(*key, seconds, shares, name, after.value / before.value, sure)
 
 
-def _failures(file: ResultFile) -> dict[str, str]:
-    return {runs.name_of(r): r["error"] for r in file.results if r.get("error")}
+def _no_longer(ran: Iterable[str], new: ResultFile) -> list[tuple[str, str]]:
+    """Of cases that ran, those that failed, and why. What failed before it had a case has the beginning of its name."""
+    failures = [(runs.name_of(result), result["error"]) for result in new.results if result.get("error")]
+    return [
+        (case, why)
+        for name, why in failures
+        for case in ran
+        if case == name or case.startswith((f"{name} ", f"{name}, "))
+    ]
 
 
 def compare(old: ResultFile, new: ResultFile) -> Comparison:
@@ -276,10 +308,10 @@ def compare(old: ResultFile, new: ResultFile) -> Comparison:
         raise NotUnderstood(
             f"{old.path} is of {old.kind}, {new.path} of {new.kind}: only files of one benchmark compare"
         )
+    if old.kind not in _EXTRACT:
+        raise NotUnderstood(f"{old.path}: files of {old.kind} have no times to compare")
     before, after = measurements(old), measurements(new)
-    failed = _failures(new)
-    ran = {case for case, _ in before}
-    no_longer = [(case, why) for case, why in failed.items() if case in ran]
+    no_longer = _no_longer(dict.fromkeys(case for case, _ in before), new)
     common = [key for key in before if key in after]
     if not common and not no_longer:
         raise NotUnderstood(f"{old.path} and {new.path} have no case in common")

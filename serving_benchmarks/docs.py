@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from serving_benchmarks import backend_runs, cache_ops, cpu_attention, kernel_report, kv_blocks, runs
+from serving_benchmarks import backend_runs, cache_ops, cpu_attention, kernel_report, kv_blocks, runs, throughput_report
 
 ROOT = Path(__file__).parent.parent
 Maker = Callable[..., str]
@@ -34,9 +34,11 @@ MAKERS: dict[str, Maker] = {
     "throughput": runs.markdown,
     "serve": runs.markdown,
     "backends": backend_runs.markdown,
-    "backends_attention": backend_runs.attention_times,
-    "backends_step": backend_runs.step_change,
+    "backends_step": backend_runs.step_profile,
     "recall": backend_runs.recall,
+    "recall_table": backend_runs.recall_table,
+    "throughput_beside": throughput_report.beside,
+    "throughput_profiles": throughput_report.profiles,
 }
 """Each takes the contents of the files that a page names, one argument a file, and gives the text."""
 MARKED = re.compile(r"<!-- numbers: (?P<what>[^<>]*?) -->(?P<text>.*?)<!-- end of numbers -->", re.DOTALL)

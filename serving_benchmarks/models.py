@@ -16,7 +16,9 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +148,29 @@ class TensorPlan:
 
 
 def tensors(config: dict[str, Any]) -> list[TensorPlan]:
-    """All tensors of the checkpoint, named and typed as the released ones: bf16, but fp32 where precision decides."""
+    """All tensors of the checkpoint, named and typed as the released ones: bf16, but fp32 where precision decides.
+
+    Layers for multi-token prediction (`num_nextn_predict_layers`) come after the others. With random weights what they
+    draft is as good as never right.
+    """
+    layers, drafting = config["num_hidden_layers"], config["num_nextn_predict_layers"]
     with torch.device("meta"):
-        model = Model(ModelConfig.from_dict(config), torch.bfloat16)
+        model = Model(ModelConfig.from_dict({**config, "num_hidden_layers": layers + drafting}), torch.bfloat16)
     in_fp32 = ("k_norm.weight", "k_norm.bias", "e_score_correction_bias")
-    return [
+    plans = [
         TensorPlan(name, tuple(value.shape), torch.float32 if name.endswith(in_fp32) else torch.bfloat16)
         for name, value in model.state_dict().items()
+    ]
+    hidden, embedding = (config["hidden_size"],), (config["vocab_size"], config["hidden_size"])
+    own = {
+        **dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), hidden),
+        **dict.fromkeys(("embed_tokens", "shared_head.head"), embedding),
+        "eh_proj": (*hidden, 2 * config["hidden_size"]),
+    }
+    return plans + [
+        TensorPlan(f"model.layers.{layer}.{name}.weight", shape, torch.bfloat16)
+        for layer in range(layers, layers + drafting)
+        for name, shape in own.items()
     ]
 
 
@@ -201,9 +219,10 @@ def write(
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
         drawn = {}
-        for plan in part:
-            drawn[plan.name] = plan.draw(seed)
-            on_written(plan.bytes)
+        with ThreadPoolExecutor() as pool:  # a generator works alone, and there are billions of numbers to draw
+            for plan, tensor in zip(part, pool.map(partial(TensorPlan.draw, seed=seed), part), strict=True):
+                drawn[plan.name] = tensor
+                on_written(plan.bytes)
         save_file(drawn, folder / file, metadata={"format": "pt"})
         place |= dict.fromkeys(drawn, file)
     index = {"metadata": {"total_size": total}, "weight_map": place}

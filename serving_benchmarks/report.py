@@ -2,7 +2,8 @@
 
     python -m serving_benchmarks.report results/*.json --output report
 
-writes report/report.html, which needs no other file and no network, and its pictures as PNGs. Which pictures there are
+writes report/report.html, which needs no other file and no network, and its pictures as PNGs. With --markdown it is
+report/report.md in place of that, which shows those PNGs and is small enough to be committed. Which pictures there are
 depends on what was measured. A file that is not understood is named with the reason, on the page too; the exit status
 is 2 if none is usable.
 """
@@ -11,6 +12,7 @@ import argparse
 import base64
 import html
 import io
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serving_benchmarks import cache_ops, cpu_attention, kernel_report, kv_blocks, result_file, runs
+from serving_benchmarks import backend_runs, cache_ops, cpu_attention, kernel_report, kv_blocks, result_file, runs
 from serving_benchmarks.result_kinds import NotUnderstood, ResultFile, load
 
 if TYPE_CHECKING:
@@ -140,6 +142,8 @@ KINDS = {
     "cpu_generate": Kind(_no_pictures, _generate_table),
     "throughput": Kind(_runs, runs.markdown),
     "serve": Kind(_runs, runs.markdown),
+    "vllm_backends": Kind(_no_pictures, backend_runs.markdown),
+    "recall": Kind(_no_pictures, backend_runs.recall_table),
 }
 
 
@@ -217,6 +221,8 @@ def commands(file: ResultFile) -> str:
     words = str(about.get("command") or "").split()
     if "--peers" in words[:-1]:
         lines.append(f"python -m serving_benchmarks.peers {words[words.index('--peers') + 1]}")
+    if file.kind in ("vllm_backends", "recall"):
+        lines.append("cd tests/vllm")
     return "\n".join([*lines, " ".join(words) or f"python -m serving_benchmarks.{file.kind}"])
 
 
@@ -291,6 +297,41 @@ def page(sections: Sequence[Section], not_understood: Sequence[str]) -> str:
     )
 
 
+def markdown_page(sections: Sequence[Section], not_understood: Sequence[str]) -> str:
+    """The whole page in Markdown, with its pictures beside it."""
+    body = ["# Benchmarks of mla-backend"]
+    body.append(
+        "\n".join(
+            f"- [{_title(section.file)}](#s{number}): {_escaped(section.file.machine)}, "
+            f"{_escaped(str(section.file.environment.get('date'))[:10])}"
+            for number, section in enumerate(sections, 1)
+        )
+    )
+    for number, section in enumerate(sections, 1):
+        body += [f'<a id="s{number}"></a>', f"## {_title(section.file)}"]
+        for picture in section.pictures:
+            title = _escaped(picture.title)
+            body += [f"### {title}", f"![{title}]({picture.name}.png)", _escaped(picture.caption)]
+        body += ["### Numbers", section.markdown.strip()] if section.markdown else []
+        if section.left_out:
+            body += ["### Not measured", "\n".join(f"- {_escaped(line)}" for line in section.left_out)]
+        rows = [tuple(map(_escaped, row)) for row in environment_rows(section.file)]
+        body += ["### Where it was measured", "\n".join(result_file.table(("", ""), rows))]
+        body += ["### To repeat it", textwrap.indent(commands(section.file), "    ")]
+    if not_understood:
+        body += ["## Files that were not understood", "\n".join(f"- {_escaped(why)}" for why in not_understood)]
+    return "\n\n".join(body) + "\n"
+
+
+def _title(file: ResultFile) -> str:
+    return _escaped(f"{file.title}: {file.path.name}")
+
+
+def _escaped(text: str) -> str:
+    """One line of text that Markdown takes as it is, in a table too."""
+    return re.sub(r"([\\`*_\[\]|<>])", r"\\\1", " ".join(text.split()))
+
+
 def unique_prefixes(paths: Sequence[Path]) -> list[str]:
     """A name for each file's pictures: its own, and a number where several have it."""
     found: list[str] = []
@@ -313,6 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, default=Path("report"), metavar="DIR", help="where to write; default: %(default)s"
     )
+    parser.add_argument("--markdown", action="store_true", help="write report.md in place of report.html")
     options = parser.parse_args(arguments)
     try:
         import matplotlib  # noqa: F401
@@ -347,9 +389,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for section in sections:
         for picture in section.pictures:
             (options.output / f"{picture.name}.png").write_bytes(picture.png)
-    (options.output / "report.html").write_text(page(sections, not_understood))
+    written = options.output / ("report.md" if options.markdown else "report.html")
+    written.write_text((markdown_page if options.markdown else page)(sections, not_understood))
     pictures = sum(len(section.pictures) for section in sections)
-    print(f"{options.output / 'report.html'}: {len(sections)} result files, {pictures} pictures")
+    print(f"{written}: {len(sections)} result files, {pictures} pictures")
     return 0
 
 

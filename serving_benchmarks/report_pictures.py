@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 import mla_backend
 from serving_benchmarks import ceilings, kernel_report, runs
@@ -507,7 +507,14 @@ def _backends(file: ResultFile) -> dict[str, dict[str, Any]]:
 
 
 def _workloads(file: ResultFile) -> dict[str, list[Result]]:
-    return _by(file.succeeded, lambda result: runs.workload(result["case"]))
+    """Where few are in flight there may be fewer requests: they are of the same workload."""
+    return _by(file.succeeded, lambda result: runs.workload(result["case"], count=False))
+
+
+def _where(file: ResultFile) -> str:
+    """The machine, and the model if its size is known."""
+    heads = (file.environment.get("model") or {}).get("heads")
+    return f"{file.machine}, {heads} heads" if heads else file.machine
 
 
 def known(values: Iterable[float | None]) -> list[float]:
@@ -524,7 +531,7 @@ def throughput_over_latency(file: ResultFile) -> Figure | None:
     if not groups:
         return None
     styles = _backends(file)
-    figure, panels = new_figure(len(groups), f"{file.title}, {file.machine}")
+    figure, panels = new_figure(len(groups), f"{file.title}, {_where(file)}")
     handles: list[Any] = []
     for panel, (name, results) in zip(panels, groups.items(), strict=True):
         for backend, line in _by(results, lambda result: result["backend"]).items():
@@ -539,7 +546,7 @@ def throughput_over_latency(file: ResultFile) -> Figure | None:
             xlabel="median time of a later token, ms (beside the marks: the load)", ylabel="output tokens a second"
         )
         panel.margins(x=0.15, y=0.1)
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.1 * max(result["output_tokens_per_second"] for result in results))
         panel.grid(alpha=0.25)
     legend_below(figure, handles)
     return figure
@@ -555,7 +562,7 @@ def _latency_shares(file: ResultFile, name: str, results: list[Result], styles: 
     loads = _by(
         sorted(results, key=lambda result: runs.load_order(result["case"])), lambda result: runs.load(result["case"])
     )
-    title = textwrap.fill(f"Latencies, {file.machine}: {name}", 110)
+    title = textwrap.fill(f"Latencies, {_where(file)}: {name}", 110)
     figure, panels = new_figure(
         len(loads) * len(runs.LATENCIES), title, width=4, height=2.6, columns=len(runs.LATENCIES)
     )
@@ -588,7 +595,7 @@ def _few_ticks(panel: Axes) -> None:
     low, high = panel.get_xlim()
     wide = math.log10(high / low)
     subs = (1, 1.5, 2, 3, 5, 7) if wide < 0.7 else (1, 2, 5) if wide < 1.7 else (1,)
-    panel.xaxis.set_major_locator(LogLocator(subs=subs))
+    panel.xaxis.set_major_locator(MaxNLocator(4) if wide < 0.4 else LogLocator(subs=subs))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.xaxis.set_minor_formatter(NullFormatter())
     panel.tick_params(axis="x", labelsize=8)

@@ -49,6 +49,8 @@ TITLES = {
     "cpu_generate": "The engine on a CPU",
     "throughput": "Offline throughput",
     "serve": "Serving",
+    "vllm_backends": "vLLM's backends beside each other",
+    "recall": "The tiny checkpoint's answers",
 }
 
 
@@ -82,6 +84,8 @@ def _timings(value: Any) -> bool:
 Check = Callable[[Any], bool]
 _REQUESTS: dict[str, Check] = {f"requests.{name}": _times for name in ("ttft_s", "tpot_s", "e2e_s")}
 _RUN: dict[str, Check] = {"engine": _text, "backend": _text, "case": lambda value: isinstance(value, dict)}
+_ALWAYS = {*_RUN, "candidate", "way"}
+"""What an entry has of these, it has if it failed, too."""
 FIELDS: dict[str, dict[str, Check]] = {
     "kernels": {
         "case.batch": _text,
@@ -115,6 +119,23 @@ FIELDS: dict[str, dict[str, Check]] = {
     },
     "throughput": {**_RUN, "seconds": _timing, "output_tokens_per_second": _positive, **_REQUESTS},
     "serve": {**_RUN, "elapsed_time": _positive, "output_tokens_per_second": _positive, **_REQUESTS},
+    "vllm_backends": {
+        "candidate": _text,
+        "backend": _text,
+        "workload": _text,
+        "prefill_s": _positive,
+        "prefills_s": _times,
+        "decode_ms_a_step": lambda value: value is None or _timing(value),
+        "finite": lambda value: isinstance(value, bool),
+        "logprobs_looked_at": _count,
+    },
+    "recall": {
+        "way": _text,
+        "engine": _text,
+        "cache": _text,
+        "asked": _count,
+        "right": lambda value: type(value) is int,
+    },
 }
 """What every entry of a kind has: dotted names, and what their values pass."""
 
@@ -153,7 +174,7 @@ def _check(result: Any, kind: str, where: str) -> None:
         raise NotUnderstood(f"{where} is no object")
     failed = bool(result.get("error"))
     for name, passes in FIELDS[kind].items():
-        if failed and name not in _RUN:
+        if failed and name not in _ALWAYS:
             continue
         value: Any = result
         for part in name.split("."):

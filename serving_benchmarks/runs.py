@@ -1,4 +1,4 @@
-"""Runs in result files of throughput and serve: what they are called, and at which load they ran."""
+"""Runs in result files of whole models: what they are called, and at which load they ran."""
 
 import statistics
 from typing import Any
@@ -14,9 +14,11 @@ _UNSAID = {"shared_prefix": 0, "burstiness": 1.0, "tensor_parallel_size": 1}
 """What goes without saying."""
 
 
-def workload(case: dict[str, Any]) -> str:
-    """What was asked for, without the load. Other seeds are other requests of the same kind."""
-    given = {name: value for name, value in case.items() if value is not None and name not in (*_LOAD, "seed")}
+def workload(case: dict[str, Any], *, count: bool = True) -> str:
+    """What was asked for, without the load, and without the number of requests if that is no matter. Other seeds are
+    other requests of the same kind."""
+    unsaid = (*_LOAD, "seed") if count else (*_LOAD, "seed", "num_prompts")
+    given = {name: value for name, value in case.items() if value is not None and name not in unsaid}
     tokens = [given.pop(name, None) for name in ("input_len", "output_len")]
     parts = [f"{tokens[0]} + {tokens[1]} tokens"] if None not in tokens else []
     parts += [str(given.pop(name)) for name in ("workload", "source") if name in given]
@@ -51,6 +53,11 @@ def load_order(case: dict[str, Any]) -> tuple[float, float]:
 
 
 def name_of(result: dict[str, Any]) -> str:
+    """An entry's name, also if it failed."""
+    if "way" in result:
+        return result["way"]
+    if "candidate" in result:
+        return f"{result['candidate']} {result.get('workload') or ''}".strip()
     return f"{result['backend']}, {workload(result['case'])}, {load(result['case'])}"
 
 

@@ -384,6 +384,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "settings": {
                 **vllm_options.settings(options),
                 "rounds": options.rounds,
+                "waves": options.waves,
                 "cpus": len(os.sched_getaffinity(0)),
             },
         }

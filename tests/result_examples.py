@@ -8,7 +8,16 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 COMMITTED = {
-    name: ROOT / "results" / f"{name}.json" for name in ("kernels", "sweep", "cache_ops", "cpu_attention", "kv_blocks")
+    name: ROOT / "results" / f"{name}.json"
+    for name in (
+        "kernels",
+        "sweep",
+        "cache_ops",
+        "cpu_attention",
+        "kv_blocks",
+        "vllm_0.23_heads_16",
+        "vllm_0.23_recall",
+    )
 }
 
 ENVIRONMENT = {

@@ -14,13 +14,15 @@ from serving_benchmarks import compare
 from serving_benchmarks.result_kinds import FIELDS, NotUnderstood, ResultFile, load
 
 pytestmark = pytest.mark.skipif(not result_examples.COMMITTED["kernels"].is_file(), reason="needs the source tree")
-FILES = result_examples.every_kind() if result_examples.COMMITTED["kernels"].is_file() else {}
+ALL = result_examples.every_kind() if result_examples.COMMITTED["kernels"].is_file() else {}
+UNTIMED = "vllm_0.23_recall"
+FILES = {name: report for name, report in ALL.items() if name != UNTIMED}
 OURS = {"SPARSE_MLA", "embedded"}
 
 
 def file(report: dict, name: str = "x") -> ResultFile:
-    command = report["environment"]["command"]
-    kind = command.split("-m serving_benchmarks.")[1].split()[0]
+    about = report["environment"]
+    kind = about.get("benchmark") or about["command"].split("-m serving_benchmarks.")[1].split()[0]
     return ResultFile(Path(f"{name}.json"), kind, report["environment"], report["results"])
 
 
@@ -32,6 +34,10 @@ def slow_down(entry: dict, times: float) -> None:
             timing[name] *= times
     for name in ("ttft_s", "tpot_s", "e2e_s") if "requests" in entry else ():
         entry["requests"][name] = [value and value * times for value in entry["requests"][name]]
+    if "prefills_s" in entry:
+        entry["prefill_s"] *= times
+        entry["prefills_s"] = [value * times for value in entry["prefills_s"]]
+        entry["decode_ms_a_step"] = {name: value * times for name, value in entry["decode_ms_a_step"].items()}
     if "output_tokens_per_second" in entry:
         entry["output_tokens_per_second"] /= times
 
@@ -148,6 +154,16 @@ def test_what_no_longer_runs_fails(tmp_path, capsys):
     assert "only in" not in out
 
 
+def test_a_candidate_that_no_longer_starts_is_told(tmp_path, capsys):
+    old, new = FILES["vllm_0.23_heads_16"], copy.deepcopy(FILES["vllm_0.23_heads_16"])
+    new["results"][1] = {"candidate": "SPARSE_MLA", "backend": "SPARSE_MLA", "workload": None, "error": "no memory"}
+    new["results"].append({**new["results"][1], "candidate": "SPARSE_MLA+1"})  # which the old file has not, either
+    status, out, _ = run(tmp_path, old, new, capsys=capsys)
+    assert status == 1
+    assert out.startswith("no longer runs: SPARSE_MLA 16x4096+192, 16 heads: no memory\n")
+    assert out.count("no longer runs") == 1 and "only in the old" not in out
+
+
 def test_another_machine_and_other_peers_are_warned_of(tmp_path, capsys):
     new = copy.deepcopy(FILES["kernels"])
     new["environment"]["gpus"][0]["name"] = "NVIDIA H100"
@@ -211,7 +227,7 @@ def test_a_file_that_is_not_understood_is_explained(change, told, tmp_path, caps
 
 
 def test_every_field_that_a_kind_needs_is_missed_if_it_is_not_there(tmp_path):
-    for name, report in FILES.items():
+    for name, report in ALL.items():
         for field in FIELDS[load(result_examples.write(tmp_path, name, report)).kind]:
             broken = copy.deepcopy(report)
             at = broken["results"][-1]
@@ -229,6 +245,7 @@ def test_files_that_cannot_be_compared_are_explained(tmp_path, capsys):
         ("kernels", "cache_ops", "only files of one benchmark compare"),
         ("kernels", tmp_path / "nope.json", "nope.json: No such file"),
         ("kernels", tmp_path / "text.json", "text.json is no JSON"),
+        (UNTIMED, UNTIMED, "files of recall have no times to compare"),
     ):
         paths = [result_examples.COMMITTED.get(name, name) for name in (old, new)]
         assert compare.main([str(path) for path in paths]) == 2

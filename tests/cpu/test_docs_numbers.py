@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import result_examples
-from serving_benchmarks import docs
+from serving_benchmarks import backend_runs, docs, kernel_times, throughput_report
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="needs the source tree")
@@ -64,7 +64,7 @@ def test_a_number_that_changed_is_found_and_written(tree, capsys):
 def test_a_number_within_a_line_is_found_and_written(tree):
     path = tree / "results" / "vllm_0.23_recall.json"
     report = json.loads(path.read_text())
-    report["runs"][1]["right"] = 199
+    report["results"][1]["right"] = 199
     path.write_text(json.dumps(report))
     assert docs.main(["--check", "--root", str(tree)]) == 1
     assert docs.main(["--root", str(tree)]) == 0
@@ -74,7 +74,8 @@ def test_a_number_within_a_line_is_found_and_written(tree):
 
 def test_a_number_that_was_changed_by_hand_is_found(tree, capsys):
     page = tree / "docs" / "serving.md"
-    page.write_text(page.read_text().replace("| 16 | decode, ms a step | 2.30 |", "| 16 | decode, ms a step | 2.29 |"))
+    assert page.read_text().count("| SPARSE_MLA | 0.214 (") == 1
+    page.write_text(page.read_text().replace("| SPARSE_MLA | 0.214 (", "| SPARSE_MLA | 0.213 ("))
     assert docs.main(["--check", "--root", str(tree)]) == 1
     assert "docs/serving.md" in capsys.readouterr().out
 
@@ -116,6 +117,71 @@ def test_a_block_can_be_added(name, tree):
     speeds = [f"| {entry['output_tokens_per_second']:.1f} |" for entry in report["results"][1:]]
     assert all(speed in row for speed, row in zip(speeds, rows, strict=True))
     assert about.startswith("small, 4 layers, 16 heads, NVIDIA H200, torch 2.11.0+cu130, vllm 0.23.0, 2026-11-20")
+
+
+def cells(text: str) -> list[list[str]]:
+    """Of the tables in Markdown, without what separates their headings."""
+    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert len({len(line) for line in lines}) == 1, "a row has as many cells as there are headings"
+    return lines
+
+
+def test_two_backends_stand_beside_each_other_at_each_load_that_both_have():
+    report = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(1, 16))
+    report["environment"]["model"]["experts"] = 8
+    report["results"][3] = result_examples.failed(report["results"][3], "out of memory")
+    _, row = cells(throughput_report.beside(report))
+    ours, theirs = report["results"][0], report["results"][2]
+    speeds = [entry["output_tokens_per_second"] for entry in (ours, theirs)]
+    assert row[:3] == ["16", "4096 + 64", "1"] and row[5] == f"{speeds[0] / speeds[1]:.2f}"
+    assert [cell.split(" ")[0] for cell in row[3:5]] == [f"{speed:.0f}" for speed in speeds]
+    assert row[7] == " / ".join(f"{entry['latency']['tpot_s']['p50'] * 1e3:.2f}" for entry in (ours, theirs))
+    for backends in (("SPARSE_MLA",), ("SPARSE_MLA", "FLASHMLA_SPARSE", "embedded")):
+        with pytest.raises(ValueError, match="one backend of ours and one other"):
+            throughput_report.beside(result_examples.throughput(backends=backends, loads=(1,)))
+
+
+def test_a_table_of_kernels_has_the_longest_of_each_backend_a_step():
+    names = {
+        "SPARSE_MLA": "void mla::cuda::sm90::many_heads::attention_kernel<(mla::Code)1>(mla::AttentionProblem)",
+        "FLASHMLA_SPARSE": "void sm90::decode::sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel<a::B<(C)0, 64>>(P",
+    }
+    report = result_examples.throughput(backends=tuple(names), loads=(1, 16))
+    for entry in report["results"]:
+        gemms = [(f"gemm_{i}", 4, 400.0 + i) for i in range(20)]
+        own = (names[entry["backend"]], 8, 4000.0)
+        profile = {"steps": 4, "wall_s": 0.01, **kernel_times.table([*gemms, own])}
+        entry["profile"] = profile if entry["case"]["concurrency"] == 1 else None
+    headings, *rows = cells(throughput_report.profiles(report))
+    assert headings == ["us a step", "SPARSE_MLA, 16 heads", "FLASHMLA_SPARSE, 16 heads"]
+    assert rows[0] == ["the step", "2500", "2500"]
+    assert rows[3:5] == [
+        ["`many_heads::attention_kernel`", "1000", "-"],
+        ["`sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel`", "-", "1000"],
+    ]
+    assert [row[0] for row in rows[5:]] == [f"`gemm_{i}`" for i in range(19, 12, -1)]
+
+
+def test_ways_to_answer_are_shown_once_and_failures_not_at_all():
+    way = dict(engine="vllm", cache="fp8", eager=False, drafts=0, gpus=1, error=None, asked=5, right=5, drafted=0)
+    embedded = {**way, "way": "embedded", "engine": "embedded"}
+    held = {**way, "way": "tp-2", "gpus": 2, "than": "embedded", "answers_equal": 5, "texts_equal": 3}
+    drafted = {**held, "way": "mtp-1", "drafts": 1, "gpus": 1, "drafted": 9, "accepted": 4, "eager": True}
+    first, second = {"results": [embedded, drafted]}, {"results": [embedded, held, {"way": "x", "error": "no"}]}
+    _, *rows = cells(backend_runs.recall_table(first, second))
+    assert rows == [
+        ["embedded", "FP8", "CUDA graphs", "-", "1", "5 of 5", "-", "-", "-"],
+        ["vLLM", "FP8", "without CUDA graphs", "1", "1", "5 of 5", "5", "3", "4 of 9"],
+        ["vLLM", "FP8", "CUDA graphs", "-", "2", "5 of 5", "5", "3", "-"],
+    ]
+
+
+def test_what_was_not_finite_is_shouted():
+    report = json.loads((ROOT / "results" / "vllm_0.23_heads_16.json").read_text())
+    report["results"][1]["finite"] = False
+    report["results"].append({"candidate": "SPARSE_MLA", "workload": "1x1+1", "error": "no"})
+    _, first, second = cells(backend_runs.markdown(report))
+    assert first[-1] == "all 12288" and second[-1] == "NOT ALL"
 
 
 def test_marks_in_examples_are_left_alone(tree, capsys):

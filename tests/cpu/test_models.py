@@ -73,6 +73,24 @@ def test_a_checkpoint_is_written_file_by_file_and_loads(folder):
     assert engine.load_model(folder).config.layers == 2
 
 
+def test_a_layer_that_drafts_is_written_beside_the_others(tmp_path):
+    config = narrow("deepseek-v3.2", num_nextn_predict_layers=1)
+    models.write(tmp_path, config)
+    assert engine.load_model(tmp_path).config.layers == 2, "the engine leaves it out"
+    shapes = {plan.name: plan.shape for plan in models.tensors(config)}
+    drafting = {name.removeprefix("model.layers.2."): shape for name, shape in shapes.items() if ".layers.2." in name}
+    last = {name.removeprefix("model.layers.1."): shape for name, shape in shapes.items() if ".layers.1." in name}
+    assert last.items() < drafting.items()
+    assert {name: drafting[name] for name in drafting.keys() - last.keys()} == {
+        "eh_proj.weight": (128, 256),
+        "enorm.weight": (128,),
+        "hnorm.weight": (128,),
+        "shared_head.norm.weight": (128,),
+        "shared_head.head.weight": (320, 128),
+        "embed_tokens.weight": (320, 128),
+    }
+
+
 def test_weights_keep_activations_where_they_are(folder):
     model = engine.load_model(folder)
     for name, value in model.named_parameters():

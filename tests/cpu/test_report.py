@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "7 result files, 14 pictures" in done.stdout and "not understood: " in done.stderr
+    assert "9 result files, 14 pictures" in done.stdout and "not understood: " in done.stderr
     return folder
 
 
@@ -84,7 +84,7 @@ def page(folder):
 def test_the_page_has_all_sections(page):
     kernels = ["Roofline", "Time against batch", "Time against heads"]
     end = ["Numbers", "Where it was measured", "To repeat it"]
-    latencies = ["Latencies: 4096 + 64 tokens, fixed, 64 requests, fp8 cache"]
+    latencies = ["Latencies: 4096 + 64 tokens, fixed, fp8 cache"]
     runs = ["Throughput against the time of a token"]
     assert page.headings == [
         *("Sparse attention on a GPU: kernels.json", *kernels, "Speed over the best peer's", *end),
@@ -92,8 +92,10 @@ def test_the_page_has_all_sections(page):
         *("The ops around attention: cache_ops.json", "Time and bandwidth", *end),
         *("Sparse attention on a CPU: cpu_attention.json", "Time against batch", "Speed over vLLM's", *end),
         *("The cache manager's bookkeeping: kv_blocks.json", *end),
+        *("vLLM's backends beside each other: vllm_0.23_heads_16.json", *end),
+        *("The tiny checkpoint's answers: vllm_0.23_recall.json", *end),
         *("Offline throughput: throughput.json", *runs, *latencies, "Numbers", "Not measured", *end[1:]),
-        *("Serving: serve.json", *runs, "Latencies: 1024 + 64 tokens, 200 requests, fp8 cache", *end),
+        *("Serving: serve.json", *runs, "Latencies: 1024 + 64 tokens, fp8 cache", *end),
         "Files that were not understood",
     ]
 
@@ -132,6 +134,25 @@ def test_what_could_not_be_measured_or_understood_is_on_the_page(page):
     assert "SPARSE_MLA, 4096 + 64 tokens, fixed, 64 requests, fp8 cache, 1 at once: out of <memory>" in page.texts
     assert any("notes.json was not written by a benchmark" in text for text in page.texts)
     assert any("gone.json: No such file" in text for text in page.texts)
+
+
+@pytest.fixture(scope="module")
+def markdown(folder) -> str:
+    """The same as `page`, written in Markdown."""
+    files = [folder / f"{name}.json" for name in (*result_examples.every_kind(), "notes", "gone")]
+    assert report.main([*map(str, files), "--output", str(folder / "md"), "--markdown"]) == 0
+    return (folder / "md" / "report.md").read_text()
+
+
+def test_in_markdown_it_says_the_same_with_its_pictures_beside_it(folder, page, markdown):
+    headings = [line.lstrip("# ").replace("\\", "") for line in markdown.splitlines() if line.startswith("##")]
+    assert headings == page.headings
+    assert not (folder / "md" / "report.html").exists()
+    shown = re.findall(r"!\[.+?\]\((.+?)\)", markdown)
+    assert len(shown) == 14 and {folder / "md" / name for name in shown} == set((folder / "md").glob("*.png"))
+    assert {f'<a id="{link[1:]}"></a>' for link in page.links} <= set(markdown.splitlines())
+    assert "1 at once: out of \\<memory\\>" in markdown
+    assert "python -m serving_benchmarks.peers .peers" in markdown and "| driver | 580.159.04 |" in markdown
 
 
 def result_file(name: str) -> ResultFile:
@@ -216,6 +237,8 @@ def test_throughput_is_drawn_from_the_lightest_load_to_the_heaviest():
     content = result_examples.throughput(loads=(16, 1, 4))
     axes = report_pictures.throughput_over_latency(example("throughput", content)).axes[0]
     assert [text.get_text() for text in axes.texts] == ["1", "4", "16"] * 3
+    assert axes.figure.get_suptitle() == "Offline throughput, NVIDIA H200, 16 heads"
+    assert axes.get_ylim()[1] > max(entry["output_tokens_per_second"] for entry in content["results"])
     ours = [entry for entry in content["results"] if entry["backend"] == "SPARSE_MLA"]
     assert lines(axes)[0][1] == [ours[i]["output_tokens_per_second"] for i in (1, 2, 0)]
 
@@ -240,6 +263,7 @@ def changed(kind: str, change) -> ResultFile:
             lambda c: c["results"][0]["case"].update(workload="jsonl", source="chat.jsonl"),
             ["throughput", "latency_1", "latency_2"],
         ),
+        ("throughput", lambda c: c["results"][0]["case"].update(num_prompts=4), ["throughput", "latency"]),
         ("throughput", lambda c: c.update(results=[result_examples.failed(c["results"][0], "no")]), []),
         ("serve", lambda c: [entry["requests"].update(tpot_s=[None] * 200) for entry in c["results"]], ["latency"]),
     ],
@@ -264,9 +288,13 @@ def test_text_of_files_cannot_become_markup():
         content["environment"]["command"] = "python -m serving_benchmarks.cache_ops <script>alert(1)</script>"
         content["environment"]["cpu"]["model"] = "<b>"
 
-    text = report.page([report.section_of(changed("cache_ops", change), "x")], ["<i>: no"])
+    section = report.section_of(changed("cache_ops", change), "x")
+    text = report.page([section], ["<i>: no"])
     Page(text)
     assert not re.search("<(script|b|i)>", text)
+    lines = report.markdown_page([section], ["<i>: no"]).splitlines()
+    outside_of_code = [line for line in lines if not line.startswith("    ")]
+    assert not re.search(r"(?<!\\)<(script|b|i)>", "\n".join(outside_of_code)), "a backslash before each"
 
 
 def test_files_of_the_same_name_keep_their_pictures_apart():

@@ -87,6 +87,20 @@ def test_it_prints_vllms_lines(measured):
     assert "mla_backend::sparse_attention" in printed
 
 
+def test_waves_leave_prompts_out_where_few_are_in_flight_and_a_folder_of_logs_serves_twice(folder, tmp_path):
+    output, logs = tmp_path / "out.json", tmp_path / "logs"
+    arguments = [*SMALL, "--model", folder, "--engine", "embedded", "--concurrency", "1,2,6", "--waves", "2"]
+    for _ in range(2):  # what the first run left in the folder is not taken for the second one's
+        assert throughput.main([*map(str, arguments), "--logs", str(logs), "--output", str(output)]) == 0
+        report = json.loads(output.read_text())
+        assert report["environment"]["settings"]["waves"] == 2
+        for result, used in zip(report["results"], (2, 4, 6), strict=True):
+            assert result["error"] is None and result["case"]["num_prompts"] == used == result["num_requests"]
+            assert result["requests"]["round"] == [0] * used + [1] * used
+            assert result["total_num_tokens"] == used * 24
+            assert result["output_tokens_per_second"] * result["elapsed_time"] == pytest.approx(used * 4)
+
+
 BROKEN = """
     import json, sys
     concurrencies = json.load(open(sys.argv[1]))["concurrencies"]
@@ -270,6 +284,7 @@ def test_a_profile_keeps_the_longest_kernels_and_all_of_the_time():
     ("arguments", "text"),
     [
         (["--num-prompts", "0"], "--num-prompts must be 1 or more; got 0"),
+        (["--waves", "0"], "--waves must be 1 or more; got 0"),
         (["--rounds", "1"], "--rounds must be 2 or more"),
         (["--engine", "vllm,fast"], "must be of vllm, embedded; got 'vllm,fast'"),
         (["--concurrency", "1,0"], "must be numbers from 1 up, such as 1,16,64; got '1,0'"),

@@ -7,8 +7,6 @@ import os
 import queue
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,12 +18,13 @@ sys.path.append(str(FOLDER))  # last: it has a conftest of its own
 import compare_backends  # noqa: E402
 import mtp_checkpoint  # noqa: E402
 import recall_answers  # noqa: E402
-import wide_checkpoint  # noqa: E402
 from compare_backends import Candidate, Workload, is_within_noise, line, summary  # noqa: E402
 from examples.recall.accuracy import CHECKPOINT  # noqa: E402
 from isolated import Failed, Isolated  # noqa: E402
 from mla_backend.engine import load_model  # noqa: E402
 from mtp_checkpoint import add_mtp_layer  # noqa: E402
+from serving_benchmarks import models  # noqa: E402
+from serving_benchmarks.processes import wait_until  # noqa: E402
 from sessions import Generated  # noqa: E402
 
 
@@ -60,20 +59,13 @@ def test_what_is_isolated_answers_and_says_why_it_does_not(tmp_path):
         Isolated(os._exit, {"status": 3}, log=log)
 
 
-def comes_true(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    return condition()
-
-
 def test_what_is_isolated_takes_its_processes_with_it(tmp_path):
     command = ["sleep", f"600.{os.getpid()}"]
     with Isolated(subprocess.Popen, {"args": command}, log=tmp_path / "log") as process:
-        assert comes_true(lambda: is_running(*command))
+        assert wait_until(lambda: is_running(*command), 20)
         with pytest.raises(Failed):
             process.call("wait", seconds=0.1)
-        assert comes_true(lambda: not is_running(*command))
+        assert wait_until(lambda: not is_running(*command), 20)
 
 
 def test_workloads_and_candidates_are_read_as_they_are_written():
@@ -160,9 +152,12 @@ def test_a_layer_that_drafts_leaves_the_checkpoint_as_it_is(tmp_path, monkeypatc
     assert any(name.endswith("indexer.wq_b.weight") for name in added)
 
 
-def test_the_wide_checkpoint_is_one_that_the_engine_loads(tmp_path):
-    wide_checkpoint.write(tmp_path, heads=2, max_positions=100, hidden_size=64, drafts=True)
-    model = load_model(tmp_path)
-    assert model.config.layers == wide_checkpoint.LAYERS and model.config.index_topk == 2048
-    spread = model.model.layers[0].self_attn.q_b_proj.weight.float().std()
-    assert spread == pytest.approx(1536**-0.5, rel=0.01)
+def test_the_checkpoint_of_a_comparison_fits_its_workloads():
+    config = compare_backends.checkpoint_config(heads=2, max_positions=5000, hidden_size=64, drafts=True)
+    assert (config["num_attention_heads"], config["hidden_size"], config["max_position_embeddings"]) == (2, 64, 5000)
+    names = [plan.name for plan in models.tensors(config)]
+    layers = {int(name.split(".")[2]) for name in names if name.startswith("model.layers.")}
+    assert layers == set(range(compare_backends.LAYERS + 1)), "one drafts"
+    assert not any("expert" in name for name in names), "what is compared is attention"
+    highest = max(token for text in Workload(5, 100, 1).texts() for token in text)
+    assert compare_backends.VOCABULARY * 0.9 < highest < config["vocab_size"]

@@ -66,6 +66,13 @@ def test_a_warm_up_is_the_beginning_with_shorter_outputs():
     assert first.prompts == made.prompts[:2] and first.output_lens == [8, 8]
 
 
+@pytest.mark.parametrize(
+    ("concurrency", "waves", "used"), [(1, 4, 4), (3, 2, 6), (16, 4, 50), (None, 4, 50), (1, None, 50)]
+)
+def test_few_in_flight_get_as_few_prompts_as_waves_say(concurrency, waves, used):
+    assert workloads.prompts_in_waves(50, concurrency, waves) == used
+
+
 def test_random_tokens_are_of_the_vocabulary_and_end_nothing():
     config = {"vocab_size": 10, "bos_token_id": 0, "eos_token_id": [1, 5], "pad_token_id": None}
     assert workloads.usable_tokens(config) == [2, 3, 4, 6, 7, 8, 9]

@@ -29,12 +29,13 @@ from rich.progress import Progress
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-import wide_checkpoint  # noqa: E402
 from isolated import Failed, Isolated  # noqa: E402
-from serving_benchmarks import result_file  # noqa: E402
+from serving_benchmarks import models, result_file  # noqa: E402
 from serving_benchmarks.timing import Timing  # noqa: E402
 from sessions import Generated, VllmSession  # noqa: E402
 
+LAYERS = 4
+VOCABULARY = 32768
 BLOCK_SIZE = 64
 TOKEN_BYTES = 1536
 """Of a token's entries in the caches of a layer, and some to spare: 1152 + 132 in bf16."""
@@ -75,14 +76,29 @@ class Workload:
     def cache_bytes(self) -> int:
         """That all prompts take at a time, with blocks to spare for drafts and for what vLLM keeps."""
         blocks = self.prompts * (-(-self.longest // BLOCK_SIZE) + 2) + 4
-        return blocks * BLOCK_SIZE * TOKEN_BYTES * (wide_checkpoint.LAYERS + 1)  # one may draft
+        return blocks * BLOCK_SIZE * TOKEN_BYTES * (LAYERS + 1)  # one may draft
 
     def texts(self) -> list[list[int]]:
         """Tokens of the prompts."""
         chance = random.Random(0)
         lengths = [max(1, int(self.context * chance.uniform(0.75, 1.0))) for _ in range(self.prompts)]
         lengths[0] = self.context
-        return [[chance.randrange(2, wide_checkpoint.VOCABULARY) for _ in range(length)] for length in lengths]
+        return [[chance.randrange(2, VOCABULARY) for _ in range(length)] for length in lengths]
+
+
+def checkpoint_config(heads: int, max_positions: int, hidden_size: int, drafts: bool) -> dict[str, Any]:
+    """`config.json` of a few layers of DeepSeek-V3.2 without experts, one of them to draft if wanted."""
+    return models.config(
+        "deepseek-v3.2",
+        layers=LAYERS,
+        heads=heads,
+        vocab_size=VOCABULARY,
+        hidden_size=hidden_size,
+        intermediate_size=4096,
+        first_k_dense_replace=LAYERS + drafts,
+        max_position_embeddings=max_positions,
+        num_nextn_predict_layers=int(drafts),
+    )
 
 
 @dataclass(frozen=True)
@@ -324,7 +340,11 @@ def main(arguments: list[str] | None = None) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         if not (folder / "config.json").is_file():
             drafts = any(candidate.drafts for candidate in given.candidates)
-            wide_checkpoint.write(folder, given.heads, longest + MOST_DRAFTS, given.hidden_size, drafts)
+            models.write(
+                folder,
+                checkpoint_config(given.heads, longest + MOST_DRAFTS, given.hidden_size, drafts),
+                tokenizer=False,
+            )
         comparison = Comparison(given, folder, logs, stack)
         for candidate in given.candidates:
             comparison.start(candidate)

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import re
 import signal
 import traceback
 from collections.abc import Callable, Mapping
@@ -10,6 +9,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from serving_benchmarks.processes import why_it_failed
 
 STOP_SECONDS = 20
 MOST_REASON = 300
@@ -44,6 +45,7 @@ class Isolated:
         seconds: float = 300,
     ):
         self.log = log
+        log.touch()
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
@@ -80,14 +82,17 @@ class Isolated:
             fine, answer = self._connection.recv()
         except EOFError:
             self._end()
-            raise Failed(f"{what}: the process ended by itself; {last_error(self.log)}") from None
+            raise Failed(f"{what}: the process ended by itself; {self._why()}") from None
         if not fine:
             if what == "starting":
                 self._end()
             if "root cause" in answer:  # vLLM's way to say that another of its processes failed
-                answer = last_error(self.log)
+                answer = self._why()
             raise Failed(f"{what}: {answer}")
         return answer
+
+    def _why(self) -> str:
+        return why_it_failed(self.log.read_text(errors="replace"))[-MOST_REASON:]
 
     def _end(self) -> None:
         if self._process.pid is not None:
@@ -96,13 +101,6 @@ class Isolated:
             self._process.kill()
         self._process.join(STOP_SECONDS)
         self._connection.close()
-
-
-def last_error(log: Path) -> str:
-    """The last line of a log that names an error."""
-    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    found = [line for line in lines if re.search(r"\b\w*(Error|Exception): \S", line) and "root cause" not in line]
-    return found[-1].strip()[-MOST_REASON:] if found else "its log names no error"
 
 
 def _live(

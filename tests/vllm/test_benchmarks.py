@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import vllm_installed  # noqa: F401
+from examples.recall.accuracy import CHECKPOINT
 from serving_benchmarks import models, supervisor
 from serving_benchmarks.processes import wait_until
-from vllm_models import TRAINED
 
 SMALL_CACHE = ("--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", str(1 << 27))
 NARROW = dict(
@@ -36,10 +36,10 @@ def narrow(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.skipif(not TRAINED.is_dir(), reason=f"there is no trained checkpoint in {TRAINED}")
+@pytest.mark.skipif(not CHECKPOINT.is_dir(), reason=f"there is no trained checkpoint in {CHECKPOINT}")
 def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
     output = tmp_path / "out.json"
-    command = [sys.executable, "-m", "serving_benchmarks.throughput", "--model", TRAINED, "--output", output]
+    command = [sys.executable, "-m", "serving_benchmarks.throughput", "--model", CHECKPOINT, "--output", output]
     prompts = ["--input-len", "200", "--output-len", "8", "--num-prompts", "6", "--shared-prefix", "64"]
     how = ["--backend", "NO_SUCH,SPARSE_MLA", "--concurrency", "1,3", "--rounds", "2", "--profile", *SMALL_CACHE]
     done = subprocess.run([*command, *prompts, *how], capture_output=True, text=True)

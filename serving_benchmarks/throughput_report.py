@@ -1,0 +1,121 @@
+"""What serving_benchmarks.throughput measured, one backend beside another: tables for the docs."""
+
+import re
+from typing import Any
+
+from serving_benchmarks import kernel_times, result_file, runs
+
+NAMES_SHOWN = 8
+"""Kernels of each profile."""
+TEMPLATE = re.compile(r"<[^<>]*>")
+NAME_LENGTH = 56
+
+
+def beside(*reports: dict[str, Any]) -> str:
+    """A table of the loads of all files, ours beside the other backend; loads that one of the two failed are left out.
+
+    Each file has to be of two backends, and all files of the same two.
+    """
+    ours, other = _backends(reports)
+    headings = ["heads", "prompt + output", "in flight", f"{ours}, output tokens/s (quartiles)"]
+    headings += [f"{other} (quartiles)", "ratio", "first token, ms", "later tokens, ms"]
+    rows = []
+    for report in reports:
+        entries = {(entry["backend"], runs.short_load(entry["case"])): entry for entry in _ran(report)}
+        for (backend, load), mine in entries.items():
+            theirs = entries.get((other, load))
+            if backend != ours or theirs is None:
+                continue
+            ratio = mine["output_tokens_per_second"] / theirs["output_tokens_per_second"]
+            case = mine["case"]
+            rows.append(
+                [
+                    str(report["environment"]["model"]["heads"]),
+                    f"{case['input_len']} + {case['output_len']}",
+                    load,
+                    _speed(mine),
+                    _speed(theirs),
+                    f"{ratio:.2f}",
+                    *(
+                        " / ".join(f"{entry['latency'][name]['p50'] * 1e3:.{digits}f}" for entry in (mine, theirs))
+                        for name, digits in (("ttft_s", 0), ("tpot_s", 2))
+                    ),
+                ]
+            )
+    return "\n".join([*result_file.table(headings, rows), "", _where(reports)])
+
+
+def profiles(*reports: dict[str, Any]) -> str:
+    """A table of the profiled decode steps of all files: the kernels that take longest, microseconds a step."""
+    found = {
+        f"{entry['backend']}, {report['environment']['model']['heads']} heads": entry["profile"]
+        for report in reports
+        for entry in _ran(report)
+        if entry.get("profile")
+    }
+    times = {name: _by_short_name(profile) for name, profile in found.items()}
+    shown = {kernel for of in times.values() for kernel in sorted(of, key=of.__getitem__)[-NAMES_SHOWN:]}
+    rows = [
+        ["the step", *(f"{profile['wall_s'] / profile['steps'] * 1e6:.0f}" for profile in found.values())],
+        ["all kernels", *(f"{profile['total_us'] / profile['steps']:.0f}" for profile in found.values())],
+        ["of them attention", *(f"{profile['attention_share']:.1%}" for profile in found.values())],
+    ]
+    for kernel in sorted(shown, key=lambda kernel: (-max(of.get(kernel, 0.0) for of in times.values()), kernel)):
+        rows.append([f"`{kernel}`", *(f"{of[kernel]:.0f}" if kernel in of else "-" for of in times.values())])
+    return "\n".join(result_file.table(["us a step", *found], rows))
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without what it returns, its arguments, its templates' and all but the last of its namespaces."""
+    name = kernel.replace("(anonymous namespace)::", "")
+    while TEMPLATE.search(name):
+        name = TEMPLATE.sub("", name)
+    name = name.partition("<")[0]  # one that was cut off within
+    name = name.partition("(")[0].removeprefix("void ").strip()
+    return "::".join(name.split("::")[-2:])[-NAME_LENGTH:]
+
+
+def _by_short_name(profile: dict[str, Any]) -> dict[str, float]:
+    """Microseconds a step; kernels whose short names are the same are added."""
+    found: dict[str, float] = {}
+    for row in profile["kernels"]:
+        if row["name"] != kernel_times.THE_REST:
+            name = short_name(row["name"])
+            found[name] = found.get(name, 0.0) + row["total_us"] / profile["steps"]
+    return found
+
+
+def _ran(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [entry for entry in report["results"] if not entry.get("error")]
+
+
+def _backends(reports: tuple[dict[str, Any], ...]) -> tuple[str, str]:
+    names = list(dict.fromkeys(entry["backend"] for report in reports for entry in report["results"]))
+    ours, others = ([name for name in names if (name in runs.OUR_BACKENDS) == mine] for mine in (True, False))
+    if (len(ours), len(others)) != (1, 1):
+        raise ValueError(f"the files must have one backend of ours and one other; they have {', '.join(names)}")
+    return ours[0], others[0]
+
+
+def _speed(entry: dict[str, Any]) -> str:
+    seconds, tokens = entry["seconds"], entry["total_output_tokens"]
+    low, high = tokens / seconds["upper_quartile"], tokens / seconds["lower_quartile"]
+    return f"{entry['output_tokens_per_second']:.0f} ({low:.0f} to {high:.0f})"
+
+
+def _where(reports: tuple[dict[str, Any], ...]) -> str:
+    """The line below a table: what all files have in common."""
+    about = [report["environment"] for report in reports]
+    model, first = about[0]["model"], about[0]
+    parts = [
+        f"{model['layers']} layers of {model['model_type']}'s width with {model['experts']} experts",
+        f"{about[0]['settings']['kv_cache_dtype']} cache",
+        first["gpus"][0]["name"],
+        f"driver {first['driver']}",
+        f"torch {first['torch']['version']}",
+        f"{first['vllm']['distribution']} {first['vllm']['version']}",
+        first["date"][:10],
+        f"commit {(first['commit'] or 'unknown')[:10]}",
+    ]
+    turns = {entry["seconds"]["turns"] for report in reports for entry in _ran(report)}
+    return f"Medians of {' or '.join(map(str, sorted(turns)))} rounds; latencies ours / theirs. {', '.join(parts)}."
