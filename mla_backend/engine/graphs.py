@@ -84,6 +84,7 @@ class DecodeGraphs:
             token_counts=[1] * size,
             context_lengths=[context] * size,
             logits_at=torch.arange(size, device=self.device),
+            keeps_some=True,
         )
 
         def forward() -> Tensor:

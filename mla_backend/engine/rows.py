@@ -98,6 +98,7 @@ class Rows:
             token_counts=self.counts,
             context_lengths=self.contexts,
             logits_at=to_device(torch.tensor(logits_at, dtype=torch.int64), device),
+            keeps_some=True,
         )
         return to_device(self.token_ids, device), to_device(self.positions, device), batch
 

@@ -10,6 +10,9 @@ from torch import Tensor
 
 import mla_backend
 
+Query = tuple[Tensor, Tensor]
+"""The part that meets the latent values, `[T, H, 512]`, and the rotated one, `[T, H, 64]`."""
+
 
 class SparseAttention(Protocol):
     """What a model asks of its attention."""
@@ -21,10 +24,9 @@ class SparseAttention(Protocol):
         """Writes tokens' latent `[T, 512]` and rope values `[T, 64]` into a cache."""
 
     def attend(
-        self, q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
     ) -> Tensor:
-        """q `[T, H, 576]` over the slots indices `[T, topk]`, of which the first lengths `[T]` count: `[T, H, 512]` in
-        the dtype of q."""
+        """q over the slots indices `[T, topk]`, of which the first lengths `[T]` count: `[T, H, 512]` in its dtype."""
 
 
 class KernelAttention:
@@ -46,10 +48,10 @@ class KernelAttention:
         mla_backend.cache_write(kv_c, k_pe, cache, slots)
 
     def attend(
-        self, q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
     ) -> Tensor:
         out, _ = mla_backend.sparse_attention(
-            q.to(torch.bfloat16),
+            tuple(part.to(torch.bfloat16) for part in q),
             cache,
             indices,
             scale=scale,
@@ -57,7 +59,7 @@ class KernelAttention:
             plan=plan,
             batch_invariant=self.batch_invariant,
         )
-        return out.to(q.dtype)
+        return out.to(q[0].dtype)
 
 
 class ExactAttention:
@@ -70,7 +72,9 @@ class ExactAttention:
         mla_backend.reference.cache_write(kv_c, k_pe, cache, slots)
 
     def attend(
-        self, q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
     ) -> Tensor:
-        out, _, _ = mla_backend.reference.sparse_attention(q, cache, indices, scale=scale, topk_length=lengths)
-        return out.to(q.dtype)
+        out, _, _ = mla_backend.reference.sparse_attention(
+            torch.cat(q, dim=-1), cache, indices, scale=scale, topk_length=lengths
+        )
+        return out.to(q[0].dtype)
