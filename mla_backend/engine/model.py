@@ -175,7 +175,9 @@ class Model(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, caches: list[LayerCache]) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, batch: Batch, caches: list[LayerCache], widen: bool = True
+    ) -> Tensor:
         """One step of all requests of a batch: their tokens are written to the caches and attend to their contexts.
 
         Args:
@@ -183,6 +185,7 @@ class Model(nn.Module):
             positions: int64 `[T]`, each token's place in its request.
             batch: where the tokens belong.
             caches: one a layer, as `new_caches` makes them.
+            widen: otherwise logits stay in the dtype of the model, for those who copy them anyway.
 
         Returns:
             Logits fp32 `[N, vocab_size]` of the tokens `batch.logits_at`.
@@ -203,7 +206,8 @@ class Model(nn.Module):
             selection = layer(hidden, step, cache, selection)
         hidden = self.model.norm(hidden[batch.logits_at])
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return functional.linear(hidden, head.weight).float()
+        logits = functional.linear(hidden, head.weight)
+        return logits.float() if widen else logits
 
     def _step(self, positions: Tensor, batch: Batch, caches: list[LayerCache]) -> Step:
         config = self.config

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import mla_backend
+from mla_backend.attention import workspace_floats
 
 Query = tuple[Tensor, Tensor]
 """The part that meets the latent values, `[T, H, 512]`, and the rotated one, `[T, H, 64]`."""
@@ -38,6 +39,7 @@ class KernelAttention:
 
     def __init__(self, batch_invariant: bool = False):
         self.batch_invariant = batch_invariant
+        self._workspaces: dict[tuple[torch.device, int], Tensor] = {}
 
     def plan(self, lengths: Tensor, topk: int, heads: int) -> Tensor:
         return mla_backend.plan(
@@ -57,9 +59,20 @@ class KernelAttention:
             scale=scale,
             topk_length=lengths,
             plan=plan,
+            workspace=self._workspace(q[0], plan),
             batch_invariant=self.batch_invariant,
         )
         return out.to(q[0].dtype)
+
+    def _workspace(self, q: Tensor, plan: Tensor | None) -> Tensor | None:
+        """Every launch leaves the zeros in it that the next one needs, and a model's launches come one after the other.
+        One of each size is kept for good, as captured graphs write into it."""
+        if not q.is_cuda or plan is None:
+            return None
+        size = workspace_floats(plan.shape[0], q.shape[1])
+        if (q.device, size) not in self._workspaces:
+            self._workspaces[q.device, size] = torch.zeros(size, dtype=torch.float32, device=q.device)
+        return self._workspaces[q.device, size]
 
 
 class ExactAttention:
