@@ -15,6 +15,8 @@ VALUES = 128
 E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-4
 """Of the values that share a scale, as in vLLM."""
+MANTISSA, EXPONENT = 0x007FFFFF, 0x7F800000
+"""Bits of an fp32 number."""
 
 
 @dataclass(frozen=True)
@@ -42,24 +44,62 @@ KEY_FORMATS = {
 }
 
 
+class KeyPlaces:
+    """Where the keys of some tokens go, in any cache of one shape: looked up once, for the layers of a model.
+
+    A key whose slot is negative or past the end is not kept. Nothing waits for the device, so nobody counts those that
+    are: in place of a key without a slot, one that has a slot is written again, to the same place.
+
+    Args:
+        cache: of either format; its shape, strides and dtype count. A block has to lie in one piece.
+        slots: int32 or int64 `[N]`.
+        some: that one or more of the slots are in the cache is known; otherwise each write makes sure.
+
+    Attributes:
+        source: int64 `[N]`: the key that is written in place of each.
+    """
+
+    def __init__(self, cache: Tensor, slots: Tensor, *, some: bool = False):
+        _require(cache=cache, slots=slots)
+        blocks, block_size, _ = cache.shape
+        self._dtype, words, scales = _words(cache)
+        slots = slots.long()
+        valid = (slots >= 0) & (slots < blocks * block_size)
+        example = valid.int().argmax(0, keepdim=True)  # an index of no dimension would be asked of the device
+        self.source = torch.where(valid, torch.arange(len(slots), device=slots.device), example)
+        target = slots[self.source]
+        self._some: Tensor | None = None
+        if not some:
+            self._some = valid.any()
+            target = torch.where(self._some, target, 0)
+        block, offset = (target // block_size).unsqueeze(1), (target % block_size).unsqueeze(1)
+        start = block * cache.view(self._dtype).stride(0)
+        # int64 [N, words]: of each word of a key its place in the cache, seen as one row of words
+        self._index = start + offset * words + torch.arange(words, device=slots.device)
+        if scales:
+            self._index = torch.cat([self._index, start + block_size * words + offset], dim=1)
+
+    def write(self, keys: Tensor, cache: Tensor) -> None:
+        """Writes bf16 or fp32 keys `[N, 128]` that have been rearranged by `source`."""
+        if not cache.numel():
+            return
+        parts = [part.view(self._dtype) for part in _encode(keys, cache.dtype)]
+        words = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        flat = _as_one_row(cache.view(self._dtype))
+        if self._some is not None:
+            words = torch.where(self._some, words, flat[self._index])
+        flat[self._index] = words
+
+
 def write_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Writes bf16 or fp32 keys `[N, 128]` into slots, int32 or int64 `[N]`, of a cache of either format. A key whose
     slot is negative or past the end is skipped. Nothing waits for the device."""
     _require(keys=keys, cache=cache, slots=slots)
     if keys.shape != (len(slots), VALUES) or keys.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"keys must be bf16 or fp32 [N={len(slots)}, {VALUES}]; got {keys.dtype} {list(keys.shape)}")
-    slots = slots.long()
-    block_size = cache.shape[1]
-    if not len(slots) or not len(cache):
-        return
-    for place, rows in zip(_parts(cache), _encode(keys, cache.dtype), strict=True):
-        # a key without a slot writes what another one writes, to the same place, or else what is there already
-        valid = (slots >= 0) & (slots < len(cache) * block_size)
-        example = valid.int().argmax(0, keepdim=True)  # an index of no dimension would be asked of the device
-        target = torch.where(valid, slots, torch.where(valid.any(), slots[example], 0))
-        block, offset = target // block_size, target % block_size
-        instead = torch.where(valid.any(), rows[example], place[0, 0])
-        place[block, offset] = torch.where(valid.unsqueeze(1), rows, instead)
+    if len(slots):
+        places = KeyPlaces(cache, slots)
+        places.write(keys[places.source], cache)
 
 
 def gather_keys(cache: Tensor, slots: Tensor) -> Tensor:
@@ -87,15 +127,27 @@ def _parts(cache: Tensor) -> list[Tensor]:
     return [values.view(blocks, block_size, VALUES), scales.view(torch.float32).view(blocks, block_size, 1)]
 
 
+def _words(cache: Tensor) -> tuple[torch.dtype, int, int]:
+    """What a key is written as: words of this dtype, so many for its values and so many for its scale."""
+    return (torch.bfloat16, VALUES, 0) if cache.dtype == torch.bfloat16 else (torch.int32, VALUES // 4, 1)
+
+
+def _as_one_row(cache: Tensor) -> Tensor:
+    """All that lies between its first and its last word."""
+    blocks, *of_a_block = cache.shape
+    return cache.as_strided(((blocks - 1) * cache.stride(0) + of_a_block[0] * of_a_block[1],), (1,))
+
+
 def _encode(keys: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Keys as the parts of a cache want them."""
     if dtype == torch.bfloat16:
         return [keys.bfloat16()]
     keys = keys.float()
-    amax = keys.abs().amax(1, keepdim=True).clamp(SMALLEST_AMAX, torch.finfo(torch.float32).max)
-    mantissa, exponent = torch.frexp(amax / E4M3_MAX)  # 0.5 <= mantissa < 1
-    scales = torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).int())
-    codes = (keys / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    largest = torch.finfo(torch.float32).max
+    amax = torch.linalg.vector_norm(keys, torch.inf, dim=1, keepdim=True).clamp(SMALLEST_AMAX, largest)
+    # up to the next power of two: any bit of the mantissa carries into the exponent, then the mantissa goes
+    scales = ((amax / E4M3_MAX).view(torch.int32) + MANTISSA & EXPONENT).view(torch.float32)
+    codes = (keys / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return [codes, scales]
 
 

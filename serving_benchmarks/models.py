@@ -28,6 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 from torch import Tensor
 
 from mla_backend.engine import Batch, KernelAttention, Model, ModelConfig, load_model, new_caches
+from mla_backend.engine.sparse import Query
 
 COMMON = dict(
     dtype="bfloat16",
@@ -254,7 +255,13 @@ class AttentionElsewhere(KernelAttention):
         super().write(kv_c, k_pe, cache, slots)
 
     def attend(
-        self, q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+        self,
+        q: Query,
+        cache: Tensor,
+        indices: Tensor,
+        lengths: Tensor,
+        scale: float,
+        plan: Tensor | None,
     ) -> Tensor:
         others = torch.randint(self._written, indices.shape, generator=self._generator, dtype=torch.int32)
         return super().attend(q, cache, others.to(indices.device), lengths, scale, plan)

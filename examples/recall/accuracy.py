@@ -63,7 +63,8 @@ class Shuffle:
             hook.remove()
 
     def _select(self, _: nn.Module, arguments: tuple, selection: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        positions, batch, cache = arguments[2], arguments[4], arguments[5]
+        step, cache = arguments[3], arguments[4]
+        positions, batch = step.positions, step.batch
         order = torch.rand(len(positions), max(batch.context_lengths), generator=self.generator).to(positions.device)
         later = torch.arange(order.shape[1], device=order.device) > positions.unsqueeze(1)
         chosen = order.masked_fill(later, 2.0).argsort(dim=1)[:, : selection[0].shape[1]]

@@ -32,6 +32,8 @@ class Batch:
     which serves all contexts up to that."""
     logits_at: Tensor
     """int64 `[N]`: the tokens of the batch whose logits are wanted."""
+    keeps_some: bool = False
+    """That one or more of the tokens have a slot is known, which saves a look at every write."""
 
     def __post_init__(self) -> None:
         requests, tokens = len(self.block_table), len(self.slots)

@@ -8,8 +8,9 @@ from itertools import count
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from kv_cache import CacheManager, Layout, Statistics, Storage
+from kv_cache import CacheManager, Layout, OutOfBlocks, Statistics, Storage
 from kv_cache import Sequence as CachedSequence
 from mla_backend import library
 from mla_backend.arguments import require_count
@@ -20,8 +21,10 @@ from mla_backend.engine.model import load_model
 from mla_backend.engine.params import SamplingParams
 from mla_backend.engine.request import Request, Sample
 from mla_backend.engine.results import Collector, Result, Update
+from mla_backend.engine.rows import Rows, to_device
 from mla_backend.engine.runner import INVARIANT_ROWS, Runner
-from mla_backend.engine.scheduler import Scheduler, require_limits
+from mla_backend.engine.sampler import Picked
+from mla_backend.engine.scheduler import Scheduler, Work, require_limits
 from mla_backend.engine.text import TextStream
 from mla_backend.engine.tokenizer import Message, Tokenizer, end_tokens
 
@@ -45,6 +48,26 @@ class Status:
     running: int
     preemptions: int
     cache: Statistics
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A pass that was launched before anybody asked for it: the next token of each of some samples."""
+
+    samples: list[Sample]
+    positions: list[int]
+    """Where each one's token stands, and the slot that it was written to."""
+    slots: list[int]
+    picked: Picked
+
+    def holds(self, row: int) -> bool:
+        """Whether that is what the sample has to compute now. It isn't if it was preempted meanwhile."""
+        sequence, position = self.samples[row].sequence, self.positions[row]
+        block, offset = divmod(position, sequence.block_size)
+        return (
+            sequence.computed == position == len(sequence) - 1
+            and sequence.blocks[block] * sequence.block_size + offset == self.slots[row]
+        )
 
 
 class Engine:
@@ -117,6 +140,9 @@ class Engine:
             self.runner.graphs = DecodeGraphs(
                 self.model, self.storage, self.runner.caches, max(most_running, INVARIANT_ROWS), self.max_model_len
             )
+        self.runs_ahead = self.device.type == "cuda"
+        """Launch a decode pass before the tokens of the one before it are read."""
+        self._ahead: Ahead | None = None
         self._requests: dict[str, Request] = {}
         self._numbers = count(1)
 
@@ -177,10 +203,34 @@ class Engine:
         return Status(len(scheduler.waiting), len(scheduler.running), scheduler.preemptions, self.manager.statistics())
 
     def step(self) -> list[Update]:
-        """One pass over the model, for all requests that the scheduler picks. The updates of those that got a token."""
+        """One pass over the model, for all requests that the scheduler picks. The updates of those that got a token.
+
+        On a GPU the next pass is launched before this one's tokens are read, so that the device works while the host
+        does its bookkeeping. What it has computed counts only as far as the scheduler then decides the same.
+        """
         work = self.scheduler.schedule()
         if not work:
             return []
+        groups = self._launch(work)
+        self._ahead = self._launch_ahead(groups) if self.runs_ahead else None
+        return [self._take(*one) for samples, picked in groups for one in zip(samples, *picked.read(), strict=True)]
+
+    def _launch(self, work: Work) -> list[tuple[list[Sample], Picked]]:
+        """Computes what was decided, less what is being computed already. Samples that got a token, and the tokens."""
+        ahead, self._ahead = self._ahead, None
+        groups = []
+        if ahead is not None:
+            counts = dict(work)
+            kept = [row for row, sample in enumerate(ahead.samples) if counts.get(sample) == 1 and ahead.holds(row)]
+            if kept:
+                samples = [ahead.samples[row] for row in kept]
+                for sample in samples:
+                    self.manager.commit(sample.sequence, 1)
+                groups.append((samples, ahead.picked if len(kept) == len(ahead.samples) else ahead.picked.rows(kept)))
+                done = set(samples)
+                work = [(sample, count) for sample, count in work if sample not in done]
+        if not work:
+            return groups
         logits = self.runner.run([(sample.sequence, count) for sample, count in work])
         for sample, computed in work:
             self.manager.commit(sample.sequence, computed)
@@ -192,14 +242,43 @@ class Engine:
             rows += [row] * len(family)
         if len(rows) > len(reached):
             logits = logits[rows]
+        groups.append((samples, self._pick(logits, samples)))
+        return groups
+
+    def _pick(self, logits: Tensor, samples: list[Sample], unread: int = 0) -> Picked:
+        """unread: tokens that each sample has got, but nobody has read."""
         draws = [
             sampler.Draw(
-                sample.request.params, sample.request.seed + sample.index, sample.new_tokens, sample.seen or ()
+                sample.request.params, sample.request.seed + sample.index, sample.new_tokens + unread, sample.seen or ()
             )
             for sample in samples
         ]
-        tokens, logprobs = sampler.sample(logits, draws, self.model.batch_invariant)
-        return [self._take(*one) for one in zip(samples, tokens, logprobs, strict=True)]
+        return sampler.pick(logits, draws, self.model.batch_invariant)
+
+    def _launch_ahead(self, groups: list[tuple[list[Sample], Picked]]) -> "Ahead | None":
+        """The decode pass that follows, with tokens that nobody has read. None where the scheduler may want more than
+        that, or where a token has to be known first."""
+        scheduler = self.scheduler
+        everybody = [sample for samples, _ in groups for sample in samples]
+        if len(everybody) < len(scheduler.running):
+            return None  # there are prompts to go on with
+        if scheduler.waiting and len(scheduler.running) < scheduler.most_running:
+            return None
+        goes_on = [sample.new_tokens + 1 < sample.request.most_tokens for sample in everybody]
+        samples = [sample for sample, more in zip(everybody, goes_on, strict=True) if more]
+        if not samples or any(sample.seen is not None for sample in samples):
+            return None
+        try:
+            for sample in samples:
+                self.manager.allocate(sample.sequence, 1)
+        except OutOfBlocks:
+            return None
+        tokens = _joined([picked.tokens for _, picked in groups])
+        if len(samples) < len(everybody):
+            tokens = tokens[to_device(torch.tensor(goes_on).nonzero().squeeze(1), self.device)]
+        rows = Rows.following([sample.sequence for sample in samples], tokens)
+        picked = self._pick(self.runner.run_rows(rows), samples, unread=1)
+        return Ahead(samples, rows.positions.tolist(), rows.slots.tolist(), picked)
 
     def abort(self, id: str) -> None:
         """Gives a request up, wherever it is. No more updates come of it."""
@@ -308,6 +387,10 @@ class Engine:
             return self.device.type == "cuda"
         bf16 = self.model.model.embed_tokens.weight.dtype == torch.bfloat16
         return bf16 and torch.cuda.get_device_capability(self.device)[0] in (9, 10)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _longest(config: ModelConfig, layout: Layout, max_model_len: int | None, memory: int | None) -> int:

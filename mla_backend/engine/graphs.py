@@ -67,7 +67,7 @@ class DecodeGraphs:
             self._captured[size, context] = self._capture(size, context)
         graph, logits, _ = self._captured[size, context]
         graph.replay()
-        return logits[: len(rows)].clone()  # the next replay writes there again
+        return logits[: len(rows)].to(torch.float32, copy=True)  # the next replay writes there again
 
     def _context(self, longest: int) -> int:
         """The length that graphs for such a context serve."""
@@ -84,10 +84,11 @@ class DecodeGraphs:
             token_counts=[1] * size,
             context_lengths=[context] * size,
             logits_at=torch.arange(size, device=self.device),
+            keeps_some=True,
         )
 
         def forward() -> Tensor:
-            return self.model(self._token_ids[:size], self._positions[:size], batch, self.caches)
+            return self.model(self._token_ids[:size], self._positions[:size], batch, self.caches, widen=False)
 
         # Libraries set themselves up in their first calls, which a capture would not survive. The buffers hold the rows
         # to be computed already, so all that these passes write is what the replay will write again.

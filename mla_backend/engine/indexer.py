@@ -5,11 +5,10 @@ from itertools import repeat
 import torch
 from torch import Tensor, nn
 
-from kv_cache.keys import gather_keys, write_keys
-from mla_backend.cache import convert_indices
-from mla_backend.engine.batch import Batch
+from kv_cache.keys import gather_keys
 from mla_backend.engine.config import INDEX_DIM, ModelConfig
 from mla_backend.engine.rope import rotate
+from mla_backend.engine.step import Selection, Step, all_up_to
 
 MOST_SCORES = 1 << 25
 """fp32 numbers in a temporary, 128 MiB: many queries against long contexts are scored in pieces of that."""
@@ -39,46 +38,51 @@ class Indexer(nn.Module):
         # fp32 in every release: what it says decides between tokens
         self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False, dtype=torch.float32)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        q_latent: Tensor,
-        positions: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        batch: Batch,
-        cache: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, q_latent: Tensor, raw_keys: Tensor, step: Step, cache: Tensor) -> Selection:
         """Writes the tokens' keys and selects from their contexts.
 
         Args:
             hidden, q_latent: `[T, hidden_size]` and `[T, q_lora_rank]`.
-            positions: int64 `[T]`.
-            rotation: cosines and sines, fp32 `[T, rope_dim / 2]`.
+            raw_keys: `[T, 128]`: hidden after `wk`, which whoever calls does along with other products.
             cache: the layer's keys.
 
         Returns:
             Slots, int32 `[T, topk or the longest context]`, by rising position and then -1, and how many there are of
             each token's, int32 `[T]`.
         """
-        cos, sin = rotation
-        keys = self._rotated(self.k_norm(self.wk(hidden)), cos, sin)
-        _write(keys, cache, batch.slots)
+        self._write(raw_keys, step, cache)
+        if not step.scores:
+            return step.everything
         queries = self.wq_b(q_latent).unflatten(-1, (self.heads, INDEX_DIM))
-        queries = self._rotated(queries, cos.unsqueeze(1), sin.unsqueeze(1)).float()
+        queries = self._rotated(queries, step.turns.unsqueeze(1))
         weights = self.weights_proj(hidden.float()) * (self.heads * INDEX_DIM) ** -0.5
-        chosen = self._select(queries, weights, positions, batch, cache)
-        return convert_indices(chosen, batch.block_table, batch.request_ids, cache.shape[1], compact=True)
+        return step.slots_of(self._select(queries, weights, step, cache))
 
-    def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rotated = rotate(x[..., : self.rope_dim], cos, sin, interleaved=self.interleaved)
-        return torch.cat([rotated, x[..., self.rope_dim :]], dim=-1)
+    def _write(self, raw_keys: Tensor, step: Step, cache: Tensor) -> None:
+        if cache.dtype == torch.float32:
+            kept = step.batch.slots >= 0
+            keys = self._rotated(self.k_norm(raw_keys), step.turns)
+            cache.view(-1, INDEX_DIM)[step.batch.slots[kept]] = keys[kept]
+            return
+        places = step.key_places(cache)
+        # the norm wants its rows in one piece; picking them is that copy
+        keys = self.k_norm(raw_keys[places.source])
+        places.write(self._rotated(keys, step.turns_of_keys(places)), cache)
 
-    def _select(self, queries: Tensor, weights: Tensor, positions: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        """Positions int32 `[T, topk or the longest context]`, rising, then -1. The order is that of the positions and
-        not of the scores, so that attention adds up in one order however a prompt is cut into chunks."""
-        longest = max(batch.context_lengths, default=0)
-        if longest <= self.topk:
-            return _all_up_to(positions, longest)
+    def _rotated(self, x: Tensor, turns: Tensor) -> Tensor:
+        """fp32 `[..., 128]`, of which the first rope_dim are rotated."""
+        return torch.cat(
+            [
+                rotate(x[..., : self.rope_dim], turns, torch.float32, interleaved=self.interleaved),
+                x[..., self.rope_dim :],
+            ],
+            dim=-1,
+        )
+
+    def _select(self, queries: Tensor, weights: Tensor, step: Step, cache: Tensor) -> Tensor:
+        """Positions int32 `[T, topk]`, rising, then -1. The order is that of the positions and not of the scores, so
+        that attention adds up in one order however a prompt is cut into chunks."""
+        batch, positions, longest = step.batch, step.positions, step.longest
         per_token = queries, weights, positions
         if batch.decodes_only:
             if self.batch_invariant:
@@ -88,7 +92,7 @@ class Indexer(nn.Module):
         for rows, requests, context in batch.alike:
             mine = [x[rows] for x in per_token]
             if context <= self.topk:
-                chosen[rows, :context] = _all_up_to(mine[-1], context)
+                chosen[rows, :context] = all_up_to(mine[-1], context)
             else:
                 slots = batch.context_slots(requests, context, cache.shape[1])
                 chosen[rows] = self._best_in_pieces(*mine, slots, cache)
@@ -144,20 +148,6 @@ def best_of(scores: Tensor, positions: Tensor, topk: int) -> Tensor:
 def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
     """What torch.cat would copy even if there is one part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _all_up_to(positions: Tensor, context: int) -> Tensor:
-    """int32 `[T, context]`: each token's own position and all before it, then -1."""
-    everything = torch.arange(context, dtype=torch.int32, device=positions.device)
-    return torch.where(everything > positions.unsqueeze(1), -1, everything)
-
-
-def _write(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
-    if cache.dtype != torch.float32:
-        write_keys(keys, cache, slots)
-        return
-    kept = slots >= 0
-    cache.view(-1, INDEX_DIM)[slots[kept]] = keys[kept].float()
 
 
 def _gather(cache: Tensor, slots: Tensor) -> Tensor:

@@ -6,18 +6,29 @@ from torch.nn import functional
 
 from mla_backend.engine.config import ModelConfig
 
+ALL_FOR_ALL_ROWS = 128
+"""Tokens for which a GPU computes every expert in the time that it takes to read their weights."""
+
 
 class MLP(nn.Module):
-    """Gated by SiLU: `[T, hidden_size]` to the same."""
+    """Gated by SiLU: adds its result `[T, hidden_size]` to a residual."""
 
     def __init__(self, hidden_size: int, size: int, dtype: torch.dtype):
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, size, bias=False, dtype=dtype)
         self.up_proj = nn.Linear(hidden_size, size, bias=False, dtype=dtype)
         self.down_proj = nn.Linear(size, hidden_size, bias=False, dtype=dtype)
+        self.gate_up: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+    def merge(self) -> None:
+        """Takes the loaded weights of both projections together: `gate_up` `[2, size, hidden_size]`. Has to be called
+        once, before the first forward pass."""
+        self.gate_up = torch.stack([self.gate_proj.weight, self.up_proj.weight])
+        self.gate_proj = self.up_proj = None
+
+    def forward(self, x: Tensor, residual: Tensor) -> None:
+        """x `[T, hidden_size]`, what it gives being added to the residual in place, within the last product."""
+        residual.addmm_(_gated(x, self.gate_up), self.down_proj.weight.t())
 
 
 class Router(nn.Module):
@@ -36,67 +47,110 @@ class Router(nn.Module):
         self.e_score_correction_bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`[T, hidden_size]` to experts int64 `[T, experts_per_token]` and their weights, fp32."""
+        """`[T, hidden_size]` to experts int64 `[T, experts_per_token]`, in any order, and their weights, fp32."""
         scores = functional.linear(x.float(), self.weight).sigmoid()
-        choice = (scores + self.e_score_correction_bias).unflatten(-1, (self.groups, -1))
-        best_two = choice.topk(min(2, choice.shape[-1])).values.sum(-1)
-        dropped = torch.ones_like(best_two, dtype=torch.bool).scatter(1, best_two.topk(self.groups_kept).indices, False)
-        experts = choice.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(1).topk(self.experts_kept).indices
+        choice = scores + self.e_score_correction_bias
+        if self.groups_kept < self.groups:
+            choice = self._in_kept_groups(choice.unflatten(-1, (self.groups, -1)))
+        experts = choice.topk(self.experts_kept, sorted=False).indices
         weights = scores.gather(1, experts)
         if self.normalise:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return experts, weights * self.scale
 
+    def _in_kept_groups(self, choice: Tensor) -> Tensor:
+        """`[T, groups, experts of a group]` to `[T, experts]`, -inf where a group is dropped."""
+        best_two = choice.topk(min(2, choice.shape[-1])).values.sum(-1)
+        dropped = torch.ones_like(best_two, dtype=torch.bool).scatter(1, best_two.topk(self.groups_kept).indices, False)
+        return choice.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(1)
+
 
 class MoE(nn.Module):
-    """Each token through a few of the experts, and through what they share.
+    """Each token through a few of the experts, and through those that all share; adds its result to a residual.
 
-    A checkpoint has a tensor for each projection of each expert. `stack` lays them together, so that all experts are
-    one grouped product and nobody asks the device how many tokens went to which.
+    A checkpoint has a tensor for each projection of each expert. `merge` lays them together, and the shared ones after
+    them, as experts that every token is sent to. Then there are two ways, and neither asks the device how many tokens
+    went to which expert:
+
+    - grouped: a token's own experts only, as products over tokens sorted by expert;
+    - all for all: two plain products over all experts, as if they were one wide MLP, whose activations are weighted
+      by what each expert counts for a token, mostly 0. It reads every weight, and once. So few tokens gain by it if
+      most experts are somebody's anyway: reading takes longer then than computing, and there is nothing to sort.
 
     Args:
-        batch_invariant: give a token bits that don't depend on what the others are sent to, by computing every expert
-            for every token. For batches of a few tokens, all of the same size.
+        batch_invariant: give a token bits that don't depend on what the others are sent to: always all for all. For
+            batches of a few tokens, all of the same size.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, batch_invariant: bool = False):
         super().__init__()
         self.batch_invariant = batch_invariant
+        self.routed, self.shared = config.experts, config.shared_experts
         self.gate = Router(config)
-        self.experts = nn.ModuleList(MLP(config.hidden_size, config.expert_size, dtype) for _ in range(config.experts))
-        self.shared_experts = MLP(config.hidden_size, config.expert_size * config.shared_experts, dtype)
+        self.experts = nn.ModuleList(MLP(config.hidden_size, config.expert_size, dtype) for _ in range(self.routed))
+        self.shared_experts = MLP(config.hidden_size, config.expert_size * self.shared, dtype)
         self.gate_up: Tensor | None = None
         self.down: Tensor | None = None
+        self.untold: Tensor | None = None
 
-    def stack(self) -> None:
-        """Takes the loaded weights of the experts together: `gate_up` `[experts, 2 * size, hidden_size]` and `down`
-        `[experts, hidden_size, size]`. Has to be called once, before the first forward pass."""
-        self.gate_up = torch.stack([torch.cat([e.gate_proj.weight, e.up_proj.weight]) for e in self.experts])
-        self.down = torch.stack([e.down_proj.weight for e in self.experts])
-        self.experts = None
+    def merge(self) -> None:
+        """Takes the loaded weights of the experts together: `gate_up` `[experts, 2, size, hidden_size]` and `down`
+        `[hidden_size, experts, size]`, the shared ones last, and `untold` `[experts]`, what each counts before anybody
+        is sent anywhere. Has to be called once, before the first forward pass."""
+        own, shared = self.routed, self.shared_experts
+        size, hidden_size = self.experts[0].gate_proj.weight.shape
+        like = shared.down_proj.weight
+        self.gate_up = like.new_empty(own + self.shared, 2, size, hidden_size)
+        self.down = like.new_empty(hidden_size, own + self.shared, size)
+        for i, expert in enumerate(self.experts):
+            self.gate_up[i, 0], self.gate_up[i, 1] = expert.gate_proj.weight, expert.up_proj.weight
+            self.down[:, i] = expert.down_proj.weight
+        for half, weight in enumerate((shared.gate_proj.weight, shared.up_proj.weight)):
+            self.gate_up[own:, half] = weight.unflatten(0, (self.shared, size))
+        self.down[:, own:] = shared.down_proj.weight.unflatten(1, (self.shared, size))
+        self.untold = (torch.arange(own + self.shared, device=like.device) >= own).float()
+        self.experts = self.shared_experts = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> None:
+        """x `[T, hidden_size]`, what it gives being added to the residual in place."""
         experts, weights = self.gate(x)
-        chosen = (self._all if self.batch_invariant else self._grouped)(x, experts)  # [T, experts_per_token, hidden]
-        return (chosen.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype) + self.shared_experts(x)
+        if self.batch_invariant or self._all_for_all_pays(x):
+            self._all_for_all(x, experts, weights, residual)
+        else:
+            residual.add_(self._grouped(x, experts, weights))
+            activations = _gated(x, self.gate_up[self.routed :])
+            residual.addmm_(activations, self.down[:, self.routed :].flatten(1).t())
 
-    def _grouped(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Each expert's tokens together: sorted by expert, a stretch for each."""
+    def _all_for_all_pays(self, x: Tensor) -> bool:
+        # with twice as many choices as experts, about 1 in 7 is nobody's
+        sent = len(x) * self.gate.experts_kept
+        return x.is_cuda and len(x) <= ALL_FOR_ALL_ROWS and sent >= 2 * self.routed
+
+    def _all_for_all(self, x: Tensor, experts: Tensor, weights: Tensor, residual: Tensor) -> None:
+        counts = self.untold.expand(len(x), -1).clone().scatter_(1, experts, weights)
+        activations = _gated(x, self.gate_up).unflatten(1, (len(self.untold), -1)).mul_(counts.unsqueeze(-1))
+        residual.addmm_(activations.flatten(1), self.down.flatten(1).t())
+
+    def _grouped(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """fp32 `[T, hidden_size]`. Each expert's tokens together: sorted by expert, a stretch for each."""
+        gate_up, down = self.gate_up[: self.routed].flatten(1, 2), self.down[:, : self.routed]
         flat = experts.flatten()
         order = flat.argsort(stable=True)
-        ids = torch.arange(len(self.down), device=x.device)
+        ids = torch.arange(self.routed, device=x.device)
         ends = torch.searchsorted(flat[order], ids, right=True).int()
-        halves = functional.grouped_mm(x[order // experts.shape[1]], self.gate_up.transpose(1, 2), offs=ends)
-        out = functional.grouped_mm(_gated(halves), self.down.transpose(1, 2), offs=ends)
+        halves = functional.grouped_mm(x[order // experts.shape[1]], gate_up.transpose(1, 2), offs=ends)
+        out = functional.grouped_mm(_silu_times(halves.unflatten(1, (2, -1))), down.permute(1, 2, 0), offs=ends)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        return out[back].unflatten(0, experts.shape)
-
-    def _all(self, x: Tensor, experts: Tensor) -> Tensor:
-        halves = x.expand(len(self.down), *x.shape) @ self.gate_up.transpose(1, 2)
-        out = _gated(halves) @ self.down.transpose(1, 2)  # [experts, T, hidden_size]
-        return out[experts, torch.arange(len(x), device=x.device).unsqueeze(1)]
+        return (out[back].unflatten(0, experts.shape) * weights.unsqueeze(-1)).sum(1)
 
 
-def _gated(halves: Tensor) -> Tensor:
-    gate, up = halves.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+def _gated(x: Tensor, gate_up: Tensor) -> Tensor:
+    """x `[T, hidden_size]` through MLPs side by side, `[..., 2, size, hidden_size]`: `[T, all their sizes]`."""
+    halves = functional.linear(x, gate_up.flatten(0, -2)).unflatten(1, gate_up.shape[:-1])
+    return _silu_times(halves).flatten(1)
+
+
+def _silu_times(halves: Tensor) -> Tensor:
+    """`[..., 2, size]`, gate and up, to `[..., size]`."""
+    gate, up = halves.unbind(-2)
+    return functional.silu(gate).mul_(up)

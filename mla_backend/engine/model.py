@@ -7,20 +7,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from mla_backend.engine.batch import Batch, LayerCache
 from mla_backend.engine.config import ModelConfig
 from mla_backend.engine.indexer import Indexer
 from mla_backend.engine.mlp import MLP, MoE
-from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotate, rotation_scale
+from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotate, rotation_scale, turns_of
 from mla_backend.engine.sparse import KernelAttention, SparseAttention
+from mla_backend.engine.step import Selection, Step
 from mla_backend.engine.weights import Checkpoint, load_weights
 
 LATENT_NORM_EPS = 1e-6
 """Of the norms inside of attention, whatever rms_norm_eps says of the others; as in transformers."""
-
-Selection = tuple[Tensor, Tensor]
-"""Slots int32 `[T, topk]` and how many of each row count, int32 `[T]`."""
 
 
 class RMSNorm(nn.Module):
@@ -32,8 +31,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -52,53 +50,63 @@ class Attention(nn.Module):
         self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_NORM_EPS, dtype)
         self.q_b_proj = nn.Linear(config.q_lora_rank, config.heads * config.query_dim, bias=False, dtype=dtype)
         cached = config.latent_dim + config.rope_dim
+        self.cached_end = config.q_lora_rank + cached
         self.kv_a_proj_with_mqa = nn.Linear(config.hidden_size, cached, bias=False, dtype=dtype)
         self.kv_a_layernorm = RMSNorm(config.latent_dim, LATENT_NORM_EPS, dtype)
         expanded = config.heads * (config.nope_dim + config.value_dim)
         self.kv_b_proj = nn.Linear(config.latent_dim, expanded, bias=False, dtype=dtype)
         self.o_proj = nn.Linear(config.heads * config.value_dim, config.hidden_size, bias=False, dtype=dtype)
         self.indexer = None if config.shares_selection[layer] else Indexer(config, dtype, batch_invariant)
+        self.from_hidden: Tensor | None = None
         self.w_key: Tensor | None = None
         self.w_value: Tensor | None = None
 
-    def absorb(self) -> None:
-        """Takes the loaded `kv_b_proj` apart: `w_key` `[H, nope_dim, 512]` and `w_value` `[H, 512, value_dim]`, each in
-        one piece, as products want them. Has to be called once, before the first forward pass."""
+    def merge(self) -> None:
+        """Takes the loaded weights apart and together, as products want them. Has to be called once, before the first
+        forward pass.
+
+        `from_hidden` is what reads the hidden states: `q_a_proj`, `kv_a_proj_with_mqa` and the indexer's `wk`. Of
+        `kv_b_proj` come `w_key` `[H, nope_dim, 512]` and `w_value` `[H, 512, value_dim]`.
+        """
+        together = [self.q_a_proj, self.kv_a_proj_with_mqa, *([] if self.indexer is None else [self.indexer.wk])]
+        self.from_hidden = torch.cat([projection.weight for projection in together])
+        self.q_a_proj = self.kv_a_proj_with_mqa = None
+        if self.indexer is not None:
+            self.indexer.wk = None
         per_head = self.kv_b_proj.weight.unflatten(0, (self.config.heads, -1))
         w_key, w_value = per_head.split([self.config.nope_dim, self.config.value_dim], dim=1)
         self.w_key, self.w_value = w_key.contiguous(), w_value.transpose(1, 2).contiguous()
         self.kv_b_proj = None
 
     def forward(
-        self,
-        hidden: Tensor,
-        positions: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        batch: Batch,
-        cache: LayerCache,
-        selection: Selection | None,
-        plan: Tensor | None,
-    ) -> tuple[Tensor, Selection]:
-        """hidden `[T, hidden_size]` to the same, and what was attended to, for layers that share it."""
-        config, (cos, sin) = self.config, rotation
-        q_latent = self.q_a_layernorm(self.q_a_proj(hidden))
+        self, hidden: Tensor, residual: Tensor, step: Step, cache: LayerCache, selection: Selection | None
+    ) -> Selection:
+        """Adds to the residual `[T, hidden_size]`, in place, what attention makes of hidden, which is the residual
+        after a norm. Gives back what was attended to, for layers that share it."""
+        config = self.config
+        projected = functional.linear(hidden, self.from_hidden)
+        q_latent, kv_c, k_rope, raw_keys = projected.tensor_split(
+            (config.q_lora_rank, config.q_lora_rank + config.latent_dim, self.cached_end), dim=-1
+        )
+        q_latent = self.q_a_layernorm(q_latent)
         q_nope, q_rope = (
             self.q_b_proj(q_latent)
             .unflatten(-1, (config.heads, config.query_dim))
             .split([config.nope_dim, config.rope_dim], dim=-1)
         )
-        kv_c, k_pe = self.kv_a_proj_with_mqa(hidden).split([config.latent_dim, config.rope_dim], dim=-1)
-        q_rope = rotate(q_rope, cos.unsqueeze(1), sin.unsqueeze(1), interleaved=True)
-        k_pe = rotate(k_pe, cos, sin, interleaved=True)
-        self.sparse.write(self.kv_a_layernorm(kv_c), k_pe, cache.latent, batch.slots)
+        # the key's as one head more, so that all are rotated at once
+        ropes = torch.cat([q_rope, k_rope.unsqueeze(1)], dim=1)
+        ropes = rotate(ropes, step.turns.unsqueeze(1), hidden.dtype, interleaved=True)
+        self.sparse.write(self.kv_a_layernorm(kv_c), ropes[:, -1], cache.latent, step.batch.slots)
         if self.indexer is not None:
-            selection = self.indexer(hidden, q_latent, positions, rotation, batch, cache.keys)
+            selection = self.indexer(hidden, q_latent, raw_keys, step, cache.keys)
 
-        q = torch.cat([(q_nope.transpose(0, 1) @ self.w_key).transpose(0, 1), q_rope], dim=-1)  # [T, H, 576]
-        slots, lengths = selection
-        out = self.sparse.attend(q, cache.latent, slots, lengths, self.scale, plan)  # [T, H, 512]
-        values = (out.transpose(0, 1) @ self.w_value).transpose(0, 1)  # [T, H, value_dim]
-        return self.o_proj(values.flatten(1)), selection
+        q = (q_nope.transpose(0, 1) @ self.w_key).transpose(0, 1), ropes[:, :-1]
+        out = self.sparse.attend(q, cache.latent, *selection, self.scale, step.plan)  # [T, H, 512]
+        values = out.new_empty(len(out), config.heads, config.value_dim)
+        torch.bmm(out.transpose(0, 1), self.w_value, out=values.transpose(0, 1))
+        residual.addmm_(values.flatten(1), self.o_proj.weight.t())
+        return selection
 
 
 class Layer(nn.Module):
@@ -117,10 +125,16 @@ class Layer(nn.Module):
             else MLP(config.hidden_size, config.mlp_size, dtype)
         )
 
-    def forward(self, hidden: Tensor, *context) -> tuple[Tensor, Selection]:
-        attended, selection = self.self_attn(self.input_layernorm(hidden), *context)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), selection
+    def merge(self) -> None:
+        """Gets the loaded weights ready. Has to be called once, before the first forward pass."""
+        self.self_attn.merge()
+        self.mlp.merge()
+
+    def forward(self, residual: Tensor, step: Step, cache: LayerCache, selection: Selection | None) -> Selection:
+        """Adds to the residual `[T, hidden_size]` in place."""
+        selection = self.self_attn(self.input_layernorm(residual), residual, step, cache, selection)
+        self.mlp(self.post_attention_layernorm(residual), residual)
+        return selection
 
 
 class Decoder(nn.Module):
@@ -155,12 +169,15 @@ class Model(nn.Module):
         self.config, self.batch_invariant = config, batch_invariant
         self.sparse = KernelAttention(batch_invariant) if sparse is None else sparse
         self.model = Decoder(config, dtype, self.sparse, batch_invariant)
+        self._frequencies: Tensor | None = None
         self.lm_head = None
         if not config.tied_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=dtype)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch, caches: list[LayerCache]) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, batch: Batch, caches: list[LayerCache], widen: bool = True
+    ) -> Tensor:
         """One step of all requests of a batch: their tokens are written to the caches and attend to their contexts.
 
         Args:
@@ -168,6 +185,7 @@ class Model(nn.Module):
             positions: int64 `[T]`, each token's place in its request.
             batch: where the tokens belong.
             caches: one a layer, as `new_caches` makes them.
+            widen: otherwise logits stay in the dtype of the model, for those who copy them anyway.
 
         Returns:
             Logits fp32 `[N, vocab_size]` of the tokens `batch.logits_at`.
@@ -180,18 +198,31 @@ class Model(nn.Module):
                 f"token_ids and positions must be [T={tokens[0]}] as slots of batch is; "
                 f"got {list(token_ids.shape)} and {list(positions.shape)}"
             )
-        angles = positions.unsqueeze(1).float() * inverse_frequencies(self.config, positions.device)
-        size = rotation_scale(self.config.yarn)
-        rotation = angles.cos() * size, angles.sin() * size
-        topk = min(self.config.index_topk, max(batch.context_lengths, default=0))
-        plan = self.sparse.plan((positions + 1).clamp(max=topk).int(), topk, self.config.heads)
-
-        hidden, selection = self.model.embed_tokens(token_ids), None
+        if not len(token_ids):
+            return torch.empty(0, self.config.vocab_size, device=token_ids.device)
+        hidden = self.model.embed_tokens(token_ids)
+        step, selection = self._step(positions, batch, caches), None
         for layer, cache in zip(self.model.layers, caches, strict=True):
-            hidden, selection = layer(hidden, positions, rotation, batch, cache, selection, plan)
+            selection = layer(hidden, step, cache, selection)
         hidden = self.model.norm(hidden[batch.logits_at])
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return nn.functional.linear(hidden, head.weight).float()
+        logits = functional.linear(hidden, head.weight)
+        return logits.float() if widen else logits
+
+    def _step(self, positions: Tensor, batch: Batch, caches: list[LayerCache]) -> Step:
+        config = self.config
+        if self._frequencies is None or self._frequencies.device != positions.device:
+            self._frequencies = inverse_frequencies(config, positions.device)
+        step = Step(
+            batch,
+            positions,
+            turns_of(positions.unsqueeze(1) * self._frequencies, rotation_scale(config.yarn)),
+            topk=config.index_topk,
+            block_size=caches[0].latent.shape[1],
+        )
+        topk = min(config.index_topk, step.longest)
+        step.plan = self.sparse.plan((positions + 1).clamp(max=topk).int(), topk, config.heads)
+        return step
 
 
 def load_model(
@@ -215,9 +246,6 @@ def load_model(
     with torch.device("meta"):  # nothing is allocated before the weights are read
         model = Model(config, dtype, sparse, batch_invariant)
     load_weights(model, Checkpoint(folder, config.weight_block), config.layers, device)
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.stack()
-        elif isinstance(module, Attention):
-            module.absorb()
+    for layer in model.model.layers:
+        layer.merge()
     return model.eval()

@@ -56,12 +56,19 @@ def attention_scale(config: ModelConfig) -> float:
     return scale
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotates `[..., rope_dim]` by angles whose cosines and sines `[..., rope_dim / 2]` broadcast to it.
+def turns_of(angles: Tensor, size: float) -> Tensor:
+    """Of angles `[...]` what `rotate` multiplies with: complex64 numbers of this size."""
+    return torch.polar(torch.full_like(angles, size), angles)
 
-    interleaved: the pairs are the dims (2i, 2i + 1); otherwise (i, i + rope_dim / 2). Either way the result has them in
-    halves: scores don't depend on the order of the dims, as long as queries and keys agree.
+
+def rotate(x: Tensor, turns: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Tensor:
+    """Rotates `[..., rope_dim]`, of which each pair of dims is a complex number, by `turns` `[..., rope_dim / 2]` that
+    broadcast to it. One product of complex numbers is one kernel, where sines and cosines apart take six.
+
+    dtype: of the result.
+    interleaved: the pairs are the dims (2i, 2i + 1); otherwise (i, i + rope_dim / 2). Either way the result has them as
+        neighbours: scores don't depend on the order of the dims, as long as queries and keys agree.
     """
-    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
-    a, b = a.float(), b.float()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    pairs = pairs.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
+    return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2).to(dtype)

@@ -51,6 +51,22 @@ class Rows:
             wanted=wanted,
         )
 
+    @staticmethod
+    def following(sequences: Many[Sequence], token_ids: Tensor) -> "Rows":
+        """The tokens `[R]` after the last ones of sequences, of which all are computed; they may be on a device, and
+        nobody knows them yet. They have to have room."""
+        ends = array("q", (sequence.computed for sequence in sequences))
+        counts = [1] * len(sequences)
+        return Rows(
+            token_ids=token_ids,
+            positions=torch.frombuffer(ends, dtype=torch.int64),
+            slots=slot_mapping(sequences, counts),
+            table=block_table(sequences),
+            counts=counts,
+            contexts=[end + 1 for end in ends],
+            wanted=list(range(len(sequences))),
+        )
+
     def __len__(self) -> int:
         return len(self.slots)
 
@@ -98,10 +114,13 @@ class Rows:
             token_counts=self.counts,
             context_lengths=self.contexts,
             logits_at=to_device(torch.tensor(logits_at, dtype=torch.int64), device),
+            keeps_some=True,
         )
         return to_device(self.token_ids, device), to_device(self.positions, device), batch
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """From the host, without waiting for it."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    """From the host, without waiting for it; what is on the device already stays there."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

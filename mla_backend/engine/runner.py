@@ -45,7 +45,10 @@ class Runner:
         Returns:
             Logits fp32 `[N, vocab_size]` for the N sequences that are computed to their end then, in their order.
         """
-        rows = Rows.of(work)
+        return self.run_rows(Rows.of(work))
+
+    def run_rows(self, rows: Rows) -> Tensor:
+        """The same for rows that have been laid out."""
         if not self.model.batch_invariant:
             return self._pass(rows)
         return torch.cat([self._pass(part, INVARIANT_ROWS) for part in rows.cut(INVARIANT_ROWS)])

@@ -35,22 +35,68 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@torch.inference_mode()
+class Picked:
+    """Tokens that were sampled, on their way to the host.
+
+    Attributes:
+        tokens: int64 `[N]`, on the device; the next pass can begin with them before anybody has read them.
+    """
+
+    def __init__(self, tokens: Tensor, logits: Tensor, draws: Sequence[Draw]):
+        self.tokens, self._logits, self._draws = tokens, logits, draws
+        self._on_host, self._arrived = tokens, None
+        if tokens.is_cuda:
+            self._on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._on_host.copy_(tokens, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    @torch.inference_mode()
+    def rows(self, kept: Sequence[int]) -> "Picked":
+        """Some of them."""
+        ids = _on(self.tokens, kept)
+        return Picked(self.tokens[ids], self._logits[ids], [self._draws[row] for row in kept])
+
+    @torch.inference_mode()
+    def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Waits for the tokens, but not for what was launched after them. A token for each row of the logits, and its
+        logprobs where they are wanted."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens = self._on_host.tolist()
+        counts = [draw.params.logprobs for draw in self._draws]
+        return tokens, [
+            None if count is None else _logprobs(self._logits[row], tokens[row], count)
+            for row, count in enumerate(counts)
+        ]
+
+
 def sample(
     logits: Tensor, draws: Sequence[Draw], batch_invariant: bool = False
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """A token for each row, and its logprobs where they are wanted.
+    """A token for each row, and its logprobs where they are wanted; as `pick`, and then waits for them."""
+    return pick(logits, draws, batch_invariant).read()
+
+
+@torch.inference_mode()
+def pick(logits: Tensor, draws: Sequence[Draw], batch_invariant: bool = False) -> Picked:
+    """A token for each row. Waits for nothing.
 
     Args:
-        logits: fp32 `[N, vocab_size]`.
+        logits: fp32 `[N, vocab_size]`; they have to stay as they are until the tokens are read.
         draws: N of them.
         batch_invariant: one row after the other, so that a row's bits don't depend on how many there are.
     """
     if len(logits) != len(draws):
         raise ValueError(f"draws must be {len(logits)}, one a row of logits; got {len(draws)}")
     if batch_invariant and len(draws) > 1:
-        one_by_one = [sample(logits[i : i + 1], draws[i : i + 1]) for i in range(len(draws))]
-        return [tokens[0] for tokens, _ in one_by_one], [logprobs[0] for _, logprobs in one_by_one]
+        tokens = torch.cat([_tokens(logits[i : i + 1], draws[i : i + 1]) for i in range(len(draws))])
+    else:
+        tokens = _tokens(logits, draws)
+    return Picked(tokens, logits, draws)
+
+
+def _tokens(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     penalised = _penalised(logits, draws)
     tokens = penalised.argmax(-1)
     for filtered in (False, True):
@@ -59,12 +105,7 @@ def sample(
             mine = [draws[i] for i in rows]
             ids = _on(logits, rows)
             tokens[ids] = (_draw_filtered if filtered else _draw)(_probabilities(penalised[ids], mine), mine)
-    sampled = tokens.tolist()
-    wanted = [draw.params.logprobs for draw in draws]
-    return sampled, [
-        None if count is None else _logprobs(row, token, count)
-        for row, token, count in zip(logits, sampled, wanted, strict=True)
-    ]
+    return tokens
 
 
 def _penalised(logits: Tensor, draws: Sequence[Draw]) -> Tensor:

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 import mla_backend
+from mla_backend.attention import workspace_floats
+
+Query = tuple[Tensor, Tensor]
+"""The part that meets the latent values, `[T, H, 512]`, and the rotated one, `[T, H, 64]`."""
 
 
 class SparseAttention(Protocol):
@@ -21,10 +25,9 @@ class SparseAttention(Protocol):
         """Writes tokens' latent `[T, 512]` and rope values `[T, 64]` into a cache."""
 
     def attend(
-        self, q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
     ) -> Tensor:
-        """q `[T, H, 576]` over the slots indices `[T, topk]`, of which the first lengths `[T]` count: `[T, H, 512]` in
-        the dtype of q."""
+        """q over the slots indices `[T, topk]`, of which the first lengths `[T]` count: `[T, H, 512]` in its dtype."""
 
 
 class KernelAttention:
@@ -36,6 +39,7 @@ class KernelAttention:
 
     def __init__(self, batch_invariant: bool = False):
         self.batch_invariant = batch_invariant
+        self._workspaces: dict[tuple[torch.device, int], Tensor] = {}
 
     def plan(self, lengths: Tensor, topk: int, heads: int) -> Tensor:
         return mla_backend.plan(
@@ -46,18 +50,29 @@ class KernelAttention:
         mla_backend.cache_write(kv_c, k_pe, cache, slots)
 
     def attend(
-        self, q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
     ) -> Tensor:
         out, _ = mla_backend.sparse_attention(
-            q.to(torch.bfloat16),
+            tuple(part.to(torch.bfloat16) for part in q),
             cache,
             indices,
             scale=scale,
             topk_length=lengths,
             plan=plan,
+            workspace=self._workspace(q[0], plan),
             batch_invariant=self.batch_invariant,
         )
-        return out.to(q.dtype)
+        return out.to(q[0].dtype)
+
+    def _workspace(self, q: Tensor, plan: Tensor | None) -> Tensor | None:
+        """Every launch leaves the zeros in it that the next one needs, and a model's launches come one after the other.
+        One of each size is kept for good, as captured graphs write into it."""
+        if not q.is_cuda or plan is None:
+            return None
+        size = workspace_floats(plan.shape[0], q.shape[1])
+        if (q.device, size) not in self._workspaces:
+            self._workspaces[q.device, size] = torch.zeros(size, dtype=torch.float32, device=q.device)
+        return self._workspaces[q.device, size]
 
 
 class ExactAttention:
@@ -70,7 +85,9 @@ class ExactAttention:
         mla_backend.reference.cache_write(kv_c, k_pe, cache, slots)
 
     def attend(
-        self, q: Tensor, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
     ) -> Tensor:
-        out, _, _ = mla_backend.reference.sparse_attention(q, cache, indices, scale=scale, topk_length=lengths)
-        return out.to(q.dtype)
+        out, _, _ = mla_backend.reference.sparse_attention(
+            torch.cat(q, dim=-1), cache, indices, scale=scale, topk_length=lengths
+        )
+        return out.to(q[0].dtype)

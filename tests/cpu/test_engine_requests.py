@@ -118,7 +118,7 @@ def test_seeds_repeat_samples_and_their_absence_does_not(shared):
 
 def test_a_repetition_penalty_sees_prompt_and_answer(shared):
     tokens = tokens_of(shared, repetition_penalty=1e9, max_tokens=50)
-    assert len(set(tokens)) == 50 and not set(tokens) & set(b"abc")
+    assert len(set(tokens)) == 50 and not set(tokens) & set(shared.encode("abc"))
 
 
 def test_an_aborted_request_leaves_nothing_behind(folder):

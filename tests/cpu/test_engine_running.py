@@ -171,3 +171,12 @@ def test_a_row_of_a_product_has_the_same_bits_at_every_place():
             experts = torch.randn(3, out, size, dtype=dtype).transpose(1, 2)
             products = [(rows.roll(i, 0).expand(3, *rows.shape) @ experts).roll(-i, 1) for i in range(INVARIANT_ROWS)]
             assert all(torch.equal(a, b) for a, b in pairwise(products))
+
+
+def test_a_row_of_a_product_that_is_added_to_a_residual_has_the_same_bits_at_every_place():
+    for dtype in (torch.float32, torch.bfloat16):
+        for size, out in ((192, 128), (9 * 64, 128), (1024, 2816)):
+            weight, rows = torch.randn(out, size, dtype=dtype), torch.randn(INVARIANT_ROWS, size, dtype=dtype)
+            residual = torch.randn(INVARIANT_ROWS, out, dtype=dtype)
+            sums = [residual.roll(i, 0).addmm_(rows.roll(i, 0), weight.t()).roll(-i, 0) for i in range(INVARIANT_ROWS)]
+            assert all(torch.equal(a, b) for a, b in pairwise(sums))
