@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "cpu": {"model": "Intel(R) Xeon(R) Processor", "cores": 16},
     "gpus": [{"name": "NVIDIA H200"}],
     "driver": "580.159.04",
-    "model": {"name": "small", "model_type": "deepseek_v32", "layers": 4, "heads": 16},
+    "model": {"name": "small", "model_type": "deepseek_v32", "layers": 4, "heads": 16, "experts": 8},
     "settings": {"kv_cache_dtype": "fp8"},
 }
 SPEED = {"SPARSE_MLA": 1.0, "FLASHMLA_SPARSE": 1.3, "embedded": 1.6}

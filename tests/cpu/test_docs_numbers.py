@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import result_examples
-from serving_benchmarks import backend_runs, docs, kernel_times, throughput_report
+from serving_benchmarks import backend_runs, docs, kernel_times, report, result_kinds, throughput_report
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="needs the source tree")
@@ -25,6 +25,18 @@ def test_every_committed_result_file_is_shown_or_drawn():
     drawn = {"sweep.json"}  # docs/sweep.png
     files = {path.name for path in (ROOT / "results").glob("*.json")}
     assert {name for name in files if f"results/{name}" not in named} <= drawn
+
+
+def test_the_committed_report_has_the_numbers_that_the_files_have():
+    page = ROOT / "docs" / "report_h200" / "report.md"
+    text = page.read_text()
+    names = re.findall(r"^## .+: (\S+\.json)$", text.replace("\\", ""), re.MULTILINE)
+    assert len(names) > 5
+    for name in names:
+        file = result_kinds.load(ROOT / "results" / name)
+        made = report.KINDS[file.kind].markdown({"environment": file.environment, "results": file.results})
+        assert made.strip() in text, f"{name} has changed since the report was written"
+    assert set(re.findall(r"!\[.+?\]\((.+?)\)", text)) == {path.name for path in page.parent.glob("*.png")}
 
 
 @pytest.fixture
@@ -128,7 +140,6 @@ def cells(text: str) -> list[list[str]]:
 
 def test_two_backends_stand_beside_each_other_at_each_load_that_both_have():
     report = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(1, 16))
-    report["environment"]["model"]["experts"] = 8
     report["results"][3] = result_examples.failed(report["results"][3], "out of memory")
     _, row = cells(throughput_report.beside(report))
     ours, theirs = report["results"][0], report["results"][2]
