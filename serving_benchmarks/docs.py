@@ -21,13 +21,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from serving_benchmarks import backend_runs, cache_ops, cpu_attention, kernel_report, kv_blocks, runs, throughput_report
+from serving_benchmarks import (
+    backend_runs,
+    cache_ops,
+    cpu_attention,
+    cpu_generate,
+    kernel_report,
+    kv_blocks,
+    runs,
+    throughput_report,
+)
 
 ROOT = Path(__file__).parent.parent
 Maker = Callable[..., str]
 MAKERS: dict[str, Maker] = {
     "kernels": kernel_report.markdown,
     "cpu_attention": cpu_attention.markdown,
+    "cpu_generate": cpu_generate.markdown,
     "cache_ops": cache_ops.markdown,
     "plan_time": cache_ops.plan_time,
     "kv_blocks": kv_blocks.markdown,
