@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from serving_benchmarks import vllm_options
+from serving_benchmarks.counters import Counters
 from serving_benchmarks.kernel_times import KernelTimes
 
 EMBEDDED_DTYPES = {None: torch.bfloat16, "auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -29,16 +30,6 @@ class Ended:
     output_tokens: int
     cached_tokens: int | None
     """Of the prompt, that were found in the cache."""
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What an engine has counted since it was started; None if it doesn't."""
-
-    preemptions: int | None
-    looked_up_tokens: int | None
-    """In the prefix cache."""
-    hit_tokens: int | None
 
 
 class MeasuredEngine(Protocol):

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from serving_benchmarks import latency, model_config, result_file, vllm_options
+from serving_benchmarks.counters import Counters, since
 from serving_benchmarks.processes import signals_unwind, supervised, why_it_failed
 from serving_benchmarks.server import Server, ServerFailed, serving
 from serving_benchmarks.throughput import DEFAULT_BACKEND, LOG_LINES, MOST_OF_A_REASON, TABLE_WIDTH, counts, names
@@ -224,17 +225,10 @@ def entry(bench: dict[str, Any], ttft_limit: float | None, tpot_limit: float | N
     }
 
 
-def since(before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
-    """What a server has counted in between, from its metrics."""
-
-    def more(name: str) -> int | None:
-        return int(after[name] - before[name]) if name in before and name in after else None
-
-    looked_up, hits = more("vllm:prefix_cache_queries_total"), more("vllm:prefix_cache_hits_total")
-    return {
-        "preemptions": more("vllm:num_preemptions_total"),
-        "prefix_hit_share": hits / looked_up if looked_up and hits is not None else None,
-    }
+def counters(metrics: dict[str, float]) -> Counters:
+    """What a server has counted, from its metrics."""
+    names = "vllm:num_preemptions_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
+    return Counters(*(int(metrics[name]) if name in metrics else None for name in names))
 
 
 def run_load(
@@ -262,7 +256,7 @@ def run_load(
         server.require_running()
         raise ServerFailed(f"vllm bench serve failed: {why_it_failed(said)}")
     found = entry(json.loads(result.read_text()), options.ttft_limit, options.tpot_limit)
-    counted = since(before, server.metrics())
+    counted = since(counters(before), counters(server.metrics()))
     found["cache"] = {"peak_usage": peak, "prefix_hit_share": counted.pop("prefix_hit_share")}
     if not found["completed"]:
         raise ServerFailed("no request was answered")

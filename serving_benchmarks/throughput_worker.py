@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from serving_benchmarks import engines, kernel_times, latency, memory
-from serving_benchmarks.engines import Counters, MeasuredEngine
+from serving_benchmarks.counters import since
+from serving_benchmarks.engines import MeasuredEngine
 from serving_benchmarks.in_flight import Round, run
 from serving_benchmarks.timing import Timing
 from serving_benchmarks.workloads import Workload, prompts_in_waves
@@ -104,20 +105,6 @@ def entry(rounds: list[Round]) -> dict[str, Any]:
         "requests": {"round": [i for i in range(len(rounds)) for _ in range(count)], **requests},
         "latency": latency.summaries(requests),
         "peak_usage": max(usages, default=None),
-    }
-
-
-def since(before: Counters, after: Counters) -> dict[str, Any]:
-    """What was counted in between."""
-
-    def more(name: str) -> int | None:
-        values = getattr(before, name), getattr(after, name)
-        return None if None in values else values[1] - values[0]
-
-    looked_up, hits = more("looked_up_tokens"), more("hit_tokens")
-    return {
-        "preemptions": more("preemptions"),
-        "prefix_hit_share": hits / looked_up if looked_up and hits is not None else None,
     }
 
 
