@@ -23,6 +23,7 @@ void convert_indices(const ConvertProblem& problem, void* stream);
 void portable_attention(const AttentionProblem& problem, void* stream);
 void few_heads_attention(const AttentionProblem& problem, void* stream);
 void many_heads_attention(const AttentionProblem& problem, void* stream);
+void some_heads_attention(const AttentionProblem& problem, void* stream);
 void merge_cut_tokens(const AttentionProblem& problem, void* stream);
 
 // Rows that a plan should have for a GPU of this compute capability (its major number).

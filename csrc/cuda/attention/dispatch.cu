@@ -78,7 +78,10 @@ void sparse_attention(const AttentionProblem& p, void* stream) {
     case Kernel::few_heads:
       return few_heads_attention(p, stream);  // merges what the plan cut itself
     case Kernel::many_heads:
-      many_heads_attention(p, stream);
+      if (p.heads <= 32 && p.lists[0].cache.format.code == Code::e4m3)
+        some_heads_attention(p, stream);
+      else
+        many_heads_attention(p, stream);
       break;
 #endif
     default:

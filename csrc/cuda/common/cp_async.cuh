@@ -13,6 +13,12 @@ __device__ __forceinline__ void copy_16_or_zero(uint32_t to_shared, const void* 
                : "memory");
 }
 
+// 4 bytes likewise, but through the first-level cache: nothing else is that small.
+__device__ __forceinline__ void copy_4_or_zero(uint32_t to_shared, const void* from, bool held) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to_shared), "l"(from), "r"(held ? 4 : 0)
+               : "memory");
+}
+
 // The thread arrives at a barrier when all copies that it has begun are there.
 __device__ __forceinline__ void arrive_when_copied(uint64_t& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");

@@ -26,7 +26,11 @@ __device__ __forceinline__ uint64_t describe_atoms(uint32_t shared_address, uint
 // the sums are read or the factors overwritten.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// All but the last kUnderWay batches.
+template <int kUnderWay = 0>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kUnderWay) : "memory");
+}
 
 // Tells the compiler that sums change here, so that it reads none of them before a wait.
 template <int kCount>
@@ -79,6 +83,25 @@ __device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64
     MLA_MULTIPLY("64", "bf16", MLA_32_SUMS(0), MLA_SUM_NUMBERS_32, "%32", "%33", "%34", "%35", "%36");
 }
 #undef MLA_MULTIPLY
+
+// The same for 64 x 32 and 32 x 64 numbers of e4m3. Their rows are always along the sum; 32 of them are 32 bytes, like
+// 16 of 16 bits.
+__device__ __forceinline__ void multiply_codes(float (&sum)[32], uint64_t a, uint64_t b, bool add) {
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
+               MLA_SUM_NUMBERS_32 "}, %32, %33, add, 1, 1;\n}"
+               : MLA_32_SUMS(0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+
+// sum += a b in f16 for n = 32, with a lane's four pairs of numbers of its rows: of row lane / 4 and the one 8 below it,
+// columns 2 * (lane % 4) and the next, then both once more for columns 8 further on. They stay as they are until the
+// product is waited for. Rows of b are along the sum.
+__device__ __forceinline__ void multiply_rows(float (&sum)[16], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" MLA_SUM_NUMBERS_16
+               "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+               : MLA_16_SUMS(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
 
 // sum += a b for n = 128: 64 sums a lane, from sum[kFirst] on. `a` is a description as above, of rows along the sum, or
 // the lane's four pairs of numbers of its rows: of row lane / 4 and the one 8 below it, columns 2 * (lane % 4) and the

@@ -1,0 +1,87 @@
+// Queries of one token into shared memory as pairs of e4m3 numbers.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/sm90/queries.cuh"
+#include "cuda/common/e4m3.cuh"
+
+namespace mla::cuda::sm90 {
+
+// Two bf16 numbers times a factor, and what e4m3 leaves of them, as e4m3 too. Numbers of a magnitude from 2^-2 to 2^8
+// are the sum of the two, smaller ones are off by 2^-10 at most: e4m3 has four bits, bf16 has eight.
+struct CodePair {
+  uint32_t high, low;  // two codes each
+
+  __device__ __forceinline__ CodePair(uint32_t pair, float factor) {
+    const float first = __uint_as_float(pair << 16) * factor, second = __uint_as_float(pair & 0xffff0000u) * factor;
+    high = to_e4m3x2(first, second);
+    float first_high, second_high;
+    asm("{\n"
+        ".reg .b16 codes, first, second;\n"
+        ".reg .b32 both;\n"
+        "cvt.u16.u32 codes, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 both, codes;\n"
+        "mov.b32 {first, second}, both;\n"
+        "cvt.f32.f16 %0, first;\n"
+        "cvt.f32.f16 %1, second;\n"
+        "}"
+        : "=f"(first_high), "=f"(second_high)
+        : "r"(high));
+    low = to_e4m3x2(first - first_high, second - second_high);
+  }
+};
+
+// kWarps warps load a token's heads, kHeads of them, eight a warp's rows: heads 8 * i and on as rows 16 * i and on of q,
+// and what e4m3 leaves of them as the eight rows after these. Rope is bf16, and zero in those. There are zeros beyond the
+// problem's heads. Each head is divided by a power of two that brings its largest latent number to 2^7 to 2^8; q_scale
+// puts that right, and brings scores to base 2.
+template <int kWarps, typename Shared>
+__device__ __forceinline__ void load_query_codes(const AttentionProblem& p, Shared& s, int64_t token, int head_begin,
+                                                 int warp, int lane) {
+  constexpr int kAtOnce = 4, kHeads = sizeof(s.q_scale) / sizeof(float);
+#pragma unroll 1
+  for (int first = warp * kAtOnce; first < kHeads; first += kWarps * kAtOnce) {
+    uint4 latent[kAtOnce][2], rope[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int head = head_begin + first + i;
+      latent[i][0] = latent[i][1] = rope[i] = {};
+      if (head < p.heads) {
+        const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
+        latent[i][0] = nope[lane], latent[i][1] = nope[lane + 32];
+        if (lane < 8)
+          rope[i] = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int own = first + i, row = own / 8 * 16 + own % 8;
+      uint32_t largest = 0;
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        for (const uint32_t pair : {latent[i][j].x, latent[i][j].y, latent[i][j].z, latent[i][j].w})
+          largest = larger_magnitude(pair, largest);
+      const uint32_t biased = __reduce_max_sync(~0u, largest) >> 7, exponent = max(biased, 8u);
+      // an infinity among them would become a number: let it be NaN
+      const float factor = biased == 255 ? NAN : __uint_as_float((261 - exponent) << 23);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const CodePair x(latent[i][j].x, factor), y(latent[i][j].y, factor), z(latent[i][j].z, factor),
+            w(latent[i][j].w, factor);
+        const int group = lane / 16 + 2 * j, piece = lane % 16 / 2;
+        uint8_t* at = s.q[group] + row * kRowBytes + (piece ^ (row & 7)) * kPieceBytes + lane % 2 * 8;
+        *reinterpret_cast<uint2*>(at) = {x.high | y.high << 16, z.high | w.high << 16};
+        *reinterpret_cast<uint2*>(at + 8 * kRowBytes) = {x.low | y.low << 16, z.low | w.low << 16};
+      }
+      if (lane < 8) {
+        uint8_t* at = s.q_rope + row * kRowBytes + (lane ^ (row & 7)) * kPieceBytes;
+        *reinterpret_cast<uint4*>(at) = scaled_piece(rope[i], factor, false);
+        *reinterpret_cast<uint4*>(at + 8 * kRowBytes) = {};
+      }
+      if (lane == 0) s.q_scale[own] = p.scale * kLog2E * __uint_as_float((exponent - 7) << 23);
+    }
+  }
+}
+
+}  // namespace mla::cuda::sm90
