@@ -1,0 +1,214 @@
+// The best of each token's scores, by rising position: a block a token.
+//
+// Scores become integers of the same order. Histograms of their upper 11 bits, of the next 11 among those that share
+// the upper ones with the last to be chosen, and of the rest find that last one exactly. Then one walk over the
+// positions, with a scan over the block, gives each chosen one its place. Threads keep the first scores in registers,
+// all of a row that is not longer than the variant is made for; what is beyond comes from the cache again each time.
+#include <algorithm>
+
+#include "cuda/common/launch.h"
+#include "cuda/common/scan.cuh"
+#include "cuda/common/vector.cuh"
+#include "cuda/ops.h"
+#include "mla/number.h"
+
+namespace mla::cuda {
+namespace {
+
+constexpr int kBinBits = 11, kBins = 1 << kBinBits;
+constexpr int kPiece = 4;  // neighbouring scores that a thread reads at once
+
+struct Problem : SelectTopProblem {
+  bool aligned;  // the rows of scores, to pieces
+};
+
+// NaN above all, both zeros the same. 0 is what can't be chosen: -inf.
+__device__ __forceinline__ uint32_t ordered(float score) {
+  const uint32_t bits = float_bits(score + 0.0f);
+  if (score != score) return ~0u;
+  if (score == -INFINITY) return 0;
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+template <int kThreads, int kHeld>
+struct Selector {
+  static_assert(kThreads <= kBins && kThreads * kPiece < 1 << 16, "counts of a round have 16 bits");
+
+  struct Shared {
+    uint32_t bins[kBins];
+    uint32_t warps[2][kMaxWarps];  // for scans in turn
+    uint32_t bin, above, count;    // where the last to be chosen is, how many are above that bin, how many in it
+  };
+
+  const Problem& p;
+  Shared& s;
+  const float* scores;
+  int32_t* chosen;
+  int32_t length;
+  int turn = 0;
+  uint32_t held[kHeld][kPiece];
+
+  // Pieces are dealt out to threads in rounds. What is beyond the length can't be chosen.
+  __device__ void load(int64_t round, uint32_t (&keys)[kPiece]) const {
+    const int64_t first = (round * kThreads + threadIdx.x) * kPiece;
+    float four[kPiece];
+    if (p.aligned && first + kPiece <= length) {
+      const float4 vector = *reinterpret_cast<const float4*>(scores + first);
+      four[0] = vector.x, four[1] = vector.y, four[2] = vector.z, four[3] = vector.w;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) four[i] = first + i < length ? scores[first + i] : -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) keys[i] = ordered(four[i]);
+  }
+
+  // Calls visit(round, keys) for one round after the other until it returns false, which it does for all threads.
+  template <typename Visit>
+  __device__ __forceinline__ void each_round(Visit visit) const {
+    constexpr int64_t kRound = kThreads * kPiece;
+#pragma unroll
+    for (int round = 0; round < kHeld; ++round)
+      if (round * kRound >= length || !visit(round, held[round])) return;
+#pragma unroll 1
+    for (int64_t round = kHeld; round * kRound < length; ++round) {
+      uint32_t keys[kPiece];
+      load(round, keys);
+      if (!visit(round, keys)) return;
+    }
+  }
+
+  // Counts the keys whose bits from `shift + kBinBits` on are `prefix` by their next bits, and finds the bin with the
+  // `wanted`th largest of them: s.bin, s.above and s.count. Returns how many there are.
+  __device__ uint32_t find_bin(uint32_t prefix, int shift, int bits, uint32_t wanted) {
+    const uint32_t bins = 1u << bits;
+    for (uint32_t bin = threadIdx.x; bin < bins; bin += kThreads) s.bins[bin] = 0;
+    __syncthreads();
+    each_round([&](int64_t, const uint32_t (&keys)[kPiece]) {
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i)
+        if (keys[i] != 0 && uint64_t{keys[i]} >> (shift + bits) == prefix)
+          atomicAdd(&s.bins[keys[i] >> shift & (bins - 1)], 1u);
+      return true;
+    });
+    __syncthreads();
+    // a thread has some neighbouring bins, the first thread the uppermost
+    const int own_bins = (bins + kThreads - 1) / kThreads, uppermost = bins - 1 - threadIdx.x * own_bins;
+    uint32_t own = 0;
+    for (int i = 0; i < own_bins && uppermost - i >= 0; ++i) own += s.bins[uppermost - i];
+    uint32_t all;
+    uint32_t above = exclusive_sum(own, all, s.warps[turn]);
+    turn ^= 1;
+    if (above < wanted && wanted <= above + own) {
+      int bin = uppermost;
+      for (; above + s.bins[bin] < wanted; --bin) above += s.bins[bin];
+      s.bin = bin, s.above = above, s.count = s.bins[bin];
+    }
+    __syncthreads();
+    return all;
+  }
+
+  __device__ void fill(int32_t from) {
+    for (int32_t i = from + static_cast<int32_t>(threadIdx.x); i < p.topk; i += kThreads) chosen[i] = -1;
+  }
+
+  __device__ void run() {
+    if (length <= p.topk) {
+      for (int32_t i = threadIdx.x; i < length; i += kThreads) chosen[i] = i;
+      fill(length);
+      return;
+    }
+    if (p.topk <= 0) return;
+#pragma unroll
+    for (int round = 0; round < kHeld; ++round) load(round, held[round]);
+
+    // Chosen are all keys whose bits from `shift` on are above `last`, and the first `ties` of those where they are it.
+    uint32_t last = 0, ties = p.topk;
+    int32_t kept = p.topk;
+    int shift = 32;
+    while (shift > 0) {
+      const int bits = min(kBinBits, shift);
+      shift -= bits;
+      const uint32_t all = find_bin(last, shift, bits, ties);
+      if (all < ties) {  // in the first round: too few that can be chosen, so they all are
+        kept = static_cast<int32_t>(all);
+        last = ties = shift = 0;
+        break;
+      }
+      last = last << bits | s.bin;
+      ties -= s.above;
+      if (s.count == ties) break;  // all of the bin
+      __syncthreads();             // before s.bin is written again
+    }
+
+    uint32_t above = 0, equal = 0;  // in the rounds so far
+    each_round([&](int64_t round, const uint32_t (&keys)[kPiece]) {
+      uint32_t own = 0;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) own += (keys[i] >> shift > last) + ((keys[i] >> shift == last) << 16);
+      uint32_t all;
+      const uint32_t before = exclusive_sum(own, all, s.warps[turn]);
+      turn ^= 1;
+      uint32_t own_above = above + (before & 0xffff), own_equal = equal + (before >> 16);
+      const int64_t first = (round * kThreads + threadIdx.x) * kPiece;
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) {
+        const bool is_above = keys[i] >> shift > last, is_equal = keys[i] >> shift == last;
+        if (is_above || (is_equal && own_equal < ties))
+          chosen[own_above + min(own_equal, ties)] = static_cast<int32_t>(first) + i;
+        own_above += is_above, own_equal += is_equal;
+      }
+      above += all & 0xffff, equal += all >> 16;
+      return above + min(equal, ties) < static_cast<uint32_t>(kept);
+    });
+    fill(kept);
+  }
+};
+
+// kThreads and how many pieces of four scores each keeps.
+template <int kThreads, int kHeld>
+__global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant__ Problem p) {
+  using Own = Selector<kThreads, kHeld>;
+  __shared__ typename Own::Shared s;
+  const int64_t token = blockIdx.x;
+  const int32_t length = min(max(p.length[token], 0), p.positions);
+  Own{p, s, p.scores + token * p.score_token, p.chosen + token * p.chosen_token, length}.run();
+}
+
+struct Variant {
+  void (*kernel)(Problem);
+  int threads, held;
+
+  int64_t positions() const { return int64_t{threads} * held * kPiece; }
+};
+
+template <int kThreads, int kHeld>
+constexpr Variant variant() {
+  return {select_kernel<kThreads, kHeld>, kThreads, kHeld};
+}
+
+constexpr Variant kVariants[] = {variant<256, 4>(), variant<512, 8>(), variant<1024, 8>()};
+
+}  // namespace
+
+void select_top(const SelectTopProblem& p, void* stream) {
+  if (p.tokens == 0) return;
+  const Variant* chosen = kVariants;
+  while (chosen < std::end(kVariants) - 1 && chosen->positions() < p.positions) ++chosen;
+  launch(chosen->kernel, p.tokens, chosen->threads, 0, stream, "select_top",
+         Problem{p, aligned16(p.scores, p.score_token * 4)});
+}
+
+KernelList select_top_kernels() {
+  const auto entry = [](const char* name, const Variant& v) {
+    return KernelEntry{name, reinterpret_cast<const void*>(v.kernel), v.threads, 0};
+  };
+  static const KernelEntry entries[] = {
+      entry("select_top, up to 4096 positions", kVariants[0]),
+      entry("select_top, up to 16384 positions", kVariants[1]),
+      entry("select_top, more positions", kVariants[2]),
+  };
+  return {entries, sizeof(entries) / sizeof(entries[0])};
+}
+
+}  // namespace mla::cuda
