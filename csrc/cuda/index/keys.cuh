@@ -2,7 +2,7 @@
 //
 // A strip is 16 keys, a warp's. A lane asks for its own part of two of them, 16 bytes at a time, by cp.async into a
 // ring in shared memory, and nobody but this lane reads that: no barrier is needed until the copies of the lane itself
-// have arrived. The part is just what the lane holds of the factor, in the order of dims that `dim_of` says.
+// have arrived. The part is just what the lane holds of the factor, in the order of dims that `place_of` says.
 //
 // e4m3 becomes f16 without its scale, which is exact. bf16 becomes f16 divided by a power of two for each key, so that
 // its largest number is 2^14 to 2^15: what is above 2^-31 of that is exact. Score times scale, or times the power of
@@ -14,6 +14,7 @@
 
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/e4m3.cuh"
+#include "cuda/common/vector.cuh"
 #include "cuda/index/queries.cuh"
 
 namespace mla::cuda::index {
@@ -38,8 +39,8 @@ struct KeyRing {
   Stage stages[kStages];
 };
 
-// A warp's way through strips of one request that are kUnit keys apart.
-template <bool kCodes>
+// A warp's way through strips of one request that are kUnit keys apart. kAligned: blocks are, to 16 bytes.
+template <bool kCodes, bool kAligned>
 struct KeyReader {
   using Ring = KeyRing<kCodes>;
   static constexpr int kTokenBytes = kCodes ? kIndexDim : 2 * kIndexDim;
@@ -85,7 +86,7 @@ struct KeyReader {
       const uint8_t* block = p.cache.data + (there ? blocks[side] * p.cache.block_stride : 0);
       const uint8_t* from = block + (there ? int64_t{within} * kTokenBytes + lane % 4 * 16 : 0);
       const uint8_t* scale = block + (there ? p.cache.block_size * kTokenBytes + int64_t{within} * 4 : 0);
-      if (p.keys_aligned) {
+      if constexpr (kAligned) {
 #pragma unroll
         for (int i = 0; i < Ring::kPieces; ++i)
           copy_16_or_zero(shared_address(&to.pieces[side][i][lane]), from + 64 * i, there);

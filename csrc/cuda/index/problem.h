@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "cuda/common/divide.h"
-#include "cuda/common/vector.cuh"
 #include "mla/index.h"
 
 namespace mla::cuda::index {
@@ -20,16 +19,12 @@ constexpr int kRowTiles = 4;            // of 16 heads, whose queries a warp kee
 
 struct Problem : IndexScoresProblem {
   PositionDivisor place_of;
-  bool queries_aligned, keys_aligned;  // to the pieces that they are read in
+  bool queries_aligned;  // to the four numbers that a lane reads
 
   explicit Problem(const IndexScoresProblem& p) : IndexScoresProblem(p), place_of(p.cache.block_size) {
-    const int64_t number = p.queries_fp32 ? 4 : 2;
-    queries_aligned = (reinterpret_cast<uintptr_t>(p.queries) | static_cast<uintptr_t>(p.query_token * number) |
-                       static_cast<uintptr_t>(p.query_head * number)) %
-                          (4 * number) ==
-                      0;
-    // the scales' place in a block is a multiple of 128 bytes
-    keys_aligned = aligned16(p.cache.data, p.cache.block_stride);
+    const uintptr_t number = p.queries_fp32 ? 4 : 2;
+    const auto starts = reinterpret_cast<uintptr_t>(p.queries) | p.query_token * number | p.query_head * number;
+    queries_aligned = starts % (4 * number) == 0;
   }
 
   MLA_HOST_DEVICE int32_t length_of(int64_t token) const {

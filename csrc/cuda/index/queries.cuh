@@ -5,7 +5,7 @@
 // of the row's largest is exact. The power of two multiplies the head's weight instead.
 //
 // The order of dims in the sum is free as long as both factors have the same one. A lane's part of a key is what it can
-// read in pieces of 16 bytes, and the queries follow: `dim_of`.
+// read in pieces of 16 bytes, and the queries follow: `place_of`.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,10 @@
 
 namespace mla::cuda::index {
 
-// 8 bytes longer than its numbers, so that the eight rows that are read at once lie in different banks.
-constexpr int kQueryRow = kIndexDim + 4;
+// 16 bytes longer than its numbers, so that the eight rows of an ldmatrix tile lie in different banks.
+struct QueryRow {
+  alignas(16) uint16_t numbers[kIndexDim + 8];  // in the order of the sum
+};
 
 // What rows of a factor become: multiplied by a power of two, and what that takes from them.
 struct Balance {
@@ -31,54 +33,59 @@ struct Balance {
   }
 };
 
-// The first of the four neighbouring dims that a lane has of a step, in a sum over keys whose values have so many
-// bytes.
+// Where in the sum four neighbouring dims stand, 4 * `four` and so on: the first two here, the others 8 places further.
 template <bool kCodes>
-__device__ __forceinline__ int dim_of(int step, int lane) {
-  constexpr int kPieceDims = kCodes ? 16 : 8, kPieceSteps = kPieceDims / 4;
-  return step / kPieceSteps * 4 * kPieceDims + lane % 4 * kPieceDims + step % kPieceSteps * 4;
+__device__ __forceinline__ int place_of(int four) {
+  constexpr int kPieceSteps = kCodes ? 4 : 2;  // a lane's piece of a key serves so many steps, a lane has every fourth
+  const int step = four / (4 * kPieceSteps) * kPieceSteps + four % kPieceSteps, owner = four / kPieceSteps % 4;
+  return 16 * step + 2 * owner;
 }
-
-struct alignas(8) QueryRow {
-  uint16_t numbers[kQueryRow];
-};
-static_assert(sizeof(QueryRow) == 2 * kQueryRow);
 
 // One warp brings kRows heads, from `head` on and so far apart, of a token to shared memory; beyond the last head they
 // are zeros. `weights` gets each head's weight, times what its queries were divided by.
-template <int kRows>
+template <bool kCodes, int kRows>
 __device__ __forceinline__ void stage_queries(const Problem& p, int64_t token, int head, int apart, QueryRow* rows,
                                               float* weights) {
   const int lane = threadIdx.x % 32;
+  const int64_t first = token * p.query_token + 4 * lane;
   float numbers[kRows][4], weight[kRows];
+  const auto load_rows = [&](auto load) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const int own = head + i * apart;
-    weight[i] = own < p.heads ? p.weights[token * p.weight_token + own] : 0.0f;
-    const int64_t at = token * p.query_token + own * p.query_head + 4 * lane;
+    for (int i = 0; i < kRows; ++i) {
+      const int own = head + i * apart;
+      weight[i] = 0.0f;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) numbers[i][j] = 0.0f;
-    if (own >= p.heads) continue;
-    if (p.queries_fp32) {
-      const float* from = static_cast<const float*>(p.queries) + at;
-      if (p.queries_aligned) {
-        const float4 four = *reinterpret_cast<const float4*>(from);
-        numbers[i][0] = four.x, numbers[i][1] = four.y, numbers[i][2] = four.z, numbers[i][3] = four.w;
-      } else {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) numbers[i][j] = from[j];
-      }
-    } else {
-      const uint16_t* from = static_cast<const uint16_t*>(p.queries) + at;
-      if (p.queries_aligned) {
-        const uint2 four = *reinterpret_cast<const uint2*>(from);
-        numbers[i][0] = bits_float(four.x << 16), numbers[i][1] = bits_float(four.x & 0xffff0000u);
-        numbers[i][2] = bits_float(four.y << 16), numbers[i][3] = bits_float(four.y & 0xffff0000u);
-      } else {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) numbers[i][j] = bf16_to_float(from[j]);
-      }
+      for (int j = 0; j < 4; ++j) numbers[i][j] = 0.0f;
+      if (own >= p.heads) continue;
+      weight[i] = p.weights[token * p.weight_token + own];
+      load(first + own * p.query_head, numbers[i]);
     }
+  };
+  if (p.queries_fp32) {
+    const float* queries = static_cast<const float*>(p.queries);
+    if (p.queries_aligned)
+      load_rows([&](int64_t at, float (&to)[4]) {
+        const float4 four = *reinterpret_cast<const float4*>(queries + at);
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+      });
+    else
+      load_rows([&](int64_t at, float (&to)[4]) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) to[j] = queries[at + j];
+      });
+  } else {
+    const uint16_t* queries = static_cast<const uint16_t*>(p.queries);
+    if (p.queries_aligned)
+      load_rows([&](int64_t at, float (&to)[4]) {
+        const uint2 four = *reinterpret_cast<const uint2*>(queries + at);
+        to[0] = bits_float(four.x << 16), to[1] = bits_float(four.x & 0xffff0000u);
+        to[2] = bits_float(four.y << 16), to[3] = bits_float(four.y & 0xffff0000u);
+      });
+    else
+      load_rows([&](int64_t at, float (&to)[4]) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) to[j] = bf16_to_float(queries[at + j]);
+      });
   }
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
@@ -87,25 +94,21 @@ __device__ __forceinline__ void stage_queries(const Problem& p, int64_t token, i
     for (int j = 0; j < 4; ++j) largest = max(largest, float_bits(numbers[i][j]) & 0x7fffffffu);
     const Balance balance(__reduce_max_sync(~0u, largest) >> 23);
     const float m = balance.multiplier;
-    *reinterpret_cast<uint2*>(&rows[i * apart].numbers[4 * lane]) = {pack_f16(numbers[i][0] * m, numbers[i][1] * m),
-                                                                     pack_f16(numbers[i][2] * m, numbers[i][3] * m)};
+    uint16_t* to = rows[i * apart].numbers + place_of<kCodes>(lane);
+    *reinterpret_cast<uint32_t*>(to) = pack_f16(numbers[i][0] * m, numbers[i][1] * m);
+    *reinterpret_cast<uint32_t*>(to + 8) = pack_f16(numbers[i][2] * m, numbers[i][3] * m);
     if (lane == 0) weights[i * apart] = weight[i] * balance.factor;
   }
 }
 
 // A lane's part of 16 rows, for all steps, and its two rows' weights.
-template <bool kCodes>
 __device__ __forceinline__ void load_queries(const QueryRow* rows, const float* weights, uint32_t (&a)[kSteps][4],
                                              float (&weight)[2]) {
-  const int lane = threadIdx.x % 32, row = lane / 4;
+  const int lane = threadIdx.x % 32;
+  const auto address = shared_address(rows[lane % 16].numbers + 8 * (lane / 16));
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int dim = dim_of<kCodes>(step, lane);
-    const uint2 upper = *reinterpret_cast<const uint2*>(&rows[row].numbers[dim]);
-    const uint2 lower = *reinterpret_cast<const uint2*>(&rows[row + 8].numbers[dim]);
-    a[step][0] = upper.x, a[step][1] = lower.x, a[step][2] = upper.y, a[step][3] = lower.y;
-  }
-  weight[0] = weights[row], weight[1] = weights[row + 8];
+  for (int step = 0; step < kSteps; ++step) load_tiles(a[step], address + 32 * step);
+  weight[0] = weights[lane / 4], weight[1] = weights[lane / 4 + 8];
 }
 
 }  // namespace mla::cuda::index

@@ -36,7 +36,7 @@ struct Shared {
 };
 
 // kTokenTiles: tiles of 16 heads that a token has in one pass. kPasses: how often, 1 or 2.
-template <bool kCodes, int kTokenTiles, int kPasses>
+template <bool kCodes, int kTokenTiles, int kPasses, bool kAligned>
 struct Scorer {
   static constexpr int kWarpTokens = kRowTiles / kTokenTiles;  // of a warp, where keys are shared
   static constexpr int kGroup = kPasses > 1 ? 1 : kWarps * kWarpTokens;
@@ -119,13 +119,13 @@ struct Scorer {
   __device__ void score_token(int64_t token, int32_t begin, int32_t end) {
     const int32_t length = p.length_of(token);
     const int32_t first = begin * kUnit + warp * kStrip, stop = min(int64_t{end} * kUnit, int64_t{length});
-    KeyReader<kCodes> reader(p, s.ring[warp], p.request[token], stop);
+    KeyReader<kCodes, kAligned> reader(p, s.ring[warp], p.request[token], stop);
     reader.begin(first, stop);
 
     __syncthreads();  // all are finished with the queries or keys before
-#pragma unroll
+#pragma unroll 1
     for (int row = 0; row < kTokenRows; row += 8 * kWarps)
-      stage_queries<8>(p, token, row + warp, kWarps, s.queries + row + warp, s.weight + row + warp);
+      stage_queries<kCodes, 8>(p, token, row + warp, kWarps, s.queries + row + warp, s.weight + row + warp);
     __syncthreads();
 
     Rows rows;
@@ -133,7 +133,7 @@ struct Scorer {
 #pragma unroll
       for (int tile = 0; tile < kTokenTiles; ++tile) {
         const int row = 16 * (pass * kTokenTiles + tile);
-        load_queries<kCodes>(s.queries + row, s.weight + row, rows.a[tile], rows.weight[tile]);
+        load_queries(s.queries + row, s.weight + row, rows.a[tile], rows.weight[tile]);
       }
     };
     if constexpr (kPasses == 1) load_rows(0);
@@ -171,21 +171,23 @@ struct Scorer {
       longest = max(longest, length[i]);
     }
     const int32_t own = warp * kStrip, stop = min(int64_t{end} * kUnit, int64_t{group.longest});
-    KeyReader<kCodes> reader(p, s.ring[warp], p.request[group.first], stop);
+    KeyReader<kCodes, kAligned> reader(p, s.ring[warp], p.request[group.first], stop);
     reader.begin(begin * kUnit + own, stop);
 
     __syncthreads();  // all are finished with the queries or keys before
-    Rows rows;
+    Rows rows = {};   // loaded in a loop: without a first value they would occupy registers before it, too
     const int staged = 16 * warp;
-#pragma unroll
+#pragma unroll 1
     for (int tile = 0; tile < kRowTiles; ++tile) {
       const int64_t token = min(first_token + tile / kTokenTiles, p.tokens - 1);  // one too many is not stored
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        stage_queries<8>(p, token, tile % kTokenTiles * 16 + 8 * half, 1, s.queries + staged + 8 * half,
-                         s.weight + staged + 8 * half);
+#pragma unroll 1
+      for (int row = 0; row < 16; row += 8)
+        stage_queries<kCodes, 8>(p, token, tile % kTokenTiles * 16 + row, 1, s.queries + staged + row,
+                                 s.weight + staged + row);
       __syncwarp();
-      load_queries<kCodes>(s.queries + staged, s.weight + staged, rows.a[tile], rows.weight[tile]);
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i)  // registers have no index
+        if (i == tile) load_queries(s.queries + staged, s.weight + staged, rows.a[i], rows.weight[i]);
       __syncwarp();
     }
     __syncthreads();  // queries give their place to keys
@@ -265,10 +267,10 @@ struct Scorer {
   }
 };
 
-template <bool kCodes, int kTokenTiles, int kPasses>
+template <bool kCodes, int kTokenTiles, int kPasses, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) scores_kernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) uint8_t memory[];
-  Scorer<kCodes, kTokenTiles, kPasses>{p, *reinterpret_cast<Shared<kCodes, kPasses>*>(memory)}.run();
+  Scorer<kCodes, kTokenTiles, kPasses, kAligned>{p, *reinterpret_cast<Shared<kCodes, kPasses>*>(memory)}.run();
 }
 
 }  // namespace mla::cuda::index

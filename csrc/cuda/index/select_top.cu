@@ -32,10 +32,10 @@ __device__ __forceinline__ uint32_t ordered(float score) {
 
 template <int kThreads, int kHeld>
 struct Selector {
-  static_assert(kThreads <= kBins && kThreads * kPiece < 1 << 16, "counts of a round have 16 bits");
+  static_assert(kThreads <= kBins / 2 && kThreads * kPiece < 1 << 16, "counts of a round have 16 bits");
 
   struct Shared {
-    uint32_t bins[kBins];
+    alignas(16) uint32_t bins[kBins];
     uint32_t warps[2][kMaxWarps];  // for scans in turn
     uint32_t bin, above, count;    // where the last to be chosen is, how many are above that bin, how many in it
   };
@@ -78,31 +78,38 @@ struct Selector {
     }
   }
 
-  // Counts the keys whose bits from `shift + kBinBits` on are `prefix` by their next bits, and finds the bin with the
-  // `wanted`th largest of them: s.bin, s.above and s.count. Returns how many there are.
+  // Counts the keys whose bits from `shift + bits` on are `prefix` by their next `bits` bits, and finds the bin with
+  // the `wanted`th largest of them: s.bin, s.above and s.count. Returns how many there are.
   __device__ uint32_t find_bin(uint32_t prefix, int shift, int bits, uint32_t wanted) {
-    const uint32_t bins = 1u << bits;
-    for (uint32_t bin = threadIdx.x; bin < bins; bin += kThreads) s.bins[bin] = 0;
+    constexpr int kOwn = kBins / kThreads;
+    const uint32_t lowest_bits = (1u << bits) - 1;  // fewer in the last round, which leaves upper bins empty
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) s.bins[i * kThreads + threadIdx.x] = 0;
     __syncthreads();
     each_round([&](int64_t, const uint32_t (&keys)[kPiece]) {
 #pragma unroll
       for (int i = 0; i < kPiece; ++i)
         if (keys[i] != 0 && uint64_t{keys[i]} >> (shift + bits) == prefix)
-          atomicAdd(&s.bins[keys[i] >> shift & (bins - 1)], 1u);
+          atomicAdd(&s.bins[keys[i] >> shift & lowest_bits], 1u);
       return true;
     });
     __syncthreads();
-    // a thread has some neighbouring bins, the first thread the uppermost
-    const int own_bins = (bins + kThreads - 1) / kThreads, uppermost = bins - 1 - threadIdx.x * own_bins;
-    uint32_t own = 0;
-    for (int i = 0; i < own_bins && uppermost - i >= 0; ++i) own += s.bins[uppermost - i];
-    uint32_t all;
+    // a thread has kOwn neighbouring bins, the first thread the uppermost
+    const int lowest = kBins - (static_cast<int>(threadIdx.x) + 1) * kOwn;
+    struct alignas(kOwn < 4 ? 4 * kOwn : 16) Counts {
+      uint32_t of_bin[kOwn];
+    };
+    const Counts counts = *reinterpret_cast<const Counts*>(s.bins + lowest);
+    uint32_t own = 0, all;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) own += counts.of_bin[i];
     uint32_t above = exclusive_sum(own, all, s.warps[turn]);
     turn ^= 1;
-    if (above < wanted && wanted <= above + own) {
-      int bin = uppermost;
-      for (; above + s.bins[bin] < wanted; --bin) above += s.bins[bin];
-      s.bin = bin, s.above = above, s.count = s.bins[bin];
+#pragma unroll
+    for (int i = kOwn - 1; i >= 0; --i) {
+      const uint32_t count = counts.of_bin[i];
+      if (above < wanted && wanted <= above + count) s.bin = lowest + i, s.above = above, s.count = count;
+      above += count;
     }
     __syncthreads();
     return all;
@@ -126,6 +133,7 @@ struct Selector {
     uint32_t last = 0, ties = p.topk;
     int32_t kept = p.topk;
     int shift = 32;
+#pragma unroll 1
     while (shift > 0) {
       const int bits = min(kBinBits, shift);
       shift -= bits;
