@@ -39,7 +39,8 @@ struct KeyRing {
   Stage stages[kStages];
 };
 
-// A warp's way through strips of one request that are kUnit keys apart. kAligned: blocks are, to 16 bytes.
+// A warp's way through strips of one request that are kUnit keys apart. A strip is named by its first key's position,
+// without a sign, as strips behind the last one are asked about too. kAligned: blocks are, to 16 bytes.
 template <bool kCodes, bool kAligned>
 struct KeyReader {
   using Ring = KeyRing<kCodes>;
@@ -48,33 +49,30 @@ struct KeyReader {
   const Problem& p;
   Ring& ring;
   const int32_t* table;   // null if the request is none
-  int32_t end;            // of the keys that anybody wants
+  uint32_t end;           // of the keys that anybody wants
   int32_t ahead[kSides];  // the blocks of what will be asked for next
   uint32_t held = 0;      // kSides bits a stage: whether its keys are there
 
-  __device__ KeyReader(const Problem& p, Ring& ring, int32_t request, int32_t end)
+  __device__ KeyReader(const Problem& p, Ring& ring, int32_t request, uint32_t end)
       : p(p),
         ring(ring),
         table(request >= 0 && request < p.requests ? p.block_table + request * p.table_stride : nullptr),
         end(end) {}
 
-  __device__ static int32_t key_of(int32_t strip, int side) {
-    return strip + 8 * side + static_cast<int>(threadIdx.x) % 32 / 4;
-  }
+  __device__ static uint32_t key_of(uint32_t strip, int side) { return strip + 8 * side + threadIdx.x % 32 / 4; }
 
-  // The block of a lane's key; negative, as in the table, if there is none. `strip` is the first key's position.
-  __device__ int32_t block_of(int32_t strip, int side) const {
-    const int32_t key = key_of(strip, side);
-    const uint32_t place = p.place_of(key);
+  // The block of a lane's key; negative, as in the table, if there is none.
+  __device__ int32_t block_of(uint32_t strip, int side) const {
+    const uint32_t key = key_of(strip, side), place = p.place_of(key);
     return table && key < end && place < static_cast<uint32_t>(p.max_blocks) ? table[place] : -1;
   }
 
-  __device__ void find(int32_t strip, int32_t (&blocks)[kSides]) const {
+  __device__ void find(uint32_t strip, int32_t (&blocks)[kSides]) const {
 #pragma unroll
     for (int side = 0; side < kSides; ++side) blocks[side] = block_of(strip, side);
   }
 
-  __device__ void ask(int32_t strip, int stage, const int32_t (&blocks)[kSides]) {
+  __device__ void ask(uint32_t strip, int stage, const int32_t (&blocks)[kSides]) {
     const int lane = threadIdx.x % 32;
     typename Ring::Stage& to = ring.stages[stage];
     held &= ~(((1u << kSides) - 1) << kSides * stage);
@@ -108,7 +106,7 @@ struct KeyReader {
   }
 
   // Asks for the strips that begin at `strip` and every kUnit keys, before `stop`, as far as the ring goes.
-  __device__ void begin(int32_t strip, int32_t stop) {
+  __device__ void begin(uint32_t strip, uint32_t stop) {
     int32_t blocks[Ring::kStages][kSides];
 #pragma unroll
     for (int stage = 0; stage < Ring::kStages; ++stage) find(strip + stage * kUnit, blocks[stage]);
@@ -121,10 +119,10 @@ struct KeyReader {
   }
 
   // Waits for a strip, and asks for the one that will have its place in the ring.
-  __device__ void next(int32_t strip, int32_t stop, int stage, Strip& keys) {
+  __device__ void next(uint32_t strip, uint32_t stop, int stage, Strip& keys) {
     wait_for_copies<Ring::kStages - 1>();
     take(stage, keys);
-    const int32_t later = strip + Ring::kStages * kUnit;
+    const uint32_t later = strip + Ring::kStages * kUnit;
     if (later < stop) ask(later, stage, ahead);
     end_batch_of_copies();
     find(later + kUnit, ahead);

@@ -111,14 +111,14 @@ struct Scorer {
 
   __device__ int key_of_lane() const { return (lane & 8) + lane % 4 * 2 + lane / 16; }
 
-  __device__ void store(int64_t token, int32_t length, int32_t key, float sum, float factor) const {
+  __device__ void store(int64_t token, uint32_t length, uint32_t key, float sum, float factor) const {
     if (key < length) p.scores[token * p.score_token + key] = factor < 0.0f ? -INFINITY : __fmul_rn(sum, factor);
   }
 
   // Units begin <= i < end of one token's keys.
   __device__ void score_token(int64_t token, int32_t begin, int32_t end) {
-    const int32_t length = p.length_of(token);
-    const int32_t first = begin * kUnit + warp * kStrip, stop = min(int64_t{end} * kUnit, int64_t{length});
+    const uint32_t length = p.length_of(token), first = begin * uint32_t{kUnit} + warp * kStrip;
+    const uint32_t stop = min(end * uint32_t{kUnit}, length);
     KeyReader<kCodes, kAligned> reader(p, s.ring[warp], p.request[token], stop);
     reader.begin(first, stop);
 
@@ -140,7 +140,7 @@ struct Scorer {
 
     int stage = 0;
 #pragma unroll 1
-    for (int32_t strip = first; strip < stop; strip += kUnit) {
+    for (uint32_t strip = first; strip < stop; strip += kUnit) {
       Strip keys;
       reader.next(strip, stop, stage, keys);
       stage = (stage + 1) % KeyRing<kCodes>::kStages;
@@ -164,15 +164,15 @@ struct Scorer {
   // Units begin <= i < end of a group whose tokens share keys.
   __device__ void score_group(const Group<kGroup>& group, int32_t begin, int32_t end) {
     const int64_t first_token = group.first + warp * kWarpTokens;
-    int32_t length[kWarpTokens], longest = 0;
+    uint32_t length[kWarpTokens], longest = 0;
 #pragma unroll
     for (int i = 0; i < kWarpTokens; ++i) {
       length[i] = first_token + i < p.tokens ? p.length_of(first_token + i) : 0;
       longest = max(longest, length[i]);
     }
-    const int32_t own = warp * kStrip, stop = min(int64_t{end} * kUnit, int64_t{group.longest});
+    const uint32_t own = warp * kStrip, stop = min(end * uint32_t{kUnit}, static_cast<uint32_t>(group.longest));
     KeyReader<kCodes, kAligned> reader(p, s.ring[warp], p.request[group.first], stop);
-    reader.begin(begin * kUnit + own, stop);
+    reader.begin(begin * uint32_t{kUnit} + own, stop);
 
     __syncthreads();  // all are finished with the queries or keys before
     Rows rows = {};   // loaded in a loop: without a first value they would occupy registers before it, too
@@ -197,7 +197,7 @@ struct Scorer {
     for (int32_t unit = begin; unit < end; ++unit, turn ^= 1) {
       {
         Strip keys;
-        reader.next(unit * kUnit + own, stop, stage, keys);
+        reader.next(unit * uint32_t{kUnit} + own, stop, stage, keys);
         stage = (stage + 1) % KeyRing<kCodes>::kStages;
 #pragma unroll
         for (int side = 0; side < kSides; ++side) {
@@ -212,7 +212,7 @@ struct Scorer {
       __syncthreads();
 #pragma unroll 1
       for (int strip = 0; strip < kWarps; ++strip) {
-        const int32_t first = unit * kUnit + strip * kStrip;
+        const uint32_t first = unit * uint32_t{kUnit} + strip * kStrip;
         if (first >= longest) break;
         uint32_t b[kSides][2 * kSteps];
 #pragma unroll

@@ -116,12 +116,12 @@ struct Selector {
   }
 
   __device__ void fill(int32_t from) {
-    for (int32_t i = from + static_cast<int32_t>(threadIdx.x); i < p.topk; i += kThreads) chosen[i] = -1;
+    for (int64_t i = int64_t{from} + threadIdx.x; i < p.topk; i += kThreads) chosen[i] = -1;
   }
 
   __device__ void run() {
     if (length <= p.topk) {
-      for (int32_t i = threadIdx.x; i < length; i += kThreads) chosen[i] = i;
+      for (int64_t i = threadIdx.x; i < length; i += kThreads) chosen[i] = static_cast<int32_t>(i);
       fill(length);
       return;
     }
