@@ -2,8 +2,8 @@
 //
 // Scores become integers of the same order. Histograms of their upper 11 bits, of the next 11 among those that share
 // the upper ones with the last to be chosen, and of the rest find that last one exactly. Then one walk over the
-// positions, with a scan over the block, gives each chosen one its place. Threads keep the first scores in registers,
-// all of a row that is not longer than the variant is made for; what is beyond comes from the cache again each time.
+// positions, with a scan over the block, gives each chosen one its place. Threads keep a row in registers that is not
+// longer than the variant is made for; of a longer one they have a part at a time, again and again.
 #include <algorithm>
 
 #include "cuda/common/launch.h"
@@ -22,15 +22,17 @@ struct Problem : SelectTopProblem {
   bool aligned;  // the rows of scores, to pieces
 };
 
-// NaN above all, both zeros the same. 0 is what can't be chosen: -inf.
-__device__ __forceinline__ uint32_t ordered(float score) {
-  const uint32_t bits = float_bits(score + 0.0f);
-  if (score != score) return ~0u;
-  if (score == -INFINITY) return 0;
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+constexpr uint32_t kMinusInfinity = 0xff800000u;
+
+// A score's bits as an integer of the same order: NaN above all, both zeros the same. 0 is what can't be chosen: -inf.
+__device__ __forceinline__ uint32_t ordered(uint32_t bits) {
+  if (bits == kMinusInfinity) return 0;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return ~0u;
+  return bits >> 31 ? 0x80000000u - magnitude : 0x80000000u + magnitude;
 }
 
-template <int kThreads, int kHeld>
+template <int kThreads, int kRounds>
 struct Selector {
   static_assert(kThreads <= kBins / 2 && kThreads * kPiece < 1 << 16, "counts of a round have 16 bits");
 
@@ -46,35 +48,50 @@ struct Selector {
   int32_t* chosen;
   int32_t length;
   int turn = 0;
-  uint32_t held[kHeld][kPiece];
+  int32_t part = -1;  // that keys are of, which follow one another in rounds of pieces, a piece a thread
+  uint32_t keys[kRounds][kPiece];
 
-  // Pieces are dealt out to threads in rounds. What is beyond the length can't be chosen.
-  __device__ void load(int64_t round, uint32_t (&keys)[kPiece]) const {
-    const int64_t first = (round * kThreads + threadIdx.x) * kPiece;
-    float four[kPiece];
-    if (p.aligned && first + kPiece <= length) {
-      const float4 vector = *reinterpret_cast<const float4*>(scores + first);
-      four[0] = vector.x, four[1] = vector.y, four[2] = vector.z, four[3] = vector.w;
-    } else {
+  static constexpr uint32_t kRound = kThreads * kPiece, kPart = kRounds * kRound;  // scores
+
+  // Positions have no sign, as the piece just past the last one may begin at 2^31.
+  __device__ uint32_t first_of_piece() const { return part * kPart + threadIdx.x * kPiece; }
+
+  // What is beyond the length can't be chosen.
+  __device__ void load() {
+    const uint32_t end = length, begin = first_of_piece();
+    const float* from = scores + begin;
 #pragma unroll
-      for (int i = 0; i < kPiece; ++i) four[i] = first + i < length ? scores[first + i] : -INFINITY;
+    for (int round = 0; round < kRounds; ++round) {
+      const uint32_t first = begin + round * kRound;
+      if (p.aligned && first + kPiece <= end) {
+        const uint4 vector = *reinterpret_cast<const uint4*>(from + round * kRound);
+        keys[round][0] = vector.x, keys[round][1] = vector.y, keys[round][2] = vector.z, keys[round][3] = vector.w;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kPiece; ++i)
+          keys[round][i] = first + i < end ? float_bits(from[round * kRound + i]) : kMinusInfinity;
+      }
     }
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) keys[i] = ordered(four[i]);
+    for (int round = 0; round < kRounds; ++round)
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i) keys[round][i] = ordered(keys[round][i]);
   }
 
-  // Calls visit(round, keys) for one round after the other until it returns false, which it does for all threads.
+  // Calls visit(first position, keys) for a thread's pieces in their order until it returns false, which it does for
+  // all threads.
   template <typename Visit>
-  __device__ __forceinline__ void each_round(Visit visit) const {
-    constexpr int64_t kRound = kThreads * kPiece;
-#pragma unroll
-    for (int round = 0; round < kHeld; ++round)
-      if (round * kRound >= length || !visit(round, held[round])) return;
+  __device__ __forceinline__ void each_piece(Visit visit) {
+    const uint32_t end = length;
 #pragma unroll 1
-    for (int64_t round = kHeld; round * kRound < length; ++round) {
-      uint32_t keys[kPiece];
-      load(round, keys);
-      if (!visit(round, keys)) return;
+    for (int32_t next = 0; next * kPart < end; ++next) {
+      if (next != part) {
+        part = next;
+        load();
+      }
+#pragma unroll
+      for (int round = 0; round < kRounds; ++round)
+        if (next * kPart + round * kRound >= end || !visit(first_of_piece() + round * kRound, keys[round])) return;
     }
   }
 
@@ -86,7 +103,7 @@ struct Selector {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) s.bins[i * kThreads + threadIdx.x] = 0;
     __syncthreads();
-    each_round([&](int64_t, const uint32_t (&keys)[kPiece]) {
+    each_piece([&](uint32_t, const uint32_t (&keys)[kPiece]) {
 #pragma unroll
       for (int i = 0; i < kPiece; ++i)
         if (keys[i] != 0 && uint64_t{keys[i]} >> (shift + bits) == prefix)
@@ -126,9 +143,6 @@ struct Selector {
       return;
     }
     if (p.topk <= 0) return;
-#pragma unroll
-    for (int round = 0; round < kHeld; ++round) load(round, held[round]);
-
     // Chosen are all keys whose bits from `shift` on are above `last`, and the first `ties` of those where they are it.
     uint32_t last = 0, ties = p.topk;
     int32_t kept = p.topk;
@@ -150,7 +164,7 @@ struct Selector {
     }
 
     uint32_t above = 0, equal = 0;  // in the rounds so far
-    each_round([&](int64_t round, const uint32_t (&keys)[kPiece]) {
+    each_piece([&](uint32_t first, const uint32_t (&keys)[kPiece]) {
       uint32_t own = 0;
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) own += (keys[i] >> shift > last) + ((keys[i] >> shift == last) << 16);
@@ -158,12 +172,11 @@ struct Selector {
       const uint32_t before = exclusive_sum(own, all, s.warps[turn]);
       turn ^= 1;
       uint32_t own_above = above + (before & 0xffff), own_equal = equal + (before >> 16);
-      const int64_t first = (round * kThreads + threadIdx.x) * kPiece;
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) {
         const bool is_above = keys[i] >> shift > last, is_equal = keys[i] >> shift == last;
         if (is_above || (is_equal && own_equal < ties))
-          chosen[own_above + min(own_equal, ties)] = static_cast<int32_t>(first) + i;
+          chosen[own_above + min(own_equal, ties)] = static_cast<int32_t>(first + i);
         own_above += is_above, own_equal += is_equal;
       }
       above += all & 0xffff, equal += all >> 16;
@@ -173,10 +186,10 @@ struct Selector {
   }
 };
 
-// kThreads and how many pieces of four scores each keeps.
-template <int kThreads, int kHeld>
-__global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant__ Problem p) {
-  using Own = Selector<kThreads, kHeld>;
+// Threads, and how many pieces of four scores each keeps.
+template <int kThreads, int kRounds>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads) select_kernel(const __grid_constant__ Problem p) {
+  using Own = Selector<kThreads, kRounds>;
   __shared__ typename Own::Shared s;
   const int64_t token = blockIdx.x;
   const int32_t length = min(max(p.length[token], 0), p.positions);
@@ -185,14 +198,13 @@ __global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant_
 
 struct Variant {
   void (*kernel)(Problem);
-  int threads, held;
-
-  int64_t positions() const { return int64_t{threads} * held * kPiece; }
+  int threads;
+  int64_t kept;  // scores
 };
 
-template <int kThreads, int kHeld>
+template <int kThreads, int kRounds>
 constexpr Variant variant() {
-  return {select_kernel<kThreads, kHeld>, kThreads, kHeld};
+  return {select_kernel<kThreads, kRounds>, kThreads, Selector<kThreads, kRounds>::kPart};
 }
 
 constexpr Variant kVariants[] = {variant<256, 4>(), variant<512, 8>(), variant<1024, 8>()};
@@ -202,7 +214,7 @@ constexpr Variant kVariants[] = {variant<256, 4>(), variant<512, 8>(), variant<1
 void select_top(const SelectTopProblem& p, void* stream) {
   if (p.tokens == 0) return;
   const Variant* chosen = kVariants;
-  while (chosen < std::end(kVariants) - 1 && chosen->positions() < p.positions) ++chosen;
+  while (chosen < std::end(kVariants) - 1 && chosen->kept < p.positions) ++chosen;
   launch(chosen->kernel, p.tokens, chosen->threads, 0, stream, "select_top",
          Problem{p, aligned16(p.scores, p.score_token * 4)});
 }
