@@ -154,6 +154,19 @@ def test_prompts_agree_with_the_reference(fmt, heads, chunks):
 
 
 @pytest.mark.parametrize("fmt", KEY_FORMATS)
+@pytest.mark.parametrize("heads", [32, 64, 100])
+def test_small_case(fmt, heads):
+    problem = random_problem(fmt, 12, heads, 150)
+    problem.check()
+    prompt = prompts(problem, [12])
+    prompt.check()
+    scores = prompt.solve()
+    assert torch.equal(
+        mla_backend.select_top(scores, prompt.lengths, 50), reference.select_top(scores, prompt.lengths, 50)
+    )
+
+
+@pytest.mark.parametrize("fmt", KEY_FORMATS)
 @pytest.mark.parametrize("dtype", ERROR)
 def test_tensors_may_have_strides(fmt, dtype):
     problem = random_problem(fmt, 9, 24, 200, gap=16)
