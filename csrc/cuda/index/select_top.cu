@@ -103,11 +103,11 @@ struct Selector {
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) s.bins[i * kThreads + threadIdx.x] = 0;
     __syncthreads();
-    each_piece([&](uint32_t, const uint32_t (&keys)[kPiece]) {
+    each_piece([&](uint32_t, const uint32_t (&piece)[kPiece]) {
 #pragma unroll
       for (int i = 0; i < kPiece; ++i)
-        if (keys[i] != 0 && uint64_t{keys[i]} >> (shift + bits) == prefix)
-          atomicAdd(&s.bins[keys[i] >> shift & lowest_bits], 1u);
+        if (piece[i] != 0 && uint64_t{piece[i]} >> (shift + bits) == prefix)
+          atomicAdd(&s.bins[piece[i] >> shift & lowest_bits], 1u);
       return true;
     });
     __syncthreads();
@@ -164,17 +164,17 @@ struct Selector {
     }
 
     uint32_t above = 0, equal = 0;  // in the rounds so far
-    each_piece([&](uint32_t first, const uint32_t (&keys)[kPiece]) {
+    each_piece([&](uint32_t first, const uint32_t (&piece)[kPiece]) {
       uint32_t own = 0;
 #pragma unroll
-      for (int i = 0; i < kPiece; ++i) own += (keys[i] >> shift > last) + ((keys[i] >> shift == last) << 16);
+      for (int i = 0; i < kPiece; ++i) own += (piece[i] >> shift > last) + ((piece[i] >> shift == last) << 16);
       uint32_t all;
       const uint32_t before = exclusive_sum(own, all, s.warps[turn]);
       turn ^= 1;
       uint32_t own_above = above + (before & 0xffff), own_equal = equal + (before >> 16);
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) {
-        const bool is_above = keys[i] >> shift > last, is_equal = keys[i] >> shift == last;
+        const bool is_above = piece[i] >> shift > last, is_equal = piece[i] >> shift == last;
         if (is_above || (is_equal && own_equal < ties))
           chosen[own_above + min(own_equal, ties)] = static_cast<int32_t>(first + i);
         own_above += is_above, own_equal += is_equal;
