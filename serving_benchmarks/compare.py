@@ -205,6 +205,13 @@ def _cache_ops(file: ResultFile) -> Found:
             yield name, "op", Measurement(Span.of_timing(result["seconds"]), held_to)
 
 
+def _index_ops(file: ResultFile) -> Found:
+    for result in file.results:
+        case = result["case"]
+        name = f"{result['op']}, {case['name']}, {case['heads']} heads, {result['format']}"
+        yield name, "op", Measurement(Span.of_timing(result["seconds"]))
+
+
 def _throughput(file: ResultFile) -> Found:
     yield from _runs(file, lambda result: {"all requests": Span.of_timing(result["seconds"])}, (0.5,))
 
@@ -271,6 +278,7 @@ _EXTRACT = {
     "kernels": _kernels,
     "cpu_attention": _cpu_attention,
     "cache_ops": _cache_ops,
+    "index_ops": _index_ops,
     "kv_blocks": _kv_blocks,
     "cpu_generate": _cpu_generate,
     "throughput": _throughput,

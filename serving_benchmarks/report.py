@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serving_benchmarks import backend_runs, cache_ops, cpu_attention, kernel_report, kv_blocks, result_file, runs
+from serving_benchmarks import (
+    backend_runs,
+    cache_ops,
+    cpu_attention,
+    index_ops,
+    kernel_report,
+    kv_blocks,
+    result_file,
+    runs,
+)
 from serving_benchmarks.result_kinds import NotUnderstood, ResultFile, load
 
 if TYPE_CHECKING:
@@ -138,6 +147,7 @@ KINDS = {
     "kernels": Kind(_kernels, kernel_report.markdown),
     "cpu_attention": Kind(_cpu_attention, cpu_attention.markdown),
     "cache_ops": Kind(_cache_ops, cache_ops.markdown),
+    "index_ops": Kind(_no_pictures, index_ops.markdown),
     "kv_blocks": Kind(_no_pictures, kv_blocks.markdown),
     "cpu_generate": Kind(_no_pictures, _generate_table),
     "throughput": Kind(_runs, runs.markdown),

@@ -45,6 +45,7 @@ TITLES = {
     "kernels": "Sparse attention on a GPU",
     "cpu_attention": "Sparse attention on a CPU",
     "cache_ops": "The ops around attention",
+    "index_ops": "The indexer's ops",
     "kv_blocks": "The cache manager's bookkeeping",
     "cpu_generate": "The engine on a CPU",
     "throughput": "Offline throughput",
@@ -109,6 +110,15 @@ FIELDS: dict[str, dict[str, Check]] = {
         "seconds": _timings,
     },
     "cache_ops": {"op": _text, "format": _text, "count": _count, "bytes": _positive, "seconds": _timing},
+    "index_ops": {
+        "op": _text,
+        "format": _text,
+        "case.name": _text,
+        "case.heads": _count,
+        "flops": lambda value: value is None or _positive(value),
+        "bytes": _positive,
+        "seconds": _timing,
+    },
     "kv_blocks": {"trace.name": _text, "operations": _count, "seconds": _timings},
     "cpu_generate": {
         "case.batch": _count,

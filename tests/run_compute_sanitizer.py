@@ -33,6 +33,7 @@ def main() -> int:
                 "pytest",
                 "-q",
                 "tests/gpu/test_attention.py",
+                "tests/gpu/test_index.py",
                 "-k",
                 "small_case",
             ],

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "mla/index.h"
 #include "mla/plan.h"
 #include "mla/problem.h"
 
@@ -17,6 +18,8 @@ void merge_partials(const MergeProblem<Value>& problem, void* stream);
 void cache_write(const CacheWriteProblem& problem, void* stream);
 void cache_gather(const CacheGatherProblem& problem, void* stream);
 void convert_indices(const ConvertProblem& problem, void* stream);
+void index_scores(const IndexScoresProblem& problem, void* stream);
+void select_top(const SelectTopProblem& problem, void* stream);
 
 // The two halves of sparse_attention: one of these kernels, and the merge of the tokens that the plan cut, which the
 // one for few heads does itself.

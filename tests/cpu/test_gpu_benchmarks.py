@@ -175,7 +175,7 @@ def test_a_file_that_is_no_result_is_explained(tmp_path, capsys):
 
 
 @no_gpu
-@pytest.mark.parametrize("arguments", [["kernels", "--suite", "decode_by_heads"], ["cache_ops"]])
+@pytest.mark.parametrize("arguments", [["kernels", "--suite", "decode_by_heads"], ["cache_ops"], ["index_ops"]])
 def test_without_a_gpu_one_line_says_so(arguments):
     done = subprocess.run(
         [sys.executable, "-m", f"serving_benchmarks.{arguments[0]}", *arguments[1:]], capture_output=True, text=True

@@ -19,24 +19,37 @@ __device__ __forceinline__ uint16_t to_e4m3x2(float first, float second) {
 #endif
 }
 
+// Four codes to f16, which holds every e4m3 number.
+__device__ __forceinline__ void e4m3_to_f16(uint32_t codes, uint32_t (&numbers)[2]) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
-// Eight codes to f16, which holds every e4m3 number.
-__device__ __forceinline__ uint4 e4m3_to_f16(uint32_t first, uint32_t second) {
-  uint4 numbers;
   asm("{\n"
-      ".reg .b16 a, b, c, d;\n"
-      "mov.b32 {a, b}, %4;\n"
-      "mov.b32 {c, d}, %5;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, a;\n"
-      "cvt.rn.f16x2.e4m3x2 %1, b;\n"
-      "cvt.rn.f16x2.e4m3x2 %2, c;\n"
-      "cvt.rn.f16x2.e4m3x2 %3, d;\n"
+      ".reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, high;\n"
       "}"
-      : "=r"(numbers.x), "=r"(numbers.y), "=r"(numbers.z), "=r"(numbers.w)
-      : "r"(first), "r"(second));
-  return numbers;
-}
+      : "=r"(numbers[0]), "=r"(numbers[1])
+      : "r"(codes));
+#else
+  // the bits of a code, moved to where f16 has them, are the number times 2^-8, subnormal or not
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t pair = __byte_perm(codes, 0, i == 0 ? 0x4140 : 0x4342);  // a code in each half
+    const uint32_t shifted = (pair & 0x007f007fu) << 7 | (pair & 0x00800080u) << 8;
+    constexpr uint32_t kTwoTo8 = 0x5c005c00u;  // as a pair of f16
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(numbers[i]) : "r"(shifted), "r"(kTwoTo8));
+    numbers[i] |= __vcmpeq2(pair & 0x007f007fu, 0x007f007fu) & 0x7fff7fffu;  // NaN
+  }
 #endif
+}
+
+// Eight codes.
+__device__ __forceinline__ uint4 e4m3_to_f16(uint32_t first, uint32_t second) {
+  uint32_t low[2], high[2];
+  e4m3_to_f16(first, low);
+  e4m3_to_f16(second, high);
+  return {low[0], low[1], high[0], high[1]};
+}
 
 // Four codes to bf16, which holds every e4m3 number. The bits of a code, moved to where bf16 has them, are the number
 // times 2^-120, subnormal or not; one multiplication brings it back.

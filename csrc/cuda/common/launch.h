@@ -70,5 +70,7 @@ KernelList merge_kernels();
 KernelList cache_write_kernels();
 KernelList cache_gather_kernels();
 KernelList convert_indices_kernels();
+KernelList index_scores_kernels();
+KernelList select_top_kernels();
 
 }  // namespace mla::cuda

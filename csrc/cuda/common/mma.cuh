@@ -1,4 +1,4 @@
-// The matrix instructions of sm_80 and later: 8x8 tiles from shared memory, and bf16 m16n8k16 products.
+// The matrix instructions of sm_80 and later: 8x8 tiles from shared memory, and m16n8k16 products of bf16 or f16.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +30,14 @@ __device__ __forceinline__ void load_tiles_transposed(uint32_t (&tiles)[4], uint
 __device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same of f16.
+__device__ __forceinline__ void multiply_add_f16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -70,6 +78,20 @@ __device__ __forceinline__ uint32_t pack_f16(float first, float second) {
   uint32_t packed;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
   return packed;
+}
+
+// x where it is positive, 0 where not; NaN stays NaN.
+__device__ __forceinline__ float relu(float x) {
+  float positive;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(positive) : "f"(x));
+  return positive;
+}
+
+// The larger number of each pair of bf16, NaN left out.
+__device__ __forceinline__ uint32_t max_bf16(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
 }
 
 // 2^x to 22 bits, 0 for numbers below the normal ones.

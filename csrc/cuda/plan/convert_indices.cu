@@ -2,6 +2,7 @@
 // then those from the block table are on their way together.
 #include <algorithm>
 
+#include "cuda/common/divide.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/scan.cuh"
 #include "cuda/ops.h"
@@ -14,15 +15,9 @@ constexpr int kLanePositions = 4;
 constexpr int kWarpPositions = 32 * kLanePositions;
 
 struct Problem : ConvertProblem {
-  // position / block_size is position * factor >> shift: factor * block_size is 2^shift and less than 2^(shift - 31)
-  // more, which no position, having 31 bits, is large enough to feel.
-  uint32_t factor;
-  int32_t shift;
+  PositionDivisor place_of;
 
-  explicit Problem(const ConvertProblem& p) : ConvertProblem(p), shift(31) {
-    while (int64_t{1} << (shift - 31) < block_size) ++shift;
-    factor = static_cast<uint32_t>(((uint64_t{1} << shift) + block_size - 1) / block_size);
-  }
+  explicit Problem(const ConvertProblem& p) : ConvertProblem(p), place_of(p.block_size) {}
 };
 
 __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_constant__ Problem p) {
@@ -50,7 +45,7 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
     int32_t block[kLanePositions], slot[kLanePositions];
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) {
-      place[i] = static_cast<uint32_t>(uint64_t{position[i]} * p.factor >> p.shift);
+      place[i] = p.place_of(position[i]);
       block[i] = known && position[i] <= INT32_MAX && place[i] < max_blocks ? table[place[i]] : -1;
     }
 #pragma unroll

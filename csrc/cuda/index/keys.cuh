@@ -1,0 +1,182 @@
+// Keys as the second factor of m16n8k16, keys as its columns.
+//
+// A strip is 16 keys, a warp's. A lane asks for its own part of two of them, 16 bytes at a time, by cp.async into a
+// ring in shared memory, and nobody but this lane reads that: no barrier is needed until the copies of the lane itself
+// have arrived. The part is just what the lane holds of the factor, in the order of dims that `place_of` says.
+//
+// e4m3 becomes f16 without its scale, which is exact. bf16 becomes f16 divided by a power of two for each key, so that
+// its largest number is 2^14 to 2^15: what is above 2^-31 of that is exact. Score times scale, or times the power of
+// two, is what the key itself would have got, as relu(s x) is s relu(x) where s is positive; where a scale is negative,
+// the key's values change their signs.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/cp_async.cuh"
+#include "cuda/common/e4m3.cuh"
+#include "cuda/common/vector.cuh"
+#include "cuda/index/queries.cuh"
+
+namespace mla::cuda::index {
+
+constexpr float kNoKey = -1.0f;  // in place of a key's factor, which is not negative
+
+// A lane's part of a strip, as the product wants it: two numbers of each step for either side.
+struct Strip {
+  uint32_t b[kSides][2 * kSteps];
+  float factor[kSides];  // of key lane / 4 of each side
+};
+
+template <bool kCodes>
+struct KeyRing {
+  static constexpr int kPieces = kCodes ? 2 : 4;  // of 16 bytes, a lane's part of a key
+  static constexpr int kStages = kCodes ? 4 : 2;
+
+  struct Stage {
+    uint4 pieces[kSides][kPieces][32];  // by lane
+    float scale[kCodes ? kSides : 1][32];
+  };
+  Stage stages[kStages];
+};
+
+// A warp's way through strips of one request that are kUnit keys apart. A strip is named by its first key's position,
+// without a sign, as strips behind the last one are asked about too. kAligned: blocks are, to 16 bytes.
+template <bool kCodes, bool kAligned>
+struct KeyReader {
+  using Ring = KeyRing<kCodes>;
+  static constexpr int kTokenBytes = kCodes ? kIndexDim : 2 * kIndexDim;
+
+  const Problem& p;
+  Ring& ring;
+  const int32_t* table;   // null if the request is none
+  uint32_t end;           // of the keys that anybody wants
+  int32_t ahead[kSides];  // the blocks of what will be asked for next
+  uint32_t held = 0;      // kSides bits a stage: whether its keys are there
+
+  __device__ KeyReader(const Problem& p, Ring& ring, int32_t request, uint32_t end)
+      : p(p),
+        ring(ring),
+        table(request >= 0 && request < p.requests ? p.block_table + request * p.table_stride : nullptr),
+        end(end) {}
+
+  __device__ static uint32_t key_of(uint32_t strip, int side) { return strip + 8 * side + threadIdx.x % 32 / 4; }
+
+  // The block of a lane's key; negative, as in the table, if there is none.
+  __device__ int32_t block_of(uint32_t strip, int side) const {
+    const uint32_t key = key_of(strip, side), place = p.place_of(key);
+    return table && key < end && place < static_cast<uint32_t>(p.max_blocks) ? table[place] : -1;
+  }
+
+  __device__ void find(uint32_t strip, int32_t (&blocks)[kSides]) const {
+#pragma unroll
+    for (int side = 0; side < kSides; ++side) blocks[side] = block_of(strip, side);
+  }
+
+  __device__ void ask(uint32_t strip, int stage, const int32_t (&blocks)[kSides]) {
+    const int lane = threadIdx.x % 32;
+    typename Ring::Stage& to = ring.stages[stage];
+    held &= ~(((1u << kSides) - 1) << kSides * stage);
+#pragma unroll
+    for (int side = 0; side < kSides; ++side) {
+      const bool there = blocks[side] >= 0 && blocks[side] < p.cache.blocks;
+      held |= uint32_t{there} << (kSides * stage + side);
+      const uint32_t key = key_of(strip, side), within = key - p.place_of(key) * p.place_of.divisor;
+      const uint8_t* block = p.cache.data + (there ? blocks[side] * p.cache.block_stride : 0);
+      const uint8_t* from = block + (there ? int64_t{within} * kTokenBytes + lane % 4 * 16 : 0);
+      const uint8_t* scale = block + (there ? p.cache.block_size * kTokenBytes + int64_t{within} * 4 : 0);
+      if constexpr (kAligned) {
+#pragma unroll
+        for (int i = 0; i < Ring::kPieces; ++i)
+          copy_16_or_zero(shared_address(&to.pieces[side][i][lane]), from + 64 * i, there);
+        if constexpr (kCodes) copy_4_or_zero(shared_address(&to.scale[side][lane]), scale, there);
+      } else {
+#pragma unroll 1
+        for (int i = 0; i < Ring::kPieces; ++i) {
+          alignas(16) uint4 piece = {};
+          if (there) load_bytes<16, false>(from + 64 * i, &piece);
+          to.pieces[side][i][lane] = piece;
+        }
+        if constexpr (kCodes) {
+          uint32_t bits = 0;
+          for (int i = 0; i < 4 && there; ++i) bits |= uint32_t{scale[i]} << 8 * i;
+          to.scale[side][lane] = bits_float(bits);
+        }
+      }
+    }
+  }
+
+  // Asks for the strips that begin at `strip` and every kUnit keys, before `stop`, as far as the ring goes.
+  __device__ void begin(uint32_t strip, uint32_t stop) {
+    int32_t blocks[Ring::kStages][kSides];
+#pragma unroll
+    for (int stage = 0; stage < Ring::kStages; ++stage) find(strip + stage * kUnit, blocks[stage]);
+#pragma unroll
+    for (int stage = 0; stage < Ring::kStages; ++stage) {
+      if (strip + stage * kUnit < stop) ask(strip + stage * kUnit, stage, blocks[stage]);
+      end_batch_of_copies();
+    }
+    find(strip + Ring::kStages * kUnit, ahead);
+  }
+
+  // Waits for a strip, and asks for the one that will have its place in the ring.
+  __device__ void next(uint32_t strip, uint32_t stop, int stage, Strip& keys) {
+    wait_for_copies<Ring::kStages - 1>();
+    take(stage, keys);
+    const uint32_t later = strip + Ring::kStages * kUnit;
+    if (later < stop) ask(later, stage, ahead);
+    end_batch_of_copies();
+    find(later + kUnit, ahead);
+  }
+
+  __device__ void take(int stage, Strip& keys) const {
+    const int lane = threadIdx.x % 32;
+    const typename Ring::Stage& from = ring.stages[stage];
+#pragma unroll
+    for (int side = 0; side < kSides; ++side) {
+      float factor;
+      if constexpr (kCodes) {
+        const float scale = from.scale[side][lane];
+        const uint32_t signs = scale < 0.0f ? 0x80808080u : 0;
+#pragma unroll
+        for (int i = 0; i < Ring::kPieces; ++i) {
+          const uint4 codes = from.pieces[side][i][lane];
+          const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            uint32_t pairs[2];
+            e4m3_to_f16(words[j] ^ signs, pairs);
+            keys.b[side][8 * i + 2 * j] = pairs[0], keys.b[side][8 * i + 2 * j + 1] = pairs[1];
+          }
+        }
+        factor = fabsf(scale);
+      } else {
+#pragma unroll
+        for (int i = 0; i < Ring::kPieces; ++i) {
+          const uint4 numbers = from.pieces[side][i][lane];
+          keys.b[side][4 * i] = numbers.x, keys.b[side][4 * i + 1] = numbers.y;
+          keys.b[side][4 * i + 2] = numbers.z, keys.b[side][4 * i + 3] = numbers.w;
+        }
+        factor = balance(keys.b[side]);
+      }
+      keys.factor[side] = held >> (kSides * stage + side) & 1 ? factor : kNoKey;
+    }
+  }
+
+  // bf16 to f16, and what the key was divided by. Four lanes have a key.
+  __device__ static float balance(uint32_t (&pairs)[2 * kSteps]) {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i) largest = max_bf16(largest, pairs[i] & 0x7fff7fffu);
+    uint32_t bits = max(largest & 0xffffu, largest >> 16);
+    bits = max(bits, __shfl_xor_sync(~0u, bits, 1));
+    bits = max(bits, __shfl_xor_sync(~0u, bits, 2));
+    const Balance balance(bits >> 7);
+#pragma unroll
+    for (int i = 0; i < 2 * kSteps; ++i)
+      pairs[i] = pack_f16(bits_float(pairs[i] << 16) * balance.multiplier,
+                          bits_float(pairs[i] & 0xffff0000u) * balance.multiplier);
+    return balance.factor;
+  }
+};
+
+}  // namespace mla::cuda::index

@@ -1,0 +1,65 @@
+#include "cuda/index/scores.cuh"
+
+#include <algorithm>
+
+#include "cuda/common/launch.h"
+#include "cuda/common/vector.cuh"
+#include "cuda/ops.h"
+
+namespace mla::cuda {
+namespace {
+
+using index::Problem;
+
+struct Variant {
+  void (*kernel)(Problem);
+  int shared_bytes;
+};
+
+template <bool kCodes, int kTokenTiles, int kPasses, bool kAligned = true>
+Variant variant() {
+  using Shared = index::Shared<kCodes, kPasses>;
+  static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a block have");
+  return {index::scores_kernel<kCodes, kTokenTiles, kPasses, kAligned>, sizeof(Shared)};
+}
+
+template <bool kCodes>
+Variant choose(int heads, bool aligned = true) {
+  if (!aligned) return variant<kCodes, 4, 2, false>();  // slow, for any number of heads
+  if (heads <= 32) return variant<kCodes, 2, 1>();
+  return heads <= 64 ? variant<kCodes, 4, 1>() : variant<kCodes, 4, 2>();
+}
+
+}  // namespace
+
+void index_scores(const IndexScoresProblem& p, void* stream) {
+  if (p.tokens == 0 || p.positions == 0) return;
+  int device, processors;
+  check(cudaGetDevice(&device), "index_scores");
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "index_scores");
+  const int64_t most = int64_t{processors} * index::kBlocksPerProcessor;
+  const int64_t blocks = std::min(most, p.tokens * index::units_of(p.positions));
+  // scales stand a multiple of 128 bytes behind a block's begin
+  const bool aligned = aligned16(p.cache.data, p.cache.block_stride);
+  const Variant chosen = p.cache.codes ? choose<true>(p.heads, aligned) : choose<false>(p.heads, aligned);
+  launch(chosen.kernel, blocks, index::kThreads, chosen.shared_bytes, stream, "index_scores", Problem(p));
+}
+
+KernelList index_scores_kernels() {
+  const auto entry = [](const char* name, Variant v) {
+    return KernelEntry{name, reinterpret_cast<const void*>(v.kernel), index::kThreads, v.shared_bytes};
+  };
+  static const KernelEntry entries[] = {
+      entry("index_scores fp8, up to 32 heads", choose<true>(32)),
+      entry("index_scores fp8, up to 64 heads", choose<true>(64)),
+      entry("index_scores fp8, more heads", choose<true>(128)),
+      entry("index_scores fp8, unaligned", choose<true>(128, false)),
+      entry("index_scores bf16, up to 32 heads", choose<false>(32)),
+      entry("index_scores bf16, up to 64 heads", choose<false>(64)),
+      entry("index_scores bf16, more heads", choose<false>(128)),
+      entry("index_scores bf16, unaligned", choose<false>(128, false)),
+  };
+  return {entries, sizeof(entries) / sizeof(entries[0])};
+}
+
+}  // namespace mla::cuda
