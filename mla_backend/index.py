@@ -41,9 +41,7 @@ def index_scores(
     if scores is None:
         require_count("positions", positions)
         scores = torch.empty((*queries.shape[:1], positions), dtype=torch.float32, device=queries.device)
-    call(
-        torch.ops.mla_backend.index_scores.default, queries, weights, cache, block_table, requests, lengths, scores
-    )
+    call(torch.ops.mla_backend.index_scores.default, queries, weights, cache, block_table, requests, lengths, scores)
     return scores
 
 

@@ -171,7 +171,7 @@ def convert_indices(
 
 def dequantise_keys(cache: Tensor) -> Tensor:
     """The indexer's keys, fp32 `[blocks, block_size, 128]`, of a cache of bf16 or fp32 `[blocks, block_size, 128]`, or
-    of bytes `[blocks, block_size, 132]`: in each block the e4m3 values of all its tokens, then an fp32 scale a token."""
+    of bytes `[blocks, block_size, 132]`: in each block the e4m3 values of all its tokens, then their scales in fp32."""
     if cache.dtype != torch.uint8:
         return cache.float()
     blocks, block_size = cache.shape[:2]
