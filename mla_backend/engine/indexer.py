@@ -47,7 +47,9 @@ class Indexer(nn.Module):
         queries = self.wq_b(q_latent).unflatten(-1, (self.heads, INDEX_DIM))
         queries = self._rotated(queries, step.turns.unsqueeze(1), hidden.dtype)
         weights = self.weights_proj(hidden.float()) * (self.heads * INDEX_DIM) ** -0.5
-        return step.slots_of(self._select(queries, weights, step, cache))
+        table, requests = step.batch.block_table, step.batch.request_ids
+        lengths, scored = step.lengths, step.scored
+        return step.slots_of(select(queries, weights, cache, table, requests, lengths, scored, step.longest, self.topk))
 
     def _write(self, raw_keys: Tensor, step: Step, cache: Tensor) -> None:
         if cache.dtype == torch.float32:
@@ -65,20 +67,33 @@ class Indexer(nn.Module):
         rotated = rotate(x[..., : self.rope_dim], turns, dtype, interleaved=self.interleaved)
         return torch.cat([rotated, x[..., self.rope_dim :]], dim=-1)
 
-    def _select(self, queries: Tensor, weights: Tensor, step: Step, cache: Tensor) -> Tensor:
-        """Positions int32 `[T, topk]`, rising, then -1. The order is that of the positions and not of the scores, so
-        that attention adds up in one order however a prompt is cut into chunks."""
-        # exact keys are for proofs of what is around them, as with ExactAttention
-        ops = mla_backend.reference if cache.dtype == torch.float32 else mla_backend
-        batch = step.batch
-        per_token = queries, weights, batch.request_ids, step.scored, step.lengths
-        parts = zip(*(x.split(max(1, MOST_SCORES // step.longest)) for x in per_token), strict=True)
-        chosen = [
-            ops.select_top(
-                ops.index_scores(some, their, cache, batch.block_table, requests, scored, step.longest),
-                lengths,
-                self.topk,
-            )
-            for some, their, requests, scored, lengths in parts
-        ]
-        return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+
+def select(
+    queries: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    requests: Tensor,
+    lengths: Tensor,
+    scored: Tensor,
+    longest: int,
+    topk: int,
+) -> Tensor:
+    """The positions that tokens attend to, int32 `[T, topk]`, rising, then -1. The order is that of the positions and
+    not of the scores, so that attention adds up in one order however a prompt is cut into chunks.
+
+    Args:
+        queries, weights, cache, block_table, requests: as for `mla_backend.index_scores`; or a cache of exact keys, in
+            fp32, for proofs of what is around it.
+        lengths: int32 `[T]`: how many positions of its request each token sees.
+        scored: the same, or 0 where that is no more than topk.
+        longest: of the lengths, or more.
+    """
+    ops = mla_backend.reference if cache.dtype == torch.float32 else mla_backend
+    piece = max(1, MOST_SCORES // longest)
+    parts = zip(*(x.split(piece) for x in (queries, weights, requests, lengths, scored)), strict=True)
+    chosen = [
+        ops.select_top(ops.index_scores(some, their, cache, block_table, who, count, longest), length, topk)
+        for some, their, who, length, count in parts
+    ]
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
