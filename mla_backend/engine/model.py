@@ -150,7 +150,7 @@ class Model(nn.Module):
 
     Args:
         config: its shape.
-        dtype: what it computes in; routing and the indexer's choice are fp32 always.
+        dtype: what it computes in; routing and the indexer's scores are fp32 always.
         sparse: how it attends; by default with the ops of the library.
         batch_invariant: give a token the same bits whatever else is in the batch, as long as all batches have the same
             number of requests with one token each: `Runner` cuts its work so. Slower.
