@@ -4,8 +4,32 @@
 #include <cstdlib>
 #include <cstring>
 
+#ifdef MLA_X86
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 namespace mla::cpu {
 namespace {
+
+#ifdef MLA_X86
+// Whether there are tiles for bf16, and the kernel lets this process use them: it has to be asked once, as they make its
+// threads' saved state 8 KB larger.
+bool tiles_usable() {
+#ifdef __linux__
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & kAmxBf16) || !(edx & kAmxTile)) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 constexpr int kNone = -1;
 std::atomic<int> selected{kNone};  // among the choices
@@ -28,6 +52,8 @@ int kernel_choices(KernelChoice choices[kMaxKernels]) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+  static const bool amx = bf16 && tiles_usable();
+  choices[count++] = {&kAmxBf16Kernel, &kAmxBf16IndexKernel, amx};
   choices[count++] = {&kAvx512Bf16Kernel, &kAvx512Bf16IndexKernel, bf16};
   choices[count++] = {&kAvx512Kernel, &kAvx512IndexKernel, avx512};
   choices[count++] = {&kAvx2Kernel, &kAvx2IndexKernel, avx2};

@@ -14,7 +14,7 @@ struct KernelChoice {
 };
 
 // Every instruction set that the library has kernels for, the fastest first.
-constexpr int kMaxKernels = 4;
+constexpr int kMaxKernels = 5;
 int kernel_choices(KernelChoice choices[kMaxKernels]);
 
 // The kernels in use: the fastest usable ones, unless some were selected.

@@ -1,6 +1,8 @@
 // Words of one fp32 number: for every CPU without bf16 arithmetic. Included after simd.h.
 
 struct Isa {
+  struct Session {};
+  static constexpr bool kTiles = false;
   static constexpr int kPack = 1;
   static constexpr int kScoreSums = kSums;
   static constexpr int kValueHeads = 4;

@@ -3,6 +3,8 @@
 //
 //   kPack                  numbers in a word (4 bytes): 2 bf16, or 1 fp32. Every matrix operand is made of words
 //                          whose numbers are neighbours along the sum, so one loop serves both.
+//   Session                lives as long as a call works
+//   kTiles                 that it multiplies tiles of a matrix unit, by multiply_rows and add_tiles of its own
 //   kScoreSums             registers that the score loop sums in: (vectors of heads) x (tokens)
 //   kValueHeads, kValueVectors   the same for the value loop: (heads) x (vectors of output dims)
 //   load_words, store_words, broadcast_word, dot
@@ -137,9 +139,10 @@ using ScoreSums = Floats[Isa::kScoreSums / kVectors][kVectors];
 
 // Some rows against kVectors vectors of heads, over the first `words` words from the pointers on. A function of its
 // own, so that the compiler has all registers for it.
-template <int kVectors>
+template <int kVectors, typename Unit = Isa>
 __attribute__((noinline)) void multiply_rows(const uint32_t (*q)[kLanes], const uint32_t* rows, int words,
                                              ScoreSums<kVectors>& result) {
+  if constexpr (Unit::kTiles) return Unit::template multiply_rows<kVectors>(q, kRowWords, rows, kRowWords, words, result);
   constexpr int kTokens = Isa::kScoreSums / kVectors;
   Floats sum[kTokens][kVectors];
 #pragma GCC unroll 32
@@ -344,6 +347,7 @@ inline void finish_head(const AttentionProblem& p, const Stretch& s, int head, b
 
 inline void run(const AttentionProblem& p, const Stretch& s, void* workspace) {
   Workspace& w = *static_cast<Workspace*>(workspace);
+  [[maybe_unused]] const Isa::Session session;
   load_q(p, s.token, s.head_begin, s.heads, w);
   const bool any = attend(p, s.token, s.heads, s.tile_begin, s.tile_end, s.granule, w);
   for (int head = 0; head < s.heads; ++head) finish_head(p, s, head, any, w);

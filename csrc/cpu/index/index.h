@@ -28,6 +28,7 @@ extern const IndexKernel kPortableIndexKernel;
 extern const IndexKernel kAvx2IndexKernel;
 extern const IndexKernel kAvx512IndexKernel;
 extern const IndexKernel kAvx512Bf16IndexKernel;
+extern const IndexKernel kAmxBf16IndexKernel;
 #endif
 
 }  // namespace mla::cpu

@@ -1,16 +1,17 @@
 // Scores of the indexer for one instruction set. Each isa_*.cpp includes this inside its anonymous namespace, after
-// simd.h and a number kSums: registers that products are summed in.
+// simd.h and a number kFp32Sums: registers that products of fp32 numbers are summed in.
 //
 // Keys are converted in tiles, once for all heads of all tokens of the stretch. Lanes are heads: queries were laid out
 // once as [word of the dims][head], and each word of a key is broadcast against them, so nothing is transposed. A score
 // is summed in an order that depends on the number of heads alone, and so are its bits.
 //
-// `Arithmetic` says what a word (4 bytes) is, 2 bf16 or 1 fp32, and multiplies and widens those.
+// `Arithmetic` says what a word (4 bytes) is, 2 bf16 or 1 fp32, and multiplies and widens those; in kSums registers, or
+// (kTiles) in tiles of a matrix unit. A `Session` of it lives as long as a call works.
 
 constexpr int kTile = 32;  // keys converted together: as fp32 they are 16 KB, beside as much of queries in the L1 cache
 constexpr int kPair = 2;   // vectors of heads that a key's words are broadcast against at a time
 constexpr int kMaxVectors = kMaxIndexHeads / kLanes;
-static_assert(kMaxVectors % kPair == 0 && kTile % kSums == 0);
+static_assert(kMaxVectors % kPair == 0);
 
 // What a thread works in; it keeps this between calls.
 struct Workspace {
@@ -24,7 +25,10 @@ struct Workspace {
 };
 
 struct Fp32Arithmetic {
+  struct Session {};
+  static constexpr bool kTiles = false;
   static constexpr int kPack = 1;
+  static constexpr int kSums = kFp32Sums;
   using Words = Floats;
 
   static Floats load_words(const uint32_t* from) { return *reinterpret_cast<const FloatsUnaligned*>(from); }
@@ -87,11 +91,16 @@ inline void load_keys(const IndexScoresProblem& p, int64_t request, int begin, i
   }
 }
 
+template <typename Arithmetic, int kVectors>
+using Sums = Floats[Arithmetic::kSums / kVectors][kVectors];
+
 // Some keys against kVectors vectors of heads. A function of its own, so that the compiler has all registers for it.
 template <typename Arithmetic, int kVectors>
 __attribute__((noinline)) void multiply(const uint32_t* queries, const uint32_t* keys,
-                                        Floats (&result)[kSums / kVectors][kVectors]) {
-  constexpr int kKeys = kSums / kVectors;
+                                        Sums<Arithmetic, kVectors>& result) {
+  if constexpr (Arithmetic::kTiles)
+    return Arithmetic::template multiply<kVectors>(queries, keys, result);
+  constexpr int kKeys = Arithmetic::kSums / kVectors;
   Floats sum[kKeys][kVectors];
 #pragma GCC unroll 32
   for (int t = 0; t < kKeys; ++t)
@@ -119,9 +128,10 @@ __attribute__((noinline)) void multiply(const uint32_t* queries, const uint32_t*
 template <typename Arithmetic, int kVectors>
 inline void add_heads(int token, int vector, int vectors, int count, Workspace& w) {
   const uint32_t* queries = w.queries + int64_t{token * vectors + vector} * kWords<Arithmetic> * kLanes;
-  constexpr int kKeys = kSums / kVectors;
+  constexpr int kKeys = Arithmetic::kSums / kVectors;
+  static_assert(kTile % kKeys == 0);
   for (int first = 0; first < count; first += kKeys) {
-    Floats sums[kKeys][kVectors];
+    Sums<Arithmetic, kVectors> sums;
     multiply<Arithmetic, kVectors>(queries, w.keys + first * kWords<Arithmetic>, sums);
     for (int t = 0; t < kKeys; ++t)
       for (int v = 0; v < kVectors; ++v) {
@@ -157,6 +167,7 @@ inline void score_tile(const IndexScoresProblem& p, int64_t first_token, int tok
 // `Number` is what queries are: float, or uint16_t for bf16.
 template <typename Arithmetic, typename Number>
 inline void score_with(const IndexScoresProblem& p, const ScoreStretch& s, Workspace& w) {
+  [[maybe_unused]] const typename Arithmetic::Session session;
   load_queries<Arithmetic, Number>(p, s, w);
   for (int begin = s.begin; begin < s.end; begin += kTile) {
     const int count = s.end - begin < kTile ? s.end - begin : kTile;
