@@ -18,10 +18,15 @@ constexpr int kLanes = 16;
 
 #include "cpu/amx.h"
 
+#include "cpu/attention/isa_amx_values.h"
+
 struct Isa : Bf16Isa {
-  using Session = TileSession;
+  struct Session : TileSession {
+    using Memory = TileValues;
+  };
   static constexpr bool kTiles = true;
   static constexpr int kScoreSums = 32;
+  static constexpr int kValueRows = TileValues::kRows;
 
   template <int kVectors>
   static void multiply_rows(const uint32_t (*q)[16], int q_words, const uint32_t* rows, int row_words, int words,

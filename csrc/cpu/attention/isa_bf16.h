@@ -16,10 +16,13 @@ struct Pairs {
 constexpr Pairs kPairs;
 
 struct Bf16Isa {
-  struct Session {};
+  struct Session {
+    struct Memory {};
+  };
   static constexpr bool kTiles = false;
   static constexpr int kPack = 2;
   static constexpr int kScoreSums = 16;
+  static constexpr int kValueRows = 2;
   static constexpr int kValueHeads = 8;
   static constexpr int kValueVectors = 2;
   using Words = __m512bh;
