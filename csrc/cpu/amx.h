@@ -1,5 +1,5 @@
-// Products of bf16 matrices in AMX tiles: 16 rows of 16 words, a word being two neighbours along the sum. Like simd.h this
-// is included inside the anonymous namespace of whoever needs it.
+// Products of bf16 matrices in AMX tiles: 16 rows of 16 words, a word being two neighbours along the sum. Like simd.h
+// this is included inside the anonymous namespace of whoever needs it.
 
 // All tiles are whole ones for as long as it lives. Another library's products on the same thread set them up anew.
 struct TileSession {

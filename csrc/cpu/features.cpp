@@ -16,8 +16,8 @@ namespace mla::cpu {
 namespace {
 
 #ifdef MLA_X86
-// Whether there are tiles for bf16, and the kernel lets this process use them: it has to be asked once, as they make its
-// threads' saved state 8 KB larger.
+// Whether there are tiles for bf16, and the kernel lets this process use them: it has to be asked once, as they make
+// its threads' saved state 8 KB larger.
 bool tiles_usable() {
 #ifdef __linux__
   constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;

@@ -8,7 +8,7 @@ struct TileValues {
   static constexpr int kBlocks = 4, kHeadBlocks = 2, kMaxGroups = 4;
 
   alignas(64) uint32_t weights[kMaxGroups][kHeadBlocks][kBlocks][16][16];  // [head][step]
-  alignas(64) uint32_t values[kBlocks][2][16][16];                        // [step][dim]
+  alignas(64) uint32_t values[kBlocks][2][16][16];                         // [step][dim]
 
   // From [group][step][32 heads]. Steps beyond `steps` weigh nothing.
   void load_weights(const uint32_t* from, int group_steps, int groups, int heads, int steps) {
@@ -32,8 +32,7 @@ struct TileValues {
     for (int step = 0; step < blocks * 16; ++step) {
       __m512bh pair[2];
       Bf16Isa::load_values(rows + step * 2 * (kHeadDim / 2), pair);
-      for (int half = 0; half < 2; ++half)
-        _mm512_store_si512(values[step / 16][half][step % 16], (__m512i)pair[half]);
+      for (int half = 0; half < 2; ++half) _mm512_store_si512(values[step / 16][half][step % 16], (__m512i)pair[half]);
     }
     for (int h = 0; h * 16 < heads; ++h, out += 16 * kValueDim, rescale += 16) {
       if (first_tile) {
@@ -70,12 +69,13 @@ struct TileValues {
       a[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {  // now rows[4 * i + j] has column 4 * lane + j of rows 4 * i to 4 * i + 3 in each lane
+    for (int i = 0; i < 4; ++i) {
       rows[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
       rows[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
       rows[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
       rows[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
     }
+    // now each 128-bit lane of rows[4 * i + j] has column 4 * lane + j of the rows 4 * i to 4 * i + 3
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const __m512i first = _mm512_shuffle_i32x4(rows[j], rows[4 + j], 0x88);  // lanes 0 and 2 of both

@@ -144,7 +144,8 @@ using ScoreSums = Floats[Isa::kScoreSums / kVectors][kVectors];
 template <int kVectors, typename Unit = Isa>
 __attribute__((noinline)) void multiply_rows(const uint32_t (*q)[kLanes], const uint32_t* rows, int words,
                                              ScoreSums<kVectors>& result) {
-  if constexpr (Unit::kTiles) return Unit::template multiply_rows<kVectors>(q, kRowWords, rows, kRowWords, words, result);
+  if constexpr (Unit::kTiles)
+    return Unit::template multiply_rows<kVectors>(q, kRowWords, rows, kRowWords, words, result);
   constexpr int kTokens = Isa::kScoreSums / kVectors;
   Floats sum[kTokens][kVectors];
 #pragma GCC unroll 32
@@ -286,10 +287,9 @@ template <bool kScaled>
 inline void attend_tile(const AttentionProblem& p, int heads, const uint8_t* const* rows, int count, bool first_tile,
                         const uint8_t* const* next_rows, int next_count, int next_bytes, Workspace& w) {
   const float scale = p.scale * kLog2E;  // exponentials are taken to base 2
-  // Rows that the value loop adds beyond `count`, with weights of zero, are zeros. What else the score loop reads there is
-  // never used.
-  for (int t = count; t % Isa::kValueRows != 0; ++t)
-    __builtin_memset(w.rows_as_words[t], 0, sizeof w.rows_as_words[t]);
+  // Rows that the value loop adds beyond `count`, with weights of zero, are zeros. What else the score loop reads there
+  // is never used.
+  for (int t = count; t % Isa::kValueRows != 0; ++t) __builtin_memset(w.rows_as_words[t], 0, sizeof w.rows_as_words[t]);
   for (int head = 0; head < heads; head += kScoreHeads) {
     const int left = heads - head < kScoreHeads ? heads - head : kScoreHeads;
     const int vectors = (left + kLanes - 1) / kLanes;

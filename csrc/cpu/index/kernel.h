@@ -17,7 +17,7 @@ static_assert(kMaxVectors % kPair == 0);
 struct Workspace {
   alignas(64) uint32_t queries[kScoreTokens * kMaxVectors * kIndexDim * kLanes];  // [token][vector][word][head]
   alignas(64) float weights[kScoreTokens][kMaxVectors][kLanes];
-  alignas(64) Ints is_head[kMaxVectors];  // all bits set; none where there are no more heads
+  alignas(64) Ints is_head[kMaxVectors];         // all bits set; none where there are no more heads
   alignas(64) uint32_t keys[kTile * kIndexDim];  // [key][word]
   alignas(64) Floats totals[kTile];
   float scale[kTile];
@@ -98,8 +98,7 @@ using Sums = Floats[Arithmetic::kSums / kVectors][kVectors];
 template <typename Arithmetic, int kVectors>
 __attribute__((noinline)) void multiply(const uint32_t* queries, const uint32_t* keys,
                                         Sums<Arithmetic, kVectors>& result) {
-  if constexpr (Arithmetic::kTiles)
-    return Arithmetic::template multiply<kVectors>(queries, keys, result);
+  if constexpr (Arithmetic::kTiles) return Arithmetic::template multiply<kVectors>(queries, keys, result);
   constexpr int kKeys = Arithmetic::kSums / kVectors;
   Floats sum[kKeys][kVectors];
 #pragma GCC unroll 32

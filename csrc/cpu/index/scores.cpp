@@ -31,7 +31,8 @@ void index_scores(const IndexScoresProblem& p) {
     thread_local KeptBuffer buffer;
     const int64_t end = std::min(p.tokens, (item / chunks + 1) * together);
     const int32_t begin_position = static_cast<int32_t>(item % chunks) * kPositions;
-    const int32_t end_position = static_cast<int32_t>(std::min<int64_t>(p.positions, int64_t{begin_position} + kPositions));
+    const int32_t end_position =
+        static_cast<int32_t>(std::min<int64_t>(p.positions, int64_t{begin_position} + kPositions));
     for (int64_t token = item / chunks * together; token < end;) {
       ScoreStretch stretch{token, 0, begin_position, begin_position};
       // neighbours of one request, and no further than the longest of them sees
