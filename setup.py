@@ -30,13 +30,15 @@ CUDA_ARCHS = "80 89 90a 100 120"
 WARNINGS = "-Wall -Wextra -Wno-psabi -Wno-unused-parameter"
 CXX_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -MMD -MF $out.d"
 AVX512 = "-mavx2 -mfma -mavx512f -mavx512bw -mavx512dq -mavx512vl"
-# Extra flags of single files. What the attention kernels are compiled for is chosen when they run.
+# GCC 12's own headers leave a value undefined on purpose
+AVX512_BF16 = f"{AVX512} -mavx512vbmi -mavx512bf16 -Wno-maybe-uninitialized"
+# Extra flags of single files. Which of the instruction sets' kernels run is chosen when they do.
 FILE_FLAGS = {
     "isa_portable": "-ffp-contract=fast",
     "isa_avx2": "-ffp-contract=fast -mavx2 -mfma",
     "isa_avx512": f"-ffp-contract=fast {AVX512}",
-    # GCC 12's own headers leave a value undefined on purpose
-    "isa_avx512_bf16": f"-ffp-contract=fast {AVX512} -mavx512vbmi -mavx512bf16 -Wno-maybe-uninitialized",
+    "isa_avx512_bf16": f"-ffp-contract=fast {AVX512_BF16}",
+    "isa_amx_bf16": f"-ffp-contract=fast {AVX512_BF16} -mamx-tile -mamx-bf16",
 }
 
 

@@ -15,9 +15,11 @@ __all__ = [
     "convert_indices",
     "flash_mla",
     "format_of",
+    "index_scores",
     "merge_partials",
     "plan",
     "reference",
+    "select_top",
     "sparse_attention",
 ]
 
@@ -27,6 +29,7 @@ try:
     from mla_backend.attention import merge_partials, plan, sparse_attention
     from mla_backend.cache import cache_gather, cache_write, convert_indices
     from mla_backend.formats import FORMATS, CacheFormat, format_of
+    from mla_backend.index import index_scores, select_top
 
     __version__: str = library.about()["version"]
 except ImportError as _error:

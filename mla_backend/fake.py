@@ -8,7 +8,16 @@ from torch import Tensor
 
 from mla_backend import library  # noqa: F401  (registers the ops)
 
-OPS = ("sparse_attention", "plan", "merge_partials", "cache_write", "cache_gather", "convert_indices")
+OPS = (
+    "sparse_attention",
+    "plan",
+    "merge_partials",
+    "cache_write",
+    "cache_gather",
+    "convert_indices",
+    "index_scores",
+    "select_top",
+)
 
 
 def _writes_its_arguments(name: str) -> Callable[..., None]:

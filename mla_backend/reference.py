@@ -12,6 +12,8 @@ ROPE = 64
 GROUP = 128
 E4M3_MAX = 448.0
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+KEY = 128
+"""Of the indexer."""
 FP8_ROW_BYTES = LATENT + 4 * (LATENT // GROUP) + 2 * ROPE  # 656
 
 
@@ -165,3 +167,61 @@ def convert_indices(
                 found.append(slot)
         slots[t, : len(found)] = torch.tensor(found, dtype=slots.dtype)
     return slots, (slots >= 0).sum(1, dtype=torch.int32)
+
+
+def dequantise_keys(cache: Tensor) -> Tensor:
+    """The indexer's keys, fp32 `[blocks, block_size, 128]`, of a cache of bf16 or fp32 `[blocks, block_size, 128]`, or
+    of bytes `[blocks, block_size, 132]`: in each block the e4m3 values of all its tokens, then their scales in fp32."""
+    if cache.dtype != torch.uint8:
+        return cache.float()
+    blocks, block_size = cache.shape[:2]
+    values, scales = cache.reshape(blocks, block_size * (KEY + 4)).split([block_size * KEY, block_size * 4], dim=1)
+    values = values.contiguous().view(torch.float8_e4m3fn).float().view(blocks, block_size, KEY)
+    return values * scales.contiguous().view(torch.float32).unsqueeze(-1)
+
+
+def index_scores(
+    queries: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    requests: Tensor,
+    lengths: Tensor,
+    positions: int,
+) -> Tensor:
+    """How well each key of its context fits a token: the sum over heads of weight * relu(query . key).
+
+    queries `[T, H, 128]`, weights fp32 `[T, H]`, requests and lengths `[T]`. Returns fp32 `[T, positions]`, computed in
+    float64: -inf where the position has no key, and where the token doesn't see it.
+    """
+    keys, (blocks, block_size) = dequantise_keys(cache), cache.shape[:2]
+    scores = torch.full((len(queries), positions), -torch.inf, device=queries.device)
+    place = torch.arange(positions, device=queries.device)
+    for request, row in enumerate(block_table.long()):
+        tokens = (requests == request).nonzero().squeeze(1)
+        listed = place[place // block_size < len(row)]
+        block = row[listed // block_size]
+        found = (block >= 0) & (block < blocks)
+        listed, block = listed[found], block[found]
+        fits = torch.relu(queries[tokens].double() @ keys[block, listed % block_size].double().t())  # [tokens, H, keys]
+        rows = torch.full((len(tokens), positions), -torch.inf, dtype=torch.float64, device=queries.device)
+        rows[:, listed] = torch.einsum("th,thk->tk", weights[tokens].double(), fits)
+        scores[tokens] = rows.float()
+    return scores.masked_fill(place >= lengths.unsqueeze(1), -torch.inf)
+
+
+def select_top(scores: Tensor, lengths: Tensor, topk: int) -> Tensor:
+    """The positions of the topk largest of each token's first scores, by rising position, then -1: int32 `[T, topk]`.
+
+    NaN is the largest, of equal scores the earlier ones are chosen, and -inf never, unless a token has no more than
+    topk scores: then it gets all.
+    """
+    chosen = torch.full((len(scores), topk), -1, dtype=torch.int32, device=scores.device)
+    for row, own, length in zip(chosen, scores, lengths.clamp(0, scores.shape[1]).tolist(), strict=True):
+        if length <= topk:
+            row[:length] = torch.arange(length, device=row.device)
+            continue
+        best = own[:length].sort(descending=True, stable=True).indices[:topk]
+        best = best[own[best] != -torch.inf].sort().values
+        row[: len(best)] = best
+    return chosen

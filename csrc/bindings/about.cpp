@@ -36,12 +36,13 @@ std::string describe_formats() {
 std::string describe_cpu_kernels() {
   mla::cpu::KernelChoice choices[mla::cpu::kMaxKernels];
   const int count = mla::cpu::kernel_choices(choices);
+  const mla::cpu::AttentionKernel* active = mla::cpu::active_kernels().attention;
   std::string json;
   for (int i = 0; i < count; ++i) {
     json += json.empty() ? "" : ",";
-    json += "{\"name\":" + quoted(choices[i].kernel->name) + ",\"needs\":" + quoted(choices[i].kernel->needs) +
+    json += "{\"name\":" + quoted(choices[i].attention->name) + ",\"needs\":" + quoted(choices[i].attention->needs) +
             ",\"usable\":" + (choices[i].usable ? "true" : "false") +
-            ",\"active\":" + (choices[i].kernel == &mla::cpu::active_kernel() ? "true" : "false") + "}";
+            ",\"active\":" + (choices[i].attention == active ? "true" : "false") + "}";
   }
   return "[" + json + "]";
 }

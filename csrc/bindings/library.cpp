@@ -16,6 +16,10 @@ STABLE_TORCH_LIBRARY(mla_backend, m) {
   m.def(
       "convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, SymInt block_size, bool compact, "
       "Tensor(a!) slots, Tensor(b!) counts) -> ()");
+  m.def(
+      "index_scores(Tensor queries, Tensor weights, Tensor cache, Tensor block_table, Tensor requests, "
+      "Tensor lengths, Tensor(a!) scores) -> ()");
+  m.def("select_top(Tensor scores, Tensor lengths, Tensor(a!) chosen) -> ()");
 }
 
 namespace {
@@ -27,6 +31,8 @@ void implement(torch::stable::detail::StableLibrary& m) {
   m.impl("cache_write", TORCH_BOX(&mla::bindings::cache_write));
   m.impl("cache_gather", TORCH_BOX(&mla::bindings::cache_gather));
   m.impl("convert_indices", TORCH_BOX(&mla::bindings::convert_indices));
+  m.impl("index_scores", TORCH_BOX(&mla::bindings::index_scores));
+  m.impl("select_top", TORCH_BOX(&mla::bindings::select_top));
 }
 }  // namespace
 

@@ -18,5 +18,8 @@ void cache_write(Tensor kv_c, Tensor k_pe, Tensor cache, Tensor slots, bool powe
 void cache_gather(Tensor cache, Tensor slots, Tensor out);
 void convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, int64_t block_size, bool compact,
                      Tensor slots, Tensor counts);
+void index_scores(Tensor queries, Tensor weights, Tensor cache, Tensor block_table, Tensor requests, Tensor lengths,
+                  Tensor scores);
+void select_top(Tensor scores, Tensor lengths, Tensor chosen);
 
 }  // namespace mla::bindings

@@ -4,18 +4,42 @@
 #include <cstdlib>
 #include <cstring>
 
+#ifdef MLA_X86
+#include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 namespace mla::cpu {
 namespace {
 
-std::atomic<const AttentionKernel*> selected{nullptr};
+#ifdef MLA_X86
+// Whether there are tiles for bf16, and the kernel lets this process use them: it has to be asked once, as they make
+// its threads' saved state 8 KB larger.
+bool tiles_usable() {
+#ifdef __linux__
+  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  unsigned eax, ebx, ecx, edx;
+  if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || !(edx & kAmxBf16) || !(edx & kAmxTile)) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
-const AttentionKernel* find(const char* name) {
+constexpr int kNone = -1;
+std::atomic<int> selected{kNone};  // among the choices
+
+int find(const char* name) {
   KernelChoice choices[kMaxKernels];
   const int count = kernel_choices(choices);
   for (int i = 0; i < count; ++i)
-    if (choices[i].usable && (!strcmp(name, "auto") || !strcmp(name, choices[i].kernel->name)))
-      return choices[i].kernel;
-  return nullptr;
+    if (choices[i].usable && (!strcmp(name, "auto") || !strcmp(name, choices[i].attention->name))) return i;
+  return kNone;
 }
 
 }  // namespace
@@ -28,27 +52,31 @@ int kernel_choices(KernelChoice choices[kMaxKernels]) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
-  choices[count++] = {&kAvx512Bf16Kernel, bf16};
-  choices[count++] = {&kAvx512Kernel, avx512};
-  choices[count++] = {&kAvx2Kernel, avx2};
+  static const bool amx = bf16 && tiles_usable();
+  choices[count++] = {&kAmxBf16Kernel, &kAmxBf16IndexKernel, amx};
+  choices[count++] = {&kAvx512Bf16Kernel, &kAvx512Bf16IndexKernel, bf16};
+  choices[count++] = {&kAvx512Kernel, &kAvx512IndexKernel, avx512};
+  choices[count++] = {&kAvx2Kernel, &kAvx2IndexKernel, avx2};
 #endif
-  choices[count++] = {&kPortableKernel, true};
+  choices[count++] = {&kPortableKernel, &kPortableIndexKernel, true};
   return count;
 }
 
-const AttentionKernel& active_kernel() {
-  const AttentionKernel* kernel = selected.load(std::memory_order_relaxed);
-  if (!kernel) {
-    kernel = find("auto");
-    selected.store(kernel, std::memory_order_relaxed);
+KernelChoice active_kernels() {
+  int index = selected.load(std::memory_order_relaxed);
+  if (index == kNone) {
+    index = find("auto");
+    selected.store(index, std::memory_order_relaxed);
   }
-  return *kernel;
+  KernelChoice choices[kMaxKernels];
+  kernel_choices(choices);
+  return choices[index];
 }
 
 bool select_kernel(const char* name) {
-  const AttentionKernel* kernel = find(name);
-  if (kernel) selected.store(kernel, std::memory_order_relaxed);
-  return kernel != nullptr;
+  const int index = find(name);
+  if (index != kNone) selected.store(index, std::memory_order_relaxed);
+  return index != kNone;
 }
 
 }  // namespace mla::cpu

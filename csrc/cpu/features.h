@@ -1,23 +1,26 @@
-// Which instruction sets this CPU has, and which of the attention kernels is in use.
+// Which instruction sets this CPU has, and whose kernels are in use.
 #pragma once
 
 #include "cpu/attention/attention.h"
+#include "cpu/index/index.h"
 
 namespace mla::cpu {
 
+// What is compiled for one instruction set.
 struct KernelChoice {
-  const AttentionKernel* kernel;
+  const AttentionKernel* attention;
+  const IndexKernel* index;
   bool usable;  // by this CPU
 };
 
-// Every kernel in the library, the fastest first.
-constexpr int kMaxKernels = 4;
+// Every instruction set that the library has kernels for, the fastest first.
+constexpr int kMaxKernels = 5;
 int kernel_choices(KernelChoice choices[kMaxKernels]);
 
-// The kernel in use: the fastest usable one, unless one was selected.
-const AttentionKernel& active_kernel();
+// The kernels in use: the fastest usable ones, unless some were selected.
+KernelChoice active_kernels();
 
-// Selects a kernel by name ("auto" for the fastest). False if there is none of that name that this CPU can run.
+// Selects kernels by name ("auto" for the fastest). False if there are none of that name that this CPU can run.
 bool select_kernel(const char* name);
 
 }  // namespace mla::cpu

@@ -1,6 +1,7 @@
 // The ops on the CPU, as the bindings call them.
 #pragma once
 
+#include "mla/index.h"
 #include "mla/plan.h"
 #include "mla/problem.h"
 
@@ -13,6 +14,8 @@ void merge_partials(const MergeProblem<Value>& problem);
 void cache_write(const CacheWriteProblem& problem);
 void cache_gather(const CacheGatherProblem& problem);
 void convert_indices(const ConvertProblem& problem);
+void index_scores(const IndexScoresProblem& problem);
+void select_top(const SelectTopProblem& problem);
 
 constexpr int kMaxMergeDim = 1024;
 

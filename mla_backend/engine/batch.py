@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kv_cache.keys import KEY_FORMATS
 from mla_backend.engine.config import INDEX_DIM, ModelConfig
@@ -60,31 +58,6 @@ class Batch:
             return torch.arange(len(self.slots), dtype=torch.int32, device=self.slots.device)
         counts = torch.tensor(self.token_counts, dtype=torch.int64)
         return torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts).to(self.slots.device)
-
-    @cached_property
-    def alike(self) -> list[tuple[Tensor | slice, Tensor | slice, int]]:
-        """What can be looked up together: all requests with one token, and each of the others. Of each the tokens,
-        their rows of the block table, and the longest context."""
-        starts = [0, *accumulate(self.token_counts)]
-        counts = enumerate(self.token_counts)
-        groups = [
-            (slice(starts[i], starts[i] + count), slice(i, i + 1), self.context_lengths[i])
-            for i, count in counts
-            if count > 1
-        ]
-        if singles := [i for i, count in enumerate(self.token_counts) if count == 1]:
-            rows, requests = (
-                torch.tensor(ids, device=self.slots.device) for ids in ([starts[i] for i in singles], singles)
-            )
-            groups.append((rows, requests, max(self.context_lengths[i] for i in singles)))
-        return groups
-
-    def context_slots(self, requests: Tensor | slice, context: int, block_size: int) -> Tensor:
-        """int64 `[requests, context]`: where these requests' tokens lie; negative past a request's blocks."""
-        table = self.block_table[requests].long()
-        table = functional.pad(table, (0, max(0, -(-context // block_size) - table.shape[1])), value=-1)
-        positions = torch.arange(context, device=self.slots.device)
-        return table[:, positions // block_size] * block_size + positions % block_size
 
 
 @dataclass

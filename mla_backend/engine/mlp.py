@@ -6,8 +6,9 @@ from torch.nn import functional
 
 from mla_backend.engine.config import ModelConfig
 
-ALL_FOR_ALL_ROWS = 128
-"""Tokens for which a GPU computes every expert in the time that it takes to read their weights."""
+ALL_FOR_ALL_ROWS = {"cuda": 128, "cpu": 32}
+"""Tokens for which a device computes every expert in the time that it takes to read their weights. On a CPU that goes
+for matrix units (AMX), whose tiles have 16 rows however few tokens there are."""
 
 
 class MLP(nn.Module):
@@ -124,7 +125,7 @@ class MoE(nn.Module):
     def _all_for_all_pays(self, x: Tensor) -> bool:
         # with twice as many choices as experts, about 1 in 7 is nobody's
         sent = len(x) * self.gate.experts_kept
-        return x.is_cuda and len(x) <= ALL_FOR_ALL_ROWS and sent >= 2 * self.routed
+        return len(x) <= ALL_FOR_ALL_ROWS.get(x.device.type, 0) and sent >= 2 * self.routed
 
     def _all_for_all(self, x: Tensor, experts: Tensor, weights: Tensor, residual: Tensor) -> None:
         counts = self.untold.expand(len(x), -1).clone().scatter_(1, experts, weights)
@@ -132,16 +133,19 @@ class MoE(nn.Module):
         residual.addmm_(activations.flatten(1), self.down.flatten(1).t())
 
     def _grouped(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """fp32 `[T, hidden_size]`. Each expert's tokens together: sorted by expert, a stretch for each."""
+        """`[T, hidden_size]`. Each expert's tokens together: sorted by expert, a stretch for each."""
         gate_up, down = self.gate_up[: self.routed].flatten(1, 2), self.down[:, : self.routed]
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         ids = torch.arange(self.routed, device=x.device)
         ends = torch.searchsorted(flat[order], ids, right=True).int()
-        halves = functional.grouped_mm(x[order // experts.shape[1]], gate_up.transpose(1, 2), offs=ends)
+        sorted_x = x.index_select(0, order // experts.shape[1])
+        halves = functional.grouped_mm(sorted_x, gate_up.transpose(1, 2), offs=ends)
         out = functional.grouped_mm(_silu_times(halves.unflatten(1, (2, -1))), down.permute(1, 2, 0), offs=ends)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        return (out[back].unflatten(0, experts.shape) * weights.unsqueeze(-1)).sum(1)
+        # weighted and summed in one product, as its factors are in 16 bits: nothing as large is made in fp32
+        each = out.index_select(0, back).unflatten(0, experts.shape)
+        return torch.bmm(weights.to(out.dtype).unsqueeze(1), each).squeeze(1)
 
 
 def _gated(x: Tensor, gate_up: Tensor) -> Tensor:

@@ -41,9 +41,7 @@ class Attention(nn.Module):
     `w_key @ query` for one, and expand the sum of latent vectors that attention gives, not each value in it.
     """
 
-    def __init__(
-        self, config: ModelConfig, layer: int, dtype: torch.dtype, sparse: SparseAttention, batch_invariant: bool
-    ):
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, sparse: SparseAttention):
         super().__init__()
         self.config, self.sparse, self.scale = config, sparse, attention_scale(config)
         self.q_a_proj = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False, dtype=dtype)
@@ -56,7 +54,7 @@ class Attention(nn.Module):
         expanded = config.heads * (config.nope_dim + config.value_dim)
         self.kv_b_proj = nn.Linear(config.latent_dim, expanded, bias=False, dtype=dtype)
         self.o_proj = nn.Linear(config.heads * config.value_dim, config.hidden_size, bias=False, dtype=dtype)
-        self.indexer = None if config.shares_selection[layer] else Indexer(config, dtype, batch_invariant)
+        self.indexer = None if config.shares_selection[layer] else Indexer(config, dtype)
         self.from_hidden: Tensor | None = None
         self.w_key: Tensor | None = None
         self.w_value: Tensor | None = None
@@ -117,7 +115,7 @@ class Layer(nn.Module):
     ):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
-        self.self_attn = Attention(config, layer, dtype, sparse, batch_invariant)
+        self.self_attn = Attention(config, layer, dtype, sparse)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
         self.mlp = (
             MoE(config, dtype, batch_invariant)
@@ -152,7 +150,7 @@ class Model(nn.Module):
 
     Args:
         config: its shape.
-        dtype: what it computes in; routing and the indexer's choice are fp32 always.
+        dtype: what it computes in; routing and the indexer's scores are fp32 always.
         sparse: how it attends; by default with the ops of the library.
         batch_invariant: give a token the same bits whatever else is in the batch, as long as all batches have the same
             number of requests with one token each: `Runner` cuts its work so. Slower.
@@ -221,7 +219,7 @@ class Model(nn.Module):
             block_size=caches[0].latent.shape[1],
         )
         topk = min(config.index_topk, step.longest)
-        step.plan = self.sparse.plan((positions + 1).clamp(max=topk).int(), topk, config.heads)
+        step.plan = self.sparse.plan(step.lengths.clamp(max=topk), topk, config.heads)
         return step
 
 

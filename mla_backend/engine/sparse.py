@@ -52,7 +52,10 @@ class KernelAttention:
     def attend(
         self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
     ) -> Tensor:
-        out, _ = mla_backend.sparse_attention(
+        tokens, heads, dim = q[0].shape
+        # head by head, as the batched product after this wants it
+        out = torch.empty(heads, tokens, dim, dtype=torch.bfloat16, device=q[0].device).transpose(0, 1)
+        mla_backend.sparse_attention(
             tuple(part.to(torch.bfloat16) for part in q),
             cache,
             indices,
@@ -61,6 +64,7 @@ class KernelAttention:
             plan=plan,
             workspace=self._workspace(q[0], plan),
             batch_invariant=self.batch_invariant,
+            out=out,
         )
         return out.to(q[0].dtype)
 

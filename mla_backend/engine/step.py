@@ -36,15 +36,26 @@ class Step:
         """Of the contexts."""
         return max(self.batch.context_lengths, default=0)
 
+    @cached_property
+    def lengths(self) -> Tensor:
+        """int32 `[T]`: how many positions of its request each token sees, up to its own."""
+        return (self.positions + 1).int()
+
     @property
     def scores(self) -> bool:
         """Whether anybody has to choose: a context no longer than the top-k is taken as a whole."""
         return self.longest > self.topk
 
     @cached_property
+    def scored(self) -> Tensor:
+        """int32 `[T]`: how many positions each token's choice is among; none where there is no choice."""
+        return self.lengths * (self.lengths > self.topk)
+
+    @cached_property
     def everything(self) -> Selection:
         """What is attended to where nobody has to choose: each token's context."""
-        return self.slots_of(all_up_to(self.positions, self.longest))
+        positions = torch.arange(self.longest, dtype=torch.int32, device=self.positions.device)
+        return self.slots_of(torch.where(positions < self.lengths.unsqueeze(1), positions, -1))
 
     def slots_of(self, chosen: Tensor) -> Selection:
         """Positions int32 `[T, n]`, negative where there is none, as a selection."""
@@ -62,9 +73,3 @@ class Step:
         if self._turns_of_keys is None:
             self._turns_of_keys = self.turns[places.source]
         return self._turns_of_keys
-
-
-def all_up_to(positions: Tensor, context: int) -> Tensor:
-    """int32 `[T, context]`: each token's own position and all before it, then -1."""
-    everything = torch.arange(context, dtype=torch.int32, device=positions.device)
-    return torch.where(everything > positions.unsqueeze(1), -1, everything)

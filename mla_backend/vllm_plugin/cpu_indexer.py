@@ -16,8 +16,8 @@ from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder, MultipleOf
 
-from kv_cache.keys import KEY_FORMATS, gather_keys, write_keys
-from mla_backend.engine.indexer import MOST_SCORES, best_of, scores_of
+from kv_cache.keys import KEY_FORMATS, write_keys
+from mla_backend.engine.indexer import select
 
 
 def install() -> None:
@@ -37,12 +37,14 @@ def _keep_queries(queries: Tensor, group_size: int, **kwargs: Any) -> tuple[Tens
 
 @dataclass
 class CpuIndexerMetadata(AttentionMetadata):
-    """Of one batch of R requests."""
+    """Of one batch of T tokens of R requests."""
 
-    token_starts: list[int]
-    """R + 1: where each request's tokens begin."""
-    context_lengths: list[int]
-    """R: of each request, its tokens of this step included."""
+    longest: int
+    """Of the contexts."""
+    requests: Tensor
+    """int32 `[T]`: each token's row of the block table."""
+    lengths: Tensor
+    """int32 `[T]`: how many positions of its request each token sees, up to its own."""
     block_table: Tensor
     """int32 `[R, most blocks]`."""
     slot_mapping: Tensor
@@ -57,9 +59,14 @@ class CpuIndexerMetadataBuilder(AttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CpuIndexerMetadata:
         batch = common_attn_metadata
+        ends, contexts = batch.query_start_loc[1:], batch.seq_lens.int()
+        counts = batch.query_start_loc.diff()
+        requests = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
+        left = ends[requests] - torch.arange(len(requests))  # of its request, from each token on
         return CpuIndexerMetadata(
-            token_starts=batch.query_start_loc.tolist(),
-            context_lengths=batch.seq_lens.tolist(),
+            longest=int(contexts.max()),
+            requests=requests,
+            lengths=(contexts[requests] - left + 1).int(),
             block_table=batch.block_table_tensor,
             slot_mapping=batch.slot_mapping,
         )
@@ -99,47 +106,17 @@ class CpuIndexer(SparseAttnIndexer):
         batch, cache = batches[self.k_cache.prefix], self.k_cache.kv_cache
         slots = batch.slot_mapping
         write_keys(k[: len(slots)].contiguous(), cache, slots)
-        selected = self.topk_indices_buffer[: len(hidden_states)]
-        selected.fill_(-1)
-        for request, context in enumerate(batch.context_lengths):
-            start, end = batch.token_starts[request : request + 2]
-            if start == end:
-                continue
-            blocks = batch.block_table[request, : -(-context // cache.shape[1])]
-            positions = torch.arange(context - (end - start), context)
-            if context <= self.topk_tokens:
-                everything = torch.arange(context, dtype=torch.int32)
-                chosen = torch.where(everything > positions.unsqueeze(1), -1, everything)
-            else:
-                keys = _keys(cache, blocks, context)
-                chosen = select(q_quant[start:end], weights[start:end], positions, keys, self.topk_tokens)
-            selected[start:end, : chosen.shape[1]] = chosen
+        tokens, lengths = len(batch.lengths), batch.lengths
+        self.topk_indices_buffer[:tokens] = select(
+            q_quant[:tokens],
+            weights[:tokens].float(),
+            cache,
+            batch.block_table,
+            batch.requests,
+            lengths,
+            lengths * (lengths > self.topk_tokens),
+            batch.longest,
+            self.topk_tokens,
+        )
+        self.topk_indices_buffer[tokens : len(hidden_states)] = -1
         return self.topk_indices_buffer
-
-
-def _keys(cache: Tensor, blocks: Tensor, context: int) -> Tensor:
-    """The keys of a request's first so many tokens, fp32 `[context, 128]`."""
-    block_size = cache.shape[1]
-    slots = blocks.long().unsqueeze(1) * block_size + torch.arange(block_size)
-    return gather_keys(cache, slots.flatten()[:context])
-
-
-def select(queries: Tensor, weights: Tensor, positions: Tensor, keys: Tensor, topk: int) -> Tensor:
-    """Which tokens of its context each token attends to.
-
-    Args:
-        queries, weights: `[N, heads, 128]` and `[N, heads]`.
-        positions: int64 `[N]`; a token sees those up to its own position.
-        keys: fp32 `[context, 128]`, more than topk.
-
-    Returns:
-        int32 `[N, topk]`, positions by rising order, then -1, as the engine selects them.
-    """
-    piece = max(1, MOST_SCORES // (queries.shape[1] * len(keys)))
-    parts = zip(queries.split(piece), weights.split(piece), positions.split(piece), strict=True)
-    return torch.cat(
-        [
-            best_of(scores_of(some.float(), their.float(), keys.unsqueeze(0)), places, topk)
-            for some, their, places in parts
-        ]
-    )

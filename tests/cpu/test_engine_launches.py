@@ -87,8 +87,16 @@ def test_what_layers_share_is_computed_once(models):
 
 def test_scoring_is_left_out_where_everything_is_taken(models):
     short, long = (launches(models["MLP"][0], context) for context in (TOPK, TOPK + 1))
-    assert "aten.relu.default" in long and "aten.relu.default" not in short
+    scoring = {"mla_backend.index_scores.default", "mla_backend.select_top.default"}
+    assert scoring <= long.keys() and not scoring & short.keys()
     assert short["aten.linear.default"] < long["aten.linear.default"]
+
+
+def test_choosing_is_few_launches(models):
+    """Of a layer: the queries' product and 5 that rotate them, the weights' and 2 around it, scores, selection and
+    slots."""
+    fewer, more = (launches(model, TOPK + 1) - launches(model, TOPK) for model in models["MLP"])
+    assert 5 < (more - fewer).total() <= 14, more - fewer
 
 
 def test_all_for_all_gives_what_groups_give(models, monkeypatch):

@@ -89,7 +89,7 @@ def test_prompts_in_a_batch_give_what_they_give_alone(name, exact):
 def test_long_contexts_are_scored_in_pieces(exact, monkeypatch):
     prompt = prompt_of(PROMPT)
     whole = exact("deepseek_v32").generate([prompt], 3)[0]
-    monkeypatch.setattr(indexer_module, "MOST_SCORES", 3 * PROMPT * engine_models.SHAPE["index_n_heads"])
+    monkeypatch.setattr(indexer_module, "MOST_SCORES", 3 * PROMPT)
     cut = exact("deepseek_v32").generate([prompt], 3)[0]
     assert cut.generated == whole.generated
     torch.testing.assert_close(cut.logits, whole.logits, atol=EXACT, rtol=0)

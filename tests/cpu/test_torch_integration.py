@@ -64,16 +64,23 @@ def samples():
             torch.zeros(2, dtype=torch.int32),
         ),
     )
+    for cache in (torch.zeros(2, 16, 132, dtype=torch.uint8), torch.zeros(2, 16, 128).bfloat16()):
+        table, requests = torch.arange(2, dtype=torch.int32).view(1, 2), torch.zeros(2, dtype=torch.int32)
+        yield (
+            OPS.index_scores.default,
+            (torch.randn(2, 32, 128), torch.randn(2, 32), cache, table, requests, lengths, torch.zeros(2, 20)),
+        )
+    yield OPS.select_top.default, (torch.randn(2, 20), lengths, torch.zeros(2, 7, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("index", range(9))
+@pytest.mark.parametrize("index", range(12))
 def test_opcheck(index):
     op, arguments = list(samples())[index]
     torch.library.opcheck(op, arguments)
 
 
 def test_every_op_has_a_sample():
-    assert len(list(samples())) == 9
+    assert len(list(samples())) == 12
     assert {str(op).split(".")[1] for op, _ in samples()} == set(mla_backend.fake.OPS)
 
 
@@ -118,6 +125,25 @@ def test_a_layer_compiles_without_a_graph_break():
     got = compiled(layer)(*arguments)
     for a, b in zip(got, layer(*arguments), strict=True):
         assert torch.equal(a, b)
+
+
+def test_an_indexer_compiles_without_a_graph_break():
+    cache = torch.randn(8, 16, 128).bfloat16()
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+
+    def select(queries, weights, requests, lengths):
+        scores = mla_backend.index_scores(queries * 1, weights, cache, table, requests, lengths, 64)
+        return mla_backend.select_top(scores, lengths, 10) + 1
+
+    step = compiled(select)
+    for tokens in (1, 2, 5):
+        arguments = (
+            torch.randn(tokens, 32, 128),
+            torch.randn(tokens, 32),
+            torch.arange(tokens, dtype=torch.int32) % 2,
+            torch.arange(tokens, dtype=torch.int32) * 12 + 5,
+        )
+        assert torch.equal(step(*arguments), select(*arguments))
 
 
 def test_new_token_counts_do_not_break_a_compiled_graph():

@@ -48,6 +48,24 @@ def convert(**changes):
     return lambda: mla_backend.convert_indices(**arguments)
 
 
+def index(**changes):
+    arguments = {
+        "queries": torch.randn(2, 3, 128),
+        "weights": torch.randn(2, 3),
+        "cache": torch.zeros(2, 4, 132, dtype=torch.uint8),
+        "block_table": torch.zeros(1, 2, dtype=torch.int32),
+        "requests": torch.zeros(2, dtype=torch.int32),
+        "lengths": torch.zeros(2, dtype=torch.int32),
+        "positions": 8,
+    } | changes
+    return lambda: mla_backend.index_scores(**arguments)
+
+
+def select(**changes):
+    arguments = {"scores": torch.randn(2, 9), "lengths": torch.zeros(2, dtype=torch.int32), "topk": 4} | changes
+    return lambda: mla_backend.select_top(**arguments)
+
+
 def merge(outs=None, lses=None, **more):
     outs = torch.zeros(2, 3, 4, 8) if outs is None else outs
     lses = torch.zeros(2, 3, 4) if lses is None else lses
@@ -144,6 +162,36 @@ CASES = {
     "request_ids of other tokens": (convert(request_ids=torch.zeros(3, dtype=INT)), ValueError, r"request_ids must be int32 \[T=2\]"),
     "block_size is 0": (convert(block_size=0), ValueError, r"block_size must be 1 or more; got 0"),
     "block_size is text": (convert(block_size="64"), TypeError, r"block_size must be an int; got str"),
+    "queries are fp16": (index(queries=torch.zeros(2, 3, 128).half()), ValueError, r"queries must be float32 or bfloat16 \[T, H, 128\]; got float16"),
+    "queries are a list": (index(queries=[1]), TypeError, r"queries must be a torch.Tensor; got list"),
+    "queries are 64 wide": (index(queries=torch.zeros(2, 3, 64)), ValueError, r"queries must be .*\[T, H, 128\]; got float32 \[2, 3, 64\]"),
+    "queries are not dense": (index(queries=torch.zeros(2, 3, 256)[..., ::2]), ValueError, r"queries must be dense in its last dimension"),
+    "queries have no heads": (index(queries=torch.zeros(2, 0, 128), weights=torch.zeros(2, 0)), ValueError, r"queries must be of 1 to 128 heads"),
+    "queries have 129 heads": (index(queries=torch.zeros(2, 129, 128), weights=torch.zeros(2, 129)), ValueError, r"queries must be of 1 to 128 heads"),
+    "weights are bf16": (index(weights=torch.zeros(2, 3).bfloat16()), ValueError, r"weights must be float32 \[T=2, H=3\]; got bfloat16"),
+    "weights of other heads": (index(weights=torch.zeros(2, 4)), ValueError, r"weights must be float32 \[T=2, H=3\]; got float32 \[2, 4\]"),
+    "keys are fp32": (index(cache=torch.zeros(2, 4, 128)), ValueError, r"cache must be uint8 \[blocks, block_size, 132\] or bfloat16 .*; got float32"),
+    "keys are bf16 of 132": (index(cache=torch.zeros(2, 4, 132).bfloat16()), ValueError, r"cache must be .*got bfloat16 \[2, 4, 132\]"),
+    "keys are None": (index(cache=None), TypeError, r"cache must be .*got None"),
+    "keys have 4 dims": (index(cache=torch.zeros(2, 4, 1, 132, dtype=torch.uint8)), ValueError, r"cache must be .*got uint8 \[2, 4, 1, 132\]"),
+    "keys have blocks of 0": (index(cache=torch.zeros(2, 0, 132, dtype=torch.uint8)), ValueError, r"cache must be of a block size of 1 or more"),
+    "keys of a block lie apart": (index(cache=torch.zeros(2, 8, 132, dtype=torch.uint8)[:, ::2]), ValueError, r"cache must be of blocks that lie in one piece .*; got stride 264"),
+    "keys are on another device": (index(cache=torch.zeros(2, 4, 132, dtype=torch.uint8, device="meta")), ValueError, r"cache must be on cpu"),
+    "the indexer's table is int64": (index(block_table=torch.zeros(1, 2).long()), ValueError, r"block_table must be int32 \[R, max_blocks\]"),
+    "requests of other tokens": (index(requests=torch.zeros(3, dtype=INT)), ValueError, r"requests must be int32 \[T=2\]"),
+    "lengths are int64": (index(lengths=torch.zeros(2).long()), ValueError, r"lengths must be int32 \[T=2\]; got int64"),
+    "positions are negative": (index(positions=-1), ValueError, r"positions must be 0 or more; got -1"),
+    "positions are missing": (index(positions=None), ValueError, r"positions must be given where scores is not"),
+    "positions beside scores": (index(scores=torch.zeros(2, 8)), ValueError, r"positions must be given where scores is not, and only there; got 8"),
+    "scores of other tokens": (index(positions=None, scores=torch.zeros(3, 8)), ValueError, r"scores must be float32 \[T=2, N\]; got float32 \[3, 8\]"),
+    "scores share memory": (index(positions=None, scores=torch.zeros(1, 8).expand(2, 8)), ValueError, r"scores must be without elements that share memory"),
+    "scores are fp16": (select(scores=torch.zeros(2, 9).half()), ValueError, r"scores must be float32 \[T, N\]; got float16"),
+    "scores are a number": (select(scores=1.0), TypeError, r"scores must be a torch.Tensor; got float"),
+    "lengths of other tokens": (select(lengths=torch.zeros(3, dtype=INT)), ValueError, r"lengths must be int32 \[T=2\]; got int32 \[3\]"),
+    "topk is negative": (select(topk=-1), ValueError, r"topk must be 0 or more; got -1"),
+    "topk is missing": (select(topk=None), ValueError, r"topk must be given where chosen is not"),
+    "chosen is int64": (select(topk=None, chosen=torch.zeros(2, 4).long()), ValueError, r"chosen must be int32 \[T=2, topk\]; got int64"),
+    "chosen is not dense": (select(topk=None, chosen=torch.zeros(2, 8, dtype=INT)[:, ::2]), ValueError, r"chosen must be dense in its last dimension"),
     "outs are fp16": (merge(torch.zeros(2, 3, 4, 8).half()), ValueError, r"outs must be bfloat16 or float32 \[P, T, H, D\]; got float16"),
     "outs have no parts": (merge(torch.zeros(0, 3, 4, 8), torch.zeros(0, 3, 4)), ValueError, r"outs must be of one part or more"),
     "outs are 1025 wide": (merge(torch.zeros(2, 3, 4, 1025)), ValueError, r"outs must be of at most 1024 values a head"),

@@ -2,38 +2,15 @@
 #include "cpu/attention/attention.h"
 
 #include <algorithm>
-#include <cstdlib>
-#include <new>
 #include <vector>
 
 #include "cpu/features.h"
+#include "cpu/kept_buffer.h"
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
 
 namespace mla::cpu {
 namespace {
-
-// Memory that a thread keeps from call to call: taking a megabyte anew each time costs more than a short call.
-class KeptBuffer {
- public:
-  ~KeptBuffer() { std::free(data_); }
-  // At least `bytes`, as the last user left them.
-  void* get(size_t bytes) {
-    if (bytes > bytes_) {
-      std::free(data_);
-      data_ = nullptr, bytes_ = 0;
-      const size_t rounded = (bytes + 63) / 64 * 64;
-      data_ = std::aligned_alloc(64, rounded);
-      if (!data_) throw std::bad_alloc();
-      bytes_ = rounded;
-    }
-    return data_;
-  }
-
- private:
-  void* data_ = nullptr;
-  size_t bytes_ = 0;
-};
 
 void* thread_workspace(const AttentionKernel& kernel) {
   thread_local KeptBuffer buffer;
@@ -110,7 +87,7 @@ void sparse_attention(const AttentionProblem& given) {
         std::max(shares, std::min((thread_count() + busy - 1) / busy, (p.heads + kFewestHeads - 1) / kFewestHeads));
   const int32_t share = ((p.heads + shares - 1) / shares + kFewestHeads - 1) / kFewestHeads * kFewestHeads;
 
-  const Job job{p, active_kernel(), kept_partials(p.workers, p.heads), shape};
+  const Job job{p, *active_kernels().attention, kept_partials(p.workers, p.heads), shape};
   for_each(static_cast<int64_t>(p.workers) * shares, [&](int64_t item) {
     const int32_t head_begin = static_cast<int32_t>(item % shares) * share;
     if (head_begin < p.heads) job.run_row(p.plan[item / shares], head_begin, std::min(share, p.heads - head_begin));

@@ -39,6 +39,7 @@ extern const AttentionKernel kPortableKernel;
 extern const AttentionKernel kAvx2Kernel;
 extern const AttentionKernel kAvx512Kernel;
 extern const AttentionKernel kAvx512Bf16Kernel;
+extern const AttentionKernel kAmxBf16Kernel;
 #endif
 
 }  // namespace mla::cpu

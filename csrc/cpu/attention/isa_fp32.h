@@ -1,8 +1,13 @@
 // Words of one fp32 number: for every CPU without bf16 arithmetic. Included after simd.h.
 
 struct Isa {
+  struct Session {
+    struct Memory {};
+  };
+  static constexpr bool kTiles = false;
   static constexpr int kPack = 1;
   static constexpr int kScoreSums = kSums;
+  static constexpr int kValueRows = 1;
   static constexpr int kValueHeads = 4;
   static constexpr int kValueVectors = kSums / 4;
   using Words = Floats;

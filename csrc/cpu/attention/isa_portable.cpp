@@ -8,7 +8,7 @@ namespace mla::cpu {
 namespace {
 constexpr int kLanes = 4;
 constexpr int kSums = 8;
-#include "cpu/attention/simd.h"
+#include "cpu/simd.h"
 #include "cpu/merge_rows.h"
 #include "cpu/attention/isa_fp32.h"
 #include "cpu/attention/kernel.h"

@@ -3,8 +3,11 @@
 //
 //   kPack                  numbers in a word (4 bytes): 2 bf16, or 1 fp32. Every matrix operand is made of words
 //                          whose numbers are neighbours along the sum, so one loop serves both.
+//   Session                lives as long as a call works; its Memory is the workspace's
+//   kTiles                 that it multiplies in tiles of a matrix unit, by functions of its own
 //   kScoreSums             registers that the score loop sums in: (vectors of heads) x (tokens)
 //   kValueHeads, kValueVectors   the same for the value loop: (heads) x (vectors of output dims)
+//   kValueRows             rows that the value loop takes at once
 //   load_words, store_words, broadcast_word, dot
 //   pack(first, second)    weights of two neighbouring tokens as words (the second only where kPack is 2)
 //   widen_row              a cached row as words
@@ -45,6 +48,7 @@ struct Workspace {
   alignas(64) float total[kHeadSlots];
   const uint8_t* rows[2][kTile];  // this tile's rows and the next one's, in the cache
   float group_scale[kGroups][kTile];
+  Isa::Session::Memory unit;
 };
 
 // ---- Loading ---------------------------------------------------------------------------------------------
@@ -137,9 +141,11 @@ using ScoreSums = Floats[Isa::kScoreSums / kVectors][kVectors];
 
 // Some rows against kVectors vectors of heads, over the first `words` words from the pointers on. A function of its
 // own, so that the compiler has all registers for it.
-template <int kVectors>
+template <int kVectors, typename Unit = Isa>
 __attribute__((noinline)) void multiply_rows(const uint32_t (*q)[kLanes], const uint32_t* rows, int words,
                                              ScoreSums<kVectors>& result) {
+  if constexpr (Unit::kTiles)
+    return Unit::template multiply_rows<kVectors>(q, kRowWords, rows, kRowWords, words, result);
   constexpr int kTokens = Isa::kScoreSums / kVectors;
   Floats sum[kTokens][kVectors];
 #pragma GCC unroll 32
@@ -247,13 +253,23 @@ __attribute__((noinline)) void value_block(float (*out)[kValueDim], const float*
     for (int v = 0; v < Isa::kValueVectors; ++v) store(sum[h][v], out[h] + v * kLanes);
 }
 
-template <bool kScaled>
+template <bool kScaled, typename Unit = Isa>
 inline void add_values(int head, int heads, int count, bool first_tile, Workspace& w, const uint8_t* const* next_rows,
                        int next_count, int next_bytes) {
   const int steps = (count + Isa::kPack - 1) / Isa::kPack;
+  [[maybe_unused]] typename Unit::Session::Memory& unit = w.unit;
+  if constexpr (Unit::kTiles) unit.load_weights(w.weights[0][0], kTileSteps, kScaled ? kGroups : 1, heads, steps);
   for (int panel = 0; panel < kPanels; ++panel) {
     const uint32_t* values = w.rows_as_words[0] + panel * kPanel / Isa::kPack;
-    const auto* weights = w.weights[kScaled ? panel * kPanel / (kLatent / kGroups) : 0];
+    const int group = kScaled ? panel * kPanel / (kLatent / kGroups) : 0;
+    // Meanwhile the next tile's rows come into the cache, a share of them with every panel.
+    for (int t = panel * next_count / kPanels; t < (panel + 1) * next_count / kPanels; ++t)
+      prefetch_row(next_rows[t], next_bytes);
+    if constexpr (Unit::kTiles) {
+      unit.add_values(&w.out[head][panel * kPanel], w.rescale, first_tile, values, group, heads, steps);
+      continue;
+    }
+    const auto* weights = w.weights[group];
     const auto add = [&](auto block, int h) {
       block(reinterpret_cast<float (*)[kValueDim]>(&w.out[head + h][panel * kPanel]), w.rescale + h, first_tile, steps,
             values, reinterpret_cast<const uint32_t (*)[kScoreHeads]>(&weights[0][h]));
@@ -262,9 +278,6 @@ inline void add_values(int head, int heads, int count, bool first_tile, Workspac
     for (; h + Isa::kValueHeads <= heads; h += Isa::kValueHeads) add(value_block<Isa::kValueHeads>, h);
     for (; h + 2 <= heads; h += 2) add(value_block<2>, h);
     for (; h < heads; ++h) add(value_block<1>, h);
-    // Meanwhile the next tile's rows come into the cache, a share of them with every panel.
-    for (int t = panel * next_count / kPanels; t < (panel + 1) * next_count / kPanels; ++t)
-      prefetch_row(next_rows[t], next_bytes);
   }
 }
 
@@ -274,8 +287,9 @@ template <bool kScaled>
 inline void attend_tile(const AttentionProblem& p, int heads, const uint8_t* const* rows, int count, bool first_tile,
                         const uint8_t* const* next_rows, int next_count, int next_bytes, Workspace& w) {
   const float scale = p.scale * kLog2E;  // exponentials are taken to base 2
-  // A row left without a partner gets zeros for one. What else the score loop reads beyond `count` is never used.
-  if (count % Isa::kPack != 0) __builtin_memset(w.rows_as_words[count], 0, sizeof w.rows_as_words[count]);
+  // Rows that the value loop adds beyond `count`, with weights of zero, are zeros. What else the score loop reads there
+  // is never used.
+  for (int t = count; t % Isa::kValueRows != 0; ++t) __builtin_memset(w.rows_as_words[t], 0, sizeof w.rows_as_words[t]);
   for (int head = 0; head < heads; head += kScoreHeads) {
     const int left = heads - head < kScoreHeads ? heads - head : kScoreHeads;
     const int vectors = (left + kLanes - 1) / kLanes;
@@ -344,6 +358,7 @@ inline void finish_head(const AttentionProblem& p, const Stretch& s, int head, b
 
 inline void run(const AttentionProblem& p, const Stretch& s, void* workspace) {
   Workspace& w = *static_cast<Workspace*>(workspace);
+  [[maybe_unused]] const Isa::Session session;
   load_q(p, s.token, s.head_begin, s.heads, w);
   const bool any = attend(p, s.token, s.heads, s.tile_begin, s.tile_end, s.granule, w);
   for (int head = 0; head < s.heads; ++head) finish_head(p, s, head, any, w);

@@ -1,6 +1,6 @@
-// The vectors that the attention kernel is written in. Each instruction set's file includes this once, inside
-// its own anonymous namespace and compiled with its own flags, after defining kLanes. GCC and Clang turn these
-// into whatever registers the flags allow.
+// The vectors that the kernels of each instruction set are written in. Each isa_*.cpp includes this once, inside its
+// own anonymous namespace and compiled with its own flags, after defining kLanes. GCC and Clang turn these into
+// whatever registers the flags allow.
 //
 // Nothing from the standard library may be used in here: an inline function compiled with AVX-512 flags could
 // be the copy that the linker keeps for everybody.

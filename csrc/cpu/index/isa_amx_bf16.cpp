@@ -1,0 +1,42 @@
+// AMX: Sapphire Rapids and later. For queries in bf16; those in fp32 are multiplied as fp32, by AVX-512.
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/index/index.h"
+#include "mla/number.h"
+
+namespace mla::cpu {
+namespace {
+constexpr int kLanes = 16;
+constexpr int kFp32Sums = 16;
+#include "cpu/simd.h"
+#include "cpu/e4m3_to_bf16.h"
+#include "cpu/amx.h"
+#include "cpu/index/kernel.h"
+
+#include "cpu/index/bf16_arithmetic.h"
+
+struct TileArithmetic : Bf16Arithmetic {
+  using Session = TileSession;
+  static constexpr bool kTiles = true;
+  static constexpr int kSums = 32;
+
+  template <int kVectors>
+  static void multiply(const uint32_t* queries, const uint32_t* keys, Floats (&result)[32 / kVectors][kVectors]) {
+    constexpr int kWords = kIndexDim / kPack;
+    multiply_tiles<kVectors>(reinterpret_cast<const uint32_t (*)[kLanes]>(queries), kWords, keys, kWords, kWords,
+                             result);
+  }
+};
+
+void score(const IndexScoresProblem& problem, const ScoreStretch& stretch, void* workspace) {
+  Workspace& w = *static_cast<Workspace*>(workspace);
+  problem.queries_fp32 ? score_with<Fp32Arithmetic, float>(problem, stretch, w)
+                       : score_with<TileArithmetic, uint16_t>(problem, stretch, w);
+}
+}  // namespace
+
+const IndexKernel kAmxBf16IndexKernel{sizeof(Workspace), score};
+
+}  // namespace mla::cpu

@@ -1,0 +1,29 @@
+// AVX-512 with bf16 dot products and byte permutes (VBMI): Zen 4 and later, Sapphire Rapids and later. For queries in
+// bf16; those in fp32 are multiplied as fp32.
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "cpu/index/index.h"
+#include "mla/number.h"
+
+namespace mla::cpu {
+namespace {
+constexpr int kLanes = 16;
+constexpr int kFp32Sums = 16;
+#include "cpu/simd.h"
+#include "cpu/e4m3_to_bf16.h"
+#include "cpu/index/kernel.h"
+
+#include "cpu/index/bf16_arithmetic.h"
+
+void score(const IndexScoresProblem& problem, const ScoreStretch& stretch, void* workspace) {
+  Workspace& w = *static_cast<Workspace*>(workspace);
+  problem.queries_fp32 ? score_with<Fp32Arithmetic, float>(problem, stretch, w)
+                       : score_with<Bf16Arithmetic, uint16_t>(problem, stretch, w);
+}
+}  // namespace
+
+const IndexKernel kAvx512Bf16IndexKernel{sizeof(Workspace), score};
+
+}  // namespace mla::cpu

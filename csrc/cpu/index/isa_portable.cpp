@@ -1,0 +1,23 @@
+// Any CPU: four lanes are SSE2 on x86-64 and NEON on Arm; arithmetic in fp32.
+#include <cstdint>
+
+#include "cpu/index/index.h"
+#include "mla/number.h"
+
+namespace mla::cpu {
+namespace {
+constexpr int kLanes = 4;
+constexpr int kFp32Sums = 8;
+#include "cpu/simd.h"
+#include "cpu/index/kernel.h"
+
+void score(const IndexScoresProblem& problem, const ScoreStretch& stretch, void* workspace) {
+  Workspace& w = *static_cast<Workspace*>(workspace);
+  problem.queries_fp32 ? score_with<Fp32Arithmetic, float>(problem, stretch, w)
+                       : score_with<Fp32Arithmetic, uint16_t>(problem, stretch, w);
+}
+}  // namespace
+
+const IndexKernel kPortableIndexKernel{sizeof(Workspace), score};
+
+}  // namespace mla::cpu

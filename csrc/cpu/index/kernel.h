@@ -1,0 +1,183 @@
+// Scores of the indexer for one instruction set. Each isa_*.cpp includes this inside its anonymous namespace, after
+// simd.h and a number kFp32Sums: registers that products of fp32 numbers are summed in.
+//
+// Keys are converted in tiles, once for all heads of all tokens of the stretch. Lanes are heads: queries were laid out
+// once as [word of the dims][head], and each word of a key is broadcast against them, so nothing is transposed. A score
+// is summed in an order that depends on the number of heads alone, and so are its bits.
+//
+// `Arithmetic` says what a word (4 bytes) is, 2 bf16 or 1 fp32, and multiplies and widens those; in kSums registers, or
+// (kTiles) in tiles of a matrix unit. A `Session` of it lives as long as a call works.
+
+constexpr int kTile = 32;  // keys converted together: as fp32 they are 16 KB, beside as much of queries in the L1 cache
+constexpr int kPair = 2;   // vectors of heads that a key's words are broadcast against at a time
+constexpr int kMaxVectors = kMaxIndexHeads / kLanes;
+static_assert(kMaxVectors % kPair == 0);
+
+// What a thread works in; it keeps this between calls.
+struct Workspace {
+  alignas(64) uint32_t queries[kScoreTokens * kMaxVectors * kIndexDim * kLanes];  // [token][vector][word][head]
+  alignas(64) float weights[kScoreTokens][kMaxVectors][kLanes];
+  alignas(64) Ints is_head[kMaxVectors];         // all bits set; none where there are no more heads
+  alignas(64) uint32_t keys[kTile * kIndexDim];  // [key][word]
+  alignas(64) Floats totals[kTile];
+  float scale[kTile];
+  bool known[kTile];  // that the position has a key
+};
+
+struct Fp32Arithmetic {
+  struct Session {};
+  static constexpr bool kTiles = false;
+  static constexpr int kPack = 1;
+  static constexpr int kSums = kFp32Sums;
+  using Words = Floats;
+
+  static Floats load_words(const uint32_t* from) { return *reinterpret_cast<const FloatsUnaligned*>(from); }
+  static Floats broadcast_word(const uint32_t* from) {
+    float x;
+    __builtin_memcpy(&x, from, 4);
+    return broadcast(x);
+  }
+  static Floats dot(Floats sum, Floats a, Floats b) { return sum + a * b; }
+  static uint32_t query_word(const float* from) { return float_bits(*from); }
+  static uint32_t query_word(const uint16_t* from) { return static_cast<uint32_t>(*from) << 16; }
+
+  template <bool kCodes>
+  static void widen_key(const uint8_t* from, uint32_t* words) {
+    for (int d = 0; d < kIndexDim; d += kLanes)
+      store(kCodes ? widen_e4m3(from + d) : widen_bf16(from + 2 * d), reinterpret_cast<float*>(words + d));
+  }
+};
+
+template <typename Arithmetic>
+constexpr int kWords = kIndexDim / Arithmetic::kPack;
+
+inline int vectors_of(const IndexScoresProblem& p) { return (p.heads + kLanes - 1) / kLanes; }
+
+template <typename Arithmetic, typename Number>
+inline void load_queries(const IndexScoresProblem& p, const ScoreStretch& s, Workspace& w) {
+  const int vectors = vectors_of(p);
+  for (int v = 0; v < vectors; ++v)
+    for (int lane = 0; lane < kLanes; ++lane) w.is_head[v][lane] = v * kLanes + lane < p.heads ? -1 : 0;
+  for (int t = 0; t < s.tokens; ++t)
+    for (int v = 0; v < vectors; ++v)
+      for (int lane = 0; lane < kLanes; ++lane) {
+        // the last head again where there are no more: its results are never looked at
+        const int head = v * kLanes + lane < p.heads ? v * kLanes + lane : p.heads - 1;
+        const Number* from =
+            static_cast<const Number*>(p.queries) + (s.token + t) * p.query_token + head * p.query_head;
+        uint32_t* to = w.queries + int64_t{t * vectors + v} * kWords<Arithmetic> * kLanes + lane;
+        for (int word = 0; word < kWords<Arithmetic>; ++word)
+          to[word * kLanes] = Arithmetic::query_word(from + word * Arithmetic::kPack);
+        w.weights[t][v][lane] = p.weights[(s.token + t) * p.weight_token + head];
+      }
+}
+
+// Keys [begin, begin + count) of a request, as words. A position without a key keeps what was there.
+template <typename Arithmetic, bool kCodes>
+inline void load_keys(const IndexScoresProblem& p, int64_t request, int begin, int count, Workspace& w) {
+  const bool listed = request >= 0 && request < p.requests;
+  const int32_t* table = p.block_table + (listed ? request * p.table_stride : 0);
+  constexpr int kKeyBytes = kCodes ? kIndexDim : 2 * kIndexDim;
+  int64_t place = begin / p.cache.block_size, offset = begin % p.cache.block_size;
+  for (int t = 0; t < count; ++t, ++offset) {
+    if (offset == p.cache.block_size) ++place, offset = 0;
+    const int64_t block = listed && place < p.max_blocks ? table[place] : -1;
+    w.known[t] = block >= 0 && block < p.cache.blocks;
+    if (!w.known[t]) continue;
+    const uint8_t* data = p.cache.data + block * p.cache.block_stride;
+    Arithmetic::template widen_key<kCodes>(data + offset * kKeyBytes, w.keys + t * kWords<Arithmetic>);
+    w.scale[t] = 1.0f;
+    if (kCodes) __builtin_memcpy(&w.scale[t], data + p.cache.block_size * kKeyBytes + offset * 4, 4);
+  }
+}
+
+template <typename Arithmetic, int kVectors>
+using Sums = Floats[Arithmetic::kSums / kVectors][kVectors];
+
+// Some keys against kVectors vectors of heads. A function of its own, so that the compiler has all registers for it.
+template <typename Arithmetic, int kVectors>
+__attribute__((noinline)) void multiply(const uint32_t* queries, const uint32_t* keys,
+                                        Sums<Arithmetic, kVectors>& result) {
+  if constexpr (Arithmetic::kTiles) return Arithmetic::template multiply<kVectors>(queries, keys, result);
+  constexpr int kKeys = Arithmetic::kSums / kVectors;
+  Floats sum[kKeys][kVectors];
+#pragma GCC unroll 32
+  for (int t = 0; t < kKeys; ++t)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sum[t][v] = Floats{};
+  for (int word = 0; word < kWords<Arithmetic>; ++word) {
+    typename Arithmetic::Words heads[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v)
+      heads[v] = Arithmetic::load_words(queries + (v * kWords<Arithmetic> + word) * kLanes);
+#pragma GCC unroll 32
+    for (int t = 0; t < kKeys; ++t) {
+      const typename Arithmetic::Words key = Arithmetic::broadcast_word(keys + t * kWords<Arithmetic> + word);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[t][v] = Arithmetic::dot(sum[t][v], heads[v], key);
+    }
+  }
+#pragma GCC unroll 32
+  for (int t = 0; t < kKeys; ++t)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) result[t][v] = sum[t][v];
+}
+
+// Adds to the totals of the first `count` keys of the tile what kVectors vectors of heads find in them.
+template <typename Arithmetic, int kVectors>
+inline void add_heads(int token, int vector, int vectors, int count, Workspace& w) {
+  const uint32_t* queries = w.queries + int64_t{token * vectors + vector} * kWords<Arithmetic> * kLanes;
+  constexpr int kKeys = Arithmetic::kSums / kVectors;
+  static_assert(kTile % kKeys == 0);
+  for (int first = 0; first < count; first += kKeys) {
+    Sums<Arithmetic, kVectors> sums;
+    multiply<Arithmetic, kVectors>(queries, w.keys + first * kWords<Arithmetic>, sums);
+    for (int t = 0; t < kKeys; ++t)
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats score = sums[t][v] * w.scale[first + t];
+        const Floats positive = score < 0.0f ? Floats{} : score;  // NaN stays
+        const Floats weighted = positive * load(w.weights[token][vector + v]);
+        w.totals[first + t] += (Floats)((Ints)weighted & w.is_head[vector + v]);
+      }
+  }
+}
+
+inline float sum_of(Floats x) {
+  float lanes[kLanes];
+  store(x, lanes);
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+template <typename Arithmetic>
+inline void score_tile(const IndexScoresProblem& p, int64_t first_token, int token, int begin, int count,
+                       Workspace& w) {
+  const int vectors = vectors_of(p);
+  for (int t = 0; t < kTile; ++t) w.totals[t] = Floats{};
+  int v = 0;
+  for (; v + kPair <= vectors; v += kPair) add_heads<Arithmetic, kPair>(token, v, vectors, count, w);
+  if (v < vectors) add_heads<Arithmetic, 1>(token, v, vectors, count, w);
+  float* scores = p.scores + (first_token + token) * p.score_token + begin;
+  for (int t = 0; t < count; ++t) scores[t] = w.known[t] ? sum_of(w.totals[t]) : -__builtin_inff();
+}
+
+// `Number` is what queries are: float, or uint16_t for bf16.
+template <typename Arithmetic, typename Number>
+inline void score_with(const IndexScoresProblem& p, const ScoreStretch& s, Workspace& w) {
+  [[maybe_unused]] const typename Arithmetic::Session session;
+  load_queries<Arithmetic, Number>(p, s, w);
+  for (int begin = s.begin; begin < s.end; begin += kTile) {
+    const int count = s.end - begin < kTile ? s.end - begin : kTile;
+    const int64_t request = p.request[s.token];
+    if (p.cache.codes)
+      load_keys<Arithmetic, true>(p, request, begin, count, w);
+    else
+      load_keys<Arithmetic, false>(p, request, begin, count, w);
+    for (int t = 0; t < s.tokens; ++t) {
+      const int64_t seen = int64_t{p.length[s.token + t]} - begin;
+      if (seen > 0) score_tile<Arithmetic>(p, s.token, t, begin, seen < count ? static_cast<int>(seen) : count, w);
+    }
+  }
+}
