@@ -149,7 +149,7 @@ def test_the_same_inputs_give_the_same_bits(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("heads", [3, 16, 128])
+@pytest.mark.parametrize("heads", [3, 16, 24, 128])
 def test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch(fmt, heads):
     problem = random_problem(fmt, tokens=9, heads=heads, topk=400, blocks=40).to("cuda")
     problem.topk_length = torch.tensor([400, 1, 399, 0, 130, 400, 64, 300, 5], dtype=torch.int32, device="cuda")
@@ -309,7 +309,7 @@ def test_a_plan_of_too_many_rows_is_refused():
         problem.solve(plan=plan, workspace=torch.zeros(1, device="cuda"))
 
 
-@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+@pytest.mark.parametrize("heads", [1, 16, 32, 64, 128])
 def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads, portable_kernel):
     generator = torch.Generator().manual_seed(heads)
     problem = random_problem(tokens=40, heads=heads, topk=512, blocks=60).to("cuda")
