@@ -155,6 +155,8 @@ def write_ninja(folder: Path, version: str) -> None:
         return " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in archs)
 
     hopper = ["90a"] if "90a" in archs else []
+    # a third of the library's size; older releases compress less and have no such option
+    smaller = "--compress-mode=size" if nvcc and int(nvcc_release.split(".")[0]) >= 13 else ""
 
     lines = [
         f"cxx = {cxx}",
@@ -165,8 +167,8 @@ def write_ninja(folder: Path, version: str) -> None:
         "  deps = gcc",
         "  description = $in",
         "rule cuda",
-        f"  command = $nvcc -std=c++17 -O3 --threads 2 -lineinfo -Xcompiler -fPIC,-fvisibility=hidden {common} "
-        f"$flags -MD -MF $out.d -c $in -o $out",
+        f"  command = $nvcc -std=c++17 -O3 --threads 2 -lineinfo {smaller} -Xcompiler -fPIC,-fvisibility=hidden "
+        f"{common} $flags -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = $in",
