@@ -59,7 +59,7 @@ def run(
             usage = engine.usage()
             if usage is not None:
                 peak_usage = max(usage, peak_usage or 0.0)
-            look_at = now + USAGE_SECONDS
+            look_at = now + min(USAGE_SECONDS, now / 10)  # more often at first: a run may be short
     elapsed = time.perf_counter() - begin
     wrong = [i for i, request in enumerate(ended) if request.output_tokens != workload.output_lens[i]]
     if wrong:
