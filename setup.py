@@ -155,7 +155,7 @@ def write_ninja(folder: Path, version: str) -> None:
         return " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in archs)
 
     hopper = ["90a"] if "90a" in archs else []
-    # a third of the library's size; older releases compress less and have no such option
+    # a fifth of the library's size; older releases have no such option
     smaller = "--compress-mode=size" if nvcc and int(nvcc_release.split(".")[0]) >= 13 else ""
 
     lines = [

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import mla_backend
 from mla_backend import reference
@@ -122,15 +121,7 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
 
 def markdown(report: dict[str, Any]) -> str:
     """The docs' table, from a result file."""
-    where, results = report["environment"], report["results"]
-    lines = result_file.table(HEADINGS, rows(results))
-    lines += [
-        "",
-        f"Medians of {results[0]['seconds']['turns']} replays of CUDA graphs. {where['gpus'][0]['name']}, driver "
-        f"{where['driver']}, torch {where['torch']['version']}, {where['date'][:10]}, commit "
-        f"{(where['commit'] or 'unknown')[:10]}.",
-    ]
-    return "\n".join(lines)
+    return result_file.gpu_table(HEADINGS, rows(report["results"]), report)
 
 
 def plan_time(report: dict[str, Any]) -> str:
@@ -167,12 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results += [time_write(n, fmt, options.rounds) for fmt in mla_backend.FORMATS for n in options.tokens]
     results += [time_plan(n, options.rounds) for n in options.tokens]
     results += [time_convert(n, options.rounds) for n in options.tokens if n <= 65536]
-    shown = Table(*HEADINGS, box=None, padding=(0, 1))
-    for column in shown.columns[2:]:
-        column.justify = "right"
-    for line in rows(results):
-        shown.add_row(*line)
-    Console(width=110, highlight=False).print(shown)
+    result_file.show(HEADINGS, rows(results), words=2)
     result_file.write(options.output, results, Console(stderr=True))
     return 0
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
 import mla_backend
@@ -85,7 +84,7 @@ def new_cache(fmt: str, tokens: int) -> Tensor:
 
 
 def new_inputs(case: Case, cache: Tensor, blocks: Tensor) -> Inputs:
-    """One set: queries are fp32, as the engine has them. `blocks`: of all requests' contexts."""
+    """One set: queries are fp32, the longer ones to read. `blocks`: of all requests' contexts."""
     count = case.all_tokens
     queries = torch.randn(count, case.heads, 128, device="cuda")
     weights = torch.randn(count, case.heads, device="cuda")
@@ -186,15 +185,7 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
 
 def markdown(report: dict[str, Any]) -> str:
     """The docs' table, from a result file."""
-    where, results = report["environment"], report["results"]
-    lines = result_file.table(HEADINGS, rows(results))
-    lines += [
-        "",
-        f"Medians of {results[0]['seconds']['turns']} replays of CUDA graphs. {where['gpus'][0]['name']}, driver "
-        f"{where['driver']}, torch {where['torch']['version']}, {where['date'][:10]}, commit "
-        f"{(where['commit'] or 'unknown')[:10]}.",
-    ]
-    return "\n".join(lines)
+    return result_file.gpu_table(HEADINGS, rows(report["results"]), report)
 
 
 def parse_decode(text: str) -> tuple[int, int]:
@@ -256,12 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for case in cases:
                 results += time_case(case, fmt, cache, options.rounds)
                 progress.advance(task)
-    shown = Table(*HEADINGS, box=None, padding=(0, 1))
-    for column in shown.columns[4:]:
-        column.justify = "right"
-    for line in rows(results):
-        shown.add_row(*line)
-    Console(width=110, highlight=False).print(shown)
+    result_file.show(HEADINGS, rows(results), words=4)
     result_file.write(options.output, results, Console(stderr=True))
     return 0
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from serving_benchmarks import environment
 
@@ -47,6 +48,27 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table in Markdown."""
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def gpu_table(headings: Sequence[str], rows: Sequence[Sequence[str]], report: dict[str, Any]) -> str:
+    """A table of timed ops in Markdown, and below it how and where a result file's were timed."""
+    where, results = report["environment"], report["results"]
+    note = (
+        f"Medians of {results[0]['seconds']['turns']} replays of CUDA graphs. {where['gpus'][0]['name']}, driver "
+        f"{where['driver']}, torch {where['torch']['version']}, {where['date'][:10]}, commit "
+        f"{(where['commit'] or 'unknown')[:10]}."
+    )
+    return "\n".join([*table(headings, rows), "", note])
+
+
+def show(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int) -> None:
+    """Prints a table; all columns but the first `words` are numbers."""
+    shown = Table(*headings, box=None, padding=(0, 1))
+    for column in shown.columns[words:]:
+        column.justify = "right"
+    for row in rows:
+        shown.add_row(*row)
+    Console(width=110, highlight=False).print(shown)
 
 
 def print_markdown(parser: argparse.ArgumentParser, path: Path, markdown: Callable[[dict[str, Any]], str]) -> None:

@@ -29,14 +29,8 @@ struct TileArithmetic : Bf16Arithmetic {
                              result);
   }
 };
-
-void score(const IndexScoresProblem& problem, const ScoreStretch& stretch, void* workspace) {
-  Workspace& w = *static_cast<Workspace*>(workspace);
-  problem.queries_fp32 ? score_with<Fp32Arithmetic, float>(problem, stretch, w)
-                       : score_with<TileArithmetic, uint16_t>(problem, stretch, w);
-}
 }  // namespace
 
-const IndexKernel kAmxBf16IndexKernel{sizeof(Workspace), score};
+const IndexKernel kAmxBf16IndexKernel{sizeof(Workspace), score<TileArithmetic>};
 
 }  // namespace mla::cpu

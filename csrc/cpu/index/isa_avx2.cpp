@@ -10,14 +10,8 @@ constexpr int kLanes = 8;
 constexpr int kFp32Sums = 8;
 #include "cpu/simd.h"
 #include "cpu/index/kernel.h"
-
-void score(const IndexScoresProblem& problem, const ScoreStretch& stretch, void* workspace) {
-  Workspace& w = *static_cast<Workspace*>(workspace);
-  problem.queries_fp32 ? score_with<Fp32Arithmetic, float>(problem, stretch, w)
-                       : score_with<Fp32Arithmetic, uint16_t>(problem, stretch, w);
-}
 }  // namespace
 
-const IndexKernel kAvx2IndexKernel{sizeof(Workspace), score};
+const IndexKernel kAvx2IndexKernel{sizeof(Workspace), score<Fp32Arithmetic>};
 
 }  // namespace mla::cpu

@@ -16,14 +16,8 @@ constexpr int kFp32Sums = 16;
 #include "cpu/index/kernel.h"
 
 #include "cpu/index/bf16_arithmetic.h"
-
-void score(const IndexScoresProblem& problem, const ScoreStretch& stretch, void* workspace) {
-  Workspace& w = *static_cast<Workspace*>(workspace);
-  problem.queries_fp32 ? score_with<Fp32Arithmetic, float>(problem, stretch, w)
-                       : score_with<Bf16Arithmetic, uint16_t>(problem, stretch, w);
-}
 }  // namespace
 
-const IndexKernel kAvx512Bf16IndexKernel{sizeof(Workspace), score};
+const IndexKernel kAvx512Bf16IndexKernel{sizeof(Workspace), score<Bf16Arithmetic>};
 
 }  // namespace mla::cpu

@@ -181,3 +181,11 @@ inline void score_with(const IndexScoresProblem& p, const ScoreStretch& s, Works
     }
   }
 }
+
+// What an instruction set's kernel does; ForBf16 is its arithmetic for queries in bf16.
+template <typename ForBf16>
+void score(const IndexScoresProblem& problem, const ScoreStretch& stretch, void* workspace) {
+  Workspace& w = *static_cast<Workspace*>(workspace);
+  problem.queries_fp32 ? score_with<Fp32Arithmetic, float>(problem, stretch, w)
+                       : score_with<ForBf16, uint16_t>(problem, stretch, w);
+}

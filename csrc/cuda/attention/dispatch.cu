@@ -46,7 +46,7 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
 
 constexpr int64_t kManyTokens = INT32_MAX;
 
-enum class Kernel { portable, few_heads, many_heads };
+enum class Kernel { portable, few_heads, some_heads, many_heads };
 
 // Into how many parts the kernel for few heads had best have every token cut, so that one cluster of as many blocks
 // merges them: 0 where there are too many tokens for that. A cluster lies within one of the GPU's partitions, which
@@ -59,10 +59,11 @@ int parts_in_cluster(int processors, int64_t tokens, int heads) {
   return 0;
 }
 
-Kernel choose_kernel(int major, int processors, int64_t tokens, int heads) {
+Kernel choose_kernel(int major, int processors, int64_t tokens, int heads, Code code) {
   if (!is_hopper(major) || portable_only) return Kernel::portable;
   // few tokens of many heads are spread over more processors by 16 heads at a time
-  return heads <= 16 || parts_in_cluster(processors, tokens, heads) ? Kernel::few_heads : Kernel::many_heads;
+  if (heads <= 16 || parts_in_cluster(processors, tokens, heads)) return Kernel::few_heads;
+  return heads <= 32 && code == Code::e4m3 ? Kernel::some_heads : Kernel::many_heads;
 }
 
 }  // namespace
@@ -71,17 +72,17 @@ void sparse_attention(const AttentionProblem& p, void* stream) {
   // a token's bits must not depend on how many others there are where that was asked for
   const int64_t tokens = p.whole_tokens ? kManyTokens : p.tokens;
   Kernel kernel = choose_kernel(attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMultiProcessorCount),
-                                tokens, p.heads);
+                                tokens, p.heads, p.lists[0].cache.format.code);
   if (!suits_hopper_kernels(p)) kernel = Kernel::portable;
   switch (kernel) {
 #ifdef MLA_CUDA_SM90A
     case Kernel::few_heads:
       return few_heads_attention(p, stream);  // merges what the plan cut itself
+    case Kernel::some_heads:
+      some_heads_attention(p, stream);
+      break;
     case Kernel::many_heads:
-      if (p.heads <= 32 && p.lists[0].cache.format.code == Code::e4m3)
-        some_heads_attention(p, stream);
-      else
-        many_heads_attention(p, stream);
+      many_heads_attention(p, stream);
       break;
 #endif
     default:
@@ -95,7 +96,8 @@ int default_workers(int major, int processors, int64_t tokens, int heads) {
     const int blocks = (heads + heads_per_block - 1) / heads_per_block;
     return std::max(1, processors * blocks_per_processor / blocks);
   };
-  switch (choose_kernel(major, processors, tokens, heads)) {
+  // whatever the format: a block has all of 17 to 32 heads in either kernel for them
+  switch (choose_kernel(major, processors, tokens, heads, Code::bf16)) {
     case Kernel::few_heads:
       if (const int parts = parts_in_cluster(processors, tokens, heads)) return static_cast<int>(tokens) * parts;
       return workers(16, 1);

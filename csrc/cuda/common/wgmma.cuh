@@ -51,10 +51,10 @@ __device__ __forceinline__ void sums_change(float (&sum)[kCount]) {
 #define MLA_SUM_NUMBERS_16 MLA_SUM_NUMBERS_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define MLA_SUM_NUMBERS_32 \
   MLA_SUM_NUMBERS_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define MLA_SUM_NUMBERS_64                                                               \
-  MLA_SUM_NUMBERS_32                                                                     \
-      ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
-      ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MLA_SUM_NUMBERS_64                                                           \
+  MLA_SUM_NUMBERS_32                                                                 \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // sum += a b, or sum = a b unless `add`. In the 64 x n sums a lane has, for each 8 columns, rows lane / 4 and that plus
 // 8 of its warp's 16, and columns 2 * (lane % 4) and the next: sum[4 * j + 2 * (row >= 8) + column % 2].
@@ -87,15 +87,16 @@ __device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64
 // The same for 64 x 32 and 32 x 64 numbers of e4m3. Their rows are always along the sum; 32 of them are 32 bytes, like
 // 16 of 16 bits.
 __device__ __forceinline__ void multiply_codes(float (&sum)[32], uint64_t a, uint64_t b, bool add) {
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-               MLA_SUM_NUMBERS_32 "}, %32, %33, add, 1, 1;\n}"
-               : MLA_32_SUMS(0)
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+      "{" MLA_SUM_NUMBERS_32 "}, %32, %33, add, 1, 1;\n}"
+      : MLA_32_SUMS(0)
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 
-// sum += a b in f16 for n = 32, with a lane's four pairs of numbers of its rows: of row lane / 4 and the one 8 below it,
-// columns 2 * (lane % 4) and the next, then both once more for columns 8 further on. They stay as they are until the
-// product is waited for. Rows of b are along the sum.
+// sum += a b in f16 for n = 32, with a lane's four pairs of numbers of its rows: of row lane / 4 and the one 8 below
+// it, columns 2 * (lane % 4) and the next, then both once more for columns 8 further on. They stay as they are until
+// the product is waited for. Rows of b are along the sum.
 __device__ __forceinline__ void multiply_rows(float (&sum)[16], const uint32_t (&a)[4], uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" MLA_SUM_NUMBERS_16
                "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"

@@ -32,10 +32,10 @@ struct CodePair {
   }
 };
 
-// kWarps warps load a token's heads, kHeads of them, eight a warp's rows: heads 8 * i and on as rows 16 * i and on of q,
-// and what e4m3 leaves of them as the eight rows after these. Rope is bf16, and zero in those. There are zeros beyond the
-// problem's heads. Each head is divided by a power of two that brings its largest latent number to 2^7 to 2^8; q_scale
-// puts that right, and brings scores to base 2.
+// kWarps warps load a token's heads, kHeads of them, eight a warp's rows: heads 8 * i and on as rows 16 * i and on of
+// q, and what e4m3 leaves of them as the eight rows after these. Rope is bf16, and zero in those. There are zeros
+// beyond the problem's heads. Each head is divided by a power of two that brings its largest latent number to 2^7 to
+// 2^8; q_scale puts that right, and brings scores to base 2.
 template <int kWarps, typename Shared>
 __device__ __forceinline__ void load_query_codes(const AttentionProblem& p, Shared& s, int64_t token, int head_begin,
                                                  int warp, int lane) {

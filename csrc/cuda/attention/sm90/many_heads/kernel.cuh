@@ -1,4 +1,5 @@
-// Sparse attention for 17 heads and more on Hopper, 64 heads a block. Heads are the 64 rows of wgmma:
+// Sparse attention for 17 heads and more on Hopper (33 and more with fp8 rows), 64 heads a block. Heads are the 64 rows
+// of wgmma:
 //
 //   scores  S [64 heads x 64 tokens] = Q [64 x 576] K^T
 //   values  O [64 heads x 512 dims] += P [64 x 64] V [64 x 512]
@@ -24,6 +25,7 @@
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/order.cuh"
+#include "cuda/common/pairs.cuh"
 #include "cuda/common/wgmma.cuh"
 
 namespace mla::cuda::sm90::many_heads {
@@ -424,21 +426,6 @@ struct CodeRows {
 
  private:
   static __device__ int lane_of_row() { return threadIdx.x % 32 / 8; }
-
-  template <Number kNumber>
-  static __device__ uint4 times(uint4 numbers, uint32_t by) {
-    return {times<kNumber>(numbers.x, by), times<kNumber>(numbers.y, by), times<kNumber>(numbers.z, by),
-            times<kNumber>(numbers.w, by)};
-  }
-  template <Number kNumber>
-  static __device__ uint32_t times(uint32_t pair, uint32_t by) {
-    uint32_t product;
-    if constexpr (kNumber == Number::f16)
-      asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(by));
-    else
-      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(by));
-    return product;
-  }
 };
 
 // What a producer warp does: its rows of each tile, and before a token's first tile its queries.

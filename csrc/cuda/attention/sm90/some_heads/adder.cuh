@@ -3,7 +3,8 @@
 //   O^T [256 dims x 32 heads] += V^T [256 x 64 tokens] P^T
 //
 // V^T comes from registers: a lane reads eight neighbouring codes of a token and turns them into f16 on the way, so no
-// f16 tile is ever written. Rows of wgmma are dims in an order of our own, in which a lane's eight rows are these eight.
+// f16 tile is ever written. Rows of wgmma are dims in an order of our own, in which a lane's eight rows are these
+// eight.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include "cuda/attention/work.cuh"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mbarrier.cuh"
+#include "cuda/common/pairs.cuh"
 #include "cuda/common/wgmma.cuh"
 
 namespace mla::cuda::sm90::some_heads {
@@ -27,7 +29,8 @@ struct Adder {
   const int head_begin;
   const int group, warp, lane;  // left or right half of the dims; warp of the warpgroup
 
-  // Dims dim() + 2 * i and the next; heads 8 * j + 2 * (lane % 4) and the next: out[i][4 * j + 2 * (dim % 2) + head % 2].
+  // Dims dim() + 2 * i and the next; heads 8 * j + 2 * (lane % 4) and the next: out[i][4 * j + 2 * (dim % 2) + head %
+  // 2].
   float out[kProducts][kSums];
 
   __device__ int dim() const { return 256 * group + 64 * warp + kLaneDims * (lane / 4); }
@@ -54,8 +57,8 @@ struct Adder {
       // codes of a dim from two tokens next to each other, for two dims
       const uint32_t first = __byte_perm(a, b, i ? 0x7362 : 0x5140), second = __byte_perm(c, d, i ? 0x7362 : 0x5140);
       const uint4 numbers = e4m3_to_f16(first, second);
-      rows[i][0] = times(numbers.x, scale[0]), rows[i][1] = times(numbers.y, scale[0]);
-      rows[i][2] = times(numbers.z, scale[1]), rows[i][3] = times(numbers.w, scale[1]);
+      rows[i][0] = times<Number::f16>(numbers.x, scale[0]), rows[i][1] = times<Number::f16>(numbers.y, scale[0]);
+      rows[i][2] = times<Number::f16>(numbers.z, scale[1]), rows[i][3] = times<Number::f16>(numbers.w, scale[1]);
     }
   }
 
@@ -98,8 +101,7 @@ struct Adder {
 #pragma unroll
       for (int i = 0; i < kProducts; ++i)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          out[i][4 * j + 2 * half] *= by.x, out[i][4 * j + 2 * half + 1] *= by.y;
+        for (int half = 0; half < 2; ++half) out[i][4 * j + 2 * half] *= by.x, out[i][4 * j + 2 * half + 1] *= by.y;
     }
   }
 
@@ -160,13 +162,6 @@ struct Adder {
       arrive_as_warp(s.weights_empty[at]);
       ++token;
     }
-  }
-
- private:
-  static __device__ uint32_t times(uint32_t pair, uint32_t by) {
-    uint32_t product;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(by));
-    return product;
   }
 };
 

@@ -8,7 +8,8 @@ using namespace sm90::some_heads;
 
 void some_heads_attention(const AttentionProblem& p, void* stream) {
   const dim3 blocks((p.heads + kHeads - 1) / kHeads, p.workers);
-  launch_early(p.max_logits ? attention_kernel<true> : attention_kernel<false>, blocks, kThreads, sizeof(Shared), stream, "sparse_attention", p);
+  launch_early(p.max_logits ? attention_kernel<true> : attention_kernel<false>, blocks, kThreads, sizeof(Shared),
+               stream, "sparse_attention", p);
 }
 
 KernelList some_heads_attention_kernels() {

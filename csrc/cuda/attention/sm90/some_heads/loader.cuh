@@ -10,7 +10,8 @@
 
 namespace mla::cuda::sm90::some_heads {
 
-constexpr int kLoaderArrivals = 32 * kWarps + kWarps;  // each thread's when its copies are there, each warp's for the rest
+constexpr int kLoaderArrivals =
+    32 * kWarps + kWarps;  // each thread's when its copies are there, each warp's for the rest
 
 __device__ __forceinline__ void load_rows(Shared& s, const Worker& worker, int warp, int lane) {
   TileCursor cursor(worker);
@@ -25,8 +26,7 @@ __device__ __forceinline__ void load_rows(Shared& s, const Worker& worker, int w
     const uint32_t codes = shared_address(s.codes[stage][lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
 #pragma unroll
     for (int i = 0; i < kLoaderRows; ++i)
-      copy_piece((codes ^ (i & 7) * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane,
-                 __shfl_sync(~0u, own, i));
+      copy_piece((codes ^ (i & 7) * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
     const uint8_t* rope = cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
 #pragma unroll
     for (int i = 0; i < kLoaderRows; i += 4) {

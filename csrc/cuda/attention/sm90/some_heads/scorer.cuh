@@ -52,8 +52,7 @@ struct Scorer {
     const uint64_t q = describe_atoms(shared_address(s.q[group])),
                    k = describe_atoms(shared_address(s.codes[stage][group]));
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-      multiply_codes(part, q + ((step * 32) >> 4), k + ((step * 32) >> 4), step > 0);
+    for (int step = 0; step < 4; ++step) multiply_codes(part, q + ((step * 32) >> 4), k + ((step * 32) >> 4), step > 0);
     end_products();
   }
 
@@ -68,7 +67,7 @@ struct Scorer {
     begin_group(group, stage, 0);
   }
 
-  // The rest of its scores, one group under way while the one before is added.
+  // The rest of its scores: three groups are under way together, and added in turn.
   __device__ void finish_scores(Scores& sum, Parts& even, Parts& odd, int stage) {
     wait_for_products();
     sums_change(even), sums_change(odd);
@@ -115,8 +114,8 @@ struct Scorer {
       if (group == warp) own = scale;
     }
     const int power[2] = {power_above(largest.x), power_above(largest.y)};
-    s.value_scale[stage][warp][lane] = pack_f16(own.x * __uint_as_float((127 - power[0]) << 23),
-                                                own.y * __uint_as_float((127 - power[1]) << 23));
+    s.value_scale[stage][warp][lane] =
+        pack_f16(own.x * __uint_as_float((127 - power[0]) << 23), own.y * __uint_as_float((127 - power[1]) << 23));
     const uint16_t held = *reinterpret_cast<const uint16_t*>(&s.held[stage][2 * lane]);
     bias = pack_bf16(held & 0xff ? static_cast<float>(power[0]) : -INFINITY,
                      held >> 8 ? static_cast<float>(power[1]) : -INFINITY);
@@ -175,9 +174,7 @@ struct Scorer {
 
   // Of tokens 8 * j + 2 * (lane % 4) and the next.
   __device__ uint32_t biases_of(int j) const { return __shfl_sync(~0u, bias, 4 * j + lane % 4); }
-  static __device__ float bias_of(uint32_t pair, int c) {
-    return __uint_as_float(c ? pair & 0xffff0000u : pair << 16);
-  }
+  static __device__ float bias_of(uint32_t pair, int c) { return __uint_as_float(c ? pair & 0xffff0000u : pair << 16); }
 
   // 2^-power of a whole number between -60 and 60; anything finite for -inf.
   static __device__ float inverse_power(float power) {

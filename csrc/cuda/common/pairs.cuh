@@ -1,0 +1,26 @@
+// Pairs of 16-bit numbers.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/wgmma.cuh"
+
+namespace mla::cuda {
+
+template <Number kNumber>
+__device__ __forceinline__ uint32_t times(uint32_t pair, uint32_t by) {
+  uint32_t product;
+  if constexpr (kNumber == Number::f16)
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(by));
+  else
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(by));
+  return product;
+}
+
+template <Number kNumber>
+__device__ __forceinline__ uint4 times(uint4 pairs, uint32_t by) {
+  return {times<kNumber>(pairs.x, by), times<kNumber>(pairs.y, by), times<kNumber>(pairs.z, by),
+          times<kNumber>(pairs.w, by)};
+}
+
+}  // namespace mla::cuda
