@@ -221,7 +221,8 @@ def select_top(scores: Tensor, lengths: Tensor, topk: int) -> Tensor:
         if length <= topk:
             row[:length] = torch.arange(length, device=row.device)
             continue
-        best = own[:length].sort(descending=True, stable=True).indices[:topk]
-        best = best[own[best] != -torch.inf].sort().values
+        seen = own[:length].cpu()  # a GPU sorts NaN by its sign
+        best = seen.sort(descending=True, stable=True).indices[:topk]
+        best = best[seen[best] != -torch.inf].sort().values
         row[: len(best)] = best
     return chosen
