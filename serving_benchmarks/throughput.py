@@ -116,8 +116,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--warmup",
         type=int,
         metavar="N",
-        help=f"requests before them, that get {WARMUP_OUTPUT} tokens at most; 0 for none; default: a whole round, so that "
-        "what engines compile for its shapes is compiled before the clock runs",
+        help=f"requests before them, that get {WARMUP_OUTPUT} tokens at most; 0 for none; default: a whole round, so "
+        "that what engines compile for its shapes is compiled before the clock runs",
     )
     how.add_argument(
         "--waves",
