@@ -50,6 +50,7 @@ MAKERS: dict[str, Maker] = {
     "recall": backend_runs.recall,
     "recall_table": backend_runs.recall_table,
     "throughput_beside": throughput_report.beside,
+    "throughput_engine": throughput_report.engine_beside,
     "throughput_profiles": throughput_report.profiles,
 }
 """Each takes the contents of the files that a page names, one argument a file, and gives the text."""

@@ -4,9 +4,9 @@
     python -m serving_benchmarks.throughput --model MODEL --engine embedded --concurrency 1,16,64 --output FILE
 
 Each backend runs in a process of its own, one after the other, and goes through all values of --concurrency there, so
-that the model is loaded once. It is warmed up, then timed --rounds times on the same prompts; between rounds the prefix
-cache is emptied. Generation is greedy and doesn't end before it has its tokens. A backend that fails is reported, the
-others go on, and the exit status is 1.
+that the model is loaded once. There it runs all prompts once as a warm-up, then they are timed --rounds times; before
+each round the prefix cache is emptied. Generation is greedy and doesn't end before it has its tokens. A backend that
+fails is reported, the others go on, and the exit status is 1.
 
 The three lines that are printed of each run are those of `vllm bench throughput`, and the JSON has its keys.
 """
@@ -27,7 +27,7 @@ from rich.table import Table
 from serving_benchmarks import kernel_times, model_config, result_file, vllm_options, workloads
 from serving_benchmarks.engines import EMBEDDED_DTYPES
 from serving_benchmarks.processes import signals_unwind, supervised, why_it_failed
-from serving_benchmarks.throughput_worker import profiled_requests
+from serving_benchmarks.throughput_worker import WARMUP_OUTPUT, profiled_requests
 from serving_benchmarks.workloads import Workload
 
 ENGINES = ("vllm", "embedded")
@@ -113,7 +113,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=int, default=3, help="that are timed; default: %(default)s")
     how.add_argument(
-        "--warmup", type=int, metavar="N", help="requests before them; default: as many as may be in flight"
+        "--warmup",
+        type=int,
+        metavar="N",
+        help=f"requests before them, that get {WARMUP_OUTPUT} tokens at most; 0 for none; default: a whole round, so "
+        "that what engines compile for its shapes is compiled before the clock runs",
     )
     how.add_argument(
         "--waves",
@@ -385,6 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 **vllm_options.settings(options),
                 "rounds": options.rounds,
                 "waves": options.waves,
+                "warmup": options.warmup,
                 "cpus": len(os.sched_getaffinity(0)),
             },
         }

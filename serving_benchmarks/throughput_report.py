@@ -1,10 +1,13 @@
 """What serving_benchmarks.throughput measured, one backend beside another: tables for the docs."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from serving_benchmarks import kernel_times, result_file, runs
 
+EMBEDDED = "embedded"
+"""The engine's name among backends."""
 NAMES_SHOWN = 8
 """Kernels of each profile."""
 TEMPLATE = re.compile(r"<[^<>]*>")
@@ -21,28 +24,32 @@ def beside(*reports: dict[str, Any]) -> str:
     headings += [f"{other} (quartiles)", "ratio", "first token, ms", "later tokens, ms"]
     rows = []
     for report in reports:
-        entries = {(entry["backend"], runs.short_load(entry["case"])): entry for entry in _ran(report)}
-        for (backend, load), mine in entries.items():
-            theirs = entries.get((other, load))
-            if backend != ours or theirs is None:
-                continue
+        for mine, theirs in _of_each_load(report, ours, other):
             ratio = mine["output_tokens_per_second"] / theirs["output_tokens_per_second"]
-            case = mine["case"]
-            rows.append(
-                [
-                    str(report["environment"]["model"]["heads"]),
-                    f"{case['input_len']} + {case['output_len']}",
-                    load,
-                    _speed(mine),
-                    _speed(theirs),
-                    f"{ratio:.2f}",
-                    *(
-                        " / ".join(f"{entry['latency'][name]['p50'] * 1e3:.{digits}f}" for entry in (mine, theirs))
-                        for name, digits in (("ttft_s", 0), ("tpot_s", 2))
-                    ),
-                ]
-            )
-    return "\n".join([*result_file.table(headings, rows), "", _where(reports)])
+            rows.append([*_load(report, mine), _speed(mine), _speed(theirs), f"{ratio:.2f}", *_latencies(mine, theirs)])
+    return "\n".join([*result_file.table(headings, rows), "", _where(reports, "ours / theirs")])
+
+
+def engine_beside(*reports: dict[str, Any]) -> str:
+    """A table of the loads of all files, the embedded engine beside vLLM with each of its backends; loads that one of
+    them failed are left out.
+
+    The ratio is to the fastest of vLLM's backends at that load, latencies are beside the first one that the files name.
+    """
+    names = _backend_names(reports)
+    others = [name for name in names if name != EMBEDDED]
+    if EMBEDDED not in names or not others:
+        raise ValueError(f"the files must have {EMBEDDED} and a backend of vLLM; they have {', '.join(names)}")
+    headings = ["heads", "prompt + output", "in flight", f"{EMBEDDED}, output tokens/s (quartiles)"]
+    headings += [f"vLLM, {name} (quartiles)" for name in others]
+    headings += ["ratio to the faster" if len(others) > 1 else "ratio", "first token, ms", "later tokens, ms"]
+    rows = []
+    for report in reports:
+        for mine, *theirs in _of_each_load(report, EMBEDDED, *others):
+            ratio = mine["output_tokens_per_second"] / max(entry["output_tokens_per_second"] for entry in theirs)
+            speeds = map(_speed, (mine, *theirs))
+            rows.append([*_load(report, mine), *speeds, f"{ratio:.2f}", *_latencies(mine, theirs[0])])
+    return "\n".join([*result_file.table(headings, rows), "", _where(reports, f"{EMBEDDED} / {others[0]}")])
 
 
 def profiles(*reports: dict[str, Any]) -> str:
@@ -89,8 +96,21 @@ def _ran(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry for entry in report["results"] if not entry.get("error")]
 
 
+def _of_each_load(report: dict[str, Any], *backends: str) -> Iterator[list[dict[str, Any]]]:
+    """The entries of these backends, in their order, for each load that all of them ran."""
+    entries = {(entry["backend"], runs.short_load(entry["case"])): entry for entry in _ran(report)}
+    for load in dict.fromkeys(load for _, load in entries):
+        found = [entries[backend, load] for backend in backends if (backend, load) in entries]
+        if len(found) == len(backends):
+            yield found
+
+
+def _backend_names(reports: tuple[dict[str, Any], ...]) -> list[str]:
+    return list(dict.fromkeys(entry["backend"] for report in reports for entry in report["results"]))
+
+
 def _backends(reports: tuple[dict[str, Any], ...]) -> tuple[str, str]:
-    names = list(dict.fromkeys(entry["backend"] for report in reports for entry in report["results"]))
+    names = _backend_names(reports)
     ours, others = ([name for name in names if (name in runs.OUR_BACKENDS) == mine] for mine in (True, False))
     if (len(ours), len(others)) != (1, 1):
         raise ValueError(f"the files must have one backend of ours and one other; they have {', '.join(names)}")
@@ -103,8 +123,23 @@ def _speed(entry: dict[str, Any]) -> str:
     return f"{entry['output_tokens_per_second']:.0f} ({low:.0f} to {high:.0f})"
 
 
-def _where(reports: tuple[dict[str, Any], ...]) -> str:
-    """The line below a table: what all files have in common."""
+def _load(report: dict[str, Any], entry: dict[str, Any]) -> list[str]:
+    """Cells: heads, tokens of a request, requests in flight."""
+    case = entry["case"]
+    heads, tokens = report["environment"]["model"]["heads"], f"{case['input_len']} + {case['output_len']}"
+    return [str(heads), tokens, runs.short_load(case)]
+
+
+def _latencies(*entries: dict[str, Any]) -> list[str]:
+    """Cells: medians of the first token and of later ones, in ms, of all entries."""
+    return [
+        " / ".join(f"{entry['latency'][name]['p50'] * 1e3:.{digits}f}" for entry in entries)
+        for name, digits in (("ttft_s", 0), ("tpot_s", 2))
+    ]
+
+
+def _where(reports: tuple[dict[str, Any], ...], latencies: str) -> str:
+    """The line below a table: whose latencies are shown, and what all files have in common."""
     about = [report["environment"] for report in reports]
     model, first = about[0]["model"], about[0]
     parts = [
@@ -118,4 +153,4 @@ def _where(reports: tuple[dict[str, Any], ...]) -> str:
         f"commit {(first['commit'] or 'unknown')[:10]}",
     ]
     turns = {entry["seconds"]["turns"] for report in reports for entry in _ran(report)}
-    return f"Medians of {' or '.join(map(str, sorted(turns)))} rounds; latencies ours / theirs. {', '.join(parts)}."
+    return f"Medians of {' or '.join(map(str, sorted(turns)))} rounds; latencies {latencies}. {', '.join(parts)}."

@@ -21,7 +21,7 @@ from serving_benchmarks.timing import Timing
 from serving_benchmarks.workloads import Workload, prompts_in_waves
 
 WARMUP_OUTPUT = 32
-"""Tokens of a request of the warm-up, at most."""
+"""Tokens of a request of the warm-up, at most, where only so many requests are asked for."""
 PROFILED_STEPS = 8
 TIMED_STEPS = 32
 """Before those, without the profiler."""
@@ -64,13 +64,14 @@ def measure(
     Args:
         engine, workload, concurrency: as for `in_flight.run`.
         rounds: passes that are timed.
-        warmup: requests that are run before; by default as many as may be in flight.
+        warmup: requests that are run before, with short outputs; all of the workload as it is if None. Engines compile
+            kernels when a shape comes for the first time, and keep them on disk: without a warm-up of the same shapes
+            the engine that is measured first compiles for those after it, while the clock runs.
         events: who is told.
     """
-    if warmup is None:
-        warmup = len(workload) if concurrency is None else concurrency
-    before = workload.first(warmup, WARMUP_OUTPUT)
+    before = workload if warmup is None else workload.first(warmup, WARMUP_OUTPUT)
     if len(before):
+        engine.forget_prefixes()  # an earlier workload's: what is cached is not computed
         run(engine, before, concurrency, events.progress("warm-up", len(before)))
     done: list[Round] = []
     counted = engine.counters()

@@ -1,5 +1,6 @@
 """The numbers of the README and the docs are those of the committed result files."""
 
+import copy
 import json
 import re
 import shutil
@@ -150,6 +151,49 @@ def test_two_backends_stand_beside_each_other_at_each_load_that_both_have():
     for backends in (("SPARSE_MLA",), ("SPARSE_MLA", "FLASHMLA_SPARSE", "embedded")):
         with pytest.raises(ValueError, match="one backend of ours and one other"):
             throughput_report.beside(result_examples.throughput(backends=backends, loads=(1,)))
+
+
+def test_the_engine_stands_beside_every_backend_of_vllm_at_each_load_that_all_have():
+    report = result_examples.throughput(backends=("FLASHMLA_SPARSE", "SPARSE_MLA", "embedded"), loads=(16, 4, 1))
+    report["results"][4] = result_examples.failed(report["results"][4], "out of memory")
+    other = copy.deepcopy(report)
+    other["environment"]["model"]["heads"] = 128
+    for entry in other["results"]:
+        entry["case"]["input_len"] = 512
+    for entry in (entry for entry in other["results"] if entry["backend"] == "FLASHMLA_SPARSE"):
+        entry["output_tokens_per_second"] *= 2  # the fastest of vLLM's here, SPARSE_MLA is it in the other file
+    text = throughput_report.engine_beside(report, other)
+    headings, *rows = cells(text)
+    assert headings[3:7] == [
+        "embedded, output tokens/s (quartiles)",
+        "vLLM, FLASHMLA_SPARSE (quartiles)",
+        "vLLM, SPARSE_MLA (quartiles)",
+        "ratio to the faster",
+    ]
+    assert [row[:3] for row in rows] == [
+        [heads, tokens, load] for heads, tokens in (("16", "4096 + 64"), ("128", "512 + 64")) for load in ("16", "1")
+    ]
+    for row, (file, i) in zip(rows, [(report, 0), (report, 2), (other, 0), (other, 2)], strict=True):
+        flash, sparse, engine = (file["results"][i + first] for first in (0, 3, 6))
+        speeds = [entry["output_tokens_per_second"] for entry in (engine, flash, sparse)]
+        assert [cell.split(" ")[0] for cell in row[3:6]] == [f"{speed:.0f}" for speed in speeds]
+        seconds, tokens = engine["seconds"], engine["total_output_tokens"]
+        low, high = tokens / seconds["upper_quartile"], tokens / seconds["lower_quartile"]
+        assert row[3].endswith(f" ({low:.0f} to {high:.0f})")
+        assert row[6] == f"{speeds[0] / speeds[1 if file is other else 2]:.2f}"
+        assert row[7] == " / ".join(f"{entry['latency']['ttft_s']['p50'] * 1e3:.0f}" for entry in (engine, flash))
+        assert row[8] == " / ".join(f"{entry['latency']['tpot_s']['p50'] * 1e3:.2f}" for entry in (engine, flash))
+    last = text.splitlines()[-1]
+    assert last.startswith(
+        "Medians of 3 rounds; latencies embedded / FLASHMLA_SPARSE. 4 layers of deepseek_v32's width"
+    )
+    assert "NVIDIA H200" in last and "2026-11-20, commit 5214a64bcc." in last
+
+
+@pytest.mark.parametrize("backends", [("embedded",), ("SPARSE_MLA", "FLASHMLA_SPARSE")])
+def test_the_engine_stands_beside_nobody_where_one_of_the_two_is_missing(backends):
+    with pytest.raises(ValueError, match=f"must have embedded and a backend of vLLM; they have {', '.join(backends)}"):
+        throughput_report.engine_beside(result_examples.throughput(backends=backends, loads=(1,)))
 
 
 def test_a_table_of_kernels_has_the_longest_of_each_backend_a_step():

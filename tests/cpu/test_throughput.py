@@ -90,10 +90,14 @@ def test_it_prints_vllms_lines(measured):
 def test_waves_leave_prompts_out_where_few_are_in_flight_and_a_folder_of_logs_serves_twice(folder, tmp_path):
     output, logs = tmp_path / "out.json", tmp_path / "logs"
     arguments = [*SMALL, "--model", folder, "--engine", "embedded", "--concurrency", "1,2,6", "--waves", "2"]
-    for _ in range(2):  # what the first run left in the folder is not taken for the second one's
-        assert throughput.main([*map(str, arguments), "--logs", str(logs), "--output", str(output)]) == 0
+    for more, warmed in ((), [2, 4, 6]), (("--warmup", "1"), [1, 1, 1]):
+        # what the first run left in the folder is not taken for the second one's
+        assert throughput.main([*map(str, arguments), *more, "--logs", str(logs), "--output", str(output)]) == 0
         report = json.loads(output.read_text())
         assert report["environment"]["settings"]["waves"] == 2
+        assert report["environment"]["settings"]["warmup"] == (int(more[1]) if more else None)
+        events = map(json.loads, (logs / "embedded-embedded.events").read_text().splitlines())
+        assert [e["of"] for e in events if e.get("stage") == "warm-up" and e["done"] == 0] == warmed
         for result, used in zip(report["results"], (2, 4, 6), strict=True):
             assert result["error"] is None and result["case"]["num_prompts"] == used == result["num_requests"]
             assert result["requests"]["round"] == [0] * used + [1] * used
@@ -184,8 +188,16 @@ class OneTokenAStep:
         self.left: dict[str, int] = {}
         self.given: dict[str, int] = {}
         self.most, self.lie = 0, lie
+        self.told: list[int | str] = []
+
+    def forget_prefixes(self):
+        self.told.append("forget")
+
+    def counters(self):
+        return engines.Counters(0, None, None)
 
     def submit(self, id, prompt, new_tokens, *, streamed=False):
+        self.told.append(new_tokens)
         self.left[id] = self.given[id] = new_tokens
         self.most = max(self.most, len(self.left))
 
@@ -210,6 +222,20 @@ def test_no_more_requests_are_in_flight_than_allowed(concurrency, most):
     assert done.requests["output_tokens"] == workload.output_lens
     assert done.requests["ttft_s"] == done.requests["tpot_s"] == [None] * 9 and done.peak_usage is None
     assert all(0 < e2e <= done.elapsed for e2e in done.requests["e2e_s"])
+
+
+@pytest.mark.parametrize(
+    ("warmup", "before"),
+    [(None, ["forget", 40, 2, 33]), (2, ["forget", 32, 2]), (9, ["forget", 32, 2, 32]), (0, [])],
+)
+def test_a_load_is_run_before_it_is_timed_as_it_is_unless_less_is_asked_for(warmup, before):
+    engine, told = OneTokenAStep(), io.StringIO()
+    workload = Workload([[1]] * 3, [40, 2, 33])
+    found = throughput_worker.measure(engine, workload, 3, 2, warmup, throughput_worker.Events(told))
+    assert engine.told == [*before, *["forget", 40, 2, 33] * 2]
+    assert found["requests"]["round"] == [0] * 3 + [1] * 3 and found["total_output_tokens"] == 75
+    stages = dict.fromkeys(json.loads(line)["stage"] for line in told.getvalue().splitlines())
+    assert list(stages) == [*(["warm-up"] if before else []), "round 1 of 2", "round 2 of 2"]
 
 
 def test_a_request_that_ends_early_is_an_error():

@@ -41,8 +41,8 @@ def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
     output = tmp_path / "out.json"
     command = [sys.executable, "-m", "serving_benchmarks.throughput", "--model", CHECKPOINT, "--output", output]
     prompts = ["--input-len", "200", "--output-len", "8", "--num-prompts", "6", "--shared-prefix", "64"]
-    how = ["--backend", "NO_SUCH,SPARSE_MLA", "--concurrency", "1,3", "--rounds", "2", "--profile", *SMALL_CACHE]
-    done = subprocess.run([*command, *prompts, *how], capture_output=True, text=True)
+    how = ["--backend", "NO_SUCH,SPARSE_MLA", "--concurrency", "1,3", "--rounds", "2", "--warmup", "2", "--profile"]
+    done = subprocess.run([*command, *prompts, *how, *SMALL_CACHE], capture_output=True, text=True)
     assert done.returncode == 1 and "NO_SUCH failed: " in done.stderr, done.stderr[-4000:]
     results = json.loads(output.read_text())["results"]
     assert [(r["backend"], r["case"]["concurrency"]) for r in results] == [
