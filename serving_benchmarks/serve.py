@@ -13,6 +13,7 @@ is left behind.
 import argparse
 import itertools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -83,6 +84,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--warmup", type=int, default=4, metavar="N", help="requests before each load; default: %(default)s"
     )
     how.add_argument(
+        "--rehearsal",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the heaviest load once, with prompts of its own, before any counts: a server compiles kernels when "
+        "shapes come that it has not seen, and the first one would do so for all; default: --rehearsal",
+    )
+    how.add_argument(
         "--ready-seconds", type=float, default=1800, metavar="S", help="for a server to start; default: %(default)s"
     )
     how.add_argument(
@@ -134,6 +142,11 @@ def settle_lengths(parser: argparse.ArgumentParser, options: argparse.Namespace)
 def loads(options: argparse.Namespace) -> list[Load]:
     """What a server goes through."""
     return list(itertools.product(options.request_rate or [None], options.concurrency or [None]))
+
+
+def heaviest(of: Sequence[Load]) -> Load:
+    """The load of most requests a second, and of these the one of most in flight; without a limit is more than any."""
+    return max(of, key=lambda load: tuple(math.inf if limit is None else limit for limit in load))
 
 
 def case_of(options: argparse.Namespace, load: Load, seed: int) -> dict[str, Any]:
@@ -276,15 +289,19 @@ def run_backend(
     try:
         command = lambda port: server_command(options, backend, port)  # noqa: E731
         with serving(command, log, ready_seconds=options.ready_seconds) as server:
-            while left:
-                load, seed = left[0]
-                progress.update(
-                    task, description=f"{backend}: {in_words(load)}", total=options.num_prompts, completed=0
-                )
-                found = run_load(
+
+            def run(load: Load, seed: int, what: str) -> dict[str, Any]:
+                progress.update(task, description=f"{backend}: {what}", total=options.num_prompts, completed=0)
+                return run_load(
                     server, options, load, seed, logs / f"{backend}-{seed}.log",
                     lambda done: progress.update(task, completed=max(0, done - options.warmup)),
                 )  # fmt: skip
+
+            if options.rehearsal:
+                run(heaviest(loads(options)), options.seed + len(left), "rehearsal")
+            while left:
+                load, seed = left[0]
+                found = run(load, seed, in_words(load))
                 left.pop(0)
                 yield {**head, "case": case_of(options, load, seed), "error": None, **found}
     except ServerFailed as error:
@@ -362,7 +379,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         more = {
             "benchmark": "serve",
             "model": model_config.describe(options.model, options.config, options.load_format),
-            "settings": {**vllm_options.settings(options), "cpus": len(os.sched_getaffinity(0))},
+            "settings": {
+                **vllm_options.settings(options),
+                "rehearsal": options.rehearsal,
+                "cpus": len(os.sched_getaffinity(0)),
+            },
         }
         result_file.write(options.output, results, console, **more)
     return status

@@ -140,6 +140,29 @@ def test_each_load_has_an_entry_made_of_what_the_client_saved(fakes, capsys):
 
 
 @pytest.mark.parametrize(
+    ("more", "rehearsed"), [((), [((2.5, 8), 4)]), (("--rehearsal",), [((2.5, 8), 4)]), (("--no-rehearsal",), [])]
+)
+def test_the_heaviest_load_is_run_once_before_any_counts_with_prompts_of_its_own(fakes, monkeypatch, more, rehearsed):
+    asked = []
+    real = serve.bench_command
+
+    def bench_command(options, load, seed, port, result):
+        asked.append((load, seed))
+        return real(options, load, seed, port, result)
+
+    monkeypatch.setattr(serve, "bench_command", bench_command)
+    status, report = run(fakes, "--backend", "works", "--request-rate", "2.5,1", "--concurrency", "8,4", *more)
+    assert status == 0 and report["environment"]["settings"]["rehearsal"] == bool(rehearsed)
+    assert asked == [*rehearsed, ((2.5, 8), 0), ((2.5, 4), 1), ((1.0, 8), 2), ((1.0, 4), 3)]
+    assert [result["case"]["seed"] for result in report["results"]] == [0, 1, 2, 3]
+
+
+def test_no_limit_is_heavier_than_any():
+    assert serve.heaviest([(1.0, None), (None, 2), (None, 1)]) == (None, 2)
+    assert serve.heaviest([(2.0, 64), (2.0, None), (1.0, None)]) == (2.0, None)
+
+
+@pytest.mark.parametrize(
     ("limits", "good"), [((None, None), None), ((1.0, None), 2), ((None, 0.15), 2), ((0.4, 0.15), 1), ((0.1, 0.1), 0)]
 )
 def test_goodput_counts_those_that_keep_to_all_limits(limits, good):
@@ -183,7 +206,7 @@ import test_serve_benchmark as fakes
 from pathlib import Path
 from serving_benchmarks import serve
 fakes.patch(Path({folder!r}), setattr, client="hangs")
-sys.exit(serve.main(["--model", {folder!r}, "--backend", "works", "--logs", {folder!r} + "/logs"]))
+sys.exit(serve.main(["--model", {folder!r}, "--backend", "works", "--no-rehearsal", "--logs", {folder!r} + "/logs"]))
 """
 
 

@@ -65,7 +65,7 @@ def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
 
 
 def serve_command(model: Path, *more: object) -> list[str]:
-    prompts = ["--input-len", 100, "--output-len", 8, "--num-prompts", 8]
+    prompts = ["--input-len", 100, "--output-len", 8, "--num-prompts", 8, "--no-rehearsal"]
     command = ["-m", "serving_benchmarks.serve", "--model", model, "--dtype", "float32", *prompts, *SMALL_CACHE, *more]
     return [sys.executable, *map(str, command)]
 
