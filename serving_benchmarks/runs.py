@@ -5,7 +5,9 @@ from typing import Any
 
 from serving_benchmarks import result_file
 
-OUR_BACKENDS = ("SPARSE_MLA", "CUSTOM", "embedded")
+EMBEDDED = "embedded"
+"""The embedded engine, among backends."""
+OUR_BACKENDS = ("SPARSE_MLA", "CUSTOM", EMBEDDED)
 """The plugin under its names, and the engine. The others are what these are held to."""
 LATENCIES = {"ttft_s": "first token", "tpot_s": "later token", "e2e_s": "whole request"}
 """Of `requests` of an entry."""

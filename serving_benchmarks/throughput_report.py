@@ -6,8 +6,6 @@ from typing import Any
 
 from serving_benchmarks import kernel_times, result_file, runs
 
-EMBEDDED = "embedded"
-"""The engine's name among backends."""
 NAMES_SHOWN = 8
 """Kernels of each profile."""
 TEMPLATE = re.compile(r"<[^<>]*>")
@@ -37,19 +35,19 @@ def engine_beside(*reports: dict[str, Any]) -> str:
     The ratio is to the fastest of vLLM's backends at that load, latencies are beside the first one that the files name.
     """
     names = _backend_names(reports)
-    others = [name for name in names if name != EMBEDDED]
-    if EMBEDDED not in names or not others:
-        raise ValueError(f"the files must have {EMBEDDED} and a backend of vLLM; they have {', '.join(names)}")
-    headings = ["heads", "prompt + output", "in flight", f"{EMBEDDED}, output tokens/s (quartiles)"]
+    others = [name for name in names if name != runs.EMBEDDED]
+    if runs.EMBEDDED not in names or not others:
+        raise ValueError(f"the files must have {runs.EMBEDDED} and a backend of vLLM; they have {', '.join(names)}")
+    headings = ["heads", "prompt + output", "in flight", f"{runs.EMBEDDED}, output tokens/s (quartiles)"]
     headings += [f"vLLM, {name} (quartiles)" for name in others]
     headings += ["ratio to the faster" if len(others) > 1 else "ratio", "first token, ms", "later tokens, ms"]
     rows = []
     for report in reports:
-        for mine, *theirs in _of_each_load(report, EMBEDDED, *others):
+        for mine, *theirs in _of_each_load(report, runs.EMBEDDED, *others):
             ratio = mine["output_tokens_per_second"] / max(entry["output_tokens_per_second"] for entry in theirs)
             speeds = map(_speed, (mine, *theirs))
             rows.append([*_load(report, mine), *speeds, f"{ratio:.2f}", *_latencies(mine, theirs[0])])
-    return "\n".join([*result_file.table(headings, rows), "", _where(reports, f"{EMBEDDED} / {others[0]}")])
+    return "\n".join([*result_file.table(headings, rows), "", _where(reports, f"{runs.EMBEDDED} / {others[0]}")])
 
 
 def profiles(*reports: dict[str, Any]) -> str:

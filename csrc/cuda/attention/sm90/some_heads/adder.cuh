@@ -3,8 +3,7 @@
 //   O^T [256 dims x 32 heads] += V^T [256 x 64 tokens] P^T
 //
 // V^T comes from registers: a lane reads eight neighbouring codes of a token and turns them into f16 on the way, so no
-// f16 tile is ever written. Rows of wgmma are dims in an order of our own, in which a lane's eight rows are these
-// eight.
+// f16 tile is ever written. Rows of wgmma are dims in an order of our own: a lane's eight rows are these eight.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +28,8 @@ struct Adder {
   const int head_begin;
   const int group, warp, lane;  // left or right half of the dims; warp of the warpgroup
 
-  // Dims dim() + 2 * i and the next; heads 8 * j + 2 * (lane % 4) and the next: out[i][4 * j + 2 * (dim % 2) + head %
-  // 2].
+  // Dims dim() + 2 * i and the next; heads 8 * j + 2 * (lane % 4) and the next:
+  // out[i][4 * j + 2 * (dim % 2) + head % 2].
   float out[kProducts][kSums];
 
   __device__ int dim() const { return 256 * group + 64 * warp + kLaneDims * (lane / 4); }

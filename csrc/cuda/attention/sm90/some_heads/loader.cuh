@@ -10,8 +10,8 @@
 
 namespace mla::cuda::sm90::some_heads {
 
-constexpr int kLoaderArrivals =
-    32 * kWarps + kWarps;  // each thread's when its copies are there, each warp's for the rest
+// Each thread's when its copies are there, each warp's for the rest.
+constexpr int kLoaderArrivals = 32 * kWarps + kWarps;
 
 __device__ __forceinline__ void load_rows(Shared& s, const Worker& worker, int warp, int lane) {
   TileCursor cursor(worker);
