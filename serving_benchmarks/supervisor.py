@@ -78,6 +78,8 @@ def wait_for_the_end(command: subprocess.Popen) -> None:
 def main() -> int:
     grace, *words = sys.argv[1:]
     adopt_orphans()
+    # Below a job in a script's background SIGINT is ignored, and a command would inherit that; a handler it doesn't.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     command = subprocess.Popen(words, stdin=subprocess.DEVNULL)
     try:
         wait_for_the_end(command)

@@ -1,6 +1,8 @@
 """What all tests share: reproducible random numbers, problems to solve, and the one tolerance."""
 
 import os
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -41,6 +43,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(20251120)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where tests run that can run on either. tests/gpu has one of its own, and takes over some of tests/cpu."""
+    return "cpu"
+
+
+@pytest.fixture
+def children_hear_ctrl_c() -> Iterator[None]:
+    """For tests that send SIGINT to what they start. It is ignored in a script's background, and who is started there
+    inherits that; a handler they don't."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(params=CPU_KERNELS)

@@ -210,6 +210,7 @@ sys.exit(serve.main(["--model", {folder!r}, "--backend", "works", "--no-rehearsa
 """
 
 
+@pytest.mark.usefixtures("children_hear_ctrl_c")
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_no_process_is_left_when_it_is_stopped(fakes, how, status):
     here = Path(__file__).parent

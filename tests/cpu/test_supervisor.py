@@ -82,7 +82,8 @@ def test_what_ends_by_itself_leaves_no_descendants_either(tmp_path):
         assert not alive(int(process.says()))
 
 
-def test_one_that_listens_to_ctrl_c_is_given_time_to_end(tmp_path):
+@pytest.mark.parametrize("ours", [signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"])
+def test_one_that_listens_to_ctrl_c_is_given_time_to_end(tmp_path, ours, children_hear_ctrl_c):
     code = """
     import time
     try:
@@ -92,6 +93,7 @@ def test_one_that_listens_to_ctrl_c_is_given_time_to_end(tmp_path):
         time.sleep(0.3)
         print("tidied up")
     """
+    signal.signal(signal.SIGINT, ours)
     process = Supervised([sys.executable, "-c", textwrap.dedent(code)], tmp_path / "log", grace=WAIT_SECONDS)
     assert wait_until(lambda: "ready" in process.says(), WAIT_SECONDS)
     assert process.stop() == 0 and "tidied up" in process.says()
@@ -106,6 +108,7 @@ with signals_unwind(), supervised(sys.argv[2:], Path(sys.argv[1]), grace=0.1):
 """
 
 
+@pytest.mark.usefixtures("children_hear_ctrl_c")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_nothing_outlives_an_owner_that_is_ended(tmp_path, how):
     command, notes = stubborn(tmp_path)
