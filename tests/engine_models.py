@@ -134,11 +134,15 @@ class Request:
 
 
 class Engine:
-    """Greedy generation, the plain way: every step takes a chunk of every request."""
+    """Greedy generation, the plain way: every step takes a chunk of every request. On the device of the model; logits
+    are brought to the host."""
 
     def __init__(self, model: Model, latent: str, keys: str, blocks: int = 64, block_size: int = BLOCK_SIZE):
         self.model, self.block_size = model, block_size
-        self.caches: list[LayerCache] = new_caches(model.config, blocks, block_size, latent=latent, keys=keys)
+        self.device = model.model.embed_tokens.weight.device
+        self.caches: list[LayerCache] = new_caches(
+            model.config, blocks, block_size, latent=latent, keys=keys, device=self.device
+        )
         for cache in self.caches:
             poison(cache)
         self.free = torch.randperm(blocks).tolist()  # scattered, so that slots and positions differ
@@ -160,16 +164,20 @@ class Engine:
                 logits_at.append(len(tokens) - 1)
                 finished.append(request)
         width = max(len(request.blocks) for request, _ in work)
+        tables = [request.blocks + [-1] * (width - len(request.blocks)) for request, _ in work]
         batch = Batch(
-            block_table=torch.tensor([r.blocks + [-1] * (width - len(r.blocks)) for r, _ in work], dtype=torch.int32),
-            slots=torch.tensor(slots),
+            block_table=self._tensor(tables, torch.int32),
+            slots=self._tensor(slots),
             token_counts=[count for _, count in work],
             context_lengths=[request.computed for request, _ in work],
-            logits_at=torch.tensor(logits_at, dtype=torch.int64),
+            logits_at=self._tensor(logits_at),
         )
-        logits = self.model(torch.tensor(tokens), torch.tensor(positions), batch, self.caches)
-        for request, row in zip(finished, logits, strict=True):
+        logits = self.model(self._tensor(tokens), self._tensor(positions), batch, self.caches)
+        for request, row in zip(finished, logits.cpu(), strict=True):
             request.take(row)
+
+    def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)
 
     def generate(
         self,

@@ -39,6 +39,8 @@ class DecodeGraphs:
         self._positions = torch.zeros_like(self._token_ids)
         self._slots = torch.full_like(self._token_ids, -1)
         self._table = torch.full((most_rows, blocks), -1, dtype=torch.int32, device=self.device)
+        # one for all, as cuBLAS keeps a workspace, of 32 MiB on Hopper, for every stream that it has seen
+        self._warm_up = torch.cuda.Stream(self.device)
         self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Batch]] = {}
         self._pool = None
 
@@ -92,12 +94,11 @@ class DecodeGraphs:
 
         # Libraries set themselves up in their first calls, which a capture would not survive. The buffers hold the rows
         # to be computed already, so all that these passes write is what the replay will write again.
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
+        self._warm_up.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._warm_up):
             for _ in range(2):
                 forward()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.current_stream(self.device).wait_stream(self._warm_up)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits = forward()

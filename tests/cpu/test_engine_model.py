@@ -16,8 +16,9 @@ from mla_backend.engine import model as model_module
 DOCS = Path(__file__).parent.parent.parent / "docs"
 PROMPT = 3 * TOPK + 4
 NEW_TOKENS = 33  # of the prefill, and of 32 decode steps
-EXACT = 1e-4
-"""Of logits that spread by 1: what fp32 sums in another order may differ by. 2e-5 was seen."""
+EXACT = {"cpu": 1e-4, "cuda": 5e-4}
+"""Of logits that spread by 1: what fp32 sums in another order may differ by. On CPUs 2e-5 was seen. A GPU has sines and
+powers of its own too, while the reference is computed on the CPU always."""
 BOUNDS = {"bf16": (0.02, 0.15), "fp8_ds_mla": (0.1, 0.7)}
 """Root mean square and largest error of such logits after four layers, in a smooth model. 0.009 and 0.07, 0.07 and
 0.33 were seen."""
@@ -46,15 +47,21 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
-def exact(checkpoints):
-    """Of a name in MODELS: an engine that attends exactly."""
-    return lambda name: Engine(
-        load_model(checkpoints(name)[1], dtype=torch.float32, sparse=ExactAttention()), "fp32", "fp32"
+def load(checkpoints, device):
+    """Of a name in MODELS: our model, in fp32 unless said otherwise."""
+    return lambda name, dtype=torch.float32, **options: load_model(
+        checkpoints(name)[1], dtype=dtype, device=device, **options
     )
 
 
+@pytest.fixture
+def exact(load):
+    """Of a name in MODELS: an engine that attends exactly."""
+    return lambda name: Engine(load(name, sparse=ExactAttention()), "fp32", "fp32")
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_tokens_are_those_of_transformers(name, checkpoints, exact):
+def test_logits_and_tokens_are_those_of_transformers(name, checkpoints, exact, device):
     prompt = prompt_of(PROMPT)
     tokens, logits = engine_models.their_generation(checkpoints(name)[0], prompt, NEW_TOKENS)
     ours = exact(name).generate([prompt], NEW_TOKENS)[0]
@@ -62,47 +69,48 @@ def test_logits_and_tokens_are_those_of_transformers(name, checkpoints, exact):
     assert (
         logits.std() > 0.5 and len(set(tokens)) > NEW_TOKENS / 2
     )  # it is a test only if there is something to get wrong
-    torch.testing.assert_close(ours.logits, logits, atol=EXACT, rtol=0)
+    torch.testing.assert_close(ours.logits, logits, atol=EXACT[device], rtol=0)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa_shared"])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_prompts_in_chunks_give_the_same(name, chunk, exact):
+def test_prompts_in_chunks_give_the_same(name, chunk, exact, device):
     prompt = prompt_of(PROMPT)
     whole = exact(name).generate([prompt], 10)[0]
     cut = exact(name).generate([prompt], 10, chunk)[0]
     assert cut.generated == whole.generated
-    torch.testing.assert_close(cut.logits, whole.logits, atol=EXACT, rtol=0)
+    torch.testing.assert_close(cut.logits, whole.logits, atol=EXACT[device], rtol=0)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa_shared"])
-def test_prompts_in_a_batch_give_what_they_give_alone(name, exact):
-    # with chunks of 20 some decode while others prefill; contexts below, around and above the top-k
-    prompts = [prompt_of(length, seed=length) for length in (1, 20, TOPK - 1, TOPK, TOPK + 1, 100)]
+def test_prompts_in_a_batch_give_what_they_give_alone(name, exact, device):
+    # with chunks of 20 some decode while others prefill; contexts below, around and above the top-k. With these seeds
+    # no choice of a token or an expert is closer than 4e-5, so that no rounding flips one
+    prompts = [prompt_of(length, seed=7000 + length) for length in (1, 20, TOPK - 1, TOPK, TOPK + 1, 100)]
     together = exact(name).generate(prompts, 10, chunk=20)
     for prompt, ours in zip(prompts, together, strict=True):
         alone = exact(name).generate([prompt], 10)[0]
         assert ours.generated == alone.generated
-        torch.testing.assert_close(ours.logits, alone.logits, atol=EXACT, rtol=0)
+        torch.testing.assert_close(ours.logits, alone.logits, atol=EXACT[device], rtol=0)
 
 
-def test_long_contexts_are_scored_in_pieces(exact, monkeypatch):
+def test_long_contexts_are_scored_in_pieces(exact, device, monkeypatch):
     prompt = prompt_of(PROMPT)
     whole = exact("deepseek_v32").generate([prompt], 3)[0]
     monkeypatch.setattr(indexer_module, "MOST_SCORES", 3 * PROMPT)
     cut = exact("deepseek_v32").generate([prompt], 3)[0]
     assert cut.generated == whole.generated
-    torch.testing.assert_close(cut.logits, whole.logits, atol=EXACT, rtol=0)
+    torch.testing.assert_close(cut.logits, whole.logits, atol=EXACT[device], rtol=0)
 
 
 @pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("latent", BOUNDS)
 @pytest.mark.parametrize("chunk", [7, PROMPT])
-def test_kernels_stay_within_bounds(name, latent, chunk, checkpoints):
-    theirs, folder = checkpoints(name)
+def test_kernels_stay_within_bounds(name, latent, chunk, checkpoints, load):
+    theirs = checkpoints(name)[0]
     prompts = [prompt_of(PROMPT), prompt_of(2 * TOPK + 1, seed=1)]
     wanted = [engine_models.their_generation(theirs, prompt, NEW_TOKENS) for prompt in prompts]
-    engine = Engine(load_model(folder, dtype=torch.float32), latent, "fp32")
+    engine = Engine(load(name), latent, "fp32")
     typical, largest = BOUNDS[latent]
     for ours, (tokens, logits) in zip(
         engine.generate(prompts, NEW_TOKENS, chunk, [tokens for tokens, _ in wanted]), wanted, strict=True
@@ -117,12 +125,10 @@ def test_kernels_stay_within_bounds(name, latent, chunk, checkpoints):
 
 @pytest.mark.parametrize("name", SMOOTH)
 @pytest.mark.parametrize("latent", BOUNDS)
-def test_errors_come_from_the_cache_format_and_not_from_the_kernels(name, latent, checkpoints):
-    folder, prompt = checkpoints(name)[1], prompt_of(PROMPT)
+def test_errors_come_from_the_cache_format_and_not_from_the_kernels(name, latent, load):
+    prompt = prompt_of(PROMPT)
     ours, exact = (
-        Engine(load_model(folder, dtype=torch.float32, sparse=sparse), latent, "fp32").generate(
-            [prompt], 10, forced=[prompt]
-        )[0]
+        Engine(load(name, sparse=sparse), latent, "fp32").generate([prompt], 10, forced=[prompt])[0]
         for sparse in (KernelAttention(batch_invariant=True), ExactAttention())
     )
     # a value near the middle of two e4m3 codes may fall to either side after a sum in another order
@@ -130,26 +136,25 @@ def test_errors_come_from_the_cache_format_and_not_from_the_kernels(name, latent
 
 
 @pytest.mark.parametrize("name", SMOOTH)
-def test_models_compute_in_bf16(name, checkpoints):
-    theirs, folder = checkpoints(name)
+def test_models_compute_in_bf16(name, checkpoints, load):
     prompt = prompt_of(TOPK)  # all of it is selected, whatever rounding does to the indexer
-    logits = engine_models.their_generation(theirs, prompt, 1)[1]
-    ours = Engine(load_model(folder), "fp8_ds_mla", "fp8").generate([prompt], 1)[0]
+    logits = engine_models.their_generation(checkpoints(name)[0], prompt, 1)[1]
+    ours = Engine(load(name, torch.bfloat16), "fp8_ds_mla", "fp8").generate([prompt], 1)[0]
     assert (ours.logits - logits).square().mean().sqrt() <= 0.15
 
 
 @pytest.mark.parametrize("keys, overlap", [("fp32", 1.0), ("bf16", 0.97), ("fp8", 0.9)])
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_keys_of_fewer_bits_select_mostly_the_same(name, keys, overlap, checkpoints):
-    folder, prompt = checkpoints(name)[1], prompt_of(PROMPT)
+def test_keys_of_fewer_bits_select_mostly_the_same(name, keys, overlap, load):
+    prompt = prompt_of(PROMPT)
 
     def selected(keys: str) -> torch.Tensor:
-        engine = Engine(load_model(folder, dtype=torch.float32), "bf16", keys)
+        engine = Engine(load(name), "bf16", keys)
         engine.free = list(range(len(engine.free)))
         found = []
         engine.model.model.layers[0].self_attn.indexer.register_forward_hook(lambda *call: found.append(call[-1]))
         engine.generate([prompt], 1)
-        slots, lengths = found[0]
+        slots, lengths = (tensor.cpu() for tensor in found[0])
         assert torch.equal(lengths, torch.arange(1, PROMPT + 1).clamp(max=TOPK).int())
         return slots[TOPK:]
 
@@ -160,7 +165,7 @@ def test_keys_of_fewer_bits_select_mostly_the_same(name, keys, overlap, checkpoi
 @pytest.mark.parametrize(
     "what", ["rope of the indexer", "rope of attention", "scale", "selection", "sharing", "experts", "bias"]
 )
-def test_a_mistake_shows(what, checkpoints, exact, monkeypatch):
+def test_a_mistake_shows(what, checkpoints, exact, device, monkeypatch):
     """That the tests above would have seen it."""
     name = "glm_moe_dsa_shared"
     prompt = prompt_of(PROMPT)
@@ -185,7 +190,7 @@ def test_a_mistake_shows(what, checkpoints, exact, monkeypatch):
     elif what == "bias":
         layers[2].mlp.gate.e_score_correction_bias.zero_()
     ours = engine.generate([prompt], 1)[0].logits
-    assert (ours - logits).abs().max() > 10 * EXACT
+    assert (ours - logits).abs().max() > 10 * EXACT[device]
 
 
 def test_a_token_without_a_slot_is_not_cached(checkpoints):

@@ -40,19 +40,25 @@ def glm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint("glm_moe_dsa_shared", tmp_path_factory, indexer_types=["full", "shared", "full"])
 
 
-def engine(folder: Path, **options) -> Engine:
-    return Engine(
-        folder,
-        **{
-            "device": "cpu",
-            "dtype": torch.float32,  # in bf16 most differences would be rounded away
-            "block_size": BLOCK_SIZE,
-            "max_model_len": LONGEST,
-            "most_running": 16,
-            "batch_invariant": True,
-            **options,
-        },
-    )
+@pytest.fixture
+def engine(device):
+    """Makes an engine of a folder and options."""
+
+    def new(folder: Path, **options) -> Engine:
+        return Engine(
+            folder,
+            **{
+                "device": device,
+                "dtype": torch.float32,  # in bf16 most differences would be rounded away
+                "block_size": BLOCK_SIZE,
+                "max_model_len": LONGEST,
+                "most_running": 16,
+                "batch_invariant": True,
+                **options,
+            },
+        )
+
+    return new
 
 
 def bits(results: list[Result]) -> list:
@@ -60,9 +66,9 @@ def bits(results: list[Result]) -> list:
     return [[(c.tokens, c.logprobs, c.finish_reason) for c in result.completions] for result in results]
 
 
-def alone(folder: Path, params: SamplingParams, **options) -> list[Result]:
+def alone(engine, folder: Path, params: SamplingParams) -> list[Result]:
     """Each in an engine that has seen nothing else."""
-    return [engine(folder, **options).generate([prompt], params)[0] for prompt in PROMPTS]
+    return [engine(folder).generate([prompt], params)[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +76,9 @@ def alone(folder: Path, params: SamplingParams, **options) -> list[Result]:
     [("folder", GREEDY), ("folder", SAMPLED), ("glm_folder", SAMPLED)],
     ids=["greedy", "sampled", "glm"],
 )
-def test_bits_are_the_same_alone_batched_and_in_chunks(family, params, request):
+def test_bits_are_the_same_alone_batched_and_in_chunks(engine, family, params, request):
     folder = request.getfixturevalue(family)
-    want = bits(alone(folder, params))
+    want = bits(alone(engine, folder, params))
     assert bits(engine(folder).generate(PROMPTS, params)) == want
     assert bits(engine(folder).generate(PROMPTS[::-1], params))[::-1] == want
     for chunk in (1, 7, 64):
@@ -80,13 +86,13 @@ def test_bits_are_the_same_alone_batched_and_in_chunks(family, params, request):
 
 
 @pytest.mark.parametrize("kv_cache, dtype", [("bf16", torch.float32), ("fp8", torch.bfloat16)])
-def test_bits_are_the_same_in_every_format(folder, kv_cache, dtype):
+def test_bits_are_the_same_in_every_format(engine, folder, kv_cache, dtype):
     options = dict(kv_cache=kv_cache, dtype=dtype)
     want = bits(engine(folder, **options).generate(PROMPTS, GREEDY))
     assert bits(engine(folder, chunk=7, tokens_a_step=29, **options).generate(PROMPTS[::-1], GREEDY))[::-1] == want
 
 
-def test_bits_are_the_same_for_requests_that_are_preempted(folder):
+def test_bits_are_the_same_for_requests_that_are_preempted(engine, folder):
     want = bits(engine(folder).generate(PROMPTS, GREEDY))
     block_bytes = engine(folder).storage.layout.block_bytes
     short = engine(folder, memory=LONGEST // BLOCK_SIZE * block_bytes)
@@ -98,7 +104,7 @@ def test_bits_are_the_same_for_requests_that_are_preempted(folder):
     assert bits(short.generate(PROMPTS, GREEDY)) == want
 
 
-def test_bits_are_the_same_from_a_cached_prefix(folder):
+def test_bits_are_the_same_from_a_cached_prefix(engine, folder):
     want = bits(engine(folder).generate(PROMPTS, GREEDY))
     warm = engine(folder)
     assert bits(warm.generate(PROMPTS, GREEDY)) == want
@@ -112,7 +118,7 @@ def test_bits_are_the_same_from_a_cached_prefix(folder):
     assert bits(result) == bits(engine(folder).generate([other], GREEDY))
 
 
-def test_bits_are_the_same_from_host_memory(folder):
+def test_bits_are_the_same_from_host_memory(engine, folder):
     block_bytes = engine(folder).storage.layout.block_bytes
     small = engine(folder, memory=9 * block_bytes, host_memory=100 * block_bytes)
     want = bits(engine(folder).generate(PROMPTS, GREEDY))
@@ -121,7 +127,7 @@ def test_bits_are_the_same_from_host_memory(folder):
     assert small.status.cache.host_hit_tokens > 0
 
 
-def test_bits_of_a_forked_sample_are_those_of_a_request_of_its_own(folder):
+def test_bits_of_a_forked_sample_are_those_of_a_request_of_its_own(engine, folder):
     n = 3
     forked = engine(folder).generate(
         PROMPTS[2:4], SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2, temperature=0.9, seed=7, n=n)
@@ -137,7 +143,7 @@ def test_bits_of_a_forked_sample_are_those_of_a_request_of_its_own(folder):
             )
 
 
-def test_forked_samples_survive_preemption(folder):
+def test_forked_samples_survive_preemption(engine, folder):
     params = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1, temperature=0.9, seed=7, n=6)
     prompts = [prompt_of(BLOCK_SIZE + 3, seed=seed) for seed in range(2)]
     want = bits(engine(folder).generate(prompts, params))
@@ -146,7 +152,9 @@ def test_forked_samples_survive_preemption(folder):
     assert short.status.preemptions > 0 and short.status.cache.free == short.status.cache.blocks
 
 
-def test_without_batch_invariance_tokens_are_those_of_the_batch_invariant_mode_where_the_choice_is_clear(folder):
+def test_without_batch_invariance_tokens_are_those_of_the_batch_invariant_mode_where_the_choice_is_clear(
+    engine, folder
+):
     """Sums in another order differ in their last bits; a margin of 0.05 between the best two is more than that."""
     plain = engine(folder, batch_invariant=False, kv_cache="bf16").generate(PROMPTS, GREEDY)
     exact = engine(folder, kv_cache="bf16").generate(PROMPTS, GREEDY)
