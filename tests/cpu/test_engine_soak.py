@@ -15,9 +15,9 @@ from mla_backend.engine import Collector, Engine, SamplingParams
 
 REQUESTS = 2000
 BLOCKS, BLOCK_SIZE = 60, 8
-LEFT = {"cpu": 16 * 2**20, "cuda": 2**19}
-"""Bytes that three quarters of the requests may leave. On a GPU tensors are counted: one that each step leaves would be
-1 MiB. A graph that is needed late may take a little."""
+LEFT = {"cpu": 16 * 2**20, "cuda": 4 * 2**20}
+"""Bytes that three quarters of the requests may leave. On a GPU tensors are counted, of which the smallest is 512:
+thousands of steps that leave a few each would be more. A graph that is needed late takes 1 MiB."""
 SHAPE = dict(
     vocab_size=64,
     hidden_size=32,
