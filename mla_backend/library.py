@@ -67,6 +67,37 @@ def cuda_workers(capability_major: int, processors: int, num_heads: int, num_tok
     return _library.mla_backend_cuda_workers(capability_major, processors, tokens, num_heads)
 
 
+def cuda_plan(
+    num_tokens: int,
+    topk: int,
+    workers: int,
+    *,
+    topk_length: torch.Tensor | None = None,
+    extra_topk: int = 0,
+    extra_topk_length: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """The table that `plan` makes on a GPU, int32 `[workers, 8]`, but made by the CPU: tests hold one against the
+    other, and try a GPU's plans where there is none. Lengths are int32 `[T]`, as for `plan`."""
+    lengths = {"topk_length": topk_length, "extra_topk_length": extra_topk_length}
+    for name, length in lengths.items():
+        if length is not None and (length.dtype, tuple(length.shape)) != (torch.int32, (num_tokens,)):
+            raise ValueError(f"{name} must be int32 [{num_tokens}]; got {length.dtype} {list(length.shape)}")
+    kept = [None if length is None else length.cpu().contiguous() for length in lengths.values()]
+    pointers = [ctypes.c_void_p(None if length is None else length.data_ptr()) for length in kept]
+    rows = torch.empty((workers, 8), dtype=torch.int32)
+    _library.mla_backend_cuda_plan(
+        num_tokens,
+        topk,
+        extra_topk,
+        *pointers,
+        ctypes.c_bool(batch_invariant),
+        ctypes.c_void_p(rows.data_ptr()),
+        workers,
+    )
+    return rows
+
+
 def select_cuda_kernel(name: str) -> None:
     """Use nothing but the portable CUDA attention kernel from now on ("portable"), or the best one ("auto")."""
     if not _library.mla_backend_select_cuda_kernel(str(name).encode()):

@@ -5,11 +5,9 @@
 #include "build_info.h"  // written by setup.py
 #include "cpu/features.h"
 #include "cpu/ops.h"
+#include "cuda/ops.h"
 #include "mla/format.h"
 #include "mla/problem.h"
-#ifdef MLA_CUDA
-#include "cuda/ops.h"
-#endif
 
 namespace {
 
@@ -82,6 +80,14 @@ MLA_EXPORT int mla_backend_cuda_workers(int major, int processors, int64_t token
 #else
   return processors;
 #endif
+}
+
+// A GPU's plan, but made by the CPU.
+MLA_EXPORT void mla_backend_cuda_plan(int32_t tokens, int32_t topk, int32_t extra_topk, const int32_t* length,
+                                      const int32_t* extra_length, bool whole_tokens, mla::PlanRow* rows,
+                                      int32_t workers) {
+  mla::cpu::make_plan(mla::cuda::plan_shape(tokens, topk, extra_topk, length, extra_length, whole_tokens), rows,
+                      workers);
 }
 
 MLA_EXPORT int mla_backend_select_cuda_kernel(const char* name) {

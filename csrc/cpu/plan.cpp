@@ -2,11 +2,14 @@
 
 namespace mla::cpu {
 
-void make_plan(const PlanShape& shape, PlanRow* rows, int workers) {
+void make_plan(const PlanShape& given, PlanRow* rows, int workers) {
+  PlanShape shape = given;
   int64_t units = 0;
   for (int32_t token = 0; token < shape.tokens; ++token) units += 1 + token_tiles(shape, token);
 
-  const int64_t active = active_workers(shape, units, workers);
+  const int64_t whole = units == full_units(shape) ? whole_token_workers(shape, workers) : 0;
+  const int64_t active = whole > 0 ? whole : active_workers(shape, units, workers);
+  shape.whole_tokens |= whole > 0;
 
   int32_t token = 0;  // the token that `units_before` units precede
   int64_t units_before = 0;

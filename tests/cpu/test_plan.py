@@ -10,6 +10,8 @@ from mla_backend import library
 from plans import tiles_of, walk
 
 MIN_PART = 8  # tiles of 16 slots
+GPU_GRANULE = 64
+CUT_TILES = 8  # what a cut costs each worker of a GPU
 
 
 @given(st.data())
@@ -76,6 +78,87 @@ def test_a_plan_is_written_into_a_given_table():
     table = torch.full((5, 8), -1, dtype=torch.int32)
     assert mla_backend.plan(3, 100, out=table) is table
     assert torch.equal(table, mla_backend.plan(3, 100, workers=5))
+
+
+def stays_whole(tokens, tiles, workers):
+    """Whether a GPU had better not cut tokens of so many tiles each."""
+    idle = -tokens % workers * tiles
+    return tiles > 0 and 2 * tokens > workers and idle <= CUT_TILES * workers
+
+
+def units_of_workers(table, tiles):
+    """Tiles that each worker has, with one more for each token, which those that share it share."""
+    units = []
+    for token_begin, token_end, tile_begin, tile_end, *_ in table.tolist():
+        ends = [(t, tile_begin if t == token_begin else 0) for t in range(token_begin, token_end)]
+        parts = [(t, (tile_end if t == token_end - 1 else tiles[t]) - begin) for t, begin in ends]
+        units.append(sum(part * (1 + 1 / tiles[t]) if tiles[t] else 1 for t, part in parts))
+    return units
+
+
+@st.composite
+def equal_tokens(draw):
+    """Workers, and tokens of a few times as many at most: often just fewer than fill a round."""
+    workers = draw(st.integers(1, 140))
+    idle = draw(st.one_of(st.integers(0, workers), st.integers(0, 8)))
+    return max(draw(st.integers(1, 5)) * workers - idle, 0), draw(st.integers(0, 3000)), workers
+
+
+@given(equal_tokens(), st.integers(0, 300), st.booleans())
+def test_a_gpu_leaves_equal_tokens_whole_where_cuts_cost_more_than_they_bring(problem, extra_topk, with_lengths):
+    tokens, topk, workers = problem
+    lengths = torch.full((tokens,), topk, dtype=torch.int32) if with_lengths else None
+    table = library.cuda_plan(tokens, topk, workers, topk_length=lengths, extra_topk=extra_topk)
+    (tiles,) = {a + b for a, b in zip(tiles_of([topk], GPU_GRANULE), tiles_of([extra_topk], GPU_GRANULE), strict=True)}
+    parts = walk(table, [tiles] * tokens, GPU_GRANULE)
+    taken, rounds = table[:, 1] - table[:, 0], -(-tokens // workers)
+    if stays_whole(tokens, tiles, workers):
+        assert parts == [1] * tokens
+        assert taken.max() == rounds and (taken > 0).sum() == -(-tokens // rounds)
+    elif tiles == 0:
+        assert parts == [1] * tokens and taken.max() == rounds
+    else:
+        busy = [n for n in units_of_workers(table, [tiles] * tokens) if n] or [0]
+        assert max(busy) - min(busy) <= 4
+
+
+@given(equal_tokens(), st.data())
+def test_a_gpu_cuts_unequal_tokens_evenly(problem, data):
+    tokens, topk, workers = problem
+    tokens, topk = max(tokens, 1), topk + GPU_GRANULE
+    lengths = torch.full((tokens,), topk, dtype=torch.int32)
+    lengths[data.draw(st.integers(0, tokens - 1))] -= GPU_GRANULE
+    table = library.cuda_plan(tokens, topk, workers, topk_length=lengths)
+    tiles = tiles_of(lengths.tolist(), GPU_GRANULE)
+    walk(table, tiles, GPU_GRANULE)
+    busy = [n for n in units_of_workers(table, tiles) if n]
+    assert max(busy) - min(busy) <= 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "workers", "most", "busy"),
+    [(128, 66, 2, 64), (512, 132, 4, 128), (66, 66, 1, 66), (50, 66, 1, 50), (132 * 3 - 33, 132, 3, 121)],
+)
+def test_tokens_that_a_gpu_leaves_whole_are_shared_out_equally(tokens, workers, most, busy):
+    table = library.cuda_plan(tokens, 2048, workers)
+    taken = table[:, 1] - table[:, 0]
+    assert (walk(table, [32] * tokens, GPU_GRANULE), taken.max(), (taken > 0).sum()) == ([1] * tokens, most, busy)
+
+
+@pytest.mark.parametrize(("tokens", "workers"), [(49, 66), (33, 66), (8, 128), (133, 132), (132 * 3 - 34, 132)])
+def test_a_gpu_cuts_tokens_that_would_leave_many_idle_or_that_clusters_take(tokens, workers):
+    table = library.cuda_plan(tokens, 2048, workers)
+    assert max(walk(table, [32] * tokens, GPU_GRANULE)) > 1
+
+
+def test_a_cpu_cuts_them_all_the_same_since_its_threads_take_turns():
+    assert stays_whole(110, 32, 60) and max(walk(mla_backend.plan(110, 512, workers=60), [32] * 110)) > 1
+
+
+@pytest.mark.parametrize(("tokens", "whole"), [(2**16, True), (2**16 - 2**14, False)])
+def test_what_enormous_tokens_would_leave_idle_does_not_overflow(tokens, whole):
+    table = library.cuda_plan(tokens, 2**31 - 1, 2**16, extra_topk=2**31 - 1)  # 2**26 tiles each
+    assert bool((table[:, 2] == 0).all()) == whole and table[-1, 1] == tokens
 
 
 @pytest.mark.skipif(not library.about()["cuda_archs"], reason="the library was built without CUDA")

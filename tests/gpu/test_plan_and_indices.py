@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import mla_backend
 from conftest import assert_accurate
-from mla_backend import reference
+from mla_backend import library, reference
 from plans import tiles_of, walk
 
 pytestmark = pytest.mark.gpu
@@ -44,10 +44,37 @@ def test_every_tile_is_covered_exactly_once(data):
     assert all(n >= 1 for n in parts)
     if whole:
         assert all(n == 1 for n in parts)
+    wanted = library.cuda_plan(
+        tokens,
+        topk,
+        workers,
+        topk_length=lengths,
+        extra_topk=extra_topk,
+        extra_topk_length=extra,
+        batch_invariant=whole,
+    )
+    assert torch.equal(table.cpu(), wanted), "the GPU computes what the CPU does"
+
+
+@given(
+    workers=st.sampled_from([1, 2, 33, 66, 132, 264, 1023, 1024, 1025, 3000]),
+    rounds=st.integers(1, 5),
+    idle=st.floats(0, 1),
+    topk=st.integers(0, 3000),
+    shorter=st.booleans(),
+)
+def test_equal_lists_are_planned_as_on_the_cpu(workers, rounds, idle, topk, shorter):
+    tokens = max(rounds * workers - int(idle * workers), 1)
+    lengths = torch.full((tokens,), topk, dtype=torch.int32)
+    lengths[tokens // 2] -= GRANULE * shorter
+    table = mla_backend.plan(tokens, topk, topk_length=lengths.cuda(), workers=workers)
+    assert torch.equal(table.cpu(), library.cuda_plan(tokens, topk, workers, topk_length=lengths))
+    if not shorter:
+        assert torch.equal(table, mla_backend.plan(tokens, topk, workers=workers, device="cuda"))
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parts"), [(127, 1), (128, 1), (132, 1), (66, 2), (64, 2), (32, 4), (16, 8), (8, 16)]
+    ("tokens", "parts"), [(100, 1), (127, 1), (128, 1), (132, 1), (66, 2), (64, 2), (32, 4), (16, 8), (8, 16)]
 )
 def test_equal_lists_are_cut_into_equal_parts_or_not_at_all(tokens, parts):
     table = mla_backend.plan(tokens, 2048, workers=132, device="cuda").cpu()

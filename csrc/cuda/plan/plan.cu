@@ -22,6 +22,8 @@ struct PlanProblem {
   int32_t stretch;        // The block keeps the units before every so many tokens (one, if there are few tokens),
   int32_t stretches;      // and this many such stretches there are,
   int32_t own_stretches;  // of which a thread adds up this many.
+  int64_t full_units;     // of all tokens together, if their lists are full,
+  int32_t whole_workers;  // and this many workers take them whole then, if any.
   bool aligned;           // rows
 };
 
@@ -53,11 +55,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
 #pragma unroll 1
   for (int32_t stretch = first_stretch; stretch < last_stretch; ++stretch) units_before[stretch] += before_thread;
   if (thread == 0) units_before[p.stretches] = units, borders[0] = {0, 0};
+  const bool whole = p.whole_workers > 0 && units == static_cast<Units>(p.full_units);
+  PlanShape settled = shape;
+  settled.whole_tokens |= whole;
   // Divisors that are one, as those of cuda/ops.h are, cost nothing once the compiler knows.
   PlanShape ones = shape;
   ones.min_part = ones.good_part = ones.workers_per_processor = 1;
   const bool has_ones = shape.min_part == 1 && shape.good_part == 1 && shape.workers_per_processor == 1;
-  const Units active = has_ones ? active_workers(ones, units, p.workers) : active_workers(shape, units, p.workers);
+  const Units active = whole      ? p.whole_workers
+                       : has_ones ? active_workers(ones, units, p.workers)
+                                  : active_workers(shape, units, p.workers);
   __syncthreads();
 
   const auto tiles = [&](int32_t token) -> Units {
@@ -82,7 +89,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
 #pragma unroll 1
     for (int32_t token = low * p.stretch;; ++token) {
       const Units here = tiles(token);
-      if (offset <= here) return settle_border(shape, token, here, offset);
+      if (offset <= here) return settle_border(settled, token, here, offset);
       offset -= 1 + here;
     }
   };
@@ -149,13 +156,12 @@ void make_plan(const PlanShape& shape, PlanRow* rows, int32_t workers, void* str
   const int threads = static_cast<int>(std::min<int64_t>((wanted + 31) / 32 * 32, kMaxThreads));
   const int32_t stretch = std::max(divided_up(shape.tokens, kMaxStretches), 1);
   const int32_t stretches = divided_up(shape.tokens, stretch);
-  const int64_t token_units =
-      1 + int64_t{tiles_of(shape.topk, shape.granule)} + tiles_of(shape.extra_topk, shape.granule);
-  const bool wide = shape.tokens > 0 && token_units > UINT32_MAX / shape.tokens;
+  const int64_t most_units = full_units(shape);
+  const bool wide = most_units > UINT32_MAX;
   const int shared_bytes = (stretches + 1) * static_cast<int>(wide ? sizeof(uint64_t) : sizeof(uint32_t));
   launch(wide ? kWideKernel : kKernel, 1, threads, shared_bytes, stream, "plan",
-         PlanProblem{shape, rows, workers, stretch, stretches, divided_up(stretches, threads),
-                     aligned16(rows, sizeof(PlanRow))});
+         PlanProblem{shape, rows, workers, stretch, stretches, divided_up(stretches, threads), most_units,
+                     static_cast<int32_t>(whole_token_workers(shape, workers)), aligned16(rows, sizeof(PlanRow))});
 }
 
 KernelList plan_kernels() {

@@ -5,7 +5,7 @@
 // shares a tile with the other. Lay the tiles of all tokens end to end, with one more unit in front of each
 // token for its fixed cost, and cut that line into equal stretches: each worker gets one. So a worker has whole
 // tokens in the middle and at most one unfinished token at either end, and partial results need two places a
-// worker, however many tokens there are.
+// worker, however many tokens there are. On a GPU, equal tokens stay whole where that idles less than cuts cost.
 #pragma once
 
 #include <cstdint>
@@ -103,6 +103,27 @@ MLA_HOST_DEVICE int64_t active_workers(const PlanShape& shape, int64_t units, in
   const int64_t good = units / shape.good_part, useful = (tiles > shape.tokens ? tiles : shape.tokens) / shape.min_part;
   const int64_t wanted = good < least ? least : (good < workers ? good : workers);
   return useful < 1 ? 1 : (wanted < useful ? wanted : useful);
+}
+
+// The tiles of a token whose lists are full, and the units of as many such tokens as there are.
+MLA_HOST_DEVICE int64_t full_tiles(const PlanShape& shape) {
+  return int64_t{tiles_of(shape.topk, shape.granule)} + tiles_of(shape.extra_topk, shape.granule);
+}
+MLA_HOST_DEVICE int64_t full_units(const PlanShape& shape) { return shape.tokens * (1 + full_tiles(shape)); }
+
+// If all lists are full: how many workers get work where no token is cut, or 0 if cuts are worth what they cost. That
+// is partial results, their merge, and the beginning and end of a token once more for almost every worker: about as
+// much as kCutTiles for each. Whole tokens cost what workers idle in the last round of them. Tokens of several workers
+// each are cut for clusters of blocks, which merge cheaply. No more workers than those rounds need are put to work:
+// then none gets a token more. Nobody knows that of unequal tokens, nor on CPUs, where processors are seldom equally
+// fast.
+MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t workers) {
+  constexpr int64_t kCutTiles = 8;
+  const int64_t tokens = shape.tokens, tiles = full_tiles(shape);
+  if (shape.workers_per_processor > 1 || tiles == 0 || 2 * tokens <= workers) return 0;
+  const int64_t rounds = (tokens + workers - 1) / workers;
+  if ((rounds * workers - tokens) * tiles > kCutTiles * workers) return 0;
+  return (tokens + rounds - 1) / rounds;
 }
 
 }  // namespace mla
