@@ -66,9 +66,11 @@ struct TileRequest {
   __device__ uint32_t row(const AttentionProblem& p) const {
     const CacheView& cache = p.lists[list].cache;
     if (token == kEnd || !cache.holds(slot)) return kNoRow;
+    const uint32_t row_pieces = static_cast<uint32_t>(cache.row_stride / kPieceBytes);
+    if (cache.block_stride == cache.block_size * cache.row_stride) return static_cast<uint32_t>(slot) * row_pieces;
     const uint32_t size = static_cast<uint32_t>(cache.block_size), block = static_cast<uint32_t>(slot) / size;
     return block * static_cast<uint32_t>(cache.block_stride / kPieceBytes) +
-           (static_cast<uint32_t>(slot) - block * size) * static_cast<uint32_t>(cache.row_stride / kPieceBytes);
+           (static_cast<uint32_t>(slot) - block * size) * row_pieces;
   }
 };
 

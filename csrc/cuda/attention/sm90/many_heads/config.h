@@ -42,8 +42,9 @@ struct Shared {
   uint8_t held[kStages][kTileTokens];  // whether the slot is one
   float q_scale[kHeads];
   float rescale[kHeads];
-  float factor[2][kHeads];                                 // of tokens of even and odd number
-  uint64_t asked[kStages], full[kStages], empty[kStages];  // rows as they are in the cache; tiles
+  float factor[2][kHeads];                  // of tokens of even and odd number
+  uint64_t asked[kStages][kProducerWarps];  // a producer warp's rows, as they are in the cache
+  uint64_t full[kStages], empty[kStages];   // tiles
   uint64_t q_full, q_empty;
   uint64_t weights_full, weights_empty;
 };

@@ -38,6 +38,7 @@ struct Consumer {
   static constexpr Number kNumber = kScaled ? Number::f16 : Number::bf16;  // of the latent dims and the weights
   static constexpr int kScores = 32;                                       // a lane's, of 64 x 64
   static constexpr int kSteps = kTileTokens / 16;                          // of a product that sums over tokens
+  static constexpr int kWarpHeads = kHeads / 4;
 
   const AttentionProblem& p;
   Shared<kCode>& s;
@@ -79,60 +80,59 @@ struct Consumer {
     for (int i = 0; i < kGroupDims / 2; ++i) out[i] = 0.0f;
   }
 
-  // Writes the warpgroup's dims of a token. Four lanes have eight neighbouring dims of a head, each two of them; they
-  // exchange four such pieces, so that each lane has one of them whole.
-  __device__ void write(const TokenWork& work, int64_t place, const float (&factor)[2]) {
-    const Partials partials(p.workspace, p.workers, p.heads);
+  // Writes the warpgroup's dims of a token, at its end. `stage` is that of its last tile, which nobody reads any more,
+  // or -1 if it had none. The instruction cache has forgotten this by then: the fewer instructions and jumps the
+  // better.
+  __device__ void write(const TokenWork& work, int64_t place, const float (&factor)[2], int stage) {
 #pragma unroll
-    for (int upper_or_lower = 0; upper_or_lower < 2; ++upper_or_lower) {
-      const int own = head_begin + head(upper_or_lower);
-      const float by = factor[upper_or_lower];
-      const bool real = own < p.heads;
+    for (int i = 0; i < kGroupDims / 2; ++i) out[i] *= factor[half(i)];
+    if (!work.whole())
+      write_part(place);
+    else if (stage < 0)
+      write_zeros(work.token);
+    else
+      write_whole(work.token, shared_address(s.tiles[stage]) + group * (kGroupDims / kBlockDims) * kBlockBytes +
+                                  warp * kWarpHeads * kGroupDims * 2);
+  }
+
+  // Through a place of the warp's own, where heads are rows of 512 bytes, swizzled: from there they go out as rows.
+  __device__ void write_whole(int64_t token, uint32_t heads) {
+    const int row = lane % 8 + lane / 8 % 2 * 8;
 #pragma unroll
-      for (int j = 0; j < kGroupDims / 8; j += 4) {
-        const int block = group * (kGroupDims / kBlockDims) + j / 8;
-        if (work.whole()) {
-          uint32_t pairs[4];
+    for (int j = 0; j < kGroupDims / 8; j += 2) {
+      const int piece = j + lane / 16;
+      uint32_t pairs[4];
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float* two = &out[4 * (j + i) + 2 * upper_or_lower];
-            pairs[i] = pack_bf16(two[0] * by, two[1] * by);
-          }
-          const uint4 piece = transpose_in_four_lanes(pairs);
-          const int dim = block * kBlockDims + (((j % 8 + lane % 4) ^ (block & 1)) * 8);
-          if (real) *reinterpret_cast<uint4*>(p.out + work.token * p.out_token + own * p.out_head + dim) = piece;
-        } else if (real) {
-          float* to = partials.out + partials.row(place, own) * kValueDim + block * kBlockDims + 2 * (lane % 4);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float* two = &out[4 * (j + i) + 2 * upper_or_lower];
-            *reinterpret_cast<float2*>(to + ((j % 8 + i) ^ (block & 1)) * 8) = {two[0] * by, two[1] * by};
-          }
-        }
-      }
+      for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(out[4 * j + 2 * i], out[4 * j + 2 * i + 1]);
+      store_tiles(heads + row * kGroupDims * 2 + (piece ^ (j / 8 & 1) ^ row % 8) * kPieceBytes, pairs);
+    }
+    __syncwarp();
+    uint16_t* to = p.out + token * p.out_token + group * kGroupDims + lane * 8;
+    const int first = head_begin + warp * kWarpHeads;
+#pragma unroll 4
+    for (int i = 0; i < kWarpHeads; ++i) {
+      const uint4 piece = load_piece(heads + i * kGroupDims * 2 + (lane ^ i % 8) * kPieceBytes);
+      if (first + i < p.heads) *reinterpret_cast<uint4*>(to + (first + i) * p.out_head) = piece;
     }
   }
 
-  // Lane i of four has word i of each of them.
-  __device__ uint4 transpose_in_four_lanes(uint32_t (&words)[4]) const {
-    const bool odd = lane & 1, upper = lane & 2;
+  __device__ void write_zeros(int64_t token) {
+    uint16_t* to = p.out + token * p.out_token + group * kGroupDims + lane * 8;
+    for (int head = head_begin + warp * kWarpHeads, i = 0; i < kWarpHeads && head < p.heads; ++i, ++head)
+      *reinterpret_cast<uint4*>(to + head * p.out_head) = {};
+  }
+
+  __device__ void write_part(int64_t place) {
+    const Partials partials(p.workspace, p.workers, p.heads);
 #pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      const uint32_t other = __shfl_xor_sync(~0u, odd ? words[i] : words[i + 1], 1);
-      if (odd)
-        words[i] = other;
-      else
-        words[i + 1] = other;
-    }
+    for (int h = 0; h < 2; ++h) {
+      const int own = head_begin + head(h);
+      if (own >= p.heads) continue;
+      float* to = partials.out + partials.row(place, own) * kValueDim + group * kGroupDims + 2 * (lane % 4);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t other = __shfl_xor_sync(~0u, upper ? words[i] : words[i + 2], 2);
-      if (upper)
-        words[i] = other;
-      else
-        words[i + 2] = other;
+      for (int j = 0; j < kGroupDims / 8; ++j)
+        *reinterpret_cast<float2*>(to + (j ^ (j / 8 & 1)) * 8) = {out[4 * j + 2 * h], out[4 * j + 2 * h + 1]};
     }
-    return {words[0], words[1], words[2], words[3]};
   }
 };
 
@@ -189,10 +189,9 @@ struct Scorer : Consumer<kCode> {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& own = score[4 * j + 2 * h + c];
-          const float plain = own * (q_scale[h] * scale);
-          own = plain + bias;
+          own = own * (q_scale[h] * scale) + bias;
           top[h] = fmaxf(top[h], own);
-          if (p.max_logits && bias > -INFINITY) highest[h] = fmaxf(highest[h], plain);
+          if (p.max_logits && bias > -INFINITY) highest[h] = fmaxf(highest[h], own - bias);
         }
       }
 #pragma unroll
@@ -262,15 +261,16 @@ struct Scorer : Consumer<kCode> {
         arrive_as_warp(s.weights_full);
         this->rescale(by);
         this->add_values(stage, [&](int step) -> const uint32_t (&)[4] { return weights[step]; });
-        arrive_as_warp(s.empty[stage]);
+        if (tile + 1 < end) arrive_as_warp(s.empty[stage]);
       }
       const bool empty = work.tile_end == work.tile_begin;
-      finish(work, place, token % 2);
-      if (!empty) ++tokens;
+      const int last = (tile + kStages - 1) % kStages;
+      finish(work, place, token % 2, empty ? -1 : last);
+      if (!empty) arrive_as_warp(s.empty[last]), ++tokens;
     }
   }
 
-  __device__ void finish(const TokenWork& work, int64_t place, int parity) {
+  __device__ void finish(const TokenWork& work, int64_t place, int parity, int stage) {
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -286,14 +286,14 @@ struct Scorer : Consumer<kCode> {
       if (lane % 4 == 0) s.factor[parity][head(h)] = factor[h];
     }
     sync_named<32 * kConsumerWarps>(kTokenBarrier);
-    this->write(work, place, factor);
+    this->write(work, place, factor, stage);
   }
 };
 
 // fp8 rows on their way. They wait, as they are, in the tile's own place: row i of a producer warp's eight in what will
 // be that warp's part of block i.
 struct Asker {
-  static constexpr int kRows = kTileTokens / 4;  // of each of four warps
+  static constexpr int kRows = kTileTokens / 4;  // of each of four warps, for two producer warps
 
   const AttentionProblem& p;
   TileCursor cursor;
@@ -301,35 +301,50 @@ struct Asker {
   int asked = 0;
   const int warp, lane;
 
+  // The tile to ask for.
+  bool any = false;
+  uint32_t own;  // this lane's row
+  const uint8_t* cache;
+
   __device__ Asker(const Worker& worker, int warp, int lane)
       : p(worker.p), cursor(worker), next(cursor, warp * kRows + lane % kRows), warp(warp), lane(lane) {}
 
-  // Begins to copy the next tile's rows, when its place is empty.
+  // Finds out where the next tile's rows lie, while there is time.
+  __device__ void prepare() {
+    any = next.token != TileRequest::kEnd;
+    if (!any) return;
+    own = next.row(p);
+    cache = p.lists[next.list].cache.data;
+    next = TileRequest(cursor, warp * kRows + lane % kRows);
+  }
+
+  // Begins to copy them, when their place is empty: first those of one producer warp, then those of the other.
   __device__ void ask(Shared<Code::e4m3>& s) {
-    if (next.token == TileRequest::kEnd) return;
-    const int stage = asked % kStages, at = warp * kRows + lane % kRows;
-    const uint32_t own = next.row(p);
-    const uint8_t* cache = p.lists[next.list].cache.data;
-    next = TileRequest(cursor, at);
+    if (!any) return;
+    const int stage = asked % kStages;
     wait(s.empty[stage], asked / kStages % 2 ^ 1);
     ++asked;
-    const uint32_t part = shared_address(s.tiles[stage]) + warp * kRows * kRowBytes;
-    const auto place = [&](int row) {
-      return part + row / kWarpRows * kWarpRows * kRowBytes + row % kWarpRows * kBlockBytes;
-    };
     const uint8_t* codes = cache + kPieceBytes * lane;
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) copy_piece(place(i) + kPieceBytes * lane, codes, __shfl_sync(~0u, own, i));
     const int rope = kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
 #pragma unroll
-    for (int i = 0; i < kRows; i += 4)
-      copy_piece(place(i) + lane / 8 * kBlockBytes + rope, cache + rope, __shfl_sync(~0u, own, i + lane / 8));
-    if (lane < kRows) {
-      s.held[stage][at] = own != kNoRow;
-      copy_piece(place(lane) + kFp8DsMla.scale_offset(), cache + kFp8DsMla.scale_offset(), own);
+    for (int half = 0; half < 2; ++half) {
+      const int first = half * kWarpRows, producer = 2 * warp + half;
+      const uint32_t part = shared_address(s.tiles[stage]) + producer * kWarpRows * kRowBytes;
+#pragma unroll
+      for (int i = 0; i < kWarpRows; ++i)
+        copy_piece(part + i * kBlockBytes + kPieceBytes * lane, codes, __shfl_sync(~0u, own, first + i));
+#pragma unroll
+      for (int i = 0; i < kWarpRows; i += 4)
+        copy_piece(part + (i + lane / 8) * kBlockBytes + rope, cache + rope,
+                   __shfl_sync(~0u, own, first + i + lane / 8));
+      if (lane / kWarpRows == half) {
+        s.held[stage][warp * kRows + lane] = own != kNoRow;
+        copy_piece(part + lane % kWarpRows * kBlockBytes + kFp8DsMla.scale_offset(), cache + kFp8DsMla.scale_offset(),
+                   own);
+      }
+      arrive_when_copied(s.asked[stage][producer]);
+      arrive_as_warp(s.asked[stage][producer]);
     }
-    arrive_when_copied(s.asked[stage]);
-    arrive_as_warp(s.asked[stage]);
   }
 };
 
@@ -341,10 +356,10 @@ struct Adder : Consumer<kCode> {
   using Base::head, Base::kNumber, Base::kScaled, Base::lane, Base::out, Base::s, Base::warp;
 
   __device__ void run(const Worker& worker) {
-    int tile = 0, tokens = 0;
+    int tile = 0;
     Asker asker(worker, warp, lane);
     if constexpr (kScaled)
-      for (int i = 0; i < kStages; ++i) asker.ask(s);
+      for (int i = 0; i < kStages; ++i) asker.prepare(), asker.ask(s);
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int end = tile + work.tile_end - work.tile_begin;
@@ -352,20 +367,26 @@ struct Adder : Consumer<kCode> {
       this->clear();
       for (; tile < end; ++tile) {
         const int stage = tile % kStages;
+        if constexpr (kScaled) asker.prepare();
         wait(s.weights_full, tile % 2);
         const float by[2] = {s.rescale[head(0)], s.rescale[head(1)]};
         this->rescale(by);
         const uint64_t weights = describe_atoms(shared_address(s.weights));
         this->add_values(stage, [&](int step) { return weights + ((step * 32) >> 4); });
         arrive_as_warp(s.weights_empty);
-        arrive_as_warp(s.empty[stage]);
-        if constexpr (kScaled) asker.ask(s);
+        if (tile + 1 < end) release(asker, stage);
       }
       sync_named<32 * kConsumerWarps>(kTokenBarrier);
       const float factor[2] = {s.factor[token % 2][head(0)], s.factor[token % 2][head(1)]};
-      this->write(work, worker.place(work), factor);
-      if (!empty) ++tokens;
+      const int last = (tile + kStages - 1) % kStages;
+      this->write(work, worker.place(work), factor, empty ? -1 : last);
+      if (!empty) release(asker, last);
     }
+  }
+
+  __device__ void release(Asker& asker, int stage) {
+    arrive_as_warp(s.empty[stage]);
+    if constexpr (kScaled) asker.ask(s);
   }
 };
 
@@ -447,7 +468,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
       for (const int end = tile + work.tile_end - work.tile_begin; tile < end; ++tile) {
         const int stage = tile % kStages, at = warp * kWarpRows + lane;
         const uint32_t part = shared_address(s.tiles[stage]) + warp * kWarpRows * kRowBytes;
-        wait(s.asked[stage], tile / kStages % 2);
+        wait(s.asked[stage][warp], tile / kStages % 2);
         CodeRows rows;
         rows.load(part, lane);
         const int power = rows.normalise();
@@ -484,7 +505,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       init_barrier(s.full[i], kCode == Code::e4m3 ? kProducerWarps : RowCopier::kArrivals);
-      init_barrier(s.asked[i], 128 + 4);  // each thread of four warps, and each warp
+      for (int j = 0; j < kProducerWarps; ++j) init_barrier(s.asked[i][j], 32 + 1);  // of one warp, and it
       init_barrier(s.empty[i], kConsumerWarps);
     }
     init_barrier(s.q_full, kProducerWarps), init_barrier(s.q_empty, 4);
