@@ -196,7 +196,7 @@ __device__ __forceinline__ void merge_places(const Partials& partials, int64_t f
 template <int kQuartersOfWarp>
 __device__ __forceinline__ void add_rows_of_team(const Team& team, uint32_t row, float weight, int lane,
                                                  float4 (&values)[kShareQuarters]) {
-  constexpr int kAtOnce = 8 / kQuartersOfWarp;
+  constexpr int kAtOnce = 4 / kQuartersOfWarp;
 #pragma unroll 1
   for (int i = 0; i < team.count; i += kAtOnce) {
     float4 x[kAtOnce][kQuartersOfWarp];
