@@ -49,15 +49,18 @@ def tree(tmp_path):
     return tmp_path
 
 
-def change_a_number(tree: Path) -> None:
+def change_a_number(tree: Path) -> str:
+    """Returns how a page shows what it was."""
     path = tree / "results" / "kernels.json"
     report = json.loads(path.read_text())
-    report["results"][0]["seconds"]["ours"]["median"] = 55.5e-6
+    ours = report["results"][0]["seconds"]["ours"]
+    before, ours["median"] = ours["median"], 55.5e-6
     path.write_text(json.dumps(report))
+    return f"| {1e6 * before:.1f} |"
 
 
 def test_a_number_that_changed_is_found_and_written(tree, capsys):
-    change_a_number(tree)
+    shown = change_a_number(tree)
     before = (tree / "README.md").read_text()
     assert docs.main(["--check", "--root", str(tree)]) == 1
     out = capsys.readouterr().out
@@ -70,7 +73,7 @@ def test_a_number_that_changed_is_found_and_written(tree, capsys):
         for old, new in zip(before.splitlines(), (tree / "README.md").read_text().splitlines(), strict=True)
         if old != new
     ]
-    assert len(changed) == 1 and "| 60.8 |" in changed[0][0] and "| 55.5 |" in changed[0][1]
+    assert len(changed) == 1 and shown in changed[0][0] and "| 55.5 |" in changed[0][1]
     assert docs.main(["--check", "--root", str(tree)]) == 0
 
 
