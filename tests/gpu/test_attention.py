@@ -327,7 +327,9 @@ def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads, port
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("tokens", "heads", "topk"), [(1, 16, 200), (3, 20, 130), (17, 20, 70), (5, 8, 70), (31, 33, 70)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "topk"), [(1, 16, 200), (3, 20, 130), (17, 20, 70), (5, 8, 70), (31, 33, 70)]
+)
 def test_small_case_of_everything(fmt, tokens, heads, topk):
     """Every op once, small enough for compute-sanitizer (tests/run_compute_sanitizer.py)."""
     problem = random_problem(
