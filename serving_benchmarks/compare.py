@@ -45,6 +45,9 @@ SHOULD_BE_EQUAL = (
 )
 """Of the environments, beside the machine: where these differ, it may not be ours that changed."""
 
+BEFORE = {"interleaved": False}
+"""What is true of files that are older than an entry of their environments."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -358,9 +361,15 @@ def _difference(old: Any, new: Any) -> tuple[str, str] | None:
     if old == new:
         return None
     if isinstance(old, dict) and isinstance(new, dict):
-        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-        return tuple(", ".join(f"{name} {side.get(name)}" for name in names) for side in (old, new))
+        names = [name for name in {**old, **new} if _said(old, name) != _said(new, name)]
+        if not names:
+            return None
+        return tuple(", ".join(f"{name} {_said(side, name)}" for name in names) for side in (old, new))
     return str(old), str(new)
+
+
+def _said(entries: dict[str, Any], name: str) -> Any:
+    return entries.get(name, BEFORE.get(name))
 
 
 def _seconds(value: float) -> str:

@@ -1,6 +1,7 @@
 """Processes of a benchmark's own: started, watched, and gone afterwards whatever happens."""
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -55,6 +56,11 @@ class Supervised:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the process still runs after {seconds} s") from None
+
+    def tell(self, line: str) -> None:
+        """Writes a line, a short one, to the command's standard input. It is lost if the command has ended."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._process.stdin.fileno(), f"{line}\n".encode())
 
     def stop(self) -> int:
         """Ends it with everything that it has started; its exit status."""

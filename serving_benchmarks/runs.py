@@ -63,6 +63,18 @@ def name_of(result: dict[str, Any]) -> str:
     return f"{result['backend']}, {workload(result['case'])}, {load(result['case'])}"
 
 
+def interleaved(report: dict[str, Any]) -> bool:
+    """Whether the backends of a file took turns, round by round. Older files don't say: theirs did not."""
+    return bool((report["environment"].get("settings") or {}).get("interleaved"))
+
+
+def over_first(first: dict[str, Any], result: dict[str, Any]) -> dict[str, float]:
+    """How many times as fast an entry's rounds were as those of the same number of the first one. The two must have
+    taken turns."""
+    ratios = [theirs / its for theirs, its in zip(first["rounds_s"], result["rounds_s"], strict=True)]
+    return {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+
+
 def markdown(report: dict[str, Any]) -> str:
     """A table for the docs, from a result file; runs that failed are left out."""
     where, rows = report["environment"], []

@@ -2,9 +2,10 @@
 
     python supervisor.py GRACE_SECONDS COMMAND...
 
-It goes on until the command ends, or its own standard input does, which happens when the process at the other end stops
-or dies, of kill -9 too. Then the command gets SIGINT and GRACE_SECONDS to end by itself, and what is left of its
-descendants is killed, in whatever process groups and sessions they are. The exit status is the command's.
+What comes on its standard input goes on to the command's. It goes on until the command ends, or that input does, which
+happens when the process at the other end stops or dies, of kill -9 too. Then the command gets SIGINT and GRACE_SECONDS
+to end by itself, and what is left of its descendants is killed, in whatever process groups and sessions they are. The
+exit status is the command's.
 
 `processes.py` starts it, by its path, so that nothing but the standard library is imported. Linux only.
 """
@@ -71,8 +72,13 @@ def wait_for_the_end(command: subprocess.Popen) -> None:
     ended = os.pidfd_open(command.pid)
     while True:
         ready, _, _ = select.select([0, woken, ended], [], [])
-        if ended in ready or woken in ready or not os.read(0, 1 << 16):
+        if ended in ready or woken in ready:
             return
+        said = os.read(0, 1 << 16)
+        if not said:
+            return
+        with contextlib.suppress(BrokenPipeError):  # it doesn't listen
+            os.write(command.stdin.fileno(), said)
 
 
 def main() -> int:
@@ -80,7 +86,7 @@ def main() -> int:
     adopt_orphans()
     # Below a job in a script's background SIGINT is ignored, and a command would inherit that; a handler it doesn't.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = subprocess.Popen(words, stdin=subprocess.DEVNULL)
+    command = subprocess.Popen(words, stdin=subprocess.PIPE)
     try:
         wait_for_the_end(command)
         if command.poll() is None:

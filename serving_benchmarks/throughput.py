@@ -8,15 +8,20 @@ that the model is loaded once. There it runs all prompts once as a warm-up, then
 each round the prefix cache is emptied. Generation is greedy and doesn't end before it has its tokens. A backend that
 fails is reported, the others go on, and the exit status is 1.
 
+With --interleave all backends are loaded first, and take turns round by round. A machine that slows down then slows
+all of them, and what one is over the first is the median of the ratios of rounds of the same number.
+
 The three lines that are printed of each run are those of `vllm bench throughput`, and the JSON has its keys.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +29,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from serving_benchmarks import kernel_times, model_config, result_file, vllm_options, workloads
+from serving_benchmarks import kernel_times, model_config, result_file, runs, turns, vllm_options, workloads
 from serving_benchmarks.engines import EMBEDDED_DTYPES
-from serving_benchmarks.processes import signals_unwind, supervised, why_it_failed
+from serving_benchmarks.processes import signals_unwind, why_it_failed
 from serving_benchmarks.throughput_worker import WARMUP_OUTPUT, profiled_requests
 from serving_benchmarks.workloads import Workload
 
 ENGINES = ("vllm", "embedded")
 DEFAULT_BACKEND = "SPARSE_MLA"
-POLL_SECONDS = 0.2
 TABLE_WIDTH = 130
 MOST_OF_A_REASON = 300
 LOG_LINES = 20
 """Of what a backend printed before it failed."""
+INTERLEAVED_SHARE = 0.9
+"""Of a GPU's memory, for all backends that are there at the same time."""
 
 
 def counts(text: str) -> list[int]:
@@ -127,6 +133,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "default: all prompts at every --concurrency",
     )
     how.add_argument(
+        "--interleave",
+        action="store_true",
+        help="all backends are there at the same time and take turns: the first round of each, then the second of each "
+        "in the reverse order, and so on. For machines whose speed drifts. All must fit: --gpu-memory-utilization and "
+        f"--kv-cache-memory-bytes are for each of them; default: each gets its part of {INTERLEAVED_SHARE}",
+    )
+    how.add_argument(
         "--profile", action="store_true", help="after the first --concurrency: kernel times of a few decode steps"
     )
     how.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the engines print")
@@ -165,6 +178,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))
     settle_lengths(parser, options)
+    settle_memory(parser, options)
     result_file.require_writable(parser, options.output)
     return options
 
@@ -201,6 +215,27 @@ def settle_lengths(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(f"requests of {options.max_model_len} tokens are too long for the model, which takes {most}")
 
 
+def backends_of(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """The engine and the name of each, in the order in which they come."""
+    found = [("vllm", backend) for backend in options.backend] if "vllm" in options.engine else []
+    return [*found, ("embedded", "embedded")] if "embedded" in options.engine else found
+
+
+def settle_memory(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """--gpu-memory-utilization, where several backends are on a GPU at the same time."""
+    backends = backends_of(options)
+    if not options.interleave or len(backends) == 1:
+        return
+    share = options.gpu_memory_utilization
+    of_vllm = sum(engine == "vllm" for engine, _ in backends)
+    if share is None:  # vLLM wants so much to be free when it starts, even if it is told how large its cache is
+        options.gpu_memory_utilization = round(INTERLEAVED_SHARE / len(backends), 3)
+    elif share * of_vllm > 1 and options.kv_cache_memory_bytes is None:
+        parser.error(
+            f"--gpu-memory-utilization is for each backend with --interleave: {of_vllm} can't have {share} each"
+        )
+
+
 def case_of(options: argparse.Namespace, concurrency: int | None) -> dict[str, Any]:
     """The `case` of an entry of a result file."""
     source = options.histogram or options.jsonl
@@ -219,36 +254,32 @@ def case_of(options: argparse.Namespace, concurrency: int | None) -> dict[str, A
     }
 
 
-def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The events after an offset, and where the next one will begin. A line that is still being written waits."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        whole = file.read().rpartition(b"\n")[0]
-    return [json.loads(line) for line in whole.splitlines()], offset + len(whole) + (1 if whole else 0)
-
-
 def worker_command(spec: Path, events: Path) -> list[str]:
     """What measures a backend."""
     return [sys.executable, "-m", "serving_benchmarks.throughput_worker", str(spec), str(events)]
 
 
-def run_backend(
-    engine: str,
-    backend: str,
-    options: argparse.Namespace,
-    logs: Path,
-    on_event: Callable[[dict[str, Any]], None],
-    console: Console,
-) -> Iterator[dict[str, Any]]:
-    """The entries of one backend, as soon as each is there; where it fails, one with an error in place of each that is
-    missing."""
+@dataclass
+class Backend:
+    """One that is measured."""
+
+    engine: str
+    name: str
+    worker: turns.Worker
+    left: list[int | None]
+    """The values of --concurrency whose results have not come yet."""
+
+
+@contextlib.contextmanager
+def started(engine: str, name: str, options: argparse.Namespace, logs: Path) -> Iterator[Backend]:
+    """A backend that loads its model, for as long as the block lasts."""
     concurrencies: list[int | None] = options.concurrency or [None]
-    spec, events, log = (logs / f"{engine}-{backend}.{kind}" for kind in ("spec.json", "events", "log"))
+    spec, events, log = (logs / f"{engine}-{name}.{kind}" for kind in ("spec.json", "events", "log"))
     spec.write_text(
         json.dumps(
             {
                 "engine": engine,
-                "backend": backend,
+                "backend": name,
                 "model": options.model,
                 "settings": vllm_options.settings(options),
                 "workload": options.workload.as_dict(),
@@ -260,35 +291,40 @@ def run_backend(
             }
         )
     )
-    events.write_bytes(b"")  # a folder of logs may have an earlier run's
-    log.write_bytes(b"")
-    left, offset = list(concurrencies), 0
-    head = {"engine": engine, "backend": backend}
-    with supervised(worker_command(spec, events), log) as process:
-        running = True
-        while running:
-            try:
-                process.wait(POLL_SECONDS)
-                running = False  # once more, for what it wrote last
-            except TimeoutError:
-                pass
-            found, offset = read_events(events, offset)
-            for event in found:
-                if event["event"] == "result":
-                    left.remove(event["concurrency"])
-                    yield {**head, "case": case_of(options, event["concurrency"]), "error": None, **event["result"]}
-                else:
-                    on_event(event)
-        status, said = process.status(), process.says()
-    if status == 0 and not left:
+    with turns.started(worker_command(spec, events), events, log) as worker:
+        yield Backend(engine, name, worker, list(concurrencies))
+
+
+def heard(
+    backend: Backend, options: argparse.Namespace, progress: Progress, console: Console
+) -> Iterator[dict[str, Any]]:
+    """The entries of one backend that come until it asks for its next turn; where it fails, one with an error in place
+    of each that is missing."""
+    head = {"engine": backend.engine, "backend": backend.name}
+    (task,) = progress.task_ids
+    for event in backend.worker.events():
+        if event["event"] == "result":
+            backend.left.remove(event["concurrency"])
+            yield {**head, "case": case_of(options, event["concurrency"]), "error": None, **event["result"]}
+        else:
+            progress.update(
+                task,
+                description=f"{backend.name}: {event['stage']}",
+                completed=event.get("done", 0),
+                total=event.get("of"),
+            )
+    if backend.worker.asks is not None:
+        return
+    status, said = backend.worker.process.status(), backend.worker.process.says()
+    if status == 0 and not backend.left:
         return
     why = why_it_failed(said) if status else "it ended without all of its results"
     if status and status > 128:
         why = f"killed by signal {status - 128}; it said last: {why}"
-    console.print(f"{backend} failed: {why[:MOST_OF_A_REASON]}", style="red", markup=False, soft_wrap=True)
+    console.print(f"{backend.name} failed: {why[:MOST_OF_A_REASON]}", style="red", markup=False, soft_wrap=True)
     for line in said.splitlines()[-LOG_LINES:]:
         console.print(f"    {line}", markup=False, soft_wrap=True)
-    for concurrency in left or [None]:
+    for concurrency in backend.left or [None]:
         yield {**head, "case": case_of(options, concurrency), "error": why}
 
 
@@ -311,12 +347,21 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
+def _over(first: dict[str, Any], result: dict[str, Any]) -> str:
+    """How many times as fast a result is as the first one: where they took turns, in rounds of the same number."""
+    if result["over_first"] is None or result is first:
+        return f"{result['output_tokens_per_second'] / first['output_tokens_per_second']:.2f}"
+    return "{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**result["over_first"])
+
+
 def table(results: list[dict[str, Any]]) -> Table:
     """All backends beside each other, at each concurrency."""
     headings = "backend", "in flight", "output tokens/s", "(quartiles)", "requests/s"
     latencies = "TTFT p50, ms", "p99", "TPOT p50, ms", "p99"
     shown = Table(*headings, *latencies, "over the first", box=None, padding=(0, 1))
-    firsts: dict[int | None, float] = {}
+    for column in (shown.columns[0], shown.columns[3], shown.columns[-1]):
+        column.no_wrap = True  # rather the headings of the others
+    firsts: dict[int | None, dict[str, Any]] = {}
     for result in results:
         concurrency = result["case"]["concurrency"]
         if result["error"] is not None:
@@ -332,36 +377,47 @@ def table(results: list[dict[str, Any]]) -> Table:
             f"{tokens / seconds['upper_quartile']:.1f} to {tokens / seconds['lower_quartile']:.1f}",
             f"{result['requests_per_second']:.2f}",
             *(_milliseconds(value) for value in (ttft["p50"], ttft["p99"], tpot["p50"], tpot["p99"])),
-            f"{speed / firsts.setdefault(concurrency, speed):.2f}",
+            _over(firsts.setdefault(concurrency, result), result),
         )
     return shown
 
 
-def measure(options: argparse.Namespace, logs: Path, console: Console, out: Console) -> Iterator[dict[str, Any]]:
-    """Every entry of the result file, printed when it is there."""
-    runs = [("vllm", backend) for backend in options.backend] if "vllm" in options.engine else []
-    if "embedded" in options.engine:
-        runs.append(("embedded", "embedded"))
-    for engine, backend in runs:
+def measure(options: argparse.Namespace, logs: Path, console: Console) -> Iterator[dict[str, Any]]:
+    """Every entry of the result file, when it is there."""
+    names = backends_of(options)
+    for together in [names] if options.interleave else [[name] for name in names]:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(f"{backend}: starting", total=None)
+        with Progress(*columns, console=console, transient=True) as progress, contextlib.ExitStack() as running:
+            task = progress.add_task("", total=None)
+            backends: dict[turns.Worker, Backend] = {}
+            for engine, name in together:  # engines look at how much memory is free when they start: one at a time
+                progress.update(task, description=f"{name}: starting")
+                backend = running.enter_context(started(engine, name, options, logs))
+                backends[backend.worker] = backend
+                yield from heard(backend, options, progress, console)
+            for worker in turns.in_turn(list(backends)):
+                yield from heard(backends[worker], options, progress, console)
 
-            def on_event(event: dict[str, Any], progress=progress, task=task, backend=backend) -> None:
-                progress.update(
-                    task,
-                    description=f"{backend}: {event['stage']}",
-                    completed=event.get("done", 0),
-                    total=event.get("of"),
-                )
 
-            for result in run_backend(engine, backend, options, logs, on_event, console):
-                if result["error"] is None:
-                    out.print(f"\n{backend}, {in_flight(result['case'])}")
-                    out.print("\n".join(headline(result)))
-                    if result["profile"]:
-                        out.print("\n".join(kernel_times.lines(result["profile"])), soft_wrap=True, markup=False)
-                yield result
+def show(result: dict[str, Any], out: Console) -> None:
+    """Prints what there is to say of an entry at once."""
+    out.print(f"\n{result['backend']}, {in_flight(result['case'])}")
+    out.print("\n".join(headline(result)))
+    if result["profile"]:
+        out.print("\n".join(kernel_times.lines(result["profile"])), soft_wrap=True, markup=False)
+
+
+def in_order(results: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The entries of each backend after those of the one before it, each with what it is over the first backend of its
+    concurrency."""
+    places = {name: place for place, (_, name) in enumerate(backends_of(options))}
+    results = sorted(results, key=lambda result: places[result["backend"]])
+    firsts: dict[int | None, dict[str, Any]] = {}
+    for result in results:
+        if result["error"] is None:
+            first = firsts.setdefault(result["case"]["concurrency"], result)
+            result["over_first"] = runs.over_first(first, result) if options.interleave else None
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -373,12 +429,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         try:
-            for result in measure(options, logs, console, out):
+            for result in measure(options, logs, console):
                 results.append(result)
+                if result["error"] is None:
+                    show(result, out)
         except (KeyboardInterrupt, SystemExit) as stopped:  # what there is gets written
             status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
     if any(result["error"] is not None for result in results):
         status = status or 1
+    results = in_order(results, options)
     if results:
         out.print()
         Console(width=TABLE_WIDTH, highlight=False).print(table(results))
@@ -390,6 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "rounds": options.rounds,
                 "waves": options.waves,
                 "warmup": options.warmup,
+                "interleaved": options.interleave,
                 "cpus": len(os.sched_getaffinity(0)),
             },
         }

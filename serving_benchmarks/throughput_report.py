@@ -23,8 +23,8 @@ def beside(*reports: dict[str, Any]) -> str:
     rows = []
     for report in reports:
         for mine, theirs in _of_each_load(report, ours, other):
-            ratio = mine["output_tokens_per_second"] / theirs["output_tokens_per_second"]
-            rows.append([*_load(report, mine), _speed(mine), _speed(theirs), f"{ratio:.2f}", *_latencies(mine, theirs)])
+            ratio = _ratio(report, mine, theirs)
+            rows.append([*_load(report, mine), _speed(mine), _speed(theirs), ratio, *_latencies(mine, theirs)])
     return "\n".join([*result_file.table(headings, rows), "", _where(reports, "ours / theirs")])
 
 
@@ -44,9 +44,9 @@ def engine_beside(*reports: dict[str, Any]) -> str:
     rows = []
     for report in reports:
         for mine, *theirs in _of_each_load(report, runs.EMBEDDED, *others):
-            ratio = mine["output_tokens_per_second"] / max(entry["output_tokens_per_second"] for entry in theirs)
+            ratio = _ratio(report, mine, max(theirs, key=lambda entry: entry["output_tokens_per_second"]))
             speeds = map(_speed, (mine, *theirs))
-            rows.append([*_load(report, mine), *speeds, f"{ratio:.2f}", *_latencies(mine, theirs[0])])
+            rows.append([*_load(report, mine), *speeds, ratio, *_latencies(mine, theirs[0])])
     return "\n".join([*result_file.table(headings, rows), "", _where(reports, f"{runs.EMBEDDED} / {others[0]}")])
 
 
@@ -115,6 +115,13 @@ def _backends(reports: tuple[dict[str, Any], ...]) -> tuple[str, str]:
     return ours[0], others[0]
 
 
+def _ratio(report: dict[str, Any], mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """How many times as fast the first entry is as the other one; where they took turns, (how far rounds differ)."""
+    if not runs.interleaved(report):
+        return f"{mine['output_tokens_per_second'] / theirs['output_tokens_per_second']:.2f}"
+    return "{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**runs.over_first(theirs, mine))
+
+
 def _speed(entry: dict[str, Any]) -> str:
     seconds, tokens = entry["seconds"], entry["total_output_tokens"]
     low, high = tokens / seconds["upper_quartile"], tokens / seconds["lower_quartile"]
@@ -151,4 +158,8 @@ def _where(reports: tuple[dict[str, Any], ...], latencies: str) -> str:
         f"commit {(first['commit'] or 'unknown')[:10]}",
     ]
     turns = {entry["seconds"]["turns"] for report in reports for entry in _ran(report)}
-    return f"Medians of {' or '.join(map(str, sorted(turns)))} rounds; latencies {latencies}. {', '.join(parts)}."
+    count = sum(map(runs.interleaved, reports))
+    of = "" if count == len(reports) else f" in {count} of {len(reports)} files"
+    paired = f"; backends took turns{of}, ratios (lowest to highest) are of rounds of the same number" if count else ""
+    rounds = " or ".join(map(str, sorted(turns)))
+    return f"Medians of {rounds} rounds{paired}; latencies {latencies}. {', '.join(parts)}."

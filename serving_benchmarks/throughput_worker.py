@@ -3,7 +3,8 @@
     python -m serving_benchmarks.throughput_worker SPEC EVENTS
 
 SPEC is a JSON file that says what to run. EVENTS gets a line of JSON for each thing that happens: where the work is,
-and each result as soon as it is there, so that what came before a crash is not lost.
+and each result as soon as it is there, so that what came before a crash is not lost. Once the model is loaded, each
+piece of work waits for its turn, a line on standard input, as `turns.py` gives them.
 """
 
 import json
@@ -35,14 +36,25 @@ PROGRESS_SECONDS = 0.2
 
 
 class Events:
-    """Lines of JSON, each written whole."""
+    """Lines of JSON, each written whole.
 
-    def __init__(self, file: TextIO):
-        self._file, self._next = file, 0.0
+    Args:
+        file: that they are written to.
+        turns: has a line for each turn.
+    """
+
+    def __init__(self, file: TextIO, turns: TextIO):
+        self._file, self._turns, self._next = file, turns, 0.0
 
     def send(self, event: str, **more: Any) -> None:
         self._file.write(json.dumps({"event": event, **more}) + "\n")
         self._file.flush()
+
+    def turn(self, stage: str, **more: Any) -> None:
+        """Asks to work, and waits until it may. All that is done until the next call belongs to this turn."""
+        self.send("ready", stage=stage, **more)
+        if not self._turns.readline():
+            raise RuntimeError("nobody gives turns any more")
 
     def progress(self, stage: str, of: int) -> Callable[[int], None]:
         """What to call with the number of requests that have ended."""
@@ -67,19 +79,20 @@ def measure(
         warmup: requests that are run before, with short outputs; all of the workload as it is if None. Engines compile
             kernels when a shape comes for the first time, and keep them on disk: without a warm-up of the same shapes
             the engine that is measured first compiles for those after it, while the clock runs.
-        events: who is told.
+        events: who is told, and asked for a turn before each pass.
     """
     before = workload if warmup is None else workload.first(warmup, WARMUP_OUTPUT)
     if len(before):
+        events.turn("warm-up")
         engine.forget_prefixes()  # an earlier workload's: what is cached is not computed
         run(engine, before, concurrency, events.progress("warm-up", len(before)))
     done: list[Round] = []
     counted = engine.counters()
     for number in range(rounds):
+        stage = f"round {number + 1} of {rounds}"
+        events.turn(stage, round=number)
         engine.forget_prefixes()
-        done.append(
-            run(engine, workload, concurrency, events.progress(f"round {number + 1} of {rounds}", len(workload)))
-        )
+        done.append(run(engine, workload, concurrency, events.progress(stage, len(workload))))
     return {**entry(done), **since(counted, engine.counters())}
 
 
@@ -158,7 +171,7 @@ def work(spec: dict[str, Any], events: Events) -> None:
         found = measure(engine, part, concurrency, spec["rounds"], spec["warmup"], events)
         profiled = None
         if spec["profile"] and number == 0:
-            events.send("stage", stage="profiling")
+            events.turn("profiling")
             most = spec["settings"]["max_num_seqs"]
             prompts, new_tokens = profiled_requests(workload.prompts, concurrency, most)
             room = spec["settings"]["max_model_len"] - max(map(len, prompts))
@@ -175,12 +188,13 @@ def work(spec: dict[str, Any], events: Events) -> None:
             "profile": profiled,
         }
         events.send("result", concurrency=concurrency, result=found)
+    events.turn("ending")  # it takes its time, and gives back memory
 
 
 def main() -> None:
     spec, events = sys.argv[1:]
     with Path(events).open("a") as file:
-        work(json.loads(Path(spec).read_text()), Events(file))
+        work(json.loads(Path(spec).read_text()), Events(file, sys.stdin))
 
 
 if __name__ == "__main__":

@@ -164,6 +164,19 @@ def test_a_candidate_that_no_longer_starts_is_told(tmp_path, capsys):
     assert out.count("no longer runs") == 1 and "only in the old" not in out
 
 
+def test_backends_that_did_not_take_turns_are_as_in_files_that_do_not_say(tmp_path, capsys):
+    old, new = FILES["throughput"], copy.deepcopy(FILES["throughput"])
+    settings = {**old["environment"]["settings"], "interleaved": False}
+    new["environment"]["settings"] = settings
+    for entry in new["results"]:
+        entry["over_first"] = None
+    status, out, _ = run(tmp_path, old, new, capsys=capsys)
+    assert status == 0 and "warning" not in out
+    settings["interleaved"] = True
+    status, out, _ = run(tmp_path, old, new, capsys=capsys)
+    assert status == 0 and "warning: different settings: interleaved False and interleaved True\n" in out
+
+
 def test_another_machine_and_other_peers_are_warned_of(tmp_path, capsys):
     new = copy.deepcopy(FILES["kernels"])
     new["environment"]["gpus"][0]["name"] = "NVIDIA H100"

@@ -156,6 +156,31 @@ def test_two_backends_stand_beside_each_other_at_each_load_that_both_have():
             throughput_report.beside(result_examples.throughput(backends=backends, loads=(1,)))
 
 
+def test_backends_that_took_turns_are_compared_round_by_round():
+    report = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(16,))
+    ours, theirs = report["results"]
+    ours["rounds_s"], theirs["rounds_s"] = [1.0, 2.0, 10.0, 4.0], [2.0, 2.5, 8.0, 4.2]
+    before = throughput_report.beside(report)  # a file that doesn't say how it was measured
+    assert "took turns" not in before and "(1." not in cells(before)[1][5]
+    report["environment"]["settings"] = {**report["environment"]["settings"], "interleaved": True}
+    text = throughput_report.beside(report)
+    assert cells(text)[1][5] == "1.15 (0.80 to 2.00)", "of 2, 1.25, 0.8 and 1.05"
+    said = "backends took turns, ratios (lowest to highest) are of rounds of the same number; latencies ours / theirs."
+    assert said in text
+    report["results"].reverse()  # who came first in the file is no matter
+    assert throughput_report.beside(report) == text
+    old = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(1,))
+    assert "backends took turns in 1 of 2 files, ratios (low" in throughput_report.beside(report, old)
+
+
+def test_the_engine_is_compared_with_the_fastest_round_by_round():
+    report = result_examples.throughput(backends=("FLASHMLA_SPARSE", "SPARSE_MLA", "embedded"), loads=(4,))
+    for entry, seconds in zip(report["results"], ([9.0, 9.0, 9.0], [1.0, 2.0, 3.0], [2.0, 2.0, 2.0]), strict=True):
+        entry["rounds_s"] = seconds
+    report["environment"]["settings"] = {**report["environment"]["settings"], "interleaved": True}
+    assert cells(throughput_report.engine_beside(report))[1][6] == "1.00 (0.50 to 1.50)"
+
+
 def test_the_engine_stands_beside_every_backend_of_vllm_at_each_load_that_all_have():
     report = result_examples.throughput(backends=("FLASHMLA_SPARSE", "SPARSE_MLA", "embedded"), loads=(16, 4, 1))
     report["results"][4] = result_examples.failed(report["results"][4], "out of memory")

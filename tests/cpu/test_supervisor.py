@@ -67,6 +67,24 @@ def test_one_that_is_killed_has_the_status_that_shells_give(tmp_path):
         assert process.wait(WAIT_SECONDS) == 128 + signal.SIGSEGV
 
 
+def test_a_command_can_be_told_lines_and_what_it_is_told_later_is_lost(tmp_path):
+    code = "print('ready', flush=True); print(input() + input())"
+    with supervised([sys.executable, "-c", code], tmp_path / "log") as process:
+        process.tell("hel")
+        assert wait_until(lambda: process.says() == "ready\n", WAIT_SECONDS)
+        process.tell("lo")
+        assert process.wait(WAIT_SECONDS) == 0 and process.says() == "ready\nhello\n"
+        process.tell("anyone?")
+
+
+def test_one_that_does_not_listen_may_be_told_things(tmp_path):
+    code = "import os, time; os.close(0); print('deaf', flush=True); time.sleep(1); exit(4)"
+    with supervised([sys.executable, "-c", code], tmp_path / "log") as process:
+        assert wait_until(lambda: "deaf" in process.says(), WAIT_SECONDS)
+        process.tell("hello")
+        assert process.wait(WAIT_SECONDS) == 4
+
+
 def test_stopping_ends_all_descendants(tmp_path):
     command, notes = stubborn(tmp_path)
     with supervised(command, tmp_path / "log", grace=0.1):

@@ -1,6 +1,7 @@
 """The benchmark of offline throughput measures what it says, for each backend that runs, and refuses what is wrong."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -13,9 +14,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import engine_models
-from serving_benchmarks import engines, in_flight, kernel_times, latency, supervisor, throughput, throughput_worker
+from serving_benchmarks import (
+    engines,
+    in_flight,
+    kernel_times,
+    latency,
+    runs,
+    supervisor,
+    throughput,
+    throughput_worker,
+    turns,
+)
 from serving_benchmarks.processes import wait_until
 from serving_benchmarks.workloads import Workload
 
@@ -97,7 +110,7 @@ def test_waves_leave_prompts_out_where_few_are_in_flight_and_a_folder_of_logs_se
         assert report["environment"]["settings"]["waves"] == 2
         assert report["environment"]["settings"]["warmup"] == (int(more[1]) if more else None)
         events = map(json.loads, (logs / "embedded-embedded.events").read_text().splitlines())
-        assert [e["of"] for e in events if e.get("stage") == "warm-up" and e["done"] == 0] == warmed
+        assert [e["of"] for e in events if e.get("stage") == "warm-up" and e.get("done") == 0] == warmed
         for result, used in zip(report["results"], (2, 4, 6), strict=True):
             assert result["error"] is None and result["case"]["num_prompts"] == used == result["num_requests"]
             assert result["requests"]["round"] == [0] * used + [1] * used
@@ -175,6 +188,192 @@ def test_it_can_be_stopped(folder, tmp_path):
     assert not any(map(alive, started))
 
 
+TAKES_TURNS = """
+    import json, sys, time
+    from pathlib import Path
+
+    spec, mine = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    events, name = mine.open("a"), spec["backend"]
+
+    def diary(text):
+        with (mine.parent / "diary").open("a") as file:
+            file.write(f"{name} {text}\\n")
+
+    def say(event, **more):
+        print(json.dumps(dict(event=event, **more)), file=events, flush=True)
+
+    def others_are_idle():
+        for other in mine.parent.glob("*.events"):
+            if other != mine and "BREAKS" not in other.name:
+                assert json.loads(other.read_text().splitlines()[-1])["event"] == "ready", other
+
+    def turn(stage, **more):
+        say("ready", stage=stage, **more)
+        assert sys.stdin.readline() == "go\\n"
+        others_are_idle()
+        diary(stage)
+        time.sleep(0.1)  # another one that worked now would be seen to
+        others_are_idle()
+
+    others_are_idle()
+    diary("starts")
+    for concurrency in spec["concurrencies"]:
+        turn("warm-up")
+        for number in range(spec["rounds"]):
+            turn(f"round {number + 1}", round=number)
+            if "BREAKS" in name and concurrency != 2 and number == 1:
+                raise MemoryError("out of everything")
+            if "HANGS" in name and concurrency != 2:
+                diary("hangs")
+                time.sleep(1000)
+        seconds = [(number + 1.0) * (2 if name == "TWO" else 1 + number) for number in range(spec["rounds"])]
+        result = dict(requests_per_second=1.0, tokens_per_second=2.0, output_tokens_per_second=1.0, profile=None,
+            total_input_tokens=1, total_output_tokens=1, seconds=dict(upper_quartile=1.0, lower_quartile=1.0),
+            rounds_s=seconds, latency=dict.fromkeys(["ttft_s", "tpot_s"], dict(p50=None, p99=None)))
+        say("result", concurrency=concurrency, result=result)
+    turn("ending")
+"""
+
+
+def diary(logs: Path) -> list[tuple[str, str]]:
+    """Whose turn it was, and for what, in the order of time."""
+    return [tuple(line.split(" ", 1)) for line in (logs / "diary").read_text().splitlines()]
+
+
+def test_interleaved_backends_take_turns_and_their_rounds_are_compared_in_pairs(folder, tmp_path, monkeypatch, capsys):
+    break_vllm(monkeypatch, tmp_path, TAKES_TURNS)
+    output, logs = tmp_path / "out.json", tmp_path / "logs"
+    arguments = [*SMALL, "--model", folder, "--backend", "ONE,TWO", "--engine", "vllm,embedded", "--logs", logs]
+    arguments += ["--concurrency", "2,6", "--rounds", "3", "--interleave", "--output", output]
+    assert throughput.main([*map(str, arguments)]) == 0, capsys.readouterr().err
+    there, back = ("ONE", "TWO"), ("TWO", "ONE")
+    load = [(there, "warm-up"), (there, "round 1"), (back, "round 2"), (there, "round 3")]
+    wanted = [(there, "starts"), *load, *load, (there, "ending")]
+    assert diary(logs) == [(name, stage) for names, stage in wanted for name in names]
+
+    report = json.loads(output.read_text())
+    assert report["environment"]["settings"]["interleaved"] is True
+    assert report["environment"]["settings"]["gpu_memory_utilization"] == 0.3, "a third of 0.9 for each"
+    names = [(result["backend"], result["case"]["concurrency"]) for result in report["results"]]
+    assert names == [(name, n) for name in ("ONE", "TWO", "embedded") for n in (2, 6)]
+    for one, two, embedded in zip(*(report["results"][i : i + 2] for i in (0, 2, 4)), strict=True):
+        assert one["over_first"] == {"median": 1.0, "lowest": 1.0, "highest": 1.0}
+        assert two["over_first"] == {"median": 1.0, "lowest": 0.5, "highest": 1.5}, "1/2, 4/4, 9/6"
+        ratios = sorted(a / b for a, b in zip((1.0, 4.0, 9.0), embedded["rounds_s"], strict=True))
+        assert list(embedded["over_first"].values()) == pytest.approx([ratios[1], ratios[0], ratios[2]])
+        assert embedded["num_requests"] == 6 and embedded["total_output_tokens"] == 24
+    printed = capsys.readouterr().out
+    assert printed.count("Throughput: ") == 6 and printed.count("1.00 (0.50 to 1.50)") == 2
+
+
+def test_where_an_interleaved_backend_fails_the_others_go_on_taking_turns(folder, tmp_path, monkeypatch, capsys):
+    break_vllm(monkeypatch, tmp_path, TAKES_TURNS)
+    output, logs = tmp_path / "out.json", tmp_path / "logs"
+    arguments = [*SMALL, "--model", folder, "--backend", "BREAKS,ONE,TWO", "--concurrency", "2,6", "--logs", logs]
+    assert throughput.main([*map(str, arguments), "--interleave", "--output", str(output)]) == 1
+    three, two = ("BREAKS", "ONE", "TWO"), ("ONE", "TWO")
+    load = [(three, "warm-up"), (three, "round 1"), (three[::-1], "round 2")]
+    wanted = [(three, "starts"), *load, *load, (two, "ending")]
+    assert diary(logs) == [(name, stage) for names, stage in wanted for name in names]
+    results = json.loads(output.read_text())["results"]
+    why = "MemoryError: out of everything"
+    assert [result["error"] for result in results] == [None, why, None, None, None, None]
+    assert [result["backend"] for result in results] == [name for name in three for _ in range(2)]
+    # the first that has a result is what the others are held to
+    assert [result.get("over_first", {}).get("median") for result in results] == [1.0, None, 1.0, 1.0, 0.75, 0.75]
+    assert "BREAKS failed: " + why in capsys.readouterr().err
+
+
+def test_one_after_the_other_nothing_is_paired(folder, tmp_path, monkeypatch):
+    break_vllm(monkeypatch, tmp_path, TAKES_TURNS)
+    output, logs = tmp_path / "out.json", tmp_path / "logs"
+    arguments = [*SMALL, "--model", folder, "--backend", "ONE,TWO", "--logs", logs, "--output", output]
+    assert throughput.main([*map(str, arguments)]) == 0
+    stages = ["starts", "warm-up", "round 1", "round 2", "ending"]
+    assert diary(logs) == [(name, stage) for name in ("ONE", "TWO") for stage in stages]
+    report = json.loads(output.read_text())
+    assert report["environment"]["settings"]["interleaved"] is False
+    assert [result["over_first"] for result in report["results"]] == [None, None]
+
+
+FAKED = """
+import json, sys
+from serving_benchmarks import throughput
+throughput.worker_command = lambda spec, events: [sys.executable, {script!r}, str(spec), str(events)]
+sys.exit(throughput.main())
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_interleaved_ones_all_end_when_they_are_stopped(folder, tmp_path, how, status):
+    """While one of them works, and another one waits for its turn."""
+    script, output, logs = tmp_path / "fake.py", tmp_path / "out.json", tmp_path / "logs"
+    script.write_text(textwrap.dedent(TAKES_TURNS))
+    command = [sys.executable, "-c", FAKED.format(script=str(script)), *SMALL, "--model", folder, "--interleave"]
+    arguments = ["--backend", "ONE,HANGS", "--concurrency", "2,6", "--logs", logs, "--output", output]
+    process = subprocess.Popen([*command, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        assert wait_until(lambda: (logs / "diary").exists() and ("HANGS", "hangs") in diary(logs), 60)
+        started = supervisor.descendants(process.pid)
+        assert len(started) == 4 and all(map(alive, started)), "two workers, each with a supervisor"
+        process.send_signal(how)
+        assert process.wait(60) == status
+        assert wait_until(lambda: not any(map(alive, started)), 60), "processes are left"
+    finally:
+        process.kill()
+    if how != signal.SIGKILL:
+        results = json.loads(output.read_text())["results"]
+        assert [(r["backend"], r["case"]["concurrency"]) for r in results] == [("ONE", 2), ("HANGS", 2)]
+        assert results[1]["over_first"]["median"] == 1.0
+
+
+@dataclasses.dataclass(eq=False)
+class Waits:
+    """A worker for `turns.in_turn` that has so many pieces of work, and ends within the last one."""
+
+    rounds: list[int | None]
+    had: int = 0
+
+    @property
+    def asks(self):
+        if self.had == len(self.rounds):
+            return None
+        number = self.rounds[self.had]
+        return {"event": "ready"} if number is None else {"event": "ready", "round": number}
+
+    def give_turn(self):
+        self.had += 1
+
+
+@given(
+    rounds=st.lists(st.none() | st.integers(0, 9), max_size=12),
+    lasts=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+)
+def test_turns_go_round_by_round_there_and_back_whoever_drops_out(rounds, lasts):
+    workers = [Waits(rounds[:last]) for last in lasts]
+    had = [(workers.index(worker), worker.had - 1) for worker in turns.in_turn(workers)]
+    for piece, number in enumerate(rounds):
+        wanted = [index for index, worker in enumerate(workers) if len(worker.rounds) > piece]
+        assert [index for index, of in had if of == piece] == (wanted[::-1] if (number or 0) % 2 else wanted)
+    assert [piece for _, piece in had] == sorted(piece for _, piece in had), "nobody is ahead of the others"
+    assert len(had) == sum(len(worker.rounds) for worker in workers)
+
+
+ROUNDS = st.lists(st.tuples(*[st.floats(0.01, 100)] * 3), min_size=2, max_size=9)
+
+
+@given(ROUNDS)
+def test_a_machine_that_slows_down_changes_nothing_of_what_rounds_say_in_pairs(rounds):
+    first, other, slow = zip(*rounds, strict=True)
+    plain = runs.over_first({"rounds_s": first}, {"rounds_s": other})
+    slowed = [{"rounds_s": [a * b for a, b in zip(seconds, slow, strict=True)]} for seconds in (first, other)]
+    assert runs.over_first(*slowed) == pytest.approx(plain)
+    assert plain["lowest"] <= plain["median"] <= plain["highest"]
+    back = runs.over_first({"rounds_s": other}, {"rounds_s": first})
+    assert back["lowest"] == pytest.approx(1 / plain["highest"])
+    assert back["highest"] == pytest.approx(1 / plain["lowest"])
+
+
 def alive(pid: int) -> bool:
     return (Path("/proc") / str(pid)).exists()
 
@@ -213,6 +412,17 @@ class OneTokenAStep:
         return None
 
 
+class Told:
+    """Turns whenever they are asked for, which are noted."""
+
+    def __init__(self, told: list[int | str]):
+        self.told = told
+
+    def readline(self) -> str:
+        self.told.append("turn")
+        return "go\n"
+
+
 @pytest.mark.parametrize(("concurrency", "most"), [(1, 1), (3, 3), (20, 9), (None, 9)])
 def test_no_more_requests_are_in_flight_than_allowed(concurrency, most):
     engine, told = OneTokenAStep(), []
@@ -231,11 +441,22 @@ def test_no_more_requests_are_in_flight_than_allowed(concurrency, most):
 def test_a_load_is_run_before_it_is_timed_as_it_is_unless_less_is_asked_for(warmup, before):
     engine, told = OneTokenAStep(), io.StringIO()
     workload = Workload([[1]] * 3, [40, 2, 33])
-    found = throughput_worker.measure(engine, workload, 3, 2, warmup, throughput_worker.Events(told))
-    assert engine.told == [*before, *["forget", 40, 2, 33] * 2]
+    found = throughput_worker.measure(engine, workload, 3, 2, warmup, throughput_worker.Events(told, Told(engine.told)))
+    assert engine.told == [*(["turn", *before] if before else []), *["turn", "forget", 40, 2, 33] * 2]
     assert found["requests"]["round"] == [0] * 3 + [1] * 3 and found["total_output_tokens"] == 75
-    stages = dict.fromkeys(json.loads(line)["stage"] for line in told.getvalue().splitlines())
-    assert list(stages) == [*(["warm-up"] if before else []), "round 1 of 2", "round 2 of 2"]
+    events = [json.loads(line) for line in told.getvalue().splitlines()]
+    stages = [*(["warm-up"] if before else []), "round 1 of 2", "round 2 of 2"]
+    assert list(dict.fromkeys(event["stage"] for event in events)) == stages
+    assert [event["stage"] for event in events if event["event"] == "ready"] == stages
+    assert [event["round"] for event in events if event["event"] == "ready" and "round" in event] == [0, 1]
+
+
+def test_a_worker_ends_when_nobody_gives_turns_any_more():
+    engine = OneTokenAStep()
+    with pytest.raises(RuntimeError, match="nobody gives turns any more"):
+        events = throughput_worker.Events(io.StringIO(), io.StringIO("go\n"))
+        throughput_worker.measure(engine, Workload([[1]], [3]), None, 2, 0, events)
+    assert engine.told == ["forget", 3], "the first round, for which there was a turn"
 
 
 def test_a_request_that_ends_early_is_an_error():
@@ -325,6 +546,10 @@ def test_a_profile_keeps_the_longest_kernels_and_all_of_the_time():
         (["--engine", "embedded", "--dtype", "float16"], "--dtype must be bfloat16 or float32"),
         (["--engine", "embedded", "--tensor-parallel-size", "2"], "--tensor-parallel-size must be 1"),
         (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization must be more than 0 and at most 1"),
+        (
+            ["--interleave", "--backend", "A,B", "--gpu-memory-utilization", "0.6", "--input-len", "20"],
+            "--gpu-memory-utilization is for each backend with --interleave: 2 can't have 0.6 each",
+        ),
         (["--no-compile", "--enforce-eager"], "only one can be given"),
         (["--vllm-args", "[1]"], "--vllm-args: must be an object"),
         (["--model", "/nope"], "--model: must be a folder with a config.json"),
@@ -335,3 +560,23 @@ def test_wrong_arguments_are_refused(folder, arguments, text, capsys):
     with pytest.raises(SystemExit) as stopped:
         throughput.main(["--model", str(folder), *arguments])
     assert stopped.value.code == 2 and text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "share"),
+    [
+        (["--backend", "A,B"], None),
+        (["--backend", "A,B", "--interleave"], 0.45),
+        (["--backend", "A,B", "--interleave", "--kv-cache-memory-bytes", "1000"], 0.45),
+        (["--backend", "A,B", "--interleave", "--gpu-memory-utilization", "0.4"], 0.4),
+        (
+            ["--backend", "A,B", "--interleave", "--gpu-memory-utilization", "0.6", "--kv-cache-memory-bytes", "9"],
+            0.6,
+        ),
+        (["--engine", "vllm,embedded", "--interleave", "--gpu-memory-utilization", "0.6"], 0.6),
+        (["--backend", "A", "--interleave"], None),
+    ],
+)
+def test_backends_that_are_there_at_the_same_time_share_the_memory(folder, arguments, share):
+    options = throughput.parse_arguments(["--model", str(folder), *SMALL, *arguments])
+    assert options.gpu_memory_utilization == share

@@ -1,0 +1,92 @@
+"""Processes that ask before they work, and take turns: while one of them works the others do nothing.
+
+A worker writes lines of JSON, its events, to a file. Before each piece of its work, once it has started, it writes the
+event `ready` and waits for a line on its standard input. Its turn lasts until it asks for the next one, or has ended
+with all that it had started. All workers have the same pieces of work.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from serving_benchmarks.processes import Supervised, supervised
+
+POLL_SECONDS = 0.2
+"""How often a worker's events are looked at."""
+
+
+class Worker:
+    """One that runs.
+
+    Args:
+        process: its process.
+        events: the file of its events.
+    """
+
+    def __init__(self, process: Supervised, events: Path):
+        self.process = process
+        self.asks: dict[str, Any] | None = None
+        """The event with which it has asked for a turn; None while it works, and when it has ended."""
+        self._events, self._offset = events, 0
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What it says, until it asks for its next turn or has ended."""
+        running = True
+        while running:
+            try:
+                self.process.wait(POLL_SECONDS)
+                running = False  # once more, for what it wrote last
+            except TimeoutError:
+                pass
+            found, self._offset = read_events(self._events, self._offset)
+            for event in found:
+                if event["event"] == "ready":
+                    self.asks = event if running else None
+                else:
+                    yield event
+            if self.asks is not None:
+                return
+
+    def give_turn(self) -> None:
+        """Lets it do what it has asked for. Who gives a turn goes on with `events`, before anyone else gets one."""
+        self.asks = None
+        self.process.tell("go")
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], events: Path, log: Path) -> Iterator[Worker]:
+    """A worker for as long as the block lasts.
+
+    Args:
+        command: its words.
+        events: the file that it writes its events to.
+        log: the file for what it prints.
+    """
+    for file in (events, log):
+        file.write_bytes(b"")  # they may be an earlier run's
+    with supervised(command, log) as process:
+        yield Worker(process, events)
+
+
+def in_turn(workers: Sequence[Worker]) -> Iterator[Worker]:
+    """Gives turns until no worker asks for one, and says each time whose it is. The order is that of the workers, and
+    the reverse of it in every other round, as what comes later in a round finds another machine if that one drifts.
+
+    Whoever iterates goes through the worker's `events` before the next one gets its turn.
+    """
+    while waiting := [worker for worker in workers if worker.asks is not None]:
+        if waiting[0].asks.get("round", 0) % 2:
+            waiting.reverse()
+        for worker in waiting:
+            worker.give_turn()
+            yield worker
+
+
+def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The events after an offset, and where the next one will begin. A line that is still being written waits."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        whole = file.read().rpartition(b"\n")[0]
+    return [json.loads(line) for line in whole.splitlines()], offset + len(whole) + (1 if whole else 0)
