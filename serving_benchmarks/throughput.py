@@ -391,11 +391,12 @@ def measure(options: argparse.Namespace, logs: Path, console: Console) -> Iterat
             task = progress.add_task("", total=None)
             backends: dict[turns.Worker, Backend] = {}
             for engine, name in together:  # engines look at how much memory is free when they start: one at a time
-                progress.update(task, description=f"{name}: starting")
+                progress.update(task, description=f"{name}: starting", completed=0)
                 backend = running.enter_context(started(engine, name, options, logs))
                 backends[backend.worker] = backend
                 yield from heard(backend, options, progress, console)
-            for worker in turns.in_turn(list(backends)):
+            for worker, stage in turns.in_turn(list(backends)):
+                progress.update(task, description=f"{backends[worker].name}: {stage}", completed=0)
                 yield from heard(backends[worker], options, progress, console)
 
 

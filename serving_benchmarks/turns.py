@@ -49,10 +49,12 @@ class Worker:
             if self.asks is not None:
                 return
 
-    def give_turn(self) -> None:
-        """Lets it do what it has asked for. Who gives a turn goes on with `events`, before anyone else gets one."""
-        self.asks = None
+    def give_turn(self) -> str:
+        """Lets it do what it has asked for, and says what that is. Whoever gives a turn goes on with `events`, before
+        anyone else gets one."""
+        stage, self.asks = self.asks["stage"], None
         self.process.tell("go")
+        return stage
 
 
 @contextlib.contextmanager
@@ -70,9 +72,9 @@ def started(command: Sequence[str], events: Path, log: Path) -> Iterator[Worker]
         yield Worker(process, events)
 
 
-def in_turn(workers: Sequence[Worker]) -> Iterator[Worker]:
-    """Gives turns until no worker asks for one, and says each time whose it is. The order is that of the workers, and
-    the reverse of it in every other round, as what comes later in a round finds another machine if that one drifts.
+def in_turn(workers: Sequence[Worker]) -> Iterator[tuple[Worker, str]]:
+    """Gives turns until no worker asks for one, and says each time whose it is and for what. The order is that of the
+    workers, and the reverse of it in every other round: if the machine drifts, who comes later finds another one.
 
     Whoever iterates goes through the worker's `events` before the next one gets its turn.
     """
@@ -80,8 +82,8 @@ def in_turn(workers: Sequence[Worker]) -> Iterator[Worker]:
         if waiting[0].asks.get("round", 0) % 2:
             waiting.reverse()
         for worker in waiting:
-            worker.give_turn()
-            yield worker
+            stage = worker.give_turn()
+            yield worker, stage
 
 
 def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:

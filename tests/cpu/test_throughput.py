@@ -343,6 +343,7 @@ class Waits:
 
     def give_turn(self):
         self.had += 1
+        return f"piece {self.had - 1}"
 
 
 @given(
@@ -351,7 +352,10 @@ class Waits:
 )
 def test_turns_go_round_by_round_there_and_back_whoever_drops_out(rounds, lasts):
     workers = [Waits(rounds[:last]) for last in lasts]
-    had = [(workers.index(worker), worker.had - 1) for worker in turns.in_turn(workers)]
+    had = []
+    for worker, stage in turns.in_turn(workers):
+        had.append((workers.index(worker), worker.had - 1))
+        assert stage == f"piece {worker.had - 1}"
     for piece, number in enumerate(rounds):
         wanted = [index for index, worker in enumerate(workers) if len(worker.rounds) > piece]
         assert [index for index, of in had if of == piece] == (wanted[::-1] if (number or 0) % 2 else wanted)

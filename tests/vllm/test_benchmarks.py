@@ -64,6 +64,31 @@ def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
     assert attention["attention"] and attention["calls"] == profile["steps"] * 3, "one call a layer and step"
 
 
+@pytest.mark.skipif(not CHECKPOINT.is_dir(), reason=f"there is no trained checkpoint in {CHECKPOINT}")
+def test_vllm_and_the_engine_take_turns(tmp_path):
+    output, logs = tmp_path / "out.json", tmp_path / "logs"
+    command = [sys.executable, "-m", "serving_benchmarks.throughput", "--model", CHECKPOINT, "--output", output]
+    prompts = ["--input-len", "60", "--output-len", "8", "--num-prompts", "4", "--concurrency", "1,4", "--profile"]
+    how = ["--engine", "vllm,embedded", "--backend", "NO_SUCH,SPARSE_MLA", "--interleave", "--rounds", "2"]
+    done = subprocess.run([*command, *prompts, *how, *SMALL_CACHE, "--logs", logs], capture_output=True, text=True)
+    assert done.returncode == 1 and "NO_SUCH failed: " in done.stderr, done.stderr[-4000:]
+    report = json.loads(output.read_text())
+    assert report["environment"]["settings"]["interleaved"] is True
+    names = [(result["backend"], result["case"]["concurrency"]) for result in report["results"]]
+    assert names == [(backend, n) for backend in ("NO_SUCH", "SPARSE_MLA", "embedded") for n in (1, 4)]
+    for failed, ours, engine in zip(*(report["results"][i : i + 2] for i in (0, 2, 4)), strict=True):
+        assert "Unknown attention backend: 'NO_SUCH'" in failed["error"]
+        assert ours["total_num_tokens"] == engine["total_num_tokens"] == 4 * 68
+        ratios = [theirs / its for theirs, its in zip(ours["rounds_s"], engine["rounds_s"], strict=True)]
+        assert ours["over_first"]["median"] == 1.0 and ours["preemptions"] == engine["preemptions"] == 0
+        assert engine["over_first"] == {
+            "median": pytest.approx(sum(ratios) / 2),
+            "lowest": pytest.approx(min(ratios)),
+            "highest": pytest.approx(max(ratios)),
+        }
+    assert all(report["results"][i]["profile"]["attention_share"] > 0 for i in (2, 4))
+
+
 def serve_command(model: Path, *more: object) -> list[str]:
     prompts = ["--input-len", 100, "--output-len", 8, "--num-prompts", 8, "--no-rehearsal"]
     command = ["-m", "serving_benchmarks.serve", "--model", model, "--dtype", "float32", *prompts, *SMALL_CACHE, *more]
