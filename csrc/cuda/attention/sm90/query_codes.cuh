@@ -32,14 +32,17 @@ struct CodePair {
   }
 };
 
-// kWarps warps load a token's heads, kHeads of them, eight a warp's rows: heads 8 * i and on as rows 16 * i and on of
-// q, and what e4m3 leaves of them as the eight rows after these. Rope is bf16, and zero in those. There are zeros
-// beyond the problem's heads. Each head is divided by a power of two that brings its largest latent number to 2^7 to
-// 2^8; q_scale puts that right, and brings scores to base 2.
-template <int kWarps, typename Shared>
-__device__ __forceinline__ void load_query_codes(const AttentionProblem& p, Shared& s, int64_t token, int head_begin,
-                                                 int warp, int lane) {
-  constexpr int kAtOnce = 4, kHeads = sizeof(s.q_scale) / sizeof(float);
+// kWarps warps load a token's heads, kHeads of them. A head is row_of(head) of `codes`, and what e4m3 leaves of it is
+// the row kLow further on; a group of 128 dims is a row of 128 bytes, and groups are kGroupBytes apart. Rope is bf16,
+// and zero in those other rows where kRopeLow says that it has them. There are zeros beyond the problem's heads. Each
+// head is divided by a power of two that brings its largest latent number to 2^7 to 2^8; q_scale puts that right, and
+// brings scores to base 2. `wait_for_room` is called when the first loads are under way.
+template <int kWarps, int kHeads, int kLow, int kGroupBytes, bool kRopeLow, typename Row, typename Wait>
+__device__ __forceinline__ void load_query_codes(const AttentionProblem& p, uint8_t* codes, uint8_t* rope_rows,
+                                                 float* q_scale, int64_t token, int head_begin, int warp, int lane,
+                                                 Row row_of, Wait wait_for_room) {
+  static_assert(kLow % 8 == 0, "both rows are swizzled alike");
+  constexpr int kAtOnce = kHeads / kWarps < 4 ? kHeads / kWarps : 4;
 #pragma unroll 1
   for (int first = warp * kAtOnce; first < kHeads; first += kWarps * kAtOnce) {
     uint4 latent[kAtOnce][2], rope[kAtOnce];
@@ -54,9 +57,10 @@ __device__ __forceinline__ void load_query_codes(const AttentionProblem& p, Shar
           rope[i] = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
       }
     }
+    if (first == warp * kAtOnce) wait_for_room();
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int own = first + i, row = own / 8 * 16 + own % 8;
+      const int own = first + i, row = row_of(own);
       uint32_t largest = 0;
 #pragma unroll
       for (int j = 0; j < 2; ++j)
@@ -70,16 +74,16 @@ __device__ __forceinline__ void load_query_codes(const AttentionProblem& p, Shar
         const CodePair x(latent[i][j].x, factor), y(latent[i][j].y, factor), z(latent[i][j].z, factor),
             w(latent[i][j].w, factor);
         const int group = lane / 16 + 2 * j, piece = lane % 16 / 2;
-        uint8_t* at = s.q[group] + row * kRowBytes + (piece ^ (row & 7)) * kPieceBytes + lane % 2 * 8;
+        uint8_t* at = codes + group * kGroupBytes + row * kRowBytes + (piece ^ (row & 7)) * kPieceBytes + lane % 2 * 8;
         *reinterpret_cast<uint2*>(at) = {x.high | y.high << 16, z.high | w.high << 16};
-        *reinterpret_cast<uint2*>(at + 8 * kRowBytes) = {x.low | y.low << 16, z.low | w.low << 16};
+        *reinterpret_cast<uint2*>(at + kLow * kRowBytes) = {x.low | y.low << 16, z.low | w.low << 16};
       }
       if (lane < 8) {
-        uint8_t* at = s.q_rope + row * kRowBytes + (lane ^ (row & 7)) * kPieceBytes;
+        uint8_t* at = rope_rows + row * kRowBytes + (lane ^ (row & 7)) * kPieceBytes;
         *reinterpret_cast<uint4*>(at) = scaled_piece(rope[i], factor, false);
-        *reinterpret_cast<uint4*>(at + 8 * kRowBytes) = {};
+        if constexpr (kRopeLow) *reinterpret_cast<uint4*>(at + kLow * kRowBytes) = {};
       }
-      if (lane == 0) s.q_scale[own] = p.scale * kLog2E * __uint_as_float((exponent - 7) << 23);
+      if (lane == 0) q_scale[own] = p.scale * kLog2E * __uint_as_float((exponent - 7) << 23);
     }
   }
 }

@@ -32,7 +32,7 @@ int clusters_at_once(int blocks) {
   cudaLaunchAttribute cluster = clustered(blocks);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(1, blocks);
-  config.blockDim = dim3(Roles<kCode>::kThreads);
+  config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes<kCode, kHeads>;
   config.attrs = &cluster;
   config.numAttrs = 1;
@@ -67,14 +67,13 @@ void run(const AttentionProblem& p, void* stream) {
   cudaLaunchAttribute attributes[2]{clustered(cluster), {}};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  launch(attention_kernel<kCode, kHeads>, blocks, Roles<kCode>::kThreads, kSharedBytes<kCode, kHeads>, stream,
-         "sparse_attention", p, attributes, 2);
+  launch(attention_kernel<kCode, kHeads>, blocks, kThreads, kSharedBytes<kCode, kHeads>, stream, "sparse_attention", p,
+         attributes, 2);
 }
 
 template <Code kCode, int kHeads>
 KernelEntry entry(const char* name) {
-  return {name, reinterpret_cast<const void*>(attention_kernel<kCode, kHeads>), Roles<kCode>::kThreads,
-          kSharedBytes<kCode, kHeads>};
+  return {name, reinterpret_cast<const void*>(attention_kernel<kCode, kHeads>), kThreads, kSharedBytes<kCode, kHeads>};
 }
 
 }  // namespace

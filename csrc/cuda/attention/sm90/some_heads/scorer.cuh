@@ -203,7 +203,9 @@ struct Scorer {
       reference = highest = kLowest, total = 0.0f;
       if (tile < end) {
         sync_named<32 * kWarps>(kScorerBarrier);  // nobody reads the queries before
-        load_query_codes<kWarps>(p, s, token, head_begin, warp, lane);
+        load_query_codes<kWarps, kHeads, 8, kQueryRows * kRowBytes, true>(
+            p, s.q[0], s.q_rope, s.q_scale, token, head_begin, warp, lane,
+            [](int head) { return head / 8 * 16 + head % 8; }, [] {});
         publish_to_wgmma();
         sync_named<32 * kWarps>(kScorerBarrier);
         Scores score;

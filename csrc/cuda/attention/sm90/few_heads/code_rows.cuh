@@ -1,0 +1,232 @@
+// fp8 rows for up to 16 heads, in shared memory as they are in the cache.
+//
+// Scores are products of the codes: a query is the sum of two e4m3 numbers, which are two columns of wgmma, and a sum
+// over 128 dims is multiplied with its token's scale in fp32. Values become f16 in registers, scales and all, just
+// before they are multiplied. So no f16 copy of a tile is ever written, and there is room for four tiles on their way.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/sm90/cursor.cuh"
+#include "cuda/attention/sm90/query_codes.cuh"
+#include "cuda/common/cp_async.cuh"
+#include "cuda/common/e4m3.cuh"
+#include "cuda/common/mbarrier.cuh"
+#include "cuda/common/pairs.cuh"
+#include "cuda/common/wgmma.cuh"
+
+namespace mla::cuda::sm90::few_heads {
+
+template <int kHeads>
+struct CodeRows {
+  static constexpr int kStages = 4;   // tiles
+  static constexpr int kQueries = 2;  // tokens whose queries there is room for
+  static constexpr int kSums = kHeads / 2;
+  static constexpr int kWarps = 8;                        // that produce
+  static constexpr int kWarpRows = kTileTokens / kWarps;  // of a tile
+  static constexpr int kTileArrivals = 32 * kWarps + kWarps;
+  static constexpr int kGroupDims = kValueDim / kGroups;  // of values, a warp's
+  static constexpr int kLaneDims = kGroupDims / 8;
+
+  struct Stage {
+    uint8_t codes[kGroups][kTileTokens * kRowBytes];  // a group of 128 is a row of 128 bytes
+    uint8_t rope[kTileTokens * kRowBytes];
+  };
+  struct Memory {
+    alignas(1024) Stage stages[kStages];
+    alignas(1024) uint8_t q[kQueries][kGroups][2 * kHeads * kRowBytes];  // e4m3, heads and what it leaves of them
+    alignas(1024) uint8_t q_rope[kQueries][kHeads * kRowBytes];
+    alignas(16) float scale[kStages][kTileTokens][kGroups];
+    uint8_t held[kStages][kTileTokens];  // whether the slot is one
+
+    __device__ uint8_t* place(int stage) { return stages[stage].codes[0]; }
+  };
+
+  const int warp, lane;  // warp of the warpgroup
+
+  // Of the lane's two tokens: log2 of a power of two above every scale. Values are divided by it, weights multiplied.
+  float power[2];
+  uint32_t value_scale;  // of tokens 2 * lane and the next, for the warp's group, in f16
+
+  __device__ float lift(int half) const { return power[half]; }
+
+  static __device__ int power_of(const float4& x) {
+    return power_above(fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
+  }
+  static __device__ float two_to(int power) { return __uint_as_float((127 + power) << 23); }
+
+  // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
+  __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query,
+                                 const float (&q_scale)[kSums / 2]) {
+    float part[kGroups][2 * kSums], rope[kSums];
+    begin_products();
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const uint64_t k = describe_atoms(shared_address(s.stages[stage].codes[g])),
+                     q = describe_atoms(shared_address(s.q[query][g]));
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+        multiply_codes(part[g], k + ((step * 32) >> 4), q + ((step * 32) >> 4), step > 0);
+    }
+    const uint64_t k = describe_atoms(shared_address(s.stages[stage].rope)),
+                   q = describe_atoms(shared_address(s.q_rope[query]));
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(rope, k + ((step * 32) >> 4), q + ((step * 32) >> 4),
+                                                               step > 0);
+    end_products();
+    float4 scale[2];
+    float bias[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = warp * 16 + lane / 4 + 8 * i;
+      scale[i] = *reinterpret_cast<const float4*>(s.scale[stage][token]);
+      power[i] = static_cast<float>(power_of(scale[i]));
+      bias[i] = s.held[stage][token] ? 0.0f : -INFINITY;
+    }
+    find_value_scale(s, stage);
+    wait_for_products();
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) sums_change(part[g]);
+    sums_change(rope);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const float4& own = scale[i / 2 % 2];
+      const float sum = rope[i] + (part[0][i] + part[0][i + kSums]) * own.x +
+                        (part[1][i] + part[1][i + kSums]) * own.y + (part[2][i] + part[2][i + kSums]) * own.z +
+                        (part[3][i] + part[3][i + kSums]) * own.w;
+      score[i] = sum * q_scale[i / 4 * 2 + i % 2] + bias[i / 2 % 2];
+    }
+  }
+
+  __device__ void find_value_scale(const Memory& s, int stage) {
+    float own[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float (&scales)[kGroups] = s.scale[stage][2 * lane + i];
+      own[i] = scales[warp] * two_to(-power_of(*reinterpret_cast<const float4*>(scales)));
+    }
+    value_scale = pack_f16(own[0], own[1]);
+  }
+
+  // Two tokens' weights, of the upper or the lower ones, as a product has them.
+  __device__ uint32_t pack(float first, float second, int half) const {
+    const float up = two_to(static_cast<int>(power[half]));
+    return pack_f16(first * up, second * up);
+  }
+
+  // The lane's codes of tokens 16 * step + 2 * (lane % 4), the next, and both again 8 further on.
+  __device__ void load(uint4 (&codes)[4], const Stage& rows, int step) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 2 * (lane % 4) + i % 2;  // of eight
+      codes[i] = load_piece(shared_address(rows.codes[warp]) + (16 * step + 8 * (i / 2) + row) * kRowBytes +
+                            (lane / 4 ^ row) * kPieceBytes);
+    }
+  }
+
+  // Four dims of these tokens as two products' rows.
+  static __device__ void convert(uint32_t (&rows)[2][4], uint32_t a, uint32_t b, uint32_t c, uint32_t d,
+                                 const uint32_t (&scale)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      // codes of a dim from two tokens next to each other, for two dims
+      const uint32_t first = __byte_perm(a, b, i ? 0x7362 : 0x5140), second = __byte_perm(c, d, i ? 0x7362 : 0x5140);
+      const uint4 numbers = e4m3_to_f16(first, second);
+      rows[i][0] = times<Number::f16>(numbers.x, scale[0]), rows[i][1] = times<Number::f16>(numbers.y, scale[0]);
+      rows[i][2] = times<Number::f16>(numbers.z, scale[1]), rows[i][3] = times<Number::f16>(numbers.w, scale[1]);
+    }
+  }
+
+  // Adds up values, with weights in shared memory. `release` is called when nobody reads the tile any more. Products
+  // are under way while the next ones' rows are converted.
+  template <typename Release>
+  __device__ void add_values(float (&out)[kLaneDims / 2][kSums], Memory& s, int stage, uint32_t weights_address,
+                             Release release) const {
+    const uint64_t weights = describe_atoms(weights_address);
+    uint32_t rows[2][2][4];
+#pragma unroll
+    for (int step = 0; step < kTileTokens / 16; ++step) {
+      uint4 codes[4];
+      load(codes, s.stages[stage], step);
+      const uint32_t scale[2] = {__shfl_sync(~0u, value_scale, 8 * step + lane % 4),
+                                 __shfl_sync(~0u, value_scale, 8 * step + 4 + lane % 4)};
+      if (step == kTileTokens / 16 - 1) release();
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const auto of = [&](const uint4& x) { return word == 0 ? x.x : word == 1 ? x.y : word == 2 ? x.z : x.w; };
+        if (step > 0 || word > 1) wait_for_products<1>();
+        convert(rows[word % 2], of(codes[0]), of(codes[1]), of(codes[2]), of(codes[3]), scale);
+        begin_products();
+        multiply_rows(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
+        multiply_rows(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
+        end_products();
+      }
+    }
+    wait_for_products();
+  }
+
+  // A lane has the sums of neighbouring dims; where they lie in a head's row of 512.
+  __device__ float4* dims(float* row) const {
+    return reinterpret_cast<float4*>(row + kGroupDims * warp + kLaneDims * (lane / 4));
+  }
+  __device__ void get(float (&sum)[kLaneDims], float* row) const {
+#pragma unroll
+    for (int i = 0; i < kLaneDims / 4; ++i) {
+      const float4 x = dims(row)[i];
+      sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
+    }
+  }
+  __device__ void put(float* row, const float (&sum)[kLaneDims]) const {
+#pragma unroll
+    for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
+  }
+
+  // Eight warps bring rows, and when a token's first ones are on their way its queries.
+  template <typename Shared>
+  static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
+    const Worker worker(p, blockIdx.y, kTileTokens);
+    TileCursor cursor(worker);
+    const int first = warp * kWarpRows, at = first + lane % kWarpRows;
+    TileRequest next(cursor, at);
+    for (int tile = 0, tokens = 0; next.token != TileRequest::kEnd; ++tile) {
+      const uint32_t own = next.row(p);
+      const uint8_t* cache = p.lists[next.list].cache.data;
+      const int token = next.token;
+      next = TileRequest(cursor, at);
+      const int stage = tile % kStages;
+      wait(s.empty[stage], tile / kStages % 2 ^ 1);
+      ask(s.rows, stage, first, at, cache, own, lane);
+      arrive_when_copied(s.full[stage]);
+      arrive_as_warp(s.full[stage]);
+      if (token == TileRequest::kSameToken) continue;
+      const int query = tokens % kQueries;
+      load_query_codes<kWarps, kHeads, kHeads, 2 * kHeads * kRowBytes, false>(
+          p, s.rows.q[query][0], s.rows.q_rope[query], s.q_scale[query], token, head_begin, warp, lane,
+          [](int head) { return head; }, [&] { wait(s.q_empty[query], tokens / kQueries % 2 ^ 1); });
+      arrive_as_warp(s.q_full[query]);
+      ++tokens;
+    }
+  }
+
+ private:
+  // Begins to copy a warp's rows, from `first` on; the lane's own is row `at`.
+  static __device__ void ask(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
+    const uint32_t codes = shared_address(s.stages[stage].codes[lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i)
+      copy_piece((codes ^ i * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
+    const uint8_t* rope = cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
+#pragma unroll
+    for (int i = 0; i < kWarpRows; i += 4) {
+      const int row = i + lane / 8;
+      copy_piece(shared_address(s.stages[stage].rope) + (first + row) * kRowBytes + (lane % 8 ^ row) * kPieceBytes,
+                 rope, __shfl_sync(~0u, own, row));
+    }
+    if (lane >= kWarpRows) return;
+    copy_piece(shared_address(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);
+    s.held[stage][at] = own != kNoRow;
+  }
+};
+
+}  // namespace mla::cuda::sm90::few_heads
