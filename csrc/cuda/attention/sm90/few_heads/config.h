@@ -17,8 +17,8 @@ constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 
 // A block begins with as many registers for each thread; with codes they are handed round.
 constexpr int kRegisters = 128;
-constexpr int kConsumerRegisters = 200;
-constexpr int kProducerRegisters = 56;
+constexpr int kConsumerRegisters = 184;
+constexpr int kProducerRegisters = 72;
 static_assert(kConsumerRegisters + kProducerRegisters <= 2 * kRegisters);
 
 // How rows lie in shared memory, and how they are multiplied.
