@@ -1,17 +1,17 @@
 // Sparse attention for up to 16 heads on Hopper. Tokens are the 64 rows of wgmma and heads its columns, so that 8 or 16
 // heads fill the instruction:
 //
-//   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T, the four groups of a scale apart
-//   values  O^T [512 dims x heads] += V^T [512 x 64] P^T, P in four copies, each times one of a token's scales
+//   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T
+//   values  O^T [512 dims x heads] += V^T [512 x 64] P^T
 //
-// K and V^T are the same tile, read along and across its rows. Other warps bring the tiles (produce_e4m3.cuh,
-// produce_bf16.cuh). Two warpgroups consume them, taking turns; each keeps a softmax of its own over its tiles, so they
-// never wait for one another before the end of a token, where their results are merged in the place of the last tile.
-// What other workers found for the token joins them there (cut_tokens.cuh).
+// Two warpgroups take turns at tiles and do all that there is to do with one; each keeps a softmax and sums of its own,
+// so they never wait for one another before the end of a token, where their results are merged in the place of its last
+// tile. What other workers found for the token joins them there (cut_tokens.cuh). Eight warps bring rows. How these lie
+// and are multiplied is a matter of the cache's format: code_rows.cuh, bf16_rows.cuh.
 //
-//   produce  | load 3 | store 2 | load 4 | store 3 | ...
-//   group 0  | scores 0, softmax 0, values 0 | scores 2, ...
-//   group 1           | scores 1, softmax 1, values 1 | ...
+//   bring    | rows of i + 4 ...
+//   group 0  | scores i, softmax i, values i | scores i + 2, ...
+//   group 1           | scores i + 1, softmax i + 1, values i + 1 | ...
 //
 // A tile costs a warpgroup one barrier: weights are computed with the running maximum as it is, stored, and the barrier
 // tells whether any warp has seen a score that is larger by a factor of more than 2^8. Only then are maxima exchanged,
