@@ -32,12 +32,4 @@ MLA_HOST_DEVICE constexpr int place_of_piece(int block, int piece, int row) {
   return (piece ^ (block & 1) ^ (row & 7)) * kPieceBytes;
 }
 
-// What the scores of a tile's tokens need besides the rows.
-struct TileInfo {
-  alignas(16) float scale[kTileTokens][kGroups];
-  uint8_t held[kTileTokens];  // whether the slot is one
-};
-// Loaders are up to a tile ahead of converters, and these one stage ahead of two consumers.
-constexpr int kInfoTiles = 4;
-
 }  // namespace mla::cuda::sm90
