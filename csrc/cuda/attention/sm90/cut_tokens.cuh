@@ -29,8 +29,8 @@ static_assert(kQuarter == 4 * 32);
 struct Team {
   int first, count, own;
 
-  // A warp says at all the team's barriers, each of which expects as many arrivals as a cluster has blocks, that this
-  // block is there.
+  // A warp says something at all the team's barriers. Each of these expects to hear it from all blocks of the cluster,
+  // and hears it from this one for those that are not in the team.
   __device__ void arrive(uint64_t& barrier, int lane) const {
     if (lane < count) arrive_in_block(address_in_block(&barrier, first + lane), 1);
     const int others = static_cast<int>(blocks_of_cluster()) - count;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void merge_places(const Partials& partials, int64_t f
 template <int kQuartersOfWarp>
 __device__ __forceinline__ void add_rows_of_team(const Team& team, uint32_t row, float weight, int lane,
                                                  float4 (&values)[kShareQuarters]) {
-  constexpr int kAtOnce = 4 / kQuartersOfWarp;
+  constexpr int kAtOnce = 8 / kQuartersOfWarp;
 #pragma unroll 1
   for (int i = 0; i < team.count; i += kAtOnce) {
     float4 x[kAtOnce][kQuartersOfWarp];
@@ -244,8 +244,8 @@ __device__ __forceinline__ void merge_team(const PartResult& result, const Team&
     add_rows_of_team<2>(team, row, factor, lane, merged.values);
 }
 
-// Eight warps bring a worker's part of a token, which `results` describes, together with the others. `have_read` is
-// called when nothing in shared memory is needed any more.
+// Eight warps bring a worker's part of a token, which `results` describes, together with the others. Each calls
+// `have_read` when it needs nothing in shared memory any more.
 template <int kHeads, typename Read>
 __device__ __forceinline__ void join_parts(const AttentionProblem& p, const PartResult (&results)[kHeads],
                                            int64_t token, const TokenPart& part, const Team& team, int head_begin,
@@ -261,6 +261,7 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
     const int head = head_begin + own;
     MergedRow merged;
     merge_team(results[own], team, share, lane, merged);
+    if (own + share.step >= share.heads) have_read();
     if (complete) {
       write_merged(p, token, head, share, quarters, lane, merged);
       continue;
@@ -280,7 +281,7 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
       partials.max_logits[row] = lane == 0 ? (isnan(lse) ? lse : merged.largest) : -INFINITY;
     }
   }
-  have_read();
+  if (share.head >= share.heads) have_read();
   if (complete) return;
   __threadfence();
   __syncwarp();

@@ -48,7 +48,8 @@ struct Shared {
   uint64_t q_full[Rows::kQueries], q_empty[Rows::kQueries];
   uint64_t weights_free[kConsumerGroups];
   uint64_t deposited[2], collected[2];  // of tokens of even and odd number
-  uint64_t team;                        // the workers of this block's team
+  // Of this block's team: all blocks have found what they have to find, all warps have read what they merge.
+  uint64_t team_found, team_read;
 };
 
 template <Code kCode, int kHeads>

@@ -233,15 +233,17 @@ struct Consumer {
     const Team team = joints.team;
     sync_named<2 * kGroupThreads>(kBothGroups);
     if (team.count > 1) {
-      if (group == 0 && warp == 0) team.arrive(s.team, lane);
-      wait_for_blocks(s.team, 0);
+      if (group == 0 && warp == 0) team.arrive(s.team_found, lane);
+      wait_for_blocks(s.team_found, 0);
     }
     join_parts<kHeads>(p, s.part, work.token, joints.parts[work.cut == TokenWork::kContinued], team, head_begin,
                        4 * group + warp, lane, [&] {
-                         sync_named<2 * kGroupThreads>(kBothGroups);
-                         if (team.count > 1 && group == 0 && warp == 0) team.arrive(s.team, lane);
+                         if (team.count > 1)
+                           team.arrive(s.team_read, lane);
+                         else
+                           sync_named<2 * kGroupThreads>(kBothGroups);
                        });
-    if (team.count > 1) wait_for_blocks(s.team, 1);  // nobody reads this block's memory any more
+    if (team.count > 1) wait_for_blocks(s.team_read, 0);  // nobody reads this block's memory any more
   }
 
   __device__ void run(const Worker& worker) {
@@ -316,7 +318,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     for (int i = 0; i < Rows::kQueries; ++i)
       init_barrier(s.q_full[i], kProducerWarps), init_barrier(s.q_empty[i], kConsumerWarps);
     for (int i = 0; i < 2; ++i) init_barrier(s.deposited[i], 4), init_barrier(s.collected[i], 4);
-    init_barrier(s.team, blocks_of_cluster());
+    init_barrier(s.team_found, blocks_of_cluster());
+    init_barrier(s.team_read, kConsumerWarps * blocks_of_cluster());
   }
   if (blocks_of_cluster() > 1)
     sync_cluster();
