@@ -30,6 +30,7 @@ from serving_benchmarks import (
     kernel_report,
     kv_blocks,
     runs,
+    serve_report,
     throughput_report,
 )
 
@@ -44,7 +45,7 @@ MAKERS: dict[str, Maker] = {
     "plan_time": cache_ops.plan_time,
     "kv_blocks": kv_blocks.markdown,
     "throughput": runs.markdown,
-    "serve": runs.markdown,
+    "serve": serve_report.markdown,
     "backends": backend_runs.markdown,
     "backends_step": backend_runs.step_profile,
     "recall": backend_runs.recall,

@@ -235,12 +235,14 @@ def write(
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
     """A tokenizer whose tokens are the words t0, t1, ...: any tokens are a text, which gives the same tokens again."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     own = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t0"))
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=own, unk_token="t0", eos_token="t1").save_pretrained(folder)
+    # special tokens are looked for within words too, unless they say otherwise: t12 would be read as t1 and a rest
+    unknown, end = (AddedToken(word, single_word=True, special=True) for word in ("t0", "t1"))
+    PreTrainedTokenizerFast(tokenizer_object=own, unk_token=unknown, eos_token=end).save_pretrained(folder)
 
 
 class AttentionElsewhere(KernelAttention):

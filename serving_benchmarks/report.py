@@ -32,6 +32,7 @@ from serving_benchmarks import (
     kv_blocks,
     result_file,
     runs,
+    serve_report,
 )
 from serving_benchmarks.result_kinds import NotUnderstood, ResultFile, load
 
@@ -151,7 +152,7 @@ KINDS = {
     "kv_blocks": Kind(_no_pictures, kv_blocks.markdown),
     "cpu_generate": Kind(_no_pictures, _generate_table),
     "throughput": Kind(_runs, runs.markdown),
-    "serve": Kind(_runs, runs.markdown),
+    "serve": Kind(_runs, serve_report.markdown),
     "vllm_backends": Kind(_no_pictures, backend_runs.markdown),
     "recall": Kind(_no_pictures, backend_runs.recall_table),
 }

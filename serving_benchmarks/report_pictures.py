@@ -499,6 +499,10 @@ def cache_ops(file: ResultFile) -> Figure:
 
 # Throughput and serving
 
+BESIDE_A_MARK = (((-6, 3), "right"), ((6, -5), "left"), ((6, 3), "left"), ((-6, -5), "right"))
+"""Where a load stands, in points from its mark: each backend has a side, as marks of two may lie on each other. Ours
+first: above and to the left, where the faster one's neighbours are not."""
+
 
 def _backends(file: ResultFile) -> dict[str, dict[str, Any]]:
     """A style for each backend, the same in all pictures of a file."""
@@ -535,12 +539,16 @@ def throughput_over_latency(file: ResultFile) -> Figure | None:
     handles: list[Any] = []
     for panel, (name, results) in zip(panels, groups.items(), strict=True):
         for backend, line in _by(results, lambda result: result["backend"]).items():
+            offset, side = BESIDE_A_MARK[list(styles).index(backend) % len(BESIDE_A_MARK)]
             line = sorted(line, key=lambda result: runs.load_order(result["case"]))
             x = [statistics.median(known(r["requests"]["tpot_s"])) * 1e3 for r in line]
             y = [r["output_tokens_per_second"] for r in line]
             handles += panel.plot(x, y, label=backend, markersize=5, **styles[backend])
             for result, place in zip(line, zip(x, y, strict=True), strict=True):
-                panel.annotate(runs.short_load(result["case"]), place, (6, -8), "data", "offset points", fontsize=8)
+                panel.annotate(
+                    runs.short_load(result["case"]), place, offset, "data", "offset points",
+                    fontsize=8, horizontalalignment=side, color=styles[backend]["color"],
+                )  # fmt: skip
         panel.set_title(textwrap.fill(name, 70), fontsize=10)
         panel.set(
             xlabel="median time of a later token, ms (beside the marks: the load)", ylabel="output tokens a second"

@@ -25,12 +25,17 @@ def add_markdown(parser: argparse.ArgumentParser) -> None:
 
 
 def require_writable(parser: argparse.ArgumentParser, path: Path | None) -> None:
-    """A file that can't be written is an error before measuring for minutes, not after."""
+    """A file that can't be written is an error before measuring for minutes, not after. One that is there is left as it
+    is, and none that isn't is left behind: whoever is stopped before there are results has no empty file of them."""
     if path is None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        is_there = path.exists()
+        with path.open("ab"):  # changes nothing
+            pass
+        if not is_there:
+            path.resolve().unlink()  # what a link leads to, not the link
     except OSError as error:
         parser.error(f"--output: {error}")
 

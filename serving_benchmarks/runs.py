@@ -77,7 +77,7 @@ def over_first(first: dict[str, Any], result: dict[str, Any]) -> dict[str, float
 
 def markdown(report: dict[str, Any]) -> str:
     """A table for the docs, from a result file; runs that failed are left out."""
-    where, rows = report["environment"], []
+    rows = []
     for result in report["results"]:
         if result.get("error"):
             continue
@@ -89,6 +89,12 @@ def markdown(report: dict[str, Any]) -> str:
         rows.append(row)
     headings = ["backend", "workload", "load", "output tokens a second"]
     lines = result_file.table(headings + [f"{what}, median, ms" for what in LATENCIES.values()], rows)
+    return "\n".join([*lines, "", measured_on(report)])
+
+
+def measured_on(report: dict[str, Any]) -> str:
+    """The line below a table: the model, the machine, and the versions."""
+    where = report["environment"]
     machine = where["gpus"][0]["name"] if where["gpus"] else where["cpu"]["model"]
     vllm, model = where["vllm"], where.get("model") or {}
     told = [
@@ -99,4 +105,4 @@ def markdown(report: dict[str, Any]) -> str:
         where["date"][:10],
         f"commit {(where['commit'] or 'unknown')[:10]}",
     ]
-    return "\n".join([*lines, "", ", ".join(filter(None, told)) + "."])
+    return ", ".join(filter(None, told)) + "."

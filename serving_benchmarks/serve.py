@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from serving_benchmarks import latency, model_config, result_file, vllm_options
+from serving_benchmarks import latency, model_config, result_file, serve_report, vllm_options
 from serving_benchmarks.counters import Counters, since
 from serving_benchmarks.processes import signals_unwind, supervised, why_it_failed
 from serving_benchmarks.server import Server, ServerFailed, serving
@@ -301,9 +301,10 @@ def run_backend(
                 run(heaviest(loads(options)), options.seed + len(left), "rehearsal")
             while left:
                 load, seed = left[0]
-                found = run(load, seed, in_words(load))
+                case = case_of(options, load, seed)
+                found = run(load, seed, serve_report.in_words(case))
                 left.pop(0)
-                yield {**head, "case": case_of(options, load, seed), "error": None, **found}
+                yield {**head, "case": case, "error": None, **found}
     except ServerFailed as error:
         why = str(error)
     finally:
@@ -316,43 +317,14 @@ def run_backend(
         yield {**head, "case": case_of(options, load, seed), "error": why}
 
 
-def in_words(load: Load) -> str:
-    """A load, for people."""
-    rate, concurrency = load
-    parts = [f"{rate:g} requests/s"] if rate is not None else []
-    parts += [f"{concurrency} in flight"] if concurrency is not None else []
-    return ", ".join(parts) or "all at once"
-
-
 def table(results: list[dict[str, Any]]) -> Table:
     """All backends beside each other, at each load."""
-    headings = (
-        "backend",
-        "load",
-        "requests/s",
-        "output tokens/s",
-        "TTFT p50, ms",
-        "p99",
-        "TPOT p50, ms",
-        "p99",
-        "goodput",
-    )
-    shown = Table(*headings, box=None, padding=(0, 1))
+    shown = Table(*serve_report.HEADINGS, box=None, padding=(0, 1))
     for result in results:
-        load = in_words((result["case"]["request_rate"], result["case"]["concurrency"]))
         if result["error"] is not None:
-            shown.add_row(result["backend"], load, "failed")
-            continue
-        times = [result["latency"][name][p] for name in ("ttft_s", "tpot_s") for p in ("p50", "p99")]
-        goodput = result["goodput"]
-        shown.add_row(
-            result["backend"],
-            load,
-            f"{result['requests_per_second']:.2f}",
-            f"{result['output_tokens_per_second']:.1f}",
-            *("-" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in times),
-            "-" if goodput is None else f"{goodput['requests_per_second']:.2f}/s, {100 * goodput['share']:.0f} %",
-        )
+            shown.add_row(result["backend"], serve_report.in_words(result["case"]), "failed")
+        else:
+            shown.add_row(*serve_report.row(result))
     return shown
 
 

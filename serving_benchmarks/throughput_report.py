@@ -144,18 +144,20 @@ def _latencies(*entries: dict[str, Any]) -> list[str]:
 
 
 def _where(reports: tuple[dict[str, Any], ...], latencies: str) -> str:
-    """The line below a table: whose latencies are shown, and what all files have in common."""
+    """The line below a table: whose latencies are shown, what all files have in common, and all dates and commits."""
     about = [report["environment"] for report in reports]
     model, first = about[0]["model"], about[0]
+    dates = dict.fromkeys(where["date"][:10] for where in about)
+    commits = dict.fromkeys((where["commit"] or "unknown")[:10] for where in about)
     parts = [
         f"{model['layers']} layers of {model['model_type']}'s width with {model['experts']} experts",
-        f"{about[0]['settings']['kv_cache_dtype']} cache",
+        f"{first['settings']['kv_cache_dtype']} cache",
         first["gpus"][0]["name"],
         f"driver {first['driver']}",
         f"torch {first['torch']['version']}",
         f"{first['vllm']['distribution']} {first['vllm']['version']}",
-        first["date"][:10],
-        f"commit {(first['commit'] or 'unknown')[:10]}",
+        " and ".join(sorted(dates)),
+        f"commit{'s' if len(commits) > 1 else ''} {' and '.join(commits)}",
     ]
     turns = {entry["seconds"]["turns"] for report in reports for entry in _ran(report)}
     count = sum(map(runs.interleaved, reports))

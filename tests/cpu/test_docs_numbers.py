@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import result_examples
-from serving_benchmarks import backend_runs, docs, kernel_times, report, result_kinds, throughput_report
+from serving_benchmarks import backend_runs, docs, kernel_times, report, result_kinds, serve_report, throughput_report
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="needs the source tree")
@@ -142,6 +142,38 @@ def cells(text: str) -> list[list[str]]:
     return lines
 
 
+def test_loads_of_servers_are_shown_with_their_latencies_and_goodput():
+    report = result_examples.serve(rates=(1.0, None))
+    first, second, third, fourth = report["results"]
+    first["cache"] = {"peak_usage": 0.5, "prefix_hit_share": 0.256}
+    first["latency"]["ttft_s"] |= {"p50": 0.0123, "p99": 0.4567}
+    first["latency"]["tpot_s"] |= {"p50": None, "p99": None}  # requests of one token
+    first["goodput"] |= {"share": 0.75, "requests_per_second": 7.125}
+    report["results"][1] = result_examples.failed(second, "out of memory")
+    third["goodput"] = None
+    text = serve_report.markdown(report)
+    headings, *rows = cells(text)
+    assert headings == [*serve_report.HEADINGS, "of the prompts in the prefix cache"]
+    speeds = [[f"{r['requests_per_second']:.2f}", f"{r['output_tokens_per_second']:.1f}"] for r in (first, third)]
+    times = ["12.3", "456.7", "-", "-"]
+    assert rows[0] == ["SPARSE_MLA", "1 requests/s", *speeds[0], *times, "7.12/s, 75 %", "26 %"]
+    assert rows[1][:4] == ["FLASHMLA_SPARSE", "1 requests/s", *speeds[1]] and rows[1][8:] == ["-", "-"]
+    assert rows[1][4:8] == [
+        f"{third['latency'][name][p] * 1e3:.1f}" for name in ("ttft_s", "tpot_s") for p in ("p50", "p99")
+    ]
+    assert rows[2][:2] == ["FLASHMLA_SPARSE", "all at once"] and len(rows) == 3
+    about = text.splitlines()[-1]
+    assert about.endswith(
+        "commit 5214a64bcc. Each load was run once: 1024 + 64 tokens, 200 requests, fp8 cache. "
+        "Goodput: first token within 2 s, later ones 0.05 s apart or less, on average."
+    )
+    fourth["goodput"] |= {"ttft_limit_s": None}
+    assert "average; later ones 0.05 s apart" in serve_report.markdown(report)
+    for result in (first, fourth):
+        result["goodput"] = None
+    assert "Goodput" not in serve_report.markdown(report)
+
+
 def test_two_backends_stand_beside_each_other_at_each_load_that_both_have():
     report = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(1, 16))
     report["results"][3] = result_examples.failed(report["results"][3], "out of memory")
@@ -171,6 +203,16 @@ def test_backends_that_took_turns_are_compared_round_by_round():
     assert throughput_report.beside(report) == text
     old = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(1,))
     assert "backends took turns in 1 of 2 files, ratios (low" in throughput_report.beside(report, old)
+
+
+def test_the_line_below_a_table_names_the_commits_and_days_of_all_files():
+    first, second, third = (
+        result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(1,)) for _ in range(3)
+    )
+    assert throughput_report.beside(first, second).endswith("vllm 0.23.0, 2026-11-20, commit 5214a64bcc.")
+    second["environment"] = {**second["environment"], "date": "2026-11-19T01:02:03+00:00", "commit": "0123456789ab"}
+    told = "vllm 0.23.0, 2026-11-19 and 2026-11-20, commits 5214a64bcc and 0123456789."
+    assert throughput_report.beside(first, second, third).endswith(told)
 
 
 def test_the_engine_is_compared_with_the_fastest_round_by_round():

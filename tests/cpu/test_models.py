@@ -111,7 +111,8 @@ def test_the_same_seed_gives_the_same_weights_in_files_of_any_size(tmp_path):
 
 def test_its_tokenizer_gives_back_the_tokens_of_a_text(folder):
     tokenizer = engine.Tokenizer(folder)
-    assert tokenizer.encode(tokenizer.decode([5, 319, 7])) == [5, 319, 7] and tokenizer.eos_token == 1
+    tokens = [5, 319, 7, *range(2, 320)]  # among them t10 to t199, whose words begin with that of a special token
+    assert tokenizer.encode(tokenizer.decode(tokens)) == tokens and tokenizer.eos_token == 1
 
 
 @pytest.mark.parametrize("topk", [32, 2048])

@@ -242,6 +242,8 @@ def test_throughput_is_drawn_from_the_lightest_load_to_the_heaviest():
     content = result_examples.throughput(loads=(16, 1, 4))
     axes = report_pictures.throughput_over_latency(example("throughput", content)).axes[0]
     assert [text.get_text() for text in axes.texts] == ["1", "4", "16"] * 3
+    places = [(text.get_position(), text.get_horizontalalignment(), text.get_color()) for text in axes.texts]
+    assert len(set(places[::3])) == 3 and places == [place for place in places[::3] for _ in range(3)]
     assert axes.figure.get_suptitle() == "Offline throughput, NVIDIA H200, 16 heads"
     assert axes.get_ylim()[1] > max(entry["output_tokens_per_second"] for entry in content["results"])
     ours = [entry for entry in content["results"] if entry["backend"] == "SPARSE_MLA"]

@@ -206,15 +206,21 @@ import test_serve_benchmark as fakes
 from pathlib import Path
 from serving_benchmarks import serve
 fakes.patch(Path({folder!r}), setattr, client="hangs")
-sys.exit(serve.main(["--model", {folder!r}, "--backend", "works", "--no-rehearsal", "--logs", {folder!r} + "/logs"]))
+files = ["--logs", {folder!r} + "/logs", "--output", {output!r}]
+sys.exit(serve.main(["--model", {folder!r}, "--backend", "works", "--no-rehearsal", *files]))
 """
 
 
 @pytest.mark.usefixtures("children_hear_ctrl_c")
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_no_process_is_left_when_it_is_stopped(fakes, how, status):
-    here = Path(__file__).parent
-    code = STOPPED.format(tests=str(here.parent), here=str(here), folder=str(fakes))
+@pytest.mark.parametrize(
+    ("how", "status", "earlier"),
+    [(signal.SIGINT, 130, "results of yesterday"), (signal.SIGTERM, 143, None), (signal.SIGKILL, -9, None)],
+)
+def test_no_process_and_no_empty_file_is_left_when_it_is_stopped(fakes, how, status, earlier):
+    here, output = Path(__file__).parent, fakes / "out.json"
+    if earlier is not None:
+        output.write_text(earlier)
+    code = STOPPED.format(tests=str(here.parent), here=str(here), folder=str(fakes), output=str(output))
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         log = fakes / "logs" / "works-0.log"  # the client's
@@ -227,6 +233,7 @@ def test_no_process_is_left_when_it_is_stopped(fakes, how, status):
         process.kill()
     naming = lambda: [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(fakes).encode() in cmdline(p)]  # noqa: E731
     assert wait_until(lambda: not naming(), WAIT_SECONDS), "a supervisor is left"
+    assert (output.read_text() if output.exists() else None) == earlier
 
 
 def cmdline(path: Path) -> bytes:

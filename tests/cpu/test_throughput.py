@@ -171,10 +171,10 @@ def test_one_that_is_killed_has_failed(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_it_can_be_stopped(folder, tmp_path):
-    """While the worker works; its process is gone then, too."""
-    logs = tmp_path / "logs"
+    """While the worker works; its process is gone then, too, and there is no file of results that there are none of."""
+    logs, output = tmp_path / "logs", tmp_path / "out.json"
     command = [sys.executable, "-m", "serving_benchmarks.throughput", "--model", folder, "--engine", "embedded"]
-    long = ["--input-len", "100", "--output-len", "400", "--num-prompts", "500", "--logs", logs]
+    long = ["--input-len", "100", "--output-len", "400", "--num-prompts", "500", "--logs", logs, "--output", output]
     process = subprocess.Popen([*command, *long], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         events = logs / "embedded-embedded.events"
@@ -185,7 +185,7 @@ def test_it_can_be_stopped(folder, tmp_path):
         assert process.wait(60) == 128 + signal.SIGTERM
     finally:
         process.kill()
-    assert not any(map(alive, started))
+    assert not any(map(alive, started)) and not output.exists()
 
 
 TAKES_TURNS = """

@@ -1,0 +1,43 @@
+"""A result file is tried before anything is measured, and nothing of the trial is left."""
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+
+from serving_benchmarks import result_file
+
+
+def try_to_write(path: Path | None) -> None:
+    result_file.require_writable(argparse.ArgumentParser(), path)
+
+
+def test_a_new_file_is_not_left_behind_empty(tmp_path):
+    try_to_write(tmp_path / "folder" / "out.json")
+    assert (tmp_path / "folder").is_dir() and not list((tmp_path / "folder").iterdir())
+    try_to_write(None)
+
+
+@pytest.mark.parametrize("content", ["", '{"environment": {}, "results": []}\n'])
+def test_a_file_that_is_there_is_not_touched(tmp_path, content):
+    path = tmp_path / "out.json"
+    path.write_text(content)
+    os.utime(path, (1, 1))
+    try_to_write(path)
+    assert path.read_text() == content and path.stat().st_mtime == 1
+
+
+def test_a_link_stays_and_what_it_leads_to_is_not_made(tmp_path):
+    link, target = tmp_path / "out.json", tmp_path / "target.json"
+    link.symlink_to(target)
+    try_to_write(link)
+    assert link.is_symlink() and not target.exists()
+
+
+@pytest.mark.parametrize("name", ["", "file/out.json"])
+def test_what_is_no_file_is_refused(tmp_path, name, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stopped:
+        try_to_write(tmp_path / name)
+    assert stopped.value.code == 2 and "--output: " in capsys.readouterr().err
