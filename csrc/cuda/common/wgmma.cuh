@@ -11,14 +11,18 @@ enum class Number { f16, bf16 };
 // How a factor's numbers lie: rows of the dimension that is summed over, or rows of the other one.
 enum class Rows : int { along_sum, across_sum };
 
+// Hides from the compiler how a number came about, so that it neither shares that with other numbers nor does it
+// earlier.
+__device__ __forceinline__ void hide(uint32_t& number) { asm volatile("" : "+r"(number)); }
+__device__ __forceinline__ void hide(uint64_t& number) { asm volatile("" : "+l"(number)); }
+
 // What wgmma is told of a factor: where it begins, that its atoms are 1024 bytes apart, and, of one whose rows go
 // across the sum and that is longer than an atom there, how far the next 64 numbers of a row are.
 __device__ __forceinline__ uint64_t describe_atoms(uint32_t shared_address, uint32_t next_atom_of_row = 16) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kAtomDistance = uint64_t{1024 >> 4} << 32;
   uint64_t description =
       kSwizzle128 | kAtomDistance | uint64_t{next_atom_of_row >> 4} << 16 | (shared_address & 0x3ffff) >> 4;
-  asm volatile(""
-               : "+l"(description));  // or the compiler works out those of all products before a loop, and spills them
+  hide(description);  // or the compiler works out those of all products before a loop, and spills them
   return description;
 }
 

@@ -5,6 +5,7 @@
 
 #include "cuda/attention/sm90/produce_bf16.cuh"
 #include "cuda/attention/sm90/queries.cuh"
+#include "cuda/common/mbarrier.cuh"
 #include "cuda/common/wgmma.cuh"
 
 namespace mla::cuda::sm90::few_heads {
@@ -21,7 +22,7 @@ struct Bf16Rows {
     alignas(1024) uint8_t q[kBlocks][kHeads * kRowBytes];
     uint8_t held[kStages][kTileTokens];  // whether the slot is one
 
-    __device__ uint8_t* place(int stage) { return tiles[stage]; }
+    __device__ void* place(int stage) { return tiles[stage]; }
   };
 
   const int warp, lane;  // warp of the warpgroup
@@ -72,7 +73,10 @@ struct Bf16Rows {
     release();
   }
 
-  // A lane has the sums of a dim of each block and of the one 8 further on; where they lie in a head's row of 512.
+  // Where a head's 512 sums lie among those of all. With rows of kMeetingStride eight dims of four pairs of heads lie
+  // in different banks.
+  static __device__ int meeting_row(int head) { return head; }
+  // A lane has the sums of a dim of each block and of the one 8 further on.
   static constexpr int kLaneDims = 2 * kLatentBlocks;
   __device__ int dim(int i) const { return i / 2 * kBlockDims + warp * 16 + lane / 4 + 8 * (i % 2 ^ (i / 2 & 1)); }
   __device__ void get(float (&sum)[kLaneDims], const float* row) const {

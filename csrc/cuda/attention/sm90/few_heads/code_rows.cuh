@@ -39,16 +39,16 @@ struct CodeRows {
     alignas(16) float scale[kStages][kTileTokens][kGroups];
     uint8_t held[kStages][kTileTokens];  // whether the slot is one
 
-    __device__ uint8_t* place(int stage) { return stages[stage].codes[0]; }
+    __device__ void* place(int stage) { return &stages[stage]; }
   };
 
   const int warp, lane;  // warp of the warpgroup
 
   // Of the lane's two tokens: log2 of a power of two above every scale. Values are divided by it, weights multiplied.
-  float power[2];
+  int power[2];
   uint32_t value_scale;  // of tokens 2 * lane and the next, for the warp's group, in f16
 
-  __device__ float lift(int half) const { return power[half]; }
+  __device__ float lift(int half) const { return static_cast<float>(power[half]); }
 
   static __device__ int power_of(const float4& x) {
     return power_above(fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
@@ -58,22 +58,20 @@ struct CodeRows {
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
   __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query,
                                  const float (&q_scale)[kSums / 2]) {
+    const uint64_t k = describe_atoms(shared_address(&s.stages[stage])), q = describe_atoms(shared_address(s.q[query])),
+                   q_rope = describe_atoms(shared_address(s.q_rope[query]));
     float part[kGroups][2 * kSums], rope[kSums];
     begin_products();
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const uint64_t k = describe_atoms(shared_address(s.stages[stage].codes[g])),
-                     q = describe_atoms(shared_address(s.q[query][g]));
+    for (int g = 0; g < kGroups; ++g)
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        multiply_codes(part[g], k + ((step * 32) >> 4), q + ((step * 32) >> 4), step > 0);
-    }
-    const uint64_t k = describe_atoms(shared_address(s.stages[stage].rope)),
-                   q = describe_atoms(shared_address(s.q_rope[query]));
+        multiply_codes(part[g], k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
+                       q + ((g * 2 * kHeads * kRowBytes + step * 32) >> 4), step > 0);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(rope, k + ((step * 32) >> 4), q + ((step * 32) >> 4),
-                                                               step > 0);
+      multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(
+          rope, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4), step > 0);
     end_products();
     float4 scale[2];
     float bias[2];
@@ -81,7 +79,7 @@ struct CodeRows {
     for (int i = 0; i < 2; ++i) {
       const int token = warp * 16 + lane / 4 + 8 * i;
       scale[i] = *reinterpret_cast<const float4*>(s.scale[stage][token]);
-      power[i] = static_cast<float>(power_of(scale[i]));
+      power[i] = power_of(scale[i]);
       bias[i] = s.held[stage][token] ? 0.0f : -INFINITY;
     }
     find_value_scale(s, stage);
@@ -100,18 +98,19 @@ struct CodeRows {
   }
 
   __device__ void find_value_scale(const Memory& s, int stage) {
+    const int swap = lane / 4 % 2;  // so that eight lanes read from different banks
     float own[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float (&scales)[kGroups] = s.scale[stage][2 * lane + i];
-      own[i] = scales[warp] * two_to(-power_of(*reinterpret_cast<const float4*>(scales)));
+      const float4 x = *reinterpret_cast<const float4*>(s.scale[stage][2 * lane + (i ^ swap)]);
+      own[i] = (warp == 0 ? x.x : warp == 1 ? x.y : warp == 2 ? x.z : x.w) * two_to(-power_of(x));
     }
-    value_scale = pack_f16(own[0], own[1]);
+    value_scale = swap ? pack_f16(own[1], own[0]) : pack_f16(own[0], own[1]);
   }
 
   // Two tokens' weights, of the upper or the lower ones, as a product has them.
   __device__ uint32_t pack(float first, float second, int half) const {
-    const float up = two_to(static_cast<int>(power[half]));
+    const float up = two_to(power[half]);
     return pack_f16(first * up, second * up);
   }
 
@@ -166,7 +165,10 @@ struct CodeRows {
     wait_for_products();
   }
 
-  // A lane has the sums of neighbouring dims; where they lie in a head's row of 512.
+  // Where a head's 512 sums lie among those of all: four heads that neighbouring lanes have are neighbours, so that
+  // with rows of kMeetingStride eight lanes' pieces lie in different banks.
+  static __device__ int meeting_row(int head) { return head / 2 + head % 2 * (kHeads / 2); }
+  // A lane has the sums of neighbouring dims.
   __device__ float4* dims(float* row) const {
     return reinterpret_cast<float4*>(row + kGroupDims * warp + kLaneDims * (lane / 4));
   }

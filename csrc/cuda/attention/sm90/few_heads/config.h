@@ -25,9 +25,8 @@ static_assert(kConsumerRegisters + kProducerRegisters <= 2 * kRegisters);
 template <Code kCode, int kHeads>
 using RowsOf = std::conditional_t<kCode == Code::e4m3, CodeRows<kHeads>, Bf16Rows<kHeads>>;
 
-// A row of the buffer in which two warpgroups' results meet: four numbers longer than 512, so that eight dims of four
-// pairs of heads lie in different banks.
-constexpr int kExchangeStride = kValueDim + 4;
+// Of the rows in which two warpgroups' results meet, in numbers: four more than 512, for the sake of banks.
+constexpr int kMeetingStride = kValueDim + 4;
 
 template <Code kCode, int kHeads>
 struct Shared {
@@ -57,6 +56,6 @@ constexpr int kSharedBytes = sizeof(Shared<kCode, kHeads>);
 
 static_assert(kSharedBytes<Code::e4m3, 16> <= 227 * 1024 && kSharedBytes<Code::bf16, 16> <= 227 * 1024,
               "what sm_90 lets a block have");
-static_assert(16 * kExchangeStride * sizeof(float) <= sizeof(CodeRows<16>::Stage), "results meet in a tile's place");
+static_assert(16 * kMeetingStride * sizeof(float) <= sizeof(CodeRows<16>::Stage), "results meet in a tile's place");
 
 }  // namespace mla::cuda::sm90::few_heads

@@ -21,8 +21,8 @@
 #include <cstdint>
 
 #include "cuda/attention/sm90/few_heads/config.h"
-#include "cuda/attention/sm90/queries.cuh"
 #include "cuda/attention/sm90/results.cuh"
+#include "cuda/common/mbarrier.cuh"
 #include "cuda/common/order.cuh"
 #include "cuda/common/wgmma.cuh"
 
@@ -45,6 +45,7 @@ struct Consumer {
   const int head_begin;
   const int group, warp, lane;  // warp of the warpgroup
   Rows rows;
+  uint32_t weights_place;  // this lane's, of its warpgroup's weights
 
   float out[kLatentBlocks][kSums];  // O^T
   float reference[kColumns];        // weights are 2^(score - reference)
@@ -56,6 +57,14 @@ struct Consumer {
   static __device__ constexpr int column(int i) { return i / 4 * 2 + i % 2; }
   static __device__ constexpr int half(int i) { return i / 2 % 2; }  // row lane / 4, or that plus 8
   __device__ int head(int column) const { return column / 2 * 8 + lane % 4 * 2 + column % 2; }
+
+  // A lane names the row (head) of one of the 8 x 8 blocks: eight tokens, that is one piece, of eight heads. The
+  // compiler is not to share it with what wgmma is told, which has to be the same for all lanes.
+  __device__ void find_weights_place() {
+    const int own_head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+    weights_place = shared_address(s.weights[group]) + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
+    hide(weights_place);
+  }
 
   __device__ void start_token(int query) {
 #pragma unroll
@@ -74,13 +83,10 @@ struct Consumer {
   __device__ void store_weights(float (&weight)[kSums]) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) weight[i] = exp2_approximate(score[i] - reference[column(i)]);
-    // a lane names the row (head) of one of the 8 x 8 blocks: eight tokens, that is one piece, of eight heads
-    const int own_head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    const uint32_t to = shared_address(s.weights[group]) + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
     uint32_t pairs[kSums / 2];
 #pragma unroll
     for (int i = 0; i < kSums; i += 2) pairs[i / 2] = rows.pack(weight[i], weight[i + 1], half(i));
-    store_tiles_transposed(to, pairs);
+    store_tiles_transposed(weights_place, pairs);
   }
 
   // A warpgroup's first tile of a token raises the reference from nothing, so it is not asked whether it would.
@@ -153,10 +159,9 @@ struct Consumer {
     }
   }
 
-  // Where the warpgroups' results meet, in the place of a token's last tile. A lane's sums of a head are those of 16
-  // dims.
+  // Where the warpgroups' results meet, in the place of a token's last tile. A lane has 16 dims of a head.
   __device__ float* meeting_row(int stage, int head) {
-    return reinterpret_cast<float*>(s.rows.place(stage)) + head * kExchangeStride;
+    return static_cast<float*>(s.rows.place(stage)) + rows.meeting_row(head) * kMeetingStride;
   }
   __device__ float& sum(int column, int i) { return out[i / 2][column / 2 * 4 + 2 * (i % 2) + column % 2]; }
 
@@ -209,6 +214,7 @@ struct Consumer {
     if (own_tiles > 0) {
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
+        // all are read before the first is written, or each would wait for the one before
         float* row = meeting_row(stage, head(c));
         float
             sums[2 * kLatentBlocks];  // all are read before the first is written, or each would wait for the one before
@@ -248,8 +254,9 @@ struct Consumer {
 
   __device__ void run(const Worker& worker) {
     s.joints[4 * group + warp].note(worker, kTileTokens, lane);
-    int ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
-    int last = 0;                             // stage of a token's last tile
+    find_weights_place();
+    uint32_t ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
+    int last = 0;                                  // stage of a token's last tile
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int tiles = work.tile_end - work.tile_begin;
@@ -259,7 +266,7 @@ struct Consumer {
         start_token(query);
         if (own_tiles == 0) arrive_as_warp(s.q_empty[query]);
         for (int i = 0; i < own_tiles; ++i, ++visits) {
-          const int tile = ordinal + 2 * i + (ordinal % 2 != group), stage = tile % Rows::kStages;
+          const uint32_t tile = ordinal + 2 * i + (ordinal % 2 != group), stage = tile % Rows::kStages;
           wait(s.full[stage], tile / Rows::kStages % 2);
           publish_to_wgmma();
           rows.compute_scores(score, s.rows, stage, query, q_scale);
