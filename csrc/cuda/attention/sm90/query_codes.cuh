@@ -57,12 +57,7 @@ __device__ __forceinline__ void load_query_codes(const AttentionProblem& p, Shar
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int own = first + i, row = own / 8 * 16 + own % 8;
-      uint32_t largest = 0;
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        for (const uint32_t pair : {latent[i][j].x, latent[i][j].y, latent[i][j].z, latent[i][j].w})
-          largest = larger_magnitude(pair, largest);
-      const uint32_t biased = __reduce_max_sync(~0u, largest) >> 7, exponent = max(biased, 8u);
+      const uint32_t biased = exponent_of_head(latent[i], rope[i]), exponent = max(biased, 8u);
       // an infinity among them would become a number: let it be NaN
       const float factor = biased == 255 ? NAN : __uint_as_float((261 - exponent) << 23);
 #pragma unroll
