@@ -64,12 +64,13 @@ def own_times(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, int,
 
 
 def table(kernels: Iterable[tuple[str, int, float]]) -> dict[str, Any]:
-    """What a result file says of kernels: totals, and the longest of them by falling time."""
+    """What a result file says of kernels: totals, and by falling time the longest of them and those that attend."""
     found = sorted(kernels, key=lambda kernel: -kernel[2])
     total = sum(time for _, _, time in found)
     attention = sum(time for name, _, time in found if is_attention(name))
-    kept, rest = found[:KERNELS_KEPT], found[KERNELS_KEPT:]
-    rows = [(*kernel, is_attention(kernel[0])) for kernel in kept]
+    keeps = [place < KERNELS_KEPT or is_attention(name) for place, (name, _, _) in enumerate(found)]
+    rest = [kernel for kernel, kept in zip(found, keeps, strict=True) if not kept]
+    rows = [(*kernel, is_attention(kernel[0])) for kernel, kept in zip(found, keeps, strict=True) if kept]
     if rest:
         rows.append((THE_REST, sum(calls for _, calls, _ in rest), sum(time for _, _, time in rest), False))
     return {
@@ -89,8 +90,9 @@ def is_attention(name: str) -> bool:
 
 
 def lines(profile: dict[str, Any], most: int = 15) -> list[str]:
-    """A profile as text."""
-    shown = [row for row in profile["kernels"] if row["name"] != THE_REST][:most]
+    """A profile as text: the kernels that take most of the time, so many of them, and attention's in any case."""
+    named = [row for row in profile["kernels"] if row["name"] != THE_REST]
+    shown = [row for place, row in enumerate(named) if place < most or row["attention"]]
     steps, share = profile["steps"], 100 * profile["attention_share"]
     head = (
         f"{steps} decode steps of {profile['batch']} requests at {profile['context']} tokens: "

@@ -531,6 +531,14 @@ def test_a_profile_keeps_the_longest_kernels_and_all_of_the_time():
     assert sum(row["calls"] for row in found["kernels"]) == 208
 
 
+def test_a_profile_shows_attention_however_short_it_is():
+    names = [f"kernel {i}" for i in range(100)]
+    found = kernel_times.table([(name, 1, 10.0) for name in names] + [(ATTENTION[0], 3, 0.5)])
+    assert [row["calls"] for row in found["kernels"] if row["attention"]] == [3]
+    lines = kernel_times.lines({**found, "steps": 1, "batch": 2, "context": 5, "wall_s": 1.0}, most=4)
+    assert sum(line.endswith(tuple(names)) for line in lines) == 4 and ATTENTION[0][:100] in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -92,6 +92,17 @@ def test_every_e4m3_code_is_decoded_as_torch_decodes_it():
     assert out[1].isnan().any()
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [3, 16, 32, 64])
+@pytest.mark.parametrize("tokens", [2, 140])
+@pytest.mark.parametrize("latent", [0.0, 1e-38, 1e-30])
+def test_queries_that_are_rope_alone(fmt, heads, tokens, latent):
+    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=70)
+    problem.q[..., :512] *= latent
+    problem.q[..., 512:] += 8
+    check(problem)
+
+
 @pytest.mark.parametrize("bad", [-1, -(2**31), 8 * 16, 2**31 - 1])
 def test_slots_outside_the_cache_are_skipped(bad):
     problem = random_problem(tokens=2, heads=3, topk=40)

@@ -24,6 +24,20 @@ __device__ __forceinline__ uint32_t larger_magnitude(uint32_t pair, uint32_t lar
   return max(max(pair & 0x7fffu, pair >> 16 & 0x7fffu), largest);
 }
 
+// The biased exponent of a warp's head: that of its largest latent number; but rope is divided by the same power of
+// two, and where it is larger by far it has to stay finite.
+__device__ __forceinline__ uint32_t exponent_of_head(const uint4 (&latent)[2], const uint4& rope) {
+  constexpr uint32_t kRopeRoom = 60;
+  uint32_t largest = 0, largest_rope = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    for (const uint32_t pair : {latent[i].x, latent[i].y, latent[i].z, latent[i].w})
+      largest = larger_magnitude(pair, largest);
+  for (const uint32_t pair : {rope.x, rope.y, rope.z, rope.w}) largest_rope = larger_magnitude(pair, largest_rope);
+  const uint32_t exponent = __reduce_max_sync(~0u, largest) >> 7, of_rope = __reduce_max_sync(~0u, largest_rope) >> 7;
+  return max(exponent, of_rope > kRopeRoom && exponent < 255 ? of_rope - kRopeRoom : 0u);
+}
+
 // Eight warps load a token's heads, a warp a head at a time, rows of q after one another as in a tile's block. Beyond
 // the problem's heads there are zeros. With codes, q is f16 and each head is divided by a power of two that brings its
 // largest latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and brings scores to base
@@ -54,12 +68,7 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
       const int own = first + kWarps * i;
       float factor = 1.0f, back = 1.0f;
       if constexpr (kScaled) {
-        uint32_t largest = 0;
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          for (const uint32_t pair : {latent[i][j].x, latent[i][j].y, latent[i][j].z, latent[i][j].w})
-            largest = larger_magnitude(pair, largest);
-        const uint32_t exponent = __reduce_max_sync(~0u, largest) >> 7;  // biased
+        const uint32_t exponent = exponent_of_head(latent[i], rope[i]);
         if (exponent > 0 && exponent < 254) {
           factor = __uint_as_float((254 - exponent) << 23);
           back = __uint_as_float(exponent << 23);

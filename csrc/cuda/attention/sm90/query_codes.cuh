@@ -61,19 +61,7 @@ __device__ __forceinline__ void load_query_codes(const AttentionProblem& p, uint
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int own = first + i, row = row_of(own);
-      uint32_t largest = 0;
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-        for (const uint32_t pair : {latent[i][j].x, latent[i][j].y, latent[i][j].z, latent[i][j].w})
-          largest = larger_magnitude(pair, largest);
-      uint32_t largest_rope = 0;
-      for (const uint32_t pair : {rope[i].x, rope[i].y, rope[i].z, rope[i].w})
-        largest_rope = larger_magnitude(pair, largest_rope);
-      const uint32_t biased = __reduce_max_sync(~0u, largest) >> 7,
-                     biased_rope = __reduce_max_sync(~0u, largest_rope) >> 7;
-      // rope is multiplied by the same factor, and beside very small latent numbers it is to stay finite
-      constexpr uint32_t kRopeRoom = 60;
-      const uint32_t exponent = max(max(biased, 8u), biased_rope > kRopeRoom ? biased_rope - kRopeRoom : 0u);
+      const uint32_t biased = exponent_of_head(latent[i], rope[i]), exponent = max(biased, 8u);
       // an infinity among them would become a number: let it be NaN
       const float factor = biased == 255 ? NAN : __uint_as_float((261 - exponent) << 23);
 #pragma unroll
