@@ -72,13 +72,9 @@ __device__ __forceinline__ void sums_change(float (&sum)[kCount]) {
 template <Number kNumber, Rows kRowsOfA, Rows kRowsOfB, int kSums>
 __device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64_t b, bool add) {
   constexpr int kA = static_cast<int>(kRowsOfA), kB = static_cast<int>(kRowsOfB);
-  static_assert(kSums == 4 || kSums == 8 || kSums == 32, "n is 8, 16 or 64");
-  if constexpr (kSums == 4 && kNumber == Number::f16)
-    MLA_MULTIPLY("8", "f16", MLA_4_SUMS(0), MLA_SUM_NUMBERS_4, "%4", "%5", "%6", "%7", "%8");
+  static_assert(kSums == 32 || (kNumber == Number::bf16 && (kSums == 4 || kSums == 8)), "n is 64, or 8 or 16 of bf16");
   if constexpr (kSums == 4 && kNumber == Number::bf16)
     MLA_MULTIPLY("8", "bf16", MLA_4_SUMS(0), MLA_SUM_NUMBERS_4, "%4", "%5", "%6", "%7", "%8");
-  if constexpr (kSums == 8 && kNumber == Number::f16)
-    MLA_MULTIPLY("16", "f16", MLA_8_SUMS(0), MLA_SUM_NUMBERS_8, "%8", "%9", "%10", "%11", "%12");
   if constexpr (kSums == 8 && kNumber == Number::bf16)
     MLA_MULTIPLY("16", "bf16", MLA_8_SUMS(0), MLA_SUM_NUMBERS_8, "%8", "%9", "%10", "%11", "%12");
   if constexpr (kSums == 32 && kNumber == Number::f16)

@@ -89,14 +89,6 @@ __device__ __forceinline__ void store_piece(uint32_t shared_address, uint4 piece
                : "memory");
 }
 
-// A warp's rope of four rows, `token` of the tile and on: a piece of row lane / 8.
-__device__ __forceinline__ void store_rope(uint8_t* tile, uint4 rope, int token, int lane) {
-  const int row = token + lane / 8;
-  store_piece(shared_address(tile) + kLatentBlocks * kBlockBytes + row * kRowBytes +
-                  place_of_piece(kLatentBlocks, lane % 8, row),
-              rope);
-}
-
 // log2 of a power of two above a magnitude, kept where both it and its inverse, times what they are multiplied with,
 // are fp32 numbers.
 __device__ __forceinline__ int power_above(float magnitude) {
