@@ -72,11 +72,14 @@ __device__ __forceinline__ void sums_change(float (&sum)[kCount]) {
 template <Number kNumber, Rows kRowsOfA, Rows kRowsOfB, int kSums>
 __device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64_t b, bool add) {
   constexpr int kA = static_cast<int>(kRowsOfA), kB = static_cast<int>(kRowsOfB);
-  static_assert(kSums == 32 || (kNumber == Number::bf16 && (kSums == 4 || kSums == 8)), "n is 64, or 8 or 16 of bf16");
+  static_assert(kSums == 32 || (kNumber == Number::bf16 && (kSums == 4 || kSums == 8 || kSums == 16)),
+                "n is 64, or of bf16 8, 16 or 32");
   if constexpr (kSums == 4 && kNumber == Number::bf16)
     MLA_MULTIPLY("8", "bf16", MLA_4_SUMS(0), MLA_SUM_NUMBERS_4, "%4", "%5", "%6", "%7", "%8");
   if constexpr (kSums == 8 && kNumber == Number::bf16)
     MLA_MULTIPLY("16", "bf16", MLA_8_SUMS(0), MLA_SUM_NUMBERS_8, "%8", "%9", "%10", "%11", "%12");
+  if constexpr (kSums == 16 && kNumber == Number::bf16)
+    MLA_MULTIPLY("32", "bf16", MLA_16_SUMS(0), MLA_SUM_NUMBERS_16, "%16", "%17", "%18", "%19", "%20");
   if constexpr (kSums == 32 && kNumber == Number::f16)
     MLA_MULTIPLY("64", "f16", MLA_32_SUMS(0), MLA_SUM_NUMBERS_32, "%32", "%33", "%34", "%35", "%36");
   if constexpr (kSums == 32 && kNumber == Number::bf16)

@@ -32,17 +32,17 @@ struct CodePair {
   }
 };
 
-// kWarps warps load a token's heads, kHeads of them. A head is row_of(head) of `codes`, and what e4m3 leaves of it is
-// the row kLow further on; a group of 128 dims is a row of 128 bytes, and groups are kGroupBytes apart. Rope is bf16,
-// and zero in those other rows where kRopeLow says that it has them. There are zeros beyond the problem's heads. Each
-// head is divided by a power of two that brings its largest latent number to 2^7 to 2^8; q_scale puts that right, and
-// brings scores to base 2. `wait_for_room` is called when the first loads are under way.
-template <int kWarps, int kHeads, int kLow, int kGroupBytes, bool kRopeLow, typename Row, typename Wait>
+// kWarps warps load a token's heads, kHeads of them, each kAtOnce at a time. A head is row_of(head) of `codes`, and
+// what e4m3 leaves of it is the row kLow further on; a group of 128 dims is a row of 128 bytes, and groups are
+// kGroupBytes apart. Rope is bf16, and zero in those other rows where kRopeLow says that it has them. There are zeros
+// beyond the problem's heads. Each head is divided by a power of two that brings its largest latent number to 2^7 to
+// 2^8; q_scale puts that right, and brings scores to base 2. `wait_for_room` is called when the first loads are under
+// way.
+template <int kWarps, int kHeads, int kAtOnce, int kLow, int kGroupBytes, bool kRopeLow, typename Row, typename Wait>
 __device__ __forceinline__ void load_query_codes(const AttentionProblem& p, uint8_t* codes, uint8_t* rope_rows,
                                                  float* q_scale, int64_t token, int head_begin, int warp, int lane,
                                                  Row row_of, Wait wait_for_room) {
   static_assert(kLow % 8 == 0, "both rows are swizzled alike");
-  constexpr int kAtOnce = kHeads / kWarps < 4 ? kHeads / kWarps : 4;
 #pragma unroll 1
   for (int first = warp * kAtOnce; first < kHeads; first += kWarps * kAtOnce) {
     uint4 latent[kAtOnce][2], rope[kAtOnce];

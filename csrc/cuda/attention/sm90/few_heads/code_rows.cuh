@@ -1,4 +1,4 @@
-// fp8 rows for up to 16 heads, in shared memory as they are in the cache.
+// fp8 rows for up to 32 heads, in shared memory as they are in the cache.
 //
 // Scores are products of the codes: a query is the sum of two e4m3 numbers, which are two columns of wgmma, and a sum
 // over 128 dims is multiplied with its token's scale in fp32. Values become f16 in registers, scales and all, just
@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cuda/attention/sm90/cursor.cuh"
+#include "cuda/attention/sm90/few_heads/meeting.h"
 #include "cuda/attention/sm90/query_codes.cuh"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/e4m3.cuh"
@@ -19,8 +20,8 @@ namespace mla::cuda::sm90::few_heads {
 
 template <int kHeads>
 struct CodeRows {
-  static constexpr int kStages = 4;   // tiles
-  static constexpr int kQueries = 2;  // tokens whose queries there is room for
+  static constexpr int kStages = 4;                     // tiles
+  static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // tokens whose queries there is room for
   static constexpr int kSums = kHeads / 2;
   static constexpr int kWarps = 8;                        // that produce
   static constexpr int kWarpRows = kTileTokens / kWarps;  // of a tile
@@ -55,23 +56,34 @@ struct CodeRows {
   }
   static __device__ float two_to(int power) { return __uint_as_float((127 + power) << 23); }
 
+  // What brings scores of heads 8 * j + 2 * (lane % 4) and the next to base 2.
+  __device__ float2 q_scales(const float* q_scale, int j) const {
+    return *reinterpret_cast<const float2*>(q_scale + 8 * j + 2 * (lane % 4));
+  }
+
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
-  __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query,
-                                 const float (&q_scale)[kSums / 2]) {
+  __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query, const float* q_scale) {
     const uint64_t k = describe_atoms(shared_address(&s.stages[stage])), q = describe_atoms(shared_address(s.q[query])),
                    q_rope = describe_atoms(shared_address(s.q_rope[query]));
-    float part[kGroups][2 * kSums], rope[kSums];
-    begin_products();
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g)
+    // Of 17 heads and more there are registers for one group's sums at a time.
+    constexpr bool kTogether = kHeads <= 16;
+    float part[kTogether ? kGroups : 1][2 * kSums];
+    const auto begin_group = [&](float (&sum)[2 * kSums], int g) {
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        multiply_codes(part[g], k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
+        multiply_codes(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
                        q + ((g * 2 * kHeads * kRowBytes + step * 32) >> 4), step > 0);
+    };
+    sums_change(score);
+    begin_products();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
       multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(
-          rope, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4), step > 0);
+          score, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4), step > 0);
+    if constexpr (kTogether) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) begin_group(part[g], g);
+    }
     end_products();
     float4 scale[2];
     float bias[2];
@@ -84,16 +96,28 @@ struct CodeRows {
     }
     find_value_scale(s, stage);
     wait_for_products();
+    sums_change(score);
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) sums_change(part[g]);
-    sums_change(rope);
+    for (int g = 0; g < kGroups; ++g) {
+      float (&sum)[2 * kSums] = part[kTogether ? g : 0];
+      if constexpr (!kTogether) {
+        sums_change(sum);
+        begin_products();
+        begin_group(sum, g);
+        end_products();
+        wait_for_products();
+      }
+      sums_change(sum);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        const float4& x = scale[i / 2 % 2];
+        score[i] += (sum[i] + sum[i + kSums]) * (g == 0 ? x.x : g == 1 ? x.y : g == 2 ? x.z : x.w);
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      const float4& own = scale[i / 2 % 2];
-      const float sum = rope[i] + (part[0][i] + part[0][i + kSums]) * own.x +
-                        (part[1][i] + part[1][i + kSums]) * own.y + (part[2][i] + part[2][i + kSums]) * own.z +
-                        (part[3][i] + part[3][i + kSums]) * own.w;
-      score[i] = sum * q_scale[i / 4 * 2 + i % 2] + bias[i / 2 % 2];
+      const float2 by = q_scales(q_scale, i / 4);
+      score[i] = score[i] * (i % 2 ? by.y : by.x) + bias[i / 2 % 2];
     }
   }
 
@@ -167,7 +191,9 @@ struct CodeRows {
 
   // Where a head's 512 sums lie among those of all: four heads that neighbouring lanes have are neighbours, so that
   // with rows of kMeetingStride eight lanes' pieces lie in different banks.
-  static __device__ int meeting_row(int head) { return head / 2 + head % 2 * (kHeads / 2); }
+  static __device__ int meeting_row(int head) {
+    return head % kMeetingHeads<kHeads> / 2 + head % 2 * (kMeetingHeads<kHeads> / 2);
+  }
   // A lane has the sums of neighbouring dims.
   __device__ float4* dims(float* row) const {
     return reinterpret_cast<float4*>(row + kGroupDims * warp + kLaneDims * (lane / 4));
@@ -203,7 +229,8 @@ struct CodeRows {
       arrive_as_warp(s.full[stage]);
       if (token == TileRequest::kSameToken) continue;
       const int query = tokens % kQueries;
-      load_query_codes<kWarps, kHeads, kHeads, 2 * kHeads * kRowBytes, false>(
+      constexpr int kAtOnce = kHeads == 16 ? 2 : 1;
+      load_query_codes<kWarps, kHeads, kAtOnce, kHeads, 2 * kHeads * kRowBytes, false>(
           p, s.rows.q[query][0], s.rows.q_rope[query], s.q_scale[query], token, head_begin, warp, lane,
           [](int head) { return head; }, [&] { wait(s.q_empty[query], tokens / kQueries % 2 ^ 1); });
       arrive_as_warp(s.q_full[query]);

@@ -1,4 +1,4 @@
-// The shape of the kernel for up to 16 heads: what it is written with and the launch needs to know.
+// The shape of the kernel for up to 16 or 32 heads: what it is written with and the launch needs to know.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include "cuda/attention/sm90/cut_tokens.cuh"
 #include "cuda/attention/sm90/few_heads/bf16_rows.cuh"
 #include "cuda/attention/sm90/few_heads/code_rows.cuh"
+#include "cuda/attention/sm90/few_heads/meeting.h"
 
 namespace mla::cuda::sm90::few_heads {
 
@@ -17,16 +18,19 @@ constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 
 // A block begins with as many registers for each thread; with codes they are handed round.
 constexpr int kRegisters = 128;
-constexpr int kConsumerRegisters = 184;
-constexpr int kProducerRegisters = 72;
-static_assert(kConsumerRegisters + kProducerRegisters <= 2 * kRegisters);
+template <int kHeads>
+constexpr int kConsumerRegisters = kHeads > 16 ? 216 : 184;
+template <int kHeads>
+constexpr int kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
+
+// Whether the parts of cut tokens are left to the merge that is launched next. With up to 16 heads they are joined
+// here.
+template <int kHeads>
+constexpr bool kMerged = kHeads > 16;
 
 // How rows lie in shared memory, and how they are multiplied.
 template <Code kCode, int kHeads>
 using RowsOf = std::conditional_t<kCode == Code::e4m3, CodeRows<kHeads>, Bf16Rows<kHeads>>;
-
-// Of the rows in which two warpgroups' results meet, in numbers: four more than 512, for the sake of banks.
-constexpr int kMeetingStride = kValueDim + 4;
 
 template <Code kCode, int kHeads>
 struct Shared {
@@ -34,7 +38,7 @@ struct Shared {
 
   typename Rows::Memory rows;
   alignas(1024) uint8_t weights[kConsumerGroups][kHeads * kRowBytes];
-  float q_scale[Rows::kQueries][kHeads];  // brings a score of q and codes to base 2
+  alignas(8) float q_scale[Rows::kQueries][kHeads];  // brings a score of q and codes to base 2
   float largest[kConsumerGroups][4][kHeads];
   // What the warpgroups found for a token, for tokens of even and odd number.
   float total[2][kConsumerGroups][4][kHeads];
@@ -54,8 +58,9 @@ struct Shared {
 template <Code kCode, int kHeads>
 constexpr int kSharedBytes = sizeof(Shared<kCode, kHeads>);
 
-static_assert(kSharedBytes<Code::e4m3, 16> <= 227 * 1024 && kSharedBytes<Code::bf16, 16> <= 227 * 1024,
+static_assert(kSharedBytes<Code::e4m3, 32> <= 227 * 1024 && kSharedBytes<Code::bf16, 16> <= 227 * 1024,
               "what sm_90 lets a block have");
-static_assert(16 * kMeetingStride * sizeof(float) <= sizeof(CodeRows<16>::Stage), "results meet in a tile's place");
+static_assert(kMeetingHeads<32> * kMeetingStride * sizeof(float) <= sizeof(CodeRows<32>::Stage),
+              "results meet in a tile's place");
 
 }  // namespace mla::cuda::sm90::few_heads

@@ -1,5 +1,5 @@
-// Sparse attention for up to 16 heads on Hopper. Tokens are the 64 rows of wgmma and heads its columns, so that 8 or 16
-// heads fill the instruction:
+// Sparse attention for up to 16 heads on Hopper, and for up to 32 with fp8 rows. Tokens are the 64 rows of wgmma and
+// heads its columns, so that few heads fill the instruction:
 //
 //   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T
 //   values  O^T [512 dims x heads] += V^T [512 x 64] P^T
@@ -33,12 +33,15 @@ constexpr int kGroupThreads = 128;
 __device__ __forceinline__ int group_barrier(int group) { return 1 + group; }
 constexpr int kBothGroups = 3;
 
-template <Code kCode, int kHeads>
+// kLargest: the largest scores are asked for.
+template <Code kCode, int kHeads, bool kLargest>
 struct Consumer {
   using Memory = Shared<kCode, kHeads>;
   using Rows = RowsOf<kCode, kHeads>;
   static constexpr int kSums = kHeads / 2;     // a lane's numbers of 64 rows
   static constexpr int kColumns = kHeads / 4;  // a lane's heads
+  // Results meet in rounds of so many heads.
+  static constexpr int kRounds = kHeads / kMeetingHeads<kHeads>, kRoundColumns = kColumns / kRounds;
 
   const AttentionProblem& p;
   Memory& s;
@@ -50,8 +53,7 @@ struct Consumer {
   float out[kLatentBlocks][kSums];  // O^T
   float reference[kColumns];        // weights are 2^(score - reference)
   float total[kColumns];            // of the lane's rows
-  float highest[kColumns];
-  float q_scale[kColumns];
+  float highest[kLargest ? kColumns : 1];
   float score[kSums];
 
   static __device__ constexpr int column(int i) { return i / 4 * 2 + i % 2; }
@@ -66,12 +68,12 @@ struct Consumer {
     hide(weights_place);
   }
 
-  __device__ void start_token(int query) {
+  __device__ void start_token() {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      reference[c] = highest[c] = kLowest;
+      reference[c] = kLowest;
+      if constexpr (kLargest) highest[c] = kLowest;
       total[c] = 0.0f;
-      q_scale[c] = s.q_scale[query][head(c)];
     }
 #pragma unroll
     for (int b = 0; b < kLatentBlocks; ++b)
@@ -83,10 +85,15 @@ struct Consumer {
   __device__ void store_weights(float (&weight)[kSums]) {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) weight[i] = exp2_approximate(score[i] - reference[column(i)]);
-    uint32_t pairs[kSums / 2];
+    constexpr int kPairs = kRoundColumns;  // of 8 or 16 heads
 #pragma unroll
-    for (int i = 0; i < kSums; i += 2) pairs[i / 2] = rows.pack(weight[i], weight[i + 1], half(i));
-    store_tiles_transposed(weights_place, pairs);
+    for (int first = 0; first < kSums / 2; first += kPairs) {
+      uint32_t pairs[kPairs];
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i)
+        pairs[i] = rows.pack(weight[2 * (first + i)], weight[2 * (first + i) + 1], half(2 * i));
+      store_tiles_transposed(weights_place + first / kPairs * kMeetingHeads<kHeads> * kRowBytes, pairs);
+    }
   }
 
   // A warpgroup's first tile of a token raises the reference from nothing, so it is not asked whether it would.
@@ -95,7 +102,7 @@ struct Consumer {
     bool grows = false;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      highest[column(i)] = fmaxf(highest[column(i)], score[i]);
+      if constexpr (kLargest) highest[column(i)] = fmaxf(highest[column(i)], score[i]);
       grows |= score[i] + rows.lift(half(i)) > reference[column(i)] + kSlack;
     }
     if (!first) {
@@ -141,22 +148,27 @@ struct Consumer {
   }
 
   // What the warpgroup found, but for its output, to where the other one sees it, when what it found two tokens ago has
-  // been collected.
-  __device__ void leave_sums(int tokens) {
-    const int slot = tokens % 2;
-    wait(s.collected[slot], tokens / 2 % 2 ^ 1);
+  // been collected. `turn` is the number of the token's first round.
+  __device__ void leave_sums(uint32_t turn) {
+    const int slot = turn / kRounds % 2;
+    wait_for_collected(turn, 2);
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2) {
         total[c] += __shfl_xor_sync(~0u, total[c], distance);
-        highest[c] = fmaxf(highest[c], __shfl_xor_sync(~0u, highest[c], distance));
+        if constexpr (kLargest) highest[c] = fmaxf(highest[c], __shfl_xor_sync(~0u, highest[c], distance));
       }
       if (lane >= 4) continue;
       s.total[slot][group][warp][head(c)] = total[c];
-      s.highest[slot][group][warp][head(c)] = highest[c];
+      s.highest[slot][group][warp][head(c)] = kLargest ? highest[kLargest ? c : 0] : kLowest;
       if (warp == 0) s.reference[slot][group][head(c)] = reference[c];
     }
+  }
+
+  // Until what was left `ago` rounds, one or two, before this one has been collected.
+  __device__ void wait_for_collected(uint32_t turn, uint32_t ago) {
+    wait(s.collected[(turn - ago) % 2], (turn - ago) / 2 % 2);
   }
 
   // Where the warpgroups' results meet, in the place of a token's last tile. A lane has 16 dims of a head.
@@ -166,71 +178,87 @@ struct Consumer {
   __device__ float& sum(int column, int i) { return out[i / 2][column / 2 * 4 + 2 * (i % 2) + column % 2]; }
 
   // The warpgroup that had a token's last tile leaves its output in that tile's place...
-  __device__ void deposit(int stage, int tokens) {
-    const int slot = tokens % 2;
-    leave_sums(tokens);
+  __device__ void deposit(int stage, uint32_t tokens) {
+    const uint32_t first = tokens * kRounds;
+    leave_sums(first);
     // the other warps may still read the tile
     sync_named<kGroupThreads>(group_barrier(group));
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      float sums[2 * kLatentBlocks];
+    for (int round = 0; round < kRounds; ++round) {
+      if (round > 0) wait_for_collected(first + round, 1);
 #pragma unroll
-      for (int k = 0; k < 2 * kLatentBlocks; ++k) sums[k] = sum(c, k);
-      rows.put(meeting_row(stage, head(c)), sums);
+      for (int c = round * kRoundColumns; c < (round + 1) * kRoundColumns; ++c) {
+        float sums[2 * kLatentBlocks];
+#pragma unroll
+        for (int k = 0; k < 2 * kLatentBlocks; ++k) sums[k] = sum(c, k);
+        rows.put(meeting_row(stage, head(c)), sums);
+      }
+      arrive_as_warp(s.deposited[(first + round) % 2]);
     }
-    arrive_as_warp(s.deposited[slot]);
   }
 
-  // ... and the other one merges it with its own, if it had any, and writes the token's results if they are whole.
-  __device__ void collect(const TokenWork& work, int own_tiles, int stage, int tokens) {
-    const int other = 1 - group, slot = tokens % 2, turn = tokens / 2 % 2;
-    leave_sums(tokens);
-    wait(s.deposited[slot], turn);
-    sync_named<kGroupThreads>(group_barrier(group));
+  // ... and the other one merges it with its own, if it had any, and writes the token's results, or what is a part of
+  // them for the merge; but that of up to 16 heads is joined with the others here.
+  __device__ void collect(const TokenWork& work, int64_t place, int own_tiles, int stage, uint32_t tokens) {
+    const uint32_t first = tokens * kRounds;
+    const int other = 1 - group, slot = tokens % 2;
+    const bool writes = kMerged<kHeads> || work.whole();
+    leave_sums(first);
     float mine[kColumns], theirs[kColumns];
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const float raised = fmaxf(reference[c], s.reference[slot][other][head(c)]);
-      mine[c] = exp2_approximate(reference[c] - raised);
-      theirs[c] = exp2_approximate(s.reference[slot][other][head(c)] - raised);
-    }
-    if (threadIdx.x % kGroupThreads < kHeads) {
-      const int own = threadIdx.x % kGroupThreads;
-      const float a = s.reference[slot][group][own], b = s.reference[slot][other][own], raised = fmaxf(a, b);
-      float sums[2] = {}, highest = kLowest;
-      for (int w = 0; w < 4; ++w) {
-        sums[0] += s.total[slot][group][w][own], sums[1] += s.total[slot][other][w][own];
-        highest = fmaxf(highest, fmaxf(s.highest[slot][group][w][own], s.highest[slot][other][w][own]));
-      }
-      const float sum =
-          add_in_any_order(sums[0] * exp2_approximate(a - raised), sums[1] * exp2_approximate(b - raised));
-      if (work.whole()) {
-        s.factor[own] = finish_head(p, work.token, head_begin + own, true, 0, sum, raised, highest);
-      } else {
-        const HeadResult result = result_of_head(sum, raised, highest);
-        s.part[own] = {result.lse, result.factor, result.largest, shared_address(meeting_row(stage, own))};
-      }
-    }
-    if (own_tiles > 0) {
+    for (int round = 0; round < kRounds; ++round) {
+      wait(s.deposited[(first + round) % 2], (first + round) / 2 % 2);
+      if (round == 0) {
+        sync_named<kGroupThreads>(group_barrier(group));
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        // all are read before the first is written, or each would wait for the one before
-        float* row = meeting_row(stage, head(c));
-        float
-            sums[2 * kLatentBlocks];  // all are read before the first is written, or each would wait for the one before
-        rows.get(sums, row);
-#pragma unroll
-        for (int k = 0; k < 2 * kLatentBlocks; ++k)
-          sums[k] = add_in_any_order(sum(c, k) * mine[c], sums[k] * theirs[c]);
-        rows.put(row, sums);
+        for (int c = 0; c < kColumns; ++c) {
+          const float raised = fmaxf(reference[c], s.reference[slot][other][head(c)]);
+          mine[c] = exp2_approximate(reference[c] - raised);
+          theirs[c] = exp2_approximate(s.reference[slot][other][head(c)] - raised);
+        }
+        if (threadIdx.x % kGroupThreads < kHeads) finish(work, place, stage, slot, threadIdx.x % kGroupThreads, writes);
       }
+      if (own_tiles > 0) {
+#pragma unroll
+        for (int c = round * kRoundColumns; c < (round + 1) * kRoundColumns; ++c) {
+          // all are read before the first is written, or each would wait for the one before
+          float* row = meeting_row(stage, head(c));
+          float sums[2 * kLatentBlocks];
+          rows.get(sums, row);
+#pragma unroll
+          for (int k = 0; k < 2 * kLatentBlocks; ++k)
+            sums[k] = add_in_any_order(sum(c, k) * mine[c], sums[k] * theirs[c]);
+          rows.put(row, sums);
+        }
+      }
+      if (writes) {
+        sync_named<kGroupThreads>(group_barrier(group));
+        constexpr int kRoundHeads = kMeetingHeads<kHeads>;
+        for (int own = round * kRoundHeads + warp; own < (round + 1) * kRoundHeads && head_begin + own < p.heads;
+             own += 4)
+          write_row(p, work.token, head_begin + own, work.whole(), place, meeting_row(stage, own), s.factor[own], lane);
+      }
+      arrive_as_warp(s.collected[(first + round) % 2]);
     }
-    arrive_as_warp(s.collected[slot]);
-    if (!work.whole()) return;
-    sync_named<kGroupThreads>(group_barrier(group));
-    for (int own = warp; own < kHeads && head_begin + own < p.heads; own += 4)
-      write_row(p, work.token, head_begin + own, true, 0, meeting_row(stage, own), s.factor[own], lane);
-    arrive_as_warp(s.empty[stage]);
+    if (writes) arrive_as_warp(s.empty[stage]);
+  }
+
+  // A head's results but for its output.
+  __device__ void finish(const TokenWork& work, int64_t place, int stage, int slot, int own, bool writes) {
+    const int other = 1 - group;
+    const float a = s.reference[slot][group][own], b = s.reference[slot][other][own], raised = fmaxf(a, b);
+    float sums[2] = {}, highest = kLowest;
+    for (int w = 0; w < 4; ++w) {
+      sums[0] += s.total[slot][group][w][own], sums[1] += s.total[slot][other][w][own];
+      highest = fmaxf(highest, fmaxf(s.highest[slot][group][w][own], s.highest[slot][other][w][own]));
+    }
+    const float sum = add_in_any_order(sums[0] * exp2_approximate(a - raised), sums[1] * exp2_approximate(b - raised));
+    if (writes) {
+      s.factor[own] = finish_head(p, work.token, head_begin + own, work.whole(), place, sum, raised, highest);
+    } else {
+      const HeadResult result = result_of_head(sum, raised, highest);
+      s.part[own] = {result.lse, result.factor, result.largest, shared_address(meeting_row(stage, own))};
+    }
   }
 
   // Both warpgroups bring the part of a cut token together with the token's other parts.
@@ -253,7 +281,7 @@ struct Consumer {
   }
 
   __device__ void run(const Worker& worker) {
-    s.joints[4 * group + warp].note(worker, kTileTokens, lane);
+    if constexpr (!kMerged<kHeads>) s.joints[4 * group + warp].note(worker, kTileTokens, lane);
     find_weights_place();
     uint32_t ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
     int last = 0;                                  // stage of a token's last tile
@@ -263,13 +291,13 @@ struct Consumer {
       if (tiles > 0) {
         const int own_tiles = (tiles + (ordinal % 2 == group)) / 2, query = tokens % Rows::kQueries;
         wait(s.q_full[query], tokens / Rows::kQueries % 2);
-        start_token(query);
+        start_token();
         if (own_tiles == 0) arrive_as_warp(s.q_empty[query]);
         for (int i = 0; i < own_tiles; ++i, ++visits) {
           const uint32_t tile = ordinal + 2 * i + (ordinal % 2 != group), stage = tile % Rows::kStages;
           wait(s.full[stage], tile / Rows::kStages % 2);
           publish_to_wgmma();
-          rows.compute_scores(score, s.rows, stage, query, q_scale);
+          rows.compute_scores(score, s.rows, stage, query, s.q_scale[query]);
           if (i == own_tiles - 1) arrive_as_warp(s.q_empty[query]);
           wait(s.weights_free[group], visits % 2 ^ 1);
           softmax(i == 0);
@@ -281,15 +309,15 @@ struct Consumer {
         if (ordinal % 2 != group)
           deposit(last, tokens);
         else
-          collect(work, own_tiles, last, tokens);
+          collect(work, worker.place(work), own_tiles, last, tokens);
         ++tokens;
-      } else if (!work.whole()) {
+      } else if (!kMerged<kHeads> && !work.whole()) {
         if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, -INFINITY, shared_address(s.weights)};
       } else if (group == 0) {
-        write_empty(work);
+        write_empty(work, worker.place(work));
       }
-      if (work.whole()) continue;
-      join(work);
+      if (kMerged<kHeads> || work.whole()) continue;
+      if constexpr (!kMerged<kHeads>) join(work);
       if (tiles > 0 && ordinal % 2 == group) arrive_as_warp(s.empty[last]);
     }
   }
@@ -305,16 +333,17 @@ struct Consumer {
     for (int b = 0; b < kLatentBlocks; ++b) sums_change(out[b]);
   }
 
-  __device__ void write_empty(const TokenWork& work) {
+  __device__ void write_empty(const TokenWork& work, int64_t place) {
     for (int own = warp; own < kHeads && head_begin + own < p.heads; own += 4) {
-      if (lane == 0) finish_head(p, work.token, head_begin + own, true, 0, 0.0f, kLowest, kLowest);
-      write_row(p, work.token, head_begin + own, true, 0, nullptr, 0.0f, lane);
+      const int head = head_begin + own;
+      if (lane == 0) finish_head(p, work.token, head, work.whole(), place, 0.0f, kLowest, kLowest);
+      write_row(p, work.token, head, work.whole(), place, nullptr, 0.0f, lane);
     }
   }
 };
 
 // Block x: heads of a worker, y: the worker.
-template <Code kCode, int kHeads>
+template <Code kCode, int kHeads, bool kLargest>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
   using Rows = RowsOf<kCode, kHeads>;
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -337,11 +366,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const int head_begin = blockIdx.x * kHeads;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
-    if constexpr (kCode == Code::e4m3) resize_registers<kConsumerRegisters, kRegisters>();
-    Consumer<kCode, kHeads> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
+    if constexpr (kCode == Code::e4m3) resize_registers<kConsumerRegisters<kHeads>, kRegisters>();
+    Consumer<kCode, kHeads, kLargest> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
     consumer.run(Worker(p, blockIdx.y, kTileTokens));
   } else {
-    if constexpr (kCode == Code::e4m3) resize_registers<kProducerRegisters, kRegisters>();
+    if constexpr (kCode == Code::e4m3) resize_registers<kProducerRegisters<kHeads>, kRegisters>();
     Rows::produce(p, s, head_begin, warp - kConsumerWarps, lane);
   }
 }
