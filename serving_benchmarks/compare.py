@@ -240,10 +240,12 @@ def _runs(file: ResultFile, whole: Callable[[dict[str, Any]], dict[str, Span]], 
             samples = [value for value in result["requests"][name] if value is not None]
             for share in shares if samples else ():
                 spans[f"{title}, p{share * 100:.0f}"] = Span.of_percentile(samples, share)
-        case = f"{runs.workload(result['case'])}, {runs.load(result['case'])}"
         for what, span in spans.items():
             if span.value > 0:
-                timed.setdefault((case, what), {})[result["backend"]] = (runs.name_of(result), span)
+                timed.setdefault((runs.asked(result["case"]), what), {})[result["backend"]] = (
+                    runs.name_of(result),
+                    span,
+                )
     any_of_ours = any(result["backend"] in runs.OUR_BACKENDS for result in file.results)
     for (_, what), backends in timed.items():
         others = {(name, version): span for name, (_, span) in backends.items() if name not in runs.OUR_BACKENDS}

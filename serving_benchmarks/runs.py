@@ -22,7 +22,7 @@ def workload(case: dict[str, Any], *, count: bool = True) -> str:
     unsaid = (*_LOAD, "seed") if count else (*_LOAD, "seed", "num_prompts")
     given = {name: value for name, value in case.items() if value is not None and name not in unsaid}
     tokens = [given.pop(name, None) for name in ("input_len", "output_len")]
-    parts = [f"{tokens[0]} + {tokens[1]} tokens"] if None not in tokens else []
+    parts = [f"{lengths(case)} tokens"] if None not in tokens else []
     parts += [str(given.pop(name)) for name in ("workload", "source") if name in given]
     if "num_prompts" in given:
         parts.append(f"{given.pop('num_prompts')} requests")
@@ -30,6 +30,13 @@ def workload(case: dict[str, Any], *, count: bool = True) -> str:
         parts.append(f"{given.pop('kv_cache_dtype')} cache")
     parts += [f"{name} {value}" for name, value in given.items() if value != _UNSAID.get(name)]
     return ", ".join(parts)
+
+
+def lengths(case: dict[str, Any]) -> str:
+    """Tokens of a prompt and after it, such as 4096 + 64; where requests differ, the file that says how."""
+    if case.get("input_len") is None or case.get("output_len") is None:
+        return str(case.get("source"))
+    return f"{case['input_len']} + {case['output_len']}"
 
 
 def load(case: dict[str, Any]) -> str:
@@ -54,13 +61,18 @@ def load_order(case: dict[str, Any]) -> tuple[float, float]:
     return tuple(float("inf") if value is None else value for value in (rate, concurrency))
 
 
+def asked(case: dict[str, Any]) -> str:
+    """The workload and the load: backends whose entries of a file have it in common did the same."""
+    return f"{workload(case)}, {load(case)}"
+
+
 def name_of(result: dict[str, Any]) -> str:
     """An entry's name, also if it failed."""
     if "way" in result:
         return result["way"]
     if "candidate" in result:
         return f"{result['candidate']} {result.get('workload') or ''}".strip()
-    return f"{result['backend']}, {workload(result['case'])}, {load(result['case'])}"
+    return f"{result['backend']}, {asked(result['case'])}"
 
 
 def interleaved(report: dict[str, Any]) -> bool:

@@ -2,11 +2,12 @@
 
     python -m serving_benchmarks.throughput --model MODEL --backend SPARSE_MLA,FLASHMLA_SPARSE --kv-cache-dtype fp8
     python -m serving_benchmarks.throughput --model MODEL --engine embedded --concurrency 1,16,64 --output FILE
+    python -m serving_benchmarks.throughput --model MODEL --lengths 4096+64,512+512 --concurrency 1,16,64
 
-Each backend runs in a process of its own, one after the other, and goes through all values of --concurrency there, so
-that the model is loaded once. There it runs all prompts once as a warm-up, then they are timed --rounds times; before
-each round the prefix cache is emptied. Generation is greedy and doesn't end before it has its tokens. A backend that
-fails is reported, the others go on, and the exit status is 1.
+Each backend runs in a process of its own, one after the other, and goes through all --lengths there, at all values of
+--concurrency each, so that the model is loaded once. For each of them it runs all prompts once as a warm-up, then they
+are timed --rounds times; before each round the prefix cache is emptied. Generation is greedy and doesn't end before it
+has its tokens. A backend that fails is reported, the others go on, and the exit status is 1.
 
 With --interleave all backends are loaded first, and take turns round by round. A machine that slows down then slows
 all of them, and what one is over the first is the median of the ratios of rounds of the same number.
@@ -18,6 +19,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -37,6 +39,7 @@ from serving_benchmarks.workloads import Workload
 
 ENGINES = ("vllm", "embedded")
 DEFAULT_BACKEND = "SPARSE_MLA"
+DEFAULT_INPUT, DEFAULT_OUTPUT, DEFAULT_PROMPTS = 1024, 128, 64
 TABLE_WIDTH = 130
 MOST_OF_A_REASON = 300
 LOG_LINES = 20
@@ -54,6 +57,17 @@ def counts(text: str) -> list[int]:
     if min(values) < 1:
         raise argparse.ArgumentTypeError(f"must be numbers from 1 up, such as 1,16,64; got {text!r}")
     return values
+
+
+def pairs_of_lengths(text: str) -> list[tuple[int, int]]:
+    """Tokens of prompts and after them: pairs with a plus, between commas."""
+    found = [re.fullmatch(r"(\d+)\+(\d+)", part.strip()) for part in text.split(",")]
+    pairs = [(int(pair[1]), int(pair[2])) if pair else (0, 0) for pair in found]
+    if min(map(min, pairs)) < 1:
+        raise argparse.ArgumentTypeError(f"must be tokens from 1 up, such as 4096+64,512+512; got {text!r}")
+    if len(set(pairs)) < len(pairs):
+        raise argparse.ArgumentTypeError(f"must have each pair once; got {text!r}")
+    return pairs
 
 
 def names(text: str) -> list[str]:
@@ -91,12 +105,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--concurrency", type=counts, metavar="N,...", help="sequences in flight at most; default: all of them at once"
     )
     prompts = parser.add_argument_group("prompts", "random ones of one length, unless a file says otherwise")
-    prompts.add_argument("--input-len", type=int, metavar="N", help="tokens of a prompt; default: 1024")
+    prompts.add_argument("--input-len", type=int, metavar="N", help=f"tokens of a prompt; default: {DEFAULT_INPUT}")
+    prompts.add_argument("--output-len", type=int, metavar="N", help=f"tokens after it; default: {DEFAULT_OUTPUT}")
     prompts.add_argument(
-        "--output-len", type=int, default=128, metavar="N", help="tokens after it; default: %(default)s"
+        "--lengths",
+        type=pairs_of_lengths,
+        metavar="N+N,...",
+        help="both, or several such pairs, one after the other: 4096+64,512+512. Other options are for each of them",
     )
     prompts.add_argument(
-        "--num-prompts", type=int, metavar="N", help="default: 64, or all that the file of --jsonl has"
+        "--num-prompts", type=int, metavar="N", help=f"default: {DEFAULT_PROMPTS}, or all that the file of --jsonl has"
     )
     files = prompts.add_mutually_exclusive_group()
     files.add_argument(
@@ -140,7 +158,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         f"--kv-cache-memory-bytes are for each of them; default: each gets its part of {INTERLEAVED_SHARE}",
     )
     how.add_argument(
-        "--profile", action="store_true", help="after the first --concurrency: kernel times of a few decode steps"
+        "--profile",
+        action="store_true",
+        help="kernel times of a few decode steps, after the first --concurrency of each of --lengths",
     )
     how.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what the engines print")
     vllm_options.add(parser)
@@ -156,6 +176,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be 0 or more; got {getattr(options, name)}")
     if options.rounds < 2:
         parser.error("--rounds must be 2 or more, or there is no spread")
+    for name in ("input_len", "output_len", "histogram", "jsonl"):
+        if options.lengths and getattr(options, name) is not None:
+            parser.error(f"--lengths can't be given with --{name.replace('_', '-')}: it says all lengths")
     if options.input_len is not None and (options.histogram or options.jsonl):
         parser.error("--input-len can't be given with a file, which says how long prompts are")
     if options.shared_prefix and options.jsonl:
@@ -174,41 +197,70 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     except (ValueError, OSError) as error:
         parser.error(f"--model: {error}")
     try:
-        options.workload = new_workload(options)
+        options.workloads = [new_workload(options, *lengths) for lengths in lengths_of(options)]
     except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))
+    options.runs = runs_of(options)
     settle_lengths(parser, options)
     settle_memory(parser, options)
     result_file.require_writable(parser, options.output)
     return options
 
 
-def new_workload(options: argparse.Namespace) -> Workload:
-    """The prompts that the options describe."""
+def lengths_of(options: argparse.Namespace) -> list[tuple[int | None, int | None]]:
+    """Tokens of a prompt and after it, of each workload; None where a file says them."""
+    if options.histogram or options.jsonl:
+        return [(None, None)]
+    return options.lengths or [(options.input_len or DEFAULT_INPUT, options.output_len or DEFAULT_OUTPUT)]
+
+
+def new_workload(options: argparse.Namespace, input_len: int | None, output_len: int | None) -> Workload:
+    """The prompts that the options describe, with the lengths of one entry of `lengths_of`."""
     if options.jsonl:
-        return workloads.from_jsonl(
-            options.jsonl, options.folder, options.output_len, options.config["vocab_size"], options.num_prompts
-        )
+        vocabulary, most = options.config["vocab_size"], options.output_len or DEFAULT_OUTPUT
+        return workloads.from_jsonl(options.jsonl, options.folder, most, vocabulary, options.num_prompts)
     tokens = workloads.usable_tokens(options.config)
     random = {"shared": options.shared_prefix, "seed": options.seed}
-    count = options.num_prompts or 64
+    count = options.num_prompts or DEFAULT_PROMPTS
     if options.histogram:
         return workloads.from_histogram(workloads.read_histogram(options.histogram), count, tokens, **random)
-    return workloads.fixed(count, options.input_len or 1024, options.output_len, tokens, **random)
+    return workloads.fixed(count, input_len, output_len, tokens, **random)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What gives one entry of the result file for each backend."""
+
+    workload: int
+    """Which of the options' workloads."""
+    concurrency: int | None
+    profile: bool
+    case: dict[str, Any]
+    """The `case` of the entries."""
+
+
+def runs_of(options: argparse.Namespace) -> list[Run]:
+    """All that each backend has to do, in this order: each workload at each --concurrency."""
+    return [
+        Run(number, concurrency, options.profile and place == 0, case_of(options, number, concurrency))
+        for number in range(len(options.workloads))
+        for place, concurrency in enumerate(options.concurrency or [None])
+    ]
 
 
 def settle_lengths(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """--max-model-len and --max-num-seqs, from the workload if they aren't given."""
-    longest, most = options.workload.longest, options.config.get("max_position_embeddings")
+    """--max-model-len and --max-num-seqs, from the workloads if they aren't given."""
+    longest = max(workload.longest for workload in options.workloads)
+    most = options.config.get("max_position_embeddings")
     if options.max_num_seqs is None and options.concurrency is not None:
         options.max_num_seqs = max(options.concurrency)
     if options.max_model_len is None:
-        options.max_model_len = longest
-        if options.profile:
-            first = (options.concurrency or [None])[0]
-            prompts, room = profiled_requests(options.workload.prompts, first, options.max_num_seqs)
-            wanted = max(longest, max(map(len, prompts)) + room)
-            options.max_model_len = min(wanted, max(longest, most or wanted))
+        wanted = longest
+        for run in (run for run in options.runs if run.profile):
+            all_prompts = options.workloads[run.workload].prompts
+            prompts, room = profiled_requests(all_prompts, run.concurrency, options.max_num_seqs)
+            wanted = max(wanted, max(map(len, prompts)) + room)
+        options.max_model_len = min(wanted, max(longest, most or wanted))
     if longest > options.max_model_len:
         parser.error(f"--max-model-len must be {longest} or more for these prompts; got {options.max_model_len}")
     if most is not None and options.max_model_len > most:
@@ -236,16 +288,17 @@ def settle_memory(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         )
 
 
-def case_of(options: argparse.Namespace, concurrency: int | None) -> dict[str, Any]:
-    """The `case` of an entry of a result file."""
+def case_of(options: argparse.Namespace, workload: int, concurrency: int | None) -> dict[str, Any]:
+    """The `case` of an entry of a result file, of one of the options' workloads."""
+    input_len, output_len = lengths_of(options)[workload]
     source = options.histogram or options.jsonl
     kind = "histogram" if options.histogram else "jsonl" if options.jsonl else "fixed"
     return {
         "workload": kind,
         "source": source.name if source else None,
-        "input_len": options.input_len or 1024 if kind == "fixed" else None,
-        "output_len": options.output_len if kind == "fixed" else None,
-        "num_prompts": workloads.prompts_in_waves(len(options.workload), concurrency, options.waves),
+        "input_len": input_len,
+        "output_len": output_len,
+        "num_prompts": workloads.prompts_in_waves(len(options.workloads[workload]), concurrency, options.waves),
         "shared_prefix": options.shared_prefix,
         "concurrency": concurrency,
         "seed": options.seed,
@@ -266,14 +319,13 @@ class Backend:
     engine: str
     name: str
     worker: turns.Worker
-    left: list[int | None]
-    """The values of --concurrency whose results have not come yet."""
+    left: list[int]
+    """The numbers of the runs whose results have not come yet."""
 
 
 @contextlib.contextmanager
 def started(engine: str, name: str, options: argparse.Namespace, logs: Path) -> Iterator[Backend]:
     """A backend that loads its model, for as long as the block lasts."""
-    concurrencies: list[int | None] = options.concurrency or [None]
     spec, events, log = (logs / f"{engine}-{name}.{kind}" for kind in ("spec.json", "events", "log"))
     spec.write_text(
         json.dumps(
@@ -282,17 +334,23 @@ def started(engine: str, name: str, options: argparse.Namespace, logs: Path) -> 
                 "backend": name,
                 "model": options.model,
                 "settings": vllm_options.settings(options),
-                "workload": options.workload.as_dict(),
-                "concurrencies": concurrencies,
-                "waves": options.waves,
+                "workloads": [workload.as_dict() for workload in options.workloads],
+                "runs": [
+                    {
+                        "workload": run.workload,
+                        "prompts": run.case["num_prompts"],
+                        "concurrency": run.concurrency,
+                        "profile": run.profile,
+                    }
+                    for run in options.runs
+                ],
                 "rounds": options.rounds,
                 "warmup": options.warmup,
-                "profile": options.profile,
             }
         )
     )
     with turns.started(worker_command(spec, events), events, log) as worker:
-        yield Backend(engine, name, worker, list(concurrencies))
+        yield Backend(engine, name, worker, list(range(len(options.runs))))
 
 
 def heard(
@@ -304,8 +362,8 @@ def heard(
     (task,) = progress.task_ids
     for event in backend.worker.events():
         if event["event"] == "result":
-            backend.left.remove(event["concurrency"])
-            yield {**head, "case": case_of(options, event["concurrency"]), "error": None, **event["result"]}
+            backend.left.remove(event["run"])
+            yield {**head, "case": options.runs[event["run"]].case, "error": None, **event["result"]}
         else:
             progress.update(
                 task,
@@ -324,8 +382,8 @@ def heard(
     console.print(f"{backend.name} failed: {why[:MOST_OF_A_REASON]}", style="red", markup=False, soft_wrap=True)
     for line in said.splitlines()[-LOG_LINES:]:
         console.print(f"    {line}", markup=False, soft_wrap=True)
-    for concurrency in backend.left or [None]:
-        yield {**head, "case": case_of(options, concurrency), "error": why}
+    for run in [options.runs[number] for number in backend.left] or options.runs[-1:]:
+        yield {**head, "case": run.case, "error": why}
 
 
 def headline(result: dict[str, Any]) -> list[str]:
@@ -354,11 +412,11 @@ def _over(first: dict[str, Any], result: dict[str, Any]) -> str:
     return "{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**result["over_first"])
 
 
-def table(results: list[dict[str, Any]]) -> Table:
-    """All backends beside each other, at each concurrency."""
+def table(results: list[dict[str, Any]], title: str | None) -> Table:
+    """All backends beside each other with one workload, at each concurrency."""
     headings = "backend", "in flight", "output tokens/s", "(quartiles)", "requests/s"
     latencies = "TTFT p50, ms", "p99", "TPOT p50, ms", "p99"
-    shown = Table(*headings, *latencies, "over the first", box=None, padding=(0, 1))
+    shown = Table(*headings, *latencies, "over the first", title=title, title_justify="left", box=None, padding=(0, 1))
     for column in (shown.columns[0], shown.columns[3], shown.columns[-1]):
         column.no_wrap = True  # rather the headings of the others
     firsts: dict[int | None, dict[str, Any]] = {}
@@ -382,6 +440,15 @@ def table(results: list[dict[str, Any]]) -> Table:
     return shown
 
 
+def tables(results: list[dict[str, Any]], several: bool) -> Iterator[Table]:
+    """One for each workload; if there are several its lengths are told above it, where they take no width from it."""
+    by_lengths: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        by_lengths.setdefault(runs.lengths(result["case"]), []).append(result)
+    for lengths, its_results in by_lengths.items():
+        yield table(its_results, f" {lengths} tokens" if several else None)
+
+
 def measure(options: argparse.Namespace, logs: Path, console: Console) -> Iterator[dict[str, Any]]:
     """Every entry of the result file, when it is there."""
     names = backends_of(options)
@@ -400,23 +467,24 @@ def measure(options: argparse.Namespace, logs: Path, console: Console) -> Iterat
                 yield from heard(backends[worker], options, progress, console)
 
 
-def show(result: dict[str, Any], out: Console) -> None:
-    """Prints what there is to say of an entry at once."""
-    out.print(f"\n{result['backend']}, {in_flight(result['case'])}")
+def show(result: dict[str, Any], several: bool, out: Console) -> None:
+    """Prints what there is to say of an entry at once; its lengths, if there are several workloads."""
+    lengths = f"{runs.lengths(result['case'])} tokens, " if several else ""
+    out.print(f"\n{result['backend']}, {lengths}{in_flight(result['case'])}")
     out.print("\n".join(headline(result)))
     if result["profile"]:
         out.print("\n".join(kernel_times.lines(result["profile"])), soft_wrap=True, markup=False)
 
 
 def in_order(results: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The entries of each backend after those of the one before it, each with what it is over the first backend of its
-    concurrency."""
+    """The entries of each backend after those of the one before it, each with what it is over the first backend that
+    did the same."""
     places = {name: place for place, (_, name) in enumerate(backends_of(options))}
     results = sorted(results, key=lambda result: places[result["backend"]])
-    firsts: dict[int | None, dict[str, Any]] = {}
+    firsts: dict[str, dict[str, Any]] = {}
     for result in results:
         if result["error"] is None:
-            first = firsts.setdefault(result["case"]["concurrency"], result)
+            first = firsts.setdefault(runs.asked(result["case"]), result)
             result["over_first"] = runs.over_first(first, result) if options.interleave else None
     return results
 
@@ -425,7 +493,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     console, out = Console(stderr=True, highlight=False), Console(highlight=False)
     results: list[dict[str, Any]] = []
-    status = 0
+    status, several = 0, len(options.workloads) > 1
     with tempfile.TemporaryDirectory() as folder, signals_unwind():
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
@@ -433,15 +501,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for result in measure(options, logs, console):
                 results.append(result)
                 if result["error"] is None:
-                    show(result, out)
+                    show(result, several, out)
         except (KeyboardInterrupt, SystemExit) as stopped:  # what there is gets written
             status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
     if any(result["error"] is not None for result in results):
         status = status or 1
     results = in_order(results, options)
     if results:
-        out.print()
-        Console(width=TABLE_WIDTH, highlight=False).print(table(results))
+        wide = Console(width=TABLE_WIDTH, highlight=False)
+        for shown in tables(results, several):
+            wide.print("", shown, sep="\n")
         more = {
             "benchmark": "throughput",
             "model": model_config.describe(options.model, options.config, options.load_format),

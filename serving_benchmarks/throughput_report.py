@@ -51,13 +51,16 @@ def engine_beside(*reports: dict[str, Any]) -> str:
 
 
 def profiles(*reports: dict[str, Any]) -> str:
-    """A table of the profiled decode steps of all files: the kernels that take longest, microseconds a step."""
-    found = {
-        f"{entry['backend']}, {report['environment']['model']['heads']} heads": entry["profile"]
-        for report in reports
-        for entry in _ran(report)
-        if entry.get("profile")
-    }
+    """A table of the profiled decode steps of all files: the kernels that take longest, microseconds a step.
+
+    Headings have the lengths of requests where there are several.
+    """
+    profiled = [(report, entry) for report in reports for entry in _ran(report) if entry.get("profile")]
+    several = len({runs.lengths(entry["case"]) for _, entry in profiled}) > 1
+    found = {}
+    for report, entry in profiled:
+        name = f"{entry['backend']}, {report['environment']['model']['heads']} heads"
+        found[f"{name}, {runs.lengths(entry['case'])}" if several else name] = entry["profile"]
     times = {name: _by_short_name(profile) for name, profile in found.items()}
     shown = {kernel for of in times.values() for kernel in sorted(of, key=of.__getitem__)[-NAMES_SHOWN:]}
     rows = [
@@ -95,10 +98,10 @@ def _ran(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _of_each_load(report: dict[str, Any], *backends: str) -> Iterator[list[dict[str, Any]]]:
-    """The entries of these backends, in their order, for each load that all of them ran."""
-    entries = {(entry["backend"], runs.short_load(entry["case"])): entry for entry in _ran(report)}
-    for load in dict.fromkeys(load for _, load in entries):
-        found = [entries[backend, load] for backend in backends if (backend, load) in entries]
+    """The entries of these backends, in their order, for each workload and load that all of them ran."""
+    entries = {(entry["backend"], runs.asked(entry["case"])): entry for entry in _ran(report)}
+    for asked in dict.fromkeys(asked for _, asked in entries):
+        found = [entries[backend, asked] for backend in backends if (backend, asked) in entries]
         if len(found) == len(backends):
             yield found
 
@@ -131,8 +134,7 @@ def _speed(entry: dict[str, Any]) -> str:
 def _load(report: dict[str, Any], entry: dict[str, Any]) -> list[str]:
     """Cells: heads, tokens of a request, requests in flight."""
     case = entry["case"]
-    heads, tokens = report["environment"]["model"]["heads"], f"{case['input_len']} + {case['output_len']}"
-    return [str(heads), tokens, runs.short_load(case)]
+    return [str(report["environment"]["model"]["heads"]), runs.lengths(case), runs.short_load(case)]
 
 
 def _latencies(*entries: dict[str, Any]) -> list[str]:

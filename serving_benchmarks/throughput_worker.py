@@ -19,7 +19,7 @@ from serving_benchmarks.counters import since
 from serving_benchmarks.engines import MeasuredEngine
 from serving_benchmarks.in_flight import Round, run
 from serving_benchmarks.timing import Timing
-from serving_benchmarks.workloads import Workload, prompts_in_waves
+from serving_benchmarks.workloads import Workload
 
 WARMUP_OUTPUT = 32
 """Tokens of a request of the warm-up, at most, where only so many requests are asked for."""
@@ -165,12 +165,12 @@ def work(spec: dict[str, Any], events: Events) -> None:
     begin = time.perf_counter()
     engine = engines.start(spec["engine"], spec["backend"], spec["model"], spec["settings"])
     start_seconds = time.perf_counter() - begin
-    workload = Workload(**spec["workload"])
-    for number, concurrency in enumerate(spec["concurrencies"]):
-        part = workload.first(prompts_in_waves(len(workload), concurrency, spec["waves"]))
-        found = measure(engine, part, concurrency, spec["rounds"], spec["warmup"], events)
+    workloads = [Workload(**workload) for workload in spec["workloads"]]
+    for number, asked in enumerate(spec["runs"]):
+        workload, concurrency = workloads[asked["workload"]].first(asked["prompts"]), asked["concurrency"]
+        found = measure(engine, workload, concurrency, spec["rounds"], spec["warmup"], events)
         profiled = None
-        if spec["profile"] and number == 0:
+        if asked["profile"]:
             events.turn("profiling")
             most = spec["settings"]["max_num_seqs"]
             prompts, new_tokens = profiled_requests(workload.prompts, concurrency, most)
@@ -187,7 +187,7 @@ def work(spec: dict[str, Any], events: Events) -> None:
             "start_s": start_seconds,
             "profile": profiled,
         }
-        events.send("result", concurrency=concurrency, result=found)
+        events.send("result", run=number, result=found)
     events.turn("ending")  # it takes its time, and gives back memory
 
 

@@ -1,5 +1,6 @@
 """Result files to try the tools on: those that are committed, and made-up ones of throughput and serve."""
 
+import itertools
 import json
 import random
 import statistics
@@ -65,11 +66,13 @@ def _latency(requests: dict[str, list[float | None]]) -> dict[str, dict[str, flo
     return found
 
 
-def throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE", "embedded"), loads=(1, 4, 16, 64)) -> dict[str, Any]:
-    """A file of serving_benchmarks.throughput: 64 requests of 4096 + 64 tokens, three rounds, several loads."""
+def throughput(
+    backends=("SPARSE_MLA", "FLASHMLA_SPARSE", "embedded"), loads=(1, 4, 16, 64), lengths=((4096, 64),)
+) -> dict[str, Any]:
+    """A file of serving_benchmarks.throughput: 64 requests of the same lengths, three rounds, several loads."""
     rng, results = random.Random(0), []
     for backend in backends:
-        for load in loads:
+        for (input_len, output_len), load in itertools.product(lengths, loads):
             rounds = [SPEED[backend] * (40 / load + 2) * rng.uniform(0.98, 1.02) for _ in range(3)]
             requests = _requests(rng, 192, load, SPEED[backend])
             lower, median, upper = statistics.quantiles(rounds, n=4)
@@ -80,8 +83,8 @@ def throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE", "embedded"), loads=(1,
                     "case": {
                         "workload": "fixed",
                         "source": None,
-                        "input_len": 4096,
-                        "output_len": 64,
+                        "input_len": input_len,
+                        "output_len": output_len,
                         "num_prompts": 64,
                         "shared_prefix": 0,
                         "concurrency": load,
@@ -92,11 +95,11 @@ def throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE", "embedded"), loads=(1,
                     "error": None,
                     "elapsed_time": median,
                     "num_requests": 64,
-                    "total_num_tokens": 64 * 4160,
+                    "total_num_tokens": 64 * (input_len + output_len),
                     "requests_per_second": 64 / median,
-                    "tokens_per_second": 64 * 4160 / median,
-                    "total_output_tokens": 64 * 64,
-                    "output_tokens_per_second": 64 * 64 / median,
+                    "tokens_per_second": 64 * (input_len + output_len) / median,
+                    "total_output_tokens": 64 * output_len,
+                    "output_tokens_per_second": 64 * output_len / median,
                     "seconds": {
                         "fastest": min(rounds),
                         "median": median,

@@ -154,6 +154,26 @@ def test_what_no_longer_runs_fails(tmp_path, capsys):
     assert "only in" not in out
 
 
+def test_each_workload_of_a_file_is_held_to_the_same_one(tmp_path, capsys):
+    """Of a new file with several lengths and of an old one that has one of them."""
+    backends = {"backends": ("SPARSE_MLA", "FLASHMLA_SPARSE"), "loads": (16,)}
+    new = result_examples.throughput(**backends, lengths=((4096, 64), (512, 512)))
+    old = {**new, "results": [new["results"][i] for i in (1, 3)]}
+    assert [entry["case"]["input_len"] for entry in old["results"]] == [512, 512]
+    new = copy.deepcopy(new)
+    for i in (0, 2):  # what the old file doesn't have
+        slow_down(new["results"][i], 9.0)
+    status, out, _ = run(tmp_path, old, new, capsys=capsys)
+    only = "only in the new file: SPARSE_MLA, 4096 + 64 tokens, fixed, 64 requests, fp8 cache, 16 at once\n"
+    assert status == 0 and only in out and "4 times compared, limit 5%: nothing changed" in out
+    slow_down(new["results"][1], 4.0)
+    found = compare.compare(file(old), file(new))
+    assert {change.case for change in found.slower(0.05)} == {
+        "SPARSE_MLA, 512 + 512 tokens, fixed, 64 requests, fp8 cache, 16 at once"
+    }
+    assert all(change.times == pytest.approx(4) and change.yardstick for change in found.changes)
+
+
 def test_a_candidate_that_no_longer_starts_is_told(tmp_path, capsys):
     old, new = FILES["vllm_0.23_heads_16"], copy.deepcopy(FILES["vllm_0.23_heads_16"])
     new["results"][1] = {"candidate": "SPARSE_MLA", "backend": "SPARSE_MLA", "workload": None, "error": "no memory"}

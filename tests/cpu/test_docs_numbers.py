@@ -188,6 +188,24 @@ def test_two_backends_stand_beside_each_other_at_each_load_that_both_have():
             throughput_report.beside(result_examples.throughput(backends=backends, loads=(1,)))
 
 
+def test_several_lengths_of_a_file_are_as_those_of_several_files():
+    backends = {"backends": ("SPARSE_MLA", "FLASHMLA_SPARSE", "embedded"), "loads": (1, 16)}
+    both = result_examples.throughput(**backends, lengths=((4096, 64), (512, 512)))
+    first, second = (
+        {**both, "results": [entry for entry in both["results"] if entry["case"]["input_len"] == tokens]}
+        for tokens in (4096, 512)
+    )
+    whole = throughput_report.engine_beside(both)
+    assert whole == throughput_report.engine_beside(first, second)
+    told = [row[1:3] for row in cells(whole)[1:]]
+    assert told == [[tokens, load] for tokens in ("4096 + 64", "512 + 512") for load in ("1", "16")]
+    for file in (both, first, second):
+        file["results"] = [entry for entry in file["results"] if entry["backend"] != "embedded"]
+    assert throughput_report.beside(both) == throughput_report.beside(first, second)
+    both["results"][2] = result_examples.failed(both["results"][2], "out of memory")
+    assert [row[1:3] for row in cells(throughput_report.beside(both))[1:]] == [told[i] for i in (0, 1, 3)]
+
+
 def test_backends_that_took_turns_are_compared_round_by_round():
     report = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(16,))
     ours, theirs = report["results"]
@@ -285,6 +303,19 @@ def test_a_table_of_kernels_has_the_longest_of_each_backend_a_step():
         ["`sparse_fp8::flash_fwd_splitkv_mla_fp8_sparse_kernel`", "-", "1000"],
     ]
     assert [row[0] for row in rows[5:]] == [f"`gemm_{i}`" for i in range(19, 12, -1)]
+
+
+def test_a_table_of_kernels_has_the_lengths_where_there_are_several():
+    both = result_examples.throughput(backends=("SPARSE_MLA",), loads=(1, 16), lengths=((4096, 64), (512, 512)))
+    for number, entry in enumerate(both["results"], 1):
+        profile = {"steps": 1, "wall_s": number * 1e-3, **kernel_times.table([("gemm", 1, 100.0 * number)])}
+        entry["profile"] = profile if entry["case"]["concurrency"] == 1 else None
+    (_, *names), step, *_, gemm = cells(throughput_report.profiles(both))
+    assert names == ["SPARSE_MLA, 16 heads, 4096 + 64", "SPARSE_MLA, 16 heads, 512 + 512"]
+    assert step == ["the step", "1000", "3000"] and gemm == ["`gemm`", "100", "300"]
+    files = [{**both, "results": both["results"][i : i + 2]} for i in (0, 2)]
+    assert throughput_report.profiles(*files) == throughput_report.profiles(both), "as files of one each"
+    assert cells(throughput_report.profiles(files[1]))[0] == ["us a step", "SPARSE_MLA, 16 heads"]
 
 
 def test_ways_to_answer_are_shown_once_and_failures_not_at_all():

@@ -250,6 +250,31 @@ def test_throughput_is_drawn_from_the_lightest_load_to_the_heaviest():
     assert lines(axes)[0][1] == [ours[i]["output_tokens_per_second"] for i in (1, 2, 0)]
 
 
+def test_each_workload_of_a_file_has_a_panel_and_a_picture_of_its_own():
+    content = result_examples.throughput(loads=(1, 16), lengths=((4096, 64), (512, 512)))
+    file = example("throughput", content)
+    names = ["4096 + 64 tokens, fixed, fp8 cache", "512 + 512 tokens, fixed, fp8 cache"]
+    panels = report_pictures.throughput_over_latency(file).axes
+    assert [axes.get_title() for axes in panels] == names
+    for axes, tokens in zip(panels, (4096, 512), strict=True):
+        entries = [entry for entry in content["results"] if entry["case"]["input_len"] == tokens]
+        speeds = [entry["output_tokens_per_second"] for entry in entries]
+        assert [y for _, line in lines(axes) for y in line] == speeds, "three backends, at two loads each"
+        assert axes.get_ylim()[1] == pytest.approx(1.1 * max(speeds))
+    shares = report_pictures.latency_shares(file)
+    assert [name for name, _ in shares] == names
+    for (_, figure), tokens in zip(shares, (4096, 512), strict=True):
+        entries = [entry for entry in content["results"] if entry["case"]["input_len"] == tokens]
+        ours = [entry for entry in entries if entry["backend"] == "SPARSE_MLA"]
+        firsts = [lines(axes)[0][0][1:] for axes in figure.axes[::3]]
+        assert firsts == [sorted(entry["requests"]["ttft_s"]) for entry in ours], "a row for each load"
+    section = report.section_of(file, "x")
+    titles = [(picture.name, picture.title) for picture in section.pictures]
+    assert titles[1:] == [(f"x_latency_{number}", f"Latencies: {name}") for number, name in enumerate(names, 1)]
+    told = [f"| {tokens} tokens, fixed, 64 requests, fp8 cache |" for tokens in ("4096 + 64", "512 + 512")]
+    assert [section.markdown.count(text) for text in told] == [6, 6]
+
+
 def changed(kind: str, change) -> ResultFile:
     content = copy.deepcopy(result_examples.every_kind()[kind])
     change(content)

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +17,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 import engine_models
+import result_examples
 from serving_benchmarks import (
     engines,
     in_flight,
@@ -120,12 +123,11 @@ def test_waves_leave_prompts_out_where_few_are_in_flight_and_a_folder_of_logs_se
 
 BROKEN = """
     import json, sys
-    concurrencies = json.load(open(sys.argv[1]))["concurrencies"]
     with open(sys.argv[2], "a") as events:
         result = dict(requests_per_second=1.0, tokens_per_second=2.0, output_tokens_per_second=1.0, profile=None,
             total_input_tokens=1, total_output_tokens=1, seconds=dict(upper_quartile=1.0, lower_quartile=1.0),
             latency=dict.fromkeys(["ttft_s", "tpot_s"], dict(p50=None, p99=None)))
-        print(json.dumps(dict(event="result", concurrency=concurrencies[0], result=result)), file=events)
+        print(json.dumps(dict(event="result", run=0, result=result)), file=events)
         events.write('{"event": "a line that is to')
     raise MemoryError("out of everything")
 """
@@ -217,7 +219,8 @@ TAKES_TURNS = """
 
     others_are_idle()
     diary("starts")
-    for concurrency in spec["concurrencies"]:
+    for place, run in enumerate(spec["runs"]):
+        concurrency, workload = run["concurrency"], run["workload"]
         turn("warm-up")
         for number in range(spec["rounds"]):
             turn(f"round {number + 1}", round=number)
@@ -227,10 +230,11 @@ TAKES_TURNS = """
                 diary("hangs")
                 time.sleep(1000)
         seconds = [(number + 1.0) * (2 if name == "TWO" else 1 + number) for number in range(spec["rounds"])]
+        seconds = [one * 10**workload for one in seconds]
         result = dict(requests_per_second=1.0, tokens_per_second=2.0, output_tokens_per_second=1.0, profile=None,
             total_input_tokens=1, total_output_tokens=1, seconds=dict(upper_quartile=1.0, lower_quartile=1.0),
             rounds_s=seconds, latency=dict.fromkeys(["ttft_s", "tpot_s"], dict(p50=None, p99=None)))
-        say("result", concurrency=concurrency, result=result)
+        say("result", run=place, result=result)
     turn("ending")
 """
 
@@ -264,6 +268,121 @@ def test_interleaved_backends_take_turns_and_their_rounds_are_compared_in_pairs(
         assert embedded["num_requests"] == 6 and embedded["total_output_tokens"] == 24
     printed = capsys.readouterr().out
     assert printed.count("Throughput: ") == 6 and printed.count("1.00 (0.50 to 1.50)") == 2
+
+
+PAIRS = ("--lengths", "30+2,20+4", "--num-prompts", "6", "--rounds", "2")
+
+
+def test_several_lengths_are_measured_by_one_process_as_each_would_be_alone(folder, tmp_path, capsys):
+    output, logs = tmp_path / "out.json", tmp_path / "logs"
+    more = ["--shared-prefix", "10", "--seed", "3", "--profile", "--concurrency", "2,6", "--waves", "2"]
+    arguments = ["--model", str(folder), "--engine", "embedded", *more]
+    assert throughput.main([*PAIRS, *arguments, "--logs", str(logs), "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    cases = [result["case"] for result in report["results"]]
+    told = [tuple(case[name] for name in ("input_len", "output_len", "num_prompts", "concurrency")) for case in cases]
+    assert told == [(30, 2, 4, 2), (30, 2, 6, 6), (20, 4, 4, 2), (20, 4, 6, 6)]
+    assert all((case["shared_prefix"], case["seed"], case["workload"]) == (10, 3, "fixed") for case in cases)
+    for result, (prompt, new, used, _) in zip(report["results"], told, strict=True):
+        assert result["error"] is None and result["num_requests"] == used
+        assert result["requests"]["input_tokens"] == [prompt] * used * 2
+        assert result["requests"]["output_tokens"] == [new] * used * 2
+        assert result["requests"]["cached_tokens"][0] == result["requests"]["cached_tokens"][used] == 0
+        assert result["output_tokens_per_second"] * result["elapsed_time"] == pytest.approx(used * new)
+    profiles = [result["profile"] for result in report["results"]]
+    assert [profile and (profile["batch"], profile["context"]) for profile in profiles] == [
+        (2, 30),
+        None,
+        (2, 20),
+        None,
+    ]
+    assert len({result["start_s"] for result in report["results"]}) == 1, "the model was loaded once"
+    spec = json.loads((logs / "embedded-embedded.spec.json").read_text())
+    for workload, (prompt, new) in zip(spec["workloads"], ((30, 2), (20, 4)), strict=True):
+        alone = ["--input-len", str(prompt), "--output-len", str(new), "--num-prompts", "6"]
+        assert [Workload(**workload)] == throughput.parse_arguments([*alone, *arguments]).workloads
+    printed = capsys.readouterr().out
+    heads = [f"embedded, {p} + {n} tokens, {load} in flight\n" for p, n, _, load in told]
+    assert [printed.count(head) for head in heads] == [1] * 4
+    tables = printed[printed.index("\n 30 + 2 tokens") :].split("\n 20 + 4 tokens")
+    assert [sum(line.startswith(" embedded") for line in text.splitlines()) for text in tables] == [2, 2]
+
+
+def test_with_several_lengths_rounds_of_the_same_ones_are_compared(folder, tmp_path, monkeypatch, capsys):
+    break_vllm(monkeypatch, tmp_path, TAKES_TURNS)
+    output, logs = tmp_path / "out.json", tmp_path / "logs"
+    arguments = [*PAIRS, "--model", folder, "--engine", "vllm,embedded", "--backend", "ONE", "--interleave"]
+    arguments += ["--concurrency", "2,6", "--logs", logs, "--output", output]
+    assert throughput.main([*map(str, arguments)]) == 0, capsys.readouterr().err
+    stages = ["starts", *["warm-up", "round 1", "round 2"] * 4, "ending"]
+    assert diary(logs) == [("ONE", stage) for stage in stages]
+    results = json.loads(output.read_text())["results"]
+    order = [(r["backend"], r["case"]["input_len"], r["case"]["concurrency"]) for r in results]
+    assert order == [(name, tokens, n) for name in ("ONE", "embedded") for tokens in (30, 20) for n in (2, 6)]
+    for i, (one, embedded) in enumerate(zip(results[:4], results[4:], strict=True)):
+        assert one["rounds_s"] == ([1.0, 4.0] if i < 2 else [10.0, 40.0])
+        assert one["over_first"] == {"median": 1.0, "lowest": 1.0, "highest": 1.0}
+        ratios = sorted(a / b for a, b in zip(one["rounds_s"], embedded["rounds_s"], strict=True))
+        assert [embedded["over_first"][name] for name in ("lowest", "highest")] == pytest.approx(ratios)
+        assert embedded["requests"]["output_tokens"] == [2 if i < 2 else 4] * 12
+    printed = capsys.readouterr().out
+    assert printed.count("ONE, 30 + 2 tokens, 6 in flight\n") == 1
+    shown = ["{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**r["over_first"]) for r in results[4:]]
+    tables = printed[printed.index("\n 30 + 2 tokens") :].split("\n 20 + 4 tokens")
+    for text, its in zip(tables, (shown[:2], shown[2:]), strict=True):
+        rows = [line.rstrip() for line in text.splitlines() if re.match(" (ONE|embedded) ", line)]
+        assert [row.split()[:2] for row in rows] == [[name, n] for name in ("ONE", "embedded") for n in ("2", "6")]
+        assert all(row.endswith(told) for row, told in zip(rows, ["1.00", "1.00", *its], strict=True))
+
+
+def test_with_several_lengths_one_that_fails_has_failed_in_all_that_are_left(folder, tmp_path, monkeypatch, capsys):
+    break_vllm(monkeypatch, tmp_path)
+    output = tmp_path / "out.json"
+    arguments = [*PAIRS, "--model", folder, "--concurrency", "2,6", "--output", output]
+    assert throughput.main([*map(str, arguments)]) == 1
+    results = json.loads(output.read_text())["results"]
+    asked = [(r["case"]["input_len"], r["case"]["concurrency"], r["error"] is None) for r in results]
+    assert asked == [(30, 2, True), (30, 6, False), (20, 2, False), (20, 6, False)]
+    assert len({runs.name_of(result) for result in results}) == 4
+    first, second = capsys.readouterr().out.split("\n 20 + 4 tokens")
+    assert (first.count("failed"), second.count("failed")) == (1, 2)
+
+
+def test_tables_of_several_lengths_are_no_wider_than_others():
+    """With names and numbers as on a large GPU, after backends have taken turns."""
+    report = result_examples.throughput(lengths=((131072, 1024), (512, 512)), loads=(64,))
+    over = {"median": 1.31, "lowest": 1.09, "highest": 1.46}
+    for result in report["results"]:
+        result["over_first"], result["output_tokens_per_second"] = over, 19616.04
+        result["seconds"] |= {"lower_quartile": 1.47, "upper_quartile": 1.81, "median": 1.67}
+        result["total_output_tokens"] = 64 * 512
+    lines = {}
+    for several in (True, False):
+        printed = io.StringIO()
+        for table in throughput.tables(report["results"], several):
+            Console(file=printed, width=throughput.TABLE_WIDTH).print(table)
+        lines[several] = [line.rstrip() for line in printed.getvalue().splitlines()]
+    titles = [" 131072 + 1024 tokens", " 512 + 512 tokens"]
+    assert [line for line in lines[True] if line not in titles] == lines[False] and set(titles) < set(lines[True])
+    rows = [line for line in lines[True] if re.match(" (SPARSE_MLA|FLASHMLA_SPARSE|embedded) ", line)]
+    assert len(rows) == 6 and all(re.search(r" 19616\.0 +18103\.9 to 22291\.2 ", row) for row in rows)
+    assert sum(row.endswith(" 1.31 (1.09 to 1.46)") for row in rows) == 4, "all but the first of each"
+    assert max(map(len, lines[True])) <= throughput.TABLE_WIDTH
+
+
+@pytest.mark.parametrize(
+    ("arguments", "longest"),
+    [
+        (["--lengths", "100+20,64+80"], 144),
+        (["--lengths", " 20+4 , 30+2 "], 32),
+        (["--lengths", "100+20,64+80", "--max-model-len", "200"], 200),
+        # 96 more tokens than the prompt for what is profiled, and one for the prompt itself
+        (["--lengths", "20+4,30+2", "--profile", "--concurrency", "1,2"], 30 + 97),
+    ],
+)
+def test_the_longest_request_is_the_longest_of_all_lengths(folder, arguments, longest):
+    options = throughput.parse_arguments(["--model", str(folder), *arguments])
+    assert options.max_model_len == longest and len(options.workloads) == 2
 
 
 def test_where_an_interleaved_backend_fails_the_others_go_on_taking_turns(folder, tmp_path, monkeypatch, capsys):
@@ -552,6 +671,17 @@ def test_a_profile_shows_attention_however_short_it_is():
         (["--shared-prefix", "20", "--input-len", "20"], "the shared prefix must be shorter"),
         (["--jsonl", "/nope.jsonl"], "/nope.jsonl"),
         (["--histogram", "/nope.csv", "--input-len", "3"], "--input-len can't be given with a file"),
+        (["--lengths", "20+4", "--input-len", "20"], "--lengths can't be given with --input-len"),
+        (["--lengths", "20+4", "--output-len", "128"], "--lengths can't be given with --output-len"),
+        (["--lengths", "20+4", "--histogram", "/nope.csv"], "--lengths can't be given with --histogram"),
+        (["--lengths", "20+4", "--jsonl", "/nope.jsonl"], "--lengths can't be given with --jsonl"),
+        (["--lengths", "20+4,30"], "--lengths: must be tokens from 1 up, such as 4096+64,512+512; got '20+4,30'"),
+        (["--lengths", "20+0"], "--lengths: must be tokens from 1 up"),
+        (["--lengths", ""], "--lengths: must be tokens from 1 up"),
+        (["--lengths", "20+4,30+2,20+4"], "--lengths: must have each pair once; got '20+4,30+2,20+4'"),
+        (["--lengths", "40+4,20+4", "--shared-prefix", "30"], "shorter than the shortest prompt, 20 tokens; got 30"),
+        (["--lengths", "20+4,500+500"], "requests of 1000 tokens are too long for the model"),
+        (["--lengths", "20+4,50+50", "--max-model-len", "60"], "--max-model-len must be 100 or more"),
         (["--jsonl", "/nope.jsonl", "--shared-prefix", "3"], "--shared-prefix can't be given with --jsonl"),
         (["--input-len", "500", "--output-len", "500"], "requests of 1000 tokens are too long for the model"),
         (["--input-len", "50", "--max-model-len", "60"], "--max-model-len must be 178 or more for these prompts"),

@@ -68,17 +68,19 @@ def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
 def test_vllm_and_the_engine_take_turns(tmp_path):
     output, logs = tmp_path / "out.json", tmp_path / "logs"
     command = [sys.executable, "-m", "serving_benchmarks.throughput", "--model", CHECKPOINT, "--output", output]
-    prompts = ["--input-len", "60", "--output-len", "8", "--num-prompts", "4", "--concurrency", "1,4", "--profile"]
+    prompts = ["--lengths", "60+8,40+4", "--num-prompts", "4", "--concurrency", "1,4", "--profile"]
     how = ["--engine", "vllm,embedded", "--backend", "NO_SUCH,SPARSE_MLA", "--interleave", "--rounds", "2"]
     done = subprocess.run([*command, *prompts, *how, *SMALL_CACHE, "--logs", logs], capture_output=True, text=True)
     assert done.returncode == 1 and "NO_SUCH failed: " in done.stderr, done.stderr[-4000:]
     report = json.loads(output.read_text())
     assert report["environment"]["settings"]["interleaved"] is True
-    names = [(result["backend"], result["case"]["concurrency"]) for result in report["results"]]
-    assert names == [(backend, n) for backend in ("NO_SUCH", "SPARSE_MLA", "embedded") for n in (1, 4)]
-    for failed, ours, engine in zip(*(report["results"][i : i + 2] for i in (0, 2, 4)), strict=True):
+    names = [(r["backend"], r["case"]["input_len"], r["case"]["concurrency"]) for r in report["results"]]
+    backends = ("NO_SUCH", "SPARSE_MLA", "embedded")
+    assert names == [(backend, tokens, n) for backend in backends for tokens in (60, 40) for n in (1, 4)]
+    for failed, ours, engine in zip(*(report["results"][i : i + 4] for i in (0, 4, 8)), strict=True):
         assert "Unknown attention backend: 'NO_SUCH'" in failed["error"]
-        assert ours["total_num_tokens"] == engine["total_num_tokens"] == 4 * 68
+        each = 68 if failed["case"]["input_len"] == 60 else 44
+        assert ours["total_num_tokens"] == engine["total_num_tokens"] == 4 * each
         ratios = [theirs / its for theirs, its in zip(ours["rounds_s"], engine["rounds_s"], strict=True)]
         assert ours["over_first"]["median"] == 1.0 and ours["preemptions"] == engine["preemptions"] == 0
         assert engine["over_first"] == {
@@ -86,7 +88,9 @@ def test_vllm_and_the_engine_take_turns(tmp_path):
             "lowest": pytest.approx(min(ratios)),
             "highest": pytest.approx(max(ratios)),
         }
-    assert all(report["results"][i]["profile"]["attention_share"] > 0 for i in (2, 4))
+    profiles = [result["profile"] for result in report["results"][4:]]
+    assert all((profile is not None) == (place % 2 == 0) for place, profile in enumerate(profiles))
+    assert all(profile["attention_share"] > 0 for profile in profiles[::2])
 
 
 def serve_command(model: Path, *more: object) -> list[str]:
