@@ -65,14 +65,14 @@ def own_times(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, int,
 
 def table(kernels: Iterable[tuple[str, int, float]]) -> dict[str, Any]:
     """What a result file says of kernels: totals, and by falling time the longest of them and those that attend."""
-    found = sorted(kernels, key=lambda kernel: -kernel[2])
-    total = sum(time for _, _, time in found)
-    attention = sum(time for name, _, time in found if is_attention(name))
-    keeps = [place < KERNELS_KEPT or is_attention(name) for place, (name, _, _) in enumerate(found)]
-    rest = [kernel for kernel, kept in zip(found, keeps, strict=True) if not kept]
-    rows = [(*kernel, is_attention(kernel[0])) for kernel, kept in zip(found, keeps, strict=True) if kept]
+    found = [(*kernel, is_attention(kernel[0])) for kernel in sorted(kernels, key=lambda kernel: -kernel[2])]
+    total = sum(time for _, _, time, _ in found)
+    attention = sum(time for _, _, time, attends in found if attends)
+    short = found[KERNELS_KEPT:]
+    rows = found[:KERNELS_KEPT] + [kernel for kernel in short if kernel[3]]
+    rest = [kernel for kernel in short if not kernel[3]]
     if rest:
-        rows.append((THE_REST, sum(calls for _, calls, _ in rest), sum(time for _, _, time in rest), False))
+        rows.append((THE_REST, sum(calls for _, calls, _, _ in rest), sum(time for _, _, time, _ in rest), False))
     return {
         "total_us": total,
         "attention_us": attention,

@@ -87,6 +87,13 @@ def over_first(first: dict[str, Any], result: dict[str, Any]) -> dict[str, float
     return {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
 
 
+def ratio(first: dict[str, Any], result: dict[str, Any], in_turn: dict[str, float] | None) -> str:
+    """How many times as fast an entry is as the first one; if they took turns, what `over_first` says of them."""
+    if in_turn is None:
+        return f"{result['output_tokens_per_second'] / first['output_tokens_per_second']:.2f}"
+    return "{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**in_turn)
+
+
 def markdown(report: dict[str, Any]) -> str:
     """A table for the docs, from a result file; runs that failed are left out."""
     rows = []

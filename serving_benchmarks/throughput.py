@@ -405,13 +405,6 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
-def _over(first: dict[str, Any], result: dict[str, Any]) -> str:
-    """How many times as fast a result is as the first one: where they took turns, in rounds of the same number."""
-    if result["over_first"] is None or result is first:
-        return f"{result['output_tokens_per_second'] / first['output_tokens_per_second']:.2f}"
-    return "{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**result["over_first"])
-
-
 def table(results: list[dict[str, Any]], title: str | None) -> Table:
     """All backends beside each other with one workload, at each concurrency."""
     headings = "backend", "in flight", "output tokens/s", "(quartiles)", "requests/s"
@@ -428,6 +421,7 @@ def table(results: list[dict[str, Any]], title: str | None) -> Table:
         speed, seconds, latency = result["output_tokens_per_second"], result["seconds"], result["latency"]
         tokens = result["total_output_tokens"]
         ttft, tpot = latency["ttft_s"], latency["tpot_s"]
+        first = firsts.setdefault(concurrency, result)
         shown.add_row(
             result["backend"],
             str(concurrency or "all"),
@@ -435,7 +429,7 @@ def table(results: list[dict[str, Any]], title: str | None) -> Table:
             f"{tokens / seconds['upper_quartile']:.1f} to {tokens / seconds['lower_quartile']:.1f}",
             f"{result['requests_per_second']:.2f}",
             *(_milliseconds(value) for value in (ttft["p50"], ttft["p99"], tpot["p50"], tpot["p99"])),
-            _over(firsts.setdefault(concurrency, result), result),
+            runs.ratio(first, result, None if result is first else result["over_first"]),
         )
     return shown
 

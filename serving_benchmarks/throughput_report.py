@@ -23,7 +23,7 @@ def beside(*reports: dict[str, Any]) -> str:
     rows = []
     for report in reports:
         for mine, theirs in _of_each_load(report, ours, other):
-            ratio = _ratio(report, mine, theirs)
+            ratio = _ratio(report, theirs, mine)
             rows.append([*_load(report, mine), _speed(mine), _speed(theirs), ratio, *_latencies(mine, theirs)])
     return "\n".join([*result_file.table(headings, rows), "", _where(reports, "ours / theirs")])
 
@@ -44,7 +44,8 @@ def engine_beside(*reports: dict[str, Any]) -> str:
     rows = []
     for report in reports:
         for mine, *theirs in _of_each_load(report, runs.EMBEDDED, *others):
-            ratio = _ratio(report, mine, max(theirs, key=lambda entry: entry["output_tokens_per_second"]))
+            faster = max(theirs, key=lambda entry: entry["output_tokens_per_second"])
+            ratio = _ratio(report, faster, mine)
             speeds = map(_speed, (mine, *theirs))
             rows.append([*_load(report, mine), *speeds, ratio, *_latencies(mine, theirs[0])])
     return "\n".join([*result_file.table(headings, rows), "", _where(reports, f"{runs.EMBEDDED} / {others[0]}")])
@@ -118,11 +119,8 @@ def _backends(reports: tuple[dict[str, Any], ...]) -> tuple[str, str]:
     return ours[0], others[0]
 
 
-def _ratio(report: dict[str, Any], mine: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """How many times as fast the first entry is as the other one; where they took turns, (how far rounds differ)."""
-    if not runs.interleaved(report):
-        return f"{mine['output_tokens_per_second'] / theirs['output_tokens_per_second']:.2f}"
-    return "{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**runs.over_first(theirs, mine))
+def _ratio(report: dict[str, Any], theirs: dict[str, Any], mine: dict[str, Any]) -> str:
+    return runs.ratio(theirs, mine, runs.over_first(theirs, mine) if runs.interleaved(report) else None)
 
 
 def _speed(entry: dict[str, Any]) -> str:

@@ -33,6 +33,15 @@ def test_every_list_length(cpu_kernel, fmt, topk):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("latent", [0.0, 1e-38, 1e-30])
+def test_queries_that_are_rope_alone(cpu_kernel, fmt, latent):
+    problem = random_problem(fmt, tokens=3, heads=16, topk=70)
+    problem.q[..., :512] *= latent
+    problem.q[..., 512:] += 8
+    problem.check()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_rows_that_no_index_names_may_hold_nan(cpu_kernel, fmt):
     problem = random_problem(fmt, tokens=3, heads=5, topk=60)
     problem.topk_length = torch.tensor([0, 30, 60], dtype=torch.int32)

@@ -423,6 +423,7 @@ sys.exit(throughput.main())
 """
 
 
+@pytest.mark.usefixtures("children_hear_ctrl_c")
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_interleaved_ones_all_end_when_they_are_stopped(folder, tmp_path, how, status):
     """While one of them works, and another one waits for its turn."""

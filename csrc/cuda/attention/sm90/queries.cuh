@@ -35,7 +35,7 @@ __device__ __forceinline__ uint32_t exponent_of_head(const uint4 (&latent)[2], c
       largest = larger_magnitude(pair, largest);
   for (const uint32_t pair : {rope.x, rope.y, rope.z, rope.w}) largest_rope = larger_magnitude(pair, largest_rope);
   const uint32_t exponent = __reduce_max_sync(~0u, largest) >> 7, of_rope = __reduce_max_sync(~0u, largest_rope) >> 7;
-  return max(exponent, of_rope > kRopeRoom && exponent < 255 ? of_rope - kRopeRoom : 0u);
+  return max(exponent, max(of_rope, kRopeRoom) - kRopeRoom);
 }
 
 // Eight warps load a token's heads, a warp a head at a time, rows of q after one another as in a tile's block. Beyond
