@@ -15,6 +15,7 @@
 #include "cuda/attention/work.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/mma.cuh"
+#include "cuda/common/order.cuh"
 #include "mla/problem.h"
 
 namespace mla::cuda::sm90 {
@@ -191,30 +192,58 @@ __device__ __forceinline__ void merge_places(const Partials& partials, int64_t f
   if (reference > -INFINITY) merged.reference = reference;
 }
 
-// Adds up rows in the team's blocks: lane i knows where that of block i is and what it weighs. Each read takes as long
-// as all of a batch do.
+// Rows in the team's blocks: lane i knows where that of block i is.
 template <int kQuartersOfWarp>
-__device__ __forceinline__ void add_rows_of_team(const Team& team, uint32_t row, float weight, int lane,
-                                                 float4 (&values)[kShareQuarters]) {
-  constexpr int kAtOnce = 8 / kQuartersOfWarp;
-#pragma unroll 1
-  for (int i = 0; i < team.count; i += kAtOnce) {
-    float4 x[kAtOnce][kQuartersOfWarp];
+struct TeamRows {
+  static constexpr int kAtOnce = 8 / kQuartersOfWarp;
+  float4 x[kAtOnce][kQuartersOfWarp];
+
+  // Those of block `begin` on; after the last one that one again.
+  __device__ __forceinline__ void read(const Team& team, uint32_t row, int begin, int lane) {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      const int member = min(i + k, team.count - 1);
+      const int member = min(begin + k, team.count - 1);
       const uint32_t from = address_in_block(__shfl_sync(~0u, row, member) + 16 * lane, team.first + member);
 #pragma unroll
       for (int j = 0; j < kQuartersOfWarp; ++j) x[k][j] = load4_of_block(from + j * kQuarter * 4);
     }
+  }
+
+  // `weight` is lane i's for block i.
+  __device__ __forceinline__ void add(const Team& team, float weight, int begin,
+                                      float4 (&values)[kShareQuarters]) const {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      const float own = __shfl_sync(~0u, weight, min(i + k, team.count - 1));
-      if (own == 0.0f || i + k >= team.count) continue;  // an empty part may hold anything
+      const float own = __shfl_sync(~0u, weight, min(begin + k, team.count - 1));
+      if (own == 0.0f || begin + k >= team.count) continue;  // an empty part may hold anything
 #pragma unroll
       for (int j = 0; j < kQuartersOfWarp; ++j) add_weighted(values[j], own, x[k][j]);
     }
   }
+};
+
+// All of a batch is asked for before anything waits: a read of another block takes long, however many there are.
+template <int kQuartersOfWarp>
+__device__ __forceinline__ void merge_rows_of_team(const PartResult& result, const Team& team, const Share& share,
+                                                   int lane, MergedRow& merged) {
+  float4 theirs{-INFINITY, 0.0f, -INFINITY, 0.0f};
+  if (lane < team.count) theirs = load4_of_block(address_in_block(&result, team.first + lane));
+  const uint32_t row = __float_as_uint(theirs.w) + share.begin * kQuarter * 4;
+  TeamRows<kQuartersOfWarp> rows;
+  rows.read(team, row, 0, lane);
+  const float raised = max_of_warp(theirs.x);
+  if (raised > -INFINITY) merged.reference = raised;
+  const float weight = theirs.x == -INFINITY ? 0.0f : expf(theirs.x - merged.reference), factor = weight * theirs.y;
+  merged.total = sum_of_warp(weight);
+  merged.largest = max_of_warp(theirs.z);
+  rows.add(team, factor, 0, merged.values);
+#pragma unroll 1
+  for (int begin = rows.kAtOnce; begin < team.count; begin += rows.kAtOnce) {
+    rows.read(team, row, begin, lane);
+    rows.add(team, factor, begin, merged.values);
+  }
+#pragma unroll
+  for (int j = 0; j < kQuartersOfWarp; ++j) have_arrived(merged.values[j]);
 }
 
 // Merges what the team's blocks hold. Alone in a team, it is what the block itself holds.
@@ -230,18 +259,10 @@ __device__ __forceinline__ void merge_team(const PartResult& result, const Team&
       add_weighted(merged.values[j], result.factor, load4(result.sums + 16 * lane + (share.begin + j) * kQuarter * 4));
     return;
   }
-  float4 theirs{-INFINITY, 0.0f, -INFINITY, 0.0f};
-  if (lane < team.count) theirs = load4_of_block(address_in_block(&result, team.first + lane));
-  const float raised = max_of_warp(theirs.x);
-  if (raised > -INFINITY) merged.reference = raised;
-  const float weight = theirs.x == -INFINITY ? 0.0f : expf(theirs.x - merged.reference), factor = weight * theirs.y;
-  merged.total = sum_of_warp(weight);
-  merged.largest = max_of_warp(theirs.z);
-  const uint32_t row = __float_as_uint(theirs.w) + share.begin * kQuarter * 4;
   if (share.end - share.begin == 1)
-    add_rows_of_team<1>(team, row, factor, lane, merged.values);
+    merge_rows_of_team<1>(result, team, share, lane, merged);
   else
-    add_rows_of_team<2>(team, row, factor, lane, merged.values);
+    merge_rows_of_team<2>(result, team, share, lane, merged);
 }
 
 // Eight warps bring a worker's part of a token, which `results` describes, together with the others. Each calls
@@ -283,7 +304,7 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
   }
   if (share.head >= share.heads) have_read();
   if (complete) return;
-  __threadfence();
+  fence_of_gpu();
   __syncwarp();
   // a lane a quarter of a head
   bool last = false;
@@ -296,7 +317,7 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
   }
   const uint32_t completed = __ballot_sync(~0u, last);
   if (completed == 0) return;
-  __threadfence();
+  fence_of_gpu();
   constexpr int kMostHeads = 4;  // of a warp
   static_assert(kHeads * kQuarters <= kMostHeads * kShareQuarters * 8 && kMostHeads * kEarlyParts <= 32);
   float lses = -INFINITY, scores = -INFINITY;

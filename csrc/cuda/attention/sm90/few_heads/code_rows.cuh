@@ -28,6 +28,7 @@ struct CodeRows {
   static constexpr int kTileArrivals = 32 * kWarps + kWarps;
   static constexpr int kGroupDims = kValueDim / kGroups;  // of values, a warp's
   static constexpr int kLaneDims = kGroupDims / 8;
+  static constexpr bool kAhead = kHeads <= 16;  // there are registers for codes that are read a step ahead
 
   struct Stage {
     uint8_t codes[kGroups][kTileTokens * kRowBytes];  // a group of 128 is a row of 128 bytes
@@ -48,6 +49,7 @@ struct CodeRows {
   // Of the lane's two tokens: log2 of a power of two above every scale. Values are divided by it, weights multiplied.
   int power[2];
   uint32_t value_scale;  // of tokens 2 * lane and the next, for the warp's group, in f16
+  uint4 codes[4];        // of the first values to be added
 
   __device__ float lift(int half) const { return static_cast<float>(power[half]); }
 
@@ -74,6 +76,16 @@ struct CodeRows {
         multiply_codes(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
                        q + ((g * 2 * kHeads * kRowBytes + step * 32) >> 4), step > 0);
     };
+    // before the products, which occupy shared memory
+    float4 scale[2], value_scales[2];
+    bool held[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = warp * 16 + lane / 4 + 8 * i;
+      scale[i] = *reinterpret_cast<const float4*>(s.scale[stage][token]);
+      held[i] = s.held[stage][token];
+      value_scales[i] = *reinterpret_cast<const float4*>(s.scale[stage][2 * lane + (i ^ swap())]);
+    }
     sums_change(score);
     begin_products();
 #pragma unroll
@@ -85,16 +97,13 @@ struct CodeRows {
       for (int g = 0; g < kGroups; ++g) begin_group(part[g], g);
     }
     end_products();
-    float4 scale[2];
     float bias[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int token = warp * 16 + lane / 4 + 8 * i;
-      scale[i] = *reinterpret_cast<const float4*>(s.scale[stage][token]);
       power[i] = power_of(scale[i]);
-      bias[i] = s.held[stage][token] ? 0.0f : -INFINITY;
+      bias[i] = held[i] ? 0.0f : -INFINITY;
     }
-    find_value_scale(s, stage);
+    find_value_scale(value_scales);
     wait_for_products();
     sums_change(score);
 #pragma unroll
@@ -119,17 +128,19 @@ struct CodeRows {
       const float2 by = q_scales(q_scale, i / 4);
       score[i] = score[i] * (i % 2 ? by.y : by.x) + bias[i / 2 % 2];
     }
+    if constexpr (kAhead) load(codes, s.stages[stage], 0);
   }
 
-  __device__ void find_value_scale(const Memory& s, int stage) {
-    const int swap = lane / 4 % 2;  // so that eight lanes read from different banks
+  __device__ int swap() const { return lane / 4 % 2; }  // so that eight lanes read scales from different banks
+
+  __device__ void find_value_scale(const float4 (&scales)[2]) {
     float own[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float4 x = *reinterpret_cast<const float4*>(s.scale[stage][2 * lane + (i ^ swap)]);
+      const float4& x = scales[i];
       own[i] = (warp == 0 ? x.x : warp == 1 ? x.y : warp == 2 ? x.z : x.w) * two_to(-power_of(x));
     }
-    value_scale = swap ? pack_f16(own[1], own[0]) : pack_f16(own[0], own[1]);
+    value_scale = swap() ? pack_f16(own[1], own[0]) : pack_f16(own[0], own[1]);
   }
 
   // Two tokens' weights, of the upper or the lower ones, as a product has them.
@@ -139,7 +150,7 @@ struct CodeRows {
   }
 
   // The lane's codes of tokens 16 * step + 2 * (lane % 4), the next, and both again 8 further on.
-  __device__ void load(uint4 (&codes)[4], const Stage& rows, int step) const {
+  __device__ void load(uint4 (&codes)[4], const Stage& rows, int step) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 2 * (lane % 4) + i % 2;  // of eight
@@ -162,24 +173,27 @@ struct CodeRows {
   }
 
   // Adds up values, with weights in shared memory. `release` is called when nobody reads the tile any more. Products
-  // are under way while the next ones' rows are converted.
+  // are under way while the next ones' rows are converted. Codes are read a step ahead; the first ones have been read.
   template <typename Release>
   __device__ void add_values(float (&out)[kLaneDims / 2][kSums], Memory& s, int stage, uint32_t weights_address,
-                             Release release) const {
+                             Release release) {
     const uint64_t weights = describe_atoms(weights_address);
+    constexpr int kSteps = kTileTokens / 16;
     uint32_t rows[2][2][4];
+    uint4 others[4];
 #pragma unroll
-    for (int step = 0; step < kTileTokens / 16; ++step) {
-      uint4 codes[4];
-      load(codes, s.stages[stage], step);
+    for (int step = 0; step < kSteps; ++step) {
+      uint4 (&own)[4] = kAhead && step % 2 ? others : codes, (&next)[4] = step % 2 ? codes : others;
+      if constexpr (!kAhead) load(own, s.stages[stage], step);
+      if (kAhead && step + 1 < kSteps) load(next, s.stages[stage], step + 1);
       const uint32_t scale[2] = {__shfl_sync(~0u, value_scale, 8 * step + lane % 4),
                                  __shfl_sync(~0u, value_scale, 8 * step + 4 + lane % 4)};
-      if (step == kTileTokens / 16 - 1) release();
+      if (step + 1 == kSteps) release();
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         const auto of = [&](const uint4& x) { return word == 0 ? x.x : word == 1 ? x.y : word == 2 ? x.z : x.w; };
         if (step > 0 || word > 1) wait_for_products<1>();
-        convert(rows[word % 2], of(codes[0]), of(codes[1]), of(codes[2]), of(codes[3]), scale);
+        convert(rows[word % 2], of(own[0]), of(own[1]), of(own[2]), of(own[3]), scale);
         begin_products();
         multiply_rows(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
         multiply_rows(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
@@ -210,18 +224,30 @@ struct CodeRows {
     for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
   }
 
-  // Eight warps bring rows, and when a token's first ones are on their way its queries.
+  // Eight warps bring rows, and when a token's first ones are on their way its queries. A warp finds out where its rows
+  // of four tiles lie at once, a lane a row, and asks for the next ones' slots four tiles ahead.
   template <typename Shared>
   static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
+    constexpr int kBatch = 32 / kWarpRows;  // tiles
+    using Queries = QueryCodes<kHeads>;
     const Worker worker(p, blockIdx.y, kTileTokens);
     TileCursor cursor(worker);
+    cursor.advance(lane / kWarpRows);
     const int first = warp * kWarpRows, at = first + lane % kWarpRows;
-    TileRequest next(cursor, at);
-    for (int tile = 0, tokens = 0; next.token != TileRequest::kEnd; ++tile) {
-      const uint32_t own = next.row(p);
-      const uint8_t* cache = p.lists[next.list].cache.data;
-      const int token = next.token;
-      next = TileRequest(cursor, at);
+    TileRequest next(cursor, at, kBatch);
+    uint32_t row = kNoRow;
+    int batch = 0;  // the token, as a request has it, and the list
+    for (int tile = 0, tokens = 0;; ++tile) {
+      if (tile % kBatch == 0) {
+        row = next.row(p);
+        batch = next.token * 2 + next.list;
+        next = TileRequest(cursor, at, kBatch);
+      }
+      const int first_lane = tile % kBatch * kWarpRows;
+      const int both = __shfl_sync(~0u, batch, first_lane), token = both >> 1;
+      if (token == TileRequest::kEnd) return;
+      const uint8_t* cache = p.lists[both & 1].cache.data;
+      const uint32_t own = __shfl_sync(~0u, row, first_lane + lane % kWarpRows);
       const int stage = tile % kStages;
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
       ask(s.rows, stage, first, at, cache, own, lane);
@@ -229,10 +255,13 @@ struct CodeRows {
       arrive_as_warp(s.full[stage]);
       if (token == TileRequest::kSameToken) continue;
       const int query = tokens % kQueries;
-      constexpr int kAtOnce = kHeads == 16 ? 2 : 1;
-      load_query_codes<kWarps, kHeads, kAtOnce, kHeads, 2 * kHeads * kRowBytes, false>(
-          p, s.rows.q[query][0], s.rows.q_rope[query], s.q_scale[query], token, head_begin, warp, lane,
-          [](int head) { return head; }, [&] { wait(s.q_empty[query], tokens / kQueries % 2 ^ 1); });
+#pragma unroll 1
+      for (int head = warp * Queries::kAtOnce; head < kHeads; head += Queries::kStep) {
+        Queries queries;
+        queries.load(p, token, head_begin, head, lane);
+        if (head < Queries::kStep) wait(s.q_empty[query], tokens / kQueries % 2 ^ 1);
+        queries.store(p.scale, s.rows.q[query][0], s.rows.q_rope[query], s.q_scale[query], head, lane);
+      }
       arrive_as_warp(s.q_full[query]);
       ++tokens;
     }
