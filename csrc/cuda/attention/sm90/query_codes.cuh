@@ -39,9 +39,9 @@ struct CodePair {
 template <int kHeads>
 struct QueryCodes {
   static_assert(kHeads % 8 == 0, "both rows of a head are swizzled alike");
-  static constexpr int kWarps = 8;                       // that share the heads
-  static constexpr int kAtOnce = kHeads == 16 ? 2 : 1;   // heads of a warp
-  static constexpr int kStep = kWarps * kAtOnce;         // to the warp's next ones
+  static constexpr int kWarps = 8;                      // that share the heads
+  static constexpr int kAtOnce = kHeads == 16 ? 2 : 1;  // heads of a warp
+  static constexpr int kStep = kWarps * kAtOnce;        // to the warp's next ones
   static constexpr int kGroupBytes = 2 * kHeads * kRowBytes;
 
   uint4 latent[kAtOnce][2], rope[kAtOnce];

@@ -271,7 +271,8 @@ struct CodeRows {
   // Begins to copy a warp's rows, from `first` on; the lane's own is row `at`.
   static __device__ void ask(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
     const uint32_t codes = shared_address(s.stages[stage].codes[lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
-#pragma unroll
+// not all at once: what consumers read from shared memory waits in the same queue
+#pragma unroll 2
     for (int i = 0; i < kWarpRows; ++i)
       copy_piece((codes ^ i * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
     const uint8_t* rope = cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
