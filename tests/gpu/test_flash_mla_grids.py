@@ -71,7 +71,7 @@ def check_decode(b, s_q, h, context, topk, block_size):
     )
     want = oracle(q.flatten(0, 1), cache, indices.flatten(0, 1), 576**-0.5, length.repeat_interleave(s_q), sink)
     lse = torch.where(lse == torch.inf, -torch.inf, lse).transpose(1, 2).reshape(b * s_q, h)
-    assert_accurate((out.flatten(0, 1), lse), want[:2], score_error=score_error(cache, h))
+    assert_accurate((out.flatten(0, 1), lse), want[:2], score_error=score_error(cache))
 
 
 @pytest.mark.parametrize("h", HEADS)

@@ -56,18 +56,25 @@ __device__ __forceinline__ float4 load4_of_block(uint32_t address) {
   return x;
 }
 
-// `count` arrivals at a barrier of any block of the cluster, after all that the thread has seen done.
+// Nothing after this begins before the numbers, which were read from another block, are there.
+__device__ __forceinline__ void have_arrived(float4& x) {
+  asm volatile("" : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w)::"memory");
+}
+
+// `count` arrivals at a barrier of any block of the cluster. What the thread and those that it has met wrote to their
+// shared memory can be read by who waits for it: there is one copy of it, and it is written in order. To have it
+// released to the cluster would also wait for everything global, which takes a thousand cycles, and nobody needs it.
 __device__ __forceinline__ void arrive_in_block(uint32_t barrier, int count) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
+  asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
                : "memory");
 }
 
-// As wait, and what other blocks did before they arrived can be seen.
+// As wait, at a barrier where other blocks arrive too.
 __device__ __forceinline__ void wait_for_blocks(uint64_t& barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n"
       "}" ::"r"(shared_address(&barrier)),
       "r"(parity)

@@ -8,7 +8,7 @@ std::string describe_kernels() {
   for (const KernelList& list :
        {portable_attention_kernels(),
 #ifdef MLA_CUDA_SM90A
-        few_heads_attention_kernels(), some_heads_attention_kernels(), many_heads_attention_kernels(),
+        few_heads_attention_kernels(), many_heads_attention_kernels(),
 #endif
         plan_kernels(), merge_kernels(), cache_write_kernels(), cache_gather_kernels(), convert_indices_kernels(),
         index_scores_kernels(), select_top_kernels()}) {

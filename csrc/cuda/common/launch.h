@@ -64,7 +64,6 @@ struct KernelList {
 KernelList portable_attention_kernels();
 KernelList few_heads_attention_kernels();
 KernelList many_heads_attention_kernels();
-KernelList some_heads_attention_kernels();
 KernelList plan_kernels();
 KernelList merge_kernels();
 KernelList cache_write_kernels();

@@ -1,5 +1,6 @@
 // The order of kernels where one is launched before the one before it has ended (launch_early in common/launch.h). A
-// no-op where the architecture has no such thing, and then the launch is an ordinary one.
+// no-op where the architecture has no such thing, and then the launch is an ordinary one. And the order of what blocks
+// of one kernel tell one another through memory.
 #pragma once
 
 namespace mla::cuda {
@@ -17,5 +18,9 @@ __device__ __forceinline__ void let_next_kernel_begin() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// Between what a thread writes for other blocks and the count that tells them of it, and between that count and what
+// they read.
+__device__ __forceinline__ void fence_of_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 }  // namespace mla::cuda

@@ -11,14 +11,18 @@ enum class Number { f16, bf16 };
 // How a factor's numbers lie: rows of the dimension that is summed over, or rows of the other one.
 enum class Rows : int { along_sum, across_sum };
 
+// Hides from the compiler how a number came about, so that it neither shares that with other numbers nor does it
+// earlier.
+__device__ __forceinline__ void hide(uint32_t& number) { asm volatile("" : "+r"(number)); }
+__device__ __forceinline__ void hide(uint64_t& number) { asm volatile("" : "+l"(number)); }
+
 // What wgmma is told of a factor: where it begins, that its atoms are 1024 bytes apart, and, of one whose rows go
 // across the sum and that is longer than an atom there, how far the next 64 numbers of a row are.
 __device__ __forceinline__ uint64_t describe_atoms(uint32_t shared_address, uint32_t next_atom_of_row = 16) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kAtomDistance = uint64_t{1024 >> 4} << 32;
   uint64_t description =
       kSwizzle128 | kAtomDistance | uint64_t{next_atom_of_row >> 4} << 16 | (shared_address & 0x3ffff) >> 4;
-  asm volatile(""
-               : "+l"(description));  // or the compiler works out those of all products before a loop, and spills them
+  hide(description);  // or the compiler works out those of all products before a loop, and spills them
   return description;
 }
 
@@ -68,15 +72,14 @@ __device__ __forceinline__ void sums_change(float (&sum)[kCount]) {
 template <Number kNumber, Rows kRowsOfA, Rows kRowsOfB, int kSums>
 __device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64_t b, bool add) {
   constexpr int kA = static_cast<int>(kRowsOfA), kB = static_cast<int>(kRowsOfB);
-  static_assert(kSums == 4 || kSums == 8 || kSums == 32, "n is 8, 16 or 64");
-  if constexpr (kSums == 4 && kNumber == Number::f16)
-    MLA_MULTIPLY("8", "f16", MLA_4_SUMS(0), MLA_SUM_NUMBERS_4, "%4", "%5", "%6", "%7", "%8");
+  static_assert(kSums == 32 || (kNumber == Number::bf16 && (kSums == 4 || kSums == 8 || kSums == 16)),
+                "n is 64, or of bf16 8, 16 or 32");
   if constexpr (kSums == 4 && kNumber == Number::bf16)
     MLA_MULTIPLY("8", "bf16", MLA_4_SUMS(0), MLA_SUM_NUMBERS_4, "%4", "%5", "%6", "%7", "%8");
-  if constexpr (kSums == 8 && kNumber == Number::f16)
-    MLA_MULTIPLY("16", "f16", MLA_8_SUMS(0), MLA_SUM_NUMBERS_8, "%8", "%9", "%10", "%11", "%12");
   if constexpr (kSums == 8 && kNumber == Number::bf16)
     MLA_MULTIPLY("16", "bf16", MLA_8_SUMS(0), MLA_SUM_NUMBERS_8, "%8", "%9", "%10", "%11", "%12");
+  if constexpr (kSums == 16 && kNumber == Number::bf16)
+    MLA_MULTIPLY("32", "bf16", MLA_16_SUMS(0), MLA_SUM_NUMBERS_16, "%16", "%17", "%18", "%19", "%20");
   if constexpr (kSums == 32 && kNumber == Number::f16)
     MLA_MULTIPLY("64", "f16", MLA_32_SUMS(0), MLA_SUM_NUMBERS_32, "%32", "%33", "%34", "%35", "%36");
   if constexpr (kSums == 32 && kNumber == Number::bf16)
@@ -84,25 +87,40 @@ __device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64
 }
 #undef MLA_MULTIPLY
 
-// The same for 64 x 32 and 32 x 64 numbers of e4m3. Their rows are always along the sum; 32 of them are 32 bytes, like
+// The same for 64 x 32 and 32 x n numbers of e4m3. Their rows are always along the sum; 32 of them are 32 bytes, like
 // 16 of 16 bits.
-__device__ __forceinline__ void multiply_codes(float (&sum)[32], uint64_t a, uint64_t b, bool add) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-      "{" MLA_SUM_NUMBERS_32 "}, %32, %33, add, 1, 1;\n}"
-      : MLA_32_SUMS(0)
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
+#define MLA_MULTIPLY(n, sums, sum_numbers, a_number, b_number, add_number)                                    \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " add_number ", 0;\nwgmma.mma_async.sync.aligned.m64n" n \
+               "k32.f32.e4m3.e4m3 {" sum_numbers "}, " a_number ", " b_number ", add, 1, 1;\n}"               \
+               : sums                                                                                         \
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)))
 
-// sum += a b in f16 for n = 32, with a lane's four pairs of numbers of its rows: of row lane / 4 and the one 8 below
-// it, columns 2 * (lane % 4) and the next, then both once more for columns 8 further on. They stay as they are until
-// the product is waited for. Rows of b are along the sum.
-__device__ __forceinline__ void multiply_rows(float (&sum)[16], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {" MLA_SUM_NUMBERS_16
-               "}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
-               : MLA_16_SUMS(0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+template <int kSums>
+__device__ __forceinline__ void multiply_codes(float (&sum)[kSums], uint64_t a, uint64_t b, bool add) {
+  static_assert(kSums == 8 || kSums == 16 || kSums == 32, "n is 16, 32 or 64");
+  if constexpr (kSums == 8) MLA_MULTIPLY("16", MLA_8_SUMS(0), MLA_SUM_NUMBERS_8, "%8", "%9", "%10");
+  if constexpr (kSums == 16) MLA_MULTIPLY("32", MLA_16_SUMS(0), MLA_SUM_NUMBERS_16, "%16", "%17", "%18");
+  if constexpr (kSums == 32) MLA_MULTIPLY("64", MLA_32_SUMS(0), MLA_SUM_NUMBERS_32, "%32", "%33", "%34");
 }
+#undef MLA_MULTIPLY
+
+// sum += a b in f16, with a lane's four pairs of numbers of its rows: of row lane / 4 and the one 8 below it, columns
+// 2 * (lane % 4) and the next, then both once more for columns 8 further on. They stay as they are until the product is
+// waited for. Rows of b are along the sum.
+#define MLA_MULTIPLY(n, sums, sum_numbers, a_numbers, b_number)                                                    \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" sum_numbers "}, " a_numbers ", " b_number \
+               ", 1, 1, 1, 0;"                                                                                     \
+               : sums                                                                                              \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+template <int kSums>
+__device__ __forceinline__ void multiply_rows(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b) {
+  static_assert(kSums == 4 || kSums == 8 || kSums == 16, "n is 8, 16 or 32");
+  if constexpr (kSums == 4) MLA_MULTIPLY("8", MLA_4_SUMS(0), MLA_SUM_NUMBERS_4, "{%4, %5, %6, %7}", "%8");
+  if constexpr (kSums == 8) MLA_MULTIPLY("16", MLA_8_SUMS(0), MLA_SUM_NUMBERS_8, "{%8, %9, %10, %11}", "%12");
+  if constexpr (kSums == 16) MLA_MULTIPLY("32", MLA_16_SUMS(0), MLA_SUM_NUMBERS_16, "{%16, %17, %18, %19}", "%20");
+}
+#undef MLA_MULTIPLY
 
 // sum += a b for n = 128: 64 sums a lane, from sum[kFirst] on. `a` is a description as above, of rows along the sum, or
 // the lane's four pairs of numbers of its rows: of row lane / 4 and the one 8 below it, columns 2 * (lane % 4) and the

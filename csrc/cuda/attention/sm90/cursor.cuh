@@ -25,17 +25,18 @@ struct TileCursor {
     step_over_empty();
   }
   __device__ bool done() const { return work.token >= worker.token_end; }
-  __device__ void advance() {
-    ++tile;
+  __device__ void advance(int tiles = 1) {
+    tile += tiles;
     step_over_empty();
   }
 
  private:
   __device__ void step_over_empty() {
     while (work.token < worker.token_end && tile >= work.tile_end) {
+      tile -= work.tile_end;
       if (++work.token >= worker.token_end) break;
       work = worker.work(work.token);
-      tile = work.tile_begin;
+      tile += work.tile_begin;
     }
   }
 };
@@ -48,8 +49,8 @@ struct TileRequest {
   int list;
   int token;  // whose first tile this is; or kSameToken; or kEnd: there is no such tile
 
-  // `at` is the lane's place in the tile. The cursor moves on.
-  __device__ TileRequest(TileCursor& cursor, int at) {
+  // `at` is the lane's place in the tile. The cursor moves on, by so many tiles.
+  __device__ TileRequest(TileCursor& cursor, int at, int step = 1) {
     slot = -1, list = 0, token = kEnd;
     if (cursor.done()) return;
     const TokenWork& work = cursor.work;
@@ -58,7 +59,7 @@ struct TileRequest {
     if (at < slots.count) slot = from.slots[work.token * from.stride + slots.begin + at];
     list = slots.list;
     token = cursor.tile == work.tile_begin ? work.token : kSameToken;
-    cursor.advance();
+    cursor.advance(step);
   }
 
   // How far from the cache's beginning the row lies, in pieces of 16 bytes, or kNoRow. It fits, as do block sizes:
@@ -87,14 +88,6 @@ __device__ __forceinline__ void store_piece(uint32_t shared_address, uint4 piece
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address), "r"(piece.x), "r"(piece.y),
                "r"(piece.z), "r"(piece.w)
                : "memory");
-}
-
-// A warp's rope of four rows, `token` of the tile and on: a piece of row lane / 8.
-__device__ __forceinline__ void store_rope(uint8_t* tile, uint4 rope, int token, int lane) {
-  const int row = token + lane / 8;
-  store_piece(shared_address(tile) + kLatentBlocks * kBlockBytes + row * kRowBytes +
-                  place_of_piece(kLatentBlocks, lane % 8, row),
-              rope);
 }
 
 // log2 of a power of two above a magnitude, kept where both it and its inverse, times what they are multiplied with,

@@ -15,6 +15,7 @@
 #include "cuda/attention/work.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/mma.cuh"
+#include "cuda/common/order.cuh"
 #include "mla/problem.h"
 
 namespace mla::cuda::sm90 {
@@ -29,8 +30,8 @@ static_assert(kQuarter == 4 * 32);
 struct Team {
   int first, count, own;
 
-  // A warp says at all the team's barriers, each of which expects as many arrivals as a cluster has blocks, that this
-  // block is there.
+  // A warp says something at all the team's barriers. Each of these expects to hear it from all blocks of the cluster,
+  // and hears it from this one for those that are not in the team.
   __device__ void arrive(uint64_t& barrier, int lane) const {
     if (lane < count) arrive_in_block(address_in_block(&barrier, first + lane), 1);
     const int others = static_cast<int>(blocks_of_cluster()) - count;
@@ -191,30 +192,58 @@ __device__ __forceinline__ void merge_places(const Partials& partials, int64_t f
   if (reference > -INFINITY) merged.reference = reference;
 }
 
-// Adds up rows in the team's blocks: lane i knows where that of block i is and what it weighs. Each read takes as long
-// as all of a batch do.
+// Rows in the team's blocks: lane i knows where that of block i is.
 template <int kQuartersOfWarp>
-__device__ __forceinline__ void add_rows_of_team(const Team& team, uint32_t row, float weight, int lane,
-                                                 float4 (&values)[kShareQuarters]) {
-  constexpr int kAtOnce = 4 / kQuartersOfWarp;
-#pragma unroll 1
-  for (int i = 0; i < team.count; i += kAtOnce) {
-    float4 x[kAtOnce][kQuartersOfWarp];
+struct TeamRows {
+  static constexpr int kAtOnce = 8 / kQuartersOfWarp;
+  float4 x[kAtOnce][kQuartersOfWarp];
+
+  // Those of block `begin` on; after the last one that one again.
+  __device__ __forceinline__ void read(const Team& team, uint32_t row, int begin, int lane) {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      const int member = min(i + k, team.count - 1);
+      const int member = min(begin + k, team.count - 1);
       const uint32_t from = address_in_block(__shfl_sync(~0u, row, member) + 16 * lane, team.first + member);
 #pragma unroll
       for (int j = 0; j < kQuartersOfWarp; ++j) x[k][j] = load4_of_block(from + j * kQuarter * 4);
     }
+  }
+
+  // `weight` is lane i's for block i.
+  __device__ __forceinline__ void add(const Team& team, float weight, int begin,
+                                      float4 (&values)[kShareQuarters]) const {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      const float own = __shfl_sync(~0u, weight, min(i + k, team.count - 1));
-      if (own == 0.0f || i + k >= team.count) continue;  // an empty part may hold anything
+      const float own = __shfl_sync(~0u, weight, min(begin + k, team.count - 1));
+      if (own == 0.0f || begin + k >= team.count) continue;  // an empty part may hold anything
 #pragma unroll
       for (int j = 0; j < kQuartersOfWarp; ++j) add_weighted(values[j], own, x[k][j]);
     }
   }
+};
+
+// All of a batch is asked for before anything waits: a read of another block takes long, however many there are.
+template <int kQuartersOfWarp>
+__device__ __forceinline__ void merge_rows_of_team(const PartResult& result, const Team& team, const Share& share,
+                                                   int lane, MergedRow& merged) {
+  float4 theirs{-INFINITY, 0.0f, -INFINITY, 0.0f};
+  if (lane < team.count) theirs = load4_of_block(address_in_block(&result, team.first + lane));
+  const uint32_t row = __float_as_uint(theirs.w) + share.begin * kQuarter * 4;
+  TeamRows<kQuartersOfWarp> rows;
+  rows.read(team, row, 0, lane);
+  const float raised = max_of_warp(theirs.x);
+  if (raised > -INFINITY) merged.reference = raised;
+  const float weight = theirs.x == -INFINITY ? 0.0f : expf(theirs.x - merged.reference), factor = weight * theirs.y;
+  merged.total = sum_of_warp(weight);
+  merged.largest = max_of_warp(theirs.z);
+  rows.add(team, factor, 0, merged.values);
+#pragma unroll 1
+  for (int begin = rows.kAtOnce; begin < team.count; begin += rows.kAtOnce) {
+    rows.read(team, row, begin, lane);
+    rows.add(team, factor, begin, merged.values);
+  }
+#pragma unroll
+  for (int j = 0; j < kQuartersOfWarp; ++j) have_arrived(merged.values[j]);
 }
 
 // Merges what the team's blocks hold. Alone in a team, it is what the block itself holds.
@@ -230,22 +259,14 @@ __device__ __forceinline__ void merge_team(const PartResult& result, const Team&
       add_weighted(merged.values[j], result.factor, load4(result.sums + 16 * lane + (share.begin + j) * kQuarter * 4));
     return;
   }
-  float4 theirs{-INFINITY, 0.0f, -INFINITY, 0.0f};
-  if (lane < team.count) theirs = load4_of_block(address_in_block(&result, team.first + lane));
-  const float raised = max_of_warp(theirs.x);
-  if (raised > -INFINITY) merged.reference = raised;
-  const float weight = theirs.x == -INFINITY ? 0.0f : expf(theirs.x - merged.reference), factor = weight * theirs.y;
-  merged.total = sum_of_warp(weight);
-  merged.largest = max_of_warp(theirs.z);
-  const uint32_t row = __float_as_uint(theirs.w) + share.begin * kQuarter * 4;
   if (share.end - share.begin == 1)
-    add_rows_of_team<1>(team, row, factor, lane, merged.values);
+    merge_rows_of_team<1>(result, team, share, lane, merged);
   else
-    add_rows_of_team<2>(team, row, factor, lane, merged.values);
+    merge_rows_of_team<2>(result, team, share, lane, merged);
 }
 
-// Eight warps bring a worker's part of a token, which `results` describes, together with the others. `have_read` is
-// called when nothing in shared memory is needed any more.
+// Eight warps bring a worker's part of a token, which `results` describes, together with the others. Each calls
+// `have_read` when it needs nothing in shared memory any more.
 template <int kHeads, typename Read>
 __device__ __forceinline__ void join_parts(const AttentionProblem& p, const PartResult (&results)[kHeads],
                                            int64_t token, const TokenPart& part, const Team& team, int head_begin,
@@ -261,6 +282,7 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
     const int head = head_begin + own;
     MergedRow merged;
     merge_team(results[own], team, share, lane, merged);
+    if (own + share.step >= share.heads) have_read();
     if (complete) {
       write_merged(p, token, head, share, quarters, lane, merged);
       continue;
@@ -280,9 +302,9 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
       partials.max_logits[row] = lane == 0 ? (isnan(lse) ? lse : merged.largest) : -INFINITY;
     }
   }
-  have_read();
+  if (share.head >= share.heads) have_read();
   if (complete) return;
-  __threadfence();
+  fence_of_gpu();
   __syncwarp();
   // a lane a quarter of a head
   bool last = false;
@@ -295,7 +317,7 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
   }
   const uint32_t completed = __ballot_sync(~0u, last);
   if (completed == 0) return;
-  __threadfence();
+  fence_of_gpu();
   constexpr int kMostHeads = 4;  // of a warp
   static_assert(kHeads * kQuarters <= kMostHeads * kShareQuarters * 8 && kMostHeads * kEarlyParts <= 32);
   float lses = -INFINITY, scores = -INFINITY;

@@ -32,31 +32,39 @@ struct CodePair {
   }
 };
 
-// kWarps warps load a token's heads, kHeads of them, eight a warp's rows: heads 8 * i and on as rows 16 * i and on of
-// q, and what e4m3 leaves of them as the eight rows after these. Rope is bf16, and zero in those. There are zeros
-// beyond the problem's heads. Each head is divided by a power of two that brings its largest latent number to 2^7 to
-// 2^8; q_scale puts that right, and brings scores to base 2.
-template <int kWarps, typename Shared>
-__device__ __forceinline__ void load_query_codes(const AttentionProblem& p, Shared& s, int64_t token, int head_begin,
-                                                 int warp, int lane) {
-  constexpr int kAtOnce = 4, kHeads = sizeof(s.q_scale) / sizeof(float);
-#pragma unroll 1
-  for (int first = warp * kAtOnce; first < kHeads; first += kWarps * kAtOnce) {
-    uint4 latent[kAtOnce][2], rope[kAtOnce];
+// Heads of a token's queries on their way from memory into pairs of codes. A head is a row of `codes`, and what e4m3
+// leaves of it is the row kHeads further on; a group of 128 dims is a row of 128 bytes, groups lie one after another.
+// Rope is bf16, in rows of its own. There are zeros beyond the problem's heads. Each head is divided by a power of two
+// that brings its largest latent number to 2^7 to 2^8; q_scale puts that right, and brings scores to base 2.
+template <int kHeads>
+struct QueryCodes {
+  static_assert(kHeads % 8 == 0, "both rows of a head are swizzled alike");
+  static constexpr int kWarps = 8;                      // that share the heads
+  static constexpr int kAtOnce = kHeads == 16 ? 2 : 1;  // heads of a warp
+  static constexpr int kStep = kWarps * kAtOnce;        // to the warp's next ones
+  static constexpr int kGroupBytes = 2 * kHeads * kRowBytes;
+
+  uint4 latent[kAtOnce][2], rope[kAtOnce];
+
+  // Asks for the warp's heads from `first` of the block's on.
+  __device__ __forceinline__ void load(const AttentionProblem& p, int64_t token, int head_begin, int first, int lane) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int head = head_begin + first + i;
       latent[i][0] = latent[i][1] = rope[i] = {};
-      if (head < p.heads) {
-        const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
-        latent[i][0] = nope[lane], latent[i][1] = nope[lane + 32];
-        if (lane < 8)
-          rope[i] = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
-      }
+      if (head >= p.heads) continue;
+      const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
+      latent[i][0] = nope[lane], latent[i][1] = nope[lane + 32];
+      if (lane < 8)
+        rope[i] = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
     }
+  }
+
+  __device__ __forceinline__ void store(float scale, uint8_t* codes, uint8_t* rope_rows, float* q_scale, int first,
+                                        int lane) const {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int own = first + i, row = own / 8 * 16 + own % 8;
+      const int row = first + i;
       const uint32_t biased = exponent_of_head(latent[i], rope[i]), exponent = max(biased, 8u);
       // an infinity among them would become a number: let it be NaN
       const float factor = biased == 255 ? NAN : __uint_as_float((261 - exponent) << 23);
@@ -65,18 +73,16 @@ __device__ __forceinline__ void load_query_codes(const AttentionProblem& p, Shar
         const CodePair x(latent[i][j].x, factor), y(latent[i][j].y, factor), z(latent[i][j].z, factor),
             w(latent[i][j].w, factor);
         const int group = lane / 16 + 2 * j, piece = lane % 16 / 2;
-        uint8_t* at = s.q[group] + row * kRowBytes + (piece ^ (row & 7)) * kPieceBytes + lane % 2 * 8;
+        uint8_t* at = codes + group * kGroupBytes + row * kRowBytes + (piece ^ (row & 7)) * kPieceBytes + lane % 2 * 8;
         *reinterpret_cast<uint2*>(at) = {x.high | y.high << 16, z.high | w.high << 16};
-        *reinterpret_cast<uint2*>(at + 8 * kRowBytes) = {x.low | y.low << 16, z.low | w.low << 16};
+        *reinterpret_cast<uint2*>(at + kHeads * kRowBytes) = {x.low | y.low << 16, z.low | w.low << 16};
       }
-      if (lane < 8) {
-        uint8_t* at = s.q_rope + row * kRowBytes + (lane ^ (row & 7)) * kPieceBytes;
-        *reinterpret_cast<uint4*>(at) = scaled_piece(rope[i], factor, false);
-        *reinterpret_cast<uint4*>(at + 8 * kRowBytes) = {};
-      }
-      if (lane == 0) s.q_scale[own] = p.scale * kLog2E * __uint_as_float((exponent - 7) << 23);
+      if (lane < 8)
+        *reinterpret_cast<uint4*>(rope_rows + row * kRowBytes + (lane ^ (row & 7)) * kPieceBytes) =
+            scaled_piece(rope[i], factor, false);
+      if (lane == 0) q_scale[row] = scale * kLog2E * __uint_as_float((exponent - 7) << 23);
     }
   }
-}
+};
 
 }  // namespace mla::cuda::sm90

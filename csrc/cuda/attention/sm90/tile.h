@@ -1,12 +1,10 @@
-// How the Hopper kernels hold cached rows in shared memory: 64 tokens of 576 16-bit numbers, in blocks of 64 dims. In a
+// How Hopper kernels hold cached rows in shared memory as 16-bit numbers: 64 tokens of 576, in blocks of 64 dims. In a
 // block a token is a row of 128 bytes, swizzled as wgmma wants it, so that the same numbers serve as rows of K (scores
 // sum over dims) and as columns of V (values sum over tokens).
 //
-// e4m3 becomes f16 without its scale, which is exact; scales multiply partial scores and weights. Rope stays bf16.
-//
-// In odd blocks neighbouring 16-byte pieces of the latent dims change places. A lane that has 16 codes of a row stores
-// two pieces, and with this order eight lanes' first pieces lie in different banks. Queries lie in the same order, and
-// results are put right where they leave the registers.
+// In odd blocks neighbouring 16-byte pieces of the latent dims change places. A lane that converts 16 codes of a row
+// stores two pieces, and with this order eight lanes' first pieces lie in different banks. Queries lie in the same
+// order, and results are put right where they leave the registers.
 #pragma once
 
 #include <cstdint>
@@ -25,19 +23,10 @@ constexpr int kPieceBytes = 16;                       // 8 numbers
 constexpr int kBlockBytes = kTileTokens * kRowBytes;  // 8 KB
 constexpr int kTileBytes = kBlocks * kBlockBytes;     // 72 KB
 constexpr int kGroups = 4;                            // of 128 dims that share a scale
-constexpr int kGroupBlocks = kLatentBlocks / kGroups;
 
 // Where the piece of eight dims from 8 * piece on stands in its row.
 MLA_HOST_DEVICE constexpr int place_of_piece(int block, int piece, int row) {
   return (piece ^ (block & 1) ^ (row & 7)) * kPieceBytes;
 }
-
-// What the scores of a tile's tokens need besides the rows.
-struct TileInfo {
-  alignas(16) float scale[kTileTokens][kGroups];
-  uint8_t held[kTileTokens];  // whether the slot is one
-};
-// Loaders are up to a tile ahead of converters, and these one stage ahead of two consumers.
-constexpr int kInfoTiles = 4;
 
 }  // namespace mla::cuda::sm90

@@ -28,11 +28,11 @@ int clusters_at_once(int blocks) {
   check(cudaGetDevice(&device), "device");
   std::atomic<int>* const entry = device < 64 ? &known[device][blocks] : nullptr;
   if (entry && *entry > 0) return *entry - 1;
-  const void* kernel = reinterpret_cast<const void*>(attention_kernel<kCode, kHeads>);
+  const void* kernel = reinterpret_cast<const void*>(attention_kernel<kCode, kHeads, true>);
   cudaLaunchAttribute cluster = clustered(blocks);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(1, blocks);
-  config.blockDim = dim3(Roles<kCode>::kThreads);
+  config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kSharedBytes<kCode, kHeads>;
   config.attrs = &cluster;
   config.numAttrs = 1;
@@ -67,13 +67,13 @@ void run(const AttentionProblem& p, void* stream) {
   cudaLaunchAttribute attributes[2]{clustered(cluster), {}};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  launch(attention_kernel<kCode, kHeads>, blocks, Roles<kCode>::kThreads, kSharedBytes<kCode, kHeads>, stream,
+  launch(attention_kernel<kCode, kHeads, true>, blocks, kThreads, kSharedBytes<kCode, kHeads>, stream,
          "sparse_attention", p, attributes, 2);
 }
 
-template <Code kCode, int kHeads>
+template <Code kCode, int kHeads, bool kLargest = true>
 KernelEntry entry(const char* name) {
-  return {name, reinterpret_cast<const void*>(attention_kernel<kCode, kHeads>), Roles<kCode>::kThreads,
+  return {name, reinterpret_cast<const void*>(attention_kernel<kCode, kHeads, kLargest>), kThreads,
           kSharedBytes<kCode, kHeads>};
 }
 
@@ -87,11 +87,20 @@ void few_heads_attention(const AttentionProblem& p, void* stream) {
     codes ? run<Code::e4m3, 16>(p, stream) : run<Code::bf16, 16>(p, stream);
 }
 
+void some_heads_attention(const AttentionProblem& p, void* stream) {
+  const dim3 blocks((p.heads + 31) / 32, p.workers);
+  launch_early(p.max_logits ? attention_kernel<Code::e4m3, 32, true> : attention_kernel<Code::e4m3, 32, false>, blocks,
+               kThreads, kSharedBytes<Code::e4m3, 32>, stream, "sparse_attention", p);
+}
+
 KernelList few_heads_attention_kernels() {
-  static const KernelEntry entries[] = {entry<Code::e4m3, 8>("sparse_attention sm90, 8 heads, fp8_ds_mla"),
-                                        entry<Code::e4m3, 16>("sparse_attention sm90, 16 heads, fp8_ds_mla"),
-                                        entry<Code::bf16, 8>("sparse_attention sm90, 8 heads, bf16"),
-                                        entry<Code::bf16, 16>("sparse_attention sm90, 16 heads, bf16")};
+  static const KernelEntry entries[] = {
+      entry<Code::e4m3, 8>("sparse_attention sm90, 8 heads, fp8_ds_mla"),
+      entry<Code::e4m3, 16>("sparse_attention sm90, 16 heads, fp8_ds_mla"),
+      entry<Code::bf16, 8>("sparse_attention sm90, 8 heads, bf16"),
+      entry<Code::bf16, 16>("sparse_attention sm90, 16 heads, bf16"),
+      entry<Code::e4m3, 32, false>("sparse_attention sm90, 32 heads, fp8_ds_mla"),
+      entry<Code::e4m3, 32>("sparse_attention sm90, 32 heads, fp8_ds_mla, largest scores")};
   return {entries, sizeof(entries) / sizeof(entries[0])};
 }
 

@@ -12,8 +12,8 @@
 //   scoring   | scores i | softmax i | values i, left   | scores i + 1 ...
 //   adding    | ask for rows of i + 1 | values i, right | ask for rows of i + 2 ...
 //
-// e4m3 times its scale is rounded to f16 here, once, by 2^-12 at most: with 64 columns of scores there are no registers
-// to keep the four groups of a scale apart, as the kernel for few heads does.
+// e4m3 times its scale is rounded to f16 when rows are converted, once, by 2^-12 at most: with 64 columns of scores
+// there are no registers to keep the four groups of a scale apart.
 #pragma once
 
 #include <cstdint>

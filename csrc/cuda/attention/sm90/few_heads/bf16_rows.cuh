@@ -1,0 +1,124 @@
+// bf16 rows for up to 16 heads: a tile as wgmma reads it, along its rows and across them, so nothing is converted.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/sm90/produce_bf16.cuh"
+#include "cuda/attention/sm90/queries.cuh"
+#include "cuda/common/mbarrier.cuh"
+#include "cuda/common/wgmma.cuh"
+
+namespace mla::cuda::sm90::few_heads {
+
+template <int kHeads>
+struct Bf16Rows {
+  static constexpr int kStages = 2;   // tiles
+  static constexpr int kQueries = 1;  // tokens whose queries there is room for
+  static constexpr int kSums = kHeads / 2;
+  static constexpr int kTileArrivals = RowCopier::kArrivals;
+
+  struct Memory {
+    alignas(1024) uint8_t tiles[kStages][kTileBytes];
+    alignas(1024) uint8_t q[kBlocks][kHeads * kRowBytes];
+    uint8_t held[kStages][kTileTokens];  // whether the slot is one
+
+    __device__ void* place(int stage) { return tiles[stage]; }
+  };
+
+  const int warp, lane;  // warp of the warpgroup
+
+  // What the power of two is by which a token's weights are multiplied beyond what its score says.
+  __device__ float lift(int) const { return 0.0f; }
+
+  // What brings scores of heads 8 * j + 2 * (lane % 4) and the next to base 2.
+  __device__ float2 q_scales(const float* q_scale, int j) const {
+    return *reinterpret_cast<const float2*>(q_scale + 8 * j + 2 * (lane % 4));
+  }
+
+  // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
+  __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int, const float* q_scale) const {
+    const uint64_t k_rows = describe_atoms(shared_address(s.tiles[stage])), q = describe_atoms(shared_address(s.q));
+    float sum[kSums];
+    begin_products();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(sum, k_rows + ((block * kBlockBytes + k * 32) >> 4),
+                                                                 q + ((block * kHeads * kRowBytes + k * 32) >> 4),
+                                                                 block > 0 || k > 0);
+    end_products();
+    float bias[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) bias[i] = s.held[stage][warp * 16 + lane / 4 + 8 * i] ? 0.0f : -INFINITY;
+    wait_for_products();
+    sums_change(sum);
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const float2 scale = q_scales(q_scale, i / 4);
+      score[i] = sum[i] * (i % 2 ? scale.y : scale.x) + bias[i / 2 % 2];
+    }
+  }
+
+  // Two tokens' weights, of the upper or the lower ones, as a product has them.
+  __device__ uint32_t pack(float first, float second, int) const { return pack_bf16(first, second); }
+
+  // Adds up values, with weights in shared memory. `release` is called when nobody reads the tile any more.
+  template <typename Release>
+  __device__ void add_values(float (&out)[kLatentBlocks][kSums], Memory& s, int stage, uint32_t weights_address,
+                             Release release) const {
+    const uint64_t tile = describe_atoms(shared_address(s.tiles[stage])), weights = describe_atoms(weights_address);
+    begin_products();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+#pragma unroll
+      for (int block = 0; block < kLatentBlocks; ++block)
+        multiply<Number::bf16, Rows::across_sum, Rows::along_sum>(
+            out[block], tile + ((block * kBlockBytes + k * 16 * kRowBytes) >> 4), weights + ((k * 32) >> 4), true);
+    end_products();
+    wait_for_products();
+    release();
+  }
+
+  // Where a head's 512 sums lie among those of all. With rows of kMeetingStride eight dims of four pairs of heads lie
+  // in different banks.
+  static __device__ int meeting_row(int head) { return head; }
+  // A lane has the sums of a dim of each block and of the one 8 further on.
+  static constexpr int kLaneDims = 2 * kLatentBlocks;
+  __device__ int dim(int i) const { return i / 2 * kBlockDims + warp * 16 + lane / 4 + 8 * (i % 2 ^ (i / 2 & 1)); }
+  __device__ void get(float (&sum)[kLaneDims], const float* row) const {
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) sum[i] = row[dim(i)];
+  }
+  __device__ void put(float* row, const float (&sum)[kLaneDims]) const {
+#pragma unroll
+    for (int i = 0; i < kLaneDims; ++i) row[dim(i)] = sum[i];
+  }
+
+  // Eight warps bring tiles, and before a token's first tile its queries.
+  template <typename Shared>
+  static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
+    const Worker worker(p, blockIdx.y, kTileTokens);
+    TileCursor cursor(worker);
+    const int at = warp * RowCopier::kRows + lane % RowCopier::kRows;
+    TileRequest next(cursor, at);
+    for (int tile = 0, tokens = 0; next.token != TileRequest::kEnd; ++tile) {
+      const uint32_t row = next.row(p);
+      const uint8_t* cache = p.lists[next.list].cache.data;
+      const int token = next.token;
+      next = TileRequest(cursor, at);
+      const int stage = tile % kStages;
+      wait(s.empty[stage], tile / kStages % 2 ^ 1);
+      RowCopier::copy(s.rows.tiles[stage], s.rows.held[stage], cache, row, warp, lane);
+      arrive_when_copied(s.full[stage]);
+      arrive_as_warp(s.full[stage]);
+      if (token == TileRequest::kSameToken) continue;
+      load_queries<Code::bf16, kHeads>(p, s.rows.q, s.q_scale[0], token, head_begin, warp, lane,
+                                       [&] { wait(s.q_empty[0], tokens % 2 ^ 1); });
+      arrive_as_warp(s.q_full[0]);
+      ++tokens;
+    }
+  }
+};
+
+}  // namespace mla::cuda::sm90::few_heads

@@ -1,0 +1,291 @@
+// fp8 rows for up to 32 heads, in shared memory as they are in the cache.
+//
+// Scores are products of the codes: a query is the sum of two e4m3 numbers, which are two columns of wgmma, and a sum
+// over 128 dims is multiplied with its token's scale in fp32. Values become f16 in registers, scales and all, just
+// before they are multiplied. So no f16 copy of a tile is ever written, and there is room for four tiles on their way.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/sm90/cursor.cuh"
+#include "cuda/attention/sm90/few_heads/meeting.h"
+#include "cuda/attention/sm90/query_codes.cuh"
+#include "cuda/common/cp_async.cuh"
+#include "cuda/common/e4m3.cuh"
+#include "cuda/common/mbarrier.cuh"
+#include "cuda/common/pairs.cuh"
+#include "cuda/common/wgmma.cuh"
+
+namespace mla::cuda::sm90::few_heads {
+
+template <int kHeads>
+struct CodeRows {
+  static constexpr int kStages = 4;                     // tiles
+  static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // tokens whose queries there is room for
+  static constexpr int kSums = kHeads / 2;
+  static constexpr int kWarps = 8;                        // that produce
+  static constexpr int kWarpRows = kTileTokens / kWarps;  // of a tile
+  static constexpr int kTileArrivals = 32 * kWarps + kWarps;
+  static constexpr int kGroupDims = kValueDim / kGroups;  // of values, a warp's
+  static constexpr int kLaneDims = kGroupDims / 8;
+  static constexpr bool kAhead = kHeads <= 16;  // there are registers for codes that are read a step ahead
+
+  struct Stage {
+    uint8_t codes[kGroups][kTileTokens * kRowBytes];  // a group of 128 is a row of 128 bytes
+    uint8_t rope[kTileTokens * kRowBytes];
+  };
+  struct Memory {
+    alignas(1024) Stage stages[kStages];
+    alignas(1024) uint8_t q[kQueries][kGroups][2 * kHeads * kRowBytes];  // e4m3, heads and what it leaves of them
+    alignas(1024) uint8_t q_rope[kQueries][kHeads * kRowBytes];
+    alignas(16) float scale[kStages][kTileTokens][kGroups];
+    uint8_t held[kStages][kTileTokens];  // whether the slot is one
+
+    __device__ void* place(int stage) { return &stages[stage]; }
+  };
+
+  const int warp, lane;  // warp of the warpgroup
+
+  // Of the lane's two tokens: log2 of a power of two above every scale. Values are divided by it, weights multiplied.
+  int power[2];
+  uint32_t value_scale;  // of tokens 2 * lane and the next, for the warp's group, in f16
+  uint4 codes[4];        // of the first values to be added
+
+  __device__ float lift(int half) const { return static_cast<float>(power[half]); }
+
+  static __device__ int power_of(const float4& x) {
+    return power_above(fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
+  }
+  static __device__ float two_to(int power) { return __uint_as_float((127 + power) << 23); }
+
+  // What brings scores of heads 8 * j + 2 * (lane % 4) and the next to base 2.
+  __device__ float2 q_scales(const float* q_scale, int j) const {
+    return *reinterpret_cast<const float2*>(q_scale + 8 * j + 2 * (lane % 4));
+  }
+
+  // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
+  __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query, const float* q_scale) {
+    const uint64_t k = describe_atoms(shared_address(&s.stages[stage])), q = describe_atoms(shared_address(s.q[query])),
+                   q_rope = describe_atoms(shared_address(s.q_rope[query]));
+    // Of 17 heads and more there are registers for one group's sums at a time.
+    constexpr bool kTogether = kHeads <= 16;
+    float part[kTogether ? kGroups : 1][2 * kSums];
+    const auto begin_group = [&](float (&sum)[2 * kSums], int g) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+        multiply_codes(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
+                       q + ((g * 2 * kHeads * kRowBytes + step * 32) >> 4), step > 0);
+    };
+    // before the products, which occupy shared memory
+    float4 scale[2], value_scales[2];
+    bool held[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = warp * 16 + lane / 4 + 8 * i;
+      scale[i] = *reinterpret_cast<const float4*>(s.scale[stage][token]);
+      held[i] = s.held[stage][token];
+      value_scales[i] = *reinterpret_cast<const float4*>(s.scale[stage][2 * lane + (i ^ swap())]);
+    }
+    sums_change(score);
+    begin_products();
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(
+          score, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4), step > 0);
+    if constexpr (kTogether) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) begin_group(part[g], g);
+    }
+    end_products();
+    float bias[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      power[i] = power_of(scale[i]);
+      bias[i] = held[i] ? 0.0f : -INFINITY;
+    }
+    find_value_scale(value_scales);
+    wait_for_products();
+    sums_change(score);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      float (&sum)[2 * kSums] = part[kTogether ? g : 0];
+      if constexpr (!kTogether) {
+        sums_change(sum);
+        begin_products();
+        begin_group(sum, g);
+        end_products();
+        wait_for_products();
+      }
+      sums_change(sum);
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        const float4& x = scale[i / 2 % 2];
+        score[i] += (sum[i] + sum[i + kSums]) * (g == 0 ? x.x : g == 1 ? x.y : g == 2 ? x.z : x.w);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) {
+      const float2 by = q_scales(q_scale, i / 4);
+      score[i] = score[i] * (i % 2 ? by.y : by.x) + bias[i / 2 % 2];
+    }
+    if constexpr (kAhead) load(codes, s.stages[stage], 0);
+  }
+
+  __device__ int swap() const { return lane / 4 % 2; }  // so that eight lanes read scales from different banks
+
+  __device__ void find_value_scale(const float4 (&scales)[2]) {
+    float own[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4& x = scales[i];
+      own[i] = (warp == 0 ? x.x : warp == 1 ? x.y : warp == 2 ? x.z : x.w) * two_to(-power_of(x));
+    }
+    value_scale = swap() ? pack_f16(own[1], own[0]) : pack_f16(own[0], own[1]);
+  }
+
+  // Two tokens' weights, of the upper or the lower ones, as a product has them.
+  __device__ uint32_t pack(float first, float second, int half) const {
+    const float up = two_to(power[half]);
+    return pack_f16(first * up, second * up);
+  }
+
+  // The lane's codes of tokens 16 * step + 2 * (lane % 4), the next, and both again 8 further on.
+  __device__ void load(uint4 (&codes)[4], const Stage& rows, int step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 2 * (lane % 4) + i % 2;  // of eight
+      codes[i] = load_piece(shared_address(rows.codes[warp]) + (16 * step + 8 * (i / 2) + row) * kRowBytes +
+                            (lane / 4 ^ row) * kPieceBytes);
+    }
+  }
+
+  // Four dims of these tokens as two products' rows.
+  static __device__ void convert(uint32_t (&rows)[2][4], uint32_t a, uint32_t b, uint32_t c, uint32_t d,
+                                 const uint32_t (&scale)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      // codes of a dim from two tokens next to each other, for two dims
+      const uint32_t first = __byte_perm(a, b, i ? 0x7362 : 0x5140), second = __byte_perm(c, d, i ? 0x7362 : 0x5140);
+      const uint4 numbers = e4m3_to_f16(first, second);
+      rows[i][0] = times<Number::f16>(numbers.x, scale[0]), rows[i][1] = times<Number::f16>(numbers.y, scale[0]);
+      rows[i][2] = times<Number::f16>(numbers.z, scale[1]), rows[i][3] = times<Number::f16>(numbers.w, scale[1]);
+    }
+  }
+
+  // Adds up values, with weights in shared memory. `release` is called when nobody reads the tile any more. Products
+  // are under way while the next ones' rows are converted. Codes are read a step ahead; the first ones have been read.
+  template <typename Release>
+  __device__ void add_values(float (&out)[kLaneDims / 2][kSums], Memory& s, int stage, uint32_t weights_address,
+                             Release release) {
+    const uint64_t weights = describe_atoms(weights_address);
+    constexpr int kSteps = kTileTokens / 16;
+    uint32_t rows[2][2][4];
+    uint4 others[4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      uint4 (&own)[4] = kAhead && step % 2 ? others : codes, (&next)[4] = step % 2 ? codes : others;
+      if constexpr (!kAhead) load(own, s.stages[stage], step);
+      if (kAhead && step + 1 < kSteps) load(next, s.stages[stage], step + 1);
+      const uint32_t scale[2] = {__shfl_sync(~0u, value_scale, 8 * step + lane % 4),
+                                 __shfl_sync(~0u, value_scale, 8 * step + 4 + lane % 4)};
+      if (step + 1 == kSteps) release();
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const auto of = [&](const uint4& x) { return word == 0 ? x.x : word == 1 ? x.y : word == 2 ? x.z : x.w; };
+        if (step > 0 || word > 1) wait_for_products<1>();
+        convert(rows[word % 2], of(own[0]), of(own[1]), of(own[2]), of(own[3]), scale);
+        begin_products();
+        multiply_rows(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
+        multiply_rows(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
+        end_products();
+      }
+    }
+    wait_for_products();
+  }
+
+  // Where a head's 512 sums lie among those of all: four heads that neighbouring lanes have are neighbours, so that
+  // with rows of kMeetingStride eight lanes' pieces lie in different banks.
+  static __device__ int meeting_row(int head) {
+    return head % kMeetingHeads<kHeads> / 2 + head % 2 * (kMeetingHeads<kHeads> / 2);
+  }
+  // A lane has the sums of neighbouring dims.
+  __device__ float4* dims(float* row) const {
+    return reinterpret_cast<float4*>(row + kGroupDims * warp + kLaneDims * (lane / 4));
+  }
+  __device__ void get(float (&sum)[kLaneDims], float* row) const {
+#pragma unroll
+    for (int i = 0; i < kLaneDims / 4; ++i) {
+      const float4 x = dims(row)[i];
+      sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
+    }
+  }
+  __device__ void put(float* row, const float (&sum)[kLaneDims]) const {
+#pragma unroll
+    for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
+  }
+
+  // Eight warps bring rows, and when a token's first ones are on their way its queries. A warp finds out where its rows
+  // of four tiles lie at once, a lane a row, and asks for the next ones' slots four tiles ahead.
+  template <typename Shared>
+  static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
+    constexpr int kBatch = 32 / kWarpRows;  // tiles
+    using Queries = QueryCodes<kHeads>;
+    const Worker worker(p, blockIdx.y, kTileTokens);
+    TileCursor cursor(worker);
+    cursor.advance(lane / kWarpRows);
+    const int first = warp * kWarpRows, at = first + lane % kWarpRows;
+    TileRequest next(cursor, at, kBatch);
+    uint32_t row = kNoRow;
+    int batch = 0;  // the token, as a request has it, and the list
+    for (int tile = 0, tokens = 0;; ++tile) {
+      if (tile % kBatch == 0) {
+        row = next.row(p);
+        batch = next.token * 2 + next.list;
+        next = TileRequest(cursor, at, kBatch);
+      }
+      const int first_lane = tile % kBatch * kWarpRows;
+      const int both = __shfl_sync(~0u, batch, first_lane), token = both >> 1;
+      if (token == TileRequest::kEnd) return;
+      const uint8_t* cache = p.lists[both & 1].cache.data;
+      const uint32_t own = __shfl_sync(~0u, row, first_lane + lane % kWarpRows);
+      const int stage = tile % kStages;
+      wait(s.empty[stage], tile / kStages % 2 ^ 1);
+      ask(s.rows, stage, first, at, cache, own, lane);
+      arrive_when_copied(s.full[stage]);
+      arrive_as_warp(s.full[stage]);
+      if (token == TileRequest::kSameToken) continue;
+      const int query = tokens % kQueries;
+#pragma unroll 1
+      for (int head = warp * Queries::kAtOnce; head < kHeads; head += Queries::kStep) {
+        Queries queries;
+        queries.load(p, token, head_begin, head, lane);
+        if (head < Queries::kStep) wait(s.q_empty[query], tokens / kQueries % 2 ^ 1);
+        queries.store(p.scale, s.rows.q[query][0], s.rows.q_rope[query], s.q_scale[query], head, lane);
+      }
+      arrive_as_warp(s.q_full[query]);
+      ++tokens;
+    }
+  }
+
+ private:
+  // Begins to copy a warp's rows, from `first` on; the lane's own is row `at`.
+  static __device__ void ask(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
+    const uint32_t codes = shared_address(s.stages[stage].codes[lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
+// not all at once: what consumers read from shared memory waits in the same queue
+#pragma unroll 2
+    for (int i = 0; i < kWarpRows; ++i)
+      copy_piece((codes ^ i * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
+    const uint8_t* rope = cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
+#pragma unroll
+    for (int i = 0; i < kWarpRows; i += 4) {
+      const int row = i + lane / 8;
+      copy_piece(shared_address(s.stages[stage].rope) + (first + row) * kRowBytes + (lane % 8 ^ row) * kPieceBytes,
+                 rope, __shfl_sync(~0u, own, row));
+    }
+    if (lane >= kWarpRows) return;
+    copy_piece(shared_address(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);
+    s.held[stage][at] = own != kNoRow;
+  }
+};
+
+}  // namespace mla::cuda::sm90::few_heads
