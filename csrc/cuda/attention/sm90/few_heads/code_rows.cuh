@@ -183,7 +183,8 @@ struct CodeRows {
     uint4 others[4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      uint4 (&own)[4] = kAhead && step % 2 ? others : codes, (&next)[4] = step % 2 ? codes : others;
+      uint4(&own)[4] = kAhead && step % 2 ? others : codes;
+      uint4(&next)[4] = step % 2 ? codes : others;
       if constexpr (!kAhead) load(own, s.stages[stage], step);
       if (kAhead && step + 1 < kSteps) load(next, s.stages[stage], step + 1);
       const uint32_t scale[2] = {__shfl_sync(~0u, value_scale, 8 * step + lane % 4),
