@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from matplotlib import colormaps
+from matplotlib import colormaps, patheffects
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -499,9 +499,11 @@ def cache_ops(file: ResultFile) -> Figure:
 
 # Throughput and serving
 
-BESIDE_A_MARK = (((-6, 3), "right"), ((6, -5), "left"), ((6, 3), "left"), ((-6, -5), "right"))
-"""Where a load stands, in points from its mark: each backend has a side, as marks of two may lie on each other. Ours
-first: above and to the left, where the faster one's neighbours are not."""
+BESIDE_A_MARK = (((-6, 3), "right"), ((-6, -9), "right"), ((6, 3), "left"), ((6, -9), "left"))
+"""Where a load stands, in points from its mark: of marks near each other the left one has it left, the right one right,
+so that it lies on neither."""
+UNDER_A_LABEL = (patheffects.withStroke(linewidth=2.5, foreground="white"),)
+"""Keeps lines out of it."""
 
 
 def _backends(file: ResultFile) -> dict[str, dict[str, Any]]:
@@ -517,8 +519,10 @@ def _workloads(file: ResultFile) -> dict[str, list[Result]]:
 
 def _where(file: ResultFile) -> str:
     """The machine, and the model if its size is known."""
-    heads = (file.environment.get("model") or {}).get("heads")
-    return f"{file.machine}, {heads} heads" if heads else file.machine
+    if not (file.environment.get("model") or {}).get("heads"):
+        return file.machine
+    heads, *each = runs.heads(file.environment, file.succeeded[0]["case"])
+    return ", ".join([file.machine, f"{heads} heads", *each])
 
 
 def known(values: Iterable[float | None]) -> list[float]:
@@ -538,23 +542,25 @@ def throughput_over_latency(file: ResultFile) -> Figure | None:
     figure, panels = new_figure(len(groups), f"{file.title}, {_where(file)}")
     handles: list[Any] = []
     for panel, (name, results) in zip(panels, groups.items(), strict=True):
+        places = _places_of_labels(results)
         for backend, line in _by(results, lambda result: result["backend"]).items():
-            offset, side = BESIDE_A_MARK[list(styles).index(backend) % len(BESIDE_A_MARK)]
             line = sorted(line, key=lambda result: runs.load_order(result["case"]))
-            x = [statistics.median(known(r["requests"]["tpot_s"])) * 1e3 for r in line]
+            x = list(map(_later_token_ms, line))
             y = [r["output_tokens_per_second"] for r in line]
             handles += panel.plot(x, y, label=backend, markersize=5, **styles[backend])
-            for result, place in zip(line, zip(x, y, strict=True), strict=True):
+            for result, mark in zip(line, zip(x, y, strict=True), strict=True):
+                offset, side = places[backend, runs.load(result["case"])]
                 panel.annotate(
-                    runs.short_load(result["case"]), place, offset, "data", "offset points",
-                    fontsize=8, horizontalalignment=side, color=styles[backend]["color"],
+                    runs.short_load(result["case"]), mark, offset, "data", "offset points", fontsize=8,
+                    horizontalalignment=side, color=styles[backend]["color"], path_effects=UNDER_A_LABEL,
                 )  # fmt: skip
         panel.set_title(textwrap.fill(name, 70), fontsize=10)
         panel.set(
             xlabel="median time of a later token, ms (beside the marks: the load)", ylabel="output tokens a second"
         )
         panel.margins(x=0.15, y=0.1)
-        panel.set_ylim(0, 1.1 * max(result["output_tokens_per_second"] for result in results))
+        most = max(result["output_tokens_per_second"] for result in results)
+        panel.set_ylim(-0.04 * most, 1.1 * most)  # below 0, room for the labels of small loads
         panel.grid(alpha=0.25)
     legend_below(figure, handles)
     return figure
@@ -596,6 +602,21 @@ def _latency_shares(file: ResultFile, name: str, results: list[Result], styles: 
                 panel.set_xlabel("seconds")
     legend_below(figure, handles)
     return figure
+
+
+def _places_of_labels(results: Iterable[Result]) -> dict[tuple[str, str], tuple[tuple[int, int], str]]:
+    """For each backend and load one of BESIDE_A_MARK, by where the backends' marks of that load lie."""
+    found = {}
+    for load, marks in _by(results, lambda result: runs.load(result["case"])).items():
+        marks.sort(key=lambda result: (_later_token_ms(result), -result["output_tokens_per_second"]))
+        for rank, result in enumerate(marks):
+            place = round(rank * (len(BESIDE_A_MARK) - 1) / max(1, len(marks) - 1))
+            found[result["backend"], load] = BESIDE_A_MARK[place]
+    return found
+
+
+def _later_token_ms(result: Result) -> float:
+    return statistics.median(known(result["requests"]["tpot_s"])) * 1e3
 
 
 def _few_ticks(panel: Axes) -> None:

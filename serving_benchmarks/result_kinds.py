@@ -29,16 +29,20 @@ class ResultFile:
 
     @property
     def machine(self) -> str:
-        """The GPUs, or the CPU of a benchmark that used none."""
-        names = [gpu["name"] for gpu in self.environment.get("gpus") or []]
-        if names:
-            return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}"
-        return (self.environment.get("cpu") or {}).get("model") or "unknown machine"
+        return machine(self.environment)
 
     @property
     def succeeded(self) -> list[dict[str, Any]]:
         """The entries that were measured: not those that say why they failed."""
         return [result for result in self.results if not result.get("error")]
+
+
+def machine(environment: dict[str, Any]) -> str:
+    """The GPUs, or the CPU of a benchmark that used none."""
+    names = [gpu["name"] for gpu in environment.get("gpus") or []]
+    if names:
+        return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}"
+    return (environment.get("cpu") or {}).get("model") or "unknown machine"
 
 
 TITLES = {

@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from serving_benchmarks import result_file
+from serving_benchmarks import result_file, result_kinds
 
 EMBEDDED = "embedded"
 """The embedded engine, among backends."""
@@ -37,6 +37,13 @@ def lengths(case: dict[str, Any]) -> str:
     if case.get("input_len") is None or case.get("output_len") is None:
         return str(case.get("source"))
     return f"{case['input_len']} + {case['output_len']}"
+
+
+def heads(environment: dict[str, Any], case: dict[str, Any]) -> list[str]:
+    """How many heads the model has and, where tensor parallelism divides them, how many each part has: 16, 8 a GPU."""
+    count, parts = environment["model"]["heads"], case.get("tensor_parallel_size") or 1
+    part = "GPU" if environment.get("gpus") else "process"
+    return [str(count), *([f"{count // parts} a {part}"] if parts > 1 else [])]
 
 
 def load(case: dict[str, Any]) -> str:
@@ -114,11 +121,10 @@ def markdown(report: dict[str, Any]) -> str:
 def measured_on(report: dict[str, Any]) -> str:
     """The line below a table: the model, the machine, and the versions."""
     where = report["environment"]
-    machine = where["gpus"][0]["name"] if where["gpus"] else where["cpu"]["model"]
     vllm, model = where["vllm"], where.get("model") or {}
     told = [
         f"{model['name']}, {model.get('layers')} layers, {model.get('heads')} heads" if model.get("name") else "",
-        machine,
+        result_kinds.machine(where),
         f"torch {where['torch']['version']}",
         f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "no vLLM",
         where["date"][:10],

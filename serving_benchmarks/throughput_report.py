@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from serving_benchmarks import kernel_times, result_file, runs
+from serving_benchmarks import kernel_times, result_file, result_kinds, runs
 
 NAMES_SHOWN = 8
 """Kernels of each profile."""
@@ -60,7 +60,8 @@ def profiles(*reports: dict[str, Any]) -> str:
     several = len({runs.lengths(entry["case"]) for _, entry in profiled}) > 1
     found = {}
     for report, entry in profiled:
-        name = f"{entry['backend']}, {report['environment']['model']['heads']} heads"
+        heads, *each = runs.heads(report["environment"], entry["case"])
+        name = ", ".join([entry["backend"], f"{heads} heads", *each])
         found[f"{name}, {runs.lengths(entry['case'])}" if several else name] = entry["profile"]
     times = {name: _by_short_name(profile) for name, profile in found.items()}
     shown = {kernel for of in times.values() for kernel in sorted(of, key=of.__getitem__)[-NAMES_SHOWN:]}
@@ -132,7 +133,8 @@ def _speed(entry: dict[str, Any]) -> str:
 def _load(report: dict[str, Any], entry: dict[str, Any]) -> list[str]:
     """Cells: heads, tokens of a request, requests in flight."""
     case = entry["case"]
-    return [str(report["environment"]["model"]["heads"]), runs.lengths(case), runs.short_load(case)]
+    heads = ", ".join(runs.heads(report["environment"], case))
+    return [heads, runs.lengths(case), runs.short_load(case)]
 
 
 def _latencies(*entries: dict[str, Any]) -> list[str]:
@@ -152,7 +154,7 @@ def _where(reports: tuple[dict[str, Any], ...], latencies: str) -> str:
     parts = [
         f"{model['layers']} layers of {model['model_type']}'s width with {model['experts']} experts",
         f"{first['settings']['kv_cache_dtype']} cache",
-        first["gpus"][0]["name"],
+        " or ".join(dict.fromkeys(map(result_kinds.machine, about))),
         f"driver {first['driver']}",
         f"torch {first['torch']['version']}",
         f"{first['vllm']['distribution']} {first['vllm']['version']}",

@@ -163,6 +163,13 @@ def serve(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), rates=(1.0, 4.0, None)) ->
     return {"environment": {**ENVIRONMENT, "command": command, "benchmark": "serve"}, "results": results}
 
 
+def on_two_gpus(report: dict[str, Any]) -> dict[str, Any]:
+    """The same file, measured with tensor parallelism."""
+    environment = {**report["environment"], "gpus": report["environment"]["gpus"] * 2}
+    results = [{**entry, "case": {**entry["case"], "tensor_parallel_size": 2}} for entry in report["results"]]
+    return {"environment": environment, "results": results}
+
+
 def failed(entry: dict[str, Any], why: str) -> dict[str, Any]:
     """What stands in place of an entry of throughput or serve that could not be measured."""
     return {**{name: entry[name] for name in ("engine", "backend", "case")}, "error": why}

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 import result_examples
-from serving_benchmarks import backend_runs, docs, kernel_times, report, result_kinds, serve_report, throughput_report
+from serving_benchmarks import (
+    backend_runs,
+    docs,
+    kernel_times,
+    report,
+    result_kinds,
+    runs,
+    serve_report,
+    throughput_report,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="needs the source tree")
@@ -231,6 +240,22 @@ def test_the_line_below_a_table_names_the_commits_and_days_of_all_files():
     second["environment"] = {**second["environment"], "date": "2026-11-19T01:02:03+00:00", "commit": "0123456789ab"}
     told = "vllm 0.23.0, 2026-11-19 and 2026-11-20, commits 5214a64bcc and 0123456789."
     assert throughput_report.beside(first, second, third).endswith(told)
+
+
+def test_tensor_parallelism_is_told_with_the_heads_of_a_gpu():
+    one = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(1,))
+    two = result_examples.on_two_gpus(one)
+    text = throughput_report.beside(two)
+    assert cells(text)[1][:3] == ["16, 8 a GPU", "4096 + 64", "1"] and "fp8 cache, 2 x NVIDIA H200, driver" in text
+    text = throughput_report.beside(one, two)
+    assert [row[0] for row in cells(text)[1:]] == ["16", "16, 8 a GPU"]
+    assert "fp8 cache, NVIDIA H200 or 2 x NVIDIA H200, driver" in text
+    assert runs.markdown(two).splitlines()[-1].startswith("small, 4 layers, 16 heads, 2 x NVIDIA H200, torch")
+    for file, seconds in ((one, 0.01), (two, 0.02)):
+        entry = file["results"][0]
+        entry["profile"] = {"steps": 10, "wall_s": seconds, **kernel_times.table([("gemm", 1, 100.0)])}
+    names, step, *_ = cells(throughput_report.profiles(one, two))
+    assert names[1:] == ["SPARSE_MLA, 16 heads", "SPARSE_MLA, 16 heads, 8 a GPU"] and step[1:] == ["1000", "2000"]
 
 
 def test_the_engine_is_compared_with_the_fastest_round_by_round():

@@ -250,6 +250,25 @@ def test_throughput_is_drawn_from_the_lightest_load_to_the_heaviest():
     assert lines(axes)[0][1] == [ours[i]["output_tokens_per_second"] for i in (1, 2, 0)]
 
 
+def test_loads_stand_outside_of_marks_that_are_close_whichever_backend_is_left():
+    content = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(1, 16))
+    for entry in content["results"]:
+        left = (entry["backend"] == "SPARSE_MLA") == (entry["case"]["concurrency"] == 1)
+        entry["requests"]["tpot_s"] = [0.002 if left else 0.00201]
+    axes = report_pictures.throughput_over_latency(example("throughput", content)).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["1", "16"] * 2
+    assert [text.get_horizontalalignment() for text in axes.texts] == ["right", "left", "left", "right"]
+    assert [text.get_position()[0] < 0 for text in axes.texts] == [True, False, False, True]
+
+
+def test_pictures_of_several_gpus_say_so():
+    file = example("throughput", result_examples.on_two_gpus(result_examples.throughput(loads=(1,))))
+    figure = report_pictures.throughput_over_latency(file)
+    assert figure.get_suptitle() == "Offline throughput, 2 x NVIDIA H200, 16 heads, 8 a GPU"
+    (_, shares), *_ = report_pictures.latency_shares(file)
+    assert shares.get_suptitle().startswith("Latencies, 2 x NVIDIA H200, 16 heads, 8 a GPU: 4096 + 64 tokens")
+
+
 def test_each_workload_of_a_file_has_a_panel_and_a_picture_of_its_own():
     content = result_examples.throughput(loads=(1, 16), lengths=((4096, 64), (512, 512)))
     file = example("throughput", content)
