@@ -270,13 +270,19 @@ struct Consumer {
       if (group == 0 && warp == 0) team.arrive(s.team_found, lane);
       wait_for_blocks(s.team_found, 0);
     }
+    // a block of a team has no other tiles than its part's
+    const auto row_of_block = [&](int rank, int own) {
+      const int tiles = joints.tiles[rank];
+      return shared_address(meeting_row((tiles > 0 ? tiles - 1 : 0) % Rows::kStages, own));
+    };
+    const auto have_read = [&] {
+      if (team.count > 1)
+        team.arrive(s.team_read, lane);
+      else
+        sync_named<2 * kGroupThreads>(kBothGroups);
+    };
     join_parts<kHeads>(p, s.part, work.token, joints.parts[work.cut == TokenWork::kContinued], team, head_begin,
-                       4 * group + warp, lane, [&] {
-                         if (team.count > 1)
-                           team.arrive(s.team_read, lane);
-                         else
-                           sync_named<2 * kGroupThreads>(kBothGroups);
-                       });
+                       4 * group + warp, lane, row_of_block, have_read);
     if (team.count > 1) wait_for_blocks(s.team_read, 0);  // nobody reads this block's memory any more
   }
 
@@ -290,6 +296,8 @@ struct Consumer {
       const int tiles = work.tile_end - work.tile_begin;
       if (tiles > 0) {
         const int own_tiles = (tiles + (ordinal % 2 == group)) / 2, query = tokens % Rows::kQueries;
+        // nothing else is to be done yet, while rows are being looked for
+        if (tokens == 0) Rows::bring_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] {});
         wait(s.q_full[query], tokens / Rows::kQueries % 2);
         start_token();
         if (own_tiles == 0) arrive_as_warp(s.q_empty[query]);
@@ -352,7 +360,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     for (int i = 0; i < Rows::kStages; ++i) init_barrier(s.full[i], Rows::kTileArrivals), init_barrier(s.empty[i], 4);
     for (int i = 0; i < kConsumerGroups; ++i) init_barrier(s.weights_free[i], 4);
     for (int i = 0; i < Rows::kQueries; ++i)
-      init_barrier(s.q_full[i], kProducerWarps), init_barrier(s.q_empty[i], kConsumerWarps);
+      init_barrier(s.q_full[i], 8), init_barrier(s.q_empty[i], kConsumerWarps);  // eight warps bring queries
     for (int i = 0; i < 2; ++i) init_barrier(s.deposited[i], 4), init_barrier(s.collected[i], 4);
     init_barrier(s.team_found, blocks_of_cluster());
     init_barrier(s.team_read, kConsumerWarps * blocks_of_cluster());
