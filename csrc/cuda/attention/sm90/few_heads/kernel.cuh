@@ -286,7 +286,18 @@ struct Consumer {
     if (team.count > 1) wait_for_blocks(s.team_read, 0);  // nobody reads this block's memory any more
   }
 
+  // Of the first token that has tiles: nothing else is to be done yet, while rows are being looked for.
+  __device__ void bring_first_queries(const Worker& worker) {
+    int token = worker.token_begin;
+    for (; token < worker.token_end; ++token) {
+      const TokenWork work = worker.work(token);
+      if (work.tile_end > work.tile_begin) break;
+    }
+    if (token < worker.token_end) Rows::bring_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] {});
+  }
+
   __device__ void run(const Worker& worker) {
+    bring_first_queries(worker);
     if constexpr (!kMerged<kHeads>) s.joints[4 * group + warp].note(worker, kTileTokens, lane);
     find_weights_place();
     uint32_t ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
@@ -296,8 +307,6 @@ struct Consumer {
       const int tiles = work.tile_end - work.tile_begin;
       if (tiles > 0) {
         const int own_tiles = (tiles + (ordinal % 2 == group)) / 2, query = tokens % Rows::kQueries;
-        // nothing else is to be done yet, while rows are being looked for
-        if (tokens == 0) Rows::bring_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] {});
         wait(s.q_full[query], tokens / Rows::kQueries % 2);
         start_token();
         if (own_tiles == 0) arrive_as_warp(s.q_empty[query]);
