@@ -56,17 +56,15 @@ __device__ __forceinline__ float4 load4_of_block(uint32_t address) {
   return x;
 }
 
-// Nothing after this begins before the numbers, which were read from another block, are there.
-__device__ __forceinline__ void have_arrived(float4& x) {
-  asm volatile("" : "+f"(x.x), "+f"(x.y), "+f"(x.z), "+f"(x.w)::"memory");
-}
+// The thread's reads of other blocks' memory are done, so that these may be told that they can end.
+__device__ __forceinline__ void finish_reads() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
 // `count` arrivals at a barrier of any block of the cluster. What the thread and those that it has met wrote to their
 // shared memory can be read by who waits for it: there is one copy of it, and it is written in order. To have it
 // released to the cluster would also wait for everything global, which takes a thousand cycles, and nobody needs it.
+// (What PTX promises of the block's scope does not cover another block's reads; the hardware's one copy does.)
 __device__ __forceinline__ void arrive_in_block(uint32_t barrier, int count) {
-  asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
-               : "memory");
+  asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 // As wait, at a barrier where other blocks arrive too.

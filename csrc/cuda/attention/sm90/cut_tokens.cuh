@@ -209,15 +209,20 @@ struct TeamRows {
     }
   }
 
-  // `weight` is lane i's for block i.
+  // `weight` is lane i's for block i. Every number is looked at, also of those that don't count, which may be anything:
+  // so all have arrived.
   __device__ __forceinline__ void add(const Team& team, float weight, int begin,
                                       float4 (&values)[kShareQuarters]) const {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const float own = __shfl_sync(~0u, weight, min(begin + k, team.count - 1));
-      if (own == 0.0f || begin + k >= team.count) continue;  // an empty part may hold anything
+      const bool counts = own != 0.0f && begin + k < team.count;
 #pragma unroll
-      for (int j = 0; j < kQuartersOfWarp; ++j) add_weighted(values[j], own, x[k][j]);
+      for (int j = 0; j < kQuartersOfWarp; ++j) {
+        const float4& y = x[k][j];
+        add_weighted(values[j], counts ? own : 0.0f,
+                     {counts ? y.x : 0.0f, counts ? y.y : 0.0f, counts ? y.z : 0.0f, counts ? y.w : 0.0f});
+      }
     }
   }
 };
@@ -231,6 +236,7 @@ __device__ __forceinline__ void merge_rows_of_team(const PartResult& result, con
   const uint32_t row = __float_as_uint(theirs.w) + share.begin * kQuarter * 4;
   TeamRows<kQuartersOfWarp> rows;
   rows.read(team, row, 0, lane);
+  __syncwarp();  // or the compiler asks for some of them when the others are there
   const float raised = max_of_warp(theirs.x);
   if (raised > -INFINITY) merged.reference = raised;
   const float weight = theirs.x == -INFINITY ? 0.0f : expf(theirs.x - merged.reference), factor = weight * theirs.y;
@@ -242,8 +248,7 @@ __device__ __forceinline__ void merge_rows_of_team(const PartResult& result, con
     rows.read(team, row, begin, lane);
     rows.add(team, factor, begin, merged.values);
   }
-#pragma unroll
-  for (int j = 0; j < kQuartersOfWarp; ++j) have_arrived(merged.values[j]);
+  finish_reads();
 }
 
 // Merges what the team's blocks hold. Alone in a team, it is what the block itself holds.
