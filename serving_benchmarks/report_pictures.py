@@ -521,8 +521,7 @@ def _where(file: ResultFile) -> str:
     """The machine, and the model if its size is known."""
     if not (file.environment.get("model") or {}).get("heads"):
         return file.machine
-    heads, *each = runs.heads(file.environment, file.succeeded[0]["case"])
-    return ", ".join([file.machine, f"{heads} heads", *each])
+    return f"{file.machine}, {runs.heads(file.environment, file.succeeded[0]['case'], ' heads')}"
 
 
 def known(values: Iterable[float | None]) -> list[float]:

@@ -39,11 +39,11 @@ def lengths(case: dict[str, Any]) -> str:
     return f"{case['input_len']} + {case['output_len']}"
 
 
-def heads(environment: dict[str, Any], case: dict[str, Any]) -> list[str]:
+def heads(environment: dict[str, Any], case: dict[str, Any], noun: str = "") -> str:
     """How many heads the model has and, where tensor parallelism divides them, how many each part has: 16, 8 a GPU."""
     count, parts = environment["model"]["heads"], case.get("tensor_parallel_size") or 1
     part = "GPU" if environment.get("gpus") else "process"
-    return [str(count), *([f"{count // parts} a {part}"] if parts > 1 else [])]
+    return f"{count}{noun}" + (f", {count // parts} a {part}" if parts > 1 else "")
 
 
 def load(case: dict[str, Any]) -> str:

@@ -60,8 +60,7 @@ def profiles(*reports: dict[str, Any]) -> str:
     several = len({runs.lengths(entry["case"]) for _, entry in profiled}) > 1
     found = {}
     for report, entry in profiled:
-        heads, *each = runs.heads(report["environment"], entry["case"])
-        name = ", ".join([entry["backend"], f"{heads} heads", *each])
+        name = f"{entry['backend']}, {runs.heads(report['environment'], entry['case'], ' heads')}"
         found[f"{name}, {runs.lengths(entry['case'])}" if several else name] = entry["profile"]
     times = {name: _by_short_name(profile) for name, profile in found.items()}
     shown = {kernel for of in times.values() for kernel in sorted(of, key=of.__getitem__)[-NAMES_SHOWN:]}
@@ -133,8 +132,7 @@ def _speed(entry: dict[str, Any]) -> str:
 def _load(report: dict[str, Any], entry: dict[str, Any]) -> list[str]:
     """Cells: heads, tokens of a request, requests in flight."""
     case = entry["case"]
-    heads = ", ".join(runs.heads(report["environment"], case))
-    return [heads, runs.lengths(case), runs.short_load(case)]
+    return [runs.heads(report["environment"], case), runs.lengths(case), runs.short_load(case)]
 
 
 def _latencies(*entries: dict[str, Any]) -> list[str]:

@@ -38,6 +38,21 @@ __device__ __forceinline__ uint32_t exponent_of_head(const uint4 (&latent)[2], c
   return max(exponent, max(of_rope, kRopeRoom) - kRopeRoom);
 }
 
+// Asks for a head of a token, a warp a head; zeros beyond the problem's heads.
+__device__ __forceinline__ void load_head(uint4 (&latent)[2], uint4& rope, const AttentionProblem& p, int64_t token,
+                                          int head, int lane) {
+  latent[0] = latent[1] = rope = {};
+  if (head >= p.heads) return;
+  const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
+  latent[0] = nope[lane], latent[1] = nope[lane + 32];
+  if (lane < 8) rope = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
+}
+
+// What brings scores of heads 8 * j + 2 * (lane % 4) and the next to base 2, where heads are columns.
+__device__ __forceinline__ float2 q_scales_of_lane(const float* q_scale, int j, int lane) {
+  return *reinterpret_cast<const float2*>(q_scale + 8 * j + 2 * (lane % 4));
+}
+
 // Eight warps load a token's heads, a warp a head at a time, rows of q after one another as in a tile's block. Beyond
 // the problem's heads there are zeros. With codes, q is f16 and each head is divided by a power of two that brings its
 // largest latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and brings scores to base
@@ -52,16 +67,7 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
   for (int first = warp; first < kHeads; first += kWarps * kAtOnce) {
     uint4 latent[kAtOnce][2], rope[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int head = head_begin + first + kWarps * i;
-      latent[i][0] = latent[i][1] = rope[i] = {};
-      if (head < p.heads) {
-        const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
-        latent[i][0] = nope[lane], latent[i][1] = nope[lane + 32];
-        if (lane < 8)
-          rope[i] = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
-      }
-    }
+    for (int i = 0; i < kAtOnce; ++i) load_head(latent[i], rope[i], p, token, head_begin + first + kWarps * i, lane);
     if (first == warp) wait_for_room();
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {

@@ -49,15 +49,7 @@ struct QueryCodes {
   // Asks for the warp's heads from `first` of the block's on.
   __device__ __forceinline__ void load(const AttentionProblem& p, int64_t token, int head_begin, int first, int lane) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int head = head_begin + first + i;
-      latent[i][0] = latent[i][1] = rope[i] = {};
-      if (head >= p.heads) continue;
-      const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
-      latent[i][0] = nope[lane], latent[i][1] = nope[lane + 32];
-      if (lane < 8)
-        rope[i] = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
-    }
+    for (int i = 0; i < kAtOnce; ++i) load_head(latent[i], rope[i], p, token, head_begin + first + i, lane);
   }
 
   __device__ __forceinline__ void store(float scale, uint8_t* codes, uint8_t* rope_rows, float* q_scale, int first,

@@ -30,11 +30,6 @@ struct Bf16Rows {
   // What the power of two is by which a token's weights are multiplied beyond what its score says.
   __device__ float lift(int) const { return 0.0f; }
 
-  // What brings scores of heads 8 * j + 2 * (lane % 4) and the next to base 2.
-  __device__ float2 q_scales(const float* q_scale, int j) const {
-    return *reinterpret_cast<const float2*>(q_scale + 8 * j + 2 * (lane % 4));
-  }
-
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
   __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int, const float* q_scale) const {
     const uint64_t k_rows = describe_atoms(shared_address(s.tiles[stage])), q = describe_atoms(shared_address(s.q));
@@ -55,7 +50,7 @@ struct Bf16Rows {
     sums_change(sum);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      const float2 scale = q_scales(q_scale, i / 4);
+      const float2 scale = q_scales_of_lane(q_scale, i / 4, lane);
       score[i] = sum[i] * (i % 2 ? scale.y : scale.x) + bias[i / 2 % 2];
     }
   }

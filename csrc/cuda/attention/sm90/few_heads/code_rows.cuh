@@ -23,8 +23,8 @@ struct CodeRows {
   static constexpr int kStages = 4;                     // tiles
   static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // tokens whose queries there is room for
   static constexpr int kSums = kHeads / 2;
-  static constexpr int kWarps = 8;                        // that produce
-  static constexpr int kWarpRows = kTileTokens / kWarps;  // of a tile
+  static constexpr int kWarps = QueryCodes<kHeads>::kWarps;  // that produce
+  static constexpr int kWarpRows = kTileTokens / kWarps;     // of a tile
   static constexpr int kTileArrivals = 32 * kWarps + kWarps;
   static constexpr int kGroupDims = kValueDim / kGroups;  // of values, a warp's
   static constexpr int kLaneDims = kGroupDims / 8;
@@ -57,11 +57,6 @@ struct CodeRows {
     return power_above(fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
   }
   static __device__ float two_to(int power) { return __uint_as_float((127 + power) << 23); }
-
-  // What brings scores of heads 8 * j + 2 * (lane % 4) and the next to base 2.
-  __device__ float2 q_scales(const float* q_scale, int j) const {
-    return *reinterpret_cast<const float2*>(q_scale + 8 * j + 2 * (lane % 4));
-  }
 
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
   __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query, const float* q_scale) {
@@ -125,7 +120,7 @@ struct CodeRows {
     }
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      const float2 by = q_scales(q_scale, i / 4);
+      const float2 by = q_scales_of_lane(q_scale, i / 4, lane);
       score[i] = score[i] * (i % 2 ? by.y : by.x) + bias[i / 2 % 2];
     }
     if constexpr (kAhead) load(codes, s.stages[stage], 0);
