@@ -42,7 +42,7 @@ def sparse_attention(
         indices: int32 `[T, topk]`, physical slots (block * block_size + offset) in any order. A slot below 0 or past
             the end of the cache is skipped; a slot that stands twice counts twice.
         scale: what scores are multiplied with before the softmax.
-        topk_length: int32 `[T]`; only the first n slots of a token's list are read.
+        topk_length: int32 `[T]`; only the first n slots of a token's list count.
         sink: fp32 `[H]`; out is scaled by e^lse / (e^lse + e^sink). lse is not changed by it.
         extra_cache, extra_indices, extra_topk_length: a second cache and lists into it, attended to in the same
             softmax. Its format and block size may differ.

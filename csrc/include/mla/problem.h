@@ -40,7 +40,7 @@ struct SlotList {
   const int32_t* slots;  // [tokens, topk]
   int64_t stride;        // from one token's slots to the next token's
   int32_t topk;
-  const int32_t* length;  // [tokens] or null: only the first n are read
+  const int32_t* length;  // [tokens] or null: only the first n count
 };
 
 struct AttentionProblem {

@@ -41,6 +41,31 @@ struct TileCursor {
   }
 };
 
+// A slot of a worker's first token that is asked for before anything is known of that but the plan: the length of its
+// list comes from memory at the same time. It is that of place `at` in tile `later` after the worker's first one.
+struct EarlySlot {
+  int token = -1, tile = 0;
+  int32_t slot = -1;
+
+  __device__ EarlySlot() {}
+  __device__ EarlySlot(const Worker& worker, int later, int at) {
+    if (worker.token_begin >= worker.token_end || worker.row.tile_begin < 0 || at >= worker.granule) return;
+    const SlotList& from = worker.p.lists[0];
+    const int64_t place = (int64_t{worker.row.tile_begin} + later) * worker.granule + at;
+    if (place >= from.topk) return;
+    token = worker.token_begin, tile = worker.row.tile_begin + later;
+    slot = load_now(from.slots + token * from.stride + place);
+  }
+
+ private:
+  // Where it is written: the compiler would wait for what else it depends on.
+  static __device__ int32_t load_now(const int32_t* from) {
+    int32_t number;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(number) : "l"(from) : "memory");
+    return number;
+  }
+};
+
 // A tile whose slots have been asked for: this lane's slot.
 struct TileRequest {
   static constexpr int kEnd = -1, kSameToken = -2;
@@ -50,13 +75,16 @@ struct TileRequest {
   int token;  // whose first tile this is; or kSameToken; or kEnd: there is no such tile
 
   // `at` is the lane's place in the tile. The cursor moves on, by so many tiles.
-  __device__ TileRequest(TileCursor& cursor, int at, int step = 1) {
+  __device__ TileRequest(TileCursor& cursor, int at, int step = 1, const EarlySlot& early = {}) {
     slot = -1, list = 0, token = kEnd;
     if (cursor.done()) return;
     const TokenWork& work = cursor.work;
     const TileSlots slots = slots_of(work, cursor.tile, cursor.worker.granule);
     const SlotList& from = cursor.worker.p.lists[slots.list];
-    if (at < slots.count) slot = from.slots[work.token * from.stride + slots.begin + at];
+    if (at < slots.count) {
+      const bool known = slots.list == 0 && early.token == work.token && early.tile == cursor.tile;
+      slot = known ? early.slot : from.slots[work.token * from.stride + slots.begin + at];
+    }
     list = slots.list;
     token = cursor.tile == work.tile_begin ? work.token : kSameToken;
     cursor.advance(step);

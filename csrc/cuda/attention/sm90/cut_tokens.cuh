@@ -39,13 +39,21 @@ struct Team {
   }
 };
 
-__device__ __forceinline__ Team find_team(const AttentionProblem& p, int worker, int max_granule, int lane) {
+// `tiles` becomes how many tiles the block of this lane's rank has, if its whole work is a part of a token.
+__device__ __forceinline__ Team find_team(const AttentionProblem& p, int worker, int max_granule, int lane,
+                                          int& tiles) {
   const int size = blocks_of_cluster();
   const int rank = rank_in_cluster();
   Team team{rank, 1, 0};
+  tiles = 0;
   if (size == 1) return team;
   const Worker other(p, lane < size ? worker - rank + lane : p.workers, max_granule);
-  const bool single = other.token_end - other.token_begin == 1 && !other.work(other.token_begin).whole();
+  bool single = other.token_end - other.token_begin == 1;
+  if (single) {
+    const TokenWork work = other.work(other.token_begin);
+    single = !work.whole();
+    tiles = work.tile_end - work.tile_begin;
+  }
   const int token = single ? other.token_begin : -1, own_token = __shfl_sync(~0u, token, rank);
   const uint32_t same = __ballot_sync(~0u, single && token == own_token);
   if (!(same >> rank & 1)) return team;
@@ -57,16 +65,21 @@ __device__ __forceinline__ Team find_team(const AttentionProblem& p, int worker,
   return team;
 }
 
+constexpr int kMostBlocks = 16;  // of a cluster
+
 // What a worker's cut tokens are parts of. A warp notes it when it begins, so that no register has to keep it.
 struct Joints {
   Team team;
-  TokenPart parts[2];  // of the token that is left open, and of the one that is continued
+  TokenPart parts[2];      // of the token that is left open, and of the one that is continued
+  int tiles[kMostBlocks];  // of each of the team's blocks, by their rank
 
   __device__ void note(const Worker& worker, int max_granule, int lane) {
-    const Team found = find_team(worker.p, worker.index, max_granule, lane);
+    int own_tiles;
+    const Team found = find_team(worker.p, worker.index, max_granule, lane, own_tiles);
     const TokenPart own = lane < 2 ? worker.part(lane) : TokenPart{};
     if (lane == 0) team = found;
     if (lane < 2) parts[lane] = own;
+    if (lane < kMostBlocks) tiles[lane] = own_tiles;
     __syncwarp();
   }
 };
@@ -227,13 +240,14 @@ struct TeamRows {
   }
 };
 
-// All of a batch is asked for before anything waits: a read of another block takes long, however many there are.
+// `row` is where the head's sums are in the block of lane i's rank of the team. All of a batch is asked for before
+// anything waits: a read of another block takes long, however many there are.
 template <int kQuartersOfWarp>
-__device__ __forceinline__ void merge_rows_of_team(const PartResult& result, const Team& team, const Share& share,
-                                                   int lane, MergedRow& merged) {
+__device__ __forceinline__ void merge_rows_of_team(const PartResult& result, uint32_t row, const Team& team,
+                                                   const Share& share, int lane, MergedRow& merged) {
   float4 theirs{-INFINITY, 0.0f, -INFINITY, 0.0f};
   if (lane < team.count) theirs = load4_of_block(address_in_block(&result, team.first + lane));
-  const uint32_t row = __float_as_uint(theirs.w) + share.begin * kQuarter * 4;
+  row += share.begin * kQuarter * 4;
   TeamRows<kQuartersOfWarp> rows;
   rows.read(team, row, 0, lane);
   __syncwarp();  // or the compiler asks for some of them when the others are there
@@ -251,9 +265,9 @@ __device__ __forceinline__ void merge_rows_of_team(const PartResult& result, con
   finish_reads();
 }
 
-// Merges what the team's blocks hold. Alone in a team, it is what the block itself holds.
-__device__ __forceinline__ void merge_team(const PartResult& result, const Team& team, const Share& share, int lane,
-                                           MergedRow& merged) {
+// Merges what the team's blocks hold. Alone in a team, it is what the block itself holds, wherever that is.
+__device__ __forceinline__ void merge_team(const PartResult& result, uint32_t row, const Team& team, const Share& share,
+                                           int lane, MergedRow& merged) {
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) merged.values[j] = {};
   if (team.count == 1) {
@@ -265,17 +279,18 @@ __device__ __forceinline__ void merge_team(const PartResult& result, const Team&
     return;
   }
   if (share.end - share.begin == 1)
-    merge_rows_of_team<1>(result, team, share, lane, merged);
+    merge_rows_of_team<1>(result, row, team, share, lane, merged);
   else
-    merge_rows_of_team<2>(result, team, share, lane, merged);
+    merge_rows_of_team<2>(result, row, team, share, lane, merged);
 }
 
-// Eight warps bring a worker's part of a token, which `results` describes, together with the others. Each calls
+// Eight warps bring a worker's part of a token, which `results` describes, together with the others. In the team's
+// block of a rank a head's sums are at `row_of_block(rank, head)`, as an address of this block. Each warp calls
 // `have_read` when it needs nothing in shared memory any more.
-template <int kHeads, typename Read>
+template <int kHeads, typename Row, typename Read>
 __device__ __forceinline__ void join_parts(const AttentionProblem& p, const PartResult (&results)[kHeads],
                                            int64_t token, const TokenPart& part, const Team& team, int head_begin,
-                                           int warp, int lane, Read have_read) {
+                                           int warp, int lane, Row row_of_block, Read have_read) {
   const Partials partials(p.workspace, p.workers, p.heads);
   const int parts = static_cast<int>(min(max(int64_t{part.parts}, int64_t{1}), partials.places));
   const Share share = share_of(team, warp, min(kHeads, p.heads - head_begin));
@@ -286,7 +301,8 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
   for (int own = share.head; own < share.heads; own += share.step) {
     const int head = head_begin + own;
     MergedRow merged;
-    merge_team(results[own], team, share, lane, merged);
+    const uint32_t row = row_of_block(team.first + min(lane, team.count - 1), own);
+    merge_team(results[own], row, team, share, lane, merged);
     if (own + share.step >= share.heads) have_read();
     if (complete) {
       write_merged(p, token, head, share, quarters, lane, merged);

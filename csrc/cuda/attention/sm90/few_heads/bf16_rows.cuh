@@ -90,14 +90,24 @@ struct Bf16Rows {
     for (int i = 0; i < kLaneDims; ++i) row[dim(i)] = sum[i];
   }
 
-  // Eight warps bring tiles, and before a token's first tile its queries.
+  // Eight warps bring a token's queries. `wait_for_room` is called when the first ones have been asked for.
+  template <typename Shared, typename Wait>
+  static __device__ void bring_queries(const AttentionProblem& p, Shared& s, int query, int token, int head_begin,
+                                       int warp, int lane, Wait wait_for_room) {
+    load_queries<Code::bf16, kHeads>(p, s.rows.q, s.q_scale[query], token, head_begin, warp, lane, wait_for_room);
+    arrive_as_warp(s.q_full[query]);
+  }
+
+  // Eight warps bring tiles, and when a token's first one is on its way its queries; but those of the very first token
+  // are the consumers' matter.
   template <typename Shared>
   static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
     const Worker worker(p, blockIdx.y, kTileTokens);
-    TileCursor cursor(worker);
     const int at = warp * RowCopier::kRows + lane % RowCopier::kRows;
-    TileRequest next(cursor, at);
-    for (int tile = 0, tokens = 0; next.token != TileRequest::kEnd; ++tile) {
+    const EarlySlot early(worker, 0, at);
+    TileCursor cursor(worker);
+    TileRequest next(cursor, at, 1, early);
+    for (int tile = 0, tokens = 1; next.token != TileRequest::kEnd; ++tile) {
       const uint32_t row = next.row(p);
       const uint8_t* cache = p.lists[next.list].cache.data;
       const int token = next.token;
@@ -107,10 +117,8 @@ struct Bf16Rows {
       RowCopier::copy(s.rows.tiles[stage], s.rows.held[stage], cache, row, warp, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
-      if (token == TileRequest::kSameToken) continue;
-      load_queries<Code::bf16, kHeads>(p, s.rows.q, s.q_scale[0], token, head_begin, warp, lane,
-                                       [&] { wait(s.q_empty[0], tokens % 2 ^ 1); });
-      arrive_as_warp(s.q_full[0]);
+      if (token == TileRequest::kSameToken || tile == 0) continue;
+      bring_queries(p, s, 0, token, head_begin, warp, lane, [&] { wait(s.q_empty[0], tokens % 2 ^ 1); });
       ++tokens;
     }
   }

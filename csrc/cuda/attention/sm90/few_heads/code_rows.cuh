@@ -220,20 +220,36 @@ struct CodeRows {
     for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
   }
 
-  // Eight warps bring rows, and when a token's first ones are on their way its queries. A warp finds out where its rows
-  // of four tiles lie at once, a lane a row, and asks for the next ones' slots four tiles ahead.
+  // Eight warps bring a token's queries. `wait_for_room` is called when the first ones have been asked for.
+  template <typename Shared, typename Wait>
+  static __device__ void bring_queries(const AttentionProblem& p, Shared& s, int query, int token, int head_begin,
+                                       int warp, int lane, Wait wait_for_room) {
+    using Queries = QueryCodes<kHeads>;
+#pragma unroll 1
+    for (int head = warp * Queries::kAtOnce; head < kHeads; head += Queries::kStep) {
+      Queries queries;
+      queries.load(p, token, head_begin, head, lane);
+      if (head < Queries::kStep) wait_for_room();
+      queries.store(p.scale, s.rows.q[query][0], s.rows.q_rope[query], s.q_scale[query], head, lane);
+    }
+    arrive_as_warp(s.q_full[query]);
+  }
+
+  // Eight warps bring rows, and when a token's first ones are on their way its queries; but those of the very first one
+  // are the consumers' matter. A warp finds out where its rows of four tiles lie at once, a lane a row, and asks for
+  // the next ones' slots four tiles ahead.
   template <typename Shared>
   static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
     constexpr int kBatch = 32 / kWarpRows;  // tiles
-    using Queries = QueryCodes<kHeads>;
     const Worker worker(p, blockIdx.y, kTileTokens);
+    const int first = warp * kWarpRows, at = first + lane % kWarpRows;
+    const EarlySlot early(worker, lane / kWarpRows, at);
     TileCursor cursor(worker);
     cursor.advance(lane / kWarpRows);
-    const int first = warp * kWarpRows, at = first + lane % kWarpRows;
-    TileRequest next(cursor, at, kBatch);
+    TileRequest next(cursor, at, kBatch, early);
     uint32_t row = kNoRow;
     int batch = 0;  // the token, as a request has it, and the list
-    for (int tile = 0, tokens = 0;; ++tile) {
+    for (int tile = 0, tokens = 1;; ++tile) {
       if (tile % kBatch == 0) {
         row = next.row(p);
         batch = next.token * 2 + next.list;
@@ -249,16 +265,10 @@ struct CodeRows {
       ask(s.rows, stage, first, at, cache, own, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
-      if (token == TileRequest::kSameToken) continue;
+      if (token == TileRequest::kSameToken || tile == 0) continue;
       const int query = tokens % kQueries;
-#pragma unroll 1
-      for (int head = warp * Queries::kAtOnce; head < kHeads; head += Queries::kStep) {
-        Queries queries;
-        queries.load(p, token, head_begin, head, lane);
-        if (head < Queries::kStep) wait(s.q_empty[query], tokens / kQueries % 2 ^ 1);
-        queries.store(p.scale, s.rows.q[query][0], s.rows.q_rope[query], s.q_scale[query], head, lane);
-      }
-      arrive_as_warp(s.q_full[query]);
+      bring_queries(p, s, query, token, head_begin, warp, lane,
+                    [&] { wait(s.q_empty[query], tokens / kQueries % 2 ^ 1); });
       ++tokens;
     }
   }

@@ -270,17 +270,34 @@ struct Consumer {
       if (group == 0 && warp == 0) team.arrive(s.team_found, lane);
       wait_for_blocks(s.team_found, 0);
     }
+    // a block of a team has no other tiles than its part's
+    const auto row_of_block = [&](int rank, int own) {
+      const int tiles = joints.tiles[rank];
+      return shared_address(meeting_row((tiles > 0 ? tiles - 1 : 0) % Rows::kStages, own));
+    };
+    const auto have_read = [&] {
+      if (team.count > 1)
+        team.arrive(s.team_read, lane);
+      else
+        sync_named<2 * kGroupThreads>(kBothGroups);
+    };
     join_parts<kHeads>(p, s.part, work.token, joints.parts[work.cut == TokenWork::kContinued], team, head_begin,
-                       4 * group + warp, lane, [&] {
-                         if (team.count > 1)
-                           team.arrive(s.team_read, lane);
-                         else
-                           sync_named<2 * kGroupThreads>(kBothGroups);
-                       });
+                       4 * group + warp, lane, row_of_block, have_read);
     if (team.count > 1) wait_for_blocks(s.team_read, 0);  // nobody reads this block's memory any more
   }
 
+  // Of the first token that has tiles: nothing else is to be done yet, while rows are being looked for.
+  __device__ void bring_first_queries(const Worker& worker) {
+    int token = worker.token_begin;
+    for (; token < worker.token_end; ++token) {
+      const TokenWork work = worker.work(token);
+      if (work.tile_end > work.tile_begin) break;
+    }
+    if (token < worker.token_end) Rows::bring_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] {});
+  }
+
   __device__ void run(const Worker& worker) {
+    bring_first_queries(worker);
     if constexpr (!kMerged<kHeads>) s.joints[4 * group + warp].note(worker, kTileTokens, lane);
     find_weights_place();
     uint32_t ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
@@ -352,7 +369,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     for (int i = 0; i < Rows::kStages; ++i) init_barrier(s.full[i], Rows::kTileArrivals), init_barrier(s.empty[i], 4);
     for (int i = 0; i < kConsumerGroups; ++i) init_barrier(s.weights_free[i], 4);
     for (int i = 0; i < Rows::kQueries; ++i)
-      init_barrier(s.q_full[i], kProducerWarps), init_barrier(s.q_empty[i], kConsumerWarps);
+      init_barrier(s.q_full[i], 8), init_barrier(s.q_empty[i], kConsumerWarps);  // eight warps bring queries
     for (int i = 0; i < 2; ++i) init_barrier(s.deposited[i], 4), init_barrier(s.collected[i], 4);
     init_barrier(s.team_found, blocks_of_cluster());
     init_barrier(s.team_read, kConsumerWarps * blocks_of_cluster());
