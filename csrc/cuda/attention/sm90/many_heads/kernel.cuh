@@ -32,6 +32,12 @@ namespace mla::cuda::sm90::many_heads {
 
 constexpr int kTokenBarrier = 1;  // of both consumer warpgroups
 
+// Where row i of a producer warp's eight fp8 rows waits, from the warp's part of block 0 on: in what will be its part
+// of block i. L2 gives 32 bytes at a time, and gives them twice if cp.async takes their halves to different 32 bytes of
+// shared memory. A row begins at any multiple of 16 bytes, so here it begins at an odd one where it does in the cache.
+// And each row's scales lie in banks of their own.
+__device__ __forceinline__ uint32_t place_of_row(int i, uint32_t odd) { return i * (kBlockBytes + 32) + odd * 16; }
+
 // A producer warp's eight fp8 rows of a tile: it takes all of them into registers before it puts them back as f16.
 // `part` is the warp's part of block 0.
 struct CodeRows {
@@ -39,16 +45,17 @@ struct CodeRows {
   uint4 rope[2];           // a piece of row lane / 8, and of the row four further on
   float scale;             // of row lane % 8, group lane / 8
 
-  __device__ void load(uint32_t part, int lane) {
+  // Bit 8 * i + 1 of `held` says whether row i begins at an odd place.
+  __device__ void load(uint32_t part, uint64_t held, int lane) {
+    const auto place = [&](int i) { return part + place_of_row(i, held >> (8 * i + 1) & 1); };
 #pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) codes[i] = load_piece(part + i * kBlockBytes + kPieceBytes * lane);
+    for (int i = 0; i < kWarpRows; ++i) codes[i] = load_piece(place(i) + kPieceBytes * lane);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      rope[i] =
-          load_piece(part + (4 * i + lane / 8) * kBlockBytes + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
+      rope[i] = load_piece(place(4 * i + lane / 8) + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
     asm volatile("ld.shared.f32 %0, [%1];"
                  : "=f"(scale)
-                 : "r"(part + lane % 8 * kBlockBytes + kFp8DsMla.scale_offset() + lane / 8 * 4)
+                 : "r"(place(lane % 8) + kFp8DsMla.scale_offset() + lane / 8 * 4)
                  : "memory");
   }
 
@@ -57,8 +64,8 @@ struct CodeRows {
   static constexpr int kUsualPower = -8, kLowestPower = -13, kHighestPower = -1;
   static constexpr float kUsual = 1.0f / (1 << -kUsualPower);
 
-  // Divides row lane % 8 by 2^kUsualPower and, where its scales are unusual, by the power of two that brings the largest
-  // one to 1/2 to 1. Returns the power that is beside the usual one.
+  // Divides row lane % 8 by 2^kUsualPower and, where its scales are unusual, by the power of two that brings the
+  // largest one to 1/2 to 1. Returns the power that is beside the usual one.
   __device__ int normalise() {
     float largest = fabsf(scale);
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 8));
@@ -104,8 +111,8 @@ struct Consumer {
   static constexpr bool kScaled = kCode == Code::e4m3;
   static constexpr Number kNumber = kScaled ? Number::f16 : Number::bf16;  // of the latent dims and the weights
   static constexpr float kRowsUp = kScaled ? CodeRows::kUsual : 1.0f;
-  static constexpr int kScores = 32;                                       // a lane's, of 64 x 64
-  static constexpr int kSteps = kTileTokens / 16;                          // of a product that sums over tokens
+  static constexpr int kScores = 32;               // a lane's, of 64 x 64
+  static constexpr int kSteps = kTileTokens / 16;  // of a product that sums over tokens
   static constexpr int kWarpHeads = kHeads / 4;
 
   const AttentionProblem& p;
@@ -207,8 +214,8 @@ struct Consumer {
 template <Code kCode>
 struct Scorer : Consumer<kCode> {
   using Base = Consumer<kCode>;
-  using Base::group, Base::half, Base::head, Base::head_begin, Base::kNumber, Base::kRowsUp, Base::kScaled, Base::kScores,
-      Base::kSteps, Base::lane, Base::out, Base::p, Base::s, Base::warp;
+  using Base::group, Base::half, Base::head, Base::head_begin, Base::kNumber, Base::kRowsUp, Base::kScaled,
+      Base::kScores, Base::kSteps, Base::lane, Base::out, Base::p, Base::s, Base::warp;
 
   float reference[2];  // weights are 2^(score - reference)
   float total[2];      // of the lane's columns
@@ -424,24 +431,25 @@ struct Asker {
     const int stage = asked % kStages;
     wait(s.empty[stage], asked / kStages % 2 ^ 1);
     ++asked;
-    const uint8_t* codes = cache + kPieceBytes * lane;
-    const int rope = kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
+    // Of 41 pieces of a row, 32 lanes take the codes; then nine lanes a row take the scales and rope of three rows.
+    const int tail_row = lane / 9, tail = (32 + lane % 9) * kPieceBytes;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int first = half * kWarpRows, producer = 2 * warp + half;
       const uint32_t part = shared_address(s.tiles[stage]) + producer * kWarpRows * kRowBytes;
 #pragma unroll
-      for (int i = 0; i < kWarpRows; ++i)
-        copy_piece(part + i * kBlockBytes + kPieceBytes * lane, codes, __shfl_sync(~0u, own, first + i));
-#pragma unroll
-      for (int i = 0; i < kWarpRows; i += 4)
-        copy_piece(part + (i + lane / 8) * kBlockBytes + rope, cache + rope,
-                   __shfl_sync(~0u, own, first + i + lane / 8));
-      if (lane / kWarpRows == half) {
-        s.held[stage][warp * kRows + lane] = own != kNoRow;
-        copy_piece(part + lane % kWarpRows * kBlockBytes + kFp8DsMla.scale_offset(), cache + kFp8DsMla.scale_offset(),
-                   own);
+      for (int i = 0; i < kWarpRows; ++i) {
+        const uint32_t row = __shfl_sync(~0u, own, first + i);
+        copy_piece(part + place_of_row(i, row & 1) + kPieceBytes * lane, cache + kPieceBytes * lane, row);
       }
+#pragma unroll
+      for (int i = 0; i < kWarpRows; i += 3) {
+        const uint32_t row = __shfl_sync(~0u, own, first + i + tail_row);
+        if (tail_row < min(3, kWarpRows - i))
+          copy_piece(part + place_of_row(i + tail_row, row & 1) + tail, cache + tail, row);
+      }
+      if (lane / kWarpRows == half)
+        s.held[stage][warp * kRows + lane] = static_cast<uint8_t>((own & 1) << 1 | (own != kNoRow));
       arrive_when_copied(s.asked[stage][producer]);
       arrive_as_warp(s.asked[stage][producer]);
     }
@@ -511,12 +519,12 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
         const uint32_t part = shared_address(s.tiles[stage]) + warp * kWarpRows * kRowBytes;
         wait(s.asked[stage][warp], tile / kStages % 2);
         CodeRows rows;
-        rows.load(part, lane);
+        rows.load(part, *reinterpret_cast<const uint64_t*>(s.held[stage] + warp * kWarpRows), lane);
         const int power = rows.normalise();
         __syncwarp();
         rows.store(part, lane);
         if (lane < kWarpRows) {
-          const bool held = s.held[stage][at];
+          const bool held = s.held[stage][at] & 1;
           s.columns[stage][at] = {__uint_as_float((127 + power) << 23), held ? static_cast<float>(power) : -INFINITY};
           s.plain[stage][at] = held && power == 0;
         }
