@@ -264,21 +264,43 @@ struct Scorer : Consumer<kCode> {
     }
   }
 
-  // Scores of a plain tile become weights.
-  __device__ void softmax_of_plain(float (&score)[kScores], float (&by)[2]) {
-    float top[2] = {-INFINITY, -INFINITY};
+  __device__ uint32_t pack(float first, float second) const {
+    return kScaled ? pack_f16(first, second) : pack_bf16(first, second);
+  }
+
+  // Scores of a plain tile become weights, relative to the reference as it is; hardly ever is one too large for that.
+  __device__ void softmax_of_plain(const float (&score)[kScores], uint32_t (&weights)[kSteps][4], float (&by)[2]) {
+    const float before[2] = {total[0], total[1]};
+    uint32_t largest = 0;  // of both columns, as integers, which are in the same order
+    const auto weigh = [&] {
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) top[half(i)] = fmaxf(top[half(i)], score[i]);
+      for (int i = 0; i < kScores; i += 2) {
+        float two[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      top[h] = fmaxf(top[h] * q_scale[h], kLowest);
-      highest[h] = fmaxf(highest[h], top[h]);
-    }
-    move_reference(top, by);
+        for (int c = 0; c < 2; ++c) {
+          two[c] = exp2_approximate(fmaf(score[i + c], q_scale[half(i)], -reference[half(i)]));
+          total[half(i)] += two[c];
+        }
+        weights[i / 8][i / 2 % 4] = pack(two[0], two[1]);
+        largest = __vmaxu2(largest, weights[i / 8][i / 2 % 4]);
+      }
+    };
+    weigh();
+    by[0] = by[1] = 1.0f;
+    constexpr float kMost = 1 << static_cast<int>(kSlack);
+    const uint32_t most = pack(kMost, kMost);
+    if (__any_sync(~0u, p.max_logits || __vmaxu2(largest, most) != most)) {
+      float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      score[i] = exp2_approximate(fmaf(score[i], q_scale[half(i)], -reference[half(i)]));
-      total[half(i)] += score[i];
+      for (int i = 0; i < kScores; ++i) top[half(i)] = fmaxf(top[half(i)], score[i]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        top[h] = fmaxf(top[h] * q_scale[h], kLowest);
+        highest[h] = fmaxf(highest[h], top[h]);
+        total[h] = before[h];
+      }
+      move_reference(top, by);
+      weigh();
     }
   }
 
@@ -317,12 +339,7 @@ struct Scorer : Consumer<kCode> {
 
   __device__ void pack_weights(uint32_t (&weights)[kSteps][4], const float (&weight)[kScores]) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* two = &weight[8 * step + 2 * i];
-        weights[step][i] = kScaled ? pack_f16(two[0], two[1]) : pack_bf16(two[0], two[1]);
-      }
+    for (int i = 0; i < kScores; i += 2) weights[i / 8][i / 2 % 4] = pack(weight[i], weight[i + 1]);
   }
 
   __device__ void store_weights(const uint32_t (&weights)[kSteps][4]) {
@@ -355,12 +372,13 @@ struct Scorer : Consumer<kCode> {
         const bool is_plain = plain(stage);
         compute_scores(score, stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
-        if (is_plain)
-          softmax_of_plain(score, by);
-        else
-          softmax(score, stage, by);
         uint32_t weights[kSteps][4];
-        pack_weights(weights, score);
+        if (is_plain) {
+          softmax_of_plain(score, weights, by);
+        } else {
+          softmax(score, stage, by);
+          pack_weights(weights, score);
+        }
         wait(s.weights_empty, tile % 2 ^ 1);
         store_weights(weights);
         if (lane % 4 == 0) s.rescale[head(0)] = by[0], s.rescale[head(1)] = by[1];
