@@ -451,6 +451,9 @@ struct Asker {
     ++asked;
     // Of 41 pieces of a row, 32 lanes take the codes; then nine lanes a row take the scales and rope of three rows.
     const int tail_row = lane / 9, tail = (32 + lane % 9) * kPieceBytes;
+    auto codes = reinterpret_cast<uint64_t>(cache + kPieceBytes * lane),
+         tails = reinterpret_cast<uint64_t>(cache + tail);
+    hide(codes), hide(tails);  // or each is added up anew, from two parts, for every row
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int first = half * kWarpRows, producer = 2 * warp + half;
@@ -458,13 +461,13 @@ struct Asker {
 #pragma unroll
       for (int i = 0; i < kWarpRows; ++i) {
         const uint32_t row = __shfl_sync(~0u, own, first + i);
-        copy_piece(part + place_of_row(i, row & 1) + kPieceBytes * lane, cache + kPieceBytes * lane, row);
+        copy_piece(part + place_of_row(i, row & 1) + kPieceBytes * lane, reinterpret_cast<const uint8_t*>(codes), row);
       }
 #pragma unroll
       for (int i = 0; i < kWarpRows; i += 3) {
         const uint32_t row = __shfl_sync(~0u, own, first + i + tail_row);
         if (tail_row < min(3, kWarpRows - i))
-          copy_piece(part + place_of_row(i + tail_row, row & 1) + tail, cache + tail, row);
+          copy_piece(part + place_of_row(i + tail_row, row & 1) + tail, reinterpret_cast<const uint8_t*>(tails), row);
       }
       if (lane / kWarpRows == half)
         s.held[stage][warp * kRows + lane] = static_cast<uint8_t>((own & 1) << 1 | (own != kNoRow));
