@@ -39,7 +39,8 @@ struct Shared {
   alignas(1024) uint8_t q[kBlocks][kHeads * kRowBytes];
   alignas(1024) uint8_t weights[kHeads * kRowBytes];
   alignas(16) std::conditional_t<kCode == Code::e4m3, Column[kTileTokens], Empty> columns[kStages];
-  uint8_t held[kStages][kTileTokens];  // whether the slot is one
+  alignas(8) uint8_t held[kStages][kTileTokens];   // whether the slot is one; and twice the parity of its place
+  alignas(8) uint8_t plain[kStages][kTileTokens];  // whether it is one whose row needs no power of two of its own
   float q_scale[kHeads];
   float rescale[kHeads];
   float factor[2][kHeads];                  // of tokens of even and odd number

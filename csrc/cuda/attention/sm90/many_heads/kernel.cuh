@@ -32,12 +32,87 @@ namespace mla::cuda::sm90::many_heads {
 
 constexpr int kTokenBarrier = 1;  // of both consumer warpgroups
 
+// Where row i of a producer warp's eight fp8 rows waits, from the warp's part of block 0 on: in what will be its part
+// of block i. L2 gives 32 bytes at a time, and gives them twice if cp.async takes their halves to different 32 bytes of
+// shared memory. A row begins at any multiple of 16 bytes, so here it begins at an odd one where it does in the cache.
+// And each row's scales lie in banks of their own.
+__device__ __forceinline__ uint32_t place_of_row(int i, uint32_t odd) { return i * (kBlockBytes + 32) + odd * 16; }
+
+// A producer warp's eight fp8 rows of a tile: it takes all of them into registers before it puts them back as f16.
+// `part` is the warp's part of block 0.
+struct CodeRows {
+  uint4 codes[kWarpRows];  // 16 of each row
+  uint4 rope[2];           // a piece of row lane / 8, and of the row four further on
+  float scale;             // of row lane % 8, group lane / 8
+
+  // Bit 8 * i + 1 of `held` says whether row i begins at an odd place.
+  __device__ void load(uint32_t part, uint64_t held, int lane) {
+    const auto place = [&](int i) { return part + place_of_row(i, held >> (8 * i + 1) & 1); };
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i) codes[i] = load_piece(place(i) + kPieceBytes * lane);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      rope[i] = load_piece(place(4 * i + lane / 8) + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
+    asm volatile("ld.shared.f32 %0, [%1];"
+                 : "=f"(scale)
+                 : "r"(place(lane % 8) + kFp8DsMla.scale_offset() + lane / 8 * 4)
+                 : "memory");
+  }
+
+  // Rows are divided by 2^kUsualPower where f16 then holds all that matters of them: up to 448 times the largest scale,
+  // and of numbers 2^14 times smaller than that still as much as e4m3 does.
+  static constexpr int kUsualPower = -8, kLowestPower = -13, kHighestPower = -1;
+  static constexpr float kUsual = 1.0f / (1 << -kUsualPower);
+
+  // Divides row lane % 8 by 2^kUsualPower and, where its scales are unusual, by the power of two that brings the
+  // largest one to 1/2 to 1. Returns the power that is beside the usual one.
+  __device__ int normalise() {
+    float largest = fabsf(scale);
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 8));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 16));
+    const int above = power_above(largest);
+    const bool usual = (above >= kLowestPower && above <= kHighestPower) || largest == 0.0f;
+    const int power = usual ? kUsualPower : above;
+    const float down = __uint_as_float((127 - power) << 23);
+    scale *= down;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float own = __shfl_sync(~0u, down, 4 * i + lane_of_row());
+      rope[i] = times<Number::bf16>(rope[i], pack_bf16(own, own));
+    }
+    return power - kUsualPower;
+  }
+
+  __device__ void store(uint32_t part, int lane) const {
+    const int block = lane / 4, piece = lane % 4 * 2;
+    const uint32_t to = part + block * kBlockBytes + place_of_piece(block, piece, 0);
+#pragma unroll
+    for (int i = 0; i < kWarpRows; ++i) {
+      const float own = __shfl_sync(~0u, scale, lane / 8 * 8 + i);
+      const uint32_t by = pack_f16(own, own);
+      store_piece((to ^ i * kPieceBytes) + i * kRowBytes, times<Number::f16>(e4m3_to_f16(codes[i].x, codes[i].y), by));
+      store_piece((to ^ (i ^ 1) * kPieceBytes) + i * kRowBytes,
+                  times<Number::f16>(e4m3_to_f16(codes[i].z, codes[i].w), by));
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 4 * i + lane / 8;
+      store_piece(part + kLatentBlocks * kBlockBytes + row * kRowBytes + place_of_piece(kLatentBlocks, lane % 8, row),
+                  rope[i]);
+    }
+  }
+
+ private:
+  static __device__ int lane_of_row() { return threadIdx.x % 32 / 8; }
+};
+
 template <Code kCode>
 struct Consumer {
   static constexpr bool kScaled = kCode == Code::e4m3;
   static constexpr Number kNumber = kScaled ? Number::f16 : Number::bf16;  // of the latent dims and the weights
-  static constexpr int kScores = 32;                                       // a lane's, of 64 x 64
-  static constexpr int kSteps = kTileTokens / 16;                          // of a product that sums over tokens
+  static constexpr float kRowsUp = kScaled ? CodeRows::kUsual : 1.0f;
+  static constexpr int kScores = 32;               // a lane's, of 64 x 64
+  static constexpr int kSteps = kTileTokens / 16;  // of a product that sums over tokens
   static constexpr int kWarpHeads = kHeads / 4;
 
   const AttentionProblem& p;
@@ -139,8 +214,8 @@ struct Consumer {
 template <Code kCode>
 struct Scorer : Consumer<kCode> {
   using Base = Consumer<kCode>;
-  using Base::group, Base::half, Base::head, Base::head_begin, Base::kNumber, Base::kScaled, Base::kScores,
-      Base::kSteps, Base::lane, Base::out, Base::p, Base::s, Base::warp;
+  using Base::group, Base::half, Base::head, Base::head_begin, Base::kNumber, Base::kRowsUp, Base::kScaled,
+      Base::kScores, Base::kSteps, Base::lane, Base::out, Base::p, Base::s, Base::warp;
 
   float reference[2];  // weights are 2^(score - reference)
   float total[2];      // of the lane's columns
@@ -168,6 +243,67 @@ struct Scorer : Consumer<kCode> {
     sums_change(score);
   }
 
+  // Whether all of a tile's slots are held, and none needs a power of two of its own.
+  __device__ bool plain(int stage) const {
+    const uint16_t two = *reinterpret_cast<const uint16_t*>(s.plain[stage] + 2 * lane);
+    return __all_sync(~0u, two == 0x0101) && p.scale >= 0.0f;
+  }
+
+  // The largest scores of the heads' rows, of which each of four lanes has one. What sums are multiplied with.
+  __device__ void move_reference(float (&top)[2], float (&by)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
+      top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
+      by[h] = 1.0f;
+      if (top[h] > reference[h] + kSlack) {
+        by[h] = exp2_approximate(reference[h] - top[h]);
+        reference[h] = top[h];
+        total[h] *= by[h];
+      }
+    }
+  }
+
+  __device__ uint32_t pack(float first, float second) const {
+    return kScaled ? pack_f16(first, second) : pack_bf16(first, second);
+  }
+
+  // Scores of a plain tile become weights, relative to the reference as it is; hardly ever is one too large for that.
+  __device__ void softmax_of_plain(const float (&score)[kScores], uint32_t (&weights)[kSteps][4], float (&by)[2]) {
+    const float before[2] = {total[0], total[1]};
+    uint32_t largest = 0;  // of both columns, as integers, which are in the same order
+    const auto weigh = [&] {
+#pragma unroll
+      for (int i = 0; i < kScores; i += 2) {
+        float two[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          two[c] = exp2_approximate(fmaf(score[i + c], q_scale[half(i)], -reference[half(i)]));
+          total[half(i)] += two[c];
+        }
+        weights[i / 8][i / 2 % 4] = pack(two[0], two[1]);
+        largest = __vmaxu2(largest, weights[i / 8][i / 2 % 4]);
+      }
+    };
+    weigh();
+    by[0] = by[1] = 1.0f;
+    constexpr float kMost = 1 << static_cast<int>(kSlack);
+    const uint32_t most = pack(kMost, kMost);
+    if (__any_sync(~0u, p.max_logits || __vmaxu2(largest, most) != most)) {
+      float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) top[half(i)] = fmaxf(top[half(i)], score[i]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        top[h] = fmaxf(top[h] * q_scale[h], kLowest);
+        highest[h] = fmaxf(highest[h], top[h]);
+        total[h] = before[h];
+      }
+      move_reference(top, by);
+      weigh();
+    }
+  }
+
   // Scores become weights.
   __device__ void softmax(float (&score)[kScores], int stage, float (&by)[2]) {
     float top[2] = {kLowest, kLowest};
@@ -183,7 +319,7 @@ struct Scorer : Consumer<kCode> {
           scale = column.power, bias = column.bias;
           back[2 * j + c] = __uint_as_float((254u << 23) - __float_as_uint(scale));
         } else {
-          bias = s.held[stage][token] ? 0.0f : -INFINITY;
+          bias = s.plain[stage][token] ? 0.0f : -INFINITY;
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -193,17 +329,7 @@ struct Scorer : Consumer<kCode> {
           if (p.max_logits && bias > -INFINITY) highest[h] = fmaxf(highest[h], own - bias);
         }
       }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
-      top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
-      by[h] = 1.0f;
-      if (top[h] > reference[h] + kSlack) {
-        by[h] = exp2_approximate(reference[h] - top[h]);
-        reference[h] = top[h];
-        total[h] *= by[h];
-      }
-    }
+    move_reference(top, by);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       score[i] = exp2_approximate(score[i] - reference[half(i)]);
@@ -213,12 +339,7 @@ struct Scorer : Consumer<kCode> {
 
   __device__ void pack_weights(uint32_t (&weights)[kSteps][4], const float (&weight)[kScores]) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* two = &weight[8 * step + 2 * i];
-        weights[step][i] = kScaled ? pack_f16(two[0], two[1]) : pack_bf16(two[0], two[1]);
-      }
+    for (int i = 0; i < kScores; i += 2) weights[i / 8][i / 2 % 4] = pack(weight[i], weight[i + 1]);
   }
 
   __device__ void store_weights(const uint32_t (&weights)[kSteps][4]) {
@@ -241,18 +362,23 @@ struct Scorer : Consumer<kCode> {
       if (tile < end) {
         wait(s.q_full, tokens % 2);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) q_scale[h] = s.q_scale[head(h)];
+        for (int h = 0; h < 2; ++h) q_scale[h] = s.q_scale[head(h)] * kRowsUp;
       }
       for (; tile < end; ++tile) {
         const int stage = tile % kStages;
         float score[kScores], by[2];
         wait(s.full[stage], tile / kStages % 2);
         publish_to_wgmma();
+        const bool is_plain = plain(stage);
         compute_scores(score, stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
-        softmax(score, stage, by);
         uint32_t weights[kSteps][4];
-        pack_weights(weights, score);
+        if (is_plain) {
+          softmax_of_plain(score, weights, by);
+        } else {
+          softmax(score, stage, by);
+          pack_weights(weights, score);
+        }
         wait(s.weights_empty, tile % 2 ^ 1);
         store_weights(weights);
         if (lane % 4 == 0) s.rescale[head(0)] = by[0], s.rescale[head(1)] = by[1];
@@ -281,7 +407,7 @@ struct Scorer : Consumer<kCode> {
       if (lane % 4 == 0)
         factor[h] =
             finish_head(p, work.token, head_begin + head(h), work.whole(), place, total[h], reference[h], highest[h]);
-      factor[h] = __shfl_sync(~0u, factor[h], lane & ~3);
+      factor[h] = __shfl_sync(~0u, factor[h], lane & ~3) * kRowsUp;
       if (lane % 4 == 0) s.factor[parity][head(h)] = factor[h];
     }
     sync_named<32 * kConsumerWarps>(kTokenBarrier);
@@ -323,24 +449,28 @@ struct Asker {
     const int stage = asked % kStages;
     wait(s.empty[stage], asked / kStages % 2 ^ 1);
     ++asked;
-    const uint8_t* codes = cache + kPieceBytes * lane;
-    const int rope = kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
+    // Of 41 pieces of a row, 32 lanes take the codes; then nine lanes a row take the scales and rope of three rows.
+    const int tail_row = lane / 9, tail = (32 + lane % 9) * kPieceBytes;
+    auto codes = reinterpret_cast<uint64_t>(cache + kPieceBytes * lane),
+         tails = reinterpret_cast<uint64_t>(cache + tail);
+    hide(codes), hide(tails);  // or each is added up anew, from two parts, for every row
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int first = half * kWarpRows, producer = 2 * warp + half;
       const uint32_t part = shared_address(s.tiles[stage]) + producer * kWarpRows * kRowBytes;
 #pragma unroll
-      for (int i = 0; i < kWarpRows; ++i)
-        copy_piece(part + i * kBlockBytes + kPieceBytes * lane, codes, __shfl_sync(~0u, own, first + i));
-#pragma unroll
-      for (int i = 0; i < kWarpRows; i += 4)
-        copy_piece(part + (i + lane / 8) * kBlockBytes + rope, cache + rope,
-                   __shfl_sync(~0u, own, first + i + lane / 8));
-      if (lane / kWarpRows == half) {
-        s.held[stage][warp * kRows + lane] = own != kNoRow;
-        copy_piece(part + lane % kWarpRows * kBlockBytes + kFp8DsMla.scale_offset(), cache + kFp8DsMla.scale_offset(),
-                   own);
+      for (int i = 0; i < kWarpRows; ++i) {
+        const uint32_t row = __shfl_sync(~0u, own, first + i);
+        copy_piece(part + place_of_row(i, row & 1) + kPieceBytes * lane, reinterpret_cast<const uint8_t*>(codes), row);
       }
+#pragma unroll
+      for (int i = 0; i < kWarpRows; i += 3) {
+        const uint32_t row = __shfl_sync(~0u, own, first + i + tail_row);
+        if (tail_row < min(3, kWarpRows - i))
+          copy_piece(part + place_of_row(i + tail_row, row & 1) + tail, reinterpret_cast<const uint8_t*>(tails), row);
+      }
+      if (lane / kWarpRows == half)
+        s.held[stage][warp * kRows + lane] = static_cast<uint8_t>((own & 1) << 1 | (own != kNoRow));
       arrive_when_copied(s.asked[stage][producer]);
       arrive_as_warp(s.asked[stage][producer]);
     }
@@ -389,65 +519,6 @@ struct Adder : Consumer<kCode> {
   }
 };
 
-// A producer warp's eight fp8 rows of a tile: it takes all of them into registers before it puts them back as f16.
-// `part` is the warp's part of block 0.
-struct CodeRows {
-  uint4 codes[kWarpRows];  // 16 of each row
-  uint4 rope[2];           // a piece of row lane / 8, and of the row four further on
-  float scale;             // of row lane % 8, group lane / 8
-
-  __device__ void load(uint32_t part, int lane) {
-#pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) codes[i] = load_piece(part + i * kBlockBytes + kPieceBytes * lane);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      rope[i] =
-          load_piece(part + (4 * i + lane / 8) * kBlockBytes + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
-    asm volatile("ld.shared.f32 %0, [%1];"
-                 : "=f"(scale)
-                 : "r"(part + lane % 8 * kBlockBytes + kFp8DsMla.scale_offset() + lane / 8 * 4)
-                 : "memory");
-  }
-
-  // Divides row lane % 8 by 2^power, which brings its largest scale to 1/2 to 1, and returns that power.
-  __device__ int normalise() {
-    float largest = fabsf(scale);
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 8));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 16));
-    const int power = power_above(largest);
-    const float down = __uint_as_float((127 - power) << 23);
-    scale *= down;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float own = __shfl_sync(~0u, down, 4 * i + lane_of_row());
-      rope[i] = times<Number::bf16>(rope[i], pack_bf16(own, own));
-    }
-    return power;
-  }
-
-  __device__ void store(uint32_t part, int lane) const {
-    const int block = lane / 4, piece = lane % 4 * 2;
-    const uint32_t to = part + block * kBlockBytes + place_of_piece(block, piece, 0);
-#pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) {
-      const float own = __shfl_sync(~0u, scale, lane / 8 * 8 + i);
-      const uint32_t by = pack_f16(own, own);
-      store_piece((to ^ i * kPieceBytes) + i * kRowBytes, times<Number::f16>(e4m3_to_f16(codes[i].x, codes[i].y), by));
-      store_piece((to ^ (i ^ 1) * kPieceBytes) + i * kRowBytes,
-                  times<Number::f16>(e4m3_to_f16(codes[i].z, codes[i].w), by));
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = 4 * i + lane / 8;
-      store_piece(part + kLatentBlocks * kBlockBytes + row * kRowBytes + place_of_piece(kLatentBlocks, lane % 8, row),
-                  rope[i]);
-    }
-  }
-
- private:
-  static __device__ int lane_of_row() { return threadIdx.x % 32 / 8; }
-};
-
 // What a producer warp does: its rows of each tile, and before a token's first tile its queries.
 template <Code kCode>
 __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worker& worker, int head_begin, int warp,
@@ -469,13 +540,15 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
         const uint32_t part = shared_address(s.tiles[stage]) + warp * kWarpRows * kRowBytes;
         wait(s.asked[stage][warp], tile / kStages % 2);
         CodeRows rows;
-        rows.load(part, lane);
+        rows.load(part, *reinterpret_cast<const uint64_t*>(s.held[stage] + warp * kWarpRows), lane);
         const int power = rows.normalise();
         __syncwarp();
         rows.store(part, lane);
-        if (lane < kWarpRows)
-          s.columns[stage][at] = {__uint_as_float((127 + power) << 23),
-                                  s.held[stage][at] ? static_cast<float>(power) : -INFINITY};
+        if (lane < kWarpRows) {
+          const bool held = s.held[stage][at] & 1;
+          s.columns[stage][at] = {__uint_as_float((127 + power) << 23), held ? static_cast<float>(power) : -INFINITY};
+          s.plain[stage][at] = held && power == 0;
+        }
         arrive_as_warp(s.full[stage]);
       }
     }
@@ -488,7 +561,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
       const int token = next.token, stage = tile % kStages;
       next = TileRequest(cursor, warp * kWarpRows + lane % kWarpRows);
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      RowCopier::copy(s.tiles[stage], s.held[stage], cache, row, warp, lane);
+      RowCopier::copy(s.tiles[stage], s.plain[stage], cache, row, warp, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
       if (token != TileRequest::kSameToken) queries(token);
