@@ -23,8 +23,8 @@ constexpr int kAddingRegisters = 176;
 constexpr int kProducerRegisters = 64;
 static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
 
-// What a column of scores (a token) needs with codes: the rows in shared memory are divided by a power of two, so that
-// f16 holds them whatever their scales.
+// What a column of scores (a token) needs with codes: rows in shared memory are divided by the usual power of two, and
+// by another one where f16 would not hold them then.
 struct Column {
   float power;  // 2^bias
   float bias;   // -inf where the slot is none

@@ -110,9 +110,9 @@ template <Code kCode>
 struct Consumer {
   static constexpr bool kScaled = kCode == Code::e4m3;
   static constexpr Number kNumber = kScaled ? Number::f16 : Number::bf16;  // of the latent dims and the weights
-  static constexpr float kRowsUp = kScaled ? CodeRows::kUsual : 1.0f;
-  static constexpr int kScores = 32;               // a lane's, of 64 x 64
-  static constexpr int kSteps = kTileTokens / 16;  // of a product that sums over tokens
+  static constexpr float kUsual = kScaled ? CodeRows::kUsual : 1.0f;       // what sums of rows lack
+  static constexpr int kScores = 32;                                       // a lane's, of 64 x 64
+  static constexpr int kSteps = kTileTokens / 16;                          // of a product that sums over tokens
   static constexpr int kWarpHeads = kHeads / 4;
 
   const AttentionProblem& p;
@@ -214,7 +214,7 @@ struct Consumer {
 template <Code kCode>
 struct Scorer : Consumer<kCode> {
   using Base = Consumer<kCode>;
-  using Base::group, Base::half, Base::head, Base::head_begin, Base::kNumber, Base::kRowsUp, Base::kScaled,
+  using Base::group, Base::half, Base::head, Base::head_begin, Base::kNumber, Base::kScaled, Base::kUsual,
       Base::kScores, Base::kSteps, Base::lane, Base::out, Base::p, Base::s, Base::warp;
 
   float reference[2];  // weights are 2^(score - reference)
@@ -268,7 +268,8 @@ struct Scorer : Consumer<kCode> {
     return kScaled ? pack_f16(first, second) : pack_bf16(first, second);
   }
 
-  // Scores of a plain tile become weights, relative to the reference as it is; hardly ever is one too large for that.
+  // Scores of a plain tile become weights, relative to the reference as it is: that is known before the largest score.
+  // A token's first tile has to do it again, and later ones where a score is too large for that.
   __device__ void softmax_of_plain(const float (&score)[kScores], uint32_t (&weights)[kSteps][4], float (&by)[2]) {
     const float before[2] = {total[0], total[1]};
     uint32_t largest = 0;  // of both columns, as integers, which are in the same order
@@ -362,7 +363,7 @@ struct Scorer : Consumer<kCode> {
       if (tile < end) {
         wait(s.q_full, tokens % 2);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) q_scale[h] = s.q_scale[head(h)] * kRowsUp;
+        for (int h = 0; h < 2; ++h) q_scale[h] = s.q_scale[head(h)] * kUsual;
       }
       for (; tile < end; ++tile) {
         const int stage = tile % kStages;
@@ -407,7 +408,7 @@ struct Scorer : Consumer<kCode> {
       if (lane % 4 == 0)
         factor[h] =
             finish_head(p, work.token, head_begin + head(h), work.whole(), place, total[h], reference[h], highest[h]);
-      factor[h] = __shfl_sync(~0u, factor[h], lane & ~3) * kRowsUp;
+      factor[h] = __shfl_sync(~0u, factor[h], lane & ~3) * kUsual;
       if (lane % 4 == 0) s.factor[parity][head(h)] = factor[h];
     }
     sync_named<32 * kConsumerWarps>(kTokenBarrier);
