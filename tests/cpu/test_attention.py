@@ -86,6 +86,23 @@ def test_duplicates_count_as_often_as_they_stand(cpu_kernel, fmt):
     assert torch.allclose(thrice - once, torch.tensor(3.0).log(), atol=1e-5)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("magnitude", [1e-8, 1e-3, 0.1, 20.0, 3e4])
+def test_cached_values_of_any_size(cpu_kernel, fmt, magnitude):
+    problem = random_problem(fmt, tokens=5, heads=20, topk=200)
+    problem.cache = random_cache(fmt, 8, 16, magnitude)
+    problem.q = (torch.randn(5, 20, 576) / magnitude).bfloat16()
+    problem.check(magnitude)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_of_unlike_size_in_one_tile(cpu_kernel, fmt):
+    problem = random_problem(fmt, tokens=5, heads=20, topk=200)
+    for i in range(0, 8, 2):
+        problem.cache[i : i + 1] = random_cache(fmt, 1, 16, 0.1 / 16.0 ** (i + 1))
+    problem.check()
+
+
 @pytest.mark.parametrize("bad", [-1, -(2**31), 8 * 16, 2**31 - 1])
 def test_slots_outside_the_cache_are_skipped(cpu_kernel, bad):
     problem = random_problem(tokens=2, heads=3, topk=40)

@@ -103,6 +103,29 @@ def test_queries_that_are_rope_alone(fmt, heads, tokens, latent):
     check(problem)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [3, 32, 64, 100])
+@pytest.mark.parametrize("magnitude", [1e-8, 1e-3, 0.1, 20.0, 3e4])
+@pytest.mark.parametrize("holes", [False, True])
+def test_cached_values_of_any_size(fmt, heads, magnitude, holes):
+    problem = random_problem(fmt, tokens=20, heads=heads, topk=200)
+    problem.cache = random_cache(fmt, 8, 16, magnitude)
+    problem.q = (torch.randn(20, heads, 576) / magnitude).bfloat16()
+    if not holes:
+        problem.indices = torch.randint(0, 8 * 16, (20, 200), dtype=torch.int32)
+    check(problem, magnitude)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [3, 32, 64, 100])
+def test_rows_of_unlike_size_in_one_tile(fmt, heads):
+    problem = random_problem(fmt, tokens=20, heads=heads, topk=200)
+    problem.indices = torch.randint(0, 8 * 16, (20, 200), dtype=torch.int32)
+    for i in range(0, 8, 2):
+        problem.cache[i : i + 1] = random_cache(fmt, 1, 16, 0.1 / 16.0 ** (i + 1))
+    check(problem)
+
+
 @pytest.mark.parametrize("bad", [-1, -(2**31), 8 * 16, 2**31 - 1])
 def test_slots_outside_the_cache_are_skipped(bad):
     problem = random_problem(tokens=2, heads=3, topk=40)
