@@ -99,9 +99,11 @@ def cuda_plan(
 
 
 def select_cuda_kernel(name: str) -> None:
-    """Use nothing but the portable CUDA attention kernel from now on ("portable"), or the best one ("auto")."""
+    """Which CUDA attention kernels are used from now on: the best ones ("auto"), nothing but the portable one
+    ("portable"), or the best ones without blocks that read one another's shared memory ("unclustered"), which is what
+    a race detector can follow."""
     if not _library.mla_backend_select_cuda_kernel(str(name).encode()):
-        raise ValueError(f"name must be auto or portable; got {name!r}")
+        raise ValueError(f"name must be auto, portable or unclustered; got {name!r}")
 
 
 def cpu_kernel() -> str:

@@ -25,10 +25,16 @@ settings.register_profile("thorough", settings.get_profile("quick"), max_example
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 FORMATS = tuple(mla_backend.FORMATS)
+CUDA_KERNEL = os.environ.get("MLA_TEST_CUDA_KERNEL", "auto")
+"""Which the tests use: a race detector can follow "unclustered"."""
 CPU_KERNELS = tuple(k["name"] for k in library.about()["cpu_kernels"] if k["usable"])
 SCALE = 576**-0.5
 MAGNITUDE = 0.1
 """Of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
+
+
+def pytest_sessionstart() -> None:
+    library.select_cuda_kernel(CUDA_KERNEL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,7 +24,7 @@ void select_top(const SelectTopProblem& problem, void* stream);
 // The two halves of sparse_attention: one of these kernels, and the merge of the tokens that the plan cut, which the
 // one for few heads does itself.
 void portable_attention(const AttentionProblem& problem, void* stream);
-void few_heads_attention(const AttentionProblem& problem, void* stream);
+void few_heads_attention(const AttentionProblem& problem, void* stream, bool clusters);
 void many_heads_attention(const AttentionProblem& problem, void* stream);
 void some_heads_attention(const AttentionProblem& problem, void* stream);
 void merge_cut_tokens(const AttentionProblem& problem, void* stream);

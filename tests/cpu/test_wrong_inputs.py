@@ -209,7 +209,7 @@ CASES = {
     "format of a list": (lambda: mla_backend.format_of([1]), TypeError, r"cache must be a torch.Tensor; got list"),
     "format of fp16": (lambda: mla_backend.format_of(torch.zeros(1, 1, 576).half()), ValueError, r"cache must be of a known format"),
     "unknown CPU kernel": (lambda: library.select_cpu_kernel("sse9"), ValueError, r"name must be auto or a kernel .*got 'sse9'"),
-    "unknown CUDA kernel": (lambda: library.select_cuda_kernel("fast"), ValueError, r"name must be auto or portable; got 'fast'"),
+    "unknown CUDA kernel": (lambda: library.select_cuda_kernel("fast"), ValueError, r"name must be auto, portable or unclustered; got 'fast'"),
     "unknown format": (lambda: mla_backend.format_of(torch.zeros(1, 1, 5)), ValueError, r"cache must be of a known format"),
     "flash_mla: q has 3 dims": (kvcache(q=torch.zeros(2, 4, 576).bfloat16()), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 576\]"),
     "flash_mla: q is fp32": (kvcache(q=torch.zeros(2, 1, 4, 576)), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 576\]; got torch.float32"),

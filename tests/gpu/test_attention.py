@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 
 import mla_backend
-from conftest import FORMATS, assert_accurate, problems, random_cache, random_problem, score_error
+from conftest import CUDA_KERNEL, FORMATS, assert_accurate, problems, random_cache, random_problem, score_error
 from mla_backend import flash_mla, library, reference
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def portable_kernel():
         try:
             yield
         finally:
-            library.select_cuda_kernel("auto")
+            library.select_cuda_kernel(CUDA_KERNEL)
 
     return only
 
@@ -41,8 +41,19 @@ def test_the_portable_kernel_serves_hopper_too(fmt, portable_kernel):
             assert_accurate(problem.to("cuda").solve(), problem.oracle())
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (1, 100), (3, 8), (8, 16), (30, 5)])
+def test_cut_tokens_are_merged_without_clusters_too(fmt, tokens, heads):
+    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1000, blocks=100)
+    library.select_cuda_kernel("unclustered")
+    try:
+        check(problem)
+    finally:
+        library.select_cuda_kernel(CUDA_KERNEL)
+
+
 def test_kernels_are_chosen_by_name():
-    with pytest.raises(ValueError, match="name must be auto or portable; got 'fastest'"):
+    with pytest.raises(ValueError, match="name must be auto, portable or unclustered; got 'fastest'"):
         library.select_cuda_kernel("fastest")
 
 

@@ -10,7 +10,9 @@
 namespace mla::cuda {
 namespace {
 
-std::atomic<bool> portable_only{false};
+enum class Selection { automatic, portable, unclustered };
+
+std::atomic<Selection> selection{Selection::automatic};
 
 int attribute(cudaDeviceAttr which) {
   int device, value;
@@ -60,7 +62,7 @@ int parts_in_cluster(int processors, int64_t tokens, int heads) {
 }
 
 Kernel choose_kernel(int major, int processors, int64_t tokens, int heads, Code code) {
-  if (!is_hopper(major) || portable_only) return Kernel::portable;
+  if (!is_hopper(major) || selection == Selection::portable) return Kernel::portable;
   // few tokens of many heads are spread over more processors by 16 heads at a time
   if (heads <= 16 || parts_in_cluster(processors, tokens, heads)) return Kernel::few_heads;
   return heads <= 32 && code == Code::e4m3 ? Kernel::some_heads : Kernel::many_heads;
@@ -77,7 +79,7 @@ void sparse_attention(const AttentionProblem& p, void* stream) {
   switch (kernel) {
 #ifdef MLA_CUDA_SM90A
     case Kernel::few_heads:
-      return few_heads_attention(p, stream);  // merges what the plan cut itself
+      return few_heads_attention(p, stream, selection != Selection::unclustered);  // merges what the plan cut itself
     case Kernel::some_heads:
       some_heads_attention(p, stream);
       break;
@@ -109,8 +111,14 @@ int default_workers(int major, int processors, int64_t tokens, int heads) {
 }
 
 bool select_kernel(const std::string& name) {
-  if (name != "auto" && name != "portable") return false;
-  portable_only = name == "portable";
+  if (name == "auto")
+    selection = Selection::automatic;
+  else if (name == "portable")
+    selection = Selection::portable;
+  else if (name == "unclustered")
+    selection = Selection::unclustered;
+  else
+    return false;
   return true;
 }
 

@@ -61,8 +61,8 @@ int cluster_of(const AttentionProblem& p) {
 }
 
 template <Code kCode, int kHeads>
-void run(const AttentionProblem& p, void* stream) {
-  const int cluster = cluster_of<kCode, kHeads>(p);
+void run(const AttentionProblem& p, void* stream, bool clusters) {
+  const int cluster = clusters ? cluster_of<kCode, kHeads>(p) : 1;
   const dim3 blocks((p.heads + kHeads - 1) / kHeads, (p.workers + cluster - 1) / cluster * cluster);
   cudaLaunchAttribute attributes[2]{clustered(cluster), {}};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -79,12 +79,12 @@ KernelEntry entry(const char* name) {
 
 }  // namespace
 
-void few_heads_attention(const AttentionProblem& p, void* stream) {
+void few_heads_attention(const AttentionProblem& p, void* stream, bool clusters) {
   const bool codes = p.lists[0].cache.format.code == Code::e4m3;
   if (p.heads <= 8)
-    codes ? run<Code::e4m3, 8>(p, stream) : run<Code::bf16, 8>(p, stream);
+    codes ? run<Code::e4m3, 8>(p, stream, clusters) : run<Code::bf16, 8>(p, stream, clusters);
   else
-    codes ? run<Code::e4m3, 16>(p, stream) : run<Code::bf16, 16>(p, stream);
+    codes ? run<Code::e4m3, 16>(p, stream, clusters) : run<Code::bf16, 16>(p, stream, clusters);
 }
 
 void some_heads_attention(const AttentionProblem& p, void* stream) {
