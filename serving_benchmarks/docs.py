@@ -27,6 +27,7 @@ from serving_benchmarks import (
     cpu_attention,
     cpu_generate,
     index_ops,
+    kernel_counters,
     kernel_report,
     kv_blocks,
     runs,
@@ -38,6 +39,7 @@ ROOT = Path(__file__).parent.parent
 Maker = Callable[..., str]
 MAKERS: dict[str, Maker] = {
     "kernels": kernel_report.markdown,
+    "kernel_counters": kernel_counters.markdown,
     "cpu_attention": cpu_attention.markdown,
     "cpu_generate": cpu_generate.markdown,
     "cache_ops": cache_ops.markdown,
