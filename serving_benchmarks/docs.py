@@ -40,6 +40,8 @@ Maker = Callable[..., str]
 MAKERS: dict[str, Maker] = {
     "kernels": kernel_report.markdown,
     "kernel_counters": kernel_counters.markdown,
+    "kernel_decode_ratios": kernel_report.decode_ratios,
+    "kernel_prefill_ratios": kernel_report.prefill_ratios,
     "cpu_attention": cpu_attention.markdown,
     "cpu_generate": cpu_generate.markdown,
     "cache_ops": cache_ops.markdown,

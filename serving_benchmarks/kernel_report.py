@@ -87,3 +87,31 @@ def markdown(report: dict[str, Any]) -> str:
         f"commit {(where['commit'] or 'unknown')[:10]}.",
     ]
     return "\n".join(lines)
+
+
+def _best_over_ours(report: dict[str, Any], batch: str, heads: int, fmt: str, peers: str = "") -> str:
+    """How many times as fast as the fastest peer, or the fastest of those whose name begins so."""
+    for result in report["results"]:
+        case, seconds = result["case"], result["seconds"]
+        if (case["batch"], case["heads"], case["topk"], case["format"]) == (batch, heads, 2048, fmt):
+            theirs = [own["median"] for name, own in seconds.items() if name.startswith(peers or ("flashmla", "fa3"))]
+            return f"{min(theirs) / seconds['ours']['median']:.2f}"
+    raise ValueError(f"there is no {batch} with {heads} heads and {fmt}")
+
+
+def decode_ratios(report: dict[str, Any]) -> str:
+    """A sentence of the README."""
+    over_fp8, over_all = (
+        [_best_over_ours(report, "128q1s32k", heads, "fp8_ds_mla", peers) for heads in (8, 16, 32)]
+        for peers in ("flashmla_fp8", "")
+    )
+    return (
+        f"it is {over_fp8[0]}, {over_fp8[1]} and {over_fp8[2]} times as fast as FlashMLA's FP8 kernel at 8, 16 and 32 "
+        f"heads, and {over_all[0]}, {over_all[1]} and {over_all[2]} times as fast as the best kernel of all"
+    )
+
+
+def prefill_ratios(report: dict[str, Any]) -> str:
+    """Half a sentence of the README."""
+    fp8, bf16 = (_best_over_ours(report, "q4ks32k", 16, fmt) for fmt in ("fp8_ds_mla", "bf16"))
+    return f"{fp8} times as fast with FP8 and {bf16} with BF16 rows"
