@@ -2,8 +2,9 @@
 
     python -m serving_benchmarks.kernel_counters --suite headline --formats fp8_ds_mla --output counters.json
 
-Every case is run once under `ncu`, which runs its kernel several times for all counters, empties no cache before it and
-leaves the clock alone. It needs `ncu` (of the CUDA toolkit) and the right to read counters.
+Every case is run once under `ncu`, which runs its kernel several times for all counters, leaves what L2 holds and the
+clock alone, and begins each time with empty caches of instructions. What merges cut tokens in a launch of its own is
+not counted. It needs `ncu` (of the CUDA toolkit) and the right to read counters.
 """
 
 import argparse
@@ -67,13 +68,16 @@ def parse_counters(text: str) -> list[dict[str, Any]]:
     lines = text.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if begin is None:
-        raise ValueError("ncu printed no table of counters")
+        raise ValueError(f"ncu printed no table of counters, but:\n{text[-1000:]}")
     rows = list(csv.DictReader(io.StringIO("\n".join(lines[begin:]))))
     launches = []
     for row in rows[1:]:  # the first one holds units
         counters: dict[str, Any] = {"kernel": row["Kernel Name"].split("(", 1)[0]}
         for name, (metric, unit) in METRICS.items():
-            counters[name] = float(row[metric].replace(",", "")) * unit
+            try:
+                counters[name] = float(row[metric].replace(",", "")) * unit
+            except (KeyError, ValueError):
+                raise ValueError(f"this ncu does not know {metric}: it says {row.get(metric)!r}") from None
         launches.append(counters)
     return launches
 
@@ -100,7 +104,7 @@ def profile(ncu: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
 def rows_of(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [
         [
-            f"{result['case']['batch']}, h {result['case']['heads']}, topk {result['case']['topk']}",
+            kernel_report.name_of(result["case"]),
             kernel_report.microseconds(result["counters"]["seconds"]),
             f"{result['counters']['clock_hertz'] / 1e9:.2f}",
             *(f"{100 * result['counters'][name]:.0f}" for name in HEADINGS),
@@ -115,16 +119,11 @@ COLUMNS = ("case", "us", "GHz", *HEADINGS.values())
 def markdown(report: dict[str, Any]) -> str:
     """The table of docs/kernels.md, from a result file."""
     where = report["environment"]
-    lines = result_file.table(COLUMNS, rows_of(report["results"]))
-    formats = ", ".join(dict.fromkeys(result["case"]["format"] for result in report["results"]))
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Percent of what is possible; {formats}; {where['gpus'][0]['name']}; "
-            f"mla-backend {where['commit'][:9]}; {where['date'][:10]}. `{where['command']}`",
-        ]
+    told = (
+        "Percent of what is possible, of issue slots, tensor cores and shared memory for multiprocessors that have "
+        f"work. {where['gpus'][0]['name']}, {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:10]}."
     )
+    return "\n".join([*result_file.table(COLUMNS, rows_of(report["results"])), "", told])
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -166,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.markdown:
         try:
             print(markdown(json.loads(options.markdown.read_text())))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             print(f"{options.markdown} could not be shown: {error!r}", file=sys.stderr)
             return 2
         return 0
