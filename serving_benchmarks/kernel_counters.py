@@ -10,7 +10,6 @@ not counted. It needs `ncu` (of the CUDA toolkit) and the right to read counters
 import argparse
 import csv
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -22,8 +21,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import mla_backend
-from mla_backend.attention import workspace_floats
 from serving_benchmarks import environment, kernel_report, kernels, result_file, suite_files
 
 METRICS = {
@@ -46,7 +43,7 @@ HEADINGS = {
 
 
 def find_ncu() -> str | None:
-    return shutil.which("ncu") or next((p for p in ("/usr/local/cuda/bin/ncu",) if os.access(p, os.X_OK)), None)
+    return shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")
 
 
 def run_each_case_once(cases: Sequence[kernels.Case], pattern: str) -> None:
@@ -55,9 +52,7 @@ def run_each_case_once(cases: Sequence[kernels.Case], pattern: str) -> None:
     caches = kernels.Caches(max(case.batch.cached for case in cases))
     for case in cases:
         problem = kernels.new_problem(case, pattern, caches.blocks)
-        plan = mla_backend.plan(case.batch.tokens, case.topk, num_heads=case.heads, device="cuda")
-        workspace = torch.zeros(workspace_floats(plan.shape[0], case.heads), device="cuda")
-        prepared, _ = kernels.prepare_ours(problem, caches.by_format[case.format], plan, workspace)
+        prepared, _ = kernels.prepare_ours(problem, caches.by_format[case.format], *kernels.plan_ours(case))
         torch.cuda.synchronize()
         prepared.call()
         torch.cuda.synchronize()
@@ -147,13 +142,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         suite = suite_files.load(options.suite, kernels.FORMATS)
     except suite_files.SuiteError as error:
         parser.error(f"--suite: {error}")
-    options.cases = [
-        case
-        for case in kernels.suite_cases(suite)
-        if case.heads in (options.heads or [case.heads])
-        and case.topk in (options.topk or [case.topk])
-        and case.format in options.formats
-    ]
+    options.cases = kernels.suite_cases(suite, options.heads, options.topk, options.formats)
     if not options.cases:
         parser.error(f"--suite {options.suite} has no such heads, topk and formats")
     result_file.require_writable(parser, options.output)
@@ -163,12 +152,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     if options.markdown:
-        try:
-            print(markdown(json.loads(options.markdown.read_text())))
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            print(f"{options.markdown} could not be shown: {error!r}", file=sys.stderr)
-            return 2
-        return 0
+        return kernels.show(options.markdown, markdown)
     why_not = environment.why_no_gpu()
     ncu = find_ncu()
     if not why_not and not ncu and not options.run_cases:

@@ -94,7 +94,7 @@ MLA_EXPORT int mla_backend_select_cuda_kernel(const char* name) {
 #ifdef MLA_CUDA
   return mla::cuda::select_kernel(name);
 #else
-  return std::string(name) == "auto" || std::string(name) == "portable" || std::string(name) == "unclustered";
+  return std::string(name) == "auto";
 #endif
 }
 
