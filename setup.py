@@ -5,7 +5,8 @@ The library registers its ops through torch's stable ABI, so it depends on neith
 
 Environment: MLA_BACKEND_CUDA=1 makes a missing nvcc an error, =0 leaves CUDA out, unset takes nvcc if it is there.
 CUDA_HOME says where nvcc is. MLA_BACKEND_CUDA_ARCHS (default "80 89 90a 100 120") says for which GPUs.
-MLA_BACKEND_SANITIZE=1 builds the CPU kernels with AddressSanitizer and UBSan.
+MLA_BACKEND_SANITIZE=1 builds the CPU kernels with AddressSanitizer and UBSan; MLA_BACKEND_RACECHECK=1 builds CUDA
+kernels whose barriers compute-sanitizer's racecheck can follow. Each has a build folder of its own.
 """
 
 import os
@@ -81,6 +82,10 @@ def find_nvcc() -> Path | None:
 
 def sanitize() -> bool:
     return os.environ.get("MLA_BACKEND_SANITIZE") == "1"
+
+
+def racecheck() -> bool:
+    return os.environ.get("MLA_BACKEND_RACECHECK") == "1"
 
 
 def ask(*command: object) -> str:
@@ -188,6 +193,7 @@ def write_ninja(folder: Path, version: str) -> None:
         flags = FILE_FLAGS.get(source.stem, "")
         if source.suffix == ".cu":
             flags = gencode(hopper if needs_hopper else archs) + (" -DMLA_CUDA_SM90A" if hopper else "")
+            flags += " -DMLA_EVERY_LANE_ARRIVES" if racecheck() else ""
         if source.parent.name == "bindings":
             flags = f"{bindings} -I."  # build_info.h lies where ninja runs
         objects.append(f"{source.relative_to(ROOT / 'csrc').with_suffix('').as_posix().replace('/', '.')}.o")
@@ -203,7 +209,8 @@ class BuildLibrary(build_ext):
     """Compiles the library with ninja, in a folder that survives, and puts it into the package."""
 
     def build_extension(self, ext: Extension) -> None:
-        folder = ROOT / "build" / ("sanitize" if sanitize() else f"native-{platform.machine()}")
+        special = "sanitize" if sanitize() else "racecheck" if racecheck() else None
+        folder = ROOT / "build" / (special or f"native-{platform.machine()}")
         write_ninja(folder, self.distribution.get_version())
         ninja = shutil.which("ninja") or shutil.which("ninja", path=sysconfig.get_path("scripts"))
         if not ninja:

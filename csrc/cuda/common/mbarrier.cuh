@@ -15,10 +15,18 @@ __device__ __forceinline__ void arrive(uint64_t& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-// One arrival for a warp, after all that its lanes have done.
+// What a warp's arrival counts. One lane arrives for all; but compute-sanitizer's racecheck takes that for an arrival
+// of what this lane alone has done, so in the library that it is shown every lane arrives for itself.
+#ifdef MLA_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
+// A warp's arrival, after all that its lanes have done.
 __device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) arrive(barrier);
+  if (threadIdx.x % 32 < kWarpArrivals) arrive(barrier);
 }
 
 // Until the phase of this parity is complete; right after init_barrier the phase before, of parity 1, counts as such.

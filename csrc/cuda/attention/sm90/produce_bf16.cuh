@@ -15,7 +15,7 @@ struct RowCopier {
   static constexpr int kWarps = 8;
   static constexpr int kRows = kTileTokens / kWarps;  // of a warp
   // arrivals at a tile's barrier: each thread's when its copies have arrived, and each warp's for the rest
-  static constexpr int kArrivals = 32 * kWarps + kWarps;
+  static constexpr int kArrivals = (32 + kWarpArrivals) * kWarps;
 
   // Lanes 0 to 7 know where the warp's rows lie. `held` is told which are.
   static __device__ void copy(uint8_t* tile, uint8_t (&held)[kTileTokens], const uint8_t* cache, uint32_t own, int warp,

@@ -25,7 +25,7 @@ struct CodeRows {
   static constexpr int kSums = kHeads / 2;
   static constexpr int kWarps = QueryCodes<kHeads>::kWarps;  // that produce
   static constexpr int kWarpRows = kTileTokens / kWarps;     // of a tile
-  static constexpr int kTileArrivals = 32 * kWarps + kWarps;
+  static constexpr int kTileArrivals = (32 + kWarpArrivals) * kWarps;
   static constexpr int kGroupDims = kValueDim / kGroups;  // of values, a warp's
   static constexpr int kLaneDims = kGroupDims / 8;
   static constexpr bool kAhead = kHeads <= 16;  // there are registers for codes that are read a step ahead
