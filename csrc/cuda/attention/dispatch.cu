@@ -56,7 +56,7 @@ enum class Kernel { portable, few_heads, some_heads, many_heads };
 int parts_in_cluster(int processors, int64_t tokens, int heads) {
   const int64_t blocks = std::min<int64_t>(tokens, processors) * ((heads + 15) / 16);
   const int64_t usable = processors - processors / 11;
-  for (const int parts : {16, 8, 4})
+  for (const int parts : {16, 8, 4, 3, 2})
     if (tokens > 0 && blocks * parts <= usable) return parts;
   return 0;
 }
