@@ -2,14 +2,14 @@
 
     python -m serving_benchmarks.kernel_counters --suite headline --formats fp8_ds_mla --output counters.json
 
-Every case is run once under `ncu`, which runs its kernel several times for all counters, empties no cache before it and
-leaves the clock alone. It needs `ncu` (of the CUDA toolkit) and the right to read counters.
+Every case is run once under `ncu`, which runs its kernel several times for all counters, leaves what L2 holds and the
+clock alone, and begins each time with empty caches of instructions. What merges cut tokens in a launch of its own is
+not counted. It needs `ncu` (of the CUDA toolkit) and the right to read counters.
 """
 
 import argparse
 import csv
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import mla_backend
-from mla_backend.attention import workspace_floats
 from serving_benchmarks import environment, kernel_report, kernels, result_file, suite_files
 
 METRICS = {
@@ -45,7 +43,7 @@ HEADINGS = {
 
 
 def find_ncu() -> str | None:
-    return shutil.which("ncu") or next((p for p in ("/usr/local/cuda/bin/ncu",) if os.access(p, os.X_OK)), None)
+    return shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")
 
 
 def run_each_case_once(cases: Sequence[kernels.Case], pattern: str) -> None:
@@ -54,9 +52,7 @@ def run_each_case_once(cases: Sequence[kernels.Case], pattern: str) -> None:
     caches = kernels.Caches(max(case.batch.cached for case in cases))
     for case in cases:
         problem = kernels.new_problem(case, pattern, caches.blocks)
-        plan = mla_backend.plan(case.batch.tokens, case.topk, num_heads=case.heads, device="cuda")
-        workspace = torch.zeros(workspace_floats(plan.shape[0], case.heads), device="cuda")
-        prepared, _ = kernels.prepare_ours(problem, caches.by_format[case.format], plan, workspace)
+        prepared, _ = kernels.prepare_ours(problem, caches.by_format[case.format], *kernels.plan_ours(case))
         torch.cuda.synchronize()
         prepared.call()
         torch.cuda.synchronize()
@@ -67,13 +63,16 @@ def parse_counters(text: str) -> list[dict[str, Any]]:
     lines = text.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if begin is None:
-        raise ValueError("ncu printed no table of counters")
+        raise ValueError(f"ncu printed no table of counters, but:\n{text[-1000:]}")
     rows = list(csv.DictReader(io.StringIO("\n".join(lines[begin:]))))
     launches = []
     for row in rows[1:]:  # the first one holds units
         counters: dict[str, Any] = {"kernel": row["Kernel Name"].split("(", 1)[0]}
         for name, (metric, unit) in METRICS.items():
-            counters[name] = float(row[metric].replace(",", "")) * unit
+            try:
+                counters[name] = float(row[metric].replace(",", "")) * unit
+            except (KeyError, ValueError):
+                raise ValueError(f"this ncu does not know {metric}: it says {row.get(metric)!r}") from None
         launches.append(counters)
     return launches
 
@@ -100,7 +99,7 @@ def profile(ncu: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
 def rows_of(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     return [
         [
-            f"{result['case']['batch']}, h {result['case']['heads']}, topk {result['case']['topk']}",
+            kernel_report.name_of(result["case"]),
             kernel_report.microseconds(result["counters"]["seconds"]),
             f"{result['counters']['clock_hertz'] / 1e9:.2f}",
             *(f"{100 * result['counters'][name]:.0f}" for name in HEADINGS),
@@ -115,16 +114,11 @@ COLUMNS = ("case", "us", "GHz", *HEADINGS.values())
 def markdown(report: dict[str, Any]) -> str:
     """The table of docs/kernels.md, from a result file."""
     where = report["environment"]
-    lines = result_file.table(COLUMNS, rows_of(report["results"]))
-    formats = ", ".join(dict.fromkeys(result["case"]["format"] for result in report["results"]))
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Percent of what is possible; {formats}; {where['gpus'][0]['name']}; "
-            f"mla-backend {where['commit'][:9]}; {where['date'][:10]}. `{where['command']}`",
-        ]
+    told = (
+        "Percent of what is possible, of issue slots, tensor cores and shared memory for multiprocessors that have "
+        f"work. {where['gpus'][0]['name']}, {where['date'][:10]}, commit {(where['commit'] or 'unknown')[:10]}."
     )
+    return "\n".join([*result_file.table(COLUMNS, rows_of(report["results"])), "", told])
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -148,13 +142,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         suite = suite_files.load(options.suite, kernels.FORMATS)
     except suite_files.SuiteError as error:
         parser.error(f"--suite: {error}")
-    options.cases = [
-        case
-        for case in kernels.suite_cases(suite)
-        if case.heads in (options.heads or [case.heads])
-        and case.topk in (options.topk or [case.topk])
-        and case.format in options.formats
-    ]
+    options.cases = kernels.suite_cases(suite, options.heads, options.topk, options.formats)
     if not options.cases:
         parser.error(f"--suite {options.suite} has no such heads, topk and formats")
     result_file.require_writable(parser, options.output)
@@ -164,12 +152,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     if options.markdown:
-        try:
-            print(markdown(json.loads(options.markdown.read_text())))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"{options.markdown} could not be shown: {error!r}", file=sys.stderr)
-            return 2
-        return 0
+        return kernels.show(options.markdown, markdown)
     why_not = environment.why_no_gpu()
     ncu = find_ncu()
     if not why_not and not ncu and not options.run_cases:

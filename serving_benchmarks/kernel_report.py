@@ -89,22 +89,22 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _best_over_ours(report: dict[str, Any], batch: str, heads: int, fmt: str, peers: str = "") -> str:
-    """How many times as fast as the fastest peer, or the fastest of those whose name begins so."""
+def _result_of(report: dict[str, Any], batch: str, heads: int, fmt: str) -> dict[str, Any]:
+    name = name_of({"batch": batch, "heads": heads, "topk": 2048, "format": fmt})
     for result in report["results"]:
-        case, seconds = result["case"], result["seconds"]
-        if (case["batch"], case["heads"], case["topk"], case["format"]) == (batch, heads, 2048, fmt):
-            theirs = [own["median"] for name, own in seconds.items() if name.startswith(peers or ("flashmla", "fa3"))]
-            return f"{min(theirs) / seconds['ours']['median']:.2f}"
-    raise ValueError(f"there is no {batch} with {heads} heads and {fmt}")
+        if name_of(result["case"]) == name:
+            return result
+    raise ValueError(f"there is no {name}")
 
 
 def decode_ratios(report: dict[str, Any]) -> str:
     """A sentence of the README."""
-    over_fp8, over_all = (
-        [_best_over_ours(report, "128q1s32k", heads, "fp8_ds_mla", peers) for heads in (8, 16, 32)]
-        for peers in ("flashmla_fp8", "")
-    )
+    found = [_result_of(report, "128q1s32k", heads, "fp8_ds_mla") for heads in (8, 16, 32)]
+    over_all = [f"{result['speed_up']:.2f}" for result in found]
+    over_fp8 = []
+    for seconds in (result["seconds"] for result in found):
+        theirs = min(seconds[name]["median"] for name in README_PEERS["FlashMLA, FP8"] if name in seconds)
+        over_fp8.append(f"{theirs / seconds['ours']['median']:.2f}")
     return (
         f"it is {over_fp8[0]}, {over_fp8[1]} and {over_fp8[2]} times as fast as FlashMLA's FP8 kernel at 8, 16 and 32 "
         f"heads, and {over_all[0]}, {over_all[1]} and {over_all[2]} times as fast as the best kernel of all"
@@ -113,5 +113,5 @@ def decode_ratios(report: dict[str, Any]) -> str:
 
 def prefill_ratios(report: dict[str, Any]) -> str:
     """Half a sentence of the README."""
-    fp8, bf16 = (_best_over_ours(report, "q4ks32k", 16, fmt) for fmt in ("fp8_ds_mla", "bf16"))
-    return f"{fp8} times as fast with FP8 and {bf16} with BF16 rows"
+    fp8, bf16 = (_result_of(report, "q4ks32k", 16, fmt)["speed_up"] for fmt in ("fp8_ds_mla", "bf16"))
+    return f"{fp8:.2f} times as fast with FP8 and {bf16:.2f} with BF16 rows"

@@ -84,14 +84,20 @@ def cases(specs: Sequence[str], heads: Sequence[int], topks: Sequence[int], form
 FORMATS = ("fp8_ds_mla", "bf16")
 
 
-def suite_cases(suite: suite_files.Suite) -> list[Case]:
-    """The cases of a suite, in the order they are measured in."""
+def suite_cases(
+    suite: suite_files.Suite,
+    heads: Sequence[int] | None = None,
+    topks: Sequence[int] | None = None,
+    formats: Sequence[str] = FORMATS,
+) -> list[Case]:
+    """The cases of a suite, or those with one of some numbers of heads and so on, in the order they are measured in."""
     return [
         case
         for fmt in FORMATS
         for entry in suite.entries
-        if fmt in entry.formats
+        if fmt in entry.formats and fmt in formats
         for case in cases(entry.batches, entry.heads, entry.topk, [fmt])
+        if case.heads in (heads or [case.heads]) and case.topk in (topks or [case.topk])
     ]
 
 
@@ -123,6 +129,12 @@ def new_problem(case: Case, pattern: str, blocks: int) -> Problem:
     slots, counts = mla_backend.convert_indices(picked, table, batch.token_requests().cuda(), BLOCK)
     q = torch.randn(batch.tokens, case.heads, 576, device="cuda").div_(MAGNITUDE).bfloat16()
     return Problem(q, slots, counts, SCALE, batch.queries)
+
+
+def plan_ours(case: Case) -> tuple[Tensor, Tensor]:
+    """Our plan of a case whose lists are full, and a workspace for it."""
+    plan = mla_backend.plan(case.batch.tokens, case.topk, num_heads=case.heads, device="cuda")
+    return plan, torch.zeros(workspace_floats(plan.shape[0], case.heads), device="cuda")
 
 
 def prepare_ours(problem: Problem, cache: Tensor, plan: Tensor, workspace: Tensor) -> tuple[Prepared, Tensor]:
@@ -203,8 +215,7 @@ def measure(
     problems = [new_problem(case, pattern, caches.blocks) for _ in range(sets)]
     exact_out, exact_lse = attend_exactly(problems[-1], cache)
 
-    plan = mla_backend.plan(case.batch.tokens, case.topk, num_heads=case.heads, device="cuda")
-    workspace = torch.zeros(workspace_floats(plan.shape[0], case.heads), device="cuda")
+    plan, workspace = plan_ours(case)
     ours = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
     graphs = {"ours": gpu_timing.capture([prepared.call for prepared, _ in ours], flush)}
     last, lse = ours[-1]
@@ -318,13 +329,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         except suite_files.SuiteError as error:
             parser.error(f"--suite: {error}")
         options.ours_only |= not suite.peers
-        options.cases = [
-            case
-            for case in suite_cases(suite)
-            if case.heads in (options.heads or [case.heads])
-            and case.topk in (options.topk or [case.topk])
-            and case.format in options.formats
-        ]
+        options.cases = suite_cases(suite, options.heads, options.topk, options.formats)
         if not options.cases:
             parser.error(f"--suite {options.suite} has no such heads, topk and formats")
     else:
@@ -338,11 +343,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def show(source: Path) -> int:
+def show(source: Path, markdown: Callable[[dict[str, Any]], str] = kernel_report.markdown) -> int:
     """Prints a result file."""
     try:
-        print(kernel_report.markdown(json.loads(source.read_text())))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(markdown(json.loads(source.read_text())))
+    except (OSError, ValueError, LookupError, TypeError) as error:
         print(f"{source} could not be shown: {error!r}", file=sys.stderr)
         return 2
     return 0

@@ -28,6 +28,7 @@ from serving_benchmarks import (
     cache_ops,
     cpu_attention,
     index_ops,
+    kernel_counters,
     kernel_report,
     kv_blocks,
     result_file,
@@ -146,6 +147,7 @@ class Kind:
 
 KINDS = {
     "kernels": Kind(_kernels, kernel_report.markdown),
+    "kernel_counters": Kind(_no_pictures, kernel_counters.markdown),
     "cpu_attention": Kind(_cpu_attention, cpu_attention.markdown),
     "cache_ops": Kind(_cache_ops, cache_ops.markdown),
     "index_ops": Kind(_no_pictures, index_ops.markdown),

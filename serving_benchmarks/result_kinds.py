@@ -47,6 +47,7 @@ def machine(environment: dict[str, Any]) -> str:
 
 TITLES = {
     "kernels": "Sparse attention on a GPU",
+    "kernel_counters": "What sparse attention keeps busy on a GPU",
     "cpu_attention": "Sparse attention on a CPU",
     "cache_ops": "The ops around attention",
     "index_ops": "The indexer's ops",
@@ -61,6 +62,10 @@ TITLES = {
 
 def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _share(value: Any) -> bool:
+    return value == 0 or _positive(value)
 
 
 def _text(value: Any) -> bool:
@@ -104,6 +109,14 @@ FIELDS: dict[str, dict[str, Check]] = {
         "floor_seconds.math": _positive,
         "seconds": _timings,
         "seconds.plan": _timing,
+    },
+    "kernel_counters": {
+        "case.batch": _text,
+        "case.heads": _count,
+        "case.topk": _count,
+        "case.format": _text,
+        **{f"counters.{name}": _positive for name in ("seconds", "clock_hertz")},
+        **{f"counters.{name}": _share for name in ("issue_slots", "tensor_cores", "shared_memory", "l2", "memory")},
     },
     "cpu_attention": {
         "case.batch": _count,

@@ -34,7 +34,8 @@ MAGNITUDE = 0.1
 
 
 def pytest_sessionstart() -> None:
-    library.select_cuda_kernel(CUDA_KERNEL)
+    if library.about()["cuda_archs"]:
+        library.select_cuda_kernel(CUDA_KERNEL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,6 +13,7 @@ COMMITTED = {
     for name in (
         "kernels",
         "sweep",
+        "kernel_counters",
         "cache_ops",
         "cpu_attention",
         "kv_blocks",

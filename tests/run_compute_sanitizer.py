@@ -4,7 +4,8 @@ python tests/run_compute_sanitizer.py
 
 racecheck follows neither barriers between blocks of a cluster (mbarriers that other blocks arrive at) nor that a block
 waits at one before it ends, and takes what they order for hazards. So it sees the kernels without clusters; the other
-three tools see them as they are.
+three tools see them as they are. Of reads in write_row it still says that they race with sums that are put there later,
+or before: docs/kernels.md says what orders them.
 """
 
 import os

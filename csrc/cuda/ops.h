@@ -22,16 +22,16 @@ void index_scores(const IndexScoresProblem& problem, void* stream);
 void select_top(const SelectTopProblem& problem, void* stream);
 
 // The two halves of sparse_attention: one of these kernels, and the merge of the tokens that the plan cut, which the
-// one for few heads does itself.
+// one for few heads does itself, 8 or 16 of them a block. Its wide form, of 32, leaves that to the second half.
 void portable_attention(const AttentionProblem& problem, void* stream);
 void few_heads_attention(const AttentionProblem& problem, void* stream, bool clusters);
 void many_heads_attention(const AttentionProblem& problem, void* stream);
-void some_heads_attention(const AttentionProblem& problem, void* stream);
+void few_heads_wide_attention(const AttentionProblem& problem, void* stream);
 void merge_cut_tokens(const AttentionProblem& problem, void* stream);
 
 // Rows that a plan should have for a GPU of this compute capability (its major number).
 int default_workers(int major, int processors, int64_t tokens, int heads);
-// "portable" for nothing but that kernel, "auto" for the best one; false if the name is neither.
+// What library.select_cuda_kernel() says; false if the name is none of its.
 bool select_kernel(const std::string& name);
 
 // How lists are cut here: at the border of any tile that a block has in shared memory at once.

@@ -15,8 +15,9 @@ from serving_benchmarks.result_kinds import FIELDS, NotUnderstood, ResultFile, l
 
 pytestmark = pytest.mark.skipif(not result_examples.COMMITTED["kernels"].is_file(), reason="needs the source tree")
 ALL = result_examples.every_kind() if result_examples.COMMITTED["kernels"].is_file() else {}
-UNTIMED = "vllm_0.23_recall"
-FILES = {name: report for name, report in ALL.items() if name != UNTIMED}
+UNTIMED = {"vllm_0.23_recall": "recall", "kernel_counters": "kernel_counters"}
+"""Files without times to compare, and what they are of."""
+FILES = {name: report for name, report in ALL.items() if name not in UNTIMED}
 OURS = {"SPARSE_MLA", "embedded"}
 
 
@@ -278,7 +279,7 @@ def test_files_that_cannot_be_compared_are_explained(tmp_path, capsys):
         ("kernels", "cache_ops", "only files of one benchmark compare"),
         ("kernels", tmp_path / "nope.json", "nope.json: No such file"),
         ("kernels", tmp_path / "text.json", "text.json is no JSON"),
-        (UNTIMED, UNTIMED, "files of recall have no times to compare"),
+        *((file, file, f"files of {kind} have no times to compare") for file, kind in UNTIMED.items()),
     ):
         paths = [result_examples.COMMITTED.get(name, name) for name in (old, new)]
         assert compare.main([str(path) for path in paths]) == 2

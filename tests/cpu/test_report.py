@@ -72,7 +72,7 @@ def folder(tmp_path_factory):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "9 result files, 14 pictures" in done.stdout and "not understood: " in done.stderr
+    assert "10 result files, 14 pictures" in done.stdout and "not understood: " in done.stderr
     return folder
 
 
@@ -89,6 +89,7 @@ def test_the_page_has_all_sections(page):
     assert page.headings == [
         *("Sparse attention on a GPU: kernels.json", *kernels, "Speed over the best peer's", *end),
         *("Sparse attention on a GPU: sweep.json", *kernels, *end),
+        *("What sparse attention keeps busy on a GPU: kernel_counters.json", *end),
         *("The ops around attention: cache_ops.json", "Time and bandwidth", *end),
         *("Sparse attention on a CPU: cpu_attention.json", "Time against batch", "Speed over vLLM's", *end),
         *("The cache manager's bookkeeping: kv_blocks.json", *end),

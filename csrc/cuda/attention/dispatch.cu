@@ -48,7 +48,7 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
 
 constexpr int64_t kManyTokens = INT32_MAX;
 
-enum class Kernel { portable, few_heads, some_heads, many_heads };
+enum class Kernel { portable, few_heads, few_heads_wide, many_heads };
 
 // Into how many parts the kernel for few heads had best have every token cut, so that one cluster of as many blocks
 // merges them: 0 where there are too many tokens for that. A cluster lies within one of the GPU's partitions, which
@@ -65,7 +65,7 @@ Kernel choose_kernel(int major, int processors, int64_t tokens, int heads, Code 
   if (!is_hopper(major) || selection == Selection::portable) return Kernel::portable;
   // few tokens of many heads are spread over more processors by 16 heads at a time
   if (heads <= 16 || parts_in_cluster(processors, tokens, heads)) return Kernel::few_heads;
-  return heads <= 32 && code == Code::e4m3 ? Kernel::some_heads : Kernel::many_heads;
+  return heads <= 32 && code == Code::e4m3 ? Kernel::few_heads_wide : Kernel::many_heads;
 }
 
 }  // namespace
@@ -80,8 +80,8 @@ void sparse_attention(const AttentionProblem& p, void* stream) {
 #ifdef MLA_CUDA_SM90A
     case Kernel::few_heads:
       return few_heads_attention(p, stream, selection != Selection::unclustered);  // merges what the plan cut itself
-    case Kernel::some_heads:
-      some_heads_attention(p, stream);
+    case Kernel::few_heads_wide:
+      few_heads_wide_attention(p, stream);
       break;
     case Kernel::many_heads:
       many_heads_attention(p, stream);

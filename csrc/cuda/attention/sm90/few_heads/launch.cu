@@ -87,7 +87,7 @@ void few_heads_attention(const AttentionProblem& p, void* stream, bool clusters)
     codes ? run<Code::e4m3, 16>(p, stream, clusters) : run<Code::bf16, 16>(p, stream, clusters);
 }
 
-void some_heads_attention(const AttentionProblem& p, void* stream) {
+void few_heads_wide_attention(const AttentionProblem& p, void* stream) {
   const dim3 blocks((p.heads + 31) / 32, p.workers);
   launch_early(p.max_logits ? attention_kernel<Code::e4m3, 32, true> : attention_kernel<Code::e4m3, 32, false>, blocks,
                kThreads, kSharedBytes<Code::e4m3, 32>, stream, "sparse_attention", p);

@@ -10,10 +10,10 @@
 //
 //   produce   | convert i + 1 ........................  | convert i + 2
 //   scoring   | scores i | softmax i | values i, left   | scores i + 1 ...
-//   adding    | ask for rows of i + 1 | values i, right | ask for rows of i + 2 ...
+//   adding    | find rows of i + 2   | values i, right  | ask for them ...
 //
-// e4m3 times its scale is rounded to f16 when rows are converted, once, by 2^-12 at most: with 64 columns of scores
-// there are no registers to keep the four groups of a scale apart.
+// Scales, and e4m3 times its scale, are rounded to f16 when rows are converted, by 2^-11 at most: with 64 columns of
+// scores there are no registers to keep the four groups of a scale apart.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +34,8 @@ constexpr int kTokenBarrier = 1;  // of both consumer warpgroups
 
 // Where row i of a producer warp's eight fp8 rows waits, from the warp's part of block 0 on: in what will be its part
 // of block i. L2 gives 32 bytes at a time, and gives them twice if cp.async takes their halves to different 32 bytes of
-// shared memory. A row begins at any multiple of 16 bytes, so here it begins at an odd one where it does in the cache.
-// And each row's scales lie in banks of their own.
+// shared memory. A row begins at any multiple of 16 bytes, so here it begins at an odd one where it does in the cache,
+// counted from the cache's beginning. And of eight rows' scales no more than two lie in one bank.
 __device__ __forceinline__ uint32_t place_of_row(int i, uint32_t odd) { return i * (kBlockBytes + 32) + odd * 16; }
 
 // A producer warp's eight fp8 rows of a tile: it takes all of them into registers before it puts them back as f16.
@@ -59,8 +59,8 @@ struct CodeRows {
                  : "memory");
   }
 
-  // Rows are divided by 2^kUsualPower where f16 then holds all that matters of them: up to 448 times the largest scale,
-  // and of numbers 2^14 times smaller than that still as much as e4m3 does.
+  // Rows are divided by 2^kUsualPower where f16 then holds all that matters of them: 448 times the largest scale, and
+  // of numbers 2^14 times smaller than that product still as much as e4m3 does.
   static constexpr int kUsualPower = -8, kLowestPower = -13, kHighestPower = -1;
   static constexpr float kUsual = 1.0f / (1 << -kUsualPower);
 
@@ -110,7 +110,7 @@ template <Code kCode>
 struct Consumer {
   static constexpr bool kScaled = kCode == Code::e4m3;
   static constexpr Number kNumber = kScaled ? Number::f16 : Number::bf16;  // of the latent dims and the weights
-  static constexpr float kUsual = kScaled ? CodeRows::kUsual : 1.0f;       // what sums of rows lack
+  static constexpr float kUsual = kScaled ? CodeRows::kUsual : 1.0f;       // sums of rows, times this, are right
   static constexpr int kScores = 32;                                       // a lane's, of 64 x 64
   static constexpr int kSteps = kTileTokens / 16;                          // of a product that sums over tokens
   static constexpr int kWarpHeads = kHeads / 4;
