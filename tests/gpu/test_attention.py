@@ -9,6 +9,7 @@ from hypothesis import given
 import mla_backend
 from conftest import CUDA_KERNEL, FORMATS, assert_accurate, problems, random_cache, random_problem, score_error
 from mla_backend import flash_mla, library, reference
+from mla_backend.attention import workspace_floats
 
 pytestmark = pytest.mark.gpu
 
@@ -45,11 +46,14 @@ def test_the_portable_kernel_serves_hopper_too(fmt, portable_kernel):
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (1, 100), (3, 8), (8, 16), (30, 5)])
 def test_cut_tokens_are_merged_without_clusters_too(fmt, tokens, heads):
     problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1000, blocks=100)
+    plan = mla_backend.plan(tokens, 1000, num_heads=heads, device="cuda")
+    workspace = torch.zeros(workspace_floats(plan.shape[0], heads), device="cuda")
     library.select_cuda_kernel("unclustered")
     try:
-        check(problem)
+        check(problem, plan=plan, workspace=workspace)
     finally:
         library.select_cuda_kernel(CUDA_KERNEL)
+    assert workspace.any()  # parts went by way of it
 
 
 def test_kernels_are_chosen_by_name():
@@ -116,7 +120,7 @@ def test_queries_that_are_rope_alone(fmt, heads, tokens, latent):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("heads", [3, 32, 64, 100])
-@pytest.mark.parametrize("magnitude", [1e-8, 1e-3, 0.1, 20.0, 3e4])
+@pytest.mark.parametrize("magnitude", [1e-8, 1e-3, 0.0078, 0.1, 20.0, 64.0, 3e4])
 @pytest.mark.parametrize("holes", [False, True])
 def test_cached_values_of_any_size(fmt, heads, magnitude, holes):
     problem = random_problem(fmt, tokens=20, heads=heads, topk=200)
@@ -135,6 +139,74 @@ def test_rows_of_unlike_size_in_one_tile(fmt, heads):
     for i in range(0, 8, 2):
         problem.cache[i : i + 1] = random_cache(fmt, 1, 16, 0.1 / 16.0 ** (i + 1))
     check(problem)
+
+
+def held_problem(fmt, heads, topk=700, **more):
+    """One whose lists have no holes, with so many tokens that no kernel for few of them serves it."""
+    problem = random_problem(fmt, tokens=30, heads=heads, topk=topk, blocks=30, **more)
+    problem.indices = torch.randint(0, 30 * 16, (30, topk), dtype=torch.int32)
+    return problem
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [8, 32, 64, 100])
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("workers", [1, 7, None])
+def test_lists_without_holes(fmt, heads, largest, workers):
+    problem = held_problem(fmt, heads)
+    plan = mla_backend.plan(30, 700, workers=workers, num_heads=heads, device="cuda") if workers else None
+    check(problem, plan=plan, return_max_logits=largest)
+    problem.indices[:, 200] = -1  # a tile with a hole between two without
+    check(problem, plan=plan, return_max_logits=largest)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [8, 32, 64, 100])
+@pytest.mark.parametrize("largest", [False, True])
+def test_scores_that_grow_along_the_list(fmt, heads, largest):
+    problem = held_problem(fmt, heads)
+    problem.indices = problem.indices.sort(dim=1).values
+    for block in range(30):  # 8 times as large in the end, 2^30 as much weight
+        problem.cache[block : block + 1] = random_cache(fmt, 1, 16, 0.1 * 8 ** (block / 29))
+    got = problem.to("cuda").solve(plan=mla_backend.plan(30, 700, workers=30, device="cuda"), return_max_logits=largest)
+    assert_accurate(got, problem.oracle(), 0.8, score_error=8 * allowed_error(problem))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [8, 32, 64, 100])
+def test_largest_scores_cost_no_bits(fmt, heads):
+    problem = held_problem(fmt, heads).to("cuda")
+    with_them = problem.solve()
+    assert all(torch.equal(a, b) for a, b in zip(with_them, problem.solve(return_max_logits=False), strict=False))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [8, 32, 64, 100])
+def test_nan_in_a_named_row_reaches_its_tokens_alone(fmt, heads):
+    problem = held_problem(fmt, heads)
+    problem.indices[problem.indices == 77] = 78
+    problem.indices[5, 300] = 77
+    problem.cache.view(30 * 16, -1).view(torch.uint8)[77, :512] = 0xFF
+    got, want = problem.to("cuda").solve(), problem.oracle()
+    others = torch.arange(30) != 5
+    assert got[0][5].isnan().all() and got[1][5].isnan().all() and got[2][5].isnan().all()
+    assert_accurate([a[others] for a in got], [a[others] for a in want], score_error=allowed_error(problem))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [8, 32, 64, 100])
+@pytest.mark.parametrize("scale", [-(576**-0.5), 0.0, 1e-30])
+def test_any_scale(fmt, heads, scale):
+    check(held_problem(fmt, heads, topk=150).but(scale=scale))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [16, 64])
+def test_batch_invariant_mode_of_lists_without_holes(fmt, heads):
+    problem = held_problem(fmt, heads).to("cuda")
+    together = problem.solve(batch_invariant=True)
+    alone = problem.but(q=problem.q[7:9], indices=problem.indices[7:9]).solve(batch_invariant=True)
+    assert all(torch.equal(a[7:9], b) for a, b in zip(together, alone, strict=True))
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), 8 * 16, 2**31 - 1])
@@ -376,7 +448,7 @@ def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads, port
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
-    ("tokens", "heads", "topk"), [(1, 16, 200), (3, 20, 130), (17, 20, 70), (5, 8, 70), (31, 33, 70)]
+    ("tokens", "heads", "topk"), [(1, 16, 200), (3, 20, 130), (17, 20, 70), (5, 8, 70), (31, 33, 70), (16, 64, 200)]
 )
 def test_small_case_of_everything(fmt, tokens, heads, topk):
     """Every op once, small enough for compute-sanitizer (tests/run_compute_sanitizer.py)."""
@@ -394,6 +466,8 @@ def test_small_case_of_everything(fmt, tokens, heads, topk):
     )
     want, on_gpu = problem.oracle(), problem.to("cuda")
     check(problem)
+    held = problem.but(indices=problem.indices.clamp(0, 8 * 16 - 1), topk_length=None)
+    check(held, return_max_logits=False)
     plan = mla_backend.plan(tokens, topk, topk_length=on_gpu.topk_length, extra_topk=9, workers=7)
     assert_accurate(on_gpu.solve(plan=plan), want, score_error=allowed_error(problem))
     halves = [

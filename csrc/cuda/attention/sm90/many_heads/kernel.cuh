@@ -34,8 +34,8 @@ constexpr int kTokenBarrier = 1;  // of both consumer warpgroups
 
 // Where row i of a producer warp's eight fp8 rows waits, from the warp's part of block 0 on: in what will be its part
 // of block i. L2 gives 32 bytes at a time, and gives them twice if cp.async takes their halves to different 32 bytes of
-// shared memory. A row begins at any multiple of 16 bytes, so here it begins at an odd one where it does in the cache,
-// counted from the cache's beginning. And of eight rows' scales no more than two lie in one bank.
+// shared memory. A row begins at any multiple of 16 bytes, so here it begins at an odd one where it does in the cache.
+// And of eight rows' scales no more than two lie in one bank.
 __device__ __forceinline__ uint32_t place_of_row(int i, uint32_t odd) { return i * (kBlockBytes + 32) + odd * 16; }
 
 // A producer warp's eight fp8 rows of a tile: it takes all of them into registers before it puts them back as f16.
@@ -71,7 +71,8 @@ struct CodeRows {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 8));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 16));
     const int above = power_above(largest);
-    const bool usual = (above >= kLowestPower && above <= kHighestPower) || largest == 0.0f;
+    const bool nothing = largest <= 0x1p-126f;  // a row of zeros
+    const bool usual = (above >= kLowestPower && above <= kHighestPower) || nothing;
     const int power = usual ? kUsualPower : above;
     const float down = __uint_as_float((127 - power) << 23);
     scale *= down;
@@ -290,7 +291,8 @@ struct Scorer : Consumer<kCode> {
     by[0] = by[1] = 1.0f;
     constexpr float kMost = 1 << static_cast<int>(kSlack);
     const uint32_t most = pack(kMost, kMost);
-    if (__any_sync(~0u, p.max_logits || __vmaxu2(largest, most) != most)) {
+    const bool too_large = __any_sync(~0u, __vmaxu2(largest, most) != most);
+    if (p.max_logits || too_large) {
       float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int i = 0; i < kScores; ++i) top[half(i)] = fmaxf(top[half(i)], score[i]);
@@ -298,10 +300,12 @@ struct Scorer : Consumer<kCode> {
       for (int h = 0; h < 2; ++h) {
         top[h] = fmaxf(top[h] * q_scale[h], kLowest);
         highest[h] = fmaxf(highest[h], top[h]);
-        total[h] = before[h];
+        if (too_large) total[h] = before[h];
       }
-      move_reference(top, by);
-      weigh();
+      if (too_large) {
+        move_reference(top, by);
+        weigh();
+      }
     }
   }
 
@@ -455,6 +459,8 @@ struct Asker {
     auto codes = reinterpret_cast<uint64_t>(cache + kPieceBytes * lane),
          tails = reinterpret_cast<uint64_t>(cache + tail);
     hide(codes), hide(tails);  // or each is added up anew, from two parts, for every row
+    const uint32_t first_row = static_cast<uint32_t>(reinterpret_cast<uint64_t>(cache) / kPieceBytes);
+    const auto odd = [&](uint32_t row) { return (row ^ first_row) & 1; };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int first = half * kWarpRows, producer = 2 * warp + half;
@@ -462,16 +468,16 @@ struct Asker {
 #pragma unroll
       for (int i = 0; i < kWarpRows; ++i) {
         const uint32_t row = __shfl_sync(~0u, own, first + i);
-        copy_piece(part + place_of_row(i, row & 1) + kPieceBytes * lane, reinterpret_cast<const uint8_t*>(codes), row);
+        copy_piece(part + place_of_row(i, odd(row)) + kPieceBytes * lane, reinterpret_cast<const uint8_t*>(codes), row);
       }
 #pragma unroll
       for (int i = 0; i < kWarpRows; i += 3) {
         const uint32_t row = __shfl_sync(~0u, own, first + i + tail_row);
         if (tail_row < min(3, kWarpRows - i))
-          copy_piece(part + place_of_row(i + tail_row, row & 1) + tail, reinterpret_cast<const uint8_t*>(tails), row);
+          copy_piece(part + place_of_row(i + tail_row, odd(row)) + tail, reinterpret_cast<const uint8_t*>(tails), row);
       }
       if (lane / kWarpRows == half)
-        s.held[stage][warp * kRows + lane] = static_cast<uint8_t>((own & 1) << 1 | (own != kNoRow));
+        s.held[stage][warp * kRows + lane] = static_cast<uint8_t>(odd(own) << 1 | (own != kNoRow));
       arrive_when_copied(s.asked[stage][producer]);
       arrive_as_warp(s.asked[stage][producer]);
     }
