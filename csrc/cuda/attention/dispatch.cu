@@ -51,13 +51,16 @@ constexpr int64_t kManyTokens = INT32_MAX;
 enum class Kernel { portable, few_heads, few_heads_wide, many_heads };
 
 // Into how many parts the kernel for few heads had best have every token cut, so that one cluster of as many blocks
-// merges them: 0 where there are too many tokens for that. A cluster lies within one of the GPU's partitions, which
-// leaves about a tenth of the processors without one.
+// merges them: 0 where there are too many tokens for that. A cluster lies within one of the GPU's partitions of 16 or 18
+// processors, where what is left over has none.
 int parts_in_cluster(int processors, int64_t tokens, int heads) {
   const int64_t blocks = std::min<int64_t>(tokens, processors) * ((heads + 15) / 16);
-  const int64_t usable = processors - processors / 11;
-  for (const int parts : {16, 8, 4, 3, 2})
-    if (tokens > 0 && blocks * parts <= usable) return parts;
+  const int without = processors / 11, without_threes = processors / 9;
+  constexpr int kParts[] = {16, 8, 4, 3, 2};
+  const int usable[] = {processors - without, processors - without, processors - without, processors - without_threes,
+                        processors};
+  for (int i = 0; i < 5; ++i)
+    if (tokens > 0 && blocks * kParts[i] <= usable[i]) return kParts[i];
   return 0;
 }
 
