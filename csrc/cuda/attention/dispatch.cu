@@ -55,12 +55,9 @@ enum class Kernel { portable, few_heads, few_heads_wide, many_heads };
 // processors, where what is left over has none.
 int parts_in_cluster(int processors, int64_t tokens, int heads) {
   const int64_t blocks = std::min<int64_t>(tokens, processors) * ((heads + 15) / 16);
-  const int without = processors / 11, without_threes = processors / 9;
-  constexpr int kParts[] = {16, 8, 4, 3, 2};
-  const int usable[] = {processors - without, processors - without, processors - without, processors - without_threes,
-                        processors};
-  for (int i = 0; i < 5; ++i)
-    if (tokens > 0 && blocks * kParts[i] <= usable[i]) return kParts[i];
+  const auto left_over = [&](int parts) { return parts == 2 ? 0 : parts == 3 ? processors / 9 : processors / 11; };
+  for (const int parts : {16, 8, 4, 3, 2})
+    if (tokens > 0 && blocks * parts <= processors - left_over(parts)) return parts;
   return 0;
 }
 
