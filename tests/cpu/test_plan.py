@@ -175,7 +175,10 @@ def test_a_gpu_gets_as_many_workers_as_it_can_run_at_once(capability, heads, wor
 @pytest.mark.skipif("90a" not in library.about()["cuda_archs"].split(), reason="the library has no Hopper kernels")
 @pytest.mark.parametrize(
     ("tokens", "heads", "parts"),
-    [(1, 16, 16), (7, 8, 16), (8, 16, 8), (15, 16, 8), (16, 16, 4), (30, 16, 4), (1, 128, 8), (3, 128, 4), (7, 64, 4)],
+    [
+        *((1, 16, 16), (7, 8, 16), (8, 16, 8), (15, 16, 8), (16, 16, 4), (30, 16, 4), (31, 16, 3), (39, 16, 3)),
+        *((40, 16, 2), (66, 16, 2), (1, 128, 8), (3, 128, 4), (7, 64, 4), (8, 64, 3), (5, 128, 2), (8, 128, 2)),
+    ],
 )
 def test_on_hopper_few_tokens_are_cut_for_one_cluster_each(tokens, heads, parts):
     assert library.cuda_workers(9, 132, heads, tokens) == tokens * parts

@@ -51,13 +51,13 @@ constexpr int64_t kManyTokens = INT32_MAX;
 enum class Kernel { portable, few_heads, few_heads_wide, many_heads };
 
 // Into how many parts the kernel for few heads had best have every token cut, so that one cluster of as many blocks
-// merges them: 0 where there are too many tokens for that. A cluster lies within one of the GPU's partitions, which
-// leaves about a tenth of the processors without one.
+// merges them: 0 where there are too many tokens for that. A cluster lies within one of the GPU's partitions of 16 or 18
+// processors, where what is left over has none.
 int parts_in_cluster(int processors, int64_t tokens, int heads) {
   const int64_t blocks = std::min<int64_t>(tokens, processors) * ((heads + 15) / 16);
-  const int64_t usable = processors - processors / 11;
-  for (const int parts : {16, 8, 4})
-    if (tokens > 0 && blocks * parts <= usable) return parts;
+  const auto left_over = [&](int parts) { return parts == 2 ? 0 : parts == 3 ? processors / 9 : processors / 11; };
+  for (const int parts : {16, 8, 4, 3, 2})
+    if (tokens > 0 && blocks * parts <= processors - left_over(parts)) return parts;
   return 0;
 }
 

@@ -55,7 +55,7 @@ int cluster_of(const AttentionProblem& p) {
   for (int i = 0; i < p.list_count; ++i) tiles += tiles_of(p.lists[i].topk, sm90::kTileTokens);
   const int64_t busy = std::min<int64_t>(p.workers, p.tokens * tiles) * ((p.heads + kHeads - 1) / kHeads);
   const auto fits = [&](int blocks) { return busy <= int64_t{blocks} * clusters_at_once<kCode, kHeads>(blocks); };
-  for (const int blocks : {4, 8, 16})
+  for (const int blocks : {2, 3, 4, 8, 16})
     if (p.workers == p.tokens * blocks && fits(blocks)) return blocks;
   return fits(8) ? 8 : kFewestInCluster;
 }
