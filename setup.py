@@ -193,7 +193,7 @@ def write_ninja(folder: Path, version: str) -> None:
         flags = FILE_FLAGS.get(source.stem, "")
         if source.suffix == ".cu":
             flags = gencode(hopper if needs_hopper else archs) + (" -DMLA_CUDA_SM90A" if hopper else "")
-            flags += " -DMLA_EVERY_LANE_ARRIVES" if racecheck() else ""
+            flags += " -DMLA_RACECHECK" if racecheck() else ""
         if source.parent.name == "bindings":
             flags = f"{bindings} -I."  # build_info.h lies where ninja runs
         objects.append(f"{source.relative_to(ROOT / 'csrc').with_suffix('').as_posix().replace('/', '.')}.o")

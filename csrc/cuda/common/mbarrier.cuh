@@ -17,7 +17,7 @@ __device__ __forceinline__ void arrive(uint64_t& barrier) {
 
 // What a warp's arrival counts. One lane arrives for all; but compute-sanitizer's racecheck takes that for an arrival
 // of what this lane alone has done, so in the library that it is shown every lane arrives for itself.
-#ifdef MLA_EVERY_LANE_ARRIVES
+#ifdef MLA_RACECHECK
 constexpr int kWarpArrivals = 32;
 #else
 constexpr int kWarpArrivals = 1;

@@ -53,6 +53,9 @@ struct Shared {
   uint64_t deposited[2], collected[2];  // of tokens of even and odd number
   // Of this block's team: all blocks have found what they have to find, all warps have read what they merge.
   uint64_t team_found, team_read;
+#ifdef MLA_RACECHECK
+  uint64_t met;
+#endif
 };
 
 template <Code kCode, int kHeads>

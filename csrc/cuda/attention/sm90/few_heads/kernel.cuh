@@ -55,6 +55,9 @@ struct Consumer {
   float total[kColumns];            // of the lane's rows
   float highest[kLargest ? kColumns : 1];
   float score[kSums];
+#ifdef MLA_RACECHECK
+  uint32_t meetings = 0;
+#endif
 
   static __device__ constexpr int column(int i) { return i / 4 * 2 + i % 2; }
   static __device__ constexpr int half(int i) { return i / 2 % 2; }  // row lane / 4, or that plus 8
@@ -261,11 +264,22 @@ struct Consumer {
     }
   }
 
+  // Both warpgroups wait for one another. racecheck does not see that one group's arrivals at other barriers come after
+  // what the other group did before this one, unless this one is of the same kind.
+  __device__ void meet() {
+#ifdef MLA_RACECHECK
+    arrive(s.met);
+    wait(s.met, meetings++ % 2);
+#else
+    sync_named<2 * kGroupThreads>(kBothGroups);
+#endif
+  }
+
   // Both warpgroups bring the part of a cut token together with the token's other parts.
   __device__ void join(const TokenWork& work) {
     const Joints& joints = s.joints[4 * group + warp];
     const Team team = joints.team;
-    sync_named<2 * kGroupThreads>(kBothGroups);
+    meet();
     if (team.count > 1) {
       if (group == 0 && warp == 0) team.arrive(s.team_found, lane);
       wait_for_blocks(s.team_found, 0);
@@ -279,7 +293,7 @@ struct Consumer {
       if (team.count > 1)
         team.arrive(s.team_read, lane);
       else
-        sync_named<2 * kGroupThreads>(kBothGroups);
+        meet();
     };
     join_parts<kHeads>(p, s.part, work.token, joints.parts[work.cut == TokenWork::kContinued], team, head_begin,
                        4 * group + warp, lane, row_of_block, have_read);
@@ -373,6 +387,9 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     for (int i = 0; i < Rows::kQueries; ++i)  // eight warps bring queries, and eight read them
       init_barrier(s.q_full[i], 2 * kGroup), init_barrier(s.q_empty[i], 2 * kGroup);
     for (int i = 0; i < 2; ++i) init_barrier(s.deposited[i], kGroup), init_barrier(s.collected[i], kGroup);
+#ifdef MLA_RACECHECK
+    init_barrier(s.met, 2 * kGroupThreads);
+#endif
     init_barrier(s.team_found, blocks_of_cluster());
     init_barrier(s.team_read, kConsumerWarps * blocks_of_cluster());
   }
