@@ -148,7 +148,7 @@ def _kernels(file: ResultFile) -> Found:
         peers = {
             (kernel_report.TITLES.get(peer, peer), loaded.get(peer.split("_")[0])): Span.of_timing(timing)
             for peer, timing in seconds.items()
-            if peer not in ("ours", "plan")
+            if peer not in kernel_report.NOT_PEERS
         }
         yield name, "attention", Measurement(Span.of_timing(seconds["ours"]), peers)
         yield name, "plan", Measurement(Span.of_timing(seconds["plan"]))

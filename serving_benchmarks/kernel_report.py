@@ -20,6 +20,8 @@ README_PEERS = {
     "FA3, BF16": ("fa3_bf16",),
 }
 """Columns, each the fastest of some candidates."""
+NOT_PEERS = ("ours", "plan", "portable")
+"""What else is timed beside the peers: all of it is ours."""
 
 
 def name_of(case: dict[str, Any]) -> str:
@@ -37,7 +39,8 @@ def share_of_floor(result: dict[str, Any]) -> float:
 
 def table(results: list[dict[str, Any]]) -> Table:
     shown = Table("case", "ours us", "quartiles", "TFLOP/s", "TB/s", "floor", "plan us", box=None, padding=(0, 1))
-    for column in ("best peer", "us", "ratio"):
+    portable = any("portable" in result["seconds"] for result in results)
+    for column in (*(["portable us"] if portable else []), "best peer", "us", "ratio"):
         shown.add_column(column)
     for column in shown.columns[1:]:
         column.justify = "right"
@@ -52,6 +55,8 @@ def table(results: list[dict[str, Any]]) -> Table:
             f"{share_of_floor(result):.0%}",
             microseconds(result["seconds"]["plan"]["median"]),
         ]
+        if portable:
+            row.append(microseconds(result["seconds"]["portable"]["median"]))
         best = result["best_peer"]
         if best:
             row += [TITLES[best], microseconds(result["seconds"][best]["median"]), f"{result['speed_up']:.2f}"]

@@ -16,7 +16,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 
 import mla_backend
-from mla_backend import reference
+from mla_backend import library, reference
 from mla_backend.attention import workspace_floats
 from serving_benchmarks import ceilings, environment, gpu_timing, kernel_report, peer_kernels, result_file, suite_files
 from serving_benchmarks.batches import PATTERNS, Batch, positions
@@ -150,6 +151,16 @@ def prepare_ours(problem: Problem, cache: Tensor, plan: Tensor, workspace: Tenso
     return Prepared(call, out), lse
 
 
+@contextmanager
+def chosen_kernel(name: str) -> Iterator[None]:
+    """Within it, plans and launches are for this kernel of ours; a graph that was captured keeps it."""
+    library.select_cuda_kernel(name)
+    try:
+        yield
+    finally:
+        library.select_cuda_kernel("auto")
+
+
 def peers_for(case: Case, caches: Caches, loaded: set[str]) -> dict[str, Callable[[Problem], Prepared]]:
     """The peers' kernels that vLLM could run here, with either format of the cache."""
     fp8, bf16 = caches.by_format["fp8_ds_mla"], caches.by_format["bf16"]
@@ -209,22 +220,27 @@ def measure(
     sets: int,
     rounds: int,
     flush: Callable[[], None] | None,
+    portable: bool,
 ) -> dict[str, Any]:
-    """One case: ours, our plan, and every peer that can run it."""
+    """One case: ours, our plan, our portable kernel if that is asked for, and every peer that can run it."""
     cache = caches.by_format[case.format]
     problems = [new_problem(case, pattern, caches.blocks) for _ in range(sets)]
     exact_out, exact_lse = attend_exactly(problems[-1], cache)
 
-    plan, workspace = plan_ours(case)
-    ours = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
-    graphs = {"ours": gpu_timing.capture([prepared.call for prepared, _ in ours], flush)}
-    last, lse = ours[-1]
-    replay_poisoned(graphs["ours"], last.out, lse)
-    try:
-        accuracy = {"ours": check_out(last.out, exact_out, COSINE["ours"])}
-        check_lse(lse, exact_lse)
-    except WrongResult as error:
-        raise WrongResult(f"mla_backend, {case}: {error}") from None
+    graphs, accuracy = {}, {}
+    for name, kernel in {"ours": "auto", **({"portable": "portable"} if portable else {})}.items():
+        with chosen_kernel(kernel):
+            plan, workspace = plan_ours(case)
+            ours = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
+            graphs[name] = gpu_timing.capture([prepared.call for prepared, _ in ours], flush)
+        last, lse = ours[-1]
+        replay_poisoned(graphs[name], last.out, lse)
+        try:
+            accuracy[name] = check_out(last.out, exact_out, COSINE["ours"])
+            check_lse(lse, exact_lse)
+        except WrongResult as error:
+            raise WrongResult(f"mla_backend, {name}, {case}: {error}") from None
+    plan, _ = plan_ours(case)
     graphs["plan"] = gpu_timing.capture(
         [lambda: mla_backend.plan(case.batch.tokens, case.topk, num_heads=case.heads, out=plan)], flush
     )
@@ -246,8 +262,8 @@ def measure(
     attended = sum(int(problem.counts.sum()) for problem in problems) / sets
     row_bytes = mla_backend.FORMATS[case.format].token_bytes
     flops = 2 * attended * case.heads * (576 + 512)
-    medians = {name: timing.median for name, timing in timings.items() if name != "plan"}
-    best = min((name for name in medians if name != "ours"), key=medians.get, default=None)
+    medians = {name: timing.median for name, timing in timings.items()}
+    best = min((name for name in medians if name not in kernel_report.NOT_PEERS), key=medians.get, default=None)
     return {
         "case": {**case.as_dict(), "pattern": pattern},
         "useful_flops": flops,
@@ -300,6 +316,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--vllm", default=VERSIONS[0], metavar="VERSION", help="whose kernels in that folder; default: %(default)s"
     )
     peers.add_argument("--ours-only", action="store_true", help="no peers, whatever the suite says")
+    peers.add_argument(
+        "--portable", action="store_true", help="our kernel for any GPU, too, which no other one of ours may be behind"
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--sets", type=int, default=4, help="of queries and lists, in turn; default: %(default)s")
     how.add_argument("--rounds", type=int, default=15, help="turns of every candidate; default: %(default)s")
@@ -379,7 +398,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             task = progress.add_task("", total=len(options.cases))
             for case in options.cases:
                 progress.update(task, description=str(case))
-                results.append(measure(case, caches, running, options.pattern, options.sets, options.rounds, flush))
+                how = options.pattern, options.sets, options.rounds, flush, options.portable
+                results.append(measure(case, caches, running, *how))
                 progress.advance(task)
     except WrongResult as error:
         print(f"error: {error}", file=sys.stderr)

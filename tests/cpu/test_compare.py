@@ -101,6 +101,15 @@ def test_a_machine_that_is_slower_throughout_changes_no_share(times):
     assert all(change.times == pytest.approx(times) for change in found.changes if change.what == "plan")
 
 
+def test_our_portable_kernel_is_no_peer_to_be_held_to():
+    old = copy.deepcopy(FILES["kernels"])
+    for entry in old["results"]:  # faster than any peer
+        entry["seconds"]["portable"] = {name: value * 0.01 for name, value in entry["seconds"]["ours"].items()}
+    found = compare.compare(file(old), file(copy.deepcopy(old)))
+    plain = compare.compare(file(FILES["kernels"]), file(FILES["kernels"]))
+    assert [change.yardstick for change in found.changes] == [change.yardstick for change in plain.changes]
+
+
 @pytest.mark.parametrize(
     ("times", "limit", "status", "text"),
     [

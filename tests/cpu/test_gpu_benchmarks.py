@@ -145,6 +145,16 @@ def test_the_table_has_a_row_a_case(report):
     table = kernel_report.table(report["results"])
     assert table.row_count == 2
     assert list(table.columns[-3].cells) == ["FA3, BF16", ""]
+    assert "portable us" not in [column.header for column in table.columns]
+
+
+def test_the_portable_kernel_has_a_column_where_it_was_timed(report):
+    for result in report["results"]:
+        result["seconds"]["portable"] = {**result["seconds"]["ours"], "median": 400e-6}
+    table = kernel_report.table(report["results"])
+    column = next(column for column in table.columns if column.header == "portable us")
+    assert list(column.cells) == ["400.0", "400.0"]
+    assert list(table.columns[-3].cells) == ["FA3, BF16", ""]  # it is no peer
 
 
 @pytest.mark.parametrize(
