@@ -56,7 +56,8 @@ def table(results: list[dict[str, Any]]) -> Table:
             microseconds(result["seconds"]["plan"]["median"]),
         ]
         if portable:
-            row.append(microseconds(result["seconds"]["portable"]["median"]))
+            timing = result["seconds"].get("portable")
+            row.append(microseconds(timing["median"]) if timing else "")
         best = result["best_peer"]
         if best:
             row += [TITLES[best], microseconds(result["seconds"][best]["median"]), f"{result['speed_up']:.2f}"]

@@ -317,7 +317,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     peers.add_argument("--ours-only", action="store_true", help="no peers, whatever the suite says")
     peers.add_argument(
-        "--portable", action="store_true", help="our kernel for any GPU, too, which no other one of ours may be behind"
+        "--portable", action="store_true", help="our kernel for any GPU, too, to see whether another one is behind it"
     )
     how = parser.add_argument_group("how")
     how.add_argument("--sets", type=int, default=4, help="of queries and lists, in turn; default: %(default)s")

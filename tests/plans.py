@@ -1,4 +1,9 @@
-"""What a plan has to be, whoever made it."""
+"""What a plan has to be, whoever made it; and what GPU's plans cut."""
+
+CUT_FOR_CLUSTERS = [(1, 16), (1, 100), (3, 8), (8, 16), (30, 5), (33, 16), (50, 16), (8, 64), (8, 128)]
+"""Tokens and heads: on Hopper each token is cut into as many parts as a cluster has blocks."""
+UNCUT_TOKENS = 40
+"""So many are not, with 17 heads and more: kernels for many tokens serve them."""
 
 
 def tiles_of(lengths, granule=16):

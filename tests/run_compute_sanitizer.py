@@ -19,6 +19,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from mla_backend import library  # noqa: E402
+
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 
 
@@ -36,6 +40,7 @@ def build_racecheck_library() -> Path:
             "MLA_BACKEND_CUDA": "1",
             "MLA_BACKEND_CUDA_ARCHS": "90a" if major == 9 else f"{major}{minor}",
             "MLA_BACKEND_RACECHECK": "1",
+            "MLA_BACKEND_SANITIZE": "0",
         },
     )
     return build / "mla_backend" / "libmla_backend.so"
@@ -45,7 +50,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)} (default: all)")
     parser.add_argument(
-        "--racecheck-library", type=Path, help="built with MLA_BACKEND_RACECHECK=1 (default: built now)"
+        "--racecheck-library",
+        type=lambda path: Path(path).resolve(),
+        metavar="LIBRARY",
+        help="built with MLA_BACKEND_RACECHECK=1 (default: built now)",
     )
     arguments = parser.parse_args()
     if unknown := [tool for tool in arguments.tools if tool not in TOOLS]:
@@ -57,9 +65,11 @@ def main() -> int:
         sys.exit("compute-sanitizer is not installed; it comes with the CUDA toolkit.")
     if not torch.cuda.is_available():
         sys.exit("compute-sanitizer needs a GPU, and torch sees none here.")
+    if not library.about()["cuda_archs"]:
+        sys.exit(f"{library.library_path()} was built without CUDA: there is nothing for compute-sanitizer to see.")
     findings = []
     for tool in arguments.tools or TOOLS:
-        environment = dict(os.environ)
+        environment = {**os.environ, "MLA_TEST_CUDA_KERNEL": "auto"}
         if tool == "racecheck":
             environment["MLA_BACKEND_LIBRARY"] = str(arguments.racecheck_library or build_racecheck_library())
             environment["MLA_TEST_CUDA_KERNEL"] = "unclustered"

@@ -9,8 +9,9 @@ from torch import Tensor
 import mla_backend
 from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
 
-FEW_TOKENS = 64
-"""From here on plans have the same number of rows, however many tokens there are."""
+FEW_TOKENS = 128
+"""From here on plans have the same number of rows, however many tokens there are: half as many as a GPU has processors,
+and one more, are too many to be cut for clusters."""
 NOWHERE = -(1 << 30)
 """Where padding stands in its sequence: so far before it that it attends to nothing."""
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 import mla_backend
 from mla_backend import library
-from plans import tiles_of, walk
+from mla_backend.vllm_plugin.step import FEW_TOKENS
+from plans import CUT_FOR_CLUSTERS, UNCUT_TOKENS, tiles_of, walk
 
 MIN_PART = 8  # tiles of 16 slots
 GPU_GRANULE = 64
@@ -183,3 +184,25 @@ def test_a_gpu_gets_as_many_workers_as_it_can_run_at_once(capability, heads, wor
 def test_on_hopper_few_tokens_are_cut_for_one_cluster_each(tokens, heads, parts):
     assert library.cuda_workers(9, 132, heads, tokens) == tokens * parts
     assert library.cuda_workers(9, 132, heads, 1000) == library.cuda_workers(9, 132, heads)
+
+
+@pytest.mark.skipif("90a" not in library.about()["cuda_archs"].split(), reason="the library has no Hopper kernels")
+def test_gpu_tests_have_the_shapes_that_they_are_about():
+    parts = {library.cuda_workers(9, 132, heads, tokens) / tokens for tokens, heads in CUT_FOR_CLUSTERS}
+    assert parts == {16, 8, 4, 3, 2}
+    for heads in range(17, 257):
+        assert library.cuda_workers(9, 132, heads, UNCUT_TOKENS) == library.cuda_workers(9, 132, heads)
+
+
+@pytest.mark.skipif("90a" not in library.about()["cuda_archs"].split(), reason="the library has no Hopper kernels")
+@pytest.mark.parametrize(("tokens", "heads"), [(67, 16), (67, 1), (34, 17), (34, 32), (23, 48), (17, 64), (9, 128)])
+def test_one_token_more_than_clusters_have_room_for_is_not_cut(tokens, heads):
+    assert library.cuda_workers(9, 132, heads, tokens) == library.cuda_workers(9, 132, heads)
+    assert library.cuda_workers(9, 132, heads, tokens - 1) == 2 * (tokens - 1)
+
+
+@pytest.mark.parametrize("processors", [16, 78, 114, 132])
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 64, 128])
+def test_the_vllm_step_knows_from_how_many_tokens_on_plans_are_of_one_size(processors, heads):
+    sizes = {library.cuda_workers(9, processors, heads, tokens) for tokens in range(FEW_TOKENS, 4 * FEW_TOKENS)}
+    assert sizes == {library.cuda_workers(9, processors, heads)}

@@ -38,7 +38,7 @@ def attend(step: Step, q: Tensor, cache: Tensor, picked: Tensor, table: Tensor) 
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
-@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("heads", [16, 64, 128, 256])
 def test_a_step_waits_for_nothing_allocates_nothing_and_its_graph_follows_new_lengths(heads, fmt):
     cache = random_cache(fmt, BLOCKS, BLOCK_SIZE).cuda()
     q = (torch.randn(TOKENS, heads, 576) * 10).bfloat16().cuda()

@@ -51,8 +51,8 @@ constexpr int64_t kManyTokens = INT32_MAX;
 enum class Kernel { portable, few_heads, few_heads_wide, many_heads };
 
 // Into how many parts the kernel for few heads had best have every token cut, so that one cluster of as many blocks
-// merges them: 0 where there are too many tokens for that. A cluster lies within one of the GPU's partitions of 16 or
-// 18 processors, and what is left over there is in none.
+// merges them: 0 where there are too many tokens for that. A cluster lies within one of the GPU's partitions, and not
+// all of these are whole; what is left over was counted on an H200.
 int parts_in_cluster(int processors, int64_t tokens, int heads) {
   const int64_t blocks = std::min<int64_t>(tokens, processors) * ((heads + 15) / 16);
   const auto left_over = [&](int parts) { return parts == 2 ? 0 : parts == 3 ? processors / 9 : processors / 11; };
