@@ -21,6 +21,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from special_builds import build_library  # noqa: E402
+
 from mla_backend import library  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -29,21 +31,14 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 def build_racecheck_library() -> Path:
     """For this machine's GPU alone."""
     print("building a library for racecheck", flush=True)
-    build = ROOT / "build" / "racecheck-package"
     major, minor = torch.cuda.get_device_capability()
-    subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(build)],
-        cwd=ROOT,
-        check=True,
-        env={
-            **os.environ,
-            "MLA_BACKEND_CUDA": "1",
-            "MLA_BACKEND_CUDA_ARCHS": "90a" if major == 9 else f"{major}{minor}",
-            "MLA_BACKEND_RACECHECK": "1",
-            "MLA_BACKEND_SANITIZE": "0",
-        },
+    return build_library(
+        "racecheck",
+        MLA_BACKEND_CUDA="1",
+        MLA_BACKEND_CUDA_ARCHS="90a" if major == 9 else f"{major}{minor}",
+        MLA_BACKEND_RACECHECK="1",
+        MLA_BACKEND_SANITIZE="0",
     )
-    return build / "mla_backend" / "libmla_backend.so"
 
 
 def main() -> int:

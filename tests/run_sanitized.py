@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from special_builds import build_library
+
 ROOT = Path(__file__).parent.parent
 # torch.compile and the doctor start compilers and interpreters, which would inherit the preloaded sanitizer
 SKIPPED = ("test_torch_integration.py", "test_doctor.py", "test_install.py")
@@ -24,16 +26,9 @@ def runtime(name: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    build = ROOT / "build" / "sanitize-package"
-    subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(build)],
-        cwd=ROOT,
-        check=True,
-        env={**os.environ, "MLA_BACKEND_SANITIZE": "1"},
-    )
     environment = {
         **os.environ,
-        "MLA_BACKEND_LIBRARY": str(build / "mla_backend" / "libmla_backend.so"),
+        "MLA_BACKEND_LIBRARY": str(build_library("sanitize", MLA_BACKEND_SANITIZE="1")),
         "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libubsan.so')}",
         # Python keeps memory until it ends; new and delete of torch's libraries are not always matched
         "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0",

@@ -20,36 +20,37 @@ def check(problem, magnitude=0.1, **options):
     assert_accurate(problem.to("cuda").solve(**options), problem.oracle(), magnitude, score_error=error)
 
 
-@pytest.fixture
-def portable_kernel():
-    """Inside `with portable_kernel():` nothing but that kernel is used."""
-
-    @contextmanager
-    def only():
-        library.select_cuda_kernel("portable")
-        try:
-            yield
-        finally:
-            library.select_cuda_kernel(CUDA_KERNEL)
-
-    return only
+@contextmanager
+def chosen_kernel(name):
+    """Within it, the kernels of this name are used."""
+    library.select_cuda_kernel(name)
+    try:
+        yield
+    finally:
+        library.select_cuda_kernel(CUDA_KERNEL)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_the_portable_kernel_serves_hopper_too(fmt, portable_kernel):
+def test_the_portable_kernel_serves_hopper_too(fmt):
     for heads in (1, 16, 40):
         problem = random_problem(fmt, tokens=5, heads=heads, topk=300, blocks=30)
-        with portable_kernel():
+        with chosen_kernel("portable"):
             assert_accurate(problem.to("cuda").solve(), problem.oracle())
+
+
+def workspace_of_cut_tokens(fmt, tokens, heads):
+    """What is left in it of a problem that is right."""
+    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1000, blocks=100)
+    plan = mla_backend.plan(tokens, 1000, num_heads=heads, device="cuda")
+    workspace = torch.zeros(workspace_floats(plan.shape[0], heads), device="cuda")
+    check(problem, plan=plan, workspace=workspace)
+    return workspace
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("tokens", "heads"), CUT_FOR_CLUSTERS)
 def test_parts_meet_in_their_cluster(fmt, tokens, heads):
-    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1000, blocks=100)
-    plan = mla_backend.plan(tokens, 1000, num_heads=heads, device="cuda")
-    workspace = torch.zeros(workspace_floats(plan.shape[0], heads), device="cuda")
-    check(problem, plan=plan, workspace=workspace)
+    workspace = workspace_of_cut_tokens(fmt, tokens, heads)
     if torch.cuda.get_device_capability()[0] == 9 and CUDA_KERNEL == "auto":
         assert not workspace.any(), "this GPU runs fewer clusters at once than the plan supposes: right, but slow"
 
@@ -57,14 +58,8 @@ def test_parts_meet_in_their_cluster(fmt, tokens, heads):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(("tokens", "heads"), CUT_FOR_CLUSTERS)
 def test_cut_tokens_are_merged_without_clusters_too(fmt, tokens, heads):
-    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1000, blocks=100)
-    plan = mla_backend.plan(tokens, 1000, num_heads=heads, device="cuda")
-    workspace = torch.zeros(workspace_floats(plan.shape[0], heads), device="cuda")
-    library.select_cuda_kernel("unclustered")
-    try:
-        check(problem, plan=plan, workspace=workspace)
-    finally:
-        library.select_cuda_kernel(CUDA_KERNEL)
+    with chosen_kernel("unclustered"):
+        workspace = workspace_of_cut_tokens(fmt, tokens, heads)
     assert workspace.any()  # parts went by way of it
 
 
@@ -443,10 +438,10 @@ def test_a_plan_of_too_many_rows_is_refused():
 
 
 @pytest.mark.parametrize("heads", [1, 16, 32, 64, 128])
-def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads, portable_kernel):
+def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads):
     generator = torch.Generator().manual_seed(heads)
     problem = random_problem(tokens=40, heads=heads, topk=512, blocks=60).to("cuda")
-    with portable_kernel():
+    with chosen_kernel("portable"):
         want = problem.solve()
     for _ in range(2500):
         begin = int(torch.randint(0, 39, (), generator=generator))

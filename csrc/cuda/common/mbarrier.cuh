@@ -23,6 +23,10 @@ constexpr int kWarpArrivals = 32;
 constexpr int kWarpArrivals = 1;
 #endif
 
+__device__ __forceinline__ void init_barrier_of_warps(uint64_t& barrier, int warps) {
+  init_barrier(barrier, warps * kWarpArrivals);
+}
+
 // A warp's arrival, after all that its lanes have done.
 __device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
   __syncwarp();

@@ -380,13 +380,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& s = *reinterpret_cast<Shared<kCode, kHeads>*>(memory);
   if (threadIdx.x == 0) {
-    constexpr int kGroup = 4 * kWarpArrivals;
     for (int i = 0; i < Rows::kStages; ++i)
-      init_barrier(s.full[i], Rows::kTileArrivals), init_barrier(s.empty[i], kGroup);
-    for (int i = 0; i < kConsumerGroups; ++i) init_barrier(s.weights_free[i], kGroup);
-    for (int i = 0; i < Rows::kQueries; ++i)  // eight warps bring queries, and eight read them
-      init_barrier(s.q_full[i], 2 * kGroup), init_barrier(s.q_empty[i], 2 * kGroup);
-    for (int i = 0; i < 2; ++i) init_barrier(s.deposited[i], kGroup), init_barrier(s.collected[i], kGroup);
+      init_barrier(s.full[i], Rows::kTileArrivals), init_barrier_of_warps(s.empty[i], 4);
+    for (int i = 0; i < kConsumerGroups; ++i) init_barrier_of_warps(s.weights_free[i], 4);
+    for (int i = 0; i < Rows::kQueries; ++i)  // eight warps bring queries
+      init_barrier_of_warps(s.q_full[i], 8), init_barrier_of_warps(s.q_empty[i], kConsumerWarps);
+    for (int i = 0; i < 2; ++i) init_barrier_of_warps(s.deposited[i], 4), init_barrier_of_warps(s.collected[i], 4);
 #ifdef MLA_RACECHECK
     init_barrier(s.met, 2 * kGroupThreads);
 #endif

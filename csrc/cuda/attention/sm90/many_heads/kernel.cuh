@@ -583,12 +583,15 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   auto& s = *reinterpret_cast<Shared<kCode>*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      init_barrier(s.full[i], kCode == Code::e4m3 ? kProducerWarps * kWarpArrivals : RowCopier::kArrivals);
+      if constexpr (kCode == Code::e4m3)
+        init_barrier_of_warps(s.full[i], kProducerWarps);
+      else
+        init_barrier(s.full[i], RowCopier::kArrivals);
       for (int j = 0; j < kProducerWarps; ++j) init_barrier(s.asked[i][j], 32 + kWarpArrivals);  // of one warp, and it
-      init_barrier(s.empty[i], kConsumerWarps * kWarpArrivals);
+      init_barrier_of_warps(s.empty[i], kConsumerWarps);
     }
-    init_barrier(s.q_full, kProducerWarps * kWarpArrivals), init_barrier(s.q_empty, 4 * kWarpArrivals);
-    init_barrier(s.weights_full, 4 * kWarpArrivals), init_barrier(s.weights_empty, 4 * kWarpArrivals);
+    init_barrier_of_warps(s.q_full, kProducerWarps), init_barrier_of_warps(s.q_empty, 4);
+    init_barrier_of_warps(s.weights_full, 4), init_barrier_of_warps(s.weights_empty, 4);
   }
   __syncthreads();
   wait_for_kernel_before();
