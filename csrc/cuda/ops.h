@@ -24,7 +24,7 @@ void select_top(const SelectTopProblem& problem, void* stream);
 // The two halves of sparse_attention: one of these kernels, and the merge of the tokens that the plan cut, which the
 // one for few heads does itself, 8 or 16 of them a block. Its wide form, of 32, leaves that to the second half.
 void portable_attention(const AttentionProblem& problem, void* stream);
-void few_heads_attention(const AttentionProblem& problem, void* stream, bool clusters);
+void few_heads_attention(const AttentionProblem& problem, void* stream, int heads_of_block, bool clusters);
 void many_heads_attention(const AttentionProblem& problem, void* stream);
 void few_heads_wide_attention(const AttentionProblem& problem, void* stream);
 void merge_cut_tokens(const AttentionProblem& problem, void* stream);

@@ -50,21 +50,41 @@ constexpr int64_t kManyTokens = INT32_MAX;
 
 enum class Kernel { portable, few_heads, few_heads_wide, many_heads };
 
-// Into how many parts the kernel for few heads had best have every token cut, so that one cluster of as many blocks
-// merges them: 0 where there are too many tokens for that. A cluster lies within one of the GPU's partitions, and not
-// all of these are whole; what is left over was counted on an H200.
-int parts_in_cluster(int processors, int64_t tokens, int heads) {
-  const int64_t blocks = std::min<int64_t>(tokens, processors) * ((heads + 15) / 16);
-  const auto left_over = [&](int parts) { return parts == 2 ? 0 : parts == 3 ? processors / 9 : processors / 11; };
-  for (const int parts : {16, 8, 4, 3, 2})
-    if (tokens > 0 && blocks * parts <= processors - left_over(parts)) return parts;
-  return 0;
+// Whether the GPU holds so many blocks for every token at once, each of them a cluster of so many for the token's
+// parts. A cluster lies within one of the GPU's partitions, and not all of these are whole; what is left over was
+// counted on an H200.
+bool clusters_fit(int processors, int64_t tokens, int blocks, int parts) {
+  const int left_over = parts == 2   ? 0
+                        : parts == 3 ? processors / 9
+                        : parts == 6 ? processors / 4 - 3
+                                     : processors / 11;
+  return tokens > 0 && std::min<int64_t>(tokens, processors) * blocks * parts <= processors - left_over;
+}
+
+// How the kernel for few heads spreads few tokens over all processors.
+struct Spread {
+  int heads;  // of a block
+  int parts;  // into which every token had best be cut, so that one cluster of as many blocks merges them; 0: none
+};
+
+// Eight heads a block where there is room for twice as many blocks: what is done for a token before and after its
+// tiles, half of such a launch, is done for half as many.
+Spread spread_of(int processors, int64_t tokens, int heads) {
+  const auto fit = [&](int heads_of_block, int parts) {
+    return clusters_fit(processors, tokens, (heads + heads_of_block - 1) / heads_of_block, parts);
+  };
+  for (const int parts : {16, 8})
+    if (fit(8, parts)) return {8, parts};
+  const int heads_of_block = heads <= 8 ? 8 : 16;
+  for (const int parts : {8, 6, 4, 3, 2})
+    if (fit(heads_of_block, parts)) return {heads_of_block, parts};
+  return {heads_of_block, 0};
 }
 
 Kernel choose_kernel(int major, int processors, int64_t tokens, int heads, Code code) {
   if (!is_hopper(major) || selection == Selection::portable) return Kernel::portable;
   // few tokens of many heads are spread over more processors by 16 heads at a time
-  if (heads <= 16 || parts_in_cluster(processors, tokens, heads)) return Kernel::few_heads;
+  if (heads <= 16 || spread_of(processors, tokens, heads).parts) return Kernel::few_heads;
   return heads <= 32 && code == Code::e4m3 ? Kernel::few_heads_wide : Kernel::many_heads;
 }
 
@@ -73,13 +93,15 @@ Kernel choose_kernel(int major, int processors, int64_t tokens, int heads, Code 
 void sparse_attention(const AttentionProblem& p, void* stream) {
   // a token's bits must not depend on how many others there are where that was asked for
   const int64_t tokens = p.whole_tokens ? kManyTokens : p.tokens;
-  Kernel kernel = choose_kernel(attribute(cudaDevAttrComputeCapabilityMajor), attribute(cudaDevAttrMultiProcessorCount),
-                                tokens, p.heads, p.lists[0].cache.format.code);
+  const int processors = attribute(cudaDevAttrMultiProcessorCount);
+  Kernel kernel = choose_kernel(attribute(cudaDevAttrComputeCapabilityMajor), processors, tokens, p.heads,
+                                p.lists[0].cache.format.code);
   if (!suits_hopper_kernels(p)) kernel = Kernel::portable;
   switch (kernel) {
 #ifdef MLA_CUDA_SM90A
-    case Kernel::few_heads:
-      return few_heads_attention(p, stream, selection != Selection::unclustered);  // merges what the plan cut itself
+    case Kernel::few_heads:  // merges what the plan cut itself
+      return few_heads_attention(p, stream, spread_of(processors, tokens, p.heads).heads,
+                                 selection != Selection::unclustered);
     case Kernel::few_heads_wide:
       few_heads_wide_attention(p, stream);
       break;
@@ -101,7 +123,7 @@ int default_workers(int major, int processors, int64_t tokens, int heads) {
   // whatever the format: a block has all of 17 to 32 heads in either kernel for them
   switch (choose_kernel(major, processors, tokens, heads, Code::bf16)) {
     case Kernel::few_heads:
-      if (const int parts = parts_in_cluster(processors, tokens, heads)) return static_cast<int>(tokens) * parts;
+      if (const int parts = spread_of(processors, tokens, heads).parts) return static_cast<int>(tokens) * parts;
       return workers(16, 1);
     case Kernel::many_heads:
       return workers(64, 1);

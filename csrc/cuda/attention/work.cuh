@@ -37,10 +37,20 @@ struct Worker {
   int token_begin, token_end;
 
   __device__ Worker(const AttentionProblem& problem, int index, int max_granule)
-      : p(problem), row(index < problem.workers ? problem.plan[index] : PlanRow{}), index(index) {
+      : Worker(problem, index, row_of(problem, index), max_granule) {}
+
+  __device__ Worker(const AttentionProblem& problem, int index, const PlanRow& row, int max_granule)
+      : p(problem), row(row), index(index) {
     granule = min(max(row.granule, 1), max_granule);
     token_begin = max(row.token_begin, 0);
     token_end = min(row.token_end, p.tokens);
+  }
+
+  // Blocks beyond the last worker have no tokens.
+  static __device__ PlanRow row_of(const AttentionProblem& p, int index) {
+    PlanRow row = p.plan[min(index, p.workers - 1)];
+    if (index >= p.workers) row.token_begin = row.token_end = 0;
+    return row;
   }
 
   __device__ TokenWork work(int token) const {
@@ -77,12 +87,13 @@ struct Worker {
     return w.cut == TokenWork::kContinued ? row.place : begun_place(row);
   }
 
-  // Which part it has of the token that it continues, or of the one that it begins and leaves open.
-  __device__ TokenPart part(bool continued) const {
-    if (!continued) return {begun_place(row), begun_place(row), row.parts};
-    const int64_t owner = min(max(int64_t{index} - row.part, int64_t{0}), int64_t{p.workers} - 1);
-    return {int64_t{row.place} - row.part, row.place, p.plan[owner].parts};
+  // Which worker's row says how many parts the token has that it continues.
+  __device__ int owner() const {
+    return static_cast<int>(min(max(int64_t{index} - row.part, int64_t{0}), int64_t{p.workers} - 1));
   }
+  // Which part it has of the token that it begins and leaves open, or of the one that it continues.
+  __device__ TokenPart opened_part() const { return {begun_place(row), begun_place(row), row.parts}; }
+  __device__ TokenPart continued_part(int parts) const { return {int64_t{row.place} - row.part, row.place, parts}; }
 };
 
 // The slots of one tile: `count` of them from `begin` on in a token's list.

@@ -3,6 +3,8 @@
 // of one kernel tell one another through memory.
 #pragma once
 
+#include <cstdint>
+
 namespace mla::cuda {
 
 // Until the kernels before this one have ended and all that they wrote can be seen.
@@ -22,5 +24,16 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 // Between what a thread writes for other blocks and the count that tells them of it, and between that count and what
 // they read.
 __device__ __forceinline__ void fence_of_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Brings a kernel's argument close, while a block waits for the kernel before it: constant memory takes as long as any
+// other to come, 64 bytes at a time. Returns what the compiler cannot do without, if it is kept.
+template <typename Argument>
+__device__ __forceinline__ uint32_t touch(const Argument& argument) {
+  const auto* words = reinterpret_cast<const uint32_t*>(&argument);
+  uint32_t all = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < sizeof(Argument) / 4; i += 16) all ^= words[i];
+  return all;
+}
 
 }  // namespace mla::cuda

@@ -36,6 +36,18 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kUnderWay) : "memory");
 }
 
+// The same where the number is known only when loops have been unrolled; three at most.
+__device__ __forceinline__ void wait_for_all_products_but(int under_way) {
+  if (under_way >= 3)
+    wait_for_products<3>();
+  else if (under_way == 2)
+    wait_for_products<2>();
+  else if (under_way == 1)
+    wait_for_products<1>();
+  else
+    wait_for_products<0>();
+}
+
 // Tells the compiler that sums change here, so that it reads none of them before a wait.
 template <int kCount>
 __device__ __forceinline__ void sums_change(float (&sum)[kCount]) {

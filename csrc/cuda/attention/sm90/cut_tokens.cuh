@@ -16,6 +16,7 @@
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/order.cuh"
+#include "mla/number.h"
 #include "mla/problem.h"
 
 namespace mla::cuda::sm90 {
@@ -39,15 +40,29 @@ struct Team {
   }
 };
 
+// What the plan says of other workers that a worker has to do with. Asked for when it begins: it takes long to come.
+struct Neighbours {
+  PlanRow row;  // of the block of lane i's rank in the cluster
+  int parts;    // of the token that the worker continues
+
+  __device__ Neighbours(const Worker& worker, int lane)
+      : row(Worker::row_of(worker.p, index_of(worker, lane))), parts(worker.p.plan[worker.owner()].parts) {}
+
+  static __device__ int index_of(const Worker& worker, int lane) {
+    const int size = blocks_of_cluster();
+    return lane < size ? worker.index - static_cast<int>(rank_in_cluster()) + lane : worker.p.workers;
+  }
+};
+
 // `tiles` becomes how many tiles the block of this lane's rank has, if its whole work is a part of a token.
-__device__ __forceinline__ Team find_team(const AttentionProblem& p, int worker, int max_granule, int lane,
+__device__ __forceinline__ Team find_team(const Worker& worker, const Neighbours& neighbours, int max_granule, int lane,
                                           int& tiles) {
   const int size = blocks_of_cluster();
   const int rank = rank_in_cluster();
   Team team{rank, 1, 0};
   tiles = 0;
   if (size == 1) return team;
-  const Worker other(p, lane < size ? worker - rank + lane : p.workers, max_granule);
+  const Worker other(worker.p, Neighbours::index_of(worker, lane), neighbours.row, max_granule);
   bool single = other.token_end - other.token_begin == 1;
   if (single) {
     const TokenWork work = other.work(other.token_begin);
@@ -67,29 +82,28 @@ __device__ __forceinline__ Team find_team(const AttentionProblem& p, int worker,
 
 constexpr int kMostBlocks = 16;  // of a cluster
 
-// What a worker's cut tokens are parts of. A warp notes it when it begins, so that no register has to keep it.
+// What a worker's cut tokens are parts of. One warp notes it when it begins, so that no register has to keep it.
 struct Joints {
   Team team;
   TokenPart parts[2];      // of the token that is left open, and of the one that is continued
   int tiles[kMostBlocks];  // of each of the team's blocks, by their rank
 
-  __device__ void note(const Worker& worker, int max_granule, int lane) {
+  __device__ void note(const Worker& worker, const Neighbours& neighbours, int max_granule, int lane) {
     int own_tiles;
-    const Team found = find_team(worker.p, worker.index, max_granule, lane, own_tiles);
-    const TokenPart own = lane < 2 ? worker.part(lane) : TokenPart{};
-    if (lane == 0) team = found;
-    if (lane < 2) parts[lane] = own;
+    const Team found = find_team(worker, neighbours, max_granule, lane, own_tiles);
     if (lane < kMostBlocks) tiles[lane] = own_tiles;
-    __syncwarp();
+    if (lane > 0) return;
+    team = found;
+    parts[0] = worker.opened_part(), parts[1] = worker.continued_part(neighbours.parts);
   }
 };
 
 // What a block found for its part of a token, for the others to read.
 struct alignas(16) PartResult {
-  float lse;
-  float factor;   // what the head's sums are to be multiplied with
-  float largest;  // score
-  uint32_t sums;  // shared address of the head's 512 sums
+  float reference;  // of what follows, to base 2; -inf if there is nothing to attend to
+  float total;      // of 2^(score - reference)
+  float largest;    // score, to base 2
+  uint32_t sums;    // shared address of the head's 512 sums
 };
 
 __device__ __forceinline__ float max_of_warp(float x) {
@@ -111,6 +125,11 @@ struct MergedRow {
   float reference = 0.0f, total = 0.0f;
   float largest = -INFINITY;  // score
 
+  // From base 2, if anything was.
+  __device__ void found(float reference2, float total_found, float largest2) {
+    if (reference2 == -INFINITY) return;
+    reference = reference2 * kLn2, total = total_found, largest = largest2 * kLn2;
+  }
   __device__ float lse() const { return total == 0.0f ? -INFINITY : reference + logf(total); }
   __device__ float scale() const { return total == 0.0f ? 0.0f : 1.0f / total; }
 };
@@ -252,15 +271,13 @@ __device__ __forceinline__ void merge_rows_of_team(const PartResult& result, uin
   rows.read(team, row, 0, lane);
   __syncwarp();  // or the compiler asks for some of them when the others are there
   const float raised = max_of_warp(theirs.x);
-  if (raised > -INFINITY) merged.reference = raised;
-  const float weight = theirs.x == -INFINITY ? 0.0f : expf(theirs.x - merged.reference), factor = weight * theirs.y;
-  merged.total = sum_of_warp(weight);
-  merged.largest = max_of_warp(theirs.z);
-  rows.add(team, factor, 0, merged.values);
+  const float weight = theirs.x == -INFINITY ? 0.0f : exp2_approximate(theirs.x - raised);
+  merged.found(raised, sum_of_warp(weight * theirs.y), max_of_warp(theirs.z));
+  rows.add(team, weight, 0, merged.values);
 #pragma unroll 1
   for (int begin = rows.kAtOnce; begin < team.count; begin += rows.kAtOnce) {
     rows.read(team, row, begin, lane);
-    rows.add(team, factor, begin, merged.values);
+    rows.add(team, weight, begin, merged.values);
   }
   finish_reads();
 }
@@ -271,11 +288,11 @@ __device__ __forceinline__ void merge_team(const PartResult& result, uint32_t ro
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) merged.values[j] = {};
   if (team.count == 1) {
-    if (result.lse == -INFINITY) return;
-    merged.reference = result.lse, merged.total = 1.0f, merged.largest = result.largest;
+    if (result.reference == -INFINITY) return;
+    merged.found(result.reference, result.total, result.largest);
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j)
-      add_weighted(merged.values[j], result.factor, load4(result.sums + 16 * lane + (share.begin + j) * kQuarter * 4));
+      merged.values[j] = load4(result.sums + 16 * lane + (share.begin + j) * kQuarter * 4);
     return;
   }
   if (share.end - share.begin == 1)
@@ -284,25 +301,24 @@ __device__ __forceinline__ void merge_team(const PartResult& result, uint32_t ro
     merge_rows_of_team<2>(result, row, team, share, lane, merged);
 }
 
-// Eight warps bring a worker's part of a token, which `results` describes, together with the others. In the team's
-// block of a rank a head's sums are at `row_of_block(rank, head)`, as an address of this block. Each warp calls
-// `have_read` when it needs nothing in shared memory any more.
+// Eight warps bring a worker's part of a token, which `results` describes, together with the others.
+// `row_of_head(head)` is where a head's sums are in the block of lane i's rank of the team, as an address of this
+// block. Each warp calls `have_read` when it needs nothing in shared memory any more.
 template <int kHeads, typename Row, typename Read>
 __device__ __forceinline__ void join_parts(const AttentionProblem& p, const PartResult (&results)[kHeads],
                                            int64_t token, const TokenPart& part, const Team& team, int head_begin,
-                                           int warp, int lane, Row row_of_block, Read have_read) {
+                                           int warp, int lane, Row row_of_head, Read have_read) {
   const Partials partials(p.workspace, p.workers, p.heads);
   const int parts = static_cast<int>(min(max(int64_t{part.parts}, int64_t{1}), partials.places));
+  const bool complete = team.count == parts;
   const Share share = share_of(team, warp, min(kHeads, p.heads - head_begin));
   const uint32_t quarters = (1u << (share.end - share.begin)) - 1;
-  const bool complete = team.count == parts;
   const int64_t place = part.place - team.own;
 #pragma unroll 1
   for (int own = share.head; own < share.heads; own += share.step) {
     const int head = head_begin + own;
     MergedRow merged;
-    const uint32_t row = row_of_block(team.first + min(lane, team.count - 1), own);
-    merge_team(results[own], row, team, share, lane, merged);
+    merge_team(results[own], row_of_head(own), team, share, lane, merged);
     if (own + share.step >= share.heads) have_read();
     if (complete) {
       write_merged(p, token, head, share, quarters, lane, merged);

@@ -62,14 +62,15 @@ struct CodeRows {
   __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query, const float* q_scale) {
     const uint64_t k = describe_atoms(shared_address(&s.stages[stage])), q = describe_atoms(shared_address(s.q[query])),
                    q_rope = describe_atoms(shared_address(s.q_rope[query]));
-    // Of 17 heads and more there are registers for one group's sums at a time.
-    constexpr bool kTogether = kHeads <= 16;
-    float part[kTogether ? kGroups : 1][2 * kSums];
-    const auto begin_group = [&](float (&sum)[2 * kSums], int g) {
+    constexpr int kAtOnce = kHeads > 16 ? 1 : kHeads > 8 ? 3 : 4;  // groups whose sums there are registers for
+    float part[kAtOnce][2 * kSums];
+    const auto begin_group = [&](int g) {
+      float (&sum)[2 * kSums] = part[g % kAtOnce];
 #pragma unroll
       for (int step = 0; step < 4; ++step)
         multiply_codes(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
                        q + ((g * 2 * kHeads * kRowBytes + step * 32) >> 4), step > 0);
+      end_products();
     };
     // before the products, which occupy shared memory
     float4 scale[2], value_scales[2];
@@ -87,11 +88,11 @@ struct CodeRows {
     for (int step = 0; step < 4; ++step)
       multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(
           score, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4), step > 0);
-    if constexpr (kTogether) {
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) begin_group(part[g], g);
-    }
     end_products();
+    if constexpr (kAtOnce > 1) {
+#pragma unroll
+      for (int g = 0; g < kAtOnce; ++g) begin_group(g);
+    }
     float bias[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -99,18 +100,16 @@ struct CodeRows {
       bias[i] = held[i] ? 0.0f : -INFINITY;
     }
     find_value_scale(value_scales);
-    wait_for_products();
-    sums_change(score);
+    // A group's sums are added while the next ones' products are under way.
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      float (&sum)[2 * kSums] = part[kTogether ? g : 0];
-      if constexpr (!kTogether) {
-        sums_change(sum);
+      if (const int next = g - 1 + kAtOnce; (g > 0 || kAtOnce == 1) && next < kGroups) {
         begin_products();
-        begin_group(sum, g);
-        end_products();
-        wait_for_products();
+        begin_group(next);
       }
+      wait_for_all_products_but(min(kAtOnce, kGroups - g) - 1);
+      if (g == 0) sums_change(score);
+      float (&sum)[2 * kSums] = part[g % kAtOnce];
       sums_change(sum);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {

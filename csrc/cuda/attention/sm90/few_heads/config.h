@@ -16,10 +16,11 @@ constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kProducerWarps = 8;
 constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 
-// A block begins with as many registers for each thread; with codes they are handed round.
+// A block begins with as many registers for each thread, and they are handed round. A single one too few would have a
+// launch begin with a wait for local memory.
 constexpr int kRegisters = 128;
 template <int kHeads>
-constexpr int kConsumerRegisters = kHeads > 16 ? 216 : 184;
+constexpr int kConsumerRegisters = kHeads > 16 ? 216 : 168;
 template <int kHeads>
 constexpr int kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
 
@@ -46,13 +47,14 @@ struct Shared {
   float reference[2][kConsumerGroups][kHeads];
   float factor[kHeads];
   PartResult part[kHeads];  // of a cut token
-  Joints joints[kConsumerWarps];
+  Joints joints;
   uint64_t full[Rows::kStages], empty[Rows::kStages];
   uint64_t q_full[Rows::kQueries], q_empty[Rows::kQueries];
   uint64_t weights_free[kConsumerGroups];
   uint64_t deposited[2], collected[2];  // of tokens of even and odd number
   // Of this block's team: all blocks have found what they have to find, all warps have read what they merge.
   uint64_t team_found, team_read;
+  uint32_t touched;  // nobody reads it
 #ifdef MLA_RACECHECK
   uint64_t met;
 #endif
@@ -61,7 +63,8 @@ struct Shared {
 template <Code kCode, int kHeads>
 constexpr int kSharedBytes = sizeof(Shared<kCode, kHeads>);
 
-static_assert(kSharedBytes<Code::e4m3, 32> <= 227 * 1024 && kSharedBytes<Code::bf16, 16> <= 227 * 1024,
+static_assert(kSharedBytes<Code::e4m3, 32> <= 227 * 1024 && kSharedBytes<Code::e4m3, 16> <= 227 * 1024 &&
+                  kSharedBytes<Code::bf16, 16> <= 227 * 1024,
               "what sm_90 lets a block have");
 static_assert(kMeetingHeads<32> * kMeetingStride * sizeof(float) <= sizeof(CodeRows<32>::Stage),
               "results meet in a tile's place");

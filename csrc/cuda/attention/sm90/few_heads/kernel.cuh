@@ -154,15 +154,17 @@ struct Consumer {
   // been collected. `turn` is the number of the token's first round.
   __device__ void leave_sums(uint32_t turn) {
     const int slot = turn / kRounds % 2;
-    wait_for_collected(turn, 2);
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
+    for (int distance = 4; distance < 32; distance *= 2)
 #pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
+      for (int c = 0; c < kColumns; ++c) {
         total[c] += __shfl_xor_sync(~0u, total[c], distance);
         if constexpr (kLargest) highest[c] = fmaxf(highest[c], __shfl_xor_sync(~0u, highest[c], distance));
       }
-      if (lane >= 4) continue;
+    wait_for_collected(turn, 2);
+    if (lane >= 4) return;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
       s.total[slot][group][warp][head(c)] = total[c];
       s.highest[slot][group][warp][head(c)] = kLargest ? highest[kLargest ? c : 0] : kLowest;
       if (warp == 0) s.reference[slot][group][head(c)] = reference[c];
@@ -180,9 +182,10 @@ struct Consumer {
   }
   __device__ float& sum(int column, int i) { return out[i / 2][column / 2 * 4 + 2 * (i % 2) + column % 2]; }
 
-  // The warpgroup that had a token's last tile leaves its output in that tile's place...
-  __device__ void deposit(int stage, uint32_t tokens) {
-    const uint32_t first = tokens * kRounds;
+  // At the end of a token that is not to be joined with parts of other workers, the warpgroup that had its last tile
+  // leaves its output in that tile's place...
+  __device__ void deposit(int stage, uint32_t turns) {
+    const uint32_t first = turns * kRounds;
     leave_sums(first);
     // the other warps may still read the tile
     sync_named<kGroupThreads>(group_barrier(group));
@@ -190,22 +193,16 @@ struct Consumer {
     for (int round = 0; round < kRounds; ++round) {
       if (round > 0) wait_for_collected(first + round, 1);
 #pragma unroll
-      for (int c = round * kRoundColumns; c < (round + 1) * kRoundColumns; ++c) {
-        float sums[2 * kLatentBlocks];
-#pragma unroll
-        for (int k = 0; k < 2 * kLatentBlocks; ++k) sums[k] = sum(c, k);
-        rows.put(meeting_row(stage, head(c)), sums);
-      }
+      for (int c = round * kRoundColumns; c < (round + 1) * kRoundColumns; ++c) leave_column(c, stage);
       arrive_as_warp(s.deposited[(first + round) % 2]);
     }
   }
 
   // ... and the other one merges it with its own, if it had any, and writes the token's results, or what is a part of
-  // them for the merge; but that of up to 16 heads is joined with the others here.
-  __device__ void collect(const TokenWork& work, int64_t place, int own_tiles, int stage, uint32_t tokens) {
-    const uint32_t first = tokens * kRounds;
-    const int other = 1 - group, slot = tokens % 2;
-    const bool writes = kMerged<kHeads> || work.whole();
+  // them for the merge.
+  __device__ void collect(const TokenWork& work, int64_t place, int own_tiles, int stage, uint32_t turns) {
+    const uint32_t first = turns * kRounds;
+    const int slot = turns % 2;
     leave_sums(first);
     float mine[kColumns], theirs[kColumns];
 #pragma unroll
@@ -214,40 +211,57 @@ struct Consumer {
       if (round == 0) {
         sync_named<kGroupThreads>(group_barrier(group));
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c) {
-          const float raised = fmaxf(reference[c], s.reference[slot][other][head(c)]);
-          mine[c] = exp2_approximate(reference[c] - raised);
-          theirs[c] = exp2_approximate(s.reference[slot][other][head(c)] - raised);
+        for (int c = 0; c < kColumns; ++c) find_factors(mine[c], theirs[c], c, slot);
+        if (const int own = threadIdx.x % kGroupThreads; own < kHeads) {
+          const Found found = found_of_head(slot, own);
+          s.factor[own] = finish_head(p, work.token, head_begin + own, work.whole(), place, found.total,
+                                      found.reference, found.highest);
         }
-        if (threadIdx.x % kGroupThreads < kHeads) finish(work, place, stage, slot, threadIdx.x % kGroupThreads, writes);
       }
       if (own_tiles > 0) {
 #pragma unroll
-        for (int c = round * kRoundColumns; c < (round + 1) * kRoundColumns; ++c) {
-          // all are read before the first is written, or each would wait for the one before
-          float* row = meeting_row(stage, head(c));
-          float sums[2 * kLatentBlocks];
-          rows.get(sums, row);
-#pragma unroll
-          for (int k = 0; k < 2 * kLatentBlocks; ++k)
-            sums[k] = add_in_any_order(sum(c, k) * mine[c], sums[k] * theirs[c]);
-          rows.put(row, sums);
-        }
+        for (int c = round * kRoundColumns; c < (round + 1) * kRoundColumns; ++c)
+          add_to_row(c, mine[c], theirs[c], stage);
       }
-      if (writes) {
-        sync_named<kGroupThreads>(group_barrier(group));
-        constexpr int kRoundHeads = kMeetingHeads<kHeads>;
-        for (int own = round * kRoundHeads + warp; own < (round + 1) * kRoundHeads && head_begin + own < p.heads;
-             own += 4)
-          write_row(p, work.token, head_begin + own, work.whole(), place, meeting_row(stage, own), s.factor[own], lane);
-      }
+      sync_named<kGroupThreads>(group_barrier(group));
+      constexpr int kRoundHeads = kMeetingHeads<kHeads>;
+      for (int own = round * kRoundHeads + warp; own < (round + 1) * kRoundHeads && head_begin + own < p.heads;
+           own += 4)
+        write_row(p, work.token, head_begin + own, work.whole(), place, meeting_row(stage, own), s.factor[own], lane);
       arrive_as_warp(s.collected[(first + round) % 2]);
     }
-    if (writes) arrive_as_warp(s.empty[stage]);
+    arrive_as_warp(s.empty[stage]);
   }
 
-  // A head's results but for its output.
-  __device__ void finish(const TokenWork& work, int64_t place, int stage, int slot, int own, bool writes) {
+  // What a column's sums, and those of the other warpgroup, are multiplied with to be added.
+  __device__ void find_factors(float& mine, float& theirs, int column, int slot) const {
+    const float other = s.reference[slot][1 - group][head(column)], raised = fmaxf(reference[column], other);
+    mine = exp2_approximate(reference[column] - raised);
+    theirs = exp2_approximate(other - raised);
+  }
+
+  __device__ void leave_column(int column, int stage) {
+    float sums[2 * kLatentBlocks];
+#pragma unroll
+    for (int k = 0; k < 2 * kLatentBlocks; ++k) sums[k] = sum(column, k);
+    rows.put(meeting_row(stage, head(column)), sums);
+  }
+
+  // All of the row are read before the first is written, or each would wait for the one before.
+  __device__ void add_to_row(int column, float mine, float theirs, int stage) {
+    float* const row = meeting_row(stage, head(column));
+    float sums[2 * kLatentBlocks];
+    rows.get(sums, row);
+#pragma unroll
+    for (int k = 0; k < 2 * kLatentBlocks; ++k) sums[k] = add_in_any_order(sum(column, k) * mine, sums[k] * theirs);
+    rows.put(row, sums);
+  }
+
+  // What both warpgroups found for a head, but for its output.
+  struct Found {
+    float reference, total, highest;
+  };
+  __device__ Found found_of_head(int slot, int own) const {
     const int other = 1 - group;
     const float a = s.reference[slot][group][own], b = s.reference[slot][other][own], raised = fmaxf(a, b);
     float sums[2] = {}, highest = kLowest;
@@ -256,12 +270,31 @@ struct Consumer {
       highest = fmaxf(highest, fmaxf(s.highest[slot][group][w][own], s.highest[slot][other][w][own]));
     }
     const float sum = add_in_any_order(sums[0] * exp2_approximate(a - raised), sums[1] * exp2_approximate(b - raised));
-    if (writes) {
-      s.factor[own] = finish_head(p, work.token, head_begin + own, work.whole(), place, sum, raised, highest);
-    } else {
-      const HeadResult result = result_of_head(sum, raised, highest);
-      s.part[own] = {result.lse, result.factor, result.largest, shared_address(meeting_row(stage, own))};
+    return {raised, sum, highest};
+  }
+
+  // A part of a token, by contrast, is waited for by other blocks: each warpgroup leaves half of its columns and adds
+  // to the others what the other one left of them.
+  template <int kGroup>
+  __device__ void bring_part_together(int stage, uint32_t turns) {
+    constexpr int kHalf = kColumns / 2, kLeft = kGroup == 0 ? kHalf : 0, kAdded = kHalf - kLeft;
+    const int slot = turns % 2;
+    leave_sums(turns);
+    meet();  // nobody reads the tile any more
+#pragma unroll
+    for (int c = kLeft; c < kLeft + kHalf; ++c) leave_column(c, stage);
+    if (warp == 3 && lane < kHeads / 2) {
+      const int own = kGroup * (kHeads / 2) + lane;
+      const Found found = found_of_head(slot, own);
+      s.part[own] = {found.total == 0.0f ? -INFINITY : found.reference, found.total, found.highest,
+                     shared_address(meeting_row(stage, own))};
     }
+    float mine[kHalf], theirs[kHalf];
+#pragma unroll
+    for (int c = 0; c < kHalf; ++c) find_factors(mine[c], theirs[c], kAdded + c, slot);
+    meet();
+#pragma unroll
+    for (int c = 0; c < kHalf; ++c) add_to_row(kAdded + c, mine[c], theirs[c], stage);
   }
 
   // Both warpgroups wait for one another. racecheck does not see that one group's arrivals at other barriers come after
@@ -277,17 +310,16 @@ struct Consumer {
 
   // Both warpgroups bring the part of a cut token together with the token's other parts.
   __device__ void join(const TokenWork& work) {
-    const Joints& joints = s.joints[4 * group + warp];
-    const Team team = joints.team;
     meet();
-    if (team.count > 1) {
-      if (group == 0 && warp == 0) team.arrive(s.team_found, lane);
-      wait_for_blocks(s.team_found, 0);
-    }
-    // a block of a team has no other tiles than its part's
-    const auto row_of_block = [&](int rank, int own) {
-      const int tiles = joints.tiles[rank];
-      return shared_address(meeting_row((tiles > 0 ? tiles - 1 : 0) % Rows::kStages, own));
+    const Joints& joints = s.joints;
+    const Team team = joints.team;
+    if (team.count > 1 && group == 0 && warp == 0) team.arrive(s.team_found, lane);
+    // Where sums are in the block of the lane's rank in the team: a block of one has no other tiles than its part's.
+    const int tiles = joints.tiles[team.first + min(lane, team.count - 1)];
+    const uint32_t first_row = shared_address(s.rows.place((tiles > 0 ? tiles - 1 : 0) % Rows::kStages));
+    if (team.count > 1) wait_for_blocks(s.team_found, 0);
+    const auto row_of_head = [&](int own) {
+      return first_row + rows.meeting_row(own) * kMeetingStride * static_cast<int>(sizeof(float));
     };
     const auto have_read = [&] {
       if (team.count > 1)
@@ -296,7 +328,7 @@ struct Consumer {
         meet();
     };
     join_parts<kHeads>(p, s.part, work.token, joints.parts[work.cut == TokenWork::kContinued], team, head_begin,
-                       4 * group + warp, lane, row_of_block, have_read);
+                       4 * group + warp, lane, row_of_head, have_read);
     if (team.count > 1) wait_for_blocks(s.team_read, 0);  // nobody reads this block's memory any more
   }
 
@@ -311,10 +343,16 @@ struct Consumer {
   }
 
   __device__ void run(const Worker& worker) {
-    bring_first_queries(worker);
-    if constexpr (!kMerged<kHeads>) s.joints[4 * group + warp].note(worker, kTileTokens, lane);
+    if (!kMerged<kHeads> && group == 1 && warp == 3) {  // a warp that has time: its first tile is the second one
+      const Neighbours neighbours(worker, lane);        // asked for early
+      bring_first_queries(worker);
+      s.joints.note(worker, neighbours, kTileTokens, lane);
+    } else {
+      bring_first_queries(worker);
+    }
     find_weights_place();
     uint32_t ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
+    uint32_t turns = 0;                            // of deposit() and collect()
     int last = 0;                                  // stage of a token's last tile
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
@@ -337,13 +375,21 @@ struct Consumer {
         }
         ordinal += tiles;
         last = (ordinal - 1) % Rows::kStages;
-        if (ordinal % 2 != group)
-          deposit(last, tokens);
-        else
-          collect(work, worker.place(work), own_tiles, last, tokens);
+        bool part = false;
+        if constexpr (!kMerged<kHeads>) {
+          part = !work.whole();
+          if (part) group == 0 ? bring_part_together<0>(last, turns) : bring_part_together<1>(last, turns);
+        }
+        if (!part) {
+          if (ordinal % 2 != group)
+            deposit(last, turns);
+          else
+            collect(work, worker.place(work), own_tiles, last, turns);
+          ++turns;
+        }
         ++tokens;
       } else if (!kMerged<kHeads> && !work.whole()) {
-        if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, -INFINITY, shared_address(s.weights)};
+        if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, kLowest, shared_address(s.weights)};
       } else if (group == 0) {
         write_empty(work, worker.place(work));
       }
@@ -391,21 +437,23 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
 #endif
     init_barrier(s.team_found, blocks_of_cluster());
     init_barrier(s.team_read, kConsumerWarps * blocks_of_cluster());
+    s.touched = touch(p);
   }
   if (blocks_of_cluster() > 1)
     sync_cluster();
   else
     __syncthreads();
-  wait_for_kernel_before();
-  let_next_kernel_begin();
   const int head_begin = blockIdx.x * kHeads;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
-    if constexpr (kCode == Code::e4m3) resize_registers<kConsumerRegisters<kHeads>, kRegisters>();
+    resize_registers<kConsumerRegisters<kHeads>, kRegisters>();
+    wait_for_kernel_before();
+    let_next_kernel_begin();
     Consumer<kCode, kHeads, kLargest> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
     consumer.run(Worker(p, blockIdx.y, kTileTokens));
   } else {
-    if constexpr (kCode == Code::e4m3) resize_registers<kProducerRegisters<kHeads>, kRegisters>();
+    resize_registers<kProducerRegisters<kHeads>, kRegisters>();
+    wait_for_kernel_before();
     Rows::produce(p, s, head_begin, warp - kConsumerWarps, lane);
   }
 }

@@ -55,7 +55,7 @@ int cluster_of(const AttentionProblem& p) {
   for (int i = 0; i < p.list_count; ++i) tiles += tiles_of(p.lists[i].topk, sm90::kTileTokens);
   const int64_t busy = std::min<int64_t>(p.workers, p.tokens * tiles) * ((p.heads + kHeads - 1) / kHeads);
   const auto fits = [&](int blocks) { return busy <= int64_t{blocks} * clusters_at_once<kCode, kHeads>(blocks); };
-  for (const int blocks : {2, 3, 4, 8, 16})
+  for (const int blocks : {2, 3, 4, 6, 8, 16})
     if (p.workers == p.tokens * blocks && fits(blocks)) return blocks;
   return fits(8) ? 8 : kFewestInCluster;
 }
@@ -79,9 +79,9 @@ KernelEntry entry(const char* name) {
 
 }  // namespace
 
-void few_heads_attention(const AttentionProblem& p, void* stream, bool clusters) {
+void few_heads_attention(const AttentionProblem& p, void* stream, int heads_of_block, bool clusters) {
   const bool codes = p.lists[0].cache.format.code == Code::e4m3;
-  if (p.heads <= 8)
+  if (heads_of_block == 8)
     codes ? run<Code::e4m3, 8>(p, stream, clusters) : run<Code::bf16, 8>(p, stream, clusters);
   else
     codes ? run<Code::e4m3, 16>(p, stream, clusters) : run<Code::bf16, 16>(p, stream, clusters);

@@ -127,9 +127,8 @@ struct Consumer {
   static __device__ constexpr int half(int i) { return i / 2 % 2; }  // the upper or the lower head
   __device__ int head(int half) const { return warp * 16 + lane / 4 + 8 * half; }
 
-  // `weights` gives the 64 x 16 weights of a step.
-  template <typename Weights>
-  __device__ void add_values(int stage, Weights weights) {
+  // `weights` are a step's 64 x 16 each, as wgmma takes them from registers.
+  __device__ void add_values(int stage, const uint32_t (&weights)[kSteps][4]) {
     constexpr int kHalf = kGroupDims / 2, kHalfBytes = kHalf / kBlockDims * kBlockBytes;
     const uint64_t left = describe_atoms(shared_address(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
     sums_change(out);
@@ -137,12 +136,18 @@ struct Consumer {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const uint64_t values = left + ((step * 16 * kRowBytes) >> 4);
-      multiply_wide<kNumber, Rows::across_sum, 0>(out, weights(step), values);
-      multiply_wide<kNumber, Rows::across_sum, kHalf / 2>(out, weights(step), values + (kHalfBytes >> 4));
+      multiply_wide<kNumber, Rows::across_sum, 0>(out, weights[step], values);
+      multiply_wide<kNumber, Rows::across_sum, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
     }
     end_products();
     wait_for_products();
     sums_change(out);
+  }
+
+  // Where the lane's row of two 8 x 8 blocks of weights lies, of those of the warp's heads and a step's tokens.
+  __device__ uint32_t weights_place(int step) const {
+    const int row = warp * kWarpHeads + lane % 16, piece = 2 * step + lane / 16;
+    return shared_address(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
   }
 
   __device__ void rescale(const float (&by)[2]) {
@@ -348,11 +353,8 @@ struct Scorer : Consumer<kCode> {
   }
 
   __device__ void store_weights(const uint32_t (&weights)[kSteps][4]) {
-    const int row = warp * 16 + lane % 16, piece = lane / 16;
-    const uint32_t to = shared_address(s.weights) + row * kRowBytes;
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-      store_tiles(to + ((2 * step + piece) ^ (row & 7)) * kPieceBytes, weights[step]);
+    for (int step = 0; step < kSteps; ++step) store_tiles(this->weights_place(step), weights[step]);
   }
 
   __device__ void run(const Worker& worker) {
@@ -373,7 +375,7 @@ struct Scorer : Consumer<kCode> {
         const int stage = tile % kStages;
         float score[kScores], by[2];
         wait(s.full[stage], tile / kStages % 2);
-        publish_to_wgmma();
+        if constexpr (!kScaled) publish_to_wgmma();
         const bool is_plain = plain(stage);
         compute_scores(score, stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
@@ -387,10 +389,9 @@ struct Scorer : Consumer<kCode> {
         wait(s.weights_empty, tile % 2 ^ 1);
         store_weights(weights);
         if (lane % 4 == 0) s.rescale[head(0)] = by[0], s.rescale[head(1)] = by[1];
-        publish_to_wgmma();
         arrive_as_warp(s.weights_full);
         this->rescale(by);
-        this->add_values(stage, [&](int step) -> const uint32_t (&)[4] { return weights[step]; });
+        this->add_values(stage, weights);
         if (tile + 1 < end) arrive_as_warp(s.empty[stage]);
       }
       const bool empty = work.tile_end == work.tile_begin;
@@ -489,7 +490,7 @@ struct Asker {
 template <Code kCode>
 struct Adder : Consumer<kCode> {
   using Base = Consumer<kCode>;
-  using Base::head, Base::kNumber, Base::kScaled, Base::lane, Base::out, Base::s, Base::warp;
+  using Base::head, Base::kScaled, Base::kSteps, Base::lane, Base::out, Base::s, Base::warp;
 
   __device__ void run(const Worker& worker) {
     int tile = 0;
@@ -506,10 +507,12 @@ struct Adder : Consumer<kCode> {
         if constexpr (kScaled) asker.prepare();
         wait(s.weights_full, tile % 2);
         const float by[2] = {s.rescale[head(0)], s.rescale[head(1)]};
-        this->rescale(by);
-        const uint64_t weights = describe_atoms(shared_address(s.weights));
-        this->add_values(stage, [&](int step) { return weights + ((step * 32) >> 4); });
+        uint32_t weights[kSteps][4];
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) load_tiles(weights[step], this->weights_place(step));
         arrive_as_warp(s.weights_empty);
+        this->rescale(by);
+        this->add_values(stage, weights);
         if (tile + 1 < end) release(asker, stage);
       }
       sync_named<32 * kConsumerWarps>(kTokenBarrier);
@@ -534,6 +537,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
   const auto queries = [&](int token) {
     load_queries<kCode, kHeads>(p, s.q, s.q_scale, token, head_begin, warp, lane,
                                 [&] { wait(s.q_empty, tokens % 2 ^ 1); });
+    if constexpr (kCode == Code::e4m3) publish_to_wgmma();
     arrive_as_warp(s.q_full);
     ++tokens;
   };
@@ -556,6 +560,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
           s.columns[stage][at] = {__uint_as_float((127 + power) << 23), held ? static_cast<float>(power) : -INFINITY};
           s.plain[stage][at] = held && power == 0;
         }
+        publish_to_wgmma();
         arrive_as_warp(s.full[stage]);
       }
     }
