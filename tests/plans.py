@@ -1,8 +1,9 @@
 """What a plan has to be, whoever made it; and what GPU's plans cut."""
 
 CUT_FOR_CLUSTERS = [
-    (1, 16), (1, 100), (3, 8), (5, 16), (12, 8), (8, 16), (17, 16), (30, 5), (33, 16), (50, 16), (8, 64), (8, 128),
-]  # fmt: skip
+    *((1, 16), (5, 16), (8, 16), (17, 16), (20, 16), (33, 16), (50, 16)),
+    *((3, 8), (12, 8), (16, 8), (30, 5), (33, 8), (60, 8), (1, 100), (8, 64), (8, 128)),
+]
 """Tokens and heads: on Hopper each token is cut into as many parts as a cluster has blocks."""
 UNCUT_TOKENS = 40
 """So many are not, with 17 heads and more: kernels for many tokens serve them."""

@@ -457,7 +457,10 @@ def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
     ("tokens", "heads", "topk"),
-    [(1, 16, 200), (3, 20, 130), (17, 20, 70), (5, 8, 70), (31, 33, 70), (16, 64, 200), (34, 20, 130), (17, 64, 200)],
+    [
+        *((1, 16, 200), (8, 16, 200), (17, 16, 200), (3, 20, 130), (17, 20, 70)),
+        *((5, 8, 70), (31, 33, 70), (16, 64, 200), (34, 20, 130), (17, 64, 200)),
+    ],
 )
 def test_small_case_of_everything(fmt, tokens, heads, topk):
     """Every op once, small enough for compute-sanitizer (tests/run_compute_sanitizer.py)."""

@@ -56,7 +56,7 @@ enum class Kernel { portable, few_heads, few_heads_wide, many_heads };
 bool clusters_fit(int processors, int64_t tokens, int blocks, int parts) {
   const int left_over = parts == 2   ? 0
                         : parts == 3 ? processors / 9
-                        : parts == 6 ? processors / 4 - 3
+                        : parts == 6 ? processors * 3 / 13
                                      : processors / 11;
   return tokens > 0 && std::min<int64_t>(tokens, processors) * blocks * parts <= processors - left_over;
 }
@@ -81,9 +81,16 @@ Spread spread_of(int processors, int64_t tokens, int heads) {
   return {heads_of_block, 0};
 }
 
+// Of the kernel for few heads. A plan of the caller's may have more rows than there is room for blocks of eight heads.
+int heads_of_block(const AttentionProblem& p, int processors, int64_t tokens) {
+  const Spread spread = spread_of(processors, tokens, p.heads);
+  const bool crowded = int64_t{p.workers} * ((p.heads + 7) / 8) > processors;
+  return p.heads > 8 && crowded ? 16 : spread.heads;
+}
+
 Kernel choose_kernel(int major, int processors, int64_t tokens, int heads, Code code) {
   if (!is_hopper(major) || selection == Selection::portable) return Kernel::portable;
-  // few tokens of many heads are spread over more processors by 16 heads at a time
+  // few tokens of many heads are spread over more processors by 16 heads at a time, or eight
   if (heads <= 16 || spread_of(processors, tokens, heads).parts) return Kernel::few_heads;
   return heads <= 32 && code == Code::e4m3 ? Kernel::few_heads_wide : Kernel::many_heads;
 }
@@ -100,8 +107,7 @@ void sparse_attention(const AttentionProblem& p, void* stream) {
   switch (kernel) {
 #ifdef MLA_CUDA_SM90A
     case Kernel::few_heads:  // merges what the plan cut itself
-      return few_heads_attention(p, stream, spread_of(processors, tokens, p.heads).heads,
-                                 selection != Selection::unclustered);
+      return few_heads_attention(p, stream, heads_of_block(p, processors, tokens), selection != Selection::unclustered);
     case Kernel::few_heads_wide:
       few_heads_wide_attention(p, stream);
       break;

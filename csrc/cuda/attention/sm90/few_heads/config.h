@@ -16,8 +16,8 @@ constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kProducerWarps = 8;
 constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 
-// A block begins with as many registers for each thread, and they are handed round. A single one too few would have a
-// launch begin with a wait for local memory.
+// A block begins with as many registers for each thread, and they are handed round. With up to 16 heads none is too
+// few: a launch would begin with a wait for local memory.
 constexpr int kRegisters = 128;
 template <int kHeads>
 constexpr int kConsumerRegisters = kHeads > 16 ? 216 : 168;
@@ -41,7 +41,7 @@ struct Shared {
   alignas(1024) uint8_t weights[kConsumerGroups][kHeads * kRowBytes];
   alignas(8) float q_scale[Rows::kQueries][kHeads];  // brings a score of q and codes to base 2
   float largest[kConsumerGroups][4][kHeads];
-  // What the warpgroups found for a token, for tokens of even and odd number.
+  // What the warpgroups found for a token, in turns of even and odd number.
   float total[2][kConsumerGroups][4][kHeads];
   float highest[2][kConsumerGroups][4][kHeads];
   float reference[2][kConsumerGroups][kHeads];
@@ -51,7 +51,7 @@ struct Shared {
   uint64_t full[Rows::kStages], empty[Rows::kStages];
   uint64_t q_full[Rows::kQueries], q_empty[Rows::kQueries];
   uint64_t weights_free[kConsumerGroups];
-  uint64_t deposited[2], collected[2];  // of tokens of even and odd number
+  uint64_t deposited[2], collected[2];  // of turns of even and odd number, or their rounds
   // Of this block's team: all blocks have found what they have to find, all warps have read what they merge.
   uint64_t team_found, team_read;
   uint32_t touched;  // nobody reads it

@@ -150,8 +150,8 @@ struct Consumer {
     }
   }
 
-  // What the warpgroup found, but for its output, to where the other one sees it, when what it found two tokens ago has
-  // been collected. `turn` is the number of the token's first round.
+  // What the warpgroup found, but for its output, to where the other one sees it, when what it found two turns ago has
+  // been collected. `turn` is the number of the turn's first round.
   __device__ void leave_sums(uint32_t turn) {
     const int slot = turn / kRounds % 2;
 #pragma unroll
@@ -277,6 +277,7 @@ struct Consumer {
   // to the others what the other one left of them.
   template <int kGroup>
   __device__ void bring_part_together(int stage, uint32_t turns) {
+    static_assert(kRounds == 1);
     constexpr int kHalf = kColumns / 2, kLeft = kGroup == 0 ? kHalf : 0, kAdded = kHalf - kLeft;
     const int slot = turns % 2;
     leave_sums(turns);
