@@ -310,9 +310,9 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
                                            int warp, int lane, Row row_of_head, Read have_read) {
   const Partials partials(p.workspace, p.workers, p.heads);
   const int parts = static_cast<int>(min(max(int64_t{part.parts}, int64_t{1}), partials.places));
-  const bool complete = team.count == parts;
   const Share share = share_of(team, warp, min(kHeads, p.heads - head_begin));
   const uint32_t quarters = (1u << (share.end - share.begin)) - 1;
+  const bool complete = team.count == parts;
   const int64_t place = part.place - team.own;
 #pragma unroll 1
   for (int own = share.head; own < share.heads; own += share.step) {

@@ -376,17 +376,14 @@ struct Consumer {
         }
         ordinal += tiles;
         last = (ordinal - 1) % Rows::kStages;
-        bool part = false;
-        if constexpr (!kMerged<kHeads>) {
-          part = !work.whole();
-          if (part) group == 0 ? bring_part_together<0>(last, turns) : bring_part_together<1>(last, turns);
-        }
-        if (!part) {
+        if (kMerged<kHeads> || work.whole()) {
           if (ordinal % 2 != group)
             deposit(last, turns);
           else
             collect(work, worker.place(work), own_tiles, last, turns);
           ++turns;
+        } else if constexpr (!kMerged<kHeads>) {
+          group == 0 ? bring_part_together<0>(last, turns) : bring_part_together<1>(last, turns);
         }
         ++tokens;
       } else if (!kMerged<kHeads> && !work.whole()) {
