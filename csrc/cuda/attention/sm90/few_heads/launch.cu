@@ -17,10 +17,17 @@ cudaLaunchAttribute clustered(int blocks) {
   return cluster;
 }
 
+// Largest scores cost registers and, at a token's end, shuffles, so they are found only where they are asked for.
+using Kernel = void (*)(AttentionProblem);
+template <Code kCode, int kHeads>
+Kernel kernel_for(const AttentionProblem& p) {
+  return p.max_logits ? attention_kernel<kCode, kHeads, true> : attention_kernel<kCode, kHeads, false>;
+}
+
 constexpr int kMostInCluster = 16, kFewestInCluster = 2;  // more than 8 has to be asked for
 
 // How many clusters of so many blocks the GPU holds at once: their blocks share a part of the GPU, so not all
-// processors can be used.
+// processors can be used. Both kernels take the same room.
 template <Code kCode, int kHeads>
 int clusters_at_once(int blocks) {
   static std::atomic<int> known[64][kMostInCluster + 1];
@@ -28,7 +35,8 @@ int clusters_at_once(int blocks) {
   check(cudaGetDevice(&device), "device");
   std::atomic<int>* const entry = device < 64 ? &known[device][blocks] : nullptr;
   if (entry && *entry > 0) return *entry - 1;
-  const void* kernel = reinterpret_cast<const void*>(attention_kernel<kCode, kHeads, true>);
+  const void* const kernels[] = {reinterpret_cast<const void*>(attention_kernel<kCode, kHeads, false>),
+                                 reinterpret_cast<const void*>(attention_kernel<kCode, kHeads, true>)};
   cudaLaunchAttribute cluster = clustered(blocks);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(1, blocks);
@@ -37,9 +45,11 @@ int clusters_at_once(int blocks) {
   config.attrs = &cluster;
   config.numAttrs = 1;
   int count;
-  check(allow_shared(kernel, kSharedBytes<kCode, kHeads>), "sparse_attention");
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "sparse_attention");
-  if (cudaOccupancyMaxActiveClusters(&count, kernel, &config) != cudaSuccess) {
+  for (const void* kernel : kernels) {
+    check(allow_shared(kernel, kSharedBytes<kCode, kHeads>), "sparse_attention");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "sparse_attention");
+  }
+  if (cudaOccupancyMaxActiveClusters(&count, kernels[0], &config) != cudaSuccess) {
     cudaGetLastError();  // a GPU, or a part of one, that has no such clusters
     count = 0;
   }
@@ -47,16 +57,17 @@ int clusters_at_once(int blocks) {
   return count;
 }
 
-// The smallest cluster that merges a token on its own, where the plan cuts every token into as many parts; else a large
-// one, which merges more on the way, where all workers that can have work find room in such.
+// A cluster for each token, where the plan cuts every token into as many parts as a cluster can have blocks; else a
+// large one, which merges more on the way, where all workers that can have work find room in such.
 template <Code kCode, int kHeads>
 int cluster_of(const AttentionProblem& p) {
   int64_t tiles = 0;
   for (int i = 0; i < p.list_count; ++i) tiles += tiles_of(p.lists[i].topk, sm90::kTileTokens);
   const int64_t busy = std::min<int64_t>(p.workers, p.tokens * tiles) * ((p.heads + kHeads - 1) / kHeads);
   const auto fits = [&](int blocks) { return busy <= int64_t{blocks} * clusters_at_once<kCode, kHeads>(blocks); };
-  for (const int blocks : {2, 3, 4, 6, 8, 16})
-    if (p.workers == p.tokens * blocks && fits(blocks)) return blocks;
+  const int64_t parts = p.workers / std::max<int64_t>(p.tokens, 1);
+  if (parts * p.tokens == p.workers && parts >= kFewestInCluster && parts <= kMostInCluster && fits(parts))
+    return static_cast<int>(parts);
   return fits(8) ? 8 : kFewestInCluster;
 }
 
@@ -67,11 +78,11 @@ void run(const AttentionProblem& p, void* stream, bool clusters) {
   cudaLaunchAttribute attributes[2]{clustered(cluster), {}};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  launch(attention_kernel<kCode, kHeads, true>, blocks, kThreads, kSharedBytes<kCode, kHeads>, stream,
-         "sparse_attention", p, attributes, 2);
+  launch(kernel_for<kCode, kHeads>(p), blocks, kThreads, kSharedBytes<kCode, kHeads>, stream, "sparse_attention", p,
+         attributes, 2);
 }
 
-template <Code kCode, int kHeads, bool kLargest = true>
+template <Code kCode, int kHeads, bool kLargest = false>
 KernelEntry entry(const char* name) {
   return {name, reinterpret_cast<const void*>(attention_kernel<kCode, kHeads, kLargest>), kThreads,
           kSharedBytes<kCode, kHeads>};
@@ -89,18 +100,22 @@ void few_heads_attention(const AttentionProblem& p, void* stream, int heads_of_b
 
 void few_heads_wide_attention(const AttentionProblem& p, void* stream) {
   const dim3 blocks((p.heads + 31) / 32, p.workers);
-  launch_early(p.max_logits ? attention_kernel<Code::e4m3, 32, true> : attention_kernel<Code::e4m3, 32, false>, blocks,
-               kThreads, kSharedBytes<Code::e4m3, 32>, stream, "sparse_attention", p);
+  launch_early(kernel_for<Code::e4m3, 32>(p), blocks, kThreads, kSharedBytes<Code::e4m3, 32>, stream,
+               "sparse_attention", p);
 }
 
 KernelList few_heads_attention_kernels() {
   static const KernelEntry entries[] = {
       entry<Code::e4m3, 8>("sparse_attention sm90, 8 heads, fp8_ds_mla"),
+      entry<Code::e4m3, 8, true>("sparse_attention sm90, 8 heads, fp8_ds_mla, largest scores"),
       entry<Code::e4m3, 16>("sparse_attention sm90, 16 heads, fp8_ds_mla"),
+      entry<Code::e4m3, 16, true>("sparse_attention sm90, 16 heads, fp8_ds_mla, largest scores"),
+      entry<Code::e4m3, 32>("sparse_attention sm90, 32 heads, fp8_ds_mla"),
+      entry<Code::e4m3, 32, true>("sparse_attention sm90, 32 heads, fp8_ds_mla, largest scores"),
       entry<Code::bf16, 8>("sparse_attention sm90, 8 heads, bf16"),
+      entry<Code::bf16, 8, true>("sparse_attention sm90, 8 heads, bf16, largest scores"),
       entry<Code::bf16, 16>("sparse_attention sm90, 16 heads, bf16"),
-      entry<Code::e4m3, 32, false>("sparse_attention sm90, 32 heads, fp8_ds_mla"),
-      entry<Code::e4m3, 32>("sparse_attention sm90, 32 heads, fp8_ds_mla, largest scores")};
+      entry<Code::bf16, 16, true>("sparse_attention sm90, 16 heads, bf16, largest scores")};
   return {entries, sizeof(entries) / sizeof(entries[0])};
 }
 
