@@ -7,7 +7,9 @@ and each result as soon as it is there, so that what came before a crash is not 
 piece of work waits for its turn, a line on standard input, as `turns.py` gives them.
 """
 
+import itertools
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -138,10 +140,12 @@ def profile(engine: MeasuredEngine, prompts: list[list[int]], new_tokens: int) -
     while engine.decoding() < len(prompts):
         if engine.step():
             raise RuntimeError("a request ended before the last one's prompt was done; --max-model-len must be more")
-    begin = time.perf_counter()
+    ends = [time.perf_counter()]
     for _ in range(TIMED_STEPS):
         engine.step()
-    seconds = (time.perf_counter() - begin) / TIMED_STEPS
+        ends.append(time.perf_counter())
+    # the median, lest one slow moment of the host be taken for what steps take
+    seconds = statistics.median(end - begin for begin, end in itertools.pairwise(ends))
     engine.start_profile()
     for _ in range(PROFILED_STEPS):
         engine.step()
