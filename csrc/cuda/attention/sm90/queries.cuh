@@ -62,7 +62,7 @@ constexpr int kQueryWarps = 8;  // that bring a token's queries: heads warp, war
 template <Code kCode, int kHeads, typename Wait>
 __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t (&q)[kBlocks][kHeads * kRowBytes],
                                              float* q_scale, int64_t token, int head_begin, int warp, int lane,
-                                             Wait wait_for_room) {
+                                             Wait wait_for_room, float rope_lift = 1.0f) {
   constexpr bool kScaled = kCode == Code::e4m3;
   constexpr int kOwn = kHeads / kQueryWarps, kMost = kScaled ? 4 : 2, kAtOnce = kOwn < kMost ? kOwn : kMost;
 #pragma unroll 1
@@ -102,10 +102,11 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
       }
       if (lane == 0) q_scale[own] = p.scale * kLog2E * back;
     }
+    // one after the other: together they may be too large for fp32
+    if constexpr (kScaled) rope = scaled_piece(scaled_piece(rope, rope_factor, false), rope_lift, false);
     if (lane < 8 * kAtOnce)
       *reinterpret_cast<uint4*>(q[kLatentBlocks] + rope_row * kRowBytes +
-                                place_of_piece(kLatentBlocks, lane % 8, rope_row)) =
-          kScaled ? scaled_piece(rope, rope_factor, false) : rope;
+                                place_of_piece(kLatentBlocks, lane % 8, rope_row)) = rope;
   }
 }
 

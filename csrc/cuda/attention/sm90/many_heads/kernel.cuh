@@ -38,11 +38,15 @@ constexpr int kTokenBarrier = 1;  // of both consumer warpgroups
 // And of eight rows' scales no more than two lie in one bank.
 __device__ __forceinline__ uint32_t place_of_row(int i, uint32_t odd) { return i * (kBlockBytes + 32) + odd * 16; }
 
+// Where a piece of a row's rope lies, from the producer warp's part of block 0 on.
+__device__ __forceinline__ uint32_t place_of_rope(int row, int piece) {
+  return kLatentBlocks * kBlockBytes + row * kRowBytes + place_of_piece(kLatentBlocks, piece, row);
+}
+
 // A producer warp's eight fp8 rows of a tile: it takes all of them into registers before it puts them back as f16.
-// `part` is the warp's part of block 0.
+// `part` is the warp's part of block 0. Rope is where it belongs already, and hardly ever has to be changed.
 struct CodeRows {
   uint4 codes[kWarpRows];  // 16 of each row
-  uint4 rope[2];           // a piece of row lane / 8, and of the row four further on
   float scale;             // of row lane % 8, group lane / 8
 
   // Bit 8 * i + 1 of `held` says whether row i begins at an odd place.
@@ -50,9 +54,6 @@ struct CodeRows {
     const auto place = [&](int i) { return part + place_of_row(i, held >> (8 * i + 1) & 1); };
 #pragma unroll
     for (int i = 0; i < kWarpRows; ++i) codes[i] = load_piece(place(i) + kPieceBytes * lane);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      rope[i] = load_piece(place(4 * i + lane / 8) + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
     asm volatile("ld.shared.f32 %0, [%1];"
                  : "=f"(scale)
                  : "r"(place(lane % 8) + kFp8DsMla.scale_offset() + lane / 8 * 4)
@@ -60,7 +61,8 @@ struct CodeRows {
   }
 
   // Rows are divided by 2^kUsualPower where f16 then holds all that matters of them: 448 times the largest scale, and
-  // of numbers 2^14 times smaller than that product still as much as e4m3 does.
+  // of numbers 2^14 times smaller than that product still as much as e4m3 does. Rope is not: of queries it is, by its
+  // inverse.
   static constexpr int kUsualPower = -8, kLowestPower = -13, kHighestPower = -1;
   static constexpr float kUsual = 1.0f / (1 << -kUsualPower);
 
@@ -76,12 +78,19 @@ struct CodeRows {
     const int power = usual ? kUsualPower : above;
     const float down = __uint_as_float((127 - power) << 23);
     scale *= down;
+    return power - kUsualPower;
+  }
+
+  // Divides the rope of rows with such a power, of which `beside` is that of row lane % 8.
+  static __device__ void change_rope(uint32_t part, int beside, int lane) {
+    if (!__any_sync(~0u, beside != 0)) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float own = __shfl_sync(~0u, down, 4 * i + lane_of_row());
-      rope[i] = times<Number::bf16>(rope[i], pack_bf16(own, own));
+      const int row = 4 * i + lane / 8;
+      const float down = __uint_as_float((127 - __shfl_sync(~0u, beside, row)) << 23);
+      const uint32_t place = part + place_of_rope(row, lane % 8);
+      store_piece(place, times<Number::bf16>(load_piece(place), pack_bf16(down, down)));
     }
-    return power - kUsualPower;
   }
 
   __device__ void store(uint32_t part, int lane) const {
@@ -95,16 +104,7 @@ struct CodeRows {
       store_piece((to ^ (i ^ 1) * kPieceBytes) + i * kRowBytes,
                   times<Number::f16>(e4m3_to_f16(codes[i].z, codes[i].w), by));
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = 4 * i + lane / 8;
-      store_piece(part + kLatentBlocks * kBlockBytes + row * kRowBytes + place_of_piece(kLatentBlocks, lane % 8, row),
-                  rope[i]);
-    }
   }
-
- private:
-  static __device__ int lane_of_row() { return threadIdx.x % 32 / 8; }
 };
 
 template <Code kCode>
@@ -457,11 +457,11 @@ struct Asker {
     const int stage = tile % kStages;
     const uint8_t* const cache = p.lists[list].cache.data;
     wait(s.empty[stage], tile / kStages % 2 ^ 1);
-    // Of 41 pieces of a row, 32 lanes take the codes; then nine lanes a row take the scales and rope of three rows.
-    const int tail_row = lane / 9, tail = (32 + lane % 9) * kPieceBytes;
+    const int lane = hidden(this->lane);
+    // Codes and scales wait where the producer takes them from; rope goes where it belongs, eight lanes a row.
     auto codes = reinterpret_cast<uint64_t>(cache + kPieceBytes * lane),
-         tails = reinterpret_cast<uint64_t>(cache + tail);
-    hide(codes), hide(tails);  // or each is added up anew, from two parts, for every row
+         rope = reinterpret_cast<uint64_t>(cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
+    hide(codes), hide(rope);  // or each is added up anew, from two parts, for every row
     const uint32_t first_row = static_cast<uint32_t>(reinterpret_cast<uint64_t>(cache) / kPieceBytes);
     const auto odd = [&](uint32_t row) { return (row ^ first_row) & 1; };
 #pragma unroll
@@ -474,11 +474,14 @@ struct Asker {
         copy_piece(part + place_of_row(i, odd(row)) + kPieceBytes * lane, reinterpret_cast<const uint8_t*>(codes), row);
       }
 #pragma unroll
-      for (int i = 0; i < kWarpRows; i += 3) {
-        const uint32_t row = __shfl_sync(~0u, own, first + i + tail_row);
-        if (tail_row < min(3, kWarpRows - i))
-          copy_piece(part + place_of_row(i + tail_row, odd(row)) + tail, reinterpret_cast<const uint8_t*>(tails), row);
+      for (int i = 0; i < kWarpRows; i += 4) {
+        const uint32_t row = __shfl_sync(~0u, own, first + i + lane / 8);
+        copy_piece(part + place_of_rope(i + lane / 8, lane % 8), reinterpret_cast<const uint8_t*>(rope), row);
       }
+      const uint32_t row = __shfl_sync(~0u, own, first + lane % kWarpRows);
+      if (lane < kWarpRows)
+        copy_piece(part + place_of_row(lane, odd(row)) + kFp8DsMla.scale_offset(), cache + kFp8DsMla.scale_offset(),
+                   row);
       if (lane / kWarpRows == half)
         s.held[stage][warp * kRows + lane] = static_cast<uint8_t>(odd(own) << 1 | (own != kNoRow));
       arrive_when_copied(s.asked[stage][producer]);
@@ -541,8 +544,9 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
                         int lane) {
   int tile = 0, tokens = 0;
   const auto queries = [&](int token) {
-    load_queries<kCode, kHeads>(p, s.q, s.q_scale, token, head_begin, warp, hidden(lane),
-                                [&] { wait(s.q_empty, tokens % 2 ^ 1); });
+    load_queries<kCode, kHeads>(
+        p, s.q, s.q_scale, token, head_begin, warp, hidden(lane), [&] { wait(s.q_empty, tokens % 2 ^ 1); },
+        1.0f / Consumer<kCode>::kUsual);
     if constexpr (kCode == Code::e4m3) publish_to_wgmma();
     arrive_as_warp(s.q_full);
     ++tokens;
@@ -561,6 +565,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
         const int power = rows.normalise();
         __syncwarp();
         rows.store(part, lane);
+        CodeRows::change_rope(part, power, hidden(lane));
         if (lane < kWarpRows) {
           const bool held = s.held[stage][at] & 1;
           s.columns[stage][at] = {__uint_as_float((127 + power) << 23), held ? static_cast<float>(power) : -INFINITY};
