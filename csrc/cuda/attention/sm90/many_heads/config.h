@@ -45,6 +45,7 @@ struct Shared {
   float rescale[kHeads];
   float factor[2][kHeads];                  // of tokens of even and odd number
   uint64_t asked[kStages][kProducerWarps];  // a producer warp's rows, as they are in the cache
+  uint64_t left_full[kStages];              // the left half of a tile's dims, of fp8 rows
   uint64_t full[kStages], empty[kStages];   // tiles
   uint64_t q_full, q_empty;
   uint64_t weights_full, weights_empty;

@@ -46,14 +46,18 @@ __device__ __forceinline__ uint32_t place_of_rope(int row, int piece) {
 // A producer warp's eight fp8 rows of a tile: it takes all of them into registers before it puts them back as f16.
 // `part` is the warp's part of block 0. Rope is where it belongs already, and hardly ever has to be changed.
 struct CodeRows {
-  uint4 codes[kWarpRows];  // 16 of each row
+  static constexpr int kPairs = kWarpRows / 2;
+  uint4 codes[2][kPairs];  // of either half of the dims: of each two rows 16 of row lane / 16
   float scale;             // of row lane % 8, group lane / 8
 
   // Bit 8 * i + 1 of `held` says whether row i begins at an odd place.
   __device__ void load(uint32_t part, uint64_t held, int lane) {
     const auto place = [&](int i) { return part + place_of_row(i, held >> (8 * i + 1) & 1); };
 #pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) codes[i] = load_piece(place(i) + kPieceBytes * lane);
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i)
+        codes[half][i] = load_piece(place(2 * i + lane / 16) + kPieceBytes * (16 * half + lane % 16));
     asm volatile("ld.shared.f32 %0, [%1];"
                  : "=f"(scale)
                  : "r"(place(lane % 8) + kFp8DsMla.scale_offset() + lane / 8 * 4)
@@ -93,16 +97,17 @@ struct CodeRows {
     }
   }
 
-  __device__ void store(uint32_t part, int lane) const {
-    const int block = lane / 4, piece = lane % 4 * 2;
-    const uint32_t to = part + block * kBlockBytes + place_of_piece(block, piece, 0);
+  // One half of the dims.
+  __device__ void store(uint32_t part, int half, int lane) const {
+    const int block = 4 * half + lane % 16 / 4, piece = lane % 4 * 2, odd_row = lane / 16;
+    const uint32_t to = part + block * kBlockBytes + odd_row * kRowBytes + place_of_piece(block, piece, odd_row);
 #pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) {
-      const float own = __shfl_sync(~0u, scale, lane / 8 * 8 + i);
-      const uint32_t by = pack_f16(own, own);
-      store_piece((to ^ i * kPieceBytes) + i * kRowBytes, times<Number::f16>(e4m3_to_f16(codes[i].x, codes[i].y), by));
-      store_piece((to ^ (i ^ 1) * kPieceBytes) + i * kRowBytes,
-                  times<Number::f16>(e4m3_to_f16(codes[i].z, codes[i].w), by));
+    for (int i = 0; i < kPairs; ++i) {
+      const float own = __shfl_sync(~0u, scale, (2 * half + lane % 16 / 8) * 8 + 2 * i + odd_row);
+      const uint32_t by = pack_f16(own, own), row = to + 2 * i * kRowBytes;
+      const uint4 four = codes[half][i];
+      store_piece(row ^ 2 * i * kPieceBytes, times<Number::f16>(e4m3_to_f16(four.x, four.y), by));
+      store_piece(row ^ (2 * i + 1) * kPieceBytes, times<Number::f16>(e4m3_to_f16(four.z, four.w), by));
     }
   }
 };
@@ -233,25 +238,35 @@ struct Scorer : Consumer<kCode> {
   float highest[2];    // is in no register where it is not asked for
   float q_scale[2];
 
-  // Scores to base 2, or rather what they are with the power of two that the rows lack.
-  __device__ void compute_scores(float (&score)[kScores], int stage) {
+  // Scores to base 2, or rather what they are with the power of two that the rows lack. Of fp8 rows the left half of
+  // the dims is there before the rest.
+  __device__ void compute_scores(float (&score)[kScores], int stage, uint32_t phase) {
     const uint64_t q = describe_atoms(shared_address(s.q)), k = describe_atoms(shared_address(s.tiles[stage]));
-    begin_products();
+    const auto of_blocks = [&](int first, int end) {
+      begin_products();
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block)
+      for (int block = first; block < end; ++block)
 #pragma unroll
-      for (int step = 0; step < 4; ++step) {
-        const uint64_t a = q + ((block * kHeads * kRowBytes + step * 32) >> 4);
-        const uint64_t b = k + ((block * kBlockBytes + step * 32) >> 4);
-        const bool add = block > 0 || step > 0;
-        if (block < kLatentBlocks)
-          multiply<kNumber, Rows::along_sum, Rows::along_sum>(score, a, b, add);
-        else
-          multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(score, a, b, add);
-      }
-    end_products();
-    wait_for_products();
-    sums_change(score);
+        for (int step = 0; step < 4; ++step) {
+          const uint64_t a = q + ((block * kHeads * kRowBytes + step * 32) >> 4);
+          const uint64_t b = k + ((block * kBlockBytes + step * 32) >> 4);
+          const bool add = block > 0 || step > 0;
+          if (block < kLatentBlocks)
+            multiply<kNumber, Rows::along_sum, Rows::along_sum>(score, a, b, add);
+          else
+            multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(score, a, b, add);
+        }
+      end_products();
+      wait_for_products();
+      sums_change(score);
+    };
+    if constexpr (kScaled) {
+      of_blocks(0, kLatentBlocks / 2);
+      wait(s.full[stage], phase);
+      of_blocks(kLatentBlocks / 2, kBlocks);
+    } else {
+      of_blocks(0, kBlocks);
+    }
   }
 
   // Whether all of a tile's slots are held, and none needs a power of two of its own.
@@ -378,10 +393,11 @@ struct Scorer : Consumer<kCode> {
       for (; tile < end; ++tile) {
         const int stage = tile % kStages;
         float score[kScores], by[2];
-        wait(s.full[stage], tile / kStages % 2);
+        const uint32_t phase = tile / kStages % 2;
+        wait(kScaled ? s.left_full[stage] : s.full[stage], phase);
         if constexpr (!kScaled) publish_to_wgmma();
+        compute_scores(score, stage, phase);
         const bool is_plain = plain(stage);
-        compute_scores(score, stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
         uint32_t weights[kSteps][4];
         if (is_plain) {
@@ -564,7 +580,10 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
         rows.load(part, *reinterpret_cast<const uint64_t*>(s.held[stage] + warp * kWarpRows), lane);
         const int power = rows.normalise();
         __syncwarp();
-        rows.store(part, lane);
+        rows.store(part, 0, lane);
+        publish_to_wgmma();
+        arrive_as_warp(s.left_full[stage]);
+        rows.store(part, 1, lane);
         CodeRows::change_rope(part, power, hidden(lane));
         if (lane < kWarpRows) {
           const bool held = s.held[stage][at] & 1;
@@ -600,6 +619,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   auto& s = *reinterpret_cast<Shared<kCode>*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
+      init_barrier_of_warps(s.left_full[i], kProducerWarps);
       if constexpr (kCode == Code::e4m3)
         init_barrier_of_warps(s.full[i], kProducerWarps);
       else
