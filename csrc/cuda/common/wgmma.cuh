@@ -135,10 +135,11 @@ __device__ __forceinline__ void multiply_codes(float (&sum)[kSums], uint64_t a, 
 
 template <int kSums>
 __device__ __forceinline__ void multiply_rows(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b) {
-  static_assert(kSums == 4 || kSums == 8 || kSums == 16, "n is 8, 16 or 32");
+  static_assert(kSums == 4 || kSums == 8 || kSums == 16 || kSums == 32, "n is 8, 16, 32 or 64");
   if constexpr (kSums == 4) MLA_MULTIPLY("8", MLA_4_SUMS(0), MLA_SUM_NUMBERS_4, "{%4, %5, %6, %7}", "%8");
   if constexpr (kSums == 8) MLA_MULTIPLY("16", MLA_8_SUMS(0), MLA_SUM_NUMBERS_8, "{%8, %9, %10, %11}", "%12");
   if constexpr (kSums == 16) MLA_MULTIPLY("32", MLA_16_SUMS(0), MLA_SUM_NUMBERS_16, "{%16, %17, %18, %19}", "%20");
+  if constexpr (kSums == 32) MLA_MULTIPLY("64", MLA_32_SUMS(0), MLA_SUM_NUMBERS_32, "{%32, %33, %34, %35}", "%36");
 }
 #undef MLA_MULTIPLY
 

@@ -18,9 +18,9 @@ constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, that a pr
 
 // 128 registers a thread to begin with, handed round: the first consumers also hold scores, the second addresses.
 constexpr int kRegisters = 128;
-constexpr int kScoringRegisters = 208;
+constexpr int kScoringRegisters = 224;
 constexpr int kAddingRegisters = 176;
-constexpr int kProducerRegisters = 64;
+constexpr int kProducerRegisters = 56;
 static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
 
 // What a column of scores (a token) needs with codes: rows in shared memory are divided by the usual power of two, and
