@@ -237,10 +237,10 @@ struct Scorer : Consumer<kCode> {
   float total[2];      // of the lane's columns
   float highest[2];    // is in no register where it is not asked for
   float q_scale[2];
-  // Of codes, a block of the token's queries in registers: what wgmma reads of them it need not read from shared
+  // A block of the token's queries in registers: what wgmma reads of them it need not read from shared
   // memory.
   static constexpr int kKeptBlock = 3;
-  uint32_t kept[kScaled ? 4 : 1][4];
+  uint32_t kept[4][4];
 
   __device__ void keep_queries() {
     const int row = warp * 16 + lane % 16;
@@ -263,8 +263,8 @@ struct Scorer : Consumer<kCode> {
           const uint64_t a = q + ((block * kHeads * kRowBytes + step * 32) >> 4);
           const uint64_t b = k + ((block * kBlockBytes + step * 32) >> 4);
           const bool add = block > 0 || step > 0;
-          if (kScaled && block == kKeptBlock)
-            multiply_rows(score, kept[kScaled ? step : 0], b);
+          if (block == kKeptBlock)
+            multiply_rows<kNumber>(score, kept[step], b);
           else if (block < kLatentBlocks)
             multiply<kNumber, Rows::along_sum, Rows::along_sum>(score, a, b, add);
           else
@@ -403,7 +403,7 @@ struct Scorer : Consumer<kCode> {
         wait(s.q_full, tokens % 2);
 #pragma unroll
         for (int h = 0; h < 2; ++h) q_scale[h] = s.q_scale[head(h)] * kUsual;
-        if constexpr (kScaled) keep_queries();
+        keep_queries();
       }
       for (; tile < end; ++tile) {
         const int stage = tile % kStages;
