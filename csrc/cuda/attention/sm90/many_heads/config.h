@@ -18,10 +18,19 @@ constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, that a pr
 
 // 128 registers a thread to begin with, handed round: the first consumers also hold scores, the second addresses.
 constexpr int kRegisters = 128;
-constexpr int kScoringRegisters = 224;
+// Who scores has what is left for queries, which are read from shared memory for every tile otherwise; producers of fp8
+// rows need some more.
+template <Code kCode>
+constexpr int kScoringRegisters = kCode == Code::e4m3 ? 224 : 240;
 constexpr int kAddingRegisters = 176;
-constexpr int kProducerRegisters = 56;
-static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
+template <Code kCode>
+constexpr int kProducerRegisters = kCode == Code::e4m3 ? 56 : 48;
+template <Code kCode>
+constexpr int kKeptBlocks = kCode == Code::e4m3 ? 1 : 2;  // of queries
+template <Code kCode>
+constexpr bool kRegistersFit =
+    kScoringRegisters<kCode> + kAddingRegisters + 2 * kProducerRegisters<kCode> <= 4 * kRegisters;
+static_assert(kRegistersFit<Code::e4m3> && kRegistersFit<Code::bf16>);
 
 // What a column of scores (a token) needs with codes: rows in shared memory are divided by the usual power of two, and
 // by another one where f16 would not hold them then.

@@ -237,17 +237,19 @@ struct Scorer : Consumer<kCode> {
   float total[2];      // of the lane's columns
   float highest[2];    // is in no register where it is not asked for
   float q_scale[2];
-  // A block of the token's queries in registers: what wgmma reads of them it need not read from shared
-  // memory.
+  // Blocks of the token's queries in registers, from kKeptBlock on: what wgmma reads of them it need not read from
+  // shared memory.
   static constexpr int kKeptBlock = 3;
-  uint32_t kept[4][4];
+  uint32_t kept[kKeptBlocks<kCode>][4][4];
 
   __device__ void keep_queries() {
     const int row = warp * 16 + lane % 16;
-    const uint32_t place = shared_address(s.q[kKeptBlock]) + row * kRowBytes;
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-      load_tiles(kept[step], place + ((2 * step + lane / 16) ^ row % 8) * kPieceBytes);
+    for (int block = 0; block < kKeptBlocks<kCode>; ++block)
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+        load_tiles(kept[block][step], shared_address(s.q[kKeptBlock + block]) + row * kRowBytes +
+                                          ((2 * step + lane / 16) ^ row % 8) * kPieceBytes);
   }
 
   // Scores to base 2, or rather what they are with the power of two that the rows lack. Of fp8 rows the left half of
@@ -263,8 +265,8 @@ struct Scorer : Consumer<kCode> {
           const uint64_t a = q + ((block * kHeads * kRowBytes + step * 32) >> 4);
           const uint64_t b = k + ((block * kBlockBytes + step * 32) >> 4);
           const bool add = block > 0 || step > 0;
-          if (block == kKeptBlock)
-            multiply_rows<kNumber>(score, kept[step], b);
+          if (block >= kKeptBlock && block < kKeptBlock + kKeptBlocks<kCode>)
+            multiply_rows<kNumber>(score, kept[block - kKeptBlock][step], b);
           else if (block < kLatentBlocks)
             multiply<kNumber, Rows::along_sum, Rows::along_sum>(score, a, b, add);
           else
@@ -656,7 +658,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     return Worker(p, blockIdx.y, kTileTokens);
   };
   if (warp < 4) {
-    resize_registers<kScoringRegisters, kRegisters>();
+    resize_registers<kScoringRegisters<kCode>, kRegisters>();
     Scorer<kCode, kLargest> scorer{{p, s, head_begin, 0, warp, lane}};
     scorer.run(begin());
   } else if (warp < kConsumerWarps) {
@@ -664,7 +666,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     Adder<kCode> adder{{p, s, head_begin, 1, warp - 4, lane}};
     adder.run(begin());
   } else {
-    resize_registers<kProducerRegisters, kRegisters>();
+    resize_registers<kProducerRegisters<kCode>, kRegisters>();
     produce<kCode>(p, s, begin(), head_begin, warp - kConsumerWarps, lane);
   }
 }
