@@ -4,6 +4,7 @@ namespace mla::cpu {
 
 void make_plan(const PlanShape& given, PlanRow* rows, int workers) {
   PlanShape shape = given;
+  shape.token_units = token_units(given, workers);
   int64_t units = 0;
   const auto units_of = [&](int32_t token) { return int64_t{shape.token_units} + token_tiles(shape, token); };
   for (int32_t token = 0; token < shape.tokens; ++token) units += units_of(token);

@@ -13,7 +13,7 @@ from plans import CUT_FOR_CLUSTERS, UNCUT_TOKENS, tiles_of, walk
 MIN_PART = 8  # tiles of 16 slots
 GPU_GRANULE = 64
 CUT_TILES = 8  # what a cut costs each worker of a GPU
-TOKEN_UNITS = 3  # and what a token costs it besides its tiles
+TOKEN_UNITS = 3  # and what a token costs it besides its tiles, where there are more tokens than workers
 
 
 @given(st.data())
@@ -90,11 +90,11 @@ def stays_whole(tokens, tiles, workers):
 
 def units_of_workers(table, tiles):
     """Tiles that each worker of a GPU has, with some more for each token, which those that share it share."""
-    units = []
+    more, units = TOKEN_UNITS if len(tiles) > len(table) else 1, []
     for token_begin, token_end, tile_begin, tile_end, *_ in table.tolist():
         ends = [(t, tile_begin if t == token_begin else 0) for t in range(token_begin, token_end)]
         parts = [(t, (tile_end if t == token_end - 1 else tiles[t]) - begin) for t, begin in ends]
-        units.append(sum(part * (1 + TOKEN_UNITS / tiles[t]) if tiles[t] else TOKEN_UNITS for t, part in parts))
+        units.append(sum(part * (1 + more / tiles[t]) if tiles[t] else more for t, part in parts))
     return units
 
 

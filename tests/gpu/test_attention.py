@@ -159,6 +159,18 @@ def test_rows_of_unlike_size_in_one_tile(fmt, heads):
     check(problem)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [16, 32, 64, 100])
+@pytest.mark.parametrize("magnitude", [1e-3, 1e-7])
+def test_rope_beside_latents_of_unlike_size_in_one_tile(fmt, heads, magnitude):
+    problem = held_problem(fmt, heads, topk=200)
+    for i in range(0, 30, 2):
+        small = random_cache(fmt, 1, 16, magnitude)
+        small.view(torch.uint8)[..., -128:] = problem.cache[i : i + 1].view(torch.uint8)[..., -128:]
+        problem.cache[i : i + 1] = small
+    check(problem)
+
+
 def held_problem(fmt, heads, topk=700, **more):
     """One whose lists have no holes, with so many tokens that no kernel for few of them serves it."""
     problem = random_problem(fmt, tokens=UNCUT_TOKENS, heads=heads, topk=topk, blocks=30, **more)

@@ -16,8 +16,8 @@ enum class Rows : int { along_sum, across_sum };
 __device__ __forceinline__ void hide(uint32_t& number) { asm volatile("" : "+r"(number)); }
 __device__ __forceinline__ void hide(uint64_t& number) { asm volatile("" : "+l"(number)); }
 
-// A lane, for what is done once a token: what follows from a lane that the compiler knows is worked out before the
-// first token, and spilled.
+// A lane, for what is done once a token, or once a tile by warps without a register to spare: what follows from a lane
+// that the compiler knows is worked out before the loop, and spilled.
 __device__ __forceinline__ int hidden(int lane) {
   auto number = static_cast<uint32_t>(lane);
   hide(number);

@@ -151,7 +151,9 @@ int32_t divided_up(int64_t n, int64_t by) { return static_cast<int32_t>((n + by 
 
 }  // namespace
 
-void make_plan(const PlanShape& shape, PlanRow* rows, int32_t workers, void* stream) {
+void make_plan(const PlanShape& given, PlanRow* rows, int32_t workers, void* stream) {
+  PlanShape shape = given;
+  shape.token_units = token_units(given, workers);
   // a thread for each token and for each border, while there are threads
   const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{workers} + 1);
   const int threads = static_cast<int>(std::min<int64_t>((wanted + 31) / 32 * 32, kMaxThreads));

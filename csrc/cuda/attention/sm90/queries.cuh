@@ -58,7 +58,8 @@ constexpr int kQueryWarps = 8;  // that bring a token's queries: heads warp, war
 // Eight warps load a token's heads, a warp up to four of them at once, rows of q after one another as in a tile's
 // block. Beyond the problem's heads there are zeros. With codes, q is f16 and each head is divided by a power of two
 // that brings its largest latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and
-// brings scores to base 2. `wait_for_room` is called when the first loads are under way.
+// brings scores to base 2. Rope is multiplied with `rope_lift` besides, which cached rope then lacks. `wait_for_room`
+// is called when the first loads are under way.
 template <Code kCode, int kHeads, typename Wait>
 __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t (&q)[kBlocks][kHeads * kRowBytes],
                                              float* q_scale, int64_t token, int head_begin, int warp, int lane,
