@@ -51,14 +51,14 @@ struct Shared {
   alignas(8) uint8_t held[kStages][kTileTokens];   // whether the slot is one; and twice the parity of its place
   alignas(8) uint8_t plain[kStages][kTileTokens];  // whether it is one whose row needs no power of two of its own
   float q_scale[kHeads];
-  float rescale[kHeads];
+  float rescale[2][kHeads];                 // before either half of the tile's tokens
   float factor[2][kHeads];                  // of tokens of even and odd number
   uint64_t asked[kStages][kProducerWarps];  // a producer warp's rows, as they are in the cache
   uint64_t left_full[kStages];              // the left half of a tile's dims, of fp8 rows
   uint64_t full[kStages], empty[kStages];   // tiles
   uint64_t q_full, q_empty;
-  uint64_t weights_full, weights_empty;
-  uint32_t touched;  // nobody reads it
+  uint64_t weights_full[2], weights_empty;  // either half
+  uint32_t touched;                         // nobody reads it
 };
 
 static_assert(sizeof(Shared<Code::e4m3>) <= 227 * 1024 && sizeof(Shared<Code::bf16>) <= 227 * 1024);

@@ -6,11 +6,13 @@
 //
 // O takes half of all registers, so two warpgroups have 256 dims each. The first one also computes the scores; a row of
 // them lies in four lanes, so its softmax needs no barrier. It multiplies its weights from registers and leaves them in
-// shared memory for the second one. Eight warps bring the tiles.
+// shared memory for the second one. Eight warps bring the tiles. Halves of a tile are used as soon as they are there: of
+// fp8 rows' dims for scores, of its tokens for values (a, b).
 //
-//   produce   | convert i + 1 ........................  | convert i + 2
-//   scoring   | scores i | softmax i | values i, left   | scores i + 1 ...
-//   adding    | find rows of i + 2   | values i, right  | ask for them ...
+//   produce   | convert i + 1 ...............................  | convert i + 2
+//   scoring   | scores i | softmax i a | b                     | scores i + 1 ...
+//             |                        | values i a, b, left   |
+//   adding    | find rows of i + 2     | values i a, b, right  | ask for them ...
 //
 // Scales, and e4m3 times its scale, are rounded to f16 when rows are converted, by 2^-11 at most: with 64 columns of
 // scores there are no registers to keep the four groups of a scale apart.
@@ -134,19 +136,23 @@ struct Consumer {
   __device__ int head(int half) const { return head_of(half, lane); }
   __device__ int head_of(int half, int lane) const { return warp * 16 + lane / 4 + 8 * half; }
 
-  // `weights` are a step's 64 x 16 each, as wgmma takes them from registers.
-  __device__ void add_values(int stage, const uint32_t (&weights)[kSteps][4]) {
-    constexpr int kHalf = kGroupDims / 2, kHalfBytes = kHalf / kBlockDims * kBlockBytes;
-    const uint64_t left = describe_atoms(shared_address(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
+  // Adds up the values of a half of a tile's tokens: between the two functions products are under way. `weights` are a
+  // step's 64 x 16 each, as wgmma takes them from registers.
+  template <int kHalf>
+  __device__ void begin_values(int stage, const uint32_t (&weights)[kSteps][4]) {
+    constexpr int kDims = kGroupDims / 2, kBytes = kDims / kBlockDims * kBlockBytes;
+    const uint64_t left = describe_atoms(shared_address(s.tiles[stage]) + 2 * kBytes * group, kBlockBytes);
     sums_change(out);
     begin_products();
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = kHalf * kSteps / 2; step < (kHalf + 1) * kSteps / 2; ++step) {
       const uint64_t values = left + ((step * 16 * kRowBytes) >> 4);
       multiply_wide<kNumber, Rows::across_sum, 0>(out, weights[step], values);
-      multiply_wide<kNumber, Rows::across_sum, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
+      multiply_wide<kNumber, Rows::across_sum, kDims / 2>(out, weights[step], values + (kBytes >> 4));
     }
     end_products();
+  }
+  __device__ void end_values() {
     wait_for_products();
     sums_change(out);
   }
@@ -311,44 +317,84 @@ struct Scorer : Consumer<kCode> {
     return kScaled ? pack_f16(first, second) : pack_bf16(first, second);
   }
 
-  // Scores of a plain tile become weights, relative to the reference as it is: that is known before the largest score.
-  // A token's first tile has to do it again, and later ones where a score is too large for that.
-  __device__ void softmax_of_plain(const float (&score)[kScores], uint32_t (&weights)[kSteps][4], float (&by)[2]) {
-    const float before[2] = {total[0], total[1]};
+  // Scores of a half of a plain tile's tokens become weights, relative to the reference as it is. Whether that is near
+  // enough for all of them.
+  template <int kHalf>
+  __device__ bool weigh(const float (&score)[kScores], uint32_t (&weights)[kSteps][4]) {
     uint32_t largest = 0;  // of both columns, as integers, which are in the same order
-    const auto weigh = [&] {
 #pragma unroll
-      for (int i = 0; i < kScores; i += 2) {
-        float two[2];
+    for (int i = kHalf * kScores / 2; i < (kHalf + 1) * kScores / 2; i += 2) {
+      float two[2];
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          two[c] = exp2_approximate(fmaf(score[i + c], q_scale[half(i)], -reference[half(i)]));
-          total[half(i)] += two[c];
-        }
-        weights[i / 8][i / 2 % 4] = pack(two[0], two[1]);
-        largest = __vmaxu2(largest, weights[i / 8][i / 2 % 4]);
+      for (int c = 0; c < 2; ++c) {
+        two[c] = exp2_approximate(fmaf(score[i + c], q_scale[half(i)], -reference[half(i)]));
+        total[half(i)] += two[c];
       }
-    };
-    weigh();
-    by[0] = by[1] = 1.0f;
+      weights[i / 8][i / 2 % 4] = pack(two[0], two[1]);
+      largest = __vmaxu2(largest, weights[i / 8][i / 2 % 4]);
+    }
     constexpr float kMost = 1 << static_cast<int>(kSlack);
     const uint32_t most = pack(kMost, kMost);
-    const bool too_large = __any_sync(~0u, __vmaxu2(largest, most) != most);
-    if (kLargest || too_large) {
-      float top[2] = {-INFINITY, -INFINITY};
+    return !__any_sync(~0u, __vmaxu2(largest, most) != most);
+  }
+
+  // The same, and the reference is raised where it has to be: always by a token's first tile. What sums are multiplied
+  // with.
+  template <int kHalf>
+  __device__ void weigh_again(const float (&score)[kScores], uint32_t (&weights)[kSteps][4], const float (&before)[2],
+                              float (&by)[2]) {
+    float top[2];
+    find_top(score, top);
+    total[0] = before[0], total[1] = before[1];
+    move_reference(top, by);
+    weigh<kHalf>(score, weights);
+  }
+
+  __device__ void find_top(const float (&score)[kScores], float (&top)[2]) const {
+    top[0] = top[1] = -INFINITY;
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) top[half(i)] = fmaxf(top[half(i)], score[i]);
+    for (int i = 0; i < kScores; ++i) top[half(i)] = fmaxf(top[half(i)], score[i]);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        top[h] = fmaxf(top[h] * q_scale[h], kLowest);
-        if constexpr (kLargest) highest[h] = fmaxf(highest[h], top[h]);
-        if (too_large) total[h] = before[h];
-      }
-      if (too_large) {
-        move_reference(top, by);
-        weigh();
-      }
+    for (int h = 0; h < 2; ++h) top[h] = fmaxf(top[h] * q_scale[h], kLowest);
+  }
+
+  // Weights of a plain tile, each half of its tokens handed over and its products begun as soon as it has them.
+  __device__ void add_plain(const float (&score)[kScores], int tile, int stage) {
+    uint32_t weights[kSteps][4];
+    float by[2] = {1.0f, 1.0f}, before[2] = {total[0], total[1]};
+    if constexpr (kLargest) {
+      float top[2];
+      find_top(score, top);
+      highest[0] = fmaxf(highest[0], top[0]), highest[1] = fmaxf(highest[1], top[1]);
     }
+    if (!weigh<0>(score, weights)) weigh_again<0>(score, weights, before, by);
+    wait(s.weights_empty, tile % 2 ^ 1);
+    hand_over<0>(weights, by);
+    this->rescale(by);
+    this->template begin_values<0>(stage, weights);
+    before[0] = total[0], before[1] = total[1];
+    const bool near = weigh<1>(score, weights);
+    this->end_values();
+    by[0] = by[1] = 1.0f;
+    if (!near) weigh_again<1>(score, weights, before, by);
+    hand_over<1>(weights, by);
+    this->rescale(by);
+    this->template begin_values<1>(stage, weights);
+    this->end_values();
+  }
+
+  __device__ void add_other(float (&score)[kScores], int tile, int stage) {
+    uint32_t weights[kSteps][4];
+    float by[2];
+    const float nothing[2] = {1.0f, 1.0f};
+    softmax(score, stage, by);
+    pack_weights(weights, score);
+    wait(s.weights_empty, tile % 2 ^ 1);
+    hand_over<0>(weights, by), hand_over<1>(weights, nothing);
+    this->rescale(by);
+    this->template begin_values<0>(stage, weights);
+    this->template begin_values<1>(stage, weights);
+    this->end_values();
   }
 
   // Scores become weights.
@@ -389,9 +435,14 @@ struct Scorer : Consumer<kCode> {
     for (int i = 0; i < kScores; i += 2) weights[i / 8][i / 2 % 4] = pack(weight[i], weight[i + 1]);
   }
 
-  __device__ void store_weights(const uint32_t (&weights)[kSteps][4]) {
+  // Gives the adding group the weights of a half of the tile's tokens, and what its sums are multiplied with before.
+  template <int kHalf>
+  __device__ void hand_over(const uint32_t (&weights)[kSteps][4], const float (&by)[2]) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) store_tiles(this->weights_place(step), weights[step]);
+    for (int step = kHalf * kSteps / 2; step < (kHalf + 1) * kSteps / 2; ++step)
+      store_tiles(this->weights_place(step), weights[step]);
+    if (lane % 4 == 0) s.rescale[kHalf][head(0)] = by[0], s.rescale[kHalf][head(1)] = by[1];
+    arrive_as_warp(s.weights_full[kHalf]);
   }
 
   __device__ void run(const Worker& worker) {
@@ -410,26 +461,17 @@ struct Scorer : Consumer<kCode> {
       }
       for (; tile < end; ++tile) {
         const int stage = tile % kStages;
-        float score[kScores], by[2];
+        float score[kScores];
         const uint32_t phase = tile / kStages % 2;
         wait(kScaled ? s.left_full[stage] : s.full[stage], phase);
         if constexpr (!kScaled) publish_to_wgmma();
         compute_scores(score, stage, phase);
         const bool is_plain = plain(stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
-        uint32_t weights[kSteps][4];
-        if (is_plain) {
-          softmax_of_plain(score, weights, by);
-        } else {
-          softmax(score, stage, by);
-          pack_weights(weights, score);
-        }
-        wait(s.weights_empty, tile % 2 ^ 1);
-        store_weights(weights);
-        if (lane % 4 == 0) s.rescale[head(0)] = by[0], s.rescale[head(1)] = by[1];
-        arrive_as_warp(s.weights_full);
-        this->rescale(by);
-        this->add_values(stage, weights);
+        if (is_plain)
+          add_plain(score, tile, stage);
+        else
+          add_other(score, tile, stage);
         if (tile + 1 < end) arrive_as_warp(s.empty[stage]);
       }
       const bool empty = work.tile_end == work.tile_begin;
@@ -542,20 +584,13 @@ struct Adder : Consumer<kCode> {
       const bool empty = tile == end;
       this->clear();
       for (; tile < end; ++tile) {
-        const int stage = tile % kStages;
         if constexpr (kScaled) {
           asker.prepare();
           if (const int token = asker.next.token; token >= 0)
             ask_l2_for_queries<kHeads, 4>(asker.p, token, this->head_begin, warp, hidden(lane));
         }
-        wait(s.weights_full, tile % 2);
-        const float by[2] = {s.rescale[head(0)], s.rescale[head(1)]};
-        uint32_t weights[kSteps][4];
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) load_tiles(weights[step], this->weights_place(step));
-        arrive_as_warp(s.weights_empty);
-        this->rescale(by);
-        this->add_values(stage, weights);
+        add<0>(tile);
+        add<1>(tile);
         if (tile + 1 < end) release(asker, tile);
       }
       sync_named<32 * kConsumerWarps>(kTokenBarrier);
@@ -564,6 +599,21 @@ struct Adder : Consumer<kCode> {
       this->write(work, worker.place(work), factor, empty ? -1 : last);
       if (!empty) release(asker, tile - 1);
     }
+  }
+
+  // The values of a half of the tile's tokens.
+  template <int kHalf>
+  __device__ void add(int tile) {
+    uint32_t weights[kSteps][4];
+    wait(s.weights_full[kHalf], tile % 2);
+    const float by[2] = {s.rescale[kHalf][head(0)], s.rescale[kHalf][head(1)]};
+#pragma unroll
+    for (int step = kHalf * kSteps / 2; step < (kHalf + 1) * kSteps / 2; ++step)
+      load_tiles(weights[step], this->weights_place(step));
+    if (kHalf == 1) arrive_as_warp(s.weights_empty);
+    this->rescale(by);
+    this->template begin_values<kHalf>(tile % kStages, weights);
+    this->end_values();
   }
 
   __device__ void release(Asker& asker, int tile) {
@@ -646,7 +696,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
       init_barrier_of_warps(s.empty[i], kConsumerWarps);
     }
     init_barrier_of_warps(s.q_full, kProducerWarps), init_barrier_of_warps(s.q_empty, 4);
-    init_barrier_of_warps(s.weights_full, 4), init_barrier_of_warps(s.weights_empty, 4);
+    init_barrier_of_warps(s.weights_full[0], 4), init_barrier_of_warps(s.weights_full[1], 4);
+    init_barrier_of_warps(s.weights_empty, 4);
     s.touched = touch(p);
   }
   __syncthreads();
