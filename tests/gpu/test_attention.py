@@ -204,6 +204,24 @@ def test_scores_that_grow_along_the_list(fmt, heads, largest):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("heads", [8, 32, 64, 100])
+@pytest.mark.parametrize("begin", [64, 96, 128, 160, 224])
+def test_scores_that_leap_within_a_tile(fmt, heads, begin):
+    """For all heads at once, from a slot in either half of a tile on."""
+    problem = held_problem(fmt, heads, topk=300)
+    problem.q = problem.q.abs() / 8
+    rows = random_cache(fmt, 30, 16, 0.1)
+    small, large = rows[:15], rows[15:]
+    latents = torch.randn(15 * 16, 512).abs().mul_(0.8).bfloat16()
+    mla_backend.cache_write(latents, torch.zeros(15 * 16, 64).bfloat16(), large, torch.arange(15 * 16))
+    problem.cache = torch.cat([small, large])
+    problem.indices = torch.randint(0, 15 * 16, problem.indices.shape, dtype=torch.int32)
+    problem.indices[:, begin:] += 15 * 16
+    got = problem.to("cuda").solve()
+    assert_accurate(got, problem.oracle(), 0.8, score_error=8 * allowed_error(problem))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [8, 32, 64, 100])
 def test_nan_in_a_named_row_reaches_its_tokens_alone(fmt, heads):
     problem = held_problem(fmt, heads)
     problem.indices[problem.indices == 77] = 78

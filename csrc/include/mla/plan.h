@@ -38,7 +38,7 @@ struct PlanShape {
   int32_t topk;
   int32_t extra_topk;
   int32_t granule;
-  int32_t token_units;            // what a token costs besides its tiles, in tiles, where a worker has several tokens
+  int32_t token_units;            // what a token costs besides its tiles, in tiles; see token_units()
   int32_t min_part;               // tiles that cuts are apart at least; no part has fewer than half as many
   int32_t good_part;              // tiles a worker should get before more workers than processors are put to work
   int32_t workers_per_processor;  // that share it in turn, so that a slow processor does fewer of them
@@ -60,9 +60,10 @@ MLA_HOST_DEVICE int32_t token_tiles(const PlanShape& shape, int32_t token) {
          tiles_of(clamp_length(shape.extra_length, token, shape.extra_topk), shape.granule);
 }
 
-// Where workers outnumber the tokens, each of them pays for a token's beginning and end, whatever its share.
+// Where there are two workers for each token or more, most of them pay for one token's beginning and end, whatever their
+// share.
 MLA_HOST_DEVICE int32_t token_units(const PlanShape& shape, int64_t workers) {
-  return shape.tokens > workers ? shape.token_units : 1;
+  return 2 * int64_t{shape.tokens} > workers ? shape.token_units : 1;
 }
 
 // A border between two workers: everything before (token, tile) belongs to the left one.
