@@ -124,27 +124,21 @@ __device__ __forceinline__ void multiply_codes(float (&sum)[kSums], uint64_t a, 
 }
 #undef MLA_MULTIPLY
 
-// sum += a b, with a lane's four pairs of numbers of its rows: of row lane / 4 and the one 8 below it, columns
+// sum += a b in f16, with a lane's four pairs of numbers of its rows: of row lane / 4 and the one 8 below it, columns
 // 2 * (lane % 4) and the next, then both once more for columns 8 further on. They stay as they are until the product is
 // waited for. Rows of b are along the sum.
-#define MLA_MULTIPLY(n, type, sums, sum_numbers, a_numbers, b_number)                                          \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" sum_numbers "}, " a_numbers \
-               ", " b_number ", 1, 1, 1, 0;"                                                                   \
-               : sums                                                                                          \
+#define MLA_MULTIPLY(n, sums, sum_numbers, a_numbers, b_number)                                                    \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" n "k16.f32.f16.f16 {" sum_numbers "}, " a_numbers ", " b_number \
+               ", 1, 1, 1, 0;"                                                                                     \
+               : sums                                                                                              \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 
-template <Number kNumber = Number::f16, int kSums>
+template <int kSums>
 __device__ __forceinline__ void multiply_rows(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b) {
-  static_assert(kSums == 4 || kSums == 8 || kSums == 16 || kSums == 32, "n is 8, 16, 32 or 64");
-  static_assert(kNumber == Number::f16 || kSums == 32, "of bf16 n is 64");
-  if constexpr (kSums == 4) MLA_MULTIPLY("8", "f16", MLA_4_SUMS(0), MLA_SUM_NUMBERS_4, "{%4, %5, %6, %7}", "%8");
-  if constexpr (kSums == 8) MLA_MULTIPLY("16", "f16", MLA_8_SUMS(0), MLA_SUM_NUMBERS_8, "{%8, %9, %10, %11}", "%12");
-  if constexpr (kSums == 16)
-    MLA_MULTIPLY("32", "f16", MLA_16_SUMS(0), MLA_SUM_NUMBERS_16, "{%16, %17, %18, %19}", "%20");
-  if constexpr (kSums == 32 && kNumber == Number::f16)
-    MLA_MULTIPLY("64", "f16", MLA_32_SUMS(0), MLA_SUM_NUMBERS_32, "{%32, %33, %34, %35}", "%36");
-  if constexpr (kSums == 32 && kNumber == Number::bf16)
-    MLA_MULTIPLY("64", "bf16", MLA_32_SUMS(0), MLA_SUM_NUMBERS_32, "{%32, %33, %34, %35}", "%36");
+  static_assert(kSums == 4 || kSums == 8 || kSums == 16, "n is 8, 16 or 32");
+  if constexpr (kSums == 4) MLA_MULTIPLY("8", MLA_4_SUMS(0), MLA_SUM_NUMBERS_4, "{%4, %5, %6, %7}", "%8");
+  if constexpr (kSums == 8) MLA_MULTIPLY("16", MLA_8_SUMS(0), MLA_SUM_NUMBERS_8, "{%8, %9, %10, %11}", "%12");
+  if constexpr (kSums == 16) MLA_MULTIPLY("32", MLA_16_SUMS(0), MLA_SUM_NUMBERS_16, "{%16, %17, %18, %19}", "%20");
 }
 #undef MLA_MULTIPLY
 

@@ -18,19 +18,10 @@ constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, that a pr
 
 // 128 registers a thread to begin with, handed round: the first consumers also hold scores, the second addresses.
 constexpr int kRegisters = 128;
-// Who scores has what is left for queries, which are read from shared memory for every tile otherwise; producers of fp8
-// rows need some more.
-template <Code kCode>
-constexpr int kScoringRegisters = kCode == Code::e4m3 ? 224 : 240;
+constexpr int kScoringRegisters = 208;
 constexpr int kAddingRegisters = 176;
-template <Code kCode>
-constexpr int kProducerRegisters = kCode == Code::e4m3 ? 56 : 48;
-template <Code kCode>
-constexpr int kKeptBlocks = kCode == Code::e4m3 ? 1 : 2;  // of queries
-template <Code kCode>
-constexpr bool kRegistersFit =
-    kScoringRegisters<kCode> + kAddingRegisters + 2 * kProducerRegisters<kCode> <= 4 * kRegisters;
-static_assert(kRegistersFit<Code::e4m3> && kRegistersFit<Code::bf16>);
+constexpr int kProducerRegisters = 64;
+static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
 
 // What a column of scores (a token) needs with codes: rows in shared memory are divided by the usual power of two, and
 // by another one where f16 would not hold them then.
@@ -51,14 +42,13 @@ struct Shared {
   alignas(8) uint8_t held[kStages][kTileTokens];   // whether the slot is one; and twice the parity of its place
   alignas(8) uint8_t plain[kStages][kTileTokens];  // whether it is one whose row needs no power of two of its own
   float q_scale[kHeads];
-  float rescale[2][kHeads];                 // before either half of the tile's tokens
+  float rescale[kHeads];
   float factor[2][kHeads];                  // of tokens of even and odd number
   uint64_t asked[kStages][kProducerWarps];  // a producer warp's rows, as they are in the cache
-  uint64_t left_full[kStages];              // the left half of a tile's dims, of fp8 rows
   uint64_t full[kStages], empty[kStages];   // tiles
   uint64_t q_full, q_empty;
-  uint64_t weights_full[2], weights_empty;  // either half
-  uint32_t touched;                         // nobody reads it
+  uint64_t weights_full, weights_empty;
+  uint32_t touched;  // nobody reads it
 };
 
 static_assert(sizeof(Shared<Code::e4m3>) <= 227 * 1024 && sizeof(Shared<Code::bf16>) <= 227 * 1024);

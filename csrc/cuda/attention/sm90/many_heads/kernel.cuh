@@ -6,13 +6,11 @@
 //
 // O takes half of all registers, so two warpgroups have 256 dims each. The first one also computes the scores; a row of
 // them lies in four lanes, so its softmax needs no barrier. It multiplies its weights from registers and leaves them in
-// shared memory for the second one. Eight warps bring the tiles. Halves of a tile are used as soon as they are there: of
-// fp8 rows' dims for scores, of its tokens for values (a, b).
+// shared memory for the second one. Eight warps bring the tiles.
 //
-//   produce   | convert i + 1 ...............................  | convert i + 2
-//   scoring   | scores i | softmax i a | b                     | scores i + 1 ...
-//             |                        | values i a, b, left   |
-//   adding    | find rows of i + 2     | values i a, b, right  | ask for them ...
+//   produce   | convert i + 1 ........................  | convert i + 2
+//   scoring   | scores i | softmax i | values i, left   | scores i + 1 ...
+//   adding    | find rows of i + 2   | values i, right  | ask for them ...
 //
 // Scales, and e4m3 times its scale, are rounded to f16 when rows are converted, by 2^-11 at most: with 64 columns of
 // scores there are no registers to keep the four groups of a scale apart.
@@ -49,18 +47,14 @@ __device__ __forceinline__ uint32_t place_of_rope(int row, int piece) {
 // A producer warp's eight fp8 rows of a tile: it takes all of them into registers before it puts them back as f16.
 // `part` is the warp's part of block 0. Rope is where it belongs already, and hardly ever has to be changed.
 struct CodeRows {
-  static constexpr int kPairs = kWarpRows / 2;
-  uint4 codes[2][kPairs];  // of either half of the dims: of each two rows 16 of row lane / 16
+  uint4 codes[kWarpRows];  // 16 of each row
   float scale;             // of row lane % 8, group lane / 8
 
   // Bit 8 * i + 1 of `held` says whether row i begins at an odd place.
   __device__ void load(uint32_t part, uint64_t held, int lane) {
     const auto place = [&](int i) { return part + place_of_row(i, held >> (8 * i + 1) & 1); };
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i)
-        codes[half][i] = load_piece(place(2 * i + lane / 16) + kPieceBytes * (16 * half + lane % 16));
+    for (int i = 0; i < kWarpRows; ++i) codes[i] = load_piece(place(i) + kPieceBytes * lane);
     asm volatile("ld.shared.f32 %0, [%1];"
                  : "=f"(scale)
                  : "r"(place(lane % 8) + kFp8DsMla.scale_offset() + lane / 8 * 4)
@@ -100,17 +94,16 @@ struct CodeRows {
     }
   }
 
-  // One half of the dims.
-  __device__ void store(uint32_t part, int half, int lane) const {
-    const int block = 4 * half + lane % 16 / 4, piece = lane % 4 * 2, odd_row = lane / 16;
-    const uint32_t to = part + block * kBlockBytes + odd_row * kRowBytes + place_of_piece(block, piece, odd_row);
+  __device__ void store(uint32_t part, int lane) const {
+    const int block = lane / 4, piece = lane % 4 * 2;
+    const uint32_t to = part + block * kBlockBytes + place_of_piece(block, piece, 0);
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const float own = __shfl_sync(~0u, scale, (2 * half + lane % 16 / 8) * 8 + 2 * i + odd_row);
-      const uint32_t by = pack_f16(own, own), row = to + 2 * i * kRowBytes;
-      const uint4 four = codes[half][i];
-      store_piece(row ^ 2 * i * kPieceBytes, times<Number::f16>(e4m3_to_f16(four.x, four.y), by));
-      store_piece(row ^ (2 * i + 1) * kPieceBytes, times<Number::f16>(e4m3_to_f16(four.z, four.w), by));
+    for (int i = 0; i < kWarpRows; ++i) {
+      const float own = __shfl_sync(~0u, scale, lane / 8 * 8 + i);
+      const uint32_t by = pack_f16(own, own);
+      store_piece((to ^ i * kPieceBytes) + i * kRowBytes, times<Number::f16>(e4m3_to_f16(codes[i].x, codes[i].y), by));
+      store_piece((to ^ (i ^ 1) * kPieceBytes) + i * kRowBytes,
+                  times<Number::f16>(e4m3_to_f16(codes[i].z, codes[i].w), by));
     }
   }
 };
@@ -136,23 +129,19 @@ struct Consumer {
   __device__ int head(int half) const { return head_of(half, lane); }
   __device__ int head_of(int half, int lane) const { return warp * 16 + lane / 4 + 8 * half; }
 
-  // Adds up the values of a half of a tile's tokens: between the two functions products are under way. `weights` are a
-  // step's 64 x 16 each, as wgmma takes them from registers.
-  template <int kHalf>
-  __device__ void begin_values(int stage, const uint32_t (&weights)[kSteps][4]) {
-    constexpr int kDims = kGroupDims / 2, kBytes = kDims / kBlockDims * kBlockBytes;
-    const uint64_t left = describe_atoms(shared_address(s.tiles[stage]) + 2 * kBytes * group, kBlockBytes);
+  // `weights` are a step's 64 x 16 each, as wgmma takes them from registers.
+  __device__ void add_values(int stage, const uint32_t (&weights)[kSteps][4]) {
+    constexpr int kHalf = kGroupDims / 2, kHalfBytes = kHalf / kBlockDims * kBlockBytes;
+    const uint64_t left = describe_atoms(shared_address(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
     sums_change(out);
     begin_products();
 #pragma unroll
-    for (int step = kHalf * kSteps / 2; step < (kHalf + 1) * kSteps / 2; ++step) {
+    for (int step = 0; step < kSteps; ++step) {
       const uint64_t values = left + ((step * 16 * kRowBytes) >> 4);
       multiply_wide<kNumber, Rows::across_sum, 0>(out, weights[step], values);
-      multiply_wide<kNumber, Rows::across_sum, kDims / 2>(out, weights[step], values + (kBytes >> 4));
+      multiply_wide<kNumber, Rows::across_sum, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
     }
     end_products();
-  }
-  __device__ void end_values() {
     wait_for_products();
     sums_change(out);
   }
@@ -244,52 +233,26 @@ struct Scorer : Consumer<kCode> {
   float total[2];      // of the lane's columns
   float highest[2];    // is in no register where it is not asked for
   float q_scale[2];
-  // Blocks of the token's queries in registers, from kKeptBlock on: what wgmma reads of them it need not read from
-  // shared memory.
-  static constexpr int kKeptBlock = 3;
-  uint32_t kept[kKeptBlocks<kCode>][4][4];
 
-  __device__ void keep_queries() {
-    const int row = warp * 16 + lane % 16;
-#pragma unroll
-    for (int block = 0; block < kKeptBlocks<kCode>; ++block)
-#pragma unroll
-      for (int step = 0; step < 4; ++step)
-        load_tiles(kept[block][step], shared_address(s.q[kKeptBlock + block]) + row * kRowBytes +
-                                          ((2 * step + lane / 16) ^ row % 8) * kPieceBytes);
-  }
-
-  // Scores to base 2, or rather what they are with the power of two that the rows lack. Of fp8 rows the left half of
-  // the dims is there before the rest.
-  __device__ void compute_scores(float (&score)[kScores], int stage, uint32_t phase) {
+  // Scores to base 2, or rather what they are with the power of two that the rows lack.
+  __device__ void compute_scores(float (&score)[kScores], int stage) {
     const uint64_t q = describe_atoms(shared_address(s.q)), k = describe_atoms(shared_address(s.tiles[stage]));
-    const auto of_blocks = [&](int first, int end) {
-      begin_products();
+    begin_products();
 #pragma unroll
-      for (int block = first; block < end; ++block)
+    for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-        for (int step = 0; step < 4; ++step) {
-          const uint64_t a = q + ((block * kHeads * kRowBytes + step * 32) >> 4);
-          const uint64_t b = k + ((block * kBlockBytes + step * 32) >> 4);
-          const bool add = block > 0 || step > 0;
-          if (block >= kKeptBlock && block < kKeptBlock + kKeptBlocks<kCode>)
-            multiply_rows<kNumber>(score, kept[block - kKeptBlock][step], b);
-          else if (block < kLatentBlocks)
-            multiply<kNumber, Rows::along_sum, Rows::along_sum>(score, a, b, add);
-          else
-            multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(score, a, b, add);
-        }
-      end_products();
-      wait_for_products();
-      sums_change(score);
-    };
-    if constexpr (kScaled) {
-      of_blocks(0, kLatentBlocks / 2);
-      wait(s.full[stage], phase);
-      of_blocks(kLatentBlocks / 2, kBlocks);
-    } else {
-      of_blocks(0, kBlocks);
-    }
+      for (int step = 0; step < 4; ++step) {
+        const uint64_t a = q + ((block * kHeads * kRowBytes + step * 32) >> 4);
+        const uint64_t b = k + ((block * kBlockBytes + step * 32) >> 4);
+        const bool add = block > 0 || step > 0;
+        if (block < kLatentBlocks)
+          multiply<kNumber, Rows::along_sum, Rows::along_sum>(score, a, b, add);
+        else
+          multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(score, a, b, add);
+      }
+    end_products();
+    wait_for_products();
+    sums_change(score);
   }
 
   // Whether all of a tile's slots are held, and none needs a power of two of its own.
@@ -317,84 +280,44 @@ struct Scorer : Consumer<kCode> {
     return kScaled ? pack_f16(first, second) : pack_bf16(first, second);
   }
 
-  // Scores of a half of a plain tile's tokens become weights, relative to the reference as it is. Whether that is near
-  // enough for all of them.
-  template <int kHalf>
-  __device__ bool weigh(const float (&score)[kScores], uint32_t (&weights)[kSteps][4]) {
+  // Scores of a plain tile become weights, relative to the reference as it is: that is known before the largest score.
+  // A token's first tile has to do it again, and later ones where a score is too large for that.
+  __device__ void softmax_of_plain(const float (&score)[kScores], uint32_t (&weights)[kSteps][4], float (&by)[2]) {
+    const float before[2] = {total[0], total[1]};
     uint32_t largest = 0;  // of both columns, as integers, which are in the same order
+    const auto weigh = [&] {
 #pragma unroll
-    for (int i = kHalf * kScores / 2; i < (kHalf + 1) * kScores / 2; i += 2) {
-      float two[2];
+      for (int i = 0; i < kScores; i += 2) {
+        float two[2];
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        two[c] = exp2_approximate(fmaf(score[i + c], q_scale[half(i)], -reference[half(i)]));
-        total[half(i)] += two[c];
+        for (int c = 0; c < 2; ++c) {
+          two[c] = exp2_approximate(fmaf(score[i + c], q_scale[half(i)], -reference[half(i)]));
+          total[half(i)] += two[c];
+        }
+        weights[i / 8][i / 2 % 4] = pack(two[0], two[1]);
+        largest = __vmaxu2(largest, weights[i / 8][i / 2 % 4]);
       }
-      weights[i / 8][i / 2 % 4] = pack(two[0], two[1]);
-      largest = __vmaxu2(largest, weights[i / 8][i / 2 % 4]);
-    }
+    };
+    weigh();
+    by[0] = by[1] = 1.0f;
     constexpr float kMost = 1 << static_cast<int>(kSlack);
     const uint32_t most = pack(kMost, kMost);
-    return !__any_sync(~0u, __vmaxu2(largest, most) != most);
-  }
-
-  // The same, and the reference is raised where it has to be: always by a token's first tile. What sums are multiplied
-  // with.
-  template <int kHalf>
-  __device__ void weigh_again(const float (&score)[kScores], uint32_t (&weights)[kSteps][4], const float (&before)[2],
-                              float (&by)[2]) {
-    float top[2];
-    find_top(score, top);
-    total[0] = before[0], total[1] = before[1];
-    move_reference(top, by);
-    weigh<kHalf>(score, weights);
-  }
-
-  __device__ void find_top(const float (&score)[kScores], float (&top)[2]) const {
-    top[0] = top[1] = -INFINITY;
+    const bool too_large = __any_sync(~0u, __vmaxu2(largest, most) != most);
+    if (kLargest || too_large) {
+      float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) top[half(i)] = fmaxf(top[half(i)], score[i]);
+      for (int i = 0; i < kScores; ++i) top[half(i)] = fmaxf(top[half(i)], score[i]);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) top[h] = fmaxf(top[h] * q_scale[h], kLowest);
-  }
-
-  // Weights of a plain tile, each half of its tokens handed over and its products begun as soon as it has them.
-  __device__ void add_plain(const float (&score)[kScores], int tile, int stage) {
-    uint32_t weights[kSteps][4];
-    float by[2] = {1.0f, 1.0f}, before[2] = {total[0], total[1]};
-    if constexpr (kLargest) {
-      float top[2];
-      find_top(score, top);
-      highest[0] = fmaxf(highest[0], top[0]), highest[1] = fmaxf(highest[1], top[1]);
+      for (int h = 0; h < 2; ++h) {
+        top[h] = fmaxf(top[h] * q_scale[h], kLowest);
+        if constexpr (kLargest) highest[h] = fmaxf(highest[h], top[h]);
+        if (too_large) total[h] = before[h];
+      }
+      if (too_large) {
+        move_reference(top, by);
+        weigh();
+      }
     }
-    if (!weigh<0>(score, weights)) weigh_again<0>(score, weights, before, by);
-    wait(s.weights_empty, tile % 2 ^ 1);
-    hand_over<0>(weights, by);
-    this->rescale(by);
-    this->template begin_values<0>(stage, weights);
-    before[0] = total[0], before[1] = total[1];
-    const bool near = weigh<1>(score, weights);
-    this->end_values();
-    by[0] = by[1] = 1.0f;
-    if (!near) weigh_again<1>(score, weights, before, by);
-    hand_over<1>(weights, by);
-    this->rescale(by);
-    this->template begin_values<1>(stage, weights);
-    this->end_values();
-  }
-
-  __device__ void add_other(float (&score)[kScores], int tile, int stage) {
-    uint32_t weights[kSteps][4];
-    float by[2];
-    const float nothing[2] = {1.0f, 1.0f};
-    softmax(score, stage, by);
-    pack_weights(weights, score);
-    wait(s.weights_empty, tile % 2 ^ 1);
-    hand_over<0>(weights, by), hand_over<1>(weights, nothing);
-    this->rescale(by);
-    this->template begin_values<0>(stage, weights);
-    this->template begin_values<1>(stage, weights);
-    this->end_values();
   }
 
   // Scores become weights.
@@ -435,14 +358,9 @@ struct Scorer : Consumer<kCode> {
     for (int i = 0; i < kScores; i += 2) weights[i / 8][i / 2 % 4] = pack(weight[i], weight[i + 1]);
   }
 
-  // Gives the adding group the weights of a half of the tile's tokens, and what its sums are multiplied with before.
-  template <int kHalf>
-  __device__ void hand_over(const uint32_t (&weights)[kSteps][4], const float (&by)[2]) {
+  __device__ void store_weights(const uint32_t (&weights)[kSteps][4]) {
 #pragma unroll
-    for (int step = kHalf * kSteps / 2; step < (kHalf + 1) * kSteps / 2; ++step)
-      store_tiles(this->weights_place(step), weights[step]);
-    if (lane % 4 == 0) s.rescale[kHalf][head(0)] = by[0], s.rescale[kHalf][head(1)] = by[1];
-    arrive_as_warp(s.weights_full[kHalf]);
+    for (int step = 0; step < kSteps; ++step) store_tiles(this->weights_place(step), weights[step]);
   }
 
   __device__ void run(const Worker& worker) {
@@ -457,21 +375,28 @@ struct Scorer : Consumer<kCode> {
         wait(s.q_full, tokens % 2);
 #pragma unroll
         for (int h = 0; h < 2; ++h) q_scale[h] = s.q_scale[head(h)] * kUsual;
-        keep_queries();
       }
       for (; tile < end; ++tile) {
         const int stage = tile % kStages;
-        float score[kScores];
-        const uint32_t phase = tile / kStages % 2;
-        wait(kScaled ? s.left_full[stage] : s.full[stage], phase);
+        float score[kScores], by[2];
+        wait(s.full[stage], tile / kStages % 2);
         if constexpr (!kScaled) publish_to_wgmma();
-        compute_scores(score, stage, phase);
         const bool is_plain = plain(stage);
+        compute_scores(score, stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
-        if (is_plain)
-          add_plain(score, tile, stage);
-        else
-          add_other(score, tile, stage);
+        uint32_t weights[kSteps][4];
+        if (is_plain) {
+          softmax_of_plain(score, weights, by);
+        } else {
+          softmax(score, stage, by);
+          pack_weights(weights, score);
+        }
+        wait(s.weights_empty, tile % 2 ^ 1);
+        store_weights(weights);
+        if (lane % 4 == 0) s.rescale[head(0)] = by[0], s.rescale[head(1)] = by[1];
+        arrive_as_warp(s.weights_full);
+        this->rescale(by);
+        this->add_values(stage, weights);
         if (tile + 1 < end) arrive_as_warp(s.empty[stage]);
       }
       const bool empty = work.tile_end == work.tile_begin;
@@ -584,13 +509,20 @@ struct Adder : Consumer<kCode> {
       const bool empty = tile == end;
       this->clear();
       for (; tile < end; ++tile) {
+        const int stage = tile % kStages;
         if constexpr (kScaled) {
           asker.prepare();
           if (const int token = asker.next.token; token >= 0)
             ask_l2_for_queries<kHeads, 4>(asker.p, token, this->head_begin, warp, hidden(lane));
         }
-        add<0>(tile);
-        add<1>(tile);
+        wait(s.weights_full, tile % 2);
+        const float by[2] = {s.rescale[head(0)], s.rescale[head(1)]};
+        uint32_t weights[kSteps][4];
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) load_tiles(weights[step], this->weights_place(step));
+        arrive_as_warp(s.weights_empty);
+        this->rescale(by);
+        this->add_values(stage, weights);
         if (tile + 1 < end) release(asker, tile);
       }
       sync_named<32 * kConsumerWarps>(kTokenBarrier);
@@ -599,21 +531,6 @@ struct Adder : Consumer<kCode> {
       this->write(work, worker.place(work), factor, empty ? -1 : last);
       if (!empty) release(asker, tile - 1);
     }
-  }
-
-  // The values of a half of the tile's tokens.
-  template <int kHalf>
-  __device__ void add(int tile) {
-    uint32_t weights[kSteps][4];
-    wait(s.weights_full[kHalf], tile % 2);
-    const float by[2] = {s.rescale[kHalf][head(0)], s.rescale[kHalf][head(1)]};
-#pragma unroll
-    for (int step = kHalf * kSteps / 2; step < (kHalf + 1) * kSteps / 2; ++step)
-      load_tiles(weights[step], this->weights_place(step));
-    if (kHalf == 1) arrive_as_warp(s.weights_empty);
-    this->rescale(by);
-    this->template begin_values<kHalf>(tile % kStages, weights);
-    this->end_values();
   }
 
   __device__ void release(Asker& asker, int tile) {
@@ -648,10 +565,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
         rows.load(part, *reinterpret_cast<const uint64_t*>(s.held[stage] + warp * kWarpRows), lane);
         const int power = rows.normalise();
         __syncwarp();
-        rows.store(part, 0, lane);
-        publish_to_wgmma();
-        arrive_as_warp(s.left_full[stage]);
-        rows.store(part, 1, lane);
+        rows.store(part, lane);
         CodeRows::change_rope(part, power, hidden(lane));
         if (lane < kWarpRows) {
           const bool held = s.held[stage][at] & 1;
@@ -687,7 +601,6 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   auto& s = *reinterpret_cast<Shared<kCode>*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      init_barrier_of_warps(s.left_full[i], kProducerWarps);
       if constexpr (kCode == Code::e4m3)
         init_barrier_of_warps(s.full[i], kProducerWarps);
       else
@@ -696,8 +609,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
       init_barrier_of_warps(s.empty[i], kConsumerWarps);
     }
     init_barrier_of_warps(s.q_full, kProducerWarps), init_barrier_of_warps(s.q_empty, 4);
-    init_barrier_of_warps(s.weights_full[0], 4), init_barrier_of_warps(s.weights_full[1], 4);
-    init_barrier_of_warps(s.weights_empty, 4);
+    init_barrier_of_warps(s.weights_full, 4), init_barrier_of_warps(s.weights_empty, 4);
     s.touched = touch(p);
   }
   __syncthreads();
@@ -710,7 +622,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     return Worker(p, blockIdx.y, kTileTokens);
   };
   if (warp < 4) {
-    resize_registers<kScoringRegisters<kCode>, kRegisters>();
+    resize_registers<kScoringRegisters, kRegisters>();
     Scorer<kCode, kLargest> scorer{{p, s, head_begin, 0, warp, lane}};
     scorer.run(begin());
   } else if (warp < kConsumerWarps) {
@@ -718,7 +630,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     Adder<kCode> adder{{p, s, head_begin, 1, warp - 4, lane}};
     adder.run(begin());
   } else {
-    resize_registers<kProducerRegisters<kCode>, kRegisters>();
+    resize_registers<kProducerRegisters, kRegisters>();
     produce<kCode>(p, s, begin(), head_begin, warp - kConsumerWarps, lane);
   }
 }
