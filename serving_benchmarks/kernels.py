@@ -132,9 +132,17 @@ def new_problem(case: Case, pattern: str, blocks: int) -> Problem:
     return Problem(q, slots, counts, SCALE, batch.queries)
 
 
+def lengths_for(case: Case) -> Tensor | None:
+    """What our kernels are told of the lists' lengths on the GPU, int32 `[T]`; nothing if all lists are full."""
+    lengths = case.batch.visible().clamp(max=case.topk)
+    return None if bool((lengths == case.topk).all()) else lengths.cuda()
+
+
 def plan_ours(case: Case) -> tuple[Tensor, Tensor]:
-    """Our plan of a case whose lists are full, and a workspace for it."""
-    plan = mla_backend.plan(case.batch.tokens, case.topk, num_heads=case.heads, device="cuda")
+    """Our plan of a case, and a workspace for it."""
+    plan = mla_backend.plan(
+        case.batch.tokens, case.topk, topk_length=lengths_for(case), num_heads=case.heads, device="cuda"
+    )
     return plan, torch.zeros(workspace_floats(plan.shape[0], case.heads), device="cuda")
 
 
@@ -142,10 +150,19 @@ def prepare_ours(problem: Problem, cache: Tensor, plan: Tensor, workspace: Tenso
     """Our call, and where its lse will be."""
     out = torch.empty((*problem.q.shape[:2], 512), dtype=torch.bfloat16, device="cuda")
     lse = torch.empty(out.shape[:2], device="cuda")
+    full = bool((problem.counts == problem.slots.shape[1]).all())
 
     def call() -> None:
         mla_backend.sparse_attention(
-            problem.q, cache, problem.slots, scale=SCALE, plan=plan, workspace=workspace, out=out, lse=lse
+            problem.q,
+            cache,
+            problem.slots,
+            scale=SCALE,
+            topk_length=None if full else problem.counts,
+            plan=plan,
+            workspace=workspace,
+            out=out,
+            lse=lse,
         )
 
     return Prepared(call, out), lse
@@ -247,8 +264,10 @@ def measure(
     if portable:
         with chosen_kernel("portable"):
             add_ours("portable")
+    lengths = lengths_for(case)
     graphs["plan"] = gpu_timing.capture(
-        [lambda: mla_backend.plan(case.batch.tokens, case.topk, num_heads=case.heads, out=plan)], flush
+        [lambda: mla_backend.plan(case.batch.tokens, case.topk, topk_length=lengths, num_heads=case.heads, out=plan)],
+        flush,
     )
 
     failed = {}

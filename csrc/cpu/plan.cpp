@@ -4,8 +4,10 @@ namespace mla::cpu {
 
 void make_plan(const PlanShape& given, PlanRow* rows, int workers) {
   PlanShape shape = given;
+  shape.token_units = token_units(given, workers);
   int64_t units = 0;
-  for (int32_t token = 0; token < shape.tokens; ++token) units += 1 + token_tiles(shape, token);
+  const auto units_of = [&](int32_t token) { return int64_t{shape.token_units} + token_tiles(shape, token); };
+  for (int32_t token = 0; token < shape.tokens; ++token) units += units_of(token);
 
   const int64_t whole = units == full_units(shape) ? whole_token_workers(shape, workers) : 0;
   const int64_t active = whole > 0 ? whole : active_workers(shape, units, workers);
@@ -20,7 +22,7 @@ void make_plan(const PlanShape& given, PlanRow* rows, int workers) {
     PlanBorder end{shape.tokens, 0};
     if (worker + 1 < active && shape.tokens > 0) {
       const int64_t cut = cut_before(worker + 1, active, units);
-      while (units_before + 1 + token_tiles(shape, token) <= cut) units_before += 1 + token_tiles(shape, token++);
+      while (units_before + units_of(token) <= cut) units_before += units_of(token++);
       end = settle_border(shape, token, token_tiles(shape, token), cut - units_before);
     }
 

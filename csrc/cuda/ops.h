@@ -34,11 +34,12 @@ int default_workers(int major, int processors, int64_t tokens, int heads);
 // What library.select_cuda_kernel() says; false if the name is none of its.
 bool select_kernel(const std::string& name);
 
-// How lists are cut here: at the border of any tile that a block has in shared memory at once.
+// How lists are cut here: at the border of any tile that a block has in shared memory at once. A token's beginning and
+// end take about as long as three tiles (see token_units() in mla/plan.h).
 inline PlanShape plan_shape(int32_t tokens, int32_t topk, int32_t extra_topk, const int32_t* length,
                             const int32_t* extra_length, bool whole_tokens) {
-  constexpr int kGranule = 64, kMinPart = 1, kGoodPart = 1, kWorkersPerProcessor = 1;
-  return {tokens,       topk,   extra_topk,  kGranule, kMinPart, kGoodPart, kWorkersPerProcessor,
+  constexpr int kGranule = 64, kTokenUnits = 3, kMinPart = 1, kGoodPart = 1, kWorkersPerProcessor = 1;
+  return {tokens,       topk,   extra_topk,  kGranule, kTokenUnits, kMinPart, kGoodPart, kWorkersPerProcessor,
           whole_tokens, length, extra_length};
 }
 

@@ -159,6 +159,18 @@ def test_rows_of_unlike_size_in_one_tile(fmt, heads):
     check(problem)
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [16, 32, 64, 100])
+@pytest.mark.parametrize("magnitude", [1e-3, 1e-7])
+def test_rope_beside_latents_of_unlike_size_in_one_tile(fmt, heads, magnitude):
+    problem = held_problem(fmt, heads, topk=200)
+    for i in range(0, 30, 2):
+        small = random_cache(fmt, 1, 16, magnitude)
+        small.view(torch.uint8)[..., -128:] = problem.cache[i : i + 1].view(torch.uint8)[..., -128:]
+        problem.cache[i : i + 1] = small
+    check(problem)
+
+
 def held_problem(fmt, heads, topk=700, **more):
     """One whose lists have no holes, with so many tokens that no kernel for few of them serves it."""
     problem = random_problem(fmt, tokens=UNCUT_TOKENS, heads=heads, topk=topk, blocks=30, **more)
@@ -187,6 +199,24 @@ def test_scores_that_grow_along_the_list(fmt, heads, largest):
         problem.cache[block : block + 1] = random_cache(fmt, 1, 16, 0.1 * 8 ** (block / 29))
     plan = mla_backend.plan(UNCUT_TOKENS, 700, workers=UNCUT_TOKENS, device="cuda")
     got = problem.to("cuda").solve(plan=plan, return_max_logits=largest)
+    assert_accurate(got, problem.oracle(), 0.8, score_error=8 * allowed_error(problem))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [8, 32, 64, 100])
+@pytest.mark.parametrize("begin", [64, 96, 128, 160, 224])
+def test_scores_that_leap_within_a_tile(fmt, heads, begin):
+    """For all heads at once, from a slot in either half of a tile on."""
+    problem = held_problem(fmt, heads, topk=300)
+    problem.q = problem.q.abs() / 8
+    rows = random_cache(fmt, 30, 16, 0.1)
+    small, large = rows[:15], rows[15:]
+    latents = torch.randn(15 * 16, 512).abs().mul_(0.8).bfloat16()
+    mla_backend.cache_write(latents, torch.zeros(15 * 16, 64).bfloat16(), large, torch.arange(15 * 16))
+    problem.cache = torch.cat([small, large])
+    problem.indices = torch.randint(0, 15 * 16, problem.indices.shape, dtype=torch.int32)
+    problem.indices[:, begin:] += 15 * 16
+    got = problem.to("cuda").solve()
     assert_accurate(got, problem.oracle(), 0.8, score_error=8 * allowed_error(problem))
 
 

@@ -16,6 +16,14 @@ enum class Rows : int { along_sum, across_sum };
 __device__ __forceinline__ void hide(uint32_t& number) { asm volatile("" : "+r"(number)); }
 __device__ __forceinline__ void hide(uint64_t& number) { asm volatile("" : "+l"(number)); }
 
+// A lane, for what is done once a token, or once a tile by warps without a register to spare: what follows from a lane
+// that the compiler knows is worked out before the loop, and spilled.
+__device__ __forceinline__ int hidden(int lane) {
+  auto number = static_cast<uint32_t>(lane);
+  hide(number);
+  return static_cast<int>(number);
+}
+
 // What wgmma is told of a factor: where it begins, that its atoms are 1024 bytes apart, and, of one whose rows go
 // across the sum and that is longer than an atom there, how far the next 64 numbers of a row are.
 __device__ __forceinline__ uint64_t describe_atoms(uint32_t shared_address, uint32_t next_atom_of_row = 16) {

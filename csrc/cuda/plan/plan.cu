@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
     units_before[stretch] = own_units;
     const int32_t first = stretch * p.stretch, last = first + min(p.stretch, shape.tokens - first);
 #pragma unroll 1
-    for (int32_t token = first; token < last; ++token) own_units += 1 + token_tiles(shape, token);
+    for (int32_t token = first; token < last; ++token) own_units += shape.token_units + token_tiles(shape, token);
   }
   Units units;
   const Units before_thread = exclusive_sum(own_units, units, warp_units);
@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
   __syncthreads();
 
   const auto tiles = [&](int32_t token) -> Units {
-    return p.stretch == 1 ? units_before[token + 1] - units_before[token] - 1 : token_tiles(shape, token);
+    return p.stretch == 1 ? units_before[token + 1] - units_before[token] - shape.token_units
+                          : token_tiles(shape, token);
   };
 
   // Where a worker begins: its cut falls into some stretch, and there into some token.
@@ -89,8 +90,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
 #pragma unroll 1
     for (int32_t token = low * p.stretch;; ++token) {
       const Units here = tiles(token);
-      if (offset <= here) return settle_border(settled, token, here, offset);
-      offset -= 1 + here;
+      if (offset < here + shape.token_units) return settle_border(settled, token, here, offset);
+      offset -= here + shape.token_units;
     }
   };
 
@@ -150,7 +151,9 @@ int32_t divided_up(int64_t n, int64_t by) { return static_cast<int32_t>((n + by 
 
 }  // namespace
 
-void make_plan(const PlanShape& shape, PlanRow* rows, int32_t workers, void* stream) {
+void make_plan(const PlanShape& given, PlanRow* rows, int32_t workers, void* stream) {
+  PlanShape shape = given;
+  shape.token_units = token_units(given, workers);
   // a thread for each token and for each border, while there are threads
   const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{workers} + 1);
   const int threads = static_cast<int>(std::min<int64_t>((wanted + 31) / 32 * 32, kMaxThreads));

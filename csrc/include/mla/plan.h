@@ -2,7 +2,7 @@
 // CPU's pool, or a thread block of the GPU for each group of heads.
 //
 // Every token's list (its main list, then its extra one) is cut into tiles of `granule` slots; a list never
-// shares a tile with the other. Lay the tiles of all tokens end to end, with one more unit in front of each
+// shares a tile with the other. Lay the tiles of all tokens end to end, with a few more units in front of each
 // token for its fixed cost, and cut that line into equal stretches: each worker gets one. So a worker has whole
 // tokens in the middle and at most one unfinished token at either end, and partial results need two places a
 // worker, however many tokens there are. On a GPU, equal tokens stay whole where that idles less than cuts cost.
@@ -38,6 +38,7 @@ struct PlanShape {
   int32_t topk;
   int32_t extra_topk;
   int32_t granule;
+  int32_t token_units;            // what a token costs besides its tiles, in tiles; see token_units()
   int32_t min_part;               // tiles that cuts are apart at least; no part has fewer than half as many
   int32_t good_part;              // tiles a worker should get before more workers than processors are put to work
   int32_t workers_per_processor;  // that share it in turn, so that a slow processor does fewer of them
@@ -59,6 +60,12 @@ MLA_HOST_DEVICE int32_t token_tiles(const PlanShape& shape, int32_t token) {
          tiles_of(clamp_length(shape.extra_length, token, shape.extra_topk), shape.granule);
 }
 
+// Where there are two workers for each token or more, most of them pay for one token's beginning and end, whatever their
+// share.
+MLA_HOST_DEVICE int32_t token_units(const PlanShape& shape, int64_t workers) {
+  return 2 * int64_t{shape.tokens} > workers ? shape.token_units : 1;
+}
+
 // A border between two workers: everything before (token, tile) belongs to the left one.
 struct PlanBorder {
   int32_t token;
@@ -68,8 +75,9 @@ struct PlanBorder {
 // Where a cut that falls `offset` units into a token of `tiles` tiles really goes: to the token's border if it would
 // leave less than half a part on either side.
 MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, int32_t tiles, int64_t offset) {
-  // the unit for the fixed cost is spread over the token, since both sides of a cut pay it
-  const int32_t tile = static_cast<int32_t>((2 * offset * tiles + tiles + 1) / (2 * (int64_t{tiles} + 1)));
+  // the fixed cost is spread over the token, since both sides of a cut pay it
+  const int64_t units = int64_t{tiles} + shape.token_units;
+  const int32_t tile = static_cast<int32_t>((2 * offset * tiles + units) / (2 * units));
   const PlanBorder before{token, 0}, after{token + 1, 0};
   if (shape.whole_tokens) return 2 * tile < tiles ? before : after;
   if (2 * tile < shape.min_part) return before;
@@ -99,7 +107,7 @@ MLA_HOST_DEVICE int64_t active_workers(const PlanShape& shape, int64_t units, in
     if (16 * even >= 15 * workers) workers = even;
   }
   const int64_t least = workers / shape.workers_per_processor;
-  const int64_t tiles = units - shape.tokens;
+  const int64_t tiles = units - int64_t{shape.tokens} * shape.token_units;
   const int64_t good = units / shape.good_part, useful = (tiles > shape.tokens ? tiles : shape.tokens) / shape.min_part;
   const int64_t wanted = good < least ? least : (good < workers ? good : workers);
   return useful < 1 ? 1 : (wanted < useful ? wanted : useful);
@@ -109,7 +117,9 @@ MLA_HOST_DEVICE int64_t active_workers(const PlanShape& shape, int64_t units, in
 MLA_HOST_DEVICE int64_t full_tiles(const PlanShape& shape) {
   return int64_t{tiles_of(shape.topk, shape.granule)} + tiles_of(shape.extra_topk, shape.granule);
 }
-MLA_HOST_DEVICE int64_t full_units(const PlanShape& shape) { return shape.tokens * (1 + full_tiles(shape)); }
+MLA_HOST_DEVICE int64_t full_units(const PlanShape& shape) {
+  return shape.tokens * (shape.token_units + full_tiles(shape));
+}
 
 // If all lists are full: how many workers get work where no token is cut, or 0 if cuts are worth what they cost. That
 // is partial results, their merge, and the beginning and end of a token once more for almost every worker: about as

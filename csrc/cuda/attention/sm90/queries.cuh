@@ -53,32 +53,47 @@ __device__ __forceinline__ float2 q_scales_of_lane(const float* q_scale, int j, 
   return *reinterpret_cast<const float2*>(q_scale + 8 * j + 2 * (lane % 4));
 }
 
-// Eight warps load a token's heads, a warp a head at a time, rows of q after one another as in a tile's block. Beyond
-// the problem's heads there are zeros. With codes, q is f16 and each head is divided by a power of two that brings its
-// largest latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and brings scores to base
-// 2. `wait_for_room` is called when the first loads are under way.
+constexpr int kQueryWarps = 8;  // that bring a token's queries: heads warp, warp + 8 and so on
+
+// Eight warps load a token's heads, a warp up to four of them at once, rows of q after one another as in a tile's
+// block. Beyond the problem's heads there are zeros. With codes, q is f16 and each head is divided by a power of two
+// that brings its largest latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and
+// brings scores to base 2. Rope is multiplied with `rope_lift` besides, which cached rope then lacks. `wait_for_room`
+// is called when the first loads are under way.
 template <Code kCode, int kHeads, typename Wait>
 __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t (&q)[kBlocks][kHeads * kRowBytes],
                                              float* q_scale, int64_t token, int head_begin, int warp, int lane,
-                                             Wait wait_for_room) {
+                                             Wait wait_for_room, float rope_lift = 1.0f) {
   constexpr bool kScaled = kCode == Code::e4m3;
-  constexpr int kWarps = 8, kAtOnce = kHeads > kWarps ? 2 : 1;  // heads of a warp
+  constexpr int kOwn = kHeads / kQueryWarps, kMost = kScaled ? 4 : 2, kAtOnce = kOwn < kMost ? kOwn : kMost;
 #pragma unroll 1
-  for (int first = warp; first < kHeads; first += kWarps * kAtOnce) {
-    uint4 latent[kAtOnce][2], rope[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) load_head(latent[i], rope[i], p, token, head_begin + first + kWarps * i, lane);
-    if (first == warp) wait_for_room();
+  for (int first = warp; first < kHeads; first += kQueryWarps * kAtOnce) {
+    uint4 latent[kAtOnce][2], rope = {};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int own = first + kWarps * i;
+      latent[i][0] = latent[i][1] = {};
+      const int head = head_begin + first + kQueryWarps * i;
+      if (head >= p.heads) continue;
+      const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
+      latent[i][0] = nope[lane], latent[i][1] = nope[lane + 32];
+    }
+    // eight lanes have a head's rope
+    const int rope_row = first + kQueryWarps * (lane / 8);
+    if (const int head = head_begin + rope_row; lane < 8 * kAtOnce && head < p.heads)
+      rope = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane % 8];
+    if (first == warp) wait_for_room();
+    float rope_factor = 1.0f;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int own = first + kQueryWarps * i;
       float factor = 1.0f, back = 1.0f;
       if constexpr (kScaled) {
-        const uint32_t exponent = exponent_of_head(latent[i], rope[i]);
+        const uint32_t exponent = exponent_of_head(latent[i], lane / 8 == i ? rope : uint4{});
         if (exponent > 0 && exponent < 254) {
           factor = __uint_as_float((254 - exponent) << 23);
           back = __uint_as_float(exponent << 23);
         }
+        if (lane / 8 == i) rope_factor = factor;
       }
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -86,12 +101,29 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
         *reinterpret_cast<uint4*>(q[block] + own * kRowBytes + place_of_piece(block, lane % 8, own)) =
             kScaled ? scaled_piece(latent[i][j], factor, true) : latent[i][j];
       }
-      if (lane < 8)
-        *reinterpret_cast<uint4*>(q[kLatentBlocks] + own * kRowBytes + place_of_piece(kLatentBlocks, lane, own)) =
-            kScaled ? scaled_piece(rope[i], factor, false) : rope[i];
       if (lane == 0) q_scale[own] = p.scale * kLog2E * back;
     }
+    // one after the other: together they may be too large for fp32
+    if constexpr (kScaled) rope = scaled_piece(scaled_piece(rope, rope_factor, false), rope_lift, false);
+    if (lane < 8 * kAtOnce)
+      *reinterpret_cast<uint4*>(q[kLatentBlocks] + rope_row * kRowBytes +
+                                place_of_piece(kLatentBlocks, lane % 8, rope_row)) = rope;
   }
+}
+
+// Asks L2 for a token's queries that will be loaded soon, by so many warps.
+template <int kHeads, int kWarps>
+__device__ __forceinline__ void ask_l2_for_queries(const AttentionProblem& p, int64_t token, int head_begin, int warp,
+                                                   int lane) {
+  constexpr int kWarpHeads = kHeads / kWarps, kLanes = 32 / kWarpHeads;  // of a head
+  constexpr int kLine = 64, kLines = kLatent / kLine / kLanes;           // numbers; of a lane
+  const int head = head_begin + warp * kWarpHeads + lane % kWarpHeads;
+  if (head >= p.heads) return;
+  const auto ask = [](const uint16_t* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); };
+  const uint16_t* nope = p.q_nope + token * p.q_nope_token + head * p.q_nope_head + lane / kWarpHeads * kLines * kLine;
+#pragma unroll
+  for (int i = 0; i < kLines; ++i) ask(nope + i * kLine);
+  if (lane < kWarpHeads) ask(p.q_rope + token * p.q_rope_token + head * p.q_rope_head);
 }
 
 }  // namespace mla::cuda::sm90

@@ -48,6 +48,7 @@ struct Shared {
   uint64_t full[kStages], empty[kStages];   // tiles
   uint64_t q_full, q_empty;
   uint64_t weights_full, weights_empty;
+  uint32_t touched;  // nobody reads it
 };
 
 static_assert(sizeof(Shared<Code::e4m3>) <= 227 * 1024 && sizeof(Shared<Code::bf16>) <= 227 * 1024);

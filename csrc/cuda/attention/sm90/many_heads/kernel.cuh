@@ -35,14 +35,19 @@ constexpr int kTokenBarrier = 1;  // of both consumer warpgroups
 // Where row i of a producer warp's eight fp8 rows waits, from the warp's part of block 0 on: in what will be its part
 // of block i. L2 gives 32 bytes at a time, and gives them twice if cp.async takes their halves to different 32 bytes of
 // shared memory. A row begins at any multiple of 16 bytes, so here it begins at an odd one where it does in the cache.
-// And of eight rows' scales no more than two lie in one bank.
+// And of eight rows' scales no more than two lie in one bank. Rope is the exception: of every other row half of its
+// 32 bytes are fetched twice, which costs less than to move it once more.
 __device__ __forceinline__ uint32_t place_of_row(int i, uint32_t odd) { return i * (kBlockBytes + 32) + odd * 16; }
 
+// Where a piece of a row's rope lies, from the producer warp's part of block 0 on.
+__device__ __forceinline__ uint32_t place_of_rope(int row, int piece) {
+  return kLatentBlocks * kBlockBytes + row * kRowBytes + place_of_piece(kLatentBlocks, piece, row);
+}
+
 // A producer warp's eight fp8 rows of a tile: it takes all of them into registers before it puts them back as f16.
-// `part` is the warp's part of block 0.
+// `part` is the warp's part of block 0. Rope is where it belongs already, and hardly ever has to be changed.
 struct CodeRows {
   uint4 codes[kWarpRows];  // 16 of each row
-  uint4 rope[2];           // a piece of row lane / 8, and of the row four further on
   float scale;             // of row lane % 8, group lane / 8
 
   // Bit 8 * i + 1 of `held` says whether row i begins at an odd place.
@@ -50,9 +55,6 @@ struct CodeRows {
     const auto place = [&](int i) { return part + place_of_row(i, held >> (8 * i + 1) & 1); };
 #pragma unroll
     for (int i = 0; i < kWarpRows; ++i) codes[i] = load_piece(place(i) + kPieceBytes * lane);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      rope[i] = load_piece(place(4 * i + lane / 8) + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
     asm volatile("ld.shared.f32 %0, [%1];"
                  : "=f"(scale)
                  : "r"(place(lane % 8) + kFp8DsMla.scale_offset() + lane / 8 * 4)
@@ -60,7 +62,8 @@ struct CodeRows {
   }
 
   // Rows are divided by 2^kUsualPower where f16 then holds all that matters of them: 448 times the largest scale, and
-  // of numbers 2^14 times smaller than that product still as much as e4m3 does.
+  // of numbers 2^14 times smaller than that product still as much as e4m3 does. Rope is not: of queries it is, by its
+  // inverse.
   static constexpr int kUsualPower = -8, kLowestPower = -13, kHighestPower = -1;
   static constexpr float kUsual = 1.0f / (1 << -kUsualPower);
 
@@ -76,12 +79,19 @@ struct CodeRows {
     const int power = usual ? kUsualPower : above;
     const float down = __uint_as_float((127 - power) << 23);
     scale *= down;
+    return power - kUsualPower;
+  }
+
+  // Divides the rope of rows with such a power, of which `beside` is that of row lane % 8.
+  static __device__ void change_rope(uint32_t part, int beside, int lane) {
+    if (!__any_sync(~0u, beside != 0)) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float own = __shfl_sync(~0u, down, 4 * i + lane_of_row());
-      rope[i] = times<Number::bf16>(rope[i], pack_bf16(own, own));
+      const int row = 4 * i + lane / 8;
+      const float down = __uint_as_float((127 - __shfl_sync(~0u, beside, row)) << 23);
+      const uint32_t place = part + place_of_rope(row, lane % 8);
+      store_piece(place, times<Number::bf16>(load_piece(place), pack_bf16(down, down)));
     }
-    return power - kUsualPower;
   }
 
   __device__ void store(uint32_t part, int lane) const {
@@ -95,16 +105,7 @@ struct CodeRows {
       store_piece((to ^ (i ^ 1) * kPieceBytes) + i * kRowBytes,
                   times<Number::f16>(e4m3_to_f16(codes[i].z, codes[i].w), by));
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = 4 * i + lane / 8;
-      store_piece(part + kLatentBlocks * kBlockBytes + row * kRowBytes + place_of_piece(kLatentBlocks, lane % 8, row),
-                  rope[i]);
-    }
   }
-
- private:
-  static __device__ int lane_of_row() { return threadIdx.x % 32 / 8; }
 };
 
 template <Code kCode>
@@ -125,7 +126,8 @@ struct Consumer {
   float out[kGroupDims / 2];
 
   static __device__ constexpr int half(int i) { return i / 2 % 2; }  // the upper or the lower head
-  __device__ int head(int half) const { return warp * 16 + lane / 4 + 8 * half; }
+  __device__ int head(int half) const { return head_of(half, lane); }
+  __device__ int head_of(int half, int lane) const { return warp * 16 + lane / 4 + 8 * half; }
 
   // `weights` are a step's 64 x 16 each, as wgmma takes them from registers.
   __device__ void add_values(int stage, const uint32_t (&weights)[kSteps][4]) {
@@ -166,17 +168,20 @@ struct Consumer {
   __device__ void write(const TokenWork& work, int64_t place, const float (&factor)[2], int stage) {
 #pragma unroll
     for (int i = 0; i < kGroupDims / 2; ++i) out[i] *= factor[half(i)];
+    const int lane = hidden(this->lane);
     if (!work.whole())
-      write_part(place);
+      write_part(place, lane);
     else if (stage < 0)
-      write_zeros(work.token);
+      write_zeros(work.token, lane);
     else
-      write_whole(work.token, shared_address(s.tiles[stage]) + group * (kGroupDims / kBlockDims) * kBlockBytes +
-                                  warp * kWarpHeads * kGroupDims * 2);
+      write_whole(work.token,
+                  shared_address(s.tiles[stage]) + group * (kGroupDims / kBlockDims) * kBlockBytes +
+                      warp * kWarpHeads * kGroupDims * 2,
+                  lane);
   }
 
   // Through a place of the warp's own, where heads are rows of 512 bytes, swizzled: from there they go out as rows.
-  __device__ void write_whole(int64_t token, uint32_t heads) {
+  __device__ void write_whole(int64_t token, uint32_t heads, int lane) {
     const int row = lane % 8 + lane / 8 % 2 * 8;
 #pragma unroll
     for (int j = 0; j < kGroupDims / 8; j += 2) {
@@ -196,17 +201,17 @@ struct Consumer {
     }
   }
 
-  __device__ void write_zeros(int64_t token) {
+  __device__ void write_zeros(int64_t token, int lane) {
     uint16_t* to = p.out + token * p.out_token + group * kGroupDims + lane * 8;
     for (int head = head_begin + warp * kWarpHeads, i = 0; i < kWarpHeads && head < p.heads; ++i, ++head)
       *reinterpret_cast<uint4*>(to + head * p.out_head) = {};
   }
 
-  __device__ void write_part(int64_t place) {
+  __device__ void write_part(int64_t place, int lane) {
     const Partials partials(p.workspace, p.workers, p.heads);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int own = head_begin + head(h);
+      const int own = head_begin + head_of(h, lane);
       if (own >= p.heads) continue;
       float* to = partials.out + partials.row(place, own) * kValueDim + group * kGroupDims + 2 * (lane % 4);
 #pragma unroll
@@ -216,8 +221,9 @@ struct Consumer {
   }
 };
 
-// The first consumer warpgroup: scores, softmax, and the left half of the values.
-template <Code kCode>
+// The first consumer warpgroup: scores, softmax, and the left half of the values. kLargest: the largest scores are
+// asked for.
+template <Code kCode, bool kLargest>
 struct Scorer : Consumer<kCode> {
   using Base = Consumer<kCode>;
   using Base::group, Base::half, Base::head, Base::head_begin, Base::kNumber, Base::kScaled, Base::kUsual,
@@ -225,7 +231,7 @@ struct Scorer : Consumer<kCode> {
 
   float reference[2];  // weights are 2^(score - reference)
   float total[2];      // of the lane's columns
-  float highest[2];
+  float highest[2];    // is in no register where it is not asked for
   float q_scale[2];
 
   // Scores to base 2, or rather what they are with the power of two that the rows lack.
@@ -297,14 +303,14 @@ struct Scorer : Consumer<kCode> {
     constexpr float kMost = 1 << static_cast<int>(kSlack);
     const uint32_t most = pack(kMost, kMost);
     const bool too_large = __any_sync(~0u, __vmaxu2(largest, most) != most);
-    if (p.max_logits || too_large) {
+    if (kLargest || too_large) {
       float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int i = 0; i < kScores; ++i) top[half(i)] = fmaxf(top[half(i)], score[i]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         top[h] = fmaxf(top[h] * q_scale[h], kLowest);
-        highest[h] = fmaxf(highest[h], top[h]);
+        if constexpr (kLargest) highest[h] = fmaxf(highest[h], top[h]);
         if (too_large) total[h] = before[h];
       }
       if (too_large) {
@@ -336,7 +342,7 @@ struct Scorer : Consumer<kCode> {
           float& own = score[4 * j + 2 * h + c];
           own = own * (q_scale[h] * scale) + bias;
           top[h] = fmaxf(top[h], own);
-          if (p.max_logits && bias > -INFINITY) highest[h] = fmaxf(highest[h], own - bias);
+          if (kLargest && bias > -INFINITY) highest[h] = fmaxf(highest[h], own - bias);
         }
       }
     move_reference(top, by);
@@ -361,7 +367,6 @@ struct Scorer : Consumer<kCode> {
     int tile = 0, tokens = 0;
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
-      const int64_t place = worker.place(work);
       const int end = tile + work.tile_end - work.tile_begin;
       this->clear();
 #pragma unroll
@@ -396,7 +401,7 @@ struct Scorer : Consumer<kCode> {
       }
       const bool empty = work.tile_end == work.tile_begin;
       const int last = (tile + kStages - 1) % kStages;
-      finish(work, place, token % 2, empty ? -1 : last);
+      finish(work, worker.place(work), token % 2, empty ? -1 : last);
       if (!empty) arrive_as_warp(s.empty[last]), ++tokens;
     }
   }
@@ -408,7 +413,7 @@ struct Scorer : Consumer<kCode> {
 #pragma unroll
       for (int distance = 1; distance < 4; distance *= 2) {
         total[h] += __shfl_xor_sync(~0u, total[h], distance);
-        highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], distance));
+        if constexpr (kLargest) highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], distance));
       }
       if (lane % 4 == 0)
         factor[h] =
@@ -422,20 +427,19 @@ struct Scorer : Consumer<kCode> {
 };
 
 // fp8 rows on their way. They wait, as they are, in the tile's own place: row i of a producer warp's eight in what will
-// be that warp's part of block i.
+// be that warp's part of block i. But rope goes where it belongs.
 struct Asker {
   static constexpr int kRows = kTileTokens / 4;  // of each of four warps, for two producer warps
 
   const AttentionProblem& p;
   TileCursor cursor;
   TileRequest next;
-  int asked = 0;
   const int warp, lane;
 
   // The tile to ask for.
   bool any = false;
   uint32_t own;  // this lane's row
-  const uint8_t* cache;
+  int list;
 
   __device__ Asker(const Worker& worker, int warp, int lane)
       : p(worker.p), cursor(worker), next(cursor, warp * kRows + lane % kRows), warp(warp), lane(lane) {}
@@ -444,22 +448,21 @@ struct Asker {
   __device__ void prepare() {
     any = next.token != TileRequest::kEnd;
     if (!any) return;
-    own = next.row(p);
-    cache = p.lists[next.list].cache.data;
+    own = next.row(p), list = next.list;
     next = TileRequest(cursor, warp * kRows + lane % kRows);
   }
 
   // Begins to copy them, when their place is empty: first those of one producer warp, then those of the other.
-  __device__ void ask(Shared<Code::e4m3>& s) {
+  __device__ void ask(Shared<Code::e4m3>& s, int tile) {
     if (!any) return;
-    const int stage = asked % kStages;
-    wait(s.empty[stage], asked / kStages % 2 ^ 1);
-    ++asked;
-    // Of 41 pieces of a row, 32 lanes take the codes; then nine lanes a row take the scales and rope of three rows.
-    const int tail_row = lane / 9, tail = (32 + lane % 9) * kPieceBytes;
+    const int stage = tile % kStages;
+    const uint8_t* const cache = p.lists[list].cache.data;
+    wait(s.empty[stage], tile / kStages % 2 ^ 1);
+    const int lane = hidden(this->lane);
+    // Codes and scales wait where the producer takes them from; rope goes where it belongs, eight lanes a row.
     auto codes = reinterpret_cast<uint64_t>(cache + kPieceBytes * lane),
-         tails = reinterpret_cast<uint64_t>(cache + tail);
-    hide(codes), hide(tails);  // or each is added up anew, from two parts, for every row
+         rope = reinterpret_cast<uint64_t>(cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
+    hide(codes), hide(rope);  // or each is added up anew, from two parts, for every row
     const uint32_t first_row = static_cast<uint32_t>(reinterpret_cast<uint64_t>(cache) / kPieceBytes);
     const auto odd = [&](uint32_t row) { return (row ^ first_row) & 1; };
 #pragma unroll
@@ -472,11 +475,14 @@ struct Asker {
         copy_piece(part + place_of_row(i, odd(row)) + kPieceBytes * lane, reinterpret_cast<const uint8_t*>(codes), row);
       }
 #pragma unroll
-      for (int i = 0; i < kWarpRows; i += 3) {
-        const uint32_t row = __shfl_sync(~0u, own, first + i + tail_row);
-        if (tail_row < min(3, kWarpRows - i))
-          copy_piece(part + place_of_row(i + tail_row, odd(row)) + tail, reinterpret_cast<const uint8_t*>(tails), row);
+      for (int i = 0; i < kWarpRows; i += 4) {
+        const uint32_t row = __shfl_sync(~0u, own, first + i + lane / 8);
+        copy_piece(part + place_of_rope(i + lane / 8, lane % 8), reinterpret_cast<const uint8_t*>(rope), row);
       }
+      const uint32_t row = __shfl_sync(~0u, own, first + lane % kWarpRows);
+      if (lane < kWarpRows)
+        copy_piece(part + place_of_row(lane, odd(row)) + kFp8DsMla.scale_offset(), cache + kFp8DsMla.scale_offset(),
+                   row);
       if (lane / kWarpRows == half)
         s.held[stage][warp * kRows + lane] = static_cast<uint8_t>(odd(own) << 1 | (own != kNoRow));
       arrive_when_copied(s.asked[stage][producer]);
@@ -496,7 +502,7 @@ struct Adder : Consumer<kCode> {
     int tile = 0;
     Asker asker(worker, warp, lane);
     if constexpr (kScaled)
-      for (int i = 0; i < kStages; ++i) asker.prepare(), asker.ask(s);
+      for (int i = 0; i < kStages; ++i) asker.prepare(), asker.ask(s, i);
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int end = tile + work.tile_end - work.tile_begin;
@@ -504,7 +510,11 @@ struct Adder : Consumer<kCode> {
       this->clear();
       for (; tile < end; ++tile) {
         const int stage = tile % kStages;
-        if constexpr (kScaled) asker.prepare();
+        if constexpr (kScaled) {
+          asker.prepare();
+          if (const int token = asker.next.token; token >= 0)
+            ask_l2_for_queries<kHeads, 4>(asker.p, token, this->head_begin, warp, hidden(lane));
+        }
         wait(s.weights_full, tile % 2);
         const float by[2] = {s.rescale[head(0)], s.rescale[head(1)]};
         uint32_t weights[kSteps][4];
@@ -513,19 +523,19 @@ struct Adder : Consumer<kCode> {
         arrive_as_warp(s.weights_empty);
         this->rescale(by);
         this->add_values(stage, weights);
-        if (tile + 1 < end) release(asker, stage);
+        if (tile + 1 < end) release(asker, tile);
       }
       sync_named<32 * kConsumerWarps>(kTokenBarrier);
       const float factor[2] = {s.factor[token % 2][head(0)], s.factor[token % 2][head(1)]};
       const int last = (tile + kStages - 1) % kStages;
       this->write(work, worker.place(work), factor, empty ? -1 : last);
-      if (!empty) release(asker, last);
+      if (!empty) release(asker, tile - 1);
     }
   }
 
-  __device__ void release(Asker& asker, int stage) {
-    arrive_as_warp(s.empty[stage]);
-    if constexpr (kScaled) asker.ask(s);
+  __device__ void release(Asker& asker, int tile) {
+    arrive_as_warp(s.empty[tile % kStages]);
+    if constexpr (kScaled) asker.ask(s, tile + kStages);
   }
 };
 
@@ -535,8 +545,9 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
                         int lane) {
   int tile = 0, tokens = 0;
   const auto queries = [&](int token) {
-    load_queries<kCode, kHeads>(p, s.q, s.q_scale, token, head_begin, warp, lane,
-                                [&] { wait(s.q_empty, tokens % 2 ^ 1); });
+    load_queries<kCode, kHeads>(
+        p, s.q, s.q_scale, token, head_begin, warp, hidden(lane), [&] { wait(s.q_empty, tokens % 2 ^ 1); },
+        1.0f / Consumer<kCode>::kUsual);
     if constexpr (kCode == Code::e4m3) publish_to_wgmma();
     arrive_as_warp(s.q_full);
     ++tokens;
@@ -555,6 +566,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
         const int power = rows.normalise();
         __syncwarp();
         rows.store(part, lane);
+        CodeRows::change_rope(part, power, hidden(lane));
         if (lane < kWarpRows) {
           const bool held = s.held[stage][at] & 1;
           s.columns[stage][at] = {__uint_as_float((127 + power) << 23), held ? static_cast<float>(power) : -INFINITY};
@@ -572,6 +584,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
       const uint8_t* cache = p.lists[next.list].cache.data;
       const int token = next.token, stage = tile % kStages;
       next = TileRequest(cursor, warp * kWarpRows + lane % kWarpRows);
+      if (next.token >= 0) ask_l2_for_queries<kHeads, kProducerWarps>(p, next.token, head_begin, warp, hidden(lane));
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
       RowCopier::copy(s.tiles[stage], s.plain[stage], cache, row, warp, lane);
       arrive_when_copied(s.full[stage]);
@@ -582,7 +595,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
 }
 
 // Block x: heads of a worker, y: the worker.
-template <Code kCode>
+template <Code kCode, bool kLargest>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& s = *reinterpret_cast<Shared<kCode>*>(memory);
@@ -597,24 +610,28 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     }
     init_barrier_of_warps(s.q_full, kProducerWarps), init_barrier_of_warps(s.q_empty, 4);
     init_barrier_of_warps(s.weights_full, 4), init_barrier_of_warps(s.weights_empty, 4);
+    s.touched = touch(p);
   }
   __syncthreads();
-  wait_for_kernel_before();
-  let_next_kernel_begin();
   const int head_begin = blockIdx.x * kHeads;
-  const int warp = warp_of_block(), lane = threadIdx.x % 32;
-  const Worker worker(p, blockIdx.y, kTileTokens);
+  const int warp = warp_of_block();
+  const int lane = threadIdx.x % 32;
+  const auto begin = [&] {
+    wait_for_kernel_before();
+    let_next_kernel_begin();
+    return Worker(p, blockIdx.y, kTileTokens);
+  };
   if (warp < 4) {
     resize_registers<kScoringRegisters, kRegisters>();
-    Scorer<kCode> scorer{{p, s, head_begin, 0, warp, lane}};
-    scorer.run(worker);
+    Scorer<kCode, kLargest> scorer{{p, s, head_begin, 0, warp, lane}};
+    scorer.run(begin());
   } else if (warp < kConsumerWarps) {
     resize_registers<kAddingRegisters, kRegisters>();
     Adder<kCode> adder{{p, s, head_begin, 1, warp - 4, lane}};
-    adder.run(worker);
+    adder.run(begin());
   } else {
     resize_registers<kProducerRegisters, kRegisters>();
-    produce<kCode>(p, s, worker, head_begin, warp - kConsumerWarps, lane);
+    produce<kCode>(p, s, begin(), head_begin, warp - kConsumerWarps, lane);
   }
 }
 

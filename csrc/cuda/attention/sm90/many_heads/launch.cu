@@ -10,12 +10,13 @@ using namespace sm90::many_heads;
 template <Code kCode>
 void run(const AttentionProblem& p, void* stream) {
   const dim3 blocks((p.heads + kHeads - 1) / kHeads, p.workers);
-  launch_early(attention_kernel<kCode>, blocks, kThreads, sizeof(Shared<kCode>), stream, "sparse_attention", p);
+  launch_early(p.max_logits ? attention_kernel<kCode, true> : attention_kernel<kCode, false>, blocks, kThreads,
+               sizeof(Shared<kCode>), stream, "sparse_attention", p);
 }
 
-template <Code kCode>
+template <Code kCode, bool kLargest = false>
 KernelEntry entry(const char* name) {
-  return {name, reinterpret_cast<const void*>(attention_kernel<kCode>), kThreads, sizeof(Shared<kCode>)};
+  return {name, reinterpret_cast<const void*>(attention_kernel<kCode, kLargest>), kThreads, sizeof(Shared<kCode>)};
 }
 
 }  // namespace
@@ -25,8 +26,11 @@ void many_heads_attention(const AttentionProblem& p, void* stream) {
 }
 
 KernelList many_heads_attention_kernels() {
-  static const KernelEntry entries[] = {entry<Code::e4m3>("sparse_attention sm90, 64 heads, fp8_ds_mla"),
-                                        entry<Code::bf16>("sparse_attention sm90, 64 heads, bf16")};
+  static const KernelEntry entries[] = {
+      entry<Code::e4m3>("sparse_attention sm90, 64 heads, fp8_ds_mla"),
+      entry<Code::e4m3, true>("sparse_attention sm90, 64 heads, fp8_ds_mla, largest scores"),
+      entry<Code::bf16>("sparse_attention sm90, 64 heads, bf16"),
+      entry<Code::bf16, true>("sparse_attention sm90, 64 heads, bf16, largest scores")};
   return {entries, sizeof(entries) / sizeof(entries[0])};
 }
 
