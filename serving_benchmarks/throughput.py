@@ -5,9 +5,10 @@
     python -m serving_benchmarks.throughput --model MODEL --lengths 4096+64,512+512 --concurrency 1,16,64
 
 Each backend runs in a process of its own, one after the other, and goes through all --lengths there, at all values of
---concurrency each, so that the model is loaded once. For each of them it runs all prompts once as a warm-up, then they
-are timed --rounds times; before each round the prefix cache is emptied. Generation is greedy and doesn't end before it
-has its tokens. A backend that fails is reported, the others go on, and the exit status is 1.
+--concurrency each, so that the model is loaded once. On a GPU, it first gets requests of many lengths, for steps of all
+sizes. For each load it runs all prompts once as a warm-up, then they are timed --rounds times; before each round the
+prefix cache is emptied. Generation is greedy and doesn't end before it has its tokens. A backend that fails is
+reported, the others go on, and the exit status is 1.
 
 With --interleave all backends are loaded first, and take turns round by round. A machine that slows down then slows
 all of them, and what one is over the first is the median of the ratios of rounds of the same number.
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -46,6 +48,9 @@ LOG_LINES = 20
 """Of what a backend printed before it failed."""
 INTERLEAVED_SHARE = 0.9
 """Of a GPU's memory, for all backends that are there at the same time."""
+STEP_TOKENS = 8192
+"""Of the largest step in the warm-up of sizes, unless --max-num-batched-tokens says it. Where vLLM's default is more,
+larger steps are full ones, which every warm-up has."""
 
 
 def counts(text: str) -> list[int]:
@@ -144,6 +149,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "that what engines compile for its shapes is compiled before the clock runs",
     )
     how.add_argument(
+        "--size-warmup",
+        action=argparse.BooleanOptionalAction,
+        help="requests that take each engine through steps of many sizes when its model is loaded, as which sizes come "
+        "up in a round depends on the moment; default: on a GPU, unless there is --warmup 0",
+    )
+    how.add_argument(
         "--waves",
         type=int,
         metavar="N",
@@ -203,6 +214,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.runs = runs_of(options)
     settle_lengths(parser, options)
     settle_memory(parser, options)
+    if options.size_warmup is None:  # on a CPU nothing is compiled for them
+        options.size_warmup = options.warmup != 0 and torch.cuda.is_available()
     result_file.require_writable(parser, options.output)
     return options
 
@@ -265,6 +278,18 @@ def settle_lengths(parser: argparse.ArgumentParser, options: argparse.Namespace)
         parser.error(f"--max-model-len must be {longest} or more for these prompts; got {options.max_model_len}")
     if most is not None and options.max_model_len > most:
         parser.error(f"requests of {options.max_model_len} tokens are too long for the model, which takes {most}")
+
+
+def sizes_of(options: argparse.Namespace) -> list[Workload]:
+    """The warm-up of step sizes, as `workloads.of_step_sizes` has it: no larger ones than the workloads need."""
+    if not options.size_warmup:
+        return []
+    limits = [(run.case["num_prompts"], run.concurrency, options.max_num_seqs) for run in options.runs]
+    in_flight = max(min(filter(None, its_limits)) for its_limits in limits)
+    longest_prompt = max(len(prompt) for workload in options.workloads for prompt in workload.prompts)
+    most = min(options.max_num_batched_tokens or STEP_TOKENS, in_flight * longest_prompt)
+    tokens = workloads.usable_tokens(options.config)
+    return workloads.of_step_sizes(most, in_flight, options.max_model_len, tokens, seed=options.seed)
 
 
 def backends_of(options: argparse.Namespace) -> list[tuple[str, str]]:
@@ -335,6 +360,7 @@ def started(engine: str, name: str, options: argparse.Namespace, logs: Path) -> 
                 "model": options.model,
                 "settings": vllm_options.settings(options),
                 "workloads": [workload.as_dict() for workload in options.workloads],
+                "sizes": [requests.as_dict() for requests in sizes_of(options)],
                 "runs": [
                     {
                         "workload": run.workload,
@@ -513,6 +539,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "rounds": options.rounds,
                 "waves": options.waves,
                 "warmup": options.warmup,
+                "size_warmup": options.size_warmup,
                 "interleaved": options.interleave,
                 "cpus": len(os.sched_getaffinity(0)),
             },

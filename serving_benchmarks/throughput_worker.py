@@ -98,6 +98,18 @@ def measure(
     return {**entry(done), **since(counted, engine.counters())}
 
 
+def warm_sizes(engine: MeasuredEngine, sizes: list[Workload], events: Events) -> None:
+    """Runs what `workloads.of_step_sizes` gives, each element's requests at once, before anything is measured. Which
+    requests are in a step of a round depends on the moment, so a whole round as a warm-up doesn't show an engine all
+    sizes of steps, and one that is new to it has kernels compiled while the clock runs."""
+    stage, of, before = "warm-up of step sizes", sum(map(len, sizes)), 0
+    events.turn(stage)
+    ended = events.progress(stage, of)
+    for requests in sizes:
+        run(engine, requests, None, lambda done, before=before: ended(before + done))
+        before += len(requests)
+
+
 def entry(rounds: list[Round]) -> dict[str, Any]:
     """What a result file says of rounds of the same workload."""
     elapsed = [one.elapsed for one in rounds]
@@ -170,6 +182,8 @@ def work(spec: dict[str, Any], events: Events) -> None:
     engine = engines.start(spec["engine"], spec["backend"], spec["model"], spec["settings"])
     start_seconds = time.perf_counter() - begin
     workloads = [Workload(**workload) for workload in spec["workloads"]]
+    if spec["sizes"]:
+        warm_sizes(engine, [Workload(**requests) for requests in spec["sizes"]], events)
     for number, asked in enumerate(spec["runs"]):
         workload, concurrency = workloads[asked["workload"]].first(asked["prompts"]), asked["concurrency"]
         found = measure(engine, workload, concurrency, spec["rounds"], spec["warmup"], events)

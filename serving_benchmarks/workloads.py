@@ -10,6 +10,9 @@ from pathlib import Path
 Range = tuple[int, int]
 """Both ends belong to it."""
 
+SHORT = 16
+"""Tokens of prompts that are there for what comes beside or after them."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -124,6 +127,56 @@ def from_histogram(shares: Sequence[Share], count: int, tokens: Sequence[int], *
         prompts.append(prefix + chance.choices(tokens, k=chance.randint(*row.inputs) - shared))
         output_lens.append(chance.randint(*row.outputs))
     return Workload(prompts, output_lens)
+
+
+def step_sizes(most: int) -> list[int]:
+    """Numbers of tokens that a step may have, up to `most` and with it, ascending: the powers of two and what lies in
+    the middle between them, such as 24 and 1536, each with the odd number below it. Kernels are tuned for such numbers,
+    the nearest one counts, and are compiled once more for a number that is not a multiple of 16."""
+    sizes = {
+        size for power in range(most.bit_length()) for base in (1 << power, 3 << power) for size in (base - 1, base)
+    }
+    return sorted(size for size in {*sizes, most} if 1 <= size <= most)
+
+
+def of_step_sizes(
+    most: int, in_flight: int, longest_request: int, tokens: Sequence[int], *, seed: int
+) -> list[Workload]:
+    """Requests that take an engine through the sizes of its steps, those of each element at once: for each of
+    `step_sizes(most)` one prompt, or where that would be too long as many as it takes; at last, steps that give one
+    token each to as many requests as there may be, and to fewer and fewer.
+
+    Where there are several, a short one comes before them. An engine in a process of its own begins with the first that
+    it gets; while it is busy with that one the others come in, and are in one step then. So their steps are not
+    surely of these sizes, while those of one prompt are.
+
+    Args:
+        most: tokens of a step; `in_flight` prompts must do for it.
+        in_flight: requests at a time, but for the short one.
+        longest_request: its output included, 2 or more.
+        tokens: ids to draw from.
+        seed: the same one gives the same requests.
+    """
+    chance = random.Random(seed)
+
+    def requests(lengths: list[int], output_lens: list[int]) -> Workload:
+        if len(lengths) > 1:
+            lengths, output_lens = [min(SHORT, longest_request - 1), *lengths], [1, *output_lens]
+        # random from their first tokens on: none finds anything of another one's in the prefix cache
+        prompts = [chance.choices(tokens, k=length) for length in lengths]
+        most_new = [longest_request - length for length in lengths]
+        return Workload(prompts, [min(new, room) for new, room in zip(output_lens, most_new, strict=True)])
+
+    made = []
+    for size in step_sizes(most):
+        count = -(-size // (longest_request - 1))
+        made.append(requests(apportion([1.0] * count, size), [2] * count))
+    if in_flight > 1:
+        # with each token after the second, as many are left as the next smaller size says
+        sizes = step_sizes(in_flight)
+        output_lens = [2 + sum(size > place for size in sizes) for place in range(in_flight)]
+        made.append(requests([min(SHORT, longest_request - 1)] * in_flight, output_lens))
+    return made
 
 
 def apportion(weights: Sequence[float], count: int) -> list[int]:

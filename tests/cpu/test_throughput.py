@@ -106,14 +106,23 @@ def test_it_prints_vllms_lines(measured):
 def test_waves_leave_prompts_out_where_few_are_in_flight_and_a_folder_of_logs_serves_twice(folder, tmp_path):
     output, logs = tmp_path / "out.json", tmp_path / "logs"
     arguments = [*SMALL, "--model", folder, "--engine", "embedded", "--concurrency", "1,2,6", "--waves", "2"]
-    for more, warmed in ((), [2, 4, 6]), (("--warmup", "1"), [1, 1, 1]):
+    for more, warmed in ((), [2, 4, 6]), (("--warmup", "1", "--size-warmup"), [1, 1, 1]):
         # what the first run left in the folder is not taken for the second one's
         assert throughput.main([*map(str, arguments), *more, "--logs", str(logs), "--output", str(output)]) == 0
         report = json.loads(output.read_text())
         assert report["environment"]["settings"]["waves"] == 2
         assert report["environment"]["settings"]["warmup"] == (int(more[1]) if more else None)
-        events = map(json.loads, (logs / "embedded-embedded.events").read_text().splitlines())
+        sizes = report["environment"]["settings"]["size_warmup"]
+        assert sizes is ("--size-warmup" in more or torch.cuda.is_available())
+        events = list(map(json.loads, (logs / "embedded-embedded.events").read_text().splitlines()))
         assert [e["of"] for e in events if e.get("stage") == "warm-up" and e.get("done") == 0] == warmed
+        stages = [e["stage"] for e in events if e["event"] == "ready"]
+        first = ["warm-up of step sizes", "warm-up"] if sizes else ["warm-up", "round 1 of 2"]
+        assert stages[:2] == first and stages.count("warm-up of step sizes") == sizes
+        if sizes:  # six prompts of 20 tokens may share a step: 13 sizes up to 23 tokens are one request
+            of = next(e["of"] for e in events if e.get("done") == 0)
+            assert of == 13 + sum(1 + -(-n // 23) for n in (24, 31, 32, 47, 48, 63, 64, 95, 96, 120)) + 1 + 6
+            assert {"event": "progress", "stage": first[0], "done": of, "of": of} in events
         for result, used in zip(report["results"], (2, 4, 6), strict=True):
             assert result["error"] is None and result["case"]["num_prompts"] == used == result["num_requests"]
             assert result["requests"]["round"] == [0] * used + [1] * used
@@ -573,6 +582,49 @@ def test_a_load_is_run_before_it_is_timed_as_it_is_unless_less_is_asked_for(warm
     assert list(dict.fromkeys(event["stage"] for event in events)) == stages
     assert [event["stage"] for event in events if event["event"] == "ready"] == stages
     assert [event["round"] for event in events if event["event"] == "ready" and "round" in event] == [0, 1]
+
+
+def test_sizes_of_steps_are_warmed_up_one_after_the_other():
+    engine, told = OneTokenAStep(), io.StringIO()
+    sizes = [Workload([[1]], [2]), Workload([[1], [2, 3], [2]], [1, 4, 3]), Workload([[1, 2]], [5])]
+    throughput_worker.warm_sizes(engine, sizes, throughput_worker.Events(told, Told(engine.told)))
+    assert engine.told == ["turn", 2, 1, 4, 3, 5] and engine.most == 3
+    events = [json.loads(line) for line in told.getvalue().splitlines()]
+    assert {event["stage"] for event in events} == {"warm-up of step sizes"}
+    done = [event["done"] for event in events if event["event"] == "progress"]
+    assert (done[0], done[-1]) == (0, 5) and done == sorted(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most", "in_flight"),
+    [
+        ((), 6 * 20, 6),
+        (("--concurrency", "1,3"), 3 * 20, 3),
+        (("--concurrency", "8"), 6 * 20, 6),
+        (("--concurrency", "3", "--max-num-seqs", "2"), 2 * 20, 2),
+        (("--max-num-batched-tokens", "50"), 50, 6),
+        (("--num-prompts", "5000"), throughput.STEP_TOKENS, 5000),
+        (("--no-size-warmup",), None, None),
+        (("--warmup", "0"), None, None),
+        (("--warmup", "1"), 6 * 20, 6),
+    ],
+)
+def test_sizes_of_steps_are_those_that_the_workloads_need(folder, monkeypatch, arguments, most, in_flight):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    options = throughput.parse_arguments(["--model", str(folder), *SMALL, *arguments])
+    sizes = throughput.sizes_of(options)
+    assert options.size_warmup is (most is not None) is bool(sizes)
+    if sizes:
+        *prompts, decode = [requests.prompts[len(requests) > 1 :] for requests in sizes]
+        assert sum(map(len, prompts[-1])) == most and len(decode) == in_flight
+        assert max(requests.longest for requests in sizes) <= options.max_model_len == 24
+
+
+@pytest.mark.parametrize(("more", "sizes"), [((), False), (("--size-warmup",), True)])
+def test_without_a_gpu_sizes_of_steps_are_warmed_up_only_if_that_is_asked_for(folder, monkeypatch, more, sizes):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = throughput.parse_arguments(["--model", str(folder), *SMALL, *more])
+    assert options.size_warmup is sizes is bool(throughput.sizes_of(options))
 
 
 def test_a_worker_ends_when_nobody_gives_turns_any_more():

@@ -66,6 +66,44 @@ def test_a_warm_up_is_the_beginning_with_shorter_outputs():
     assert first.prompts == made.prompts[:2] and first.output_lens == [8, 8]
 
 
+@given(st.integers(1, 40000))
+def test_sizes_of_steps_are_the_round_numbers_up_to_the_most_and_odd_ones_beside_them(most):
+    sizes = workloads.step_sizes(most)
+    assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+    round_ones = {n << power for n in (1, 3) for power in range(16)}
+    assert {n for n in round_ones if n <= most} <= set(sizes)
+    assert {n - 1 for n in round_ones if 1 < n <= most} <= set(sizes)
+    assert len(sizes) <= 4 * most.bit_length()
+
+
+@given(st.data(), st.integers(2, 700), st.integers(1, 70))
+def test_requests_for_sizes_of_steps_have_these_sizes_and_keep_to_the_limits(data, longest_request, in_flight):
+    most = data.draw(st.integers(1, min(5000, in_flight * (longest_request - 1))))
+    made = workloads.of_step_sizes(most, in_flight, longest_request, TOKENS, seed=3)
+    for requests in made:
+        assert requests.longest <= longest_request and min(requests.output_lens) >= 1
+        assert min(map(len, requests.prompts)) >= 1 and set().union(*requests.prompts) <= set(TOKENS)
+    # where there are several, the first one is there for the others to come in meanwhile
+    steps = [requests.prompts[len(requests) > 1 :] for requests in made]
+    assert max(map(len, steps)) <= in_flight
+    decode = steps.pop() if in_flight > 1 else None
+    assert [sum(map(len, prompts)) for prompts in steps] == workloads.step_sizes(most)
+    assert all((len(prompts) == 1) == (sum(map(len, prompts)) < longest_request) for prompts in steps)
+    if decode:
+        assert len(decode) == in_flight
+    long = [tuple(prompt[:64]) for requests in made for prompt in requests.prompts if len(prompt) >= 64]
+    assert len(set(long)) == len(long), "nothing is found in the prefix cache"
+    assert workloads.of_step_sizes(most, in_flight, longest_request, TOKENS, seed=3) == made
+
+
+@pytest.mark.parametrize("in_flight", [2, 6, 64, 100])
+def test_the_last_of_them_decode_in_batches_of_all_sizes(in_flight):
+    last = workloads.of_step_sizes(100, in_flight, 1000, TOKENS, seed=0)[-1]
+    left = last.output_lens[1:]
+    batches = [sum(new > step for new in left) for step in range(1, max(left))]
+    assert list(dict.fromkeys(batches)) == workloads.step_sizes(in_flight)[::-1]
+
+
 @pytest.mark.parametrize(
     ("concurrency", "waves", "used"), [(1, 4, 4), (3, 2, 6), (16, 4, 50), (None, 4, 50), (1, None, 50)]
 )
