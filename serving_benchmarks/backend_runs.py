@@ -12,8 +12,8 @@ def _ran(report: dict[str, Any]) -> list[dict[str, Any]]:
 def markdown(*reports: dict[str, Any]) -> str:
     """A table of files of compare_backends: a line for each candidate and workload."""
     headings = ["heads", "requests x prompt + output", "backend", "prefill of all, s (of turns)"]
-    headings += ["decode, ms a step (quartiles)", "tokens to the first difference", "logprobs differ by (at most)"]
-    headings += ["finite"]
+    headings += ["decode, ms a step (quartiles)", "fastest step", "tokens to the first difference"]
+    headings += ["logprobs differ by (at most)", "finite"]
     rows = []
     for report in reports:
         for entry in _ran(report):
@@ -23,8 +23,9 @@ def markdown(*reports: dict[str, Any]) -> str:
             row.append(f"{entry['prefill_s']:.3f}" + (f" ({min(turns):.3f} to {max(turns):.3f})" if turns[1:] else ""))
             if step := entry["decode_ms_a_step"]:
                 row.append(f"{step['median']:.2f} ({step['lower_quartile']:.2f} to {step['upper_quartile']:.2f})")
+                row.append(f"{step['fastest']:.2f}")
             else:
-                row.append("-")
+                row += ["-", "-"]
             other = entry.get("differs_from_first")
             if differs := other or entry.get("differs_from_itself"):
                 row.append(f"{differs['tokens_until_first_difference']:.1f}{'' if other else ' (itself)'}")
