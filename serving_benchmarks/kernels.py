@@ -132,10 +132,14 @@ def new_problem(case: Case, pattern: str, blocks: int) -> Problem:
     return Problem(q, slots, counts, SCALE, batch.queries)
 
 
+def unless_full(lengths: Tensor, topk: int) -> Tensor | None:
+    """What our kernels are told of lists of these lengths, int32 `[T]`: nothing if all of them are full."""
+    return None if bool((lengths == topk).all()) else lengths
+
+
 def lengths_for(case: Case) -> Tensor | None:
-    """What our kernels are told of the lists' lengths on the GPU, int32 `[T]`; nothing if all lists are full."""
-    lengths = case.batch.visible().clamp(max=case.topk)
-    return None if bool((lengths == case.topk).all()) else lengths.cuda()
+    """The same of a case's lists, on the GPU."""
+    return unless_full(case.batch.visible().clamp(max=case.topk).cuda(), case.topk)
 
 
 def plan_ours(case: Case) -> tuple[Tensor, Tensor]:
@@ -150,7 +154,7 @@ def prepare_ours(problem: Problem, cache: Tensor, plan: Tensor, workspace: Tenso
     """Our call, and where its lse will be."""
     out = torch.empty((*problem.q.shape[:2], 512), dtype=torch.bfloat16, device="cuda")
     lse = torch.empty(out.shape[:2], device="cuda")
-    full = bool((problem.counts == problem.slots.shape[1]).all())
+    lengths = unless_full(problem.counts, problem.slots.shape[1])
 
     def call() -> None:
         mla_backend.sparse_attention(
@@ -158,7 +162,7 @@ def prepare_ours(problem: Problem, cache: Tensor, plan: Tensor, workspace: Tenso
             cache,
             problem.slots,
             scale=SCALE,
-            topk_length=None if full else problem.counts,
+            topk_length=lengths,
             plan=plan,
             workspace=workspace,
             out=out,

@@ -157,11 +157,11 @@ def of_step_sizes(
         tokens: ids to draw from.
         seed: the same one gives the same requests.
     """
-    chance = random.Random(seed)
+    chance, short = random.Random(seed), min(SHORT, longest_request - 1)
 
     def requests(lengths: list[int], output_lens: list[int]) -> Workload:
         if len(lengths) > 1:
-            lengths, output_lens = [min(SHORT, longest_request - 1), *lengths], [1, *output_lens]
+            lengths, output_lens = [short, *lengths], [1, *output_lens]
         # random from their first tokens on: none finds anything of another one's in the prefix cache
         prompts = [chance.choices(tokens, k=length) for length in lengths]
         most_new = [longest_request - length for length in lengths]
@@ -175,7 +175,7 @@ def of_step_sizes(
         # with each token after the second, as many are left as the next smaller size says
         sizes = step_sizes(in_flight)
         output_lens = [2 + sum(size > place for size in sizes) for place in range(in_flight)]
-        made.append(requests([min(SHORT, longest_request - 1)] * in_flight, output_lens))
+        made.append(requests([short] * in_flight, output_lens))
     return made
 
 

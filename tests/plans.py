@@ -7,6 +7,8 @@ CUT_FOR_CLUSTERS = [
 """Tokens and heads: on Hopper each token is cut into as many parts as a cluster has blocks."""
 UNCUT_TOKENS = 40
 """So many are not, with 17 heads and more: kernels for many tokens serve them."""
+TOKEN_UNITS = 3
+"""What a token costs a worker besides its tiles, in tiles, where there are fewer than two workers for each token."""
 
 
 def tiles_of(lengths, granule=16):

@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 import mla_backend
 from mla_backend import library
 from mla_backend.vllm_plugin.step import FEW_TOKENS
-from plans import CUT_FOR_CLUSTERS, UNCUT_TOKENS, tiles_of, walk
+from plans import CUT_FOR_CLUSTERS, TOKEN_UNITS, UNCUT_TOKENS, tiles_of, walk
 
 MIN_PART = 8  # tiles of 16 slots
 GPU_GRANULE = 64
 CUT_TILES = 8  # what a cut costs each worker of a GPU
-TOKEN_UNITS = 3  # and what a token costs it besides its tiles, where there are fewer than two workers for each
 
 
 @given(st.data())

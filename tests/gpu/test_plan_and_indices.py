@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 import mla_backend
 from conftest import assert_accurate
 from mla_backend import library, reference
-from plans import tiles_of, walk
+from plans import TOKEN_UNITS, tiles_of, walk
 
 pytestmark = pytest.mark.gpu
 GRANULE = 64
-TOKEN_UNITS = 3
 
 
 @given(st.data())
