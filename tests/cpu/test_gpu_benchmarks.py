@@ -74,8 +74,11 @@ def test_a_check_finds_wrong_results():
     for wrong in (want * torch.tensor([1.0, 1.0, 0.9]).view(3, 1, 1), want.roll(1, 0), want.clone().fill_(torch.nan)):
         with pytest.raises(kernels.WrongResult, match="largest_difference"):
             kernels.check_out(wrong, want, 5e-6)
-    with pytest.raises(kernels.WrongResult, match="lse"):
-        kernels.check_lse(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.001]))
+    lse = torch.tensor([0.0, 2.0])
+    kernels.check_lse(lse + 0.0015, lse, quantised=True)
+    for off, quantised in ((0.0015, False), (0.003, True), (torch.nan, True)):
+        with pytest.raises(kernels.WrongResult, match="lse"):
+            kernels.check_lse(lse + torch.tensor([off, 0.0]), lse, quantised=quantised)
 
 
 def result(heads: int, ours: float, **others: float) -> dict:
