@@ -22,15 +22,25 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from serving_benchmarks import latency, model_config, result_file, serve_report, vllm_options
+from serving_benchmarks import latency, model_config, result_file, serve_report, vllm_options, workloads
 from serving_benchmarks.counters import Counters, since
 from serving_benchmarks.processes import signals_unwind, supervised, why_it_failed
 from serving_benchmarks.server import Server, ServerFailed, serving
-from serving_benchmarks.throughput import DEFAULT_BACKEND, LOG_LINES, MOST_OF_A_REASON, TABLE_WIDTH, counts, names
+from serving_benchmarks.throughput import (
+    DEFAULT_BACKEND,
+    LOG_LINES,
+    MOST_OF_A_REASON,
+    STEP_TOKENS,
+    TABLE_WIDTH,
+    counts,
+    names,
+)
+from serving_benchmarks.workloads import Workload
 
 Load = tuple[float | None, int | None]
 """Requests a second, and in flight at most; None: no limit."""
@@ -39,6 +49,8 @@ METRICS_SECONDS = 1.0
 LENGTH_ROOM = 64
 """Tokens that a request may have more than it should: a random prompt is a text on its way to the server, which may
 make other tokens of it."""
+MOST_WARMED = 512
+"""Requests at a time in the warm-up of step sizes: each is a connection, of which a process may have about 1000."""
 LISTS = ("input_lens", "output_lens", "ttfts", "itls", "latencies", "start_times", "queue_times")
 LEFT_OUT = (*LISTS, "generated_texts", "errors", "model_id", "tokenizer_id")
 """Of what the client saves. The names may be folders of the machine that measured."""
@@ -91,6 +103,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "shapes come that it has not seen, and the first one would do so for all; default: --rehearsal",
     )
     how.add_argument(
+        "--size-warmup",
+        action=argparse.BooleanOptionalAction,
+        help="before that, requests that take the server through steps of many sizes, as which sizes come up in a load "
+        "depends on the moment; default: on a GPU, unless there is --no-rehearsal",
+    )
+    how.add_argument(
         "--ready-seconds", type=float, default=1800, metavar="S", help="for a server to start; default: %(default)s"
     )
     how.add_argument(
@@ -120,6 +138,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     except (ValueError, OSError) as error:
         parser.error(f"--model: {error}")
     settle_lengths(parser, options)
+    if options.size_warmup is None:  # on a CPU nothing is compiled for them
+        options.size_warmup = options.rehearsal and torch.cuda.is_available()
     result_file.require_writable(parser, options.output)
     return options
 
@@ -147,6 +167,17 @@ def loads(options: argparse.Namespace) -> list[Load]:
 def heaviest(of: Sequence[Load]) -> Load:
     """The load of most requests a second, and of these the one of most in flight; without a limit is more than any."""
     return max(of, key=lambda load: tuple(math.inf if limit is None else limit for limit in load))
+
+
+def sizes_of(options: argparse.Namespace) -> list[Workload]:
+    """The warm-up of step sizes, as `workloads.of_step_sizes` has it: no larger ones than the loads need."""
+    if not options.size_warmup:
+        return []
+    limits = [(options.num_prompts, concurrency, options.max_num_seqs) for _, concurrency in loads(options)]
+    in_flight = min(max(min(filter(None, its_limits)) for its_limits in limits), MOST_WARMED)
+    most = min(options.max_num_batched_tokens or STEP_TOKENS, in_flight * options.input_len)
+    tokens = workloads.usable_tokens(options.config)
+    return workloads.of_step_sizes(most, in_flight, options.max_model_len, tokens, seed=options.seed)
 
 
 def case_of(options: argparse.Namespace, load: Load, seed: int) -> dict[str, Any]:
@@ -297,6 +328,11 @@ def run_backend(
                     lambda done: progress.update(task, completed=max(0, done - options.warmup)),
                 )  # fmt: skip
 
+            sizes = sizes_of(options)
+            for place, requests in enumerate(sizes):
+                what = f"{backend}: warm-up of step sizes, {place + 1} of {len(sizes)}"
+                progress.update(task, description=what, total=len(requests), completed=0)
+                server.complete(options.model, requests, lambda done: progress.update(task, completed=done))
             if options.rehearsal:
                 run(heaviest(loads(options)), options.seed + len(left), "rehearsal")
             while left:
@@ -354,6 +390,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "settings": {
                 **vllm_options.settings(options),
                 "rehearsal": options.rehearsal,
+                "size_warmup": options.size_warmup,
                 "cpus": len(os.sched_getaffinity(0)),
             },
         }

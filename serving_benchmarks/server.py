@@ -1,17 +1,26 @@
 """A server that speaks OpenAI's protocol as vLLM does: started, waited for, asked for its metrics, and stopped."""
 
 import contextlib
+import http.client
+import json
 import re
 import socket
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from serving_benchmarks.processes import Supervised, supervised, why_it_failed
+from serving_benchmarks.workloads import Workload
 
 POLL_SECONDS = 0.5
 ANSWER_SECONDS = 10
+COMPLETION_SECONDS = 600
+"""For all tokens of a request: its first step may have kernels compiled."""
+MOST_OF_AN_ANSWER = 200
+"""Characters that are shown of why a request was refused."""
 
 
 class ServerFailed(Exception):
@@ -32,6 +41,36 @@ class Server:
                 return parse_metrics(answer.read().decode())
         except OSError:
             return {}
+
+    def complete(self, model: str, requests: Workload, on_done: Callable[[int], None]) -> None:
+        """Sends requests all at once and waits until each has its tokens; ServerFailed if one isn't answered.
+
+        Args:
+            model: the name that the server has for it.
+            requests: prompts, as tokens, and how many each wants.
+            on_done: called with how many are done, each time that one is.
+        """
+
+        def ask(prompt: Sequence[int], tokens: int) -> None:
+            wanted = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
+            request = urllib.request.Request(
+                _url(self.port, "v1/completions"), json.dumps(wanted).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=COMPLETION_SECONDS) as answer:
+                answer.read()
+
+        pool = ThreadPoolExecutor(len(requests))
+        try:
+            asked = [pool.submit(ask, *one) for one in zip(requests.prompts, requests.output_lens, strict=True)]
+            for done, answer in enumerate(as_completed(asked), 1):
+                answer.result()
+                on_done(done)
+        except (OSError, http.client.HTTPException) as error:
+            self.require_running()
+            why = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
+            raise ServerFailed(f"a request was not answered: {error} {why[:MOST_OF_AN_ANSWER]}".rstrip()) from None
+        finally:  # whoever is stopped doesn't wait for answers: they end with the server
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def require_running(self) -> None:
         """ServerFailed if it has ended."""

@@ -10,13 +10,15 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
 from serving_benchmarks import serve, server, vllm_options
 from serving_benchmarks.processes import wait_until
+from serving_benchmarks.workloads import Workload
 
 WAIT_SECONDS = 60
 SERVER = """
-    import http.server, os, signal, sys, time
+    import http.server, json, os, signal, sys, time
     port, notes, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # as a server that hangs
@@ -48,6 +50,15 @@ SERVER = """
     '''.replace("\\n    ", "\\n").encode())
             if mode == "dies" and asked > 2:
                 os._exit(7)
+        def do_POST(self):
+            wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if mode == "breaks":
+                os._exit(7)
+            self.send_response(400 if mode == "refuses" else 200)
+            self.end_headers()
+            with open(notes + ".asked", "a") as file:
+                file.write(json.dumps([self.path, wanted]) + "\\n")
+            self.wfile.write(b'{"error": "too long"}')
         def log_message(self, *_):
             pass
     http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
@@ -155,6 +166,72 @@ def test_the_heaviest_load_is_run_once_before_any_counts_with_prompts_of_its_own
     assert status == 0 and report["environment"]["settings"]["rehearsal"] == bool(rehearsed)
     assert asked == [*rehearsed, ((2.5, 8), 0), ((2.5, 4), 1), ((1.0, 8), 2), ((1.0, 4), 3)]
     assert [result["case"]["seed"] for result in report["results"]] == [0, 1, 2, 3]
+
+
+def test_a_server_is_taken_through_sizes_of_steps_before_anything_else(fakes, monkeypatch):
+    sizes = [Workload([[5]], [2]), Workload([[6, 7], [8], [9]], [1, 3, 2])]
+    monkeypatch.setattr(serve, "sizes_of", lambda options: sizes if options.size_warmup else [])
+    asked_before = []
+    real = serve.bench_command
+
+    def bench_command(*given):
+        asked_before.append(len((fakes / "pids.asked").read_text().splitlines()))
+        return real(*given)
+
+    monkeypatch.setattr(serve, "bench_command", bench_command)
+    status, report = run(fakes, "--backend", "works", "--size-warmup")
+    assert status == 0 and report["environment"]["settings"]["size_warmup"] is True
+    asked = [json.loads(line) for line in (fakes / "pids.asked").read_text().splitlines()]
+    assert asked_before == [4, 4], "before the rehearsal and the load"
+    assert {path for path, _ in asked} == {"/v1/completions"}
+    found = [(wanted["prompt"], wanted["max_tokens"]) for _, wanted in asked]
+    assert found[0] == ([5], 2) and sorted(found[1:]) == [([6, 7], 1), ([8], 3), ([9], 2)]
+    assert all(wanted["ignore_eos"] and wanted["model"] == str(fakes) for _, wanted in asked)
+
+
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        ("refuses", 'a request was not answered: HTTP Error 400: Bad Request {"error": "too long"}'),
+        ("breaks", ("the server ended", "a request was not answered")),
+    ],
+)
+def test_a_server_that_fails_in_its_warm_up_is_said_to(fakes, backend, why):
+    status, report = run(fakes, "--backend", backend, "--size-warmup")
+    assert status == 1 and no_process_left(fakes)
+    assert report["results"][0]["error"].startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "most", "in_flight"),
+    [
+        ((), 100 * 10, 100),
+        (("--concurrency", "1,3"), 3 * 10, 3),
+        (("--concurrency", "3", "--max-num-seqs", "2"), 2 * 10, 2),
+        (("--max-num-batched-tokens", "50"), 50, 100),
+        (("--num-prompts", "5000"), serve.MOST_WARMED * 10, serve.MOST_WARMED),
+        (("--no-size-warmup",), None, None),
+        (("--no-rehearsal",), None, None),
+        (("--no-rehearsal", "--size-warmup"), 100 * 10, 100),
+    ],
+)
+def test_sizes_of_steps_are_those_that_the_loads_need(fakes, monkeypatch, arguments, most, in_flight):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    small = ("--input-len", "10", "--output-len", "3", "--num-prompts", "100")
+    given = serve.parse_arguments(["--model", str(fakes), *small, *arguments])
+    sizes = serve.sizes_of(given)
+    assert given.size_warmup is (most is not None) is bool(sizes)
+    if sizes:
+        *prompts, decode = [requests.prompts[len(requests) > 1 :] for requests in sizes]
+        assert sum(map(len, prompts[-1])) == most and len(decode) == in_flight
+        assert max(requests.longest for requests in sizes) <= given.max_model_len
+
+
+@pytest.mark.parametrize(("more", "sizes"), [((), False), (("--size-warmup",), True)])
+def test_without_a_gpu_sizes_of_steps_are_warmed_up_only_if_that_is_asked_for(fakes, monkeypatch, more, sizes):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = serve.parse_arguments(["--model", str(fakes), *more])
+    assert given.size_warmup is sizes is bool(serve.sizes_of(given))
 
 
 def test_no_limit_is_heavier_than_any():

@@ -3,8 +3,10 @@
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import queue
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +68,46 @@ def test_what_is_isolated_takes_its_processes_with_it(tmp_path):
         with pytest.raises(Failed):
             process.call("wait", seconds=0.1)
         assert wait_until(lambda: not is_running(*command), 20)
+
+
+def test_what_is_isolated_ends_with_whoever_is_stopped_while_it_starts(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Isolated, "_answer", stop)
+    before = set(multiprocessing.active_children())
+    with pytest.raises(KeyboardInterrupt):
+        Isolated(queue.Queue, {}, log=tmp_path / "log")
+    assert set(multiprocessing.active_children()) <= before
+
+
+def test_whoever_stops_the_questions_keeps_the_answers_so_far(tmp_path, monkeypatch, capsys):
+    def ask(name, asked, *_):
+        if name == "vllm":
+            raise SystemExit(128 + signal.SIGTERM)
+        return {"way": name, "cache": "fp8", "error": None, "asked": 1, "right": 1, "drafted": 0}, None
+
+    monkeypatch.setattr(recall_answers, "ask", ask)
+    output = tmp_path / "recall.json"
+    assert recall_answers.main(["--ways", "embedded", "vllm", "--questions", "20", "--output", str(output)]) == 143
+    assert [entry["way"] for entry in json.loads(output.read_text())["results"]] == ["embedded"]
+    assert recall_answers.main(["--ways", "vllm", "--questions", "20", "--output", str(tmp_path / "none")]) == 143
+    assert not (tmp_path / "none").exists() and "embedded: 1 of 1 right" in capsys.readouterr().out
+
+
+def test_whoever_stops_a_comparison_keeps_the_workloads_so_far(tmp_path, monkeypatch):
+    def measure(self, workload, progress):
+        if workload.prompts == 2:
+            raise KeyboardInterrupt
+        self.entries.append({"workload": str(workload), "error": None, "finite": True})
+
+    monkeypatch.setattr(compare_backends.Comparison, "start", lambda *_: None)
+    monkeypatch.setattr(compare_backends.Comparison, "measure", measure)
+    (tmp_path / "config.json").write_text("{}")
+    output = tmp_path / "out.json"
+    arguments = ["--workloads", "1x8+1", "2x8+1", "--checkpoint", str(tmp_path), "--output", str(output)]
+    assert compare_backends.main(arguments) == 130
+    assert [entry["workload"] for entry in json.loads(output.read_text())["results"]] == ["1x8+1"]
 
 
 def test_workloads_and_candidates_are_read_as_they_are_written():

@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from isolated import Failed, Isolated  # noqa: E402
 from serving_benchmarks import models, result_file  # noqa: E402
+from serving_benchmarks.processes import signals_unwind  # noqa: E402
 from serving_benchmarks.timing import Timing  # noqa: E402
 from sessions import Generated, VllmSession  # noqa: E402
 
@@ -298,7 +299,8 @@ def line(entry: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each candidate and workload; 1 if anything failed, wasn't finite or differs by too much."""
+    """Prints a line for each candidate and workload; 1 if anything failed, wasn't finite or differs by too much.
+    Whoever stops it gets the results of the workloads before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--candidates",
@@ -335,6 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
         tempfile.TemporaryDirectory() as temporary,
         ExitStack() as stack,
         Progress(console=console, transient=True) as progress,
+        signals_unwind(),
     ):
         logs, folder = given.logs or Path(temporary), given.checkpoint or Path(temporary) / "checkpoint"
         logs.mkdir(parents=True, exist_ok=True)
@@ -346,21 +349,26 @@ def main(arguments: list[str] | None = None) -> int:
                 tokenizer=False,
             )
         comparison = Comparison(given, folder, logs, stack)
-        for candidate in given.candidates:
-            comparison.start(candidate)
-        for workload in given.workloads:
-            comparison.measure(workload, progress)
-        if given.profile:
-            comparison.profile(given.workloads[0])
+        status = 0
+        try:
+            for candidate in given.candidates:
+                comparison.start(candidate)
+            for workload in given.workloads:
+                comparison.measure(workload, progress)
+            if given.profile:
+                comparison.profile(given.workloads[0])
+        except (KeyboardInterrupt, SystemExit) as stopped:
+            status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
         entries = comparison.entries
     settings = {
         **{name: value for name, value in vars(given).items() if name not in ("output", "logs", "checkpoint")},
         "candidates": [str(candidate) for candidate in given.candidates],
         "workloads": [str(workload) for workload in given.workloads],
     }
-    result_file.write(given.output, entries, console, benchmark="vllm_backends", settings=settings)
+    if entries:
+        result_file.write(given.output, entries, console, benchmark="vllm_backends", settings=settings)
     good = all(not e["error"] and e["finite"] and e.get("within_noise", True) for e in entries)
-    return 0 if good else 1
+    return status or (0 if good else 1)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,11 @@ class Isolated:
         )
         self._process.start()
         theirs.close()
-        self._answer("starting", seconds)
+        try:
+            self._answer("starting", seconds)
+        except BaseException:  # nobody else knows of the process yet
+            self._end()
+            raise
 
     def call(self, name: str, *, seconds: float = 300, **arguments: Any) -> Any:
         """What a method of the object returns."""
@@ -84,8 +88,6 @@ class Isolated:
             self._end()
             raise Failed(f"{what}: the process ended by itself; {self._why()}") from None
         if not fine:
-            if what == "starting":
-                self._end()
             if "root cause" in answer:  # vLLM's way to say that another of its processes failed
                 answer = self._why()
             raise Failed(f"{what}: {answer}")

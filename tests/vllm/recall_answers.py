@@ -28,6 +28,7 @@ from examples.recall.task import EOS, IDS, Prompt  # noqa: E402
 from isolated import Failed, Isolated  # noqa: E402
 from mtp_checkpoint import add_mtp_layer  # noqa: E402
 from serving_benchmarks import result_file  # noqa: E402
+from serving_benchmarks.processes import signals_unwind  # noqa: E402
 from sessions import EngineSession, Generated, VllmSession  # noqa: E402
 
 CACHE_BYTES = 1 << 28
@@ -144,7 +145,8 @@ def is_good(entry: dict[str, Any]) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line for each way; 1 if one failed or answered too few questions or others than the first."""
+    """Prints a line for each way; 1 if one failed or answered too few questions or others than the first. Whoever stops
+    it gets the results of the ways before."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--ways", nargs="+", choices=WAYS, default=["embedded", "vllm", "mtp-1"], help="%(choices)s", metavar="WAY"
@@ -163,23 +165,28 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(stderr=True)
     asked, entries = held_out(given.tokens, given.questions), []
     first: dict[str, tuple[str, Generated]] = {}
-    with tempfile.TemporaryDirectory() as temporary:
+    status = 0
+    with tempfile.TemporaryDirectory() as temporary, signals_unwind():
         logs = given.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
         drafting = Path(temporary) / "with-mtp-layer"
         if any(WAYS[name].drafts for name in given.ways):
             add_mtp_layer(CHECKPOINT, drafting)
-        for name in track(given.ways, "asking", console=console, transient=True):
-            entry, generated = ask(name, asked, drafting if WAYS[name].drafts else CHECKPOINT, given, logs)
-            if generated is not None:
-                reference, its = first.setdefault(entry["cache"], (name, generated))
-                if reference != name:
-                    entry |= {"than": reference, **compare(generated, its)}
-            entries.append(entry)
-            print(line(entry), flush=True)
+        try:
+            for name in track(given.ways, "asking", console=console, transient=True):
+                entry, generated = ask(name, asked, drafting if WAYS[name].drafts else CHECKPOINT, given, logs)
+                if generated is not None:
+                    reference, its = first.setdefault(entry["cache"], (name, generated))
+                    if reference != name:
+                        entry |= {"than": reference, **compare(generated, its)}
+                entries.append(entry)
+                print(line(entry), flush=True)
+        except (KeyboardInterrupt, SystemExit) as stopped:
+            status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
     settings = {name: value for name, value in vars(given).items() if name not in ("output", "logs")}
-    result_file.write(given.output, entries, console, benchmark="recall", settings=settings, cpus=os.cpu_count())
-    return 0 if all(map(is_good, entries)) else 1
+    if entries:
+        result_file.write(given.output, entries, console, benchmark="recall", settings=settings, cpus=os.cpu_count())
+    return status or (0 if all(map(is_good, entries)) else 1)
 
 
 if __name__ == "__main__":

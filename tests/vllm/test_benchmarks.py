@@ -102,7 +102,7 @@ def serve_command(model: Path, *more: object) -> list[str]:
 def test_the_server_answers_vllms_client(narrow, tmp_path):
     output, logs = tmp_path / "out.json", tmp_path / "logs"
     limits = ("--ttft-limit", 1000, "--tpot-limit", 1000)
-    command = serve_command(narrow, "--concurrency", 4, *limits, "--output", output, "--logs", logs)
+    command = serve_command(narrow, "--concurrency", 4, "--size-warmup", *limits, "--output", output, "--logs", logs)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "SPARSE_MLA" in (logs / "SPARSE_MLA-server.log").read_text()
