@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from serving_benchmarks.processes import Supervised, supervised, why_it_failed
+from serving_benchmarks.processes import SUPERVISOR_SECONDS, Supervised, supervised, why_it_failed
 from serving_benchmarks.workloads import Workload
 
 POLL_SECONDS = 0.5
@@ -56,8 +56,14 @@ class Server:
             request = urllib.request.Request(
                 _url(self.port, "v1/completions"), json.dumps(wanted).encode(), {"Content-Type": "application/json"}
             )
-            with urllib.request.urlopen(request, timeout=COMPLETION_SECONDS) as answer:
-                answer.read()
+            try:
+                with urllib.request.urlopen(request, timeout=COMPLETION_SECONDS) as answer:
+                    answer.read()
+            except urllib.error.HTTPError as refused:
+                why = ""
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    why = refused.read().decode(errors="replace")[:MOST_OF_AN_ANSWER]
+                raise ServerFailed(f"a request was refused: {refused} {why}".rstrip()) from None
 
         pool = ThreadPoolExecutor(len(requests))
         try:
@@ -65,10 +71,11 @@ class Server:
             for done, answer in enumerate(as_completed(asked), 1):
                 answer.result()
                 on_done(done)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, RuntimeError) as error:  # the last: no more threads
+            with contextlib.suppress(TimeoutError):  # a server that has ended counts as running until all that it has
+                self.process.wait(SUPERVISOR_SECONDS)  # started has ended, too
             self.require_running()
-            why = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
-            raise ServerFailed(f"a request was not answered: {error} {why[:MOST_OF_AN_ANSWER]}".rstrip()) from None
+            raise ServerFailed(f"a request was not answered: {error}") from None
         finally:  # whoever is stopped doesn't wait for answers: they end with the server
             pool.shutdown(wait=False, cancel_futures=True)
 

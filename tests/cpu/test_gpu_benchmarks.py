@@ -75,10 +75,10 @@ def test_a_check_finds_wrong_results():
         with pytest.raises(kernels.WrongResult, match="largest_difference"):
             kernels.check_out(wrong, want, 5e-6)
     lse = torch.tensor([0.0, 2.0])
-    kernels.check_lse(lse + 0.0015, lse, quantised=True)
-    for off, quantised in ((0.0015, False), (0.003, True), (torch.nan, True)):
+    kernels.check_lse(lse + 0.0015, lse, rounded=True)
+    for off, rounded in ((0.0015, False), (0.003, True), (torch.nan, True)):
         with pytest.raises(kernels.WrongResult, match="lse"):
-            kernels.check_lse(lse + torch.tensor([off, 0.0]), lse, quantised=quantised)
+            kernels.check_lse(lse + torch.tensor([off, 0.0]), lse, rounded=rounded)
 
 
 def result(heads: int, ours: float, **others: float) -> dict:

@@ -40,3 +40,8 @@ def test_all_suites_and_kinds_are_named():
     text = DOCS.read_text()
     tables = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
     assert {*suite_files.names(), *result_kinds.TITLES} == set(re.findall(r"`(\w+)`", tables))
+
+
+def test_the_report_of_all_results_has_as_many_files_as_there_are():
+    (said,) = re.findall(r"report\.html: (\d+) result files", DOCS.read_text())
+    assert int(said) == len(list((result_examples.ROOT / "results").glob("*.json")))

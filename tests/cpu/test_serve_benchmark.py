@@ -54,11 +54,15 @@ SERVER = """
             wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if mode == "breaks":
                 os._exit(7)
-            self.send_response(400 if mode == "refuses" else 200)
-            self.end_headers()
             with open(notes + ".asked", "a") as file:
                 file.write(json.dumps([self.path, wanted]) + "\\n")
-            self.wfile.write(b'{"error": "too long"}')
+            if mode == "hangs":
+                time.sleep(1000)
+            said = b'{"error": "too long"}'
+            self.send_response(400 if mode in ("refuses", "mumbles") else 200)
+            self.send_header("Content-Length", str(len(said) + 99 * (mode == "mumbles")))
+            self.end_headers()
+            self.wfile.write(said)
         def log_message(self, *_):
             pass
     http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
@@ -192,14 +196,16 @@ def test_a_server_is_taken_through_sizes_of_steps_before_anything_else(fakes, mo
 @pytest.mark.parametrize(
     ("backend", "why"),
     [
-        ("refuses", 'a request was not answered: HTTP Error 400: Bad Request {"error": "too long"}'),
-        ("breaks", ("the server ended", "a request was not answered")),
+        ("refuses", 'a request was refused: HTTP Error 400: Bad Request {"error": "too long"}'),
+        ("mumbles", "a request was refused: HTTP Error 400: Bad Request"),
+        ("breaks", "the server ended"),
     ],
 )
 def test_a_server_that_fails_in_its_warm_up_is_said_to(fakes, backend, why):
-    status, report = run(fakes, "--backend", backend, "--size-warmup")
+    status, report = run(fakes, "--backend", f"{backend},works", "--size-warmup")
     assert status == 1 and no_process_left(fakes)
-    assert report["results"][0]["error"].startswith(why)
+    failed, works = report["results"]
+    assert failed["error"].startswith(why) and works["error"] is None
 
 
 @pytest.mark.parametrize(
@@ -276,6 +282,7 @@ def test_a_client_that_fails_is_said_to(fakes, monkeypatch, capsys):
     assert report["results"][0]["error"] == "vllm bench serve failed: ValueError: no such dataset"
 
 
+LOADED, WARMING_UP = ["--backend", "works"], ["--backend", "hangs", "--size-warmup"]
 STOPPED = """
 import sys
 sys.path[:0] = [{tests!r}, {here!r}]
@@ -284,24 +291,32 @@ from pathlib import Path
 from serving_benchmarks import serve
 fakes.patch(Path({folder!r}), setattr, client="hangs")
 files = ["--logs", {folder!r} + "/logs", "--output", {output!r}]
-sys.exit(serve.main(["--model", {folder!r}, "--backend", "works", "--no-rehearsal", *files]))
+sys.exit(serve.main(["--model", {folder!r}, *{arguments!r}, "--no-rehearsal", *files]))
 """
 
 
 @pytest.mark.usefixtures("children_hear_ctrl_c")
 @pytest.mark.parametrize(
-    ("how", "status", "earlier"),
-    [(signal.SIGINT, 130, "results of yesterday"), (signal.SIGTERM, 143, None), (signal.SIGKILL, -9, None)],
+    ("how", "status", "earlier", "arguments"),
+    [
+        (signal.SIGINT, 130, "results of yesterday", LOADED),
+        (signal.SIGTERM, 143, None, LOADED),
+        (signal.SIGKILL, -9, None, LOADED),
+        (signal.SIGINT, 130, None, WARMING_UP),
+        (signal.SIGTERM, 143, None, WARMING_UP),
+    ],
 )
-def test_no_process_and_no_empty_file_is_left_when_it_is_stopped(fakes, how, status, earlier):
+def test_no_process_and_no_empty_file_is_left_when_it_is_stopped(fakes, how, status, earlier, arguments):
     here, output = Path(__file__).parent, fakes / "out.json"
     if earlier is not None:
         output.write_text(earlier)
-    code = STOPPED.format(tests=str(here.parent), here=str(here), folder=str(fakes), output=str(output))
+    code = STOPPED.format(
+        tests=str(here.parent), here=str(here), folder=str(fakes), output=str(output), arguments=arguments
+    )
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
-        log = fakes / "logs" / "works-0.log"  # the client's
-        assert wait_until(lambda: log.exists() and len((fakes / "pids").read_text().split()) == 2, WAIT_SECONDS)
+        busy = fakes / ("logs/works-0.log" if arguments == LOADED else "pids.asked")  # the client's log
+        assert wait_until(lambda: busy.exists() and len((fakes / "pids").read_text().split()) == 2, WAIT_SECONDS)
         assert not no_process_left(fakes)
         process.send_signal(how)
         assert process.wait(WAIT_SECONDS) == status

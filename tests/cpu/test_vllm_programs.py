@@ -84,7 +84,7 @@ def test_what_is_isolated_ends_with_whoever_is_stopped_while_it_starts(tmp_path,
 def test_whoever_stops_the_questions_keeps_the_answers_so_far(tmp_path, monkeypatch, capsys):
     def ask(name, asked, *_):
         if name == "vllm":
-            raise SystemExit(128 + signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
         return {"way": name, "cache": "fp8", "error": None, "asked": 1, "right": 1, "drafted": 0}, None
 
     monkeypatch.setattr(recall_answers, "ask", ask)
@@ -98,7 +98,7 @@ def test_whoever_stops_the_questions_keeps_the_answers_so_far(tmp_path, monkeypa
 def test_whoever_stops_a_comparison_keeps_the_workloads_so_far(tmp_path, monkeypatch):
     def measure(self, workload, progress):
         if workload.prompts == 2:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGTERM)
         self.entries.append({"workload": str(workload), "error": None, "finite": True})
 
     monkeypatch.setattr(compare_backends.Comparison, "start", lambda *_: None)
@@ -106,7 +106,7 @@ def test_whoever_stops_a_comparison_keeps_the_workloads_so_far(tmp_path, monkeyp
     (tmp_path / "config.json").write_text("{}")
     output = tmp_path / "out.json"
     arguments = ["--workloads", "1x8+1", "2x8+1", "--checkpoint", str(tmp_path), "--output", str(output)]
-    assert compare_backends.main(arguments) == 130
+    assert compare_backends.main(arguments) == 143
     assert [entry["workload"] for entry in json.loads(output.read_text())["results"]] == ["1x8+1"]
 
 

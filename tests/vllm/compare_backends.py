@@ -333,11 +333,17 @@ def main(arguments: list[str] | None = None) -> int:
     result_file.require_writable(parser, given.output)
     longest = max(workload.longest for workload in given.workloads)
     console = Console(stderr=True)
+    settings = {
+        **{name: value for name, value in vars(given).items() if name not in ("output", "logs", "checkpoint")},
+        "candidates": [str(candidate) for candidate in given.candidates],
+        "workloads": [str(workload) for workload in given.workloads],
+    }
+    status = 0
     with (
+        signals_unwind(),
         tempfile.TemporaryDirectory() as temporary,
         ExitStack() as stack,
         Progress(console=console, transient=True) as progress,
-        signals_unwind(),
     ):
         logs, folder = given.logs or Path(temporary), given.checkpoint or Path(temporary) / "checkpoint"
         logs.mkdir(parents=True, exist_ok=True)
@@ -349,7 +355,6 @@ def main(arguments: list[str] | None = None) -> int:
                 tokenizer=False,
             )
         comparison = Comparison(given, folder, logs, stack)
-        status = 0
         try:
             for candidate in given.candidates:
                 comparison.start(candidate)
@@ -360,13 +365,8 @@ def main(arguments: list[str] | None = None) -> int:
         except (KeyboardInterrupt, SystemExit) as stopped:
             status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
         entries = comparison.entries
-    settings = {
-        **{name: value for name, value in vars(given).items() if name not in ("output", "logs", "checkpoint")},
-        "candidates": [str(candidate) for candidate in given.candidates],
-        "workloads": [str(workload) for workload in given.workloads],
-    }
-    if entries:
-        result_file.write(given.output, entries, console, benchmark="vllm_backends", settings=settings)
+        if entries:  # before the candidates are ended, which takes some seconds each
+            result_file.write(given.output, entries, console, benchmark="vllm_backends", settings=settings)
     good = all(not e["error"] and e["finite"] and e.get("within_noise", True) for e in entries)
     return status or (0 if good else 1)
 

@@ -66,11 +66,13 @@ class Isolated:
 
     def close(self) -> None:
         """Ends the process, by itself if it can."""
-        if self._process.is_alive():
-            with suppress(OSError):
-                self._connection.send((None, {}))
-            self._process.join(STOP_SECONDS)
-        self._end()
+        try:
+            if self._process.is_alive():
+                with suppress(OSError):
+                    self._connection.send((None, {}))
+                self._process.join(STOP_SECONDS)
+        finally:
+            self._end()
 
     def __enter__(self) -> "Isolated":
         return self

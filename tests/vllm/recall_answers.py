@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     asked, entries = held_out(given.tokens, given.questions), []
     first: dict[str, tuple[str, Generated]] = {}
     status = 0
-    with tempfile.TemporaryDirectory() as temporary, signals_unwind():
+    with signals_unwind(), tempfile.TemporaryDirectory() as temporary:
         logs = given.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
         drafting = Path(temporary) / "with-mtp-layer"
