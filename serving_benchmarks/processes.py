@@ -97,6 +97,11 @@ def signals_unwind() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def status_when(stopped: KeyboardInterrupt | SystemExit) -> int:
+    """The exit status of a program that Ctrl-C or one of these signals has stopped."""
+    return 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
+
+
 def why_it_failed(log: str) -> str:
     """The line of a log that says best why a program ended: the last exception that is more than a pointer to another,
     or else the last line."""

@@ -5,7 +5,6 @@ import math
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import IO, Any
 
 from matplotlib import colormaps, patheffects
@@ -45,18 +44,13 @@ ANY = "0.25"
 Result = dict[str, Any]
 
 
-def save(figure: Figure, target: Path | IO[bytes]) -> None:
-    """Writes a picture, to a path in the format of its ending, else as a PNG: the same bytes for the same picture."""
-    kind = target.suffix[1:] if isinstance(target, Path) else "png"
-    if (kind or "png") == "png":
-        drawn = io.BytesIO()
-        figure.savefig(drawn, dpi=DOTS_AN_INCH, format="png")
-        with Image.open(drawn) as picture:
-            few = picture.convert("RGB").quantize(PALETTE, dither=Image.Dither.NONE)
-        few.save(target, format="PNG", optimize=True)
-    else:
-        metadata = {"svg": {"Date": None, "Creator": None}}.get(kind)
-        figure.savefig(target, dpi=DOTS_AN_INCH, format=kind, metadata=metadata)
+def save(figure: Figure, target: IO[bytes]) -> None:
+    """Writes a picture as a PNG: the same bytes for the same picture."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=DOTS_AN_INCH, format="png")
+    with Image.open(drawn) as picture:
+        few = picture.convert("RGB").quantize(PALETTE, dither=Image.Dither.NONE)
+    few.save(target, format="PNG", optimize=True)
 
 
 def shade(place: float) -> Any:

@@ -27,18 +27,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from serving_benchmarks import latency, model_config, result_file, serve_report, vllm_options, workloads
+from serving_benchmarks import latency, model_config, result_file, serve_report, vllm_options
 from serving_benchmarks.counters import Counters, since
-from serving_benchmarks.processes import signals_unwind, supervised, why_it_failed
+from serving_benchmarks.processes import signals_unwind, status_when, supervised, why_it_failed
 from serving_benchmarks.server import Server, ServerFailed, serving
 from serving_benchmarks.throughput import (
     DEFAULT_BACKEND,
     LOG_LINES,
     MOST_OF_A_REASON,
-    STEP_TOKENS,
     TABLE_WIDTH,
     counts,
     names,
+    sizes_for,
 )
 from serving_benchmarks.workloads import Workload
 
@@ -170,14 +170,9 @@ def heaviest(of: Sequence[Load]) -> Load:
 
 
 def sizes_of(options: argparse.Namespace) -> list[Workload]:
-    """The warm-up of step sizes, as `workloads.of_step_sizes` has it: no larger ones than the loads need."""
-    if not options.size_warmup:
-        return []
-    limits = [(options.num_prompts, concurrency, options.max_num_seqs) for _, concurrency in loads(options)]
-    in_flight = min(max(min(filter(None, its_limits)) for its_limits in limits), MOST_WARMED)
-    most = min(options.max_num_batched_tokens or STEP_TOKENS, in_flight * options.input_len)
-    tokens = workloads.usable_tokens(options.config)
-    return workloads.of_step_sizes(most, in_flight, options.max_model_len, tokens, seed=options.seed)
+    """The warm-up of step sizes: no larger ones than the loads need."""
+    limits = [(options.num_prompts, concurrency, MOST_WARMED) for _, concurrency in loads(options)]
+    return sizes_for(options, limits, options.input_len)
 
 
 def case_of(options: argparse.Namespace, load: Load, seed: int) -> dict[str, Any]:
@@ -379,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     for result in run_backend(backend, options, logs, progress, console):
                         results.append(result)
         except (KeyboardInterrupt, SystemExit) as stopped:  # what there is gets written
-            status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
+            status = status_when(stopped)
     if any(result["error"] is not None for result in results):
         status = status or 1
     if results:

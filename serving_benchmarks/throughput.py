@@ -35,7 +35,7 @@ from rich.table import Table
 
 from serving_benchmarks import kernel_times, model_config, result_file, runs, turns, vllm_options, workloads
 from serving_benchmarks.engines import EMBEDDED_DTYPES
-from serving_benchmarks.processes import signals_unwind, why_it_failed
+from serving_benchmarks.processes import signals_unwind, status_when, why_it_failed
 from serving_benchmarks.throughput_worker import WARMUP_OUTPUT, profiled_requests
 from serving_benchmarks.workloads import Workload
 
@@ -281,12 +281,25 @@ def settle_lengths(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 
 def sizes_of(options: argparse.Namespace) -> list[Workload]:
-    """The warm-up of step sizes, as `workloads.of_step_sizes` has it: no larger ones than the workloads need."""
+    """The warm-up of step sizes: no larger ones than the workloads need."""
+    limits = [(run.case["num_prompts"], run.concurrency) for run in options.runs]
+    longest_prompt = max(len(prompt) for workload in options.workloads for prompt in workload.prompts)
+    return sizes_for(options, limits, longest_prompt)
+
+
+def sizes_for(
+    options: argparse.Namespace, limits: Sequence[tuple[int | None, ...]], longest_prompt: int
+) -> list[Workload]:
+    """The warm-up of step sizes, as `workloads.of_step_sizes` has it; none without --size-warmup.
+
+    Args:
+        options: of a program that runs vLLM.
+        limits: to the requests in flight, besides --max-num-seqs, of each load. None is no limit.
+        longest_prompt: of all loads.
+    """
     if not options.size_warmup:
         return []
-    limits = [(run.case["num_prompts"], run.concurrency, options.max_num_seqs) for run in options.runs]
-    in_flight = max(min(filter(None, its_limits)) for its_limits in limits)
-    longest_prompt = max(len(prompt) for workload in options.workloads for prompt in workload.prompts)
+    in_flight = max(min(filter(None, (*of_a_load, options.max_num_seqs))) for of_a_load in limits)
     most = min(options.max_num_batched_tokens or STEP_TOKENS, in_flight * longest_prompt)
     tokens = workloads.usable_tokens(options.config)
     return workloads.of_step_sizes(most, in_flight, options.max_model_len, tokens, seed=options.seed)
@@ -523,7 +536,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if result["error"] is None:
                     show(result, several, out)
         except (KeyboardInterrupt, SystemExit) as stopped:  # what there is gets written
-            status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
+            status = status_when(stopped)
     if any(result["error"] is not None for result in results):
         status = status or 1
     results = in_order(results, options)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 from isolated import Failed, Isolated  # noqa: E402
 from serving_benchmarks import models, result_file  # noqa: E402
-from serving_benchmarks.processes import signals_unwind  # noqa: E402
+from serving_benchmarks.processes import signals_unwind, status_when  # noqa: E402
 from serving_benchmarks.timing import Timing  # noqa: E402
 from sessions import Generated, VllmSession  # noqa: E402
 
@@ -363,7 +363,7 @@ def main(arguments: list[str] | None = None) -> int:
             if given.profile:
                 comparison.profile(given.workloads[0])
         except (KeyboardInterrupt, SystemExit) as stopped:
-            status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
+            status = status_when(stopped)
         entries = comparison.entries
         if entries:  # before the candidates are ended, which takes some seconds each
             result_file.write(given.output, entries, console, benchmark="vllm_backends", settings=settings)

@@ -28,7 +28,7 @@ from examples.recall.task import EOS, IDS, Prompt  # noqa: E402
 from isolated import Failed, Isolated  # noqa: E402
 from mtp_checkpoint import add_mtp_layer  # noqa: E402
 from serving_benchmarks import result_file  # noqa: E402
-from serving_benchmarks.processes import signals_unwind  # noqa: E402
+from serving_benchmarks.processes import signals_unwind, status_when  # noqa: E402
 from sessions import EngineSession, Generated, VllmSession  # noqa: E402
 
 CACHE_BYTES = 1 << 28
@@ -182,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
                 entries.append(entry)
                 print(line(entry), flush=True)
         except (KeyboardInterrupt, SystemExit) as stopped:
-            status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
+            status = status_when(stopped)
     settings = {name: value for name, value in vars(given).items() if name not in ("output", "logs")}
     if entries:
         result_file.write(given.output, entries, console, benchmark="recall", settings=settings, cpus=os.cpu_count())
