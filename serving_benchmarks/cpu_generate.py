@@ -220,8 +220,9 @@ def main() -> int:
         parser.error("--rounds must be 2 or more, or there is no spread")
     try:
         import transformers
+        from transformers import DeepseekV32ForCausalLM  # noqa: F401
     except ImportError as error:
-        parser.error(f"needs transformers, the peer (the extra `engine`): {error}")
+        parser.error(f"needs transformers 5, the peer: {error}")
     result_file.require_writable(parser, options.output)
 
     console = Console(stderr=True)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from mla_backend.engine import Batch, KernelAttention, Model, ModelConfig, load_model, new_caches
 from mla_backend.engine.sparse import Query
+from mla_backend.engine.tokenizer import save as save_tokenizer
 
 COMMON = dict(
     dtype="bfloat16",
@@ -242,7 +243,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # special tokens are looked for within words too, unless they say otherwise: t12 would be read as t1 and a rest
     unknown, end = (AddedToken(word, single_word=True, special=True) for word in ("t0", "t1"))
-    PreTrainedTokenizerFast(tokenizer_object=own, unk_token=unknown, eos_token=end).save_pretrained(folder)
+    save_tokenizer(PreTrainedTokenizerFast(tokenizer_object=own, unk_token=unknown, eos_token=end), folder)
 
 
 class AttentionElsewhere(KernelAttention):

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from examples.recall.task import ASSISTANT, BOS, END_OF_THOUGHT, EOS, IDS, SPECIAL, UNKNOWN, USER, VOCABULARY
+from mla_backend.engine.tokenizer import save as save_tokenizer
 
 MOST_POSITIONS = 2048
 CONFIG: dict[str, Any] = {
@@ -94,7 +95,7 @@ def save(folder: Path, weights: dict[str, Tensor]) -> None:
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
     generation = {"bos_token_id": IDS[BOS], "eos_token_id": IDS[EOS], "do_sample": False, "max_new_tokens": 16}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    tokenizer().save_pretrained(folder)
+    save_tokenizer(tokenizer(), folder)
     kept = {
         name: tensor.detach().to("cpu", torch.float32 if name.endswith("_bias") else torch.bfloat16).contiguous()
         for name, tensor in weights.items()

@@ -3,6 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 Message = Mapping[str, str]
 """Of a conversation: role and content."""
@@ -55,6 +59,15 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Without special tokens."""
         return self._own.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def save(tokenizer: "PreTrainedTokenizerFast", folder: str | Path) -> None:
+    """Writes a tokenizer into a checkpoint so that transformers 4 reads it as well as 5: vLLM 0.23 runs with either.
+    5 knows the class by its old name, 4 not by the new one, which 5 writes down."""
+    tokenizer.save_pretrained(folder)
+    path = Path(folder) / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def end_tokens(folder: str | Path, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -113,6 +113,8 @@ def test_its_tokenizer_gives_back_the_tokens_of_a_text(folder):
     tokenizer = engine.Tokenizer(folder)
     tokens = [5, 319, 7, *range(2, 320)]  # among them t10 to t199, whose words begin with that of a special token
     assert tokenizer.encode(tokenizer.decode(tokens)) == tokens and tokenizer.eos_token == 1
+    written = json.loads((folder / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"  # which transformers 4 knows, too
 
 
 @pytest.mark.parametrize("topk", [32, 2048])

@@ -89,6 +89,10 @@ def test_what_was_trained_is_what_the_engine_computes(exact):
     torch.testing.assert_close(ours.logits, trained, atol=EXACT, rtol=0)
 
 
+def test_the_tokenizer_is_of_a_class_that_transformers_4_knows_too():
+    assert json.loads((CHECKPOINT / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
 def test_the_tokenizer_writes_chats_as_the_task_does():
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     for prompt in held_out(LENGTH, 40, per_context=10):
