@@ -131,8 +131,9 @@ def test_what_is_asked_was_held_out_of_training():
 
 
 def test_the_training_program_learns_and_writes_a_checkpoint(tmp_path):
-    options = "--device cpu --minutes 60 --steps 16 --batch-tokens 640 --longest 64 --warmup 8 --report 0 --test-every 0"
-    command = [sys.executable, "-m", "examples.recall.train", "--output", tmp_path, *options.split(), "--tests", "4"]
+    options = "--device cpu --minutes 60 --steps 16 --batch-tokens 640 --longest 64 --warmup 8 --report 0"
+    quick = "--test-every 0 --tests 4"
+    command = [sys.executable, "-m", "examples.recall.train", "--output", tmp_path, *options.split(), *quick.split()]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     log = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
     assert log[-1]["step"] == 16 and log[-1]["loss"] < log[0]["loss"] - 0.5
