@@ -16,10 +16,12 @@ RUN := $(VENV)/bin/python
 VLLM_INSTALLED := $(VLLM_VENV)/.mla-backend-installed
 VLLM_RUN := $(VLLM_VENV)/bin/python
 
-.PHONY: help setup test test-vllm generate sanitize bench-cpu wheel clean
+.PHONY: help setup setup-vllm test test-vllm generate sanitize bench-cpu wheel clean
 
 help:
 	@echo "make test       set up, build and run the tests"
+	@echo "make setup      set up and build in $(VENV), and no more (TORCH=torch==VERSION takes another torch)"
+	@echo "make setup-vllm set up vLLM for CPUs beside it, in $(VLLM_VENV)"
 	@echo "make test-vllm  set up vLLM for CPUs beside it, and run the tests that need it (about 11 minutes)"
 	@echo "make generate   set up, build, say what this machine can run, and ask a tiny checkpoint about a long context"
 	@echo "make sanitize   run the CPU tests with AddressSanitizer and UBSan (ARGS='...' goes to pytest)"
@@ -53,7 +55,9 @@ $(VLLM_INSTALLED): $(INSTALLED)
 	@echo "$(CURDIR)" >"$$($(VLLM_RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mla_backend.pth"
 	@touch $@
 
-test-vllm: $(VLLM_INSTALLED)
+setup-vllm: $(VLLM_INSTALLED)
+
+test-vllm: setup-vllm
 	$(VLLM_RUN) -m pytest tests/vllm $(ARGS)
 
 generate: setup
