@@ -47,6 +47,8 @@ SHOULD_BE_EQUAL = (
 
 BEFORE = {"interleaved": False}
 """What is true of files that are older than an entry of their environments."""
+UNKNOWN_BEFORE = ("dense_layers", "vocab_size", "random_weights_seed")
+"""Entries whose lack in an older file is no difference."""
 
 
 @dataclass(frozen=True)
@@ -363,7 +365,8 @@ def _difference(old: Any, new: Any) -> tuple[str, str] | None:
     if old == new:
         return None
     if isinstance(old, dict) and isinstance(new, dict):
-        names = [name for name in {**old, **new} if _said(old, name) != _said(new, name)]
+        unknown = {name for name in UNKNOWN_BEFORE if name not in old or name not in new}
+        names = [name for name in {**old, **new} if name not in unknown and _said(old, name) != _said(new, name)]
         if not names:
             return None
         return tuple(", ".join(f"{name} {_said(side, name)}" for name in names) for side in (old, new))

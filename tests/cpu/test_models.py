@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import engine_models
 from mla_backend import engine
-from serving_benchmarks import models
+from serving_benchmarks import model_config, models
 
 NARROW = dict(
     hidden_size=128,
@@ -109,6 +109,30 @@ def test_the_same_seed_gives_the_same_weights_in_files_of_any_size(tmp_path):
     assert not torch.equal(one["lm_head.weight"], one["model.embed_tokens.weight"])
 
 
+def test_a_result_file_has_what_makes_it_again(tmp_path, monkeypatch):
+    for like in models.LIKE:
+        monkeypatch.setitem(models.LIKE, like, {**models.LIKE[like], **NARROW})
+    wanted = models.config("glm-5", layers=3, heads=4, experts=4, dense_layers=2, vocab_size=64)
+    models.write(tmp_path / "m", wanted, seed=7)
+    described = model_config.describe(str(tmp_path / "m"), model_config.read(tmp_path / "m"), None)
+    python, dash_m, module, *arguments = models.command_for(described, str(tmp_path / "again")).split()
+    assert (python, dash_m, module) == ("python", "-m", "serving_benchmarks.models")
+    assert models.main(arguments) == 0
+    for file in ("config.json", "model-00001-of-00001.safetensors"):
+        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "m" / file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(b"[1]", "must have a vocab_size"), (b"{", "must be JSON: "), (b"\xff", "must be JSON: "), (b"{}", "a vocab_size")],
+)
+def test_a_config_that_is_none_is_named(tmp_path, content, text):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=text) as raised:
+        model_config.read(tmp_path)
+    assert str(raised.value).startswith(f"{tmp_path}/config.json ") and "\n" not in str(raised.value)
+
+
 def test_its_tokenizer_gives_back_the_tokens_of_a_text(folder):
     tokenizer = engine.Tokenizer(folder)
     tokens = [5, 319, 7, *range(2, 320)]  # among them t10 to t199, whose words begin with that of a special token
@@ -161,9 +185,14 @@ def test_the_program_writes_and_checks(tmp_path, monkeypatch, capsys):
         ([], "--like says what to write"),
         (["--like", "glm-5", "--layers", "0"], "--layers must be 1 or more; got 0"),
         (["--like", "glm-5", "--dense-layers", "-1"], "--dense-layers must be 0 or more; got -1"),
+        (["--like", "glm-5", "--vocab-size", "2", "--check"], "--vocab-size must be 3 or more"),
+        (["--check", "--device", "gpu"], "--device must be cpu, cuda or cuda:N; got gpu"),
+        (["--check", "--device", "meta"], "--device must be cpu, cuda or cuda:N; got meta"),
+        (["--check", "--device", "cuda"], "--device must be here; got cuda, and there are 0 GPUs"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path, arguments, text, capsys):
+def test_wrong_arguments_are_refused(tmp_path, arguments, text, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit) as stopped:
         models.main([*arguments, "--output", str(tmp_path)])
     assert stopped.value.code == 2 and text in capsys.readouterr().err

