@@ -89,6 +89,8 @@ class ModelConfig:
             raw = json.loads(path.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} must be JSON: {error}") from None
+        if not isinstance(raw, dict):
+            raise ValueError(f"{path} must be a JSON object; got a {type(raw).__name__}")
         try:
             return ModelConfig.from_dict(raw)
         except ValueError as error:

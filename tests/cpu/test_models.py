@@ -124,7 +124,7 @@ def test_a_result_file_has_what_makes_it_again(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("content", "text"),
-    [(b"[1]", "must have a vocab_size"), (b"{", "must be JSON: "), (b"\xff", "must be JSON: "), (b"{}", "a vocab_size")],
+    [(b"[1]", "a vocab_size"), (b"{", "must be JSON: "), (b"\xff", "must be JSON: "), (b"{}", "a vocab_size")],
 )
 def test_a_config_that_is_none_is_named(tmp_path, content, text):
     (tmp_path / "config.json").write_bytes(content)
