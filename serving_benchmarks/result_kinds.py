@@ -82,9 +82,21 @@ def _times(value: Any) -> bool:
 
 
 def _timing(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        _positive(value.get(name)) for name in ("fastest", "median", "lower_quartile", "upper_quartile")
+    return (
+        isinstance(value, dict)
+        and all(_positive(value.get(name)) for name in ("fastest", "median", "lower_quartile", "upper_quartile"))
+        and _count(value.get("turns"))
     )
+
+
+def _turns(value: Any) -> bool:
+    """What each turn took."""
+    return isinstance(value, list) and all(map(_positive, value))
+
+
+def _rounds(value: Any) -> bool:
+    """The turns of what has a spread."""
+    return _turns(value) and len(value) > 1
 
 
 def _timings(value: Any) -> bool:
@@ -144,15 +156,23 @@ FIELDS: dict[str, dict[str, Check]] = {
         "case.kv_cache": _text,
         "seconds": _timings,
     },
-    "throughput": {**_RUN, "seconds": _timing, "output_tokens_per_second": _positive, **_REQUESTS},
+    "throughput": {
+        **_RUN,
+        "seconds": _timing,
+        "rounds_s": _rounds,
+        "output_tokens_per_second": _positive,
+        "requests.round": lambda value: isinstance(value, list),
+        **_REQUESTS,
+    },
     "serve": {**_RUN, "elapsed_time": _positive, "output_tokens_per_second": _positive, **_REQUESTS},
     "vllm_backends": {
         "candidate": _text,
         "backend": _text,
         "workload": _text,
         "prefill_s": _positive,
-        "prefills_s": _times,
+        "prefills_s": _turns,
         "decode_ms_a_step": lambda value: value is None or _timing(value),
+        "decode_ms_a_step_by_turn": _turns,
         "finite": lambda value: isinstance(value, bool),
         "logprobs_looked_at": _count,
     },

@@ -82,9 +82,9 @@ def name_of(result: dict[str, Any]) -> str:
     return f"{result['backend']}, {asked(result['case'])}"
 
 
-def interleaved(report: dict[str, Any]) -> bool:
+def interleaved(environment: dict[str, Any]) -> bool:
     """Whether the backends of a file took turns, round by round. Older files don't say: theirs did not."""
-    return bool((report["environment"].get("settings") or {}).get("interleaved"))
+    return bool((environment.get("settings") or {}).get("interleaved"))
 
 
 def over_first(first: dict[str, Any], result: dict[str, Any]) -> dict[str, float]:

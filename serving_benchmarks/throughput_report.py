@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from serving_benchmarks import kernel_times, result_file, result_kinds, runs
+from serving_benchmarks.timing import Timing
 
 NAMES_SHOWN = 8
 """Kernels of each profile."""
@@ -121,12 +122,12 @@ def _backends(reports: tuple[dict[str, Any], ...]) -> tuple[str, str]:
 
 
 def _ratio(report: dict[str, Any], theirs: dict[str, Any], mine: dict[str, Any]) -> str:
-    return runs.ratio(theirs, mine, runs.over_first(theirs, mine) if runs.interleaved(report) else None)
+    return runs.ratio(theirs, mine, runs.over_first(theirs, mine) if runs.interleaved(report["environment"]) else None)
 
 
 def _speed(entry: dict[str, Any]) -> str:
-    seconds, tokens = entry["seconds"], entry["total_output_tokens"]
-    low, high = tokens / seconds["upper_quartile"], tokens / seconds["lower_quartile"]
+    seconds, tokens = Timing.of(entry["rounds_s"]), entry["total_output_tokens"]
+    low, high = tokens / seconds.upper_quartile, tokens / seconds.lower_quartile
     return f"{entry['output_tokens_per_second']:.0f} ({low:.0f} to {high:.0f})"
 
 
@@ -166,7 +167,7 @@ def _where(reports: tuple[dict[str, Any], ...], latencies: str) -> str:
         f"commit{'s' if len(commits) > 1 else ''} {' and '.join(commits)}",
     ]
     turns = {entry["seconds"]["turns"] for report in reports for entry in _ran(report)}
-    count = sum(map(runs.interleaved, reports))
+    count = sum(map(runs.interleaved, about))
     of = "" if count == len(reports) else f" in {count} of {len(reports)} files"
     paired = f"; backends took turns{of}, ratios (lowest to highest) are of rounds of the same number" if count else ""
     rounds = " or ".join(map(str, sorted(turns)))

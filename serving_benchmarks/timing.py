@@ -18,7 +18,8 @@ class Timing:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Timing":
-        lower, median, upper = statistics.quantiles(samples, n=4)
+        # of few turns, other quartiles lie outside of what was measured
+        lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(min(samples), median, lower, upper, len(samples))
 
     def as_dict(self) -> dict[str, float]:

@@ -7,6 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from serving_benchmarks.timing import Timing
+
 ROOT = Path(__file__).parent.parent
 COMMITTED = {
     name: ROOT / "results" / f"{name}.json"
@@ -76,7 +78,8 @@ def throughput(
         for (input_len, output_len), load in itertools.product(lengths, loads):
             rounds = [SPEED[backend] * (40 / load + 2) * rng.uniform(0.98, 1.02) for _ in range(3)]
             requests = _requests(rng, 192, load, SPEED[backend])
-            lower, median, upper = statistics.quantiles(rounds, n=4)
+            seconds = Timing.of(rounds).as_dict()
+            median = seconds["median"]
             results.append(
                 {
                     "engine": "embedded" if backend == "embedded" else "vllm",
@@ -101,15 +104,9 @@ def throughput(
                     "tokens_per_second": 64 * (input_len + output_len) / median,
                     "total_output_tokens": 64 * output_len,
                     "output_tokens_per_second": 64 * output_len / median,
-                    "seconds": {
-                        "fastest": min(rounds),
-                        "median": median,
-                        "lower_quartile": lower,
-                        "upper_quartile": upper,
-                        "turns": 3,
-                    },
+                    "seconds": seconds,
                     "rounds_s": rounds,
-                    "requests": requests,
+                    "requests": {"round": [i for i in range(3) for _ in range(64)], **requests},
                     "latency": _latency(requests),
                     "preemptions": 0,
                 }
