@@ -5,29 +5,40 @@
 Where a peer was measured in the same process, ours is compared as a share of the peer's time, as one machine is up to
 a tenth faster than the next one of its kind; the peer is the fastest one that both files have in the same version.
 Everything else is compared as it is. A change counts where the spread of one file ends before that of the other one
-begins: the quartiles of the turns, or for percentiles of requests their 95 % confidence intervals.
+begins. It is that of turns or rounds, as the requests of one round have its luck in common: their quartiles, or of
+fewer than twelve turns more than those. Where there was one round, percentiles of its requests have 95 % confidence
+intervals, and what else was measured once is never sure.
 
 The exit status is 0 if nothing got slower by more than the limit, 1 if something did or no longer runs, and 2 if the
 files can't be compared.
 """
 
 import argparse
+import itertools
 import math
 import re
+import statistics
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from serving_benchmarks import kernel_report, runs
+from serving_benchmarks import kernel_report, latency, runs
 from serving_benchmarks.result_kinds import NotUnderstood, ResultFile, load
+from serving_benchmarks.timing import Timing
 
-CONFIDENCE = 1.96
-"""Standard deviations on either side: 95 %."""
+CONFIDENCE = 0.95
+"""Of percentiles of the requests of one round."""
+ENOUGH_TURNS = 12
+"""For their quartiles to be the spread."""
+REACH = {2: 12, 3: 4, 4: 3, 5: 3}
+"""How many times as far as the quartiles of so few turns the spread reaches from their median; with more than these,
+but not enough, twice as far. Two spreads of turns of one normal distribution then lie apart in 3 % of cases at most."""
 SHOULD_BE_EQUAL = (
     "cpu.model",
     "cpu.cores",
@@ -58,27 +69,59 @@ class Span:
     value: float
     low: float
     high: float
+    rounds: tuple[float, ...] = ()
+    """What each round gave, if others were timed in the same rounds."""
 
     @classmethod
     def of_timing(cls, timing: dict[str, float]) -> "Span":
-        return cls(timing["median"], timing["lower_quartile"], timing["upper_quartile"])
+        """The quartiles of turns, or more where there are few."""
+        turns, median = timing["turns"], timing["median"]
+        reach = 1 if turns >= ENOUGH_TURNS else REACH.get(turns, 2)
+        low, high = (  # as ratios: no time is below 0
+            median * (timing[quartile] / median) ** reach for quartile in ("lower_quartile", "upper_quartile")
+        )
+        return cls(median, low, high)
+
+    @classmethod
+    def of_rounds(cls, values: Sequence[float], in_turn: bool) -> "Span":
+        """Of what rounds gave. `in_turn`: others were timed in the same ones, of which it can be a share."""
+        if len(values) == 1 or not min(values):
+            return cls.once(statistics.median(values))
+        return replace(cls.of_timing(Timing.of(values).as_dict()), rounds=tuple(values) if in_turn else ())
+
+    @classmethod
+    def once(cls, value: float) -> "Span":
+        """What was measured once may have any spread."""
+        return cls(value, 0.0, math.inf)
 
     @classmethod
     def of_percentile(cls, samples: Sequence[float], share: float) -> "Span":
-        """A percentile of samples, with the ranks that it may have had in others of their kind."""
+        """A percentile of independent samples, between the ranks that hold it with CONFIDENCE, of whatever distribution
+        they are. A bound whose rank no sample has is not known."""
         ordered, count = sorted(samples), len(samples)
-        spread = CONFIDENCE * math.sqrt(count * share * (1 - share))
-
-        def at(rank: float) -> float:
-            return ordered[min(max(round(rank), 0), count - 1)]
-
-        centre = share * (count - 1)
-        return cls(at(centre), at(math.floor(centre - spread)), at(math.ceil(centre + spread)))
+        logs = math.log(share), math.log(1 - share)
+        below = list(  # how likely so many samples or fewer are at or below the percentile
+            itertools.accumulate(
+                math.exp(_log_ways(count, k) + k * logs[0] + (count - k) * logs[1]) for k in range(count)
+            )
+        )
+        low = bisect_right(below, (1 - CONFIDENCE) / 2)
+        high = bisect_left(below, (1 + CONFIDENCE) / 2)
+        value = latency.percentile(ordered, share * 100)  # of one or two samples it may lie below the rank
+        return cls(value, min(value, ordered[low - 1]) if low else 0.0, ordered[high] if high < count else math.inf)
 
     def over(self, other: "Span") -> "Span":
-        """The share of another span, with the widest spread that both allow."""
+        """The share of another span: of the rounds of both in pairs, or with the widest spread that both allow."""
+        if self.rounds and len(self.rounds) == len(other.rounds):
+            shares = [its / others for its, others in zip(self.rounds, other.rounds, strict=True)]
+            return Span.of_rounds(shares, in_turn=False)
         high = self.high / other.low if other.low > 0 else math.inf
         return Span(self.value / other.value, self.low / other.high, high)
+
+
+def _log_ways(count: int, chosen: int) -> float:
+    """The logarithm of the ways to choose so many of a count; their number itself may be more than a float holds."""
+    return math.lgamma(count + 1) - math.lgamma(chosen + 1) - math.lgamma(count - chosen + 1)
 
 
 @dataclass(frozen=True)
@@ -107,6 +150,8 @@ class Change:
     """The new time over the old one, both as shares where there are shares."""
     sure: bool
     """The spreads don't overlap."""
+    too_few: bool
+    """Too little was measured for a spread."""
 
     def beyond(self, limit: float) -> bool:
         return self.times > 1 + limit
@@ -218,7 +263,8 @@ def _index_ops(file: ResultFile) -> Found:
 
 
 def _throughput(file: ResultFile) -> Found:
-    yield from _runs(file, lambda result: {"all requests": Span.of_timing(result["seconds"])}, (0.5,))
+    in_turn = runs.interleaved(file.environment)
+    yield from _runs(file, lambda result: {"all requests": Span.of_rounds(result["rounds_s"], in_turn)}, (0.5,))
 
 
 def _serve(file: ResultFile) -> Found:
@@ -226,8 +272,7 @@ def _serve(file: ResultFile) -> Found:
         """The server's own speed, where requests did not come at a rate of their own."""
         if result["case"].get("request_rate") is not None:
             return {}
-        seconds = 1 / result["output_tokens_per_second"]
-        return {"an output token of all requests": Span(seconds, seconds, seconds)}
+        return {"an output token of all requests": Span.once(1 / result["output_tokens_per_second"])}
 
     yield from _runs(file, whole, (0.5, 0.99))
 
@@ -235,13 +280,13 @@ def _serve(file: ResultFile) -> Found:
 def _runs(file: ResultFile, whole: Callable[[dict[str, Any]], dict[str, Span]], shares: Sequence[float]) -> Found:
     """Each backend's times; of the others with the same case as yardsticks, where one of ours is there."""
     timed: dict[tuple[str, str], dict[str, tuple[str, Span]]] = {}
-    version = (file.environment.get("vllm") or {}).get("version")
+    version, in_turn = (file.environment.get("vllm") or {}).get("version"), runs.interleaved(file.environment)
     for result in file.succeeded:
         spans = whole(result)
         for name, title in runs.LATENCIES.items():
-            samples = [value for value in result["requests"][name] if value is not None]
-            for share in shares if samples else ():
-                spans[f"{title}, p{share * 100:.0f}"] = Span.of_percentile(samples, share)
+            rounds = _by_round(result["requests"], name)
+            for share in shares if rounds else ():
+                spans[f"{title}, p{share * 100:.0f}"] = _percentile(rounds, share, in_turn)
         for what, span in spans.items():
             if span.value > 0:
                 timed.setdefault((runs.asked(result["case"]), what), {})[result["backend"]] = (
@@ -258,17 +303,32 @@ def _runs(file: ResultFile, whole: Callable[[dict[str, Any]], dict[str, Span]], 
                 yield name, what, Measurement(span)
 
 
+def _by_round(requests: dict[str, list[Any]], name: str) -> list[list[float]]:
+    """The latencies that are known of requests, a list for each round."""
+    found: dict[int, list[float]] = {}
+    for number, value in zip(requests.get("round") or [0] * len(requests[name]), requests[name], strict=True):
+        if value is not None:
+            found.setdefault(number, []).append(value)
+    return list(found.values())
+
+
+def _percentile(rounds: list[list[float]], share: float, in_turn: bool) -> Span:
+    if len(rounds) == 1:
+        return Span.of_percentile(rounds[0], share)
+    return Span.of_rounds([latency.percentile(samples, share * 100) for samples in rounds], in_turn)
+
+
 def _vllm_backends(file: ResultFile) -> Found:
-    """Ours, beside the others with the same workload; all, where none is ours."""
+    """Ours, beside the others with the same workload; all, where none is ours. They took turns."""
     settings, version = file.environment.get("settings") or {}, (file.environment.get("vllm") or {}).get("version")
     timed: dict[tuple[str, str], list[tuple[Result, Span]]] = {}
     for result in file.succeeded:
-        workload, turns = result["workload"], result["prefills_s"]
-        prefill = Span(result["prefill_s"], min(turns), max(turns))
-        timed.setdefault((workload, "prefill of all"), []).append((result, prefill))
-        if step := result["decode_ms_a_step"]:
-            span = Span.of_timing({name: value / 1e3 for name, value in step.items()})
-            timed.setdefault((workload, "a decode step"), []).append((result, span))
+        turns = {"prefill of all": result["prefills_s"]}
+        turns["a decode step"] = [value / 1e3 for value in result["decode_ms_a_step_by_turn"]]
+        for what, seconds in turns.items():
+            if seconds:
+                span = Span.of_rounds(seconds, in_turn=True)
+                timed.setdefault((result["workload"], what), []).append((result, span))
     for (_, what), spans in timed.items():
         others = {
             (result["candidate"], version): span for result, span in spans if result["backend"] not in runs.OUR_BACKENDS
@@ -301,9 +361,9 @@ def _change(key: tuple[str, str], old: Measurement, new: Measurement) -> Change:
     if yardstick is not None:
         before, after = before.over(old.yardsticks[yardstick]), after.over(new.yardsticks[yardstick])
         shares = before.value, after.value
-    sure = after.low > before.high or after.high < before.low
+    sure, too_few = after.low > before.high or after.high < before.low, math.inf in (before.high, after.high)
     seconds, name = (old.span.value, new.span.value), yardstick and yardstick[0]
-    return Change(*key, seconds, shares, name, after.value / before.value, sure)
+    return Change(*key, seconds, shares, name, after.value / before.value, sure, too_few)
 
 
 def _no_longer(ran: Iterable[str], new: ResultFile) -> list[tuple[str, str]]:
@@ -390,7 +450,9 @@ def verdict(change: Change, limit: float) -> str | None:
         if change.times < 1:
             return "faster"
         return "slower" if change.beyond(limit) else "slower, within the limit"
-    return "not sure: beyond the limit, within the spread" if change.beyond(limit) else None
+    if not change.beyond(limit):
+        return None
+    return f"not sure: beyond the limit, {'too few measured' if change.too_few else 'within the spread'}"
 
 
 def show(comparison: Comparison, limit: float, console: Console) -> None:
@@ -422,10 +484,21 @@ def show(comparison: Comparison, limit: float, console: Console) -> None:
 
 
 def _limit(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    """A share, from a percentage; a number without a sign from 1 up can't be meant as a share."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
     if not found:
-        raise argparse.ArgumentTypeError(f"a percentage such as 5%, not {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a percentage from 0 up, such as 5%; got {text!r}")
+    if not found[2] and 0 < float(found[1]) < 1:
+        raise argparse.ArgumentTypeError(f"must say what it is, {float(found[1]) * 100:g}% or {text}%; got {text!r}")
     return float(found[1]) / 100
+
+
+def _with_its_limit(words: Sequence[str]) -> Iterator[str]:
+    """The same words, --limit and a negative percentage as one: argparse takes such a percentage for an option."""
+    rest = iter(words)
+    for word in rest:
+        value = next(rest, None) if word == "--limit" else None
+        yield from [f"--limit={value}"] if value and re.match(r"-[\d.]", value) else filter(None, (word, value))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -443,7 +516,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="PERCENT",
         help="how much longer something may take; default: 5%%",
     )
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(list(_with_its_limit(sys.argv[1:] if arguments is None else arguments)))
     try:
         comparison = compare(load(options.old), load(options.new))
     except NotUnderstood as error:

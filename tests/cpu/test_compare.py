@@ -1,6 +1,10 @@
 """Comparing two result files finds what got slower, and nothing else."""
 
 import copy
+import itertools
+import json
+import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +23,7 @@ UNTIMED = {"vllm_0.23_recall": "recall", "kernel_counters": "kernel_counters"}
 """Files without times to compare, and what they are of."""
 FILES = {name: report for name, report in ALL.items() if name not in UNTIMED}
 OURS = {"SPARSE_MLA", "embedded"}
+TIMES = ("fastest", "median", "lower_quartile", "upper_quartile")
 
 
 def file(report: dict, name: str = "x") -> ResultFile:
@@ -31,14 +36,16 @@ def slow_down(entry: dict, times: float) -> None:
     """Makes ours take so many times as long in one entry of any kind."""
     seconds = entry.get("seconds", {})
     for timing in [seconds] if "median" in seconds else [v for k, v in seconds.items() if k in ("ours", "plan")]:
-        for name in ("fastest", "median", "lower_quartile", "upper_quartile"):
+        for name in TIMES:
             timing[name] *= times
+    if "rounds_s" in entry:
+        entry["rounds_s"] = [value * times for value in entry["rounds_s"]]
     for name in ("ttft_s", "tpot_s", "e2e_s") if "requests" in entry else ():
         entry["requests"][name] = [value and value * times for value in entry["requests"][name]]
     if "prefills_s" in entry:
         entry["prefill_s"] *= times
         entry["prefills_s"] = [value * times for value in entry["prefills_s"]]
-        entry["decode_ms_a_step"] = {name: value * times for name, value in entry["decode_ms_a_step"].items()}
+        entry["decode_ms_a_step_by_turn"] = [value * times for value in entry["decode_ms_a_step_by_turn"]]
     if "output_tokens_per_second" in entry:
         entry["output_tokens_per_second"] /= times
 
@@ -71,10 +78,10 @@ def test_what_got_slower_is_found_and_nothing_else(data):
     name = data.draw(st.sampled_from(sorted(FILES)))
     old, new = FILES[name], copy.deepcopy(FILES[name])
     number = data.draw(st.sampled_from(ours(old)))
-    slow_down(new["results"][number], 4.0)
+    slow_down(new["results"][number], 100.0)  # more than the spread of four turns that differ threefold
     one_entry = {**old, "results": [entry for i, entry in enumerate(old["results"]) if i in (number, *not_ours(old))]}
     expected = {case for case, _ in compare.measurements(file(one_entry))}
-    for before, after, times in ((old, new, 4.0), (new, old, 0.25)):
+    for before, after, times in ((old, new, 100.0), (new, old, 0.01)):
         found = compare.compare(file(before), file(after))
         changed = [change for change in found.changes if change.times != 1]
         assert {change.case for change in changed} == expected
@@ -123,7 +130,8 @@ def test_our_portable_kernel_is_no_peer_to_be_held_to():
 def test_the_limit_decides_the_exit_status(times, limit, status, text, tmp_path, capsys):
     new = copy.deepcopy(FILES["sweep"])
     entry = new["results"][30]
-    entry["seconds"]["ours"] = {name: value * times for name, value in entry["seconds"]["ours"].items()}
+    for name in TIMES:
+        entry["seconds"]["ours"][name] *= times
     found, out, _ = run(tmp_path, FILES["sweep"], new, "--limit", limit, capsys=capsys)
     assert found == status and out.rstrip().endswith(text)
     assert f"{entry['case']['batch']}, h {entry['case']['heads']}" in out and f"{times - 1:+.1%}" in out
@@ -137,6 +145,107 @@ def test_a_change_within_the_spread_is_no_failure_but_is_told(tmp_path, capsys):
     new["results"][0]["seconds"]["ours"]["median"] *= 1.4
     status, out, _ = run(tmp_path, old, new, capsys=capsys)
     assert status == 0 and "1 not sure: beyond the limit, within the spread" in out
+
+
+def part(report: dict, rounds: tuple[int, ...]) -> dict:
+    """A file of throughput as if only these rounds had been measured."""
+    found = copy.deepcopy(report)
+    for entry in found["results"]:
+        requests = entry["requests"]
+        kept = [place for place, number in enumerate(requests["round"]) if number in rounds]
+        entry["requests"] = {name: [values[place] for place in kept] for name, values in requests.items()}
+        entry["rounds_s"] = [entry["rounds_s"][number] for number in rounds]
+    return found
+
+
+@pytest.mark.parametrize("name", ["throughput_h16", "throughput_h128"])
+def test_one_half_of_the_rounds_of_a_file_is_not_slower_than_the_other(name):
+    report = json.loads((result_examples.ROOT / "results" / f"{name}.json").read_text())
+    alone = {**report, "results": [entry for entry in report["results"] if entry["backend"] in OURS]}
+    for halves in ((0, 1, 2), (3, 4, 5)), ((0, 2, 4), (1, 3, 5)):
+        for one, other in (halves, halves[::-1]):
+            found = compare.compare(file(part(report, one)), file(part(report, other)))
+            assert len(found.changes) == 24 and all(change.yardstick for change in found.changes)
+            assert not found.slower(0.05)
+            assert not compare.compare(file(part(alone, one)), file(part(alone, other))).slower(0.05)
+    splits = [(one, tuple(set(range(6)) - set(one))) for one in itertools.combinations(range(6), 3)]
+    slower = [len(compare.compare(*(file(part(report, half)) for half in pair)).slower(0.05)) for pair in splits]
+    assert sum(slower) <= 0.02 * 24 * len(splits)
+
+
+def run_of(rng: random.Random, rounds: int, requests: int, seconds: float = 1.0) -> dict:
+    """A file of throughput, or if it is one round of serve: rounds spread by 3 %, their requests with them."""
+    if rounds == 1:
+        report = result_examples.serve(backends=("SPARSE_MLA",), rates=(None,))
+    else:
+        report = result_examples.throughput(backends=("SPARSE_MLA",), loads=(16,))
+    (entry,) = report["results"]
+    luck = [seconds * rng.gauss(1, 0.03) for _ in range(rounds)]
+    entry["rounds_s"] = [10 * times for times in luck]
+    entry["output_tokens_per_second"] = 100 / luck[0]
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        entry["requests"][name] = [
+            (times if rounds > 1 else seconds) * rng.lognormvariate(0, 0.2) for times in luck for _ in range(requests)
+        ]
+    entry["requests"]["round"] = [number for number in range(rounds) for _ in range(requests)]
+    return report
+
+
+@pytest.mark.parametrize("requests", [16, 32, 96, 256])
+@pytest.mark.parametrize("rounds", [1, 3, 6])
+def test_what_is_the_same_is_rarely_found_to_differ(rounds, requests):
+    rng = random.Random(f"{rounds} {requests}")
+    changes = [
+        change
+        for _ in range(100)
+        for change in compare.compare(*(file(run_of(rng, rounds, requests)) for _ in range(2))).changes
+    ]
+    assert sum(change.sure for change in changes) <= 0.05 * len(changes)
+    assert sum(change.sure and change.beyond(0.05) for change in changes) <= 0.02 * len(changes)
+
+
+@pytest.mark.parametrize("rounds", [2, 3, 4, 5, 6, 9, 11, 12, 15])
+def test_rounds_of_one_kind_are_rarely_found_to_differ(rounds):
+    rng = random.Random(rounds)
+    spans = [compare.Span.of_rounds([rng.gauss(1, 0.1) for _ in range(rounds)], False) for _ in range(4000)]
+    pairs = zip(spans[::2], spans[1::2], strict=True)
+    assert sum(one.low > other.high or other.low > one.high for one, other in pairs) <= 0.035 * 2000
+
+
+@pytest.mark.parametrize("requests", [16, 96, 256])
+def test_what_takes_an_eighth_longer_is_found(requests):
+    rng = random.Random(requests)
+    found = [
+        {change.what for change in compare.compare(*map(file, pair)).slower(0.05)}
+        for pair in ((run_of(rng, 6, requests), run_of(rng, 6, requests, 1.12)) for _ in range(40))
+    ]
+    assert sum("all requests" in slower for slower in found) >= 34
+    assert requests < 256 or sum("later token, p50" in slower for slower in found) >= 30
+
+
+def test_what_was_measured_once_is_never_sure(tmp_path, capsys):
+    old = result_examples.serve(backends=("SPARSE_MLA",), rates=(None,))
+    new = copy.deepcopy(old)
+    new["results"][0]["output_tokens_per_second"] /= 3
+    status, out, _ = run(tmp_path, old, new, capsys=capsys)
+    assert status == 0 and "1 not sure: beyond the limit, too few measured" in out and "+200.0%" in out
+
+
+@given(st.lists(st.floats(0.5, 2), min_size=3, max_size=8))
+def test_a_machine_that_slows_down_between_rounds_changes_no_share(slow):
+    """Of backends that took turns."""
+    report = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(1,))
+    report["environment"]["settings"] = {"interleaved": True}
+    for entry in report["results"]:
+        entry["rounds_s"] = [5.0 + i % 3 for i in range(len(slow))]
+    slowed = copy.deepcopy(report)
+    for entry in slowed["results"]:
+        entry["rounds_s"] = [a * b for a, b in zip(entry["rounds_s"], slow, strict=True)]
+    (plain, change) = (
+        {change.what: change for change in compare.compare(file(report), file(other)).changes}["all requests"]
+        for other in (report, slowed)
+    )
+    assert change.times == pytest.approx(plain.times) and change.shares == pytest.approx(plain.shares)
 
 
 def test_cases_of_one_file_only_are_named(tmp_path, capsys):
@@ -249,12 +358,35 @@ def test_backends_of_others_are_compared_where_none_is_ours():
     assert found.changes and all(change.yardstick is None for change in found.changes)
 
 
-def test_the_spread_of_a_percentile_holds_it_and_narrows_with_more_samples():
+def test_the_spread_of_a_percentile_narrows_with_more_samples():
     few, many = (compare.Span.of_percentile([i / n for i in range(n)], 0.5) for n in (20, 20000))
     assert few.low < few.value < few.high and many.low < many.value < many.high
     assert many.high - many.low < (few.high - few.low) / 10
-    alone = compare.Span.of_percentile([3.0], 0.99)
-    assert (alone.low, alone.value, alone.high) == (3.0, 3.0, 3.0)
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=1, max_size=500), st.sampled_from([0.5, 0.9, 0.99]))
+def test_a_percentile_lies_in_its_spread_whose_ends_were_measured_or_are_not_known(samples, share):
+    span = compare.Span.of_percentile(samples, share)
+    assert span.low <= span.value <= span.high
+    assert {span.low, span.high} <= {0.0, *samples, math.inf} or (len(samples) < 3 and span.low == span.value)
+    if share ** len(samples) > 0.025:  # all samples may well be below it
+        assert span.high == math.inf
+
+
+@pytest.mark.parametrize(("requests", "share"), [(n, p) for n in (16, 32, 96, 256) for p in (0.5, 0.99)])
+def test_the_spread_of_a_percentile_holds_the_true_one(requests, share):
+    rng = random.Random(requests)
+    spans = [compare.Span.of_percentile([rng.random() for _ in range(requests)], share) for _ in range(400)]
+    assert sum(span.low <= share <= span.high for span in spans) >= 0.93 * len(spans)
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=1, max_size=30), st.floats(0.1, 10))
+def test_the_spread_of_rounds_holds_their_median_and_grows_with_them(rounds, times):
+    span, longer = (compare.Span.of_rounds([value * by for value in rounds], False) for by in (1, times))
+    assert 0 <= span.low <= span.value <= span.high
+    assert (longer.low, longer.value, longer.high) == pytest.approx(
+        [v * times for v in (span.low, span.value, span.high)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -310,10 +442,26 @@ def test_files_that_cannot_be_compared_are_explained(tmp_path, capsys):
     assert status == 2 and "have no case in common" in err
 
 
-def test_a_wrong_limit_is_explained(capsys):
+@pytest.mark.parametrize(
+    ("limit", "told"),
+    [
+        (["0.05"], "--limit: must say what it is, 5% or 0.05%; got '0.05'"),
+        (["-5%"], "--limit: must be a percentage from 0 up, such as 5%; got '-5%'"),
+        (["-5"], "--limit: must be a percentage from 0 up, such as 5%; got '-5'"),
+        (["five"], "--limit: must be a percentage from 0 up, such as 5%; got 'five'"),
+        ([], "--limit: expected one argument"),
+    ],
+)
+def test_a_wrong_limit_is_explained(limit, told, capsys):
     with pytest.raises(SystemExit) as stopped:
-        compare.main(["a", "b", "--limit", "0.05"])
-    assert stopped.value.code == 2 and "a percentage such as 5%, not '0.05'" in capsys.readouterr().err
+        compare.main(["a", "b", "--limit", *limit])
+    assert stopped.value.code == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "said"), [("5", "5%"), ("2.5", "2.5%"), ("0", "0%"), ("0.5%", "0.5%")])
+def test_a_limit_needs_no_sign_where_it_can_only_be_a_percentage(limit, said, tmp_path, capsys):
+    _, out, _ = run(tmp_path, FILES["kernels"], FILES["kernels"], "--limit", limit, capsys=capsys)
+    assert f"limit {said}: nothing" in out
 
 
 def test_it_runs_as_a_program():
