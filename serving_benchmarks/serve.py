@@ -124,8 +124,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more; got {getattr(options, name)}")
     for name in ("burstiness", "ttft_limit", "tpot_limit", "ready_seconds"):
-        if getattr(options, name) is not None and getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be more than 0; got {getattr(options, name)}")
+        if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be a number above 0; got {getattr(options, name)}")
     if options.warmup < 0:
         parser.error(f"--warmup must be 0 or more; got {options.warmup}")
     if not 0 <= options.shared_prefix < options.input_len:
