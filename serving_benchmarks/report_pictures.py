@@ -191,7 +191,7 @@ def roofline(file: ResultFile) -> Figure:
                 [rate * low / 1e12, rate * turn / 1e12],
                 color="0.4",
                 linestyle=dashes,
-                label=f"{name}, {rate / 1e12:g} TB/s" + (f" ({fmt})" if name == "L2" else ""),
+                label=f"{name}, {rate / 1e12:g} TB/s ({fmt if name == 'L2' else 'FP8 rows'})",
             )
         most = ceilings.MATH_FLOPS
         handles += panel.plot(
@@ -333,7 +333,7 @@ def time_over_heads(file: ResultFile) -> Figure | None:
     floor_style, beside_style = {"linestyle": ":"}, {"marker": "x", "linestyle": "--", "linewidth": 0.8}
     handles = [
         of_any_color(marker="o", markersize=4, label="mla-backend"),
-        of_any_color(label="the hardware's floor", **floor_style),
+        of_any_color(label="floor (memory: rate of FP8 rows)", **floor_style),
     ]
     if any(r["best_peer"] for found in lines.values() for results in found.values() for r in results):
         handles.append(of_any_color(label="best peer", **beside_style))
@@ -589,6 +589,7 @@ def _latency_shares(file: ResultFile, name: str, results: list[Result], styles: 
     places = iter(panels)
     for number, (load, its_results) in enumerate(loads.items(), 1):
         for (latency, what), panel in zip(runs.LATENCIES.items(), places, strict=False):
+            unit, size = ("seconds", 1) if latency == "e2e_s" else ("ms", 1e-3)
             for result in its_results:
                 values = sorted(value for value in known(result["requests"][latency]) if value > 0)
                 if not values:
@@ -596,7 +597,7 @@ def _latency_shares(file: ResultFile, name: str, results: list[Result], styles: 
                 shares = [(place + 1) / len(values) for place in range(len(values))]
                 style = {**styles[result["backend"]], "marker": ""}
                 # begins at 0, with the fastest request
-                x, y = [values[0], *values], [0, *shares]
+                x, y = [value / size for value in (values[0], *values)], [0, *shares]
                 handles += panel.step(x, y, where="post", label=result["backend"], **style)
             panel.set(xscale="log", ylim=(0, 1.02))
             panel.grid(alpha=0.25, which="both")
@@ -604,7 +605,7 @@ def _latency_shares(file: ResultFile, name: str, results: list[Result], styles: 
             panel.set_title(f"{what}, {load}", fontsize=9)
             panel.set_yticks([0, 0.5, 0.9, 1], ["0", "50 %", "90 %", "100 %"], fontsize=8)
             if number == len(loads):
-                panel.set_xlabel("seconds")
+                panel.set_xlabel(unit)
     legend_below(figure, handles)
     return figure
 
@@ -628,8 +629,8 @@ def _few_ticks(panel: Axes) -> None:
     """As many numbers as fit below a narrow panel with a logarithmic scale."""
     low, high = panel.get_xlim()
     wide = math.log10(high / low)
-    subs = (1, 1.5, 2, 3, 5, 7) if wide < 0.7 else (1, 2, 5) if wide < 1.7 else (1,)
-    panel.xaxis.set_major_locator(MaxNLocator(4) if wide < 0.4 else LogLocator(subs=subs))
+    subs = (1, 1.5, 2, 3, 4, 5, 7) if wide < 1 else (1, 2, 5) if wide < 2.5 else (1,)
+    panel.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]) if wide < 0.4 else LogLocator(subs=subs))
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.xaxis.set_minor_formatter(NullFormatter())
     panel.tick_params(axis="x", labelsize=8)

@@ -50,12 +50,12 @@ def load(case: dict[str, Any]) -> str:
     """How many requests came when."""
     rate, concurrency = (case.get(name) for name in _LOAD)
     parts = [f"{rate:g} a second"] if rate is not None else []
-    parts += [f"{concurrency} at once"] if concurrency is not None else []
+    parts += [f"{concurrency} in flight"] if concurrency is not None else []
     return ", ".join(parts) or "all at once"
 
 
 def short_load(case: dict[str, Any]) -> str:
-    """The same where there is little room: 4/s, or 16 (at once)."""
+    """The same where there is little room: 4/s, or 16 (in flight)."""
     rate, concurrency = (case.get(name) for name in _LOAD)
     parts = [f"{rate:g}/s"] if rate is not None else []
     parts += [str(concurrency)] if concurrency is not None else []

@@ -269,7 +269,7 @@ def test_what_no_longer_runs_fails(tmp_path, capsys):
     new["results"][0] = result_examples.failed(new["results"][0], "out of memory")
     status, out, _ = run(tmp_path, old, new, capsys=capsys)
     assert status == 1
-    assert "no longer runs: SPARSE_MLA, 4096 + 64 tokens, fixed, 64 requests, fp8 cache, 1 at once: out" in out
+    assert "no longer runs: SPARSE_MLA, 4096 + 64 tokens, fixed, 64 requests, fp8 cache, 1 in flight: out" in out
     assert "only in" not in out
 
 
@@ -283,12 +283,12 @@ def test_each_workload_of_a_file_is_held_to_the_same_one(tmp_path, capsys):
     for i in (0, 2):  # what the old file doesn't have
         slow_down(new["results"][i], 9.0)
     status, out, _ = run(tmp_path, old, new, capsys=capsys)
-    only = "only in the new file: SPARSE_MLA, 4096 + 64 tokens, fixed, 64 requests, fp8 cache, 16 at once\n"
+    only = "only in the new file: SPARSE_MLA, 4096 + 64 tokens, fixed, 64 requests, fp8 cache, 16 in flight\n"
     assert status == 0 and only in out and "4 times compared, limit 5%: nothing changed" in out
     slow_down(new["results"][1], 4.0)
     found = compare.compare(file(old), file(new))
     assert {change.case for change in found.slower(0.05)} == {
-        "SPARSE_MLA, 512 + 512 tokens, fixed, 64 requests, fp8 cache, 16 at once"
+        "SPARSE_MLA, 512 + 512 tokens, fixed, 64 requests, fp8 cache, 16 in flight"
     }
     assert all(change.times == pytest.approx(4) and change.yardstick for change in found.changes)
 

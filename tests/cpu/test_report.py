@@ -192,7 +192,7 @@ def test_the_page_has_the_numbers_of_the_files(page):
 
 
 def test_what_could_not_be_measured_or_understood_is_on_the_page(page):
-    assert "SPARSE_MLA, 4096 + 64 tokens, fixed, 64 requests, fp8 cache, 1 at once: out of <memory>" in page.texts
+    assert "SPARSE_MLA, 4096 + 64 tokens, fixed, 64 requests, fp8 cache, 1 in flight: out of <memory>" in page.texts
     assert any("notes.json was not written by a benchmark" in text for text in page.texts)
     assert any("gone.json: No such file" in text for text in page.texts)
 
@@ -212,7 +212,7 @@ def test_in_markdown_it_says_the_same_with_its_pictures_beside_it(folder, page, 
     shown = re.findall(r"!\[.+?\]\((.+?)\)", markdown)
     assert len(shown) == 14 and {folder / "md" / name for name in shown} == set((folder / "md").glob("*.png"))
     assert {f'<a id="{link[1:]}"></a>' for link in page.links} <= set(markdown.splitlines())
-    assert "1 at once: out of \\<memory\\>" in markdown
+    assert "1 in flight: out of \\<memory\\>" in markdown
     assert "python -m serving_benchmarks.peers .peers" in markdown and "| driver | 580.159.04 |" in markdown
 
 
@@ -290,7 +290,7 @@ def test_latencies_are_shares_of_all_requests_that_have_them():
     for axes, name, count in ((first, "ttft_s", 200), (later, "tpot_s", 199)):
         x, y = lines(axes)[0]
         known = sorted(value for value in samples[name] if value is not None)
-        assert x[1:] == known and len(known) == count
+        assert x[1:] == pytest.approx([seconds * 1e3 for seconds in known]) and len(known) == count
         assert y[0] == 0 and y[-1] == 1 and y == sorted(y)
 
 
@@ -342,7 +342,9 @@ def test_each_workload_of_a_file_has_a_panel_and_a_picture_of_its_own():
         entries = [entry for entry in content["results"] if entry["case"]["input_len"] == tokens]
         ours = [entry for entry in entries if entry["backend"] == "SPARSE_MLA"]
         firsts = [lines(axes)[0][0][1:] for axes in figure.axes[::3]]
-        assert firsts == [sorted(entry["requests"]["ttft_s"]) for entry in ours], "a row for each load"
+        in_ms = [[seconds * 1e3 for seconds in sorted(entry["requests"]["ttft_s"])] for entry in ours]
+        assert firsts == [pytest.approx(of_a_load) for of_a_load in in_ms], "a row for each load"
+        assert [axes.get_xlabel() for axes in figure.axes[-3:]] == ["ms", "ms", "seconds"]
     section = report.section_of(file, "x")
     titles = [(picture.name, picture.title) for picture in section.pictures]
     assert titles[1:] == [(f"x_latency_{number}", f"Latencies: {name}") for number, name in enumerate(names, 1)]
