@@ -1,6 +1,7 @@
 """Processes of a benchmark's own: started, watched, and gone afterwards whatever happens."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,11 +15,12 @@ from serving_benchmarks import supervisor
 
 GRACE_SECONDS = 20.0
 """What a process gets to end by itself before it is killed with all that it has started."""
-SUPERVISOR_SECONDS = supervisor.KILL_SECONDS + 5
+SUPERVISOR_SECONDS = 2 * supervisor.KILL_SECONDS + 5
+"""What its two processes may take to kill the rest."""
 
 
 class Supervised:
-    """A command in a session of its own, below a supervisor that ends when this process does.
+    """A command below a supervisor that ends it, and all that it has started, when this process ends.
 
     Args:
         command: its words.
@@ -36,24 +38,28 @@ class Supervised:
         grace: float = GRACE_SECONDS,
     ):
         self.log, self.grace = log, grace
+        folder, file = os.path.split(supervisor.__file__)
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, supervisor.__file__, str(grace), *map(str, command)],
+                [sys.executable, file],
+                cwd=folder,  # so that its command line doesn't name this package
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,  # Ctrl-C in a terminal is for this process to pass on
             )
+        self.tell(json.dumps({"command": list(map(str, command)), "folder": os.getcwd(), "grace": grace}))
 
     def status(self) -> int | None:
         """The command's exit status, 128 and the signal's number if one killed it; None while it runs."""
-        return self._process.poll()
+        status = self._process.poll()
+        return None if status is None else supervisor.exit_status(status)
 
     def wait(self, seconds: float | None = None) -> int:
         """Until it has ended by itself; TimeoutError if it takes longer."""
         try:
-            return self._process.wait(seconds)
+            return supervisor.exit_status(self._process.wait(seconds))
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the process still runs after {seconds} s") from None
 
@@ -65,7 +71,7 @@ class Supervised:
     def stop(self) -> int:
         """Ends it with everything that it has started; its exit status."""
         self._process.stdin.close()
-        return self._process.wait(self.grace + SUPERVISOR_SECONDS)
+        return supervisor.exit_status(self._process.wait(self.grace + SUPERVISOR_SECONDS))
 
     def says(self) -> str:
         """All that it has printed."""

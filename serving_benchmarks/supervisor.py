@@ -1,28 +1,39 @@
 """Runs a command, and leaves nothing of it behind: not when it ends, not when whoever asked for it is killed.
 
-    python supervisor.py GRACE_SECONDS COMMAND...
+    python supervisor.py
 
-What comes on its standard input goes on to the command's. It goes on until the command ends, or that input does, which
-happens when the process at the other end stops or dies, of kill -9 too. Then the command gets SIGINT and GRACE_SECONDS
-to end by itself, and what is left of its descendants is killed, in whatever process groups and sessions they are. The
-exit status is the command's.
+The first line of its standard input is JSON: the `command`'s words, the `folder` that it runs in, and the `grace` that
+it gets, in seconds. What comes after it goes on to the command's standard input. It goes on until the command ends, or
+that input does, which happens when the process at the other end stops or dies, of kill -9 too. Then the command gets
+SIGINT and its grace to end by itself, and what is left of its descendants is killed, in whatever process groups and
+sessions they are. The exit status is the command's.
 
-`processes.py` starts it, by its path, so that nothing but the standard library is imported. Linux only.
+Either of two processes would do for that, and there are two because one may be killed itself: the supervisor has the
+command, and its parent, the watcher, only waits for it. If one of them is killed the other one kills what is below.
+They are in sessions of their own, so that no signal to a group reaches both. If both are killed at the same moment, the
+command's processes are left.
+
+`processes.py` starts it in this folder, by the file's name: whoever kills all processes whose command lines name this
+package, or the command, misses both. Nothing but the standard library is imported. Linux only.
 """
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_SECONDS = 30
 """How long killed processes may take to be gone: the kernel gives back a GPU's memory first."""
 KILL_AGAIN_SECONDS = 0.02
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the command."""
 
 
 def adopt_orphans() -> None:
@@ -62,17 +73,17 @@ def kill_descendants() -> None:
         time.sleep(KILL_AGAIN_SECONDS)
 
 
-def wait_for_the_end(command: subprocess.Popen) -> None:
-    """Of the command, or of whoever asked for it, or until a signal says so."""
+def wait_for_the_end(command: subprocess.Popen, watcher: int) -> None:
+    """Of the command, of the watcher (a pidfd) or of whoever asked for it, or until a signal says so."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in ENDING:
         signal.signal(number, lambda *_: None)  # wakes the select below
-    ended = os.pidfd_open(command.pid)
+    ends = [woken, os.pidfd_open(command.pid), watcher]
     while True:
-        ready, _, _ = select.select([0, woken, ended], [], [])
-        if ended in ready or woken in ready:
+        ready, _, _ = select.select([0, *ends], [], [])
+        if any(end in ready for end in ends):
             return
         said = os.read(0, 1 << 16)
         if not said:
@@ -81,22 +92,53 @@ def wait_for_the_end(command: subprocess.Popen) -> None:
             os.write(command.stdin.fileno(), said)
 
 
-def main() -> int:
-    grace, *words = sys.argv[1:]
-    adopt_orphans()
+def exit_status(of_wait: int) -> int:
+    """As shells give it, of what `subprocess` and `os.waitstatus_to_exitcode` say."""
+    return of_wait if of_wait >= 0 else 128 - of_wait
+
+
+def supervise(words: Sequence[str], folder: str, grace: float, watcher: int) -> int:
+    """Runs the command to its end, and ends what it has started; its exit status."""
     # Below a job in a script's background SIGINT is ignored, and a command would inherit that; a handler it doesn't.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = subprocess.Popen(words, stdin=subprocess.PIPE)
+    command = subprocess.Popen(words, cwd=folder, stdin=subprocess.PIPE)
     try:
-        wait_for_the_end(command)
+        wait_for_the_end(command, watcher)
         if command.poll() is None:
             command.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            command.wait(float(grace))
+            command.wait(grace)
         status = command.poll()
     finally:
         kill_descendants()
-    return 128 + signal.SIGKILL if status is None else status if status >= 0 else 128 - status
+    return exit_status(-signal.SIGKILL if status is None else status)
+
+
+def watch(supervisor: int) -> int:
+    """Waits for the supervisor, and ends what it has left, which is something only if it was killed; its status."""
+
+    def pass_on(number: int, _) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(supervisor, number)
+
+    for number in ENDING:
+        signal.signal(number, pass_on)
+    _, status = os.waitpid(supervisor, 0)
+    kill_descendants()
+    return exit_status(os.waitstatus_to_exitcode(status))
+
+
+def main() -> int:
+    with open(0, "rb", buffering=0, closefd=False) as given:  # the rest of it is for the command
+        asked = json.loads(given.readline())
+    adopt_orphans()
+    watcher = os.pidfd_open(os.getpid())
+    supervisor = os.fork()
+    if supervisor:
+        return watch(supervisor)
+    os.setsid()
+    adopt_orphans()  # a child doesn't inherit it
+    return supervise(asked["command"], asked["folder"], asked["grace"], watcher)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from serving_benchmarks import serve, server, vllm_options
+from serving_benchmarks import serve, server, supervisor, vllm_options
 from serving_benchmarks.processes import wait_until
 from serving_benchmarks.workloads import Workload
 
@@ -108,16 +108,15 @@ def patch(folder: Path, setattr, client: str = "works") -> None:
     setattr(serve, "serving", lambda *given, **more: server.serving(*given, **more, grace=0.1))
 
 
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def no_process_left(folder: Path) -> bool:
-    noted = [int(line) for line in (folder / "pids").read_text().split()]
-
-    def alive(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except OSError:
-            return False
-
-    return not any(map(alive, noted))
+    return not any(alive(int(line)) for line in (folder / "pids").read_text().split())
 
 
 def run(folder: Path, *arguments: str) -> tuple[int, dict]:
@@ -318,21 +317,14 @@ def test_no_process_and_no_empty_file_is_left_when_it_is_stopped(fakes, how, sta
         busy = fakes / ("logs/works-0.log" if arguments == LOADED else "pids.asked")  # the client's log
         assert wait_until(lambda: busy.exists() and len((fakes / "pids").read_text().split()) == 2, WAIT_SECONDS)
         assert not no_process_left(fakes)
+        started = supervisor.descendants(process.pid)
         process.send_signal(how)
         assert process.wait(WAIT_SECONDS) == status
         assert wait_until(lambda: no_process_left(fakes), WAIT_SECONDS), "processes are left"
     finally:
         process.kill()
-    naming = lambda: [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(fakes).encode() in cmdline(p)]  # noqa: E731
-    assert wait_until(lambda: not naming(), WAIT_SECONDS), "a supervisor is left"
+    assert wait_until(lambda: not any(map(alive, started)), WAIT_SECONDS), "a supervisor is left"
     assert (output.read_text() if output.exists() else None) == earlier
-
-
-def cmdline(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # it has ended
-        return b""
 
 
 def test_metrics_are_summed_up_over_their_labels():

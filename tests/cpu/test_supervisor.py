@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from serving_benchmarks import supervisor
 from serving_benchmarks.processes import Supervised, signals_unwind, supervised, wait_until, why_it_failed
 
 WAIT_SECONDS = 30
@@ -120,6 +121,7 @@ def test_one_that_listens_to_ctrl_c_is_given_time_to_end(tmp_path, ours, childre
 OWNER = """
 import sys, time
 from pathlib import Path
+from serving_benchmarks import supervisor
 from serving_benchmarks.processes import signals_unwind, supervised
 with signals_unwind(), supervised(sys.argv[2:], Path(sys.argv[1]), grace=0.1):
     time.sleep(1000)
@@ -141,6 +143,58 @@ def test_nothing_outlives_an_owner_that_is_ended(tmp_path, how):
         for pid in pids(notes):
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def command_line(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+
+
+KILLED = {
+    "the watcher": lambda owner, watcher, guarded: [watcher],
+    "the supervisor": lambda owner, watcher, guarded: [guarded],
+    "the owner and the watcher": lambda owner, watcher, guarded: [owner, watcher],
+    "the owner and the supervisor": lambda owner, watcher, guarded: [owner, guarded],
+    "the group of the watcher": lambda owner, watcher, guarded: [-watcher],
+    "the group of the supervisor": lambda owner, watcher, guarded: [-guarded],
+}
+
+
+@pytest.mark.parametrize("killed", KILLED.values(), ids=KILLED)
+def test_nothing_is_left_when_one_of_the_two_that_guard_it_is_killed(tmp_path, killed):
+    command, notes = stubborn(tmp_path)
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path / "log", *command], stderr=subprocess.DEVNULL)
+    try:
+        assert wait_until(lambda: len(pids(notes)) == 3, WAIT_SECONDS)
+        watcher, guarded, *_ = supervisor.descendants(owner.pid)
+        for pid in (watcher, guarded):
+            told = command_line(pid)
+            assert "serving_benchmarks" not in told and str(tmp_path) not in told, "pkill -f would find it"
+        for pid in killed(owner.pid, watcher, guarded):
+            os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: gone(notes), WAIT_SECONDS), "processes are left"
+        assert wait_until(lambda: not any(map(alive, (watcher, guarded))), WAIT_SECONDS), "its guards are left"
+    finally:
+        owner.kill()
+        owner.wait(WAIT_SECONDS)
+        for pid in pids(notes):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["watcher", "supervisor"])
+def test_one_whose_guard_is_killed_has_the_status_that_shells_give(tmp_path, place):
+    others = supervisor.descendants(os.getpid())
+    started = lambda: [pid for pid in supervisor.descendants(os.getpid()) if pid not in others]  # noqa: E731
+    with supervised(["sleep", "1000"], tmp_path / "log", grace=0.1) as process:
+        assert wait_until(lambda: len(started()) == 3, WAIT_SECONDS)
+        os.kill(started()[place], signal.SIGKILL)
+        assert process.wait(WAIT_SECONDS) == process.status() == 128 + signal.SIGKILL
+
+
+def test_a_command_runs_in_the_folder_of_its_owner(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with supervised([sys.executable, "-c", "import os; print(os.getcwd())"], Path("log")) as process:
+        assert process.wait(WAIT_SECONDS) == 0 and process.says() == f"{tmp_path}\n"
 
 
 def test_waiting_has_an_end(tmp_path):

@@ -444,7 +444,7 @@ def test_interleaved_ones_all_end_when_they_are_stopped(folder, tmp_path, how, s
     try:
         assert wait_until(lambda: (logs / "diary").exists() and ("HANGS", "hangs") in diary(logs), 60)
         started = supervisor.descendants(process.pid)
-        assert len(started) == 4 and all(map(alive, started)), "two workers, each with a supervisor"
+        assert len(started) == 6 and all(map(alive, started)), "two workers, each with a supervisor and its watcher"
         process.send_signal(how)
         assert process.wait(60) == status
         assert wait_until(lambda: not any(map(alive, started)), 60), "processes are left"
