@@ -18,6 +18,12 @@ GRACE_SECONDS = 20.0
 SUPERVISOR_SECONDS = 2 * supervisor.KILL_SECONDS + 5
 """What its two processes may take to kill the rest."""
 
+EXCEPTION = re.compile(
+    r"(?:\([^()]+ pid=\d+\) |\[rank\d+\]: |(?:ERROR|CRITICAL|FATAL) [-\d]+ [:.,\d]+ \[[^\]]+\] )*"
+    r"((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)"
+)
+"""A line of a log that tells one, after what vLLM, its processes' output and torch put before it."""
+
 
 class Supervised:
     """A command below a supervisor that ends it, and all that it has started, when this process ends.
@@ -110,13 +116,17 @@ def status_when(stopped: KeyboardInterrupt | SystemExit) -> int:
 
 def why_it_failed(log: str) -> str:
     """The line of a log that says best why a program ended: the last exception that is more than a pointer to another,
-    or else the last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [
-        found[1] for line in lines if (found := re.search(r"((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)", line))
-    ]
+    or else the last line. An exception is where Python or an error's log line has it, not what a warning quotes."""
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    errors = [found[1] for line in lines if (found := EXCEPTION.match(line))]
     telling = [error for error in errors if "root cause" not in error]
-    return (telling or errors or lines or ["it said nothing"])[-1]
+    return (telling or errors or [line.strip() for line in lines] or ["it said nothing"])[-1]
+
+
+def why_it_ended(status: int, log: str) -> str:
+    """The same of one with an exit status as `Supervised` has it: a signal that killed it comes first."""
+    why = why_it_failed(log)
+    return f"killed by signal {status - 128}; it said last: {why}" if status > 128 else why
 
 
 def wait_until(condition, seconds: float, every: float = 0.1) -> bool:

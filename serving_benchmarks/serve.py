@@ -29,7 +29,7 @@ from rich.table import Table
 
 from serving_benchmarks import latency, model_config, result_file, serve_report, vllm_options
 from serving_benchmarks.counters import Counters, since
-from serving_benchmarks.processes import signals_unwind, status_when, supervised, why_it_failed
+from serving_benchmarks.processes import signals_unwind, status_when, supervised, why_it_ended
 from serving_benchmarks.server import Server, ServerFailed, serving
 from serving_benchmarks.throughput import (
     DEFAULT_BACKEND,
@@ -293,7 +293,7 @@ def run_load(
         status, said = client.status(), client.says()
     if status or not result.exists():
         server.require_running()
-        raise ServerFailed(f"vllm bench serve failed: {why_it_failed(said)}")
+        raise ServerFailed(f"vllm bench serve failed: {why_it_ended(status, said)}")
     found = entry(json.loads(result.read_text()), options.ttft_limit, options.tpot_limit)
     counted = since(counters(before), counters(server.metrics()))
     found["cache"] = {"peak_usage": peak, "prefix_hit_share": counted.pop("prefix_hit_share")}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from serving_benchmarks.processes import SUPERVISOR_SECONDS, Supervised, supervised, why_it_failed
+from serving_benchmarks.processes import SUPERVISOR_SECONDS, Supervised, supervised, why_it_ended
 from serving_benchmarks.workloads import Workload
 
 POLL_SECONDS = 0.5
@@ -81,8 +81,7 @@ class Server:
 
     def require_running(self) -> None:
         """ServerFailed if it has ended."""
-        if self.process.status() is not None:
-            raise ServerFailed(f"the server ended: {why_it_failed(self.process.says())}")
+        _require_running(self.process, "the server ended")
 
 
 def parse_metrics(text: str) -> dict[str, float]:
@@ -125,12 +124,18 @@ def serving(
     begin = time.monotonic()
     with supervised(command(port), log, **({} if grace is None else {"grace": grace})) as process:
         while not is_healthy(port):
-            if process.status() is not None:
-                raise ServerFailed(f"the server ended before it was ready: {why_it_failed(process.says())}")
+            _require_running(process, "the server ended before it was ready")
             if time.monotonic() - begin > ready_seconds:
                 raise ServerFailed(f"the server was not ready after {ready_seconds:g} s")
             time.sleep(POLL_SECONDS)
         yield Server(process, port, time.monotonic() - begin)
+
+
+def _require_running(process: Supervised, what: str) -> None:
+    """ServerFailed, with what has happened and why, if it has ended."""
+    status = process.status()
+    if status is not None:
+        raise ServerFailed(f"{what}: {why_it_ended(status, process.says())}")
 
 
 def _url(port: int, path: str) -> str:

@@ -35,7 +35,7 @@ from rich.table import Table
 
 from serving_benchmarks import kernel_times, model_config, result_file, runs, turns, vllm_options, workloads
 from serving_benchmarks.engines import EMBEDDED_DTYPES
-from serving_benchmarks.processes import signals_unwind, status_when, why_it_failed
+from serving_benchmarks.processes import signals_unwind, status_when, why_it_ended
 from serving_benchmarks.throughput_worker import WARMUP_OUTPUT, profiled_requests
 from serving_benchmarks.workloads import Workload
 
@@ -415,9 +415,7 @@ def heard(
     status, said = backend.worker.process.status(), backend.worker.process.says()
     if status == 0 and not backend.left:
         return
-    why = why_it_failed(said) if status else "it ended without all of its results"
-    if status and status > 128:
-        why = f"killed by signal {status - 128}; it said last: {why}"
+    why = why_it_ended(status, said) if status else "it ended without all of its results"
     console.print(f"{backend.name} failed: {why[:MOST_OF_A_REASON]}", style="red", markup=False, soft_wrap=True)
     for line in said.splitlines()[-LOG_LINES:]:
         console.print(f"    {line}", markup=False, soft_wrap=True)

@@ -50,6 +50,9 @@ SERVER = """
     '''.replace("\\n    ", "\\n").encode())
             if mode == "dies" and asked > 2:
                 os._exit(7)
+            if mode == "killed" and asked > 2:
+                print("WARNING 11-23 12:00:00 [a.py:1] errors like `OSError: too many open files`", flush=True)
+                os.kill(os.getpid(), 9)
         def do_POST(self):
             wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if mode == "breaks":
@@ -260,6 +263,7 @@ def test_goodput_counts_those_that_keep_to_all_limits(limits, good):
         ("ends", "the server ended before it was ready: RuntimeError: no such backend"),
         ("sick", "the server was not ready after 2 s"),
         ("dies", "the server ended"),
+        ("killed", "the server ended: killed by signal 9; it said last: WARNING 11-23"),
     ],
 )
 def test_a_backend_whose_server_fails_is_said_to_and_the_others_go_on(fakes, backend, why, capsys):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from serving_benchmarks import supervisor
-from serving_benchmarks.processes import Supervised, signals_unwind, supervised, wait_until, why_it_failed
+from serving_benchmarks.processes import Supervised, signals_unwind, supervised, wait_until, why_it_ended, why_it_failed
 
 WAIT_SECONDS = 30
 STUBBORN = """
@@ -220,9 +220,28 @@ def test_signals_end_the_block_and_are_as_before_after_it():
             "RuntimeError: Engine core initialization failed. See root cause above.\n",
             "torch.OutOfMemoryError: CUDA out of memory",
         ),
+        (
+            "(EngineCore pid=3) ERROR 11-23 12:00:00 [core.py:12] Traceback\n"
+            "(EngineCore pid=3) ERROR 11-23 12:00:00 [core.py:12] ValueError: no such thing\n"
+            "(APIServer pid=2) INFO 11-23 12:00:01 [launcher.py:3] Shutting down\n",
+            "ValueError: no such thing",
+        ),
+        ("[rank1]: torch.OutOfMemoryError: CUDA out of memory\nend\n", "torch.OutOfMemoryError: CUDA out of memory"),
+        ("ERROR 11-23 12:00:00.5 [worker/a b.py:12] KeyError: 'x'\nend\n", "KeyError: 'x'"),
+        (
+            "(APIServer pid=2) WARNING 11-23 12:00:00 [system_utils.py:255] Found ulimit of 20000. This can cause "
+            "errors like `OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n\n"
+            "(APIServer pid=2) WARNING 11-23 12:00:00 [a.py:1] OSError: [Errno 24] Too many open files\n"
+            "(APIServer pid=2) INFO 11-23 12:00:00 [a.py:1] ValueError: is what it would be\n"
+            "said before: TypeError: no\n"
+            "    it is an indented TypeError: no\n"
+            "last\n",
+            "last",
+        ),
         ("one\ntwo\n\n", "two"),
         ("", "it said nothing"),
     ],
 )
 def test_the_telling_line_of_a_log_is_found(log, why):
-    assert why_it_failed(log) == why
+    assert why_it_failed(log) == why_it_ended(1, log) == why
+    assert why_it_ended(128 + signal.SIGKILL, log) == f"killed by signal 9; it said last: {why}"
