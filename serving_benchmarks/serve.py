@@ -5,9 +5,9 @@
 
 Each backend's server is started once and goes through all loads: request rates (with arrivals as of a Poisson process,
 or --burstiness), requests in flight at most, or both. Prompts are vLLM's random ones, the same for each backend, and
-others for each load, so that none is in the prefix cache. Goodput counts the requests that keep to --ttft-limit and
---tpot-limit. A backend that fails is reported, the others go on, and the exit status is 1. Whatever happens, no process
-is left behind.
+others for each load and for what is run before the loads, so that few or none are in the prefix cache. Goodput counts
+the requests that keep to --ttft-limit and --tpot-limit. A backend that fails is reported, the others go on, and the
+exit status is 1. Ctrl-C, SIGTERM and kill -9 leave no process behind.
 """
 
 import argparse
@@ -17,20 +17,19 @@ import math
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from serving_benchmarks import latency, model_config, result_file, serve_report, vllm_options
 from serving_benchmarks.counters import Counters, since
 from serving_benchmarks.processes import signals_unwind, status_when, supervised, why_it_ended
 from serving_benchmarks.server import Server, ServerFailed, serving
+from serving_benchmarks.stages import Stages
 from serving_benchmarks.throughput import (
     DEFAULT_BACKEND,
     LOG_LINES,
@@ -44,8 +43,9 @@ from serving_benchmarks.workloads import Workload
 
 Load = tuple[float | None, int | None]
 """Requests a second, and in flight at most; None: no limit."""
-METRICS_SECONDS = 1.0
-"""How often the server is asked for its metrics while it is measured."""
+METRICS_SECONDS = 0.1
+"""Between one look at the server's metrics and the next while it is measured: a load may last for 2 seconds. A look
+takes the server a few milliseconds."""
 LENGTH_ROOM = 64
 """Tokens that a request may have more than it should: a random prompt is a text on its way to the server, which may
 make other tokens of it."""
@@ -93,9 +93,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     goodput.add_argument("--tpot-limit", type=float, metavar="S", help="seconds from token to token, on average")
     how = parser.add_argument_group("how")
     how.add_argument(
-        "--warmup", type=int, default=4, metavar="N", help="requests before each load; default: %(default)s"
-    )
-    how.add_argument(
         "--rehearsal",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -126,8 +123,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("burstiness", "ttft_limit", "tpot_limit", "ready_seconds"):
         if getattr(options, name) is not None and not 0 < getattr(options, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')} must be a number above 0; got {getattr(options, name)}")
-    if options.warmup < 0:
-        parser.error(f"--warmup must be 0 or more; got {options.warmup}")
     if not 0 <= options.shared_prefix < options.input_len:
         parser.error(f"--shared-prefix must be less than --input-len, {options.input_len}; got {options.shared_prefix}")
     if not options.backend:
@@ -207,7 +202,8 @@ def bench_command(options: argparse.Namespace, load: Load, seed: int, port: int,
         "num-prompts": options.num_prompts,
         "request-rate": "inf" if rate is None else rate,
         "burstiness": options.burstiness,
-        "num-warmups": options.warmup,
+        "num-warmups": 0,  # these two would send the first prompt beforehand: it would be in the prefix cache
+        "ready-check-timeout-sec": 0,
         "seed": seed,
         "temperature": 0.0,
         "percentile-metrics": "ttft,tpot,itl,e2el",
@@ -275,19 +271,17 @@ def run_load(
 ) -> dict[str, Any]:
     """One load on a server that runs."""
     result = log.with_suffix(".json")
-    before, peak, look_at = server.metrics(), None, 0.0
+    before, peak = server.metrics(), None
     finished = "vllm:request_success_total"
     with supervised(bench_command(options, load, seed, server.port, result), log) as client:
         while client.status() is None:
             server.require_running()
-            if time.monotonic() >= look_at:
-                now = server.metrics()
-                if "vllm:kv_cache_usage_perc" in now:
-                    peak = max(peak or 0.0, now["vllm:kv_cache_usage_perc"])
-                on_done(int(now.get(finished, 0) - before.get(finished, 0)))
-                look_at = time.monotonic() + METRICS_SECONDS
+            now = server.metrics()
+            if "vllm:kv_cache_usage_perc" in now:
+                peak = max(peak or 0.0, now["vllm:kv_cache_usage_perc"])
+            on_done(max(0, int(now.get(finished, 0) - before.get(finished, 0))))  # it may not have answered now
             try:
-                client.wait(0.1)
+                client.wait(METRICS_SECONDS)
             except TimeoutError:
                 pass
         status, said = client.status(), client.says()
@@ -302,48 +296,51 @@ def run_load(
     return {**found, **counted, "start_s": server.start_seconds}
 
 
-def run_backend(
-    backend: str, options: argparse.Namespace, logs: Path, progress: Progress, console: Console
-) -> Iterator[dict[str, Any]]:
+def warm_sizes(server: Server, options: argparse.Namespace, on_done: Callable[[int, int], None]) -> None:
+    """Takes a server through sizes of steps; tells how many requests are done, and of how many."""
+    sizes, before = sizes_of(options), 0
+    of = sum(map(len, sizes))
+    for requests in sizes:
+        on_done(before, of)
+        server.complete(options.model, requests, lambda done, before=before: on_done(before + done, of))
+        before += len(requests)
+
+
+def run_backend(backend: str, options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator[dict[str, Any]]:
     """The entries of one backend, as soon as each is there."""
-    task = progress.add_task(f"{backend}: starting the server", total=None)
+    stages.at(f"{backend}: starting the server")
     head = {"engine": "vllm", "backend": backend}
     left = [(load, options.seed + number) for number, load in enumerate(loads(options))]
+    count = len(left)
     log = logs / f"{backend}-server.log"
     log.write_bytes(b"")
     why = None
     try:
         command = lambda port: server_command(options, backend, port)  # noqa: E731
         with serving(command, log, ready_seconds=options.ready_seconds) as server:
+            stages.at(f"{backend}: healthy after {server.start_seconds:.0f} s")
 
             def run(load: Load, seed: int, what: str) -> dict[str, Any]:
-                progress.update(task, description=f"{backend}: {what}", total=options.num_prompts, completed=0)
-                return run_load(
-                    server, options, load, seed, logs / f"{backend}-{seed}.log",
-                    lambda done: progress.update(task, completed=max(0, done - options.warmup)),
-                )  # fmt: skip
+                stage = f"{backend}: {what}: {serve_report.in_words(case_of(options, load, seed))}"
+                on_done = lambda done: stages.at(stage, done, options.num_prompts)  # noqa: E731
+                return run_load(server, options, load, seed, logs / f"{backend}-{seed}.log", on_done)
 
-            sizes = sizes_of(options)
-            for place, requests in enumerate(sizes):
-                what = f"{backend}: warm-up of step sizes, {place + 1} of {len(sizes)}"
-                progress.update(task, description=what, total=len(requests), completed=0)
-                server.complete(options.model, requests, lambda done: progress.update(task, completed=done))
+            warm_sizes(server, options, lambda *done: stages.at(f"{backend}: warm-up of step sizes", *done))
             if options.rehearsal:
-                run(heaviest(loads(options)), options.seed + len(left), "rehearsal")
+                run(heaviest(loads(options)), options.seed + count, "rehearsal")
             while left:
                 load, seed = left[0]
-                case = case_of(options, load, seed)
-                found = run(load, seed, serve_report.in_words(case))
+                found = run(load, seed, f"load {count - len(left) + 1} of {count}")
                 left.pop(0)
-                yield {**head, "case": case, "error": None, **found}
+                result = {**head, "case": case_of(options, load, seed), "error": None, **found}
+                stages.say(serve_report.line(result))
+                yield result
     except ServerFailed as error:
         why = str(error)
-    finally:
-        progress.remove_task(task)
     if why is not None:
-        console.print(f"{backend} failed: {why[:MOST_OF_A_REASON]}", style="red", markup=False, soft_wrap=True)
+        stages.say(f"{backend} failed: {why[:MOST_OF_A_REASON]}", style="red")
         for line in log.read_text(errors="replace").splitlines()[-LOG_LINES:]:
-            console.print(f"    {line}", markup=False, soft_wrap=True)
+            stages.say(f"    {line}")
     for load, seed in left:
         yield {**head, "case": case_of(options, load, seed), "error": why}
 
@@ -364,14 +361,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, highlight=False)
     results: list[dict[str, Any]] = []
     status = 0
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with tempfile.TemporaryDirectory() as folder, signals_unwind():
         logs = options.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         try:
-            with Progress(*columns, console=console, transient=True) as progress:
+            with Stages(console) as stages:
                 for backend in options.backend:
-                    for result in run_backend(backend, options, logs, progress, console):
+                    for result in run_backend(backend, options, logs, stages):
                         results.append(result)
         except (KeyboardInterrupt, SystemExit) as stopped:  # what there is gets written
             status = status_when(stopped)

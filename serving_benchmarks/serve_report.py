@@ -29,6 +29,13 @@ def row(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def line(result: dict[str, Any]) -> str:
+    """An entry that did not fail, shortly."""
+    backend, load, requests, tokens, ttft, _, tpot, *_ = row(result)
+    times = f"TTFT p50 {ttft} ms, TPOT p50 {tpot} ms"
+    return f"{backend}, {load}: {requests} requests/s, {tokens} output tokens/s, {times}"
+
+
 def markdown(report: dict[str, Any]) -> str:
     """A table for the docs, from a result file; loads that failed are left out."""
     ran = [result for result in report["results"] if not result.get("error")]

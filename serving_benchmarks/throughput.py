@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from serving_benchmarks import kernel_times, model_config, result_file, runs, turns, vllm_options, workloads
 from serving_benchmarks.engines import EMBEDDED_DTYPES
 from serving_benchmarks.processes import signals_unwind, status_when, why_it_ended
+from serving_benchmarks.stages import Stages
 from serving_benchmarks.throughput_worker import WARMUP_OUTPUT, profiled_requests
 from serving_benchmarks.workloads import Workload
 
@@ -392,33 +392,25 @@ def started(engine: str, name: str, options: argparse.Namespace, logs: Path) -> 
         yield Backend(engine, name, worker, list(range(len(options.runs))))
 
 
-def heard(
-    backend: Backend, options: argparse.Namespace, progress: Progress, console: Console
-) -> Iterator[dict[str, Any]]:
+def heard(backend: Backend, options: argparse.Namespace, stages: Stages) -> Iterator[dict[str, Any]]:
     """The entries of one backend that come until it asks for its next turn; where it fails, one with an error in place
     of each that is missing."""
     head = {"engine": backend.engine, "backend": backend.name}
-    (task,) = progress.task_ids
     for event in backend.worker.events():
         if event["event"] == "result":
             backend.left.remove(event["run"])
             yield {**head, "case": options.runs[event["run"]].case, "error": None, **event["result"]}
         else:
-            progress.update(
-                task,
-                description=f"{backend.name}: {event['stage']}",
-                completed=event.get("done", 0),
-                total=event.get("of"),
-            )
+            stages.at(f"{backend.name}: {event['stage']}", event.get("done", 0), event.get("of"))
     if backend.worker.asks is not None:
         return
     status, said = backend.worker.process.status(), backend.worker.process.says()
     if status == 0 and not backend.left:
         return
     why = why_it_ended(status, said) if status else "it ended without all of its results"
-    console.print(f"{backend.name} failed: {why[:MOST_OF_A_REASON]}", style="red", markup=False, soft_wrap=True)
+    stages.say(f"{backend.name} failed: {why[:MOST_OF_A_REASON]}", style="red")
     for line in said.splitlines()[-LOG_LINES:]:
-        console.print(f"    {line}", markup=False, soft_wrap=True)
+        stages.say(f"    {line}")
     for run in [options.runs[number] for number in backend.left] or options.runs[-1:]:
         yield {**head, "case": run.case, "error": why}
 
@@ -484,18 +476,16 @@ def measure(options: argparse.Namespace, logs: Path, console: Console) -> Iterat
     """Every entry of the result file, when it is there."""
     names = backends_of(options)
     for together in [names] if options.interleave else [[name] for name in names]:
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=console, transient=True) as progress, contextlib.ExitStack() as running:
-            task = progress.add_task("", total=None)
+        with Stages(console) as stages, contextlib.ExitStack() as running:
             backends: dict[turns.Worker, Backend] = {}
             for engine, name in together:  # engines look at how much memory is free when they start: one at a time
-                progress.update(task, description=f"{name}: starting", completed=0)
+                stages.at(f"{name}: starting")
                 backend = running.enter_context(started(engine, name, options, logs))
                 backends[backend.worker] = backend
-                yield from heard(backend, options, progress, console)
+                yield from heard(backend, options, stages)
             for worker, stage in turns.in_turn(list(backends)):
-                progress.update(task, description=f"{backends[worker].name}: {stage}", completed=0)
-                yield from heard(backends[worker], options, progress, console)
+                stages.at(f"{backends[worker].name}: {stage}")
+                yield from heard(backends[worker], options, stages)
 
 
 def show(result: dict[str, Any], several: bool, out: Console) -> None:

@@ -181,6 +181,7 @@ def work(spec: dict[str, Any], events: Events) -> None:
     begin = time.perf_counter()
     engine = engines.start(spec["engine"], spec["backend"], spec["model"], spec["settings"])
     start_seconds = time.perf_counter() - begin
+    events.send("stage", stage=f"model loaded after {start_seconds:.0f} s")
     workloads = [Workload(**workload) for workload in spec["workloads"]]
     if spec["sizes"]:
         warm_sizes(engine, [Workload(**requests) for requests in spec["sizes"]], events)

@@ -77,6 +77,8 @@ CLIENT = """
         raise ValueError("no such dataset")
     if mode == "hangs":
         time.sleep(1000)
+    if mode == "slow":
+        time.sleep(2)
     json.dump({
         "date": "today", "model_id": "/a/folder", "duration": 2.0, "request_throughput": 1.5,
         "completed": 3, "failed": 1,
@@ -152,8 +154,18 @@ def test_each_load_has_an_entry_made_of_what_the_client_saved(fakes, capsys):
         }  # fmt: skip
         assert result["cache"] == {"peak_usage": 0.25, "prefix_hit_share": 0.25}
         assert result["preemptions"] > 0 == result["preemptions"] % 3
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
     assert "2.5 requests/s, 8 in flight" in shown and "1.00/s, 50 %" in shown
+    numbers = "1.50 requests/s, 3.5 output tokens/s, TTFT p50 500.0 ms, TPOT p50 150.0 ms"
+    lines = said.splitlines()
+    assert lines.pop(1).startswith("works: healthy after ") and lines[: lines.index("written to ")] == [
+        "works: starting the server",
+        "works: rehearsal: 2.5 requests/s, 8 in flight",
+        "works: load 1 of 2: 1 requests/s, 8 in flight",
+        f"works, 1 requests/s, 8 in flight: {numbers}",
+        "works: load 2 of 2: 2.5 requests/s, 8 in flight",
+        f"works, 2.5 requests/s, 8 in flight: {numbers}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -174,7 +186,21 @@ def test_the_heaviest_load_is_run_once_before_any_counts_with_prompts_of_its_own
     assert [result["case"]["seed"] for result in report["results"]] == [0, 1, 2, 3]
 
 
-def test_a_server_is_taken_through_sizes_of_steps_before_anything_else(fakes, monkeypatch):
+def test_the_server_is_looked_at_all_through_a_load(fakes, monkeypatch):
+    """The fake's cache is full at one look alone, the 10th."""
+    looks = []
+
+    def metrics(self):
+        looks.append(1.0 if len(looks) == 9 else 0.25)
+        return {"vllm:kv_cache_usage_perc": looks[-1]}
+
+    monkeypatch.setattr(server.Server, "metrics", metrics)
+    patch(fakes, monkeypatch.setattr, client="slow")
+    status, report = run(fakes, "--backend", "works", "--no-rehearsal")
+    assert status == 0 and len(looks) > 10 and report["results"][0]["cache"]["peak_usage"] == 1.0
+
+
+def test_a_server_is_taken_through_sizes_of_steps_before_anything_else(fakes, monkeypatch, capsys):
     sizes = [Workload([[5]], [2]), Workload([[6, 7], [8], [9]], [1, 3, 2])]
     monkeypatch.setattr(serve, "sizes_of", lambda options: sizes if options.size_warmup else [])
     asked_before = []
@@ -193,6 +219,8 @@ def test_a_server_is_taken_through_sizes_of_steps_before_anything_else(fakes, mo
     found = [(wanted["prompt"], wanted["max_tokens"]) for _, wanted in asked]
     assert found[0] == ([5], 2) and sorted(found[1:]) == [([6, 7], 1), ([8], 3), ([9], 2)]
     assert all(wanted["ignore_eos"] and wanted["model"] == str(fakes) for _, wanted in asked)
+    said = capsys.readouterr().err
+    assert said.index("healthy after") < said.index("warm-up of step sizes") < said.index("rehearsal")
 
 
 @pytest.mark.parametrize(
@@ -363,6 +391,8 @@ def test_vllms_server_and_client_get_what_was_asked_for():
         "--random-input-len 70",
         "--random-prefix-len 30",
         "--random-output-len 7",
+        "--num-warmups 0",
+        "--ready-check-timeout-sec 0",
         "--seed 4",
         "--result-dir /r",
         "--result-filename x.json",
@@ -388,7 +418,6 @@ def test_what_is_not_given_is_left_to_vllm():
         (["--shared-prefix", "9", "--input-len", "9"], "--shared-prefix must be less than --input-len, 9; got 9"),
         (["--output-len", "2000"], "--max-model-len must be 3024, --input-len and --output-len, to 2048"),
         (["--input-len", "5", "--max-model-len", "9"], "--max-model-len must be 133"),
-        (["--warmup", "-1"], "--warmup must be 0 or more"),
         (["--backend", ","], "--backend must name one or more"),
     ],
 )

@@ -310,7 +310,13 @@ def test_several_lengths_are_measured_by_one_process_as_each_would_be_alone(fold
     for workload, (prompt, new) in zip(spec["workloads"], ((30, 2), (20, 4)), strict=True):
         alone = ["--input-len", str(prompt), "--output-len", str(new), "--num-prompts", "6"]
         assert [Workload(**workload)] == throughput.parse_arguments([*alone, *arguments]).workloads
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    lines = said.splitlines()
+    assert lines.pop(2).startswith("embedded: model loaded after ")
+    rounds = ["warm-up", "round 1 of 2", "round 2 of 2"]
+    sizes = ["warm-up of step sizes"] if torch.cuda.is_available() else []
+    stages = ["starting", "loading the model", *sizes, *([*rounds, "profiling", *rounds] * 2), "ending"]
+    assert lines[: len(stages)] == [f"embedded: {stage}" for stage in stages]
     heads = [f"embedded, {p} + {n} tokens, {load} in flight\n" for p, n, _, load in told]
     assert [printed.count(head) for head in heads] == [1] * 4
     tables = printed[printed.index("\n 30 + 2 tokens") :].split("\n 20 + 4 tokens")
