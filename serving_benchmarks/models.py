@@ -5,8 +5,9 @@ real ones, and they fit on one GPU.
     python -m serving_benchmarks.models --check --output FOLDER
 
 Each weight matrix is N(0, 1 / its row length), so that activations keep their size from layer to layer and scores of
-attention spread by 1. So attention matters: --check shows it, by having each token attend to others of its context than
-it should, which must change what the model says. (It doesn't with weights that vLLM makes up by `--load-format dummy`.)
+attention spread by 1. So attention matters: --check shows it, by having each token attend to random ones of the prompt,
+later ones too, in place of its context, which must change what the model says. (It doesn't with weights that vLLM makes
+up by `--load-format dummy`.)
 Heads may be fewer than the real model has, as on one GPU of several that share it. Rope is not stretched by YaRN.
 """
 
