@@ -43,7 +43,7 @@ from serving_benchmarks.workloads import Workload
 
 Load = tuple[float | None, int | None]
 """Requests a second, and in flight at most; None: no limit."""
-METRICS_SECONDS = 0.1
+METRICS_SECONDS = 0.25
 """Between one look at the server's metrics and the next while it is measured: a load may last for 2 seconds. A look
 takes the server about 6 ms of a CPU, in another thread than its answers."""
 LENGTH_ROOM = 64
