@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpu.test_supervisor import alive
 from serving_benchmarks import serve, server, supervisor, vllm_options
 from serving_benchmarks.processes import wait_until
 from serving_benchmarks.workloads import Workload
@@ -111,13 +112,6 @@ def patch(folder: Path, setattr, client: str = "works") -> None:
     setattr(serve, "METRICS_SECONDS", 0.01)
     setattr(server, "POLL_SECONDS", 0.02)
     setattr(serve, "serving", lambda *given, **more: server.serving(*given, **more, grace=0.1))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def no_process_left(folder: Path) -> bool:

@@ -21,6 +21,7 @@ from rich.console import Console
 
 import engine_models
 import result_examples
+from cpu.test_supervisor import alive
 from serving_benchmarks import (
     engines,
     in_flight,
@@ -511,10 +512,6 @@ def test_a_machine_that_slows_down_changes_nothing_of_what_rounds_say_in_pairs(r
     back = runs.over_first({"rounds_s": other}, {"rounds_s": first})
     assert back["lowest"] == pytest.approx(1 / plain["highest"])
     assert back["highest"] == pytest.approx(1 / plain["lowest"])
-
-
-def alive(pid: int) -> bool:
-    return (Path("/proc") / str(pid)).exists()
 
 
 class OneTokenAStep:
