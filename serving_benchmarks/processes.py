@@ -19,7 +19,7 @@ SUPERVISOR_SECONDS = 2 * supervisor.KILL_SECONDS + 5
 """What its two processes may take to kill the rest."""
 
 EXCEPTION = re.compile(
-    r"(?:\([^()]+ pid=\d+\) |\[rank\d+\]: |(?:ERROR|CRITICAL|FATAL) [-\d]+ [:.,\d]+ \[[^\]]+\] )*"
+    r"(?:\([^()]+ pid=\d+\) |\[rank\d+\]: |(?:ERROR|CRITICAL|FATAL) [-\d]+ [:.,\d]+ \[[^\]]+\] |[EF]\d{4} [^\]]+\] )*"
     r"((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)"
 )
 """A line of a log that tells one, after what vLLM, its processes' output and torch put before it."""

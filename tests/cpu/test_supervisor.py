@@ -228,6 +228,8 @@ def test_signals_end_the_block_and_are_as_before_after_it():
         ),
         ("[rank1]: torch.OutOfMemoryError: CUDA out of memory\nend\n", "torch.OutOfMemoryError: CUDA out of memory"),
         ("ERROR 11-23 12:00:00.5 [worker/a b.py:12] KeyError: 'x'\nend\n", "KeyError: 'x'"),
+        ("E1123 12:00:00.500000 31 torch/a.py:12] KeyError: 'x'\nend\n", "KeyError: 'x'"),
+        ("W1123 12:00:00.500000 31 torch/a.py:12] KeyError: 'x'\nend\n", "end"),
         (
             "(APIServer pid=2) WARNING 11-23 12:00:00 [system_utils.py:255] Found ulimit of 20000. This can cause "
             "errors like `OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n\n"

@@ -56,7 +56,8 @@ def test_what_is_isolated_answers_and_says_why_it_does_not(tmp_path):
             process.call("get", seconds=0.3)
     with pytest.raises(Failed, match="starting: TypeError"):
         Isolated(queue.Queue, {"size": 1}, log=log)
-    log.write_text("INFO fine\nE ValueError: no memory left\nRuntimeError: See root cause above\n")
+    why = "E1123 12:00:00.5 31 core.py:12] ValueError: no memory left"
+    log.write_text(f"INFO fine\n{why}\nRuntimeError: See root cause above\n")
     with pytest.raises(Failed, match="ended by itself; .*no memory left"):
         Isolated(os._exit, {"status": 3}, log=log)
 
