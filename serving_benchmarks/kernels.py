@@ -49,8 +49,11 @@ OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6,
 ROUNDED_LSE = 2.0**-9
 """What lse may be off by besides, over FP8 rows, whose scores Hopper's kernels round. It is seen where lists are short:
 one slot's lse is its score, which may be next to 0."""
-COSINE = {"ours": 5e-6, "peers": 2e-5}
-"""Accuracy as docs/contract.md promises it, with the cosine distance of each token. FlashMLA's FP8 kernel has 1e-5."""
+COSINE = 5e-6
+"""Accuracy as docs/contract.md promises it, with the cosine distance of each token."""
+PEERS_ALLOWED = 10
+"""Times as much: a peer has promised nothing of the kind, and is only to have computed the same. Some round to bf16
+what ours don't, which shows where lists are short: sums of a few terms may be next to 0 while the terms are not."""
 
 
 class WrongResult(Exception):
@@ -210,15 +213,15 @@ def attend_exactly(problem: Problem, cache: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([out.float() for out, _ in parts]), torch.cat([lse.float() for _, lse in parts])
 
 
-def check_out(got: Tensor, want: Tensor, cosine: float) -> dict[str, float]:
-    """How far a result is from the reference; an error if that is more than what is allowed."""
+def check_out(got: Tensor, want: Tensor, times: float = 1) -> dict[str, float]:
+    """How far a result is from the reference; an error if that is more than so many times what ours may be off by."""
     got = got.float()
     difference = (got - want).abs()
-    allowed = (want.abs() * OUT_RELATIVE).clamp(min=OUT_ABSOLUTE)
+    allowed = times * (want.abs() * OUT_RELATIVE).clamp(min=OUT_ABSOLUTE)
     flat, exact = got.flatten(1).double(), want.flatten(1).double()
     distance = 1 - 2 * (flat * exact).sum(1) / (flat.square() + exact.square()).sum(1)
     found = {"largest_difference": difference.max().item(), "cosine_distance": distance.max().item()}
-    if not (difference <= allowed).all() or not found["cosine_distance"] <= cosine:
+    if not (difference <= allowed).all() or not found["cosine_distance"] <= times * COSINE:
         raise WrongResult(f"wrong result: {', '.join(f'{name} {value:.3g}' for name, value in found.items())}")
     return found
 
@@ -262,7 +265,7 @@ def measure(
         last, lse = ours[-1]
         replay_poisoned(graphs[name], last.out, lse)
         try:
-            accuracy[name] = check_out(last.out, exact_out, COSINE["ours"])
+            accuracy[name] = check_out(last.out, exact_out)
             hopper = torch.cuda.get_device_capability()[0] == 9
             check_lse(lse, exact_lse, rounded=hopper and cache.dtype == torch.uint8)
         except WrongResult as error:
@@ -285,7 +288,7 @@ def measure(
             prepared = [prepare(problem) for problem in problems]
             graph = gpu_timing.capture([one.call for one in prepared], flush)
             replay_poisoned(graph, prepared[-1].out)
-            accuracy[name] = check_out(prepared[-1].out, exact_out, COSINE["peers"])
+            accuracy[name] = check_out(prepared[-1].out, exact_out, PEERS_ALLOWED)
             graphs[name] = graph
         except (RuntimeError, WrongResult) as error:
             failed[name] = str(error).splitlines()[0]
