@@ -14,12 +14,10 @@ files can't be compared.
 """
 
 import argparse
-import itertools
 import math
 import re
 import statistics
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,8 +30,6 @@ from serving_benchmarks import kernel_report, latency, runs
 from serving_benchmarks.result_kinds import NotUnderstood, ResultFile, load
 from serving_benchmarks.timing import Timing
 
-CONFIDENCE = 0.95
-"""Of percentiles of the requests of one round."""
 ENOUGH_TURNS = 12
 """For their quartiles to be the spread."""
 REACH = {2: 12, 3: 4, 4: 3, 5: 3}
@@ -56,7 +52,7 @@ SHOULD_BE_EQUAL = (
 )
 """Of the environments, beside the machine: where these differ, it may not be ours that changed."""
 
-BEFORE = {"interleaved": False}
+BEFORE = {"interleaved": False, "seconds": 0.0}
 """What is true of files that are older than an entry of their environments."""
 UNKNOWN_BEFORE = ("dense_layers", "vocab_size", "random_weights_seed")
 """Entries whose lack in an older file is no difference."""
@@ -96,19 +92,10 @@ class Span:
 
     @classmethod
     def of_percentile(cls, samples: Sequence[float], share: float) -> "Span":
-        """A percentile of independent samples, between the ranks that hold it with CONFIDENCE, of whatever distribution
-        they are. A bound whose rank no sample has is not known."""
-        ordered, count = sorted(samples), len(samples)
-        logs = math.log(share), math.log(1 - share)
-        below = list(  # how likely so many samples or fewer are at or below the percentile
-            itertools.accumulate(
-                math.exp(_log_ways(count, k) + k * logs[0] + (count - k) * logs[1]) for k in range(count)
-            )
-        )
-        low = bisect_right(below, (1 - CONFIDENCE) / 2)
-        high = bisect_left(below, (1 + CONFIDENCE) / 2)
-        value = latency.percentile(ordered, share * 100)  # of one or two samples it may lie below the rank
-        return cls(value, min(value, ordered[low - 1]) if low else 0.0, ordered[high] if high < count else math.inf)
+        """A percentile of independent samples, and what bounds it. A bound that is not known is 0 or infinite."""
+        value, (low, high) = latency.percentile(samples, share * 100), latency.percentile_bounds(samples, share * 100)
+        # of one or two samples it may lie below the rank
+        return cls(value, 0.0 if low is None else min(value, low), math.inf if high is None else high)
 
     def over(self, other: "Span") -> "Span":
         """The share of another span: of the rounds of both in pairs, or with the widest spread that both allow."""
@@ -117,11 +104,6 @@ class Span:
             return Span.of_rounds(shares, in_turn=False)
         high = self.high / other.low if other.low > 0 else math.inf
         return Span(self.value / other.value, self.low / other.high, high)
-
-
-def _log_ways(count: int, chosen: int) -> float:
-    """The logarithm of the ways to choose so many of a count; their number itself may be more than a float holds."""
-    return math.lgamma(count + 1) - math.lgamma(chosen + 1) - math.lgamma(count - chosen + 1)
 
 
 @dataclass(frozen=True)

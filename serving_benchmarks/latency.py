@@ -1,9 +1,13 @@
 """Latencies of requests: what is derived from their times, and how many of them are summed up."""
 
+import itertools
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 PERCENTILES = (50, 90, 99)
+CONFIDENCE = 0.95
+"""That a percentile lies within its bounds."""
 
 
 def per_token(ttft: float | None, e2e: float, tokens: int) -> float | None:
@@ -18,6 +22,24 @@ def percentile(values: Sequence[float], percent: float) -> float:
     place = (len(ordered) - 1) * percent / 100
     low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
     return low + (high - low) * (place - math.floor(place))
+
+
+def percentile_bounds(values: Sequence[float], percent: float) -> tuple[float | None, float | None]:
+    """Which of these independent samples a percentile of what they are drawn from lies between with CONFIDENCE, of
+    whatever distribution they are. None where there are too few for a bound."""
+    ordered, count = sorted(values), len(values)
+    logs = math.log(percent / 100), math.log(1 - percent / 100)
+    below = list(  # how likely so many samples or fewer are at or below the percentile
+        itertools.accumulate(math.exp(_log_ways(count, k) + k * logs[0] + (count - k) * logs[1]) for k in range(count))
+    )
+    low = bisect_right(below, (1 - CONFIDENCE) / 2)
+    high = bisect_left(below, (1 + CONFIDENCE) / 2)
+    return ordered[low - 1] if low else None, ordered[high] if high < count else None
+
+
+def _log_ways(count: int, chosen: int) -> float:
+    """The logarithm of the ways to choose so many of a count; their number itself may be more than a float holds."""
+    return math.lgamma(count + 1) - math.lgamma(chosen + 1) - math.lgamma(count - chosen + 1)
 
 
 def summary(values: Sequence[float | None]) -> dict[str, float | None]:

@@ -3,7 +3,7 @@
 import statistics
 from typing import Any
 
-from serving_benchmarks import result_file, result_kinds
+from serving_benchmarks import latency, result_file, result_kinds
 
 EMBEDDED = "embedded"
 """The embedded engine, among backends."""
@@ -11,6 +11,8 @@ OUR_BACKENDS = ("SPARSE_MLA", "CUSTOM", EMBEDDED)
 """The plugin under its names, and the engine. The others are what these are held to."""
 LATENCIES = {"ttft_s": "first token", "tpot_s": "later token", "e2e_s": "whole request"}
 """Of `requests` of an entry."""
+ALL_BETWEEN = 8
+"""Rounds of which all lie within the confidence interval of their median, if there are no more."""
 _LOAD = ("request_rate", "concurrency")
 _UNSAID = {"shared_prefix": 0, "burstiness": 1.0, "tensor_parallel_size": 1}
 """What goes without saying."""
@@ -89,16 +91,25 @@ def interleaved(environment: dict[str, Any]) -> bool:
 
 def over_first(first: dict[str, Any], result: dict[str, Any]) -> dict[str, float]:
     """How many times as fast an entry's rounds were as those of the same number of the first one. The two must have
-    taken turns."""
+    taken turns. `low` and `high` bound the median with 95 % confidence; of ALL_BETWEEN rounds or fewer, with less
+    confidence if they are fewer than six, they are the lowest and the highest."""
     ratios = [theirs / its for theirs, its in zip(first["rounds_s"], result["rounds_s"], strict=True)]
-    return {"median": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+    low, high = latency.percentile_bounds(ratios, 50)
+    lowest, highest = min(ratios), max(ratios)
+    return {
+        "median": statistics.median(ratios),
+        "low": lowest if low is None else low,
+        "high": highest if high is None else high,
+        "lowest": lowest,
+        "highest": highest,
+    }
 
 
 def ratio(first: dict[str, Any], result: dict[str, Any], in_turn: dict[str, float] | None) -> str:
     """How many times as fast an entry is as the first one; if they took turns, what `over_first` says of them."""
     if in_turn is None:
         return f"{result['output_tokens_per_second'] / first['output_tokens_per_second']:.2f}"
-    return "{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**in_turn)
+    return "{median:.2f} ({low:.2f} to {high:.2f})".format(**in_turn)
 
 
 def markdown(report: dict[str, Any]) -> str:

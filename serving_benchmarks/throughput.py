@@ -6,12 +6,13 @@
 
 Each backend runs in a process of its own, one after the other, and goes through all --lengths there, at all values of
 --concurrency each, so that the model is loaded once. On a GPU, it first gets requests of many lengths, for steps of all
-sizes. For each load it runs all prompts once as a warm-up, then they are timed --rounds times; before each round the
-prefix cache is emptied. Generation is greedy and doesn't end before it has its tokens. A backend that fails is
-reported, the others go on, and the exit status is 1.
+sizes. For each load it runs all prompts once as a warm-up, then they are timed --rounds times, or for --seconds if that
+is longer; before each round the prefix cache is emptied. Generation is greedy and doesn't end before it has its tokens.
+A backend that fails is reported, the others go on, and the exit status is 1.
 
 With --interleave all backends are loaded first, and take turns round by round. A machine that slows down then slows
-all of them, and what one is over the first is the median of the ratios of rounds of the same number.
+all of them, and what one is over the first is the median of the ratios of rounds of the same number, shown with its
+95 % confidence interval; of eight rounds or fewer that is from the lowest to the highest.
 
 The three lines that are printed of each run are those of `vllm bench throughput`, and the JSON has its keys.
 """
@@ -140,7 +141,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     prompts.add_argument("--seed", type=int, default=0, help="of random prompts; default: %(default)s")
     how = parser.add_argument_group("how")
-    how.add_argument("--rounds", type=int, default=3, help="that are timed; default: %(default)s")
+    how.add_argument("--rounds", type=int, default=3, help="that are timed, or more; default: %(default)s")
+    how.add_argument(
+        "--seconds",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="rounds of a load go on until every backend has been timed for so long, as it takes more of them to tell "
+        "anything where they are short; default: no more than --rounds",
+    )
     how.add_argument(
         "--warmup",
         type=int,
@@ -187,6 +196,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} must be 0 or more; got {getattr(options, name)}")
     if options.rounds < 2:
         parser.error("--rounds must be 2 or more, or there is no spread")
+    if not 0 <= options.seconds < float("inf"):
+        parser.error(f"--seconds must be 0 or more; got {options.seconds:g}")
     for name in ("input_len", "output_len", "histogram", "jsonl"):
         if options.lengths and getattr(options, name) is not None:
             parser.error(f"--lengths can't be given with --{name.replace('_', '-')}: it says all lengths")
@@ -384,6 +395,7 @@ def started(engine: str, name: str, options: argparse.Namespace, logs: Path) -> 
                     for run in options.runs
                 ],
                 "rounds": options.rounds,
+                "more_rounds": options.seconds > 0,
                 "warmup": options.warmup,
             }
         )
@@ -483,7 +495,7 @@ def measure(options: argparse.Namespace, logs: Path, console: Console) -> Iterat
                 backend = running.enter_context(started(engine, name, options, logs))
                 backends[backend.worker] = backend
                 yield from heard(backend, options, stages)
-            for worker, stage in turns.in_turn(list(backends)):
+            for worker, stage in turns.in_turn(list(backends), options.seconds):
                 stages.at(f"{backends[worker].name}: {stage}")
                 yield from heard(backends[worker], options, stages)
 
@@ -538,6 +550,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "settings": {
                 **vllm_options.settings(options),
                 "rounds": options.rounds,
+                "seconds": options.seconds,
                 "waves": options.waves,
                 "warmup": options.warmup,
                 "size_warmup": options.size_warmup,

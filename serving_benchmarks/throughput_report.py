@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from serving_benchmarks import kernel_times, result_file, result_kinds, runs
+from serving_benchmarks import kernel_times, latency, result_file, result_kinds, runs
 from serving_benchmarks.timing import Timing
 
 NAMES_SHOWN = 8
@@ -169,6 +169,8 @@ def _where(reports: tuple[dict[str, Any], ...], latencies: str) -> str:
     turns = {entry["seconds"]["turns"] for report in reports for entry in _ran(report)}
     count = sum(map(runs.interleaved, about))
     of = "" if count == len(reports) else f" in {count} of {len(reports)} files"
-    paired = f"; backends took turns{of}, ratios (lowest to highest) are of rounds of the same number" if count else ""
-    rounds = " or ".join(map(str, sorted(turns)))
+    intervals = f"{latency.CONFIDENCE * 100:g} % confidence intervals"
+    told = "lowest to highest" if max(turns) <= runs.ALL_BETWEEN else intervals
+    paired = f"; backends took turns{of}, ratios ({told}) are of rounds of the same number" if count else ""
+    rounds = " or ".join(map(str, sorted(turns))) if len(turns) < 3 else f"{min(turns)} to {max(turns)}"
     return f"Medians of {rounds} rounds{paired}; latencies {latencies}. {', '.join(parts)}."

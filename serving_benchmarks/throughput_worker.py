@@ -21,6 +21,7 @@ from serving_benchmarks.counters import since
 from serving_benchmarks.engines import MeasuredEngine
 from serving_benchmarks.in_flight import Round, run
 from serving_benchmarks.timing import Timing
+from serving_benchmarks.turns import GO
 from serving_benchmarks.workloads import Workload
 
 WARMUP_OUTPUT = 32
@@ -52,11 +53,14 @@ class Events:
         self._file.write(json.dumps({"event": event, **more}) + "\n")
         self._file.flush()
 
-    def turn(self, stage: str, **more: Any) -> None:
-        """Asks to work, and waits until it may. All that is done until the next call belongs to this turn."""
+    def turn(self, stage: str, **more: Any) -> bool:
+        """Asks to work, and waits for an answer: whether it may, or is to leave this out, if it is optional. All that
+        is done until the next call belongs to this turn."""
         self.send("ready", stage=stage, **more)
-        if not self._turns.readline():
+        answer = self._turns.readline().strip()
+        if not answer:
             raise RuntimeError("nobody gives turns any more")
+        return answer == GO
 
     def progress(self, stage: str, of: int) -> Callable[[int], None]:
         """What to call with the number of requests that have ended."""
@@ -71,7 +75,13 @@ class Events:
 
 
 def measure(
-    engine: MeasuredEngine, workload: Workload, concurrency: int | None, rounds: int, warmup: int | None, events: Events
+    engine: MeasuredEngine,
+    workload: Workload,
+    concurrency: int | None,
+    rounds: int,
+    warmup: int | None,
+    events: Events,
+    more_rounds: bool = False,
 ) -> dict[str, Any]:
     """One entry of a result file, but for what is the same for all of a process.
 
@@ -82,6 +92,7 @@ def measure(
             kernels when a shape comes for the first time, and keep them on disk: without a warm-up of the same shapes
             the engine that is measured first compiles for those after it, while the clock runs.
         events: who is told, and asked for a turn before each pass.
+        more_rounds: whether more passes follow until whoever gives turns has enough of them.
     """
     before = workload if warmup is None else workload.first(warmup, WARMUP_OUTPUT)
     if len(before):
@@ -90,9 +101,11 @@ def measure(
         run(engine, before, concurrency, events.progress("warm-up", len(before)))
     done: list[Round] = []
     counted = engine.counters()
-    for number in range(rounds):
-        stage = f"round {number + 1} of {rounds}"
-        events.turn(stage, round=number)
+    while len(done) < rounds or more_rounds:
+        number, timed = len(done), sum(one.elapsed for one in done)
+        stage = f"round {number + 1}" if more_rounds else f"round {number + 1} of {rounds}"
+        if not events.turn(stage, round=number, optional=number >= rounds, timed_s=timed):
+            break
         engine.forget_prefixes()
         done.append(run(engine, workload, concurrency, events.progress(stage, len(workload))))
     return {**entry(done), **since(counted, engine.counters())}
@@ -187,7 +200,7 @@ def work(spec: dict[str, Any], events: Events) -> None:
         warm_sizes(engine, [Workload(**requests) for requests in spec["sizes"]], events)
     for number, asked in enumerate(spec["runs"]):
         workload, concurrency = workloads[asked["workload"]].first(asked["prompts"]), asked["concurrency"]
-        found = measure(engine, workload, concurrency, spec["rounds"], spec["warmup"], events)
+        found = measure(engine, workload, concurrency, spec["rounds"], spec["warmup"], events, spec["more_rounds"])
         profiled = None
         if asked["profile"]:
             events.turn("profiling")

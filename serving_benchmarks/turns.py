@@ -2,7 +2,8 @@
 
 A worker writes lines of JSON, its events, to a file. Before each piece of its work, once it has started, it writes the
 event `ready` and waits for a line on its standard input. Its turn lasts until it asks for the next one, or has ended
-with all that it had started. All workers have the same pieces of work.
+with all that it had started. All workers have the same pieces of work. Some are optional: a worker is told to leave
+those out once all workers have done enough of their kind.
 """
 
 import contextlib
@@ -15,6 +16,8 @@ from serving_benchmarks.processes import Supervised, supervised
 
 POLL_SECONDS = 0.2
 """How often a worker's events are looked at."""
+GO, ENOUGH = "go", "enough"
+"""What a worker is told: to do what it asks for, or to leave that out."""
 
 
 class Worker:
@@ -49,11 +52,11 @@ class Worker:
             if self.asks is not None:
                 return
 
-    def give_turn(self) -> str:
-        """Lets it do what it has asked for, and says what that is. Whoever gives a turn goes on with `events`, before
-        anyone else gets one."""
-        stage, self.asks = self.asks["stage"], None
-        self.process.tell("go")
+    def give_turn(self, word: str = GO) -> str:
+        """Lets it do what it has asked for, or leave it out and go on, and says what it does. Whoever gives a turn goes
+        on with `events`, before anyone else gets one."""
+        stage, self.asks = self.asks["stage"] if word == GO else "enough rounds", None
+        self.process.tell(word)
         return stage
 
 
@@ -72,17 +75,24 @@ def started(command: Sequence[str], events: Path, log: Path) -> Iterator[Worker]
         yield Worker(process, events)
 
 
-def in_turn(workers: Sequence[Worker]) -> Iterator[tuple[Worker, str]]:
+def in_turn(workers: Sequence[Worker], seconds: float = 0) -> Iterator[tuple[Worker, str]]:
     """Gives turns until no worker asks for one, and says each time whose it is and for what. The order is that of the
     workers, and the reverse of it in every other round: if the machine drifts, who comes later finds another one.
 
     Whoever iterates goes through the worker's `events` before the next one gets its turn.
+
+    Args:
+        workers: who has asked for turns.
+        seconds: optional rounds, `optional` in what a worker asks, are left out once each worker has been timed for so
+            long, `timed_s` there. All workers then have the same number of them.
     """
     while waiting := [worker for worker in workers if worker.asks is not None]:
-        if waiting[0].asks.get("round", 0) % 2:
+        asks = [worker.asks for worker in waiting]
+        enough = all(asked.get("optional") and asked["timed_s"] >= seconds for asked in asks)
+        if asks[0].get("round", 0) % 2:
             waiting.reverse()
         for worker in waiting:
-            stage = worker.give_turn()
+            stage = worker.give_turn(ENOUGH if enough else GO)
             yield worker, stage
 
 

@@ -152,8 +152,8 @@ def test_commands_bring_all_that_the_last_one_needs(path):
         assert makers or (result_examples.ROOT / name / "config.json").is_file()
         for options in makers:
             shape = {"layers": options.layers, "heads": options.heads, "experts": options.experts}
-            config = models.config(options.like, **shape)
-            described = model_config.describe(name, config, None)
+            config = models.config(options.like, dense_layers=options.dense_layers, **shape)
+            described = model_config.describe(name, {**config, "random_weights_seed": options.seed}, None)
             assert {key: described[key] for key in file.environment["model"]} == file.environment["model"]
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import math
 import re
@@ -271,10 +272,12 @@ def test_interleaved_backends_take_turns_and_their_rounds_are_compared_in_pairs(
     names = [(result["backend"], result["case"]["concurrency"]) for result in report["results"]]
     assert names == [(name, n) for name in ("ONE", "TWO", "embedded") for n in (2, 6)]
     for one, two, embedded in zip(*(report["results"][i : i + 2] for i in (0, 2, 4)), strict=True):
-        assert one["over_first"] == {"median": 1.0, "lowest": 1.0, "highest": 1.0}
-        assert two["over_first"] == {"median": 1.0, "lowest": 0.5, "highest": 1.5}, "1/2, 4/4, 9/6"
+        assert set(one["over_first"].values()) == {1.0}
+        bounds = {"low": 0.5, "high": 1.5, "lowest": 0.5, "highest": 1.5}
+        assert two["over_first"] == {"median": 1.0, **bounds}, "1/2, 4/4, 9/6"
         ratios = sorted(a / b for a, b in zip((1.0, 4.0, 9.0), embedded["rounds_s"], strict=True))
-        assert list(embedded["over_first"].values()) == pytest.approx([ratios[1], ratios[0], ratios[2]])
+        found = [embedded["over_first"][name] for name in ("lowest", "low", "median", "high", "highest")]
+        assert found == pytest.approx([ratios[0], *ratios, ratios[2]])
         assert embedded["num_requests"] == 6 and embedded["total_output_tokens"] == 24
     printed = capsys.readouterr().out
     assert printed.count("Throughput: ") == 6 and printed.count("1.00 (0.50 to 1.50)") == 2
@@ -337,13 +340,13 @@ def test_with_several_lengths_rounds_of_the_same_ones_are_compared(folder, tmp_p
     assert order == [(name, tokens, n) for name in ("ONE", "embedded") for tokens in (30, 20) for n in (2, 6)]
     for i, (one, embedded) in enumerate(zip(results[:4], results[4:], strict=True)):
         assert one["rounds_s"] == ([1.0, 4.0] if i < 2 else [10.0, 40.0])
-        assert one["over_first"] == {"median": 1.0, "lowest": 1.0, "highest": 1.0}
+        assert set(one["over_first"].values()) == {1.0}
         ratios = sorted(a / b for a, b in zip(one["rounds_s"], embedded["rounds_s"], strict=True))
         assert [embedded["over_first"][name] for name in ("lowest", "highest")] == pytest.approx(ratios)
         assert embedded["requests"]["output_tokens"] == [2 if i < 2 else 4] * 12
     printed = capsys.readouterr().out
     assert printed.count("ONE, 30 + 2 tokens, 6 in flight\n") == 1
-    shown = ["{median:.2f} ({lowest:.2f} to {highest:.2f})".format(**r["over_first"]) for r in results[4:]]
+    shown = ["{median:.2f} ({low:.2f} to {high:.2f})".format(**r["over_first"]) for r in results[4:]]
     tables = printed[printed.index("\n 30 + 2 tokens") :].split("\n 20 + 4 tokens")
     for text, its in zip(tables, (shown[:2], shown[2:]), strict=True):
         rows = [line.rstrip() for line in text.splitlines() if re.match(" (ONE|embedded) ", line)]
@@ -367,7 +370,7 @@ def test_with_several_lengths_one_that_fails_has_failed_in_all_that_are_left(fol
 def test_tables_of_several_lengths_are_no_wider_than_others():
     """With names and numbers as on a large GPU, after backends have taken turns."""
     report = result_examples.throughput(lengths=((131072, 1024), (512, 512)), loads=(64,))
-    over = {"median": 1.31, "lowest": 1.09, "highest": 1.46}
+    over = {"median": 1.31, "low": 1.09, "high": 1.46, "lowest": 1.02, "highest": 1.5}
     for result in report["results"]:
         result["over_first"], result["output_tokens_per_second"] = over, 19616.04
         result["seconds"] |= {"lower_quartile": 1.47, "upper_quartile": 1.81, "median": 1.67}
@@ -477,7 +480,8 @@ class Waits:
         number = self.rounds[self.had]
         return {"event": "ready"} if number is None else {"event": "ready", "round": number}
 
-    def give_turn(self):
+    def give_turn(self, word):
+        assert word == turns.GO
         self.had += 1
         return f"piece {self.had - 1}"
 
@@ -499,7 +503,62 @@ def test_turns_go_round_by_round_there_and_back_whoever_drops_out(rounds, lasts)
     assert len(had) == sum(len(worker.rounds) for worker in workers)
 
 
-ROUNDS = st.lists(st.tuples(*[st.floats(0.01, 100)] * 3), min_size=2, max_size=9)
+@dataclasses.dataclass(eq=False)
+class Times:
+    """A worker for `turns.in_turn` that has rounds that last so long, at two loads, and asks for one more each time."""
+
+    least: int
+    lasts: list[float]
+    loads: list[int] = dataclasses.field(default_factory=lambda: [0])
+
+    @property
+    def asks(self):
+        done = self.loads[-1]
+        timed = sum(itertools.islice(itertools.cycle(self.lasts), done))
+        return {"round": done, "optional": done >= self.least, "timed_s": timed} if len(self.loads) < 3 else None
+
+    def give_turn(self, word):
+        if word == turns.GO:
+            self.loads[-1] += 1
+        else:
+            assert word == turns.ENOUGH and self.asks["optional"]
+            self.loads.append(0)
+        return word
+
+
+@given(
+    lasts=st.lists(st.lists(st.floats(0.1, 3), min_size=1, max_size=5), min_size=1, max_size=4),
+    least=st.integers(2, 5),
+    seconds=st.floats(0, 9),
+)
+def test_rounds_go_on_until_all_have_been_timed_for_long_enough(lasts, least, seconds):
+    workers = [Times(least, list(one)) for one in lasts]
+    for _ in turns.in_turn(workers, seconds):
+        pass
+    for worker in workers:
+        assert worker.loads == workers[0].loads and worker.loads[0] == worker.loads[1], "ratios are of pairs of rounds"
+    done = workers[0].loads[0]
+
+    def timed(rounds):
+        return min(sum(itertools.islice(itertools.cycle(worker.lasts), rounds)) for worker in workers)
+
+    assert done >= least and timed(done) >= seconds
+    assert done == least or timed(done - 1) < seconds
+
+
+def test_seconds_add_rounds_to_those_that_are_asked_for(folder, tmp_path, capsys):
+    output, seconds = tmp_path / "out.json", 0.5
+    arguments = [*SMALL, "--model", str(folder), "--engine", "embedded", "--concurrency", "2,6"]
+    assert throughput.main([*arguments, "--seconds", str(seconds), "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert report["environment"]["settings"]["seconds"] == seconds
+    for result in report["results"]:
+        rounds = result["rounds_s"]
+        assert sum(rounds) >= seconds and (len(rounds) == 2 or sum(rounds[:-1]) < seconds)
+        assert result["seconds"]["turns"] == len(rounds) == result["requests"]["round"][-1] + 1
+
+
+ROUNDS = st.lists(st.tuples(*[st.floats(0.01, 100)] * 3), min_size=2, max_size=20)
 
 
 @given(ROUNDS)
@@ -508,10 +567,12 @@ def test_a_machine_that_slows_down_changes_nothing_of_what_rounds_say_in_pairs(r
     plain = runs.over_first({"rounds_s": first}, {"rounds_s": other})
     slowed = [{"rounds_s": [a * b for a, b in zip(seconds, slow, strict=True)]} for seconds in (first, other)]
     assert runs.over_first(*slowed) == pytest.approx(plain)
-    assert plain["lowest"] <= plain["median"] <= plain["highest"]
+    assert plain["lowest"] <= plain["low"] <= plain["median"] <= plain["high"] <= plain["highest"]
+    assert len(rounds) > runs.ALL_BETWEEN or (plain["low"], plain["high"]) == (plain["lowest"], plain["highest"])
     back = runs.over_first({"rounds_s": other}, {"rounds_s": first})
     assert back["lowest"] == pytest.approx(1 / plain["highest"])
     assert back["highest"] == pytest.approx(1 / plain["lowest"])
+    assert (back["low"], back["high"]) == pytest.approx((1 / plain["high"], 1 / plain["low"]))
 
 
 class OneTokenAStep:
@@ -750,6 +811,8 @@ def test_a_profile_shows_attention_however_short_it_is():
         ),
         (["--no-compile", "--enforce-eager"], "only one can be given"),
         (["--vllm-args", "[1]"], "--vllm-args: must be an object"),
+        (["--seconds", "-1"], "--seconds must be 0 or more; got -1"),
+        (["--seconds", "nan"], "--seconds must be 0 or more; got nan"),
         (["--model", "/nope"], "--model: must be a folder with a config.json"),
         (["--output", "/proc/nope/x.json", "--input-len", "20"], "--output: "),
     ],
