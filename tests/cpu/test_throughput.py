@@ -575,6 +575,11 @@ def test_a_machine_that_slows_down_changes_nothing_of_what_rounds_say_in_pairs(r
     assert (back["low"], back["high"]) == pytest.approx((1 / plain["high"], 1 / plain["low"]))
 
 
+def test_of_more_rounds_than_that_not_all_lie_within_the_interval():
+    for rounds, ends in ((runs.ALL_BETWEEN, 0), (runs.ALL_BETWEEN + 1, 1)):
+        assert latency.percentile_bounds(range(rounds), 50) == (ends, rounds - 1 - ends)
+
+
 class OneTokenAStep:
     """An engine that gives each request a token in each step, and knows how many there were at a time."""
 
