@@ -46,7 +46,7 @@ def write(path: Path | None, results: Sequence[dict[str, Any]], console: Console
         return
     about = {**environment.describe(), **more}
     path.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
-    console.print(f"written to {path}")
+    console.print(f"written to {path}", markup=False, soft_wrap=True)  # a path stays in one piece
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -152,7 +152,8 @@ def test_each_load_has_an_entry_made_of_what_the_client_saved(fakes, capsys):
     assert "2.5 requests/s, 8 in flight" in shown and "1.00/s, 50 %" in shown
     numbers = "1.50 requests/s, 3.5 output tokens/s, TTFT p50 500.0 ms, TPOT p50 150.0 ms"
     lines = said.splitlines()
-    assert lines.pop(1).startswith("works: healthy after ") and lines[: lines.index("written to ")] == [
+    assert lines.pop(1).startswith("works: healthy after ")
+    assert lines[: lines.index(f"written to {fakes / 'out.json'}")] == [
         "works: starting the server",
         "works: rehearsal: 2.5 requests/s, 8 in flight",
         "works: load 1 of 2: 1 requests/s, 8 in flight",
