@@ -158,18 +158,31 @@ def part(report: dict, rounds: tuple[int, ...]) -> dict:
     return found
 
 
-@pytest.mark.parametrize("name", ["throughput_h16", "throughput_h128"])
-@pytest.mark.parametrize("beside", [True, False], ids=["beside another backend", "alone"])
-def test_hardly_anything_is_surely_slower_in_one_half_of_the_rounds_of_a_file_than_in_the_other(name, beside):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            "throughput_h16",
+            marks=pytest.mark.xfail(
+                raises=AssertionError, strict=True, reason="rounds that drift: three of them spread too little"
+            ),
+        ),
+        "throughput_h128",
+    ],
+)
+def test_one_half_of_the_rounds_of_a_file_is_not_slower_than_the_other(name):
     report = json.loads((result_examples.ROOT / "results" / f"{name}.json").read_text())
-    ours = [entry for entry in report["results"] if entry["backend"] in OURS]
-    of = report if beside else {**report, "results": ours}
-    splits = [(half, tuple(set(range(6)) - set(half))) for half in itertools.combinations(range(6), 3)]
-    found = [compare.compare(*(file(part(of, half)) for half in halves)) for halves in splits]
-    times = [change for one in found for change in one.changes]
-    assert len(times) == 4 * len(ours) * len(splits)
-    assert all((change.yardstick is not None) == beside for change in times)
-    assert sum(len(one.slower(0.05)) for one in found) <= 0.03 * len(times)
+    alone = {**report, "results": [entry for entry in report["results"] if entry["backend"] in OURS]}
+    times = 4 * len(alone["results"])
+    for halves in ((0, 1, 2), (3, 4, 5)), ((0, 2, 4), (1, 3, 5)):
+        for one, other in (halves, halves[::-1]):
+            found = compare.compare(file(part(report, one)), file(part(report, other)))
+            assert len(found.changes) == times and all(change.yardstick for change in found.changes)
+            assert not found.slower(0.05)
+            assert not compare.compare(file(part(alone, one)), file(part(alone, other))).slower(0.05)
+    splits = [(one, tuple(set(range(6)) - set(one))) for one in itertools.combinations(range(6), 3)]
+    slower = [len(compare.compare(*(file(part(report, half)) for half in pair)).slower(0.05)) for pair in splits]
+    assert sum(slower) <= 0.02 * times * len(splits)
 
 
 def run_of(rng: random.Random, rounds: int, requests: int, seconds: float = 1.0) -> dict:
