@@ -10,6 +10,8 @@ from serving_benchmarks.workloads import Workload
 
 USAGE_SECONDS = 0.5
 """How often the cache is looked at while the clock runs, as asking vLLM takes a millisecond."""
+DIGITS = 9
+"""Of requests' seconds after the point: clocks know no more, and result files have thousands of them."""
 
 
 @dataclass
@@ -68,6 +70,7 @@ def run(
             f"the engine gave {ended[wrong[0]].output_tokens}"
         )
     e2e = [end - start for start, end in zip(starts, ends, strict=True)]
+    per_token = [latency.per_token(r.ttft, s, r.output_tokens) for r, s in zip(ended, e2e, strict=True)]
     return Round(
         elapsed,
         peak_usage,
@@ -75,9 +78,13 @@ def run(
             "input_tokens": [len(prompt) for prompt in workload.prompts],
             "output_tokens": [request.output_tokens for request in ended],
             "cached_tokens": [request.cached_tokens for request in ended],
-            "ttft_s": [request.ttft for request in ended],
-            "tpot_s": [latency.per_token(r.ttft, s, r.output_tokens) for r, s in zip(ended, e2e, strict=True)],
-            "e2e_s": e2e,
-            "start_s": starts,
+            "ttft_s": _rounded([request.ttft for request in ended]),
+            "tpot_s": _rounded(per_token),
+            "e2e_s": _rounded(e2e),
+            "start_s": _rounded(starts),
         },
     )
+
+
+def _rounded(seconds: list[float | None]) -> list[float | None]:
+    return [None if value is None else round(value, DIGITS) for value in seconds]
