@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,18 @@ def write(path: Path | None, results: Sequence[dict[str, Any]], console: Console
     if path is None:
         return
     about = {**environment.describe(), **more}
-    path.write_text(json.dumps({"environment": about, "results": results}, indent=1) + "\n")
+    path.write_text(text({"environment": about, "results": results}))
     console.print(f"written to {path}", markup=False, soft_wrap=True)  # a path stays in one piece
+
+
+def text(report: dict[str, Any]) -> str:
+    """A report as result files have it: JSON with a line for each entry, and one for each list of numbers, which may
+    have thousands of them."""
+    return _NUMBERS.sub(lambda numbers: " ".join(numbers[0].split()), json.dumps(report, indent=1)) + "\n"
+
+
+_NUMBERS = re.compile(r'(?<=\[)\n[^][{}"]*(?=\])')
+"""What is between the brackets of a list that has neither text nor other lists in it."""
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

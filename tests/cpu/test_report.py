@@ -302,6 +302,7 @@ def test_throughput_is_drawn_from_the_lightest_load_to_the_heaviest():
     assert len(set(places[::3])) == 3 and places == [place for place in places[::3] for _ in range(3)]
     assert axes.figure.get_suptitle() == "Offline throughput, NVIDIA H200, 16 heads"
     assert axes.get_ylim()[1] > max(entry["output_tokens_per_second"] for entry in content["results"])
+    assert axes.get_xlim()[0] == 0 and axes.get_xlim()[1] > max(x for xs, _ in lines(axes) for x in xs)
     ours = [entry for entry in content["results"] if entry["backend"] == "SPARSE_MLA"]
     assert lines(axes)[0][1] == [ours[i]["output_tokens_per_second"] for i in (1, 2, 0)]
 

@@ -1,10 +1,13 @@
-"""A result file is tried before anything is measured, and nothing of the trial is left."""
+"""A result file is tried before anything is measured, and nothing of the trial is left; what is written is short."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from serving_benchmarks import result_file
 
@@ -41,3 +44,20 @@ def test_what_is_no_file_is_refused(tmp_path, name, capsys):
     with pytest.raises(SystemExit) as stopped:
         try_to_write(tmp_path / name)
     assert stopped.value.code == 2 and "--output: " in capsys.readouterr().err
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_what_is_written_is_read_again(report):
+    assert json.loads(result_file.text(report)) == report
+
+
+def test_a_list_of_numbers_has_one_line():
+    report = {"rounds_s": [1.5, None, 2e-7], "words": ["[\n1\n]", "b"], "none": [], "lists": [[1, 2], [{"a": [3]}]]}
+    lines = result_file.text(report).splitlines()
+    assert ' "rounds_s": [1.5, null, 2e-07],' in lines and "  [1, 2]," in lines and '    "a": [3]' in lines
+    assert json.loads("\n".join(lines)) == report
