@@ -32,10 +32,12 @@ from serving_benchmarks.timing import Timing
 
 ENOUGH_TURNS = 12
 """For their quartiles to be the spread."""
-REACH = {2: 12, 3: 6, 4: 3, 5: 3}
+REACH = {2: 12, 3: 4, 4: 3, 5: 3}
 """How many times as far as the quartiles of so few turns the spread reaches from their median; with more than these,
-but not enough, twice as far. Two spreads of turns of one normal distribution then lie apart in 3 % of cases at most.
-Rounds of whole models drift, and three in a row may be alike by chance: they reach farther than normal ones need."""
+but not enough, twice as far. Two spreads of turns of one normal distribution then lie apart in 3 % of cases at most."""
+REACH_OF_ROUNDS = {2: 16, 3: 6, 4: 5, 5: 4}
+"""The same of rounds of a whole model, which last for seconds: hosts drift, so that a few in a row may be alike by
+chance, and so may the next few."""
 SHOULD_BE_EQUAL = (
     "cpu.model",
     "cpu.cores",
@@ -70,10 +72,10 @@ class Span:
     """What each round gave, if others were timed in the same rounds."""
 
     @classmethod
-    def of_timing(cls, timing: dict[str, float]) -> "Span":
-        """The quartiles of turns, or more where there are few."""
+    def of_timing(cls, timing: dict[str, float], of_few: dict[int, int] = REACH) -> "Span":
+        """The quartiles of turns, or where there are few as many times as far as `of_few` says."""
         turns, median = timing["turns"], timing["median"]
-        reach = 1 if turns >= ENOUGH_TURNS else REACH.get(turns, 2)
+        reach = 1 if turns >= ENOUGH_TURNS else of_few.get(turns, 2)
         low, high = (  # as ratios: no time is below 0
             median * (timing[quartile] / median) ** reach for quartile in ("lower_quartile", "upper_quartile")
         )
@@ -84,7 +86,8 @@ class Span:
         """Of what rounds gave. `in_turn`: others were timed in the same ones, of which it can be a share."""
         if len(values) == 1 or not min(values):
             return cls.once(statistics.median(values))
-        return replace(cls.of_timing(Timing.of(values).as_dict()), rounds=tuple(values) if in_turn else ())
+        span = cls.of_timing(Timing.of(values).as_dict(), REACH_OF_ROUNDS)
+        return replace(span, rounds=tuple(values) if in_turn else ())
 
     @classmethod
     def once(cls, value: float) -> "Span":

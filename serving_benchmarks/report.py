@@ -402,6 +402,10 @@ def unique_prefixes(paths: Sequence[Path]) -> list[str]:
     return found
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m serving_benchmarks.report",
@@ -424,6 +428,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         options.output.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        parser.error(f"--output must be a folder, or the name of a new one; {options.output} is a file")
     except OSError as error:
         parser.error(f"--output: {error}")
 
@@ -450,7 +456,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     written = options.output / ("report.md" if options.markdown else "report.html")
     written.write_text((markdown_page if options.markdown else page)(sections, not_understood))
     pictures = sum(len(section.pictures) for section in sections)
-    print(f"{written}: {len(sections)} result files, {pictures} pictures")
+    print(f"{written}: {_counted(len(sections), 'result file')}, {_counted(pictures, 'picture')}")
     return 0
 
 

@@ -563,7 +563,7 @@ def throughput_over_latency(file: ResultFile) -> Figure | None:
         panel.set(
             xlabel="median time of a later token, ms (beside the marks: the load)", ylabel="output tokens a second"
         )
-        panel.set_xlim(0, 1.1 * max(map(_later_token_ms, results)))
+        panel.set_xlim(0, 1.1 * max(map(_later_token_ms, results)) or 1)
         most = max(result["output_tokens_per_second"] for result in results)
         panel.set_ylim(-0.04 * most, 1.1 * most)  # below 0, room for the labels of small loads
         panel.grid(alpha=0.25)

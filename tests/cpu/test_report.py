@@ -430,3 +430,16 @@ def test_a_folder_that_cannot_be_made_is_explained(capsys):
     with pytest.raises(SystemExit) as stopped:
         report.main([str(result_examples.COMMITTED["kernels"]), "--output", "/proc/nope"])
     assert stopped.value.code == 2 and "--output: " in capsys.readouterr().err
+
+
+def test_a_file_where_the_folder_should_be_is_told_of(tmp_path, capsys):
+    (tmp_path / "page").write_text("mine")
+    with pytest.raises(SystemExit) as stopped:
+        report.main([str(result_examples.COMMITTED["kernels"]), "--output", str(tmp_path / "page")])
+    assert stopped.value.code == 2 and (tmp_path / "page").read_text() == "mine"
+    assert "--output must be a folder, or the name of a new one" in capsys.readouterr().err
+
+
+def test_one_file_is_not_several(tmp_path, capsys):
+    assert report.main([str(result_examples.COMMITTED["kernel_counters"]), "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/report.html: 1 result file, 0 pictures\n"

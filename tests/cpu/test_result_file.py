@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from serving_benchmarks import result_file
 
@@ -57,7 +58,19 @@ def test_what_is_written_is_read_again(report):
 
 
 def test_a_list_of_numbers_has_one_line():
-    report = {"rounds_s": [1.5, None, 2e-7], "words": ["[\n1\n]", "b"], "none": [], "lists": [[1, 2], [{"a": [3]}]]}
+    report = {
+        "rounds_s": [1.5, None, 2e-7],
+        "words": ["[\n1\n]", "a  b"],
+        "spaced": ["a  b"],
+        "none": [],
+        "lists": [[1, 2], [{"a": [3]}]],
+    }
     lines = result_file.text(report).splitlines()
     assert ' "rounds_s": [1.5, null, 2e-07],' in lines and "  [1, 2]," in lines and '    "a": [3]' in lines
     assert json.loads("\n".join(lines)) == report
+
+
+def test_what_a_benchmark_writes_is_so_short(tmp_path):
+    result_file.write(tmp_path / "out.json", [{"rounds_s": [1.5, 2.5]}], Console(quiet=True), settings={"cpus": 2})
+    written = (tmp_path / "out.json").read_text()
+    assert '   "rounds_s": [1.5, 2.5]\n' in written and json.loads(written)["environment"]["settings"] == {"cpus": 2}
