@@ -426,12 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        parser.error(f"--output must be a folder, or the name of a new one; {options.output} is a file")
-    except OSError as error:
-        parser.error(f"--output: {error}")
+    result_file.require_folder(parser, "--output", options.output)
 
     console = Console(stderr=True, highlight=False)
     sections, not_understood = [], []

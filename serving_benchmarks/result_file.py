@@ -41,6 +41,18 @@ def require_writable(parser: argparse.ArgumentParser, path: Path | None) -> None
         parser.error(f"--output: {error}")
 
 
+def require_folder(parser: argparse.ArgumentParser, option: str, path: Path | None) -> None:
+    """A folder for what a program writes besides, which is made if it isn't there."""
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        parser.error(f"{option} must be a folder, or the name of a new one; {path} is a file")
+    except OSError as error:
+        parser.error(f"{option}: {error}")
+
+
 def write(path: Path | None, results: Sequence[dict[str, Any]], console: Console, **more: Any) -> None:
     """Results and where they were measured; `more` stands beside the environment's own entries."""
     if path is None:

@@ -135,6 +135,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     settle_lengths(parser, options)
     if options.size_warmup is None:  # on a CPU nothing is compiled for them
         options.size_warmup = options.rehearsal and torch.cuda.is_available()
+    result_file.require_folder(parser, "--logs", options.logs)
     result_file.require_writable(parser, options.output)
     return options
 
@@ -364,7 +365,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = 0
     with tempfile.TemporaryDirectory() as folder, signals_unwind():
         logs = options.logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
         try:
             with Stages(console) as stages:
                 for backend in options.backend:

@@ -227,6 +227,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     settle_memory(parser, options)
     if options.size_warmup is None:  # on a CPU nothing is compiled for them
         options.size_warmup = options.warmup != 0 and torch.cuda.is_available()
+    result_file.require_folder(parser, "--logs", options.logs)
     result_file.require_writable(parser, options.output)
     return options
 
@@ -529,7 +530,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status, several = 0, len(options.workloads) > 1
     with tempfile.TemporaryDirectory() as folder, signals_unwind():
         logs = options.logs or Path(folder)
-        logs.mkdir(parents=True, exist_ok=True)
         try:
             for result in measure(options, logs, console):
                 results.append(result)

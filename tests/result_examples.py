@@ -42,7 +42,7 @@ SPEED = {"SPARSE_MLA": 1.0, "FLASHMLA_SPARSE": 1.3, "embedded": 1.6}
 
 
 def committed(name: str) -> dict[str, Any]:
-    return json.loads(COMMITTED[name].read_text())
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())
 
 
 def write(folder: Path, name: str, report: dict[str, Any]) -> Path:

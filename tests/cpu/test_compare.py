@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import math
 import random
 import subprocess
@@ -174,7 +173,7 @@ def part(report: dict, rounds: tuple[int, ...]) -> dict:
     ],
 )
 def test_one_half_of_the_rounds_of_a_file_is_not_slower_than_the_other(name):
-    report = json.loads((result_examples.ROOT / "results" / f"{name}.json").read_text())
+    report = result_examples.committed(name)
     alone = {**report, "results": [entry for entry in report["results"] if entry["backend"] in OURS]}
     times = 4 * len(alone["results"])
     for halves in ((0, 1, 2), (3, 4, 5)), ((0, 2, 4), (1, 3, 5)):
@@ -207,7 +206,7 @@ def test_rounds_are_rarely_slower_than_those_after_or_before_them(rounds, share)
         "throughput_h16_512",
         "throughput_h128_512",
     ):
-        report = json.loads((result_examples.ROOT / "results" / f"{name}.json").read_text())
+        report = result_examples.committed(name)
         for pair in windows(report, rounds):
             for old, new in (pair, pair[::-1]):
                 found = compare.compare(file(old), file(new))

@@ -50,8 +50,8 @@ def test_the_report_of_all_results_has_as_many_files_as_there_are():
 def test_the_committed_report_and_its_results_are_there_and_small():
     folder = result_examples.ROOT / "docs" / "report_h200"
     page = (folder / "report.md").read_text()
-    names = re.findall(r"^- \[[^]]+: ([\w\\]+\.json)\]", page, re.MULTILINE)
+    names = re.findall(r"^- \[.+: (\S+\.json)\]\(#s\d+\)", page, re.MULTILINE)
     results = [result_examples.ROOT / "results" / name.replace("\\", "") for name in names]
     pictures = [folder / name for name in re.findall(r"\]\((\w+\.png)\)", page)]
-    assert len(results) > 9 and set(pictures) == set(folder.glob("*.png"))
+    assert len(results) == page.count('<a id="s') > 9 and set(pictures) == set(folder.glob("*.png"))
     assert sum(path.stat().st_size for path in [folder / "report.md", *results, *pictures]) < 4_000_000

@@ -74,3 +74,16 @@ def test_what_a_benchmark_writes_is_so_short(tmp_path):
     result_file.write(tmp_path / "out.json", [{"rounds_s": [1.5, 2.5]}], Console(quiet=True), settings={"cpus": 2})
     written = (tmp_path / "out.json").read_text()
     assert '   "rounds_s": [1.5, 2.5]\n' in written and json.loads(written)["environment"]["settings"] == {"cpus": 2}
+
+
+def test_a_folder_is_made_and_a_file_in_its_place_is_told_of(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    result_file.require_folder(parser, "--logs", None)
+    for _ in range(2):
+        result_file.require_folder(parser, "--logs", tmp_path / "new" / "logs")
+    assert (tmp_path / "new" / "logs").is_dir()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(SystemExit) as stopped:
+        result_file.require_folder(parser, "--logs", tmp_path / "file")
+    assert stopped.value.code == 2 and (tmp_path / "file").read_text() == "mine"
+    assert "--logs must be a folder, or the name of a new one" in capsys.readouterr().err

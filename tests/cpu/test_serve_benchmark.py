@@ -408,6 +408,7 @@ def test_what_is_not_given_is_left_to_vllm():
         (["--request-rate", "0"], "must be numbers above 0, such as 0.5,1,2; got '0'"),
         (["--request-rate", "inf"], "must be numbers above 0"),
         (["--ttft-limit", "0"], "--ttft-limit must be a number above 0; got 0"),
+        (["--logs", __file__], "--logs must be a folder, or the name of a new one"),
         (["--ttft-limit", "nan"], "--ttft-limit must be a number above 0; got nan"),
         (["--tpot-limit", "inf"], "--tpot-limit must be a number above 0; got inf"),
         (["--shared-prefix", "9", "--input-len", "9"], "--shared-prefix must be less than --input-len, 9; got 9"),

@@ -821,6 +821,7 @@ def test_a_profile_shows_attention_however_short_it_is():
         (["--seconds", "-1"], "--seconds must be 0 or more; got -1"),
         (["--seconds", "nan"], "--seconds must be 0 or more; got nan"),
         (["--model", "/nope"], "--model: must be a folder with a config.json"),
+        (["--logs", __file__, "--input-len", "20"], "--logs must be a folder, or the name of a new one"),
         (["--output", "/proc/nope/x.json", "--input-len", "20"], "--output: "),
     ],
 )
