@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMergeBlocks = 16;  // that share the heads of a cut token
+constexpr int kMergeBlocksPerProcessor = 4;  // of merge_cut_tokens
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(uint16_t x) { return bf16_to_float(x); }
@@ -34,17 +34,21 @@ struct Weights {
   float reference;
   float inverse;
   float lse;
+  float lane_lse;  // of the part whose number is the lane's; -inf if there is none
+
+  __device__ __forceinline__ float of(float lse_of_part) const { return expf(lse_of_part - reference) * inverse; }
 };
 
 __device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int parts, int lane) {
-  float largest = -INFINITY;
-  for (int i = lane; i < parts; i += 32) largest = fmaxf(largest, lse[i * stride]);
+  const float mine = lane < parts ? lse[lane * stride] : -INFINITY;
+  float largest = mine;
+  for (int i = lane + 32; i < parts; i += 32) largest = fmaxf(largest, lse[i * stride]);
   largest = warp_max(largest);
   const float reference = largest == -INFINITY ? 0.0f : largest;  // -inf minus -inf would be NaN
-  float total = 0.0f;
-  for (int i = lane; i < parts; i += 32) total += expf(lse[i * stride] - reference);
+  float total = expf(mine - reference);
+  for (int i = lane + 32; i < parts; i += 32) total += expf(lse[i * stride] - reference);
   total = warp_sum(total);
-  return {reference, total == 0.0f ? 0.0f : 1.0f / total, reference + logf(total)};
+  return {reference, total == 0.0f ? 0.0f : 1.0f / total, reference + logf(total), mine};
 }
 
 // One lane's dims, `lane`, `lane + 32`, ... of the merged row.
@@ -55,7 +59,7 @@ __device__ __forceinline__ void merge_row(const Value* out, int64_t out_stride, 
   for (int begin = lane; begin < dim; begin += 32 * kUnroll) {
     float sum[kUnroll] = {};
     for (int i = 0; i < parts; ++i) {
-      const float weight = expf(lse[i * lse_stride] - weights.reference) * weights.inverse;
+      const float weight = weights.of(lse[i * lse_stride]);
       if (weight == 0.0f) continue;  // an empty part may hold anything
       const Value* row = out + i * out_stride;
 #pragma unroll
@@ -82,59 +86,102 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
 }
 
-// Block x: a worker, whose last token may be cut; blocks y share the heads. A thread has four dims.
+// Four neighbouring dims of a row, rounded.
+__device__ __forceinline__ void store_four(uint16_t* to, const float4& x) {
+  const ushort4 narrow{float_to_bf16(x.x), float_to_bf16(x.y), float_to_bf16(x.z), float_to_bf16(x.w)};
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(narrow) == 0) {
+    *reinterpret_cast<ushort4*>(to) = narrow;
+  } else {  // a caller's rows may begin anywhere
+    to[0] = narrow.x, to[1] = narrow.y, to[2] = narrow.z, to[3] = narrow.w;
+  }
+}
+
+// The row of the worker that begins a cut token, the one with `before` such rows in front of it; null if there are no
+// more. By a warp, four rows a lane at once.
+__device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, int before, int lane) {
+  constexpr int kRows = 4;
+  for (int begin = 0; begin < p.workers; begin += 32 * kRows) {
+    bool cut[kRows];
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      const int worker = begin + 32 * k + lane;
+      cut[k] = worker < p.workers && p.plan[worker].parts > 1;
+    }
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      uint32_t found = __ballot_sync(~0u, cut[k]);
+      if (before < __popc(found)) {
+        for (; before > 0; --before) found &= found - 1;
+        return p.plan + begin + 32 * k + __ffs(found) - 1;
+      }
+      before -= __popc(found);
+    }
+  }
+  return nullptr;
+}
+
+// Block x: the x-th token that is cut. Each warp has one head after the other, and a lane four dims in each quarter of
+// the row. What counts is how long one row takes, as there are few: all that is read of two parts is asked for at once.
+// Four at once are no faster, and their registers are spilled.
 //
 // The kernel is launched before the one it merges for has ended, so that its start costs nothing; it waits for that
 // one's results itself.
-__global__ void __launch_bounds__(kThreads) merge_cut_tokens_kernel(const __grid_constant__ AttentionProblem p) {
-  static_assert(4 * kThreads == kValueDim);
-  constexpr int kAtOnce = 16;  // parts whose loads are under way together
+__global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
+    merge_cut_tokens_kernel(const __grid_constant__ AttentionProblem p) {
+  constexpr int kQuarters = kValueDim / (4 * 32);
+  constexpr int kAtOnce = 2;  // parts whose loads are under way together
+  static_assert(kQuarters * 4 * 32 == kValueDim);
   let_next_kernel_begin();
-  const PlanRow row = p.plan[blockIdx.x];
+  const int lane = threadIdx.x % 32;
+  const PlanRow* const cut = find_cut(p, blockIdx.x, lane);
+  const PlanRow row = cut ? *cut : PlanRow{};
   wait_for_kernel_before();  // by every block: the kernel's end must not come before that one's
-  if (row.parts < 2 || row.token_end < 1 || row.token_end > p.tokens) return;
+  if (!cut || row.token_end < 1 || row.token_end > p.tokens) return;
   const Partials partials(p.workspace, p.workers, p.heads);
   const int64_t place = begun_place(row);
   const int parts = static_cast<int>(min(static_cast<int64_t>(row.parts), partials.places - place));
   if (place < 0 || parts < 1) return;
   const int64_t token = row.token_end - 1;
-  const int lane = threadIdx.x % 32;
-
-  for (int head = blockIdx.y; head < p.heads; head += gridDim.y) {
+  for (int head = blockIdx.y * kWarps + threadIdx.x / 32; head < p.heads; head += gridDim.y * kWarps) {
     const int64_t first = partials.row(place, head);
     const float* lse = partials.lse + first;
-    const float* values = partials.out + first * kValueDim + 4 * threadIdx.x;
-    float4 sum = {};
+    const float* values = partials.out + first * kValueDim + 4 * lane;
+
+    float4 sum[kQuarters] = {};
     Weights weights;
+    float lane_weight;  // of one part in 32
     for (int begin = 0; begin < parts; begin += kAtOnce) {
-      float4 part[kAtOnce];
-      float weight_of_part[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        // beyond the last part that one again: with a condition the loads would wait for one another
-        part[i] = *reinterpret_cast<const float4*>(values + min(begin + i, parts - 1) * int64_t{p.heads} * kValueDim);
-      if (begin == 0) weights = weigh(lse, p.heads, parts, lane);
+      float4 part[kAtOnce][kQuarters];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        weight_of_part[i] = 0.0f;
-        if (begin + i < parts)
-          weight_of_part[i] =
-              expf(lse[static_cast<int64_t>(begin + i) * p.heads] - weights.reference) * weights.inverse;
+        // beyond the last part that one again: with a condition the loads would wait for one another
+        const int64_t rows = min(begin + i, parts - 1) * int64_t{p.heads};
+#pragma unroll
+        for (int k = 0; k < kQuarters; ++k)
+          part[i][k] = *reinterpret_cast<const float4*>(values + rows * kValueDim + 4 * 32 * k);
+      }
+      if (begin == 0) {
+        weights = weigh(lse, p.heads, parts, lane);
+        lane_weight = weights.of(weights.lane_lse);
+      } else if (begin % 32 == 0) {
+        lane_weight = begin + lane < parts ? weights.of(lse[static_cast<int64_t>(begin + lane) * p.heads]) : 0.0f;
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const float weight = weight_of_part[i];
-        if (weight == 0.0f) continue;  // an empty part may hold anything
-        sum.x += weight * part[i].x, sum.y += weight * part[i].y;
-        sum.z += weight * part[i].z, sum.w += weight * part[i].w;
+        const float weight = __shfl_sync(~0u, lane_weight, (begin + i) % 32);
+        if (begin + i >= parts || weight == 0.0f) continue;  // an empty part may hold anything
+#pragma unroll
+        for (int k = 0; k < kQuarters; ++k) {
+          sum[k].x += weight * part[i][k].x, sum[k].y += weight * part[i][k].y;
+          sum[k].z += weight * part[i][k].z, sum[k].w += weight * part[i][k].w;
+        }
       }
     }
     const float scale = p.sink && weights.lse > -INFINITY ? 1.0f / (1.0f + expf(p.sink[head] - weights.lse)) : 1.0f;
-    uint16_t* out = p.out + token * p.out_token + head * p.out_head + 4 * threadIdx.x;
-    const float scaled[4] = {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale};
+    uint16_t* out = p.out + token * p.out_token + head * p.out_head + 4 * lane;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) out[i] = float_to_bf16(scaled[i]);
-    if (threadIdx.x >= 32) continue;
+    for (int k = 0; k < kQuarters; ++k)
+      store_four(out + 4 * 32 * k, {sum[k].x * scale, sum[k].y * scale, sum[k].z * scale, sum[k].w * scale});
     if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
     if (!p.max_logits) continue;
     float largest = -INFINITY;
@@ -156,8 +203,11 @@ template void merge_partials(const MergeProblem<float>&, void*);
 template void merge_partials(const MergeProblem<uint16_t>&, void*);
 
 void merge_cut_tokens(const AttentionProblem& p, void* stream) {
-  launch_early(merge_cut_tokens_kernel, dim3(p.workers, std::min(p.heads, kMergeBlocks)), kThreads, 0, stream,
-               "merge of cut tokens", p);
+  // One wave of blocks, so that none begins only when others have ended: tokens are rarely cut, but this is always run.
+  const int most = kMergeBlocksPerProcessor * 128;
+  const int cut = std::min(p.tokens, p.workers);  // no more than these
+  const int heads = std::clamp(most / cut, 1, (p.heads + kWarps - 1) / kWarps);
+  launch_early(merge_cut_tokens_kernel, dim3(cut, heads), kThreads, 0, stream, "merge of cut tokens", p);
 }
 
 KernelList merge_kernels() {
