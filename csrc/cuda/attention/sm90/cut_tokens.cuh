@@ -358,8 +358,10 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
   constexpr int kMostHeads = 4;  // of a warp
   static_assert(kHeads * kQuarters <= kMostHeads * kShareQuarters * 8 && kMostHeads * kEarlyParts <= 32);
   float lses = -INFINITY, scores = -INFINITY;
+  // parts of heads that are not complete may not be there yet
   if (const int own = share.head + lane / kEarlyParts * share.step;
-      parts <= kEarlyParts && own < share.heads && lane % kEarlyParts < parts) {
+      parts <= kEarlyParts && own < share.heads && lane % kEarlyParts < parts &&
+      (completed & 15u << lane / kEarlyParts * kQuarters)) {
     const int64_t row = partials.row(part.first_place + lane % kEarlyParts, head_begin + own);
     lses = __ldcg(partials.lse + row), scores = __ldcg(partials.max_logits + row);
   }
