@@ -86,13 +86,13 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
 }
 
-// Four neighbouring dims of a row, rounded.
+// Four neighbouring dims of a row, rounded to bf16.
 __device__ __forceinline__ void store_four(uint16_t* to, const float4& x) {
-  const ushort4 narrow{float_to_bf16(x.x), float_to_bf16(x.y), float_to_bf16(x.z), float_to_bf16(x.w)};
-  if (reinterpret_cast<uintptr_t>(to) % sizeof(narrow) == 0) {
-    *reinterpret_cast<ushort4*>(to) = narrow;
+  const ushort4 rounded{float_to_bf16(x.x), float_to_bf16(x.y), float_to_bf16(x.z), float_to_bf16(x.w)};
+  if (reinterpret_cast<uintptr_t>(to) % sizeof(rounded) == 0) {
+    *reinterpret_cast<ushort4*>(to) = rounded;
   } else {  // a caller's rows may begin anywhere
-    to[0] = narrow.x, to[1] = narrow.y, to[2] = narrow.z, to[3] = narrow.w;
+    to[0] = rounded.x, to[1] = rounded.y, to[2] = rounded.z, to[3] = rounded.w;
   }
 }
 
@@ -204,9 +204,10 @@ template void merge_partials(const MergeProblem<uint16_t>&, void*);
 
 void merge_cut_tokens(const AttentionProblem& p, void* stream) {
   // One wave of blocks, so that none begins only when others have ended: tokens are rarely cut, but this is always run.
-  const int most = kMergeBlocksPerProcessor * 128;
+  constexpr int kProcessors = 128;  // of a large GPU, about
+  constexpr int kMostBlocks = kMergeBlocksPerProcessor * kProcessors;
   const int cut = std::min(p.tokens, p.workers);  // no more than these
-  const int heads = std::clamp(most / cut, 1, (p.heads + kWarps - 1) / kWarps);
+  const int heads = std::clamp(kMostBlocks / cut, 1, (p.heads + kWarps - 1) / kWarps);
   launch_early(merge_cut_tokens_kernel, dim3(cut, heads), kThreads, 0, stream, "merge of cut tokens", p);
 }
 
