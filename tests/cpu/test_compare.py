@@ -212,7 +212,8 @@ def test_rounds_are_rarely_slower_than_those_after_or_before_them(rounds, share)
                 found = compare.compare(file(old), file(new))
                 assert all(change.yardstick for change in found.changes)
                 measured, slower = measured + len(found.changes), slower + len(found.slower(0.05))
-    assert measured > 2000 and slower <= share * measured
+    assert measured > 1500, "too few pairs for a share of them"
+    assert slower <= share * measured
 
 
 def run_of(rng: random.Random, rounds: int, requests: int, seconds: float = 1.0) -> dict:
