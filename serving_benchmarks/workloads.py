@@ -129,13 +129,20 @@ def from_histogram(shares: Sequence[Share], count: int, tokens: Sequence[int], *
     return Workload(prompts, output_lens)
 
 
+SHORTER = (0, 1, 12)
+"""Than a round number, that a step is taken to be. Kernels are tuned for round numbers, the nearest one counts. Triton
+compiles a kernel once more for each of its whole arguments that is no multiple of 16. For the experts' kernel those are
+what M tokens of K experts each come to, K * M, and that with E experts' padding to blocks, which begins at
+K * M + E * (block - 1) and is a multiple of 16 where K * M - E is. With all of a real model's 256 experts both are
+multiples for the same M. With 8, of which 2 are taken, there are three kinds of M: multiples of 8, 4 more than those,
+and all others. What is 12 less than a round number is of the second kind, and is so for any E that 4 divides."""
+
+
 def step_sizes(most: int) -> list[int]:
     """Numbers of tokens that a step may have, up to `most` and with it, ascending: the powers of two and what lies in
-    the middle between them, such as 24 and 1536, each with the odd number below it. Kernels are tuned for such numbers,
-    the nearest one counts, and are compiled once more for a number that is not a multiple of 16."""
-    sizes = {
-        size for power in range(most.bit_length()) for base in (1 << power, 3 << power) for size in (base - 1, base)
-    }
+    the middle between them, such as 24 and 1536, each with the number one below it and the one twelve below it, so that
+    kernels which are compiled for kinds of numbers are compiled for all of them."""
+    sizes = {base - less for power in range(most.bit_length()) for base in (1 << power, 3 << power) for less in SHORTER}
     return sorted(size for size in {*sizes, most} if 1 <= size <= most)
 
 

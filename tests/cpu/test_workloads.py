@@ -67,13 +67,29 @@ def test_a_warm_up_is_the_beginning_with_shorter_outputs():
 
 
 @given(st.integers(1, 40000))
-def test_sizes_of_steps_are_the_round_numbers_up_to_the_most_and_odd_ones_beside_them(most):
+def test_sizes_of_steps_are_the_round_numbers_up_to_the_most_and_those_beside_them(most):
     sizes = workloads.step_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
     round_ones = {n << power for n in (1, 3) for power in range(16)}
-    assert {n for n in round_ones if n <= most} <= set(sizes)
-    assert {n - 1 for n in round_ones if 1 < n <= most} <= set(sizes)
-    assert len(sizes) <= 4 * most.bit_length()
+    for less in (0, 1, 12):
+        assert {n - less for n in round_ones if 1 <= n - less and n <= most} <= set(sizes)
+    assert len(sizes) <= 6 * most.bit_length()
+
+
+@pytest.mark.parametrize(("experts", "taken"), [(4, 1), (8, 2), (16, 4), (64, 6), (160, 8), (256, 8)])
+@pytest.mark.parametrize(
+    ("block", "fewest", "most"),
+    [(16, 16, 32), (32, 33, 64), (32, 65, 96), (64, 97, 128), (64, 129, 512), (128, 513, 8192)],
+)
+def test_what_is_compiled_for_any_size_of_a_step_is_compiled_for_one_of_these(experts, taken, block, fewest, most):
+    """In vLLM's kernel of experts, whose blocks have so many rows from the fewest to the most tokens of a step."""
+
+    def kind(tokens: int) -> tuple[bool, bool]:  # whole arguments that are multiples of 16 are compiled as such
+        rows = taken * tokens
+        return rows % 16 == 0, (rows + experts * (block - 1)) % 16 == 0
+
+    there = {kind(size) for size in workloads.step_sizes(8192) if fewest <= size <= most}
+    assert {kind(size) for size in range(fewest, most + 1)} == there
 
 
 @given(st.data(), st.integers(2, 700), st.integers(1, 70))
