@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from serving_benchmarks import vllm_options
+from serving_benchmarks.compilations import Compilations, Compiled
 from serving_benchmarks.counters import Counters
 from serving_benchmarks.kernel_times import KernelTimes
 
@@ -58,6 +59,10 @@ class MeasuredEngine(Protocol):
 
     def counters(self) -> Counters: ...
 
+    def compiled(self) -> Compiled | None:
+        """Kernels that Triton has compiled since the last call; None if that is not known. Where several processes
+        share the work, those of the one that it took longest."""
+
     def start_profile(self) -> None: ...
 
     def stop_profile(self) -> Kernels: ...
@@ -78,6 +83,10 @@ def start(engine: str, backend: str, model: str, settings: dict[str, Any]) -> Me
     if engine == "embedded":
         return EmbeddedEngine(model, settings)
     return VllmEngine(model, backend, settings)
+
+
+def _seconds(compiled: Compiled) -> float:
+    return sum(seconds for _, seconds in compiled)
 
 
 class EmbeddedEngine:
@@ -117,6 +126,7 @@ class EmbeddedEngine:
         """When an unended request was submitted, and got its first token."""
         self._tokens: dict[str, int] = {}
         self._steps = 0
+        self._compilations = Compilations()
 
     def submit(self, id: str, prompt: Sequence[int], new_tokens: int, *, streamed: bool = False) -> None:
         from mla_backend.engine import SamplingParams
@@ -156,6 +166,9 @@ class EmbeddedEngine:
     def counters(self) -> Counters:
         status = self._engine.status
         return Counters(status.preemptions, status.cache.asked_tokens, status.cache.hit_tokens)
+
+    def compiled(self) -> Compiled | None:
+        return self._compilations.take()
 
     def start_profile(self) -> None:
         self._steps, self._kernels = 0, KernelTimes()
@@ -234,16 +247,26 @@ class VllmEngine:
         names = "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
         return Counters(*(None if (value := self._metric(name)) is None else int(value) for name in names))
 
+    def compiled(self) -> Compiled | None:
+        found = self._of_workers("measured_compiled")
+        return max((kernels for kernels in found if kernels is not None), key=_seconds, default=None)
+
     def start_profile(self) -> None:
         self._llm.collective_rpc("measured_start")
 
     def stop_profile(self) -> Kernels:
-        device, steps, kernels = json.loads(self._llm.collective_rpc("measured_stop")[0])  # workers do the same
+        # Workers run the same kernels. Those that come first to where they meet wait there, in kernels of theirs: what
+        # the last one's took is least, and has the least waiting in it.
+        found = self._of_workers("measured_stop")
+        device, steps, kernels = min(found, key=lambda worker: sum(time for _, _, time in worker[2]))
         return device, steps, [tuple(kernel) for kernel in kernels]
 
     def torch_peak_bytes(self) -> int | None:
-        found = [json.loads(answer) for answer in self._llm.collective_rpc("measured_memory")]
-        return max((bytes for bytes in found if bytes is not None), default=None)
+        return max((bytes for bytes in self._of_workers("measured_memory") if bytes is not None), default=None)
+
+    def _of_workers(self, method: str) -> list[Any]:
+        """What a method of `MeasuredWorker` answers in each of vLLM's workers."""
+        return [json.loads(answer) for answer in self._llm.collective_rpc(method)]
 
     def _metric(self, name: str) -> float | None:
         values = [metric.value for metric in self._llm.get_metrics() if metric.name == name]

@@ -33,7 +33,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from serving_benchmarks import kernel_times, model_config, result_file, runs, turns, vllm_options, workloads
+from serving_benchmarks import (
+    compilations,
+    kernel_times,
+    model_config,
+    result_file,
+    runs,
+    turns,
+    vllm_options,
+    workloads,
+)
 from serving_benchmarks.engines import EMBEDDED_DTYPES
 from serving_benchmarks.processes import signals_unwind, status_when, why_it_ended
 from serving_benchmarks.stages import Stages
@@ -505,7 +514,7 @@ def show(result: dict[str, Any], several: bool, out: Console) -> None:
     """Prints what there is to say of an entry at once; its lengths, if there are several workloads."""
     lengths = f"{runs.lengths(result['case'])} tokens, " if several else ""
     out.print(f"\n{result['backend']}, {lengths}{in_flight(result['case'])}")
-    out.print("\n".join(headline(result)))
+    out.print("\n".join([*headline(result), *compilations.lines(result["compiled"])]), soft_wrap=True)
     if result["profile"]:
         out.print("\n".join(kernel_times.lines(result["profile"])), soft_wrap=True, markup=False)
 

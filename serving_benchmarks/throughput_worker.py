@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from serving_benchmarks import engines, kernel_times, latency, memory
+from serving_benchmarks import compilations, engines, kernel_times, latency, memory
 from serving_benchmarks.counters import since
 from serving_benchmarks.engines import MeasuredEngine
 from serving_benchmarks.in_flight import Round, run
@@ -100,6 +100,7 @@ def measure(
         engine.forget_prefixes()  # an earlier workload's: what is cached is not computed
         run(engine, before, concurrency, events.progress("warm-up", len(before)))
     done: list[Round] = []
+    compiled: list[compilations.Compiled | None] = []
     counted = engine.counters()
     while len(done) < rounds or more_rounds:
         number, timed = len(done), sum(one.elapsed for one in done)
@@ -107,8 +108,10 @@ def measure(
         if not events.turn(stage, round=number, optional=number >= rounds, timed_s=timed):
             break
         engine.forget_prefixes()
+        engine.compiled()  # what came before is not of this round
         done.append(run(engine, workload, concurrency, events.progress(stage, len(workload))))
-    return {**entry(done), **since(counted, engine.counters())}
+        compiled.append(engine.compiled())
+    return {**entry(done), **since(counted, engine.counters()), "compiled": compilations.of_rounds(compiled)}
 
 
 def warm_sizes(engine: MeasuredEngine, sizes: list[Workload], events: Events) -> None:

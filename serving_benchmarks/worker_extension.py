@@ -6,11 +6,12 @@ import json
 
 import torch
 
+from serving_benchmarks.compilations import Compilations
 from serving_benchmarks.kernel_times import KernelTimes
 
 
 class MeasuredWorker:
-    """A worker that counts its kernels and its memory."""
+    """A worker that counts its kernels, what is compiled of them, and its memory."""
 
     def measured_start(self) -> None:
         """From now on kernels are counted, and steps: workers go on by themselves, so only they know how many."""
@@ -29,6 +30,12 @@ class MeasuredWorker:
         kernels = self._measured_kernels.stop()
         del self.execute_model  # what the class has is seen again
         return json.dumps([self._measured_kernels.device, self._measured_steps, kernels])
+
+    def measured_compiled(self) -> str:
+        """What has been compiled since the last call; nothing at the first, from when on it is looked for."""
+        if not hasattr(self, "_measured_compilations"):
+            self._measured_compilations = Compilations()
+        return json.dumps(self._measured_compilations.take())
 
     def measured_memory(self) -> str:
         """The most bytes that torch has held on the GPU; null without one."""

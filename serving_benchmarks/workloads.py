@@ -142,7 +142,8 @@ def step_sizes(most: int) -> list[int]:
     """Numbers of tokens that a step may have, up to `most` and with it, ascending: the powers of two and what lies in
     the middle between them, such as 24 and 1536, each with the number one below it and the one twelve below it, so that
     kernels which are compiled for kinds of numbers are compiled for all of them."""
-    sizes = {base - less for power in range(most.bit_length()) for base in (1 << power, 3 << power) for less in SHORTER}
+    round_ones = {base << power for power in range(most.bit_length() + 1) for base in (1, 3)}
+    sizes = {size - less for size in round_ones for less in SHORTER}
     return sorted(size for size in {*sizes, most} if 1 <= size <= most)
 
 

@@ -72,7 +72,7 @@ def test_sizes_of_steps_are_the_round_numbers_up_to_the_most_and_those_beside_th
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
     round_ones = {n << power for n in (1, 3) for power in range(16)}
     for less in (0, 1, 12):
-        assert {n - less for n in round_ones if 1 <= n - less and n <= most} <= set(sizes)
+        assert {n - less for n in round_ones if 1 <= n - less <= most} <= set(sizes)
     assert len(sizes) <= 6 * most.bit_length()
 
 
