@@ -35,7 +35,7 @@ ENOUGH_TURNS = 12
 REACH = {2: 12, 3: 4, 4: 3, 5: 3}
 """How many times as far as the quartiles of so few turns the spread reaches from their median; with more than these,
 but not enough, twice as far. Two spreads of turns of one normal distribution then lie apart in 3 % of cases at most."""
-REACH_OF_ROUNDS = {2: 16, 3: 6, 4: 5, 5: 4}
+REACH_OF_ROUNDS = {2: 24, 3: 6, 4: 5, 5: 4}
 """The same of rounds of a whole model, which last for seconds: hosts drift, so that a few in a row may be alike by
 chance, and so may the next few."""
 SHOULD_BE_EQUAL = (

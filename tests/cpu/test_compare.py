@@ -206,6 +206,8 @@ def test_rounds_are_rarely_slower_than_those_after_or_before_them(rounds, share)
         "throughput_h16_512",
         "throughput_h128_512",
         "old_merge_h128_512",
+        "throughput_tp2_h128_h100",
+        "throughput_tp2_h128_512_h100",
     ):
         report = result_examples.committed(name)
         for pair in windows(report, rounds):
