@@ -57,7 +57,7 @@ def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
             assert 0 < ttft < e2e
         # the first one of each round finds nothing, as prefixes are forgotten in between
         assert requests["cached_tokens"][0] == requests["cached_tokens"][6] == 0 < requests["cached_tokens"][5] == 64
-        assert result["compiled"] is None, "there is no Triton, but a stand-in"
+        assert not result["compiled"], "nothing on a CPU is Triton's"
         assert result["preemptions"] == 0 and 0 < result["cache"]["peak_usage"] < 1
         assert result["cache"]["tokens"] > 1000 and 0 < result["cache"]["prefix_hit_share"] < 1
     profile = results[2]["profile"]
