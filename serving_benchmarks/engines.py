@@ -255,8 +255,8 @@ class VllmEngine:
         self._llm.collective_rpc("measured_start")
 
     def stop_profile(self) -> Kernels:
-        # Workers run the same kernels. Those that come first to where they meet wait there, in kernels of theirs: what
-        # the last one's took is least, and has the least waiting in it.
+        # With tensor parallelism workers run the same kernels. Those that come first to where they meet wait there, in
+        # kernels of theirs: what the last one's took is least, and has the least waiting in it.
         found = self._of_workers("measured_stop")
         device, steps, kernels = min(found, key=lambda worker: sum(time for _, _, time in worker[2]))
         return device, steps, [tuple(kernel) for kernel in kernels]

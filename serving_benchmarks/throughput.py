@@ -514,7 +514,7 @@ def show(result: dict[str, Any], several: bool, out: Console) -> None:
     """Prints what there is to say of an entry at once; its lengths, if there are several workloads."""
     lengths = f"{runs.lengths(result['case'])} tokens, " if several else ""
     out.print(f"\n{result['backend']}, {lengths}{in_flight(result['case'])}")
-    out.print("\n".join([*headline(result), *compilations.lines(result["compiled"])]), soft_wrap=True)
+    out.print("\n".join([*headline(result), *compilations.lines(result["compiled"])]), soft_wrap=True, markup=False)
     if result["profile"]:
         out.print("\n".join(kernel_times.lines(result["profile"])), soft_wrap=True, markup=False)
 

@@ -129,19 +129,20 @@ def from_histogram(shares: Sequence[Share], count: int, tokens: Sequence[int], *
     return Workload(prompts, output_lens)
 
 
-SHORTER = (0, 1, 12)
-"""Than a round number, that a step is taken to be. Kernels are tuned for round numbers, the nearest one counts. Triton
-compiles a kernel once more for each of its whole arguments that is no multiple of 16. For the experts' kernel those are
-what M tokens of K experts each come to, K * M, and that with E experts' padding to blocks, which begins at
-K * M + E * (block - 1) and is a multiple of 16 where K * M - E is. With all of a real model's 256 experts both are
-multiples for the same M. With 8, of which 2 are taken, there are three kinds of M: multiples of 8, 4 more than those,
-and all others. What is 12 less than a round number is of the second kind, and is so for any E that 4 divides."""
+SHORTER = (0, 1, 4, 12)
+"""By how many tokens steps of the warm-up are shorter than round numbers. Kernels are tuned for round numbers, the
+nearest one counts. Triton compiles a kernel anew for each combination of which of its whole arguments are multiples of
+16. For vLLM's kernel of experts these are K * M, of M tokens with K experts each, and K * M + E * (block - 1), as the
+rows of all E experts are padded to blocks; the latter is a multiple of 16 where K * M - E is. With 8 of a real model's
+256 experts they are so for the same M. With 2 of 8 there are three kinds of M: multiples of 8, 4 more than those, and
+all others. What is 12 less than a round number is of the second kind, with 1 of 4 experts, too; so is what is 4 less,
+where to the former another round number is nearer."""
 
 
 def step_sizes(most: int) -> list[int]:
     """Numbers of tokens that a step may have, up to `most` and with it, ascending: the powers of two and what lies in
-    the middle between them, such as 24 and 1536, each with the number one below it and the one twelve below it, so that
-    kernels which are compiled for kinds of numbers are compiled for all of them."""
+    the middle between them, such as 24 and 1536, each also as much shorter as SHORTER says, so that kernels which are
+    compiled for kinds of numbers are compiled for all of them."""
     round_ones = {base << power for power in range(most.bit_length() + 1) for base in (1, 3)}
     sizes = {size - less for size in round_ones for less in SHORTER}
     return sorted(size for size in {*sizes, most} if 1 <= size <= most)

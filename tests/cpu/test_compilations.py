@@ -4,7 +4,6 @@ work."""
 import io
 import json
 import sys
-import time
 import types
 
 import pytest
@@ -17,23 +16,17 @@ from serving_benchmarks.workloads import Workload
 
 
 class Triton(types.ModuleType):
-    """As much of it as its hooks are."""
+    """As much of it as whoever listens to its compiler sees."""
 
     def __init__(self):
         super().__init__("triton")
-        runtime = types.SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
-        self.knobs = types.SimpleNamespace(runtime=runtime)
+        self.knobs = types.SimpleNamespace(compilation=types.SimpleNamespace(listener=None))
 
-    def compile(self, name: str, seconds: float = 0.0) -> bool:
-        """Whether it was compiled, which a hook may have done itself."""
-        named = dict(key="k", repr="r", fn=types.SimpleNamespace(name=name), compile={}, already_compiled=False)
-        hooks = self.knobs.runtime
-        if hooks.jit_cache_hook is not None and hooks.jit_cache_hook(**named):
-            return False
-        time.sleep(seconds)
-        if hooks.jit_post_compile_hook is not None:
-            hooks.jit_post_compile_hook(**named)
-        return True
+    def compile(self, name: str, seconds: float = 0.5, cache_hit: bool = False) -> None:
+        if self.knobs.compilation.listener is not None:
+            times = types.SimpleNamespace(total=round(seconds * 1e6))
+            said = dict(metadata={}, metadata_group={}, times=times, cache_hit=cache_hit)
+            self.knobs.compilation.listener(src=types.SimpleNamespace(name=name), **said)
 
 
 @pytest.fixture
@@ -46,19 +39,25 @@ def triton(monkeypatch):
 def test_what_is_compiled_is_taken_once_with_how_long_it_took(triton):
     compiling = Compilations()
     assert compiling.take() == []
-    assert triton.compile("fused_moe_kernel", seconds=0.02) and triton.compile("other")
-    (moe, moe_seconds), (other, other_seconds) = compiling.take()
-    assert (moe, other) == ("fused_moe_kernel", "other") and moe_seconds >= 0.02 > other_seconds >= 0
+    triton.compile("fused_moe_kernel", 0.25)
+    triton.compile("other", 1.5)
+    assert compiling.take() == [("fused_moe_kernel", 0.25), ("other", 1.5)]
     assert compiling.take() == []
 
 
-def test_hooks_of_others_go_on_being_called_and_decide(triton):
-    told = []
-    triton.knobs.runtime.jit_cache_hook = lambda **named: told.append(named["repr"]) or named["fn"].name == "theirs"
-    triton.knobs.runtime.jit_post_compile_hook = lambda **named: told.append(named["fn"].name)
+def test_what_was_on_disk_is_not_compiled(triton):
     compiling = Compilations()
-    assert triton.compile("ours") and not triton.compile("theirs")
-    assert told == ["r", "ours", "r"] and [name for name, _ in compiling.take()] == ["ours"]
+    triton.compile("fused_moe_kernel", 0.002, cache_hit=True)
+    assert compiling.take() == []
+
+
+def test_others_who_listen_go_on_being_told(triton):
+    told = []
+    triton.knobs.compilation.listener = lambda **named: told.append((named["src"].name, named["cache_hit"]))
+    compiling = Compilations()
+    triton.compile("new")
+    triton.compile("old", cache_hit=True)
+    assert told == [("new", False), ("old", True)] and compiling.take() == [("new", 0.5)]
 
 
 @pytest.mark.parametrize("module", [None, types.ModuleType("triton")], ids=["none", "a stand-in of vLLM's"])
@@ -112,12 +111,6 @@ def test_what_is_not_known_is_not_told_as_nothing():
 def test_a_kernel_that_is_compiled_for_several_kinds_of_numbers_is_named_once():
     found = compilations.of_rounds([[], [("moe", 0.25), ("slots", 0.125), ("moe", 0.5)]])
     assert compilations.lines(found) == ["Compiled in round 2, while the clock ran: moe, slots (3 in 0.88 s)"]
-
-
-def test_what_was_on_disk_is_in_the_file_and_is_not_told():
-    found = compilations.of_rounds([[("moe", 0.002)], [("moe", 0.25), ("slots", 0.001)]])
-    assert len(found) == 3
-    assert compilations.lines(found) == ["Compiled in round 2, while the clock ran: moe (1 in 0.25 s)"]
 
 
 def test_it_is_printed_below_the_lines_of_vllm(capsys):

@@ -1,5 +1,6 @@
 """Prompts of benchmarks: of the lengths that were asked for, sharing what they should, the same ones each time."""
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -71,25 +72,35 @@ def test_sizes_of_steps_are_the_round_numbers_up_to_the_most_and_those_beside_th
     sizes = workloads.step_sizes(most)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
     round_ones = {n << power for n in (1, 3) for power in range(16)}
-    for less in (0, 1, 12):
+    for less in (0, 1, 4, 12):
         assert {n - less for n in round_ones if 1 <= n - less <= most} <= set(sizes)
-    assert len(sizes) <= 6 * most.bit_length()
+    assert len(sizes) <= 8 * most.bit_length()
 
 
-@pytest.mark.parametrize(("experts", "taken"), [(4, 1), (8, 2), (16, 4), (64, 6), (160, 8), (256, 8)])
+BLOCKS_END = (15, 32, 64, 96, 128, 512, 1031, 8192)
+"""The most tokens for which vLLM tunes its kernel of experts alike, where it has no table of its own for a GPU. 8
+experts get another order of blocks from 1032 on. Fewer than 16 tokens are less than any block and go another way."""
+TABLE = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+"""The numbers of tokens for which vLLM's tables, such as that of 8 experts on an H200, have something. The nearest
+counts, of two the smaller one."""
+TABLES_END = (*((one + other) // 2 for one, other in itertools.pairwise(TABLE)), 8192)
+
+
 @pytest.mark.parametrize(
-    ("block", "fewest", "most"),
-    [(16, 16, 32), (32, 33, 64), (32, 65, 96), (64, 97, 128), (64, 129, 512), (128, 513, 8192)],
+    ("ends", "experts", "taken"),
+    [
+        *((BLOCKS_END, *of) for of in [(4, 1), (8, 2), (16, 4), (64, 6), (160, 8), (256, 8)]),
+        *((TABLES_END, *of) for of in [(8, 2), (16, 4), (64, 6), (160, 8), (256, 8)]),
+    ],
 )
-def test_what_is_compiled_for_any_size_of_a_step_is_compiled_for_one_of_these(experts, taken, block, fewest, most):
-    """In vLLM's kernel of experts, whose blocks have so many rows from the fewest to the most tokens of a step."""
-
+def test_what_is_compiled_for_any_size_of_a_step_is_compiled_for_one_of_these(ends, experts, taken):
     def kind(tokens: int) -> tuple[bool, bool]:  # whole arguments that are multiples of 16 are compiled as such
         rows = taken * tokens
-        return rows % 16 == 0, (rows + experts * (block - 1)) % 16 == 0
+        return rows % 16 == 0, (rows - experts) % 16 == 0  # blocks are multiples of 16
 
-    there = {kind(size) for size in workloads.step_sizes(8192) if fewest <= size <= most}
-    assert {kind(size) for size in range(fewest, most + 1)} == there
+    for fewest, most in itertools.pairwise(ends):
+        tuned_alike = range(fewest + 1, most + 1)
+        assert {kind(size) for size in tuned_alike} == {kind(n) for n in workloads.step_sizes(8192) if n in tuned_alike}
 
 
 @given(st.data(), st.integers(2, 700), st.integers(1, 70))
