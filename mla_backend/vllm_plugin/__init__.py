@@ -24,7 +24,7 @@ def register() -> None:
     versions.call_with_config(config.settle)
 
 
-def cpu_platform() -> str | None:
+def platform() -> str | None:
     """Entry point `vllm.platform_plugins`: the platform to use, on vLLM's CPU builds; elsewhere None."""
     from mla_backend.vllm_plugin import versions
 

