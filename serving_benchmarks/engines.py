@@ -85,10 +85,6 @@ def start(engine: str, backend: str, model: str, settings: dict[str, Any]) -> Me
     return VllmEngine(model, backend, settings)
 
 
-def _seconds(compiled: Compiled) -> float:
-    return sum(seconds for _, seconds in compiled)
-
-
 class EmbeddedEngine:
     """`mla_backend.engine`."""
 
@@ -248,8 +244,8 @@ class VllmEngine:
         return Counters(*(None if (value := self._metric(name)) is None else int(value) for name in names))
 
     def compiled(self) -> Compiled | None:
-        found = self._of_workers("measured_compiled")
-        return max((kernels for kernels in found if kernels is not None), key=_seconds, default=None)
+        known = [kernels for kernels in self._of_workers("measured_compiled") if kernels is not None]
+        return max(known, key=lambda kernels: sum(seconds for _, seconds in kernels), default=None)
 
     def start_profile(self) -> None:
         self._llm.collective_rpc("measured_start")

@@ -7,6 +7,7 @@ import sys
 import types
 
 import pytest
+from rich.console import Console
 
 from cpu.test_throughput import OneTokenAStep, Told
 from serving_benchmarks import compilations, engines, throughput, throughput_worker
@@ -116,7 +117,7 @@ def test_a_kernel_that_is_compiled_for_several_kinds_of_numbers_is_named_once():
 def test_it_is_printed_below_the_lines_of_vllm(capsys):
     result = dict(requests_per_second=1.0, tokens_per_second=2.0, output_tokens_per_second=1.0, profile=None)
     result |= dict(total_input_tokens=1, total_output_tokens=1, backend="SPARSE_MLA", case={"concurrency": 4})
-    out = throughput.Console(highlight=False, width=60)
+    out = Console(highlight=False, width=60)
     throughput.show({**result, "compiled": [{"round": 0, "kernel": "moe", "seconds": 1.0}]}, False, out)
     last = capsys.readouterr().out.splitlines()[-2:]
     assert last == ["Total num output tokens:  1", "Compiled in round 1, while the clock ran: moe (1 in 1.00 s)"]
