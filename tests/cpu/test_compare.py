@@ -208,6 +208,7 @@ def test_rounds_are_rarely_slower_than_those_after_or_before_them(rounds, share)
         "old_merge_h128_512",
         "throughput_tp2_h128_h100",
         "throughput_tp2_h128_512_h100",
+        "throughput_tp2_h16_h100",
     ):
         report = result_examples.committed(name)
         for pair in windows(report, rounds):
