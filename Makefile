@@ -58,7 +58,7 @@ $(VLLM_INSTALLED): $(INSTALLED)
 setup-vllm: $(VLLM_INSTALLED)
 
 test-vllm: setup-vllm
-	$(VLLM_RUN) -m pytest tests/vllm $(ARGS)
+	$(VLLM_RUN) -m pytest tests/plugin $(ARGS)
 
 generate: setup
 	@$(RUN) -m mla_backend.cli doctor
@@ -68,10 +68,10 @@ generate: setup
 	@$(RUN) -m examples.recall.show
 
 sanitize: setup
-	$(RUN) tests/run_sanitized.py $(ARGS)
+	$(RUN) tests/support/run_sanitized.py $(ARGS)
 
 bench-cpu: setup
-	$(RUN) -m serving_benchmarks.cpu_attention $(ARGS)
+	$(RUN) -m serving_benchmarks.ops.cpu_attention $(ARGS)
 
 wheel: setup
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

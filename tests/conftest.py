@@ -1,18 +1,15 @@
-"""What all tests share: reproducible random numbers, problems to solve, and the one tolerance."""
+"""What all tests share: reproducible random numbers, and which of them run here."""
 
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
-import mla_backend
-from mla_backend import library, reference
+from mla_backend import library
+from problems import CPU_KERNELS, CUDA_KERNEL
 
 settings.register_profile(
     "quick",
@@ -23,14 +20,6 @@ settings.register_profile(
 )
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
-
-FORMATS = tuple(mla_backend.FORMATS)
-CUDA_KERNEL = os.environ.get("MLA_TEST_CUDA_KERNEL", "auto")
-"""Which the tests use: a race detector can follow "unclustered"."""
-CPU_KERNELS = tuple(k["name"] for k in library.about()["cpu_kernels"] if k["usable"])
-SCALE = 576**-0.5
-MAGNITUDE = 0.1
-"""Of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
 
 
 def pytest_sessionstart() -> None:
@@ -54,7 +43,7 @@ def seeded() -> None:
 
 @pytest.fixture(scope="session")
 def device() -> str:
-    """Where tests run that can run on either. tests/gpu has one of its own, and takes over some of tests/cpu."""
+    """Where tests run that can run on either. tests/gpu has one of its own, and takes over some of the others."""
     return "cpu"
 
 
@@ -73,135 +62,3 @@ def cpu_kernel(request: pytest.FixtureRequest):
     library.select_cpu_kernel(request.param)
     yield request.param
     library.select_cpu_kernel("auto")
-
-
-@dataclass
-class Problem:
-    """The arguments of sparse_attention."""
-
-    q: Tensor | tuple[Tensor, Tensor]
-    cache: Tensor
-    indices: Tensor
-    scale: float = SCALE
-    topk_length: Tensor | None = None
-    sink: Tensor | None = None
-    extra_cache: Tensor | None = None
-    extra_indices: Tensor | None = None
-    extra_topk_length: Tensor | None = None
-
-    def solve(self, **options) -> tuple[Tensor, Tensor, Tensor]:
-        """Our answer: out, lse, max_logits, written over poisoned memory."""
-        q = self.q[0] if isinstance(self.q, tuple) else self.q
-        (tokens, heads), device = q.shape[:2], q.device
-        out = torch.full((tokens, heads, 512), torch.nan, dtype=torch.bfloat16, device=device)
-        lse = torch.full((tokens, heads), torch.nan, device=device)
-        return mla_backend.sparse_attention(
-            **{**vars(self), "out": out, "lse": lse, "return_max_logits": True, **options}
-        )
-
-    def oracle(self) -> tuple[Tensor, Tensor, Tensor]:
-        return reference.sparse_attention(**vars(self))
-
-    def to(self, device: str) -> "Problem":
-        return Problem(
-            **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
-        )
-
-    def check(self, magnitude: float = MAGNITUDE, **options) -> None:
-        assert_accurate(self.solve(**options), self.oracle(), magnitude)
-
-    def but(self, **changes) -> "Problem":
-        return replace(self, **changes)
-
-
-def random_cache(fmt: str, blocks: int, block_size: int, magnitude: float = MAGNITUDE) -> Tensor:
-    """A cache whose every slot holds random values; the scale groups of a quantised one are of unequal size."""
-    cache = mla_backend.FORMATS[fmt].new_cache(blocks, block_size)
-    tokens = blocks * block_size
-    kv_c, k_pe = torch.randn(tokens, 512) * magnitude, torch.randn(tokens, 64) * magnitude
-    if fmt == "bf16":
-        rows = torch.cat([kv_c, k_pe], dim=1).bfloat16()
-    else:
-        smaller = torch.exp2(-torch.randint(0, 5, (tokens, 4)).float()).repeat_interleave(128, 1)
-        rows = reference.quantise(kv_c * smaller, k_pe)
-    cache.view(tokens, cache.shape[-1]).copy_(rows)
-    return cache
-
-
-def random_problem(
-    fmt: str = "fp8_ds_mla",
-    tokens: int = 2,
-    heads: int = 16,
-    topk: int = 100,
-    blocks: int = 8,
-    block_size: int = 16,
-    **more,
-) -> Problem:
-    """Random slots, most of them valid, some below 0 and some past the end."""
-    slots = blocks * block_size
-    indices = torch.randint(-slots // 8 - 1, slots + slots // 8 + 1, (tokens, topk), dtype=torch.int32)
-    return Problem(
-        (torch.randn(tokens, heads, 576) / MAGNITUDE).bfloat16(), random_cache(fmt, blocks, block_size), indices, **more
-    )
-
-
-@st.composite
-def problems(draw, max_tokens=4, max_heads=128, max_topk=300):
-    """Problems of any shape and with any of the optional arguments."""
-    torch.manual_seed(draw(st.integers(0, 2**31)))
-    tokens = draw(st.integers(0, max_tokens))
-    heads = draw(st.integers(1, max_heads))
-    topk = draw(st.one_of(st.just(0), st.integers(1, max_topk)))
-    block_size = draw(st.sampled_from([1, 2, 7, 16, 61, 64]))
-    problem = random_problem(draw(st.sampled_from(FORMATS)), tokens, heads, topk, draw(st.integers(0, 20)), block_size)
-    if draw(st.booleans()):
-        problem.topk_length = torch.randint(-3, topk + 4, (tokens,), dtype=torch.int32)
-    if draw(st.booleans()):
-        problem.sink = torch.randn(heads) * 3
-        problem.sink[0] = draw(st.sampled_from([torch.inf, -torch.inf, 0.0]))
-    if draw(st.booleans()):
-        extra = random_problem(draw(st.sampled_from(FORMATS)), tokens, heads, draw(st.integers(0, 100)), 3, 5)
-        problem.extra_cache, problem.extra_indices = extra.cache, extra.indices
-        if draw(st.booleans()):
-            problem.extra_topk_length = torch.randint(0, extra.indices.shape[1] + 1, (tokens,), dtype=torch.int32)
-    return problem
-
-
-def assert_accurate(
-    got: tuple[Tensor, ...],
-    want: tuple[Tensor, ...],
-    magnitude: float = MAGNITUDE,
-    *,
-    score_error: float = 0.0,
-) -> None:
-    """The contract's tolerance, for (out, lse) or (out, lse, max_logits) over a cache of values of this magnitude."""
-    out, exact = got[0].double().cpu(), want[0].double().cpu()
-    difference = (out - exact).abs()
-    allowed = torch.clamp(exact.abs() * (2.01 / 128), min=8e-4 * magnitude / MAGNITUDE)
-    assert not out.isnan().any(), "out has NaN"
-    assert (difference <= allowed).all(), (
-        f"out is off by {difference.max():.3g} (worst ratio {(difference / allowed).max():.2f})"
-    )
-    norms = (out * out + exact * exact).sum()
-    if norms > 0:
-        distance = 1 - 2 * (out * exact).sum() / norms
-        assert distance < 5e-6, f"out's cosine distance is {distance:.3g}"
-    for name, got_row, want_row in zip(("lse", "max_logits"), got[1:], want[1:], strict=False):
-        assert_scores_accurate(name, got_row, want_row, score_error)
-
-
-def score_error(cache: Tensor) -> float:
-    """What the contract allows scores that spread by 1 to be off besides, on the current GPU: Hopper's kernels for fp8
-    rows round."""
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    return 2.0**-9 if hopper and cache.dtype == torch.uint8 else 0.0
-
-
-def assert_scores_accurate(name: str, got: Tensor, want: Tensor, score_error: float = 0.0) -> None:
-    got, want = got.double().cpu(), want.double().cpu()
-    assert not got.isnan().any(), f"{name} has NaN"
-    infinite = want.isinf()
-    assert torch.equal(got[infinite], want[infinite]), f"{name} differs where it should be infinite"
-    difference = (got - want)[~infinite].abs()
-    allowed = 1e-6 + score_error + want[~infinite].abs() * (8.01 / 65536)
-    assert (difference <= allowed).all(), f"{name} is off by {difference.max():.3g}"

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 
 import mla_backend
-from conftest import CUDA_KERNEL, FORMATS, assert_accurate, problems, random_cache, random_problem, score_error
 from mla_backend import flash_mla, library, reference
 from mla_backend.attention import workspace_floats
 from plans import CUT_FOR_CLUSTERS, UNCUT_TOKENS
+from problems import CUDA_KERNEL, FORMATS, assert_accurate, problems, random_cache, random_problem, score_error
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from conftest import FORMATS
 from mla_backend import cli, library
+from problems import FORMATS
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,7 @@ transformers' reference stays on the CPU, in fp32.
 
 import pytest
 
-from cpu.test_engine_model import (
+from tests.engine.test_model import (
     checkpoints,
     exact,
     load,
@@ -19,12 +19,12 @@ from cpu.test_engine_model import (
     test_prompts_in_a_batch_give_what_they_give_alone,
     test_prompts_in_chunks_give_the_same,
 )
-from cpu.test_engine_running import (
+from tests.engine.test_running import (
     engine,
     folder,
     test_bits_of_a_forked_sample_are_those_of_a_request_of_its_own,
     test_forked_samples_survive_preemption,
 )
-from cpu.test_engine_soak import test_2000_requests_aborted_and_preempted_at_random_leave_an_empty_pool_and_no_memory
+from tests.engine.test_soak import test_2000_requests_aborted_and_preempted_at_random_leave_an_empty_pool_and_no_memory
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,8 @@ import torch
 
 import mla_backend
 import mla_backend.flash_mla as flash_mla
-from conftest import assert_accurate, score_error
 from mla_backend import reference
+from problems import assert_accurate, score_error
 
 pytestmark = pytest.mark.gpu
 HEADS = [8, 16, 64, 128]

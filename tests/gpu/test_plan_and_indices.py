@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from conftest import assert_accurate
 from mla_backend import library, reference
 from plans import TOKEN_UNITS, tiles_of, walk
+from problems import assert_accurate
 
 pytestmark = pytest.mark.gpu
 GRANULE = 64

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 import mla_backend
-from conftest import assert_accurate, random_cache, score_error
 from mla_backend import reference
 from mla_backend.vllm_plugin.step import Batch, Step, StepBuffers
+from problems import assert_accurate, random_cache, score_error
 
 pytestmark = pytest.mark.gpu
 TOKENS, TOPK, BLOCK_SIZE, BLOCKS, SCALE = 8, 256, 64, 16, 0.04

@@ -1,0 +1,257 @@
+"""The indexer's ops on a GPU: the scores of all keys of a context, and the choice of the best.
+
+    python -m serving_benchmarks.ops.index_ops --output index_ops.json
+
+Decoding requests have one token each; a prompt's tokens see one key more each, up to the context. Blocks of the cache
+are random. Operations are two for each product of the queries with the keys that a token sees; bytes are those that
+have to be read and written once: keys, queries, scores and what is chosen. Everything is timed as CUDA graphs, over
+several sets of inputs; of the last one, some tokens are checked against the reference first.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+import mla_backend
+from kv_cache.keys import KEY_FORMATS, write_keys
+from mla_backend import reference
+from serving_benchmarks.ops import gpu_timing
+from serving_benchmarks.ops.timing import Timing
+from serving_benchmarks.results import environment, result_file
+
+BLOCK = 64
+SETS = 4
+CHECKED = 8
+"""Tokens."""
+TOLERANCE = 2.0**-11
+"""Of the sum over heads of |weight| |query| |key|."""
+SMALLEST_CACHE = 2**20
+"""Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
+MOST_WRITTEN = 2**18
+"""Keys that are made at once."""
+DECODE, PREFILL = ["64x4096", "64x32768"], [4096]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`requests` of so many `tokens` each, the last of which sees `context` keys."""
+
+    requests: int
+    tokens: int
+    context: int
+    heads: int
+    topk: int
+
+    def __str__(self) -> str:
+        if self.tokens == 1:
+            return f"decode {self.requests} x {self.context}"
+        return f"prefill {self.tokens} of {self.context}"
+
+    @property
+    def all_tokens(self) -> int:
+        return self.requests * self.tokens
+
+    @property
+    def seen(self) -> int:
+        """Keys, of all tokens together."""
+        return self.requests * (self.tokens * self.context - self.tokens * (self.tokens - 1) // 2)
+
+
+@dataclass
+class Inputs:
+    """Arguments of both ops, in their order, and where results go."""
+
+    arguments: tuple[Tensor, ...]
+    lengths: Tensor
+    scores: Tensor
+    chosen: Tensor
+
+
+def new_cache(fmt: str, tokens: int) -> Tensor:
+    """Random keys in every slot."""
+    kind = KEY_FORMATS[fmt]
+    cache = torch.zeros(-(-tokens // BLOCK), BLOCK, kind.width, dtype=kind.dtype, device="cuda")
+    for first in range(0, tokens, MOST_WRITTEN):
+        slots = torch.arange(first, min(first + MOST_WRITTEN, tokens), device="cuda")
+        write_keys(torch.randn(len(slots), 128, device="cuda"), cache, slots)
+    return cache
+
+
+def new_inputs(case: Case, cache: Tensor, blocks: Tensor) -> Inputs:
+    """One set: queries are fp32, the longer ones to read. `blocks`: of all requests' contexts."""
+    count = case.all_tokens
+    queries = torch.randn(count, case.heads, 128, device="cuda")
+    weights = torch.randn(count, case.heads, device="cuda")
+    requests = torch.arange(case.requests, dtype=torch.int32, device="cuda").repeat_interleave(case.tokens)
+    last = torch.arange(case.context - case.tokens, case.context, dtype=torch.int32, device="cuda") + 1
+    lengths = last.repeat(case.requests)
+    table = blocks.int().view(case.requests, -1)
+    scores = torch.zeros(count, case.context, device="cuda")
+    chosen = torch.zeros(count, case.topk, dtype=torch.int32, device="cuda")
+    return Inputs((queries, weights, cache, table, requests, lengths), lengths, scores, chosen)
+
+
+def score(inputs: Inputs) -> None:
+    mla_backend.index_scores(*inputs.arguments, scores=inputs.scores)
+
+
+def select(inputs: Inputs) -> None:
+    mla_backend.select_top(inputs.scores, inputs.lengths, chosen=inputs.chosen)
+
+
+def check(case: Case, inputs: Inputs) -> None:
+    """Raises RuntimeError if some tokens, the last among them, don't have the reference's results."""
+    queries, weights, cache, table, requests, lengths = inputs.arguments
+    some = torch.linspace(0, case.all_tokens - 1, CHECKED, device="cuda").long()
+    scores = inputs.scores[some]
+    for token, got in zip(some.tolist(), scores, strict=True):
+        own = slice(token, token + 1)
+        length, row = int(lengths[token]), table[requests[token].long()].long()
+        keys = cache[row]  # of this request alone: the whole cache would not fit in float
+        local = torch.arange(len(row), dtype=torch.int32, device="cuda").unsqueeze(0)
+        arguments = queries[own], weights[own], keys, local, torch.zeros_like(requests[own]), lengths[own]
+        want = reference.index_scores(*arguments, case.context)[0, :length]
+        norms = reference.dequantise_keys(keys).flatten(0, 1).norm(dim=1)[:length]
+        allowed = (weights[token].abs() * queries[token].norm(dim=-1)).sum() * norms * TOLERANCE
+        if not bool(((got[:length] - want).abs() <= allowed).all()):
+            raise RuntimeError(f"index_scores differs from the reference in token {token} of {case}")
+    if not torch.equal(inputs.chosen[some], reference.select_top(scores, lengths[some], case.topk)):
+        raise RuntimeError(f"select_top differs from the reference in {case}")
+
+
+def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str, Any]]:
+    """Times both ops, and checks them."""
+    width = -(-case.context // BLOCK)
+    shuffled = torch.randperm(len(cache), device="cuda")
+    sets = []
+    for number in range(SETS):  # may share blocks if the cache has too few for all
+        wanted = torch.arange(case.requests * width, device="cuda") + number * case.requests * width
+        sets.append(new_inputs(case, cache, shuffled[wanted % len(shuffled)]))
+    calls: dict[str, list[Callable[[], None]]] = {
+        "index_scores": [lambda one=one: score(one) for one in sets],
+        "select_top": [lambda one=one: select(one) for one in sets],
+    }
+    graphs = {op: gpu_timing.capture(own) for op, own in calls.items()}
+    check(case, sets[-1])
+    seconds = gpu_timing.interleaved(graphs, rounds=rounds)
+    key_bytes = case.requests * case.context * KEY_FORMATS[fmt].token_bytes
+    query_bytes = sum(x.nbytes for x in sets[0].arguments[:2])
+    moved = {
+        "index_scores": key_bytes + query_bytes + 4 * case.seen,
+        "select_top": 4 * case.seen + sets[0].chosen.nbytes,
+    }
+    flops = {"index_scores": 2 * 128 * case.heads * case.seen, "select_top": None}
+    return [
+        {
+            "op": op,
+            "format": fmt,
+            "case": {"name": str(case), **asdict(case)},
+            "flops": flops[op],
+            "bytes": moved[op],
+            "seconds": seconds[op].as_dict(),
+        }
+        for op in calls
+    ]
+
+
+HEADINGS = ["op", "case", "heads", "format", "us", "quartiles", "TFLOP/s", "TB/s"]
+
+
+def rows(results: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each result, of what HEADINGS says."""
+    lines = []
+    for result in results:
+        timing, case = Timing(**result["seconds"]), result["case"]
+        lines.append(
+            [
+                result["op"],
+                case["name"],
+                str(case["heads"]),
+                result["format"],
+                f"{timing.median * 1e6:.1f}",
+                f"{timing.lower_quartile * 1e6:.1f} to {timing.upper_quartile * 1e6:.1f}",
+                f"{result['flops'] / timing.median / 1e12:.0f}" if result["flops"] else "-",
+                f"{result['bytes'] / timing.median / 1e12:.2f}",
+            ]
+        )
+    return lines
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The docs' table, from a result file."""
+    return result_file.gpu_table(HEADINGS, rows(report["results"]), report)
+
+
+def parse_decode(text: str) -> tuple[int, int]:
+    """REQUESTSxCONTEXT."""
+    requests, x, context = text.partition("x")
+    if not (x and requests.isdecimal() and context.isdecimal() and int(requests) and int(context)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not REQUESTSxCONTEXT, as 64x4096 is")
+    return int(requests), int(context)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.ops.index_ops",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--decode",
+        type=parse_decode,
+        nargs="*",
+        default=[parse_decode(text) for text in DECODE],
+        metavar="REQUESTSxCONTEXT",
+        help=f"requests of one token each; default: {' '.join(DECODE)}",
+    )
+    parser.add_argument(
+        "--prefill", type=int, nargs="*", default=PREFILL, metavar="TOKENS", help="whole prompts; default: 4096"
+    )
+    parser.add_argument("--heads", type=int, nargs="+", default=[64], help="default: 64")
+    parser.add_argument("--topk", type=int, default=2048, help="default: %(default)s")
+    parser.add_argument("--formats", nargs="+", choices=KEY_FORMATS, default=list(KEY_FORMATS), help="default: all")
+    parser.add_argument("--rounds", type=int, default=21, help="replays; default: %(default)s")
+    result_file.add_output(parser)
+    result_file.add_markdown(parser)
+    options = parser.parse_args(arguments)
+    if options.markdown:
+        result_file.print_markdown(parser, options.markdown, markdown)
+        return 0
+    if min([*options.prefill, *options.heads, options.topk]) < 1 or options.rounds < 2:
+        parser.error("--prefill, --heads and --topk must be 1 or more, --rounds 2 or more")
+    if max(options.heads) > 128:
+        parser.error("--heads must be 128 or fewer")
+    result_file.require_writable(parser, options.output)
+    why_not = environment.why_no_gpu()
+    if why_not:
+        print(f"error: {why_not}", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    shapes = [(requests, 1, context) for requests, context in options.decode]
+    shapes += [(1, tokens, tokens) for tokens in options.prefill]
+    cases = [Case(*shape, heads, options.topk) for shape in shapes for heads in options.heads]
+    if not cases:
+        parser.error("neither --decode nor --prefill has anything to measure")
+    tokens = max(SMALLEST_CACHE, *(case.requests * -(-case.context // BLOCK) * BLOCK for case in cases))
+    results: list[dict[str, Any]] = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=len(cases) * len(options.formats))
+        for fmt in options.formats:
+            cache = new_cache(fmt, tokens)
+            for case in cases:
+                results += time_case(case, fmt, cache, options.rounds)
+                progress.advance(task)
+    result_file.show(HEADINGS, rows(results), words=4)
+    result_file.write(options.output, results, Console(stderr=True))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

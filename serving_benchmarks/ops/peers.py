@@ -1,0 +1,124 @@
+"""Fetches the peers' kernels, to be timed beside ours: the attention libraries inside vLLM's wheels.
+
+    python -m serving_benchmarks.ops.peers peers            # about 700 MB of downloads, 30 MB to keep
+
+`peers/vllm-VERSION/` then holds each library, compressed: the folder can be carried to a machine without a network,
+and `python -m serving_benchmarks.ops.kernels --peers peers` uses it there. Nothing of vLLM has to be installed. pip
+does the downloading, so its settings say from where.
+"""
+
+import argparse
+import hashlib
+import lzma
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+VERSIONS = ("0.23.0", "0.33.0")
+"""The newest built for torch 2.11, and the newest."""
+LIBRARIES = {"flashmla": "_flashmla_C.abi3.so", "fa3": "vllm_flash_attn/_vllm_fa3_C.abi3.so"}
+"""Where the kernels are inside the package vllm."""
+
+
+class PeerError(Exception):
+    """A peer is not there, or not what it should be. The text says so in one line."""
+
+
+def download(version: str, folder: Path) -> Path:
+    """The wheel of this version of vLLM for Python 3.12 on Linux, x86-64, whatever runs here."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        + ["--python-version", "3.12", "--implementation", "cp", "--abi", "cp312", "--abi", "abi3"]
+        + [f"--platform=manylinux_2_{glibc}_x86_64" for glibc in (28, 31, 35)]
+        + ["--dest", str(folder), f"vllm=={version}"],
+        capture_output=True,
+        text=True,
+    )
+    wheels = sorted(folder.glob(f"vllm-{version}-*.whl"))
+    if done.returncode or not wheels:
+        last = (done.stderr.strip() or "pip downloaded no wheel").splitlines()[-1]
+        raise PeerError(f"vllm {version} could not be downloaded: {last}")
+    return wheels[0]
+
+
+def pack(wheel: Path, folder: Path) -> list[Path]:
+    """Takes the libraries out of a wheel of vLLM, into folder/vllm-VERSION/, compressed."""
+    named = re.match(r"vllm-([^-]+)-", wheel.name)
+    if not named:
+        raise PeerError(f"{wheel.name} is no wheel of vllm")
+    target = folder / f"vllm-{named[1]}"
+    packed = []
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            missing = [path for path in LIBRARIES.values() if f"vllm/{path}" not in archive.namelist()]
+            if missing:
+                raise PeerError(f"{wheel.name} has no {' and no '.join(missing)}")
+            target.mkdir(parents=True, exist_ok=True)
+            for path in LIBRARIES.values():
+                packed.append(target / f"{Path(path).name}.xz")
+                packed[-1].write_bytes(lzma.compress(archive.read(f"vllm/{path}"), preset=1))
+    except zipfile.BadZipFile as error:
+        raise PeerError(f"{wheel.name} is broken: {error}") from error
+    return packed
+
+
+def find(name: str, folder: Path, version: str) -> Path:
+    """The library of a peer, in a folder that `pack` filled or in an installed package vllm; unpacked if need be."""
+    inside = LIBRARIES[name]
+    for library in (folder / inside, folder / f"vllm-{version}" / Path(inside).name):
+        if library.is_file():
+            return library
+        packed = library.with_name(library.name + ".xz")
+        if packed.is_file():
+            return _unpacked(packed)
+    raise PeerError(
+        f"{folder} has no {Path(inside).name} of vllm {version}; python -m serving_benchmarks.ops.peers gets it"
+    )
+
+
+def _unpacked(packed: Path) -> Path:
+    content = packed.read_bytes()
+    library = (
+        Path(tempfile.gettempdir())
+        / f"peers-{hashlib.sha256(content).hexdigest()[:16]}"
+        / packed.name.removesuffix(".xz")
+    )
+    if not library.is_file():
+        library.parent.mkdir(exist_ok=True)
+        half_written = library.with_suffix(".part")
+        half_written.write_bytes(lzma.decompress(content))
+        half_written.rename(library)
+    return library
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m serving_benchmarks.ops.peers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="where the libraries go")
+    parser.add_argument("--vllm", nargs="+", default=VERSIONS, metavar="VERSION", help=f"default: {' '.join(VERSIONS)}")
+    parser.add_argument("--wheels", type=Path, nargs="+", metavar="FILE", help="wheels that are here already")
+    options = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    try:
+        with tempfile.TemporaryDirectory() as downloads:
+            wheels = options.wheels or (download(version, Path(downloads)) for version in options.vllm)
+            for wheel in wheels:
+                for packed in pack(wheel, options.folder):
+                    console.print(f"{packed.stat().st_size / 2**20:6.1f} MiB  {packed}", highlight=False)
+    except (PeerError, OSError) as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

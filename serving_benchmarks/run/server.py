@@ -1,0 +1,142 @@
+"""A server that speaks OpenAI's protocol as vLLM does: started, waited for, asked for its metrics, and stopped."""
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from serving_benchmarks.run.processes import SUPERVISOR_SECONDS, Supervised, supervised, why_it_ended
+from serving_benchmarks.run.workloads import Workload
+
+POLL_SECONDS = 0.5
+ANSWER_SECONDS = 10
+COMPLETION_SECONDS = 600
+"""For all tokens of a request: its first step may have kernels compiled."""
+MOST_OF_AN_ANSWER = 200
+"""Characters that are shown of why a request was refused."""
+
+
+class ServerFailed(Exception):
+    """It ended, or was not ready in time; the text says why."""
+
+
+class Server:
+    """One that runs."""
+
+    def __init__(self, process: Supervised, port: int, start_seconds: float):
+        self.process, self.port, self.start_seconds = process, port, start_seconds
+
+    def metrics(self) -> dict[str, float]:
+        """Its metrics by name, summed up over their labels; those whose labels tell a reason apart, too. Empty if it
+        doesn't answer."""
+        try:
+            with urllib.request.urlopen(_url(self.port, "metrics"), timeout=ANSWER_SECONDS) as answer:
+                return parse_metrics(answer.read().decode())
+        except OSError:
+            return {}
+
+    def complete(self, model: str, requests: Workload, on_done: Callable[[int], None]) -> None:
+        """Sends requests all at once and waits until each has its tokens; ServerFailed if one isn't answered.
+
+        Args:
+            model: the name that the server has for it.
+            requests: prompts, as tokens, and how many each wants.
+            on_done: called with how many are done, each time that one is.
+        """
+
+        def ask(prompt: Sequence[int], tokens: int) -> None:
+            wanted = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}
+            request = urllib.request.Request(
+                _url(self.port, "v1/completions"), json.dumps(wanted).encode(), {"Content-Type": "application/json"}
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=COMPLETION_SECONDS) as answer:
+                    answer.read()
+            except urllib.error.HTTPError as refused:
+                why = ""
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    why = refused.read().decode(errors="replace")[:MOST_OF_AN_ANSWER]
+                raise ServerFailed(f"a request was refused: {refused} {why}".rstrip()) from None
+
+        pool = ThreadPoolExecutor(len(requests))
+        try:
+            asked = [pool.submit(ask, *one) for one in zip(requests.prompts, requests.output_lens, strict=True)]
+            for done, answer in enumerate(as_completed(asked), 1):
+                answer.result()
+                on_done(done)
+        except (OSError, http.client.HTTPException, RuntimeError) as error:  # the last: no more threads
+            with contextlib.suppress(TimeoutError):  # a server that has ended counts as running until all that it has
+                self.process.wait(SUPERVISOR_SECONDS)  # started has ended, too
+            self.require_running()
+            raise ServerFailed(f"a request was not answered: {error}") from None
+        finally:  # whoever is stopped doesn't wait for answers: they end with the server
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def require_running(self) -> None:
+        """ServerFailed if it has ended."""
+        _require_running(self.process, "the server ended")
+
+
+def parse_metrics(text: str) -> dict[str, float]:
+    """Sums by name of what a Prometheus client writes."""
+    found: dict[str, float] = {}
+    for name, value in re.findall(r"^([\w:]+)(?:\{.*\})? ([-+.\deE]+|[+-]?Inf|NaN)$", text, re.MULTILINE):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def free_port() -> int:
+    """One that nobody listens at now."""
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        return some.getsockname()[1]
+
+
+def is_healthy(port: int) -> bool:
+    """Whether a server is ready."""
+    try:
+        with urllib.request.urlopen(_url(port, "health"), timeout=ANSWER_SECONDS) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def serving(
+    command: Callable[[int], Sequence[str]], log: Path, *, ready_seconds: float, grace: float | None = None
+) -> Iterator[Server]:
+    """A server for as long as the block lasts; of its processes none is left afterwards.
+
+    Args:
+        command: the words that start it at a port.
+        log: the file for what it prints.
+        ready_seconds: how long it may take until it is healthy; ServerFailed after that, or if it ends before.
+        grace: seconds that it gets to end by itself.
+    """
+    port = free_port()
+    begin = time.monotonic()
+    with supervised(command(port), log, **({} if grace is None else {"grace": grace})) as process:
+        while not is_healthy(port):
+            _require_running(process, "the server ended before it was ready")
+            if time.monotonic() - begin > ready_seconds:
+                raise ServerFailed(f"the server was not ready after {ready_seconds:g} s")
+            time.sleep(POLL_SECONDS)
+        yield Server(process, port, time.monotonic() - begin)
+
+
+def _require_running(process: Supervised, what: str) -> None:
+    """ServerFailed, with what has happened and why, if it has ended."""
+    status = process.status()
+    if status is not None:
+        raise ServerFailed(f"{what}: {why_it_ended(status, process.says())}")
+
+
+def _url(port: int, path: str) -> str:
+    return f"http://127.0.0.1:{port}/{path}"

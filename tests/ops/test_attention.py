@@ -1,0 +1,293 @@
+"""The contract of sparse_attention, as properties, against the oracle."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mla_backend
+from mla_backend import library
+from problems import CPU_KERNELS, FORMATS, assert_accurate, problems, random_cache, random_problem
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@given(problem=problems())
+def test_any_problem_agrees_with_the_oracle(kernel, problem):
+    library.select_cpu_kernel(kernel)
+    try:
+        problem.check()
+    finally:
+        library.select_cpu_kernel("auto")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [1, 2, 3, 8, 15, 16, 17, 31, 33, 48, 64, 65, 100, 127, 128, 129, 200, 256])
+def test_every_head_count(fmt, heads):
+    random_problem(fmt, tokens=2, heads=heads, topk=150).check()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("topk", [0, 1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 2048, 5000])
+def test_every_list_length(cpu_kernel, fmt, topk):
+    random_problem(fmt, tokens=1, heads=4, topk=topk, blocks=400).check()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("latent", [0.0, 1e-38, 1e-30])
+def test_queries_that_are_rope_alone(cpu_kernel, fmt, latent):
+    problem = random_problem(fmt, tokens=3, heads=16, topk=70)
+    problem.q[..., :512] *= latent
+    problem.q[..., 512:] += 8
+    problem.check()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_that_no_index_names_may_hold_nan(cpu_kernel, fmt):
+    problem = random_problem(fmt, tokens=3, heads=5, topk=60)
+    problem.topk_length = torch.tensor([0, 30, 60], dtype=torch.int32)
+    named = [problem.indices[t, :n].tolist() for t, n in enumerate(problem.topk_length.tolist())]
+    unnamed = sorted(set(range(8 * 16)) - set(sum(named, [])))
+    want = problem.oracle()
+    problem.cache.view(8 * 16, -1).view(torch.uint8)[unnamed] = 0xFF  # NaN in e4m3, bf16 and fp32
+    assert_accurate(problem.solve(), want)
+
+
+def test_named_nan_reaches_only_the_tokens_that_name_it():
+    problem = random_problem("bf16", tokens=2, heads=3, topk=10)
+    problem.indices[:] = torch.arange(20, dtype=torch.int32).view(2, 10)
+    problem.cache[0, 3] = torch.nan
+    out, lse, largest = problem.solve()
+    assert out[0].isnan().all() and lse[0].isnan().all() and largest[0].isnan().all()
+    assert not out[1].isnan().any() and not lse[1].isnan().any() and not largest[1].isnan().any()
+
+
+def test_every_e4m3_code_is_decoded_as_torch_decodes_it(cpu_kernel):
+    # One slot a token: the weight is 1, so out shows the row itself, and bf16 holds every e4m3 number.
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes.view(torch.float8_e4m3fn).float()
+    cache = torch.zeros(2, 1, 656, dtype=torch.uint8)
+    cache[:, 0, 512:528] = torch.ones(4).view(torch.uint8)
+    cache[0, 0, :512] = torch.where(numbers.isnan(), 0, codes).repeat(2)
+    cache[1, 0, 100] = 0x7F
+
+    q, indices = torch.zeros(2, 1, 576).bfloat16(), torch.tensor([[0], [1]], dtype=torch.int32)
+    out, _ = mla_backend.sparse_attention(q, cache, indices, scale=1.0)
+    assert torch.equal(out[0, 0].float(), numbers.nan_to_num(0.0).repeat(2))
+    assert out[1].isnan().any(), "0x7f is NaN"
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_duplicates_count_as_often_as_they_stand(cpu_kernel, fmt):
+    problem = random_problem(fmt, tokens=1, heads=2, topk=6)
+    problem.indices = torch.tensor([[5, 5, 5, 9, 5, 9]], dtype=torch.int32)
+    problem.check()
+    once = problem.but(indices=torch.tensor([[5]], dtype=torch.int32)).solve()[1]
+    thrice = problem.but(indices=torch.tensor([[5, 5, 5]], dtype=torch.int32)).solve()[1]
+    assert torch.allclose(thrice - once, torch.tensor(3.0).log(), atol=1e-5)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("magnitude", [1e-8, 1e-3, 0.1, 20.0, 3e4])
+def test_cached_values_of_any_size(cpu_kernel, fmt, magnitude):
+    problem = random_problem(fmt, tokens=5, heads=20, topk=200)
+    problem.cache = random_cache(fmt, 8, 16, magnitude)
+    problem.q = (torch.randn(5, 20, 576) / magnitude).bfloat16()
+    problem.check(magnitude)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_of_unlike_size_in_one_tile(cpu_kernel, fmt):
+    problem = random_problem(fmt, tokens=5, heads=20, topk=200)
+    for i in range(0, 8, 2):
+        problem.cache[i : i + 1] = random_cache(fmt, 1, 16, 0.1 / 16.0 ** (i + 1))
+    problem.check()
+
+
+@pytest.mark.parametrize("bad", [-1, -(2**31), 8 * 16, 2**31 - 1])
+def test_slots_outside_the_cache_are_skipped(cpu_kernel, bad):
+    problem = random_problem(tokens=2, heads=3, topk=40)
+    problem.indices = torch.randint(0, 8 * 16, (2, 40), dtype=torch.int32)
+    mixed = torch.full((2, 80), bad, dtype=torch.int32)
+    mixed[:, ::2] = problem.indices
+    assert_accurate(problem.but(indices=mixed).solve(), problem.oracle())
+
+
+@pytest.mark.parametrize("empty", ["topk 0", "all invalid", "length 0", "no blocks", "negative length"])
+def test_nothing_to_attend_to_gives_zero_and_minus_infinity(cpu_kernel, empty):
+    problem = random_problem(tokens=3, heads=4, topk=20)
+    problem.sink = torch.tensor([0.0, torch.inf, -torch.inf, 1.0])
+    if empty == "topk 0":
+        problem.indices = problem.indices[:, :0]
+    elif empty == "all invalid":
+        problem.indices.fill_(-1)
+    elif empty == "no blocks":
+        problem.cache = problem.cache[:0]
+    else:
+        problem.topk_length = torch.full((3,), 0 if empty == "length 0" else -7, dtype=torch.int32)
+    out, lse, largest = problem.solve()
+    assert (out == 0).all() and (lse == -torch.inf).all() and (largest == -torch.inf).all()
+
+
+def test_no_tokens_is_an_ordinary_input():
+    out, lse, largest = random_problem(tokens=0).solve()
+    assert out.shape == (0, 16, 512) and lse.shape == largest.shape == (0, 16)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_lists_of_very_unequal_length(cpu_kernel, fmt):
+    problem = random_problem(fmt, tokens=40, heads=3, topk=900, blocks=100)
+    problem.topk_length = torch.zeros(40, dtype=torch.int32)
+    problem.topk_length[[3, 17, 18, 39]] = torch.tensor([900, 1, 899, 500], dtype=torch.int32)
+    problem.check()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_strided_inputs_and_outputs(cpu_kernel, fmt):
+    problem = random_problem(fmt, tokens=3, heads=5, topk=33)
+    want = problem.oracle()
+    # queries as vLLM has them: head-major nope, rope apart; caches with gaps; transposed lse
+    nope = problem.q[..., :512].transpose(0, 1).contiguous().transpose(0, 1)
+    wide = torch.randn(3, 5, 100).bfloat16()
+    wide[..., 11:75] = problem.q[..., 512:]
+    blocks, block_size, width = problem.cache.shape
+    gaps = torch.full((blocks, block_size + 2, width + 32), 255, dtype=torch.uint8).to(problem.cache.dtype)
+    gaps[:, :block_size, :width] = problem.cache
+    indices = torch.full((3, 50), 10**6, dtype=torch.int32)
+    indices[:, :33] = problem.indices
+    out = torch.full((5, 3, 600), torch.nan).bfloat16().transpose(0, 1)[..., 20:532]
+    lse = torch.full((5, 3), torch.nan).t()
+    got = problem.but(q=(nope, wide[..., 11:75]), cache=gaps[:, :block_size, :width], indices=indices[:, :33])
+    assert_accurate(got.solve(out=out, lse=lse), want)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_cache_at_an_odd_address(cpu_kernel, fmt):
+    problem = random_problem(fmt, tokens=2, heads=3, topk=33)
+    blocks, block_size, width = problem.cache.shape
+    shifted = torch.empty(problem.cache.numel() + 1, dtype=problem.cache.dtype)[1:].view(blocks, block_size, width)
+    problem.but(cache=shifted.copy_(problem.cache)).check()
+
+
+def test_a_dimension_of_one_for_the_kv_head_is_accepted():
+    problem = random_problem()
+    a, b = problem.solve(), problem.but(cache=problem.cache.unsqueeze(2)).solve()
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_an_fp8_cache_may_come_as_any_byte(dtype):
+    problem = random_problem()
+    assert torch.equal(problem.solve()[0], problem.but(cache=problem.cache.view(dtype)).solve()[0])
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_sink_scales_the_output_and_leaves_lse(cpu_kernel, fmt):
+    problem = random_problem(fmt, heads=4)
+    without = problem.solve()
+    problem.sink = torch.tensor([torch.inf, -torch.inf, 0.0, 5.0])
+    problem.check()
+    with_sink = problem.solve()
+    assert (with_sink[0][:, 0] == 0).all()
+    assert torch.equal(with_sink[0][:, 1], without[0][:, 1])
+    assert torch.equal(with_sink[1], without[1])
+
+
+@pytest.mark.parametrize("magnitude", [1e-3, 3.0])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_small_and_large_scores(cpu_kernel, fmt, magnitude):
+    problem = random_problem(fmt, tokens=2, heads=16, topk=500)
+    problem.cache = random_cache(fmt, 8, 16, magnitude)
+    problem.check(magnitude)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.05, 3.0])
+def test_any_scale(cpu_kernel, scale):
+    random_problem(heads=3, scale=scale).check()
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@given(problem=problems(max_tokens=3, max_topk=600), threads=st.sampled_from([1, 2, 3]))
+def test_split_and_unsplit_agree(kernel, problem, threads):
+    library.select_cpu_kernel(kernel)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        tokens, topk = problem.indices.shape
+        extra = 0 if problem.extra_indices is None else problem.extra_indices.shape[1]
+        lengths = {"topk_length": problem.topk_length, "extra_topk_length": problem.extra_topk_length}
+        want = problem.oracle()
+        for workers in (1, 2, 7, 64):
+            plan = mla_backend.plan(tokens, topk, extra_topk=extra, workers=workers, **lengths)
+            assert_accurate(problem.solve(plan=plan), want)
+    finally:
+        torch.set_num_threads(before)
+        library.select_cpu_kernel("auto")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_same_inputs_give_the_same_bits(cpu_kernel, fmt):
+    problem = random_problem(fmt, tokens=3, heads=40, topk=700, blocks=60)
+    first = problem.solve()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, problem.solve(), strict=True))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [3, 16, 40, 128])
+def test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch(cpu_kernel, fmt, heads):
+    problem = random_problem(fmt, tokens=9, heads=heads, topk=400, blocks=40)
+    problem.topk_length = torch.tensor([400, 1, 399, 0, 130, 400, 64, 300, 5], dtype=torch.int32)
+    together = problem.solve(batch_invariant=True)
+    for begin, end in ((0, 1), (1, 3), (3, 9), (4, 5)):
+        alone = problem.but(
+            q=problem.q[begin:end], indices=problem.indices[begin:end], topk_length=problem.topk_length[begin:end]
+        ).solve(batch_invariant=True)
+        assert all(torch.equal(a[begin:end], b) for a, b in zip(together, alone, strict=True))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_plan_that_fits_is_followed(cpu_kernel, fmt):
+    # Cut elsewhere, sums are rounded elsewhere: of 128 numbers some differ in their last bit.
+    problem = random_problem(fmt, tokens=2, heads=64, topk=3000, blocks=100)
+    whole, cut = (problem.solve(plan=mla_backend.plan(2, 3000, workers=workers)) for workers in (1, 9))
+    assert torch.equal(whole[1], problem.solve(batch_invariant=True)[1])
+    assert not torch.equal(whole[1], cut[1])
+
+
+def test_a_stale_plan_is_not_followed(cpu_kernel):
+    problem = random_problem(tokens=4, heads=2, topk=300)
+    problem.topk_length = torch.tensor([300, 0, 17, 299], dtype=torch.int32)
+    want = problem.oracle()
+    edges = [0, 1, -1, 2, 4, 5, 16, 2**31 - 1, -(2**31)]
+    for seed in range(150):
+        torch.manual_seed(seed)
+        plan = mla_backend.plan(torch.randint(0, 9, ()).item(), 1000, workers=5)
+        if seed % 3 == 1:
+            plan = torch.tensor(edges, dtype=torch.int32)[torch.randint(0, len(edges), (5, 8))]
+        elif seed % 3 == 2:  # right but for one number
+            plan = mla_backend.plan(4, 300, topk_length=problem.topk_length, workers=5)
+            plan.view(-1)[torch.randint(0, 40, ())] = edges[seed % len(edges)]
+        assert_accurate(problem.solve(plan=plan), want)
+
+
+def test_returned_tensors_are_the_ones_given():
+    problem = random_problem()
+    out, lse = torch.empty(2, 16, 512).bfloat16(), torch.empty(2, 16)
+    got = mla_backend.sparse_attention(problem.q, problem.cache, problem.indices, scale=0.1, out=out, lse=lse)
+    assert got[0] is out and got[1] is lse
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_cache_of_more_than_2_to_the_31_elements(fmt):
+    width = mla_backend.FORMATS[fmt].width
+    row_gap = 2**22  # a slot every 4 M elements, most of which are never touched
+    rows = 2**31 // row_gap + 40
+    backing = torch.empty(rows * row_gap, dtype=mla_backend.FORMATS[fmt].dtype)
+    cache = backing.as_strided((rows, 1, width), (row_gap, row_gap, 1))
+    picked = torch.tensor([0, 1, rows // 2, rows - 30, rows - 2, rows - 1])
+    small = random_cache(fmt, len(picked), 1)
+    cache[picked] = small
+    problem = random_problem(fmt, tokens=1, heads=2, topk=6)
+    want = problem.but(cache=small, indices=torch.arange(6, dtype=torch.int32).view(1, 6)).solve()
+    got = problem.but(cache=cache, indices=picked.int().view(1, 6)).solve()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

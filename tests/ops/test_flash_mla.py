@@ -1,0 +1,203 @@
+"""The stand-in for the flash_mla package: its conventions, against the oracle."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mla_backend.flash_mla as flash_mla
+from mla_backend import reference
+from problems import FORMATS, SCALE, assert_accurate, random_cache
+
+
+def request_tensors(fmt, b, s_q, h_q, topk, blocks=12, block_size=16):
+    q = (torch.randn(b, s_q, h_q, 576) * 10).bfloat16()
+    cache = random_cache(fmt, blocks, block_size).unsqueeze(2)
+    slots = blocks * block_size
+    return q, cache, torch.randint(-9, slots + 9, (b, s_q, topk), dtype=torch.int32)
+
+
+def assert_decode(got, want, b, s_q):
+    """(out, lse) of flash_mla_with_kvcache against the oracle's."""
+    out, lse = got
+    h_q = out.shape[2]
+    assert out.shape == (b, s_q, h_q, 512) and lse.shape == (b, h_q, s_q)
+    assert not (lse == -torch.inf).any()
+    lse = torch.where(lse == torch.inf, -torch.inf, lse).transpose(1, 2).reshape(b * s_q, h_q)
+    assert_accurate((out.flatten(0, 1), lse), want[:2])
+
+
+@given(st.data())
+def test_sparse_decode(data):
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    fmt = data.draw(st.sampled_from(FORMATS))
+    b, s_q, h_q = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 8, 16, 64]))
+    q, cache, indices = request_tensors(fmt, b, s_q, h_q, data.draw(st.integers(0, 100)))
+    indices[0, 0] = -1
+    topk = indices.shape[2]
+    more = {}
+    if data.draw(st.booleans()):
+        more["topk_length"] = torch.randint(0, topk + 1, (b,), dtype=torch.int32)
+    if data.draw(st.booleans()):
+        more["attn_sink"] = torch.randn(h_q)
+    if data.draw(st.booleans()):
+        _, more["extra_k_cache"], more["extra_indices_in_kvcache"] = request_tensors(fmt, b, s_q, h_q, 20, 3, 5)
+        if data.draw(st.booleans()):
+            more["extra_topk_length"] = torch.randint(0, 21, (b,), dtype=torch.int32)
+    per_token = lambda name: None if more.get(name) is None else more[name].repeat_interleave(s_q)  # noqa: E731
+    want = reference.sparse_attention(
+        q.flatten(0, 1),
+        cache.squeeze(2),
+        indices.flatten(0, 1),
+        scale=SCALE,
+        topk_length=per_token("topk_length"),
+        sink=more.get("attn_sink"),
+        extra_cache=None if "extra_k_cache" not in more else more["extra_k_cache"].squeeze(2),
+        extra_indices=None if "extra_k_cache" not in more else more["extra_indices_in_kvcache"].flatten(0, 1),
+        extra_topk_length=per_token("extra_topk_length"),
+    )
+    meta, _ = flash_mla.get_mla_metadata()
+    for _ in range(2):  # the second call reuses the plan
+        got = flash_mla.flash_mla_with_kvcache(
+            q, cache, None, None, 512, meta, None, is_fp8_kvcache=fmt != "bf16", indices=indices, **more
+        )
+        assert_decode(got, want, b, s_q)
+
+
+@pytest.mark.parametrize("s_q", [1, 2])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_metadata_of_september_2025(fmt, s_q):
+    b, h_q, topk = 3, 16, 900
+    q, cache, indices = request_tensors(fmt, b, s_q, h_q, topk)
+    seqlens = torch.full((b,), 192, dtype=torch.int32)
+    table, num_splits = flash_mla.get_mla_metadata(seqlens, s_q * h_q, 1, h_q, fmt != "bf16", topk)
+    assert table.dtype == num_splits.dtype == torch.int32
+    assert table.shape[1] == 8 and num_splits.shape == (b + 1,)
+    begins_inside = int(((table[:, 2] > 0) & (table[:, 1] > table[:, 0])).sum())
+    assert num_splits[0] == 0 and num_splits[-1] == b * s_q + begins_inside
+    got = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, seqlens, 512, table, num_splits, is_fp8_kvcache=fmt != "bf16", indices=indices
+    )
+    want = reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE)
+    assert_decode(got, want, b, s_q)
+
+
+def test_a_cut_request_counts_its_parts():
+    table, num_splits = flash_mla.get_mla_metadata(torch.tensor([64, 64], dtype=torch.int32), 16, 1, 16, True, 4096)
+    assert num_splits.tolist() == [0, int(num_splits[1]), int(num_splits[2])]
+    assert num_splits[2] >= 3, "two requests of 4096 slots are shared out over more than two workers"
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_attention_over_whole_sequences(s_q, causal, old):
+    b, h_q, block_size = 3, 4, 16
+    q, cache, _ = request_tensors("bf16", b, s_q, h_q, 0, 12, block_size)
+    block_table = torch.randperm(12).int().view(3, 4)
+    seqlens = torch.tensor([64, 5, 33], dtype=torch.int32)
+    meta = flash_mla.get_mla_metadata(seqlens, s_q * h_q, 1, h_q) if old else flash_mla.get_mla_metadata()
+    got = flash_mla.flash_mla_with_kvcache(
+        q, cache, block_table, seqlens, 512, *meta, softmax_scale=0.03, causal=causal
+    )
+    for i in range(b):
+        rows = cache.squeeze(2)[block_table[i].long()].reshape(-1, 576)[: seqlens[i]].double()
+        for j in range(s_q):
+            seen = rows[: len(rows) - (s_q - 1 - j)] if causal else rows
+            scores = q[i, j].double() @ seen.T * 0.03
+            want = (scores.softmax(-1) @ seen[:, :512])[None], scores.logsumexp(-1)[None]
+            assert_accurate((got[0][i, j][None], got[1][i, :, j][None]), want)
+
+
+def test_a_row_with_nothing_to_attend_to_has_an_lse_of_plus_infinity():
+    q, cache, indices = request_tensors("bf16", 2, 2, 3, 8)
+    indices[1, 1] = -1
+    out, lse = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices
+    )
+    assert (lse[1, :, 1] == torch.inf).all() and (out[1, 1] == 0).all()
+    assert lse[0].isfinite().all()
+
+
+@pytest.mark.parametrize("s_kv", [0, 1, 95])
+def test_sparse_prefill(s_kv):
+    q, kv = (torch.randn(7, 9, 576) * 10).bfloat16(), (torch.randn(s_kv, 1, 576) * 0.1).bfloat16()
+    indices = torch.randint(-5, s_kv + 5, (7, 1, 40), dtype=torch.int32)
+    lengths = torch.randint(0, 41, (7,), dtype=torch.int32)
+    sink = torch.randn(9)
+    got = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE, 512, sink, lengths)
+    out, lse, largest = reference.sparse_attention(
+        q, kv, indices.squeeze(1), scale=SCALE, topk_length=lengths, sink=sink
+    )
+    assert_accurate((got[0], torch.where(got[2] == torch.inf, -torch.inf, got[2]), got[1]), (out, lse, largest))
+    base2 = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE, 512, sink, lengths, base2_lse=True)
+    finite = got[2].isfinite()
+    assert torch.allclose(base2[2][finite].exp2(), got[2][finite].exp(), rtol=1e-4)
+    assert torch.allclose(base2[1][finite].exp2(), got[1][finite].exp(), rtol=1e-4)
+
+
+def test_the_indexers_part_of_the_lse():
+    q, kv = torch.randn(3, 4, 576).bfloat16(), (torch.randn(50, 1, 576) * 0.1).bfloat16()
+    indices = torch.randint(0, 50, (3, 1, 30), dtype=torch.int32)
+    *_, part = flash_mla.flash_mla_sparse_fwd(q, kv, indices, SCALE, indexer_topk=10)
+    assert torch.equal(part, flash_mla.flash_mla_sparse_fwd(q, kv, indices[..., :10].contiguous(), SCALE)[2])
+
+
+def test_the_given_output_is_written():
+    q, cache, indices = request_tensors("fp8_ds_mla", 2, 1, 3, 8)
+    out = torch.full((2, 1, 3, 512), torch.nan).bfloat16()
+    got, _ = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], is_fp8_kvcache=True, indices=indices, out=out
+    )
+    assert got is out and not out.isnan().any()
+
+
+def test_reusing_metadata_for_other_shapes_is_refused():
+    q, cache, indices = request_tensors("bf16", 2, 1, 3, 8)
+    meta, _ = flash_mla.get_mla_metadata()
+    flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices)
+    with pytest.raises(ValueError, match="b was 2, is 1"):
+        flash_mla.flash_mla_with_kvcache(q[:1], cache, None, None, 512, meta, indices=indices[:1])
+
+
+@pytest.mark.parametrize("made_for", [900, 512, 2048])
+def test_metadata_for_another_topk_is_not_followed(made_for):
+    q, cache, indices = request_tensors("bf16", 2, 2, 16, 900)
+    seqlens = torch.full((2,), 192, dtype=torch.int32)
+    meta = flash_mla.get_mla_metadata(seqlens, 32, 1, 16, False, made_for)
+    got = flash_mla.flash_mla_with_kvcache(q, cache, None, seqlens, 512, *meta, indices=indices)
+    assert_decode(
+        got, reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE), 2, 2
+    )
+
+
+def test_lengths_may_not_come_and_go_under_one_metadata():
+    q, cache, indices = request_tensors("bf16", 2, 1, 3, 8)
+    meta, _ = flash_mla.get_mla_metadata()
+    flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, meta, indices=indices, topk_length=torch.tensor([3, 8], dtype=torch.int32)
+    )
+    with pytest.raises(ValueError, match="has_topk_length was True, is False"):
+        flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices)
+
+
+def test_a_refused_call_leaves_the_metadata_new():
+    q, cache, indices = request_tensors("bf16", 2, 1, 3, 8)
+    meta, _ = flash_mla.get_mla_metadata()
+    with pytest.raises(ValueError, match="attn_sink"):
+        flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices, attn_sink=torch.zeros(9))
+    flash_mla.flash_mla_with_kvcache(q[:1], cache, None, None, 512, meta, indices=indices[:1])
+
+
+@pytest.mark.parametrize(("b", "s_q"), [(0, 1), (0, 2), (3, 1), (3, 2)])
+def test_a_given_output_may_be_strided_or_empty(b, s_q):
+    q, cache, indices = request_tensors("bf16", b, s_q, 4, 8)
+    want = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices
+    )[0]
+    out = torch.full((b, s_q + 1, 4, 512), torch.nan).bfloat16()
+    got, _ = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices, out=out[:, :s_q]
+    )
+    assert got.shape == (b, s_q, 4, 512) and torch.equal(got, want) and torch.equal(out[:, :s_q], want)
+    assert out[:, s_q:].isnan().all()

@@ -1,0 +1,56 @@
+"""Merging partial results by their lse."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mla_backend
+from mla_backend import reference
+from problems import assert_accurate, random_problem
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    parts=st.integers(1, 9),
+    tokens=st.integers(0, 5),
+    heads=st.integers(1, 20),
+    dim=st.sampled_from([1, 64, 512, 1024]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_merging_agrees_with_the_oracle(seed, parts, tokens, heads, dim, dtype):
+    torch.manual_seed(seed)
+    outs = torch.randn(parts, tokens, heads, dim).to(dtype)
+    lses = torch.randn(parts, tokens, heads) * 20
+    lses[torch.rand(lses.shape) < 0.2] = -torch.inf
+    outs[lses == -torch.inf] = torch.nan  # whatever an empty part holds
+    got = mla_backend.merge_partials(outs, lses)
+    assert got[0].dtype == dtype
+    assert_accurate(got, reference.merge_partials(outs, lses))
+
+
+def test_two_halves_of_a_list_merge_to_the_whole():
+    problem = random_problem(tokens=3, heads=7, topk=200)
+    left, right = (problem.but(indices=half).solve()[:2] for half in problem.indices.split(77, dim=1)[:2])
+    rest = problem.but(indices=problem.indices[:, 154:]).solve()[:2]
+    outs, lses = zip(left, right, rest, strict=True)
+    assert_accurate(mla_backend.merge_partials(outs, lses), problem.oracle()[:2])
+
+
+def test_nothing_but_empty_parts_is_empty():
+    out, lse = mla_backend.merge_partials(torch.full((3, 2, 4, 512), torch.nan), torch.full((3, 2, 4), -torch.inf))
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_lses_that_would_overflow_are_merged():
+    lses = torch.tensor([[[1000.0]], [[1001.0]], [[-1000.0]]])
+    got = mla_backend.merge_partials(torch.randn(3, 1, 1, 8), lses)
+    assert got[1].item() == pytest.approx(1001.3132617)
+
+
+def test_strided_parts():
+    outs, lses = torch.randn(4, 3, 5, 100)[:, :, ::2, 10:74], torch.randn(4, 3, 9)[..., 2:5]
+    got = mla_backend.merge_partials(outs, lses)
+    assert_accurate(got, reference.merge_partials(outs, lses))
+    head_major = lses.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(mla_backend.merge_partials(outs, head_major)[0], got[0])

@@ -1,0 +1,185 @@
+"""The ops as torch sees them: opcheck, torch.compile without graph breaks, threads of the caller."""
+
+import threading
+
+import pytest
+import torch
+
+import mla_backend
+from problems import FORMATS, random_cache, random_problem
+
+OPS = torch.ops.mla_backend
+
+
+def samples():
+    """One call of every op, with and without its optional tensors."""
+    p = random_problem(tokens=2, heads=3, topk=20)
+    out, lse, largest = torch.zeros(2, 3, 512).bfloat16(), torch.zeros(2, 3), torch.zeros(2, 3)
+    lengths = torch.tensor([5, 20], dtype=torch.int32)
+    yield (
+        OPS.sparse_attention.default,
+        (p.q, None, p.cache, p.indices, 0.1, None, None, None, None, None, None, None, False, out, lse, None),
+    )
+    yield (
+        OPS.sparse_attention.default,
+        (
+            p.q[..., :512],
+            p.q[..., 512:],
+            p.cache,
+            p.indices,
+            0.1,
+            lengths,
+            torch.randn(3),
+            p.cache,
+            p.indices,
+            lengths,
+            mla_backend.plan(2, 20, extra_topk=20),
+            torch.zeros(10),
+            True,
+            out,
+            lse,
+            largest,
+        ),
+    )
+    yield OPS.plan.default, (lengths, None, 2, 20, 0, False, torch.zeros(4, 8, dtype=torch.int32))
+    yield (
+        OPS.merge_partials.default,
+        (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), torch.zeros(3, 4, 8), torch.zeros(3, 4)),
+    )
+    for fmt in FORMATS:
+        yield (
+            OPS.cache_write.default,
+            (torch.randn(3, 512), torch.randn(3, 64), random_cache(fmt, 2, 4), torch.arange(3), False),
+        )
+        yield OPS.cache_gather.default, (random_cache(fmt, 2, 4), torch.arange(3), torch.zeros(3, 576).bfloat16())
+    yield (
+        OPS.convert_indices.default,
+        (
+            torch.zeros(2, 5, dtype=torch.int32),
+            torch.zeros(1, 4, dtype=torch.int32),
+            torch.zeros(2, dtype=torch.int32),
+            16,
+            True,
+            torch.zeros(2, 5, dtype=torch.int32),
+            torch.zeros(2, dtype=torch.int32),
+        ),
+    )
+    for cache in (torch.zeros(2, 16, 132, dtype=torch.uint8), torch.zeros(2, 16, 128).bfloat16()):
+        table, requests = torch.arange(2, dtype=torch.int32).view(1, 2), torch.zeros(2, dtype=torch.int32)
+        yield (
+            OPS.index_scores.default,
+            (torch.randn(2, 32, 128), torch.randn(2, 32), cache, table, requests, lengths, torch.zeros(2, 20)),
+        )
+    yield OPS.select_top.default, (torch.randn(2, 20), lengths, torch.zeros(2, 7, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_opcheck(index):
+    op, arguments = list(samples())[index]
+    torch.library.opcheck(op, arguments)
+
+
+def test_every_op_has_a_sample():
+    assert len(list(samples())) == 12
+    assert {str(op).split(".")[1] for op, _ in samples()} == set(mla_backend.fake.OPS)
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_attention_compiles_without_a_graph_break(fmt):
+    p = random_problem(fmt, tokens=3, heads=5, topk=40, topk_length=torch.tensor([0, 7, 40], dtype=torch.int32))
+
+    def step(q, cache, indices, lengths):
+        plan = mla_backend.plan(q.shape[0], indices.shape[1], topk_length=lengths)
+        out, lse, largest = mla_backend.sparse_attention(
+            q * 1, cache, indices, scale=0.05, topk_length=lengths, plan=plan, return_max_logits=True
+        )
+        return out + 1, lse, largest
+
+    arguments = p.q, p.cache, p.indices, p.topk_length
+    for got, want in zip(compiled(step)(*arguments), step(*arguments), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_a_layer_compiles_without_a_graph_break():
+    cache = mla_backend.FORMATS["fp8_ds_mla"].new_cache(4, 16)
+    table, requests = torch.arange(4, dtype=torch.int32).view(1, 4), torch.zeros(2, dtype=torch.int32)
+
+    def layer(kv_c, k_pe, q, positions):
+        mla_backend.cache_write(kv_c, k_pe, cache, torch.arange(64))
+        slots, counts = mla_backend.convert_indices(positions, table, requests, 16, compact=True)
+        halves = [mla_backend.sparse_attention(q, cache, s, scale=0.05) for s in slots.split(10, 1)]
+        out, lse = mla_backend.merge_partials([h[0] for h in halves], [h[1] for h in halves])
+        return out, lse, counts, mla_backend.cache_gather(cache, slots[0])
+
+    arguments = (
+        torch.randn(64, 512),
+        torch.randn(64, 64),
+        torch.randn(2, 3, 576).bfloat16(),
+        torch.randint(-5, 64, (2, 20), dtype=torch.int32),
+    )
+    got = compiled(layer)(*arguments)
+    for a, b in zip(got, layer(*arguments), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_indexer_compiles_without_a_graph_break():
+    cache = torch.randn(8, 16, 128).bfloat16()
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+
+    def select(queries, weights, requests, lengths):
+        scores = mla_backend.index_scores(queries * 1, weights, cache, table, requests, lengths, 64)
+        return mla_backend.select_top(scores, lengths, 10) + 1
+
+    step = compiled(select)
+    for tokens in (1, 2, 5):
+        arguments = (
+            torch.randn(tokens, 32, 128),
+            torch.randn(tokens, 32),
+            torch.arange(tokens, dtype=torch.int32) % 2,
+            torch.arange(tokens, dtype=torch.int32) * 12 + 5,
+        )
+        assert torch.equal(step(*arguments), select(*arguments))
+
+
+def test_new_token_counts_do_not_break_a_compiled_graph():
+    step = compiled(lambda q, cache, indices: mla_backend.sparse_attention(q, cache, indices, scale=0.05))
+    for tokens in (1, 2, 3, 7):
+        p = random_problem(tokens=tokens, heads=2, topk=8)
+        assert torch.equal(step(p.q, p.cache, p.indices)[0], p.but(scale=0.05).solve()[0])
+
+
+def test_fake_tensors_give_shapes_without_computing():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        out, lse = mla_backend.sparse_attention(
+            torch.empty(5, 9, 576, dtype=torch.bfloat16),
+            torch.empty(3, 4, 576, dtype=torch.bfloat16),
+            torch.empty(5, 6, dtype=torch.int32),
+            scale=1.0,
+        )
+    assert out.shape == (5, 9, 512) and out.dtype == torch.bfloat16
+    assert lse.shape == (5, 9) and lse.dtype == torch.float32
+
+
+def test_several_threads_may_call_at_once():
+    problems = [random_problem(tokens=3, heads=17, topk=500) for _ in range(4)]
+    want = [p.solve() for p in problems]
+    wrong = []
+
+    def work(i):
+        for _ in range(20):
+            if not all(torch.equal(a, b) for a, b in zip(problems[i].solve(), want[i], strict=True)):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

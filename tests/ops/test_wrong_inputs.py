@@ -1,0 +1,248 @@
+"""Every wrong input is refused with an error that names the argument."""
+
+import pytest
+import torch
+
+import mla_backend
+from mla_backend import flash_mla, library
+from problems import random_problem
+
+
+def attention(**changes):
+    """Arguments of sparse_attention that are right but for the changes."""
+    problem = random_problem(tokens=2, heads=3, topk=10)
+    extra = {"extra_cache": problem.cache, "extra_indices": problem.indices} if changes.pop("with_extra", False) else {}
+    arguments = {**vars(problem), **extra}
+    for name, change in changes.items():
+        arguments[name] = change(arguments.get(name)) if callable(change) else change
+    return lambda: mla_backend.sparse_attention(**arguments)
+
+
+def split_q(nope=lambda x: x, rope=lambda x: x):
+    q = random_problem(tokens=2, heads=3, topk=10).q
+    return attention(q=(nope(q[..., :512]), rope(q[..., 512:])))
+
+
+def write(**changes):
+    arguments = {
+        "kv_c": torch.randn(3, 512),
+        "k_pe": torch.randn(3, 64),
+        "cache": torch.zeros(2, 4, 656, dtype=torch.uint8),
+        "slots": torch.arange(3),
+    } | changes
+    return lambda: mla_backend.cache_write(**arguments)
+
+
+def gather(**changes):
+    arguments = {"cache": torch.zeros(2, 4, 656, dtype=torch.uint8), "slots": torch.arange(3)} | changes
+    return lambda: mla_backend.cache_gather(**arguments)
+
+
+def convert(**changes):
+    arguments = {
+        "positions": torch.zeros(2, 5, dtype=torch.int32),
+        "block_table": torch.zeros(1, 4, dtype=torch.int32),
+        "request_ids": torch.zeros(2, dtype=torch.int32),
+        "block_size": 16,
+    } | changes
+    return lambda: mla_backend.convert_indices(**arguments)
+
+
+def index(**changes):
+    arguments = {
+        "queries": torch.randn(2, 3, 128),
+        "weights": torch.randn(2, 3),
+        "cache": torch.zeros(2, 4, 132, dtype=torch.uint8),
+        "block_table": torch.zeros(1, 2, dtype=torch.int32),
+        "requests": torch.zeros(2, dtype=torch.int32),
+        "lengths": torch.zeros(2, dtype=torch.int32),
+        "positions": 8,
+    } | changes
+    return lambda: mla_backend.index_scores(**arguments)
+
+
+def select(**changes):
+    arguments = {"scores": torch.randn(2, 9), "lengths": torch.zeros(2, dtype=torch.int32), "topk": 4} | changes
+    return lambda: mla_backend.select_top(**arguments)
+
+
+def merge(outs=None, lses=None, **more):
+    outs = torch.zeros(2, 3, 4, 8) if outs is None else outs
+    lses = torch.zeros(2, 3, 4) if lses is None else lses
+    return lambda: mla_backend.merge_partials(outs, lses, **more)
+
+
+def kvcache(**changes):
+    arguments = {
+        "q": torch.randn(2, 1, 4, 576).bfloat16(),
+        "k_cache": torch.randn(3, 8, 1, 576).bfloat16(),
+        "block_table": None,
+        "cache_seqlens": None,
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": flash_mla.get_mla_metadata()[0],
+        "indices": torch.zeros(2, 1, 6, dtype=torch.int32),
+    } | changes
+    return lambda: flash_mla.flash_mla_with_kvcache(**arguments)
+
+
+def prefill(**changes):
+    arguments = {
+        "q": torch.randn(2, 4, 576).bfloat16(),
+        "kv": torch.randn(9, 1, 576).bfloat16(),
+        "indices": torch.zeros(2, 1, 6, dtype=torch.int32),
+        "sm_scale": 0.1,
+    } | changes
+    return lambda: flash_mla.flash_mla_sparse_fwd(**arguments)
+
+
+INT = torch.int32
+# fmt: off
+CASES = {
+    "q is no tensor": (attention(q=[[1.0]]), ValueError, r"q must be a tensor .* pair .*got 1 tensors"),
+    "q is an array": (attention(q=1), TypeError, r"q must be a torch.Tensor; got int"),
+    "q is a pair of lists": (attention(q=([1], [2])), TypeError, r"q_nope must be a torch.Tensor; got list"),
+    "q has 2 dims": (attention(q=lambda q: q[0]), ValueError, r"q must be bfloat16 \[T, H, 576\]; got bfloat16 \[3, 576\]"),
+    "q is 512 wide": (attention(q=lambda q: q[..., :512]), ValueError, r"q must be .*got bfloat16 \[2, 3, 512\]"),
+    "q is fp32": (attention(q=lambda q: q.float()), ValueError, r"q must be bfloat16 .*; got float32"),
+    "q is fp16": (attention(q=lambda q: q.half()), ValueError, r"q must be bfloat16 .*; got float16"),
+    "q is not dense": (attention(q=lambda q: q.repeat_interleave(2, -1)[..., ::2]), ValueError, r"q must be dense in its last dimension"),
+    "q has no heads": (attention(q=lambda q: q[:, :0]), ValueError, r"q must be of 1 to 256 heads"),
+    "q has 257 heads": (attention(q=torch.zeros(2, 257, 576).bfloat16()), ValueError, r"q must be of 1 to 256 heads"),
+    "q_nope is 576 wide": (split_q(nope=lambda x: torch.zeros(2, 3, 576).bfloat16()), ValueError, r"q_nope must be .*\[T, H, 512\]"),
+    "q_rope is 32 wide": (split_q(rope=lambda x: x[..., :32]), ValueError, r"q_rope must be .*\[T=2, H=3, 64\]; got bfloat16 \[2, 3, 32\]"),
+    "q_rope has other heads": (split_q(rope=lambda x: x[:, :2]), ValueError, r"q_rope must be .*H=3"),
+    "cache is None": (attention(cache=None), TypeError, r"cache must be bfloat16 .*got None"),
+    "cache has 2 dims": (attention(cache=lambda c: c[0]), ValueError, r"cache must be .*got uint8 \[16, 656\]"),
+    "cache has 2 KV heads": (attention(cache=lambda c: torch.stack([c, c], 2)), ValueError, r"cache must be .*\[8, 16, 2, 656\]"),
+    "cache is of unknown width": (attention(cache=lambda c: c[..., :584]), ValueError, r"cache must be .*656.*got uint8 \[8, 16, 584\]"),
+    "cache is fp32": (attention(cache=torch.zeros(2, 4, 576)), ValueError, r"cache must be bfloat16 .*got float32"),
+    "cache is bf16 of 656": (attention(cache=torch.zeros(2, 4, 656).bfloat16()), ValueError, r"cache must be .*got bfloat16 \[2, 4, 656\]"),
+    "cache has blocks of 0": (attention(cache=lambda c: c[:, :0]), ValueError, r"cache must be of a block size of 1 or more"),
+    "cache is on another device": (attention(cache=lambda c: c.to("meta")), ValueError, r"cache must be on cpu like the first argument; got a tensor on meta"),
+    "indices are int64": (attention(indices=lambda i: i.long()), ValueError, r"indices must be int32 \[T=2, topk\]; got int64"),
+    "indices have 3 dims": (attention(indices=lambda i: i[None]), ValueError, r"indices must be int32 \[T=2, topk\]"),
+    "indices are of other tokens": (attention(indices=lambda i: i[:1]), ValueError, r"indices must be .*T=2.*got int32 \[1, 10\]"),
+    "indices are not dense": (attention(indices=lambda i: i[:, ::2]), ValueError, r"indices must be dense in its last dimension"),
+    "indices are a list": (attention(indices=[[1]]), TypeError, r"indices must be a torch.Tensor"),
+    "scale is missing": (lambda: mla_backend.sparse_attention(None, None, None), TypeError, r"scale"),
+    "scale is text": (attention(scale="0.1"), TypeError, r"scale must be a number; got str"),
+    "scale is None": (attention(scale=None), TypeError, r"scale must be a number; got NoneType"),
+    "topk_length is int64": (attention(topk_length=torch.zeros(2)), ValueError, r"topk_length must be int32 \[T=2\]; got float32"),
+    "topk_length is of other tokens": (attention(topk_length=torch.zeros(3, dtype=INT)), ValueError, r"topk_length must be int32 \[T=2\]"),
+    "sink is bf16": (attention(sink=torch.zeros(3).bfloat16()), ValueError, r"sink must be float32 \[H=3\]; got bfloat16"),
+    "sink is of other heads": (attention(sink=torch.zeros(4)), ValueError, r"sink must be float32 \[H=3\]; got float32 \[4\]"),
+    "extra_cache without indices": (attention(extra_cache=lambda _: torch.zeros(1, 1, 576).bfloat16()), ValueError, r"extra_indices must be given"),
+    "extra_indices without cache": (attention(extra_indices=torch.zeros(2, 1, dtype=INT)), ValueError, r"extra_cache must be given"),
+    "extra_topk_length without cache": (attention(extra_topk_length=torch.zeros(2, dtype=INT)), ValueError, r"extra_topk_length must be None"),
+    "extra_indices of other tokens": (attention(with_extra=True, extra_indices=torch.zeros(1, 1, dtype=INT)), ValueError, r"extra_indices must be .*T=2"),
+    "extra_cache of unknown format": (attention(with_extra=True, extra_cache=torch.zeros(1, 1, 5)), ValueError, r"extra_cache must be"),
+    "plan is of 7 columns": (attention(plan=torch.zeros(2, 7, dtype=INT)), ValueError, r"plan must be int32 \[workers, 8\]"),
+    "plan has no rows": (attention(plan=torch.zeros(0, 8, dtype=INT)), ValueError, r"plan must be a contiguous table of one row or more"),
+    "plan is a tuple": (attention(plan=(1, 2)), TypeError, r"plan must be a torch.Tensor or None; got tuple"),
+    "out is fp32": (attention(out=torch.zeros(2, 3, 512)), ValueError, r"out must be bfloat16 \[T=2, H=3, 512\]; got float32"),
+    "out is too small": (attention(out=torch.zeros(2, 2, 512).bfloat16()), ValueError, r"out must be .*got bfloat16 \[2, 2, 512\]"),
+    "lse is bf16": (attention(lse=torch.zeros(2, 3).bfloat16()), ValueError, r"lse must be float32 \[T=2, H=3\]; got bfloat16"),
+    "lse is transposed": (attention(lse=torch.zeros(3, 2)), ValueError, r"lse must be .*got float32 \[3, 2\]"),
+    "plan for -1 tokens": (lambda: mla_backend.plan(-1, 5), ValueError, r"num_tokens must be 0 or more; got -1"),
+    "plan for 1.5 tokens": (lambda: mla_backend.plan(1.5, 5), TypeError, r"num_tokens must be an int; got float"),
+    "plan for no workers": (lambda: mla_backend.plan(1, 5, workers=0), ValueError, r"workers must be 1 or more; got 0"),
+    "plan with other lengths": (lambda: mla_backend.plan(3, 5, topk_length=torch.zeros(2, dtype=INT)), ValueError, r"topk_length must be int32 \[T=3\]"),
+    "plan into fp32": (lambda: mla_backend.plan(3, 5, out=torch.zeros(2, 8)), ValueError, r"out must be int32 \[workers, 8\]"),
+    "kv_c is fp16": (write(kv_c=torch.zeros(3, 512).half()), ValueError, r"kv_c must be bfloat16 or float32 \[N, 512\]; got float16"),
+    "kv_c is 576 wide": (write(kv_c=torch.zeros(3, 576)), ValueError, r"kv_c must be .*got float32 \[3, 576\]"),
+    "k_pe is of another dtype": (write(k_pe=torch.zeros(3, 64).bfloat16()), ValueError, r"k_pe must be float32 \[N=3, 64\]"),
+    "k_pe is of other tokens": (write(k_pe=torch.zeros(2, 64)), ValueError, r"k_pe must be .*N=3"),
+    "slots to write are fp32": (write(slots=torch.zeros(3)), ValueError, r"slots must be int64 or int32 \[N=3\]; got float32"),
+    "slots to write are too many": (write(slots=torch.arange(4)), ValueError, r"slots must be .*got int64 \[4\]"),
+    "cache to write is a list": (write(cache=[1]), TypeError, r"cache must be a torch.Tensor; got list"),
+    "slots to read have 2 dims": (gather(slots=torch.zeros(2, 2, dtype=INT)), ValueError, r"slots must be int64 or int32 \[N\]"),
+    "rows go into fp32": (gather(out=torch.zeros(3, 576)), ValueError, r"out must be bfloat16 \[N=3, 576\]; got float32"),
+    "positions are int64": (convert(positions=torch.zeros(2, 5).long()), ValueError, r"positions must be int32"),
+    "block_table has 1 dim": (convert(block_table=torch.zeros(4, dtype=INT)), ValueError, r"block_table must be int32 \[R, max_blocks\]"),
+    "request_ids of other tokens": (convert(request_ids=torch.zeros(3, dtype=INT)), ValueError, r"request_ids must be int32 \[T=2\]"),
+    "block_size is 0": (convert(block_size=0), ValueError, r"block_size must be 1 or more; got 0"),
+    "block_size is text": (convert(block_size="64"), TypeError, r"block_size must be an int; got str"),
+    "queries are fp16": (index(queries=torch.zeros(2, 3, 128).half()), ValueError, r"queries must be float32 or bfloat16 \[T, H, 128\]; got float16"),
+    "queries are a list": (index(queries=[1]), TypeError, r"queries must be a torch.Tensor; got list"),
+    "queries are 64 wide": (index(queries=torch.zeros(2, 3, 64)), ValueError, r"queries must be .*\[T, H, 128\]; got float32 \[2, 3, 64\]"),
+    "queries are not dense": (index(queries=torch.zeros(2, 3, 256)[..., ::2]), ValueError, r"queries must be dense in its last dimension"),
+    "queries have no heads": (index(queries=torch.zeros(2, 0, 128), weights=torch.zeros(2, 0)), ValueError, r"queries must be of 1 to 128 heads"),
+    "queries have 129 heads": (index(queries=torch.zeros(2, 129, 128), weights=torch.zeros(2, 129)), ValueError, r"queries must be of 1 to 128 heads"),
+    "weights are bf16": (index(weights=torch.zeros(2, 3).bfloat16()), ValueError, r"weights must be float32 \[T=2, H=3\]; got bfloat16"),
+    "weights of other heads": (index(weights=torch.zeros(2, 4)), ValueError, r"weights must be float32 \[T=2, H=3\]; got float32 \[2, 4\]"),
+    "keys are fp32": (index(cache=torch.zeros(2, 4, 128)), ValueError, r"cache must be uint8 \[blocks, block_size, 132\] or bfloat16 .*; got float32"),
+    "keys are bf16 of 132": (index(cache=torch.zeros(2, 4, 132).bfloat16()), ValueError, r"cache must be .*got bfloat16 \[2, 4, 132\]"),
+    "keys are None": (index(cache=None), TypeError, r"cache must be .*got None"),
+    "keys have 4 dims": (index(cache=torch.zeros(2, 4, 1, 132, dtype=torch.uint8)), ValueError, r"cache must be .*got uint8 \[2, 4, 1, 132\]"),
+    "keys have blocks of 0": (index(cache=torch.zeros(2, 0, 132, dtype=torch.uint8)), ValueError, r"cache must be of a block size of 1 or more"),
+    "keys of a block lie apart": (index(cache=torch.zeros(2, 8, 132, dtype=torch.uint8)[:, ::2]), ValueError, r"cache must be of blocks that lie in one piece .*; got stride 264"),
+    "keys are on another device": (index(cache=torch.zeros(2, 4, 132, dtype=torch.uint8, device="meta")), ValueError, r"cache must be on cpu"),
+    "the indexer's table is int64": (index(block_table=torch.zeros(1, 2).long()), ValueError, r"block_table must be int32 \[R, max_blocks\]"),
+    "requests of other tokens": (index(requests=torch.zeros(3, dtype=INT)), ValueError, r"requests must be int32 \[T=2\]"),
+    "lengths are int64": (index(lengths=torch.zeros(2).long()), ValueError, r"lengths must be int32 \[T=2\]; got int64"),
+    "positions are negative": (index(positions=-1), ValueError, r"positions must be 0 or more; got -1"),
+    "positions are missing": (index(positions=None), ValueError, r"positions must be given where scores is not"),
+    "positions beside scores": (index(scores=torch.zeros(2, 8)), ValueError, r"positions must be given where scores is not, and only there; got 8"),
+    "scores of other tokens": (index(positions=None, scores=torch.zeros(3, 8)), ValueError, r"scores must be float32 \[T=2, N\]; got float32 \[3, 8\]"),
+    "scores share memory": (index(positions=None, scores=torch.zeros(1, 8).expand(2, 8)), ValueError, r"scores must be without elements that share memory"),
+    "scores are fp16": (select(scores=torch.zeros(2, 9).half()), ValueError, r"scores must be float32 \[T, N\]; got float16"),
+    "scores are a number": (select(scores=1.0), TypeError, r"scores must be a torch.Tensor; got float"),
+    "lengths of other tokens": (select(lengths=torch.zeros(3, dtype=INT)), ValueError, r"lengths must be int32 \[T=2\]; got int32 \[3\]"),
+    "topk is negative": (select(topk=-1), ValueError, r"topk must be 0 or more; got -1"),
+    "topk is missing": (select(topk=None), ValueError, r"topk must be given where chosen is not"),
+    "chosen is int64": (select(topk=None, chosen=torch.zeros(2, 4).long()), ValueError, r"chosen must be int32 \[T=2, topk\]; got int64"),
+    "chosen is not dense": (select(topk=None, chosen=torch.zeros(2, 8, dtype=INT)[:, ::2]), ValueError, r"chosen must be dense in its last dimension"),
+    "outs are fp16": (merge(torch.zeros(2, 3, 4, 8).half()), ValueError, r"outs must be bfloat16 or float32 \[P, T, H, D\]; got float16"),
+    "outs have no parts": (merge(torch.zeros(0, 3, 4, 8), torch.zeros(0, 3, 4)), ValueError, r"outs must be of one part or more"),
+    "outs are 1025 wide": (merge(torch.zeros(2, 3, 4, 1025)), ValueError, r"outs must be of at most 1024 values a head"),
+    "lses are of other heads": (merge(lses=torch.zeros(2, 3, 5)), ValueError, r"lses must be float32 \[P=2, T=3, H=4\]"),
+    "outs hold a number": (merge([torch.zeros(1), 5]), TypeError, r"outs\[1\] must be a torch.Tensor; got int"),
+    "merged into another dtype": (merge(out=torch.zeros(3, 4, 8).bfloat16()), ValueError, r"out must be float32"),
+    "parts of unequal shape": (merge([torch.zeros(3, 4, 8), torch.zeros(3, 4, 9)]), ValueError, r"outs\[1\] must be .*\[3, 4, 8\] like outs\[0\]"),
+    "no parts": (merge([], []), TypeError, r"outs must be a torch.Tensor or a sequence of one or more"),
+    "out shares memory": (attention(out=torch.zeros(1, 3, 512).bfloat16().expand(2, 3, 512)), ValueError, r"out must be without elements that share memory"),
+    "batch_invariant is text": (attention(batch_invariant="no"), TypeError, r"batch_invariant must be a bool; got str"),
+    "lengths are a list": (attention(topk_length=[1, 2]), TypeError, r"topk_length must be a torch.Tensor or None; got list"),
+    "plan of a list of lengths": (lambda: mla_backend.plan(2, 5, topk_length=[1, 2]), TypeError, r"topk_length must be a torch.Tensor; got list"),
+    "plan into a table of other workers": (lambda: mla_backend.plan(2, 5, workers=3, out=torch.zeros(2, 8, dtype=INT)), ValueError, r"out must be given alone"),
+    "plan for 2**31 tokens": (lambda: mla_backend.plan(2**31, 5), ValueError, r"num_tokens must be 0 to 2147483647; got 2147483648"),
+    "format of a list": (lambda: mla_backend.format_of([1]), TypeError, r"cache must be a torch.Tensor; got list"),
+    "format of fp16": (lambda: mla_backend.format_of(torch.zeros(1, 1, 576).half()), ValueError, r"cache must be of a known format"),
+    "unknown CPU kernel": (lambda: library.select_cpu_kernel("sse9"), ValueError, r"name must be auto or a kernel .*got 'sse9'"),
+    "unknown CUDA kernel": (lambda: library.select_cuda_kernel("fast"), ValueError, r"name must be auto, portable or unclustered; got 'fast'"),
+    "unknown format": (lambda: mla_backend.format_of(torch.zeros(1, 1, 5)), ValueError, r"cache must be of a known format"),
+    "flash_mla: q has 3 dims": (kvcache(q=torch.zeros(2, 4, 576).bfloat16()), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 576\]"),
+    "flash_mla: q is fp32": (kvcache(q=torch.zeros(2, 1, 4, 576)), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 576\]; got torch.float32"),
+    "flash_mla: sink is bf16": (kvcache(attn_sink=torch.zeros(4).bfloat16()), ValueError, r"attn_sink must be float32 \[H=4\]"),
+    "flash_mla: scale is text": (kvcache(softmax_scale="x"), TypeError, r"softmax_scale must be a number; got str"),
+    "flash_mla: indices are a list": (kvcache(indices=[[1]]), TypeError, r"indices must be a torch.Tensor; got list"),
+    "flash_mla: out of another shape": (kvcache(out=torch.zeros(2, 4, 512).bfloat16()), ValueError, r"out must be bfloat16 \[b=2, s_q=1, h_q=4, 512\]"),
+    "flash_mla: extra lists alone": (kvcache(extra_indices_in_kvcache=torch.zeros(2, 1, 6, dtype=INT)), ValueError, r"extra_k_cache must be given with extra_indices"),
+    "flash_mla: metadata without heads": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=INT), 16, 1, topk=64), ValueError, r"num_heads_q must be given with topk"),
+    "flash_mla: lengths of int64": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=torch.long), 16, 1), ValueError, r"cache_seqlens must be int32"),
+    "flash_mla: the whole pair": (kvcache(tile_scheduler_metadata=flash_mla.get_mla_metadata()), TypeError, r"must be the first of what get_mla_metadata returned; got tuple"),
+    "flash_mla: 2 KV heads": (kvcache(k_cache=torch.zeros(3, 8, 2, 576).bfloat16()), ValueError, r"k_cache.shape\[2\] must be 1"),
+    "flash_mla: value dim": (kvcache(head_dim_v=128), ValueError, r"head_dim_v must be 512; got 128"),
+    "flash_mla: fp8 of bf16": (kvcache(is_fp8_kvcache=True), ValueError, r"is_fp8_kvcache must agree with k_cache"),
+    "flash_mla: causal and sparse": (kvcache(causal=True), ValueError, r"causal must be False with indices"),
+    "flash_mla: flat indices": (kvcache(indices=torch.zeros(2, 6, dtype=INT)), ValueError, r"indices must be int32 \[b=2, s_q=1, topk\]"),
+    "flash_mla: lengths of tokens": (kvcache(topk_length=torch.zeros(3, dtype=INT)), ValueError, r"topk_length must be int32 \[b=2\]"),
+    "flash_mla: no block table": (kvcache(indices=None), TypeError, r"block_table must be a torch.Tensor; got NoneType"),
+    "flash_mla: sink without indices": (kvcache(indices=None, attn_sink=torch.zeros(4)), ValueError, r"attn_sink must be None without indices"),
+    "flash_mla: foreign metadata": (kvcache(tile_scheduler_metadata="auto"), TypeError, r"tile_scheduler_metadata must be the first of what get_mla_metadata"),
+    "flash_mla: metadata of 2 heads": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=INT), 4, 2, 4), ValueError, r"num_heads_k must be 1"),
+    "flash_mla: metadata of part tokens": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=INT), 5, 1, 4), ValueError, r"num_q_tokens_per_head_k must be a multiple"),
+    "flash_mla: kv is 512 wide": (prefill(kv=torch.zeros(9, 1, 512).bfloat16()), ValueError, r"kv must be bfloat16 "),
+    "flash_mla: prefill lengths are a number": (prefill(topk_length=5), TypeError, r"topk_length must be a torch.Tensor; got int"),
+    "flash_mla: kv has 2 dims": (prefill(kv=torch.zeros(9, 576).bfloat16()), ValueError, r"kv must be bfloat16 \[s_kv, 1, 576\]"),
+    "flash_mla: prefill value dim": (prefill(d_v=64), ValueError, r"d_v must be 512; got 64"),
+    "flash_mla: prefill flat indices": (prefill(indices=torch.zeros(2, 6, dtype=INT)), ValueError, r"indices must be int32 \[s_q, 1, topk\]"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused(name):
+    call, error, text = CASES[name]
+    with pytest.raises(error, match=text):
+        call()

@@ -1,0 +1,364 @@
+"""The backend's classes against the reference, without a server around them: what vLLM's contract asks of a backend."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import mla_backend
+import vllm_installed  # noqa: F401
+from mla_backend import reference
+from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin.step import Batch as StepBatch
+from mla_backend.vllm_plugin.step import Step, StepBuffers
+from problems import assert_accurate, random_cache
+
+HEADS, TOPK, BLOCK_SIZE, BLOCKS = 5, 24, 16, 24
+SCALE = 0.04
+
+
+class Ops(TorchDispatchMode):
+    """Counts ops that compute something, as on a GPU each of them is a launch or more, and tensors they allocate."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+        self.allocated = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        found = op(*args, **(kwargs or {}))
+        if not op.is_view:
+            self.names.append(str(op))
+            made = [x for x in tree_leaves(found) if isinstance(x, Tensor) and x.numel()]
+            self.allocated += sum(x.untyped_storage().data_ptr() not in known for x in made)
+        return found
+
+
+@pytest.fixture(scope="module")
+def backend():
+    versions.add_backend()
+    from mla_backend.vllm_plugin import backend
+
+    return backend
+
+
+class Batch:
+    """Requests that decode, extend and prefill, then tokens that are padding; and what an indexer picked for them."""
+
+    def __init__(self, query_lens: list[int], seq_lens: list[int], padding: int = 0):
+        self.query_lens, self.tokens = query_lens, sum(query_lens) + padding
+        ends = torch.tensor([0, *query_lens]).cumsum(0).int()
+        self.query_start_loc, self.seq_lens = ends, torch.tensor(seq_lens, dtype=torch.int32)
+        order = torch.randperm(BLOCKS).int()
+        blocks = [-(-length // BLOCK_SIZE) for length in seq_lens]
+        self.block_table = torch.full((len(seq_lens), max(blocks)), -1, dtype=torch.int32)
+        for row, count in enumerate(blocks):
+            self.block_table[row, :count], order = order[:count], order[count:]
+        self.positions = [
+            seq - query + i for query, seq in zip(query_lens, seq_lens, strict=True) for i in range(query)
+        ]
+        self.request_ids = [row for row, query in enumerate(query_lens) for _ in range(query)]
+        self.picked = torch.full((self.tokens + 3, TOPK), 7, dtype=torch.int32)  # what stood there before, all valid
+        for token, position in enumerate(self.positions):
+            chosen = torch.randperm(position + 1)[:TOPK].int()
+            self.picked[token] = -1
+            self.picked[token, : len(chosen)] = chosen
+
+    def slots(self) -> Tensor:
+        """The same as slots, a token at a time; none for padding."""
+        slots = torch.full((self.tokens, TOPK), -1, dtype=torch.int32)
+        for token, row in enumerate(self.request_ids):
+            for i, position in enumerate(self.picked[token].tolist()):
+                if position >= 0:
+                    block = self.block_table[row, position // BLOCK_SIZE]
+                    slots[token, i] = block * BLOCK_SIZE + position % BLOCK_SIZE
+        return slots
+
+
+def buffers(captured_tokens: int = 0, **more) -> StepBuffers:
+    given = dict(max_tokens=64, topk=TOPK, heads=HEADS, device=torch.device("cpu"), batch_invariant=False)
+    return StepBuffers(captured_tokens=captured_tokens, **{**given, **more})
+
+
+def layer_of(backend, picked: Tensor, indexer: object = None, sinks: Tensor | None = None):
+    """A layer without the model around it."""
+
+    class Layer(backend.SparseMLALayer):
+        topk_indices_buffer = picked
+
+    layer = object.__new__(Layer)
+    layer.scale, layer.sinks, layer.dcp_world_size, layer.dcp_rank = SCALE, sinks, 1, 0
+    layer.selects = indexer is not None
+    return layer
+
+
+def metadata_of(
+    batch: Batch, room: StepBuffers, tokens: int | None = None, leaders: tuple[str, ...] | None = None
+) -> SimpleNamespace:
+    of_step = StepBatch(batch.query_start_loc, batch.seq_lens, batch.tokens)
+    return SimpleNamespace(
+        step=Step(room, of_step, batch.tokens if tokens is None else tokens, leaders),
+        req_id_per_token=room.request_ids[: batch.tokens],
+        block_table=batch.block_table,
+        cp_kv_cache_interleave_size=1,
+    )
+
+
+BATCHES = {
+    "decode": Batch([1, 1, 1], [40, 3, 77]),
+    "prefill": Batch([9, 30], [9, 30]),
+    "mixed": Batch([1, 3, 20, 5], [40, 3, 50, 80]),
+    "padded": Batch([1, 1], [40, 61], padding=6),
+    "speculative": Batch([3, 3, 3], [40, 30, 70], padding=3),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_tokens_know_their_request_and_how_much_they_may_attend_to(name):
+    batch, room = BATCHES[name], buffers()
+    ids = room.locate(StepBatch(batch.query_start_loc, batch.seq_lens, batch.tokens))
+    real = sum(batch.query_lens)
+    assert ids.tolist() == batch.request_ids + [len(batch.query_lens)] * (batch.tokens - real)
+    lengths = [min(position + 1, TOPK) for position in batch.positions] + [0] * (batch.tokens - real)
+    assert room.lengths[: batch.tokens].tolist() == lengths
+    again = buffers()  # what the host knows of the batch changes nothing
+    known = again.locate(StepBatch(batch.query_start_loc, batch.seq_lens, batch.tokens, max(batch.query_lens)))
+    assert torch.equal(known, ids) and again.lengths[: batch.tokens].tolist() == lengths
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
+@pytest.mark.parametrize("captured_tokens", [0, 64])
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_attends_to_what_the_indexer_picked(backend, name, captured_tokens, fmt):
+    batch = BATCHES[name]
+    wide = random_cache(fmt, BLOCKS, 2 * BLOCK_SIZE)
+    cache = wide[:, :BLOCK_SIZE]  # blocks lie apart, as where layers share them
+    q = (
+        (torch.randn(HEADS, batch.tokens, 512) * 10).bfloat16().transpose(0, 1),
+        (torch.randn(batch.tokens, HEADS, 64) * 10).bfloat16(),
+    )
+    room = buffers(captured_tokens)
+    room.out.fill_(torch.nan)
+    out, lse = layer_of(backend, batch.picked).forward_mqa(q, cache, metadata_of(batch, room), None)
+    assert lse is None, "it is wanted with context parallelism alone"
+    want = reference.sparse_attention(torch.cat(q, dim=-1), cache, batch.slots(), scale=SCALE)
+    assert_accurate((out,), (want[0],))
+    assert not out[sum(batch.query_lens) :].any(), "padding attends to nothing"
+    assert (out.data_ptr() == room.out.data_ptr()) == bool(captured_tokens)
+
+
+def test_fewer_tokens_than_the_batch_has_get_a_plan_of_their_own(backend):
+    batch = BATCHES["mixed"]
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(4, HEADS, 576).bfloat16()
+    out, _ = layer_of(backend, batch.picked).forward_mqa(q, cache, metadata_of(batch, buffers()), None)
+    want = reference.sparse_attention(q, cache, batch.slots()[:4], scale=SCALE)
+    assert_accurate((out,), (want[0],))
+
+
+LAYERS = SimpleNamespace(layer_name="first"), SimpleNamespace(layer_name="second"), SimpleNamespace(layer_name="draft")
+
+
+def test_the_leading_layers_prepare_a_step_anew_in_every_pass(backend):
+    """As a captured graph does that was made with the metadata of another step: lengths change under it in place."""
+    batch, room = Batch([1, 1, 1], [40, 3, 77]), buffers(captured_tokens=64)
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
+    layer, metadata = layer_of(backend, batch.picked), metadata_of(batch, room, leaders=("first", "draft"))
+    room.lengths.fill_(-7)
+    layer.forward_mqa(q, cache, metadata, LAYERS[0])
+    assert room.lengths[:3].tolist() == [TOPK, 3, TOPK]
+    batch.seq_lens[2] = 5
+    layer.forward_mqa(q, cache, metadata, LAYERS[1])
+    assert room.lengths[:3].tolist() == [TOPK, 3, TOPK], "a layer that follows takes the step as it is"
+    for leader in (LAYERS[0], LAYERS[2]):
+        room.lengths.fill_(-7)
+        layer.forward_mqa(q, cache, metadata, leader)
+        assert room.lengths[:3].tolist() == [TOPK, 3, 5]
+    late = metadata_of(batch, room, leaders=("first",))
+    room.lengths.fill_(-7)
+    layer.forward_mqa(q, cache, late, LAYERS[1])
+    assert room.lengths[:3].tolist() == [TOPK, 3, 5], "without a leading layer the first one prepares it"
+
+
+def test_layers_that_lead_are_the_first_one_and_those_that_draft(backend):
+    names = [f"model.layers.{i}.self_attn.attn" for i in (4, 3, 5, 6, 7)]
+    assert backend.leading_layers(names, layers=6) == {names[1], names[3], names[4]}
+    assert backend.leading_layers(names[3:], layers=6) == set(names[3:])
+    assert backend.leading_layers(["decoder.3.attn", *names], layers=6) == {"decoder.3.attn", *names}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_preparing_a_step_and_attending_allocate_nothing(backend, name):
+    """What is captured as a CUDA graph."""
+    batch, room = BATCHES[name], buffers(captured_tokens=64)
+    cache, q = random_cache("fp8_ds_mla", BLOCKS, BLOCK_SIZE), torch.randn(batch.tokens, HEADS, 576).bfloat16()
+    layer = layer_of(backend, batch.picked, indexer=object())
+    metadata = metadata_of(batch, room, leaders=("first",))
+    with Ops() as first:
+        layer.forward_mqa(q, cache, metadata, LAYERS[0])
+    with Ops() as second:
+        layer.forward_mqa(q, cache, metadata, LAYERS[1])
+    assert first.allocated == second.allocated == 0, first.names
+    assert len(second.names) == 2, "slots are looked up and attended to"
+    assert len(first.names) - len(second.names) <= 7, first.names
+
+
+def test_building_the_metadata_of_a_decode_step_launches_nothing(backend):
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    room = buffers(captured_tokens=64)
+    builder = object.__new__(backend.SparseMLAMetadataBuilder)
+    vars(builder).update(
+        buffers=room,
+        leaders=frozenset(["first"]),
+        first_batch=None,
+        reorder_batch_threshold=1,
+        kv_cache_spec=SimpleNamespace(block_size=BLOCK_SIZE),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1)),
+        cp_kv_cache_interleave_size=1,
+        topk_tokens=TOPK,
+        use_pcp=False,
+        _prefill_backend=None,
+    )
+    starts, seq_lens = torch.arange(4, dtype=torch.int32), torch.tensor([40, 3, 77], dtype=torch.int32)
+
+    def build(starts: Tensor) -> tuple[object, Ops]:
+        common = CommonAttentionMetadata(
+            query_start_loc=starts,
+            query_start_loc_cpu=starts.clone(),
+            seq_lens=seq_lens,
+            num_reqs=3,
+            num_actual_tokens=3,
+            max_query_len=1,
+            max_seq_len=77,
+            block_table_tensor=torch.zeros(3, 5, dtype=torch.int32),
+            slot_mapping=torch.zeros(3, dtype=torch.int64),
+        )
+        with Ops() as ops:
+            metadata = builder.build(0, common)
+        return metadata, ops
+
+    room.lengths.fill_(-7)
+    for _ in range(2):
+        metadata, ops = build(starts)
+        assert ops.names == [] and (room.lengths == -7).all(), "the layers prepare it"
+        assert metadata.req_id_per_token.data_ptr() == room.request_ids.data_ptr()
+    _, ops = build(starts.clone())
+    assert ops.names and room.lengths[:3].tolist() == [TOPK, 3, TOPK], "in other memory: no graph would find it there"
+
+
+def test_layers_without_an_indexer_reuse_the_selection_of_the_last_one_with(backend):
+    batch = BATCHES["decode"]
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
+    metadata = metadata_of(batch, buffers())
+    selecting, sharing = layer_of(backend, batch.picked, indexer=object()), layer_of(backend, batch.picked * 0 - 1)
+    first, _ = selecting.forward_mqa(q, cache, metadata, None)
+    second, _ = sharing.forward_mqa(q, cache, metadata, None)
+    assert torch.equal(first, second)
+    other = layer_of(backend, batch.picked * 0 - 1, indexer=object())
+    assert not other.forward_mqa(q, cache, metadata, None)[0].any(), "one with an indexer has its own"
+
+
+def test_sinks_reach_the_op(backend):
+    batch, sinks = BATCHES["decode"], torch.linspace(-2, 4, HEADS)
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
+    layer = layer_of(backend, batch.picked, sinks=sinks)
+    out, _ = layer.forward_mqa(q, cache, metadata_of(batch, buffers()), None)
+    want = reference.sparse_attention(q, cache, batch.slots(), scale=SCALE, sink=sinks)
+    assert_accurate((out,), (want[0],))
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+def test_ranks_of_decode_context_parallelism_merge_to_the_whole(backend, interleave):
+    """Each rank keeps every n-th run of tokens and attends to those; the parts merge by their natural-log lse."""
+    ranks, batch = 3, BATCHES["mixed"]
+    keys = random_cache("bf16", len(batch.seq_lens), 96)  # row r holds the tokens of request r, in order
+    q = (torch.randn(batch.tokens, HEADS, 576) * 3).bfloat16()
+    parts = []
+    for rank in range(ranks):
+        mine = [i for i in range(96) if i // interleave % ranks == rank]
+        cache = keys[:, mine].reshape(-1, BLOCK_SIZE, 576)  # 32 tokens, two blocks, a request
+        layer = layer_of(backend, batch.picked)
+        layer.dcp_world_size, layer.dcp_rank = ranks, rank
+        metadata = metadata_of(batch, buffers())
+        metadata.block_table = torch.arange(2 * len(batch.seq_lens), dtype=torch.int32).view(-1, 2)
+        metadata.cp_kv_cache_interleave_size = interleave
+        parts.append(layer.forward_mqa(q, cache, metadata, None))
+    out, lse = mla_backend.merge_partials([p[0].float() for p in parts], [p[1] for p in parts])
+    slots = torch.where(
+        batch.picked[: batch.tokens] < 0,
+        -1,
+        batch.picked[: batch.tokens] + 96 * torch.tensor(batch.request_ids)[:, None],
+    )
+    want = reference.sparse_attention(q, keys, slots.int(), scale=SCALE)
+    assert_accurate((out.bfloat16(), lse), want[:2])
+
+
+def test_batch_invariance_gives_a_token_the_same_bits_alone_and_in_a_batch(backend):
+    batch, cache = BATCHES["mixed"], random_cache("fp8_ds_mla", BLOCKS, BLOCK_SIZE)
+    q = torch.randn(batch.tokens, HEADS, 576).bfloat16()
+    room = buffers(batch_invariant=True)
+    together, _ = layer_of(backend, batch.picked).forward_mqa(q, cache, metadata_of(batch, room), None)
+    first = Batch([1], [40])
+    first.block_table = batch.block_table[:1]
+    alone, _ = layer_of(backend, batch.picked[:4]).forward_mqa(q[:1], cache, metadata_of(first, room), None)
+    assert torch.equal(alone[0], together[0])
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
+def test_tokens_are_written_as_the_reference_writes_them(backend, fmt):
+    layer = object.__new__(backend.SparseMLALayer)
+    kv_c, k_pe = torch.randn(7, 512).bfloat16(), torch.randn(7, 1, 64).bfloat16()
+    slots = torch.tensor([3, -1, 40, 0, 17])  # two tokens of the seven are padding
+    cache, want = (mla_backend.FORMATS[fmt].new_cache(4, BLOCK_SIZE) for _ in range(2))
+    layer.do_kv_cache_update(kv_c, k_pe, cache, slots, "auto", torch.ones(1), skip_scale=False)
+    reference.cache_write(kv_c[:5], k_pe[:5, 0], want, slots)
+    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
+    layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, "auto", torch.ones(1))  # before there is a cache
+
+
+def test_what_the_classes_override_takes_what_vllm_passes(backend):
+    """All arguments of the method that is overridden, in their order: of whichever version is installed."""
+    for ours in (backend.SparseMLABackend, backend.SparseMLAMetadataBuilder, backend.SparseMLALayer):
+        assert not getattr(ours, "__abstractmethods__", None)
+        for name, method in vars(ours).items():
+            theirs = next((getattr(base, name) for base in ours.__mro__[1:] if name in vars(base)), None)
+            if theirs is None or not callable(getattr(ours, name)) or isinstance(method, type):
+                continue
+            wanted, taken = (inspect.signature(f).parameters for f in (theirs, getattr(ours, name)))
+            named = [p.name for p in wanted.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+            open_ended = any(p.kind == p.VAR_KEYWORD for p in taken.values())
+            missing = [argument for argument in named if argument not in taken]
+            assert open_ended or not missing, f"{ours.__name__}.{name} lacks {missing}"
+            common = [argument for argument in named if argument in taken]
+            assert common == [argument for argument in taken if argument in named], f"{ours.__name__}.{name}"
+
+
+def test_the_backend_says_of_itself_what_vllm_asks(backend):
+    ours = backend.SparseMLABackend
+    assert ours.get_name() == "SPARSE_MLA" and ours.is_mla() and ours.is_sparse() and ours.supports_sink()
+    assert ours.supports_batch_invariance() and ours.get_supported_head_sizes() == [576]
+    assert ours.get_kv_cache_shape(10, 64, 1, 576, "fp8_ds_mla") == (10, 64, 656)
+    assert ours.get_kv_cache_shape(10, 64, 1, 576, "auto") == (10, 64, 576)
+    for dtype in ("auto", "bfloat16", "fp8", "fp8_ds_mla"):
+        assert ours.supports_kv_cache_dtype(dtype)
+    assert not ours.supports_kv_cache_dtype("fp8_e5m2") and not ours.supports_dtype(torch.float16)
+
+
+def test_no_step_waits_for_the_device(backend, monkeypatch):
+    """Nothing in a step reads a value of a tensor back: on a GPU each time would be a wait."""
+    batch, room = BATCHES["mixed"], buffers(captured_tokens=64)
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(batch.tokens, HEADS, 576).bfloat16()
+    layer = layer_of(backend, batch.picked)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a value was read back from the device")
+
+    metadata = metadata_of(batch, room, leaders=("first",))
+    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__", "nonzero"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    layer.forward_mqa(q, cache, metadata, LAYERS[0])

@@ -1,0 +1,130 @@
+"""`LLM(...)` on a CPU against the embedded engine's model: the same tokens, however vLLM batches them."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import vllm_installed  # noqa: F401
+from vllm_models import (
+    assert_follows,
+    gauge,
+    generate,
+    greedy,
+    logits_of,
+    make_checkpoint,
+    running,
+    tokens,
+)
+
+PROGRAM = Path(__file__).parents[2] / "serving_benchmarks" / "run" / "recall_answers.py"
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    """Prompts are cut into chunks of at most 64 tokens a step, and prefixes are kept."""
+    with running(checkpoint) as llm:
+        yield llm
+
+
+def test_one_at_a_time_gives_the_embedded_engines_tokens(llm, checkpoint, prompts):
+    got = [tokens(generate(llm, [prompt]))[0] for prompt in prompts]
+    assert_follows(checkpoint, prompts, got)
+
+
+def test_many_at_a_time_give_them_too(llm, checkpoint, prompts):
+    many = prompts * (32 // len(prompts))
+    llm.reset_prefix_cache()
+    assert_follows(checkpoint, many, tokens(generate(llm, many)))
+
+
+def test_a_warm_prefix_cache_gives_them_too(llm, checkpoint, prompts):
+    llm.reset_prefix_cache()
+    cold, warm = generate(llm, prompts[-1:]), generate(llm, prompts[-1:])
+    assert cold[0].num_cached_tokens == 0 and warm[0].num_cached_tokens == 128, "two blocks of 64 of 150 tokens"
+    for outputs in (cold, warm):
+        assert_follows(checkpoint, prompts[-1:], tokens(outputs))
+
+
+def test_aborted_requests_leave_the_others_right_and_no_block_behind(llm, checkpoint, prompts):
+    chance, core = random.Random(0), llm.llm_engine
+    for turn in range(3):
+        names = [core.add_request(f"{turn}-{i}", {"prompt_token_ids": p}, greedy()) for i, p in enumerate(prompts)]
+        aborted = chance.sample(range(len(names)), len(names) // 2)
+        to_abort, finished = list(aborted), {}
+        while core.has_unfinished_requests():
+            if to_abort and chance.random() < 0.4:
+                core.abort_request([names[to_abort.pop()]], internal=True)
+            for output in core.step():
+                if output.finished:
+                    finished[int(output.request_id.split("-")[1])] = list(output.outputs[0].token_ids)
+        assert not to_abort, "there was time to abort all that were to be"
+        rest = [i for i in range(len(names)) if i not in aborted]
+        assert_follows(checkpoint, [prompts[i] for i in rest], [finished[i] for i in rest])
+    assert_follows(checkpoint, prompts[:1], tokens(generate(llm, prompts[:1])))
+    assert gauge(llm, "vllm:num_requests_running") == gauge(llm, "vllm:num_requests_waiting") == 0
+    assert gauge(llm, "vllm:kv_cache_usage_perc") == 0
+
+
+def test_tensor_parallelism_gives_them_too(checkpoint, prompts, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # by itself vLLM wants a NUMA node for each process
+    with running(checkpoint, tensor_parallel_size=2) as llm:
+        assert_follows(checkpoint, prompts, tokens(generate(llm, prompts)))
+
+
+def test_whole_prompts_over_an_fp8_cache_give_the_embedded_engines_probabilities(tmp_path, prompts):
+    """Without chunks and without a prefix cache."""
+    folder = make_checkpoint("deepseek_v32_smooth", tmp_path)
+    options = dict(
+        kv_cache_dtype="fp8", enable_chunked_prefill=False, enable_prefix_caching=False, max_num_batched_tokens=256
+    )
+    with running(folder, **options) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.cache_dtype == "fp8_ds_mla"
+        outputs = generate(llm, prompts, logprobs=0)
+    got = tokens(outputs)
+    assert_follows(folder, prompts, got, "fp8_ds_mla", tolerance=0.05)
+    for output, row, logits in zip(outputs, got, logits_of(folder, prompts, got, "fp8_ds_mla"), strict=True):
+        steps = zip(output.outputs[0].logprobs, row, strict=True)
+        ours = torch.tensor([step[token].logprob for step, token in steps])
+        exact = logits.log_softmax(dim=-1).gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
+        assert (ours - exact).abs().max() < 0.05
+
+
+def test_a_dense_model_is_served_by_vllms_own_attention(tmp_path, prompts):
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2, vocab_size=320)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0.0, weight.shape[-1] ** -0.5) if weight.dim() > 1 else weight.fill_(1.0)
+    model.save_pretrained(tmp_path)
+    with running(tmp_path, enforce_eager=True) as llm:
+        assert llm.llm_engine.vllm_config.attention_config.backend is None
+        got = tokens(generate(llm, prompts))
+    for prompt, row in zip(prompts, got, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
+        behind = logits.max(dim=1).values - logits.gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
+        assert behind.max() < 1e-3
+
+
+def test_the_trained_checkpoint_gives_the_embedded_engines_answers_with_and_without_drafts(tmp_path):
+    """In bf16, over an FP8 cache; every layer selects."""
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *"--ways embedded vllm mtp-1 --questions 60 --tokens 500 --new-tokens 8".split()]
+        + ["--logs", tmp_path, "--output", tmp_path / "found.json"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    embedded, plain, drafted = json.loads((tmp_path / "found.json").read_text())["results"]
+    for way in (embedded, plain, drafted):
+        assert way["right"] >= 0.99 * way["asked"] == 0.99 * 60
+    assert plain["answers_equal"] == drafted["answers_equal"] == 60
+    assert 0 < drafted["accepted"] < drafted["drafted"], "some drafts are right, some are not"

@@ -1,0 +1,95 @@
+"""Checkpoints for vLLM, and vLLM running them."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RELEASED_KEYS = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1)
+"""What released checkpoints say in config.json; vLLM reads it, and transformers doesn't write it."""
+GLM_KEYS = dict(indexer_rope_interleave=True, index_topk_pattern="FSSS")
+PROMPT_LENGTHS = (5, 33, 64, 100, 131, 20, 1, 150)
+NEW_TOKENS = 24
+
+
+def make_checkpoint(name: str, folder: Path) -> Path:
+    """A random model of engine_models with real magnitude, whose tokens are the words t0, t1, ..."""
+    import engine_models
+    from serving_benchmarks.models import models
+
+    torch.manual_seed(0)
+    engine_models.save(engine_models.theirs(name), folder)
+    path = folder / "config.json"
+    more = {**RELEASED_KEYS, **(GLM_KEYS if name.startswith("glm") else {})}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    models.write_tokenizer(folder, engine_models.SHAPE["vocab_size"])
+    return folder
+
+
+@contextmanager
+def running(folder: Path, **options: Any) -> Iterator[Any]:
+    """A vllm.LLM, whose processes are gone afterwards."""
+    from vllm import LLM
+
+    given = dict(
+        dtype="float32",
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        max_num_seqs=32,
+        kv_cache_memory_bytes=1 << 27,
+        skip_tokenizer_init=True,
+        disable_log_stats=False,
+    )
+    llm = LLM(str(folder), **{**given, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def greedy(new_tokens: int = NEW_TOKENS, **more: Any) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False, **more)
+
+
+def generate(llm: Any, prompts: list[list[int]], **more: Any) -> list[Any]:
+    """One output of each prompt, all of them at once."""
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], greedy(**more), use_tqdm=False)
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def logits_of(folder: Path, prompts: list[list[int]], continued: list[list[int]], latent: str = "bf16") -> list[Tensor]:
+    """Of each prompt the logits `[N, vocabulary]` that the embedded engine's model, in fp32, takes each of N tokens
+    from, if it goes on with the given ones."""
+    import engine_models
+    from mla_backend import engine
+
+    torch.manual_seed(0)
+    model = engine.load_model(folder, dtype=torch.float32)
+    with engine_models.one_thread():
+        requests = engine_models.Engine(model, latent, "fp8", blocks=512).generate(
+            prompts, len(continued[0]), forced=continued
+        )
+    return [request.logits for request in requests]
+
+
+def assert_follows(
+    folder: Path, prompts: list[list[int]], got: list[list[int]], latent: str = "bf16", tolerance: float = 0.02
+) -> None:
+    """Each token is the one that the embedded engine's model takes at its place, or as likely but for rounding."""
+    for logits, row in zip(logits_of(folder, prompts, got, latent), got, strict=True):
+        behind = logits.max(dim=1).values - logits.gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
+        assert behind.max() < tolerance, f"a token is {behind.max():.3f} less likely than the likeliest"
+
+
+def gauge(llm: Any, name: str) -> float:
+    """One of vLLM's own metrics."""
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
