@@ -41,7 +41,7 @@ def sparse_attention(
             1 before the last is accepted. Blocks and rows may be strided.
         indices: int32 `[T, topk]`, physical slots (block * block_size + offset) in any order. A slot below 0 or past
             the end of the cache is skipped; a slot that stands twice counts twice.
-        scale: what scores are multiplied with before the softmax.
+        scale: what scores are multiplied with before the softmax; a finite number.
         topk_length: int32 `[T]`; only the first n slots of a token's list count.
         sink: fp32 `[H]`; out is scaled by e^lse / (e^lse + e^sink). lse is not changed by it.
         extra_cache, extra_indices, extra_topk_length: a second cache and lists into it, attended to in the same
@@ -79,7 +79,7 @@ def sparse_attention(
         if workspace is None:
             workers, heads = plan.shape[0], q.shape[1]
             workspace = torch.empty(workspace_floats(workers, heads), dtype=torch.float32, device=q.device)
-            workspace[-2 * workers * heads * _ABOUT["partial_counters"] :].zero_()
+            workspace[-workers * heads * _ABOUT["workspace_counters"] :].zero_()
     call(
         torch.ops.mla_backend.sparse_attention.default,
         q,
@@ -103,9 +103,9 @@ def sparse_attention(
 
 
 def workspace_floats(workers: int, num_heads: int) -> int:
-    """How many fp32 numbers `sparse_attention` needs as a workspace on a GPU: two rows of 512, an lse, a largest score
-    and four counters for each worker and head. The counters are why it begins as zeros; every launch leaves them so."""
-    return 2 * workers * num_heads * _ABOUT["partial_floats"]
+    """How many fp32 numbers `sparse_attention` needs as a workspace on a GPU: for each worker and head two partial
+    results, and counters at the end. The counters are why it begins as zeros; every launch leaves them so."""
+    return workers * num_heads * _ABOUT["workspace_floats"]
 
 
 @torch.compiler.assume_constant_result
@@ -113,8 +113,9 @@ def default_workers(device: torch.device, num_heads: int, num_tokens: int | None
     """Rows of a plan, unless said otherwise: what keeps a device's processors busy. Few tokens on a GPU get a plan of
     their own; None stands for any number."""
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return library.cuda_workers(properties.major, properties.multi_processor_count, num_heads, num_tokens)
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return library.cuda_workers(library.describe_device(index), num_heads, num_tokens)
     return _ABOUT["plan_workers_per_thread"] * torch.get_num_threads()
 
 

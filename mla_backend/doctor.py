@@ -3,6 +3,7 @@
 import os
 import platform
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
@@ -103,7 +104,22 @@ def _examine_gpus() -> dict[str, Any]:
     except ImportError:
         return {"devices": devices, "why": None, "kernels": []}
     torch.cuda.init()
+    for index, device in enumerate(devices):
+        device.update(_examine_clusters(library, index))
     return {"devices": devices, "why": None, "kernels": library.cuda_kernels()}
+
+
+def _examine_clusters(library: ModuleType, index: int) -> dict[str, Any]:
+    """By blocks of a cluster of the Hopper attention kernel: how many run at once."""
+    if not library.about()["cuda_archs"]:
+        return {}
+    try:
+        device = library.describe_device(index)
+    except RuntimeError as error:
+        return {"clusters_error": str(error)}
+    if not device.hopper_kernels:
+        return {}
+    return {"clusters": {blocks: device.clusters[blocks] for blocks in range(2, device.LARGEST_CLUSTER + 1)}}
 
 
 def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -135,6 +151,14 @@ def _vllm_verdict(vllm: dict[str, Any], gpu_runs: bool, why_no_gpu: str | None) 
         runs = versions.has_cpu_mla()
         return {"runs": runs, "why": f"{here}, on the CPU" if runs else f"{here} is too old for it on a CPU"}
     return {"runs": gpu_runs, "why": here if gpu_runs else f"{here}, but {why_no_gpu}"}
+
+
+def _clusters_line(device: dict[str, Any]) -> str:
+    if "clusters_error" in device:
+        return f"; {device['clusters_error']}"
+    if "clusters" not in device:
+        return ""
+    return "; clusters at once: " + ", ".join(f"{count} of {blocks}" for blocks, count in device["clusters"].items())
 
 
 def render(report: dict[str, Any], console: Console) -> None:
@@ -193,7 +217,7 @@ def render(report: dict[str, Any], console: Console) -> None:
         (
             f"{i}",
             f"{d['name']}, sm_{d['capability'].replace('.', '')}, {d['multiprocessors']} SMs, "
-            f"{d['memory_bytes'] / 2**30:.0f} GiB",
+            f"{d['memory_bytes'] / 2**30:.0f} GiB{_clusters_line(d)}",
         )
         for i, d in enumerate(gpus["devices"])
     ]

@@ -1,4 +1,4 @@
-"""What torch.compile needs to know of the ops: they return nothing, and write only into the tensors that their
+"""What torch.compile has to know about the ops: they return nothing, and write only into the tensors that their
 schemas mark. The tensors are made by the Python functions around them, whose shapes it traces by itself."""
 
 from collections.abc import Callable
@@ -6,18 +6,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mla_backend import library  # noqa: F401  (registers the ops)
+from mla_backend import library
 
-OPS = (
-    "sparse_attention",
-    "plan",
-    "merge_partials",
-    "cache_write",
-    "cache_gather",
-    "convert_indices",
-    "index_scores",
-    "select_top",
-)
+OPS: tuple[str, ...] = tuple(library.about()["ops"])
 
 
 def _writes_its_arguments(name: str) -> Callable[..., None]:

@@ -39,6 +39,7 @@ def _load() -> ctypes.CDLL:
     try:
         library.mla_backend_about.restype = ctypes.c_char_p
         library.mla_backend_cuda_kernels.restype = ctypes.c_char_p
+        library.mla_backend_describe_device.restype = ctypes.c_char_p
     except AttributeError:
         raise LibraryError(f"mla-backend: {path} is a library, but not this package's{_named_by_the_user()}.") from None
     return library
@@ -52,7 +53,7 @@ _library = _load()
 
 
 def about() -> dict[str, Any]:
-    """How the library was built, the cache formats it knows, and its CPU kernels."""
+    """How the library was built, its ops, the cache formats it knows, and its CPU kernels."""
     return json.loads(_library.mla_backend_about())
 
 
@@ -61,47 +62,37 @@ def cuda_kernels() -> list[dict[str, Any]]:
     return json.loads(_library.mla_backend_cuda_kernels())
 
 
-def cuda_workers(capability_major: int, processors: int, num_heads: int, num_tokens: int | None = None) -> int:
+class Device(ctypes.Structure):
+    """What decides which attention kernel a GPU gets, and how many workers its plans have: struct Device of
+    csrc/include/mla/choice.h."""
+
+    LARGEST_CLUSTER = 16
+    _fields_ = (
+        ("processors", ctypes.c_int32),
+        ("hopper_kernels", ctypes.c_int32),
+        ("clusters", ctypes.c_int32 * (LARGEST_CLUSTER + 1)),
+    )
+
+
+def describe_device(index: int) -> Device:
+    """A GPU of this machine, by its CUDA device number. It is asked once."""
+    device = Device()
+    why = _library.mla_backend_describe_device(index, ctypes.byref(device))
+    if why is not None:
+        raise RuntimeError(why.decode())
+    return device
+
+
+def cuda_workers(device: Device, num_heads: int, num_tokens: int | None = None) -> int:
     """Rows that a plan should have for a GPU, unless said otherwise; for any number of tokens if that is left out."""
     tokens = ctypes.c_int64(2**31 - 1 if num_tokens is None else num_tokens)
-    return _library.mla_backend_cuda_workers(capability_major, processors, tokens, num_heads)
-
-
-def cuda_plan(
-    num_tokens: int,
-    topk: int,
-    workers: int,
-    *,
-    topk_length: torch.Tensor | None = None,
-    extra_topk: int = 0,
-    extra_topk_length: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-) -> torch.Tensor:
-    """The table that `plan` makes on a GPU, int32 `[workers, 8]`, but made by the CPU: tests hold one against the
-    other, and try a GPU's plans where there is none. Lengths are int32 `[T]`, as for `plan`."""
-    lengths = {"topk_length": topk_length, "extra_topk_length": extra_topk_length}
-    for name, length in lengths.items():
-        if length is not None and (length.dtype, tuple(length.shape)) != (torch.int32, (num_tokens,)):
-            raise ValueError(f"{name} must be int32 [{num_tokens}]; got {length.dtype} {list(length.shape)}")
-    kept = [None if length is None else length.cpu().contiguous() for length in lengths.values()]
-    pointers = [ctypes.c_void_p(None if length is None else length.data_ptr()) for length in kept]
-    rows = torch.empty((workers, 8), dtype=torch.int32)
-    _library.mla_backend_cuda_plan(
-        num_tokens,
-        topk,
-        extra_topk,
-        *pointers,
-        ctypes.c_bool(batch_invariant),
-        ctypes.c_void_p(rows.data_ptr()),
-        workers,
-    )
-    return rows
+    return _library.mla_backend_cuda_workers(ctypes.byref(device), tokens, num_heads)
 
 
 def select_cuda_kernel(name: str) -> None:
-    """Which CUDA attention kernels are used from now on: the best ones ("auto"), nothing but the portable one
-    ("portable"), or the best ones without blocks that read one another's shared memory ("unclustered"), which is what
-    a race detector can follow."""
+    """For debugging: which CUDA attention kernels are used from now on. "auto" is the best ones, "portable" nothing but
+    the portable one, "unclustered" the best ones without blocks that read one another's shared memory, which is what a
+    race detector can follow."""
     if not _library.mla_backend_select_cuda_kernel(str(name).encode()):
         raise ValueError(f"name must be auto, portable or unclustered; got {name!r}")
 

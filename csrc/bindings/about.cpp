@@ -2,12 +2,12 @@
 // without any tensor.
 #include <string>
 
+#include "bindings/op.h"
 #include "build_info.h"  // written by setup.py
-#include "cpu/features.h"
-#include "cpu/ops.h"
+#include "cpu/common/features.h"
 #include "cuda/ops.h"
+#include "mla/choice.h"
 #include "mla/format.h"
-#include "mla/problem.h"
 
 namespace {
 
@@ -28,6 +28,13 @@ std::string describe_formats() {
             ",\"rope_offset\":" + std::to_string(f->rope_offset()) +
             ",\"token_bytes\":" + std::to_string(f->token_bytes()) + "}";
   }
+  return "[" + json + "]";
+}
+
+std::string describe_ops() {
+  std::string json;
+  for (const auto* op = mla::bindings::ListedOp::first; op; op = op->next)
+    json += (json.empty() ? "" : ",") + quoted(op->name);
   return "[" + json + "]";
 }
 
@@ -55,10 +62,11 @@ MLA_EXPORT const char* mla_backend_about() {
   json = std::string("{\"version\":") + quoted(MLA_VERSION) + ",\"compiler\":" + quoted(MLA_COMPILER) +
          ",\"torch_built_with\":" + quoted(MLA_TORCH) + ",\"torch_needed\":" + quoted(MLA_TORCH_TARGET) +
          ",\"cuda_compiler\":" + quoted(MLA_NVCC) + ",\"cuda_archs\":" + quoted(MLA_CUDA_ARCHS) +
-         ",\"plan_workers_per_thread\":" + std::to_string(mla::cpu::kPlanWorkersPerThread) +
-         ",\"partial_floats\":" + std::to_string(mla::Partials::kWorkspacePerRow) +
-         ",\"partial_counters\":" + std::to_string(mla::Partials::kArrivalsPerRow) +
-         ",\"formats\":" + describe_formats() + ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
+         ",\"plan_workers_per_thread\":" + std::to_string(mla::kPlanWorkersPerThread) +
+         ",\"workspace_floats\":" + std::to_string(mla::Workspace::kFloatsPerWorkerHead) +
+         ",\"workspace_counters\":" + std::to_string(mla::Workspace::kCountersPerWorkerHead) +
+         ",\"ops\":" + describe_ops() + ",\"formats\":" + describe_formats() +
+         ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
   return json.c_str();
 }
 
@@ -73,21 +81,25 @@ MLA_EXPORT const char* mla_backend_cuda_kernels() {
   return json.c_str();
 }
 
-// Rows that a plan should have for a GPU of this compute capability (its major number).
-MLA_EXPORT int mla_backend_cuda_workers(int major, int processors, int64_t tokens, int heads) {
+// Fills in what mla/choice.h needs to know of a GPU; returns null, or why that failed.
+MLA_EXPORT const char* mla_backend_describe_device([[maybe_unused]] int index, [[maybe_unused]] mla::Device* device) {
+  thread_local std::string why;
 #ifdef MLA_CUDA
-  return mla::cuda::default_workers(major, processors, tokens, heads);
+  try {
+    *device = mla::cuda::describe_device(index);
+    return nullptr;
+  } catch (const std::exception& error) {
+    why = error.what();
+  }
 #else
-  return processors;
+  why = "mla_backend: the library was built without CUDA";
 #endif
+  return why.c_str();
 }
 
-// A GPU's plan, but made by the CPU.
-MLA_EXPORT void mla_backend_cuda_plan(int32_t tokens, int32_t topk, int32_t extra_topk, const int32_t* length,
-                                      const int32_t* extra_length, bool whole_tokens, mla::PlanRow* rows,
-                                      int32_t workers) {
-  mla::cpu::make_plan(mla::cuda::plan_shape(tokens, topk, extra_topk, length, extra_length, whole_tokens), rows,
-                      workers);
+// Rows that a plan should have for a GPU.
+MLA_EXPORT int mla_backend_cuda_workers(const mla::Device* device, int64_t tokens, int heads) {
+  return mla::default_workers(tokens, heads, *device);
 }
 
 MLA_EXPORT int mla_backend_select_cuda_kernel(const char* name) {

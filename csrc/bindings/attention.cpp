@@ -1,15 +1,11 @@
-#include "bindings/cuda_launch.h"
-#include "bindings/ops.h"
-#include "cpu/ops.h"
-#ifdef MLA_CUDA
-#include "cuda/ops.h"
-#endif
+#include <cmath>
+#include <cstdio>
+
+#include "bindings/op.h"
+#include "mla/limits.h"
 
 namespace mla::bindings {
 namespace {
-
-constexpr int64_t kMaxHeads = 256;         // what the contract promises
-constexpr int64_t kMaxGpuWorkers = 65535;  // of a grid's second dimension
 
 SlotList expect_list(const Tensor& cache, const char* cache_name, const Tensor& indices, const char* indices_name,
                      const OptionalTensor& length, const char* length_name, int64_t tokens, const Tensor& q) {
@@ -23,18 +19,44 @@ SlotList expect_list(const Tensor& cache, const char* cache_name, const Tensor& 
   return list;
 }
 
+// As the kernels hold it. Anything but a finite number would make every result NaN.
+float expect_scale(double scale) {
+  const float narrow = static_cast<float>(scale);
+  if (std::isfinite(narrow)) return narrow;
+  char text[32];
+  snprintf(text, sizeof(text), "%g", std::isnan(scale) ? std::fabs(scale) : scale);
+  reject("scale", "a finite number", text);
+}
+
+// What a GPU needs besides: a plan, and a workspace that the plan's partial results fit into.
+void expect_gpu_memory(AttentionProblem& p, const OptionalTensor& plan, const OptionalTensor& workspace,
+                       const Tensor& q) {
+  if (!plan) reject("plan", "given for CUDA tensors", "nothing");
+  if (p.workers > kMaxGpuWorkers)
+    reject("plan", "a table of " + std::to_string(kMaxGpuWorkers) + " rows or fewer on a GPU", describe(*plan));
+  if (!workspace) reject("workspace", "given for CUDA tensors", "nothing");
+  expect(*workspace, "workspace", {ScalarType::Float}, {{"floats"}}, q);
+  const int64_t needed = Workspace::floats(p.workers, p.heads), size = workspace->size(0);
+  if (size < needed) reject("workspace", "of " + std::to_string(needed) + " floats or more", describe(*workspace));
+  p.workspace = data<float>(*workspace);
+  p.arrivals = Workspace::arrivals(p.workspace, size, p.workers, p.heads);
+}
+
 }  // namespace
 
-void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale,
-                      OptionalTensor topk_length, OptionalTensor sink, OptionalTensor extra_cache,
-                      OptionalTensor extra_indices, OptionalTensor extra_topk_length, OptionalTensor plan,
-                      OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse,
-                      OptionalTensor max_logits) {
+MLA_OP(sparse_attention,
+       "(Tensor q, Tensor? q_rope, Tensor cache, Tensor indices, float scale, Tensor? topk_length, Tensor? sink, "
+       "Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_topk_length, Tensor? plan, Tensor(d!)? workspace, "
+       "bool batch_invariant, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? max_logits) -> ()",
+       Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
+       OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices, OptionalTensor extra_topk_length,
+       OptionalTensor plan, OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse,
+       OptionalTensor max_logits) {
   // either the whole query or its two parts apart
   const char* q_name = q_rope ? "q_nope" : "q";
   expect(q, q_name, {ScalarType::BFloat16}, {{"T"}, {"H"}, q_rope ? kLatent : kHeadDim}, q);
   const int64_t tokens = q.size(0), heads = q.size(1);
-  if (heads < 1 || heads > kMaxHeads) reject(q_name, "of 1 to 256 heads", describe(q));
+  if (heads < 1 || heads > kMaxHeads) reject(q_name, "of 1 to " + std::to_string(kMaxHeads) + " heads", describe(q));
 
   AttentionProblem p{};
   p.tokens = expect_int32(tokens, q_name, "tokens");
@@ -46,7 +68,7 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
   } else {
     p.q_rope = p.q_nope + kLatent, p.q_rope_token = p.q_nope_token, p.q_rope_head = p.q_nope_head;
   }
-  p.scale = static_cast<float>(scale);
+  p.scale = expect_scale(scale);
   p.sink = optional_data<float>(sink, "sink", ScalarType::Float, {{"H", heads}}, q);
 
   p.lists[0] = expect_list(cache, "cache", indices, "indices", topk_length, "topk_length", tokens, q);
@@ -78,23 +100,8 @@ void sparse_attention(Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indi
   }
   p.whole_tokens = batch_invariant;
   if (tokens == 0) return;
-#ifdef MLA_CUDA
-  if (q.is_cuda()) {
-    const int64_t needed = 2 * int64_t{p.workers} * heads * Partials::kWorkspacePerRow;
-    if (!plan) reject("plan", "given for CUDA tensors", "nothing");
-    if (p.workers > kMaxGpuWorkers)
-      reject("plan", "a table of " + std::to_string(kMaxGpuWorkers) + " rows or fewer on a GPU", describe(*plan));
-    if (!workspace) reject("workspace", "given for CUDA tensors", "nothing");
-    expect(*workspace, "workspace", {ScalarType::Float}, {{"floats"}}, q);
-    if (workspace->size(0) < needed)
-      reject("workspace", "of " + std::to_string(needed) + " floats or more", describe(*workspace));
-    p.workspace = data<float>(*workspace);
-    p.arrivals = reinterpret_cast<int32_t*>(p.workspace + workspace->size(0)) -
-                 2 * int64_t{p.workers} * heads * Partials::kArrivalsPerRow;
-    return cuda::sparse_attention(p, CudaLaunch(q).stream());
-  }
-#endif
-  cpu::sparse_attention(p);
+  if (q.is_cuda()) expect_gpu_memory(p, plan, workspace, q);
+  MLA_RUN(q, sparse_attention, p);
 }
 
 }  // namespace mla::bindings

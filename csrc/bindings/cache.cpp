@@ -1,13 +1,9 @@
-#include "bindings/ops.h"
-#include "bindings/cuda_launch.h"
-#include "cpu/ops.h"
-#ifdef MLA_CUDA
-#include "cuda/ops.h"
-#endif
+#include "bindings/op.h"
 
 namespace mla::bindings {
 
-void cache_write(Tensor kv_c, Tensor k_pe, Tensor cache, Tensor slots, bool power_of_two) {
+MLA_OP(cache_write, "(Tensor kv_c, Tensor k_pe, Tensor(a!) cache, Tensor slots, bool power_of_two) -> ()", Tensor kv_c,
+       Tensor k_pe, Tensor cache, Tensor slots, bool power_of_two) {
   expect(kv_c, "kv_c", {ScalarType::BFloat16, ScalarType::Float}, {{"N"}, kLatent}, kv_c);
   const int64_t tokens = kv_c.size(0);
   expect(k_pe, "k_pe", {kv_c.scalar_type()}, {{"N", tokens}, kRope}, kv_c);
@@ -22,13 +18,10 @@ void cache_write(Tensor kv_c, Tensor k_pe, Tensor cache, Tensor slots, bool powe
   p.power_of_two = power_of_two;
   p.cache = expect_cache(cache, "cache", kv_c);
   if (tokens == 0) return;
-#ifdef MLA_CUDA
-  if (kv_c.is_cuda()) return cuda::cache_write(p, CudaLaunch(kv_c).stream());
-#endif
-  cpu::cache_write(p);
+  MLA_RUN(kv_c, cache_write, p);
 }
 
-void cache_gather(Tensor cache, Tensor slots, Tensor out) {
+MLA_OP(cache_gather, "(Tensor cache, Tensor slots, Tensor(a!) out) -> ()", Tensor cache, Tensor slots, Tensor out) {
   CacheGatherProblem p{};
   p.cache = expect_cache(cache, "cache", cache);
   expect(slots, "slots", {ScalarType::Long, ScalarType::Int}, {{"N"}}, cache);
@@ -37,10 +30,7 @@ void cache_gather(Tensor cache, Tensor slots, Tensor out) {
   p.slots = {slots.data_ptr(), slots.scalar_type() == ScalarType::Long};
   p.out = data<uint16_t>(out), p.out_row = out.stride(0);
   if (p.rows == 0) return;
-#ifdef MLA_CUDA
-  if (cache.is_cuda()) return cuda::cache_gather(p, CudaLaunch(cache).stream());
-#endif
-  cpu::cache_gather(p);
+  MLA_RUN(cache, cache_gather, p);
 }
 
 }  // namespace mla::bindings

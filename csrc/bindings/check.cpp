@@ -1,5 +1,7 @@
 #include "bindings/check.h"
 
+#include "mla/limits.h"
+
 namespace mla::bindings {
 namespace {
 
@@ -140,7 +142,7 @@ CacheView expect_cache(const Tensor& cache, const char* name, const Tensor& same
 }
 
 int32_t expect_int32(int64_t size, const char* name, const char* what) {
-  if (size > INT32_MAX) reject(name, std::string("of at most 2147483647 ") + what, std::to_string(size));
+  if (size > kMaxSize) reject(name, "of at most " + std::to_string(kMaxSize) + " " + what, std::to_string(size));
   return static_cast<int32_t>(size);
 }
 

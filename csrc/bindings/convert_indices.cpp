@@ -1,19 +1,19 @@
-#include "bindings/cuda_launch.h"
-#include "bindings/ops.h"
-#include "cpu/ops.h"
-#ifdef MLA_CUDA
-#include "cuda/ops.h"
-#endif
+#include "bindings/op.h"
+#include "mla/limits.h"
 
 namespace mla::bindings {
 
-void convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, int64_t block_size, bool compact,
-                     Tensor slots, Tensor counts) {
+MLA_OP(convert_indices,
+       "(Tensor positions, Tensor block_table, Tensor request_ids, SymInt block_size, bool compact, "
+       "Tensor(a!) slots, Tensor(b!) counts) -> ()",
+       Tensor positions, Tensor block_table, Tensor request_ids, int64_t block_size, bool compact, Tensor slots,
+       Tensor counts) {
   expect(positions, "positions", {ScalarType::Int}, {{"T"}, {"topk"}}, positions);
   const int64_t tokens = positions.size(0), topk = positions.size(1);
   expect(block_table, "block_table", {ScalarType::Int}, {{"R"}, {"max_blocks"}}, positions);
   expect(request_ids, "request_ids", {ScalarType::Int}, {{"T", tokens}}, positions);
-  if (block_size < 1 || block_size > INT32_MAX) reject("block_size", "1 to 2147483647", std::to_string(block_size));
+  if (block_size < 1 || block_size > kMaxSize)
+    reject("block_size", "1 to " + std::to_string(kMaxSize), std::to_string(block_size));
   expect_output(slots, "slots", {ScalarType::Int}, {{"T", tokens}, {"topk", topk}}, positions);
   expect_output(counts, "counts", {ScalarType::Int}, {{"T", tokens}}, positions);
 
@@ -30,10 +30,7 @@ void convert_indices(Tensor positions, Tensor block_table, Tensor request_ids, i
   p.slots = data<int32_t>(slots), p.slot_stride = slots.stride(0);
   p.counts = data<int32_t>(counts);
   if (tokens == 0) return;
-#ifdef MLA_CUDA
-  if (positions.is_cuda()) return cuda::convert_indices(p, CudaLaunch(positions).stream());
-#endif
-  cpu::convert_indices(p);
+  MLA_RUN(positions, convert_indices, p);
 }
 
 }  // namespace mla::bindings

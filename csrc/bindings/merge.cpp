@@ -1,9 +1,5 @@
-#include "bindings/cuda_launch.h"
-#include "bindings/ops.h"
-#include "cpu/ops.h"
-#ifdef MLA_CUDA
-#include "cuda/ops.h"
-#endif
+#include "bindings/op.h"
+#include "mla/limits.h"
 
 namespace mla::bindings {
 namespace {
@@ -21,19 +17,18 @@ void merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tens
   p.part_lse_part = lses.stride(0), p.part_lse_token = lses.stride(1), p.part_lse_head = lses.stride(2);
   p.out = data<Value>(out), p.out_token = out.stride(0), p.out_head = out.stride(1);
   p.lse = data<float>(lse), p.lse_token = lse.stride(0), p.lse_head = lse.stride(1);
-#ifdef MLA_CUDA
-  if (outs.is_cuda()) return cuda::merge_partials(p, CudaLaunch(outs).stream());
-#endif
-  cpu::merge_partials(p);
+  MLA_RUN(outs, merge_partials, p);
 }
 
 }  // namespace
 
-void merge_partials(Tensor outs, Tensor lses, Tensor out, Tensor lse) {
+MLA_OP(merge_partials, "(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse) -> ()", Tensor outs, Tensor lses,
+       Tensor out, Tensor lse) {
   expect(outs, "outs", {ScalarType::BFloat16, ScalarType::Float}, {{"P"}, {"T"}, {"H"}, {"D"}}, outs);
   const int64_t parts = outs.size(0), tokens = outs.size(1), heads = outs.size(2), dim = outs.size(3);
   if (parts == 0) reject("outs", "of one part or more", describe(outs));
-  if (dim > cpu::kMaxMergeDim) reject("outs", "of at most 1024 values a head", describe(outs));
+  if (dim > kMaxMergeDim)
+    reject("outs", "of at most " + std::to_string(kMaxMergeDim) + " values a head", describe(outs));
   expect(lses, "lses", {ScalarType::Float}, {{"P", parts}, {"T", tokens}, {"H", heads}}, outs, Strides::any);
   expect_output(out, "out", {outs.scalar_type()}, {{"T", tokens}, {"H", heads}, {"D", dim}}, outs);
   expect_output(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, outs, Strides::any);

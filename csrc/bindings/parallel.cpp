@@ -1,5 +1,5 @@
 // torch's thread pool, for the CPU ops.
-#include "cpu/parallel.h"
+#include "cpu/common/parallel.h"
 
 #include <torch/csrc/stable/ops.h>
 

@@ -1,16 +1,15 @@
-#include "bindings/cuda_launch.h"
-#include "bindings/ops.h"
-#include "cpu/ops.h"
-#ifdef MLA_CUDA
-#include "cuda/ops.h"
-#endif
+#include "bindings/op.h"
+#include "mla/limits.h"
 
 namespace mla::bindings {
 
-void plan(OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk,
-          int64_t extra_topk, bool batch_invariant, Tensor out) {
+MLA_OP(plan,
+       "(Tensor? topk_length, Tensor? extra_topk_length, SymInt tokens, SymInt topk, SymInt extra_topk, "
+       "bool batch_invariant, Tensor(a!) out) -> ()",
+       OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk, int64_t extra_topk,
+       bool batch_invariant, Tensor out) {
   const auto count = [](int64_t value, const char* name) {
-    if (value < 0 || value > INT32_MAX) reject(name, "0 to 2147483647", std::to_string(value));
+    if (value < 0 || value > kMaxSize) reject(name, "0 to " + std::to_string(kMaxSize), std::to_string(value));
     return static_cast<int32_t>(value);
   };
   expect_output(out, "out", {ScalarType::Int}, {{"workers"}, 8}, out);
@@ -18,16 +17,13 @@ void plan(OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t 
   const int32_t* length = optional_data<int32_t>(topk_length, "topk_length", ScalarType::Int, {{"T", tokens}}, out);
   const int32_t* extra_length =
       optional_data<int32_t>(extra_topk_length, "extra_topk_length", ScalarType::Int, {{"T", tokens}}, out);
-  const auto shape = [&](auto plan_shape) {
-    return plan_shape(count(tokens, "num_tokens"), count(topk, "topk"), count(extra_topk, "extra_topk"), length,
-                      extra_length, batch_invariant);
-  };
-  auto* rows = reinterpret_cast<PlanRow*>(out.data_ptr());
-  const int32_t workers = expect_int32(out.size(0), "out", "rows");
-#ifdef MLA_CUDA
-  if (out.is_cuda()) return cuda::make_plan(shape(cuda::plan_shape), rows, workers, CudaLaunch(out).stream());
-#endif
-  cpu::make_plan(shape(cpu::plan_shape), rows, workers);
+  PlanProblem p{};
+  p.tokens = count(tokens, "num_tokens"), p.topk = count(topk, "topk"), p.extra_topk = count(extra_topk, "extra_topk");
+  p.length = length, p.extra_length = extra_length;
+  p.whole_tokens = batch_invariant;
+  p.rows = reinterpret_cast<PlanRow*>(out.data_ptr());
+  p.workers = expect_int32(out.size(0), "out", "rows");
+  MLA_RUN(out, make_plan, p);
 }
 
 }  // namespace mla::bindings

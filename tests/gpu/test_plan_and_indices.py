@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from mla_backend import library, reference
-from plans import TOKEN_UNITS, tiles_of, walk
+from mla_backend import reference
+from plans import TOKEN_UNITS, gpu_plan, tiles_of, walk
 from problems import assert_accurate
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +44,7 @@ def test_every_tile_is_covered_exactly_once(data):
     assert all(n >= 1 for n in parts)
     if whole:
         assert all(n == 1 for n in parts)
-    wanted = library.cuda_plan(
+    wanted = gpu_plan(
         tokens,
         topk,
         workers,
@@ -68,7 +68,7 @@ def test_equal_lists_are_planned_as_on_the_cpu(workers, rounds, idle, topk, shor
     lengths = torch.full((tokens,), topk, dtype=torch.int32)
     lengths[tokens // 2] -= GRANULE * shorter
     table = mla_backend.plan(tokens, topk, topk_length=lengths.cuda(), workers=workers)
-    assert torch.equal(table.cpu(), library.cuda_plan(tokens, topk, workers, topk_length=lengths))
+    assert torch.equal(table.cpu(), gpu_plan(tokens, topk, workers, topk_length=lengths))
     if not shorter:
         assert torch.equal(table, mla_backend.plan(tokens, topk, workers=workers, device="cuda"))
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import mla_backend
 from mla_backend import library
 from mla_backend.vllm_plugin.step import FEW_TOKENS
-from plans import CUT_FOR_CLUSTERS, TOKEN_UNITS, UNCUT_TOKENS, tiles_of, walk
+from plans import CUT_FOR_CLUSTERS, TOKEN_UNITS, UNCUT_TOKENS, gpu, gpu_plan, tiles_of, walk
 
 MIN_PART = 8  # tiles of 16 slots
 GPU_GRANULE = 64
@@ -113,7 +113,7 @@ def equal_tokens(draw):
 def test_a_gpu_leaves_equal_tokens_whole_where_cuts_cost_more_than_they_bring(problem, extra_topk, with_lengths):
     tokens, topk, workers = problem
     lengths = torch.full((tokens,), topk, dtype=torch.int32) if with_lengths else None
-    table = library.cuda_plan(tokens, topk, workers, topk_length=lengths, extra_topk=extra_topk)
+    table = gpu_plan(tokens, topk, workers, topk_length=lengths, extra_topk=extra_topk)
     (tiles,) = {a + b for a, b in zip(tiles_of([topk], GPU_GRANULE), tiles_of([extra_topk], GPU_GRANULE), strict=True)}
     parts = walk(table, [tiles] * tokens, GPU_GRANULE)
     taken, rounds = table[:, 1] - table[:, 0], -(-tokens // workers)
@@ -133,7 +133,7 @@ def test_a_gpu_cuts_unequal_tokens_evenly(problem, data):
     tokens, topk = max(tokens, 1), topk + GPU_GRANULE
     lengths = torch.full((tokens,), topk, dtype=torch.int32)
     lengths[data.draw(st.integers(0, tokens - 1))] -= GPU_GRANULE
-    table = library.cuda_plan(tokens, topk, workers, topk_length=lengths)
+    table = gpu_plan(tokens, topk, workers, topk_length=lengths)
     tiles = tiles_of(lengths.tolist(), GPU_GRANULE)
     walk(table, tiles, GPU_GRANULE)
     busy = [n for n in units_of_workers(table, tiles) if n]
@@ -144,7 +144,7 @@ def test_a_gpu_counts_what_short_lists_cost_besides_their_tiles():
     """A prompt's first tokens have short lists, so a worker takes many of them."""
     lengths = torch.arange(1, 4097, dtype=torch.int32).clamp(max=2048)
     tiles = tiles_of(lengths.tolist(), GPU_GRANULE)
-    table = library.cuda_plan(4096, 2048, 132, topk_length=lengths)
+    table = gpu_plan(4096, 2048, 132, topk_length=lengths)
     walk(table, tiles, GPU_GRANULE)
     busy = units_of_workers(table, tiles)
     assert max(busy) - min(busy) <= 2 * (1 + TOKEN_UNITS)
@@ -155,14 +155,14 @@ def test_a_gpu_counts_what_short_lists_cost_besides_their_tiles():
     [(128, 66, 2, 64), (512, 132, 4, 128), (66, 66, 1, 66), (50, 66, 1, 50), (132 * 3 - 33, 132, 3, 121)],
 )
 def test_tokens_that_a_gpu_leaves_whole_are_shared_out_equally(tokens, workers, most, busy):
-    table = library.cuda_plan(tokens, 2048, workers)
+    table = gpu_plan(tokens, 2048, workers)
     taken = table[:, 1] - table[:, 0]
     assert (walk(table, [32] * tokens, GPU_GRANULE), taken.max(), (taken > 0).sum()) == ([1] * tokens, most, busy)
 
 
 @pytest.mark.parametrize(("tokens", "workers"), [(49, 66), (33, 66), (8, 128), (133, 132), (132 * 3 - 34, 132)])
 def test_a_gpu_cuts_tokens_that_would_leave_many_idle_or_that_clusters_take(tokens, workers):
-    table = library.cuda_plan(tokens, 2048, workers)
+    table = gpu_plan(tokens, 2048, workers)
     assert max(walk(table, [32] * tokens, GPU_GRANULE)) > 1
 
 
@@ -172,22 +172,21 @@ def test_a_cpu_cuts_them_all_the_same_since_its_threads_take_turns():
 
 @pytest.mark.parametrize(("tokens", "whole"), [(2**16, True), (2**16 - 2**14, False)])
 def test_what_enormous_tokens_would_leave_idle_does_not_overflow(tokens, whole):
-    table = library.cuda_plan(tokens, 2**31 - 1, 2**16, extra_topk=2**31 - 1)  # 2**26 tiles each
+    table = gpu_plan(tokens, 2**31 - 1, 2**16, extra_topk=2**31 - 1)  # 2**26 tiles each
     assert bool((table[:, 2] == 0).all()) == whole and table[-1, 1] == tokens
 
 
-@pytest.mark.skipif(not library.about()["cuda_archs"], reason="the library was built without CUDA")
 @pytest.mark.parametrize(
-    ("capability", "heads", "workers"),
-    [(9, 8, 132), (9, 16, 132), (9, 64, 132), (9, 65, 66), (8, 16, 264), (8, 128, 33)],
+    ("hopper", "heads", "workers"),
+    [
+        *((True, 8, 132), (True, 16, 132), (True, 32, 132), (True, 64, 132), (True, 65, 66), (True, 256, 33)),
+        *((False, 16, 264), (False, 17, 132), (False, 128, 33), (False, 256, 16)),
+    ],
 )
-def test_a_gpu_gets_as_many_workers_as_it_can_run_at_once(capability, heads, workers):
-    if capability == 9 and "90a" not in library.about()["cuda_archs"].split():
-        workers = 264 // -(-heads // 16)  # there is only the portable kernel then
-    assert library.cuda_workers(capability, 132, heads) == workers
+def test_a_gpu_gets_as_many_workers_as_it_can_run_at_once(hopper, heads, workers):
+    assert library.cuda_workers(gpu(hopper_kernels=hopper), heads) == workers
 
 
-@pytest.mark.skipif("90a" not in library.about()["cuda_archs"].split(), reason="the library has no Hopper kernels")
 @pytest.mark.parametrize(
     ("tokens", "heads", "parts"),
     [
@@ -196,27 +195,34 @@ def test_a_gpu_gets_as_many_workers_as_it_can_run_at_once(capability, heads, wor
     ],
 )
 def test_on_hopper_few_tokens_are_cut_for_one_cluster_each(tokens, heads, parts):
-    assert library.cuda_workers(9, 132, heads, tokens) == tokens * parts
-    assert library.cuda_workers(9, 132, heads, 1000) == library.cuda_workers(9, 132, heads)
+    assert library.cuda_workers(gpu(), heads, tokens) == tokens * parts
+    assert library.cuda_workers(gpu(), heads, 1000) == library.cuda_workers(gpu(), heads)
 
 
-@pytest.mark.skipif("90a" not in library.about()["cuda_archs"].split(), reason="the library has no Hopper kernels")
 def test_gpu_tests_have_the_shapes_that_they_are_about():
-    parts = {library.cuda_workers(9, 132, heads, tokens) / tokens for tokens, heads in CUT_FOR_CLUSTERS}
+    parts = {library.cuda_workers(gpu(), heads, tokens) / tokens for tokens, heads in CUT_FOR_CLUSTERS}
     assert parts == {16, 8, 6, 4, 3, 2}
     for heads in range(17, 257):
-        assert library.cuda_workers(9, 132, heads, UNCUT_TOKENS) == library.cuda_workers(9, 132, heads)
+        assert library.cuda_workers(gpu(), heads, UNCUT_TOKENS) == library.cuda_workers(gpu(), heads)
 
 
-@pytest.mark.skipif("90a" not in library.about()["cuda_archs"].split(), reason="the library has no Hopper kernels")
 @pytest.mark.parametrize(("tokens", "heads"), [(67, 16), (67, 1), (34, 17), (34, 32), (23, 48), (17, 64), (9, 128)])
 def test_one_token_more_than_clusters_have_room_for_is_not_cut(tokens, heads):
-    assert library.cuda_workers(9, 132, heads, tokens) == library.cuda_workers(9, 132, heads)
-    assert library.cuda_workers(9, 132, heads, tokens - 1) == 2 * (tokens - 1)
+    assert library.cuda_workers(gpu(), heads, tokens) == library.cuda_workers(gpu(), heads)
+    assert library.cuda_workers(gpu(), heads, tokens - 1) == 2 * (tokens - 1)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+def test_a_gpu_that_holds_no_clusters_cuts_no_tokens_for_them(heads):
+    device = gpu()
+    device.clusters[:] = [0] * len(device.clusters)
+    for tokens in (1, 8, 66):
+        assert library.cuda_workers(device, heads, tokens) == library.cuda_workers(device, heads)
 
 
 @pytest.mark.parametrize("processors", [16, 78, 114, 132])
 @pytest.mark.parametrize("heads", [1, 8, 16, 17, 64, 128])
 def test_the_vllm_step_knows_from_how_many_tokens_on_plans_are_of_one_size(processors, heads):
-    sizes = {library.cuda_workers(9, processors, heads, tokens) for tokens in range(FEW_TOKENS, 4 * FEW_TOKENS)}
-    assert sizes == {library.cuda_workers(9, processors, heads)}
+    device = gpu(processors)
+    sizes = {library.cuda_workers(device, heads, tokens) for tokens in range(FEW_TOKENS, 4 * FEW_TOKENS)}
+    assert sizes == {library.cuda_workers(device, heads)}

@@ -126,6 +126,11 @@ CASES = {
     "indices are a list": (attention(indices=[[1]]), TypeError, r"indices must be a torch.Tensor"),
     "scale is missing": (lambda: mla_backend.sparse_attention(None, None, None), TypeError, r"scale"),
     "scale is text": (attention(scale="0.1"), TypeError, r"scale must be a number; got str"),
+    "scale is NaN": (attention(scale=float("nan")), ValueError, r"^scale must be a finite number; got nan$"),
+    "scale is -NaN": (attention(scale=-float("nan")), ValueError, r"^scale must be a finite number; got nan$"),
+    "scale is infinite": (attention(scale=float("inf")), ValueError, r"^scale must be a finite number; got inf$"),
+    "scale is -infinite": (attention(scale=-float("inf")), ValueError, r"^scale must be a finite number; got -inf$"),
+    "scale is no fp32 number": (attention(scale=1e39), ValueError, r"^scale must be a finite number; got 1e\+39$"),
     "scale is None": (attention(scale=None), TypeError, r"scale must be a number; got NoneType"),
     "topk_length is int64": (attention(topk_length=torch.zeros(2)), ValueError, r"topk_length must be int32 \[T=2\]; got float32"),
     "topk_length is of other tokens": (attention(topk_length=torch.zeros(3, dtype=INT)), ValueError, r"topk_length must be int32 \[T=2\]"),
@@ -236,6 +241,7 @@ CASES = {
     "flash_mla: prefill lengths are a number": (prefill(topk_length=5), TypeError, r"topk_length must be a torch.Tensor; got int"),
     "flash_mla: kv has 2 dims": (prefill(kv=torch.zeros(9, 576).bfloat16()), ValueError, r"kv must be bfloat16 \[s_kv, 1, 576\]"),
     "flash_mla: prefill value dim": (prefill(d_v=64), ValueError, r"d_v must be 512; got 64"),
+    "flash_mla: prefill scale is NaN": (prefill(sm_scale=float("nan")), ValueError, r"^sm_scale must be a finite number; got nan$"),
     "flash_mla: prefill flat indices": (prefill(indices=torch.zeros(2, 6, dtype=INT)), ValueError, r"indices must be int32 \[s_q, 1, topk\]"),
 }
 # fmt: on

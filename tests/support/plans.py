@@ -1,5 +1,18 @@
-"""What a plan has to be, whoever made it; and what GPU's plans cut."""
+"""What a plan has to be, whoever made it; and what GPU's plans are, where there is none."""
 
+import ctypes
+import functools
+import os
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from mla_backend import library
+
+CSRC = Path(__file__).parents[2] / "csrc"
 CUT_FOR_CLUSTERS = [
     *((1, 16), (5, 16), (8, 16), (17, 16), (20, 16), (33, 16), (50, 16)),
     *((3, 8), (12, 8), (16, 8), (30, 5), (33, 8), (60, 8), (1, 100), (8, 64), (8, 128)),
@@ -9,6 +22,36 @@ UNCUT_TOKENS = 40
 """So many are not, with 17 heads and more: kernels for many tokens serve them."""
 TOKEN_UNITS = 3
 """What a token costs a worker besides its tiles, in tiles, where there are fewer than two workers for each token."""
+
+
+def gpu(processors=132, hopper_kernels=True):
+    """A GPU like an H100: of its multiprocessors some can't be used by clusters that don't fit its partitions."""
+    left_over = {2: 0, 3: processors / 9, 6: processors * 3 / 13}
+    device = library.Device(processors=processors, hopper_kernels=hopper_kernels)
+    for blocks in range(2, device.LARGEST_CLUSTER + 1):
+        device.clusters[blocks] = (processors - int(left_over.get(blocks, processors / 11))) // blocks
+    return device
+
+
+@functools.cache
+def _gpu_plan():
+    with tempfile.TemporaryDirectory() as folder:
+        target, source = Path(folder) / "gpu_plan.so", Path(__file__).with_name("gpu_plan.cpp")
+        compiler = shlex.split(os.environ.get("CXX", "g++"))
+        flags = ["-std=c++17", "-O2", "-fPIC", "-shared", f"-I{CSRC}", f"-I{CSRC}/include"]
+        subprocess.run([*compiler, *flags, source, "-o", target], check=True)
+        return ctypes.CDLL(str(target)).gpu_plan
+
+
+def gpu_plan(tokens, topk, workers, *, topk_length=None, extra_topk=0, extra_topk_length=None, batch_invariant=False):
+    """The table that a GPU has to make, int32 `[workers, 8]`: a CPU's walk over the tokens, with a GPU's tiles."""
+    rows = torch.empty((workers, 8), dtype=torch.int32)
+    lengths = topk_length, extra_topk_length
+    assert all(n is None or (n.dtype == torch.int32 and n.is_cpu and n.is_contiguous()) for n in lengths)
+    pointers = [ctypes.c_void_p(None if n is None else n.data_ptr()) for n in lengths]
+    whole = ctypes.c_bool(batch_invariant)
+    _gpu_plan()(tokens, topk, extra_topk, *pointers, whole, ctypes.c_void_p(rows.data_ptr()), workers)
+    return rows
 
 
 def tiles_of(lengths, granule=16):

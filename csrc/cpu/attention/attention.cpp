@@ -1,13 +1,14 @@
-// Hands the plan's stretches to the threads, and merges the tokens that the plan cut.
+// Hands the plan's rows to the threads, and merges the tokens that the plan cut.
 #include "cpu/attention/attention.h"
 
 #include <algorithm>
 #include <vector>
 
-#include "cpu/features.h"
-#include "cpu/kept_buffer.h"
-#include "cpu/ops.h"
-#include "cpu/parallel.h"
+#include "cpu/common/features.h"
+#include "cpu/common/kept_buffer.h"
+#include "cpu/common/parallel.h"
+#include "cpu/plan/plan.h"
+#include "mla/ops.h"
 
 namespace mla::cpu {
 namespace {
@@ -19,8 +20,7 @@ void* thread_workspace(const AttentionKernel& kernel) {
 
 Partials kept_partials(int32_t workers, int32_t heads) {
   thread_local KeptBuffer buffer;
-  const int64_t rows = 2 * static_cast<int64_t>(workers) * heads;
-  return Partials(static_cast<float*>(buffer.get(rows * Partials::kFloatsPerRow * sizeof(float))), workers, heads);
+  return Partials(static_cast<float*>(buffer.get(Partials::floats(workers, heads) * sizeof(float))), workers, heads);
 }
 
 struct Job {
@@ -41,12 +41,12 @@ struct Job {
       const int32_t tiles = token_tiles(shape, token);
       const int32_t tile_begin = token == row.token_begin ? row.tile_begin : 0;
       const int32_t tile_end = token == row.token_end - 1 ? row.tile_end : tiles;
-      Stretch stretch{token, head_begin, heads, tile_begin, tile_end, shape.granule, {}};
+      TokenWork work{token, head_begin, heads, tile_begin, tile_end, shape.granule, {}};
       if (tile_begin > 0)
-        stretch.partial = at(row.place);
+        work.partial = at(row.place);
       else if (tile_end < tiles)
-        stretch.partial = at(begun_place(row));
-      kernel.run(problem, stretch, workspace);
+        work.partial = at(begun_place(row));
+      kernel.run(problem, work, workspace);
     }
   }
 
@@ -58,8 +58,8 @@ struct Job {
 
 PlanShape shape_of(const AttentionProblem& p) {
   const bool two = p.list_count > 1;
-  return plan_shape(p.tokens, p.lists[0].topk, two ? p.lists[1].topk : 0, p.lists[0].length,
-                    two ? p.lists[1].length : nullptr, p.whole_tokens);
+  return plan_shape(PlanFor::cpu, {p.tokens, p.lists[0].topk, two ? p.lists[1].topk : 0, p.lists[0].length,
+                                   two ? p.lists[1].length : nullptr, p.whole_tokens, nullptr, 0});
 }
 
 }  // namespace
@@ -70,9 +70,9 @@ void sparse_attention(const AttentionProblem& given) {
   std::vector<PlanRow> own_plan;
   if (p.plan) shape.granule = std::max(p.plan[0].granule, 1);
   if (!p.plan || !plan_fits(shape, p.plan, p.workers)) {
-    shape.granule = kPlanGranule;
+    shape = shape_of(p);
     own_plan.resize(static_cast<size_t>(thread_count()) * kPlanWorkersPerThread);
-    make_plan(shape, own_plan.data(), static_cast<int>(own_plan.size()));
+    fill_plan(shape, own_plan.data(), static_cast<int>(own_plan.size()));
     p.plan = own_plan.data(), p.workers = static_cast<int32_t>(own_plan.size());
   }
 
@@ -81,7 +81,7 @@ void sparse_attention(const AttentionProblem& given) {
   int32_t busy = 0;
   for (int32_t w = 0; w < p.workers; ++w) busy += p.plan[w].token_end > p.plan[w].token_begin;
   constexpr int32_t kFewestHeads = 16;
-  int32_t shares = (p.heads + kStretchHeads - 1) / kStretchHeads;
+  int32_t shares = (p.heads + kMaxWorkHeads - 1) / kMaxWorkHeads;
   if (busy > 0 && busy < thread_count())
     shares =
         std::max(shares, std::min((thread_count() + busy - 1) / busy, (p.heads + kFewestHeads - 1) / kFewestHeads));
@@ -96,8 +96,9 @@ void sparse_attention(const AttentionProblem& given) {
   std::vector<int32_t> cut;
   for (int32_t w = 0; w < p.workers; ++w)
     if (p.plan[w].parts > 1) cut.push_back(w);
-  for_each_stretch(static_cast<int64_t>(cut.size()) * p.heads, 32,
-                   [&](int64_t item) { job.merge(p.plan[cut[item / p.heads]], static_cast<int32_t>(item % p.heads)); });
+  for_each_in_ranges(static_cast<int64_t>(cut.size()) * p.heads, 32, [&](int64_t item) {
+    job.merge(p.plan[cut[item / p.heads]], static_cast<int32_t>(item % p.heads));
+  });
 }
 
 }  // namespace mla::cpu

@@ -10,26 +10,26 @@ namespace mla::cpu {
 
 // Where a part of a token goes that other workers hold the rest of. The next part's rows lie `heads` rows on.
 struct Partial {
-  float* out;         // [heads, 512]; null where the stretch is a whole token
+  float* out;         // [heads, 512]; null where the work is a whole token
   float* lse;         // [heads]
   float* max_logits;  // [heads]
 };
 
 // One token, or a part of its slot list, for some of its heads.
-struct Stretch {
+struct TokenWork {
   int32_t token;
-  int32_t head_begin, heads;  // at most kStretchHeads
+  int32_t head_begin, heads;  // at most kMaxWorkHeads
   int32_t tile_begin, tile_end, granule;
   Partial partial;
 };
 
-constexpr int kStretchHeads = 128;
+constexpr int kMaxWorkHeads = 128;
 
 struct AttentionKernel {
   const char* name;
   const char* needs;       // of the CPU, for people to read
   size_t workspace_bytes;  // aligned to 64
-  void (*run)(const AttentionProblem& problem, const Stretch& stretch, void* workspace);
+  void (*run)(const AttentionProblem& problem, const TokenWork& work, void* workspace);
   // Merges one head of a token from its parts and writes the result.
   void (*merge)(const AttentionProblem& problem, int32_t token, int32_t head, int32_t parts, const Partial& first);
 };

@@ -9,14 +9,14 @@
 namespace mla::cpu {
 namespace {
 constexpr int kLanes = 16;
-#include "cpu/simd.h"
-#include "cpu/merge_rows.h"
+#include "cpu/common/simd.h"
+#include "cpu/merge/merge_rows.h"
 
-#include "cpu/e4m3_to_bf16.h"
+#include "cpu/common/e4m3_to_bf16.h"
 
 #include "cpu/attention/isa_bf16.h"
 
-#include "cpu/amx.h"
+#include "cpu/common/amx.h"
 
 #include "cpu/attention/isa_amx_values.h"
 

@@ -8,8 +8,8 @@ namespace mla::cpu {
 namespace {
 constexpr int kLanes = 16;
 constexpr int kSums = 16;
-#include "cpu/simd.h"
-#include "cpu/merge_rows.h"
+#include "cpu/common/simd.h"
+#include "cpu/merge/merge_rows.h"
 #include "cpu/attention/isa_fp32.h"
 #include "cpu/attention/kernel.h"
 }  // namespace

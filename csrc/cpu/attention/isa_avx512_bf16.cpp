@@ -10,10 +10,10 @@
 namespace mla::cpu {
 namespace {
 constexpr int kLanes = 16;
-#include "cpu/simd.h"
-#include "cpu/merge_rows.h"
+#include "cpu/common/simd.h"
+#include "cpu/merge/merge_rows.h"
 
-#include "cpu/e4m3_to_bf16.h"
+#include "cpu/common/e4m3_to_bf16.h"
 
 #include "cpu/attention/isa_bf16.h"
 

@@ -28,7 +28,7 @@ constexpr int kTile = 128;  // rows converted together; 128 bf16 rows are 144 KB
 constexpr int kRowWords = kHeadDim / Isa::kPack;
 constexpr int kScoreVectors = 2;
 constexpr int kScoreHeads = kScoreVectors * kLanes;  // heads a block
-constexpr int kHeadSlots = (kStretchHeads + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
+constexpr int kHeadSlots = (kMaxWorkHeads + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
 constexpr int kPanel = Isa::kValueVectors * kLanes;  // output dims that a pass over the tile's values covers
 constexpr int kPanels = kValueDim / kPanel;
 constexpr int kTileSteps = kTile / Isa::kPack;
@@ -340,7 +340,7 @@ inline void finish_row(const AttentionProblem& p, int token, int head, const flo
 }
 
 // Writes one head's result: to its place in the output, or as a partial result.
-inline void finish_head(const AttentionProblem& p, const Stretch& s, int head, bool any, Workspace& w) {
+inline void finish_head(const AttentionProblem& p, const TokenWork& s, int head, bool any, Workspace& w) {
   const float total = any ? w.total[head] : 0.0f;
   const float largest = any ? w.largest[head] * kLn2 : -__builtin_inff();
   const float lse = total == 0.0f ? -__builtin_inff() : largest + __builtin_logf(total);
@@ -356,7 +356,7 @@ inline void finish_head(const AttentionProblem& p, const Stretch& s, int head, b
   finish_row(p, s.token, s.head_begin + head, w.out[head], inverse, lse, largest);
 }
 
-inline void run(const AttentionProblem& p, const Stretch& s, void* workspace) {
+inline void run(const AttentionProblem& p, const TokenWork& s, void* workspace) {
   Workspace& w = *static_cast<Workspace*>(workspace);
   [[maybe_unused]] const Isa::Session session;
   load_q(p, s.token, s.head_begin, s.heads, w);

@@ -5,14 +5,14 @@
 #include <cstdint>
 
 #include "mla/index.h"
+#include "mla/limits.h"
 
 namespace mla::cpu {
 
-constexpr int kMaxIndexHeads = 128;
 constexpr int kScoreTokens = 8;  // neighbours of one request that share the keys which one of them loads
 
 // Some neighbouring tokens of one request, over some of its positions.
-struct ScoreStretch {
+struct ScoreRange {
   int64_t token;
   int32_t tokens;  // at most kScoreTokens
   int32_t begin, end;
@@ -20,7 +20,7 @@ struct ScoreStretch {
 
 struct IndexKernel {
   size_t workspace_bytes;  // aligned to 64
-  void (*score)(const IndexScoresProblem& problem, const ScoreStretch& stretch, void* workspace);
+  void (*score)(const IndexScoresProblem& problem, const ScoreRange& range, void* workspace);
 };
 
 extern const IndexKernel kPortableIndexKernel;

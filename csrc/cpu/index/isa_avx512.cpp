@@ -8,7 +8,7 @@ namespace mla::cpu {
 namespace {
 constexpr int kLanes = 16;
 constexpr int kFp32Sums = 16;
-#include "cpu/simd.h"
+#include "cpu/common/simd.h"
 #include "cpu/index/kernel.h"
 }  // namespace
 

@@ -11,8 +11,8 @@ namespace mla::cpu {
 namespace {
 constexpr int kLanes = 16;
 constexpr int kFp32Sums = 16;
-#include "cpu/simd.h"
-#include "cpu/e4m3_to_bf16.h"
+#include "cpu/common/simd.h"
+#include "cpu/common/e4m3_to_bf16.h"
 #include "cpu/index/kernel.h"
 
 #include "cpu/index/bf16_arithmetic.h"

@@ -8,7 +8,7 @@ namespace mla::cpu {
 namespace {
 constexpr int kLanes = 4;
 constexpr int kFp32Sums = 8;
-#include "cpu/simd.h"
+#include "cpu/common/simd.h"
 #include "cpu/index/kernel.h"
 }  // namespace
 

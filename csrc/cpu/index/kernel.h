@@ -1,7 +1,7 @@
 // Scores of the indexer for one instruction set. Each isa_*.cpp includes this inside its anonymous namespace, after
 // simd.h and a number kFp32Sums: registers that products of fp32 numbers are summed in.
 //
-// Keys are converted in tiles, once for all heads of all tokens of the stretch. Lanes are heads: queries were laid out
+// Keys are converted in tiles, once for all heads of all tokens of the range. Lanes are heads: queries were laid out
 // once as [word of the dims][head], and each word of a key is broadcast against them, so nothing is transposed. A score
 // is summed in an order that depends on the number of heads alone, and so are its bits.
 //
@@ -54,7 +54,7 @@ constexpr int kWords = kIndexDim / Arithmetic::kPack;
 inline int vectors_of(const IndexScoresProblem& p) { return (p.heads + kLanes - 1) / kLanes; }
 
 template <typename Arithmetic, typename Number>
-inline void load_queries(const IndexScoresProblem& p, const ScoreStretch& s, Workspace& w) {
+inline void load_queries(const IndexScoresProblem& p, const ScoreRange& s, Workspace& w) {
   const int vectors = vectors_of(p);
   for (int v = 0; v < vectors; ++v)
     for (int lane = 0; lane < kLanes; ++lane) w.is_head[v][lane] = v * kLanes + lane < p.heads ? -1 : 0;
@@ -165,7 +165,7 @@ inline void score_tile(const IndexScoresProblem& p, int64_t first_token, int tok
 
 // `Number` is what queries are: float, or uint16_t for bf16.
 template <typename Arithmetic, typename Number>
-inline void score_with(const IndexScoresProblem& p, const ScoreStretch& s, Workspace& w) {
+inline void score_with(const IndexScoresProblem& p, const ScoreRange& s, Workspace& w) {
   [[maybe_unused]] const typename Arithmetic::Session session;
   load_queries<Arithmetic, Number>(p, s, w);
   for (int begin = s.begin; begin < s.end; begin += kTile) {
@@ -184,8 +184,8 @@ inline void score_with(const IndexScoresProblem& p, const ScoreStretch& s, Works
 
 // What an instruction set's kernel does; ForBf16 is its arithmetic for queries in bf16.
 template <typename ForBf16>
-void score(const IndexScoresProblem& problem, const ScoreStretch& stretch, void* workspace) {
+void score(const IndexScoresProblem& problem, const ScoreRange& range, void* workspace) {
   Workspace& w = *static_cast<Workspace*>(workspace);
-  problem.queries_fp32 ? score_with<Fp32Arithmetic, float>(problem, stretch, w)
-                       : score_with<ForBf16, uint16_t>(problem, stretch, w);
+  problem.queries_fp32 ? score_with<Fp32Arithmetic, float>(problem, range, w)
+                       : score_with<ForBf16, uint16_t>(problem, range, w);
 }

@@ -1,8 +1,8 @@
-// Which kernel computes an attention problem, and how many workers it wants.
-#include <algorithm>
+// Asks the GPU and the problem what mla/choice.h wants to know, and launches the kernel that it chooses.
 #include <atomic>
+#include <map>
+#include <mutex>
 
-#include "cuda/attention/portable/config.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/vector.cuh"
 #include "cuda/ops.h"
@@ -14,19 +14,36 @@ enum class Selection { automatic, portable, unclustered };
 
 std::atomic<Selection> selection{Selection::automatic};
 
-int attribute(cudaDeviceAttr which) {
-  int device, value;
-  check(cudaGetDevice(&device), "device");
+int current_device() {
+  int index;
+  check(cudaGetDevice(&index), "device");
+  return index;
+}
+
+int attribute(cudaDeviceAttr which, int device) {
+  int value;
   check(cudaDeviceGetAttribute(&value, which, device), "device");
   return value;
 }
 
-bool is_hopper(int major) {
+Device ask_device(int index) {
+  Device device{};
+  device.processors = attribute(cudaDevAttrMultiProcessorCount, index);
 #ifdef MLA_CUDA_SM90A
-  return major == 9;
-#else
-  return false;
+  device.hopper_kernels = attribute(cudaDevAttrComputeCapabilityMajor, index) == 9;
+  if (device.hopper_kernels) {
+    const int before = current_device();
+    check(cudaSetDevice(index), "device");
+    try {
+      for (int blocks = 2; blocks <= kMaxCluster; ++blocks) device.clusters[blocks] = few_heads_clusters(blocks);
+    } catch (...) {
+      cudaSetDevice(before);
+      throw;
+    }
+    check(cudaSetDevice(before), "device");
+  }
 #endif
+  return device;
 }
 
 // The Hopper kernels read and write in 16-byte pieces, count them in 32 bits, and decode one kind of row.
@@ -46,108 +63,51 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
          aligned(p.out, p.out_token, p.out_head);
 }
 
-constexpr int64_t kManyTokens = INT32_MAX;
-
-enum class Kernel { portable, few_heads, few_heads_wide, many_heads };
-
-// Whether the GPU holds so many blocks for every token at once, each of them a cluster of so many for the token's
-// parts. A cluster lies within one of the GPU's partitions, and not all of these are whole; what is left over was
-// counted on an H200.
-bool clusters_fit(int processors, int64_t tokens, int blocks, int parts) {
-  const int left_over = parts == 2   ? 0
-                        : parts == 3 ? processors / 9
-                        : parts == 6 ? processors * 3 / 13
-                                     : processors / 11;
-  return tokens > 0 && std::min<int64_t>(tokens, processors) * blocks * parts <= processors - left_over;
-}
-
-// How the kernel for few heads spreads few tokens over all processors.
-struct Spread {
-  int heads;  // of a block
-  int parts;  // into which every token had best be cut, so that one cluster of as many blocks merges them; 0: none
-};
-
-// Eight heads a block where there is room for twice as many blocks: what is done for a token before and after its
-// tiles, half of such a launch, is done for half as many.
-Spread spread_of(int processors, int64_t tokens, int heads) {
-  const auto fit = [&](int heads_of_block, int parts) {
-    return clusters_fit(processors, tokens, (heads + heads_of_block - 1) / heads_of_block, parts);
-  };
-  for (const int parts : {16, 8})
-    if (fit(8, parts)) return {8, parts};
-  const int heads_of_block = heads <= 8 ? 8 : 16;
-  for (const int parts : {8, 6, 4, 3, 2})
-    if (fit(heads_of_block, parts)) return {heads_of_block, parts};
-  return {heads_of_block, 0};
-}
-
-// Of the kernel for few heads. A plan of the caller's may have more rows than there is room for blocks of eight heads.
-int heads_of_block(const AttentionProblem& p, int processors, int64_t tokens) {
-  const Spread spread = spread_of(processors, tokens, p.heads);
-  const bool crowded = int64_t{p.workers} * ((p.heads + 7) / 8) > processors;
-  return p.heads > 8 && crowded ? 16 : spread.heads;
-}
-
-Kernel choose_kernel(int major, int processors, int64_t tokens, int heads, Code code) {
-  if (!is_hopper(major) || selection == Selection::portable) return Kernel::portable;
-  // few tokens of many heads are spread over more processors by 16 heads at a time, or eight
-  if (heads <= 16 || spread_of(processors, tokens, heads).parts) return Kernel::few_heads;
-  return heads <= 32 && code == Code::e4m3 ? Kernel::few_heads_wide : Kernel::many_heads;
+AttentionShape shape_of(const AttentionProblem& p) {
+  int64_t tiles = 0;
+  for (int i = 0; i < p.list_count; ++i) tiles += tiles_of(p.lists[i].topk, kGpuTileSlots);
+  return {p.tokens, p.heads, p.lists[0].cache.format.code, p.whole_tokens, suits_hopper_kernels(p), p.workers, tiles};
 }
 
 }  // namespace
 
+Device describe_device(int index) {
+  static std::mutex mutex;
+  static std::map<int, Device> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto found = known.find(index);
+  if (found == known.end()) found = known.emplace(index, ask_device(index)).first;
+  Device device = found->second;
+  if (selection == Selection::portable) device.hopper_kernels = false;
+  return device;
+}
+
 void sparse_attention(const AttentionProblem& p, void* stream) {
-  // a token's bits must not depend on how many others there are where that was asked for
-  const int64_t tokens = p.whole_tokens ? kManyTokens : p.tokens;
-  const int processors = attribute(cudaDevAttrMultiProcessorCount);
-  Kernel kernel = choose_kernel(attribute(cudaDevAttrComputeCapabilityMajor), processors, tokens, p.heads,
-                                p.lists[0].cache.format.code);
-  if (!suits_hopper_kernels(p)) kernel = Kernel::portable;
-  switch (kernel) {
+  Choice choice = choose(shape_of(p), describe_device(current_device()));
+  if (selection == Selection::unclustered) choice.cluster = 1;
+  switch (choice.kernel) {
 #ifdef MLA_CUDA_SM90A
-    case Kernel::few_heads:  // merges what the plan cut itself
-      return few_heads_attention(p, stream, heads_of_block(p, processors, tokens), selection != Selection::unclustered);
-    case Kernel::few_heads_wide:
-      few_heads_wide_attention(p, stream);
+    case Choice::few_heads:
+      return few_heads_attention(p, choice, stream);
+    case Choice::few_heads_wide:
+      few_heads_wide_attention(p, choice, stream);
       break;
-    case Kernel::many_heads:
-      many_heads_attention(p, stream);
+    case Choice::many_heads:
+      many_heads_attention(p, choice, stream);
       break;
 #endif
     default:
-      portable_attention(p, stream);
+      portable_attention(p, choice, stream);
   }
   merge_cut_tokens(p, stream);
 }
 
-int default_workers(int major, int processors, int64_t tokens, int heads) {
-  const auto workers = [&](int heads_per_block, int blocks_per_processor) {
-    const int blocks = (heads + heads_per_block - 1) / heads_per_block;
-    return std::max(1, processors * blocks_per_processor / blocks);
-  };
-  // whatever the format: a block has all of 17 to 32 heads in either kernel for them
-  switch (choose_kernel(major, processors, tokens, heads, Code::bf16)) {
-    case Kernel::few_heads:
-      if (const int parts = spread_of(processors, tokens, heads).parts) return static_cast<int>(tokens) * parts;
-      return workers(16, 1);
-    case Kernel::many_heads:
-      return workers(64, 1);
-    default:
-      return workers(portable::kHeads, portable::kBlocksPerProcessor);
-  }
-}
-
 bool select_kernel(const std::string& name) {
-  if (name == "auto")
-    selection = Selection::automatic;
-  else if (name == "portable")
-    selection = Selection::portable;
-  else if (name == "unclustered")
-    selection = Selection::unclustered;
-  else
-    return false;
-  return true;
+  static const std::map<std::string, Selection> names{
+      {"auto", Selection::automatic}, {"portable", Selection::portable}, {"unclustered", Selection::unclustered}};
+  const auto found = names.find(name);
+  if (found != names.end()) selection = found->second;
+  return found != names.end();
 }
 
 }  // namespace mla::cuda

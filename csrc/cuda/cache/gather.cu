@@ -79,7 +79,7 @@ void cache_gather(const CacheGatherProblem& p, void* stream) {
   launch(kernel, (p.rows + kRowsPerBlock - 1) / kRowsPerBlock, kThreads, 0, stream, "cache_gather", p);
 }
 
-KernelList cache_gather_kernels() {
+MLA_KERNELS {
   static const KernelEntry entries[] = {
       {"cache_gather fp8_ds_mla", reinterpret_cast<const void*>(choose(true, true)), kThreads, 0},
       {"cache_gather bf16", reinterpret_cast<const void*>(choose(false, true)), kThreads, 0},

@@ -123,7 +123,7 @@ void cache_write(const CacheWriteProblem& p, void* stream) {
   launch(kernel, (p.tokens + kTokensPerBlock - 1) / kTokensPerBlock, kThreads, 0, stream, "cache_write", p);
 }
 
-KernelList cache_write_kernels() {
+MLA_KERNELS {
   static const KernelEntry entries[] = {
       {"cache_write fp8_ds_mla from bf16", reinterpret_cast<const void*>(choose<uint16_t>(true, true)), kThreads, 0},
       {"cache_write fp8_ds_mla from fp32", reinterpret_cast<const void*>(choose<float>(true, true)), kThreads, 0},

@@ -195,12 +195,12 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
 }  // namespace
 
 template <typename Value>
-void merge_partials(const MergeProblem<Value>& p, void* stream) {
+static void merge(const MergeProblem<Value>& p, void* stream) {
   launch(merge_kernel<Value>, (p.tokens * p.heads + kWarps - 1) / kWarps, kThreads, 0, stream, "merge_partials", p);
 }
 
-template void merge_partials(const MergeProblem<float>&, void*);
-template void merge_partials(const MergeProblem<uint16_t>&, void*);
+void merge_partials(const MergeProblem<float>& p, void* stream) { merge(p, stream); }
+void merge_partials(const MergeProblem<uint16_t>& p, void* stream) { merge(p, stream); }
 
 void merge_cut_tokens(const AttentionProblem& p, void* stream) {
   // One wave of blocks, so that none begins only when others have ended: tokens are rarely cut, but this is always run.
@@ -211,7 +211,7 @@ void merge_cut_tokens(const AttentionProblem& p, void* stream) {
   launch_early(merge_cut_tokens_kernel, dim3(cut, heads), kThreads, 0, stream, "merge of cut tokens", p);
 }
 
-KernelList merge_kernels() {
+MLA_KERNELS {
   static const KernelEntry entries[] = {
       {"merge_partials fp32", reinterpret_cast<const void*>(merge_kernel<float>), kThreads, 0},
       {"merge_partials bf16", reinterpret_cast<const void*>(merge_kernel<uint16_t>), kThreads, 0},

@@ -1,4 +1,4 @@
-// Launching, and the list of kernels that `mla-backend doctor` reports on.
+// Launching, and the lists of kernels that `mla-backend doctor` reports on.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +10,9 @@
 namespace mla::cuda {
 
 inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string("mla_backend: ") + what + ": " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // else whoever launches next would report it again
+  throw std::runtime_error(std::string("mla_backend: ") + what + ": " + cudaGetErrorString(error));
 }
 
 // A block gets more than 48 KB of shared memory only where that was asked for.
@@ -48,7 +49,7 @@ void launch_early(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic
   launch(kernel, blocks, threads, dynamic_shared_bytes, stream, what, problem, &early, 1);
 }
 
-// One kernel of the library. Each .cu file defines the list of its own.
+// One kernel of the library, for `mla-backend doctor`.
 struct KernelEntry {
   const char* name;
   const void* function;
@@ -61,15 +62,18 @@ struct KernelList {
   int count;
 };
 
-KernelList portable_attention_kernels();
-KernelList few_heads_attention_kernels();
-KernelList many_heads_attention_kernels();
-KernelList plan_kernels();
-KernelList merge_kernels();
-KernelList cache_write_kernels();
-KernelList cache_gather_kernels();
-KernelList convert_indices_kernels();
-KernelList index_scores_kernels();
-KernelList select_top_kernels();
+// The lists of all .cu files, in a chain that each file's own joins before main() begins.
+struct ListedKernels {
+  KernelList (*list)();
+  ListedKernels* next;
+  static inline ListedKernels* first = nullptr;
+  explicit ListedKernels(KernelList (*list)()) : list(list), next(first) { first = this; }
+};
+
+// Begins the function that returns a file's kernels.
+#define MLA_KERNELS                             \
+  static KernelList listed_kernels();           \
+  static ListedKernels listing{listed_kernels}; \
+  static KernelList listed_kernels()
 
 }  // namespace mla::cuda

@@ -45,7 +45,7 @@ void index_scores(const IndexScoresProblem& p, void* stream) {
   launch(chosen.kernel, blocks, index::kThreads, chosen.shared_bytes, stream, "index_scores", Problem(p));
 }
 
-KernelList index_scores_kernels() {
+MLA_KERNELS {
   const auto entry = [](const char* name, Variant v) {
     return KernelEntry{name, reinterpret_cast<const void*>(v.kernel), index::kThreads, v.shared_bytes};
   };

@@ -219,7 +219,7 @@ void select_top(const SelectTopProblem& p, void* stream) {
          Problem{p, aligned16(p.scores, p.score_token * 4)});
 }
 
-KernelList select_top_kernels() {
+MLA_KERNELS {
   const auto entry = [](const char* name, const Variant& v) {
     return KernelEntry{name, reinterpret_cast<const void*>(v.kernel), v.threads, 0};
   };

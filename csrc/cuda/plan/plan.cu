@@ -1,6 +1,6 @@
-// The plan on the GPU: one block, whatever the number of tokens. See mla/plan.h for what it computes; csrc/cpu/plan.cpp
-// walks the same steps one after the other. All of its time is latency, so it has few barriers and no more threads than
-// there is work for.
+// The plan on the GPU: one block, whatever the number of tokens. See mla/plan.h for what it computes;
+// csrc/cpu/plan/plan.cpp walks the same steps one after the other. All of its time is latency, so it has few barriers
+// and no more threads than there is work for.
 #include <algorithm>
 
 #include "cuda/common/launch.h"
@@ -13,15 +13,15 @@ namespace mla::cuda {
 namespace {
 
 constexpr int kMaxThreads = 32 * kMaxWarps;
-constexpr int kMaxStretches = 4096;
+constexpr int kMaxSpans = 4096;
 
-struct PlanProblem {
+struct PlanJob {
   PlanShape shape;
   PlanRow* rows;
   int32_t workers;
-  int32_t stretch;        // The block keeps the units before every so many tokens (one, if there are few tokens),
-  int32_t stretches;      // and this many such stretches there are,
-  int32_t own_stretches;  // of which a thread adds up this many.
+  int32_t span;           // tokens of a span, before which the block keeps the units: one, if there are few tokens
+  int32_t spans;          // that there are
+  int32_t own_spans;      // that a thread adds up
   int64_t full_units;     // of all tokens together, if their lists are full,
   int32_t whole_workers;  // and this many workers take them whole then, if any.
   bool aligned;           // rows
@@ -29,55 +29,58 @@ struct PlanProblem {
 
 // Units: wide enough for the units of all tokens together. uint32_t spares the GPU long sums and divisions.
 template <typename Units>
-__global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_constant__ PlanProblem p) {
-  extern __shared__ uint64_t dynamic_shared[];
-  Units* units_before = reinterpret_cast<Units*>(dynamic_shared);  // before each stretch, and all in the end
-  __shared__ Units warp_units[kMaxWarps];
-  __shared__ uint32_t warp_places[kMaxWarps];
-  __shared__ int32_t warp_starts[kMaxWarps];
-  __shared__ PlanBorder borders[kMaxThreads + 1];
-  const PlanShape& shape = p.shape;
-  const int thread = threadIdx.x, threads = blockDim.x, lane = thread % 32, warp = thread / 32;
+struct Planner {
+  const PlanJob& p;
+  const PlanShape& shape;
+  Units* units_before;  // before each span, and all in the end
+  PlanShape settled;    // the shape, and whether tokens stay whole after all
+  Units units;          // of all tokens
+  Units active;         // workers that get work
 
-  // What is before each stretch, first from the thread's own first one, then from the beginning.
-  const int32_t first_stretch = thread * p.own_stretches;
-  const int32_t last_stretch = min(first_stretch + p.own_stretches, p.stretches);
-  Units own_units = 0;
+  __device__ Planner(const PlanJob& job, Units* memory) : p(job), shape(job.shape), units_before(memory) {}
+
+  // What is before each span, first from the thread's own first one, then from the beginning. A barrier has to follow.
+  __device__ __forceinline__ void add_up(Units (&warp_units)[kMaxWarps]) {
+    const int thread = threadIdx.x;
+    const int32_t first_span = thread * p.own_spans;
+    const int32_t last_span = min(first_span + p.own_spans, p.spans);
+    Units own_units = 0;
 #pragma unroll 1
-  for (int32_t stretch = first_stretch; stretch < last_stretch; ++stretch) {
-    units_before[stretch] = own_units;
-    const int32_t first = stretch * p.stretch, last = first + min(p.stretch, shape.tokens - first);
+    for (int32_t span = first_span; span < last_span; ++span) {
+      units_before[span] = own_units;
+      const int32_t first = span * p.span, last = first + min(p.span, shape.tokens - first);
 #pragma unroll 1
-    for (int32_t token = first; token < last; ++token) own_units += shape.token_units + token_tiles(shape, token);
+      for (int32_t token = first; token < last; ++token) own_units += shape.token_units + token_tiles(shape, token);
+    }
+    const Units before_thread = exclusive_sum(own_units, units, warp_units);
+#pragma unroll 1
+    for (int32_t span = first_span; span < last_span; ++span) units_before[span] += before_thread;
+    if (thread == 0) units_before[p.spans] = units;
   }
-  Units units;
-  const Units before_thread = exclusive_sum(own_units, units, warp_units);
-#pragma unroll 1
-  for (int32_t stretch = first_stretch; stretch < last_stretch; ++stretch) units_before[stretch] += before_thread;
-  if (thread == 0) units_before[p.stretches] = units, borders[0] = {0, 0};
-  const bool whole = p.whole_workers > 0 && units == static_cast<Units>(p.full_units);
-  PlanShape settled = shape;
-  settled.whole_tokens |= whole;
-  // Divisors that are one, as those of cuda/ops.h are, cost nothing once the compiler knows.
-  PlanShape ones = shape;
-  ones.min_part = ones.good_part = ones.workers_per_processor = 1;
-  const bool has_ones = shape.min_part == 1 && shape.good_part == 1 && shape.workers_per_processor == 1;
-  const Units active = whole      ? p.whole_workers
-                       : has_ones ? active_workers(ones, units, p.workers)
-                                  : active_workers(shape, units, p.workers);
-  __syncthreads();
 
-  const auto tiles = [&](int32_t token) -> Units {
-    return p.stretch == 1 ? units_before[token + 1] - units_before[token] - shape.token_units
-                          : token_tiles(shape, token);
-  };
+  __device__ __forceinline__ void share_out() {
+    const bool whole = p.whole_workers > 0 && units == static_cast<Units>(p.full_units);
+    settled = shape;
+    settled.whole_tokens |= whole;
+    // Divisors that are one, as those of plan_shape() are, cost nothing once the compiler knows.
+    PlanShape ones = shape;
+    ones.min_part = ones.good_part = ones.workers_per_processor = 1;
+    const bool has_ones = shape.min_part == 1 && shape.good_part == 1 && shape.workers_per_processor == 1;
+    active = whole      ? p.whole_workers
+             : has_ones ? active_workers(ones, units, p.workers)
+                        : active_workers(shape, units, p.workers);
+  }
 
-  // Where a worker begins: its cut falls into some stretch, and there into some token.
-  const auto border = [&](int64_t worker) -> PlanBorder {
+  __device__ __forceinline__ Units tiles(int32_t token) const {
+    return p.span == 1 ? units_before[token + 1] - units_before[token] - shape.token_units : token_tiles(shape, token);
+  }
+
+  // Where a worker begins: its cut falls into some span, and there into some token.
+  __device__ __forceinline__ PlanBorder border(int64_t worker) const {
     if (worker == 0) return {0, 0};
     if (worker >= active || shape.tokens == 0) return {shape.tokens, 0};
     const Units index = worker, cut = cut_before(index, active, units);
-    uint32_t low = 0, high = p.stretches - 1;  // the last stretch that begins at or before the cut
+    uint32_t low = 0, high = p.spans - 1;  // the last span that begins at or before the cut
 #pragma unroll 1
     while (low < high) {
       const uint32_t middle = (low + high + 1) / 2;
@@ -88,12 +91,39 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
     }
     Units offset = cut - units_before[low];
 #pragma unroll 1
-    for (int32_t token = low * p.stretch;; ++token) {
+    for (int32_t token = low * p.span;; ++token) {
       const Units here = tiles(token);
       if (offset < here + shape.token_units) return settle_border(settled, token, here, offset);
       offset -= here + shape.token_units;
     }
-  };
+  }
+
+  __device__ __forceinline__ void store(int64_t worker, PlanBorder begin, PlanBorder end, int32_t part,
+                                        uint32_t place) const {
+    alignas(16) PlanRow row{begin.token, end.token + (end.tile > 0),  begin.tile,   end.tile, part,
+                            1,           static_cast<int32_t>(place), shape.granule};
+    if (end.tile == 0 && end.token > begin.token) row.tile_end = tiles(end.token - 1);
+    if (p.aligned)
+      store_bytes<sizeof(row), true>(&row, p.rows + worker);
+    else
+      p.rows[worker] = row;
+  }
+};
+
+template <typename Units>
+__global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_constant__ PlanJob p) {
+  extern __shared__ uint64_t dynamic_shared[];
+  __shared__ Units warp_units[kMaxWarps];
+  __shared__ uint32_t warp_places[kMaxWarps];
+  __shared__ int32_t warp_starts[kMaxWarps];
+  __shared__ PlanBorder borders[kMaxThreads + 1];
+  const int thread = threadIdx.x, threads = blockDim.x, lane = thread % 32, warp = thread / 32;
+
+  Planner<Units> planner(p, reinterpret_cast<Units*>(dynamic_shared));
+  planner.add_up(warp_units);
+  if (thread == 0) borders[0] = {0, 0};
+  planner.share_out();
+  __syncthreads();
 
   // Rows in rounds. The last thread only finds where the worker before it ends, and takes that worker's successor in
   // the next round; places and parts go on from one round to the next.
@@ -102,7 +132,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
   for (int64_t round = 0; round < p.workers; round += threads - 1) {
     const int64_t worker = round + thread;
     const bool real = worker < p.workers && thread < threads - 1;
-    const PlanBorder begin = border(worker), no_border{0, 0};
+    const PlanBorder begin = planner.border(worker), no_border{0, 0};
     borders[thread + 1] = begin;  // borders[0] is left from the round before
     __syncthreads();
     const PlanBorder before = borders[thread], end = real ? borders[thread + 2] : no_border;
@@ -128,15 +158,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
     open_start = max(open_start, __reduce_max_sync(~0u, other_start));
 
     const int32_t part = continues ? static_cast<int32_t>(worker) - start + 1 : 0;
-    if (real) {
-      alignas(16) PlanRow row{begin.token, end.token + (end.tile > 0),  begin.tile,   end.tile, part,
-                              1,           static_cast<int32_t>(place), shape.granule};
-      if (end.tile == 0 && end.token > begin.token) row.tile_end = tiles(end.token - 1);
-      if (p.aligned)
-        store_bytes<sizeof(row), true>(&row, p.rows + worker);
-      else
-        p.rows[worker] = row;
-    }
+    if (real) planner.store(worker, begin, end, part, place);
     if (thread == threads - 1) borders[0] = before;
     __syncthreads();
     // The last part of a cut token tells the first one, which may be in an earlier round, how many there are.
@@ -144,31 +166,31 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
   }
 }
 
-using Kernel = void (*)(PlanProblem);
+using Kernel = void (*)(PlanJob);
 constexpr Kernel kKernel = plan_kernel<uint32_t>, kWideKernel = plan_kernel<uint64_t>;
 
 int32_t divided_up(int64_t n, int64_t by) { return static_cast<int32_t>((n + by - 1) / by); }
 
 }  // namespace
 
-void make_plan(const PlanShape& given, PlanRow* rows, int32_t workers, void* stream) {
-  PlanShape shape = given;
-  shape.token_units = token_units(given, workers);
+void make_plan(const PlanProblem& p, void* stream) {
+  PlanShape shape = plan_shape(PlanFor::gpu, p);
+  shape.token_units = token_units(shape, p.workers);
   // a thread for each token and for each border, while there are threads
-  const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{workers} + 1);
+  const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{p.workers} + 1);
   const int threads = static_cast<int>(std::min<int64_t>((wanted + 31) / 32 * 32, kMaxThreads));
-  const int32_t stretch = std::max(divided_up(shape.tokens, kMaxStretches), 1);
-  const int32_t stretches = divided_up(shape.tokens, stretch);
+  const int32_t span = std::max(divided_up(shape.tokens, kMaxSpans), 1);
+  const int32_t spans = divided_up(shape.tokens, span);
   const int64_t most_units = full_units(shape);
   const bool wide = most_units > UINT32_MAX;
-  const int shared_bytes = (stretches + 1) * static_cast<int>(wide ? sizeof(uint64_t) : sizeof(uint32_t));
+  const int shared_bytes = (spans + 1) * static_cast<int>(wide ? sizeof(uint64_t) : sizeof(uint32_t));
   launch(wide ? kWideKernel : kKernel, 1, threads, shared_bytes, stream, "plan",
-         PlanProblem{shape, rows, workers, stretch, stretches, divided_up(stretches, threads), most_units,
-                     static_cast<int32_t>(whole_token_workers(shape, workers)), aligned16(rows, sizeof(PlanRow))});
+         PlanJob{shape, p.rows, p.workers, span, spans, divided_up(spans, threads), most_units,
+                 static_cast<int32_t>(whole_token_workers(shape, p.workers)), aligned16(p.rows, sizeof(PlanRow))});
 }
 
-KernelList plan_kernels() {
-  constexpr int kSharedBytes = (kMaxStretches + 1) * sizeof(uint32_t);
+MLA_KERNELS {
+  constexpr int kSharedBytes = (kMaxSpans + 1) * sizeof(uint32_t);
   static const KernelEntry entries[] = {{"plan", reinterpret_cast<const void*>(kKernel), kMaxThreads, kSharedBytes}};
   return {entries, 1};
 }

@@ -32,7 +32,19 @@ static_assert(sizeof(PlanRow) == 32, "a plan row is 8 int32");
 // of one token lie at consecutive places, and 2 * workers places are enough.
 MLA_HOST_DEVICE int64_t begun_place(const PlanRow& row) { return int64_t{row.place} + (row.tile_begin > 0); }
 
-// How the lists of one problem are measured.
+// What the op `plan` is given.
+struct PlanProblem {
+  int32_t tokens;
+  int32_t topk;
+  int32_t extra_topk;
+  const int32_t* length;        // [tokens] or null
+  const int32_t* extra_length;  // [tokens] or null
+  bool whole_tokens;
+  PlanRow* rows;  // [workers]
+  int32_t workers;
+};
+
+// The same, and what tiles, tokens and cuts cost on a device: see plan_shape().
 struct PlanShape {
   int32_t tokens;
   int32_t topk;
@@ -47,6 +59,29 @@ struct PlanShape {
   const int32_t* extra_length;    // [tokens] or null
 };
 
+enum class PlanFor { cpu, gpu };
+
+constexpr int kGpuTileSlots = 64;         // that a block of any kernel has in shared memory at once
+constexpr int kPlanWorkersPerThread = 2;  // of a CPU, which take them in turn, as cores are seldom equally fast
+
+inline PlanShape plan_shape(PlanFor device, const PlanProblem& p) {
+  PlanShape shape{p.tokens, p.topk, p.extra_topk, 0, 0, 0, 0, 0, p.whole_tokens, p.length, p.extra_length};
+  if (device == PlanFor::gpu) {
+    shape.granule = kGpuTileSlots;
+    shape.token_units = 3;  // a token's beginning and end take about as long as three tiles; see token_units()
+    shape.min_part = 1;
+    shape.good_part = 1;
+    shape.workers_per_processor = 1;
+  } else {
+    shape.granule = 16;
+    shape.token_units = 1;
+    shape.min_part = 8;    // 128 slots take several times as long as waking a thread and merging
+    shape.good_part = 32;  // parts of 512 slots are worth having more of them than threads
+    shape.workers_per_processor = kPlanWorkersPerThread;
+  }
+  return shape;
+}
+
 MLA_HOST_DEVICE int32_t clamp_length(const int32_t* length, int32_t token, int32_t topk) {
   if (!length) return topk;
   const int32_t n = length[token];
@@ -60,8 +95,8 @@ MLA_HOST_DEVICE int32_t token_tiles(const PlanShape& shape, int32_t token) {
          tiles_of(clamp_length(shape.extra_length, token, shape.extra_topk), shape.granule);
 }
 
-// Where there are two workers for each token or more, most of them pay for one token's beginning and end, whatever their
-// share.
+// Where there are two workers for each token or more, most of them pay for one token's beginning and end, whatever
+// their share.
 MLA_HOST_DEVICE int32_t token_units(const PlanShape& shape, int64_t workers) {
   return 2 * int64_t{shape.tokens} > workers ? shape.token_units : 1;
 }

@@ -6,6 +6,7 @@
 #include "mla/format.h"
 #include "mla/plan.h"
 #include "mla/platform.h"
+#include "mla/workspace.h"
 
 namespace mla {
 
@@ -65,37 +66,8 @@ struct AttentionProblem {
   const PlanRow* plan;  // null: the op makes one
   int32_t workers;
   bool whole_tokens;  // in a plan that the op makes: never cut a token
-  float* workspace;   // on a GPU: partial results, see Partials
-  int32_t* arrivals;  // on a GPU, see Partials
-};
-
-// Where a token's parts go until they are merged: `places` (2 * workers, see plan.h) rows for each head.
-struct Partials {
-  int64_t places;
-  int64_t heads;
-  float* out;         // [places, heads, 512]
-  float* lse;         // [places, heads]
-  float* max_logits;  // [places, heads]
-
-  static constexpr int64_t kFloatsPerRow = kValueDim + 2;
-  // On a GPU there is also a counter for each quarter of a token's row: how many of the token's parts are there. That
-  // of the first part's place is used. All are zero before a launch, and zero again after it. They lie at the
-  // workspace's end, wherever that is: so launches of other sizes, which share it, find theirs zero too.
-  static constexpr int64_t kArrivalsPerRow = 4;
-  static constexpr int64_t kWorkspacePerRow = kFloatsPerRow + kArrivalsPerRow;
-
-  MLA_HOST_DEVICE Partials(float* memory, int32_t workers, int32_t heads)
-      : places(2 * static_cast<int64_t>(workers)),
-        heads(heads),
-        out(memory),
-        lse(out + places * heads * kValueDim),
-        max_logits(lse + places * heads) {}
-
-  // A plan may be a caller's, and stale: a place that isn't there becomes the last one.
-  MLA_HOST_DEVICE int64_t row(int64_t place, int64_t head) const {
-    const int64_t held = place < 0 ? 0 : (place < places ? place : places - 1);
-    return held * heads + head;
-  }
+  float* workspace;   // on a GPU, see Workspace
+  int32_t* arrivals;  // on a GPU: the counters in the workspace
 };
 
 // Results over disjoint sets of slots, to be weighted by their lse: out = sum_i e^(lse_i - lse) out_i.

@@ -1,8 +1,12 @@
-#include "cpu/ops.h"
+#include "cpu/plan/plan.h"
+
+#include "mla/ops.h"
 
 namespace mla::cpu {
 
-void make_plan(const PlanShape& given, PlanRow* rows, int workers) {
+void make_plan(const PlanProblem& p) { fill_plan(plan_shape(PlanFor::cpu, p), p.rows, p.workers); }
+
+void fill_plan(const PlanShape& given, PlanRow* rows, int workers) {
   PlanShape shape = given;
   shape.token_units = token_units(given, workers);
   int64_t units = 0;

@@ -1,10 +1,10 @@
-#include "cpu/ops.h"
-#include "cpu/parallel.h"
+#include "cpu/common/parallel.h"
+#include "mla/ops.h"
 
 namespace mla::cpu {
 
 void convert_indices(const ConvertProblem& p) {
-  for_each_stretch(p.tokens, 4, [&](int64_t token) {
+  for_each_in_ranges(p.tokens, 4, [&](int64_t token) {
     const int32_t* positions = p.positions + token * p.position_stride;
     int32_t* slots = p.slots + token * p.slot_stride;
     const int64_t request = p.request[token];

@@ -1,10 +1,10 @@
-// Writing tokens into the paged cache and reading them back as bf16.
+// Writes tokens into the paged cache, quantised as its format wants it.
 #include <cmath>
 #include <cstring>
 
-#include "cpu/ops.h"
-#include "cpu/parallel.h"
+#include "cpu/common/parallel.h"
 #include "mla/number.h"
+#include "mla/ops.h"
 
 namespace mla::cpu {
 namespace {
@@ -41,7 +41,7 @@ void quantise_row(const CacheFormat& format, bool power_of_two, const Number* la
 template <typename Number>
 void write_rows(const CacheWriteProblem& p) {
   const CacheFormat& format = p.cache.format;
-  for_each_stretch(p.tokens, 8, [&](int64_t token) {
+  for_each_in_ranges(p.tokens, 8, [&](int64_t token) {
     const int64_t slot = p.slots[token];
     if (!p.cache.holds(slot)) return;
     uint8_t* row = p.cache.row(slot);
@@ -58,30 +58,6 @@ void write_rows(const CacheWriteProblem& p) {
 
 void cache_write(const CacheWriteProblem& p) {
   p.source == Source::fp32 ? write_rows<float>(p) : write_rows<uint16_t>(p);
-}
-
-void cache_gather(const CacheGatherProblem& p) {
-  const CacheFormat& format = p.cache.format;
-  for_each_stretch(p.rows, 16, [&](int64_t i) {
-    uint16_t* out = p.out + i * p.out_row;
-    const int64_t slot = p.slots[i];
-    if (!p.cache.holds(slot)) {
-      memset(out, 0, format.head_dim() * 2);
-      return;
-    }
-    const uint8_t* row = p.cache.row(slot);
-    if (format.code == Code::bf16) {
-      memcpy(out, row, format.latent_bytes());
-    } else {
-      for (int group = 0; group < format.scales(); ++group) {
-        float scale;
-        memcpy(&scale, row + format.scale_offset() + 4 * group, 4);
-        for (int d = group * format.group; d < (group + 1) * format.group; ++d)
-          out[d] = float_to_bf16(e4m3_to_float(row[d]) * scale);
-      }
-    }
-    memcpy(out + format.latent, row + format.rope_offset(), format.rope * 2);
-  });
 }
 
 }  // namespace mla::cpu

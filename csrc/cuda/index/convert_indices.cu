@@ -81,7 +81,7 @@ void convert_indices(const ConvertProblem& p, void* stream) {
   launch(convert_kernel, p.tokens, threads, 0, stream, "convert_indices", Problem(p));
 }
 
-KernelList convert_indices_kernels() {
+MLA_KERNELS {
   static const KernelEntry entries[] = {
       {"convert_indices", reinterpret_cast<const void*>(convert_kernel), kMaxThreads, 0}};
   return {entries, 1};

@@ -1,19 +1,18 @@
-#include "cpu/ops.h"
-#include "cpu/parallel.h"
+#include "cpu/common/parallel.h"
+#include "mla/limits.h"
 #include "mla/number.h"
+#include "mla/ops.h"
 
 namespace mla::cpu {
 namespace {
-#include "cpu/merge_rows.h"
+#include "cpu/merge/merge_rows.h"
 
 void narrow(float x, float* to) { *to = x; }
 void narrow(float x, uint16_t* to) { *to = float_to_bf16(x); }
 
-}  // namespace
-
 template <typename Value>
-void merge_partials(const MergeProblem<Value>& p) {
-  for_each_stretch(p.tokens * p.heads, 8, [&](int64_t item) {
+void merge(const MergeProblem<Value>& p) {
+  for_each_in_ranges(p.tokens * p.heads, 8, [&](int64_t item) {
     const int64_t token = item / p.heads, head = item % p.heads;
     float sum[kMaxMergeDim];
     p.lse[token * p.lse_token + head * p.lse_head] =
@@ -24,7 +23,9 @@ void merge_partials(const MergeProblem<Value>& p) {
   });
 }
 
-template void merge_partials(const MergeProblem<float>&);
-template void merge_partials(const MergeProblem<uint16_t>&);
+}  // namespace
+
+void merge_partials(const MergeProblem<float>& p) { merge(p); }
+void merge_partials(const MergeProblem<uint16_t>& p) { merge(p); }
 
 }  // namespace mla::cpu

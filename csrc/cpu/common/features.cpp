@@ -1,4 +1,4 @@
-#include "cpu/features.h"
+#include "cpu/common/features.h"
 
 #include <atomic>
 #include <cstdlib>

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cpu/kept_buffer.h"
-#include "cpu/ops.h"
-#include "cpu/parallel.h"
+#include "cpu/common/kept_buffer.h"
+#include "cpu/common/parallel.h"
 #include "mla/number.h"
+#include "mla/ops.h"
 
 namespace mla::cpu {
 namespace {
@@ -64,7 +64,7 @@ int32_t select(const float* scores, int32_t count, int32_t topk, int32_t* chosen
 }  // namespace
 
 void select_top(const SelectTopProblem& p) {
-  for_each_stretch(p.tokens, 1, [&](int64_t token) {
+  for_each_in_ranges(p.tokens, 1, [&](int64_t token) {
     thread_local KeptBuffer buffer;
     int32_t* chosen = p.chosen + token * p.chosen_token;
     const int32_t count = std::max(0, std::min(p.length[token], p.positions));

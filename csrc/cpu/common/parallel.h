@@ -17,16 +17,16 @@ void for_each(int64_t items, Body&& body) {
   parallel_items(items, [](int64_t item, void* context) { (*static_cast<Body*>(context))(item); }, &body);
 }
 
-// The same over stretches of at least `grain` items, for bodies too small to be handed out one by one.
+// The same over ranges of at least `grain` items, for bodies too small to be handed out one by one.
 template <typename Body>
-void for_each_stretch(int64_t items, int64_t grain, Body&& body) {
+void for_each_in_ranges(int64_t items, int64_t grain, Body&& body) {
   const int64_t threads = thread_count();
-  int64_t stretch = (items + 4 * threads - 1) / (4 * threads);
-  if (stretch < grain) stretch = grain;
-  const int64_t stretches = (items + stretch - 1) / stretch;
-  for_each(stretches, [&](int64_t s) {
-    const int64_t end = (s + 1) * stretch < items ? (s + 1) * stretch : items;
-    for (int64_t i = s * stretch; i < end; ++i) body(i);
+  int64_t range = (items + 4 * threads - 1) / (4 * threads);
+  if (range < grain) range = grain;
+  const int64_t ranges = (items + range - 1) / range;
+  for_each(ranges, [&](int64_t s) {
+    const int64_t end = (s + 1) * range < items ? (s + 1) * range : items;
+    for (int64_t i = s * range; i < end; ++i) body(i);
   });
 }
 

@@ -1,0 +1,69 @@
+// How a binding becomes an op of torch, and how an op runs where its tensors are.
+//
+//   MLA_OP(cache_gather, "(Tensor cache, Tensor slots, Tensor(a!) out) -> ()", Tensor cache, Tensor slots, Tensor out)
+//   {
+//     ... check the arguments, make a problem p of plain pointers ...
+//     MLA_RUN(cache, cache_gather, p);
+//   }
+//
+// Every op returns nothing and writes into tensors that the caller made, which its schema marks: a captured graph
+// allocates nothing, and mla_backend/fake.py knows what each does. The Python API makes the tensors for those who
+// don't care.
+#pragma once
+
+#include "bindings/check.h"
+#include "mla/ops.h"
+
+namespace mla::bindings {
+
+// The names of all ops, in a chain that each binding joins before main() begins.
+struct ListedOp {
+  const char* name;
+  ListedOp* next;
+  static inline ListedOp* first = nullptr;
+  explicit ListedOp(const char* name) : name(name), next(first) { first = this; }
+};
+
+}  // namespace mla::bindings
+
+#define MLA_OP(op, schema, ...)                                                                 \
+  void op(__VA_ARGS__);                                                                         \
+  static ListedOp op##_listed{#op};                                                             \
+  STABLE_TORCH_LIBRARY_FRAGMENT(mla_backend, m) { m.def(#op schema); }                          \
+  STABLE_TORCH_LIBRARY_IMPL(mla_backend, CPU, m) { m.impl(#op, TORCH_BOX(&op)); }               \
+  MLA_IF_CUDA(STABLE_TORCH_LIBRARY_IMPL(mla_backend, CUDA, m) { m.impl(#op, TORCH_BOX(&op)); }) \
+  void op(__VA_ARGS__)
+
+#ifdef MLA_CUDA
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+// It lives in a part of torch that a CPU-only torch lacks; as a weak symbol it lets the same library load under both.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream) __attribute__((weak));
+
+namespace mla::bindings {
+
+// Makes the tensor's device the current one for as long as it lives, and knows torch's stream there.
+class CudaLaunch {
+ public:
+  explicit CudaLaunch(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+    if (!aoti_torch_get_current_cuda_stream ||
+        aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_) != 0)
+      throw std::runtime_error("mla_backend: torch gave no CUDA stream for a CUDA tensor");
+  }
+  void* stream() const { return stream_; }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  void* stream_ = nullptr;
+};
+
+}  // namespace mla::bindings
+
+#define MLA_IF_CUDA(...) __VA_ARGS__
+#define MLA_RUN(tensor, op, problem) \
+  (tensor).is_cuda() ? cuda::op(problem, CudaLaunch(tensor).stream()) : cpu::op(problem)
+#else
+#define MLA_IF_CUDA(...)
+#define MLA_RUN(tensor, op, problem) cpu::op(problem)
+#endif

@@ -1,0 +1,14 @@
+// The largest problems that the ops accept. docs/contract.md promises these numbers.
+#pragma once
+
+#include <cstdint>
+
+namespace mla {
+
+constexpr int kMaxHeads = 256;           // query heads of attention
+constexpr int kMaxIndexHeads = 128;      // query heads of an indexer
+constexpr int kMaxMergeDim = 1024;       // values of a head that merge_partials takes
+constexpr int kMaxGpuWorkers = 65535;    // rows of a plan on a GPU: the second dimension of a grid
+constexpr int64_t kMaxSize = INT32_MAX;  // tokens, slots of a token, positions, blocks of a request
+
+}  // namespace mla

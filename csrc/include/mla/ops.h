@@ -1,0 +1,31 @@
+// Every op as a device implements it; the bindings call these. On a GPU they enqueue and return: no synchronisation,
+// no allocation. `stream` is a cudaStream_t.
+#pragma once
+
+#include "mla/index.h"
+#include "mla/plan.h"
+#include "mla/problem.h"
+
+namespace mla {
+
+#define MLA_OP_ON_BOTH(op, Problem)      \
+  namespace cpu {                        \
+  void op(const Problem& problem);       \
+  }                                      \
+  namespace cuda {                       \
+  void op(const Problem&, void* stream); \
+  }
+
+MLA_OP_ON_BOTH(sparse_attention, AttentionProblem)  // on a GPU with a plan and a workspace
+MLA_OP_ON_BOTH(make_plan, PlanProblem)
+MLA_OP_ON_BOTH(merge_partials, MergeProblem<float>)
+MLA_OP_ON_BOTH(merge_partials, MergeProblem<uint16_t>)
+MLA_OP_ON_BOTH(cache_write, CacheWriteProblem)
+MLA_OP_ON_BOTH(cache_gather, CacheGatherProblem)
+MLA_OP_ON_BOTH(convert_indices, ConvertProblem)
+MLA_OP_ON_BOTH(index_scores, IndexScoresProblem)
+MLA_OP_ON_BOTH(select_top, SelectTopProblem)
+
+#undef MLA_OP_ON_BOTH
+
+}  // namespace mla

@@ -1,0 +1,58 @@
+// The results of cut tokens until they are merged: where each lies, and how much memory they take.
+#pragma once
+
+#include <cstdint>
+
+#include "mla/format.h"
+#include "mla/platform.h"
+
+namespace mla {
+
+// Partial results of a launch: `places` (2 * workers, see plan.h) of them, a row for each head.
+struct Partials {
+  int64_t places;
+  int64_t heads;
+  float* out;         // [places, heads, 512]
+  float* lse;         // [places, heads]
+  float* max_logits;  // [places, heads]
+
+  static constexpr int64_t kPerWorker = 2;
+  static constexpr int64_t kFloatsPerRow = kValueDim + 2;
+  // On a GPU there is also a counter for each quarter of a row: how many parts of the token have arrived. The counters
+  // of the token's first part are used.
+  static constexpr int64_t kArrivalsPerRow = 4;
+
+  MLA_HOST_DEVICE Partials(float* memory, int32_t workers, int32_t heads)
+      : places(kPerWorker * static_cast<int64_t>(workers)),
+        heads(heads),
+        out(memory),
+        lse(out + places * heads * kValueDim),
+        max_logits(lse + places * heads) {}
+
+  // A plan may be a caller's, and stale: a place that isn't there becomes the last one.
+  MLA_HOST_DEVICE int64_t row(int64_t place, int64_t head) const {
+    const int64_t held = place < 0 ? 0 : (place < places ? place : places - 1);
+    return held * heads + head;
+  }
+
+  static constexpr int64_t floats(int64_t workers, int64_t heads) {
+    return kPerWorker * workers * heads * kFloatsPerRow;
+  }
+};
+
+// The memory that a caller gives to attention on a GPU: partial results at its beginning, counters at its end. All
+// counters are zero before a launch, and zero again after it. As they end where the memory ends, launches of other
+// sizes that share it find theirs zero too.
+struct Workspace {
+  static constexpr int64_t kCountersPerWorkerHead = Partials::kPerWorker * Partials::kArrivalsPerRow;
+  static constexpr int64_t kFloatsPerWorkerHead =
+      Partials::kPerWorker * Partials::kFloatsPerRow + kCountersPerWorkerHead;  // a counter is as large as a float
+
+  static constexpr int64_t floats(int64_t workers, int64_t heads) { return workers * heads * kFloatsPerWorkerHead; }
+  // Of a workspace of `size` floats, which may be more than are needed.
+  static int32_t* arrivals(float* memory, int64_t size, int64_t workers, int64_t heads) {
+    return reinterpret_cast<int32_t*>(memory + size - workers * heads * kCountersPerWorkerHead);
+  }
+};
+
+}  // namespace mla
