@@ -158,7 +158,9 @@ def _clusters_line(device: dict[str, Any]) -> str:
         return f"; {device['clusters_error']}"
     if "clusters" not in device:
         return ""
-    return "; clusters at once: " + ", ".join(f"{count} of {blocks}" for blocks, count in device["clusters"].items())
+    sizes = [blocks for blocks in (2, 3, 4, 6, 8, 16) if blocks in device["clusters"]]
+    counts = "/".join(str(device["clusters"][blocks]) for blocks in sizes)
+    return f", clusters of {'/'.join(map(str, sizes))} blocks: {counts}"
 
 
 def render(report: dict[str, Any], console: Console) -> None:

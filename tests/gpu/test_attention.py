@@ -462,6 +462,12 @@ def test_missing_or_small_workspaces_are_refused_by_the_op():
         problem.solve(workspace=torch.empty(3, device="cuda"))
 
 
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf")])
+def test_a_scale_that_is_no_finite_number_is_refused(scale):
+    with pytest.raises(ValueError, match="^scale must be a finite number; got"):
+        random_problem(tokens=1, heads=1, topk=5).but(scale=scale).to("cuda").solve()
+
+
 def test_a_plan_of_too_many_rows_is_refused():
     problem = random_problem().to("cuda")
     plan = torch.zeros(65536, 8, dtype=torch.int32, device="cuda")

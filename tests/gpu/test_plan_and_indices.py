@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from mla_backend import reference
+from mla_backend import library, reference
 from plans import TOKEN_UNITS, gpu_plan, tiles_of, walk
-from problems import assert_accurate
+from problems import CUDA_KERNEL, assert_accurate
 
 pytestmark = pytest.mark.gpu
 GRANULE = 64
@@ -113,6 +113,19 @@ def test_a_table_may_lie_anywhere(workers):
     mla_backend.plan(77, 2048, topk_length=lengths, out=table)
     assert torch.equal(table, mla_backend.plan(77, 2048, topk_length=lengths, workers=workers, device="cuda"))
     assert memory[0] == 7 and torch.all(memory[-8:] == 7)
+
+
+def test_the_gpu_is_asked_what_plans_for_it_depend_on():
+    device, properties = library.describe_device(0), torch.cuda.get_device_properties(0)
+    assert device.processors == properties.multi_processor_count
+    has_hopper_kernels = properties.major == 9 and "90a" in library.about()["cuda_archs"].split()
+    assert bool(device.hopper_kernels) == (has_hopper_kernels and CUDA_KERNEL != "portable")
+    counts = device.clusters[2:]
+    assert all(blocks * count <= device.processors for blocks, count in enumerate(counts, 2))
+    assert counts == sorted(counts, reverse=True) and bool(counts[0]) == has_hopper_kernels
+    for tokens in (1, 8, 33, 66, 200):
+        rows = mla_backend.plan(tokens, 2048, num_heads=16, device="cuda").shape[0]
+        assert rows == library.cuda_workers(device, 16, tokens)
 
 
 @given(

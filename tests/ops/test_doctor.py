@@ -1,5 +1,6 @@
 """mla-backend doctor: what it says, and that it says it even when the library is broken."""
 
+import io
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 from mla_backend import cli, doctor, library
 from mla_backend.vllm_plugin import versions
@@ -111,6 +113,23 @@ def test_untried_vllm_versions_are_named_as_such(monkeypatch, version, supported
     found = doctor.examine()["vllm"]
     assert found["supported"] is supported
     assert supported or "0.23, 0.32, 0.33" in found["why"]
+
+
+def test_text_tells_how_many_clusters_a_gpu_holds_or_why_that_is_unknown():
+    gpu = {"name": "GPU", "capability": "9.0", "multiprocessors": 132, "memory_bytes": 80 * 2**30}
+    report = doctor.examine()
+    report["gpus"] = {
+        "why": None,
+        "kernels": [],
+        "devices": [
+            {**gpu, "clusters": {2: 66, 3: 39, 4: 30, 5: 24, 6: 17, 8: 15, 16: 7}},
+            {**gpu, "clusters_error": "mla_backend: clusters of 2 blocks: out of memory"},
+        ],
+    }
+    text = io.StringIO()
+    doctor.render(report, Console(file=text, width=200))
+    assert "132 SMs, 80 GiB, clusters of 2/3/4/6/8/16 blocks: 66/39/30/17/15/7" in text.getvalue()
+    assert "132 SMs, 80 GiB; mla_backend: clusters of 2 blocks: out of memory" in text.getvalue()
 
 
 def test_an_unknown_command_is_refused(capsys):

@@ -220,6 +220,12 @@ def test_a_gpu_that_holds_no_clusters_cuts_no_tokens_for_them(heads):
         assert library.cuda_workers(device, heads, tokens) == library.cuda_workers(device, heads)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
+def test_asking_a_gpu_that_is_not_there_says_why():
+    with pytest.raises(RuntimeError, match="^mla_backend: .*(device|driver|without CUDA)"):
+        library.describe_device(0)
+
+
 @pytest.mark.parametrize("processors", [16, 78, 114, 132])
 @pytest.mark.parametrize("heads", [1, 8, 16, 17, 64, 128])
 def test_the_vllm_step_knows_from_how_many_tokens_on_plans_are_of_one_size(processors, heads):

@@ -15,13 +15,13 @@ constexpr int kLanePositions = 4;
 constexpr int kWarpPositions = 32 * kLanePositions;
 
 struct Problem : ConvertProblem {
-  PositionDivisor place_of;
+  PositionDivisor entry_of;  // of the block table
 
-  explicit Problem(const ConvertProblem& p) : ConvertProblem(p), place_of(p.block_size) {}
+  explicit Problem(const ConvertProblem& p) : ConvertProblem(p), entry_of(p.block_size) {}
 };
 
 __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_constant__ Problem p) {
-  __shared__ uint32_t warp_valid[2][kMaxWarps];  // for rounds in turn: a barrier each is then enough
+  __shared__ uint32_t warp_valid[2][kMaxWarps];  // of even and odd rounds: a barrier each is then enough
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t token = blockIdx.x;
   const int32_t* positions = p.positions + token * p.position_stride;
@@ -31,13 +31,13 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
   const int32_t* table = p.block_table + (known ? request * p.table_stride : 0);
   const uint32_t topk = p.topk, max_blocks = p.max_blocks;
   uint32_t valid = 0;  // in the rounds so far
-  int turn = 0;
-  for (uint32_t round = 0; round < topk; round += blockDim.x * kLanePositions, turn ^= 1) {
+  int parity = 0;
+  for (uint32_t round = 0; round < topk; round += blockDim.x * kLanePositions, parity ^= 1) {
     const uint32_t first = round + warp * kWarpPositions + lane;
     const int32_t left = static_cast<int32_t>(topk - first);  // may be negative
     const int32_t* lane_positions = positions + first;
     int32_t* lane_slots = slots + first;
-    uint32_t position[kLanePositions], place[kLanePositions];  // negative ones are beyond INT32_MAX
+    uint32_t position[kLanePositions], entry[kLanePositions];  // negative ones are beyond INT32_MAX
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) position[i] = 32 * i < left ? lane_positions[32 * i] : -1;
 
@@ -45,12 +45,12 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
     int32_t block[kLanePositions], slot[kLanePositions];
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) {
-      place[i] = p.place_of(position[i]);
-      block[i] = known && position[i] <= INT32_MAX && place[i] < max_blocks ? table[place[i]] : -1;
+      entry[i] = p.entry_of(position[i]);
+      block[i] = known && position[i] <= INT32_MAX && entry[i] < max_blocks ? table[entry[i]] : -1;
     }
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) {
-      const int64_t wide = int64_t{block[i]} * p.block_size + (position[i] - place[i] * p.block_size);
+      const int64_t wide = int64_t{block[i]} * p.block_size + (position[i] - entry[i] * p.block_size);
       slot[i] = block[i] < 0 || wide > INT32_MAX ? -1 : static_cast<int32_t>(wide);
     }
 
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
       own_warp += __popc(valid_lanes[i]);
       if (!p.compact && 32 * i < left) lane_slots[32 * i] = slot[i];
     }
-    uint32_t rank = valid + sum_before_warp(own_warp, round_valid, warp_valid[turn]);
+    uint32_t rank = valid + sum_before_warp(own_warp, round_valid, warp_valid[parity]);
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) {
       if (p.compact && slot[i] >= 0) slots[rank + __popc(valid_lanes[i] & lanes_below())] = slot[i];

@@ -112,7 +112,7 @@ struct CacheGatherProblem {
 struct ConvertProblem {
   int64_t tokens;
   int32_t topk;
-  const int32_t* positions;  // [tokens, topk]: places in the token's own sequence
+  const int32_t* positions;  // [tokens, topk]: in the token's own sequence
   int64_t position_stride;
   const int32_t* block_table;  // [requests, max_blocks]: physical blocks
   int64_t table_stride;
@@ -129,9 +129,9 @@ struct ConvertProblem {
 // The physical slot of a position in a request's sequence, or -1.
 MLA_HOST_DEVICE int32_t slot_of_position(const ConvertProblem& p, int64_t request, int32_t position) {
   if (position < 0 || request < 0 || request >= p.requests) return -1;
-  const int32_t place = position / p.block_size;
-  if (place >= p.max_blocks) return -1;
-  const int64_t block = p.block_table[request * p.table_stride + place];
+  const int32_t entry = position / p.block_size;
+  if (entry >= p.max_blocks) return -1;
+  const int64_t block = p.block_table[request * p.table_stride + entry];
   const int64_t slot = block * p.block_size + position % p.block_size;
   return block < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
 }
