@@ -9,7 +9,7 @@ however many blocks there are.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from mla_backend.arguments import require_count
+from kv_cache.arguments import require_count
 
 Evicted = list[tuple[bytes, int]]
 """Names that can't be found any more, and the blocks that had them."""

@@ -4,11 +4,11 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kv_cache.arguments import require_count
 from kv_cache.blocks import BlockPool, OutOfBlocks
 from kv_cache.host import HostTier
 from kv_cache.sequence import NAME_BYTES, Sequence, root_name
 from kv_cache.storage import Storage
-from mla_backend.arguments import require_count
 
 
 @dataclass(frozen=True)

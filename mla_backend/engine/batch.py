@@ -6,9 +6,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kv_cache.keys import KEY_FORMATS
 from mla_backend.engine.config import INDEX_DIM, ModelConfig
 from mla_backend.formats import FORMATS
+from mla_backend.keys import KEY_FORMATS
 
 
 @dataclass
@@ -67,7 +67,7 @@ class LayerCache:
     latent: Tensor
     """`[blocks, block_size, width]`: of a format of the library, or fp32 rows of 576 for `ExactAttention`."""
     keys: Tensor | None
-    """The indexer's: fp32 `[blocks, block_size, 128]`, or of a format of `kv_cache.KEY_FORMATS`; None in a layer
+    """The indexer's: fp32 `[blocks, block_size, 128]`, or of a format of `mla_backend.KEY_FORMATS`; None in a layer
     without an indexer."""
 
 
@@ -84,7 +84,7 @@ def new_caches(
 
     Args:
         latent: a name in `mla_backend.FORMATS`, or fp32.
-        keys: a name in `kv_cache.KEY_FORMATS`, or fp32.
+        keys: a name in `mla_backend.KEY_FORMATS`, or fp32.
     """
     latents = {name: (fmt.width, fmt.dtype) for name, fmt in FORMATS.items()}
     latents["fp32"] = (config.latent_dim + config.rope_dim, torch.float32)

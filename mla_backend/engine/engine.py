@@ -27,11 +27,16 @@ from mla_backend.engine.sampler import Picked
 from mla_backend.engine.scheduler import Scheduler, Work, require_limits
 from mla_backend.engine.text import TextStream
 from mla_backend.engine.tokenizer import Message, Tokenizer, end_tokens
+from mla_backend.formats import FORMATS
+from mla_backend.keys import KEY_FORMATS
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text, token ids, or a conversation."""
 
-KV_CACHES = {"fp8": ("fp8_ds_mla", "fp8"), "bf16": ("bf16", "bf16")}
+KV_CACHES = {
+    "fp8": (FORMATS["fp8_ds_mla"], KEY_FORMATS["fp8"]),
+    "bf16": (FORMATS["bf16"], KEY_FORMATS["bf16"]),
+}
 """Formats of the latent cache and of the indexer's keys."""
 WATERMARK = 0.01
 """Of the blocks: what admissions leave free, so that samples which run can grow a little before one has to go."""
