@@ -218,7 +218,6 @@ CASES = {
     "flash_mla: indices are a list": (kvcache(indices=[[1]]), TypeError, r"indices must be a torch.Tensor; got list"),
     "flash_mla: out of another shape": (kvcache(out=torch.zeros(2, 4, 512).bfloat16()), ValueError, r"out must be bfloat16 \[b=2, s_q=1, h_q=4, 512\]"),
     "flash_mla: extra lists alone": (kvcache(extra_indices_in_kvcache=torch.zeros(2, 1, 6, dtype=INT)), ValueError, r"extra_k_cache must be given with extra_indices"),
-    "flash_mla: metadata without heads": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=INT), 16, 1, topk=64), ValueError, r"num_heads_q must be given with topk"),
     "flash_mla: lengths of int64": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=torch.long), 16, 1), ValueError, r"cache_seqlens must be int32"),
     "flash_mla: the whole pair": (kvcache(tile_scheduler_metadata=flash_mla.get_mla_metadata()), TypeError, r"must be the first of what get_mla_metadata returned; got tuple"),
     "flash_mla: 2 KV heads": (kvcache(k_cache=torch.zeros(3, 8, 2, 576).bfloat16()), ValueError, r"k_cache.shape\[2\] must be 1"),
