@@ -1,4 +1,4 @@
-"""The paged cache manager: which blocks a sequence's tokens lie in, and the bytes of those blocks.
+"""The paged cache manager: which blocks hold a sequence's tokens, and the bytes of those blocks.
 
     layout = kv_cache.Layout(61, 64, mla_backend.FORMATS["fp8_ds_mla"], mla_backend.KEY_FORMATS["fp8"])
     storage = kv_cache.Storage(layout, blocks=1000)

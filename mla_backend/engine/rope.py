@@ -1,4 +1,4 @@
-"""Rotary position embedding, stretched by YaRN where the model wants it."""
+"""Rotary position embedding, with YaRN where the model has it."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What all layers of a forward pass share, so that each of it is computed once."""
+"""What all layers of a forward pass share. Each part is computed once."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,12 +11,12 @@ from mla_backend.engine.batch import Batch
 from mla_backend.keys import KeyAddresses
 
 Selection = tuple[Tensor, Tensor]
-"""Slots int32 `[T, topk]` and how many of each row count, int32 `[T]`."""
+"""Slots int32 `[T, topk]`, and how many of each row are valid, int32 `[T]`."""
 
 
 @dataclass
 class Step:
-    """Made anew for each pass: within a captured graph its tensors have to be the graph's own."""
+    """Made anew for each pass, as the tensors of a captured graph have to be its own."""
 
     batch: Batch
     positions: Tensor
@@ -58,7 +58,7 @@ class Step:
         return self.slots_of(torch.where(positions < self.lengths.unsqueeze(1), positions, -1))
 
     def slots_of(self, chosen: Tensor) -> Selection:
-        """Positions int32 `[T, n]`, negative where there is none, as a selection."""
+        """Positions int32 `[T, n]`, negative for none, as a selection."""
         batch = self.batch
         return convert_indices(chosen, batch.block_table, batch.request_ids, self.block_size, compact=True)
 

@@ -1,4 +1,4 @@
-"""Checks what the user asked of vLLM: a reason where this backend can't do it, and the settings it needs where it can."""
+"""Checks what the user asked of vLLM: says why where this backend can't do it, and completes it where it can."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
