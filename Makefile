@@ -48,7 +48,7 @@ $(INSTALLED): $(BUILD_INPUTS)
 setup: $(INSTALLED)
 
 test: setup
-	$(RUN) -m pytest -n $(WORKERS) $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 # The library works with every torch, so this environment uses the one built above. A .pth file and the egg-info make
 # this folder and its entry points visible, as an editable installation would.

@@ -21,6 +21,14 @@ from mla_backend.cache import convert_indices
 from mla_backend.formats import FORMATS, format_of
 
 HEAD_DIM, HEAD_DIM_V = FORMATS["bf16"].head_dim, FORMATS["bf16"].value_dim
+DECODE_NAMES = {
+    "cache": "k_cache",
+    "sink": "attn_sink",
+    "scale": "softmax_scale",
+    "extra_cache": "extra_k_cache",
+    "extra_indices": "extra_indices_in_kvcache",
+}
+"""The arguments of `sparse_attention` as `flash_mla_with_kvcache` calls them."""
 
 
 @dataclass
@@ -182,15 +190,15 @@ def flash_mla_with_kvcache(
     Returns:
         out `[b, s_q, h_q, 512]` and lse fp32 `[b, h_q, s_q]`, +inf where there was nothing to attend to.
     """
+    sparse_only = {
+        "attn_sink": attn_sink,
+        "extra_k_cache": extra_k_cache,
+        "extra_indices_in_kvcache": extra_indices_in_kvcache,
+        "topk_length": topk_length,
+        "extra_topk_length": extra_topk_length,
+    }
     require_tensors(q=q, k_cache=k_cache)
-    require_optional_tensors(
-        indices=indices,
-        extra_k_cache=extra_k_cache,
-        extra_indices_in_kvcache=extra_indices_in_kvcache,
-        topk_length=topk_length,
-        extra_topk_length=extra_topk_length,
-        out=out,
-    )
+    require_optional_tensors(indices=indices, out=out, **sparse_only)
     _require_queries(q, out)
     _require_paged("k_cache", k_cache, is_fp8_kvcache)
     if extra_k_cache is not None:
@@ -204,42 +212,16 @@ def flash_mla_with_kvcache(
             raise ValueError("causal must be False with indices, which say themselves what a token sees; got True")
         slots, lengths = _per_query(indices, "indices", b, s_q), _per_token(topk_length, "topk_length", b, s_q)
     else:
-        _require_nothing_sparse(
-            attn_sink=attn_sink,
-            extra_k_cache=extra_k_cache,
-            topk_length=topk_length,
-            extra_indices_in_kvcache=extra_indices_in_kvcache,
-            extra_topk_length=extra_topk_length,
-        )
+        if given := [name for name, value in sparse_only.items() if value is not None]:
+            raise ValueError(f"{given[0]} must be None without indices; got a tensor")
         slots, lengths = _whole_sequences(block_table, cache_seqlens, b, s_q, k_cache.shape[1], causal)
 
     batch_invariant = enable_batch_invariant or _asked_for_batch_invariance(tile_scheduler_metadata)
-    config = FlashMLASchedMeta.Config(
-        b,
-        s_q,
-        h_q,
-        k_cache.shape[1],
-        k_cache.shape[2],
-        causal,
-        is_fp8_kvcache,
-        None if indices is None else indices.shape[-1],
-        None if extra_k_cache is None else extra_k_cache.shape[1],
-        None if extra_slots is None else extra_slots.shape[-1],
-        topk_length is not None,
-        extra_topk_length is not None,
-        batch_invariant,
-    )
+    config = _config_of(q, k_cache, causal, is_fp8_kvcache, batch_invariant, indices, **sparse_only)
     plan = _plan_for(tile_scheduler_metadata, num_splits, config, slots, lengths, extra_slots, extra_lengths)
     # tokens of one request, or with requests next to each other, are a view of out; others are copied there
     flat_out = None if out is None else out.squeeze(1) if s_q == 1 else out.flatten(0, 1)
-    with named(
-        cache="k_cache",
-        sink="attn_sink",
-        indices="indices",
-        scale="softmax_scale",
-        extra_cache="extra_k_cache",
-        extra_indices="extra_indices_in_kvcache",
-    ):
+    with named(**DECODE_NAMES):
         result, lse = attention.sparse_attention(
             q.flatten(0, 1),
             k_cache,
@@ -358,12 +340,6 @@ def _require_queries(q: Tensor, out: Tensor | None) -> None:
         raise ValueError(f"out must be bfloat16 [b={b}, s_q={s_q}, h_q={h_q}, 512]; got {list(out.shape)}")
 
 
-def _require_nothing_sparse(**arguments: Tensor | None) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name} must be None without indices; got a tensor")
-
-
 def _per_query(indices: Tensor | None, name: str, b: int, s_q: int) -> Tensor | None:
     """Index lists `[b, s_q, topk]` as `[b * s_q, topk]`."""
     if indices is None:
@@ -402,6 +378,36 @@ def _whole_sequences(
     hidden = torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=device) if causal else 0
     lengths = (cache_seqlens.unsqueeze(1) - hidden).expand(b, s_q)
     return slots, lengths.flatten()
+
+
+def _config_of(
+    q: Tensor,
+    k_cache: Tensor,
+    causal: bool,
+    is_fp8_kvcache: bool,
+    batch_invariant: bool,
+    indices: Tensor | None,
+    attn_sink: Tensor | None,
+    extra_k_cache: Tensor | None,
+    extra_indices_in_kvcache: Tensor | None,
+    topk_length: Tensor | None,
+    extra_topk_length: Tensor | None,
+) -> FlashMLASchedMeta.Config:
+    return FlashMLASchedMeta.Config(
+        b=q.shape[0],
+        s_q=q.shape[1],
+        h_q=q.shape[2],
+        page_block_size=k_cache.shape[1],
+        h_k=k_cache.shape[2],
+        causal=causal,
+        is_fp8_kvcache=is_fp8_kvcache,
+        topk=None if indices is None else indices.shape[-1],
+        extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
+        has_topk_length=topk_length is not None,
+        has_extra_topk_length=extra_topk_length is not None,
+        enable_batch_invariant=batch_invariant,
+    )
 
 
 def _asked_for_batch_invariance(metadata: FlashMLASchedMeta | Tensor) -> bool:

@@ -49,7 +49,7 @@ class Checkpoint:
         scales = name + SCALE_SUFFIX
         if scales not in self._file_of:
             if tensor.dtype.itemsize == 1:
-                raise ValueError(f"{name} is {tensor.dtype} and needs {scales}, which {self.folder} lacks")
+                raise ValueError(f"{name} is {tensor.dtype} and must have {scales}; {self.folder} lacks that")
             return tensor.to(dtype)
         if self.weight_block is None:
             raise ValueError(f"{name} has {scales}; config.json must have a quantization_config that says its blocks")

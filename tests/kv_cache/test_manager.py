@@ -150,7 +150,7 @@ def test_forks_share_until_one_of_them_writes():
         assert torch.equal(cache[:, fork.blocks[1]], cache[:, sequence.blocks[1]])
     last = sequence.blocks[1]
     manager.allocate(sequence)
-    assert sequence.blocks[1] == last  # nobody else has it any more
+    assert sequence.blocks[1] == last  # no other sequence has it any more
     assert manager.statistics().copied_blocks == 1
 
 

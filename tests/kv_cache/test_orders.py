@@ -33,7 +33,7 @@ def content(salt: str, tokens: tuple[int, ...]) -> torch.Tensor:
 
 
 class Orders(RuleBasedStateMachine):
-    """The model beside the manager: the sequences, what has ever been committed, and the storage itself."""
+    """A model next to the manager: the sequences, what has ever been committed, and the storage itself."""
 
     host_blocks = 0
     device = "cpu"
@@ -157,7 +157,7 @@ class Orders(RuleBasedStateMachine):
         assert now.findable == len(findable)
         blank = [block for block in range(BLOCKS) if block not in findable and not holders[block]]
         assert sorted(blank) == sorted(pool._blank)
-        for part in self.storage.parts:  # nobody may ever see what is in a blank block
+        for part in self.storage.parts:  # the contents of a blank block may never be seen
             part[:, blank] = -1
 
     @invariant()

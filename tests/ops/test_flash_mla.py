@@ -1,4 +1,4 @@
-"""The stand-in for the flash_mla package: its conventions, against the oracle."""
+"""The drop-in for the flash_mla package: its conventions, against the oracle."""
 
 import pytest
 import torch
@@ -82,16 +82,7 @@ def test_metadata_of_september_2025(fmt, s_q):
     assert_decode(got, want, b, s_q)
 
 
-@pytest.fixture
-def two_threads():
-    """A plan for a CPU has two workers a thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_a_split_request_counts_its_parts(two_threads):
+def test_a_split_request_counts_its_parts():
     table, num_splits = flash_mla.get_mla_metadata(torch.tensor([64, 64], dtype=torch.int32), 16, 1, 16, True, 4096)
     assert num_splits.tolist() == [0, int(num_splits[1]), int(num_splits[2])]
     assert num_splits[2] >= 3, "two requests of 4096 slots are shared out over more than two workers"
@@ -133,7 +124,7 @@ def test_metadata_of_september_2025_takes_its_arguments_by_name_in_any_order():
 
 
 @pytest.mark.parametrize("asked", ["of the call", "of new metadata", "of old metadata"])
-def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(two_threads, asked):
+def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(asked):
     q, cache, indices = request_tensors("bf16", 3, 1, 4, 900)
 
     def run(requests):
@@ -162,7 +153,7 @@ def test_batch_invariance_may_not_change_under_one_metadata():
         flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices, enable_batch_invariant=True)
 
 
-def test_a_batch_invariant_prefill_gives_a_token_the_same_bits_alone_and_in_a_batch(two_threads):
+def test_a_batch_invariant_prefill_gives_a_token_the_same_bits_alone_and_in_a_batch():
     q, kv = torch.randn(3, 4, 576).bfloat16(), (torch.randn(950, 1, 576) * 0.1).bfloat16()
     indices = torch.randint(0, 950, (3, 1, 900), dtype=torch.int32)
     alone, among = (

@@ -182,7 +182,7 @@ CASES = {
     "lengths are int64": (index(lengths=torch.zeros(2).long()), ValueError, r"lengths must be int32 \[T=2\]; got int64"),
     "positions are negative": (index(positions=-1), ValueError, r"positions must be 0 or more; got -1"),
     "positions are missing": (index(positions=None), ValueError, r"positions must be given where scores is not"),
-    "positions beside scores": (index(scores=torch.zeros(2, 8)), ValueError, r"positions must be given where scores is not, and only there; got 8"),
+    "positions and scores": (index(scores=torch.zeros(2, 8)), ValueError, r"positions must be given where scores is not, and only there; got 8"),
     "scores of other tokens": (index(positions=None, scores=torch.zeros(3, 8)), ValueError, r"scores must be float32 \[T=2, N\]; got float32 \[3, 8\]"),
     "scores share memory": (index(positions=None, scores=torch.zeros(1, 8).expand(2, 8)), ValueError, r"scores must be without elements that share memory"),
     "scores are fp16": (select(scores=torch.zeros(2, 9).half()), ValueError, r"scores must be float32 \[T, N\]; got float16"),
