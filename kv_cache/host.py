@@ -1,8 +1,8 @@
-"""Prefixes in host memory: where those go that are evicted on the device, and come back from when they are found.
+"""Prefixes in host memory: evicted prefixes go there, and come back when they are found again.
 
-A prefix is in host memory or on the device. On a GPU the copies over the bus run in the background, on a stream of
-their own and in the order they were asked for. The current stream gathers what is saved into a buffer, which costs it
-little and leaves the blocks free to be written, and waits for what is loaded.
+A prefix is either in host memory or on the device. On a GPU the copies over the bus run in the background, in order, on
+a stream of their own. To save blocks, the current stream only gathers them into a buffer; after that they may be
+written. It waits for blocks that are loaded.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ class HostTier:
 
     Args:
         storage: what blocks are saved from and loaded into.
-        capacity: bytes that may be used, those of a block at least.
+        capacity: bytes that may be used, at least those of one block.
     """
 
     def __init__(self, storage: Storage, capacity: int):
@@ -47,7 +47,7 @@ class HostTier:
         return name in self._slots
 
     def save(self, evicted: Evicted) -> None:
-        """Keeps copies of these blocks; the least recently saved ones make room."""
+        """Saves these blocks. The least recently saved ones make room."""
         saved: dict[int, int] = {}
         for name, block in evicted:
             if name in self._slots:
@@ -57,10 +57,10 @@ class HostTier:
                 slot = self._free.pop()
             elif self._slots:
                 slot = self._slots.popitem(last=False)[1]
-            else:  # everything is on its way to the device
+            else:  # every block is being loaded
                 break
             self._slots[name] = slot
-            saved[slot] = block  # if this very call has given the slot away before, the later block stays
+            saved[slot] = block  # if this call has used the slot before, the later block stays
         if not saved:
             return
         ids = self._storage.ids(list(saved.values()))
@@ -71,11 +71,11 @@ class HostTier:
                     host[slot].copy_(rows, non_blocking=True)
 
     def take(self, names: Sequence[bytes]) -> list[int]:
-        """Where these prefixes lie. They can't be found any more, and stay there until they are loaded."""
+        """The slots of these prefixes. They can't be found any more, and keep their slots until they are loaded."""
         return [self._slots.pop(name) for name in names]
 
     def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copies what was taken into blocks; what the current stream does from now on sees it."""
+        """Copies taken slots into blocks. Everything that the current stream does after this sees them."""
         ids = self._storage.ids(blocks)
         for host, part in zip(self._parts, self._storage.parts, strict=True):
             with self._background():
@@ -91,7 +91,7 @@ class HostTier:
 
     @contextlib.contextmanager
     def _background(self, *used: Tensor, after_current: bool = False):
-        """Copies in here run on the stream for copies, if there is one; `used` live until they have."""
+        """Copies in this context run on the stream for copies, if there is one. `used` are kept alive until then."""
         if not self._stream:
             yield
             return
@@ -104,7 +104,7 @@ class HostTier:
 
 
 def _pin(tensor: Tensor) -> None:
-    """Pins the memory as it is. torch's own allocator of pinned memory would round it up to a power of two."""
+    """Pins a tensor's memory. torch's allocator of pinned memory would round its size up to a power of two."""
     cudart = torch.cuda.cudart()
     address = tensor.data_ptr()
     if error := int(cudart.cudaHostRegister(address, tensor.nbytes, 0)):

@@ -1,19 +1,19 @@
-"""What a scheduler asks of the cache, sequence by sequence: admit, allocate, commit, fork, release."""
+"""The cache manager's interface for schedulers: admit, allocate, commit, fork and release sequences."""
 
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kv_cache.arguments import require_count
 from kv_cache.blocks import BlockPool, OutOfBlocks
 from kv_cache.host import HostTier
 from kv_cache.sequence import NAME_BYTES, Sequence, root_name
 from kv_cache.storage import Storage
-from mla_backend.arguments import require_count
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Blocks as they are now, and what has been counted since the manager was made."""
+    """The blocks as they are now, and counts since the manager was made."""
 
     blocks: int
     free: int
@@ -24,12 +24,12 @@ class Statistics:
     asked_tokens: int
     """Tokens of admitted sequences."""
     hit_tokens: int
-    """Those of them that were in the cache already, on the device or in host memory."""
+    """Those of them that were already in the cache, on the device or in host memory."""
     host_hit_tokens: int
     evictions: int
-    """Prefixes that were given up on the device."""
+    """Prefixes that were evicted on the device."""
     copied_blocks: int
-    """Blocks that were copied before they were written to."""
+    """Shared blocks that were copied before a write."""
     host_blocks: int
     host_used: int
 
@@ -44,15 +44,15 @@ class Statistics:
 
 
 class CacheManager:
-    """Hands blocks to sequences, and finds prefixes that are in the cache already.
+    """Gives blocks to sequences, and finds prefixes that are already in the cache.
 
     Args:
-        blocks, block_size: how many there are, and the tokens in each.
-        storage: the blocks' contents, of the same sizes. Copies are made there, on the current stream. Without it
+        blocks, block_size: the number of blocks, and the tokens in each.
+        storage: the blocks' contents, of the same sizes. Blocks are copied there, on the current stream. Without it
             only the bookkeeping is done.
-        watermark: the part of the blocks that `admit` leaves free, so that the sequences which are there already can
-            grow. It does not hold the first sequence back.
-        host_bytes: how much host memory may keep evicted prefixes; 0 for none.
+        watermark: the part of the blocks that `admit` leaves free, so that admitted sequences can grow. It does not
+            apply to the first sequence.
+        host_bytes: bytes of host memory for evicted prefixes; 0 for none.
 
     No method may be called while another one runs.
     """
@@ -88,7 +88,7 @@ class CacheManager:
         self._asked_tokens = self._hit_tokens = self._host_hit_tokens = self._copied_blocks = 0
 
     def sequence(self, tokens: Iterable[int], salt: str | bytes = b"") -> Sequence:
-        """A sequence that waits: it holds no blocks. It shares prefixes with sequences of the same salt only."""
+        """A waiting sequence, without blocks. It shares prefixes only with sequences of the same salt."""
         sequence = Sequence(self, tokens, self.block_size, root_name(self._secret, salt))
         if not sequence.tokens:
             raise ValueError("tokens must be 1 or more; got none")
@@ -102,14 +102,14 @@ class CacheManager:
     def admit(self, sequence: Sequence, count: int | None = None) -> int:
         """Takes the blocks of the longest cached prefix, and room for `count` tokens after it.
 
-        The prefix consists of full blocks and leaves one token at least to be computed. Room is for all the other
-        tokens if nothing is said. A sequence that was preempted is admitted like a new one.
+        The prefix consists of full blocks and leaves at least one token to be computed. By default there will be room
+        for all other tokens. A sequence that was preempted is admitted like a new one.
 
         Returns:
-            The tokens that need not be computed; `sequence.computed` from now on.
+            The number of tokens in the prefix, which need not be computed. `sequence.computed` is set to it.
 
         Raises:
-            OutOfBlocks: there is no room, the watermark considered. Nothing has changed.
+            OutOfBlocks: there is no room above the watermark. Nothing has changed.
         """
         self._require_waiting(sequence)
         found = self._match(sequence)
@@ -136,8 +136,8 @@ class CacheManager:
         return hits
 
     def allocate(self, sequence: Sequence, count: int = 1) -> None:
-        """Room for `count` tokens after the computed ones: for the next part of a prompt, for a sampled token, or for
-        guessed ones that are not known yet. A block that would be written to and is shared is copied first.
+        """Makes room for `count` tokens after the computed ones: for the next part of a prompt, a sampled token, or
+        speculative ones that are not known yet. A shared block that would be written is copied first.
 
         Raises:
             OutOfBlocks: there is no room. Nothing has changed.
@@ -160,7 +160,8 @@ class CacheManager:
         blocks.extend(taken)
 
     def commit(self, sequence: Sequence, count: int = 1) -> None:
-        """What writes the next `count` tokens has been launched. Blocks that are full now can be found by others."""
+        """Counts the next `count` tokens as computed: call it when their writes have been launched. Blocks that are
+        now full can be found by other sequences."""
         self._require_admitted(sequence, count)
         size, blocks = self.block_size, sequence.blocks
         computed = sequence.computed + count
@@ -173,7 +174,7 @@ class CacheManager:
         sequence.computed = computed
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """Another sequence with the same tokens, which shares all blocks that have computed ones."""
+        """Another sequence with the same tokens. It shares all blocks with computed tokens."""
         self._require_admitted(sequence)
         if not sequence.computed:
             raise ValueError("sequence must have computed tokens to be forked; it has none")
@@ -185,8 +186,8 @@ class CacheManager:
         return other
 
     def release(self, sequence: Sequence) -> None:
-        """Gives the blocks back, as the sequence is finished or preempted. It waits now, and `admit` may find its
-        prefix again, the longer the earlier; of its blocks the last is evicted first."""
+        """Gives the blocks back of a sequence that is finished or preempted. It can be admitted again, and finds what
+        has not been evicted until then. The last of its blocks is evicted first."""
         self._require_admitted(sequence)
         self._pool.release(sequence.blocks[::-1])
         del sequence.blocks[:]
@@ -210,7 +211,7 @@ class CacheManager:
         )
 
     def _match(self, sequence: Sequence) -> list[int]:
-        """The blocks of the longest cached prefix; -1 for one that lies in host memory."""
+        """The blocks of the longest cached prefix; -1 for a block in host memory."""
         limit = (len(sequence) - 1) // self.block_size
         names = sequence.names(limit)[:limit]
         found = self._pool.find(names)
@@ -224,17 +225,17 @@ class CacheManager:
         return found
 
     def _fetch(self, sequence: Sequence, found: list[int], to_take: int) -> list[int]:
-        """`found` and new blocks after it, with what lies in host memory brought into some of those."""
-        places = [place for place, block in enumerate(found) if block < 0]
-        names = [sequence.names(len(found))[place] for place in places]
+        """`found` and new blocks after it. Blocks in host memory are loaded into some of the new ones."""
+        on_host = [i for i, block in enumerate(found) if block < 0]
+        names = [sequence.names(len(found))[i] for i in on_host]
         slots = self._host.take(names)  # first, as taking blocks may send others to host memory
         taken = self._pool.take(to_take)
-        targets, rest = taken[: len(places)], taken[len(places) :]
+        targets, rest = taken[: len(on_host)], taken[len(on_host) :]
         self._host.load(slots, targets)
         self._pool.name(targets, names)
-        for place, block in zip(places, targets, strict=True):
-            found[place] = block
-        self._host_hit_tokens += len(places) * self.block_size
+        for i, block in zip(on_host, targets, strict=True):
+            found[i] = block
+        self._host_hit_tokens += len(on_host) * self.block_size
         return found + rest
 
     def _require_waiting(self, sequence: Sequence) -> None:
@@ -244,7 +245,7 @@ class CacheManager:
 
     def _require_admitted(self, sequence: Sequence, count: int = 1) -> None:
         if type(sequence) is Sequence and sequence.manager is self and sequence.blocks and type(count) is int:
-            if count > 0:  # each decoded token comes this way twice
+            if count > 0:  # the fast path: every decoded token takes it twice
                 return
         self._require_mine(sequence)
         if not sequence.blocks:

@@ -1,9 +1,9 @@
 """A sequence: its tokens, the blocks that hold them, and the names of its prefixes.
 
-The name of a full block stands for all tokens up to the block's end: it is a 128-bit BLAKE2b of the name before it and
-the block's tokens, and the first one's predecessor is made from a salt and a secret that each manager draws. Two
-prefixes that share a name would share contents, so this must not happen: by chance it does with a probability of
-10^-15 among 10^12 blocks, and who doesn't know the secret can't look for such prefixes.
+The name of a full block stands for all tokens up to the block's end. It is a 128-bit BLAKE2b hash of the name before it
+and the block's tokens; the first name's predecessor is made from a salt and a random secret of the manager. Prefixes
+with the same name share contents, so two different ones must not have the same. By chance that happens with a
+probability of 10^-15 among 10^12 blocks, and without the secret nobody can search for such prefixes.
 """
 
 import struct
@@ -17,12 +17,12 @@ TOKEN_BYTES = 4
 
 
 class Sequence:
-    """Made by `CacheManager.sequence` and `fork`; the manager alone changes its blocks.
+    """Made by `CacheManager.sequence` and `fork`. Only the manager changes its blocks.
 
     Attributes:
-        tokens: array of int32; more are added with `append`.
+        tokens: array of int32; `append` adds more.
         computed: how many of the tokens are in the cache.
-        blocks: array of int32, the blocks of positions 0 to block_size - 1, and so on. None while it waits.
+        blocks: array of int32, the blocks of positions 0 to block_size - 1, and so on. Empty while it waits.
     """
 
     __slots__ = ("tokens", "computed", "blocks", "block_size", "manager", "_names", "_root")
@@ -43,7 +43,7 @@ class Sequence:
         return len(self.tokens)
 
     def append(self, *tokens: int) -> None:
-        """Adds tokens at the end, such as were sampled."""
+        """Adds tokens at the end, for example sampled ones."""
         try:
             for token in tokens:
                 self.tokens.append(token)
@@ -51,7 +51,7 @@ class Sequence:
             raise TypeError(f"tokens must be ints of 32 bits; got {token!r}") from None
 
     def names(self, count: int) -> list[bytes]:
-        """The names of the first blocks, `count` at least, which have to be full of tokens."""
+        """The names of the first blocks, at least `count`, which have to be full of tokens."""
         if len(self._names) < count:
             self._name(self.tokens[len(self._names) * self.block_size : count * self.block_size].tobytes())
         return self._names
@@ -63,7 +63,7 @@ class Sequence:
         return other
 
     def _name(self, data: bytes) -> None:
-        """Names the full blocks of these tokens, which follow what has a name."""
+        """Names the full blocks of these tokens, which follow the named ones."""
         names, step = self._names, self.block_size * TOKEN_BYTES
         name = names[-1] if names else self._root
         for end in range(step, len(data) + 1, step):
@@ -72,7 +72,7 @@ class Sequence:
 
 
 def _packed(tokens: Iterable[int]) -> bytes:
-    """As int32. struct reads a list several times faster than array does."""
+    """Tokens as int32 bytes. struct reads a list several times faster than array does."""
     try:
         tokens = tokens if isinstance(tokens, (list, tuple)) else list(tokens)
         return struct.pack(f"{len(tokens)}i", *tokens)
@@ -81,7 +81,7 @@ def _packed(tokens: Iterable[int]) -> bytes:
 
 
 def root_name(secret: bytes, salt: str | bytes) -> bytes:
-    """What the first block's name is made from. Sequences with different salts share nothing."""
+    """The name before the first block's. Sequences with different salts share nothing."""
     if not isinstance(salt, (str, bytes)):
         raise TypeError(f"salt must be a str or bytes; got {type(salt).__name__}")
     return blake2b(salt.encode() if isinstance(salt, str) else salt, key=secret, digest_size=NAME_BYTES).digest()

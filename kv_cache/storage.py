@@ -2,14 +2,29 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from kv_cache.keys import KEY_FORMATS, KeyFormat, gather_keys, write_keys
-from mla_backend.arguments import require_count
-from mla_backend.cache import cache_gather, cache_write
-from mla_backend.formats import FORMATS, CacheFormat
+from kv_cache.arguments import require_count
+
+
+@runtime_checkable
+class RowFormat(Protocol):
+    """What a format says of the bytes that it keeps of a token, as those in `mla_backend.FORMATS` and
+    `mla_backend.KEY_FORMATS` do."""
+
+    @property
+    def token_bytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of a cache tensor."""
+
+    @property
+    def width(self) -> int:
+        """Last dimension of a cache tensor."""
 
 
 @dataclass(frozen=True)
@@ -19,36 +34,36 @@ class Layout:
     Args:
         layers: of the model; each has a cache.
         block_size: tokens in a block.
-        latent: the format of the latent cache, one of `FORMATS`.
-        keys: the format of the indexer's keys, one of `KEY_FORMATS`, or None without an indexer.
+        latent: the format of the latent cache, one of `mla_backend.FORMATS`.
+        keys: the format of the indexer's keys, one of `mla_backend.KEY_FORMATS`, or None without an indexer.
     """
 
     layers: int
-    block_size: int = 64
-    latent: str = "fp8_ds_mla"
-    keys: str | None = None
+    block_size: int
+    latent: RowFormat
+    keys: RowFormat | None = None
 
     def __post_init__(self) -> None:
         require_count("layers", self.layers, at_least=1)
         require_count("block_size", self.block_size, at_least=1)
-        if self.latent not in FORMATS:
-            raise ValueError(f"latent must be one of {', '.join(FORMATS)}; got {self.latent!r}")
-        if self.keys is not None and self.keys not in KEY_FORMATS:
-            raise ValueError(f"keys must be one of {', '.join(KEY_FORMATS)} or None; got {self.keys!r}")
+        if not isinstance(self.latent, RowFormat):
+            raise TypeError(f"latent must be one of mla_backend.FORMATS; got {self.latent!r}")
+        if self.keys is not None and not isinstance(self.keys, RowFormat):
+            raise TypeError(f"keys must be one of mla_backend.KEY_FORMATS or None; got {self.keys!r}")
 
     @property
-    def formats(self) -> list[CacheFormat | KeyFormat]:
-        """Of the caches that a layer has."""
-        return [FORMATS[self.latent], *([KEY_FORMATS[self.keys]] if self.keys else [])]
+    def formats(self) -> list[RowFormat]:
+        """The formats of the caches that a layer has."""
+        return [self.latent] if self.keys is None else [self.latent, self.keys]
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in all layers."""
+        """Bytes of a token in all layers."""
         return self.layers * sum(f.token_bytes for f in self.formats)
 
     @property
     def block_bytes(self) -> int:
-        """Of a block in all layers."""
+        """Bytes of a block in all layers."""
         return self.block_size * self.token_bytes
 
     def blocks_in(self, capacity: int) -> int:
@@ -64,36 +79,20 @@ class Storage:
 
     Attributes:
         latent: `[layers, blocks, block_size, width]`; `latent[i]` is what `sparse_attention` takes as a cache.
-        keys: the same for the indexer's keys, or None.
+        keys: the same for the indexer's keys, or None. `keys[i]` is what `index_scores` takes.
     """
 
     def __init__(self, layout: Layout, blocks: int, device: torch.device | str = "cpu"):
         require_count("blocks", blocks, at_least=1)
         self.layout, self.blocks, self.device = layout, blocks, torch.device(device)
         self.parts = [torch.zeros(self._words(f), dtype=_word(layout, f), device=device) for f in layout.formats]
-        """Every cache as words, `[layers, blocks, words]`: for those who carry blocks around unread."""
+        """Every cache as words, `[layers, blocks, words]`: for whoever copies blocks without reading them."""
         typed = [
             part.view(f.dtype).view(layout.layers, blocks, layout.block_size, f.width)
             for part, f in zip(self.parts, layout.formats, strict=True)
         ]
         self.latent: Tensor = typed[0]
-        self.keys: Tensor | None = typed[1] if layout.keys else None
-
-    def write(self, layer: int, kv_c: Tensor, k_pe: Tensor, slots: Tensor) -> None:
-        """`mla_backend.cache_write` into a layer: kv_c `[N, 512]`, k_pe `[N, 64]`, slots `[N]`."""
-        cache_write(kv_c, k_pe, self.latent[layer], slots)
-
-    def gather(self, layer: int, slots: Tensor) -> Tensor:
-        """`mla_backend.cache_gather` from a layer: bf16 `[N, 576]`."""
-        return cache_gather(self.latent[layer], slots)
-
-    def write_keys(self, layer: int, keys: Tensor, slots: Tensor) -> None:
-        """Writes the indexer's keys `[N, 128]` of a layer."""
-        write_keys(keys, self._keys()[layer], slots)
-
-    def gather_keys(self, layer: int, slots: Tensor) -> Tensor:
-        """Reads the indexer's keys of a layer: fp32 `[N, 128]`."""
-        return gather_keys(self._keys()[layer], slots)
+        self.keys: Tensor | None = typed[1] if layout.keys is not None else None
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies blocks onto others, in all layers, on the current stream. All are read before any is written."""
@@ -110,16 +109,11 @@ class Storage:
         ids = torch.tensor(blocks, dtype=torch.int64)
         return ids.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else ids
 
-    def _words(self, fmt: CacheFormat | KeyFormat) -> tuple[int, int, int]:
+    def _words(self, fmt: RowFormat) -> tuple[int, int, int]:
         block_bytes = self.layout.block_size * fmt.token_bytes
         return self.layout.layers, self.blocks, block_bytes // _word(self.layout, fmt).itemsize
 
-    def _keys(self) -> Tensor:
-        if self.keys is None:
-            raise ValueError("keys must be a format of the layout to be written or read; the layout has none")
-        return self.keys
 
-
-def _word(layout: Layout, fmt: CacheFormat | KeyFormat) -> torch.dtype:
-    """The largest integer that a block is whole ones of: a GPU copies 8 bytes as fast as one."""
+def _word(layout: Layout, fmt: RowFormat) -> torch.dtype:
+    """The largest integer dtype whose size divides a block's: a GPU copies 8 bytes as fast as one."""
     return torch.int64 if layout.block_size * fmt.token_bytes % 8 == 0 else torch.int32

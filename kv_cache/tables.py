@@ -1,4 +1,4 @@
-"""What the kernels are told about a batch: block tables and slots, as CPU tensors."""
+"""Block tables and slots of a batch, for the kernels, as CPU tensors."""
 
 from array import array
 from collections.abc import Sequence as Many
@@ -10,7 +10,7 @@ from kv_cache.sequence import Sequence
 
 
 def block_table(sequences: Many[Sequence]) -> Tensor:
-    """int32 `[R, most blocks of a sequence]`, each sequence's blocks, then -1."""
+    """int32 `[R, most blocks of a sequence]`: each sequence's blocks, then -1."""
     width = max((len(sequence.blocks) for sequence in sequences), default=0)
     if not width:
         return torch.empty(len(sequences), 0, dtype=torch.int32)
@@ -22,9 +22,9 @@ def block_table(sequences: Many[Sequence]) -> Tensor:
 
 
 def slot_mapping(sequences: Many[Sequence], counts: Many[int]) -> Tensor:
-    """int64 `[sum of counts]`: the slots of each sequence's next tokens, those after its computed ones.
+    """int64 `[sum of counts]`: the slots of each sequence's next tokens, after its computed ones.
 
-    Room has to be there: call `admit` or `allocate` before, and `commit` after.
+    There has to be room for them: call `admit` or `allocate` before, and `commit` after.
     """
     slots = array("q")
     for sequence, count in zip(sequences, counts, strict=True):

@@ -9,7 +9,9 @@ from typing import NoReturn
 
 __all__ = [
     "FORMATS",
+    "KEY_FORMATS",
     "CacheFormat",
+    "KeyFormat",
     "cache_gather",
     "cache_write",
     "convert_indices",
@@ -21,6 +23,7 @@ __all__ = [
     "reference",
     "select_top",
     "sparse_attention",
+    "write_keys",
 ]
 
 try:
@@ -30,6 +33,7 @@ try:
     from mla_backend.cache import cache_gather, cache_write, convert_indices
     from mla_backend.formats import FORMATS, CacheFormat, format_of
     from mla_backend.index import index_scores, select_top
+    from mla_backend.keys import KEY_FORMATS, KeyFormat, write_keys
 
     __version__: str = library.about()["version"]
 except ImportError as _error:

@@ -1,13 +1,16 @@
-"""A stand-in for the `flash_mla` package: `import mla_backend.flash_mla as flash_mla`.
+"""A drop-in for the `flash_mla` package: `import mla_backend.flash_mla as flash_mla`.
 
-The functions of the package with their arguments and conventions, over this package's kernels: so also on the CPU, for
-any number of heads, and with a bf16 cache where the package insists on FP8. `out` and `base2_lse` are additions. What
-differs from `mla_backend.sparse_attention`: requests and their tokens have a dimension each, the lse of a row with
-nothing to attend to is +inf, and lse is [b, h, s_q].
+The package's functions, with their arguments and conventions, over this package's kernels. So they also run on a CPU,
+for any number of heads, and with a bf16 cache where the package insists on FP8. `out` and `base2_lse` are additions.
+
+How it differs from `mla_backend.sparse_attention`: requests and their tokens have a dimension each, the lse of a row
+with nothing to attend to is +inf, and lse is [b, h, s_q].
 """
 
+import inspect
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +21,14 @@ from mla_backend.cache import convert_indices
 from mla_backend.formats import FORMATS, format_of
 
 HEAD_DIM, HEAD_DIM_V = FORMATS["bf16"].head_dim, FORMATS["bf16"].value_dim
+DECODE_NAMES = {
+    "cache": "k_cache",
+    "sink": "attn_sink",
+    "scale": "softmax_scale",
+    "extra_cache": "extra_k_cache",
+    "extra_indices": "extra_indices_in_kvcache",
+}
+"""The arguments of `sparse_attention` as `flash_mla_with_kvcache` calls them."""
 
 
 @dataclass
@@ -43,40 +54,61 @@ class FlashMLASchedMeta:
         extra_topk: int | None
         has_topk_length: bool
         has_extra_topk_length: bool
+        enable_batch_invariant: bool
 
     have_initialized: bool = False
     config: Config | None = None
     tile_scheduler_metadata: Tensor | None = None
     num_splits: Tensor | None = None
+    enable_batch_invariant: bool = False
 
 
 def get_mla_metadata(
-    cache_seqlens: Tensor | None = None,
-    num_q_tokens_per_head_k: int | None = None,
+    *args: Any, enable_batch_invariant: bool = False, **kwargs: Any
+) -> tuple[FlashMLASchedMeta, None] | tuple[Tensor, Tensor]:
+    """How the work is split, for `flash_mla_with_kvcache`.
+
+    The newest version of the package ignores its arguments and returns an empty FlashMLASchedMeta and None. The first
+    call to `flash_mla_with_kvcache` fills it. So does this function, with no arguments or any.
+
+    The exception are the arguments of the package's version of September 2025, in their order or by name:
+    cache_seqlens int32 `[b]`, num_q_tokens_per_head_k (s_q * num_heads_q // num_heads_k), num_heads_k=1, and for sparse
+    attention num_heads_q, is_fp8_kvcache and topk. Its callers copy both results into tensors of their own. They get
+    the plan, int32 `[parts, 8]`, and int32 `[b + 1]`, the number of parts of all requests before each one.
+
+    Args:
+        enable_batch_invariant: give a token the same bits whatever else is in the batch, by never splitting its list.
+    """
+    if _is_of_september_2025(args, kwargs):
+        return _metadata_of_september_2025(*args, **kwargs, batch_invariant=enable_batch_invariant)
+    return FlashMLASchedMeta(enable_batch_invariant=enable_batch_invariant), None
+
+
+def _is_of_september_2025(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether these are arguments of that version, and all that it needs."""
+    try:
+        given = inspect.signature(_metadata_of_september_2025).bind(*args, **kwargs).arguments
+    except TypeError:
+        return False
+    tells_tokens_from_heads = given.get("topk") is None or given.get("num_heads_q") is not None
+    return isinstance(given["cache_seqlens"], Tensor) and tells_tokens_from_heads
+
+
+def _metadata_of_september_2025(
+    cache_seqlens: Tensor,
+    num_q_tokens_per_head_k: int,
     num_heads_k: int = 1,
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
-) -> tuple[FlashMLASchedMeta, None] | tuple[Tensor, Tensor]:
-    """How the work is cut.
-
-    Without arguments, as newer versions of the package have it: an empty FlashMLASchedMeta (and None), which the
-    first call to `flash_mla_with_kvcache` fills.
-
-    With arguments, as its version of September 2025 had it: cache_seqlens int32 `[b]`, the number of query rows for
-    each KV head (s_q * num_heads_q // num_heads_k), and for sparse attention num_heads_q and topk. Returns the plan,
-    int32 `[parts, 8]`, and int32 `[b + 1]`, into how many parts the requests before each one are cut altogether.
-    """
-    if cache_seqlens is None:
-        return FlashMLASchedMeta(), None
-    require_tensors(cache_seqlens=cache_seqlens)
+    *,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:
     require_count("num_q_tokens_per_head_k", num_q_tokens_per_head_k, at_least=1)
     _require_one_kv_head("num_heads_k", num_heads_k)
     if cache_seqlens.dim() != 1:
         raise ValueError(f"cache_seqlens must be int32 [b]; got {list(cache_seqlens.shape)}")
     if num_heads_q is None:
-        if topk is not None:
-            raise ValueError("num_heads_q must be given with topk, to tell tokens from heads; got None")
         num_heads_q = num_q_tokens_per_head_k  # in attention over whole sequences the plan is not used
     require_count("num_heads_q", num_heads_q, at_least=1)
     if num_q_tokens_per_head_k % num_heads_q:
@@ -86,13 +118,20 @@ def get_mla_metadata(
     requests, s_q = cache_seqlens.shape[0], num_q_tokens_per_head_k // num_heads_q
     tokens = requests * s_q
     if topk is None:
-        lengths = cache_seqlens.repeat_interleave(s_q)
         longest = torch.iinfo(torch.int32).max
         with named(topk_length="cache_seqlens"):
-            table = attention.plan(tokens, longest, topk_length=lengths, num_heads=num_heads_q)
+            table = attention.plan(
+                tokens,
+                longest,
+                topk_length=cache_seqlens.repeat_interleave(s_q),
+                num_heads=num_heads_q,
+                batch_invariant=batch_invariant,
+            )
     else:
-        table = attention.plan(tokens, topk, num_heads=num_heads_q, device=cache_seqlens.device)
-        table.made_for = tokens, topk  # what a call has to agree with to use it
+        table = attention.plan(
+            tokens, topk, num_heads=num_heads_q, device=cache_seqlens.device, batch_invariant=batch_invariant
+        )
+    table.made_for = tokens, topk, batch_invariant  # a call uses the table only if it agrees with all of these
     return table, _splits_before(table, requests, s_q)
 
 
@@ -125,6 +164,7 @@ def flash_mla_with_kvcache(
     extra_topk_length: Tensor | None = None,
     out: Tensor | None = None,
     *,
+    enable_batch_invariant: bool = False,
     base2_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of s_q query tokens a request over a paged cache: sparse with `indices`, else over whole sequences.
@@ -143,78 +183,45 @@ def flash_mla_with_kvcache(
         attn_sink: fp32 `[h_q]`.
         topk_length, extra_topk_length: int32 `[b]`.
         out: where to write, bf16 `[b, s_q, h_q, 512]`.
+        enable_batch_invariant: give a token the same bits whatever else is in the batch. Also on if what
+            `get_mla_metadata` returned was made for it (and is no copy).
         base2_lse: return lse to base 2, as early versions of the package did.
 
     Returns:
         out `[b, s_q, h_q, 512]` and lse fp32 `[b, h_q, s_q]`, +inf where there was nothing to attend to.
     """
+    sparse_only = {
+        "attn_sink": attn_sink,
+        "extra_k_cache": extra_k_cache,
+        "extra_indices_in_kvcache": extra_indices_in_kvcache,
+        "topk_length": topk_length,
+        "extra_topk_length": extra_topk_length,
+    }
     require_tensors(q=q, k_cache=k_cache)
-    require_optional_tensors(
-        indices=indices,
-        extra_k_cache=extra_k_cache,
-        extra_indices_in_kvcache=extra_indices_in_kvcache,
-        topk_length=topk_length,
-        extra_topk_length=extra_topk_length,
-        out=out,
-    )
-    if q.dim() != 4:
-        raise ValueError(f"q must be bfloat16 [b, s_q, h_q, 576]; got {list(q.shape)}")
-    b, s_q, h_q, head_dim = q.shape
-    if q.dtype != torch.bfloat16 or head_dim != HEAD_DIM:
-        raise ValueError(f"q must be bfloat16 [b, s_q, h_q, 576]; got {q.dtype} {list(q.shape)}")
-    if out is not None and out.shape != (b, s_q, h_q, HEAD_DIM_V):
-        raise ValueError(f"out must be bfloat16 [b={b}, s_q={s_q}, h_q={h_q}, 512]; got {list(out.shape)}")
+    require_optional_tensors(indices=indices, out=out, **sparse_only)
+    _require_queries(q, out)
     _require_paged("k_cache", k_cache, is_fp8_kvcache)
     if extra_k_cache is not None:
         _require_paged("extra_k_cache", extra_k_cache, is_fp8_kvcache)
     _require_value_dim(head_dim_v, "head_dim_v")
-    _require_whole_lists(indices, "indices", b, s_q)
-    _require_whole_lists(extra_indices_in_kvcache, "extra_indices_in_kvcache", b, s_q)
-
+    b, s_q, h_q, head_dim = q.shape
+    extra_slots = _per_query(extra_indices_in_kvcache, "extra_indices_in_kvcache", b, s_q)
+    extra_lengths = _per_token(extra_topk_length, "extra_topk_length", b, s_q)
     if indices is not None:
         if causal:
             raise ValueError("causal must be False with indices, which say themselves what a token sees; got True")
-        slots, lengths = indices.flatten(0, 1), _per_token(topk_length, "topk_length", b, s_q)
+        slots, lengths = _per_query(indices, "indices", b, s_q), _per_token(topk_length, "topk_length", b, s_q)
     else:
-        sparse_only = {
-            "attn_sink": attn_sink,
-            "extra_k_cache": extra_k_cache,
-            "topk_length": topk_length,
-            "extra_indices_in_kvcache": extra_indices_in_kvcache,
-            "extra_topk_length": extra_topk_length,
-        }
-        for name, value in sparse_only.items():
-            if value is not None:
-                raise ValueError(f"{name} must be None without indices; got a tensor")
+        if given := [name for name, value in sparse_only.items() if value is not None]:
+            raise ValueError(f"{given[0]} must be None without indices; got a tensor")
         slots, lengths = _whole_sequences(block_table, cache_seqlens, b, s_q, k_cache.shape[1], causal)
-    extra_slots = None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.flatten(0, 1)
-    extra_lengths = _per_token(extra_topk_length, "extra_topk_length", b, s_q)
 
-    config = FlashMLASchedMeta.Config(
-        b,
-        s_q,
-        h_q,
-        k_cache.shape[1],
-        k_cache.shape[2],
-        causal,
-        is_fp8_kvcache,
-        None if indices is None else indices.shape[-1],
-        None if extra_k_cache is None else extra_k_cache.shape[1],
-        None if extra_slots is None else extra_slots.shape[-1],
-        topk_length is not None,
-        extra_topk_length is not None,
-    )
+    batch_invariant = enable_batch_invariant or _asked_for_batch_invariance(tile_scheduler_metadata)
+    config = _config_of(q, k_cache, causal, is_fp8_kvcache, batch_invariant, indices, **sparse_only)
     plan = _plan_for(tile_scheduler_metadata, num_splits, config, slots, lengths, extra_slots, extra_lengths)
-    # tokens of one request or with requests behind each other are a view of out; others are copied there
+    # tokens of one request, or with requests next to each other, are a view of out; others are copied there
     flat_out = None if out is None else out.squeeze(1) if s_q == 1 else out.flatten(0, 1)
-    with named(
-        cache="k_cache",
-        sink="attn_sink",
-        indices="indices",
-        scale="softmax_scale",
-        extra_cache="extra_k_cache",
-        extra_indices="extra_indices_in_kvcache",
-    ):
+    with named(**DECODE_NAMES):
         result, lse = attention.sparse_attention(
             q.flatten(0, 1),
             k_cache,
@@ -226,6 +233,7 @@ def flash_mla_with_kvcache(
             extra_indices=extra_slots,
             extra_topk_length=extra_lengths,
             plan=plan,
+            batch_invariant=batch_invariant,
             out=flat_out,
         )
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
@@ -248,6 +256,7 @@ def flash_mla_sparse_fwd(
     indexer_topk: int = 0,
     out: Tensor | None = None,
     *,
+    enable_batch_invariant: bool = False,
     base2_lse: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sparse attention for prefill, over rows that are not paged.
@@ -259,6 +268,7 @@ def flash_mla_sparse_fwd(
         sm_scale, attn_sink: as in `flash_mla_with_kvcache`. topk_length: int32 `[s_q]`.
         indexer_topk: also return the lse over the first so many entries of each list.
         out: where to write, bf16 `[s_q, h_q, 512]`.
+        enable_batch_invariant: give a token the same bits whatever else is in the batch.
         base2_lse: return max_logits and lse to base 2, as early versions of the package did.
 
     Returns:
@@ -284,6 +294,7 @@ def flash_mla_sparse_fwd(
                 scale=sm_scale,
                 topk_length=topk_length,
                 sink=attn_sink,
+                batch_invariant=enable_batch_invariant,
                 out=out,
                 return_max_logits=True,
             )
@@ -321,12 +332,25 @@ def _require_paged(name: str, cache: Tensor, is_fp8: bool) -> None:
         raise ValueError(f"is_fp8_kvcache must agree with {name}; got {is_fp8} for {format_of(cache).name}")
 
 
-def _require_whole_lists(indices: Tensor | None, name: str, b: int, s_q: int) -> None:
-    if indices is not None and (indices.dim() != 3 or indices.shape[:2] != (b, s_q)):
+def _require_queries(q: Tensor, out: Tensor | None) -> None:
+    if q.dtype != torch.bfloat16 or q.dim() != 4 or q.shape[-1] != HEAD_DIM:
+        raise ValueError(f"q must be bfloat16 [b, s_q, h_q, 576]; got {q.dtype} {list(q.shape)}")
+    if out is not None and out.shape != (*q.shape[:3], HEAD_DIM_V):
+        b, s_q, h_q, _ = q.shape
+        raise ValueError(f"out must be bfloat16 [b={b}, s_q={s_q}, h_q={h_q}, 512]; got {list(out.shape)}")
+
+
+def _per_query(indices: Tensor | None, name: str, b: int, s_q: int) -> Tensor | None:
+    """Index lists `[b, s_q, topk]` as `[b * s_q, topk]`."""
+    if indices is None:
+        return None
+    if indices.dim() != 3 or indices.shape[:2] != (b, s_q):
         raise ValueError(f"{name} must be int32 [b={b}, s_q={s_q}, topk]; got {list(indices.shape)}")
+    return indices.flatten(0, 1)
 
 
 def _per_token(lengths: Tensor | None, name: str, b: int, s_q: int) -> Tensor | None:
+    """Lengths `[b]` as `[b * s_q]`."""
     if lengths is None:
         return None
     if lengths.shape != (b,):
@@ -337,7 +361,7 @@ def _per_token(lengths: Tensor | None, name: str, b: int, s_q: int) -> Tensor | 
 def _whole_sequences(
     block_table: Tensor | None, cache_seqlens: Tensor | None, b: int, s_q: int, block_size: int, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention over whole sequences as lists of slots, `[b * s_q, longest]`, and how much of each is read."""
+    """Attention over whole sequences as index lists `[b * s_q, longest]`, and how much of each is read."""
     require_tensors(block_table=block_table, cache_seqlens=cache_seqlens)
     if block_table.dim() != 2 or block_table.shape[0] != b or cache_seqlens.shape != (b,):
         raise ValueError(
@@ -356,6 +380,43 @@ def _whole_sequences(
     return slots, lengths.flatten()
 
 
+def _config_of(
+    q: Tensor,
+    k_cache: Tensor,
+    causal: bool,
+    is_fp8_kvcache: bool,
+    batch_invariant: bool,
+    indices: Tensor | None,
+    attn_sink: Tensor | None,
+    extra_k_cache: Tensor | None,
+    extra_indices_in_kvcache: Tensor | None,
+    topk_length: Tensor | None,
+    extra_topk_length: Tensor | None,
+) -> FlashMLASchedMeta.Config:
+    return FlashMLASchedMeta.Config(
+        b=q.shape[0],
+        s_q=q.shape[1],
+        h_q=q.shape[2],
+        page_block_size=k_cache.shape[1],
+        h_k=k_cache.shape[2],
+        causal=causal,
+        is_fp8_kvcache=is_fp8_kvcache,
+        topk=None if indices is None else indices.shape[-1],
+        extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
+        has_topk_length=topk_length is not None,
+        has_extra_topk_length=extra_topk_length is not None,
+        enable_batch_invariant=batch_invariant,
+    )
+
+
+def _asked_for_batch_invariance(metadata: FlashMLASchedMeta | Tensor) -> bool:
+    """Whether `get_mla_metadata` was asked for it."""
+    if isinstance(metadata, Tensor):
+        return getattr(metadata, "made_for", (0, 0, False))[2]
+    return getattr(metadata, "enable_batch_invariant", False)
+
+
 def _plan_for(
     metadata: FlashMLASchedMeta | Tensor,
     num_splits: Tensor | None,
@@ -366,10 +427,10 @@ def _plan_for(
     extra_lengths: Tensor | None,
 ) -> Tensor | None:
     if isinstance(metadata, Tensor):
-        # a plan of September 2025 knows of one list of topk slots for each token; for all else one is made anew
+        # a plan of September 2025 is for one list of topk slots a token; for everything else one is made anew
         plain = lengths is None and extra_slots is None
-        fits = getattr(metadata, "made_for", None) == (config.b * config.s_q, config.topk)
-        return metadata if plain and fits else None
+        wanted = config.b * config.s_q, config.topk, config.enable_batch_invariant
+        return metadata if plain and getattr(metadata, "made_for", None) == wanted else None
     if not isinstance(metadata, FlashMLASchedMeta):
         raise TypeError(
             "tile_scheduler_metadata must be the first of what get_mla_metadata returned; "
@@ -385,6 +446,7 @@ def _plan_for(
             num_heads=config.h_q,
             extra_topk=config.extra_topk or 0,
             extra_topk_length=extra_lengths,
+            batch_invariant=config.enable_batch_invariant,
             device=slots.device,
         )
     if metadata.config != config:

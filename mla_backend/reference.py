@@ -1,7 +1,7 @@
 """The oracle: what every kernel has to compute, in plain PyTorch.
 
-Nothing here uses the library or its description of the formats, so that a mistake in those shows as a difference.
-Attention is computed in float64. Everything works on any device; nothing here is meant to be fast.
+Nothing here uses the library or its description of the formats, so a mistake in those shows as a difference. Attention
+is computed in float64. Everything works on any device, and nothing is meant to be fast.
 """
 
 import torch
@@ -13,18 +13,18 @@ GROUP = 128
 E4M3_MAX = 448.0
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 KEY = 128
-"""Of the indexer."""
+"""Values of an indexer's key."""
 FP8_ROW_BYTES = LATENT + 4 * (LATENT // GROUP) + 2 * ROPE  # 656
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """fp32 to e4m3 codes (uint8): nearest, ties to even, saturating at 448; NaN becomes 0x7f."""
-    codes = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.where(x.isnan(), 0x7F, codes)
+    """fp32 to e4m3 bytes (uint8): nearest, ties to even, saturating at 448; NaN becomes 0x7f."""
+    rounded = x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.where(x.isnan(), 0x7F, rounded)
 
 
 def to_bf16(x: Tensor) -> Tensor:
-    """fp32 to bf16, nearest, ties to even; NaN becomes 0x7fc0. bf16 stays as it is, to the bit."""
+    """fp32 to bf16: nearest, ties to even; NaN becomes 0x7fc0. bf16 keeps its bits."""
     if x.dtype == torch.bfloat16:
         return x
     return x.bfloat16().view(torch.int16).masked_fill(x.isnan(), 0x7FC0).view(torch.bfloat16)
@@ -33,7 +33,7 @@ def to_bf16(x: Tensor) -> Tensor:
 def group_scale(amax: Tensor, power_of_two: bool) -> Tensor:
     """The fp32 scale of a group with this largest magnitude: amax / 448, at least the smallest normal number.
 
-    An infinite amax counts as the largest finite number. A power of two is reached by rounding up.
+    An infinite amax counts as the largest finite number. power_of_two rounds the scale up to one.
     """
     scale = (amax.clamp(max=torch.finfo(torch.float32).max) / E4M3_MAX).clamp(min=SMALLEST_SCALE)
     if not power_of_two:
@@ -47,16 +47,14 @@ def quantise(kv_c: Tensor, k_pe: Tensor, power_of_two: bool = False) -> Tensor:
     groups = kv_c.float().unflatten(-1, (-1, GROUP))  # [N, 4, 128]
     amax = torch.where(groups.isnan(), 0.0, groups.abs()).amax(-1, keepdim=True)
     scales = group_scale(amax, power_of_two)
-    codes = to_e4m3(groups / scales).flatten(-2)
-    return torch.cat(
-        [codes, scales.squeeze(-1).contiguous().view(torch.uint8), to_bf16(k_pe).contiguous().view(torch.uint8)], dim=-1
-    )
+    parts = to_e4m3(groups / scales).flatten(-2), scales.squeeze(-1), to_bf16(k_pe)
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
 
 
 def dequantise(rows: Tensor) -> Tensor:
     """Rows of a cache of either format, `[..., 656]` bytes or `[..., 576]` bf16, to float32 `[..., 576]`.
 
-    A cache of float32 `[..., 576]`, which only the reference knows, loses nothing: for proofs of what is around it.
+    A cache of float32 `[..., 576]`, which only the reference takes, loses nothing.
     """
     if rows.dtype in (torch.bfloat16, torch.float32):
         return rows.float()
@@ -108,7 +106,7 @@ def sparse_attention(
     """Every query token attends to its own list of cache slots.
 
     q `[T, H, 576]`, cache `[blocks, block_size, ...]`, indices int32 `[T, topk]`. Returns, all in float64, out
-    `[T, H, 512]`, lse `[T, H]` (natural logarithm) and the largest scaled score `[T, H]`.
+    `[T, H, 512]`, lse `[T, H]` (natural logarithm) and the max logits `[T, H]`, after scaling.
     """
     rows, valid = _listed_rows(cache, indices, topk_length)
     if extra_cache is not None:
@@ -117,15 +115,15 @@ def sparse_attention(
     rows, q = rows.double(), q.double()
     scores = torch.einsum("thd,tkd->thk", q, rows) * scale
     scores = torch.where(valid.unsqueeze(1), scores, -torch.inf)
-    # a column of -inf changes nothing and gives empty lists something to take the maximum of
+    # a column of -inf changes nothing, and lets empty lists have a maximum
     scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
-    largest = scores.amax(-1)
+    max_logits = scores.amax(-1)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
     out = torch.einsum("thk,tkd->thd", weights[..., :-1], rows[..., :LATENT])
     if sink is not None:
         out = out * torch.sigmoid(torch.where(lse == -torch.inf, 0.0, lse - sink.double())).unsqueeze(-1)
-    return out, lse, largest
+    return out, lse, max_logits
 
 
 def _listed_rows(cache: Tensor, indices: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -137,7 +135,7 @@ def _listed_rows(cache: Tensor, indices: Tensor, length: Tensor | None) -> tuple
 
 
 def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Results over disjoint sets of slots, outs `[P, T, H, D]` and lses `[P, T, H]`, as one; in float64."""
+    """Merges results over disjoint sets of slots, outs `[P, T, H, D]` and lses `[P, T, H]`, in float64."""
     lses = lses.double()
     lse = torch.logsumexp(lses, 0)
     weights = torch.exp(lses - torch.where(lse == -torch.inf, 0.0, lse))
@@ -155,10 +153,10 @@ def convert_indices(
             continue
         found = []
         for i, position in enumerate(positions[t].tolist()):
-            place = position // block_size
+            page = position // block_size
             slot = -1
-            if position >= 0 and place < block_table.shape[1] and block_table[request, place] >= 0:
-                slot = int(block_table[request, place]) * block_size + position % block_size
+            if position >= 0 and page < block_table.shape[1] and block_table[request, page] >= 0:
+                slot = int(block_table[request, page]) * block_size + position % block_size
             if slot > torch.iinfo(torch.int32).max:
                 slot = -1
             if not compact:
@@ -189,32 +187,34 @@ def index_scores(
     lengths: Tensor,
     positions: int,
 ) -> Tensor:
-    """How well each key of its context fits a token: the sum over heads of weight * relu(query . key).
+    """The indexer's score of each key of a token's context: the sum over heads of weight * relu(query . key).
 
     queries `[T, H, 128]`, weights fp32 `[T, H]`, requests and lengths `[T]`. Returns fp32 `[T, positions]`, computed in
-    float64: -inf where the position has no key, and where the token doesn't see it.
+    float64: -inf where the position has no key, or the token doesn't see it.
     """
     keys, (blocks, block_size) = dequantise_keys(cache), cache.shape[:2]
     scores = torch.full((len(queries), positions), -torch.inf, device=queries.device)
-    place = torch.arange(positions, device=queries.device)
+    numbers = torch.arange(positions, device=queries.device)
     for request, row in enumerate(block_table.long()):
         tokens = (requests == request).nonzero().squeeze(1)
-        listed = place[place // block_size < len(row)]
+        listed = numbers[numbers // block_size < len(row)]
         block = row[listed // block_size]
         found = (block >= 0) & (block < blocks)
         listed, block = listed[found], block[found]
-        fits = torch.relu(queries[tokens].double() @ keys[block, listed % block_size].double().t())  # [tokens, H, keys]
+        products = torch.relu(
+            queries[tokens].double() @ keys[block, listed % block_size].double().t()
+        )  # [tokens, H, keys]
         rows = torch.full((len(tokens), positions), -torch.inf, dtype=torch.float64, device=queries.device)
-        rows[:, listed] = torch.einsum("th,thk->tk", weights[tokens].double(), fits)
+        rows[:, listed] = torch.einsum("th,thk->tk", weights[tokens].double(), products)
         scores[tokens] = rows.float()
-    return scores.masked_fill(place >= lengths.unsqueeze(1), -torch.inf)
+    return scores.masked_fill(numbers >= lengths.unsqueeze(1), -torch.inf)
 
 
 def select_top(scores: Tensor, lengths: Tensor, topk: int) -> Tensor:
     """The positions of the topk largest of each token's first scores, by rising position, then -1: int32 `[T, topk]`.
 
-    NaN is the largest, of equal scores the earlier ones are chosen, and -inf never, unless a token has no more than
-    topk scores: then it gets all.
+    NaN counts as the largest. Of equal scores the earlier ones are chosen. -inf is never chosen, unless a token has no
+    more than topk scores: then it gets all of them.
     """
     chosen = torch.full((len(scores), topk), -1, dtype=torch.int32, device=scores.device)
     for row, own, length in zip(chosen, scores, lengths.clamp(0, scores.shape[1]).tolist(), strict=True):

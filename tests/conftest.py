@@ -27,13 +27,23 @@ def pytest_sessionstart() -> None:
         library.select_cuda_kernel(CUDA_KERNEL)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # the workers of pytest-xdist, and the programs that they start, share the cores: threads of one would wait for those
+    # of another
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if workers > 1:
+        threads = max(1, len(os.sched_getaffinity(0)) // workers)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = None if torch.cuda.is_available() else "no NVIDIA GPU (torch.cuda.is_available() is False)"
     if reason is None and not library.about()["cuda_archs"]:
         reason = "the library was built without CUDA"
     for item in items:
-        if reason and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason) if reason else pytest.mark.xdist_group("gpu"))
 
 
 @pytest.fixture(autouse=True)

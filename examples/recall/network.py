@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from mla_backend.engine.config import INDEX_DIM, ModelConfig
 from mla_backend.engine.model import LATENT_NORM_EPS, RMSNorm
-from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotate, rotation_scale, turns_of
+from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotate, rotation_scale, rotations_of
 
 E4M3_MAX = 448.0
 LOOK_BACK = 8
@@ -56,19 +56,19 @@ class Indexer(nn.Module):
         self.k_norm = nn.LayerNorm(INDEX_DIM, eps=1e-6)
         self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False)
 
-    def _rotated(self, x: Tensor, turns: Tensor) -> Tensor:
-        turned = rotate(x[..., : self.rope_dim], turns, x.dtype, interleaved=self.interleaved)
+    def _rotated(self, x: Tensor, rotations: Tensor) -> Tensor:
+        turned = rotate(x[..., : self.rope_dim], rotations, x.dtype, interleaved=self.interleaved)
         return torch.cat([turned, x[..., self.rope_dim :].to(turned.dtype)], dim=-1)
 
-    def keys(self, hidden: Tensor, turns: Tensor, rounded: bool) -> Tensor:
+    def keys(self, hidden: Tensor, rotations: Tensor, rounded: bool) -> Tensor:
         """`[B, T, 128]`."""
-        keys = self._rotated(self.k_norm(self.wk(hidden)), turns)
+        keys = self._rotated(self.k_norm(self.wk(hidden)), rotations)
         return through_fp8(keys, INDEX_DIM, power_of_two=True) if rounded else keys
 
-    def scores(self, hidden: Tensor, q_latent: Tensor, turns: Tensor, keys: Tensor, rounded: bool) -> Tensor:
+    def scores(self, hidden: Tensor, q_latent: Tensor, rotations: Tensor, keys: Tensor, rounded: bool) -> Tensor:
         """Of queries `[B, N]` for all keys: fp32 `[B, N, T]`, later tokens included."""
         queries = self.wq_b(q_latent).unflatten(-1, (self.heads, INDEX_DIM))
-        queries = self._rotated(queries, turns.unsqueeze(-2))
+        queries = self._rotated(queries, rotations.unsqueeze(-2))
         if rounded:
             queries = through_fp8(queries, INDEX_DIM)
         weights = self.weights_proj(hidden).float() * (self.heads * INDEX_DIM) ** -0.5
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.heads * config.value_dim, config.hidden_size, bias=False)
         self.indexer = Indexer(config)
 
-    def forward(self, hidden: Tensor, turns: Tensor, causal: Tensor, mode: Mode) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, rotations: Tensor, causal: Tensor, mode: Mode) -> tuple[Tensor, Tensor | None]:
         """hidden `[B, T, hidden_size]` to the same, and the loss of the indexer."""
         config = self.config
         q_latent = self.q_a_layernorm(self.q_a_proj(hidden))
@@ -111,19 +111,19 @@ class Attention(nn.Module):
             latent = through_fp8(latent, LATENT_GROUP)
         expanded = self.kv_b_proj(latent).unflatten(-1, (config.heads, -1))
         k_nope, values = expanded.split([config.nope_dim, config.value_dim], dim=-1)
-        q_rope = rotate(q_rope, turns.unsqueeze(1), q_rope.dtype, interleaved=True)
-        k_rope = rotate(k_rope, turns, k_rope.dtype, interleaved=True).unsqueeze(2).expand(-1, -1, config.heads, -1)
+        q_rope = rotate(q_rope, rotations.unsqueeze(1), q_rope.dtype, interleaved=True)
+        k_rope = rotate(k_rope, rotations, k_rope.dtype, interleaved=True).unsqueeze(2).expand(-1, -1, config.heads, -1)
         queries = torch.cat([q_nope, q_rope], dim=-1).transpose(1, 2)
         keys = torch.cat([k_nope, k_rope], dim=-1).transpose(1, 2)
 
         loss, selected = None, None
         if mode.sparse or mode.queries is not None:
             inputs, detached = hidden.detach(), q_latent.detach()
-            index_keys = self.indexer.keys(inputs, turns, mode.rounded)
+            index_keys = self.indexer.keys(inputs, rotations, mode.rounded)
             if mode.queries is not None:
-                loss = self._indexer_loss(inputs, detached, queries, keys, index_keys, turns, causal, mode)
+                loss = self._indexer_loss(inputs, detached, queries, keys, index_keys, rotations, causal, mode)
             if mode.sparse:
-                query = (inputs, detached, turns)
+                query = (inputs, detached, rotations)
                 selected = self.indexer.selection(*query, index_keys, mode.rounded, causal=causal).unsqueeze(1)
         out = functional.scaled_dot_product_attention(
             queries, keys, values.transpose(1, 2), attn_mask=selected, is_causal=selected is None, scale=self.scale
@@ -182,7 +182,7 @@ class Attention(nn.Module):
         queries: Tensor,
         keys: Tensor,
         index_keys: Tensor,
-        turns: Tensor,
+        rotations: Tensor,
         causal: Tensor,
         mode: Mode,
     ) -> Tensor:
@@ -194,7 +194,7 @@ class Attention(nn.Module):
             scores = queries.detach().transpose(1, 2)[rows, at].transpose(1, 2) @ keys.detach().transpose(2, 3)
             scores = (scores.float() * self.scale).masked_fill(later.unsqueeze(1), -torch.inf)
             target = scores.softmax(-1).mean(1)
-        found = self.indexer.scores(hidden[rows, at], q_latent[rows, at], turns[at], index_keys, mode.rounded)
+        found = self.indexer.scores(hidden[rows, at], q_latent[rows, at], rotations[at], index_keys, mode.rounded)
         logs = found.masked_fill(later, -torch.inf).log_softmax(-1).masked_fill(later, 0.0)
         return (target * (target.clamp(min=1e-9).log() - logs)).sum(-1).mean()
 
@@ -311,11 +311,11 @@ class Network(nn.Module):
         losses."""
         positions = torch.arange(ids.shape[1], device=ids.device)
         angles = positions.unsqueeze(1).float() * inverse_frequencies(self.config, ids.device)
-        turns = turns_of(angles, rotation_scale(self.config.yarn))
+        rotations = rotations_of(angles, rotation_scale(self.config.yarn))
         causal = positions.unsqueeze(1) >= positions
         hidden, losses = self.model.embed_tokens(ids), []
         for layer in self.model.layers:
-            hidden, loss = layer(hidden, turns, causal, mode)
+            hidden, loss = layer(hidden, rotations, causal, mode)
             losses += [] if loss is None else [loss]
         return self.model.norm(hidden), losses
 

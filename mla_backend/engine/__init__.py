@@ -1,4 +1,7 @@
-"""The embedded engine: models of the Hugging Face hub over the library's ops.
+"""The embedded engine: DeepSeek-V3.2 and GLM-5 checkpoints over the library's ops.
+
+It is the oracle for whole models, the way to run without vLLM on a CPU, and meant to be read. For speed on GPUs use
+vLLM with this package's backend.
 
     engine = Engine("path/to/checkpoint")
     for result in engine.generate(["The capital of France is"], SamplingParams(max_tokens=20)):

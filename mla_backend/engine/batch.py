@@ -1,4 +1,4 @@
-"""What a forward pass is told about its tokens, and the caches that it reads and writes."""
+"""A batch: what a forward pass needs to know of its tokens. And the caches that it reads and writes."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,32 +6,31 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kv_cache.keys import KEY_FORMATS
 from mla_backend.engine.config import INDEX_DIM, ModelConfig
 from mla_backend.formats import FORMATS
+from mla_backend.keys import KEY_FORMATS
 
 
 @dataclass
 class Batch:
-    """Tokens of several requests, laid end to end: one token of a request that decodes, a chunk of one that prefills.
+    """Tokens of several requests, concatenated: one token of a request that decodes, a chunk of one that prefills.
 
-    R is the number of requests, T that of all tokens. A request's tokens are neighbours, and the requests come in the
-    order of the block table.
+    R is the number of requests, T that of all tokens. The requests are in the order of the block table.
     """
 
     block_table: Tensor
     """int32 `[R, most blocks]`: each request's blocks, then -1."""
     slots: Tensor
-    """int64 `[T]`: where each token's cache entries go; -1 to keep none."""
+    """int64 `[T]`: the cache slot that each token is written to; -1 for none."""
     token_counts: list[int]
-    """Of each request's tokens in this batch. These two are on the host, so that nothing waits for a device."""
+    """Tokens of each request in this batch. This and the next are on the host, so that nothing waits for a device."""
     context_lengths: list[int]
-    """Of each request's tokens in the cache, once those of this batch have been written; or more, in a captured graph,
-    which serves all contexts up to that."""
+    """Tokens of each request in the cache, including those of this batch. A captured graph has more: it serves all
+    contexts up to that length."""
     logits_at: Tensor
     """int64 `[N]`: the tokens of the batch whose logits are wanted."""
     keeps_some: bool = False
-    """That one or more of the tokens have a slot is known, which saves a look at every write."""
+    """One or more of the tokens are known to have a slot, which saves a check at every write."""
 
     def __post_init__(self) -> None:
         requests, tokens = len(self.block_table), len(self.slots)
@@ -62,13 +61,13 @@ class Batch:
 
 @dataclass
 class LayerCache:
-    """The paged caches of a layer, over the same blocks."""
+    """The paged caches of a layer. Both have the same blocks."""
 
     latent: Tensor
-    """`[blocks, block_size, width]`: of a format of the library, or fp32 rows of 576 for `ExactAttention`."""
+    """`[blocks, block_size, width]` of a format in `mla_backend.FORMATS`, or fp32 rows of 576 for `ExactAttention`."""
     keys: Tensor | None
-    """The indexer's: fp32 `[blocks, block_size, 128]`, or of a format of `kv_cache.KEY_FORMATS`; None in a layer
-    without an indexer."""
+    """The indexer's keys, of a format in `mla_backend.KEY_FORMATS`, or fp32 `[blocks, block_size, 128]`; None in a
+    layer without an indexer."""
 
 
 def new_caches(
@@ -84,7 +83,7 @@ def new_caches(
 
     Args:
         latent: a name in `mla_backend.FORMATS`, or fp32.
-        keys: a name in `kv_cache.KEY_FORMATS`, or fp32.
+        keys: a name in `mla_backend.KEY_FORMATS`, or fp32.
     """
     latents = {name: (fmt.width, fmt.dtype) for name, fmt in FORMATS.items()}
     latents["fp32"] = (config.latent_dim + config.rope_dim, torch.float32)

@@ -1,4 +1,4 @@
-"""What a checkpoint's `config.json` says about the model, for the two families that the engine runs."""
+"""Reads a checkpoint's `config.json`, for the two families that the engine runs."""
 
 import json
 from collections.abc import Mapping
@@ -10,24 +10,24 @@ from mla_backend.formats import FORMATS
 
 FAMILIES = ("deepseek_v32", "glm_moe_dsa")
 INDEX_DIM = 128
-"""Of the indexer's keys: what their cache formats hold."""
+"""Dims of the indexer's keys, as in their cache formats."""
 
 
 def read_json(path: Path) -> Any:
-    """What a file has; a ValueError that names it if that is no JSON."""
+    """The contents of a JSON file; a ValueError names it if it isn't one."""
     try:
         return json.loads(path.read_text())
-    except ValueError as error:  # of JSON, and of text that is no UTF-8
+    except ValueError as error:  # not JSON, or not UTF-8
         raise ValueError(f"{path} must be JSON: {error}") from None
 
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN: rope stretched to contexts longer than those of the pre-training."""
+    """YaRN: rope scaled for contexts longer than in pre-training."""
 
     factor: float
     original_positions: int
-    """Length of the contexts of the pre-training."""
+    """The longest context of the pre-training."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
@@ -52,18 +52,18 @@ class ModelConfig:
     heads: int
     q_lora_rank: int
     nope_dim: int
-    """Of a query head, without rope."""
+    """Dims of a query head without rope."""
     value_dim: int
-    """Of a head, after the latent values have been expanded."""
+    """Dims of a head's value, expanded from the latent."""
     rope_theta: float
     yarn: Yarn | None
 
     index_heads: int
     index_topk: int
     index_rope_interleaved: bool
-    """The indexer's rope turns neighbours (2i, 2i + 1), not the halves (i, i + 32)."""
+    """The indexer's rope rotates neighbouring dims (2i, 2i + 1), not the halves (i, i + 32)."""
     shares_selection: tuple[bool, ...]
-    """Layers without an indexer, which attend to what the last one before them selected."""
+    """Which layers have no indexer, and attend to what the last one before them selected."""
 
     mlp_size: int
     is_moe: tuple[bool, ...]
@@ -84,7 +84,7 @@ class ModelConfig:
 
     @property
     def query_dim(self) -> int:
-        """Of a query head, before it is absorbed."""
+        """Dims of a query head, before it is absorbed."""
         return self.nope_dim + self.rope_dim
 
     @staticmethod
@@ -103,7 +103,7 @@ class ModelConfig:
 
     @staticmethod
     def from_dict(raw: Mapping[str, Any]) -> "ModelConfig":
-        """From the contents of `config.json`. What the engine would compute wrongly is a ValueError."""
+        """From the contents of `config.json`. A model that the engine can't compute rightly is a ValueError."""
         family = raw.get("model_type")
         if family not in FAMILIES:
             raise ValueError(f"model_type must be one of {', '.join(FAMILIES)}; got {family!r}")
@@ -156,8 +156,7 @@ class ModelConfig:
 
 
 def _require_supported(raw: Mapping[str, Any]) -> None:
-    """The keys that have one value in all released models, which the code takes for granted. A key that is left out
-    has that value."""
+    """Refuses other values of the keys that have one value in all released models. A missing key has that value."""
     expected = {
         "kv_lora_rank": FORMATS["bf16"].latent,
         "qk_rope_head_dim": FORMATS["bf16"].rope,
@@ -191,7 +190,7 @@ def _number(raw: Mapping[str, Any], key: str) -> float:
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, Yarn | None]:
-    """Newer configs have `rope_parameters`, older ones `rope_theta` beside `rope_scaling`."""
+    """Newer configs have `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
     rope = {
         "rope_theta": raw.get("rope_theta"),
         **(raw.get("rope_scaling") or {}),

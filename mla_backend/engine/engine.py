@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, a step at a time."""
+"""The engine: takes requests and returns tokens, a step at a time."""
 
 import os
 import secrets
@@ -27,22 +27,27 @@ from mla_backend.engine.sampler import Picked
 from mla_backend.engine.scheduler import Scheduler, Work, require_limits
 from mla_backend.engine.text import TextStream
 from mla_backend.engine.tokenizer import Message, Tokenizer, end_tokens
+from mla_backend.formats import FORMATS
+from mla_backend.keys import KEY_FORMATS
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text, token ids, or a conversation."""
 
-KV_CACHES = {"fp8": ("fp8_ds_mla", "fp8"), "bf16": ("bf16", "bf16")}
+KV_CACHES = {
+    "fp8": (FORMATS["fp8_ds_mla"], KEY_FORMATS["fp8"]),
+    "bf16": (FORMATS["bf16"], KEY_FORMATS["bf16"]),
+}
 """Formats of the latent cache and of the indexer's keys."""
 WATERMARK = 0.01
-"""Of the blocks: what admissions leave free, so that samples which run can grow a little before one has to go."""
+"""The part of the blocks that admissions leave free, so that running samples can grow before one is preempted."""
 GPU_SHARE, CPU_SHARE = 0.85, 0.25
-"""Of the memory that is free on a GPU once the weights are there, and of a machine's memory: what the cache takes at
-most, unless it is said."""
+"""How much the cache may take by default: of the memory that is free on a GPU after loading the weights, and of a
+machine's memory."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What an engine is at."""
+    """What an engine is doing."""
 
     waiting: int
     running: int
@@ -52,16 +57,16 @@ class Status:
 
 @dataclass(frozen=True)
 class Ahead:
-    """A pass that was launched before anybody asked for it: the next token of each of some samples."""
+    """A decode pass that was launched before the scheduler asked for it, for some samples."""
 
     samples: list[Sample]
     positions: list[int]
-    """Where each one's token stands, and the slot that it was written to."""
+    """The position of each sample's token, and the slot that it was written to."""
     slots: list[int]
     picked: Picked
 
-    def holds(self, row: int) -> bool:
-        """Whether that is what the sample has to compute now. It isn't if it was preempted meanwhile."""
+    def is_valid(self, row: int) -> bool:
+        """Whether this is what the sample has to compute now. It isn't if the sample was preempted meanwhile."""
         sequence, position = self.samples[row].sequence, self.positions[row]
         block, offset = divmod(position, sequence.block_size)
         return (
@@ -71,7 +76,7 @@ class Ahead:
 
 
 class Engine:
-    """Generates with a checkpoint, for any number of requests at a time.
+    """Generates with a checkpoint, for any number of requests at once.
 
         engine = Engine("path/to/checkpoint")
         print(engine.generate(["The capital of France is"])[0].text)
@@ -111,7 +116,7 @@ class Engine:
         cuda_graphs: bool | None = None,
         host_memory: int = 0,
     ):
-        # whatever can be wrong is found before the weights are read, which may take long
+        # everything is checked before the weights are read, which may take long
         if kv_cache not in KV_CACHES:
             raise ValueError(f"kv_cache must be one of {', '.join(KV_CACHES)}; got {kv_cache!r}")
         require_limits(tokens_a_step, most_running, chunk)
@@ -141,18 +146,18 @@ class Engine:
                 self.model, self.storage, self.runner.caches, max(most_running, INVARIANT_ROWS), self.max_model_len
             )
         self.runs_ahead = self.device.type == "cuda"
-        """Launch a decode pass before the tokens of the one before it are read."""
+        """Whether a decode pass is launched before the tokens of the last one are read."""
         self._ahead: Ahead | None = None
         self._requests: dict[str, Request] = {}
         self._numbers = count(1)
 
     def add(self, prompt: Prompt, params: SamplingParams | None = None, *, id: str | None = None) -> str:
-        """Takes up a request. Its updates come from `step`.
+        """Adds a request. `step` returns its updates.
 
         Args:
             prompt: a text, token ids, or messages for the chat template.
             params: greedy, up to 256 tokens, if left out.
-            id: that no other unfinished request has; a number if left out.
+            id: one that no other unfinished request has; a number if left out.
 
         Returns:
             The id.
@@ -203,10 +208,10 @@ class Engine:
         return Status(len(scheduler.waiting), len(scheduler.running), scheduler.preemptions, self.manager.statistics())
 
     def step(self) -> list[Update]:
-        """One pass over the model, for all requests that the scheduler picks. The updates of those that got a token.
+        """One pass of the model, for all requests that the scheduler picks. Returns updates of those that got a token.
 
         On a GPU the next pass is launched before this one's tokens are read, so that the device works while the host
-        does its bookkeeping. What it has computed counts only as far as the scheduler then decides the same.
+        does its bookkeeping. Its results are used only where the scheduler then decides the same.
         """
         work = self.scheduler.schedule()
         if not work:
@@ -216,12 +221,12 @@ class Engine:
         return [self._take(*one) for samples, picked in groups for one in zip(samples, *picked.read(), strict=True)]
 
     def _launch(self, work: Work) -> list[tuple[list[Sample], Picked]]:
-        """Computes what was decided, less what is being computed already. Samples that got a token, and the tokens."""
+        """Computes what was scheduled and was not launched ahead. Returns samples that got a token, and the tokens."""
         ahead, self._ahead = self._ahead, None
         groups = []
         if ahead is not None:
             counts = dict(work)
-            kept = [row for row, sample in enumerate(ahead.samples) if counts.get(sample) == 1 and ahead.holds(row)]
+            kept = [row for row, sample in enumerate(ahead.samples) if counts.get(sample) == 1 and ahead.is_valid(row)]
             if kept:
                 samples = [ahead.samples[row] for row in kept]
                 for sample in samples:
@@ -246,7 +251,7 @@ class Engine:
         return groups
 
     def _pick(self, logits: Tensor, samples: list[Sample], unread: int = 0) -> Picked:
-        """unread: tokens that each sample has got, but nobody has read."""
+        """unread: tokens that each sample has got, but that have not been read from the device."""
         draws = [
             sampler.Draw(
                 sample.request.params, sample.request.seed + sample.index, sample.new_tokens + unread, sample.seen or ()
@@ -256,16 +261,16 @@ class Engine:
         return sampler.pick(logits, draws, self.model.batch_invariant)
 
     def _launch_ahead(self, groups: list[tuple[list[Sample], Picked]]) -> "Ahead | None":
-        """The decode pass that follows, with tokens that nobody has read. None where the scheduler may want more than
+        """The decode pass that follows, with tokens that are still unread. None where the scheduler may want more than
         that, or where a token has to be known first."""
         scheduler = self.scheduler
-        everybody = [sample for samples, _ in groups for sample in samples]
-        if len(everybody) < len(scheduler.running):
-            return None  # there are prompts to go on with
+        reached = [sample for samples, _ in groups for sample in samples]
+        if len(reached) < len(scheduler.running):
+            return None  # some prompts are not finished
         if scheduler.waiting and len(scheduler.running) < scheduler.most_running:
             return None
-        goes_on = [sample.new_tokens + 1 < sample.request.most_tokens for sample in everybody]
-        samples = [sample for sample, more in zip(everybody, goes_on, strict=True) if more]
+        goes_on = [sample.new_tokens + 1 < sample.request.most_tokens for sample in reached]
+        samples = [sample for sample, more in zip(reached, goes_on, strict=True) if more]
         if not samples or any(sample.seen is not None for sample in samples):
             return None
         try:
@@ -274,14 +279,14 @@ class Engine:
         except OutOfBlocks:
             return None
         tokens = _joined([picked.tokens for _, picked in groups])
-        if len(samples) < len(everybody):
+        if len(samples) < len(reached):
             tokens = tokens[to_device(torch.tensor(goes_on).nonzero().squeeze(1), self.device)]
         rows = Rows.following([sample.sequence for sample in samples], tokens)
         picked = self._pick(self.runner.run_rows(rows), samples, unread=1)
         return Ahead(samples, rows.positions.tolist(), rows.slots.tolist(), picked)
 
     def abort(self, id: str) -> None:
-        """Gives a request up, wherever it is. No more updates come of it."""
+        """Drops an unfinished request. It gets no more updates."""
         if id not in self._requests:
             raise ValueError(f"id must be that of an unfinished request; got {id!r}")
         for sample in self._requests.pop(id).samples:
@@ -291,11 +296,11 @@ class Engine:
     def generate(
         self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Result]:
-        """Runs prompts to their ends, all that the engine has room for at a time.
+        """Runs prompts to their ends, as many at once as the engine has room for.
 
         Args:
             prompts: as for `add`.
-            params: for all of them, or a list with those of each.
+            params: one for all of them, or a list with one for each.
 
         Returns:
             A result for each prompt, in their order.
@@ -394,7 +399,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 def _longest(config: ModelConfig, layout: Layout, max_model_len: int | None, memory: int | None) -> int:
-    """Tokens that a request may have, as far as model and memory are known to allow it."""
+    """The most tokens that a request may have, as far as model and memory are known."""
     if memory is not None:
         require_count("memory", memory)
         if memory < layout.block_bytes:

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps, so that a step costs one launch and not a thousand."""
+"""CUDA graphs of decode steps, so that a step takes one launch and not a thousand."""
 
 import torch
 from torch import Tensor
@@ -10,21 +10,21 @@ from mla_backend.engine.rows import Rows, to_device
 
 SMALL_SIZES = (1, 2, 4, 8, 16)
 STEP = 16
-"""Between larger sizes: a row more costs little beside what 16 cost."""
+"""Distance of larger sizes: padding to it costs little compared with what 16 rows cost."""
 
 
 class DecodeGraphs:
-    """Passes in which each sequence has one token, captured when one is needed for the first time.
+    """Passes in which each sequence has one token. A graph is captured when it is first needed.
 
-    A graph serves a number of rows and all contexts up to a length, as both are shapes of what the indexer computes:
-    the rows are rounded up to one of a few sizes, the length to the model's top-k times a power of two. Up to the top-k
-    nothing is scored. The plan of the attention is computed within the graph.
+    A graph serves a number of rows and all contexts up to a length, as both are shapes of what the indexer computes.
+    The rows are rounded up to one of a few sizes, the length to the model's top-k times a power of two. Up to the top-k
+    nothing is scored. The graph computes the plan of its attention.
 
     Args:
-        model: on a GPU; with experts, its dtype has to be bf16 (grouped products of others ask the device for counts).
-        storage, caches: those that the model runs on, for good.
-        most_rows: in a pass.
-        most_tokens: in a context.
+        model: on a GPU. With experts, its dtype has to be bf16: grouped products of others ask the device for counts.
+        storage, caches: those that the model always runs on.
+        most_rows: the most rows of a pass.
+        most_tokens: the most tokens of a context.
     """
 
     def __init__(self, model: Model, storage: Storage, caches: list[LayerCache], most_rows: int, most_tokens: int):
@@ -34,23 +34,27 @@ class DecodeGraphs:
         self.sizes.append(most_rows)
         self.most_tokens = most_tokens
         blocks = -(-most_tokens // storage.layout.block_size)
-        # what a replay reads; a graph of fewer rows reads the first ones
+        # the inputs of a replay; a graph of fewer rows reads the first ones
         self._token_ids = torch.zeros(most_rows, dtype=torch.int64, device=self.device)
         self._positions = torch.zeros_like(self._token_ids)
         self._slots = torch.full_like(self._token_ids, -1)
         self._table = torch.full((most_rows, blocks), -1, dtype=torch.int32, device=self.device)
-        # one for all, as cuBLAS keeps a workspace, of 32 MiB on Hopper, for every stream that it has seen
+        # one stream for all captures: cuBLAS keeps a workspace for every stream, on Hopper of 32 MiB
         self._warm_up = torch.cuda.Stream(self.device)
         self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Batch]] = {}
         self._pool = None
 
     @property
     def largest(self) -> int:
-        """Rows of the largest graph."""
+        """The number of rows of the largest graph."""
         return self.sizes[-1]
 
     def run(self, rows: Rows, size: int | None = None) -> Tensor:
-        """Computes rows, `largest` of them at most; `size` takes a graph of exactly so many.
+        """Computes up to `largest` rows.
+
+        Args:
+            rows: each of one token.
+            size: take the graph of this size; the smallest that fits if left out.
 
         Returns:
             Logits of all rows, fp32 `[T, vocab_size]`.
@@ -72,14 +76,14 @@ class DecodeGraphs:
         return logits[: len(rows)].to(torch.float32, copy=True)  # the next replay writes there again
 
     def _context(self, longest: int) -> int:
-        """The length that graphs for such a context serve."""
+        """The context length of the graph that serves a context this long."""
         length = self.model.config.index_topk
         while length < longest:
             length *= 2
         return min(length, self.most_tokens)
 
     def _capture(self, size: int, context: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Batch]:
-        # the batch's own tensors are not the graph's: whoever replays it has to keep them
+        # the graph does not own the batch's tensors: they are kept along with it
         batch = Batch(
             block_table=self._table[:size],
             slots=self._slots[:size],
@@ -92,8 +96,8 @@ class DecodeGraphs:
         def forward() -> Tensor:
             return self.model(self._token_ids[:size], self._positions[:size], batch, self.caches, widen=False)
 
-        # Libraries set themselves up in their first calls, which a capture would not survive. The buffers hold the rows
-        # to be computed already, so all that these passes write is what the replay will write again.
+        # Libraries initialise themselves in their first calls, which is not allowed in a capture. The buffers already
+        # hold the rows to be computed, so these passes write only what the replay will write again.
         self._warm_up.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._warm_up):
             for _ in range(2):

@@ -9,14 +9,14 @@ from mla_backend.engine.rope import rotate
 from mla_backend.engine.step import Selection, Step
 
 MOST_SCORES = 1 << 25
-"""fp32 numbers in a temporary, 128 MiB: many tokens with long contexts are scored in pieces of that."""
+"""fp32 scores in one piece, 128 MiB: many tokens with long contexts are scored in several."""
 
 
 class Indexer(nn.Module):
     """Scores a query token against the keys of its context with a few small heads, and keeps the best top-k.
 
-    The released models turn queries and keys by a Hadamard matrix before they round them to FP8. It changes no score
-    but by that rounding, and is left out here, as in transformers and vLLM.
+    The released models multiply queries and keys by a Hadamard matrix before they round them to FP8. Only the rounding
+    makes a difference to the scores, so it is left out here, as in transformers and vLLM.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
@@ -26,7 +26,7 @@ class Indexer(nn.Module):
         self.wq_b = nn.Linear(config.q_lora_rank, self.heads * INDEX_DIM, bias=False, dtype=dtype)
         self.wk = nn.Linear(config.hidden_size, INDEX_DIM, bias=False, dtype=dtype)
         self.k_norm = nn.LayerNorm(INDEX_DIM, eps=1e-6, dtype=dtype)
-        # fp32 in every release: what it says decides between tokens
+        # fp32 in every release, as it decides between tokens
         self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False, dtype=torch.float32)
 
     def forward(self, hidden: Tensor, q_latent: Tensor, raw_keys: Tensor, step: Step, cache: Tensor) -> Selection:
@@ -38,14 +38,14 @@ class Indexer(nn.Module):
             cache: the layer's keys.
 
         Returns:
-            Slots, int32 `[T, topk or the longest context]`, by rising position and then -1, and how many there are of
-            each token's, int32 `[T]`.
+            Slots, int32 `[T, topk or the longest context]`, by rising position and then -1, and each token's number of
+            them, int32 `[T]`.
         """
         self._write(raw_keys, step, cache)
         if not step.scores:
             return step.everything
         queries = self.wq_b(q_latent).unflatten(-1, (self.heads, INDEX_DIM))
-        queries = self._rotated(queries, step.turns.unsqueeze(1), hidden.dtype)
+        queries = self._rotated(queries, step.rotations.unsqueeze(1), hidden.dtype)
         weights = self.weights_proj(hidden.float()) * (self.heads * INDEX_DIM) ** -0.5
         table, requests = step.batch.block_table, step.batch.request_ids
         lengths, scored = step.lengths, step.scored
@@ -54,17 +54,17 @@ class Indexer(nn.Module):
     def _write(self, raw_keys: Tensor, step: Step, cache: Tensor) -> None:
         if cache.dtype == torch.float32:
             kept = step.batch.slots >= 0
-            keys = self._rotated(self.k_norm(raw_keys), step.turns, torch.float32)
+            keys = self._rotated(self.k_norm(raw_keys), step.rotations, torch.float32)
             cache.view(-1, INDEX_DIM)[step.batch.slots[kept]] = keys[kept]
             return
-        places = step.key_places(cache)
-        # the norm wants its rows in one piece; picking them is that copy
-        keys = self.k_norm(raw_keys[places.source])
-        places.write(self._rotated(keys, step.turns_of_keys(places), torch.float32), cache)
+        addresses = step.key_addresses(cache)
+        # the norm needs contiguous rows; indexing makes that copy
+        keys = self.k_norm(raw_keys[addresses.source])
+        addresses.write(self._rotated(keys, step.key_rotations(addresses), torch.float32), cache)
 
-    def _rotated(self, x: Tensor, turns: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[..., 128]` of this dtype, of which the first rope_dim are rotated."""
-        rotated = rotate(x[..., : self.rope_dim], turns, dtype, interleaved=self.interleaved)
+    def _rotated(self, x: Tensor, rotations: Tensor, dtype: torch.dtype) -> Tensor:
+        """x `[..., 128]` in this dtype, with its first rope_dim dims rotated."""
+        rotated = rotate(x[..., : self.rope_dim], rotations, dtype, interleaved=self.interleaved)
         return torch.cat([rotated, x[..., self.rope_dim :]], dim=-1)
 
 
@@ -79,15 +79,17 @@ def select(
     longest: int,
     topk: int,
 ) -> Tensor:
-    """The positions that tokens attend to, int32 `[T, topk]`, rising, then -1. The order is that of the positions and
-    not of the scores, so that attention adds up in one order however a prompt is cut into chunks.
+    """The positions that tokens attend to, int32 `[T, topk]`, rising, then -1.
+
+    They are sorted by position, not by score. So attention adds up in the same order however a prompt is cut into
+    chunks.
 
     Args:
-        queries, weights, cache, block_table, requests: as for `mla_backend.index_scores`; or a cache of exact keys, in
-            fp32, for proofs of what is around it.
+        queries, weights, cache, block_table, requests: as for `mla_backend.index_scores`. A cache of exact fp32 keys
+            goes to the reference.
         lengths: int32 `[T]`: how many positions of its request each token sees.
         scored: the same, or 0 where that is no more than topk.
-        longest: of the lengths, or more.
+        longest: the largest of the lengths, or more.
     """
     ops = mla_backend.reference if cache.dtype == torch.float32 else mla_backend
     piece = max(1, MOST_SCORES // longest)

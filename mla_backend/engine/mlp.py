@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: one MLP for all tokens, or experts of which each token is sent to a few."""
+"""The feed-forward half of a layer: one MLP for all tokens, or experts, of which each token is sent to a few."""
 
 import torch
 from torch import Tensor, nn
@@ -6,9 +6,9 @@ from torch.nn import functional
 
 from mla_backend.engine.config import ModelConfig
 
-ALL_FOR_ALL_ROWS = {"cuda": 128, "cpu": 32}
-"""Tokens for which a device computes every expert in the time that it takes to read their weights. On a CPU that goes
-for matrix units (AMX), whose tiles have 16 rows however few tokens there are."""
+DENSE_ROWS = {"cuda": 128, "cpu": 32}
+"""Up to this many tokens a device computes all experts in the time that it takes to read their weights. The CPU's
+number is for matrix units (AMX), whose tiles have 16 rows however few tokens there are."""
 
 
 class MLP(nn.Module):
@@ -22,21 +22,21 @@ class MLP(nn.Module):
         self.gate_up: Tensor | None = None
 
     def merge(self) -> None:
-        """Takes the loaded weights of both projections together: `gate_up` `[2, size, hidden_size]`. Has to be called
-        once, before the first forward pass."""
+        """Joins the loaded weights of both projections as `gate_up` `[2, size, hidden_size]`. Has to be called once,
+        before the first forward pass."""
         self.gate_up = torch.stack([self.gate_proj.weight, self.up_proj.weight])
         self.gate_proj = self.up_proj = None
 
     def forward(self, x: Tensor, residual: Tensor) -> None:
-        """x `[T, hidden_size]`, what it gives being added to the residual in place, within the last product."""
+        """Adds the MLP of x `[T, hidden_size]` to the residual in place, within the last product."""
         residual.addmm_(_gated(x, self.gate_up), self.down_proj.weight.t())
 
 
 class Router(nn.Module):
-    """Which experts a token goes to, and how much each counts.
+    """Decides which experts a token goes to, and how much each counts.
 
-    Experts come in groups. The groups with the best two experts are kept, and the best experts of those. A bias that
-    training used to balance the experts' load takes part in the choice, not in the weights.
+    Experts are in groups. The groups with the best two experts are kept, and the best experts of those. The bias that
+    training used to balance the experts' load counts in the choice, but not in the weights.
     """
 
     def __init__(self, config: ModelConfig):
@@ -67,20 +67,20 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Each token through a few of the experts, and through those that all share; adds its result to a residual.
+    """Sends each token through a few of the experts, and through the shared ones; adds the result to a residual.
 
-    A checkpoint has a tensor for each projection of each expert. `merge` lays them together, and the shared ones after
-    them, as experts that every token is sent to. Then there are two ways, and neither asks the device how many tokens
-    went to which expert:
+    A checkpoint has a tensor for each projection of each expert. `merge` joins them, with the shared experts last, as
+    experts that every token is sent to. They are computed in one of two ways. Neither asks the device how many tokens
+    went to which expert.
 
-    - grouped: a token's own experts only, as products over tokens sorted by expert;
-    - all for all: two plain products over all experts, as if they were one wide MLP, whose activations are weighted
-      by what each expert counts for a token, mostly 0. It reads every weight, and once. So few tokens gain by it if
-      most experts are somebody's anyway: reading takes longer then than computing, and there is nothing to sort.
+    - grouped: only a token's own experts, as products over tokens sorted by expert;
+    - dense: two plain products over all experts, as if they were one wide MLP. Its activations are weighted by what
+      each expert counts for a token, mostly 0. Every weight is read, once. That is faster for few tokens if together
+      they need most experts anyway: then reading takes longer than computing, and nothing has to be sorted.
 
     Args:
-        batch_invariant: give a token bits that don't depend on what the others are sent to: always all for all. For
-            batches of a few tokens, all of the same size.
+        batch_invariant: give a token the same bits wherever the others are sent: always dense. For batches of a few
+            tokens, all of the same size.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, batch_invariant: bool = False):
@@ -92,12 +92,12 @@ class MoE(nn.Module):
         self.shared_experts = MLP(config.hidden_size, config.expert_size * self.shared, dtype)
         self.gate_up: Tensor | None = None
         self.down: Tensor | None = None
-        self.untold: Tensor | None = None
+        self.base_weights: Tensor | None = None
 
     def merge(self) -> None:
-        """Takes the loaded weights of the experts together: `gate_up` `[experts, 2, size, hidden_size]` and `down`
-        `[hidden_size, experts, size]`, the shared ones last, and `untold` `[experts]`, what each counts before anybody
-        is sent anywhere. Has to be called once, before the first forward pass."""
+        """Joins the loaded weights of the experts, shared ones last: `gate_up` `[experts, 2, size, hidden_size]` and
+        `down` `[hidden_size, experts, size]`. `base_weights` `[experts]` is 1 for shared experts and 0 for the others.
+        Has to be called once, before the first forward pass."""
         own, shared = self.routed, self.shared_experts
         size, hidden_size = self.experts[0].gate_proj.weight.shape
         like = shared.down_proj.weight
@@ -109,31 +109,31 @@ class MoE(nn.Module):
         for half, weight in enumerate((shared.gate_proj.weight, shared.up_proj.weight)):
             self.gate_up[own:, half] = weight.unflatten(0, (self.shared, size))
         self.down[:, own:] = shared.down_proj.weight.unflatten(1, (self.shared, size))
-        self.untold = (torch.arange(own + self.shared, device=like.device) >= own).float()
+        self.base_weights = (torch.arange(own + self.shared, device=like.device) >= own).float()
         self.experts = self.shared_experts = None
 
     def forward(self, x: Tensor, residual: Tensor) -> None:
-        """x `[T, hidden_size]`, what it gives being added to the residual in place."""
+        """Adds the experts of x `[T, hidden_size]` to the residual in place."""
         experts, weights = self.gate(x)
-        if self.batch_invariant or self._all_for_all_pays(x):
-            self._all_for_all(x, experts, weights, residual)
+        if self.batch_invariant or self._dense_pays(x):
+            self._dense(x, experts, weights, residual)
         else:
             residual.add_(self._grouped(x, experts, weights))
             activations = _gated(x, self.gate_up[self.routed :])
             residual.addmm_(activations, self.down[:, self.routed :].flatten(1).t())
 
-    def _all_for_all_pays(self, x: Tensor) -> bool:
-        # with twice as many choices as experts, about 1 in 7 is nobody's
+    def _dense_pays(self, x: Tensor) -> bool:
+        # with twice as many choices as experts, about 1 expert in 7 is not chosen
         sent = len(x) * self.gate.experts_kept
-        return len(x) <= ALL_FOR_ALL_ROWS.get(x.device.type, 0) and sent >= 2 * self.routed
+        return len(x) <= DENSE_ROWS.get(x.device.type, 0) and sent >= 2 * self.routed
 
-    def _all_for_all(self, x: Tensor, experts: Tensor, weights: Tensor, residual: Tensor) -> None:
-        counts = self.untold.expand(len(x), -1).clone().scatter_(1, experts, weights)
-        activations = _gated(x, self.gate_up).unflatten(1, (len(self.untold), -1)).mul_(counts.unsqueeze(-1))
+    def _dense(self, x: Tensor, experts: Tensor, weights: Tensor, residual: Tensor) -> None:
+        counts = self.base_weights.expand(len(x), -1).clone().scatter_(1, experts, weights)
+        activations = _gated(x, self.gate_up).unflatten(1, (len(self.base_weights), -1)).mul_(counts.unsqueeze(-1))
         residual.addmm_(activations.flatten(1), self.down.flatten(1).t())
 
     def _grouped(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """`[T, hidden_size]`. Each expert's tokens together: sorted by expert, a stretch for each."""
+        """The routed experts' sum, `[T, hidden_size]`. Tokens are sorted by expert, a contiguous range for each."""
         gate_up, down = self.gate_up[: self.routed].flatten(1, 2), self.down[:, : self.routed]
         flat = experts.flatten()
         order = flat.argsort(stable=True)
@@ -143,13 +143,13 @@ class MoE(nn.Module):
         halves = functional.grouped_mm(sorted_x, gate_up.transpose(1, 2), offs=ends)
         out = functional.grouped_mm(_silu_times(halves.unflatten(1, (2, -1))), down.permute(1, 2, 0), offs=ends)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        # weighted and summed in one product, as its factors are in 16 bits: nothing as large is made in fp32
+        # weighted and summed in one product with 16-bit factors, so that nothing as large is made in fp32
         each = out.index_select(0, back).unflatten(0, experts.shape)
         return torch.bmm(weights.to(out.dtype).unsqueeze(1), each).squeeze(1)
 
 
 def _gated(x: Tensor, gate_up: Tensor) -> Tensor:
-    """x `[T, hidden_size]` through MLPs side by side, `[..., 2, size, hidden_size]`: `[T, all their sizes]`."""
+    """Activations of x `[T, hidden_size]` in several MLPs `[..., 2, size, hidden_size]`: `[T, all their sizes]`."""
     halves = functional.linear(x, gate_up.flatten(0, -2)).unflatten(1, gate_up.shape[:-1])
     return _silu_times(halves).flatten(1)
 

@@ -13,7 +13,7 @@ from mla_backend.engine.batch import Batch, LayerCache
 from mla_backend.engine.config import ModelConfig
 from mla_backend.engine.indexer import Indexer
 from mla_backend.engine.mlp import MLP, MoE
-from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotate, rotation_scale, turns_of
+from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotate, rotation_scale, rotations_of
 from mla_backend.engine.sparse import KernelAttention, SparseAttention
 from mla_backend.engine.step import Selection, Step
 from mla_backend.engine.weights import Checkpoint, load_weights
@@ -35,10 +35,10 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head latent attention, absorbed: all heads attend to one latent vector a token, all that is cached.
+    """Multi-head latent attention, absorbed: all heads attend to one latent vector a token, and only that is cached.
 
-    A key of a head would be `latent @ w_key`, a value `latent @ w_value`. Instead of the keys of all tokens we compute
-    `w_key @ query` for one, and expand the sum of latent vectors that attention gives, not each value in it.
+    A key of a head would be `latent @ w_key`, a value `latent @ w_value`. Absorbed, `w_key` is applied to the query
+    instead of to every key, and `w_value` to the sum of latent vectors instead of to each of them.
     """
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype, sparse: SparseAttention):
@@ -60,11 +60,10 @@ class Attention(nn.Module):
         self.w_value: Tensor | None = None
 
     def merge(self) -> None:
-        """Takes the loaded weights apart and together, as products want them. Has to be called once, before the first
-        forward pass.
+        """Rearranges the loaded weights for larger products. Has to be called once, before the first forward pass.
 
-        `from_hidden` is what reads the hidden states: `q_a_proj`, `kv_a_proj_with_mqa` and the indexer's `wk`. Of
-        `kv_b_proj` come `w_key` `[H, nope_dim, 512]` and `w_value` `[H, 512, value_dim]`.
+        `from_hidden` joins the projections of the hidden states: `q_a_proj`, `kv_a_proj_with_mqa` and the indexer's
+        `wk`. `kv_b_proj` is split into `w_key` `[H, nope_dim, 512]` and `w_value` `[H, 512, value_dim]`.
         """
         together = [self.q_a_proj, self.kv_a_proj_with_mqa, *([] if self.indexer is None else [self.indexer.wk])]
         self.from_hidden = torch.cat([projection.weight for projection in together])
@@ -79,8 +78,11 @@ class Attention(nn.Module):
     def forward(
         self, hidden: Tensor, residual: Tensor, step: Step, cache: LayerCache, selection: Selection | None
     ) -> Selection:
-        """Adds to the residual `[T, hidden_size]`, in place, what attention makes of hidden, which is the residual
-        after a norm. Gives back what was attended to, for layers that share it."""
+        """Adds attention over hidden, the normed residual, to the residual `[T, hidden_size]` in place.
+
+        Returns:
+            What was attended to, for layers that share it.
+        """
         config = self.config
         projected = functional.linear(hidden, self.from_hidden)
         q_latent, kv_c, k_rope, raw_keys = projected.tensor_split(
@@ -92,9 +94,9 @@ class Attention(nn.Module):
             .unflatten(-1, (config.heads, config.query_dim))
             .split([config.nope_dim, config.rope_dim], dim=-1)
         )
-        # the key's as one head more, so that all are rotated at once
+        # the key is one more head here, so that all are rotated at once
         ropes = torch.cat([q_rope, k_rope.unsqueeze(1)], dim=1)
-        ropes = rotate(ropes, step.turns.unsqueeze(1), hidden.dtype, interleaved=True)
+        ropes = rotate(ropes, step.rotations.unsqueeze(1), hidden.dtype, interleaved=True)
         self.sparse.write(self.kv_a_layernorm(kv_c), ropes[:, -1], cache.latent, step.batch.slots)
         if self.indexer is not None:
             selection = self.indexer(hidden, q_latent, raw_keys, step, cache.keys)
@@ -108,7 +110,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and an MLP or experts, each added to what went in."""
+    """Attention and then an MLP or experts, each added to its input."""
 
     def __init__(
         self, config: ModelConfig, layer: int, dtype: torch.dtype, sparse: SparseAttention, batch_invariant: bool
@@ -124,7 +126,7 @@ class Layer(nn.Module):
         )
 
     def merge(self) -> None:
-        """Gets the loaded weights ready. Has to be called once, before the first forward pass."""
+        """Rearranges the loaded weights. Has to be called once, before the first forward pass."""
         self.self_attn.merge()
         self.mlp.merge()
 
@@ -150,10 +152,10 @@ class Model(nn.Module):
 
     Args:
         config: its shape.
-        dtype: what it computes in; routing and the indexer's scores are fp32 always.
+        dtype: what it computes in. Routing and the indexer's scores are always fp32.
         sparse: how it attends; by default with the ops of the library.
-        batch_invariant: give a token the same bits whatever else is in the batch, as long as all batches have the same
-            number of requests with one token each: `Runner` cuts its work so. Slower.
+        batch_invariant: give a token the same bits whatever else is in the batch. Holds as long as all batches have the
+            same number of requests with one token each, which `Runner` sees to. Slower.
     """
 
     def __init__(
@@ -180,10 +182,10 @@ class Model(nn.Module):
 
         Args:
             token_ids: int64 `[T]`.
-            positions: int64 `[T]`, each token's place in its request.
+            positions: int64 `[T]`, each token's position in its request.
             batch: where the tokens belong.
             caches: one a layer, as `new_caches` makes them.
-            widen: otherwise logits stay in the dtype of the model, for those who copy them anyway.
+            widen: return fp32; False leaves logits in the dtype of the model, for callers that convert them anyway.
 
         Returns:
             Logits fp32 `[N, vocab_size]` of the tokens `batch.logits_at`.
@@ -214,7 +216,7 @@ class Model(nn.Module):
         step = Step(
             batch,
             positions,
-            turns_of(positions.unsqueeze(1) * self._frequencies, rotation_scale(config.yarn)),
+            rotations_of(positions.unsqueeze(1) * self._frequencies, rotation_scale(config.yarn)),
             topk=config.index_topk,
             block_size=caches[0].latent.shape[1],
         )

@@ -13,8 +13,8 @@ LARGEST_SEED = 2**63 - 1
 class SamplingParams:
     """Greedy unless a temperature is given. Wrong values are errors that name them.
 
-    Of what the filters (top_k, top_p, min_p) leave, all three have to agree. They look at the distribution after the
-    repetition penalty and the temperature.
+    A token has to pass all three filters: top_k, top_p and min_p. They apply to the distribution after the repetition
+    penalty and the temperature.
     """
 
     max_tokens: int = 256
@@ -25,22 +25,22 @@ class SamplingParams:
     top_p: float = 1.0
     """Only the likeliest tokens that together have this probability."""
     min_p: float = 0.0
-    """Only tokens that are this likely, compared with the likeliest."""
+    """Only tokens with at least this part of the likeliest token's probability."""
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens that were there before, in the prompt or after it, and multiplies others."""
+    """Divides positive logits, and multiplies negative ones, of tokens that occurred in the prompt or after it."""
     seed: int | None = None
-    """A request with a seed gives the same samples again; sample i of n is what a request with seed + i gives."""
+    """A request with a seed gives the same samples every time. Sample i of n is that of a request with seed + i."""
     stop: tuple[str, ...] = ()
     """Texts that end a sample; they are not part of its text."""
     stop_tokens: tuple[int, ...] = ()
-    """Tokens that end a sample, besides the model's own."""
+    """Tokens that end a sample, in addition to the model's own."""
     ignore_eos: bool = False
-    """The model's own end is a token like others."""
+    """The model's own end token does not end a sample."""
     logprobs: int | None = None
-    """How many of the likeliest tokens' logprobs are wanted besides the sampled one's. They are the model's own, before
-    temperature, penalties and filters."""
+    """How many of the likeliest tokens' logprobs to return in addition to the sampled one's. They are the model's own,
+    before temperature, penalties and filters."""
     n: int = 1
-    """Samples of one prompt, which is computed once."""
+    """Samples of one prompt, which is computed only once."""
 
     def __post_init__(self) -> None:
         require_count("max_tokens", self.max_tokens, at_least=1)

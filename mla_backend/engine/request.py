@@ -1,4 +1,4 @@
-"""A request and its samples: what the scheduler moves around."""
+"""A request and its samples, which the scheduler works with."""
 
 from dataclasses import dataclass, field
 
@@ -9,13 +9,13 @@ from mla_backend.engine.text import TextStream
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and how it wants to be continued."""
+    """A prompt and how to continue it."""
 
     id: str
     params: SamplingParams
     prompt_tokens: int
     most_tokens: int
-    """That a sample may have: its max_tokens, or what is left of the model's length."""
+    """The most tokens that a sample may get: its max_tokens, or what is left of the model's length."""
     stop_tokens: frozenset[int]
     seed: int
     samples: list["Sample"] = field(default_factory=list)
@@ -29,18 +29,18 @@ class Sample:
     request: Request
     index: int
     sequence: Sequence
-    """The prompt's tokens and those that were sampled; the cache manager's."""
+    """The prompt's tokens and the sampled ones, as the cache manager keeps them."""
     stream: TextStream | None
     """None without a tokenizer."""
     seats: int = 1
-    """How many samples this one stands for: all those that will be forked from it."""
+    """How many samples this one counts for: before the fork, all those that will be forked from it."""
     cached_tokens: int = 0
-    """Of the prompt, found in the cache when the request was admitted for the first time."""
+    """Tokens of the prompt that were in the cache when the request was first admitted."""
     admitted: bool = False
     seen: set[int] | None = None
     """The sequence's tokens, kept where a repetition penalty needs them."""
     finish_reason: str | None = None
-    """stop or length, once it is finished."""
+    """stop or length once the sample is finished."""
 
     @property
     def new_tokens(self) -> int:
@@ -49,5 +49,5 @@ class Sample:
 
     @property
     def left(self) -> int:
-        """How many of its tokens are to be computed: 1 in a decode."""
+        """How many of its tokens are not computed yet: 1 in a decode."""
         return len(self.sequence) - self.sequence.computed

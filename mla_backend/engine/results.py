@@ -1,4 +1,4 @@
-"""What comes out of the engine: a piece at a time, or a request as a whole."""
+"""The engine's results: an update at a time, or a request as a whole."""
 
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -11,22 +11,22 @@ class Update:
     """What a step has added to a sample."""
 
     id: str
-    """Of the request."""
+    """The request's id."""
     index: int
-    """Of the sample, 0 to samples - 1."""
+    """The sample's number, 0 to samples - 1."""
     samples: int
-    """That the request has."""
+    """The number of samples of the request."""
     tokens: tuple[int, ...]
     text: str
-    """Whole characters, and nothing that a stop text may begin with; so it lags behind the tokens. Empty without a
-    tokenizer."""
+    """Whole characters, and nothing that may be the beginning of a stop text; so it lags behind the tokens. Empty
+    without a tokenizer."""
     logprobs: tuple[TokenLogprobs, ...]
-    """One a token, if they were asked for."""
+    """One for each token, if asked for."""
     finish_reason: str | None
-    """stop (the model's end, a stop token or text) or length, with a sample's last update."""
+    """In a sample's last update: stop (the model's end token, a stop token or a stop text) or length."""
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt, that were found in the cache."""
+    """Tokens of the prompt that were in the cache."""
 
 
 @dataclass
@@ -51,23 +51,23 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Of the first sample."""
+        """The first sample's text."""
         return self.completions[0].text
 
     @property
     def tokens(self) -> list[int]:
-        """Of the first sample."""
+        """The first sample's tokens."""
         return self.completions[0].tokens
 
 
 class Collector:
-    """Puts updates together, request by request."""
+    """Assembles updates into results, request by request."""
 
     def __init__(self):
         self._open: dict[str, dict[int, Completion]] = defaultdict(dict)
 
     def add(self, update: Update) -> Result | None:
-        """The request's result, if this was the last of its updates."""
+        """Adds an update. Returns the request's result if it was the last."""
         completions = self._open[update.id]
         completion = completions.setdefault(update.index, Completion(update.index))
         completion.text += update.text

@@ -1,4 +1,4 @@
-"""Rotary position embedding, stretched by YaRN where the model wants it."""
+"""Rotary position embedding, with YaRN where the model has it."""
 
 import math
 
@@ -9,15 +9,15 @@ from mla_backend.engine.config import ModelConfig, Yarn
 
 
 def inverse_frequencies(config: ModelConfig, device: torch.device | str = "cpu") -> Tensor:
-    """fp32 `[rope_dim / 2]`: the angle that each pair of dims turns by from one position to the next."""
+    """fp32 `[rope_dim / 2]`: the angle that each pair of dims is rotated by from one position to the next."""
     exponents = torch.arange(0, config.rope_dim, 2, device=device).float() / config.rope_dim
     frequencies = 1.0 / config.rope_theta**exponents
     if config.yarn is None:
         return frequencies
-    # Pairs that turn often within a context keep their frequency, so that neighbours stay told apart; those that never
-    # turn once are slowed down by the factor, so that positions never seen in training give angles that were.
+    # Pairs that rotate many times within a context keep their frequency, so that neighbours still differ. Pairs that
+    # rotate less than once are slowed down by the factor, so that positions beyond training give angles seen in it.
     yarn = config.yarn
-    low, high = (_pair_with_turns(beta, config, yarn) for beta in (yarn.beta_fast, yarn.beta_slow))
+    low, high = (_pair_with_rotations(beta, config, yarn) for beta in (yarn.beta_fast, yarn.beta_slow))
     if yarn.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, config.rope_dim - 1)
@@ -27,9 +27,9 @@ def inverse_frequencies(config: ModelConfig, device: torch.device | str = "cpu")
     return frequencies / yarn.factor * slowed + frequencies * (1 - slowed)
 
 
-def _pair_with_turns(turns: float, config: ModelConfig, yarn: Yarn) -> float:
-    """Which pair turns so many times within a context of the pre-training; between two pairs as a rule."""
-    frequency = turns * 2 * math.pi / yarn.original_positions
+def _pair_with_rotations(rotations: float, config: ModelConfig, yarn: Yarn) -> float:
+    """The number, not always whole, of the pair that rotates this many times within a context of the pre-training."""
+    frequency = rotations * 2 * math.pi / yarn.original_positions
     return -config.rope_dim * math.log(frequency) / (2 * math.log(config.rope_theta))
 
 
@@ -49,26 +49,29 @@ def rotation_scale(yarn: Yarn | None) -> float:
 
 
 def attention_scale(config: ModelConfig) -> float:
-    """What scores are multiplied with before the softmax. YaRN's share of it is for all dims, not the rotated only."""
+    """What scores are multiplied with before the softmax. YaRN's factor in it is for all dims, not only the rotated."""
     scale = config.query_dim**-0.5
     if config.yarn is not None and config.yarn.mscale_all_dim:
         scale *= _mscale(config.yarn.factor, config.yarn.mscale_all_dim) ** 2
     return scale
 
 
-def turns_of(angles: Tensor, size: float) -> Tensor:
-    """Of angles `[...]` what `rotate` multiplies with: complex64 numbers of this size."""
+def rotations_of(angles: Tensor, size: float) -> Tensor:
+    """Complex64 numbers of these angles `[...]` and this magnitude, for `rotate` to multiply with."""
     return torch.polar(torch.full_like(angles, size), angles)
 
 
-def rotate(x: Tensor, turns: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Tensor:
-    """Rotates `[..., rope_dim]`, of which each pair of dims is a complex number, by `turns` `[..., rope_dim / 2]` that
-    broadcast to it. One product of complex numbers is one kernel, where sines and cosines apart take six.
+def rotate(x: Tensor, rotations: Tensor, dtype: torch.dtype, *, interleaved: bool) -> Tensor:
+    """Rotates x `[..., rope_dim]`, whose pairs of dims are complex numbers.
 
-    dtype: of the result.
-    interleaved: the pairs are the dims (2i, 2i + 1); otherwise (i, i + rope_dim / 2). Either way the result has them as
-        neighbours: scores don't depend on the order of the dims, as long as queries and keys agree.
+    A product of complex numbers is one kernel; sines and cosines apart take six.
+
+    Args:
+        rotations: complex64 `[..., rope_dim / 2]` that broadcast to the pairs.
+        dtype: of the result.
+        interleaved: the pairs are the dims (2i, 2i + 1); otherwise (i, i + rope_dim / 2). In the result a pair's dims
+            are always neighbours: scores don't depend on the order of dims, as long as queries and keys agree.
     """
     pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
     pairs = pairs.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
-    return torch.view_as_real(torch.view_as_complex(pairs) * turns).flatten(-2).to(dtype)
+    return torch.view_as_real(torch.view_as_complex(pairs) * rotations).flatten(-2).to(dtype)

@@ -15,24 +15,24 @@ from mla_backend.engine.batch import Batch
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of R sequences laid end to end, T of them."""
+    """T tokens of R sequences, concatenated."""
 
     token_ids: Tensor
-    """int64 `[T]`, as the next two."""
+    """int64 `[T]`, like the next two."""
     positions: Tensor
     slots: Tensor
     table: Tensor
     """int32 `[R, most blocks]`: each sequence's blocks, then -1."""
     counts: list[int]
-    """Of each sequence's tokens."""
+    """Tokens of each sequence here."""
     contexts: list[int]
-    """Of each sequence's tokens in the cache, with these."""
+    """Tokens of each sequence in the cache, including these."""
     wanted: list[int]
-    """The tokens whose logits are wanted: those that are the last of their sequence."""
+    """The tokens whose logits are wanted: the last tokens of their sequences."""
 
     @staticmethod
     def of(work: Many[tuple[Sequence, int]]) -> "Rows":
-        """The next tokens of each sequence, so many of it. They have to have room."""
+        """The next tokens of each sequence, as many as its number says. The cache has to have room for them."""
         sequences, counts = [sequence for sequence, _ in work], [count for _, count in work]
         tokens, positions, wanted = array("i"), array("q"), []
         for sequence, count in work:
@@ -53,8 +53,8 @@ class Rows:
 
     @staticmethod
     def following(sequences: Many[Sequence], token_ids: Tensor) -> "Rows":
-        """The tokens `[R]` after the last ones of sequences, of which all are computed; they may be on a device, and
-        nobody knows them yet. They have to have room."""
+        """The tokens `[R]` after the last ones of fully computed sequences. They may be on a device and still unread.
+        The cache has to have room for them."""
         ends = array("q", (sequence.computed for sequence in sequences))
         counts = [1] * len(sequences)
         return Rows(
@@ -76,7 +76,7 @@ class Rows:
         return len(self.counts) == len(self)
 
     def cut(self, size: int) -> Iterator["Rows"]:
-        """Parts of so many tokens, the last one of fewer; each token is a sequence of its own there."""
+        """Parts of this many tokens, the last one of fewer. In them each token is a sequence of its own."""
         table = self.table.repeat_interleave(torch.tensor(self.counts), dim=0)
         for start in range(0, len(self), size):
             part = slice(start, start + size)
@@ -88,11 +88,11 @@ class Rows:
                 table[part],
                 counts=[1] * len(positions),
                 contexts=(positions + 1).tolist(),
-                wanted=[place - start for place in self.wanted if start <= place < start + size],
+                wanted=[token - start for token in self.wanted if start <= token < start + size],
             )
 
     def padded(self, size: int, blocks: int | None = None) -> "Rows":
-        """With tokens after these, to `size`, that have no slot and no blocks; and with `blocks` columns in the table.
+        """Padded to `size` tokens, with tokens that have no slot and no blocks, and to `blocks` columns of the table.
         Every sequence has to have one token."""
         more = size - len(self)
         width = self.table.shape[1]
@@ -107,7 +107,7 @@ class Rows:
         )
 
     def batch(self, device: torch.device, logits_at: list[int]) -> tuple[Tensor, Tensor, Batch]:
-        """What a model takes: token ids, positions and the batch, on its device; nothing is waited for."""
+        """A model's inputs: token ids, positions and the batch, on its device. Waits for nothing."""
         batch = Batch(
             block_table=to_device(self.table, device),
             slots=to_device(self.slots, device),
@@ -120,7 +120,7 @@ class Rows:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """From the host, without waiting for it; what is on the device already stays there."""
+    """Copies a tensor from the host without waiting. A tensor that is on the device already is returned as it is."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

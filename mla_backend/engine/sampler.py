@@ -1,7 +1,7 @@
 """From logits to tokens.
 
-Each sampled token takes one random number, which follows from its request's seed and its place after the prompt. So it
-depends neither on the rest of the batch, nor on whether the request was preempted or resumed in between.
+Each sampled token uses one random number, which follows from its request's seed and its position after the prompt. So
+it depends neither on the rest of the batch, nor on whether the request was preempted or resumed in between.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from mla_backend.engine.params import LARGEST_SEED, SamplingParams
 
 @dataclass(frozen=True)
 class Draw:
-    """What the sampler is told about a row of logits."""
+    """How to sample from a row of logits."""
 
     params: SamplingParams
     seed: int
-    """Of the sample."""
-    place: int
+    """The sample's seed."""
+    position: int
     """How many tokens were sampled before."""
     seen: Sequence[int] = ()
-    """Different tokens that were there before; asked for only where there is a repetition penalty."""
+    """The distinct tokens before this one; needed only with a repetition penalty."""
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of a sampled token and, the likeliest first, of as many others as were asked for."""
+    """Logprobs of a sampled token and of as many of the likeliest tokens as were asked for."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
@@ -39,7 +39,7 @@ class Picked:
     """Tokens that were sampled, on their way to the host.
 
     Attributes:
-        tokens: int64 `[N]`, on the device; the next pass can begin with them before anybody has read them.
+        tokens: int64 `[N]`, on the device; the next pass can start with them before the host has read them.
     """
 
     def __init__(self, tokens: Tensor, logits: Tensor, draws: Sequence[Draw]):
@@ -53,14 +53,14 @@ class Picked:
 
     @torch.inference_mode()
     def rows(self, kept: Sequence[int]) -> "Picked":
-        """Some of them."""
+        """Some of the rows."""
         ids = _on(self.tokens, kept)
         return Picked(self.tokens[ids], self._logits[ids], [self._draws[row] for row in kept])
 
     @torch.inference_mode()
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """Waits for the tokens, but not for what was launched after them. A token for each row of the logits, and its
-        logprobs where they are wanted."""
+        """A token for each row of the logits, and its logprobs where they are wanted. Waits for the tokens, but not for
+        what was launched after them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens = self._on_host.tolist()
@@ -71,21 +71,14 @@ class Picked:
         ]
 
 
-def sample(
-    logits: Tensor, draws: Sequence[Draw], batch_invariant: bool = False
-) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """A token for each row, and its logprobs where they are wanted; as `pick`, and then waits for them."""
-    return pick(logits, draws, batch_invariant).read()
-
-
 @torch.inference_mode()
 def pick(logits: Tensor, draws: Sequence[Draw], batch_invariant: bool = False) -> Picked:
     """A token for each row. Waits for nothing.
 
     Args:
-        logits: fp32 `[N, vocab_size]`; they have to stay as they are until the tokens are read.
-        draws: N of them.
-        batch_invariant: one row after the other, so that a row's bits don't depend on how many there are.
+        logits: fp32 `[N, vocab_size]`; must not change until the tokens are read.
+        draws: one for each row.
+        batch_invariant: compute one row after the other, so that a row's bits don't depend on how many there are.
     """
     if len(logits) != len(draws):
         raise ValueError(f"draws must be {len(logits)}, one a row of logits; got {len(draws)}")
@@ -121,14 +114,14 @@ def _penalised(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _probabilities(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """fp64, so that the sums below are as good as exact; the largest logit is taken off first, lest a small temperature
-    overflow."""
+    """In fp64, so that the sums below are practically exact. The max logit is subtracted first, as a small temperature
+    would overflow otherwise."""
     temperatures = _on(logits, [draw.params.temperature for draw in draws], torch.float64).unsqueeze(1)
     return ((logits.double() - logits.max(-1, keepdim=True).values) / temperatures).softmax(-1)
 
 
 def _draw(probabilities: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """int64 `[rows]`: where a random part of each row's sum lies."""
+    """A random index of each row, int64 `[rows]`: where the cumulative sum exceeds a uniform part of the total."""
     sums = probabilities.cumsum(-1)
     targets = _on(sums, [_uniform(draw) for draw in draws], torch.float64).unsqueeze(1) * sums[:, -1:]
     return torch.searchsorted(sums, targets, right=True).squeeze(1)
@@ -144,14 +137,14 @@ def _draw_filtered(probabilities: Tensor, draws: Sequence[Draw]) -> Tensor:
     ranks = torch.arange(probabilities.shape[1], device=probabilities.device)
     keep = (ranks < top_k) & (before < top_p) & (likeliest >= min_p * likeliest[:, :1])
     keep[:, 0] = True
-    places = _draw(likeliest.masked_fill(~keep, 0.0), draws)
-    return order.gather(1, places.unsqueeze(1)).squeeze(1)
+    ranks = _draw(likeliest.masked_fill(~keep, 0.0), draws)
+    return order.gather(1, ranks.unsqueeze(1)).squeeze(1)
 
 
 def _uniform(draw: Draw) -> float:
-    """In [0, 1), of 32 bits: times a sum in fp64 it stays below the sum."""
+    """A number in [0, 1) of 32 bits, so that its product with a sum in fp64 stays below the sum."""
     seed = draw.seed % (LARGEST_SEED + 1)
-    digest = blake2b(seed.to_bytes(8, "little") + draw.place.to_bytes(8, "little"), digest_size=4).digest()
+    digest = blake2b(seed.to_bytes(8, "little") + draw.position.to_bytes(8, "little"), digest_size=4).digest()
     return int.from_bytes(digest, "little") / 2**32
 
 
@@ -162,6 +155,6 @@ def _logprobs(row: Tensor, token: int, count: int) -> TokenLogprobs:
 
 
 def _on(like: Tensor, values: Sequence[float], dtype: torch.dtype | None = None) -> Tensor:
-    """On the device of a tensor, without waiting for it."""
+    """Values as a tensor on the device of another, without waiting for it."""
     tensor = torch.tensor(values, dtype=dtype)
     return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor

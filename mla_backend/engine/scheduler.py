@@ -1,11 +1,11 @@
-"""Who computes how many tokens in the next step.
+"""Decides how many tokens each sample computes in the next step.
 
-Everything goes by the order of arrival. Samples that run are older than all that wait; who comes first is admitted
-first; when blocks run out, the youngest sample that runs gives its own back and waits again, first in line. So the
-oldest sample always goes on, and nobody starves.
+Everything is in order of arrival. Running samples are older than all waiting ones, and the first to arrive is the first
+to be admitted. When blocks run out, the youngest running sample gives its blocks back and waits again, first in line.
+So the oldest sample always makes progress, and none starves.
 
-A step has a budget of tokens. Each sample that decodes takes one of it, and what is left goes to prompts, a chunk of
-each. As the budget exceeds the number of samples that may run, the oldest prompt always gets something.
+A step has a budget of tokens. Each decoding sample takes one, and the rest goes to prompts, a chunk of each. As the
+budget exceeds the number of samples that may run, the oldest prompt always gets something.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ Work = list[tuple[Sample, int]]
 
 
 def require_limits(tokens_a_step: int, most_running: int, chunk: int | None) -> None:
-    """That a scheduler can work with these."""
+    """Checks the limits of a scheduler."""
     require_count("most_running", most_running, at_least=1)
     require_count("tokens_a_step", tokens_a_step, at_least=1)
     if tokens_a_step <= most_running:
@@ -32,13 +32,13 @@ def require_limits(tokens_a_step: int, most_running: int, chunk: int | None) -> 
 
 
 class Scheduler:
-    """Decides, and asks the cache manager for room. Knows nothing of models.
+    """Makes the decisions, and asks the cache manager for room. Knows nothing of models.
 
     Args:
-        manager: of the cache.
-        tokens_a_step: the budget.
-        most_running: samples that run at a time; less than the budget.
-        chunk: tokens of one prompt that are computed in a step, at most; only the budget limits it if left out.
+        manager: the cache manager.
+        tokens_a_step: the budget of a step.
+        most_running: the most samples that run at once; less than the budget.
+        chunk: the most tokens of one prompt in a step; the budget if left out.
     """
 
     def __init__(self, manager: CacheManager, *, tokens_a_step: int, most_running: int, chunk: int | None = None):
@@ -50,13 +50,13 @@ class Scheduler:
         self.preemptions = 0
 
     def add(self, sample: Sample) -> None:
-        """The youngest of all. It has to fit into the cache when it is alone there, with all tokens it may get."""
+        """Adds the youngest sample. Alone in the cache, it has to fit with all tokens that it may get."""
         if sample.seats > self.most_running:
             raise ValueError(f"n must be at most {self.most_running}, the samples that may run; got {sample.seats}")
         self.waiting.append(sample)
 
     def remove(self, sample: Sample) -> None:
-        """It is finished, or not wanted any more."""
+        """Removes a sample that is finished or no longer wanted."""
         if sample.sequence.blocks:
             self.running.remove(sample)
             self.manager.release(sample.sequence)
@@ -64,24 +64,24 @@ class Scheduler:
             self.waiting.remove(sample)
 
     def fork(self, sample: Sample, siblings: list[Sample]) -> None:
-        """Samples of the same request, forked from one that runs, which stood for them so far."""
+        """Adds samples of the same request, forked from a running one that counted for them so far."""
         sample.seats = 1
-        place = self.running.index(sample) + 1
-        self.running[place:place] = siblings
+        after = self.running.index(sample) + 1
+        self.running[after:after] = siblings
 
     def schedule(self) -> Work:
-        """The next step, with room for all its tokens. Empty if there is nothing to do."""
+        """The next step, with room in the cache for all its tokens. Empty if there is nothing to do."""
         decodes = sum(sample.left == 1 for sample in self.running)
         for_prompts = self.tokens_a_step - decodes
         work: Work = []
-        place = 0
-        while place < len(self.running):
-            sample = self.running[place]
+        row = 0
+        while row < len(self.running):  # making room shortens the list
+            sample = self.running[row]
             count = min(sample.left, self.chunk, for_prompts) if sample.left > 1 else 1
             if count and self._make_room(sample, count):
                 for_prompts -= count if sample.left > 1 else 0
                 work.append((sample, count))
-            place += 1
+            row += 1
         return work + self._admit(for_prompts)
 
     def _make_room(self, sample: Sample, count: int) -> bool:
@@ -99,7 +99,7 @@ class Scheduler:
                     return False
 
     def _admit(self, budget: int) -> Work:
-        """Those who wait, in their order, as long as there are seats, budget, and room for a whole prompt."""
+        """Admits waiting samples in order, as long as there are seats, budget, and room for a whole prompt."""
         work: Work = []
         seats = sum(sample.seats for sample in self.running)
         while self.waiting and budget and seats + self.waiting[0].seats <= self.most_running:

@@ -1,6 +1,6 @@
-"""The attention that a model is given: the library's ops, or the same computed exactly.
+"""The attention of a model: the library's ops, or the same computed exactly.
 
-Which of the two is all that differs between serving and proving that the model around it is right.
+With exact attention the rest of the model can be compared with other implementations.
 """
 
 from typing import Protocol
@@ -12,14 +12,14 @@ import mla_backend
 from mla_backend.attention import workspace_floats
 
 Query = tuple[Tensor, Tensor]
-"""The part that meets the latent values, `[T, H, 512]`, and the rotated one, `[T, H, 64]`."""
+"""The part for the latent values, `[T, H, 512]`, and the rotated part, `[T, H, 64]`."""
 
 
 class SparseAttention(Protocol):
-    """What a model asks of its attention."""
+    """The interface of a model's attention."""
 
     def plan(self, lengths: Tensor, topk: int, heads: int) -> Tensor | None:
-        """For lists of these lengths, int32 `[T]`, in rows of topk; all layers of a forward pass share it."""
+        """The plan for index lists of these lengths, int32 `[T]`, in rows of topk. All layers of a pass share it."""
 
     def write(self, kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> None:
         """Writes tokens' latent `[T, 512]` and rope values `[T, 64]` into a cache."""
@@ -27,14 +27,14 @@ class SparseAttention(Protocol):
     def attend(
         self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
     ) -> Tensor:
-        """q over the slots indices `[T, topk]`, of which the first lengths `[T]` count: `[T, H, 512]` in its dtype."""
+        """Attention of q over the first lengths `[T]` of indices `[T, topk]`: `[T, H, 512]` in q's dtype."""
 
 
 class KernelAttention:
-    """The ops of the library, on any device, over a cache of any of its formats.
+    """The library's ops, on any device, over a cache of any of its formats.
 
     Args:
-        batch_invariant: attention gives a token the same bits whatever else is in the batch.
+        batch_invariant: give a token the same bits whatever else is in the batch.
     """
 
     def __init__(self, batch_invariant: bool = False):
@@ -53,7 +53,7 @@ class KernelAttention:
         self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
     ) -> Tensor:
         tokens, heads, dim = q[0].shape
-        # head by head, as the batched product after this wants it
+        # head-major, as the batched product after this needs it
         out = torch.empty(heads, tokens, dim, dtype=torch.bfloat16, device=q[0].device).transpose(0, 1)
         mla_backend.sparse_attention(
             tuple(part.to(torch.bfloat16) for part in q),
@@ -69,8 +69,8 @@ class KernelAttention:
         return out.to(q[0].dtype)
 
     def _workspace(self, q: Tensor, plan: Tensor | None) -> Tensor | None:
-        """Every launch leaves the zeros in it that the next one needs, and a model's launches come one after the other.
-        One of each size is kept for good, as captured graphs write into it."""
+        """One of each size, never freed, as captured graphs write into it. Every launch leaves the zeros that the next
+        one needs, and a model's launches do not overlap."""
         if not q.is_cuda or plan is None:
             return None
         size = workspace_floats(plan.shape[0], q.shape[1])
@@ -80,7 +80,7 @@ class KernelAttention:
 
 
 class ExactAttention:
-    """The reference, in float64, over any cache that it reads; one of fp32 rows loses nothing. Slow: for tests."""
+    """The reference in float64, over any cache that it reads; one of fp32 rows loses nothing. Slow: an oracle."""
 
     def plan(self, lengths: Tensor, topk: int, heads: int) -> None:
         return None

@@ -1,4 +1,4 @@
-"""What all layers of a forward pass share, so that each of it is computed once."""
+"""What all layers of a forward pass share. Each part is computed once."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -6,34 +6,34 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kv_cache.keys import KeyPlaces
 from mla_backend.cache import convert_indices
 from mla_backend.engine.batch import Batch
+from mla_backend.keys import KeyAddresses
 
 Selection = tuple[Tensor, Tensor]
-"""Slots int32 `[T, topk]` and how many of each row count, int32 `[T]`."""
+"""Slots int32 `[T, topk]`, and how many of each row are valid, int32 `[T]`."""
 
 
 @dataclass
 class Step:
-    """Made anew for each pass: within a captured graph its tensors have to be the graph's own."""
+    """Made anew for each pass, as the tensors of a captured graph have to be its own."""
 
     batch: Batch
     positions: Tensor
     """int64 `[T]`."""
-    turns: Tensor
+    rotations: Tensor
     """complex64 `[T, rope_dim / 2]`: what `rotate` multiplies with."""
     topk: int
-    """Tokens that a token attends to, at most."""
+    """The most tokens that a token attends to."""
     block_size: int
     plan: Tensor | None = None
-    """The attention's."""
-    _places: KeyPlaces | None = None
-    _turns_of_keys: Tensor | None = None
+    """Of the attention."""
+    _key_addresses: KeyAddresses | None = None
+    _key_rotations: Tensor | None = None
 
     @cached_property
     def longest(self) -> int:
-        """Of the contexts."""
+        """The length of the longest context."""
         return max(self.batch.context_lengths, default=0)
 
     @cached_property
@@ -43,33 +43,33 @@ class Step:
 
     @property
     def scores(self) -> bool:
-        """Whether anybody has to choose: a context no longer than the top-k is taken as a whole."""
+        """Whether any token has to choose. A context no longer than the top-k is taken as a whole."""
         return self.longest > self.topk
 
     @cached_property
     def scored(self) -> Tensor:
-        """int32 `[T]`: how many positions each token's choice is among; none where there is no choice."""
+        """int32 `[T]`: how many positions each token chooses from; 0 where its context is taken as a whole."""
         return self.lengths * (self.lengths > self.topk)
 
     @cached_property
     def everything(self) -> Selection:
-        """What is attended to where nobody has to choose: each token's context."""
+        """The selection where no token has to choose: each token's context."""
         positions = torch.arange(self.longest, dtype=torch.int32, device=self.positions.device)
         return self.slots_of(torch.where(positions < self.lengths.unsqueeze(1), positions, -1))
 
     def slots_of(self, chosen: Tensor) -> Selection:
-        """Positions int32 `[T, n]`, negative where there is none, as a selection."""
+        """Positions int32 `[T, n]`, negative for none, as a selection."""
         batch = self.batch
         return convert_indices(chosen, batch.block_table, batch.request_ids, self.block_size, compact=True)
 
-    def key_places(self, cache: Tensor) -> KeyPlaces:
-        """Where the indexer's keys of these tokens go, in the caches of all layers, as they have one shape."""
-        if self._places is None:
-            self._places = KeyPlaces(cache, self.batch.slots, some=self.batch.keeps_some)
-        return self._places
+    def key_addresses(self, cache: Tensor) -> KeyAddresses:
+        """The addresses of these tokens' indexer keys. The caches of all layers have one shape, so they share them."""
+        if self._key_addresses is None:
+            self._key_addresses = KeyAddresses(cache, self.batch.slots, some=self.batch.keeps_some)
+        return self._key_addresses
 
-    def turns_of_keys(self, places: KeyPlaces) -> Tensor:
-        """`turns`, rearranged as the keys are."""
-        if self._turns_of_keys is None:
-            self._turns_of_keys = self.turns[places.source]
-        return self._turns_of_keys
+    def key_rotations(self, addresses: KeyAddresses) -> Tensor:
+        """`rotations`, rearranged as the keys are."""
+        if self._key_rotations is None:
+            self._key_rotations = self.rotations[addresses.source]
+        return self._key_rotations

@@ -1,4 +1,4 @@
-"""Tokens of texts and conversations, and texts of tokens, as the checkpoint's own tokenizer has them."""
+"""The checkpoint's own tokenizer: from texts and conversations to tokens, and back."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Message = Mapping[str, str]
-"""Of a conversation: role and content."""
+"""A message of a conversation: role and content."""
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint and, if it has one, its chat template.
 
     Args:
-        folder: has `tokenizer.json`, or whatever else `transformers` can read.
+        folder: has `tokenizer.json`, or other files that `transformers` can read.
     """
 
     def __init__(self, folder: str | Path):
@@ -27,7 +27,7 @@ class Tokenizer:
         self.folder = Path(folder)
         try:
             self._own = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
-        except Exception as error:  # transformers raises whatever the reader of a file happened to raise
+        except Exception as error:  # transformers passes on any exception of a file's reader
             raise ValueError(f"folder must have a tokenizer that transformers can read; {folder}: {error}") from error
 
     @staticmethod
@@ -44,26 +44,26 @@ class Tokenizer:
         return self._own.eos_token_id
 
     def encode(self, text: str) -> list[int]:
-        """With the special tokens that the tokenizer puts around a text."""
+        """The tokens of a text, with the special tokens that the tokenizer adds."""
         return self._own(text)["input_ids"]
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation, up to where the assistant's next answer begins."""
+        """The tokens of a conversation, up to the beginning of the assistant's next answer."""
         if not self.has_chat_template:
             raise ValueError(f"messages need a chat template; the tokenizer in {self.folder} has none")
         try:
             return self._own.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        except Exception as error:  # a template may raise anything about messages that it doesn't like
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"messages can't be put into the chat template: {error}") from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Without special tokens."""
+        """The text of tokens, without special tokens."""
         return self._own.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def save(tokenizer: "PreTrainedTokenizerFast", folder: str | Path) -> None:
-    """Writes a tokenizer into a checkpoint so that transformers 4 reads it as well as 5: vLLM 0.23 runs with either.
-    5 knows the class by its old name, 4 not by the new one, which 5 writes down."""
+    """Writes a tokenizer into a checkpoint so that transformers 4 and 5 both read it: vLLM 0.23 runs with either.
+    Version 5 writes a new class name, which 4 doesn't know; both know the old one."""
     tokenizer.save_pretrained(folder)
     path = Path(folder) / "tokenizer_config.json"
     config = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -71,7 +71,7 @@ def save(tokenizer: "PreTrainedTokenizerFast", folder: str | Path) -> None:
 
 
 def end_tokens(folder: str | Path, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """What ends an answer: `eos_token_id` of `generation_config.json` or else of `config.json`, one or a list, and the
+    """The tokens that end an answer: `eos_token_id` of `generation_config.json`, or else of `config.json`, and the
     tokenizer's own."""
     found = set()
     for name in ("generation_config.json", "config.json"):

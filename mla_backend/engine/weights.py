@@ -1,4 +1,4 @@
-"""Reading the tensors of a checkpoint in the Hugging Face layout, one at a time."""
+"""Reads the tensors of a checkpoint in the Hugging Face layout, one at a time."""
 
 import json
 import re
@@ -14,14 +14,14 @@ except ImportError as error:
     raise ImportError("mla_backend.engine needs more packages: pip install 'mla-backend[engine]'") from error
 
 SCALE_SUFFIX = "_scale_inv"
-"""What the name of a weight's scales ends in. They are what to multiply with, whatever the name says."""
+"""Suffix of the name of a weight's scales. Despite the name, weights are multiplied with them."""
 
 
 class Checkpoint:
-    """The tensors of a folder of safetensors files. Only names are read before a tensor is asked for.
+    """The tensors of a folder of safetensors files. A tensor is read when it is asked for.
 
     Args:
-        folder: has `model.safetensors`, or several files and `model.safetensors.index.json`, which says what is where.
+        folder: has `model.safetensors`, or several files and `model.safetensors.index.json`, which maps names to files.
         weight_block: rows and columns that share a scale in a quantised weight.
     """
 
@@ -40,7 +40,7 @@ class Checkpoint:
             raise FileNotFoundError(f"{index} names {_listed(absent)}, not in {self.folder}")
 
     def names(self) -> set[str]:
-        """Of all tensors but the scales of quantised weights, which `load` looks after."""
+        """The names of all tensors except the scales of quantised weights, which `load` applies."""
         return {name for name in self._file_of if self._weight_of(name) is None}
 
     def load(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -49,7 +49,7 @@ class Checkpoint:
         scales = name + SCALE_SUFFIX
         if scales not in self._file_of:
             if tensor.dtype.itemsize == 1:
-                raise ValueError(f"{name} is {tensor.dtype} and must have {scales} beside it; {self.folder} lacks that")
+                raise ValueError(f"{name} is {tensor.dtype} and must have {scales}; {self.folder} lacks that")
             return tensor.to(dtype)
         if self.weight_block is None:
             raise ValueError(f"{name} has {scales}; config.json must have a quantization_config that says its blocks")
@@ -62,7 +62,7 @@ class Checkpoint:
     def _read(self, name: str) -> Tensor:
         try:
             return self._file(self._file_of[name]).get_tensor(name)
-        except Exception as error:  # safetensors has an exception of its own for all that may be wrong with a file
+        except Exception as error:  # safetensors has its own exception class for broken files
             raise ValueError(f"{name} can't be read from {self.folder / self._file_of[name]}: {error}") from error
 
     def _file(self, name: str) -> safe_open:
@@ -72,7 +72,7 @@ class Checkpoint:
 
 
 def dequantise_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int], name: str = "weight") -> Tensor:
-    """fp32 `[rows, columns]` from e4m3 values and a scale for each block of them; blocks at the edges may be cut."""
+    """fp32 `[rows, columns]` from e4m3 values and a scale for each block; blocks at the edges may be smaller."""
     rows, columns = weight.shape
     blocks = (-(-rows // block[0]), -(-columns // block[1]))
     if tuple(scales.shape) != blocks:
@@ -85,10 +85,10 @@ def dequantise_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int], na
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, layers: int, device: torch.device | str = "cpu") -> None:
-    """Gives every parameter of a model its tensor of the same name, in the dtype that the model declares for it.
+    """Loads every parameter of a model from the tensor of its name, in the dtype that the model declares for it.
 
-    Tensors of layers from `layers` on, which released checkpoints keep for speculation, are left where they are. Any
-    other tensor that is missing, left over or of another shape is an error that names it.
+    Tensors of layers from `layers` on, which released checkpoints have for speculation, are not read. A tensor that is
+    missing, left over or of another shape is an error that names it.
     """
     wanted = model.state_dict(keep_vars=True)
     present = {name for name in checkpoint.names() if not _is_of_later_layer(name, layers)}
@@ -111,7 +111,7 @@ def _is_of_later_layer(name: str, layers: int) -> bool:
 
 
 def _listed(names: Iterable[str], most: int = 8) -> str:
-    """The first few of them, and how many more there are."""
+    """The first few names, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -55,11 +55,11 @@ ENGINE = {
     "host_memory": "--host-memory",
     "capacity": "--host-memory",
 }
-"""The arguments of Engine, as options, and what its parts call them."""
+"""The arguments of Engine, and of its parts, as options."""
 
 
 def size(text: str) -> int:
-    """Bytes, of '4G', '512MiB' or a number of them."""
+    """The bytes of '4G', '512MiB' or a plain number."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
     if found is None:
         raise argparse.ArgumentTypeError(f"must be a size such as 4G or 512M; got {text!r}")
@@ -67,7 +67,7 @@ def size(text: str) -> int:
 
 
 def add(commands) -> argparse.ArgumentParser:
-    """The subcommand."""
+    """Adds the subcommand."""
     parser = commands.add_parser(
         "generate",
         help="generate text with a checkpoint",
@@ -122,7 +122,7 @@ def add(commands) -> argparse.ArgumentParser:
 
 
 def sampling_params(options: argparse.Namespace) -> "SamplingParams":
-    """What the options say; a ValueError or TypeError names the wrong one."""
+    """The options' values; a ValueError or TypeError names a wrong one."""
     from mla_backend.engine.params import SamplingParams
 
     with named(**SAMPLING):

@@ -12,7 +12,7 @@ from mla_backend.engine.params import SamplingParams
 
 
 class Shape(Enum):
-    """How a request is answered."""
+    """The form of a request and its answer."""
 
     PLAIN = "plain"
     CHAT = "/v1/chat/completions"
@@ -24,17 +24,17 @@ class Item:
     """A request that was read."""
 
     number: int
-    """Of its line or argument, from 1."""
+    """The number of its line or argument, from 1."""
     id: str
     prompt: Prompt
     params: SamplingParams
     shape: Shape = Shape.PLAIN
     model: str | None = None
-    """As a batch request names it; it comes back with the answer."""
+    """The model that a batch request names, which its answer repeats."""
 
     @property
     def digest(self) -> str:
-        """Of everything that decides what is generated."""
+        """A hash of everything that decides what is generated."""
         what = json.dumps([self.prompt, asdict(self.params)], sort_keys=True)
         return blake2b(what.encode(), digest_size=8).hexdigest()
 
@@ -61,7 +61,7 @@ NEUTRAL: dict[str, Any] = {
     "tool_choice": "none",
     "response_format": {"type": "text"},
 }
-"""Fields of OpenAI's bodies that the engine has nothing for, and the value that asks for nothing."""
+"""Fields of OpenAI's bodies that the engine does not support, and the one value that is accepted."""
 IGNORED = {"metadata", "model", "service_tier", "store", "stream_options", "user"}
 """Fields that change nothing about the answer's text."""
 OURS = {
@@ -80,20 +80,20 @@ OURS = {
     "top_logprobs": "logprobs",
     "n": "n",
 }
-"""Fields of a line, and of SamplingParams."""
+"""Fields of a line, and the fields of SamplingParams that they set."""
 PROMPTS = ("prompt", "messages", "tokens")
 
 
 def read(
     lines: Iterable[str], defaults: SamplingParams, *, jsonl: bool | None = None, chat: bool = False
 ) -> tuple[list[Item], list[Bad]]:
-    """The requests of a file, and the lines that are none.
+    """The requests of a file, and the lines that can't be read.
 
     Args:
-        lines: of the file. Empty ones are passed over.
-        defaults: what a line doesn't say.
+        lines: the file's lines. Empty ones are skipped.
+        defaults: for everything that a line doesn't say.
         jsonl: whether lines are JSON, not prompts; by default if the first one begins with {.
-        chat: a prompt is what a user says, for the chat template.
+        chat: take a prompt as a user's message, for the chat template.
     """
     items: list[Item] = []
     bad: list[Bad] = []
@@ -117,7 +117,7 @@ def read(
 
 
 def as_chat(item: Item) -> Item:
-    """A text as what a user says."""
+    """A text as a user's message."""
     if not isinstance(item.prompt, str):
         return item
     return replace(item, prompt=[{"role": "user", "content": item.prompt}])
@@ -165,12 +165,12 @@ def _of_batch(number: int, fields: Mapping[str, Any], defaults: SamplingParams) 
 
 
 def _without_nothing(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """null is as good as absent."""
+    """The fields that are not null: null means absent."""
     return {key: value for key, value in fields.items() if value is not None}
 
 
 def _prompt(fields: dict[str, Any]) -> Prompt:
-    """Takes the prompt out of the fields of a line."""
+    """Removes the prompt from the fields of a line, and returns it."""
     given = [name for name in PROMPTS if name in fields]
     if len(given) != 1:
         raise ValueError(f"must have one of {', '.join(PROMPTS)}; got {' and '.join(given) or 'none'}")

@@ -1,4 +1,4 @@
-"""The lines that are written, one a finished request, and going on with a file of them."""
+"""The lines that are written, one for each finished request, and resuming a file of them."""
 
 import fcntl
 import json
@@ -14,16 +14,16 @@ from mla_backend.generate.prompts import Item, Shape
 
 
 class ResultFile:
-    """JSON lines, each written at once, so that whoever kills us leaves at most the last one torn.
+    """A file of JSON lines. Each is written at once, so that a killed process leaves at most the last one incomplete.
 
     Args:
         path: standard output if None.
-        resume: keep what is there, but for a torn last line. Otherwise a file with something in it is an error.
+        resume: keep what is there, except an incomplete last line. Otherwise a file that isn't empty is an error.
     """
 
     def __init__(self, path: Path | None, resume: bool):
         self.finished: dict[str, str] = {}
-        """Ids of requests with a result, and their digests."""
+        """Digests of the requests that have a result, by id."""
         if path is None:
             self._file = sys.stdout.fileno()
             return
@@ -77,7 +77,7 @@ def record(item: Item, result: Result, text_of: Callable[[Sequence[int]], str] |
     """A finished request as a line.
 
     Args:
-        text_of: decodes tokens, for their logprobs.
+        text_of: decodes the tokens of logprobs.
     """
     usage = {
         "prompt_tokens": result.prompt_tokens,

@@ -25,14 +25,14 @@ INTERRUPTED = 130
 
 
 class WrongCommand(Exception):
-    """What was asked for can't be done; the text says what of it."""
+    """The command can't be run; the text says why."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Does what the command line says, or raises WrongCommand; returns the exit status."""
+    """Runs the command, or raises WrongCommand; returns the exit status."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     results = None
-    origin = "PROMPT" if options.prompts else "line"  # what requests are numbered by
+    origin = "PROMPT" if options.prompts else "line"  # what a request's number counts
     try:
         try:
             items, bad = _items(options)
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         except (TypeError, ValueError, OSError, ImportError) as error:
             raise WrongCommand(str(error)) from error
         return Run(engine, left, results, console, origin).to_the_end(already_bad=len(bad))
-    except BrokenPipeError:  # whoever read our results has enough of them; Python must not try to flush the rest
+    except BrokenPipeError:  # the reader of our results is gone; Python must not try to flush the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:
@@ -133,7 +133,7 @@ class Run:
         self.interrupted = False
 
     def to_the_end(self, already_bad: int) -> int:
-        """Until all requests are finished, or Ctrl-C; returns the exit status."""
+        """Runs until all requests are finished, or Ctrl-C; returns the exit status."""
         total, began = len(self.left), time.monotonic()
         progress = Progress(
             TextColumn("{task.description}"),
@@ -166,7 +166,7 @@ class Run:
         return 1 if already_bad + self.bad else 0
 
     def _feed(self) -> None:
-        """As many requests as may run wait in the engine; the others are not even tokenised yet."""
+        """Adds requests until as many wait in the engine as may run. The others are not tokenised yet."""
         while self.left and self.engine.status.waiting < self.engine.scheduler.most_running:
             item = self.left.popleft()
             try:
@@ -189,7 +189,7 @@ class Run:
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM let the step end, and its results be written. The second time they end it at once."""
+        """On Ctrl-C and SIGTERM the step is finished and its results are written. The second time it ends at once."""
 
         def interrupt(number: int, frame: object) -> None:
             if self.interrupted:

@@ -1,10 +1,11 @@
 """The plugin for vLLM: `vllm serve MODEL --attention-backend SPARSE_MLA`.
 
-vLLM finds the two functions here through the package's entry points and calls them in each of its processes, more than
-once. Neither imports vLLM unless vLLM is what calls it. docs/serving.md tells how to serve with it.
+vLLM finds the two functions here through the package's entry points. It calls them in each of its processes, more than
+once. Nothing here imports vLLM before vLLM calls it. docs/serving.md tells how to serve with it.
 
-    versions.py      what differs between vLLM's versions, all of it
-    config.py        what the user asked for: refused with a reason, or settled
+    versions.py      everything that differs between vLLM's versions
+    config.py        what the user asked for: checked, and completed
+    models.py        which models the backend serves
     backend.py       the attention backend: its metadata and its layers
     step.py          what a step's layers share: lengths, plan, buffers
     cpu_platform.py  vLLM's CPU platform, with sparse attention

@@ -1,5 +1,6 @@
-"""The attention backend: all of a step's tokens, prefill and decode, attend to their slots in one call of our op."""
+"""The attention backend. All tokens of a step, prefill and decode, attend in one call of our op."""
 
+import inspect
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
 import mla_backend
 from mla_backend.vllm_plugin import versions
-from mla_backend.vllm_plugin.config import CACHE_DTYPES, LATENT, ROPE
+from mla_backend.vllm_plugin.config import CACHE_DTYPES
+from mla_backend.vllm_plugin.models import LATENT, ROPE
 from mla_backend.vllm_plugin.step import Batch, Step, StepBuffers
 
 MetadataBase, BuilderBase, LayerBase = versions.bases()
 SHORT_EXTEND = 128
-"""Tokens up to which a request's tokens of a step count as decode. It matters where the others may run as dense
-attention, which is cheaper for a prompt of up to top-k tokens but first expands keys and values for every head."""
+"""A request with up to this many tokens in a step counts as decode. Longer ones may run as dense attention, which is
+cheaper for prompts of up to top-k tokens, but has to expand keys and values for every head first."""
 
 
 def _on_cpu() -> bool:
@@ -29,7 +31,7 @@ def _on_cpu() -> bool:
 
 
 class SparseMLABackend(AttentionBackend):
-    """What vLLM asks of a backend before it makes one."""
+    """What vLLM asks a backend before it uses it."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
@@ -88,13 +90,13 @@ class SparseMLABackend(AttentionBackend):
 
 @dataclass(kw_only=True)
 class SparseMLAMetadata(MetadataBase):
-    """Of one batch."""
+    """The metadata of one batch."""
 
     step: Step | None = None
 
 
 class SparseMLAMetadataBuilder(BuilderBase):
-    """Makes a batch's metadata out of tensors on the device alone: nothing waits for the device."""
+    """Makes a batch's metadata from tensors on the device, without waiting for it."""
 
     metadata_cls = SparseMLAMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -107,11 +109,11 @@ class SparseMLAMetadataBuilder(BuilderBase):
         self._init_reorder_batch_threshold(
             SHORT_EXTEND if getattr(self, "_prefill_backend", None) is not None else 1,
             supports_spec_as_decode=True,
-            # each token has its own list, so requests may have any number of tokens
+            # each token has its own index list, so requests may have any number of tokens
             supports_dcp_with_varlen=parallel_config.cp_kv_cache_interleave_size == 1,
         )
         model_config = vllm_config.model_config
-        # with decode context parallelism each device attends with all heads of its group, to a share of the tokens
+        # with decode context parallelism a device attends with all heads of its group, to a part of the tokens
         heads = model_config.get_num_attention_heads(parallel_config) * parallel_config.decode_context_parallel_size
         self.buffers = StepBuffers(
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -134,24 +136,24 @@ class SparseMLAMetadataBuilder(BuilderBase):
             tokens = metadata.num_decode_tokens
         common = common_attn_metadata
         batch = Batch(common.query_start_loc, common.seq_lens, common.num_actual_tokens, common.max_query_len)
-        # vLLM keeps these tensors of the main model where they are from step to step. Those of drafts and of divided
-        # batches may be new ones each time, and a captured graph must not read them.
+        # vLLM keeps the main model's tensors at the same addresses from step to step. Those of drafts and of divided
+        # batches may be new each time, and a captured graph must not read them.
         self.first_batch = self.first_batch or batch
         metadata.step = Step(self.buffers, batch, tokens, self.leaders if batch.is_where(self.first_batch) else None)
         return metadata
 
 
 def leading_layers(names: Collection[str], layers: int) -> frozenset[str]:
-    """The layers, of these names, that are the first ones of a pass: a model's first one, and each that drafts, as
-    those run by themselves. vLLM may give a draft the metadata of the main model's step.
+    """The layers that are the first of a pass: the model's first one, and each draft layer, as those run by themselves.
+    vLLM may give a draft the metadata of the main model's step.
 
     Args:
         names: such as model.layers.3.self_attn.attn.
-        layers: how many the main model has; what is numbered higher drafts.
+        layers: how many the main model has; layers with higher numbers are for drafts.
     """
     numbers = {name: int(found[1]) for name in names if (found := re.search(r"\blayers\.(\d+)\.", name))}
     if len(numbers) < len(names):
-        return frozenset(names)  # each prepares the step anew: slower, and right as well
+        return frozenset(names)  # then each prepares the step anew, which is slower but also right
     first = min(numbers.values())
     return frozenset(name for name, number in numbers.items() if number == first or number >= layers)
 
@@ -166,47 +168,16 @@ class SparseMLALayer(LayerBase):
     supports_pcp: bool = False
     supports_quant_query_input: bool = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        *,
-        indexer: Any = None,
-        sinks: Tensor | None = None,
-        **mla_args: Any,
-    ) -> None:
-        for name, value in (
-            ("alibi_slopes", alibi_slopes),
-            ("sliding_window", sliding_window),
-            ("logits_soft_cap", logits_soft_cap),
-        ):
-            if value:
-                raise NotImplementedError(f"{versions.NAME}: {name} must be unset; got {value}")
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            indexer=indexer,
-            **mla_args,
-        )
+    def __init__(self, *args: Any, indexer: Any = None, sinks: Tensor | None = None, **kwargs: Any) -> None:
+        """Takes what the base takes, and sinks fp32 `[heads]`."""
+        given = inspect.signature(super().__init__).bind(*args, indexer=indexer, **kwargs).arguments
+        for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
+            if given.get(name):
+                raise NotImplementedError(f"{versions.NAME}: {name} must be unset; got {given[name]}")
+        super().__init__(*args, indexer=indexer, **kwargs)
         self.selects = indexer is not None
         self.sinks = None if sinks is None else sinks.float()
-        # Short prefills as dense attention need one of vLLM's GPU kernels.
+        # dense attention for short prefills needs one of vLLM's GPU kernels
         self.supports_dense_mha_prefill = not _on_cpu()
 
     def do_kv_cache_update(
@@ -232,9 +203,14 @@ class SparseMLALayer(LayerBase):
         attn_metadata: SparseMLAMetadata,
         layer: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """q, `[T, H, 576]` or `([T, H, 512], [T, H, 64])`, attends to the slots that the indexer picked:
-        `[T, H, 512]`, and with decode context parallelism the natural logarithm of the sums of exponentials,
-        fp32 `[T, H]`."""
+        """Attends to the slots that the indexer picked.
+
+        Args:
+            q: `[T, H, 576]` or `([T, H, 512], [T, H, 64])`.
+
+        Returns:
+            `[T, H, 512]`, and with decode context parallelism the lse, fp32 `[T, H]`.
+        """
         tokens, heads = (q[0] if isinstance(q, tuple) else q).shape[:2]
         step, buffers = attn_metadata.step, attn_metadata.step.buffers
         step.begin(getattr(layer, "layer_name", None))
@@ -257,7 +233,7 @@ class SparseMLALayer(LayerBase):
         return out.to(q[0].dtype), lse if self.dcp_world_size > 1 else None
 
     def _slots(self, tokens: int, block_size: int, metadata: SparseMLAMetadata) -> Tensor:
-        """The slots that each token attends to, int32 `[tokens, topk]`, those that exist first."""
+        """The slots that each token attends to, int32 `[tokens, topk]`, valid ones first."""
         positions = self.topk_indices_buffer[:tokens]
         if self.dcp_world_size > 1:
             positions = local_positions(
@@ -277,13 +253,14 @@ class SparseMLALayer(LayerBase):
 
 
 def local_positions(positions: Tensor, ranks: int, rank: int, interleave: int) -> Tensor:
-    """Where a rank keeps the tokens at these positions int32 `[T, topk]` of their sequences, -1 for what others keep.
+    """Positions int32 `[T, topk]` of a sequence as positions among the tokens that a rank keeps; -1 for tokens that it
+    doesn't keep.
 
-    With decode context parallelism each rank in turn keeps `interleave` tokens.
+    With decode context parallelism, chunks of `interleave` tokens go to the ranks round robin.
     """
-    turn = positions // interleave
-    mine = (positions >= 0) & (turn % ranks == rank)
-    return torch.where(mine, turn // ranks * interleave + positions % interleave, -1)
+    chunk = positions // interleave
+    mine = (positions >= 0) & (chunk % ranks == rank)
+    return torch.where(mine, chunk // ranks * interleave + positions % interleave, -1)
 
 
 def _bf16(q: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""What the user asked of vLLM: refused with a reason where this backend can't do it, and settled where it can."""
+"""Checks what the user asked of vLLM: says why where this backend can't do it, and completes it where it can."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin.models import has_sparse_mla, is_draft, why_not
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-LATENT, ROPE = 512, 64
-"""Dims of what is cached for a token."""
-MOST_HEADS = 256
 CACHE_DTYPES = {
     "auto": "auto",
     "bfloat16": "bfloat16",
@@ -24,16 +22,18 @@ CACHE_DTYPES = {
 
 
 def settle(vllm_config: "VllmConfig") -> None:
-    """Refuses a configuration that asks for this backend and can't have it, with a ValueError that says why and what
-    to use instead; otherwise gives --kv-cache-dtype its meaning and MTP layers this backend. Leaves all other
-    configurations alone."""
+    """Checks a configuration that asks for this backend, and completes it. Leaves all others alone.
+
+    What the backend can't do is a ValueError that says why, and what to use instead. Otherwise --kv-cache-dtype gets
+    its meaning, and MTP layers get this backend.
+    """
     from vllm.platforms import current_platform
 
     if vllm_config.model_config is None or not versions.is_ours(vllm_config.attention_config.backend):
         return
     speculative = vllm_config.speculative_config
     if is_draft(vllm_config) and not has_sparse_mla(vllm_config.model_config):
-        # The backend is the main model's, and so may be the object that names it, which is left as it is.
+        # The backend is the main model's. The object that names it may be shared with that model, so it is replaced.
         vllm_config.attention_config = dataclasses.replace(vllm_config.attention_config, backend=None)
         return
     versions.warn_if_untried(current_platform.is_cpu())
@@ -42,7 +42,7 @@ def settle(vllm_config: "VllmConfig") -> None:
     for reason in (
         _library(current_platform),
         _device(current_platform),
-        _model(vllm_config.model_config),
+        why_not(vllm_config.model_config),
         _dtype(vllm_config.model_config, current_platform.is_cpu()),
         _cache_dtype(vllm_config),
         _features(vllm_config, current_platform.is_cpu()),
@@ -54,23 +54,8 @@ def settle(vllm_config: "VllmConfig") -> None:
     if cache_config.cache_dtype == "auto" and vllm_config.model_config.dtype != torch.bfloat16:
         cache_config.cache_dtype = "bfloat16"  # "auto" would be the model's dtype
     if speculative is not None and speculative.method == "mtp" and speculative.attention_backend is None:
-        # the layers that draft are of the same kind, and vLLM would pick another backend for them
+        # the draft's layers are of the same kind, but vLLM would pick another backend for them
         speculative.attention_backend = vllm_config.attention_config.backend
-
-
-def is_draft(vllm_config: "VllmConfig") -> bool:
-    """Whether this is the configuration of a draft model, which vLLM makes out of that of the model it drafts for."""
-    speculative = vllm_config.speculative_config
-    return (
-        speculative is not None
-        and vllm_config.model_config is speculative.draft_model_config
-        and vllm_config.model_config is not speculative.target_model_config
-    )
-
-
-def has_sparse_mla(model_config: "ModelConfig") -> bool:
-    """Whether a model's attention is what this backend computes: DeepSeek-V3.2's and GLM-5's."""
-    return _model(model_config) is None
 
 
 def _library(platform: Any) -> str | None:
@@ -118,31 +103,13 @@ def _device(platform: Any) -> str | None:
 
 
 def _runs_on(arch: str, major: int, minor: int) -> bool:
-    """Whether code for an architecture, such as 80 or 90a, runs on a GPU: on later ones of the same major number, but
-    with an `a` on that one alone. The library has no code that a driver could translate for others."""
+    """Whether code for an architecture, such as 80 or 90a, runs on a GPU.
+
+    It runs on later GPUs of the same major number; with an `a` only on that very one. The library contains no PTX that
+    a driver could compile for others.
+    """
     built_major, built_minor = divmod(int(arch.rstrip("af")), 10)
     return built_major == major and (built_minor == minor if arch.endswith("a") else built_minor <= minor)
-
-
-def _model(model_config: "ModelConfig") -> str | None:
-    text_config = model_config.hf_text_config
-    instead = "Leave out --attention-backend, and vLLM picks another for it."
-    kind = getattr(text_config, "model_type", "this model")
-    if not getattr(text_config, "index_topk", None) or not model_config.use_mla:
-        return (
-            "serves models with sparse multi-head latent attention, such as DeepSeek-V3.2 and GLM-5, and "
-            f"{kind} is none. {instead}"
-        )
-    sizes = tuple(getattr(text_config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    if sizes != (LATENT, ROPE) or getattr(text_config, "compress_ratios", None):
-        return (
-            f"caches {LATENT} latent and {ROPE} rope values a token; {kind} has a kv_lora_rank and a qk_rope_head_dim "
-            f"of {sizes[0]} and {sizes[1]}, or compresses its cache. {instead}"
-        )
-    heads = model_config.model_arch_config.total_num_attention_heads
-    if heads > MOST_HEADS:
-        return f"takes up to {MOST_HEADS} attention heads; {kind} has {heads}. {instead}"
-    return None
 
 
 def _dtype(model_config: "ModelConfig", on_cpu: bool) -> str | None:

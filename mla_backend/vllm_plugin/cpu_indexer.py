@@ -1,7 +1,7 @@
-"""The indexer of DeepSeek sparse attention on a CPU: vLLM has one for GPUs alone.
+"""The indexer of DeepSeek sparse attention on a CPU. vLLM has one for GPUs only.
 
-vLLM's model computes queries, keys and weights, and this writes the keys, scores and selects. Keys are cached in FP8,
-as on a GPU; queries, which a GPU rounds to FP8 for its tensor cores, stay as they are.
+vLLM's model computes queries, keys and weights; this writes the keys, scores them and selects. Keys are cached in FP8,
+as on a GPU. Queries, which a GPU rounds to FP8 for its tensor cores, stay as they are.
 """
 
 from dataclasses import dataclass
@@ -16,31 +16,31 @@ from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder, MultipleOf
 
-from kv_cache.keys import KEY_FORMATS, write_keys
 from mla_backend.engine.indexer import select
+from mla_backend.keys import KEY_FORMATS, write_keys
 
 
 def install() -> None:
-    """Has vLLM's model use it. Each process that builds a model does this, some more than once."""
+    """Makes vLLM's model use this indexer. Each process that builds a model calls it, some more than once."""
     if "SparseAttnIndexer" not in op_registry_oot:
         SparseAttnIndexer.register_oot(name="SparseAttnIndexer")(CpuIndexer)
-    # These two have no such hook: the cache of the keys names a backend whose metadata takes Triton to make, and the
+    # There is no hook for these two: the cache of the keys names a backend that needs Triton for its metadata, and the
     # model quantises queries with Triton.
     deepseek_v2.DeepseekV32IndexerCache.get_attn_backend = lambda self: CpuIndexerBackend
     deepseek_v2.per_token_group_quant_fp8 = _keep_queries
 
 
 def _keep_queries(queries: Tensor, group_size: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Stands in for quantising queries `[N, 128]`: themselves, and scales `[N, 1]` of one."""
+    """Instead of quantised queries `[N, 128]` and their scales: the queries themselves, and scales `[N, 1]` of 1."""
     return queries, queries.new_ones(queries.shape[0], queries.shape[1] // group_size, dtype=torch.float32)
 
 
 @dataclass
 class CpuIndexerMetadata(AttentionMetadata):
-    """Of one batch of T tokens of R requests."""
+    """The metadata of a batch of T tokens of R requests."""
 
     longest: int
-    """Of the contexts."""
+    """The length of the longest context."""
     requests: Tensor
     """int32 `[T]`: each token's row of the block table."""
     lengths: Tensor
@@ -62,7 +62,7 @@ class CpuIndexerMetadataBuilder(AttentionMetadataBuilder):
         ends, contexts = batch.query_start_loc[1:], batch.seq_lens.int()
         counts = batch.query_start_loc.diff()
         requests = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
-        left = ends[requests] - torch.arange(len(requests))  # of its request, from each token on
+        left = ends[requests] - torch.arange(len(requests))  # tokens of its request, from each token on
         return CpuIndexerMetadata(
             longest=int(contexts.max()),
             requests=requests,

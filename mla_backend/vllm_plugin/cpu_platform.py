@@ -1,4 +1,4 @@
-"""vLLM's CPU platform, with sparse attention, which it refuses. All else is as vLLM has it."""
+"""vLLM's CPU platform, plus sparse attention, which vLLM's own refuses."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,7 +6,7 @@ from vllm.platforms import cpu_platform_plugin
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from mla_backend.vllm_plugin import versions
-from mla_backend.vllm_plugin.config import has_sparse_mla, is_draft
+from mla_backend.vllm_plugin.models import has_sparse_mla, is_draft
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,8 +42,8 @@ class SparseMLACpuPlatform(CpuPlatform):
             )
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
-        # What vLLM's own MLA kernels for CPUs can't do, and has switched off for them, ours can. A draft model's
-        # configuration has the same cache and scheduler as that of the model it drafts for.
+        # vLLM switches these off because its own MLA kernels for CPUs can't do them; ours can. A draft model's
+        # configuration shares cache and scheduler with that of the model it drafts for.
         asked = cache.enable_prefix_caching, scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
         super().check_and_update_config(vllm_config)
         cache.enable_prefix_caching, scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens = asked
@@ -63,8 +63,8 @@ class SparseMLACpuPlatform(CpuPlatform):
 
 
 def _names_it_for_drafts(vllm_config: "VllmConfig") -> bool:
-    """Whether the backend is the one that the user names for a draft model. vLLM puts it into a copy of the main
-    model's configuration first, and the draft model after that."""
+    """Whether the backend is the one that the user names for a draft model. vLLM first puts it into a copy of the main
+    model's configuration, and then the draft model."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.attention_backend == vllm_config.attention_config.backend
 
@@ -73,11 +73,11 @@ def _run_eagerly(vllm_config: "VllmConfig") -> None:
     from vllm.config import CompilationMode
 
     compilation = vllm_config.compilation_config
-    # The indexer and attention hand the selection over in a buffer. On a GPU vLLM cuts the compiled graph at both; on
-    # a CPU it compiles a model as a whole, and nothing would keep their order.
+    # The indexer hands its selection to attention in a buffer. On a GPU vLLM splits the compiled graph at both. On a
+    # CPU it compiles a model as a whole, and nothing would keep their order.
     compilation.mode = CompilationMode.NONE
-    # vLLM's CPU op for rotary embedding gives wrong results for queries with more than one head and for keys that are
-    # a part of a wider tensor, both of which MLA has; PyTorch's ops don't.
+    # vLLM's CPU op for rotary embedding gives wrong results for queries with several heads, and for keys that are part
+    # of a wider tensor. MLA has both. PyTorch's own ops are right.
     if "+rotary_embedding" in compilation.custom_ops:
         raise ValueError(
             f"{versions.NAME}: vLLM's op for rotary embedding is wrong for these models on a CPU. "

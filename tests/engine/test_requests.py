@@ -92,7 +92,7 @@ def test_a_stop_text_ends_a_sample_and_is_not_shown(shared):
     for seed in range(20):  # until a text has a plain letter in its middle
         params = dict(temperature=1.0, seed=seed)
         text = shared.generate(["abc"], SamplingParams(max_tokens=20, ignore_eos=True, **params))[0].text
-        letters = [place for place, letter in enumerate(text) if letter.isascii() and place > 3]
+        letters = [i for i, letter in enumerate(text) if letter.isascii() and i > 3]
         if letters:
             break
     stop = text[letters[0] - 1 : letters[0] + 1]

@@ -8,14 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_backend.engine import SamplingParams
-from mla_backend.engine.sampler import Draw, sample
+from mla_backend.engine.sampler import Draw, pick
 
 VOCABULARY = 50
 DRAWS = 4000
 
 
+def sample(logits, draws, batch_invariant=False):
+    return pick(logits, draws, batch_invariant).read()
+
+
 def draws(params: SamplingParams, count: int = DRAWS, seed: int = 1, **more) -> list[Draw]:
-    return [Draw(params, seed, place, **more) for place in range(count)]
+    return [Draw(params, seed, position, **more) for position in range(count)]
 
 
 def frequencies(logits: torch.Tensor, params: SamplingParams, **more) -> torch.Tensor:
@@ -129,16 +133,16 @@ PARAMS = st.builds(
 @given(st.lists(st.tuples(PARAMS, st.integers(0, 2**63 - 1), st.integers(0, 1000)), min_size=1, max_size=8))
 def test_a_sample_depends_on_its_own_row_alone(rows):
     logits = torch.randn(len(rows), VOCABULARY)
-    wanted = [Draw(params, seed, place, seen=[1, 5]) for params, seed, place in rows]
+    wanted = [Draw(params, seed, position, seen=[1, 5]) for params, seed, position in rows]
     together = sample(logits, wanted)
     one_by_one = [sample(logits[i : i + 1], wanted[i : i + 1]) for i in range(len(rows))]
     assert together == ([t[0] for t, _ in one_by_one], [p[0] for _, p in one_by_one])
     assert sample(logits, wanted, batch_invariant=True) == together
 
 
-def test_other_seeds_and_other_places_give_other_samples():
+def test_other_seeds_and_other_positions_give_other_samples():
     flat, params = torch.zeros(1, 100_000), SamplingParams(temperature=1.0)
-    found = {sample(flat, [Draw(params, seed, place)])[0][0] for seed in range(8) for place in range(8)}
+    found = {sample(flat, [Draw(params, seed, position)])[0][0] for seed in range(8) for position in range(8)}
     assert len(found) > 60
 
 

@@ -1,4 +1,4 @@
-"""The scheduler: nobody starves, no step exceeds its budget, no block is lost, and age comes first."""
+"""The scheduler: no sample starves, no step exceeds its budget, no block is lost, and age comes first."""
 
 from collections import Counter
 
@@ -78,7 +78,7 @@ class World:
         )
         assert sum(sample.seats for sample in scheduler.running) <= scheduler.most_running
         ages = [(int(s.request.id), s.index) for s in [*scheduler.running, *scheduler.waiting]]
-        assert ages == sorted(ages), "somebody was overtaken"
+        assert ages == sorted(ages), "a younger sample overtook an older one"
         assert [id(s) for s, _ in work] == [id(s) for s in scheduler.running if s in [w for w, _ in work]]
         # every sample that decodes gets its token
         assert {id(s) for s in scheduler.running if s.left == 1} <= {id(s) for s, _ in work}

@@ -13,6 +13,7 @@ import torch
 import engine_models
 from kv_cache import Layout
 from mla_backend.engine import Collector, Engine, SamplingParams
+from mla_backend.engine.engine import KV_CACHES
 
 REQUESTS = 2000
 BLOCKS, BLOCK_SIZE = 60, 8
@@ -104,7 +105,7 @@ def test_2000_requests_aborted_and_preempted_at_random_leave_an_empty_pool_and_n
         # on a GPU what graphs are captured in; on a CPU that would take three times as long
         dtype=torch.bfloat16 if device == "cuda" else torch.float32,
         block_size=BLOCK_SIZE,
-        memory=BLOCKS * Layout(SHAPE["num_hidden_layers"], BLOCK_SIZE, keys="fp8").block_bytes,
+        memory=BLOCKS * Layout(SHAPE["num_hidden_layers"], BLOCK_SIZE, *KV_CACHES["fp8"]).block_bytes,
         most_running=48,
         tokens_a_step=256,
     )

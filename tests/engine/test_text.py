@@ -58,13 +58,13 @@ def test_spaces_between_words_stay_where_they_are(tokens, prompt):
 def test_stop_texts_are_found_however_text_is_cut(text, stop, sizes):
     ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
     want = text[: min(ends)[1]] if ends else text
-    stops, shown, stopped, place = StopTexts(stop), "", False, 0
+    stops, shown, stopped, at = StopTexts(stop), "", False, 0
     for size in sizes:
-        piece, stopped = stops.push(text[place : place + size])
+        piece, stopped = stops.push(text[at : at + size])
         shown += piece
-        place += size
+        at += size
         assert want.startswith(shown)  # nothing was shown that had to be taken back
-        if stopped or place >= len(text):
+        if stopped or at >= len(text):
             break
     assert stopped == bool(ends)
     assert (shown if stopped else shown + stops.finish()) == want

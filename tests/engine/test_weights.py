@@ -43,13 +43,13 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], source: Path, **more) 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Codes, scales, and what they stand for."""
-    codes, scales, meant = [], [], []
+    values, scales, meant = [], [], []
     for rows in weight.split(BLOCK):
         row = [(block, block.abs().max() / E4M3_MAX) for block in rows.split(BLOCK, dim=1)]
-        codes.append(torch.cat([(block / scale).to(torch.float8_e4m3fn).float() for block, scale in row], 1))
+        values.append(torch.cat([(block / scale).to(torch.float8_e4m3fn).float() for block, scale in row], 1))
         meant.append(torch.cat([(block / scale).to(torch.float8_e4m3fn).float() * scale for block, scale in row], 1))
         scales.append(torch.stack([scale for _, scale in row]))
-    return torch.cat(codes).to(torch.float8_e4m3fn), torch.stack(scales), torch.cat(meant)
+    return torch.cat(values).to(torch.float8_e4m3fn), torch.stack(scales), torch.cat(meant)
 
 
 def test_fp8_checkpoints_are_dequantised(saved, tmp_path):
@@ -78,11 +78,11 @@ def test_fp8_checkpoints_are_dequantised(saved, tmp_path):
 
 def test_blocks_may_be_cut_at_the_edges():
     weight = torch.randn(300, 130)
-    codes, scales, meant = quantised(weight)
+    values, scales, meant = quantised(weight)
     assert scales.shape == (3, 2)
-    assert torch.equal(dequantise_blocks(codes, scales, (BLOCK, BLOCK)), meant)
+    assert torch.equal(dequantise_blocks(values, scales, (BLOCK, BLOCK)), meant)
     with pytest.raises(ValueError, match=r"weight_scale_inv must be \[3, 2\].*got \[2, 2\]"):
-        dequantise_blocks(codes, scales[:2], (BLOCK, BLOCK))
+        dequantise_blocks(values, scales[:2], (BLOCK, BLOCK))
 
 
 def test_tensors_come_in_the_dtype_that_the_model_declares(saved):

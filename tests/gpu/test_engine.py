@@ -132,11 +132,11 @@ def test_cpu_and_gpu_agree_where_the_choice_is_clear(folder):
 
 
 def test_samples_are_those_of_the_cpu_for_the_same_logits():
-    from mla_backend.engine.sampler import Draw, sample
+    from mla_backend.engine.sampler import Draw, pick
 
     logits = torch.randn(64, 1000)
     draws = [
         Draw(SamplingParams(temperature=t, top_p=p, repetition_penalty=r), seed, seed, seen=[1, 2])
         for seed, (t, p, r) in enumerate([(0.0, 1.0, 1.0), (1.0, 1.0, 1.0), (0.8, 0.9, 1.2), (1.0, 0.5, 1.0)] * 16)
     ]
-    assert sample(logits, draws)[0] == sample(logits.cuda(), draws)[0]
+    assert pick(logits, draws).read()[0] == pick(logits.cuda(), draws).read()[0]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mla_backend
-from kv_cache.keys import KEY_FORMATS, write_keys
 from mla_backend import reference
+from mla_backend.keys import KEY_FORMATS, write_keys
 
 pytestmark = pytest.mark.gpu
 POISON = 12345.0

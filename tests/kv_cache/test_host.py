@@ -5,9 +5,10 @@ import torch
 
 import kv_cache
 from kv_cache import CacheManager, HostTier
+from mla_backend import FORMATS, KEY_FORMATS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-LAYOUT = kv_cache.Layout(3, 4, "fp8_ds_mla", "fp8")
+LAYOUT = kv_cache.Layout(3, 4, FORMATS["fp8_ds_mla"], KEY_FORMATS["fp8"])
 
 
 def random_storage(blocks, device="cpu"):
@@ -113,7 +114,7 @@ def test_prefixes_may_lie_partly_on_the_device():
 
 
 def test_host_memory_is_off_unless_asked_for():
-    manager = CacheManager(2, 1, storage=kv_cache.Storage(kv_cache.Layout(1, 1), 2))
+    manager = CacheManager(2, 1, storage=kv_cache.Storage(kv_cache.Layout(1, 1, FORMATS["bf16"]), 2))
     manager.release(admitted(manager, [1, 2]))
     manager.release(admitted(manager, [3, 4]))
     assert manager.statistics().host_blocks == 0 and manager.cached(manager.sequence([1, 2])) == 0

@@ -5,6 +5,7 @@ import torch
 
 import kv_cache
 from kv_cache import CacheManager, OutOfBlocks
+from mla_backend import FORMATS, KEY_FORMATS
 
 
 def admitted(manager, tokens, **options):
@@ -136,7 +137,7 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
 
 
 def test_forks_share_until_one_of_them_writes():
-    storage = kv_cache.Storage(kv_cache.Layout(2, 4, "bf16", "bf16"), 6)
+    storage = kv_cache.Storage(kv_cache.Layout(2, 4, FORMATS["bf16"], KEY_FORMATS["bf16"]), 6)
     manager = CacheManager(6, 4, storage=storage)
     sequence = admitted(manager, range(6))
     storage.latent.copy_(torch.randn(storage.latent.shape))
@@ -149,7 +150,7 @@ def test_forks_share_until_one_of_them_writes():
         assert torch.equal(cache[:, fork.blocks[1]], cache[:, sequence.blocks[1]])
     last = sequence.blocks[1]
     manager.allocate(sequence)
-    assert sequence.blocks[1] == last  # nobody else has it any more
+    assert sequence.blocks[1] == last  # no other sequence has it any more
     assert manager.statistics().copied_blocks == 1
 
 
@@ -263,7 +264,7 @@ def foreign():
         (lambda: CacheManager(1, 1, host_bytes=-1), ValueError, "host_bytes must be 0 or more"),
         (lambda: CacheManager(1, 1, host_bytes=9), ValueError, "storage must be given with host_bytes"),
         (
-            lambda: CacheManager(1, 1, storage=kv_cache.Storage(kv_cache.Layout(1, 2), 3)),
+            lambda: CacheManager(1, 1, storage=kv_cache.Storage(kv_cache.Layout(1, 2, FORMATS["bf16"]), 3)),
             ValueError,
             "storage must have 1 blocks of 1 tokens; got 3 of 2",
         ),

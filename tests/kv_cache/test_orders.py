@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import kv_cache
 from kv_cache import CacheManager, OutOfBlocks
+from mla_backend import FORMATS, KEY_FORMATS, cache_write, write_keys
 
 BLOCKS, SIZE, LAYERS = 10, 3, 2
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)  # few different ones, so that much is shared
@@ -32,14 +33,14 @@ def content(salt: str, tokens: tuple[int, ...]) -> torch.Tensor:
 
 
 class Orders(RuleBasedStateMachine):
-    """The model beside the manager: the sequences, what has ever been committed, and the storage itself."""
+    """A model next to the manager: the sequences, what has ever been committed, and the storage itself."""
 
     host_blocks = 0
     device = "cpu"
 
     @initialize()
     def begin(self):
-        layout = kv_cache.Layout(LAYERS, SIZE, "bf16", "bf16")
+        layout = kv_cache.Layout(LAYERS, SIZE, FORMATS["bf16"], KEY_FORMATS["bf16"])
         self.storage = kv_cache.Storage(layout, BLOCKS, self.device)
         host_bytes = self.host_blocks * layout.block_bytes
         self.manager = CacheManager(BLOCKS, SIZE, storage=self.storage, host_bytes=host_bytes)
@@ -62,8 +63,8 @@ class Orders(RuleBasedStateMachine):
         rows = contents(salt, tokens, range(begin, begin + count)).to(self.device)
         for layer in range(LAYERS):
             latent = rows[layer].repeat(1, 72).bfloat16()
-            self.storage.write(layer, latent[:, :512], latent[:, 512:], slots)
-            self.storage.write_keys(layer, rows[layer].repeat(1, 16).bfloat16(), slots)
+            cache_write(latent[:, :512], latent[:, 512:], self.storage.latent[layer], slots)
+            write_keys(rows[layer].repeat(1, 16).bfloat16(), self.storage.keys[layer], slots)
         self.manager.commit(sequence, count)
         for end in range(SIZE, sequence.computed + 1, SIZE):
             self.committed.add((salt, tuple(sequence.tokens[:end])))
@@ -156,7 +157,7 @@ class Orders(RuleBasedStateMachine):
         assert now.findable == len(findable)
         blank = [block for block in range(BLOCKS) if block not in findable and not holders[block]]
         assert sorted(blank) == sorted(pool._blank)
-        for part in self.storage.parts:  # nobody may ever see what is in a blank block
+        for part in self.storage.parts:  # the contents of a blank block may never be seen
             part[:, blank] = -1
 
     @invariant()
@@ -167,8 +168,9 @@ class Orders(RuleBasedStateMachine):
             slots = torch.tensor([sequence.blocks[i // SIZE] * SIZE + i % SIZE for i in positions], device=self.device)
             want = contents(salt, tokens, positions).to(self.device)
             for layer in range(LAYERS):
-                assert torch.equal(self.storage.gather(layer, slots).float(), want[layer].repeat(1, 72).float())
-                assert torch.equal(self.storage.gather_keys(layer, slots), want[layer].repeat(1, 16).float())
+                latent, keys = (part[layer].flatten(0, 1)[slots] for part in (self.storage.latent, self.storage.keys))
+                assert torch.equal(latent.float(), want[layer].repeat(1, 72).float())
+                assert torch.equal(keys.float(), want[layer].repeat(1, 16).float())
 
     def teardown(self):
         for sequence in getattr(self, "live", ()):

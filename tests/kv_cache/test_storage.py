@@ -1,15 +1,21 @@
-"""The bytes of the cache: sizes, writing and reading in every format, copies of blocks."""
+"""The bytes of the cache: sizes, layers that lie apart, copies of blocks."""
+
+import subprocess
+import sys
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import kv_cache
 import mla_backend
-from mla_backend import reference
+from mla_backend import FORMATS, KEY_FORMATS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+BF16 = FORMATS["bf16"]
+
+
+def layout_of(layers, block_size, latent, keys=None):
+    return kv_cache.Layout(layers, block_size, FORMATS[latent], None if keys is None else KEY_FORMATS[keys])
 
 
 @pytest.mark.parametrize(
@@ -18,98 +24,44 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize("block_size", [1, 3, 64])
 def test_blocks_are_as_large_as_their_tokens(latent, keys, token_bytes, block_size):
-    layout = kv_cache.Layout(layers=2, block_size=block_size, latent=latent, keys=keys)
+    layout = layout_of(2, block_size, latent, keys)
     assert layout.token_bytes == 2 * token_bytes and layout.block_bytes == 2 * token_bytes * block_size
     assert layout.blocks_in(10 * layout.block_bytes) == 10
     assert layout.blocks_in(10 * layout.block_bytes - 1) == 9
     storage = kv_cache.Storage(layout, blocks=5)
     assert sum(part.nbytes for part in storage.parts) == 5 * layout.block_bytes
-    assert mla_backend.format_of(storage.latent[0]) is mla_backend.FORMATS[latent]
+    assert mla_backend.format_of(storage.latent[0]) is FORMATS[latent]
+    assert (storage.keys is None) == (keys is None)
     assert all(torch.count_nonzero(part) == 0 for part in storage.parts)
 
 
 def test_how_many_blocks_of_a_model_fit_into_memory():
-    layout = kv_cache.Layout(layers=61, block_size=64, keys="fp8")
-    assert layout.blocks_in(100 * 2**30) == 107374182400 // 3076352 == 34903
+    assert layout_of(61, 64, "fp8_ds_mla", "fp8").blocks_in(100 * 2**30) == 107374182400 // 3076352 == 34903
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("latent", mla_backend.FORMATS)
-def test_layers_are_written_and_read_on_their_own(device, latent):
-    storage = kv_cache.Storage(kv_cache.Layout(3, 4, latent), 5, device)
+@pytest.mark.parametrize("latent", FORMATS)
+@pytest.mark.parametrize("keys", KEY_FORMATS)
+def test_layers_are_written_on_their_own(device, latent, keys):
+    storage = kv_cache.Storage(layout_of(3, 4, latent, keys), 5, device)
     slots = torch.randperm(20)[:12].to(device)
     rows = [torch.randn(12, 576).bfloat16().to(device) for _ in range(3)]
+    caches = [FORMATS[latent].new_cache(5, 4, device) for _ in rows]
+    key_caches = [torch.zeros_like(storage.keys[0]) for _ in rows]
     for layer, row in enumerate(rows):
-        storage.write(layer, row[:, :512], row[:, 512:], slots)
-    for layer, row in enumerate(rows):
-        want = mla_backend.FORMATS[latent].new_cache(5, 4)
-        reference.cache_write(row[:, :512].cpu(), row[:, 512:].cpu(), want, slots.cpu())
-        assert torch.equal(storage.latent[layer].cpu(), want)
-        assert torch.equal(storage.gather(layer, slots), mla_backend.cache_gather(storage.latent[layer], slots))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_fp8_keys_lie_as_vllm_lays_them(device):
-    """In a block first the values of all tokens, then their scales, which are powers of two."""
-    storage = kv_cache.Storage(kv_cache.Layout(2, 4, keys="fp8"), 3, device)
-    keys = torch.randn(12, 128) * torch.exp(torch.randn(12, 1) * 3)
-    keys[3] = 0
-    storage.write_keys(1, keys.to(device), torch.arange(12, device=device))
-    assert torch.count_nonzero(storage.keys[0]) == 0
-    for block in range(3):
-        flat = storage.keys[1, block].cpu().flatten()
-        values = flat[: 4 * 128].view(torch.float8_e4m3fn).view(4, 128).float()
-        scales = flat[4 * 128 :].view(torch.float32)
-        mine = keys[4 * block : 4 * block + 4]
-        assert torch.equal(scales, torch.exp2(torch.ceil(torch.log2(mine.abs().amax(1).clamp(min=1e-4) / 448))))
-        assert torch.equal(values, (mine / scales.unsqueeze(1)).to(torch.float8_e4m3fn).float())
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("keys", kv_cache.KEY_FORMATS)
-@pytest.mark.parametrize("block_size", [1, 3, 64])
-def test_keys_come_back_as_exactly_as_their_format_can(device, keys, block_size):
-    storage = kv_cache.Storage(kv_cache.Layout(1, block_size, keys=keys), 4, device)
-    capacity = 4 * block_size
-    slots = torch.randperm(capacity, device=device)[: capacity // 2 + 1]
-    written = torch.randn(len(slots), 128, device=device).bfloat16()
-    storage.write_keys(0, written, slots)
-    got = storage.gather_keys(0, torch.cat([slots, torch.tensor([-1, capacity], device=device)]).int())
-    assert torch.equal(got[-2:], torch.zeros(2, 128, device=device))
-    allowed = 0 if keys == "bf16" else written.abs() / 16 + written.abs().amax(1, keepdim=True) / 448 * 2**-8
-    assert ((got[:-2] - written).abs() <= allowed).all()
-
-
-@pytest.mark.parametrize("keys", kv_cache.KEY_FORMATS)
-@given(slots=st.lists(st.integers(-3, 8), max_size=6, unique=True), wide=st.booleans())
-def test_keys_without_a_slot_leave_every_byte_alone(keys, slots, wide):
-    storage = kv_cache.Storage(kv_cache.Layout(1, 3, keys=keys), 2)
-    storage.keys.view(torch.uint8)[:] = 77
-    before = storage.gather_keys(0, torch.arange(6))
-    written = torch.randn(len(slots), 128)
-    storage.write_keys(0, written, torch.tensor(slots, dtype=torch.int64 if wide else torch.int32))
-    after = storage.gather_keys(0, torch.arange(6))
-    for slot in range(6):
-        if slot in slots:
-            assert torch.allclose(after[slot], written[slots.index(slot)], atol=0.2)
-        else:
-            assert torch.equal(after[slot], before[slot])
-
-
-def test_infinite_and_missing_keys_disturb_nobody():
-    storage = kv_cache.Storage(kv_cache.Layout(1, 2, keys="fp8"), 1)
-    keys = torch.ones(2, 128)
-    keys[0, 5], keys[0, 6] = torch.inf, torch.nan
-    storage.write_keys(0, keys, torch.tensor([0, 1]))
-    assert torch.equal(storage.gather_keys(0, torch.tensor([1]))[0], torch.ones(128))
-    storage.write_keys(0, keys[:0], torch.tensor([], dtype=torch.int64))
+        for one in (storage.latent[layer], caches[layer]):
+            mla_backend.cache_write(row[:, :512], row[:, 512:], one, slots)
+        for one in (storage.keys[layer], key_caches[layer]):
+            mla_backend.write_keys(row[:, :128].contiguous(), one, slots)
+    assert torch.equal(storage.latent, torch.stack(caches))
+    assert torch.equal(storage.keys, torch.stack(key_caches))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block_size", [3, 16])
-@pytest.mark.parametrize("latent", mla_backend.FORMATS)
+@pytest.mark.parametrize("latent", FORMATS)
 def test_copies_of_blocks_have_the_same_bytes_in_all_layers(device, latent, block_size):
-    storage = kv_cache.Storage(kv_cache.Layout(3, block_size, latent, "fp8"), 6, device)
+    storage = kv_cache.Storage(layout_of(3, block_size, latent, "fp8"), 6, device)
     for part in storage.parts:
         part.copy_(torch.randint(-(2**31), 2**31 - 1, part.shape))
     before = [part.clone() for part in storage.parts]
@@ -120,27 +72,34 @@ def test_copies_of_blocks_have_the_same_bytes_in_all_layers(device, latent, bloc
 
 
 @pytest.mark.parametrize(
-    ("call", "text"),
+    ("call", "kind", "text"),
     [
-        (lambda: kv_cache.Layout(0), "layers must be 1 or more; got 0"),
-        (lambda: kv_cache.Layout(1, 0), "block_size must be 1 or more; got 0"),
-        (lambda: kv_cache.Layout(1, latent="fp4"), "latent must be one of bf16, fp8_ds_mla; got 'fp4'"),
-        (lambda: kv_cache.Layout(1, keys="fp4"), "keys must be one of bf16, fp8 or None; got 'fp4'"),
-        (lambda: kv_cache.Layout(1).blocks_in(-1), "capacity must be 0 or more; got -1"),
-        (lambda: kv_cache.Storage(kv_cache.Layout(1), 0), "blocks must be 1 or more; got 0"),
-        (lambda: small().copy_blocks([1], []), "targets must be 1 blocks"),
-        (lambda: small().copy_blocks([1], [2]), "blocks must be 0 to 1; got [2]"),
-        (lambda: small().gather_keys(0, torch.zeros(1, dtype=torch.int64)), "the layout has none"),
-        (lambda: small("fp8").write_keys(0, torch.zeros(1, 64), torch.zeros(1).long()), "keys must be bf16 or fp32"),
-        (lambda: small("fp8").write_keys(0, torch.zeros(1, 128), torch.zeros(1)), "slots must be int32 or int64"),
-        (lambda: kv_cache.keys.gather_keys(torch.zeros(1, 1, 7), torch.zeros(1).long()), "cache must be of a known"),
+        (lambda: kv_cache.Layout(0, 1, BF16), ValueError, "layers must be 1 or more; got 0"),
+        (lambda: kv_cache.Layout(1, 0, BF16), ValueError, "block_size must be 1 or more; got 0"),
+        (lambda: kv_cache.Layout(1, 1.5, BF16), TypeError, "block_size must be an int; got float"),
+        (lambda: kv_cache.Layout(1, 1, "bf16"), TypeError, "latent must be one of mla_backend.FORMATS; got 'bf16'"),
+        (lambda: kv_cache.Layout(1, 1, BF16, "fp8"), TypeError, "keys must be one of mla_backend.KEY_FORMATS or None"),
+        (lambda: kv_cache.Layout(1, 1, BF16).blocks_in(-1), ValueError, "capacity must be 0 or more; got -1"),
+        (lambda: kv_cache.Storage(kv_cache.Layout(1, 1, BF16), 0), ValueError, "blocks must be 1 or more; got 0"),
+        (lambda: small().copy_blocks([1], []), ValueError, "targets must be 1 blocks"),
+        (lambda: small().copy_blocks([1], [2]), ValueError, "blocks must be 0 to 1; got [2]"),
     ],
 )
-def test_wrong_arguments_are_named(call, text):
-    with pytest.raises(ValueError) as error:
+def test_wrong_arguments_are_named(call, kind, text):
+    with pytest.raises(kind) as error:
         call()
     assert text in str(error.value)
 
 
-def small(keys=None):
-    return kv_cache.Storage(kv_cache.Layout(1, 2, keys=keys), 2)
+def small():
+    return kv_cache.Storage(kv_cache.Layout(1, 2, BF16), 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "not_needed"),
+    [("kv_cache", "mla_backend"), ("mla_backend", "kv_cache")],
+)
+def test_neither_the_cache_manager_nor_the_ops_need_the_other(module, not_needed):
+    code = f"import sys, {module}; print(sorted(name for name in sys.modules if name.split('.')[0] == {not_needed!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -63,11 +63,11 @@ def test_named_nan_reaches_only_the_tokens_that_name_it():
 
 def test_every_e4m3_code_is_decoded_as_torch_decodes_it(cpu_kernel):
     # One slot a token: the weight is 1, so out shows the row itself, and bf16 holds every e4m3 number.
-    codes = torch.arange(256, dtype=torch.uint8)
-    numbers = codes.view(torch.float8_e4m3fn).float()
+    every_byte = torch.arange(256, dtype=torch.uint8)
+    numbers = every_byte.view(torch.float8_e4m3fn).float()
     cache = torch.zeros(2, 1, 656, dtype=torch.uint8)
     cache[:, 0, 512:528] = torch.ones(4).view(torch.uint8)
-    cache[0, 0, :512] = torch.where(numbers.isnan(), 0, codes).repeat(2)
+    cache[0, 0, :512] = torch.where(numbers.isnan(), 0, every_byte).repeat(2)
     cache[1, 0, 100] = 0x7F
 
     q, indices = torch.zeros(2, 1, 576).bfloat16(), torch.tensor([[0], [1]], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The stand-in for the flash_mla package: its conventions, against the oracle."""
+"""The drop-in for the flash_mla package: its conventions, against the oracle."""
 
 import pytest
 import torch
@@ -82,10 +82,85 @@ def test_metadata_of_september_2025(fmt, s_q):
     assert_decode(got, want, b, s_q)
 
 
-def test_a_cut_request_counts_its_parts():
+def test_a_split_request_counts_its_parts():
     table, num_splits = flash_mla.get_mla_metadata(torch.tensor([64, 64], dtype=torch.int32), 16, 1, 16, True, 4096)
     assert num_splits.tolist() == [0, int(num_splits[1]), int(num_splits[2])]
     assert num_splits[2] >= 3, "two requests of 4096 slots are shared out over more than two workers"
+
+
+SEQLENS = torch.full((3,), 64, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((), {}),
+        ((None,), {"is_fp8_kvcache": True}),
+        ((16, SEQLENS), {}),
+        ((SEQLENS,), {}),
+        ((SEQLENS, 16, 1), {"topk": 40}),
+        ((SEQLENS, 16, 1, 16, True, 40, "more"), {}),
+        ((), {"num_heads_q": 16, "topk": 40, "an_argument_of_another_version": 1}),
+    ],
+)
+def test_metadata_of_the_newest_version_ignores_its_arguments(args, kwargs):
+    q, cache, indices = request_tensors("fp8_ds_mla", 3, 1, 16, 40)
+    meta, num_splits = flash_mla.get_mla_metadata(*args, **kwargs)
+    assert isinstance(meta, flash_mla.FlashMLASchedMeta) and num_splits is None
+    got = flash_mla.flash_mla_with_kvcache(
+        q, cache, None, SEQLENS, 512, meta, num_splits, is_fp8_kvcache=True, indices=indices
+    )
+    want = reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE)
+    assert_decode(got, want, 3, 1)
+
+
+def test_metadata_of_september_2025_takes_its_arguments_by_name_in_any_order():
+    by_name = flash_mla.get_mla_metadata(
+        topk=900, num_heads_k=1, is_fp8_kvcache=True, num_heads_q=16, cache_seqlens=SEQLENS, num_q_tokens_per_head_k=32
+    )
+    in_order = flash_mla.get_mla_metadata(SEQLENS, 32, 1, 16, True, 900)
+    for one, other in zip(by_name, in_order, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("asked", ["of the call", "of new metadata", "of old metadata"])
+def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(asked):
+    q, cache, indices = request_tensors("bf16", 3, 1, 4, 900)
+
+    def run(requests):
+        if asked == "of old metadata":
+            seqlens = torch.full((requests,), 192, dtype=torch.int32)
+            meta, _ = flash_mla.get_mla_metadata(seqlens, 4, 1, 4, False, 900, enable_batch_invariant=True)
+        else:
+            meta, _ = flash_mla.get_mla_metadata(enable_batch_invariant=asked == "of new metadata")
+        more = {"enable_batch_invariant": True} if asked == "of the call" else {}
+        out, lse = flash_mla.flash_mla_with_kvcache(
+            q[:requests], cache, None, None, 512, meta, indices=indices[:requests], **more
+        )
+        plan = meta if asked == "of old metadata" else meta.tile_scheduler_metadata
+        assert not plan[:, 2].any(), "no worker begins inside a token"
+        return out[0], lse[0]
+
+    for alone, among in zip(run(1), run(3), strict=True):
+        assert torch.equal(alone, among)
+
+
+def test_batch_invariance_may_not_change_under_one_metadata():
+    q, cache, indices = request_tensors("bf16", 2, 1, 3, 8)
+    meta, _ = flash_mla.get_mla_metadata()
+    flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices)
+    with pytest.raises(ValueError, match="enable_batch_invariant was False, is True"):
+        flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices, enable_batch_invariant=True)
+
+
+def test_a_batch_invariant_prefill_gives_a_token_the_same_bits_alone_and_in_a_batch():
+    q, kv = torch.randn(3, 4, 576).bfloat16(), (torch.randn(950, 1, 576) * 0.1).bfloat16()
+    indices = torch.randint(0, 950, (3, 1, 900), dtype=torch.int32)
+    alone, among = (
+        flash_mla.flash_mla_sparse_fwd(q[:n], kv, indices[:n], SCALE, enable_batch_invariant=True) for n in (1, 3)
+    )
+    for one, other in zip(alone, among, strict=True):
+        assert torch.equal(one[0], other[0])
 
 
 @pytest.mark.parametrize("old", [False, True])

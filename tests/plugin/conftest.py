@@ -10,7 +10,7 @@ from vllm_models import PROMPT_LENGTHS, make_checkpoint
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Contexts are several times as long as what its indexer selects. Only the first layer selects, so that what is
-    rounded differently later on can't change it: tokens can be held to those of another implementation."""
+    rounded differently later on can't change it: tokens can be compared with those of another implementation."""
     return make_checkpoint("glm_moe_dsa_smooth", tmp_path_factory.mktemp("glm"))
 
 

@@ -52,8 +52,8 @@ def test_a_warm_prefix_cache_gives_them_too(llm, checkpoint, prompts):
 
 def test_aborted_requests_leave_the_others_right_and_no_block_behind(llm, checkpoint, prompts):
     chance, core = random.Random(0), llm.llm_engine
-    for turn in range(3):
-        names = [core.add_request(f"{turn}-{i}", {"prompt_token_ids": p}, greedy()) for i, p in enumerate(prompts)]
+    for round in range(3):
+        names = [core.add_request(f"{round}-{i}", {"prompt_token_ids": p}, greedy()) for i, p in enumerate(prompts)]
         aborted = chance.sample(range(len(names)), len(names) // 2)
         to_abort, finished = list(aborted), {}
         while core.has_unfinished_requests():

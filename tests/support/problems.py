@@ -1,4 +1,4 @@
-"""Problems to solve with the ops, at random, and the one tolerance that answers are held to."""
+"""Random problems for the ops, and the one tolerance for all answers."""
 
 import os
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The formats of the indexer's keys, 128 values a token, and how they are written and read, in plain PyTorch.
+"""The formats of the indexer's keys, 128 values a token, and how they are written, in plain PyTorch.
 
 `fp8` is what DeepSeek-V3.2's indexer reads in vLLM: in each block first the e4m3 values of all its tokens, then one
 fp32 scale a token, which is a power of two.
@@ -44,19 +44,19 @@ KEY_FORMATS = {
 }
 
 
-class KeyPlaces:
-    """Where the keys of some tokens go, in any cache of one shape: looked up once, for the layers of a model.
+class KeyAddresses:
+    """The addresses of some tokens' keys, in any cache of one shape. Computed once for all layers of a model.
 
-    A key whose slot is negative or past the end is not kept. Nothing waits for the device, so nobody counts those that
-    are: in place of a key without a slot, one that has a slot is written again, to the same place.
+    A key whose slot is negative or past the end is not kept. How many are kept is not asked, as that would wait for
+    the device. Instead of a key without a slot, one that has a slot is written a second time, to its own address.
 
     Args:
         cache: of either format; its shape, strides and dtype count. A block has to lie in one piece.
         slots: int32 or int64 `[N]`.
-        some: that one or more of the slots are in the cache is known; otherwise each write makes sure.
+        some: one or more of the slots are known to be in the cache. Otherwise each write makes sure.
 
     Attributes:
-        source: int64 `[N]`: the key that is written in place of each.
+        source: int64 `[N]`: which key is written instead of each.
     """
 
     def __init__(self, cache: Tensor, slots: Tensor, *, some: bool = False):
@@ -74,7 +74,7 @@ class KeyPlaces:
             target = torch.where(self._some, target, 0)
         block, offset = (target // block_size).unsqueeze(1), (target % block_size).unsqueeze(1)
         start = block * cache.view(self._dtype).stride(0)
-        # int64 [N, words]: of each word of a key its place in the cache, seen as one row of words
+        # int64 [N, words]: the address of each word of a key, in words from the first one of the cache
         self._index = start + offset * words + torch.arange(words, device=slots.device)
         if scales:
             self._index = torch.cat([self._index, start + block_size * words + offset], dim=1)
@@ -98,37 +98,12 @@ def write_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
     if keys.shape != (len(slots), VALUES) or keys.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"keys must be bf16 or fp32 [N={len(slots)}, {VALUES}]; got {keys.dtype} {list(keys.shape)}")
     if len(slots):
-        places = KeyPlaces(cache, slots)
-        places.write(keys[places.source], cache)
-
-
-def gather_keys(cache: Tensor, slots: Tensor) -> Tensor:
-    """Reads keys, dequantised: fp32 `[N, 128]`, zeros where a slot is not in the cache."""
-    _require(cache=cache, slots=slots)
-    slots = slots.long()
-    block_size = cache.shape[1]
-    valid = (slots >= 0) & (slots < len(cache) * block_size)
-    if not len(cache):
-        return torch.zeros(len(slots), VALUES, device=cache.device)
-    target = torch.where(valid, slots, 0)
-    values, *scales = (place[target // block_size, target % block_size] for place in _parts(cache))
-    keys = values.view(torch.float8_e4m3fn).float() * scales[0] if scales else values.float()
-    return keys.masked_fill(~valid.unsqueeze(1), 0.0)
-
-
-def _parts(cache: Tensor) -> list[Tensor]:
-    """Views of the values `[blocks, block_size, 128]` and, where there are some, the scales `[blocks, block_size, 1]`
-    of a cache tensor."""
-    blocks, block_size, _ = cache.shape
-    if cache.dtype == torch.bfloat16:
-        return [cache]
-    bytes_ = cache.view(blocks, -1)
-    values, scales = bytes_.split([block_size * VALUES, block_size * 4], dim=1)
-    return [values.view(blocks, block_size, VALUES), scales.view(torch.float32).view(blocks, block_size, 1)]
+        addresses = KeyAddresses(cache, slots)
+        addresses.write(keys[addresses.source], cache)
 
 
 def _words(cache: Tensor) -> tuple[torch.dtype, int, int]:
-    """What a key is written as: words of this dtype, so many for its values and so many for its scale."""
+    """The words that a key is written as: their dtype, how many hold its values, and how many its scale."""
     return (torch.bfloat16, VALUES, 0) if cache.dtype == torch.bfloat16 else (torch.int32, VALUES // 4, 1)
 
 
@@ -139,7 +114,7 @@ def _as_one_row(cache: Tensor) -> Tensor:
 
 
 def _encode(keys: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Keys as the parts of a cache want them."""
+    """Keys as a cache keeps them: their values and, in FP8, their scales."""
     if dtype == torch.bfloat16:
         return [keys.bfloat16()]
     keys = keys.float()
@@ -147,8 +122,8 @@ def _encode(keys: Tensor, dtype: torch.dtype) -> list[Tensor]:
     amax = torch.linalg.vector_norm(keys, torch.inf, dim=1, keepdim=True).clamp(SMALLEST_AMAX, largest)
     # up to the next power of two: any bit of the mantissa carries into the exponent, then the mantissa goes
     scales = ((amax / E4M3_MAX).view(torch.int32) + MANTISSA & EXPONENT).view(torch.float32)
-    codes = (keys / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return [codes, scales]
+    values = (keys / scales).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return [values, scales]
 
 
 def _require(**arguments: Tensor) -> None:

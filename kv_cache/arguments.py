@@ -1,0 +1,9 @@
+"""What is checked of an argument before it is used."""
+
+
+def require_count(name: str, value: object, at_least: int = 0) -> None:
+    """For ints that have a smallest value."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int; got {type(value).__name__}")
+    if value < at_least:
+        raise ValueError(f"{name} must be {at_least} or more; got {value}")

@@ -1,0 +1,47 @@
+"""Which models the backend serves."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+LATENT, ROPE = 512, 64
+"""Dims of what is cached for a token."""
+MOST_HEADS = 256
+
+
+def is_draft(vllm_config: "VllmConfig") -> bool:
+    """Whether this is a draft model's configuration, which vLLM makes from that of the model it drafts for."""
+    speculative = vllm_config.speculative_config
+    return (
+        speculative is not None
+        and vllm_config.model_config is speculative.draft_model_config
+        and vllm_config.model_config is not speculative.target_model_config
+    )
+
+
+def has_sparse_mla(model_config: "ModelConfig") -> bool:
+    """Whether a model's attention is what this backend computes: DeepSeek-V3.2's and GLM-5's."""
+    return why_not(model_config) is None
+
+
+def why_not(model_config: "ModelConfig") -> str | None:
+    """Why the backend can't serve a model, and what to use instead; None if it can."""
+    text_config = model_config.hf_text_config
+    instead = "Leave out --attention-backend, and vLLM picks another for it."
+    kind = getattr(text_config, "model_type", "this model")
+    if not getattr(text_config, "index_topk", None) or not model_config.use_mla:
+        return (
+            "serves models with sparse multi-head latent attention, such as DeepSeek-V3.2 and GLM-5, and "
+            f"{kind} is none. {instead}"
+        )
+    sizes = tuple(getattr(text_config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+    if sizes != (LATENT, ROPE) or getattr(text_config, "compress_ratios", None):
+        return (
+            f"caches {LATENT} latent and {ROPE} rope values a token; {kind} has a kv_lora_rank and a qk_rope_head_dim "
+            f"of {sizes[0]} and {sizes[1]}, or compresses its cache. {instead}"
+        )
+    heads = model_config.model_arch_config.total_num_attention_heads
+    if heads > MOST_HEADS:
+        return f"takes up to {MOST_HEADS} attention heads; {kind} has {heads}. {instead}"
+    return None

@@ -1,0 +1,15 @@
+"""What the tests of the ops share."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    """The kernels run on several threads, and plans for a CPU have several workers, however many cores there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
