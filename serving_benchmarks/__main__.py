@@ -10,10 +10,10 @@ from serving_benchmarks.options import Refused
 
 COMMANDS = {
     "kernels": ("ops.kernels", "sparse attention on a GPU, versus FlashMLA, FlashAttention 3 and FlashInfer"),
-    "ops cache": ("ops.cache_ops", "writing the cache, the plan, positions to slots, on a GPU"),
-    "ops index": ("ops.index_ops", "the indexer's scores and its top-k, on a GPU"),
+    "ops cache": ("ops.cache", "writing the cache, the plan, positions to slots, on a GPU"),
+    "ops index": ("ops.index", "the indexer's scores and its top-k, on a GPU"),
     "ops kv-blocks": ("ops.kv_blocks", "the cache manager's bookkeeping, versus vLLM's, on a CPU"),
-    "ops cpu": ("ops.cpu_attention", "sparse attention on a CPU, versus vLLM's CPU kernel"),
+    "ops cpu": ("ops.cpu", "sparse attention on a CPU, versus vLLM's CPU kernel"),
     "throughput": ("run.throughput", "whole models offline: all requests are there at the start"),
     "serve": ("run.serve", "whole models behind a server, over request rates or numbers of clients"),
     "checkpoint": ("run.checkpoint", "whether backends and engines give the same answers"),

@@ -1,7 +1,7 @@
 """What the command lines of all commands share: argument types whose errors say what was expected, and options.
 
-argparse puts the option's name before the text of an error: "argument --heads: must be 1 or more; got 0". A default that
-is a string goes through the type as well, so it can be written as a user would write it.
+argparse puts the option's name before the text of an error: "argument --heads: must be 1 or more; got 0". A default
+that is a string goes through the type as well, so it is written as a user would write it.
 """
 
 import argparse
