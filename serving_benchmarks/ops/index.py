@@ -1,47 +1,44 @@
-"""The indexer's ops on a GPU: the scores of all keys of a context, and the choice of the best.
+"""The indexer's ops on a GPU: the scores of all keys of a context, and the choice of the best ones.
 
-    python -m serving_benchmarks.ops.index_ops --output index_ops.json
-
-Decoding requests have one token each; a prompt's tokens see one key more each, up to the context. Blocks of the cache
-are random. Operations are two for each product of the queries with the keys that a token sees; bytes are those that
-have to be read and written once: keys, queries, scores and what is chosen. Everything is timed as CUDA graphs, over
-several sets of inputs; of the last one, some tokens are checked against the reference first.
+A request that decodes has one token. Each token of a prompt sees one key more than the one before it. Blocks of the
+cache are random. Operations are two for each product of the queries with the keys that a token sees. Bytes are those
+that have to be read and written once: keys, queries, scores and chosen keys. Everything is timed as CUDA graphs over
+several sets of inputs. Some tokens of the last set are first checked against the reference.
 """
 
 import argparse
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 from torch import Tensor
 
 import mla_backend
 from kv_cache.keys import KEY_FORMATS, write_keys
 from mla_backend import reference
-from serving_benchmarks.ops import gpu_timing
-from serving_benchmarks.ops.timing import Timing
-from serving_benchmarks.results import environment, result_file
+from serving_benchmarks import options as opt
+from serving_benchmarks.ops.timing import Timing, capture, interleaved
+from serving_benchmarks.results import file as result_file
 
 BLOCK = 64
 SETS = 4
 CHECKED = 8
-"""Tokens."""
+"""Tokens that are compared with the reference."""
 TOLERANCE = 2.0**-11
 """Of the sum over heads of |weight| |query| |key|."""
 SMALLEST_CACHE = 2**20
 """Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
 MOST_WRITTEN = 2**18
 """Keys that are made at once."""
-DECODE, PREFILL = ["64x4096", "64x32768"], [4096]
+MOST_HEADS = 128
 
 
 @dataclass(frozen=True)
 class Case:
-    """`requests` of so many `tokens` each, the last of which sees `context` keys."""
+    """`requests` with `tokens` each. The last token of a request sees `context` keys."""
 
     requests: int
     tokens: int
@@ -60,13 +57,13 @@ class Case:
 
     @property
     def seen(self) -> int:
-        """Keys, of all tokens together."""
+        """Keys that tokens see, summed over all tokens."""
         return self.requests * (self.tokens * self.context - self.tokens * (self.tokens - 1) // 2)
 
 
 @dataclass
 class Inputs:
-    """Arguments of both ops, in their order, and where results go."""
+    """The arguments of index_scores in their order, and the outputs of both ops."""
 
     arguments: tuple[Tensor, ...]
     lengths: Tensor
@@ -85,7 +82,13 @@ def new_cache(fmt: str, tokens: int) -> Tensor:
 
 
 def new_inputs(case: Case, cache: Tensor, blocks: Tensor) -> Inputs:
-    """One set: queries are fp32, the longer ones to read. `blocks`: of all requests' contexts."""
+    """One set. Queries are fp32, which takes longer to read than bf16.
+
+    Args:
+        case: its sizes.
+        cache: of keys.
+        blocks: those of all requests' contexts.
+    """
     count = case.all_tokens
     queries = torch.randn(count, case.heads, 128, device="cuda")
     weights = torch.randn(count, case.heads, device="cuda")
@@ -107,14 +110,14 @@ def select(inputs: Inputs) -> None:
 
 
 def check(case: Case, inputs: Inputs) -> None:
-    """Raises RuntimeError if some tokens, the last among them, don't have the reference's results."""
+    """Compares some tokens, the last one among them, with the reference. Raises RuntimeError."""
     queries, weights, cache, table, requests, lengths = inputs.arguments
     some = torch.linspace(0, case.all_tokens - 1, CHECKED, device="cuda").long()
     scores = inputs.scores[some]
     for token, got in zip(some.tolist(), scores, strict=True):
         own = slice(token, token + 1)
         length, row = int(lengths[token]), table[requests[token].long()].long()
-        keys = cache[row]  # of this request alone: the whole cache would not fit in float
+        keys = cache[row]  # this request's alone: the whole cache would not fit in float
         local = torch.arange(len(row), dtype=torch.int32, device="cuda").unsqueeze(0)
         arguments = queries[own], weights[own], keys, local, torch.zeros_like(requests[own]), lengths[own]
         want = reference.index_scores(*arguments, case.context)[0, :length]
@@ -127,7 +130,7 @@ def check(case: Case, inputs: Inputs) -> None:
 
 
 def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str, Any]]:
-    """Times both ops, and checks them."""
+    """Checks and times both ops."""
     width = -(-case.context // BLOCK)
     shuffled = torch.randperm(len(cache), device="cuda")
     sets = []
@@ -138,9 +141,9 @@ def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str
         "index_scores": [lambda one=one: score(one) for one in sets],
         "select_top": [lambda one=one: select(one) for one in sets],
     }
-    graphs = {op: gpu_timing.capture(own) for op, own in calls.items()}
+    graphs = {op: capture(own) for op, own in calls.items()}
     check(case, sets[-1])
-    seconds = gpu_timing.interleaved(graphs, rounds=rounds)
+    seconds = interleaved({op: graph.clock() for op, graph in graphs.items()}, rounds=rounds)
     key_bytes = case.requests * case.context * KEY_FORMATS[fmt].token_bytes
     query_bytes = sum(x.nbytes for x in sets[0].arguments[:2])
     moved = {
@@ -165,7 +168,7 @@ HEADINGS = ["op", "case", "heads", "format", "us", "quartiles", "TFLOP/s", "TB/s
 
 
 def rows(results: list[dict[str, Any]]) -> list[list[str]]:
-    """A line for each result, of what HEADINGS says."""
+    """A line for each entry, under HEADINGS."""
     lines = []
     for result in results:
         timing, case = Timing(**result["seconds"]), result["case"]
@@ -185,73 +188,64 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The docs' table, from a result file."""
+    """The table in the docs, from a result file."""
     return result_file.gpu_table(HEADINGS, rows(report["results"]), report)
 
 
-def parse_decode(text: str) -> tuple[int, int]:
+def decode_shape(text: str) -> tuple[int, int]:
     """REQUESTSxCONTEXT."""
     requests, x, context = text.partition("x")
     if not (x and requests.isdecimal() and context.isdecimal() and int(requests) and int(context)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not REQUESTSxCONTEXT, as 64x4096 is")
+        raise argparse.ArgumentTypeError(f"must be REQUESTSxCONTEXT, such as 64x4096; got {text!r}")
     return int(requests), int(context)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m serving_benchmarks.ops.index_ops",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--decode",
-        type=parse_decode,
-        nargs="*",
-        default=[parse_decode(text) for text in DECODE],
-        metavar="REQUESTSxCONTEXT",
-        help=f"requests of one token each; default: {' '.join(DECODE)}",
+        type=opt.listed(decode_shape),
+        default="64x4096,64x32768",
+        metavar="REQUESTSxCONTEXT,...",
+        help="requests with one token each, and the keys that it sees; default: %(default)s",
     )
     parser.add_argument(
-        "--prefill", type=int, nargs="*", default=PREFILL, metavar="TOKENS", help="whole prompts; default: 4096"
+        "--prefill",
+        type=opt.listed(opt.count),
+        default="4096",
+        metavar="TOKENS,...",
+        help="whole prompts; default: %(default)s",
     )
-    parser.add_argument("--heads", type=int, nargs="+", default=[64], help="default: 64")
-    parser.add_argument("--topk", type=int, default=2048, help="default: %(default)s")
-    parser.add_argument("--formats", nargs="+", choices=KEY_FORMATS, default=list(KEY_FORMATS), help="default: all")
-    parser.add_argument("--rounds", type=int, default=21, help="replays; default: %(default)s")
-    result_file.add_output(parser)
-    result_file.add_markdown(parser)
-    options = parser.parse_args(arguments)
-    if options.markdown:
-        result_file.print_markdown(parser, options.markdown, markdown)
-        return 0
-    if min([*options.prefill, *options.heads, options.topk]) < 1 or options.rounds < 2:
-        parser.error("--prefill, --heads and --topk must be 1 or more, --rounds 2 or more")
-    if max(options.heads) > 128:
-        parser.error("--heads must be 128 or fewer")
-    result_file.require_writable(parser, options.output)
-    why_not = environment.why_no_gpu()
-    if why_not:
-        print(f"error: {why_not}", file=sys.stderr)
-        return 2
+    parser.add_argument(
+        "--heads",
+        type=opt.listed(opt.between(1, MOST_HEADS)),
+        default="64",
+        metavar="N,...",
+        help="of the indexer; default: %(default)s",
+    )
+    parser.add_argument("--topk", type=opt.count, default=2048, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--formats",
+        type=opt.listed(opt.one_of(KEY_FORMATS)),
+        default=",".join(KEY_FORMATS),
+        metavar="NAME,...",
+        help="of the keys; default: %(default)s",
+    )
+    opt.add_rounds(parser, 21)
+    opt.add_output(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    opt.require_gpu()
     torch.manual_seed(0)
     shapes = [(requests, 1, context) for requests, context in options.decode]
     shapes += [(1, tokens, tokens) for tokens in options.prefill]
     cases = [Case(*shape, heads, options.topk) for shape in shapes for heads in options.heads]
-    if not cases:
-        parser.error("neither --decode nor --prefill has anything to measure")
     tokens = max(SMALLEST_CACHE, *(case.requests * -(-case.context // BLOCK) * BLOCK for case in cases))
     results: list[dict[str, Any]] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=len(cases) * len(options.formats))
-        for fmt in options.formats:
-            cache = new_cache(fmt, tokens)
-            for case in cases:
-                results += time_case(case, fmt, cache, options.rounds)
-                progress.advance(task)
+    for fmt in options.formats:
+        cache = new_cache(fmt, tokens)
+        for case in track(cases, f"{fmt} keys", console=Console(stderr=True)):
+            results += time_case(case, fmt, cache, options.rounds)
     result_file.show(HEADINGS, rows(results), words=4)
-    result_file.write(options.output, results, Console(stderr=True))
+    result_file.write(options.output, results, Console(stderr=True), benchmark="index")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
