@@ -92,6 +92,7 @@ class Change:
     """New over old, both as shares where there are shares."""
     sure: bool
     """The spreads don't overlap."""
+    spread_known: bool
 
     def beyond(self, limit: float) -> bool:
         return self.ratio > 1 + limit
@@ -102,7 +103,9 @@ class Change:
             if self.ratio < 1:
                 return "faster"
             return "slower" if self.beyond(limit) else "slower, within the limit"
-        return "not sure: beyond the limit, within the spread" if self.beyond(limit) else None
+        if not self.beyond(limit):
+            return None
+        return "not sure: within the spread" if self.spread_known else "not sure: measured once"
 
 
 @dataclass(frozen=True)
@@ -113,9 +116,6 @@ class Comparison:
     no_longer: list[tuple[str, str]]
     """Cases that ran in the old file and failed in the new one, and what they said."""
     warnings: list[str]
-
-    def slower(self, limit: float) -> list[Change]:
-        return [change for change in self.changes if change.sure and change.beyond(limit)]
 
 
 def compare(old: ResultFile, new: ResultFile) -> Comparison:
@@ -152,13 +152,12 @@ def timed(file: ResultFile) -> dict[tuple[str, str], Timed]:
 
 def _change(key: tuple[str, str], pair: tuple[Timed, Timed], interleaved: tuple[bool, bool]) -> Change:
     spans = [Span.of(one.seconds, paired) for one, paired in zip(pair, interleaved, strict=True)]
-    peers = [
-        {name: Span.of(seconds, paired) for name, seconds in one.peers.items()}
-        for one, paired in zip(pair, interleaved, strict=True)
-    ]
-    common = peers[0].keys() & peers[1].keys()
-    peer = min(sorted(common, key=str), key=lambda name: peers[0][name].value, default=None)
-    old, new = [span.over(of[peer]) for span, of in zip(spans, peers, strict=True)] if peer else spans
+    common = sorted(pair[0].peers.keys() & pair[1].peers.keys(), key=str)
+    peer = min(common, key=lambda name: Span.of(pair[0].peers[name]).value, default=None)
+    old, new = spans
+    if peer:
+        theirs = [Span.of(one.peers[peer], paired) for one, paired in zip(pair, interleaved, strict=True)]
+        old, new = old.over(theirs[0]), new.over(theirs[1])
     return Change(
         *key,
         seconds=(spans[0].value, spans[1].value),
@@ -166,6 +165,7 @@ def _change(key: tuple[str, str], pair: tuple[Timed, Timed], interleaved: tuple[
         peer=tables.peer_title(peer[0]) if peer else None,
         ratio=new.value / old.value,
         sure=new.low > old.high or new.high < old.low,
+        spread_known=math.inf not in (old.high, new.high),
     )
 
 
@@ -259,4 +259,5 @@ def run(options: argparse.Namespace) -> int:
         raise Refused(str(error)) from None
     console = Console(highlight=False)
     show(comparison, options.limit, console if console.is_terminal else Console(width=180, highlight=False))
-    return 1 if comparison.slower(options.limit) or comparison.no_longer else 0
+    slower = any(change.sure and change.beyond(options.limit) for change in comparison.changes)
+    return 1 if slower or comparison.no_longer else 0

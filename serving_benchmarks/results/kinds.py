@@ -6,6 +6,7 @@ the docs can have of it, and which pictures a report shows.
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,8 @@ class Timed:
 @dataclass(frozen=True)
 class Kind:
     title: str
+    name_of: Callable[[Entry], str]
+    """What an entry is called, whether it ran or failed."""
     fields: dict[str, Check]
     """What every entry that ran has: dotted names, and what their values pass."""
     table: str
@@ -43,12 +46,10 @@ class Kind:
     """Tables for the docs, by the names that pages use. Each takes reports, and text as keyword arguments."""
     timed: Callable[[ResultFile], Iterator[Timed]] | None = None
     """None: there is nothing to compare."""
-    pictures: tuple[str, ...] = ()
-    """Functions of pictures.py."""
+    picture: str | None = None
+    """A function of pictures.py. Its docstring is the caption."""
     always: tuple[str, ...] = ()
     """Fields that failed entries have as well."""
-    name_of: Callable[[Entry], str] = str
-    """What a failed entry is called."""
 
 
 # What values pass
@@ -97,68 +98,37 @@ def _percentiles(value: Any) -> bool:
 
 # What was timed
 
+OURS = ("ours", "ours on one thread", *tables.NOT_PEERS)
+
 
 def _versions(file: ResultFile) -> dict[str, str | None]:
-    return {
-        "vllm": (file.environment.get("vllm") or {}).get("version"),
-        "reference": (file.environment.get("torch") or {}).get("version"),
-    }
+    about = file.environment
+    named = {"vllm": (about.get("vllm") or {}).get("version"), "reference": (about.get("torch") or {}).get("version")}
+    return {**(about.get("peers") or {}), **named}
 
 
-def _peers(file: ResultFile, seconds: dict[str, Any]) -> dict[tuple[str, str | None], Seconds]:
+def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
+    """Of kinds whose entries have several candidates: ours, with the others as peers. The plan has none."""
     versions = _versions(file)
-    return {
-        (name, versions.get(name.split(",")[0])): timing
-        for name, timing in seconds.items()
-        if not name.startswith("ours")
-    }
-
-
-def _kernels_timed(file: ResultFile) -> Iterator[Timed]:
-    loaded = file.environment.get("peers") or {}
     for result in file.results:
-        case, seconds = result["case"], result["seconds"]
-        name = tables.kernel_name(case) + ("" if case["pattern"] == "random" else f", {case['pattern']}")
+        seconds = result["seconds"]
         peers = {
-            (peer, loaded.get(peer.split("_")[0])): timing
-            for peer, timing in seconds.items()
-            if peer not in tables.NOT_PEERS
+            (name, versions.get(re.split("[_,]", name)[0])): timing
+            for name, timing in seconds.items()
+            if name not in OURS
         }
-        yield Timed(name, "attention", seconds["ours"], peers)
-        yield Timed(name, "plan", seconds["plan"])
+        for name in seconds.keys() & set(OURS):
+            yield Timed(KINDS[file.kind].name_of(result), name, seconds[name], {} if name == "plan" else peers)
 
 
-def _cpu_timed(file: ResultFile) -> Iterator[Timed]:
-    for result in file.results:
-        case, seconds = result["case"], result["seconds"]
-        name = f"b {case['batch']}, h {case['heads']}, {case['context']} slots, {case['format']}"
-        for candidate, what in (("ours", "attention"), ("ours on one thread", "attention on one thread")):
-            if candidate in seconds:
-                yield Timed(name, what, seconds[candidate], _peers(file, seconds))
-
-
-def _kv_blocks_timed(file: ResultFile) -> Iterator[Timed]:
-    for result in file.results:
-        trace, seconds = result["trace"], result["seconds"]
-        name = f"{trace['name']}, {trace['requests']} requests" if "requests" in trace else trace["name"]
-        yield Timed(name, "bookkeeping", seconds["ours"], _peers(file, seconds))
-
-
-def _cache_timed(file: ResultFile) -> Iterator[Timed]:
-    """Ops that move memory are held to plain copies. The plan computes."""
+def _ops_timed(file: ResultFile) -> Iterator[Timed]:
+    """Of kinds that have one op an entry. Ops that move memory have plain copies as peers. The plan computes."""
     is_copy = [result["op"].startswith("copy") for result in file.results]
     copies = {(r["op"], None): r["seconds"] for r, copies in zip(file.results, is_copy, strict=True) if copies}
     for result, copy in zip(file.results, is_copy, strict=True):
         if not copy:
-            name = f"{result['op']}, {result['count']} tokens, {result['format']}"
-            yield Timed(name, "op", result["seconds"], {} if result["op"] == "plan" else copies)
-
-
-def _index_timed(file: ResultFile) -> Iterator[Timed]:
-    for result in file.results:
-        case = result["case"]
-        name = f"{result['op']}, {case['name']}, {case['heads']} heads, {result['format']}"
-        yield Timed(name, "op", result["seconds"])
+            peers = {} if result["op"] == "plan" else copies
+            yield Timed(KINDS[file.kind].name_of(result), "op", result["seconds"], peers)
 
 
 def _throughput_timed(file: ResultFile) -> Iterator[Timed]:
@@ -196,25 +166,27 @@ def _runs_timed(file: ResultFile, whole: Callable[[Entry], dict[str, Seconds]]) 
 
 # The kinds
 
-_RUN: dict[str, Check] = {"backend": _text, "case": _object}
-_LATENCIES: dict[str, Check] = {"gpus": _count, "ttft_s": _percentiles, "itl_s": _percentiles}
-_SPEED: dict[str, Check] = {"requests_per_second": _positive, "output_tokens_per_second": _positive}
+_RUN: dict[str, Check] = {
+    "backend": _text,
+    "case": _object,
+    "gpus": _count,
+    "requests_per_second": _positive,
+    "output_tokens_per_second": _positive,
+    "ttft_s": _percentiles,
+    "itl_s": _percentiles,
+}
 _OP: dict[str, Check] = {"op": _text, "format": _text, "bytes": _positive, "seconds": _timing}
+_CASE: dict[str, Check] = {"case.heads": _count, "case.format": _text, "useful_flops": _positive, "seconds": _timings}
 
 KINDS = {
     "kernels": Kind(
         "Sparse attention on a GPU",
+        lambda entry: f"{tables.kernel_name(entry['case'])}, {entry['case']['pattern']}",
         {
-            "case.batch": _text,
-            "case.tokens": _count,
-            "case.heads": _count,
-            "case.topk": _count,
-            "case.format": _text,
-            "case.pattern": _text,
-            "useful_flops": _positive,
-            "bytes": _positive,
-            "floor_seconds.math": _positive,
-            "seconds": _timings,
+            **_CASE,
+            **dict.fromkeys(("case.batch", "case.pattern"), _text),
+            **dict.fromkeys(("case.tokens", "case.topk"), _count),
+            **dict.fromkeys(("bytes", "floor_seconds.math"), _positive),
             "seconds.plan": _timing,
         },
         "kernels",
@@ -223,54 +195,45 @@ KINDS = {
             "kernels_decode": tables.kernels_decode,
             "kernels_prefill": tables.kernels_prefill,
         },
-        _kernels_timed,
-        ("speed_up", "time_over_batch", "roofline"),
+        _candidates_timed,
+        "speed_up",
     ),
     "cache": Kind(
         "The ops around attention",
+        lambda entry: f"{entry['op']}, {entry['count']} tokens, {entry['format']}",
         {**_OP, "count": _count},
         "cache",
         {"cache": cache.markdown},
-        _cache_timed,
-        ("bandwidth",),
+        _ops_timed,
     ),
     "index": Kind(
         "The indexer's ops",
-        {
-            **_OP,
-            "case.name": _text,
-            "case.heads": _count,
-            "flops": lambda value: value is None or _positive(value),
-        },
+        lambda entry: f"{entry['op']}, {entry['case']['name']}, {entry['case']['heads']} heads, {entry['format']}",
+        {**_OP, "case.name": _text, "case.heads": _count, "flops": lambda value: value is None or _positive(value)},
         "index",
         {"index": index.markdown},
-        _index_timed,
+        _ops_timed,
     ),
     "kv_blocks": Kind(
         "The cache manager's bookkeeping",
+        lambda entry: f"{entry['trace']['name']}, {entry['trace'].get('requests')} requests",
         {"trace.name": _text, "operations": _count, "seconds": _timings},
         "kv_blocks",
         {"kv_blocks": kv_blocks.markdown},
-        _kv_blocks_timed,
+        _candidates_timed,
     ),
     "cpu": Kind(
         "Sparse attention on a CPU",
-        {
-            "case.batch": _count,
-            "case.heads": _count,
-            "case.context": _count,
-            "case.format": _text,
-            "useful_flops": _positive,
-            "seconds": _timings,
-        },
+        lambda entry: "b {batch}, h {heads}, {context} slots, {format}".format(**entry["case"]),
+        {**_CASE, "case.batch": _count, "case.context": _count},
         "cpu",
         {"cpu": cpu.markdown},
-        _cpu_timed,
-        ("cpu_speed_up",),
+        _candidates_timed,
     ),
     "throughput": Kind(
         "Offline throughput",
-        {**_RUN, **_LATENCIES, **_SPEED, "seconds": _timing, "rounds_s": _rounds, "total_output_tokens": _count},
+        runs.name_of,
+        {**_RUN, "seconds": _timing, "rounds_s": _rounds, "total_output_tokens": _count},
         "throughput",
         {
             "throughput": tables.throughput,
@@ -279,24 +242,23 @@ KINDS = {
         },
         _throughput_timed,
         always=("backend", "case"),
-        name_of=runs.name_of,
     ),
     "serve": Kind(
         "Serving",
-        {**_RUN, **_LATENCIES, **_SPEED},
+        runs.name_of,
+        _RUN,
         "serve",
         {"serve": tables.serve},
         _serve_timed,
         always=("backend", "case"),
-        name_of=runs.name_of,
     ),
     "checkpoint": Kind(
         "A checkpoint's answers",
+        lambda entry: entry["way"],
         {"way": _text, "engine": _text, "cache": _text, "gpus": _count, "asked": _count, "right": _count_or_none},
         "checkpoint",
         {"checkpoint": tables.checkpoint},
         always=("way",),
-        name_of=lambda entry: entry["way"],
     ),
 }
 """By the name that a file's environment has as "benchmark"."""

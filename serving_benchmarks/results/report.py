@@ -24,6 +24,7 @@ MOST_OF_AN_ERROR = 300
 MODELS = ("throughput", "serve")
 """Kinds that the first section is of."""
 PARETO = (
+    "Output tokens/s per GPU over tokens/s per user. "
     "Points are loads, labelled with the requests in flight (or the requests a second). Tokens/s per user is one over "
     "the median inter-token latency. A line that lies above and to the right of another gives users the same speed for "
     "fewer GPUs. Where several files have a load, the newest one is shown."
@@ -31,45 +32,38 @@ PARETO = (
 
 
 @dataclass(frozen=True)
-class Shown:
-    """A picture on the page."""
-
-    title: str
-    caption: str
-    png: bytes
-
-
-@dataclass(frozen=True)
 class Section:
     """What the page has of one result file."""
 
     file: ResultFile
-    pictures: list[Shown]
+    picture: str
+    """HTML, or nothing."""
     markdown: str
     left_out: list[str]
     """What could not be measured, and why."""
 
 
-def _png(figure: Any) -> bytes:
+def _figure(figure: Any, caption: str) -> str:
+    """A picture in the page itself."""
     from serving_benchmarks.results import pictures
 
     drawn = io.BytesIO()
     pictures.save(figure, drawn)
-    return drawn.getvalue()
+    data, caption = base64.b64encode(drawn.getvalue()).decode(), html.escape(caption)
+    return f'<figure><img src="data:image/png;base64,{data}" alt=""><figcaption>{caption}</figcaption></figure>'
 
 
 def section_of(file: ResultFile) -> Section:
     """Draws and tabulates a file. Raises NotUnderstood."""
-    from serving_benchmarks.results.pictures import PICTURES
+    from serving_benchmarks.results import pictures
 
-    shown, text = [], ""
+    picture, text, name = "", "", kinds.KINDS[file.kind].picture
     try:
         if file.succeeded:
             text = kinds.table(file)
-            for picture in map(PICTURES.__getitem__, kinds.KINDS[file.kind].pictures):
-                if (figure := picture.draw(file)) is not None:
-                    shown.append(Shown(picture.title, picture.caption, _png(figure)))
-        return Section(file, shown, text, _left_out(file))
+            if name and (figure := getattr(pictures, name)(file)) is not None:
+                picture = _figure(figure, " ".join(getattr(pictures, name).__doc__.split()))
+        return Section(file, picture, text, _left_out(file))
     except kinds.LACKS as error:
         raise NotUnderstood(f"{file.path} of {file.kind} could not be shown: {error!r}") from error
 
@@ -127,7 +121,7 @@ figcaption { color: #444; max-width: 60em; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1em 0; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { border-bottom: 1px solid #ddd; padding: 0.15em 0.7em; text-align: left; vertical-align: top; }
-td { overflow-wrap: anywhere; }
+td { white-space: nowrap; } .about td { white-space: normal; overflow-wrap: anywhere; }
 thead th { border-bottom: 1px solid #555; }
 """
 
@@ -156,13 +150,6 @@ def html_table(heading: Sequence[str] | None, rows: Sequence[Sequence[str]]) -> 
     return f'<div class="wide"><table>{head}<tbody>{"".join(row(cells, "td") for cells in rows)}</tbody></table></div>'
 
 
-def _figure(picture: Shown) -> str:
-    title, data = html.escape(picture.title), base64.b64encode(picture.png).decode()
-    caption = html.escape(picture.caption)
-    image = f'<img src="data:image/png;base64,{data}" alt="{title}">'
-    return f"<figure>{image}<figcaption>{caption}</figcaption></figure>"
-
-
 def which_backend(files: Sequence[ResultFile]) -> str:
     """The first section: all runs of whole models together. Empty where there are none."""
     from serving_benchmarks.results import pictures
@@ -170,9 +157,12 @@ def which_backend(files: Sequence[ResultFile]) -> str:
     reports = [file.report for file in files if file.kind in MODELS and file.succeeded]
     if not reports:
         return ""
-    figure = pictures.pareto(reports)
-    drawn = _figure(Shown("Output tokens/s per GPU over tokens/s per user", PARETO, _png(figure))) if figure else ""
-    return f'<h2 id="s0">Which backend, how many GPUs</h2>{drawn}{html_table(*tables.which_backend(reports))}'
+    parts, figure = ['<h2 id="s0">Which backend, how many GPUs</h2>'], pictures.pareto(reports)
+    if figure is not None:
+        parts.append(_figure(figure, PARETO + tables.latency_note(reports)))
+    for name, entries in tables.by_workload(reports).items():
+        parts.append(f"<h3>{html.escape(name)}</h3>{html_table(*tables.which_backend(entries))}")
+    return "\n".join(parts)
 
 
 def page(sections: Sequence[Section], not_understood: Sequence[str]) -> str:
@@ -188,12 +178,13 @@ def page(sections: Sequence[Section], not_understood: Sequence[str]) -> str:
     for number, section in enumerate(sections, 1):
         title = f"{kinds.KINDS[section.file.kind].title}: {section.file.machine}, {section.file.path.name}"
         body.append(f'<h2 id="s{number}">{html.escape(title)}</h2>')
-        body += [f"<h3>{html.escape(picture.title)}</h3>{_figure(picture)}" for picture in section.pictures]
+        body.append(section.picture)
         body += ["<h3>Numbers</h3>", markdown_to_html(section.markdown)] if section.markdown else []
         if section.left_out:
             items = "".join(f"<li>{html.escape(line)}</li>" for line in section.left_out)
             body.append(f"<h3>Not measured</h3><ul>{items}</ul>")
-        body += ["<h3>Where it was measured</h3>", html_table(None, environment_rows(section.file))]
+        about = html_table(None, environment_rows(section.file))
+        body += ["<h3>Where it was measured</h3>", f'<div class="about">{about}</div>']
     if not_understood:
         items = "".join(f"<li>{html.escape(why)}</li>" for why in not_understood)
         body += ["<h2>Files that were not understood</h2>", f"<ul>{items}</ul>"]

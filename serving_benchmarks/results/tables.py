@@ -24,6 +24,7 @@ PEERS = {
     "flashmla_fp8_one_batch": "FlashMLA FP8",
     "flashmla_bf16": "FlashMLA BF16",
     "fa3_bf16": "FA3 BF16",
+    "flashinfer_bf16": "FlashInfer BF16",
 }
 """Titles of candidates. Of candidates with one title the fastest counts."""
 NOT_PEERS = ("ours", "plan", "portable")
@@ -145,7 +146,8 @@ def _headline(report: Report, wanted: Sequence[tuple[str, int, str]]) -> str:
 def _kernels_measured(report: Report) -> str:
     """The line below a table of kernels."""
     where = report["environment"]
-    versions = sorted({what for what in where["peers"].values() if what.startswith("vllm ")}) or ["none"]
+    peers = {name.split("_")[0] for result in report["results"] for name in result["seconds"]} - {*NOT_PEERS}
+    versions = sorted({where["peers"][name] for name in peers}) or ["none"]
     patterns = sorted({result["case"]["pattern"] for result in report["results"]})
     flushed = ", L2 emptied before every call" if where["l2_flushed"] else ""
     return (
@@ -169,7 +171,7 @@ def throughput(*reports: Report) -> str:
             row = [runs.heads(report["environment"], case), str(entry["gpus"]), runs.lengths(case)]
             rows.append([*row, runs.short_load(case), entry["backend"], _speed(entry), *latencies(entry)])
             rounds.add(len(entry["rounds_s"]))
-    return "\n".join([*file.table(headings, rows), "", _models_measured(reports, rounds)])
+    return "\n".join([*file.table(headings, rows), "", _models_measured(reports, rounds) + latency_note(reports)])
 
 
 def throughput_versus(*reports: Report, loads: str | None = None) -> str:
@@ -261,22 +263,37 @@ def serve(*reports: Report) -> str:
     limits = "; ".join(dict.fromkeys(_limits(entry["goodput"]) for entry in entries if entry.get("goodput")))
     about = f"Each load was run once: {asked}. " + (f"Goodput: {limits}. " if limits else "")
     lines = file.table([*SERVE_HEADINGS, "prompt tokens from the prefix cache"], rows)
-    return "\n".join([*lines, "", about + _models_measured(reports)])
+    return "\n".join([*lines, "", about + _models_measured(reports) + latency_note(reports)])
 
 
-def which_backend(reports: Sequence[Report]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: what each GPU gives and what each user sees, for every backend and load."""
-    headings = ["model", "workload", "GPUs", "backend", "load", "output tokens/s per GPU"]
-    headings += ["tokens/s per user", "first token p50, ms", "p99", "inter-token p50, ms", "p99"]
-    rows = []
+def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[str, Entry]]]:
+    """Runs that a user can choose between: for each model and workload the GPUs and the entry of each load and backend.
+    Light loads, few GPUs and ours come first."""
+    found: dict[tuple[int, str], list[tuple[str, Entry]]] = {}
     for report, entries in newest_loads(reports):
+        heads = (report["environment"].get("model") or {}).get("heads") or 0
         for entry in entries.values():
-            user = runs.tokens_per_user(entry)
-            row = [model_name(report), workload_name(report, entry), gpus_name(report, entry)]
-            row += [entry["backend"], runs.load(entry["case"])]
-            row += [f"{runs.tokens_per_gpu(entry):.0f}", "-" if user is None else f"{user:.0f}", *latencies(entry)]
-            rows.append(row)
-    return headings, sorted(rows, key=lambda row: row[:2])
+            key = heads, f"{model_name(report)}: {workload_name(report, entry)}"
+            found.setdefault(key, []).append((gpus_name(report, entry), entry))
+
+    def order(run: tuple[str, Entry]) -> tuple[Any, ...]:
+        gpus, entry = run
+        ours = entry["backend"] in runs.OUR_BACKENDS
+        return runs.load_order(entry["case"]), entry["gpus"], gpus, not ours, entry["backend"]
+
+    return {key[1]: sorted(found[key], key=order) for key in sorted(found)}
+
+
+def which_backend(runs_of: Sequence[tuple[str, Entry]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of one workload: what each GPU gives and what each user sees."""
+    headings = ["load", "GPUs", "backend", "output tokens/s per GPU", "tokens/s per user"]
+    headings += ["first token p50, ms", "p99", "inter-token p50, ms", "p99"]
+    rows = []
+    for gpus, entry in runs_of:
+        user = runs.tokens_per_user(entry)
+        speeds = [f"{runs.tokens_per_gpu(entry):.0f}", "-" if user is None else f"{user:.0f}"]
+        rows.append([runs.load(entry["case"]), gpus, entry["backend"], *speeds, *latencies(entry)])
+    return headings, rows
 
 
 def model_name(report: Report) -> str:
@@ -295,6 +312,12 @@ def workload_name(report: Report, entry: Entry) -> str:
     """Lengths of requests, and whether a server had them or all came at once."""
     online = report["environment"].get("benchmark") == "serve"
     return f"{runs.lengths(entry['case'])} tokens, {'server' if online else 'offline'}"
+
+
+def latency_note(reports: Sequence[Report]) -> str:
+    """What inter-token latencies are percentiles of, where that is not all gaps between tokens."""
+    notes = dict.fromkeys(report["environment"].get("inter_token_latency") for report in reports)
+    return "".join(f" Inter-token latency: {note}." for note in notes if note)
 
 
 def latencies(entry: Entry) -> list[str]:
