@@ -13,18 +13,11 @@ from serving_benchmarks.__main__ import main
 from serving_benchmarks.ops import index, kernels, peer_kernels, peers
 from serving_benchmarks.ops.batches import PATTERNS, RECENT, Batch, positions
 
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+BATCHES = {"128q1s32k": [(1, 32768)] * 128, "q4k": [(4096, 4096)], "2q3s100_1q1s7": [(3, 100), (3, 100), (1, 7)]}
 
 
-@pytest.mark.parametrize(
-    ("spec", "requests"),
-    [
-        ("128q1s32k", [(1, 32768)] * 128),
-        ("q4k", [(4096, 4096)]),
-        ("2q3s100_1q1s7", [(3, 100), (3, 100), (1, 7)]),
-        ("q1ks2k", [(1024, 2048)]),
-    ],
-)
+@pytest.mark.parametrize(("spec", "requests"), BATCHES.items())
 def test_batches_are_read(spec, requests):
     batch = Batch.parse(spec)
     assert list(batch.requests) == requests
@@ -43,16 +36,13 @@ def test_what_is_no_batch_is_refused(spec):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_lists_name_each_visible_position_at_most_once(pattern):
     batch = Batch.parse("2q3s100_q40s40")
-    picked = positions(batch, 60, pattern)
-    assert picked.shape == (46, 60) and picked.dtype == torch.int32
-    for row, visible in zip(picked.tolist(), batch.visible().tolist(), strict=True):
-        valid = row[: min(60, visible)]
-        assert len(set(valid)) == len(valid) and 0 <= min(valid) and max(valid) < visible
-        assert row[len(valid) :] == [-1] * (60 - len(valid))
-
-
-def test_lists_can_be_wider_than_the_longest_sequence():
-    assert (positions(Batch.parse("2q1s5"), 8, "random") >= 0).sum(1).tolist() == [5, 5]
+    for topk in (60, 120):  # less and more than the longest sequence
+        picked = positions(batch, topk, pattern)
+        assert picked.shape == (46, topk) and picked.dtype == torch.int32
+        for row, visible in zip(picked.tolist(), batch.visible().tolist(), strict=True):
+            valid = row[: min(topk, visible)]
+            assert len(set(valid)) == len(valid) and 0 <= min(valid) and max(valid) < visible
+            assert row[len(valid) :] == [-1] * (topk - len(valid))
 
 
 def test_sliding_lists_are_the_last_tokens():
@@ -63,10 +53,6 @@ def test_realistic_lists_are_mostly_recent_and_alike():
     first, second = positions(Batch.parse("q2s100000"), 2048, "realistic").tolist()
     assert 0.65 < sum(position >= 99999 - RECENT for position in first) / 2048 < 0.85
     assert len(set(first) & set(second)) > 1024
-
-
-def test_decode_is_told_from_prefill():
-    assert [c.decode for c in kernels.cases(["8q2s1k", "q512s1k"], [16], [64], ["bf16"])] == [True, False]
 
 
 def test_a_check_finds_wrong_results():
@@ -137,7 +123,7 @@ def test_flashinfer_gets_each_tokens_list(monkeypatch):
     kernels.check_out(prepared.out, kernels.attend_exactly(problem, cache)[0])
 
 
-@no_gpu
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ["kernels --suite headline", "ops cache", "ops index"])
 def test_without_a_gpu_one_line_says_so(command):
     done = subprocess.run(
@@ -171,30 +157,24 @@ def fake_wheel(folder, name="vllm-1.2.3-cp38-abi3-manylinux_2_28_x86_64.whl", wi
 
 def test_the_peers_libraries_are_packed_and_found(tmp_path, monkeypatch):
     monkeypatch.setattr(peers.tempfile, "tempdir", str(tmp_path))
-    assert main(["peers", str(tmp_path / "peers"), "--wheels", str(fake_wheel(tmp_path))]) == 0
+    wheel = fake_wheel(tmp_path)
+    assert main(["peers", str(tmp_path / "peers"), "--wheels", str(wheel)]) == 0
     packed = sorted((tmp_path / "peers" / "vllm-1.2.3").iterdir())
     assert [path.name for path in packed] == ["_flashmla_C.abi3.so.xz", "_vllm_fa3_C.abi3.so.xz"]
     assert lzma.decompress(packed[0].read_bytes()) == b"kernels of flashmla"
     for peer in peers.LIBRARIES:
         for _ in range(2):
             assert peers.find(peer, tmp_path / "peers", "1.2.3").read_text() == f"kernels of {peer}"
-
-
-def test_the_libraries_of_an_installed_vllm_are_found(tmp_path):
-    with zipfile.ZipFile(fake_wheel(tmp_path)) as wheel:
-        wheel.extractall(tmp_path)
+    with zipfile.ZipFile(wheel) as installed:
+        installed.extractall(tmp_path)
     assert peers.find("fa3", tmp_path / "vllm", "1.2.3").read_text() == "kernels of fa3"
 
 
 def test_wheels_that_are_not_what_they_should_be_are_refused(tmp_path, capsys):
     broken = tmp_path / "vllm-1-none.whl"
     broken.write_text("no wheel")
-    for wheel in (
-        fake_wheel(tmp_path, without="fa3"),
-        fake_wheel(tmp_path, name="other-1.2.3.whl"),
-        broken,
-        tmp_path / "vllm-2-nope.whl",
-    ):
+    wheels = [fake_wheel(tmp_path, without="fa3"), fake_wheel(tmp_path, name="other-1.2.3.whl")]
+    for wheel in (*wheels, broken, tmp_path / "vllm-2-nope.whl"):
         assert main(["peers", str(tmp_path / "peers"), "--wheels", str(wheel)]) == 2
         assert wheel.name in capsys.readouterr().err
 
