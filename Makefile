@@ -71,7 +71,7 @@ sanitize: setup
 	$(RUN) tests/support/run_sanitized.py $(ARGS)
 
 bench-cpu: setup
-	$(RUN) -m serving_benchmarks.ops.cpu_attention $(ARGS)
+	$(RUN) -m serving_benchmarks ops cpu $(ARGS)
 
 wheel: setup
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

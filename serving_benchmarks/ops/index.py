@@ -9,6 +9,7 @@ several sets of inputs. Some tokens of the last set are first checked against th
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,14 +102,6 @@ def new_inputs(case: Case, cache: Tensor, blocks: Tensor) -> Inputs:
     return Inputs((queries, weights, cache, table, requests, lengths), lengths, scores, chosen)
 
 
-def score(inputs: Inputs) -> None:
-    mla_backend.index_scores(*inputs.arguments, scores=inputs.scores)
-
-
-def select(inputs: Inputs) -> None:
-    mla_backend.select_top(inputs.scores, inputs.lengths, chosen=inputs.chosen)
-
-
 def check(case: Case, inputs: Inputs) -> None:
     """Compares some tokens, the last one among them, with the reference. Raises RuntimeError."""
     queries, weights, cache, table, requests, lengths = inputs.arguments
@@ -137,9 +130,9 @@ def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str
     for number in range(SETS):  # may share blocks if the cache has too few for all
         wanted = torch.arange(case.requests * width, device="cuda") + number * case.requests * width
         sets.append(new_inputs(case, cache, shuffled[wanted % len(shuffled)]))
-    calls: dict[str, list[Callable[[], None]]] = {
-        "index_scores": [lambda one=one: score(one) for one in sets],
-        "select_top": [lambda one=one: select(one) for one in sets],
+    calls: dict[str, list[Callable[[], object]]] = {
+        "index_scores": [partial(mla_backend.index_scores, *one.arguments, scores=one.scores) for one in sets],
+        "select_top": [partial(mla_backend.select_top, one.scores, one.lengths, chosen=one.chosen) for one in sets],
     }
     graphs = {op: capture(own) for op, own in calls.items()}
     check(case, sets[-1])

@@ -11,8 +11,7 @@ not timed, although vLLM has to make it (prefill) or to keep a cache of 1.76 tim
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from rich.progress import track
 from torch import Tensor
 
 import mla_backend
-from mla_backend import library, reference
+from mla_backend import reference
 from mla_backend.attention import workspace_floats
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import ceilings, peer_kernels, suite_files, timing
@@ -135,54 +134,18 @@ def new_problem(case: Case, pattern: str, blocks: int) -> Problem:
     return Problem(q, indices, counts, SCALE, batch.queries)
 
 
-def unless_full(lengths: Tensor, topk: int) -> Tensor | None:
-    """The topk_length argument for lists of these lengths, int32 `[T]`: None if all of them are full."""
-    return None if bool((lengths == topk).all()) else lengths
-
-
-def lengths_for(case: Case) -> Tensor | None:
-    """The topk_length argument for a case, on the GPU."""
-    return unless_full(case.batch.visible().clamp(max=case.topk).cuda(), case.topk)
-
-
-def plan_ours(case: Case) -> tuple[Tensor, Tensor]:
-    """Our plan of a case, and a workspace for it."""
-    plan = mla_backend.plan(
-        case.batch.tokens, case.topk, topk_length=lengths_for(case), num_heads=case.heads, device="cuda"
-    )
-    return plan, torch.zeros(workspace_floats(plan.shape[0], case.heads), device="cuda")
+def lengths_of(problem: Problem) -> Tensor | None:
+    """The topk_length argument: None if all lists are full."""
+    return None if bool((problem.counts == problem.indices.shape[1]).all()) else problem.counts
 
 
 def prepare_ours(problem: Problem, cache: Tensor, plan: Tensor, workspace: Tensor) -> tuple[Prepared, Tensor]:
     """Our call and its lse."""
     out = torch.empty((*problem.q.shape[:2], 512), dtype=torch.bfloat16, device="cuda")
     lse = torch.empty(out.shape[:2], device="cuda")
-    lengths = unless_full(problem.counts, problem.indices.shape[1])
-
-    def call() -> None:
-        mla_backend.sparse_attention(
-            problem.q,
-            cache,
-            problem.indices,
-            scale=SCALE,
-            topk_length=lengths,
-            plan=plan,
-            workspace=workspace,
-            out=out,
-            lse=lse,
-        )
-
-    return Prepared(call, out), lse
-
-
-@contextmanager
-def chosen_kernel(name: str) -> Iterator[None]:
-    """Within it, plans and launches use this kernel of ours. A graph that was captured keeps it."""
-    library.select_cuda_kernel(name)
-    try:
-        yield
-    finally:
-        library.select_cuda_kernel("auto")
+    outputs = {"workspace": workspace, "out": out, "lse": lse}
+    attend = partial(mla_backend.sparse_attention, scale=SCALE, topk_length=lengths_of(problem), plan=plan, **outputs)
+    return Prepared(lambda: attend(problem.q, cache, problem.indices), out), lse
 
 
 def peers_for(
@@ -241,39 +204,27 @@ def measure(
     sets: int,
     rounds: int,
     flush: Callable[[], None] | None,
-    portable: bool,
 ) -> dict[str, Any]:
-    """Checks and times one case: ours, our plan, our portable kernel if asked for, and every peer that can run it."""
+    """Checks and times one case: ours, our plan, and every peer that can run it."""
     cache = caches.by_format[case.format]
     problems = [new_problem(case, pattern, caches.blocks) for _ in range(sets)]
     exact_out, exact_lse = attend_exactly(problems[-1], cache)
 
-    graphs, accuracy = {}, {}
-
-    def add_ours(name: str) -> Tensor:
-        """A graph of our calls, checked. Returns their plan."""
-        plan, workspace = plan_ours(case)
-        ours = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
-        graphs[name] = timing.capture([prepared.call for prepared, _ in ours], flush)
-        last, lse = ours[-1]
-        replay_poisoned(graphs[name], last.out, lse)
-        try:
-            accuracy[name] = check_out(last.out, exact_out)
-            hopper = torch.cuda.get_device_capability()[0] == 9
-            check_lse(lse, exact_lse, rounded=hopper and cache.dtype == torch.uint8)
-        except WrongResult as error:
-            raise WrongResult(f"mla_backend, {name}, {case}: {error}") from None
-        return plan
-
-    plan = add_ours("ours")
-    if portable:
-        with chosen_kernel("portable"):
-            add_ours("portable")
-    lengths = lengths_for(case)
-    graphs["plan"] = timing.capture(
-        [lambda: mla_backend.plan(case.batch.tokens, case.topk, topk_length=lengths, num_heads=case.heads, out=plan)],
-        flush,
-    )
+    lengths = lengths_of(problems[-1])  # the same in all sets
+    make_plan = partial(mla_backend.plan, case.batch.tokens, case.topk, topk_length=lengths, num_heads=case.heads)
+    plan = make_plan(device="cuda")
+    workspace = torch.zeros(workspace_floats(plan.shape[0], case.heads), device="cuda")
+    ours = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
+    graphs = {"ours": timing.capture([prepared.call for prepared, _ in ours], flush)}
+    last, lse = ours[-1]
+    replay_poisoned(graphs["ours"], last.out, lse)
+    try:
+        accuracy = {"ours": check_out(last.out, exact_out)}
+        hopper = torch.cuda.get_device_capability()[0] == 9
+        check_lse(lse, exact_lse, rounded=hopper and cache.dtype == torch.uint8)
+    except WrongResult as error:
+        raise WrongResult(f"mla_backend, {case}: {error}") from None
+    graphs["plan"] = timing.capture([lambda: make_plan(out=plan)], flush)
 
     failed = {}
     for name, prepare in peers_for(case, problems[-1], caches, loaded).items():
@@ -284,7 +235,7 @@ def measure(
             accuracy[name] = check_out(prepared[-1].out, exact_out, PEERS_ALLOWED)
             graphs[name] = graph
         except (RuntimeError, ValueError, WrongResult) as error:
-            failed[name] = str(error).splitlines()[0]
+            failed[name] = (str(error) or repr(error)).splitlines()[0]
     baseline = timing.capture([flush]) if flush else None
     time.sleep(REST_SECONDS)
     timings = timing.interleaved({name: graph.clock(baseline) for name, graph in graphs.items()}, rounds=rounds)
@@ -322,9 +273,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--suite", metavar="NAME|FILE", help="; ".join(suites) + "; or a file of your own, as docs/reports.md says"
     )
     lists(either, "--batches", Batch.parse, "128q1s32k is 128 requests with 1 query token each at 32K tokens")
-    lists(
-        what, "--heads", opt.between(1, suite_files.MOST_HEADS), "only these of a suite; default with --batches: 16,128"
-    )
+    heads = opt.between(1, suite_files.MOST_HEADS)
+    lists(what, "--heads", heads, "only these of a suite; default with --batches: 16,128")
     lists(what, "--topk", opt.count, f"only these of a suite; default with --batches: {suite_files.DEFAULT_TOPK}")
     lists(what, "--formats", opt.one_of(FORMATS), "only these formats of the cache; default: all")
     patterns = "; ".join(f"{name}: {text}" for name, text in PATTERNS.items())
@@ -337,7 +287,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--vllm", default=VERSIONS[0], metavar="VERSION", help="whose kernels in that folder; default: %(default)s"
     )
     peers.add_argument("--ours-only", action="store_true", help="no peers, whatever the suite says")
-    peers.add_argument("--portable", action="store_true", help="time our kernel for any GPU as well")
     how = parser.add_argument_group("how")
     how.add_argument(
         "--sets", type=opt.count, default=4, metavar="N", help="of queries and lists, rotated; default: %(default)s"
@@ -370,12 +319,12 @@ def run(options: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     found = peer_kernels.load(options.peers, options.vllm) if with_peers else {}
     for name, version in found.items():
-        console.print(f"{name}: {version}", markup=False)
+        console.print(f"{name}: {version}", markup=False, soft_wrap=True)
     loaded = {name for name, version in found.items() if not version.startswith("missing")}
     torch.manual_seed(0)
     caches = Caches(max(case.batch.cached for case in chosen))
     flush = timing.new_flush() if options.flush_l2 else None
-    how = options.pattern, options.sets, options.rounds, flush, options.portable
+    how = options.pattern, options.sets, options.rounds, flush
     try:
         results = [measure(case, caches, loaded, *how) for case in track(chosen, "measuring", console=console)]
     except WrongResult as error:

@@ -328,37 +328,23 @@ def measure(trace: Trace, rounds: int, with_peer: bool) -> dict[str, Any]:
     }
 
 
+HEADINGS = ["trace", "operations", "tokens found", "mla-backend, thousand a second (quartiles)"]
+HEADINGS += ["vLLM", "ratio", "vLLM, prompts hashed before", "ratio", "bytes a block, ours / vLLM"]
+
+
 def rows(results: list[dict[str, Any]]) -> list[list[str]]:
     """A line for each trace, under HEADINGS."""
     lines = []
     for result in results:
         trace, counts, speed = result["trace"], result["counts"], result["operations_a_second"]
-        asked = result["prompt_tokens"]
-        line = [
-            trace["name"],
-            f"{result['operations']:,}",
-            f"{counts['hit_tokens'] / asked:.0%}",
-            speed_with_quartiles(result, "ours"),
-        ]
+        found = f"{counts['hit_tokens'] / result['prompt_tokens']:.0%}"
+        line = [trace["name"], f"{result['operations']:,}", found, speed_with_quartiles(result, "ours")]
         for peer in (PEER, PEER_HASHED):
             line += [f"{speed[peer] / 1e3:.0f}", f"{result['speed_up'][peer]:.1f}"] if peer in speed else ["-", "-"]
         kept = result["bookkeeping_bytes"]
         line.append(" / ".join(f"{kept[name] / trace['blocks']:.0f}" for name in ("ours", PEER) if name in kept))
         lines.append(line)
     return lines
-
-
-HEADINGS = [
-    "trace",
-    "operations",
-    "tokens found",
-    "mla-backend, thousand a second (quartiles)",
-    "vLLM",
-    "ratio",
-    "vLLM, prompts hashed before",
-    "ratio",
-    "bytes a block, ours / vLLM",
-]
 
 
 def speed_with_quartiles(result: dict[str, Any], name: str) -> str:
@@ -372,16 +358,14 @@ def speed_with_quartiles(result: dict[str, Any], name: str) -> str:
 def markdown(report: dict[str, Any]) -> str:
     """The table in the docs, from a result file."""
     where, results = report["environment"], report["results"]
-    lines = result_file.table(HEADINGS, rows(results))
     vllm = where["vllm"]
-    lines += [
-        "",
+    note = (
         f"{where['cpu']['model']}, Python {where['python']}, "
         f"{vllm['distribution'] + ' ' + vllm['version'] if vllm['version'] else 'no vLLM'}, {result_file.when(where)}. "
-        f"{results[0]['trace']['requests']:,} requests a trace, "
-        f"blocks of {BLOCK}; medians of {results[0]['seconds']['ours']['rounds']} rounds in one process.",
-    ]
-    return "\n".join(lines)
+        f"{results[0]['trace']['requests']:,} requests a trace, blocks of {BLOCK}; medians of "
+        f"{results[0]['seconds']['ours']['rounds']} interleaved rounds in one process."
+    )
+    return "\n".join([*result_file.table(HEADINGS, rows(results)), "", note])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
