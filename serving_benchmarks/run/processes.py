@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -127,13 +126,3 @@ def why_it_ended(status: int, log: str) -> str:
     """The same of one with an exit status as `Supervised` has it: a signal that killed it comes first."""
     why = why_it_failed(log)
     return f"killed by signal {status - 128}; it said last: {why}" if status > 128 else why
-
-
-def wait_until(condition, seconds: float, every: float = 0.1) -> bool:
-    """Whether a condition came true in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(every)
-    return True
