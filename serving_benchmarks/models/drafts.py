@@ -55,8 +55,8 @@ def add_mtp_layer(source: Path, folder: Path) -> None:
 
 
 def _fitted(model: Model) -> Tensor:
-    """fp32 `[hidden, 2 * hidden]`: maps a token's embedding and the hidden state before it to the next hidden state, all
-    with a mean square of 1."""
+    """fp32 `[hidden, 2 * hidden]`: maps a token's embedding and the hidden state before it to the next hidden state.
+    All of them have a mean square of 1."""
     from examples.recall.task import prompts
 
     features, wanted = [], []

@@ -10,7 +10,7 @@ import argparse
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from mla_backend.engine import Model, ModelConfig
@@ -248,14 +247,7 @@ def shards(plans: Sequence[TensorPlan], most: int) -> Iterator[list[TensorPlan]]
         yield some
 
 
-def write(
-    folder: Path,
-    config: dict[str, Any],
-    *,
-    seed: int = 0,
-    shard_bytes: int = SHARD_BYTES,
-    on_written: Callable[[int], None] = lambda bytes: None,
-) -> None:
+def write(folder: Path, config: dict[str, Any], *, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> None:
     """Writes a checkpoint with random weights, one file after the other, each small enough for memory.
 
     Args:
@@ -263,7 +255,6 @@ def write(
         config: of the model.
         seed: of the weights, which `config.json` names.
         shard_bytes: the most of a file.
-        on_written: called with the bytes of each tensor that is done.
     """
     from safetensors.torch import save_file
 
@@ -278,11 +269,9 @@ def write(
     files: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
-        drawn = {}
         with ThreadPoolExecutor() as pool:  # a generator uses one core, and there are billions of numbers
-            for plan, tensor in zip(part, pool.map(partial(TensorPlan.draw, seed=seed), part), strict=True):
-                drawn[plan.name] = tensor
-                on_written(plan.bytes)
+            weights = list(pool.map(partial(TensorPlan.draw, seed=seed), part))
+        drawn = {plan.name: tensor for plan, tensor in zip(part, weights, strict=True)}
         save_file(drawn, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(drawn, file)
     index = {"metadata": {"total_size": total}, "weight_map": files}
@@ -324,11 +313,9 @@ def run(options: argparse.Namespace) -> int:
     shape = {name: getattr(options, name) for name in SHAPE if name != "vocab_size"}
     wanted = config(options.like, **shape, **more)
     total = sum(plan.bytes for plan in tensors(wanted))
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
     try:
-        with Progress(*columns, console=Console(stderr=True, highlight=False)) as progress:
-            task = progress.add_task("writing weights", total=total)
-            write(options.output, wanted, seed=options.seed, on_written=lambda n: progress.advance(task, n))
+        with Console(stderr=True, highlight=False).status(f"writing {total / 1e9:.2f} GB"):
+            write(options.output, wanted, seed=options.seed)
     except (OSError, ImportError) as error:
         raise types.Refused(str(error)) from None
     print(

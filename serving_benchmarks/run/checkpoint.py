@@ -10,11 +10,9 @@ process of its own. vLLM's mtp ways need a model with an MTP layer; the recall c
 """
 
 import argparse
-import json
 import math
 import random
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -90,14 +88,14 @@ class Questions:
     """What is asked."""
 
     prompts: list[list[int]]
-    right: list[list[int]] | None
+    model: str
+    max_model_len: int
+    drafting: str
+    """The model with an MTP layer."""
+    right: list[list[int]] | None = None
     """The right answers; None for random prompts."""
-    end: int | None
+    end: int | None = None
     """The token that ends an answer."""
-    models: dict[bool, str]
-    """The model without and with an MTP layer."""
-    arguments: dict[str, Any]
-    """Of every engine."""
 
 
 def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions:
@@ -107,18 +105,17 @@ def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions
         from examples.recall.task import EOS, IDS
     except ImportError:
         raise types.Refused("the recall checkpoint is in the source tree, not in the installed package") from None
-    input_len = options.input_len or 1000
+    input_len, drafting = options.input_len or 1000, folder / "with-mtp-layer"
     asked = held_out(input_len, options.num_prompts or 200)
-    models = {False: str(CHECKPOINT), True: str(folder / "with-mtp-layer")}
     if any(WAYS[name].drafts for name in options.ways):
-        drafts.add_mtp_layer(CHECKPOINT, folder / "with-mtp-layer")
-    longest = input_len + LONGER + options.output_len
+        drafts.add_mtp_layer(CHECKPOINT, drafting)
     return Questions(
         [prompt.context_tokens + prompt.question_tokens for prompt in asked],
+        str(CHECKPOINT),
+        input_len + LONGER + options.output_len,
+        str(drafting),
         [prompt.answer_tokens for prompt in asked],
         IDS[EOS],
-        models,
-        {"max_model_len": longest, "cache_bytes": CACHE_BYTES},
     )
 
 
@@ -132,34 +129,26 @@ def of_model(options: argparse.Namespace) -> Questions:
     most = config.get("max_position_embeddings") or longest + DRAFT_ROOM
     if longest > most:
         raise types.Refused(f"requests of {longest} tokens are too long: the model takes {most}")
-    return Questions(
-        [chance.choices(tokens, k=length) for length in lengths],
-        None,
-        None,
-        dict.fromkeys((False, True), options.model),
-        {"max_model_len": min(longest + DRAFT_ROOM, most), "cache_bytes": None},
-    )
+    prompts = [chance.choices(tokens, k=length) for length in lengths]
+    return Questions(prompts, options.model, min(longest + DRAFT_ROOM, most), options.model)
 
 
 def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dict[str, Any]:
     """The arguments of the way's engine, for `worker.py`."""
-    longest, cache_bytes = asked.arguments["max_model_len"], asked.arguments["cache_bytes"]
+    given: dict[str, Any] = {"dtype": options.dtype, "max_model_len": asked.max_model_len}
+    tiny = asked.right is not None
     if way.engine == "embedded":
-        given = {"kv_cache": way.cache, "memory": cache_bytes, "max_model_len": longest, "dtype": options.dtype}
-        return {name: value for name, value in given.items() if value is not None}
-    given = {
+        return {**given, "kv_cache": way.cache, **({"memory": CACHE_BYTES} if tiny else {})}
+    given |= {
         "attention_backend": way.backend,
-        "dtype": options.dtype,
         "kv_cache_dtype": {"fp8": "fp8", "bf16": "auto"}[way.cache],
         "tensor_parallel_size": way.gpus,
-        "max_model_len": longest,
         "max_num_seqs": 64,
         "enforce_eager": way.eager,
+        "enable_prefix_caching": tiny,  # random prompts come twice, and are to be computed twice
     }
-    if cache_bytes is not None:
-        given["kv_cache_memory_bytes"] = cache_bytes
-    else:
-        given["enable_prefix_caching"] = False  # or the second order would find the first one's prompts
+    if tiny:
+        given["kv_cache_memory_bytes"] = CACHE_BYTES
     if torch.cuda.is_available():
         given["compilation_config"] = {"mode": 0} if way.eager else vllm_options.FULL_DECODE_GRAPHS
     if way.drafts:
@@ -167,47 +156,23 @@ def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dic
     return given
 
 
-def worker_command(spec: Path, events: Path, way: Way) -> list[str]:
-    """What runs a way. vLLM for CPUs wants a NUMA node for each of several processes, unless it is told not to."""
-    unbound = ["env", "VLLM_CPU_OMP_THREADS_BIND=nobind"] if way.gpus > 1 else []
-    return [*unbound, sys.executable, "-m", "serving_benchmarks.run.worker", str(spec), str(events)]
-
-
-def ask(
-    name: str,
-    way: Way,
-    batches: list[list[list[int]]],
-    options: argparse.Namespace,
-    asked: Questions,
-    logs: Path,
-    stages: Stages,
-) -> dict[str, Any]:
-    """What the way's process found; `error` if it failed."""
-    spec, events, log = (logs / f"{name}.{kind}" for kind in ("spec.json", "events", "log"))
-    given = {
-        "task": "answers",
-        "engine": way.engine,
-        "model": asked.models[way.drafts > 0],
-        "arguments": arguments_of(way, options, asked),
-        "batches": batches,
-        "new_tokens": options.output_len,
-    }
-    spec.write_text(json.dumps(given))
-    with rounds.started(worker_command(spec, events, way), events, log) as worker:
-        found: dict[str, Any] = {}
+def ask(name: str, spec: dict[str, Any], limit: float, logs: Path, stages: Stages) -> dict[str, Any]:
+    """What a way's process found; `error` if it failed."""
+    found: dict[str, Any] = {}
+    with rounds.started(name, {"task": "answers", **spec}, logs) as worker:
         try:
-            for event in worker.events(options.limit):
+            for event in worker.events(limit):
                 if event.pop("event") == "result":
                     found = {**event, "error": None}
                 else:
                     stages.at(f"{name}: {event['stage']}")
         except TimeoutError as error:
             found = {"error": str(error)}
+        said = worker.process.says()
         if not found:
-            status, said = worker.process.status(), worker.process.says()
-            found = {"error": why_it_ended(status, said)}
-        if found["error"]:
-            stages.failed(name, found["error"], worker.process.says())
+            found = {"error": why_it_ended(worker.process.status(), said)}
+    if found["error"]:
+        stages.failed(name, found["error"], said)
     return found
 
 
@@ -247,16 +212,6 @@ def is_within_noise(difference: dict[str, float], noise: dict[str, float]) -> bo
     )
 
 
-@dataclass
-class Reference:
-    """The first way with a cache, which others are held to."""
-
-    name: str
-    answers: Answers
-    noise: dict[str, Any] | None
-    """How far it differs from itself, with random prompts in the opposite order."""
-
-
 def ways_of(options: argparse.Namespace) -> dict[str, Way]:
     """All ways by name: each of vLLM's with each backend."""
     found: dict[str, Way] = {}
@@ -274,39 +229,37 @@ def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator
     """The entry of each way."""
     stages.at("preparing")
     asked = of_model(options) if options.model else of_recall_checkpoint(options, logs)
-    references: dict[str, Reference] = {}
+    references: dict[str, tuple[str, Answers, dict[str, Any] | None]] = {}  # of each cache: way, answers, noise
     for name, way in ways_of(options).items():
-        reference = references.get(way.cache)
+        is_reference = way.cache not in references
         batches = [asked.prompts]
-        if reference is None and asked.right is None:
+        if is_reference and asked.right is None:
             batches.append(asked.prompts[::-1])
-        found = ask(name, way, batches, options, asked, logs, stages)
-        entry = {"way": name, **asdict(way), "asked": len(asked.prompts), "error": found.pop("error")}
+        model = asked.drafting if way.drafts else asked.model
+        spec = {"engine": way.engine, "model": model, "arguments": arguments_of(way, options, asked)}
+        spec |= {"batches": batches, "new_tokens": options.output_len}
+        found = ask(name, spec, options.limit, logs, stages)
+        entry = {"way": name, **asdict(way), "asked": len(asked.prompts), **found}
         if entry["error"] is None:
-            answers = found.pop("answers")
-            entry |= {**found, **judge(name, answers, reference, asked)}
-            if reference is None:
-                noise = compare(answers[0], answers[1][::-1], asked.end) if len(answers) > 1 else None
-                references[way.cache] = Reference(name, answers[0], noise)
-                entry["differs_from_itself"] = noise
-        if not is_good(entry):
-            stages.say(line(entry), style="red")
+            first, *more = answers = entry.pop("answers")
+            values = [value for batch in answers for one in batch for value in one["logprobs"]]
+            entry |= {"right": count_right(first, asked), "finite": all(map(math.isfinite, values))}
+            if is_reference:
+                noise = entry["differs_from_itself"] = compare(first, more[0][::-1], asked.end) if more else None
+                references[way.cache] = name, first, noise
+            else:
+                than, its, noise = references[way.cache]
+                entry |= {"than": than, **compare(first, its, asked.end)}
+                entry["within_noise"] = is_within_noise(entry, noise) if noise else None
         yield entry
 
 
-def judge(name: str, answers: list[Answers], reference: Reference | None, asked: Questions) -> dict[str, Any]:
-    """What a way's answers are worth by themselves, and versus the reference's."""
-    first = answers[0]
-    found: dict[str, Any] = {"right": None}
-    if asked.right is not None:
-        given = [answer_of(one["tokens"], asked.end) for one in first]
-        found["right"] = sum(a == b for a, b in zip(given, asked.right, strict=True))
-    found["finite"] = all(math.isfinite(value) for batch in answers for one in batch for value in one["logprobs"])
-    if reference is not None:
-        found |= {"than": reference.name, **compare(first, reference.answers, asked.end)}
-        if reference.noise is not None:
-            found["within_noise"] = is_within_noise(found, reference.noise)
-    return found
+def count_right(answers: Answers, asked: Questions) -> int | None:
+    """How many answers are right; None for random prompts."""
+    if asked.right is None:
+        return None
+    given = [answer_of(one["tokens"], asked.end) for one in answers]
+    return sum(a == b for a, b in zip(given, asked.right, strict=True))
 
 
 def is_good(entry: dict[str, Any]) -> bool:
@@ -314,31 +267,20 @@ def is_good(entry: dict[str, Any]) -> bool:
     if entry["error"] or not entry["finite"]:
         return False
     if entry["right"] is None:
-        return entry.get("within_noise", True)
+        return entry.get("within_noise") is not False
     least = ENOUGH * entry["asked"]
     return entry["right"] >= least and entry.get("answers_equal", entry["asked"]) >= least
 
 
 def line(entry: dict[str, Any]) -> str:
-    """An entry in words."""
+    """An entry on the terminal."""
     if entry["error"]:
         return f"{entry['way']}: FAILED: {entry['error']}"
-    said = [f"{entry['right']} of {entry['asked']} right"] if entry["right"] is not None else []
-    said += [] if entry["finite"] else ["logprobs are NOT FINITE"]
-    if "than" in entry:
-        said.append(f"{entry['answers_equal']} of {entry['asked']} answers the same as {entry['than']}'s")
-    difference = entry if "than" in entry else entry["differs_from_itself"]
-    if difference:
-        said.append(
-            f"logprobs differ by {difference['logprob_difference_mean']:.4f} "
-            f"({difference['logprob_difference_max']:.3f} at most), "
-            f"tokens after {difference['tokens_until_first_difference']:.1f}"
-        )
-    if not entry.get("within_noise", True):
-        said.append("MORE THAN NOISE")
-    if entry["drafted"]:
-        said.append(f"{entry['accepted']} of {entry['drafted']} drafts accepted")
-    return f"{entry['way']}: {'; '.join(said)}"
+    shown = "asked right answers_equal tokens_until_first_difference within_noise drafted accepted".split()
+    shown += [name for name in entry if name.startswith("logprob_difference")]
+    values = {name.replace("_", " "): entry[name] for name in shown if entry.get(name) is not None}
+    verdict = "good" if is_good(entry) else "NOT GOOD"
+    return f"{entry['way']}: {verdict}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from serving_benchmarks import options as types
 from serving_benchmarks.models import models
 from serving_benchmarks.results import result_file, runs
-from serving_benchmarks.run import vllm_options, workloads
+from serving_benchmarks.run import workloads
 from serving_benchmarks.run.processes import signals_unwind, status_when
 from serving_benchmarks.run.workloads import Workload
 
@@ -28,12 +28,9 @@ STEP_TOKENS = 8192
 """Tokens of the largest step in the warm-up, unless --max-num-batched-tokens says it. Larger steps are full ones, which
 every round has."""
 
-Measure = Callable[[Path, "Stages"], Iterator[dict[str, Any]]]
-"""Yields the entries of a result file. Given the folder for logs, and where to show the progress."""
-
 
 class Stages:
-    """Shows how far a command is: a bar on a terminal, else a line for each stage.
+    """Shows where a command is: a spinner on a terminal, else a line for each stage.
 
     Args:
         console: where.
@@ -41,27 +38,23 @@ class Stages:
 
     def __init__(self, console: Console):
         self.console = console
-        columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._status = console.status("", spinner="line")
         self._stage: str | None = None
-        self._task: TaskID | None = None
 
     def __enter__(self) -> "Stages":
-        self._bar.start()
+        self._status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        self._status.stop()
 
-    def at(self, stage: str, done: int = 0, of: int | None = None) -> None:
-        """The command is at a stage, new or the same as before, of which so much is done."""
+    def at(self, stage: str) -> None:
+        """The command is at a stage, new or the same as before."""
         if stage != self._stage:
-            if self._task is not None:
-                self._bar.remove_task(self._task)
-            self._stage, self._task = stage, self._bar.add_task(stage, total=None)
+            self._stage = stage
+            self._status.update(Text(stage))
             if not self.console.is_terminal:
                 self.say(stage)
-        self._bar.update(self._task, completed=done, total=of)
 
     def say(self, line: str, style: str | None = None) -> None:
         """Prints a line."""
@@ -148,9 +141,13 @@ def size_warmup(
     return workloads.of_step_sizes(most, at_once, settings["max_model_len"], workloads.usable_tokens(config))
 
 
-def collect(measure: Measure, logs: Path | None) -> tuple[list[dict[str, Any]], int]:
-    """All entries that could be measured, and the exit status: 1 if one failed, 128 and the signal's number if a signal
-    stopped it, which keeps the entries so far."""
+def collect(
+    measure: Callable[[Path, Stages], Iterator[dict[str, Any]]], logs: Path | None
+) -> tuple[list[dict[str, Any]], int]:
+    """The entries that `measure` yields until it ends or a signal stops it, and the exit status.
+
+    The status is 1 if an entry failed, and 128 and the signal's number after a signal.
+    """
     results: list[dict[str, Any]] = []
     status = 0
     with tempfile.TemporaryDirectory() as folder, signals_unwind():
@@ -214,8 +211,8 @@ def show(table: Table) -> None:
     Console(width=TABLE_WIDTH, highlight=False).print("", table)
 
 
-def case_of(settings: dict[str, Any], lengths: tuple[int, int], num_prompts: int, **more: Any) -> dict[str, Any]:
-    """The `case` of an entry: what makes it comparable with entries of other files."""
-    input_len, output_len = lengths
-    case = {"input_len": input_len, "output_len": output_len, "num_prompts": num_prompts}
-    return {**case, **vllm_options.case(settings), **more}
+def case_of(settings: dict[str, Any], lengths: tuple[int, int], num_prompts: int, **load: Any) -> dict[str, Any]:
+    """The `case` of an entry: entries with the same one are comparable."""
+    names = "kv_cache_dtype", "tensor_parallel_size", "decode_context_parallel_size", "drafts"
+    of_vllm = {name: settings[name] for name in names if settings[name] is not None}
+    return {"input_len": lengths[0], "output_len": lengths[1], "num_prompts": num_prompts, **of_vllm, **load}

@@ -7,17 +7,18 @@ optional rounds: a worker is told to skip them once all workers have been timed 
 
 import contextlib
 import json
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from serving_benchmarks.run.processes import Supervised, supervised
+from serving_benchmarks.run.processes import Supervised
 
 POLL_SECONDS = 0.2
 """How often a worker's events are read."""
-PROGRESS_SECONDS = 0.2
-"""How often a worker writes how far it is."""
+WORKER = [sys.executable, "-m", "serving_benchmarks.run.worker"]
+"""The command of a worker, before the files of its spec and its events."""
 GO, ENOUGH = "go", "enough"
 """What a worker is told: do what you asked for, or skip it."""
 
@@ -63,17 +64,19 @@ class Worker:
 
 
 @contextlib.contextmanager
-def started(command: Sequence[str], events: Path, log: Path) -> Iterator[Worker]:
+def started(name: str, spec: dict[str, Any], logs: Path) -> Iterator[Worker]:
     """A worker that runs for as long as the block lasts.
 
     Args:
-        command: the words that start it.
-        events: the file for its events.
-        log: the file for what it prints.
+        name: of its files.
+        spec: what it is to do, for `worker.py`.
+        logs: the folder for its files: the spec, its events and what it prints.
     """
+    asked, events, log = (logs / f"{name}.{kind}" for kind in ("spec.json", "events", "log"))
+    asked.write_text(json.dumps(spec))
     for file in (events, log):
         file.write_bytes(b"")  # an earlier run may have left one
-    with supervised(command, log) as process:
+    with Supervised([*WORKER, asked, events], log) as process:
         yield Worker(process, events)
 
 
@@ -115,7 +118,7 @@ class Events:
     """
 
     def __init__(self, file: TextIO, words: TextIO):
-        self._file, self._words, self._next = file, words, 0.0
+        self._file, self._words = file, words
 
     def send(self, event: str, **more: Any) -> None:
         self._file.write(json.dumps({"event": event, **more}) + "\n")
@@ -128,14 +131,3 @@ class Events:
         if not word:
             raise RuntimeError("the process that started this worker has ended")
         return word == GO
-
-    def progress(self, stage: str, of: int) -> Callable[[int], None]:
-        """What to call with the number of requests that are done."""
-        self.send("progress", stage=stage, done=0, of=of)
-
-        def on_done(done: int) -> None:
-            if time.monotonic() >= self._next or done == of:
-                self.send("progress", stage=stage, done=done, of=of)
-                self._next = time.monotonic() + PROGRESS_SECONDS
-
-        return on_done

@@ -2,9 +2,8 @@
 
 Each backend's server is started once and goes through all loads: request rates (arrivals of a Poisson process),
 requests in flight, or both. Prompts are vLLM's random ones. They are the same for each backend and differ between
-loads, so that few are found in the prefix cache. Goodput counts the requests that keep to --ttft-limit and --tpot-limit.
-A backend that fails is reported, the others go on, and the exit status is 1. Ctrl-C, SIGTERM and kill -9 leave no
-process behind.
+loads, so that few are found in the prefix cache. Goodput counts the requests that keep to both limits. A backend that
+fails is reported, the others go on, and the exit status is 1. Ctrl-C, SIGTERM and kill -9 leave no process behind.
 """
 
 import argparse
@@ -13,7 +12,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from serving_benchmarks.results import latency
 from serving_benchmarks.run import common, vllm_options
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.engine import Counters, counted_between
-from serving_benchmarks.run.processes import supervised, why_it_ended
+from serving_benchmarks.run.processes import Supervised, why_it_ended
 from serving_benchmarks.run.server import Server, ServerFailed, serving
 from serving_benchmarks.run.workloads import Workload
 
@@ -67,10 +66,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tpot-limit", type=types.positive, metavar="S", help="goodput: seconds per token after it, on average"
     )
     common.add_warmup(parser, "run the heaviest load once, with prompts of its own, before any counts")
-    parser.add_argument(
-        "--ready-seconds", type=types.positive, default=1800.0, metavar="S", help="for a server to start; default: 1800"
-    )
-    parser.add_argument("--tokenizer-mode", metavar="MODE", help="of server and client; default: vLLM's own choice")
     vllm_options.add(parser)
     common.add_results(parser, requests=True)
 
@@ -121,8 +116,6 @@ def server_command(options: argparse.Namespace, plan: Plan, backend: str, port: 
     module = "vllm.entrypoints.openai.api_server"
     words = [sys.executable, "-m", module, "--model", options.model, "--host", "127.0.0.1", "--port", str(port)]
     words += ["--disable-access-log-for-endpoints", "/health,/metrics"]  # so that its log ends with why it failed
-    if options.tokenizer_mode:
-        words += ["--tokenizer-mode", options.tokenizer_mode]
     return words + vllm_options.flags(vllm_options.arguments(plan.settings, backend))
 
 
@@ -149,8 +142,6 @@ def client_command(options: argparse.Namespace, load: Load, seed: int, port: int
     }
     if concurrency is not None:
         given["max-concurrency"] = concurrency
-    if options.tokenizer_mode:
-        given["tokenizer-mode"] = options.tokenizer_mode
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     return [sys.executable, "-c", CLIENT, *words, "--ignore-eos", "--save-result", "--save-detailed", "--disable-tqdm"]
 
@@ -217,7 +208,7 @@ def run_load(server: Server, options: argparse.Namespace, load: Load, seed: int,
     """One load on a server that runs."""
     result = log.with_suffix(".json")
     before = counters(server.metrics())
-    with supervised(client_command(options, load, seed, server.port, result), log) as client:
+    with Supervised(client_command(options, load, seed, server.port, result), log) as client:
         while client.status() is None:
             server.require_running()
             with contextlib.suppress(TimeoutError):
@@ -234,15 +225,6 @@ def run_load(server: Server, options: argparse.Namespace, load: Load, seed: int,
     return {**found, **counted, "start_s": server.start_seconds}
 
 
-def warm_sizes(server: Server, model: str, sizes: list[Workload], on_done: Callable[[int, int], None]) -> None:
-    """Takes a server through steps of many sizes. `on_done` gets the number of requests that are done, and of all."""
-    before, of = 0, sum(map(len, sizes))
-    for requests in sizes:
-        on_done(before, of)
-        server.complete(model, requests, lambda done, before=before: on_done(before + done, of))
-        before += len(requests)
-
-
 def run_backend(
     backend: str, options: argparse.Namespace, plan: Plan, logs: Path, stages: Stages
 ) -> Iterator[dict[str, Any]]:
@@ -254,15 +236,16 @@ def run_backend(
     log.write_bytes(b"")
     try:
         command = lambda port: server_command(options, plan, backend, port)  # noqa: E731
-        with serving(command, log, ready_seconds=options.ready_seconds) as server:
+        with serving(command, log) as server:
             stages.at(f"{backend}: healthy after {server.start_seconds:.0f} s")
 
             def run(load: Load, seed: int, what: str) -> dict[str, Any]:
                 stages.at(f"{backend}: {what}: {common.load(case_of(options, plan, load))}")
                 return run_load(server, options, load, seed, logs / f"{backend}-{seed}.log")
 
-            on_done = lambda *done: stages.at(f"{backend}: warm-up of step sizes", *done)  # noqa: E731
-            warm_sizes(server, options.model, plan.sizes, on_done)
+            for requests in plan.sizes:
+                stages.at(f"{backend}: warm-up of step sizes")
+                server.complete(options.model, requests)
             if options.warmup:
                 run(heaviest(plan.loads), len(plan.loads), "warm-up")
             while left:

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from serving_benchmarks.run.processes import GRACE_SECONDS, SUPERVISOR_SECONDS, Supervised, supervised, why_it_ended
+from serving_benchmarks.run.processes import GRACE_SECONDS, SUPERVISOR_SECONDS, Supervised, why_it_ended
 from serving_benchmarks.run.workloads import Workload
 
 POLL_SECONDS = 0.5
+READY_SECONDS = 1800.0
+"""How long a server may take to start: a large model is loaded, compiled and captured."""
 ANSWER_SECONDS = 10
 COMPLETION_SECONDS = 600
 """For all tokens of a request: its first step may have to compile kernels."""
@@ -41,13 +43,12 @@ class Server:
         except OSError:
             return {}
 
-    def complete(self, model: str, requests: Workload, on_done: Callable[[int], None]) -> None:
+    def complete(self, model: str, requests: Workload) -> None:
         """Sends requests all at once and waits for their tokens. ServerFailed if one isn't answered.
 
         Args:
             model: the server's name for it.
             requests: the prompts as tokens, and how many each wants.
-            on_done: called with the number of requests that are done.
         """
 
         def ask(prompt: Sequence[int], tokens: int) -> None:
@@ -67,9 +68,8 @@ class Server:
         pool = ThreadPoolExecutor(len(requests))
         try:
             asked = [pool.submit(ask, *one) for one in zip(requests.prompts, requests.output_lens, strict=True)]
-            for done, answer in enumerate(as_completed(asked), 1):
+            for answer in as_completed(asked):
                 answer.result()
-                on_done(done)
         except (OSError, http.client.HTTPException, RuntimeError) as error:  # RuntimeError: no more threads
             # A server that has ended counts as running until all that it has started has ended, too.
             with contextlib.suppress(TimeoutError):
@@ -93,24 +93,21 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def serving(
-    command: Callable[[int], Sequence[str]], log: Path, *, ready_seconds: float, grace: float = GRACE_SECONDS
-) -> Iterator[Server]:
-    """A server for as long as the block lasts. None of its processes is left afterwards.
+def serving(command: Callable[[int], Sequence[str]], log: Path, *, grace: float = GRACE_SECONDS) -> Iterator[Server]:
+    """A server for as long as the block lasts. ServerFailed if it ends, or takes too long, before it is healthy.
 
     Args:
         command: the words that start it at a port.
         log: the file for what it prints.
-        ready_seconds: how long it may take until it is healthy. ServerFailed after that, or if it ends before.
         grace: seconds that it gets to end by itself.
     """
     port = _free_port()
     begin = time.monotonic()
-    with supervised(command(port), log, grace=grace) as process:
+    with Supervised(command(port), log, grace=grace) as process:
         while not _is_healthy(port):
             _require_running(process, "the server ended before it was ready")
-            if time.monotonic() - begin > ready_seconds:
-                raise ServerFailed(f"the server was not ready after {ready_seconds:g} s")
+            if time.monotonic() - begin > READY_SECONDS:
+                raise ServerFailed(f"the server was not ready after {READY_SECONDS:g} s")
             time.sleep(POLL_SECONDS)
         yield Server(process, port, time.monotonic() - begin)
 

@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import json
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,11 +173,6 @@ def memory_share(options: argparse.Namespace) -> float | None:
     return share
 
 
-def worker_command(spec: Path, events: Path) -> list[str]:
-    """What measures a backend."""
-    return [sys.executable, "-m", "serving_benchmarks.run.worker", str(spec), str(events)]
-
-
 @dataclass
 class Backend:
     """A backend that is being measured."""
@@ -189,14 +183,12 @@ class Backend:
     """The numbers of the runs whose results have not come yet."""
 
 
-@contextlib.contextmanager
-def started(name: str, options: argparse.Namespace, plan: Plan, logs: Path) -> Iterator[Backend]:
-    """A backend that loads its model, for as long as the block lasts."""
-    spec, events, log = (logs / f"{name}.{kind}" for kind in ("spec.json", "events", "log"))
-    given = {
+def spec_of(backend: str, options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """What a backend's worker is told."""
+    return {
         "task": "throughput",
         "model": options.model,
-        "arguments": vllm_options.arguments(plan.settings, name),
+        "arguments": vllm_options.arguments(plan.settings, backend),
         "workloads": [workload.as_dict() for workload in plan.workloads],
         "sizes": [requests.as_dict() for requests in plan.sizes],
         "runs": [run.spec for run in plan.runs],
@@ -205,9 +197,6 @@ def started(name: str, options: argparse.Namespace, plan: Plan, logs: Path) -> I
         "warmup": options.warmup,
         "requests": options.requests,
     }
-    spec.write_text(json.dumps(given))
-    with rounds.started(worker_command(spec, events), events, log) as worker:
-        yield Backend(name, worker, list(range(len(plan.runs))))
 
 
 def heard(backend: Backend, plan: Plan, stages: Stages) -> Iterator[dict[str, Any]]:
@@ -219,7 +208,7 @@ def heard(backend: Backend, plan: Plan, stages: Stages) -> Iterator[dict[str, An
             backend.left.remove(event["run"])
             yield {**head, "case": plan.runs[event["run"]].case, "error": None, **event["result"]}
         else:
-            stages.at(f"{backend.name}: {event['stage']}", event.get("done", 0), event.get("of"))
+            stages.at(f"{backend.name}: {event['stage']}")
     if backend.worker.asks is not None:
         return
     status, said = backend.worker.process.status(), backend.worker.process.says()
@@ -238,9 +227,9 @@ def measure(options: argparse.Namespace, plan: Plan, logs: Path, stages: Stages)
             backends: dict[rounds.Worker, Backend] = {}
             for name in together:  # one at a time, as vLLM looks at how much memory is free when it starts
                 stages.at(f"{name}: starting")
-                backend = running.enter_context(started(name, options, plan, logs))
-                backends[backend.worker] = backend
-                yield from heard(backend, plan, stages)
+                worker = running.enter_context(rounds.started(name, spec_of(name, options, plan), logs))
+                backends[worker] = Backend(name, worker, list(range(len(plan.runs))))
+                yield from heard(backends[worker], plan, stages)
             for worker, stage in rounds.interleaved(list(backends), options.seconds):
                 stages.at(f"{backends[worker].name}: {stage}")
                 yield from heard(backends[worker], plan, stages)

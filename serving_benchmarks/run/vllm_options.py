@@ -60,12 +60,6 @@ def settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names}
 
 
-def case(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that are part of an entry's `case`: results with others are not comparable."""
-    names = "kv_cache_dtype", "tensor_parallel_size", "decode_context_parallel_size", "drafts"
-    return {name: settings[name] for name in names if settings[name] is not None}
-
-
 def arguments(settings: dict[str, Any], backend: str) -> dict[str, Any]:
     """The arguments of `vllm.LLM`."""
     given = {name: settings[name] for name in SAME_NAME if settings[name] is not None}

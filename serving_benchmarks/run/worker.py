@@ -9,11 +9,12 @@ known, so that a crash loses none. For `throughput` the worker waits for its rou
 
 import itertools
 import json
+import os
 import statistics
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,19 +43,13 @@ class Round:
     """Seconds between tokens, of all requests."""
 
 
-def run_round(
-    engine: VllmEngine,
-    workload: Workload,
-    concurrency: int | None,
-    on_end: Callable[[int], None] = lambda ended: None,
-) -> Round:
+def run_round(engine: VllmEngine, workload: Workload, concurrency: int | None) -> Round:
     """Runs all requests to their ends.
 
     Args:
         engine: that has nothing else to do.
         workload: the requests.
         concurrency: requests in flight; all of them if None. Each that ends makes room for the next.
-        on_end: called with the number of requests that have ended.
     """
     count = len(workload)
     limit = count if concurrency is None else min(concurrency, count)
@@ -72,9 +67,7 @@ def run_round(
         step_ends.append(now)
         for request in done:
             ended[int(request.id)], last_steps[int(request.id)] = request, len(step_ends) - 1
-        if done:
-            finished += len(done)
-            on_end(finished)
+        finished += len(done)
     elapsed = time.perf_counter() - begin
     for i, (request, wanted) in enumerate(zip(ended, workload.output_lens, strict=True)):
         if request.output_tokens != wanted:
@@ -143,7 +136,7 @@ def measure(
     if spec["warmup"]:  # with all of the workload's shapes, or the clock runs while kernels are compiled for them
         events.wait("warm-up")
         engine.forget_prefixes()  # of an earlier workload: a cached prompt is not computed
-        run_round(engine, workload, concurrency, events.progress("warm-up", len(workload)))
+        run_round(engine, workload, concurrency)
     done: list[Round] = []
     compiled: list[Compiled | None] = []
     before = engine.counters()
@@ -154,7 +147,7 @@ def measure(
             break
         engine.forget_prefixes()
         engine.compiled()  # drops what was compiled before this round
-        done.append(run_round(engine, workload, concurrency, events.progress(stage, len(workload))))
+        done.append(run_round(engine, workload, concurrency))
         compiled.append(engine.compiled())
     found = entry(done, keep_requests=spec["requests"])
     return {**found, **counted_between(before, engine.counters()), "compiled": compiled_in_rounds(compiled)}
@@ -204,12 +197,9 @@ def warm_sizes(engine: VllmEngine, sizes: list[Workload], events: Events) -> Non
 
     Which requests share a step depends on the moment. A round as a warm-up therefore doesn't reach all step sizes.
     """
-    stage, of, before = "warm-up of step sizes", sum(map(len, sizes)), 0
-    events.wait(stage)
-    ended = events.progress(stage, of)
+    events.wait("warm-up of step sizes")
     for requests in sizes:
-        run_round(engine, requests, None, lambda done, before=before: ended(before + done))
-        before += len(requests)
+        run_round(engine, requests, None)
 
 
 def profile(engine: VllmEngine, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
@@ -267,15 +257,54 @@ def throughput(spec: dict[str, Any], events: Events) -> None:
 
 def answers(spec: dict[str, Any], events: Events) -> None:
     """What an engine generates greedily, with logprobs, for each of the spec's batches of prompts."""
-    events.send("stage", stage="loading the model")
-    begin = time.perf_counter()
-    engine = (EmbeddedAnswers if spec["engine"] == "embedded" else VllmAnswers)(spec["model"], spec["arguments"])
-    start_seconds, found = time.perf_counter() - begin, []
-    for number, prompts in enumerate(spec["batches"], 1):
-        events.send("stage", stage=f"batch {number} of {len(spec['batches'])}")
-        found.append(engine.generate(prompts, spec["new_tokens"]))
-    drafted, accepted = engine.drafts()
-    events.send("result", start_s=start_seconds, answers=found, drafted=drafted, accepted=accepted)
+    events.send("stage", stage="answering")
+    found, drafted, accepted = (embedded_answers if spec["engine"] == "embedded" else vllm_answers)(spec)
+    events.send("result", answers=found, drafted=drafted, accepted=accepted)
+
+
+def vllm_answers(spec: dict[str, Any]) -> tuple[list[list[dict[str, list]]], int, int]:
+    """The answers of each batch, and the tokens that were drafted and accepted."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(spec["model"], skip_tokenizer_init=True, disable_log_stats=False, **spec["arguments"])
+    new = spec["new_tokens"]
+    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=2, detokenize=False)
+    found = []
+    for prompts in spec["batches"]:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        completions = [output.outputs[0] for output in outputs]
+        found.append(
+            [
+                answer(
+                    one.token_ids,
+                    [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)],
+                    [[likely.logprob for likely in step.values()] for step in one.logprobs],
+                )
+                for one in completions
+            ]
+        )
+    totals = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return found, *(int(totals.get(f"vllm:spec_decode_num_{kind}_tokens", 0)) for kind in ("draft", "accepted"))
+
+
+def embedded_answers(spec: dict[str, Any]) -> tuple[list[list[dict[str, list]]], int, int]:
+    """The same of the embedded engine, which drafts nothing."""
+    import torch
+
+    from mla_backend.engine import Engine, SamplingParams
+
+    engine = Engine(spec["model"], **{**spec["arguments"], "dtype": getattr(torch, spec["arguments"]["dtype"])})
+    params = SamplingParams(max_tokens=spec["new_tokens"], ignore_eos=True, logprobs=2)
+    found = []
+    for prompts in spec["batches"]:
+        results = [(result.tokens, result.completions[0].logprobs) for result in engine.generate(prompts, params)]
+        found.append(
+            [
+                answer(tokens, [step.logprob for step in steps], [[likely for _, likely in step.top] for step in steps])
+                for tokens, steps in results
+            ]
+        )
+    return found, 0, 0
 
 
 def answer(tokens: Sequence[int], logprobs: Sequence[float], likeliest: Sequence[Sequence[float]]) -> dict[str, list]:
@@ -284,60 +313,11 @@ def answer(tokens: Sequence[int], logprobs: Sequence[float], likeliest: Sequence
     return {"tokens": list(tokens), "logprobs": list(logprobs), "margins": margins}
 
 
-class VllmAnswers:
-    """A vllm.LLM that answers."""
-
-    def __init__(self, model: str, arguments: dict[str, Any]):
-        from vllm import LLM
-
-        self._llm = LLM(model, skip_tokenizer_init=True, disable_log_stats=False, **arguments)
-
-    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[dict[str, list]]:
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, logprobs=2, detokenize=False)
-        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        found = []
-        for output in outputs:
-            tokens, steps = output.outputs[0].token_ids, output.outputs[0].logprobs
-            logprobs = [step[token].logprob for step, token in zip(steps, tokens, strict=True)]
-            found.append(answer(tokens, logprobs, [[one.logprob for one in step.values()] for step in steps]))
-        return found
-
-    def drafts(self) -> tuple[int, int]:
-        """Tokens that were drafted, and those of them that were accepted."""
-        totals = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
-        return tuple(int(totals.get(f"vllm:spec_decode_num_{kind}_tokens", 0)) for kind in ("draft", "accepted"))
-
-
-class EmbeddedAnswers:
-    """The embedded engine, which is the oracle."""
-
-    def __init__(self, model: str, arguments: dict[str, Any]):
-        import torch
-
-        from mla_backend.engine import Engine
-
-        self._engine = Engine(model, **{**arguments, "dtype": getattr(torch, arguments["dtype"])})
-
-    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[dict[str, list]]:
-        from mla_backend.engine import SamplingParams
-
-        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, logprobs=2)
-        found = []
-        for result in self._engine.generate(prompts, params):
-            steps = result.completions[0].logprobs
-            likeliest = [[logprob for _, logprob in step.top] for step in steps]
-            found.append(answer(result.tokens, [step.logprob for step in steps], likeliest))
-        return found
-
-    def drafts(self) -> tuple[int, int]:
-        return 0, 0
-
-
 def main() -> None:
     spec, events = sys.argv[1:]
     given = json.loads(Path(spec).read_text())
+    if given["arguments"].get("tensor_parallel_size", 1) > 1:  # or vLLM for CPUs wants a NUMA node for each process
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with Path(events).open("a") as file:
         {"throughput": throughput, "answers": answers}[given["task"]](given, Events(file, sys.stdin))
 
