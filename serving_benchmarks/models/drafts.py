@@ -1,46 +1,37 @@
-"""Adds a layer that drafts (multi-token prediction) to a checkpoint without one.
+"""Adds an MTP layer, which drafts tokens, to the recall checkpoint.
 
-    python serving_benchmarks/run/mtp_checkpoint.py FOLDER
-
-Its block is a copy of the last layer's. What leads into it, `eh_proj`, is fitted by least squares, so that it alone
-predicts the next hidden state from the last one and the token in between; the block adds a little of its own to that.
-Such drafts are often right where a word follows from the one before it, and wrong otherwise: tokens are accepted and
-rejected. What is generated must not depend on them.
+Its block is a copy of the last layer's, with a small share in the result. What leads into it, `eh_proj`, is fitted by
+least squares: it predicts the next hidden state from the last one and the token in between. Such drafts are often right
+where a word follows from the one before, and wrong otherwise, so that some are accepted and some rejected. What the
+model generates must not depend on them.
 """
 
-import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
-
-from examples.recall.accuracy import CHECKPOINT  # noqa: E402
-from examples.recall.task import prompts  # noqa: E402
-from mla_backend.engine import Batch, Model, load_model, new_caches  # noqa: E402
+from mla_backend.engine import Batch, Model, load_model, new_caches
 
 CONTEXTS, TOKENS, QUESTIONS = 8, 500, 12
 """What is fitted to: some 8000 tokens."""
 FIRST_SEED = 1000
-"""Of those contexts; the questions that are asked come from smaller ones."""
+"""Of those contexts; questions for tests have smaller seeds."""
 RIDGE = 1e-3
-"""Added to the diagonal of the products of features, of size 1, lest rare ones get large weights."""
+"""Added to the diagonal of the products of features, about 1, so that rare features don't get large weights."""
 BLOCK_SHARE = 0.1
-"""Of what the block adds: it has not been trained for what it gets."""
+"""Of the block's output: it was not trained for this input."""
 
 
 def add_mtp_layer(source: Path, folder: Path) -> None:
-    """Writes a copy of a checkpoint with one layer that drafts.
+    """Writes a copy of a checkpoint with one MTP layer.
 
     Args:
-        source: a checkpoint in the Hugging Face layout, of one file of weights, for the recall task.
-        folder: where the copy goes; made if it isn't there.
+        source: a checkpoint for the recall task, with one file of weights.
+        folder: for the copy; made if it doesn't exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
@@ -64,8 +55,10 @@ def add_mtp_layer(source: Path, folder: Path) -> None:
 
 
 def _fitted(model: Model) -> Tensor:
-    """fp32 `[hidden, 2 * hidden]`: from a token's embedding and the hidden state that it was predicted from, both of
-    mean square 1, to the next hidden state."""
+    """fp32 `[hidden, 2 * hidden]`: maps a token's embedding and the hidden state before it to the next hidden state.
+    All of them have a mean square of 1."""
+    from examples.recall.task import prompts
+
     features, wanted = [], []
     for seed in range(FIRST_SEED, FIRST_SEED + CONTEXTS):
         asked = prompts(seed, TOKENS, QUESTIONS)
@@ -74,8 +67,8 @@ def _fitted(model: Model) -> Tensor:
             tokens += one.question_tokens + one.answer_tokens
         hidden = _hidden(model, tokens)
         embedded = model.model.embed_tokens(torch.tensor(tokens))
-        features.append(torch.cat([_even(embedded[1:]), _even(hidden[:-1])], dim=1))
-        wanted.append(_even(hidden[1:]))
+        features.append(torch.cat([_normalised(embedded[1:]), _normalised(hidden[:-1])], dim=1))
+        wanted.append(_normalised(hidden[1:]))
     x, y = torch.cat(features).double(), torch.cat(wanted).double()
     products = x.T @ x / len(x) + RIDGE * torch.eye(x.shape[1], dtype=x.dtype)
     return torch.linalg.solve(products, x.T @ y / len(x)).T.float().contiguous()
@@ -83,7 +76,7 @@ def _fitted(model: Model) -> Tensor:
 
 @torch.inference_mode()
 def _hidden(model: Model, tokens: list[int]) -> Tensor:
-    """fp32 `[tokens, hidden]`: what the model takes its logits from, token by token."""
+    """fp32 `[tokens, hidden]`: the hidden state of each token that the model takes its logits from."""
     kept: list[Tensor] = []
     hook = model.model.norm.register_forward_hook(lambda module, given, out: kept.append(out))
     count = torch.arange(len(tokens))
@@ -101,21 +94,6 @@ def _hidden(model: Model, tokens: list[int]) -> Tensor:
     return kept[0]
 
 
-def _even(x: Tensor) -> Tensor:
+def _normalised(x: Tensor) -> Tensor:
     """Rows `[N, size]` with a mean square of 1."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, help="where the copy with that layer goes")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="what is copied")
-    given = parser.parse_args()
-    add_mtp_layer(given.checkpoint, given.folder)
-    print(f"{given.folder} has the checkpoint with a layer that drafts")
-
-
-if __name__ == "__main__":
-    main()
