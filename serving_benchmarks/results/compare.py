@@ -25,18 +25,8 @@ from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import NotUnderstood, ResultFile
 from serving_benchmarks.results.kinds import KINDS, Seconds, Timed, load
 
-SHOULD_BE_EQUAL = (
-    "cpu.model",
-    "cpu.cores",
-    "driver",
-    "torch.version",
-    "torch.threads",
-    "vllm.version",
-    "peers",
-    "l2_flushed",
-    "model",
-    "settings",
-)
+SHOULD_BE_EQUAL = ("cpu.model", "cpu.cores", "driver", "torch.version", "torch.threads", "vllm.version")
+SHOULD_BE_EQUAL += ("peers", "l2_flushed", "model", "settings")
 """Of the environments, next to the machine. Where these differ, the cause of a change may not be ours."""
 
 
@@ -60,16 +50,15 @@ class Span:
     def of(cls, seconds: Seconds, interleaved: bool = False) -> "Span":
         if isinstance(seconds, list):
             return cls._of_timing(Timing.of(seconds).as_dict(), tuple(seconds) if interleaved else ())
-        if isinstance(seconds, dict):
+        if isinstance(seconds, dict) and seconds["rounds"] > 1:
             return cls._of_timing(seconds)
-        return cls(seconds, 0.0, math.inf)
+        return cls(seconds["median"] if isinstance(seconds, dict) else seconds, 0.0, math.inf)
 
     @classmethod
     def _of_timing(cls, timing: dict[str, float], rounds: tuple[float, ...] = ()) -> "Span":
         median, far = timing["median"], reach(timing["rounds"])
-        quartiles = timing["lower_quartile"], timing["upper_quartile"]
-        low, high = (median * (quartile / median) ** far for quartile in quartiles)  # as ratios: no time is below 0
-        return cls(median, low, high, rounds)
+        low, high = (far * math.log(timing[name] / median) for name in ("lower_quartile", "upper_quartile"))
+        return cls(median, median * math.exp(low), median * math.exp(min(high, 700)), rounds)  # no time is below 0
 
     def over(self, other: "Span") -> "Span":
         """The share of another span: of paired rounds, or with the widest spread that both allow."""
@@ -113,8 +102,8 @@ class Comparison:
     changes: list[Change]
     only_old: list[str]
     only_new: list[str]
-    no_longer: list[tuple[str, str]]
-    """Cases that ran in the old file and failed in the new one, and what they said."""
+    no_longer: dict[str, str]
+    """Cases that ran in the old file and failed in the new one, with their errors."""
     warnings: list[str]
 
 
@@ -127,8 +116,7 @@ def compare(old: ResultFile, new: ResultFile) -> Comparison:
     before, after = timed(old), timed(new)
     name_of = KINDS[old.kind].name_of
     failed = {name_of(result): str(result["error"]) for result in new.results if result.get("error")}
-    ran = dict.fromkeys(case for case, _ in before)
-    no_longer = [(case, failed[case]) for case in ran if case in failed]
+    no_longer = {case: failed[case] for case, _ in before if case in failed}
     common = [key for key in before if key in after]
     if not common and not no_longer:
         raise NotUnderstood(f"{old.path} and {new.path} have no case in common")
@@ -198,10 +186,8 @@ def _lookup(environment: dict[str, Any], name: str) -> Any:
 
 
 def _seconds(value: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.4g} {unit}"
-    return f"{value * 1e6:.4g} us"
+    unit, size = ("s", 1) if value >= 1 else ("ms", 1e-3) if value >= 1e-3 else ("us", 1e-6)
+    return f"{value / size:.4g} {unit}"
 
 
 def show(comparison: Comparison, limit: float, console: Console) -> None:
@@ -220,7 +206,7 @@ def show(comparison: Comparison, limit: float, console: Console) -> None:
             row = [change.case, change.what, *map(_seconds, change.seconds), *shares, change.peer or ""]
             table.add_row(*row, f"{change.ratio - 1:+.1%}", text)
         console.print(table)
-    for case, why in comparison.no_longer:
+    for case, why in comparison.no_longer.items():
         console.print(f"no longer runs: {case}: {why}", markup=False)
     for where, cases in (("old", comparison.only_old), ("new", comparison.only_new)):
         for case in cases:

@@ -14,20 +14,18 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from serving_benchmarks.options import Refused
 from serving_benchmarks.results import kinds
-from serving_benchmarks.results.file import NotUnderstood
+from serving_benchmarks.results.file import NotUnderstood, ResultFile
 
 ROOT = Path(__file__).parents[2]
 MAKERS = {maker: kind for kind, described in kinds.KINDS.items() for maker in described.makers}
 """What a page can ask for, and of which kind the files have to be."""
 PICTURE, PICTURE_OF = "docs/speed.png", "results/h200/kernels.json"
-PICTURE_DOTS = 200
-"""An inch: 1600 dots are sharp where a page shows the picture 800 wide."""
+PICTURE_DOTS = 160
+"""An inch: with 1280 dots it is sharp where a page shows it 800 wide."""
 MARKED = re.compile(r"<!-- numbers: (?P<what>[^<>]*?) -->(?P<text>.*?)<!-- end of numbers -->", re.DOTALL)
 FENCED = re.compile(r"^[ \t]*```.*?^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 MARK = re.compile(r"<!-- (?:numbers:|end of numbers)")
@@ -73,10 +71,7 @@ def make(what: str, folder: Path, root: Path, where: str) -> str:
     if not names:
         raise DocsError(f"{where}: {maker} names no result file")
     try:
-        files = [_load(name, folder, root) for name in names]
-        for file in files:
-            if file.kind != MAKERS[maker]:
-                raise ValueError(f"{file.path.name} is of {file.kind}, not of {MAKERS[maker]}")
+        files = [_load(name, MAKERS[maker], (root, folder)) for name in names]
         return kinds.KINDS[MAKERS[maker]].makers[maker](*(file.report for file in files), **parameters)
     except NotUnderstood as error:
         raise DocsError(f"{where}: {error}") from None
@@ -84,16 +79,14 @@ def make(what: str, folder: Path, root: Path, where: str) -> str:
         raise DocsError(f"{where}: {maker} can't be made of {' '.join(words)}: {error!r}") from error
 
 
-def _load(name: str, folder: Path, root: Path) -> Any:
-    path = next((base / name for base in (root, folder) if (base / name).is_file()), None)
+def _load(name: str, kind: str, folders: tuple[Path, ...]) -> ResultFile:
+    path = next((folder / name for folder in folders if (folder / name).is_file()), None)
     if path is None:
         raise NotUnderstood(f"there is no {name}")
-    return kinds.load(path)
-
-
-def differences(before: str, after: str, name: str) -> Iterator[str]:
-    lines: list[Any] = [text.splitlines() for text in (before, after)]
-    yield from difflib.unified_diff(*lines, f"{name} as it is", f"{name} as measured", lineterm="", n=0)
+    file = kinds.load(path)
+    if file.kind != kind:
+        raise NotUnderstood(f"{name} is of {file.kind}, not of {kind}")
+    return file
 
 
 def picture(root: Path, *, check: bool) -> bool:
@@ -130,7 +123,8 @@ def run(options: argparse.Namespace) -> int:
     for page in changed:
         name = str(page.relative_to(root))
         if options.check:
-            print(*differences(page.read_text(), texts[page], name), sep="\n")
+            lines = page.read_text().splitlines(), texts[page].splitlines()
+            print(*difflib.unified_diff(*lines, f"{name} as it is", f"{name} as measured", lineterm="", n=0), sep="\n")
         else:
             page.write_text(texts[page])
             print(f"{name} rewritten")

@@ -40,10 +40,9 @@ class Kind:
     """What an entry is called, whether it ran or failed."""
     fields: dict[str, Check]
     """What every entry that ran has: dotted names, and what their values pass."""
-    table: str
-    """The maker whose table a report shows."""
     makers: dict[str, Callable[..., str]]
-    """Tables for the docs, by the names that pages use. Each takes reports, and text as keyword arguments."""
+    """Tables for the docs, by the names that pages use. Each takes reports, and text as keyword arguments. A report
+    shows the first one."""
     timed: Callable[[ResultFile], Iterator[Timed]] | None = None
     """None: there is nothing to compare."""
     picture: str | None = None
@@ -71,8 +70,9 @@ def _count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-def _count_or_none(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def _right(value: Any) -> bool:
+    """How many answers are right. None where no answer is known."""
+    return value is None or (type(value) is int and value >= 0)
 
 
 def _timing(value: Any) -> bool:
@@ -98,7 +98,8 @@ def _percentiles(value: Any) -> bool:
 
 # What was timed
 
-OURS = ("ours", "ours on one thread", *tables.NOT_PEERS)
+OURS = (*tables.NOT_PEERS, "ours on one thread")
+"""Candidates that are not peers."""
 
 
 def _versions(file: ResultFile) -> dict[str, str | None]:
@@ -117,7 +118,7 @@ def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
             for name, timing in seconds.items()
             if name not in OURS
         }
-        for name in seconds.keys() & set(OURS):
+        for name in filter(seconds.__contains__, OURS):
             yield Timed(KINDS[file.kind].name_of(result), name, seconds[name], {} if name == "plan" else peers)
 
 
@@ -189,7 +190,6 @@ KINDS = {
             **dict.fromkeys(("bytes", "floor_seconds.math"), _positive),
             "seconds.plan": _timing,
         },
-        "kernels",
         {
             "kernels": tables.kernels,
             "kernels_decode": tables.kernels_decode,
@@ -202,7 +202,6 @@ KINDS = {
         "The ops around attention",
         lambda entry: f"{entry['op']}, {entry['count']} tokens, {entry['format']}",
         {**_OP, "count": _count},
-        "cache",
         {"cache": cache.markdown},
         _ops_timed,
     ),
@@ -210,7 +209,6 @@ KINDS = {
         "The indexer's ops",
         lambda entry: f"{entry['op']}, {entry['case']['name']}, {entry['case']['heads']} heads, {entry['format']}",
         {**_OP, "case.name": _text, "case.heads": _count, "flops": lambda value: value is None or _positive(value)},
-        "index",
         {"index": index.markdown},
         _ops_timed,
     ),
@@ -218,7 +216,6 @@ KINDS = {
         "The cache manager's bookkeeping",
         lambda entry: f"{entry['trace']['name']}, {entry['trace'].get('requests')} requests",
         {"trace.name": _text, "operations": _count, "seconds": _timings},
-        "kv_blocks",
         {"kv_blocks": kv_blocks.markdown},
         _candidates_timed,
     ),
@@ -226,7 +223,6 @@ KINDS = {
         "Sparse attention on a CPU",
         lambda entry: "b {batch}, h {heads}, {context} slots, {format}".format(**entry["case"]),
         {**_CASE, "case.batch": _count, "case.context": _count},
-        "cpu",
         {"cpu": cpu.markdown},
         _candidates_timed,
     ),
@@ -234,7 +230,6 @@ KINDS = {
         "Offline throughput",
         runs.name_of,
         {**_RUN, "seconds": _timing, "rounds_s": _rounds, "total_output_tokens": _count},
-        "throughput",
         {
             "throughput": tables.throughput,
             "throughput_versus": tables.throughput_versus,
@@ -247,7 +242,6 @@ KINDS = {
         "Serving",
         runs.name_of,
         _RUN,
-        "serve",
         {"serve": tables.serve},
         _serve_timed,
         always=("backend", "case"),
@@ -255,8 +249,7 @@ KINDS = {
     "checkpoint": Kind(
         "A checkpoint's answers",
         lambda entry: entry["way"],
-        {"way": _text, "engine": _text, "cache": _text, "gpus": _count, "asked": _count, "right": _count_or_none},
-        "checkpoint",
+        {"way": _text, "engine": _text, "cache": _text, "gpus": _count, "asked": _count, "right": _right},
         {"checkpoint": tables.checkpoint},
         always=("way",),
     ),
@@ -268,8 +261,7 @@ LACKS = (KeyError, TypeError, IndexError, AttributeError, ValueError)
 
 def table(file: ResultFile) -> str:
     """The table that a report shows of a file. Raises LACKS."""
-    kind = KINDS[file.kind]
-    return kind.makers[kind.table](file.report)
+    return next(iter(KINDS[file.kind].makers.values()))(file.report)
 
 
 def load(path: Path) -> ResultFile:

@@ -89,27 +89,15 @@ def environment_rows(file: ResultFile) -> list[tuple[str, str]]:
         found = about.get(name)
         return " ".join(str(found[one]) for one in parts if found.get(one)) if isinstance(found, dict) else ""
 
-    kernels = (about.get("library") or {}).get("cpu_kernels") or []
-    rows = [
-        ("measured", about.get("date")),
-        ("machine", file.machine),
-        ("CPU", f"{part('cpu', 'model')}, {part('cpu', 'cores')} cores" if part("cpu", "model") else ""),
-        ("CPU kernel", next((kernel["name"] for kernel in kernels if kernel.get("active")), "")),
-        ("driver", about.get("driver")),
-        ("system", about.get("system")),
-        ("Python", about.get("python")),
-        ("torch", f"{part('torch', 'version')}, {part('torch', 'threads')} threads"),
-        ("vLLM", part("vllm", "distribution", "version")),
-        ("mla-backend", f"{part('library', 'version')} commit {about.get('commit') or 'unknown'}".strip()),
-    ]
+    rows = [(name, about.get(name)) for name in ("date", "commit", "command")]
+    rows += [("machine", file.machine), ("CPU", part("cpu", "model")), ("CPU cores", part("cpu", "cores"))]
+    rows += [(name, about.get(name)) for name in ("driver", "system", "python", "l2_flushed")]
+    rows += [("torch", part("torch", "version")), ("threads", part("torch", "threads"))]
+    rows += [("vLLM", part("vllm", "distribution", "version")), ("mla-backend", part("library", "version"))]
     for name in ("peers", "model", "settings"):
         if isinstance(about.get(name), dict):
-            rows.append(
-                (name, ", ".join(f"{key} {value}" for key, value in about[name].items() if value not in (None, {})))
-            )
-    if about.get("l2_flushed"):
-        rows.append(("L2", "emptied before every call"))
-    rows.append(("command, at that commit", about.get("command")))
+            told = (f"{key} {value}" for key, value in about[name].items() if value not in (None, {}))
+            rows.append((name, ", ".join(told)))
     return [(name, str(value)) for name, value in rows if value]
 
 

@@ -8,23 +8,24 @@ from serving_benchmarks.results import latency
 OUR_BACKENDS = ("SPARSE_MLA", "CUSTOM")
 """Names of this project's backend in vLLM. Other backends are what it is compared with."""
 _LOAD = ("request_rate", "concurrency")
-_UNSAID = {"shared_prefix": 0, "burstiness": 1.0, "tensor_parallel_size": 1, "data_parallel_size": 1}
+_UNSAID = {
+    "workload": "fixed",
+    "shared_prefix": 0,
+    "burstiness": 1.0,
+    "drafts": 0,
+    **dict.fromkeys(("tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size"), 1),
+}
 """Values that names leave out."""
 
 
 def workload(case: dict[str, Any], *, count: bool = True) -> str:
     """What was asked for, without the load. `count`: with the number of requests."""
-    unsaid = (*_LOAD, "seed") if count else (*_LOAD, "seed", "num_prompts")
-    given = {name: value for name, value in case.items() if value is not None and name not in unsaid}
-    tokens = [given.pop(name, None) for name in ("input_len", "output_len")]
-    parts = [f"{lengths(case)} tokens"] if None not in tokens else []
-    parts += [str(given.pop(name)) for name in ("workload", "source") if name in given]
-    if "num_prompts" in given:
-        parts.append(f"{given.pop('num_prompts')} requests")
-    if "kv_cache_dtype" in given:
-        parts.append(f"{given.pop('kv_cache_dtype')} cache")
-    parts += [f"{name} {value}" for name, value in given.items() if value != _UNSAID.get(name)]
-    return ", ".join(parts)
+    left_out = {*_LOAD, "seed", "input_len", "output_len", "source", *(() if count else ("num_prompts",))}
+    given = {name: value for name, value in case.items() if name not in left_out and value is not None}
+    parts = [f"{lengths(case)} tokens"] if case.get("input_len") is not None else [lengths(case)]
+    parts += [f"{given.pop('num_prompts')} requests"] if "num_prompts" in given else []
+    parts += [f"{given.pop('kv_cache_dtype')} cache"] if "kv_cache_dtype" in given else []
+    return ", ".join([*parts, *(f"{name} {value}" for name, value in given.items() if value != _UNSAID.get(name))])
 
 
 def lengths(case: dict[str, Any]) -> str:

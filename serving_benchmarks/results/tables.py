@@ -29,6 +29,8 @@ PEERS = {
 """Titles of candidates. Of candidates with one title the fastest counts."""
 NOT_PEERS = ("ours", "plan", "portable")
 """Candidates of `kernels` that are ours."""
+LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")
+"""Headings of what latencies() gives."""
 KERNELS_SHOWN = 8
 """Of each profile."""
 TEMPLATE = re.compile(r"<[^<>]*>")
@@ -41,10 +43,6 @@ def ran(report: Report) -> list[Entry]:
 
 def microseconds(seconds: float) -> str:
     return f"{seconds * 1e6:.1f}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
-
-
-def milliseconds(seconds: float | None, digits: int = 1) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.{digits}f}"
 
 
 # Sparse attention on a GPU
@@ -162,8 +160,7 @@ def _kernels_measured(report: Report) -> str:
 
 def throughput(*reports: Report) -> str:
     """Every load and backend, with latencies. Where several files have a load, the newest one counts."""
-    headings = ["heads", "GPUs", "prompt + output", "in flight", "backend", "output tokens/s (quartiles)"]
-    headings += ["first token p50, ms", "p99", "inter-token p50, ms", "p99"]
+    headings = ["heads", "GPUs", "prompt + output", "in flight", "backend", "output tokens/s (quartiles)", *LATENCIES]
     rows, rounds = [], set()
     for report, entries in newest_loads(reports):
         for entry in entries.values():
@@ -234,36 +231,22 @@ def short_name(kernel: str) -> str:
     return "::".join(name.split("::")[-2:])[-NAME_LENGTH:]
 
 
-SERVE_HEADINGS = (
-    "backend|GPUs|load|requests/s|output tokens/s|first token p50, ms|p99|inter-token p50, ms|p99|goodput".split("|")
-)
-
-
-def serve_row(entry: Entry) -> list[str]:
-    """The cells of an entry that ran, as SERVE_HEADINGS names them."""
-    goodput = entry.get("goodput")
-    return [
-        entry["backend"],
-        str(entry["gpus"]),
-        runs.load(entry["case"]),
-        f"{entry['requests_per_second']:.2f}",
-        f"{entry['output_tokens_per_second']:.1f}",
-        *latencies(entry),
-        f"{goodput['requests_per_second']:.2f}/s, {100 * goodput['share']:.0f} %" if goodput else "-",
-    ]
-
-
 def serve(*reports: Report) -> str:
     """Every load of a server and every backend, with latencies, goodput and prefix cache hits."""
+    headings = ["backend", "GPUs", "load", "requests/s", "output tokens/s", *LATENCIES]
+    headings += ["goodput", "prompt tokens from the prefix cache"]
     entries = [entry for report in reports for entry in ran(report)]
-    shares = ((entry.get("cache") or {}).get("prefix_hit_share") for entry in entries)
-    hits = ["-" if share is None else f"{100 * share:.0f} %" for share in shares]
-    rows = [[*serve_row(entry), hit] for entry, hit in zip(entries, hits, strict=True)]
+    rows = []
+    for entry in entries:
+        goodput, hits = entry.get("goodput"), (entry.get("cache") or {}).get("prefix_hit_share")
+        row = [entry["backend"], str(entry["gpus"]), runs.load(entry["case"])]
+        row += [f"{entry['requests_per_second']:.2f}", f"{entry['output_tokens_per_second']:.1f}", *latencies(entry)]
+        row.append(f"{goodput['requests_per_second']:.2f}/s, {goodput['share']:.0%}" if goodput else "-")
+        rows.append([*row, "-" if hits is None else f"{hits:.0%}"])
     asked = "; ".join(dict.fromkeys(runs.workload(entry["case"]) for entry in entries))
     limits = "; ".join(dict.fromkeys(_limits(entry["goodput"]) for entry in entries if entry.get("goodput")))
     about = f"Each load was run once: {asked}. " + (f"Goodput: {limits}. " if limits else "")
-    lines = file.table([*SERVE_HEADINGS, "prompt tokens from the prefix cache"], rows)
-    return "\n".join([*lines, "", about + _models_measured(reports) + latency_note(reports)])
+    return "\n".join([*file.table(headings, rows), "", about + _models_measured(reports) + latency_note(reports)])
 
 
 def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[str, Entry]]]:
@@ -286,8 +269,7 @@ def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[str, Entry]]]
 
 def which_backend(runs_of: Sequence[tuple[str, Entry]]) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of one workload: what each GPU gives and what each user sees."""
-    headings = ["load", "GPUs", "backend", "output tokens/s per GPU", "tokens/s per user"]
-    headings += ["first token p50, ms", "p99", "inter-token p50, ms", "p99"]
+    headings = ["load", "GPUs", "backend", "output tokens/s per GPU", "tokens/s per user", *LATENCIES]
     rows = []
     for gpus, entry in runs_of:
         user = runs.tokens_per_user(entry)
@@ -321,10 +303,9 @@ def latency_note(reports: Sequence[Report]) -> str:
 
 
 def latencies(entry: Entry) -> list[str]:
-    """Cells: p50 and p99 of the time to the first token and of inter-token latency, in ms."""
-    return [
-        milliseconds(entry[name][p], digits) for name, digits in (("ttft_s", 0), ("itl_s", 2)) for p in ("p50", "p99")
-    ]
+    """Cells: p50 and p99 of the time to the first token and of inter-token latency."""
+    found = [(entry[name][p], digits) for name, digits in (("ttft_s", 0), ("itl_s", 2)) for p in ("p50", "p99")]
+    return ["-" if seconds is None else f"{seconds * 1e3:.{digits}f}" for seconds, digits in found]
 
 
 def newest_loads(reports: Sequence[Report]) -> list[tuple[Report, dict[str, Entry]]]:
@@ -407,27 +388,24 @@ def _models_measured(reports: Sequence[Report], rounds: Collection[int] = (), pa
 
 
 def checkpoint(*reports: Report) -> str:
-    """A row for each way to answer: how many answers are right, and how many equal another way's."""
-    headings = [
-        "engine",
-        "cache",
-        "decode",
-        "drafted tokens",
-        "GPUs",
-        "right",
-        "answers equal to the embedded engine's",
-    ]
-    headings += ["all tokens equal", "drafts accepted"]
+    """A row for each way to answer: how many answers are right, and how many equal those of the file's first way."""
+    headings = ["engine", "backend", "cache", "decode", "drafted tokens", "GPUs", "right"]
+    headings += ["answers equal to the first way's", "all tokens equal", "drafts accepted"]
     rows, seen = [], set()
     for report in reports:
         for entry in ran(report):
-            compared = "than" in entry
-            if entry["way"] in seen and not compared:  # what others are compared with is in each of the files
+            if entry["way"] in seen and "than" not in entry:  # what others are compared with is in each of the files
                 continue
             seen.add(entry["way"])
-            row = ["vLLM" if entry["engine"] == "vllm" else "embedded", entry["cache"].upper()]
-            row += ["without CUDA graphs" if entry["eager"] else "CUDA graphs", str(entry["drafts"] or "-")]
-            row += [str(entry["gpus"]), f"{entry['right']} of {entry['asked']}"]
-            row += [str(entry["answers_equal"]), str(entry["texts_equal"])] if compared else ["-", "-"]
-            rows.append([*row, f"{entry['accepted']} of {entry['drafted']}" if entry["drafted"] else "-"])
-    return "\n".join(file.table(headings, rows))
+            row = ["vLLM" if entry["engine"] == "vllm" else "embedded", entry.get("backend") or "-"]
+            row += [entry["cache"].upper(), "without CUDA graphs" if entry["eager"] else "CUDA graphs"]
+            row += [str(entry["drafts"] or "-"), str(entry["gpus"])]
+            row.append("-" if entry["right"] is None else f"{entry['right']} of {entry['asked']}")
+            row += [f"{entry[name]} of {entry['asked']}" if name in entry else "-" for name in _EQUAL]
+            rows.append([*row, f"{entry['accepted']} of {entry['drafted']}" if entry.get("drafted") else "-"])
+    lines = file.table(headings, rows)
+    machines = dict.fromkeys(f"{file.machine(r['environment'])}, {file.when(r['environment'])}" for r in reports)
+    return "\n".join([*lines, "", f"{'; '.join(machines)}."])
+
+
+_EQUAL = ("answers_equal", "texts_equal")
