@@ -1,4 +1,4 @@
-"""Batches in a few letters, and which cached tokens their query tokens attend to.
+"""Batches in a few letters, and the cached tokens that their query tokens attend to.
 
 `128q1s32k` is 128 requests with 1 query token each at the end of sequences of 32 * 1024 tokens; `q4k` is one request
 whose 4096 query tokens are its whole sequence; `2q512s8k_32q1s1k` is both kinds of requests in one batch.
@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 
 RECENT = 20_000
-"""Of the pattern "realistic": most of a list lies within so many last tokens of the sequence."""
+"""Most of a realistic list lies within this many last tokens of the sequence."""
 PATTERNS = {
-    "random": "each token's list on its own, evenly over what it may see",
+    "random": "lists drawn evenly over what a token may see",
     "sliding": "the last tokens",
-    "realistic": f"three quarters within the last {RECENT} tokens, and neighbours agree on most of their lists",
+    "realistic": f"three quarters of a list within the last {RECENT} tokens, and neighbours with mostly the same list",
 }
 _CHUNK = 2**27
-"""Scores that are drawn at a time."""
+"""Scores that are drawn at once."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests, each with its query tokens and the length of its sequence, those tokens included."""
+    """Requests: the query tokens of each, and the length of its sequence with them."""
 
     spec: str
     requests: tuple[tuple[int, int], ...]
@@ -61,7 +61,7 @@ class Batch:
         return counts.pop() if len(counts) == 1 else None
 
     def blocks(self, block_size: int) -> list[int]:
-        """How many blocks of the cache each request has."""
+        """Blocks of the cache for each request."""
         return [-(-length // block_size) for _, length in self.requests]
 
     def token_requests(self) -> Tensor:
@@ -70,7 +70,7 @@ class Batch:
         return torch.arange(len(self.requests), dtype=torch.int32).repeat_interleave(counts)
 
     def visible(self) -> Tensor:
-        """int32 `[T]`: how much of its sequence each query token may see, itself included."""
+        """int32 `[T]`: tokens of its sequence that each query token may see, itself included."""
         return torch.cat([torch.arange(n - q + 1, n + 1, dtype=torch.int32) for q, n in self.requests])
 
 
@@ -79,25 +79,25 @@ def _number(text: str) -> int:
 
 
 def positions(batch: Batch, topk: int, pattern: str, device: torch.device | str = "cpu") -> Tensor:
-    """int32 `[T, topk]`: for each query token different positions in its sequence, then -1 where it sees fewer."""
+    """int32 `[T, topk]`: different positions in the sequence of each query token, then -1 if it sees fewer."""
     longest = max(length for _, length in batch.requests)
     picked = torch.full((batch.tokens, topk), -1, dtype=torch.int32, device=device)
     requests, visible = batch.token_requests().to(device), batch.visible().to(device)
-    places = torch.arange(longest, device=device)
+    everywhere = torch.arange(longest, device=device)
     shared = _gumbel(len(batch.requests), longest, device=device) if pattern == "realistic" else None
     for tokens in torch.arange(batch.tokens, device=device).split(max(1, _CHUNK // longest)):
         seen = visible[tokens].unsqueeze(1)
         if pattern == "sliding":
-            scores = places.float().expand(len(tokens), -1)
+            scores = everywhere.float().expand(len(tokens), -1)
         elif pattern == "random":
             scores = torch.rand(len(tokens), longest, device=device)
         else:
             # Gumbel noise on the logarithm of weights draws without replacement by these weights
-            recent, older = places >= seen - RECENT, (seen - RECENT).clamp(min=1)
+            recent, older = everywhere >= seen - RECENT, (seen - RECENT).clamp(min=1)
             weight = torch.where(recent, 0.75 / RECENT, 0.25 / older)
             noise = _gumbel(len(tokens), longest, device=device)
             scores = weight.log() + shared[requests[tokens].long()] + 0.3 * noise
-        scores = torch.where(places < seen, scores, -torch.inf)
+        scores = torch.where(everywhere < seen, scores, -torch.inf)
         best, chosen = scores.topk(min(topk, longest), dim=1)
         picked[tokens, : chosen.shape[1]] = torch.where(best.isinf(), -1, chosen).int()
     return picked

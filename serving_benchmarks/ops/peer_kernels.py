@@ -1,10 +1,14 @@
-"""The peers' kernels as vLLM calls them, without vLLM: each library registers its ops with torch, and that is enough.
+"""The peers' kernels: which cases each one takes, and how it is called.
 
-A function here prepares one problem outside of any timing (heads padded, lists reshaped, schedules made, as far as vLLM
-does so once a step) and returns the call to be timed, whose result stands in `out`.
+FlashMLA and FlashAttention 3 are called as vLLM calls them, but without vLLM: each library registers its ops with
+torch, and that is enough. FlashInfer is a Python package that compiles its kernel with nvcc at the first call.
+
+`Peer.prepare` does what serving does once a step, outside of any timing: it pads heads, reshapes lists and makes
+schedules. It returns the call to be timed, and the tensor that the call writes to.
 """
 
 import ctypes
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -16,15 +20,18 @@ from torch import Tensor
 
 from serving_benchmarks.ops import peers
 
-LATENT = 512
+LATENT, ROPE = 512, 64
+FLASHINFER = "flashinfer-python==0.7.2.post1"
+FLASHINFER_WORKSPACE = 128 * 2**20
+"""Bytes for partial results."""
 
 
 @dataclass
 class Problem:
-    """One batch. q `[T, H, 576]`, slots int32 `[T, topk]` with the valid ones first, counts int32 `[T]`."""
+    """One batch. q `[T, H, 576]`, indices int32 `[T, topk]` with the valid ones first, counts int32 `[T]`."""
 
     q: Tensor
-    slots: Tensor
+    indices: Tensor
     counts: Tensor
     scale: float
     queries: int | None
@@ -33,23 +40,34 @@ class Problem:
 
 @dataclass
 class Prepared:
-    """A call, and where its result of shape `[T, H, 512]` will be."""
+    """A call, and its result `[T, H, 512]`."""
 
     call: Callable[[], object]
     out: Tensor
 
 
-def flashmla_decode(problem: Problem, cache: Tensor, one_batch: bool) -> Prepared:
+@dataclass(frozen=True)
+class Peer:
+    library: str
+    """What `load` has to find."""
+    cache: str
+    """Format of the cache that it reads. BF16 peers read a BF16 copy of an FP8 cache."""
+    prepare: Callable[[Problem, Tensor], Prepared]
+    takes: Callable[[Problem, bool], bool] = lambda problem, decode: True
+    """Whether vLLM would call it for a problem. The flag says whether that is decode."""
+
+
+def flashmla_decode(problem: Problem, cache: Tensor, one_batch: bool = False) -> Prepared:
     """FlashMLA's decode kernel on an FP8 cache: `flash_mla_with_kvcache(is_fp8_kvcache=True, indices=...)`.
 
-    Runs 64 or 128 heads, so fewer are padded. vLLM makes the schedule once a step, for all layers. With fewer than 32
-    heads it passes all tokens as those of one request (`one_batch`), otherwise requests are a dimension of their own.
+    It runs 64 or 128 heads, so fewer are padded. vLLM makes the schedule once a step, for all layers. With fewer than
+    32 heads vLLM passes all tokens as one request (`one_batch`), otherwise requests are a dimension of their own.
     """
-    tokens, heads, topk = *problem.q.shape[:2], problem.slots.shape[1]
+    tokens, heads, topk = *problem.q.shape[:2], problem.indices.shape[1]
     shape = (1, tokens) if one_batch else (tokens // problem.queries, problem.queries)
     q = _padded(problem.q, 64 if heads <= 64 else 128).view(*shape, -1, problem.q.shape[2])
     out = torch.empty((*q.shape[:3], LATENT), dtype=q.dtype, device=q.device)
-    arguments = q, cache.view(torch.uint8).unsqueeze(-2), problem.slots.view(*shape, topk), None, None
+    arguments = q, cache.view(torch.uint8).unsqueeze(-2), problem.indices.view(*shape, topk), None, None
     attend = torch.ops._flashmla_C.sparse_decode_fwd
     schedule = attend(*arguments, None, None, None, None, None, LATENT, problem.scale, out)[2:4]
     return Prepared(
@@ -61,20 +79,20 @@ def flashmla_decode(problem: Problem, cache: Tensor, one_batch: bool) -> Prepare
 def flashmla_prefill(problem: Problem, cache: Tensor) -> Prepared:
     """FlashMLA's prefill kernel on a BF16 cache: `flash_mla_sparse_fwd`. Heads are padded to a multiple of 64.
 
-    With an FP8 cache vLLM first copies whole sequences into a BF16 workspace for it; that copy is not timed.
+    With an FP8 cache vLLM first copies whole sequences into a BF16 workspace. That copy is not timed.
     """
     tokens, heads = problem.q.shape[:2]
     q = _padded(problem.q, -(-heads // 64) * 64)
     out = torch.empty((*q.shape[:2], LATENT), dtype=q.dtype, device=q.device)
-    rows, slots = cache.view(-1, 1, cache.shape[-1]), problem.slots.view(tokens, 1, -1)
+    rows, indices = cache.view(-1, 1, cache.shape[-1]), problem.indices.view(tokens, 1, -1)
     return Prepared(
-        lambda: torch.ops._flashmla_C.sparse_prefill_fwd(q, rows, slots, problem.scale, LATENT, None, None, out),
+        lambda: torch.ops._flashmla_C.sparse_prefill_fwd(q, rows, indices, problem.scale, LATENT, None, None, out),
         out[:, :heads],
     )
 
 
 def fa3(problem: Problem, cache: Tensor) -> Prepared:
-    """FlashAttention 3 on a BF16 cache: every token a request, its list a block table of pages of one slot.
+    """FlashAttention 3 on a BF16 cache: every token is a request, its index list a block table of pages of one token.
 
     vLLM gives it no schedule and lets it choose the splits, so both are part of the call.
     """
@@ -90,49 +108,111 @@ def fa3(problem: Problem, cache: Tensor) -> Prepared:
         latent, out,
         starts, None, None,  # where each request's queries, keys and new keys start
         None, problem.counts,  # how many of its queries and keys are used
-        1, problem.slots.shape[1],  # the longest of either
-        problem.slots, None, None,  # block table, batch index, padding on the left
+        1, problem.indices.shape[1],  # most queries and keys of a request
+        problem.indices, None, None,  # block table, batch index, padding on the left
         None, None, None,  # rotary embedding
         None, None, None,  # scales of FP8
         problem.scale, True, -1, -1, 0.0, True,  # causal, no window, no soft cap, rotary layout
-        None, 0, None, 0,  # schedule, splits, packing and SMs kept free: its own choice
+        None, 0, None, 0,  # schedule, splits, packing and free SMs: its own choice
         None, 1, 0, None,  # sinks, context parallelism
     )
     # fmt: on
     return Prepared(lambda: torch.ops._vllm_fa3_C.fwd(*arguments), out)
 
 
-def load(folder: Path | None, version: str) -> dict[str, str]:
-    """Loads what there is of the peers, and says of each which version it is or why it is not there.
+def flashinfer(problem: Problem, cache: Tensor) -> Prepared:
+    """FlashInfer's MLA decode for SM90 on a BF16 cache: every token is a request with pages of one token.
 
-    Without a folder the package vllm is used if it is installed. Versions register their ops under one name, so a
-    process can have one of them only.
+    Its functions for sparse MLA need SM100 or newer, so a list of single-token pages is its way to be sparse on Hopper.
+    It plans from the lists' lengths on the host, once a step. Lists with padding are packed here, which is not timed.
     """
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
+
+    tokens, heads, _ = problem.q.shape
+    device = problem.q.device
+    valid = torch.arange(problem.indices.shape[1], device=device) < problem.counts.unsqueeze(1)
+    query_starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
+    list_starts = torch.nn.functional.pad(problem.counts.cumsum(0, dtype=torch.int32), (1, 0))
+    metadata = query_starts, list_starts, problem.indices[valid], problem.counts
+    buffers = (torch.empty_like(tensor) for tensor in metadata)  # a graph reads these, plan() fills them
+    wrapper = BatchMLAPagedAttentionWrapper(
+        torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device),
+        use_cuda_graph=True,
+        **dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), buffers, strict=True)),
+        backend="fa3",
+    )
+    wrapper.plan(
+        metadata=MLAPlanMetadata.csr(*metadata),
+        num_heads=heads,
+        head_dim_ckv=LATENT,
+        head_dim_kpe=ROPE,
+        page_size=1,
+        causal=False,
+        sm_scale=problem.scale,
+        q_data_type=problem.q.dtype,
+        kv_data_type=cache.dtype,
+        query_layout="split",
+        kv_cache_layout="split",
+    )
+    rows = cache.view(-1, 1, cache.shape[-1])
+    query = problem.q[..., :LATENT], problem.q[..., LATENT:]
+    kv_cache = rows[..., :LATENT], rows[..., LATENT:]
+    out = torch.empty((tokens, heads, LATENT), dtype=problem.q.dtype, device=device)
+    return Prepared(lambda: wrapper.run(query=query, kv_cache=kv_cache, out=out), out)
+
+
+PEERS = {
+    "flashmla_fp8_one_batch": Peer(
+        "flashmla",
+        "fp8_ds_mla",
+        lambda problem, cache: flashmla_decode(problem, cache, one_batch=True),
+        lambda problem, decode: problem.q.shape[1] < 32,
+    ),
+    "flashmla_fp8": Peer(
+        "flashmla",
+        "fp8_ds_mla",
+        flashmla_decode,
+        lambda problem, decode: decode and problem.queries is not None,
+    ),
+    "flashmla_bf16": Peer("flashmla", "bf16", flashmla_prefill),
+    "fa3_bf16": Peer("fa3", "bf16", fa3),
+    "flashinfer_bf16": Peer("flashinfer", "bf16", flashinfer),
+}
+"""By their names in result files."""
+
+
+def load(folder: Path | None, version: str) -> dict[str, str]:
+    """Loads each peer's library, and returns its name and version, or why it is missing, as "missing: ...".
+
+    FlashMLA and FA3 come from `folder`, or from an installed vllm if it is None. All versions of vLLM register their
+    ops under the same name, so a process can load one of them only.
+    """
+    found = {}
     if folder is None:
         installed = importlib.util.find_spec("vllm")
         if installed is not None and installed.origin is not None:
             folder, version = Path(installed.origin).parent, importlib.metadata.version("vllm")
-    found = {}
     for name in peers.LIBRARIES:
         if folder is None:
-            found[name] = "not installed"
+            found[name] = "missing: --peers names no folder, and vllm is not installed"
             continue
         try:
             _load_library(peers.find(name, folder, version))
             found[name] = f"vllm {version}"
         except (peers.PeerError, OSError) as error:
-            found[name] = f"not loaded: {error}"
-    for name in ("flashinfer", "tilelang"):
-        found[name] = "installed, but not measured" if importlib.util.find_spec(name) else "not installed"
+            found[name] = f"missing: {error}"
+    try:
+        from flashinfer import mla  # noqa: F401
+
+        found["flashinfer"] = f"flashinfer {importlib.metadata.version('flashinfer-python')}"
+    except ImportError as error:
+        found["flashinfer"] = f"missing: {error}; pip install {FLASHINFER} (it needs nvcc to compile its kernel)"
     return found
 
 
 def _load_library(path: Path) -> None:
-    runtime = (
-        Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-        / "lib64"
-        / f"libcudart.so.{torch.version.cuda.split('.')[0]}"
-    )
+    cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
+    runtime = cuda / "lib64" / f"libcudart.so.{torch.version.cuda.split('.')[0]}"
     if runtime.is_file():  # some of the libraries look for it, and a torch that brings its own does not help
         ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
     torch.ops.load_library(path)

@@ -1,10 +1,8 @@
-"""Fetches the peers' kernels, to be timed beside ours: the attention libraries inside vLLM's wheels.
+"""Fetches the kernels of FlashMLA and FlashAttention 3 for `kernels`: 700 MB of downloads, of which 30 MB are kept.
 
-    python -m serving_benchmarks.ops.peers peers            # about 700 MB of downloads, 30 MB to keep
-
-`peers/vllm-VERSION/` then holds each library, compressed: the folder can be carried to a machine without a network,
-and `python -m serving_benchmarks.ops.kernels --peers peers` uses it there. Nothing of vLLM has to be installed. pip
-does the downloading, so its settings say from where.
+They are libraries inside vLLM's wheels, which pip downloads. FOLDER/vllm-VERSION/ then holds each library, compressed.
+The folder can be copied to a machine without a network; `kernels --peers FOLDER` uses it there, without vLLM.
+FlashInfer is installed with pip instead: see peer_kernels.
 """
 
 import argparse
@@ -15,23 +13,22 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from serving_benchmarks import options as opt
 
 VERSIONS = ("0.23.0", "0.33.0")
 """The newest built for torch 2.11, and the newest."""
 LIBRARIES = {"flashmla": "_flashmla_C.abi3.so", "fa3": "vllm_flash_attn/_vllm_fa3_C.abi3.so"}
-"""Where the kernels are inside the package vllm."""
+"""Path of each peer's library in the package vllm."""
 
 
 class PeerError(Exception):
-    """A peer is not there, or not what it should be. The text says so in one line."""
+    """A peer is missing, or a file is not what it should be. The text says so in one line."""
 
 
 def download(version: str, folder: Path) -> Path:
-    """The wheel of this version of vLLM for Python 3.12 on Linux, x86-64, whatever runs here."""
+    """The wheel of this version of vLLM for Python 3.12 on Linux, x86-64, whatever Python runs here."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         + ["--python-version", "3.12", "--implementation", "cp", "--abi", "cp312", "--abi", "abi3"]
@@ -48,7 +45,7 @@ def download(version: str, folder: Path) -> Path:
 
 
 def pack(wheel: Path, folder: Path) -> list[Path]:
-    """Takes the libraries out of a wheel of vLLM, into folder/vllm-VERSION/, compressed."""
+    """Copies the libraries from a wheel of vLLM to folder/vllm-VERSION/, compressed."""
     named = re.match(r"vllm-([^-]+)-", wheel.name)
     if not named:
         raise PeerError(f"{wheel.name} is no wheel of vllm")
@@ -69,7 +66,7 @@ def pack(wheel: Path, folder: Path) -> list[Path]:
 
 
 def find(name: str, folder: Path, version: str) -> Path:
-    """The library of a peer, in a folder that `pack` filled or in an installed package vllm; unpacked if need be."""
+    """The library of a peer, in a folder that `pack` filled (unpacked if need be) or in an installed package vllm."""
     inside = LIBRARIES[name]
     for library in (folder / inside, folder / f"vllm-{version}" / Path(inside).name):
         if library.is_file():
@@ -77,9 +74,7 @@ def find(name: str, folder: Path, version: str) -> Path:
         packed = library.with_name(library.name + ".xz")
         if packed.is_file():
             return _unpacked(packed)
-    raise PeerError(
-        f"{folder} has no {Path(inside).name} of vllm {version}; python -m serving_benchmarks.ops.peers gets it"
-    )
+    raise PeerError(f"{folder} has no {Path(inside).name} of vllm {version}; the command `peers` fetches it")
 
 
 def _unpacked(packed: Path) -> Path:
@@ -97,28 +92,21 @@ def _unpacked(packed: Path) -> Path:
     return library
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m serving_benchmarks.ops.peers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=opt.new_folder, metavar="FOLDER", help="where the libraries go")
+    parser.add_argument(
+        "--vllm", type=opt.names, default=",".join(VERSIONS), metavar="VERSION,...", help="default: %(default)s"
     )
-    parser.add_argument("folder", type=Path, help="where the libraries go")
-    parser.add_argument("--vllm", nargs="+", default=VERSIONS, metavar="VERSION", help=f"default: {' '.join(VERSIONS)}")
-    parser.add_argument("--wheels", type=Path, nargs="+", metavar="FILE", help="wheels that are here already")
-    options = parser.parse_args(arguments)
-    console = Console(stderr=True)
+    parser.add_argument("--wheels", type=Path, nargs="+", metavar="FILE", help="wheels of vllm that are here already")
+
+
+def run(options: argparse.Namespace) -> int:
     try:
         with tempfile.TemporaryDirectory() as downloads:
             wheels = options.wheels or (download(version, Path(downloads)) for version in options.vllm)
             for wheel in wheels:
                 for packed in pack(wheel, options.folder):
-                    console.print(f"{packed.stat().st_size / 2**20:6.1f} MiB  {packed}", highlight=False)
+                    print(f"{packed.stat().st_size / 2**20:6.1f} MiB  {packed}")
     except (PeerError, OSError) as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        return 1
+        raise opt.Refused(str(error)) from error
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,7 @@
 """Where the time of a model's steps goes, kernel by kernel, as torch's profiler sees it."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,8 @@ class KernelTimes:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         activity = torch.profiler.ProfilerActivity
         self._profile = torch.profiler.profile(activities=[activity.CUDA if self.device == "cuda" else activity.CPU])
+        self.runtime_calls: dict[str, int] = {}
+        """Calls of the CUDA runtime by name, once it has been stopped."""
 
     def start(self) -> None:
         if self.device == "cuda":
@@ -39,6 +42,11 @@ class KernelTimes:
         self._profile.stop()
         if self.device == "cuda":
             on_device = torch.autograd.DeviceType.CUDA
+            self.runtime_calls = Counter(
+                event.name
+                for event in self._profile.events()
+                if event.device_type != on_device and event.name.startswith(("cuda", "cuLaunch"))
+            )
             return own_times(
                 (event.name, event.time_range.start, event.time_range.end)
                 for event in self._profile.events()

@@ -1,4 +1,4 @@
-"""Processes of a benchmark's own: started, watched, and gone afterwards whatever happens."""
+"""Starts processes, watches them, and leaves none of them behind, whatever happens."""
 
 import contextlib
 import json
@@ -7,42 +7,35 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from serving_benchmarks.run import supervisor
 
 GRACE_SECONDS = 20.0
-"""What a process gets to end by itself before it is killed with all that it has started."""
+"""What a process gets to end by itself, before it is killed with all that it has started."""
 SUPERVISOR_SECONDS = 2 * supervisor.KILL_SECONDS + 5
-"""What its two processes may take to kill the rest."""
+"""What a supervisor's two processes may take to kill the rest."""
 
 EXCEPTION = re.compile(
     r"(?:\([^()]+ pid=\d+\) |\[rank\d+\]: |(?:ERROR|CRITICAL|FATAL) [-\d]+ [:.,\d]+ \[[^\]]+\] |[EF]\d{4} [^\]]+\] )*"
     r"((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)"
 )
-"""A line of a log that tells one, after what vLLM, its processes' output and torch put before it."""
+"""A line of a log with an exception, after the prefixes of vLLM, of its processes and of torch."""
 
 
 class Supervised:
-    """A command below a supervisor that ends it, and all that it has started, when this process ends.
+    """A command that runs for as long as a `with` block lasts, or until it ends by itself.
+
+    It runs below a supervisor, which ends it and all that it has started, also when this process is killed.
 
     Args:
         command: its words.
         log: the file for what it prints.
-        environment: of the command; by default that of this process.
-        grace: seconds it gets to end by itself.
+        grace: seconds that it gets to end by itself.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        log: Path,
-        *,
-        environment: Mapping[str, str] | None = None,
-        grace: float = GRACE_SECONDS,
-    ):
+    def __init__(self, command: Sequence[str], log: Path, *, grace: float = GRACE_SECONDS):
         self.log, self.grace = log, grace
         folder, file = os.path.split(supervisor.__file__)
         with log.open("ab") as out:
@@ -52,30 +45,35 @@ class Supervised:
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment,
                 start_new_session=True,  # Ctrl-C in a terminal is for this process to pass on
             )
         self.tell(json.dumps({"command": list(map(str, command)), "folder": os.getcwd(), "grace": grace}))
 
+    def __enter__(self) -> "Supervised":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def status(self) -> int | None:
-        """The command's exit status, 128 and the signal's number if one killed it; None while it runs."""
+        """The exit status: 128 and the signal's number if a signal ended it; None while it runs."""
         status = self._process.poll()
         return None if status is None else supervisor.exit_status(status)
 
     def wait(self, seconds: float | None = None) -> int:
-        """Until it has ended by itself; TimeoutError if it takes longer."""
+        """Waits until it has ended by itself, and returns the exit status. TimeoutError if it takes longer."""
         try:
             return supervisor.exit_status(self._process.wait(seconds))
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the process still runs after {seconds} s") from None
 
     def tell(self, line: str) -> None:
-        """Writes a line, a short one, to the command's standard input. It is lost if the command has ended."""
+        """Writes a short line to its standard input. The line is lost if it has ended."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._process.stdin.fileno(), f"{line}\n".encode())
 
     def stop(self) -> int:
-        """Ends it with everything that it has started; its exit status."""
+        """Ends it and everything that it has started, and returns the exit status."""
         self._process.stdin.close()
         return supervisor.exit_status(self._process.wait(self.grace + SUPERVISOR_SECONDS))
 
@@ -85,18 +83,8 @@ class Supervised:
 
 
 @contextlib.contextmanager
-def supervised(command: Sequence[str], log: Path, **options) -> Iterator[Supervised]:
-    """A command for as long as the block lasts."""
-    process = Supervised(command, log, **options)
-    try:
-        yield process
-    finally:
-        process.stop()
-
-
-@contextlib.contextmanager
 def signals_unwind() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as exceptions do, so that what it has opened is closed."""
+    """SIGTERM and SIGHUP end the block by an exception, so that what it has opened is closed."""
 
     def leave(number: int, _) -> None:
         raise SystemExit(128 + number)
@@ -110,13 +98,15 @@ def signals_unwind() -> Iterator[None]:
 
 
 def status_when(stopped: KeyboardInterrupt | SystemExit) -> int:
-    """The exit status of a program that Ctrl-C or one of these signals has stopped."""
+    """The exit status of a command that Ctrl-C or one of these signals has stopped."""
     return 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
 
 
 def why_it_failed(log: str) -> str:
-    """The line of a log that says best why a program ended: the last exception that is more than a pointer to another,
-    or else the last line. An exception is where Python or an error's log line has it, not what a warning quotes."""
+    """The line of a log that says best why a program ended: the last exception, or else the last line.
+
+    Exceptions that point to another one don't count, nor do those that a warning quotes.
+    """
     lines = [line.rstrip() for line in log.splitlines() if line.strip()]
     errors = [found[1] for line in lines if (found := EXCEPTION.match(line))]
     telling = [error for error in errors if "root cause" not in error]
@@ -124,16 +114,6 @@ def why_it_failed(log: str) -> str:
 
 
 def why_it_ended(status: int, log: str) -> str:
-    """The same of one with an exit status as `Supervised` has it: a signal that killed it comes first."""
+    """The same with an exit status of `Supervised`, which may say that a signal ended the program."""
     why = why_it_failed(log)
     return f"killed by signal {status - 128}; it said last: {why}" if status > 128 else why
-
-
-def wait_until(condition, seconds: float, every: float = 0.1) -> bool:
-    """Whether a condition came true in time."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(every)
-    return True

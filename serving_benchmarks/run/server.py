@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's protocol as vLLM does: started, waited for, asked for its metrics, and stopped."""
+"""A server that speaks OpenAI's protocol as vLLM does: start it, wait for it, ask for its metrics, stop it."""
 
 import contextlib
 import http.client
@@ -12,43 +12,43 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from serving_benchmarks.run.processes import SUPERVISOR_SECONDS, Supervised, supervised, why_it_ended
+from serving_benchmarks.run.processes import GRACE_SECONDS, SUPERVISOR_SECONDS, Supervised, why_it_ended
 from serving_benchmarks.run.workloads import Workload
 
 POLL_SECONDS = 0.5
+READY_SECONDS = 1800.0
+"""How long a server may take to start: a large model is loaded, compiled and captured."""
 ANSWER_SECONDS = 10
 COMPLETION_SECONDS = 600
-"""For all tokens of a request: its first step may have kernels compiled."""
+"""For all tokens of a request: its first step may have to compile kernels."""
 MOST_OF_AN_ANSWER = 200
-"""Characters that are shown of why a request was refused."""
+"""Characters shown of why a request was refused."""
 
 
 class ServerFailed(Exception):
-    """It ended, or was not ready in time; the text says why."""
+    """A server ended, was not ready in time, or did not answer. The text says why."""
 
 
 class Server:
-    """One that runs."""
+    """A server that runs."""
 
     def __init__(self, process: Supervised, port: int, start_seconds: float):
         self.process, self.port, self.start_seconds = process, port, start_seconds
 
     def metrics(self) -> dict[str, float]:
-        """Its metrics by name, summed up over their labels; those whose labels tell a reason apart, too. Empty if it
-        doesn't answer."""
+        """Its metrics by name, summed over their labels; empty if it doesn't answer."""
         try:
             with urllib.request.urlopen(_url(self.port, "metrics"), timeout=ANSWER_SECONDS) as answer:
                 return parse_metrics(answer.read().decode())
         except OSError:
             return {}
 
-    def complete(self, model: str, requests: Workload, on_done: Callable[[int], None]) -> None:
-        """Sends requests all at once and waits until each has its tokens; ServerFailed if one isn't answered.
+    def complete(self, model: str, requests: Workload) -> None:
+        """Sends requests all at once and waits for their tokens. ServerFailed if one isn't answered.
 
         Args:
-            model: the name that the server has for it.
-            requests: prompts, as tokens, and how many each wants.
-            on_done: called with how many are done, each time that one is.
+            model: the server's name for it.
+            requests: the prompts as tokens, and how many each wants.
         """
 
         def ask(prompt: Sequence[int], tokens: int) -> None:
@@ -68,15 +68,15 @@ class Server:
         pool = ThreadPoolExecutor(len(requests))
         try:
             asked = [pool.submit(ask, *one) for one in zip(requests.prompts, requests.output_lens, strict=True)]
-            for done, answer in enumerate(as_completed(asked), 1):
+            for answer in as_completed(asked):
                 answer.result()
-                on_done(done)
-        except (OSError, http.client.HTTPException, RuntimeError) as error:  # the last: no more threads
-            with contextlib.suppress(TimeoutError):  # a server that has ended counts as running until all that it has
-                self.process.wait(SUPERVISOR_SECONDS)  # started has ended, too
+        except (OSError, http.client.HTTPException, RuntimeError) as error:  # RuntimeError: no more threads
+            # A server that has ended counts as running until all that it has started has ended, too.
+            with contextlib.suppress(TimeoutError):
+                self.process.wait(SUPERVISOR_SECONDS)
             self.require_running()
             raise ServerFailed(f"a request was not answered: {error}") from None
-        finally:  # whoever is stopped doesn't wait for answers: they end with the server
+        finally:  # don't wait for answers if this command is stopped: they end with the server
             pool.shutdown(wait=False, cancel_futures=True)
 
     def require_running(self) -> None:
@@ -92,15 +92,33 @@ def parse_metrics(text: str) -> dict[str, float]:
     return found
 
 
-def free_port() -> int:
-    """One that nobody listens at now."""
+@contextlib.contextmanager
+def serving(command: Callable[[int], Sequence[str]], log: Path, *, grace: float = GRACE_SECONDS) -> Iterator[Server]:
+    """A server for as long as the block lasts. ServerFailed if it ends, or takes too long, before it is healthy.
+
+    Args:
+        command: the words that start it at a port.
+        log: the file for what it prints.
+        grace: seconds that it gets to end by itself.
+    """
+    port = _free_port()
+    begin = time.monotonic()
+    with Supervised(command(port), log, grace=grace) as process:
+        while not _is_healthy(port):
+            _require_running(process, "the server ended before it was ready")
+            if time.monotonic() - begin > READY_SECONDS:
+                raise ServerFailed(f"the server was not ready after {READY_SECONDS:g} s")
+            time.sleep(POLL_SECONDS)
+        yield Server(process, port, time.monotonic() - begin)
+
+
+def _free_port() -> int:
     with socket.socket() as some:
         some.bind(("127.0.0.1", 0))
         return some.getsockname()[1]
 
 
-def is_healthy(port: int) -> bool:
-    """Whether a server is ready."""
+def _is_healthy(port: int) -> bool:
     try:
         with urllib.request.urlopen(_url(port, "health"), timeout=ANSWER_SECONDS) as answer:
             return answer.status == 200
@@ -108,31 +126,8 @@ def is_healthy(port: int) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def serving(
-    command: Callable[[int], Sequence[str]], log: Path, *, ready_seconds: float, grace: float | None = None
-) -> Iterator[Server]:
-    """A server for as long as the block lasts; of its processes none is left afterwards.
-
-    Args:
-        command: the words that start it at a port.
-        log: the file for what it prints.
-        ready_seconds: how long it may take until it is healthy; ServerFailed after that, or if it ends before.
-        grace: seconds that it gets to end by itself.
-    """
-    port = free_port()
-    begin = time.monotonic()
-    with supervised(command(port), log, **({} if grace is None else {"grace": grace})) as process:
-        while not is_healthy(port):
-            _require_running(process, "the server ended before it was ready")
-            if time.monotonic() - begin > ready_seconds:
-                raise ServerFailed(f"the server was not ready after {ready_seconds:g} s")
-            time.sleep(POLL_SECONDS)
-        yield Server(process, port, time.monotonic() - begin)
-
-
 def _require_running(process: Supervised, what: str) -> None:
-    """ServerFailed, with what has happened and why, if it has ended."""
+    """ServerFailed if it has ended, with what has happened and why."""
     status = process.status()
     if status is not None:
         raise ServerFailed(f"{what}: {why_it_ended(status, process.says())}")

@@ -1,0 +1,64 @@
+"""Measures this backend, and makes reports of what was measured."""
+
+import argparse
+import importlib
+import inspect
+import sys
+from collections.abc import Sequence
+
+from serving_benchmarks.options import Refused
+
+COMMANDS = {
+    "kernels": ("ops.kernels", "sparse attention on a GPU, versus FlashMLA, FlashAttention 3 and FlashInfer"),
+    "ops cache": ("ops.cache", "writing the cache, the plan, positions to slots, on a GPU"),
+    "ops index": ("ops.index", "the indexer's scores and its top-k, on a GPU"),
+    "ops kv-blocks": ("ops.kv_blocks", "the cache manager's bookkeeping, versus vLLM's, on a CPU"),
+    "ops cpu": ("ops.cpu", "sparse attention on a CPU, versus vLLM's CPU kernel"),
+    "throughput": ("run.throughput", "whole models offline: all requests are there at the start"),
+    "serve": ("run.serve", "whole models behind a server, over request rates or numbers of clients"),
+    "checkpoint": ("run.checkpoint", "whether backends and engines give the same answers"),
+    "report": ("results.report", "a page with tables and pictures of result files"),
+    "compare": ("results.compare", "what became faster or slower between two result files"),
+    "docs": ("results.docs", "write the numbers of result files into README and docs"),
+    "models": ("models.models", "make a model of real width with random weights"),
+    "peers": ("ops.peers", "fetch the kernels that `kernels` compares with"),
+}
+"""Each command's module, below serving_benchmarks, and what it does. A module has `add_options(parser)` and
+`run(options)`, which returns the exit status; the first paragraph of its docstring is the text of --help."""
+
+
+def overview(first_word: str | None = None) -> str:
+    """The commands, or those that begin with a word."""
+    shown = [name for name in COMMANDS if first_word is None or name.split()[0] == first_word]
+    lines = [f"  {name:15}{COMMANDS[name][1]}" for name in shown]
+    usage = f"python -m serving_benchmarks {first_word or 'COMMAND'} {'COMMAND ' if first_word else ''}[options]"
+    return "\n".join([f"usage: {usage}", "", __doc__, "", *lines, "", "Each command has --help."])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
+    if command is None:
+        group = words[0] if words and any(name.startswith(words[0] + " ") for name in COMMANDS) else None
+        rest = words[1:] if group else words
+        asked = bool(rest) and rest[0] in ("-h", "--help")
+        print(overview(group), file=sys.stdout if asked else sys.stderr)
+        if rest and not asked:
+            print(f"\nerror: there is no command {' '.join(words)!r}", file=sys.stderr)
+        return 0 if asked else 2
+    module = importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m serving_benchmarks {command}",
+        description=inspect.cleandoc(module.__doc__).partition("\n\n")[0],
+    )
+    module.add_options(parser)
+    options = parser.parse_args(words[len(command.split()) :])
+    try:
+        return module.run(options)
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

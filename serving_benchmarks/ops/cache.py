@@ -1,0 +1,158 @@
+"""The ops around attention on a GPU: writing the cache, the plan, and positions in a sequence to slots of the cache.
+
+Bandwidth is bytes read and written, over time. The yardstick is the faster of two copies of 1 GB: torch's copy_, which
+is cudaMemcpy, and a kernel that multiplies by one. Everything is timed as CUDA graphs over several sets of tokens,
+which fill random blocks of the cache.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import mla_backend
+from mla_backend import reference
+from serving_benchmarks import options as opt
+from serving_benchmarks.ops.timing import Timing, capture, interleaved
+from serving_benchmarks.results import file as result_file
+
+BLOCK = 64
+SETS = 4
+CHECKED = 4096
+"""Written tokens that are compared with the reference."""
+COPIED_NUMBERS = 250_000_000
+SMALLEST_CACHE = 2**20
+"""Tokens."""
+TABLE_WIDTH = 2048
+"""Blocks of a request in the block table: sequences of 128K tokens."""
+MOST_CONVERTED = 2**16
+"""Tokens. More would need 8 bytes x 2048 x tokens of memory for what is checked."""
+
+
+def time_copies(rounds: int) -> list[dict[str, Any]]:
+    source = torch.randn(COPIED_NUMBERS, device="cuda")
+    target = torch.empty_like(source)
+    copies = {"copy_": lambda: target.copy_(source), "copy by a kernel": lambda: torch.mul(source, 1, out=target)}
+    moved = source.nbytes + target.nbytes
+    return [entry(name, "fp32", COPIED_NUMBERS, moved, [copy], rounds) for name, copy in copies.items()]
+
+
+def time_write(tokens: int, fmt: str, rounds: int) -> dict[str, Any]:
+    """cache_write. Its rows have to be the reference's to the bit."""
+    cache = mla_backend.FORMATS[fmt].new_cache(-(-max(tokens, SMALLEST_CACHE) // BLOCK), BLOCK, device="cuda")
+    calls: list[Callable[[], object]] = []
+    for _ in range(SETS):
+        kv_c = torch.randn(tokens, 512, device="cuda").bfloat16()
+        k_pe = torch.randn(tokens, 64, device="cuda").bfloat16()
+        blocks = torch.randperm(len(cache), device="cuda")
+        slots = (blocks.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device="cuda")).flatten()[:tokens]
+        calls.append(lambda kv_c=kv_c, k_pe=k_pe, slots=slots: mla_backend.cache_write(kv_c, k_pe, cache, slots))
+    cache.view(torch.uint8).fill_(0xFF)
+    calls[-1]()
+    written = cache.view(-1, cache.shape[-1])[slots[:CHECKED]].cpu()
+    # on the CPU, as torch divides by a number less exactly on a GPU
+    kv_c, k_pe = kv_c[:CHECKED].cpu(), k_pe[:CHECKED].cpu()
+    wanted = torch.cat([kv_c, k_pe], dim=1) if fmt == "bf16" else reference.quantise(kv_c, k_pe)
+    if not torch.equal(written, wanted):
+        raise RuntimeError(f"cache_write wrote other {fmt} rows than the reference, {tokens} tokens")
+    moved = tokens * (2 * 576 + slots.element_size() + mla_backend.FORMATS[fmt].token_bytes)
+    return entry("cache_write", fmt, tokens, moved, calls, rounds)
+
+
+def time_plan(tokens: int, rounds: int) -> dict[str, Any]:
+    lengths = torch.randint(0, 2049, (tokens,), dtype=torch.int32, device="cuda")
+    table = mla_backend.plan(tokens, 2048, topk_length=lengths)
+    moved = lengths.nbytes + table.nbytes
+
+    def call() -> None:
+        mla_backend.plan(tokens, 2048, topk_length=lengths, out=table)
+
+    return entry("plan", "-", tokens, moved, [call], rounds)
+
+
+def time_convert(tokens: int, rounds: int) -> dict[str, Any]:
+    """convert_indices. Its slots have to be those that the block table gives."""
+    requests = min(tokens, 128)
+    block_table = torch.randint(0, 2**24, (requests, TABLE_WIDTH), dtype=torch.int32, device="cuda")
+    request_ids = torch.arange(tokens, dtype=torch.int32, device="cuda") * requests // tokens
+    positions = torch.randint(0, TABLE_WIDTH * BLOCK, (tokens, 2048), dtype=torch.int32, device="cuda")
+    slots, counts = mla_backend.convert_indices(positions, block_table, request_ids, BLOCK)
+    wanted = block_table[request_ids.unsqueeze(1), positions // BLOCK] * BLOCK + positions % BLOCK
+    if not (torch.equal(slots, wanted) and bool((counts == 2048).all())):
+        raise RuntimeError(f"convert_indices gave wrong slots, {tokens} tokens")
+
+    def call() -> None:
+        mla_backend.convert_indices(positions, block_table, request_ids, BLOCK, slots=slots, counts=counts)
+
+    moved = positions.nbytes + slots.nbytes + block_table.nbytes + request_ids.nbytes + counts.nbytes
+    return entry("convert_indices", "-", tokens, moved, [call], rounds)
+
+
+def entry(
+    op: str, fmt: str, count: int, moved: int, calls: Sequence[Callable[[], object]], rounds: int
+) -> dict[str, Any]:
+    """Times the calls, and makes an entry of the result file."""
+    timing = interleaved({op: capture(calls).clock()}, rounds=rounds)[op]
+    return {"op": op, "format": fmt, "count": count, "bytes": moved, "seconds": timing.as_dict()}
+
+
+HEADINGS = ["op", "format", "tokens or numbers", "us", "quartiles", "TB/s", "of the copy"]
+
+
+def rows(results: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each entry, under HEADINGS."""
+    copies = [r["bytes"] / r["seconds"]["median"] for r in results if r["op"].startswith("copy")]
+    lines = []
+    for result in results:
+        timing = Timing(**result["seconds"])
+        rate = result["bytes"] / timing.median
+        moves = result["op"] != "plan"  # which computes
+        lines.append(
+            [
+                result["op"],
+                result["format"],
+                str(result["count"]),
+                f"{timing.median * 1e6:.1f}",
+                f"{timing.lower_quartile * 1e6:.1f} to {timing.upper_quartile * 1e6:.1f}",
+                f"{rate / 1e12:.2f}" if moves else "-",
+                f"{rate / max(copies):.0%}" if moves and copies else "-",
+            ]
+        )
+    return lines
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The table in the docs, from a result file."""
+    return result_file.gpu_table(HEADINGS, rows(report["results"]), report)
+
+
+def plan_time(report: dict[str, Any]) -> str:
+    """How long the plan of a full batch takes, from a result file."""
+    (result,) = (r for r in report["results"] if r["op"] == "plan" and r["count"] == 128)
+    return f"{result['seconds']['median'] * 1e6:.1f} us for {result['count']} tokens"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokens",
+        type=opt.listed(opt.count),
+        default="1,128,4096,65536,1048576",
+        metavar="N,...",
+        help="default: %(default)s",
+    )
+    opt.add_rounds(parser, 21)
+    opt.add_output(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    opt.require_gpu()
+    torch.manual_seed(0)
+    results = time_copies(options.rounds)
+    results += [time_write(n, fmt, options.rounds) for fmt in mla_backend.FORMATS for n in options.tokens]
+    results += [time_plan(n, options.rounds) for n in options.tokens]
+    results += [time_convert(n, options.rounds) for n in options.tokens if n <= MOST_CONVERTED]
+    result_file.show(HEADINGS, rows(results), words=2)
+    result_file.write(options.output, results, Console(stderr=True), benchmark="cache")
+    return 0

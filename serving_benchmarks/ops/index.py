@@ -1,0 +1,244 @@
+"""The indexer's ops on a GPU: the scores of all keys of a context, and the choice of the best ones.
+
+A request that decodes has one token. Each token of a prompt sees one key more than the one before it. Blocks of the
+cache are random. Operations are two for each product of the queries with the keys that a token sees. Bytes are those
+that have to be read and written once: keys, queries, scores and chosen keys. Everything is timed as CUDA graphs over
+several sets of inputs. Some tokens of the last set are first checked against the reference.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+import mla_backend
+from mla_backend import reference
+from mla_backend.keys import KEY_FORMATS, write_keys
+from serving_benchmarks import options as opt
+from serving_benchmarks.ops.timing import Timing, capture, interleaved
+from serving_benchmarks.results import file as result_file
+
+BLOCK = 64
+SETS = 4
+CHECKED = 8
+"""Tokens that are compared with the reference."""
+TOLERANCE = 2.0**-11
+"""Of the sum over heads of |weight| |query| |key|."""
+SMALLEST_CACHE = 2**20
+"""Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
+MOST_WRITTEN = 2**18
+"""Keys that are made at once."""
+MOST_HEADS = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """`requests` with `tokens` each. The last token of a request sees `context` keys."""
+
+    requests: int
+    tokens: int
+    context: int
+    heads: int
+    topk: int
+
+    def __str__(self) -> str:
+        if self.tokens == 1:
+            return f"decode {self.requests} x {self.context}"
+        return f"prefill {self.tokens} of {self.context}"
+
+    @property
+    def all_tokens(self) -> int:
+        return self.requests * self.tokens
+
+    @property
+    def seen(self) -> int:
+        """Keys that tokens see, summed over all tokens."""
+        return self.requests * (self.tokens * self.context - self.tokens * (self.tokens - 1) // 2)
+
+
+@dataclass
+class Inputs:
+    """The arguments of index_scores in their order, and the outputs of both ops."""
+
+    arguments: tuple[Tensor, ...]
+    lengths: Tensor
+    scores: Tensor
+    chosen: Tensor
+
+
+def new_cache(fmt: str, tokens: int) -> Tensor:
+    """Random keys in every slot."""
+    kind = KEY_FORMATS[fmt]
+    cache = torch.zeros(-(-tokens // BLOCK), BLOCK, kind.width, dtype=kind.dtype, device="cuda")
+    for first in range(0, tokens, MOST_WRITTEN):
+        slots = torch.arange(first, min(first + MOST_WRITTEN, tokens), device="cuda")
+        write_keys(torch.randn(len(slots), 128, device="cuda"), cache, slots)
+    return cache
+
+
+def new_inputs(case: Case, cache: Tensor, blocks: Tensor) -> Inputs:
+    """One set. Queries are fp32, which takes longer to read than bf16.
+
+    Args:
+        case: its sizes.
+        cache: of keys.
+        blocks: those of all requests' contexts.
+    """
+    count = case.all_tokens
+    queries = torch.randn(count, case.heads, 128, device="cuda")
+    weights = torch.randn(count, case.heads, device="cuda")
+    requests = torch.arange(case.requests, dtype=torch.int32, device="cuda").repeat_interleave(case.tokens)
+    last = torch.arange(case.context - case.tokens, case.context, dtype=torch.int32, device="cuda") + 1
+    lengths = last.repeat(case.requests)
+    table = blocks.int().view(case.requests, -1)
+    scores = torch.zeros(count, case.context, device="cuda")
+    chosen = torch.zeros(count, case.topk, dtype=torch.int32, device="cuda")
+    return Inputs((queries, weights, cache, table, requests, lengths), lengths, scores, chosen)
+
+
+def check(case: Case, inputs: Inputs) -> None:
+    """Compares some tokens, the last one among them, with the reference. Raises RuntimeError."""
+    queries, weights, cache, table, requests, lengths = inputs.arguments
+    some = torch.linspace(0, case.all_tokens - 1, CHECKED, device="cuda").long()
+    scores = inputs.scores[some]
+    for token, got in zip(some.tolist(), scores, strict=True):
+        own = slice(token, token + 1)
+        length, row = int(lengths[token]), table[requests[token].long()].long()
+        keys = cache[row]  # this request's alone: the whole cache would not fit in float
+        local = torch.arange(len(row), dtype=torch.int32, device="cuda").unsqueeze(0)
+        arguments = queries[own], weights[own], keys, local, torch.zeros_like(requests[own]), lengths[own]
+        want = reference.index_scores(*arguments, case.context)[0, :length]
+        norms = reference.dequantise_keys(keys).flatten(0, 1).norm(dim=1)[:length]
+        allowed = (weights[token].abs() * queries[token].norm(dim=-1)).sum() * norms * TOLERANCE
+        if not bool(((got[:length] - want).abs() <= allowed).all()):
+            raise RuntimeError(f"index_scores differs from the reference in token {token} of {case}")
+    if not torch.equal(inputs.chosen[some], reference.select_top(scores, lengths[some], case.topk)):
+        raise RuntimeError(f"select_top differs from the reference in {case}")
+
+
+def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str, Any]]:
+    """Checks and times both ops."""
+    width = -(-case.context // BLOCK)
+    shuffled = torch.randperm(len(cache), device="cuda")
+    sets = []
+    for number in range(SETS):  # may share blocks if the cache has too few for all
+        wanted = torch.arange(case.requests * width, device="cuda") + number * case.requests * width
+        sets.append(new_inputs(case, cache, shuffled[wanted % len(shuffled)]))
+    calls: dict[str, list[Callable[[], object]]] = {
+        "index_scores": [partial(mla_backend.index_scores, *one.arguments, scores=one.scores) for one in sets],
+        "select_top": [partial(mla_backend.select_top, one.scores, one.lengths, chosen=one.chosen) for one in sets],
+    }
+    graphs = {op: capture(own) for op, own in calls.items()}
+    check(case, sets[-1])
+    seconds = interleaved({op: graph.clock() for op, graph in graphs.items()}, rounds=rounds)
+    key_bytes = case.requests * case.context * KEY_FORMATS[fmt].token_bytes
+    query_bytes = sum(x.nbytes for x in sets[0].arguments[:2])
+    moved = {
+        "index_scores": key_bytes + query_bytes + 4 * case.seen,
+        "select_top": 4 * case.seen + sets[0].chosen.nbytes,
+    }
+    flops = {"index_scores": 2 * 128 * case.heads * case.seen, "select_top": None}
+    return [
+        {
+            "op": op,
+            "format": fmt,
+            "case": {"name": str(case), **asdict(case)},
+            "flops": flops[op],
+            "bytes": moved[op],
+            "seconds": seconds[op].as_dict(),
+        }
+        for op in calls
+    ]
+
+
+HEADINGS = ["op", "case", "heads", "format", "us", "quartiles", "TFLOP/s", "TB/s"]
+
+
+def rows(results: list[dict[str, Any]]) -> list[list[str]]:
+    """A line for each entry, under HEADINGS."""
+    lines = []
+    for result in results:
+        timing, case = Timing(**result["seconds"]), result["case"]
+        lines.append(
+            [
+                result["op"],
+                case["name"],
+                str(case["heads"]),
+                result["format"],
+                f"{timing.median * 1e6:.1f}",
+                f"{timing.lower_quartile * 1e6:.1f} to {timing.upper_quartile * 1e6:.1f}",
+                f"{result['flops'] / timing.median / 1e12:.0f}" if result["flops"] else "-",
+                f"{result['bytes'] / timing.median / 1e12:.2f}",
+            ]
+        )
+    return lines
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The table in the docs, from a result file."""
+    return result_file.gpu_table(HEADINGS, rows(report["results"]), report)
+
+
+def decode_shape(text: str) -> tuple[int, int]:
+    """REQUESTSxCONTEXT."""
+    requests, x, context = text.partition("x")
+    if not (x and requests.isdecimal() and context.isdecimal() and int(requests) and int(context)):
+        raise argparse.ArgumentTypeError(f"must be REQUESTSxCONTEXT, such as 64x4096; got {text!r}")
+    return int(requests), int(context)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--decode",
+        type=opt.listed(decode_shape),
+        default="64x4096,64x32768",
+        metavar="REQUESTSxCONTEXT,...",
+        help="requests with one token each, and the keys that it sees; default: %(default)s",
+    )
+    parser.add_argument(
+        "--prefill",
+        type=opt.listed(opt.count),
+        default="4096",
+        metavar="TOKENS,...",
+        help="whole prompts; default: %(default)s",
+    )
+    parser.add_argument(
+        "--heads",
+        type=opt.listed(opt.between(1, MOST_HEADS)),
+        default="64",
+        metavar="N,...",
+        help="of the indexer; default: %(default)s",
+    )
+    parser.add_argument("--topk", type=opt.count, default=2048, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--formats",
+        type=opt.listed(opt.one_of(KEY_FORMATS)),
+        default=",".join(KEY_FORMATS),
+        metavar="NAME,...",
+        help="of the keys; default: %(default)s",
+    )
+    opt.add_rounds(parser, 21)
+    opt.add_output(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    opt.require_gpu()
+    torch.manual_seed(0)
+    shapes = [(requests, 1, context) for requests, context in options.decode]
+    shapes += [(1, tokens, tokens) for tokens in options.prefill]
+    cases = [Case(*shape, heads, options.topk) for shape in shapes for heads in options.heads]
+    tokens = max(SMALLEST_CACHE, *(case.requests * -(-case.context // BLOCK) * BLOCK for case in cases))
+    results: list[dict[str, Any]] = []
+    for fmt in options.formats:
+        cache = new_cache(fmt, tokens)
+        for case in track(cases, f"{fmt} keys", console=Console(stderr=True)):
+            results += time_case(case, fmt, cache, options.rounds)
+    result_file.show(HEADINGS, rows(results), words=4)
+    result_file.write(options.output, results, Console(stderr=True), benchmark="index")
+    return 0

@@ -1,0 +1,168 @@
+"""What the command lines of all commands share: argument types whose errors say what was expected, and options.
+
+argparse puts the option's name before the text of an error: "argument --heads: must be 1 or more; got 0". A default
+that is a string goes through the type as well, so it is written as a user would write it.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from serving_benchmarks.results import environment
+
+
+class Refused(Exception):
+    """A command can't do what it was asked for. The text says why in one line; the exit status is 2."""
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """The type of whole numbers from `smallest` up."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or value < smallest:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {smallest} or more; got {text!r}")
+        return value
+
+    return read
+
+
+count = at_least(1)
+count_or_none = at_least(0)
+"""0 for none."""
+rounds = at_least(2)
+"""One round alone has no spread."""
+
+
+def between(smallest: int, largest: int) -> Callable[[str], int]:
+    """The type of whole numbers from `smallest` to `largest`."""
+
+    def read(text: str) -> int:
+        value = at_least(smallest)(text)
+        if value > largest:
+            raise argparse.ArgumentTypeError(f"must be {largest} or less; got {text!r}")
+        return value
+
+    return read
+
+
+def seconds(text: str) -> float:
+    """A finite number from 0 up."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number, 0 or more; got {text!r}")
+    return value
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    value = seconds(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f"must be more than 0; got {text!r}")
+    return value
+
+
+def one_of(known: Iterable[str]) -> Callable[[str], str]:
+    """The type of names that are known. For lists; a single value has argparse's `choices`."""
+
+    def read(text: str) -> str:
+        if text not in known:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(known)}; got {text!r}")
+        return text
+
+    return read
+
+
+def listed(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """The type of lists with commas, such as 16,64,128. What is named twice counts once.
+
+    `item` may raise ValueError: its text becomes the error's.
+    """
+
+    def read(text: str) -> list[Any]:
+        parts = [part.strip() for part in text.split(",")]
+        if not all(parts):
+            raise argparse.ArgumentTypeError(f"must be a list with commas between its items; got {text!r}")
+        try:
+            return list(dict.fromkeys(map(item, parts)))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+names = listed(str)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """An object of JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be an object {{...}}; got {text!r}")
+    return value
+
+
+def new_file(text: str) -> Path:
+    """A file that can be written, which is tried before anything is measured.
+
+    A file that exists is left as it is. One that does not exist is not left behind empty.
+    """
+    path = Path(text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        exists = path.exists()
+        with path.open("ab"):  # changes nothing
+            pass
+        if not exists:
+            path.resolve().unlink()  # the target of a link, not the link
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"can't be written: {error}") from None
+    return path
+
+
+def new_folder(text: str) -> Path:
+    """A folder to write to, which is made if it does not exist."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise argparse.ArgumentTypeError(f"must be a folder, or the name of a new one; {path} is a file") from None
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"can't be made: {error}") from None
+    return path
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The option --output FILE of every command that measures."""
+    parser.add_argument(
+        "--output", type=new_file, metavar="FILE", help="write the results and their environment as JSON"
+    )
+
+
+def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
+    """The option --rounds N."""
+    parser.add_argument(
+        "--rounds",
+        type=rounds,
+        default=default,
+        metavar="N",
+        help="how often each candidate is timed, interleaved with the others; default: %(default)s",
+    )
+
+
+def require_gpu() -> None:
+    """Refuses where there is no GPU, or no library that was built for one."""
+    if why_not := environment.why_no_gpu():
+        raise Refused(why_not)

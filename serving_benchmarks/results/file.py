@@ -1,0 +1,107 @@
+"""The file that a benchmark writes: JSON with where it was measured and one entry for each thing that was measured.
+
+    {"environment": {"benchmark": KIND, "commit": ..., ...}, "results": [ENTRY, ...]}
+
+kinds.py says what the entries of each kind have, and reads files.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from serving_benchmarks.results import environment
+
+Report = dict[str, Any]
+"""The contents of a result file."""
+
+
+class NotUnderstood(ValueError):
+    """A file that is not a result file, or not one that can be used. The text names the file and says why."""
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """A result file that kinds.load has checked."""
+
+    path: Path
+    kind: str
+    """A key of kinds.KINDS."""
+    environment: dict[str, Any]
+    results: list[dict[str, Any]]
+
+    @property
+    def report(self) -> Report:
+        return {"environment": self.environment, "results": self.results}
+
+    @property
+    def machine(self) -> str:
+        return machine(self.environment)
+
+    @property
+    def succeeded(self) -> list[dict[str, Any]]:
+        """The entries that were measured. The others say why they failed."""
+        return [result for result in self.results if not result.get("error")]
+
+
+def machine(environment: dict[str, Any]) -> str:
+    """The GPUs, or the CPU of a benchmark that used none."""
+    names = [gpu["name"] for gpu in environment.get("gpus") or []]
+    if names:
+        return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}"
+    return (environment.get("cpu") or {}).get("model") or "unknown machine"
+
+
+def write(path: Path | None, results: Sequence[dict[str, Any]], console: Console, **more: Any) -> None:
+    """Writes results and where they were measured. `more` is added to the environment; it names the kind as
+    `benchmark`."""
+    if path is None:
+        return
+    about = {**environment.describe(), **more}
+    path.write_text(text({"environment": about, "results": results}))
+    console.print(f"written to {path}", markup=False, soft_wrap=True)  # a path is never broken
+
+
+def text(report: Report) -> str:
+    """JSON with one line for each value, and one line for each list of numbers however long it is."""
+    return _NUMBERS.sub(lambda numbers: " ".join(numbers[0].split()), json.dumps(report, indent=1)) + "\n"
+
+
+_NUMBERS = re.compile(r'(?<=\[)\n[^][{}"]*(?=\])')
+"""The inside of a list that has neither text nor other lists in it."""
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown."""
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def gpu_table(headings: Sequence[str], rows: Sequence[Sequence[str]], report: Report) -> str:
+    """A table of timed ops in Markdown, and below it how and where they were timed."""
+    where, results = report["environment"], report["results"]
+    note = (
+        f"Medians of {results[0]['seconds']['rounds']} replays of CUDA graphs. {where['gpus'][0]['name']}, driver "
+        f"{where['driver']}, torch {where['torch']['version']}, {when(where)}."
+    )
+    return "\n".join([*table(headings, rows), "", note])
+
+
+def when(environment: dict[str, Any]) -> str:
+    """The day and the commit."""
+    return f"{environment['date'][:10]}, commit {(environment['commit'] or 'unknown')[:10]}"
+
+
+def show(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int, width: int = 110) -> None:
+    """Prints a table. All columns but the first `words` are numbers."""
+    shown = Table(*headings, box=None, padding=(0, 1))
+    for column in shown.columns[words:]:
+        column.justify = "right"
+    for row in rows:
+        shown.add_row(*row)
+    Console(width=width, highlight=False).print(shown)

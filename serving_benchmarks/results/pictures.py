@@ -1,0 +1,163 @@
+"""The pictures of reports and of the README.
+
+Colours get lighter in an order that survives printing in grey. Markers and dashes differ as well.
+"""
+
+from collections.abc import Sequence
+from typing import IO, Any
+
+from matplotlib import colormaps, patheffects
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from serving_benchmarks.ops.batches import Batch
+from serving_benchmarks.results import runs, tables
+from serving_benchmarks.results.file import Report, ResultFile
+
+STYLES = (
+    {"color": "#000000", "marker": "o", "linestyle": "-"},
+    {"color": "#0072b2", "marker": "s", "linestyle": "--"},
+    {"color": "#d55e00", "marker": "^", "linestyle": "-."},
+    {"color": "#56b4e9", "marker": "D", "linestyle": ":"},
+    {"color": "#e69f00", "marker": "v", "linestyle": (0, (6, 1, 1, 1, 1, 1))},
+)
+"""Of candidates, ours first."""
+DOTS_AN_INCH = 120
+OUTLINE = (patheffects.withStroke(linewidth=2.5, foreground="white"),)
+"""Keeps lines out of labels."""
+
+Result = dict[str, Any]
+
+
+def save(figure: Figure, target: IO[bytes] | str, dpi: int = DOTS_AN_INCH, numbers: str = "") -> None:
+    """Writes a PNG. `numbers` are kept in it as text, so that one can tell whether it is up to date."""
+    figure.savefig(
+        target, dpi=dpi, format="png", metadata={"Software": None, **({NUMBERS: numbers} if numbers else {})}
+    )
+
+
+NUMBERS = "Numbers"
+"""Keyword of that text."""
+
+
+def new_figure(panels: int, title: str, width: float = 6.2, height: float = 4.6, columns: int = 2) -> tuple:
+    """A figure and the axes of its panels, in rows of `columns`."""
+    across = min(panels, columns)
+    down = -(-panels // across)
+    figure = Figure(figsize=(max(across * width, 7.5), down * height + 0.6), layout="constrained")
+    axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
+    for unused in axes[panels:]:
+        unused.set_visible(False)
+    figure.suptitle(title)
+    return figure, axes[:panels]
+
+
+# Sparse attention on a GPU
+
+
+def decode_bars(report: Report) -> tuple[Figure, str]:
+    """The README's picture: decode speed of ours and of the peers over heads, and its numbers as text."""
+    entries = [tables.picked(report, *case) for case in tables.HEADLINE_DECODE if case[0] == "128q1s32k"]
+    times = [{"mla-backend": entry["seconds"]["ours"]["median"], **tables.peers_of(entry)} for entry in entries]
+    names = [name for name in ("mla-backend", *dict.fromkeys(tables.PEERS.values())) if all(name in of for of in times)]
+    base, width, numbers = names[1], 0.84 / len(names), []
+    figure = Figure(figsize=(8, 3.7), layout="constrained")
+    axes = figure.subplots()
+    for number, name in enumerate(names):
+        ours, speeds = number == 0, [of[base] / of[name] for of in times]
+        xs = [x + (number - (len(names) - 1) / 2) * width for x in range(len(times))]
+        color = "#0072b2" if ours else str(0.48 + 0.4 * number / len(names))
+        label = name if ours else f"{', '.join(name.split())} cache"
+        axes.bar(xs, speeds, width * 0.94, color=color, label=label)
+        look = {"weight": "bold", "color": color, "fontsize": 8.5} if ours else {"color": "0.35", "fontsize": 7}
+        for x, speed in zip(xs, speeds, strict=True):
+            axes.text(x, speed + 0.03, f"{speed:.2f}", ha="center", **look)
+        numbers.append(f"{name}: {' '.join(f'{speed:.2f}' for speed in speeds)}")
+    axes.set_xticks(range(len(entries)), [f"{entry['case']['heads']} heads" for entry in entries])
+    axes.set_ylabel(f"speed ({base} = 1)")
+    gpu = report["environment"]["gpus"][0]["name"]
+    axes.set_title(f"Sparse MLA decode, {gpu}: 128 requests at 32K tokens, top 2048, FP8 cache", fontsize=10)
+    axes.tick_params(length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.grid(axis="y", alpha=0.2)
+    axes.set_axisbelow(True)
+    figure.legend(ncols=len(names), frameon=False, loc="outside lower center", fontsize=9)
+    return figure, "; ".join(numbers)
+
+
+def speed_up(file: ResultFile) -> Figure | None:
+    """mla-backend's speed over that of the fastest peer in the same process. Peers without FP8 read a BF16 cache.
+    Hatched: the peer is faster. Empty: not measured."""
+
+    def size(result: Result) -> tuple[int, int, int]:
+        return result["case"]["tokens"], Batch.parse(result["case"]["batch"]).cached, result["case"]["topk"]
+
+    panels_of: dict[str, dict[tuple[str, int], float]] = {}
+    for result in sorted((result for result in file.results if result["best_peer"]), key=size):
+        case = result["case"]
+        column = case["batch"] if case["topk"] == 2048 else f"{case['batch']}\ntopk {case['topk']}"
+        panels_of.setdefault(f"{case['format']} cache", {})[column, case["heads"]] = result["speed_up"]
+    if not panels_of:
+        return None
+    most = max(len({column for column, _ in cells}) for cells in panels_of.values())
+    figure, panels = new_figure(len(panels_of), file.machine, max(5.5, most * 0.95), 4.0, columns=1 if most > 8 else 2)
+    ratios = [ratio for cells in panels_of.values() for ratio in cells.values()]
+    most_apart = max(1.25, *ratios, *(1 / ratio for ratio in ratios))
+    norm, colors = LogNorm(1 / most_apart, most_apart), colormaps["cividis"]
+    for panel, (title, cells) in zip(panels, panels_of.items(), strict=True):
+        columns, heads = list(dict.fromkeys(column for column, _ in cells)), sorted({count for _, count in cells})
+        for (column, count), ratio in cells.items():
+            x, y, color = columns.index(column), heads.index(count), colors(norm(ratio))
+            look = {"facecolor": color, "edgecolor": "white", "hatch": "///" if ratio < 1 else None, "linewidth": 0.8}
+            panel.fill_between([x - 0.5, x + 0.5], y - 0.5, y + 0.5, **look)
+            bright = 0.3 * color[0] + 0.6 * color[1] + 0.1 * color[2] > 0.5
+            box = {"facecolor": color, "edgecolor": "none", "pad": 1.5}
+            look = {"ha": "center", "va": "center", "color": "black" if bright else "white", "bbox": box}
+            panel.text(x, y, f"{ratio:.2f}", **look)
+        panel.set(xlim=(-0.5, len(columns) - 0.5), ylim=(-0.5, len(heads) - 0.5), title=title, ylabel="heads")
+        panel.set_xticks(range(len(columns)), columns, fontsize=8)
+        panel.set_yticks(range(len(heads)), heads)
+        panel.set_xlabel("batch")
+    return figure
+
+
+# Whole models
+
+
+def pareto(reports: Sequence[Report]) -> Figure | None:
+    """Output tokens/s per GPU over tokens/s per user: a panel for each model and workload, a line for each backend and
+    GPUs, a point for each load. None where no request has an inter-token latency."""
+    workloads: dict[str, dict[tuple[str, str], list[Result]]] = {}
+    for name, entries in tables.by_workload(reports).items():
+        for gpus, entry in entries:
+            if runs.tokens_per_user(entry) is not None:
+                workloads.setdefault(name, {}).setdefault((entry["backend"], gpus), []).append(entry)
+    if not workloads:
+        return None
+    lines = {line for of in workloads.values() for line in of}
+    backends = sorted({backend for backend, _ in lines}, key=lambda name: (name not in runs.OUR_BACKENDS, name))
+    machines = sorted({gpus for _, gpus in lines})
+    figure, panels = new_figure(len(workloads), "Up and to the right is better")
+    handles: dict[tuple[int, int], Any] = {}
+    for panel, (name, of) in zip(panels, workloads.items(), strict=True):
+        for (backend, gpus), entries in of.items():
+            place = backends.index(backend), machines.index(gpus)
+            color, style = STYLES[place[0] % len(STYLES)]["color"], STYLES[place[1] % len(STYLES)]
+            x, y = list(map(runs.tokens_per_user, entries)), list(map(runs.tokens_per_gpu, entries))
+            look = {**style, "color": color, "markersize": 5, "label": f"{backend}, {gpus}"}
+            (handles[place],) = panel.plot(x, y, **look)
+            at = ((5, 3), "left") if backend in runs.OUR_BACKENDS else ((-5, -10), "right")
+            for entry, point in zip(entries, zip(x, y, strict=True), strict=True):
+                look = {"fontsize": 8, "color": color, "path_effects": OUTLINE, "ha": at[1]}
+                panel.annotate(runs.short_load(entry["case"]), point, at[0], textcoords="offset points", **look)
+        panel.set_title(name, fontsize=10)
+        panel.set(xlabel="tokens/s per user", ylabel="output tokens/s per GPU", yscale="log")
+        panel.margins(0.1)
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.grid(alpha=0.25)
+    legend = [handles[place] for place in sorted(handles)]
+    figure.legend(handles=legend, loc="outside lower center", ncols=2, frameon=False, fontsize=9)
+    return figure

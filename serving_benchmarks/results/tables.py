@@ -1,0 +1,411 @@
+"""The tables of kernels and whole models, in Markdown, for the docs and for reports.
+
+Each takes the contents of result files, `*reports`. Entries that failed are left out.
+"""
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from serving_benchmarks.results import file, kernel_times, runs
+
+Report = file.Report
+Entry = dict[str, Any]
+HEADLINE_DECODE = [("128q1s32k", heads, "fp8_ds_mla") for heads in (8, 16, 32, 64, 128)]
+HEADLINE_DECODE += [("1q1s32k", 16, "fp8_ds_mla")]
+HEADLINE_PREFILL = [("q4ks32k", heads, fmt) for heads in (16, 128) for fmt in ("fp8_ds_mla", "bf16")]
+"""Batch, heads and format of the rows of kernels_decode and kernels_prefill. All have topk 2048."""
+FLOOR = (
+    "The floor is the longest of math, memory and L2 time at measured rates. Memory's rate is of gathering FP8 rows of "
+    "656 bytes. BF16 rows of 1152 bytes are gathered faster, so more than 100% is possible there."
+)
+PEERS = {
+    "flashmla_fp8": "FlashMLA FP8",
+    "flashmla_fp8_one_batch": "FlashMLA FP8",
+    "flashmla_bf16": "FlashMLA BF16",
+    "fa3_bf16": "FA3 BF16",
+    "flashinfer_bf16": "FlashInfer BF16",
+}
+"""Titles of candidates. Of candidates with one title the fastest counts."""
+NOT_PEERS = ("ours", "plan", "portable")
+"""Candidates of `kernels` that are ours."""
+LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")
+"""Headings of what latencies() gives."""
+KERNELS_SHOWN = 8
+"""Of each profile."""
+TEMPLATE = re.compile(r"<[^<>]*>")
+NAME_LENGTH = 56
+
+
+def ran(report: Report) -> list[Entry]:
+    return [entry for entry in report["results"] if not entry.get("error")]
+
+
+def microseconds(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
+
+
+# Sparse attention on a GPU
+
+
+def kernel_name(case: dict[str, Any]) -> str:
+    return f"{case['batch']}, h {case['heads']}, topk {case['topk']}, {case['format']}"
+
+
+def peer_title(name: str) -> str:
+    return PEERS.get(name, name)
+
+
+def peers_of(result: Entry) -> dict[str, float]:
+    """Median seconds of the peers, by title."""
+    found: dict[str, float] = {}
+    for name, timing in result["seconds"].items():
+        if name not in NOT_PEERS:
+            title = peer_title(name)
+            found[title] = min(timing["median"], found.get(title, timing["median"]))
+    return found
+
+
+def share_of_floor(result: Entry) -> float:
+    return max(result["floor_seconds"].values()) / result["seconds"]["ours"]["median"]
+
+
+def kernel_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows for a terminal."""
+    portable = any("portable" in result["seconds"] for result in results)
+    headings = ["case", "ours us", "quartiles", "TFLOP/s", "TB/s", "of floor", "plan us"]
+    headings += [*(["portable us"] if portable else []), "best peer", "us", "ratio"]
+    rows = []
+    for result in results:
+        seconds = result["seconds"]
+        ours, best = seconds["ours"], result["best_peer"]
+        row = [kernel_name(result["case"]), microseconds(ours["median"])]
+        row += [f"{microseconds(ours['lower_quartile'])} {microseconds(ours['upper_quartile'])}"]
+        row += [f"{result['useful_flops'] / ours['median'] / 1e12:.0f}"]
+        row += [f"{result['bytes'] / ours['median'] / 1e12:.2f}", f"{share_of_floor(result):.0%}"]
+        row += [microseconds(seconds["plan"]["median"])]
+        if portable:
+            row.append(microseconds(seconds["portable"]["median"]) if "portable" in seconds else "")
+        if best:
+            row += [peer_title(best), microseconds(seconds[best]["median"]), f"{result['speed_up']:.2f}"]
+        rows.append(row)
+    return headings, rows
+
+
+def kernels(report: Report) -> str:
+    """Every case, with the time of every peer."""
+    results = report["results"]
+    titles = dict.fromkeys(title for result in results for title in peers_of(result))
+    titles = sorted(titles, key=lambda title: [*PEERS.values(), title].index(title))
+    headings = ["batch", "heads", "topk", "cache", "mla-backend", *titles, "best peer over ours", "of the floor"]
+    rows = []
+    for result in results:
+        case, times = result["case"], peers_of(result)
+        row = [case["batch"], str(case["heads"]), str(case["topk"]), case["format"]]
+        row.append(microseconds(result["seconds"]["ours"]["median"]))
+        row += [microseconds(times[title]) if title in times else "-" for title in titles]
+        row += [f"{result['speed_up']:.2f}" if result["best_peer"] else "-", f"{share_of_floor(result):.0%}"]
+        rows.append(row)
+    return "\n".join([*file.table(headings, rows), "", f"{_kernels_measured(report)} {FLOOR}"])
+
+
+def kernels_decode(report: Report) -> str:
+    """Six rows: the headline of decode with FP8 rows."""
+    return _headline(report, HEADLINE_DECODE)
+
+
+def kernels_prefill(report: Report) -> str:
+    """Four rows: the headline of prefill."""
+    return _headline(report, HEADLINE_PREFILL)
+
+
+def picked(report: Report, batch: str, heads: int, fmt: str) -> Entry:
+    """The entry with this batch, heads and format at topk 2048. Raises ValueError."""
+    name = kernel_name({"batch": batch, "heads": heads, "topk": 2048, "format": fmt})
+    for result in report["results"]:
+        if kernel_name(result["case"]) == name and result["case"]["pattern"] == "random":
+            return result
+    raise ValueError(f"there is no {name}")
+
+
+def _headline(report: Report, wanted: Sequence[tuple[str, int, str]]) -> str:
+    headings = ["batch", "heads", "cache", "mla-backend, us", "best peer, us", "best peer", "best peer over ours"]
+    rows = []
+    for batch, heads, fmt in wanted:
+        result = picked(report, batch, heads, fmt)
+        best = result["best_peer"]
+        theirs = [microseconds(result["seconds"][best]["median"]), peer_title(best)] if best else ["-", "-"]
+        ratio = f"{result['speed_up']:.2f}" if best else "-"
+        ours = microseconds(result["seconds"]["ours"]["median"])
+        rows.append([batch, str(heads), fmt, ours, *theirs, ratio])
+    return "\n".join([*file.table(headings, rows), "", _kernels_measured(report)])
+
+
+def _kernels_measured(report: Report) -> str:
+    """The line below a table of kernels."""
+    where = report["environment"]
+    peers = {name.split("_")[0] for result in report["results"] for name in result["seconds"]} - {*NOT_PEERS}
+    versions = sorted({where["peers"][name] for name in peers}) or ["none"]
+    patterns = sorted({result["case"]["pattern"] for result in report["results"]})
+    flushed = ", L2 emptied before every call" if where["l2_flushed"] else ""
+    return (
+        f"Medians of interleaved CUDA graph replays in one process, in us; {', '.join(patterns)} lists{flushed}. "
+        f"{file.machine(where)}, driver {where['driver']}, torch {where['torch']['version']}, peers' kernels: "
+        f"{', '.join(versions)}, {file.when(where)}."
+    )
+
+
+# Whole models
+
+
+def throughput(*reports: Report) -> str:
+    """Every load and backend, with latencies. Where several files have a load, the newest one counts."""
+    headings = ["heads", "GPUs", "prompt + output", "in flight", "backend", "output tokens/s (quartiles)", *LATENCIES]
+    rows, rounds = [], set()
+    for report, entries in newest_loads(reports):
+        for entry in entries.values():
+            case = entry["case"]
+            row = [runs.heads(report["environment"], case), str(entry["gpus"]), runs.lengths(case)]
+            rows.append([*row, runs.short_load(case), entry["backend"], _speed(entry), *latencies(entry)])
+            rounds.add(len(entry["rounds_s"]))
+    return "\n".join([*file.table(headings, rows), "", _models_measured(reports, rounds) + latency_note(reports)])
+
+
+def throughput_versus(*reports: Report, loads: str | None = None) -> str:
+    """A row for each load with ours, the other backend and their ratio. Where several files have a load, the newest
+    one counts.
+
+    Every file has to be of the same two backends. `loads` picks rows, such as 4096+64/64,512+512/64: the tokens of a
+    prompt and of an answer, and the requests in flight.
+    """
+    ours, other = _two_backends(reports)
+    wanted = _wanted_loads(loads)
+    rows, shown, rounds = [], set(), set()
+    for report, entries in newest_loads(reports):
+        if not {ours, other} <= entries.keys():
+            continue
+        mine, theirs = entries[ours], entries[other]
+        case = mine["case"]
+        load = f"{runs.lengths(case)}/{runs.short_load(case)}".replace(" ", "")
+        if wanted and load not in wanted:
+            continue
+        shown.add(load)
+        rounds.add(len(mine["rounds_s"]))
+        paired = runs.over_first(theirs, mine) if runs.interleaved(report["environment"]) else None
+        row = [runs.heads(report["environment"], case), runs.lengths(case), runs.short_load(case)]
+        rows.append([*row, _speed(mine), _speed(theirs), runs.ratio(theirs, mine, paired)])
+    if missing := [load for load in wanted if load not in shown]:
+        raise ValueError(f"loads: no file has {', '.join(missing)} with both backends")
+    headings = ["heads", "prompt + output", "in flight", f"{ours}, output tokens/s (quartiles)"]
+    headings += [f"{other} (quartiles)", "ratio"]
+    return "\n".join([*file.table(headings, rows), "", _models_measured(reports, rounds, paired=True)])
+
+
+def throughput_profiles(*reports: Report) -> str:
+    """Where the time of a decode step goes: the longest kernels, in microseconds a step."""
+    profiled = [(report, entry) for report in reports for entry in ran(report) if entry.get("profile")]
+    several = len({runs.lengths(entry["case"]) for _, entry in profiled}) > 1
+    found = {}
+    for report, entry in profiled:
+        name = f"{entry['backend']}, {runs.heads(report['environment'], entry['case'], ' heads')}"
+        found[f"{name}, {runs.lengths(entry['case'])}" if several else name] = entry["profile"]
+    times = {name: _by_short_name(profile) for name, profile in found.items()}
+    shown = {kernel for of in times.values() for kernel in sorted(of, key=of.__getitem__)[-KERNELS_SHOWN:]}
+    rows = [
+        ["the step", *(f"{profile['wall_s'] / profile['steps'] * 1e6:.0f}" for profile in found.values())],
+        ["all kernels", *(f"{profile['total_us'] / profile['steps']:.0f}" for profile in found.values())],
+        ["attention's share", *(f"{profile['attention_share']:.1%}" for profile in found.values())],
+    ]
+    for kernel in sorted(shown, key=lambda kernel: (-max(of.get(kernel, 0.0) for of in times.values()), kernel)):
+        rows.append([f"`{kernel}`", *(f"{of[kernel]:.0f}" if kernel in of else "-" for of in times.values())])
+    return "\n".join(file.table(["us a step", *found], rows))
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name without result, arguments and templates, and with one namespace at most."""
+    name = kernel.replace("(anonymous namespace)::", "")
+    while TEMPLATE.search(name):
+        name = TEMPLATE.sub("", name)
+    name = name.partition("<")[0]  # of a name that was cut off inside a template
+    name = name.partition("(")[0].removeprefix("void ").strip()
+    return "::".join(name.split("::")[-2:])[-NAME_LENGTH:]
+
+
+def serve(*reports: Report) -> str:
+    """Every load of a server and every backend, with latencies, goodput and prefix cache hits."""
+    headings = ["backend", "GPUs", "load", "requests/s", "output tokens/s", *LATENCIES]
+    headings += ["goodput", "prompt tokens from the prefix cache"]
+    entries = [entry for report in reports for entry in ran(report)]
+    rows = []
+    for entry in entries:
+        goodput, hits = entry.get("goodput"), (entry.get("cache") or {}).get("prefix_hit_share")
+        row = [entry["backend"], str(entry["gpus"]), runs.load(entry["case"])]
+        row += [f"{entry['requests_per_second']:.2f}", f"{entry['output_tokens_per_second']:.1f}", *latencies(entry)]
+        row.append(f"{goodput['requests_per_second']:.2f}/s, {goodput['share']:.0%}" if goodput else "-")
+        rows.append([*row, "-" if hits is None else f"{hits:.0%}"])
+    asked = "; ".join(dict.fromkeys(runs.workload(entry["case"]) for entry in entries))
+    limits = "; ".join(dict.fromkeys(_limits(entry["goodput"]) for entry in entries if entry.get("goodput")))
+    about = f"Each load was run once: {asked}. " + (f"Goodput: {limits}. " if limits else "")
+    return "\n".join([*file.table(headings, rows), "", about + _models_measured(reports) + latency_note(reports)])
+
+
+def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[str, Entry]]]:
+    """Runs that a user can choose between: for each model and workload the GPUs and the entry of each load and backend.
+    Light loads, few GPUs and ours come first."""
+    found: dict[tuple[int, str], list[tuple[str, Entry]]] = {}
+    for report, entries in newest_loads(reports):
+        heads = (report["environment"].get("model") or {}).get("heads") or 0
+        for entry in entries.values():
+            key = heads, f"{model_name(report)}: {workload_name(report, entry)}"
+            found.setdefault(key, []).append((gpus_name(report, entry), entry))
+
+    def order(run: tuple[str, Entry]) -> tuple[Any, ...]:
+        gpus, entry = run
+        ours = entry["backend"] in runs.OUR_BACKENDS
+        return runs.load_order(entry["case"]), entry["gpus"], gpus, not ours, entry["backend"]
+
+    return {key[1]: sorted(found[key], key=order) for key in sorted(found)}
+
+
+def which_backend(runs_of: Sequence[tuple[str, Entry]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of one workload: what each GPU gives and what each user sees."""
+    headings = ["load", "GPUs", "backend", "output tokens/s per GPU", "tokens/s per user", *LATENCIES]
+    rows = []
+    for gpus, entry in runs_of:
+        user = runs.tokens_per_user(entry)
+        speeds = [f"{runs.tokens_per_gpu(entry):.0f}", "-" if user is None else f"{user:.0f}"]
+        rows.append([runs.load(entry["case"]), gpus, entry["backend"], *speeds, *latencies(entry)])
+    return headings, rows
+
+
+def model_name(report: Report) -> str:
+    model = report["environment"].get("model") or {}
+    parts = [f"{model[name]} {name}" for name in ("heads", "layers") if model.get(name)]
+    return ", ".join([str(model.get("model_type") or model.get("name") or "unknown model"), *parts])
+
+
+def gpus_name(report: Report, entry: Entry) -> str:
+    """How many GPUs ran an entry, and which, such as 2 x NVIDIA H100."""
+    names = [gpu["name"] for gpu in report["environment"].get("gpus") or []]
+    return f"{entry['gpus']} x {names[0]}" if names else file.machine(report["environment"])
+
+
+def workload_name(report: Report, entry: Entry) -> str:
+    """Lengths of requests, and whether a server had them or all came at once."""
+    online = report["environment"].get("benchmark") == "serve"
+    return f"{runs.lengths(entry['case'])} tokens, {'server' if online else 'offline'}"
+
+
+def latency_note(reports: Sequence[Report]) -> str:
+    """What inter-token latencies are percentiles of, where that is not all gaps between tokens."""
+    notes = dict.fromkeys(report["environment"].get("inter_token_latency") for report in reports)
+    return "".join(f" Inter-token latency: {note}." for note in notes if note)
+
+
+def latencies(entry: Entry) -> list[str]:
+    """Cells: p50 and p99 of the time to the first token and of inter-token latency."""
+    found = [(entry[name][p], digits) for name, digits in (("ttft_s", 0), ("itl_s", 2)) for p in ("p50", "p99")]
+    return ["-" if seconds is None else f"{seconds * 1e3:.{digits}f}" for seconds, digits in found]
+
+
+def newest_loads(reports: Sequence[Report]) -> list[tuple[Report, dict[str, Entry]]]:
+    """For each model, machine, workload and load: the newest file that has it, and its entries by backend."""
+    found: dict[tuple[Any, ...], tuple[Report, dict[str, Entry]]] = {}
+    for report in reports:
+        about = report["environment"]
+        groups: dict[tuple[Any, ...], dict[str, Entry]] = {}
+        for entry in ran(report):
+            case = entry["case"]
+            key = (model_name(report), about.get("benchmark"), file.machine(about), entry["gpus"])
+            key += (runs.workload(case, count=False), runs.load(case))
+            groups.setdefault(key, {})[entry["backend"]] = entry
+        for key, entries in groups.items():
+            if key not in found or found[key][0]["environment"]["date"] < about["date"]:
+                found[key] = report, entries
+    return list(found.values())
+
+
+def _two_backends(reports: Sequence[Report]) -> tuple[str, str]:
+    names = dict.fromkeys(entry["backend"] for report in reports for entry in report["results"])
+    ours, others = ([name for name in names if (name in runs.OUR_BACKENDS) == mine] for mine in (True, False))
+    if (len(ours), len(others)) != (1, 1):
+        raise ValueError(f"the files must have one backend of ours and one other; they have {', '.join(names)}")
+    return ours[0], others[0]
+
+
+def _wanted_loads(loads: str | None) -> list[str]:
+    wanted = loads.split(",") if loads is not None else []
+    for load in wanted:
+        if not re.fullmatch(r"\d+\+\d+/\w+", load):
+            raise ValueError(f"loads: {load!r} is not PROMPT+ANSWER/IN_FLIGHT, as 4096+64/64 is")
+    return wanted
+
+
+def _speed(entry: Entry) -> str:
+    seconds, tokens = entry["seconds"], entry["total_output_tokens"]
+    low, high = tokens / seconds["upper_quartile"], tokens / seconds["lower_quartile"]
+    return f"{entry['output_tokens_per_second']:.0f} ({low:.0f} to {high:.0f})"
+
+
+def _by_short_name(profile: dict[str, Any]) -> dict[str, float]:
+    """Microseconds a step. Kernels with one short name are added."""
+    found: dict[str, float] = {}
+    for row in profile["kernels"]:
+        if row["name"] != kernel_times.THE_REST:
+            name = short_name(row["name"])
+            found[name] = found.get(name, 0.0) + row["total_us"] / profile["steps"]
+    return found
+
+
+def _limits(goodput: dict[str, Any]) -> str:
+    """What a good request keeps to."""
+    first, later = goodput["ttft_limit_s"], goodput["tpot_limit_s"]
+    parts = [f"first token within {first:g} s"] if first is not None else []
+    parts += [f"{later:g} s between tokens or less, on average"] if later is not None else []
+    return ", ".join(parts)
+
+
+def _models_measured(reports: Sequence[Report], rounds: Collection[int] = (), paired: bool = False) -> str:
+    """The line below a table of whole models. `rounds`: how many the entries have; `paired`: there are ratios."""
+    about = [report["environment"] for report in reports]
+    first, model, vllm = about[0], about[0].get("model") or {}, about[0]["vllm"]
+    told = [f"Medians of {' to '.join(map(str, sorted({min(rounds), max(rounds)})))} rounds"] if rounds else []
+    if paired and all(map(runs.interleaved, about)):
+        told.append("backends were interleaved, ratios are medians of paired rounds with 95 % confidence intervals")
+    told = [f"{'; '.join(told)}."] if told else []
+    parts = [
+        f"{model.get('layers')} layers of {model.get('model_type')}'s width with {model.get('experts')} experts",
+        f"{(first.get('settings') or {}).get('kv_cache_dtype')} cache",
+        " or ".join(dict.fromkeys(map(file.machine, about))),
+        f"torch {first['torch']['version']}",
+        f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "no vLLM",
+        *dict.fromkeys(map(file.when, about)),
+    ]
+    return " ".join([*told, f"{', '.join(parts)}."])
+
+
+# Answers of a checkpoint
+
+
+def checkpoint(*reports: Report) -> str:
+    """A row for each way to answer: how many answers are right, and how many equal those of the file's first way."""
+    headings = ["engine", "backend", "cache", "decode", "drafted tokens", "GPUs", "right"]
+    headings += ["answers equal to the first way's", "all tokens equal", "drafts accepted"]
+    rows, seen = [], set()
+    for report in reports:
+        for entry in ran(report):
+            if entry["way"] in seen and "than" not in entry:  # what others are compared with is in each of the files
+                continue
+            seen.add(entry["way"])
+            row = ["vLLM" if entry["engine"] == "vllm" else "embedded", entry.get("backend") or "-"]
+            row += [entry["cache"].upper(), "without CUDA graphs" if entry["eager"] else "CUDA graphs"]
+            row += [str(entry["drafts"] or "-"), str(entry["gpus"])]
+            row.append("-" if entry["right"] is None else f"{entry['right']} of {entry['asked']}")
+            row += [f"{entry[name]} of {entry['asked']}" if name in entry else "-" for name in _EQUAL]
+            rows.append([*row, f"{entry['accepted']} of {entry['drafted']}" if entry.get("drafted") else "-"])
+    lines = file.table(headings, rows)
+    machines = dict.fromkeys(f"{file.machine(r['environment'])}, {file.when(r['environment'])}" for r in reports)
+    return "\n".join([*lines, "", f"{'; '.join(machines)}."])
+
+
+_EQUAL = ("answers_equal", "texts_equal")

@@ -1,0 +1,292 @@
+"""Whole-model answers: whether vLLM with a backend says what the embedded engine, or another backend, says.
+
+Without --model it asks the tiny recall checkpoint held-out questions. At least 99 % of the answers must be right, and
+99 % the same as those of the first way with the same cache. With --model it continues random prompts, and compares
+tokens and logprobs with those of the first way. The first way also runs them in the opposite order. What differs then
+is noise, and other ways may differ by about as much. The exit status is 1 if a way fails or differs by more.
+
+Ways are ways to run the model. --ways is the list of them, and each of vLLM's runs with each --backend. Every way has a
+process of its own. vLLM's mtp ways need a model with an MTP layer; the recall checkpoint gets one.
+"""
+
+import argparse
+import math
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from serving_benchmarks import options as types
+from serving_benchmarks.models import drafts
+from serving_benchmarks.run import common, rounds, vllm_options, workloads
+from serving_benchmarks.run.common import Stages
+from serving_benchmarks.run.processes import why_it_ended
+
+ENOUGH = 0.99
+"""Of the answers that must be right, and of those that must be the same as another way's."""
+CACHE_BYTES = 1 << 28
+"""For the recall checkpoint: 32 contexts of 2000 tokens, with any cache."""
+LONGER = 100
+"""Tokens that a question may add to its context."""
+ROUNDING = 0.01
+"""Of logprobs that come from bf16 logits, about. It allows for an order of prompts that happens to make no noise."""
+DRAFT_ROOM = 8
+"""Positions after a request's last token that drafts may take."""
+Answers = list[dict[str, list]]
+"""Of each prompt: tokens, their logprobs, and the margins between the likeliest two."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is run."""
+
+    engine: str = "vllm"
+    cache: str = "fp8"
+    eager: bool = False
+    drafts: int = 0
+    gpus: int = 1
+    backend: str | None = None
+
+
+WAYS = {
+    "embedded": Way("embedded"),
+    "embedded-bf16": Way("embedded", cache="bf16"),
+    "vllm": Way(),
+    "vllm-bf16": Way(cache="bf16"),
+    "eager": Way(eager=True),
+    "mtp-1": Way(drafts=1),
+    "mtp-3": Way(drafts=3),
+    "tp-2": Way(gpus=2),
+    "tp-2-mtp-1": Way(gpus=2, drafts=1),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ways",
+        type=types.listed(types.one_of(WAYS)),
+        default="embedded,vllm,mtp-1",
+        metavar="WAY,...",
+        help=f"of {', '.join(WAYS)}; default: %(default)s",
+    )
+    common.add_backend(parser)
+    parser.add_argument("--model", help="a checkpoint's folder; default: the recall checkpoint and its questions")
+    parser.add_argument("--num-prompts", type=types.count, metavar="N", help="default: 200 questions, or 16 prompts")
+    parser.add_argument("--input-len", type=types.count, metavar="N", help="tokens of a prompt; default: 1000, or 4096")
+    parser.add_argument("--output-len", type=types.count, default=24, metavar="N", help="default: %(default)s")
+    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations; default: %(default)s")
+    parser.add_argument("--limit", type=types.positive, default=600.0, metavar="S", help="for a way; default: 600")
+    common.add_results(parser, requests=False)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What is asked."""
+
+    prompts: list[list[int]]
+    model: str
+    max_model_len: int
+    drafting: str
+    """The model with an MTP layer."""
+    right: list[list[int]] | None = None
+    """The right answers; None for random prompts."""
+    end: int | None = None
+    """The token that ends an answer."""
+
+
+def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions:
+    """The recall checkpoint's held-out questions."""
+    try:
+        from examples.recall.accuracy import CHECKPOINT, held_out
+        from examples.recall.task import EOS, IDS
+    except ImportError:
+        raise types.Refused("the recall checkpoint is in the source tree, not in the installed package") from None
+    input_len, drafting = options.input_len or 1000, folder / "with-mtp-layer"
+    asked = held_out(input_len, options.num_prompts or 200)
+    if any(WAYS[name].drafts for name in options.ways):
+        drafts.add_mtp_layer(CHECKPOINT, drafting)
+    return Questions(
+        [prompt.context_tokens + prompt.question_tokens for prompt in asked],
+        str(CHECKPOINT),
+        input_len + LONGER + options.output_len,
+        str(drafting),
+        [prompt.answer_tokens for prompt in asked],
+        IDS[EOS],
+    )
+
+
+def of_model(options: argparse.Namespace) -> Questions:
+    """Random prompts of unequal lengths."""
+    config, chance = common.read_config(options.model), random.Random(0)
+    input_len, count = options.input_len or 4096, options.num_prompts or 16
+    lengths = [input_len] + [max(1, int(input_len * chance.uniform(0.75, 1.0))) for _ in range(count - 1)]
+    tokens = workloads.usable_tokens(config)
+    longest = input_len + options.output_len
+    most = config.get("max_position_embeddings") or longest + DRAFT_ROOM
+    if longest > most:
+        raise types.Refused(f"requests of {longest} tokens are too long: the model takes {most}")
+    prompts = [chance.choices(tokens, k=length) for length in lengths]
+    return Questions(prompts, options.model, min(longest + DRAFT_ROOM, most), options.model)
+
+
+def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dict[str, Any]:
+    """The arguments of the way's engine, for `worker.py`."""
+    given: dict[str, Any] = {"dtype": options.dtype, "max_model_len": asked.max_model_len}
+    tiny = asked.right is not None
+    if way.engine == "embedded":
+        return {**given, "kv_cache": way.cache, **({"memory": CACHE_BYTES} if tiny else {})}
+    given |= {
+        "attention_backend": way.backend,
+        "kv_cache_dtype": {"fp8": "fp8", "bf16": "auto"}[way.cache],
+        "tensor_parallel_size": way.gpus,
+        "max_num_seqs": 64,
+        "enforce_eager": way.eager,
+        "enable_prefix_caching": tiny,  # random prompts come twice, and are to be computed twice
+    }
+    if tiny:
+        given["kv_cache_memory_bytes"] = CACHE_BYTES
+    if torch.cuda.is_available():
+        given["compilation_config"] = {"mode": 0} if way.eager else vllm_options.FULL_DECODE_GRAPHS
+    if way.drafts:
+        given["speculative_config"] = vllm_options.speculative(way.drafts)
+    return given
+
+
+def ask(name: str, spec: dict[str, Any], limit: float, logs: Path, stages: Stages) -> dict[str, Any]:
+    """What a way's process found; `error` if it failed."""
+    found: dict[str, Any] = {}
+    with rounds.started(name, {"task": "answers", **spec}, logs) as worker:
+        try:
+            for event in worker.events(limit):
+                if event.pop("event") == "result":
+                    found = {**event, "error": None}
+                else:
+                    stages.at(f"{name}: {event['stage']}")
+        except TimeoutError as error:
+            found = {"error": str(error)}
+        said = worker.process.says()
+        if not found:
+            found = {"error": why_it_ended(worker.process.status(), said)}
+    if found["error"]:
+        stages.failed(name, found["error"], said)
+    return found
+
+
+def answer_of(tokens: list[int], end: int | None) -> list[int]:
+    """The tokens up to the one that ends the answer."""
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens
+
+
+def compare(one: Answers, other: Answers, end: int | None) -> dict[str, Any]:
+    """How far two ways agree. Their logprobs are compared as long as both have seen the same tokens."""
+    until, differences, margins = [], [], []
+    for a, b in zip(one, other, strict=True):
+        pairs = zip(a["tokens"], b["tokens"], strict=True)
+        parts = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+        until.append(len(a["tokens"]) if parts is None else parts)
+        if parts is not None:
+            margins.append(b["margins"][parts])
+        logprobs = zip(a["logprobs"][: until[-1] + 1], b["logprobs"][: until[-1] + 1], strict=True)
+        differences += [abs(x - y) for x, y in logprobs]
+    return {
+        "answers_equal": sum(
+            answer_of(a["tokens"], end) == answer_of(b["tokens"], end) for a, b in zip(one, other, strict=True)
+        ),
+        "texts_equal": len(one) - len(margins),
+        "margins_where_they_part": sorted(margins),
+        "tokens_until_first_difference": statistics.mean(until),
+        "logprob_difference_mean": statistics.mean(differences),
+        "logprob_difference_max": max(differences),
+    }
+
+
+def is_within_noise(difference: dict[str, float], noise: dict[str, float]) -> bool:
+    """Whether two ways differ by no more than one differs from itself, but for chance."""
+    return (
+        difference["logprob_difference_mean"] <= 2 * noise["logprob_difference_mean"] + ROUNDING
+        and difference["logprob_difference_max"] <= 3 * noise["logprob_difference_max"] + 10 * ROUNDING
+    )
+
+
+def ways_of(options: argparse.Namespace) -> dict[str, Way]:
+    """All ways by name: each of vLLM's with each backend."""
+    found: dict[str, Way] = {}
+    for name in options.ways:
+        if WAYS[name].engine == "embedded":
+            found[name] = WAYS[name]
+            continue
+        for backend in options.backend:
+            several = len(options.backend) > 1
+            found[f"{name} {backend}" if several else name] = replace(WAYS[name], backend=backend)
+    return found
+
+
+def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator[dict[str, Any]]:
+    """The entry of each way."""
+    stages.at("preparing")
+    asked = of_model(options) if options.model else of_recall_checkpoint(options, logs)
+    references: dict[str, tuple[str, Answers, dict[str, Any] | None]] = {}  # of each cache: way, answers, noise
+    for name, way in ways_of(options).items():
+        is_reference = way.cache not in references
+        batches = [asked.prompts]
+        if is_reference and asked.right is None:
+            batches.append(asked.prompts[::-1])
+        model = asked.drafting if way.drafts else asked.model
+        spec = {"engine": way.engine, "model": model, "arguments": arguments_of(way, options, asked)}
+        spec |= {"batches": batches, "new_tokens": options.output_len}
+        found = ask(name, spec, options.limit, logs, stages)
+        entry = {"way": name, **asdict(way), "asked": len(asked.prompts), **found}
+        if entry["error"] is None:
+            first, *more = answers = entry.pop("answers")
+            values = [value for batch in answers for one in batch for value in one["logprobs"]]
+            entry |= {"right": count_right(first, asked), "finite": all(map(math.isfinite, values))}
+            if is_reference:
+                noise = entry["differs_from_itself"] = compare(first, more[0][::-1], asked.end) if more else None
+                references[way.cache] = name, first, noise
+            else:
+                than, its, noise = references[way.cache]
+                entry |= {"than": than, **compare(first, its, asked.end)}
+                entry["within_noise"] = is_within_noise(entry, noise) if noise else None
+        yield entry
+
+
+def count_right(answers: Answers, asked: Questions) -> int | None:
+    """How many answers are right; None for random prompts."""
+    if asked.right is None:
+        return None
+    given = [answer_of(one["tokens"], asked.end) for one in answers]
+    return sum(a == b for a, b in zip(given, asked.right, strict=True))
+
+
+def is_good(entry: dict[str, Any]) -> bool:
+    """Whether a way keeps to the bounds."""
+    if entry["error"] or not entry["finite"]:
+        return False
+    if entry["right"] is None:
+        return entry.get("within_noise") is not False
+    least = ENOUGH * entry["asked"]
+    return entry["right"] >= least and entry.get("answers_equal", entry["asked"]) >= least
+
+
+def line(entry: dict[str, Any]) -> str:
+    """An entry on the terminal."""
+    if entry["error"]:
+        return f"{entry['way']}: FAILED: {entry['error']}"
+    shown = "asked right answers_equal tokens_until_first_difference within_noise drafted accepted".split()
+    shown += [name for name in entry if name.startswith("logprob_difference")]
+    values = {name.replace("_", " "): entry[name] for name in shown if entry.get(name) is not None}
+    verdict = "good" if is_good(entry) else "NOT GOOD"
+    return f"{entry['way']}: {verdict}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def run(options: argparse.Namespace) -> int:
+    results, status = common.collect(lambda logs, stages: measure(options, logs, stages), options.logs)
+    for entry in results:
+        print(line(entry))
+    settings = {name: getattr(options, name) for name in ("input_len", "output_len", "num_prompts", "dtype", "backend")}
+    common.write(options, "checkpoint", results, settings)
+    return status or (0 if all(map(is_good, results)) else 1)

@@ -1,0 +1,218 @@
+"""What `throughput`, `serve` and `checkpoint` have in common: options, warm-up sizes, what is shown, how they end."""
+
+import argparse
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from serving_benchmarks import options as types
+from serving_benchmarks.models import models
+from serving_benchmarks.results import result_file, runs
+from serving_benchmarks.run import workloads
+from serving_benchmarks.run.processes import signals_unwind, status_when
+from serving_benchmarks.run.workloads import Workload
+
+DEFAULT_BACKEND = "SPARSE_MLA"
+TABLE_WIDTH = 130
+MOST_OF_A_REASON = 300
+LOG_LINES = 20
+"""Shown of what a backend printed before it failed."""
+STEP_TOKENS = 8192
+"""Tokens of the largest step in the warm-up, unless --max-num-batched-tokens says it. Larger steps are full ones, which
+every round has."""
+
+
+class Stages:
+    """Shows where a command is: a spinner on a terminal, else a line for each stage.
+
+    Args:
+        console: where.
+    """
+
+    def __init__(self, console: Console):
+        self.console = console
+        self._status = console.status("", spinner="line")
+        self._stage: str | None = None
+
+    def __enter__(self) -> "Stages":
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def at(self, stage: str) -> None:
+        """The command is at a stage, new or the same as before."""
+        if stage != self._stage:
+            self._stage = stage
+            self._status.update(Text(stage))
+            if not self.console.is_terminal:
+                self.say(stage)
+
+    def say(self, line: str, style: str | None = None) -> None:
+        """Prints a line."""
+        self.console.print(line, style=style, markup=False, soft_wrap=True)
+
+    def failed(self, name: str, why: str, printed: str) -> None:
+        """Says that one of several has failed, why, and what it printed last."""
+        self.say(f"{name} failed: {why[:MOST_OF_A_REASON]}", style="red")
+        for line in printed.splitlines()[-LOG_LINES:]:
+            self.say(f"    {line}")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options --model and --backend."""
+    parser.add_argument("--model", required=True, help="a checkpoint's folder, or a repository of the Hugging Face hub")
+    add_backend(parser)
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """The option --backend."""
+    parser.add_argument(
+        "--backend",
+        type=types.names,
+        default=[DEFAULT_BACKEND],
+        metavar="NAMES",
+        help=f"vLLM's attention backends, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE; default: {DEFAULT_BACKEND}",
+    )
+
+
+def add_warmup(parser: argparse.ArgumentParser, what: str) -> None:
+    """The options --warmup and --size-warmup."""
+    parser.add_argument(
+        "--warmup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help=f"{what}, so that kernels are compiled for its shapes; default: --warmup",
+    )
+    parser.add_argument(
+        "--size-warmup",
+        action=argparse.BooleanOptionalAction,
+        help="first run steps of many sizes, as which sizes come up later depends on the moment; default: with "
+        "--warmup on a GPU",
+    )
+
+
+def add_results(parser: argparse.ArgumentParser, *, requests: bool) -> None:
+    """The options --logs and --output, and --requests where there are times of requests."""
+    if requests:
+        parser.add_argument("--requests", action="store_true", help="write the times of every request, too")
+    parser.add_argument("--logs", type=types.new_folder, metavar="FOLDER", help="keep what the processes print")
+    types.add_output(parser)
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """A model's config.json."""
+    try:
+        return models.read(models.folder_of(model))
+    except (ValueError, OSError) as error:
+        raise types.Refused(f"--model: {error}") from None
+
+
+def size_warmup(
+    options: argparse.Namespace,
+    settings: dict[str, Any],
+    config: dict[str, Any],
+    in_flight: Sequence[int],
+    longest_prompt: int,
+) -> list[Workload]:
+    """The warm-up of step sizes, as `workloads.of_step_sizes` has it; none without --size-warmup.
+
+    Args:
+        options: of a command with `add_warmup`.
+        settings: of vLLM, with max_model_len.
+        config: of the model.
+        in_flight: requests in flight at each load.
+        longest_prompt: of all loads.
+    """
+    import torch
+
+    if not (options.warmup and torch.cuda.is_available() if options.size_warmup is None else options.size_warmup):
+        return []
+    at_once = min(max(in_flight), settings["max_num_seqs"] or max(in_flight))
+    most = min(settings["max_num_batched_tokens"] or STEP_TOKENS, at_once * longest_prompt)
+    return workloads.of_step_sizes(most, at_once, settings["max_model_len"], workloads.usable_tokens(config))
+
+
+def collect(
+    measure: Callable[[Path, Stages], Iterator[dict[str, Any]]], logs: Path | None
+) -> tuple[list[dict[str, Any]], int]:
+    """The entries that `measure` yields until it ends or a signal stops it, and the exit status.
+
+    The status is 1 if an entry failed, and 128 and the signal's number after a signal.
+    """
+    results: list[dict[str, Any]] = []
+    status = 0
+    with tempfile.TemporaryDirectory() as folder, signals_unwind():
+        try:
+            with (
+                Stages(Console(stderr=True, highlight=False)) as stages,
+                contextlib.closing(measure(logs or Path(folder), stages)) as entries,
+            ):
+                for result in entries:
+                    results.append(result)
+        except (KeyboardInterrupt, SystemExit) as stopped:
+            status = status_when(stopped)
+    if any(result["error"] is not None for result in results):
+        status = status or 1
+    return results, status
+
+
+def write(options: argparse.Namespace, benchmark: str, results: list[dict[str, Any]], settings: dict[str, Any]) -> None:
+    """The result file, if one is wanted and there are results."""
+    if results:
+        more: dict[str, Any] = {"benchmark": benchmark, "settings": {**settings, "cpus": len(os.sched_getaffinity(0))}}
+        if options.model:
+            load_format = settings.get("vllm_args", {}).get("load_format")
+            more["model"] = models.describe(options.model, read_config(options.model), load_format)
+        result_file.write(options.output, results, Console(stderr=True, highlight=False), **more)
+
+
+def load(case: dict[str, Any]) -> str:
+    """An entry's load: request rate, and requests in flight."""
+    rate, concurrency = case.get("request_rate"), case.get("concurrency")
+    parts = [f"{rate:g} requests/s"] if rate is not None else []
+    parts += [f"{concurrency} in flight"] if concurrency is not None else []
+    return ", ".join(parts) or "all at once"
+
+
+def table(results: list[dict[str, Any]], last: str, cell: Callable[[dict[str, Any]], str]) -> Table:
+    """The entries as rows, with one column of the command's own.
+
+    Args:
+        results: of `throughput` or `serve`.
+        last: the heading of the last column.
+        cell: what is in it.
+    """
+    latencies = "TTFT p50, ms", "p99", "ITL p50, ms", "p99"
+    shown = Table("backend", "tokens", "load", "output tokens/s", "requests/s", *latencies, last, box=None)
+    for result in results:
+        row = [result["backend"], runs.lengths(result["case"]), load(result["case"])]
+        if result["error"] is None:
+            times = [result[name][percentile] for name in ("ttft_s", "itl_s") for percentile in ("p50", "p99")]
+            row += [f"{result['output_tokens_per_second']:.1f}", f"{result['requests_per_second']:.2f}"]
+            row += ["-" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in times]
+            row.append(cell(result))
+        else:
+            row.append("failed")
+        shown.add_row(*row)
+    return shown
+
+
+def show(table: Table) -> None:
+    """Prints a table, in full where output goes to a file."""
+    Console(width=TABLE_WIDTH, highlight=False).print("", table)
+
+
+def case_of(settings: dict[str, Any], lengths: tuple[int, int], num_prompts: int, **load: Any) -> dict[str, Any]:
+    """The `case` of an entry: entries with the same one are comparable."""
+    names = "kv_cache_dtype", "tensor_parallel_size", "decode_context_parallel_size", "drafts"
+    of_vllm = {name: settings[name] for name in names if settings[name] is not None}
+    return {"input_len": lengths[0], "output_len": lengths[1], "num_prompts": num_prompts, **of_vllm, **load}

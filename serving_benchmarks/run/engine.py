@@ -1,0 +1,220 @@
+"""vLLM as the engine that is measured: requests are submitted, and each step says which have ended."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from serving_benchmarks.results.kernel_times import KernelTimes
+
+Compiled = list[tuple[str, float]]
+"""Kernels that Triton compiled: name and seconds, in their order."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request that has all its tokens."""
+
+    id: str
+    ttft: float | None
+    """Seconds from its submission to its first token; None if the engine doesn't say."""
+    output_tokens: int
+    cached_tokens: int | None
+    """Tokens of its prompt that the prefix cache had."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Totals since an engine was started; None for what it doesn't count."""
+
+    preemptions: int | None
+    looked_up_tokens: int | None
+    """In the prefix cache."""
+    hit_tokens: int | None
+
+
+def counted_between(before: Counters, after: Counters) -> dict[str, Any]:
+    """The fields of a result file that come from counters."""
+
+    def more(name: str) -> int | None:
+        values = getattr(before, name), getattr(after, name)
+        return None if None in values else values[1] - values[0]
+
+    looked_up, hits = more("looked_up_tokens"), more("hit_tokens")
+    return {
+        "preemptions": more("preemptions"),
+        "prefix_hit_share": hits / looked_up if looked_up and hits is not None else None,
+    }
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A few steps of one process."""
+
+    device: str
+    steps: int
+    kernels: list[tuple[str, int, float]]
+    """Name, calls and microseconds."""
+    calls: dict[str, int]
+    """Calls of the CUDA runtime."""
+
+
+class Compilations:
+    """Kernels that Triton compiles in this process, until they are taken.
+
+    Triton compiles a kernel when it is launched with arguments of a new kind. Loading a kernel from its cache on disk
+    takes milliseconds, and does not count. Other compilers, such as DeepGEMM's nvcc, are not seen.
+    """
+
+    def __init__(self):
+        self._found: Compiled = []
+        self._seen = False
+        try:
+            from triton import knobs  # vLLM's stand-in, where there is no Triton, has none
+        except ImportError:
+            return
+        other = knobs.compilation.listener
+
+        def listener(**named: Any) -> None:
+            if not named["cache_hit"]:
+                self._found.append((str(named["src"].name), named["times"].total / 1e6))
+            if other is not None:
+                other(**named)
+
+        knobs.compilation.listener = listener
+        self._seen = True
+
+    def take(self) -> Compiled | None:
+        """Those since the last call; None if they can't be seen."""
+        found, self._found = self._found, []
+        return found if self._seen else None
+
+
+class MeasuredWorker:
+    """What is measured inside of vLLM's workers, which may be other processes.
+
+    vLLM mixes this class into its worker class (`worker_extension_cls`) and calls its methods by name. They answer in
+    JSON, which all ways between processes carry.
+    """
+
+    def measured_start(self) -> None:
+        """Starts to count kernels and steps. Only workers know their steps, as they run ahead of the engine."""
+        run, self._measured_steps = self.execute_model, 0
+
+        def counted(scheduled, *more, **named):
+            self._measured_steps += scheduled.total_num_scheduled_tokens > 0
+            return run(scheduled, *more, **named)
+
+        self.execute_model = counted  # vLLM refuses extensions that override a method of the worker
+        self._measured_kernels = KernelTimes()
+        self._measured_kernels.start()
+
+    def measured_stop(self) -> str:
+        """The fields of a Profile since `measured_start`."""
+        kernels = self._measured_kernels.stop()
+        del self.execute_model
+        device, calls = self._measured_kernels.device, self._measured_kernels.runtime_calls
+        return json.dumps([device, self._measured_steps, kernels, calls])
+
+    def measured_compiled(self) -> str:
+        """What was compiled since the last call. The first call starts to look for it."""
+        if not hasattr(self, "_measured_compilations"):
+            self._measured_compilations = Compilations()
+        return json.dumps(self._measured_compilations.take())
+
+
+class VllmEngine:
+    """`vllm.LLM`, step by step.
+
+    Args:
+        model: a folder, or a name that vLLM finds.
+        arguments: of vllm.LLM.
+    """
+
+    def __init__(self, model: str, arguments: dict[str, Any]):
+        from vllm import LLM
+
+        self._llm = LLM(
+            model,
+            **{
+                "skip_tokenizer_init": True,
+                "disable_log_stats": False,  # without them it tells nothing of first tokens and of the cache
+                "worker_extension_cls": "serving_benchmarks.run.engine.MeasuredWorker",
+                **arguments,
+            },
+        )
+        self._engine = self._llm.llm_engine
+        cache = self._engine.vllm_config.cache_config
+        self.cache_tokens = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
+        """Tokens that fit into the cache."""
+        self._names: dict[str, str] = {}
+        """vLLM's own id of each request that has not ended."""
+        self._begun: set[str] = set()
+
+    def submit(self, id: str, prompt: Sequence[int], new_tokens: int, *, streamed: bool = False) -> None:
+        """Adds a request: greedy, and with exactly so many new tokens. `decoding` counts streamed ones only."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
+        )
+        self._names[id] = self._engine.add_request(id, {"prompt_token_ids": list(prompt)}, params)
+
+    def step(self) -> list[Ended]:
+        """Waits for one step of the model."""
+        ended = []
+        for output in self._engine.step():
+            if not output.finished:
+                self._begun.add(output.request_id)
+                continue
+            self._names.pop(output.request_id)
+            self._begun.discard(output.request_id)
+            ttft = output.metrics.first_token_latency if output.metrics else None
+            tokens = len(output.outputs[0].token_ids)
+            ended.append(Ended(output.request_id, ttft, tokens, output.num_cached_tokens))
+        return ended
+
+    def decoding(self) -> int:
+        """Streamed requests that have a token and have not ended."""
+        return len(self._begun)
+
+    def abort_all(self) -> None:
+        """Gives up all requests that have not ended."""
+        self._engine.abort_request(list(self._names.values()), internal=True)
+        self._names.clear()
+        self._begun.clear()
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache."""
+        self._llm.reset_prefix_cache()
+
+    def counters(self) -> Counters:
+        names = "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
+        return Counters(*(None if (value := self._metric(name)) is None else int(value) for name in names))
+
+    def compiled(self) -> Compiled | None:
+        """What Triton compiled since the last call, in the process that it took longest; None if that is not known."""
+        known = [kernels for kernels in self._of_workers("measured_compiled") if kernels is not None]
+        return max(known, key=lambda kernels: sum(seconds for _, seconds in kernels), default=None)
+
+    def start_profile(self) -> None:
+        self._llm.collective_rpc("measured_start")
+
+    def stop_profile(self) -> Profile:
+        # With tensor parallelism all workers run the same kernels. Those that reach a collective early wait in its
+        # kernel. The worker whose kernels took least waited least.
+        found = [Profile(*answer) for answer in self._of_workers("measured_stop")]
+        return min(found, key=lambda profile: sum(time for _, _, time in profile.kernels))
+
+    def _of_workers(self, method: str) -> list[Any]:
+        """The answers of a method of MeasuredWorker, one from each of vLLM's workers."""
+        return [json.loads(answer) for answer in self._llm.collective_rpc(method)]
+
+    def _metric(self, name: str) -> float | None:
+        values = [metric.value for metric in self._llm.get_metrics() if metric.name == name]
+        return sum(values) if values else None

@@ -1,0 +1,133 @@
+"""Interleaves processes round by round: while one of them works, the others wait.
+
+A worker is a process that writes its events to a file, a line of JSON each. Before each piece of its work it writes the
+event `ready` and waits for a word on its standard input. All workers have the same pieces of work. Some pieces are
+optional rounds: a worker is told to skip them once all workers have been timed for long enough.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from serving_benchmarks.run.processes import Supervised
+
+POLL_SECONDS = 0.2
+"""How often a worker's events are read."""
+WORKER = [sys.executable, "-m", "serving_benchmarks.run.worker"]
+"""The command of a worker, before the files of its spec and its events."""
+GO, ENOUGH = "go", "enough"
+"""What a worker is told: do what you asked for, or skip it."""
+
+
+class Worker:
+    """A worker, as seen by the process that started it.
+
+    Args:
+        process: that runs it.
+        events: the file that it writes its events to.
+    """
+
+    def __init__(self, process: Supervised, events: Path):
+        self.process = process
+        self.asks: dict[str, Any] | None = None
+        """Its `ready` event while it waits; None while it works, and after it has ended."""
+        self._events, self._offset = events, 0
+
+    def events(self, seconds: float = float("inf")) -> Iterator[dict[str, Any]]:
+        """Its events until it waits or has ended. TimeoutError if it does neither for so many seconds."""
+        running, end = True, time.monotonic() + seconds
+        while running:
+            try:
+                self.process.wait(POLL_SECONDS)
+                running = False  # its last events are still to be read
+            except TimeoutError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"it took more than {seconds:.0f} s") from None
+            found, self._offset = read_events(self._events, self._offset)
+            for event in found:
+                if event["event"] == "ready":
+                    self.asks = event if running else None
+                else:
+                    yield event
+            if self.asks is not None:
+                return
+
+    def tell(self, word: str = GO) -> str:
+        """Answers a worker that waits, and says what it does next. Read its `events` before another worker is told."""
+        stage, self.asks = self.asks["stage"] if word == GO else "enough rounds", None
+        self.process.tell(word)
+        return stage
+
+
+@contextlib.contextmanager
+def started(name: str, spec: dict[str, Any], logs: Path) -> Iterator[Worker]:
+    """A worker that runs for as long as the block lasts.
+
+    Args:
+        name: of its files.
+        spec: what it is to do, for `worker.py`.
+        logs: the folder for its files: the spec, its events and what it prints.
+    """
+    asked, events, log = (logs / f"{name}.{kind}" for kind in ("spec.json", "events", "log"))
+    asked.write_text(json.dumps(spec))
+    for file in (events, log):
+        file.write_bytes(b"")  # an earlier run may have left one
+    with Supervised([*WORKER, asked, events], log) as process:
+        yield Worker(process, events)
+
+
+def interleaved(workers: Sequence[Worker], seconds: float = 0) -> Iterator[tuple[Worker, str]]:
+    """Lets one worker after the other do its next piece of work, until none waits.
+
+    Yields each worker that was told to work, and what it does. The caller then reads the worker's `events`. Every other
+    round goes through the workers in the reverse order, so that a machine that drifts favours none of them.
+
+    Args:
+        workers: that wait for their first word.
+        seconds: rounds that a worker's `ready` event calls `optional` are skipped once each worker's `timed_s` is so
+            much. All workers get the same number of rounds.
+    """
+    while waiting := [worker for worker in workers if worker.asks is not None]:
+        asks = [worker.asks for worker in waiting]
+        enough = all(asked.get("optional") and asked["timed_s"] >= seconds for asked in asks)
+        if asks[0].get("round", 0) % 2:
+            waiting.reverse()
+        for worker in waiting:
+            stage = worker.tell(ENOUGH if enough else GO)
+            yield worker, stage
+
+
+def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """The events after an offset, and the offset of the next one. A line without its end is left for later."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        whole = file.read().rpartition(b"\n")[0]
+    return [json.loads(line) for line in whole.splitlines()], offset + len(whole) + (1 if whole else 0)
+
+
+class Events:
+    """The worker's own side: writes events, and waits for words.
+
+    Args:
+        file: that the events are written to.
+        words: that the answers are read from.
+    """
+
+    def __init__(self, file: TextIO, words: TextIO):
+        self._file, self._words = file, words
+
+    def send(self, event: str, **more: Any) -> None:
+        self._file.write(json.dumps({"event": event, **more}) + "\n")
+        self._file.flush()
+
+    def wait(self, stage: str, **more: Any) -> bool:
+        """Waits until it may do a piece of work; False if it is to skip it."""
+        self.send("ready", stage=stage, **more)
+        word = self._words.readline().strip()
+        if not word:
+            raise RuntimeError("the process that started this worker has ended")
+        return word == GO

@@ -1,0 +1,326 @@
+"""The process that runs a model for `throughput` or `checkpoint`, which start it.
+
+    python -m serving_benchmarks.run.worker SPEC EVENTS
+
+SPEC is a JSON file that says what to run. EVENTS gets a line of JSON for each stage, and each result as soon as it is
+known, so that a crash loses none. For `throughput` the worker waits for its round before each piece of work, as
+`rounds.py` describes.
+"""
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serving_benchmarks.ops.timing import Timing
+from serving_benchmarks.results import kernel_times, latency
+from serving_benchmarks.run.engine import Compiled, VllmEngine, counted_between
+from serving_benchmarks.run.rounds import Events
+from serving_benchmarks.run.workloads import Workload
+
+PROFILED_STEPS = 8
+TIMED_STEPS = 32
+"""Decode steps that are timed without the profiler, before those with it."""
+DIGITS = 9
+"""Decimals of a request's seconds: a clock knows no more, and files with --requests have thousands of them."""
+
+
+@dataclass
+class Round:
+    """One pass through a workload."""
+
+    elapsed: float
+    requests: dict[str, list[float | int | None]]
+    """Lists in the order of the requests, as result files have them."""
+    gaps: list[float]
+    """Seconds between tokens, of all requests."""
+
+
+def run_round(engine: VllmEngine, workload: Workload, concurrency: int | None) -> Round:
+    """Runs all requests to their ends.
+
+    Args:
+        engine: that has nothing else to do.
+        workload: the requests.
+        concurrency: requests in flight; all of them if None. Each that ends makes room for the next.
+    """
+    count = len(workload)
+    limit = count if concurrency is None else min(concurrency, count)
+    starts, ended, last_steps = [0.0] * count, [None] * count, [0] * count
+    step_ends: list[float] = []
+    submitted = finished = 0
+    begin = time.perf_counter()
+    while finished < count:
+        while submitted < count and submitted - finished < limit:
+            starts[submitted] = time.perf_counter() - begin
+            engine.submit(str(submitted), workload.prompts[submitted], workload.output_lens[submitted])
+            submitted += 1
+        done = engine.step()
+        now = time.perf_counter() - begin
+        step_ends.append(now)
+        for request in done:
+            ended[int(request.id)], last_steps[int(request.id)] = request, len(step_ends) - 1
+        finished += len(done)
+    elapsed = time.perf_counter() - begin
+    for i, (request, wanted) in enumerate(zip(ended, workload.output_lens, strict=True)):
+        if request.output_tokens != wanted:
+            raise RuntimeError(f"request {i} must give {wanted} tokens; the engine gave {request.output_tokens}")
+    e2e = [step_ends[last] - start for start, last in zip(starts, last_steps, strict=True)]
+    ttfts = [request.ttft for request in ended]
+    per_token = [latency.per_token(r.ttft, s, r.output_tokens) for r, s in zip(ended, e2e, strict=True)]
+    firsts = [None if ttft is None else start + ttft for start, ttft in zip(starts, ttfts, strict=True)]
+    return Round(
+        elapsed,
+        {
+            "input_tokens": [len(prompt) for prompt in workload.prompts],
+            "output_tokens": [request.output_tokens for request in ended],
+            "cached_tokens": [request.cached_tokens for request in ended],
+            "ttft_s": _rounded(ttfts),
+            "tpot_s": _rounded(per_token),
+            "e2e_s": _rounded(e2e),
+            "start_s": _rounded(starts),
+        },
+        gaps_between_tokens(step_ends, firsts, last_steps),
+    )
+
+
+def gaps_between_tokens(
+    step_ends: Sequence[float], firsts: Sequence[float | None], last_steps: Sequence[int]
+) -> list[float]:
+    """Seconds between the tokens of all requests: each step gives a token to every request that decodes.
+
+    Asking vLLM for every token would slow it down. With drafts a step may give several tokens, and counts once.
+
+    Args:
+        step_ends: when each step ended.
+        firsts: when each request had its first token; None if that is not known.
+        last_steps: the number of the step that gave each request its last token.
+    """
+    change = [0] * (len(step_ends) + 1)
+    for first, last in zip(firsts, last_steps, strict=True):
+        if first is not None:
+            change[min(bisect_left(step_ends, first), last) + 1] += 1
+            change[last + 1] -= 1
+    decoding = itertools.accumulate(change)
+    return [
+        step_ends[step] - step_ends[step - 1]
+        for step, requests in enumerate(itertools.islice(decoding, len(step_ends)))
+        for _ in range(requests)
+    ]
+
+
+def _rounded(seconds: list[float | None]) -> list[float | None]:
+    return [None if value is None else round(value, DIGITS) for value in seconds]
+
+
+def measure(
+    engine: VllmEngine, workload: Workload, asked: dict[str, Any], spec: dict[str, Any], events: Events
+) -> dict[str, Any]:
+    """One entry of a result file, without the fields that are the same for the whole process.
+
+    Args:
+        engine: that runs it.
+        workload: the requests.
+        asked: an element of the spec's `runs`.
+        spec: of the process.
+        events: asked before each round.
+    """
+    concurrency, rounds = asked["concurrency"], spec["rounds"]
+    if spec["warmup"]:  # with all of the workload's shapes, or the clock runs while kernels are compiled for them
+        events.wait("warm-up")
+        engine.forget_prefixes()  # of an earlier workload: a cached prompt is not computed
+        run_round(engine, workload, concurrency)
+    done: list[Round] = []
+    compiled: list[Compiled | None] = []
+    before = engine.counters()
+    while len(done) < rounds or spec["more_rounds"]:
+        number, timed = len(done), sum(one.elapsed for one in done)
+        stage = f"round {number + 1}" if spec["more_rounds"] else f"round {number + 1} of {rounds}"
+        if not events.wait(stage, round=number, optional=number >= rounds, timed_s=timed):
+            break
+        engine.forget_prefixes()
+        engine.compiled()  # drops what was compiled before this round
+        done.append(run_round(engine, workload, concurrency))
+        compiled.append(engine.compiled())
+    found = entry(done, keep_requests=spec["requests"])
+    return {**found, **counted_between(before, engine.counters()), "compiled": compiled_in_rounds(compiled)}
+
+
+def entry(rounds: list[Round], *, keep_requests: bool) -> dict[str, Any]:
+    """The fields of a result file that come from rounds of one workload."""
+    elapsed = [one.elapsed for one in rounds]
+    seconds = Timing.of(elapsed)
+    first = rounds[0].requests
+    inputs, outputs, count = sum(first["input_tokens"]), sum(first["output_tokens"]), len(first["e2e_s"])
+    requests = {name: [value for one in rounds for value in one.requests[name]] for name in first}
+    kept = {"round": [i for i in range(len(rounds)) for _ in range(count)], **requests}
+    summaries = latency.summaries(requests)
+    gaps = latency.summary([gap for one in rounds for gap in one.gaps])
+    return {
+        "elapsed_time": seconds.median,
+        "num_requests": count,
+        "total_num_tokens": inputs + outputs,
+        "requests_per_second": count / seconds.median,
+        "tokens_per_second": (inputs + outputs) / seconds.median,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "output_tokens_per_second": outputs / seconds.median,
+        "seconds": seconds.as_dict(),
+        "rounds_s": elapsed,
+        "ttft_s": {name: summaries["ttft_s"][name] for name in ("p50", "p99")},
+        "itl_s": {name: gaps[name] for name in ("p50", "p99")},
+        "latency": summaries,
+        **({"requests": kept} if keep_requests else {}),
+    }
+
+
+def compiled_in_rounds(found: list[Compiled | None]) -> list[dict[str, Any]] | None:
+    """What was compiled in each round, for a result file; None if that is not known of all of them."""
+    if any(kernels is None for kernels in found):
+        return None
+    return [
+        {"round": number, "kernel": kernel, "seconds": round(seconds, 6)}
+        for number, kernels in enumerate(found)
+        for kernel, seconds in kernels
+    ]
+
+
+def warm_sizes(engine: VllmEngine, sizes: list[Workload], events: Events) -> None:
+    """Runs what `workloads.of_step_sizes` gives, before anything is measured.
+
+    Which requests share a step depends on the moment. A round as a warm-up therefore doesn't reach all step sizes.
+    """
+    events.wait("warm-up of step sizes")
+    for requests in sizes:
+        run_round(engine, requests, None)
+
+
+def profile(engine: VllmEngine, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Kernel times of a few steps in which all requests decode, and how long such steps take without the profiler."""
+    for i, prompt in enumerate(prompts):
+        engine.submit(str(i), prompt, new_tokens, streamed=True)
+    while engine.decoding() < len(prompts):
+        if engine.step():
+            raise RuntimeError("a request ended before the last prompt was computed; --max-model-len must be more")
+    ends = [time.perf_counter()]
+    for _ in range(TIMED_STEPS):
+        engine.step()
+        ends.append(time.perf_counter())
+    seconds = statistics.median(end - begin for begin, end in itertools.pairwise(ends))
+    engine.start_profile()
+    for _ in range(PROFILED_STEPS):
+        engine.step()
+    found = engine.stop_profile()
+    if engine.decoding() < len(prompts):
+        raise RuntimeError("a request ended while it was profiled; --max-model-len must be more")
+    engine.abort_all()
+    return {
+        "steps": found.steps,
+        "wall_s": seconds * found.steps,
+        "batch": len(prompts),
+        "context": max(map(len, prompts)),
+        "device": found.device,
+        "calls": found.calls,
+        **kernel_times.table(found.kernels),
+    }
+
+
+def throughput(spec: dict[str, Any], events: Events) -> None:
+    """All runs of one backend."""
+    events.send("stage", stage="loading the model")
+    begin = time.perf_counter()
+    engine = VllmEngine(spec["model"], spec["arguments"])
+    start_seconds = time.perf_counter() - begin
+    events.send("stage", stage=f"model loaded after {start_seconds:.0f} s")
+    workloads = [Workload(**workload) for workload in spec["workloads"]]
+    if spec["sizes"]:
+        warm_sizes(engine, [Workload(**requests) for requests in spec["sizes"]], events)
+    for number, asked in enumerate(spec["runs"]):
+        workload = workloads[asked["workload"]].first(asked["prompts"])
+        found = measure(engine, workload, asked, spec, events)
+        profiled = None
+        if asked["profile"]:
+            events.wait("profiling")
+            profiled = profile(engine, workload.prompts[: asked["profile"]["batch"]], asked["profile"]["new_tokens"])
+        cache = {"tokens": engine.cache_tokens, "prefix_hit_share": found.pop("prefix_hit_share")}
+        found |= {"cache": cache, "start_s": start_seconds, "profile": profiled}
+        events.send("result", run=number, result=found)
+    events.wait("ending")  # it takes time, and frees memory
+
+
+def answers(spec: dict[str, Any], events: Events) -> None:
+    """What an engine generates greedily, with logprobs, for each of the spec's batches of prompts."""
+    events.send("stage", stage="answering")
+    found, drafted, accepted = (embedded_answers if spec["engine"] == "embedded" else vllm_answers)(spec)
+    events.send("result", answers=found, drafted=drafted, accepted=accepted)
+
+
+def vllm_answers(spec: dict[str, Any]) -> tuple[list[list[dict[str, list]]], int, int]:
+    """The answers of each batch, and the tokens that were drafted and accepted."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(spec["model"], skip_tokenizer_init=True, disable_log_stats=False, **spec["arguments"])
+    new = spec["new_tokens"]
+    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=2, detokenize=False)
+    found = []
+    for prompts in spec["batches"]:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        completions = [output.outputs[0] for output in outputs]
+        found.append(
+            [
+                answer(
+                    one.token_ids,
+                    [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)],
+                    [[likely.logprob for likely in step.values()] for step in one.logprobs],
+                )
+                for one in completions
+            ]
+        )
+    totals = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return found, *(int(totals.get(f"vllm:spec_decode_num_{kind}_tokens", 0)) for kind in ("draft", "accepted"))
+
+
+def embedded_answers(spec: dict[str, Any]) -> tuple[list[list[dict[str, list]]], int, int]:
+    """The same of the embedded engine, which drafts nothing."""
+    import torch
+
+    from mla_backend.engine import Engine, SamplingParams
+
+    engine = Engine(spec["model"], **{**spec["arguments"], "dtype": getattr(torch, spec["arguments"]["dtype"])})
+    params = SamplingParams(max_tokens=spec["new_tokens"], ignore_eos=True, logprobs=2)
+    found = []
+    for prompts in spec["batches"]:
+        results = [(result.tokens, result.completions[0].logprobs) for result in engine.generate(prompts, params)]
+        found.append(
+            [
+                answer(tokens, [step.logprob for step in steps], [[likely for _, likely in step.top] for step in steps])
+                for tokens, steps in results
+            ]
+        )
+    return found, 0, 0
+
+
+def answer(tokens: Sequence[int], logprobs: Sequence[float], likeliest: Sequence[Sequence[float]]) -> dict[str, list]:
+    """The answer to one prompt: tokens, their logprobs, and how far the likeliest two are apart at each of them."""
+    margins = [best[0] - best[1] for best in (sorted(step, reverse=True) for step in likeliest)]
+    return {"tokens": list(tokens), "logprobs": list(logprobs), "margins": margins}
+
+
+def main() -> None:
+    spec, events = sys.argv[1:]
+    given = json.loads(Path(spec).read_text())
+    if given["arguments"].get("tensor_parallel_size", 1) > 1:  # or vLLM for CPUs wants a NUMA node for each process
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with Path(events).open("a") as file:
+        {"throughput": throughput, "answers": answers}[given["task"]](given, Events(file, sys.stdin))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The door: every command has its help, and wrong options are refused with their names."""
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from serving_benchmarks import options as opt
+from serving_benchmarks.__main__ import COMMANDS, main
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_its_help(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*command.split(), "--help"])
+    assert stopped.value.code == 0 and f"python -m serving_benchmarks {command}" in capsys.readouterr().out
+
+
+def test_the_door_lists_all_commands():
+    done = subprocess.run([sys.executable, "-m", "serving_benchmarks", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and all(f"\n  {name} " in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("words", [[], ["ops"], ["nope"], ["ops", "nope"], ["--nope"]])
+def test_what_is_no_command_is_refused(words, capsys):
+    assert main(words) == 2
+    assert not capsys.readouterr().out
+
+
+def test_values_are_read():
+    assert opt.count("3") == 3 and opt.count_or_none("0") == 0 and opt.seconds("0.5") == 0.5
+    assert opt.listed(opt.count)("16, 1,16") == [16, 1] and opt.names("a,b") == ["a", "b"]
+    assert opt.json_object('{"a": 1}') == {"a": 1}
+
+
+REFUSED = [(opt.count, "0"), (opt.count, "1.5"), (opt.rounds, "1"), (opt.between(1, 3), "4"), (opt.seconds, "nan")]
+REFUSED += [(opt.seconds, "-1"), (opt.positive, "0"), (opt.positive, "inf"), (opt.listed(opt.count), "1,,2")]
+REFUSED += [(opt.listed(opt.count), ""), (opt.listed(opt.one_of(["a"])), "a,b"), (opt.json_object, "[]")]
+REFUSED += [(opt.json_object, "{"), (opt.new_file, "/proc/nope/x.json"), (opt.new_folder, __file__)]
+
+
+@pytest.mark.parametrize(("read", "text"), REFUSED)
+def test_wrong_values_are_refused(read, text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        read(text)
+
+
+def test_an_output_is_tried_and_left_as_it_is(tmp_path):
+    assert not opt.new_file(str(tmp_path / "folder" / "new.json")).exists()
+    (tmp_path / "old.json").write_text("results")
+    assert opt.new_file(str(tmp_path / "old.json")).read_text() == "results"
+    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    assert opt.new_file(str(tmp_path / "link.json")).is_symlink() and not (tmp_path / "target.json").exists()
