@@ -6,7 +6,7 @@ import re
 import pytest
 
 import result_examples
-from serving_benchmarks.ops import kernels, suite_files
+from serving_benchmarks.ops import batches, kernels
 from serving_benchmarks.results import compare, result_kinds
 
 DOCS = result_examples.ROOT / "docs" / "reports.md"
@@ -33,14 +33,14 @@ def test_the_comparison_says_what_it_says_there(tmp_path, capsys):
 def test_the_suite_is_one(tmp_path):
     path = tmp_path / "ours.toml"
     path.write_text(examples()[1])
-    cases = kernels.suite_cases(suite_files.load(str(path), kernels.FORMATS))
+    cases = kernels.suite_cases(batches.load_suite(str(path), kernels.FORMATS))
     assert len(cases) == 2 * 2 + 2
 
 
 def test_all_suites_and_kinds_are_named():
     text = DOCS.read_text()
     tables = "\n".join(line for line in text.splitlines() if line.startswith("| `"))
-    assert {*suite_files.names(), *result_kinds.TITLES} == set(re.findall(r"`(\w+)`", tables))
+    assert {*batches.suite_names(), *result_kinds.TITLES} == set(re.findall(r"`(\w+)`", tables))
 
 
 def test_the_report_of_all_results_has_as_many_files_as_there_are():
