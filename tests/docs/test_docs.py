@@ -27,7 +27,7 @@ import torch
 import engine_models
 from mla_backend import cli
 from serving_benchmarks.__main__ import COMMANDS
-from serving_benchmarks.ops import kernels, suite_files
+from serving_benchmarks.ops import kernels
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,6 +48,14 @@ def blocks(*marks: str) -> dict[str, list[tuple[str, str]]]:
 
 
 EXAMPLES = blocks("example: tested")
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    """The options of a command of serving_benchmarks."""
+    (command,) = [name for name in COMMANDS if words[: len(name.split())] == name.split()]
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}").add_options(parser)
+    return parser.parse_args(words[len(command.split()) :])
 
 
 def pages_with(found: dict[str, list[tuple[str, str]]]) -> list:
@@ -83,7 +91,7 @@ def test_examples_print_what_they_say(examples, folder, tmp_path):
         if language == "toml":
             path = tmp_path / "example.toml"
             path.write_text(text)
-            assert kernels.suite_cases(suite_files.load(str(path), kernels.FORMATS))
+            assert kernels.chosen_cases(parsed(["kernels", "--suite", str(path)]))[0]
             continue
         with contextlib.redirect_stdout(io.StringIO()) as out, engine_models.one_thread():
             exec(compile(text, "example", "exec"), names)
@@ -117,10 +125,7 @@ def test_benchmark_commands_are_understood(commands, beside_model):
     for line in "".join(text for _, text in commands).splitlines():
         python, dash_m, package, *words = shlex.split(line)
         assert (python, dash_m, package) == ("python", "-m", "serving_benchmarks"), line
-        (command,) = [name for name in COMMANDS if words[: len(name.split())] == name.split()]
-        parser = argparse.ArgumentParser(exit_on_error=False)
-        importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}").add_options(parser)
-        parser.parse_args(words[len(command.split()) :])
+        parsed(words)
 
 
 def test_the_example_of_sparse_attention_is_accurate():
