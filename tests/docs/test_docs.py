@@ -1,82 +1,149 @@
-"""What the README shows is what runs."""
+"""What README and docs show is what runs.
 
+A comment in front of a fenced block, which does not show, says what is done with the block:
+
+    <!-- example: tested -->      Python runs and prints what its comments say; a suite in TOML can be measured
+    <!-- commands: run -->        lines of mla-backend succeed
+    <!-- commands: parsed -->     lines of `python -m serving_benchmarks` are understood
+    <!-- file: NAME -->           is there under that name when the page's commands run
+
+Blocks of a page share their variables. `folder` and MODEL are a small checkpoint.
+"""
+
+import argparse
+import contextlib
+import importlib
+import io
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-ROOT = Path(__file__).parent.parent.parent
-pytestmark = pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="needs the source tree")
+import engine_models
+from mla_backend import cli
+from serving_benchmarks.__main__ import COMMANDS
+from serving_benchmarks.ops import kernels
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKED = re.compile(r"^<!-- (example|commands|file): (\S+) -->\n```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+MARK = re.compile(r"^<!-- (?:examples?|commands?|files?):", re.MULTILINE)
+SAID = re.compile(r"print\(.*\)  # (.+)")
+pytestmark = pytest.mark.skipif(not PAGES[0].is_file(), reason="needs the source tree")
 
 
-def test_the_readmes_example_runs_and_prints_what_it_says():
-    code = re.search(r"```python\n(.+?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert f"# {printed}" in code
+def blocks(*marks: str) -> dict[str, list[tuple[str, str]]]:
+    """The languages and texts of the blocks with one of these marks, by page."""
+    found = {}
+    for page in PAGES:
+        for kind, how, language, text in MARKED.findall(page.read_text()):
+            if f"{kind}: {how}" in marks:
+                found.setdefault(page.name, []).append((language, text))
+    return found
 
 
-@pytest.mark.parametrize("name", ["sparse_attention"])
-def test_examples_run(name):
-    done = subprocess.run([sys.executable, ROOT / "examples" / f"{name}.py"], capture_output=True, text=True)
+EXAMPLES = blocks("example: tested")
+
+
+def parsed(words: list[str]) -> argparse.Namespace:
+    """The options of a command of serving_benchmarks."""
+    (command,) = [name for name in COMMANDS if words[: len(name.split())] == name.split()]
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}").add_options(parser)
+    return parser.parse_args(words[len(command.split()) :])
+
+
+def pages_with(found: dict[str, list[tuple[str, str]]]) -> list:
+    return [pytest.param(texts, id=page) for page, texts in found.items()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    return engine_models.save_small(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture
+def beside_model(tmp_path, monkeypatch, folder) -> Path:
+    """The current folder, with a checkpoint called MODEL in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("MODEL").symlink_to(folder)
+    return tmp_path
+
+
+def test_every_mark_is_one_that_is_tested():
+    for page in PAGES:
+        text = page.read_text()
+        known = [m for m in MARKED.finditer(text) if m[1] == "file" or m[2] in ("tested", "run", "parsed")]
+        assert len(known) == len(MARK.findall(text)), page.name
+        assert {m[3] for m in known if m[1] == "example"} <= {"python", "toml"}, page.name
+
+
+@pytest.mark.parametrize("examples", pages_with(EXAMPLES))
+def test_examples_print_what_they_say(examples, folder, tmp_path):
+    names = {"folder": folder}
+    for language, text in examples:
+        if language == "toml":
+            path = tmp_path / "example.toml"
+            path.write_text(text)
+            assert kernels.chosen_cases(parsed(["kernels", "--suite", str(path)]))[0]
+            continue
+        with contextlib.redirect_stdout(io.StringIO()) as out, engine_models.one_thread():
+            exec(compile(text, "example", "exec"), names)
+        printed = out.getvalue().splitlines()
+        assert printed or "print(" not in text
+        for said in SAID.findall(text):
+            assert printed == said.split(", then "), said
+
+
+@pytest.mark.parametrize("commands", pages_with(blocks("commands: run")))
+def test_commands_succeed(commands, beside_model):
+    Path("questions.txt").write_text("Why?\nWhat for?\n")
+    for page in PAGES:
+        for kind, name, _, text in MARKED.findall(page.read_text()):
+            if kind == "file":
+                Path(name).write_text(text)
+    outputs = set()
+    with engine_models.one_thread():
+        for line in "".join(text for _, text in commands).splitlines():
+            program, *arguments = shlex.split(line)
+            assert program == "mla-backend" and cli.main(arguments) == 0, line
+            if "--output" in arguments:
+                outputs.add((arguments[arguments.index("--input") + 1], arguments[arguments.index("--output") + 1]))
+    for asked, answered in outputs:
+        results = [json.loads(line) for line in Path(answered).read_text().splitlines()]
+        assert len(results) == len(Path(asked).read_text().splitlines()), answered
+
+
+@pytest.mark.parametrize("commands", pages_with(blocks("commands: parsed")))
+def test_benchmark_commands_are_understood(commands, beside_model):
+    for line in "".join(text for _, text in commands).splitlines():
+        python, dash_m, package, *words = shlex.split(line)
+        assert (python, dash_m, package) == ("python", "-m", "serving_benchmarks"), line
+        parsed(words)
+
+
+def test_the_example_of_sparse_attention_is_accurate():
+    path = ROOT / "examples" / "sparse_attention.py"
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     differences = [float(x) for x in re.findall(r"\d\.\de[-+]\d+", done.stdout)]
     assert len(differences) == 3 and max(differences) < 0.01
 
 
 def test_links_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
-def test_the_benchmark_measures_a_small_case(tmp_path):
-    output = tmp_path / "out.json"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "serving_benchmarks.ops.cpu_attention",
-            "--heads",
-            "3",
-            "--contexts",
-            "32",
-            "--batches",
-            "2",
-            "--rounds",
-            "2",
-            "--burst",
-            "0",
-            "--threads",
-            "2",
-            "--output",
-            output,
-        ],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(output.read_text())
-    assert {r["case"]["format"] for r in report["results"]} == {"bf16", "fp8_ds_mla"}
-    assert all(r["seconds"]["ours"]["median"] > 0 and r["largest_difference"]["ours"] < 0.02 for r in report["results"])
-    assert report["environment"]["torch"]["version"] and "ours" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (["--contexts", "100"], "--contexts must be multiples of 16"),
-        (["--heads", "0"], "--heads must be 1 or more"),
-        (["--heads", "300"], "--heads must be 256 or fewer"),
-        (["--markdown", "/nope.json"], "/nope.json is no result file"),
-        (["--output", "/proc/nope/x.json"], "--output: "),
-        (["--rounds", "1"], "--rounds must be 2 or more"),
-    ],
-)
-def test_the_benchmark_refuses_wrong_arguments(arguments, text):
-    done = subprocess.run(
-        [sys.executable, "-m", "serving_benchmarks.ops.cpu_attention", *arguments], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and text in done.stderr
+    texts = {page: page.read_text() for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]}
+    anchors = {}
+    for page, text in texts.items():
+        headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+        anchors[page] = {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+    for page, text in texts.items():
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+            path = (page.parent / target).resolve() if target else page
+            assert path.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors[path], f"{page.name} links to {target}#{anchor}"
