@@ -17,7 +17,7 @@ def read_json(path: Path) -> Any:
     """What a file has; a ValueError that names it if that is no JSON."""
     try:
         return json.loads(path.read_text())
-    except ValueError as error:  # of JSON, and of text that is no UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON, of text that is no UTF-8, of nesting without end
         raise ValueError(f"{path} must be JSON: {error}") from None
 
 
