@@ -145,6 +145,8 @@ def _plain(completion: Completion, text_of: Callable[[Sequence[int]], str] | Non
         "finish_reason": completion.finish_reason,
         "tokens": completion.tokens,
     }
+    if completion.error:
+        line["error"] = completion.error
     if completion.logprobs:
         line["logprobs"] = _logprobs(completion, text_of)
     return line

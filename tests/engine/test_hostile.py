@@ -1,6 +1,7 @@
 """Hostile files and lines: nothing is lost, nothing is executed, and no line ends the batch."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -8,11 +9,13 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import engine_models  # noqa: F401  (skips without transformers' models)
-from mla_backend.engine import SamplingParams
+from mla_backend.engine import Engine, ModelConfig, SamplingParams
+from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotation_scale
 from mla_backend.engine.tokenizer import Tokenizer, end_tokens
 from mla_backend.engine.weights import Checkpoint
 from mla_backend.generate.prompts import read
@@ -165,3 +168,73 @@ def test_a_generation_config_that_is_none_is_named(tmp_path, config):
 
 def test_the_tiny_checkpoints_own_files_are_read():
     assert Checkpoint(CHECKPOINT).names() and Tokenizer(CHECKPOINT).encode("Josef lives in Luanda.")
+
+
+CONFIG = json.loads((CHECKPOINT / "config.json").read_text())
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    10**12,
+    10**400,
+    "x",
+    "",
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": 1},
+    float("nan"),
+    float("inf"),
+    -1e300,
+]
+
+
+@pytest.mark.parametrize("key", sorted(CONFIG))
+def test_a_config_with_any_value_in_any_key_is_read_or_refused_by_its_name(key):
+    """Nothing is allocated for it, and every refusal is a ValueError."""
+    for value in ODD:
+        try:
+            ModelConfig.from_dict({**CONFIG, key: value})
+        except ValueError as error:
+            assert str(error)
+
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096, rope_theta=10000.0)
+
+
+@pytest.mark.parametrize("key", [*YARN, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"])
+@pytest.mark.parametrize("value", [v for v in ODD if v is not None])
+def test_yarn_with_any_value_gives_finite_numbers_or_is_refused(key, value):
+    raw = {k: v for k, v in CONFIG.items() if not k.startswith("rope")} | {"rope_parameters": {**YARN, key: value}}
+    try:
+        config = ModelConfig.from_dict(raw)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert inverse_frequencies(config).isfinite().all()
+        assert math.isfinite(rotation_scale(config.yarn)) and math.isfinite(attention_scale(config))
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "n_routed_experts", "num_hidden_layers", "vocab_size"])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 10**16, "x", None])
+def test_what_would_be_computed_wrongly_is_refused(key, value):
+    raw = {k: v for k, v in CONFIG.items() if k != "rope_parameters"} | {"rope_theta": 10000.0, key: value}
+    with pytest.raises(ValueError, match=key):
+        ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"logprobs": 3}])
+def test_logits_that_are_not_finite_end_their_request_alone(params):
+    """Token 5's embedding is NaN, so only requests that have it are without logits."""
+    engine = Engine(CHECKPOINT, device="cpu", dtype=torch.float32, kv_cache="bf16", memory=1 << 24)
+    embedding = engine.model.model.embed_tokens
+    embedding.weight = torch.nn.Parameter(embedding.weight.clone(), requires_grad=False)
+    embedding.weight[5] = torch.nan
+    wanted = SamplingParams(max_tokens=4, ignore_eos=True, seed=1, **params)
+    bad, good = engine.generate([[1, 2, 5, 3], [1, 2, 4, 3]], wanted)
+    assert bad.completions[0].finish_reason == "error" and bad.completions[0].error and bad.tokens == []
+    assert good.completions[0].finish_reason == "length" and len(good.tokens) == 4
+    assert not engine.has_work and engine.status.cache.usage == 0
