@@ -190,10 +190,10 @@ class Engine:
             tokens = self._tokenizer_for("a conversation").encode_chat(prompt)
         else:
             tokens = list(prompt)
-            vocabulary = self.model.config.vocab_size
-            for token in tokens:
-                if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-                    raise ValueError(f"prompt must have tokens of 0 to {vocabulary - 1}; got {token!r}")
+        vocabulary = self.model.config.vocab_size
+        for token in tokens:  # a tokenizer's own, too: it may have more of them than the model
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+                raise ValueError(f"prompt must have tokens of 0 to {vocabulary - 1}; got {token!r}")
         if not tokens:
             raise ValueError("prompt must be one token or more; got none")
         return tokens
@@ -350,11 +350,16 @@ class Engine:
     def _take(self, sample: Sample, token: int, logprobs: sampler.TokenLogprobs | None) -> Update:
         """Goes on by a token, and notices when that was the last."""
         request = sample.request
-        sample.sequence.append(token)
+        text, stopped, reason, error = "", False, None, None
+        if token == sampler.NO_TOKEN:
+            reason, error = "error", f"logits are not finite after {len(sample.sequence.tokens)} tokens"
+        else:
+            sample.sequence.append(token)
         if sample.seen is not None:
             sample.seen.add(token)
-        text, stopped, reason = "", False, None
-        if token in request.stop_tokens:
+        if error is not None:
+            logprobs = None
+        elif token in request.stop_tokens:
             reason = "stop"
         elif sample.stream is not None:
             text, stopped = sample.stream.push(token)
@@ -364,7 +369,7 @@ class Engine:
         if reason is not None:
             if sample.stream is not None and not stopped:
                 rest, stopped = sample.stream.finish()
-                text, reason = text + rest, "stop" if stopped else reason
+                text, reason = text + rest, "stop" if stopped and error is None else reason
             sample.finish_reason = reason
             self.scheduler.remove(sample)
             if all(other.finish_reason is not None for other in request.samples):
@@ -373,12 +378,13 @@ class Engine:
             id=request.id,
             index=sample.index,
             samples=request.params.n,
-            tokens=(token,),
+            tokens=() if error is not None else (token,),
             text=text,
             logprobs=() if logprobs is None else (logprobs,),
             finish_reason=reason,
             prompt_tokens=request.prompt_tokens,
             cached_tokens=request.samples[0].cached_tokens,
+            error=error,
         )
 
     def _tokenizer_for(self, what: str) -> Tokenizer:

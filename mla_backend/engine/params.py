@@ -7,6 +7,8 @@ from mla_backend.arguments import require_count
 
 MOST_LOGPROBS = 20
 LARGEST_SEED = 2**63 - 1
+LARGEST_PENALTY = 1e9
+"""Of repetition_penalty; the smallest is 1e-9. Logits stay finite when they are multiplied or divided by it."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class SamplingParams:
         _require_number("temperature", self.temperature, 0.0, math.inf)
         _require_number("top_p", self.top_p, 0.0, 1.0, excludes_low=True)
         _require_number("min_p", self.min_p, 0.0, 1.0)
-        _require_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, excludes_low=True)
+        _require_number("repetition_penalty", self.repetition_penalty, 1 / LARGEST_PENALTY, LARGEST_PENALTY)
         if self.logprobs is not None:
             require_count("logprobs", self.logprobs)
             if self.logprobs > MOST_LOGPROBS:
@@ -75,6 +77,10 @@ class SamplingParams:
 def _require_number(name: str, value: object, low: float, high: float, excludes_low: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number; got {value!r}")
+    try:
+        value = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        value = math.inf
     if not low <= value <= high or math.isinf(value) or (excludes_low and value == low):
         lowest = f"more than {low:g}" if excludes_low else f"{low:g} or more"
         raise ValueError(f"{name} must be {lowest}{'' if math.isinf(high) else f' and at most {high:g}'}; got {value}")

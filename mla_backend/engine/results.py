@@ -23,10 +23,12 @@ class Update:
     logprobs: tuple[TokenLogprobs, ...]
     """One for each token, if asked for."""
     finish_reason: str | None
-    """In a sample's last update: stop (the model's end token, a stop token or a stop text) or length."""
+    """In a sample's last update: stop (the model's end token, a stop token or a stop text), length or error."""
     prompt_tokens: int
     cached_tokens: int
     """Tokens of the prompt that were in the cache."""
+    error: str | None = None
+    """Why the model had no next token, if that ended the sample."""
 
 
 @dataclass
@@ -38,6 +40,7 @@ class Completion:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Collector:
         completion.text += update.text
         completion.tokens += update.tokens
         completion.logprobs += update.logprobs
-        completion.finish_reason = update.finish_reason
+        completion.finish_reason, completion.error = update.finish_reason, update.error
         finished = sum(c.finish_reason is not None for c in completions.values())
         if finished < update.samples:
             return None

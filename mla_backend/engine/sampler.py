@@ -13,6 +13,9 @@ from torch import Tensor
 
 from mla_backend.engine.params import LARGEST_SEED, SamplingParams
 
+NO_TOKEN = -1
+"""In place of a token where logits are not finite, so that nothing can be sampled."""
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -39,11 +42,13 @@ class Picked:
     """Tokens that were sampled, on their way to the host.
 
     Attributes:
-        tokens: int64 `[N]`, on the device; the next pass can start with them before the host has read them.
+        tokens: int64 `[N]`, on the device; the next pass can start with them before the host has read them. They are
+            in the vocabulary even where the logits are not finite; `read` tells those apart.
     """
 
     def __init__(self, tokens: Tensor, logits: Tensor, draws: Sequence[Draw]):
         self.tokens, self._logits, self._draws = tokens, logits, draws
+        tokens = tokens.masked_fill(~logits.amax(-1).isfinite(), NO_TOKEN)
         self._on_host, self._arrived = tokens, None
         if tokens.is_cuda:
             self._on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
@@ -59,14 +64,14 @@ class Picked:
 
     @torch.inference_mode()
     def read(self) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """A token for each row of the logits, and its logprobs where they are wanted. Waits for the tokens, but not for
-        what was launched after them."""
+        """A token for each row of the logits, and its logprobs where they are wanted. The token is NO_TOKEN where the
+        largest logit is not finite. Waits for the tokens, but not for what was launched after them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         tokens = self._on_host.tolist()
         counts = [draw.params.logprobs for draw in self._draws]
         return tokens, [
-            None if count is None else _logprobs(self._logits[row], tokens[row], count)
+            None if count is None or tokens[row] == NO_TOKEN else _logprobs(self._logits[row], tokens[row], count)
             for row, count in enumerate(counts)
         ]
 
@@ -124,7 +129,8 @@ def _draw(probabilities: Tensor, draws: Sequence[Draw]) -> Tensor:
     """A random index of each row, int64 `[rows]`: where the cumulative sum exceeds a uniform part of the total."""
     sums = probabilities.cumsum(-1)
     targets = _on(sums, [_uniform(draw) for draw in draws], torch.float64).unsqueeze(1) * sums[:, -1:]
-    return torch.searchsorted(sums, targets, right=True).squeeze(1)
+    # a row of NaN is past the end; `Picked` tells
+    return torch.searchsorted(sums, targets, right=True).squeeze(1).clamp_(max=sums.shape[1] - 1)
 
 
 def _draw_filtered(probabilities: Tensor, draws: Sequence[Draw]) -> Tensor:

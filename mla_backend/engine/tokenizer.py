@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mla_backend.engine.config import read_json
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -26,7 +28,7 @@ class Tokenizer:
             raise ImportError(f"tokenizers need more packages: pip install 'mla-backend[engine]' ({error})") from error
         self.folder = Path(folder)
         try:
-            self._own = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+            self._own = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers passes on any exception of a file's reader
             raise ValueError(f"folder must have a tokenizer that transformers can read; {folder}: {error}") from error
 
@@ -76,10 +78,19 @@ def end_tokens(folder: str | Path, tokenizer: Tokenizer | None) -> frozenset[int
     found = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        tokens = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if tokens is not None:
-            found.update(tokens if isinstance(tokens, list) else [tokens])
-            break
+        if not path.is_file():
+            continue
+        config = read_json(path)
+        if not isinstance(config, dict):
+            raise ValueError(f"{path} must be a JSON object; got {str(config)[:60]}")
+        tokens = config.get("eos_token_id")
+        if tokens is None:
+            continue
+        tokens = tokens if isinstance(tokens, list) else [tokens]
+        if not all(type(token) is int for token in tokens):
+            raise ValueError(f"{path}: eos_token_id must be a token or a list of tokens; got {str(tokens)[:60]}")
+        found.update(tokens)
+        break
     if tokenizer is not None and tokenizer.eos_token is not None:
         found.add(tokenizer.eos_token)
     return frozenset(found)

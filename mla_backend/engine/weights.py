@@ -1,6 +1,5 @@
 """Reads the tensors of a checkpoint in the Hugging Face layout, one at a time."""
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,8 +12,22 @@ try:
 except ImportError as error:
     raise ImportError("mla_backend.engine needs more packages: pip install 'mla-backend[engine]'") from error
 
+from mla_backend.engine.config import read_json
+
 SCALE_SUFFIX = "_scale_inv"
 """Suffix of the name of a weight's scales. Despite the name, weights are multiplied with them."""
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Which file has which tensor. Only files of the index's own folder can be named."""
+    found = read_json(index)
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise ValueError(f"{index} must have a weight_map from tensors to files; got {str(names)[:60]}")
+    for tensor, name in names.items():
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+            raise ValueError(f"{index}: weight_map must name files of its folder; {tensor} is in {str(name)[:60]!r}")
+    return names
 
 
 class Checkpoint:
@@ -30,7 +43,7 @@ class Checkpoint:
         self._open: dict[str, safe_open] = {}
         index, single = self.folder / "model.safetensors.index.json", self.folder / "model.safetensors"
         if index.is_file():
-            self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._file_of = _weight_map(index)
         elif single.is_file():
             self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
         else:
@@ -67,7 +80,10 @@ class Checkpoint:
 
     def _file(self, name: str) -> safe_open:
         if name not in self._open:
-            self._open[name] = safe_open(self.folder / name, framework="pt")
+            try:
+                self._open[name] = safe_open(self.folder / name, framework="pt")
+            except Exception as error:  # safetensors has an exception of its own for all that may be wrong with a file
+                raise ValueError(f"{self.folder / name} must be a safetensors file: {error}") from error
         return self._open[name]
 
 

@@ -85,12 +85,12 @@ PROMPTS = ("prompt", "messages", "tokens")
 
 
 def read(
-    lines: Iterable[str], defaults: SamplingParams, *, jsonl: bool | None = None, chat: bool = False
+    lines: Iterable[str | bytes], defaults: SamplingParams, *, jsonl: bool | None = None, chat: bool = False
 ) -> tuple[list[Item], list[Bad]]:
     """The requests of a file, and the lines that can't be read.
 
     Args:
-        lines: the file's lines. Empty ones are skipped.
+        lines: the file's lines, as text or as bytes of UTF-8. Empty ones are skipped.
         defaults: for everything that a line doesn't say.
         jsonl: whether lines are JSON, not prompts; by default if the first one begins with {.
         chat: take a prompt as a user's message, for the chat template.
@@ -99,7 +99,11 @@ def read(
     bad: list[Bad] = []
     line_of: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
-        text = line.rstrip("\r\n")
+        try:
+            text = _text(line, first=number == 1)
+        except ValueError as error:
+            bad.append(Bad(number, str(error)))
+            continue
         if not text.strip():
             continue
         if jsonl is None:
@@ -116,6 +120,24 @@ def read(
     return items, bad
 
 
+def _text(line: str | bytes, first: bool) -> str:
+    """A line without its end and, if it is the first one, without a byte order mark."""
+    if isinstance(line, bytes):
+        try:
+            line = line.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"must be UTF-8: {error}") from None
+    return (line.removeprefix("\ufeff") if first else line).rstrip("\r\n")
+
+
+def _require_text(fields: object) -> None:
+    """Half of a surrogate pair is no text: it can be neither tokenised nor written."""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"must be text; has half of a surrogate pair, {error.object[error.start]!a}") from None
+
+
 def as_chat(item: Item) -> Item:
     """A text as a user's message."""
     if not isinstance(item.prompt, str):
@@ -126,10 +148,13 @@ def as_chat(item: Item) -> Item:
 def _of_json(number: int, line: str, defaults: SamplingParams) -> Item:
     try:
         fields = json.loads(line)
+    except RecursionError:
+        raise ValueError("no JSON: nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"no JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"must be an object {{...}}; got {line[:40]}")
+    _require_text(fields)
     if "body" in fields or "custom_id" in fields:
         return _of_batch(number, fields, defaults)
     fields = _without_nothing(fields)
@@ -150,7 +175,7 @@ def _of_batch(number: int, fields: Mapping[str, Any], defaults: SamplingParams) 
     if fields.get("method", "POST") != "POST":
         raise ValueError(f"method must be POST; got {fields['method']!r}")
     shapes = {shape.value: shape for shape in (Shape.CHAT, Shape.COMPLETION)}
-    if url not in shapes:
+    if not isinstance(url, str) or url not in shapes:
         raise ValueError(f"url must be one of {', '.join(shapes)}; got {url!r}")
     shape, body = shapes[url], _without_nothing(body)
     model = body.get("model")

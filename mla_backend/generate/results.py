@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,21 +18,31 @@ class ResultFile:
     """A file of JSON lines. Each is written at once, so that a killed process leaves at most the last one incomplete.
 
     Args:
-        path: standard output if None.
+        path: standard output if None. A pipe or a device is written and never read.
         resume: keep what is there, except an incomplete last line. Otherwise a file that isn't empty is an error.
+        source: the file that requests are read from, which must not be `path`.
     """
 
-    def __init__(self, path: Path | None, resume: bool):
+    def __init__(self, path: Path | None, resume: bool, source: Path | None = None):
         self.finished: dict[str, str] = {}
         """Digests of the requests that have a result, by id."""
         if path is None:
             self._file = sys.stdout.fileno()
             return
         try:
+            if source is not None and path.exists() and source.exists() and path.samefile(source):
+                raise ValueError(f"--output {path} must not be the file that requests come from")
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            regular = not path.exists() or path.is_file()
+            mode = os.O_RDWR | os.O_CREAT if regular else os.O_WRONLY
+            self._file = os.open(path, mode | os.O_APPEND, 0o644)
         except OSError as error:
             raise ValueError(f"--output can't be written: {error}") from None
+        if not stat.S_ISREG(os.fstat(self._file).st_mode):
+            if resume:
+                os.close(self._file)
+                raise ValueError(f"--resume needs a regular file to go on with; --output {path} is none")
+            return
         try:
             self._take_over(path, resume)
         except ValueError:
@@ -52,6 +63,10 @@ class ResultFile:
         with open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.endswith(b"\n"):
+                    if not _is_torn_record(line):
+                        raise ValueError(
+                            f"--output {path} must have results to go on with; its last line is none, nor part of one"
+                        )
                     break
                 try:
                     record = json.loads(line)
@@ -64,13 +79,19 @@ class ResultFile:
         os.ftruncate(self._file, whole)
 
     def write(self, record: dict[str, Any]) -> None:
-        data = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         while data:
             data = data[os.write(self._file, data) :]
 
     def close(self) -> None:
         if self._file != sys.stdout.fileno():
             os.close(self._file)
+
+
+def _is_torn_record(line: bytes) -> bool:
+    """Whether a line without an end is one that `write` began: only that may be cut off a file."""
+    beginning = b'{"id": "'
+    return line[: len(beginning)] == beginning[: len(line)]
 
 
 def record(item: Item, result: Result, text_of: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:
@@ -124,6 +145,8 @@ def _plain(completion: Completion, text_of: Callable[[Sequence[int]], str] | Non
         "finish_reason": completion.finish_reason,
         "tokens": completion.tokens,
     }
+    if completion.error:
+        line["error"] = completion.error
     if completion.logprobs:
         line["logprobs"] = _logprobs(completion, text_of)
     return line

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
 def _results(options: argparse.Namespace) -> ResultFile:
     if options.resume and options.output is None:
         raise ValueError("--resume needs --output, a file to go on with")
-    return ResultFile(options.output, options.resume)
+    return ResultFile(options.output, options.resume, source=options.input)
 
 
 def _items(options: argparse.Namespace) -> tuple[list[Item], list[Bad]]:
@@ -79,16 +79,13 @@ def _items(options: argparse.Namespace) -> tuple[list[Item], list[Bad]]:
     jsonl = None if options.input_format is None else options.input_format == "jsonl"
     with contextlib.ExitStack() as closing:
         if options.input is None or str(options.input) == "-":
-            lines = sys.stdin
+            lines = sys.stdin.buffer
         else:
             try:
-                lines = closing.enter_context(open(options.input, encoding="utf-8"))
+                lines = closing.enter_context(open(options.input, "rb"))
             except OSError as error:
                 raise ValueError(f"--input can't be read: {error}") from None
-        try:
-            items, bad = read(lines, defaults, jsonl=jsonl, chat=options.chat)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--input must be UTF-8: {error}") from None
+        items, bad = read(lines, defaults, jsonl=jsonl, chat=options.chat)
     if not items and not bad:
         raise ValueError("--input must have one prompt or more; got none")
     return items, bad

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from serving_benchmarks.results.result_kinds import FIELDS, NotUnderstood, ResultFile, load
 
 import result_examples
 from serving_benchmarks.results import compare
-from serving_benchmarks.results.result_kinds import FIELDS, NotUnderstood, ResultFile, load
 
 pytestmark = pytest.mark.skipif(not result_examples.COMMITTED["kernels"].is_file(), reason="needs the source tree")
 ALL = result_examples.every_kind() if result_examples.COMMITTED["kernels"].is_file() else {}

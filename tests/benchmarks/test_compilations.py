@@ -8,10 +8,10 @@ import types
 
 import pytest
 from rich.console import Console
-
-from serving_benchmarks.run import compilations, engines, throughput, throughput_worker
 from serving_benchmarks.run.compilations import Compilations
 from serving_benchmarks.run.worker_extension import MeasuredWorker
+
+from serving_benchmarks.run import compilations, engines, throughput, throughput_worker
 from serving_benchmarks.run.workloads import Workload
 from tests.benchmarks.test_throughput import OneTokenAStep, Told
 

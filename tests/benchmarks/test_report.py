@@ -17,10 +17,11 @@ import result_examples
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.skipif(not result_examples.COMMITTED["kernels"].is_file(), reason="needs the source tree")
 
+from serving_benchmarks.results.result_kinds import ResultFile, load  # noqa: E402
+
 from serving_benchmarks.models import model_config, models  # noqa: E402
 from serving_benchmarks.ops import ceilings  # noqa: E402
 from serving_benchmarks.results import report, report_pictures  # noqa: E402
-from serving_benchmarks.results.result_kinds import ResultFile, load  # noqa: E402
 
 VOID = {"meta", "img"}
 

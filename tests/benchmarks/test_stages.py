@@ -3,7 +3,6 @@
 import io
 
 from rich.console import Console
-
 from serving_benchmarks.run.stages import Stages
 
 

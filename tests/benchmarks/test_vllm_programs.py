@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from serving_benchmarks.run.compare_backends import Candidate, Workload, is_within_noise, line, summary  # noqa: E402
+from serving_benchmarks.run.isolated import Failed, Isolated  # noqa: E402
+from serving_benchmarks.run.mtp_checkpoint import add_mtp_layer  # noqa: E402
+from serving_benchmarks.run.sessions import Generated  # noqa: E402
 
 from examples.recall.accuracy import CHECKPOINT  # noqa: E402
 from mla_backend.engine import load_model  # noqa: E402
@@ -21,11 +25,7 @@ from serving_benchmarks.run import (
     mtp_checkpoint,  # noqa: E402
     recall_answers,  # noqa: E402
 )
-from serving_benchmarks.run.compare_backends import Candidate, Workload, is_within_noise, line, summary  # noqa: E402
-from serving_benchmarks.run.isolated import Failed, Isolated  # noqa: E402
-from serving_benchmarks.run.mtp_checkpoint import add_mtp_layer  # noqa: E402
 from serving_benchmarks.run.processes import wait_until  # noqa: E402
-from serving_benchmarks.run.sessions import Generated  # noqa: E402
 
 
 def is_running(*command: str) -> bool:

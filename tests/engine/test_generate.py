@@ -76,7 +76,7 @@ def test_prompts_from_arguments_are_answered_on_standard_output(model, capfd):
 
 
 def test_standard_input_is_read(model, capfd, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n")))
     assert generate(model, "--max-tokens", 2, "--chat") == 0
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     assert sorted(line["messages"][0]["content"] for line in lines) == ["one", "two"]

@@ -158,7 +158,7 @@ def test_other_seeds_and_other_positions_give_other_samples():
         ("top_k", 1.5, "top_k must be an int; got float"),
         ("top_p", 0, "top_p must be more than 0 and at most 1; got 0"),
         ("min_p", 1.1, "min_p must be 0 or more and at most 1; got 1.1"),
-        ("repetition_penalty", 0.0, "repetition_penalty must be more than 0; got 0.0"),
+        ("repetition_penalty", 0.0, r"repetition_penalty must be 1e-09 or more and at most 1e\+09; got 0.0"),
         ("seed", -1, "seed must be 0 or more; got -1"),
         ("seed", 2**63, "seed must be less than 2"),
         ("stop", "x", "stop must be a tuple of texts that aren't empty; got 'x'"),

@@ -1,0 +1,240 @@
+"""Hostile files and lines: nothing is lost, nothing is executed, and no line ends the batch."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import engine_models  # noqa: F401  (skips without transformers' models)
+from mla_backend.engine import Engine, ModelConfig, SamplingParams
+from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotation_scale
+from mla_backend.engine.tokenizer import Tokenizer, end_tokens
+from mla_backend.engine.weights import Checkpoint
+from mla_backend.generate.prompts import read
+from mla_backend.generate.results import ResultFile
+
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "recall" / "checkpoint"
+DEFAULTS = SamplingParams(max_tokens=3)
+RECORD = b'{"id": "1", "prompt": "x", "completions": [], "usage": {}, "digest": "0123456789abcdef"}\n'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"my notes", b"a text\nof two lines", b"\x00\xff" * 1000, b'{"prompt": "of an input file"}', RECORD + b"notes"],
+    ids=["text", "lines", "binary", "input", "after a record"],
+)
+def test_what_is_no_record_of_ours_is_refused_and_untouched(tmp_path, content):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="--output"):
+        ResultFile(path, resume=True)
+    assert path.read_bytes() == content
+
+
+@given(st.integers(0, len(RECORD) - 1))
+def test_a_record_torn_anywhere_is_cut_and_the_others_stay(tmp_path_factory, length):
+    path = tmp_path_factory.mktemp("torn") / "file"
+    path.write_bytes(RECORD + RECORD[:length])
+    results = ResultFile(path, resume=True)
+    results.close()
+    assert results.finished == {"1": "0123456789abcdef"} and path.read_bytes() == RECORD
+
+
+def test_the_input_is_not_taken_for_the_output(tmp_path):
+    path, link = tmp_path / "prompts", tmp_path / "link"
+    path.write_text("one prompt")
+    link.symlink_to(path)
+    for name in (path, link):
+        with pytest.raises(ValueError, match="--output"):
+            ResultFile(name, resume=True, source=path)
+    assert path.read_text() == "one prompt"
+
+
+def test_a_pipe_and_a_device_are_written_and_never_read(tmp_path):
+    pipe, found = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
+    reader.start()
+    results = ResultFile(pipe, resume=False)
+    results.write({"id": "1"})
+    results.close()
+    reader.join(timeout=30)
+    assert found == [b'{"id": "1"}\n']
+    ResultFile(Path("/dev/null"), resume=False).close()
+    for path in (Path("/dev/null"), Path("/dev/full")):
+        with pytest.raises(ValueError, match="--resume"):
+            ResultFile(path, resume=True)
+
+
+HUGE = 10**300
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "id": "\\udfff"}',
+        b'{"messages": [{"role": "\\ud800", "content": "x"}]}',
+        b'{"prompt": "x", "temperature": ' + b"9" * 401 + b"}",
+        f'{{"prompt": "x", "repetition_penalty": {HUGE}}}'.encode(),
+        b'{"prompt": "x", "repetition_penalty": 1e-300}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "\xff"}',
+        b'{"custom_id": "a", "method": "POST", "url": [], "body": {"prompt": "x"}}',
+        b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "model": "\\ud800"}}',
+    ],
+    ids=["prompt", "id", "role", "digits", "large", "small", "nested", "bytes", "url", "model"],
+)
+def test_one_line_is_left_out_and_the_others_are_read(line):
+    items, bad = read([b'{"prompt": "before"}\n', line + b"\n", b'{"prompt": "after"}\n'], DEFAULTS)
+    assert [item.prompt for item in items] == ["before", "after"]
+    assert [one.number for one in bad] == [2]
+    bad[0].why.encode()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt():
+    (item,), bad = read([b'\xef\xbb\xbf{"prompt": "x"}\n'], DEFAULTS)
+    assert item.prompt == "x" and not bad
+    assert read([b"\xef\xbb\xbfx\n"], DEFAULTS)[0][0].prompt == "x"
+
+
+@given(st.lists(st.binary(max_size=60), max_size=6))
+def test_any_bytes_are_read_or_reported(lines):
+    items, bad = read([line + b"\n" for line in lines], DEFAULTS, jsonl=True)
+    assert {item.number for item in items}.isdisjoint(one.number for one in bad)
+    assert len(items) + len(bad) <= len(lines)
+
+
+def test_a_tokenizers_own_code_does_not_run(tmp_path):
+    """Not even where standard input would say yes to it."""
+    (tmp_path / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nfrom transformers import PreTrainedTokenizerFast\n"
+        "class Evil(PreTrainedTokenizerFast): pass\n"
+    )
+    (tmp_path / "tokenizer.json").write_bytes((CHECKPOINT / "tokenizer.json").read_bytes())
+    config = {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}, "tokenizer_class": "Evil"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    program = "import sys; from mla_backend.engine.tokenizer import Tokenizer; Tokenizer(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], input="y\n" * 9, capture_output=True, text=True)
+    assert not (tmp_path / "ran").exists() and done.stdout == ""
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "", "..", "a/b", 5, None])
+def test_an_index_names_files_of_its_own_folder_alone(tmp_path, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for place in (tmp_path, folder):
+        (place / "outside.safetensors").write_bytes((CHECKPOINT / "model.safetensors").read_bytes())
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(ValueError, match="weight_map"):
+        Checkpoint(folder)
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", "null", '{"weight_map": 5}', '{"weight_map": {}}', "[" * 100_000, "{"])
+def test_an_index_that_is_none_is_named(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match="model.safetensors.index.json"):
+        Checkpoint(tmp_path)
+
+
+WEIGHTS = (CHECKPOINT / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", WEIGHTS[:4], WEIGHTS[:100], WEIGHTS[:-1], b"\xff" * 8 + WEIGHTS[8:], b"\x00" * 100, WEIGHTS[:8] + b"[" * 9],
+    ids=["empty", "length", "header", "end", "longest", "zeros", "brackets"],
+)
+def test_weights_that_are_cut_or_spoilt_are_named(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="model.safetensors"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("config", ["[]", "null", "5", '{"eos_token_id": "x"}', '{"eos_token_id": [1.5]}', "{"])
+def test_a_generation_config_that_is_none_is_named(tmp_path, config):
+    (tmp_path / "generation_config.json").write_text(config)
+    with pytest.raises(ValueError, match="generation_config.json"):
+        end_tokens(tmp_path, None)
+
+
+def test_the_tiny_checkpoints_own_files_are_read():
+    assert Checkpoint(CHECKPOINT).names() and Tokenizer(CHECKPOINT).encode("Josef lives in Luanda.")
+
+
+CONFIG = json.loads((CHECKPOINT / "config.json").read_text())
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    10**12,
+    10**400,
+    "x",
+    "",
+    [],
+    [1],
+    [[]],
+    {},
+    {"a": 1},
+    float("nan"),
+    float("inf"),
+    -1e300,
+]
+
+
+@pytest.mark.parametrize("key", sorted(CONFIG))
+def test_a_config_with_any_value_in_any_key_is_read_or_refused_by_its_name(key):
+    """Nothing is allocated for it, and every refusal is a ValueError."""
+    for value in ODD:
+        try:
+            ModelConfig.from_dict({**CONFIG, key: value})
+        except ValueError as error:
+            assert str(error)
+
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=4096, rope_theta=10000.0)
+
+
+@pytest.mark.parametrize("key", [*YARN, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"])
+@pytest.mark.parametrize("value", [v for v in ODD if v is not None])
+def test_yarn_with_any_value_gives_finite_numbers_or_is_refused(key, value):
+    raw = {k: v for k, v in CONFIG.items() if not k.startswith("rope")} | {"rope_parameters": {**YARN, key: value}}
+    try:
+        config = ModelConfig.from_dict(raw)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert inverse_frequencies(config).isfinite().all()
+        assert math.isfinite(rotation_scale(config.yarn)) and math.isfinite(attention_scale(config))
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta", "n_routed_experts", "num_hidden_layers", "vocab_size"])
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), 10**16, "x", None])
+def test_what_would_be_computed_wrongly_is_refused(key, value):
+    raw = {k: v for k, v in CONFIG.items() if k != "rope_parameters"} | {"rope_theta": 10000.0, key: value}
+    with pytest.raises(ValueError, match=key):
+        ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"temperature": 0.7, "top_k": 5}, {"logprobs": 3}])
+def test_logits_that_are_not_finite_end_their_request_alone(params):
+    """Token 5's embedding is NaN, so only requests that have it are without logits."""
+    engine = Engine(CHECKPOINT, device="cpu", dtype=torch.float32, kv_cache="bf16", memory=1 << 24)
+    embedding = engine.model.model.embed_tokens
+    embedding.weight = torch.nn.Parameter(embedding.weight.clone(), requires_grad=False)
+    embedding.weight[5] = torch.nan
+    wanted = SamplingParams(max_tokens=4, ignore_eos=True, seed=1, **params)
+    bad, good = engine.generate([[1, 2, 5, 3], [1, 2, 4, 3]], wanted)
+    assert bad.completions[0].finish_reason == "error" and bad.completions[0].error and bad.tokens == []
+    assert good.completions[0].finish_reason == "length" and len(good.tokens) == 4
+    assert not engine.has_work and engine.status.cache.usage == 0
