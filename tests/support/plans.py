@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -34,13 +35,34 @@ def gpu(processors=132, hopper_kernels=True):
 
 
 @functools.cache
-def _gpu_plan():
+def _host():
+    """gpu_host.cpp, compiled as the library is."""
     with tempfile.TemporaryDirectory() as folder:
-        target, source = Path(folder) / "gpu_plan.so", Path(__file__).with_name("gpu_plan.cpp")
+        target, source = Path(folder) / "gpu_host.so", Path(__file__).with_name("gpu_host.cpp")
         compiler = shlex.split(os.environ.get("CXX", "g++"))
         flags = ["-std=c++17", "-O2", "-fPIC", "-shared", f"-I{CSRC}", f"-I{CSRC}/include"]
         subprocess.run([*compiler, *flags, source, "-o", target], check=True)
-        return ctypes.CDLL(str(target)).gpu_plan
+        return ctypes.CDLL(str(target))
+
+
+class Choice(NamedTuple):
+    """struct Choice of csrc/include/mla/choice.h."""
+
+    kernel: str
+    heads_per_block: int
+    parts: int
+    workers: int
+    cluster: int
+
+
+def gpu_choice(device, tokens, heads, *, fp8=True, whole_tokens=False, suits_hopper=True, workers=0, token_tiles=32):
+    """How a GPU computes attention; without workers, with the plan that it gets then."""
+    numbers = (ctypes.c_int32 * 5)()
+    flags = [ctypes.c_bool(flag) for flag in (fp8, whole_tokens, suits_hopper)]
+    tokens, token_tiles = ctypes.c_int64(tokens), ctypes.c_int64(token_tiles)
+    _host().gpu_choice(ctypes.byref(device), tokens, heads, *flags, workers, token_tiles, numbers)
+    kernels = ("portable", "few_heads", "few_heads_wide", "many_heads")
+    return Choice(kernels[numbers[0]], *numbers[1:])
 
 
 def gpu_plan(tokens, topk, workers, *, topk_length=None, extra_topk=0, extra_topk_length=None, batch_invariant=False):
@@ -50,7 +72,7 @@ def gpu_plan(tokens, topk, workers, *, topk_length=None, extra_topk=0, extra_top
     assert all(n is None or (n.dtype == torch.int32 and n.is_cpu and n.is_contiguous()) for n in lengths)
     pointers = [ctypes.c_void_p(None if n is None else n.data_ptr()) for n in lengths]
     whole = ctypes.c_bool(batch_invariant)
-    _gpu_plan()(tokens, topk, extra_topk, *pointers, whole, ctypes.c_void_p(rows.data_ptr()), workers)
+    _host().gpu_plan(tokens, topk, extra_topk, *pointers, whole, ctypes.c_void_p(rows.data_ptr()), workers)
     return rows
 
 

@@ -58,23 +58,24 @@ inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t he
     const int64_t clusters = device.clusters[parts];
     return tokens > 0 && tokens * blocks_for(heads, heads_per_block) <= clusters;
   };
-  // b 1 11.4 us with 16 heads a block, 8.9 with eight; b 3 11.2 and 9.3: what is done for a token before and after its
-  // tiles, half of such a launch, is done for half as many heads
+  // 8 heads a block instead of 16: b 1 8.9 us (11.4), b 3 9.3 (11.2). Half of such a launch is what is done for a token
+  // before and after its tiles, and it is done for half as many heads.
   for (const int32_t parts : {16, 8})
     if (fits(8, parts)) return {8, parts};
   const int32_t heads_per_block = heads <= 8 ? 8 : 16;
-  // 8 and 4: b 15 33.1 us when cut by load alone, 19.7 with a cluster for each token; b 24 35.6 and 26.8
-  // 6: b 17 occupies 102 multiprocessors, with four parts 68
-  // 3: b 32 27.3 us when cut by load alone, 24.5; b 36 35.1 and 24.6; 64 heads at b 8 38.6 and 22.7
-  // 2: b 60 44.4 us when cut by load alone, 33.6; 128 heads at b 7 44.5 and 28.7
+  // instead of cuts by load alone:
+  //   8, 4 parts: b 15 19.7 us (33.1), b 24 26.8 (35.6)
+  //   6 parts:    b 17 keeps 102 multiprocessors busy, with 4 parts it would be 68
+  //   3 parts:    b 32 24.5 us (27.3), b 36 24.6 (35.1), b 8 with 64 heads 22.7 (38.6)
+  //   2 parts:    b 60 33.6 us (44.4), b 7 with 128 heads 28.7 (44.5)
   for (const int32_t parts : {8, 6, 4, 3, 2})
     if (fits(heads_per_block, parts)) return {heads_per_block, parts};
   return {heads_per_block, 0};
 }
 
-// A cluster for each token where the plan cuts every token into as many parts as a cluster can have blocks. Else a
-// large one, which merges more on the way, if all workers that can have work find room: b 8 29.0 us with clusters of 8
-// everywhere and 19.3 like this, b 128 125.5 and 66.8, as clusters of 8 would run in two waves.
+// A cluster for each token if the plan cuts every token into as many parts as a cluster can have blocks. Else 8 blocks,
+// which merge more in shared memory, if all workers that can have work run at once, and 2 if not: instead of 8 always,
+// b 32 28.8 us (46.9), b 128 66.8 (125.5), as too many clusters run in two waves.
 inline int32_t cluster_for(const Device& device, const AttentionShape& shape, int32_t heads_per_block,
                            int32_t workers) {
   const int64_t busy =
@@ -95,14 +96,14 @@ inline Choice choose(const AttentionShape& shape, const Device& device) {
   Choice choice{Choice::portable, kPortableHeads, 0, shape.workers, 1};
   if (device.hopper_kernels && shape.suits_hopper_kernels) {
     if (shape.heads <= 16 || spread.parts) {
-      // more heads, few tokens: 128 heads at b 1 17.6 us, b 3 25.1; the portable kernel takes 53.9 and more
+      // few tokens of many heads, too: b 1 with 128 heads 17.6 us, b 3 25.1 (portable kernel 53.9, 48.5 and more)
       choice.kernel = Choice::few_heads;
       choice.parts = spread.parts;
-      // a plan of the caller's may have more rows than there is room for blocks of eight heads
+      // a caller's plan may have more rows than there is room for blocks of 8 heads
       const bool crowded = int64_t{shape.workers} * blocks_for(shape.heads, 8) > device.processors;
       choice.heads_per_block = shape.heads > 8 && crowded ? 16 : spread.heads_per_block;
     } else if (shape.heads <= 32 && shape.code == Code::e4m3) {
-      // 32 heads at b 128: 66 us, and 100 in blocks of 64 heads. bf16 rows are not converted, so they gain nothing
+      // b 128 with 32 heads 67 us (in blocks of 64 heads 106); there is no such kernel for bf16 rows
       choice.kernel = Choice::few_heads_wide;
       choice.heads_per_block = kWideHeads;
     } else {
@@ -121,7 +122,8 @@ inline Choice choose(const AttentionShape& shape, const Device& device) {
   return choice;
 }
 
-// The rows of a plan for any rows and lists: both kernels for 17 to 32 heads have them in one block.
+// For plans that are made before the cache's rows are known. They make no difference: either kernel for 17 to 32 heads
+// has all of them in one block.
 inline int32_t default_workers(int64_t tokens, int32_t heads, const Device& device) {
   return choose({tokens, heads, Code::bf16, false, true, 0, INT32_MAX}, device).workers;
 }

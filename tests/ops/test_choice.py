@@ -1,0 +1,62 @@
+"""Which kernel a GPU computes attention with, and that its plan and its launch agree."""
+
+import pytest
+
+from mla_backend import library
+from plans import gpu, gpu_choice
+
+HEADS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "fp8", "kernel", "heads_per_block"),
+    [
+        *((1, 8, True, "few_heads", 8), (1, 16, True, "few_heads", 8), (128, 16, True, "few_heads", 16)),
+        *((128, 8, False, "few_heads", 8), (1, 64, True, "few_heads", 8), (8, 128, False, "few_heads", 16)),
+        *((128, 17, True, "few_heads_wide", 32), (128, 32, True, "few_heads_wide", 32)),
+        *((128, 17, False, "many_heads", 64), (128, 33, True, "many_heads", 64), (9, 128, True, "many_heads", 64)),
+    ],
+)
+def test_hopper_has_a_kernel_for_each_shape(tokens, heads, fp8, kernel, heads_per_block):
+    choice = gpu_choice(gpu(), tokens, heads, fp8=fp8)
+    assert (choice.kernel, choice.heads_per_block) == (kernel, heads_per_block)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_other_gpus_and_rows_that_do_not_suit_get_the_portable_kernel(heads):
+    for tokens in (1, 66, 1000):
+        other = gpu_choice(gpu(hopper_kernels=False), tokens, heads)
+        unsuited = gpu_choice(gpu(), tokens, heads, suits_hopper=False)
+        assert other == unsuited and (other.kernel, other.cluster, other.parts) == ("portable", 1, 0)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_default_plan_is_for_the_clusters_that_its_launch_has(heads):
+    for processors in (78, 114, 132):
+        device = gpu(processors)
+        for tokens in range(1, 200):
+            for fp8 in (True, False):
+                plan = gpu_choice(device, tokens, heads, fp8=fp8)
+                assert plan.workers == library.cuda_workers(device, heads, tokens)
+                launch = gpu_choice(device, tokens, heads, fp8=fp8, workers=plan.workers)
+                assert launch == plan
+                if plan.parts:
+                    blocks = -(-heads // plan.heads_per_block)
+                    assert plan.cluster == plan.parts
+                    assert tokens * blocks <= device.clusters[plan.parts], "all run at once"
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_with_whole_tokens_their_number_does_not_choose_the_kernel(heads):
+    workers = library.cuda_workers(gpu(), heads)
+    choices = {gpu_choice(gpu(), t, heads, whole_tokens=True, workers=workers)[:3] for t in (1, 8, 66, 67, 5000)}
+    assert len(choices) == 1 and choices.pop()[2] == 0
+
+
+def test_a_plan_of_more_rows_than_clusters_have_room_for_gets_smaller_ones():
+    assert gpu_choice(gpu(), 128, 16, workers=132).cluster == 2
+    assert gpu_choice(gpu(), 3, 16, workers=100).cluster == 8
+    assert gpu_choice(gpu(), 1, 16, workers=132, token_tiles=2).cluster == 8, "few workers have work"
+    without = gpu()
+    without.clusters[:] = [0] * len(without.clusters)
+    assert gpu_choice(without, 1, 16).cluster == 1
