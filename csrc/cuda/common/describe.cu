@@ -5,13 +5,12 @@ namespace mla::cuda {
 
 std::string describe_kernels() {
   std::string json;
-  for (const KernelList& list :
-       {portable_attention_kernels(),
+  for (const KernelList& list : {portable_attention_kernels(),
 #ifdef MLA_CUDA_SM90A
-        few_heads_attention_kernels(), many_heads_attention_kernels(),
+                                 few_heads_attention_kernels(), many_heads_attention_kernels(),
 #endif
-        plan_kernels(), merge_kernels(), cache_write_kernels(), cache_gather_kernels(), convert_indices_kernels(),
-        index_scores_kernels(), select_top_kernels()}) {
+                                 plan_kernels(), merge_kernels(), cache_write_kernels(), cache_gather_kernels(),
+                                 convert_indices_kernels(), index_scores_kernels(), select_top_kernels()}) {
     for (int i = 0; i < list.count; ++i) {
       const KernelEntry& kernel = list.entries[i];
       json += json.empty() ? "" : ",";

@@ -60,8 +60,8 @@ MLA_HOST_DEVICE int32_t token_tiles(const PlanShape& shape, int32_t token) {
          tiles_of(clamp_length(shape.extra_length, token, shape.extra_topk), shape.granule);
 }
 
-// Where there are two workers for each token or more, most of them pay for one token's beginning and end, whatever their
-// share.
+// Where there are two workers for each token or more, most of them pay for one token's beginning and end, whatever
+// their share.
 MLA_HOST_DEVICE int32_t token_units(const PlanShape& shape, int64_t workers) {
   return 2 * int64_t{shape.tokens} > workers ? shape.token_units : 1;
 }
