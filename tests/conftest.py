@@ -28,8 +28,8 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # the workers of pytest-xdist, and the programs that they start, share the cores: threads of one would wait for those
-    # of another
+    # the workers of pytest-xdist, and the programs that they start, share the cores, so that no thread waits for one
+    # that has no core
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if workers > 1:
         threads = max(1, len(os.sched_getaffinity(0)) // workers)
@@ -42,8 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason is None and not library.about()["cuda_archs"]:
         reason = "the library was built without CUDA"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=reason) if reason else pytest.mark.xdist_group("gpu"))
+        if reason and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)

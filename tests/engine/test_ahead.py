@@ -14,12 +14,6 @@ PROMPTS = [prompt_of(length, seed=length) for length in LENGTHS]
 LONGEST = 128
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    with engine_models.one_thread():
-        yield
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)

@@ -20,12 +20,6 @@ ROOT = Path(__file__).parent.parent.parent
 SMALL = ["--memory", "4M", "--device", "cpu"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    with engine_models.one_thread():
-        yield
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)

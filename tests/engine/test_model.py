@@ -25,12 +25,6 @@ BOUNDS = {"bf16": (0.02, 0.15), "fp8_ds_mla": (0.1, 0.7)}
 SMOOTH = [name for name in MODELS if name.endswith("smooth")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    with engine_models.one_thread():
-        yield
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory):
     """Of a name in MODELS: transformers' model and a folder with its checkpoint, made once."""

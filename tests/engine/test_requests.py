@@ -11,12 +11,6 @@ from mla_backend.engine import Collector, Engine, SamplingParams, Tokenizer, eng
 ENDLESS = SamplingParams(max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    with engine_models.one_thread():
-        yield
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)

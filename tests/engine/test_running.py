@@ -18,12 +18,6 @@ SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2, temperature=
 LONGEST = 128
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    with engine_models.one_thread():
-        yield
-
-
 def checkpoint(name: str, tmp_path_factory: pytest.TempPathFactory, **more) -> Path:
     torch.manual_seed(0)
     model = engine_models.theirs(name, num_hidden_layers=3, **more)

@@ -7,7 +7,6 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 import torch
 
 import engine_models
@@ -38,12 +37,6 @@ SHAPE = dict(
     index_topk=16,
     rope_parameters=engine_models.PLAIN,
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    with engine_models.one_thread():
-        yield
 
 
 class Crowd:

@@ -17,12 +17,6 @@ WIDE = (".gate.weight", "embed_tokens.weight", "lm_head.weight", "weights_proj.w
 """Matrices that released FP8 checkpoints don't quantise."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    with engine_models.one_thread():
-        yield
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)

@@ -5,11 +5,11 @@ transformers' reference stays on the CPU, in fp32.
 
 import pytest
 
+from tests.engine.conftest import one_thread
 from tests.engine.test_model import (
     checkpoints,
     exact,
     load,
-    one_thread,
     test_errors_come_from_the_cache_format_and_not_from_the_kernels,
     test_kernels_stay_within_bounds,
     test_keys_of_fewer_bits_select_mostly_the_same,
