@@ -129,8 +129,8 @@ def test_benchmark_commands_are_understood(commands, beside_model):
 
 
 def test_the_example_of_sparse_attention_is_accurate():
-    path = ROOT / "examples" / "sparse_attention.py"
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True)
+    command = [sys.executable, "-m", "examples.sparse_attention"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     differences = [float(x) for x in re.findall(r"\d\.\de[-+]\d+", done.stdout)]
     assert len(differences) == 3 and max(differences) < 0.01

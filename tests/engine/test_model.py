@@ -1,6 +1,5 @@
 """The engine's models compute what transformers' do: the same tokens, however the work is cut."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from mla_backend.engine import Batch, ExactAttention, KernelAttention, load_mode
 from mla_backend.engine import indexer as indexer_module
 from mla_backend.engine import model as model_module
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
 PROMPT = 3 * TOPK + 4
 NEW_TOKENS = 33  # of the prefill, and of 32 decode steps
 EXACT = {"cpu": 1e-4, "cuda": 5e-4}
@@ -222,11 +220,3 @@ def test_wrong_arguments_are_named(checkpoints):
         model(slots, slots, batch, caches[:1])
     with pytest.raises(ValueError, match=r"token_ids and positions must be \[T=2\]"):
         model(slots[:1], slots, batch, caches)
-
-
-@pytest.mark.skipif(not (DOCS / "engine.md").is_file(), reason="needs the source tree")
-def test_the_example_in_the_docs_runs_and_prints_what_it_says(checkpoints, capsys):
-    example = r"<!-- example: run by tests/engine/test_model.py -->\n```python\n(.+?)```"
-    code = re.search(example, (DOCS / "engine.md").read_text(), re.DOTALL)[1]
-    exec(code, {"folder": checkpoints("deepseek_v32")[1]})
-    assert f"# {capsys.readouterr().out.strip()}" in code
