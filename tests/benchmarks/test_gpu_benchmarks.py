@@ -13,7 +13,6 @@ from serving_benchmarks.__main__ import main
 from serving_benchmarks.ops import index, kernels, peer_kernels, peers
 from serving_benchmarks.ops.batches import PATTERNS, RECENT, Batch, positions
 
-
 BATCHES = {"128q1s32k": [(1, 32768)] * 128, "q4k": [(4096, 4096)], "2q3s100_1q1s7": [(3, 100), (3, 100), (1, 7)]}
 
 
