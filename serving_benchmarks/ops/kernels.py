@@ -26,7 +26,7 @@ import mla_backend
 from mla_backend import reference
 from mla_backend.attention import workspace_floats
 from serving_benchmarks import options as opt
-from serving_benchmarks.ops import ceilings, peer_kernels, suite_files, timing
+from serving_benchmarks.ops import batches, ceilings, peer_kernels, timing
 from serving_benchmarks.ops.batches import PATTERNS, Batch, positions
 from serving_benchmarks.ops.peer_kernels import Prepared, Problem
 from serving_benchmarks.ops.peers import VERSIONS
@@ -88,7 +88,7 @@ def cases(specs: Sequence[str], heads: Sequence[int], topks: Sequence[int], form
 
 
 def suite_cases(
-    suite: suite_files.Suite,
+    suite: batches.Suite,
     heads: Sequence[int] | None = None,
     topks: Sequence[int] | None = None,
     formats: Sequence[str] = FORMATS,
@@ -268,14 +268,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     what = parser.add_argument_group("what is measured")
     either = what.add_mutually_exclusive_group(required=True)
-    suites = (f"{name}: {suite_files.load(name, FORMATS).description}" for name in suite_files.names())
+    suites = (f"{name}: {batches.load_suite(name, FORMATS).description}" for name in batches.suite_names())
     either.add_argument(
         "--suite", metavar="NAME|FILE", help="; ".join(suites) + "; or a file of your own, as docs/reports.md says"
     )
     lists(either, "--batches", Batch.parse, "128q1s32k is 128 requests with 1 query token each at 32K tokens")
-    heads = opt.between(1, suite_files.MOST_HEADS)
+    heads = opt.between(1, batches.MOST_HEADS)
     lists(what, "--heads", heads, "only these of a suite; default with --batches: 16,128")
-    lists(what, "--topk", opt.count, f"only these of a suite; default with --batches: {suite_files.DEFAULT_TOPK}")
+    lists(what, "--topk", opt.count, f"only these of a suite; default with --batches: {batches.DEFAULT_TOPK}")
     lists(what, "--formats", opt.one_of(FORMATS), "only these formats of the cache; default: all")
     patterns = "; ".join(f"{name}: {text}" for name, text in PATTERNS.items())
     what.add_argument("--pattern", choices=PATTERNS, default="random", help=f"{patterns}; default: %(default)s")
@@ -300,12 +300,12 @@ def chosen_cases(options: argparse.Namespace) -> tuple[list[Case], bool]:
     """The cases that the options name, and whether peers are measured. Raises Refused."""
     formats = options.formats or FORMATS
     if options.batches:
-        heads, topk = options.heads or [16, 128], options.topk or [suite_files.DEFAULT_TOPK]
+        heads, topk = options.heads or [16, 128], options.topk or [batches.DEFAULT_TOPK]
         specs = [batch.spec for batch in options.batches]
         return cases(specs, heads, topk, [name for name in FORMATS if name in formats]), not options.ours_only
     try:
-        suite = suite_files.load(options.suite, FORMATS)
-    except suite_files.SuiteError as error:
+        suite = batches.load_suite(options.suite, FORMATS)
+    except batches.SuiteError as error:
         raise opt.Refused(f"--suite: {error}") from None
     found = suite_cases(suite, options.heads, options.topk, formats)
     if not found:

@@ -205,8 +205,9 @@ def load(folder: Path | None, version: str) -> dict[str, str]:
         from flashinfer import mla  # noqa: F401
 
         found["flashinfer"] = f"flashinfer {importlib.metadata.version('flashinfer-python')}"
-    except ImportError as error:
-        found["flashinfer"] = f"missing: {error}; pip install {FLASHINFER} (it needs nvcc to compile its kernel)"
+    except Exception as error:  # of any kind: it is optional, whatever is wrong with it
+        first_line = (str(error) or repr(error)).splitlines()[0]
+        found["flashinfer"] = f"missing: {first_line}; pip install {FLASHINFER}, it compiles its kernel with nvcc"
     return found
 
 

@@ -5,16 +5,15 @@ import json
 import pytest
 
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.ops import kernels, suite_files
+from serving_benchmarks.ops import batches, kernels
 
 
 def shapes(name: str) -> list[tuple[str, int, int, str]]:
-    return [
-        (c.batch.spec, c.heads, c.topk, c.format) for c in kernels.suite_cases(suite_files.load(name, kernels.FORMATS))
-    ]
+    suite = batches.load_suite(name, kernels.FORMATS)
+    return [(c.batch.spec, c.heads, c.topk, c.format) for c in kernels.suite_cases(suite)]
 
 
-@pytest.mark.parametrize("name", suite_files.names())
+@pytest.mark.parametrize("name", batches.suite_names())
 def test_every_suite_of_the_package_has_each_case_once(name):
     cases = shapes(name)
     assert cases and len(set(cases)) == len(cases)
@@ -28,7 +27,7 @@ def test_a_users_own_file_is_a_suite(tmp_path):
     )
     per_format = [("2q1s1k", heads, topk, "bf16") for topk in (7, 9) for heads in (4, 3)]
     assert shapes(str(path)) == [("q5", 1, 2048, "fp8_ds_mla"), *per_format, ("q5", 1, 2048, "bf16")]
-    assert not suite_files.load(str(path), kernels.FORMATS).peers
+    assert not batches.load_suite(str(path), kernels.FORMATS).peers
 
 
 ENTRY = '[[cases]]\nbatches = ["q1"]\nheads = [1]\n'
@@ -60,8 +59,8 @@ ENTRY = '[[cases]]\nbatches = ["q1"]\nheads = [1]\n'
 def test_a_wrong_suite_is_refused_with_its_file_and_entry(text, entry, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    with pytest.raises(suite_files.SuiteError) as error:
-        suite_files.load(str(path), kernels.FORMATS)
+    with pytest.raises(batches.SuiteError) as error:
+        batches.load_suite(str(path), kernels.FORMATS)
     assert str(path) in str(error.value) and (entry is None or f"entry {entry} " in str(error.value))
 
 
