@@ -150,7 +150,7 @@ def pareto(reports: Sequence[Report]) -> Figure | None:
             at = ((5, 3), "left") if backend in runs.OUR_BACKENDS else ((-5, -10), "right")
             for entry, point in zip(entries, zip(x, y, strict=True), strict=True):
                 look = {"fontsize": 8, "color": color, "path_effects": OUTLINE, "ha": at[1]}
-                panel.annotate(runs.short_load(entry["case"]), point, at[0], textcoords="offset points", **look)
+                panel.annotate(runs.load(entry["case"], short=True), point, at[0], textcoords="offset points", **look)
         panel.set_title(name, fontsize=10)
         panel.set(xlabel="tokens/s per user", ylabel="output tokens/s per GPU", yscale="log")
         panel.margins(0.1)
