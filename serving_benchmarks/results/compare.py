@@ -23,7 +23,7 @@ from serving_benchmarks.ops.timing import Timing
 from serving_benchmarks.options import Refused
 from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import NotUnderstood, ResultFile
-from serving_benchmarks.results.kinds import KINDS, Seconds, Timed, load
+from serving_benchmarks.results.kinds import KINDS, LACKS, Seconds, Timed, load
 
 SHOULD_BE_EQUAL = ("cpu.model", "cpu.cores", "driver", "torch.version", "torch.threads", "vllm.version")
 SHOULD_BE_EQUAL += ("peers", "l2_flushed", "model", "settings")
@@ -243,6 +243,8 @@ def run(options: argparse.Namespace) -> int:
         comparison = compare(load(options.old), load(options.new))
     except NotUnderstood as error:
         raise Refused(str(error)) from None
+    except LACKS as error:
+        raise Refused(f"{options.old} and {options.new} can't be compared: {error!r}") from error
     console = Console(highlight=False)
     show(comparison, options.limit, console if console.is_terminal else Console(width=180, highlight=False))
     slower = any(change.sure and change.beyond(options.limit) for change in comparison.changes)

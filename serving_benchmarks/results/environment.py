@@ -56,9 +56,9 @@ def _without_folder(argument: str) -> str:
 
 
 def _program() -> list[str]:
-    """What the interpreter was told to run: a module, or a file."""
+    """What the interpreter was told to run: a package, a module or a file."""
     spec = sys.modules["__main__"].__spec__
-    return ["-m", spec.name] if spec else [Path(sys.argv[0]).name]
+    return ["-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
 
 
 def _commit() -> str | None:

@@ -5,7 +5,6 @@ the docs can have of it, and which pictures a report shows.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -55,7 +54,7 @@ class Kind:
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
 
 
 def _text(value: Any) -> bool:
@@ -94,6 +93,12 @@ def _percentiles(value: Any) -> bool:
         return False
     values = [value["p50"], value["p99"]]
     return values == [None, None] or all(one == 0 or _positive(one) for one in values)
+
+
+def _run_case(value: Any) -> bool:
+    """What was asked of a whole model. The load, and lengths of requests, may be unknown."""
+    names = ("request_rate", "concurrency", "input_len", "output_len", "num_prompts", "tensor_parallel_size")
+    return _object(value) and all(value.get(name) is None or _positive(value[name]) for name in names)
 
 
 # What was timed
@@ -169,7 +174,7 @@ def _runs_timed(file: ResultFile, whole: Callable[[Entry], dict[str, Seconds]]) 
 
 _RUN: dict[str, Check] = {
     "backend": _text,
-    "case": _object,
+    "case": _run_case,
     "gpus": _count,
     "requests_per_second": _positive,
     "output_tokens_per_second": _positive,
@@ -255,8 +260,8 @@ KINDS = {
     ),
 }
 """By the name that a file's environment has as "benchmark"."""
-LACKS = (KeyError, TypeError, IndexError, AttributeError, ValueError)
-"""What tables and pictures raise where an entry lacks what they show."""
+LACKS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+"""What tables, pictures and comparisons raise where an entry lacks what they need."""
 
 
 def table(file: ResultFile) -> str:

@@ -68,7 +68,7 @@ def decode_bars(report: Report) -> tuple[Figure, str]:
         ours, speeds = number == 0, [of[base] / of[name] for of in times]
         xs = [x + (number - (len(names) - 1) / 2) * width for x in range(len(times))]
         color = "#0072b2" if ours else str(0.48 + 0.4 * number / len(names))
-        label = name if ours else f"{', '.join(name.split())} cache"
+        label = "mla-backend, FP8 cache" if ours else f"{', '.join(name.split())} cache"
         axes.bar(xs, speeds, width * 0.94, color=color, label=label)
         look = {"weight": "bold", "color": color, "fontsize": 8.5} if ours else {"color": "0.35", "fontsize": 7}
         for x, speed in zip(xs, speeds, strict=True):
@@ -77,7 +77,7 @@ def decode_bars(report: Report) -> tuple[Figure, str]:
     axes.set_xticks(range(len(entries)), [f"{entry['case']['heads']} heads" for entry in entries])
     axes.set_ylabel(f"speed ({base} = 1)")
     gpu = report["environment"]["gpus"][0]["name"]
-    axes.set_title(f"Sparse MLA decode, {gpu}: 128 requests at 32K tokens, top 2048, FP8 cache", fontsize=10)
+    axes.set_title(f"Sparse MLA decode, {gpu}: 128 requests at 32K tokens, top 2048", fontsize=10)
     axes.tick_params(length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="y", alpha=0.2)
@@ -150,7 +150,7 @@ def pareto(reports: Sequence[Report]) -> Figure | None:
             at = ((5, 3), "left") if backend in runs.OUR_BACKENDS else ((-5, -10), "right")
             for entry, point in zip(entries, zip(x, y, strict=True), strict=True):
                 look = {"fontsize": 8, "color": color, "path_effects": OUTLINE, "ha": at[1]}
-                panel.annotate(runs.short_load(entry["case"]), point, at[0], textcoords="offset points", **look)
+                panel.annotate(runs.load(entry["case"], short=True), point, at[0], textcoords="offset points", **look)
         panel.set_title(name, fontsize=10)
         panel.set(xlabel="tokens/s per user", ylabel="output tokens/s per GPU", yscale="log")
         panel.margins(0.1)

@@ -10,8 +10,7 @@ import html
 import io
 import sys
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,6 @@ PARETO = (
 )
 
 
-@dataclass(frozen=True)
-class Section:
-    """What the page has of one result file."""
-
-    file: ResultFile
-    picture: str
-    """HTML, or nothing."""
-    markdown: str
-    left_out: list[str]
-    """What could not be measured, and why."""
-
-
 def _figure(figure: Any, caption: str) -> str:
     """A picture in the page itself."""
     from serving_benchmarks.results import pictures
@@ -53,19 +40,28 @@ def _figure(figure: Any, caption: str) -> str:
     return f'<figure><img src="data:image/png;base64,{data}" alt=""><figcaption>{caption}</figcaption></figure>'
 
 
-def section_of(file: ResultFile) -> Section:
-    """Draws and tabulates a file. Raises NotUnderstood."""
+def section_of(file: ResultFile) -> str:
+    """What the page has of one file. Raises NotUnderstood."""
     from serving_benchmarks.results import pictures
 
-    picture, text, name = "", "", kinds.KINDS[file.kind].picture
+    body, picture = [], kinds.KINDS[file.kind].picture
     try:
         if file.succeeded:
-            text = kinds.table(file)
-            if name and (figure := getattr(pictures, name)(file)) is not None:
-                picture = _figure(figure, " ".join(getattr(pictures, name).__doc__.split()))
-        return Section(file, picture, text, _left_out(file))
+            if picture and (figure := getattr(pictures, picture)(file)) is not None:
+                body.append(_figure(figure, " ".join(getattr(pictures, picture).__doc__.split())))
+            body += ["<h3>Numbers</h3>", markdown_to_html(kinds.table(file))]
+        if file.kind in MODELS:
+            tables.by_workload([file.report])
+        if left_out := _left_out(file):
+            body.append(f"<h3>Not measured</h3>{_list(map(html.escape, left_out))}")
+        about = html_table(None, environment_rows(file))
+        return "\n".join([*body, "<h3>Where it was measured</h3>", f'<div class="about">{about}</div>'])
     except kinds.LACKS as error:
         raise NotUnderstood(f"{file.path} of {file.kind} could not be shown: {error!r}") from error
+
+
+def _list(items: Iterable[str]) -> str:
+    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 
 def _left_out(file: ResultFile) -> list[str]:
@@ -153,29 +149,18 @@ def which_backend(files: Sequence[ResultFile]) -> str:
     return "\n".join(parts)
 
 
-def page(sections: Sequence[Section], not_understood: Sequence[str]) -> str:
-    """The whole page."""
-    first = which_backend([section.file for section in sections])
-    body = ["<h1>Benchmarks of mla-backend</h1>", "<ul>"]
-    body += ['<li><a href="#s0">Which backend, how many GPUs</a></li>'] if first else []
-    for number, section in enumerate(sections, 1):
-        about = f"{section.file.machine}, {section.file.path.name}, {str(section.file.environment.get('date'))[:10]}"
-        title = html.escape(kinds.KINDS[section.file.kind].title)
-        body.append(f'<li><a href="#s{number}">{title}</a>: {html.escape(about)}</li>')
-    body += ["</ul>", first]
-    for number, section in enumerate(sections, 1):
-        title = f"{kinds.KINDS[section.file.kind].title}: {section.file.machine}, {section.file.path.name}"
-        body.append(f'<h2 id="s{number}">{html.escape(title)}</h2>')
-        body.append(section.picture)
-        body += ["<h3>Numbers</h3>", markdown_to_html(section.markdown)] if section.markdown else []
-        if section.left_out:
-            items = "".join(f"<li>{html.escape(line)}</li>" for line in section.left_out)
-            body.append(f"<h3>Not measured</h3><ul>{items}</ul>")
-        about = html_table(None, environment_rows(section.file))
-        body += ["<h3>Where it was measured</h3>", f'<div class="about">{about}</div>']
+def page(sections: Sequence[tuple[ResultFile, str]], not_understood: Sequence[str]) -> str:
+    """The whole page, of files and their sections."""
+    first = which_backend([file for file, _ in sections])
+    links, body = ['<a href="#s0">Which backend, how many GPUs</a>'] if first else [], [first]
+    for number, (file, section) in enumerate(sections, 1):
+        about = f"{file.machine}, {file.path.name}, {str(file.environment.get('date'))[:10]}"
+        title, about = html.escape(kinds.KINDS[file.kind].title), html.escape(about)
+        links.append(f'<a href="#s{number}">{title}</a>: {about}')
+        body += [f'<h2 id="s{number}">{title}: {about}</h2>', section]
     if not_understood:
-        items = "".join(f"<li>{html.escape(why)}</li>" for why in not_understood)
-        body += ["<h2>Files that were not understood</h2>", f"<ul>{items}</ul>"]
+        body += ["<h2>Files that were not understood</h2>", _list(map(html.escape, not_understood))]
+    body = ["<h1>Benchmarks of mla-backend</h1>", _list(links), *body]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Benchmarks of mla-backend</title>'
         f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
@@ -197,7 +182,8 @@ def run(options: argparse.Namespace) -> int:
     sections, not_understood = [], []
     for path in options.results:
         try:
-            sections.append(section_of(kinds.load(path)))
+            file = kinds.load(path)
+            sections.append((file, section_of(file)))
         except NotUnderstood as error:
             not_understood.append(str(error))
             print(f"not understood: {error}", file=sys.stderr)

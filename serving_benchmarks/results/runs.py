@@ -44,20 +44,12 @@ def heads(environment: dict[str, Any], case: dict[str, Any], noun: str = "") -> 
     return f"{count}{noun}" + (f", {count // parts} a {part}" if parts > 1 else "")
 
 
-def load(case: dict[str, Any]) -> str:
-    """How many requests came when."""
+def load(case: dict[str, Any], short: bool = False) -> str:
+    """How many requests came when. `short`: 4/s, or 16 for so many in flight."""
     rate, concurrency = (case.get(name) for name in _LOAD)
-    parts = [f"{rate:g} a second"] if rate is not None else []
-    parts += [f"{concurrency} in flight"] if concurrency is not None else []
-    return ", ".join(parts) or "all at once"
-
-
-def short_load(case: dict[str, Any]) -> str:
-    """The load in little room: 4/s, or 16 for so many in flight."""
-    rate, concurrency = (case.get(name) for name in _LOAD)
-    parts = [f"{rate:g}/s"] if rate is not None else []
-    parts += [str(concurrency)] if concurrency is not None else []
-    return ", ".join(parts) or "all"
+    parts = [f"{rate:g}{'/s' if short else ' a second'}"] if rate is not None else []
+    parts += [f"{concurrency}{'' if short else ' in flight'}"] if concurrency is not None else []
+    return ", ".join(parts) or ("all" if short else "all at once")
 
 
 def load_order(case: dict[str, Any]) -> tuple[float, float]:
@@ -72,7 +64,6 @@ def asked(case: dict[str, Any]) -> str:
 
 
 def name_of(result: dict[str, Any]) -> str:
-    """An entry's name. Failed entries have one, too."""
     return f"{result['backend']}, {asked(result['case'])}"
 
 
@@ -94,13 +85,6 @@ def over_first(first: dict[str, Any], result: dict[str, Any]) -> dict[str, float
         "lowest": lowest,
         "highest": highest,
     }
-
-
-def ratio(first: dict[str, Any], result: dict[str, Any], interleaved: dict[str, float] | None) -> str:
-    """How many times as fast an entry is as the first one. `interleaved`: what over_first found, if they were."""
-    if interleaved is None:
-        return f"{result['output_tokens_per_second'] / first['output_tokens_per_second']:.2f}"
-    return "{median:.2f} ({low:.2f} to {high:.2f})".format(**interleaved)
 
 
 def tokens_per_gpu(result: dict[str, Any]) -> float:

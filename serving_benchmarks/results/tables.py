@@ -27,7 +27,7 @@ PEERS = {
     "flashinfer_bf16": "FlashInfer BF16",
 }
 """Titles of candidates. Of candidates with one title the fastest counts."""
-NOT_PEERS = ("ours", "plan", "portable")
+NOT_PEERS = ("ours", "plan")
 """Candidates of `kernels` that are ours."""
 LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")
 """Headings of what latencies() gives."""
@@ -72,20 +72,15 @@ def share_of_floor(result: Entry) -> float:
 
 def kernel_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
     """Headings and rows for a terminal."""
-    portable = any("portable" in result["seconds"] for result in results)
-    headings = ["case", "ours us", "quartiles", "TFLOP/s", "TB/s", "of floor", "plan us"]
-    headings += [*(["portable us"] if portable else []), "best peer", "us", "ratio"]
+    headings = "case|ours us|quartiles|TFLOP/s|TB/s|of floor|plan us|best peer|us|ratio".split("|")
     rows = []
     for result in results:
         seconds = result["seconds"]
         ours, best = seconds["ours"], result["best_peer"]
-        row = [kernel_name(result["case"]), microseconds(ours["median"])]
-        row += [f"{microseconds(ours['lower_quartile'])} {microseconds(ours['upper_quartile'])}"]
-        row += [f"{result['useful_flops'] / ours['median'] / 1e12:.0f}"]
-        row += [f"{result['bytes'] / ours['median'] / 1e12:.2f}", f"{share_of_floor(result):.0%}"]
-        row += [microseconds(seconds["plan"]["median"])]
-        if portable:
-            row.append(microseconds(seconds["portable"]["median"]) if "portable" in seconds else "")
+        us, low, high = (microseconds(ours[name]) for name in ("median", "lower_quartile", "upper_quartile"))
+        flops, bytes_moved = (result[name] / ours["median"] / 1e12 for name in ("useful_flops", "bytes"))
+        row = [kernel_name(result["case"]), us, f"{low} {high}", f"{flops:.0f}", f"{bytes_moved:.2f}"]
+        row += [f"{share_of_floor(result):.0%}", microseconds(seconds["plan"]["median"])]
         if best:
             row += [peer_title(best), microseconds(seconds[best]["median"]), f"{result['speed_up']:.2f}"]
         rows.append(row)
@@ -166,7 +161,7 @@ def throughput(*reports: Report) -> str:
         for entry in entries.values():
             case = entry["case"]
             row = [runs.heads(report["environment"], case), str(entry["gpus"]), runs.lengths(case)]
-            rows.append([*row, runs.short_load(case), entry["backend"], _speed(entry), *latencies(entry)])
+            rows.append([*row, runs.load(case, short=True), entry["backend"], _speed(entry), *latencies(entry)])
             rounds.add(len(entry["rounds_s"]))
     return "\n".join([*file.table(headings, rows), "", _models_measured(reports, rounds) + latency_note(reports)])
 
@@ -186,14 +181,16 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
             continue
         mine, theirs = entries[ours], entries[other]
         case = mine["case"]
-        load = f"{runs.lengths(case)}/{runs.short_load(case)}".replace(" ", "")
+        load = f"{runs.lengths(case)}/{runs.load(case, short=True)}".replace(" ", "")
         if wanted and load not in wanted:
             continue
         shown.add(load)
         rounds.add(len(mine["rounds_s"]))
-        paired = runs.over_first(theirs, mine) if runs.interleaved(report["environment"]) else None
-        row = [runs.heads(report["environment"], case), runs.lengths(case), runs.short_load(case)]
-        rows.append([*row, _speed(mine), _speed(theirs), runs.ratio(theirs, mine, paired)])
+        ratio = f"{mine['output_tokens_per_second'] / theirs['output_tokens_per_second']:.2f}"
+        if runs.interleaved(report["environment"]):
+            ratio = "{median:.2f} ({low:.2f} to {high:.2f})".format(**runs.over_first(theirs, mine))
+        row = [runs.heads(report["environment"], case), runs.lengths(case), runs.load(case, short=True)]
+        rows.append([*row, _speed(mine), _speed(theirs), ratio])
     if missing := [load for load in wanted if load not in shown]:
         raise ValueError(f"loads: no file has {', '.join(missing)} with both backends")
     headings = ["heads", "prompt + output", "in flight", f"{ours}, output tokens/s (quartiles)"]
@@ -254,9 +251,9 @@ def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[str, Entry]]]
     Light loads, few GPUs and ours come first."""
     found: dict[tuple[int, str], list[tuple[str, Entry]]] = {}
     for report, entries in newest_loads(reports):
-        heads = (report["environment"].get("model") or {}).get("heads") or 0
+        heads = (report["environment"].get("model") or {}).get("heads")
         for entry in entries.values():
-            key = heads, f"{model_name(report)}: {workload_name(report, entry)}"
+            key = heads if isinstance(heads, int) else 0, f"{model_name(report)}: {workload_name(report, entry)}"
             found.setdefault(key, []).append((gpus_name(report, entry), entry))
 
     def order(run: tuple[str, Entry]) -> tuple[Any, ...]:
@@ -320,7 +317,7 @@ def newest_loads(reports: Sequence[Report]) -> list[tuple[Report, dict[str, Entr
             key += (runs.workload(case, count=False), runs.load(case))
             groups.setdefault(key, {})[entry["backend"]] = entry
         for key, entries in groups.items():
-            if key not in found or found[key][0]["environment"]["date"] < about["date"]:
+            if key not in found or str(found[key][0]["environment"].get("date")) < str(about.get("date")):
                 found[key] = report, entries
     return list(found.values())
 

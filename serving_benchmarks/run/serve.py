@@ -214,8 +214,8 @@ def run_load(server: Server, options: argparse.Namespace, load: Load, seed: int,
             with contextlib.suppress(TimeoutError):
                 client.wait(POLL_SECONDS)
         status, said = client.status(), client.says()
+    server.require_running()
     if status or not result.exists():
-        server.require_running()
         raise ServerFailed(f"vllm bench serve failed: {why_it_ended(status, said)}")
     found = entry(json.loads(result.read_text()), options)
     counted = counted_between(before, counters(server.metrics()))

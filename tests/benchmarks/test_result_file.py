@@ -1,89 +1,85 @@
-"""A result file is tried before anything is measured, and nothing of the trial is left; what is written is short."""
+"""What is written is read again. What is read has what its kind needs, or is refused with the reason."""
 
-import argparse
+import copy
 import json
-import os
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from serving_benchmarks.results import result_file
+import result_examples
+from serving_benchmarks.results import file, kinds, latency
 
-
-def try_to_write(path: Path | None) -> None:
-    result_file.require_writable(argparse.ArgumentParser(), path)
-
-
-def test_a_new_file_is_not_left_behind_empty(tmp_path):
-    try_to_write(tmp_path / "folder" / "out.json")
-    assert (tmp_path / "folder").is_dir() and not list((tmp_path / "folder").iterdir())
-    try_to_write(None)
-
-
-@pytest.mark.parametrize("content", ["", '{"environment": {}, "results": []}\n'])
-def test_a_file_that_is_there_is_not_touched(tmp_path, content):
-    path = tmp_path / "out.json"
-    path.write_text(content)
-    os.utime(path, (1, 1))
-    try_to_write(path)
-    assert path.read_text() == content and path.stat().st_mtime == 1
-
-
-def test_a_link_stays_and_what_it_leads_to_is_not_made(tmp_path):
-    link, target = tmp_path / "out.json", tmp_path / "target.json"
-    link.symlink_to(target)
-    try_to_write(link)
-    assert link.is_symlink() and not target.exists()
-
-
-@pytest.mark.parametrize("name", ["", "file/out.json"])
-def test_what_is_no_file_is_refused(tmp_path, name, capsys):
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as stopped:
-        try_to_write(tmp_path / name)
-    assert stopped.value.code == 2 and "--output: " in capsys.readouterr().err
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    )
+pytestmark = pytest.mark.skipif(not result_examples.path("kernels").is_file(), reason="needs the source tree")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
-def test_what_is_written_is_read_again(report):
-    assert json.loads(result_file.text(report)) == report
 
 
-def test_a_list_of_numbers_has_one_line():
-    report = {
-        "rounds_s": [1.5, None, 2e-7],
-        "words": ["[\n1\n]", "a  b"],
-        "spaced": ["a  b"],
-        "none": [],
-        "lists": [[1, 2], [{"a": [3]}]],
-    }
-    lines = result_file.text(report).splitlines()
-    assert ' "rounds_s": [1.5, null, 2e-07],' in lines and "  [1, 2]," in lines and '    "a": [3]' in lines
-    assert json.loads("\n".join(lines)) == report
+@given(JSON)
+def test_what_is_written_is_read_again_and_a_list_of_numbers_has_one_line(report):
+    assert json.loads(file.text(report)) == report
+    assert ' "rounds_s": [1.5, null, 2e-07],' in file.text({"rounds_s": [1.5, None, 2e-7], "x": report}).splitlines()
 
 
-def test_what_a_benchmark_writes_is_so_short(tmp_path):
-    result_file.write(tmp_path / "out.json", [{"rounds_s": [1.5, 2.5]}], Console(quiet=True), settings={"cpus": 2})
-    written = (tmp_path / "out.json").read_text()
-    assert '   "rounds_s": [1.5, 2.5]\n' in written and json.loads(written)["environment"]["settings"] == {"cpus": 2}
+def test_a_benchmark_writes_its_environment(tmp_path):
+    file.write(None, [], Console(quiet=True))
+    file.write(tmp_path / "x.json", result_examples.index()["results"], Console(quiet=True), benchmark="index")
+    loaded = kinds.load(tmp_path / "x.json")
+    assert loaded.kind == "index" and loaded.environment["torch"]["version"] and len(loaded.results) == 2
 
 
-def test_a_folder_is_made_and_a_file_in_its_place_is_told_of(tmp_path, capsys):
-    parser = argparse.ArgumentParser()
-    result_file.require_folder(parser, "--logs", None)
-    for _ in range(2):
-        result_file.require_folder(parser, "--logs", tmp_path / "new" / "logs")
-    assert (tmp_path / "new" / "logs").is_dir()
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(SystemExit) as stopped:
-        result_file.require_folder(parser, "--logs", tmp_path / "file")
-    assert stopped.value.code == 2 and (tmp_path / "file").read_text() == "mine"
-    assert "--logs must be a folder, or the name of a new one" in capsys.readouterr().err
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_every_field_that_a_kind_needs_is_missed(kind, tmp_path):
+    report = result_examples.every_kind()[kind]
+    assert kinds.load(result_examples.write(tmp_path, "whole", report)).kind == kind
+    for field in kinds.KINDS[kind].fields:
+        broken = copy.deepcopy(report)
+        at = broken["results"][-1]
+        *outer, last = field.split(".")
+        for name in outer:
+            at = at[name]
+        del at[last]
+        with pytest.raises(file.NotUnderstood, match=rf"results\[{len(report['results']) - 1}\].*has no {field}"):
+            kinds.load(result_examples.write(tmp_path, "broken", broken))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda report: report.pop("environment"), "it has no 'environment'"),
+        (lambda report: report.pop("results"), "has no 'results'"),
+        (lambda report: report["environment"].update(benchmark="sums"), "'benchmark' in its environment is \"sums\""),
+        (lambda report: report["environment"].update(benchmark=["kernels"]), "'benchmark' in its environment is"),
+        (lambda report: report["results"].insert(1, 5), "results[1] is no object"),
+        (lambda report: report["results"][0].update(bytes=float("nan")), "results[0] of kernels: bytes can't be NaN"),
+        (lambda report: report["results"][0].update(bytes=True), "results[0] of kernels: bytes can't be true"),
+        (lambda report: report["results"][0]["seconds"]["ours"].update(median=0), "of kernels: seconds can't be {"),
+        (lambda report: report["results"][0]["seconds"].pop("ours"), "results[0] of kernels: seconds can't be {"),
+    ],
+)
+def test_a_file_that_is_not_understood_is_explained(change, told, tmp_path):
+    broken = result_examples.every_kind()["kernels"]
+    change(broken)
+    with pytest.raises(file.NotUnderstood) as refused:
+        kinds.load(result_examples.write(tmp_path, "x", broken))
+    assert str(refused.value).startswith(str(tmp_path / "x.json")) and told in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"not json", b"[" * 100_000, b"\xff", b"[]", b"3"])
+def test_what_is_no_result_file_is_refused(content, tmp_path):
+    (tmp_path / "x.json").write_bytes(content)
+    for path in (tmp_path / "x.json", tmp_path / "gone.json", tmp_path):
+        with pytest.raises(file.NotUnderstood):
+            kinds.load(path)
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=1, max_size=300), st.sampled_from([50, 90, 99]))
+def test_a_percentile_lies_within_its_bounds(samples, percent):
+    value, (low, high) = latency.percentile(samples, percent), latency.percentile_bounds(samples, percent)
+    assert min(samples) <= value <= max(samples)
+    assert {low, high} <= {None, *samples} and (low is None or high is None or low <= high)
+    if (percent / 100) ** len(samples) > 0.025:  # all samples may well be below it
+        assert high is None

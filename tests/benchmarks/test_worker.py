@@ -1,0 +1,183 @@
+"""What a worker measures, which pieces of work it waits for, and how workers are interleaved."""
+
+import dataclasses
+import io
+import itertools
+import json
+import sys
+import types
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving_benchmarks.run import engine, rounds, worker
+from serving_benchmarks.run.workloads import Workload
+
+
+class OneTokenAStep:
+    """An engine that gives each request a token in each step. It compiles a kernel in the passes that it is told."""
+
+    def __init__(self, lie: int = 0, compiles: tuple[int, ...] = ()):
+        self.left: dict[str, int] = {}
+        self.given: dict[str, int] = {}
+        self.most, self.passes, self.lie, self.compiles, self.new = 0, 0, lie, compiles, []
+
+    def forget_prefixes(self):
+        self.passes += 1
+        self.new.append(("before", 1.0))
+
+    def counters(self):
+        return engine.Counters(self.passes, None, None)
+
+    def compiled(self):
+        found, self.new = self.new, []
+        return found
+
+    def submit(self, id, prompt, new_tokens, *, streamed=False):
+        self.left[id] = self.given[id] = new_tokens
+        self.most = max(self.most, len(self.left))
+        if self.passes in self.compiles and id == "0":
+            self.new.append(("moe", 0.5))
+
+    def step(self):
+        self.left = {id: left - 1 for id, left in self.left.items()}
+        ended = [id for id, left in self.left.items() if not left]
+        for id in ended:
+            del self.left[id]
+        return [engine.Ended(id, None, self.given[id] - self.lie, None) for id in ended]
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(1, 1), (3, 3), (20, 9), (None, 9)])
+def test_no_more_requests_are_in_flight_than_allowed(concurrency, most):
+    measured, workload = OneTokenAStep(), Workload([[1]] * 9, [1, 2, 3, 1, 5, 1, 1, 2, 2])
+    done = worker.run_round(measured, workload, concurrency)
+    assert measured.most == most and done.requests["output_tokens"] == workload.output_lens
+    assert all(0 < e2e <= done.elapsed for e2e in done.requests["e2e_s"]) and done.gaps == []
+
+
+def test_a_request_that_ends_early_is_an_error():
+    with pytest.raises(RuntimeError, match="request 0"):
+        worker.run_round(OneTokenAStep(lie=1), Workload([[1]], [3]), None)
+
+
+def test_gaps_between_tokens_are_those_of_the_steps_in_which_a_request_decodes():
+    ends = [1.0, 3.0, 6.0, 10.0]
+    # the first gets tokens in all steps, the second in the last two, the third only one, the fourth is not known
+    found = worker.gaps_between_tokens(ends, [0.9, 5.9, 2.5, None], [3, 3, 1, 2])
+    assert sorted(found) == [2.0, 3.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_rounds_are_asked_for_and_what_is_compiled_in_one_is_told(warmup):
+    told, words = io.StringIO(), io.StringIO("go\n" * (4 if warmup else 3) + "enough\n")
+    measured = OneTokenAStep(compiles=(1, 3))
+    spec = {"rounds": 2, "more_rounds": True, "warmup": warmup, "requests": False}
+    events = rounds.Events(told, words)
+    found = worker.measure(measured, Workload([[1]] * 3, [4, 2, 3]), {"concurrency": 2}, spec, events)
+    asked = [json.loads(line) for line in told.getvalue().splitlines()]
+    assert [event.get("round") for event in asked] == [None] * warmup + [0, 1, 2, 3]
+    assert [event["optional"] for event in asked[warmup:]] == [False, False, True, True]
+    assert len(found["rounds_s"]) == 3 and found["total_output_tokens"] == 9 and "requests" not in found
+    assert [one["round"] for one in found["compiled"]] == ([1] if warmup else [0, 2])
+    assert found["preemptions"] == 3, "what is counted begins after the warm-up"
+
+
+def test_a_worker_ends_when_nobody_answers_any_more():
+    spec = {"rounds": 2, "more_rounds": False, "warmup": False, "requests": False}
+    with pytest.raises(RuntimeError, match="ended"):
+        events = rounds.Events(io.StringIO(), io.StringIO("go\n"))
+        worker.measure(OneTokenAStep(), Workload([[1]], [3]), {"concurrency": None}, spec, events)
+
+
+@dataclasses.dataclass(eq=False)
+class Waits:
+    """A worker that has so many pieces of work; None is no round."""
+
+    pieces: list[int | None]
+    had: int = 0
+
+    @property
+    def asks(self):
+        return None if self.had == len(self.pieces) else {"round": self.pieces[self.had] or 0}
+
+    def tell(self, word):
+        assert word == rounds.GO
+        self.had += 1
+        return f"piece {self.had - 1}"
+
+
+@given(st.lists(st.none() | st.integers(0, 9), max_size=12), st.lists(st.integers(0, 12), min_size=1, max_size=5))
+def test_workers_go_round_by_round_there_and_back_whoever_drops_out(pieces, lasts):
+    workers = [Waits(pieces[:last]) for last in lasts]
+    had = [(workers.index(one), one.had - 1) for one, _ in rounds.interleaved(workers)]
+    for piece, number in enumerate(pieces):
+        wanted = [index for index, one in enumerate(workers) if len(one.pieces) > piece]
+        assert [index for index, of in had if of == piece] == (wanted[::-1] if (number or 0) % 2 else wanted)
+    assert [piece for _, piece in had] == sorted(piece for _, piece in had), "nobody is ahead of the others"
+
+
+@dataclasses.dataclass(eq=False)
+class Times:
+    """A worker that has rounds that last so long, at two loads, and asks for one more each time."""
+
+    least: int
+    lasts: list[float]
+    loads: list[int] = dataclasses.field(default_factory=lambda: [0])
+
+    @property
+    def asks(self):
+        done = self.loads[-1]
+        timed = sum(itertools.islice(itertools.cycle(self.lasts), done))
+        return {"round": done, "optional": done >= self.least, "timed_s": timed} if len(self.loads) < 3 else None
+
+    def tell(self, word):
+        if word == rounds.GO:
+            self.loads[-1] += 1
+        else:
+            self.loads.append(0)
+        return word
+
+
+@given(
+    st.lists(st.lists(st.floats(0.1, 3), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.integers(2, 5),
+    st.floats(0, 9),
+)
+def test_rounds_go_on_until_all_have_been_timed_for_long_enough(lasts, least, seconds):
+    workers = [Times(least, one) for one in lasts]
+    for _ in rounds.interleaved(workers, seconds):
+        pass
+    for one in workers:
+        assert one.loads == workers[0].loads and one.loads[0] == one.loads[1], "ratios are of pairs of rounds"
+    done = workers[0].loads[0]
+
+    def timed(count):
+        return min(sum(itertools.islice(itertools.cycle(one.lasts), count)) for one in workers)
+
+    assert done >= least and timed(done) >= seconds and (done == least or timed(done - 1) < seconds)
+
+
+def test_what_triton_compiles_is_taken_once_and_others_who_listen_go_on_being_told(monkeypatch):
+    told, triton = [], types.ModuleType("triton")
+    listen = types.SimpleNamespace(listener=lambda **named: told.append(named["src"].name))
+    triton.knobs = types.SimpleNamespace(compilation=listen)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    asked = engine.MeasuredWorker()
+    assert json.loads(asked.measured_compiled()) == []
+    for name, hit in (("new", False), ("on disk", True)):
+        source, times = types.SimpleNamespace(name=name), types.SimpleNamespace(total=500_000)
+        listen.listener(src=source, times=times, cache_hit=hit)
+    assert json.loads(asked.measured_compiled()) == [["new", 0.5]] and json.loads(asked.measured_compiled()) == []
+    assert told == ["new", "on disk"]
+    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))  # vLLM's stand-in
+    assert engine.Compilations().take() is None and worker.compiled_in_rounds([[], None]) is None
+
+
+def test_of_several_workers_of_vllm_the_one_that_waited_least_is_profiled_and_the_slowest_to_compile_told():
+    first = ["cuda", 8, [["gemm", 8, 100.0], ["all_reduce", 8, 900.0]], {}]
+    last = ["cuda", 8, [["gemm", 8, 110.0], ["all_reduce", 8, 20.0]], {}]
+    answers = {"measured_stop": [first, last], "measured_compiled": [[["moe", 0.5]], None, [["moe", 0.75]]]}
+    asked = engine.VllmEngine.__new__(engine.VllmEngine)
+    asked._llm = types.SimpleNamespace(collective_rpc=lambda method: list(map(json.dumps, answers[method])))
+    assert asked.stop_profile() == engine.Profile(*last) and asked.compiled() == [["moe", 0.75]]

@@ -1,0 +1,34 @@
+"""What tests of `python -m serving_benchmarks` share."""
+
+import argparse
+import importlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from serving_benchmarks.__main__ import COMMANDS
+
+
+def parsed(command: str, *words: object) -> argparse.Namespace:
+    """The options of a command."""
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}").add_options(parser)
+    return parser.parse_args(list(map(str, words)))
+
+
+def alive(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60, every: float = 0.05) -> bool:
+    """Whether a condition came true in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(every)
+    return True

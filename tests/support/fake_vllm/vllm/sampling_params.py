@@ -1,0 +1,2 @@
+class RequestOutputKind:
+    DELTA, FINAL_ONLY = "delta", "final"
