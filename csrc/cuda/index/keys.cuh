@@ -87,8 +87,8 @@ struct KeyReader {
       if constexpr (kAligned) {
 #pragma unroll
         for (int i = 0; i < Ring::kPieces; ++i)
-          copy_16_or_zero(shared_address(&to.pieces[side][i][lane]), from + 64 * i, there);
-        if constexpr (kCodes) copy_4_or_zero(shared_address(&to.scale[side][lane]), scale, there);
+          copy_16_or_zero(cast_smem_ptr_to_uint(&to.pieces[side][i][lane]), from + 64 * i, there);
+        if constexpr (kCodes) copy_4_or_zero(cast_smem_ptr_to_uint(&to.scale[side][lane]), scale, there);
       } else {
 #pragma unroll 1
         for (int i = 0; i < Ring::kPieces; ++i) {
@@ -113,7 +113,7 @@ struct KeyReader {
 #pragma unroll
     for (int stage = 0; stage < Ring::kStages; ++stage) {
       if (strip + stage * kUnit < stop) ask(strip + stage * kUnit, stage, blocks[stage]);
-      end_batch_of_copies();
+      cute::cp_async_fence();
     }
     find(strip + Ring::kStages * kUnit, ahead);
   }
@@ -124,7 +124,7 @@ struct KeyReader {
     take(stage, keys);
     const uint32_t later = strip + Ring::kStages * kUnit;
     if (later < stop) ask(later, stage, ahead);
-    end_batch_of_copies();
+    cute::cp_async_fence();
     find(later + kUnit, ahead);
   }
 

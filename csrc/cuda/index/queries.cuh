@@ -105,7 +105,7 @@ __device__ __forceinline__ void stage_queries(const Problem& p, int64_t token, i
 __device__ __forceinline__ void load_queries(const QueryRow* rows, const float* weights, uint32_t (&a)[kSteps][4],
                                              float (&weight)[2]) {
   const int lane = threadIdx.x % 32;
-  const auto address = shared_address(rows[lane % 16].numbers + 8 * (lane / 16));
+  const auto address = cast_smem_ptr_to_uint(rows[lane % 16].numbers + 8 * (lane / 16));
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) load_tiles(a[step], address + 32 * step);
   weight[0] = weights[lane / 4], weight[1] = weights[lane / 4 + 8];

@@ -69,7 +69,8 @@ struct Scorer {
       for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
         for (int side = 0; side < kSides; ++side)
-          multiply_add_f16(products[tile][side], rows.a[tile][step], b[side][2 * step], b[side][2 * step + 1]);
+          multiply_add<cute::SM80_16x8x16_F32F16F16F32_TN>(products[tile][side], rows.a[tile][step], b[side][2 * step],
+                                                           b[side][2 * step + 1]);
   }
 
   // Adds what a lane has of a token's heads.

@@ -113,8 +113,8 @@ struct Block {
   __device__ void score() const {
     const int column = warp * kWarpTokens + 2 * (lane % 4);  // a lane's two tokens
     float sum[4] = {};
-    const uint32_t q_address = shared_address(&s.q[lane % 16][8 * (lane / 16)]);
-    const uint32_t row_address = shared_address(&s.rows[warp * kWarpTokens + lane % 8][8 * (lane / 8)]);
+    const uint32_t q_address = cast_smem_ptr_to_uint(&s.q[lane % 16][8 * (lane / 16)]);
+    const uint32_t row_address = cast_smem_ptr_to_uint(&s.rows[warp * kWarpTokens + lane % 8][8 * (lane / 8)]);
 #pragma unroll 1
     for (int part = 0; part <= kGroups; ++part) {
       const int steps = part < kGroups ? kGroupDims / 32 : kRope / 32;
@@ -125,8 +125,8 @@ struct Block {
         load_tiles(rows, row_address + 2 * dim);
         load_tiles(q0, q_address + 2 * dim);
         load_tiles(q1, q_address + 2 * dim + 32);
-        multiply_add(partial, q0, rows[0], rows[1]);
-        multiply_add(partial, q1, rows[2], rows[3]);
+        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(partial, q0, rows[0], rows[1]);
+        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(partial, q1, rows[2], rows[3]);
       }
       const float first = part < kGroups ? s.scale[part][column] : 1.0f,
                   second = part < kGroups ? s.scale[part][column + 1] : 1.0f;
@@ -192,9 +192,9 @@ struct Block {
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; n += 2) {
         uint32_t values[4];
-        load_tiles_transposed(values, shared_address(&s.rows[k + lane % 16][first_dim + 8 * (n + lane / 16)]));
-        multiply_add(out[n], weights, values[0], values[1]);
-        multiply_add(out[n + 1], weights, values[2], values[3]);
+        load_tiles_transposed(values, cast_smem_ptr_to_uint(&s.rows[k + lane % 16][first_dim + 8 * (n + lane / 16)]));
+        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(out[n], weights, values[0], values[1]);
+        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(out[n + 1], weights, values[2], values[3]);
       }
     }
   }

@@ -33,10 +33,11 @@ struct Team {
 
   // A warp says something at all the team's barriers. Each of these expects to hear it from all blocks of the cluster,
   // and hears it from this one for those that are not in the team.
-  __device__ void arrive(uint64_t& barrier, int lane) const {
-    if (lane < count) arrive_in_block(address_in_block(&barrier, first + lane), 1);
+  __device__ void arrive(Barrier& barrier, int lane) const {
+    if (lane < count) arrive_in_block(cute::set_block_rank(cast_smem_ptr_to_uint(&barrier), first + lane), 1);
     const int others = static_cast<int>(blocks_of_cluster()) - count;
-    if (lane == 0 && others > 0) arrive_in_block(address_in_block(&barrier, first + own), others);
+    if (lane == 0 && others > 0)
+      arrive_in_block(cute::set_block_rank(cast_smem_ptr_to_uint(&barrier), first + own), others);
   }
 };
 
@@ -235,7 +236,7 @@ struct TeamRows {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int member = min(begin + k, team.count - 1);
-      const uint32_t from = address_in_block(__shfl_sync(~0u, row, member) + 16 * lane, team.first + member);
+      const uint32_t from = cute::set_block_rank(__shfl_sync(~0u, row, member) + 16 * lane, team.first + member);
 #pragma unroll
       for (int j = 0; j < kQuartersOfWarp; ++j) x[k][j] = load4_of_block(from + j * kQuarter * 4);
     }
@@ -265,7 +266,8 @@ template <int kQuartersOfWarp>
 __device__ __forceinline__ void merge_rows_of_team(const PartResult& result, uint32_t row, const Team& team,
                                                    const Share& share, int lane, MergedRow& merged) {
   float4 theirs{-INFINITY, 0.0f, -INFINITY, 0.0f};
-  if (lane < team.count) theirs = load4_of_block(address_in_block(&result, team.first + lane));
+  if (lane < team.count)
+    theirs = load4_of_block(cute::set_block_rank(cast_smem_ptr_to_uint(&result), team.first + lane));
   row += share.begin * kQuarter * 4;
   TeamRows<kQuartersOfWarp> rows;
   rows.read(team, row, 0, lane);

@@ -22,7 +22,7 @@ struct RowCopier {
                               int lane) {
     const int block = lane / 8, token = warp * kRows;
     const uint32_t to =
-        shared_address(tile) + block * kBlockBytes + token * kRowBytes + place_of_piece(block, lane % 8, token);
+        cast_smem_ptr_to_uint(tile) + block * kBlockBytes + token * kRowBytes + place_of_piece(block, lane % 8, token);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const uint32_t row = __shfl_sync(~0u, own, i), first = (to ^ i * kPieceBytes) + i * kRowBytes;
@@ -33,7 +33,7 @@ struct RowCopier {
 #pragma unroll
     for (int i = 0; i < kRows; i += 4) {
       const int row = i + lane / 8;
-      copy_piece(shared_address(tile) + kLatentBlocks * kBlockBytes + (token + row) * kRowBytes +
+      copy_piece(cast_smem_ptr_to_uint(tile) + kLatentBlocks * kBlockBytes + (token + row) * kRowBytes +
                      place_of_piece(kLatentBlocks, lane % 8, row),
                  cache + kBf16.rope_offset() + kPieceBytes * (lane % 8), __shfl_sync(~0u, own, row));
     }

@@ -32,22 +32,23 @@ struct Bf16Rows {
 
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
   __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int, const float* q_scale) const {
-    const uint64_t k_rows = describe_atoms(shared_address(s.tiles[stage])), q = describe_atoms(shared_address(s.q));
+    const uint64_t k_rows = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage])),
+                   q = describe_atoms(cast_smem_ptr_to_uint(s.q));
     float sum[kSums];
-    begin_products();
+    cute::warpgroup_arrive();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(sum, k_rows + ((block * kBlockBytes + k * 32) >> 4),
-                                                                 q + ((block * kHeads * kRowBytes + k * 32) >> 4),
-                                                                 block > 0 || k > 0);
-    end_products();
+        multiply<Bf16Atom<kHeads, Major::K, Major::K>>(sum, k_rows + ((block * kBlockBytes + k * 32) >> 4),
+                                                       q + ((block * kHeads * kRowBytes + k * 32) >> 4),
+                                                       block > 0 || k > 0);
+    cute::warpgroup_commit_batch();
     float bias[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) bias[i] = s.held[stage][warp * 16 + lane / 4 + 8 * i] ? 0.0f : -INFINITY;
-    wait_for_products();
-    sums_change(sum);
+    cute::warpgroup_wait<0>();
+    fence_sums(sum);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       const float2 scale = q_scales_of_lane(q_scale, i / 4, lane);
@@ -62,16 +63,17 @@ struct Bf16Rows {
   template <typename Release>
   __device__ void add_values(float (&out)[kLatentBlocks][kSums], Memory& s, int stage, uint32_t weights_address,
                              Release release) const {
-    const uint64_t tile = describe_atoms(shared_address(s.tiles[stage])), weights = describe_atoms(weights_address);
-    begin_products();
+    const uint64_t tile = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage])),
+                   weights = describe_atoms(weights_address);
+    cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int block = 0; block < kLatentBlocks; ++block)
-        multiply<Number::bf16, Rows::across_sum, Rows::along_sum>(
+        multiply<Bf16Atom<kHeads, Major::MN, Major::K>>(
             out[block], tile + ((block * kBlockBytes + k * 16 * kRowBytes) >> 4), weights + ((k * 32) >> 4), true);
-    end_products();
-    wait_for_products();
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
     release();
   }
 

@@ -60,17 +60,18 @@ struct CodeRows {
 
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
   __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query, const float* q_scale) {
-    const uint64_t k = describe_atoms(shared_address(&s.stages[stage])), q = describe_atoms(shared_address(s.q[query])),
-                   q_rope = describe_atoms(shared_address(s.q_rope[query]));
+    const uint64_t k = describe_atoms(cast_smem_ptr_to_uint(&s.stages[stage])),
+                   q = describe_atoms(cast_smem_ptr_to_uint(s.q[query])),
+                   q_rope = describe_atoms(cast_smem_ptr_to_uint(s.q_rope[query]));
     constexpr int kAtOnce = kHeads > 16 ? 1 : kHeads > 8 ? 3 : 4;  // groups whose sums there are registers for
     float part[kAtOnce][2 * kSums];
     const auto begin_group = [&](int g) {
       float (&sum)[2 * kSums] = part[g % kAtOnce];
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        multiply_codes(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
-                       q + ((g * 2 * kHeads * kRowBytes + step * 32) >> 4), step > 0);
-      end_products();
+        multiply<E4m3Atom<2 * kHeads>>(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
+                                       q + ((g * 2 * kHeads * kRowBytes + step * 32) >> 4), step > 0);
+      cute::warpgroup_commit_batch();
     };
     // before the products, which occupy shared memory
     float4 scale[2], value_scales[2];
@@ -82,13 +83,13 @@ struct CodeRows {
       held[i] = s.held[stage][token];
       value_scales[i] = *reinterpret_cast<const float4*>(s.scale[stage][2 * lane + (i ^ swap())]);
     }
-    sums_change(score);
-    begin_products();
+    fence_sums(score);
+    cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(
-          score, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4), step > 0);
-    end_products();
+      multiply<Bf16Atom<kHeads, Major::K, Major::K>>(score, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4),
+                                                     q_rope + ((step * 32) >> 4), step > 0);
+    cute::warpgroup_commit_batch();
     if constexpr (kAtOnce > 1) {
 #pragma unroll
       for (int g = 0; g < kAtOnce; ++g) begin_group(g);
@@ -104,13 +105,13 @@ struct CodeRows {
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       if (const int next = g - 1 + kAtOnce; (g > 0 || kAtOnce == 1) && next < kGroups) {
-        begin_products();
+        cute::warpgroup_arrive();
         begin_group(next);
       }
       wait_for_all_products_but(min(kAtOnce, kGroups - g) - 1);
-      if (g == 0) sums_change(score);
+      if (g == 0) fence_sums(score);
       float (&sum)[2 * kSums] = part[g % kAtOnce];
-      sums_change(sum);
+      fence_sums(sum);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
         const float4& x = scale[i / 2 % 2];
@@ -148,7 +149,7 @@ struct CodeRows {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 2 * (lane % 4) + i % 2;  // of eight
-      codes[i] = load_piece(shared_address(rows.codes[warp]) + (16 * step + 8 * (i / 2) + row) * kRowBytes +
+      codes[i] = load_piece(cast_smem_ptr_to_uint(rows.codes[warp]) + (16 * step + 8 * (i / 2) + row) * kRowBytes +
                             (lane / 4 ^ row) * kPieceBytes);
     }
   }
@@ -187,15 +188,15 @@ struct CodeRows {
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         const auto of = [&](const uint4& x) { return word == 0 ? x.x : word == 1 ? x.y : word == 2 ? x.z : x.w; };
-        if (step > 0 || word > 1) wait_for_products<1>();
+        if (step > 0 || word > 1) cute::warpgroup_wait<1>();
         convert(rows[word % 2], of(own[0]), of(own[1]), of(own[2]), of(own[3]), scale);
-        begin_products();
-        multiply_rows(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
-        multiply_rows(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
-        end_products();
+        cute::warpgroup_arrive();
+        multiply<F16RowsAtom<kHeads>>(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
+        multiply<F16RowsAtom<kHeads>>(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
+        cute::warpgroup_commit_batch();
       }
     }
-    wait_for_products();
+    cute::warpgroup_wait<0>();
   }
 
   // Where a head's 512 sums lie among those of all: four heads that neighbouring lanes have are neighbours, so that
@@ -275,7 +276,8 @@ struct CodeRows {
  private:
   // Begins to copy a warp's rows, from `first` on; the lane's own is row `at`.
   static __device__ void ask(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
-    const uint32_t codes = shared_address(s.stages[stage].codes[lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
+    const uint32_t codes =
+        cast_smem_ptr_to_uint(s.stages[stage].codes[lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
 // not all at once: what consumers read from shared memory waits in the same queue
 #pragma unroll 2
     for (int i = 0; i < kWarpRows; ++i)
@@ -284,11 +286,12 @@ struct CodeRows {
 #pragma unroll
     for (int i = 0; i < kWarpRows; i += 4) {
       const int row = i + lane / 8;
-      copy_piece(shared_address(s.stages[stage].rope) + (first + row) * kRowBytes + (lane % 8 ^ row) * kPieceBytes,
-                 rope, __shfl_sync(~0u, own, row));
+      copy_piece(
+          cast_smem_ptr_to_uint(s.stages[stage].rope) + (first + row) * kRowBytes + (lane % 8 ^ row) * kPieceBytes,
+          rope, __shfl_sync(~0u, own, row));
     }
     if (lane >= kWarpRows) return;
-    copy_piece(shared_address(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);
+    copy_piece(cast_smem_ptr_to_uint(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);
     s.held[stage][at] = own != kNoRow;
   }
 };

@@ -18,11 +18,11 @@ constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 
 // A block begins with as many registers for each thread, and they are handed round. With up to 16 heads none is too
 // few: a launch would begin with a wait for local memory.
-constexpr int kRegisters = 128;
+constexpr uint32_t kRegisters = 128;
 template <int kHeads>
-constexpr int kConsumerRegisters = kHeads > 16 ? 216 : 168;
+constexpr uint32_t kConsumerRegisters = kHeads > 16 ? 216 : 168;
 template <int kHeads>
-constexpr int kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
+constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
 
 // Whether the parts of cut tokens are left to the merge that is launched next. With up to 16 heads they are joined
 // here.
@@ -48,15 +48,15 @@ struct Shared {
   float factor[kHeads];
   PartResult part[kHeads];  // of a cut token
   Joints joints;
-  uint64_t full[Rows::kStages], empty[Rows::kStages];
-  uint64_t q_full[Rows::kQueries], q_empty[Rows::kQueries];
-  uint64_t weights_free[kConsumerGroups];
-  uint64_t deposited[2], collected[2];  // of turns of even and odd number, or their rounds
+  Barrier full[Rows::kStages], empty[Rows::kStages];
+  Barrier q_full[Rows::kQueries], q_empty[Rows::kQueries];
+  Barrier weights_free[kConsumerGroups];
+  Barrier deposited[2], collected[2];  // of turns of even and odd number, or their rounds
   // Of this block's team: all blocks have found what they have to find, all warps have read what they merge.
-  uint64_t team_found, team_read;
+  Barrier team_found, team_read;
   uint32_t touched;  // nobody reads it
 #ifdef MLA_RACECHECK
-  uint64_t met;
+  Barrier met;
 #endif
 };
 

@@ -18,6 +18,8 @@
 // sums rescaled and weights computed once more. The result is exact either way; 2^8 is what f16 weights have to spare.
 #pragma once
 
+#include <cutlass/arch/reg_reconfig.h>
+
 #include <cstdint>
 
 #include "cuda/attention/sm90/few_heads/config.h"
@@ -67,7 +69,7 @@ struct Consumer {
   // compiler is not to share it with what wgmma is told, which has to be the same for all lanes.
   __device__ void find_weights_place() {
     const int own_head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    weights_place = shared_address(s.weights[group]) + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
+    weights_place = cast_smem_ptr_to_uint(s.weights[group]) + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
     hide(weights_place);
   }
 
@@ -288,7 +290,7 @@ struct Consumer {
       const int own = kGroup * (kHeads / 2) + lane;
       const Found found = found_of_head(slot, own);
       s.part[own] = {found.total == 0.0f ? -INFINITY : found.reference, found.total, found.highest,
-                     shared_address(meeting_row(stage, own))};
+                     cast_smem_ptr_to_uint(meeting_row(stage, own))};
     }
     float mine[kHalf], theirs[kHalf];
 #pragma unroll
@@ -302,7 +304,7 @@ struct Consumer {
   // what the other group did before this one, unless this one is of the same kind.
   __device__ void meet() {
 #ifdef MLA_RACECHECK
-    arrive(s.met);
+    arrive_as_warp(s.met);
     wait(s.met, meetings++ % 2);
 #else
     sync_named<2 * kGroupThreads>(kBothGroups);
@@ -317,8 +319,8 @@ struct Consumer {
     if (team.count > 1 && group == 0 && warp == 0) team.arrive(s.team_found, lane);
     // Where sums are in the block of the lane's rank in the team: a block of one has no other tiles than its part's.
     const int tiles = joints.tiles[team.first + min(lane, team.count - 1)];
-    const uint32_t first_row = shared_address(s.rows.place((tiles > 0 ? tiles - 1 : 0) % Rows::kStages));
-    if (team.count > 1) wait_for_blocks(s.team_found, 0);
+    const uint32_t first_row = cast_smem_ptr_to_uint(s.rows.place((tiles > 0 ? tiles - 1 : 0) % Rows::kStages));
+    if (team.count > 1) wait(s.team_found, 0);
     const auto row_of_head = [&](int own) {
       return first_row + rows.meeting_row(own) * kMeetingStride * static_cast<int>(sizeof(float));
     };
@@ -330,7 +332,7 @@ struct Consumer {
     };
     join_parts<kHeads>(p, s.part, work.token, joints.parts[work.cut == TokenWork::kContinued], team, head_begin,
                        4 * group + warp, lane, row_of_head, have_read);
-    if (team.count > 1) wait_for_blocks(s.team_read, 0);  // nobody reads this block's memory any more
+    if (team.count > 1) wait(s.team_read, 0);  // nobody reads this block's memory any more
   }
 
   // Of the first token that has tiles: nothing else is to be done yet, while rows are being looked for.
@@ -387,7 +389,7 @@ struct Consumer {
         }
         ++tokens;
       } else if (!kMerged<kHeads> && !work.whole()) {
-        if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, kLowest, shared_address(s.weights)};
+        if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, kLowest, cast_smem_ptr_to_uint(s.weights)};
       } else if (group == 0) {
         write_empty(work, worker.place(work));
       }
@@ -400,12 +402,12 @@ struct Consumer {
   // The place of a token's last tile is kept.
   __device__ void add_values(int stage, bool keep) {
 #pragma unroll
-    for (int b = 0; b < kLatentBlocks; ++b) sums_change(out[b]);
-    rows.add_values(out, s.rows, stage, shared_address(s.weights[group]), [&] {
+    for (int b = 0; b < kLatentBlocks; ++b) fence_sums(out[b]);
+    rows.add_values(out, s.rows, stage, cast_smem_ptr_to_uint(s.weights[group]), [&] {
       if (!keep) arrive_as_warp(s.empty[stage]);
     });
 #pragma unroll
-    for (int b = 0; b < kLatentBlocks; ++b) sums_change(out[b]);
+    for (int b = 0; b < kLatentBlocks; ++b) fence_sums(out[b]);
   }
 
   __device__ void write_empty(const TokenWork& work, int64_t place) {
@@ -424,33 +426,32 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& s = *reinterpret_cast<Shared<kCode, kHeads>*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Rows::kStages; ++i)
-      init_barrier(s.full[i], Rows::kTileArrivals), init_barrier_of_warps(s.empty[i], 4);
-    for (int i = 0; i < kConsumerGroups; ++i) init_barrier_of_warps(s.weights_free[i], 4);
+    for (int i = 0; i < Rows::kStages; ++i) s.full[i].init(Rows::kTileArrivals), s.empty[i].init(4 * kWarpArrivals);
+    for (int i = 0; i < kConsumerGroups; ++i) s.weights_free[i].init(4 * kWarpArrivals);
     for (int i = 0; i < Rows::kQueries; ++i)  // eight warps bring queries
-      init_barrier_of_warps(s.q_full[i], 8), init_barrier_of_warps(s.q_empty[i], kConsumerWarps);
-    for (int i = 0; i < 2; ++i) init_barrier_of_warps(s.deposited[i], 4), init_barrier_of_warps(s.collected[i], 4);
+      s.q_full[i].init(8 * kWarpArrivals), s.q_empty[i].init(kConsumerWarps * kWarpArrivals);
+    for (int i = 0; i < 2; ++i) s.deposited[i].init(4 * kWarpArrivals), s.collected[i].init(4 * kWarpArrivals);
 #ifdef MLA_RACECHECK
-    init_barrier(s.met, 2 * kGroupThreads);
+    s.met.init(2 * kGroupThreads);
 #endif
-    init_barrier(s.team_found, blocks_of_cluster());
-    init_barrier(s.team_read, kConsumerWarps * blocks_of_cluster());
+    s.team_found.init(blocks_of_cluster());
+    s.team_read.init(kConsumerWarps * blocks_of_cluster());
     s.touched = touch(p);
   }
   if (blocks_of_cluster() > 1)
-    sync_cluster();
+    cute::cluster_sync();
   else
     __syncthreads();
   const int head_begin = blockIdx.x * kHeads;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
-    resize_registers<kConsumerRegisters<kHeads>, kRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();
     wait_for_kernel_before();
     let_next_kernel_begin();
     Consumer<kCode, kHeads, kLargest> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
     consumer.run(Worker(p, blockIdx.y, kTileTokens));
   } else {
-    resize_registers<kProducerRegisters<kHeads>, kRegisters>();
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kHeads>>();
     wait_for_kernel_before();
     Rows::produce(p, s, head_begin, warp - kConsumerWarps, lane);
   }

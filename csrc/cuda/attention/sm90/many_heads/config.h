@@ -43,11 +43,11 @@ struct Shared {
   alignas(8) uint8_t plain[kStages][kTileTokens];  // whether it is one whose row needs no power of two of its own
   float q_scale[kHeads];
   float rescale[kHeads];
-  float factor[2][kHeads];                  // of tokens of even and odd number
-  uint64_t asked[kStages][kProducerWarps];  // a producer warp's rows, as they are in the cache
-  uint64_t full[kStages], empty[kStages];   // tiles
-  uint64_t q_full, q_empty;
-  uint64_t weights_full, weights_empty;
+  float factor[2][kHeads];                 // of tokens of even and odd number
+  Barrier asked[kStages][kProducerWarps];  // a producer warp's rows, as they are in the cache
+  Barrier full[kStages], empty[kStages];   // tiles
+  Barrier q_full, q_empty;
+  Barrier weights_full, weights_empty;
   uint32_t touched;  // nobody reads it
 };
 

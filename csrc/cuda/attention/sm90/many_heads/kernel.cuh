@@ -16,6 +16,8 @@
 // scores there are no registers to keep the four groups of a scale apart.
 #pragma once
 
+#include <cutlass/arch/reg_reconfig.h>
+
 #include <cstdint>
 
 #include "cuda/attention/sm90/cursor.cuh"
@@ -112,9 +114,14 @@ template <Code kCode>
 struct Consumer {
   static constexpr bool kScaled = kCode == Code::e4m3;
   static constexpr Number kNumber = kScaled ? Number::f16 : Number::bf16;  // of the latent dims and the weights
-  static constexpr float kUsual = kScaled ? CodeRows::kUsual : 1.0f;       // sums of rows, times this, are right
-  static constexpr int kScores = 32;                                       // a lane's, of 64 x 64
-  static constexpr int kSteps = kTileTokens / 16;                          // of a product that sums over tokens
+  using ScoreAtom = std::conditional_t<kScaled, gmma::MMA_64x64x16_F32F16F16_SS<Major::K, Major::K>,
+                                       gmma::MMA_64x64x16_F32BF16BF16_SS<Major::K, Major::K>>;
+  using RopeAtom = gmma::MMA_64x64x16_F32BF16BF16_SS<Major::K, Major::K>;
+  using ValueAtom = std::conditional_t<kScaled, gmma::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>,
+                                       gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>>;
+  static constexpr float kUsual = kScaled ? CodeRows::kUsual : 1.0f;  // sums of rows, times this, are right
+  static constexpr int kScores = 32;                                  // a lane's, of 64 x 64
+  static constexpr int kSteps = kTileTokens / 16;                     // of a product that sums over tokens
   static constexpr int kWarpHeads = kHeads / 4;
 
   const AttentionProblem& p;
@@ -132,24 +139,24 @@ struct Consumer {
   // `weights` are a step's 64 x 16 each, as wgmma takes them from registers.
   __device__ void add_values(int stage, const uint32_t (&weights)[kSteps][4]) {
     constexpr int kHalf = kGroupDims / 2, kHalfBytes = kHalf / kBlockDims * kBlockBytes;
-    const uint64_t left = describe_atoms(shared_address(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
-    sums_change(out);
-    begin_products();
+    const uint64_t left = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
+    fence_sums(out);
+    cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const uint64_t values = left + ((step * 16 * kRowBytes) >> 4);
-      multiply_wide<kNumber, Rows::across_sum, 0>(out, weights[step], values);
-      multiply_wide<kNumber, Rows::across_sum, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
+      multiply<ValueAtom>(out, weights[step], values);
+      multiply<ValueAtom, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
     }
-    end_products();
-    wait_for_products();
-    sums_change(out);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    fence_sums(out);
   }
 
   // Where the lane's row of two 8 x 8 blocks of weights lies, of those of the warp's heads and a step's tokens.
   __device__ uint32_t weights_place(int step) const {
     const int row = warp * kWarpHeads + lane % 16, piece = 2 * step + lane / 16;
-    return shared_address(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
+    return cast_smem_ptr_to_uint(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
   }
 
   __device__ void rescale(const float (&by)[2]) {
@@ -175,7 +182,7 @@ struct Consumer {
       write_zeros(work.token, lane);
     else
       write_whole(work.token,
-                  shared_address(s.tiles[stage]) + group * (kGroupDims / kBlockDims) * kBlockBytes +
+                  cast_smem_ptr_to_uint(s.tiles[stage]) + group * (kGroupDims / kBlockDims) * kBlockBytes +
                       warp * kWarpHeads * kGroupDims * 2,
                   lane);
   }
@@ -226,8 +233,9 @@ struct Consumer {
 template <Code kCode, bool kLargest>
 struct Scorer : Consumer<kCode> {
   using Base = Consumer<kCode>;
-  using Base::group, Base::half, Base::head, Base::head_begin, Base::kNumber, Base::kScaled, Base::kUsual,
-      Base::kScores, Base::kSteps, Base::lane, Base::out, Base::p, Base::s, Base::warp;
+  using Base::group, Base::half, Base::head, Base::head_begin, Base::kScaled, Base::kUsual, Base::kScores, Base::kSteps,
+      Base::lane, Base::out, Base::p, Base::s, Base::warp;
+  using typename Base::ScoreAtom, typename Base::RopeAtom;
 
   float reference[2];  // weights are 2^(score - reference)
   float total[2];      // of the lane's columns
@@ -236,8 +244,9 @@ struct Scorer : Consumer<kCode> {
 
   // Scores to base 2, or rather what they are with the power of two that the rows lack.
   __device__ void compute_scores(float (&score)[kScores], int stage) {
-    const uint64_t q = describe_atoms(shared_address(s.q)), k = describe_atoms(shared_address(s.tiles[stage]));
-    begin_products();
+    const uint64_t q = describe_atoms(cast_smem_ptr_to_uint(s.q)),
+                   k = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage]));
+    cute::warpgroup_arrive();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
@@ -246,13 +255,13 @@ struct Scorer : Consumer<kCode> {
         const uint64_t b = k + ((block * kBlockBytes + step * 32) >> 4);
         const bool add = block > 0 || step > 0;
         if (block < kLatentBlocks)
-          multiply<kNumber, Rows::along_sum, Rows::along_sum>(score, a, b, add);
+          multiply<ScoreAtom>(score, a, b, add);
         else
-          multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(score, a, b, add);
+          multiply<RopeAtom>(score, a, b, add);
       }
-    end_products();
-    wait_for_products();
-    sums_change(score);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    fence_sums(score);
   }
 
   // Whether all of a tile's slots are held, and none needs a power of two of its own.
@@ -468,7 +477,7 @@ struct Asker {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int first = half * kWarpRows, producer = 2 * warp + half;
-      const uint32_t part = shared_address(s.tiles[stage]) + producer * kWarpRows * kRowBytes;
+      const uint32_t part = cast_smem_ptr_to_uint(s.tiles[stage]) + producer * kWarpRows * kRowBytes;
 #pragma unroll
       for (int i = 0; i < kWarpRows; ++i) {
         const uint32_t row = __shfl_sync(~0u, own, first + i);
@@ -559,7 +568,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
       queries(token);
       for (const int end = tile + work.tile_end - work.tile_begin; tile < end; ++tile) {
         const int stage = tile % kStages, at = warp * kWarpRows + lane;
-        const uint32_t part = shared_address(s.tiles[stage]) + warp * kWarpRows * kRowBytes;
+        const uint32_t part = cast_smem_ptr_to_uint(s.tiles[stage]) + warp * kWarpRows * kRowBytes;
         wait(s.asked[stage][warp], tile / kStages % 2);
         CodeRows rows;
         rows.load(part, *reinterpret_cast<const uint64_t*>(s.held[stage] + warp * kWarpRows), lane);
@@ -602,14 +611,14 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       if constexpr (kCode == Code::e4m3)
-        init_barrier_of_warps(s.full[i], kProducerWarps);
+        s.full[i].init(kProducerWarps * kWarpArrivals);
       else
-        init_barrier(s.full[i], RowCopier::kArrivals);
-      for (int j = 0; j < kProducerWarps; ++j) init_barrier(s.asked[i][j], 32 + kWarpArrivals);  // of one warp, and it
-      init_barrier_of_warps(s.empty[i], kConsumerWarps);
+        s.full[i].init(RowCopier::kArrivals);
+      for (int j = 0; j < kProducerWarps; ++j) s.asked[i][j].init(32 + kWarpArrivals);  // of one warp, and it
+      s.empty[i].init(kConsumerWarps * kWarpArrivals);
     }
-    init_barrier_of_warps(s.q_full, kProducerWarps), init_barrier_of_warps(s.q_empty, 4);
-    init_barrier_of_warps(s.weights_full, 4), init_barrier_of_warps(s.weights_empty, 4);
+    s.q_full.init(kProducerWarps * kWarpArrivals), s.q_empty.init(4 * kWarpArrivals);
+    s.weights_full.init(4 * kWarpArrivals), s.weights_empty.init(4 * kWarpArrivals);
     s.touched = touch(p);
   }
   __syncthreads();
@@ -622,15 +631,15 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     return Worker(p, blockIdx.y, kTileTokens);
   };
   if (warp < 4) {
-    resize_registers<kScoringRegisters, kRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<kScoringRegisters>();
     Scorer<kCode, kLargest> scorer{{p, s, head_begin, 0, warp, lane}};
     scorer.run(begin());
   } else if (warp < kConsumerWarps) {
-    resize_registers<kAddingRegisters, kRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<kAddingRegisters>();
     Adder<kCode> adder{{p, s, head_begin, 1, warp - 4, lane}};
     adder.run(begin());
   } else {
-    resize_registers<kProducerRegisters, kRegisters>();
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     produce<kCode>(p, s, begin(), head_begin, warp - kConsumerWarps, lane);
   }
 }
