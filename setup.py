@@ -4,7 +4,8 @@ The library registers its ops through torch's stable ABI, so it depends on neith
 2.10 on, the torch version. ninja compiles what has changed.
 
 Environment: MLA_BACKEND_CUDA=1 makes a missing nvcc an error, =0 leaves CUDA out, unset takes nvcc if it is there.
-CUDA_HOME says where nvcc is; CUTLASS's headers come from the nvidia-cutlass wheel. MLA_BACKEND_CUDA_ARCHS (default "80 89 90a 100 120") says for which GPUs.
+CUDA_HOME says where nvcc is. MLA_BACKEND_CUDA_ARCHS (default "80 89 90a 100 120") says for which GPUs. CUTLASS's
+headers come from the nvidia-cutlass wheel.
 MLA_BACKEND_SANITIZE=1 builds the CPU kernels with AddressSanitizer and UBSan; MLA_BACKEND_RACECHECK=1 builds CUDA
 kernels whose barriers compute-sanitizer's racecheck can follow. Each has a build folder of its own.
 """

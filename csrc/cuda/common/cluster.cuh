@@ -45,10 +45,10 @@ __device__ __forceinline__ float4 load4_of_block(uint32_t address) {
 // The thread's reads of other blocks' memory are done, so that these may be told that they can end.
 __device__ __forceinline__ void finish_reads() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
-// `count` arrivals at a barrier of any block of the cluster. What the thread and those that it has met wrote to their
-// shared memory can be read by who waits for it: there is one copy of it, and it is written in order. To have it
-// released to the cluster would also wait for everything global, which takes a thousand cycles, and nobody needs it.
-// (What PTX promises of the block's scope does not cover another block's reads; the hardware's one copy does.)
+// `count` arrivals at a barrier of any block of the cluster; CUTLASS's arrive(block) counts one. Release at the block's
+// scope is enough in practice: shared memory has one copy and is written in order. Release at the cluster's scope would
+// also wait for everything global, a thousand cycles that nobody needs. (PTX promises block scope nothing about another
+// block's reads; the hardware's one copy does.)
 __device__ __forceinline__ void arrive_in_block(uint32_t barrier, int count) {
   asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }

@@ -8,17 +8,18 @@
 
 namespace mla::cuda {
 
-// Ours, as CUTLASS's ask L2 for 128 bytes at a time: a row of 656 bytes would drag in its neighbours.
+// These two are ours: CUTLASS's zero-filling copies make L2 fetch 128 bytes, and a row of 656 would drag in its
+// neighbours.
 //
-// 16 bytes, past the first-level cache; zeros unless `held`, and then nothing is read.
-__device__ __forceinline__ void copy_16_or_zero(uint32_t to_shared, const void* from, bool held) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from), "r"(held ? 16 : 0)
+// 16 bytes, past the first-level cache; zeros unless `valid`, and then nothing is read.
+__device__ __forceinline__ void copy_16_or_zero(uint32_t to_shared, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
 
 // 4 bytes likewise, but through the first-level cache: nothing else is that small.
-__device__ __forceinline__ void copy_4_or_zero(uint32_t to_shared, const void* from, bool held) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to_shared), "l"(from), "r"(held ? 4 : 0)
+__device__ __forceinline__ void copy_4_or_zero(uint32_t to_shared, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to_shared), "l"(from), "r"(valid ? 4 : 0)
                : "memory");
 }
 

@@ -46,7 +46,8 @@ __device__ __forceinline__ void arrive_when_copied(Barrier& barrier) {
   cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<const uint64_t*>(&barrier));
 }
 
-// Barrier 0 is __syncthreads.
+// Named barriers are ours, too: CUTLASS's take fixed numbers for itself, clobber no memory and have no vote. Barrier 0
+// is __syncthreads.
 template <int kThreads>
 __device__ __forceinline__ void sync_named(int barrier) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");

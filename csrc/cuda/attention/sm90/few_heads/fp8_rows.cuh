@@ -1,15 +1,15 @@
 // fp8 rows for up to 32 heads, in shared memory as they are in the cache.
 //
-// Scores are products of the codes: a query is the sum of two e4m3 numbers, which are two columns of wgmma, and a sum
-// over 128 dims is multiplied with its token's scale in fp32. Values become f16 in registers, scales and all, just
-// before they are multiplied. So no f16 copy of a tile is ever written, and there is room for four tiles on their way.
+// Scores are products of fp8 numbers. A query is the sum of two e4m3 numbers, which are two columns of wgmma, and a sum
+// over 128 dims is multiplied with its token's scale in fp32. Values become f16 in registers, scales included, just
+// before they are multiplied. So no f16 copy of a tile is ever written, and there is room for four tiles in flight.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/attention/sm90/cursor.cuh"
-#include "cuda/attention/sm90/few_heads/meeting.h"
-#include "cuda/attention/sm90/query_codes.cuh"
+#include "cuda/attention/sm90/few_heads/reduction.h"
+#include "cuda/attention/sm90/quantised_queries.cuh"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mbarrier.cuh"
@@ -19,19 +19,19 @@
 namespace mla::cuda::sm90::few_heads {
 
 template <int kHeads>
-struct CodeRows {
+struct Fp8Rows {
   static constexpr int kStages = 4;                     // tiles
   static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // tokens whose queries there is room for
   static constexpr int kSums = kHeads / 2;
-  static constexpr int kWarps = QueryCodes<kHeads>::kWarps;  // that produce
-  static constexpr int kWarpRows = kTileTokens / kWarps;     // of a tile
+  static constexpr int kWarps = QuantisedQueries<kHeads>::kWarps;  // that produce
+  static constexpr int kWarpRows = kTileTokens / kWarps;           // of a tile
   static constexpr int kTileArrivals = (32 + kWarpArrivals) * kWarps;
   static constexpr int kGroupDims = kValueDim / kGroups;  // of values, a warp's
   static constexpr int kLaneDims = kGroupDims / 8;
-  static constexpr bool kAhead = kHeads <= 16;  // there are registers for codes that are read a step ahead
+  static constexpr bool kAhead = kHeads <= 16;  // there are registers to read values a step ahead
 
   struct Stage {
-    uint8_t codes[kGroups][kTileTokens * kRowBytes];  // a group of 128 is a row of 128 bytes
+    uint8_t fp8[kGroups][kTileTokens * kRowBytes];  // a group of 128 is a row of 128 bytes
     uint8_t rope[kTileTokens * kRowBytes];
   };
   struct Memory {
@@ -39,9 +39,9 @@ struct CodeRows {
     alignas(1024) uint8_t q[kQueries][kGroups][2 * kHeads * kRowBytes];  // e4m3, heads and what it leaves of them
     alignas(1024) uint8_t q_rope[kQueries][kHeads * kRowBytes];
     alignas(16) float scale[kStages][kTileTokens][kGroups];
-    uint8_t held[kStages][kTileTokens];  // whether the slot is one
+    uint8_t valid[kStages][kTileTokens];  // whether the slot is one
 
-    __device__ void* place(int stage) { return &stages[stage]; }
+    __device__ void* reduction_buffer(int stage) { return &stages[stage]; }
   };
 
   const int warp, lane;  // warp of the warpgroup
@@ -49,7 +49,7 @@ struct CodeRows {
   // Of the lane's two tokens: log2 of a power of two above every scale. Values are divided by it, weights multiplied.
   int power[2];
   uint32_t value_scale;  // of tokens 2 * lane and the next, for the warp's group, in f16
-  uint4 codes[4];        // of the first values to be added
+  uint4 fp8[4];          // of the first values to be added
 
   __device__ float lift(int half) const { return static_cast<float>(power[half]); }
 
@@ -75,12 +75,12 @@ struct CodeRows {
     };
     // before the products, which occupy shared memory
     float4 scale[2], value_scales[2];
-    bool held[2];
+    bool valid[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = warp * 16 + lane / 4 + 8 * i;
       scale[i] = *reinterpret_cast<const float4*>(s.scale[stage][token]);
-      held[i] = s.held[stage][token];
+      valid[i] = s.valid[stage][token];
       value_scales[i] = *reinterpret_cast<const float4*>(s.scale[stage][2 * lane + (i ^ swap())]);
     }
     fence_sums(score);
@@ -98,7 +98,7 @@ struct CodeRows {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       power[i] = power_of(scale[i]);
-      bias[i] = held[i] ? 0.0f : -INFINITY;
+      bias[i] = valid[i] ? 0.0f : -INFINITY;
     }
     find_value_scale(value_scales);
     // A group's sums are added while the next ones' products are under way.
@@ -123,7 +123,7 @@ struct CodeRows {
       const float2 by = q_scales_of_lane(q_scale, i / 4, lane);
       score[i] = score[i] * (i % 2 ? by.y : by.x) + bias[i / 2 % 2];
     }
-    if constexpr (kAhead) load(codes, s.stages[stage], 0);
+    if constexpr (kAhead) load(fp8, s.stages[stage], 0);
   }
 
   __device__ int swap() const { return lane / 4 % 2; }  // so that eight lanes read scales from different banks
@@ -144,13 +144,13 @@ struct CodeRows {
     return pack_f16(first * up, second * up);
   }
 
-  // The lane's codes of tokens 16 * step + 2 * (lane % 4), the next, and both again 8 further on.
-  __device__ void load(uint4 (&codes)[4], const Stage& rows, int step) {
+  // The lane's fp8 bytes of tokens 16 * step + 2 * (lane % 4), the next, and both again 8 further on.
+  __device__ void load(uint4 (&fp8)[4], const Stage& rows, int step) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 2 * (lane % 4) + i % 2;  // of eight
-      codes[i] = load_piece(cast_smem_ptr_to_uint(rows.codes[warp]) + (16 * step + 8 * (i / 2) + row) * kRowBytes +
-                            (lane / 4 ^ row) * kPieceBytes);
+      fp8[i] = load_piece(cast_smem_ptr_to_uint(rows.fp8[warp]) + (16 * step + 8 * (i / 2) + row) * kRowBytes +
+                          (lane / 4 ^ row) * kPieceBytes);
     }
   }
 
@@ -159,7 +159,7 @@ struct CodeRows {
                                  const uint32_t (&scale)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      // codes of a dim from two tokens next to each other, for two dims
+      // bytes of a dim from two tokens next to each other, for two dims
       const uint32_t first = __byte_perm(a, b, i ? 0x7362 : 0x5140), second = __byte_perm(c, d, i ? 0x7362 : 0x5140);
       const uint4 numbers = e4m3_to_f16(first, second);
       rows[i][0] = times<Number::f16>(numbers.x, scale[0]), rows[i][1] = times<Number::f16>(numbers.y, scale[0]);
@@ -167,8 +167,8 @@ struct CodeRows {
     }
   }
 
-  // Adds up values, with weights in shared memory. `release` is called when nobody reads the tile any more. Products
-  // are under way while the next ones' rows are converted. Codes are read a step ahead; the first ones have been read.
+  // Adds up values, with weights in shared memory. `release` is called when the tile has been read. Products are in
+  // flight while the next ones' rows are converted. Bytes are read a step ahead; the first ones have been read.
   template <typename Release>
   __device__ void add_values(float (&out)[kLaneDims / 2][kSums], Memory& s, int stage, uint32_t weights_address,
                              Release release) {
@@ -178,8 +178,8 @@ struct CodeRows {
     uint4 others[4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      uint4(&own)[4] = kAhead && step % 2 ? others : codes;
-      uint4(&next)[4] = step % 2 ? codes : others;
+      uint4(&own)[4] = kAhead && step % 2 ? others : fp8;
+      uint4(&next)[4] = step % 2 ? fp8 : others;
       if constexpr (!kAhead) load(own, s.stages[stage], step);
       if (kAhead && step + 1 < kSteps) load(next, s.stages[stage], step + 1);
       const uint32_t scale[2] = {__shfl_sync(~0u, value_scale, 8 * step + lane % 4),
@@ -199,10 +199,10 @@ struct CodeRows {
     cute::warpgroup_wait<0>();
   }
 
-  // Where a head's 512 sums lie among those of all: four heads that neighbouring lanes have are neighbours, so that
-  // with rows of kMeetingStride eight lanes' pieces lie in different banks.
-  static __device__ int meeting_row(int head) {
-    return head % kMeetingHeads<kHeads> / 2 + head % 2 * (kMeetingHeads<kHeads> / 2);
+  // A head's row in the reduction buffer. Four heads of neighbouring lanes are neighbours, so that with rows of
+  // kReductionStride eight lanes' pieces lie in different banks.
+  static __device__ int reduction_row(int head) {
+    return head % kReductionHeads<kHeads> / 2 + head % 2 * (kReductionHeads<kHeads> / 2);
   }
   // A lane has the sums of neighbouring dims.
   __device__ float4* dims(float* row) const {
@@ -220,11 +220,11 @@ struct CodeRows {
     for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
   }
 
-  // Eight warps bring a token's queries. `wait_for_room` is called when the first ones have been asked for.
+  // Eight warps load a token's queries. `wait_for_room` is called when the first loads are in flight.
   template <typename Shared, typename Wait>
-  static __device__ void bring_queries(const AttentionProblem& p, Shared& s, int query, int token, int head_begin,
-                                       int warp, int lane, Wait wait_for_room) {
-    using Queries = QueryCodes<kHeads>;
+  static __device__ void produce_queries(const AttentionProblem& p, Shared& s, int query, int token, int head_begin,
+                                         int warp, int lane, Wait wait_for_room) {
+    using Queries = QuantisedQueries<kHeads>;
 #pragma unroll 1
     for (int head = warp * Queries::kAtOnce; head < kHeads; head += Queries::kStep) {
       Queries queries;
@@ -235,9 +235,9 @@ struct CodeRows {
     arrive_as_warp(s.q_full[query]);
   }
 
-  // Eight warps bring rows, and when a token's first ones are on their way its queries; but those of the very first one
-  // are the consumers' matter. A warp finds out where its rows of four tiles lie at once, a lane a row, and asks for
-  // the next ones' slots four tiles ahead.
+  // Eight warps load rows, and a token's queries once its first rows are in flight. Consumers load those of the very
+  // first token. A warp computes the addresses of its rows of four tiles at once, a lane a row, and loads slots four
+  // tiles ahead.
   template <typename Shared>
   static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
     constexpr int kBatch = 32 / kWarpRows;  // tiles
@@ -262,26 +262,26 @@ struct CodeRows {
       const uint32_t own = __shfl_sync(~0u, row, first_lane + lane % kWarpRows);
       const int stage = tile % kStages;
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      ask(s.rows, stage, first, at, cache, own, lane);
+      copy(s.rows, stage, first, at, cache, own, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
       if (token == TileRequest::kSameToken || tile == 0) continue;
       const int query = tokens % kQueries;
-      bring_queries(p, s, query, token, head_begin, warp, lane,
-                    [&] { wait(s.q_empty[query], tokens / kQueries % 2 ^ 1); });
+      produce_queries(p, s, query, token, head_begin, warp, lane,
+                      [&] { wait(s.q_empty[query], tokens / kQueries % 2 ^ 1); });
       ++tokens;
     }
   }
 
  private:
-  // Begins to copy a warp's rows, from `first` on; the lane's own is row `at`.
-  static __device__ void ask(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
-    const uint32_t codes =
-        cast_smem_ptr_to_uint(s.stages[stage].codes[lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
-// not all at once: what consumers read from shared memory waits in the same queue
+  // Starts the copies of a warp's rows, from `first` on; the lane's own is row `at`.
+  static __device__ void copy(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
+    const uint32_t fp8 =
+        cast_smem_ptr_to_uint(s.stages[stage].fp8[lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
+// not all at once: consumers' reads of shared memory share the queue
 #pragma unroll 2
     for (int i = 0; i < kWarpRows; ++i)
-      copy_piece((codes ^ i * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
+      copy_piece((fp8 ^ i * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
     const uint8_t* rope = cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
 #pragma unroll
     for (int i = 0; i < kWarpRows; i += 4) {
@@ -292,7 +292,7 @@ struct CodeRows {
     }
     if (lane >= kWarpRows) return;
     copy_piece(cast_smem_ptr_to_uint(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);
-    s.held[stage][at] = own != kNoRow;
+    s.valid[stage][at] = own != kNoRow;
   }
 };
 
