@@ -1,4 +1,4 @@
-// What a row of the plan asks of a worker, token by token. The plan may be a caller's, and stale: nothing in it is
+// What a row of the plan gives a worker to do, token by token. The plan may be a caller's, and stale: nothing in it is
 // trusted to be within the problem.
 #pragma once
 
@@ -68,7 +68,7 @@ struct Worker {
     return w;
   }
 
-  // Of all its tokens together; every lane of a warp asks at once.
+  // Of all its tokens together; every lane of a warp calls this.
   __device__ int tiles(int lane) const {
     int sum = 0;
     for (int first = token_begin; first < token_end; first += 32) {

@@ -1,6 +1,6 @@
 // Keys as the second factor of m16n8k16, keys as its columns.
 //
-// A strip is 16 keys, a warp's. A lane asks for its own part of two of them, 16 bytes at a time, by cp.async into a
+// A strip is 16 keys, a warp's. A lane copies its own part of two of them, 16 bytes at a time, by cp.async into a
 // ring in shared memory, and nobody but this lane reads that: no barrier is needed until the copies of the lane itself
 // have arrived. The part is just what the lane holds of the factor, in the order of dims that `sum_position` says.
 //
@@ -40,7 +40,7 @@ struct KeyRing {
 };
 
 // A warp's way through strips of one request that are kUnit keys apart. A strip is named by its first key's position,
-// without a sign, as strips behind the last one are asked about too. kAligned: blocks are, to 16 bytes.
+// without a sign, as it may lie behind the last strip. kAligned: blocks are, to 16 bytes.
 template <bool kFp8, bool kAligned>
 struct KeyReader {
   using Ring = KeyRing<kFp8>;
@@ -50,7 +50,7 @@ struct KeyReader {
   Ring& ring;
   const int32_t* table;   // null if the request is none
   uint32_t end;           // of the keys that anybody wants
-  int32_t ahead[kSides];  // the blocks of what will be asked for next
+  int32_t ahead[kSides];  // the blocks of the next copies
   uint32_t valid = 0;     // kSides bits a stage: the valid mask of its keys
 
   __device__ KeyReader(const Problem& p, Ring& ring, int32_t request, uint32_t end)

@@ -42,7 +42,7 @@ __device__ __forceinline__ int sum_position(int four) {
   return 16 * step + 2 * owner;
 }
 
-// One warp brings kRows heads, from `head` on and so far apart, of a token to shared memory; beyond the last head they
+// One warp stores kRows heads, from `head` on and so far apart, of a token to shared memory; beyond the last head they
 // are zeros. `weights` gets each head's weight, times what its queries were divided by.
 template <bool kFp8, int kRows>
 __device__ __forceinline__ void stage_queries(const Problem& p, int64_t token, int head, int apart, QueryRow* rows,

@@ -2,7 +2,7 @@
 //
 // Scores become integers of the same order. Histograms of their upper 11 bits, of the next 11 among those that share
 // the upper ones with the last to be chosen, and of the rest find that last one exactly. Then one walk over the
-// positions, with a scan over the block, gives each chosen one its place. Threads keep a row in registers that is not
+// positions, with a scan over the block, gives each chosen one its rank. Threads keep a row in registers that is not
 // longer than the variant is made for; of a longer one they have a part at a time, again and again.
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-// Merging results over disjoint sets of slots by their lse: parts that a caller brings (merge_partials), and those
+// Merging results over disjoint sets of slots by their lse: a caller's parts (merge_partials), and those
 // that a plan's cuts have left (merge_cut_tokens). A warp a row of one head.
 #include <algorithm>
 
@@ -121,7 +121,7 @@ __device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, in
 }
 
 // Block x: the x-th token that is cut. Each warp has one head after the other, and a lane four dims in each quarter of
-// the row. What counts is how long one row takes, as there are few: all that is read of two parts is asked for at once.
+// the row. What counts is how long one row takes, as there are few: all loads of two parts are issued at once.
 // Four at once are no faster, and their registers are spilled.
 //
 // The kernel is launched before the one it merges for has ended, so that its start costs nothing; it waits for that

@@ -73,7 +73,7 @@ struct Block {
   __device__ void gather_e4m3() const {
     constexpr int kRopePieces = kRope / 8;
     constexpr int kRowsAtOnce = 4;
-    static_assert(kLatent == 32 * 16, "a lane has 16 codes of a row");
+    static_assert(kLatent == 32 * 16, "a lane has 16 fp8 bytes of a row");
     for (int first = warp; first < kTile; first += kWarps * kRowsAtOnce) {
       alignas(16) uint4 fp8[kRowsAtOnce] = {}, rest[kRowsAtOnce] = {};
 #pragma unroll

@@ -2,7 +2,7 @@
 //
 //   in a cluster   workers whose whole work is a part of the same token read one another's results from shared memory;
 //                  each merges some of the heads
-//   in the grid    what that gives goes to the workspace, and whoever brings the last part of a quarter of a head's row
+//   in the grid    what that gives goes to the workspace, and whoever stores the last part of a quarter of a head's row
 //                  merges the parts
 //
 // Nobody waits for a worker outside its cluster: that one may not have begun. Parts are summed in their order, so the

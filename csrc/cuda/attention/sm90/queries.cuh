@@ -48,12 +48,12 @@ __device__ __forceinline__ void load_head(uint4 (&latent)[2], uint4& rope, const
   if (lane < 8) rope = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
 }
 
-// What brings scores of heads 8 * j + 2 * (lane % 4) and the next to base 2, where heads are columns.
+// The factors to base 2 of scores of heads 8 * j + 2 * (lane % 4) and the next, where heads are columns.
 __device__ __forceinline__ float2 q_scales_of_lane(const float* q_scale, int j, int lane) {
   return *reinterpret_cast<const float2*>(q_scale + 8 * j + 2 * (lane % 4));
 }
 
-constexpr int kQueryWarps = 8;  // that bring a token's queries: heads warp, warp + 8 and so on
+constexpr int kQueryWarps = 8;  // that load a token's queries: heads warp, warp + 8 and so on
 
 // Eight warps load a token's heads, a warp up to four of them at once, in the layout of a tile's block. Rows beyond the
 // problem's heads are zeros. With fp8 rows, q is f16 and each head is divided by a power of two that brings its largest

@@ -102,7 +102,7 @@ struct Consumer {
     }
   }
 
-  // A warpgroup's first tile of a token raises the reference from nothing, so it is not asked whether it would.
+  // A warpgroup's first tile of a token raises the reference from nothing, so there is no vote.
   __device__ void softmax(bool first) {
     float weight[kSums];
     bool grows = false;
@@ -350,7 +350,7 @@ struct Consumer {
 
   __device__ void run(const Worker& worker) {
     if (!kMerged<kHeads> && group == 1 && warp == 3) {  // this warp has time: its group starts with the second tile
-      const Neighbours neighbours(worker, lane);        // asked for early
+      const Neighbours neighbours(worker, lane);        // loads early
       produce_first_queries(worker);
       s.cut_tokens.store(worker, neighbours, kTileTokens, lane);
     } else {
@@ -431,7 +431,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   if (threadIdx.x == 0) {
     for (int i = 0; i < Rows::kStages; ++i) s.full[i].init(Rows::kTileArrivals), s.empty[i].init(4 * kWarpArrivals);
     for (int i = 0; i < kConsumerGroups; ++i) s.weights_free[i].init(4 * kWarpArrivals);
-    for (int i = 0; i < Rows::kQueries; ++i)  // eight warps bring queries
+    for (int i = 0; i < Rows::kQueries; ++i)  // eight warps load queries
       s.q_full[i].init(8 * kWarpArrivals), s.q_empty[i].init(kConsumerWarps * kWarpArrivals);
     for (int i = 0; i < 2; ++i)
       s.reduction_full[i].init(4 * kWarpArrivals), s.reduction_empty[i].init(4 * kWarpArrivals);

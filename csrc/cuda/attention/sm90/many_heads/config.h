@@ -14,7 +14,7 @@ constexpr int kGroupDims = kValueDim / 2;  // of the output, that a consumer war
 constexpr int kConsumerWarps = 8;
 constexpr int kProducerWarps = 8;
 constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
-constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, that a producer warp brings
+constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, a producer warp's
 
 // 128 registers a thread to begin with, handed round: the first consumers also hold scores, the second addresses.
 constexpr int kRegisters = 128;

@@ -6,7 +6,7 @@
 //
 // O takes half of all registers, so two warpgroups have 256 dims each. The first one also computes the scores; a row of
 // them lies in four lanes, so its softmax needs no barrier. It multiplies its weights from registers and leaves them in
-// shared memory for the second one. Eight warps bring the tiles.
+// shared memory for the second one. Eight warps load the tiles.
 //
 //   produce   | convert i + 1 ........................  | convert i + 2
 //   scoring   | scores i | softmax i | values i, left   | scores i + 1 ...
