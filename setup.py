@@ -4,7 +4,8 @@ The library registers its ops through torch's stable ABI, so it depends on neith
 2.10 on, the torch version. ninja compiles what has changed.
 
 Environment: MLA_BACKEND_CUDA=1 makes a missing nvcc an error, =0 leaves CUDA out, unset takes nvcc if it is there.
-CUDA_HOME says where nvcc is. MLA_BACKEND_CUDA_ARCHS (default "80 89 90a 100 120") says for which GPUs.
+CUDA_HOME says where nvcc is. MLA_BACKEND_CUDA_ARCHS (default "80 89 90a 100 120") says for which GPUs. CUTLASS's
+headers come from the nvidia-cutlass wheel.
 MLA_BACKEND_SANITIZE=1 builds the CPU kernels with AddressSanitizer and UBSan; MLA_BACKEND_RACECHECK=1 builds CUDA
 kernels whose barriers compute-sanitizer's racecheck can follow. Each has a build folder of its own.
 """
@@ -27,6 +28,7 @@ from setuptools.errors import SetupError
 ROOT = Path(__file__).parent
 TORCH_NEEDED = (2, 10)
 CUDA_ARCHS = "80 89 90a 100 120"
+CUTLASS = "nvidia-cutlass==4.2.0.0"  # its headers, needed only where nvcc is, and only to build
 
 WARNINGS = "-Wall -Wextra -Wno-psabi -Wno-unused-parameter"
 CXX_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -MMD -MF $out.d"
@@ -43,16 +45,22 @@ FILE_FLAGS = {
 }
 
 
+def find_installed(file: str) -> Path | None:
+    """Where a file of an installed package is. pip's isolated build environment hides the packages of the environment
+    that is being installed into from `import`, but not from the interpreter's own installation paths."""
+    folders = [Path(p) for p in (*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))]
+    return next((p / file for p in folders if (p / file).is_file()), None)
+
+
 def find_torch() -> Path:
-    """The torch that the library will be used with. pip's isolated build environment hides it from `import`, but
-    not from the interpreter's own installation paths."""
-    places = [Path(p) for p in (*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))]
-    found = next((p / "torch" for p in places if (p / "torch" / "version.py").is_file()), None)
+    """The torch that the library will be used with."""
+    found = find_installed("torch/version.py")
     if found is None:
         raise SetupError(
             "mla-backend is built against the torch it will run with, and none is installed here. "
             "Install torch 2.10 or newer first, then try again (outside of pip: without build isolation)."
         )
+    found = found.parent
     if tuple(int(n) for n in torch_version(found).split(".")[:2]) < TORCH_NEEDED:
         raise SetupError(f"mla-backend needs torch 2.10 or newer, found {torch_version(found)} in {found}.")
     return found
@@ -60,6 +68,12 @@ def find_torch() -> Path:
 
 def torch_version(torch: Path) -> str:
     return re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text())[1]
+
+
+def find_cutlass() -> Path | None:
+    """The folder of CUTLASS's headers in NVIDIA's wheel."""
+    header = find_installed("cutlass_library/source/include/cutlass/cutlass.h")
+    return header.parent.parent if header else None
 
 
 def find_nvcc() -> Path | None:
@@ -120,6 +134,12 @@ def write_ninja(folder: Path, version: str) -> None:
     archs = (os.environ.get("MLA_BACKEND_CUDA_ARCHS") or CUDA_ARCHS).split() if nvcc else []
     if wrong := [arch for arch in archs if not re.fullmatch(r"\d+[af]?", arch)]:
         raise SetupError(f"MLA_BACKEND_CUDA_ARCHS is a list like {CUDA_ARCHS!r}; {wrong[0]!r} is no architecture.")
+    cutlass = find_cutlass() if nvcc else None
+    if nvcc and not cutlass:
+        raise SetupError(
+            f"The CUDA kernels need CUTLASS's headers. Install them with: pip install --no-deps {CUTLASS}; "
+            "MLA_BACKEND_CUDA=0 builds for the CPU alone."
+        )
     nvcc_release = re.search(r"release ([\d.]+)", ask(nvcc, "--version"))[1] if nvcc else ""
     print(
         f"mla-backend: torch {torch_version(torch)}, "
@@ -138,8 +158,9 @@ def write_ninja(folder: Path, version: str) -> None:
     write_if_changed(folder / "build_info.h", "".join(f'#define MLA_{k} "{v}"\n' for k, v in info.items()))
 
     # the shell reads these, and ninja before it: both take a path with a space for two
-    torch_path, csrc, cuda = (
-        shlex.quote(str(p)).replace("$", "$$") for p in (torch, ROOT / "csrc", find_cuda_home(nvcc) if nvcc else "")
+    torch_path, csrc, cuda, cutlass_path = (
+        shlex.quote(str(p)).replace("$", "$$")
+        for p in (torch, ROOT / "csrc", find_cuda_home(nvcc) if nvcc else "", cutlass or "")
     )
     common = f"-I{csrc} -I{csrc}/include"
     host = (
@@ -172,8 +193,8 @@ def write_ninja(folder: Path, version: str) -> None:
         "  deps = gcc",
         "  description = $in",
         "rule cuda",
-        f"  command = $nvcc -std=c++17 -O3 --threads 2 -lineinfo {smaller} -Xcompiler -fPIC,-fvisibility=hidden "
-        f"{common} $flags -MD -MF $out.d -c $in -o $out",
+        f"  command = $nvcc -std=c++17 -O3 -DNDEBUG --threads 2 -lineinfo {smaller} "
+        f"-Xcompiler -fPIC,-fvisibility=hidden {common} -isystem {cutlass_path} $flags -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = $in",
@@ -235,6 +256,8 @@ class AnyPythonWheel(bdist_wheel):
 if "sdist" not in sys.argv:
     find_torch()  # before pip downloads a torch of gigabytes as a dependency, only to fail in the build after that
 setup(
+    # pip asks for these before it makes its isolated build environment
+    setup_requires=[CUTLASS] if "egg_info" in sys.argv and find_nvcc() and not find_cutlass() else [],
     ext_modules=[Extension("mla_backend.library_file", sources=[])],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": AnyPythonWheel},
 )

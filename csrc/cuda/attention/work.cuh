@@ -1,4 +1,4 @@
-// What a row of the plan asks of a worker, token by token. The plan may be a caller's, and stale: nothing in it is
+// What a row of the plan gives a worker to do, token by token. The plan may be a caller's, and stale: nothing in it is
 // trusted to be within the problem.
 #pragma once
 
@@ -24,9 +24,9 @@ struct TokenWork {
 
 // A part of a cut token.
 struct TokenPart {
-  int64_t first_place;  // where the results of the token's first part go
-  int64_t place;        // and of this one
-  int parts;            // of the token
+  int64_t first_partial;  // the partial slot of the token's first part
+  int64_t partial;        // of this part
+  int parts;              // of the token
 };
 
 struct Worker {
@@ -68,7 +68,7 @@ struct Worker {
     return w;
   }
 
-  // Of all its tokens together; every lane of a warp asks at once.
+  // Of all its tokens together; every lane of a warp calls this.
   __device__ int tiles(int lane) const {
     int sum = 0;
     for (int first = token_begin; first < token_end; first += 32) {
@@ -82,8 +82,8 @@ struct Worker {
     return sum;
   }
 
-  // Where a token's partial results go, if it is not whole.
-  __device__ int64_t place(const TokenWork& w) const {
+  // The partial slot of a token that is not whole.
+  __device__ int64_t partial(const TokenWork& w) const {
     return w.cut == TokenWork::kContinued ? row.place : begun_place(row);
   }
 

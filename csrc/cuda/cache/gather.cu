@@ -15,10 +15,10 @@ constexpr int kLaneValues = kLatent / 32;
 constexpr int kRopeLanes = 8;
 constexpr int kRopeValues = kRope / kRopeLanes;
 
-// Four codes times their scale, rounded to bf16.
-__device__ __forceinline__ void dequantise(uint32_t codes, float scale, uint32_t (&numbers)[2]) {
+// Four fp8 numbers times their scale, rounded to bf16.
+__device__ __forceinline__ void dequantise(uint32_t fp8, float scale, uint32_t (&numbers)[2]) {
   uint32_t exact[2];
-  e4m3_to_bf16(codes, exact);
+  e4m3_to_bf16(fp8, exact);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float first = bits_float(exact[i] << 16) * scale, second = bits_float(exact[i] & 0xffff0000u) * scale;
@@ -34,17 +34,17 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / 32;
   if (index >= p.rows) return;
   const int64_t slot = p.slots[index];
-  const bool held = p.cache.holds(slot);
-  const uint8_t* row = held ? p.cache.row(slot) : nullptr;
+  const bool valid = p.cache.holds(slot);
+  const uint8_t* row = valid ? p.cache.row(slot) : nullptr;
 
   alignas(16) uint32_t latent[kLaneValues / 2] = {};  // pairs of bf16
   alignas(16) uint16_t rope[kRopeValues] = {};
-  if (held) {
+  if (valid) {
     constexpr int kRopeOffset = kQuantised ? kFp8DsMla.rope_offset() : kBf16.rope_offset();
     if (lane < kRopeLanes) load_bytes<sizeof(rope), kAligned>(row + kRopeOffset + lane * sizeof(rope), rope);
     if constexpr (kQuantised) {
-      alignas(16) uint32_t codes[kLaneValues / 4];
-      load_bytes<sizeof(codes), kAligned>(row + lane * sizeof(codes), codes);
+      alignas(16) uint32_t fp8[kLaneValues / 4];
+      load_bytes<sizeof(fp8), kAligned>(row + lane * sizeof(fp8), fp8);
       alignas(16) float scales[4];
       load_bytes<sizeof(scales), kAligned>(row + kFp8DsMla.scale_offset(), scales);
       const int group = lane / (kFp8DsMla.group / kLaneValues);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
 #pragma unroll
       for (int i = 0; i < kLaneValues / 4; ++i) {
         uint32_t numbers[2];
-        dequantise(codes[i], scale, numbers);
+        dequantise(fp8[i], scale, numbers);
         latent[2 * i] = numbers[0];
         latent[2 * i + 1] = numbers[1];
       }

@@ -70,19 +70,19 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Number, kAligned>)
     for (int distance = 1; distance < kGroupLanes; distance *= 2)
       amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, distance));
     const float scale = group_scale(amax, p.power_of_two);
-    alignas(16) uint16_t codes[kValues / 2];
+    alignas(16) uint16_t fp8[kValues / 2];
     if (is_ordinary(scale)) {
       const float reciprocal = __frcp_rn(scale);
 #pragma unroll
       for (int i = 0; i < kValues / 2; ++i)
-        codes[i] = to_e4m3x2(quotient(as_float(values[2 * i]), scale, reciprocal),
-                             quotient(as_float(values[2 * i + 1]), scale, reciprocal));
+        fp8[i] = to_e4m3x2(quotient(as_float(values[2 * i]), scale, reciprocal),
+                           quotient(as_float(values[2 * i + 1]), scale, reciprocal));
     } else {
 #pragma unroll
       for (int i = 0; i < kValues / 2; ++i)
-        codes[i] = to_e4m3x2(__fdiv_rn(as_float(values[2 * i]), scale), __fdiv_rn(as_float(values[2 * i + 1]), scale));
+        fp8[i] = to_e4m3x2(__fdiv_rn(as_float(values[2 * i]), scale), __fdiv_rn(as_float(values[2 * i + 1]), scale));
     }
-    store_bytes<sizeof(codes), kAligned>(codes, row + lane * kValues);
+    store_bytes<sizeof(fp8), kAligned>(fp8, row + lane * kValues);
     if (lane % kGroupLanes == 0)
       store_bytes<4, kAligned>(&scale, row + kFp8DsMla.scale_offset() + 4 * (lane / kGroupLanes));
   } else {

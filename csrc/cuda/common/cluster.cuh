@@ -3,39 +3,25 @@
 #pragma once
 
 #include <cstdint>
+#include <cute/arch/cluster_sm90.hpp>
 
+#include "cuda/common/mbarrier.cuh"
 #include "cuda/common/mma.cuh"
 
 namespace mla::cuda {
 
+// CuTe's block_rank_in_cluster() and cluster_shape() are volatile, so every use would read them again.
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
 
+// They are neighbours in the grid's second dimension.
 __device__ __forceinline__ uint32_t blocks_of_cluster() {
   uint32_t blocks;
   asm("mov.u32 %0, %%cluster_nctaid.y;" : "=r"(blocks));
   return blocks;
-}
-
-// Until all threads of all blocks of the cluster are here.
-__device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Where a block's variable of the same name as this one's lies.
-__device__ __forceinline__ uint32_t address_in_block(const void* own, uint32_t rank) {
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(own)), "r"(rank));
-  return address;
-}
-
-__device__ __forceinline__ uint32_t address_in_block(uint32_t own, uint32_t rank) {
-  uint32_t address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
-  return address;
 }
 
 __device__ __forceinline__ float4 load4(uint32_t shared_address) {
@@ -59,24 +45,12 @@ __device__ __forceinline__ float4 load4_of_block(uint32_t address) {
 // The thread's reads of other blocks' memory are done, so that these may be told that they can end.
 __device__ __forceinline__ void finish_reads() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
-// `count` arrivals at a barrier of any block of the cluster. What the thread and those that it has met wrote to their
-// shared memory can be read by who waits for it: there is one copy of it, and it is written in order. To have it
-// released to the cluster would also wait for everything global, which takes a thousand cycles, and nobody needs it.
-// (What PTX promises of the block's scope does not cover another block's reads; the hardware's one copy does.)
+// `count` arrivals at a barrier of any block of the cluster; CUTLASS's arrive(block) counts one. Release at the block's
+// scope is enough in practice: shared memory has one copy and is written in order. Release at the cluster's scope would
+// also wait for everything global, a thousand cycles that nobody needs. (PTX promises block scope nothing about another
+// block's reads; the hardware's one copy does.)
 __device__ __forceinline__ void arrive_in_block(uint32_t barrier, int count) {
   asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-// As wait, at a barrier where other blocks arrive too.
-__device__ __forceinline__ void wait_for_blocks(uint64_t& barrier, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(shared_address(&barrier)),
-      "r"(parity)
-      : "memory");
 }
 
 }  // namespace mla::cuda

@@ -8,19 +8,19 @@
 
 namespace mla::cuda {
 
-// Two numbers to two codes, the first in the lower byte.
+// Two numbers to two bytes, the first in the lower byte.
 __device__ __forceinline__ uint16_t to_e4m3x2(float first, float second) {
 #if __CUDA_ARCH__ >= 890
-  uint16_t codes;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(second), "f"(first));
-  return codes;
+  uint16_t bytes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bytes) : "f"(second), "f"(first));
+  return bytes;
 #else
   return static_cast<uint16_t>(float_to_e4m3(first) | float_to_e4m3(second) << 8);
 #endif
 }
 
-// Four codes to f16, which holds every e4m3 number.
-__device__ __forceinline__ void e4m3_to_f16(uint32_t codes, uint32_t (&numbers)[2]) {
+// Four bytes to f16, which holds every e4m3 number.
+__device__ __forceinline__ void e4m3_to_f16(uint32_t bytes, uint32_t (&numbers)[2]) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
   asm("{\n"
       ".reg .b16 low, high;\n"
@@ -29,12 +29,12 @@ __device__ __forceinline__ void e4m3_to_f16(uint32_t codes, uint32_t (&numbers)[
       "cvt.rn.f16x2.e4m3x2 %1, high;\n"
       "}"
       : "=r"(numbers[0]), "=r"(numbers[1])
-      : "r"(codes));
+      : "r"(bytes));
 #else
-  // the bits of a code, moved to where f16 has them, are the number times 2^-8, subnormal or not
+  // the bits of a byte, moved to where f16 has them, are the number times 2^-8, subnormal or not
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t pair = __byte_perm(codes, 0, i == 0 ? 0x4140 : 0x4342);  // a code in each half
+    const uint32_t pair = __byte_perm(bytes, 0, i == 0 ? 0x4140 : 0x4342);  // a byte in each half
     const uint32_t shifted = (pair & 0x007f007fu) << 7 | (pair & 0x00800080u) << 8;
     constexpr uint32_t kTwoTo8 = 0x5c005c00u;  // as a pair of f16
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(numbers[i]) : "r"(shifted), "r"(kTwoTo8));
@@ -43,7 +43,7 @@ __device__ __forceinline__ void e4m3_to_f16(uint32_t codes, uint32_t (&numbers)[
 #endif
 }
 
-// Eight codes.
+// Eight bytes.
 __device__ __forceinline__ uint4 e4m3_to_f16(uint32_t first, uint32_t second) {
   uint32_t low[2], high[2];
   e4m3_to_f16(first, low);
@@ -51,17 +51,17 @@ __device__ __forceinline__ uint4 e4m3_to_f16(uint32_t first, uint32_t second) {
   return {low[0], low[1], high[0], high[1]};
 }
 
-// Four codes to bf16, which holds every e4m3 number. The bits of a code, moved to where bf16 has them, are the number
+// Four bytes to bf16, which holds every e4m3 number. The bits of a byte, moved to where bf16 has them, are the number
 // times 2^-120, subnormal or not; one multiplication brings it back.
-__device__ __forceinline__ void e4m3_to_bf16(uint32_t codes, uint32_t (&numbers)[2]) {
+__device__ __forceinline__ void e4m3_to_bf16(uint32_t bytes, uint32_t (&numbers)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const uint32_t pair = __byte_perm(codes, 0, i == 0 ? 0x4140 : 0x4342);  // a code in each half
+    const uint32_t pair = __byte_perm(bytes, 0, i == 0 ? 0x4140 : 0x4342);  // a byte in each half
     const uint32_t shifted = (pair & 0x007f007fu) << 4 | (pair & 0x00800080u) << 8;
     constexpr uint32_t kTwoTo120 = 0x7b807b80u, kMinusZero = 0x80008000u;  // as pairs of bf16
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(numbers[i]) : "r"(shifted), "r"(kTwoTo120), "r"(kMinusZero));
   }
-  const uint32_t nan = __vcmpeq4(codes & 0x7f7f7f7fu, 0x7f7f7f7fu);  // 0xff for each such code
+  const uint32_t nan = __vcmpeq4(bytes & 0x7f7f7f7fu, 0x7f7f7f7fu);  // 0xff for each such byte
   if (nan) {
     numbers[0] |= __byte_perm(nan, 0, 0x1100) & 0x7fff7fffu;
     numbers[1] |= __byte_perm(nan, 0, 0x3322) & 0x7fff7fffu;

@@ -1,19 +1,15 @@
 // Barriers in shared memory, which threads arrive at without waiting, and named barriers, which they wait at.
 #pragma once
 
+#include <cutlass/arch/barrier.h>
+
 #include <cstdint>
 
 #include "cuda/common/mma.cuh"
 
 namespace mla::cuda {
 
-__device__ __forceinline__ void init_barrier(uint64_t& barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
-}
-
-__device__ __forceinline__ void arrive(uint64_t& barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
-}
+using Barrier = cutlass::arch::ClusterBarrier;
 
 // What a warp's arrival counts. One lane arrives for all; but compute-sanitizer's racecheck takes that for an arrival
 // of what this lane alone has done, so in the library that it is shown every lane arrives for itself.
@@ -23,29 +19,35 @@ constexpr int kWarpArrivals = 32;
 constexpr int kWarpArrivals = 1;
 #endif
 
-__device__ __forceinline__ void init_barrier_of_warps(uint64_t& barrier, int warps) {
-  init_barrier(barrier, warps * kWarpArrivals);
-}
-
 // A warp's arrival, after all that its lanes have done.
-__device__ __forceinline__ void arrive_as_warp(uint64_t& barrier) {
+__device__ __forceinline__ void arrive_as_warp(Barrier& barrier) {
   __syncwarp();
-  if (threadIdx.x % 32 < kWarpArrivals) arrive(barrier);
+  if (threadIdx.x % 32 < kWarpArrivals) {
+    barrier.arrive();
+    compiler_fence();
+  }
 }
 
-// Until the phase of this parity is complete; right after init_barrier the phase before, of parity 1, counts as such.
-__device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
+// Until the phase of this parity is complete; right after init() the phase before, of parity 1, counts as such. Ours,
+// as CUTLASS's wait() sleeps between tries, and a loop around its try_wait() costs registers, which are spilled.
+__device__ __forceinline__ void wait(Barrier& barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n"
-      "}" ::"r"(shared_address(&barrier)),
+      "}" ::"r"(cast_smem_ptr_to_uint(&barrier)),
       "r"(parity)
       : "memory");
 }
 
-// Barrier 0 is __syncthreads.
+// The thread arrives at a barrier when all cp.async that it has begun are there.
+__device__ __forceinline__ void arrive_when_copied(Barrier& barrier) {
+  cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<const uint64_t*>(&barrier));
+}
+
+// Named barriers are ours, too: CUTLASS's take fixed numbers for itself, clobber no memory and have no vote. Barrier 0
+// is __syncthreads.
 template <int kThreads>
 __device__ __forceinline__ void sync_named(int barrier) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
@@ -71,18 +73,12 @@ __device__ __forceinline__ bool sync_named_or(int barrier, bool vote) {
 // What has been stored to shared memory, by this thread or by threads whose arrival it has waited for, becomes visible
 // to the wgmmas that it issues; and to another thread's, once that has waited for this one. It waits for the thread's
 // own loads too, so threads that have loads under way leave it to those who wait for them.
-__device__ __forceinline__ void publish_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void publish_to_wgmma() {
+  compiler_fence();
+  cutlass::arch::fence_view_async_shared();
+}
 
 // The warp's number, so that the compiler knows it to be the same for all lanes.
 __device__ __forceinline__ int warp_of_block() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
-
-// Registers go from the warpgroups that need few to those that need many. All begin with kBefore.
-template <int kRegisters, int kBefore>
-__device__ __forceinline__ void resize_registers() {
-  if constexpr (kRegisters > kBefore)
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-  else if constexpr (kRegisters < kBefore)
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
 
 }  // namespace mla::cuda

@@ -2,13 +2,17 @@
 #pragma once
 
 #include <cstdint>
+#include <cute/arch/mma_sm80.hpp>
+#include <cute/arch/util.hpp>
 
 namespace mla::cuda {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+using cute::cast_smem_ptr_to_uint;
 
+// CUTLASS's asm statements don't clobber memory, so the compiler may move accesses across them. Not across this.
+__device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
+
+// ldmatrix and stmatrix are ours, as CuTe's take references and kernels compute 32-bit shared addresses.
 // Four 8x8 tiles of 16-bit numbers; each group of eight lanes gives the rows of one. A lane gets two neighbouring
 // numbers of row lane / 4 of each tile.
 __device__ __forceinline__ void load_tiles(uint32_t (&tiles)[4], uint32_t row_address) {
@@ -27,20 +31,9 @@ __device__ __forceinline__ void load_tiles_transposed(uint32_t (&tiles)[4], uint
 }
 
 // sum[16 x 8] += a[16 x 16] b[16 x 8], a by rows, b by columns.
+template <typename Atom>
 __device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// The same of f16.
-__device__ __forceinline__ void multiply_add_f16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  Atom::fma(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3], b0, b1, sum[0], sum[1], sum[2], sum[3]);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

@@ -1,4 +1,6 @@
-// Sums over the threads of a block, by ballots and shuffles inside a warp and one round through shared memory.
+// Sums over the threads of a block, by ballots and shuffles inside a warp and one round through shared memory. Not
+// CUB's BlockScan: it needs the number of threads at compile time, and each of its threads adds up the warps' sums one
+// after another where redux.sync takes one instruction. These scans are all latency.
 #pragma once
 
 #include <cstdint>

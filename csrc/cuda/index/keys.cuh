@@ -1,8 +1,8 @@
 // Keys as the second factor of m16n8k16, keys as its columns.
 //
-// A strip is 16 keys, a warp's. A lane asks for its own part of two of them, 16 bytes at a time, by cp.async into a
+// A strip is 16 keys, a warp's. A lane copies its own part of two of them, 16 bytes at a time, by cp.async into a
 // ring in shared memory, and nobody but this lane reads that: no barrier is needed until the copies of the lane itself
-// have arrived. The part is just what the lane holds of the factor, in the order of dims that `place_of` says.
+// have arrived. The part is just what the lane holds of the factor, in the order of dims that `sum_position` says.
 //
 // e4m3 becomes f16 without its scale, which is exact. bf16 becomes f16 divided by a power of two for each key, so that
 // its largest number is 2^14 to 2^15: what is above 2^-31 of that is exact. Score times scale, or times the power of
@@ -19,7 +19,7 @@
 
 namespace mla::cuda::index {
 
-constexpr float kNoKey = -1.0f;  // in place of a key's factor, which is not negative
+constexpr float kNoKey = -1.0f;  // instead of a key's factor, which is not negative
 
 // A lane's part of a strip, as the product wants it: two numbers of each step for either side.
 struct Strip {
@@ -27,31 +27,31 @@ struct Strip {
   float factor[kSides];  // of key lane / 4 of each side
 };
 
-template <bool kCodes>
+template <bool kFp8>
 struct KeyRing {
-  static constexpr int kPieces = kCodes ? 2 : 4;  // of 16 bytes, a lane's part of a key
-  static constexpr int kStages = kCodes ? 4 : 2;
+  static constexpr int kPieces = kFp8 ? 2 : 4;  // of 16 bytes, a lane's part of a key
+  static constexpr int kStages = kFp8 ? 4 : 2;
 
   struct Stage {
     uint4 pieces[kSides][kPieces][32];  // by lane
-    float scale[kCodes ? kSides : 1][32];
+    float scale[kFp8 ? kSides : 1][32];
   };
   Stage stages[kStages];
 };
 
 // A warp's way through strips of one request that are kUnit keys apart. A strip is named by its first key's position,
-// without a sign, as strips behind the last one are asked about too. kAligned: blocks are, to 16 bytes.
-template <bool kCodes, bool kAligned>
+// without a sign, as it may lie behind the last strip. kAligned: blocks are, to 16 bytes.
+template <bool kFp8, bool kAligned>
 struct KeyReader {
-  using Ring = KeyRing<kCodes>;
-  static constexpr int kTokenBytes = kCodes ? kIndexDim : 2 * kIndexDim;
+  using Ring = KeyRing<kFp8>;
+  static constexpr int kTokenBytes = kFp8 ? kIndexDim : 2 * kIndexDim;
 
   const Problem& p;
   Ring& ring;
   const int32_t* table;   // null if the request is none
   uint32_t end;           // of the keys that anybody wants
-  int32_t ahead[kSides];  // the blocks of what will be asked for next
-  uint32_t held = 0;      // kSides bits a stage: whether its keys are there
+  int32_t ahead[kSides];  // the blocks of the next copies
+  uint32_t valid = 0;     // kSides bits a stage: the valid mask of its keys
 
   __device__ KeyReader(const Problem& p, Ring& ring, int32_t request, uint32_t end)
       : p(p),
@@ -63,8 +63,8 @@ struct KeyReader {
 
   // The block of a lane's key; negative, as in the table, if there is none.
   __device__ int32_t block_of(uint32_t strip, int side) const {
-    const uint32_t key = key_of(strip, side), place = p.place_of(key);
-    return table && key < end && place < static_cast<uint32_t>(p.max_blocks) ? table[place] : -1;
+    const uint32_t key = key_of(strip, side), entry = p.table_index(key);
+    return table && key < end && entry < static_cast<uint32_t>(p.max_blocks) ? table[entry] : -1;
   }
 
   __device__ void find(uint32_t strip, int32_t (&blocks)[kSides]) const {
@@ -75,20 +75,20 @@ struct KeyReader {
   __device__ void ask(uint32_t strip, int stage, const int32_t (&blocks)[kSides]) {
     const int lane = threadIdx.x % 32;
     typename Ring::Stage& to = ring.stages[stage];
-    held &= ~(((1u << kSides) - 1) << kSides * stage);
+    valid &= ~(((1u << kSides) - 1) << kSides * stage);
 #pragma unroll
     for (int side = 0; side < kSides; ++side) {
       const bool there = blocks[side] >= 0 && blocks[side] < p.cache.blocks;
-      held |= uint32_t{there} << (kSides * stage + side);
-      const uint32_t key = key_of(strip, side), within = key - p.place_of(key) * p.place_of.divisor;
+      valid |= uint32_t{there} << (kSides * stage + side);
+      const uint32_t key = key_of(strip, side), within = key - p.table_index(key) * p.table_index.divisor;
       const uint8_t* block = p.cache.data + (there ? blocks[side] * p.cache.block_stride : 0);
       const uint8_t* from = block + (there ? int64_t{within} * kTokenBytes + lane % 4 * 16 : 0);
       const uint8_t* scale = block + (there ? p.cache.block_size * kTokenBytes + int64_t{within} * 4 : 0);
       if constexpr (kAligned) {
 #pragma unroll
         for (int i = 0; i < Ring::kPieces; ++i)
-          copy_16_or_zero(shared_address(&to.pieces[side][i][lane]), from + 64 * i, there);
-        if constexpr (kCodes) copy_4_or_zero(shared_address(&to.scale[side][lane]), scale, there);
+          copy_16_or_zero(cast_smem_ptr_to_uint(&to.pieces[side][i][lane]), from + 64 * i, there);
+        if constexpr (kFp8) copy_4_or_zero(cast_smem_ptr_to_uint(&to.scale[side][lane]), scale, there);
       } else {
 #pragma unroll 1
         for (int i = 0; i < Ring::kPieces; ++i) {
@@ -96,7 +96,7 @@ struct KeyReader {
           if (there) load_bytes<16, false>(from + 64 * i, &piece);
           to.pieces[side][i][lane] = piece;
         }
-        if constexpr (kCodes) {
+        if constexpr (kFp8) {
           uint32_t bits = 0;
           for (int i = 0; i < 4 && there; ++i) bits |= uint32_t{scale[i]} << 8 * i;
           to.scale[side][lane] = bits_float(bits);
@@ -113,18 +113,18 @@ struct KeyReader {
 #pragma unroll
     for (int stage = 0; stage < Ring::kStages; ++stage) {
       if (strip + stage * kUnit < stop) ask(strip + stage * kUnit, stage, blocks[stage]);
-      end_batch_of_copies();
+      cute::cp_async_fence();
     }
     find(strip + Ring::kStages * kUnit, ahead);
   }
 
-  // Waits for a strip, and asks for the one that will have its place in the ring.
+  // Waits for a strip, and starts the copies of the one that will take its stage of the ring.
   __device__ void next(uint32_t strip, uint32_t stop, int stage, Strip& keys) {
     wait_for_copies<Ring::kStages - 1>();
     take(stage, keys);
     const uint32_t later = strip + Ring::kStages * kUnit;
     if (later < stop) ask(later, stage, ahead);
-    end_batch_of_copies();
+    cute::cp_async_fence();
     find(later + kUnit, ahead);
   }
 
@@ -134,13 +134,13 @@ struct KeyReader {
 #pragma unroll
     for (int side = 0; side < kSides; ++side) {
       float factor;
-      if constexpr (kCodes) {
+      if constexpr (kFp8) {
         const float scale = from.scale[side][lane];
         const uint32_t signs = scale < 0.0f ? 0x80808080u : 0;
 #pragma unroll
         for (int i = 0; i < Ring::kPieces; ++i) {
-          const uint4 codes = from.pieces[side][i][lane];
-          const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+          const uint4 fp8 = from.pieces[side][i][lane];
+          const uint32_t words[4] = {fp8.x, fp8.y, fp8.z, fp8.w};
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             uint32_t pairs[2];
@@ -158,7 +158,7 @@ struct KeyReader {
         }
         factor = balance(keys.b[side]);
       }
-      keys.factor[side] = held >> (kSides * stage + side) & 1 ? factor : kNoKey;
+      keys.factor[side] = valid >> (kSides * stage + side) & 1 ? factor : kNoKey;
     }
   }
 

@@ -18,10 +18,10 @@ constexpr int kSteps = kIndexDim / 16;  // of the sum over dims
 constexpr int kRowTiles = 4;            // of 16 heads, whose queries a warp keeps in registers
 
 struct Problem : IndexScoresProblem {
-  PositionDivisor place_of;
+  PositionDivisor table_index;
   bool queries_aligned;  // to the four numbers that a lane reads
 
-  explicit Problem(const IndexScoresProblem& p) : IndexScoresProblem(p), place_of(p.cache.block_size) {
+  explicit Problem(const IndexScoresProblem& p) : IndexScoresProblem(p), table_index(p.cache.block_size) {
     const uintptr_t number = p.queries_fp32 ? 4 : 2;
     const auto starts = reinterpret_cast<uintptr_t>(p.queries) | p.query_token * number | p.query_head * number;
     queries_aligned = starts % (4 * number) == 0;

@@ -5,7 +5,7 @@
 // of the row's largest is exact. The power of two multiplies the head's weight instead.
 //
 // The order of dims in the sum is free as long as both factors have the same one. A lane's part of a key is what it can
-// read in pieces of 16 bytes, and the queries follow: `place_of`.
+// read in pieces of 16 bytes, and the queries follow: `sum_position`.
 #pragma once
 
 #include <cstdint>
@@ -33,17 +33,18 @@ struct Balance {
   }
 };
 
-// Where in the sum four neighbouring dims stand, 4 * `four` and so on: the first two here, the others 8 places further.
-template <bool kCodes>
-__device__ __forceinline__ int place_of(int four) {
-  constexpr int kPieceSteps = kCodes ? 4 : 2;  // a lane's piece of a key serves so many steps, a lane has every fourth
+// The position in the sum of four neighbouring dims, 4 * `four` and so on: the first two are here, the others 8
+// further.
+template <bool kFp8>
+__device__ __forceinline__ int sum_position(int four) {
+  constexpr int kPieceSteps = kFp8 ? 4 : 2;  // a lane's piece of a key serves so many steps, a lane has every fourth
   const int step = four / (4 * kPieceSteps) * kPieceSteps + four % kPieceSteps, owner = four / kPieceSteps % 4;
   return 16 * step + 2 * owner;
 }
 
-// One warp brings kRows heads, from `head` on and so far apart, of a token to shared memory; beyond the last head they
+// One warp stores kRows heads, from `head` on and so far apart, of a token to shared memory; beyond the last head they
 // are zeros. `weights` gets each head's weight, times what its queries were divided by.
-template <bool kCodes, int kRows>
+template <bool kFp8, int kRows>
 __device__ __forceinline__ void stage_queries(const Problem& p, int64_t token, int head, int apart, QueryRow* rows,
                                               float* weights) {
   const int lane = threadIdx.x % 32;
@@ -94,7 +95,7 @@ __device__ __forceinline__ void stage_queries(const Problem& p, int64_t token, i
     for (int j = 0; j < 4; ++j) largest = max(largest, float_bits(numbers[i][j]) & 0x7fffffffu);
     const Balance balance(__reduce_max_sync(~0u, largest) >> 23);
     const float m = balance.multiplier;
-    uint16_t* to = rows[i * apart].numbers + place_of<kCodes>(lane);
+    uint16_t* to = rows[i * apart].numbers + sum_position<kFp8>(lane);
     *reinterpret_cast<uint32_t*>(to) = pack_f16(numbers[i][0] * m, numbers[i][1] * m);
     *reinterpret_cast<uint32_t*>(to + 8) = pack_f16(numbers[i][2] * m, numbers[i][3] * m);
     if (lane == 0) weights[i * apart] = weight[i] * balance.factor;
@@ -105,7 +106,7 @@ __device__ __forceinline__ void stage_queries(const Problem& p, int64_t token, i
 __device__ __forceinline__ void load_queries(const QueryRow* rows, const float* weights, uint32_t (&a)[kSteps][4],
                                              float (&weight)[2]) {
   const int lane = threadIdx.x % 32;
-  const auto address = shared_address(rows[lane % 16].numbers + 8 * (lane / 16));
+  const auto address = cast_smem_ptr_to_uint(rows[lane % 16].numbers + 8 * (lane / 16));
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) load_tiles(a[step], address + 32 * step);
   weight[0] = weights[lane / 4], weight[1] = weights[lane / 4 + 8];

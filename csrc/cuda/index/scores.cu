@@ -16,18 +16,18 @@ struct Variant {
   int shared_bytes;
 };
 
-template <bool kCodes, int kTokenTiles, int kPasses, bool kAligned = true>
+template <bool kFp8, int kTokenTiles, int kPasses, bool kAligned = true>
 Variant variant() {
-  using Shared = index::Shared<kCodes, kPasses>;
+  using Shared = index::Shared<kFp8, kPasses>;
   static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a block have");
-  return {index::scores_kernel<kCodes, kTokenTiles, kPasses, kAligned>, sizeof(Shared)};
+  return {index::scores_kernel<kFp8, kTokenTiles, kPasses, kAligned>, sizeof(Shared)};
 }
 
-template <bool kCodes>
+template <bool kFp8>
 Variant choose(int heads, bool aligned = true) {
-  if (!aligned) return variant<kCodes, 4, 2, false>();  // slow, for any number of heads
-  if (heads <= 32) return variant<kCodes, 2, 1>();
-  return heads <= 64 ? variant<kCodes, 4, 1>() : variant<kCodes, 4, 2>();
+  if (!aligned) return variant<kFp8, 4, 2, false>();  // slow, for any number of heads
+  if (heads <= 32) return variant<kFp8, 2, 1>();
+  return heads <= 64 ? variant<kFp8, 4, 1>() : variant<kFp8, 4, 2>();
 }
 
 }  // namespace

@@ -21,7 +21,7 @@
 
 namespace mla::cuda::index {
 
-template <bool kCodes, int kPasses>
+template <bool kFp8, int kPasses>
 struct Shared {
   static constexpr int kRows = 16 * kRowTiles * kPasses;
   using PerWarp = uint4[kSides][kSteps / 2][32];
@@ -31,19 +31,19 @@ struct Shared {
   };
   float weight[kRows];
   float factor[2][kUnit];
-  KeyRing<kCodes> ring[kWarps];
+  KeyRing<kFp8> ring[kWarps];
   SharedShare share;
 };
 
 // kTokenTiles: tiles of 16 heads that a token has in one pass. kPasses: how often, 1 or 2.
-template <bool kCodes, int kTokenTiles, int kPasses, bool kAligned>
+template <bool kFp8, int kTokenTiles, int kPasses, bool kAligned>
 struct Scorer {
   static constexpr int kWarpTokens = kRowTiles / kTokenTiles;  // of a warp, where keys are shared
   static constexpr int kGroup = kPasses > 1 ? 1 : kWarps * kWarpTokens;
   static constexpr int kTokenRows = 16 * kTokenTiles * kPasses;
 
   const Problem& p;
-  Shared<kCodes, kPasses>& s;
+  Shared<kFp8, kPasses>& s;
   int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 
   // The rows that a warp multiplies with.
@@ -69,7 +69,8 @@ struct Scorer {
       for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
         for (int side = 0; side < kSides; ++side)
-          multiply_add_f16(products[tile][side], rows.a[tile][step], b[side][2 * step], b[side][2 * step + 1]);
+          multiply_add<cute::SM80_16x8x16_F32F16F16F32_TN>(products[tile][side], rows.a[tile][step], b[side][2 * step],
+                                                           b[side][2 * step + 1]);
   }
 
   // Adds what a lane has of a token's heads.
@@ -119,13 +120,13 @@ struct Scorer {
   __device__ void score_token(int64_t token, int32_t begin, int32_t end) {
     const uint32_t length = p.length_of(token), first = begin * uint32_t{kUnit} + warp * kStrip;
     const uint32_t stop = min(end * uint32_t{kUnit}, length);
-    KeyReader<kCodes, kAligned> reader(p, s.ring[warp], p.request[token], stop);
+    KeyReader<kFp8, kAligned> reader(p, s.ring[warp], p.request[token], stop);
     reader.begin(first, stop);
 
     __syncthreads();  // all are finished with the queries or keys before
 #pragma unroll 1
     for (int row = 0; row < kTokenRows; row += 8 * kWarps)
-      stage_queries<kCodes, 8>(p, token, row + warp, kWarps, s.queries + row + warp, s.weight + row + warp);
+      stage_queries<kFp8, 8>(p, token, row + warp, kWarps, s.queries + row + warp, s.weight + row + warp);
     __syncthreads();
 
     Rows rows;
@@ -143,7 +144,7 @@ struct Scorer {
     for (uint32_t strip = first; strip < stop; strip += kUnit) {
       Strip keys;
       reader.next(strip, stop, stage, keys);
-      stage = (stage + 1) % KeyRing<kCodes>::kStages;
+      stage = (stage + 1) % KeyRing<kFp8>::kStages;
       Sums sums[1] = {};
 #pragma unroll 1
       for (int pass = 0; pass < kPasses; ++pass) {
@@ -171,7 +172,7 @@ struct Scorer {
       longest = max(longest, length[i]);
     }
     const uint32_t own = warp * kStrip, stop = min(end * uint32_t{kUnit}, static_cast<uint32_t>(group.longest));
-    KeyReader<kCodes, kAligned> reader(p, s.ring[warp], p.request[group.first], stop);
+    KeyReader<kFp8, kAligned> reader(p, s.ring[warp], p.request[group.first], stop);
     reader.begin(begin * uint32_t{kUnit} + own, stop);
 
     __syncthreads();  // all are finished with the queries or keys before
@@ -182,33 +183,33 @@ struct Scorer {
       const int64_t token = min(first_token + tile / kTokenTiles, p.tokens - 1);  // one too many is not stored
 #pragma unroll 1
       for (int row = 0; row < 16; row += 8)
-        stage_queries<kCodes, 8>(p, token, tile % kTokenTiles * 16 + row, 1, s.queries + staged + row,
-                                 s.weight + staged + row);
+        stage_queries<kFp8, 8>(p, token, tile % kTokenTiles * 16 + row, 1, s.queries + staged + row,
+                               s.weight + staged + row);
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i)  // registers have no index
         if (i == tile) load_queries(s.queries + staged, s.weight + staged, rows.a[i], rows.weight[i]);
       __syncwarp();
     }
-    __syncthreads();  // queries give their place to keys
+    __syncthreads();  // keys overwrite queries
 
-    int stage = 0, turn = 0;
+    int stage = 0, buffer = 0;
 #pragma unroll 1
-    for (int32_t unit = begin; unit < end; ++unit, turn ^= 1) {
+    for (int32_t unit = begin; unit < end; ++unit, buffer ^= 1) {
       {
         Strip keys;
         reader.next(unit * uint32_t{kUnit} + own, stop, stage, keys);
-        stage = (stage + 1) % KeyRing<kCodes>::kStages;
+        stage = (stage + 1) % KeyRing<kFp8>::kStages;
 #pragma unroll
         for (int side = 0; side < kSides; ++side) {
           const uint32_t (&b)[2 * kSteps] = keys.b[side];
 #pragma unroll
           for (int i = 0; i < kSteps / 2; ++i)
-            s.keys[turn][warp][side][i][lane] = {b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3]};
-          if (lane % 4 == 0) s.factor[turn][own + 8 * side + lane / 4] = keys.factor[side];
+            s.keys[buffer][warp][side][i][lane] = {b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3]};
+          if (lane % 4 == 0) s.factor[buffer][own + 8 * side + lane / 4] = keys.factor[side];
         }
       }
-      // The unit before is in the other place, so that one barrier is enough.
+      // Units alternate between two buffers, so one barrier is enough.
       __syncthreads();
 #pragma unroll 1
       for (int strip = 0; strip < kWarps; ++strip) {
@@ -219,7 +220,7 @@ struct Scorer {
         for (int side = 0; side < kSides; ++side)
 #pragma unroll
           for (int i = 0; i < kSteps / 2; ++i) {
-            const uint4 four = s.keys[turn][strip][side][i][lane];
+            const uint4 four = s.keys[buffer][strip][side][i][lane];
             b[side][4 * i] = four.x, b[side][4 * i + 1] = four.y;
             b[side][4 * i + 2] = four.z, b[side][4 * i + 3] = four.w;
           }
@@ -229,7 +230,7 @@ struct Scorer {
 #pragma unroll
         for (int i = 0; i < kWarpTokens; ++i) weigh(rows, products, i * kTokenTiles, sums[i]);
         const float sum = add_lanes<kWarpTokens>(sums);
-        const float factor = s.factor[turn][strip * kStrip + key_of_lane()];
+        const float factor = s.factor[buffer][strip * kStrip + key_of_lane()];
         if (kWarpTokens == 1) {
           if (!(lane & 4)) store(first_token, length[0], first + key_of_lane(), sum, factor);
         } else {
@@ -267,10 +268,10 @@ struct Scorer {
   }
 };
 
-template <bool kCodes, int kTokenTiles, int kPasses, bool kAligned>
+template <bool kFp8, int kTokenTiles, int kPasses, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor) scores_kernel(const __grid_constant__ Problem p) {
   extern __shared__ __align__(16) uint8_t memory[];
-  Scorer<kCodes, kTokenTiles, kPasses, kAligned>{p, *reinterpret_cast<Shared<kCodes, kPasses>*>(memory)}.run();
+  Scorer<kFp8, kTokenTiles, kPasses, kAligned>{p, *reinterpret_cast<Shared<kFp8, kPasses>*>(memory)}.run();
 }
 
 }  // namespace mla::cuda::index

@@ -2,7 +2,7 @@
 //
 // Scores become integers of the same order. Histograms of their upper 11 bits, of the next 11 among those that share
 // the upper ones with the last to be chosen, and of the rest find that last one exactly. Then one walk over the
-// positions, with a scan over the block, gives each chosen one its place. Threads keep a row in registers that is not
+// positions, with a scan over the block, gives each chosen one its rank. Threads keep a row in registers that is not
 // longer than the variant is made for; of a longer one they have a part at a time, again and again.
 #include <algorithm>
 
@@ -38,7 +38,7 @@ struct Selector {
 
   struct Shared {
     alignas(16) uint32_t bins[kBins];
-    uint32_t warps[2][kMaxWarps];  // for scans in turn
+    uint32_t warps[2][kMaxWarps];  // double-buffered: scans alternate
     uint32_t bin, above, count;    // where the last to be chosen is, how many are above that bin, how many in it
   };
 
@@ -47,7 +47,7 @@ struct Selector {
   const float* scores;
   int32_t* chosen;
   int32_t length;
-  int turn = 0;
+  int buffer = 0;
   int32_t part = -1;  // that keys are of, which follow one another in rounds of pieces, a piece a thread
   uint32_t keys[kRounds][kPiece];
 
@@ -120,8 +120,8 @@ struct Selector {
     uint32_t own = 0, all;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) own += counts.of_bin[i];
-    uint32_t above = exclusive_sum(own, all, s.warps[turn]);
-    turn ^= 1;
+    uint32_t above = exclusive_sum(own, all, s.warps[buffer]);
+    buffer ^= 1;
 #pragma unroll
     for (int i = kOwn - 1; i >= 0; --i) {
       const uint32_t count = counts.of_bin[i];
@@ -169,8 +169,8 @@ struct Selector {
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) own += (piece[i] >> shift > last) + ((piece[i] >> shift == last) << 16);
       uint32_t all;
-      const uint32_t before = exclusive_sum(own, all, s.warps[turn]);
-      turn ^= 1;
+      const uint32_t before = exclusive_sum(own, all, s.warps[buffer]);
+      buffer ^= 1;
       uint32_t own_above = above + (before & 0xffff), own_equal = equal + (before >> 16);
 #pragma unroll
       for (int i = 0; i < kPiece; ++i) {

@@ -28,7 +28,7 @@ struct Shared {
   alignas(16) float scores[kHeads][kScoreStride];  // then weights
   alignas(16) float scale[kGroups][kTile];
   const uint8_t* row[kTile];  // in the cache; null where the slot is none
-  float largest[kHeads], total[kHeads], rescale[kHeads];
+  float max_score[kHeads], total[kHeads], rescale[kHeads];
 };
 static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a block have");
 

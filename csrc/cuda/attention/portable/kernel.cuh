@@ -73,21 +73,21 @@ struct Block {
   __device__ void gather_e4m3() const {
     constexpr int kRopePieces = kRope / 8;
     constexpr int kRowsAtOnce = 4;
-    static_assert(kLatent == 32 * 16, "a lane has 16 codes of a row");
+    static_assert(kLatent == 32 * 16, "a lane has 16 fp8 bytes of a row");
     for (int first = warp; first < kTile; first += kWarps * kRowsAtOnce) {
-      alignas(16) uint4 codes[kRowsAtOnce] = {}, rest[kRowsAtOnce] = {};
+      alignas(16) uint4 fp8[kRowsAtOnce] = {}, rest[kRowsAtOnce] = {};
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         const uint8_t* row = s.row[first + i * kWarps];
         if (!row) continue;
-        load_bytes<16, kAligned>(row + 16 * lane, &codes[i]);
-        // behind the codes: the scales, then rope
+        load_bytes<16, kAligned>(row + 16 * lane, &fp8[i]);
+        // behind the fp8 bytes: the scales, then rope
         if (lane <= kRopePieces) load_bytes<16, kAligned>(row + kFp8DsMla.scale_offset() + 16 * lane, &rest[i]);
       }
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         const int t = first + i * kWarps;
-        const uint32_t words[4] = {codes[i].x, codes[i].y, codes[i].z, codes[i].w};
+        const uint32_t words[4] = {fp8[i].x, fp8[i].y, fp8[i].z, fp8[i].w};
         alignas(16) uint32_t numbers[8];
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
@@ -113,8 +113,8 @@ struct Block {
   __device__ void score() const {
     const int column = warp * kWarpTokens + 2 * (lane % 4);  // a lane's two tokens
     float sum[4] = {};
-    const uint32_t q_address = shared_address(&s.q[lane % 16][8 * (lane / 16)]);
-    const uint32_t row_address = shared_address(&s.rows[warp * kWarpTokens + lane % 8][8 * (lane / 8)]);
+    const uint32_t q_address = cast_smem_ptr_to_uint(&s.q[lane % 16][8 * (lane / 16)]);
+    const uint32_t row_address = cast_smem_ptr_to_uint(&s.rows[warp * kWarpTokens + lane % 8][8 * (lane / 8)]);
 #pragma unroll 1
     for (int part = 0; part <= kGroups; ++part) {
       const int steps = part < kGroups ? kGroupDims / 32 : kRope / 32;
@@ -125,8 +125,8 @@ struct Block {
         load_tiles(rows, row_address + 2 * dim);
         load_tiles(q0, q_address + 2 * dim);
         load_tiles(q1, q_address + 2 * dim + 32);
-        multiply_add(partial, q0, rows[0], rows[1]);
-        multiply_add(partial, q1, rows[2], rows[3]);
+        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(partial, q0, rows[0], rows[1]);
+        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(partial, q1, rows[2], rows[3]);
       }
       const float first = part < kGroups ? s.scale[part][column] : 1.0f,
                   second = part < kGroups ? s.scale[part][column + 1] : 1.0f;
@@ -149,12 +149,12 @@ struct Block {
     for (int i = 0; i < kHeads / kWarps; ++i) {
       const int head = warp * (kHeads / kWarps) + i;
       const float a = s.scores[head][lane], b = s.scores[head][lane + 32];
-      float largest = fmaxf(a, b);
+      float max_score = fmaxf(a, b);
       for (int distance = 16; distance > 0; distance /= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-      const float before = s.largest[head];
-      largest = fmaxf(largest, before);
-      const float reference = largest == -INFINITY ? 0.0f : largest;
+        max_score = fmaxf(max_score, __shfl_xor_sync(~0u, max_score, distance));
+      const float before = s.max_score[head];
+      max_score = fmaxf(max_score, before);
+      const float reference = max_score == -INFINITY ? 0.0f : max_score;
       const float wa = exp2f(a - reference), wb = exp2f(b - reference);
       float total = wa + wb;
       for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
@@ -162,7 +162,7 @@ struct Block {
       __syncwarp();
       if (lane == 0) {
         const float rescale = exp2f(before - reference);
-        s.largest[head] = largest;
+        s.max_score[head] = max_score;
         s.rescale[head] = rescale;
         s.total[head] = s.total[head] * rescale + total;
       }
@@ -192,24 +192,24 @@ struct Block {
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; n += 2) {
         uint32_t values[4];
-        load_tiles_transposed(values, shared_address(&s.rows[k + lane % 16][first_dim + 8 * (n + lane / 16)]));
-        multiply_add(out[n], weights, values[0], values[1]);
-        multiply_add(out[n + 1], weights, values[2], values[3]);
+        load_tiles_transposed(values, cast_smem_ptr_to_uint(&s.rows[k + lane % 16][first_dim + 8 * (n + lane / 16)]));
+        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(out[n], weights, values[0], values[1]);
+        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(out[n + 1], weights, values[2], values[3]);
       }
     }
   }
 
-  // Writes the block's heads of a token: to the output, or as partial results at `place`.
-  __device__ void finish(int64_t token, bool whole, int64_t place, const float (&out)[kWarpDims / 8][4]) const {
+  // Writes the block's heads of a token: to the output, or to the partial slot `partial`.
+  __device__ void finish(int64_t token, bool whole, int64_t partial, const float (&out)[kWarpDims / 8][4]) const {
     const Partials partials(p.workspace, p.workers, p.heads);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own = lane / 4 + 8 * half, head = head_begin + own;
       if (head >= p.heads) continue;
-      const float total = s.total[own], largest = s.largest[own] * kLn2;
-      const float lse = total == 0.0f ? -INFINITY : largest + logf(total);
+      const float total = s.total[own], max_score = s.max_score[own] * kLn2;
+      const float lse = total == 0.0f ? -INFINITY : max_score + logf(total);
       float factor = total == 0.0f ? 0.0f : 1.0f / total;
-      const int64_t row = partials.row(place, head);
+      const int64_t row = partials.row(partial, head);
       if (whole && p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);
       for (int n = 0; n < kWarpDims / 8; ++n) {
         const int dim = warp * kWarpDims + 8 * n + 2 * (lane % 4);
@@ -225,10 +225,10 @@ struct Block {
       if (warp > 0 || lane % 4 > 0) continue;
       if (whole) {
         p.lse[token * p.lse_token + head * p.lse_head] = lse;
-        if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = isnan(lse) ? lse : largest;
+        if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = isnan(lse) ? lse : max_score;
       } else {
         partials.lse[row] = lse;
-        partials.max_logits[row] = largest;
+        partials.max_logits[row] = max_score;
       }
     }
   }
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
 
     __syncthreads();  // the token before is finished with all of shared memory
     block.load_q(token);
-    if (threadIdx.x < kHeads) s.largest[threadIdx.x] = -INFINITY, s.total[threadIdx.x] = 0.0f;
+    if (threadIdx.x < kHeads) s.max_score[threadIdx.x] = -INFINITY, s.total[threadIdx.x] = 0.0f;
     float out[kWarpDims / 8][4] = {};
     for (int tile = tile_begin; tile < tile_end; ++tile) {
       const bool in_main = tile < main_tiles;

@@ -41,8 +41,8 @@ struct TileCursor {
   }
 };
 
-// A slot of a worker's first token that is asked for before anything is known of that but the plan: the length of its
-// list comes from memory at the same time. It is that of place `at` in tile `later` after the worker's first one.
+// A slot of the worker's first token, loaded before the length of its list is known, so that both loads are in flight
+// together. It is number `at` of the tile that comes `later` tiles after the worker's first one.
 struct EarlySlot {
   int token = -1, tile = 0;
   int32_t slot = -1;
@@ -51,10 +51,10 @@ struct EarlySlot {
   __device__ EarlySlot(const Worker& worker, int later, int at) {
     if (worker.token_begin >= worker.token_end || worker.row.tile_begin < 0 || at >= worker.granule) return;
     const SlotList& from = worker.p.lists[0];
-    const int64_t place = (int64_t{worker.row.tile_begin} + later) * worker.granule + at;
-    if (place >= from.topk) return;
+    const int64_t index = (int64_t{worker.row.tile_begin} + later) * worker.granule + at;
+    if (index >= from.topk) return;
     token = worker.token_begin, tile = worker.row.tile_begin + later;
-    slot = load_now(from.slots + token * from.stride + place);
+    slot = load_now(from.slots + token * from.stride + index);
   }
 
  private:
@@ -66,7 +66,7 @@ struct EarlySlot {
   }
 };
 
-// A tile whose slots have been asked for: this lane's slot.
+// A tile whose slots are being loaded: this lane's slot.
 struct TileRequest {
   static constexpr int kEnd = -1, kSameToken = -2;
 
@@ -74,7 +74,7 @@ struct TileRequest {
   int list;
   int token;  // whose first tile this is; or kSameToken; or kEnd: there is no such tile
 
-  // `at` is the lane's place in the tile. The cursor moves on, by so many tiles.
+  // `at` is the lane's slot in the tile. The cursor moves on by `step` tiles.
   __device__ TileRequest(TileCursor& cursor, int at, int step = 1, const EarlySlot& early = {}) {
     slot = -1, list = 0, token = kEnd;
     if (cursor.done()) return;
@@ -124,11 +124,11 @@ __device__ __forceinline__ int power_above(float magnitude) {
   return min(max(static_cast<int>(__float_as_uint(magnitude) >> 23) - 126, -60), 60);
 }
 
-// Begins to copy a piece of a row to shared memory, or zeros if there is no row. `from` is the piece of the cache's
-// first row.
+// Starts the copy of a piece of a row to shared memory, or writes zeros if there is no row. `from` is the piece of the
+// cache's first row.
 __device__ __forceinline__ void copy_piece(uint32_t to_shared, const uint8_t* from, uint32_t row) {
-  const bool held = row != kNoRow;
-  copy_16_or_zero(to_shared, from + uint64_t{held ? row : 0} * kPieceBytes, held);
+  const bool valid = row != kNoRow;
+  copy_16_or_zero(to_shared, from + uint64_t{valid ? row : 0} * kPieceBytes, valid);
 }
 
 }  // namespace mla::cuda::sm90

@@ -1,12 +1,12 @@
-// The parts of a cut token become its results in the launch that computes them, in two steps.
+// Merges the parts of split tokens in the launch that computes them, in two steps.
 //
 //   in a cluster   workers whose whole work is a part of the same token read one another's results from shared memory;
 //                  each merges some of the heads
-//   in the grid    what that gives goes to the workspace, and whoever brings the last part of a quarter of a head's row
+//   in the grid    what that gives goes to the workspace, and whoever stores the last part of a quarter of a head's row
 //                  merges the parts
 //
-// Nobody waits for a worker outside its cluster, as that one may not have begun. Parts are summed in their order, so
-// the bits don't depend on who comes last.
+// Nobody waits for a worker outside its cluster: that one may not have begun. Parts are summed in their order, so the
+// bits don't depend on which comes last.
 #pragma once
 
 #include <cstdint>
@@ -26,21 +26,22 @@ constexpr int kQuarter = kValueDim / kQuarters;  // four numbers a lane
 constexpr int kShareQuarters = 2;                // that a warp has of a row at most
 static_assert(kQuarter == 4 * 32);
 
-// The workers of a cluster that have parts of one token and nothing else, from rank `first` on; this one is the
-// `own`th.
-struct Team {
+// The blocks of this block's cluster that work on parts of one token and on nothing else: `count` of them from rank
+// `first` on. This block is the `own`th.
+struct ClusterPeers {
   int first, count, own;
 
-  // A warp says something at all the team's barriers. Each of these expects to hear it from all blocks of the cluster,
-  // and hears it from this one for those that are not in the team.
-  __device__ void arrive(uint64_t& barrier, int lane) const {
-    if (lane < count) arrive_in_block(address_in_block(&barrier, first + lane), 1);
+  // A warp arrives at the barrier of every peer. A barrier expects all blocks of the cluster, so each block also
+  // arrives at its own for those that are no peers.
+  __device__ void arrive(Barrier& barrier, int lane) const {
+    if (lane < count) arrive_in_block(cute::set_block_rank(cast_smem_ptr_to_uint(&barrier), first + lane), 1);
     const int others = static_cast<int>(blocks_of_cluster()) - count;
-    if (lane == 0 && others > 0) arrive_in_block(address_in_block(&barrier, first + own), others);
+    if (lane == 0 && others > 0)
+      arrive_in_block(cute::set_block_rank(cast_smem_ptr_to_uint(&barrier), first + own), others);
   }
 };
 
-// What the plan says of other workers that a worker has to do with. Asked for when it begins: it takes long to come.
+// The plan's rows of the workers that this one depends on. Loaded at once when the kernel begins, as latency is high.
 struct Neighbours {
   PlanRow row;  // of the block of lane i's rank in the cluster
   int parts;    // of the token that the worker continues
@@ -54,14 +55,14 @@ struct Neighbours {
   }
 };
 
-// `tiles` becomes how many tiles the block of this lane's rank has, if its whole work is a part of a token.
-__device__ __forceinline__ Team find_team(const Worker& worker, const Neighbours& neighbours, int max_granule, int lane,
-                                          int& tiles) {
+// `tiles` becomes the number of tiles of the block of this lane's rank, if its whole work is a part of one token.
+__device__ __forceinline__ ClusterPeers find_peers(const Worker& worker, const Neighbours& neighbours, int max_granule,
+                                                   int lane, int& tiles) {
   const int size = blocks_of_cluster();
   const int rank = rank_in_cluster();
-  Team team{rank, 1, 0};
+  ClusterPeers peers{rank, 1, 0};
   tiles = 0;
-  if (size == 1) return team;
+  if (size == 1) return peers;
   const Worker other(worker.p, Neighbours::index_of(worker, lane), neighbours.row, max_granule);
   bool single = other.token_end - other.token_begin == 1;
   if (single) {
@@ -71,38 +72,39 @@ __device__ __forceinline__ Team find_team(const Worker& worker, const Neighbours
   }
   const int token = single ? other.token_begin : -1, own_token = __shfl_sync(~0u, token, rank);
   const uint32_t same = __ballot_sync(~0u, single && token == own_token);
-  if (!(same >> rank & 1)) return team;
+  if (!(same >> rank & 1)) return peers;
   const int first = __ffs(same) - 1, count = __popc(same);
-  if (same >> first != (1u << count) - 1) return team;  // no plan of ours
-  team.first = first;
-  team.count = count;
-  team.own = rank - team.first;
-  return team;
+  if (same >> first != (1u << count) - 1) return peers;  // a caller's plan, whose parts are not neighbours
+  peers.first = first;
+  peers.count = count;
+  peers.own = rank - peers.first;
+  return peers;
 }
 
 constexpr int kMostBlocks = 16;  // of a cluster
 
-// What a worker's cut tokens are parts of. One warp notes it when it begins, so that no register has to keep it.
-struct Joints {
-  Team team;
+// Which parts a worker has of the tokens that it shares with others. One warp stores it when the kernel begins, to save
+// registers.
+struct CutTokens {
+  ClusterPeers peers;
   TokenPart parts[2];      // of the token that is left open, and of the one that is continued
-  int tiles[kMostBlocks];  // of each of the team's blocks, by their rank
+  int tiles[kMostBlocks];  // of each block of the cluster, by rank
 
-  __device__ void note(const Worker& worker, const Neighbours& neighbours, int max_granule, int lane) {
+  __device__ void store(const Worker& worker, const Neighbours& neighbours, int max_granule, int lane) {
     int own_tiles;
-    const Team found = find_team(worker, neighbours, max_granule, lane, own_tiles);
+    const ClusterPeers found = find_peers(worker, neighbours, max_granule, lane, own_tiles);
     if (lane < kMostBlocks) tiles[lane] = own_tiles;
     if (lane > 0) return;
-    team = found;
+    peers = found;
     parts[0] = worker.opened_part(), parts[1] = worker.continued_part(neighbours.parts);
   }
 };
 
-// What a block found for its part of a token, for the others to read.
+// A block's softmax statistics of its part of a token, for its peers to read.
 struct alignas(16) PartResult {
   float reference;  // of what follows, to base 2; -inf if there is nothing to attend to
   float total;      // of 2^(score - reference)
-  float largest;    // score, to base 2
+  float max_score;  // to base 2
   uint32_t sums;    // shared address of the head's 512 sums
 };
 
@@ -123,12 +125,12 @@ __device__ __forceinline__ void add_weighted(float4& sum, float weight, float4 x
 struct MergedRow {
   float4 values[kShareQuarters];  // times `total`, before they are results
   float reference = 0.0f, total = 0.0f;
-  float largest = -INFINITY;  // score
+  float max_logit = -INFINITY;  // natural, as in the result
 
-  // From base 2, if anything was.
-  __device__ void found(float reference2, float total_found, float largest2) {
+  // Converts statistics to base 2; nothing to do if the parts were empty.
+  __device__ void set(float reference2, float new_total, float max_score) {
     if (reference2 == -INFINITY) return;
-    reference = reference2 * kLn2, total = total_found, largest = largest2 * kLn2;
+    reference = reference2 * kLn2, total = new_total, max_logit = max_score * kLn2;
   }
   __device__ float lse() const { return total == 0.0f ? -INFINITY : reference + logf(total); }
   __device__ float scale() const { return total == 0.0f ? 0.0f : 1.0f / total; }
@@ -140,10 +142,10 @@ struct Share {
   int begin, end;
 };
 
-__device__ __forceinline__ Share share_of(const Team& team, int warp, int heads) {
-  if (team.count <= 4)
-    return {team.own + team.count * (warp / 2), 4 * team.count, heads, warp % 2 * 2, warp % 2 * 2 + 2};
-  return {team.own + team.count * (warp / 4), 2 * team.count, heads, warp % 4, warp % 4 + 1};
+__device__ __forceinline__ Share share_of(const ClusterPeers& peers, int warp, int heads) {
+  if (peers.count <= 4)
+    return {peers.own + peers.count * (warp / 2), 4 * peers.count, heads, warp % 2 * 2, warp % 2 * 2 + 2};
+  return {peers.own + peers.count * (warp / 4), 2 * peers.count, heads, warp % 4, warp % 4 + 1};
 }
 
 __device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t token, int head, const Share& share,
@@ -161,30 +163,31 @@ __device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t 
   }
   if (share.begin > 0 || !(quarters & 1) || lane > 0) return;
   p.lse[token * p.lse_token + head * p.lse_head] = lse;
-  if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = isnan(lse) ? lse : merged.largest;
+  if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = isnan(lse) ? lse : merged.max_logit;
 }
 
 constexpr int kEarlyParts = 8;
 
-// Merges what the workspace holds of a token. Its lse and scores have been loaded already if the parts are few.
-__device__ __forceinline__ void merge_places(const Partials& partials, int64_t first_place, int parts, int head,
-                                             const Share& share, int lane, float early_lse, float early_largest,
-                                             MergedRow& merged) {
+// Merges the parts that the workspace holds of a token. If they are few, their lse and max logits have been loaded
+// already.
+__device__ __forceinline__ void merge_workspace_parts(const Partials& partials, int64_t first_partial, int parts,
+                                                      int head, const Share& share, int lane, float early_lse,
+                                                      float early_max_logit, MergedRow& merged) {
   constexpr int kAtOnce = 2;
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) merged.values[j] = {};
   float reference = -INFINITY;
 #pragma unroll 1
   for (int begin = 0; begin < parts; begin += 32) {
-    float lse = early_lse, largest = early_largest;
+    float lse = early_lse, max_logit = early_max_logit;
     if (parts > kEarlyParts && begin + lane < parts) {
-      const int64_t row = partials.row(first_place + begin + lane, head);
-      lse = __ldcg(partials.lse + row), largest = __ldcg(partials.max_logits + row);
+      const int64_t row = partials.row(first_partial + begin + lane, head);
+      lse = __ldcg(partials.lse + row), max_logit = __ldcg(partials.max_logits + row);
     }
-    // an empty part may hold anything, and many are: a team fills one place
+    // an empty part may hold anything, and many are empty: peers fill one slot together
     uint32_t filled = __ballot_sync(~0u, lse != -INFINITY);
     if (filled == 0) continue;
-    merged.largest = fmaxf(merged.largest, max_of_warp(largest));
+    merged.max_logit = fmaxf(merged.max_logit, max_of_warp(max_logit));
     const float raised = fmaxf(reference, max_of_warp(lse)), kept = expf(reference - raised);
     const float weight = lse == -INFINITY ? 0.0f : expf(lse - raised);
     merged.total = merged.total * kept + sum_of_warp(weight);
@@ -208,7 +211,7 @@ __device__ __forceinline__ void merge_places(const Partials& partials, int64_t f
           weights[i] = __shfl_sync(~0u, weight, part);
         }
         // after the last part that one again: with a condition the loads would wait for one another
-        const float* from = partials.out + partials.row(first_place + begin + part, head) * kValueDim +
+        const float* from = partials.out + partials.row(first_partial + begin + part, head) * kValueDim +
                             share.begin * kQuarter + 4 * lane;
 #pragma unroll
         for (int j = 0; j < kShareQuarters; ++j)
@@ -224,31 +227,31 @@ __device__ __forceinline__ void merge_places(const Partials& partials, int64_t f
   if (reference > -INFINITY) merged.reference = reference;
 }
 
-// Rows in the team's blocks: lane i knows where that of block i is.
+// Rows in peers' shared memory: lane i knows the address of peer i's.
 template <int kQuartersOfWarp>
-struct TeamRows {
+struct PeerRows {
   static constexpr int kAtOnce = 8 / kQuartersOfWarp;
   float4 x[kAtOnce][kQuartersOfWarp];
 
-  // Those of block `begin` on; after the last one that one again.
-  __device__ __forceinline__ void read(const Team& team, uint32_t row, int begin, int lane) {
+  // From peer `begin` on. Past the last one it reads that one again.
+  __device__ __forceinline__ void read(const ClusterPeers& peers, uint32_t row, int begin, int lane) {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      const int member = min(begin + k, team.count - 1);
-      const uint32_t from = address_in_block(__shfl_sync(~0u, row, member) + 16 * lane, team.first + member);
+      const int member = min(begin + k, peers.count - 1);
+      const uint32_t from = cute::set_block_rank(__shfl_sync(~0u, row, member) + 16 * lane, peers.first + member);
 #pragma unroll
       for (int j = 0; j < kQuartersOfWarp; ++j) x[k][j] = load4_of_block(from + j * kQuarter * 4);
     }
   }
 
-  // `weight` is lane i's for block i. Every number is looked at, also of those that don't count, which may be anything:
-  // so all have arrived.
-  __device__ __forceinline__ void add(const Team& team, float weight, int begin,
+  // Lane i has the weight of peer i. Every value is looked at, even one that does not count and may be anything: so all
+  // have arrived.
+  __device__ __forceinline__ void add(const ClusterPeers& peers, float weight, int begin,
                                       float4 (&values)[kShareQuarters]) const {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
-      const float own = __shfl_sync(~0u, weight, min(begin + k, team.count - 1));
-      const bool counts = own != 0.0f && begin + k < team.count;
+      const float own = __shfl_sync(~0u, weight, min(begin + k, peers.count - 1));
+      const bool counts = own != 0.0f && begin + k < peers.count;
 #pragma unroll
       for (int j = 0; j < kQuartersOfWarp; ++j) {
         const float4& y = x[k][j];
@@ -259,73 +262,74 @@ struct TeamRows {
   }
 };
 
-// `row` is where the head's sums are in the block of lane i's rank of the team. All of a batch is asked for before
-// anything waits: a read of another block takes long, however many there are.
+// Lane i's `row` is the address of the head's sums in peer i. A batch is loaded before anything waits: a read from
+// another block takes long, however many there are.
 template <int kQuartersOfWarp>
-__device__ __forceinline__ void merge_rows_of_team(const PartResult& result, uint32_t row, const Team& team,
-                                                   const Share& share, int lane, MergedRow& merged) {
+__device__ __forceinline__ void merge_peer_rows(const PartResult& result, uint32_t row, const ClusterPeers& peers,
+                                                const Share& share, int lane, MergedRow& merged) {
   float4 theirs{-INFINITY, 0.0f, -INFINITY, 0.0f};
-  if (lane < team.count) theirs = load4_of_block(address_in_block(&result, team.first + lane));
+  if (lane < peers.count)
+    theirs = load4_of_block(cute::set_block_rank(cast_smem_ptr_to_uint(&result), peers.first + lane));
   row += share.begin * kQuarter * 4;
-  TeamRows<kQuartersOfWarp> rows;
-  rows.read(team, row, 0, lane);
-  __syncwarp();  // or the compiler asks for some of them when the others are there
+  PeerRows<kQuartersOfWarp> rows;
+  rows.read(peers, row, 0, lane);
+  __syncwarp();  // or the compiler delays some loads until others have arrived
   const float raised = max_of_warp(theirs.x);
   const float weight = theirs.x == -INFINITY ? 0.0f : exp2_approximate(theirs.x - raised);
-  merged.found(raised, sum_of_warp(weight * theirs.y), max_of_warp(theirs.z));
-  rows.add(team, weight, 0, merged.values);
+  merged.set(raised, sum_of_warp(weight * theirs.y), max_of_warp(theirs.z));
+  rows.add(peers, weight, 0, merged.values);
 #pragma unroll 1
-  for (int begin = rows.kAtOnce; begin < team.count; begin += rows.kAtOnce) {
-    rows.read(team, row, begin, lane);
-    rows.add(team, weight, begin, merged.values);
+  for (int begin = rows.kAtOnce; begin < peers.count; begin += rows.kAtOnce) {
+    rows.read(peers, row, begin, lane);
+    rows.add(peers, weight, begin, merged.values);
   }
   finish_reads();
 }
 
-// Merges what the team's blocks hold. Alone in a team, it is what the block itself holds, wherever that is.
-__device__ __forceinline__ void merge_team(const PartResult& result, uint32_t row, const Team& team, const Share& share,
-                                           int lane, MergedRow& merged) {
+// Merges the peers' parts. Without peers it is the block's own part, wherever its sums are.
+__device__ __forceinline__ void merge_peers(const PartResult& result, uint32_t row, const ClusterPeers& peers,
+                                            const Share& share, int lane, MergedRow& merged) {
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) merged.values[j] = {};
-  if (team.count == 1) {
+  if (peers.count == 1) {
     if (result.reference == -INFINITY) return;
-    merged.found(result.reference, result.total, result.largest);
+    merged.set(result.reference, result.total, result.max_score);
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j)
       merged.values[j] = load4(result.sums + 16 * lane + (share.begin + j) * kQuarter * 4);
     return;
   }
   if (share.end - share.begin == 1)
-    merge_rows_of_team<1>(result, row, team, share, lane, merged);
+    merge_peer_rows<1>(result, row, peers, share, lane, merged);
   else
-    merge_rows_of_team<2>(result, row, team, share, lane, merged);
+    merge_peer_rows<2>(result, row, peers, share, lane, merged);
 }
 
-// Eight warps bring a worker's part of a token, which `results` describes, together with the others.
-// `row_of_head(head)` is where a head's sums are in the block of lane i's rank of the team, as an address of this
-// block. Each warp calls `have_read` when it needs nothing in shared memory any more.
+// Eight warps merge a worker's part of a token with the other parts. `results` has its statistics; lane i's
+// `row_of_head(head)` is where peer i has the head's sums, as an address in this block. Each warp calls `release` when
+// it has read all that it needs from shared memory.
 template <int kHeads, typename Row, typename Read>
-__device__ __forceinline__ void join_parts(const AttentionProblem& p, const PartResult (&results)[kHeads],
-                                           int64_t token, const TokenPart& part, const Team& team, int head_begin,
-                                           int warp, int lane, Row row_of_head, Read have_read) {
+__device__ __forceinline__ void merge_parts(const AttentionProblem& p, const PartResult (&results)[kHeads],
+                                            int64_t token, const TokenPart& part, const ClusterPeers& peers,
+                                            int head_begin, int warp, int lane, Row row_of_head, Read release) {
   const Partials partials(p.workspace, p.workers, p.heads);
   const int parts = static_cast<int>(min(max(int64_t{part.parts}, int64_t{1}), partials.places));
-  const Share share = share_of(team, warp, min(kHeads, p.heads - head_begin));
+  const Share share = share_of(peers, warp, min(kHeads, p.heads - head_begin));
   const uint32_t quarters = (1u << (share.end - share.begin)) - 1;
-  const bool complete = team.count == parts;
-  const int64_t place = part.place - team.own;
+  const bool complete = peers.count == parts;
+  const int64_t partial = part.partial - peers.own;
 #pragma unroll 1
   for (int own = share.head; own < share.heads; own += share.step) {
     const int head = head_begin + own;
     MergedRow merged;
-    merge_team(results[own], row_of_head(own), team, share, lane, merged);
-    if (own + share.step >= share.heads) have_read();
+    merge_peers(results[own], row_of_head(own), peers, share, lane, merged);
+    if (own + share.step >= share.heads) release();
     if (complete) {
       write_merged(p, token, head, share, quarters, lane, merged);
       continue;
     }
     const float scale = merged.scale(), lse = merged.lse();
-    float* out = partials.out + partials.row(place, head) * kValueDim + share.begin * kQuarter + 4 * lane;
+    float* out = partials.out + partials.row(partial, head) * kValueDim + share.begin * kQuarter + 4 * lane;
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j) {
       if (share.begin + j >= share.end) continue;
@@ -333,13 +337,13 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
       *reinterpret_cast<float4*>(out + j * kQuarter) = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
     }
     // each of a head's warps writes these, as none waits for another
-    if (lane < team.count) {
-      const int64_t row = partials.row(place + lane, head);
+    if (lane < peers.count) {
+      const int64_t row = partials.row(partial + lane, head);
       partials.lse[row] = lane == 0 ? lse : -INFINITY;
-      partials.max_logits[row] = lane == 0 ? (isnan(lse) ? lse : merged.largest) : -INFINITY;
+      partials.max_logits[row] = lane == 0 ? (isnan(lse) ? lse : merged.max_logit) : -INFINITY;
     }
   }
-  if (share.head >= share.heads) have_read();
+  if (share.head >= share.heads) release();
   if (complete) return;
   fence_of_gpu();
   __syncwarp();
@@ -348,8 +352,8 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
   const int own_of_lane = share.head + lane / kQuarters * share.step, quarter_of_lane = share.begin + lane % kQuarters;
   if (own_of_lane < share.heads && quarter_of_lane < share.end) {
     int32_t* arrivals =
-        p.arrivals + partials.row(part.first_place, head_begin + own_of_lane) * kQuarters + quarter_of_lane;
-    last = atomicAdd(arrivals, team.count) + team.count == parts;
+        p.arrivals + partials.row(part.first_partial, head_begin + own_of_lane) * kQuarters + quarter_of_lane;
+    last = atomicAdd(arrivals, peers.count) + peers.count == parts;
     if (last) *arrivals = 0;
   }
   const uint32_t completed = __ballot_sync(~0u, last);
@@ -362,7 +366,7 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
   if (const int own = share.head + lane / kEarlyParts * share.step;
       parts <= kEarlyParts && own < share.heads && lane % kEarlyParts < parts &&
       (completed & 15u << lane / kEarlyParts * kQuarters)) {
-    const int64_t row = partials.row(part.first_place + lane % kEarlyParts, head_begin + own);
+    const int64_t row = partials.row(part.first_partial + lane % kEarlyParts, head_begin + own);
     lses = __ldcg(partials.lse + row), scores = __ldcg(partials.max_logits + row);
   }
 #pragma unroll 1
@@ -372,10 +376,10 @@ __device__ __forceinline__ void join_parts(const AttentionProblem& p, const Part
     const int head = head_begin + share.head + i * share.step;
     MergedRow merged;
     const float lse = __shfl_sync(~0u, lses, i * kEarlyParts + lane % kEarlyParts);
-    const float largest = __shfl_sync(~0u, scores, i * kEarlyParts + lane % kEarlyParts);
+    const float max_logit = __shfl_sync(~0u, scores, i * kEarlyParts + lane % kEarlyParts);
     const bool early = lane < kEarlyParts;
-    merge_places(partials, part.first_place, parts, head, share, lane, early ? lse : -INFINITY,
-                 early ? largest : -INFINITY, merged);
+    merge_workspace_parts(partials, part.first_partial, parts, head, share, lane, early ? lse : -INFINITY,
+                          early ? max_logit : -INFINITY, merged);
     write_merged(p, token, head, share, own_quarters, lane, merged);
   }
 }

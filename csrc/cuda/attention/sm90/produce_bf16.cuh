@@ -1,6 +1,5 @@
-// How bf16 rows become tiles: they are tiles already but for the order of their pieces, so eight warps copy them there
-// by cp.async. A tile's rows are under way as soon as its place is free, and the other stage's tile is consumed
-// meanwhile.
+// How bf16 rows become tiles. Only the order of 16-byte pieces differs, so eight warps copy them with cp.async. A
+// tile's copies start as soon as its stage is empty, while the other stage is consumed.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +16,12 @@ struct RowCopier {
   // arrivals at a tile's barrier: each thread's when its copies have arrived, and each warp's for the rest
   static constexpr int kArrivals = (32 + kWarpArrivals) * kWarps;
 
-  // Lanes 0 to 7 know where the warp's rows lie. `held` is told which are.
-  static __device__ void copy(uint8_t* tile, uint8_t (&held)[kTileTokens], const uint8_t* cache, uint32_t own, int warp,
-                              int lane) {
+  // Lanes 0 to 7 know where the warp's rows lie. `valid` becomes the tile's valid mask.
+  static __device__ void copy(uint8_t* tile, uint8_t (&valid)[kTileTokens], const uint8_t* cache, uint32_t own,
+                              int warp, int lane) {
     const int block = lane / 8, token = warp * kRows;
     const uint32_t to =
-        shared_address(tile) + block * kBlockBytes + token * kRowBytes + place_of_piece(block, lane % 8, token);
+        cast_smem_ptr_to_uint(tile) + block * kBlockBytes + token * kRowBytes + offset_of_piece(block, lane % 8, token);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const uint32_t row = __shfl_sync(~0u, own, i), first = (to ^ i * kPieceBytes) + i * kRowBytes;
@@ -33,11 +32,11 @@ struct RowCopier {
 #pragma unroll
     for (int i = 0; i < kRows; i += 4) {
       const int row = i + lane / 8;
-      copy_piece(shared_address(tile) + kLatentBlocks * kBlockBytes + (token + row) * kRowBytes +
-                     place_of_piece(kLatentBlocks, lane % 8, row),
+      copy_piece(cast_smem_ptr_to_uint(tile) + kLatentBlocks * kBlockBytes + (token + row) * kRowBytes +
+                     offset_of_piece(kLatentBlocks, lane % 8, row),
                  cache + kBf16.rope_offset() + kPieceBytes * (lane % 8), __shfl_sync(~0u, own, row));
     }
-    if (lane < kRows) held[token + lane] = own != kNoRow;
+    if (lane < kRows) valid[token + lane] = own != kNoRow;
   }
 };
 

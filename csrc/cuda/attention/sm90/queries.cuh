@@ -48,18 +48,18 @@ __device__ __forceinline__ void load_head(uint4 (&latent)[2], uint4& rope, const
   if (lane < 8) rope = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
 }
 
-// What brings scores of heads 8 * j + 2 * (lane % 4) and the next to base 2, where heads are columns.
+// The factors to base 2 of scores of heads 8 * j + 2 * (lane % 4) and the next, where heads are columns.
 __device__ __forceinline__ float2 q_scales_of_lane(const float* q_scale, int j, int lane) {
   return *reinterpret_cast<const float2*>(q_scale + 8 * j + 2 * (lane % 4));
 }
 
-constexpr int kQueryWarps = 8;  // that bring a token's queries: heads warp, warp + 8 and so on
+constexpr int kQueryWarps = 8;  // that load a token's queries: heads warp, warp + 8 and so on
 
-// Eight warps load a token's heads, a warp up to four of them at once, rows of q after one another as in a tile's
-// block. Beyond the problem's heads there are zeros. With codes, q is f16 and each head is divided by a power of two
-// that brings its largest latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and
-// brings scores to base 2. Rope is multiplied with `rope_lift` besides, which cached rope then lacks. `wait_for_room`
-// is called when the first loads are under way.
+// Eight warps load a token's heads, a warp up to four of them at once, in the layout of a tile's block. Rows beyond the
+// problem's heads are zeros. With fp8 rows, q is f16 and each head is divided by a power of two that brings its largest
+// latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and brings scores to base 2. Rope
+// is also multiplied with `rope_lift`, which cached rope then lacks. `wait_for_room` is called when the first loads are
+// in flight.
 template <Code kCode, int kHeads, typename Wait>
 __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t (&q)[kBlocks][kHeads * kRowBytes],
                                              float* q_scale, int64_t token, int head_begin, int warp, int lane,
@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int block = lane / 8 + 4 * j;
-        *reinterpret_cast<uint4*>(q[block] + own * kRowBytes + place_of_piece(block, lane % 8, own)) =
+        *reinterpret_cast<uint4*>(q[block] + own * kRowBytes + offset_of_piece(block, lane % 8, own)) =
             kScaled ? scaled_piece(latent[i][j], factor, true) : latent[i][j];
       }
       if (lane == 0) q_scale[own] = p.scale * kLog2E * back;
@@ -107,7 +107,7 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
     if constexpr (kScaled) rope = scaled_piece(scaled_piece(rope, rope_factor, false), rope_lift, false);
     if (lane < 8 * kAtOnce)
       *reinterpret_cast<uint4*>(q[kLatentBlocks] + rope_row * kRowBytes +
-                                place_of_piece(kLatentBlocks, lane % 8, rope_row)) = rope;
+                                offset_of_piece(kLatentBlocks, lane % 8, rope_row)) = rope;
   }
 }
 

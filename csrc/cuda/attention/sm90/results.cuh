@@ -17,42 +17,42 @@ __device__ __forceinline__ float add_in_any_order(float a, float b) { return __f
 
 struct HeadResult {
   float lse;
-  float factor;   // what the output is to be multiplied with
-  float largest;  // score
+  float factor;     // what the output is to be multiplied with
+  float max_logit;  // score
 };
 
 // From the sum of 2^(score - reference). A reference of kLowest and a total of 0 are those of a token with nothing to
 // attend to.
-__device__ __forceinline__ HeadResult result_of_head(float total, float reference, float highest) {
+__device__ __forceinline__ HeadResult result_of_head(float total, float reference, float max_score) {
   HeadResult result{-INFINITY, 0.0f, -INFINITY};
   if (total == 0.0f) return result;
   result.lse = reference * kLn2 + logf(total);
   result.factor = 1.0f / total;
-  result.largest = isnan(result.lse) ? result.lse : highest * kLn2;
+  result.max_logit = isnan(result.lse) ? result.lse : max_score * kLn2;
   return result;
 }
 
-// Writes a head's lse and largest score. Returns what its output is multiplied with.
+// Writes a head's lse and max logit. Returns the factor of its output.
 __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t token, int head, bool whole,
-                                             int64_t place, float total, float reference, float highest) {
+                                             int64_t partial, float total, float reference, float max_score) {
   if (head >= p.heads) return 0.0f;
-  auto [lse, factor, largest] = result_of_head(total, reference, highest);
+  auto [lse, factor, max_logit] = result_of_head(total, reference, max_score);
   if (whole) {
     if (p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);
     p.lse[token * p.lse_token + head * p.lse_head] = lse;
-    if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = largest;
+    if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = max_logit;
   } else {
     const Partials partials(p.workspace, p.workers, p.heads);
-    const int64_t row = partials.row(place, head);
+    const int64_t row = partials.row(partial, head);
     partials.lse[row] = lse;
-    partials.max_logits[row] = largest;
+    partials.max_logits[row] = max_logit;
   }
   return factor;
 }
 
 // Writes a head's output, a warp a row of 512 sums; zeros where there are none.
-__device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t token, int head, bool whole, int64_t place,
-                                          const float* sums, float factor, int lane) {
+__device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t token, int head, bool whole,
+                                          int64_t partial, const float* sums, float factor, int lane) {
   if (whole) {
     uint16_t* out = p.out + token * p.out_token + head * p.out_head;
 #pragma unroll
@@ -66,7 +66,7 @@ __device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t tok
     }
   } else {
     const Partials partials(p.workspace, p.workers, p.heads);
-    float* out = partials.out + partials.row(place, head) * kValueDim;
+    float* out = partials.out + partials.row(partial, head) * kValueDim;
 #pragma unroll
     for (int i = 0; i < kValueDim / 128; ++i) {
       float4 a = {};

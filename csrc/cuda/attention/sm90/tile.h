@@ -2,9 +2,9 @@
 // block a token is a row of 128 bytes, swizzled as wgmma wants it, so that the same numbers serve as rows of K (scores
 // sum over dims) and as columns of V (values sum over tokens).
 //
-// In odd blocks neighbouring 16-byte pieces of the latent dims change places. A lane that converts 16 codes of a row
-// stores two pieces, and with this order eight lanes' first pieces lie in different banks. Queries lie in the same
-// order, and results are put right where they leave the registers.
+// In odd blocks neighbouring 16-byte pieces of the latent dims are swapped. A lane that converts 16 fp8 bytes of a row
+// stores two pieces, and in this order eight lanes' first pieces lie in different banks. Queries have the same order;
+// results are put right where they leave the registers.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ constexpr int kBlockBytes = kTileTokens * kRowBytes;  // 8 KB
 constexpr int kTileBytes = kBlocks * kBlockBytes;     // 72 KB
 constexpr int kGroups = 4;                            // of 128 dims that share a scale
 
-// Where the piece of eight dims from 8 * piece on stands in its row.
-MLA_HOST_DEVICE constexpr int place_of_piece(int block, int piece, int row) {
+// The byte offset, in its row, of the piece of eight dims from 8 * piece on.
+MLA_HOST_DEVICE constexpr int offset_of_piece(int block, int piece, int row) {
   return (piece ^ (block & 1) ^ (row & 7)) * kPieceBytes;
 }
 

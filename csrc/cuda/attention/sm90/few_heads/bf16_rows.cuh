@@ -20,9 +20,9 @@ struct Bf16Rows {
   struct Memory {
     alignas(1024) uint8_t tiles[kStages][kTileBytes];
     alignas(1024) uint8_t q[kBlocks][kHeads * kRowBytes];
-    uint8_t held[kStages][kTileTokens];  // whether the slot is one
+    uint8_t valid[kStages][kTileTokens];  // whether the slot is one
 
-    __device__ void* place(int stage) { return tiles[stage]; }
+    __device__ void* reduction_buffer(int stage) { return tiles[stage]; }
   };
 
   const int warp, lane;  // warp of the warpgroup
@@ -32,22 +32,23 @@ struct Bf16Rows {
 
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
   __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int, const float* q_scale) const {
-    const uint64_t k_rows = describe_atoms(shared_address(s.tiles[stage])), q = describe_atoms(shared_address(s.q));
+    const uint64_t k_rows = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage])),
+                   q = describe_atoms(cast_smem_ptr_to_uint(s.q));
     float sum[kSums];
-    begin_products();
+    cute::warpgroup_arrive();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(sum, k_rows + ((block * kBlockBytes + k * 32) >> 4),
-                                                                 q + ((block * kHeads * kRowBytes + k * 32) >> 4),
-                                                                 block > 0 || k > 0);
-    end_products();
+        multiply<Bf16Atom<kHeads, Major::K, Major::K>>(sum, k_rows + ((block * kBlockBytes + k * 32) >> 4),
+                                                       q + ((block * kHeads * kRowBytes + k * 32) >> 4),
+                                                       block > 0 || k > 0);
+    cute::warpgroup_commit_batch();
     float bias[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) bias[i] = s.held[stage][warp * 16 + lane / 4 + 8 * i] ? 0.0f : -INFINITY;
-    wait_for_products();
-    sums_change(sum);
+    for (int i = 0; i < 2; ++i) bias[i] = s.valid[stage][warp * 16 + lane / 4 + 8 * i] ? 0.0f : -INFINITY;
+    cute::warpgroup_wait<0>();
+    fence_sums(sum);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       const float2 scale = q_scales_of_lane(q_scale, i / 4, lane);
@@ -58,26 +59,27 @@ struct Bf16Rows {
   // Two tokens' weights, of the upper or the lower ones, as a product has them.
   __device__ uint32_t pack(float first, float second, int) const { return pack_bf16(first, second); }
 
-  // Adds up values, with weights in shared memory. `release` is called when nobody reads the tile any more.
+  // Adds up values, with weights in shared memory. `release` is called when the tile has been read.
   template <typename Release>
   __device__ void add_values(float (&out)[kLatentBlocks][kSums], Memory& s, int stage, uint32_t weights_address,
                              Release release) const {
-    const uint64_t tile = describe_atoms(shared_address(s.tiles[stage])), weights = describe_atoms(weights_address);
-    begin_products();
+    const uint64_t tile = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage])),
+                   weights = describe_atoms(weights_address);
+    cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int block = 0; block < kLatentBlocks; ++block)
-        multiply<Number::bf16, Rows::across_sum, Rows::along_sum>(
+        multiply<Bf16Atom<kHeads, Major::MN, Major::K>>(
             out[block], tile + ((block * kBlockBytes + k * 16 * kRowBytes) >> 4), weights + ((k * 32) >> 4), true);
-    end_products();
-    wait_for_products();
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
     release();
   }
 
-  // Where a head's 512 sums lie among those of all. With rows of kMeetingStride eight dims of four pairs of heads lie
-  // in different banks.
-  static __device__ int meeting_row(int head) { return head; }
+  // A head's row in the reduction buffer. With rows of kReductionStride eight dims of four pairs of heads lie in
+  // different banks.
+  static __device__ int reduction_row(int head) { return head; }
   // A lane has the sums of a dim of each block and of the one 8 further on.
   static constexpr int kLaneDims = 2 * kLatentBlocks;
   __device__ int dim(int i) const { return i / 2 * kBlockDims + warp * 16 + lane / 4 + 8 * (i % 2 ^ (i / 2 & 1)); }
@@ -90,16 +92,16 @@ struct Bf16Rows {
     for (int i = 0; i < kLaneDims; ++i) row[dim(i)] = sum[i];
   }
 
-  // Eight warps bring a token's queries. `wait_for_room` is called when the first ones have been asked for.
+  // Eight warps load a token's queries. `wait_for_room` is called when the first loads are in flight.
   template <typename Shared, typename Wait>
-  static __device__ void bring_queries(const AttentionProblem& p, Shared& s, int query, int token, int head_begin,
-                                       int warp, int lane, Wait wait_for_room) {
+  static __device__ void produce_queries(const AttentionProblem& p, Shared& s, int query, int token, int head_begin,
+                                         int warp, int lane, Wait wait_for_room) {
     load_queries<Code::bf16, kHeads>(p, s.rows.q, s.q_scale[query], token, head_begin, warp, lane, wait_for_room);
     arrive_as_warp(s.q_full[query]);
   }
 
-  // Eight warps bring tiles, and when a token's first one is on its way its queries; but those of the very first token
-  // are the consumers' matter.
+  // Eight warps load tiles, and a token's queries once its first tile is in flight. Consumers load those of the very
+  // first token.
   template <typename Shared>
   static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
     const Worker worker(p, blockIdx.y, kTileTokens);
@@ -114,11 +116,11 @@ struct Bf16Rows {
       next = TileRequest(cursor, at);
       const int stage = tile % kStages;
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      RowCopier::copy(s.rows.tiles[stage], s.rows.held[stage], cache, row, warp, lane);
+      RowCopier::copy(s.rows.tiles[stage], s.rows.valid[stage], cache, row, warp, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
       if (token == TileRequest::kSameToken || tile == 0) continue;
-      bring_queries(p, s, 0, token, head_begin, warp, lane, [&] { wait(s.q_empty[0], tokens % 2 ^ 1); });
+      produce_queries(p, s, 0, token, head_begin, warp, lane, [&] { wait(s.q_empty[0], tokens % 2 ^ 1); });
       ++tokens;
     }
   }

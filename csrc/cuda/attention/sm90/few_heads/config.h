@@ -6,8 +6,8 @@
 
 #include "cuda/attention/sm90/cut_tokens.cuh"
 #include "cuda/attention/sm90/few_heads/bf16_rows.cuh"
-#include "cuda/attention/sm90/few_heads/code_rows.cuh"
-#include "cuda/attention/sm90/few_heads/meeting.h"
+#include "cuda/attention/sm90/few_heads/fp8_rows.cuh"
+#include "cuda/attention/sm90/few_heads/reduction.h"
 
 namespace mla::cuda::sm90::few_heads {
 
@@ -18,20 +18,20 @@ constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 
 // A block begins with as many registers for each thread, and they are handed round. With up to 16 heads none is too
 // few: a launch would begin with a wait for local memory.
-constexpr int kRegisters = 128;
+constexpr uint32_t kRegisters = 128;
 template <int kHeads>
-constexpr int kConsumerRegisters = kHeads > 16 ? 216 : 168;
+constexpr uint32_t kConsumerRegisters = kHeads > 16 ? 216 : 168;
 template <int kHeads>
-constexpr int kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
+constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
 
-// Whether the parts of cut tokens are left to the merge that is launched next. With up to 16 heads they are joined
-// here.
+// Whether the parts of split tokens are left to the merge kernel that is launched next. With up to 16 heads this kernel
+// merges them itself.
 template <int kHeads>
 constexpr bool kMerged = kHeads > 16;
 
 // How rows lie in shared memory, and how they are multiplied.
 template <Code kCode, int kHeads>
-using RowsOf = std::conditional_t<kCode == Code::e4m3, CodeRows<kHeads>, Bf16Rows<kHeads>>;
+using RowsOf = std::conditional_t<kCode == Code::e4m3, Fp8Rows<kHeads>, Bf16Rows<kHeads>>;
 
 template <Code kCode, int kHeads>
 struct Shared {
@@ -39,24 +39,24 @@ struct Shared {
 
   typename Rows::Memory rows;
   alignas(1024) uint8_t weights[kConsumerGroups][kHeads * kRowBytes];
-  alignas(8) float q_scale[Rows::kQueries][kHeads];  // brings a score of q and codes to base 2
-  float largest[kConsumerGroups][4][kHeads];
-  // What the warpgroups found for a token, in turns of even and odd number.
+  alignas(8) float q_scale[Rows::kQueries][kHeads];  // brings a score to base 2
+  float warp_max[kConsumerGroups][4][kHeads];
+  // The warpgroups' softmax statistics of a token, double-buffered by the number of the reduction.
   float total[2][kConsumerGroups][4][kHeads];
-  float highest[2][kConsumerGroups][4][kHeads];
+  float max_score[2][kConsumerGroups][4][kHeads];
   float reference[2][kConsumerGroups][kHeads];
   float factor[kHeads];
   PartResult part[kHeads];  // of a cut token
-  Joints joints;
-  uint64_t full[Rows::kStages], empty[Rows::kStages];
-  uint64_t q_full[Rows::kQueries], q_empty[Rows::kQueries];
-  uint64_t weights_free[kConsumerGroups];
-  uint64_t deposited[2], collected[2];  // of turns of even and odd number, or their rounds
-  // Of this block's team: all blocks have found what they have to find, all warps have read what they merge.
-  uint64_t team_found, team_read;
+  CutTokens cut_tokens;
+  Barrier full[Rows::kStages], empty[Rows::kStages];
+  Barrier q_full[Rows::kQueries], q_empty[Rows::kQueries];
+  Barrier weights_free[kConsumerGroups];
+  Barrier reduction_full[2], reduction_empty[2];  // double-buffered by round
+  // The cluster's: all blocks have their part of the token; all warps have read what they merge.
+  Barrier cluster_full, cluster_empty;
   uint32_t touched;  // nobody reads it
 #ifdef MLA_RACECHECK
-  uint64_t met;
+  Barrier groups_met;
 #endif
 };
 
@@ -66,7 +66,7 @@ constexpr int kSharedBytes = sizeof(Shared<kCode, kHeads>);
 static_assert(kSharedBytes<Code::e4m3, 32> <= 227 * 1024 && kSharedBytes<Code::e4m3, 16> <= 227 * 1024 &&
                   kSharedBytes<Code::bf16, 16> <= 227 * 1024,
               "what sm_90 lets a block have");
-static_assert(kMeetingHeads<32> * kMeetingStride * sizeof(float) <= sizeof(CodeRows<32>::Stage),
-              "results meet in a tile's place");
+static_assert(kReductionHeads<32> * kReductionStride * sizeof(float) <= sizeof(Fp8Rows<32>::Stage),
+              "the reduction buffer takes the memory of a tile");
 
 }  // namespace mla::cuda::sm90::few_heads

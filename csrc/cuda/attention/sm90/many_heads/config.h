@@ -14,7 +14,7 @@ constexpr int kGroupDims = kValueDim / 2;  // of the output, that a consumer war
 constexpr int kConsumerWarps = 8;
 constexpr int kProducerWarps = 8;
 constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
-constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, that a producer warp brings
+constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, a producer warp's
 
 // 128 registers a thread to begin with, handed round: the first consumers also hold scores, the second addresses.
 constexpr int kRegisters = 128;
@@ -23,8 +23,8 @@ constexpr int kAddingRegisters = 176;
 constexpr int kProducerRegisters = 64;
 static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
 
-// What a column of scores (a token) needs with codes: rows in shared memory are divided by the usual power of two, and
-// by another one where f16 would not hold them then.
+// What a column of scores (a token) needs with fp8 rows. Rows in shared memory are divided by the usual power of two,
+// and by another one where f16 would not hold them then.
 struct Column {
   float power;  // 2^bias
   float bias;   // -inf where the slot is none
@@ -39,15 +39,15 @@ struct Shared {
   alignas(1024) uint8_t q[kBlocks][kHeads * kRowBytes];
   alignas(1024) uint8_t weights[kHeads * kRowBytes];
   alignas(16) std::conditional_t<kCode == Code::e4m3, Column[kTileTokens], Empty> columns[kStages];
-  alignas(8) uint8_t held[kStages][kTileTokens];   // whether the slot is one; and twice the parity of its place
-  alignas(8) uint8_t plain[kStages][kTileTokens];  // whether it is one whose row needs no power of two of its own
+  alignas(8) uint8_t valid[kStages][kTileTokens];  // bit 0: the slot is valid; bit 1: the parity of its row's address
+  alignas(8) uint8_t plain[kStages][kTileTokens];  // valid, and its row needs no power of two of its own
   float q_scale[kHeads];
   float rescale[kHeads];
-  float factor[2][kHeads];                  // of tokens of even and odd number
-  uint64_t asked[kStages][kProducerWarps];  // a producer warp's rows, as they are in the cache
-  uint64_t full[kStages], empty[kStages];   // tiles
-  uint64_t q_full, q_empty;
-  uint64_t weights_full, weights_empty;
+  float factor[2][kHeads];                    // of tokens of even and odd number
+  Barrier raw_full[kStages][kProducerWarps];  // a producer warp's rows, not yet converted
+  Barrier full[kStages], empty[kStages];      // tiles
+  Barrier q_full, q_empty;
+  Barrier weights_full, weights_empty;
   uint32_t touched;  // nobody reads it
 };
 

@@ -6,7 +6,7 @@
 //
 // O takes half of all registers, so two warpgroups have 256 dims each. The first one also computes the scores; a row of
 // them lies in four lanes, so its softmax needs no barrier. It multiplies its weights from registers and leaves them in
-// shared memory for the second one. Eight warps bring the tiles.
+// shared memory for the second one. Eight warps load the tiles.
 //
 //   produce   | convert i + 1 ........................  | convert i + 2
 //   scoring   | scores i | softmax i | values i, left   | scores i + 1 ...
@@ -15,6 +15,8 @@
 // Scales, and e4m3 times its scale, are rounded to f16 when rows are converted, by 2^-11 at most: with 64 columns of
 // scores there are no registers to keep the four groups of a scale apart.
 #pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
 
 #include <cstdint>
 
@@ -32,32 +34,32 @@ namespace mla::cuda::sm90::many_heads {
 
 constexpr int kTokenBarrier = 1;  // of both consumer warpgroups
 
-// Where row i of a producer warp's eight fp8 rows waits, from the warp's part of block 0 on: in what will be its part
-// of block i. L2 gives 32 bytes at a time, and gives them twice if cp.async takes their halves to different 32 bytes of
-// shared memory. A row begins at any multiple of 16 bytes, so here it begins at an odd one where it does in the cache.
-// And of eight rows' scales no more than two lie in one bank. Rope is the exception: of every other row half of its
-// 32 bytes are fetched twice, which costs less than to move it once more.
-__device__ __forceinline__ uint32_t place_of_row(int i, uint32_t odd) { return i * (kBlockBytes + 32) + odd * 16; }
+// Staging offset of raw fp8 row i of a producer warp's eight, from the warp's part of block 0 on: inside the warp's
+// part of block i, which it will be converted into. The offset keeps the row's alignment modulo 32 bytes, because
+// cp.async fetches an L2 sector twice when its halves land in different 32-byte segments. And of eight rows' scales no
+// more than two lie in one bank. Rope is the exception: half of the sectors of every other row are fetched twice, which
+// costs less than moving it once more.
+__device__ __forceinline__ uint32_t offset_of_row(int i, uint32_t odd) { return i * (kBlockBytes + 32) + odd * 16; }
 
-// Where a piece of a row's rope lies, from the producer warp's part of block 0 on.
-__device__ __forceinline__ uint32_t place_of_rope(int row, int piece) {
-  return kLatentBlocks * kBlockBytes + row * kRowBytes + place_of_piece(kLatentBlocks, piece, row);
+// The offset of a piece of a row's rope, from the producer warp's part of block 0 on.
+__device__ __forceinline__ uint32_t offset_of_rope(int row, int piece) {
+  return kLatentBlocks * kBlockBytes + row * kRowBytes + offset_of_piece(kLatentBlocks, piece, row);
 }
 
-// A producer warp's eight fp8 rows of a tile: it takes all of them into registers before it puts them back as f16.
-// `part` is the warp's part of block 0. Rope is where it belongs already, and hardly ever has to be changed.
-struct CodeRows {
-  uint4 codes[kWarpRows];  // 16 of each row
-  float scale;             // of row lane % 8, group lane / 8
+// A producer warp's eight fp8 rows of a tile: read into registers, all of them, and stored back as f16. `part` is the
+// warp's part of block 0. Rope is where it belongs already, and hardly ever has to be changed.
+struct Fp8Rows {
+  uint4 fp8[kWarpRows];  // 16 of each row
+  float scale;           // of row lane % 8, group lane / 8
 
-  // Bit 8 * i + 1 of `held` says whether row i begins at an odd place.
-  __device__ void load(uint32_t part, uint64_t held, int lane) {
-    const auto place = [&](int i) { return part + place_of_row(i, held >> (8 * i + 1) & 1); };
+  // Bit 8 * i + 1 of `valid` is the parity of row i's address in 16-byte pieces.
+  __device__ void load(uint32_t part, uint64_t valid, int lane) {
+    const auto row = [&](int i) { return part + offset_of_row(i, valid >> (8 * i + 1) & 1); };
 #pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) codes[i] = load_piece(place(i) + kPieceBytes * lane);
+    for (int i = 0; i < kWarpRows; ++i) fp8[i] = load_piece(row(i) + kPieceBytes * lane);
     asm volatile("ld.shared.f32 %0, [%1];"
                  : "=f"(scale)
-                 : "r"(place(lane % 8) + kFp8DsMla.scale_offset() + lane / 8 * 4)
+                 : "r"(row(lane % 8) + kFp8DsMla.scale_offset() + lane / 8 * 4)
                  : "memory");
   }
 
@@ -67,8 +69,8 @@ struct CodeRows {
   static constexpr int kUsualPower = -8, kLowestPower = -13, kHighestPower = -1;
   static constexpr float kUsual = 1.0f / (1 << -kUsualPower);
 
-  // Divides row lane % 8 by 2^kUsualPower and, where its scales are unusual, by the power of two that brings the
-  // largest one to 1/2 to 1. Returns the power that is beside the usual one.
+  // Divides row lane % 8 by 2^kUsualPower or, where its scales are unusual, by the power of two that brings the largest
+  // one to 1/2 to 1. Returns by how much the exponent differs from the usual one.
   __device__ int normalise() {
     float largest = fabsf(scale);
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 8));
@@ -82,28 +84,28 @@ struct CodeRows {
     return power - kUsualPower;
   }
 
-  // Divides the rope of rows with such a power, of which `beside` is that of row lane % 8.
-  static __device__ void change_rope(uint32_t part, int beside, int lane) {
-    if (!__any_sync(~0u, beside != 0)) return;
+  // Divides the rope of rows whose exponent differs, by `excess` for row lane % 8.
+  static __device__ void change_rope(uint32_t part, int excess, int lane) {
+    if (!__any_sync(~0u, excess != 0)) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = 4 * i + lane / 8;
-      const float down = __uint_as_float((127 - __shfl_sync(~0u, beside, row)) << 23);
-      const uint32_t place = part + place_of_rope(row, lane % 8);
-      store_piece(place, times<Number::bf16>(load_piece(place), pack_bf16(down, down)));
+      const float down = __uint_as_float((127 - __shfl_sync(~0u, excess, row)) << 23);
+      const uint32_t address = part + offset_of_rope(row, lane % 8);
+      store_piece(address, times<Number::bf16>(load_piece(address), pack_bf16(down, down)));
     }
   }
 
   __device__ void store(uint32_t part, int lane) const {
     const int block = lane / 4, piece = lane % 4 * 2;
-    const uint32_t to = part + block * kBlockBytes + place_of_piece(block, piece, 0);
+    const uint32_t to = part + block * kBlockBytes + offset_of_piece(block, piece, 0);
 #pragma unroll
     for (int i = 0; i < kWarpRows; ++i) {
       const float own = __shfl_sync(~0u, scale, lane / 8 * 8 + i);
       const uint32_t by = pack_f16(own, own);
-      store_piece((to ^ i * kPieceBytes) + i * kRowBytes, times<Number::f16>(e4m3_to_f16(codes[i].x, codes[i].y), by));
+      store_piece((to ^ i * kPieceBytes) + i * kRowBytes, times<Number::f16>(e4m3_to_f16(fp8[i].x, fp8[i].y), by));
       store_piece((to ^ (i ^ 1) * kPieceBytes) + i * kRowBytes,
-                  times<Number::f16>(e4m3_to_f16(codes[i].z, codes[i].w), by));
+                  times<Number::f16>(e4m3_to_f16(fp8[i].z, fp8[i].w), by));
     }
   }
 };
@@ -112,9 +114,14 @@ template <Code kCode>
 struct Consumer {
   static constexpr bool kScaled = kCode == Code::e4m3;
   static constexpr Number kNumber = kScaled ? Number::f16 : Number::bf16;  // of the latent dims and the weights
-  static constexpr float kUsual = kScaled ? CodeRows::kUsual : 1.0f;       // sums of rows, times this, are right
-  static constexpr int kScores = 32;                                       // a lane's, of 64 x 64
-  static constexpr int kSteps = kTileTokens / 16;                          // of a product that sums over tokens
+  using ScoreAtom = std::conditional_t<kScaled, gmma::MMA_64x64x16_F32F16F16_SS<Major::K, Major::K>,
+                                       gmma::MMA_64x64x16_F32BF16BF16_SS<Major::K, Major::K>>;
+  using RopeAtom = gmma::MMA_64x64x16_F32BF16BF16_SS<Major::K, Major::K>;
+  using ValueAtom = std::conditional_t<kScaled, gmma::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>,
+                                       gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>>;
+  static constexpr float kUsual = kScaled ? Fp8Rows::kUsual : 1.0f;  // sums of rows, times this, are right
+  static constexpr int kScores = 32;                                 // a lane's, of 64 x 64
+  static constexpr int kSteps = kTileTokens / 16;                    // of a product that sums over tokens
   static constexpr int kWarpHeads = kHeads / 4;
 
   const AttentionProblem& p;
@@ -132,24 +139,24 @@ struct Consumer {
   // `weights` are a step's 64 x 16 each, as wgmma takes them from registers.
   __device__ void add_values(int stage, const uint32_t (&weights)[kSteps][4]) {
     constexpr int kHalf = kGroupDims / 2, kHalfBytes = kHalf / kBlockDims * kBlockBytes;
-    const uint64_t left = describe_atoms(shared_address(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
-    sums_change(out);
-    begin_products();
+    const uint64_t left = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
+    fence_sums(out);
+    cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const uint64_t values = left + ((step * 16 * kRowBytes) >> 4);
-      multiply_wide<kNumber, Rows::across_sum, 0>(out, weights[step], values);
-      multiply_wide<kNumber, Rows::across_sum, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
+      multiply<ValueAtom>(out, weights[step], values);
+      multiply<ValueAtom, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
     }
-    end_products();
-    wait_for_products();
-    sums_change(out);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    fence_sums(out);
   }
 
-  // Where the lane's row of two 8 x 8 blocks of weights lies, of those of the warp's heads and a step's tokens.
-  __device__ uint32_t weights_place(int step) const {
+  // The lane's ldmatrix address: a row of two 8 x 8 blocks of weights, of the warp's heads and a step's tokens.
+  __device__ uint32_t weights_address(int step) const {
     const int row = warp * kWarpHeads + lane % 16, piece = 2 * step + lane / 16;
-    return shared_address(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
+    return cast_smem_ptr_to_uint(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
   }
 
   __device__ void rescale(const float (&by)[2]) {
@@ -163,24 +170,25 @@ struct Consumer {
     for (int i = 0; i < kGroupDims / 2; ++i) out[i] = 0.0f;
   }
 
-  // Writes the warpgroup's dims of a token, at its end. `stage` is that of its last tile, which nobody reads any more,
-  // or -1 if it had none. By way of shared memory it takes fewer instructions than straight from the registers.
-  __device__ void write(const TokenWork& work, int64_t place, const float (&factor)[2], int stage) {
+  // Writes the warpgroup's dims of a token, at its end. `stage` is that of its last tile, which has been read, or -1 if
+  // it had none. Going through shared memory takes fewer instructions than storing from registers.
+  __device__ void write(const TokenWork& work, int64_t partial, const float (&factor)[2], int stage) {
 #pragma unroll
     for (int i = 0; i < kGroupDims / 2; ++i) out[i] *= factor[half(i)];
     const int lane = hidden(this->lane);
     if (!work.whole())
-      write_part(place, lane);
+      write_part(partial, lane);
     else if (stage < 0)
       write_zeros(work.token, lane);
     else
       write_whole(work.token,
-                  shared_address(s.tiles[stage]) + group * (kGroupDims / kBlockDims) * kBlockBytes +
+                  cast_smem_ptr_to_uint(s.tiles[stage]) + group * (kGroupDims / kBlockDims) * kBlockBytes +
                       warp * kWarpHeads * kGroupDims * 2,
                   lane);
   }
 
-  // Through a place of the warp's own, where heads are rows of 512 bytes, swizzled: from there they go out as rows.
+  // Through shared memory of the warp's own, where heads are swizzled rows of 512 bytes: from there they go out as
+  // rows.
   __device__ void write_whole(int64_t token, uint32_t heads, int lane) {
     const int row = lane % 8 + lane / 8 % 2 * 8;
 #pragma unroll
@@ -207,13 +215,13 @@ struct Consumer {
       *reinterpret_cast<uint4*>(to + head * p.out_head) = {};
   }
 
-  __device__ void write_part(int64_t place, int lane) {
+  __device__ void write_part(int64_t partial, int lane) {
     const Partials partials(p.workspace, p.workers, p.heads);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int own = head_begin + head_of(h, lane);
       if (own >= p.heads) continue;
-      float* to = partials.out + partials.row(place, own) * kValueDim + group * kGroupDims + 2 * (lane % 4);
+      float* to = partials.out + partials.row(partial, own) * kValueDim + group * kGroupDims + 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < kGroupDims / 8; ++j)
         *reinterpret_cast<float2*>(to + (j ^ (j / 8 & 1)) * 8) = {out[4 * j + 2 * h], out[4 * j + 2 * h + 1]};
@@ -221,23 +229,25 @@ struct Consumer {
   }
 };
 
-// The first consumer warpgroup: scores, softmax, and the left half of the values. kLargest: the largest scores are
-// asked for.
-template <Code kCode, bool kLargest>
+// The first consumer warpgroup: scores, softmax, and the left half of the values. kMaxLogits: the caller wants
+// max_logits.
+template <Code kCode, bool kMaxLogits>
 struct Scorer : Consumer<kCode> {
   using Base = Consumer<kCode>;
-  using Base::group, Base::half, Base::head, Base::head_begin, Base::kNumber, Base::kScaled, Base::kUsual,
-      Base::kScores, Base::kSteps, Base::lane, Base::out, Base::p, Base::s, Base::warp;
+  using Base::group, Base::half, Base::head, Base::head_begin, Base::kScaled, Base::kUsual, Base::kScores, Base::kSteps,
+      Base::lane, Base::out, Base::p, Base::s, Base::warp;
+  using typename Base::ScoreAtom, typename Base::RopeAtom;
 
   float reference[2];  // weights are 2^(score - reference)
   float total[2];      // of the lane's columns
-  float highest[2];    // is in no register where it is not asked for
+  float max_score[2];  // is in no register where it is not asked for
   float q_scale[2];
 
   // Scores to base 2, or rather what they are with the power of two that the rows lack.
   __device__ void compute_scores(float (&score)[kScores], int stage) {
-    const uint64_t q = describe_atoms(shared_address(s.q)), k = describe_atoms(shared_address(s.tiles[stage]));
-    begin_products();
+    const uint64_t q = describe_atoms(cast_smem_ptr_to_uint(s.q)),
+                   k = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage]));
+    cute::warpgroup_arrive();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
@@ -246,22 +256,23 @@ struct Scorer : Consumer<kCode> {
         const uint64_t b = k + ((block * kBlockBytes + step * 32) >> 4);
         const bool add = block > 0 || step > 0;
         if (block < kLatentBlocks)
-          multiply<kNumber, Rows::along_sum, Rows::along_sum>(score, a, b, add);
+          multiply<ScoreAtom>(score, a, b, add);
         else
-          multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(score, a, b, add);
+          multiply<RopeAtom>(score, a, b, add);
       }
-    end_products();
-    wait_for_products();
-    sums_change(score);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_wait<0>();
+    fence_sums(score);
   }
 
-  // Whether all of a tile's slots are held, and none needs a power of two of its own.
+  // Whether all of a tile's slots are valid, and no row needs a power of two of its own.
   __device__ bool plain(int stage) const {
     const uint16_t two = *reinterpret_cast<const uint16_t*>(s.plain[stage] + 2 * lane);
     return __all_sync(~0u, two == 0x0101) && p.scale >= 0.0f;
   }
 
-  // The largest scores of the heads' rows, of which each of four lanes has one. What sums are multiplied with.
+  // `top` is the largest score of the lane's columns; four lanes share a row. `by` becomes the factor of the sums so
+  // far.
   __device__ void move_reference(float (&top)[2], float (&by)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -280,8 +291,8 @@ struct Scorer : Consumer<kCode> {
     return kScaled ? pack_f16(first, second) : pack_bf16(first, second);
   }
 
-  // Scores of a plain tile become weights, relative to the reference as it is: that is known before the largest score.
-  // A token's first tile has to do it again, and later ones where a score is too large for that.
+  // Scores of a plain tile become weights relative to the reference as it is, before the largest score is known. A
+  // token's first tile is computed again with the new reference, later ones only where a score is too large.
   __device__ void softmax_of_plain(const float (&score)[kScores], uint32_t (&weights)[kSteps][4], float (&by)[2]) {
     const float before[2] = {total[0], total[1]};
     uint32_t largest = 0;  // of both columns, as integers, which are in the same order
@@ -303,14 +314,14 @@ struct Scorer : Consumer<kCode> {
     constexpr float kMost = 1 << static_cast<int>(kSlack);
     const uint32_t most = pack(kMost, kMost);
     const bool too_large = __any_sync(~0u, __vmaxu2(largest, most) != most);
-    if (kLargest || too_large) {
+    if (kMaxLogits || too_large) {
       float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
       for (int i = 0; i < kScores; ++i) top[half(i)] = fmaxf(top[half(i)], score[i]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         top[h] = fmaxf(top[h] * q_scale[h], kLowest);
-        if constexpr (kLargest) highest[h] = fmaxf(highest[h], top[h]);
+        if constexpr (kMaxLogits) max_score[h] = fmaxf(max_score[h], top[h]);
         if (too_large) total[h] = before[h];
       }
       if (too_large) {
@@ -342,7 +353,7 @@ struct Scorer : Consumer<kCode> {
           float& own = score[4 * j + 2 * h + c];
           own = own * (q_scale[h] * scale) + bias;
           top[h] = fmaxf(top[h], own);
-          if (kLargest && bias > -INFINITY) highest[h] = fmaxf(highest[h], own - bias);
+          if (kMaxLogits && bias > -INFINITY) max_score[h] = fmaxf(max_score[h], own - bias);
         }
       }
     move_reference(top, by);
@@ -360,7 +371,7 @@ struct Scorer : Consumer<kCode> {
 
   __device__ void store_weights(const uint32_t (&weights)[kSteps][4]) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) store_tiles(this->weights_place(step), weights[step]);
+    for (int step = 0; step < kSteps; ++step) store_tiles(this->weights_address(step), weights[step]);
   }
 
   __device__ void run(const Worker& worker) {
@@ -370,7 +381,7 @@ struct Scorer : Consumer<kCode> {
       const int end = tile + work.tile_end - work.tile_begin;
       this->clear();
 #pragma unroll
-      for (int h = 0; h < 2; ++h) reference[h] = highest[h] = kLowest, total[h] = 0.0f;
+      for (int h = 0; h < 2; ++h) reference[h] = max_score[h] = kLowest, total[h] = 0.0f;
       if (tile < end) {
         wait(s.q_full, tokens % 2);
 #pragma unroll
@@ -401,34 +412,34 @@ struct Scorer : Consumer<kCode> {
       }
       const bool empty = work.tile_end == work.tile_begin;
       const int last = (tile + kStages - 1) % kStages;
-      finish(work, worker.place(work), token % 2, empty ? -1 : last);
+      finish(work, worker.partial(work), token % 2, empty ? -1 : last);
       if (!empty) arrive_as_warp(s.empty[last]), ++tokens;
     }
   }
 
-  __device__ void finish(const TokenWork& work, int64_t place, int parity, int stage) {
+  __device__ void finish(const TokenWork& work, int64_t partial, int parity, int stage) {
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int distance = 1; distance < 4; distance *= 2) {
         total[h] += __shfl_xor_sync(~0u, total[h], distance);
-        if constexpr (kLargest) highest[h] = fmaxf(highest[h], __shfl_xor_sync(~0u, highest[h], distance));
+        if constexpr (kMaxLogits) max_score[h] = fmaxf(max_score[h], __shfl_xor_sync(~0u, max_score[h], distance));
       }
       if (lane % 4 == 0)
-        factor[h] =
-            finish_head(p, work.token, head_begin + head(h), work.whole(), place, total[h], reference[h], highest[h]);
+        factor[h] = finish_head(p, work.token, head_begin + head(h), work.whole(), partial, total[h], reference[h],
+                                max_score[h]);
       factor[h] = __shfl_sync(~0u, factor[h], lane & ~3) * kUsual;
       if (lane % 4 == 0) s.factor[parity][head(h)] = factor[h];
     }
     sync_named<32 * kConsumerWarps>(kTokenBarrier);
-    this->write(work, place, factor, stage);
+    this->write(work, partial, factor, stage);
   }
 };
 
-// fp8 rows on their way. They wait, as they are, in the tile's own place: row i of a producer warp's eight in what will
-// be that warp's part of block i. But rope goes where it belongs.
-struct Asker {
+// Copies raw fp8 rows to the tile's own memory: row i of a producer warp's eight into the warp's part of block i, and
+// rope to its final address.
+struct RawRowLoader {
   static constexpr int kRows = kTileTokens / 4;  // of each of four warps, for two producer warps
 
   const AttentionProblem& p;
@@ -436,15 +447,15 @@ struct Asker {
   TileRequest next;
   const int warp, lane;
 
-  // The tile to ask for.
+  // The tile to copy.
   bool any = false;
   uint32_t own;  // this lane's row
   int list;
 
-  __device__ Asker(const Worker& worker, int warp, int lane)
+  __device__ RawRowLoader(const Worker& worker, int warp, int lane)
       : p(worker.p), cursor(worker), next(cursor, warp * kRows + lane % kRows), warp(warp), lane(lane) {}
 
-  // Finds out where the next tile's rows lie, while there is time.
+  // Computes the addresses of the next tile's rows, while there is time.
   __device__ void prepare() {
     any = next.token != TileRequest::kEnd;
     if (!any) return;
@@ -452,47 +463,47 @@ struct Asker {
     next = TileRequest(cursor, warp * kRows + lane % kRows);
   }
 
-  // Begins to copy them, when their place is empty: first those of one producer warp, then those of the other.
-  __device__ void ask(Shared<Code::e4m3>& s, int tile) {
+  // Starts the copies when the stage is empty: first the rows of one producer warp, then those of the other.
+  __device__ void copy(Shared<Code::e4m3>& s, int tile) {
     if (!any) return;
     const int stage = tile % kStages;
     const uint8_t* const cache = p.lists[list].cache.data;
     wait(s.empty[stage], tile / kStages % 2 ^ 1);
     const int lane = hidden(this->lane);
-    // Codes and scales wait where the producer takes them from; rope goes where it belongs, eight lanes a row.
-    auto codes = reinterpret_cast<uint64_t>(cache + kPieceBytes * lane),
+    // fp8 bytes and scales go to where the producer reads them, rope to its final address, eight lanes a row.
+    auto fp8 = reinterpret_cast<uint64_t>(cache + kPieceBytes * lane),
          rope = reinterpret_cast<uint64_t>(cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
-    hide(codes), hide(rope);  // or each is added up anew, from two parts, for every row
+    hide(fp8), hide(rope);  // or the compiler adds each up again, from two parts, for every row
     const uint32_t first_row = static_cast<uint32_t>(reinterpret_cast<uint64_t>(cache) / kPieceBytes);
     const auto odd = [&](uint32_t row) { return (row ^ first_row) & 1; };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int first = half * kWarpRows, producer = 2 * warp + half;
-      const uint32_t part = shared_address(s.tiles[stage]) + producer * kWarpRows * kRowBytes;
+      const uint32_t part = cast_smem_ptr_to_uint(s.tiles[stage]) + producer * kWarpRows * kRowBytes;
 #pragma unroll
       for (int i = 0; i < kWarpRows; ++i) {
         const uint32_t row = __shfl_sync(~0u, own, first + i);
-        copy_piece(part + place_of_row(i, odd(row)) + kPieceBytes * lane, reinterpret_cast<const uint8_t*>(codes), row);
+        copy_piece(part + offset_of_row(i, odd(row)) + kPieceBytes * lane, reinterpret_cast<const uint8_t*>(fp8), row);
       }
 #pragma unroll
       for (int i = 0; i < kWarpRows; i += 4) {
         const uint32_t row = __shfl_sync(~0u, own, first + i + lane / 8);
-        copy_piece(part + place_of_rope(i + lane / 8, lane % 8), reinterpret_cast<const uint8_t*>(rope), row);
+        copy_piece(part + offset_of_rope(i + lane / 8, lane % 8), reinterpret_cast<const uint8_t*>(rope), row);
       }
       const uint32_t row = __shfl_sync(~0u, own, first + lane % kWarpRows);
       if (lane < kWarpRows)
-        copy_piece(part + place_of_row(lane, odd(row)) + kFp8DsMla.scale_offset(), cache + kFp8DsMla.scale_offset(),
+        copy_piece(part + offset_of_row(lane, odd(row)) + kFp8DsMla.scale_offset(), cache + kFp8DsMla.scale_offset(),
                    row);
       if (lane / kWarpRows == half)
-        s.held[stage][warp * kRows + lane] = static_cast<uint8_t>(odd(own) << 1 | (own != kNoRow));
-      arrive_when_copied(s.asked[stage][producer]);
-      arrive_as_warp(s.asked[stage][producer]);
+        s.valid[stage][warp * kRows + lane] = static_cast<uint8_t>(odd(own) << 1 | (own != kNoRow));
+      arrive_when_copied(s.raw_full[stage][producer]);
+      arrive_as_warp(s.raw_full[stage][producer]);
     }
   }
 };
 
-// The second one: the right half of the values. Of fp8 rows it also asks for the tile after the next one, as soon as
-// there is room, while the scores of the next one are computed.
+// The second one: the right half of the values. With fp8 rows it also starts the copies of the tile after the next one,
+// as soon as a stage is empty, while the scores of the next one are computed.
 template <Code kCode>
 struct Adder : Consumer<kCode> {
   using Base = Consumer<kCode>;
@@ -500,9 +511,9 @@ struct Adder : Consumer<kCode> {
 
   __device__ void run(const Worker& worker) {
     int tile = 0;
-    Asker asker(worker, warp, lane);
+    RawRowLoader loader(worker, warp, lane);
     if constexpr (kScaled)
-      for (int i = 0; i < kStages; ++i) asker.prepare(), asker.ask(s, i);
+      for (int i = 0; i < kStages; ++i) loader.prepare(), loader.copy(s, i);
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int end = tile + work.tile_end - work.tile_begin;
@@ -511,35 +522,35 @@ struct Adder : Consumer<kCode> {
       for (; tile < end; ++tile) {
         const int stage = tile % kStages;
         if constexpr (kScaled) {
-          asker.prepare();
-          if (const int token = asker.next.token; token >= 0)
-            ask_l2_for_queries<kHeads, 4>(asker.p, token, this->head_begin, warp, hidden(lane));
+          loader.prepare();
+          if (const int token = loader.next.token; token >= 0)
+            ask_l2_for_queries<kHeads, 4>(loader.p, token, this->head_begin, warp, hidden(lane));
         }
         wait(s.weights_full, tile % 2);
         const float by[2] = {s.rescale[head(0)], s.rescale[head(1)]};
         uint32_t weights[kSteps][4];
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) load_tiles(weights[step], this->weights_place(step));
+        for (int step = 0; step < kSteps; ++step) load_tiles(weights[step], this->weights_address(step));
         arrive_as_warp(s.weights_empty);
         this->rescale(by);
         this->add_values(stage, weights);
-        if (tile + 1 < end) release(asker, tile);
+        if (tile + 1 < end) release(loader, tile);
       }
       sync_named<32 * kConsumerWarps>(kTokenBarrier);
       const float factor[2] = {s.factor[token % 2][head(0)], s.factor[token % 2][head(1)]};
       const int last = (tile + kStages - 1) % kStages;
-      this->write(work, worker.place(work), factor, empty ? -1 : last);
-      if (!empty) release(asker, tile - 1);
+      this->write(work, worker.partial(work), factor, empty ? -1 : last);
+      if (!empty) release(loader, tile - 1);
     }
   }
 
-  __device__ void release(Asker& asker, int tile) {
+  __device__ void release(RawRowLoader& loader, int tile) {
     arrive_as_warp(s.empty[tile % kStages]);
-    if constexpr (kScaled) asker.ask(s, tile + kStages);
+    if constexpr (kScaled) loader.copy(s, tile + kStages);
   }
 };
 
-// What a producer warp does: its rows of each tile, and before a token's first tile its queries.
+// A producer warp: its rows of each tile, and a token's queries before its first tile.
 template <Code kCode>
 __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worker& worker, int head_begin, int warp,
                         int lane) {
@@ -559,18 +570,18 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
       queries(token);
       for (const int end = tile + work.tile_end - work.tile_begin; tile < end; ++tile) {
         const int stage = tile % kStages, at = warp * kWarpRows + lane;
-        const uint32_t part = shared_address(s.tiles[stage]) + warp * kWarpRows * kRowBytes;
-        wait(s.asked[stage][warp], tile / kStages % 2);
-        CodeRows rows;
-        rows.load(part, *reinterpret_cast<const uint64_t*>(s.held[stage] + warp * kWarpRows), lane);
+        const uint32_t part = cast_smem_ptr_to_uint(s.tiles[stage]) + warp * kWarpRows * kRowBytes;
+        wait(s.raw_full[stage][warp], tile / kStages % 2);
+        Fp8Rows rows;
+        rows.load(part, *reinterpret_cast<const uint64_t*>(s.valid[stage] + warp * kWarpRows), lane);
         const int power = rows.normalise();
         __syncwarp();
         rows.store(part, lane);
-        CodeRows::change_rope(part, power, hidden(lane));
+        Fp8Rows::change_rope(part, power, hidden(lane));
         if (lane < kWarpRows) {
-          const bool held = s.held[stage][at] & 1;
-          s.columns[stage][at] = {__uint_as_float((127 + power) << 23), held ? static_cast<float>(power) : -INFINITY};
-          s.plain[stage][at] = held && power == 0;
+          const bool valid = s.valid[stage][at] & 1;
+          s.columns[stage][at] = {__uint_as_float((127 + power) << 23), valid ? static_cast<float>(power) : -INFINITY};
+          s.plain[stage][at] = valid && power == 0;
         }
         publish_to_wgmma();
         arrive_as_warp(s.full[stage]);
@@ -595,21 +606,21 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
 }
 
 // Block x: heads of a worker, y: the worker.
-template <Code kCode, bool kLargest>
+template <Code kCode, bool kMaxLogits>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& s = *reinterpret_cast<Shared<kCode>*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       if constexpr (kCode == Code::e4m3)
-        init_barrier_of_warps(s.full[i], kProducerWarps);
+        s.full[i].init(kProducerWarps * kWarpArrivals);
       else
-        init_barrier(s.full[i], RowCopier::kArrivals);
-      for (int j = 0; j < kProducerWarps; ++j) init_barrier(s.asked[i][j], 32 + kWarpArrivals);  // of one warp, and it
-      init_barrier_of_warps(s.empty[i], kConsumerWarps);
+        s.full[i].init(RowCopier::kArrivals);
+      for (int j = 0; j < kProducerWarps; ++j) s.raw_full[i][j].init(32 + kWarpArrivals);  // of one warp, and it
+      s.empty[i].init(kConsumerWarps * kWarpArrivals);
     }
-    init_barrier_of_warps(s.q_full, kProducerWarps), init_barrier_of_warps(s.q_empty, 4);
-    init_barrier_of_warps(s.weights_full, 4), init_barrier_of_warps(s.weights_empty, 4);
+    s.q_full.init(kProducerWarps * kWarpArrivals), s.q_empty.init(4 * kWarpArrivals);
+    s.weights_full.init(4 * kWarpArrivals), s.weights_empty.init(4 * kWarpArrivals);
     s.touched = touch(p);
   }
   __syncthreads();
@@ -622,15 +633,15 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     return Worker(p, blockIdx.y, kTileTokens);
   };
   if (warp < 4) {
-    resize_registers<kScoringRegisters, kRegisters>();
-    Scorer<kCode, kLargest> scorer{{p, s, head_begin, 0, warp, lane}};
+    cutlass::arch::warpgroup_reg_alloc<kScoringRegisters>();
+    Scorer<kCode, kMaxLogits> scorer{{p, s, head_begin, 0, warp, lane}};
     scorer.run(begin());
   } else if (warp < kConsumerWarps) {
-    resize_registers<kAddingRegisters, kRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<kAddingRegisters>();
     Adder<kCode> adder{{p, s, head_begin, 1, warp - 4, lane}};
     adder.run(begin());
   } else {
-    resize_registers<kProducerRegisters, kRegisters>();
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     produce<kCode>(p, s, begin(), head_begin, warp - kConsumerWarps, lane);
   }
 }

@@ -1,4 +1,4 @@
-// Queries of one token into shared memory as pairs of e4m3 numbers.
+// Queries of one token to shared memory, quantised to pairs of e4m3 numbers.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,18 @@ namespace mla::cuda::sm90 {
 
 // Two bf16 numbers times a factor, and what e4m3 leaves of them, as e4m3 too. Numbers of a magnitude from 2^-2 to 2^8
 // are the sum of the two, smaller ones are off by 2^-10 at most: e4m3 has four bits, bf16 has eight.
-struct CodePair {
-  uint32_t high, low;  // two codes each
+struct Fp8Pair {
+  uint32_t high, low;  // two bytes each
 
-  __device__ __forceinline__ CodePair(uint32_t pair, float factor) {
+  __device__ __forceinline__ Fp8Pair(uint32_t pair, float factor) {
     const float first = __uint_as_float(pair << 16) * factor, second = __uint_as_float(pair & 0xffff0000u) * factor;
     high = to_e4m3x2(first, second);
     float first_high, second_high;
     asm("{\n"
-        ".reg .b16 codes, first, second;\n"
+        ".reg .b16 fp8, first, second;\n"
         ".reg .b32 both;\n"
-        "cvt.u16.u32 codes, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 both, codes;\n"
+        "cvt.u16.u32 fp8, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 both, fp8;\n"
         "mov.b32 {first, second}, both;\n"
         "cvt.f32.f16 %0, first;\n"
         "cvt.f32.f16 %1, second;\n"
@@ -32,12 +32,12 @@ struct CodePair {
   }
 };
 
-// Heads of a token's queries on their way from memory into pairs of codes. A head is a row of `codes`, and what e4m3
-// leaves of it is the row kHeads further on; a group of 128 dims is a row of 128 bytes, groups lie one after another.
-// Rope is bf16, in rows of its own. There are zeros beyond the problem's heads. Each head is divided by a power of two
-// that brings its largest latent number to 2^7 to 2^8; q_scale puts that right, and brings scores to base 2.
+// Quantises a token's queries to pairs of e4m3 numbers. A head is a row of `fp8`, and what e4m3 leaves of it is the row
+// kHeads further on. A group of 128 dims is a row of 128 bytes; groups lie one after another. Rope stays bf16, in rows
+// of its own. Rows beyond the problem's heads are zeros. Each head is divided by a power of two that brings its largest
+// latent number to 2^7 to 2^8; q_scale puts that right, and brings scores to base 2.
 template <int kHeads>
-struct QueryCodes {
+struct QuantisedQueries {
   static_assert(kHeads % 8 == 0, "both rows of a head are swizzled alike");
   static constexpr int kWarps = 8;                      // that share the heads
   static constexpr int kAtOnce = kHeads == 16 ? 2 : 1;  // heads of a warp
@@ -52,7 +52,7 @@ struct QueryCodes {
     for (int i = 0; i < kAtOnce; ++i) load_head(latent[i], rope[i], p, token, head_begin + first + i, lane);
   }
 
-  __device__ __forceinline__ void store(float scale, uint8_t* codes, uint8_t* rope_rows, float* q_scale, int first,
+  __device__ __forceinline__ void store(float scale, uint8_t* fp8, uint8_t* rope_rows, float* q_scale, int first,
                                         int lane) const {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -62,10 +62,10 @@ struct QueryCodes {
       const float factor = biased == 255 ? NAN : __uint_as_float((261 - exponent) << 23);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const CodePair x(latent[i][j].x, factor), y(latent[i][j].y, factor), z(latent[i][j].z, factor),
+        const Fp8Pair x(latent[i][j].x, factor), y(latent[i][j].y, factor), z(latent[i][j].z, factor),
             w(latent[i][j].w, factor);
         const int group = lane / 16 + 2 * j, piece = lane % 16 / 2;
-        uint8_t* at = codes + group * kGroupBytes + row * kRowBytes + (piece ^ (row & 7)) * kPieceBytes + lane % 2 * 8;
+        uint8_t* at = fp8 + group * kGroupBytes + row * kRowBytes + (piece ^ (row & 7)) * kPieceBytes + lane % 2 * 8;
         *reinterpret_cast<uint2*>(at) = {x.high | y.high << 16, z.high | w.high << 16};
         *reinterpret_cast<uint2*>(at + kHeads * kRowBytes) = {x.low | y.low << 16, z.low | w.low << 16};
       }

@@ -1,15 +1,15 @@
 // fp8 rows for up to 32 heads, in shared memory as they are in the cache.
 //
-// Scores are products of the codes: a query is the sum of two e4m3 numbers, which are two columns of wgmma, and a sum
-// over 128 dims is multiplied with its token's scale in fp32. Values become f16 in registers, scales and all, just
-// before they are multiplied. So no f16 copy of a tile is ever written, and there is room for four tiles on their way.
+// Scores are products of fp8 numbers. A query is the sum of two e4m3 numbers, which are two columns of wgmma, and a sum
+// over 128 dims is multiplied with its token's scale in fp32. Values become f16 in registers, scales included, just
+// before they are multiplied. So no f16 copy of a tile is ever written, and there is room for four tiles in flight.
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/attention/sm90/cursor.cuh"
-#include "cuda/attention/sm90/few_heads/meeting.h"
-#include "cuda/attention/sm90/query_codes.cuh"
+#include "cuda/attention/sm90/few_heads/reduction.h"
+#include "cuda/attention/sm90/quantised_queries.cuh"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mbarrier.cuh"
@@ -19,19 +19,19 @@
 namespace mla::cuda::sm90::few_heads {
 
 template <int kHeads>
-struct CodeRows {
+struct Fp8Rows {
   static constexpr int kStages = 4;                     // tiles
   static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // tokens whose queries there is room for
   static constexpr int kSums = kHeads / 2;
-  static constexpr int kWarps = QueryCodes<kHeads>::kWarps;  // that produce
-  static constexpr int kWarpRows = kTileTokens / kWarps;     // of a tile
+  static constexpr int kWarps = QuantisedQueries<kHeads>::kWarps;  // that produce
+  static constexpr int kWarpRows = kTileTokens / kWarps;           // of a tile
   static constexpr int kTileArrivals = (32 + kWarpArrivals) * kWarps;
   static constexpr int kGroupDims = kValueDim / kGroups;  // of values, a warp's
   static constexpr int kLaneDims = kGroupDims / 8;
-  static constexpr bool kAhead = kHeads <= 16;  // there are registers for codes that are read a step ahead
+  static constexpr bool kAhead = kHeads <= 16;  // there are registers to read values a step ahead
 
   struct Stage {
-    uint8_t codes[kGroups][kTileTokens * kRowBytes];  // a group of 128 is a row of 128 bytes
+    uint8_t fp8[kGroups][kTileTokens * kRowBytes];  // a group of 128 is a row of 128 bytes
     uint8_t rope[kTileTokens * kRowBytes];
   };
   struct Memory {
@@ -39,9 +39,9 @@ struct CodeRows {
     alignas(1024) uint8_t q[kQueries][kGroups][2 * kHeads * kRowBytes];  // e4m3, heads and what it leaves of them
     alignas(1024) uint8_t q_rope[kQueries][kHeads * kRowBytes];
     alignas(16) float scale[kStages][kTileTokens][kGroups];
-    uint8_t held[kStages][kTileTokens];  // whether the slot is one
+    uint8_t valid[kStages][kTileTokens];  // whether the slot is one
 
-    __device__ void* place(int stage) { return &stages[stage]; }
+    __device__ void* reduction_buffer(int stage) { return &stages[stage]; }
   };
 
   const int warp, lane;  // warp of the warpgroup
@@ -49,7 +49,7 @@ struct CodeRows {
   // Of the lane's two tokens: log2 of a power of two above every scale. Values are divided by it, weights multiplied.
   int power[2];
   uint32_t value_scale;  // of tokens 2 * lane and the next, for the warp's group, in f16
-  uint4 codes[4];        // of the first values to be added
+  uint4 fp8[4];          // of the first values to be added
 
   __device__ float lift(int half) const { return static_cast<float>(power[half]); }
 
@@ -60,35 +60,36 @@ struct CodeRows {
 
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
   __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query, const float* q_scale) {
-    const uint64_t k = describe_atoms(shared_address(&s.stages[stage])), q = describe_atoms(shared_address(s.q[query])),
-                   q_rope = describe_atoms(shared_address(s.q_rope[query]));
+    const uint64_t k = describe_atoms(cast_smem_ptr_to_uint(&s.stages[stage])),
+                   q = describe_atoms(cast_smem_ptr_to_uint(s.q[query])),
+                   q_rope = describe_atoms(cast_smem_ptr_to_uint(s.q_rope[query]));
     constexpr int kAtOnce = kHeads > 16 ? 1 : kHeads > 8 ? 3 : 4;  // groups whose sums there are registers for
     float part[kAtOnce][2 * kSums];
     const auto begin_group = [&](int g) {
       float (&sum)[2 * kSums] = part[g % kAtOnce];
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        multiply_codes(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
-                       q + ((g * 2 * kHeads * kRowBytes + step * 32) >> 4), step > 0);
-      end_products();
+        multiply<E4m3Atom<2 * kHeads>>(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
+                                       q + ((g * 2 * kHeads * kRowBytes + step * 32) >> 4), step > 0);
+      cute::warpgroup_commit_batch();
     };
     // before the products, which occupy shared memory
     float4 scale[2], value_scales[2];
-    bool held[2];
+    bool valid[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = warp * 16 + lane / 4 + 8 * i;
       scale[i] = *reinterpret_cast<const float4*>(s.scale[stage][token]);
-      held[i] = s.held[stage][token];
+      valid[i] = s.valid[stage][token];
       value_scales[i] = *reinterpret_cast<const float4*>(s.scale[stage][2 * lane + (i ^ swap())]);
     }
-    sums_change(score);
-    begin_products();
+    fence_sums(score);
+    cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      multiply<Number::bf16, Rows::along_sum, Rows::along_sum>(
-          score, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4), step > 0);
-    end_products();
+      multiply<Bf16Atom<kHeads, Major::K, Major::K>>(score, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4),
+                                                     q_rope + ((step * 32) >> 4), step > 0);
+    cute::warpgroup_commit_batch();
     if constexpr (kAtOnce > 1) {
 #pragma unroll
       for (int g = 0; g < kAtOnce; ++g) begin_group(g);
@@ -97,20 +98,20 @@ struct CodeRows {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       power[i] = power_of(scale[i]);
-      bias[i] = held[i] ? 0.0f : -INFINITY;
+      bias[i] = valid[i] ? 0.0f : -INFINITY;
     }
     find_value_scale(value_scales);
     // A group's sums are added while the next ones' products are under way.
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       if (const int next = g - 1 + kAtOnce; (g > 0 || kAtOnce == 1) && next < kGroups) {
-        begin_products();
+        cute::warpgroup_arrive();
         begin_group(next);
       }
       wait_for_all_products_but(min(kAtOnce, kGroups - g) - 1);
-      if (g == 0) sums_change(score);
+      if (g == 0) fence_sums(score);
       float (&sum)[2 * kSums] = part[g % kAtOnce];
-      sums_change(sum);
+      fence_sums(sum);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
         const float4& x = scale[i / 2 % 2];
@@ -122,7 +123,7 @@ struct CodeRows {
       const float2 by = q_scales_of_lane(q_scale, i / 4, lane);
       score[i] = score[i] * (i % 2 ? by.y : by.x) + bias[i / 2 % 2];
     }
-    if constexpr (kAhead) load(codes, s.stages[stage], 0);
+    if constexpr (kAhead) load(fp8, s.stages[stage], 0);
   }
 
   __device__ int swap() const { return lane / 4 % 2; }  // so that eight lanes read scales from different banks
@@ -143,13 +144,13 @@ struct CodeRows {
     return pack_f16(first * up, second * up);
   }
 
-  // The lane's codes of tokens 16 * step + 2 * (lane % 4), the next, and both again 8 further on.
-  __device__ void load(uint4 (&codes)[4], const Stage& rows, int step) {
+  // The lane's fp8 bytes of tokens 16 * step + 2 * (lane % 4), the next, and both again 8 further on.
+  __device__ void load(uint4 (&fp8)[4], const Stage& rows, int step) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 2 * (lane % 4) + i % 2;  // of eight
-      codes[i] = load_piece(shared_address(rows.codes[warp]) + (16 * step + 8 * (i / 2) + row) * kRowBytes +
-                            (lane / 4 ^ row) * kPieceBytes);
+      fp8[i] = load_piece(cast_smem_ptr_to_uint(rows.fp8[warp]) + (16 * step + 8 * (i / 2) + row) * kRowBytes +
+                          (lane / 4 ^ row) * kPieceBytes);
     }
   }
 
@@ -158,7 +159,7 @@ struct CodeRows {
                                  const uint32_t (&scale)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      // codes of a dim from two tokens next to each other, for two dims
+      // bytes of a dim from two tokens next to each other, for two dims
       const uint32_t first = __byte_perm(a, b, i ? 0x7362 : 0x5140), second = __byte_perm(c, d, i ? 0x7362 : 0x5140);
       const uint4 numbers = e4m3_to_f16(first, second);
       rows[i][0] = times<Number::f16>(numbers.x, scale[0]), rows[i][1] = times<Number::f16>(numbers.y, scale[0]);
@@ -166,8 +167,8 @@ struct CodeRows {
     }
   }
 
-  // Adds up values, with weights in shared memory. `release` is called when nobody reads the tile any more. Products
-  // are under way while the next ones' rows are converted. Codes are read a step ahead; the first ones have been read.
+  // Adds up values, with weights in shared memory. `release` is called when the tile has been read. Products are in
+  // flight while the next ones' rows are converted. Bytes are read a step ahead; the first ones have been read.
   template <typename Release>
   __device__ void add_values(float (&out)[kLaneDims / 2][kSums], Memory& s, int stage, uint32_t weights_address,
                              Release release) {
@@ -177,8 +178,8 @@ struct CodeRows {
     uint4 others[4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      uint4(&own)[4] = kAhead && step % 2 ? others : codes;
-      uint4(&next)[4] = step % 2 ? codes : others;
+      uint4(&own)[4] = kAhead && step % 2 ? others : fp8;
+      uint4(&next)[4] = step % 2 ? fp8 : others;
       if constexpr (!kAhead) load(own, s.stages[stage], step);
       if (kAhead && step + 1 < kSteps) load(next, s.stages[stage], step + 1);
       const uint32_t scale[2] = {__shfl_sync(~0u, value_scale, 8 * step + lane % 4),
@@ -187,21 +188,21 @@ struct CodeRows {
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         const auto of = [&](const uint4& x) { return word == 0 ? x.x : word == 1 ? x.y : word == 2 ? x.z : x.w; };
-        if (step > 0 || word > 1) wait_for_products<1>();
+        if (step > 0 || word > 1) cute::warpgroup_wait<1>();
         convert(rows[word % 2], of(own[0]), of(own[1]), of(own[2]), of(own[3]), scale);
-        begin_products();
-        multiply_rows(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
-        multiply_rows(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
-        end_products();
+        cute::warpgroup_arrive();
+        multiply<F16RowsAtom<kHeads>>(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
+        multiply<F16RowsAtom<kHeads>>(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
+        cute::warpgroup_commit_batch();
       }
     }
-    wait_for_products();
+    cute::warpgroup_wait<0>();
   }
 
-  // Where a head's 512 sums lie among those of all: four heads that neighbouring lanes have are neighbours, so that
-  // with rows of kMeetingStride eight lanes' pieces lie in different banks.
-  static __device__ int meeting_row(int head) {
-    return head % kMeetingHeads<kHeads> / 2 + head % 2 * (kMeetingHeads<kHeads> / 2);
+  // A head's row in the reduction buffer. Four heads of neighbouring lanes are neighbours, so that with rows of
+  // kReductionStride eight lanes' pieces lie in different banks.
+  static __device__ int reduction_row(int head) {
+    return head % kReductionHeads<kHeads> / 2 + head % 2 * (kReductionHeads<kHeads> / 2);
   }
   // A lane has the sums of neighbouring dims.
   __device__ float4* dims(float* row) const {
@@ -219,11 +220,11 @@ struct CodeRows {
     for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
   }
 
-  // Eight warps bring a token's queries. `wait_for_room` is called when the first ones have been asked for.
+  // Eight warps load a token's queries. `wait_for_room` is called when the first loads are in flight.
   template <typename Shared, typename Wait>
-  static __device__ void bring_queries(const AttentionProblem& p, Shared& s, int query, int token, int head_begin,
-                                       int warp, int lane, Wait wait_for_room) {
-    using Queries = QueryCodes<kHeads>;
+  static __device__ void produce_queries(const AttentionProblem& p, Shared& s, int query, int token, int head_begin,
+                                         int warp, int lane, Wait wait_for_room) {
+    using Queries = QuantisedQueries<kHeads>;
 #pragma unroll 1
     for (int head = warp * Queries::kAtOnce; head < kHeads; head += Queries::kStep) {
       Queries queries;
@@ -234,9 +235,9 @@ struct CodeRows {
     arrive_as_warp(s.q_full[query]);
   }
 
-  // Eight warps bring rows, and when a token's first ones are on their way its queries; but those of the very first one
-  // are the consumers' matter. A warp finds out where its rows of four tiles lie at once, a lane a row, and asks for
-  // the next ones' slots four tiles ahead.
+  // Eight warps load rows, and a token's queries once its first rows are in flight. Consumers load those of the very
+  // first token. A warp computes the addresses of its rows of four tiles at once, a lane a row, and loads slots four
+  // tiles ahead.
   template <typename Shared>
   static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
     constexpr int kBatch = 32 / kWarpRows;  // tiles
@@ -261,35 +262,37 @@ struct CodeRows {
       const uint32_t own = __shfl_sync(~0u, row, first_lane + lane % kWarpRows);
       const int stage = tile % kStages;
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      ask(s.rows, stage, first, at, cache, own, lane);
+      copy(s.rows, stage, first, at, cache, own, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
       if (token == TileRequest::kSameToken || tile == 0) continue;
       const int query = tokens % kQueries;
-      bring_queries(p, s, query, token, head_begin, warp, lane,
-                    [&] { wait(s.q_empty[query], tokens / kQueries % 2 ^ 1); });
+      produce_queries(p, s, query, token, head_begin, warp, lane,
+                      [&] { wait(s.q_empty[query], tokens / kQueries % 2 ^ 1); });
       ++tokens;
     }
   }
 
  private:
-  // Begins to copy a warp's rows, from `first` on; the lane's own is row `at`.
-  static __device__ void ask(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
-    const uint32_t codes = shared_address(s.stages[stage].codes[lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
-// not all at once: what consumers read from shared memory waits in the same queue
+  // Starts the copies of a warp's rows, from `first` on; the lane's own is row `at`.
+  static __device__ void copy(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
+    const uint32_t fp8 =
+        cast_smem_ptr_to_uint(s.stages[stage].fp8[lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
+// not all at once: consumers' reads of shared memory share the queue
 #pragma unroll 2
     for (int i = 0; i < kWarpRows; ++i)
-      copy_piece((codes ^ i * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
+      copy_piece((fp8 ^ i * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
     const uint8_t* rope = cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
 #pragma unroll
     for (int i = 0; i < kWarpRows; i += 4) {
       const int row = i + lane / 8;
-      copy_piece(shared_address(s.stages[stage].rope) + (first + row) * kRowBytes + (lane % 8 ^ row) * kPieceBytes,
-                 rope, __shfl_sync(~0u, own, row));
+      copy_piece(
+          cast_smem_ptr_to_uint(s.stages[stage].rope) + (first + row) * kRowBytes + (lane % 8 ^ row) * kPieceBytes,
+          rope, __shfl_sync(~0u, own, row));
     }
     if (lane >= kWarpRows) return;
-    copy_piece(shared_address(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);
-    s.held[stage][at] = own != kNoRow;
+    copy_piece(cast_smem_ptr_to_uint(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);
+    s.valid[stage][at] = own != kNoRow;
   }
 };
 

@@ -1,4 +1,4 @@
-// Merging results over disjoint sets of slots by their lse: parts that a caller brings (merge_partials), and those
+// Merging results over disjoint sets of slots by their lse: a caller's parts (merge_partials), and those
 // that a plan's cuts have left (merge_cut_tokens). A warp a row of one head.
 #include <algorithm>
 
@@ -41,10 +41,10 @@ struct Weights {
 
 __device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int parts, int lane) {
   const float mine = lane < parts ? lse[lane * stride] : -INFINITY;
-  float largest = mine;
-  for (int i = lane + 32; i < parts; i += 32) largest = fmaxf(largest, lse[i * stride]);
-  largest = warp_max(largest);
-  const float reference = largest == -INFINITY ? 0.0f : largest;  // -inf minus -inf would be NaN
+  float max_lse = mine;
+  for (int i = lane + 32; i < parts; i += 32) max_lse = fmaxf(max_lse, lse[i * stride]);
+  max_lse = warp_max(max_lse);
+  const float reference = max_lse == -INFINITY ? 0.0f : max_lse;  // -inf minus -inf would be NaN
   float total = expf(mine - reference);
   for (int i = lane + 32; i < parts; i += 32) total += expf(lse[i * stride] - reference);
   total = warp_sum(total);
@@ -121,7 +121,7 @@ __device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, in
 }
 
 // Block x: the x-th token that is cut. Each warp has one head after the other, and a lane four dims in each quarter of
-// the row. What counts is how long one row takes, as there are few: all that is read of two parts is asked for at once.
+// the row. What counts is how long one row takes, as there are few: all loads of two parts are issued at once.
 // Four at once are no faster, and their registers are spilled.
 //
 // The kernel is launched before the one it merges for has ended, so that its start costs nothing; it waits for that
@@ -138,12 +138,12 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
   wait_for_kernel_before();  // by every block: the kernel's end must not come before that one's
   if (!cut || row.token_end < 1 || row.token_end > p.tokens) return;
   const Partials partials(p.workspace, p.workers, p.heads);
-  const int64_t place = begun_place(row);
-  const int parts = static_cast<int>(min(static_cast<int64_t>(row.parts), partials.places - place));
-  if (place < 0 || parts < 1) return;
+  const int64_t partial = begun_place(row);
+  const int parts = static_cast<int>(min(static_cast<int64_t>(row.parts), partials.places - partial));
+  if (partial < 0 || parts < 1) return;
   const int64_t token = row.token_end - 1;
   for (int head = blockIdx.y * kWarps + threadIdx.x / 32; head < p.heads; head += gridDim.y * kWarps) {
-    const int64_t first = partials.row(place, head);
+    const int64_t first = partials.row(partial, head);
     const float* lse = partials.lse + first;
     const float* values = partials.out + first * kValueDim + 4 * lane;
 
@@ -184,11 +184,11 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
       store_four(out + 4 * 32 * k, {sum[k].x * scale, sum[k].y * scale, sum[k].z * scale, sum[k].w * scale});
     if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
     if (!p.max_logits) continue;
-    float largest = -INFINITY;
+    float max_logit = -INFINITY;
     for (int i = lane; i < parts; i += 32)
-      largest = fmaxf(largest, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
-    largest = warp_max(largest);
-    if (lane == 0) p.max_logits[token * p.max_token + head * p.max_head] = isnan(weights.lse) ? weights.lse : largest;
+      max_logit = fmaxf(max_logit, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
+    max_logit = warp_max(max_logit);
+    if (lane == 0) p.max_logits[token * p.max_token + head * p.max_head] = isnan(weights.lse) ? weights.lse : max_logit;
   }
 }
 
