@@ -79,6 +79,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=types.count, metavar="N", help="tokens of a prompt; default: 1000, or 4096")
     parser.add_argument("--output-len", type=types.count, default=24, metavar="N", help="default: %(default)s")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and activations; default: %(default)s")
+    parser.add_argument(
+        "--kv-cache-memory-bytes", type=types.count, metavar="BYTES", help="default: 256 MiB, or the engine's default"
+    )
     parser.add_argument("--limit", type=types.positive, default=600.0, metavar="S", help="for a way; default: 600")
     common.add_results(parser, requests=False)
 
@@ -136,19 +139,19 @@ def of_model(options: argparse.Namespace) -> Questions:
 def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dict[str, Any]:
     """The arguments of the way's engine, for `worker.py`."""
     given: dict[str, Any] = {"dtype": options.dtype, "max_model_len": asked.max_model_len}
-    tiny = asked.right is not None
+    cache_bytes = options.kv_cache_memory_bytes or (None if asked.right is None else CACHE_BYTES)
     if way.engine == "embedded":
-        return {**given, "kv_cache": way.cache, **({"memory": CACHE_BYTES} if tiny else {})}
+        return {**given, "kv_cache": way.cache, **({"memory": cache_bytes} if cache_bytes else {})}
     given |= {
         "attention_backend": way.backend,
         "kv_cache_dtype": {"fp8": "fp8", "bf16": "auto"}[way.cache],
         "tensor_parallel_size": way.gpus,
         "max_num_seqs": 64,
         "enforce_eager": way.eager,
-        "enable_prefix_caching": tiny,  # random prompts come twice, and are to be computed twice
+        "enable_prefix_caching": asked.right is not None,  # random prompts come twice, and are to be computed twice
     }
-    if tiny:
-        given["kv_cache_memory_bytes"] = CACHE_BYTES
+    if cache_bytes:
+        given["kv_cache_memory_bytes"] = cache_bytes
     if torch.cuda.is_available():
         given["compilation_config"] = {"mode": 0} if way.eager else vllm_options.FULL_DECODE_GRAPHS
     if way.drafts:

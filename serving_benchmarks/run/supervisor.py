@@ -1,20 +1,18 @@
-"""Runs a command, and leaves nothing of it behind: not when it ends, not when whoever asked for it is killed.
+"""Runs a command and leaves none of its processes behind, also if the process that wanted it is killed.
 
     python supervisor.py
 
-The first line of its standard input is JSON: the `command`'s words, the `folder` that it runs in, and the `grace` that
-it gets, in seconds. What comes after it goes on to the command's standard input. It goes on until the command ends, or
-that input does, which happens when the process at the other end stops or dies, of kill -9 too. Then the command gets
-SIGINT and its grace to end by itself, and what is left of its descendants is killed, in whatever process groups and
-sessions they are. The exit status is the command's.
+The first line of standard input is JSON: `command` (its words), `folder` (where it runs) and `grace` (seconds). All
+later input goes to the command. The command ends by itself, or when the input ends, which happens when the process at
+the other end stops or dies, even by kill -9. Then it gets SIGINT and its grace, and all descendants that are left are
+killed, whatever their process groups and sessions. The exit status is the command's.
 
-Either of two processes would do for that, and there are two because one may be killed itself: the supervisor has the
-command, and its parent, the watcher, only waits for it. If one of them is killed the other one kills what is below.
-They are in sessions of their own, so that no signal to a group reaches both. If both are killed at the same moment, the
-command's processes are left.
+There are two processes, as one of them may be killed itself. The supervisor has the command. Its parent, the watcher,
+only waits for it. If one is killed, the other kills what is left. Each has a session of its own, so that no signal to a
+group reaches both. If both are killed at the same moment, the command's processes survive.
 
-`processes.py` starts it in this folder, by the file's name: whoever kills all processes whose command lines name this
-package, or the command, misses both. Nothing but the standard library is imported. Linux only.
+`processes.py` starts this file by its name, in this folder: `pkill -f` with the package's name or the command's finds
+neither of the two. It imports nothing but the standard library. Linux only.
 """
 
 import contextlib
@@ -30,14 +28,14 @@ from collections.abc import Sequence
 
 PR_SET_CHILD_SUBREAPER = 36
 KILL_SECONDS = 30
-"""How long killed processes may take to be gone: the kernel gives back a GPU's memory first."""
+"""How long killed processes may take to end: the kernel frees a GPU's memory first."""
 KILL_AGAIN_SECONDS = 0.02
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end the command."""
 
 
 def adopt_orphans() -> None:
-    """From now on a descendant whose parent has ended becomes a child of this process, and is not lost from sight."""
+    """Makes descendants whose parents end children of this process, so that it still finds them."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
@@ -58,7 +56,7 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """Until none is left. New ones that they start meanwhile are found in the next turn."""
+    """Kills until none is left. Those that are started meanwhile are found by the next look."""
     end = time.monotonic() + KILL_SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(ChildProcessError):
@@ -74,7 +72,7 @@ def kill_descendants() -> None:
 
 
 def wait_for_the_end(command: subprocess.Popen, watcher: int) -> None:
-    """Of the command, of the watcher (a pidfd) or of whoever asked for it, or until a signal says so."""
+    """Waits until the command, the watcher (a pidfd) or the standard input ends, or a signal comes."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -88,18 +86,18 @@ def wait_for_the_end(command: subprocess.Popen, watcher: int) -> None:
         said = os.read(0, 1 << 16)
         if not said:
             return
-        with contextlib.suppress(BrokenPipeError):  # it doesn't listen
+        with contextlib.suppress(BrokenPipeError):  # the command has closed its input
             os.write(command.stdin.fileno(), said)
 
 
 def exit_status(of_wait: int) -> int:
-    """As shells give it, of what `subprocess` and `os.waitstatus_to_exitcode` say."""
+    """The status as shells give it, from that of `subprocess` and `os.waitstatus_to_exitcode`."""
     return of_wait if of_wait >= 0 else 128 - of_wait
 
 
 def supervise(words: Sequence[str], folder: str, grace: float, watcher: int) -> int:
-    """Runs the command to its end, and ends what it has started; its exit status."""
-    # Below a job in a script's background SIGINT is ignored, and a command would inherit that; a handler it doesn't.
+    """Runs the command to its end, ends what it has started, and returns the exit status."""
+    # A script's background job ignores SIGINT, and its children inherit that. They don't inherit a handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command = subprocess.Popen(words, cwd=folder, stdin=subprocess.PIPE)
     try:
@@ -115,7 +113,7 @@ def supervise(words: Sequence[str], folder: str, grace: float, watcher: int) -> 
 
 
 def watch(supervisor: int) -> int:
-    """Waits for the supervisor, and ends what it has left, which is something only if it was killed; its status."""
+    """Waits for the supervisor, ends what it has left if it was killed, and returns its status."""
 
     def pass_on(number: int, _) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -129,7 +127,7 @@ def watch(supervisor: int) -> int:
 
 
 def main() -> int:
-    with open(0, "rb", buffering=0, closefd=False) as given:  # the rest of it is for the command
+    with open(0, "rb", buffering=0, closefd=False) as given:  # the rest is for the command
         asked = json.loads(given.readline())
     adopt_orphans()
     watcher = os.pidfd_open(os.getpid())

@@ -10,7 +10,6 @@ from mla_backend.engine import load_model
 from serving_benchmarks.__main__ import main
 from serving_benchmarks.models import drafts
 from serving_benchmarks.run import checkpoint
-from tests.benchmarks.test_throughput import fake_vllm, folder  # noqa: F401
 
 
 def answers(*rows: list[int], logprob: float = -1.0) -> checkpoint.Answers:
@@ -33,9 +32,20 @@ def test_a_way_is_good_within_its_bounds():
     assert not checkpoint.is_good({**good, "right": None, "within_noise": False})
 
 
-def test_random_prompts_find_a_backend_that_is_not_like_the_first_and_one_that_fails(folder, fake_vllm):  # noqa: F811
+def test_random_prompts_find_a_backend_that_is_not_like_the_first_and_one_that_fails(small_model, fake_vllm):
     output = fake_vllm / "out.json"
-    asked = ["--model", str(folder), "--num-prompts", "3", "--input-len", "20", "--output-len", "4", "--ways", "vllm"]
+    asked = [
+        "--model",
+        str(small_model),
+        "--num-prompts",
+        "3",
+        "--input-len",
+        "20",
+        "--output-len",
+        "4",
+        "--ways",
+        "vllm",
+    ]
     assert main(["checkpoint", *asked, "--backend", "ONE,TWO,NOISY,REFUSED", "--output", str(output)]) == 1
     report = json.loads(output.read_text())
     assert report["environment"]["benchmark"] == "checkpoint"

@@ -8,8 +8,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from commands import alive, wait_until
 
+from commands import alive, wait_until
 from serving_benchmarks.run import supervisor
 from serving_benchmarks.run.processes import Supervised, signals_unwind, why_it_ended, why_it_failed
 

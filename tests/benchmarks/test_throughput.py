@@ -2,39 +2,19 @@
 
 import json
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from commands import alive, parsed, wait_until
 
-import engine_models
-from serving_benchmarks.__main__ import main
-from serving_benchmarks.run import common, supervisor, throughput
-
-FAKE = Path(__file__).parents[1] / "support" / "fake_vllm"
+from commands import parsed, status_of, status_when_stopped
+from serving_benchmarks.run import common, throughput
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return engine_models.save_small(tmp_path_factory.mktemp("small"))
-
-
-@pytest.fixture
-def fake_vllm(tmp_path, monkeypatch) -> Path:
-    """Workers find it in place of vLLM."""
-    monkeypatch.setenv("PYTHONPATH", f"{FAKE}:{Path(__file__).parents[2]}")
-    monkeypatch.setenv("FAKE_VLLM", str(tmp_path))
-    return tmp_path
-
-
-def test_interleaved_backends_are_measured_and_one_that_fails_is_said_to(folder, fake_vllm, capsys):
+def test_interleaved_backends_are_measured_and_one_that_fails_is_said_to(small_model, fake_vllm, capsys):
     output = fake_vllm / "out.json"
     loads = ["--lengths", "20+4,10+6", "--num-prompts", "6", "--concurrency", "1,6", "--waves", "2", "--rounds", "3"]
     how = ["--interleave", "--profile", "--requests", "--tensor-parallel-size", "2", "--size-warmup"]
-    backends = ["--backend", "REFUSED,ONE,BREAKS,TWO", "--output", str(output), "--logs", str(fake_vllm / "logs")]
-    assert main(["throughput", "--model", str(folder), *loads, *how, *backends]) == 1
+    backends = ["--backend", "REFUSED,ONE,BREAKS,TWO", "--output", output]
+    assert status_of("throughput", "--model", small_model, *loads, *how, *backends) == 1
     report = json.loads(output.read_text())
     assert report["environment"]["benchmark"] == "throughput" and report["environment"]["model"]["layers"] == 2
     asked = [(20, 4, 2, 1), (20, 4, 6, 6), (10, 6, 2, 1), (10, 6, 6, 6)]
@@ -76,20 +56,10 @@ def assert_adds_up(result: dict, input_len: int, new: int, count: int) -> None:
 
 @pytest.mark.usefixtures("children_hear_ctrl_c")
 @pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_nothing_is_left_when_it_is_stopped_while_one_works_and_one_waits(folder, fake_vllm, how, status):
-    output = fake_vllm / "out.json"
-    command = [sys.executable, "-m", "serving_benchmarks", "throughput", "--model", folder, "--interleave"]
-    loads = ["--backend", "ONE,HANGS", "--lengths", "20+4", "--no-warmup", "--output", output]
-    process = subprocess.Popen([*command, *loads], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        assert wait_until((fake_vllm / "hangs").exists)
-        started = supervisor.descendants(process.pid)
-        assert len(started) == 6 and all(map(alive, started)), "two workers, each with a supervisor and its watcher"
-        process.send_signal(how)
-        assert process.wait(60) == status
-        assert wait_until(lambda: not any(map(alive, started))), "processes are left"
-    finally:
-        process.kill()
+def test_nothing_is_left_when_it_is_stopped_while_one_works_and_one_waits(small_model, fake_vllm, how, status):
+    output, busy = fake_vllm / "out.json", (fake_vllm / "hangs").exists
+    words = ("--model", small_model, "--interleave", "--backend", "ONE,HANGS", "--lengths", "20+4", "--no-warmup")
+    assert status_when_stopped(how, busy, "throughput", *words, "--output", output) == status
     assert not output.exists(), "there are no results"
 
 
@@ -102,8 +72,8 @@ def test_nothing_is_left_when_it_is_stopped_while_one_works_and_one_waits(folder
         (["--lengths", "20+4,30+2", "--profile", "--concurrency", "1,2"], 30 + 97),
     ],
 )
-def test_the_longest_request_is_the_longest_of_all_lengths(folder, arguments, longest):
-    plan = throughput.plan_of(parsed("throughput", "--model", folder, *arguments))
+def test_the_longest_request_is_the_longest_of_all_lengths(small_model, arguments, longest):
+    plan = throughput.plan_of(parsed("throughput", "--model", small_model, *arguments))
     assert plan.settings["max_model_len"] == longest and len(plan.workloads) == 2
 
 
@@ -120,10 +90,12 @@ def test_the_longest_request_is_the_longest_of_all_lengths(folder, arguments, lo
         (("--no-warmup",), None, None),
     ],
 )
-def test_step_sizes_are_warmed_up_on_a_gpu_as_far_as_they_are_needed(folder, monkeypatch, arguments, most, in_flight):
+def test_step_sizes_are_warmed_up_on_a_gpu_as_far_as_they_are_needed(
+    small_model, monkeypatch, arguments, most, in_flight
+):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     small = ("--lengths", "20+4", "--num-prompts", "6")
-    plan = throughput.plan_of(parsed("throughput", "--model", folder, *small, *arguments))
+    plan = throughput.plan_of(parsed("throughput", "--model", small_model, *small, *arguments))
     assert bool(plan.sizes) is (most is not None)
     if plan.sizes:
         *prompts, decode = [requests.prompts[len(requests) > 1 :] for requests in plan.sizes]
@@ -141,8 +113,8 @@ def test_step_sizes_are_warmed_up_on_a_gpu_as_far_as_they_are_needed(folder, mon
         (["--backend", "A", "--interleave"], None),
     ],
 )
-def test_interleaved_backends_share_the_memory(folder, arguments, share):
-    options = parsed("throughput", "--model", folder, *arguments)
+def test_interleaved_backends_share_the_memory(small_model, arguments, share):
+    options = parsed("throughput", "--model", small_model, *arguments)
     assert throughput.memory_share(options) == share
 
 
@@ -154,10 +126,6 @@ REFUSED = (
 
 
 @pytest.mark.parametrize("arguments", REFUSED.split("|"))
-def test_wrong_arguments_are_refused(folder, arguments, monkeypatch):
+def test_wrong_arguments_are_refused(small_model, arguments, monkeypatch):
     monkeypatch.setattr(common, "collect", None)  # nothing is measured
-    try:
-        status = main(["throughput", "--model", str(folder), "--lengths", "20+4", *arguments.split()])
-    except SystemExit as stopped:
-        status = stopped.code
-    assert status == 2
+    assert status_of("throughput", "--model", small_model, "--lengths", "20+4", *arguments.split()) == 2

@@ -91,71 +91,54 @@ def test_a_worker_ends_when_nobody_answers_any_more():
 
 
 @dataclasses.dataclass(eq=False)
-class Waits:
-    """A worker that has so many pieces of work; None is no round."""
-
-    pieces: list[int | None]
-    had: int = 0
-
-    @property
-    def asks(self):
-        return None if self.had == len(self.pieces) else {"round": self.pieces[self.had] or 0}
-
-    def tell(self, word):
-        assert word == rounds.GO
-        self.had += 1
-        return f"piece {self.had - 1}"
-
-
-@given(st.lists(st.none() | st.integers(0, 9), max_size=12), st.lists(st.integers(0, 12), min_size=1, max_size=5))
-def test_workers_go_round_by_round_there_and_back_whoever_drops_out(pieces, lasts):
-    workers = [Waits(pieces[:last]) for last in lasts]
-    had = [(workers.index(one), one.had - 1) for one, _ in rounds.interleaved(workers)]
-    for piece, number in enumerate(pieces):
-        wanted = [index for index, one in enumerate(workers) if len(one.pieces) > piece]
-        assert [index for index, of in had if of == piece] == (wanted[::-1] if (number or 0) % 2 else wanted)
-    assert [piece for _, piece in had] == sorted(piece for _, piece in had), "nobody is ahead of the others"
-
-
-@dataclasses.dataclass(eq=False)
 class Times:
-    """A worker that has rounds that last so long, at two loads, and asks for one more each time."""
+    """A worker with two loads, each with rounds that last so long. It asks for one more each time, or ends early."""
 
     least: int
     lasts: list[float]
+    ends_after: int = sys.maxsize
     loads: list[int] = dataclasses.field(default_factory=lambda: [0])
+
+    def timed(self, done: int) -> float:
+        return sum(itertools.islice(itertools.cycle(self.lasts), done))
 
     @property
     def asks(self):
         done = self.loads[-1]
-        timed = sum(itertools.islice(itertools.cycle(self.lasts), done))
-        return {"round": done, "optional": done >= self.least, "timed_s": timed} if len(self.loads) < 3 else None
+        ended = len(self.loads) == 3 or sum(self.loads) >= self.ends_after
+        return None if ended else {"round": done, "optional": done >= self.least, "timed_s": self.timed(done)}
 
     def tell(self, word):
-        if word == rounds.GO:
-            self.loads[-1] += 1
-        else:
-            self.loads.append(0)
+        self.loads[-1 if word == rounds.GO else len(self.loads) :] = [self.loads[-1] + 1 if word == rounds.GO else 0]
         return word
 
 
-@given(
-    st.lists(st.lists(st.floats(0.1, 3), min_size=1, max_size=5), min_size=1, max_size=4),
-    st.integers(2, 5),
-    st.floats(0, 9),
-)
-def test_rounds_go_on_until_all_have_been_timed_for_long_enough(lasts, least, seconds):
+LASTS = st.lists(st.floats(0.1, 3), min_size=1, max_size=5)
+
+
+@given(st.lists(LASTS, min_size=1, max_size=4), st.integers(2, 5), st.floats(0, 9))
+def test_rounds_go_on_until_all_workers_have_been_timed_for_long_enough(lasts, least, seconds):
     workers = [Times(least, one) for one in lasts]
-    for _ in rounds.interleaved(workers, seconds):
-        pass
+    had = [
+        (one.loads[-1], workers.index(one)) for one, word in rounds.interleaved(workers, seconds) if word == rounds.GO
+    ]
     for one in workers:
         assert one.loads == workers[0].loads and one.loads[0] == one.loads[1], "ratios are of pairs of rounds"
     done = workers[0].loads[0]
+    assert done >= least and min(one.timed(done) for one in workers) >= seconds
+    assert done == least or min(one.timed(done - 1) for one in workers) < seconds
+    there, back = range(len(workers)), range(len(workers))[::-1]
+    order = [(number + 1, index) for number in range(done) for index in (back if number % 2 else there)]
+    assert had == order * 2, "there and back"
 
-    def timed(count):
-        return min(sum(itertools.islice(itertools.cycle(one.lasts), count)) for one in workers)
 
-    assert done >= least and timed(done) >= seconds and (done == least or timed(done - 1) < seconds)
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=5))
+def test_workers_that_end_early_leave_the_others_in_step(ends):
+    workers = [Times(3, [1.0], ends_after=end) for end in ends]
+    for _ in rounds.interleaved(workers):
+        left = [sum(other.loads) for other in workers if other.asks is not None]
+        assert not left or max(left) - min(left) <= 1, "nobody is ahead of the others"
+    assert all(one.asks is None for one in workers)
 
 
 def test_what_triton_compiles_is_taken_once_and_others_who_listen_go_on_being_told(monkeypatch):

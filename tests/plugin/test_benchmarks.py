@@ -1,19 +1,17 @@
 """Commands with the true vLLM, on a CPU: they measure our backend, and leave nothing of it behind."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from commands import alive, wait_until
 
 import vllm_installed  # noqa: F401
+from commands import status_when_stopped
 from examples.recall.accuracy import CHECKPOINT
 from serving_benchmarks.models import models
-from serving_benchmarks.run import supervisor
 
 SMALL_CACHE = ("--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", 1 << 27)
 NARROW = dict(hidden_size=128, intermediate_size=192, moe_intermediate_size=64, q_lora_rank=96, qk_nope_head_dim=32)
@@ -85,16 +83,5 @@ def test_the_server_answers_vllms_client(narrow, tmp_path):
 
 def test_no_process_of_the_server_is_left_when_the_benchmark_is_killed(narrow, tmp_path):
     log = tmp_path / "SPARSE_MLA-server.log"
-    benchmark = subprocess.Popen(serve_command(narrow, "--logs", tmp_path), stderr=subprocess.DEVNULL)
-    started: list[int] = []
-    try:
-        assert wait_until(lambda: log.exists() and "EngineCore pid=" in log.read_text(errors="replace"), 200)
-        started = supervisor.descendants(benchmark.pid)
-        assert len(started) >= 3, "a supervisor, the server, its engine"
-        benchmark.kill()
-        benchmark.wait()
-        assert wait_until(lambda: not any(map(alive, started))), "processes are left"
-    finally:
-        benchmark.kill()
-        for pid in filter(alive, started):
-            os.kill(pid, signal.SIGKILL)
+    busy = lambda: log.exists() and "EngineCore pid=" in log.read_text(errors="replace")  # noqa: E731
+    status_when_stopped(signal.SIGKILL, busy, *serve_command(narrow, "--logs", tmp_path)[3:])

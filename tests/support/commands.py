@@ -2,11 +2,17 @@
 
 import argparse
 import importlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from serving_benchmarks.__main__ import COMMANDS
+from serving_benchmarks.__main__ import COMMANDS, main
+from serving_benchmarks.run import supervisor
+
+FAKE_VLLM = f"{Path(__file__).parent / 'fake_vllm'}:{Path(__file__).parents[2]}"
+"""The PYTHONPATH with which a stand-in takes vLLM's place in processes. They note things in the folder FAKE_VLLM."""
 
 
 def parsed(command: str, *words: object) -> argparse.Namespace:
@@ -14,6 +20,14 @@ def parsed(command: str, *words: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}").add_options(parser)
     return parser.parse_args(list(map(str, words)))
+
+
+def status_of(*words: object) -> int:
+    """The exit status of a command."""
+    try:
+        return main(list(map(str, words)))
+    except SystemExit as stopped:
+        return stopped.code
 
 
 def alive(pid: int) -> bool:
@@ -32,3 +46,19 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60, every: float 
             return False
         time.sleep(every)
     return True
+
+
+def status_when_stopped(how: int, is_busy: Callable[[], bool], *words: object) -> int:
+    """The exit status of a command that gets a signal once it is busy. None of its processes may be left."""
+    command = [sys.executable, "-m", "serving_benchmarks", *map(str, words)]
+    process, started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), []
+    try:
+        assert wait_until(is_busy, 200)
+        started = supervisor.descendants(process.pid)
+        assert len(started) >= 3 and all(map(alive, started)), "a watcher, a supervisor, and what they guard"
+        process.send_signal(how)
+        status = process.wait(60)
+        assert wait_until(lambda: not any(map(alive, started))), "processes are left"
+        return status
+    finally:
+        process.kill()
