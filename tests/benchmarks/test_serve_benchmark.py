@@ -6,82 +6,74 @@ import json
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
-
 from commands import alive, parsed, wait_until
+
 from serving_benchmarks.__main__ import main
 from serving_benchmarks.run import common, serve, server, supervisor, vllm_options
 from serving_benchmarks.run.workloads import Workload
 
 SERVER = """
-    import http.server, json, os, signal, sys, time
-    port, notes, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # as a server that hangs
-    if mode == "ends":
-        raise RuntimeError("no such backend")
-    if os.fork() == 0:
-        os.setsid()  # as a worker in a session of its own
-        worker = True
-    else:
-        worker = False
-    with open(notes, "a") as file:
-        file.write(f"{os.getpid()}\\n")
-    if worker:
-        time.sleep(1000)
-    asked = 0
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            global asked
-            asked += 1
-            self.send_response(503 if mode == "sick" else 200)
-            self.end_headers()
-            self.wfile.write(f'''# HELP metrics
-    vllm:num_preemptions_total{{engine="0"}} {3.0 * asked}
-    vllm:prefix_cache_queries_total{{engine="0"}} {200.0 * asked}
-    vllm:prefix_cache_hits_total{{engine="0"}} {50.0 * asked}
-    vllm:kv_cache_usage_perc{{engine="0"}} 0.25
-    vllm:request_success_total{{reason="stop"}} 1.0
-    vllm:request_success_total{{reason="length"}} 2.0
-    '''.replace("\\n    ", "\\n").encode())
-            if mode == "dies" and asked > 1:
-                os._exit(7)
-            if mode == "killed" and asked > 1:
-                print("WARNING 11-23 12:00:00 [a.py:1] errors like `OSError: too many open files`", flush=True)
-                os.kill(os.getpid(), 9)
-        def do_POST(self):
-            wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if mode == "breaks":
-                os._exit(7)
-            with open(notes + ".asked", "a") as file:
-                file.write(json.dumps([self.path, wanted]) + "\\n")
-            if mode == "hangs":
-                time.sleep(1000)
-            said = b'{"error": "too long"}'
-            self.send_response(400 if mode in ("refuses", "mumbles") else 200)
-            self.send_header("Content-Length", str(len(said) + 99 * (mode == "mumbles")))
-            self.end_headers()
-            self.wfile.write(said)
-        def log_message(self, *_):
-            pass
-    http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+import http.server, json, os, signal, sys, time
+port, notes, mode = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)  # as a server that hangs
+if mode == "ends":
+    raise RuntimeError("no such backend")
+child = os.fork()
+if not child:
+    os.setsid()  # as a worker in a session of its own
+with open(notes, "a") as file:
+    file.write(f"{os.getpid()}\\n")
+if not child:
+    time.sleep(1000)
+asked = 0
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        global asked
+        asked += 1
+        self.send_response(503 if mode == "sick" else 200)
+        self.end_headers()
+        counts = {"num_preemptions": 3, "prefix_cache_queries": 200, "prefix_cache_hits": 50}
+        for name, count in counts.items():
+            self.wfile.write(f'vllm:{name}_total{{engine="0"}} {count * asked}.0\\n'.encode())
+        if mode == "killed" and asked > 1:
+            os.kill(os.getpid(), 9)
+
+    def do_POST(self):
+        wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if mode == "breaks":
+            os._exit(7)
+        with open(notes + ".asked", "a") as file:
+            file.write(json.dumps([self.path, wanted]) + "\\n")
+        if mode == "hangs":
+            time.sleep(1000)
+        said = b'{"error": "too long"}'
+        self.send_response(400 if mode == "refuses" else 200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *_):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 CLIENT = """
-    import json, sys, time
-    path, mode = sys.argv[1:]
-    if mode == "fails":
-        raise ValueError("no such dataset")
-    if mode == "hangs":
-        time.sleep(1000)
-    json.dump({
-        "date": "today", "model_id": "/a/folder", "duration": 2.0, "request_throughput": 1.5,
-        "completed": 3, "failed": 1,
-        "input_lens": [10, 10, 10, 10], "output_lens": [3, 3, 1, 0], "ttfts": [0.5, 1.5, 0.25, 0.0],
-        "itls": [[0.1, 0.3], [0.1, 0.1], [], []], "errors": ["", "", "", "refused"], "generated_texts": ["a"] * 4,
-    }, open(path, "w"))
+import json, sys, time
+path, mode = sys.argv[1:]
+if "unasked" in path:
+    raise ValueError("no such dataset")
+if mode == "hangs":
+    time.sleep(1000)
+json.dump({
+    "date": "today", "model_id": "/a/folder", "duration": 2.0, "request_throughput": 1.5, "completed": 3, "failed": 1,
+    "input_lens": [10, 10, 10, 10], "output_lens": [3, 3, 1, 0], "ttfts": [0.5, 1.5, 0.25, 0.0],
+    "itls": [[0.1, 0.3], [0.1, 0.1], [], []], "errors": ["", "", "", "refused"], "generated_texts": ["a"] * 4,
+}, open(path, "w"))
 """
 
 
@@ -89,7 +81,7 @@ CLIENT = """
 def fakes(tmp_path, monkeypatch):
     """Takes the place of vLLM. A backend's name says how its server behaves."""
     for name, code in (("server", SERVER), ("client", CLIENT)):
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
+        (tmp_path / f"{name}.py").write_text(code)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100, "max_position_embeddings": 4000}))
     (tmp_path / "pids").touch()
     patch(tmp_path, monkeypatch.setattr)
@@ -157,31 +149,27 @@ def test_each_load_has_an_entry_made_of_what_the_client_saved(fakes, monkeypatch
 KEPT = {"completed": 3, "failed": 1}
 
 
-def test_backends_that_fail_are_said_to_and_the_others_go_on(fakes):
-    failing = ("ends", "sick", "dies", "killed")
-    status, report = run(fakes, "--backend", ",".join([*failing, "works"]), "--concurrency", "1,2", "--no-warmup")
-    assert status == 1 and no_process_left(fakes)
-    found = [(r["backend"], r["case"]["concurrency"], r["error"] is None) for r in report["results"]]
-    assert found[-2:] == [("works", 1, True), ("works", 2, True)] and "requests" not in report["results"][-1]
-    assert [one[0] for one in found[:-2]] == [name for name in failing for _ in range(2)]
-    assert not found[1][2] and not found[3][2] and not found[5][2] and not found[7][2]
-    why = {r["backend"]: r["error"] for r in report["results"] if r["error"]}
-    assert "RuntimeError: no such backend" in why["ends"] and "killed by signal 9" in why["killed"]
+FAILING = {
+    "ends": "RuntimeError: no such backend",
+    "sick": "not ready",
+    "killed": "killed by signal 9",
+    "refuses": "too long",
+    "breaks": "the server ended",
+    "unasked": "ValueError: no such dataset",
+}
 
 
-def test_servers_that_fail_in_their_warm_up_are_said_to(fakes, monkeypatch):
+def test_backends_that_fail_are_said_to_and_the_others_go_on(fakes, monkeypatch):
     monkeypatch.setattr(common, "size_warmup", lambda *_: [Workload([[5]], [2])])
-    status, report = run(fakes, "--backend", "refuses,mumbles,breaks,works", "--no-warmup")
+    status, report = run(fakes, "--backend", ",".join([*FAILING, "works"]), "--concurrency", "1,2", "--no-warmup")
     assert status == 1 and no_process_left(fakes)
-    *errors, works = [result["error"] for result in report["results"]]
-    assert all(errors) and works is None and "too long" in errors[0] and "ended" in errors[2]
-
-
-def test_a_client_that_fails_is_said_to(fakes, monkeypatch):
-    patch(fakes, monkeypatch.setattr, client="fails")
-    status, report = run(fakes, "--backend", "works")
-    assert status == 1 and no_process_left(fakes)
-    assert "ValueError: no such dataset" in report["results"][0]["error"]
+    found = [(r["backend"], r["case"]["concurrency"]) for r in report["results"]]
+    assert found == [(name, n) for name in (*FAILING, "works") for n in (1, 2)]
+    for result in report["results"]:
+        if result["backend"] in FAILING:
+            assert FAILING[result["backend"]] in result["error"]
+        else:
+            assert result["error"] is None and "requests" not in result
 
 
 STOPPED = """
@@ -266,15 +254,11 @@ def test_what_is_not_given_is_left_to_vllm():
     assert vllm_options.gpus(arguments) == 1 and vllm_options.gpus({**arguments, "data_parallel_size": 3}) == 3
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--request-rate", "0"],
-        ["--ttft-limit", "nan"],
-        ["--output-len", "2000"],
-        ["--input-len", "5", "--max-model-len", "9"],
-    ],
-)
+BELOW_0 = ["--ttft-limit", "nan"], ["--request-rate", "0"]
+TOO_LONG = ["--output-len", "2000"], ["--input-len", "5", "--max-model-len", "9"]
+
+
+@pytest.mark.parametrize("arguments", [*BELOW_0, *TOO_LONG])
 def test_wrong_arguments_are_refused(arguments, monkeypatch):
     monkeypatch.setattr(common, "collect", None)  # nothing is measured
     try:

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import alive, parsed, wait_until
 
 import engine_models
-from commands import alive, parsed, wait_until
 from serving_benchmarks.__main__ import main
 from serving_benchmarks.run import common, supervisor, throughput
 
@@ -38,31 +38,26 @@ def test_interleaved_backends_are_measured_and_one_that_fails_is_said_to(folder,
     report = json.loads(output.read_text())
     assert report["environment"]["benchmark"] == "throughput" and report["environment"]["model"]["layers"] == 2
     asked = [(20, 4, 2, 1), (20, 4, 6, 6), (10, 6, 2, 1), (10, 6, 6, 6)]
-    cases = [(r["backend"], *(r["case"][n] for n in CASE)) for r in report["results"]]
+    named = ("input_len", "output_len", "num_prompts", "concurrency")
+    cases = [(r["backend"], *(r["case"][name] for name in named)) for r in report["results"]]
     assert cases == [(name, *case) for name in ("REFUSED", "ONE", "BREAKS", "TWO") for case in asked]
-    by_name = {name: report["results"][i * 4 : i * 4 + 4] for i, name in enumerate(("REFUSED", "ONE", "BREAKS", "TWO"))}
-    assert {r["error"] for r in by_name["REFUSED"]} == {"ValueError: no such backend"}
-    assert {r["error"] for r in by_name["BREAKS"]} == {"MemoryError: out of everything"}
-    for result in by_name["ONE"] + by_name["TWO"]:
-        assert_adds_up(result, **dict(zip(("input_len", "new", "count", "concurrency"), case_values(result))))
-    profiles = [bool(r["profile"]) for r in by_name["TWO"]]
-    assert profiles == [True, False, True, False] and by_name["TWO"][0]["profile"]["calls"] == {"cudaGraphLaunch": 8}
-    for one, two in zip(by_name["ONE"], by_name["TWO"], strict=True):
+    refused, ones, breaks, twos = (report["results"][i : i + 4] for i in range(0, 16, 4))
+    assert {result["error"] for result in refused} == {"ValueError: no such backend"}
+    assert {result["error"] for result in breaks} == {"MemoryError: out of everything"}
+    for result, (input_len, new, count, _) in zip([*ones, *twos], asked * 2, strict=True):
+        assert_adds_up(result, input_len, new, count)
+    profiles = [bool(result["profile"]) for result in twos]
+    assert profiles == [True, False, True, False] and twos[0]["profile"]["calls"] == {"cudaGraphLaunch": 8}
+    for one, two in zip(ones, twos, strict=True):
         ratios = sorted(a / b for a, b in zip(one["rounds_s"], two["rounds_s"], strict=True))
         assert one["over_first"]["median"] == 1 and two["over_first"]["median"] == pytest.approx(ratios[1])
         assert [two["over_first"][n] for n in ("low", "high")] == pytest.approx([ratios[0], ratios[2]])
-    rounds = [line for line in capsys.readouterr().err.splitlines() if ": round " in line]
-    assert [line.split(":")[0] for line in rounds[-6:]] == ["ONE", "TWO", "TWO", "ONE", "ONE", "TWO"]
+    rounds = [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if ": round " in line]
+    assert rounds[-6:] == ["ONE", "TWO", "TWO", "ONE", "ONE", "TWO"]
 
 
-CASE = ("input_len", "output_len", "num_prompts", "concurrency")
-
-
-def case_values(result: dict) -> list[int]:
-    return [result["case"][name] for name in CASE]
-
-
-def assert_adds_up(result: dict, input_len: int, new: int, count: int, concurrency: int) -> None:
+def assert_adds_up(result: dict, input_len: int, new: int, count: int) -> None:
+    """One of three rounds whose requests all have these lengths."""
     assert result["error"] is None and result["gpus"] == 2
     assert result["num_requests"] == count and result["total_num_tokens"] == count * (input_len + new)
     assert result["elapsed_time"] == pytest.approx(sorted(result["rounds_s"])[1])
@@ -125,7 +120,7 @@ def test_the_longest_request_is_the_longest_of_all_lengths(folder, arguments, lo
         (("--no-warmup",), None, None),
     ],
 )
-def test_step_sizes_are_warmed_up_on_a_gpu_as_far_as_the_workloads_need(folder, monkeypatch, arguments, most, in_flight):
+def test_step_sizes_are_warmed_up_on_a_gpu_as_far_as_they_are_needed(folder, monkeypatch, arguments, most, in_flight):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     small = ("--lengths", "20+4", "--num-prompts", "6")
     plan = throughput.plan_of(parsed("throughput", "--model", folder, *small, *arguments))
@@ -151,30 +146,18 @@ def test_interleaved_backends_share_the_memory(folder, arguments, share):
     assert throughput.memory_share(options) == share
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--num-prompts", "0"],
-        ["--rounds", "1"],
-        ["--concurrency", "1,0"],
-        ["--backend", ","],
-        ["--lengths", "20+4,30"],
-        ["--lengths", "20+0"],
-        ["--lengths", "20+4,500+500"],
-        ["--lengths", "20+4,50+50", "--max-model-len", "60"],
-        ["--gpu-memory-utilization", "1.5"],
-        ["--interleave", "--backend", "A,B", "--gpu-memory-utilization", "0.6"],
-        ["--vllm-args", "[1]"],
-        ["--seconds", "nan"],
-        ["--model", "/nope"],
-        ["--logs", __file__],
-        ["--output", "/proc/nope/x.json"],
-    ],
+REFUSED = (
+    "--num-prompts 0|--rounds 1|--concurrency 1,0|--backend ,|--lengths 20+4,30|--lengths 20+0|--lengths 500+500"
+    "|--lengths 50+50 --max-model-len 60|--gpu-memory-utilization 1.5|--vllm-args [1]|--seconds nan|--model /nope"
+    f"|--interleave --backend A,B --gpu-memory-utilization 0.6|--logs {__file__}|--output /proc/nope/x.json"
 )
+
+
+@pytest.mark.parametrize("arguments", REFUSED.split("|"))
 def test_wrong_arguments_are_refused(folder, arguments, monkeypatch):
     monkeypatch.setattr(common, "collect", None)  # nothing is measured
     try:
-        status = main(["throughput", "--model", str(folder), "--lengths", "20+4", *arguments])
+        status = main(["throughput", "--model", str(folder), "--lengths", "20+4", *arguments.split()])
     except SystemExit as stopped:
         status = stopped.code
     assert status == 2

@@ -1,4 +1,4 @@
-"""On a GPU: our backend beside vLLM's own and beside the embedded engine. Two programs of this folder do the work."""
+"""On a GPU: vLLM with our backend versus vLLM with its own, and versus the embedded engine."""
 
 import json
 import subprocess
@@ -9,73 +9,87 @@ import pytest
 import torch
 
 import vllm_installed  # noqa: F401
+from serving_benchmarks.models import models
 
-FOLDER = Path(__file__).parents[2] / "serving_benchmarks" / "run"
+BOTH = ("--backend", "FLASHMLA_SPARSE,SPARSE_MLA")
 PADDING = ("upconvert", "pad")
 """What names of kernels have in them that widen heads or unpack the cache."""
-SLOWER = 1.02
+WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMalloc")
 
 pytestmark = pytest.mark.gpu
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-def results_of(program: str, tmp_path: Path, *options: str) -> list[dict]:
-    """The entries of a program's result file; it must have found nothing wrong."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Makes a model of real width without experts, whose last layer drafts."""
+    made: dict[int, Path] = {}
+
+    def of(heads: int) -> Path:
+        if heads not in made:
+            small = dict(vocab_size=32768, intermediate_size=4096, first_k_dense_replace=5, num_nextn_predict_layers=1)
+            made[heads] = tmp_path_factory.mktemp("model") / str(heads)
+            models.write(made[heads], models.config("deepseek-v3.2", heads=heads, **small))
+        return made[heads]
+
+    return of
+
+
+def results_of(tmp_path: Path, *words: object) -> list[dict]:
+    """The entries of a command's result file; it must have found nothing wrong."""
     output = tmp_path / "result.json"
-    done = subprocess.run(
-        [sys.executable, FOLDER / program, *options, "--output", output], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "serving_benchmarks", *map(str, words), "--output", output]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stdout
     return json.loads(output.read_text())["results"]
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
-def test_tokens_are_those_of_flashmla_within_its_own_noise_and_as_fast(tmp_path, heads):
-    theirs, ours = results_of("compare_backends.py", tmp_path, "--heads", str(heads), "--profile")
-    assert ours["prefill_s"] <= SLOWER * theirs["prefill_s"]
-    assert ours["decode_ms_a_step"]["median"] <= SLOWER * theirs["decode_ms_a_step"]["median"]
-    kernels = [name.lower() for name, _, _ in ours["profile"]["kernels"]]
-    assert any("mla" in name for name in kernels)
-    assert not [name for name in kernels if any(word in name for word in PADDING)]
-    calls, their_calls = ours["profile"]["waits"], theirs["profile"]["waits"]
-    assert "cudaMalloc" not in calls, "a decode step allocates nothing"
-    assert sum(calls.values()) <= sum(their_calls.values()), "and waits no more often than vLLM does by itself"
+def test_tokens_are_those_of_flashmla_within_its_own_noise(tmp_path, model, heads):
+    results_of(tmp_path, "checkpoint", "--model", model(heads), "--ways", "vllm", *BOTH, "--output-len", 192)
 
 
-@pytest.mark.parametrize("options", [("--eager",), ("--kv-cache-dtype", "auto")])
-def test_other_ways_to_run_give_the_same_tokens(tmp_path, options):
-    results_of("compare_backends.py", tmp_path, "--heads", "16", "--workloads", "16x4096+64/1", *options)
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_a_decode_step_pads_nothing_allocates_nothing_and_waits_no_more_often_than_vllms_own(tmp_path, model, drafts):
+    how = ["--kv-cache-dtype", "fp8", "--no-compile", "--profile", "--lengths", "4096+64", "--num-prompts", 16]
+    how += ["--drafts", drafts] if drafts else []
+    theirs, ours = results_of(tmp_path, "throughput", "--model", model(16), *BOTH, *how)
+    names = [row["name"].lower() for row in ours["profile"]["kernels"]]
+    assert any("mla" in name for name in names) and not [n for n in names if any(word in n for word in PADDING)]
+    assert not [name for name in names if "flash_fwd" in name or "sparse_fp8" in name], "drafts are made by it, too"
+    calls, their_calls = ours["profile"]["calls"], theirs["profile"]["calls"]
+    assert calls and "cudaMalloc" not in calls
+    assert sum(calls.get(name, 0) for name in WAITS) <= sum(their_calls.get(name, 0) for name in WAITS)
 
 
-def test_long_contexts_and_thousands_of_steps_give_the_same_tokens_and_no_nan(tmp_path):
-    workloads = ("2x65536+64/1", "4x1000+4000/1")
-    found = results_of("compare_backends.py", tmp_path, "--heads", "64", "--workloads", *workloads)
-    assert [len(entry["tokens"][0]) for entry in found] == [64, 64, 4000, 4000]
+@pytest.mark.parametrize("way", ["eager", "vllm-bf16"])
+def test_other_ways_to_run_give_the_same_tokens(tmp_path, model, way):
+    results_of(tmp_path, "checkpoint", "--model", model(16), "--ways", way, *BOTH, "--output-len", 64)
 
 
-def test_drafts_change_no_token_and_are_made_with_this_backend_too(tmp_path):
-    candidates = ("--candidates", "SPARSE_MLA", "SPARSE_MLA+1", "SPARSE_MLA+3")
-    found = results_of(
-        "compare_backends.py", tmp_path, *candidates, "--heads", "16", "--workloads", "16x4096+64/1", "--profile"
-    )
+@pytest.mark.parametrize(("prompts", "context", "new"), [(2, 65536, 64), (4, 1000, 4000)])
+def test_long_contexts_and_thousands_of_steps_give_the_same_tokens_and_no_nan(tmp_path, model, prompts, context, new):
+    lengths = ("--num-prompts", prompts, "--input-len", context, "--output-len", new)
+    results_of(tmp_path, "checkpoint", "--model", model(64), "--ways", "vllm", *BOTH, *lengths)
+
+
+def test_drafts_change_no_token(tmp_path, model):
+    ways = ("--ways", "vllm,mtp-1,mtp-3", "--output-len", 64)
+    found = results_of(tmp_path, "checkpoint", "--model", model(16), *ways)
     assert all(entry["drafted"] for entry in found if entry["drafts"])
-    for entry in found:
-        assert not [name for name, _, _ in entry["profile"]["kernels"] if "flash_fwd" in name or "sparse_fp8" in name]
 
 
 @needs_two
-def test_two_gpus_give_the_tokens_of_one(tmp_path):
-    candidates = ("--candidates", "SPARSE_MLA", "SPARSE_MLA@2")
-    results_of("compare_backends.py", tmp_path, *candidates, "--heads", "16", "--workloads", "16x4096+64/1")
+def test_two_gpus_give_the_tokens_of_one(tmp_path, model):
+    results_of(tmp_path, "checkpoint", "--model", model(16), "--ways", "vllm,tp-2", "--output-len", 64)
 
 
-def test_the_tiny_checkpoint_gives_the_embedded_engines_answers(tmp_path):
-    fp8 = ("embedded", "vllm", "eager", "mtp-1", "mtp-3")
-    found = results_of("recall_answers.py", tmp_path, "--ways", *fp8, "embedded-bf16", "vllm-bf16")
+def test_the_recall_checkpoint_gives_the_embedded_engines_answers(tmp_path):
+    found = results_of(tmp_path, "checkpoint", "--ways", "embedded,vllm,eager,mtp-1,mtp-3,embedded-bf16,vllm-bf16")
     assert all(entry["answers_equal"] == entry["asked"] for entry in found if "than" in entry)
     assert all(0 < entry["accepted"] < entry["drafted"] for entry in found if entry["drafts"])
 
 
 @needs_two
-def test_the_tiny_checkpoint_gives_them_on_two_gpus(tmp_path):
-    results_of("recall_answers.py", tmp_path, "--ways", "embedded", "tp-2", "tp-2-mtp-1")
+def test_the_recall_checkpoint_gives_them_on_two_gpus(tmp_path):
+    results_of(tmp_path, "checkpoint", "--ways", "embedded,tp-2,tp-2-mtp-1")

@@ -4,7 +4,6 @@ import json
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from vllm_models import (
     running,
     tokens,
 )
-
-PROGRAM = Path(__file__).parents[2] / "serving_benchmarks" / "run" / "recall_answers.py"
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +111,11 @@ def test_a_dense_model_is_served_by_vllms_own_attention(tmp_path, prompts):
         assert behind.max() < 1e-3
 
 
-def test_the_trained_checkpoint_gives_the_embedded_engines_answers_with_and_without_drafts(tmp_path):
+def test_the_recall_checkpoint_gives_the_embedded_engines_answers_with_and_without_drafts(tmp_path):
     """In bf16, over an FP8 cache; every layer selects."""
-    done = subprocess.run(
-        [sys.executable, PROGRAM, *"--ways embedded vllm mtp-1 --questions 60 --tokens 500 --new-tokens 8".split()]
-        + ["--logs", tmp_path, "--output", tmp_path / "found.json"],
-        capture_output=True,
-        text=True,
-    )
+    asked = "--ways embedded,vllm,mtp-1 --num-prompts 60 --input-len 500 --output-len 8".split()
+    command = [sys.executable, "-m", "serving_benchmarks", "checkpoint", *asked, "--output", tmp_path / "found.json"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     embedded, plain, drafted = json.loads((tmp_path / "found.json").read_text())["results"]
     for way in (embedded, plain, drafted):
