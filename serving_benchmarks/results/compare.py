@@ -14,7 +14,6 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -166,7 +165,10 @@ def _only(these: dict[tuple[str, str], Timed], others: dict[tuple[str, str], Tim
 
 def _warnings(old: ResultFile, new: ResultFile) -> list[str]:
     pairs = {"machine": (old.machine, new.machine)}
-    pairs |= {name: (_lookup(old.environment, name), _lookup(new.environment, name)) for name in SHOULD_BE_EQUAL}
+    for name in SHOULD_BE_EQUAL:
+        outer, _, inner = name.partition(".")
+        sides = old.environment.get(outer), new.environment.get(outer)
+        pairs[name] = tuple((side or {}).get(inner) for side in sides) if inner else sides
     told: dict[tuple[str, str], str] = {}  # a CPU that is the machine is told of once
     for name, (before, after) in pairs.items():
         if before != after:
@@ -175,14 +177,6 @@ def _warnings(old: ResultFile, new: ResultFile) -> list[str]:
                 before, after = (", ".join(f"{key} {side.get(key)}" for key in names) for side in (before, after))
             told.setdefault((str(before), str(after)), name)
     return [f"different {name}: {before} and {after}" for (before, after), name in told.items()]
-
-
-def _lookup(environment: dict[str, Any], name: str) -> Any:
-    """The value of a dotted name. None if there is none."""
-    value: Any = environment
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
 
 
 def _seconds(value: float) -> str:
@@ -229,13 +223,8 @@ def limit_type(text: str) -> float:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", type=Path, metavar="OLD", help="a result file")
     parser.add_argument("new", type=Path, metavar="NEW", help="one of the same kind")
-    parser.add_argument(
-        "--limit",
-        type=limit_type,
-        default="5%",
-        metavar="PERCENT",
-        help="how much longer something may take; default: 5%%",
-    )
+    told = "how much longer something may take; default: 5%%"
+    parser.add_argument("--limit", type=limit_type, default="5%", metavar="PERCENT", help=told)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,7 +13,6 @@ parameters such as loads=4096+64/64. An example inside a code fence is left alon
 import argparse
 import difflib
 import re
-import sys
 from pathlib import Path
 
 from serving_benchmarks.options import Refused
@@ -98,7 +97,10 @@ def picture(root: Path, *, check: bool) -> bool:
         from serving_benchmarks.results import pictures
     except ImportError as error:
         raise Refused(f"{PICTURE} needs matplotlib: pip install matplotlib ({error})") from None
-    figure, numbers = pictures.decode_bars(kinds.load(source).report)
+    try:
+        figure, numbers = pictures.decode_bars(kinds.load(source).report)
+    except kinds.LACKS as error:
+        raise Refused(f"{PICTURE} can't be made of {PICTURE_OF}: {error}") from error
     # a text chunk of a PNG is its keyword, a zero and the text
     if target.is_file() and f"{pictures.NUMBERS}\0{numbers}".encode() in target.read_bytes():
         return False
@@ -133,6 +135,4 @@ def run(options: argparse.Namespace) -> int:
         print(f"{PICTURE} {'differs' if options.check else 'redrawn'}")
     if not changed and not redrawn:
         print(f"all numbers of {len(texts)} pages are those of the result files")
-    elif options.check:
-        print("python -m serving_benchmarks docs writes what differs", file=sys.stderr)
     return 1 if (changed or redrawn) and options.check else 0

@@ -129,10 +129,9 @@ def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
 
 def _ops_timed(file: ResultFile) -> Iterator[Timed]:
     """Of kinds that have one op an entry. Ops that move memory have plain copies as peers. The plan computes."""
-    is_copy = [result["op"].startswith("copy") for result in file.results]
-    copies = {(r["op"], None): r["seconds"] for r, copies in zip(file.results, is_copy, strict=True) if copies}
-    for result, copy in zip(file.results, is_copy, strict=True):
-        if not copy:
+    copies = {(r["op"], None): r["seconds"] for r in file.results if r["op"].startswith("copy")}
+    for result in file.results:
+        if not result["op"].startswith("copy"):
             peers = {} if result["op"] == "plan" else copies
             yield Timed(KINDS[file.kind].name_of(result), "op", result["seconds"], peers)
 
@@ -197,8 +196,8 @@ KINDS = {
         },
         {
             "kernels": tables.kernels,
-            "kernels_decode": tables.kernels_decode,
-            "kernels_prefill": tables.kernels_prefill,
+            "kernels_decode": lambda report: tables.headline(report, tables.HEADLINE_DECODE),
+            "kernels_prefill": lambda report: tables.headline(report, tables.HEADLINE_PREFILL),
         },
         _candidates_timed,
         "speed_up",
@@ -262,11 +261,6 @@ KINDS = {
 """By the name that a file's environment has as "benchmark"."""
 LACKS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """What tables, pictures and comparisons raise where an entry lacks what they need."""
-
-
-def table(file: ResultFile) -> str:
-    """The table that a report shows of a file. Raises LACKS."""
-    return next(iter(KINDS[file.kind].makers.values()))(file.report)
 
 
 def load(path: Path) -> ResultFile:

@@ -44,12 +44,12 @@ def section_of(file: ResultFile) -> str:
     """What the page has of one file. Raises NotUnderstood."""
     from serving_benchmarks.results import pictures
 
-    body, picture = [], kinds.KINDS[file.kind].picture
+    body, picture, table = [], kinds.KINDS[file.kind].picture, next(iter(kinds.KINDS[file.kind].makers.values()))
     try:
         if file.succeeded:
             if picture and (figure := getattr(pictures, picture)(file)) is not None:
                 body.append(_figure(figure, " ".join(getattr(pictures, picture).__doc__.split())))
-            body += ["<h3>Numbers</h3>", markdown_to_html(kinds.table(file))]
+            body += ["<h3>Numbers</h3>", markdown_to_html(table(file.report))]
         if file.kind in MODELS:
             tables.by_workload([file.report])
         if left_out := _left_out(file):
@@ -66,15 +66,12 @@ def _list(items: Iterable[str]) -> str:
 
 def _left_out(file: ResultFile) -> list[str]:
     name_of = kinds.KINDS[file.kind].name_of
-    told = [f"{name_of(result)}: {_short(result['error'])}" for result in file.results if result.get("error")]
+    failed = [result for result in file.results if result.get("error")]
+    told = [f"{name_of(result)}: {textwrap.shorten(str(result['error']), MOST_OF_AN_ERROR)}" for result in failed]
     for result in file.succeeded if file.kind == "kernels" else ():
         case = tables.kernel_name(result["case"])
         told += [f"{tables.peer_title(name)}, {case}: {why}" for name, why in (result.get("failed") or {}).items()]
     return told
-
-
-def _short(error: Any) -> str:
-    return textwrap.shorten(str(error), MOST_OF_AN_ERROR)
 
 
 def environment_rows(file: ResultFile) -> list[tuple[str, str]]:

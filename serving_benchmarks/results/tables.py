@@ -14,7 +14,7 @@ Entry = dict[str, Any]
 HEADLINE_DECODE = [("128q1s32k", heads, "fp8_ds_mla") for heads in (8, 16, 32, 64, 128)]
 HEADLINE_DECODE += [("1q1s32k", 16, "fp8_ds_mla")]
 HEADLINE_PREFILL = [("q4ks32k", heads, fmt) for heads in (16, 128) for fmt in ("fp8_ds_mla", "bf16")]
-"""Batch, heads and format of the rows of kernels_decode and kernels_prefill. All have topk 2048."""
+"""Batch, heads and format of the rows of two short tables. All have topk 2048."""
 FLOOR = (
     "The floor is the longest of math, memory and L2 time at measured rates. Memory's rate is of gathering FP8 rows of "
     "656 bytes. BF16 rows of 1152 bytes are gathered faster, so more than 100% is possible there."
@@ -104,16 +104,6 @@ def kernels(report: Report) -> str:
     return "\n".join([*file.table(headings, rows), "", f"{_kernels_measured(report)} {FLOOR}"])
 
 
-def kernels_decode(report: Report) -> str:
-    """Six rows: the headline of decode with FP8 rows."""
-    return _headline(report, HEADLINE_DECODE)
-
-
-def kernels_prefill(report: Report) -> str:
-    """Four rows: the headline of prefill."""
-    return _headline(report, HEADLINE_PREFILL)
-
-
 def picked(report: Report, batch: str, heads: int, fmt: str) -> Entry:
     """The entry with this batch, heads and format at topk 2048. Raises ValueError."""
     name = kernel_name({"batch": batch, "heads": heads, "topk": 2048, "format": fmt})
@@ -123,7 +113,8 @@ def picked(report: Report, batch: str, heads: int, fmt: str) -> Entry:
     raise ValueError(f"there is no {name}")
 
 
-def _headline(report: Report, wanted: Sequence[tuple[str, int, str]]) -> str:
+def headline(report: Report, wanted: Sequence[tuple[str, int, str]]) -> str:
+    """A row for each batch, heads and format, with the fastest peer."""
     headings = ["batch", "heads", "cache", "mla-backend, us", "best peer, us", "best peer", "best peer over ours"]
     rows = []
     for batch, heads, fmt in wanted:
@@ -200,12 +191,11 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
 
 def throughput_profiles(*reports: Report) -> str:
     """Where the time of a decode step goes: the longest kernels, in microseconds a step."""
-    profiled = [(report, entry) for report in reports for entry in ran(report) if entry.get("profile")]
-    several = len({runs.lengths(entry["case"]) for _, entry in profiled}) > 1
     found = {}
-    for report, entry in profiled:
-        name = f"{entry['backend']}, {runs.heads(report['environment'], entry['case'], ' heads')}"
-        found[f"{name}, {runs.lengths(entry['case'])}" if several else name] = entry["profile"]
+    for report in reports:
+        for entry in (entry for entry in ran(report) if entry.get("profile")):
+            heads = runs.heads(report["environment"], entry["case"], " heads")
+            found[f"{entry['backend']}, {heads}, {runs.lengths(entry['case'])}"] = entry["profile"]
     times = {name: _by_short_name(profile) for name, profile in found.items()}
     shown = {kernel for of in times.values() for kernel in sorted(of, key=of.__getitem__)[-KERNELS_SHOWN:]}
     rows = [

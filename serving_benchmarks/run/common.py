@@ -14,7 +14,8 @@ from rich.text import Text
 
 from serving_benchmarks import options as types
 from serving_benchmarks.models import models
-from serving_benchmarks.results import result_file, runs
+from serving_benchmarks.results import file as result_file
+from serving_benchmarks.results import runs
 from serving_benchmarks.run import workloads
 from serving_benchmarks.run.processes import signals_unwind, status_when
 from serving_benchmarks.run.workloads import Workload

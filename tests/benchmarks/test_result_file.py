@@ -52,12 +52,10 @@ def test_every_field_that_a_kind_needs_is_missed(kind, tmp_path):
         (lambda report: report.pop("environment"), "it has no 'environment'"),
         (lambda report: report.pop("results"), "has no 'results'"),
         (lambda report: report["environment"].update(benchmark="sums"), "'benchmark' in its environment is \"sums\""),
-        (lambda report: report["environment"].update(benchmark=["kernels"]), "'benchmark' in its environment is"),
         (lambda report: report["results"].insert(1, 5), "results[1] is no object"),
         (lambda report: report["results"][0].update(bytes=float("nan")), "results[0] of kernels: bytes can't be NaN"),
         (lambda report: report["results"][0].update(bytes=True), "results[0] of kernels: bytes can't be true"),
         (lambda report: report["results"][0]["seconds"]["ours"].update(median=0), "of kernels: seconds can't be {"),
-        (lambda report: report["results"][0]["seconds"].pop("ours"), "results[0] of kernels: seconds can't be {"),
     ],
 )
 def test_a_file_that_is_not_understood_is_explained(change, told, tmp_path):

@@ -24,7 +24,6 @@ BACKENDS = ("SPARSE_MLA", "FLASHMLA_SPARSE")
 
 
 def path(name: str) -> Path:
-    """A committed file, by its kind."""
     return ROOT / "results" / f"{COMMITTED[name]}.json"
 
 
@@ -60,13 +59,9 @@ def throughput(backends=BACKENDS, loads=(1, 16), lengths=((4096, 64),), rounds=3
 
 
 def serve(backends=BACKENDS, rates=(1.0, None)) -> dict[str, Any]:
-    """A file of `serve`."""
-    results = []
-    for number, backend in enumerate(backends):
-        for rate in rates:
-            case = {"input_len": 1024, "output_len": 64, "request_rate": rate, "concurrency": None}
-            results.append(_entry(backend, 1 + 0.3 * number, 64 * 64, case))
-    return _report("serve", results)
+    case = {"input_len": 1024, "output_len": 64, "concurrency": None}
+    runs = [(1 + 0.3 * i, name, {**case, "request_rate": rate}) for i, name in enumerate(backends) for rate in rates]
+    return _report("serve", [_entry(name, slow, 64 * 64, its_case) for slow, name, its_case in runs])
 
 
 def index() -> dict[str, Any]:
@@ -77,11 +72,10 @@ def index() -> dict[str, Any]:
 
 
 def failed(entry: dict[str, Any], why: str) -> dict[str, Any]:
-    """What a file has in place of an entry that could not be measured."""
     return {**{name: entry[name] for name in ("engine", "backend", "case")}, "error": why}
 
 
 def every_kind() -> dict[str, dict[str, Any]]:
     """One file of each kind."""
-    found = {kind: json.loads(path(kind).read_text()) for kind in COMMITTED if path(kind).is_file()}
-    return {**found, "throughput": throughput(), "serve": serve(), "index": index()}
+    committed = {kind: json.loads(path(kind).read_text()) for kind in COMMITTED}
+    return {**committed, "throughput": throughput(), "serve": serve(), "index": index()}
