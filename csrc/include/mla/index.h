@@ -21,10 +21,10 @@ struct KeyCacheView {
 struct IndexScoresProblem {
   int64_t tokens;
   int32_t heads;
-  const void* queries;  // [tokens, heads, 128]
-  bool queries_fp32;    // else bf16
+  const void* queries;              // [tokens, heads, 128]
+  bool queries_fp32;                // else bf16
   int64_t query_token, query_head;  // strides in elements
-  const float* weights;  // [tokens, heads]
+  const float* weights;             // [tokens, heads]
   int64_t weight_token;
   KeyCacheView cache;
   const int32_t* block_table;  // [requests, max_blocks]
