@@ -22,7 +22,7 @@ from serving_benchmarks.results.file import NotUnderstood, ResultFile
 ROOT = Path(__file__).parents[2]
 MAKERS = {maker: kind for kind, described in kinds.KINDS.items() for maker in described.makers}
 """What a page can ask for, and of which kind the files have to be."""
-PICTURE, PICTURE_OF = "docs/speed.png", "results/h200/kernels.json"
+PICTURE, PICTURE_OF = "docs/speed.png", "results/h100/kernels.json"
 PICTURE_DOTS = 160
 """An inch: with 1280 dots it is sharp where a page shows it 800 wide."""
 MARKED = re.compile(r"<!-- numbers: (?P<what>[^<>]*?) -->(?P<text>.*?)<!-- end of numbers -->", re.DOTALL)

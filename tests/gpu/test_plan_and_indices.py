@@ -11,7 +11,7 @@ from plans import TOKEN_UNITS, gpu_plan, tiles_of, walk
 from problems import CUDA_KERNEL, assert_accurate
 
 pytestmark = pytest.mark.gpu
-GRANULE = 64
+TILE_SLOTS = 64
 
 
 @given(st.data())
@@ -37,10 +37,10 @@ def test_every_tile_is_covered_exactly_once(data):
     tiles = [
         a + b
         for a, b in zip(
-            tiles_of(lengths.clamp(max=topk).tolist(), GRANULE), tiles_of(extra.tolist(), GRANULE), strict=True
+            tiles_of(lengths.clamp(max=topk).tolist(), TILE_SLOTS), tiles_of(extra.tolist(), TILE_SLOTS), strict=True
         )
     ]
-    parts = walk(table.cpu(), tiles, GRANULE)
+    parts = walk(table.cpu(), tiles, TILE_SLOTS)
     assert all(n >= 1 for n in parts)
     if whole:
         assert all(n == 1 for n in parts)
@@ -66,7 +66,7 @@ def test_every_tile_is_covered_exactly_once(data):
 def test_equal_lists_are_planned_as_on_the_cpu(workers, rounds, idle, topk, shorter):
     tokens = max(rounds * workers - int(idle * workers), 1)
     lengths = torch.full((tokens,), topk, dtype=torch.int32)
-    lengths[tokens // 2] -= GRANULE * shorter
+    lengths[tokens // 2] -= TILE_SLOTS * shorter
     table = mla_backend.plan(tokens, topk, topk_length=lengths.cuda(), workers=workers)
     assert torch.equal(table.cpu(), gpu_plan(tokens, topk, workers, topk_length=lengths))
     if not shorter:
@@ -87,8 +87,8 @@ def test_many_tokens_are_planned_too():
     tokens = 200_000
     lengths = torch.randint(0, 2049, (tokens,), dtype=torch.int32)
     table = mla_backend.plan(tokens, 2048, topk_length=lengths.cuda(), workers=132)
-    walk(table.cpu(), tiles_of(lengths.tolist(), GRANULE), GRANULE)
-    tiles = torch.tensor(tiles_of(lengths.tolist(), GRANULE))
+    walk(table.cpu(), tiles_of(lengths.tolist(), TILE_SLOTS), TILE_SLOTS)
+    tiles = torch.tensor(tiles_of(lengths.tolist(), TILE_SLOTS))
     rows = table.cpu().tolist()
     loads = [
         int(tiles[b:e].sum()) + TOKEN_UNITS * (e - b) - tb - (int(tiles[e - 1]) - te if e > b else 0)
@@ -102,7 +102,7 @@ def test_lists_of_more_than_2_to_the_32_tiles_together_are_planned_too():
     lengths = torch.full((200,), topk, dtype=torch.int32)
     lengths[::7] = 5
     table = mla_backend.plan(200, topk, topk_length=lengths.cuda(), workers=264)
-    walk(table.cpu(), tiles_of(lengths.tolist(), GRANULE), GRANULE)
+    walk(table.cpu(), tiles_of(lengths.tolist(), TILE_SLOTS), TILE_SLOTS)
 
 
 @pytest.mark.parametrize("workers", [5, 1500])

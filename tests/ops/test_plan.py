@@ -11,7 +11,7 @@ from mla_backend.vllm_plugin.step import FEW_TOKENS
 from plans import CUT_FOR_CLUSTERS, TOKEN_UNITS, UNCUT_TOKENS, gpu, gpu_plan, tiles_of, walk
 
 MIN_PART = 8  # tiles of 16 slots
-GPU_GRANULE = 64
+GPU_TILE_SLOTS = 64
 CUT_TILES = 8  # what a cut costs each worker of a GPU
 
 
@@ -114,8 +114,10 @@ def test_a_gpu_leaves_equal_tokens_whole_where_cuts_cost_more_than_they_bring(pr
     tokens, topk, workers = problem
     lengths = torch.full((tokens,), topk, dtype=torch.int32) if with_lengths else None
     table = gpu_plan(tokens, topk, workers, topk_length=lengths, extra_topk=extra_topk)
-    (tiles,) = {a + b for a, b in zip(tiles_of([topk], GPU_GRANULE), tiles_of([extra_topk], GPU_GRANULE), strict=True)}
-    parts = walk(table, [tiles] * tokens, GPU_GRANULE)
+    (tiles,) = {
+        a + b for a, b in zip(tiles_of([topk], GPU_TILE_SLOTS), tiles_of([extra_topk], GPU_TILE_SLOTS), strict=True)
+    }
+    parts = walk(table, [tiles] * tokens, GPU_TILE_SLOTS)
     taken, rounds = table[:, 1] - table[:, 0], -(-tokens // workers)
     if stays_whole(tokens, tiles, workers):
         assert parts == [1] * tokens
@@ -130,12 +132,12 @@ def test_a_gpu_leaves_equal_tokens_whole_where_cuts_cost_more_than_they_bring(pr
 @given(equal_tokens(), st.data())
 def test_a_gpu_cuts_unequal_tokens_evenly(problem, data):
     tokens, topk, workers = problem
-    tokens, topk = max(tokens, 1), topk + GPU_GRANULE
+    tokens, topk = max(tokens, 1), topk + GPU_TILE_SLOTS
     lengths = torch.full((tokens,), topk, dtype=torch.int32)
-    lengths[data.draw(st.integers(0, tokens - 1))] -= GPU_GRANULE
+    lengths[data.draw(st.integers(0, tokens - 1))] -= GPU_TILE_SLOTS
     table = gpu_plan(tokens, topk, workers, topk_length=lengths)
-    tiles = tiles_of(lengths.tolist(), GPU_GRANULE)
-    walk(table, tiles, GPU_GRANULE)
+    tiles = tiles_of(lengths.tolist(), GPU_TILE_SLOTS)
+    walk(table, tiles, GPU_TILE_SLOTS)
     busy = [n for n in units_of_workers(table, tiles) if n]
     assert max(busy) - min(busy) <= 2 * (1 + units_of_token(tokens, workers))
 
@@ -143,9 +145,9 @@ def test_a_gpu_cuts_unequal_tokens_evenly(problem, data):
 def test_a_gpu_counts_what_short_lists_cost_besides_their_tiles():
     """A prompt's first tokens have short lists, so a worker takes many of them."""
     lengths = torch.arange(1, 4097, dtype=torch.int32).clamp(max=2048)
-    tiles = tiles_of(lengths.tolist(), GPU_GRANULE)
+    tiles = tiles_of(lengths.tolist(), GPU_TILE_SLOTS)
     table = gpu_plan(4096, 2048, 132, topk_length=lengths)
-    walk(table, tiles, GPU_GRANULE)
+    walk(table, tiles, GPU_TILE_SLOTS)
     busy = units_of_workers(table, tiles)
     assert max(busy) - min(busy) <= 2 * (1 + TOKEN_UNITS)
 
@@ -157,13 +159,13 @@ def test_a_gpu_counts_what_short_lists_cost_besides_their_tiles():
 def test_tokens_that_a_gpu_leaves_whole_are_shared_out_equally(tokens, workers, most, busy):
     table = gpu_plan(tokens, 2048, workers)
     taken = table[:, 1] - table[:, 0]
-    assert (walk(table, [32] * tokens, GPU_GRANULE), taken.max(), (taken > 0).sum()) == ([1] * tokens, most, busy)
+    assert (walk(table, [32] * tokens, GPU_TILE_SLOTS), taken.max(), (taken > 0).sum()) == ([1] * tokens, most, busy)
 
 
 @pytest.mark.parametrize(("tokens", "workers"), [(49, 66), (33, 66), (8, 128), (133, 132), (132 * 3 - 34, 132)])
 def test_a_gpu_cuts_tokens_that_would_leave_many_idle_or_that_clusters_take(tokens, workers):
     table = gpu_plan(tokens, 2048, workers)
-    assert max(walk(table, [32] * tokens, GPU_GRANULE)) > 1
+    assert max(walk(table, [32] * tokens, GPU_TILE_SLOTS)) > 1
 
 
 def test_a_cpu_cuts_them_all_the_same_since_its_threads_take_turns():

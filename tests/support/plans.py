@@ -76,17 +76,17 @@ def gpu_plan(tokens, topk, workers, *, topk_length=None, extra_topk=0, extra_top
     return rows
 
 
-def tiles_of(lengths, granule=16):
-    return [-(-max(n, 0) // granule) for n in lengths]
+def tiles_of(lengths, tile_slots=16):
+    return [-(-max(n, 0) // tile_slots) for n in lengths]
 
 
-def walk(table, tiles, granule_wanted=16):
+def walk(table, tiles, tile_slots_wanted=16):
     """Checks a table row by row against each token's tiles; returns the parts of each token."""
     position = (0, 0)  # token, tile
     parts = [0] * len(tiles)
-    places = []
-    for token_begin, token_end, tile_begin, tile_end, part, cut_into, place, granule in table.tolist():
-        assert granule == granule_wanted
+    partials = []
+    for token_begin, token_end, tile_begin, tile_end, part, cut_into, partial, tile_slots in table.tolist():
+        assert tile_slots == tile_slots_wanted
         if token_begin == token_end:
             continue
         assert (token_begin, tile_begin) == position, "a worker begins where the one before it ends"
@@ -97,11 +97,13 @@ def walk(table, tiles, granule_wanted=16):
         opens = tile_end < tiles[last]
         position = (last, tile_end) if opens else (token_end, 0)
         used = (tile_begin > 0) + (opens and not (tile_begin > 0 and token_end - token_begin == 1))
-        places += range(place, place + used)
+        partials += range(partial, partial + used)
         if opens and not (tile_begin > 0 and token_end - token_begin == 1):
             assert cut_into > 1, "the worker that begins a cut token knows its parts"
         else:
             assert cut_into == 1
     assert position == (len(tiles), 0), "the last worker ends at the end"
-    assert places == list(range(len(places))) and len(places) <= 2 * table.shape[0], "each partial result has a place"
+    assert partials == list(range(len(partials))) and len(partials) <= 2 * table.shape[0], (
+        "each partial result has a slot"
+    )
     return parts

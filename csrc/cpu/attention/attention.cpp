@@ -29,8 +29,8 @@ struct Job {
   Partials partials;
   PlanShape shape;
 
-  Partial at(int64_t place) const {
-    const int64_t row = partials.row(place, 0);
+  Partial at(int64_t partial) const {
+    const int64_t row = partials.row(partial, 0);
     return {partials.out + row * kValueDim, partials.lse + row, partials.max_logits + row};
   }
 
@@ -41,18 +41,18 @@ struct Job {
       const int32_t tiles = token_tiles(shape, token);
       const int32_t tile_begin = token == row.token_begin ? row.tile_begin : 0;
       const int32_t tile_end = token == row.token_end - 1 ? row.tile_end : tiles;
-      TokenWork work{token, head_begin, heads, tile_begin, tile_end, shape.granule, {}};
+      TokenWork work{token, head_begin, heads, tile_begin, tile_end, shape.tile_slots, {}};
       if (tile_begin > 0)
-        work.partial = at(row.place);
+        work.partial = at(row.partial);
       else if (tile_end < tiles)
-        work.partial = at(begun_place(row));
+        work.partial = at(begun_partial(row));
       kernel.run(problem, work, workspace);
     }
   }
 
   // One head of the token that a worker began and others finished.
   void merge(const PlanRow& row, int32_t head) const {
-    kernel.merge(problem, row.token_end - 1, head, row.parts, at(begun_place(row)));
+    kernel.merge(problem, row.token_end - 1, head, row.parts, at(begun_partial(row)));
   }
 };
 
@@ -68,7 +68,7 @@ void sparse_attention(const AttentionProblem& given) {
   AttentionProblem p = given;
   PlanShape shape = shape_of(p);
   std::vector<PlanRow> own_plan;
-  if (p.plan) shape.granule = std::max(p.plan[0].granule, 1);
+  if (p.plan) shape.tile_slots = std::max(p.plan[0].tile_slots, 1);
   if (!p.plan || !plan_fits(shape, p.plan, p.workers)) {
     shape = shape_of(p);
     own_plan.resize(static_cast<size_t>(thread_count()) * kPlanWorkersPerThread);

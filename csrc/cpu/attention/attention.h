@@ -19,7 +19,7 @@ struct Partial {
 struct TokenWork {
   int32_t token;
   int32_t head_begin, heads;  // at most kMaxWorkHeads
-  int32_t tile_begin, tile_end, granule;
+  int32_t tile_begin, tile_end, tile_slots;
   Partial partial;
 };
 

@@ -89,19 +89,20 @@ struct SlotWalk {
   int token;
   int64_t at, end;  // in the current list
   int list = 0;
-  int tile_begin, tile_end, granule;  // what is left of the part, counted from the current list's first tile
+  int tile_begin, tile_end, tile_slots;  // what is left of the part, counted from the current list's first tile
 
-  SlotWalk(const AttentionProblem& problem, int token, int tile_begin, int tile_end, int granule)
-      : p(problem), token(token), tile_begin(tile_begin), tile_end(tile_end), granule(granule) {
+  SlotWalk(const AttentionProblem& problem, int token, int tile_begin, int tile_end, int tile_slots)
+      : p(problem), token(token), tile_begin(tile_begin), tile_end(tile_end), tile_slots(tile_slots) {
     enter();
   }
 
   void enter() {
     const int length = clamp_length(p.lists[list].length, token, p.lists[list].topk);
-    const int64_t begin = static_cast<int64_t>(tile_begin) * granule, stop = static_cast<int64_t>(tile_end) * granule;
+    const int64_t begin = static_cast<int64_t>(tile_begin) * tile_slots,
+                  stop = static_cast<int64_t>(tile_end) * tile_slots;
     end = stop < length ? stop : length;
     at = begin < end ? begin : end;
-    const int tiles = tiles_of(length, granule);
+    const int tiles = tiles_of(length, tile_slots);
     tile_begin = tile_begin > tiles ? tile_begin - tiles : 0;
     tile_end = tile_end > tiles ? tile_end - tiles : 0;
   }
@@ -306,9 +307,9 @@ inline void attend_tile(const AttentionProblem& p, int heads, const uint8_t* con
 }
 
 // Attends to a part of a token's slots; leaves the sums in the workspace. Returns whether any slot was valid.
-inline bool attend(const AttentionProblem& p, int token, int heads, int tile_begin, int tile_end, int granule,
+inline bool attend(const AttentionProblem& p, int token, int heads, int tile_begin, int tile_end, int tile_slots,
                    Workspace& w) {
-  SlotWalk walk(p, token, tile_begin, tile_end, granule);
+  SlotWalk walk(p, token, tile_begin, tile_end, tile_slots);
   CacheFormat format{};
   int count = walk.next(w.rows[0], format);
   bool first_tile = true;
@@ -360,7 +361,7 @@ inline void run(const AttentionProblem& p, const TokenWork& s, void* workspace) 
   Workspace& w = *static_cast<Workspace*>(workspace);
   [[maybe_unused]] const Isa::Session session;
   load_q(p, s.token, s.head_begin, s.heads, w);
-  const bool any = attend(p, s.token, s.heads, s.tile_begin, s.tile_end, s.granule, w);
+  const bool any = attend(p, s.token, s.heads, s.tile_begin, s.tile_end, s.tile_slots, w);
   for (int head = 0; head < s.heads; ++head) finish_head(p, s, head, any, w);
 }
 

@@ -171,7 +171,7 @@ inline void score_with(const IndexScoresProblem& p, const ScoreRange& s, Workspa
   for (int begin = s.begin; begin < s.end; begin += kTile) {
     const int count = s.end - begin < kTile ? s.end - begin : kTile;
     const int64_t request = p.request[s.token];
-    if (p.cache.codes)
+    if (p.cache.quantised)
       load_keys<Arithmetic, true>(p, request, begin, count, w);
     else
       load_keys<Arithmetic, false>(p, request, begin, count, w);

@@ -21,7 +21,7 @@ void fill_plan(const PlanShape& given, PlanRow* rows, int workers) {
   int64_t units_before = 0;
   PlanBorder begin{0, 0};
   int32_t parts_so_far = 0;  // of the token that the worker before left open
-  int32_t place = 0;
+  int32_t partial = 0;
   for (int worker = 0; worker < workers; ++worker) {
     PlanBorder end{shape.tokens, 0};
     if (worker + 1 < active && shape.tokens > 0) {
@@ -32,11 +32,11 @@ void fill_plan(const PlanShape& given, PlanRow* rows, int workers) {
 
     PlanRow& row = rows[worker];
     row = row_between(shape, begin, end);
-    row.place = place;
+    row.partial = partial;
     if (begin.tile > 0) row.part = parts_so_far;
     const bool passes_on = begin.tile > 0 && end.tile > 0 && begin.token == end.token;
     if (end.tile > 0) parts_so_far = (passes_on ? row.part : 0) + 1;
-    place += (begin.tile > 0) + (end.tile > 0) - passes_on;
+    partial += (begin.tile > 0) + (end.tile > 0) - passes_on;
     begin = end;
   }
 
@@ -51,10 +51,10 @@ bool plan_fits(const PlanShape& shape, const PlanRow* rows, int workers) {
   PlanBorder at{0, 0};  // where the rows so far have come
   int32_t part = 0;     // parts so far of the token that is open there
   int owner = 0;        // the worker that began it
-  int32_t place = 0;
+  int32_t partial = 0;
   for (int worker = 0; worker < workers; ++worker) {
     const PlanRow& row = rows[worker];
-    if (row.granule != shape.granule) return false;
+    if (row.tile_slots != shape.tile_slots) return false;
     if (at.tile == 0 && row.token_begin == at.token && row.token_end == at.token) continue;  // nothing to do
     if (row.token_begin != at.token || row.tile_begin != at.tile) return false;
     if (row.token_end <= row.token_begin || row.token_end > shape.tokens) return false;
@@ -66,13 +66,13 @@ bool plan_fits(const PlanShape& shape, const PlanRow* rows, int workers) {
     if (leaves_open && row.tile_end == 0) return false;  // a token is begun with a tile, or not at all
     const bool begins_open = leaves_open && !(one_token && continues);
 
-    if (row.place != place || (continues && row.part != part)) return false;
+    if (row.partial != partial || (continues && row.part != part)) return false;
     if (continues) ++part;
     const bool closes = continues && !(one_token && leaves_open);
     if (closes && rows[owner].parts != part) return false;
     if (begins_open) owner = worker, part = 1;
     if (!begins_open && row.parts != 1) return false;  // else it is held against the parts that there are, above
-    place += continues + begins_open;
+    partial += continues + begins_open;
     at = leaves_open ? PlanBorder{last, row.tile_end} : PlanBorder{row.token_end, 0};
   }
   return at.token == shape.tokens && at.tile == 0;

@@ -33,15 +33,15 @@ struct Worker {
   const AttentionProblem& p;
   PlanRow row;
   int index;
-  int granule;
+  int tile_slots;
   int token_begin, token_end;
 
-  __device__ Worker(const AttentionProblem& problem, int index, int max_granule)
-      : Worker(problem, index, row_of(problem, index), max_granule) {}
+  __device__ Worker(const AttentionProblem& problem, int index, int max_tile_slots)
+      : Worker(problem, index, row_of(problem, index), max_tile_slots) {}
 
-  __device__ Worker(const AttentionProblem& problem, int index, const PlanRow& row, int max_granule)
+  __device__ Worker(const AttentionProblem& problem, int index, const PlanRow& row, int max_tile_slots)
       : p(problem), row(row), index(index) {
-    granule = min(max(row.granule, 1), max_granule);
+    tile_slots = min(max(row.tile_slots, 1), max_tile_slots);
     token_begin = max(row.token_begin, 0);
     token_end = min(row.token_end, p.tokens);
   }
@@ -58,8 +58,8 @@ struct Worker {
     w.token = token;
     w.main_length = clamp_length(p.lists[0].length, token, p.lists[0].topk);
     w.extra_length = p.list_count > 1 ? clamp_length(p.lists[1].length, token, p.lists[1].topk) : 0;
-    w.main_tiles = tiles_of(w.main_length, granule);
-    w.tiles = w.main_tiles + tiles_of(w.extra_length, granule);
+    w.main_tiles = tiles_of(w.main_length, tile_slots);
+    w.tiles = w.main_tiles + tiles_of(w.extra_length, tile_slots);
     w.cut = token == row.token_begin && row.tile_begin > 0 ? TokenWork::kContinued
             : token == row.token_end - 1 && row.parts > 1  ? TokenWork::kOpened
                                                            : TokenWork::kWhole;
@@ -84,7 +84,7 @@ struct Worker {
 
   // The partial slot of a token that is not whole.
   __device__ int64_t partial(const TokenWork& w) const {
-    return w.cut == TokenWork::kContinued ? row.place : begun_place(row);
+    return w.cut == TokenWork::kContinued ? row.partial : begun_partial(row);
   }
 
   // Which worker's row says how many parts the token has that it continues.
@@ -92,8 +92,8 @@ struct Worker {
     return static_cast<int>(min(max(int64_t{index} - row.part, int64_t{0}), int64_t{p.workers} - 1));
   }
   // Which part it has of the token that it begins and leaves open, or of the one that it continues.
-  __device__ TokenPart opened_part() const { return {begun_place(row), begun_place(row), row.parts}; }
-  __device__ TokenPart continued_part(int parts) const { return {int64_t{row.place} - row.part, row.place, parts}; }
+  __device__ TokenPart opened_part() const { return {begun_partial(row), begun_partial(row), row.parts}; }
+  __device__ TokenPart continued_part(int parts) const { return {int64_t{row.partial} - row.part, row.partial, parts}; }
 };
 
 // The slots of one tile: `count` of them from `begin` on in a token's list.
@@ -103,10 +103,10 @@ struct TileSlots {
   int count;
 };
 
-__device__ __forceinline__ TileSlots slots_of(const TokenWork& w, int tile, int granule) {
+__device__ __forceinline__ TileSlots slots_of(const TokenWork& w, int tile, int tile_slots) {
   const int list = tile >= w.main_tiles;
-  const int begin = (list ? tile - w.main_tiles : tile) * granule;
-  return {list, begin, min(granule, (list ? w.extra_length : w.main_length) - begin)};
+  const int begin = (list ? tile - w.main_tiles : tile) * tile_slots;
+  return {list, begin, min(tile_slots, (list ? w.extra_length : w.main_length) - begin)};
 }
 
 }  // namespace mla::cuda

@@ -41,7 +41,7 @@ void index_scores(const IndexScoresProblem& p, void* stream) {
   const int64_t blocks = std::min(most, p.tokens * index::units_of(p.positions));
   // scales stand a multiple of 128 bytes behind a block's begin
   const bool aligned = aligned16(p.cache.data, p.cache.block_stride);
-  const Variant chosen = p.cache.codes ? choose<true>(p.heads, aligned) : choose<false>(p.heads, aligned);
+  const Variant chosen = p.cache.quantised ? choose<true>(p.heads, aligned) : choose<false>(p.heads, aligned);
   launch(chosen.kernel, blocks, index::kThreads, chosen.shared_bytes, stream, "index_scores", Problem(p));
 }
 

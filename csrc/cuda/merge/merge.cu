@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
   wait_for_kernel_before();  // by every block: the kernel's end must not come before that one's
   if (!cut || row.token_end < 1 || row.token_end > p.tokens) return;
   const Partials partials(p.workspace, p.workers, p.heads);
-  const int64_t partial = begun_place(row);
-  const int parts = static_cast<int>(min(static_cast<int64_t>(row.parts), partials.places - partial));
+  const int64_t partial = begun_partial(row);
+  const int parts = static_cast<int>(min(static_cast<int64_t>(row.parts), partials.count - partial));
   if (partial < 0 || parts < 1) return;
   const int64_t token = row.token_end - 1;
   for (int head = blockIdx.y * kWarps + threadIdx.x / 32; head < p.heads; head += gridDim.y * kWarps) {

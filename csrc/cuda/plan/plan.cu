@@ -99,9 +99,9 @@ struct Planner {
   }
 
   __device__ __forceinline__ void store(int64_t worker, PlanBorder begin, PlanBorder end, int32_t part,
-                                        uint32_t place) const {
-    alignas(16) PlanRow row{begin.token, end.token + (end.tile > 0),  begin.tile,   end.tile, part,
-                            1,           static_cast<int32_t>(place), shape.granule};
+                                        uint32_t partial) const {
+    alignas(16) PlanRow row{begin.token, end.token + (end.tile > 0),    begin.tile,      end.tile, part,
+                            1,           static_cast<int32_t>(partial), shape.tile_slots};
     if (end.tile == 0 && end.token > begin.token) row.tile_end = tiles(end.token - 1);
     if (p.aligned)
       store_bytes<sizeof(row), true>(&row, p.rows + worker);
@@ -114,7 +114,7 @@ template <typename Units>
 __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_constant__ PlanJob p) {
   extern __shared__ uint64_t dynamic_shared[];
   __shared__ Units warp_units[kMaxWarps];
-  __shared__ uint32_t warp_places[kMaxWarps];
+  __shared__ uint32_t warp_partials[kMaxWarps];
   __shared__ int32_t warp_starts[kMaxWarps];
   __shared__ PlanBorder borders[kMaxThreads + 1];
   const int thread = threadIdx.x, threads = blockDim.x, lane = thread % 32, warp = thread / 32;
@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
   __syncthreads();
 
   // Rows in rounds. The last thread only finds where the worker before it ends, and takes that worker's successor in
-  // the next round; places and parts go on from one round to the next.
-  uint32_t places_before_round = 0;
+  // the next round; partials and parts go on from one round to the next.
+  uint32_t partials_before_round = 0;
   int32_t open_start = 0;  // the worker that continues the open token first
   for (int64_t round = 0; round < p.workers; round += threads - 1) {
     const int64_t worker = round + thread;
@@ -141,24 +141,24 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
     const bool opens = real && end.tile > 0 && !passes_on;
     const bool starts = continues && !(before.tile > 0 && before.token == begin.token);
 
-    // Its place is how many tokens the workers before it continue or open. Its part's number is its distance to the
+    // Its partial is how many tokens the workers before it continue or open. Its part's number is its distance to the
     // latest worker that was the first to continue a token.
     const uint32_t continuing = __ballot_sync(~0u, continues), opening = __ballot_sync(~0u, opens);
     const uint32_t starting = __ballot_sync(~0u, starts);
     const int32_t warp_worker = static_cast<int32_t>(round) + 32 * warp;
     const auto latest = [&](uint32_t lanes) { return lanes ? warp_worker + 31 - __clz(lanes) : 0; };
     if (lane == 31) warp_starts[warp] = latest(starting);
-    uint32_t places;
-    uint32_t place = sum_before_warp<uint32_t>(__popc(continuing) + __popc(opening), places, warp_places);
-    place += places_before_round + __popc(continuing & lanes_below()) + __popc(opening & lanes_below());
+    uint32_t partials;
+    uint32_t partial = sum_before_warp<uint32_t>(__popc(continuing) + __popc(opening), partials, warp_partials);
+    partial += partials_before_round + __popc(continuing & lanes_below()) + __popc(opening & lanes_below());
     const int32_t other_start = lane < threads / 32 ? warp_starts[lane] : 0;
     const int32_t start_before_warp = max(open_start, __reduce_max_sync(~0u, lane < warp ? other_start : 0));
     const int32_t start = max(start_before_warp, latest(starting & (lanes_below() | 1u << lane)));
-    places_before_round += places;
+    partials_before_round += partials;
     open_start = max(open_start, __reduce_max_sync(~0u, other_start));
 
     const int32_t part = continues ? static_cast<int32_t>(worker) - start + 1 : 0;
-    if (real) planner.store(worker, begin, end, part, place);
+    if (real) planner.store(worker, begin, end, part, partial);
     if (thread == threads - 1) borders[0] = before;
     __syncthreads();
     // The last part of a cut token tells the first one, which may be in an earlier round, how many there are.

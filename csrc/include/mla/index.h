@@ -9,13 +9,14 @@ namespace mla {
 
 constexpr int kIndexDim = 128;
 
-// The paged keys of an indexer: in a block first the values of all its tokens, then, with codes, an fp32 scale a token.
+// The paged keys of an indexer: in a block first the values of all its tokens, then, if quantised, an fp32 scale a
+// token.
 struct KeyCacheView {
   const uint8_t* data;
   int64_t blocks;
   int64_t block_size;
   int64_t block_stride;  // bytes
-  bool codes;            // e4m3 and scales; else bf16
+  bool quantised;        // e4m3 and scales; else bf16
 };
 
 struct IndexScoresProblem {

@@ -1,11 +1,11 @@
-// The plan says which worker attends to which part of which token's slot list. A worker is a turn of a thread of the
-// CPU's pool, or a thread block of the GPU for each group of heads.
+// The plan says which worker attends to which part of which token's indices. A worker is an item of work for the CPU's
+// threads, or a thread block of the GPU for each group of heads.
 //
-// Every token's list (its main list, then its extra one) is cut into tiles of `granule` slots; a list never
-// shares a tile with the other. Lay the tiles of all tokens end to end, with a few more units in front of each
-// token for its fixed cost, and cut that line into equal stretches: each worker gets one. So a worker has whole
-// tokens in the middle and at most one unfinished token at either end, and partial results need two places a
-// worker, however many tokens there are. On a GPU, equal tokens stay whole where that idles less than cuts cost.
+// It splits all work evenly. A token's main list, then its extra one, is cut into tiles of `tile_slots` slots; the two
+// lists never share a tile. The tiles of all tokens are laid end to end, with a fixed cost in front of each token, and
+// every worker gets an equal, contiguous range. A worker therefore shares at most two tokens with others, its first and
+// its last, and needs room for two partial results. On a GPU equal tokens stay whole where that idles less than cuts
+// cost.
 #pragma once
 
 #include <cstdint>
@@ -22,15 +22,15 @@ struct PlanRow {
   int32_t tile_end;    // where it ends in its last token; the token's tile count unless a later worker goes on
   int32_t part;        // which part of its first token this is: 0 when it begins at tile 0
   int32_t parts;       // into how many parts its last token is cut, where that token begins here; else 1
-  int32_t place;       // where its partial results go: this many come from the workers before it
-  int32_t granule;     // slots a tile
+  int32_t partial;     // slot of its first partial result: so many come from the workers before it
+  int32_t tile_slots;  // slots of a tile
 };
 static_assert(sizeof(PlanRow) == 32, "a plan row is 8 int32");
 
-// A worker has up to two partial results: of the token it continues from an earlier worker, at `place`, and of
-// the one it begins and leaves open, at the place after that (or at `place`, if it continued none). So the parts
-// of one token lie at consecutive places, and 2 * workers places are enough.
-MLA_HOST_DEVICE int64_t begun_place(const PlanRow& row) { return int64_t{row.place} + (row.tile_begin > 0); }
+// A worker has up to two partial results: of the token that it continues from an earlier worker, in slot `partial`, and
+// of the one that it begins and leaves open, in the slot after that (or in `partial`, if it continued none). So the
+// parts of a token lie in consecutive slots, and 2 * workers slots are enough.
+MLA_HOST_DEVICE int64_t begun_partial(const PlanRow& row) { return int64_t{row.partial} + (row.tile_begin > 0); }
 
 // What the op `plan` is given.
 struct PlanProblem {
@@ -49,7 +49,7 @@ struct PlanShape {
   int32_t tokens;
   int32_t topk;
   int32_t extra_topk;
-  int32_t granule;
+  int32_t tile_slots;
   int32_t token_units;            // what a token costs besides its tiles, in tiles; see token_units()
   int32_t min_part;               // tiles that cuts are apart at least; no part has fewer than half as many
   int32_t good_part;              // tiles a worker should get before more workers than processors are put to work
@@ -67,13 +67,13 @@ constexpr int kPlanWorkersPerThread = 2;  // of a CPU, which take them in turn, 
 inline PlanShape plan_shape(PlanFor device, const PlanProblem& p) {
   PlanShape shape{p.tokens, p.topk, p.extra_topk, 0, 0, 0, 0, 0, p.whole_tokens, p.length, p.extra_length};
   if (device == PlanFor::gpu) {
-    shape.granule = kGpuTileSlots;
+    shape.tile_slots = kGpuTileSlots;
     shape.token_units = 3;  // a token's beginning and end take about as long as three tiles; see token_units()
     shape.min_part = 1;
     shape.good_part = 1;
     shape.workers_per_processor = 1;
   } else {
-    shape.granule = 16;
+    shape.tile_slots = 16;
     shape.token_units = 1;
     shape.min_part = 8;    // 128 slots take several times as long as waking a thread and merging
     shape.good_part = 32;  // parts of 512 slots are worth having more of them than threads
@@ -88,11 +88,13 @@ MLA_HOST_DEVICE int32_t clamp_length(const int32_t* length, int32_t token, int32
   return n < 0 ? 0 : (n < topk ? n : topk);
 }
 
-MLA_HOST_DEVICE int32_t tiles_of(int32_t slots, int32_t granule) { return slots / granule + (slots % granule != 0); }
+MLA_HOST_DEVICE int32_t tiles_of(int32_t slots, int32_t tile_slots) {
+  return slots / tile_slots + (slots % tile_slots != 0);
+}
 
 MLA_HOST_DEVICE int32_t token_tiles(const PlanShape& shape, int32_t token) {
-  return tiles_of(clamp_length(shape.length, token, shape.topk), shape.granule) +
-         tiles_of(clamp_length(shape.extra_length, token, shape.extra_topk), shape.granule);
+  return tiles_of(clamp_length(shape.length, token, shape.topk), shape.tile_slots) +
+         tiles_of(clamp_length(shape.extra_length, token, shape.extra_topk), shape.tile_slots);
 }
 
 // Where there are two workers for each token or more, most of them pay for one token's beginning and end, whatever
@@ -122,7 +124,7 @@ MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, 
 
 // The row of a worker between two borders; which part of a token it holds, and where that goes, is told later.
 MLA_HOST_DEVICE PlanRow row_between(const PlanShape& shape, PlanBorder begin, PlanBorder end) {
-  PlanRow row{begin.token, end.token + (end.tile > 0), begin.tile, end.tile, 0, 1, 0, shape.granule};
+  PlanRow row{begin.token, end.token + (end.tile > 0), begin.tile, end.tile, 0, 1, 0, shape.tile_slots};
   if (end.tile == 0 && end.token > begin.token) row.tile_end = token_tiles(shape, end.token - 1);
   return row;
 }
@@ -133,7 +135,7 @@ MLA_HOST_DEVICE int64_t cut_before(int64_t index, int64_t active, int64_t units)
   return units / active * index + (units % active * index + active / 2) / active;
 }
 
-// Of `workers` rows, how many get work. Stretches shorter than a part would only be moved to a border again, so short
+// Of `workers` rows, how many get work. Ranges shorter than a part would only be moved to a border again, so short
 // lists occupy fewer. A multiple of the tokens is preferred where that leaves few idle: if the tokens are equal then,
 // none shares a worker with another, and fewer are cut or none.
 MLA_HOST_DEVICE int64_t active_workers(const PlanShape& shape, int64_t units, int64_t workers) {
@@ -150,7 +152,7 @@ MLA_HOST_DEVICE int64_t active_workers(const PlanShape& shape, int64_t units, in
 
 // The tiles of a token whose lists are full, and the units of as many such tokens as there are.
 MLA_HOST_DEVICE int64_t full_tiles(const PlanShape& shape) {
-  return int64_t{tiles_of(shape.topk, shape.granule)} + tiles_of(shape.extra_topk, shape.granule);
+  return int64_t{tiles_of(shape.topk, shape.tile_slots)} + tiles_of(shape.extra_topk, shape.tile_slots);
 }
 MLA_HOST_DEVICE int64_t full_units(const PlanShape& shape) {
   return shape.tokens * (shape.token_units + full_tiles(shape));

@@ -8,13 +8,13 @@
 
 namespace mla {
 
-// Partial results of a launch: `places` (2 * workers, see plan.h) of them, a row for each head.
+// Partial results of a launch: `count` slots for them (2 * workers, see plan.h), each with a row for each head.
 struct Partials {
-  int64_t places;
+  int64_t count;
   int64_t heads;
-  float* out;         // [places, heads, 512]
-  float* lse;         // [places, heads]
-  float* max_logits;  // [places, heads]
+  float* out;         // [count, heads, 512]
+  float* lse;         // [count, heads]
+  float* max_logits;  // [count, heads]
 
   static constexpr int64_t kPerWorker = 2;
   static constexpr int64_t kFloatsPerRow = kValueDim + 2;
@@ -23,16 +23,16 @@ struct Partials {
   static constexpr int64_t kArrivalsPerRow = 4;
 
   MLA_HOST_DEVICE Partials(float* memory, int32_t workers, int32_t heads)
-      : places(kPerWorker * static_cast<int64_t>(workers)),
+      : count(kPerWorker * static_cast<int64_t>(workers)),
         heads(heads),
         out(memory),
-        lse(out + places * heads * kValueDim),
-        max_logits(lse + places * heads) {}
+        lse(out + count * heads * kValueDim),
+        max_logits(lse + count * heads) {}
 
-  // A plan may be a caller's, and stale: a place that isn't there becomes the last one.
-  MLA_HOST_DEVICE int64_t row(int64_t place, int64_t head) const {
-    const int64_t held = place < 0 ? 0 : (place < places ? place : places - 1);
-    return held * heads + head;
+  // A plan may be a caller's, and stale: a slot that isn't there becomes the last one.
+  MLA_HOST_DEVICE int64_t row(int64_t partial, int64_t head) const {
+    const int64_t slot = partial < 0 ? 0 : (partial < count ? partial : count - 1);
+    return slot * heads + head;
   }
 
   static constexpr int64_t floats(int64_t workers, int64_t heads) {

@@ -244,12 +244,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
 
   // The plan may be a caller's, and stale: nothing in it is trusted to be within the problem.
   const PlanRow row = p.plan[blockIdx.y];
-  const int granule = min(max(row.granule, 1), kTile);
+  const int tile_slots = min(max(row.tile_slots, 1), kTile);
   const int token_end = min(row.token_end, p.tokens);
   for (int token = max(row.token_begin, 0); token < token_end; ++token) {
     const int length = clamp_length(p.lists[0].length, token, p.lists[0].topk);
     const int extra_length = p.list_count > 1 ? clamp_length(p.lists[1].length, token, p.lists[1].topk) : 0;
-    const int main_tiles = tiles_of(length, granule), tiles = main_tiles + tiles_of(extra_length, granule);
+    const int main_tiles = tiles_of(length, tile_slots), tiles = main_tiles + tiles_of(extra_length, tile_slots);
     const int tile_begin = token == row.token_begin ? max(row.tile_begin, 0) : 0;
     const int tile_end = token == row.token_end - 1 ? min(row.tile_end, tiles) : tiles;
 
@@ -260,9 +260,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     for (int tile = tile_begin; tile < tile_end; ++tile) {
       const bool in_main = tile < main_tiles;
       const SlotList& list = p.lists[in_main ? 0 : 1];
-      const int begin = (in_main ? tile : tile - main_tiles) * granule;
+      const int begin = (in_main ? tile : tile - main_tiles) * tile_slots;
       __syncthreads();  // the tile before is finished with the rows
-      if (!block.find_rows(list, token, begin, min(begin + granule, in_main ? length : extra_length))) continue;
+      if (!block.find_rows(list, token, begin, min(begin + tile_slots, in_main ? length : extra_length))) continue;
       const bool aligned = rows_aligned16(list.cache);
       if (list.cache.format.code == Code::e4m3)
         aligned ? block.gather_e4m3<true>() : block.gather_e4m3<false>();
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     }
     __syncthreads();
     const bool whole = tile_begin == 0 && tile_end == tiles;
-    block.finish(token, whole, tile_begin > 0 ? row.place : begun_place(row), out);
+    block.finish(token, whole, tile_begin > 0 ? row.partial : begun_partial(row), out);
   }
 }
 

@@ -49,9 +49,9 @@ struct EarlySlot {
 
   __device__ EarlySlot() {}
   __device__ EarlySlot(const Worker& worker, int later, int at) {
-    if (worker.token_begin >= worker.token_end || worker.row.tile_begin < 0 || at >= worker.granule) return;
+    if (worker.token_begin >= worker.token_end || worker.row.tile_begin < 0 || at >= worker.tile_slots) return;
     const SlotList& from = worker.p.lists[0];
-    const int64_t index = (int64_t{worker.row.tile_begin} + later) * worker.granule + at;
+    const int64_t index = (int64_t{worker.row.tile_begin} + later) * worker.tile_slots + at;
     if (index >= from.topk) return;
     token = worker.token_begin, tile = worker.row.tile_begin + later;
     slot = load_now(from.slots + token * from.stride + index);
@@ -79,7 +79,7 @@ struct TileRequest {
     slot = -1, list = 0, token = kEnd;
     if (cursor.done()) return;
     const TokenWork& work = cursor.work;
-    const TileSlots slots = slots_of(work, cursor.tile, cursor.worker.granule);
+    const TileSlots slots = slots_of(work, cursor.tile, cursor.worker.tile_slots);
     const SlotList& from = cursor.worker.p.lists[slots.list];
     if (at < slots.count) {
       const bool known = slots.list == 0 && early.token == work.token && early.tile == cursor.tile;

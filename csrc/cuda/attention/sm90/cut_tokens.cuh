@@ -56,14 +56,14 @@ struct Neighbours {
 };
 
 // `tiles` becomes the number of tiles of the block of this lane's rank, if its whole work is a part of one token.
-__device__ __forceinline__ ClusterPeers find_peers(const Worker& worker, const Neighbours& neighbours, int max_granule,
-                                                   int lane, int& tiles) {
+__device__ __forceinline__ ClusterPeers find_peers(const Worker& worker, const Neighbours& neighbours,
+                                                   int max_tile_slots, int lane, int& tiles) {
   const int size = blocks_of_cluster();
   const int rank = rank_in_cluster();
   ClusterPeers peers{rank, 1, 0};
   tiles = 0;
   if (size == 1) return peers;
-  const Worker other(worker.p, Neighbours::index_of(worker, lane), neighbours.row, max_granule);
+  const Worker other(worker.p, Neighbours::index_of(worker, lane), neighbours.row, max_tile_slots);
   bool single = other.token_end - other.token_begin == 1;
   if (single) {
     const TokenWork work = other.work(other.token_begin);
@@ -90,9 +90,9 @@ struct CutTokens {
   TokenPart parts[2];      // of the token that is left open, and of the one that is continued
   int tiles[kMostBlocks];  // of each block of the cluster, by rank
 
-  __device__ void store(const Worker& worker, const Neighbours& neighbours, int max_granule, int lane) {
+  __device__ void store(const Worker& worker, const Neighbours& neighbours, int max_tile_slots, int lane) {
     int own_tiles;
-    const ClusterPeers found = find_peers(worker, neighbours, max_granule, lane, own_tiles);
+    const ClusterPeers found = find_peers(worker, neighbours, max_tile_slots, lane, own_tiles);
     if (lane < kMostBlocks) tiles[lane] = own_tiles;
     if (lane > 0) return;
     peers = found;
@@ -313,7 +313,7 @@ __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const Par
                                             int64_t token, const TokenPart& part, const ClusterPeers& peers,
                                             int head_begin, int warp, int lane, Row row_of_head, Read release) {
   const Partials partials(p.workspace, p.workers, p.heads);
-  const int parts = static_cast<int>(min(max(int64_t{part.parts}, int64_t{1}), partials.places));
+  const int parts = static_cast<int>(min(max(int64_t{part.parts}, int64_t{1}), partials.count));
   const Share share = share_of(peers, warp, min(kHeads, p.heads - head_begin));
   const uint32_t quarters = (1u << (share.end - share.begin)) - 1;
   const bool complete = peers.count == parts;
