@@ -82,7 +82,7 @@ def decode_bars(report: Report) -> tuple[Figure, str]:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.grid(axis="y", alpha=0.2)
     axes.set_axisbelow(True)
-    figure.legend(ncols=len(names), frameon=False, loc="outside lower center", fontsize=9)
+    figure.legend(ncols=min(3, len(names)), frameon=False, loc="outside lower center", fontsize=9)
     return figure, "; ".join(numbers)
 
 

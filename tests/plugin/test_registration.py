@@ -322,7 +322,9 @@ def test_vllm_takes_the_commands_of_the_guide():
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     register()
-    commands = re.findall(r"^vllm serve (.+)$", GUIDE.read_text(), re.MULTILINE)
+    guide = GUIDE.read_text()
+    commands = re.findall(r"^vllm serve (.+)$", guide, re.MULTILINE)
+    commands += [f"{commands[0]} {more}" for more in re.findall(r"^\|[^|]+\| `(--[^`]+)`: ", guide, re.MULTILINE)]
     assert len(commands) >= 7
     for command in commands:
         options = make_arg_parser(FlexibleArgumentParser()).parse_args(shlex.split(command))
