@@ -9,6 +9,7 @@ import mla_backend
 from mla_backend import library
 from mla_backend.vllm_plugin.step import FEW_TOKENS
 from plans import CUT_FOR_CLUSTERS, TOKEN_UNITS, UNCUT_TOKENS, gpu, gpu_plan, tiles_of, walk
+from problems import random_problem
 
 MIN_PART = 8  # tiles of 16 slots
 GPU_TILE_SLOTS = 64
@@ -234,3 +235,11 @@ def test_the_vllm_step_knows_from_how_many_tokens_on_plans_are_of_one_size(proce
     device = gpu(processors)
     sizes = {library.cuda_workers(device, heads, tokens) for tokens in range(FEW_TOKENS, 4 * FEW_TOKENS)}
     assert sizes == {library.cuda_workers(device, heads)}
+
+
+@pytest.mark.parametrize("parts", [0, 2, 1_000_000])
+def test_a_plan_whose_idle_row_claims_parts_is_replaced(parts):
+    problem = random_problem(tokens=1, topk=100)
+    good = mla_backend.plan(1, 100, num_heads=16, workers=1)
+    idle = torch.tensor([[0, 0, 0, 0, 0, parts, 0, good[0, 7]]], dtype=torch.int32)
+    problem.check(plan=torch.cat([idle, good]))

@@ -55,7 +55,10 @@ bool plan_fits(const PlanShape& shape, const PlanRow* rows, int workers) {
   for (int worker = 0; worker < workers; ++worker) {
     const PlanRow& row = rows[worker];
     if (row.tile_slots != shape.tile_slots) return false;
-    if (at.tile == 0 && row.token_begin == at.token && row.token_end == at.token) continue;  // nothing to do
+    if (at.tile == 0 && row.token_begin == at.token && row.token_end == at.token) {  // nothing to do
+      if (row.parts != 1) return false;                                              // the merge would walk them
+      continue;
+    }
     if (row.token_begin != at.token || row.tile_begin != at.tile) return false;
     if (row.token_end <= row.token_begin || row.token_end > shape.tokens) return false;
     const int32_t last = row.token_end - 1;
