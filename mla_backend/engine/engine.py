@@ -355,15 +355,13 @@ class Engine:
             reason, error = "error", f"logits are not finite after {len(sample.sequence.tokens)} tokens"
         else:
             sample.sequence.append(token)
-        if sample.seen is not None:
-            sample.seen.add(token)
-        if error is not None:
-            logprobs = None
-        elif token in request.stop_tokens:
-            reason = "stop"
-        elif sample.stream is not None:
-            text, stopped = sample.stream.push(token)
-            reason = "stop" if stopped else None
+            if sample.seen is not None:
+                sample.seen.add(token)
+            if token in request.stop_tokens:
+                reason = "stop"
+            elif sample.stream is not None:
+                text, stopped = sample.stream.push(token)
+                reason = "stop" if stopped else None
         if reason is None and sample.new_tokens >= request.most_tokens:
             reason = "length"
         if reason is not None:

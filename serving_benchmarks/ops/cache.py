@@ -128,12 +128,6 @@ def markdown(report: dict[str, Any]) -> str:
     return result_file.gpu_table(HEADINGS, rows(report["results"]), report)
 
 
-def plan_time(report: dict[str, Any]) -> str:
-    """How long the plan of a full batch takes, from a result file."""
-    (result,) = (r for r in report["results"] if r["op"] == "plan" and r["count"] == 128)
-    return f"{result['seconds']['median'] * 1e6:.1f} us for {result['count']} tokens"
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",

@@ -270,7 +270,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     either = what.add_mutually_exclusive_group(required=True)
     suites = (f"{name}: {batches.load_suite(name, FORMATS).description}" for name in batches.suite_names())
     either.add_argument(
-        "--suite", metavar="NAME|FILE", help="; ".join(suites) + "; or a file of your own, as docs/reports.md says"
+        "--suite", metavar="NAME|FILE", help="; ".join(suites) + "; or a file of your own, as docs/benchmarks.md says"
     )
     lists(either, "--batches", Batch.parse, "128q1s32k is 128 requests with 1 query token each at 32K tokens")
     heads = opt.between(1, batches.MOST_HEADS)
