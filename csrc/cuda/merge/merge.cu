@@ -203,11 +203,13 @@ void merge_partials(const MergeProblem<float>& p, void* stream) { merge(p, strea
 void merge_partials(const MergeProblem<uint16_t>& p, void* stream) { merge(p, stream); }
 
 void merge_cut_tokens(const AttentionProblem& p, void* stream) {
+  int device;
+  check(cudaGetDevice(&device), "merge of cut tokens");
   // One wave of blocks, so that none begins only when others have ended: tokens are rarely cut, but this is always run.
-  constexpr int kProcessors = 128;  // of a large GPU, about
-  constexpr int kMostBlocks = kMergeBlocksPerProcessor * kProcessors;
+  // Each head has a warp to itself whatever the grid is.
+  const int most_blocks = kMergeBlocksPerProcessor * describe_device(device).processors;
   const int cut = std::min(p.tokens, p.workers);  // no more than these
-  const int heads = std::clamp(kMostBlocks / cut, 1, (p.heads + kWarps - 1) / kWarps);
+  const int heads = std::clamp(most_blocks / cut, 1, (p.heads + kWarps - 1) / kWarps);
   launch_early(merge_cut_tokens_kernel, dim3(cut, heads), kThreads, 0, stream, "merge of cut tokens", p);
 }
 
