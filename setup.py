@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -124,10 +125,26 @@ def write_if_changed(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-def write_ninja(folder: Path, version: str) -> None:
-    """folder/build.ninja, which makes folder/libmla_backend.so."""
+@dataclass
+class Tools:
+    """What builds the library, and for which GPUs."""
+
+    torch: Path
+    cxx: str
+    nvcc: Path | None
+    nvcc_release: str
+    cutlass: Path | None
+    archs: list[str]
+    x86: bool
+
+    @property
+    def hopper(self) -> list[str]:
+        return [arch for arch in self.archs if arch == "90a"]
+
+
+def find_tools() -> Tools:
+    """Raises SetupError for what is missing."""
     torch, nvcc = find_torch(), find_nvcc()
-    x86 = platform.machine() in ("x86_64", "AMD64")
     cxx = os.environ.get("CXX", "g++")
     if not shutil.which(shlex.split(cxx)[0]):
         raise SetupError(f"mla-backend needs a C++17 compiler; there is no {cxx}. Install g++, or set CXX.")
@@ -140,61 +157,57 @@ def write_ninja(folder: Path, version: str) -> None:
             f"The CUDA kernels need CUTLASS's headers. Install them with: pip install --no-deps {CUTLASS}; "
             "MLA_BACKEND_CUDA=0 builds for the CPU alone."
         )
-    nvcc_release = re.search(r"release ([\d.]+)", ask(nvcc, "--version"))[1] if nvcc else ""
-    print(
-        f"mla-backend: torch {torch_version(torch)}, "
-        + (f"CUDA {nvcc_release} for sm_{', sm_'.join(archs)}" if nvcc else "CPU only (no nvcc, or CUDA switched off)")
-    )
+    release = re.search(r"release ([\d.]+)", ask(nvcc, "--version"))[1] if nvcc else ""
+    return Tools(torch, cxx, nvcc, release, cutlass, archs, platform.machine() in ("x86_64", "AMD64"))
 
-    folder.mkdir(parents=True, exist_ok=True)
+
+def write_build_info(folder: Path, version: str, tools: Tools) -> None:
+    """What the library says of itself."""
     info = {
         "VERSION": version,
-        "TORCH": torch_version(torch),
+        "TORCH": torch_version(tools.torch),
         "TORCH_TARGET": ".".join(map(str, TORCH_NEEDED)),
-        "COMPILER": ask(*shlex.split(cxx), "--version").splitlines()[0].replace('"', "'"),
-        "NVCC": nvcc_release,
-        "CUDA_ARCHS": " ".join(archs),
+        "COMPILER": ask(*shlex.split(tools.cxx), "--version").splitlines()[0].replace('"', "'"),
+        "NVCC": tools.nvcc_release,
+        "CUDA_ARCHS": " ".join(tools.archs),
     }
     write_if_changed(folder / "build_info.h", "".join(f'#define MLA_{k} "{v}"\n' for k, v in info.items()))
 
-    # the shell reads these, and ninja before it: both take a path with a space for two
-    torch_path, csrc, cuda, cutlass_path = (
-        shlex.quote(str(p)).replace("$", "$$")
-        for p in (torch, ROOT / "csrc", find_cuda_home(nvcc) if nvcc else "", cutlass or "")
-    )
+
+def quoted(path: object) -> str:
+    """A path for the shell, and for ninja, which reads it first. Both take a path with a space for two."""
+    return shlex.quote(str(path)).replace("$", "$$")
+
+
+def rules(tools: Tools) -> list[str]:
+    """Of ninja: how to compile and link."""
+    csrc, torch, cutlass = (quoted(path) for path in (ROOT / "csrc", tools.torch, tools.cutlass or ""))
     common = f"-I{csrc} -I{csrc}/include"
     host = (
         "-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
         if sanitize()
         else "-O3"
     )
-    host += " -DMLA_X86" if x86 else ""
-    host += f" -DMLA_CUDA -I{cuda}/include" if nvcc else ""
-    stable = f"0x{TORCH_NEEDED[0]:02x}{TORCH_NEEDED[1]:02x}000000000000"
-    bindings = f"-isystem {torch_path}/include -DTORCH_TARGET_VERSION={stable} -DUSE_CUDA"
-    libraries = f"-L{torch_path}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10"
-    if nvcc:
+    host += " -DMLA_X86" if tools.x86 else ""
+    libraries = f"-L{torch}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10"
+    smaller = ""
+    if tools.nvcc:
+        cuda = quoted(find_cuda_home(tools.nvcc))
+        host += f" -DMLA_CUDA -I{cuda}/include"
         libraries += f" -L{cuda}/lib64 -lcudart_static -ldl -lrt -lpthread"
-
-    # files under sm90 use instructions of that architecture alone
-    def gencode(archs: list[str]) -> str:
-        return " ".join(f"-gencode arch=compute_{a},code=sm_{a}" for a in archs)
-
-    hopper = ["90a"] if "90a" in archs else []
-    # a fifth of the library's size; older releases have no such option
-    smaller = "--compress-mode=size" if nvcc and int(nvcc_release.split(".")[0]) >= 13 else ""
-
-    lines = [
-        f"cxx = {cxx}",
-        f"nvcc = {nvcc}",
+        if int(tools.nvcc_release.split(".")[0]) >= 13:
+            smaller = "--compress-mode=size"  # a fifth of the library's size; older releases have no such option
+    return [
+        f"cxx = {tools.cxx}",
+        f"nvcc = {tools.nvcc}",
         "rule cxx",
         f"  command = $cxx {CXX_FLAGS} {WARNINGS} {common} {host} $flags -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = $in",
         "rule cuda",
-        f"  command = $nvcc -std=c++17 -O3 -DNDEBUG --threads 2 -lineinfo {smaller} "
-        f"-Xcompiler -fPIC,-fvisibility=hidden {common} -isystem {cutlass_path} $flags -MD -MF $out.d -c $in -o $out",
+        f"  command = $nvcc -std=c++17 -O3 -DNDEBUG --threads 2 -lineinfo {smaller} -Xcompiler "
+        f"-fPIC,-fvisibility=hidden {common} -isystem {cutlass} $flags -MD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "  description = $in",
@@ -202,25 +215,49 @@ def write_ninja(folder: Path, version: str) -> None:
         f"  command = $cxx -shared {host} -o $out $in {libraries}",
         "  description = $out",
     ]
-    sources = sorted((ROOT / "csrc" / "bindings").glob("*.cpp")) + sorted((ROOT / "csrc" / "cpu").rglob("*.cpp"))
-    sources += sorted((ROOT / "csrc" / "cuda").rglob("*.cu")) if nvcc else []
-    objects = []
-    for source in sources:
-        if source.stem in FILE_FLAGS and source.stem != "isa_portable" and not x86:
-            continue
-        needs_hopper = "sm90" in source.parts  # instructions of that architecture alone
-        if needs_hopper and not hopper:
-            continue
-        flags = FILE_FLAGS.get(source.stem, "")
-        if source.suffix == ".cu":
-            flags = gencode(hopper if needs_hopper else archs) + (" -DMLA_CUDA_SM90A" if hopper else "")
-            flags += " -DMLA_RACECHECK" if racecheck() else ""
-        if source.parent.name == "bindings":
-            flags = f"{bindings} -I."  # build_info.h lies where ninja runs
+
+
+def sources(tools: Tools) -> list[Path]:
+    """Of what these tools can build."""
+    csrc = ROOT / "csrc"
+    found = sorted((csrc / "bindings").glob("*.cpp")) + sorted((csrc / "cpu").rglob("*.cpp"))
+    found += sorted((csrc / "cuda").rglob("*.cu")) if tools.nvcc else []
+    for_x86 = FILE_FLAGS.keys() - {"isa_portable"}
+    return [s for s in found if (tools.x86 or s.stem not in for_x86) and (tools.hopper or "sm90" not in s.parts)]
+
+
+def flags_of(source: Path, tools: Tools) -> str:
+    """Those of one file."""
+    if source.suffix == ".cu":  # files under sm90 use instructions of that architecture alone
+        archs = tools.hopper if "sm90" in source.parts else tools.archs
+        flags = " ".join(f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs)
+        flags += " -DMLA_CUDA_SM90A" if tools.hopper else ""
+        return flags + (" -DMLA_RACECHECK" if racecheck() else "")
+    if source.parent.name == "bindings":  # build_info.h lies where ninja runs
+        stable = f"0x{TORCH_NEEDED[0]:02x}{TORCH_NEEDED[1]:02x}000000000000"
+        return f"-isystem {quoted(tools.torch)}/include -DTORCH_TARGET_VERSION={stable} -DUSE_CUDA -I."
+    return FILE_FLAGS.get(source.stem, "")
+
+
+def write_ninja(folder: Path, version: str) -> None:
+    """folder/build.ninja, which makes folder/libmla_backend.so."""
+    tools = find_tools()
+    print(
+        f"mla-backend: torch {torch_version(tools.torch)}, "
+        + (
+            f"CUDA {tools.nvcc_release} for sm_{', sm_'.join(tools.archs)}"
+            if tools.nvcc
+            else "CPU only (no nvcc, or CUDA switched off)"
+        )
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    write_build_info(folder, version, tools)
+    lines, objects = rules(tools), []
+    for source in sources(tools):
         objects.append(f"{source.relative_to(ROOT / 'csrc').with_suffix('').as_posix().replace('/', '.')}.o")
         lines += [
             f"build {objects[-1]}: {'cuda' if source.suffix == '.cu' else 'cxx'} {escaped(source)}",
-            f"  flags = {flags}",
+            f"  flags = {flags_of(source, tools)}",
         ]
     lines += [f"build libmla_backend.so: link {' '.join(objects)}", "default libmla_backend.so", ""]
     write_if_changed(folder / "build.ninja", "\n".join(lines))
