@@ -1,6 +1,6 @@
 """The indexer's ops on a GPU, held to the reference in float64."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 import mla_backend
 from mla_backend import reference
 from mla_backend.keys import KEY_FORMATS, write_keys
+from problems import IndexProblem
 
 pytestmark = pytest.mark.gpu
 POISON = 12345.0
@@ -19,17 +20,8 @@ ERROR = {torch.float32: 2.0**-11, torch.bfloat16: 2.0**-16}
 """Of the sum over heads of |weight| |query| |key|: what rounding queries to f16, and sums in fp32, may cost."""
 
 
-@dataclass
-class Problem:
-    """The arguments of index_scores, on the GPU."""
-
-    queries: Tensor
-    weights: Tensor
-    cache: Tensor
-    block_table: Tensor
-    requests: Tensor
-    lengths: Tensor
-    positions: int
+class Problem(IndexProblem):
+    """On the GPU."""
 
     def solve(self) -> Tensor:
         """Scores, written into a part of poisoned memory; what is around it has to keep its poison."""
@@ -38,13 +30,6 @@ class Problem:
         mla_backend.index_scores(*self.arguments(), scores=scores)
         assert (memory[:, :2] == POISON).all() and (memory[:, -3:] == POISON).all(), "written beside the scores"
         return scores
-
-    def arguments(self) -> tuple[Tensor, ...]:
-        return self.queries, self.weights, self.cache, self.block_table, self.requests, self.lengths
-
-    def seen(self) -> Tensor:
-        """bool `[T, N]`."""
-        return torch.arange(self.positions, device="cuda") < self.lengths.unsqueeze(1)
 
     def check(self, error: float | None = None) -> None:
         got, seen = self.solve(), self.seen()

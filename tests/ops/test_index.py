@@ -1,6 +1,6 @@
 """The indexer's ops: scores of paged keys, and the positions of the largest of them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,33 +11,18 @@ from torch import Tensor
 import mla_backend
 from mla_backend import reference
 from mla_backend.keys import KEY_FORMATS, write_keys
+from problems import IndexProblem
 
 KINDS = tuple(KEY_FORMATS)
 DTYPES = torch.float32, torch.bfloat16
 
 
-@dataclass
-class Problem:
-    """The arguments of index_scores."""
-
-    queries: Tensor
-    weights: Tensor
-    cache: Tensor
-    block_table: Tensor
-    requests: Tensor
-    lengths: Tensor
-    positions: int
-
+class Problem(IndexProblem):
     def solve(self) -> Tensor:
         """Our answer, written over poisoned memory."""
-        arguments = {name: value for name, value in vars(self).items() if name != "positions"}
         scores = torch.full((len(self.queries), self.positions), 12345.0)
-        assert mla_backend.index_scores(**arguments, scores=scores) is scores
+        assert mla_backend.index_scores(*self.arguments(), scores=scores) is scores
         return scores
-
-    def seen(self) -> Tensor:
-        """bool `[T, N]`: which columns are written."""
-        return torch.arange(self.positions) < self.lengths.unsqueeze(1)
 
     def but(self, **changes) -> "Problem":
         return replace(self, **changes)

@@ -149,3 +149,35 @@ def assert_scores_accurate(name: str, got: Tensor, want: Tensor, score_error: fl
     difference = (got - want)[~infinite].abs()
     allowed = 1e-6 + score_error + want[~infinite].abs() * (8.01 / 65536)
     assert (difference <= allowed).all(), f"{name} is off by {difference.max():.3g}"
+
+
+@st.composite
+def parts_to_merge(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """The arguments of merge_partials. Some parts are empty, whatever they hold."""
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    parts, tokens, heads = draw(st.integers(1, 70)), draw(st.integers(0, 5)), draw(st.integers(1, 20))
+    dim, dtype = draw(st.sampled_from([1, 64, 512, 1024])), draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    outs, lses = torch.randn(parts, tokens, heads, dim).to(dtype), torch.randn(parts, tokens, heads) * 20
+    lses[torch.rand(lses.shape) < 0.2] = -torch.inf
+    outs[lses == -torch.inf] = torch.nan
+    return outs, lses
+
+
+@dataclass
+class IndexProblem:
+    """The arguments of index_scores."""
+
+    queries: Tensor
+    weights: Tensor
+    cache: Tensor
+    block_table: Tensor
+    requests: Tensor
+    lengths: Tensor
+    positions: int
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        return self.queries, self.weights, self.cache, self.block_table, self.requests, self.lengths
+
+    def seen(self) -> Tensor:
+        """bool `[T, N]`: which columns are written."""
+        return torch.arange(self.positions, device=self.lengths.device) < self.lengths.unsqueeze(1)
