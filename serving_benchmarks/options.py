@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from serving_benchmarks.results import environment
+from serving_benchmarks.results.file import why_no_gpu
 
 
 class Refused(Exception):
@@ -164,5 +164,5 @@ def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
 
 def require_gpu() -> None:
     """Refuses where there is no GPU, or no library that was built for one."""
-    if why_not := environment.why_no_gpu():
+    if why_not := why_no_gpu():
         raise Refused(why_not)

@@ -15,7 +15,7 @@ from rich.console import Console
 import mla_backend
 from mla_backend import reference
 from serving_benchmarks import options as opt
-from serving_benchmarks.ops.timing import Timing, capture, interleaved
+from serving_benchmarks.ops.timing import capture, interleaved
 from serving_benchmarks.results import file as result_file
 
 BLOCK = 64
@@ -106,26 +106,12 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
     copies = [r["bytes"] / r["seconds"]["median"] for r in results if r["op"].startswith("copy")]
     lines = []
     for result in results:
-        timing = Timing(**result["seconds"])
-        rate = result["bytes"] / timing.median
+        rate = result["bytes"] / result["seconds"]["median"]
         moves = result["op"] != "plan"  # which computes
-        lines.append(
-            [
-                result["op"],
-                result["format"],
-                str(result["count"]),
-                f"{timing.median * 1e6:.1f}",
-                f"{timing.lower_quartile * 1e6:.1f} to {timing.upper_quartile * 1e6:.1f}",
-                f"{rate / 1e12:.2f}" if moves else "-",
-                f"{rate / max(copies):.0%}" if moves and copies else "-",
-            ]
-        )
+        row = [result["op"], result["format"], str(result["count"]), *result_file.timing_cells(result["seconds"])]
+        row += [f"{rate / 1e12:.2f}" if moves else "-", f"{rate / max(copies):.0%}" if moves and copies else "-"]
+        lines.append(row)
     return lines
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The table in the docs, from a result file."""
-    return result_file.gpu_table(HEADINGS, rows(report["results"]), report)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ import mla_backend
 from mla_backend import reference
 from mla_backend.keys import KEY_FORMATS, write_keys
 from serving_benchmarks import options as opt
-from serving_benchmarks.ops.timing import Timing, capture, interleaved
+from serving_benchmarks.ops.timing import capture, interleaved
 from serving_benchmarks.results import file as result_file
 
 BLOCK = 64
@@ -164,25 +164,12 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
     """A line for each entry, under HEADINGS."""
     lines = []
     for result in results:
-        timing, case = Timing(**result["seconds"]), result["case"]
-        lines.append(
-            [
-                result["op"],
-                case["name"],
-                str(case["heads"]),
-                result["format"],
-                f"{timing.median * 1e6:.1f}",
-                f"{timing.lower_quartile * 1e6:.1f} to {timing.upper_quartile * 1e6:.1f}",
-                f"{result['flops'] / timing.median / 1e12:.0f}" if result["flops"] else "-",
-                f"{result['bytes'] / timing.median / 1e12:.2f}",
-            ]
-        )
+        case, seconds = result["case"], result["seconds"]["median"]
+        row = [result["op"], case["name"], str(case["heads"]), result["format"]]
+        row += result_file.timing_cells(result["seconds"])
+        row.append(f"{result['flops'] / seconds / 1e12:.0f}" if result["flops"] else "-")
+        lines.append([*row, f"{result['bytes'] / seconds / 1e12:.2f}"])
     return lines
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The table in the docs, from a result file."""
-    return result_file.gpu_table(HEADINGS, rows(report["results"]), report)
 
 
 def decode_shape(text: str) -> tuple[int, int]:

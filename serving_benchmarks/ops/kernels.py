@@ -26,7 +26,7 @@ import mla_backend
 from mla_backend import reference
 from mla_backend.attention import workspace_floats
 from serving_benchmarks import options as opt
-from serving_benchmarks.ops import batches, ceilings, peer_kernels, timing
+from serving_benchmarks.ops import batches, peer_kernels, timing
 from serving_benchmarks.ops.batches import PATTERNS, Batch, positions
 from serving_benchmarks.ops.peer_kernels import Prepared, Problem
 from serving_benchmarks.ops.peers import VERSIONS
@@ -53,6 +53,15 @@ COSINE = 5e-6
 PEERS_ALLOWED = 10
 """The bounds of a peer are this many times ours. Peers promise no such accuracy, they only have to compute the same.
 Some round to bf16 where ours don't, which shows where a sum of a few terms is near 0."""
+MATH_FLOPS = 780e12
+"""FLOP/s of a bf16 matrix product of 8192^3. This and the next two rates were measured on an H200: compared with them,
+another GPU looks better or worse than it is."""
+MEMORY_BYTES = 3.65e12
+"""Bytes/s of gathering random FP8 rows of 656 bytes from memory into shared memory. BF16 rows of 1152 bytes are
+gathered faster: our kernel reaches 4.03e12. Their limit was not measured, so times with BF16 rows can be below a floor
+made of this."""
+L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}
+"""Bytes/s of gathering rows of a format from L2, out of a pool of 32K tokens."""
 
 
 class WrongResult(Exception):
@@ -250,9 +259,9 @@ def measure(
         "useful_flops": flops,
         "bytes": attended * (row_bytes + 4) + case.batch.tokens * case.heads * (2 * (576 + 512) + 4),
         "floor_seconds": {
-            "math": flops / ceilings.MATH_FLOPS,
-            "memory": min(attended, case.batch.cached) * row_bytes / ceilings.MEMORY_BYTES,
-            "l2": attended * row_bytes / ceilings.L2_BYTES[case.format],
+            "math": flops / MATH_FLOPS,
+            "memory": min(attended, case.batch.cached) * row_bytes / MEMORY_BYTES,
+            "l2": attended * row_bytes / L2_BYTES[case.format],
         },
         "seconds": {name: taken.as_dict() for name, taken in timings.items()},
         "accuracy": accuracy,

@@ -5,8 +5,13 @@
 kinds.py says what the entries of each kind have, and reads files.
 """
 
+import datetime
 import json
+import os
+import platform
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from serving_benchmarks.results import environment
+from mla_backend import doctor
 
 Report = dict[str, Any]
 """The contents of a result file."""
@@ -62,7 +67,7 @@ def write(path: Path | None, results: Sequence[dict[str, Any]], console: Console
     `benchmark`."""
     if path is None:
         return
-    about = {**environment.describe(), **more}
+    about = {**environment(), **more}
     path.write_text(text({"environment": about, "results": results}))
     console.print(f"written to {path}", markup=False, soft_wrap=True)  # a path is never broken
 
@@ -80,6 +85,12 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table in Markdown."""
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def timing_cells(seconds: dict[str, float]) -> list[str]:
+    """Cells: median and quartiles in microseconds."""
+    median, low, high = (f"{seconds[name] * 1e6:.1f}" for name in ("median", "lower_quartile", "upper_quartile"))
+    return [median, f"{low} to {high}"]
 
 
 def gpu_table(headings: Sequence[str], rows: Sequence[Sequence[str]], report: Report) -> str:
@@ -105,3 +116,71 @@ def show(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int, wid
     for row in rows:
         shown.add_row(*row)
     Console(width=width, highlight=False).print(shown)
+
+
+# Where it was measured: what has to stand beside every number
+
+
+def environment() -> dict[str, Any]:
+    """Machine, versions, commit and command of this process, as plain data for a result file."""
+    report = doctor.examine()
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.executable).name, *_program(), *map(_without_folder, sys.argv[1:])]),
+        "commit": _commit(),
+        "system": report["system"],
+        "python": platform.python_version(),
+        "torch": report["torch"],
+        "vllm": report["vllm"],
+        "cpu": report["cpu"],
+        "gpus": report["gpus"]["devices"],
+        "driver": _driver(),
+        "library": {k: v for k, v in report["library"].items() if k not in ("path", "formats")},
+    }
+
+
+def why_no_gpu() -> str | None:
+    """Why nothing can be measured on a GPU here, in one line; None if it can."""
+    report = doctor.examine()
+    if not report["gpus"]["devices"]:
+        return f"no NVIDIA GPU to measure on: {report['gpus']['why']}"
+    if not report["library"]["cuda_archs"]:
+        return "the library was built without CUDA"
+    return None
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver."""
+    try:
+        found = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
+    return found.stdout.splitlines()[0] if found.returncode == 0 and found.stdout else None
+
+
+def _without_folder(argument: str) -> str:
+    """Where a file lay on the machine that measured tells nobody else anything."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
+
+
+def _program() -> list[str]:
+    """What the interpreter was told to run: a package, a module or a file."""
+    spec = sys.modules["__main__"].__spec__
+    return ["-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
+
+
+def _commit() -> str | None:
+    """The commit of the source tree this runs from, with '+changes' if it differs; None outside of one."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), *arguments],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        ).stdout.strip()
+
+    head = git("rev-parse", "HEAD")
+    return (head + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")) if head else None

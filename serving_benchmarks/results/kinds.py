@@ -13,7 +13,7 @@ from typing import Any
 
 from serving_benchmarks.ops import cache, cpu, index, kv_blocks
 from serving_benchmarks.results import runs, tables
-from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile
+from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile, gpu_table
 
 Check = Callable[[Any], bool]
 Entry = dict[str, Any]
@@ -206,14 +206,14 @@ KINDS = {
         "The ops around attention",
         lambda entry: f"{entry['op']}, {entry['count']} tokens, {entry['format']}",
         {**_OP, "count": _count},
-        {"cache": cache.markdown},
+        {"cache": lambda report: gpu_table(cache.HEADINGS, cache.rows(report["results"]), report)},
         _ops_timed,
     ),
     "index": Kind(
         "The indexer's ops",
         lambda entry: f"{entry['op']}, {entry['case']['name']}, {entry['case']['heads']} heads, {entry['format']}",
         {**_OP, "case.name": _text, "case.heads": _count, "flops": lambda value: value is None or _positive(value)},
-        {"index": index.markdown},
+        {"index": lambda report: gpu_table(index.HEADINGS, index.rows(report["results"]), report)},
         _ops_timed,
     ),
     "kv_blocks": Kind(

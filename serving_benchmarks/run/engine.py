@@ -7,9 +7,6 @@ from typing import Any
 
 from serving_benchmarks.results.kernel_times import KernelTimes
 
-Compiled = list[tuple[str, float]]
-"""Kernels that Triton compiled: name and seconds, in their order."""
-
 
 @dataclass(frozen=True)
 class Ended:
@@ -59,37 +56,6 @@ class Profile:
     """Calls of the CUDA runtime."""
 
 
-class Compilations:
-    """Kernels that Triton compiles in this process, until they are taken.
-
-    Triton compiles a kernel when it is launched with arguments of a new kind. Loading a kernel from its cache on disk
-    takes milliseconds, and does not count. Other compilers, such as DeepGEMM's nvcc, are not seen.
-    """
-
-    def __init__(self):
-        self._found: Compiled = []
-        self._seen = False
-        try:
-            from triton import knobs  # vLLM's stand-in, where there is no Triton, has none
-        except ImportError:
-            return
-        other = knobs.compilation.listener
-
-        def listener(**named: Any) -> None:
-            if not named["cache_hit"]:
-                self._found.append((str(named["src"].name), named["times"].total / 1e6))
-            if other is not None:
-                other(**named)
-
-        knobs.compilation.listener = listener
-        self._seen = True
-
-    def take(self) -> Compiled | None:
-        """Those since the last call; None if they can't be seen."""
-        found, self._found = self._found, []
-        return found if self._seen else None
-
-
 class MeasuredWorker:
     """What is measured inside of vLLM's workers, which may be other processes.
 
@@ -115,12 +81,6 @@ class MeasuredWorker:
         del self.execute_model
         device, calls = self._measured_kernels.device, self._measured_kernels.runtime_calls
         return json.dumps([device, self._measured_steps, kernels, calls])
-
-    def measured_compiled(self) -> str:
-        """What was compiled since the last call. The first call starts to look for it."""
-        if not hasattr(self, "_measured_compilations"):
-            self._measured_compilations = Compilations()
-        return json.dumps(self._measured_compilations.take())
 
 
 class VllmEngine:
@@ -197,23 +157,14 @@ class VllmEngine:
         names = "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
         return Counters(*(None if (value := self._metric(name)) is None else int(value) for name in names))
 
-    def compiled(self) -> Compiled | None:
-        """What Triton compiled since the last call, in the process that it took longest; None if that is not known."""
-        known = [kernels for kernels in self._of_workers("measured_compiled") if kernels is not None]
-        return max(known, key=lambda kernels: sum(seconds for _, seconds in kernels), default=None)
-
     def start_profile(self) -> None:
         self._llm.collective_rpc("measured_start")
 
     def stop_profile(self) -> Profile:
         # With tensor parallelism all workers run the same kernels. Those that reach a collective early wait in its
         # kernel. The worker whose kernels took least waited least.
-        found = [Profile(*answer) for answer in self._of_workers("measured_stop")]
+        found = [Profile(*json.loads(answer)) for answer in self._llm.collective_rpc("measured_stop")]
         return min(found, key=lambda profile: sum(time for _, _, time in profile.kernels))
-
-    def _of_workers(self, method: str) -> list[Any]:
-        """The answers of a method of MeasuredWorker, one from each of vLLM's workers."""
-        return [json.loads(answer) for answer in self._llm.collective_rpc(method)]
 
     def _metric(self, name: str) -> float | None:
         values = [metric.value for metric in self._llm.get_metrics() if metric.name == name]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from serving_benchmarks import options as types
-from serving_benchmarks.results import latency
+from serving_benchmarks.results import runs
 from serving_benchmarks.run import common, vllm_options
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.engine import Counters, counted_between
@@ -156,13 +156,13 @@ def entry(bench: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
             continue
         tokens, ttft = bench["output_lens"][i], bench["ttfts"][i]
         e2e = ttft + sum(bench["itls"][i])
-        values = bench["input_lens"][i], tokens, ttft, latency.per_token(ttft, e2e, tokens), e2e
+        values = bench["input_lens"][i], tokens, ttft, runs.per_token(ttft, e2e, tokens), e2e
         for name, value in zip(requests, values, strict=True):
             requests[name].append(value)
         gaps += bench["itls"][i]
     seconds, completed = bench["duration"], len(requests["e2e_s"])
     inputs, outputs = sum(requests["input_tokens"]), sum(requests["output_tokens"])
-    summaries, gap = latency.summaries(requests), latency.summary(gaps)
+    summaries, gap = runs.summaries(requests), runs.summary(gaps)
     return {
         "bench": {key: value for key, value in bench.items() if key not in NOT_KEPT},
         "elapsed_time": seconds,
@@ -188,7 +188,7 @@ def goodput(
     if ttft_limit is None and tpot_limit is None:
         return None
     times = zip(requests["ttft_s"], requests["tpot_s"], strict=True)
-    good = sum(latency.is_good(ttft, tpot, ttft_limit, tpot_limit) for ttft, tpot in times)
+    good = sum(runs.is_good(ttft, tpot, ttft_limit, tpot_limit) for ttft, tpot in times)
     return {
         "ttft_limit_s": ttft_limit,
         "tpot_limit_s": tpot_limit,

@@ -7,12 +7,11 @@ later input goes to the command. The command ends by itself, or when the input e
 the other end stops or dies, even by kill -9. Then it gets SIGINT and its grace, and all descendants that are left are
 killed, whatever their process groups and sessions. The exit status is the command's.
 
-There are two processes, as one of them may be killed itself. The supervisor has the command. Its parent, the watcher,
-only waits for it. If one is killed, the other kills what is left. Each has a session of its own, so that no signal to a
-group reaches both. If both are killed at the same moment, the command's processes survive.
+It has a session of its own, so that a signal to a group doesn't reach it. If it is killed itself, by kill -9, the
+command's processes survive.
 
-`processes.py` starts this file by its name, in this folder: `pkill -f` with the package's name or the command's finds
-neither of the two. It imports nothing but the standard library. Linux only.
+`processes.py` starts this file by its name, in this folder: `pkill -f` with the package's name or the command's doesn't
+find it. It imports nothing but the standard library. Linux only.
 """
 
 import contextlib
@@ -71,14 +70,14 @@ def kill_descendants() -> None:
         time.sleep(KILL_AGAIN_SECONDS)
 
 
-def wait_for_the_end(command: subprocess.Popen, watcher: int) -> None:
-    """Waits until the command, the watcher (a pidfd) or the standard input ends, or a signal comes."""
+def wait_for_the_end(command: subprocess.Popen) -> None:
+    """Waits until the command or the standard input ends, or a signal comes."""
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     for number in ENDING:
         signal.signal(number, lambda *_: None)  # wakes the select below
-    ends = [woken, os.pidfd_open(command.pid), watcher]
+    ends = [woken, os.pidfd_open(command.pid)]
     while True:
         ready, _, _ = select.select([0, *ends], [], [])
         if any(end in ready for end in ends):
@@ -95,13 +94,13 @@ def exit_status(of_wait: int) -> int:
     return of_wait if of_wait >= 0 else 128 - of_wait
 
 
-def supervise(words: Sequence[str], folder: str, grace: float, watcher: int) -> int:
+def supervise(words: Sequence[str], folder: str, grace: float) -> int:
     """Runs the command to its end, ends what it has started, and returns the exit status."""
     # A script's background job ignores SIGINT, and its children inherit that. They don't inherit a handler.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     command = subprocess.Popen(words, cwd=folder, stdin=subprocess.PIPE)
     try:
-        wait_for_the_end(command, watcher)
+        wait_for_the_end(command)
         if command.poll() is None:
             command.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -112,31 +111,11 @@ def supervise(words: Sequence[str], folder: str, grace: float, watcher: int) -> 
     return exit_status(-signal.SIGKILL if status is None else status)
 
 
-def watch(supervisor: int) -> int:
-    """Waits for the supervisor, ends what it has left if it was killed, and returns its status."""
-
-    def pass_on(number: int, _) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(supervisor, number)
-
-    for number in ENDING:
-        signal.signal(number, pass_on)
-    _, status = os.waitpid(supervisor, 0)
-    kill_descendants()
-    return exit_status(os.waitstatus_to_exitcode(status))
-
-
 def main() -> int:
     with open(0, "rb", buffering=0, closefd=False) as given:  # the rest is for the command
         asked = json.loads(given.readline())
     adopt_orphans()
-    watcher = os.pidfd_open(os.getpid())
-    supervisor = os.fork()
-    if supervisor:
-        return watch(supervisor)
-    os.setsid()
-    adopt_orphans()  # a child doesn't inherit it
-    return supervise(asked["command"], asked["folder"], asked["grace"], watcher)
+    return supervise(asked["command"], asked["folder"], asked["grace"])
 
 
 if __name__ == "__main__":

@@ -235,24 +235,6 @@ def measure(options: argparse.Namespace, plan: Plan, logs: Path, stages: Stages)
                 yield from heard(backends[worker], plan, stages)
 
 
-def notes(result: dict[str, Any]) -> list[str]:
-    """Lines about an entry that are not in the table: what was compiled while the clock ran, and its profile."""
-    by_round: dict[int, list[dict[str, Any]]] = {}
-    for one in result.get("compiled") or []:
-        by_round.setdefault(one["round"], []).append(one)
-    lines = [
-        f"compiled in round {number + 1}, while the clock ran: "
-        + ", ".join(dict.fromkeys(one["kernel"] for one in ones))
-        + f" ({len(ones)} in {sum(one['seconds'] for one in ones):.2f} s)"
-        for number, ones in sorted(by_round.items())
-    ]
-    if result.get("profile"):
-        lines += kernel_times.lines(result["profile"])
-    if not lines:
-        return []
-    return [f"\n{result['backend']}, {runs.lengths(result['case'])} tokens, {common.load(result['case'])}", *lines]
-
-
 def in_order(results: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
     """The entries backend by backend, each with `over_first`, its ratio to the first backend's entry of the same load;
     None unless they were interleaved."""
@@ -276,7 +258,9 @@ def run(options: argparse.Namespace) -> int:
     results, status = common.collect(lambda logs, stages: measure(options, plan, logs, stages), options.logs)
     results = in_order(results, options)
     for result in results:
-        print(*notes(result), sep="\n", end="\n" if notes(result) else "")
+        if result.get("profile"):
+            print(f"\n{result['backend']}, {runs.lengths(result['case'])} tokens, {common.load(result['case'])}")
+            print(*kernel_times.lines(result["profile"]), sep="\n")
     if results:
         common.show(common.table(results, "over the first", over_first))
     settings = {

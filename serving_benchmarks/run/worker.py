@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from serving_benchmarks.ops.timing import Timing
-from serving_benchmarks.results import kernel_times, latency
-from serving_benchmarks.run.engine import Compiled, VllmEngine, counted_between
+from serving_benchmarks.results import kernel_times, runs
+from serving_benchmarks.run.engine import VllmEngine, counted_between
 from serving_benchmarks.run.rounds import Events
 from serving_benchmarks.run.workloads import Workload
 
@@ -74,7 +74,7 @@ def run_round(engine: VllmEngine, workload: Workload, concurrency: int | None) -
             raise RuntimeError(f"request {i} must give {wanted} tokens; the engine gave {request.output_tokens}")
     e2e = [step_ends[last] - start for start, last in zip(starts, last_steps, strict=True)]
     ttfts = [request.ttft for request in ended]
-    per_token = [latency.per_token(r.ttft, s, r.output_tokens) for r, s in zip(ended, e2e, strict=True)]
+    per_token = [runs.per_token(r.ttft, s, r.output_tokens) for r, s in zip(ended, e2e, strict=True)]
     firsts = [None if ttft is None else start + ttft for start, ttft in zip(starts, ttfts, strict=True)]
     return Round(
         elapsed,
@@ -138,7 +138,6 @@ def measure(
         engine.forget_prefixes()  # of an earlier workload: a cached prompt is not computed
         run_round(engine, workload, concurrency)
     done: list[Round] = []
-    compiled: list[Compiled | None] = []
     before = engine.counters()
     while len(done) < rounds or spec["more_rounds"]:
         number, timed = len(done), sum(one.elapsed for one in done)
@@ -146,11 +145,8 @@ def measure(
         if not events.wait(stage, round=number, optional=number >= rounds, timed_s=timed):
             break
         engine.forget_prefixes()
-        engine.compiled()  # drops what was compiled before this round
         done.append(run_round(engine, workload, concurrency))
-        compiled.append(engine.compiled())
-    found = entry(done, keep_requests=spec["requests"])
-    return {**found, **counted_between(before, engine.counters()), "compiled": compiled_in_rounds(compiled)}
+    return {**entry(done, keep_requests=spec["requests"]), **counted_between(before, engine.counters())}
 
 
 def entry(rounds: list[Round], *, keep_requests: bool) -> dict[str, Any]:
@@ -161,8 +157,8 @@ def entry(rounds: list[Round], *, keep_requests: bool) -> dict[str, Any]:
     inputs, outputs, count = sum(first["input_tokens"]), sum(first["output_tokens"]), len(first["e2e_s"])
     requests = {name: [value for one in rounds for value in one.requests[name]] for name in first}
     kept = {"round": [i for i in range(len(rounds)) for _ in range(count)], **requests}
-    summaries = latency.summaries(requests)
-    gaps = latency.summary([gap for one in rounds for gap in one.gaps])
+    summaries = runs.summaries(requests)
+    gaps = runs.summary([gap for one in rounds for gap in one.gaps])
     return {
         "elapsed_time": seconds.median,
         "num_requests": count,
@@ -179,17 +175,6 @@ def entry(rounds: list[Round], *, keep_requests: bool) -> dict[str, Any]:
         "latency": summaries,
         **({"requests": kept} if keep_requests else {}),
     }
-
-
-def compiled_in_rounds(found: list[Compiled | None]) -> list[dict[str, Any]] | None:
-    """What was compiled in each round, for a result file; None if that is not known of all of them."""
-    if any(kernels is None for kernels in found):
-        return None
-    return [
-        {"round": number, "kernel": kernel, "seconds": round(seconds, 6)}
-        for number, kernels in enumerate(found)
-        for kernel, seconds in kernels
-    ]
 
 
 def warm_sizes(engine: VllmEngine, sizes: list[Workload], events: Events) -> None:

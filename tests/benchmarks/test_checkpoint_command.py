@@ -5,11 +5,10 @@ import json
 import pytest
 import torch
 
+from commands import status_of
 from examples.recall.accuracy import CHECKPOINT
 from mla_backend.engine import load_model
-from serving_benchmarks.__main__ import main
-from serving_benchmarks.models import drafts
-from serving_benchmarks.run import checkpoint
+from serving_benchmarks.run import checkpoint, drafts
 
 
 def answers(*rows: list[int], logprob: float = -1.0) -> checkpoint.Answers:
@@ -34,19 +33,8 @@ def test_a_way_is_good_within_its_bounds():
 
 def test_random_prompts_find_a_backend_that_is_not_like_the_first_and_one_that_fails(small_model, fake_vllm):
     output = fake_vllm / "out.json"
-    asked = [
-        "--model",
-        str(small_model),
-        "--num-prompts",
-        "3",
-        "--input-len",
-        "20",
-        "--output-len",
-        "4",
-        "--ways",
-        "vllm",
-    ]
-    assert main(["checkpoint", *asked, "--backend", "ONE,TWO,NOISY,REFUSED", "--output", str(output)]) == 1
+    asked = ("--model", small_model, "--ways", "vllm", "--num-prompts", 3, "--input-len", 20, "--output-len", 4)
+    assert status_of("checkpoint", *asked, "--backend", "ONE,TWO,NOISY,REFUSED", "--output", output) == 1
     report = json.loads(output.read_text())
     assert report["environment"]["benchmark"] == "checkpoint"
     one, two, noisy, refused = report["results"]
@@ -57,8 +45,8 @@ def test_random_prompts_find_a_backend_that_is_not_like_the_first_and_one_that_f
 
 def test_the_embedded_engine_answers_the_recall_checkpoints_questions(tmp_path):
     output = tmp_path / "out.json"
-    asked = ["--ways", "embedded,embedded-bf16", "--num-prompts", "8", "--input-len", "300", "--output-len", "6"]
-    assert main(["checkpoint", *asked, "--output", str(output)]) == 0
+    asked = ("--ways", "embedded,embedded-bf16", "--num-prompts", 8, "--input-len", 300, "--output-len", 6)
+    assert status_of("checkpoint", *asked, "--output", output) == 0
     results = json.loads(output.read_text())["results"]
     assert [(r["way"], r["engine"], r["cache"], r["asked"], r["right"]) for r in results] == [
         ("embedded", "embedded", "fp8", 8, 8),

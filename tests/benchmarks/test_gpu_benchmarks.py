@@ -44,11 +44,8 @@ def test_lists_name_each_visible_position_at_most_once(pattern):
             assert row[len(valid) :] == [-1] * (topk - len(valid))
 
 
-def test_sliding_lists_are_the_last_tokens():
+def test_sliding_lists_are_the_last_tokens_and_realistic_ones_mostly_recent_and_alike():
     assert positions(Batch.parse("q2s10"), 3, "sliding").sort().values.tolist() == [[6, 7, 8], [7, 8, 9]]
-
-
-def test_realistic_lists_are_mostly_recent_and_alike():
     first, second = positions(Batch.parse("q2s100000"), 2048, "realistic").tolist()
     assert 0.65 < sum(position >= 99999 - RECENT for position in first) / 2048 < 0.85
     assert len(set(first) & set(second)) > 1024
@@ -86,40 +83,6 @@ def test_peers_are_called_where_vllm_would_call_them():
     assert called("8q1s1k", 64, "fp8_ds_mla") == bf16 | {"flashmla_fp8"}
     assert called("8q1s1k_2q2s1k", 64, "fp8_ds_mla") == called("q512s1k", 64, "fp8_ds_mla") == bf16
     assert called("8q1s1k", 16, "bf16") == bf16
-
-
-class PagedAttention:
-    """FlashInfer's wrapper, computed from its own arguments."""
-
-    def __init__(self, workspace, **options):
-        assert options["use_cuda_graph"] and options["backend"] == "fa3"
-
-    def plan(self, metadata, num_heads, page_size, causal, sm_scale, **_):
-        assert page_size == 1 and not causal
-        self.starts, self.pages, self.scale = metadata[1].tolist(), metadata[2], sm_scale
-        assert metadata[0].tolist() == list(range(len(self.starts)))
-        assert metadata[3].tolist() == metadata[1].diff().tolist()
-
-    def run(self, query, kv_cache, out):
-        q, cache = (torch.cat(parts, dim=-1).double() for parts in (query, kv_cache))
-        for token, (begin, end) in enumerate(zip(self.starts, self.starts[1:], strict=False)):
-            keys = cache[self.pages[begin:end].long(), 0]
-            out[token] = (q[token] @ keys.T * self.scale).softmax(-1) @ keys[:, :512]
-
-
-def test_flashinfer_gets_each_tokens_list(monkeypatch):
-    plan = types.SimpleNamespace(csr=lambda *metadata: metadata)
-    fake = types.SimpleNamespace(BatchMLAPagedAttentionWrapper=PagedAttention, MLAPlanMetadata=plan)
-    monkeypatch.setitem(sys.modules, "flashinfer", types.SimpleNamespace(mla=fake))
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", fake)
-    indices = torch.randperm(128).int()[:24].view(3, 8)
-    counts = torch.tensor([8, 3, 1], dtype=torch.int32)
-    indices[torch.arange(8) >= counts.unsqueeze(1)] = -1
-    cache, q = torch.randn(2, 64, 576).bfloat16(), torch.randn(3, 4, 576).bfloat16()
-    problem = peer_kernels.Problem(q, indices, counts, kernels.SCALE, 1)
-    prepared = peer_kernels.flashinfer(problem, cache)
-    prepared.call()
-    kernels.check_out(prepared.out, kernels.attend_exactly(problem, cache)[0])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,4 +1,4 @@
-"""Models of real width: of the right shape, the same ones each time, and such that attention means something."""
+"""Models of real width: of the right shape, and the same ones each time."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import engine_models
+from commands import status_of
 from mla_backend import engine
-from serving_benchmarks.__main__ import main
-from serving_benchmarks.models import models
+from serving_benchmarks import models
 
 NARROW = dict(hidden_size=128, intermediate_size=192, moe_intermediate_size=64, q_lora_rank=96, qk_nope_head_dim=32)
 NARROW |= dict(v_head_dim=48, index_n_heads=32, vocab_size=320, max_position_embeddings=512)
@@ -89,17 +88,13 @@ def test_the_same_seed_gives_the_same_weights_in_files_of_any_size(tmp_path):
     assert not torch.equal(one["lm_head.weight"], one["model.embed_tokens.weight"])
 
 
-def test_a_result_file_has_what_makes_its_model_again(tmp_path, monkeypatch):
-    for like in models.LIKE:
-        monkeypatch.setitem(models.LIKE, like, {**models.LIKE[like], **NARROW})
+def test_the_command_makes_a_model_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(models.LIKE, "glm-5", {**models.LIKE["glm-5"], **NARROW})
+    shape = ("--layers", 3, "--heads", 4, "--experts", 4, "--dense-layers", 2, "--vocab-size", 64, "--seed", 7)
+    words = ("models", "--like", "glm-5", *shape, "--output", tmp_path / "made")
+    assert status_of(*words) == 0 and status_of(*words) == 2, "it is there already"
     wanted = models.config("glm-5", layers=3, heads=4, experts=4, dense_layers=2, vocab_size=64)
-    models.write(tmp_path / "m", wanted, seed=7)
-    described = models.describe(str(tmp_path / "m"), models.read(tmp_path / "m"), None)
-    python, dash_m, package, *arguments = models.command_for(described, str(tmp_path / "again")).split()
-    assert (python, dash_m, package) == ("python", "-m", "serving_benchmarks")
-    assert main(arguments) == 0 and main(arguments) == 2, "it is there already"
-    for file in ("config.json", "model-00001-of-00001.safetensors"):
-        assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "m" / file).read_bytes()
+    assert models.read(tmp_path / "made") == {**wanted, "random_weights_seed": 7}
 
 
 @pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff", b"{}"])
@@ -115,49 +110,3 @@ def test_its_tokenizer_gives_back_the_tokens_of_a_text(folder):
     assert tokenizer.encode(tokenizer.decode(tokens)) == tokens and tokenizer.eos_token == 1
     written = json.loads((folder / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"  # which transformers 4 knows, too
-
-
-class AttentionElsewhere(engine.KernelAttention):
-    """Attends to random slots of those that have been written, in place of those that it is told."""
-
-    written = 0
-
-    def write(self, kv_c, k_pe, cache, slots):
-        self.written = max(self.written, int(slots.max()) + 1)  # they are filled from the first on
-        super().write(kv_c, k_pe, cache, slots)
-
-    def attend(self, q, cache, indices, lengths, scale, plan):
-        return super().attend(q, cache, torch.randint(self.written, indices.shape).int(), lengths, scale, plan)
-
-
-@torch.inference_mode()
-def next_token(model: engine.Model, prompt: list[int], sparse: engine.KernelAttention) -> int:
-    """What a model says after a prompt, with another attention."""
-    for layer in model.model.layers:
-        layer.self_attn.sparse = sparse
-    positions, blocks = torch.arange(len(prompt)), -(-len(prompt) // 64)
-    caches = engine.new_caches(model.config, blocks, 64, latent="fp8_ds_mla", keys="fp8")
-    batch = engine.Batch(
-        block_table=torch.arange(blocks, dtype=torch.int32).unsqueeze(0),
-        slots=positions,
-        token_counts=[len(prompt)],
-        context_lengths=[len(prompt)],
-        logits_at=positions[-1:],
-    )
-    return int(model(torch.tensor(prompt), positions, batch, caches).argmax())
-
-
-@pytest.mark.parametrize("topk", [32, 2048])
-@pytest.mark.parametrize("like", models.LIKE)
-def test_what_a_model_says_depends_on_what_it_attends_to(tmp_path, like, topk):
-    """Whether contexts are longer than what the indexer selects, or not."""
-    models.write(tmp_path / "model", narrow(like, index_topk=topk))
-    model, changed = engine.load_model(tmp_path / "model"), 0
-    with engine_models.one_thread():
-        for _ in range(8):
-            prompt = torch.randint(2, 320, (100,)).tolist()
-            kinds = engine.KernelAttention(), engine.KernelAttention(), AttentionElsewhere()
-            right, again, wrong = (next_token(model, prompt, sparse) for sparse in kinds)
-            assert right == again
-            changed += right != wrong
-    assert changed >= 6

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import result_examples
-from serving_benchmarks.results import file, kinds, latency
+from serving_benchmarks.results import file, kinds, runs
 
 pytestmark = pytest.mark.skipif(not result_examples.path("kernels").is_file(), reason="needs the source tree")
 JSON = st.recursive(
@@ -76,7 +76,7 @@ def test_what_is_no_result_file_is_refused(content, tmp_path):
 
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=300), st.sampled_from([50, 90, 99]))
 def test_a_percentile_lies_within_its_bounds(samples, percent):
-    value, (low, high) = latency.percentile(samples, percent), latency.percentile_bounds(samples, percent)
+    value, (low, high) = runs.percentile(samples, percent), runs.percentile_bounds(samples, percent)
     assert min(samples) <= value <= max(samples)
     assert {low, high} <= {None, *samples} and (low is None or high is None or low <= high)
     if (percent / 100) ** len(samples) > 0.025:  # all samples may well be below it

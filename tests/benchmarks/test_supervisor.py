@@ -96,52 +96,31 @@ def test_one_that_listens_to_ctrl_c_is_given_time_to_end(tmp_path, ours, childre
 OWNER = """
 import sys, time
 from pathlib import Path
-from serving_benchmarks.run import supervisor
 from serving_benchmarks.run.processes import Supervised, signals_unwind
 with signals_unwind(), Supervised(sys.argv[2:], Path(sys.argv[1]), grace=0.1):
     time.sleep(1000)
 """
 
 
-KILLED = {
-    "owner": [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL],
-    **dict.fromkeys(("watcher", "guard", "owner watcher", "owner guard", "-watcher", "-guard"), [signal.SIGKILL]),
-}
-"""Who gets which signals; with a minus, a whole process group."""
-
-
 @pytest.mark.usefixtures("children_hear_ctrl_c")
-@pytest.mark.parametrize(("who", "how"), [(who, how) for who, hows in KILLED.items() for how in hows])
-def test_nothing_is_left_whoever_is_killed(tmp_path, who, how):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path, how):
     command, notes = stubborn(tmp_path)
     owner = subprocess.Popen([sys.executable, "-c", OWNER, tmp_path / "log", *command], stderr=subprocess.DEVNULL)
     try:
         assert wait_until(lambda: len(pids(notes)) == 3)
-        watcher, guarded, *_ = supervisor.descendants(owner.pid)
-        for pid in (watcher, guarded):
-            told = Path(f"/proc/{pid}/cmdline").read_text()
-            assert "serving_benchmarks" not in told and str(tmp_path) not in told, "pkill -f would find it"
-        ids = {"owner": owner.pid, "watcher": watcher, "guard": guarded, "-watcher": -watcher, "-guard": -guarded}
-        for name in who.split():
-            os.kill(ids[name], how)
+        guard = supervisor.descendants(owner.pid)[0]
+        told = Path(f"/proc/{guard}/cmdline").read_text()
+        assert "serving_benchmarks" not in told and str(tmp_path) not in told, "pkill -f would find it"
+        owner.send_signal(how)
         assert wait_until(lambda: gone(notes)), "processes are left"
-        assert wait_until(lambda: not any(map(alive, (watcher, guarded)))), "its guards are left"
+        assert wait_until(lambda: not alive(guard)), "its guard is left"
     finally:
         owner.kill()
         owner.wait(60)
         for pid in pids(notes):
             if alive(pid):
                 os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("place", [0, 1], ids=["watcher", "supervisor"])
-def test_one_whose_guard_is_killed_has_the_status_that_shells_give(tmp_path, place):
-    others = supervisor.descendants(os.getpid())
-    started = lambda: [pid for pid in supervisor.descendants(os.getpid()) if pid not in others]  # noqa: E731
-    with Supervised(["sleep", "1000"], tmp_path / "log", grace=0.1) as process:
-        assert wait_until(lambda: len(started()) == 3)
-        os.kill(started()[place], signal.SIGKILL)
-        assert process.wait(60) == process.status() == 128 + signal.SIGKILL
 
 
 def test_signals_end_the_block_and_are_as_before_after_it():

@@ -50,7 +50,6 @@ def assert_adds_up(result: dict, input_len: int, new: int, count: int) -> None:
         assert 0 < ttft < e2e and ttft + (new - 1) * tpot == pytest.approx(e2e)
     assert min(requests["ttft_s"]) <= result["ttft_s"]["p50"] <= result["ttft_s"]["p99"] <= max(requests["ttft_s"])
     assert 0.002 <= result["itl_s"]["p50"] <= result["itl_s"]["p99"] <= max(requests["e2e_s"])
-    assert [one["kernel"] for one in result["compiled"]] == ["moe"] * 3
     assert result["cache"] == {"tokens": 640, "prefix_hit_share": None} and result["preemptions"] == 0
 
 

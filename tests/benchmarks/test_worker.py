@@ -16,29 +16,22 @@ from serving_benchmarks.run.workloads import Workload
 
 
 class OneTokenAStep:
-    """An engine that gives each request a token in each step. It compiles a kernel in the passes that it is told."""
+    """An engine that gives each request a token in each step."""
 
-    def __init__(self, lie: int = 0, compiles: tuple[int, ...] = ()):
+    def __init__(self, lie: int = 0):
         self.left: dict[str, int] = {}
         self.given: dict[str, int] = {}
-        self.most, self.passes, self.lie, self.compiles, self.new = 0, 0, lie, compiles, []
+        self.most, self.passes, self.lie = 0, 0, lie
 
     def forget_prefixes(self):
         self.passes += 1
-        self.new.append(("before", 1.0))
 
     def counters(self):
         return engine.Counters(self.passes, None, None)
 
-    def compiled(self):
-        found, self.new = self.new, []
-        return found
-
     def submit(self, id, prompt, new_tokens, *, streamed=False):
         self.left[id] = self.given[id] = new_tokens
         self.most = max(self.most, len(self.left))
-        if self.passes in self.compiles and id == "0":
-            self.new.append(("moe", 0.5))
 
     def step(self):
         self.left = {id: left - 1 for id, left in self.left.items()}
@@ -69,9 +62,9 @@ def test_gaps_between_tokens_are_those_of_the_steps_in_which_a_request_decodes()
 
 
 @pytest.mark.parametrize("warmup", [True, False])
-def test_rounds_are_asked_for_and_what_is_compiled_in_one_is_told(warmup):
+def test_rounds_are_asked_for_and_their_results_told(warmup):
     told, words = io.StringIO(), io.StringIO("go\n" * (4 if warmup else 3) + "enough\n")
-    measured = OneTokenAStep(compiles=(1, 3))
+    measured = OneTokenAStep()
     spec = {"rounds": 2, "more_rounds": True, "warmup": warmup, "requests": False}
     events = rounds.Events(told, words)
     found = worker.measure(measured, Workload([[1]] * 3, [4, 2, 3]), {"concurrency": 2}, spec, events)
@@ -79,7 +72,6 @@ def test_rounds_are_asked_for_and_what_is_compiled_in_one_is_told(warmup):
     assert [event.get("round") for event in asked] == [None] * warmup + [0, 1, 2, 3]
     assert [event["optional"] for event in asked[warmup:]] == [False, False, True, True]
     assert len(found["rounds_s"]) == 3 and found["total_output_tokens"] == 9 and "requests" not in found
-    assert [one["round"] for one in found["compiled"]] == ([1] if warmup else [0, 2])
     assert found["preemptions"] == 3, "what is counted begins after the warm-up"
 
 
@@ -141,26 +133,9 @@ def test_workers_that_end_early_leave_the_others_in_step(ends):
     assert all(one.asks is None for one in workers)
 
 
-def test_what_triton_compiles_is_taken_once_and_others_who_listen_go_on_being_told(monkeypatch):
-    told, triton = [], types.ModuleType("triton")
-    listen = types.SimpleNamespace(listener=lambda **named: told.append(named["src"].name))
-    triton.knobs = types.SimpleNamespace(compilation=listen)
-    monkeypatch.setitem(sys.modules, "triton", triton)
-    asked = engine.MeasuredWorker()
-    assert json.loads(asked.measured_compiled()) == []
-    for name, hit in (("new", False), ("on disk", True)):
-        source, times = types.SimpleNamespace(name=name), types.SimpleNamespace(total=500_000)
-        listen.listener(src=source, times=times, cache_hit=hit)
-    assert json.loads(asked.measured_compiled()) == [["new", 0.5]] and json.loads(asked.measured_compiled()) == []
-    assert told == ["new", "on disk"]
-    monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))  # vLLM's stand-in
-    assert engine.Compilations().take() is None and worker.compiled_in_rounds([[], None]) is None
-
-
-def test_of_several_workers_of_vllm_the_one_that_waited_least_is_profiled_and_the_slowest_to_compile_told():
+def test_of_several_workers_of_vllm_the_one_that_waited_least_is_profiled():
     first = ["cuda", 8, [["gemm", 8, 100.0], ["all_reduce", 8, 900.0]], {}]
     last = ["cuda", 8, [["gemm", 8, 110.0], ["all_reduce", 8, 20.0]], {}]
-    answers = {"measured_stop": [first, last], "measured_compiled": [[["moe", 0.5]], None, [["moe", 0.75]]]}
     asked = engine.VllmEngine.__new__(engine.VllmEngine)
-    asked._llm = types.SimpleNamespace(collective_rpc=lambda method: list(map(json.dumps, answers[method])))
-    assert asked.stop_profile() == engine.Profile(*last) and asked.compiled() == [["moe", 0.75]]
+    asked._llm = types.SimpleNamespace(collective_rpc=lambda method: list(map(json.dumps, (first, last))))
+    assert asked.stop_profile() == engine.Profile(*last)

@@ -1,7 +1,5 @@
 """Requests of benchmarks: of the lengths that were asked for, and the same ones each time."""
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,32 +25,6 @@ def test_sizes_of_steps_are_the_round_numbers_up_to_the_most_and_those_beside_th
     for less in (0, 1, 4, 12):
         assert {n - less for n in round_ones if 1 <= n - less <= most} <= set(sizes)
     assert len(sizes) <= 8 * most.bit_length()
-
-
-BLOCKS_END = (15, 32, 64, 96, 128, 512, 1031, 8192)
-"""The most tokens for which vLLM tunes its kernel of experts alike, where it has no table of its own for a GPU. 8
-experts get another order of blocks from 1032 on. Fewer than 16 tokens are less than any block and go another way."""
-TABLE = (8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
-"""The numbers of tokens for which vLLM's tables, such as that of 8 experts on an H200, have something. The nearest
-counts, of two the smaller one."""
-TABLES_END = (*((one + other) // 2 for one, other in itertools.pairwise(TABLE)), 8192)
-
-
-@pytest.mark.parametrize(
-    ("ends", "experts", "taken"),
-    [
-        *((BLOCKS_END, *of) for of in [(4, 1), (8, 2), (16, 4), (64, 6), (160, 8), (256, 8)]),
-        *((TABLES_END, *of) for of in [(8, 2), (16, 4), (64, 6), (160, 8), (256, 8)]),
-    ],
-)
-def test_what_is_compiled_for_any_size_of_a_step_is_compiled_for_one_of_these(ends, experts, taken):
-    def kind(tokens: int) -> tuple[bool, bool]:  # whole arguments that are multiples of 16 are compiled as such
-        rows = taken * tokens
-        return rows % 16 == 0, (rows - experts) % 16 == 0  # blocks are multiples of 16
-
-    for fewest, most in itertools.pairwise(ends):
-        tuned_alike = range(fewest + 1, most + 1)
-        assert {kind(size) for size in tuned_alike} == {kind(n) for n in workloads.step_sizes(8192) if n in tuned_alike}
 
 
 @given(st.data(), st.integers(2, 700), st.integers(1, 70))

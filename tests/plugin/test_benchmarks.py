@@ -11,7 +11,7 @@ import pytest
 import vllm_installed  # noqa: F401
 from commands import status_when_stopped
 from examples.recall.accuracy import CHECKPOINT
-from serving_benchmarks.models import models
+from serving_benchmarks import models
 
 SMALL_CACHE = ("--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", 1 << 27)
 NARROW = dict(hidden_size=128, intermediate_size=192, moe_intermediate_size=64, q_lora_rank=96, qk_nope_head_dim=32)
@@ -50,7 +50,6 @@ def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
         if result["case"]["concurrency"] == 1:  # alone, a request's gaps are on average its time per token
             assert 0 < result["itl_s"]["p50"] <= result["itl_s"]["p99"] <= max(requests["e2e_s"])
             assert min(requests["tpot_s"]) / 2 < result["itl_s"]["p50"] < max(requests["tpot_s"]) * 2
-        assert not result["compiled"], "nothing on a CPU is Triton's"
         assert result["preemptions"] == 0 and result["cache"]["tokens"] > 1000
     profile = results[4]["profile"]
     (attention,) = [row for row in profile["kernels"] if row["name"] == "mla_backend::sparse_attention"]

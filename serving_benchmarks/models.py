@@ -86,10 +86,6 @@ LIKE = {
     ),
 }
 """What the real models' config.json says, except how many layers and experts there are."""
-SHAPE = ("layers", "dense_layers", "heads", "experts", "vocab_size")
-"""What can be chosen, by the names of options and result files."""
-REAL_EXPERTS = 256
-"""All real models have so many, and models with random weights have fewer."""
 SPECIAL_TOKENS = 2
 """The tokenizer's first tokens."""
 AT_ONCE = 2**24
@@ -159,28 +155,6 @@ def config(
     given |= changes
     heads = given["num_attention_heads"] if heads is None else heads
     return {**given, "num_attention_heads": heads, "num_key_value_heads": heads}
-
-
-def command_for(described: dict[str, Any], folder: str) -> str | None:
-    """The command that makes a model again; None for a model that this command does not make.
-
-    Args:
-        described: what `describe` said, in a result file. Older files lack some of it, and the defaults stand in.
-        folder: where the model is to be.
-    """
-    same = {"model_type": described.get("model_type"), "hidden_size": described.get("hidden_size")}
-    like = next((name for name, given in LIKE.items() if same.items() <= given.items()), None)
-    if "random_weights_seed" in described:
-        random = described["random_weights_seed"] is not None
-    else:
-        random = (described.get("experts") or REAL_EXPERTS) < REAL_EXPERTS
-    if like is None or not random or described.get("index_topk") != COMMON["index_topk"]:
-        return None
-    options = {"--like": like}
-    options |= {f"--{name.replace('_', '-')}": described.get(name) for name in SHAPE}
-    options |= {"--seed": described.get("random_weights_seed"), "--output": folder}
-    given = [f"{option} {value}" for option, value in options.items() if value is not None]
-    return " ".join(["python -m serving_benchmarks models", *given])
 
 
 @dataclass(frozen=True)
@@ -310,7 +284,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     more = {"vocab_size": options.vocab_size} if options.vocab_size else {}
-    shape = {name: getattr(options, name) for name in SHAPE if name != "vocab_size"}
+    shape = {name: getattr(options, name) for name in ("layers", "dense_layers", "heads", "experts")}
     wanted = config(options.like, **shape, **more)
     total = sum(plan.bytes for plan in tensors(wanted))
     try:
