@@ -14,15 +14,9 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_a_trace_is_the_same_each_time_and_shares_prefixes():
-    prompts, outputs = zip(*TRACE.draw(), strict=True)
-    assert TRACE.draw() == list(zip(prompts, outputs, strict=True))
-    assert len({tuple(prompt[:100]) for prompt in prompts}) <= TRACE.prefixes
-    assert all(15 <= len(output) <= 60 for output in outputs)
-
-
 def test_all_requests_are_served_and_their_blocks_come_back():
     prompts, outputs = map(list, zip(*TRACE.draw(), strict=True))
+    assert len({tuple(prompt[:100]) for prompt in prompts}) <= TRACE.prefixes
     side = kv_blocks.Ours(TRACE, prompts)
     log = kv_blocks.serve(side, TRACE, outputs)
     assert log.finished == 40 and log.preempted > 0 and len(log.admissions) == 40 + log.preempted

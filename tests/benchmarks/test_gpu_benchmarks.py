@@ -1,5 +1,6 @@
-"""What GPU benchmarks do on a CPU: batches, lists, checks of results, the peers' libraries, counts of operations."""
+"""What GPU benchmarks do on a CPU: batches and suites of them, lists, checks of results, the peers' libraries."""
 
+import json
 import lzma
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.ops import index, kernels, peer_kernels, peers
+from serving_benchmarks.ops import batches, index, kernels, peer_kernels, peers
 from serving_benchmarks.ops.batches import PATTERNS, RECENT, Batch, positions
 
 BATCHES = {"128q1s32k": [(1, 32768)] * 128, "q4k": [(4096, 4096)], "2q3s100_1q1s7": [(3, 100), (3, 100), (1, 7)]}
@@ -21,15 +22,12 @@ def test_batches_are_read(spec, requests):
     batch = Batch.parse(spec)
     assert list(batch.requests) == requests
     assert batch.tokens == sum(q for q, _ in requests) == len(batch.token_requests()) == len(batch.visible())
-    assert batch.cached == sum(n for _, n in requests)
-    assert batch.queries == (requests[0][0] if len(set(requests)) == 1 else None)
 
 
 @pytest.mark.parametrize("spec", ["", "128", "q", "3q0", "0q1", "q5s4", "q1s1m", "q1__q1", "q-1", "q1 s2"])
 def test_what_is_no_batch_is_refused(spec):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=repr(spec)):
         Batch.parse(spec)
-    assert repr(spec) in str(error.value)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -127,23 +125,97 @@ def test_the_peers_libraries_are_packed_and_found(tmp_path, monkeypatch):
     for peer in peers.LIBRARIES:
         for _ in range(2):
             assert peers.find(peer, tmp_path / "peers", "1.2.3").read_text() == f"kernels of {peer}"
-    with zipfile.ZipFile(wheel) as installed:
-        installed.extractall(tmp_path)
-    assert peers.find("fa3", tmp_path / "vllm", "1.2.3").read_text() == "kernels of fa3"
 
 
-def test_wheels_that_are_not_what_they_should_be_are_refused(tmp_path, capsys):
+def test_wheels_that_are_not_what_they_should_be_are_refused_and_a_missing_peer_is_named(tmp_path, capsys):
     broken = tmp_path / "vllm-1-none.whl"
     broken.write_text("no wheel")
     wheels = [fake_wheel(tmp_path, without="fa3"), fake_wheel(tmp_path, name="other-1.2.3.whl")]
     for wheel in (*wheels, broken, tmp_path / "vllm-2-nope.whl"):
         assert main(["peers", str(tmp_path / "peers"), "--wheels", str(wheel)]) == 2
         assert wheel.name in capsys.readouterr().err
-
-
-def test_a_peer_that_is_missing_is_named(tmp_path):
-    with pytest.raises(peers.PeerError, match="_flashmla_C.abi3.so of vllm 9"):
-        peers.find("flashmla", tmp_path, "9")
     found = peer_kernels.load(tmp_path, "9")
     assert {*found} == {"flashmla", "fa3", "flashinfer"}
     assert all(found[name].startswith("missing: ") for name in peers.LIBRARIES)
+
+
+def shapes(name: str) -> list[tuple[str, int, int, str]]:
+    suite = batches.load_suite(name, kernels.FORMATS)
+    return [(c.batch.spec, c.heads, c.topk, c.format) for c in kernels.suite_cases(suite)]
+
+
+@pytest.mark.parametrize("name", batches.suite_names())
+def test_every_suite_of_the_package_has_each_case_once(name):
+    cases = shapes(name)
+    assert cases and len(set(cases)) == len(cases)
+
+
+def test_a_users_own_file_is_a_suite(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'peers = false\n[[cases]]\nbatches = ["2q1s1k"]\nheads = [4, 3]\ntopk = [7, 9]\nformats = ["bf16"]\n'
+        '[[cases]]\nbatches = ["q5"]\nheads = [1]\n'
+    )
+    per_format = [("2q1s1k", heads, topk, "bf16") for topk in (7, 9) for heads in (4, 3)]
+    assert shapes(str(path)) == [("q5", 1, 2048, "fp8_ds_mla"), *per_format, ("q5", 1, 2048, "bf16")]
+    assert not batches.load_suite(str(path), kernels.FORMATS).peers
+
+
+ENTRY = '[[cases]]\nbatches = ["q1"]\nheads = [1]\n'
+
+
+WRONG = ["", "cases = 3", "a =", f'name = "x"\n{ENTRY}', f"peers = 1\n{ENTRY}", f"description = 1\n{ENTRY}"]
+CASES = "[[cases]]\nbatches = "
+WRONG_ENTRIES = {
+    1: ["cases = [3]", f"{ENTRY}head = [1]", f'{CASES}["seven"]\nheads = [1]', f'{CASES}"q1"\nheads = [1]']
+    + [f'{CASES}["q1"]\nheads = {heads}' for heads in ("[0]", "[257]", "[]", "[true]")]
+    + [f"{ENTRY}topk = [0]", f'{ENTRY}formats = ["fp4"]'],
+    2: [f"{ENTRY}[[cases]]\nheads = [1]", f'{ENTRY}{CASES}["q1"]'],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "entry"),
+    [*((text, None) for text in WRONG), *((text, entry) for entry, texts in WRONG_ENTRIES.items() for text in texts)],
+)
+def test_a_wrong_suite_is_refused_with_its_file_and_entry(text, entry, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(batches.SuiteError) as error:
+        batches.load_suite(str(path), kernels.FORMATS)
+    assert str(path) in str(error.value) and (entry is None or f"entry {entry} " in str(error.value))
+
+
+TIMING = {"fastest": 1e-5, "median": 2e-5, "lower_quartile": 1.5e-5, "upper_quartile": 3e-5, "rounds": 5}
+MEASURED = {"useful_flops": 1e9, "bytes": 1e8, "floor_seconds": {"math": 1e-5, "memory": 4e-5, "l2": 2e-5}}
+MEASURED |= {"seconds": {"ours": TIMING, "plan": TIMING}, "failed": {}, "best_peer": None}
+
+
+@pytest.mark.parametrize(("suite", "asked_for_peers"), [("headline", True), ("sweep", False)])
+def test_the_command_measures_the_cases_of_a_suite(suite, asked_for_peers, tmp_path, monkeypatch):
+    """All of the command except what needs a GPU."""
+    ran, peers = [], {"flashmla": "vllm 0.23.0", "fa3": "missing: nowhere"}
+
+    def measure(case, caches, loaded, *_):
+        ran.append((case.batch.spec, case.heads, case.topk, case.format))
+        assert loaded == ({"flashmla"} if asked_for_peers else set())
+        return {**MEASURED, "case": {**case.as_dict(), "pattern": "random"}}
+
+    monkeypatch.setattr(kernels.opt, "require_gpu", lambda: None)
+    monkeypatch.setattr(kernels.peer_kernels, "load", lambda *_: peers)
+    monkeypatch.setattr(kernels, "Caches", lambda tokens: tokens)
+    monkeypatch.setattr(kernels, "measure", measure)
+    output = tmp_path / "out.json"
+    options = ["--suite", suite, "--heads", "16", "--formats", "bf16", "--output", str(output)]
+    assert main(["kernels", *options]) == 0
+    assert ran == [case for case in shapes(suite) if case[1] == 16 and case[3] == "bf16"]
+    report = json.loads(output.read_text())
+    assert [result["case"]["batch"] for result in report["results"]] == [batch for batch, *_ in ran]
+    assert report["environment"]["benchmark"] == "kernels"
+    assert report["environment"]["peers"] == (peers if asked_for_peers else {})
+
+
+@pytest.mark.parametrize("words", ["nope", "nope.toml", "headline --heads 3"])
+def test_a_suite_that_is_not_there_or_has_no_such_heads_is_named(words, capsys):
+    assert main(["kernels", "--suite", *words.split()]) == 2
+    assert words.split()[0] in capsys.readouterr().err

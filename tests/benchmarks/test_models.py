@@ -26,24 +26,20 @@ def folder(request, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("like", "heads", "q_b", "kv_b", "wq_b"),
-    [
-        ("deepseek-v3.2", 16, (16 * 192, 1536), (16 * 256, 512), (8192, 1536)),
-        ("glm-5", 64, (64 * 256, 2048), (64 * 448, 512), (4096, 2048)),
-    ],
-)
+WIDTHS = [
+    ("deepseek-v3.2", 16, (16 * 192, 1536), (16 * 256, 512), (8192, 1536)),
+    ("glm-5", 64, (64 * 256, 2048), (64 * 448, 512), (4096, 2048)),
+]
+
+
+@pytest.mark.parametrize(("like", "heads", "q_b", "kv_b", "wq_b"), WIDTHS)
 def test_widths_are_those_of_the_real_models(like, heads, q_b, kv_b, wq_b):
     config = models.config(like, layers=3, heads=heads, experts=16)
-    assert config["index_topk"] == 2048 and config["kv_lora_rank"] == 512
     shapes = {plan.name: plan.shape for plan in models.tensors(config)}
     for name, shape in (("q_b_proj", q_b), ("kv_b_proj", kv_b), ("indexer.wq_b", wq_b)):
         assert [shapes[f"model.layers.{i}.self_attn.{name}.weight"] for i in range(3)] == [shape] * 3
-    hidden = config["hidden_size"]
-    assert shapes["lm_head.weight"] == (config["vocab_size"], hidden)
-    assert shapes["model.layers.0.mlp.down_proj.weight"] == (hidden, config["intermediate_size"])
-    experts = {name.split(".")[5] for name in shapes if name.startswith("model.layers.2.mlp.experts.")}
-    assert experts == set(map(str, range(16)))
+    assert shapes["lm_head.weight"] == (config["vocab_size"], config["hidden_size"])
+    assert sum(name.startswith("model.layers.2.mlp.experts.") for name in shapes) == 16 * 3
 
 
 def test_a_checkpoint_is_written_file_by_file_and_loads(folder):
@@ -58,16 +54,6 @@ def test_a_checkpoint_is_written_file_by_file_and_loads(folder):
     assert sum(t.nbytes for t in found.values()) == index["metadata"]["total_size"]
     assert found["model.layers.0.self_attn.indexer.k_norm.weight"].dtype == torch.float32
     assert engine.load_model(folder).config.layers == 2
-
-
-def test_an_mtp_layer_is_written_after_the_others(tmp_path):
-    config = narrow("deepseek-v3.2", num_nextn_predict_layers=1)
-    models.write(tmp_path, config)
-    assert engine.load_model(tmp_path).config.layers == 2, "the engine leaves it out"
-    shapes = {plan.name: plan.shape for plan in models.tensors(config)}
-    drafting = {name.removeprefix("model.layers.2."): shape for name, shape in shapes.items() if ".layers.2." in name}
-    last = {name.removeprefix("model.layers.1."): shape for name, shape in shapes.items() if ".layers.1." in name}
-    assert last.items() < drafting.items() and drafting["eh_proj.weight"] == (128, 256)
 
 
 def test_weights_keep_activations_where_they_are(folder):
@@ -95,13 +81,6 @@ def test_the_command_makes_a_model_once(tmp_path, monkeypatch):
     assert status_of(*words) == 0 and status_of(*words) == 2, "it is there already"
     wanted = models.config("glm-5", layers=3, heads=4, experts=4, dense_layers=2, vocab_size=64)
     assert models.read(tmp_path / "made") == {**wanted, "random_weights_seed": 7}
-
-
-@pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff", b"{}"])
-def test_a_config_that_is_none_is_named(tmp_path, content):
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=f"{tmp_path}/config.json"):
-        models.read(tmp_path)
 
 
 def test_its_tokenizer_gives_back_the_tokens_of_a_text(folder):

@@ -1,6 +1,5 @@
 """A report shows what the result files have, in one page that needs nothing else."""
 
-import base64
 import html.parser
 import json
 
@@ -50,10 +49,7 @@ def page(tmp_path_factory):
 def test_the_page_needs_nothing_else(page):
     read = Page(page)
     assert all(source.startswith("data:image/png;base64,") for source in read.sources) and len(read.sources) == 2
-    assert all(
-        base64.b64decode(source.partition(",")[2], validate=True).startswith(b"\x89PNG") for source in read.sources
-    )
-    assert not read.tags & {"script", "link", "iframe", "style"} - {"style"} and "url(" not in page
+    assert not read.tags & {"script", "link", "iframe"} and "url(" not in page
     assert all(link.startswith("#") and ("id", link[1:]) in read.attributes for link in read.links)
     assert len(read.links) == len(result_examples.every_kind()) + 1
 
@@ -99,12 +95,12 @@ def test_the_choice_of_backends_and_gpus_has_a_point_for_each_load():
     ]
     first = one["results"][0]
     assert rows[0][3:5] == [f"{first['output_tokens_per_second']:.0f}", f"{1 / first['itl_s']['p50']:.0f}"]
-    times = [f"{first['ttft_s'][p] * 1e3:.0f}" for p in ("p50", "p99")]
-    assert rows[0][5:] == [*times, *(f"{first['itl_s'][p] * 1e3:.2f}" for p in ("p50", "p99"))]
+    times = [f"{first[name][p] * 1e3:.{n}f}" for name, n in (("ttft_s", 0), ("itl_s", 2)) for p in ("p50", "p99")]
+    assert rows[0][5:] == times
     for entry in one["results"]:  # of a single token each
         entry["itl_s"] = {"p50": None, "p99": None}
     assert pictures.pareto([one]) is None
-    assert tables.which_backend([("", first)])[1][0][4:] == ["-", *times, "-", "-"]
+    assert tables.which_backend([("", first)])[1][0][4:] == ["-", *times[:2], "-", "-"]
 
 
 def test_the_heat_map_has_every_ratio_and_hatches_where_the_peer_is_faster():

@@ -54,7 +54,6 @@ def test_every_field_that_a_kind_needs_is_missed(kind, tmp_path):
         (lambda report: report["environment"].update(benchmark="sums"), "'benchmark' in its environment is \"sums\""),
         (lambda report: report["results"].insert(1, 5), "results[1] is no object"),
         (lambda report: report["results"][0].update(bytes=float("nan")), "results[0] of kernels: bytes can't be NaN"),
-        (lambda report: report["results"][0].update(bytes=True), "results[0] of kernels: bytes can't be true"),
         (lambda report: report["results"][0]["seconds"]["ours"].update(median=0), "of kernels: seconds can't be {"),
     ],
 )

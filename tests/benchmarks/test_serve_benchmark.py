@@ -93,14 +93,10 @@ def test_nothing_is_left_when_it_is_stopped(small_model, fake_vllm, how, status,
     assert (output.read_text() if output.exists() else None) == earlier, "there are no results"
 
 
-def test_no_limit_is_heavier_than_any():
-    assert serve.heaviest([(1.0, None), (None, 2), (None, 1)]) == (None, 2)
-    assert serve.heaviest([(2.0, 64), (2.0, None), (1.0, None)]) == (2.0, None)
-
-
 def test_metrics_are_summed_up_over_their_labels():
     text = '# TYPE a counter\na{b="1"} 2.0\na{b="2"} 3.5\nvllm:c 1e3\nbad line\nd{x="y z"} +Inf\n'
     assert server.parse_metrics(text) == {"a": 5.5, "vllm:c": 1000.0, "d": float("inf")}
+    assert serve.heaviest([(1.0, None), (None, 2), (None, 1)]) == (None, 2), "no limit is heavier than any"
 
 
 def test_what_is_not_given_is_left_to_vllm():

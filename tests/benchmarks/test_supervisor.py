@@ -11,7 +11,7 @@ import pytest
 
 from commands import alive, wait_until
 from serving_benchmarks.run import supervisor
-from serving_benchmarks.run.processes import Supervised, signals_unwind, why_it_ended, why_it_failed
+from serving_benchmarks.run.processes import Supervised, why_it_ended, why_it_failed
 
 STUBBORN = """
     import os, signal, subprocess, sys, time
@@ -123,30 +123,21 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path, how):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_signals_end_the_block_and_are_as_before_after_it():
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as stopped, signals_unwind():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert stopped.value.code == 128 + signal.SIGTERM and signal.getsignal(signal.SIGTERM) == before
+ENGINE = "(Engine pid=3) torch.OutOfMemoryError: out of memory"
+LOGS = {
+    "Traceback\n  File\nValueError: no such thing\n": "ValueError: no such thing",
+    f"{ENGINE}\nRuntimeError: See root cause above.\n": "torch.OutOfMemoryError: out of memory",
+    "(Core pid=3) ERROR 11-23 12:00:00 [core.py:12] ValueError: no\nINFO 11-23 down\n": "ValueError: no",
+    "[rank1]: torch.OutOfMemoryError: out of memory\nend\n": "torch.OutOfMemoryError: out of memory",
+    "E1123 12:00:00.500000 31 torch/a.py:12] KeyError: 'x'\nend\n": "KeyError: 'x'",
+    "W1123 12:00:00.500000 31 torch/a.py:12] KeyError: 'x'\nend\n": "end",
+    "(S pid=2) WARNING 11-23 12:00:00 [a.py:1] errors like `OSError: too many`\n  an OSError: no\nend": "end",
+    "one\ntwo\n\n": "two",
+    "": "it said nothing",
+}
 
 
-@pytest.mark.parametrize(
-    ("log", "why"),
-    [
-        ("Traceback\n  File\nValueError: no such thing\n", "ValueError: no such thing"),
-        (
-            "(Engine pid=3) torch.OutOfMemoryError: out of memory\nRuntimeError: See root cause above.\n",
-            "torch.OutOfMemoryError: out of memory",
-        ),
-        ("(Core pid=3) ERROR 11-23 12:00:00 [core.py:12] ValueError: no\nINFO 11-23 down\n", "ValueError: no"),
-        ("[rank1]: torch.OutOfMemoryError: out of memory\nend\n", "torch.OutOfMemoryError: out of memory"),
-        ("E1123 12:00:00.500000 31 torch/a.py:12] KeyError: 'x'\nend\n", "KeyError: 'x'"),
-        ("W1123 12:00:00.500000 31 torch/a.py:12] KeyError: 'x'\nend\n", "end"),
-        ("(S pid=2) WARNING 11-23 12:00:00 [a.py:1] errors like `OSError: too many`\n  an OSError: no\nend", "end"),
-        ("one\ntwo\n\n", "two"),
-        ("", "it said nothing"),
-    ],
-)
+@pytest.mark.parametrize(("log", "why"), LOGS.items())
 def test_the_telling_line_of_a_log_is_found(log, why):
     assert why_it_failed(log) == why_it_ended(1, log) == why
     assert why_it_ended(128 + signal.SIGKILL, log) == f"killed by signal 9; it said last: {why}"

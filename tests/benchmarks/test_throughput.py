@@ -1,11 +1,10 @@
 """`throughput` with a stand-in for vLLM: real workers, interleaved, one of which fails."""
 
 import json
-import signal
 
 import pytest
 
-from commands import parsed, status_of, status_when_stopped
+from commands import parsed, status_of
 from serving_benchmarks.run import common, throughput
 
 
@@ -53,68 +52,57 @@ def assert_adds_up(result: dict, input_len: int, new: int, count: int) -> None:
     assert result["cache"] == {"tokens": 640, "prefix_hit_share": None} and result["preemptions"] == 0
 
 
-@pytest.mark.usefixtures("children_hear_ctrl_c")
-@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
-def test_nothing_is_left_when_it_is_stopped_while_one_works_and_one_waits(small_model, fake_vllm, how, status):
-    output, busy = fake_vllm / "out.json", (fake_vllm / "hangs").exists
-    words = ("--model", small_model, "--interleave", "--backend", "ONE,HANGS", "--lengths", "20+4", "--no-warmup")
-    assert status_when_stopped(how, busy, "throughput", *words, "--output", output) == status
-    assert not output.exists(), "there are no results"
+LONGEST = {
+    "--lengths 100+20,64+80": 144,
+    "--lengths 100+20,64+80 --max-model-len 200": 200,
+    # 96 tokens more than the prompt for what is profiled, and one for each prompt's step
+    "--lengths 20+4,30+2 --profile --concurrency 1,2": 30 + 97,
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "longest"),
-    [
-        (["--lengths", "100+20,64+80"], 144),
-        (["--lengths", "100+20,64+80", "--max-model-len", "200"], 200),
-        # 96 tokens more than the prompt for what is profiled, and one for each prompt's step
-        (["--lengths", "20+4,30+2", "--profile", "--concurrency", "1,2"], 30 + 97),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "longest"), LONGEST.items())
 def test_the_longest_request_is_the_longest_of_all_lengths(small_model, arguments, longest):
-    plan = throughput.plan_of(parsed("throughput", "--model", small_model, *arguments))
+    plan = throughput.plan_of(parsed("throughput", "--model", small_model, *arguments.split()))
     assert plan.settings["max_model_len"] == longest and len(plan.workloads) == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "most", "in_flight"),
-    [
-        ((), 6 * 20, 6),
-        (("--concurrency", "1,3"), 3 * 20, 3),
-        (("--concurrency", "8"), 6 * 20, 6),
-        (("--concurrency", "3", "--max-num-seqs", "2"), 2 * 20, 2),
-        (("--max-num-batched-tokens", "50"), 50, 6),
-        (("--num-prompts", "5000"), common.STEP_TOKENS, 5000),
-        (("--no-size-warmup",), None, None),
-        (("--no-warmup",), None, None),
-    ],
-)
-def test_step_sizes_are_warmed_up_on_a_gpu_as_far_as_they_are_needed(
-    small_model, monkeypatch, arguments, most, in_flight
-):
+WARMED = {
+    "": (6 * 20, 6),
+    "--concurrency 1,3": (3 * 20, 3),
+    "--concurrency 8": (6 * 20, 6),
+    "--concurrency 3 --max-num-seqs 2": (2 * 20, 2),
+    "--max-num-batched-tokens 50": (50, 6),
+    "--num-prompts 5000": (common.STEP_TOKENS, 5000),
+    "--no-size-warmup": None,
+    "--no-warmup": None,
+}
+"""Tokens and requests of the largest steps of the warm-up, if there is one."""
+
+
+@pytest.mark.parametrize(("arguments", "largest"), WARMED.items())
+def test_step_sizes_are_warmed_up_on_a_gpu_as_far_as_they_are_needed(small_model, monkeypatch, arguments, largest):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     small = ("--lengths", "20+4", "--num-prompts", "6")
-    plan = throughput.plan_of(parsed("throughput", "--model", small_model, *small, *arguments))
-    assert bool(plan.sizes) is (most is not None)
-    if plan.sizes:
+    plan = throughput.plan_of(parsed("throughput", "--model", small_model, *small, *arguments.split()))
+    assert bool(plan.sizes) is (largest is not None)
+    if largest:
         *prompts, decode = [requests.prompts[len(requests) > 1 :] for requests in plan.sizes]
-        assert sum(map(len, prompts[-1])) == most and len(decode) == in_flight
+        assert (sum(map(len, prompts[-1])), len(decode)) == largest
         assert max(requests.longest for requests in plan.sizes) <= plan.settings["max_model_len"] == 24
 
 
-@pytest.mark.parametrize(
-    ("arguments", "share"),
-    [
-        (["--backend", "A,B"], None),
-        (["--backend", "A,B", "--interleave"], 0.45),
-        (["--backend", "A,B", "--interleave", "--gpu-memory-utilization", "0.4"], 0.4),
-        (["--backend", "A,B", "--interleave", "--gpu-memory-utilization", "0.6", "--kv-cache-memory-bytes", "9"], 0.6),
-        (["--backend", "A", "--interleave"], None),
-    ],
-)
+SHARES = {
+    "--backend A,B": None,
+    "--backend A,B --interleave": 0.45,
+    "--backend A,B --interleave --gpu-memory-utilization 0.4": 0.4,
+    "--backend A,B --interleave --gpu-memory-utilization 0.6 --kv-cache-memory-bytes 9": 0.6,
+    "--backend A --interleave": None,
+}
+
+
+@pytest.mark.parametrize(("arguments", "share"), SHARES.items())
 def test_interleaved_backends_share_the_memory(small_model, arguments, share):
-    options = parsed("throughput", "--model", small_model, *arguments)
-    assert throughput.memory_share(options) == share
+    assert throughput.memory_share(parsed("throughput", "--model", small_model, *arguments.split())) == share
 
 
 REFUSED = (

@@ -1,23 +1,16 @@
-"""The one timer: what is derived from rounds, and how candidates are interleaved."""
+"""The one timer: what is derived from rounds, and how candidates are interleaved. Times that a profiler sees."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
+from serving_benchmarks.results.kernel_times import own_times
 
 
 def test_quartiles_of_few_rounds_lie_between_them():
     assert Timing.of([6, 1]) == Timing(1, 3.5, 2.25, 4.75, 2)
     assert Timing.of([1, 2, 9]) == Timing(1, 2, 1.5, 5.5, 3)
-
-
-@given(st.lists(st.floats(1e-6, 1e3), min_size=2, max_size=30))
-def test_quartiles_lie_within_what_was_measured(samples):
-    found = Timing.of(samples)
-    ordered = [found.fastest, found.lower_quartile, found.median, found.upper_quartile, max(samples)]
-    assert found.fastest == min(samples) and found.rounds == len(samples)
-    assert all(one <= other or one == pytest.approx(other) for one, other in zip(ordered, ordered[1:], strict=False))
 
 
 def test_each_candidate_is_timed_once_a_round():
@@ -42,3 +35,19 @@ def test_the_first_call_of_a_burst_is_not_counted(monkeypatch):
 
     monkeypatch.setattr("serving_benchmarks.ops.timing.time.perf_counter", lambda: now)
     assert cpu_clock(call, burst_seconds=0)(7) == 4.0
+
+
+spans = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20)), max_size=20)
+
+
+@given(spans)
+def test_own_times_are_together_the_time_in_which_anything_ran(kernels):
+    ran = {tick for _, begin, ticks in kernels for tick in range(begin, begin + ticks)}
+    found = own_times((name, begin, begin + ticks) for name, begin, ticks in kernels)
+    assert sum(time for *_, time in found) == len(ran)
+    assert sum(calls for _, calls, _ in found) == len(kernels)
+
+
+def test_a_kernel_that_began_early_is_not_charged_for_its_waiting():
+    found = own_times([("attention", 0.0, 100.0), ("merge", 2.0, 103.0), ("next", 110.0, 115.0)])
+    assert found == [("attention", 1, 100.0), ("merge", 1, pytest.approx(3.0)), ("next", 1, 5.0)]

@@ -2,9 +2,7 @@
 
 import dataclasses
 import io
-import itertools
 import json
-import sys
 import types
 
 import pytest
@@ -75,62 +73,30 @@ def test_rounds_are_asked_for_and_their_results_told(warmup):
     assert found["preemptions"] == 3, "what is counted begins after the warm-up"
 
 
-def test_a_worker_ends_when_nobody_answers_any_more():
-    spec = {"rounds": 2, "more_rounds": False, "warmup": False, "requests": False}
-    with pytest.raises(RuntimeError, match="ended"):
-        events = rounds.Events(io.StringIO(), io.StringIO("go\n"))
-        worker.measure(OneTokenAStep(), Workload([[1]], [3]), {"concurrency": None}, spec, events)
-
-
 @dataclasses.dataclass(eq=False)
-class Times:
-    """A worker with two loads, each with rounds that last so long. It asks for one more each time, or ends early."""
+class Waiting:
+    """A worker whose rounds last so long. It wants two of them, and asks for more."""
 
-    least: int
-    lasts: list[float]
-    ends_after: int = sys.maxsize
-    loads: list[int] = dataclasses.field(default_factory=lambda: [0])
+    lasts: float
+    rounds: int = 0
+    asks: dict | None = None
 
-    def timed(self, done: int) -> float:
-        return sum(itertools.islice(itertools.cycle(self.lasts), done))
-
-    @property
-    def asks(self):
-        done = self.loads[-1]
-        ended = len(self.loads) == 3 or sum(self.loads) >= self.ends_after
-        return None if ended else {"round": done, "optional": done >= self.least, "timed_s": self.timed(done)}
+    def __post_init__(self):
+        self.asks = {"round": self.rounds, "optional": self.rounds >= 2, "timed_s": self.rounds * self.lasts}
 
     def tell(self, word):
-        self.loads[-1 if word == rounds.GO else len(self.loads) :] = [self.loads[-1] + 1 if word == rounds.GO else 0]
+        self.rounds += word == rounds.GO
+        self.__post_init__() if word == rounds.GO else setattr(self, "asks", None)
         return word
 
 
-LASTS = st.lists(st.floats(0.1, 3), min_size=1, max_size=5)
-
-
-@given(st.lists(LASTS, min_size=1, max_size=4), st.integers(2, 5), st.floats(0, 9))
-def test_rounds_go_on_until_all_workers_have_been_timed_for_long_enough(lasts, least, seconds):
-    workers = [Times(least, one) for one in lasts]
-    had = [
-        (one.loads[-1], workers.index(one)) for one, word in rounds.interleaved(workers, seconds) if word == rounds.GO
-    ]
-    for one in workers:
-        assert one.loads == workers[0].loads and one.loads[0] == one.loads[1], "ratios are of pairs of rounds"
-    done = workers[0].loads[0]
-    assert done >= least and min(one.timed(done) for one in workers) >= seconds
-    assert done == least or min(one.timed(done - 1) for one in workers) < seconds
-    there, back = range(len(workers)), range(len(workers))[::-1]
-    order = [(number + 1, index) for number in range(done) for index in (back if number % 2 else there)]
-    assert had == order * 2, "there and back"
-
-
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=5))
-def test_workers_that_end_early_leave_the_others_in_step(ends):
-    workers = [Times(3, [1.0], ends_after=end) for end in ends]
-    for _ in rounds.interleaved(workers):
-        left = [sum(other.loads) for other in workers if other.asks is not None]
-        assert not left or max(left) - min(left) <= 1, "nobody is ahead of the others"
-    assert all(one.asks is None for one in workers)
+@given(st.lists(st.floats(0.1, 3), min_size=1, max_size=4), st.floats(0, 9))
+def test_rounds_go_there_and_back_until_all_workers_have_been_timed_for_long_enough(lasts, seconds):
+    workers = list(map(Waiting, lasts))
+    had = [workers.index(one) for one, word in rounds.interleaved(workers, seconds) if word == rounds.GO]
+    done, there = workers[0].rounds, list(range(len(workers)))
+    assert had == [index for number in range(done) for index in there[:: -1 if number % 2 else 1]]
+    assert done >= 2 and done * min(lasts) >= seconds and (done == 2 or (done - 1) * min(lasts) < seconds)
 
 
 def test_of_several_workers_of_vllm_the_one_that_waited_least_is_profiled():

@@ -1,6 +1,5 @@
 """Requests of benchmarks: of the lengths that were asked for, and the same ones each time."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,6 +9,8 @@ TOKENS = list(range(2, 50))
 
 
 def test_random_prompts_are_the_same_each_time_and_have_nothing_in_common():
+    config = {"vocab_size": 10, "bos_token_id": 0, "eos_token_id": [1, 5], "pad_token_id": None}
+    assert workloads.usable_tokens(config) == [2, 3, 4, 6, 7, 8, 9]
     one, same, other = (workloads.fixed(5, 40, 3, TOKENS, seed=seed) for seed in (1, 1, 2))
     assert one == same != other and one.output_lens == [3] * 5 and one.longest == 43
     assert {len(prompt) for prompt in one.prompts} == {40} and set().union(*one.prompts) <= set(TOKENS)
@@ -45,16 +46,3 @@ def test_requests_for_sizes_of_steps_have_these_sizes_and_keep_to_the_limits(dat
     long = [tuple(prompt[:64]) for requests in made for prompt in requests.prompts if len(prompt) >= 64]
     assert len(set(long)) == len(long), "nothing is found in the prefix cache"
     assert workloads.of_step_sizes(most, in_flight, longest_request, TOKENS, seed=3) == made
-
-
-@pytest.mark.parametrize("in_flight", [2, 6, 64, 100])
-def test_the_last_of_them_decode_in_batches_of_all_sizes(in_flight):
-    last = workloads.of_step_sizes(100, in_flight, 1000, TOKENS, seed=0)[-1]
-    left = last.output_lens[1:]
-    batches = [sum(new > step for new in left) for step in range(1, max(left))]
-    assert list(dict.fromkeys(batches)) == workloads.step_sizes(in_flight)[::-1]
-
-
-def test_random_tokens_are_of_the_vocabulary_and_end_nothing():
-    config = {"vocab_size": 10, "bos_token_id": 0, "eos_token_id": [1, 5], "pad_token_id": None}
-    assert workloads.usable_tokens(config) == [2, 3, 4, 6, 7, 8, 9]

@@ -42,10 +42,9 @@ def write(tree: Path, *options: str) -> int:
 def test_a_number_that_changed_is_found_and_written(tree, capsys):
     pytest.importorskip("matplotlib")
     assert write(tree) == 0 and write(tree, "--check") == 0
-    page, picture = tree / "README.md", tree / "docs" / "speed.png"
+    page, picture, path = (tree / name for name in ("README.md", "docs/speed.png", "results/h100/kernels.json"))
     before, drawn = page.read_text(), picture.read_bytes()
     assert before.startswith("Before\n<!-- numbers") and before.endswith(f"{END}\nafter\n") and before.count("\n") > 30
-    path = tree / "results" / "h100" / "kernels.json"
     report = json.loads(path.read_text())
     tables.picked(report, "128q1s32k", 64, "fp8_ds_mla")["seconds"]["ours"]["median"] = 55.5e-6
     path.write_text(json.dumps(report))
@@ -59,36 +58,25 @@ def test_a_number_that_changed_is_found_and_written(tree, capsys):
     assert write(tree, "--check") == 1, "a number that was changed by hand"
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (
-            f"<!-- numbers: nope results/h200/kernels.json -->{END}",
-            "docs/new.md, line 2: 'nope' is not one of kernels, ",
-        ),
-        (f"<!-- numbers:  -->{END}", "line 2: '' is not one of"),
-        (f"<!-- numbers: kernels -->{END}", "line 2: kernels names no result file"),
-        (f"<!-- numbers: kernels results/nope.json -->{END}", "line 2: there is no results/nope.json"),
-        (f"<!-- numbers: kernels results/cpu/kv_blocks.json -->{END}", "is of kv_blocks, not of kernels"),
-        (f"<!-- numbers: kernels ../README.md -->{END}", "README.md is no JSON"),
-        (f"<!-- numbers: kernels results/h200/kernels.json rows=3 -->{END}", "line 2: kernels can't be made of"),
-        ("<!-- numbers: kernels results/h200/kernels.json -->", "line 2: a mark without its other half"),
-        (f"\n{END}", "line 3: a mark without its other half"),
-        (f"<!-- numbers: a b --><!-- numbers: c d -->{END}", "line 2: a block within a block"),
-    ],
-)
+WRONG = {
+    f"<!-- numbers: nope results/h200/kernels.json -->{END}": "docs/new.md, line 2: 'nope' is not one of kernels, ",
+    f"<!-- numbers: kernels -->{END}": "line 2: kernels names no result file",
+    f"<!-- numbers: kernels results/nope.json -->{END}": "line 2: there is no results/nope.json",
+    f"<!-- numbers: kernels results/cpu/kv_blocks.json -->{END}": "is of kv_blocks, not of kernels",
+    f"<!-- numbers: kernels ../README.md -->{END}": "README.md is no JSON",
+    f"<!-- numbers: kernels results/h200/kernels.json rows=3 -->{END}": "line 2: kernels can't be made of",
+    "<!-- numbers: kernels results/h200/kernels.json -->": "line 2: a mark without its other half",
+    f"\n{END}": "line 3: a mark without its other half",
+    f"<!-- numbers: a b --><!-- numbers: c d -->{END}": "line 2: a block within a block",
+}
+
+
+@pytest.mark.parametrize(("text", "told"), WRONG.items())
 def test_a_wrong_block_is_explained_and_no_page_is_written(text, told, tree, capsys):
     before = (tree / "README.md").read_text()
     (tree / "docs" / "new.md").write_text(f"# Title\n{text}\n")
     assert write(tree) == 2 and (tree / "README.md").read_text() == before
     assert told in capsys.readouterr().err
-
-
-def test_marks_in_examples_are_left_alone(tree):
-    page = tree / "docs" / "new.md"
-    page.write_text(f"1. So:\n\n   ```\n   <!-- numbers: nope x -->\n   {END}\n   ```\n\n```sh\n{END}\n```\n")
-    before = page.read_text()
-    assert write(tree) == 0 and page.read_text() == before
 
 
 def cells(text: str) -> list[list[str]]:
@@ -108,14 +96,11 @@ def test_the_headline_of_kernels_has_the_fastest_peer():
     report = result_examples.every_kind()["kernels"]
     headlines = tables.HEADLINE_DECODE, tables.HEADLINE_PREFILL
     decode, prefill = (cells(tables.headline(report, wanted))[1:] for wanted in headlines)
-    assert [row[:2] for row in decode] == [*(["128q1s32k", str(h)] for h in (8, 16, 32, 64, 128)), ["1q1s32k", "16"]]
-    assert len(prefill) == 4
+    assert (len(decode), len(prefill)) == (6, 4)
     for row in [*decode, *prefill]:
         result = tables.picked(report, row[0], int(row[1]), row[2])
         ours, best = result["seconds"]["ours"]["median"], min(tables.peers_of(result).values())
         assert row[3:5] == [tables.microseconds(ours), tables.microseconds(best)] and row[6] == f"{best / ours:.2f}"
-    with pytest.raises(ValueError, match="128q1s32k, h 9"):
-        tables.headline(report, [("128q1s32k", 9, "bf16")])
 
 
 def test_backends_are_compared_at_each_load_that_both_have():
@@ -132,12 +117,10 @@ def test_backends_are_compared_at_each_load_that_both_have():
     assert cells(tables.throughput_versus(report))[1][5] == f"{speeds[0] / speeds[1]:.2f}"
     picked = cells(tables.throughput_versus(report, loads="512+512/1,4096+64/16"))[1:]
     assert [row[1:3] for row in picked] == [["4096 + 64", "16"], ["512 + 512", "1"]]
-    for loads, told in (("4096+64/1", "no file has 4096"), ("64", "is not PROMPT"), ("", "is not PROMPT")):
-        with pytest.raises(ValueError, match=told):
-            tables.throughput_versus(report, loads=loads)
-    for backends in (("SPARSE_MLA",), ("SPARSE_MLA", "FLASHMLA_SPARSE", "FLASHINFER")):
-        with pytest.raises(ValueError, match="one backend of ours and one other"):
-            tables.throughput_versus(result_examples.throughput(backends=backends))
+    three = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE", "FLASHINFER"))
+    for wrong, loads in ((report, "4096+64/1"), (report, "64"), (report, ""), (three, None)):
+        with pytest.raises(ValueError):
+            tables.throughput_versus(wrong, loads=loads)
 
 
 def test_of_several_files_the_newest_has_its_loads_shown():
@@ -168,18 +151,3 @@ def test_profiles_have_the_longest_kernels_of_each_backend_a_step():
     assert rows[0] == ["the step", "2500", "2500"]
     assert rows[3:5] == [["`b::attention_kernel`", "1000", "-"], ["`flash_fwd`", "-", "1000"]]
     assert [row[0] for row in rows[5:]] == [f"`gemm_{i}`" for i in range(19, 12, -1)]
-
-
-def test_ways_to_answer_are_shown_once_and_failures_not_at_all():
-    way = dict(engine="vllm", cache="fp8", eager=False, drafts=0, gpus=1, error=None, asked=5, right=5, drafted=0)
-    first_way = {**way, "way": "embedded", "engine": "embedded"}
-    compared = {**way, "way": "tp-2", "gpus": 2, "than": "embedded", "answers_equal": 5, "texts_equal": 3}
-    drafted = {**compared, "way": "mtp-1", "drafts": 1, "drafted": 9, "accepted": 4, "eager": True, "right": None}
-    about = {"environment": result_examples.ENVIRONMENT}
-    files = {**about, "results": [first_way, drafted]}, {**about, "results": [first_way, compared, {"error": "no"}]}
-    _, *rows = cells(tables.checkpoint(*files))
-    assert [row[5:] for row in rows] == [
-        ["1", "5 of 5", "-", "-", "-"],
-        ["2", "-", "5 of 5", "3 of 5", "4 of 9"],
-        ["2", "5 of 5", "5 of 5", "3 of 5", "-"],
-    ]

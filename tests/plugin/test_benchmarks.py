@@ -45,10 +45,9 @@ def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
         length, new = result["case"]["input_len"], result["case"]["output_len"]
         assert result["error"] is None and result["total_num_tokens"] == 6 * (length + new)
         requests = result["requests"]
-        assert requests["output_tokens"] == [new] * 12 and all(0 <= tokens < 64 for tokens in requests["cached_tokens"])
+        assert requests["output_tokens"] == [new] * 12
         assert all(0 < ttft < e2e for ttft, e2e in zip(requests["ttft_s"], requests["e2e_s"], strict=True))
         if result["case"]["concurrency"] == 1:  # alone, a request's gaps are on average its time per token
-            assert 0 < result["itl_s"]["p50"] <= result["itl_s"]["p99"] <= max(requests["e2e_s"])
             assert min(requests["tpot_s"]) / 2 < result["itl_s"]["p50"] < max(requests["tpot_s"]) * 2
         assert result["preemptions"] == 0 and result["cache"]["tokens"] > 1000
     profile = results[4]["profile"]
