@@ -35,13 +35,6 @@ else:
 FOLDER = Path(__file__).parent / "suites"
 MOST_HEADS = 256
 DEFAULT_TOPK = 2048
-RECENT = 20_000
-"""Most of a realistic list lies within this many last tokens of the sequence."""
-PATTERNS = {
-    "random": "lists drawn evenly over what a token may see",
-    "sliding": "the last tokens",
-    "realistic": f"three quarters of a list within the last {RECENT} tokens, and neighbours with mostly the same list",
-}
 _CHUNK = 2**27
 """Scores that are drawn at once."""
 
@@ -103,33 +96,18 @@ def _number(text: str) -> int:
     return int(text[:-1]) * 1024 if text.endswith("k") else int(text)
 
 
-def positions(batch: Batch, topk: int, pattern: str, device: torch.device | str = "cpu") -> Tensor:
-    """int32 `[T, topk]`: different positions in the sequence of each query token, then -1 if it sees fewer."""
+def positions(batch: Batch, topk: int, device: torch.device | str = "cpu") -> Tensor:
+    """int32 `[T, topk]`: different positions in the sequence of each query token, drawn evenly over what it may see,
+    then -1 if that is fewer."""
     longest = max(length for _, length in batch.requests)
     picked = torch.full((batch.tokens, topk), -1, dtype=torch.int32, device=device)
-    requests, visible = batch.token_requests().to(device), batch.visible().to(device)
-    everywhere = torch.arange(longest, device=device)
-    shared = _gumbel(len(batch.requests), longest, device=device) if pattern == "realistic" else None
+    visible, everywhere = batch.visible().to(device), torch.arange(longest, device=device)
     for tokens in torch.arange(batch.tokens, device=device).split(max(1, _CHUNK // longest)):
-        seen = visible[tokens].unsqueeze(1)
-        if pattern == "sliding":
-            scores = everywhere.float().expand(len(tokens), -1)
-        elif pattern == "random":
-            scores = torch.rand(len(tokens), longest, device=device)
-        else:
-            # Gumbel noise on the logarithm of weights draws without replacement by these weights
-            recent, older = everywhere >= seen - RECENT, (seen - RECENT).clamp(min=1)
-            weight = torch.where(recent, 0.75 / RECENT, 0.25 / older)
-            noise = _gumbel(len(tokens), longest, device=device)
-            scores = weight.log() + shared[requests[tokens].long()] + 0.3 * noise
-        scores = torch.where(everywhere < seen, scores, -torch.inf)
+        scores = torch.rand(len(tokens), longest, device=device)
+        scores = torch.where(everywhere < visible[tokens].unsqueeze(1), scores, -torch.inf)
         best, chosen = scores.topk(min(topk, longest), dim=1)
         picked[tokens, : chosen.shape[1]] = torch.where(best.isinf(), -1, chosen).int()
     return picked
-
-
-def _gumbel(*shape: int, device: torch.device | str) -> Tensor:
-    return -torch.empty(shape, device=device).exponential_().log()
 
 
 class SuiteError(ValueError):

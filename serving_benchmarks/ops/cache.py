@@ -94,7 +94,7 @@ def entry(
     op: str, fmt: str, count: int, moved: int, calls: Sequence[Callable[[], object]], rounds: int
 ) -> dict[str, Any]:
     """Times the calls, and makes an entry of the result file."""
-    timing = interleaved({op: capture(calls).clock()}, rounds=rounds)[op]
+    timing = interleaved({op: capture(calls).clock}, rounds=rounds)[op]
     return {"op": op, "format": fmt, "count": count, "bytes": moved, "seconds": timing.as_dict()}
 
 

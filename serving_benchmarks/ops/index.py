@@ -136,7 +136,7 @@ def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str
     }
     graphs = {op: capture(own) for op, own in calls.items()}
     check(case, sets[-1])
-    seconds = interleaved({op: graph.clock() for op, graph in graphs.items()}, rounds=rounds)
+    seconds = interleaved({op: graph.clock for op, graph in graphs.items()}, rounds=rounds)
     key_bytes = case.requests * case.context * KEY_FORMATS[fmt].token_bytes
     query_bytes = sum(x.nbytes for x in sets[0].arguments[:2])
     moved = {

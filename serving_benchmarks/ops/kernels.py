@@ -27,7 +27,7 @@ from mla_backend import reference
 from mla_backend.attention import workspace_floats
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import batches, peer_kernels, timing
-from serving_benchmarks.ops.batches import PATTERNS, Batch, positions
+from serving_benchmarks.ops.batches import Batch, positions
 from serving_benchmarks.ops.peer_kernels import Prepared, Problem
 from serving_benchmarks.ops.peers import VERSIONS
 from serving_benchmarks.results import file as result_file
@@ -130,14 +130,14 @@ class Caches:
         return len(self.by_format["bf16"])
 
 
-def new_problem(case: Case, pattern: str, blocks: int) -> Problem:
+def new_problem(case: Case, blocks: int) -> Problem:
     """A batch of random queries, whose requests own random blocks of the cache."""
     batch, wanted = case.batch, case.batch.blocks(BLOCK)
     table = torch.full((len(wanted), max(wanted)), -1, dtype=torch.int32, device="cuda")
     owned = torch.randperm(blocks, dtype=torch.int32, device="cuda")[: sum(wanted)].split(wanted)
     for row, its_blocks in zip(table, owned, strict=True):
         row[: len(its_blocks)] = its_blocks
-    picked = positions(batch, case.topk, pattern, device="cuda")
+    picked = positions(batch, case.topk, device="cuda")
     indices, counts = mla_backend.convert_indices(picked, table, batch.token_requests().cuda(), BLOCK)
     q = torch.randn(batch.tokens, case.heads, 576, device="cuda").div_(MAGNITUDE).bfloat16()
     return Problem(q, indices, counts, SCALE, batch.queries)
@@ -205,18 +205,10 @@ def replay_poisoned(graph: timing.Graph, *results: Tensor) -> None:
     torch.cuda.synchronize()
 
 
-def measure(
-    case: Case,
-    caches: Caches,
-    loaded: set[str],
-    pattern: str,
-    sets: int,
-    rounds: int,
-    flush: Callable[[], None] | None,
-) -> dict[str, Any]:
+def measure(case: Case, caches: Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:
     """Checks and times one case: ours, our plan, and every peer that can run it."""
     cache = caches.by_format[case.format]
-    problems = [new_problem(case, pattern, caches.blocks) for _ in range(sets)]
+    problems = [new_problem(case, caches.blocks) for _ in range(sets)]
     exact_out, exact_lse = attend_exactly(problems[-1], cache)
 
     lengths = lengths_of(problems[-1])  # the same in all sets
@@ -224,7 +216,7 @@ def measure(
     plan = make_plan(device="cuda")
     workspace = torch.zeros(workspace_floats(plan.shape[0], case.heads), device="cuda")
     ours = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
-    graphs = {"ours": timing.capture([prepared.call for prepared, _ in ours], flush)}
+    graphs = {"ours": timing.capture([prepared.call for prepared, _ in ours])}
     last, lse = ours[-1]
     replay_poisoned(graphs["ours"], last.out, lse)
     try:
@@ -233,21 +225,20 @@ def measure(
         check_lse(lse, exact_lse, rounded=hopper and cache.dtype == torch.uint8)
     except WrongResult as error:
         raise WrongResult(f"mla_backend, {case}: {error}") from None
-    graphs["plan"] = timing.capture([lambda: make_plan(out=plan)], flush)
+    graphs["plan"] = timing.capture([lambda: make_plan(out=plan)])
 
     failed = {}
     for name, prepare in peers_for(case, problems[-1], caches, loaded).items():
         try:
             prepared = [prepare(problem) for problem in problems]
-            graph = timing.capture([one.call for one in prepared], flush)
+            graph = timing.capture([one.call for one in prepared])
             replay_poisoned(graph, prepared[-1].out)
             accuracy[name] = check_out(prepared[-1].out, exact_out, PEERS_ALLOWED)
             graphs[name] = graph
         except (RuntimeError, ValueError, WrongResult) as error:
             failed[name] = (str(error) or repr(error)).splitlines()[0]
-    baseline = timing.capture([flush]) if flush else None
     time.sleep(REST_SECONDS)
-    timings = timing.interleaved({name: graph.clock(baseline) for name, graph in graphs.items()}, rounds=rounds)
+    timings = timing.interleaved({name: graph.clock for name, graph in graphs.items()}, rounds=rounds)
 
     attended = sum(int(problem.counts.sum()) for problem in problems) / sets
     row_bytes = mla_backend.FORMATS[case.format].token_bytes
@@ -255,7 +246,7 @@ def measure(
     medians = {name: taken.median for name, taken in timings.items()}
     best = min((name for name in medians if name not in tables.NOT_PEERS), key=medians.get, default=None)
     return {
-        "case": {**case.as_dict(), "pattern": pattern},
+        "case": case.as_dict(),
         "useful_flops": flops,
         "bytes": attended * (row_bytes + 4) + case.batch.tokens * case.heads * (2 * (576 + 512) + 4),
         "floor_seconds": {
@@ -286,8 +277,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     lists(what, "--heads", heads, "only these of a suite; default with --batches: 16,128")
     lists(what, "--topk", opt.count, f"only these of a suite; default with --batches: {batches.DEFAULT_TOPK}")
     lists(what, "--formats", opt.one_of(FORMATS), "only these formats of the cache; default: all")
-    patterns = "; ".join(f"{name}: {text}" for name, text in PATTERNS.items())
-    what.add_argument("--pattern", choices=PATTERNS, default="random", help=f"{patterns}; default: %(default)s")
     peers = parser.add_argument_group("peers")
     peers.add_argument(
         "--peers", type=Path, metavar="FOLDER", help="that the command `peers` has filled; default: an installed vllm"
@@ -300,7 +289,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--sets", type=opt.count, default=4, metavar="N", help="of queries and lists, rotated; default: %(default)s"
     )
-    how.add_argument("--flush-l2", action="store_true", help="empty the L2 cache before every call")
     opt.add_rounds(how, 15)
     opt.add_output(parser)
 
@@ -332,10 +320,11 @@ def run(options: argparse.Namespace) -> int:
     loaded = {name for name, version in found.items() if not version.startswith("missing")}
     torch.manual_seed(0)
     caches = Caches(max(case.batch.cached for case in chosen))
-    flush = timing.new_flush() if options.flush_l2 else None
-    how = options.pattern, options.sets, options.rounds, flush
     try:
-        results = [measure(case, caches, loaded, *how) for case in track(chosen, "measuring", console=console)]
+        results = [
+            measure(case, caches, loaded, options.sets, options.rounds)
+            for case in track(chosen, "measuring", console=console)
+        ]
     except WrongResult as error:
         console.print(f"error: {error}", markup=False)
         return 1
@@ -344,6 +333,5 @@ def run(options: argparse.Namespace) -> int:
     for case, result in zip(chosen, results, strict=True):
         for name, why in result["failed"].items():
             console.print(f"{name} failed for {case}: {why}", markup=False)
-    about = {"peers": found, "l2_flushed": options.flush_l2}
-    result_file.write(options.output, results, console, benchmark="kernels", **about)
+    result_file.write(options.output, results, console, benchmark="kernels", peers=found)
     return 0

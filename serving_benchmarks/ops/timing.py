@@ -15,8 +15,6 @@ import torch
 GRAPH_SECONDS = 4e-4
 """How long a graph should take at least, so that the few microseconds of its launch don't count."""
 MOST_PASSES = 64
-FLUSH_BYTES = 256 * 2**20
-"""More than any L2 cache holds: writing so much leaves no inputs in it."""
 
 Call = Callable[[], object]
 Clock = Callable[[int], float]
@@ -90,41 +88,29 @@ class Graph:
         end.synchronize()
         return begin.elapsed_time(end) * 1e-3 / len(self.calls)
 
-    def clock(self, baseline: "Graph | None" = None) -> Clock:
-        """A replay that is not counted, then one that is. The time of a call of `baseline` is subtracted."""
-
-        def seconds(_: int) -> float:
-            self.graph.replay()
-            return self.seconds() - (baseline.seconds() if baseline else 0)
-
-        return seconds
+    def clock(self, _: int) -> float:
+        """A replay that is not counted, then one that is."""
+        self.graph.replay()
+        return self.seconds()
 
 
-def capture(calls: Sequence[Call], between: Call | None = None) -> Graph:
+def capture(calls: Sequence[Call]) -> Graph:
     """A graph of all calls in their order, repeated until it lasts GRAPH_SECONDS.
 
-    The calls should differ in their inputs, so that none finds its own in the cache. `between` runs before each.
+    The calls should differ in their inputs, so that none finds its own in the cache.
     """
     for call in calls:  # loads kernels, so that capturing does not have to
         call()
-    once = _captured(calls, between, passes=1)
+    once = _captured(calls, passes=1)
     once.seconds()
     passes = min(MOST_PASSES, math.ceil(GRAPH_SECONDS / (once.seconds() * len(calls))))
-    return once if passes == 1 else _captured(calls, between, passes)
+    return once if passes == 1 else _captured(calls, passes)
 
 
-def _captured(calls: Sequence[Call], between: Call | None, passes: int) -> Graph:
+def _captured(calls: Sequence[Call], passes: int) -> Graph:
     torch.cuda.synchronize()
     graph = Graph(torch.cuda.CUDAGraph(), [*calls] * passes)
     with torch.cuda.graph(graph.graph):
         for call in graph.calls:
-            if between:
-                between()
             call()
     return graph
-
-
-def new_flush() -> Call:
-    """Empties the L2 cache when it runs before a call. Its own time is the baseline then."""
-    room = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    return lambda: room.zero_()

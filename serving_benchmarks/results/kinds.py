@@ -186,10 +186,10 @@ _CASE: dict[str, Check] = {"case.heads": _count, "case.format": _text, "useful_f
 KINDS = {
     "kernels": Kind(
         "Sparse attention on a GPU",
-        lambda entry: f"{tables.kernel_name(entry['case'])}, {entry['case']['pattern']}",
+        lambda entry: tables.kernel_name(entry["case"]),
         {
             **_CASE,
-            **dict.fromkeys(("case.batch", "case.pattern"), _text),
+            "case.batch": _text,
             **dict.fromkeys(("case.tokens", "case.topk"), _count),
             **dict.fromkeys(("bytes", "floor_seconds.math"), _positive),
             "seconds.plan": _timing,

@@ -84,7 +84,7 @@ def environment_rows(file: ResultFile) -> list[tuple[str, str]]:
 
     rows = [(name, about.get(name)) for name in ("date", "commit", "command")]
     rows += [("machine", file.machine), ("CPU", part("cpu", "model")), ("CPU cores", part("cpu", "cores"))]
-    rows += [(name, about.get(name)) for name in ("driver", "system", "python", "l2_flushed")]
+    rows += [(name, about.get(name)) for name in ("driver", "system", "python")]
     rows += [("torch", part("torch", "version")), ("threads", part("torch", "threads"))]
     rows += [("vLLM", part("vllm", "distribution", "version")), ("mla-backend", part("library", "version"))]
     for name in ("peers", "model", "settings"):

@@ -127,7 +127,7 @@ def test_rounds_of_one_kind_are_rarely_found_to_differ(rounds):
 def test_cases_of_one_file_only_and_what_no_longer_runs_are_told(tmp_path, capsys):
     old, new = copy.deepcopy(FILES["kernels"]), copy.deepcopy(FILES["kernels"])
     del new["results"][0], old["results"][3]
-    found, name = compare.compare(file(old), file(new)), "128q1s32k, h {}, topk 2048, fp8_ds_mla, random"
+    found, name = compare.compare(file(old), file(new)), "128q1s32k, h {}, topk 2048, fp8_ds_mla"
     assert (found.only_old, found.only_new) == ([name.format(8)], [name.format(64)])
     old, new = FILES["throughput"], copy.deepcopy(FILES["throughput"])
     new["results"][0] = result_examples.failed(new["results"][0], "[red]out of memory")

@@ -12,7 +12,7 @@ import torch
 
 from serving_benchmarks.__main__ import main
 from serving_benchmarks.ops import batches, index, kernels, peer_kernels, peers
-from serving_benchmarks.ops.batches import PATTERNS, RECENT, Batch, positions
+from serving_benchmarks.ops.batches import Batch, positions
 
 BATCHES = {"128q1s32k": [(1, 32768)] * 128, "q4k": [(4096, 4096)], "2q3s100_1q1s7": [(3, 100), (3, 100), (1, 7)]}
 
@@ -30,23 +30,15 @@ def test_what_is_no_batch_is_refused(spec):
         Batch.parse(spec)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_lists_name_each_visible_position_at_most_once(pattern):
+def test_lists_name_each_visible_position_at_most_once():
     batch = Batch.parse("2q3s100_q40s40")
     for topk in (60, 120):  # less and more than the longest sequence
-        picked = positions(batch, topk, pattern)
+        picked = positions(batch, topk)
         assert picked.shape == (46, topk) and picked.dtype == torch.int32
         for row, visible in zip(picked.tolist(), batch.visible().tolist(), strict=True):
             valid = row[: min(topk, visible)]
             assert len(set(valid)) == len(valid) and 0 <= min(valid) and max(valid) < visible
             assert row[len(valid) :] == [-1] * (topk - len(valid))
-
-
-def test_sliding_lists_are_the_last_tokens_and_realistic_ones_mostly_recent_and_alike():
-    assert positions(Batch.parse("q2s10"), 3, "sliding").sort().values.tolist() == [[6, 7, 8], [7, 8, 9]]
-    first, second = positions(Batch.parse("q2s100000"), 2048, "realistic").tolist()
-    assert 0.65 < sum(position >= 99999 - RECENT for position in first) / 2048 < 0.85
-    assert len(set(first) & set(second)) > 1024
 
 
 def test_a_check_finds_wrong_results():
@@ -199,7 +191,7 @@ def test_the_command_measures_the_cases_of_a_suite(suite, asked_for_peers, tmp_p
     def measure(case, caches, loaded, *_):
         ran.append((case.batch.spec, case.heads, case.topk, case.format))
         assert loaded == ({"flashmla"} if asked_for_peers else set())
-        return {**MEASURED, "case": {**case.as_dict(), "pattern": "random"}}
+        return {**MEASURED, "case": case.as_dict()}
 
     monkeypatch.setattr(kernels.opt, "require_gpu", lambda: None)
     monkeypatch.setattr(kernels.peer_kernels, "load", lambda *_: peers)
