@@ -206,9 +206,9 @@ void merge_cut_tokens(const AttentionProblem& p, void* stream) {
   int device;
   check(cudaGetDevice(&device), "merge of cut tokens");
   // One wave of blocks, so that none begins only when others have ended: tokens are rarely cut, but this is always run.
-  // Each head has a warp to itself whatever the grid is.
+  // A head is one warp's work whatever the grid is, so the bits don't depend on it.
   const int most_blocks = kMergeBlocksPerProcessor * describe_device(device).processors;
-  const int cut = std::min(p.tokens, p.workers);  // no more than these
+  const int cut = std::min(p.tokens, p.workers);  // upper bound
   const int heads = std::clamp(most_blocks / cut, 1, (p.heads + kWarps - 1) / kWarps);
   launch_early(merge_cut_tokens_kernel, dim3(cut, heads), kThreads, 0, stream, "merge of cut tokens", p);
 }
