@@ -20,7 +20,7 @@ COMMANDS = {
     "report": ("results.report", "a page with tables and pictures of result files"),
     "compare": ("results.compare", "what became faster or slower between two result files"),
     "docs": ("results.docs", "write the numbers of result files into README and docs"),
-    "models": ("models", "make a model of real width with random weights"),
+    "models": ("models.models", "make a model of real width with random weights"),
     "peers": ("ops.peers", "fetch the kernels that `kernels` compares with"),
 }
 """Each command's module, below serving_benchmarks, and what it does. A module has `add_options(parser)` and

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from serving_benchmarks import options as types
-from serving_benchmarks.run import common, drafts, rounds, vllm_options, workloads
+from serving_benchmarks.models import drafts
+from serving_benchmarks.run import common, rounds, vllm_options, workloads
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.processes import why_it_ended
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from serving_benchmarks import models
 from serving_benchmarks import options as types
+from serving_benchmarks.models import models
 from serving_benchmarks.results import file as result_file
 from serving_benchmarks.results import runs
 from serving_benchmarks.run import workloads

@@ -8,7 +8,8 @@ import torch
 from commands import status_of
 from examples.recall.accuracy import CHECKPOINT
 from mla_backend.engine import load_model
-from serving_benchmarks.run import checkpoint, drafts
+from serving_benchmarks.models import drafts
+from serving_benchmarks.run import checkpoint
 
 
 def answers(*rows: list[int], logprob: float = -1.0) -> checkpoint.Answers:

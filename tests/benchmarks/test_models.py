@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from commands import status_of
 from mla_backend import engine
-from serving_benchmarks import models
+from serving_benchmarks.models import models
 
 NARROW = dict(hidden_size=128, intermediate_size=192, moe_intermediate_size=64, q_lora_rank=96, qk_nope_head_dim=32)
 NARROW |= dict(v_head_dim=48, index_n_heads=32, vocab_size=320, max_position_embeddings=512)

@@ -11,7 +11,7 @@ import pytest
 import vllm_installed  # noqa: F401
 from commands import status_when_stopped
 from examples.recall.accuracy import CHECKPOINT
-from serving_benchmarks import models
+from serving_benchmarks.models import models
 
 SMALL_CACHE = ("--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", 1 << 27)
 NARROW = dict(hidden_size=128, intermediate_size=192, moe_intermediate_size=64, q_lora_rank=96, qk_nope_head_dim=32)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vllm_installed  # noqa: F401
-from serving_benchmarks import models
+from serving_benchmarks.models import models
 
 BOTH = ("--backend", "FLASHMLA_SPARSE,SPARSE_MLA")
 PADDING = ("upconvert", "pad")

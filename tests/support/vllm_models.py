@@ -19,7 +19,7 @@ NEW_TOKENS = 24
 def make_checkpoint(name: str, folder: Path) -> Path:
     """A random model of engine_models with real magnitude, whose tokens are the words t0, t1, ..."""
     import engine_models
-    from serving_benchmarks import models
+    from serving_benchmarks.models import models
 
     torch.manual_seed(0)
     engine_models.save(engine_models.theirs(name), folder)
