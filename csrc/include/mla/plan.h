@@ -160,8 +160,8 @@ MLA_HOST_DEVICE int64_t full_units(const PlanShape& shape) {
 // If all lists are full: how many workers get work when no token is cut, or 0 if cutting is cheaper. Cuts cost partial
 // results, their merge, and another beginning and end of a token for almost every worker: about kCutTiles each. Whole
 // tokens cost the workers that idle in the last round. With two workers a token or more, tokens are always cut:
-// clusters of blocks merge cheaply. Only as many workers get work as the rounds need, so that none gets more tokens than
-// there are rounds. For unequal tokens, and on CPUs, where cores are seldom equally fast, this can't be known.
+// clusters of blocks merge cheaply. Only as many workers get work as the rounds need, so that none gets more tokens
+// than there are rounds. For unequal tokens, and on CPUs, where cores are seldom equally fast, this can't be known.
 MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t workers) {
   constexpr int64_t kCutTiles = 8;
   const int64_t tokens = shape.tokens, tiles = full_tiles(shape);
