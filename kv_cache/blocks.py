@@ -1,9 +1,9 @@
 """Which blocks are free, held and findable. Blocks are numbers here, without contents.
 
-A block is held by one or more sequences, or free. A full block may have a name, which stands for all tokens up to its
-end. It can be found by its name while it is held, and afterwards until its room is needed. Free blocks are handed out
-in this order: blank ones first, then named ones, the least recently used first. Every operation on a block takes the
-same time however many blocks there are.
+A block is held by one or more sequences (its reference count), or free. A full block may have a name, a hash of all
+tokens up to its end. It can be found by its name while it is held, and afterwards until it is needed for other tokens.
+Free blocks are handed out in this order: blank ones (without a name) first, then named ones, the least recently used
+first. The time of an operation on a block does not grow with the number of blocks.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from kv_cache.arguments import require_count
 
 Evicted = list[tuple[bytes, int]]
-"""Names that can't be found any more, and the blocks that had them."""
+"""Names that can no longer be found, and the blocks that had them."""
 
 
 class OutOfBlocks(RuntimeError):

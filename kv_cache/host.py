@@ -2,7 +2,7 @@
 
 A prefix is either in host memory or on the device. On a GPU the copies over the bus run in the background, in order, on
 a stream of their own. To save blocks, the current stream only gathers them into a buffer; after that they may be
-written. It waits for blocks that are loaded.
+overwritten. The current stream waits for a load.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class HostTier:
         self._parts = [
             torch.empty(self.blocks, part.shape[0], part.shape[2], dtype=part.dtype) for part in storage.parts
         ]
-        self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently saved first
+        self._saved: OrderedDict[bytes, int] = OrderedDict()  # least recently saved first
         self._free = list(range(self.blocks))
         self._stream = torch.cuda.Stream(storage.device) if storage.device.type == "cuda" else None
         if self._stream:
@@ -41,53 +41,53 @@ class HostTier:
                 _pin(part)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._saved)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._slots
+        return name in self._saved
 
     def save(self, evicted: Evicted) -> None:
         """Saves these blocks. The least recently saved ones make room."""
-        saved: dict[int, int] = {}
+        copies: dict[int, int] = {}
         for name, block in evicted:
-            if name in self._slots:
-                self._slots.move_to_end(name)
+            if name in self._saved:
+                self._saved.move_to_end(name)
                 continue
             if self._free:
-                slot = self._free.pop()
-            elif self._slots:
-                slot = self._slots.popitem(last=False)[1]
+                host_block = self._free.pop()
+            elif self._saved:
+                host_block = self._saved.popitem(last=False)[1]
             else:  # every block is being loaded
                 break
-            self._slots[name] = slot
-            saved[slot] = block  # if this call has used the slot before, the later block stays
-        if not saved:
+            self._saved[name] = host_block
+            copies[host_block] = block  # if this call has used the host block before, the later block stays
+        if not copies:
             return
-        ids = self._storage.ids(list(saved.values()))
+        ids = self._storage.ids(list(copies.values()))
         for host, part in zip(self._parts, self._storage.parts, strict=True):
             gathered = part.index_select(1, ids).transpose(0, 1).contiguous()  # [n, layers, words]
             with self._background(gathered, after_current=True):
-                for slot, rows in zip(saved, gathered, strict=True):
-                    host[slot].copy_(rows, non_blocking=True)
+                for host_block, rows in zip(copies, gathered, strict=True):
+                    host[host_block].copy_(rows, non_blocking=True)
 
     def take(self, names: Sequence[bytes]) -> list[int]:
-        """The slots of these prefixes. They can't be found any more, and keep their slots until they are loaded."""
-        return [self._slots.pop(name) for name in names]
+        """The host blocks of these prefixes. They can't be found any more, and stay in use until they are loaded."""
+        return [self._saved.pop(name) for name in names]
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copies taken slots into blocks. Everything that the current stream does after this sees them."""
+    def load(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copies taken host blocks into blocks. Everything that the current stream does after this sees them."""
         ids = self._storage.ids(blocks)
         for host, part in zip(self._parts, self._storage.parts, strict=True):
             with self._background():
-                gathered = torch.empty(len(slots), *host.shape[1:], dtype=host.dtype, device=part.device)
-                for slot, rows in zip(slots, gathered, strict=True):
-                    rows.copy_(host[slot], non_blocking=True)
+                gathered = torch.empty(len(host_blocks), *host.shape[1:], dtype=host.dtype, device=part.device)
+                for host_block, rows in zip(host_blocks, gathered, strict=True):
+                    rows.copy_(host[host_block], non_blocking=True)
             if self._stream:
                 current = torch.cuda.current_stream(part.device)
                 current.wait_stream(self._stream)
                 gathered.record_stream(current)
             part.index_copy_(1, ids, gathered.transpose(0, 1))
-        self._free += slots
+        self._free += host_blocks
 
     @contextlib.contextmanager
     def _background(self, *used: Tensor, after_current: bool = False):

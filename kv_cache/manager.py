@@ -35,7 +35,7 @@ class Statistics:
 
     @property
     def usage(self) -> float:
-        """The part of the blocks that sequences hold."""
+        """The fraction of the blocks that sequences hold."""
         return 1 - self.free / self.blocks
 
     @property
@@ -50,8 +50,8 @@ class CacheManager:
         blocks, block_size: the number of blocks, and the tokens in each.
         storage: the blocks' contents, of the same sizes. Blocks are copied there, on the current stream. Without it
             only the bookkeeping is done.
-        watermark: the part of the blocks that `admit` leaves free, so that admitted sequences can grow. It does not
-            apply to the first sequence.
+        watermark: the fraction of the blocks that `admit` leaves free, so that admitted sequences can grow. It does
+            not apply while no other sequence is admitted.
         host_bytes: bytes of host memory for evicted prefixes; 0 for none.
 
     No method may be called while another one runs.
@@ -228,10 +228,10 @@ class CacheManager:
         """`found` and new blocks after it. Blocks in host memory are loaded into some of the new ones."""
         on_host = [i for i, block in enumerate(found) if block < 0]
         names = [sequence.names(len(found))[i] for i in on_host]
-        slots = self._host.take(names)  # first, as taking blocks may send others to host memory
+        host_blocks = self._host.take(names)  # first, as taking blocks may send others to host memory
         taken = self._pool.take(to_take)
         targets, rest = taken[: len(on_host)], taken[len(on_host) :]
-        self._host.load(slots, targets)
+        self._host.load(host_blocks, targets)
         self._pool.name(targets, names)
         for i, block in zip(on_host, targets, strict=True):
             found[i] = block

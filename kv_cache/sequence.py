@@ -1,9 +1,9 @@
 """A sequence: its tokens, the blocks that hold them, and the names of its prefixes.
 
 The name of a full block stands for all tokens up to the block's end. It is a 128-bit BLAKE2b hash of the name before it
-and the block's tokens; the first name's predecessor is made from a salt and a random secret of the manager. Prefixes
-with the same name share contents, so two different ones must not have the same. By chance that happens with a
-probability of 10^-15 among 10^12 blocks, and without the secret nobody can search for such prefixes.
+and the block's tokens; the name before the first one is made from a salt and a random secret of the manager. Prefixes
+with the same name share contents, so different prefixes must not share a name. By chance they do with a probability of
+10^-15 among 10^12 blocks, and without the secret nobody can search for such prefixes.
 """
 
 import struct
@@ -22,7 +22,7 @@ class Sequence:
     Attributes:
         tokens: array of int32; `append` adds more.
         computed: how many of the tokens are in the cache.
-        blocks: array of int32, the blocks of positions 0 to block_size - 1, and so on. Empty while it waits.
+        blocks: array of int32; the first one has positions 0 to block_size - 1, and so on. Empty while it waits.
     """
 
     __slots__ = ("tokens", "computed", "blocks", "block_size", "manager", "_names", "_root")

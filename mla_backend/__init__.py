@@ -1,8 +1,8 @@
 """Sparse multi-head latent attention over a paged cache.
 
-    out, lse = mla_backend.sparse_attention(q, cache, indices, scale=576**-0.5)
+    out, lse = mla_backend.sparse_attention(q, cache, indices, scale=192**-0.5)
 
-`mla_backend.flash_mla` stands in for the `flash_mla` package, `mla_backend.reference` says what is computed.
+`mla_backend.flash_mla` replaces the `flash_mla` package. `mla_backend.reference` computes the same in plain PyTorch.
 """
 
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""Calling the ops, and what is checked before that.
+"""Calls the ops, and checks arguments that Python code uses before that.
 
 Shapes, dtypes, strides and devices are checked by the ops themselves (csrc/bindings/check.cpp), which raise ValueError.
 """
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 def call(op: torch._ops.OpOverload, *arguments: object) -> None:
-    """Calls an op; what torch says of an argument of a wrong type becomes a TypeError."""
+    """Calls an op. torch's error for an argument of a wrong type becomes a TypeError."""
     try:
         op(*arguments)
     except ValueError as error:
@@ -37,7 +37,7 @@ def call(op: torch._ops.OpOverload, *arguments: object) -> None:
 
 
 def require_tensors(**arguments: object) -> None:
-    """For tensors of which something is asked before an op sees them."""
+    """For tensors that Python code uses before an op sees them."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
@@ -58,7 +58,7 @@ def require_count(name: str, value: object, at_least: int = 0) -> None:
 
 @contextlib.contextmanager
 def named(**names: str) -> Iterator[None]:
-    """Errors that speak of an argument `ours` speak of `theirs` instead: named(ours="theirs")."""
+    """Renames the argument `ours` to `theirs` in errors: named(ours="theirs")."""
     try:
         yield
     except (TypeError, ValueError, FileNotFoundError) as error:

@@ -1,5 +1,5 @@
-"""What torch.compile has to know about the ops: they return nothing, and write only into the tensors that their
-schemas mark. The tensors are made by the Python functions around them, whose shapes it traces by itself."""
+"""Fake implementations for torch.compile. The ops return nothing, and write only into the tensors that their schemas
+mark. The Python functions around them make these tensors, so torch.compile traces the shapes by itself."""
 
 from collections.abc import Callable
 

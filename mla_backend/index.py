@@ -1,4 +1,4 @@
-"""The indexer's two steps: how well the cached keys fit a token, and which of them fit best."""
+"""The indexer's two steps: scores of the cached keys for each token, and the positions of the best."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def index_scores(
     *,
     scores: Tensor | None = None,
 ) -> Tensor:
-    """How well the keys of its context fit each token: the sum over heads of weight * relu(query . key).
+    """Scores the keys of each token's context: the sum over heads of weight * relu(query . key).
 
     Args:
         queries: fp32 or bf16 `[T, H, 128]`, of any strides whose last is 1. H is 1 to 128.
@@ -28,12 +28,12 @@ def index_scores(
         block_table: int32 `[R, max_blocks]`, each request's blocks.
         requests: int32 `[T]`, the row of the block table that a token uses.
         lengths: int32 `[T]`; a token sees the positions 0 to length - 1 of its request.
-        positions: N, columns of the result: as many as the longest context has, or more. Tokens see no more of theirs.
+        positions: N, columns of the result: the longest length or more. A token sees no more than N positions.
         scores: where to write, in place of `positions`: fp32 `[T, N]`, of any strides whose last is 1.
 
     Returns:
-        fp32 `[T, N]`. Columns that a token doesn't see are not written. A position has -inf if its block is not in the
-        cache, or there is none in the table, or no such request.
+        fp32 `[T, N]`. Columns that a token doesn't see are not written. A position scores -inf if its block is not in
+        the cache, is not in the table, or the request is not.
     """
     require_tensors(queries=queries)
     if (positions is None) == (scores is None):

@@ -14,7 +14,7 @@ from mla_backend.arguments import require_tensors
 VALUES = 128
 E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-4
-"""Of the values that share a scale, as in vLLM."""
+"""The smallest amax that a scale is made from, as in vLLM."""
 MANTISSA, EXPONENT = 0x007FFFFF, 0x7F800000
 """Bits of an fp32 number."""
 
@@ -47,19 +47,19 @@ KEY_FORMATS = {
 class KeyAddresses:
     """The addresses of some tokens' keys, in any cache of one shape. Computed once for all layers of a model.
 
-    A key whose slot is negative or past the end is not kept. How many are kept is not asked, as that would wait for
-    the device. Instead of a key without a slot, one that has a slot is written a second time, to its own address.
+    A key whose slot is negative or past the end is not kept. Their number is on the device, and asking for it would
+    wait. So in place of such a key, one that has a slot is written a second time, to its own address.
 
     Args:
         cache: of either format; its shape, strides and dtype count. A block has to lie in one piece.
         slots: int32 or int64 `[N]`.
-        some: one or more of the slots are known to be in the cache. Otherwise each write makes sure.
+        any_valid: one or more of the slots are known to be in the cache. Otherwise each write checks.
 
     Attributes:
         source: int64 `[N]`: which key is written instead of each.
     """
 
-    def __init__(self, cache: Tensor, slots: Tensor, *, some: bool = False):
+    def __init__(self, cache: Tensor, slots: Tensor, *, any_valid: bool = False):
         _require(cache=cache, slots=slots)
         blocks, block_size, _ = cache.shape
         self._dtype, words, scales = _words(cache)
@@ -68,10 +68,10 @@ class KeyAddresses:
         example = valid.int().argmax(0, keepdim=True)  # an index of no dimension would be asked of the device
         self.source = torch.where(valid, torch.arange(len(slots), device=slots.device), example)
         target = slots[self.source]
-        self._some: Tensor | None = None
-        if not some:
-            self._some = valid.any()
-            target = torch.where(self._some, target, 0)
+        self._any_valid: Tensor | None = None
+        if not any_valid:
+            self._any_valid = valid.any()
+            target = torch.where(self._any_valid, target, 0)
         block, offset = (target // block_size).unsqueeze(1), (target % block_size).unsqueeze(1)
         start = block * cache.view(self._dtype).stride(0)
         # int64 [N, words]: the address of each word of a key, in words from the first one of the cache
@@ -86,8 +86,8 @@ class KeyAddresses:
         parts = [part.view(self._dtype) for part in _encode(keys, cache.dtype)]
         words = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         flat = _as_one_row(cache.view(self._dtype))
-        if self._some is not None:
-            words = torch.where(self._some, words, flat[self._index])
+        if self._any_valid is not None:
+            words = torch.where(self._any_valid, words, flat[self._index])
         flat[self._index] = words
 
 
@@ -108,7 +108,7 @@ def _words(cache: Tensor) -> tuple[torch.dtype, int, int]:
 
 
 def _as_one_row(cache: Tensor) -> Tensor:
-    """All that lies between its first and its last word."""
+    """The memory from its first to its last word, gaps included."""
     blocks, *of_a_block = cache.shape
     return cache.as_strided(((blocks - 1) * cache.stride(0) + of_a_block[0] * of_a_block[1],), (1,))
 

@@ -63,8 +63,7 @@ def cuda_kernels() -> list[dict[str, Any]]:
 
 
 class Device(ctypes.Structure):
-    """What decides which attention kernel a GPU gets, and how many workers its plans have: struct Device of
-    csrc/include/mla/choice.h."""
+    """What the choice of an attention kernel needs to know of a GPU: struct Device of csrc/include/mla/choice.h."""
 
     LARGEST_CLUSTER = 16
     _fields_ = (
@@ -84,15 +83,14 @@ def describe_device(index: int) -> Device:
 
 
 def cuda_workers(device: Device, num_heads: int, num_tokens: int | None = None) -> int:
-    """Rows that a plan should have for a GPU, unless said otherwise; for any number of tokens if that is left out."""
+    """The default number of plan rows for a GPU; without num_tokens, the one that suits any number of tokens."""
     tokens = ctypes.c_int64(2**31 - 1 if num_tokens is None else num_tokens)
     return _library.mla_backend_cuda_workers(ctypes.byref(device), tokens, num_heads)
 
 
 def select_cuda_kernel(name: str) -> None:
-    """For debugging: which CUDA attention kernels are used from now on. "auto" is the best ones, "portable" nothing but
-    the portable one, "unclustered" the best ones without blocks that read one another's shared memory, which is what a
-    race detector can follow."""
+    """For debugging: which CUDA attention kernels are used from now on. "auto" is the best ones, "portable" only the
+    portable one, "unclustered" the best ones without clusters, whose shared memory a race detector can't follow."""
     if not _library.mla_backend_select_cuda_kernel(str(name).encode()):
         raise ValueError(f"name must be auto, portable or unclustered; got {name!r}")
 
@@ -103,7 +101,7 @@ def cpu_kernel() -> str:
 
 
 def select_cpu_kernel(name: str) -> None:
-    """Use a certain CPU attention kernel from now on, or with "auto" the fastest that this CPU can run.
+    """Selects the CPU kernels that are used from now on; "auto" is the fastest that this CPU can run.
 
     The environment variable MLA_BACKEND_CPU_KERNEL does the same at import.
     """

@@ -1,1 +1,1 @@
-"""Benchmarks that others can repeat: programs with --help that print a table and write JSON."""
+"""Benchmarks that others can repeat: `python -m serving_benchmarks COMMAND` prints tables and writes JSON."""

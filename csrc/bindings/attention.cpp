@@ -19,7 +19,7 @@ SlotList expect_list(const Tensor& cache, const char* cache_name, const Tensor& 
   return list;
 }
 
-// As the kernels hold it. Anything but a finite number would make every result NaN.
+// In fp32, as kernels take it. Anything but a finite number would make every result NaN.
 float expect_scale(double scale) {
   const float narrow = static_cast<float>(scale);
   if (std::isfinite(narrow)) return narrow;
@@ -28,7 +28,7 @@ float expect_scale(double scale) {
   reject("scale", "a finite number", text);
 }
 
-// What a GPU needs besides: a plan, and a workspace that the plan's partial results fit into.
+// What a GPU also needs: a plan, and a workspace that the plan's partial results fit into.
 void expect_gpu_memory(AttentionProblem& p, const OptionalTensor& plan, const OptionalTensor& workspace,
                        const Tensor& q) {
   if (!plan) reject("plan", "given for CUDA tensors", "nothing");
@@ -52,7 +52,7 @@ MLA_OP(sparse_attention,
        OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices, OptionalTensor extra_topk_length,
        OptionalTensor plan, OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse,
        OptionalTensor max_logits) {
-  // either the whole query or its two parts apart
+  // either the whole query or its two parts
   const char* q_name = q_rope ? "q_nope" : "q";
   expect(q, q_name, {ScalarType::BFloat16}, {{"T"}, {"H"}, q_rope ? kLatent : kHeadDim}, q);
   const int64_t tokens = q.size(0), heads = q.size(1);

@@ -7,8 +7,8 @@
 //   }
 //
 // Every op returns nothing and writes into tensors that the caller made, which its schema marks: a captured graph
-// allocates nothing, and mla_backend/fake.py knows what each does. The Python API makes the tensors for those who
-// don't care.
+// allocates nothing, and one fake implementation (mla_backend/fake.py) serves all. The Python API makes the tensors
+// that a caller leaves out.
 #pragma once
 
 #include "bindings/check.h"

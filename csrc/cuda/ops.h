@@ -18,7 +18,7 @@ void merge_cut_tokens(const AttentionProblem& problem, void* stream);
 
 // How many clusters of so many blocks of few_heads_attention the current device runs at once.
 int few_heads_clusters(int blocks);
-// A device, asked once.
+// What mla/choice.h needs to know of a device. It is asked once.
 Device describe_device(int index);
 
 // For tests and race detectors: which kernels the choice is made from, "auto" for all of them. False if the name is

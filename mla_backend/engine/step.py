@@ -65,7 +65,7 @@ class Step:
     def key_addresses(self, cache: Tensor) -> KeyAddresses:
         """The addresses of these tokens' indexer keys. The caches of all layers have one shape, so they share them."""
         if self._key_addresses is None:
-            self._key_addresses = KeyAddresses(cache, self.batch.slots, some=self.batch.keeps_some)
+            self._key_addresses = KeyAddresses(cache, self.batch.slots, any_valid=self.batch.keeps_some)
         return self._key_addresses
 
     def key_rotations(self, addresses: KeyAddresses) -> Tensor:

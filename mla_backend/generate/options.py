@@ -76,48 +76,64 @@ def add(commands) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder with config.json, safetensors, tokenizer")
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="if none is given, --input or standard input")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="without any, prompts come from --input or standard input"
+    )
     files = parser.add_argument_group("files")
-    files.add_argument("--input", type=Path, metavar="FILE", help="prompts; - is standard input")
+    files.add_argument("--input", type=Path, metavar="FILE", help="a file of prompts; - is standard input")
     files.add_argument(
         "--input-format",
         choices=["text", "jsonl"],
         help="by default jsonl if the first line begins with {, or else text",
     )
-    files.add_argument("--output", type=Path, metavar="FILE", help="results; standard output if left out")
+    files.add_argument("--output", type=Path, metavar="FILE", help="where results go; default: standard output")
     files.add_argument(
-        "--resume", action="store_true", help="go on with --output: what is finished there is not generated again"
+        "--resume", action="store_true", help="continue --output: what is finished there is not generated again"
     )
     sampling = parser.add_argument_group("sampling (greedy, unless a temperature is given)")
-    sampling.add_argument("--chat", action="store_true", help="a prompt is a user's message, for the chat template")
-    sampling.add_argument("--max-tokens", type=int, metavar="N", default=256, help="default: %(default)s")
+    sampling.add_argument("--chat", action="store_true", help="each prompt is a user's message, for the chat template")
+    sampling.add_argument("--max-tokens", type=int, metavar="N", default=256, help="of an answer; default: %(default)s")
     sampling.add_argument("--temperature", type=float, metavar="T", default=0.0, help="default: %(default)s")
     sampling.add_argument("--top-k", type=int, metavar="K", default=0, help="only the K likeliest tokens; 0: all")
-    sampling.add_argument("--top-p", type=float, metavar="P", default=1.0, help="only the likeliest, up to P together")
-    sampling.add_argument("--min-p", type=float, metavar="P", default=0.0, help="only those P times the likeliest")
-    sampling.add_argument("--repetition-penalty", type=float, metavar="X", default=1.0, help="default: %(default)s")
-    sampling.add_argument("--seed", type=int, metavar="N", help="the same samples each time")
-    sampling.add_argument("--samples", type=int, metavar="N", default=1, help="of each prompt; default: %(default)s")
+    sampling.add_argument(
+        "--top-p", type=float, metavar="P", default=1.0, help="only the likeliest tokens, up to a sum of P"
+    )
+    sampling.add_argument(
+        "--min-p", type=float, metavar="P", default=0.0, help="only tokens at least P times as likely as the best"
+    )
+    sampling.add_argument("--repetition-penalty", type=float, metavar="X", default=1.0, help="default: 1, none")
+    sampling.add_argument("--seed", type=int, metavar="N", help="makes samples reproducible")
+    sampling.add_argument(
+        "--samples", type=int, metavar="N", default=1, help="samples of a prompt; default: %(default)s"
+    )
     sampling.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a sample; may be repeated")
-    sampling.add_argument("--stop-token", type=int, action="append", default=[], metavar="ID", help="likewise")
-    sampling.add_argument("--ignore-eos", action="store_true", help="go on after the model's own end")
-    sampling.add_argument("--logprobs", type=int, metavar="N", help="of each token and the N likeliest")
+    sampling.add_argument(
+        "--stop-token", type=int, action="append", default=[], metavar="ID", help="the same for a token"
+    )
+    sampling.add_argument("--ignore-eos", action="store_true", help="do not stop at the model's end token")
+    sampling.add_argument(
+        "--logprobs", type=int, metavar="N", help="log-probabilities of each token and the N likeliest"
+    )
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--device", help="cpu, cuda or cuda:N; by default a GPU, if there is one that can be used")
+    engine.add_argument("--device", help="cpu, cuda or cuda:N; by default a GPU, if one can be used")
     engine.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="default: %(default)s")
     engine.add_argument("--kv-cache", choices=["fp8", "bf16"], default="fp8", help="default: %(default)s")
-    engine.add_argument("--memory", type=size, metavar="SIZE", help="of the KV cache, such as 4G; by default what fits")
+    engine.add_argument(
+        "--memory", type=size, metavar="SIZE", help="size of the KV cache, such as 4G; default: what fits"
+    )
     engine.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a prompt and its answer, at most")
-    engine.add_argument("--block-size", type=int, metavar="N", default=64, help="of the KV cache; default: %(default)s")
     engine.add_argument(
-        "--most-running", type=int, metavar="N", default=128, help="samples at a time; default: %(default)s"
+        "--block-size", type=int, metavar="N", default=64, help="tokens in a block; default: %(default)s"
     )
-    engine.add_argument("--tokens-a-step", type=int, metavar="N", default=2048, help="at most; default: %(default)s")
-    engine.add_argument("--chunk", type=int, metavar="N", help="tokens of a prompt in a step, at most")
-    engine.add_argument("--host-memory", type=size, metavar="SIZE", default=0, help="for prefixes that are evicted")
     engine.add_argument(
-        "--batch-invariant", action="store_true", help="the same bits whatever requests run together; slower"
+        "--most-running", type=int, metavar="N", default=128, help="samples that run at a time; default: %(default)s"
     )
+    engine.add_argument(
+        "--tokens-a-step", type=int, metavar="N", default=2048, help="most tokens in a step; default: %(default)s"
+    )
+    engine.add_argument("--chunk", type=int, metavar="N", help="most tokens of a prompt in a step")
+    engine.add_argument("--host-memory", type=size, metavar="SIZE", default=0, help="host memory for evicted prefixes")
+    engine.add_argument("--batch-invariant", action="store_true", help="the same bits whatever else runs; slower")
     return parser
 
 

@@ -35,12 +35,12 @@ inline void store_bf16(Floats x, uint16_t* to) {
 
 // See e4m3_to_float in mla/number.h.
 inline Floats widen_e4m3(const uint8_t* from) {
-  const Ints code = __builtin_convertvector(*reinterpret_cast<const BytesUnaligned*>(from), Ints);
-  const Ints magnitude = code & 0x7f;
+  const Ints byte = __builtin_convertvector(*reinterpret_cast<const BytesUnaligned*>(from), Ints);
+  const Ints magnitude = byte & 0x7f;
   const Ints normal = (magnitude << 20) + (120 << 23);
   const Ints subnormal = (Ints)(__builtin_convertvector(magnitude, Floats) * 0.001953125f);
   const Ints bits = magnitude < 8 ? subnormal : (magnitude == 0x7f ? normal | 0x7fffffff : normal);
-  return (Floats)(bits | ((code & 0x80) << 24));
+  return (Floats)(bits | ((byte & 0x80) << 24));
 }
 
 // 2^x for x <= 0, with 0 below 2^-126 and NaN kept; relative error under 2e-7. x is split into a whole number

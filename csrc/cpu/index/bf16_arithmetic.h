@@ -20,9 +20,9 @@ struct Bf16Arithmetic {
     return word;
   }
 
-  template <bool kCodes>
+  template <bool kQuantised>
   static void widen_key(const uint8_t* from, uint32_t* words) {
-    if constexpr (kCodes)
+    if constexpr (kQuantised)
       widen_e4m3_to_bf16(from, kIndexDim, words);
     else
       __builtin_memcpy(words, from, 2 * kIndexDim);

@@ -8,7 +8,7 @@
 // `Arithmetic` says what a word (4 bytes) is, 2 bf16 or 1 fp32, and multiplies and widens those; in kSums registers, or
 // (kTiles) in tiles of a matrix unit. A `Session` of it lives as long as a call works.
 
-constexpr int kTile = 32;  // keys converted together: as fp32 they are 16 KB, beside as much of queries in the L1 cache
+constexpr int kTile = 32;  // keys converted together: 16 KB as fp32, which share the L1 cache with as much of queries
 constexpr int kPair = 2;   // vectors of heads that a key's words are broadcast against at a time
 constexpr int kMaxVectors = kMaxIndexHeads / kLanes;
 static_assert(kMaxVectors % kPair == 0);
@@ -21,7 +21,7 @@ struct Workspace {
   alignas(64) uint32_t keys[kTile * kIndexDim];  // [key][word]
   alignas(64) Floats totals[kTile];
   float scale[kTile];
-  bool known[kTile];  // that the position has a key
+  bool has_key[kTile];  // whether the position has one
 };
 
 struct Fp32Arithmetic {
@@ -41,10 +41,10 @@ struct Fp32Arithmetic {
   static uint32_t query_word(const float* from) { return float_bits(*from); }
   static uint32_t query_word(const uint16_t* from) { return static_cast<uint32_t>(*from) << 16; }
 
-  template <bool kCodes>
+  template <bool kQuantised>
   static void widen_key(const uint8_t* from, uint32_t* words) {
     for (int d = 0; d < kIndexDim; d += kLanes)
-      store(kCodes ? widen_e4m3(from + d) : widen_bf16(from + 2 * d), reinterpret_cast<float*>(words + d));
+      store(kQuantised ? widen_e4m3(from + d) : widen_bf16(from + 2 * d), reinterpret_cast<float*>(words + d));
   }
 };
 
@@ -61,7 +61,7 @@ inline void load_queries(const IndexScoresProblem& p, const ScoreRange& s, Works
   for (int t = 0; t < s.tokens; ++t)
     for (int v = 0; v < vectors; ++v)
       for (int lane = 0; lane < kLanes; ++lane) {
-        // the last head again where there are no more: its results are never looked at
+        // past the last head, that one again: its results are never read
         const int head = v * kLanes + lane < p.heads ? v * kLanes + lane : p.heads - 1;
         const Number* from =
             static_cast<const Number*>(p.queries) + (s.token + t) * p.query_token + head * p.query_head;
@@ -73,21 +73,21 @@ inline void load_queries(const IndexScoresProblem& p, const ScoreRange& s, Works
 }
 
 // Keys [begin, begin + count) of a request, as words. A position without a key keeps what was there.
-template <typename Arithmetic, bool kCodes>
+template <typename Arithmetic, bool kQuantised>
 inline void load_keys(const IndexScoresProblem& p, int64_t request, int begin, int count, Workspace& w) {
   const bool listed = request >= 0 && request < p.requests;
   const int32_t* table = p.block_table + (listed ? request * p.table_stride : 0);
-  constexpr int kKeyBytes = kCodes ? kIndexDim : 2 * kIndexDim;
-  int64_t place = begin / p.cache.block_size, offset = begin % p.cache.block_size;
+  constexpr int kKeyBytes = kQuantised ? kIndexDim : 2 * kIndexDim;
+  int64_t entry = begin / p.cache.block_size, offset = begin % p.cache.block_size;
   for (int t = 0; t < count; ++t, ++offset) {
-    if (offset == p.cache.block_size) ++place, offset = 0;
-    const int64_t block = listed && place < p.max_blocks ? table[place] : -1;
-    w.known[t] = block >= 0 && block < p.cache.blocks;
-    if (!w.known[t]) continue;
+    if (offset == p.cache.block_size) ++entry, offset = 0;
+    const int64_t block = listed && entry < p.max_blocks ? table[entry] : -1;
+    w.has_key[t] = block >= 0 && block < p.cache.blocks;
+    if (!w.has_key[t]) continue;
     const uint8_t* data = p.cache.data + block * p.cache.block_stride;
-    Arithmetic::template widen_key<kCodes>(data + offset * kKeyBytes, w.keys + t * kWords<Arithmetic>);
+    Arithmetic::template widen_key<kQuantised>(data + offset * kKeyBytes, w.keys + t * kWords<Arithmetic>);
     w.scale[t] = 1.0f;
-    if (kCodes) __builtin_memcpy(&w.scale[t], data + p.cache.block_size * kKeyBytes + offset * 4, 4);
+    if (kQuantised) __builtin_memcpy(&w.scale[t], data + p.cache.block_size * kKeyBytes + offset * 4, 4);
   }
 }
 
@@ -123,7 +123,7 @@ __attribute__((noinline)) void multiply(const uint32_t* queries, const uint32_t*
     for (int v = 0; v < kVectors; ++v) result[t][v] = sum[t][v];
 }
 
-// Adds to the totals of the first `count` keys of the tile what kVectors vectors of heads find in them.
+// Adds kVectors vectors of heads to the totals of the first `count` keys of the tile.
 template <typename Arithmetic, int kVectors>
 inline void add_heads(int token, int vector, int vectors, int count, Workspace& w) {
   const uint32_t* queries = w.queries + int64_t{token * vectors + vector} * kWords<Arithmetic> * kLanes;
@@ -160,7 +160,7 @@ inline void score_tile(const IndexScoresProblem& p, int64_t first_token, int tok
   for (; v + kPair <= vectors; v += kPair) add_heads<Arithmetic, kPair>(token, v, vectors, count, w);
   if (v < vectors) add_heads<Arithmetic, 1>(token, v, vectors, count, w);
   float* scores = p.scores + (first_token + token) * p.score_token + begin;
-  for (int t = 0; t < count; ++t) scores[t] = w.known[t] ? sum_of(w.totals[t]) : -__builtin_inff();
+  for (int t = 0; t < count; ++t) scores[t] = w.has_key[t] ? sum_of(w.totals[t]) : -__builtin_inff();
 }
 
 // `Number` is what queries are: float, or uint16_t for bf16.

@@ -1,5 +1,5 @@
-// The top-k of each token's scores. A pass counts scores by their upper bits, which leaves few that may be the k-th
-// largest; that one found, a second pass takes what is better, and of its equals the first.
+// The top-k of each token's scores. A first pass counts scores by their upper bits, which leaves few candidates for the
+// k-th largest. Once that one is found, a second pass takes all larger scores, and the first of its equals.
 #include <algorithm>
 #include <cstring>
 
@@ -11,7 +11,7 @@
 namespace mla::cpu {
 namespace {
 
-constexpr int kBits = 11;  // that are counted by: 8 KB of counters stay in the L1 cache beside the scores
+constexpr int kBits = 11;  // upper bits that are counted by: 8 KB of counters fit the L1 cache together with scores
 constexpr int kShift = 32 - kBits;
 
 // Numbers that are ordered as scores are. Both zeros are one number, and every NaN is the largest.
@@ -38,7 +38,7 @@ Threshold kth_largest(const float* scores, int32_t count, int32_t k, KeptBuffer&
   uint32_t* candidates = static_cast<uint32_t*>(buffer.get(sizeof(uint32_t) * (counts[bucket] + 1)));
   int32_t found = 0;
   for (int32_t i = 0; i < count; ++i) {
-    candidates[found] = ordered(scores[i]);  // there is a place more than there are candidates
+    candidates[found] = ordered(scores[i]);  // the buffer has room for one more than the candidates
     found += static_cast<int32_t>(candidates[found] >> kShift) == bucket;
   }
   std::nth_element(candidates, candidates + left - 1, candidates + found, [](uint32_t a, uint32_t b) { return a > b; });

@@ -56,7 +56,7 @@ bool plan_fits(const PlanShape& shape, const PlanRow* rows, int workers) {
     const PlanRow& row = rows[worker];
     if (row.tile_slots != shape.tile_slots) return false;
     if (at.tile == 0 && row.token_begin == at.token && row.token_end == at.token) {  // nothing to do
-      if (row.parts != 1) return false;                                              // the merge would walk them
+      if (row.parts != 1) return false;                                              // the merge would read them
       continue;
     }
     if (row.token_begin != at.token || row.tile_begin != at.tile) return false;
@@ -74,7 +74,8 @@ bool plan_fits(const PlanShape& shape, const PlanRow* rows, int workers) {
     const bool closes = continues && !(one_token && leaves_open);
     if (closes && rows[owner].parts != part) return false;
     if (begins_open) owner = worker, part = 1;
-    if (!begins_open && row.parts != 1) return false;  // else it is held against the parts that there are, above
+    if (!begins_open && row.parts != 1)
+      return false;  // if it begins an open token, its parts are checked above, when that token closes
     partial += continues + begins_open;
     at = leaves_open ? PlanBorder{last, row.tile_end} : PlanBorder{row.token_end, 0};
   }

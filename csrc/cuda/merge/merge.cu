@@ -120,12 +120,12 @@ __device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, in
   return nullptr;
 }
 
-// Block x: the x-th token that is cut. Each warp has one head after the other, and a lane four dims in each quarter of
-// the row. What counts is how long one row takes, as there are few: all loads of two parts are issued at once.
-// Four at once are no faster, and their registers are spilled.
+// Block x: the x-th token that is cut. A warp merges one head after the other; a lane has four dims of each quarter of
+// the row. Rows are few, so the latency of one row counts: all loads of two parts are issued at once. Four at once are
+// no faster and spill registers.
 //
-// The kernel is launched before the one it merges for has ended, so that its start costs nothing; it waits for that
-// one's results itself.
+// The kernel is launched before the attention kernel has ended, so that its start costs nothing. It waits for the
+// partial results itself.
 __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
     merge_cut_tokens_kernel(const __grid_constant__ AttentionProblem p) {
   constexpr int kQuarters = kValueDim / (4 * 32);
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
   const int lane = threadIdx.x % 32;
   const PlanRow* const cut = find_cut(p, blockIdx.x, lane);
   const PlanRow row = cut ? *cut : PlanRow{};
-  wait_for_kernel_before();  // by every block: the kernel's end must not come before that one's
+  wait_for_kernel_before();  // every block: this kernel must not end before attention does
   if (!cut || row.token_end < 1 || row.token_end > p.tokens) return;
   const Partials partials(p.workspace, p.workers, p.heads);
   const int64_t partial = begun_partial(row);
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
       float4 part[kAtOnce][kQuarters];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        // beyond the last part that one again: with a condition the loads would wait for one another
+        // past the last part, that one again: with a condition the loads would wait for one another
         const int64_t rows = min(begin + i, parts - 1) * int64_t{p.heads};
 #pragma unroll
         for (int k = 0; k < kQuarters; ++k)

@@ -19,12 +19,12 @@ struct PlanJob {
   PlanShape shape;
   PlanRow* rows;
   int32_t workers;
-  int32_t span;           // tokens of a span, before which the block keeps the units: one, if there are few tokens
-  int32_t spans;          // that there are
-  int32_t own_spans;      // that a thread adds up
-  int64_t full_units;     // of all tokens together, if their lists are full,
-  int32_t whole_workers;  // and this many workers take them whole then, if any.
-  bool aligned;           // rows
+  int32_t span;           // tokens of a span, the unit of the prefix sum; one, if there are few tokens
+  int32_t spans;          // how many there are
+  int32_t own_spans;      // spans that a thread adds up
+  int64_t full_units;     // units of all tokens, if all lists are full
+  int32_t whole_workers;  // workers that take whole tokens then; 0: tokens are cut
+  bool aligned;           // whether rows are, to 16 bytes
 };
 
 // Units: wide enough for the units of all tokens together. uint32_t spares the GPU long sums and divisions.
@@ -32,14 +32,14 @@ template <typename Units>
 struct Planner {
   const PlanJob& p;
   const PlanShape& shape;
-  Units* units_before;  // before each span, and all in the end
+  Units* units_before;  // units before each span, and at the end those of all
   PlanShape settled;    // the shape, and whether tokens stay whole after all
   Units units;          // of all tokens
   Units active;         // workers that get work
 
   __device__ Planner(const PlanJob& job, Units* memory) : p(job), shape(job.shape), units_before(memory) {}
 
-  // What is before each span, first from the thread's own first one, then from the beginning. A barrier has to follow.
+  // Fills units_before: first from the thread's own first span, then from the beginning. A barrier has to follow.
   __device__ __forceinline__ void add_up(Units (&warp_units)[kMaxWarps]) {
     const int thread = threadIdx.x;
     const int32_t first_span = thread * p.own_spans;
@@ -62,7 +62,7 @@ struct Planner {
     const bool whole = p.whole_workers > 0 && units == static_cast<Units>(p.full_units);
     settled = shape;
     settled.whole_tokens |= whole;
-    // Divisors that are one, as those of plan_shape() are, cost nothing once the compiler knows.
+    // Divisors of one, as plan_shape() has for GPUs, cost nothing once the compiler knows.
     PlanShape ones = shape;
     ones.min_part = ones.good_part = ones.workers_per_processor = 1;
     const bool has_ones = shape.min_part == 1 && shape.good_part == 1 && shape.workers_per_processor == 1;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
     const bool opens = real && end.tile > 0 && !passes_on;
     const bool starts = continues && !(before.tile > 0 && before.token == begin.token);
 
-    // Its partial is how many tokens the workers before it continue or open. Its part's number is its distance to the
+    // Its partial slot is the number of tokens that earlier workers continue or open. Its part is its distance to the
     // latest worker that was the first to continue a token.
     const uint32_t continuing = __ballot_sync(~0u, continues), opening = __ballot_sync(~0u, opens);
     const uint32_t starting = __ballot_sync(~0u, starts);

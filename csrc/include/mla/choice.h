@@ -1,6 +1,7 @@
 // Which kernel computes attention on a GPU, and how its work is laid out there: chosen here and nowhere else. The
-// default plan and the launch both read it. Measured times are of an H200 with 132 multiprocessors, for 2048 slots a
-// token in fp8 rows and 16 heads unless a line says otherwise; b is the number of tokens.
+// default plan and the launch both read it. Comments give measured times: "b 32 24.5 us (27.3)" means 24.5 us for 32
+// tokens, and 27.3 us without the branch. They are of an H200 with 132 multiprocessors, 2048 slots a token, fp8 rows
+// and 16 heads, unless a line says otherwise.
 #pragma once
 
 #include <algorithm>
@@ -12,19 +13,19 @@ namespace mla {
 
 constexpr int kMaxCluster = 16;
 
-// What the choice depends on of a GPU. cuda::describe_device() asks for it.
+// What the choice needs to know of a GPU. cuda::describe_device() asks for it.
 struct Device {
   int32_t processors;                 // multiprocessors
-  int32_t hopper_kernels;             // whether it runs those under sm90/, and the library was built with them
+  int32_t hopper_kernels;             // whether it can run sm90/, and the library was built with it
   int32_t clusters[kMaxCluster + 1];  // [n]: clusters of n blocks, a multiprocessor each, that run at once
 };
 
-// What it depends on of a problem.
+// What it needs to know of a problem.
 struct AttentionShape {
   int64_t tokens;
   int32_t heads;
   Code code;                  // of the first list's rows
-  bool whole_tokens;          // a token's bits must not depend on how many others there are
+  bool whole_tokens;          // batch-invariant: a token's bits must not depend on how many others there are
   bool suits_hopper_kernels;  // see cuda/attention/dispatch.cu
   int32_t workers;            // rows of the plan; 0: the choice says how many
   int64_t token_tiles;        // of a token whose lists are full, in tiles of 64 slots
@@ -35,9 +36,9 @@ struct Choice {
 
   Kernel kernel;
   int32_t heads_per_block;
-  int32_t parts;    // the default plan cuts every token into so many, for one cluster each; 0: it is cut by load alone
+  int32_t parts;    // into which the default plan cuts every token, a cluster for each token; 0: cuts follow the load
   int32_t workers;  // rows of the plan
-  int32_t cluster;  // blocks that merge what they have of a token in one another's shared memory; 1: none
+  int32_t cluster;  // blocks of a cluster, which merge a token's parts in distributed shared memory; 1: none
 };
 
 constexpr int kPortableHeads = 16, kPortableBlocksPerProcessor = 2, kManyHeads = 64, kWideHeads = 32;
@@ -58,12 +59,12 @@ inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t he
     const int64_t clusters = device.clusters[parts];
     return tokens > 0 && tokens * blocks_for(heads, heads_per_block) <= clusters;
   };
-  // 8 heads a block instead of 16: b 1 8.9 us (11.4), b 3 9.3 (11.2). Half of such a launch is what is done for a token
-  // before and after its tiles, and it is done for half as many heads.
+  // 8 heads a block instead of 16: b 1 8.9 us (11.4), b 3 9.3 (11.2). Half of such a launch is a token's beginning and
+  // end, which cost less for half as many heads.
   for (const int32_t parts : {16, 8})
     if (fits(8, parts)) return {8, parts};
   const int32_t heads_per_block = heads <= 8 ? 8 : 16;
-  // instead of cuts by load alone:
+  // instead of cuts that follow the load:
   //   8, 4 parts: b 15 19.7 us (33.1), b 24 26.8 (35.6)
   //   6 parts:    b 17 keeps 102 multiprocessors busy, with 4 parts it would be 68
   //   3 parts:    b 32 24.5 us (27.3), b 36 24.6 (35.1), b 8 with 64 heads 22.7 (38.6)
@@ -73,9 +74,9 @@ inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t he
   return {heads_per_block, 0};
 }
 
-// A cluster for each token if the plan cuts every token into as many parts as a cluster can have blocks. Else 8 blocks,
-// which merge more in shared memory, if all workers that can have work run at once, and 2 if not: instead of 8 always,
-// b 32 28.8 us (46.9), b 128 66.8 (125.5), as too many clusters run in two waves.
+// If the plan cuts every token into the same number of parts, a cluster has a block for each part of a token. Otherwise
+// it has 8 blocks, which merge more in shared memory, or 2 where 8 would not let all busy workers run at once. Versus 8
+// always: b 32 28.8 us (46.9), b 128 66.8 (125.5), because too many clusters run in two waves.
 inline int32_t cluster_for(const Device& device, const AttentionShape& shape, int32_t heads_per_block,
                            int32_t workers) {
   const int64_t busy =
@@ -122,8 +123,8 @@ inline Choice choose(const AttentionShape& shape, const Device& device) {
   return choice;
 }
 
-// For plans that are made before the cache's rows are known. They make no difference: either kernel for 17 to 32 heads
-// has all of them in one block.
+// For plans that are made before the cache's format is known. It makes no difference: both kernels for 17 to 32 heads
+// have all heads in one block.
 inline int32_t default_workers(int64_t tokens, int32_t heads, const Device& device) {
   return choose({tokens, heads, Code::bf16, false, true, 0, INT32_MAX}, device).workers;
 }

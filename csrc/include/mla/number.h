@@ -37,9 +37,9 @@ MLA_HOST_DEVICE uint16_t float_to_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-MLA_HOST_DEVICE float e4m3_to_float(uint8_t code) {
-  const uint32_t magnitude = code & 0x7fu;
-  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
+MLA_HOST_DEVICE float e4m3_to_float(uint8_t byte) {
+  const uint32_t magnitude = byte & 0x7fu;
+  const uint32_t sign = static_cast<uint32_t>(byte & 0x80u) << 24;
   if (magnitude == 0x7fu) return bits_float(sign | 0x7fffffffu);
   if (magnitude < 8u) {  // subnormal: a multiple of 2^-9
     const float value = static_cast<float>(magnitude) * 0.001953125f;
@@ -65,7 +65,7 @@ MLA_HOST_DEVICE uint8_t float_to_e4m3(float x) {
 
 // The scale of a group whose largest magnitude is `amax` (NaN left out): amax / 448, never below the smallest
 // normal number, so that a group of zeros has a usable scale. An infinite amax counts as the largest finite
-// number: the infinities saturate at 448 times that scale, and what is small beside it becomes zero.
+// number: infinities saturate at 448 times that scale, and ordinary numbers become zero.
 // `power_of_two` rounds the scale up to a power of two.
 MLA_HOST_DEVICE float group_scale(float amax, bool power_of_two) {
   const float finite = amax > kFloatMax ? kFloatMax : amax;

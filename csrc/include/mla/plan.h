@@ -2,10 +2,10 @@
 // threads, or a thread block of the GPU for each group of heads.
 //
 // It splits all work evenly. A token's main list, then its extra one, is cut into tiles of `tile_slots` slots; the two
-// lists never share a tile. The tiles of all tokens are laid end to end, with a fixed cost in front of each token, and
-// every worker gets an equal, contiguous range. A worker therefore shares at most two tokens with others, its first and
-// its last, and needs room for two partial results. On a GPU equal tokens stay whole where that idles less than cuts
-// cost.
+// lists never share a tile. The tiles of all tokens are concatenated, with a fixed cost in front of each token, and
+// every worker gets an equal, contiguous range. Work is counted in units: one for each tile, and the tokens' costs. A
+// worker therefore shares at most two tokens with others, its first and its last, and needs room for two partial
+// results. On a GPU equal tokens stay whole where that idles less than cuts cost.
 #pragma once
 
 #include <cstdint>
@@ -22,14 +22,14 @@ struct PlanRow {
   int32_t tile_end;    // where it ends in its last token; the token's tile count unless a later worker goes on
   int32_t part;        // which part of its first token this is: 0 when it begins at tile 0
   int32_t parts;       // into how many parts its last token is cut, where that token begins here; else 1
-  int32_t partial;     // slot of its first partial result: so many come from the workers before it
+  int32_t partial;     // partial slot of its first partial result: the number of those of earlier workers
   int32_t tile_slots;  // slots of a tile
 };
 static_assert(sizeof(PlanRow) == 32, "a plan row is 8 int32");
 
-// A worker has up to two partial results: of the token that it continues from an earlier worker, in slot `partial`, and
-// of the one that it begins and leaves open, in the slot after that (or in `partial`, if it continued none). So the
-// parts of a token lie in consecutive slots, and 2 * workers slots are enough.
+// A worker has up to two partial results: of the token that it continues from an earlier worker, in partial slot
+// `partial`, and of the one that it begins and leaves open, in the next one (or in `partial`, if it continues none). So
+// the parts of a token have consecutive partial slots, and 2 * workers are enough.
 MLA_HOST_DEVICE int64_t begun_partial(const PlanRow& row) { return int64_t{row.partial} + (row.tile_begin > 0); }
 
 // What the op `plan` is given.
@@ -44,16 +44,16 @@ struct PlanProblem {
   int32_t workers;
 };
 
-// The same, and what tiles, tokens and cuts cost on a device: see plan_shape().
+// The same without the rows, and what tiles, tokens and cuts cost on a device: see plan_shape().
 struct PlanShape {
   int32_t tokens;
   int32_t topk;
   int32_t extra_topk;
   int32_t tile_slots;
   int32_t token_units;            // what a token costs besides its tiles, in tiles; see token_units()
-  int32_t min_part;               // tiles that cuts are apart at least; no part has fewer than half as many
-  int32_t good_part;              // tiles a worker should get before more workers than processors are put to work
-  int32_t workers_per_processor;  // that share it in turn, so that a slow processor does fewer of them
+  int32_t min_part;               // smallest distance of cuts, in tiles; no part has fewer than half of it
+  int32_t good_part;              // tiles a worker should get before there are more workers than processors
+  int32_t workers_per_processor;  // more than one, so that a slow processor can take fewer
   bool whole_tokens;              // never cut a token: its bits then don't depend on its neighbours
   const int32_t* length;          // [tokens] or null
   const int32_t* extra_length;    // [tokens] or null
@@ -61,8 +61,8 @@ struct PlanShape {
 
 enum class PlanFor { cpu, gpu };
 
-constexpr int kGpuTileSlots = 64;         // that a block of any kernel has in shared memory at once
-constexpr int kPlanWorkersPerThread = 2;  // of a CPU, which take them in turn, as cores are seldom equally fast
+constexpr int kGpuTileSlots = 64;         // of every GPU kernel
+constexpr int kPlanWorkersPerThread = 2;  // of a CPU, whose cores are seldom equally fast
 
 inline PlanShape plan_shape(PlanFor device, const PlanProblem& p) {
   PlanShape shape{p.tokens, p.topk, p.extra_topk, 0, 0, 0, 0, 0, p.whole_tokens, p.length, p.extra_length};
@@ -76,7 +76,7 @@ inline PlanShape plan_shape(PlanFor device, const PlanProblem& p) {
     shape.tile_slots = 16;
     shape.token_units = 1;
     shape.min_part = 8;    // 128 slots take several times as long as waking a thread and merging
-    shape.good_part = 32;  // parts of 512 slots are worth having more of them than threads
+    shape.good_part = 32;  // with parts of 512 slots, more workers than threads pay off
     shape.workers_per_processor = kPlanWorkersPerThread;
   }
   return shape;
@@ -97,8 +97,7 @@ MLA_HOST_DEVICE int32_t token_tiles(const PlanShape& shape, int32_t token) {
          tiles_of(clamp_length(shape.extra_length, token, shape.extra_topk), shape.tile_slots);
 }
 
-// Where there are two workers for each token or more, most of them pay for one token's beginning and end, whatever
-// their share.
+// With two workers or more for each token, most workers pay for one token's beginning and end, whatever their share.
 MLA_HOST_DEVICE int32_t token_units(const PlanShape& shape, int64_t workers) {
   return 2 * int64_t{shape.tokens} > workers ? shape.token_units : 1;
 }
@@ -109,8 +108,8 @@ struct PlanBorder {
   int32_t tile;
 };
 
-// Where a cut that falls `offset` units into a token of `tiles` tiles really goes: to the token's border if it would
-// leave less than half a part on either side.
+// Moves a cut that falls `offset` units into a token of `tiles` tiles to the token's border, if it would leave less
+// than half of min_part on either side.
 MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, int32_t tiles, int64_t offset) {
   // the fixed cost is spread over the token, since both sides of a cut pay it
   const int64_t units = int64_t{tiles} + shape.token_units;
@@ -122,22 +121,22 @@ MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, 
   return {token, tile};
 }
 
-// The row of a worker between two borders; which part of a token it holds, and where that goes, is told later.
+// The row of a worker between two borders; its part and its partial slot are filled in later.
 MLA_HOST_DEVICE PlanRow row_between(const PlanShape& shape, PlanBorder begin, PlanBorder end) {
   PlanRow row{begin.token, end.token + (end.tile > 0), begin.tile, end.tile, 0, 1, 0, shape.tile_slots};
   if (end.tile == 0 && end.token > begin.token) row.tile_end = token_tiles(shape, end.token - 1);
   return row;
 }
 
-// Where the cut in front of worker `index` of `active` falls, of so many units: to the nearest one, so that equal
-// tokens are cut into equal parts where their tiles allow it.
+// Where the cut in front of worker `index` of `active` falls, in units, rounded to the nearest: equal tokens are cut
+// into equal parts where their tiles allow it.
 MLA_HOST_DEVICE int64_t cut_before(int64_t index, int64_t active, int64_t units) {
   return units / active * index + (units % active * index + active / 2) / active;
 }
 
-// Of `workers` rows, how many get work. Ranges shorter than a part would only be moved to a border again, so short
-// lists occupy fewer. A multiple of the tokens is preferred where that leaves few idle: if the tokens are equal then,
-// none shares a worker with another, and fewer are cut or none.
+// How many of `workers` rows get work. Ranges shorter than min_part would only be moved to a border again, so short
+// lists occupy fewer workers. A multiple of the number of tokens is preferred where that leaves few workers idle: equal
+// tokens then share no worker, and fewer or none are cut.
 MLA_HOST_DEVICE int64_t active_workers(const PlanShape& shape, int64_t units, int64_t workers) {
   if (shape.workers_per_processor == 1 && shape.tokens > 0) {
     const int64_t even = workers - workers % shape.tokens;
@@ -150,7 +149,7 @@ MLA_HOST_DEVICE int64_t active_workers(const PlanShape& shape, int64_t units, in
   return useful < 1 ? 1 : (wanted < useful ? wanted : useful);
 }
 
-// The tiles of a token whose lists are full, and the units of as many such tokens as there are.
+// The tiles of a token whose lists are full, and the units of all tokens if all lists are full.
 MLA_HOST_DEVICE int64_t full_tiles(const PlanShape& shape) {
   return int64_t{tiles_of(shape.topk, shape.tile_slots)} + tiles_of(shape.extra_topk, shape.tile_slots);
 }
@@ -158,12 +157,11 @@ MLA_HOST_DEVICE int64_t full_units(const PlanShape& shape) {
   return shape.tokens * (shape.token_units + full_tiles(shape));
 }
 
-// If all lists are full: how many workers get work where no token is cut, or 0 if cuts are worth what they cost. That
-// is partial results, their merge, and the beginning and end of a token once more for almost every worker: about as
-// much as kCutTiles for each. Whole tokens cost what workers idle in the last round of them. Tokens of several workers
-// each are cut for clusters of blocks, which merge cheaply. No more workers than those rounds need are put to work:
-// then none gets a token more. Nobody knows that of unequal tokens, nor on CPUs, where processors are seldom equally
-// fast.
+// If all lists are full: how many workers get work when no token is cut, or 0 if cutting is cheaper. Cuts cost partial
+// results, their merge, and another beginning and end of a token for almost every worker: about kCutTiles each. Whole
+// tokens cost the workers that idle in the last round. With two workers a token or more, tokens are always cut:
+// clusters of blocks merge cheaply. Only as many workers get work as the rounds need, so that none gets more tokens
+// than there are rounds. For unequal tokens, and on CPUs, where cores are seldom equally fast, this can't be known.
 MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t workers) {
   constexpr int64_t kCutTiles = 8;
   const int64_t tokens = shape.tokens, tiles = full_tiles(shape);

@@ -25,7 +25,7 @@ struct CacheView {
   }
 };
 
-// One slot for each of some tokens, as int32 or int64. What is not in a cache is told by CacheView::holds.
+// A slot a token, as int32 or int64. CacheView::holds() says whether it is in a cache.
 struct SlotArray {
   const void* data;
   bool wide;  // int64

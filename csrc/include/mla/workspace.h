@@ -1,4 +1,4 @@
-// The results of cut tokens until they are merged: where each lies, and how much memory they take.
+// The partial results of cut tokens until they are merged: their addresses and their size.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct Partials {
 
   static constexpr int64_t kPerWorker = 2;
   static constexpr int64_t kFloatsPerRow = kValueDim + 2;
-  // On a GPU there is also a counter for each quarter of a row: how many parts of the token have arrived. The counters
-  // of the token's first part are used.
+  // On a GPU there is also a counter for each quarter of a row: how many parts of the token have arrived. Those of the
+  // token's first part are used.
   static constexpr int64_t kArrivalsPerRow = 4;
 
   MLA_HOST_DEVICE Partials(float* memory, int32_t workers, int32_t heads)
@@ -29,7 +29,7 @@ struct Partials {
         lse(out + count * heads * kValueDim),
         max_logits(lse + count * heads) {}
 
-  // A plan may be a caller's, and stale: a slot that isn't there becomes the last one.
+  // A caller's plan may be stale: a partial slot out of range is clamped.
   MLA_HOST_DEVICE int64_t row(int64_t partial, int64_t head) const {
     const int64_t slot = partial < 0 ? 0 : (partial < count ? partial : count - 1);
     return slot * heads + head;
@@ -41,15 +41,15 @@ struct Partials {
 };
 
 // The memory that a caller gives to attention on a GPU: partial results at its beginning, counters at its end. All
-// counters are zero before a launch, and zero again after it. As they end where the memory ends, launches of other
-// sizes that share it find theirs zero too.
+// counters are zero before a launch, and zero again after it. They are aligned to the end of the memory, so launches of
+// other sizes that share it find theirs zero too.
 struct Workspace {
   static constexpr int64_t kCountersPerWorkerHead = Partials::kPerWorker * Partials::kArrivalsPerRow;
   static constexpr int64_t kFloatsPerWorkerHead =
       Partials::kPerWorker * Partials::kFloatsPerRow + kCountersPerWorkerHead;  // a counter is as large as a float
 
   static constexpr int64_t floats(int64_t workers, int64_t heads) { return workers * heads * kFloatsPerWorkerHead; }
-  // Of a workspace of `size` floats, which may be more than are needed.
+  // The counters of a workspace of `size` floats, which may be more than needed.
   static int32_t* arrivals(float* memory, int64_t size, int64_t workers, int64_t heads) {
     return reinterpret_cast<int32_t*>(memory + size - workers * heads * kCountersPerWorkerHead);
   }
