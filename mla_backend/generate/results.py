@@ -72,7 +72,7 @@ class ResultFile:
                 try:
                     record = json.loads(line)
                     self.finished[record.get("custom_id") or record["id"]] = record["digest"]
-                except (ValueError, AttributeError, KeyError, TypeError):
+                except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
                     raise ValueError(
                         f"--output {path} must have results to go on with; line {number} is none"
                     ) from None

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import engine_models  # noqa: F401  (skips without transformers' models)
+import hostile
 from mla_backend.cli import main
 from mla_backend.engine import Engine, ModelConfig, SamplingParams
 from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotation_scale
@@ -327,3 +328,10 @@ def test_a_request_of_wrong_types_is_refused_by_name(tiny_engine, arguments, nam
     with pytest.raises((TypeError, ValueError), match=f"^{name} "):
         tiny_engine.add(**arguments)
     assert not tiny_engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("attack", "seeds"), [("lines", 300), ("files", 150), ("checkpoints", 25), ("requests", 40)], ids=lambda x: str(x)
+)
+def test_hostile_input_is_refused_or_dealt_with(attack, seeds):
+    hostile.run(attack, range(seeds))
