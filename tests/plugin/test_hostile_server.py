@@ -75,7 +75,7 @@ def test_a_prompt_of_a_million_tokens_is_refused(server, prompt):
     assert post(server, completion(prompt=prompt), seconds=120) in (400, 413)
 
 
-@pytest.mark.parametrize("tokens", [[-1], [10**6], [2**63], [10**30], [1.5], ["x"], [[]], [None]])
+@pytest.mark.parametrize("tokens", [[-1], [10**6], [2**63], [10**30], [1.5], [[]], [None]])
 def test_tokens_that_are_none_are_refused(server, tokens):
     assert post(server, completion(prompt=tokens, tokens=2)) >= 400
 

@@ -18,12 +18,13 @@ from pathlib import Path
 from run_sanitized import environment as sanitized
 
 ROOT = Path(__file__).parents[2]
-BATCH_SECONDS = 20
+sys.path.insert(0, str(ROOT))  # the product beside these tests, whatever is installed
+BATCH_MINUTES = 1 / 3
 """How long a process attacks before a new one goes on, so that progress is told and memory is given back."""
 HANG_SECONDS = 300
 
 
-def options() -> argparse.Namespace:
+def options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         prog="torture.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -36,14 +37,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--batch", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.seed = int(time.time()) if given.seed is None else given.seed
-    return given
+    return parser, given
 
 
 def batch(given: argparse.Namespace) -> None:
     """In a process of its own: attacks from a seed on. The file names the input that is being tried."""
     import hostile
 
-    (attack,), end, seed = given.attack, time.monotonic() + BATCH_SECONDS, given.seed
+    (attack,), end, seed = given.attack, time.monotonic() + 60 * given.minutes, given.seed
     while time.monotonic() < end and (seed == given.seed or not given.once):
         given.batch.write_text(str(seed))
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
@@ -53,20 +54,21 @@ def batch(given: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    given = options()
+    parser, given = options()
     if given.batch:
         batch(given)
         return 0
     import hostile
 
     if unknown := set(given.attack or ()) - set(hostile.ATTACKS):
-        sys.exit(f"--attack must be one of {', '.join(hostile.ATTACKS)}; got {', '.join(sorted(unknown))}")
+        parser.error(f"--attack must be one of {', '.join(hostile.ATTACKS)}; got {', '.join(sorted(unknown))}")
     environment = sanitized() if given.sanitize else dict(os.environ)
     folders = [str(ROOT), str(ROOT / "tests" / "support"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     attacks = given.attack or list(hostile.ATTACKS)
     seeds = dict.fromkeys(attacks, given.seed)
     end = time.monotonic() + 60 * given.minutes
+    minutes = min(BATCH_MINUTES, given.minutes / len(attacks))
     print(f"attacks {', '.join(attacks)} from seed {given.seed} on, for {given.minutes:g} minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder) / "seed"
@@ -74,6 +76,7 @@ def main() -> int:
             for attack in attacks:
                 at.write_text(str(seeds[attack]))
                 words = ["--attack", attack, "--device", given.device, "--batch", str(at), "--seed", str(seeds[attack])]
+                words += ["--minutes", str(minutes)]
                 command = [sys.executable, __file__, *words, *(["--once"] if given.once else [])]
                 done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
                 seed = int(at.read_text())
