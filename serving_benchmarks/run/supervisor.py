@@ -15,6 +15,7 @@ group reaches both. If both are killed at the same moment, the command's process
 neither of the two. It imports nothing but the standard library. Linux only.
 """
 
+import argparse
 import contextlib
 import ctypes
 import json
@@ -127,6 +128,8 @@ def watch(supervisor: int) -> int:
 
 
 def main() -> int:
+    formatter = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()  # there are no options
     with open(0, "rb", buffering=0, closefd=False) as given:  # the rest is for the command
         asked = json.loads(given.readline())
     adopt_orphans()
