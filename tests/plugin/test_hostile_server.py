@@ -67,7 +67,7 @@ def test_malformed_bodies_are_refused_or_answered(server):
     with ThreadPoolExecutor(8) as pool:
         statuses = list(pool.map(lambda body: post(server, body), bodies))
     assert set(statuses) <= {200, 400, 404, 413, 422, 500}
-    assert statuses[:3] == [400, 400, 400] or all(status >= 400 for status in statuses[:3])
+    assert all(status >= 400 for status in statuses[:4])
 
 
 @pytest.mark.parametrize("prompt", [[5] * 10**6, "t5 " * 10**6], ids=["tokens", "text"])
