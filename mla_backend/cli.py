@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,9 @@ from mla_backend.generate import options as generate_options
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # no other file may be taken for a closed standard stream
+        pass
+    os.close(number)
     parser = argparse.ArgumentParser(
         prog="mla-backend", description="Sparse MLA attention: kernels, paged cache, vLLM backend."
     )
@@ -30,7 +34,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.prompts += rest  # argparse doesn't assign prompts that follow an option
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return options.run(options)
+    if sys.stdout is None:
+        if getattr(options, "output", None) is None:
+            parser.error("standard output is closed, so there is nowhere to write to")
+        sys.stdout = open(os.devnull, "w")
+    try:
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return generate_options.INTERRUPTED
+    except BrokenPipeError:  # nobody reads what is written
+        _discard_output()
+        return 1
+    except OSError as error:  # such as a full disk
+        _discard_output()
+        print(f"mla-backend {options.command}: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _discard_output() -> None:
+    """Python must not try to write the rest when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -48,7 +73,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     try:
-        from mla_backend.generate.run import INTERRUPTED, WrongCommand, run
+        from mla_backend.generate.run import WrongCommand, run
     except ImportError as error:
         print(f"mla-backend generate: error: {error}", file=sys.stderr)
         return 2
@@ -57,8 +82,6 @@ def _generate(options: argparse.Namespace) -> int:
     except WrongCommand as error:
         print(f"mla-backend generate: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return INTERRUPTED
 
 
 if __name__ == "__main__":

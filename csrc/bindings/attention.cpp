@@ -39,6 +39,8 @@ void expect_gpu_memory(AttentionProblem& p, const OptionalTensor& plan, const Op
   const int64_t needed = Workspace::floats(p.workers, p.heads), size = workspace->size(0);
   if (size < needed) reject("workspace", "of " + std::to_string(needed) + " floats or more", describe(*workspace));
   p.workspace = data<float>(*workspace);
+  if (reinterpret_cast<uintptr_t>(p.workspace) % 16 != 0)
+    reject("workspace", "aligned to 16 bytes", "one that begins between");
   p.arrivals = Workspace::arrivals(p.workspace, size, p.workers, p.heads);
 }
 

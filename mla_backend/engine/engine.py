@@ -125,6 +125,7 @@ class Engine:
             raise ValueError(f"cuda_graphs must be False on {self.device}; got True")
         config = ModelConfig.from_folder(folder)
         layout = Layout(config.layers, block_size, *KV_CACHES[kv_cache])
+        _require_memory(self.device, layout, memory, host_memory)
         longest = _longest(config, layout, max_model_len, memory)
         self.tokenizer = Tokenizer(folder) if Tokenizer.is_in(folder) else None
         self._end_tokens = end_tokens(folder, self.tokenizer)
@@ -163,6 +164,10 @@ class Engine:
             The id.
         """
         params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams; got {type(params).__name__}")
+        if id is not None and not isinstance(id, str):
+            raise TypeError(f"id must be a text; got {type(id).__name__}")
         id = next(str(i) for i in self._numbers if str(i) not in self._requests) if id is None else id
         if id in self._requests:
             raise ValueError(f"id must be one that no unfinished request has; got {id!r}")
@@ -184,9 +189,17 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt, as `add` takes them."""
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise TypeError(f"prompt must be a text, token ids or messages; got {type(prompt).__name__}")
         if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"prompt must be text; has half of a surrogate pair: {error}") from None
             tokens = self._tokenizer_for("a prompt that is a text").encode(prompt)
         elif len(prompt) and all(isinstance(message, Mapping) for message in prompt):
+            if not all(isinstance(message.get(key), str) for message in prompt for key in ("role", "content")):
+                raise ValueError("messages must have a role and a content each, both texts")
             tokens = self._tokenizer_for("a conversation").encode_chat(prompt)
         else:
             tokens = list(prompt)
@@ -402,12 +415,27 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _longest(config: ModelConfig, layout: Layout, max_model_len: int | None, memory: int | None) -> int:
-    """The most tokens that a request may have, as far as model and memory are known."""
+def _require_memory(device: torch.device, layout: Layout, memory: int | None, host_memory: int) -> None:
+    """Checks sizes against what there is: allocating more takes long to fail, or ends the process."""
+    there_is, there_is_on_host = _all_memory(device), _all_memory(torch.device("cpu"))
+    if layout.block_bytes > there_is:
+        raise ValueError(
+            f"block_size must be small enough for {device}, which has {there_is} bytes of memory; "
+            f"{layout.block_size} tokens take {layout.block_bytes}"
+        )
     if memory is not None:
         require_count("memory", memory)
         if memory < layout.block_bytes:
             raise ValueError(f"memory must be {layout.block_bytes} bytes, a block, or more; got {memory}")
+        if memory > there_is:
+            raise ValueError(f"memory must be at most the {there_is} bytes of {device}; got {memory}")
+    require_count("host_memory", host_memory)
+    if host_memory > there_is_on_host:
+        raise ValueError(f"host_memory must be at most the machine's {there_is_on_host} bytes; got {host_memory}")
+
+
+def _longest(config: ModelConfig, layout: Layout, max_model_len: int | None, memory: int | None) -> int:
+    """The most tokens that a request may have, as far as model and memory are known."""
     if max_model_len is None:
         return config.max_positions
     require_count("max_model_len", max_model_len, at_least=2)
@@ -437,8 +465,15 @@ def _device(wanted: torch.device | str | None) -> torch.device:
     return device
 
 
+def _all_memory(device: torch.device) -> int:
+    """Bytes that a device has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _spare_memory(device: torch.device) -> int:
     """Bytes that the cache may take."""
     if device.type == "cuda":
         return int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])
-    return int(CPU_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return int(CPU_SHARE * _all_memory(device))

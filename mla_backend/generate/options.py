@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ output:
   A line of JSON for each request, in the order in which they finish. Lines of OpenAI's batches are answered in kind.
 
 exit status: 0, 1 if something was left out, 2 if the command was wrong, 130 after Ctrl-C."""
+INTERRUPTED = 130
+"""The exit status that shells give a command that Ctrl-C has ended."""
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 SAMPLING = {
     "max_tokens": "--max-tokens",
@@ -63,7 +66,7 @@ def size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
     if found is None:
         raise argparse.ArgumentTypeError(f"must be a size such as 4G or 512M; got {text!r}")
-    return int(float(found[1]) * UNITS[found[2].lower()])
+    return int(Fraction(found[1]) * UNITS[found[2].lower()])
 
 
 def add(commands) -> argparse.ArgumentParser:

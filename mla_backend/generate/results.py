@@ -26,6 +26,7 @@ class ResultFile:
     def __init__(self, path: Path | None, resume: bool, source: Path | None = None):
         self.finished: dict[str, str] = {}
         """Digests of the requests that have a result, by id."""
+        self._name = "standard output" if path is None else f"--output {path}"
         if path is None:
             self._file = sys.stdout.fileno()
             return
@@ -71,7 +72,7 @@ class ResultFile:
                 try:
                     record = json.loads(line)
                     self.finished[record.get("custom_id") or record["id"]] = record["digest"]
-                except (ValueError, AttributeError, KeyError, TypeError):
+                except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
                     raise ValueError(
                         f"--output {path} must have results to go on with; line {number} is none"
                     ) from None
@@ -80,8 +81,13 @@ class ResultFile:
 
     def write(self, record: dict[str, Any]) -> None:
         data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
-        while data:
-            data = data[os.write(self._file, data) :]
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OSError(error.errno, f"{self._name} can't be written: {error.strerror}") from None
 
     def close(self) -> None:
         if self._file != sys.stdout.fileno():

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 import time
@@ -19,9 +18,6 @@ from mla_backend.engine.results import Collector
 from mla_backend.generate import options as command_line
 from mla_backend.generate.prompts import Bad, Item, as_chat, read
 from mla_backend.generate.results import ResultFile, record
-
-INTERRUPTED = 130
-"""The exit status that shells give a command that Ctrl-C has ended."""
 
 
 class WrongCommand(Exception):
@@ -46,12 +42,9 @@ def run(options: argparse.Namespace) -> int:
                 return 1 if bad else 0
             with named(**command_line.ENGINE), console.status("loading the model"):
                 engine = _engine(options)
-        except (TypeError, ValueError, OSError, ImportError) as error:
+        except (TypeError, ValueError, OSError, ImportError, torch.OutOfMemoryError) as error:
             raise WrongCommand(str(error)) from error
         return Run(engine, left, results, console, origin).to_the_end(already_bad=len(bad))
-    except BrokenPipeError:  # the reader of our results is gone; Python must not try to flush the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     finally:
         if results is not None:
             results.close()
@@ -74,11 +67,12 @@ def _items(options: argparse.Namespace) -> tuple[list[Item], list[Bad]]:
             raise ValueError("PROMPT must not be empty")
         items = [Item(number, str(number), prompt, defaults) for number, prompt in enumerate(options.prompts, start=1)]
         return [as_chat(item) for item in items] if options.chat else items, []
-    if options.input is None and sys.stdin.isatty():
+    from_stdin = options.input is None or str(options.input) == "-"
+    if from_stdin and (sys.stdin is None or (options.input is None and sys.stdin.isatty())):
         raise ValueError("PROMPT or --input must be given, or prompts come on standard input")
     jsonl = None if options.input_format is None else options.input_format == "jsonl"
     with contextlib.ExitStack() as closing:
-        if options.input is None or str(options.input) == "-":
+        if from_stdin:
             lines = sys.stdin.buffer
         else:
             try:
@@ -159,7 +153,7 @@ class Run:
         )
         if self.interrupted:
             self.console.print("interrupted; with --output, --resume goes on from here")
-            return INTERRUPTED
+            return command_line.INTERRUPTED
         return 1 if already_bad + self.bad else 0
 
     def _feed(self) -> None:

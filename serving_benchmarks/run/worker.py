@@ -7,6 +7,7 @@ known, so that a crash loses none. For `throughput` the worker waits for its rou
 `rounds.py` describes.
 """
 
+import argparse
 import itertools
 import json
 import os
@@ -299,11 +300,14 @@ def answer(tokens: Sequence[int], logprobs: Sequence[float], likeliest: Sequence
 
 
 def main() -> None:
-    spec, events = sys.argv[1:]
-    given = json.loads(Path(spec).read_text())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("spec", type=Path, metavar="SPEC")
+    parser.add_argument("events", type=Path, metavar="EVENTS")
+    options = parser.parse_args()
+    given = json.loads(options.spec.read_text())
     if given["arguments"].get("tensor_parallel_size", 1) > 1:  # or vLLM for CPUs wants a NUMA node for each process
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    with Path(events).open("a") as file:
+    with options.events.open("a") as file:
         {"throughput": throughput, "answers": answers}[given["task"]](given, Events(file, sys.stdin))
 
 

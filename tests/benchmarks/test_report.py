@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+import hostile
 import result_examples
 from serving_benchmarks.__main__ import main
 
@@ -73,6 +74,22 @@ def test_text_of_files_cannot_become_markup(kind, tmp_path):
     assert main(["report", str(tmp_path / "<b>.json"), "--output", str(tmp_path / "out")]) == 0
     read = Page((tmp_path / "out" / "report.html").read_text())
     assert not read.tags & {"script", "b"} and any("<script>" in text for text in read.texts)
+
+
+def test_damaged_files_do_not_stop_the_page():
+    hostile.run("reports", range(30))
+
+
+@pytest.mark.parametrize("gpus", [[None], [5], "x", {}, [{"name": {}}], [[[]]]])
+def test_a_file_of_strange_gpus_does_not_stop_the_page(gpus, tmp_path):
+    strange = result_examples.throughput()
+    strange["environment"]["gpus"] = gpus
+    paths = [result_examples.write(tmp_path, "strange", strange)]
+    paths.append(result_examples.write(tmp_path, "good", result_examples.index()))
+    (tmp_path / "deep.json").write_text('{"environment": ' + '{"a": ' * 50_000 + "1" + "}" * 50_001)
+    assert main(["report", *map(str, paths), str(tmp_path / "deep.json"), "--output", str(tmp_path / "out")]) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "64x4096" in page and "deep.json" in page
 
 
 def test_the_choice_of_backends_and_gpus_has_a_point_for_each_load():

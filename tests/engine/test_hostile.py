@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import engine_models  # noqa: F401  (skips without transformers' models)
+import hostile
+from mla_backend.cli import main
 from mla_backend.engine import Engine, ModelConfig, SamplingParams
 from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotation_scale
 from mla_backend.engine.tokenizer import Tokenizer, end_tokens
@@ -238,3 +240,98 @@ def test_logits_that_are_not_finite_end_their_request_alone(params):
     assert bad.completions[0].finish_reason == "error" and bad.completions[0].error and bad.tokens == []
     assert good.completions[0].finish_reason == "length" and len(good.tokens) == 4
     assert not engine.has_work and engine.status.cache.usage == 0
+
+
+def status(*words):
+    """The exit status of `mla-backend`."""
+    try:
+        return main([str(word) for word in words])
+    except SystemExit as stopped:
+        return stopped.code
+
+
+QUESTION = ("generate", CHECKPOINT, "Josef lives in Luanda. Where does Josef live?", "--device", "cpu")
+
+
+def sentence(capfd):
+    """What was said last. It is no traceback."""
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    return said.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [("doctor",), (*QUESTION, "--output", "/dev/full"), QUESTION])
+def test_a_full_disk_is_a_sentence(words, monkeypatch, capfd):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert status(*words) == 1
+        monkeypatch.undo()
+    assert "No space left on device" in sentence(capfd)
+
+
+@pytest.mark.parametrize("words", [("doctor",), QUESTION])
+def test_a_closed_standard_output_is_refused(words, monkeypatch, capfd):
+    monkeypatch.setattr("sys.stdout", None)
+    assert status(*words) == 2
+    monkeypatch.undo()
+    assert "standard output is closed" in sentence(capfd)
+
+
+def test_with_an_output_file_standard_output_may_be_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    assert status(*QUESTION, "--output", tmp_path / "results") == 0
+    assert json.loads((tmp_path / "results").read_text())["completions"]
+
+
+@pytest.mark.parametrize("words", [(), ("--input", "-")])
+def test_a_closed_standard_input_is_refused(words, monkeypatch, capfd):
+    monkeypatch.setattr("sys.stdin", None)
+    assert status("generate", CHECKPOINT, *words) == 2
+    assert "PROMPT or --input must be given" in sentence(capfd)
+
+
+@pytest.mark.parametrize("option", ["--memory", "--host-memory"])
+@pytest.mark.parametrize("size", ["9999T", "9" * 400 + "T"])
+def test_more_memory_than_there_is_is_refused(option, size, capfd):
+    assert status(*QUESTION, option, size) == 2
+    assert f"{option} must be" in sentence(capfd)
+
+
+def test_blocks_of_more_memory_than_there_is_are_refused(capfd):
+    assert status(*QUESTION, "--block-size", 10**11) == 2
+    assert "--block-size must be" in sentence(capfd)
+
+
+def test_ctrl_c_while_the_model_is_loaded_is_no_traceback(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mla_backend.engine.engine.load_model", interrupted)
+    assert status(*QUESTION) == 130
+
+
+@pytest.fixture(scope="module")
+def tiny_engine():
+    return Engine(CHECKPOINT, device="cpu", dtype=torch.float32, memory=1 << 22)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        *((dict(prompt=prompt), "prompt") for prompt in (None, 5, {}, b"x", [None], [1.5], [[1]], [True], "\ud800")),
+        *((dict(prompt=[{}]), "messages"), (dict(prompt=[{"role": 5, "content": []}]), "messages")),
+        *((dict(prompt=[1], params=wrong), "params") for wrong in ("x", {}, 5)),
+        *((dict(prompt=[1], id=wrong), "id") for wrong in (5, [], b"x")),
+    ],
+)
+def test_a_request_of_wrong_types_is_refused_by_name(tiny_engine, arguments, name):
+    with pytest.raises((TypeError, ValueError), match=f"^{name} "):
+        tiny_engine.add(**arguments)
+    assert not tiny_engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("attack", "seeds"), [("lines", 300), ("files", 150), ("checkpoints", 25), ("requests", 40)], ids=lambda x: str(x)
+)
+def test_hostile_input_is_refused_or_dealt_with(attack, seeds):
+    hostile.run(attack, range(seeds))

@@ -1,5 +1,6 @@
 """The contract of sparse_attention on a GPU, against the oracle. The CPU's tests beside these have the same names."""
 
+import random
 from contextlib import contextmanager
 
 import pytest
@@ -332,6 +333,28 @@ def test_a_stale_plan_never_faults():
         problem.solve(plan=plan)
     torch.cuda.synchronize()
     check(random_problem())
+
+
+@pytest.mark.parametrize("heads", [1, 16, 32, 64])
+def test_a_plan_of_extreme_numbers_never_faults(heads):
+    """Differences of such numbers are no numbers of tokens, and a token of tiles of one slot has too many of them."""
+    ends = [-(2**31), -1, 0, 1, 2**31 - 1]
+    problem = random_problem(tokens=4, heads=heads, topk=300).to("cuda")
+    for begin in ends:
+        for end in ends:
+            row = [begin, end, *random.choices(ends, k=6)]
+            plan = torch.tensor([row, [0, 4, 0, 5, 0, 1, 0, 64], row], dtype=torch.int32, device="cuda")
+            problem.solve(plan=plan)
+    torch.cuda.synchronize()
+    check(random_problem())
+
+
+def test_a_workspace_that_is_not_aligned_is_refused():
+    problem = random_problem().to("cuda")
+    plan = mla_backend.plan(2, 100, num_heads=16, device="cuda")
+    workspace = torch.zeros(workspace_floats(plan.shape[0], 16) + 1, device="cuda")[1:]
+    with pytest.raises(ValueError, match="workspace must be aligned to 16 bytes"):
+        problem.solve(plan=plan, workspace=workspace)
 
 
 def test_a_captured_graph_follows_new_lengths_slots_and_values():

@@ -42,6 +42,16 @@ def test_queries_that_are_rope_alone(cpu_kernel, fmt, latent):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
+def test_the_largest_queries_that_the_contract_names(cpu_kernel, fmt):
+    """All of one sign, on rows whose every fp8 number is the largest."""
+    largest = 2.0**112
+    problem = random_problem(fmt, tokens=1, heads=16, topk=64, scale=1 / (10 * largest))
+    values = torch.full((128, 576), 0.1)
+    mla_backend.cache_write(values[:, :512], values[:, 512:], problem.cache, torch.arange(128))
+    problem.but(q=torch.full_like(problem.q, largest)).check()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_rows_that_no_index_names_may_hold_nan(cpu_kernel, fmt):
     problem = random_problem(fmt, tokens=3, heads=5, topk=60)
     problem.topk_length = torch.tensor([0, 30, 60], dtype=torch.int32)

@@ -25,8 +25,9 @@ def runtime(name: str) -> str:
     return path
 
 
-def main(arguments: list[str]) -> int:
-    environment = {
+def environment() -> dict[str, str]:
+    """Builds the library, and says which environment variables make a process use it."""
+    return {
         **os.environ,
         "MLA_BACKEND_LIBRARY": str(build_library("sanitize", MLA_BACKEND_SANITIZE="1")),
         "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libubsan.so')}",
@@ -34,12 +35,15 @@ def main(arguments: list[str]) -> int:
         "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:detect_odr_violation=0",
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
     }
+
+
+def main(arguments: list[str]) -> int:
     targets = [a for a in arguments if not a.startswith("-") and (ROOT / a.split("::")[0]).exists()] or ["tests/ops"]
     options = [a for a in arguments if a not in targets]
     ignored = [f"--ignore=tests/ops/{name}" for name in SKIPPED]
     # pytest must not hold back what the sanitizers print: it is gone when they stop the process
     command = [sys.executable, "-m", "pytest", "--capture=sys", *targets, *ignored, *options]
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    return subprocess.run(command, cwd=ROOT, env=environment()).returncode
 
 
 if __name__ == "__main__":

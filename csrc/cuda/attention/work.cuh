@@ -41,9 +41,11 @@ struct Worker {
 
   __device__ Worker(const AttentionProblem& problem, int index, const PlanRow& row, int max_tile_slots)
       : p(problem), row(row), index(index) {
-    tile_slots = min(max(row.tile_slots, 1), max_tile_slots);
-    token_begin = max(row.token_begin, 0);
-    token_end = min(row.token_end, p.tokens);
+    // so many at least, as in any plan: then the tiles of a token can be counted in 32 bits
+    constexpr int kLeastTileSlots = 16;
+    tile_slots = min(max(row.tile_slots, kLeastTileSlots), max_tile_slots);
+    token_begin = min(max(row.token_begin, 0), p.tokens);
+    token_end = max(min(row.token_end, p.tokens), token_begin);  // their difference is no wild number either
   }
 
   // Blocks beyond the last worker have no tokens.

@@ -1,0 +1,47 @@
+// What every op refuses before it looks at anything else: to write into memory that two of an output's elements share,
+// or that an output shares with another argument. All of it is arithmetic on strides.
+#pragma once
+
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "bindings/check.h"
+
+namespace mla::bindings {
+
+// The arguments of an op, as its schema lists them.
+class Arguments {
+ public:
+  explicit Arguments(const char* schema);
+
+  // `tensors` are in the schema's order; null for a None, and for what is no tensor.
+  void expect_apart(std::initializer_list<const Tensor*> tensors) const;
+
+ private:
+  struct Argument {
+    std::string name;
+    bool written;
+  };
+  std::vector<Argument> arguments_;
+};
+
+inline const Tensor* tensor_of(const Tensor& tensor) { return &tensor; }
+inline const Tensor* tensor_of(const OptionalTensor& tensor) { return tensor ? &*tensor : nullptr; }
+template <typename Other>
+const Tensor* tensor_of(const Other&) {
+  return nullptr;
+}
+
+// An op that is reached only with outputs of their own.
+template <auto* op, const Arguments& arguments>
+struct Apart;
+template <typename... Values, void (*op)(Values...), const Arguments& arguments>
+struct Apart<op, arguments> {
+  static void run(Values... values) {
+    arguments.expect_apart({tensor_of(values)...});
+    op(std::move(values)...);
+  }
+};
+
+}  // namespace mla::bindings

@@ -1,0 +1,144 @@
+"""What is written shares no memory with anything else, and autograd is told or refused."""
+
+import pytest
+import torch
+
+import mla_backend
+from problems import random_problem
+
+TOKENS, HEADS, TOPK = 3, 4, 10
+INT = torch.int32
+
+
+def attention(**changes):
+    problem = random_problem("bf16", TOKENS, HEADS, TOPK)
+    return mla_backend.sparse_attention(**{**vars(problem), **changes})
+
+
+def attention_into(make):
+    """Attention with arguments that `make` cuts out of one buffer of bytes."""
+    return attention(**make(torch.zeros(1 << 20, dtype=torch.uint8)))
+
+
+def piece(buffer, dtype, sizes, strides, offset=0):
+    return buffer.view(dtype).as_strided(sizes, strides, offset)
+
+
+def write_into(cache, rows=2):
+    return mla_backend.cache_write(torch.randn(rows, 512), torch.randn(rows, 64), cache, torch.arange(rows))
+
+
+OUT, LSE = (TOKENS, HEADS, 512), (TOKENS, HEADS)
+BF16, F32 = torch.bfloat16, torch.float32
+
+# fmt: off
+REFUSED = {
+    "out of stride 0": (lambda: attention(out=torch.zeros(512).bfloat16().expand(OUT)), "out"),
+    "out whose heads overlap": (lambda: attention_into(lambda b: {"out": piece(b, BF16, OUT, (2048, 511, 1))}), "out"),
+    "out whose tokens overlap": (lambda: attention_into(lambda b: {"out": piece(b, BF16, OUT, (4 * 512 - 1, 512, 1))}), "out"),
+    "lse of stride 0": (lambda: attention(lse=torch.zeros(1, HEADS).expand(LSE)), "lse"),
+    "lse whose elements meet far apart": (lambda: attention_into(lambda b: {"lse": piece(b, F32, LSE, (3, 1))}), "lse"),
+    "lse whose strides meet at a multiple": (lambda: attention_into(lambda b: {"lse": piece(b, F32, LSE, (6, 4))}), "lse"),
+    "lse inside of out": (lambda: attention_into(lambda b: {"out": piece(b, BF16, OUT, (2048, 512, 1)), "lse": piece(b, F32, LSE, (4, 1), 100)}), "out"),
+    "out that is q": (lambda: attention_into(lambda b: {"q": piece(b, BF16, (TOKENS, HEADS, 576), (4 * 576, 576, 1)), "out": piece(b, BF16, OUT, (4 * 576, 576, 1))}), "out"),
+    "out in the cache": (lambda: attention_into(lambda b: {"cache": piece(b, BF16, (2, 16, 576), (16 * 576, 576, 1)), "out": piece(b, BF16, OUT, (2048, 512, 1), 8 * 576)}), "out"),
+    "lse in the indices": (lambda: attention_into(lambda b: {"indices": piece(b, INT, (TOKENS, TOPK), (TOPK, 1)), "lse": piece(b, F32, LSE, (HEADS, 1), TOPK)}), "lse"),
+    "out in half of q, shifted by one element": (lambda: attention_into(lambda b: {"q": piece(b, BF16, (TOKENS, HEADS, 576), (8192, 2048, 1)), "out": piece(b, BF16, OUT, (8192, 2048, 1), 575)}), "out"),
+    "workspace in out": (lambda: attention_into(lambda b: {"out": piece(b, BF16, OUT, (2048, 512, 1)), "workspace": piece(b, F32, (10,), (1,))}), "workspace"),
+    "a cache of stride 0": (lambda: write_into(torch.zeros(1, 4, 656, dtype=torch.uint8).expand(3, 4, 656)), "cache"),
+    "a cache whose rows overlap": (lambda: write_into(torch.zeros(9999, dtype=torch.uint8).as_strided((2, 4, 656), (4 * 656, 640, 1))), "cache"),
+    "a cache whose blocks overlap": (lambda: write_into(torch.zeros(9999, dtype=torch.uint8).as_strided((2, 4, 656), (3 * 656, 656, 1))), "cache"),
+    "keys written over themselves": (lambda: (lambda b: mla_backend.cache_write(b[0, :2, :512], b[0, :2, 512:], b, torch.arange(2)))(torch.zeros(1, 4, 576).bfloat16()), "cache"),
+    "rows gathered into the cache": (lambda: (lambda b: mla_backend.cache_gather(b, torch.arange(4), out=b[0]))(torch.zeros(1, 4, 576).bfloat16()), "out"),
+    "a merge into its own part": (lambda: (lambda b: mla_backend.merge_partials(b, torch.zeros(2, 3, 4), out=b[0]))(torch.zeros(2, 3, 4, 8)), "out"),
+    "slots over positions": (lambda: (lambda p: mla_backend.convert_indices(p, torch.zeros(1, 4, dtype=INT), torch.zeros(2, dtype=INT), 16, slots=p))(torch.zeros(2, 5, dtype=INT)), "slots"),
+    "counts in the slots": (lambda: (lambda s: mla_backend.convert_indices(torch.zeros(2, 5, dtype=INT), torch.zeros(1, 4, dtype=INT), torch.zeros(2, dtype=INT), 16, slots=s, counts=s[:, 0]))(torch.zeros(2, 5, dtype=INT)), "slots"),
+    "a plan over its lengths": (lambda: (lambda t: mla_backend.plan(8, 5, topk_length=t[0], out=t))(torch.zeros(2, 8, dtype=INT)), "out"),
+    "positions chosen into scores": (lambda: (lambda s: mla_backend.select_top(s, torch.full((2,), 9, dtype=INT), chosen=s.view(INT)[:, :3]))(torch.zeros(2, 9)), "chosen"),
+}
+
+ACCEPTED = {
+    "out and lse one after the other": lambda b: {"out": piece(b, BF16, OUT, (2048, 512, 1)), "lse": piece(b, F32, LSE, (4, 1), 3 * 1024)},
+    "lse behind out in each token's row": lambda b: {"out": piece(b, BF16, OUT, (2056, 512, 1)), "lse": piece(b, F32, LSE, (1028, 1), 1024)},
+    "lse behind out in each head's row": lambda b: {"out": piece(b, BF16, OUT, (2056, 514, 1)), "lse": piece(b, F32, LSE, (1028, 257), 256)},
+    "q and out in each head's row": lambda b: {"q": piece(b, BF16, (TOKENS, HEADS, 576), (4 * 1088, 1088, 1)), "out": piece(b, BF16, OUT, (4 * 1088, 1088, 1), 576)},
+    "q of every second token, out of the others": lambda b: {"q": piece(b, BF16, (TOKENS, HEADS, 576), (8 * 576, 576, 1)), "out": piece(b, BF16, OUT, (8 * 576, 576, 1), 4 * 576)},
+    "rows of two strides that meet nowhere": lambda b: {"q": piece(b, BF16, (TOKENS, HEADS, 576), (8192, 2048, 1)), "out": piece(b, BF16, OUT, (12288, 2048, 1), 576)},
+    "heads outside, tokens inside": lambda b: {"out": piece(b, BF16, OUT, (512, 3 * 512, 1)), "lse": piece(b, F32, LSE, (1, 3), 8192)},
+    "an lse whose elements are woven": lambda b: {"lse": piece(b, F32, LSE, (5, 4))},
+    "one cache twice": lambda b: {"cache": piece(b, BF16, (2, 16, 576), (16 * 576, 576, 1)), "extra_cache": piece(b, BF16, (2, 16, 576), (16 * 576, 576, 1)), "extra_indices": torch.zeros(TOKENS, 2, dtype=INT)},
+    "overlapping inputs": lambda b: {"q": piece(b, BF16, (TOKENS, HEADS, 576), (0, 16, 1)), "cache": piece(b, BF16, (2, 16, 576), (0, 8, 1))},
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_written_shares_no_memory(name):
+    call, argument = REFUSED[name]
+    with pytest.raises(ValueError, match=f"^{argument} must be (without elements that share|in memory that no other)"):
+        call()
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_views_of_one_buffer_that_do_not_overlap_are_right(name):
+    views = ACCEPTED[name](torch.zeros(1 << 20, dtype=torch.uint8))
+    problem = random_problem("bf16", TOKENS, HEADS, TOPK)
+    for argument in ("q", "cache", "extra_cache", "extra_indices"):
+        if argument in views:
+            view = views.pop(argument)
+            if view.dtype == BF16 and 0 not in view.stride() and argument != "extra_cache":
+                view.copy_(torch.randn(view.shape) * 0.1)
+            problem = problem.but(**{argument: view})
+    problem.check(**views)
+
+
+def test_a_cache_between_other_layers_of_one_buffer_is_written():
+    """As vLLM lays hybrid models out: a block has a page of each layer."""
+    buffer = torch.zeros(4, 3, 16 * 656, dtype=torch.uint8)
+    caches = [buffer[:, layer].unflatten(1, (16, 656)) for layer in range(3)]
+    write_into(caches[1], rows=64)
+    assert buffer[:, 1].any() and not buffer[:, 0].any() and not buffer[:, 2].any()
+
+
+def test_a_tensor_saved_for_backward_may_not_be_overwritten():
+    factor = torch.ones(2, 16, 576, dtype=torch.bfloat16, requires_grad=True)
+    cache = torch.zeros(2, 16, 576, dtype=torch.bfloat16)
+    product = (factor * cache).sum()
+    write_into(cache)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_results_that_were_saved_for_backward_may_not_be_overwritten():
+    out = torch.zeros(OUT, dtype=BF16)
+    product = (torch.ones(OUT, dtype=BF16, requires_grad=True) * out).sum()
+    attention(out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def requiring_grad(*shape, dtype=BF16):
+    return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+
+GRADIENTS = {
+    "q": lambda: attention(q=requiring_grad(TOKENS, HEADS, 576)),
+    "q_rope": lambda: attention(q=(torch.zeros(TOKENS, HEADS, 512).bfloat16(), requiring_grad(TOKENS, HEADS, 64))),
+    "sink": lambda: attention(sink=requiring_grad(HEADS, dtype=F32)),
+    "cache": lambda: write_into(requiring_grad(2, 16, 576)),
+    "kv_c": lambda: mla_backend.cache_write(
+        requiring_grad(2, 512), torch.zeros(2, 64).bfloat16(), torch.zeros(1, 2, 576).bfloat16(), torch.arange(2)
+    ),
+    "outs": lambda: mla_backend.merge_partials(requiring_grad(2, 3, 4, 8), torch.zeros(2, 3, 4)),
+    "out": lambda: attention(out=requiring_grad(*OUT)),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_gradient_that_would_be_lost_is_refused(name):
+    with pytest.raises(ValueError, match=f"^{name} must be without requires_grad"):
+        GRADIENTS[name]()
+    with torch.no_grad():
+        GRADIENTS[name]()
+    with torch.inference_mode():
+        GRADIENTS[name]()
