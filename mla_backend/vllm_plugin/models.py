@@ -8,6 +8,8 @@ if TYPE_CHECKING:
 LATENT, ROPE = 512, 64
 """Dims of what is cached for a token. Models without rope cache the former alone."""
 MOST_HEADS = 256
+V4 = {"DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel", "DSparkDraftModel"}
+"""Architectures whose layers are DeepSeek-V4's."""
 
 
 def is_draft(vllm_config: "VllmConfig") -> bool:
@@ -23,6 +25,11 @@ def is_draft(vllm_config: "VllmConfig") -> bool:
 def has_sparse_mla(model_config: "ModelConfig") -> bool:
     """Whether a model's attention is what this backend computes: that of DeepSeek-V3.2, GLM-5 and GLM-5.3-Flash."""
     return why_not(model_config) is None
+
+
+def has_v4_attention(model_config: "ModelConfig") -> bool:
+    """Whether a model's layers are DeepSeek-V4's, which have a window of tokens and compressed ones."""
+    return not V4.isdisjoint(model_config.architectures)
 
 
 def why_not(model_config: "ModelConfig") -> str | None:
