@@ -339,13 +339,15 @@ def _require_paged(name: str, cache: Tensor, is_fp8: bool) -> CacheFormat:
 
 
 def _require_queries(q: Tensor, out: Tensor | None, rows: CacheFormat) -> None:
-    if q.dim() != 4 or q.shape[-1] != rows.head_dim:
+    number = str(rows.number).removeprefix("torch.")
+    if q.dtype != rows.number or q.dim() != 4 or q.shape[-1] != rows.head_dim:
         raise ValueError(
-            f"q must be [b, s_q, h_q, {rows.head_dim}] with {rows.name} rows in k_cache; got {list(q.shape)}"
+            f"q must be {number} [b, s_q, h_q, {rows.head_dim}] with {rows.name} rows in k_cache; "
+            f"got {q.dtype} {list(q.shape)}"
         )
     if out is not None and out.shape != (*q.shape[:3], HEAD_DIM_V):
         b, s_q, h_q, _ = q.shape
-        raise ValueError(f"out must be [b={b}, s_q={s_q}, h_q={h_q}, {HEAD_DIM_V}]; got {list(out.shape)}")
+        raise ValueError(f"out must be {number} [b={b}, s_q={s_q}, h_q={h_q}, 512]; got {list(out.shape)}")
 
 
 def _per_query(indices: Tensor | None, name: str, b: int, s_q: int) -> Tensor | None:
