@@ -202,7 +202,9 @@ def v4_config(**cache) -> SimpleNamespace:
         model_config=model,
         attention_config=SimpleNamespace(backend=versions.add_backend(), hisparse_config=None),
         cache_config=SimpleNamespace(**{"cache_dtype": "auto", "user_specified_block_size": False, **cache}),
-        parallel_config=SimpleNamespace(worker_cls=plugin_config.VLLM_WORKER, decode_context_parallel_size=1),
+        parallel_config=SimpleNamespace(
+            worker_cls=plugin_config.VLLM_WORKER, decode_context_parallel_size=1, data_parallel_size=1
+        ),
         speculative_config=None,
     )
 
