@@ -173,9 +173,9 @@ def dequantise(cached: Tensor, format: str | None = None, *, scale: float = 1.0)
     return torch.cat([part.float() for part in _stored_values(format_of(cached, format), cached, scale)], dim=-1)
 
 
-def _address(rows: Rows, cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
-    """Where the elements of slots' tokens lie in `cache` `[blocks, block_size, width]`: three indices, which broadcast
-    to `[*slots.shape, width]`."""
+def token_address(rows: Rows, cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """Three indices, which broadcast to `[*slots.shape, width]`: where slots' tokens lie in `cache` `[blocks,
+    block_size, width]`."""
     block_size, width = cache.shape[1], rows.width
     slots = slots.unsqueeze(-1)
     block, offset = slots // block_size, slots % block_size
@@ -207,9 +207,8 @@ def cache_write(
     rows = format_of(cache, format)
     stored = _as_stored(rows, cache)
     tokens = _quantise(rows, kv_c, k_pe, power_of_two, scale)
-    for token, slot in zip(tokens, slots.tolist(), strict=True):
-        if 0 <= slot < cache.shape[0] * cache.shape[1]:
-            stored[_address(rows, stored, torch.tensor(slot, device=cache.device))] = token
+    kept = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+    stored[token_address(rows, stored, slots[kept].long())] = tokens[kept]
 
 
 def _cached(rows: Rows, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +218,7 @@ def _cached(rows: Rows, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     if blocks == 0:
         return torch.zeros(*slots.shape, rows.width, dtype=rows.dtype, device=cache.device), valid
     stored = _as_stored(rows, cache)
-    found = stored[_address(rows, stored, torch.where(valid, slots, 0).long())]
+    found = stored[token_address(rows, stored, torch.where(valid, slots, 0).long())]
     return found.masked_fill(~valid.unsqueeze(-1), 0), valid
 
 
