@@ -1,6 +1,7 @@
 """DeepSeek-V4's layer against the reference, with the metadata that vLLM gives it but without a model around it."""
 
-from pathlib import Path
+import importlib
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -178,22 +179,27 @@ def test_heads_are_padded_to_what_vllms_kernel_is_compiled_for(v4):
 
 
 def test_the_model_chooses_the_layer_where_the_backend_is_asked_for(v4, monkeypatch):
-    model = SimpleNamespace(_select_dsv4_attn_cls=lambda vllm_config: "theirs")
-    monkeypatch.setattr(v4.importlib, "import_module", lambda name: model)
+    model = importlib.import_module(versions.V4_MODEL)
+    theirs = model._select_dsv4_attn_cls
+    monkeypatch.setattr(model, "_select_dsv4_attn_cls", theirs)  # put back afterwards
     for _ in range(2):
         v4.install()
     named = lambda backend: SimpleNamespace(attention_config=SimpleNamespace(backend=backend))  # noqa: E731
-    assert model._select_dsv4_attn_cls(named(versions.add_backend())) is v4.SparseMLAV4Attention
-    assert model._select_dsv4_attn_cls(named(None)) == "theirs"
-    assert not getattr(v4.SparseMLAV4Attention, "__abstractmethods__", None)
-
-
-def test_vllm_has_what_the_layer_takes_the_place_of():
-    import vllm
-
-    source = Path(vllm.__file__).parent.joinpath(*versions.V4_MODEL.split(".")[1:]).with_suffix(".py").read_text()
     assert versions.has_v4_layers()
-    assert "def _select_dsv4_attn_cls(vllm_config" in source and "_select_dsv4_attn_cls(vllm_config)(" in source
+    assert model._select_dsv4_attn_cls(named(versions.add_backend())) is v4.SparseMLAV4Attention
+    assert model._select_dsv4_attn_cls(named(None)) is theirs(named(None))
+
+
+def test_the_layer_and_its_worker_take_what_vllm_passes(v4):
+    from mla_backend.vllm_plugin.gpu_worker import SparseMLAV4Worker
+
+    ours, (theirs, *_) = v4.SparseMLAV4Attention, v4.SparseMLAV4Attention.__bases__
+    assert not getattr(ours, "__abstractmethods__", None)
+    for name in ("forward_mqa", "get_padded_num_q_heads"):
+        taken, wanted = (list(inspect.signature(getattr(one, name)).parameters) for one in (ours, theirs))
+        assert taken == wanted
+    assert plugin_config.VLLM_WORKER == ".".join(f"{c.__module__}.{c.__name__}" for c in SparseMLAV4Worker.__bases__)
+    assert plugin_config.V4_WORKER == f"{SparseMLAV4Worker.__module__}.{SparseMLAV4Worker.__name__}"
 
 
 def v4_config(**cache) -> SimpleNamespace:
