@@ -117,7 +117,7 @@ class SparseMLAV4Attention(DeepseekV4FlashMLAAttention):
         *,
         decode: bool,
     ) -> None:
-        """Attends with some of the step's tokens, to the window's slots int32 `[T, 1, most]`, of which so many count."""
+        """Attends with some of the step's tokens. `slots`, int32 `[T, 1, most]`, and `lengths` are the window's."""
         step, kind = Step.of(window), Kind(decode, self.compress_ratio)
         slots, q, second = slots.squeeze(1), q[tokens], {}
         if self.compress_ratio > 1:
