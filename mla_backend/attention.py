@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_backend import library
 from mla_backend.arguments import call, require_count, require_optional_tensors, require_tensors
-from mla_backend.formats import FORMATS
+from mla_backend.formats import FORMATS, format_number
 
 VALUE_DIM = FORMATS["bf16"].value_dim
 PLAN_COLUMNS = 8
@@ -25,6 +25,9 @@ def sparse_attention(
     extra_cache: Tensor | None = None,
     extra_indices: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
+    cache_format: str | None = None,
+    extra_cache_format: str | None = None,
+    cache_scale: float = 1.0,
     plan: Tensor | None = None,
     workspace: Tensor | None = None,
     batch_invariant: bool = False,
@@ -35,24 +38,28 @@ def sparse_attention(
     """Every query token attends to its own list of cache slots. Decode and prefill are the same operation.
 
     Args:
-        q: bf16 `[T, H, 576]`, or the pair `(q_nope [T, H, 512], q_rope [T, H, 64])`. H is 1 to 256. Any strides
-            whose last is 1.
-        cache: bf16 `[blocks, block_size, 576]`, or fp8_ds_mla as bytes `[blocks, block_size, 656]`; a dimension of
-            1 before the last is accepted. Blocks and rows may be strided.
+        q: bf16 (fp16 with a cache of that) `[T, H, head_dim]`; head_dim is 576, or 512 for rows without rope of their
+            own. 576 also as the pair `(q_nope [T, H, 512], q_rope [T, H, 64])`. H is 1 to 256. Any strides whose last
+            is 1.
+        cache: `[blocks, block_size, width]` of a format in `FORMATS`; a dimension of 1 before the last is accepted.
+            Blocks and rows may be strided.
         indices: int32 `[T, topk]`, physical slots (block * block_size + offset) in any order. A slot below 0 or past
             the end of the cache is skipped; a slot that stands twice counts twice.
         scale: what scores are multiplied with before the softmax; a finite number.
         topk_length: int32 `[T]`; only the first n slots of a token's list count.
         sink: fp32 `[H]`; out is scaled by e^lse / (e^lse + e^sink). lse is not changed by it.
         extra_cache, extra_indices, extra_topk_length: a second cache and lists into it, attended to in the same
-            softmax. Its format and block size may differ.
+            softmax. Its block size may differ, and its format if that has the same head_dim and number type.
+        cache_format, extra_cache_format: the caches' formats, names in `FORMATS`. Needed where a cache's dtype and width
+            leave more than one.
+        cache_scale: the scale of fp8_tensor_576 caches.
         plan: what `plan()` returned for these lengths. Made here if left out.
         workspace: on a GPU, room for the results of tokens that the plan cuts, fp32 of `workspace_floats` numbers or
             more. Zeros before its first use, and then for any launches that come one after the other, whatever their
             shapes; launches that may overlap, on two streams, need two. Made here if left out.
         batch_invariant: give a token the same bits whatever else is in the batch, by never cutting its list. With
             a plan of your own, make the plan so.
-        out, lse: where to write, bf16 `[T, H, 512]` and fp32 `[T, H]`, of any strides (out's last is 1).
+        out, lse: where to write, `[T, H, 512]` of q's dtype and fp32 `[T, H]`, of any strides (out's last is 1).
         return_max_logits: also return the largest scaled score.
 
     Returns:
@@ -69,7 +76,7 @@ def sparse_attention(
         require_tensors(q=q)
     rows = q.shape[:2]
     if out is None:
-        out = torch.empty((*rows, VALUE_DIM), dtype=torch.bfloat16, device=q.device)
+        out = torch.empty((*rows, VALUE_DIM), dtype=q.dtype, device=q.device)
     if lse is None:
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     max_logits = torch.empty(rows, dtype=torch.float32, device=q.device) if return_max_logits else None
@@ -92,6 +99,9 @@ def sparse_attention(
         extra_cache,
         extra_indices,
         extra_topk_length,
+        format_number(cache_format, "cache_format"),
+        format_number(extra_cache_format, "extra_cache_format"),
+        cache_scale,
         plan,
         workspace,
         batch_invariant,

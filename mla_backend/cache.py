@@ -4,47 +4,63 @@ import torch
 from torch import Tensor
 
 from mla_backend import library  # noqa: F401  (registers the ops)
-from mla_backend.arguments import call, require_count, require_tensors
-from mla_backend.formats import FORMATS
-
-HEAD_DIM = FORMATS["bf16"].head_dim
+from mla_backend.arguments import call, require_count, require_optional_tensors, require_tensors
+from mla_backend.formats import format_number, format_of
 
 
-def cache_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *, power_of_two: bool = False) -> None:
+def cache_write(
+    kv_c: Tensor,
+    k_pe: Tensor | None,
+    cache: Tensor,
+    slots: Tensor,
+    *,
+    power_of_two: bool = False,
+    format: str | None = None,
+    scale: float = 1.0,
+) -> None:
     """Writes tokens into a paged cache, quantising as the cache's format wants it.
 
     Args:
-        kv_c: bf16 or fp32 `[N, 512]`, the latent values, of any strides whose last is 1.
-        k_pe: the same dtype, `[N, 64]` or `[N, 1, 64]`, the rope values; stored as bf16.
+        kv_c: `[N, latent]`, the latent values, of any strides whose last is 1: fp32, or bf16 (fp16 for a cache of that).
+            latent is 512, and 448 for fp8_model1.
+        k_pe: the same dtype, `[N, 64]` or `[N, 1, 64]`, the rope values. None for formats without rope.
         cache: as in `sparse_attention`; the tokens' slots of it are overwritten.
         slots: int64 or int32 `[N]`. A token whose slot is negative or past the end is skipped. If two tokens name
             one slot, it may end up with parts of both.
-        power_of_two: round the scales of fp8_ds_mla up to powers of two.
+        power_of_two: round the scales of fp8_ds_mla up to powers of two, as other formats' scales always are.
+        format: the cache's format, a name in `FORMATS`. Needed where dtype and width leave more than one.
+        scale: of fp8_tensor_576: what is stored is divided by it.
 
-    A group of 128 latent values gets the scale amax / 448; a group with an infinity one that keeps its finite
-    numbers finite; NaN stays NaN. docs/formats.md has the details.
+    A group of latent values gets the scale amax / 448; a group with an infinity one that keeps its finite numbers
+    finite; NaN stays NaN. docs/formats.md has the details.
     """
-    require_tensors(k_pe=k_pe)
-    if k_pe.dim() == 3 and k_pe.shape[1] == 1:
+    require_optional_tensors(k_pe=k_pe)
+    if k_pe is not None and k_pe.dim() == 3 and k_pe.shape[1] == 1:
         k_pe = k_pe.squeeze(1)
-    call(torch.ops.mla_backend.cache_write.default, kv_c, k_pe, cache, slots, power_of_two)
+    number = format_number(format, "format")
+    call(torch.ops.mla_backend.cache_write.default, kv_c, k_pe, cache, slots, power_of_two, number, scale)
 
 
-def cache_gather(cache: Tensor, slots: Tensor, *, out: Tensor | None = None) -> Tensor:
+def cache_gather(
+    cache: Tensor, slots: Tensor, *, format: str | None = None, scale: float = 1.0, out: Tensor | None = None
+) -> Tensor:
     """Reads rows of a paged cache, dequantised.
 
     Args:
         cache: as in `sparse_attention`.
         slots: int64 or int32 `[N]`.
-        out: where to write, bf16 `[N, 576]`.
+        format, scale: as in `cache_write`.
+        out: where to write, bf16 (fp16 for a cache of that) `[N, head_dim]`.
 
     Returns:
-        bf16 `[N, 576]`: 512 latent and 64 rope values; zeros where the slot is not in the cache.
+        bf16 or fp16 `[N, head_dim]`, 576 or 512 values: latent, then rope; zeros where the slot is not in the cache.
     """
     require_tensors(cache=cache, slots=slots)
     if out is None:
-        out = torch.empty((*slots.shape[:1], HEAD_DIM), dtype=torch.bfloat16, device=cache.device)
-    call(torch.ops.mla_backend.cache_gather.default, cache, slots, out)
+        rows = format_of(cache, format)
+        out = torch.empty((slots.numel(), rows.head_dim), dtype=rows.number, device=cache.device)
+    number = format_number(format, "format")
+    call(torch.ops.mla_backend.cache_gather.default, cache, slots, number, scale, out)
     return out
 
 

@@ -5,30 +5,40 @@ from dataclasses import dataclass
 import torch
 
 from mla_backend import library
-from mla_backend.arguments import require_tensors
+from mla_backend.arguments import require_count, require_tensors
 
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """How one cached token is laid out: its latent values, their scales, then its rope values in bf16."""
+    """How one cached token is laid out: its latent values, their scales (unless they lie at the page's end), then its
+    rope values."""
 
     name: str
-    quantised: bool
-    """Latent values are e4m3 with a scale a group; otherwise bf16."""
+    code: str
+    """How latent values are stored: bf16, f16 or e4m3."""
     latent: int
+    rope_code: str
+    """How rope values are stored."""
     rope: int
     value_dim: int
-    """How many of a query's dims attention sums up."""
-    group: int
-    """Latent values that share a scale; 0 where there are no scales."""
+    """How many of a row's dims attention sums up."""
     scale: str
-    """What a scale is: none, fp32, or ue8m0 (a power of two in a byte)."""
-    scale_place: str
-    """Where the scales lie: in_row, or end_of_page."""
+    """What a scale is: none, fp32, ue8m0 (a power of two in a byte), or tensor (the caller has one for all rows)."""
+    group: int
+    """Latent values that share a scale; 0 where there are no groups."""
+    scales_at: str
+    """Where the scales lie: nowhere, in_row, or end_of_page."""
+    scale_bytes: int
+    """Bytes of a token's scales, padding included."""
     scale_offset: int
-    """Bytes from the start of a token to its scales."""
+    """Bytes from the start of a row to its scales, where they lie in it."""
     rope_offset: int
+    row_bytes: int
+    """Bytes from a row to the next one."""
     token_bytes: int
+    """Bytes of a token, scales at the page's end included."""
+    page_alignment: int
+    """A page of a new cache is padded to a multiple of so many bytes."""
 
     @property
     def head_dim(self) -> int:
@@ -36,33 +46,63 @@ class CacheFormat:
         return self.latent + self.rope
 
     @property
+    def quantised(self) -> bool:
+        return self.code == "e4m3"
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of a cache tensor."""
-        return torch.uint8 if self.quantised else torch.bfloat16
+        return {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.uint8}[self.code]
+
+    @property
+    def number(self) -> torch.dtype:
+        """Dtype of queries, outputs and dequantised rows."""
+        return torch.float16 if self.code == "f16" else torch.bfloat16
 
     @property
     def accepted_dtypes(self) -> tuple[torch.dtype, ...]:
         """Dtypes that a cache tensor may come in."""
-        return (torch.uint8, torch.int8, torch.float8_e4m3fn) if self.quantised else (torch.bfloat16,)
+        return (torch.uint8, torch.int8, torch.float8_e4m3fn) if self.quantised else (self.dtype,)
 
     @property
     def width(self) -> int:
         """Last dimension of a cache tensor."""
         return self.token_bytes // self.dtype.itemsize
 
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes from one page of a new cache to the next."""
+        return -(-block_size * self.token_bytes // self.page_alignment) * self.page_alignment
+
     def new_cache(self, blocks: int, block_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """A cache of zeros, `[blocks, block_size, width]`."""
-        return torch.zeros(blocks, block_size, self.width, dtype=self.dtype, device=device)
+        require_count("blocks", blocks)
+        require_count("block_size", block_size, at_least=1)
+        pages = torch.zeros(blocks, self.page_bytes(block_size), dtype=torch.uint8, device=device).view(self.dtype)
+        return pages[:, : block_size * self.width].unflatten(1, (block_size, self.width))
 
 
 FORMATS: dict[str, CacheFormat] = {entry["name"]: CacheFormat(**entry) for entry in library.about()["formats"]}
+_NUMBERS = {name: number for number, name in enumerate(FORMATS)}
 
 
-def format_of(cache: torch.Tensor) -> CacheFormat:
-    """The format of a cache tensor, which follows from its dtype and its last dimension."""
+def format_of(cache: torch.Tensor, name: str | None = None) -> CacheFormat:
+    """The format of a cache tensor: the one of this name, or the one that its dtype and last dimension tell."""
     require_tensors(cache=cache)
-    for candidate in FORMATS.values():
-        if cache.shape[-1:] == (candidate.width,) and cache.dtype in candidate.accepted_dtypes:
-            return candidate
-    accepted = ", ".join(f"{f.name} (last dimension {f.width}, {f.dtype})" for f in FORMATS.values())
-    raise ValueError(f"cache must be of a known format: {accepted}; got {cache.dtype} {list(cache.shape)}")
+    format_number(name, "name")
+    known = FORMATS.values() if name is None else [FORMATS[name]]
+    fitting = [f for f in known if cache.shape[-1:] == (f.width,) and cache.dtype in f.accepted_dtypes]
+    if not fitting:
+        accepted = ", ".join(f"{f.name} (last dimension {f.width}, {f.dtype})" for f in known)
+        raise ValueError(f"cache must be of a known format: {accepted}; got {cache.dtype} {list(cache.shape)}")
+    if len(fitting) > 1:
+        raise ValueError(f"name must be one of {', '.join(f.name for f in fitting)}; got None")
+    return fitting[0]
+
+
+def format_number(name: str | None, argument: str) -> int:
+    """A format as the ops name it; -1 for None."""
+    if name is None:
+        return -1
+    if name not in _NUMBERS:
+        raise ValueError(f"{argument} must be None or one of {', '.join(FORMATS)}; got {name!r}")
+    return _NUMBERS[name]

@@ -4,17 +4,82 @@ Nothing here uses the library or its description of the formats, so a mistake in
 is computed in float64. Everything works on any device, and nothing is meant to be fast.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 LATENT = 512
 ROPE = 64
-GROUP = 128
 E4M3_MAX = 448.0
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 KEY = 128
 """Values of an indexer's key."""
-FP8_ROW_BYTES = LATENT + 4 * (LATENT // GROUP) + 2 * ROPE  # 656
+
+
+class Rows(NamedTuple):
+    """How a format stores a token."""
+
+    dtype: torch.dtype
+    """Of a cache tensor."""
+    parts: dict[str, int]
+    """Bytes of what a token consists of, in this order. Values of one byte are e4m3; scales of one byte are powers of
+    two, of four bytes fp32."""
+    latent: int = LATENT
+    rope: int = ROPE
+    group: int = 0
+    """Latent values that share a scale."""
+    trailer: int = 0
+    """Of a token's bytes, the last ones that lie behind all rows of its page."""
+
+    @property
+    def width(self) -> int:
+        """Last dimension of a cache tensor."""
+        return sum(self.parts.values()) // self.dtype.itemsize
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether a group's scale is a byte."""
+        return self.group > 0 and self.parts["scales"] == self.latent // self.group
+
+    @property
+    def values(self) -> list[tuple[str, bool]]:
+        """The parts that are values, and whether they are e4m3."""
+        counts = {"latent": self.latent, "rope": self.rope}
+        return [(name, self.parts[name] == count) for name, count in counts.items() if count]
+
+    @property
+    def number(self) -> torch.dtype:
+        """Dtype of queries, outputs and dequantised rows."""
+        return torch.bfloat16 if self.dtype == torch.uint8 else self.dtype
+
+    def split(self, rows: Tensor) -> dict[str, Tensor]:
+        """The bytes of the parts of token rows `[..., width]`."""
+        parts = rows.contiguous().view(torch.uint8).split(list(self.parts.values()), dim=-1)
+        return dict(zip(self.parts, parts, strict=True))
+
+
+FORMATS = {
+    "bf16": Rows(torch.bfloat16, {"latent": 1024, "rope": 128}),
+    "fp16": Rows(torch.float16, {"latent": 1024, "rope": 128}),
+    "fp8_ds_mla": Rows(torch.uint8, {"latent": 512, "scales": 16, "rope": 128}, group=128),
+    "bf16_512": Rows(torch.bfloat16, {"latent": 1024}, rope=0),
+    "fp8_model1": Rows(
+        torch.uint8, {"latent": 448, "rope": 128, "scales": 7, "padding": 1}, latent=448, group=64, trailer=8
+    ),
+    "fp8_528": Rows(torch.uint8, {"latent": 512, "scales": 16}, rope=0, group=32),
+    "fp8_tensor_576": Rows(torch.uint8, {"latent": 512, "rope": 64}),
+}
+FLOAT32 = Rows(torch.float32, {"latent": 2048, "rope": 256})
+"""Only the reference takes such a cache, which loses nothing."""
+
+
+def format_of(cache: Tensor, format: str | None = None) -> Rows:
+    """The format of this name, or the one that the cache's dtype and last dimension tell."""
+    if format is not None:
+        return FORMATS[format]
+    dtype = torch.uint8 if cache.dtype.itemsize == 1 else cache.dtype
+    return next(rows for rows in (FLOAT32, *FORMATS.values()) if (dtype, cache.shape[-1]) == (rows.dtype, rows.width))
 
 
 def to_e4m3(x: Tensor) -> Tensor:
@@ -23,11 +88,13 @@ def to_e4m3(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), 0x7F, rounded)
 
 
-def to_bf16(x: Tensor) -> Tensor:
-    """fp32 to bf16: nearest, ties to even; NaN becomes 0x7fc0. bf16 keeps its bits."""
-    if x.dtype == torch.bfloat16:
+def to_number(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 to bf16 or fp16: nearest, ties to even; NaN becomes 0x7fc0 or 0x7e00. What has the dtype keeps its bits."""
+    if x.dtype == dtype:
         return x
-    return x.bfloat16().view(torch.int16).masked_fill(x.isnan(), 0x7FC0).view(torch.bfloat16)
+    nan = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}.get(dtype)
+    x = x.float()
+    return x if nan is None else x.to(dtype).view(torch.int16).masked_fill(x.isnan(), nan).view(dtype)
 
 
 def group_scale(amax: Tensor, power_of_two: bool) -> Tensor:
@@ -42,53 +109,132 @@ def group_scale(amax: Tensor, power_of_two: bool) -> Tensor:
     return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
 
 
-def quantise(kv_c: Tensor, k_pe: Tensor, power_of_two: bool = False) -> Tensor:
-    """Tokens as fp8_ds_mla rows: kv_c `[N, 512]` and k_pe `[N, 64]` to uint8 `[N, 656]`."""
-    groups = kv_c.float().unflatten(-1, (-1, GROUP))  # [N, 4, 128]
-    amax = torch.where(groups.isnan(), 0.0, groups.abs()).amax(-1, keepdim=True)
-    scales = group_scale(amax, power_of_two)
-    parts = to_e4m3(groups / scales).flatten(-2), scales.squeeze(-1), to_bf16(k_pe)
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
+def quantise(
+    kv_c: Tensor, k_pe: Tensor | None, power_of_two: bool = False, *, format: str = "fp8_ds_mla", scale: float = 1.0
+) -> Tensor:
+    """Tokens as rows of a format: kv_c `[N, latent]` and k_pe `[N, rope]` to `[N, width]`, scales last in fp8_model1.
 
-
-def dequantise(rows: Tensor) -> Tensor:
-    """Rows of a cache of either format, `[..., 656]` bytes or `[..., 576]` bf16, to float32 `[..., 576]`.
-
-    A cache of float32 `[..., 576]`, which only the reference takes, loses nothing.
+    power_of_two is about fp32 scales, scale about fp8_tensor_576.
     """
-    if rows.dtype in (torch.bfloat16, torch.float32):
-        return rows.float()
-    rows = rows.contiguous().view(torch.uint8)
-    latent = rows[..., :LATENT].contiguous().view(torch.float8_e4m3fn).float()
-    scales = rows[..., LATENT : LATENT + 16].contiguous().view(torch.float32)
-    rope = rows[..., LATENT + 16 :].contiguous().view(torch.bfloat16).float()
-    latent = latent.unflatten(-1, (-1, GROUP)) * scales.unsqueeze(-1)
-    return torch.cat([latent.flatten(-2), rope], dim=-1)
+    return _quantise(FORMATS[format], kv_c, k_pe, power_of_two, scale)
 
 
-def cache_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, power_of_two: bool = False) -> None:
+def _quantise(rows: Rows, kv_c: Tensor, k_pe: Tensor | None, power_of_two: bool, scale: float) -> Tensor:
+    given, parts = {"latent": kv_c, "rope": k_pe}, {}
+    for name, is_e4m3 in rows.values:
+        if not is_e4m3:
+            parts[name] = to_number(given[name], rows.number)
+        elif name == "latent" and rows.group:
+            groups = kv_c.float().unflatten(-1, (-1, rows.group))
+            amax = torch.where(groups.isnan(), 0.0, groups.abs()).amax(-1, keepdim=True)
+            scales = group_scale(amax, power_of_two or rows.powers_of_two)
+            parts["latent"] = to_e4m3(groups / scales).flatten(-2)
+            parts["scales"] = (to_ue8m0(scales) if rows.powers_of_two else scales).squeeze(-1)
+        else:
+            parts[name] = to_e4m3(given[name].float() / torch.tensor(scale, device=kv_c.device))
+    if "padding" in rows.parts:
+        parts["padding"] = torch.zeros(len(kv_c), rows.parts["padding"], dtype=torch.uint8, device=kv_c.device)
+    as_bytes = [parts[name].contiguous().view(torch.uint8) for name in rows.parts]
+    return torch.cat(as_bytes, dim=-1).view(rows.dtype)
+
+
+def _stored_values(rows: Rows, cached: Tensor, scale: float) -> list[Tensor]:
+    """Latent and rope values of token rows `[..., width]`: in float32 where they are e4m3, else as they are stored."""
+    parts = rows.split(cached)
+    values = []
+    for name, is_e4m3 in rows.values:
+        part = parts[name].contiguous()
+        if not is_e4m3:
+            values.append(part.view(rows.number))
+            continue
+        numbers = part.view(torch.float8_e4m3fn).float()
+        if rows.group:
+            stored = parts["scales"].contiguous()
+            scales = from_ue8m0(stored) if rows.powers_of_two else stored.view(torch.float32)
+            numbers = (numbers.unflatten(-1, (-1, rows.group)) * scales.unsqueeze(-1)).flatten(-2)
+        else:
+            numbers = numbers * torch.tensor(scale, device=numbers.device)
+        values.append(numbers)
+    return values
+
+
+def to_ue8m0(powers: Tensor) -> Tensor:
+    """Powers of two as bytes: their exponents, from -127 on."""
+    return (torch.frexp(powers)[1] - 1 + 127).to(torch.uint8)
+
+
+def from_ue8m0(scales: Tensor) -> Tensor:
+    """Bytes that are powers of two as float32: 2^(byte - 127), and NaN for 255."""
+    return torch.exp2(scales.double() - 127).float().masked_fill(scales == 255, torch.nan)
+
+
+def dequantise(cached: Tensor, format: str | None = None, *, scale: float = 1.0) -> Tensor:
+    """Token rows `[..., width]`, as quantise() makes them, to float32 `[..., head_dim]`."""
+    return torch.cat([part.float() for part in _stored_values(format_of(cached, format), cached, scale)], dim=-1)
+
+
+def token_address(rows: Rows, cache: Tensor, slots: Tensor) -> tuple[Tensor, ...]:
+    """Three indices, which broadcast to `[*slots.shape, width]`: where slots' tokens lie in `cache` `[blocks,
+    block_size, width]`."""
+    block_size, width = cache.shape[1], rows.width
+    slots = slots.unsqueeze(-1)
+    block, offset = slots // block_size, slots % block_size
+    element = torch.arange(width, device=slots.device)
+    if rows.trailer:  # a page is all its rows, then all their trailers
+        row = width - rows.trailer
+        behind = block_size * row + offset * rows.trailer + element - row
+        byte = torch.where(element < row, offset * row + element, behind)
+        return block, byte // width, byte % width
+    return block, offset, element
+
+
+def _as_stored(rows: Rows, cache: Tensor) -> Tensor:
+    """`[blocks, block_size, width]` of the format's dtype, without a dimension of 1 for the kv head."""
+    return (cache.squeeze(2) if cache.dim() == 4 else cache).view(rows.dtype)
+
+
+def cache_write(
+    kv_c: Tensor,
+    k_pe: Tensor | None,
+    cache: Tensor,
+    slots: Tensor,
+    power_of_two: bool = False,
+    *,
+    format: str | None = None,
+    scale: float = 1.0,
+) -> None:
     """Writes token i into slot slots[i] of `cache` `[blocks, block_size, ...]`; a slot outside of it is skipped."""
-    if cache.dtype == torch.bfloat16:
-        rows = to_bf16(torch.cat([kv_c, k_pe], dim=-1))
-    elif cache.dtype == torch.float32:
-        rows = torch.cat([kv_c, k_pe], dim=-1).float()
-    else:
-        rows = quantise(kv_c, k_pe, power_of_two).view(cache.dtype)
-    block_size = cache.shape[1]
-    for row, slot in zip(rows, slots.tolist(), strict=True):
-        if 0 <= slot < cache.shape[0] * block_size:
-            cache[slot // block_size, slot % block_size] = row
+    rows = format_of(cache, format)
+    stored = _as_stored(rows, cache)
+    tokens = _quantise(rows, kv_c, k_pe, power_of_two, scale)
+    kept = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
+    stored[token_address(rows, stored, slots[kept].long())] = tokens[kept]
 
 
-def cache_rows(cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantised rows float32 `[*slots.shape, 576]` and which slots are in the cache; the others' rows are 0."""
+def _cached(rows: Rows, cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Token rows `[*slots.shape, width]`, and which slots are in the cache; the others' rows are zeros."""
     blocks, block_size = cache.shape[:2]
     valid = (slots >= 0) & (slots < blocks * block_size)
     if blocks == 0:
-        return torch.zeros(*slots.shape, LATENT + ROPE, device=cache.device), valid
-    slots = torch.where(valid, slots, 0).long()
-    rows = dequantise(cache[slots // block_size, slots % block_size].flatten(slots.dim()))
-    return torch.where(valid.unsqueeze(-1), rows, 0.0), valid
+        return torch.zeros(*slots.shape, rows.width, dtype=rows.dtype, device=cache.device), valid
+    stored = _as_stored(rows, cache)
+    found = stored[token_address(rows, stored, torch.where(valid, slots, 0).long())]
+    return found.masked_fill(~valid.unsqueeze(-1), 0), valid
+
+
+def cache_rows(cache: Tensor, slots: Tensor, *, format: str | None = None, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Dequantised rows float32 `[*slots.shape, head_dim]` and which slots are in the cache; the others' rows are 0."""
+    rows = format_of(cache, format)
+    found, valid = _cached(rows, cache, slots)
+    values = torch.cat([part.float() for part in _stored_values(rows, found, scale)], dim=-1)
+    return torch.where(valid.unsqueeze(-1), values, 0.0), valid
+
+
+def cache_gather(cache: Tensor, slots: Tensor, *, format: str | None = None, scale: float = 1.0) -> Tensor:
+    """Rows `[N, head_dim]` in the format's 16-bit numbers; zeros where the slot is not in the cache."""
+    rows = format_of(cache, format)
+    found, _ = _cached(rows, cache, slots)
+    return torch.cat([to_number(part, rows.number) for part in _stored_values(rows, found, scale)], dim=-1)
 
 
 def sparse_attention(
@@ -102,15 +248,20 @@ def sparse_attention(
     extra_cache: Tensor | None = None,
     extra_indices: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
+    cache_format: str | None = None,
+    extra_cache_format: str | None = None,
+    cache_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Every query token attends to its own list of cache slots.
 
-    q `[T, H, 576]`, cache `[blocks, block_size, ...]`, indices int32 `[T, topk]`. Returns, all in float64, out
+    q `[T, H, head_dim]`, cache `[blocks, block_size, ...]`, indices int32 `[T, topk]`. Returns, all in float64, out
     `[T, H, 512]`, lse `[T, H]` (natural logarithm) and the max logits `[T, H]`, after scaling.
     """
-    rows, valid = _listed_rows(cache, indices, topk_length)
+    rows, valid = _listed_rows(cache, indices, topk_length, cache_format, cache_scale)
     if extra_cache is not None:
-        extra_rows, extra_valid = _listed_rows(extra_cache, extra_indices, extra_topk_length)
+        extra_rows, extra_valid = _listed_rows(
+            extra_cache, extra_indices, extra_topk_length, extra_cache_format, cache_scale
+        )
         rows, valid = torch.cat([rows, extra_rows], dim=1), torch.cat([valid, extra_valid], dim=1)
     rows, q = rows.double(), q.double()
     scores = torch.einsum("thd,tkd->thk", q, rows) * scale
@@ -126,8 +277,10 @@ def sparse_attention(
     return out, lse, max_logits
 
 
-def _listed_rows(cache: Tensor, indices: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
-    rows, valid = cache_rows(cache, indices)
+def _listed_rows(
+    cache: Tensor, indices: Tensor, length: Tensor | None, format: str | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    rows, valid = cache_rows(cache, indices, format=format, scale=scale)
     if length is not None:
         read = torch.arange(indices.shape[1], device=indices.device) < length.unsqueeze(1)
         rows, valid = torch.where(read.unsqueeze(-1), rows, 0.0), valid & read

@@ -13,20 +13,27 @@ namespace {
 
 std::string quoted(const std::string& text) { return '"' + text + '"'; }
 
-constexpr const char* kScaleNames[] = {"none", "fp32", "ue8m0"};  // in the order of mla::Scale
+// In the order of mla::Code, mla::Scale and mla::ScalesAt.
+constexpr const char* kCodeNames[] = {"bf16", "f16", "e4m3"};
+constexpr const char* kScaleNames[] = {"none", "fp32", "ue8m0", "tensor"};
+constexpr const char* kScalesAtNames[] = {"nowhere", "in_row", "end_of_page"};
 
 std::string describe_formats() {
   std::string json;
   for (const mla::CacheFormat* f : mla::kFormats) {
     json += json.empty() ? "" : ",";
-    json += "{\"name\":" + quoted(f->name) + ",\"quantised\":" + (f->code == mla::Code::bf16 ? "false" : "true") +
-            ",\"latent\":" + std::to_string(f->latent) + ",\"rope\":" + std::to_string(f->rope) +
-            ",\"value_dim\":" + std::to_string(f->value) + ",\"group\":" + std::to_string(f->group) +
-            ",\"scale\":" + quoted(kScaleNames[static_cast<int>(f->scale)]) +
-            ",\"scale_place\":" + quoted(f->scale_place == mla::ScalePlace::in_row ? "in_row" : "end_of_page") +
+    json += "{\"name\":" + quoted(f->name) + ",\"code\":" + quoted(kCodeNames[static_cast<int>(f->code)]) +
+            ",\"latent\":" + std::to_string(f->latent) +
+            ",\"rope_code\":" + quoted(kCodeNames[static_cast<int>(f->rope_code)]) +
+            ",\"rope\":" + std::to_string(f->rope) + ",\"value_dim\":" + std::to_string(mla::kValueDim) +
+            ",\"scale\":" + quoted(kScaleNames[static_cast<int>(f->scale)]) + ",\"group\":" + std::to_string(f->group) +
+            ",\"scales_at\":" + quoted(kScalesAtNames[static_cast<int>(f->scales_at)]) +
+            ",\"scale_bytes\":" + std::to_string(f->scale_bytes()) +
             ",\"scale_offset\":" + std::to_string(f->scale_offset()) +
             ",\"rope_offset\":" + std::to_string(f->rope_offset()) +
-            ",\"token_bytes\":" + std::to_string(f->token_bytes()) + "}";
+            ",\"row_bytes\":" + std::to_string(f->row_bytes()) +
+            ",\"token_bytes\":" + std::to_string(f->token_bytes()) +
+            ",\"page_alignment\":" + std::to_string(f->page_alignment) + "}";
   }
   return "[" + json + "]";
 }

@@ -1,5 +1,8 @@
 #include "bindings/check.h"
 
+#include <cmath>
+#include <cstdio>
+
 #include "mla/limits.h"
 
 namespace mla::bindings {
@@ -83,6 +86,23 @@ void expect_dense_last(const Tensor& tensor, const char* name) {
     reject(name, "dense in its last dimension (stride 1)", "stride " + std::to_string(tensor.stride(last)));
 }
 
+bool fits(const Tensor& cache, const CacheFormat& format) {
+  const ScalarType dtype = cache.scalar_type();
+  const bool right_type = format.code == Code::bf16  ? dtype == ScalarType::BFloat16
+                          : format.code == Code::f16 ? dtype == ScalarType::Half
+                                                     : dtype == ScalarType::Byte || dtype == ScalarType::Char ||
+                                                           dtype == ScalarType::Float8_e4m3fn;
+  return right_type && cache.size(cache.dim() - 1) == format.token_bytes() / CacheFormat::bytes_of(format.code);
+}
+
+std::string describe_cache(const CacheFormat* format) {
+  const char* dtype = format->code == Code::bf16  ? "bfloat16"
+                      : format->code == Code::f16 ? "float16"
+                                                  : "uint8, int8 or float8_e4m3fn";
+  return std::string(format->name) + ": " + dtype + " [blocks, block_size, " +
+         std::to_string(format->token_bytes() / CacheFormat::bytes_of(format->code)) + "]";
+}
+
 }  // namespace
 
 std::string describe(const Tensor& tensor) {
@@ -116,29 +136,43 @@ void expect_output(const Tensor& tensor, const char* name, std::initializer_list
       reject(name, "without elements that share memory", "stride 0 in dimension " + std::to_string(i));
 }
 
-CacheView expect_cache(const Tensor& cache, const char* name, const Tensor& same_device_as) {
-  const char* accepted =
-      "bfloat16 [blocks, block_size, 576] or uint8, int8 or float8_e4m3fn [blocks, block_size, 656], with or without a "
-      "dimension of 1 before the last";
-  if (!cache.defined() || cache.dim() < 3 || cache.dim() > 4 || (cache.dim() == 4 && cache.size(2) != 1))
-    reject(name, accepted, describe(cache));
-  const ScalarType dtype = cache.scalar_type();
-  const bool bytes = dtype == ScalarType::Byte || dtype == ScalarType::Char || dtype == ScalarType::Float8_e4m3fn;
-  const int64_t width = cache.size(cache.dim() - 1);
-  const CacheFormat* format = nullptr;
-  for (const CacheFormat* candidate : kFormats) {
-    const bool is_bf16 = candidate->code == Code::bf16;
-    if (is_bf16 ? dtype == ScalarType::BFloat16 && width == candidate->head_dim()
-                : bytes && width == candidate->token_bytes())
-      format = candidate;
-  }
-  if (!format) reject(name, accepted, describe(cache));
+CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, const char* format_name,
+                       const Tensor& same_device_as) {
+  if (format < -1 || format >= kFormatCount)
+    reject(format_name, "the number of a format or -1", std::to_string(format));
+  std::vector<const CacheFormat*> known(std::begin(kFormats), std::end(kFormats)), fitting;
+  if (format >= 0) known = {kFormats[format]};
+  const bool has_shape = cache.defined() && (cache.dim() == 3 || (cache.dim() == 4 && cache.size(2) == 1));
+  if (has_shape)
+    for (const CacheFormat* candidate : known)
+      if (fits(cache, *candidate)) fitting.push_back(candidate);
+  if (fitting.empty())
+    reject(name, join(known, ", or ", describe_cache) + ", with or without a dimension of 1 before the last",
+           describe(cache));
+  const auto quoted_name = [](const CacheFormat* fitting) { return std::string("\"") + fitting->name + '"'; };
+  if (fitting.size() > 1)
+    reject(format_name, join(fitting, " or ", quoted_name) + ", as " + name + " may be either", "nothing");
+  const CacheFormat& found = *fitting.front();
   expect_device(cache, name, same_device_as);
-  if (cache.size(1) == 0) reject(name, "of a block size of 1 or more", describe(cache));
+  const int64_t block_size = cache.size(1), element = CacheFormat::bytes_of(found.code);
+  if (block_size == 0) reject(name, "of a block size of 1 or more", describe(cache));
   expect_dense_last(cache, name);
-  const int64_t element = format->code == Code::bf16 ? 2 : 1;
-  return {data<uint8_t>(cache),      cache.size(0), cache.size(1), cache.stride(0) * element,
-          cache.stride(1) * element, *format};
+  int64_t row_stride = cache.stride(1) * element;
+  if (found.scales_at == ScalesAt::end_of_page) {
+    if (block_size > 1 && row_stride != found.token_bytes())
+      reject(name, "in pages without gaps (stride " + std::to_string(found.token_bytes()) + " in dimension 1)",
+             "stride " + std::to_string(cache.stride(1)));
+    row_stride = found.row_bytes();
+  }
+  return {data<uint8_t>(cache), cache.size(0), block_size, cache.stride(0) * element, row_stride, found};
+}
+
+float expect_finite(double number, const char* name) {
+  const float narrow = static_cast<float>(number);
+  if (std::isfinite(narrow)) return narrow;
+  char text[32];
+  snprintf(text, sizeof(text), "%g", std::isnan(number) ? std::fabs(number) : number);
+  reject(name, "a finite number", text);
 }
 
 int32_t expect_int32(int64_t size, const char* name, const char* what) {

@@ -52,9 +52,13 @@ const T* optional_data(const OptionalTensor& tensor, const char* name, ScalarTyp
   return static_cast<const T*>(tensor->data_ptr());
 }
 
-// The cache behind a tensor [blocks, block_size, row] or [blocks, block_size, 1, row], whose format follows from
-// its dtype and row length.
-CacheView expect_cache(const Tensor& cache, const char* name, const Tensor& same_device_as);
+// The cache behind a tensor [blocks, block_size, row] or [blocks, block_size, 1, row]. `format` is one of kFormats by
+// number, or -1: then it follows from the tensor's dtype and row length.
+CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, const char* format_name,
+                       const Tensor& same_device_as);
+
+// A number that fp32 holds and that is neither infinite nor NaN.
+float expect_finite(double number, const char* name);
 
 template <typename T>
 T* data(const Tensor& tensor) {

@@ -11,6 +11,14 @@ import mla_backend
 from mla_backend import library, reference
 
 FORMATS = tuple(mla_backend.FORMATS)
+TILES = ("bf16", "fp8_ds_mla", "fp16", "bf16_512")
+"""A format for each kind of row that a kernel multiplies; the others are converted into one of these."""
+WITH_ROPE = tuple(name for name, fmt in mla_backend.FORMATS.items() if fmt.head_dim == 576)
+"""Formats whose queries are of 576 dims, 64 of them the rope's own."""
+PARTNERS = {name: ("bf16", "fp8_ds_mla") if name in ("bf16", "fp8_ds_mla") else (name,) for name in FORMATS}
+PARTNERS |= {name: ("bf16_512", "fp8_model1", "fp8_528") for name in FORMATS if name not in WITH_ROPE}
+"""Which formats a second cache may have."""
+BLOCK_SIZES = (1, 2, 7, 16, 61, 64, 69, 256, 576)
 CUDA_KERNEL = os.environ.get("MLA_TEST_CUDA_KERNEL", "auto")
 """Which the tests use: a race detector can follow "unclustered"."""
 CPU_KERNELS = tuple(k["name"] for k in library.about()["cpu_kernels"] if k["usable"])
@@ -32,12 +40,15 @@ class Problem:
     extra_cache: Tensor | None = None
     extra_indices: Tensor | None = None
     extra_topk_length: Tensor | None = None
+    cache_format: str | None = None
+    extra_cache_format: str | None = None
+    cache_scale: float = 1.0
 
     def solve(self, **options) -> tuple[Tensor, Tensor, Tensor]:
         """Our answer: out, lse, max_logits, written over poisoned memory."""
         q = self.q[0] if isinstance(self.q, tuple) else self.q
         (tokens, heads), device = q.shape[:2], q.device
-        out = torch.full((tokens, heads, 512), torch.nan, dtype=torch.bfloat16, device=device)
+        out = torch.full((tokens, heads, 512), torch.nan, dtype=q.dtype, device=device)
         lse = torch.full((tokens, heads), torch.nan, device=device)
         return mla_backend.sparse_attention(
             **{**vars(self), "out": out, "lse": lse, "return_max_logits": True, **options}
@@ -47,9 +58,7 @@ class Problem:
         return reference.sparse_attention(**vars(self))
 
     def to(self, device: str) -> "Problem":
-        return Problem(
-            **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
-        )
+        return Problem(**{name: _moved(x, device) if isinstance(x, Tensor) else x for name, x in vars(self).items()})
 
     def check(self, magnitude: float = MAGNITUDE, **options) -> None:
         assert_accurate(self.solve(**options), self.oracle(), magnitude)
@@ -57,18 +66,66 @@ class Problem:
     def but(self, **changes) -> "Problem":
         return replace(self, **changes)
 
+    def poisoned(self) -> "Problem":
+        """The same, but all bytes of its caches that no list names are 0xff: NaN in every type of number."""
+        changes = {}
+        for name, indices, length in (
+            ("cache", self.indices, self.topk_length),
+            ("extra_cache", self.extra_indices, self.extra_topk_length),
+        ):
+            cache = getattr(self, name)
+            if cache is None or cache.shape[0] == 0:
+                continue
+            named = torch.arange(indices.shape[1]) < (indices.shape[1] if length is None else length.unsqueeze(1))
+            slots = indices[named.expand_as(indices)].long()
+            slots = slots[(slots >= 0) & (slots < cache.shape[0] * cache.shape[1])]
+            rows = reference.format_of(cache, getattr(self, f"{name}_format"))
+            address = reference.token_address(rows, cache, slots)
+            poison = _moved(cache, "cpu")
+            _all_bytes(poison).fill_(0xFF)
+            poison[address] = cache[address]
+            _poison_padding(rows, poison, slots)
+            changes[name] = poison
+        return self.but(**changes)
 
-def random_cache(fmt: str, blocks: int, block_size: int, magnitude: float = MAGNITUDE) -> Tensor:
-    """A cache whose every slot holds random values; the scale groups of a quantised one are of unequal size."""
+
+def _all_bytes(x: Tensor) -> Tensor:
+    """Every byte of a tensor's memory, gaps included."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+
+
+def _moved(x: Tensor, device: str) -> Tensor:
+    """A copy with the same strides; what lies in the gaps comes along."""
+    copy = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device, copy=True)
+    return copy.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _poison_padding(rows: reference.Rows, cache: Tensor, slots: Tensor) -> None:
+    if "padding" in rows.parts:
+        block, row, element = reference.token_address(rows, cache, slots)
+        cache[block, row[..., -1:], element[..., -1:]] = 0xFF
+
+
+def scale_of(fmt: str, magnitude: float = MAGNITUDE) -> float:
+    """The scale of a cache of values of this size."""
+    return magnitude / 64 if mla_backend.FORMATS[fmt].scale == "tensor" else 1.0
+
+
+def random_cache(fmt: str, blocks: int, block_size: int, magnitude: float = MAGNITUDE, gap: int = 0) -> Tensor:
+    """A cache whose every slot holds random values; the scale groups of a quantised one are of unequal size. Padding,
+    and `gap` elements more after each page, are NaN."""
     cache = mla_backend.FORMATS[fmt].new_cache(blocks, block_size)
-    tokens = blocks * block_size
-    kv_c, k_pe = torch.randn(tokens, 512) * magnitude, torch.randn(tokens, 64) * magnitude
-    if fmt == "bf16":
-        rows = torch.cat([kv_c, k_pe], dim=1).bfloat16()
-    else:
-        smaller = torch.exp2(-torch.randint(0, 5, (tokens, 4)).float()).repeat_interleave(128, 1)
-        rows = reference.quantise(kv_c * smaller, k_pe)
-    cache.view(tokens, cache.shape[-1]).copy_(rows)
+    if gap:
+        page = cache.stride(0) + gap
+        cache = torch.zeros(blocks * page, dtype=cache.dtype).as_strided(cache.shape, (page, *cache.stride()[1:]))
+    rows, slots = reference.FORMATS[fmt], torch.arange(blocks * block_size)
+    kv_c, k_pe = torch.randn(len(slots), rows.latent) * magnitude, torch.randn(len(slots), rows.rope) * magnitude
+    if rows.group:
+        smaller = torch.exp2(-torch.randint(0, 5, (len(slots), rows.latent // rows.group)).float())
+        kv_c *= smaller.repeat_interleave(rows.group, 1)
+    _all_bytes(cache).fill_(0xFF)
+    reference.cache_write(kv_c, k_pe, cache, slots, scale=scale_of(fmt, magnitude))
+    _poison_padding(rows, cache, slots)
     return cache
 
 
@@ -79,13 +136,20 @@ def random_problem(
     topk: int = 100,
     blocks: int = 8,
     block_size: int = 16,
+    magnitude: float = MAGNITUDE,
+    gap: int = 0,
     **more,
 ) -> Problem:
     """Random slots, most of them valid, some below 0 and some past the end."""
     slots = blocks * block_size
     indices = torch.randint(-slots // 8 - 1, slots + slots // 8 + 1, (tokens, topk), dtype=torch.int32)
+    form = mla_backend.FORMATS[fmt]
     return Problem(
-        (torch.randn(tokens, heads, 576) / MAGNITUDE).bfloat16(), random_cache(fmt, blocks, block_size), indices, **more
+        (torch.randn(tokens, heads, form.head_dim) / magnitude).to(form.number),
+        random_cache(fmt, blocks, block_size, magnitude, gap),
+        indices,
+        cache_scale=scale_of(fmt, magnitude),
+        **more,
     )
 
 
@@ -96,19 +160,33 @@ def problems(draw, max_tokens=4, max_heads=128, max_topk=300):
     tokens = draw(st.integers(0, max_tokens))
     heads = draw(st.integers(1, max_heads))
     topk = draw(st.one_of(st.just(0), st.integers(1, max_topk)))
-    block_size = draw(st.sampled_from([1, 2, 7, 16, 61, 64]))
-    problem = random_problem(draw(st.sampled_from(FORMATS)), tokens, heads, topk, draw(st.integers(0, 20)), block_size)
+    fmt = draw(st.sampled_from(FORMATS))
+    problem = random_problem(fmt, tokens, heads, topk, **draw(pages()))
+    if draw(st.booleans()):
+        problem.cache_format = fmt
     if draw(st.booleans()):
         problem.topk_length = torch.randint(-3, topk + 4, (tokens,), dtype=torch.int32)
     if draw(st.booleans()):
         problem.sink = torch.randn(heads) * 3
         problem.sink[0] = draw(st.sampled_from([torch.inf, -torch.inf, 0.0]))
     if draw(st.booleans()):
-        extra = random_problem(draw(st.sampled_from(FORMATS)), tokens, heads, draw(st.integers(0, 100)), 3, 5)
+        extra_fmt = draw(st.sampled_from(PARTNERS[fmt]))
+        extra = random_problem(extra_fmt, tokens, heads, draw(st.integers(0, 100)), **draw(pages()))
         problem.extra_cache, problem.extra_indices = extra.cache, extra.indices
         if draw(st.booleans()):
             problem.extra_topk_length = torch.randint(0, extra.indices.shape[1] + 1, (tokens,), dtype=torch.int32)
-    return problem
+    return problem.poisoned()
+
+
+@st.composite
+def pages(draw):
+    """Blocks, up to a thousand slots in all, at any distance from each other."""
+    block_size = draw(st.sampled_from(BLOCK_SIZES))
+    return {
+        "blocks": draw(st.integers(0, min(20, max(2, 1000 // block_size)))),
+        "block_size": block_size,
+        "gap": draw(st.sampled_from([0, 0, 8, 5])),
+    }
 
 
 def assert_accurate(

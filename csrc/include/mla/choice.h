@@ -24,7 +24,7 @@ struct Device {
 struct AttentionShape {
   int64_t tokens;
   int32_t heads;
-  Code code;                  // of the first list's rows
+  Tile tile;                  // of the first list's rows
   bool whole_tokens;          // batch-invariant: a token's bits must not depend on how many others there are
   bool suits_hopper_kernels;  // see cuda/attention/dispatch.cu
   int32_t workers;            // rows of the plan; 0: the choice says how many
@@ -103,7 +103,7 @@ inline Choice choose(const AttentionShape& shape, const Device& device) {
       // a caller's plan may have more rows than there is room for blocks of 8 heads
       const bool crowded = int64_t{shape.workers} * blocks_for(shape.heads, 8) > device.processors;
       choice.heads_per_block = shape.heads > 8 && crowded ? 16 : spread.heads_per_block;
-    } else if (shape.heads <= 32 && shape.code == Code::e4m3) {
+    } else if (shape.heads <= 32 && shape.tile == Tile::scaled_576) {
       // b 128 with 32 heads 67 us (in blocks of 64 heads 106); there is no such kernel for bf16 rows
       choice.kernel = Choice::few_heads_wide;
       choice.heads_per_block = kWideHeads;
@@ -126,7 +126,7 @@ inline Choice choose(const AttentionShape& shape, const Device& device) {
 // For plans that are made before the cache's format is known. It makes no difference: both kernels for 17 to 32 heads
 // have all heads in one block.
 inline int32_t default_workers(int64_t tokens, int32_t heads, const Device& device) {
-  return choose({tokens, heads, Code::bf16, false, true, 0, INT32_MAX}, device).workers;
+  return choose({tokens, heads, Tile::bf16_576, false, true, 0, INT32_MAX}, device).workers;
 }
 
 }  // namespace mla

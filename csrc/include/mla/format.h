@@ -8,58 +8,81 @@
 
 namespace mla {
 
-enum class Code : int32_t { bf16, e4m3 };          // how the latent values are stored
-enum class Scale : int32_t { none, fp32, ue8m0 };  // what a group of latent values is multiplied with
-enum class ScalePlace : int32_t { in_row, end_of_page };
+enum class Code : int32_t { bf16, f16, e4m3 };             // how values are stored
+enum class Scale : int32_t { none, fp32, ue8m0, tensor };  // what a group of values, or all of them, is multiplied with
+enum class ScalesAt : int32_t { nowhere, in_row, end_of_page };
 
-// A token is `latent` values, then its scales (if they lie in the row), then `rope` bf16 values.
-// Queries have latent + rope values; the first `value` of them are what attention sums up.
+// What a kernel multiplies once it has read a row. A power of two times an e4m3 number is a bf16 number, so rows with
+// such scales become rows of bf16 numbers.
+enum class Tile : int32_t {
+  scaled_576,  // e4m3 numbers, with an fp32 scale for each 128, and 64 bf16 numbers
+  bf16_576,
+  f16_576,
+  bf16_512,
+};
+
+// A token is `latent` values, then its scales (if they lie in the row), then `rope` values. Queries have latent + rope
+// values. Attention sums up the first 512 values of rows.
 struct CacheFormat {
   const char* name;
-  Code code;
+  Code code;  // of the latent values
   int32_t latent;
+  Code rope_code;
   int32_t rope;
-  int32_t value;
-  int32_t group;  // latent values that share a scale; 0 where there are none
   Scale scale;
-  ScalePlace scale_place;
-  int32_t scale_padding;  // bytes that follow a token's scales
+  int32_t group;  // latent values that share a scale; 0 where there are no groups
+  ScalesAt scales_at;
+  int32_t scale_padding;   // bytes that follow a token's scales
+  int32_t page_alignment;  // bytes: a page of a new cache is padded to a multiple
 
+  static MLA_HOST_DEVICE constexpr int32_t bytes_of(Code code) { return code == Code::e4m3 ? 1 : 2; }
   MLA_HOST_DEVICE constexpr int32_t head_dim() const { return latent + rope; }
   MLA_HOST_DEVICE constexpr int32_t scales() const { return group ? latent / group : 0; }
-  MLA_HOST_DEVICE constexpr int32_t latent_bytes() const { return latent * (code == Code::bf16 ? 2 : 1); }
+  MLA_HOST_DEVICE constexpr int32_t latent_bytes() const { return latent * bytes_of(code); }
   MLA_HOST_DEVICE constexpr int32_t scale_bytes() const {
-    return scale == Scale::none ? 0 : scales() * (scale == Scale::fp32 ? 4 : 1) + scale_padding;
+    return scales() * (scale == Scale::fp32 ? 4 : 1) + scale_padding;
   }
-  MLA_HOST_DEVICE constexpr int32_t scale_offset() const { return latent_bytes(); }
+  MLA_HOST_DEVICE constexpr int32_t scale_offset() const { return latent_bytes(); }  // where they lie in the row
   MLA_HOST_DEVICE constexpr int32_t rope_offset() const {
-    return latent_bytes() + (scale_place == ScalePlace::in_row ? scale_bytes() : 0);
+    return latent_bytes() + (scales_at == ScalesAt::in_row ? scale_bytes() : 0);
   }
-  MLA_HOST_DEVICE constexpr int32_t row_bytes() const { return rope_offset() + rope * 2; }
+  MLA_HOST_DEVICE constexpr int32_t row_bytes() const { return rope_offset() + rope * bytes_of(rope_code); }
   MLA_HOST_DEVICE constexpr int32_t token_bytes() const {
-    return row_bytes() + (scale_place == ScalePlace::end_of_page ? scale_bytes() : 0);
+    return row_bytes() + (scales_at == ScalesAt::end_of_page ? scale_bytes() : 0);
+  }
+  MLA_HOST_DEVICE constexpr bool quantised() const { return code == Code::e4m3; }
+  MLA_HOST_DEVICE constexpr Tile tile() const {
+    if (scale == Scale::fp32) return Tile::scaled_576;
+    if (code == Code::f16) return Tile::f16_576;
+    return head_dim() == 512 ? Tile::bf16_512 : Tile::bf16_576;
   }
 };
 
-// What a query of the DeepSeek-V3.2 family multiplies with a row, and what comes out.
+// The parts of a query of 576 dims, and what comes out.
 constexpr int kLatent = 512;
 constexpr int kRope = 64;
 constexpr int kHeadDim = kLatent + kRope;
 constexpr int kValueDim = 512;
 
-constexpr CacheFormat kBf16{"bf16", Code::bf16, kLatent, kRope, kValueDim, 0, Scale::none, ScalePlace::in_row, 0};
-constexpr CacheFormat kFp8DsMla{"fp8_ds_mla", Code::e4m3,         kLatent, kRope, kValueDim, 128,
-                                Scale::fp32,  ScalePlace::in_row, 0};
+constexpr CacheFormat kBf16{"bf16", Code::bf16, 512, Code::bf16, 64, Scale::none, 0, ScalesAt::nowhere, 0, 1};
+constexpr CacheFormat kFp16{"fp16", Code::f16, 512, Code::f16, 64, Scale::none, 0, ScalesAt::nowhere, 0, 1};
+constexpr CacheFormat kFp8DsMla{"fp8_ds_mla", Code::e4m3,       512, Code::bf16, 64, Scale::fp32,
+                                128,          ScalesAt::in_row, 0,   1};
+constexpr CacheFormat kBf16_512{"bf16_512", Code::bf16, 512, Code::bf16, 0, Scale::none, 0, ScalesAt::nowhere, 0, 1};
+constexpr CacheFormat kFp8Model1{"fp8_model1",          Code::e4m3, 448, Code::bf16, 64, Scale::ue8m0, 64,
+                                 ScalesAt::end_of_page, 1,          576};
+constexpr CacheFormat kFp8_528{"fp8_528", Code::e4m3, 512, Code::bf16, 0, Scale::ue8m0, 32, ScalesAt::in_row, 0, 1};
+constexpr CacheFormat kFp8Tensor576{"fp8_tensor_576",  Code::e4m3, 512, Code::e4m3, 64, Scale::tensor, 0,
+                                    ScalesAt::nowhere, 0,          1};
 
-// Every format that the ops accept. Which one a cache tensor has follows from its dtype and its last dimension.
-constexpr const CacheFormat* kFormats[] = {&kBf16, &kFp8DsMla};
+// Every format that the ops accept.
+constexpr const CacheFormat* kFormats[] = {&kBf16,      &kFp16,    &kFp8DsMla,    &kBf16_512,
+                                           &kFp8Model1, &kFp8_528, &kFp8Tensor576};
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
-static_assert(kBf16.token_bytes() == 1152, "512 + 64 bf16 values");
+static_assert(kBf16.token_bytes() == 1152 && kFp16.token_bytes() == 1152 && kBf16_512.token_bytes() == 1024);
 static_assert(kFp8DsMla.token_bytes() == 656 && kFp8DsMla.rope_offset() == 528, "512 e4m3, 4 fp32 scales, 64 bf16");
-// The description also covers the power-of-two formats of later models, for which no kernel exists yet.
-static_assert(CacheFormat{"", Code::e4m3, 448, 64, 512, 64, Scale::ue8m0, ScalePlace::end_of_page, 1}.token_bytes() ==
-              584);
-static_assert(CacheFormat{"", Code::e4m3, 512, 0, 512, 32, Scale::ue8m0, ScalePlace::in_row, 0}.token_bytes() == 528);
+static_assert(kFp8Model1.row_bytes() == 576 && kFp8Model1.token_bytes() == 584 && kFp8Model1.head_dim() == 512);
+static_assert(kFp8_528.token_bytes() == 528 && kFp8Tensor576.token_bytes() == 576);
 
 }  // namespace mla

@@ -15,13 +15,18 @@ struct CacheView {
   int64_t blocks;
   int64_t block_size;
   int64_t block_stride;  // bytes
-  int64_t row_stride;    // bytes
+  int64_t row_stride;    // bytes; of rows whose scales lie at the page's end, without these
   CacheFormat format;    // by value: a GPU can't follow a pointer to it
 
   MLA_HOST_DEVICE int64_t slots() const { return blocks * block_size; }
   MLA_HOST_DEVICE bool holds(int64_t slot) const { return slot >= 0 && slot < slots(); }
   MLA_HOST_DEVICE uint8_t* row(int64_t slot) const {
     return data + slot / block_size * block_stride + slot % block_size * row_stride;
+  }
+  // A slot's scales: in its row, or with those of its page behind the page's rows.
+  MLA_HOST_DEVICE uint8_t* scales(int64_t slot) const {
+    if (format.scales_at == ScalesAt::in_row) return row(slot) + format.scale_offset();
+    return data + slot / block_size * block_stride + block_size * row_stride + slot % block_size * format.scale_bytes();
   }
 };
 
@@ -47,16 +52,21 @@ struct SlotList {
 struct AttentionProblem {
   int32_t tokens;
   int32_t heads;
-  const uint16_t* q_nope;  // bf16 [tokens, heads, 512]
+  Tile tile;               // of the first list's rows. Queries and outputs are f16 with Tile::f16_576, else bf16
+  const uint16_t* q_nope;  // [tokens, heads, 512]
   int64_t q_nope_token, q_nope_head;
-  const uint16_t* q_rope;  // bf16 [tokens, heads, 64]
+  const uint16_t* q_rope;  // [tokens, heads, 64]; null with rows of 512
   int64_t q_rope_token, q_rope_head;
-  float scale;
+  float scale;        // of scores, the caches' own (Scale::tensor) included
+  float value_scale;  // of outputs: the caches' own, or 1
   const float* sink;  // [heads] or null
-  SlotList lists[2];  // the main one and, where there is a second cache, the extra one
+  SlotList
+      lists[2];  // the main one and, where there is a second cache, the extra one; of one head_dim, f16 both or none
   int32_t list_count;
 
-  uint16_t* out;  // bf16 [tokens, heads, 512]
+  MLA_HOST_DEVICE int32_t head_dim() const { return tile == Tile::bf16_512 ? 512 : 576; }
+
+  uint16_t* out;  // [tokens, heads, 512]
   int64_t out_token, out_head;
   float* lse;  // [tokens, heads], natural logarithm
   int64_t lse_token, lse_head;
@@ -87,17 +97,18 @@ struct MergeProblem {
   int64_t lse_token, lse_head;
 };
 
-enum class Source : int32_t { bf16, fp32 };
+enum class Source : int32_t { bf16, f16, fp32 };
 
 struct CacheWriteProblem {
   int64_t tokens;
-  const void* latent;  // [tokens, 512] of `source` numbers
+  const void* latent;  // [tokens, latent] of `source` numbers
   int64_t latent_token;
-  const void* rope;  // [tokens, 64]
+  const void* rope;  // [tokens, rope]; null where the format has none
   int64_t rope_token;
   Source source;
-  SlotArray slots;  // [tokens]
-  bool power_of_two;
+  SlotArray slots;    // [tokens]
+  bool power_of_two;  // of fp32 scales; ue8m0 ones are nothing else
+  float scale;        // the cache's own (Scale::tensor)
   CacheView cache;
 };
 
@@ -105,7 +116,8 @@ struct CacheGatherProblem {
   int64_t rows;
   SlotArray slots;  // [rows]
   CacheView cache;
-  uint16_t* out;  // bf16 [rows, 576]; zeros where the slot is not in the cache
+  float scale;    // the cache's own (Scale::tensor)
+  uint16_t* out;  // [rows, head_dim], f16 where the cache is, else bf16; zeros where the slot is not in the cache
   int64_t out_row;
 };
 
