@@ -104,6 +104,8 @@ bool overlaps_itself(const Bytes& a) {
   bool nested = true;  // each dimension's stride exceeds what the smaller ones span
   for (int i = 0; i < a.dims; ++i) nested &= a.dim[i].stride >= reach, reach += (a.dim[i].size - 1) * a.dim[i].stride;
   if (nested) return false;
+  for (int i = 1; i < a.dims; ++i)
+    if (a.dim[i].stride == a.dim[i - 1].stride) return true;
   Distances distances;
   for (int i = 0; i < a.dims; ++i) distances.add(a.dim[i].stride, 1 - a.dim[i].size, a.dim[i].size - 1);
   return distances.reach(-a.run, a.run, true);

@@ -1,7 +1,12 @@
 """What is written shares no memory with anything else, and autograd is told or refused."""
 
+import contextlib
+import itertools
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import mla_backend
 from problems import random_problem
@@ -77,6 +82,30 @@ def test_what_is_written_shares_no_memory(name):
     call, argument = REFUSED[name]
     with pytest.raises(ValueError, match=f"^{argument} must be (without elements that share|in memory that no other)"):
         call()
+
+
+def elements(view):
+    """The address of each element."""
+    indices = itertools.product(*map(range, view.shape))
+    offsets = (sum(i * stride for i, stride in zip(index, view.stride(), strict=True)) for index in indices)
+    return [view.storage_offset() + offset for offset in offsets]
+
+
+@settings(max_examples=400)
+@given(st.randoms(use_true_random=False))
+def test_exactly_what_overlaps_is_refused(random):
+    buffer, (parts, tokens, heads, dims) = torch.zeros(512), [random.randint(1, 4) for _ in range(4)]
+
+    def view(*sizes, strides=()):
+        own = [random.choice([0, 1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24]) for _ in sizes[: len(sizes) - len(strides)]]
+        return buffer.as_strided(sizes, (*own, *strides), random.randint(0, 100))
+
+    lses, out, lse = view(parts, tokens, heads), view(tokens, heads, dims, strides=(1,)), view(tokens, heads)
+    written = elements(out) + elements(lse)
+    overlap = len(set(written)) < len(written) or not set(written).isdisjoint(elements(lses))
+    outs = torch.zeros(parts, tokens, heads, dims)
+    with pytest.raises(ValueError, match="memory") if overlap else contextlib.nullcontext():
+        mla_backend.merge_partials(outs, lses, out=out, lse=lse)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
