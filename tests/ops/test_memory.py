@@ -1,4 +1,4 @@
-"""What is written shares no memory with anything else, and autograd is told or refused."""
+"""What is written shares no memory with anything else, numbers are aligned, and autograd is told or refused."""
 
 import contextlib
 import itertools
@@ -127,6 +127,19 @@ def test_a_cache_between_other_layers_of_one_buffer_is_written():
     caches = [buffer[:, layer].unflatten(1, (16, 656)) for layer in range(3)]
     write_into(caches[1], rows=64)
     assert buffer[:, 1].any() and not buffer[:, 0].any() and not buffer[:, 2].any()
+
+
+@pytest.mark.parametrize("argument", ["q", "indices", "sink", "out", "lse"])
+def test_numbers_at_odd_addresses_are_refused(argument):
+    """As a file or another library may bring them. Bytes may begin anywhere."""
+    whole = {"sink": torch.zeros(HEADS), "out": torch.zeros(OUT, dtype=BF16), "lse": torch.zeros(LSE)}
+    problem = random_problem(tokens=TOKENS, heads=HEADS, topk=TOPK)
+    tensor = {**vars(problem), **whole}[argument]
+    data = bytearray(tensor.nbytes + 2)
+    odd = 1 - torch.frombuffer(data, dtype=torch.uint8).data_ptr() % 2
+    view = torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel(), offset=odd).view(tensor.shape)
+    with pytest.raises(ValueError, match=f"^{argument} must be aligned to its elements"):
+        mla_backend.sparse_attention(**{**vars(problem), argument: view})
 
 
 def test_a_tensor_saved_for_backward_may_not_be_overwritten():

@@ -1,4 +1,4 @@
-#include "bindings/overlap.h"
+#include "bindings/memory.h"
 
 #include <algorithm>
 #include <array>
@@ -140,13 +140,17 @@ Arguments::Arguments(const char* schema) {
   }
 }
 
-void Arguments::expect_apart(std::initializer_list<const Tensor*> tensors) const {
+void Arguments::expect_memory(std::initializer_list<const Tensor*> tensors) const {
   constexpr size_t kMaxArguments = 24;
   std::array<Bytes, kMaxArguments> bytes;
   if (tensors.size() > kMaxArguments) throw std::logic_error("mla_backend: an op of too many arguments");
   const auto tensor = tensors.begin();
-  for (size_t i = 0; i < tensors.size(); ++i)
-    if (tensor[i] && tensor[i]->defined()) bytes[i] = Bytes(*tensor[i]);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensor[i] || !tensor[i]->defined()) continue;
+    bytes[i] = Bytes(*tensor[i]);
+    if (bytes[i].run > 0 && reinterpret_cast<uintptr_t>(bytes[i].begin) % tensor[i]->element_size() != 0)
+      reject(arguments_[i].name, "aligned to its elements", describe(*tensor[i]) + " that begins between");
+  }
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!arguments_[i].written || bytes[i].run == 0) continue;
     if (overlaps_itself(bytes[i]))
