@@ -12,7 +12,7 @@
 #pragma once
 
 #include "bindings/check.h"
-#include "bindings/overlap.h"
+#include "bindings/memory.h"
 #include "mla/ops.h"
 
 namespace mla::bindings {
@@ -27,14 +27,17 @@ struct ListedOp {
 
 }  // namespace mla::bindings
 
-#define MLA_OP(op, schema, ...)                                                                                        \
-  void op(__VA_ARGS__);                                                                                                \
-  static ListedOp op##_listed{#op};                                                                                    \
-  static const Arguments op##_arguments{schema};                                                                       \
-  STABLE_TORCH_LIBRARY_FRAGMENT(mla_backend, m) { m.def(#op schema); }                                                 \
-  STABLE_TORCH_LIBRARY_IMPL(mla_backend, CPU, m) { m.impl(#op, TORCH_BOX((&Apart<&op, op##_arguments>::run))); }       \
-  MLA_IF_CUDA(                                                                                                         \
-      STABLE_TORCH_LIBRARY_IMPL(mla_backend, CUDA, m) { m.impl(#op, TORCH_BOX((&Apart<&op, op##_arguments>::run))); }) \
+#define MLA_OP(op, schema, ...)                                             \
+  void op(__VA_ARGS__);                                                     \
+  static ListedOp op##_listed{#op};                                         \
+  static const Arguments op##_arguments{schema};                            \
+  STABLE_TORCH_LIBRARY_FRAGMENT(mla_backend, m) { m.def(#op schema); }      \
+  STABLE_TORCH_LIBRARY_IMPL(mla_backend, CPU, m) {                          \
+    m.impl(#op, TORCH_BOX((&WithMemoryChecked<&op, op##_arguments>::run))); \
+  }                                                                         \
+  MLA_IF_CUDA(STABLE_TORCH_LIBRARY_IMPL(mla_backend, CUDA, m) {             \
+    m.impl(#op, TORCH_BOX((&WithMemoryChecked<&op, op##_arguments>::run))); \
+  })                                                                        \
   void op(__VA_ARGS__)
 
 #ifdef MLA_CUDA

@@ -331,7 +331,7 @@ def test_a_request_of_wrong_types_is_refused_by_name(tiny_engine, arguments, nam
 
 
 @pytest.mark.parametrize(
-    ("attack", "seeds"), [("lines", 300), ("files", 150), ("checkpoints", 25), ("requests", 40)], ids=lambda x: str(x)
+    ("attack", "seeds"), [("lines", 300), ("files", 150), ("checkpoints", 50), ("requests", 50)], ids=lambda x: str(x)
 )
 def test_hostile_input_is_refused_or_dealt_with(attack, seeds):
     hostile.run(attack, range(seeds))

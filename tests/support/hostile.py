@@ -404,7 +404,7 @@ def checkpoints(random: Random, folder: Path, device: str) -> None:
 def _engine(device: str):
     from mla_backend.engine import Engine
 
-    return Engine(CHECKPOINT, device=device, dtype=torch.float32, memory=2**22, max_model_len=512)
+    return Engine(CHECKPOINT, device=device, dtype=torch.float32, memory=2**22, max_model_len=160)
 
 
 def requests(random: Random, folder: Path, device: str) -> None:

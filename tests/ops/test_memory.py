@@ -1,7 +1,12 @@
-"""What is written shares no memory with anything else, and autograd is told or refused."""
+"""What is written shares no memory with anything else, numbers are aligned, and autograd is told or refused."""
+
+import contextlib
+import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import mla_backend
 from problems import random_problem
@@ -79,6 +84,30 @@ def test_what_is_written_shares_no_memory(name):
         call()
 
 
+def elements(view):
+    """The address of each element."""
+    indices = itertools.product(*map(range, view.shape))
+    offsets = (sum(i * stride for i, stride in zip(index, view.stride(), strict=True)) for index in indices)
+    return [view.storage_offset() + offset for offset in offsets]
+
+
+@settings(max_examples=400)
+@given(st.randoms(use_true_random=False))
+def test_exactly_what_overlaps_is_refused(random):
+    buffer, (parts, tokens, heads, dims) = torch.zeros(512), [random.randint(1, 4) for _ in range(4)]
+
+    def view(*sizes, strides=()):
+        own = [random.choice([0, 1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24]) for _ in sizes[: len(sizes) - len(strides)]]
+        return buffer.as_strided(sizes, (*own, *strides), random.randint(0, 100))
+
+    lses, out, lse = view(parts, tokens, heads), view(tokens, heads, dims, strides=(1,)), view(tokens, heads)
+    written = elements(out) + elements(lse)
+    overlap = len(set(written)) < len(written) or not set(written).isdisjoint(elements(lses))
+    outs = torch.zeros(parts, tokens, heads, dims)
+    with pytest.raises(ValueError, match="memory") if overlap else contextlib.nullcontext():
+        mla_backend.merge_partials(outs, lses, out=out, lse=lse)
+
+
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_views_of_one_buffer_that_do_not_overlap_are_right(name):
     views = ACCEPTED[name](torch.zeros(1 << 20, dtype=torch.uint8))
@@ -98,6 +127,19 @@ def test_a_cache_between_other_layers_of_one_buffer_is_written():
     caches = [buffer[:, layer].unflatten(1, (16, 656)) for layer in range(3)]
     write_into(caches[1], rows=64)
     assert buffer[:, 1].any() and not buffer[:, 0].any() and not buffer[:, 2].any()
+
+
+@pytest.mark.parametrize("argument", ["q", "indices", "sink", "out", "lse"])
+def test_numbers_at_odd_addresses_are_refused(argument):
+    """As a file or another library may bring them. Bytes may begin anywhere."""
+    whole = {"sink": torch.zeros(HEADS), "out": torch.zeros(OUT, dtype=BF16), "lse": torch.zeros(LSE)}
+    problem = random_problem(tokens=TOKENS, heads=HEADS, topk=TOPK)
+    tensor = {**vars(problem), **whole}[argument]
+    data = bytearray(tensor.nbytes + 2)
+    odd = 1 - torch.frombuffer(data, dtype=torch.uint8).data_ptr() % 2
+    view = torch.frombuffer(data, dtype=tensor.dtype, count=tensor.numel(), offset=odd).view(tensor.shape)
+    with pytest.raises(ValueError, match=f"^{argument} must be aligned to its elements"):
+        mla_backend.sparse_attention(**{**vars(problem), argument: view})
 
 
 def test_a_tensor_saved_for_backward_may_not_be_overwritten():

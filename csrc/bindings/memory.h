@@ -1,5 +1,6 @@
 // What every op refuses before it looks at anything else: to write into memory that two of an output's elements share,
-// or that an output shares with another argument. All of it is arithmetic on strides.
+// or that an output shares with another argument; and numbers at addresses that are no multiples of their size. All of
+// it is arithmetic on addresses and strides.
 #pragma once
 
 #include <initializer_list>
@@ -16,7 +17,7 @@ class Arguments {
   explicit Arguments(const char* schema);
 
   // `tensors` are in the schema's order; null for a None, and for what is no tensor.
-  void expect_apart(std::initializer_list<const Tensor*> tensors) const;
+  void expect_memory(std::initializer_list<const Tensor*> tensors) const;
 
  private:
   struct Argument {
@@ -33,13 +34,13 @@ const Tensor* tensor_of(const Other&) {
   return nullptr;
 }
 
-// An op that is reached only with outputs of their own.
+// An op that is reached only if that is so.
 template <auto* op, const Arguments& arguments>
-struct Apart;
+struct WithMemoryChecked;
 template <typename... Values, void (*op)(Values...), const Arguments& arguments>
-struct Apart<op, arguments> {
+struct WithMemoryChecked<op, arguments> {
   static void run(Values... values) {
-    arguments.expect_apart({tensor_of(values)...});
+    arguments.expect_memory({tensor_of(values)...});
     op(std::move(values)...);
   }
 };

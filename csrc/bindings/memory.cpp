@@ -1,4 +1,4 @@
-#include "bindings/overlap.h"
+#include "bindings/memory.h"
 
 #include <algorithm>
 #include <array>
@@ -104,6 +104,8 @@ bool overlaps_itself(const Bytes& a) {
   bool nested = true;  // each dimension's stride exceeds what the smaller ones span
   for (int i = 0; i < a.dims; ++i) nested &= a.dim[i].stride >= reach, reach += (a.dim[i].size - 1) * a.dim[i].stride;
   if (nested) return false;
+  for (int i = 1; i < a.dims; ++i)
+    if (a.dim[i].stride == a.dim[i - 1].stride) return true;
   Distances distances;
   for (int i = 0; i < a.dims; ++i) distances.add(a.dim[i].stride, 1 - a.dim[i].size, a.dim[i].size - 1);
   return distances.reach(-a.run, a.run, true);
@@ -138,13 +140,17 @@ Arguments::Arguments(const char* schema) {
   }
 }
 
-void Arguments::expect_apart(std::initializer_list<const Tensor*> tensors) const {
+void Arguments::expect_memory(std::initializer_list<const Tensor*> tensors) const {
   constexpr size_t kMaxArguments = 24;
   std::array<Bytes, kMaxArguments> bytes;
   if (tensors.size() > kMaxArguments) throw std::logic_error("mla_backend: an op of too many arguments");
   const auto tensor = tensors.begin();
-  for (size_t i = 0; i < tensors.size(); ++i)
-    if (tensor[i] && tensor[i]->defined()) bytes[i] = Bytes(*tensor[i]);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensor[i] || !tensor[i]->defined()) continue;
+    bytes[i] = Bytes(*tensor[i]);
+    if (bytes[i].run > 0 && reinterpret_cast<uintptr_t>(bytes[i].begin) % tensor[i]->element_size() != 0)
+      reject(arguments_[i].name, "aligned to its elements", describe(*tensor[i]) + " that begins between");
+  }
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!arguments_[i].written || bytes[i].run == 0) continue;
     if (overlaps_itself(bytes[i]))
