@@ -11,11 +11,11 @@ import mla_backend
 from mla_backend import library, reference
 
 FORMATS = tuple(mla_backend.FORMATS)
-TILES = ("bf16", "fp8_ds_mla", "fp16", "bf16_512")
-"""A format for each kind of row that a kernel multiplies; the others are converted into one of these."""
+BASIC = ("bf16", "fp8_ds_mla")
+"""One for each way to multiply: plain rows, which other formats become too, and fp8 rows with fp32 scales."""
 WITH_ROPE = tuple(name for name, fmt in mla_backend.FORMATS.items() if fmt.head_dim == 576)
 """Formats whose queries are of 576 dims, 64 of them the rope's own."""
-PARTNERS = {name: ("bf16", "fp8_ds_mla") if name in ("bf16", "fp8_ds_mla") else (name,) for name in FORMATS}
+PARTNERS = {name: BASIC if name in BASIC else (name,) for name in FORMATS}
 PARTNERS |= {name: ("bf16_512", "fp8_model1", "fp8_528") for name in FORMATS if name not in WITH_ROPE}
 """Which formats a second cache may have."""
 BLOCK_SIZES = (1, 2, 7, 16, 61, 64, 69, 256, 576)
