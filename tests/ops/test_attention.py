@@ -17,18 +17,10 @@ from problems import (
     problems,
     random_cache,
     random_problem,
+    write_part,
 )
 
 QUANTISED = tuple(name for name in FORMATS if mla_backend.FORMATS[name].quantised)
-
-
-def write_part(cache, fmt, slot, part, values):
-    """Overwrites the first bytes of a part (latent, scales, rope or padding) of a cached token."""
-    rows = reference.FORMATS[fmt]
-    address = reference.token_address(rows, cache, torch.tensor(slot))
-    token = cache[address].view(torch.uint8)
-    rows.split(token)[part][: len(values)] = values
-    cache[address] = token.view(cache.dtype)
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS)
