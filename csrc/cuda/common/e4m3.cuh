@@ -68,4 +68,34 @@ __device__ __forceinline__ void e4m3_to_bf16(uint32_t bytes, uint32_t (&numbers)
   }
 }
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// Sixteen bytes to bf16, times `by`: a power of two from 2^-7 on as a pair of bf16, 2^120 times what they are to be
+// multiplied with.
+__device__ __forceinline__ void e4m3_to_bf16(const uint4& bytes, uint32_t by, uint4 (&numbers)[2]) {
+  const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+  uint32_t pairs[8], largest = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t word = __byte_perm(words[i], 0, 0x3120);  // bytes 0 and 1 below bytes 2 and 3
+    const uint32_t low = word << 4 & 0x07f007f0u, high = word >> 4 & 0x07f007f0u;
+    largest = __vimax3_u16x2(largest, low, high);
+    pairs[2 * i] = low | (word << 8 & 0x80008000u);
+    pairs[2 * i + 1] = high | (word & 0x80008000u);
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pairs[2 * i + k]) : "r"(pairs[2 * i + k]), "r"(by));
+  }
+  if ((largest + 0x00100010u) & 0x08000800u) {  // 0x7f: NaN
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t nan = __vcmpeq4(words[i] & 0x7f7f7f7fu, 0x7f7f7f7fu);  // 0xff for each such byte
+      pairs[2 * i] |= __byte_perm(nan, 0, 0x1100) & 0x7fff7fffu;
+      pairs[2 * i + 1] |= __byte_perm(nan, 0, 0x3322) & 0x7fff7fffu;
+    }
+  }
+  numbers[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+  numbers[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+}
+#endif
+
 }  // namespace mla::cuda
