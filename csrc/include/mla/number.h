@@ -1,4 +1,4 @@
-// bf16 and e4m3 as bit patterns, and the rule by which a group of values gets its scale.
+// bf16, fp16, e4m3 and ue8m0 as bit patterns, and the rule by which a group of values gets its scale.
 // Plain integer and fp32 arithmetic, so that a CPU and a GPU produce the same bits.
 #pragma once
 
@@ -37,6 +37,33 @@ MLA_HOST_DEVICE uint16_t float_to_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// NaN keeps its payload.
+MLA_HOST_DEVICE float f16_to_float(uint16_t bits) {
+  const uint32_t magnitude = bits & 0x7fffu;
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
+  if (magnitude >= 0x7c00u) return bits_float(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
+  if (magnitude < 0x400u) {  // subnormal: a multiple of 2^-24
+    const float value = static_cast<float>(magnitude) * 5.9604644775390625e-8f;
+    return bits_float(float_bits(value) | sign);
+  }
+  return bits_float(sign | ((magnitude << 13) + (112u << 23)));
+}
+
+// Round to nearest, ties to even; what rounds beyond 65504 becomes infinite; NaN becomes 0x7e00 whatever its sign.
+MLA_HOST_DEVICE uint16_t float_to_f16(float x) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  if (magnitude > 0x7f800000u) return 0x7e00;
+  if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);  // 65520 and more
+  if (magnitude < 0x38800000u) {  // below 2^-14: adding 1/2 leaves a multiple of 2^-24 in the low mantissa bits
+    const float shifted = bits_float(magnitude) + 0.5f;
+    return static_cast<uint16_t>(sign | (float_bits(shifted) & 0x7ffu));
+  }
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return static_cast<uint16_t>(sign | ((rounded >> 13) - (112u << 10)));
+}
+
 MLA_HOST_DEVICE float e4m3_to_float(uint8_t code) {
   const uint32_t magnitude = code & 0x7fu;
   const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
@@ -62,6 +89,15 @@ MLA_HOST_DEVICE uint8_t float_to_e4m3(float x) {
   const uint32_t rounded = magnitude + 0x7ffffu + ((magnitude >> 20) & 1u);
   return static_cast<uint8_t>(sign | ((rounded >> 20) - (120u << 3)));
 }
+
+// A byte that is a power of two: 2^(byte - 127), and NaN for 255.
+MLA_HOST_DEVICE float ue8m0_to_float(uint8_t byte) {
+  if (byte == 0xffu) return bits_float(0x7fc00000u);
+  return bits_float(byte == 0 ? 0x00400000u : static_cast<uint32_t>(byte) << 23);  // 2^-127 is subnormal
+}
+
+// The byte of a power of two from 2^-126 to 2^127, as group_scale() makes them.
+MLA_HOST_DEVICE uint8_t power_to_ue8m0(float power) { return static_cast<uint8_t>(float_bits(power) >> 23); }
 
 // The scale of a group whose largest magnitude is `amax` (NaN left out): amax / 448, never below the smallest
 // normal number, so that a group of zeros has a usable scale. An infinite amax counts as the largest finite
