@@ -11,9 +11,9 @@ extern "C" void gpu_plan(int32_t tokens, int32_t topk, int32_t extra_topk, const
 
 extern "C" void gpu_choice(const mla::Device* device, int64_t tokens, int32_t heads, bool fp8, bool whole_tokens,
                            bool suits_hopper_kernels, int32_t workers, int64_t token_tiles, int32_t* choice) {
-  const mla::Code code = fp8 ? mla::Code::e4m3 : mla::Code::bf16;
+  const mla::Tile tile = fp8 ? mla::Tile::scaled_576 : mla::Tile::bf16_576;
   const mla::Choice c =
-      mla::choose({tokens, heads, code, whole_tokens, suits_hopper_kernels, workers, token_tiles}, *device);
+      mla::choose({tokens, heads, tile, whole_tokens, suits_hopper_kernels, workers, token_tiles}, *device);
   const int32_t numbers[] = {c.kernel, c.heads_per_block, c.parts, c.workers, c.cluster};
   for (int i = 0; i < 5; ++i) choice[i] = numbers[i];
 }

@@ -87,7 +87,7 @@ void sparse_attention(const AttentionProblem& given) {
         std::max(shares, std::min((thread_count() + busy - 1) / busy, (p.heads + kFewestHeads - 1) / kFewestHeads));
   const int32_t share = ((p.heads + shares - 1) / shares + kFewestHeads - 1) / kFewestHeads * kFewestHeads;
 
-  const Job job{p, *active_kernels().attention, kept_partials(p.workers, p.heads), shape};
+  const Job job{p, attention_kernel(p.tile), kept_partials(p.workers, p.heads), shape};
   for_each(static_cast<int64_t>(p.workers) * shares, [&](int64_t item) {
     const int32_t head_begin = static_cast<int32_t>(item % shares) * share;
     if (head_begin < p.heads) job.run_row(p.plan[item / shares], head_begin, std::min(share, p.heads - head_begin));

@@ -37,7 +37,7 @@ struct Isa : Bf16Isa {
 #include "cpu/attention/kernel.h"
 }  // namespace
 
-const AttentionKernel kAmxBf16Kernel{"amx_bf16", "AMX BF16 besides AVX-512 F, BW, DQ, VL, BF16 and VBMI",
-                                     sizeof(Workspace), run, merge};
+const AttentionKernel kAmxBf16Kernel{
+    "amx_bf16", "AMX BF16 besides AVX-512 F, BW, DQ, VL, BF16 and VBMI", false, sizeof(Workspace), run, merge};
 
 }  // namespace mla::cpu

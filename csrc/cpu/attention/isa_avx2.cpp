@@ -14,6 +14,6 @@ constexpr int kSums = 8;
 #include "cpu/attention/kernel.h"
 }  // namespace
 
-const AttentionKernel kAvx2Kernel{"avx2", "AVX2 and FMA", sizeof(Workspace), run, merge};
+const AttentionKernel kAvx2Kernel{"avx2", "AVX2 and FMA", true, sizeof(Workspace), run, merge};
 
 }  // namespace mla::cpu

@@ -14,6 +14,6 @@ constexpr int kSums = 16;
 #include "cpu/attention/kernel.h"
 }  // namespace
 
-const AttentionKernel kAvx512Kernel{"avx512", "AVX-512 F, BW, DQ and VL", sizeof(Workspace), run, merge};
+const AttentionKernel kAvx512Kernel{"avx512", "AVX-512 F, BW, DQ and VL", true, sizeof(Workspace), run, merge};
 
 }  // namespace mla::cpu

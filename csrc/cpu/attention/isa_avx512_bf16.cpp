@@ -21,7 +21,7 @@ using Isa = Bf16Isa;
 #include "cpu/attention/kernel.h"
 }  // namespace
 
-const AttentionKernel kAvx512Bf16Kernel{"avx512_bf16", "AVX-512 F, BW, DQ, VL, BF16 and VBMI", sizeof(Workspace), run,
-                                        merge};
+const AttentionKernel kAvx512Bf16Kernel{
+    "avx512_bf16", "AVX-512 F, BW, DQ, VL, BF16 and VBMI", false, sizeof(Workspace), run, merge};
 
 }  // namespace mla::cpu

@@ -40,14 +40,32 @@ struct Bf16Isa {
     return _mm512_permutexvar_epi16(_mm512_load_si512(kPairs.halves), halves);
   }
 
-  template <bool kScaled>
-  static void widen_row(const uint8_t* row, uint32_t* words) {
-    if constexpr (!kScaled) {
-      __builtin_memcpy(words, row, kBf16.row_bytes());
+  template <const CacheFormat& kFormat>
+  static void widen_row(const uint8_t* row, const uint8_t* scales, uint32_t* words) {
+    static_assert(kFormat.code != Code::f16 && kFormat.rope_code != Code::f16, "fp16 numbers are no bf16 ones");
+    if constexpr (kFormat.code == Code::bf16) {
+      __builtin_memcpy(words, row, kFormat.row_bytes());
       return;
     }
-    widen_e4m3_to_bf16(row, kLatent, words);
-    __builtin_memcpy(words + kLatent / 2, row + kFp8DsMla.rope_offset(), 2 * kRope);
+    widen_e4m3_to_bf16(row, kFormat.latent, words);
+    if constexpr (kFormat.scale == Scale::ue8m0)
+      for (int d = 0; d < kFormat.latent; d += 32)
+        scale_words(ue8m0_to_float(scales[d / kFormat.group]), words + d / 2);
+    uint32_t* const rope = words + kFormat.latent / 2;
+    if constexpr (kFormat.rope_code == Code::e4m3)
+      widen_e4m3_to_bf16(row + kFormat.rope_offset(), kFormat.rope, rope);
+    else
+      __builtin_memcpy(rope, row + kFormat.rope_offset(), 2 * kFormat.rope);
+  }
+
+  // 32 numbers times a power of two, which is exact for e4m3 numbers unless the result is subnormal.
+  static void scale_words(float scale, uint32_t* words) {
+    const __m512i pairs = _mm512_loadu_si512(words), upper = _mm512_set1_epi32(0xffff0000);
+    const __m512 factor = _mm512_set1_ps(scale);
+    const __m512i first = (__m512i)_mm512_mul_ps((__m512)_mm512_slli_epi32(pairs, 16), factor);
+    const __m512i second = (__m512i)_mm512_mul_ps((__m512)_mm512_and_si512(pairs, upper), factor);
+    // upper ? second : first >> 16
+    store_words(_mm512_ternarylogic_epi32(upper, second, _mm512_srli_epi32(first, 16), 0xca), words);
   }
 
   // 32 dims of two neighbouring rows: each word holds one dim of both.

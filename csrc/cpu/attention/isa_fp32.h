@@ -22,13 +22,25 @@ struct Isa {
   static Floats dot(Floats sum, Floats a, Floats b) { return sum + a * b; }
   static Floats pack(Floats first, Floats) { return first; }
 
-  template <bool kScaled>
-  static void widen_row(const uint8_t* row, uint32_t* words) {
-    const CacheFormat& format = kScaled ? kFp8DsMla : kBf16;
-    for (int d = 0; d < kLatent; d += kLanes)
-      store_words(kScaled ? widen_e4m3(row + d) : widen_bf16(row + 2 * d), words + d);
-    for (int d = 0; d < kRope; d += kLanes)
-      store_words(widen_bf16(row + format.rope_offset() + 2 * d), words + kLatent + d);
+  template <Code kCode>
+  static Floats widen(const uint8_t* numbers, int first) {
+    if constexpr (kCode == Code::e4m3) return widen_e4m3(numbers + first);
+    if constexpr (kCode == Code::f16) return widen_f16(numbers + 2 * first);
+    return widen_bf16(numbers + 2 * first);
+  }
+
+  template <const CacheFormat& kFormat>
+  static void widen_row(const uint8_t* row, const uint8_t* scales, uint32_t* words) {
+    if constexpr (kFormat.scale == Scale::ue8m0) {
+      for (int d = 0; d < kFormat.latent; d += kFormat.group) {
+        const float scale = ue8m0_to_float(scales[d / kFormat.group]);
+        for (int i = d; i < d + kFormat.group; i += kLanes) store_words(widen<kFormat.code>(row, i) * scale, words + i);
+      }
+    } else {
+      for (int d = 0; d < kFormat.latent; d += kLanes) store_words(widen<kFormat.code>(row, d), words + d);
+    }
+    for (int d = 0; d < kFormat.rope; d += kLanes)
+      store_words(widen<kFormat.rope_code>(row + kFormat.rope_offset(), d), words + kFormat.latent + d);
   }
 
   static void load_values(const uint32_t* row, Floats (&values)[kValueVectors]) {

@@ -14,6 +14,6 @@ constexpr int kSums = 8;
 #include "cpu/attention/kernel.h"
 }  // namespace
 
-const AttentionKernel kPortableKernel{"portable", "nothing", sizeof(Workspace), run, merge};
+const AttentionKernel kPortableKernel{"portable", "nothing", true, sizeof(Workspace), run, merge};
 
 }  // namespace mla::cpu

@@ -10,7 +10,7 @@
 //   kValueRows             rows that the value loop takes at once
 //   load_words, store_words, broadcast_word, dot
 //   pack(first, second)    weights of two neighbouring tokens as words (the second only where kPack is 2)
-//   widen_row              a cached row as words
+//   widen_row<format>      a cached row as words; without scales, or (ue8m0) multiplied with them
 //   load_values            the words of a step of the value loop: of a row, or (where kPack is 2) of two at once
 //
 // A worker takes one token after the other. A token's valid rows are gathered into tiles of kTile; a tile is
@@ -21,8 +21,9 @@
 //   softmax  lanes are heads still, so the maximum and the sum over tokens need no shuffles.
 //   values   lanes are output dims, the weight of (head, token pair) is broadcast.
 //
-// The scale of a quantised group never touches the cached values: e4m3 is exact in bf16, so the kernel
-// multiplies the group's partial scores, and then the weights, with it.
+// An fp32 scale of a quantised group never touches the cached values: e4m3 is exact in bf16, so the kernel
+// multiplies the group's partial scores, and then the weights, with it. A scale that is a power of two does: the
+// products are as exact in bf16.
 
 constexpr int kTile = 128;  // rows converted together; 128 bf16 rows are 144 KB of L2
 constexpr int kRowWords = kHeadDim / Isa::kPack;
@@ -32,9 +33,17 @@ constexpr int kHeadSlots = (kMaxWorkHeads + kScoreHeads - 1) / kScoreHeads * kSc
 constexpr int kPanel = Isa::kValueVectors * kLanes;  // output dims that a pass over the tile's values covers
 constexpr int kPanels = kValueDim / kPanel;
 constexpr int kTileSteps = kTile / Isa::kPack;
-constexpr int kGroups = 4;  // scale groups a row, where the format has any
+constexpr int kGroups = 4;  // groups with an fp32 scale
 static_assert(kValueDim % kPanel == 0 && (kValueDim / kGroups) % kPanel == 0, "a panel lies within one scale group");
 static_assert(kTile % Isa::kScoreSums == 0 && kFp8DsMla.scales() == kGroups);
+
+// The rows of a tile, in the cache; all of one format.
+struct TileRows {
+  int count;
+  const CacheFormat* format;
+  const uint8_t* rows[kTile];
+  const uint8_t* scales[kTile];  // where they lie at the page's end
+};
 
 // What a thread works in; it keeps this between calls.
 struct Workspace {
@@ -46,7 +55,7 @@ struct Workspace {
   alignas(64) float out[kHeadSlots][kValueDim];
   alignas(64) float largest[kHeadSlots];  // of the scaled scores, in units of log2(e)
   alignas(64) float total[kHeadSlots];
-  const uint8_t* rows[2][kTile];  // this tile's rows and the next one's, in the cache
+  TileRows tiles[2];  // this one and the next one
   float group_scale[kGroups][kTile];
   Isa::Session::Memory unit;
 };
@@ -54,7 +63,8 @@ struct Workspace {
 // ---- Loading ---------------------------------------------------------------------------------------------
 
 inline void load_q(const AttentionProblem& p, int token, int head_begin, int heads, Workspace& w) {
-  const int vectors = (heads + kLanes - 1) / kLanes;
+  const int vectors = (heads + kLanes - 1) / kLanes, words = p.head_dim() / Isa::kPack;
+  const bool f16 = p.tile == Tile::f16_576;
   for (int v = 0; v < vectors; ++v) {
     const uint16_t* nope[kLanes];
     const uint16_t* rope[kLanes];
@@ -62,9 +72,9 @@ inline void load_q(const AttentionProblem& p, int token, int head_begin, int hea
       // the last head again where there are no more: its results are never looked at
       const int head = head_begin + (v * kLanes + lane < heads ? v * kLanes + lane : heads - 1);
       nope[lane] = p.q_nope + token * p.q_nope_token + head * p.q_nope_head;
-      rope[lane] = p.q_rope + token * p.q_rope_token + head * p.q_rope_head;
+      rope[lane] = p.q_rope ? p.q_rope + token * p.q_rope_token + head * p.q_rope_head : nullptr;
     }
-    for (int word = 0; word < kRowWords; ++word) {
+    for (int word = 0; word < words; ++word) {
       const int dim = word * Isa::kPack;
       const uint16_t* const* from = dim < kLatent ? nope : rope;
       const int at = dim < kLatent ? dim : dim - kLatent;
@@ -72,6 +82,8 @@ inline void load_q(const AttentionProblem& p, int token, int head_begin, int hea
         // two bf16 numbers are a word as they lie there; one is the upper half of an fp32 number
         if constexpr (Isa::kPack == 2)
           __builtin_memcpy(&w.q[v][word][lane], from[lane] + at, 4);
+        else if (f16)
+          w.q[v][word][lane] = float_bits(f16_to_float(from[lane][at]));
         else
           w.q[v][word][lane] = static_cast<uint32_t>(from[lane][at]) << 16;
       }
@@ -79,8 +91,10 @@ inline void load_q(const AttentionProblem& p, int token, int head_begin, int hea
   }
 }
 
-inline void prefetch_row(const uint8_t* row, int bytes) {
-  for (int at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+inline void prefetch_row(const TileRows& tile, int row) {
+  const int bytes = tile.format->row_bytes();
+  for (int at = 0; at < bytes; at += 64) __builtin_prefetch(tile.rows[row] + at, 0, 2);
+  if (tile.format->scales_at == ScalesAt::end_of_page) __builtin_prefetch(tile.scales[row], 0, 2);
 }
 
 // Walks the valid slots of a part of a token's lists, a tile at a time.
@@ -108,15 +122,19 @@ struct SlotWalk {
   }
 
   // Up to kTile rows of one cache; none when the part is finished.
-  int next(const uint8_t** rows, CacheFormat& format) {
-    int count = 0;
+  void next(TileRows& tile) {
+    tile.count = 0;
     for (;;) {
       const SlotList& from = p.lists[list];
       const int32_t* slots = from.slots + token * from.stride;
-      for (; at < end && count < kTile; ++at)
-        if (from.cache.holds(slots[at])) rows[count++] = from.cache.row(slots[at]);
-      format = from.cache.format;
-      if (count > 0 || list + 1 >= p.list_count) return count;
+      const bool scales_apart = from.cache.format.scales_at == ScalesAt::end_of_page;
+      for (; at < end && tile.count < kTile; ++at) {
+        if (!from.cache.holds(slots[at])) continue;
+        if (scales_apart) tile.scales[tile.count] = from.cache.scales(slots[at]);
+        tile.rows[tile.count++] = from.cache.row(slots[at]);
+      }
+      tile.format = &from.cache.format;
+      if (tile.count > 0 || list + 1 >= p.list_count) return;
       ++list;
       enter();
     }
@@ -125,14 +143,35 @@ struct SlotWalk {
 
 // Turns rows [begin, end) of the tile into words. Even bf16 rows, which are words already, are copied: at a constant
 // distance from each other the loops need one pointer for all.
-template <bool kScaled>
-inline void convert_rows(const uint8_t* const* rows, int begin, int end, Workspace& w) {
+template <const CacheFormat& kFormat>
+inline void convert_rows(const TileRows& tile, int begin, int end, Workspace& w) {
   for (int t = begin; t < end; ++t) {
-    Isa::template widen_row<kScaled>(rows[t], w.rows_as_words[t]);
-    if constexpr (kScaled)
-      for (int g = 0; g < kGroups; ++g)
-        __builtin_memcpy(&w.group_scale[g][t], rows[t] + kFp8DsMla.scale_offset() + 4 * g, 4);
+    const uint8_t* const row = tile.rows[t];
+    const uint8_t* const scales =
+        kFormat.scales_at == ScalesAt::end_of_page ? tile.scales[t] : row + kFormat.scale_offset();
+    Isa::template widen_row<kFormat>(row, scales, w.rows_as_words[t]);
+    if constexpr (kFormat.scale == Scale::fp32)
+      for (int g = 0; g < kGroups; ++g) __builtin_memcpy(&w.group_scale[g][t], scales + 4 * g, 4);
   }
+}
+
+using ConvertRows = void (*)(const TileRows& tile, int begin, int end, Workspace& w);
+
+template <typename Unit = Isa>
+inline ConvertRows converter(const CacheFormat& format) {
+  switch (format.scale) {
+    case Scale::fp32:
+      return convert_rows<kFp8DsMla>;
+    case Scale::ue8m0:
+      return format.scales_at == ScalesAt::in_row ? convert_rows<kFp8_528> : convert_rows<kFp8Model1>;
+    case Scale::tensor:
+      return convert_rows<kFp8Tensor576>;
+    case Scale::none:
+      break;
+  }
+  if constexpr (Unit::kPack == 1)
+    if (format.code == Code::f16) return convert_rows<kFp16>;
+  return format.rope > 0 ? convert_rows<kBf16> : convert_rows<kBf16_512>;
 }
 
 // ---- Scores ----------------------------------------------------------------------------------------------
@@ -170,14 +209,14 @@ __attribute__((noinline)) void multiply_rows(const uint32_t (*q)[kLanes], const 
     for (int v = 0; v < kVectors; ++v) result[t][v] = sum[t][v];
 }
 
-// scores[token][head] of some rows, times `scale`.
+// scores[token][head] of some rows of `words` words, times `scale`.
 template <bool kScaled, int kVectors>
-inline void score_block(const uint32_t (*q)[kRowWords][kLanes], int first, float scale, Workspace& w) {
+inline void score_block(const uint32_t (*q)[kRowWords][kLanes], int first, int words, float scale, Workspace& w) {
   constexpr int kParts = kScaled ? kGroups + 1 : 1;  // four groups with a scale each and the rope part
   constexpr int kGroupWords = kLatent / kGroups / Isa::kPack;
   for (int part = 0; part < kParts; ++part) {
     const int begin = part * kGroupWords;
-    const int end = part + 1 < kParts ? begin + kGroupWords : kRowWords;
+    const int end = part + 1 < kParts ? begin + kGroupWords : words;
     ScoreSums<kVectors> sums;
     multiply_rows<kVectors>(q[0] + begin, w.rows_as_words[first] + begin, end - begin, sums);
     for (int t = 0; t < Isa::kScoreSums / kVectors; ++t) {
@@ -255,8 +294,7 @@ __attribute__((noinline)) void value_block(float (*out)[kValueDim], const float*
 }
 
 template <bool kScaled, typename Unit = Isa>
-inline void add_values(int head, int heads, int count, bool first_tile, Workspace& w, const uint8_t* const* next_rows,
-                       int next_count, int next_bytes) {
+inline void add_values(int head, int heads, int count, bool first_tile, const TileRows& next, Workspace& w) {
   const int steps = (count + Isa::kPack - 1) / Isa::kPack;
   [[maybe_unused]] typename Unit::Session::Memory& unit = w.unit;
   if constexpr (Unit::kTiles) unit.load_weights(w.weights[0][0], kTileSteps, kScaled ? kGroups : 1, heads, steps);
@@ -264,8 +302,8 @@ inline void add_values(int head, int heads, int count, bool first_tile, Workspac
     const uint32_t* values = w.rows_as_words[0] + panel * kPanel / Isa::kPack;
     const int group = kScaled ? panel * kPanel / (kLatent / kGroups) : 0;
     // Meanwhile the next tile's rows come into the cache, a share of them with every panel.
-    for (int t = panel * next_count / kPanels; t < (panel + 1) * next_count / kPanels; ++t)
-      prefetch_row(next_rows[t], next_bytes);
+    if (head == 0)
+      for (int t = panel * next.count / kPanels; t < (panel + 1) * next.count / kPanels; ++t) prefetch_row(next, t);
     if constexpr (Unit::kTiles) {
       unit.add_values(&w.out[head][panel * kPanel], w.rescale, first_tile, values, group, heads, steps);
       continue;
@@ -285,9 +323,11 @@ inline void add_values(int head, int heads, int count, bool first_tile, Workspac
 // ---- A token ---------------------------------------------------------------------------------------------
 
 template <bool kScaled>
-inline void attend_tile(const AttentionProblem& p, int heads, const uint8_t* const* rows, int count, bool first_tile,
-                        const uint8_t* const* next_rows, int next_count, int next_bytes, Workspace& w) {
+inline void attend_tile(const AttentionProblem& p, int heads, const TileRows& tile, bool first_tile,
+                        const TileRows& next, Workspace& w) {
   const float scale = p.scale * kLog2E;  // exponentials are taken to base 2
+  const int count = tile.count, words = kScaled ? kRowWords : p.head_dim() / Isa::kPack;
+  const ConvertRows convert = converter(*tile.format);
   // Rows that the value loop adds beyond `count`, with weights of zero, are zeros. What else the score loop reads there
   // is never used.
   for (int t = count; t % Isa::kValueRows != 0; ++t) __builtin_memset(w.rows_as_words[t], 0, sizeof w.rows_as_words[t]);
@@ -297,12 +337,12 @@ inline void attend_tile(const AttentionProblem& p, int heads, const uint8_t* con
     const auto* q = w.q + head / kLanes;
     for (int t = 0; t < count; t += Isa::kScoreSums / vectors) {
       const int end = t + Isa::kScoreSums / vectors;
-      if (head == 0)
-        convert_rows<kScaled>(rows, t, end < count ? end : count, w);  // used at once, while in the L1 cache
-      vectors == 1 ? score_block<kScaled, 1>(q, t, scale, w) : score_block<kScaled, kScoreVectors>(q, t, scale, w);
+      if (head == 0) convert(tile, t, end < count ? end : count, w);  // used at once, while in the L1 cache
+      vectors == 1 ? score_block<kScaled, 1>(q, t, words, scale, w)
+                   : score_block<kScaled, kScoreVectors>(q, t, words, scale, w);
     }
     softmax_block<kScaled>(head, vectors, count, first_tile, w);
-    add_values<kScaled>(head, left, count, first_tile, w, next_rows, head == 0 ? next_count : 0, next_bytes);
+    add_values<kScaled>(head, left, count, first_tile, next, w);
   }
 }
 
@@ -310,31 +350,32 @@ inline void attend_tile(const AttentionProblem& p, int heads, const uint8_t* con
 inline bool attend(const AttentionProblem& p, int token, int heads, int tile_begin, int tile_end, int tile_slots,
                    Workspace& w) {
   SlotWalk walk(p, token, tile_begin, tile_end, tile_slots);
-  CacheFormat format{};
-  int count = walk.next(w.rows[0], format);
+  walk.next(w.tiles[0]);
   bool first_tile = true;
-  for (int side = 0; count > 0; side ^= 1) {
-    CacheFormat next_format{};
-    const int next_count = walk.next(w.rows[side ^ 1], next_format);
-    const int next_bytes = next_format.row_bytes();
-    if (format.code == Code::e4m3)
-      attend_tile<true>(p, heads, w.rows[side], count, first_tile, w.rows[side ^ 1], next_count, next_bytes, w);
+  for (int side = 0; w.tiles[side].count > 0; side ^= 1) {
+    const TileRows &tile = w.tiles[side], &next = w.tiles[side ^ 1];
+    walk.next(w.tiles[side ^ 1]);
+    if (tile.format->scale == Scale::fp32)
+      attend_tile<true>(p, heads, tile, first_tile, next, w);
     else
-      attend_tile<false>(p, heads, w.rows[side], count, first_tile, w.rows[side ^ 1], next_count, next_bytes, w);
+      attend_tile<false>(p, heads, tile, first_tile, next, w);
     first_tile = false;
-    count = next_count;
-    format = next_format;
   }
   return !first_tile;
 }
 
-// One head's row of the output: sink, rounding to bf16, and the numbers beside it.
+// One head's row of the output: sink, the values' scale, rounding, and the numbers next to it.
 inline void finish_row(const AttentionProblem& p, int token, int head, const float* sum, float factor, float lse,
                        float max_logit) {
   // e^lse / (e^lse + e^sink); an empty row's sum is 0 and stays so
   if (p.sink && lse > -__builtin_inff()) factor /= 1.0f + __builtin_expf(p.sink[head] - lse);
+  factor *= p.value_scale;
   uint16_t* out = p.out + token * p.out_token + head * p.out_head;
-  for (int d = 0; d < kValueDim; d += kLanes) store_bf16(load(sum + d) * factor, out + d);
+  const bool f16 = Isa::kPack == 1 && p.tile == Tile::f16_576;
+  for (int d = 0; d < kValueDim; d += kLanes) {
+    const Floats value = load(sum + d) * factor;
+    f16 ? store_f16(value, out + d) : store_bf16(value, out + d);
+  }
   p.lse[token * p.lse_token + head * p.lse_head] = lse;
   // comparisons leave NaN out, the sum of exponentials doesn't
   if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = lse != lse ? lse : max_logit;

@@ -1,4 +1,4 @@
-// Reads rows of the paged cache as bf16.
+// Reads rows of the paged cache as bf16, or as fp16 where the cache holds that.
 #include <cstring>
 
 #include "cpu/common/parallel.h"
@@ -6,6 +6,24 @@
 #include "mla/ops.h"
 
 namespace mla::cpu {
+namespace {
+
+// e4m3 numbers times a scale, rounded; 16-bit numbers as they are.
+void load(Code code, const uint8_t* from, int count, float scale, uint16_t* out) {
+  if (code != Code::e4m3)
+    memcpy(out, from, count * 2);
+  else
+    for (int i = 0; i < count; ++i) out[i] = float_to_bf16(e4m3_to_float(from[i]) * scale);
+}
+
+float scale_of(Scale kind, const uint8_t* scales, int group) {
+  if (kind == Scale::ue8m0) return ue8m0_to_float(scales[group]);
+  float scale;
+  memcpy(&scale, scales + 4 * group, 4);
+  return scale;
+}
+
+}  // namespace
 
 void cache_gather(const CacheGatherProblem& p) {
   const CacheFormat& format = p.cache.format;
@@ -17,17 +35,11 @@ void cache_gather(const CacheGatherProblem& p) {
       return;
     }
     const uint8_t* row = p.cache.row(slot);
-    if (format.code == Code::bf16) {
-      memcpy(out, row, format.latent_bytes());
-    } else {
-      for (int group = 0; group < format.scales(); ++group) {
-        float scale;
-        memcpy(&scale, row + format.scale_offset() + 4 * group, 4);
-        for (int d = group * format.group; d < (group + 1) * format.group; ++d)
-          out[d] = float_to_bf16(e4m3_to_float(row[d]) * scale);
-      }
-    }
-    memcpy(out + format.latent, row + format.rope_offset(), format.rope * 2);
+    if (format.group == 0) load(format.code, row, format.latent, p.scale, out);
+    for (int group = 0; group < format.scales(); ++group)
+      load(format.code, row + group * format.group, format.group, scale_of(format.scale, p.cache.scales(slot), group),
+           out + group * format.group);
+    load(format.rope_code, row + format.rope_offset(), format.rope, p.scale, out + format.latent);
   });
 }
 

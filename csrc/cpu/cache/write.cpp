@@ -9,33 +9,50 @@
 namespace mla::cpu {
 namespace {
 
-float load(const float* from, int i) { return from[i]; }
-float load(const uint16_t* from, int i) { return bf16_to_float(from[i]); }
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
 
-uint16_t load_bf16(const float* from, int i) { return float_to_bf16(from[i]); }
-uint16_t load_bf16(const uint16_t* from, int i) { return from[i]; }  // the same bits, NaN included
+float widen(float x) { return x; }
+float widen(Bf16 x) { return bf16_to_float(x.bits); }
+float widen(F16 x) { return f16_to_float(x.bits); }
 
+// A number that has the cache's type already keeps its bits, NaN included.
+uint16_t bits_as(Code code, Bf16 x) { return code == Code::bf16 ? x.bits : float_to_f16(widen(x)); }
+uint16_t bits_as(Code code, F16 x) { return code == Code::f16 ? x.bits : float_to_bf16(widen(x)); }
+uint16_t bits_as(Code code, float x) { return code == Code::f16 ? float_to_f16(x) : float_to_bf16(x); }
+
+// `scale` is what e4m3 numbers are divided by.
 template <typename Number>
-void store_bf16(const Number* from, int count, uint8_t* to) {
+void store(Code code, const Number* from, int count, float scale, uint8_t* to) {
+  if (code == Code::e4m3) {
+    for (int i = 0; i < count; ++i) to[i] = float_to_e4m3(widen(from[i]) / scale);
+    return;
+  }
   for (int i = 0; i < count; ++i) {
-    const uint16_t bits = load_bf16(from, i);
+    const uint16_t bits = bits_as(code, from[i]);
     memcpy(to + 2 * i, &bits, 2);
   }
 }
 
-static_assert(kFp8DsMla.scale == Scale::fp32 && kFp8DsMla.scale_place == ScalePlace::in_row && kFormatCount == 2,
-              "the only quantised format has fp32 scales in its rows; others need code here");
-
 template <typename Number>
-void quantise_row(const CacheFormat& format, bool power_of_two, const Number* latent, uint8_t* row) {
+void quantise_groups(const CacheFormat& format, bool power_of_two, const Number* latent, uint8_t* row,
+                     uint8_t* scales) {
   for (int group = 0; group < format.scales(); ++group) {
     const Number* values = latent + group * format.group;
     float amax = 0.0f;
-    for (int i = 0; i < format.group; ++i) amax = std::fmax(amax, std::fabs(load(values, i)));  // leaves NaN out
-    const float scale = group_scale(amax, power_of_two);
-    for (int i = 0; i < format.group; ++i) row[group * format.group + i] = float_to_e4m3(load(values, i) / scale);
-    memcpy(row + format.scale_offset() + 4 * group, &scale, 4);
+    for (int i = 0; i < format.group; ++i) amax = std::fmax(amax, std::fabs(widen(values[i])));  // leaves NaN out
+    const float scale = group_scale(amax, power_of_two || format.scale == Scale::ue8m0);
+    store(format.code, values, format.group, scale, row + group * format.group);
+    if (format.scale == Scale::ue8m0)
+      scales[group] = power_to_ue8m0(scale);
+    else
+      memcpy(scales + 4 * group, &scale, 4);
   }
+  if (format.scale_padding > 0) memset(scales + format.scale_bytes() - format.scale_padding, 0, format.scale_padding);
 }
 
 template <typename Number>
@@ -46,18 +63,27 @@ void write_rows(const CacheWriteProblem& p) {
     if (!p.cache.holds(slot)) return;
     uint8_t* row = p.cache.row(slot);
     const Number* latent = static_cast<const Number*>(p.latent) + token * p.latent_token;
-    if (format.code == Code::bf16)
-      store_bf16(latent, format.latent, row);
+    if (format.group > 0)
+      quantise_groups(format, p.power_of_two, latent, row, p.cache.scales(slot));
     else
-      quantise_row(format, p.power_of_two, latent, row);
-    store_bf16(static_cast<const Number*>(p.rope) + token * p.rope_token, format.rope, row + format.rope_offset());
+      store(format.code, latent, format.latent, p.scale, row);
+    if (format.rope == 0) return;
+    const Number* rope = static_cast<const Number*>(p.rope) + token * p.rope_token;
+    store(format.rope_code, rope, format.rope, p.scale, row + format.rope_offset());
   });
 }
 
 }  // namespace
 
 void cache_write(const CacheWriteProblem& p) {
-  p.source == Source::fp32 ? write_rows<float>(p) : write_rows<uint16_t>(p);
+  switch (p.source) {
+    case Source::bf16:
+      return write_rows<Bf16>(p);
+    case Source::f16:
+      return write_rows<F16>(p);
+    case Source::fp32:
+      return write_rows<float>(p);
+  }
 }
 
 }  // namespace mla::cpu

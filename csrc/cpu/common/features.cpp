@@ -62,15 +62,32 @@ int kernel_choices(KernelChoice choices[kMaxKernels]) {
   return count;
 }
 
-KernelChoice active_kernels() {
+namespace {
+
+int active_index() {
   int index = selected.load(std::memory_order_relaxed);
   if (index == kNone) {
     index = find("auto");
     selected.store(index, std::memory_order_relaxed);
   }
+  return index;
+}
+
+}  // namespace
+
+KernelChoice active_kernels() {
   KernelChoice choices[kMaxKernels];
   kernel_choices(choices);
-  return choices[index];
+  return choices[active_index()];
+}
+
+const AttentionKernel& attention_kernel(Tile tile) {
+  KernelChoice choices[kMaxKernels];
+  kernel_choices(choices);
+  int index = active_index();
+  // the last one, portable, takes everything
+  while (tile == Tile::f16_576 && !(choices[index].usable && choices[index].attention->takes_f16)) ++index;
+  return *choices[index].attention;
 }
 
 bool select_kernel(const char* name) {

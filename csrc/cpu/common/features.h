@@ -20,6 +20,9 @@ int kernel_choices(KernelChoice choices[kMaxKernels]);
 // The kernels in use: the fastest usable ones, unless some were selected.
 KernelChoice active_kernels();
 
+// The attention kernel for rows like these: the active one, or where that does not take them the next slower that does.
+const AttentionKernel& attention_kernel(Tile tile);
+
 // Selects kernels by name ("auto" for the fastest). False if there are none of that name that this CPU can run.
 bool select_kernel(const char* name);
 

@@ -8,6 +8,7 @@
 typedef float Floats __attribute__((vector_size(kLanes * 4)));
 typedef float FloatsUnaligned __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
+typedef uint32_t Unsigned __attribute__((vector_size(kLanes * 4)));
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 typedef uint8_t BytesUnaligned __attribute__((vector_size(kLanes), aligned(1), may_alias));
 typedef uint16_t Shorts __attribute__((vector_size(kLanes * 2)));
@@ -23,12 +24,31 @@ inline Floats widen_bf16(const uint8_t* from) {
   return (Floats)(__builtin_convertvector(bits, Ints) << 16);
 }
 
+// See f16_to_float in mla/number.h.
+inline Floats widen_f16(const uint8_t* from) {
+  const Ints bits = __builtin_convertvector(*reinterpret_cast<const ShortsUnaligned*>(from), Ints);
+  const Ints magnitude = bits & 0x7fff;
+  const Ints normal = (magnitude << 13) + (112 << 23);
+  const Ints subnormal = (Ints)(__builtin_convertvector(magnitude, Floats) * 5.9604644775390625e-8f);
+  const Ints wide = magnitude < 0x400 ? subnormal : (magnitude >= 0x7c00 ? normal + (112 << 23) : normal);
+  return (Floats)(wide | ((bits & 0x8000) << 16));
+}
+
+// See float_to_f16 in mla/number.h.
+inline void store_f16(Floats x, uint16_t* to) {
+  const Ints bits = (Ints)x, magnitude = bits & 0x7fffffff, sign = (Ints)((Unsigned)bits >> 16) & 0x8000;
+  const Ints rounded = ((magnitude + 0xfff + ((magnitude >> 13) & 1)) >> 13) - (112 << 10);
+  const Ints subnormal = (Ints)((Floats)magnitude + 0.5f) & 0x7ff;
+  const Ints finite = sign | (magnitude < 0x38800000 ? subnormal : rounded);
+  const Ints large = magnitude > 0x7f800000 ? Ints{} + 0x7e00 : sign | 0x7c00;
+  *reinterpret_cast<ShortsUnaligned*>(to) = __builtin_convertvector(magnitude >= 0x477ff000 ? large : finite, Shorts);
+}
+
 // See float_to_bf16 in mla/number.h.
 inline void store_bf16(Floats x, uint16_t* to) {
-  typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
-  const Words bits = (Words)x;
-  const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const Words nan = Words{} + 0x7fc0u;
+  const Unsigned bits = (Unsigned)x;
+  const Unsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Unsigned nan = Unsigned{} + 0x7fc0u;
   const Shorts narrow = __builtin_convertvector((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded, Shorts);
   *reinterpret_cast<ShortsUnaligned*>(to) = narrow;
 }
