@@ -1,8 +1,9 @@
 // How rows of e4m3 numbers become tiles of bf16 numbers. A power of two times an e4m3 number is a bf16 number, so
 // nothing is lost, and whoever multiplies the tile does not know where it came from.
 //
-// Eight warps have eight rows of a tile each. A row's bytes wait in registers from the time when the tile before is
-// converted: while a stage is consumed, a whole tile is on its way, and shared memory is written only once.
+// Eight warps have eight rows of a tile each. A warp copies its rows to the tile's own memory, where there is room for
+// all that it is to become. Some tiles later it reads them, four at a time, and writes them back as bf16 numbers. So
+// what is on its way takes no registers, and no memory besides.
 #pragma once
 
 #include <cstdint>
@@ -14,161 +15,178 @@
 
 namespace mla::cuda::sm90 {
 
-// A warp's rows of a tile. A lane knows where row lane % 8 lies.
-struct RowSource {
-  const uint8_t* cache;
-  uint32_t row;     // see TileRequest::row
-  uint32_t scales;  // bytes 4 * (lane / 8) and on of the row's scales
-  int lanes;        // that have 16 e4m3 numbers of a row each; 0: rows of bf16 numbers, or none
-  int group_lanes;  // log2 of the lanes that share a scale
-  bool rope;        // bf16 numbers behind the e4m3 ones
-
-  template <Rows kRows>
-  static __device__ RowSource of(const TileRequest& request, const AttentionProblem& p, int lane) {
-    const CacheView& view = p.lists[request.list].cache;
-    RowSource source{view.data, request.row(p), 0x7f7f7f7fu, 0, 0, false};
-    if (request.token == TileRequest::kEnd) return source;
-    if constexpr (kRows == Rows::fp8_tensor_576) {
-      source.lanes = kLatent / 16;
-    } else if (view.format.quantised()) {
-      source.lanes = view.format.latent / 16;
-      source.rope = view.format.rope > 0;
-      source.group_lanes = source.rope ? 2 : 1;
-      const int words = source.rope ? 2 : 4;
-      if (source.row != kNoRow && lane < 8 * words)
-        source.scales = load_once(reinterpret_cast<const uint32_t*>(request.scales(p)) + lane / 8);
-      if (source.rope && lane / 8 == 1) source.scales &= 0x00ffffffu;  // the last byte is padding
-    }
-    return source;
-  }
-
- private:
-  static __device__ uint32_t load_once(const uint32_t* from) {
-    uint32_t word;
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(from));
-    return word;
-  }
-};
-
-static_assert(kFp8Model1.latent == 448 && kFp8Model1.group == 4 * 16 && kFp8Model1.scale_bytes() == 2 * 4);
-static_assert(kFp8_528.latent == 512 && kFp8_528.group == 2 * 16 && kFp8_528.scale_bytes() == 4 * 4);
-
-// kAhead: rows of a warp that are on their way at once.
-template <Rows kRows, int kAhead>
+template <Rows kRows>
 struct RowConverter {
   static constexpr int kWarpRows = RowCopier::kRows;
-  static constexpr int kBlocks = blocks_of(kRows);
-  // Of a tile's rope a lane has two pieces of bf16 numbers, or one of e4m3 numbers.
-  static constexpr bool kRopeOfTensor = kRows == Rows::fp8_tensor_576;
-  static constexpr int kRopePieces = kRopeOfTensor ? 1 : 2;
-  static constexpr uint32_t kOne = 0x7b807b80u;  // see e4m3_to_bf16: what makes a number itself
+  static constexpr int kBlocks = blocks_of(kRows), kLastBlock = kBlocks - 1;
+  static constexpr int kArrivals = kWarpArrivals * RowCopier::kWarps;  // at a tile's barrier
+  static constexpr bool kOfTensor = kRows == Rows::fp8_tensor_576;
 
-  uint4 bytes[kAhead];
-  uint4 rope[kRopePieces];
+  const AttentionProblem& p;
+  const int warp, lane;
+  TileCursor cursor;
+  TileRequest next;  // the tile that is copied next
 
-  // Starts the loads of a tile's first rows.
-  __device__ void start(const RowSource& source, int lane) {
+  __device__ RowConverter(const Worker& worker, int warp, int lane, const EarlySlot& early = {})
+      : p(worker.p), warp(warp), lane(lane), cursor(worker), next(cursor, slot_of_lane(), 1, early) {}
+
+  __device__ bool done() const { return next.token == TileRequest::kEnd; }
+
+  // Starts the copies of the next tile. Returns which list it is of.
+  __device__ int copy(uint8_t* tile, uint8_t (&valid)[kTileTokens]) {
+    const int list = next.list;
+    const CacheView& view = p.lists[list].cache;
+    const uint32_t own = next.row(p);
+    if (!view.format.quantised()) {
+      RowCopier::copy<kBlocks>(tile, valid, view.data, own, warp, lane);
+    } else {
+      const uint32_t part = part_of(tile), to = part + lane * kPieceBytes;
+      const bool has_latent = lane < view.format.latent / kPieceBytes;
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) load_row(bytes[i], source, i, lane);
-    load_rope(source, lane);
+      for (int i = 0; i < kWarpRows; ++i) {
+        const uint32_t row = __shfl_sync(~0u, own, i);
+        if (has_latent) copy_piece(to + offset_of_row(i), view.data + lane * kPieceBytes, row);
+      }
+      copy_rope(part, view, own);
+      if (view.format.group && lane < kWarpRows) {
+        const uint32_t scales = part + offset_of_scales(lane);
+        if (view.format.scales_at == ScalesAt::in_row)
+          copy_piece(scales, view.data + view.format.scale_offset(), own);
+        else
+          copy_8_or_zero(scales, own == kNoRow ? view.data : next.scales(p), own != kNoRow);
+      }
+      if (lane < kWarpRows) valid[warp * kWarpRows + lane] = own != kNoRow;
+    }
+    next = TileRequest(cursor, slot_of_lane());
+    return list;
   }
 
-  // Makes a tile of the rows that are on their way, and starts the loads of the next ones.
-  __device__ void make_tile(uint8_t* tile, uint8_t (&valid)[kTileTokens], const RowSource& source,
-                            const RowSource& next, int warp, int lane) {
-    if (source.lanes == 0) {
-      RowCopier::copy<kBlocks>(tile, valid, source.cache, source.row, warp, lane);
-      start(next, lane);
-      return;
-    }
-    const uint32_t part = cast_smem_ptr_to_uint(tile) + warp * kWarpRows * kRowBytes;
-    store_rope(part, source, lane);
-    load_rope(next, lane);
-    // scales that are too large for one multiplication, or NaN
-    const bool large = !kRopeOfTensor && __any_sync(~0u, __vcmpgtu4(source.scales, kLargest * 0x01010101u) != 0);
-    const int group = lane >> source.group_lanes;
+  // What has been copied becomes a tile of 16-bit numbers.
+  __device__ void convert(uint8_t* tile, int list) const {
+    __syncwarp();
+    const CacheFormat& format = p.lists[list].cache.format;
+    if (!format.quantised()) return;
+    const uint32_t part = part_of(tile);
+    const int block = lane / 4, piece = lane % 4 * 2;
+    const bool has_latent = lane < format.latent / kPieceBytes;
+    const uint32_t group = kOfTensor ? 0 : lane * kPieceBytes / format.group;
+    const uint32_t to = part + block * kBlockBytes + offset_of_piece(block, piece, 0);
 #pragma unroll
-    for (int i = 0; i < kWarpRows; ++i) {
-      uint32_t by = kOne, more = 0;
-      if constexpr (!kRopeOfTensor) {
-        const uint32_t scale = __shfl_sync(~0u, source.scales, i + group / 4 * 8) >> (group % 4 * 8) & 0xff;
-        by = power_of_two(min(scale, kLargest) + 120);
-        if (large) more = scale == 0xff ? kNaN : power_of_two(max(scale, kLargest) - kLargest + 127);
+    for (int first = 0; first < kWarpRows; first += kRowsAtOnce) {
+      uint4 bytes[kRowsAtOnce];
+      uint32_t scale[kRowsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        bytes[i] = load_piece(part + offset_of_row(first + i) + lane * kPieceBytes);
+        scale[i] = kOfTensor ? 127 : load_byte(part + offset_of_scales(first + i) + group);
       }
-      uint4 numbers[2];
-      e4m3_to_bf16(bytes[i % kAhead], by, numbers);
-      if (large) numbers[0] = times<Number::bf16>(numbers[0], more), numbers[1] = times<Number::bf16>(numbers[1], more);
-      if (lane < source.lanes) store_two(part + lane / 4 * kBlockBytes, lane / 4, lane % 4 * 2, i, numbers);
-      if (i + kAhead < kWarpRows)
-        load_row(bytes[i % kAhead], source, i + kAhead, lane);
-      else
-        load_row(bytes[i % kAhead], next, i + kAhead - kWarpRows, lane);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int row = first + i;
+        uint4 numbers[2];
+        multiply(numbers, bytes[i], scale[i]);
+        if (!has_latent) continue;
+        store_piece((to ^ row * kPieceBytes) + row * kRowBytes, numbers[0]);
+        store_piece((to ^ (row ^ 1) * kPieceBytes) + row * kRowBytes, numbers[1]);
+      }
     }
-    if (lane < kWarpRows) valid[warp * kWarpRows + lane] = source.row != kNoRow;
+    if constexpr (kOfTensor) {
+      const int row = lane / 4;
+      const uint32_t rope = part + kLastBlock * kBlockBytes;
+      const uint4 bytes = load_piece(rope + lane * kPieceBytes);
+      __syncwarp();
+      uint4 numbers[2];
+      multiply(numbers, bytes, 127);
+      store_piece(rope + row * kRowBytes + offset_of_piece(kLastBlock, piece, row), numbers[0]);
+      store_piece(rope + row * kRowBytes + offset_of_piece(kLastBlock, piece + 1, row), numbers[1]);
+    }
   }
 
  private:
-  static constexpr uint32_t kLargest = 134, kNaN = 0x7fff7fffu;
+  static constexpr int kRowsAtOnce = 4;
 
+  __device__ int slot_of_lane() const { return warp * kWarpRows + lane % kWarpRows; }
+  // The warp's rows of the tile's first block.
+  __device__ uint32_t part_of(uint8_t* tile) const {
+    return cast_smem_ptr_to_uint(tile) + warp * kWarpRows * kRowBytes;
+  }
+
+  // Where row i's bytes wait, from the warp's part on. The first four rows' do where those become numbers, of whatever
+  // block, and the others' where the others do.
+  static __device__ constexpr uint32_t offset_of_row(int i) {
+    return i % kRowsAtOnce * kBlockBytes + i / kRowsAtOnce * kRowsAtOnce * kRowBytes;
+  }
+  static __device__ uint32_t offset_of_scales(int i) {
+    return kRowsAtOnce * kBlockBytes + i / kRowsAtOnce * kRowsAtOnce * kRowBytes + i % kRowsAtOnce * kPieceBytes;
+  }
+
+  // Rope of bf16 numbers to its final address, of e4m3 numbers to the warp's part of its block.
+  __device__ void copy_rope(uint32_t part, const CacheView& view, uint32_t own) const {
+    const uint8_t* const from = view.data + view.format.rope_offset();
+    const uint32_t to = part + kLastBlock * kBlockBytes;
+    if constexpr (kOfTensor) {
+      copy_piece(to + lane * kPieceBytes, from + lane % 4 * kPieceBytes, __shfl_sync(~0u, own, lane / 4));
+    } else if (view.format.rope > 0) {
+#pragma unroll
+      for (int i = 0; i < kWarpRows; i += 4) {
+        const int row = i + lane / 8;
+        copy_piece(to + row * kRowBytes + offset_of_piece(kLastBlock, lane % 8, row), from + lane % 8 * kPieceBytes,
+                   __shfl_sync(~0u, own, row));
+      }
+    }
+  }
+
+  // Sixteen e4m3 numbers times 2^(scale - 127), or NaN if the scale is 255.
+  static __device__ void multiply(uint4 (&numbers)[2], const uint4& bytes, uint32_t scale) {
+    constexpr uint32_t kLargest = 134;  // for one multiplication
+    e4m3_to_bf16(bytes, power_of_two(min(scale, kLargest) + 120), numbers);
+    if (!__any_sync(~0u, scale > kLargest)) return;
+    const uint32_t rest = scale == 255 ? 0x7fff7fffu : power_of_two(max(scale, kLargest) - kLargest + 127);
+    numbers[0] = times<Number::bf16>(numbers[0], rest), numbers[1] = times<Number::bf16>(numbers[1], rest);
+  }
   static __device__ uint32_t power_of_two(uint32_t exponent) { return (exponent << 7) * 0x10001u; }
 
-  static __device__ void store_two(uint32_t to, int block, int piece, int row, const uint4 (&numbers)[2]) {
-    store_piece(to + row * kRowBytes + offset_of_piece(block, piece, row), numbers[0]);
-    store_piece(to + row * kRowBytes + offset_of_piece(block, piece + 1, row), numbers[1]);
-  }
-
-  // Zeros where there is no row. Past the first-level cache, as nobody reads it again.
-  static __device__ void load(uint4& to, const uint8_t* from, bool valid) {
-    asm volatile(
-        "{\n"
-        ".reg .pred valid;\n"
-        "setp.ne.u32 valid, %5, 0;\n"
-        "mov.b32 %0, 0;\n"
-        "mov.b32 %1, 0;\n"
-        "mov.b32 %2, 0;\n"
-        "mov.b32 %3, 0;\n"
-        "@valid ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n"
-        "}"
-        : "=&r"(to.x), "=&r"(to.y), "=&r"(to.z), "=&r"(to.w)
-        : "l"(from), "r"(static_cast<uint32_t>(valid)));
-  }
-
-  static __device__ const uint8_t* address(const RowSource& source, uint32_t row, int piece) {
-    return source.cache + (uint64_t{row == kNoRow ? 0 : row} + piece) * kPieceBytes;
-  }
-
-  static __device__ void load_row(uint4& to, const RowSource& source, int i, int lane) {
-    const uint32_t row = __shfl_sync(~0u, source.row, i);
-    load(to, address(source, row, lane), row != kNoRow && lane < source.lanes);
-  }
-
-  __device__ void load_rope(const RowSource& source, int lane) {
-    if constexpr (kRopeOfTensor) {
-      const uint32_t row = __shfl_sync(~0u, source.row, lane / 4);
-      load(rope[0], address(source, row, kLatent / 16 + lane % 4), row != kNoRow && source.lanes > 0);
-    } else if (source.rope) {
-#pragma unroll
-      for (int i = 0; i < kRopePieces; ++i) {
-        const uint32_t row = __shfl_sync(~0u, source.row, 4 * i + lane / 8);
-        load(rope[i], address(source, row, kFp8Model1.rope_offset() / kPieceBytes + lane % 8), row != kNoRow);
-      }
-    }
-  }
-
-  __device__ void store_rope(uint32_t part, const RowSource& source, int lane) const {
-    constexpr int kBlock = kBlocks - 1;  // the last one
-    if constexpr (kRopeOfTensor) {
-      uint4 numbers[2];
-      e4m3_to_bf16(rope[0], kOne, numbers);
-      store_two(part + kBlock * kBlockBytes, kBlock, lane % 4 * 2, lane / 4, numbers);
-    } else if (source.rope) {
-#pragma unroll
-      for (int i = 0; i < kRopePieces; ++i) {
-        const int row = 4 * i + lane / 8;
-        store_piece(part + kBlock * kBlockBytes + row * kRowBytes + offset_of_piece(kBlock, lane % 8, row), rope[i]);
-      }
-    }
+  static __device__ uint32_t load_byte(uint32_t shared_address) {
+    uint32_t byte;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(shared_address) : "memory");
+    return byte;
   }
 };
+
+// Eight warps make a worker's tiles. `begin_token(token, tile)` is called when a token's first tile, the worker's
+// tile number `tile`, has been made.
+template <Rows kRows, int kStages, typename BeginToken>
+__device__ __forceinline__ void produce_converted(const Worker& worker, uint8_t (&tiles)[kStages][tile_bytes_of(kRows)],
+                                                  uint8_t (&valid)[kStages][kTileTokens], Barrier (&full)[kStages],
+                                                  Barrier (&empty)[kStages], int warp, int lane, const EarlySlot& early,
+                                                  BeginToken begin_token) {
+  constexpr int kAhead = kStages - 1;  // tiles on their way
+  RowConverter<kRows> rows(worker, warp, lane, early);
+  uint32_t lists = 0;  // which one each stage's tile is of
+  const auto copy = [&](int tile) {
+    if (!rows.done()) {
+      const int stage = tile % kStages;
+      wait(empty[stage], tile / kStages % 2 ^ 1);
+      const uint32_t list = rows.copy(tiles[stage], valid[stage]);
+      lists = (lists & ~(1u << stage)) | list << stage;
+    }
+    close_copies();
+  };
+  for (int tile = 0; tile < kAhead; ++tile) copy(tile);
+  int tile = 0;
+  for (int token = worker.token_begin; token < worker.token_end; ++token) {
+    const TokenWork work = worker.work(token);
+    const int begin = tile, end = tile + work.tile_end - work.tile_begin;
+    for (; tile < end; ++tile) {
+      const int stage = tile % kStages;
+      wait_for_copies<kAhead - 1>();
+      rows.convert(tiles[stage], lists >> stage & 1);
+      arrive_as_warp(full[stage]);
+      if (tile == begin) begin_token(token, tile);
+      copy(tile + kAhead);
+    }
+  }
+}
 
 }  // namespace mla::cuda::sm90

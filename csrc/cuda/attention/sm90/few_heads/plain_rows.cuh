@@ -15,12 +15,10 @@ template <Rows kRows, int kHeads>
 struct PlainRows {
   static constexpr int kBlocks = blocks_of(kRows);
   static constexpr Number kNumber = number_of(kRows);
-  static constexpr int kStages = 2;   // tiles
+  static constexpr int kStages = kRows == Rows::any_512 && kHeads <= 16 ? 3 : 2;  // tiles
   static constexpr int kQueries = 1;  // tokens whose queries there is room for
   static constexpr int kSums = kHeads / 2;
-  // rows of a producer warp that are on their way, as there are registers
-  static constexpr int kRowsAhead = kHeads > 16 || kRows == Rows::fp8_tensor_576 ? 4 : 8;
-  static constexpr int kTileArrivals = RowCopier::kArrivals;
+  static constexpr int kTileArrivals = is_converted(kRows) ? RowConverter<kRows>::kArrivals : RowCopier::kArrivals;
 
   struct Memory {
     alignas(1024) uint8_t tiles[kStages][tile_bytes_of(kRows)];
@@ -112,32 +110,17 @@ struct PlainRows {
     const Worker worker(p, blockIdx.y, kTileTokens);
     const int at = warp * RowCopier::kRows + lane % RowCopier::kRows;
     const EarlySlot early(worker, 0, at);
-    TileCursor cursor(worker);
-    TileRequest next(cursor, at, 1, early);
     int tokens = 1;
-    const auto produce_queries_of = [&](int token) {
+    const auto begin_token = [&](int token, int tile) {
+      if (tile == 0) return;
       produce_queries(p, s, 0, token, head_begin, warp, lane, [&] { wait(s.q_empty[0], tokens % 2 ^ 1); });
       ++tokens;
     };
-    const auto arrive = [&](int stage) {
-      arrive_when_copied(s.full[stage]);
-      arrive_as_warp(s.full[stage]);
-    };
     if constexpr (is_converted(kRows)) {
-      RowConverter<kRows, kRowsAhead> converter;
-      RowSource source = RowSource::of<kRows>(next, p, lane);
-      converter.start(source, lane);
-      for (int tile = 0; next.token != TileRequest::kEnd; ++tile) {
-        const int token = next.token, stage = tile % kStages;
-        next = TileRequest(cursor, at);
-        const RowSource following = RowSource::of<kRows>(next, p, lane);
-        wait(s.empty[stage], tile / kStages % 2 ^ 1);
-        converter.make_tile(s.rows.tiles[stage], s.rows.valid[stage], source, following, warp, lane);
-        source = following;
-        arrive(stage);
-        if (token != TileRequest::kSameToken && tile > 0) produce_queries_of(token);
-      }
+      produce_converted<kRows>(worker, s.rows.tiles, s.rows.valid, s.full, s.empty, warp, lane, early, begin_token);
     } else {
+      TileCursor cursor(worker);
+      TileRequest next(cursor, at, 1, early);
       for (int tile = 0; next.token != TileRequest::kEnd; ++tile) {
         const uint32_t row = next.row(p);
         const uint8_t* cache = p.lists[next.list].cache.data;
@@ -145,8 +128,9 @@ struct PlainRows {
         next = TileRequest(cursor, at);
         wait(s.empty[stage], tile / kStages % 2 ^ 1);
         RowCopier::copy<kBlocks>(s.rows.tiles[stage], s.rows.valid[stage], cache, row, warp, lane);
-        arrive(stage);
-        if (token != TileRequest::kSameToken && tile > 0) produce_queries_of(token);
+        arrive_when_copied(s.full[stage]);
+        arrive_as_warp(s.full[stage]);
+        if (token != TileRequest::kSameToken) begin_token(token, tile);
       }
     }
   }

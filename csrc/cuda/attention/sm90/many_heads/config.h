@@ -16,20 +16,12 @@ constexpr int kProducerWarps = 8;
 constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, a producer warp's
 
-// 128 registers a thread to begin with, handed round: the first consumers also hold scores, the second addresses. With
-// rows that are converted it is the producers who hold more.
-constexpr uint32_t kRegisters = 128;
-template <Rows kRows>
-constexpr uint32_t kScoringRegisters = is_converted(kRows) ? 200 : 208;
-template <Rows kRows>
-constexpr uint32_t kAddingRegisters = is_converted(kRows) ? 168 : 176;
-template <Rows kRows>
-constexpr uint32_t kProducerRegisters = is_converted(kRows) ? 72 : 64;
-template <Rows kRows>
-constexpr bool kRegistersFit =
-    kScoringRegisters<kRows> + kAddingRegisters<kRows> + 2 * kProducerRegisters<kRows> <= 4 * kRegisters;
-static_assert(kRegistersFit<Rows::bf16> && kRegistersFit<Rows::any_512>);
-constexpr int kRowsAhead = 4;  // of a producer warp: there are no registers for more bytes
+// 128 registers a thread to begin with, handed round: the first consumers also hold scores, the second addresses.
+constexpr int kRegisters = 128;
+constexpr int kScoringRegisters = 208;
+constexpr int kAddingRegisters = 176;
+constexpr int kProducerRegisters = 64;
+static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
 
 // What a column of scores (a token) needs with fp8_ds_mla rows. Rows in shared memory are divided by the usual power of
 // two, and by another one where f16 would not hold them then.

@@ -586,23 +586,8 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
       }
     }
   } else if constexpr (is_converted(kRows)) {
-    const int at = warp * kWarpRows + lane % kWarpRows;
-    TileCursor cursor(worker);
-    TileRequest next(cursor, at);
-    RowConverter<kRows, kRowsAhead> converter;
-    RowSource source = RowSource::of<kRows>(next, p, lane);
-    converter.start(source, lane);
-    for (; next.token != TileRequest::kEnd; ++tile) {
-      const int token = next.token, stage = tile % kStages;
-      next = TileRequest(cursor, at);
-      if (token != TileRequest::kSameToken) queries(token);
-      const RowSource following = RowSource::of<kRows>(next, p, lane);
-      wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      converter.make_tile(s.tiles[stage], s.plain[stage], source, following, warp, lane);
-      source = following;
-      arrive_when_copied(s.full[stage]);
-      arrive_as_warp(s.full[stage]);
-    }
+    produce_converted<kRows>(worker, s.tiles, s.plain, s.full, s.empty, warp, lane, {},
+                             [&](int token, int) { queries(token); });
   } else {
     TileCursor cursor(worker);
     TileRequest next(cursor, warp * kWarpRows + lane % kWarpRows);
@@ -629,10 +614,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   auto& s = *reinterpret_cast<Shared<kRows>*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      if constexpr (is_scaled(kRows))
-        s.full[i].init(kProducerWarps * kWarpArrivals);
-      else
-        s.full[i].init(RowCopier::kArrivals);
+      const bool copied = !is_scaled(kRows) && !is_converted(kRows);
+      s.full[i].init(copied ? RowCopier::kArrivals : kProducerWarps * kWarpArrivals);
       for (int j = 0; j < kProducerWarps; ++j) s.raw_full[i][j].init(32 + kWarpArrivals);  // of one warp, and it
       s.empty[i].init(kConsumerWarps * kWarpArrivals);
     }
@@ -650,15 +633,15 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     return Worker(p, blockIdx.y, kTileTokens);
   };
   if (warp < 4) {
-    cutlass::arch::warpgroup_reg_alloc<kScoringRegisters<kRows>>();
+    cutlass::arch::warpgroup_reg_alloc<kScoringRegisters>();
     Scorer<kRows, kMaxLogits> scorer{{p, s, head_begin, 0, warp, lane}};
     scorer.run(begin());
   } else if (warp < kConsumerWarps) {
-    cutlass::arch::warpgroup_reg_alloc<kAddingRegisters<kRows>>();
+    cutlass::arch::warpgroup_reg_alloc<kAddingRegisters>();
     Adder<kRows> adder{{p, s, head_begin, 1, warp - 4, lane}};
     adder.run(begin());
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kRows>>();
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     produce<kRows>(p, s, begin(), head_begin, warp - kConsumerWarps, lane);
   }
 }
