@@ -161,7 +161,9 @@ __device__ __forceinline__ void produce_converted(const Worker& worker, uint8_t 
                                                   uint8_t (&valid)[kStages][kTileTokens], Barrier (&full)[kStages],
                                                   Barrier (&empty)[kStages], int warp, int lane, const EarlySlot& early,
                                                   BeginToken begin_token) {
-  constexpr int kAhead = kStages - 1;  // tiles on their way
+  // With three stages a tile's copies begin before the tile before it is converted. With two they would wait for room
+  // then, and that tile with them.
+  constexpr bool kEarly = kStages > 2;
   RowConverter<kRows> rows(worker, warp, lane, early);
   uint32_t lists = 0;  // which one each stage's tile is of
   const auto copy = [&](int tile) {
@@ -173,18 +175,19 @@ __device__ __forceinline__ void produce_converted(const Worker& worker, uint8_t 
     }
     close_copies();
   };
-  for (int tile = 0; tile < kAhead; ++tile) copy(tile);
+  copy(0);
   int tile = 0;
   for (int token = worker.token_begin; token < worker.token_end; ++token) {
     const TokenWork work = worker.work(token);
     const int begin = tile, end = tile + work.tile_end - work.tile_begin;
     for (; tile < end; ++tile) {
       const int stage = tile % kStages;
-      wait_for_copies<kAhead - 1>();
+      if (kEarly) copy(tile + 1);
+      wait_for_copies<kEarly>();
       rows.convert(tiles[stage], lists >> stage & 1);
       arrive_as_warp(full[stage]);
+      if (!kEarly) copy(tile + 1);
       if (tile == begin) begin_token(token, tile);
-      copy(tile + kAhead);
     }
   }
 }
