@@ -74,21 +74,36 @@ struct RowConverter {
 #pragma unroll
     for (int first = 0; first < kWarpRows; first += kRowsAtOnce) {
       uint4 bytes[kRowsAtOnce];
-      uint32_t scale[kRowsAtOnce];
+      uint32_t scale[kRowsAtOnce], largest = 0, largest_scale = 0;
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         bytes[i] = load_piece(part + offset_of_row(first + i) + lane * kPieceBytes);
         scale[i] = kOfTensor ? 127 : load_byte(part + offset_of_scales(first + i) + group);
+        largest_scale = max(largest_scale, scale[i]);
       }
       __syncwarp();
+      const auto store = [&](int row, const uint4(&numbers)[2]) {
+        store_piece_if(has_latent, (to ^ row * kPieceBytes) + row * kRowBytes, numbers[0]);
+        store_piece_if(has_latent, (to ^ (row ^ 1) * kPieceBytes) + row * kRowBytes, numbers[1]);
+      };
+      // as if there were no NaN and no large scale: with a branch for each row, rows would wait for one another
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
-        const int row = first + i;
         uint4 numbers[2];
-        multiply(numbers, bytes[i], scale[i]);
-        if (!has_latent) continue;
-        store_piece((to ^ row * kPieceBytes) + row * kRowBytes, numbers[0]);
-        store_piece((to ^ (row ^ 1) * kPieceBytes) + row * kRowBytes, numbers[1]);
+        largest = e4m3_to_bf16_but_nan(bytes[i], power_of_two(scale[i] + 120), numbers, largest);
+        store(first + i, numbers);
+      }
+      if (!__any_sync(~0u, has_nan(largest) || largest_scale > kLargestScale)) continue;
+#pragma unroll 1
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        uint4 own = bytes[0];
+        uint32_t by = scale[0];
+#pragma unroll
+        for (int k = 1; k < kRowsAtOnce; ++k)
+          if (i == k) own = bytes[k], by = scale[k];
+        uint4 numbers[2];
+        multiply(numbers, own, by);
+        store(first + i, numbers);
       }
     }
     if constexpr (kOfTensor) {
@@ -137,15 +152,35 @@ struct RowConverter {
     }
   }
 
-  // Sixteen e4m3 numbers times 2^(scale - 127), or NaN if the scale is 255.
+  static constexpr uint32_t kLargestScale = 134;  // for one multiplication
+
+  // Sixteen e4m3 numbers times 2^(scale - 127), whatever they are; NaN if the scale is 255.
   static __device__ void multiply(uint4 (&numbers)[2], const uint4& bytes, uint32_t scale) {
-    constexpr uint32_t kLargest = 134;  // for one multiplication
-    e4m3_to_bf16(bytes, power_of_two(min(scale, kLargest) + 120), numbers);
-    if (!__any_sync(~0u, scale > kLargest)) return;
-    const uint32_t rest = scale == 255 ? 0x7fff7fffu : power_of_two(max(scale, kLargest) - kLargest + 127);
-    numbers[0] = times<Number::bf16>(numbers[0], rest), numbers[1] = times<Number::bf16>(numbers[1], rest);
+    const uint32_t rest = scale == 255 ? 0x7fff7fffu : power_of_two(max(scale, kLargestScale) - kLargestScale + 127);
+    const uint32_t power = scale == 0 ? 0x00400040u : power_of_two(min(scale, kLargestScale));
+    const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+    uint32_t pairs[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      e4m3_to_bf16(words[i], pairs[i]);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) pairs[i][k] = times<Number::bf16>(times<Number::bf16>(pairs[i][k], power), rest);
+    }
+    numbers[0] = {pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]};
+    numbers[1] = {pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]};
   }
   static __device__ uint32_t power_of_two(uint32_t exponent) { return (exponent << 7) * 0x10001u; }
+
+  static __device__ void store_piece_if(bool condition, uint32_t shared_address, uint4 piece) {
+    asm volatile(
+        "{\n"
+        ".reg .pred condition;\n"
+        "setp.ne.u32 condition, %5, 0;\n"
+        "@condition st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n"
+        "}" ::"r"(shared_address),
+        "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"(static_cast<uint32_t>(condition))
+        : "memory");
+  }
 
   static __device__ uint32_t load_byte(uint32_t shared_address) {
     uint32_t byte;
@@ -161,9 +196,7 @@ __device__ __forceinline__ void produce_converted(const Worker& worker, uint8_t 
                                                   uint8_t (&valid)[kStages][kTileTokens], Barrier (&full)[kStages],
                                                   Barrier (&empty)[kStages], int warp, int lane, const EarlySlot& early,
                                                   BeginToken begin_token) {
-  // With three stages a tile's copies begin before the tile before it is converted. With two they would wait for room
-  // then, and that tile with them.
-  constexpr bool kEarly = kStages > 2;
+  constexpr int kAhead = kStages - 1;  // tiles on their way
   RowConverter<kRows> rows(worker, warp, lane, early);
   uint32_t lists = 0;  // which one each stage's tile is of
   const auto copy = [&](int tile) {
@@ -175,19 +208,18 @@ __device__ __forceinline__ void produce_converted(const Worker& worker, uint8_t 
     }
     close_copies();
   };
-  copy(0);
+  for (int tile = 0; tile < kAhead; ++tile) copy(tile);
   int tile = 0;
   for (int token = worker.token_begin; token < worker.token_end; ++token) {
     const TokenWork work = worker.work(token);
     const int begin = tile, end = tile + work.tile_end - work.tile_begin;
     for (; tile < end; ++tile) {
       const int stage = tile % kStages;
-      if (kEarly) copy(tile + 1);
-      wait_for_copies<kEarly>();
+      wait_for_copies<kAhead - 1>();
       rows.convert(tiles[stage], lists >> stage & 1);
       arrive_as_warp(full[stage]);
-      if (!kEarly) copy(tile + 1);
       if (tile == begin) begin_token(token, tile);
+      copy(tile + kAhead);
     }
   }
 }
