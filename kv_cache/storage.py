@@ -12,11 +12,8 @@ from kv_cache.arguments import require_count
 
 @runtime_checkable
 class RowFormat(Protocol):
-    """What a format says of the bytes that it keeps of a token, as those in `mla_backend.FORMATS` and
-    `mla_backend.KEY_FORMATS` do."""
-
-    @property
-    def token_bytes(self) -> int: ...
+    """What a format says of the bytes that it keeps, as those in `mla_backend.FORMATS` and `mla_backend.KEY_FORMATS`
+    do."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -25,6 +22,9 @@ class RowFormat(Protocol):
     @property
     def width(self) -> int:
         """Last dimension of a cache tensor."""
+
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes from one block of so many tokens to the next. Some formats pad their blocks."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,9 @@ class Layout:
         return [self.latent] if self.keys is None else [self.latent, self.keys]
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of a token in all layers."""
-        return self.layers * sum(f.token_bytes for f in self.formats)
-
-    @property
     def block_bytes(self) -> int:
-        """Bytes of a block in all layers."""
-        return self.block_size * self.token_bytes
+        """Bytes of a block in all layers, padding included."""
+        return self.layers * sum(f.page_bytes(self.block_size) for f in self.formats)
 
     def blocks_in(self, capacity: int) -> int:
         """How many blocks fit into so many bytes."""
@@ -78,17 +73,18 @@ class Storage:
     A layer's blocks lie together, as the kernels that read one layer at a time want it.
 
     Attributes:
-        latent: `[layers, blocks, block_size, width]`; `latent[i]` is what `sparse_attention` takes as a cache.
+        latent: `[layers, blocks, block_size, width]`; `latent[i]` is what `sparse_attention` takes as a cache. Blocks
+            may be padded: see `RowFormat.page_bytes`.
         keys: the same for the indexer's keys, or None. `keys[i]` is what `index_scores` takes.
     """
 
     def __init__(self, layout: Layout, blocks: int, device: torch.device | str = "cpu"):
         require_count("blocks", blocks, at_least=1)
         self.layout, self.blocks, self.device = layout, blocks, torch.device(device)
-        self.parts = [torch.zeros(self._words(f), dtype=_word(layout, f), device=device) for f in layout.formats]
+        self.parts = [self._blocks_of_words(f) for f in layout.formats]
         """Every cache as words, `[layers, blocks, words]`: for whoever copies blocks without reading them."""
         typed = [
-            part.view(f.dtype).view(layout.layers, blocks, layout.block_size, f.width)
+            part.view(f.dtype)[..., : layout.block_size * f.width].unflatten(-1, (layout.block_size, f.width))
             for part, f in zip(self.parts, layout.formats, strict=True)
         ]
         self.latent: Tensor = typed[0]
@@ -109,11 +105,9 @@ class Storage:
         ids = torch.tensor(blocks, dtype=torch.int64)
         return ids.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else ids
 
-    def _words(self, fmt: RowFormat) -> tuple[int, int, int]:
-        block_bytes = self.layout.block_size * fmt.token_bytes
-        return self.layout.layers, self.blocks, block_bytes // _word(self.layout, fmt).itemsize
-
-
-def _word(layout: Layout, fmt: RowFormat) -> torch.dtype:
-    """The largest integer dtype whose size divides a block's: a GPU copies 8 bytes as fast as one."""
-    return torch.int64 if layout.block_size * fmt.token_bytes % 8 == 0 else torch.int32
+    def _blocks_of_words(self, fmt: RowFormat) -> Tensor:
+        """Zeros, of the largest integer dtype whose size divides a block's: a GPU copies 8 bytes as fast as one."""
+        block_bytes = fmt.page_bytes(self.layout.block_size)
+        word = torch.int64 if block_bytes % 8 == 0 else torch.int32
+        shape = self.layout.layers, self.blocks, block_bytes // word.itemsize
+        return torch.zeros(shape, dtype=word, device=self.device)

@@ -1,7 +1,8 @@
 """A drop-in for the `flash_mla` package: `import mla_backend.flash_mla as flash_mla`.
 
 The package's functions, with their arguments and conventions, over this package's kernels. So they also run on a CPU,
-for any number of heads, and with a bf16 cache where the package insists on FP8. `out` and `base2_lse` are additions.
+for any number of heads, and with any cache of `mla_backend.FORMATS` where the package insists on FP8. `out` and
+`base2_lse` are additions.
 
 How it differs from `mla_backend.sparse_attention`: requests and their tokens have a dimension each, the lse of a row
 with nothing to attend to is +inf, and lse is [b, h, s_q].
@@ -18,9 +19,9 @@ from torch import Tensor
 from mla_backend import attention
 from mla_backend.arguments import named, require_count, require_optional_tensors, require_tensors
 from mla_backend.cache import convert_indices
-from mla_backend.formats import FORMATS, format_of
+from mla_backend.formats import CacheFormat, format_of
 
-HEAD_DIM, HEAD_DIM_V = FORMATS["bf16"].head_dim, FORMATS["bf16"].value_dim
+HEAD_DIM_V = attention.VALUE_DIM
 DECODE_NAMES = {
     "cache": "k_cache",
     "sink": "attn_sink",
@@ -170,19 +171,21 @@ def flash_mla_with_kvcache(
     """Attention of s_q query tokens a request over a paged cache: sparse with `indices`, else over whole sequences.
 
     Args:
-        q: bf16 `[b, s_q, h_q, 576]`.
-        k_cache: `[blocks, block_size, 1, 576]` bf16 or `[blocks, block_size, 1, 656]` bytes.
+        q: bf16 `[b, s_q, h_q, head_dim]`, of the cache's head_dim.
+        k_cache: `[blocks, block_size, 1, width]`. The package's own are 656 bytes wide (head_dim 576) or 584 bytes
+            (head_dim 512, blocks padded to a multiple of 576 bytes); bf16 ones are 576 or 512 wide.
         block_table, cache_seqlens: int32 `[b, max_blocks]` and `[b]`, for attention over whole sequences.
         head_dim_v: 512.
         tile_scheduler_metadata, num_splits: what `get_mla_metadata` returned.
-        softmax_scale: 576 ** -0.5 if left out.
+        softmax_scale: head_dim ** -0.5 if left out.
         causal: a request's last query token sees its whole sequence, the one before it one less, and so on. Not
             with `indices`, which say themselves what is seen.
         is_fp8_kvcache: must agree with k_cache.
-        indices, extra_indices_in_kvcache: int32 `[b, s_q, topk]`, slots of k_cache and extra_k_cache.
+        indices, extra_indices_in_kvcache: int32 `[b, s_q, topk]`, slots of k_cache and extra_k_cache. The latter may
+            have another block size.
         attn_sink: fp32 `[h_q]`.
         topk_length, extra_topk_length: int32 `[b]`.
-        out: where to write, bf16 `[b, s_q, h_q, 512]`.
+        out: where to write, of q's dtype `[b, s_q, h_q, 512]`.
         enable_batch_invariant: give a token the same bits whatever else is in the batch. Also on if what
             `get_mla_metadata` returned was made for it (and is no copy).
         base2_lse: return lse to base 2, as early versions of the package did.
@@ -199,8 +202,7 @@ def flash_mla_with_kvcache(
     }
     require_tensors(q=q, k_cache=k_cache)
     require_optional_tensors(indices=indices, out=out, **sparse_only)
-    _require_queries(q, out)
-    _require_paged("k_cache", k_cache, is_fp8_kvcache)
+    _require_queries(q, out, _require_paged("k_cache", k_cache, is_fp8_kvcache))
     if extra_k_cache is not None:
         _require_paged("extra_k_cache", extra_k_cache, is_fp8_kvcache)
     _require_value_dim(head_dim_v, "head_dim_v")
@@ -262,8 +264,8 @@ def flash_mla_sparse_fwd(
     """Sparse attention for prefill, over rows that are not paged.
 
     Args:
-        q: bf16 `[s_q, h_q, 576]`.
-        kv: bf16 `[s_kv, 1, 576]` (or fp8_ds_mla rows, `[s_kv, 1, 656]` bytes).
+        q: bf16 `[s_q, h_q, head_dim]`.
+        kv: bf16 `[s_kv, 1, head_dim]`, 576 or 512 wide (or quantised rows, as for `flash_mla_with_kvcache`).
         indices: int32 `[s_q, 1, topk]`, rows of kv; -1 or s_kv and more for none.
         sm_scale, attn_sink: as in `flash_mla_with_kvcache`. topk_length: int32 `[s_q]`.
         indexer_topk: also return the lse over the first so many entries of each list.
@@ -280,7 +282,7 @@ def flash_mla_sparse_fwd(
     _require_value_dim(d_v, "d_v")
     require_count("indexer_topk", indexer_topk)
     if kv.dim() != 3 or kv.shape[1] != 1:
-        raise ValueError(f"kv must be bfloat16 [s_kv, 1, 576]; got {list(kv.shape)}")
+        raise ValueError(f"kv must be bfloat16 [s_kv, 1, 576 or 512]; got {list(kv.shape)}")
     if indices.dim() != 3 or indices.shape[1] != 1:
         raise ValueError(f"indices must be int32 [s_q, 1, topk]; got {list(indices.shape)}")
     slots = indices.squeeze(1)
@@ -324,20 +326,28 @@ def _require_value_dim(value: int, name: str) -> None:
         raise ValueError(f"{name} must be {HEAD_DIM_V}; got {value}")
 
 
-def _require_paged(name: str, cache: Tensor, is_fp8: bool) -> None:
+def _require_paged(name: str, cache: Tensor, is_fp8: bool) -> CacheFormat:
+    """The format of a cache of the package's shape."""
     if cache.dim() != 4:
-        raise ValueError(f"{name} must be [blocks, block_size, 1, 576 or 656]; got {list(cache.shape)}")
+        raise ValueError(f"{name} must be [blocks, block_size, 1, width]; got {list(cache.shape)}")
     _require_one_kv_head(f"{name}.shape[2]", cache.shape[2])
-    if format_of(cache).quantised != is_fp8:
-        raise ValueError(f"is_fp8_kvcache must agree with {name}; got {is_fp8} for {format_of(cache).name}")
+    with named(cache=name):
+        rows = format_of(cache)
+    if rows.quantised != is_fp8:
+        raise ValueError(f"is_fp8_kvcache must agree with {name}; got {is_fp8} for {rows.name}")
+    return rows
 
 
-def _require_queries(q: Tensor, out: Tensor | None) -> None:
-    if q.dtype != torch.bfloat16 or q.dim() != 4 or q.shape[-1] != HEAD_DIM:
-        raise ValueError(f"q must be bfloat16 [b, s_q, h_q, 576]; got {q.dtype} {list(q.shape)}")
+def _require_queries(q: Tensor, out: Tensor | None, rows: CacheFormat) -> None:
+    number = str(rows.number).removeprefix("torch.")
+    if q.dtype != rows.number or q.dim() != 4 or q.shape[-1] != rows.head_dim:
+        raise ValueError(
+            f"q must be {number} [b, s_q, h_q, {rows.head_dim}] with {rows.name} rows in k_cache; "
+            f"got {q.dtype} {list(q.shape)}"
+        )
     if out is not None and out.shape != (*q.shape[:3], HEAD_DIM_V):
         b, s_q, h_q, _ = q.shape
-        raise ValueError(f"out must be bfloat16 [b={b}, s_q={s_q}, h_q={h_q}, 512]; got {list(out.shape)}")
+        raise ValueError(f"out must be {number} [b={b}, s_q={s_q}, h_q={h_q}, 512]; got {list(out.shape)}")
 
 
 def _per_query(indices: Tensor | None, name: str, b: int, s_q: int) -> Tensor | None:

@@ -37,6 +37,10 @@ class KeyFormat:
         """Last dimension of a cache tensor."""
         return self.token_bytes // self.dtype.itemsize
 
+    def page_bytes(self, block_size: int) -> int:
+        """Bytes from one block of so many tokens to the next."""
+        return block_size * self.token_bytes
+
 
 KEY_FORMATS = {
     "bf16": KeyFormat("bf16", quantised=False, token_bytes=2 * VALUES),

@@ -61,11 +61,11 @@ class SparseMLABackend(AttentionBackend):
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         quantised = CACHE_DTYPES.get(cache_dtype_str) == "fp8_ds_mla"
-        return num_blocks, block_size, mla_backend.FORMATS["fp8_ds_mla" if quantised else "bf16"].width
+        return num_blocks, block_size, mla_backend.FORMATS["fp8_ds_mla"].width if quantised else head_size
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [LATENT + ROPE]
+        return [LATENT + ROPE, LATENT]
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -118,7 +118,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
         self.buffers = StepBuffers(
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             captured_tokens=versions.captured_tokens(vllm_config),
-            topk=model_config.hf_text_config.index_topk,
+            topk=longest_list(vllm_config, layer_names),
             heads=heads,
             device=device,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
@@ -141,6 +141,13 @@ class SparseMLAMetadataBuilder(BuilderBase):
         self.first_batch = self.first_batch or batch
         metadata.step = Step(self.buffers, batch, tokens, self.leaders if batch.is_where(self.first_batch) else None)
         return metadata
+
+
+def longest_list(vllm_config: VllmConfig, layer_names: list[str]) -> int:
+    """Slots that the model's indexer picks for a token, at most. That may be more than `index_topk`: GLM-5.3-Flash adds
+    the tokens that no pool of its indexer holds yet."""
+    layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+    return layer.impl.topk_indices_buffer.shape[1]
 
 
 def leading_layers(names: Collection[str], layers: int) -> frozenset[str]:
@@ -177,8 +184,10 @@ class SparseMLALayer(LayerBase):
         super().__init__(*args, indexer=indexer, **kwargs)
         self.selects = indexer is not None
         self.sinks = None if sinks is None else sinks.float()
-        # dense attention for short prefills needs one of vLLM's GPU kernels
-        self.supports_dense_mha_prefill = not _on_cpu()
+        # Dense attention for short prefills needs one of vLLM's GPU kernels. It gathers rows into rows of the model's
+        # width, which those of fp8_ds_mla have only in models with rope.
+        wider_rows = self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT
+        self.supports_dense_mha_prefill = not _on_cpu() and not wider_rows
 
     def do_kv_cache_update(
         self,
@@ -190,11 +199,14 @@ class SparseMLALayer(LayerBase):
         k_scale: Tensor,
         **kwargs: Any,
     ) -> None:
-        """Writes tokens, kv_c_normed `[N or more, 512]` and k_pe `[N or more, 1, 64]`, into slots `[N]`."""
+        """Writes tokens, kv_c_normed `[N or more, 512]` and k_pe `[N or more, 1, 64]` (or 0), into slots `[N]`."""
         if kv_cache.numel() == 0:
             return
         slots = slot_mapping.flatten()
-        mla_backend.cache_write(kv_c_normed[: len(slots)], k_pe[: len(slots)], kv_cache, slots)
+        latent, rope = kv_c_normed[: len(slots)], k_pe[: len(slots)]
+        if k_pe.shape[-1] == 0:
+            rope = None if kv_cache.shape[-1] == LATENT else latent.new_zeros(len(slots), ROPE)
+        mla_backend.cache_write(latent, rope, kv_cache, slots)
 
     def forward_mqa(
         self,
@@ -206,7 +218,8 @@ class SparseMLALayer(LayerBase):
         """Attends to the slots that the indexer picked.
 
         Args:
-            q: `[T, H, 576]` or `([T, H, 512], [T, H, 64])`.
+            q: `[T, H, 576]` or `([T, H, 512], [T, H, 64])`; of models without rope `[T, H, 512]` or
+                `([T, H, 512], [T, H, 0])`.
 
         Returns:
             `[T, H, 512]`, and with decode context parallelism the lse, fp32 `[T, H]`.
@@ -218,7 +231,7 @@ class SparseMLALayer(LayerBase):
             step.slots = self._slots(tokens, kv_c_and_k_pe_cache.shape[1], attn_metadata)
         out, lse = buffers.room_for_results(tokens, heads)
         mla_backend.sparse_attention(
-            _bf16(q),
+            _queries(q, kv_c_and_k_pe_cache, buffers.no_rope),
             kv_c_and_k_pe_cache,
             step.slots,
             scale=self.scale,
@@ -263,5 +276,12 @@ def local_positions(positions: Tensor, ranks: int, rank: int, interleave: int) -
     return torch.where(mine, chunk // ranks * interleave + positions % interleave, -1)
 
 
-def _bf16(q: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-    return tuple(part.bfloat16() for part in q) if isinstance(q, tuple) else q.bfloat16()
+def _queries(q: Tensor | tuple[Tensor, Tensor], cache: Tensor, no_rope: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """Queries as the op takes them: bf16, and with rope where the cache's rows have it. Those of fp8_ds_mla always do;
+    in models without rope it is zero."""
+    if isinstance(q, tuple) and q[1].shape[-1]:
+        return tuple(part.bfloat16() for part in q)
+    q = (q[0] if isinstance(q, tuple) else q).bfloat16()
+    if q.shape[-1] == LATENT and cache.shape[-1] != LATENT:
+        return q, no_rope.expand(*q.shape[:2], ROPE)
+    return q

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_backend.vllm_plugin import versions
-from mla_backend.vllm_plugin.models import has_sparse_mla, is_draft, why_not
+from mla_backend.vllm_plugin.models import has_sparse_mla, has_v4_attention, is_draft, why_not
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -18,7 +18,9 @@ CACHE_DTYPES = {
     "fp8_e4m3": "fp8_ds_mla",
     "fp8_ds_mla": "fp8_ds_mla",
 }
-"""What --kv-cache-dtype may be, and which format that is."""
+"""What --kv-cache-dtype may be, and which format that is. vLLM also calls DeepSeek-V4's rows fp8_ds_mla."""
+VLLM_WORKER = "vllm.v1.worker.gpu_worker.Worker"
+V4_WORKER = "mla_backend.vllm_plugin.gpu_worker.SparseMLAV4Worker"
 
 
 def settle(vllm_config: "VllmConfig") -> None:
@@ -32,7 +34,7 @@ def settle(vllm_config: "VllmConfig") -> None:
     if vllm_config.model_config is None or not versions.is_ours(vllm_config.attention_config.backend):
         return
     speculative = vllm_config.speculative_config
-    if is_draft(vllm_config) and not has_sparse_mla(vllm_config.model_config):
+    if is_draft(vllm_config) and not _is_served(vllm_config.model_config):
         # The backend is the main model's. The object that names it may be shared with that model, so it is replaced.
         vllm_config.attention_config = dataclasses.replace(vllm_config.attention_config, backend=None)
         return
@@ -42,7 +44,7 @@ def settle(vllm_config: "VllmConfig") -> None:
     for reason in (
         _library(current_platform),
         _device(current_platform),
-        why_not(vllm_config.model_config),
+        _model(vllm_config.model_config, current_platform.is_cpu()),
         _dtype(vllm_config.model_config, current_platform.is_cpu()),
         _cache_dtype(vllm_config),
         _features(vllm_config, current_platform.is_cpu()),
@@ -53,9 +55,25 @@ def settle(vllm_config: "VllmConfig") -> None:
     cache_config.cache_dtype = CACHE_DTYPES[cache_config.cache_dtype]
     if cache_config.cache_dtype == "auto" and vllm_config.model_config.dtype != torch.bfloat16:
         cache_config.cache_dtype = "bfloat16"  # "auto" would be the model's dtype
+    if has_v4_attention(vllm_config.model_config) and vllm_config.parallel_config.worker_cls == VLLM_WORKER:
+        vllm_config.parallel_config.worker_cls = V4_WORKER
     if speculative is not None and speculative.method == "mtp" and speculative.attention_backend is None:
         # the draft's layers are of the same kind, but vLLM would pick another backend for them
         speculative.attention_backend = vllm_config.attention_config.backend
+
+
+def _is_served(model_config: "ModelConfig") -> bool:
+    return has_v4_attention(model_config) or has_sparse_mla(model_config)
+
+
+def _model(model_config: "ModelConfig", on_cpu: bool) -> str | None:
+    if not has_v4_attention(model_config):
+        return why_not(model_config)
+    if on_cpu:
+        return "vLLM itself serves DeepSeek-V4 on a CPU. Leave out --attention-backend."
+    if not versions.has_v4_layers():
+        return "needs vllm 0.32 or 0.33 for DeepSeek-V4. Install one of those."
+    return None
 
 
 def _library(platform: Any) -> str | None:
@@ -122,9 +140,10 @@ def _dtype(model_config: "ModelConfig", on_cpu: bool) -> str | None:
 
 def _cache_dtype(vllm_config: "VllmConfig") -> str | None:
     given = vllm_config.cache_config.cache_dtype
-    if given in CACHE_DTYPES:
+    accepted = [name for name in CACHE_DTYPES if name != "bfloat16" or not has_v4_attention(vllm_config.model_config)]
+    if given in accepted:
         return None
-    return f"--kv-cache-dtype must be one of {', '.join(CACHE_DTYPES)}; got {given}."
+    return f"--kv-cache-dtype must be one of {', '.join(accepted)}; got {given}."
 
 
 def _features(vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
@@ -144,7 +163,7 @@ def _features(vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
         return "vLLM has no data parallelism for mixtures of experts on a CPU. Leave out --data-parallel-size."
     if speculative is not None and versions.is_ours(speculative.attention_backend):
         draft = speculative.draft_model_config
-        if draft is not None and not has_sparse_mla(draft):
+        if draft is not None and not _is_served(draft):
             kind = getattr(draft.hf_text_config, "model_type", "this one")
             return f"the draft model must have sparse attention for it, and {kind} has none. Name no backend for it."
     cache_config = vllm_config.cache_config

@@ -6,8 +6,10 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 LATENT, ROPE = 512, 64
-"""Dims of what is cached for a token."""
+"""Dims of what is cached for a token. Models without rope cache the former alone."""
 MOST_HEADS = 256
+V4 = {"DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel", "DSparkDraftModel"}
+"""Architectures whose layers are DeepSeek-V4's."""
 
 
 def is_draft(vllm_config: "VllmConfig") -> bool:
@@ -21,8 +23,13 @@ def is_draft(vllm_config: "VllmConfig") -> bool:
 
 
 def has_sparse_mla(model_config: "ModelConfig") -> bool:
-    """Whether a model's attention is what this backend computes: DeepSeek-V3.2's and GLM-5's."""
+    """Whether a model's attention is what this backend computes: that of DeepSeek-V3.2, GLM-5 and GLM-5.3-Flash."""
     return why_not(model_config) is None
+
+
+def has_v4_attention(model_config: "ModelConfig") -> bool:
+    """Whether a model's layers are DeepSeek-V4's, which have a window of tokens and compressed ones."""
+    return not V4.isdisjoint(model_config.architectures)
 
 
 def why_not(model_config: "ModelConfig") -> str | None:
@@ -36,10 +43,10 @@ def why_not(model_config: "ModelConfig") -> str | None:
             f"{kind} is none. {instead}"
         )
     sizes = tuple(getattr(text_config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    if sizes != (LATENT, ROPE) or getattr(text_config, "compress_ratios", None):
+    if sizes not in ((LATENT, ROPE), (LATENT, 0)) or getattr(text_config, "compress_ratios", None):
         return (
-            f"caches {LATENT} latent and {ROPE} rope values a token; {kind} has a kv_lora_rank and a qk_rope_head_dim "
-            f"of {sizes[0]} and {sizes[1]}, or compresses its cache. {instead}"
+            f"caches {LATENT} latent and {ROPE} or no rope values a token; {kind} has a kv_lora_rank and a "
+            f"qk_rope_head_dim of {sizes[0]} and {sizes[1]}, or compresses its cache. {instead}"
         )
     heads = model_config.model_arch_config.total_num_attention_heads
     if heads > MOST_HEADS:

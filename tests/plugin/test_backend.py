@@ -152,6 +152,30 @@ def test_a_batch_attends_to_what_the_indexer_picked(backend, name, captured_toke
     assert (out.data_ptr() == room.out.data_ptr()) == bool(captured_tokens)
 
 
+@pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_model_without_rope_attends_to_what_the_indexer_picked(backend, fmt, parts):
+    batch = BATCHES["mixed"]
+    cache = random_cache(fmt, BLOCKS, BLOCK_SIZE)
+    if fmt == "fp8_ds_mla":  # its rows have rope all the same
+        cache[..., mla_backend.FORMATS[fmt].rope_offset :] = 0
+    q = (torch.randn(batch.tokens, HEADS, 512) * 10).bfloat16()
+    given = q if parts == 1 else (q, q[..., :0])  # one with decode context parallelism
+    out, _ = layer_of(backend, batch.picked).forward_mqa(given, cache, metadata_of(batch, buffers()), None)
+    head_dim = mla_backend.format_of(cache).head_dim
+    wide = torch.nn.functional.pad(q, (0, head_dim - 512), value=3.0)  # rope of the cache is zero, so this adds nothing
+    want = reference.sparse_attention(wide, cache, batch.slots(), scale=SCALE)
+    assert_accurate((out,), (want[0],))
+
+
+def test_lists_are_as_long_as_the_models_buffer_for_them(backend):
+    """GLM-5.3-Flash picks up to 2176 slots, of which index_topk are 2048."""
+    impl = SimpleNamespace(topk_indices_buffer=torch.empty(7, 2176, dtype=torch.int32))
+    layers = {"first": SimpleNamespace(impl=impl)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    assert backend.longest_list(config, ["first", "second"]) == 2176
+
+
 def test_fewer_tokens_than_the_batch_has_get_a_plan_of_their_own(backend):
     batch = BATCHES["mixed"]
     cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(4, HEADS, 576).bfloat16()
@@ -321,6 +345,16 @@ def test_tokens_are_written_as_the_reference_writes_them(backend, fmt):
     layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, "auto", torch.ones(1))  # before there is a cache
 
 
+@pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla"])
+def test_tokens_without_rope_are_written(backend, fmt):
+    layer = object.__new__(backend.SparseMLALayer)
+    kv_c, slots = torch.randn(7, 512).bfloat16(), torch.tensor([3, -1, 40, 0, 17])
+    cache, want = (mla_backend.FORMATS[fmt].new_cache(4, BLOCK_SIZE) for _ in range(2))
+    layer.do_kv_cache_update(kv_c, kv_c[:, None, :0], cache, slots, "auto", torch.ones(1))
+    reference.cache_write(kv_c[:5], None if fmt == "bf16_512" else torch.zeros(5, 64).bfloat16(), want, slots)
+    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
+
+
 def test_what_the_classes_override_takes_what_vllm_passes(backend):
     """All arguments of the method that is overridden, in their order: of whichever version is installed."""
     for ours in (backend.SparseMLABackend, backend.SparseMLAMetadataBuilder, backend.SparseMLALayer):
@@ -341,9 +375,10 @@ def test_what_the_classes_override_takes_what_vllm_passes(backend):
 def test_the_backend_says_of_itself_what_vllm_asks(backend):
     ours = backend.SparseMLABackend
     assert ours.get_name() == "SPARSE_MLA" and ours.is_mla() and ours.is_sparse() and ours.supports_sink()
-    assert ours.supports_batch_invariance() and ours.get_supported_head_sizes() == [576]
+    assert ours.supports_batch_invariance() and ours.get_supported_head_sizes() == [576, 512]
     assert ours.get_kv_cache_shape(10, 64, 1, 576, "fp8_ds_mla") == (10, 64, 656)
     assert ours.get_kv_cache_shape(10, 64, 1, 576, "auto") == (10, 64, 576)
+    assert ours.get_kv_cache_shape(10, 64, 1, 512, "auto") == (10, 64, 512)
     for dtype in ("auto", "bfloat16", "fp8", "fp8_ds_mla"):
         assert ours.supports_kv_cache_dtype(dtype)
     assert not ours.supports_kv_cache_dtype("fp8_e5m2") and not ours.supports_dtype(torch.float16)

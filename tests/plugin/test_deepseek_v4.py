@@ -1,0 +1,239 @@
+"""DeepSeek-V4's layer against the reference, with the metadata that vLLM gives it but without a model around it."""
+
+import importlib
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import vllm_installed  # noqa: F401
+from mla_backend import reference
+from mla_backend.vllm_plugin import config as plugin_config
+from mla_backend.vllm_plugin import models, versions
+from problems import assert_accurate, random_cache
+
+HEADS, PADDED, WINDOW, TOPK = 5, 8, 12, 16
+WINDOW_BLOCK, BLOCK, BLOCKS, REQUESTS = 16, 256, 20, 4
+SCALE = 512**-0.5
+
+
+@pytest.fixture(scope="module")
+def v4():
+    versions.add_backend()
+    from mla_backend.vllm_plugin import deepseek_v4
+
+    return deepseek_v4
+
+
+class Batch:
+    """Tokens that decode, the last ones of which may be padding, then tokens of prefill."""
+
+    def __init__(self, decodes: int, prefills: int, padding: int = 0):
+        self.decodes, self.prefills, self.tokens = decodes, prefills, decodes + prefills
+        self.valid = torch.ones(self.tokens, dtype=torch.bool)
+        self.valid[decodes - padding : decodes] = False
+        self.requests = torch.randint(0, REQUESTS, (self.tokens,), dtype=torch.int32) * self.valid
+        self.window_slots = torch.randint(0, BLOCKS * WINDOW_BLOCK, (self.tokens, 1, WINDOW), dtype=torch.int32)
+        self.window_lengths = torch.randint(1, WINDOW + 1, (self.tokens,), dtype=torch.int32) * self.valid
+        self.block_table = torch.randperm(BLOCKS).int().view(REQUESTS, -1)
+
+    def window(self) -> SimpleNamespace:
+        return SimpleNamespace(
+            num_decode_tokens=self.decodes,
+            num_prefill_tokens=self.prefills,
+            num_decodes=min(self.decodes, 1),
+            num_prefills=1,
+            decode_swa_indices=self.window_slots[: self.decodes],
+            decode_swa_lens=self.window_lengths[: self.decodes],
+            prefill_swa_indices=self.window_slots[self.decodes :] if self.prefills else None,
+            prefill_swa_lens=self.window_lengths[self.decodes :] if self.prefills else None,
+            is_valid_token=self.valid,
+            token_to_req_indices=self.requests,
+            flashinfer_sparse_index_cache={},
+        )
+
+    def picked(self, states: int) -> Tensor:
+        """Compressed positions of each token's request, and -1 after some of them, int32 `[T, TOPK]`."""
+        positions = torch.randint(0, BLOCKS // REQUESTS * states, (self.tokens, TOPK), dtype=torch.int32)
+        counts = torch.randint(0, TOPK + 1, (self.tokens, 1))
+        return torch.where(torch.arange(TOPK) < counts, positions, -1)
+
+    def slots(self, positions: Tensor, states: int) -> Tensor:
+        blocks = self.block_table[self.requests.long()].gather(1, (positions.clamp(min=0) // states).long())
+        return torch.where((positions < 0) | ~self.valid[:, None], -1, blocks * states + positions % states).int()
+
+    def compressed(self, positions: Tensor, states: int) -> SimpleNamespace:
+        slots = self.slots(positions, states)
+        return SimpleNamespace(
+            block_table=self.block_table,
+            block_size=BLOCK,
+            c128a_global_decode_topk_indices=slots[: self.decodes].unsqueeze(1),
+            c128a_decode_topk_lens=(slots >= 0).sum(1).int()[: self.decodes],
+            c128a_prefill_topk_indices=positions[self.decodes :],
+        )
+
+
+BATCHES = {"decode": (6, 0), "padded": (6, 0, 2), "prefill": (0, 7), "mixed": (5, 6), "no tokens": (0, 0)}
+
+
+def layer_of(v4, ratio: int, picked: Tensor | None) -> object:
+    layer = object.__new__(v4.SparseMLAV4Attention)
+    states = BLOCK // ratio
+    vars(layer).update(
+        prefix="layers.0.attn",
+        n_local_heads=HEADS,
+        scale=SCALE,
+        compress_ratio=ratio,
+        attn_sink=torch.cat([torch.linspace(-2, 4, HEADS), torch.full((PADDED - HEADS,), -torch.inf)]),
+        swa_cache_layer=SimpleNamespace(
+            prefix="layers.0.attn.swa_cache", kv_cache=random_cache("fp8_model1", BLOCKS, WINDOW_BLOCK)
+        ),
+        kv_cache=random_cache("fp8_model1", BLOCKS, states) if ratio > 1 else torch.tensor([]),
+        topk_indices_buffer=picked,
+    )
+    return layer
+
+
+def attend(v4, monkeypatch, layer, window, compressed, q) -> Tensor:
+    metadata = {layer.swa_cache_layer.prefix: window, layer.prefix: compressed}
+    monkeypatch.setattr(v4, "get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata))
+    out = torch.full_like(q, 7)
+    layer.forward_mqa(q, None, None, out)
+    assert (out[:, HEADS:] == 7).all(), "padding heads are nobody's"
+    return out[:, :HEADS]
+
+
+def queries(tokens: int) -> Tensor:
+    q = (torch.randn(tokens, PADDED, 512) * 10).bfloat16()
+    q[:, HEADS:] = torch.nan
+    return q
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize("name", BATCHES)
+def test_tokens_attend_to_their_window_and_to_what_is_compressed(v4, monkeypatch, name, ratio):
+    batch, states = Batch(*BATCHES[name]), BLOCK // ratio
+    positions = batch.picked(states)
+    layer, q = layer_of(v4, ratio, positions), queries(batch.tokens)
+    window, compressed = batch.window(), batch.compressed(positions, states) if ratio > 1 else None
+    out = attend(v4, monkeypatch, layer, window, compressed, q)
+    second = {}
+    if ratio > 1:
+        second = dict(extra_cache=layer.kv_cache, extra_indices=batch.slots(positions, states))
+    want, *_ = reference.sparse_attention(
+        q[:, :HEADS],
+        layer.swa_cache_layer.kv_cache,
+        batch.window_slots.squeeze(1),
+        scale=SCALE,
+        topk_length=batch.window_lengths,
+        sink=layer.attn_sink[:HEADS],
+        **second,
+    )
+    assert_accurate((out,), (want,))
+    assert not out[~batch.valid].any(), "padding attends to nothing"
+
+
+@pytest.mark.parametrize("ratio", [1, 4, 128])
+def test_layers_of_one_kind_share_a_plan_until_vllm_says_that_lengths_changed(v4, monkeypatch, ratio):
+    batch, states = Batch(5, 6), BLOCK // ratio
+    positions = batch.picked(states)
+    window, compressed = batch.window(), batch.compressed(positions, states) if ratio > 1 else None
+    made = []
+    plan = v4.mla_backend.plan
+    monkeypatch.setattr(v4.mla_backend, "plan", lambda *args, **more: made.append(1) or plan(*args, **more))
+    layer, q = layer_of(v4, ratio, positions), queries(batch.tokens)
+    first = attend(v4, monkeypatch, layer, window, compressed, q)
+    second = attend(v4, monkeypatch, layer, window, compressed, q)
+    assert len(made) == 2, "one for decode and one for prefill"
+    assert torch.equal(first, second)
+    window.flashinfer_sparse_index_cache.clear()
+    attend(v4, monkeypatch, layer, window, compressed, q)
+    assert len(made) == 4
+
+
+def test_layers_of_ratio_4_attend_to_their_own_selection(v4, monkeypatch):
+    batch, states = Batch(5, 6), BLOCK // 4
+    window, q = batch.window(), queries(batch.tokens)
+    first = batch.picked(states)
+    second = torch.where(first < 0, -1, (first + 1) % (BLOCKS // REQUESTS * states)).int()
+    layer, compressed = layer_of(v4, 4, first), batch.compressed(first, states)
+    attend(v4, monkeypatch, layer, window, compressed, q)
+    vars(layer)["topk_indices_buffer"] = second
+    after_another = attend(v4, monkeypatch, layer, window, compressed, q)
+    assert torch.equal(after_another, attend(v4, monkeypatch, layer, batch.window(), compressed, q))
+
+
+def test_a_run_that_measures_memory_gives_zeros(v4, monkeypatch):
+    monkeypatch.setattr(v4, "get_forward_context", lambda: SimpleNamespace(attn_metadata=None))
+    out = torch.ones(3, PADDED, 512).bfloat16()
+    layer_of(v4, 4, None).forward_mqa(queries(3), None, None, out)
+    assert not out.any()
+
+
+def test_heads_are_padded_to_what_vllms_kernel_is_compiled_for(v4):
+    assert [v4.SparseMLAV4Attention.get_padded_num_q_heads(n) for n in (1, 8, 9, 64, 128)] == [8, 8, 16, 64, 128]
+    with pytest.raises(ValueError, match="up to 128 heads"):
+        v4.SparseMLAV4Attention.get_padded_num_q_heads(129)
+
+
+def test_the_model_chooses_the_layer_where_the_backend_is_asked_for(v4, monkeypatch):
+    model = importlib.import_module(versions.V4_MODEL)
+    theirs = model._select_dsv4_attn_cls
+    monkeypatch.setattr(model, "_select_dsv4_attn_cls", theirs)  # put back afterwards
+    for _ in range(2):
+        v4.install()
+    named = lambda backend: SimpleNamespace(attention_config=SimpleNamespace(backend=backend))  # noqa: E731
+    assert versions.has_v4_layers()
+    assert model._select_dsv4_attn_cls(named(versions.add_backend())) is v4.SparseMLAV4Attention
+    assert model._select_dsv4_attn_cls(named(None)) is theirs(named(None))
+
+
+def test_the_layer_and_its_worker_take_what_vllm_passes(v4):
+    from mla_backend.vllm_plugin.gpu_worker import SparseMLAV4Worker
+
+    ours, (theirs, *_) = v4.SparseMLAV4Attention, v4.SparseMLAV4Attention.__bases__
+    assert not getattr(ours, "__abstractmethods__", None)
+    for name in ("forward_mqa", "get_padded_num_q_heads"):
+        taken, wanted = (list(inspect.signature(getattr(one, name)).parameters) for one in (ours, theirs))
+        assert taken == wanted
+    assert plugin_config.VLLM_WORKER == ".".join(f"{c.__module__}.{c.__name__}" for c in SparseMLAV4Worker.__bases__)
+    assert plugin_config.V4_WORKER == f"{SparseMLAV4Worker.__module__}.{SparseMLAV4Worker.__name__}"
+
+
+def v4_config(**cache) -> SimpleNamespace:
+    model = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], dtype=torch.bfloat16, hf_text_config=None)
+    return SimpleNamespace(
+        model_config=model,
+        attention_config=SimpleNamespace(backend=versions.add_backend(), hisparse_config=None),
+        cache_config=SimpleNamespace(**{"cache_dtype": "auto", "user_specified_block_size": False, **cache}),
+        parallel_config=SimpleNamespace(
+            worker_cls=plugin_config.VLLM_WORKER, decode_context_parallel_size=1, data_parallel_size=1
+        ),
+        speculative_config=None,
+    )
+
+
+def test_on_a_gpu_a_worker_of_ours_builds_the_model(monkeypatch):
+    from vllm.platforms.interface import DeviceCapability
+
+    gpu = SimpleNamespace(
+        is_cpu=lambda: False, is_cuda=lambda: True, get_device_capability=lambda: DeviceCapability(9, 0)
+    )
+    monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+    monkeypatch.setattr("mla_backend.library.about", lambda: {"cuda_archs": "90a"})
+    for given, settled in (("auto", "auto"), ("fp8", "fp8_ds_mla")):
+        config = v4_config(cache_dtype=given)
+        plugin_config.settle(config)
+        assert config.parallel_config.worker_cls == plugin_config.V4_WORKER
+        assert config.cache_config.cache_dtype == settled
+    with pytest.raises(ValueError, match="--kv-cache-dtype must be one of auto, fp8, .*; got bfloat16"):
+        plugin_config.settle(v4_config(cache_dtype="bfloat16"))
+
+
+def test_on_a_cpu_vllm_serves_it_by_itself():
+    config = v4_config()
+    assert models.has_v4_attention(config.model_config)
+    with pytest.raises(ValueError, match="vLLM itself serves DeepSeek-V4 on a CPU. Leave out --attention-backend"):
+        plugin_config.settle(config)
