@@ -56,10 +56,10 @@ def cache_gather(
         bf16 or fp16 `[N, head_dim]`, 576 or 512 values: latent, then rope; zeros where the slot is not in the cache.
     """
     require_tensors(cache=cache, slots=slots)
+    number = format_number(format, "format")
     if out is None:
         rows = format_of(cache, format)
         out = torch.empty((slots.numel(), rows.head_dim), dtype=rows.number, device=cache.device)
-    number = format_number(format, "format")
     call(torch.ops.mla_backend.cache_gather.default, cache, slots, number, scale, out)
     return out
 
