@@ -6,7 +6,7 @@
     sequence = manager.sequence(prompt)
     hits = manager.admit(sequence)
 
-It knows how many bytes a token takes, and nothing of what they mean: it imports torch and no other package.
+It knows how many bytes a block takes, and nothing of what they mean: it imports torch and no other package.
 docs/kv_cache.md goes through a scheduler's step.
 """
 

@@ -21,8 +21,8 @@ def cache_write(
     """Writes tokens into a paged cache, quantising as the cache's format wants it.
 
     Args:
-        kv_c: `[N, latent]`, the latent values, of any strides whose last is 1: fp32, or bf16 (fp16 for a cache of that).
-            latent is 512, and 448 for fp8_model1.
+        kv_c: `[N, latent]`, the latent values, of any strides whose last is 1: fp32, or bf16 (fp16 for a cache of
+            that). latent is 512, and 448 for fp8_model1.
         k_pe: the same dtype, `[N, 64]` or `[N, 1, 64]`, the rope values. None for formats without rope.
         cache: as in `sparse_attention`; the tokens' slots of it are overwritten.
         slots: int64 or int32 `[N]`. A token whose slot is negative or past the end is skipped. If two tokens name
@@ -56,10 +56,10 @@ def cache_gather(
         bf16 or fp16 `[N, head_dim]`, 576 or 512 values: latent, then rope; zeros where the slot is not in the cache.
     """
     require_tensors(cache=cache, slots=slots)
+    number = format_number(format, "format")
     if out is None:
         rows = format_of(cache, format)
         out = torch.empty((slots.numel(), rows.head_dim), dtype=rows.number, device=cache.device)
-    number = format_number(format, "format")
     call(torch.ops.mla_backend.cache_gather.default, cache, slots, number, scale, out)
     return out
 

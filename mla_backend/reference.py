@@ -233,8 +233,9 @@ def cache_rows(cache: Tensor, slots: Tensor, *, format: str | None = None, scale
 def cache_gather(cache: Tensor, slots: Tensor, *, format: str | None = None, scale: float = 1.0) -> Tensor:
     """Rows `[N, head_dim]` in the format's 16-bit numbers; zeros where the slot is not in the cache."""
     rows = format_of(cache, format)
-    found, _ = _cached(rows, cache, slots)
-    return torch.cat([to_number(part, rows.number) for part in _stored_values(rows, found, scale)], dim=-1)
+    found, valid = _cached(rows, cache, slots)
+    values = torch.cat([to_number(part, rows.number) for part in _stored_values(rows, found, scale)], dim=-1)
+    return values.masked_fill(~valid.unsqueeze(-1), 0.0)
 
 
 def sparse_attention(

@@ -67,9 +67,7 @@ MLA_OP(sparse_attention,
   } else if (rope > 0) {
     p.q_rope = p.q_nope + kLatent, p.q_rope_token = p.q_nope_token, p.q_rope_head = p.q_nope_head;
   }
-  const float own_scale = expect_finite(cache_scale, "cache_scale");
-  if (own_scale != 1.0f && format.scale != Scale::tensor)
-    reject("cache_scale", "1 with " + std::string(format.name) + " rows", std::to_string(own_scale));
+  const float own_scale = expect_cache_scale(cache_scale, "cache_scale", format);
   p.scale = expect_finite(static_cast<double>(expect_finite(scale, "scale")) * own_scale, "scale * cache_scale");
   p.value_scale = own_scale;
   p.sink = optional_data<float>(sink, "sink", ScalarType::Float, {{"H", heads}}, q);

@@ -2,18 +2,6 @@
 
 namespace mla::bindings {
 
-namespace {
-
-float expect_cache_scale(double scale, const CacheFormat& format) {
-  const float own = expect_finite(scale, "scale");
-  if (own != 1.0f && format.scale != Scale::tensor)
-    reject("scale", "1 with " + std::string(format.name) + " rows", std::to_string(own));
-  if (own == 0.0f) reject("scale", "other than 0", "0");
-  return own;
-}
-
-}  // namespace
-
 MLA_OP(cache_write,
        "(Tensor kv_c, Tensor? k_pe, Tensor(a!) cache, Tensor slots, bool power_of_two, int format, float scale) -> ()",
        Tensor kv_c, OptionalTensor k_pe, Tensor cache, Tensor slots, bool power_of_two, int64_t format, double scale) {
@@ -35,7 +23,7 @@ MLA_OP(cache_write,
                                                       : Source::bf16;
   p.slots = {slots.data_ptr(), slots.scalar_type() == ScalarType::Long};
   p.power_of_two = power_of_two;
-  p.scale = expect_cache_scale(scale, rows);
+  p.scale = expect_cache_scale(scale, "scale", rows);
   if (tokens == 0) return;
   MLA_RUN(cache, cache_write, p);
 }
@@ -50,7 +38,7 @@ MLA_OP(cache_gather, "(Tensor cache, Tensor slots, int format, float scale, Tens
   const ScalarType half = rows.code == Code::f16 ? ScalarType::Half : ScalarType::BFloat16;
   expect_output(out, "out", {half}, {{"N", p.rows}, rows.head_dim()}, cache);
   p.slots = {slots.data_ptr(), slots.scalar_type() == ScalarType::Long};
-  p.scale = expect_cache_scale(scale, rows);
+  p.scale = expect_cache_scale(scale, "scale", rows);
   p.out = data<uint16_t>(out), p.out_row = out.stride(0);
   if (p.rows == 0) return;
   MLA_RUN(cache, cache_gather, p);

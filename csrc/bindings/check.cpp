@@ -158,6 +158,11 @@ CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, co
   if (block_size == 0) reject(name, "of a block size of 1 or more", describe(cache));
   expect_dense_last(cache, name);
   int64_t row_stride = cache.stride(1) * element;
+  if (block_size > 1 && row_stride < found.row_bytes())
+    reject(name,
+           "of rows that do not overlap (stride " + std::to_string(cache.size(cache.dim() - 1)) +
+               " or more in dimension 1)",
+           "stride " + std::to_string(cache.stride(1)));
   if (found.scales_at == ScalesAt::end_of_page) {
     if (block_size > 1 && row_stride != found.token_bytes())
       reject(name, "in pages without gaps (stride " + std::to_string(found.token_bytes()) + " in dimension 1)",
@@ -173,6 +178,14 @@ float expect_finite(double number, const char* name) {
   char text[32];
   snprintf(text, sizeof(text), "%g", std::isnan(number) ? std::fabs(number) : number);
   reject(name, "a finite number", text);
+}
+
+float expect_cache_scale(double scale, const char* name, const CacheFormat& format) {
+  const float own = expect_finite(scale, name);
+  if (own != 1.0f && format.scale != Scale::tensor)
+    reject(name, "1 with " + std::string(format.name) + " rows", std::to_string(own));
+  if (own == 0.0f) reject(name, "other than 0", "0");
+  return own;
 }
 
 int32_t expect_int32(int64_t size, const char* name, const char* what) {

@@ -59,6 +59,8 @@ CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, co
 
 // A number that fp32 holds and that is neither infinite nor NaN.
 float expect_finite(double number, const char* name);
+// A cache's own scale: not 0, and 1 unless the format has such a scale.
+float expect_cache_scale(double scale, const char* name, const CacheFormat& format);
 
 template <typename T>
 T* data(const Tensor& tensor) {

@@ -7,45 +7,89 @@ from hypothesis import strategies as st
 
 import mla_backend
 from mla_backend import reference
-from problems import FORMATS
+from problems import FORMATS, all_bytes, copy_with_gaps, random_cache, write_part
 
 
 def bits(x):
     return x.contiguous().view(torch.uint8)
 
 
+def tokens_for(fmt, n, dtype=torch.float32):
+    """Latent and rope values, the latter None where the format has none."""
+    rows = reference.FORMATS[fmt]
+    return torch.randn(n, rows.latent).to(dtype), torch.randn(n, rows.rope).to(dtype) if rows.rope else None
+
+
 @st.composite
-def tokens_to_write(draw):
+def tokens_to_write(draw, fmt):
     """Latent and rope values from tiny to huge, some zero, NaN or infinite, of either dtype."""
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    n = draw(st.integers(0, 20))
-    latent = torch.randn(n, 512) * torch.exp(
-        torch.randn(n, 4) * draw(st.sampled_from([0.0, 2.0, 30.0]))
-    ).repeat_interleave(128, 1)
-    rope = torch.randn(n, 64) * 10
+    rows, n = reference.FORMATS[fmt], draw(st.integers(0, 20))
+    group = rows.group or 64
+    spread = draw(st.sampled_from([0.0, 2.0, 30.0]))
+    latent, rope = tokens_for(fmt, n)
+    latent *= torch.exp(torch.randn(n, rows.latent // group) * spread).repeat_interleave(group, 1)
+    values = [latent] if rope is None else [latent, rope * 10]
     special = draw(st.sampled_from([None, 0.0, torch.inf, -torch.inf, torch.nan]))
     if special is not None and n:
-        latent[torch.rand(n, 512) < draw(st.sampled_from([0.01, 0.9]))] = special
-        rope[torch.rand(n, 64) < 0.1] = special
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    return latent.to(dtype), rope.to(dtype)
+        for value, share in zip(values, (draw(st.sampled_from([0.01, 0.9])), 0.1), strict=False):
+            value[torch.rand(value.shape) < share] = special
+    dtype = draw(st.sampled_from([torch.float32, rows.number]))
+    return values[0].to(dtype), None if rope is None else values[1].to(dtype)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@given(tokens=tokens_to_write(), data=st.data())
-def test_writing_has_the_bits_of_the_oracle(fmt, tokens, data):
-    blocks, block_size = data.draw(st.integers(0, 6)), data.draw(st.sampled_from([1, 3, 16]))
-    slots = torch.randperm(blocks * block_size + 10)[: len(tokens[0])] - 5  # some outside of the cache
-    tokens = [t[: len(slots)] for t in tokens]
+@given(data=st.data())
+def test_writing_has_the_bits_of_the_oracle(fmt, data):
+    kv_c, k_pe = data.draw(tokens_to_write(fmt))
+    blocks, block_size = data.draw(st.integers(0, 6)), data.draw(st.sampled_from([1, 3, 16, 61]))
+    slots = torch.randperm(blocks * block_size + 10)[: len(kv_c)] - 5  # some outside of the cache
+    kv_c, k_pe = kv_c[: len(slots)], None if k_pe is None else k_pe[: len(slots)]
     power_of_two = data.draw(st.booleans())
-    cache = torch.randint(0, 255, (blocks, block_size, mla_backend.FORMATS[fmt].token_bytes), dtype=torch.uint8)
-    cache = cache.view(mla_backend.FORMATS[fmt].dtype)
-    want = cache.clone()
-    reference.cache_write(*tokens, want, slots, power_of_two)
-    mla_backend.cache_write(
-        *tokens, cache, slots.to(data.draw(st.sampled_from([torch.int32, torch.int64]))), power_of_two=power_of_two
-    )
-    assert torch.equal(bits(cache), bits(want))
+    scale = data.draw(st.sampled_from([1.0, 0.037, -3e5])) if fmt == "fp8_tensor_576" else 1.0
+    name = data.draw(st.sampled_from([None, fmt]))
+    cache = random_cache(fmt, blocks, block_size, gap=data.draw(st.sampled_from([0, 5])))
+    want = copy_with_gaps(cache)
+    reference.cache_write(kv_c, k_pe, want, slots, power_of_two, format=fmt, scale=scale)
+    slots = slots.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
+    mla_backend.cache_write(kv_c, k_pe, cache, slots, power_of_two=power_of_two, format=name, scale=scale)
+    assert torch.equal(all_bytes(cache), all_bytes(want))
+
+
+@pytest.mark.parametrize("fmt", ["fp8_model1", "fp8_528"])
+def test_scale_bytes_are_never_0_or_255_and_padding_is_0(fmt):
+    rows = reference.FORMATS[fmt]
+    sizes = torch.tensor([0.0, 1e-44, 1e-38, 1.0, 3e38, torch.inf, -torch.inf, torch.nan])
+    kv_c, k_pe = sizes.view(8, 1) * torch.ones(rows.latent), torch.zeros(8, 64) if rows.rope else None
+    cache = random_cache(fmt, 1, 8)
+    mla_backend.cache_write(kv_c, k_pe, cache, torch.arange(8))
+    tokens = cache[reference.token_address(rows, cache, torch.arange(8))]
+    parts = rows.split(tokens)
+    exponents = torch.tensor([1, 1, 1, 127 - 8, 127 + 120, 127 + 120, 127 + 120, 1], dtype=torch.uint8)
+    assert torch.equal(parts["scales"], exponents.view(8, 1).expand_as(parts["scales"]))
+    assert "padding" not in parts or not parts["padding"].any()
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float16])
+def test_numbers_of_fp16_rows(source):
+    # to nearest, ties to even; too large is infinite; NaN is quiet, and one that is fp16 already keeps its bits
+    rounded = {65519.0: 65504.0, 65520.0: torch.inf, -7e4: -torch.inf, 1 + 2**-11: 1.0, 1 + 3 * 2**-11: 1 + 2**-9}
+    rounded |= {2**-25: 0.0, 1.5 * 2**-24: 2**-23, -(2**-26): -0.0}
+    kv_c = torch.zeros(1, 512)
+    kv_c[0, : len(rounded)] = torch.tensor(list(rounded))
+    kv_c[0, 10] = torch.nan
+    want = torch.zeros(1, 576).half()
+    want[0, : len(rounded)] = torch.tensor(list(rounded.values())).half()
+    want.view(torch.int16)[0, 10] = 0x7E00
+    if source == torch.float16:
+        kv_c, k_pe = want[:, :512].clone(), torch.zeros(1, 64).half()
+        kv_c.view(torch.int16)[0, 10] = want.view(torch.int16)[0, 10] = 0x7C01
+    else:
+        k_pe = torch.zeros(1, 64)
+    cache = mla_backend.FORMATS["fp16"].new_cache(1, 1)
+    mla_backend.cache_write(kv_c, k_pe, cache, torch.tensor([0]))
+    assert torch.equal(bits(cache[0]), bits(want))
+    assert torch.equal(bits(mla_backend.cache_gather(cache, torch.tensor([0]))), bits(want))
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
@@ -103,24 +147,27 @@ def test_quantisation_error_is_that_of_e4m3():
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_skipped_tokens_leave_every_byte_alone(fmt):
-    cache = mla_backend.FORMATS[fmt].new_cache(2, 4)
-    bits(cache)[:] = 77
+    cache = random_cache(fmt, 2, 4)
+    before = all_bytes(cache).clone()
     slots = torch.tensor([-1, -9, 8, 2**40, -(2**40)])
-    mla_backend.cache_write(torch.randn(5, 512), torch.randn(5, 64), cache, slots)
-    assert (bits(cache) == 77).all()
+    mla_backend.cache_write(*tokens_for(fmt, 5), cache, slots)
+    assert torch.equal(all_bytes(cache), before)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_strided_sources_and_caches(fmt):
-    source = torch.randn(6, 700).bfloat16()
-    padded = torch.zeros(4, 5, mla_backend.FORMATS[fmt].width + 8, dtype=mla_backend.FORMATS[fmt].dtype)
-    cache = padded[:, :3, :-8]
+    form = mla_backend.FORMATS[fmt]
+    source = torch.randn(6, 700).to(form.number)
+    kv_c, k_pe = source[:, 3 : 3 + form.latent], source[:, 600:664] if form.rope else None
+    gap = 0 if form.scales_at == "end_of_page" else 8
+    padded = torch.zeros(4, 5, form.width + gap, dtype=form.dtype)
+    cache = padded[:, :3, : form.width]
     slots = torch.tensor([11, 0, 5, 3, 7, -1])
-    mla_backend.cache_write(source[:, 3:515], source[:, 600:664], cache, slots)
-    want = mla_backend.FORMATS[fmt].new_cache(4, 3)
-    reference.cache_write(source[:, 3:515], source[:, 600:664], want, slots)
+    mla_backend.cache_write(kv_c, k_pe, cache, slots)
+    want = form.new_cache(4, 3)
+    reference.cache_write(kv_c, k_pe, want, slots)
     assert torch.equal(bits(cache), bits(want))
-    assert (padded[:, 3:] == 0).all() and (padded[..., -8:] == 0).all()
+    assert (padded[:, 3:] == 0).all() and (padded[..., form.width :] == 0).all()
 
 
 def test_rope_may_have_a_head_dimension():
@@ -132,16 +179,30 @@ def test_rope_may_have_a_head_dimension():
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@given(seed=st.integers(0, 2**31), n=st.integers(0, 50), wide=st.booleans())
-def test_gathered_rows_are_the_dequantised_ones(fmt, seed, n, wide):
+@given(
+    seed=st.integers(0, 2**31), n=st.integers(0, 50), wide=st.booleans(), named=st.booleans(), any_bytes=st.booleans()
+)
+def test_gathered_rows_are_the_dequantised_ones(fmt, seed, n, wide, named, any_bytes):
     torch.manual_seed(seed)
-    cache = mla_backend.FORMATS[fmt].new_cache(5, 7)
-    mla_backend.cache_write(torch.randn(35, 512), torch.randn(35, 64), cache, torch.arange(35))
+    form = mla_backend.FORMATS[fmt]
+    cache = random_cache(fmt, 5, 7, gap=5)
+    if any_bytes:  # every number there is, NaN too, and every scale
+        cache.copy_(torch.randint(0, 256, (5, 7, form.token_bytes), dtype=torch.uint8).view(form.dtype))
     slots = torch.randint(-3, 40, (n,), dtype=torch.int64 if wide else torch.int32)
-    out = torch.full((n, 600), torch.nan).bfloat16()[:, 10:586]
-    assert mla_backend.cache_gather(cache, slots, out=out) is out
-    want, _ = reference.cache_rows(cache, slots)
-    assert torch.equal(bits(out), bits(want.bfloat16()))
+    out = torch.full((n, 600), torch.nan).to(form.number)[:, 10 : 10 + form.head_dim]
+    more = {"format": fmt if named else None, "scale": -0.37 if form.scale == "tensor" else 1.0}
+    assert mla_backend.cache_gather(cache, slots, out=out, **more) is out
+    want = reference.cache_gather(cache, slots, **more)
+    assert torch.equal(bits(out), bits(want))
+
+
+@pytest.mark.parametrize("fmt", ["fp8_model1", "fp8_528"])
+def test_a_scale_byte_of_255_is_nan_for_its_group_alone(fmt):
+    cache, group = random_cache(fmt, 2, 3), mla_backend.FORMATS[fmt].group
+    write_part(cache, fmt, 4, "scales", torch.tensor([255]))
+    got = mla_backend.cache_gather(cache, torch.arange(6))
+    assert (got[4, :group].view(torch.int16) == 0x7FC0).all()
+    assert got.isnan().sum() == group
 
 
 @given(st.data())

@@ -263,6 +263,13 @@ def test_sparse_prefill(s_kv, head_dim):
     assert torch.allclose(base2[1][finite].exp2(), got[1][finite].exp(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("head_dim", [576, 512])
+def test_a_prefill_without_query_tokens_is_an_ordinary_input(head_dim):
+    q, kv = torch.randn(0, 64, head_dim).bfloat16(), torch.randn(50, 1, head_dim).bfloat16()
+    out, *rows = flash_mla.flash_mla_sparse_fwd(q, kv, torch.zeros(0, 1, 30, dtype=torch.int32), SCALE, indexer_topk=10)
+    assert out.shape == (0, 64, 512) and [row.shape for row in rows] == [(0, 64)] * 3
+
+
 def test_the_indexers_part_of_the_lse():
     q, kv = torch.randn(3, 4, 576).bfloat16(), (torch.randn(50, 1, 576) * 0.1).bfloat16()
     indices = torch.randint(0, 50, (3, 1, 30), dtype=torch.int32)

@@ -7,18 +7,45 @@ import mla_backend
 from mla_backend import reference
 
 
-def test_the_description_agrees_with_the_oracle():
-    fp8, bf16 = mla_backend.FORMATS["fp8_ds_mla"], mla_backend.FORMATS["bf16"]
-    assert fp8.token_bytes == reference.FP8_ROW_BYTES and fp8.group == reference.GROUP
-    assert bf16.token_bytes == 2 * (reference.LATENT + reference.ROPE)
-    assert fp8.head_dim == bf16.head_dim == 576 and fp8.value_dim == bf16.value_dim == 512
-    assert fp8.scale_offset == 512 and fp8.rope_offset == 528
+def test_the_oracle_knows_the_same_formats():
+    assert list(mla_backend.FORMATS) == list(reference.FORMATS)
 
 
 @pytest.mark.parametrize("name", mla_backend.FORMATS)
-def test_a_new_cache_is_of_its_format(name):
-    cache = mla_backend.FORMATS[name].new_cache(3, 5)
-    assert cache.shape[:2] == (3, 5) and cache.nbytes == 15 * mla_backend.FORMATS[name].token_bytes
-    assert mla_backend.format_of(cache) is mla_backend.FORMATS[name]
-    assert mla_backend.format_of(cache.unsqueeze(2)) is mla_backend.FORMATS[name]
+def test_the_description_agrees_with_the_oracle(name):
+    ours, rows = mla_backend.FORMATS[name], reference.FORMATS[name]
+    assert (ours.latent, ours.rope, ours.group) == (rows.latent, rows.rope, rows.group)
+    assert (ours.dtype, ours.number, ours.width) == (rows.dtype, rows.number, rows.width)
+    assert ours.token_bytes == sum(rows.parts.values()) and ours.row_bytes == ours.token_bytes - rows.trailer
+    assert ours.head_dim == rows.latent + rows.rope and ours.value_dim == 512
+    order, sizes = list(rows.parts), list(rows.parts.values())
+    if rows.rope:
+        assert ours.rope_offset == sum(sizes[: order.index("rope")])
+    if ours.scales_at == "in_row":
+        assert ours.scale_offset == sum(sizes[: order.index("scales")])
+    assert ours.scale_bytes == rows.parts.get("scales", 0) + rows.parts.get("padding", 0)
+    assert (ours.scales_at == "end_of_page") == (rows.trailer > 0)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 64, 576])
+@pytest.mark.parametrize("name", mla_backend.FORMATS)
+def test_a_new_cache_is_of_its_format(name, block_size):
+    form = mla_backend.FORMATS[name]
+    cache = form.new_cache(3, block_size)
+    assert cache.shape == (3, block_size, form.width) and cache.dtype == form.dtype
+    assert mla_backend.format_of(cache) is form and mla_backend.format_of(cache, name) is form
+    assert mla_backend.format_of(cache.unsqueeze(2)) is form
     assert torch.count_nonzero(cache) == 0
+    page, bytes_ = cache.stride(0) * cache.element_size(), block_size * form.token_bytes
+    assert page == form.page_bytes(block_size)
+    if name == "fp8_model1":  # FlashMLA's pages
+        assert page % 576 == 0 and bytes_ <= page < bytes_ + 576
+    else:
+        assert page == bytes_
+
+
+def test_a_name_is_needed_where_two_formats_fit(monkeypatch):
+    alike = [mla_backend.FORMATS["fp8_tensor_576"], mla_backend.FORMATS["fp8_tensor_576"]]
+    monkeypatch.setattr(mla_backend.formats, "FORMATS", dict(zip(("one", "two"), alike, strict=True)))
+    with pytest.raises(ValueError, match="name must be one of fp8_tensor_576, fp8_tensor_576; got None"):
+        mla_backend.format_of(torch.zeros(1, 1, 576, dtype=torch.uint8))

@@ -18,7 +18,7 @@ def samples():
     lengths = torch.tensor([5, 20], dtype=torch.int32)
     yield (
         OPS.sparse_attention.default,
-        (p.q, None, p.cache, p.indices, 0.1, None, None, None, None, None, None, None, False, out, lse, None),
+        (p.q, None, p.cache, p.indices, 0.1, *[None] * 5, -1, -1, 1.0, None, None, False, out, lse, None),
     )
     yield (
         OPS.sparse_attention.default,
@@ -33,6 +33,9 @@ def samples():
             p.cache,
             p.indices,
             lengths,
+            2,
+            2,
+            1.0,
             mla_backend.plan(2, 20, extra_topk=20),
             torch.zeros(10),
             True,
@@ -47,11 +50,14 @@ def samples():
         (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), torch.zeros(3, 4, 8), torch.zeros(3, 4)),
     )
     for fmt in FORMATS:
+        form, slots = mla_backend.FORMATS[fmt], torch.arange(3)
+        k_pe = torch.randn(3, 64) if form.rope else None
         yield (
             OPS.cache_write.default,
-            (torch.randn(3, 512), torch.randn(3, 64), random_cache(fmt, 2, 4), torch.arange(3), False),
+            (torch.randn(3, form.latent), k_pe, random_cache(fmt, 2, 4), slots, False, -1, 1.0),
         )
-        yield OPS.cache_gather.default, (random_cache(fmt, 2, 4), torch.arange(3), torch.zeros(3, 576).bfloat16())
+        out = torch.zeros(3, form.head_dim).to(form.number)
+        yield OPS.cache_gather.default, (random_cache(fmt, 2, 4), slots, -1, 1.0, out)
     yield (
         OPS.convert_indices.default,
         (
@@ -73,14 +79,14 @@ def samples():
     yield OPS.select_top.default, (torch.randn(2, 20), lengths, torch.zeros(2, 7, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("index", range(22))
 def test_opcheck(index):
     op, arguments = list(samples())[index]
     torch.library.opcheck(op, arguments)
 
 
 def test_every_op_has_a_sample():
-    assert len(list(samples())) == 12
+    assert len(list(samples())) == 22
     assert {str(op).split(".")[1] for op, _ in samples()} == set(mla_backend.fake.OPS)
 
 

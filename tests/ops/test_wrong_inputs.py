@@ -8,9 +8,9 @@ from mla_backend import flash_mla, library
 from problems import random_problem
 
 
-def attention(**changes):
+def attention(fmt="fp8_ds_mla", **changes):
     """Arguments of sparse_attention that are right but for the changes."""
-    problem = random_problem(tokens=2, heads=3, topk=10)
+    problem = random_problem(fmt, tokens=2, heads=3, topk=10)
     extra = {"extra_cache": problem.cache, "extra_indices": problem.indices} if changes.pop("with_extra", False) else {}
     arguments = {**vars(problem), **extra}
     for name, change in changes.items():
@@ -23,18 +23,19 @@ def split_q(nope=lambda x: x, rope=lambda x: x):
     return attention(q=(nope(q[..., :512]), rope(q[..., 512:])))
 
 
-def write(**changes):
+def write(fmt="fp8_ds_mla", **changes):
+    form = mla_backend.FORMATS[fmt]
     arguments = {
-        "kv_c": torch.randn(3, 512),
-        "k_pe": torch.randn(3, 64),
-        "cache": torch.zeros(2, 4, 656, dtype=torch.uint8),
+        "kv_c": torch.randn(3, form.latent),
+        "k_pe": torch.randn(3, 64) if form.rope else None,
+        "cache": form.new_cache(2, 4),
         "slots": torch.arange(3),
     } | changes
     return lambda: mla_backend.cache_write(**arguments)
 
 
-def gather(**changes):
-    arguments = {"cache": torch.zeros(2, 4, 656, dtype=torch.uint8), "slots": torch.arange(3)} | changes
+def gather(fmt="fp8_ds_mla", **changes):
+    arguments = {"cache": mla_backend.FORMATS[fmt].new_cache(2, 4), "slots": torch.arange(3)} | changes
     return lambda: mla_backend.cache_gather(**arguments)
 
 
@@ -115,14 +116,35 @@ CASES = {
     "q_nope is 576 wide": (split_q(nope=lambda x: torch.zeros(2, 3, 576).bfloat16()), ValueError, r"q_nope must be .*\[T, H, 512\]"),
     "q_rope is 32 wide": (split_q(rope=lambda x: x[..., :32]), ValueError, r"q_rope must be .*\[T=2, H=3, 64\]; got bfloat16 \[2, 3, 32\]"),
     "q_rope has other heads": (split_q(rope=lambda x: x[:, :2]), ValueError, r"q_rope must be .*H=3"),
-    "cache is None": (attention(cache=None), TypeError, r"cache must be bfloat16 .*got None"),
+    "cache is None": (attention(cache=None), TypeError, r"cache must be bf16: bfloat16 .*got None"),
     "cache has 2 dims": (attention(cache=lambda c: c[0]), ValueError, r"cache must be .*got uint8 \[16, 656\]"),
     "cache has 2 KV heads": (attention(cache=lambda c: torch.stack([c, c], 2)), ValueError, r"cache must be .*\[8, 16, 2, 656\]"),
-    "cache is of unknown width": (attention(cache=lambda c: c[..., :584]), ValueError, r"cache must be .*656.*got uint8 \[8, 16, 584\]"),
-    "cache is fp32": (attention(cache=torch.zeros(2, 4, 576)), ValueError, r"cache must be bfloat16 .*got float32"),
+    "cache is of unknown width": (attention(cache=lambda c: c[..., :585]), ValueError, r"cache must be .*656.*got uint8 \[8, 16, 585\]"),
+    "cache is fp32": (attention(cache=torch.zeros(2, 4, 576)), ValueError, r"cache must be bf16: bfloat16 .*got float32"),
     "cache is bf16 of 656": (attention(cache=torch.zeros(2, 4, 656).bfloat16()), ValueError, r"cache must be .*got bfloat16 \[2, 4, 656\]"),
     "cache has blocks of 0": (attention(cache=lambda c: c[:, :0]), ValueError, r"cache must be of a block size of 1 or more"),
     "cache is on another device": (attention(cache=lambda c: c.to("meta")), ValueError, r"cache must be on cpu like the first argument; got a tensor on meta"),
+    "q of 512 for rows of 576": (attention("bf16", q=lambda q: q[..., :512]), ValueError, r"^q must be bfloat16 \[T, H, 576\]; got bfloat16 \[2, 3, 512\]"),
+    "q of 576 for rows of 512": (attention("fp8_model1", q=torch.zeros(2, 3, 576).bfloat16()), ValueError, r"^q must be bfloat16 \[T, H, 512\]; got bfloat16 \[2, 3, 576\]"),
+    "q is bf16 for fp16 rows": (attention("fp16", q=lambda q: q.bfloat16()), ValueError, r"^q must be float16 \[T, H, 576\]; got bfloat16"),
+    "q is fp16 for bf16 rows": (attention("bf16", q=lambda q: q.half()), ValueError, r"^q must be bfloat16 \[T, H, 576\]; got float16"),
+    "q is a pair for rows without rope": (attention("bf16_512", q=(torch.zeros(2, 3, 448).bfloat16(), torch.zeros(2, 3, 64).bfloat16())), ValueError, r"^q must be one tensor with bf16_512 rows; got a pair"),
+    "out is bf16 for fp16 rows": (attention("fp16", out=torch.zeros(2, 3, 512).bfloat16()), ValueError, r"^out must be float16 .*got bfloat16"),
+    "cache_format is unknown": (attention(cache_format="fp8"), ValueError, r"^cache_format must be None or one of bf16, fp16, fp8_ds_mla, bf16_512, fp8_model1, fp8_528, fp8_tensor_576; got 'fp8'"),
+    "extra_cache_format is unknown": (attention(with_extra=True, extra_cache_format="fp8"), ValueError, r"^extra_cache_format must be None or one of .*got 'fp8'"),
+    "cache_format does not fit": (attention(cache_format="fp8_model1"), ValueError, r"^cache must be fp8_model1: uint8, int8 or float8_e4m3fn \[blocks, block_size, 584\].*got uint8 \[8, 16, 656\]"),
+    "extra_cache_format does not fit": (attention(with_extra=True, extra_cache_format="bf16"), ValueError, r"^extra_cache must be bf16: bfloat16 .*got uint8"),
+    "cache_scale without a tensor's scale": (attention(cache_scale=0.5), ValueError, r"^cache_scale must be 1 with fp8_ds_mla rows; got 0.5"),
+    "cache_scale is NaN": (attention("fp8_tensor_576", cache_scale=float("nan")), ValueError, r"^cache_scale must be a finite number; got nan"),
+    "cache_scale is infinite": (attention("fp8_tensor_576", cache_scale=float("inf")), ValueError, r"^cache_scale must be a finite number; got inf"),
+    "cache_scale is 0": (attention("fp8_tensor_576", cache_scale=0.0), ValueError, r"^cache_scale must be other than 0; got 0"),
+    "scales too large together": (attention("fp8_tensor_576", scale=1e30, cache_scale=1e30), ValueError, r"^scale \* cache_scale must be a finite number; got 1e\+60"),
+    "cache_scale is text": (attention("fp8_tensor_576", cache_scale="1"), TypeError, r"cache_scale must be a number; got str"),
+    "cache rows are apart where pages must be whole": (attention("fp8_model1", cache=torch.zeros(2, 4, 600, dtype=torch.uint8)[..., :584]), ValueError, r"^cache must be in pages without gaps \(stride 584 in dimension 1\); got stride 600"),
+    "cache rows overlap": (attention("bf16_512", cache=torch.zeros(9999).bfloat16().as_strided((2, 4, 512), (2048, 500, 1))), ValueError, r"^cache must be of rows that do not overlap \(stride 512 or more in dimension 1\); got stride 500"),
+    "extra_cache of 512 with rows of 576": (attention("bf16", with_extra=True, extra_cache=torch.zeros(2, 4, 512).bfloat16()), ValueError, r"^extra_cache must be of a format that goes with bf16; got bf16_512"),
+    "extra_cache of fp16 with bf16": (attention("bf16", with_extra=True, extra_cache=torch.zeros(2, 4, 576).half()), ValueError, r"^extra_cache must be of a format that goes with bf16; got fp16"),
+    "extra_cache with a tensor's scale": (attention("bf16", with_extra=True, extra_cache=torch.zeros(2, 4, 576, dtype=torch.uint8)), ValueError, r"^extra_cache must be of a format that goes with bf16; got fp8_tensor_576"),
     "indices are int64": (attention(indices=lambda i: i.long()), ValueError, r"indices must be int32 \[T=2, topk\]; got int64"),
     "indices have 3 dims": (attention(indices=lambda i: i[None]), ValueError, r"indices must be int32 \[T=2, topk\]"),
     "indices are of other tokens": (attention(indices=lambda i: i[:1]), ValueError, r"indices must be .*T=2.*got int32 \[1, 10\]"),
@@ -159,6 +181,22 @@ CASES = {
     "plan into fp32": (lambda: mla_backend.plan(3, 5, out=torch.zeros(2, 8)), ValueError, r"out must be int32 \[workers, 8\]"),
     "kv_c is fp16": (write(kv_c=torch.zeros(3, 512).half()), ValueError, r"kv_c must be bfloat16 or float32 \[N, 512\]; got float16"),
     "kv_c is 576 wide": (write(kv_c=torch.zeros(3, 576)), ValueError, r"kv_c must be .*got float32 \[3, 576\]"),
+    "kv_c is fp16 for bf16 rows": (write("bf16", kv_c=torch.zeros(3, 512).half()), ValueError, r"kv_c must be bfloat16 or float32 \[N, 512\]; got float16"),
+    "kv_c is bf16 for fp16 rows": (write("fp16", kv_c=torch.zeros(3, 512).bfloat16()), ValueError, r"kv_c must be float16 or float32 \[N, 512\]; got bfloat16"),
+    "kv_c is 512 wide for fp8_model1": (write("fp8_model1", kv_c=torch.zeros(3, 512)), ValueError, r"kv_c must be bfloat16 or float32 \[N, 448\]; got float32 \[3, 512\]"),
+    "k_pe is missing": (write(k_pe=None), ValueError, r"^k_pe must be given with fp8_ds_mla rows; got nothing"),
+    "k_pe without rope": (write("fp8_528", k_pe=torch.zeros(3, 64)), ValueError, r"^k_pe must be None with fp8_528 rows; got float32 \[3, 64\]"),
+    "write: format is unknown": (write(format="fp8"), ValueError, r"^format must be None or one of bf16, .*got 'fp8'"),
+    "write: format does not fit": (write(format="fp8_528"), ValueError, r"^cache must be fp8_528: .*got uint8 \[2, 4, 656\]"),
+    "write: scale of no tensor's": (write(scale=2.0), ValueError, r"^scale must be 1 with fp8_ds_mla rows; got 2"),
+    "write: scale is 0": (write("fp8_tensor_576", scale=0.0), ValueError, r"^scale must be other than 0; got 0"),
+    "write: scale is NaN": (write("fp8_tensor_576", scale=float("nan")), ValueError, r"^scale must be a finite number; got nan"),
+    "write: scale is infinite": (write("fp8_tensor_576", scale=float("-inf")), ValueError, r"^scale must be a finite number; got -inf"),
+    "gather: format is unknown": (gather(format=3), ValueError, r"^format must be None or one of bf16, .*got 3"),
+    "gather: format does not fit": (gather(format="bf16"), ValueError, r"^cache must be .*bf16"),
+    "gather: scale is NaN": (gather("fp8_tensor_576", scale=float("nan")), ValueError, r"^scale must be a finite number; got nan"),
+    "gather: scale of no tensor's": (gather("bf16", scale=2.0), ValueError, r"^scale must be 1 with bf16 rows; got 2"),
+    "gather: out of another dim": (gather("bf16_512", out=torch.zeros(3, 576).bfloat16()), ValueError, r"^out must be bfloat16 \[N=3, 512\]; got bfloat16 \[3, 576\]"),
     "k_pe is of another dtype": (write(k_pe=torch.zeros(3, 64).bfloat16()), ValueError, r"k_pe must be float32 \[N=3, 64\]"),
     "k_pe is of other tokens": (write(k_pe=torch.zeros(2, 64)), ValueError, r"k_pe must be .*N=3"),
     "slots to write are fp32": (write(slots=torch.zeros(3)), ValueError, r"slots must be int64 or int32 \[N=3\]; got float32"),
@@ -216,7 +254,9 @@ CASES = {
     "plan into a table of other workers": (lambda: mla_backend.plan(2, 5, workers=3, out=torch.zeros(2, 8, dtype=INT)), ValueError, r"out must be given alone"),
     "plan for 2**31 tokens": (lambda: mla_backend.plan(2**31, 5), ValueError, r"num_tokens must be 0 to 2147483647; got 2147483648"),
     "format of a list": (lambda: mla_backend.format_of([1]), TypeError, r"cache must be a torch.Tensor; got list"),
-    "format of fp16": (lambda: mla_backend.format_of(torch.zeros(1, 1, 576).half()), ValueError, r"cache must be of a known format"),
+    "format of fp32": (lambda: mla_backend.format_of(torch.zeros(1, 1, 576)), ValueError, r"cache must be of a known format"),
+    "format that does not fit": (lambda: mla_backend.format_of(torch.zeros(1, 1, 576).half(), "bf16"), ValueError, r"cache must be of a known format: bf16 \(last dimension 576, torch.bfloat16\); got torch.float16"),
+    "format of another name": (lambda: mla_backend.format_of(torch.zeros(1, 1, 576).half(), "f16"), ValueError, r"name must be None or one of bf16, fp16.*got 'f16'"),
     "unknown CPU kernel": (lambda: library.select_cpu_kernel("sse9"), ValueError, r"name must be auto or a kernel .*got 'sse9'"),
     "unknown CUDA kernel": (lambda: library.select_cuda_kernel("fast"), ValueError, r"name must be auto, portable or unclustered; got 'fast'"),
     "unknown format": (lambda: mla_backend.format_of(torch.zeros(1, 1, 5)), ValueError, r"cache must be of a known format"),

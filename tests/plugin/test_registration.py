@@ -233,6 +233,14 @@ def test_what_cannot_be_is_refused_at_start_with_a_reason(sparse, options, says)
         config_of(sparse, **{"attention_backend": "SPARSE_MLA", **options})
 
 
+@pytest.mark.parametrize("given", ["auto", "fp8"])
+def test_models_whose_cached_rows_have_no_rope_are_served(sparse, tmp_path, given):
+    folder = changed(sparse, tmp_path, qk_rope_head_dim=0)
+    config = config_of(folder, kv_cache_dtype=given, attention_backend="SPARSE_MLA")
+    assert versions.is_ours(config.attention_config.backend)
+    assert config.model_config.get_head_size() == 512
+
+
 def test_models_without_this_attention_are_refused_by_name(sparse, tmp_path):
     with pytest.raises(ValueError, match="such as DeepSeek-V3.2 and GLM-5, and llama is none. Leave out"):
         config_of(dense(tmp_path), attention_backend="SPARSE_MLA")

@@ -11,11 +11,11 @@ import mla_backend
 from mla_backend import library, reference
 
 FORMATS = tuple(mla_backend.FORMATS)
-TILES = ("bf16", "fp8_ds_mla", "fp16", "bf16_512")
-"""A format for each kind of row that a kernel multiplies; the others are converted into one of these."""
+BASIC = ("bf16", "fp8_ds_mla")
+"""One for each way to multiply: plain rows, which other formats become too, and fp8 rows with fp32 scales."""
 WITH_ROPE = tuple(name for name, fmt in mla_backend.FORMATS.items() if fmt.head_dim == 576)
 """Formats whose queries are of 576 dims, 64 of them the rope's own."""
-PARTNERS = {name: ("bf16", "fp8_ds_mla") if name in ("bf16", "fp8_ds_mla") else (name,) for name in FORMATS}
+PARTNERS = {name: BASIC if name in BASIC else (name,) for name in FORMATS}
 PARTNERS |= {name: ("bf16_512", "fp8_model1", "fp8_528") for name in FORMATS if name not in WITH_ROPE}
 """Which formats a second cache may have."""
 BLOCK_SIZES = (1, 2, 7, 16, 61, 64, 69, 256, 576)
@@ -58,7 +58,9 @@ class Problem:
         return reference.sparse_attention(**vars(self))
 
     def to(self, device: str) -> "Problem":
-        return Problem(**{name: _moved(x, device) if isinstance(x, Tensor) else x for name, x in vars(self).items()})
+        return Problem(
+            **{name: copy_with_gaps(x, device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        )
 
     def check(self, magnitude: float = MAGNITUDE, **options) -> None:
         assert_accurate(self.solve(**options), self.oracle(), magnitude)
@@ -81,20 +83,20 @@ class Problem:
             slots = slots[(slots >= 0) & (slots < cache.shape[0] * cache.shape[1])]
             rows = reference.format_of(cache, getattr(self, f"{name}_format"))
             address = reference.token_address(rows, cache, slots)
-            poison = _moved(cache, "cpu")
-            _all_bytes(poison).fill_(0xFF)
+            poison = copy_with_gaps(cache)
+            all_bytes(poison).fill_(0xFF)
             poison[address] = cache[address]
             _poison_padding(rows, poison, slots)
             changes[name] = poison
         return self.but(**changes)
 
 
-def _all_bytes(x: Tensor) -> Tensor:
+def all_bytes(x: Tensor) -> Tensor:
     """Every byte of a tensor's memory, gaps included."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
 
 
-def _moved(x: Tensor, device: str) -> Tensor:
+def copy_with_gaps(x: Tensor, device: str = "cpu") -> Tensor:
     """A copy with the same strides; what lies in the gaps comes along."""
     copy = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device, copy=True)
     return copy.as_strided(x.shape, x.stride(), x.storage_offset())
@@ -104,6 +106,15 @@ def _poison_padding(rows: reference.Rows, cache: Tensor, slots: Tensor) -> None:
     if "padding" in rows.parts:
         block, row, element = reference.token_address(rows, cache, slots)
         cache[block, row[..., -1:], element[..., -1:]] = 0xFF
+
+
+def write_part(cache: Tensor, fmt: str, slot: int, part: str, values: Tensor) -> None:
+    """Overwrites the first bytes of a part (latent, scales or rope) of a cached token."""
+    rows = reference.FORMATS[fmt]
+    address = reference.token_address(rows, cache, torch.tensor(slot))
+    token = cache[address].view(torch.uint8)
+    rows.split(token)[part][: len(values)] = values
+    cache[address] = token.view(cache.dtype)
 
 
 def scale_of(fmt: str, magnitude: float = MAGNITUDE) -> float:
@@ -123,7 +134,7 @@ def random_cache(fmt: str, blocks: int, block_size: int, magnitude: float = MAGN
     if rows.group:
         smaller = torch.exp2(-torch.randint(0, 5, (len(slots), rows.latent // rows.group)).float())
         kv_c *= smaller.repeat_interleave(rows.group, 1)
-    _all_bytes(cache).fill_(0xFF)
+    all_bytes(cache).fill_(0xFF)
     reference.cache_write(kv_c, k_pe, cache, slots, scale=scale_of(fmt, magnitude))
     _poison_padding(rows, cache, slots)
     return cache

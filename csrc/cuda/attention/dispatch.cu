@@ -46,12 +46,11 @@ Device ask_device(int index) {
   return device;
 }
 
-// The Hopper kernels read and write in 16-byte pieces, count them in 32 bits, and decode one kind of row.
+// The Hopper kernels read and write in 16-byte pieces, count them in 32 bits, and have one kind of tile.
 bool suits_hopper_kernels(const AttentionProblem& p) {
   for (int i = 0; i < p.list_count; ++i) {
     const CacheView& cache = p.lists[i].cache;
-    if (cache.format.code != p.lists[0].cache.format.code || !rows_aligned16(cache) || cache.block_size > INT32_MAX)
-      return false;
+    if (cache.format.tile() != p.tile || !rows_aligned16(cache) || cache.block_size > INT32_MAX) return false;
     if (cache.block_stride < 0 || cache.row_stride < 0 ||
         (cache.blocks * cache.block_stride + cache.block_size * cache.row_stride) / 16 >= UINT32_MAX)
       return false;
@@ -66,7 +65,7 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
 AttentionShape shape_of(const AttentionProblem& p) {
   int64_t tiles = 0;
   for (int i = 0; i < p.list_count; ++i) tiles += tiles_of(p.lists[i].topk, kGpuTileSlots);
-  return {p.tokens, p.heads, p.lists[0].cache.format.code, p.whole_tokens, suits_hopper_kernels(p), p.workers, tiles};
+  return {p.tokens, p.heads, p.tile, p.whole_tokens, suits_hopper_kernels(p), p.workers, tiles};
 }
 
 }  // namespace

@@ -1,4 +1,8 @@
-// Reads rows of the paged cache as bf16: a warp a row, 16 latent values a lane.
+// Reads rows of the paged cache as 16-bit numbers: a warp a row, 16 latent values a lane.
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/mma.cuh"
@@ -15,76 +19,113 @@ constexpr int kLaneValues = kLatent / 32;
 constexpr int kRopeLanes = 8;
 constexpr int kRopeValues = kRope / kRopeLanes;
 
-// Four fp8 numbers times their scale, rounded to bf16.
-__device__ __forceinline__ void dequantise(uint32_t fp8, float scale, uint32_t (&numbers)[2]) {
-  uint32_t exact[2];
-  e4m3_to_bf16(fp8, exact);
+// fp8 numbers times their scale, rounded to bf16.
+template <int kWords>
+__device__ __forceinline__ void dequantise(const uint32_t (&fp8)[kWords], float scale, uint32_t (&pairs)[2 * kWords]) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float first = bits_float(exact[i] << 16) * scale, second = bits_float(exact[i] & 0xffff0000u) * scale;
-    numbers[i] = pack_bf16(first, second);
-    if (first != first || second != second)  // the instruction has another NaN
-      numbers[i] = float_to_bf16(first) | static_cast<uint32_t>(float_to_bf16(second)) << 16;
+  for (int w = 0; w < kWords; ++w) {
+    uint32_t exact[2];
+    e4m3_to_bf16(fp8[w], exact);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float first = bits_float(exact[i] << 16) * scale, second = bits_float(exact[i] & 0xffff0000u) * scale;
+      uint32_t& pair = pairs[2 * w + i];
+      pair = pack_bf16(first, second);
+      if (first != first || second != second)  // the instruction has another NaN
+        pair = float_to_bf16(first) | static_cast<uint32_t>(float_to_bf16(second)) << 16;
+    }
   }
 }
 
-template <bool kQuantised, bool kAligned>
+template <bool kAligned>
+__device__ __forceinline__ float load_float(const uint8_t* from) {
+  if constexpr (kAligned) return *reinterpret_cast<const float*>(from);
+  float number;
+  memcpy(&number, from, sizeof(number));
+  return number;
+}
+
+// kFormat: of kFormats, by number.
+template <int kFormat, bool kAligned>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ CacheGatherProblem p) {
+  constexpr CacheFormat kRows = *kFormats[kFormat];
   const int lane = threadIdx.x % 32;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / 32;
   if (index >= p.rows) return;
   const int64_t slot = p.slots[index];
   const bool valid = p.cache.holds(slot);
   const uint8_t* row = valid ? p.cache.row(slot) : nullptr;
+  const bool has_latent = kRows.latent == 32 * kLaneValues || lane < kRows.latent / kLaneValues;
 
-  alignas(16) uint32_t latent[kLaneValues / 2] = {};  // pairs of bf16
-  alignas(16) uint16_t rope[kRopeValues] = {};
+  alignas(16) uint32_t latent[kLaneValues / 2] = {};  // pairs of 16-bit numbers
+  alignas(16) uint32_t rope[kRopeValues / 2] = {};
   if (valid) {
-    constexpr int kRopeOffset = kQuantised ? kFp8DsMla.rope_offset() : kBf16.rope_offset();
-    if (lane < kRopeLanes) load_bytes<sizeof(rope), kAligned>(row + kRopeOffset + lane * sizeof(rope), rope);
-    if constexpr (kQuantised) {
-      alignas(16) uint32_t fp8[kLaneValues / 4];
-      load_bytes<sizeof(fp8), kAligned>(row + lane * sizeof(fp8), fp8);
-      alignas(16) float scales[4];
-      load_bytes<sizeof(scales), kAligned>(row + kFp8DsMla.scale_offset(), scales);
-      const int group = lane / (kFp8DsMla.group / kLaneValues);
-      const float scale = group < 2 ? (group == 0 ? scales[0] : scales[1]) : (group == 2 ? scales[2] : scales[3]);
-#pragma unroll
-      for (int i = 0; i < kLaneValues / 4; ++i) {
-        uint32_t numbers[2];
-        dequantise(fp8[i], scale, numbers);
-        latent[2 * i] = numbers[0];
-        latent[2 * i + 1] = numbers[1];
+    if (kRows.rope > 0 && lane < kRopeLanes) {
+      const uint8_t* const from = row + kRows.rope_offset();
+      if constexpr (kRows.rope_code == Code::e4m3) {
+        uint32_t fp8[kRopeValues / 4];
+        memcpy(fp8, from + lane * sizeof(fp8), sizeof(fp8));
+        dequantise(fp8, p.scale, rope);
+      } else {
+        load_bytes<sizeof(rope), kAligned>(from + lane * sizeof(rope), rope);
+      }
+    }
+    if constexpr (kRows.quantised()) {
+      if (has_latent) {
+        alignas(16) uint32_t fp8[kLaneValues / 4];
+        load_bytes<sizeof(fp8), kAligned>(row + lane * sizeof(fp8), fp8);
+        float scale = p.scale;
+        if constexpr (kRows.group > 0) {
+          const int group = lane / (kRows.group / kLaneValues);
+          const uint8_t* const scales = p.cache.scales(slot);
+          if constexpr (kRows.scale == Scale::ue8m0)
+            scale = ue8m0_to_float(scales[group]);
+          else
+            scale = load_float<kAligned>(scales + 4 * group);
+        }
+        dequantise(fp8, scale, latent);
       }
     } else {
       load_bytes<sizeof(latent), kAligned>(row + lane * sizeof(latent), latent);
     }
   }
   uint16_t* out = p.out + index * p.out_row;
-  store_bytes<sizeof(latent), kAligned>(latent, out + lane * kLaneValues);
-  if (lane < kRopeLanes) store_bytes<sizeof(rope), kAligned>(rope, out + kLatent + lane * kRopeValues);
+  if (has_latent) store_bytes<sizeof(latent), kAligned>(latent, out + lane * kLaneValues);
+  if (kRows.rope > 0 && lane < kRopeLanes)
+    store_bytes<sizeof(rope), kAligned>(rope, out + kRows.latent + lane * kRopeValues);
 }
 using Kernel = void (*)(CacheGatherProblem);
 
-Kernel choose(bool quantised, bool aligned) {
-  if (quantised) return aligned ? gather_kernel<true, true> : gather_kernel<true, false>;
-  return aligned ? gather_kernel<false, true> : gather_kernel<false, false>;
+template <int... kFormat>
+Kernel choose(int format, bool aligned, std::integer_sequence<int, kFormat...>) {
+  Kernel kernel = nullptr;
+  ((format == kFormat ? void(kernel = aligned ? gather_kernel<kFormat, true> : gather_kernel<kFormat, false>) : void()),
+   ...);
+  return kernel;
 }
+
+using EveryFormat = std::make_integer_sequence<int, kFormatCount>;
 
 }  // namespace
 
 void cache_gather(const CacheGatherProblem& p, void* stream) {
   const bool aligned = rows_aligned16(p.cache) && aligned16(p.out, p.out_row * 2);
-  const Kernel kernel = choose(p.cache.format.code == Code::e4m3, aligned);
+  const Kernel kernel = choose(number_of(p.cache.format), aligned, EveryFormat{});
   launch(kernel, (p.rows + kRowsPerBlock - 1) / kRowsPerBlock, kThreads, 0, stream, "cache_gather", p);
 }
 
 MLA_KERNELS {
-  static const KernelEntry entries[] = {
-      {"cache_gather fp8_ds_mla", reinterpret_cast<const void*>(choose(true, true)), kThreads, 0},
-      {"cache_gather bf16", reinterpret_cast<const void*>(choose(false, true)), kThreads, 0},
-  };
-  return {entries, sizeof(entries) / sizeof(entries[0])};
+  static std::vector<std::string> names;
+  static std::vector<KernelEntry> entries;
+  if (entries.empty()) {
+    names.reserve(kFormatCount);  // entries point to them
+    for (int format = 0; format < kFormatCount; ++format) {
+      names.push_back(std::string("cache_gather ") + kFormats[format]->name);
+      const auto kernel = choose(format, true, EveryFormat{});
+      entries.push_back({names.back().c_str(), reinterpret_cast<const void*>(kernel), kThreads, 0});
+    }
+  }
+  return {entries.data(), static_cast<int>(entries.size())};
 }
 
 }  // namespace mla::cuda

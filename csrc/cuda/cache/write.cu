@@ -1,6 +1,11 @@
 // Writes tokens into the paged cache: a warp a token. Everything that a warp reads is on its way before it waits for
 // any of it, slot or not, and what is computed takes less time than the memory: then the cache is written about as fast
 // as it could be copied.
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/vector.cuh"
@@ -14,10 +19,29 @@ constexpr int kTokensPerBlock = kThreads / 32;
 constexpr int kRopeLanes = 8;  // lanes that each carry 8 rope values
 constexpr int kRopeValues = kRope / kRopeLanes;
 
+// What comes in: fp32, or the 16-bit numbers that queries are.
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
 __device__ __forceinline__ float as_float(float x) { return x; }
-__device__ __forceinline__ float as_float(uint16_t x) { return bf16_to_float(x); }
-__device__ __forceinline__ uint16_t as_bf16(float x) { return float_to_bf16(x); }
-__device__ __forceinline__ uint16_t as_bf16(uint16_t x) { return x; }
+__device__ __forceinline__ float as_float(Bf16 x) { return bf16_to_float(x.bits); }
+// As a row of 16-bit numbers has it.
+template <Code kCode>
+__device__ __forceinline__ uint16_t as_stored(float x) {
+  return kCode == Code::f16 ? float_to_f16(x) : float_to_bf16(x);
+}
+template <Code kCode>
+__device__ __forceinline__ uint16_t as_stored(Bf16 x) {
+  return x.bits;
+}
+template <Code kCode>
+__device__ __forceinline__ uint16_t as_stored(F16 x) {
+  return x.bits;
+}
 
 // x / divisor, rounded to nearest, given the divisor's reciprocal. A GPU divides by these steps anyway, but here the
 // reciprocal serves many numbers. The remainder's sign is such that a quotient of -0 stays one.
@@ -36,80 +60,125 @@ __device__ __forceinline__ bool is_ordinary(float scale) { return scale >= 0x1p-
 template <typename Number, bool kAligned>
 constexpr int kMinBlocks = kAligned ? (sizeof(Number) == 2 ? 12 : 10) : 1;
 
-// Number: how kv_c and k_pe come (uint16_t is bf16). kQuantised: e4m3 with fp32 scales, else bf16.
-template <typename Number, bool kQuantised, bool kAligned>
+// Sixteen or eight numbers divided by a scale, as e4m3.
+template <int kValues, typename Number>
+__device__ __forceinline__ void quantise(uint16_t (&fp8)[kValues / 2], const Number (&values)[kValues], float scale,
+                                         bool ordinary) {
+  if (ordinary) {
+    const float reciprocal = __frcp_rn(scale);
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i)
+      fp8[i] = to_e4m3x2(quotient(as_float(values[2 * i]), scale, reciprocal),
+                         quotient(as_float(values[2 * i + 1]), scale, reciprocal));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i)
+      fp8[i] = to_e4m3x2(__fdiv_rn(as_float(values[2 * i]), scale), __fdiv_rn(as_float(values[2 * i + 1]), scale));
+  }
+}
+
+// Number: how kv_c and k_pe come. kFormat: of kFormats, by number.
+template <typename Number, int kFormat, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<Number, kAligned>)
     write_kernel(const __grid_constant__ CacheWriteProblem p) {
-  // A lane has 16 latent values in a row, so that 8 lanes share a scale, or twice 8, so that lanes write side by side.
-  constexpr int kPieces = kQuantised ? 1 : 2;
-  constexpr int kValues = kLatent / 32 / kPieces;
+  constexpr CacheFormat kRows = *kFormats[kFormat];
+  // A lane has 16 latent values in a row, so that lanes side by side share a scale, or twice 8, so that lanes write
+  // side by side.
+  constexpr int kPieces = kRows.quantised() ? 1 : 2;
+  constexpr int kValues = 16 / kPieces;
+  static_assert(kRows.latent % (16 * 4) == 0 && (kRows.rope == 0 || kRows.rope == kRope));
   const int lane = threadIdx.x % 32;
+  const bool has_latent = kRows.latent == 32 * 16 || lane < kRows.latent / 16;
   const int64_t token = static_cast<int64_t>(blockIdx.x) * kTokensPerBlock + threadIdx.x / 32;
   int64_t slot = -1;
   alignas(16) Number latent[kPieces][kValues];
+  if constexpr (kRows.latent < 32 * 16) memset(latent, 0, sizeof(latent));
   alignas(16) Number rope[kRopeValues];
   if (token < p.tokens) {  // a branch of its own, as the compiler would else load latent only once it knows the slot
     slot = p.slots[token];
     const Number* from = static_cast<const Number*>(p.latent) + token * p.latent_token;
+    if (has_latent) {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i)
-      load_bytes<sizeof(latent[i]), kAligned>(from + (32 * i + lane) * kValues, latent[i]);
+      for (int i = 0; i < kPieces; ++i)
+        load_bytes<sizeof(latent[i]), kAligned>(from + (32 * i + lane) * kValues, latent[i]);
+    }
     from = static_cast<const Number*>(p.rope) + token * p.rope_token;
-    if (lane < kRopeLanes) load_bytes<sizeof(rope), kAligned>(from + lane * kRopeValues, rope);
+    if (kRows.rope > 0 && lane < kRopeLanes) load_bytes<sizeof(rope), kAligned>(from + lane * kRopeValues, rope);
   }
   if (!p.cache.holds(slot)) return;
   uint8_t* row = p.cache.row(slot);
 
-  if constexpr (kQuantised) {
+  if constexpr (kRows.quantised()) {
     const Number(&values)[kValues] = latent[0];
-    float amax = 0.0f;
+    constexpr int kGroupLanes = kRows.group > 0 ? kRows.group / kValues : 32;
+    float scale = p.scale;
+    bool ordinary = false;
+    if constexpr (kRows.group > 0) {
+      float amax = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) amax = fmaxf(amax, fabsf(as_float(values[i])));  // leaves NaN out
-    constexpr int kGroupLanes = kFp8DsMla.group / kValues;
+      for (int i = 0; i < kValues; ++i) amax = fmaxf(amax, fabsf(as_float(values[i])));  // leaves NaN out
 #pragma unroll
-    for (int distance = 1; distance < kGroupLanes; distance *= 2)
-      amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, distance));
-    const float scale = group_scale(amax, p.power_of_two);
-    alignas(16) uint16_t fp8[kValues / 2];
-    if (is_ordinary(scale)) {
-      const float reciprocal = __frcp_rn(scale);
-#pragma unroll
-      for (int i = 0; i < kValues / 2; ++i)
-        fp8[i] = to_e4m3x2(quotient(as_float(values[2 * i]), scale, reciprocal),
-                           quotient(as_float(values[2 * i + 1]), scale, reciprocal));
-    } else {
-#pragma unroll
-      for (int i = 0; i < kValues / 2; ++i)
-        fp8[i] = to_e4m3x2(__fdiv_rn(as_float(values[2 * i]), scale), __fdiv_rn(as_float(values[2 * i + 1]), scale));
+      for (int distance = 1; distance < kGroupLanes; distance *= 2)
+        amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, distance));
+      scale = group_scale(amax, p.power_of_two || kRows.scale == Scale::ue8m0);
+      ordinary = is_ordinary(scale);
     }
-    store_bytes<sizeof(fp8), kAligned>(fp8, row + lane * kValues);
-    if (lane % kGroupLanes == 0)
-      store_bytes<4, kAligned>(&scale, row + kFp8DsMla.scale_offset() + 4 * (lane / kGroupLanes));
+    alignas(16) uint16_t fp8[kValues / 2];
+    quantise<kValues>(fp8, values, scale, ordinary);
+    if (has_latent) store_bytes<sizeof(fp8), kAligned>(fp8, row + lane * kValues);
+    if constexpr (kRows.group > 0) {
+      uint8_t* const scales = p.cache.scales(slot);
+      const int group = lane / kGroupLanes;
+      if constexpr (kRows.scale == Scale::fp32) {
+        if (lane % kGroupLanes == 0) store_bytes<4, kAligned>(&scale, scales + 4 * group);
+      } else {
+        static_assert(kRows.scale_padding <= 32 / kGroupLanes - kRows.scales(),
+                      "lanes without values write the padding");
+        if (lane % kGroupLanes == 0 && group < kRows.scales() + kRows.scale_padding)
+          scales[group] = has_latent ? power_to_ue8m0(scale) : 0;
+      }
+    }
   } else {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       alignas(16) uint16_t values[kValues];
 #pragma unroll
-      for (int k = 0; k < kValues; ++k) values[k] = as_bf16(latent[i][k]);
+      for (int k = 0; k < kValues; ++k) values[k] = as_stored<kRows.code>(latent[i][k]);
       store_bytes<sizeof(values), kAligned>(values, row + (32 * i + lane) * sizeof(values));
     }
   }
 
-  if (lane < kRopeLanes) {
-    constexpr int kRopeOffset = kQuantised ? kFp8DsMla.rope_offset() : kBf16.rope_offset();
+  if (kRows.rope > 0 && lane < kRopeLanes) {
     alignas(16) uint16_t values[kRopeValues];
+    uint8_t* const to = row + kRows.rope_offset();
+    if constexpr (kRows.rope_code == Code::e4m3) {
+      alignas(16) uint16_t fp8[kRopeValues / 2];
+      quantise<kRopeValues>(fp8, rope, p.scale, false);
+      store_bytes<sizeof(fp8), kAligned>(fp8, to + lane * sizeof(fp8));
+    } else {
 #pragma unroll
-    for (int i = 0; i < kRopeValues; ++i) values[i] = as_bf16(rope[i]);
-    store_bytes<sizeof(values), kAligned>(values, row + kRopeOffset + lane * sizeof(values));
+      for (int i = 0; i < kRopeValues; ++i) values[i] = as_stored<kRows.rope_code>(rope[i]);
+      store_bytes<sizeof(values), kAligned>(values, to + lane * sizeof(values));
+    }
   }
 }
 using Kernel = void (*)(CacheWriteProblem);
 
-template <typename Number>
-Kernel choose(bool quantised, bool aligned) {
-  if (quantised) return aligned ? write_kernel<Number, true, true> : write_kernel<Number, true, false>;
-  return aligned ? write_kernel<Number, false, true> : write_kernel<Number, false, false>;
+template <int kFormat>
+Kernel choose(Source source, bool aligned) {
+  using Half = std::conditional_t<kFormats[kFormat]->code == Code::f16, F16, Bf16>;
+  if (source == Source::fp32) return aligned ? write_kernel<float, kFormat, true> : write_kernel<float, kFormat, false>;
+  return aligned ? write_kernel<Half, kFormat, true> : write_kernel<Half, kFormat, false>;
 }
+
+template <int... kFormat>
+Kernel choose(int format, Source source, bool aligned, std::integer_sequence<int, kFormat...>) {
+  Kernel kernel = nullptr;
+  ((format == kFormat ? void(kernel = choose<kFormat>(source, aligned)) : void()), ...);
+  return kernel;
+}
+
+using EveryFormat = std::make_integer_sequence<int, kFormatCount>;
 
 }  // namespace
 
@@ -117,20 +186,24 @@ void cache_write(const CacheWriteProblem& p, void* stream) {
   const int64_t number = p.source == Source::fp32 ? 4 : 2;
   const bool aligned = aligned16(p.latent, p.latent_token * number) && aligned16(p.rope, p.rope_token * number) &&
                        rows_aligned16(p.cache);
-  const bool quantised = p.cache.format.code == Code::e4m3;
-  const Kernel kernel =
-      p.source == Source::fp32 ? choose<float>(quantised, aligned) : choose<uint16_t>(quantised, aligned);
+  const Kernel kernel = choose(number_of(p.cache.format), p.source, aligned, EveryFormat{});
   launch(kernel, (p.tokens + kTokensPerBlock - 1) / kTokensPerBlock, kThreads, 0, stream, "cache_write", p);
 }
 
 MLA_KERNELS {
-  static const KernelEntry entries[] = {
-      {"cache_write fp8_ds_mla from bf16", reinterpret_cast<const void*>(choose<uint16_t>(true, true)), kThreads, 0},
-      {"cache_write fp8_ds_mla from fp32", reinterpret_cast<const void*>(choose<float>(true, true)), kThreads, 0},
-      {"cache_write bf16 from bf16", reinterpret_cast<const void*>(choose<uint16_t>(false, true)), kThreads, 0},
-      {"cache_write bf16 from fp32", reinterpret_cast<const void*>(choose<float>(false, true)), kThreads, 0},
-  };
-  return {entries, sizeof(entries) / sizeof(entries[0])};
+  static std::vector<std::string> names;
+  static std::vector<KernelEntry> entries;
+  if (entries.empty()) {
+    names.reserve(2 * kFormatCount);  // entries point to them
+    for (const Source source : {Source::bf16, Source::fp32})
+      for (int format = 0; format < kFormatCount; ++format) {
+        const bool half = source != Source::fp32;
+        names.push_back(std::string("cache_write ") + kFormats[format]->name + (half ? " from 16 bits" : " from fp32"));
+        const auto kernel = choose(format, source, true, EveryFormat{});
+        entries.push_back({names.back().c_str(), reinterpret_cast<const void*>(kernel), kThreads, 0});
+      }
+  }
+  return {entries.data(), static_cast<int>(entries.size())};
 }
 
 }  // namespace mla::cuda

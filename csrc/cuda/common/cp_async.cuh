@@ -17,11 +17,20 @@ __device__ __forceinline__ void copy_16_or_zero(uint32_t to_shared, const void* 
                : "memory");
 }
 
+// 8 bytes likewise, but through the first-level cache.
+__device__ __forceinline__ void copy_8_or_zero(uint32_t to_shared, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to_shared), "l"(from), "r"(valid ? 8 : 0)
+               : "memory");
+}
+
 // 4 bytes likewise, but through the first-level cache: nothing else is that small.
 __device__ __forceinline__ void copy_4_or_zero(uint32_t to_shared, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to_shared), "l"(from), "r"(valid ? 4 : 0)
                : "memory");
 }
+
+// What the thread has begun to copy becomes a group.
+__device__ __forceinline__ void close_copies() { cute::cp_async_fence(); }
 
 // Until all of the thread's groups but the last kUnderWay are there, for this thread to see.
 template <int kUnderWay>

@@ -68,4 +68,32 @@ __device__ __forceinline__ void e4m3_to_bf16(uint32_t bytes, uint32_t (&numbers)
   }
 }
 
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+// Sixteen bytes to bf16, times `by`: a power of two from 2^-7 on as a pair of bf16, 2^120 times what they are to be
+// multiplied with. NaN does not become NaN, but has_nan() tells from what is returned: the larger ones of `largest` and
+// of all magnitudes, for the next bytes.
+__device__ __forceinline__ uint32_t e4m3_to_bf16_but_nan(const uint4& bytes, uint32_t by, uint4 (&numbers)[2],
+                                                         uint32_t largest) {
+  const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+  uint32_t pairs[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t magnitude[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const uint32_t upper = __byte_perm(words[i], 0, k == 0 ? 0x1404 : 0x3424);  // each byte is a number's upper one
+      magnitude[k] = upper >> 4 & 0x07f007f0u;
+      uint32_t& pair = pairs[2 * i + k];
+      asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(magnitude[k]), "r"(by));
+      pair |= upper & 0x80008000u;
+    }
+    largest = __vimax3_u16x2(largest, magnitude[0], magnitude[1]);
+  }
+  numbers[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+  numbers[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+  return largest;
+}
+__device__ __forceinline__ bool has_nan(uint32_t largest) { return (largest + 0x00100010u) & 0x08000800u; }
+#endif
+
 }  // namespace mla::cuda

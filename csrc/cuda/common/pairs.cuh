@@ -3,9 +3,11 @@
 
 #include <cstdint>
 
-#include "cuda/common/wgmma.cuh"
+#include "cuda/common/mma.cuh"
 
 namespace mla::cuda {
+
+enum class Number { f16, bf16 };
 
 template <Number kNumber>
 __device__ __forceinline__ uint32_t times(uint32_t pair, uint32_t by) {
@@ -21,6 +23,12 @@ template <Number kNumber>
 __device__ __forceinline__ uint4 times(uint4 pairs, uint32_t by) {
   return {times<kNumber>(pairs.x, by), times<kNumber>(pairs.y, by), times<kNumber>(pairs.z, by),
           times<kNumber>(pairs.w, by)};
+}
+
+// Two fp32 numbers rounded, the first in the lower half.
+template <Number kNumber>
+__device__ __forceinline__ uint32_t pack(float first, float second) {
+  return kNumber == Number::f16 ? pack_f16(first, second) : pack_bf16(first, second);
 }
 
 }  // namespace mla::cuda

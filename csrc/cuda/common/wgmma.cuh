@@ -14,12 +14,12 @@
 #include <type_traits>
 #include <utility>
 
+#include "cuda/common/pairs.cuh"
+
 namespace mla::cuda {
 
 namespace gmma = cute::SM90::GMMA;
 using gmma::Major;
-
-enum class Number { f16, bf16 };
 
 template <int kColumns, typename N8, typename N16, typename N32, typename N64 = void>
 using ByColumns =
@@ -27,6 +27,9 @@ using ByColumns =
                        std::conditional_t<kColumns == 16, N16, std::conditional_t<kColumns == 32, N32, N64>>>;
 
 // The atoms whose number of columns depends on a kernel's heads. Those of e4m3 sum over 32 numbers.
+template <int kColumns, Major kA, Major kB>
+using F16Atom = ByColumns<kColumns, gmma::MMA_64x8x16_F32F16F16_SS<kA, kB>, gmma::MMA_64x16x16_F32F16F16_SS<kA, kB>,
+                          gmma::MMA_64x32x16_F32F16F16_SS<kA, kB>, gmma::MMA_64x64x16_F32F16F16_SS<kA, kB>>;
 template <int kColumns, Major kA, Major kB>
 using Bf16Atom =
     ByColumns<kColumns, gmma::MMA_64x8x16_F32BF16BF16_SS<kA, kB>, gmma::MMA_64x16x16_F32BF16BF16_SS<kA, kB>,
@@ -38,6 +41,9 @@ template <int kColumns>
 using F16RowsAtom =
     ByColumns<kColumns, gmma::MMA_64x8x16_F32F16F16_RS<Major::K, Major::K>,
               gmma::MMA_64x16x16_F32F16F16_RS<Major::K, Major::K>, gmma::MMA_64x32x16_F32F16F16_RS<Major::K, Major::K>>;
+
+template <Number kNumber, int kColumns, Major kA, Major kB>
+using HalfAtom = std::conditional_t<kNumber == Number::f16, F16Atom<kColumns, kA, kB>, Bf16Atom<kColumns, kA, kB>>;
 
 template <typename Atom>
 using SumsOf = std::make_integer_sequence<int, std::extent_v<typename Atom::CRegisters>>;

@@ -86,9 +86,10 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
 }
 
-// Four neighbouring dims of a row, rounded to bf16.
-__device__ __forceinline__ void store_four(uint16_t* to, const float4& x) {
-  const ushort4 rounded{float_to_bf16(x.x), float_to_bf16(x.y), float_to_bf16(x.z), float_to_bf16(x.w)};
+// Four neighbouring dims of a row, rounded to bf16 or to f16.
+__device__ __forceinline__ void store_four(uint16_t* to, const float4& x, bool f16) {
+  const auto round = [f16](float x) { return f16 ? float_to_f16(x) : float_to_bf16(x); };
+  const ushort4 rounded{round(x.x), round(x.y), round(x.z), round(x.w)};
   if (reinterpret_cast<uintptr_t>(to) % sizeof(rounded) == 0) {
     *reinterpret_cast<ushort4*>(to) = rounded;
   } else {  // a caller's rows may begin anywhere
@@ -181,7 +182,8 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
     uint16_t* out = p.out + token * p.out_token + head * p.out_head + 4 * lane;
 #pragma unroll
     for (int k = 0; k < kQuarters; ++k)
-      store_four(out + 4 * 32 * k, {sum[k].x * scale, sum[k].y * scale, sum[k].z * scale, sum[k].w * scale});
+      store_four(out + 4 * 32 * k, {sum[k].x * scale, sum[k].y * scale, sum[k].z * scale, sum[k].w * scale},
+                 p.tile == Tile::f16_576);
     if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
     if (!p.max_logits) continue;
     float max_logit = -INFINITY;

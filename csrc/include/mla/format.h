@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "mla/platform.h"
 
@@ -79,6 +80,13 @@ constexpr CacheFormat kFp8Tensor576{"fp8_tensor_576",  Code::e4m3, 512, Code::e4
 constexpr const CacheFormat* kFormats[] = {&kBf16,      &kFp16,    &kFp8DsMla,    &kBf16_512,
                                            &kFp8Model1, &kFp8_528, &kFp8Tensor576};
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
+
+// Which of them it is.
+inline int number_of(const CacheFormat& format) {
+  int number = 0;
+  while (strcmp(kFormats[number]->name, format.name)) ++number;
+  return number;
+}
 
 static_assert(kBf16.token_bytes() == 1152 && kFp16.token_bytes() == 1152 && kBf16_512.token_bytes() == 1024);
 static_assert(kFp8DsMla.token_bytes() == 656 && kFp8DsMla.rope_offset() == 528, "512 e4m3, 4 fp32 scales, 64 bf16");

@@ -23,11 +23,12 @@ constexpr int kRowStride = kHeadDim + 8;
 constexpr int kScoreStride = kTile + 8;
 
 struct Shared {
-  alignas(16) uint16_t rows[kTile][kRowStride];  // bf16; e4m3 without its scale
+  alignas(16) uint16_t rows[kTile][kRowStride];  // e4m3 as bf16, without its fp32 scale
   alignas(16) uint16_t q[kHeads][kRowStride];
   alignas(16) float scores[kHeads][kScoreStride];  // then weights
   alignas(16) float scale[kGroups][kTile];
   const uint8_t* row[kTile];  // in the cache; null where the slot is none
+  const uint8_t* scales[kTile];
   float max_score[kHeads], total[kHeads], rescale[kHeads];
 };
 static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a block have");

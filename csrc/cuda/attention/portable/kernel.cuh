@@ -2,33 +2,40 @@
 // be right everywhere and simple; several blocks share a multiprocessor, and hide each other's waiting.
 //
 // A block takes a worker's tokens one after the other. For each tile of up to 64 slots:
-//   gather   a warp a row; e4m3 becomes bf16 without its scale, which is exact
+//   gather   a warp a row; e4m3 becomes bf16: without its scale, or with one that is a power of two, both exact
 //   scores   a warp 8 tokens: 16 x 576 by 576 x 8. A group's partial scores are multiplied with its scale
 //   softmax  a warp 2 heads, lanes over tokens
 //   values   a warp 64 output dims: 16 x 64 by 64 x 64. The weights are multiplied with the scale of the dims' group
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/attention/portable/config.h"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mma.cuh"
+#include "cuda/common/pairs.cuh"
 #include "cuda/common/vector.cuh"
 #include "mla/number.h"
 #include "mla/problem.h"
 
 namespace mla::cuda::portable {
 
+// kNumber: of queries, rows once they are gathered, and outputs.
+template <Number kNumber>
 struct Block {
+  using Atom = std::conditional_t<kNumber == Number::f16, cute::SM80_16x8x16_F32F16F16F32_TN,
+                                  cute::SM80_16x8x16_F32BF16BF16F32_TN>;
+
   const AttentionProblem& p;
   Shared& s;
   int head_begin;
   int warp, lane;
 
   __device__ void load_q(int64_t token) const {
-    constexpr int kPieces = kHeadDim / 8;
-    for (int i = threadIdx.x; i < kHeads * kPieces; i += kThreads) {
-      const int head = i / kPieces, dim = i % kPieces * 8;
+    const int pieces = p.head_dim() / 8;
+    for (int i = threadIdx.x; i < kHeads * pieces; i += kThreads) {
+      const int head = i / pieces, dim = i % pieces * 8;
       alignas(16) uint16_t piece[8] = {};
       if (head_begin + head < p.heads) {
         const uint16_t* from =
@@ -51,19 +58,51 @@ struct Block {
       const int64_t slot = at < end ? list.slots[token * list.stride + at] : -1;
       found = list.cache.holds(slot);
       s.row[threadIdx.x] = found ? list.cache.row(slot) : nullptr;
+      s.scales[threadIdx.x] = found ? list.cache.scales(slot) : nullptr;
     }
     return __syncthreads_or(found);
   }
 
+  // Rows of 16-bit numbers.
   template <bool kAligned>
-  __device__ void gather_bf16() const {
-    constexpr int kPieces = kHeadDim / 8;
+  __device__ void gather_plain() const {
+    const int pieces = p.head_dim() / 8;
     for (int t = warp; t < kTile; t += kWarps) {
       const uint8_t* row = s.row[t];
-      for (int piece = lane; piece < kPieces; piece += 32) {
+      for (int piece = lane; piece < pieces; piece += 32) {
         alignas(16) uint4 numbers = {};
         if (row) load_bytes<16, kAligned>(row + 16 * piece, &numbers);
         *reinterpret_cast<uint4*>(&s.rows[t][8 * piece]) = numbers;
+      }
+      if (lane < kGroups) s.scale[lane][t] = 1.0f;
+    }
+  }
+
+  // Rows of e4m3 numbers whose scales are powers of two, or the caller's. A lane has eight numbers of a row, then eight
+  // more.
+  __device__ void gather_with_powers(const CacheFormat& format) const {
+    for (int t = warp; t < kTile; t += kWarps) {
+      const uint8_t *row = s.row[t], *scales = s.scales[t];
+      for (int dim = 8 * lane; dim < format.head_dim(); dim += 8 * 32) {
+        alignas(16) uint32_t pairs[4] = {};
+        const bool latent = dim < format.latent;
+        if (row && !latent && format.rope_code != Code::e4m3) {
+          memcpy(pairs, row + format.rope_offset() + 2 * (dim - format.latent), sizeof(pairs));
+        } else if (row) {
+          uint32_t bytes[2];
+          memcpy(bytes, row + (latent ? dim : format.rope_offset() + dim - format.latent), sizeof(bytes));
+          const float scale = format.group ? ue8m0_to_float(scales[dim / format.group]) : 1.0f;
+#pragma unroll
+          for (int w = 0; w < 2; ++w) {
+            uint32_t exact[2];
+            e4m3_to_bf16(bytes[w], exact);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              pairs[2 * w + i] =
+                  pack_bf16(bits_float(exact[i] << 16) * scale, bits_float(exact[i] & 0xffff0000u) * scale);
+          }
+        }
+        *reinterpret_cast<uint4*>(&s.rows[t][dim]) = *reinterpret_cast<const uint4*>(pairs);
       }
       if (lane < kGroups) s.scale[lane][t] = 1.0f;
     }
@@ -117,7 +156,7 @@ struct Block {
     const uint32_t row_address = cast_smem_ptr_to_uint(&s.rows[warp * kWarpTokens + lane % 8][8 * (lane / 8)]);
 #pragma unroll 1
     for (int part = 0; part <= kGroups; ++part) {
-      const int steps = part < kGroups ? kGroupDims / 32 : kRope / 32;
+      const int steps = (part < kGroups ? kGroupDims : p.head_dim() - kLatent) / 32;
       float partial[4] = {};
       for (int step = 0; step < steps; ++step) {
         const int dim = part * kGroupDims + 32 * step;
@@ -125,8 +164,8 @@ struct Block {
         load_tiles(rows, row_address + 2 * dim);
         load_tiles(q0, q_address + 2 * dim);
         load_tiles(q1, q_address + 2 * dim + 32);
-        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(partial, q0, rows[0], rows[1]);
-        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(partial, q1, rows[2], rows[3]);
+        multiply_add<Atom>(partial, q0, rows[0], rows[1]);
+        multiply_add<Atom>(partial, q1, rows[2], rows[3]);
       }
       const float first = part < kGroups ? s.scale[part][column] : 1.0f,
                   second = part < kGroups ? s.scale[part][column + 1] : 1.0f;
@@ -187,17 +226,19 @@ struct Block {
         const float2 pair = *reinterpret_cast<const float2*>(&s.scores[head][token]);
         const float2 scales = *reinterpret_cast<const float2*>(&scale[token]);
         // a row that isn't there weighs 0 and holds 0
-        weights[i] = pack_bf16(pair.x * scales.x, pair.y * scales.y);
+        weights[i] = pack<kNumber>(pair.x * scales.x, pair.y * scales.y);
       }
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; n += 2) {
         uint32_t values[4];
         load_tiles_transposed(values, cast_smem_ptr_to_uint(&s.rows[k + lane % 16][first_dim + 8 * (n + lane / 16)]));
-        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(out[n], weights, values[0], values[1]);
-        multiply_add<cute::SM80_16x8x16_F32BF16BF16F32_TN>(out[n + 1], weights, values[2], values[3]);
+        multiply_add<Atom>(out[n], weights, values[0], values[1]);
+        multiply_add<Atom>(out[n + 1], weights, values[2], values[3]);
       }
     }
   }
+
+  static __device__ uint16_t narrow(float x) { return kNumber == Number::f16 ? float_to_f16(x) : float_to_bf16(x); }
 
   // Writes the block's heads of a token: to the output, or to the partial slot `partial`.
   __device__ void finish(int64_t token, bool whole, int64_t partial, const float (&out)[kWarpDims / 8][4]) const {
@@ -209,6 +250,7 @@ struct Block {
       const float total = s.total[own], max_score = s.max_score[own] * kLn2;
       const float lse = total == 0.0f ? -INFINITY : max_score + logf(total);
       float factor = total == 0.0f ? 0.0f : 1.0f / total;
+      factor *= p.value_scale;
       const int64_t row = partials.row(partial, head);
       if (whole && p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);
       for (int n = 0; n < kWarpDims / 8; ++n) {
@@ -217,7 +259,7 @@ struct Block {
         const float second = total == 0.0f ? 0.0f : out[n][2 * half + 1] * factor;
         if (whole) {
           uint16_t* to = p.out + token * p.out_token + head * p.out_head + dim;
-          to[0] = float_to_bf16(first), to[1] = float_to_bf16(second);
+          to[0] = narrow(first), to[1] = narrow(second);
         } else {
           *reinterpret_cast<float2*>(partials.out + row * kValueDim + dim) = {first, second};
         }
@@ -235,12 +277,13 @@ struct Block {
 };
 
 // Block x: heads of a worker, y: the worker.
+template <Number kNumber>
 __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     attention_kernel(const __grid_constant__ AttentionProblem p) {
   extern __shared__ __align__(16) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
-  const Block block{p, s, static_cast<int>(blockIdx.x) * kHeads, static_cast<int>(threadIdx.x) / 32,
-                    static_cast<int>(threadIdx.x) % 32};
+  const Block<kNumber> block{p, s, static_cast<int>(blockIdx.x) * kHeads, static_cast<int>(threadIdx.x) / 32,
+                             static_cast<int>(threadIdx.x) % 32};
 
   // The plan may be a caller's, and stale: nothing in it is trusted to be within the problem.
   const PlanRow row = p.plan[blockIdx.y];
@@ -264,10 +307,13 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
       __syncthreads();  // the tile before is finished with the rows
       if (!block.find_rows(list, token, begin, min(begin + tile_slots, in_main ? length : extra_length))) continue;
       const bool aligned = rows_aligned16(list.cache);
-      if (list.cache.format.code == Code::e4m3)
-        aligned ? block.gather_e4m3<true>() : block.gather_e4m3<false>();
+      const CacheFormat& format = list.cache.format;
+      if (format.scale == Scale::fp32)
+        aligned ? block.template gather_e4m3<true>() : block.template gather_e4m3<false>();
+      else if (format.quantised())
+        block.gather_with_powers(format);
       else
-        aligned ? block.gather_bf16<true>() : block.gather_bf16<false>();
+        aligned ? block.template gather_plain<true>() : block.template gather_plain<false>();
       __syncthreads();
       block.score();
       __syncthreads();

@@ -9,15 +9,19 @@ static_assert(portable::kHeads == kPortableHeads && portable::kBlocksPerProcesso
               portable::kTile == kGpuTileSlots);
 
 void portable_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
-  launch(portable::attention_kernel, attention_grid(p, choice), portable::kThreads, sizeof(portable::Shared), stream,
-         "sparse_attention", p);
+  const auto kernel =
+      p.tile == Tile::f16_576 ? portable::attention_kernel<Number::f16> : portable::attention_kernel<Number::bf16>;
+  launch(kernel, attention_grid(p, choice), portable::kThreads, sizeof(portable::Shared), stream, "sparse_attention",
+         p);
 }
 
 MLA_KERNELS {
-  static const KernelEntry entries[] = {{"sparse_attention portable",
-                                         reinterpret_cast<const void*>(portable::attention_kernel), portable::kThreads,
-                                         sizeof(portable::Shared)}};
-  return {entries, 1};
+  static const KernelEntry entries[] = {
+      {"sparse_attention portable", reinterpret_cast<const void*>(portable::attention_kernel<Number::bf16>),
+       portable::kThreads, sizeof(portable::Shared)},
+      {"sparse_attention portable, fp16", reinterpret_cast<const void*>(portable::attention_kernel<Number::f16>),
+       portable::kThreads, sizeof(portable::Shared)}};
+  return {entries, sizeof(entries) / sizeof(entries[0])};
 }
 
 }  // namespace mla::cuda

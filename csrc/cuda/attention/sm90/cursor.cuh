@@ -101,6 +101,17 @@ struct TileRequest {
     return block * static_cast<uint32_t>(cache.block_stride / kPieceBytes) +
            (static_cast<uint32_t>(slot) - block * size) * row_pieces;
   }
+
+  // Where the scales of the row lie, if there is one.
+  __device__ const uint8_t* scales(const AttentionProblem& p) const {
+    const CacheView& cache = p.lists[list].cache;
+    const uint32_t size = static_cast<uint32_t>(cache.block_size), block = static_cast<uint32_t>(slot) / size,
+                   offset = static_cast<uint32_t>(slot) - block * size;
+    const uint8_t* const page = cache.data + block * cache.block_stride;
+    if (cache.format.scales_at == ScalesAt::in_row)
+      return page + offset * cache.row_stride + cache.format.scale_offset();
+    return page + size * cache.row_stride + offset * cache.format.scale_bytes();
+  }
 };
 
 __device__ __forceinline__ uint4 load_piece(uint32_t shared_address) {

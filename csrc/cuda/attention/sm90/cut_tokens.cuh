@@ -148,18 +148,19 @@ __device__ __forceinline__ Share share_of(const ClusterPeers& peers, int warp, i
   return {peers.own + peers.count * (warp / 4), 2 * peers.count, heads, warp % 4, warp % 4 + 1};
 }
 
+template <Number kNumber>
 __device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t token, int head, const Share& share,
                                              uint32_t quarters, int lane, const MergedRow& merged) {
   const float lse = merged.lse();
-  float scale = merged.scale();
+  float scale = merged.scale() * p.value_scale;
   if (p.sink && lse > -INFINITY) scale /= 1.0f + expf(p.sink[head] - lse);
   uint16_t* out = p.out + token * p.out_token + head * p.out_head + 4 * lane;
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) {
     if (!(quarters >> j & 1)) continue;
     const float4 x = merged.values[j];
-    *reinterpret_cast<uint2*>(out + (share.begin + j) * kQuarter) = {pack_bf16(x.x * scale, x.y * scale),
-                                                                     pack_bf16(x.z * scale, x.w * scale)};
+    *reinterpret_cast<uint2*>(out + (share.begin + j) * kQuarter) = {pack<kNumber>(x.x * scale, x.y * scale),
+                                                                     pack<kNumber>(x.z * scale, x.w * scale)};
   }
   if (share.begin > 0 || !(quarters & 1) || lane > 0) return;
   p.lse[token * p.lse_token + head * p.lse_head] = lse;
@@ -308,7 +309,7 @@ __device__ __forceinline__ void merge_peers(const PartResult& result, uint32_t r
 // Eight warps merge a worker's part of a token with the other parts. `results` has its statistics; lane i's
 // `row_of_head(head)` is where peer i has the head's sums, as an address in this block. Each warp calls `release` when
 // it has read all that it needs from shared memory.
-template <int kHeads, typename Row, typename Read>
+template <Number kNumber, int kHeads, typename Row, typename Read>
 __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const PartResult (&results)[kHeads],
                                             int64_t token, const TokenPart& part, const ClusterPeers& peers,
                                             int head_begin, int warp, int lane, Row row_of_head, Read release) {
@@ -325,7 +326,7 @@ __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const Par
     merge_peers(results[own], row_of_head(own), peers, share, lane, merged);
     if (own + share.step >= share.heads) release();
     if (complete) {
-      write_merged(p, token, head, share, quarters, lane, merged);
+      write_merged<kNumber>(p, token, head, share, quarters, lane, merged);
       continue;
     }
     const float scale = merged.scale(), lse = merged.lse();
@@ -380,7 +381,7 @@ __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const Par
     const bool early = lane < kEarlyParts;
     merge_workspace_parts(partials, part.first_partial, parts, head, share, lane, early ? lse : -INFINITY,
                           early ? max_logit : -INFINITY, merged);
-    write_merged(p, token, head, share, own_quarters, lane, merged);
+    write_merged<kNumber>(p, token, head, share, own_quarters, lane, merged);
   }
 }
 

@@ -56,15 +56,15 @@ __device__ __forceinline__ float2 q_scales_of_lane(const float* q_scale, int j, 
 constexpr int kQueryWarps = 8;  // that load a token's queries: heads warp, warp + 8 and so on
 
 // Eight warps load a token's heads, a warp up to four of them at once, in the layout of a tile's block. Rows beyond the
-// problem's heads are zeros. With fp8 rows, q is f16 and each head is divided by a power of two that brings its largest
-// latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and brings scores to base 2. Rope
-// is also multiplied with `rope_lift`, which cached rope then lacks. `wait_for_room` is called when the first loads are
-// in flight.
-template <Code kCode, int kHeads, typename Wait>
+// problem's heads are zeros. With fp8_ds_mla rows (kScaled), q is f16 and each head is divided by a power of two that
+// brings its largest latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and brings
+// scores to base 2. Rope is also multiplied with `rope_lift`, which cached rope then lacks. `wait_for_room` is called
+// when the first loads are in flight.
+template <bool kScaled, int kHeads, int kBlocks, typename Wait>
 __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t (&q)[kBlocks][kHeads * kRowBytes],
                                              float* q_scale, int64_t token, int head_begin, int warp, int lane,
                                              Wait wait_for_room, float rope_lift = 1.0f) {
-  constexpr bool kScaled = kCode == Code::e4m3;
+  constexpr bool kRoped = kBlocks > kLatentBlocks;
   constexpr int kOwn = kHeads / kQueryWarps, kMost = kScaled ? 4 : 2, kAtOnce = kOwn < kMost ? kOwn : kMost;
 #pragma unroll 1
   for (int first = warp; first < kHeads; first += kQueryWarps * kAtOnce) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
     }
     // eight lanes have a head's rope
     const int rope_row = first + kQueryWarps * (lane / 8);
-    if (const int head = head_begin + rope_row; lane < 8 * kAtOnce && head < p.heads)
+    if (const int head = head_begin + rope_row; kRoped && lane < 8 * kAtOnce && head < p.heads)
       rope = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane % 8];
     if (first == warp) wait_for_room();
     float rope_factor = 1.0f;
@@ -105,14 +105,14 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
     }
     // one after the other: together they may be too large for fp32
     if constexpr (kScaled) rope = scaled_piece(scaled_piece(rope, rope_factor, false), rope_lift, false);
-    if (lane < 8 * kAtOnce)
-      *reinterpret_cast<uint4*>(q[kLatentBlocks] + rope_row * kRowBytes +
+    if (kRoped && lane < 8 * kAtOnce)
+      *reinterpret_cast<uint4*>(q[kBlocks - 1] + rope_row * kRowBytes +
                                 offset_of_piece(kLatentBlocks, lane % 8, rope_row)) = rope;
   }
 }
 
 // Asks L2 for a token's queries that will be loaded soon, by so many warps.
-template <int kHeads, int kWarps>
+template <int kHeads, int kWarps, int kBlocks>
 __device__ __forceinline__ void ask_l2_for_queries(const AttentionProblem& p, int64_t token, int head_begin, int warp,
                                                    int lane) {
   constexpr int kWarpHeads = kHeads / kWarps, kLanes = 32 / kWarpHeads;  // of a head
@@ -123,7 +123,7 @@ __device__ __forceinline__ void ask_l2_for_queries(const AttentionProblem& p, in
   const uint16_t* nope = p.q_nope + token * p.q_nope_token + head * p.q_nope_head + lane / kWarpHeads * kLines * kLine;
 #pragma unroll
   for (int i = 0; i < kLines; ++i) ask(nope + i * kLine);
-  if (lane < kWarpHeads) ask(p.q_rope + token * p.q_rope_token + head * p.q_rope_head);
+  if (kBlocks > kLatentBlocks && lane < kWarpHeads) ask(p.q_rope + token * p.q_rope_token + head * p.q_rope_head);
 }
 
 }  // namespace mla::cuda::sm90

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/mma.cuh"
+#include "cuda/common/pairs.cuh"
 #include "mla/number.h"
 #include "mla/problem.h"
 
@@ -37,6 +37,7 @@ __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t 
                                              int64_t partial, float total, float reference, float max_score) {
   if (head >= p.heads) return 0.0f;
   auto [lse, factor, max_logit] = result_of_head(total, reference, max_score);
+  factor *= p.value_scale;
   if (whole) {
     if (p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);
     p.lse[token * p.lse_token + head * p.lse_head] = lse;
@@ -51,6 +52,7 @@ __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t 
 }
 
 // Writes a head's output, a warp a row of 512 sums; zeros where there are none.
+template <Number kNumber>
 __device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t token, int head, bool whole,
                                           int64_t partial, const float* sums, float factor, int lane) {
   if (whole) {
@@ -61,8 +63,8 @@ __device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t tok
       const int dim = 256 * i + 8 * lane;
       if (sums) a = *reinterpret_cast<const float4*>(sums + dim), b = *reinterpret_cast<const float4*>(sums + dim + 4);
       *reinterpret_cast<uint4*>(out + dim) = {
-          pack_bf16(a.x * factor, a.y * factor), pack_bf16(a.z * factor, a.w * factor),
-          pack_bf16(b.x * factor, b.y * factor), pack_bf16(b.z * factor, b.w * factor)};
+          pack<kNumber>(a.x * factor, a.y * factor), pack<kNumber>(a.z * factor, a.w * factor),
+          pack<kNumber>(b.x * factor, b.y * factor), pack<kNumber>(b.z * factor, b.w * factor)};
     }
   } else {
     const Partials partials(p.workspace, p.workers, p.heads);

@@ -1,6 +1,6 @@
-// How Hopper kernels hold cached rows in shared memory as 16-bit numbers: 64 tokens of 576, in blocks of 64 dims. In a
-// block a token is a row of 128 bytes, swizzled as wgmma wants it, so that the same numbers serve as rows of K (scores
-// sum over dims) and as columns of V (values sum over tokens).
+// How Hopper kernels hold cached rows in shared memory as 16-bit numbers: 64 tokens of 576 or 512, in blocks of 64
+// dims. In a block a token is a row of 128 bytes, swizzled as wgmma wants it, so that the same numbers serve as rows of
+// K (scores sum over dims) and as columns of V (values sum over tokens).
 //
 // In odd blocks neighbouring 16-byte pieces of the latent dims are swapped. A lane that converts 16 fp8 bytes of a row
 // stores two pieces, and in this order eight lanes' first pieces lie in different banks. Queries have the same order;
@@ -9,20 +9,48 @@
 
 #include <cstdint>
 
-#include "mla/format.h"
+#include "cuda/common/pairs.cuh"
 #include "mla/platform.h"
+#include "mla/problem.h"
 
 namespace mla::cuda::sm90 {
 
 constexpr int kTileTokens = 64;
 constexpr int kBlockDims = 64;                       // a row of 128 bytes
-constexpr int kLatentBlocks = kLatent / kBlockDims;  // 8
-constexpr int kBlocks = kHeadDim / kBlockDims;       // 9, the last one is rope
+constexpr int kLatentBlocks = kLatent / kBlockDims;  // 8; if there is a ninth, it is rope
 constexpr int kRowBytes = 128;
 constexpr int kPieceBytes = 16;                       // 8 numbers
 constexpr int kBlockBytes = kTileTokens * kRowBytes;  // 8 KB
-constexpr int kTileBytes = kBlocks * kBlockBytes;     // 72 KB
-constexpr int kGroups = 4;                            // of 128 dims that share a scale
+constexpr int kGroups = 4;                            // of 128 dims that share an fp32 scale
+
+// The rows that a Hopper kernel is compiled for.
+enum class Rows {
+  fp8_ds_mla,
+  bf16,
+  fp16,
+  fp8_tensor_576,  // become bf16 numbers when they are loaded
+  any_512,         // bf16_512, fp8_model1 and fp8_528, which become bf16 numbers too, in any mixture
+};
+
+MLA_HOST_DEVICE constexpr bool is_scaled(Rows rows) { return rows == Rows::fp8_ds_mla; }
+MLA_HOST_DEVICE constexpr bool is_converted(Rows rows) { return rows == Rows::fp8_tensor_576 || rows == Rows::any_512; }
+MLA_HOST_DEVICE constexpr int blocks_of(Rows rows) { return kLatentBlocks + (rows != Rows::any_512); }  // of 64 dims
+MLA_HOST_DEVICE constexpr int tile_bytes_of(Rows rows) { return blocks_of(rows) * kBlockBytes; }  // of 16-bit numbers
+// Of outputs and, but for fp8_ds_mla, of everything that is multiplied.
+MLA_HOST_DEVICE constexpr Number number_of(Rows rows) { return rows == Rows::fp16 ? Number::f16 : Number::bf16; }
+
+inline Rows rows_of(const AttentionProblem& p) {
+  switch (p.tile) {
+    case Tile::scaled_576:
+      return Rows::fp8_ds_mla;
+    case Tile::f16_576:
+      return Rows::fp16;
+    case Tile::bf16_512:
+      return Rows::any_512;
+    default:
+      return p.lists[0].cache.format.quantised() ? Rows::fp8_tensor_576 : Rows::bf16;
+  }
+}
 
 // The byte offset, in its row, of the piece of eight dims from 8 * piece on.
 MLA_HOST_DEVICE constexpr int offset_of_piece(int block, int piece, int row) {

@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "cuda/attention/sm90/cut_tokens.cuh"
-#include "cuda/attention/sm90/few_heads/bf16_rows.cuh"
 #include "cuda/attention/sm90/few_heads/fp8_rows.cuh"
+#include "cuda/attention/sm90/few_heads/plain_rows.cuh"
 #include "cuda/attention/sm90/few_heads/reduction.h"
 
 namespace mla::cuda::sm90::few_heads {
@@ -19,10 +19,12 @@ constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 // A block begins with as many registers for each thread, and they are handed round. With up to 16 heads none is too
 // few: a launch would begin with a wait for local memory.
 constexpr uint32_t kRegisters = 128;
-template <int kHeads>
-constexpr uint32_t kConsumerRegisters = kHeads > 16 ? 216 : 168;
-template <int kHeads>
-constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
+template <Rows kRows, int kHeads>
+constexpr uint32_t kConsumerRegisters = kHeads <= 16          ? 168
+                                        : is_converted(kRows) ? 184
+                                                              : 216;
+template <Rows kRows, int kHeads>
+constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kRows, kHeads>;
 
 // Whether the parts of split tokens are left to the merge kernel that is launched next. With up to 16 heads this kernel
 // merges them itself.
@@ -30,16 +32,16 @@ template <int kHeads>
 constexpr bool kMerged = kHeads > 16;
 
 // How rows lie in shared memory, and how they are multiplied.
-template <Code kCode, int kHeads>
-using RowsOf = std::conditional_t<kCode == Code::e4m3, Fp8Rows<kHeads>, Bf16Rows<kHeads>>;
+template <Rows kRows, int kHeads>
+using RowsOf = std::conditional_t<is_scaled(kRows), Fp8Rows<kHeads>, PlainRows<kRows, kHeads>>;
 
-template <Code kCode, int kHeads>
+template <Rows kRows, int kHeads>
 struct Shared {
-  using Rows = RowsOf<kCode, kHeads>;
+  using Own = RowsOf<kRows, kHeads>;
 
-  typename Rows::Memory rows;
+  typename Own::Memory rows;
   alignas(1024) uint8_t weights[kConsumerGroups][kHeads * kRowBytes];
-  alignas(8) float q_scale[Rows::kQueries][kHeads];  // brings a score to base 2
+  alignas(8) float q_scale[Own::kQueries][kHeads];  // brings a score to base 2
   float warp_max[kConsumerGroups][4][kHeads];
   // The warpgroups' softmax statistics of a token, double-buffered by the number of the reduction.
   float total[2][kConsumerGroups][4][kHeads];
@@ -48,8 +50,8 @@ struct Shared {
   float factor[kHeads];
   PartResult part[kHeads];  // of a cut token
   CutTokens cut_tokens;
-  Barrier full[Rows::kStages], empty[Rows::kStages];
-  Barrier q_full[Rows::kQueries], q_empty[Rows::kQueries];
+  Barrier full[Own::kStages], empty[Own::kStages];
+  Barrier q_full[Own::kQueries], q_empty[Own::kQueries];
   Barrier weights_free[kConsumerGroups];
   Barrier reduction_full[2], reduction_empty[2];  // double-buffered by round
   // The cluster's: all blocks have their part of the token; all warps have read what they merge.
@@ -60,12 +62,13 @@ struct Shared {
 #endif
 };
 
-template <Code kCode, int kHeads>
-constexpr int kSharedBytes = sizeof(Shared<kCode, kHeads>);
+template <Rows kRows, int kHeads>
+constexpr int kSharedBytes = sizeof(Shared<kRows, kHeads>);
 
-static_assert(kSharedBytes<Code::e4m3, 32> <= 227 * 1024 && kSharedBytes<Code::e4m3, 16> <= 227 * 1024 &&
-                  kSharedBytes<Code::bf16, 16> <= 227 * 1024,
-              "what sm_90 lets a block have");
+constexpr int kMostSharedBytes = 227 * 1024;  // of a block on sm_90
+static_assert(kSharedBytes<Rows::fp8_ds_mla, 32> <= kMostSharedBytes &&
+              kSharedBytes<Rows::fp8_ds_mla, 16> <= kMostSharedBytes &&
+              kSharedBytes<Rows::bf16, 16> <= kMostSharedBytes && kSharedBytes<Rows::any_512, 32> <= kMostSharedBytes);
 static_assert(kReductionHeads<32> * kReductionStride * sizeof(float) <= sizeof(Fp8Rows<32>::Stage),
               "the reduction buffer takes the memory of a tile");
 

@@ -8,7 +8,7 @@
 // another only at the end of a token. There their results are added in a reduction buffer, which takes the memory of
 // the token's last tile. If the token is split over workers, its parts are then merged (cut_tokens.cuh). Eight producer
 // warps load rows. How rows lie in memory and are multiplied depends on the cache's format: fp8_rows.cuh,
-// bf16_rows.cuh.
+// plain_rows.cuh.
 //
 //   load     | rows of i + 4 ...
 //   group 0  | scores i, softmax i, values i | scores i + 2, ...
@@ -37,10 +37,10 @@ __device__ __forceinline__ int group_barrier(int group) { return 1 + group; }
 constexpr int kBothGroups = 3;
 
 // kMaxLogits: the caller wants max_logits.
-template <Code kCode, int kHeads, bool kMaxLogits>
+template <Rows kRows, int kHeads, bool kMaxLogits>
 struct Consumer {
-  using Memory = Shared<kCode, kHeads>;
-  using Rows = RowsOf<kCode, kHeads>;
+  using Memory = Shared<kRows, kHeads>;
+  using Own = RowsOf<kRows, kHeads>;
   static constexpr int kSums = kHeads / 2;     // a lane's numbers of 64 rows
   static constexpr int kColumns = kHeads / 4;  // a lane's heads
   // The reduction buffer holds the heads of one round.
@@ -50,7 +50,7 @@ struct Consumer {
   Memory& s;
   const int head_begin;
   const int group, warp, lane;  // warp of the warpgroup
-  Rows rows;
+  Own rows;
   uint32_t weights_address;  // this lane's, of its warpgroup's weights
 
   float out[kLatentBlocks][kSums];  // O^T
@@ -230,8 +230,8 @@ struct Consumer {
       constexpr int kRoundHeads = kReductionHeads<kHeads>;
       for (int own = round * kRoundHeads + warp; own < (round + 1) * kRoundHeads && head_begin + own < p.heads;
            own += 4)
-        write_row(p, work.token, head_begin + own, work.whole(), partial, reduction_row(stage, own), s.factor[own],
-                  lane);
+        write_row<number_of(kRows)>(p, work.token, head_begin + own, work.whole(), partial, reduction_row(stage, own),
+                                    s.factor[own], lane);
       arrive_as_warp(s.reduction_empty[(first + round) % 2]);
     }
     arrive_as_warp(s.empty[stage]);
@@ -322,7 +322,7 @@ struct Consumer {
     // The reduction buffer of the lane's peer: that block has no tiles but those of its part.
     const int tiles = cut.tiles[peers.first + min(lane, peers.count - 1)];
     const uint32_t first_row =
-        cast_smem_ptr_to_uint(s.rows.reduction_buffer((tiles > 0 ? tiles - 1 : 0) % Rows::kStages));
+        cast_smem_ptr_to_uint(s.rows.reduction_buffer((tiles > 0 ? tiles - 1 : 0) % Own::kStages));
     if (peers.count > 1) wait(s.cluster_full, 0);
     const auto row_of_head = [&](int own) {
       return first_row + rows.reduction_row(own) * kReductionStride * static_cast<int>(sizeof(float));
@@ -333,8 +333,8 @@ struct Consumer {
       else
         sync_groups();
     };
-    merge_parts<kHeads>(p, s.part, work.token, cut.parts[work.cut == TokenWork::kContinued], peers, head_begin,
-                        4 * group + warp, lane, row_of_head, release);
+    merge_parts<number_of(kRows), kHeads>(p, s.part, work.token, cut.parts[work.cut == TokenWork::kContinued], peers,
+                                          head_begin, 4 * group + warp, lane, row_of_head, release);
     if (peers.count > 1) wait(s.cluster_empty, 0);  // peers have read this block's memory
   }
 
@@ -345,7 +345,7 @@ struct Consumer {
       const TokenWork work = worker.work(token);
       if (work.tile_end > work.tile_begin) break;
     }
-    if (token < worker.token_end) Rows::produce_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] {});
+    if (token < worker.token_end) Own::produce_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] {});
   }
 
   __device__ void run(const Worker& worker) {
@@ -364,13 +364,13 @@ struct Consumer {
       const TokenWork work = worker.work(token);
       const int tiles = work.tile_end - work.tile_begin;
       if (tiles > 0) {
-        const int own_tiles = (tiles + (ordinal % 2 == group)) / 2, query = tokens % Rows::kQueries;
-        wait(s.q_full[query], tokens / Rows::kQueries % 2);
+        const int own_tiles = (tiles + (ordinal % 2 == group)) / 2, query = tokens % Own::kQueries;
+        wait(s.q_full[query], tokens / Own::kQueries % 2);
         start_token();
         if (own_tiles == 0) arrive_as_warp(s.q_empty[query]);
         for (int i = 0; i < own_tiles; ++i, ++visits) {
-          const uint32_t tile = ordinal + 2 * i + (ordinal % 2 != group), stage = tile % Rows::kStages;
-          wait(s.full[stage], tile / Rows::kStages % 2);
+          const uint32_t tile = ordinal + 2 * i + (ordinal % 2 != group), stage = tile % Own::kStages;
+          wait(s.full[stage], tile / Own::kStages % 2);
           publish_to_wgmma();
           rows.compute_scores(score, s.rows, stage, query, s.q_scale[query]);
           if (i == own_tiles - 1) arrive_as_warp(s.q_empty[query]);
@@ -380,7 +380,7 @@ struct Consumer {
           arrive_as_warp(s.weights_free[group]);
         }
         ordinal += tiles;
-        last = (ordinal - 1) % Rows::kStages;
+        last = (ordinal - 1) % Own::kStages;
         if (kMerged<kHeads> || work.whole()) {
           if (ordinal % 2 != group)
             store_for_reduction(last, reductions);
@@ -417,21 +417,21 @@ struct Consumer {
     for (int own = warp; own < kHeads && head_begin + own < p.heads; own += 4) {
       const int head = head_begin + own;
       if (lane == 0) finish_head(p, work.token, head, work.whole(), partial, 0.0f, kLowest, kLowest);
-      write_row(p, work.token, head, work.whole(), partial, nullptr, 0.0f, lane);
+      write_row<number_of(kRows)>(p, work.token, head, work.whole(), partial, nullptr, 0.0f, lane);
     }
   }
 };
 
 // Block x: heads of a worker, y: the worker.
-template <Code kCode, int kHeads, bool kMaxLogits>
+template <Rows kRows, int kHeads, bool kMaxLogits>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
-  using Rows = RowsOf<kCode, kHeads>;
+  using Own = RowsOf<kRows, kHeads>;
   extern __shared__ __align__(1024) uint8_t memory[];
-  auto& s = *reinterpret_cast<Shared<kCode, kHeads>*>(memory);
+  auto& s = *reinterpret_cast<Shared<kRows, kHeads>*>(memory);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Rows::kStages; ++i) s.full[i].init(Rows::kTileArrivals), s.empty[i].init(4 * kWarpArrivals);
+    for (int i = 0; i < Own::kStages; ++i) s.full[i].init(Own::kTileArrivals), s.empty[i].init(4 * kWarpArrivals);
     for (int i = 0; i < kConsumerGroups; ++i) s.weights_free[i].init(4 * kWarpArrivals);
-    for (int i = 0; i < Rows::kQueries; ++i)  // eight warps load queries
+    for (int i = 0; i < Own::kQueries; ++i)  // eight warps load queries
       s.q_full[i].init(8 * kWarpArrivals), s.q_empty[i].init(kConsumerWarps * kWarpArrivals);
     for (int i = 0; i < 2; ++i)
       s.reduction_full[i].init(4 * kWarpArrivals), s.reduction_empty[i].init(4 * kWarpArrivals);
@@ -449,15 +449,15 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const int head_begin = blockIdx.x * kHeads;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();
+    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kRows, kHeads>>();
     wait_for_kernel_before();
     let_next_kernel_begin();
-    Consumer<kCode, kHeads, kMaxLogits> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
+    Consumer<kRows, kHeads, kMaxLogits> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
     consumer.run(Worker(p, blockIdx.y, kTileTokens));
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kHeads>>();
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kRows, kHeads>>();
     wait_for_kernel_before();
-    Rows::produce(p, s, head_begin, warp - kConsumerWarps, lane);
+    Own::produce(p, s, head_begin, warp - kConsumerWarps, lane);
   }
 }
 

@@ -7,6 +7,7 @@ namespace mla::cuda {
 namespace {
 
 using namespace sm90::few_heads;
+using sm90::Rows, sm90::rows_of;
 
 cudaLaunchAttribute clustered(int blocks) {
   cudaLaunchAttribute cluster{};
@@ -23,51 +24,69 @@ void allow_cluster(const void* kernel, int blocks) {
 
 // Max logits cost registers and, at a token's end, shuffles, so they are found only where they are asked for.
 using Kernel = void (*)(AttentionProblem);
-template <Code kCode, int kHeads>
+template <Rows kRows, int kHeads>
 Kernel kernel_for(const AttentionProblem& p) {
-  return p.max_logits ? attention_kernel<kCode, kHeads, true> : attention_kernel<kCode, kHeads, false>;
+  return p.max_logits ? attention_kernel<kRows, kHeads, true> : attention_kernel<kRows, kHeads, false>;
 }
 
-template <Code kCode, int kHeads>
+template <Rows kRows, int kHeads>
 void run(const AttentionProblem& p, const Choice& choice, void* stream) {
-  const Kernel kernel = kernel_for<kCode, kHeads>(p);
+  const Kernel kernel = kernel_for<kRows, kHeads>(p);
   allow_cluster(reinterpret_cast<const void*>(kernel), choice.cluster);
   dim3 blocks = attention_grid(p, choice);
   blocks.y = (blocks.y + choice.cluster - 1) / choice.cluster * choice.cluster;
   cudaLaunchAttribute attributes[2]{clustered(choice.cluster), {}};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  launch(kernel, blocks, kThreads, kSharedBytes<kCode, kHeads>, stream, "sparse_attention", p, attributes, 2);
+  launch(kernel, blocks, kThreads, kSharedBytes<kRows, kHeads>, stream, "sparse_attention", p, attributes, 2);
 }
 
-template <Code kCode, int kHeads, bool kMaxLogits = false>
+template <Rows kRows>
+void run(const AttentionProblem& p, const Choice& choice, void* stream) {
+  choice.heads_per_block == 8 ? run<kRows, 8>(p, choice, stream) : run<kRows, 16>(p, choice, stream);
+}
+
+template <Rows kRows>
+void run_wide(const AttentionProblem& p, const Choice& choice, void* stream) {
+  launch_early(kernel_for<kRows, kWideHeads>(p), attention_grid(p, choice), kThreads, kSharedBytes<kRows, kWideHeads>,
+               stream, "sparse_attention", p);
+}
+
+template <Rows kRows, int kHeads, bool kMaxLogits = false>
 KernelEntry entry(const char* name) {
-  return {name, reinterpret_cast<const void*>(attention_kernel<kCode, kHeads, kMaxLogits>), kThreads,
-          kSharedBytes<kCode, kHeads>};
+  return {name, reinterpret_cast<const void*>(attention_kernel<kRows, kHeads, kMaxLogits>), kThreads,
+          kSharedBytes<kRows, kHeads>};
 }
 
 }  // namespace
 
 void few_heads_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
-  const bool quantised = p.lists[0].cache.format.code == Code::e4m3;
-  if (choice.heads_per_block == 8)
-    quantised ? run<Code::e4m3, 8>(p, choice, stream) : run<Code::bf16, 8>(p, choice, stream);
-  else
-    quantised ? run<Code::e4m3, 16>(p, choice, stream) : run<Code::bf16, 16>(p, choice, stream);
+  switch (rows_of(p)) {
+    case Rows::fp8_ds_mla:
+      return run<Rows::fp8_ds_mla>(p, choice, stream);
+    case Rows::bf16:
+      return run<Rows::bf16>(p, choice, stream);
+    case Rows::fp16:
+      return run<Rows::fp16>(p, choice, stream);
+    case Rows::fp8_tensor_576:
+      return run<Rows::fp8_tensor_576>(p, choice, stream);
+    case Rows::any_512:
+      return run<Rows::any_512>(p, choice, stream);
+  }
 }
 
 void few_heads_wide_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
-  launch_early(kernel_for<Code::e4m3, kWideHeads>(p), attention_grid(p, choice), kThreads,
-               kSharedBytes<Code::e4m3, kWideHeads>, stream, "sparse_attention", p);
+  rows_of(p) == Rows::fp8_ds_mla ? run_wide<Rows::fp8_ds_mla>(p, choice, stream)
+                                 : run_wide<Rows::any_512>(p, choice, stream);
 }
 
 // A cluster lies within one of the GPU's partitions, which may differ in size, so only the driver knows. A block takes
 // all registers of a multiprocessor, whatever its heads and rows are: one form of the kernel answers for all.
 int few_heads_clusters(int blocks) {
   static_assert(kThreads * kRegisters == 64 * 1024);
-  const auto kernel = reinterpret_cast<const void*>(attention_kernel<Code::e4m3, 16, false>);
+  const auto kernel = reinterpret_cast<const void*>(attention_kernel<Rows::fp8_ds_mla, 16, false>);
   const std::string what = "clusters of " + std::to_string(blocks) + " blocks";
-  constexpr int kBytes = kSharedBytes<Code::e4m3, 16>;
+  constexpr int kBytes = kSharedBytes<Rows::fp8_ds_mla, 16>;
   check(allow_shared(kernel, kBytes), what.c_str());
   allow_cluster(kernel, blocks);
   cudaLaunchAttribute cluster = clustered(blocks);
@@ -89,16 +108,30 @@ int few_heads_clusters(int blocks) {
 
 MLA_KERNELS {
   static const KernelEntry entries[] = {
-      entry<Code::e4m3, 8>("sparse_attention sm90, 8 heads, fp8_ds_mla"),
-      entry<Code::e4m3, 8, true>("sparse_attention sm90, 8 heads, fp8_ds_mla, max logits"),
-      entry<Code::e4m3, 16>("sparse_attention sm90, 16 heads, fp8_ds_mla"),
-      entry<Code::e4m3, 16, true>("sparse_attention sm90, 16 heads, fp8_ds_mla, max logits"),
-      entry<Code::e4m3, 32>("sparse_attention sm90, 32 heads, fp8_ds_mla"),
-      entry<Code::e4m3, 32, true>("sparse_attention sm90, 32 heads, fp8_ds_mla, max logits"),
-      entry<Code::bf16, 8>("sparse_attention sm90, 8 heads, bf16"),
-      entry<Code::bf16, 8, true>("sparse_attention sm90, 8 heads, bf16, max logits"),
-      entry<Code::bf16, 16>("sparse_attention sm90, 16 heads, bf16"),
-      entry<Code::bf16, 16, true>("sparse_attention sm90, 16 heads, bf16, max logits")};
+      entry<Rows::fp8_ds_mla, 8>("sparse_attention sm90, 8 heads, fp8_ds_mla"),
+      entry<Rows::fp8_ds_mla, 8, true>("sparse_attention sm90, 8 heads, fp8_ds_mla, max logits"),
+      entry<Rows::fp8_ds_mla, 16>("sparse_attention sm90, 16 heads, fp8_ds_mla"),
+      entry<Rows::fp8_ds_mla, 16, true>("sparse_attention sm90, 16 heads, fp8_ds_mla, max logits"),
+      entry<Rows::fp8_ds_mla, 32>("sparse_attention sm90, 32 heads, fp8_ds_mla"),
+      entry<Rows::fp8_ds_mla, 32, true>("sparse_attention sm90, 32 heads, fp8_ds_mla, max logits"),
+      entry<Rows::bf16, 8>("sparse_attention sm90, 8 heads, bf16"),
+      entry<Rows::bf16, 8, true>("sparse_attention sm90, 8 heads, bf16, max logits"),
+      entry<Rows::bf16, 16>("sparse_attention sm90, 16 heads, bf16"),
+      entry<Rows::bf16, 16, true>("sparse_attention sm90, 16 heads, bf16, max logits"),
+      entry<Rows::fp16, 8>("sparse_attention sm90, 8 heads, fp16"),
+      entry<Rows::fp16, 8, true>("sparse_attention sm90, 8 heads, fp16, max logits"),
+      entry<Rows::fp16, 16>("sparse_attention sm90, 16 heads, fp16"),
+      entry<Rows::fp16, 16, true>("sparse_attention sm90, 16 heads, fp16, max logits"),
+      entry<Rows::fp8_tensor_576, 8>("sparse_attention sm90, 8 heads, fp8_tensor_576"),
+      entry<Rows::fp8_tensor_576, 8, true>("sparse_attention sm90, 8 heads, fp8_tensor_576, max logits"),
+      entry<Rows::fp8_tensor_576, 16>("sparse_attention sm90, 16 heads, fp8_tensor_576"),
+      entry<Rows::fp8_tensor_576, 16, true>("sparse_attention sm90, 16 heads, fp8_tensor_576, max logits"),
+      entry<Rows::any_512, 8>("sparse_attention sm90, 8 heads, rows of 512"),
+      entry<Rows::any_512, 8, true>("sparse_attention sm90, 8 heads, rows of 512, max logits"),
+      entry<Rows::any_512, 16>("sparse_attention sm90, 16 heads, rows of 512"),
+      entry<Rows::any_512, 16, true>("sparse_attention sm90, 16 heads, rows of 512, max logits"),
+      entry<Rows::any_512, 32>("sparse_attention sm90, 32 heads, rows of 512"),
+      entry<Rows::any_512, 32, true>("sparse_attention sm90, 32 heads, rows of 512, max logits")};
   return {entries, sizeof(entries) / sizeof(entries[0])};
 }
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/attention/sm90/produce_bf16.cuh"
+#include "cuda/attention/sm90/convert_rows.cuh"
 #include "cuda/attention/sm90/tile.h"
 
 namespace mla::cuda::sm90::many_heads {
@@ -23,8 +23,8 @@ constexpr int kAddingRegisters = 176;
 constexpr int kProducerRegisters = 64;
 static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
 
-// What a column of scores (a token) needs with fp8 rows. Rows in shared memory are divided by the usual power of two,
-// and by another one where f16 would not hold them then.
+// What a column of scores (a token) needs with fp8_ds_mla rows. Rows in shared memory are divided by the usual power of
+// two, and by another one where f16 would not hold them then.
 struct Column {
   float power;  // 2^bias
   float bias;   // -inf where the slot is none
@@ -33,12 +33,12 @@ struct Empty {};
 
 constexpr int kStages = 2;
 
-template <Code kCode>
+template <Rows kRows>
 struct Shared {
-  alignas(1024) uint8_t tiles[kStages][kTileBytes];
-  alignas(1024) uint8_t q[kBlocks][kHeads * kRowBytes];
+  alignas(1024) uint8_t tiles[kStages][tile_bytes_of(kRows)];
+  alignas(1024) uint8_t q[blocks_of(kRows)][kHeads * kRowBytes];
   alignas(1024) uint8_t weights[kHeads * kRowBytes];
-  alignas(16) std::conditional_t<kCode == Code::e4m3, Column[kTileTokens], Empty> columns[kStages];
+  alignas(16) std::conditional_t<is_scaled(kRows), Column[kTileTokens], Empty> columns[kStages];
   alignas(8) uint8_t valid[kStages][kTileTokens];  // bit 0: the slot is valid; bit 1: the parity of its row's address
   alignas(8) uint8_t plain[kStages][kTileTokens];  // valid, and its row needs no power of two of its own
   float q_scale[kHeads];
@@ -51,6 +51,6 @@ struct Shared {
   uint32_t touched;  // nobody reads it
 };
 
-static_assert(sizeof(Shared<Code::e4m3>) <= 227 * 1024 && sizeof(Shared<Code::bf16>) <= 227 * 1024);
+static_assert(sizeof(Shared<Rows::fp8_ds_mla>) <= 227 * 1024 && sizeof(Shared<Rows::bf16>) <= 227 * 1024);
 
 }  // namespace mla::cuda::sm90::many_heads

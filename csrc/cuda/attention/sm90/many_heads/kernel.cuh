@@ -48,7 +48,7 @@ __device__ __forceinline__ uint32_t offset_of_rope(int row, int piece) {
 
 // A producer warp's eight fp8 rows of a tile: read into registers, all of them, and stored back as f16. `part` is the
 // warp's part of block 0. Rope is where it belongs already, and hardly ever has to be changed.
-struct Fp8Rows {
+struct ScaledRows {
   uint4 fp8[kWarpRows];  // 16 of each row
   float scale;           // of row lane % 8, group lane / 8
 
@@ -110,22 +110,21 @@ struct Fp8Rows {
   }
 };
 
-template <Code kCode>
+template <Rows kRows>
 struct Consumer {
-  static constexpr bool kScaled = kCode == Code::e4m3;
-  static constexpr Number kNumber = kScaled ? Number::f16 : Number::bf16;  // of the latent dims and the weights
-  using ScoreAtom = std::conditional_t<kScaled, gmma::MMA_64x64x16_F32F16F16_SS<Major::K, Major::K>,
-                                       gmma::MMA_64x64x16_F32BF16BF16_SS<Major::K, Major::K>>;
-  using RopeAtom = gmma::MMA_64x64x16_F32BF16BF16_SS<Major::K, Major::K>;
-  using ValueAtom = std::conditional_t<kScaled, gmma::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>,
+  static constexpr bool kScaled = is_scaled(kRows);
+  static constexpr Number kNumber = kScaled ? Number::f16 : number_of(kRows);  // of the latent dims and the weights
+  using ScoreAtom = HalfAtom<kNumber, 64, Major::K, Major::K>;
+  using RopeAtom = HalfAtom<number_of(kRows), 64, Major::K, Major::K>;
+  using ValueAtom = std::conditional_t<kNumber == Number::f16, gmma::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>,
                                        gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>>;
-  static constexpr float kUsual = kScaled ? Fp8Rows::kUsual : 1.0f;  // sums of rows, times this, are right
-  static constexpr int kScores = 32;                                 // a lane's, of 64 x 64
-  static constexpr int kSteps = kTileTokens / 16;                    // of a product that sums over tokens
+  static constexpr float kUsual = kScaled ? ScaledRows::kUsual : 1.0f;  // sums of rows, times this, are right
+  static constexpr int kScores = 32;                                    // a lane's, of 64 x 64
+  static constexpr int kSteps = kTileTokens / 16;                       // of a product that sums over tokens
   static constexpr int kWarpHeads = kHeads / 4;
 
   const AttentionProblem& p;
-  Shared<kCode>& s;
+  Shared<kRows>& s;
   const int head_begin;
   const int group, warp, lane;  // warp of the warpgroup
 
@@ -196,7 +195,8 @@ struct Consumer {
       const int piece = j + lane / 16;
       uint32_t pairs[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) pairs[i] = pack_bf16(out[4 * j + 2 * i], out[4 * j + 2 * i + 1]);
+      for (int i = 0; i < 4; ++i)
+        pairs[i] = mla::cuda::pack<number_of(kRows)>(out[4 * j + 2 * i], out[4 * j + 2 * i + 1]);
       store_tiles(heads + row * kGroupDims * 2 + (piece ^ (j / 8 & 1) ^ row % 8) * kPieceBytes, pairs);
     }
     __syncwarp();
@@ -231,9 +231,9 @@ struct Consumer {
 
 // The first consumer warpgroup: scores, softmax, and the left half of the values. kMaxLogits: the caller wants
 // max_logits.
-template <Code kCode, bool kMaxLogits>
-struct Scorer : Consumer<kCode> {
-  using Base = Consumer<kCode>;
+template <Rows kRows, bool kMaxLogits>
+struct Scorer : Consumer<kRows> {
+  using Base = Consumer<kRows>;
   using Base::group, Base::half, Base::head, Base::head_begin, Base::kScaled, Base::kUsual, Base::kScores, Base::kSteps,
       Base::lane, Base::out, Base::p, Base::s, Base::warp;
   using typename Base::ScoreAtom, typename Base::RopeAtom;
@@ -249,7 +249,7 @@ struct Scorer : Consumer<kCode> {
                    k = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage]));
     cute::warpgroup_arrive();
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block)
+    for (int block = 0; block < blocks_of(kRows); ++block)
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
         const uint64_t a = q + ((block * kHeads * kRowBytes + step * 32) >> 4);
@@ -287,9 +287,7 @@ struct Scorer : Consumer<kCode> {
     }
   }
 
-  __device__ uint32_t pack(float first, float second) const {
-    return kScaled ? pack_f16(first, second) : pack_bf16(first, second);
-  }
+  __device__ uint32_t pack(float first, float second) const { return mla::cuda::pack<Base::kNumber>(first, second); }
 
   // Scores of a plain tile become weights relative to the reference as it is, before the largest score is known. A
   // token's first tile is computed again with the new reference, later ones only where a score is too large.
@@ -464,7 +462,7 @@ struct RawRowLoader {
   }
 
   // Starts the copies when the stage is empty: first the rows of one producer warp, then those of the other.
-  __device__ void copy(Shared<Code::e4m3>& s, int tile) {
+  __device__ void copy(Shared<Rows::fp8_ds_mla>& s, int tile) {
     if (!any) return;
     const int stage = tile % kStages;
     const uint8_t* const cache = p.lists[list].cache.data;
@@ -504,9 +502,9 @@ struct RawRowLoader {
 
 // The second one: the right half of the values. With fp8 rows it also starts the copies of the tile after the next one,
 // as soon as a stage is empty, while the scores of the next one are computed.
-template <Code kCode>
-struct Adder : Consumer<kCode> {
-  using Base = Consumer<kCode>;
+template <Rows kRows>
+struct Adder : Consumer<kRows> {
+  using Base = Consumer<kRows>;
   using Base::head, Base::kScaled, Base::kSteps, Base::lane, Base::out, Base::s, Base::warp;
 
   __device__ void run(const Worker& worker) {
@@ -524,7 +522,7 @@ struct Adder : Consumer<kCode> {
         if constexpr (kScaled) {
           loader.prepare();
           if (const int token = loader.next.token; token >= 0)
-            ask_l2_for_queries<kHeads, 4>(loader.p, token, this->head_begin, warp, hidden(lane));
+            ask_l2_for_queries<kHeads, 4, blocks_of(kRows)>(loader.p, token, this->head_begin, warp, hidden(lane));
         }
         wait(s.weights_full, tile % 2);
         const float by[2] = {s.rescale[head(0)], s.rescale[head(1)]};
@@ -551,19 +549,19 @@ struct Adder : Consumer<kCode> {
 };
 
 // A producer warp: its rows of each tile, and a token's queries before its first tile.
-template <Code kCode>
-__device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worker& worker, int head_begin, int warp,
+template <Rows kRows>
+__device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worker& worker, int head_begin, int warp,
                         int lane) {
   int tile = 0, tokens = 0;
   const auto queries = [&](int token) {
-    load_queries<kCode, kHeads>(
+    load_queries<is_scaled(kRows), kHeads>(
         p, s.q, s.q_scale, token, head_begin, warp, hidden(lane), [&] { wait(s.q_empty, tokens % 2 ^ 1); },
-        1.0f / Consumer<kCode>::kUsual);
-    if constexpr (kCode == Code::e4m3) publish_to_wgmma();
+        1.0f / Consumer<kRows>::kUsual);
+    if constexpr (is_scaled(kRows)) publish_to_wgmma();
     arrive_as_warp(s.q_full);
     ++tokens;
   };
-  if constexpr (kCode == Code::e4m3) {
+  if constexpr (is_scaled(kRows)) {
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       if (work.tile_end == work.tile_begin) continue;
@@ -572,12 +570,12 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
         const int stage = tile % kStages, at = warp * kWarpRows + lane;
         const uint32_t part = cast_smem_ptr_to_uint(s.tiles[stage]) + warp * kWarpRows * kRowBytes;
         wait(s.raw_full[stage][warp], tile / kStages % 2);
-        Fp8Rows rows;
+        ScaledRows rows;
         rows.load(part, *reinterpret_cast<const uint64_t*>(s.valid[stage] + warp * kWarpRows), lane);
         const int power = rows.normalise();
         __syncwarp();
         rows.store(part, lane);
-        Fp8Rows::change_rope(part, power, hidden(lane));
+        ScaledRows::change_rope(part, power, hidden(lane));
         if (lane < kWarpRows) {
           const bool valid = s.valid[stage][at] & 1;
           s.columns[stage][at] = {__uint_as_float((127 + power) << 23), valid ? static_cast<float>(power) : -INFINITY};
@@ -587,6 +585,9 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
         arrive_as_warp(s.full[stage]);
       }
     }
+  } else if constexpr (is_converted(kRows)) {
+    produce_converted<kRows>(worker, s.tiles, s.plain, s.full, s.empty, warp, lane, {},
+                             [&](int token, int) { queries(token); });
   } else {
     TileCursor cursor(worker);
     TileRequest next(cursor, warp * kWarpRows + lane % kWarpRows);
@@ -595,9 +596,10 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
       const uint8_t* cache = p.lists[next.list].cache.data;
       const int token = next.token, stage = tile % kStages;
       next = TileRequest(cursor, warp * kWarpRows + lane % kWarpRows);
-      if (next.token >= 0) ask_l2_for_queries<kHeads, kProducerWarps>(p, next.token, head_begin, warp, hidden(lane));
+      if (next.token >= 0)
+        ask_l2_for_queries<kHeads, kProducerWarps, blocks_of(kRows)>(p, next.token, head_begin, warp, hidden(lane));
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      RowCopier::copy(s.tiles[stage], s.plain[stage], cache, row, warp, lane);
+      RowCopier::copy<blocks_of(kRows)>(s.tiles[stage], s.plain[stage], cache, row, warp, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
       if (token != TileRequest::kSameToken) queries(token);
@@ -606,16 +608,14 @@ __device__ void produce(const AttentionProblem& p, Shared<kCode>& s, const Worke
 }
 
 // Block x: heads of a worker, y: the worker.
-template <Code kCode, bool kMaxLogits>
+template <Rows kRows, bool kMaxLogits>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  auto& s = *reinterpret_cast<Shared<kCode>*>(memory);
+  auto& s = *reinterpret_cast<Shared<kRows>*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      if constexpr (kCode == Code::e4m3)
-        s.full[i].init(kProducerWarps * kWarpArrivals);
-      else
-        s.full[i].init(RowCopier::kArrivals);
+      const bool copied = !is_scaled(kRows) && !is_converted(kRows);
+      s.full[i].init(copied ? RowCopier::kArrivals : kProducerWarps * kWarpArrivals);
       for (int j = 0; j < kProducerWarps; ++j) s.raw_full[i][j].init(32 + kWarpArrivals);  // of one warp, and it
       s.empty[i].init(kConsumerWarps * kWarpArrivals);
     }
@@ -634,15 +634,15 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   };
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_alloc<kScoringRegisters>();
-    Scorer<kCode, kMaxLogits> scorer{{p, s, head_begin, 0, warp, lane}};
+    Scorer<kRows, kMaxLogits> scorer{{p, s, head_begin, 0, warp, lane}};
     scorer.run(begin());
   } else if (warp < kConsumerWarps) {
     cutlass::arch::warpgroup_reg_alloc<kAddingRegisters>();
-    Adder<kCode> adder{{p, s, head_begin, 1, warp - 4, lane}};
+    Adder<kRows> adder{{p, s, head_begin, 1, warp - 4, lane}};
     adder.run(begin());
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    produce<kCode>(p, s, begin(), head_begin, warp - kConsumerWarps, lane);
+    produce<kRows>(p, s, begin(), head_begin, warp - kConsumerWarps, lane);
   }
 }
 

@@ -7,32 +7,50 @@ namespace mla::cuda {
 namespace {
 
 using namespace sm90::many_heads;
+using sm90::Rows, sm90::rows_of;
 
 static_assert(kHeads == kManyHeads && sm90::kTileTokens == kGpuTileSlots);
 
-template <Code kCode>
+template <Rows kRows>
 void run(const AttentionProblem& p, const Choice& choice, void* stream) {
-  launch_early(p.max_logits ? attention_kernel<kCode, true> : attention_kernel<kCode, false>, attention_grid(p, choice),
-               kThreads, sizeof(Shared<kCode>), stream, "sparse_attention", p);
+  launch_early(p.max_logits ? attention_kernel<kRows, true> : attention_kernel<kRows, false>, attention_grid(p, choice),
+               kThreads, sizeof(Shared<kRows>), stream, "sparse_attention", p);
 }
 
-template <Code kCode, bool kMaxLogits = false>
+template <Rows kRows, bool kMaxLogits = false>
 KernelEntry entry(const char* name) {
-  return {name, reinterpret_cast<const void*>(attention_kernel<kCode, kMaxLogits>), kThreads, sizeof(Shared<kCode>)};
+  return {name, reinterpret_cast<const void*>(attention_kernel<kRows, kMaxLogits>), kThreads, sizeof(Shared<kRows>)};
 }
 
 }  // namespace
 
 void many_heads_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
-  p.lists[0].cache.format.code == Code::e4m3 ? run<Code::e4m3>(p, choice, stream) : run<Code::bf16>(p, choice, stream);
+  switch (rows_of(p)) {
+    case Rows::fp8_ds_mla:
+      return run<Rows::fp8_ds_mla>(p, choice, stream);
+    case Rows::bf16:
+      return run<Rows::bf16>(p, choice, stream);
+    case Rows::fp16:
+      return run<Rows::fp16>(p, choice, stream);
+    case Rows::fp8_tensor_576:
+      return run<Rows::fp8_tensor_576>(p, choice, stream);
+    case Rows::any_512:
+      return run<Rows::any_512>(p, choice, stream);
+  }
 }
 
 MLA_KERNELS {
   static const KernelEntry entries[] = {
-      entry<Code::e4m3>("sparse_attention sm90, 64 heads, fp8_ds_mla"),
-      entry<Code::e4m3, true>("sparse_attention sm90, 64 heads, fp8_ds_mla, max logits"),
-      entry<Code::bf16>("sparse_attention sm90, 64 heads, bf16"),
-      entry<Code::bf16, true>("sparse_attention sm90, 64 heads, bf16, max logits")};
+      entry<Rows::fp8_ds_mla>("sparse_attention sm90, 64 heads, fp8_ds_mla"),
+      entry<Rows::fp8_ds_mla, true>("sparse_attention sm90, 64 heads, fp8_ds_mla, max logits"),
+      entry<Rows::bf16>("sparse_attention sm90, 64 heads, bf16"),
+      entry<Rows::bf16, true>("sparse_attention sm90, 64 heads, bf16, max logits"),
+      entry<Rows::fp16>("sparse_attention sm90, 64 heads, fp16"),
+      entry<Rows::fp16, true>("sparse_attention sm90, 64 heads, fp16, max logits"),
+      entry<Rows::fp8_tensor_576>("sparse_attention sm90, 64 heads, fp8_tensor_576"),
+      entry<Rows::fp8_tensor_576, true>("sparse_attention sm90, 64 heads, fp8_tensor_576, max logits"),
+      entry<Rows::any_512>("sparse_attention sm90, 64 heads, rows of 512"),
+      entry<Rows::any_512, true>("sparse_attention sm90, 64 heads, rows of 512, max logits")};
   return {entries, sizeof(entries) / sizeof(entries[0])};
 }
 

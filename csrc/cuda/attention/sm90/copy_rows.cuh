@@ -1,5 +1,5 @@
-// How bf16 rows become tiles. Only the order of 16-byte pieces differs, so eight warps copy them with cp.async. A
-// tile's copies start as soon as its stage is empty, while the other stage is consumed.
+// How rows of 16-bit numbers become tiles. Only the order of 16-byte pieces differs, so eight warps copy them with
+// cp.async. A tile's copies start as soon as its stage is empty, while the other stage is consumed.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,8 @@ struct RowCopier {
   // arrivals at a tile's barrier: each thread's when its copies have arrived, and each warp's for the rest
   static constexpr int kArrivals = (32 + kWarpArrivals) * kWarps;
 
-  // Lanes 0 to 7 know where the warp's rows lie. `valid` becomes the tile's valid mask.
+  // Lanes 0 to 7 know where the warp's rows lie, of kBlocks blocks. `valid` becomes the tile's valid mask.
+  template <int kBlocks>
   static __device__ void copy(uint8_t* tile, uint8_t (&valid)[kTileTokens], const uint8_t* cache, uint32_t own,
                               int warp, int lane) {
     const int block = lane / 8, token = warp * kRows;
@@ -29,12 +30,14 @@ struct RowCopier {
       copy_piece(first, from, row);
       copy_piece(first + 4 * kBlockBytes, from + 32 * kPieceBytes, row);  // four blocks on pieces are in the same order
     }
+    if constexpr (kBlocks > kLatentBlocks) {
 #pragma unroll
-    for (int i = 0; i < kRows; i += 4) {
-      const int row = i + lane / 8;
-      copy_piece(cast_smem_ptr_to_uint(tile) + kLatentBlocks * kBlockBytes + (token + row) * kRowBytes +
-                     offset_of_piece(kLatentBlocks, lane % 8, row),
-                 cache + kBf16.rope_offset() + kPieceBytes * (lane % 8), __shfl_sync(~0u, own, row));
+      for (int i = 0; i < kRows; i += 4) {
+        const int row = i + lane / 8;
+        copy_piece(cast_smem_ptr_to_uint(tile) + kLatentBlocks * kBlockBytes + (token + row) * kRowBytes +
+                       offset_of_piece(kLatentBlocks, lane % 8, row),
+                   cache + kBf16.rope_offset() + kPieceBytes * (lane % 8), __shfl_sync(~0u, own, row));
+      }
     }
     if (lane < kRows) valid[token + lane] = own != kNoRow;
   }

@@ -1,24 +1,27 @@
-// bf16 rows for up to 16 heads: a tile as wgmma reads it, along its rows and across them, so nothing is converted.
+// Rows of 16-bit numbers, or such that become so when they are loaded. A tile is as wgmma reads it, along its rows and
+// across them, so nothing is converted once it is there.
 #pragma once
 
 #include <cstdint>
 
-#include "cuda/attention/sm90/produce_bf16.cuh"
+#include "cuda/attention/sm90/convert_rows.cuh"
 #include "cuda/attention/sm90/queries.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/wgmma.cuh"
 
 namespace mla::cuda::sm90::few_heads {
 
-template <int kHeads>
-struct Bf16Rows {
-  static constexpr int kStages = 2;   // tiles
+template <Rows kRows, int kHeads>
+struct PlainRows {
+  static constexpr int kBlocks = blocks_of(kRows);
+  static constexpr Number kNumber = number_of(kRows);
+  static constexpr int kStages = kRows == Rows::any_512 && kHeads <= 16 ? 3 : 2;  // tiles
   static constexpr int kQueries = 1;  // tokens whose queries there is room for
   static constexpr int kSums = kHeads / 2;
-  static constexpr int kTileArrivals = RowCopier::kArrivals;
+  static constexpr int kTileArrivals = is_converted(kRows) ? RowConverter<kRows>::kArrivals : RowCopier::kArrivals;
 
   struct Memory {
-    alignas(1024) uint8_t tiles[kStages][kTileBytes];
+    alignas(1024) uint8_t tiles[kStages][tile_bytes_of(kRows)];
     alignas(1024) uint8_t q[kBlocks][kHeads * kRowBytes];
     uint8_t valid[kStages][kTileTokens];  // whether the slot is one
 
@@ -40,9 +43,9 @@ struct Bf16Rows {
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        multiply<Bf16Atom<kHeads, Major::K, Major::K>>(sum, k_rows + ((block * kBlockBytes + k * 32) >> 4),
-                                                       q + ((block * kHeads * kRowBytes + k * 32) >> 4),
-                                                       block > 0 || k > 0);
+        multiply<HalfAtom<kNumber, kHeads, Major::K, Major::K>>(sum, k_rows + ((block * kBlockBytes + k * 32) >> 4),
+                                                                q + ((block * kHeads * kRowBytes + k * 32) >> 4),
+                                                                block > 0 || k > 0);
     cute::warpgroup_commit_batch();
     float bias[2];
 #pragma unroll
@@ -57,7 +60,7 @@ struct Bf16Rows {
   }
 
   // Two tokens' weights, of the upper or the lower ones, as a product has them.
-  __device__ uint32_t pack(float first, float second, int) const { return pack_bf16(first, second); }
+  __device__ uint32_t pack(float first, float second, int) const { return mla::cuda::pack<kNumber>(first, second); }
 
   // Adds up values, with weights in shared memory. `release` is called when the tile has been read.
   template <typename Release>
@@ -70,7 +73,7 @@ struct Bf16Rows {
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int block = 0; block < kLatentBlocks; ++block)
-        multiply<Bf16Atom<kHeads, Major::MN, Major::K>>(
+        multiply<HalfAtom<kNumber, kHeads, Major::MN, Major::K>>(
             out[block], tile + ((block * kBlockBytes + k * 16 * kRowBytes) >> 4), weights + ((k * 32) >> 4), true);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
@@ -96,7 +99,7 @@ struct Bf16Rows {
   template <typename Shared, typename Wait>
   static __device__ void produce_queries(const AttentionProblem& p, Shared& s, int query, int token, int head_begin,
                                          int warp, int lane, Wait wait_for_room) {
-    load_queries<Code::bf16, kHeads>(p, s.rows.q, s.q_scale[query], token, head_begin, warp, lane, wait_for_room);
+    load_queries<false, kHeads>(p, s.rows.q, s.q_scale[query], token, head_begin, warp, lane, wait_for_room);
     arrive_as_warp(s.q_full[query]);
   }
 
@@ -107,21 +110,28 @@ struct Bf16Rows {
     const Worker worker(p, blockIdx.y, kTileTokens);
     const int at = warp * RowCopier::kRows + lane % RowCopier::kRows;
     const EarlySlot early(worker, 0, at);
-    TileCursor cursor(worker);
-    TileRequest next(cursor, at, 1, early);
-    for (int tile = 0, tokens = 1; next.token != TileRequest::kEnd; ++tile) {
-      const uint32_t row = next.row(p);
-      const uint8_t* cache = p.lists[next.list].cache.data;
-      const int token = next.token;
-      next = TileRequest(cursor, at);
-      const int stage = tile % kStages;
-      wait(s.empty[stage], tile / kStages % 2 ^ 1);
-      RowCopier::copy(s.rows.tiles[stage], s.rows.valid[stage], cache, row, warp, lane);
-      arrive_when_copied(s.full[stage]);
-      arrive_as_warp(s.full[stage]);
-      if (token == TileRequest::kSameToken || tile == 0) continue;
+    int tokens = 1;
+    const auto begin_token = [&](int token, int tile) {
+      if (tile == 0) return;
       produce_queries(p, s, 0, token, head_begin, warp, lane, [&] { wait(s.q_empty[0], tokens % 2 ^ 1); });
       ++tokens;
+    };
+    if constexpr (is_converted(kRows)) {
+      produce_converted<kRows>(worker, s.rows.tiles, s.rows.valid, s.full, s.empty, warp, lane, early, begin_token);
+    } else {
+      TileCursor cursor(worker);
+      TileRequest next(cursor, at, 1, early);
+      for (int tile = 0; next.token != TileRequest::kEnd; ++tile) {
+        const uint32_t row = next.row(p);
+        const uint8_t* cache = p.lists[next.list].cache.data;
+        const int token = next.token, stage = tile % kStages;
+        next = TileRequest(cursor, at);
+        wait(s.empty[stage], tile / kStages % 2 ^ 1);
+        RowCopier::copy<kBlocks>(s.rows.tiles[stage], s.rows.valid[stage], cache, row, warp, lane);
+        arrive_when_copied(s.full[stage]);
+        arrive_as_warp(s.full[stage]);
+        if (token != TileRequest::kSameToken) begin_token(token, tile);
+      }
     }
   }
 };

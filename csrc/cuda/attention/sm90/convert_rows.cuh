@@ -1,0 +1,227 @@
+// How rows of e4m3 numbers become tiles of bf16 numbers. A power of two times an e4m3 number is a bf16 number, so
+// nothing is lost, and whoever multiplies the tile does not know where it came from.
+//
+// Eight warps have eight rows of a tile each. A warp copies its rows to the tile's own memory, where there is room for
+// all that it is to become. Some tiles later it reads them, four at a time, and writes them back as bf16 numbers. So
+// what is on its way takes no registers, and no memory besides.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/attention/sm90/copy_rows.cuh"
+#include "cuda/attention/sm90/cursor.cuh"
+#include "cuda/common/e4m3.cuh"
+#include "cuda/common/pairs.cuh"
+
+namespace mla::cuda::sm90 {
+
+template <Rows kRows>
+struct RowConverter {
+  static constexpr int kWarpRows = RowCopier::kRows;
+  static constexpr int kBlocks = blocks_of(kRows), kLastBlock = kBlocks - 1;
+  static constexpr int kArrivals = kWarpArrivals * RowCopier::kWarps;  // at a tile's barrier
+  static constexpr bool kOfTensor = kRows == Rows::fp8_tensor_576;
+
+  const AttentionProblem& p;
+  const int warp, lane;
+  TileCursor cursor;
+  TileRequest next;  // the tile that is copied next
+
+  __device__ RowConverter(const Worker& worker, int warp, int lane, const EarlySlot& early = {})
+      : p(worker.p), warp(warp), lane(lane), cursor(worker), next(cursor, slot_of_lane(), 1, early) {}
+
+  __device__ bool done() const { return next.token == TileRequest::kEnd; }
+
+  // Starts the copies of the next tile. Returns which list it is of.
+  __device__ int copy(uint8_t* tile, uint8_t (&valid)[kTileTokens]) {
+    const int list = next.list;
+    const CacheView& view = p.lists[list].cache;
+    const uint32_t own = next.row(p);
+    if (!view.format.quantised()) {
+      RowCopier::copy<kBlocks>(tile, valid, view.data, own, warp, lane);
+    } else {
+      const uint32_t part = part_of(tile), to = part + lane * kPieceBytes;
+      const bool has_latent = lane < view.format.latent / kPieceBytes;
+#pragma unroll
+      for (int i = 0; i < kWarpRows; ++i) {
+        const uint32_t row = __shfl_sync(~0u, own, i);
+        if (has_latent) copy_piece(to + offset_of_row(i), view.data + lane * kPieceBytes, row);
+      }
+      copy_rope(part, view, own);
+      if (view.format.group && lane < kWarpRows) {
+        const uint32_t scales = part + offset_of_scales(lane);
+        if (view.format.scales_at == ScalesAt::in_row)
+          copy_piece(scales, view.data + view.format.scale_offset(), own);
+        else
+          copy_8_or_zero(scales, own == kNoRow ? view.data : next.scales(p), own != kNoRow);
+      }
+      if (lane < kWarpRows) valid[warp * kWarpRows + lane] = own != kNoRow;
+    }
+    next = TileRequest(cursor, slot_of_lane());
+    return list;
+  }
+
+  // What has been copied becomes a tile of 16-bit numbers.
+  __device__ void convert(uint8_t* tile, int list) const {
+    __syncwarp();
+    const CacheFormat& format = p.lists[list].cache.format;
+    if (!format.quantised()) return;
+    const uint32_t part = part_of(tile);
+    const int block = lane / 4, piece = lane % 4 * 2;
+    const bool has_latent = lane < format.latent / kPieceBytes;
+    const uint32_t group = kOfTensor ? 0 : lane * kPieceBytes / format.group;
+    const uint32_t to = part + block * kBlockBytes + offset_of_piece(block, piece, 0);
+#pragma unroll
+    for (int first = 0; first < kWarpRows; first += kRowsAtOnce) {
+      uint4 bytes[kRowsAtOnce];
+      uint32_t scale[kRowsAtOnce], largest = 0, largest_scale = 0;
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        bytes[i] = load_piece(part + offset_of_row(first + i) + lane * kPieceBytes);
+        scale[i] = kOfTensor ? 127 : load_byte(part + offset_of_scales(first + i) + group);
+        largest_scale = max(largest_scale, scale[i]);
+      }
+      __syncwarp();
+      const auto store = [&](int row, const uint4(&numbers)[2]) {
+        store_piece_if(has_latent, (to ^ row * kPieceBytes) + row * kRowBytes, numbers[0]);
+        store_piece_if(has_latent, (to ^ (row ^ 1) * kPieceBytes) + row * kRowBytes, numbers[1]);
+      };
+      // as if there were no NaN and no large scale: with a branch for each row, rows would wait for one another
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        uint4 numbers[2];
+        largest = e4m3_to_bf16_but_nan(bytes[i], power_of_two(scale[i] + 120), numbers, largest);
+        store(first + i, numbers);
+      }
+      if (!__any_sync(~0u, has_nan(largest) || largest_scale > kLargestScale)) continue;
+#pragma unroll 1
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        uint4 own = bytes[0];
+        uint32_t by = scale[0];
+#pragma unroll
+        for (int k = 1; k < kRowsAtOnce; ++k)
+          if (i == k) own = bytes[k], by = scale[k];
+        uint4 numbers[2];
+        multiply(numbers, own, by);
+        store(first + i, numbers);
+      }
+    }
+    if constexpr (kOfTensor) {
+      const int row = lane / 4;
+      const uint32_t rope = part + kLastBlock * kBlockBytes;
+      const uint4 bytes = load_piece(rope + lane * kPieceBytes);
+      __syncwarp();
+      uint4 numbers[2];
+      multiply(numbers, bytes, 127);
+      store_piece(rope + row * kRowBytes + offset_of_piece(kLastBlock, piece, row), numbers[0]);
+      store_piece(rope + row * kRowBytes + offset_of_piece(kLastBlock, piece + 1, row), numbers[1]);
+    }
+  }
+
+ private:
+  static constexpr int kRowsAtOnce = 4;
+
+  __device__ int slot_of_lane() const { return warp * kWarpRows + lane % kWarpRows; }
+  // The warp's rows of the tile's first block.
+  __device__ uint32_t part_of(uint8_t* tile) const {
+    return cast_smem_ptr_to_uint(tile) + warp * kWarpRows * kRowBytes;
+  }
+
+  // Where row i's bytes wait, from the warp's part on. The first four rows' do where those become numbers, of whatever
+  // block, and the others' where the others do.
+  static __device__ constexpr uint32_t offset_of_row(int i) {
+    return i % kRowsAtOnce * kBlockBytes + i / kRowsAtOnce * kRowsAtOnce * kRowBytes;
+  }
+  static __device__ uint32_t offset_of_scales(int i) {
+    return kRowsAtOnce * kBlockBytes + i / kRowsAtOnce * kRowsAtOnce * kRowBytes + i % kRowsAtOnce * kPieceBytes;
+  }
+
+  // Rope of bf16 numbers to its final address, of e4m3 numbers to the warp's part of its block.
+  __device__ void copy_rope(uint32_t part, const CacheView& view, uint32_t own) const {
+    const uint8_t* const from = view.data + view.format.rope_offset();
+    const uint32_t to = part + kLastBlock * kBlockBytes;
+    if constexpr (kOfTensor) {
+      copy_piece(to + lane * kPieceBytes, from + lane % 4 * kPieceBytes, __shfl_sync(~0u, own, lane / 4));
+    } else if (view.format.rope > 0) {
+#pragma unroll
+      for (int i = 0; i < kWarpRows; i += 4) {
+        const int row = i + lane / 8;
+        copy_piece(to + row * kRowBytes + offset_of_piece(kLastBlock, lane % 8, row), from + lane % 8 * kPieceBytes,
+                   __shfl_sync(~0u, own, row));
+      }
+    }
+  }
+
+  static constexpr uint32_t kLargestScale = 134;  // for one multiplication
+
+  // Sixteen e4m3 numbers times 2^(scale - 127), whatever they are; NaN if the scale is 255.
+  static __device__ void multiply(uint4 (&numbers)[2], const uint4& bytes, uint32_t scale) {
+    const uint32_t rest = scale == 255 ? 0x7fff7fffu : power_of_two(max(scale, kLargestScale) - kLargestScale + 127);
+    const uint32_t power = scale == 0 ? 0x00400040u : power_of_two(min(scale, kLargestScale));
+    const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+    uint32_t pairs[4][2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      e4m3_to_bf16(words[i], pairs[i]);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) pairs[i][k] = times<Number::bf16>(times<Number::bf16>(pairs[i][k], power), rest);
+    }
+    numbers[0] = {pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]};
+    numbers[1] = {pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]};
+  }
+  static __device__ uint32_t power_of_two(uint32_t exponent) { return (exponent << 7) * 0x10001u; }
+
+  static __device__ void store_piece_if(bool condition, uint32_t shared_address, uint4 piece) {
+    asm volatile(
+        "{\n"
+        ".reg .pred condition;\n"
+        "setp.ne.u32 condition, %5, 0;\n"
+        "@condition st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n"
+        "}" ::"r"(shared_address),
+        "r"(piece.x), "r"(piece.y), "r"(piece.z), "r"(piece.w), "r"(static_cast<uint32_t>(condition))
+        : "memory");
+  }
+
+  static __device__ uint32_t load_byte(uint32_t shared_address) {
+    uint32_t byte;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(shared_address) : "memory");
+    return byte;
+  }
+};
+
+// Eight warps make a worker's tiles. `begin_token(token, tile)` is called when a token's first tile, the worker's
+// tile number `tile`, has been made.
+template <Rows kRows, int kStages, typename BeginToken>
+__device__ __forceinline__ void produce_converted(const Worker& worker, uint8_t (&tiles)[kStages][tile_bytes_of(kRows)],
+                                                  uint8_t (&valid)[kStages][kTileTokens], Barrier (&full)[kStages],
+                                                  Barrier (&empty)[kStages], int warp, int lane, const EarlySlot& early,
+                                                  BeginToken begin_token) {
+  constexpr int kAhead = kStages - 1;  // tiles on their way
+  RowConverter<kRows> rows(worker, warp, lane, early);
+  uint32_t lists = 0;  // which one each stage's tile is of
+  const auto copy = [&](int tile) {
+    if (!rows.done()) {
+      const int stage = tile % kStages;
+      wait(empty[stage], tile / kStages % 2 ^ 1);
+      const uint32_t list = rows.copy(tiles[stage], valid[stage]);
+      lists = (lists & ~(1u << stage)) | list << stage;
+    }
+    close_copies();
+  };
+  for (int tile = 0; tile < kAhead; ++tile) copy(tile);
+  int tile = 0;
+  for (int token = worker.token_begin; token < worker.token_end; ++token) {
+    const TokenWork work = worker.work(token);
+    const int begin = tile, end = tile + work.tile_end - work.tile_begin;
+    for (; tile < end; ++tile) {
+      const int stage = tile % kStages;
+      wait_for_copies<kAhead - 1>();
+      rows.convert(tiles[stage], lists >> stage & 1);
+      arrive_as_warp(full[stage]);
+      if (tile == begin) begin_token(token, tile);
+      copy(tile + kAhead);
+    }
+  }
+}
+
+}  // namespace mla::cuda::sm90
