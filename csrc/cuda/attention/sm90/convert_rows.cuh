@@ -93,7 +93,7 @@ struct RowConverter {
         largest = e4m3_to_bf16_but_nan(bytes[i], power_of_two(scale[i] + 120), numbers, largest);
         store(first + i, numbers);
       }
-      if (!__any_sync(~0u, has_nan(largest) || largest_scale > kLargestScale)) continue;
+      if (!__any_sync(~0u, has_latent && (has_nan(largest) || largest_scale > kLargestScale))) continue;
 #pragma unroll 1
       for (int i = 0; i < kRowsAtOnce; ++i) {
         uint4 own = bytes[0];
