@@ -36,7 +36,7 @@ def test_any_problem_agrees_with_the_oracle(kernel, problem):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("heads", [1, 2, 3, 8, 15, 16, 17, 31, 33, 48, 64, 65, 100, 127, 128, 129, 200, 256])
 def test_every_head_count(fmt, heads):
-    random_problem(fmt, tokens=2, heads=heads, topk=150).check()
+    random_problem(fmt, tokens=1, heads=heads, topk=150).check()
 
 
 @pytest.mark.parametrize("fmt", BASIC)
@@ -46,9 +46,11 @@ def test_every_list_length(cpu_kernel, fmt, topk):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("block_size", [1, 2, 61, 64, 69, 256, 576])
-def test_every_block_size(fmt, block_size):
-    random_problem(fmt, tokens=1, heads=8, topk=2176, blocks=3, block_size=block_size, gap=8).poisoned().check()
+@pytest.mark.parametrize(
+    ("block_size", "topk"), [(1, 20), (2, 20), (61, 200), (64, 2176), (69, 20), (256, 20), (576, 20)]
+)
+def test_every_block_size(fmt, block_size, topk):
+    random_problem(fmt, tokens=1, heads=4, topk=topk, blocks=3, block_size=block_size, gap=8).poisoned().check()
 
 
 @pytest.mark.parametrize(("fmt", "extra_fmt"), [(fmt, extra) for fmt in FORMATS for extra in PARTNERS[fmt]])
@@ -137,7 +139,7 @@ def test_every_scale_byte_is_a_power_of_two(cpu_kernel, fmt):
 
 @pytest.mark.parametrize(
     ("tokens", "heads", "sizes"),
-    [(1, 64, (64, 2)), (2, 128, (2, 64)), (3, 16, (61, 576)), (2, 64, (256, 69)), (1, 128, (1, 61))],
+    [(1, 64, (64, 2)), (1, 128, (2, 64)), (2, 16, (61, 576)), (1, 64, (256, 69)), (1, 16, (1, 61))],
 )
 def test_rows_that_the_peer_rounds(cpu_kernel, tokens, heads, sizes):
     """Two caches as FlashMLA's tests make them for head size 512: scales of at least 1e-4, pages padded to a multiple
@@ -187,12 +189,12 @@ def test_duplicates_count_as_often_as_they_stand(cpu_kernel, fmt):
     ],
 )
 def test_cached_values_of_any_size(cpu_kernel, fmt, magnitude):
-    random_problem(fmt, tokens=2, heads=20, topk=200, magnitude=magnitude).check(magnitude)
+    random_problem(fmt, tokens=2, heads=20, topk=150, magnitude=magnitude).check(magnitude)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_rows_of_unlike_size_in_one_tile(cpu_kernel, fmt):
-    problem = random_problem(fmt, tokens=5, heads=20, topk=200)
+    problem = random_problem(fmt, tokens=2, heads=20, topk=200)
     for i in range(0, 8, 2):
         problem.cache[i : i + 1] = random_cache(fmt, 1, 16, 0.1 / 16.0 ** (i + 1))
     problem.check()
