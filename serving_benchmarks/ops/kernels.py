@@ -175,7 +175,8 @@ def peers_for(
 
 def attend_exactly(problem: Problem, cache: Tensor) -> tuple[Tensor, Tensor]:
     """The reference's out and lse in float32, a few tokens at a time, as their rows in float64 are large."""
-    of_tokens = {name: problem.more[name] for name in ("extra_indices", "extra_topk_length") if name in problem.more}
+    names = ("extra_indices", "extra_topk_length")
+    of_tokens = {name: problem.more[name] for name in names if problem.more.get(name) is not None}
     listed = problem.indices.shape[1] + (of_tokens["extra_indices"].shape[1] if of_tokens else 0)
     parts = []
     for tokens in torch.arange(len(problem.q), device="cuda").split(max(1, 2**30 // (listed * 576 * 8))):

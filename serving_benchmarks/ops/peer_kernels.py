@@ -63,9 +63,9 @@ class Peer:
 def flashmla_decode(problem: Problem, cache: Tensor, one_batch: bool = False) -> Prepared:
     """FlashMLA's decode kernel on FP8 rows of 656 or 584 bytes: `flash_mla_with_kvcache(is_fp8_kvcache=True, ...)`.
 
-    It runs 64 or 128 heads, so fewer are padded. vLLM makes the schedule once a step, for all layers. With 656 bytes and
-    fewer than 32 heads vLLM passes all tokens as one request (`one_batch`), otherwise requests are a dimension. In a
-    second cache all tokens of a request have one length.
+    It runs 64 or 128 heads, so fewer are padded. vLLM makes the schedule once a step, for all layers. With fewer than
+    32 heads and 656 bytes vLLM passes all tokens as one request (`one_batch`), otherwise requests are a dimension of
+    their own. The tokens of a request have one length in the second cache.
     """
     tokens, heads, _ = problem.q.shape
     shape = (1, tokens) if one_batch else (tokens // problem.queries, problem.queries)

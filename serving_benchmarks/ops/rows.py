@@ -1,8 +1,8 @@
 """Sparse attention on a GPU on rows other than fp8_ds_mla, versus FlashMLA and FlashInfer.
 
-DeepSeek-V4's rows have 584 bytes. CONFIG1 to CONFIG4 and `long` are the cases that FlashMLA measures itself, V4-Flash and
-V4-Pro are what one of eight GPUs attends to. Rows without rope (bf16_512) have the same lists as bf16 rows. Candidates
-are timed and checked as those of `kernels` are.
+DeepSeek-V4's rows have 584 bytes. CONFIG1 to CONFIG4 and `long` are the cases that FlashMLA measures itself. V4-Flash
+and V4-Pro are what one of eight GPUs attends to. Rows without rope (bf16_512) have the same lists as bf16 rows.
+Candidates are timed and checked as those of `kernels` are.
 """
 
 import argparse
@@ -61,18 +61,17 @@ def cases() -> list[Case]:
     def add(name: str, fmt: str, heads: Sequence[int], requests: Sequence[int], spec: str, topk: int, **more: Any):
         found.extend(Case(name, fmt, h, f"{n}{spec}", topk, **more) for h in heads for n in requests)
 
-    def v4(
-        name: str, heads: Sequence[int], extra_topk: int, requests=(2, 64, 74, 128, 148, 256), queries=2, **more: Any
-    ):
-        add(name, "fp8_model1", heads, requests, f"q{queries}s16k", 128, page=256, extra_topk=extra_topk, **more)
+    def v4(name: str, heads: Sequence[int], extra_topk: int, served: bool = False, **more: Any):
+        requests, spec = ((1, 8, 32, 128), "q1s16k") if served else ((2, 64, 74, 128, 148, 256), "q2s16k")
+        add(name, "fp8_model1", heads, requests, spec, 128, page=256, extra_topk=extra_topk, **more)
 
     v4("CONFIG1", (8, 16, 32, 64), 512)
     v4("CONFIG2", (8, 16, 32, 128), 1024)
     v4("CONFIG3", (64,), 1024, extra_page=2, uneven=True)
     v4("CONFIG4", (128,), 1024, extra_page=2, uneven=True)
     add("long", "fp8_model1", (64, 128), (148,), "q2s32k", 16384)
-    v4("V4-Flash", (8,), 512, (1, 8, 32, 128), queries=1)
-    v4("V4-Pro", (16,), 1024, (1, 8, 32, 128), queries=1)
+    v4("V4-Flash", (8,), 512, served=True)
+    v4("V4-Pro", (16,), 1024, served=True)
     for fmt in ("bf16", "bf16_512"):
         add("one list", fmt, (8, 16, 64), (1, 32, 128), "q1s32k", 2048)
     for fmt in ("fp16", "fp8_528", "fp8_tensor_576"):
@@ -153,19 +152,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    chosen, rounds = (
-        [
-            case
-            for case in cases()
-            if case.name in (options.name or [case.name])
-            and case.format in (options.format or [case.format])
-            and case.heads in (options.heads or [case.heads])
-            and len(case.requests.requests) in (options.requests or [len(case.requests.requests)])
-        ],
-        options.rounds,
-    )
+    def asked_for(case: Case) -> bool:
+        has = {"name": case.name, "format": case.format, "heads": case.heads, "requests": len(case.requests.requests)}
+        return all(value in (getattr(options, name) or [value]) for name, value in has.items())
+
+    chosen, rounds = [case for case in cases() if asked_for(case)], options.rounds
     if not chosen:
-        raise opt.Refused("there is no such case")
+        raise opt.Refused("no case has this name, format, heads and requests")
     if options.quick:
         chosen, rounds = quick(chosen), min(rounds, QUICK_ROUNDS)
     opt.require_gpu()
