@@ -10,9 +10,11 @@ import zipfile
 import pytest
 import torch
 
+import mla_backend
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.ops import batches, index, kernels, peer_kernels, peers
+from serving_benchmarks.ops import batches, index, kernels, peer_kernels, peers, rows
 from serving_benchmarks.ops.batches import Batch, positions
+from serving_benchmarks.results import kinds, tables
 
 BATCHES = {"128q1s32k": [(1, 32768)] * 128, "q4k": [(4096, 4096)], "2q3s100_1q1s7": [(3, 100), (3, 100), (1, 7)]}
 
@@ -75,8 +77,37 @@ def test_peers_are_called_where_vllm_would_call_them():
     assert called("8q1s1k", 16, "bf16") == bf16
 
 
+@pytest.mark.parametrize("lengths", [None, [0, 5]])
+def test_flashmla_gets_whole_blocks_of_heads_and_the_lengths_of_requests(lengths, monkeypatch):
+    """Of two requests with three tokens each. What it is given, computed by ours, is what ours gives."""
+    cache, extra = (mla_backend.FORMATS["fp8_model1"].new_cache(4, block) for block in (16, 2))
+    for each in (cache, extra):
+        slots = torch.arange(each.shape[0] * each.shape[1])
+        mla_backend.cache_write(torch.randn(len(slots), 448), torch.randn(len(slots), 64), each, slots)
+    indices, extra_indices = (torch.randint(n, (6, 9), dtype=torch.int32) for n in (64, 8))
+    more = {"sink": torch.randn(5), "extra_cache": extra, "extra_indices": extra_indices}
+    more["extra_topk_length"] = None if lengths is None else torch.tensor(lengths).int().repeat_interleave(3)
+    q = torch.randn(6, 5, 512).bfloat16()
+
+    def attend(q, cache, indices, _, sink, *rest):
+        *_, extra, extra_indices, lengths, dims, scale, out = rest
+        assert q.shape == (2, 3, 64, 512) and dims == 512
+        lengths = lengths if lengths is None else lengths.repeat_interleave(3)
+        more = {"extra_cache": extra, "extra_indices": extra_indices.flatten(0, 1), "extra_topk_length": lengths}
+        mla_backend.sparse_attention(
+            q.flatten(0, 1), cache, indices.flatten(0, 1), scale=scale, sink=sink, out=out.flatten(0, 1), **more
+        )
+        return None, None, "schedule", "splits"
+
+    monkeypatch.setattr(torch.ops, "_flashmla_C", types.SimpleNamespace(sparse_decode_fwd=attend), raising=False)
+    problem = peer_kernels.Problem(q, indices, torch.full((6,), 9), 0.05, 3, more)
+    prepared = peer_kernels.flashmla_decode(problem, cache)
+    prepared.call()
+    assert torch.equal(prepared.out, mla_backend.sparse_attention(q, cache, indices, scale=0.05, **more)[0])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["kernels --suite headline", "ops cache", "ops index"])
+@pytest.mark.parametrize("command", ["kernels --suite headline", "rows", "ops cache", "ops index"])
 def test_without_a_gpu_one_line_says_so(command):
     done = subprocess.run(
         [sys.executable, "-m", "serving_benchmarks", *command.split()], capture_output=True, text=True
@@ -211,3 +242,32 @@ def test_the_command_measures_the_cases_of_a_suite(suite, asked_for_peers, tmp_p
 def test_a_suite_that_is_not_there_or_has_no_such_heads_is_named(words, capsys):
     assert main(["kernels", "--suite", *words.split()]) == 2
     assert words.split()[0] in capsys.readouterr().err
+
+
+def test_every_case_of_rows_is_there_once_and_has_a_name_of_its_own():
+    cases = rows.cases()
+    assert len({tables.kernel_name(case.as_dict()) for case in cases}) == len(cases) == len(set(cases))
+    assert {case.format for case in cases} == {*mla_backend.FORMATS} - {"fp8_ds_mla"} == {*rows.PEERS}
+    quick = rows.quick(cases)
+    assert {(c.name, c.format, c.heads) for c in quick} == {(c.name, c.format, c.heads) for c in cases}
+
+
+def test_rows_measures_what_was_asked_for_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
+    def measure(case, *_):
+        if case.heads == 8:
+            raise kernels.WrongResult("wrong result")
+        return {**MEASURED, "case": case.as_dict()}
+
+    monkeypatch.setattr(rows.opt, "require_gpu", lambda: None)
+    monkeypatch.setattr(rows, "measure", measure)
+    output = tmp_path / "out.json"
+    options = ["--name", "CONFIG1,V4-Pro", "--heads", "8,16", "--requests", "128,2", "--ours-only"]
+    assert main(["rows", *options, "--output", str(output)]) == 1
+    file = kinds.load(output)
+    assert [(e["case"]["name"], e["case"]["batch"], e["case"]["heads"]) for e in file.results] == [
+        *(("CONFIG1", batch, heads) for heads in (8, 16) for batch in ("2q2s16k", "128q2s16k")),
+        ("V4-Pro", "128q1s16k", 16),
+    ]
+    assert [bool(e.get("error")) for e in file.results] == [True, True, False, False, False]
+    assert capsys.readouterr().err.count("mla_backend failed for CONFIG1, ") == 2
+    assert main(["rows", "--name", "long", "--heads", "3"]) == 2
