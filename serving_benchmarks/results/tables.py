@@ -147,12 +147,13 @@ def rows(report: Report) -> str:
     columns = sorted({requests for of in lines.values() for requests in of})
     cells = []
     for key, of in lines.items():
-        most, peers = of[max(of)], dict.fromkeys(result["best_peer"] for result in of.values() if result["best_peer"])
+        most, peers = of[max(of)], sorted({peer_title(one["best_peer"]) for one in of.values() if one["best_peer"]})
         row = [*map(str, key), *(_time_and_ratio(of[n]) if n in of else "-" for n in columns)]
-        row += [f"{most['bytes'] / most['seconds']['ours']['median'] / 1e12:.2f}", ", ".join(map(peer_title, peers))]
-        cells.append([cell or "-" for cell in row])
+        row += [f"{most['bytes'] / most['seconds']['ours']['median'] / 1e12:.2f}", ", ".join(peers) or "-"]
+        cells.append(row)
     headings = ["case", "rows", "list", "heads", *map(str, columns), "TB/s", "best peer"]
-    return "\n".join([*file.table(headings, cells), "", _kernels_measured(report)])
+    note = " In brackets: the best peer's time over ours. TB/s: with the most requests."
+    return "\n".join([*file.table(headings, cells), "", _kernels_measured(report) + note])
 
 
 def _time_and_ratio(result: Entry) -> str:
