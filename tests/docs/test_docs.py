@@ -12,7 +12,6 @@ Blocks of a page share their variables. `folder` and MODEL are a small checkpoin
 
 import argparse
 import contextlib
-import importlib
 import io
 import json
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import commands
 import engine_models
 from mla_backend import cli
 from serving_benchmarks.__main__ import COMMANDS
@@ -53,9 +53,7 @@ EXAMPLES = blocks("example: tested")
 def parsed(words: list[str]) -> argparse.Namespace:
     """The options of a command of serving_benchmarks."""
     (command,) = [name for name in COMMANDS if words[: len(name.split())] == name.split()]
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}").add_options(parser)
-    return parser.parse_args(words[len(command.split()) :])
+    return commands.parsed(command, *words[len(command.split()) :])
 
 
 def pages_with(found: dict[str, list[tuple[str, str]]]) -> list:

@@ -1,6 +1,5 @@
-"""What GPU benchmarks do on a CPU: batches and suites of them, lists, checks of results, the peers' libraries."""
+"""What ops/ times: batches and suites, checks of results, peers, the timer, and the commands as far as a CPU goes."""
 
-import json
 import lzma
 import subprocess
 import sys
@@ -9,12 +8,22 @@ import zipfile
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import mla_backend
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.ops import batches, index, kernels, peer_kernels, peers, rows
+from serving_benchmarks.ops import batches, cpu, index, kernels, kv_blocks, peer_kernels, peers, rows
 from serving_benchmarks.ops.batches import Batch, positions
+from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
 from serving_benchmarks.results import kinds, tables
+from serving_benchmarks.results.kernel_times import own_times
+
+
+def run(*words) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "serving_benchmarks", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True)
+
 
 BATCHES = {"128q1s32k": [(1, 32768)] * 128, "q4k": [(4096, 4096)], "2q3s100_1q1s7": [(3, 100), (3, 100), (1, 7)]}
 
@@ -104,9 +113,7 @@ def test_flashmla_gets_64_heads_and_the_lengths_of_requests(lengths, monkeypatch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ["kernels --suite headline", "rows", "ops cache", "ops index"])
 def test_without_a_gpu_one_line_says_so(command):
-    done = subprocess.run(
-        [sys.executable, "-m", "serving_benchmarks", *command.split()], capture_output=True, text=True
-    )
+    done = run(*command.split())
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
 
@@ -173,8 +180,6 @@ def test_a_users_own_file_is_a_suite(tmp_path):
 
 
 ENTRY = '[[cases]]\nbatches = ["q1"]\nheads = [1]\n'
-
-
 WRONG = ["", "cases = 3", "a =", f'name = "x"\n{ENTRY}', f"peers = 1\n{ENTRY}", f"description = 1\n{ENTRY}"]
 CASES = "[[cases]]\nbatches = "
 WRONG_ENTRIES = {
@@ -216,14 +221,12 @@ def test_the_command_measures_the_cases_of_a_suite(suite, asked_for_peers, tmp_p
     monkeypatch.setattr(kernels.peer_kernels, "load", lambda *_: peers)
     monkeypatch.setattr(kernels, "Caches", lambda tokens: tokens)
     monkeypatch.setattr(kernels, "measure", measure)
-    output = tmp_path / "out.json"
-    options = ["--suite", suite, "--heads", "16", "--formats", "bf16", "--output", str(output)]
+    options = ["--suite", suite, "--heads", "16", "--formats", "bf16", "--output", str(tmp_path / "out.json")]
     assert main(["kernels", *options]) == 0
+    file = kinds.load(tmp_path / "out.json")
     assert ran == [case for case in shapes(suite) if case[1] == 16 and case[3] == "bf16"]
-    report = json.loads(output.read_text())
-    assert [result["case"]["batch"] for result in report["results"]] == [batch for batch, *_ in ran]
-    assert report["environment"]["benchmark"] == "kernels"
-    assert report["environment"]["peers"] == (peers if asked_for_peers else {})
+    assert [result["case"]["batch"] for result in file.results] == [batch for batch, *_ in ran]
+    assert file.kind == "kernels" and file.environment["peers"] == (peers if asked_for_peers else {})
 
 
 @pytest.mark.parametrize("words", ["nope", "nope.toml", "headline --heads 3"])
@@ -236,8 +239,8 @@ def test_every_case_of_rows_is_there_once_and_has_a_name_of_its_own():
     cases = rows.cases()
     assert len({tables.kernel_name(case.as_dict()) for case in cases}) == len(cases) == len(set(cases))
     assert {case.format for case in cases} == {*mla_backend.FORMATS} - {"fp8_ds_mla"} == {*rows.PEERS}
-    quick = rows.quick(cases)
-    assert {(c.name, c.format, c.heads) for c in quick} == {(c.name, c.format, c.heads) for c in cases}
+    kept, all_kept = ({(c.name, c.format, c.heads) for c in of} for of in (rows.quick(cases), cases))
+    assert kept == all_kept
 
 
 def test_rows_measures_what_was_asked_for_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
@@ -248,14 +251,92 @@ def test_rows_measures_what_was_asked_for_and_goes_on_after_a_failure(tmp_path, 
 
     monkeypatch.setattr(rows.opt, "require_gpu", lambda: None)
     monkeypatch.setattr(rows, "measure", measure)
-    output = tmp_path / "out.json"
     options = ["--name", "CONFIG1,V4-Pro", "--heads", "8,16", "--requests", "128,2", "--ours-only"]
-    assert main(["rows", *options, "--output", str(output)]) == 1
-    file = kinds.load(output)
-    assert [(e["case"]["name"], e["case"]["batch"], e["case"]["heads"]) for e in file.results] == [
-        *(("CONFIG1", batch, heads) for heads in (8, 16) for batch in ("2q2s16k", "128q2s16k")),
-        ("V4-Pro", "128q1s16k", 16),
-    ]
-    assert [bool(e.get("error")) for e in file.results] == [True, True, False, False, False]
+    assert main(["rows", *options, "--output", str(tmp_path / "out.json")]) == 1
+    results = kinds.load(tmp_path / "out.json").results
+    found = [(r["case"]["name"], r["case"]["batch"], r["case"]["heads"], "error" in r) for r in results]
+    asked = [("CONFIG1", batch, heads, heads == 8) for heads in (8, 16) for batch in ("2q2s16k", "128q2s16k")]
+    assert found == [*asked, ("V4-Pro", "128q1s16k", 16, False)]
     assert capsys.readouterr().err.count("mla_backend failed for CONFIG1, ") == 2
     assert main(["rows", "--name", "long", "--heads", "3"]) == 2
+
+
+def test_quartiles_of_few_rounds_lie_between_them():
+    assert Timing.of([6, 1]) == Timing(1, 3.5, 2.25, 4.75, 2)
+    assert Timing.of([1, 2, 9]) == Timing(1, 2, 1.5, 5.5, 3)
+
+
+def test_each_candidate_is_timed_once_a_round():
+    called = []
+
+    def clock(name):
+        return lambda number: called.append((name, number)) or number + 1.0
+
+    timings = interleaved({"a": clock("a"), "b": clock("b")}, rounds=3, on_round=lambda: called.append("round"))
+    assert called == [entry for n in range(3) for entry in (("a", n), ("b", n), "round")]
+    assert timings == {name: Timing(1.0, 2.0, 1.5, 2.5, 3) for name in "ab"}
+
+
+def test_the_first_call_of_a_burst_is_not_counted(monkeypatch):
+    now = 0.0
+    durations = iter([100.0, 3.0, 5.0])
+
+    def call(number):
+        nonlocal now
+        assert number == 7
+        now += next(durations)
+
+    monkeypatch.setattr("serving_benchmarks.ops.timing.time.perf_counter", lambda: now)
+    assert cpu_clock(call, burst_seconds=0)(7) == 4.0
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20)), max_size=20))
+def test_own_times_are_together_the_time_in_which_anything_ran(ran_at):
+    ran = {tick for _, begin, ticks in ran_at for tick in range(begin, begin + ticks)}
+    found = own_times((name, begin, begin + ticks) for name, begin, ticks in ran_at)
+    assert sum(time for *_, time in found) == len(ran)
+    assert sum(calls for _, calls, _ in found) == len(ran_at)
+
+
+def test_a_kernel_that_began_early_is_not_charged_for_its_waiting():
+    found = own_times([("attention", 0.0, 100.0), ("merge", 2.0, 103.0), ("next", 110.0, 115.0)])
+    assert found == [("attention", 1, 100.0), ("merge", 1, pytest.approx(3.0)), ("next", 1, 5.0)]
+
+
+TRACE = kv_blocks.Trace("short", 40, 4, 600, 200, 60, running=8, blocks=40)
+
+
+def test_all_requests_are_served_and_their_blocks_come_back():
+    prompts, outputs = map(list, zip(*TRACE.draw(), strict=True))
+    assert len({tuple(prompt[:100]) for prompt in prompts}) <= TRACE.prefixes
+    side = kv_blocks.Ours(TRACE, prompts)
+    log = kv_blocks.serve(side, TRACE, outputs)
+    assert log.finished == 40 and log.preempted > 0 and len(log.admissions) == 40 + log.preempted
+    assert 0 < log.counts()["hit_tokens"] < sum(map(len, prompts))
+    now = side.manager.statistics()
+    assert now.free == TRACE.blocks and now.sequences == 0 and now.hit_tokens == log.counts()["hit_tokens"]
+
+
+def test_the_bookkeeping_is_measured(tmp_path):
+    done = run("ops", "kv-blocks", "--requests", 5, "--rounds", 2, "--output", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    report = kinds.load(tmp_path / "out.json").report
+    assert [r["trace"]["name"] for r in report["results"]] == ["chat", "long prompts", "short of blocks"]
+    for result in report["results"]:
+        timing = result["seconds"]["ours"]
+        assert timing["rounds"] == 2 and result["bookkeeping_bytes"]["ours"] > 0
+        assert result["operations_a_second"]["ours"] == result["operations"] / timing["median"]
+    assert kv_blocks.markdown(report).count("\n|") == 4
+
+
+def test_attention_on_a_cpu_is_measured_and_checked(tmp_path):
+    case = ("--heads", 3, "--contexts", 32, "--batches", 2, "--threads", 2, "--rounds", 2, "--burst", 0)
+    done = run("ops", "cpu", *case, "--output", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    report = kinds.load(tmp_path / "out.json").report
+    small = [result for result in report["results"] if result["case"]["heads"] == 3]
+    assert {result["case"]["format"] for result in small} == set(cpu.FORMATS)
+    for result in small:
+        assert result["seconds"]["ours"]["median"] > 0 and result["largest_difference"]["ours"] < cpu.TOLERANCE
+        assert result["useful_flops"] == 2 * 2 * 3 * 32 * (576 + 512)
+    assert cpu.markdown(report).count("\n|") == 1 + len(report["results"])
