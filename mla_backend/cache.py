@@ -21,8 +21,8 @@ def cache_write(
     """Writes tokens into a paged cache, quantising as the cache's format wants it.
 
     Args:
-        kv_c: `[N, latent]`, the latent values, of any strides whose last is 1: fp32, or bf16 (fp16 for a cache of that).
-            latent is 512, and 448 for fp8_model1.
+        kv_c: `[N, latent]`, the latent values, of any strides whose last is 1: fp32, or bf16 (fp16 for a cache of
+            that). latent is 512, and 448 for fp8_model1.
         k_pe: the same dtype, `[N, 64]` or `[N, 1, 64]`, the rope values. None for formats without rope.
         cache: as in `sparse_attention`; the tokens' slots of it are overwritten.
         slots: int64 or int32 `[N]`. A token whose slot is negative or past the end is skipped. If two tokens name
