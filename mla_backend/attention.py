@@ -119,13 +119,13 @@ def workspace_floats(workers: int, num_heads: int) -> int:
 
 
 @torch.compiler.assume_constant_result
-def default_workers(device: torch.device, num_heads: int, num_tokens: int | None) -> int:
+def default_workers(device: torch.device, num_heads: int, num_tokens: int | None, slots: int | None = None) -> int:
     """Rows of a plan, unless said otherwise: what keeps a device's processors busy. Few tokens on a GPU get a plan of
-    their own; None stands for any number."""
+    their own, of fewer rows if a token has few slots; None stands for any number."""
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
-        return library.cuda_workers(library.describe_device(index), num_heads, num_tokens)
+        return library.cuda_workers(library.describe_device(index), num_heads, num_tokens, slots)
     return _ABOUT["plan_workers_per_thread"] * torch.get_num_threads()
 
 
@@ -197,7 +197,8 @@ def plan(
             require_count("num_heads", num_heads, at_least=1)
             # neither a compiled function's plan nor a batch-invariant one may be made for one number of tokens
             any_number = batch_invariant or torch.compiler.is_compiling()
-            workers = default_workers(torch.device(device), num_heads, None if any_number else num_tokens)
+            tokens = None if any_number else num_tokens
+            workers = default_workers(torch.device(device), num_heads, tokens, topk + extra_topk)
         require_count("workers", workers, at_least=1)
         out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
     call(

@@ -83,10 +83,13 @@ def describe_device(index: int) -> Device:
     return device
 
 
-def cuda_workers(device: Device, num_heads: int, num_tokens: int | None = None) -> int:
-    """Rows that a plan should have for a GPU, unless said otherwise; for any number of tokens if that is left out."""
-    tokens = ctypes.c_int64(2**31 - 1 if num_tokens is None else num_tokens)
-    return _library.mla_backend_cuda_workers(ctypes.byref(device), tokens, num_heads)
+def cuda_workers(device: Device, num_heads: int, num_tokens: int | None = None, slots: int | None = None) -> int:
+    """Rows that a plan should have for a GPU, unless said otherwise; for any number of tokens, and of slots a token,
+    where these are left out."""
+    any_number = 2**31 - 1
+    tokens = ctypes.c_int64(any_number if num_tokens is None else num_tokens)
+    slots = any_number if slots is None else min(slots, any_number)
+    return _library.mla_backend_cuda_workers(ctypes.byref(device), tokens, slots, num_heads)
 
 
 def select_cuda_kernel(name: str) -> None:

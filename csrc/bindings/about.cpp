@@ -105,8 +105,8 @@ MLA_EXPORT const char* mla_backend_describe_device([[maybe_unused]] int index, [
 }
 
 // Rows that a plan should have for a GPU.
-MLA_EXPORT int mla_backend_cuda_workers(const mla::Device* device, int64_t tokens, int heads) {
-  return mla::default_workers(tokens, heads, *device);
+MLA_EXPORT int mla_backend_cuda_workers(const mla::Device* device, int64_t tokens, int slots, int heads) {
+  return mla::default_workers(tokens, mla::tiles_of(slots, mla::kGpuTileSlots), heads, *device);
 }
 
 MLA_EXPORT int mla_backend_select_cuda_kernel(const char* name) {

@@ -14,7 +14,8 @@ void fill_plan(const PlanShape& given, PlanRow* rows, int workers) {
   for (int32_t token = 0; token < shape.tokens; ++token) units += units_of(token);
 
   const int64_t whole = units == full_units(shape) ? whole_token_workers(shape, workers) : 0;
-  const int64_t active = whole > 0 ? whole : active_workers(shape, units, workers);
+  const int64_t parts = whole > 0 ? 0 : even_parts(shape, units, workers);
+  const int64_t active = whole > 0 ? whole : parts > 0 ? workers : active_workers(shape, units, workers);
   shape.whole_tokens |= whole > 0;
 
   int32_t token = 0;  // the token that `units_before` units precede
@@ -25,7 +26,11 @@ void fill_plan(const PlanShape& given, PlanRow* rows, int workers) {
   for (int worker = 0; worker < workers; ++worker) {
     PlanBorder end{shape.tokens, 0};
     if (worker + 1 < active && shape.tokens > 0) {
-      const int64_t cut = cut_before(worker + 1, active, units);
+      int64_t cut = parts > 0 ? units_before : cut_before(worker + 1, active, units);
+      if (parts > 0) {
+        for (int64_t t = token; t < (worker + 1) / parts; ++t) cut += units_of(static_cast<int32_t>(t));
+        cut += cut_before_part((worker + 1) % parts, parts, units_of(static_cast<int32_t>((worker + 1) / parts)));
+      }
       while (units_before + units_of(token) <= cut) units_before += units_of(token++);
       end = settle_border(shape, token, token_tiles(shape, token), cut - units_before);
     }

@@ -36,6 +36,7 @@ struct Planner {
   PlanShape settled;    // the shape, and whether tokens stay whole after all
   Units units;          // of all tokens
   Units active;         // workers that get work
+  Units parts;          // of each token, or 0: see even_parts()
 
   __device__ Planner(const PlanJob& job, Units* memory) : p(job), shape(job.shape), units_before(memory) {}
 
@@ -66,7 +67,9 @@ struct Planner {
     PlanShape ones = shape;
     ones.min_part = ones.good_part = ones.workers_per_processor = 1;
     const bool has_ones = shape.min_part == 1 && shape.good_part == 1 && shape.workers_per_processor == 1;
+    parts = whole || p.span > 1 ? 0 : even_parts(shape, units, p.workers);
     active = whole      ? p.whole_workers
+             : parts    ? p.workers
              : has_ones ? active_workers(ones, units, p.workers)
                         : active_workers(shape, units, p.workers);
   }
@@ -79,7 +82,14 @@ struct Planner {
   __device__ __forceinline__ PlanBorder border(int64_t worker) const {
     if (worker == 0) return {0, 0};
     if (worker >= active || shape.tokens == 0) return {shape.tokens, 0};
-    const Units index = worker, cut = cut_before(index, active, units);
+    const Units index = worker;
+    Units cut;
+    if (parts > 0) {
+      const int32_t token = static_cast<int32_t>(index / parts);
+      cut = units_before[token] + cut_before_part(index % parts, parts, units_before[token + 1] - units_before[token]);
+    } else {
+      cut = cut_before(index, active, units);
+    }
     uint32_t low = 0, high = p.spans - 1;  // the last span that begins at or before the cut
 #pragma unroll 1
     while (low < high) {

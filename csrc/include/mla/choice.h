@@ -53,15 +53,17 @@ struct Spread {
   int32_t parts;  // 0: there are too many tokens
 };
 
-inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t heads) {
+inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t heads, int64_t token_tiles) {
   const auto fits = [&](int32_t heads_per_block, int32_t parts) {
     const int64_t clusters = device.clusters[parts];
     return tokens > 0 && tokens * blocks_for(heads, heads_per_block) <= clusters;
   };
   // 8 heads a block instead of 16: b 1 8.9 us (11.4), b 3 9.3 (11.2). Half of such a launch is what is done for a token
   // before and after its tiles, and it is done for half as many heads.
+  // A cluster of 16 starts later: 10 tiles of fp8_model1 rows and 4 tokens 12.1 us (10.9 with 8), 18 tiles 11.8 (12.6).
+  constexpr int64_t kTilesOfMostParts = 13;
   for (const int32_t parts : {16, 8})
-    if (fits(8, parts)) return {8, parts};
+    if (fits(8, parts) && (parts == 8 || token_tiles >= kTilesOfMostParts)) return {8, parts};
   const int32_t heads_per_block = heads <= 8 ? 8 : 16;
   // instead of cuts by load alone:
   //   8, 4 parts: b 15 19.7 us (33.1), b 24 26.8 (35.6)
@@ -91,7 +93,7 @@ inline int32_t cluster_for(const Device& device, const AttentionShape& shape, in
 inline Choice choose(const AttentionShape& shape, const Device& device) {
   constexpr int64_t kManyTokens = INT32_MAX;
   const int64_t tokens = shape.whole_tokens ? kManyTokens : shape.tokens;
-  const Spread spread = spread_few_tokens(device, tokens, shape.heads);
+  const Spread spread = spread_few_tokens(device, tokens, shape.heads, shape.token_tiles);
 
   Choice choice{Choice::portable, kPortableHeads, 0, shape.workers, 1};
   if (device.hopper_kernels && shape.suits_hopper_kernels) {
@@ -124,8 +126,8 @@ inline Choice choose(const AttentionShape& shape, const Device& device) {
 
 // For plans that are made before the cache's rows are known. They make no difference: either kernel for 17 to 32 heads
 // has all of them in one block.
-inline int32_t default_workers(int64_t tokens, int32_t heads, const Device& device) {
-  return choose({tokens, heads, Tile::bf16_576, false, true, 0, INT32_MAX}, device).workers;
+inline int32_t default_workers(int64_t tokens, int64_t token_tiles, int32_t heads, const Device& device) {
+  return choose({tokens, heads, Tile::bf16_576, false, true, 0, token_tiles}, device).workers;
 }
 
 }  // namespace mla

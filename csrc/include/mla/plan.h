@@ -173,4 +173,20 @@ MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t work
   return (tokens + rounds - 1) / rounds;
 }
 
+// Into how many parts each token is cut where all are cut alike, whatever their lengths; 0 where load alone says so.
+// Blocks of a cluster merge the parts of one token in shared memory, but only if no worker shares two tokens. That is
+// worth kClusterTiles more tiles for the worker that has most.
+MLA_HOST_DEVICE int64_t even_parts(const PlanShape& shape, int64_t units, int64_t workers) {
+  constexpr int64_t kClusterTiles = 4, kMostParts = 16;
+  if (shape.workers_per_processor > 1 || shape.whole_tokens || shape.tokens == 0 || workers % shape.tokens) return 0;
+  const int64_t parts = workers / shape.tokens;
+  const bool worth = full_tiles(shape) <= parts * (kClusterTiles + units / workers);
+  return parts > 1 && parts <= kMostParts && worth ? parts : 0;
+}
+
+// Where the cut in front of a token's part falls, counted from the token's beginning.
+MLA_HOST_DEVICE int64_t cut_before_part(int64_t part, int64_t parts, int64_t token_units) {
+  return (token_units * part + parts / 2) / parts;
+}
+
 }  // namespace mla

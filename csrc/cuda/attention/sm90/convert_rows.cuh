@@ -74,36 +74,20 @@ struct RowConverter {
 #pragma unroll
     for (int first = 0; first < kWarpRows; first += kRowsAtOnce) {
       uint4 bytes[kRowsAtOnce];
-      uint32_t scale[kRowsAtOnce], largest = 0, largest_scale = 0;
+      uint32_t scale[kRowsAtOnce];
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         bytes[i] = load_piece(part + offset_of_row(first + i) + lane * kPieceBytes);
-        scale[i] = kOfTensor ? 127 : load_byte(part + offset_of_scales(first + i) + group);
-        largest_scale = max(largest_scale, scale[i]);
+        scale[i] = kOfTensor ? kOne : power_of_two(load_byte(part + offset_of_scales(first + i) + group));
       }
       __syncwarp();
-      const auto store = [&](int row, const uint4(&numbers)[2]) {
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int row = first + i;
+        uint4 numbers[2];
+        e4m3_times(bytes[i], scale[i], numbers);
         store_piece_if(has_latent, (to ^ row * kPieceBytes) + row * kRowBytes, numbers[0]);
         store_piece_if(has_latent, (to ^ (row ^ 1) * kPieceBytes) + row * kRowBytes, numbers[1]);
-      };
-      // as if there were no NaN and no large scale: with a branch for each row, rows would wait for one another
-#pragma unroll
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        uint4 numbers[2];
-        largest = e4m3_to_bf16_but_nan(bytes[i], power_of_two(scale[i] + 120), numbers, largest);
-        store(first + i, numbers);
-      }
-      if (!__any_sync(~0u, has_nan(largest) || largest_scale > kLargestScale)) continue;
-#pragma unroll 1
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        uint4 own = bytes[0];
-        uint32_t by = scale[0];
-#pragma unroll
-        for (int k = 1; k < kRowsAtOnce; ++k)
-          if (i == k) own = bytes[k], by = scale[k];
-        uint4 numbers[2];
-        multiply(numbers, own, by);
-        store(first + i, numbers);
       }
     }
     if constexpr (kOfTensor) {
@@ -112,7 +96,7 @@ struct RowConverter {
       const uint4 bytes = load_piece(rope + lane * kPieceBytes);
       __syncwarp();
       uint4 numbers[2];
-      multiply(numbers, bytes, 127);
+      e4m3_times(bytes, kOne, numbers);
       store_piece(rope + row * kRowBytes + offset_of_piece(kLastBlock, piece, row), numbers[0]);
       store_piece(rope + row * kRowBytes + offset_of_piece(kLastBlock, piece + 1, row), numbers[1]);
     }
@@ -152,24 +136,13 @@ struct RowConverter {
     }
   }
 
-  static constexpr uint32_t kLargestScale = 134;  // for one multiplication
+  static constexpr uint32_t kOne = 0x3f803f80u;
 
-  // Sixteen e4m3 numbers times 2^(scale - 127), whatever they are; NaN if the scale is 255.
-  static __device__ void multiply(uint4 (&numbers)[2], const uint4& bytes, uint32_t scale) {
-    const uint32_t rest = scale == 255 ? 0x7fff7fffu : power_of_two(max(scale, kLargestScale) - kLargestScale + 127);
-    const uint32_t power = scale == 0 ? 0x00400040u : power_of_two(min(scale, kLargestScale));
-    const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-    uint32_t pairs[4][2];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      e4m3_to_bf16(words[i], pairs[i]);
-#pragma unroll
-      for (int k = 0; k < 2; ++k) pairs[i][k] = times<Number::bf16>(times<Number::bf16>(pairs[i][k], power), rest);
-    }
-    numbers[0] = {pairs[0][0], pairs[0][1], pairs[1][0], pairs[1][1]};
-    numbers[1] = {pairs[2][0], pairs[2][1], pairs[3][0], pairs[3][1]};
+  // The number that a byte stands for, as a pair of bf16: 2^(scale - 127), and NaN for 255.
+  static __device__ uint32_t power_of_two(uint32_t scale) {
+    const uint32_t bits = max(scale << 7, 0x40u);
+    return (bits + (scale == 255)) * 0x10001u;
   }
-  static __device__ uint32_t power_of_two(uint32_t exponent) { return (exponent << 7) * 0x10001u; }
 
   static __device__ void store_piece_if(bool condition, uint32_t shared_address, uint4 piece) {
     asm volatile(

@@ -19,12 +19,10 @@ constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 // A block begins with as many registers for each thread, and they are handed round. With up to 16 heads none is too
 // few: a launch would begin with a wait for local memory.
 constexpr uint32_t kRegisters = 128;
-template <Rows kRows, int kHeads>
-constexpr uint32_t kConsumerRegisters = kHeads <= 16          ? 168
-                                        : is_converted(kRows) ? 184
-                                                              : 216;
-template <Rows kRows, int kHeads>
-constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kRows, kHeads>;
+template <int kHeads>
+constexpr uint32_t kConsumerRegisters = kHeads > 16 ? 216 : 168;
+template <int kHeads>
+constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
 
 // Whether the parts of split tokens are left to the merge kernel that is launched next. With up to 16 heads this kernel
 // merges them itself.
@@ -68,7 +66,7 @@ constexpr int kSharedBytes = sizeof(Shared<kRows, kHeads>);
 constexpr int kMostSharedBytes = 227 * 1024;  // of a block on sm_90
 static_assert(kSharedBytes<Rows::fp8_ds_mla, 32> <= kMostSharedBytes &&
               kSharedBytes<Rows::fp8_ds_mla, 16> <= kMostSharedBytes &&
-              kSharedBytes<Rows::bf16, 16> <= kMostSharedBytes && kSharedBytes<Rows::any_512, 32> <= kMostSharedBytes);
+              kSharedBytes<Rows::bf16, 16> <= kMostSharedBytes && kSharedBytes<Rows::any_512, 16> <= kMostSharedBytes);
 static_assert(kReductionHeads<32> * kReductionStride * sizeof(float) <= sizeof(Fp8Rows<32>::Stage),
               "the reduction buffer takes the memory of a tile");
 

@@ -46,12 +46,6 @@ void run(const AttentionProblem& p, const Choice& choice, void* stream) {
   choice.heads_per_block == 8 ? run<kRows, 8>(p, choice, stream) : run<kRows, 16>(p, choice, stream);
 }
 
-template <Rows kRows>
-void run_wide(const AttentionProblem& p, const Choice& choice, void* stream) {
-  launch_early(kernel_for<kRows, kWideHeads>(p), attention_grid(p, choice), kThreads, kSharedBytes<kRows, kWideHeads>,
-               stream, "sparse_attention", p);
-}
-
 template <Rows kRows, int kHeads, bool kMaxLogits = false>
 KernelEntry entry(const char* name) {
   return {name, reinterpret_cast<const void*>(attention_kernel<kRows, kHeads, kMaxLogits>), kThreads,
@@ -76,8 +70,8 @@ void few_heads_attention(const AttentionProblem& p, const Choice& choice, void* 
 }
 
 void few_heads_wide_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
-  rows_of(p) == Rows::fp8_ds_mla ? run_wide<Rows::fp8_ds_mla>(p, choice, stream)
-                                 : run_wide<Rows::any_512>(p, choice, stream);
+  launch_early(kernel_for<Rows::fp8_ds_mla, kWideHeads>(p), attention_grid(p, choice), kThreads,
+               kSharedBytes<Rows::fp8_ds_mla, kWideHeads>, stream, "sparse_attention", p);
 }
 
 // A cluster lies within one of the GPU's partitions, which may differ in size, so only the driver knows. A block takes
@@ -129,9 +123,7 @@ MLA_KERNELS {
       entry<Rows::any_512, 8>("sparse_attention sm90, 8 heads, rows of 512"),
       entry<Rows::any_512, 8, true>("sparse_attention sm90, 8 heads, rows of 512, max logits"),
       entry<Rows::any_512, 16>("sparse_attention sm90, 16 heads, rows of 512"),
-      entry<Rows::any_512, 16, true>("sparse_attention sm90, 16 heads, rows of 512, max logits"),
-      entry<Rows::any_512, 32>("sparse_attention sm90, 32 heads, rows of 512"),
-      entry<Rows::any_512, 32, true>("sparse_attention sm90, 32 heads, rows of 512, max logits")};
+      entry<Rows::any_512, 16, true>("sparse_attention sm90, 16 heads, rows of 512, max logits")};
   return {entries, sizeof(entries) / sizeof(entries[0])};
 }
 

@@ -15,8 +15,8 @@ template <Rows kRows, int kHeads>
 struct PlainRows {
   static constexpr int kBlocks = blocks_of(kRows);
   static constexpr Number kNumber = number_of(kRows);
-  static constexpr int kStages = kRows == Rows::any_512 && kHeads <= 16 ? 3 : 2;  // tiles
-  static constexpr int kQueries = 1;  // tokens whose queries there is room for
+  static constexpr int kStages = kRows == Rows::any_512 ? 3 : 2;  // tiles
+  static constexpr int kQueries = 1;                              // tokens whose queries there is room for
   static constexpr int kSums = kHeads / 2;
   static constexpr int kTileArrivals = is_converted(kRows) ? RowConverter<kRows>::kArrivals : RowCopier::kArrivals;
 
