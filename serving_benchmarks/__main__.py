@@ -10,6 +10,7 @@ from serving_benchmarks.options import Refused
 
 COMMANDS = {
     "kernels": ("ops.kernels", "sparse attention on a GPU, versus FlashMLA, FlashAttention 3 and FlashInfer"),
+    "rows": ("ops.rows", "the same on other rows: DeepSeek-V4's, rows without rope, fp16"),
     "ops cache": ("ops.cache", "writing the cache, the plan, positions to slots, on a GPU"),
     "ops index": ("ops.index", "the indexer's scores and its top-k, on a GPU"),
     "ops kv-blocks": ("ops.kv_blocks", "the cache manager's bookkeeping, versus vLLM's, on a CPU"),

@@ -27,12 +27,7 @@ BLOCK_SHARE = 0.1
 
 
 def add_mtp_layer(source: Path, folder: Path) -> None:
-    """Writes a copy of a checkpoint with one MTP layer.
-
-    Args:
-        source: a checkpoint for the recall task, with one file of weights.
-        folder: for the copy; made if it doesn't exist.
-    """
+    """Writes a copy of a checkpoint with one MTP layer."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.suffix != ".safetensors":

@@ -222,14 +222,7 @@ def shards(plans: Sequence[TensorPlan], most: int) -> Iterator[list[TensorPlan]]
 
 
 def write(folder: Path, config: dict[str, Any], *, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes a checkpoint with random weights, one file after the other, each small enough for memory.
-
-    Args:
-        folder: for it, without a checkpoint so far.
-        config: of the model.
-        seed: of the weights, which `config.json` names.
-        shard_bytes: the most of a file.
-    """
+    """Writes a checkpoint with random weights, one file after the other, each small enough for memory."""
     from safetensors.torch import save_file
 
     if (folder / "config.json").exists():

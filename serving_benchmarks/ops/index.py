@@ -83,13 +83,7 @@ def new_cache(fmt: str, tokens: int) -> Tensor:
 
 
 def new_inputs(case: Case, cache: Tensor, blocks: Tensor) -> Inputs:
-    """One set. Queries are fp32, which takes longer to read than bf16.
-
-    Args:
-        case: its sizes.
-        cache: of keys.
-        blocks: those of all requests' contexts.
-    """
+    """One set. Queries are fp32, which takes longer to read than bf16."""
     count = case.all_tokens
     queries = torch.randn(count, case.heads, 128, device="cuda")
     weights = torch.randn(count, case.heads, device="cuda")

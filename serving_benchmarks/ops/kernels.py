@@ -11,7 +11,7 @@ not timed, although vLLM has to make it (prefill) or to keep a cache of 1.76 tim
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,8 +46,8 @@ REST_SECONDS = 0.3
 """Pause before a case is timed: the case before it and the check in float64 may have throttled the clock."""
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
 ROUNDED_LSE = 2.0**-9
-"""Added to LSE_ABSOLUTE for FP8 rows, whose scores Hopper's kernels round. It matters for short lists: the lse of one
-row is its score, which may be near 0."""
+"""Added to LSE_ABSOLUTE for rows of 656 bytes, whose scores Hopper's kernels round. It matters for short lists: the lse
+of one row is its score, which may be near 0."""
 COSINE = 5e-6
 """Largest cosine distance of a token. docs/contract.md promises it and the bounds above."""
 PEERS_ALLOWED = 10
@@ -130,17 +130,22 @@ class Caches:
         return len(self.by_format["bf16"])
 
 
-def new_problem(case: Case, blocks: int) -> Problem:
-    """A batch of random queries, whose requests own random blocks of the cache."""
-    batch, wanted = case.batch, case.batch.blocks(BLOCK)
+def new_lists(batch: Batch, topk: int, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Random lists and their lengths, of requests that own random blocks of a cache."""
+    wanted = batch.blocks(block_size)
     table = torch.full((len(wanted), max(wanted)), -1, dtype=torch.int32, device="cuda")
     owned = torch.randperm(blocks, dtype=torch.int32, device="cuda")[: sum(wanted)].split(wanted)
     for row, its_blocks in zip(table, owned, strict=True):
         row[: len(its_blocks)] = its_blocks
-    picked = positions(batch, case.topk, device="cuda")
-    indices, counts = mla_backend.convert_indices(picked, table, batch.token_requests().cuda(), BLOCK)
-    q = torch.randn(batch.tokens, case.heads, 576, device="cuda").div_(MAGNITUDE).bfloat16()
-    return Problem(q, indices, counts, SCALE, batch.queries)
+    picked = positions(batch, topk, device="cuda")
+    return mla_backend.convert_indices(picked, table, batch.token_requests().cuda(), block_size)
+
+
+def new_problem(case: Case, blocks: int) -> Problem:
+    """A batch of random queries."""
+    indices, counts = new_lists(case.batch, case.topk, blocks, BLOCK)
+    q = torch.randn(case.batch.tokens, case.heads, 576, device="cuda").div_(MAGNITUDE).bfloat16()
+    return Problem(q, indices, counts, SCALE, case.batch.queries)
 
 
 def lengths_of(problem: Problem) -> Tensor | None:
@@ -150,10 +155,10 @@ def lengths_of(problem: Problem) -> Tensor | None:
 
 def prepare_ours(problem: Problem, cache: Tensor, plan: Tensor, workspace: Tensor) -> tuple[Prepared, Tensor]:
     """Our call and its lse."""
-    out = torch.empty((*problem.q.shape[:2], 512), dtype=torch.bfloat16, device="cuda")
+    out = torch.empty((*problem.q.shape[:2], 512), dtype=problem.q.dtype, device="cuda")
     lse = torch.empty(out.shape[:2], device="cuda")
-    outputs = {"workspace": workspace, "out": out, "lse": lse}
-    attend = partial(mla_backend.sparse_attention, scale=SCALE, topk_length=lengths_of(problem), plan=plan, **outputs)
+    more = {**problem.more, "plan": plan, "workspace": workspace, "out": out, "lse": lse}
+    attend = partial(mla_backend.sparse_attention, scale=problem.scale, topk_length=lengths_of(problem), **more)
     return Prepared(lambda: attend(problem.q, cache, problem.indices), out), lse
 
 
@@ -170,11 +175,13 @@ def peers_for(
 
 def attend_exactly(problem: Problem, cache: Tensor) -> tuple[Tensor, Tensor]:
     """The reference's out and lse in float32, a few tokens at a time, as their rows in float64 are large."""
-    at_once = max(1, 2**30 // (problem.indices.shape[1] * 576 * 8))
-    parts = [
-        reference.sparse_attention(q, cache, indices, scale=SCALE)[:2]
-        for q, indices in zip(problem.q.split(at_once), problem.indices.split(at_once), strict=True)
-    ]
+    names = ("extra_indices", "extra_topk_length")
+    of_tokens = {name: problem.more[name] for name in names if problem.more.get(name) is not None}
+    listed = problem.indices.shape[1] + (of_tokens["extra_indices"].shape[1] if of_tokens else 0)
+    parts = []
+    for tokens in torch.arange(len(problem.q), device="cuda").split(max(1, 2**30 // (listed * 576 * 8))):
+        more = {**problem.more, **{name: each[tokens] for name, each in of_tokens.items()}, "scale": problem.scale}
+        parts.append(reference.sparse_attention(problem.q[tokens], cache, problem.indices[tokens], **more)[:2])
     return torch.cat([out.float() for out, _ in parts]), torch.cat([lse.float() for _, lse in parts])
 
 
@@ -209,42 +216,10 @@ def measure(case: Case, caches: Caches, loaded: set[str], sets: int, rounds: int
     """Checks and times one case: ours, our plan, and every peer that can run it."""
     cache = caches.by_format[case.format]
     problems = [new_problem(case, caches.blocks) for _ in range(sets)]
-    exact_out, exact_lse = attend_exactly(problems[-1], cache)
-
-    lengths = lengths_of(problems[-1])  # the same in all sets
-    make_plan = partial(mla_backend.plan, case.batch.tokens, case.topk, topk_length=lengths, num_heads=case.heads)
-    plan = make_plan(device="cuda")
-    workspace = torch.zeros(workspace_floats(plan.shape[0], case.heads), device="cuda")
-    ours = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
-    graphs = {"ours": timing.capture([prepared.call for prepared, _ in ours])}
-    last, lse = ours[-1]
-    replay_poisoned(graphs["ours"], last.out, lse)
-    try:
-        accuracy = {"ours": check_out(last.out, exact_out)}
-        hopper = torch.cuda.get_device_capability()[0] == 9
-        check_lse(lse, exact_lse, rounded=hopper and cache.dtype == torch.uint8)
-    except WrongResult as error:
-        raise WrongResult(f"mla_backend, {case}: {error}") from None
-    graphs["plan"] = timing.capture([lambda: make_plan(out=plan)])
-
-    failed = {}
-    for name, prepare in peers_for(case, problems[-1], caches, loaded).items():
-        try:
-            prepared = [prepare(problem) for problem in problems]
-            graph = timing.capture([one.call for one in prepared])
-            replay_poisoned(graph, prepared[-1].out)
-            accuracy[name] = check_out(prepared[-1].out, exact_out, PEERS_ALLOWED)
-            graphs[name] = graph
-        except (RuntimeError, ValueError, WrongResult) as error:
-            failed[name] = (str(error) or repr(error)).splitlines()[0]
-    time.sleep(REST_SECONDS)
-    timings = timing.interleaved({name: graph.clock for name, graph in graphs.items()}, rounds=rounds)
-
+    found = time_problems(case, problems, cache, peers_for(case, problems[-1], caches, loaded), rounds)
     attended = sum(int(problem.counts.sum()) for problem in problems) / sets
     row_bytes = mla_backend.FORMATS[case.format].token_bytes
     flops = 2 * attended * case.heads * (576 + 512)
-    medians = {name: taken.median for name, taken in timings.items()}
-    best = min((name for name in medians if name not in tables.NOT_PEERS), key=medians.get, default=None)
     return {
         "case": case.as_dict(),
         "useful_flops": flops,
@@ -254,6 +229,55 @@ def measure(case: Case, caches: Caches, loaded: set[str], sets: int, rounds: int
             "memory": min(attended, case.batch.cached) * row_bytes / MEMORY_BYTES,
             "l2": attended * row_bytes / L2_BYTES[case.format],
         },
+        **found,
+    }
+
+
+def time_problems(
+    case: object,
+    problems: Sequence[Problem],
+    cache: Tensor,
+    peers: Mapping[str, Callable[[Problem], Prepared]],
+    rounds: int,
+) -> dict[str, Any]:
+    """Checks and times ours, our plan and peers on problems whose lists have the same lengths. Raises WrongResult."""
+    exact_out, exact_lse = attend_exactly(problems[-1], cache)
+
+    any_set = problems[-1]
+    (tokens, heads, _), topk, more = any_set.q.shape, any_set.indices.shape[1], any_set.more
+    about = {"topk_length": lengths_of(any_set), "extra_topk_length": more.get("extra_topk_length")}
+    about["extra_topk"] = more["extra_indices"].shape[1] if "extra_indices" in more else 0
+    make_plan = partial(mla_backend.plan, tokens, topk, num_heads=heads, **about)
+    plan = make_plan(device="cuda")
+    workspace = torch.zeros(workspace_floats(plan.shape[0], heads), device="cuda")
+    ours = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
+    graphs = {"ours": timing.capture([prepared.call for prepared, _ in ours])}
+    last, lse = ours[-1]
+    replay_poisoned(graphs["ours"], last.out, lse)
+    try:
+        accuracy = {"ours": check_out(last.out, exact_out)}
+        hopper = torch.cuda.get_device_capability()[0] == 9
+        check_lse(lse, exact_lse, rounded=hopper and cache.shape[-1] == mla_backend.FORMATS["fp8_ds_mla"].width)
+    except WrongResult as error:
+        raise WrongResult(f"mla_backend, {case}: {error}") from None
+    graphs["plan"] = timing.capture([lambda: make_plan(out=plan)])
+
+    failed = {}
+    for name, prepare in peers.items():
+        try:
+            prepared = [prepare(problem) for problem in problems]
+            graph = timing.capture([one.call for one in prepared])
+            replay_poisoned(graph, prepared[-1].out)
+            accuracy[name] = check_out(prepared[-1].out, exact_out, PEERS_ALLOWED)
+            graphs[name] = graph
+        except Exception as error:  # of any kind: a peer must not end a measurement
+            failed[name] = (str(error) or repr(error)).splitlines()[0]
+    time.sleep(REST_SECONDS)
+    timings = timing.interleaved({name: graph.clock for name, graph in graphs.items()}, rounds=rounds)
+
+    medians = {name: taken.median for name, taken in timings.items()}
+    best = min((name for name in medians if name not in tables.NOT_PEERS), key=medians.get, default=None)
+    return {
         "seconds": {name: taken.as_dict() for name, taken in timings.items()},
         "accuracy": accuracy,
         "failed": failed,
@@ -277,6 +301,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     lists(what, "--heads", heads, "only these of a suite; default with --batches: 16,128")
     lists(what, "--topk", opt.count, f"only these of a suite; default with --batches: {batches.DEFAULT_TOPK}")
     lists(what, "--formats", opt.one_of(FORMATS), "only these formats of the cache; default: all")
+    add_ways(parser, 15)
+
+
+def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """The options of `kernels` and `rows` that say how they measure."""
     peers = parser.add_argument_group("peers")
     peers.add_argument(
         "--peers", type=Path, metavar="FOLDER", help="that the command `peers` has filled; default: an installed vllm"
@@ -289,7 +318,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--sets", type=opt.count, default=4, metavar="N", help="of queries and lists, rotated; default: %(default)s"
     )
-    opt.add_rounds(how, 15)
+    opt.add_rounds(how, rounds)
     opt.add_output(parser)
 
 
@@ -314,10 +343,7 @@ def run(options: argparse.Namespace) -> int:
     chosen, with_peers = chosen_cases(options)
     opt.require_gpu()
     console = Console(stderr=True, highlight=False)
-    found = peer_kernels.load(options.peers, options.vllm) if with_peers else {}
-    for name, version in found.items():
-        console.print(f"{name}: {version}", markup=False, soft_wrap=True)
-    loaded = {name for name, version in found.items() if not version.startswith("missing")}
+    found, loaded = load_peers(options, with_peers, console)
     torch.manual_seed(0)
     caches = Caches(max(case.batch.cached for case in chosen))
     try:
@@ -328,10 +354,24 @@ def run(options: argparse.Namespace) -> int:
     except WrongResult as error:
         console.print(f"error: {error}", markup=False)
         return 1
-    headings, rows = tables.kernel_rows(results)
-    result_file.show(headings, rows, words=1, width=130)
-    for case, result in zip(chosen, results, strict=True):
-        for name, why in result["failed"].items():
-            console.print(f"{name} failed for {case}: {why}", markup=False)
-    result_file.write(options.output, results, console, benchmark="kernels", peers=found)
+    finish(results, "kernels", found, options.output, console)
     return 0
+
+
+def load_peers(options: argparse.Namespace, wanted: bool, console: Console) -> tuple[dict[str, str], set[str]]:
+    """What `peer_kernels.load` says of each peer, and those that are there."""
+    found = peer_kernels.load(options.peers, options.vllm) if wanted else {}
+    for name, version in found.items():
+        console.print(f"{name}: {version}", markup=False, soft_wrap=True)
+    return found, {name for name, version in found.items() if not version.startswith("missing")}
+
+
+def finish(results: Sequence[dict[str, Any]], kind: str, peers: dict[str, str], output: Path, console: Console) -> None:
+    """Prints and writes what was measured, and says what failed."""
+    headings, rows = tables.kernel_rows([result for result in results if "error" not in result])
+    result_file.show(headings, rows, words=1, width=140)
+    for result in results:
+        failed = {"mla_backend": result["error"]} if "error" in result else result["failed"]
+        for name, why in failed.items():
+            console.print(f"{name} failed for {tables.kernel_name(result['case'])}: {why}", markup=False)
+    result_file.write(output, results, console, benchmark=kind, peers=peers)

@@ -12,15 +12,16 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from serving_benchmarks.ops import peers
 
-LATENT, ROPE = 512, 64
+LATENT = 512
 FLASHINFER = "flashinfer-python==0.7.2.post1"
 FLASHINFER_WORKSPACE = 128 * 2**20
 """Bytes for partial results."""
@@ -28,7 +29,7 @@ FLASHINFER_WORKSPACE = 128 * 2**20
 
 @dataclass
 class Problem:
-    """One batch. q `[T, H, 576]`, indices int32 `[T, topk]` with the valid ones first, counts int32 `[T]`."""
+    """One batch. q `[T, H, 576 or 512]`, indices int32 `[T, topk]` with the valid ones first, counts int32 `[T]`."""
 
     q: Tensor
     indices: Tensor
@@ -36,6 +37,8 @@ class Problem:
     scale: float
     queries: int | None
     """Query tokens of each request, where all have equally many."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `sparse_attention`: sinks, a second cache and its lists, formats, a scale."""
 
 
 @dataclass
@@ -58,20 +61,28 @@ class Peer:
 
 
 def flashmla_decode(problem: Problem, cache: Tensor, one_batch: bool = False) -> Prepared:
-    """FlashMLA's decode kernel on an FP8 cache: `flash_mla_with_kvcache(is_fp8_kvcache=True, indices=...)`.
+    """FlashMLA's decode kernel on FP8 rows of 656 or 584 bytes: `flash_mla_with_kvcache(is_fp8_kvcache=True, ...)`.
 
     It runs 64 or 128 heads, so fewer are padded. vLLM makes the schedule once a step, for all layers. With fewer than
-    32 heads vLLM passes all tokens as one request (`one_batch`), otherwise requests are a dimension of their own.
+    32 heads and 656 bytes vLLM passes all tokens as one request (`one_batch`), otherwise requests are a dimension of
+    their own. The tokens of a request have one length in the second cache.
     """
-    tokens, heads, topk = *problem.q.shape[:2], problem.indices.shape[1]
+    tokens, heads, _ = problem.q.shape
     shape = (1, tokens) if one_batch else (tokens // problem.queries, problem.queries)
     q = _padded(problem.q, 64 if heads <= 64 else 128).view(*shape, -1, problem.q.shape[2])
     out = torch.empty((*q.shape[:3], LATENT), dtype=q.dtype, device=q.device)
-    arguments = q, cache.view(torch.uint8).unsqueeze(-2), problem.indices.view(*shape, topk), None, None
+    sink, extra, lists, lengths = map(problem.more.get, ("sink", "extra_cache", "extra_indices", "extra_topk_length"))
+    if sink is not None:
+        sink = torch.nn.functional.pad(sink, (0, q.shape[2] - heads))
+    if extra is not None:
+        extra, lists = extra.view(torch.uint8).unsqueeze(-2), lists.view(*shape, -1)
+        lengths = lengths if lengths is None else lengths.view(shape)[:, 0].contiguous()
+    arguments = q, cache.view(torch.uint8).unsqueeze(-2), problem.indices.view(*shape, -1), None, sink
+    rest = extra, lists, lengths, LATENT, problem.scale, out
     attend = torch.ops._flashmla_C.sparse_decode_fwd
-    schedule = attend(*arguments, None, None, None, None, None, LATENT, problem.scale, out)[2:4]
+    schedule = attend(*arguments, None, None, *rest)[2:4]
     return Prepared(
-        lambda: attend(*arguments, *schedule, None, None, None, LATENT, problem.scale, out),
+        lambda: attend(*arguments, *schedule, *rest),
         out.view(tokens, -1, LATENT)[:, :heads],
     )
 
@@ -121,10 +132,11 @@ def fa3(problem: Problem, cache: Tensor) -> Prepared:
 
 
 def flashinfer(problem: Problem, cache: Tensor) -> Prepared:
-    """FlashInfer's MLA decode for SM90 on a BF16 cache: every token is a request with pages of one token.
+    """FlashInfer's MLA decode for SM90: every token is a request with pages of one token, as in vLLM.
 
-    Its functions for sparse MLA need SM100 or newer, so a list of single-token pages is its way to be sparse on Hopper.
-    It plans from the lists' lengths on the host, once a step. Lists with padding are packed here, which is not timed.
+    It reads 16-bit rows and FP8 rows with one scale, with or without rope. Its functions for sparse MLA, DeepSeek-V4's
+    among them, need SM100 or newer. It plans from the lists' lengths on the host, once a step. Lists with padding are
+    packed here, which is not timed.
     """
     from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
@@ -134,6 +146,10 @@ def flashinfer(problem: Problem, cache: Tensor) -> Prepared:
     query_starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
     list_starts = torch.nn.functional.pad(problem.counts.cumsum(0, dtype=torch.int32), (1, 0))
     metadata = query_starts, list_starts, problem.indices[valid], problem.counts
+    rows, scales = cache.view(-1, 1, cache.shape[-1]), {}
+    if rows.dtype == torch.uint8:
+        rows = rows.view(torch.float8_e4m3fn)
+        scales = dict.fromkeys(("ckv_scale", "kpe_scale"), problem.more["cache_scale"])
     buffers = (torch.empty_like(tensor) for tensor in metadata)  # a graph reads these, plan() fills them
     wrapper = BatchMLAPagedAttentionWrapper(
         torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device),
@@ -145,20 +161,19 @@ def flashinfer(problem: Problem, cache: Tensor) -> Prepared:
         metadata=MLAPlanMetadata.csr(*metadata),
         num_heads=heads,
         head_dim_ckv=LATENT,
-        head_dim_kpe=ROPE,
+        head_dim_kpe=rows.shape[-1] - LATENT,
         page_size=1,
         causal=False,
         sm_scale=problem.scale,
         q_data_type=problem.q.dtype,
-        kv_data_type=cache.dtype,
+        kv_data_type=rows.dtype,
         query_layout="split",
         kv_cache_layout="split",
     )
-    rows = cache.view(-1, 1, cache.shape[-1])
     query = problem.q[..., :LATENT], problem.q[..., LATENT:]
     kv_cache = rows[..., :LATENT], rows[..., LATENT:]
     out = torch.empty((tokens, heads, LATENT), dtype=problem.q.dtype, device=device)
-    return Prepared(lambda: wrapper.run(query=query, kv_cache=kv_cache, out=out), out)
+    return Prepared(lambda: wrapper.run(query=query, kv_cache=kv_cache, out=out, **scales), out)
 
 
 PEERS = {

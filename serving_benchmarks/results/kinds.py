@@ -202,6 +202,14 @@ KINDS = {
         _candidates_timed,
         "speed_up",
     ),
+    "rows": Kind(
+        "Sparse attention on other rows, on a GPU",
+        lambda entry: tables.kernel_name(entry["case"]),
+        {**_CASE, "case.name": _text, "case.batch": _text, "case.topk": _count, "bytes": _positive},
+        {"rows": tables.rows},
+        _candidates_timed,
+        always=("case",),
+    ),
     "cache": Kind(
         "The ops around attention",
         lambda entry: f"{entry['op']}, {entry['count']} tokens, {entry['format']}",

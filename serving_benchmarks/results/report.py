@@ -68,8 +68,8 @@ def _left_out(file: ResultFile) -> list[str]:
     name_of = kinds.KINDS[file.kind].name_of
     failed = [result for result in file.results if result.get("error")]
     told = [f"{name_of(result)}: {textwrap.shorten(str(result['error']), MOST_OF_AN_ERROR)}" for result in failed]
-    for result in file.succeeded if file.kind == "kernels" else ():
-        case = tables.kernel_name(result["case"])
+    for result in file.succeeded if file.kind in ("kernels", "rows") else ():
+        case = name_of(result)
         told += [f"{tables.peer_title(name)}, {case}: {why}" for name, why in (result.get("failed") or {}).items()]
     return told
 

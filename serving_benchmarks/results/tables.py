@@ -25,6 +25,8 @@ PEERS = {
     "flashmla_bf16": "FlashMLA BF16",
     "fa3_bf16": "FA3 BF16",
     "flashinfer_bf16": "FlashInfer BF16",
+    "flashmla": "FlashMLA",
+    "flashinfer": "FlashInfer",
 }
 """Titles of candidates. Of candidates with one title the fastest counts."""
 NOT_PEERS = ("ours", "plan")
@@ -49,7 +51,14 @@ def microseconds(seconds: float) -> str:
 
 
 def kernel_name(case: dict[str, Any]) -> str:
-    return f"{case['batch']}, h {case['heads']}, topk {case['topk']}, {case['format']}"
+    """A case of `kernels` or `rows`."""
+    name = f"{case['name']}, " if "name" in case else ""
+    return f"{name}{case['batch']}, h {case['heads']}, topk {lists(case)}, {case['format']}"
+
+
+def lists(case: dict[str, Any]) -> str:
+    """How many rows a token attends to, in the first and the second cache."""
+    return f"{case['topk']} + {case['extra_topk']}" if case.get("extra_topk") else str(case["topk"])
 
 
 def peer_title(name: str) -> str:
@@ -80,7 +89,8 @@ def kernel_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
         us, low, high = (microseconds(ours[name]) for name in ("median", "lower_quartile", "upper_quartile"))
         flops, bytes_moved = (result[name] / ours["median"] / 1e12 for name in ("useful_flops", "bytes"))
         row = [kernel_name(result["case"]), us, f"{low} {high}", f"{flops:.0f}", f"{bytes_moved:.2f}"]
-        row += [f"{share_of_floor(result):.0%}", microseconds(seconds["plan"]["median"])]
+        row.append(f"{share_of_floor(result):.0%}" if "floor_seconds" in result else "-")
+        row.append(microseconds(seconds["plan"]["median"]))
         if best:
             row += [peer_title(best), microseconds(seconds[best]["median"]), f"{result['speed_up']:.2f}"]
         rows.append(row)
@@ -127,10 +137,34 @@ def headline(report: Report, wanted: Sequence[tuple[str, int, str]]) -> str:
     return "\n".join([*file.table(headings, rows), "", _kernels_measured(report)])
 
 
+def rows(report: Report) -> str:
+    """A line for each case, format and number of heads; a column for each number of requests."""
+    lines: dict[tuple[Any, ...], dict[int, Entry]] = {}
+    for result in ran(report):
+        case = result["case"]
+        requests = int(case["batch"].partition("q")[0])
+        lines.setdefault((case["name"], case["format"], lists(case), case["heads"]), {})[requests] = result
+    columns = sorted({requests for of in lines.values() for requests in of})
+    cells = []
+    for key, of in lines.items():
+        most, peers = of[max(of)], sorted({peer_title(one["best_peer"]) for one in of.values() if one["best_peer"]})
+        row = [*map(str, key), *(_time_and_ratio(of[n]) if n in of else "-" for n in columns)]
+        row += [f"{most['bytes'] / most['seconds']['ours']['median'] / 1e12:.2f}", ", ".join(peers) or "-"]
+        cells.append(row)
+    headings = ["case", "rows", "list", "heads", *map(str, columns), "TB/s", "best peer"]
+    note = " In brackets: the best peer's time over ours. TB/s: with the most requests."
+    return "\n".join([*file.table(headings, cells), "", _kernels_measured(report) + note])
+
+
+def _time_and_ratio(result: Entry) -> str:
+    ratio = f" ({result['speed_up']:.2f})" if result["best_peer"] else ""
+    return microseconds(result["seconds"]["ours"]["median"]) + ratio
+
+
 def _kernels_measured(report: Report) -> str:
     """The line below a table of kernels."""
     where = report["environment"]
-    peers = {name.split("_")[0] for result in report["results"] for name in result["seconds"]} - {*NOT_PEERS}
+    peers = {name.split("_")[0] for result in ran(report) for name in result["seconds"]} - {*NOT_PEERS}
     versions = sorted({where["peers"][name] for name in peers}) or ["none"]
     return (
         "Medians of interleaved CUDA graph replays in one process, in us; random lists. "

@@ -31,11 +31,7 @@ every round has."""
 
 
 class Stages:
-    """Shows where a command is: a spinner on a terminal, else a line for each stage.
-
-    Args:
-        console: where.
-    """
+    """Shows where a command is: a spinner on a terminal, else a line for each stage."""
 
     def __init__(self, console: Console):
         self.console = console
@@ -124,15 +120,7 @@ def size_warmup(
     in_flight: Sequence[int],
     longest_prompt: int,
 ) -> list[Workload]:
-    """The warm-up of step sizes, as `workloads.of_step_sizes` has it; none without --size-warmup.
-
-    Args:
-        options: of a command with `add_warmup`.
-        settings: of vLLM, with max_model_len.
-        config: of the model.
-        in_flight: requests in flight at each load.
-        longest_prompt: of all loads.
-    """
+    """The warm-up of step sizes, as `workloads.of_step_sizes` has it; none without --size-warmup."""
     import torch
 
     if not (options.warmup and torch.cuda.is_available() if options.size_warmup is None else options.size_warmup):
@@ -185,13 +173,7 @@ def load(case: dict[str, Any]) -> str:
 
 
 def table(results: list[dict[str, Any]], last: str, cell: Callable[[dict[str, Any]], str]) -> Table:
-    """The entries as rows, with one column of the command's own.
-
-    Args:
-        results: of `throughput` or `serve`.
-        last: the heading of the last column.
-        cell: what is in it.
-    """
+    """The entries as rows, with one column of the command's own."""
     latencies = "TTFT p50, ms", "p99", "ITL p50, ms", "p99"
     shown = Table("backend", "tokens", "load", "output tokens/s", "requests/s", *latencies, last, box=None)
     for result in results:

@@ -84,12 +84,7 @@ class MeasuredWorker:
 
 
 class VllmEngine:
-    """`vllm.LLM`, step by step.
-
-    Args:
-        model: a folder, or a name that vLLM finds.
-        arguments: of vllm.LLM.
-    """
+    """`vllm.LLM`, step by step."""
 
     def __init__(self, model: str, arguments: dict[str, Any]):
         from vllm import LLM

@@ -28,11 +28,6 @@ class Supervised:
     """A command that runs for as long as a `with` block lasts, or until it ends by itself.
 
     It runs below a supervisor, which ends it and all that it has started, also when this process is killed.
-
-    Args:
-        command: its words.
-        log: the file for what it prints.
-        grace: seconds that it gets to end by itself.
     """
 
     def __init__(self, command: Sequence[str], log: Path, *, grace: float = GRACE_SECONDS):

@@ -24,12 +24,7 @@ GO, ENOUGH = "go", "enough"
 
 
 class Worker:
-    """A worker, as seen by the process that started it.
-
-    Args:
-        process: that runs it.
-        events: the file that it writes its events to.
-    """
+    """A worker, as seen by the process that started it."""
 
     def __init__(self, process: Supervised, events: Path):
         self.process = process
@@ -110,12 +105,7 @@ def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
 
 
 class Events:
-    """The worker's own side: writes events, and waits for words.
-
-    Args:
-        file: that the events are written to.
-        words: that the answers are read from.
-    """
+    """The worker's own side: writes events, and waits for words."""
 
     def __init__(self, file: TextIO, words: TextIO):
         self._file, self._words = file, words

@@ -44,12 +44,7 @@ class Server:
             return {}
 
     def complete(self, model: str, requests: Workload) -> None:
-        """Sends requests all at once and waits for their tokens. ServerFailed if one isn't answered.
-
-        Args:
-            model: the server's name for it.
-            requests: the prompts as tokens, and how many each wants.
-        """
+        """Sends requests all at once and waits for their tokens. ServerFailed if one isn't answered."""
 
         def ask(prompt: Sequence[int], tokens: int) -> None:
             wanted = {"model": model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0.0}

@@ -124,15 +124,7 @@ def _rounded(seconds: list[float | None]) -> list[float | None]:
 def measure(
     engine: VllmEngine, workload: Workload, asked: dict[str, Any], spec: dict[str, Any], events: Events
 ) -> dict[str, Any]:
-    """One entry of a result file, without the fields that are the same for the whole process.
-
-    Args:
-        engine: that runs it.
-        workload: the requests.
-        asked: an element of the spec's `runs`.
-        spec: of the process.
-        events: asked before each round.
-    """
+    """One entry of a result file, without the fields that are the same for the whole process."""
     concurrency, rounds = asked["concurrency"], spec["rounds"]
     if spec["warmup"]:  # with all of the workload's shapes, or the clock runs while kernels are compiled for them
         events.wait("warm-up")

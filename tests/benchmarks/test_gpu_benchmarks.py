@@ -10,9 +10,11 @@ import zipfile
 import pytest
 import torch
 
+import mla_backend
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.ops import batches, index, kernels, peer_kernels, peers
+from serving_benchmarks.ops import batches, index, kernels, peer_kernels, peers, rows
 from serving_benchmarks.ops.batches import Batch, positions
+from serving_benchmarks.results import kinds, tables
 
 BATCHES = {"128q1s32k": [(1, 32768)] * 128, "q4k": [(4096, 4096)], "2q3s100_1q1s7": [(3, 100), (3, 100), (1, 7)]}
 
@@ -75,8 +77,32 @@ def test_peers_are_called_where_vllm_would_call_them():
     assert called("8q1s1k", 16, "bf16") == bf16
 
 
+@pytest.mark.parametrize("lengths", [None, [0, 5]])
+def test_flashmla_gets_64_heads_and_the_lengths_of_requests(lengths, monkeypatch):
+    """Two requests with three tokens each. Ours computes what FlashMLA is given."""
+
+    def attend(q, cache, indices, _, sink, tiles, splits, extra, extra_indices, lengths, dims, scale, out):
+        assert q.shape == (2, 3, 64, 512) and dims == 512
+        more = {"sink": sink, "extra_cache": extra, "extra_indices": extra_indices.flatten(0, 1)}
+        more["extra_topk_length"] = lengths if lengths is None else lengths.repeat_interleave(3)
+        flat = q.flatten(0, 1), cache, indices.flatten(0, 1)
+        mla_backend.sparse_attention(*flat, scale=scale, out=out.flatten(0, 1), **more)
+        return None, None, "tiles", "splits"
+
+    monkeypatch.setattr(torch.ops, "_flashmla_C", types.SimpleNamespace(sparse_decode_fwd=attend), raising=False)
+    cache, extra = (torch.randint(60, (4, block, 584), dtype=torch.uint8) for block in (16, 2))  # small numbers
+    indices, extra_indices = (torch.randint(n, (6, 9), dtype=torch.int32) for n in (64, 8))
+    more = {"sink": torch.randn(5), "extra_cache": extra, "extra_indices": extra_indices}
+    more["extra_topk_length"] = lengths if lengths is None else torch.tensor(lengths).int().repeat_interleave(3)
+    q = 100 * torch.randn(6, 5, 512).bfloat16()
+    prepared = peer_kernels.flashmla_decode(peer_kernels.Problem(q, indices, torch.full((6,), 9), 1.0, 3, more), cache)
+    prepared.call()
+    want, _ = mla_backend.sparse_attention(q, cache, indices, scale=1.0, **more)
+    assert torch.equal(prepared.out, want) and want.any()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["kernels --suite headline", "ops cache", "ops index"])
+@pytest.mark.parametrize("command", ["kernels --suite headline", "rows", "ops cache", "ops index"])
 def test_without_a_gpu_one_line_says_so(command):
     done = subprocess.run(
         [sys.executable, "-m", "serving_benchmarks", *command.split()], capture_output=True, text=True
@@ -89,13 +115,6 @@ def test_a_token_sees_the_keys_before_it_and_its_own():
     assert index.Case(64, 1, 4096, 64, 2048).seen == 64 * 4096
     assert index.Case(1, 5, 5, 64, 2048).seen == 1 + 2 + 3 + 4 + 5
     assert index.Case(2, 3, 10, 64, 2048).seen == 2 * (8 + 9 + 10)
-
-
-def test_index_results_are_shown_as_rates():
-    seconds = {"fastest": 9e-6, "median": 1e-5, "lower_quartile": 9.5e-6, "upper_quartile": 1.1e-5, "rounds": 21}
-    scores = {"op": "index_scores", "format": "fp8", "case": {"name": "decode", "heads": 64}, "seconds": seconds}
-    (row,) = index.rows([{**scores, "flops": 4 * 10**9, "bytes": 35 * 10**6}])
-    assert row == ["index_scores", "decode", "64", "fp8", "10.0", "9.5 to 11.0", "400", "3.50"]
 
 
 def fake_wheel(folder, name="vllm-1.2.3-cp38-abi3-manylinux_2_28_x86_64.whl", without=None):
@@ -211,3 +230,32 @@ def test_the_command_measures_the_cases_of_a_suite(suite, asked_for_peers, tmp_p
 def test_a_suite_that_is_not_there_or_has_no_such_heads_is_named(words, capsys):
     assert main(["kernels", "--suite", *words.split()]) == 2
     assert words.split()[0] in capsys.readouterr().err
+
+
+def test_every_case_of_rows_is_there_once_and_has_a_name_of_its_own():
+    cases = rows.cases()
+    assert len({tables.kernel_name(case.as_dict()) for case in cases}) == len(cases) == len(set(cases))
+    assert {case.format for case in cases} == {*mla_backend.FORMATS} - {"fp8_ds_mla"} == {*rows.PEERS}
+    quick = rows.quick(cases)
+    assert {(c.name, c.format, c.heads) for c in quick} == {(c.name, c.format, c.heads) for c in cases}
+
+
+def test_rows_measures_what_was_asked_for_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
+    def measure(case, *_):
+        if case.heads == 8:
+            raise kernels.WrongResult("wrong result")
+        return {**MEASURED, "case": case.as_dict()}
+
+    monkeypatch.setattr(rows.opt, "require_gpu", lambda: None)
+    monkeypatch.setattr(rows, "measure", measure)
+    output = tmp_path / "out.json"
+    options = ["--name", "CONFIG1,V4-Pro", "--heads", "8,16", "--requests", "128,2", "--ours-only"]
+    assert main(["rows", *options, "--output", str(output)]) == 1
+    file = kinds.load(output)
+    assert [(e["case"]["name"], e["case"]["batch"], e["case"]["heads"]) for e in file.results] == [
+        *(("CONFIG1", batch, heads) for heads in (8, 16) for batch in ("2q2s16k", "128q2s16k")),
+        ("V4-Pro", "128q1s16k", 16),
+    ]
+    assert [bool(e.get("error")) for e in file.results] == [True, True, False, False, False]
+    assert capsys.readouterr().err.count("mla_backend failed for CONFIG1, ") == 2
+    assert main(["rows", "--name", "long", "--heads", "3"]) == 2

@@ -7,7 +7,6 @@ import pytest
 from serving_benchmarks import options as opt
 from serving_benchmarks.__main__ import COMMANDS, main
 from serving_benchmarks.results.compare import limit_type
-from serving_benchmarks.run import supervisor, worker
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -15,15 +14,6 @@ def test_every_command_has_its_help(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main([*command.split(), "--help"])
     assert stopped.value.code == 0 and f"python -m serving_benchmarks {command}" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("program", [worker, supervisor], ids=["worker", "supervisor"])
-@pytest.mark.parametrize(("option", "status"), [("--help", 0), ("--nope", 2)])
-def test_programs_that_commands_start_have_their_help_and_refuse_other_options(program, option, status, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["program", option])
-    with pytest.raises(SystemExit) as stopped:
-        program.main()
-    assert stopped.value.code == status
 
 
 @pytest.mark.parametrize("words", [[], ["ops"], ["nope"], ["ops", "nope"], ["--nope"]])

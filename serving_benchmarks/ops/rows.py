@@ -1,0 +1,174 @@
+"""Sparse attention on a GPU on rows other than fp8_ds_mla, versus FlashMLA and FlashInfer.
+
+DeepSeek-V4's rows have 584 bytes. CONFIG1 to CONFIG4 and `long` are the cases that FlashMLA measures itself. V4-Flash
+and V4-Pro are what one of eight GPUs attends to. Rows without rope (bf16_512) have the same lists as bf16 rows.
+Candidates are timed and checked as those of `kernels` are.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+import mla_backend
+from serving_benchmarks import options as opt
+from serving_benchmarks.ops import kernels, peer_kernels
+from serving_benchmarks.ops.batches import Batch
+from serving_benchmarks.ops.peer_kernels import Problem
+from serving_benchmarks.results import tables
+
+SCALES = {"fp8_tensor_576": 2.0**-8}
+"""What rows with one scale for a whole cache are divided by."""
+_FLASHINFER = {"flashinfer": peer_kernels.flashinfer}
+_BF16 = {"flashmla": peer_kernels.flashmla_prefill, **_FLASHINFER}
+PEERS = {"fp8_model1": {"flashmla": peer_kernels.flashmla_decode}, "bf16": _BF16, "bf16_512": _BF16}
+PEERS |= {"fp16": _FLASHINFER, "fp8_tensor_576": _FLASHINFER, "fp8_528": {}}
+"""What reads rows of each format on Hopper, by the names of candidates."""
+QUICK_ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    format: str
+    heads: int
+    batch: str
+    topk: int
+    page: int = 64
+    extra_topk: int = 0
+    extra_page: int = 64
+    uneven: bool = False
+    """Second lists have random lengths, one for each request."""
+
+    @property
+    def requests(self) -> Batch:
+        return Batch.parse(self.batch)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens": self.requests.tokens}
+
+
+def cases() -> list[Case]:
+    """All of them, in the order of measuring."""
+    found: list[Case] = []
+
+    def add(name: str, fmt: str, heads: Sequence[int], requests: Sequence[int], spec: str, topk: int, **more: Any):
+        found.extend(Case(name, fmt, h, f"{n}{spec}", topk, **more) for h in heads for n in requests)
+
+    def v4(name: str, heads: Sequence[int], extra_topk: int, served: bool = False, **more: Any):
+        requests, spec = ((1, 8, 32, 128), "q1s16k") if served else ((2, 64, 74, 128, 148, 256), "q2s16k")
+        add(name, "fp8_model1", heads, requests, spec, 128, page=256, extra_topk=extra_topk, **more)
+
+    v4("CONFIG1", (8, 16, 32, 64), 512)
+    v4("CONFIG2", (8, 16, 32, 128), 1024)
+    v4("CONFIG3", (64,), 1024, extra_page=2, uneven=True)
+    v4("CONFIG4", (128,), 1024, extra_page=2, uneven=True)
+    add("long", "fp8_model1", (64, 128), (148,), "q2s32k", 16384)
+    v4("V4-Flash", (8,), 512, served=True)
+    v4("V4-Pro", (16,), 1024, served=True)
+    for fmt in ("bf16", "bf16_512"):
+        add("one list", fmt, (8, 16, 64), (1, 32, 128), "q1s32k", 2048)
+    for fmt in ("fp16", "fp8_528", "fp8_tensor_576"):
+        add("one list", fmt, (16, 64), (128,), "q1s32k", 2048)
+    return found
+
+
+def quick(chosen: Sequence[Case]) -> list[Case]:
+    """Of cases that differ in their batches only, the first and the last."""
+    alike: dict[tuple[Any, ...], list[Case]] = {}
+    for case in chosen:
+        alike.setdefault((case.name, case.format, case.heads), []).append(case)
+    return [case for group in alike.values() for case in dict.fromkeys((group[0], group[-1]))]
+
+
+class Caches(dict[tuple[str, int], Tensor]):
+    """A cache of random rows for each format and page size, made when first asked for, large enough for all cases."""
+
+    def __init__(self, chosen: Sequence[Case]):
+        self.tokens: dict[tuple[str, int], int] = {}
+        for case in chosen:
+            for key in ((case.format, case.page), (case.format, case.extra_page)):
+                self.tokens[key] = max(self.tokens.get(key, kernels.SMALLEST_CACHE), case.requests.cached)
+
+    def __missing__(self, key: tuple[str, int]) -> Tensor:
+        (name, page), fmt = key, mla_backend.FORMATS[key[0]]
+        cache = self[key] = fmt.new_cache(-(-self.tokens[key] // page), page, device="cuda")
+        for slots in torch.arange(len(cache) * page, device="cuda").split(2**18):
+            rows = torch.randn(len(slots), fmt.head_dim, device="cuda").mul_(kernels.MAGNITUDE)
+            kv_c, k_pe = rows[:, : fmt.latent], rows[:, fmt.latent :] if fmt.rope else None
+            mla_backend.cache_write(kv_c, k_pe, cache, slots, format=name, scale=SCALES.get(name, 1.0))
+        return cache
+
+
+def new_problem(case: Case, caches: Caches, lengths: Tensor | None) -> Problem:
+    """A batch of random queries. `lengths` are those of the second lists, if not all of them count."""
+    fmt, batch = mla_backend.FORMATS[case.format], case.requests
+    blocks = len(caches[case.format, case.page])
+    indices, counts = kernels.new_lists(batch, case.topk, blocks, case.page)
+    more = {"cache_format": case.format, "cache_scale": SCALES.get(case.format, 1.0)}
+    if case.extra_topk:
+        extra = caches[case.format, case.extra_page]
+        more |= {"extra_cache": extra, "extra_cache_format": case.format, "extra_topk_length": lengths}
+        more["extra_indices"], _ = kernels.new_lists(batch, case.extra_topk, len(extra), case.extra_page)
+        more["sink"] = torch.randn(case.heads, device="cuda")
+    q = torch.randn(batch.tokens, case.heads, fmt.head_dim, device="cuda").div_(kernels.MAGNITUDE).to(fmt.number)
+    return Problem(q, indices, counts, fmt.head_dim**-0.5, batch.queries, more)
+
+
+def measure(case: Case, caches: Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:
+    """Checks and times one case."""
+    cache, fmt, batch = caches[case.format, case.page], mla_backend.FORMATS[case.format], case.requests
+    torch.manual_seed(0)  # the lists of a case are those of a like case with other rows
+    listed, lengths = batch.tokens * (case.topk + case.extra_topk), None
+    if case.uneven:
+        lengths = torch.randint(case.extra_topk + 1, (len(batch.requests),), dtype=torch.int32, device="cuda")
+        lengths = lengths.repeat_interleave(batch.queries)
+        listed = batch.tokens * case.topk + int(lengths.sum())
+    problems = [new_problem(case, caches, lengths) for _ in range(sets)]
+    peers: dict[str, Callable[[Problem], peer_kernels.Prepared]] = {
+        name: partial(prepare, cache=cache) for name, prepare in PEERS[case.format].items() if name in loaded
+    }
+    return {
+        "case": case.as_dict(),
+        "useful_flops": 2 * listed * case.heads * (fmt.head_dim + 512),
+        "bytes": listed * (fmt.token_bytes + 4) + batch.tokens * case.heads * (2 * (fmt.head_dim + 512) + 4),
+        **kernels.time_problems(tables.kernel_name(case.as_dict()), problems, cache, peers, rounds),
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    types = {"name": opt.one_of({case.name for case in cases()}), "format": opt.one_of(PEERS)}
+    for name in ("name", "format", "heads", "requests"):
+        kind = opt.listed(types.get(name, opt.count))
+        parser.add_argument(f"--{name}", type=kind, metavar=f"{name.upper()},...", help="only cases with these")
+    parser.add_argument("--quick", action="store_true", help=f"the fewest and the most requests, {QUICK_ROUNDS} rounds")
+    kernels.add_ways(parser, 11)
+
+
+def run(options: argparse.Namespace) -> int:
+    def asked_for(case: Case) -> bool:
+        has = {"name": case.name, "format": case.format, "heads": case.heads, "requests": len(case.requests.requests)}
+        return all(value in (getattr(options, name) or [value]) for name, value in has.items())
+
+    chosen, rounds = [case for case in cases() if asked_for(case)], options.rounds
+    if not chosen:
+        raise opt.Refused("no case has this name, format, heads and requests")
+    if options.quick:
+        chosen, rounds = quick(chosen), min(rounds, QUICK_ROUNDS)
+    opt.require_gpu()
+    console = Console(stderr=True, highlight=False)
+    found, loaded = kernels.load_peers(options, not options.ours_only, console)
+    caches, results = Caches(chosen), []
+    for case in track(chosen, "measuring", console=console):
+        try:
+            results.append(measure(case, caches, loaded, options.sets, rounds))
+        except (RuntimeError, ValueError, kernels.WrongResult) as error:
+            results.append({"case": case.as_dict(), "error": (str(error) or repr(error)).splitlines()[0]})
+    kernels.finish(results, "rows", found, options.output, console)
+    return 1 if any("error" in result for result in results) else 0
