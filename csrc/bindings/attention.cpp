@@ -87,12 +87,12 @@ MLA_OP(sparse_attention,
     p.list_count = 2;
   }
 
-  expect_output(out, "out", {number}, {{"T", tokens}, {"H", heads}, kValueDim}, q);
+  expect(out, "out", {number}, {{"T", tokens}, {"H", heads}, kValueDim}, q);
   p.out = data<uint16_t>(out), p.out_token = out.stride(0), p.out_head = out.stride(1);
-  expect_output(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
+  expect(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
   p.lse = data<float>(lse), p.lse_token = lse.stride(0), p.lse_head = lse.stride(1);
   if (max_logits) {
-    expect_output(*max_logits, "max_logits", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
+    expect(*max_logits, "max_logits", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
     p.max_logits = data<float>(*max_logits), p.max_token = max_logits->stride(0), p.max_head = max_logits->stride(1);
   }
 

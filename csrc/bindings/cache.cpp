@@ -36,7 +36,7 @@ MLA_OP(cache_gather, "(Tensor cache, Tensor slots, int format, float scale, Tens
   expect(slots, "slots", {ScalarType::Long, ScalarType::Int}, {{"N"}}, cache);
   p.rows = slots.size(0);
   const ScalarType half = rows.code == Code::f16 ? ScalarType::Half : ScalarType::BFloat16;
-  expect_output(out, "out", {half}, {{"N", p.rows}, rows.head_dim()}, cache);
+  expect(out, "out", {half}, {{"N", p.rows}, rows.head_dim()}, cache);
   p.slots = {slots.data_ptr(), slots.scalar_type() == ScalarType::Long};
   p.scale = expect_cache_scale(scale, "scale", rows);
   p.out = data<uint16_t>(out), p.out_row = out.stride(0);

@@ -128,14 +128,6 @@ void expect(const Tensor& tensor, const char* name, std::initializer_list<Scalar
   if (strides == Strides::dense_last) expect_dense_last(tensor, name);
 }
 
-void expect_output(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes,
-                   std::initializer_list<Dim> shape, const Tensor& same_device_as, Strides strides) {
-  expect(tensor, name, dtypes, shape, same_device_as, strides);
-  for (int64_t i = 0; i < tensor.dim(); ++i)
-    if (tensor.size(i) > 1 && tensor.stride(i) == 0)
-      reject(name, "without elements that share memory", "stride 0 in dimension " + std::to_string(i));
-}
-
 CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, const char* format_name,
                        const Tensor& same_device_as) {
   if (format < -1 || format >= kFormatCount)

@@ -38,11 +38,6 @@ enum class Strides { dense_last, any };
 void expect(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes,
             std::initializer_list<Dim> shape, const Tensor& same_device_as, Strides strides = Strides::dense_last);
 
-// The same for a tensor that is written: no two of its elements may be one.
-void expect_output(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes,
-                   std::initializer_list<Dim> shape, const Tensor& same_device_as,
-                   Strides strides = Strides::dense_last);
-
 // The same for an argument that may be left out; returns its data or null.
 template <typename T>
 const T* optional_data(const OptionalTensor& tensor, const char* name, ScalarType dtype,

@@ -14,8 +14,8 @@ MLA_OP(convert_indices,
   expect(request_ids, "request_ids", {ScalarType::Int}, {{"T", tokens}}, positions);
   if (block_size < 1 || block_size > kMaxSize)
     reject("block_size", "1 to " + std::to_string(kMaxSize), std::to_string(block_size));
-  expect_output(slots, "slots", {ScalarType::Int}, {{"T", tokens}, {"topk", topk}}, positions);
-  expect_output(counts, "counts", {ScalarType::Int}, {{"T", tokens}}, positions);
+  expect(slots, "slots", {ScalarType::Int}, {{"T", tokens}, {"topk", topk}}, positions);
+  expect(counts, "counts", {ScalarType::Int}, {{"T", tokens}}, positions);
 
   ConvertProblem p{};
   p.tokens = tokens;

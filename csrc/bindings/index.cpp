@@ -36,7 +36,7 @@ MLA_OP(index_scores,
   expect(block_table, "block_table", {ScalarType::Int}, {{"R"}, {"max_blocks"}}, queries);
   expect(requests, "requests", {ScalarType::Int}, {{"T", tokens}}, queries);
   expect(lengths, "lengths", {ScalarType::Int}, {{"T", tokens}}, queries);
-  expect_output(scores, "scores", {ScalarType::Float}, {{"T", tokens}, {"N"}}, queries);
+  expect(scores, "scores", {ScalarType::Float}, {{"T", tokens}, {"N"}}, queries);
 
   IndexScoresProblem p{};
   p.tokens = tokens;
@@ -62,7 +62,7 @@ MLA_OP(select_top, "(Tensor scores, Tensor lengths, Tensor(a!) chosen) -> ()", T
   expect(scores, "scores", {ScalarType::Float}, {{"T"}, {"N"}}, scores);
   const int64_t tokens = scores.size(0);
   expect(lengths, "lengths", {ScalarType::Int}, {{"T", tokens}}, scores);
-  expect_output(chosen, "chosen", {ScalarType::Int}, {{"T", tokens}, {"topk"}}, scores);
+  expect(chosen, "chosen", {ScalarType::Int}, {{"T", tokens}, {"topk"}}, scores);
 
   SelectTopProblem p{};
   p.tokens = tokens;

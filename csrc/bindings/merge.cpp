@@ -30,8 +30,8 @@ MLA_OP(merge_partials, "(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) ls
   if (dim > kMaxMergeDim)
     reject("outs", "of at most " + std::to_string(kMaxMergeDim) + " values a head", describe(outs));
   expect(lses, "lses", {ScalarType::Float}, {{"P", parts}, {"T", tokens}, {"H", heads}}, outs, Strides::any);
-  expect_output(out, "out", {outs.scalar_type()}, {{"T", tokens}, {"H", heads}, {"D", dim}}, outs);
-  expect_output(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, outs, Strides::any);
+  expect(out, "out", {outs.scalar_type()}, {{"T", tokens}, {"H", heads}, {"D", dim}}, outs);
+  expect(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, outs, Strides::any);
   if (tokens * heads == 0) return;
   outs.scalar_type() == ScalarType::Float ? merge<float>(outs, lses, out, lse) : merge<uint16_t>(outs, lses, out, lse);
 }

@@ -12,7 +12,7 @@ MLA_OP(plan,
     if (value < 0 || value > kMaxSize) reject(name, "0 to " + std::to_string(kMaxSize), std::to_string(value));
     return static_cast<int32_t>(value);
   };
-  expect_output(out, "out", {ScalarType::Int}, {{"workers"}, 8}, out);
+  expect(out, "out", {ScalarType::Int}, {{"workers"}, 8}, out);
   if (out.size(0) == 0 || !out.is_contiguous()) reject("out", "contiguous and of one row or more", describe(out));
   const int32_t* length = optional_data<int32_t>(topk_length, "topk_length", ScalarType::Int, {{"T", tokens}}, out);
   const int32_t* extra_length =

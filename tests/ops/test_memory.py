@@ -72,7 +72,7 @@ ACCEPTED = {
     "heads outside, tokens inside": lambda b: {"out": piece(b, BF16, OUT, (512, 3 * 512, 1)), "lse": piece(b, F32, LSE, (1, 3), 8192)},
     "an lse whose elements are woven": lambda b: {"lse": piece(b, F32, LSE, (5, 4))},
     "one cache twice": lambda b: {"cache": piece(b, BF16, (2, 16, 576), (16 * 576, 576, 1)), "extra_cache": piece(b, BF16, (2, 16, 576), (16 * 576, 576, 1)), "extra_indices": torch.zeros(TOKENS, 2, dtype=INT)},
-    "overlapping inputs": lambda b: {"q": piece(b, BF16, (TOKENS, HEADS, 576), (0, 16, 1)), "cache": piece(b, BF16, (2, 16, 576), (0, 8, 1))},
+    "overlapping inputs": lambda b: {"q": piece(b, BF16, (TOKENS, HEADS, 576), (0, 16, 1)), "cache": piece(b, BF16, (2, 16, 576), (0, 576, 1))},
 }
 # fmt: on
 

@@ -202,6 +202,22 @@ def test_on_hopper_few_tokens_are_cut_for_one_cluster_each(tokens, heads, parts)
     assert library.cuda_workers(gpu(), heads, 1000) == library.cuda_workers(gpu(), heads)
 
 
+@pytest.mark.parametrize(("slots", "parts"), [(64 * 12, 8), (64 * 13, 16), (0, 8), (2**40, 16)])
+def test_short_lists_are_not_cut_for_the_largest_clusters(slots, parts):
+    assert library.cuda_workers(gpu(), 8, 4, slots) == 4 * parts
+
+
+@given(st.integers(1, 30), st.integers(2, 16), st.data())
+def test_few_tokens_are_cut_alike_whatever_their_lengths(tokens, parts, data):
+    longest = 64 * 4 * parts  # no part of a token is more than four tiles longer than the average then
+    lengths = torch.tensor([data.draw(st.integers(0, longest)) for _ in range(tokens)], dtype=torch.int32)
+    table = gpu_plan(tokens, longest, tokens * parts, topk_length=lengths)
+    for number, (token_begin, token_end, tile_begin, _, _, cut, *_) in enumerate(table.tolist()):
+        if token_begin < token_end and lengths[token_begin] > 0:
+            assert token_begin == number // parts and token_end == token_begin + 1, "a worker is its token's alone"
+            assert cut <= parts and tile_begin <= -(-int(lengths[token_begin]) // 64)
+
+
 def test_gpu_tests_have_the_shapes_that_they_are_about():
     parts = {library.cuda_workers(gpu(), heads, tokens) / tokens for tokens, heads in CUT_FOR_CLUSTERS}
     assert parts == {16, 8, 6, 4, 3, 2}

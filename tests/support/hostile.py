@@ -162,7 +162,7 @@ def plans(random: Random, folder: Path, device: str) -> None:
     good = mla_backend.plan(planned, topk, topk_length=lengths, num_heads=heads, workers=random.randint(1, 7))
     plan = mutated_plan(random, good)
     guarded, problem = Guarded(device), problem.to(device)
-    out, lse = guarded.tensor(torch.bfloat16, tokens, heads, 512), guarded.tensor(torch.float32, tokens, heads)
+    out, lse = guarded.tensor(problem.q.dtype, tokens, heads, 512), guarded.tensor(torch.float32, tokens, heads)
     got = problem.solve(plan=plan.to(device), out=out, lse=lse)
     guarded.check()
     if device == "cpu":
@@ -179,7 +179,7 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
     lengths = torch.full((tokens,), topk, dtype=INT, device=device)
     match random.choice(["attention", "attention", "plan", "merge", "write", "gather", "convert", "scores", "top"]):
         case "attention":
-            found = {**vars(p), "out": guarded.tensor(torch.bfloat16, tokens, heads, 512)}
+            found = {**vars(p), "out": guarded.tensor(p.q.dtype, tokens, heads, 512)}
             found |= {"lse": guarded.tensor(torch.float32, tokens, heads), "topk_length": lengths}
             if random.random() < 0.5:
                 found |= {"sink": torch.randn(heads, device=device), "return_max_logits": True}

@@ -182,9 +182,10 @@ MLA_HOST_DEVICE int64_t even_parts(const PlanShape& shape, int64_t units, int64_
   return parts > 1 && parts <= kMostParts && worth ? parts : 0;
 }
 
-// Where the cut in front of a token's part falls, counted from the token's beginning.
+// Where the cut in front of a token's part falls, counted from the token's beginning; within the token.
 MLA_HOST_DEVICE int64_t cut_before_part(int64_t part, int64_t parts, int64_t token_units) {
-  return (token_units * part + parts / 2) / parts;
+  const int64_t cut = (token_units * part + parts / 2) / parts;
+  return cut < token_units ? cut : token_units - 1;
 }
 
 }  // namespace mla
