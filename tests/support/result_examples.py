@@ -10,7 +10,7 @@ from serving_benchmarks.ops.timing import Timing
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = {"kernels": "h200/kernels", "cache": "h200/cache", "cpu": "cpu/attention", "kv_blocks": "cpu/kv_blocks"}
-COMMITTED["checkpoint"] = "h200/checkpoint"
+COMMITTED |= {"checkpoint": "h200/checkpoint", "rows": "h100/rows"}
 ENVIRONMENT = {
     **{"date": "2026-11-20T22:05:03+00:00", "commit": "5214a64bcc1ef44b20b1", "command": "x", "driver": "580.159.04"},
     "torch": {"version": "2.11.0+cu130", "threads": 16},
@@ -18,7 +18,6 @@ ENVIRONMENT = {
     "cpu": {"model": "Intel(R) Xeon(R) Processor", "cores": 16},
     "gpus": [{"name": "NVIDIA H200"}],
     "model": {"model_type": "deepseek_v32", "layers": 4, "heads": 16, "experts": 8},
-    "peers": {"flashmla": "vllm 0.23.0", "fa3": "vllm 0.23.0"},
     "settings": {"kv_cache_dtype": "fp8", "interleaved": True},
 }
 BACKENDS = ("SPARSE_MLA", "FLASHMLA_SPARSE")
@@ -72,13 +71,6 @@ def index() -> dict[str, Any]:
     return _report("index", [{"op": "scores", "flops": 1e9, **entry}, {"op": "select", "flops": None, **entry}])
 
 
-def rows() -> dict[str, Any]:
-    """A file of `rows`, of which none is committed."""
-    entries = json.loads(path("kernels").read_text())["results"][:5]
-    about = {"name": "CONFIG1", "extra_topk": 512}
-    return _report("rows", [{**entry, "case": {**entry["case"], **about}} for entry in entries])
-
-
 def failed(entry: dict[str, Any], why: str) -> dict[str, Any]:
     return {**{name: entry[name] for name in ("engine", "backend", "case")}, "error": why}
 
@@ -86,4 +78,4 @@ def failed(entry: dict[str, Any], why: str) -> dict[str, Any]:
 def every_kind() -> dict[str, dict[str, Any]]:
     """One file of each kind."""
     committed = {kind: json.loads(path(kind).read_text()) for kind in COMMITTED}
-    return {**committed, "throughput": throughput(), "serve": serve(), "index": index(), "rows": rows()}
+    return {**committed, "throughput": throughput(), "serve": serve(), "index": index()}
