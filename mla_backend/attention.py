@@ -81,9 +81,13 @@ def sparse_attention(
         lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     max_logits = torch.empty(rows, dtype=torch.float32, device=q.device) if return_max_logits else None
     if q.is_cuda:
-        if plan is None:
+        require_tensors(indices=indices)
+        require_optional_tensors(extra_indices=extra_indices, plan=plan)
+        # of other shapes, which the op refuses, there is no plan
+        lists = [indices] if extra_indices is None else [indices, extra_indices]
+        if plan is None and q.dim() == 3 and all(x.dim() == 2 for x in lists):
             plan = _own_plan(q, indices, topk_length, extra_indices, extra_topk_length, batch_invariant)
-        if workspace is None:
+        if workspace is None and plan is not None and q.dim() == 3 and plan.dim() == 2:
             workers, heads = plan.shape[0], q.shape[1]
             workspace = torch.empty(workspace_floats(workers, heads), dtype=torch.float32, device=q.device)
             workspace[-workers * heads * _ABOUT["workspace_counters"] :].zero_()
@@ -137,7 +141,6 @@ def _own_plan(
     extra_topk_length: Tensor | None,
     batch_invariant: bool,
 ) -> Tensor:
-    require_tensors(indices=indices)
     return plan(
         q.shape[0],
         indices.shape[-1],

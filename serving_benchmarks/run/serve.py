@@ -32,6 +32,9 @@ POLL_SECONDS = 1.0
 """How often the server is looked at while a client runs."""
 LENGTH_ROOM = 64
 """Tokens that a request may have beyond its length: the client sends text, which may become other tokens."""
+TEXT_ROOM = 4
+"""And one for so many of its prompt: vLLM refuses texts of more characters than its longest tokens would have, and the
+spaces between our models' tokens count."""
 MOST_WARMED = 512
 """Requests at a time in the warm-up of step sizes: each is a connection, of which a process may have about 1000."""
 NOT_KEPT = (
@@ -85,9 +88,10 @@ def plan_of(options: argparse.Namespace) -> Plan:
     """Raises Refused for options that don't fit the model."""
     config, settings = common.read_config(options.model), vllm_options.settings(options)
     needed = options.input_len + options.output_len
-    most = config.get("max_position_embeddings") or needed + LENGTH_ROOM
+    roomy = needed + LENGTH_ROOM + options.input_len // TEXT_ROOM
+    most = config.get("max_position_embeddings") or roomy
     if settings["max_model_len"] is None:
-        settings["max_model_len"] = min(needed + LENGTH_ROOM, most)
+        settings["max_model_len"] = min(roomy, most)
     if not needed <= settings["max_model_len"] <= most:
         raise types.Refused(
             f"--max-model-len must be {needed} (--input-len + --output-len) to {most} (the model's most); "
@@ -252,6 +256,8 @@ def run_backend(
                 seed, load = left[0]  # a load's prompts come from its own seed
                 found = run(load, seed, f"load {seed + 1} of {len(plan.loads)}")
                 left.pop(0)
+                if found["failed"]:
+                    stages.say(f"{backend}: {found['failed']} of {options.num_prompts} requests failed", style="red")
                 yield {**head, "case": case_of(options, plan, load), "error": None, **found}
     except ServerFailed as error:
         why = str(error)

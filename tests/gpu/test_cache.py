@@ -8,131 +8,183 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from mla_backend import cli, library
-from problems import FORMATS
+from mla_backend import cli, library, reference
+from problems import FORMATS, all_bytes, copy_with_gaps, random_cache
 
 pytestmark = pytest.mark.gpu
+GAPS = (0, 16, 8, 1)
+"""Elements more from a page, or from a row where a format allows that, to the next one. Of bytes 8, and of all 1, make
+rows that no 16-byte access may touch."""
 
 
 def bits(x):
     return x.cpu().contiguous().view(torch.uint8)
 
 
-def random_tokens(n, dtype, special=None):
-    latent = torch.randn(n, 512) * torch.exp(torch.randn(n, 4) * 10).repeat_interleave(128, 1)
-    rope = torch.randn(n, 64)
-    if special is not None and n:
-        latent[torch.rand(n, 512) < 0.02] = special
-        rope[torch.rand(n, 64) < 0.02] = special
-    return latent.to(dtype), rope.to(dtype)
+def on_gpu(x):
+    return None if x is None else x.cuda()
+
+
+def random_tokens(fmt, n, dtype, special=None):
+    """Latent and rope values, the latter None where the format has none."""
+    rows = reference.FORMATS[fmt]
+    group = rows.group or 64
+    sizes = torch.exp(torch.randn(n, rows.latent // group) * 10).repeat_interleave(group, 1)
+    values = [torch.randn(n, rows.latent) * sizes, torch.randn(n, rows.rope)]
+    if special is not None:
+        for value in values:
+            value[torch.rand(value.shape) < 0.02] = special
+    return values[0].to(dtype), values[1].to(dtype) if rows.rope else None
+
+
+def strided(values, gap):
+    """The same rows, with `gap` elements between them."""
+    return None if values is None else torch.nn.functional.pad(values, (0, gap))[:, : values.shape[1]]
+
+
+def cache_with_gaps(draw, fmt, blocks, block_size):
+    """A cache of random values with any gap between its pages, and between its rows where the format allows that."""
+    form, gap = mla_backend.FORMATS[fmt], draw(st.sampled_from(GAPS))
+    cache = random_cache(fmt, blocks, block_size, gap=gap)
+    if form.scales_at == "end_of_page" or draw(st.booleans()):
+        return cache
+    wide = torch.full((blocks, block_size + 1, form.width + gap), 255, dtype=torch.uint8).to(form.dtype)
+    wide[:, :block_size, : form.width] = cache
+    return wide[:, :block_size, : form.width]
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@given(st.data())
+@given(data=st.data())
 def test_writing_has_the_bits_of_the_cpu(fmt, data):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    number = mla_backend.FORMATS[fmt].number
     n = data.draw(st.sampled_from([0, 1, 7, 8, 9, 1000]))
     special = data.draw(st.sampled_from([None, 0.0, torch.inf, -torch.inf, torch.nan]))
-    latent, rope = random_tokens(n, data.draw(st.sampled_from([torch.bfloat16, torch.float32])), special)
+    values = random_tokens(fmt, n, data.draw(st.sampled_from([number, torch.float32])), special)
     blocks, block_size = data.draw(st.sampled_from([(0, 1), (70, 16), (400, 3)]))
     slots = torch.randperm(blocks * block_size + 200)[:n] - 100
-    latent, rope = latent[: len(slots)], rope[: len(slots)]
+    between = data.draw(st.sampled_from([0, 0, 8, 1]))
+    values = [v if v is None else strided(v[: len(slots)], between) for v in values]
     slots = slots.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
-    power_of_two = data.draw(st.booleans())
-    gap = data.draw(st.sampled_from([0, 1, 16]))  # 1 makes rows that no 16-byte access may touch
-    width = mla_backend.FORMATS[fmt].width
-    padded = torch.randint(
-        0, 255, (blocks, block_size, (width + gap) * mla_backend.FORMATS[fmt].dtype.itemsize), dtype=torch.uint8
-    )
-    padded = padded.view(mla_backend.FORMATS[fmt].dtype)
-    on_gpu = padded.cuda()
-    mla_backend.cache_write(latent, rope, padded[..., :width], slots, power_of_two=power_of_two)
-    mla_backend.cache_write(latent.cuda(), rope.cuda(), on_gpu[..., :width], slots.cuda(), power_of_two=power_of_two)
-    assert torch.equal(bits(on_gpu), bits(padded))
+    more = {"power_of_two": data.draw(st.booleans()), "format": data.draw(st.sampled_from([None, fmt]))}
+    if fmt == "fp8_tensor_576":
+        more["scale"] = data.draw(st.sampled_from([1.0, 0.037, -3e5]))
+    cache = cache_with_gaps(data.draw, fmt, blocks, block_size)
+    there = copy_with_gaps(cache, "cuda")
+    mla_backend.cache_write(*values, cache, slots, **more)
+    values = [v if v is None else copy_with_gaps(v, "cuda") for v in values]
+    mla_backend.cache_write(*values, there, slots.cuda(), **more)
+    assert torch.equal(all_bytes(there).cpu(), all_bytes(cache)), "gaps and padding included"
 
 
+@pytest.mark.parametrize(
+    ("fmt", "power_of_two"),
+    [("fp8_ds_mla", False), ("fp8_ds_mla", True), ("fp8_model1", False), ("fp8_528", False)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("power_of_two", [False, True])
-def test_groups_of_every_magnitude_have_the_bits_of_the_cpu(dtype, power_of_two):
+def test_groups_of_every_magnitude_have_the_bits_of_the_cpu(fmt, power_of_two, dtype):
+    rows = reference.FORMATS[fmt]
+    groups = rows.latent // rows.group
     exponents = torch.arange(-149, 119).view(268, 1, 1)
-    steps = torch.randint(-896, 897, (268, 4, 128)) / 2  # with 448 in the group, many lie in the middle of two codes
-    steps[..., 0] = 448
-    steps[:, 1::2] *= torch.rand(268, 2, 1)
+    steps = torch.randint(-896, 897, (268, groups, rows.group)) / 2  # many lie in the middle of two codes,
+    steps[..., 0] = 448  # as this is in the group
+    steps[:, 1::2] *= torch.rand(268, groups // 2, 1)
     steps[torch.rand(steps.shape) < 0.1] = -0.0
     steps[torch.rand(steps.shape) < 0.1] *= 1e-3
-    latent = torch.ldexp(steps.double(), exponents).view(268, 512).to(dtype)
-    rope = torch.randn(268, 64).to(dtype)
+    latent = torch.ldexp(steps.double(), exponents).view(268, rows.latent).to(dtype)
+    rope = torch.randn(268, 64).to(dtype) if rows.rope else None
     slots = torch.randperm(268)
-    cache = mla_backend.FORMATS["fp8_ds_mla"].new_cache(5, 64)
-    on_gpu = cache.cuda()
+    cache = random_cache(fmt, 5, 64)
+    there = copy_with_gaps(cache, "cuda")
     mla_backend.cache_write(latent, rope, cache, slots, power_of_two=power_of_two)
-    mla_backend.cache_write(latent.cuda(), rope.cuda(), on_gpu, slots.cuda(), power_of_two=power_of_two)
-    assert torch.equal(bits(on_gpu), bits(cache))
+    mla_backend.cache_write(latent.cuda(), on_gpu(rope), there, slots.cuda(), power_of_two=power_of_two)
+    assert torch.equal(all_bytes(there).cpu(), all_bytes(cache))
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "fp8_tensor_576"])
+def test_every_bf16_or_fp16_number_has_the_bits_of_the_cpu(fmt):
+    """As fp32, halfway cases of rounding included: to fp16, and to e4m3 at the cache's own scale."""
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    numbers = torch.cat([numbers.view(torch.bfloat16).float(), numbers.view(torch.float16).float()])
+    steps = torch.cat([numbers, numbers * (1 + 2.0**-11), numbers * (1 + 2.0**-4)])
+    latent = steps.view(-1, 512)
+    rope = latent[:, :64].contiguous()
+    cache = random_cache(fmt, 12, 64)
+    there = copy_with_gaps(cache, "cuda")
+    slots, scale = torch.arange(len(latent)), {"scale": 0.3} if fmt == "fp8_tensor_576" else {}
+    mla_backend.cache_write(latent, rope, cache, slots, **scale)
+    mla_backend.cache_write(latent.cuda(), rope.cuda(), there, slots.cuda(), **scale)
+    assert torch.equal(all_bytes(there).cpu(), all_bytes(cache))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@given(st.data())
+@given(data=st.data())
 def test_gathering_has_the_bits_of_the_cpu(fmt, data):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
-    width = mla_backend.FORMATS[fmt].width
-    gap = data.draw(st.sampled_from([0, 1, 16]))
-    cache = torch.zeros(50, 7, width + gap, dtype=mla_backend.FORMATS[fmt].dtype)[..., :width]
-    mla_backend.cache_write(*random_tokens(350, torch.float32), cache, torch.arange(350))
-    if fmt != "bf16":
-        cache[0, 0, :256] = torch.arange(256, dtype=torch.uint8)  # every code, NaN included
-    slots = torch.randint(-30, 380, (data.draw(st.sampled_from([0, 1, 300])),), dtype=torch.int32)
-    out_gap = data.draw(st.sampled_from([0, 3]))
-    on_gpu = torch.empty(50, 7, width + gap, dtype=cache.dtype, device="cuda")[..., :width].copy_(cache)
-    out = torch.full((len(slots), 576 + out_gap), torch.nan, dtype=torch.bfloat16, device="cuda")[:, :576]
-    mla_backend.cache_gather(on_gpu, slots.cuda(), out=out)
-    want = mla_backend.cache_gather(cache, slots)
-    # NaN times a scale is a NaN of either sign
-    nan = want.isnan()
-    assert torch.equal(out.cpu().isnan(), nan)
-    assert torch.equal(bits(out.cpu().masked_fill(nan, 0)), bits(want.masked_fill(nan, 0)))
+    form = mla_backend.FORMATS[fmt]
+    cache = cache_with_gaps(data.draw, fmt, 50, 7)
+    if data.draw(st.booleans()):  # every number there is, NaN too, and every scale
+        cache.copy_(torch.randint(0, 256, (50, 7, form.token_bytes), dtype=torch.uint8).view(form.dtype))
+    wide = data.draw(st.sampled_from([torch.int32, torch.int64]))
+    slots = torch.randint(-30, 380, (data.draw(st.sampled_from([0, 1, 300])),), dtype=wide)
+    out_gap = data.draw(st.sampled_from([0, 8, 3]))
+    whole = torch.full((len(slots), form.head_dim + out_gap), torch.nan, dtype=form.number, device="cuda")
+    more = {"scale": -0.37} if form.scale == "tensor" else {}
+    out = mla_backend.cache_gather(
+        copy_with_gaps(cache, "cuda"), slots.cuda(), out=whole[:, : form.head_dim], format=fmt, **more
+    )
+    want = mla_backend.cache_gather(cache, slots, **more)
+    if form.quantised:  # NaN times a scale is a NaN of either sign
+        nan = want.isnan()
+        assert torch.equal(out.cpu().isnan(), nan)
+        out, want = out.cpu().masked_fill(nan, 0), want.masked_fill(nan, 0)
+    assert torch.equal(bits(out), bits(want))
+    assert whole[:, form.head_dim :].isnan().all(), "nothing beside the rows is written"
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_cache_of_more_than_2_to_the_31_elements(fmt):
-    width = mla_backend.FORMATS[fmt].width
-    blocks = 2**31 // (64 * width) + 100
-    cache = torch.zeros(blocks, 64, width, dtype=mla_backend.FORMATS[fmt].dtype, device="cuda")
+    form = mla_backend.FORMATS[fmt]
+    blocks = 2**31 // (64 * form.width) + 100
+    cache = form.new_cache(blocks, 64, device="cuda")
     slots = torch.tensor([0, 63, blocks * 32, blocks * 64 - 1, blocks * 64], device="cuda")
-    latent, rope = random_tokens(5, torch.bfloat16)
-    mla_backend.cache_write(latent.cuda(), rope.cuda(), cache, slots)
-    small = mla_backend.FORMATS[fmt].new_cache(5, 1)
-    mla_backend.cache_write(latent, rope, small, torch.tensor([0, 1, 2, 3, -1]))
-    assert torch.equal(bits(cache.view(-1, width)[slots[:4]]), bits(small[:4, 0]))
-    assert torch.equal(
-        bits(mla_backend.cache_gather(cache, slots)),
-        bits(mla_backend.cache_gather(small, torch.tensor([0, 1, 2, 3, 99]))),
-    )
+    values = random_tokens(fmt, 5, form.number)
+    mla_backend.cache_write(*map(on_gpu, values), cache, slots)
+    # the same in the first and the last page of a small one, which has the bytes of those pages
+    small = form.new_cache(3, 64)
+    here = torch.tensor([0, 63, 64 + blocks * 32 % 64, 3 * 64 - 1, 3 * 64])
+    mla_backend.cache_write(*values, small, here)
+    for page, same in ((0, 0), (blocks // 2, 1), (blocks - 1, 2)):
+        assert torch.equal(bits(cache[page]), bits(small[same]))
+    assert torch.equal(bits(mla_backend.cache_gather(cache, slots)), bits(mla_backend.cache_gather(small, here)))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_captured_graph_follows_new_slots_and_values(fmt):
-    latent, rope = (t.cuda() for t in random_tokens(20, torch.bfloat16))
+    form = mla_backend.FORMATS[fmt]
+    values = [on_gpu(v) for v in random_tokens(fmt, 20, form.number)]
     slots = torch.arange(20, device="cuda")
-    cache = mla_backend.FORMATS[fmt].new_cache(4, 16, device="cuda")
-    rows = torch.empty(20, 576, dtype=torch.bfloat16, device="cuda")
-    mla_backend.cache_write(latent, rope, cache, slots)
+    cache = form.new_cache(4, 16, device="cuda")
+    rows = torch.empty(20, form.head_dim, dtype=form.number, device="cuda")
+    mla_backend.cache_write(*values, cache, slots)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        mla_backend.cache_write(latent, rope, cache, slots)
+        mla_backend.cache_write(*values, cache, slots)
         mla_backend.cache_gather(cache, slots, out=rows)
     for _ in range(3):
-        fresh = random_tokens(20, torch.bfloat16)
-        latent.copy_(fresh[0])
-        rope.copy_(fresh[1])
+        fresh = random_tokens(fmt, 20, form.number)
+        for value, new in zip(values, fresh, strict=True):
+            if new is not None:
+                value.copy_(new)
         slots.copy_(torch.randperm(64)[:20])
         graph.replay()
-        want = mla_backend.FORMATS[fmt].new_cache(4, 16)
+        want = form.new_cache(4, 16)
         mla_backend.cache_write(*fresh, want, slots.cpu())
         assert torch.equal(bits(rows), bits(mla_backend.cache_gather(want, slots.cpu())))
 
 
 def test_it_runs_on_the_current_stream():
-    latent, rope = (t.cuda() for t in random_tokens(4000, torch.bfloat16))
+    latent, rope = (t.cuda() for t in random_tokens("fp8_ds_mla", 4000, torch.bfloat16))
     cache = mla_backend.FORMATS["fp8_ds_mla"].new_cache(64, 64, device="cuda")
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -146,7 +198,7 @@ def test_it_runs_on_the_current_stream():
 
 
 def test_arguments_on_two_devices_are_refused():
-    latent, rope = random_tokens(3, torch.bfloat16)
+    latent, rope = random_tokens("bf16", 3, torch.bfloat16)
     cache = mla_backend.FORMATS["bf16"].new_cache(2, 2, device="cuda")
     with pytest.raises(ValueError, match="cache must be on cpu like the first argument; got a tensor on cuda:0"):
         mla_backend.cache_write(latent, rope, cache, torch.arange(3))

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 import mla_backend
-from problems import FORMATS, assert_accurate, random_problem
+from mla_backend.attention import workspace_floats
+from problems import FORMATS, assert_accurate, random_problem, scale_of, score_error
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "examples" / "recall" / "checkpoint"
@@ -120,9 +121,10 @@ class Guarded:
         return buffer[self.GUARD : self.GUARD + size].view(dtype).view(shape)
 
     def check(self) -> None:
-        for buffer, size in self._buffers:
-            before, after = buffer[: self.GUARD], buffer[self.GUARD + size :]
-            assert (before == self.BYTE).all() and (after == self.BYTE).all(), "memory beside an output was written"
+        for number, (buffer, size) in enumerate(self._buffers):
+            changed = (buffer != self.BYTE).nonzero().flatten() - self.GUARD
+            beside = changed[(changed < 0) | (changed >= size)].tolist()
+            assert not beside, f"bytes {beside[:8]} of output {number}, which has {size}, were written"
 
 
 def mutated_plan(random: Random, plan: Tensor) -> Tensor:
@@ -151,7 +153,8 @@ def mutated_plan(random: Random, plan: Tensor) -> Tensor:
 
 
 def plans(random: Random, folder: Path, device: str) -> None:
-    """A plan that does not fit is replaced on a CPU. On a GPU it means nothing, but writes nowhere else."""
+    """A plan that does not fit is replaced on a CPU. On a GPU it means nothing, but writes nowhere else, and the next
+    call is right."""
     tokens, topk = random.randint(0, 5), random.choice([0, 1, 16, 100, 700])
     heads = random.choice([1, 2, 16, 17, 32, 64])
     problem = random_problem(random.choice(FORMATS), tokens, heads, topk)
@@ -161,25 +164,35 @@ def plans(random: Random, folder: Path, device: str) -> None:
     lengths = problem.topk_length if planned == tokens and random.random() < 0.5 else None
     good = mla_backend.plan(planned, topk, topk_length=lengths, num_heads=heads, workers=random.randint(1, 7))
     plan = mutated_plan(random, good)
-    guarded, problem = Guarded(device), problem.to(device)
+    guarded, there = Guarded(device), problem.to(device)
     out, lse = guarded.tensor(problem.q.dtype, tokens, heads, 512), guarded.tensor(torch.float32, tokens, heads)
-    got = problem.solve(plan=plan.to(device), out=out, lse=lse)
-    guarded.check()
     if device == "cpu":
-        assert_accurate(got, problem.oracle())
-    else:
-        assert torch.cuda.synchronize() is None and problem.solve() is not None
+        got = there.solve(plan=plan, out=out, lse=lse)
+        guarded.check()
+        return assert_accurate(got, problem.oracle())
+    workspace = guarded.tensor(torch.float32, workspace_floats(plan.shape[0], heads)).zero_()
+    there.solve(plan=plan.to(device), workspace=workspace, out=out, lse=lse)
+    torch.cuda.synchronize()
+    guarded.check()
+    workspace.zero_()  # a wild plan may leave numbers among its counters
+    good = mla_backend.plan(
+        tokens, topk, topk_length=there.topk_length, num_heads=heads, workers=plan.shape[0], device=device
+    )
+    got = there.solve(plan=good, workspace=workspace, out=out, lse=lse)
+    guarded.check()
+    assert_accurate(got, problem.oracle(), score_error=score_error(problem.cache))
 
 
 def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict[str, Any]]:
     """An op and arguments that are right."""
     device = guarded.device
     tokens, heads, topk = random.randint(0, 3), random.choice([1, 3, 16]), random.choice([0, 1, 20, 70])
-    p = random_problem(random.choice(FORMATS), tokens, heads, topk, 4, 8).to(device)
+    fmt = random.choice(FORMATS)
+    form, p = mla_backend.FORMATS[fmt], random_problem(fmt, tokens, heads, topk, 4, 8).to(device)
     lengths = torch.full((tokens,), topk, dtype=INT, device=device)
     match random.choice(["attention", "attention", "plan", "merge", "write", "gather", "convert", "scores", "top"]):
         case "attention":
-            found = {**vars(p), "out": guarded.tensor(p.q.dtype, tokens, heads, 512)}
+            found = {**vars(p), "out": guarded.tensor(form.number, tokens, heads, 512)}
             found |= {"lse": guarded.tensor(torch.float32, tokens, heads), "topk_length": lengths}
             if random.random() < 0.5:
                 found |= {"sink": torch.randn(heads, device=device), "return_max_logits": True}
@@ -198,13 +211,15 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
             return mla_backend.merge_partials, {"outs": outs, "lses": lses, "out": out, "lse": lse}
         case "write":
             cache = guarded.tensor(p.cache.dtype, *p.cache.shape)
-            kv_c, k_pe = torch.randn(5, 512, device=device), torch.randn(5, 64, device=device)
+            kv_c = torch.randn(5, form.latent, device=device)
+            k_pe = torch.randn(5, form.rope, device=device) if form.rope else None
             slots = torch.randint(-2, 40, (5,), device=device)
-            return mla_backend.cache_write, {"kv_c": kv_c, "k_pe": k_pe, "cache": cache, "slots": slots}
+            found = {"kv_c": kv_c, "k_pe": k_pe, "cache": cache, "slots": slots, "scale": scale_of(fmt)}
+            return mla_backend.cache_write, found
         case "gather":
             slots = torch.randint(-2, 40, (5,), device=device)
-            out = guarded.tensor(torch.bfloat16, 5, 576)
-            return mla_backend.cache_gather, {"cache": p.cache, "slots": slots, "out": out}
+            out = guarded.tensor(form.number, 5, form.head_dim)
+            return mla_backend.cache_gather, {"cache": p.cache, "slots": slots, "scale": scale_of(fmt), "out": out}
         case "convert":
             table = torch.randint(-1, 6, (2, 4), dtype=INT, device=device)
             requests = torch.randint(0, 2, (tokens,), dtype=INT, device=device)
@@ -232,7 +247,8 @@ def mutated_tensor(random: Random, tensor: Tensor) -> Tensor:
             flat = tensor.clone().flatten()
             for _ in range(random.randint(1, 4) if len(flat) else 0):
                 low, high = (0, 255) if tensor.dtype == torch.uint8 else (-math.inf, math.inf)
-                flat[random.randrange(len(flat))] = min(max(random.choice(numbers), low), high)
+                number = torch.tensor(min(max(random.choice(numbers), low), high))
+                flat[random.randrange(len(flat))] = number.to(tensor.dtype)  # infinite where it is too large
             return flat.view(tensor.shape)
         case 3:
             return tensor.to(random.choice([torch.float16, torch.float64, torch.int16, torch.int64, torch.bool]))
@@ -275,12 +291,20 @@ def ops(random: Random, folder: Path, device: str) -> None:
         tensors = [name for name in arguments if isinstance(arguments[name], Tensor)]
         arguments[random.choice(tensors)] = arguments[random.choice(tensors)]
     try:
-        op(**arguments)
-    except (ValueError, TypeError) as error:
-        assert " must " in str(error) or " needs " in str(error) or "argument" in str(error), f"unclear: {error}"
-    if device != "cpu":
-        torch.cuda.synchronize()
-    guarded.check()
+        try:
+            op(**arguments)
+        except (ValueError, TypeError) as error:
+            assert " must " in str(error) or " needs " in str(error) or "argument" in str(error), f"unclear: {error}"
+        if device != "cpu":
+            torch.cuda.synchronize()
+        guarded.check()
+    except Exception as error:
+        given = ", ".join(f"{name}={_described(value)}" for name, value in arguments.items())
+        raise AssertionError(f"{op.__name__}({given}): {type(error).__name__}: {error}") from error
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)} on {value.device}" if isinstance(value, Tensor) else repr(value)
 
 
 # Files

@@ -165,13 +165,13 @@ def random_problem(
 
 
 @st.composite
-def problems(draw, max_tokens=4, max_heads=128, max_topk=300):
+def problems(draw, max_tokens=4, max_heads=128, max_topk=300, formats=FORMATS):
     """Problems of any shape and with any of the optional arguments."""
     torch.manual_seed(draw(st.integers(0, 2**31)))
     tokens = draw(st.integers(0, max_tokens))
     heads = draw(st.integers(1, max_heads))
     topk = draw(st.one_of(st.just(0), st.integers(1, max_topk)))
-    fmt = draw(st.sampled_from(FORMATS))
+    fmt = draw(st.sampled_from(formats))
     problem = random_problem(fmt, tokens, heads, topk, **draw(pages()))
     if draw(st.booleans()):
         problem.cache_format = fmt
@@ -225,9 +225,9 @@ def assert_accurate(
 
 def score_error(cache: Tensor) -> float:
     """What the contract allows scores that spread by 1 to be off besides, on the current GPU: Hopper's kernels for fp8
-    rows round."""
+    rows with fp32 scales round. Others become bf16 rows, and lose nothing."""
     hopper = torch.cuda.get_device_capability()[0] == 9
-    return 2.0**-9 if hopper and cache.dtype == torch.uint8 else 0.0
+    return 2.0**-9 if hopper and cache.shape[-1] == mla_backend.FORMATS["fp8_ds_mla"].width else 0.0
 
 
 def assert_scores_accurate(name: str, got: Tensor, want: Tensor, score_error: float = 0.0) -> None:
