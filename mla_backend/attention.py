@@ -44,7 +44,7 @@ def sparse_attention(
         cache: `[blocks, block_size, width]` of a format in `FORMATS`; a dimension of 1 before the last is accepted.
             Blocks and rows may be strided.
         indices: int32 `[T, topk]`, physical slots (block * block_size + offset) in any order. A slot below 0 or past
-            the end of the cache is skipped; a slot that stands twice counts twice.
+            the end of the cache is skipped; a slot that is listed twice counts twice.
         scale: what scores are multiplied with before the softmax; a finite number.
         topk_length: int32 `[T]`; only the first n slots of a token's list count.
         sink: fp32 `[H]`; out is scaled by e^lse / (e^lse + e^sink). lse is not changed by it.

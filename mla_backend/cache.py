@@ -31,8 +31,8 @@ def cache_write(
         format: the cache's format, a name in `FORMATS`. Needed where dtype and width leave more than one.
         scale: of fp8_tensor_576: what is stored is divided by it.
 
-    A group of latent values gets the scale amax / 448; a group with an infinity one that keeps its finite numbers
-    finite; NaN stays NaN. docs/formats.md has the details.
+    A group of latent values gets the scale amax / 448. In a group with an infinity ordinary numbers become 0; NaN stays
+    NaN and changes nothing else. docs/formats.md has the details.
     """
     require_optional_tensors(k_pe=k_pe)
     if k_pe is not None and k_pe.dim() == 3 and k_pe.shape[1] == 1:
