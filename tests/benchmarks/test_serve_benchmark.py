@@ -46,7 +46,8 @@ def test_each_load_has_an_entry_made_of_what_the_client_saved(small_model, fake_
     words = (fake_vllm / "server").read_text()
     for part in ("--attention-backend SPARSE_MLA", "--no-enable-prefix-caching", "--block-size 64", "--max-num-seqs 8"):
         assert part in words
-    assert f"--max-model-len {13 + serve.LENGTH_ROOM + 10 // serve.TEXT_ROOM}" in words and '{"method": "mtp", "num_speculative_' in words
+    longest = 13 + serve.LENGTH_ROOM + 10 // serve.TEXT_ROOM
+    assert f"--max-model-len {longest}" in words and '{"method": "mtp", "num_speculative_' in words
 
 
 FAILING = {
