@@ -198,10 +198,10 @@ def plan(
             device = next((t.device for t in (topk_length, extra_topk_length) if t is not None), "cpu")
         if workers is None:
             require_count("num_heads", num_heads, at_least=1)
-            # neither a compiled function's plan nor a batch-invariant one may be made for one number of tokens
+            # neither a compiled function's plan nor a batch-invariant one may be made for one number of tokens or slots
             any_number = batch_invariant or torch.compiler.is_compiling()
-            tokens = None if any_number else num_tokens
-            workers = default_workers(torch.device(device), num_heads, tokens, topk + extra_topk)
+            tokens, slots = (None, None) if any_number else (num_tokens, topk + extra_topk)
+            workers = default_workers(torch.device(device), num_heads, tokens, slots)
         require_count("workers", workers, at_least=1)
         out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
     call(

@@ -103,6 +103,12 @@ std::string describe_cache(const CacheFormat* format) {
          std::to_string(format->token_bytes() / CacheFormat::bytes_of(format->code)) + "]";
 }
 
+std::string describe(double number) {
+  char text[32];
+  snprintf(text, sizeof(text), "%g", std::isnan(number) ? std::fabs(number) : number);
+  return text;
+}
+
 }  // namespace
 
 std::string describe(const Tensor& tensor) {
@@ -167,16 +173,14 @@ CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, co
 float expect_finite(double number, const char* name) {
   const float narrow = static_cast<float>(number);
   if (std::isfinite(narrow)) return narrow;
-  char text[32];
-  snprintf(text, sizeof(text), "%g", std::isnan(number) ? std::fabs(number) : number);
-  reject(name, "a finite number", text);
+  reject(name, "a finite number", describe(number));
 }
 
 float expect_cache_scale(double scale, const char* name, const CacheFormat& format) {
   const float own = expect_finite(scale, name);
   if (own != 1.0f && format.scale != Scale::tensor)
-    reject(name, "1 with " + std::string(format.name) + " rows", std::to_string(own));
-  if (own == 0.0f) reject(name, "other than 0", "0");
+    reject(name, "1 with " + std::string(format.name) + " rows", describe(scale));
+  if (own == 0.0f) reject(name, "other than 0", describe(scale));
   return own;
 }
 

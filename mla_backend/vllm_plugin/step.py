@@ -101,7 +101,7 @@ class StepBuffers:
         return ids
 
     def _workers(self, tokens: int) -> int:
-        return default_workers(self.device, self.heads, None if self.batch_invariant else tokens)
+        return default_workers(self.device, self.heads, None if self.batch_invariant else tokens, self.topk)
 
     def make_plan(self, tokens: int) -> Tensor:
         """The plan for the first so many of the tokens that `locate` was given."""

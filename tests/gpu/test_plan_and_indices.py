@@ -73,6 +73,13 @@ def test_equal_lists_are_planned_as_on_the_cpu(workers, rounds, idle, topk, shor
         assert torch.equal(table, mla_backend.plan(tokens, topk, workers=workers, device="cuda"))
 
 
+@pytest.mark.parametrize("tokens", [512, 1024, 1025, 4096, 5000])
+def test_two_workers_a_token_are_planned_as_on_the_cpu(tokens):
+    lengths = torch.randint(0, 513, (tokens,), dtype=torch.int32)
+    table = mla_backend.plan(tokens, 512, topk_length=lengths.cuda(), workers=2 * tokens)
+    assert torch.equal(table.cpu(), gpu_plan(tokens, 512, 2 * tokens, topk_length=lengths))
+
+
 @pytest.mark.parametrize(
     ("tokens", "parts"), [(100, 1), (127, 1), (128, 1), (132, 1), (66, 2), (64, 2), (32, 4), (16, 8), (8, 16)]
 )

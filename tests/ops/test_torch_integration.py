@@ -152,6 +152,13 @@ def test_an_indexer_compiles_without_a_graph_break():
         assert torch.equal(step(*arguments), select(*arguments))
 
 
+def test_new_list_lengths_do_not_break_a_compiled_graph():
+    step = compiled(lambda lists: mla_backend.plan(3, lists.shape[1], extra_topk=lists.shape[1]))
+    for topk in (64, 128, 192):
+        lists = torch.zeros(3, topk, dtype=torch.int32)
+        assert torch.equal(step(lists), mla_backend.plan(3, topk, extra_topk=topk))
+
+
 def test_new_token_counts_do_not_break_a_compiled_graph():
     step = compiled(lambda q, cache, indices: mla_backend.sparse_attention(q, cache, indices, scale=0.05))
     for tokens in (1, 2, 3, 7):

@@ -17,13 +17,13 @@ __device__ __forceinline__ void copy_16_or_zero(uint32_t to_shared, const void* 
                : "memory");
 }
 
-// 8 bytes likewise, but through the first-level cache.
+// 8 bytes likewise, but through the first-level cache: cp.async goes past it with 16 bytes only.
 __device__ __forceinline__ void copy_8_or_zero(uint32_t to_shared, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to_shared), "l"(from), "r"(valid ? 8 : 0)
                : "memory");
 }
 
-// 4 bytes likewise, but through the first-level cache: nothing else is that small.
+// The same with 4 bytes.
 __device__ __forceinline__ void copy_4_or_zero(uint32_t to_shared, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to_shared), "l"(from), "r"(valid ? 4 : 0)
                : "memory");

@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kMaxThreads = 32 * kMaxWarps;
 constexpr int kMaxSpans = 4096;
+static_assert(kMostEvenTokens <= kMaxSpans, "such tokens are a span each");
 
 struct PlanJob {
   PlanShape shape;
@@ -67,7 +68,7 @@ struct Planner {
     PlanShape ones = shape;
     ones.min_part = ones.good_part = ones.workers_per_processor = 1;
     const bool has_ones = shape.min_part == 1 && shape.good_part == 1 && shape.workers_per_processor == 1;
-    parts = whole || p.span > 1 ? 0 : even_parts(shape, units, p.workers);
+    parts = whole ? 0 : even_parts(shape, units, p.workers);
     active = whole      ? p.whole_workers
              : parts    ? p.workers
              : has_ones ? active_workers(ones, units, p.workers)

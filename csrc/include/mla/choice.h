@@ -106,7 +106,7 @@ inline Choice choose(const AttentionShape& shape, const Device& device) {
       const bool crowded = int64_t{shape.workers} * blocks_for(shape.heads, 8) > device.processors;
       choice.heads_per_block = shape.heads > 8 && crowded ? 16 : spread.heads_per_block;
     } else if (shape.heads <= 32 && shape.tile == Tile::scaled_576) {
-      // b 128 with 32 heads 67 us (in blocks of 64 heads 106); there is no such kernel for bf16 rows
+      // b 128 with 32 heads 67 us (in blocks of 64 heads 106); there is no such kernel for other rows
       choice.kernel = Choice::few_heads_wide;
       choice.heads_per_block = kWideHeads;
     } else {

@@ -174,9 +174,11 @@ MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t work
 // Into how many parts each token is cut where all are cut alike, whatever their lengths; 0 where load alone says so.
 // Blocks of a cluster merge the parts of one token in shared memory, but only if no worker shares two tokens. That is
 // worth kClusterTiles more tiles for the worker that has most.
+constexpr int32_t kMostEvenTokens = 1024;  // more than any GPU runs clusters at once
 MLA_HOST_DEVICE int64_t even_parts(const PlanShape& shape, int64_t units, int64_t workers) {
   constexpr int64_t kClusterTiles = 4, kMostParts = 16;
-  if (shape.workers_per_processor > 1 || shape.whole_tokens || shape.tokens == 0 || workers % shape.tokens) return 0;
+  if (shape.workers_per_processor > 1 || shape.whole_tokens) return 0;
+  if (shape.tokens == 0 || shape.tokens > kMostEvenTokens || workers % shape.tokens) return 0;
   const int64_t parts = workers / shape.tokens;
   const bool worth = full_tiles(shape) <= parts * (kClusterTiles + units / workers);
   return parts > 1 && parts <= kMostParts && worth ? parts : 0;

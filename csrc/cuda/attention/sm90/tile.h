@@ -2,9 +2,9 @@
 // dims. In a block a token is a row of 128 bytes, swizzled as wgmma wants it, so that the same numbers serve as rows of
 // K (scores sum over dims) and as columns of V (values sum over tokens).
 //
-// In odd blocks neighbouring 16-byte pieces of the latent dims are swapped. A lane that converts 16 fp8 bytes of a row
-// stores two pieces, and in this order eight lanes' first pieces lie in different banks. Queries have the same order;
-// results are put right where they leave the registers.
+// In odd blocks neighbouring 16-byte pieces are swapped. A lane that converts 16 fp8 bytes of a row stores two pieces,
+// and in this order eight lanes' first pieces lie in different banks. Queries have the same order; results are put
+// right where they leave the registers.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// fp8 rows for up to 32 heads, in shared memory as they are in the cache.
+// fp8_ds_mla rows for up to 32 heads, in shared memory as they are in the cache.
 //
 // Scores are products of fp8 numbers. A query is the sum of two e4m3 numbers, which are two columns of wgmma, and a sum
 // over 128 dims is multiplied with its token's scale in fp32. Values become f16 in registers, scales included, just

@@ -1,7 +1,7 @@
-// Sparse attention for up to 16 heads on Hopper, and for up to 32 with fp8 rows. Tokens are the 64 rows of wgmma and
-// heads its columns, so that few heads fill the instruction:
+// Sparse attention for up to 16 heads on Hopper, and for up to 32 with fp8_ds_mla rows. Tokens are the 64 rows of wgmma
+// and heads its columns, so that few heads fill the instruction:
 //
-//   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T
+//   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T     (or 512)
 //   values  O^T [512 dims x heads] += V^T [512 x 64] P^T
 //
 // Two consumer warpgroups take every other tile each. Each keeps a softmax and sums of its own, so they wait for one

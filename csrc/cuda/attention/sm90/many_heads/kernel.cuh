@@ -1,7 +1,7 @@
-// Sparse attention for 17 heads and more on Hopper (33 and more with fp8 rows), 64 heads a block. Heads are the 64 rows
-// of wgmma:
+// Sparse attention for 17 heads and more on Hopper (33 and more with fp8_ds_mla rows), 64 heads a block. Heads are the
+// 64 rows of wgmma:
 //
-//   scores  S [64 heads x 64 tokens] = Q [64 x 576] K^T
+//   scores  S [64 heads x 64 tokens] = Q [64 x 576] K^T     (or 512)
 //   values  O [64 heads x 512 dims] += P [64 x 64] V [64 x 512]
 //
 // O takes half of all registers, so two warpgroups have 256 dims each. The first one also computes the scores; a row of
@@ -12,8 +12,9 @@
 //   scoring   | scores i | softmax i | values i, left   | scores i + 1 ...
 //   adding    | find rows of i + 2   | values i, right  | ask for them ...
 //
-// Scales, and e4m3 times its scale, are rounded to f16 when rows are converted, by 2^-11 at most: with 64 columns of
-// scores there are no registers to keep the four groups of a scale apart.
+// fp8_ds_mla: scales, and e4m3 times its scale, are rounded to f16 when rows are converted, by 2^-11 at most: with 64
+// columns of scores there are no registers to keep the four groups of a scale apart. Then the adding group also copies
+// the raw rows; other rows are copied, and converted where they have to be, by the eight warps alone.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -500,8 +501,8 @@ struct RawRowLoader {
   }
 };
 
-// The second one: the right half of the values. With fp8 rows it also starts the copies of the tile after the next one,
-// as soon as a stage is empty, while the scores of the next one are computed.
+// The second one: the right half of the values. With fp8_ds_mla rows it also starts the copies of the tile after the
+// next one, as soon as a stage is empty, while the scores of the next one are computed.
 template <Rows kRows>
 struct Adder : Consumer<kRows> {
   using Base = Consumer<kRows>;
