@@ -1,0 +1,217 @@
+"""Launches of sparse_attention on a GPU: plans, workspaces, streams, graphs."""
+
+import random
+
+import pytest
+import torch
+
+import mla_backend
+from gpu_checks import allowed_error, check, chosen_kernel
+from mla_backend import library
+from mla_backend.attention import workspace_floats
+from problems import (
+    BASIC,
+    FORMATS,
+    assert_accurate,
+    random_problem,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_the_same_inputs_give_the_same_bits(fmt):
+    problem = random_problem(fmt, tokens=30, heads=40, topk=2000, blocks=60).to("cuda")
+    first = problem.solve()
+    for _ in range(50):
+        assert all(torch.equal(a, b) for a, b in zip(first, problem.solve(), strict=True))
+
+
+def test_a_stale_plan_never_faults():
+    problem = random_problem(tokens=4, heads=2, topk=300).to("cuda")
+    for seed in range(200):
+        torch.manual_seed(seed)
+        plan = mla_backend.plan(torch.randint(0, 50, ()).item(), 1000, workers=5, device="cuda")
+        if seed % 2:
+            plan = (
+                torch.randint(-(2**31), 2**31 - 1, (5, 8), dtype=torch.int32)
+                >> torch.randint(0, 31, (5, 8), dtype=torch.int32)
+            ).cuda()
+        problem.solve(plan=plan)
+    torch.cuda.synchronize()
+    check(random_problem())
+
+
+@pytest.mark.parametrize("heads", [1, 16, 32, 64])
+def test_a_plan_of_extreme_numbers_never_faults(heads):
+    """Differences of such numbers are no numbers of tokens, and a token of tiles of one slot has too many of them."""
+    ends = [-(2**31), -1, 0, 1, 2**31 - 1]
+    problem = random_problem(tokens=4, heads=heads, topk=300).to("cuda")
+    for begin in ends:
+        for end in ends:
+            row = [begin, end, *random.choices(ends, k=6)]
+            plan = torch.tensor([row, [0, 4, 0, 5, 0, 1, 0, 64], row], dtype=torch.int32, device="cuda")
+            problem.solve(plan=plan)
+    torch.cuda.synchronize()
+    check(random_problem())
+
+
+def test_a_workspace_that_is_not_aligned_is_refused():
+    problem = random_problem().to("cuda")
+    plan = mla_backend.plan(2, 100, num_heads=16, device="cuda")
+    workspace = torch.zeros(workspace_floats(plan.shape[0], 16) + 1, device="cuda")[1:]
+    with pytest.raises(ValueError, match="workspace must be aligned to 16 bytes"):
+        problem.solve(plan=plan, workspace=workspace)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_captured_graph_follows_new_lengths_slots_and_values(fmt):
+    problem = random_problem(fmt, tokens=6, heads=16, topk=700, blocks=60).to("cuda")
+    problem.topk_length = torch.full((6,), 700, dtype=torch.int32, device="cuda")
+    plan = mla_backend.plan(6, 700, topk_length=problem.topk_length, num_heads=16)
+    workspace = torch.zeros(mla_backend.attention.workspace_floats(plan.shape[0], 16), device="cuda")
+    out, lse = torch.empty(6, 16, 512, dtype=problem.q.dtype, device="cuda"), torch.empty(6, 16, device="cuda")
+
+    def step():
+        mla_backend.plan(6, 700, topk_length=problem.topk_length, out=plan)
+        mla_backend.sparse_attention(
+            problem.q,
+            problem.cache,
+            problem.indices,
+            scale=problem.scale,
+            cache_scale=problem.cache_scale,
+            topk_length=problem.topk_length,
+            plan=plan,
+            workspace=workspace,
+            out=out,
+            lse=lse,
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        step()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "nothing is allocated under capture"
+    for lengths in ([0, 700, 3, 65, 699, 1], [700, 0, 0, 0, 0, 0], [0] * 6):
+        fresh = random_problem(fmt, tokens=6, heads=16, topk=700, blocks=60)
+        fresh.topk_length = torch.tensor(lengths, dtype=torch.int32)
+        for name in ("q", "cache", "indices", "topk_length"):
+            getattr(problem, name).copy_(getattr(fresh, name))
+        graph.replay()
+        assert_accurate((out, lse), fresh.oracle()[:2], score_error=allowed_error(problem))
+
+
+def test_two_streams_at_once():
+    both = [random_problem(tokens=20, heads=16, topk=1000, blocks=60).to("cuda") for _ in range(2)]
+    want = [p.solve() for p in both]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(10):
+        for problem, stream in zip(both, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(problem.solve())
+    torch.cuda.synchronize()
+    for i, results in enumerate(got):
+        assert all(torch.equal(a, b) for a, b in zip(results, want[i % 2], strict=True))
+
+
+def counters_of(workspace, workers, heads):
+    return workspace[-workers * heads * library.about()["workspace_counters"] :].view(torch.int32)
+
+
+@pytest.mark.parametrize("fmt", (*BASIC, "fp16", "fp8_model1"))
+def test_one_workspace_serves_launches_of_any_shape(fmt):
+    floats = mla_backend.attention.workspace_floats(300, 20)
+    workspace = torch.zeros(floats, device="cuda")
+    for seed in range(60):
+        torch.manual_seed(seed)
+        tokens, heads, workers = (int(torch.randint(1, n, ())) for n in (12, 21, 301))
+        problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1500, blocks=40)
+        problem.topk_length = torch.randint(0, 1501, (tokens,), dtype=torch.int32)
+        on_gpu = problem.to("cuda")
+        # every other plan is for other lengths: it still computes what it covers, and still leaves zeros
+        planned = on_gpu.topk_length if seed % 2 else torch.randint_like(on_gpu.topk_length, 1501)
+        plan = mla_backend.plan(tokens, 1500, topk_length=planned, workers=workers)
+        got = on_gpu.solve(plan=plan, workspace=workspace)
+        assert not counters_of(workspace, 300, 20).any()
+        if seed % 2:
+            assert_accurate(got, problem.oracle(), score_error=allowed_error(problem))
+
+
+def test_two_streams_with_a_workspace_each():
+    tokens, heads = 5, 16
+    both = [random_problem(tokens=tokens, heads=heads, topk=2048, blocks=60).to("cuda") for _ in range(2)]
+    plan = mla_backend.plan(tokens, 2048, num_heads=heads, device="cuda")
+    floats = mla_backend.attention.workspace_floats(plan.shape[0], heads)
+    workspaces = [torch.zeros(floats, device="cuda") for _ in range(2)]
+    want = [p.solve(plan=plan) for p in both]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    got = []
+    for _ in range(50):
+        for problem, stream, workspace in zip(both, streams, workspaces, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(problem.solve(plan=plan, workspace=workspace))
+    torch.cuda.synchronize()
+    for i, results in enumerate(got):
+        assert all(torch.equal(a, b) for a, b in zip(results, want[i % 2], strict=True))
+    assert not any(counters_of(w, plan.shape[0], heads).any() for w in workspaces)
+
+
+def test_missing_or_small_workspaces_are_refused_by_the_op():
+    problem = random_problem().to("cuda")
+    with pytest.raises(ValueError, match="workspace must be of .* floats or more"):
+        problem.solve(workspace=torch.empty(3, device="cuda"))
+
+
+def test_a_plan_of_too_many_rows_is_refused():
+    problem = random_problem().to("cuda")
+    plan = torch.zeros(65536, 8, dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match="plan must be a table of 65535 rows or fewer on a GPU"):
+        problem.solve(plan=plan, workspace=torch.zeros(1, device="cuda"))
+
+
+@pytest.mark.parametrize("heads", [1, 16, 32, 64, 128])
+def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads):
+    generator = torch.Generator().manual_seed(heads)
+    problem = random_problem(tokens=40, heads=heads, topk=512, blocks=60).to("cuda")
+    with chosen_kernel("portable"):
+        want = problem.solve()
+    for _ in range(2500):
+        begin = int(torch.randint(0, 39, (), generator=generator))
+        end = int(torch.randint(begin + 1, 41, (), generator=generator))
+        workers = int(torch.randint(1, 300, (), generator=generator))
+        part = problem.but(q=problem.q[begin:end], indices=problem.indices[begin:end])
+        plan = mla_backend.plan(end - begin, 512, workers=workers, device="cuda")
+        got = part.solve(plan=plan, return_max_logits=workers % 2 == 0)
+        # cut differently, so not the same bits; but nothing is far off
+        assert (got[0].float() - want[0][begin:end].float()).abs().max() < 4e-3
+        assert (got[1] - want[1][begin:end]).abs().max() < 1e-4 + allowed_error(problem)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_layer_compiles_without_a_graph_break(fmt):
+    form = mla_backend.FORMATS[fmt]
+    cache = form.new_cache(4, 16, device="cuda")
+    table, requests = (
+        torch.arange(4, dtype=torch.int32, device="cuda").view(1, 4),
+        torch.zeros(2, dtype=torch.int32, device="cuda"),
+    )
+
+    def layer(kv_c, k_pe, q, positions):
+        mla_backend.cache_write(kv_c, k_pe, cache, torch.arange(64, device="cuda"))
+        slots, counts = mla_backend.convert_indices(positions, table, requests, 16, compact=True)
+        out, lse = mla_backend.sparse_attention(q * 1, cache, slots, scale=0.05, topk_length=counts)
+        return out + 1, lse, mla_backend.cache_gather(cache, slots[0])
+
+    arguments = (
+        torch.randn(64, form.latent, device="cuda"),
+        torch.randn(64, form.rope, device="cuda") if form.rope else None,
+        torch.randn(2, 3, form.head_dim, device="cuda").to(form.number),
+        torch.randint(-5, 64, (2, 20), dtype=torch.int32, device="cuda"),
+    )
+    torch._dynamo.reset()
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(got, layer(*arguments), strict=True))
