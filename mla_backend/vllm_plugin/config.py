@@ -55,7 +55,10 @@ def settle(vllm_config: "VllmConfig") -> None:
     cache_config.cache_dtype = CACHE_DTYPES[cache_config.cache_dtype]
     if cache_config.cache_dtype == "auto" and vllm_config.model_config.dtype != torch.bfloat16:
         cache_config.cache_dtype = "bfloat16"  # "auto" would be the model's dtype
-    if has_v4_attention(vllm_config.model_config) and vllm_config.parallel_config.worker_cls == VLLM_WORKER:
+    if has_v4_attention(vllm_config.model_config):
+        worker = vllm_config.parallel_config.worker_cls
+        if worker not in (VLLM_WORKER, V4_WORKER):  # vLLM's choice of a layer would stay what it is, without a word
+            raise ValueError(f"{versions.NAME}: DeepSeek-V4 needs vLLM's own worker class, {VLLM_WORKER}; got {worker}")
         vllm_config.parallel_config.worker_cls = V4_WORKER
     if speculative is not None and speculative.method == "mtp" and speculative.attention_backend is None:
         # the draft's layers are of the same kind, but vLLM would pick another backend for them

@@ -228,6 +228,10 @@ def test_on_a_gpu_a_worker_of_ours_builds_the_model(monkeypatch):
         plugin_config.settle(config)
         assert config.parallel_config.worker_cls == plugin_config.V4_WORKER
         assert config.cache_config.cache_dtype == settled
+    config = v4_config()
+    config.parallel_config.worker_cls = "another.Worker"
+    with pytest.raises(ValueError, match="needs vLLM's own worker class"):
+        plugin_config.settle(config)
     with pytest.raises(ValueError, match="--kv-cache-dtype must be one of auto, fp8, .*; got bfloat16"):
         plugin_config.settle(v4_config(cache_dtype="bfloat16"))
 

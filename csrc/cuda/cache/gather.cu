@@ -115,16 +115,18 @@ void cache_gather(const CacheGatherProblem& p, void* stream) {
 }
 
 MLA_KERNELS {
-  static std::vector<std::string> names;
-  static std::vector<KernelEntry> entries;
-  if (entries.empty()) {
-    names.reserve(kFormatCount);  // entries point to them
-    for (int format = 0; format < kFormatCount; ++format) {
-      names.push_back(std::string("cache_gather ") + kFormats[format]->name);
-      const auto kernel = choose(format, true, EveryFormat{});
-      entries.push_back({names.back().c_str(), reinterpret_cast<const void*>(kernel), kThreads, 0});
-    }
-  }
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> names;
+    for (const CacheFormat* format : kFormats) names.push_back(std::string("cache_gather ") + format->name);
+    return names;
+  }();
+  static const std::vector<KernelEntry> entries = [] {
+    std::vector<KernelEntry> entries;
+    for (int format = 0; format < kFormatCount; ++format)
+      entries.push_back(
+          {names[format].c_str(), reinterpret_cast<const void*>(choose(format, true, EveryFormat{})), kThreads, 0});
+    return entries;
+  }();
   return {entries.data(), static_cast<int>(entries.size())};
 }
 

@@ -191,18 +191,21 @@ void cache_write(const CacheWriteProblem& p, void* stream) {
 }
 
 MLA_KERNELS {
-  static std::vector<std::string> names;
-  static std::vector<KernelEntry> entries;
-  if (entries.empty()) {
-    names.reserve(2 * kFormatCount);  // entries point to them
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> names;
+    for (const char* source : {" from 16 bits", " from fp32"})
+      for (const CacheFormat* format : kFormats) names.push_back(std::string("cache_write ") + format->name + source);
+    return names;
+  }();
+  static const std::vector<KernelEntry> entries = [] {
+    std::vector<KernelEntry> entries;
     for (const Source source : {Source::bf16, Source::fp32})
       for (int format = 0; format < kFormatCount; ++format) {
-        const bool half = source != Source::fp32;
-        names.push_back(std::string("cache_write ") + kFormats[format]->name + (half ? " from 16 bits" : " from fp32"));
         const auto kernel = choose(format, source, true, EveryFormat{});
-        entries.push_back({names.back().c_str(), reinterpret_cast<const void*>(kernel), kThreads, 0});
+        entries.push_back({names[entries.size()].c_str(), reinterpret_cast<const void*>(kernel), kThreads, 0});
       }
-  }
+    return entries;
+  }();
   return {entries.data(), static_cast<int>(entries.size())};
 }
 
