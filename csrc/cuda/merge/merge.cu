@@ -4,6 +4,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/common/order.cuh"
+#include "cuda/common/warp.cuh"
 #include "cuda/ops.h"
 #include "mla/number.h"
 
@@ -19,16 +20,6 @@ __device__ __forceinline__ float widen(uint16_t x) { return bf16_to_float(x); }
 __device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
 __device__ __forceinline__ void narrow(float x, uint16_t* to) { *to = float_to_bf16(x); }
 
-__device__ __forceinline__ float warp_max(float x) {
-  for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-  return x;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
-  return x;
-}
-
 // How the parts of one row weigh: e^(lse_i - lse) = e^(lse_i - reference) * inverse.
 struct Weights {
   float reference;
@@ -43,11 +34,11 @@ __device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int p
   const float mine = lane < parts ? lse[lane * stride] : -INFINITY;
   float max_lse = mine;
   for (int i = lane + 32; i < parts; i += 32) max_lse = fmaxf(max_lse, lse[i * stride]);
-  max_lse = warp_max(max_lse);
+  max_lse = max_of_warp(max_lse);
   const float reference = max_lse == -INFINITY ? 0.0f : max_lse;  // -inf minus -inf would be NaN
   float total = expf(mine - reference);
   for (int i = lane + 32; i < parts; i += 32) total += expf(lse[i * stride] - reference);
-  total = warp_sum(total);
+  total = sum_of_warp(total);
   return {reference, total == 0.0f ? 0.0f : 1.0f / total, reference + logf(total), mine};
 }
 
@@ -189,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
     float max_logit = -INFINITY;
     for (int i = lane; i < parts; i += 32)
       max_logit = fmaxf(max_logit, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
-    max_logit = warp_max(max_logit);
+    max_logit = max_of_warp(max_logit);
     if (lane == 0) p.max_logits[token * p.max_token + head * p.max_head] = isnan(weights.lse) ? weights.lse : max_logit;
   }
 }

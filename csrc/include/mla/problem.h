@@ -64,8 +64,6 @@ struct AttentionProblem {
       lists[2];  // the main one and, where there is a second cache, the extra one; of one head_dim, f16 both or none
   int32_t list_count;
 
-  MLA_HOST_DEVICE int32_t head_dim() const { return tile == Tile::bf16_512 ? 512 : 576; }
-
   uint16_t* out;  // [tokens, heads, 512]
   int64_t out_token, out_head;
   float* lse;  // [tokens, heads], natural logarithm
@@ -78,6 +76,8 @@ struct AttentionProblem {
   bool whole_tokens;  // in a plan that the op makes: never cut a token
   float* workspace;   // on a GPU, see Workspace
   int32_t* arrivals;  // on a GPU: the counters in the workspace
+
+  MLA_HOST_DEVICE int32_t head_dim() const { return tile == Tile::bf16_512 ? 512 : 576; }
 };
 
 // Results over disjoint sets of slots, to be weighted by their lse: out = sum_i e^(lse_i - lse) out_i.

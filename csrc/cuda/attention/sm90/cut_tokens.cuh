@@ -16,6 +16,7 @@
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/order.cuh"
+#include "cuda/common/warp.cuh"
 #include "mla/number.h"
 #include "mla/problem.h"
 
@@ -107,15 +108,6 @@ struct alignas(16) PartResult {
   float max_score;  // to base 2
   uint32_t sums;    // shared address of the head's 512 sums
 };
-
-__device__ __forceinline__ float max_of_warp(float x) {
-  for (int distance = 16; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-  return x;
-}
-__device__ __forceinline__ float sum_of_warp(float x) {
-  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
-  return x;
-}
 
 __device__ __forceinline__ void add_weighted(float4& sum, float weight, float4 x) {
   sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/pairs.cuh"
 #include "mla/platform.h"
@@ -49,6 +50,23 @@ inline Rows rows_of(const AttentionProblem& p) {
       return Rows::any_512;
     default:
       return p.lists[0].cache.format.quantised() ? Rows::fp8_tensor_576 : Rows::bf16;
+  }
+}
+
+// Calls `use` with the rows of a problem as a compile-time constant.
+template <typename Use>
+void with_rows_of(const AttentionProblem& p, Use use) {
+  switch (rows_of(p)) {
+    case Rows::fp8_ds_mla:
+      return use(std::integral_constant<Rows, Rows::fp8_ds_mla>{});
+    case Rows::bf16:
+      return use(std::integral_constant<Rows, Rows::bf16>{});
+    case Rows::fp16:
+      return use(std::integral_constant<Rows, Rows::fp16>{});
+    case Rows::fp8_tensor_576:
+      return use(std::integral_constant<Rows, Rows::fp8_tensor_576>{});
+    case Rows::any_512:
+      return use(std::integral_constant<Rows, Rows::any_512>{});
   }
 }
 

@@ -7,7 +7,7 @@ namespace mla::cuda {
 namespace {
 
 using namespace sm90::many_heads;
-using sm90::Rows, sm90::rows_of;
+using sm90::Rows;
 
 static_assert(kHeads == kManyHeads && sm90::kTileTokens == kGpuTileSlots);
 
@@ -25,18 +25,7 @@ KernelEntry entry(const char* name) {
 }  // namespace
 
 void many_heads_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
-  switch (rows_of(p)) {
-    case Rows::fp8_ds_mla:
-      return run<Rows::fp8_ds_mla>(p, choice, stream);
-    case Rows::bf16:
-      return run<Rows::bf16>(p, choice, stream);
-    case Rows::fp16:
-      return run<Rows::fp16>(p, choice, stream);
-    case Rows::fp8_tensor_576:
-      return run<Rows::fp8_tensor_576>(p, choice, stream);
-    case Rows::any_512:
-      return run<Rows::any_512>(p, choice, stream);
-  }
+  sm90::with_rows_of(p, [&](auto rows) { run<rows.value>(p, choice, stream); });
 }
 
 MLA_KERNELS {
