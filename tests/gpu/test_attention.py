@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from gpu_checks import allowed_error, check, chosen_kernel
+from gpu_checks import check, chosen_kernel
 from mla_backend import flash_mla, library, reference
 from mla_backend.attention import workspace_floats
 from plans import CUT_FOR_CLUSTERS, UNCUT_TOKENS
@@ -313,7 +313,7 @@ def test_scores_that_grow_along_the_list(fmt, heads, largest):
         problem.cache[block : block + 1] = random_cache(fmt, 1, 16, 0.1 * 8 ** (block / 29))
     plan = mla_backend.plan(UNCUT_TOKENS, 700, workers=UNCUT_TOKENS, device="cuda")
     got = problem.to("cuda").solve(plan=plan, return_max_logits=largest)
-    assert_accurate(got, problem.oracle(), 0.8, score_error=8 * allowed_error(problem))
+    assert_accurate(got, problem.oracle(), 0.8, score_error=8 * score_error(problem.cache))
 
 
 @pytest.mark.parametrize("fmt", BASIC)
@@ -331,7 +331,7 @@ def test_scores_that_leap_within_a_tile(fmt, heads, begin):
     problem.indices = torch.randint(0, 15 * 16, problem.indices.shape, dtype=torch.int32)
     problem.indices[:, begin:] += 15 * 16
     got = problem.to("cuda").solve()
-    assert_accurate(got, problem.oracle(), 0.8, score_error=8 * allowed_error(problem))
+    assert_accurate(got, problem.oracle(), 0.8, score_error=8 * score_error(problem.cache))
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_nan_in_a_named_row_reaches_its_tokens_alone(fmt, part, heads):
     got, want = problem.to("cuda").solve(), problem.oracle()
     others = torch.arange(UNCUT_TOKENS) != 5
     assert got[0][5].isnan().all() and got[1][5].isnan().all() and got[2][5].isnan().all()
-    assert_accurate([a[others] for a in got], [a[others] for a in want], score_error=allowed_error(problem))
+    assert_accurate([a[others] for a in got], [a[others] for a in want], score_error=score_error(problem.cache))
 
 
 @pytest.mark.parametrize("fmt", BASIC)
@@ -374,7 +374,7 @@ def test_slots_outside_the_cache_are_skipped(bad):
     mixed = torch.full((2, 80), bad, dtype=torch.int32)
     mixed[:, ::2] = problem.indices
     got = problem.but(indices=mixed).to("cuda").solve()
-    assert_accurate(got, problem.oracle(), score_error=allowed_error(problem))
+    assert_accurate(got, problem.oracle(), score_error=score_error(problem.cache))
 
 
 @pytest.mark.parametrize("fmt", BASIC)
@@ -407,7 +407,7 @@ def test_strided_inputs_and_outputs(fmt, gap):
     lse = torch.full((5, 3), torch.nan, device="cuda").t()
     got = problem.but(q=q, cache=gaps[:, :block_size, :width], indices=indices[:, :33])
     results = got.solve(out=whole[..., gap : gap + 512], lse=lse)
-    assert_accurate(results, want, score_error=allowed_error(problem))
+    assert_accurate(results, want, score_error=score_error(problem.cache))
     assert whole[..., :gap].isnan().all() and whole[..., gap + 512 :].isnan().all()
 
 
@@ -421,7 +421,7 @@ def test_split_and_unsplit_agree(fmt, data):
     lengths = {"topk_length": problem.topk_length, "extra_topk_length": problem.extra_topk_length}
     for workers in (1, 2, 7, 264):
         plan = mla_backend.plan(tokens, topk, extra_topk=extra, workers=workers, device="cuda", **lengths)
-        assert_accurate(problem.solve(plan=plan), want, score_error=allowed_error(problem))
+        assert_accurate(problem.solve(plan=plan), want, score_error=score_error(problem.cache))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -451,7 +451,7 @@ def test_a_cache_of_more_than_2_to_the_31_elements(fmt):
         problem = random_problem(fmt, tokens=1, heads=heads, topk=5)
         want = problem.but(cache=small, indices=torch.arange(5, dtype=torch.int32).view(1, 5)).oracle()
         got = problem.to("cuda").but(cache=cache, indices=picked.int().view(1, 5).cuda()).solve()
-        assert_accurate(got, want, score_error=allowed_error(problem))
+        assert_accurate(got, want, score_error=score_error(problem.cache))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -511,7 +511,7 @@ def test_small_case_of_everything(fmt, shape):
     )
     check(held)
     plan = mla_backend.plan(tokens, topk, topk_length=on_gpu.topk_length, extra_topk=9, workers=7)
-    assert_accurate(on_gpu.solve(plan=plan), want, score_error=allowed_error(problem))
+    assert_accurate(on_gpu.solve(plan=plan), want, score_error=score_error(problem.cache))
     halves = [
         on_gpu.but(indices=half, topk_length=None, extra_cache=None, extra_indices=None, sink=None).solve()
         for half in on_gpu.indices.split(topk // 2 + 3, dim=1)
@@ -519,7 +519,7 @@ def test_small_case_of_everything(fmt, shape):
     outs = [h[0].float() if fmt == "fp16" else h[0] for h in halves]
     merged = mla_backend.merge_partials(outs, [h[1] for h in halves])
     plain = problem.but(topk_length=None, extra_cache=None, extra_indices=None, sink=None)
-    assert_accurate(merged, plain.oracle()[:2], score_error=allowed_error(problem))
+    assert_accurate(merged, plain.oracle()[:2], score_error=score_error(problem.cache))
     slots = torch.arange(5, device="cuda")
     rope = torch.randn(5, form.rope, device="cuda") if form.rope else None
     mla_backend.cache_write(torch.randn(5, form.latent, device="cuda"), rope, on_gpu.cache, slots)
