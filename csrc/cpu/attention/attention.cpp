@@ -64,7 +64,7 @@ PlanShape shape_of(const AttentionProblem& p) {
 
 }  // namespace
 
-void sparse_attention(const AttentionProblem& given) {
+void attention(const AttentionProblem& given) {
   AttentionProblem p = given;
   PlanShape shape = shape_of(p);
   std::vector<PlanRow> own_plan;

@@ -71,8 +71,8 @@ inline void load_q(const AttentionProblem& p, int token, int head_begin, int hea
     for (int lane = 0; lane < kLanes; ++lane) {
       // the last head again where there are no more: its results are never looked at
       const int head = head_begin + (v * kLanes + lane < heads ? v * kLanes + lane : heads - 1);
-      nope[lane] = p.q_nope + token * p.q_nope_token + head * p.q_nope_head;
-      rope[lane] = p.q_rope ? p.q_rope + token * p.q_rope_token + head * p.q_rope_head : nullptr;
+      nope[lane] = p.q_nope + p.offset(p.q_nope_strides, token, head);
+      rope[lane] = p.q_rope ? p.q_rope + p.offset(p.q_rope_strides, token, head) : nullptr;
     }
     for (int word = 0; word < words; ++word) {
       const int dim = word * Isa::kPack;
@@ -126,12 +126,12 @@ struct SlotWalk {
     tile.count = 0;
     for (;;) {
       const SlotList& from = p.lists[list];
-      const int32_t* slots = from.slots + token * from.stride;
       const bool scales_apart = from.cache.format.scales_at == ScalesAt::end_of_page;
       for (; at < end && tile.count < kTile; ++at) {
-        if (!from.cache.holds(slots[at])) continue;
-        if (scales_apart) tile.scales[tile.count] = from.cache.scales(slots[at]);
-        tile.rows[tile.count++] = from.cache.row(slots[at]);
+        const int64_t slot = from.slot(token, at);
+        if (!from.cache.holds(slot)) continue;
+        if (scales_apart) tile.scales[tile.count] = from.cache.scales(slot);
+        tile.rows[tile.count++] = from.cache.row(slot);
       }
       tile.format = &from.cache.format;
       if (tile.count > 0 || list + 1 >= p.list_count) return;
@@ -370,15 +370,15 @@ inline void finish_row(const AttentionProblem& p, int token, int head, const flo
   // e^lse / (e^lse + e^sink); an empty row's sum is 0 and stays so
   if (p.sink && lse > -__builtin_inff()) factor /= 1.0f + __builtin_expf(p.sink[head] - lse);
   factor *= p.value_scale;
-  uint16_t* out = p.out + token * p.out_token + head * p.out_head;
+  uint16_t* out = p.out + p.offset(p.out_strides, token, head);
   const bool f16 = Isa::kPack == 1 && p.tile == Tile::f16_576;
   for (int d = 0; d < kValueDim; d += kLanes) {
     const Floats value = load(sum + d) * factor;
     f16 ? store_f16(value, out + d) : store_bf16(value, out + d);
   }
-  p.lse[token * p.lse_token + head * p.lse_head] = lse;
+  p.lse[p.offset(p.lse_strides, token, head)] = lse;
   // comparisons leave NaN out, the sum of exponentials doesn't
-  if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = lse != lse ? lse : max_logit;
+  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = lse != lse ? lse : max_logit;
 }
 
 // Writes one head's result: to its place in the output, or as a partial result.

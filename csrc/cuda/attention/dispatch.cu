@@ -55,11 +55,10 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
         (cache.blocks * cache.block_stride + cache.block_size * cache.row_stride) / 16 >= UINT32_MAX)
       return false;
   }
-  const auto aligned = [](const uint16_t* base, int64_t token, int64_t head) {
-    return aligned16(base, 2 * token) && aligned16(base, 2 * head);
+  const auto aligned = [](const uint16_t* base, const RowStrides& strides) {
+    return aligned16(base, 2 * strides.token) && aligned16(base, 2 * strides.query) && aligned16(base, 2 * strides.head);
   };
-  return aligned(p.q_nope, p.q_nope_token, p.q_nope_head) && aligned(p.q_rope, p.q_rope_token, p.q_rope_head) &&
-         aligned(p.out, p.out_token, p.out_head);
+  return aligned(p.q_nope, p.q_nope_strides) && aligned(p.q_rope, p.q_rope_strides) && aligned(p.out, p.out_strides);
 }
 
 AttentionShape shape_of(const AttentionProblem& p) {
@@ -81,7 +80,7 @@ Device describe_device(int index) {
   return device;
 }
 
-void sparse_attention(const AttentionProblem& p, void* stream) {
+void attention(const AttentionProblem& p, void* stream) {
   Choice choice = choose(shape_of(p), describe_device(current_device()));
   if (selection == Selection::unclustered) choice.cluster = 1;
   switch (choice.kernel) {

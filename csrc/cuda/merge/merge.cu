@@ -170,18 +170,18 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
       }
     }
     const float scale = p.sink && weights.lse > -INFINITY ? 1.0f / (1.0f + expf(p.sink[head] - weights.lse)) : 1.0f;
-    uint16_t* out = p.out + token * p.out_token + head * p.out_head + 4 * lane;
+    uint16_t* out = p.out + p.offset(p.out_strides, token, head) + 4 * lane;
 #pragma unroll
     for (int k = 0; k < kQuarters; ++k)
       store_four(out + 4 * 32 * k, {sum[k].x * scale, sum[k].y * scale, sum[k].z * scale, sum[k].w * scale},
                  p.tile == Tile::f16_576);
-    if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
+    if (lane == 0) p.lse[p.offset(p.lse_strides, token, head)] = weights.lse;
     if (!p.max_logits) continue;
     float max_logit = -INFINITY;
     for (int i = lane; i < parts; i += 32)
       max_logit = fmaxf(max_logit, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
     max_logit = max_of_warp(max_logit);
-    if (lane == 0) p.max_logits[token * p.max_token + head * p.max_head] = isnan(weights.lse) ? weights.lse : max_logit;
+    if (lane == 0) p.max_logits[p.offset(p.max_strides, token, head)] = isnan(weights.lse) ? weights.lse : max_logit;
   }
 }
 

@@ -6,6 +6,7 @@
 namespace mla {
 
 constexpr int kMaxHeads = 256;           // query heads of attention
+constexpr int kMaxQueries = 64;          // of a request in dense attention
 constexpr int kMaxIndexHeads = 128;      // query heads of an indexer
 constexpr int kMaxMergeDim = 1024;       // values of a head that merge_partials takes
 constexpr int kMaxGpuWorkers = 65535;    // rows of a plan on a GPU: the second dimension of a grid

@@ -16,7 +16,7 @@ namespace mla {
   void op(const Problem&, void* stream); \
   }
 
-MLA_OP_ON_BOTH(sparse_attention, AttentionProblem)  // on a GPU with a plan and a workspace
+MLA_OP_ON_BOTH(attention, AttentionProblem)  // on a GPU with a plan and a workspace
 MLA_OP_ON_BOTH(make_plan, PlanProblem)
 MLA_OP_ON_BOTH(merge_partials, MergeProblem<float>)
 MLA_OP_ON_BOTH(merge_partials, MergeProblem<uint16_t>)

@@ -40,36 +40,57 @@ struct SlotArray {
   }
 };
 
-// The slots that each token attends to in one cache.
+// The slots that each token attends to in one cache: a list, or the pages of a sequence.
 struct SlotList {
   CacheView cache;
-  const int32_t* slots;  // [tokens, topk]
-  int64_t stride;        // from one token's slots to the next token's
-  int32_t topk;
-  const int32_t* length;  // [tokens] or null: only the first n count
+  const int32_t* entries;  // [tokens, topk] slots or, if paged, [tokens, topk / block_size] blocks
+  int64_t stride;          // from one token's entries to the next token's
+  int32_t topk;            // slots of a token
+  bool paged;
+  const int32_t* length;  // [tokens] or null: only the first n slots count
+
+  // Only entries of the first `length` slots are read: beyond them a page table may hold anything. The slot of a block
+  // outside the cache is outside, too, or -1.
+  MLA_HOST_DEVICE int64_t slot(int64_t token, int32_t i) const {
+    const int32_t* const own = entries + token * stride;
+    if (!paged) return own[i];
+    const uint32_t size = static_cast<uint32_t>(cache.block_size), page = static_cast<uint32_t>(i) / size;
+    const int32_t block = own[page];
+    return block < 0 ? -1 : block * cache.block_size + (static_cast<uint32_t>(i) - page * size);
+  }
 };
 
+// Where the rows of a token lie: the heads of its query, or of its queries. See AttentionProblem::offset().
+struct RowStrides {
+  int64_t token, query, head;
+};
+
+// Sparse attention has a query a token. In dense attention a token is a request: its queries share a list, and the heads
+// of all of them are the kernels' heads. If it is causal, the last query sees the whole list, the one before it one slot
+// less, and so on.
 struct AttentionProblem {
   int32_t tokens;
-  int32_t heads;
+  int32_t heads;        // of all queries of a token
+  int32_t query_heads;  // of one query
+  bool causal;
   Tile tile;               // of the first list's rows. Queries and outputs are f16 with Tile::f16_576, else bf16
   const uint16_t* q_nope;  // [tokens, heads, 512]
-  int64_t q_nope_token, q_nope_head;
+  RowStrides q_nope_strides;
   const uint16_t* q_rope;  // [tokens, heads, 64]; null with rows of 512
-  int64_t q_rope_token, q_rope_head;
+  RowStrides q_rope_strides;
   float scale;        // of scores, the caches' own (Scale::tensor) included
   float value_scale;  // of outputs: the caches' own, or 1
-  const float* sink;  // [heads] or null
+  const float* sink;  // [query_heads] or null
   SlotList
       lists[2];  // the main one and, where there is a second cache, the extra one; of one head_dim, f16 both or none
   int32_t list_count;
 
   uint16_t* out;  // [tokens, heads, 512]
-  int64_t out_token, out_head;
+  RowStrides out_strides;
   float* lse;  // [tokens, heads], natural logarithm
-  int64_t lse_token, lse_head;
+  RowStrides lse_strides;
   float* max_logits;  // [tokens, heads] or null
-  int64_t max_token, max_head;
+  RowStrides max_strides;
 
   const PlanRow* plan;  // null: the op makes one
   int32_t workers;
@@ -78,6 +99,15 @@ struct AttentionProblem {
   int32_t* arrivals;  // on a GPU: the counters in the workspace
 
   MLA_HOST_DEVICE int32_t head_dim() const { return tile == Tile::bf16_512 ? 512 : 576; }
+  MLA_HOST_DEVICE int64_t offset(const RowStrides& strides, int64_t token, int32_t head) const {
+    const int32_t query = query_of(head);
+    return token * strides.token + query * strides.query + (head - query * query_heads) * strides.head;
+  }
+  MLA_HOST_DEVICE int32_t query_of(int32_t head) const { return heads == query_heads ? 0 : head / query_heads; }
+  // How many of the token's last slots a head does not see.
+  MLA_HOST_DEVICE int32_t unseen(int32_t head) const {
+    return causal ? heads / query_heads - 1 - query_of(head) : 0;
+  }
 };
 
 // Results over disjoint sets of slots, to be weighted by their lse: out = sum_i e^(lse_i - lse) out_i.

@@ -39,8 +39,8 @@ struct Block {
       alignas(16) uint16_t piece[8] = {};
       if (head_begin + head < p.heads) {
         const uint16_t* from =
-            dim < kLatent ? p.q_nope + token * p.q_nope_token + (head_begin + head) * p.q_nope_head + dim
-                          : p.q_rope + token * p.q_rope_token + (head_begin + head) * p.q_rope_head + dim - kLatent;
+            dim < kLatent ? p.q_nope + p.offset(p.q_nope_strides, token, head_begin + head) + dim
+                          : p.q_rope + p.offset(p.q_rope_strides, token, head_begin + head) + dim - kLatent;
         if (reinterpret_cast<uintptr_t>(from) % 16 == 0)
           load_bytes<16, true>(from, piece);
         else
@@ -55,7 +55,7 @@ struct Block {
     bool found = false;
     if (threadIdx.x < kTile) {
       const int at = begin + threadIdx.x;
-      const int64_t slot = at < end ? list.slots[token * list.stride + at] : -1;
+      const int64_t slot = at < end ? list.slot(token, at) : -1;
       found = list.cache.holds(slot);
       s.row[threadIdx.x] = found ? list.cache.row(slot) : nullptr;
       s.scales[threadIdx.x] = found ? list.cache.scales(slot) : nullptr;
@@ -258,7 +258,7 @@ struct Block {
         const float first = total == 0.0f ? 0.0f : out[n][2 * half] * factor;
         const float second = total == 0.0f ? 0.0f : out[n][2 * half + 1] * factor;
         if (whole) {
-          uint16_t* to = p.out + token * p.out_token + head * p.out_head + dim;
+          uint16_t* to = p.out + p.offset(p.out_strides, token, head) + dim;
           to[0] = narrow(first), to[1] = narrow(second);
         } else {
           *reinterpret_cast<float2*>(partials.out + row * kValueDim + dim) = {first, second};
@@ -266,8 +266,8 @@ struct Block {
       }
       if (warp > 0 || lane % 4 > 0) continue;
       if (whole) {
-        p.lse[token * p.lse_token + head * p.lse_head] = lse;
-        if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = isnan(lse) ? lse : max_score;
+        p.lse[p.offset(p.lse_strides, token, head)] = lse;
+        if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = isnan(lse) ? lse : max_score;
       } else {
         partials.lse[row] = lse;
         partials.max_logits[row] = max_score;

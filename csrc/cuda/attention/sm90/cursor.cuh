@@ -52,9 +52,9 @@ struct EarlySlot {
     if (worker.token_begin >= worker.token_end || worker.row.tile_begin < 0 || at >= worker.tile_slots) return;
     const SlotList& from = worker.p.lists[0];
     const int64_t index = (int64_t{worker.row.tile_begin} + later) * worker.tile_slots + at;
-    if (index >= from.topk) return;
+    if (index >= from.topk || from.paged) return;
     token = worker.token_begin, tile = worker.row.tile_begin + later;
-    slot = load_now(from.slots + token * from.stride + index);
+    slot = load_now(from.entries + token * from.stride + index);
   }
 
  private:
@@ -83,7 +83,7 @@ struct TileRequest {
     const SlotList& from = cursor.worker.p.lists[slots.list];
     if (at < slots.count) {
       const bool known = slots.list == 0 && early.token == work.token && early.tile == cursor.tile;
-      slot = known ? early.slot : from.slots[work.token * from.stride + slots.begin + at];
+      slot = known ? early.slot : from.slot(work.token, slots.begin + at);
     }
     list = slots.list;
     token = cursor.tile == work.tile_begin ? work.token : kSameToken;

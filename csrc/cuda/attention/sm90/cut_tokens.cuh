@@ -146,7 +146,7 @@ __device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t 
   const float lse = merged.lse();
   float scale = merged.scale() * p.value_scale;
   if (p.sink && lse > -INFINITY) scale /= 1.0f + expf(p.sink[head] - lse);
-  uint16_t* out = p.out + token * p.out_token + head * p.out_head + 4 * lane;
+  uint16_t* out = p.out + p.offset(p.out_strides, token, head) + 4 * lane;
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) {
     if (!(quarters >> j & 1)) continue;
@@ -155,8 +155,8 @@ __device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t 
                                                                      pack<kNumber>(x.z * scale, x.w * scale)};
   }
   if (share.begin > 0 || !(quarters & 1) || lane > 0) return;
-  p.lse[token * p.lse_token + head * p.lse_head] = lse;
-  if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = isnan(lse) ? lse : merged.max_logit;
+  p.lse[p.offset(p.lse_strides, token, head)] = lse;
+  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = isnan(lse) ? lse : merged.max_logit;
 }
 
 constexpr int kEarlyParts = 8;

@@ -43,9 +43,9 @@ __device__ __forceinline__ void load_head(uint4 (&latent)[2], uint4& rope, const
                                           int head, int lane) {
   latent[0] = latent[1] = rope = {};
   if (head >= p.heads) return;
-  const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
+  const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + p.offset(p.q_nope_strides, token, head));
   latent[0] = nope[lane], latent[1] = nope[lane + 32];
-  if (lane < 8) rope = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane];
+  if (lane < 8) rope = reinterpret_cast<const uint4*>(p.q_rope + p.offset(p.q_rope_strides, token, head))[lane];
 }
 
 // The factors to base 2 of scores of heads 8 * j + 2 * (lane % 4) and the next, where heads are columns.
@@ -74,13 +74,13 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
       latent[i][0] = latent[i][1] = {};
       const int head = head_begin + first + kQueryWarps * i;
       if (head >= p.heads) continue;
-      const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + token * p.q_nope_token + head * p.q_nope_head);
+      const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + p.offset(p.q_nope_strides, token, head));
       latent[i][0] = nope[lane], latent[i][1] = nope[lane + 32];
     }
     // eight lanes have a head's rope
     const int rope_row = first + kQueryWarps * (lane / 8);
     if (const int head = head_begin + rope_row; kRoped && lane < 8 * kAtOnce && head < p.heads)
-      rope = reinterpret_cast<const uint4*>(p.q_rope + token * p.q_rope_token + head * p.q_rope_head)[lane % 8];
+      rope = reinterpret_cast<const uint4*>(p.q_rope + p.offset(p.q_rope_strides, token, head))[lane % 8];
     if (first == warp) wait_for_room();
     float rope_factor = 1.0f;
 #pragma unroll
@@ -120,10 +120,10 @@ __device__ __forceinline__ void ask_l2_for_queries(const AttentionProblem& p, in
   const int head = head_begin + warp * kWarpHeads + lane % kWarpHeads;
   if (head >= p.heads) return;
   const auto ask = [](const uint16_t* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); };
-  const uint16_t* nope = p.q_nope + token * p.q_nope_token + head * p.q_nope_head + lane / kWarpHeads * kLines * kLine;
+  const uint16_t* nope = p.q_nope + p.offset(p.q_nope_strides, token, head) + lane / kWarpHeads * kLines * kLine;
 #pragma unroll
   for (int i = 0; i < kLines; ++i) ask(nope + i * kLine);
-  if (kBlocks > kLatentBlocks && lane < kWarpHeads) ask(p.q_rope + token * p.q_rope_token + head * p.q_rope_head);
+  if (kBlocks > kLatentBlocks && lane < kWarpHeads) ask(p.q_rope + p.offset(p.q_rope_strides, token, head));
 }
 
 }  // namespace mla::cuda::sm90

@@ -40,8 +40,8 @@ __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t 
   factor *= p.value_scale;
   if (whole) {
     if (p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);
-    p.lse[token * p.lse_token + head * p.lse_head] = lse;
-    if (p.max_logits) p.max_logits[token * p.max_token + head * p.max_head] = max_logit;
+    p.lse[p.offset(p.lse_strides, token, head)] = lse;
+    if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit;
   } else {
     const Partials partials(p.workspace, p.workers, p.heads);
     const int64_t row = partials.row(partial, head);
@@ -56,7 +56,7 @@ template <Number kNumber>
 __device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t token, int head, bool whole,
                                           int64_t partial, const float* sums, float factor, int lane) {
   if (whole) {
-    uint16_t* out = p.out + token * p.out_token + head * p.out_head;
+    uint16_t* out = p.out + p.offset(p.out_strides, token, head);
 #pragma unroll
     for (int i = 0; i < kValueDim / 256; ++i) {
       float4 a = {}, b = {};

@@ -201,19 +201,19 @@ struct Consumer {
       store_tiles(heads + row * kGroupDims * 2 + (piece ^ (j / 8 & 1) ^ row % 8) * kPieceBytes, pairs);
     }
     __syncwarp();
-    uint16_t* to = p.out + token * p.out_token + group * kGroupDims + lane * 8;
+    uint16_t* to = p.out + group * kGroupDims + lane * 8;
     const int first = head_begin + warp * kWarpHeads;
 #pragma unroll 4
     for (int i = 0; i < kWarpHeads; ++i) {
       const uint4 piece = load_piece(heads + i * kGroupDims * 2 + (lane ^ i % 8) * kPieceBytes);
-      if (first + i < p.heads) *reinterpret_cast<uint4*>(to + (first + i) * p.out_head) = piece;
+      if (first + i < p.heads) *reinterpret_cast<uint4*>(to + p.offset(p.out_strides, token, first + i)) = piece;
     }
   }
 
   __device__ void write_zeros(int64_t token, int lane) {
-    uint16_t* to = p.out + token * p.out_token + group * kGroupDims + lane * 8;
+    uint16_t* to = p.out + group * kGroupDims + lane * 8;
     for (int head = head_begin + warp * kWarpHeads, i = 0; i < kWarpHeads && head < p.heads; ++i, ++head)
-      *reinterpret_cast<uint4*>(to + head * p.out_head) = {};
+      *reinterpret_cast<uint4*>(to + p.offset(p.out_strides, token, head)) = {};
   }
 
   __device__ void write_part(int64_t partial, int lane) {

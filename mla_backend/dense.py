@@ -1,0 +1,54 @@
+"""Dense attention: every query attends to its request's whole sequence, which a page table finds."""
+
+import torch
+from torch import Tensor
+
+from mla_backend.arguments import call, require_optional_tensors, require_tensors
+from mla_backend.attention import VALUE_DIM, plan, workspace_for
+from mla_backend.formats import format_number
+
+
+def dense_attention(
+    q: Tensor | tuple[Tensor, Tensor],
+    cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    cache_format: str | None = None,
+    cache_scale: float = 1.0,
+    plan: Tensor | None = None,
+    workspace: Tensor | None = None,
+    batch_invariant: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The queries of each request attend to the request's whole sequence. All of them read its cache once.
+
+    Args:
+        q: bf16 (fp16 with a cache of that) `[B, S, H, head_dim]`: S queries of each of B requests. head_dim is 576, or
+            512 for rows without rope of their own. 576 also as the pair `(q_nope [B, S, H, 512], q_rope
+            [B, S, H, 64])`. S is at most 64, H 1 to 256. Any strides whose last is 1.
+        cache: `[blocks, block_size, width]` of a format in `FORMATS`; a dimension of 1 before the last is accepted.
+            Blocks and rows may be strided.
+        block_table: int32 `[B, max_blocks]`, the blocks of each request's sequence in their order. Entries beyond a
+            sequence's end are never read. Positions in a block outside the cache are skipped.
+        lengths: int32 `[B]`, the tokens of each sequence. Below 0 is 0; a sequence ends where its row of block_table
+            does.
+        scale: what scores are multiplied with before the softmax; a finite number.
+        causal: a request's last query sees the whole sequence, the one before it one token less, and so on.
+        cache_format: the cache's format, a name in `FORMATS`. Needed where its dtype and width leave more than one.
+        cache_scale: the scale of fp8_tensor_576 caches; not 0.
+        plan: what `dense_plan()` returned for these lengths. Made here if left out.
+        workspace: on a GPU, memory for partial results, as for `sparse_attention`; of `workspace_floats(workers,
+            S * H)` fp32 numbers. Made here if left out.
+        batch_invariant: give a request the same bits whatever else is in the batch, by never cutting its sequence.
+            With a plan of your own, make the plan so.
+        out, lse: where to write, `[B, S, H, 512]` of q's dtype and fp32 `[B, H, S]`, of any strides (out's last is 1).
+
+    Returns:
+        out `[B, S, H, 512]` and lse fp32 `[B, H, S]`, the natural logarithm of the sum of exponentials. A query with
+        nothing to attend to gives 0 and -inf.
+    """
+    raise NotImplementedError
