@@ -15,6 +15,7 @@ __all__ = [
     "cache_gather",
     "cache_write",
     "convert_indices",
+    "dense_attention",
     "flash_mla",
     "format_of",
     "index_scores",
@@ -31,6 +32,7 @@ try:
     from mla_backend import flash_mla, library, reference
     from mla_backend.attention import merge_partials, plan, sparse_attention
     from mla_backend.cache import cache_gather, cache_write, convert_indices
+    from mla_backend.dense import dense_attention
     from mla_backend.formats import FORMATS, CacheFormat, format_of
     from mla_backend.index import index_scores, select_top
     from mla_backend.keys import KEY_FORMATS, KeyFormat, write_keys

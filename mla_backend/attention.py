@@ -11,6 +11,7 @@ from mla_backend.formats import FORMATS, format_number
 
 VALUE_DIM = FORMATS["bf16"].value_dim
 PLAN_COLUMNS = 8
+MAX_SLOTS = 2**31 - 1
 _ABOUT = library.about()
 
 
@@ -66,14 +67,7 @@ def sparse_attention(
         out `[T, H, 512]` and lse fp32 `[T, H]`, the natural logarithm of the sum of exponentials; with
         `return_max_logits` also fp32 `[T, H]`. A row with nothing to attend to gives 0, -inf and -inf.
     """
-    q_rope = None
-    if isinstance(q, (tuple, list)):
-        if len(q) != 2:
-            raise ValueError(f"q must be a tensor [T, H, 576] or a pair (q_nope, q_rope); got {len(q)} tensors")
-        q, q_rope = q
-        require_tensors(q_nope=q, q_rope=q_rope)
-    elif not isinstance(q, Tensor):
-        require_tensors(q=q)
+    q, q_rope = query_parts(q)
     rows = q.shape[:2]
     if out is None:
         out = torch.empty((*rows, VALUE_DIM), dtype=q.dtype, device=q.device)
@@ -88,9 +82,7 @@ def sparse_attention(
         if plan is None and q.dim() == 3 and all(x.dim() == 2 for x in lists):
             plan = _own_plan(q, indices, topk_length, extra_indices, extra_topk_length, batch_invariant)
         if workspace is None and plan is not None and q.dim() == 3 and plan.dim() == 2:
-            workers, heads = plan.shape[0], q.shape[1]
-            workspace = torch.empty(workspace_floats(workers, heads), dtype=torch.float32, device=q.device)
-            workspace[-workers * heads * _ABOUT["workspace_counters"] :].zero_()
+            workspace = new_workspace(plan.shape[0], q.shape[1], q.device)
     call(
         torch.ops.mla_backend.sparse_attention.default,
         q,
@@ -114,6 +106,24 @@ def sparse_attention(
         max_logits,
     )
     return (out, lse, max_logits) if return_max_logits else (out, lse)
+
+
+def query_parts(q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Queries as the ops take them: one tensor and None, or the latent and the rope part."""
+    if not isinstance(q, (tuple, list)):
+        require_tensors(q=q)
+        return q, None
+    if len(q) != 2:
+        raise ValueError(f"q must be a tensor or a pair (q_nope, q_rope); got {len(q)} tensors")
+    require_tensors(q_nope=q[0], q_rope=q[1])
+    return q[0], q[1]
+
+
+def new_workspace(workers: int, num_heads: int, device: torch.device) -> Tensor:
+    """A workspace for a plan of so many workers, ready for its first use."""
+    workspace = torch.empty(workspace_floats(workers, num_heads), dtype=torch.float32, device=device)
+    workspace[workspace.shape[0] - workers * num_heads * _ABOUT["workspace_counters"] :].zero_()
+    return workspace
 
 
 def workspace_floats(workers: int, num_heads: int) -> int:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from mla_backend.arguments import call, require_optional_tensors, require_tensors
-from mla_backend.attention import VALUE_DIM, plan, workspace_for
+from mla_backend import attention
+from mla_backend.arguments import call, named, require_optional_tensors, require_tensors
 from mla_backend.formats import format_number
 
 
@@ -40,7 +40,8 @@ def dense_attention(
         causal: a request's last query sees the whole sequence, the one before it one token less, and so on.
         cache_format: the cache's format, a name in `FORMATS`. Needed where its dtype and width leave more than one.
         cache_scale: the scale of fp8_tensor_576 caches; not 0.
-        plan: what `dense_plan()` returned for these lengths. Made here if left out.
+        plan: what `plan(B, max_blocks * block_size, topk_length=lengths, num_heads=S * H)` returned. Made here if left
+            out.
         workspace: on a GPU, memory for partial results, as for `sparse_attention`; of `workspace_floats(workers,
             S * H)` fp32 numbers. Made here if left out.
         batch_invariant: give a request the same bits whatever else is in the batch, by never cutting its sequence.
@@ -51,4 +52,44 @@ def dense_attention(
         out `[B, S, H, 512]` and lse fp32 `[B, H, S]`, the natural logarithm of the sum of exponentials. A query with
         nothing to attend to gives 0 and -inf.
     """
-    raise NotImplementedError
+    require_tensors(cache=cache, block_table=block_table, lengths=lengths)
+    require_optional_tensors(plan=plan)
+    q, q_rope = attention.query_parts(q)
+    requests = q.shape[:-1]
+    if out is None:
+        out = torch.empty((*requests, attention.VALUE_DIM), dtype=q.dtype, device=q.device)
+    if lse is None:  # [B, H, S], of which the kernels write [B, S, H]
+        lse = torch.empty(requests, dtype=torch.float32, device=q.device).transpose(-1, -2)
+    if q.is_cuda and q.dim() == 4 and block_table.dim() == 2 and cache.dim() >= 3:  # else the op refuses
+        rows = q.shape[1] * q.shape[2]
+        if plan is None:
+            slots = min(block_table.shape[1] * cache.shape[1], attention.MAX_SLOTS)
+            with named(topk_length="lengths"):
+                plan = attention.plan(
+                    q.shape[0],
+                    slots,
+                    topk_length=lengths,
+                    num_heads=max(rows, 1),
+                    device=q.device,
+                    batch_invariant=batch_invariant,
+                )
+        if workspace is None and plan.dim() == 2:
+            workspace = attention.new_workspace(plan.shape[0], rows, q.device)
+    call(
+        torch.ops.mla_backend.dense_attention.default,
+        q,
+        q_rope,
+        cache,
+        block_table,
+        lengths,
+        scale,
+        causal,
+        format_number(cache_format, "cache_format"),
+        cache_scale,
+        plan,
+        workspace,
+        batch_invariant,
+        out,
+        lse,
+    )
+    return out, lse
