@@ -36,7 +36,7 @@ RowStrides strides_of(const Tensor& rows) {
   return {rows.stride(0), queries ? rows.stride(1) : 0, rows.stride(queries ? 2 : 1)};
 }
 
-ScalarType number_of(const CacheFormat& format) {
+ScalarType dtype_of(const CacheFormat& format) {
   return format.code == Code::f16 ? ScalarType::Half : ScalarType::BFloat16;
 }
 
@@ -48,9 +48,9 @@ AttentionProblem problem_of(const Tensor& q, const OptionalTensor& q_rope, bool 
   if (q_rope && rope == 0) reject("q", "one tensor with " + std::string(format.name) + " rows", "a pair");
   const int64_t dim = q_rope ? kLatent : format.head_dim();
   if (has_queries)
-    expect(q, q_name, {number_of(format)}, {{"B"}, {"S"}, {"H"}, dim}, q);
+    expect(q, q_name, {dtype_of(format)}, {{"B"}, {"S"}, {"H"}, dim}, q);
   else
-    expect(q, q_name, {number_of(format)}, {{"T"}, {"H"}, dim}, q);
+    expect(q, q_name, {dtype_of(format)}, {{"T"}, {"H"}, dim}, q);
   const int64_t tokens = q.size(0), queries = has_queries ? q.size(1) : 1, heads = q.size(has_queries ? 2 : 1);
   if (heads < 1 || heads > kMaxHeads) reject(q_name, "of 1 to " + std::to_string(kMaxHeads) + " heads", describe(q));
   if (queries > kMaxQueries)
@@ -64,9 +64,9 @@ AttentionProblem problem_of(const Tensor& q, const OptionalTensor& q_rope, bool 
   p.q_nope = data<const uint16_t>(q), p.q_nope_strides = strides_of(q);
   if (q_rope) {
     if (has_queries)
-      expect(*q_rope, "q_rope", {number_of(format)}, {{"B", tokens}, {"S", queries}, {"H", heads}, rope}, q);
+      expect(*q_rope, "q_rope", {dtype_of(format)}, {{"B", tokens}, {"S", queries}, {"H", heads}, rope}, q);
     else
-      expect(*q_rope, "q_rope", {number_of(format)}, {{"T", tokens}, {"H", heads}, rope}, q);
+      expect(*q_rope, "q_rope", {dtype_of(format)}, {{"T", tokens}, {"H", heads}, rope}, q);
     p.q_rope = data<const uint16_t>(*q_rope), p.q_rope_strides = strides_of(*q_rope);
   } else if (rope > 0) {
     p.q_rope = p.q_nope + kLatent, p.q_rope_strides = p.q_nope_strides;
@@ -136,7 +136,7 @@ MLA_OP(sparse_attention,
     p.list_count = 2;
   }
 
-  expect(out, "out", {number_of(format)}, {{"T", tokens}, {"H", heads}, kValueDim}, q);
+  expect(out, "out", {dtype_of(format)}, {{"T", tokens}, {"H", heads}, kValueDim}, q);
   p.out = data<uint16_t>(out), p.out_strides = strides_of(out);
   expect(lse, "lse", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
   p.lse = data<float>(lse), p.lse_strides = strides_of(lse);
@@ -164,7 +164,7 @@ MLA_OP(dense_attention,
   p.causal = causal;
   p.lists[0] = expect_pages(view, block_table, lengths, requests, q);
   p.list_count = 1;
-  expect(out, "out", {number_of(view.format)}, {{"B", requests}, {"S", queries}, {"H", heads}, kValueDim}, q);
+  expect(out, "out", {dtype_of(view.format)}, {{"B", requests}, {"S", queries}, {"H", heads}, kValueDim}, q);
   p.out = data<uint16_t>(out), p.out_strides = strides_of(out);
   expect(lse, "lse", {ScalarType::Float}, {{"B", requests}, {"H", heads}, {"S", queries}}, q, Strides::any);
   p.lse = data<float>(lse), p.lse_strides = {lse.stride(0), lse.stride(2), lse.stride(1)};
