@@ -70,6 +70,16 @@ struct Worker {
     return w;
   }
 
+  // The first tile of a token that not all heads see to its end; none in a token whose heads see all.
+  __device__ int first_hidden_tile(const TokenWork& w) const {
+    const int most = p.most_unseen();
+    return most == 0 ? INT32_MAX : max(w.main_length - most, 0) / tile_slots;
+  }
+  // How many slots of a tile a head sees.
+  __device__ int seen_of_tile(const TokenWork& w, int tile, int head) const {
+    return w.main_length - p.unseen(head) - tile * tile_slots;
+  }
+
   // Of all its tokens together; every lane of a warp calls this.
   __device__ int tiles(int lane) const {
     int sum = 0;

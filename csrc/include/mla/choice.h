@@ -76,6 +76,20 @@ inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t he
   return {heads_per_block, 0};
 }
 
+// Whether the lists are so long that even parts of so few tokens take longer than cuts that follow the load. A cluster
+// for each token leaves multiprocessors idle, and reads rows once for each 8 or 16 heads; cuts have a second merge, in
+// the workspace. Times are of a tile of 64 rows and of the rest, in us.
+inline bool too_long_to_spread(const Device& device, int64_t tokens, int32_t heads, int64_t token_tiles,
+                               const Spread& spread) {
+  constexpr double kFewTile = 1.3, kFewRest = 8, kManyTile = 2.3, kManyRest = 12;
+  const bool few = heads <= 16;
+  const int64_t blocks = few ? 1 : blocks_for(heads, kManyHeads), workers = device.processors / blocks;
+  if (workers == 0) return false;
+  const double spread_time = kFewTile * static_cast<double>((token_tiles + spread.parts - 1) / spread.parts);
+  const double tiles = static_cast<double>(tokens * token_tiles) / static_cast<double>(workers);
+  return spread_time > (few ? kFewTile : kManyTile) * tiles + (few ? kFewRest : kManyRest);
+}
+
 // If the plan cuts every token into the same number of parts, a cluster has a block for each part of a token. Otherwise
 // it has 8 blocks, which merge more in shared memory, or 2 where 8 would not let all busy workers run at once. Versus 8
 // always: b 32 28.8 us (46.9), b 128 66.8 (125.5), because too many clusters run in two waves.
@@ -94,7 +108,10 @@ inline int32_t cluster_for(const Device& device, const AttentionShape& shape, in
 inline Choice choose(const AttentionShape& shape, const Device& device) {
   constexpr int64_t kManyTokens = INT32_MAX;
   const int64_t tokens = shape.whole_tokens ? kManyTokens : shape.tokens;
-  const Spread spread = spread_few_tokens(device, tokens, shape.heads, shape.token_tiles);
+  Spread spread = spread_few_tokens(device, tokens, shape.heads, shape.token_tiles);
+  const bool long_lists =
+      spread.parts > 0 && too_long_to_spread(device, tokens, shape.heads, shape.token_tiles, spread);
+  if (long_lists) spread = {shape.heads <= 8 ? 8 : 16, 0};
 
   Choice choice{Choice::portable, kPortableHeads, 0, shape.workers, 1};
   if (device.hopper_kernels && shape.suits_hopper_kernels) {
@@ -115,8 +132,11 @@ inline Choice choose(const AttentionShape& shape, const Device& device) {
     }
   }
   if (choice.workers == 0) {
-    const int64_t at_once =
+    int64_t at_once =
         int64_t{device.processors} * (choice.kernel == Choice::portable ? kPortableBlocksPerProcessor : 1);
+    // clusters of 8 leave a merge in the workspace an eighth of the parts
+    if (long_lists && choice.kernel == Choice::few_heads && device.clusters[8] > 0)
+      at_once = std::min<int64_t>(at_once, 8 * device.clusters[8]);
     const int64_t workers = at_once / blocks_for(shape.heads, choice.heads_per_block);
     choice.workers = static_cast<int32_t>(choice.parts ? tokens * choice.parts : std::max<int64_t>(workers, 1));
   }

@@ -49,14 +49,14 @@ struct SlotList {
   bool paged;
   const int32_t* length;  // [tokens] or null: only the first n slots count
 
-  // Only entries of the first `length` slots are read: beyond them a page table may hold anything. The slot of a block
-  // outside the cache is outside, too, or -1.
+  // Only entries of the first `length` slots are read: beyond them a page table may hold anything.
   MLA_HOST_DEVICE int64_t slot(int64_t token, int32_t i) const {
     const int32_t* const own = entries + token * stride;
     if (!paged) return own[i];
     const uint32_t size = static_cast<uint32_t>(cache.block_size), page = static_cast<uint32_t>(i) / size;
     const int32_t block = own[page];
-    return block < 0 ? -1 : block * cache.block_size + (static_cast<uint32_t>(i) - page * size);
+    if (block < 0 || block >= cache.blocks) return -1;
+    return block * cache.block_size + (static_cast<uint32_t>(i) - page * size);
   }
 };
 
@@ -104,9 +104,10 @@ struct AttentionProblem {
     return token * strides.token + query * strides.query + (head - query * query_heads) * strides.head;
   }
   MLA_HOST_DEVICE int32_t query_of(int32_t head) const { return heads == query_heads ? 0 : head / query_heads; }
-  // How many of the token's last slots a head does not see.
-  MLA_HOST_DEVICE int32_t unseen(int32_t head) const {
-    return causal ? heads / query_heads - 1 - query_of(head) : 0;
+  // How many of the token's last slots a head does not see, and how many the first query's heads don't.
+  MLA_HOST_DEVICE int32_t unseen(int32_t head) const { return most_unseen() - (causal ? query_of(head) : 0); }
+  MLA_HOST_DEVICE int32_t most_unseen() const {
+    return causal && heads != query_heads ? heads / query_heads - 1 : 0;
   }
 };
 

@@ -102,6 +102,18 @@ struct Consumer {
     }
   }
 
+  // Heads of earlier queries see less of a token's last tiles.
+  __device__ void hide_later_slots(const Worker& worker, int token, int tile) {
+    const TokenWork work = worker.work(token);
+    const int slot = warp * 16 + lane / 4;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      const int seen = worker.seen_of_tile(work, work.tile_begin + tile, head_begin + head(c)), i = c / 2 * 4 + c % 2;
+      if (slot >= seen) score[i] = -INFINITY;
+      if (slot + 8 >= seen) score[i + 2] = -INFINITY;
+    }
+  }
+
   // A warpgroup's first tile of a token raises the reference from nothing, so there is no vote.
   __device__ void softmax(bool first) {
     float weight[kSums];
@@ -363,6 +375,7 @@ struct Consumer {
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int tiles = work.tile_end - work.tile_begin;
+      const int hidden_from = worker.first_hidden_tile(work) - work.tile_begin;
       if (tiles > 0) {
         const int own_tiles = (tiles + (ordinal % 2 == group)) / 2, query = tokens % Own::kQueries;
         wait(s.q_full[query], tokens / Own::kQueries % 2);
@@ -374,6 +387,7 @@ struct Consumer {
           publish_to_wgmma();
           rows.compute_scores(score, s.rows, stage, query, s.q_scale[query]);
           if (i == own_tiles - 1) arrive_as_warp(s.q_empty[query]);
+          if (static_cast<int>(tile - ordinal) >= hidden_from) hide_later_slots(worker, token, tile - ordinal);
           wait(s.weights_free[group], visits % 2 ^ 1);
           softmax(i == 0);
           add_values(stage, tile == ordinal + tiles - 1);

@@ -203,10 +203,12 @@ struct Consumer {
     __syncwarp();
     uint16_t* to = p.out + group * kGroupDims + lane * 8;
     const int first = head_begin + warp * kWarpHeads;
+    const int64_t offset = p.offset(p.out_strides, token, first + lane % kWarpHeads);
 #pragma unroll 4
     for (int i = 0; i < kWarpHeads; ++i) {
       const uint4 piece = load_piece(heads + i * kGroupDims * 2 + (lane ^ i % 8) * kPieceBytes);
-      if (first + i < p.heads) *reinterpret_cast<uint4*>(to + p.offset(p.out_strides, token, first + i)) = piece;
+      const int64_t own = __shfl_sync(~0u, offset, i);
+      if (first + i < p.heads) *reinterpret_cast<uint4*>(to + own) = piece;
     }
   }
 
@@ -330,8 +332,8 @@ struct Scorer : Consumer<kRows> {
     }
   }
 
-  // Scores become weights.
-  __device__ void softmax(float (&score)[kScores], int stage, float (&by)[2]) {
+  // Scores become weights. A head sees only the first `seen` slots of the tile.
+  __device__ void softmax(float (&score)[kScores], int stage, const int (&seen)[2], float (&by)[2]) {
     float top[2] = {kLowest, kLowest};
     float back[kScaled ? kScores / 2 : 1];  // 2^-bias
 #pragma unroll
@@ -350,9 +352,9 @@ struct Scorer : Consumer<kRows> {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& own = score[4 * j + 2 * h + c];
-          own = own * (q_scale[h] * scale) + bias;
+          own = token < seen[h] ? own * (q_scale[h] * scale) + bias : -INFINITY;
           top[h] = fmaxf(top[h], own);
-          if (kMaxLogits && bias > -INFINITY) max_score[h] = fmaxf(max_score[h], own - bias);
+          if (kMaxLogits && bias > -INFINITY && token < seen[h]) max_score[h] = fmaxf(max_score[h], own - bias);
         }
       }
     move_reference(top, by);
@@ -373,11 +375,19 @@ struct Scorer : Consumer<kRows> {
     for (int step = 0; step < kSteps; ++step) store_tiles(this->weights_address(step), weights[step]);
   }
 
+  // How many slots of a tile the lane's heads see; `left` tiles of the token are left, with this one.
+  __device__ void find_seen(const Worker& worker, int token, int left, int (&seen)[2]) const {
+    const TokenWork work = worker.work(token);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) seen[h] = worker.seen_of_tile(work, work.tile_end - left, head_begin + head(h));
+  }
+
   __device__ void run(const Worker& worker) {
     int tile = 0, tokens = 0;
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int end = tile + work.tile_end - work.tile_begin;
+      const int hidden_tiles = work.tile_end - worker.first_hidden_tile(work);  // at the end
       this->clear();
 #pragma unroll
       for (int h = 0; h < 2; ++h) reference[h] = max_score[h] = kLowest, total[h] = 0.0f;
@@ -391,14 +401,16 @@ struct Scorer : Consumer<kRows> {
         float score[kScores], by[2];
         wait(s.full[stage], tile / kStages % 2);
         if constexpr (!kScaled) publish_to_wgmma();
-        const bool is_plain = plain(stage);
+        const bool hides = end - tile <= hidden_tiles, is_plain = plain(stage) && !hides;
         compute_scores(score, stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
         uint32_t weights[kSteps][4];
         if (is_plain) {
           softmax_of_plain(score, weights, by);
         } else {
-          softmax(score, stage, by);
+          int seen[2] = {kTileTokens, kTileTokens};
+          if (hides) find_seen(worker, token, end - tile, seen);
+          softmax(score, stage, seen, by);
           pack_weights(weights, score);
         }
         wait(s.weights_empty, tile % 2 ^ 1);
