@@ -302,8 +302,8 @@ def dense_attention(
     """Every query attends to its request's sequence; if causal, the last query to all of it, the one before it to one
     token less, and so on.
 
-    q `[B, S, H, head_dim]`, cache `[blocks, block_size, ...]`, block_table int32 `[B, max_blocks]`, lengths int32 `[B]`.
-    Returns in float64 out `[B, S, H, 512]` and lse `[B, H, S]` (natural logarithm).
+    q `[B, S, H, head_dim]`, cache `[blocks, block_size, ...]`, block_table int32 `[B, max_blocks]`, lengths int32
+    `[B]`. Returns in float64 out `[B, S, H, 512]` and lse `[B, H, S]` (natural logarithm).
     """
     requests, queries, heads, _ = q.shape
     out = torch.zeros(requests, queries, heads, LATENT, dtype=torch.float64, device=q.device)
