@@ -4,6 +4,8 @@ The package's functions, with their arguments and conventions, over this package
 for any number of heads, and with any cache of `mla_backend.FORMATS` where the package insists on FP8. `out` and
 `base2_lse` are additions.
 
+`flash_mla_with_kvcache_fp8` and `get_mla_metadata_dense_fp8` are vLLM's additions to the package.
+
 How it differs from `mla_backend.sparse_attention`: requests and their tokens have a dimension each, the lse of a row
 with nothing to attend to is +inf, and lse is [b, h, s_q].
 """
@@ -18,8 +20,8 @@ from torch import Tensor
 
 from mla_backend import attention
 from mla_backend.arguments import named, require_count, require_optional_tensors, require_tensors
-from mla_backend.cache import convert_indices
-from mla_backend.formats import CacheFormat, format_of
+from mla_backend.dense import dense_attention
+from mla_backend.formats import FORMATS, CacheFormat, format_of
 
 HEAD_DIM_V = attention.VALUE_DIM
 DECODE_NAMES = {
@@ -28,8 +30,9 @@ DECODE_NAMES = {
     "scale": "softmax_scale",
     "extra_cache": "extra_k_cache",
     "extra_indices": "extra_indices_in_kvcache",
+    "lengths": "cache_seqlens",
 }
-"""The arguments of `sparse_attention` as `flash_mla_with_kvcache` calls them."""
+"""The arguments of `sparse_attention` and `dense_attention` as `flash_mla_with_kvcache` calls them."""
 
 
 @dataclass
@@ -73,7 +76,7 @@ def get_mla_metadata(
     call to `flash_mla_with_kvcache` fills it. So does this function, with no arguments or any.
 
     The exception are the arguments of the package's version of September 2025, in their order or by name:
-    cache_seqlens int32 `[b]`, num_q_tokens_per_head_k (s_q * num_heads_q // num_heads_k), num_heads_k=1, and for sparse
+    cache_seqlens int32 `[b]`, num_q_tokens_per_head_k (s_q * num_heads_q // num_heads_k), num_heads_k, and for sparse
     attention num_heads_q, is_fp8_kvcache and topk. Its callers copy both results into tensors of their own. They get
     the plan, int32 `[parts, 8]`, and int32 `[b + 1]`, the number of parts of all requests before each one.
 
@@ -106,32 +109,32 @@ def _metadata_of_september_2025(
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     require_count("num_q_tokens_per_head_k", num_q_tokens_per_head_k, at_least=1)
-    _require_one_kv_head("num_heads_k", num_heads_k)
+    require_count("num_heads_k", num_heads_k, at_least=1)
     if cache_seqlens.dim() != 1:
         raise ValueError(f"cache_seqlens must be int32 [b]; got {list(cache_seqlens.shape)}")
-    if num_heads_q is None:
-        num_heads_q = num_q_tokens_per_head_k  # in attention over whole sequences the plan is not used
+    requests = cache_seqlens.shape[0]
+    if topk is None:
+        with named(topk_length="cache_seqlens"):
+            table = attention.plan(
+                requests,
+                attention.MAX_SLOTS,
+                topk_length=cache_seqlens,
+                num_heads=num_q_tokens_per_head_k,
+                batch_invariant=batch_invariant,
+            )
+        table.made_for = requests, topk, batch_invariant
+        return table, _splits_before(table, requests, 1)
+    _require_one_kv_head("num_heads_k", num_heads_k)
     require_count("num_heads_q", num_heads_q, at_least=1)
     if num_q_tokens_per_head_k % num_heads_q:
         raise ValueError(
             f"num_q_tokens_per_head_k must be a multiple of num_heads_q ({num_heads_q}); got {num_q_tokens_per_head_k}"
         )
-    requests, s_q = cache_seqlens.shape[0], num_q_tokens_per_head_k // num_heads_q
+    s_q = num_q_tokens_per_head_k // num_heads_q
     tokens = requests * s_q
-    if topk is None:
-        longest = torch.iinfo(torch.int32).max
-        with named(topk_length="cache_seqlens"):
-            table = attention.plan(
-                tokens,
-                longest,
-                topk_length=cache_seqlens.repeat_interleave(s_q),
-                num_heads=num_heads_q,
-                batch_invariant=batch_invariant,
-            )
-    else:
-        table = attention.plan(
-            tokens, topk, num_heads=num_heads_q, device=cache_seqlens.device, batch_invariant=batch_invariant
-        )
+    table = attention.plan(
+        tokens, topk, num_heads=num_heads_q, device=cache_seqlens.device, batch_invariant=batch_invariant
+    )
     table.made_for = tokens, topk, batch_invariant  # a call uses the table only if it agrees with all of these
     return table, _splits_before(table, requests, s_q)
 
@@ -171,9 +174,10 @@ def flash_mla_with_kvcache(
     """Attention of s_q query tokens a request over a paged cache: sparse with `indices`, else over whole sequences.
 
     Args:
-        q: bf16 `[b, s_q, h_q, head_dim]`, of the cache's head_dim.
+        q: bf16 (fp16 with a cache of that) `[b, s_q, h_q, head_dim]`, of the cache's head_dim.
         k_cache: `[blocks, block_size, 1, width]`. The package's own are 656 bytes wide (head_dim 576) or 584 bytes
-            (head_dim 512, blocks padded to a multiple of 576 bytes); bf16 ones are 576 or 512 wide.
+            (head_dim 512, blocks padded to a multiple of 576 bytes); bf16 ones are 576 or 512 wide. Without indices
+            `[blocks, block_size, h_k, width]`: each KV head serves h_q // h_k query heads, one after the other.
         block_table, cache_seqlens: int32 `[b, max_blocks]` and `[b]`, for attention over whole sequences.
         head_dim_v: 512.
         tile_scheduler_metadata, num_splits: what `get_mla_metadata` returned.
@@ -202,49 +206,162 @@ def flash_mla_with_kvcache(
     }
     require_tensors(q=q, k_cache=k_cache)
     require_optional_tensors(indices=indices, out=out, **sparse_only)
-    _require_queries(q, out, _require_paged("k_cache", k_cache, is_fp8_kvcache))
+    dense = indices is None
+    _require_queries(q, out, _require_paged("k_cache", k_cache, is_fp8_kvcache, any_kv_heads=dense), k_cache.shape[2])
     if extra_k_cache is not None:
         _require_paged("extra_k_cache", extra_k_cache, is_fp8_kvcache)
     _require_value_dim(head_dim_v, "head_dim_v")
-    b, s_q, h_q, head_dim = q.shape
-    extra_slots = _per_query(extra_indices_in_kvcache, "extra_indices_in_kvcache", b, s_q)
-    extra_lengths = _per_token(extra_topk_length, "extra_topk_length", b, s_q)
-    if indices is not None:
-        if causal:
-            raise ValueError("causal must be False with indices, which say themselves what a token sees; got True")
-        slots, lengths = _per_query(indices, "indices", b, s_q), _per_token(topk_length, "topk_length", b, s_q)
-    else:
-        if given := [name for name, value in sparse_only.items() if value is not None]:
-            raise ValueError(f"{given[0]} must be None without indices; got a tensor")
-        slots, lengths = _whole_sequences(block_table, cache_seqlens, b, s_q, k_cache.shape[1], causal)
-
+    if softmax_scale is None:
+        softmax_scale = q.shape[-1] ** -0.5
     batch_invariant = enable_batch_invariant or _asked_for_batch_invariance(tile_scheduler_metadata)
     config = _config_of(q, k_cache, causal, is_fp8_kvcache, batch_invariant, indices, **sparse_only)
-    plan = _plan_for(tile_scheduler_metadata, num_splits, config, slots, lengths, extra_slots, extra_lengths)
-    # tokens of one request, or with requests next to each other, are a view of out; others are copied there
-    flat_out = None if out is None else out.squeeze(1) if s_q == 1 else out.flatten(0, 1)
-    with named(**DECODE_NAMES):
-        result, lse = attention.sparse_attention(
-            q.flatten(0, 1),
-            k_cache,
-            slots,
-            scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
-            topk_length=lengths,
-            sink=attn_sink,
-            extra_cache=extra_k_cache,
-            extra_indices=extra_slots,
-            extra_topk_length=extra_lengths,
-            plan=plan,
-            batch_invariant=batch_invariant,
-            out=flat_out,
-        )
+    if dense:
+        if given := [name for name, value in sparse_only.items() if value is not None]:
+            raise ValueError(f"{given[0]} must be None without indices; got a tensor")
+        require_tensors(block_table=block_table, cache_seqlens=cache_seqlens)
+        if block_table.dim() != 2:
+            raise ValueError(f"block_table must be int32 [b={q.shape[0]}, max_blocks]; got {list(block_table.shape)}")
+        slots = min(block_table.shape[1] * k_cache.shape[1], attention.MAX_SLOTS)
+        with named(topk_length="cache_seqlens"):
+            plan = _plan_for(tile_scheduler_metadata, num_splits, config, q.device, slots, cache_seqlens)
+        result, lse = _dense(q, k_cache, block_table, cache_seqlens, softmax_scale, causal, plan, batch_invariant, out)
+    else:
+        if causal:
+            raise ValueError("causal must be False with indices, which say themselves what a token sees; got True")
+        b, s_q, h_q, _ = q.shape
+        slots, lengths = _per_query(indices, "indices", b, s_q), _per_token(topk_length, "topk_length", b, s_q)
+        extra_slots = _per_query(extra_indices_in_kvcache, "extra_indices_in_kvcache", b, s_q)
+        extra_lengths = _per_token(extra_topk_length, "extra_topk_length", b, s_q)
+        plan = _plan_for(tile_scheduler_metadata, num_splits, config, q.device, slots.shape[1], lengths, extra_lengths)
+        # tokens of one request, or with requests next to each other, are a view of out; others are copied there
+        flat_out = None if out is None else out.squeeze(1) if s_q == 1 else out.flatten(0, 1)
+        with named(**DECODE_NAMES):
+            result, lse = attention.sparse_attention(
+                q.flatten(0, 1),
+                k_cache,
+                slots,
+                scale=softmax_scale,
+                topk_length=lengths,
+                sink=attn_sink,
+                extra_cache=extra_k_cache,
+                extra_indices=extra_slots,
+                extra_topk_length=extra_lengths,
+                plan=plan,
+                batch_invariant=batch_invariant,
+                out=flat_out,
+            )
+        if out is None:
+            result = result.view(b, s_q, h_q, HEAD_DIM_V)
+        elif result.data_ptr() != out.data_ptr():
+            out.copy_(result.view_as(out))
+        lse = lse.view(b, s_q, h_q).transpose(1, 2).contiguous()
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         tile_scheduler_metadata.tile_scheduler_metadata, tile_scheduler_metadata.config = plan, config
         tile_scheduler_metadata.have_initialized = True
-    if out is not None and result.data_ptr() != out.data_ptr():
-        out.copy_(result.view_as(out))
-    lse = _as_the_package_has_it(lse, base2_lse).view(b, s_q, h_q).transpose(1, 2).contiguous()
-    return result.view(b, s_q, h_q, HEAD_DIM_V) if out is None else out, lse
+    return result if out is None else out, _as_the_package_has_it(lse, base2_lse)
+
+
+def _dense(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    scale: float,
+    causal: bool,
+    plan: Tensor | None,
+    batch_invariant: bool,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Whole sequences; each KV head with its group of query heads, as a view of everything."""
+    kv_heads = k_cache.shape[2]
+    group = q.shape[2] // kv_heads
+    if out is None:
+        out = torch.empty((*q.shape[:3], HEAD_DIM_V), dtype=q.dtype, device=q.device)
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    for head in range(kv_heads):
+        heads = slice(head * group, (head + 1) * group)
+        with named(**DECODE_NAMES):
+            dense_attention(
+                q[:, :, heads],
+                k_cache[:, :, head],
+                block_table,
+                cache_seqlens,
+                scale=scale,
+                causal=causal,
+                plan=plan,
+                batch_invariant=batch_invariant,
+                out=out[:, :, heads],
+                lse=lse[:, heads],
+            )
+    return out, lse
+
+
+def get_mla_metadata_dense_fp8(
+    cache_seqlens: Tensor, num_q_tokens_per_head_k: int, num_heads_k: int
+) -> tuple[Tensor, Tensor]:
+    """How the work of `flash_mla_with_kvcache_fp8` is split; see `get_mla_metadata` for arguments and results."""
+    require_tensors(cache_seqlens=cache_seqlens)
+    return _metadata_of_september_2025(cache_seqlens, num_q_tokens_per_head_k, num_heads_k)
+
+
+def flash_mla_with_kvcache_fp8(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | Tensor,
+    num_splits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over whole sequences whose cache and queries are e4m3 with a scale each.
+
+    Queries and weights are bf16 in our kernels. Scales that are powers of two lose nothing; others round a query, and
+    a result once more, to bf16.
+
+    Args:
+        q: e4m3 `[b, s_q, h_q, 576]`.
+        k_cache: e4m3 (or bytes) `[blocks, block_size, h_k, 576]`.
+        descale_q, descale_k: fp32 of one number; what q and k_cache are multiplied with. 1 if left out.
+        The others are as for `flash_mla_with_kvcache`.
+
+    Returns:
+        out bf16 `[b, s_q, h_q, 512]` and lse fp32 `[b, h_q, s_q]`, +inf where there was nothing to attend to.
+    """
+    require_tensors(q=q, k_cache=k_cache)
+    if q.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"q must be float8_e4m3fn [b, s_q, h_q, 576]; got {q.dtype} {list(q.shape)}")
+    if k_cache.shape[-1] != FORMATS["fp8_tensor_576"].width:
+        raise ValueError(f"k_cache must be float8_e4m3fn [blocks, block_size, h_k, 576]; got {list(k_cache.shape)}")
+    scales = {"descale_q": descale_q, "descale_k": descale_k}
+    require_optional_tensors(**scales)
+    queries = q.float()
+    for name, scale in scales.items():
+        if scale is None:
+            continue
+        if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != q.device:
+            raise ValueError(
+                f"{name} must be float32 of one number on {q.device}; "
+                f"got {scale.dtype} {list(scale.shape)} on {scale.device}"
+            )
+        queries *= scale.view(())
+    out, lse = flash_mla_with_kvcache(
+        queries.bfloat16(),
+        k_cache,
+        block_table,
+        cache_seqlens,
+        head_dim_v,
+        tile_scheduler_metadata,
+        num_splits if isinstance(tile_scheduler_metadata, Tensor) else None,
+        softmax_scale,
+        causal,
+        is_fp8_kvcache=True,
+    )
+    # the op takes a cache's scale as a number, which would have to be waited for
+    return out if descale_k is None else out.mul_(descale_k.view(())), lse
 
 
 def flash_mla_sparse_fwd(
@@ -326,11 +443,13 @@ def _require_value_dim(value: int, name: str) -> None:
         raise ValueError(f"{name} must be {HEAD_DIM_V}; got {value}")
 
 
-def _require_paged(name: str, cache: Tensor, is_fp8: bool) -> CacheFormat:
+def _require_paged(name: str, cache: Tensor, is_fp8: bool, any_kv_heads: bool = False) -> CacheFormat:
     """The format of a cache of the package's shape."""
-    if cache.dim() != 4:
-        raise ValueError(f"{name} must be [blocks, block_size, 1, width]; got {list(cache.shape)}")
-    _require_one_kv_head(f"{name}.shape[2]", cache.shape[2])
+    if cache.dim() != 4 or cache.shape[2] == 0:
+        heads = "h_k" if any_kv_heads else "1"
+        raise ValueError(f"{name} must be [blocks, block_size, {heads}, width]; got {list(cache.shape)}")
+    if not any_kv_heads:
+        _require_one_kv_head(f"{name}.shape[2]", cache.shape[2])
     with named(cache=name):
         rows = format_of(cache)
     if rows.quantised != is_fp8:
@@ -338,13 +457,15 @@ def _require_paged(name: str, cache: Tensor, is_fp8: bool) -> CacheFormat:
     return rows
 
 
-def _require_queries(q: Tensor, out: Tensor | None, rows: CacheFormat) -> None:
+def _require_queries(q: Tensor, out: Tensor | None, rows: CacheFormat, kv_heads: int) -> None:
     number = str(rows.number).removeprefix("torch.")
     if q.dtype != rows.number or q.dim() != 4 or q.shape[-1] != rows.head_dim:
         raise ValueError(
             f"q must be {number} [b, s_q, h_q, {rows.head_dim}] with {rows.name} rows in k_cache; "
             f"got {q.dtype} {list(q.shape)}"
         )
+    if q.shape[2] % kv_heads:
+        raise ValueError(f"q must be of a multiple of k_cache's {kv_heads} heads; got {q.shape[2]}")
     if out is not None and out.shape != (*q.shape[:3], HEAD_DIM_V):
         b, s_q, h_q, _ = q.shape
         raise ValueError(f"out must be {number} [b={b}, s_q={s_q}, h_q={h_q}, 512]; got {list(out.shape)}")
@@ -366,28 +487,6 @@ def _per_token(lengths: Tensor | None, name: str, b: int, s_q: int) -> Tensor | 
     if lengths.shape != (b,):
         raise ValueError(f"{name} must be int32 [b={b}]; got {list(lengths.shape)}")
     return lengths if s_q == 1 else lengths.repeat_interleave(s_q)
-
-
-def _whole_sequences(
-    block_table: Tensor | None, cache_seqlens: Tensor | None, b: int, s_q: int, block_size: int, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Attention over whole sequences as index lists `[b * s_q, longest]`, and how much of each is read."""
-    require_tensors(block_table=block_table, cache_seqlens=cache_seqlens)
-    if block_table.dim() != 2 or block_table.shape[0] != b or cache_seqlens.shape != (b,):
-        raise ValueError(
-            f"block_table and cache_seqlens must be int32 [b={b}, max_blocks] and [b={b}]; "
-            f"got {list(block_table.shape)} and {list(cache_seqlens.shape)}"
-        )
-    if cache_seqlens.dtype != torch.int32:
-        raise ValueError(f"cache_seqlens must be int32 [b={b}]; got {cache_seqlens.dtype}")
-    device = block_table.device
-    longest = block_table.shape[1] * block_size
-    positions = torch.arange(longest, dtype=torch.int32, device=device).expand(b * s_q, longest).contiguous()
-    requests = torch.arange(b, dtype=torch.int32, device=device).repeat_interleave(s_q)
-    slots, _ = convert_indices(positions, block_table, requests, block_size)
-    hidden = torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=device) if causal else 0
-    lengths = (cache_seqlens.unsqueeze(1) - hidden).expand(b, s_q)
-    return slots, lengths.flatten()
 
 
 def _config_of(
@@ -431,15 +530,17 @@ def _plan_for(
     metadata: FlashMLASchedMeta | Tensor,
     num_splits: Tensor | None,
     config: FlashMLASchedMeta.Config,
-    slots: Tensor,
+    device: torch.device,
+    slots: int,
     lengths: Tensor | None,
-    extra_slots: Tensor | None,
-    extra_lengths: Tensor | None,
+    extra_lengths: Tensor | None = None,
 ) -> Tensor | None:
+    dense = config.topk is None
+    tokens = config.b if dense else config.b * config.s_q
     if isinstance(metadata, Tensor):
-        # a plan of September 2025 is for one list of topk slots a token; for everything else one is made anew
-        plain = lengths is None and extra_slots is None
-        wanted = config.b * config.s_q, config.topk, config.enable_batch_invariant
+        # a plan of September 2025 is for whole sequences, or one list of topk slots a token; others are made anew
+        plain = dense or (lengths is None and config.extra_topk is None)
+        wanted = tokens, config.topk, config.enable_batch_invariant
         return metadata if plain and getattr(metadata, "made_for", None) == wanted else None
     if not isinstance(metadata, FlashMLASchedMeta):
         raise TypeError(
@@ -450,14 +551,14 @@ def _plan_for(
         raise ValueError("num_splits must be None with a FlashMLASchedMeta; got a tensor")
     if not metadata.have_initialized:
         return attention.plan(
-            config.b * config.s_q,
-            slots.shape[1],
+            tokens,
+            slots,
             topk_length=lengths,
-            num_heads=config.h_q,
+            num_heads=config.s_q * config.h_q // config.h_k if dense else config.h_q,
             extra_topk=config.extra_topk or 0,
             extra_topk_length=extra_lengths,
             batch_invariant=config.enable_batch_invariant,
-            device=slots.device,
+            device=device,
         )
     if metadata.config != config:
         changed = [

@@ -288,6 +288,43 @@ def _listed_rows(
     return rows, valid
 
 
+def dense_attention(
+    q: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    causal: bool = True,
+    cache_format: str | None = None,
+    cache_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Every query attends to its request's sequence; if causal, the last query to all of it, the one before it to one
+    token less, and so on.
+
+    q `[B, S, H, head_dim]`, cache `[blocks, block_size, ...]`, block_table int32 `[B, max_blocks]`, lengths int32
+    `[B]`. Returns in float64 out `[B, S, H, 512]` and lse `[B, H, S]` (natural logarithm).
+    """
+    requests, queries, heads, _ = q.shape
+    out = torch.zeros(requests, queries, heads, LATENT, dtype=torch.float64, device=q.device)
+    lse = torch.full((requests, heads, queries), -torch.inf, dtype=torch.float64, device=q.device)
+    block_size, longest = cache.shape[1], block_table.shape[1] * cache.shape[1]
+    for i, length in enumerate(lengths.clamp(0, longest).tolist()):
+        positions = torch.arange(length, device=q.device)
+        blocks = block_table[i, positions // block_size].long()
+        slots = torch.where(blocks < 0, -1, blocks * block_size + positions % block_size)
+        rows, valid = cache_rows(cache, slots, format=cache_format, scale=cache_scale)
+        for j in range(queries):
+            seen = valid & (positions < length - (queries - 1 - j if causal else 0))
+            if not seen.any():
+                continue
+            kv = rows[seen].double()
+            scores = q[i, j].double() @ kv.t() * scale
+            lse[i, :, j] = torch.logsumexp(scores, -1)
+            out[i, j] = torch.softmax(scores, -1) @ kv[:, :LATENT]
+    return out, lse
+
+
 def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Merges results over disjoint sets of slots, outs `[P, T, H, D]` and lses `[P, T, H]`, in float64."""
     lses = lses.double()

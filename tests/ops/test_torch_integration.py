@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mla_backend
+from dense_problems import random_dense
 from problems import FORMATS, random_cache, random_problem
 
 OPS = torch.ops.mla_backend
@@ -44,6 +45,12 @@ def samples():
             largest,
         ),
     )
+    d = random_dense("bf16", (20, 5), 2, 3)
+    out, lse = torch.zeros(2, 2, 3, 512).bfloat16(), torch.zeros(2, 3, 2)
+    more = (mla_backend.plan(2, 32, topk_length=lengths), torch.zeros(10), True, out, lse)
+    dense = OPS.dense_attention.default
+    yield dense, (d.q, None, d.cache, d.block_table, lengths, 0.1, True, -1, 1.0, None, None, False, out, lse)
+    yield dense, (d.q[..., :512], d.q[..., 512:], d.cache, d.block_table, lengths, 0.1, False, 0, 1.0, *more)
     yield OPS.plan.default, (lengths, None, 2, 20, 0, False, torch.zeros(4, 8, dtype=torch.int32))
     yield (
         OPS.merge_partials.default,
@@ -79,14 +86,14 @@ def samples():
     yield OPS.select_top.default, (torch.randn(2, 20), lengths, torch.zeros(2, 7, dtype=torch.int32))
 
 
-@pytest.mark.parametrize("index", range(22))
+@pytest.mark.parametrize("index", range(24))
 def test_opcheck(index):
     op, arguments = list(samples())[index]
     torch.library.opcheck(op, arguments)
 
 
 def test_every_op_has_a_sample():
-    assert len(list(samples())) == 22
+    assert len(list(samples())) == 24
     assert {str(op).split(".")[1] for op, _ in samples()} == set(mla_backend.fake.OPS)
 
 

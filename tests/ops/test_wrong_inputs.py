@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mla_backend
+from dense_problems import random_dense
 from mla_backend import flash_mla, library
 from problems import random_problem
 
@@ -16,6 +17,14 @@ def attention(fmt="fp8_ds_mla", **changes):
     for name, change in changes.items():
         arguments[name] = change(arguments.get(name)) if callable(change) else change
     return lambda: mla_backend.sparse_attention(**arguments)
+
+
+def dense(fmt="bf16", **changes):
+    """The same for dense_attention: 2 requests, 3 queries, 5 heads, 4 blocks."""
+    arguments = vars(random_dense(fmt, (40, 20), 3, 5))
+    for name, change in changes.items():
+        arguments[name] = change(arguments.get(name)) if callable(change) else change
+    return lambda: mla_backend.dense_attention(**arguments)
 
 
 def split_q(nope=lambda x: x, rope=lambda x: x):
@@ -84,6 +93,23 @@ def kvcache(**changes):
         "indices": torch.zeros(2, 1, 6, dtype=torch.int32),
     } | changes
     return lambda: flash_mla.flash_mla_with_kvcache(**arguments)
+
+
+def _dense_into_its_queries():
+    problem = random_dense("bf16", (40, 20), 3, 5)
+    problem.solve(out=problem.q[..., :512])
+
+
+def _fp8(**changes):
+    arguments = {
+        "q": torch.zeros(2, 1, 4, 576).to(torch.float8_e4m3fn),
+        "k_cache": torch.zeros(3, 8, 1, 576).to(torch.float8_e4m3fn),
+        "block_table": torch.zeros(2, 1, dtype=torch.int32),
+        "cache_seqlens": torch.ones(2, dtype=torch.int32),
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": flash_mla.get_mla_metadata()[0],
+    } | changes
+    return flash_mla.flash_mla_with_kvcache_fp8(**arguments)
 
 
 def second(cache):
@@ -260,6 +286,56 @@ CASES = {
     "unknown CPU kernel": (lambda: library.select_cpu_kernel("sse9"), ValueError, r"name must be auto or a kernel .*got 'sse9'"),
     "unknown CUDA kernel": (lambda: library.select_cuda_kernel("fast"), ValueError, r"name must be auto, portable or unclustered; got 'fast'"),
     "unknown format": (lambda: mla_backend.format_of(torch.zeros(1, 1, 5)), ValueError, r"cache must be of a known format"),
+    "dense: q is an array": (dense(q=1), TypeError, r"^q must be a torch.Tensor; got int"),
+    "dense: q has 3 dims": (dense(q=lambda q: q[:, 0]), ValueError, r"^q must be bfloat16 \[B, S, H, 576\]; got bfloat16 \[2, 5, 576\]"),
+    "dense: q is fp32": (dense(q=lambda q: q.float()), ValueError, r"^q must be bfloat16 \[B, S, H, 576\]; got float32"),
+    "dense: q of 512 for rows of 576": (dense(q=lambda q: q[..., :512]), ValueError, r"^q must be bfloat16 \[B, S, H, 576\]; got bfloat16 \[2, 3, 5, 512\]"),
+    "dense: q is not dense": (dense(q=lambda q: q.repeat_interleave(2, -1)[..., ::2]), ValueError, r"^q must be dense in its last dimension"),
+    "dense: q has no heads": (dense(q=lambda q: q[:, :, :0]), ValueError, r"^q must be of 1 to 256 heads"),
+    "dense: q has 257 heads": (dense(q=torch.zeros(2, 3, 257, 576).bfloat16()), ValueError, r"^q must be of 1 to 256 heads; got .*257"),
+    "dense: q has 65 queries": (dense(q=torch.zeros(2, 65, 5, 576).bfloat16()), ValueError, r"^q must be of 64 queries a request or fewer; got .*65"),
+    "dense: q is three parts": (dense(q=lambda q: (q, q, q)), ValueError, r"^q must be a tensor or a pair \(q_nope, q_rope\); got 3 tensors"),
+    "dense: q_rope has other heads": (dense(q=lambda q: (q[..., :512], q[:, :, :4, 512:])), ValueError, r"^q_rope must be bfloat16 \[B=2, S=3, H=5, 64\]; got bfloat16 \[2, 3, 4, 64\]"),
+    "dense: q_rope is no tensor": (dense(q=lambda q: (q[..., :512], 1)), TypeError, r"^q_rope must be a torch.Tensor; got int"),
+    "dense: cache is of another width": (dense(cache=lambda c: c[..., :500]), ValueError, r"^cache must be bf16: bfloat16 .*got bfloat16"),
+    "dense: cache is fp32": (dense(cache=lambda c: c.float()), ValueError, r"^cache must be bf16: .*got float32"),
+    "dense: cache is a list": (dense(cache=[1]), TypeError, r"^cache must be a torch.Tensor; got list"),
+    "dense: cache is on another device": (dense(cache=lambda c: c.to("meta")), ValueError, r"^cache must be on cpu like the first argument; got a tensor on meta"),
+    "dense: cache has 2 KV heads": (dense(cache=lambda c: torch.stack([c, c], 2)), ValueError, r"^cache must be .*got bfloat16 \[.*, 2, 576\]"),
+    "dense: block_table is int64": (dense(block_table=lambda t: t.long()), ValueError, r"^block_table must be int32 \[B=2, max_blocks\]; got int64"),
+    "dense: block_table has 1 dim": (dense(block_table=lambda t: t[0]), ValueError, r"^block_table must be int32 \[B=2, max_blocks\]"),
+    "dense: block_table is of other requests": (dense(block_table=lambda t: t[:1]), ValueError, r"^block_table must be int32 \[B=2, max_blocks\]; got int32 \[1, "),
+    "dense: block_table is not dense": (dense(block_table=lambda t: t[:, ::2]), ValueError, r"^block_table must be dense in its last dimension"),
+    "dense: block_table is on another device": (dense(block_table=lambda t: t.to("meta")), ValueError, r"^block_table must be on cpu like the first argument; got a tensor on meta"),
+    "dense: block_table is None": (dense(block_table=None), TypeError, r"^block_table must be a torch.Tensor; got NoneType"),
+    "dense: lengths are floats": (dense(lengths=lambda n: n.float()), ValueError, r"^lengths must be int32 \[B=2\]; got float32"),
+    "dense: lengths are of other requests": (dense(lengths=torch.zeros(3, dtype=INT)), ValueError, r"^lengths must be int32 \[B=2\]; got int32 \[3\]"),
+    "dense: lengths are on another device": (dense(lengths=lambda n: n.to("meta")), ValueError, r"^lengths must be on cpu like the first argument; got a tensor on meta"),
+    "dense: lengths are a list": (dense(lengths=[40, 20]), TypeError, r"^lengths must be a torch.Tensor; got list"),
+    "dense: scale is NaN": (dense(scale=float("nan")), ValueError, r"^scale must be a finite number; got nan"),
+    "dense: scale is text": (dense(scale="x"), TypeError, r"^scale must be a number; got str"),
+    "dense: causal is text": (dense(causal="x"), TypeError, r"^causal must be a bool; got str"),
+    "dense: cache_format is unknown": (dense(cache_format="fp8"), ValueError, r"^cache_format must be None or one of bf16, "),
+    "dense: cache_scale with bf16": (dense(cache_scale=0.5), ValueError, r"^cache_scale must be 1 with bf16 rows; got 0.5"),
+    "dense: plan is of 7 columns": (dense(plan=torch.zeros(2, 7, dtype=INT)), ValueError, r"^plan must be int32 \[workers, 8\]"),
+    "dense: plan is a tuple": (dense(plan=(1, 2)), TypeError, r"^plan must be a torch.Tensor; got tuple"),
+    "dense: out is fp32": (dense(out=torch.zeros(2, 3, 5, 512)), ValueError, r"^out must be bfloat16 \[B=2, S=3, H=5, 512\]; got float32"),
+    "dense: out is too wide": (dense(out=torch.zeros(2, 3, 5, 576).bfloat16()), ValueError, r"^out must be bfloat16 \[B=2, S=3, H=5, 512\]; got bfloat16 \[2, 3, 5, 576\]"),
+    "dense: out of other heads": (dense(out=torch.zeros(2, 3, 4, 512).bfloat16()), ValueError, r"^out must be .*got bfloat16 \[2, 3, 4, 512\]"),
+    "dense: out shares memory": (dense(out=torch.zeros(1, 3, 5, 512).bfloat16().expand(2, 3, 5, 512)), ValueError, r"^out must be without elements that share memory"),
+    "dense: out is q": (lambda: _dense_into_its_queries(), ValueError, r"^out must be .*memory"),
+    "dense: lse is [B, S, H]": (dense(lse=torch.zeros(2, 3, 5)), ValueError, r"^lse must be float32 \[B=2, H=5, S=3\]; got float32 \[2, 3, 5\]"),
+    "dense: q requires a gradient": (dense(q=lambda q: q.requires_grad_()), ValueError, r"^q must be without requires_grad"),
+    "dense: batch_invariant is text": (dense(batch_invariant="no"), TypeError, r"^batch_invariant must be a bool; got str"),
+    "flash_mla: q of part heads": (kvcache(indices=None, k_cache=torch.zeros(3, 8, 3, 576).bfloat16()), ValueError, r"^q must be of a multiple of k_cache's 3 heads; got 4"),
+    "flash_mla: no KV heads": (kvcache(indices=None, k_cache=torch.zeros(3, 8, 0, 576).bfloat16()), ValueError, r"^k_cache must be \[blocks, block_size, h_k, width\]"),
+    "flash_mla: a page table of 1 dim": (kvcache(indices=None, block_table=torch.zeros(2, dtype=INT), cache_seqlens=torch.zeros(2, dtype=INT)), ValueError, r"^block_table must be int32 \[b=2, max_blocks\]"),
+    "flash_mla: cache_seqlens are floats": (kvcache(indices=None, block_table=torch.zeros(2, 1, dtype=INT), cache_seqlens=torch.zeros(2)), ValueError, r"^cache_seqlens must be int32 \[.=2\]; got float32"),
+    "flash_mla: fp8 queries are bf16": (lambda: _fp8(q=torch.zeros(2, 1, 4, 576).bfloat16()), ValueError, r"^q must be float8_e4m3fn \[b, s_q, h_q, 576\]; got torch.bfloat16"),
+    "flash_mla: fp8 rows of 656 bytes": (lambda: _fp8(k_cache=torch.zeros(3, 8, 1, 656, dtype=torch.uint8)), ValueError, r"^k_cache must be float8_e4m3fn \[blocks, block_size, h_k, 576\]"),
+    "flash_mla: descale_q is a number": (lambda: _fp8(descale_q=1.0), TypeError, r"^descale_q must be a torch.Tensor; got float"),
+    "flash_mla: descale_k is of 2 numbers": (lambda: _fp8(descale_k=torch.ones(2)), ValueError, r"^descale_k must be float32 of one number on cpu; got torch.float32 \[2\]"),
+    "flash_mla: descale_k is on another device": (lambda: _fp8(descale_k=torch.ones(1, device="meta")), ValueError, r"^descale_k must be float32 of one number on cpu; got .* on meta"),
     "flash_mla: q has 3 dims": (kvcache(q=torch.zeros(2, 4, 576).bfloat16()), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 576\]"),
     "flash_mla: q is fp32": (kvcache(q=torch.zeros(2, 1, 4, 576)), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 576\] .*; got torch.float32"),
     "flash_mla: q is 512 wide": (kvcache(q=torch.zeros(2, 1, 4, 512).bfloat16()), ValueError, r"q must be bfloat16 \[b, s_q, h_q, 576\] with bf16 rows in k_cache; got torch.bfloat16 \[2, 1, 4, 512\]"),
@@ -285,8 +361,8 @@ CASES = {
     "flash_mla: no block table": (kvcache(indices=None), TypeError, r"block_table must be a torch.Tensor; got NoneType"),
     "flash_mla: sink without indices": (kvcache(indices=None, attn_sink=torch.zeros(4)), ValueError, r"attn_sink must be None without indices"),
     "flash_mla: foreign metadata": (kvcache(tile_scheduler_metadata="auto"), TypeError, r"tile_scheduler_metadata must be the first of what get_mla_metadata"),
-    "flash_mla: metadata of 2 heads": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=INT), 4, 2, 4), ValueError, r"num_heads_k must be 1"),
-    "flash_mla: metadata of part tokens": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=INT), 5, 1, 4), ValueError, r"num_q_tokens_per_head_k must be a multiple"),
+    "flash_mla: metadata of 2 heads": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=INT), 4, 2, 4, topk=9), ValueError, r"num_heads_k must be 1"),
+    "flash_mla: metadata of part tokens": (lambda: flash_mla.get_mla_metadata(torch.zeros(2, dtype=INT), 5, 1, 4, topk=9), ValueError, r"num_q_tokens_per_head_k must be a multiple"),
     "flash_mla: kv is 512 wide": (prefill(kv=torch.zeros(9, 1, 512).bfloat16()), ValueError, r"^q must be bfloat16 \[T, H, 512\]; got bfloat16 \[2, 4, 576\]"),
     "flash_mla: kv of no format": (prefill(kv=torch.zeros(9, 1, 500).bfloat16()), ValueError, r"^kv must be bf16: bfloat16 "),
     "flash_mla: prefill lengths are a number": (prefill(topk_length=5), TypeError, r"topk_length must be a torch.Tensor; got int"),

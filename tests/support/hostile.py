@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 import mla_backend
+from dense_problems import random_dense
 from mla_backend.attention import workspace_floats
 from problems import FORMATS, assert_accurate, random_problem, scale_of, score_error
 
@@ -190,7 +191,9 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
     fmt = random.choice(FORMATS)
     form, p = mla_backend.FORMATS[fmt], random_problem(fmt, tokens, heads, topk, 4, 8).to(device)
     lengths = torch.full((tokens,), topk, dtype=INT, device=device)
-    match random.choice(["attention", "attention", "plan", "merge", "write", "gather", "convert", "scores", "top"]):
+    match random.choice(
+        ["attention", "attention", "dense", "dense", "plan", "merge", "write", "gather", "convert", "scores", "top"]
+    ):
         case "attention":
             found = {**vars(p), "out": guarded.tensor(form.number, tokens, heads, 512)}
             found |= {"lse": guarded.tensor(torch.float32, tokens, heads), "topk_length": lengths}
@@ -201,6 +204,16 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
             if random.random() < 0.5:
                 found["plan"] = mla_backend.plan(tokens, topk, num_heads=heads, device=device)
             return mla_backend.sparse_attention, found
+        case "dense":
+            queries, block_size = random.choice([1, 2, 5]), random.choice([1, 7, 16])
+            d = random_dense(fmt, tuple(random.randint(0, 70) for _ in range(tokens)), queries, heads, block_size)
+            found = {**vars(d.to(device)), "out": guarded.tensor(form.number, tokens, queries, heads, 512)}
+            found |= {"lse": guarded.tensor(torch.float32, tokens, heads, queries)}
+            found |= {"causal": random.random() < 0.7, "batch_invariant": random.random() < 0.3}
+            if random.random() < 0.5:
+                slots = d.block_table.shape[1] * block_size
+                found["plan"] = mla_backend.plan(tokens, slots, num_heads=queries * heads, device=device)
+            return mla_backend.dense_attention, found
         case "plan":
             out = guarded.tensor(INT, 4, 8)
             return mla_backend.plan, {"num_tokens": tokens, "topk": topk, "topk_length": lengths, "out": out}

@@ -86,7 +86,7 @@ class Problem:
             poison = copy_with_gaps(cache)
             all_bytes(poison).fill_(0xFF)
             poison[address] = cache[address]
-            _poison_padding(rows, poison, slots)
+            poison_padding(rows, poison, slots)
             changes[name] = poison
         return self.but(**changes)
 
@@ -102,7 +102,7 @@ def copy_with_gaps(x: Tensor, device: str = "cpu") -> Tensor:
     return copy.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def _poison_padding(rows: reference.Rows, cache: Tensor, slots: Tensor) -> None:
+def poison_padding(rows: reference.Rows, cache: Tensor, slots: Tensor) -> None:
     if "padding" in rows.parts:
         block, row, element = reference.token_address(rows, cache, slots)
         cache[block, row[..., -1:], element[..., -1:]] = 0xFF
@@ -136,7 +136,7 @@ def random_cache(fmt: str, blocks: int, block_size: int, magnitude: float = MAGN
         kv_c *= smaller.repeat_interleave(rows.group, 1)
     all_bytes(cache).fill_(0xFF)
     reference.cache_write(kv_c, k_pe, cache, slots, scale=scale_of(fmt, magnitude))
-    _poison_padding(rows, cache, slots)
+    poison_padding(rows, cache, slots)
     return cache
 
 

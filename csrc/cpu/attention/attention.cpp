@@ -8,6 +8,7 @@
 #include "cpu/common/kept_buffer.h"
 #include "cpu/common/parallel.h"
 #include "cpu/plan/plan.h"
+#include "mla/limits.h"
 #include "mla/ops.h"
 
 namespace mla::cpu {
@@ -27,11 +28,12 @@ struct Job {
   const AttentionProblem& problem;
   const AttentionKernel& kernel;
   Partials partials;
+  int32_t first_head;  // of those that `partials` are for
   PlanShape shape;
 
-  Partial at(int64_t partial) const {
-    const int64_t row = partials.row(partial, 0);
-    return {partials.out + row * kValueDim, partials.lse + row, partials.max_logits + row};
+  Partial at(int64_t partial, int32_t head) const {
+    const int64_t row = partials.row(partial, head - first_head);
+    return {partials.out + row * kValueDim, partials.lse + row, partials.max_logits + row, partials.heads};
   }
 
   // Everything of one worker, for some heads.
@@ -43,16 +45,16 @@ struct Job {
       const int32_t tile_end = token == row.token_end - 1 ? row.tile_end : tiles;
       TokenWork work{token, head_begin, heads, tile_begin, tile_end, shape.tile_slots, {}};
       if (tile_begin > 0)
-        work.partial = at(row.partial);
+        work.partial = at(row.partial, head_begin);
       else if (tile_end < tiles)
-        work.partial = at(begun_partial(row));
+        work.partial = at(begun_partial(row), head_begin);
       kernel.run(problem, work, workspace);
     }
   }
 
   // One head of the token that a worker began and others finished.
   void merge(const PlanRow& row, int32_t head) const {
-    kernel.merge(problem, row.token_end - 1, head, row.parts, at(begun_partial(row)));
+    kernel.merge(problem, row.token_end - 1, head, row.parts, at(begun_partial(row), head));
   }
 };
 
@@ -60,6 +62,32 @@ PlanShape shape_of(const AttentionProblem& p) {
   const bool two = p.list_count > 1;
   return plan_shape(PlanFor::cpu, {p.tokens, p.lists[0].topk, two ? p.lists[1].topk : 0, p.lists[0].length,
                                    two ? p.lists[1].length : nullptr, p.whole_tokens, nullptr, 0});
+}
+
+// Heads [first_head, first_head + heads) of all tokens.
+void attend(const AttentionProblem& p, const PlanShape& shape, int32_t first_head, int32_t heads) {
+  // Where the plan keeps fewer threads busy than there are (short lists, or tokens that must stay whole), each
+  // worker's heads are shared out too, though every share converts the rows anew.
+  int32_t busy = 0;
+  for (int32_t w = 0; w < p.workers; ++w) busy += p.plan[w].token_end > p.plan[w].token_begin;
+  constexpr int32_t kFewestHeads = 16;
+  int32_t shares = (heads + kMaxWorkHeads - 1) / kMaxWorkHeads;
+  if (busy > 0 && busy < thread_count())
+    shares = std::max(shares, std::min((thread_count() + busy - 1) / busy, (heads + kFewestHeads - 1) / kFewestHeads));
+  const int32_t share = ((heads + shares - 1) / shares + kFewestHeads - 1) / kFewestHeads * kFewestHeads;
+
+  const Job job{p, attention_kernel(p.tile), kept_partials(p.workers, heads), first_head, shape};
+  for_each(static_cast<int64_t>(p.workers) * shares, [&](int64_t item) {
+    const int32_t begin = static_cast<int32_t>(item % shares) * share;
+    if (begin < heads) job.run_row(p.plan[item / shares], first_head + begin, std::min(share, heads - begin));
+  });
+
+  std::vector<int32_t> cut;
+  for (int32_t w = 0; w < p.workers; ++w)
+    if (p.plan[w].parts > 1) cut.push_back(w);
+  for_each_in_ranges(static_cast<int64_t>(cut.size()) * heads, 32, [&](int64_t item) {
+    job.merge(p.plan[cut[item / heads]], first_head + static_cast<int32_t>(item % heads));
+  });
 }
 
 }  // namespace
@@ -76,29 +104,9 @@ void attention(const AttentionProblem& given) {
     p.plan = own_plan.data(), p.workers = static_cast<int32_t>(own_plan.size());
   }
 
-  // Where the plan keeps fewer threads busy than there are (short lists, or tokens that must stay whole), each
-  // worker's heads are shared out too, though every share converts the rows anew.
-  int32_t busy = 0;
-  for (int32_t w = 0; w < p.workers; ++w) busy += p.plan[w].token_end > p.plan[w].token_begin;
-  constexpr int32_t kFewestHeads = 16;
-  int32_t shares = (p.heads + kMaxWorkHeads - 1) / kMaxWorkHeads;
-  if (busy > 0 && busy < thread_count())
-    shares =
-        std::max(shares, std::min((thread_count() + busy - 1) / busy, (p.heads + kFewestHeads - 1) / kFewestHeads));
-  const int32_t share = ((p.heads + shares - 1) / shares + kFewestHeads - 1) / kFewestHeads * kFewestHeads;
-
-  const Job job{p, attention_kernel(p.tile), kept_partials(p.workers, p.heads), shape};
-  for_each(static_cast<int64_t>(p.workers) * shares, [&](int64_t item) {
-    const int32_t head_begin = static_cast<int32_t>(item % shares) * share;
-    if (head_begin < p.heads) job.run_row(p.plan[item / shares], head_begin, std::min(share, p.heads - head_begin));
-  });
-
-  std::vector<int32_t> cut;
-  for (int32_t w = 0; w < p.workers; ++w)
-    if (p.plan[w].parts > 1) cut.push_back(w);
-  for_each_in_ranges(static_cast<int64_t>(cut.size()) * p.heads, 32, [&](int64_t item) {
-    job.merge(p.plan[cut[item / p.heads]], static_cast<int32_t>(item % p.heads));
-  });
+  // The heads of a request's many queries come in turn, so that partial results need no more memory than a query's.
+  for (int32_t head = 0; head < p.heads; head += kMaxHeads)
+    attend(p, shape, head, std::min(p.heads - head, static_cast<int32_t>(kMaxHeads)));
 }
 
 }  // namespace mla::cpu

@@ -8,11 +8,12 @@
 
 namespace mla::cpu {
 
-// Where a part of a token goes that other workers hold the rest of. The next part's rows lie `heads` rows on.
+// Where a part of a token goes that other workers hold the rest of: its first head's row, the others' follow.
 struct Partial {
   float* out;         // [heads, 512]; null where the work is a whole token
   float* lse;         // [heads]
   float* max_logits;  // [heads]
+  int64_t next_part;  // rows from one part's row of a head to the next part's
 };
 
 // One token, or a part of its slot list, for some of its heads.

@@ -1,4 +1,4 @@
-// Sparse attention for one instruction set. Each isa_*.cpp includes this inside its anonymous namespace, after
+// Attention for one instruction set. Each isa_*.cpp includes this inside its anonymous namespace, after
 // simd.h and a struct `Isa` with:
 //
 //   kPack                  numbers in a word (4 bytes): 2 bf16, or 1 fp32. Every matrix operand is made of words
@@ -18,6 +18,7 @@
 //
 //   scores   lanes are heads. Q was laid out once as [word of the head dim][head], and each word of a cached
 //            row is broadcast against it: nothing is transposed.
+//            In dense attention the heads of all queries are heads; a row that a query does not see scores -inf.
 //   softmax  lanes are heads still, so the maximum and the sum over tokens need no shuffles.
 //   values   lanes are output dims, the weight of (head, token pair) is broadcast.
 //
@@ -43,6 +44,7 @@ struct TileRows {
   const CacheFormat* format;
   const uint8_t* rows[kTile];
   const uint8_t* scales[kTile];  // where they lie at the page's end
+  int32_t behind[kTile];         // slots of the token behind it, where not every query sees all of them
 };
 
 // What a thread works in; it keeps this between calls.
@@ -101,7 +103,7 @@ inline void prefetch_row(const TileRows& tile, int row) {
 struct SlotWalk {
   const AttentionProblem& p;
   int token;
-  int64_t at, end;  // in the current list
+  int64_t at, end, length;  // in the current list
   int list = 0;
   int tile_begin, tile_end, tile_slots;  // what is left of the part, counted from the current list's first tile
 
@@ -111,12 +113,13 @@ struct SlotWalk {
   }
 
   void enter() {
-    const int length = clamp_length(p.lists[list].length, token, p.lists[list].topk);
+    const int slots = clamp_length(p.lists[list].length, token, p.lists[list].topk);
     const int64_t begin = static_cast<int64_t>(tile_begin) * tile_slots,
                   stop = static_cast<int64_t>(tile_end) * tile_slots;
+    length = slots;
     end = stop < length ? stop : length;
     at = begin < end ? begin : end;
-    const int tiles = tiles_of(length, tile_slots);
+    const int tiles = tiles_of(slots, tile_slots);
     tile_begin = tile_begin > tiles ? tile_begin - tiles : 0;
     tile_end = tile_end > tiles ? tile_end - tiles : 0;
   }
@@ -126,11 +129,12 @@ struct SlotWalk {
     tile.count = 0;
     for (;;) {
       const SlotList& from = p.lists[list];
-      const bool scales_apart = from.cache.format.scales_at == ScalesAt::end_of_page;
+      const bool scales_apart = from.cache.format.scales_at == ScalesAt::end_of_page, masked = p.unseen(0) > 0;
       for (; at < end && tile.count < kTile; ++at) {
         const int64_t slot = from.slot(token, at);
         if (!from.cache.holds(slot)) continue;
         if (scales_apart) tile.scales[tile.count] = from.cache.scales(slot);
+        if (masked) tile.behind[tile.count] = static_cast<int32_t>(length - 1 - at);
         tile.rows[tile.count++] = from.cache.row(slot);
       }
       tile.format = &from.cache.format;
@@ -229,6 +233,16 @@ inline void score_block(const uint32_t (*q)[kRowWords][kLanes], int first, int w
   }
 }
 
+// Hides the tile's rows from the heads of queries that come before them. `head` is the block's first head, of all.
+inline void mask_block(const AttentionProblem& p, int head, int heads, const TileRows& tile, Workspace& w) {
+  for (int t = 0; t < tile.count; ++t) {
+    // that many queries are followed by all these slots, and more: the first ones
+    const int queries = p.unseen(0) - tile.behind[t];
+    const int hidden = queries <= 0 ? 0 : queries * p.query_heads - head;
+    for (int lane = 0; lane < hidden && lane < heads; ++lane) w.scores[t][lane] = -__builtin_inff();
+  }
+}
+
 // ---- Softmax ---------------------------------------------------------------------------------------------
 
 // Turns the block's scores into weights, packed for the value loop, and moves the running maximum and sum on.
@@ -323,10 +337,11 @@ inline void add_values(int head, int heads, int count, bool first_tile, const Ti
 // ---- A token ---------------------------------------------------------------------------------------------
 
 template <bool kScaled>
-inline void attend_tile(const AttentionProblem& p, int heads, const TileRows& tile, bool first_tile,
+inline void attend_tile(const AttentionProblem& p, int head_begin, int heads, const TileRows& tile, bool first_tile,
                         const TileRows& next, Workspace& w) {
   const float scale = p.scale * kLog2E;  // exponentials are taken to base 2
   const int count = tile.count, words = kScaled ? kRowWords : p.head_dim() / Isa::kPack;
+  const bool masked = p.unseen(0) > 0 && tile.behind[count - 1] < p.unseen(0);
   const ConvertRows convert = converter(*tile.format);
   // Rows that the value loop adds beyond `count`, with weights of zero, are zeros. What else the score loop reads there
   // is never used.
@@ -341,24 +356,24 @@ inline void attend_tile(const AttentionProblem& p, int heads, const TileRows& ti
       vectors == 1 ? score_block<kScaled, 1>(q, t, words, scale, w)
                    : score_block<kScaled, kScoreVectors>(q, t, words, scale, w);
     }
+    if (masked) mask_block(p, head_begin + head, left, tile, w);
     softmax_block<kScaled>(head, vectors, count, first_tile, w);
     add_values<kScaled>(head, left, count, first_tile, next, w);
   }
 }
 
 // Attends to a part of a token's slots; leaves the sums in the workspace. Returns whether any slot was valid.
-inline bool attend(const AttentionProblem& p, int token, int heads, int tile_begin, int tile_end, int tile_slots,
-                   Workspace& w) {
-  SlotWalk walk(p, token, tile_begin, tile_end, tile_slots);
+inline bool attend(const AttentionProblem& p, const TokenWork& s, Workspace& w) {
+  SlotWalk walk(p, s.token, s.tile_begin, s.tile_end, s.tile_slots);
   walk.next(w.tiles[0]);
   bool first_tile = true;
   for (int side = 0; w.tiles[side].count > 0; side ^= 1) {
     const TileRows &tile = w.tiles[side], &next = w.tiles[side ^ 1];
     walk.next(w.tiles[side ^ 1]);
     if (tile.format->scale == Scale::fp32)
-      attend_tile<true>(p, heads, tile, first_tile, next, w);
+      attend_tile<true>(p, s.head_begin, s.heads, tile, first_tile, next, w);
     else
-      attend_tile<false>(p, heads, tile, first_tile, next, w);
+      attend_tile<false>(p, s.head_begin, s.heads, tile, first_tile, next, w);
     first_tile = false;
   }
   return !first_tile;
@@ -389,10 +404,10 @@ inline void finish_head(const AttentionProblem& p, const TokenWork& s, int head,
   const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
   if (total == 0.0f) __builtin_memset(w.out[head], 0, sizeof w.out[head]);
   if (s.partial.out) {
-    float* out = s.partial.out + static_cast<int64_t>(s.head_begin + head) * kValueDim;
+    float* out = s.partial.out + static_cast<int64_t>(head) * kValueDim;
     for (int d = 0; d < kValueDim; d += kLanes) store(load(w.out[head] + d) * inverse, out + d);
-    s.partial.lse[s.head_begin + head] = lse;
-    s.partial.max_logits[s.head_begin + head] = largest;
+    s.partial.lse[head] = lse;
+    s.partial.max_logits[head] = largest;
     return;
   }
   finish_row(p, s.token, s.head_begin + head, w.out[head], inverse, lse, largest);
@@ -402,16 +417,16 @@ inline void run(const AttentionProblem& p, const TokenWork& s, void* workspace) 
   Workspace& w = *static_cast<Workspace*>(workspace);
   [[maybe_unused]] const Isa::Session session;
   load_q(p, s.token, s.head_begin, s.heads, w);
-  const bool any = attend(p, s.token, s.heads, s.tile_begin, s.tile_end, s.tile_slots, w);
+  const bool any = attend(p, s, w);
   for (int head = 0; head < s.heads; ++head) finish_head(p, s, head, any, w);
 }
 
 inline void merge(const AttentionProblem& p, int32_t token, int32_t head, int32_t parts, const Partial& first) {
   float sum[kValueDim];
-  const float lse = merge_rows(parts, kValueDim, first.out + int64_t{head} * kValueDim, int64_t{p.heads} * kValueDim,
-                               first.lse + head, p.heads, sum);
+  const float lse =
+      merge_rows(parts, kValueDim, first.out, first.next_part * kValueDim, first.lse, first.next_part, sum);
   float largest = -__builtin_inff();
   for (int part = 0; part < parts; ++part)
-    largest = __builtin_fmaxf(largest, first.max_logits[int64_t{part} * p.heads + head]);
+    largest = __builtin_fmaxf(largest, first.max_logits[part * first.next_part]);
   finish_row(p, token, head, sum, 1.0f, lse, largest);
 }

@@ -1,4 +1,4 @@
-// Sparse attention for every GPU from sm_80 up: 16 heads a block, mma.sync, one tile in shared memory. It is meant to
+// Attention for every GPU from sm_80 up: 16 heads a block, mma.sync, one tile in shared memory. It is meant to
 // be right everywhere and simple; several blocks share a multiprocessor, and hide each other's waiting.
 //
 // A block takes a worker's tokens one after the other. For each tile of up to 64 slots:
@@ -51,11 +51,10 @@ struct Block {
   }
 
   // Where the rows of a tile's slots lie. Returns whether there is any, to all threads.
-  __device__ bool find_rows(const SlotList& list, int64_t token, int begin, int end) const {
+  __device__ bool find_rows(const SlotList& list, int64_t token, int begin, int count) const {
     bool found = false;
     if (threadIdx.x < kTile) {
-      const int at = begin + threadIdx.x;
-      const int64_t slot = at < end ? list.slot(token, at) : -1;
+      const int64_t slot = threadIdx.x < count ? list.slot(token, begin + threadIdx.x) : -1;
       found = list.cache.holds(slot);
       s.row[threadIdx.x] = found ? list.cache.row(slot) : nullptr;
       s.scales[threadIdx.x] = found ? list.cache.scales(slot) : nullptr;
@@ -148,8 +147,9 @@ struct Block {
     }
   }
 
-  // scores[head][token] of the warp's 8 tokens, to base 2.
-  __device__ void score() const {
+  // scores[head][token] of the warp's 8 tokens, to base 2. The list has `slots` slots from the tile's first one on; a
+  // head does not see the last ones, which its query precedes.
+  __device__ void score(int slots) const {
     const int column = warp * kWarpTokens + 2 * (lane % 4);  // a lane's two tokens
     float sum[4] = {};
     const uint32_t q_address = cast_smem_ptr_to_uint(&s.q[lane % 16][8 * (lane / 16)]);
@@ -176,10 +176,11 @@ struct Block {
     const bool first_valid = s.row[column] != nullptr, second_valid = s.row[column + 1] != nullptr;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      const int head = lane / 4 + 8 * half, seen = slots - p.unseen(head_begin + head);
       float2 pair;
-      pair.x = first_valid ? sum[2 * half] * scale : -INFINITY;
-      pair.y = second_valid ? sum[2 * half + 1] * scale : -INFINITY;
-      *reinterpret_cast<float2*>(&s.scores[lane / 4 + 8 * half][column]) = pair;
+      pair.x = first_valid && column < seen ? sum[2 * half] * scale : -INFINITY;
+      pair.y = second_valid && column + 1 < seen ? sum[2 * half + 1] * scale : -INFINITY;
+      *reinterpret_cast<float2*>(&s.scores[head][column]) = pair;
     }
   }
 
@@ -304,8 +305,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
       const bool in_main = tile < main_tiles;
       const SlotList& list = p.lists[in_main ? 0 : 1];
       const int begin = (in_main ? tile : tile - main_tiles) * tile_slots;
+      const int slots = (in_main ? length : extra_length) - begin;  // from here to the list's end
       __syncthreads();  // the tile before is finished with the rows
-      if (!block.find_rows(list, token, begin, min(begin + tile_slots, in_main ? length : extra_length))) continue;
+      if (!block.find_rows(list, token, begin, min(tile_slots, slots))) continue;
       const bool aligned = rows_aligned16(list.cache);
       const CacheFormat& format = list.cache.format;
       if (format.scale == Scale::fp32)
@@ -315,7 +317,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
       else
         aligned ? block.template gather_plain<true>() : block.template gather_plain<false>();
       __syncthreads();
-      block.score();
+      block.score(slots);
       __syncthreads();
       block.softmax();
       __syncthreads();

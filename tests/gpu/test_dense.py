@@ -1,0 +1,280 @@
+"""The contract of dense_attention on a GPU, against the oracle. The CPU's tests beside these have the same names."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mla_backend
+import mla_backend.flash_mla as flash_mla
+from dense_problems import DenseProblem, dense_problems, random_dense
+from gpu_checks import chosen_kernel
+from mla_backend.attention import workspace_floats
+from problems import BASIC, FORMATS, WITH_ROPE, all_bytes, assert_accurate, random_cache, score_error, write_part
+
+pytestmark = pytest.mark.gpu
+HEADS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 100, 128]
+BATCHES = [(700, 64, 130), tuple(range(1, 41)), tuple(range(120, 160))]
+"""Lengths of sequences: few requests, which are cut into parts, and many short or longer ones."""
+
+
+def check(problem: DenseProblem, **options) -> None:
+    there = problem.to("cuda")  # where the oracle is fast, too
+    assert_accurate(there.solve(**options), there.oracle(), score_error=score_error(problem.cache))
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@given(problem=st.data())
+def test_any_problem_agrees_with_the_oracle(fmt, problem):
+    drawn = problem.draw(dense_problems(formats=(fmt,)))
+    check(drawn, batch_invariant=problem.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_every_head_count(fmt, heads):
+    for lengths in BATCHES if fmt in BASIC else BATCHES[:1]:
+        check(random_dense(fmt, lengths, 2, heads, 64).poisoned())
+
+
+@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize("queries", range(1, 9))
+@pytest.mark.parametrize("heads", [1, 8, 16, 20, 64, 128])
+def test_every_number_of_queries_and_heads(fmt, queries, heads):
+    for causal in (True, False):
+        check(random_dense(fmt, (190, 131, 3), queries, heads, 64, causal=causal).poisoned())
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt not in BASIC])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_causal_queries_of_other_formats(fmt, heads):
+    check(random_dense(fmt, (190, 129, 3), 4, heads, 64).poisoned())
+    check(random_dense(fmt, tuple(range(30, 70)), 4, heads, 64).poisoned())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("block_size", [1, 2, 61, 64, 69, 256])
+def test_every_block_size(fmt, block_size):
+    for heads in (5, 70):
+        check(random_dense(fmt, (300, 129, 5), 2, heads, block_size).poisoned())
+
+
+@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize("gap", [16, 8, 1])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_pages_at_any_distance(fmt, gap, heads):
+    """A gap of 8 bytes or of 1 leaves rows that no 16-byte access may touch."""
+    check(random_dense(fmt, (300, 129, 5), 2, heads, 7, gap=gap).poisoned())
+
+
+@pytest.mark.parametrize("queries", [8, 64])
+@pytest.mark.parametrize("length", [3, 500])
+def test_many_queries(queries, length):
+    for fmt in BASIC:
+        check(random_dense(fmt, (length, length + 70), queries, 16, 64).poisoned())
+
+
+@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+@pytest.mark.parametrize("lengths", [(1,), (63, 65), (64, 128, 127, 129), (20000,), (9000, 5, 0, 4000)])
+def test_every_length(fmt, heads, lengths):
+    check(random_dense(fmt, lengths, 2, heads, 64))
+
+
+@pytest.mark.parametrize("heads", [5, 16, 64, 128])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_an_empty_sequence_gives_zero_and_minus_infinity(heads, queries):
+    for fmt in BASIC:
+        for lengths in ((40, 0, 7), (0,), (-1, -(2**31)), (0, 3) * 30):
+            check(random_dense(fmt, lengths, queries, heads).poisoned())
+
+
+@pytest.mark.parametrize("heads", [3, 64])
+@pytest.mark.parametrize("kernel", ["auto", "portable", "unclustered"])
+def test_every_kernel(kernel, heads):
+    with chosen_kernel(kernel):
+        for fmt in FORMATS:
+            check(random_dense(fmt, (1300, 129, 3), 3, heads, 64).poisoned())
+
+
+@pytest.mark.parametrize("bad", [-1, -(2**31), 8, 2**31 - 1])
+@pytest.mark.parametrize("heads", [3, 64])
+def test_blocks_outside_the_cache_are_skipped(bad, heads):
+    for fmt in BASIC:
+        problem = random_dense(fmt, (90,), 4, heads)
+        problem.cache = random_cache(fmt, 8, 16)
+        problem.block_table = torch.tensor([[3, bad, 5, 1, bad, bad]], dtype=torch.int32)
+        check(problem.poisoned())
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_a_nan_reaches_only_its_request(heads):
+    for lengths in ((100, 100), (100,) * 40):
+        problem = random_dense("bf16", lengths, 3, heads)
+        write_part(problem.cache, "bf16", int(problem.slots(0)[40]), "latent", torch.full((2,), 0xFF))
+        out, lse = problem.to("cuda").solve()
+        assert out[0].isnan().any(-1).all() and lse[0].isnan().all()
+        want = [x[1:] for x in problem.oracle()]
+        assert_accurate((out[1:], lse[1:]), want)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("gap", [32, 33])
+def test_strided_inputs_and_outputs(fmt, gap):
+    form = mla_backend.FORMATS[fmt]
+    for heads in (5, 64):
+        problem = random_dense(fmt, (150, 33, 7), 2, heads).to("cuda")
+        want = problem.to("cpu").oracle()
+        q = problem.q.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
+        if fmt in WITH_ROPE:
+            wide = torch.randn(3, 2, heads, 64 + gap, device="cuda").to(form.number)
+            wide[..., gap - 21 : gap + 43] = problem.q[..., 512:]
+            q = q[..., :512], wide[..., gap - 21 : gap + 43]
+        out = torch.full((heads, 2, 3, 568 + gap), torch.nan, device="cuda").to(form.number).permute(2, 1, 0, 3)
+        lse = torch.full((2, heads, 3), torch.nan, device="cuda").permute(2, 1, 0)
+        got = problem.but(q=q).solve(out=out[..., gap : gap + 512], lse=lse)
+        assert_accurate(got, want, score_error=score_error(problem.cache))
+        assert out[..., :gap].isnan().all() and out[..., gap + 512 :].isnan().all()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_captured_graph_follows_new_lengths_and_tables(fmt, heads):
+    requests, queries, block_size, max_blocks = 5, 2, 64, 12
+    problems = [
+        random_dense(fmt, tuple(lengths), queries, heads, block_size, max_blocks=max_blocks)
+        for lengths in ((700, 64, 130, 0, 1), (3, 768, 5, 6, 7), (0,) * 5, (768,) * 5, (64, 65, 66, 1, 300))
+    ]
+    form = mla_backend.FORMATS[fmt]
+    cache = form.new_cache(5 * max_blocks + 2, block_size, device="cuda")
+    first = problems[0].to("cuda")
+    workers = mla_backend.plan(requests, 768, topk_length=first.lengths, num_heads=queries * heads).shape[0]
+    plan = torch.empty(workers, 8, dtype=torch.int32, device="cuda")
+    workspace = torch.zeros(workspace_floats(workers, queries * heads), device="cuda")
+    table, lengths = torch.zeros_like(first.block_table), torch.zeros_like(first.lengths)
+    static = first.but(cache=cache, block_table=table, lengths=lengths, q=torch.zeros_like(first.q))
+    out = torch.empty(requests, queries, heads, 512, dtype=form.number, device="cuda")
+    lse = torch.empty(requests, heads, queries, device="cuda")
+
+    def step():
+        mla_backend.plan(requests, 768, topk_length=lengths, out=plan)
+        static.solve(plan=plan, workspace=workspace, out=out, lse=lse)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for problem in problems:
+        all_bytes(cache).fill_(0xFF)
+        cache[: len(problem.cache)] = problem.poisoned().cache.cuda()
+        table.copy_(problem.block_table), lengths.copy_(problem.lengths), static.q.copy_(problem.q)
+        out.fill_(torch.nan), lse.fill_(torch.nan)
+        graph.replay()
+        assert_accurate((out, lse), problem.oracle(), score_error=score_error(problem.cache))
+
+
+@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize("heads", [5, 16, 64])
+def test_a_plan_is_followed_and_workers_do_not_matter(fmt, heads):
+    problem = random_dense(fmt, (2000, 900, 5), 2, heads, 64)
+    there, want = problem.to("cuda"), problem.oracle()
+    slots = there.block_table.shape[1] * 64
+    for workers in (1, 2, 7, 132, 264):
+        plan = mla_backend.plan(3, slots, topk_length=there.lengths, workers=workers)
+        assert_accurate(there.solve(plan=plan), want, score_error=score_error(problem.cache))
+
+
+@pytest.mark.parametrize("heads", [5, 64])
+def test_a_stale_plan_harms_nothing_else(heads):
+    problem = random_dense("bf16", (2000, 900, 5), 2, heads, 64).to("cuda")
+    slots = problem.block_table.shape[1] * 64
+    want = problem.solve()
+    for lengths in (None, [10, 2000, 0], [2000, 900, 2**31 - 1]):
+        lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        problem.solve(plan=mla_backend.plan(3, slots, topk_length=lengths, num_heads=2 * heads, device="cuda"))
+    problem.solve(plan=torch.full((3, 8), 7, dtype=torch.int32, device="cuda"))
+    assert same(problem.solve(), want)
+
+
+@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize("heads", [3, 16, 24, 128])
+def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(fmt, heads):
+    problem = random_dense(fmt, (400, 1, 399, 0, 130, 400, 64, 300, 5), 2, heads, 64).to("cuda")
+    together = problem.solve(batch_invariant=True)
+    for begin, end in ((0, 1), (1, 3), (3, 9), (4, 5)):
+        alone = problem.but(
+            q=problem.q[begin:end], block_table=problem.block_table[begin:end], lengths=problem.lengths[begin:end]
+        ).solve(batch_invariant=True)
+        assert same(alone, [x[begin:end] for x in together])
+
+
+@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize("heads", [8, 64])
+def test_same_inputs_give_the_same_bits(fmt, heads):
+    problem = random_dense(fmt, (5000, 900, 100), 2, heads, 64).to("cuda")
+    want = problem.solve()
+    assert all(same(problem.solve(), want) for _ in range(20))
+
+
+def test_a_cache_of_more_than_2_to_the_31_elements():
+    blocks = 2**31 // (64 * 576) + 100
+    problem = random_dense("bf16", (190, 64), 2, 16, 64)
+    cache = mla_backend.FORMATS["bf16"].new_cache(blocks, 64, device="cuda")
+    all_bytes(cache).fill_(0xFF)
+    places = torch.tensor([blocks - 1, 0, blocks // 2, blocks - 2, 1, 2][: len(problem.cache)])
+    cache[places.cuda()] = problem.cache.cuda()
+    there = problem.to("cuda").but(cache=cache)
+    used = (problem.block_table >= 0) & (problem.block_table < len(problem.cache))
+    moved = torch.where(used, places[problem.block_table.clamp(0, len(problem.cache) - 1).long()], -5)
+    assert_accurate(there.but(block_table=moved.int().cuda()).solve(), problem.oracle())
+
+
+# The package's tests of dense decode, at a tenth of their size
+
+
+def flash_mla_problem(b, s_q, s_k, h_q, h_kv, varlen, zeros, dtype):
+    lengths = torch.full((b,), s_k, dtype=torch.int32)
+    if varlen:
+        lengths = (torch.randn(b) * s_k / 2 + s_k).int().clamp(min=s_q)
+    if zeros:
+        lengths[torch.randn(b) > 0] = 0
+    longest = -(-int(lengths.max()) // 256) * 256
+    q = (torch.randn(b, s_q, h_q, 576) / 10).clamp(-1, 1).to(dtype)
+    table = torch.randperm(b * longest // 64).int().view(b, -1)
+    cache = (torch.randn(table.numel(), 64, h_kv, 576) / 10).clamp(-1, 1).to(dtype)
+    for i, length in enumerate(lengths.tolist()):
+        rows = cache[table[i].long()]
+        rows.view(-1, h_kv, 576)[length:] = torch.nan
+        cache[table[i].long()] = rows
+        table[i, -(-length // 64) :] = 2147480000
+    return q, cache, table, lengths
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (9, 3), (63, 1), (64, 2), (126, 3), (128, 1), (128, 8)])
+def test_the_flash_mla_stand_in(h_q, h_kv, varlen, causal, dtype):
+    for b, s_q, s_k in ((1, 4, 20), (6, 2, 140), (3, 1, 700)):
+        q, cache, table, lengths = flash_mla_problem(b, s_q, s_k, h_q, h_kv, varlen, varlen, dtype)
+        there = [x.cuda() for x in (q, cache, table, lengths)]
+        group = h_q // h_kv
+        for meta in (
+            flash_mla.get_mla_metadata(),
+            flash_mla.get_mla_metadata(there[3], s_q * group, h_kv),
+        ):
+            for _ in range(2):  # the second call reuses the plan
+                out, lse = flash_mla.flash_mla_with_kvcache(*there, 512, *meta, causal=causal)
+                assert (lse != -torch.inf).all()
+            lse = torch.where(lse == torch.inf, -torch.inf, lse)
+            for head in range(h_kv):
+                heads = slice(head * group, (head + 1) * group)
+                own = DenseProblem(there[0][:, :, heads], there[1][:, :, head], *there[2:], causal=causal)
+                assert_accurate((out[:, :, heads], lse[:, heads]), own.oracle())

@@ -1,0 +1,258 @@
+"""The contract of dense_attention, as properties, against the oracle."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mla_backend
+from dense_problems import DenseProblem, dense_problems, random_dense
+from mla_backend import library
+from problems import BASIC, CPU_KERNELS, FORMATS, WITH_ROPE, assert_accurate, random_cache, write_part
+
+BLOCK_SIZES = [1, 2, 61, 64, 69, 256]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kernel", CPU_KERNELS)
+@given(problem=dense_problems(), invariant=st.booleans())
+def test_any_problem_agrees_with_the_oracle(kernel, problem, invariant):
+    library.select_cpu_kernel(kernel)
+    try:
+        problem.check(batch_invariant=invariant)
+    finally:
+        library.select_cpu_kernel("auto")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_every_block_size(fmt, block_size):
+    for causal in (True, False):
+        problem = random_dense(fmt, (300, 129, 5), 2, 5, block_size, gap=8, causal=causal)
+        problem.poisoned().check()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("queries", range(1, 9))
+@pytest.mark.parametrize("heads", [1, 2, 7, 16, 17, 64])
+def test_every_number_of_queries_and_heads(queries, heads, causal):
+    for fmt in BASIC:
+        random_dense(fmt, (150, 131, 3), queries, heads, causal=causal).poisoned().check()
+
+
+@pytest.mark.parametrize("heads", [100, 127, 128, 129, 200, 256])
+def test_many_heads(cpu_kernel, heads):
+    random_dense("bf16", (140, 20), 2, heads).check()
+
+
+@pytest.mark.parametrize("length", [30, 2000])
+def test_the_most_queries_of_the_most_heads(length):
+    """2000 tokens are cut into parts, which have to be merged."""
+    random_dense("bf16", (length,), 64, 256 if length < 100 else 33, 64).check()
+
+
+@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize("length", [1, 127, 128, 129, 2048, 5000])
+def test_every_length(cpu_kernel, fmt, length):
+    random_dense(fmt, (length, length - 1), 3, 4, 64).poisoned().check()
+
+
+@pytest.mark.parametrize("length", [0, -1, -(2**31)])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_an_empty_sequence_gives_zero_and_minus_infinity(cpu_kernel, length, queries):
+    problem = random_dense("bf16", (40, length, 7), queries, 5)
+    out, lse = problem.solve()
+    assert (out[1] == 0).all() and (lse[1] == -torch.inf).all()
+    assert_accurate((out, lse), problem.oracle())
+
+
+@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_queries_that_come_before_their_sequence_see_nothing(cpu_kernel, fmt, length):
+    problem = random_dense(fmt, (length,), 5, 3).poisoned()
+    out, lse = problem.solve()
+    before = 5 - length
+    assert (out[:, :before] == 0).all() and (lse[..., :before] == -torch.inf).all()
+    assert lse[..., before:].isfinite().all()
+    problem.check()
+
+
+def test_a_sequence_ends_where_its_page_table_does(cpu_kernel):
+    problem = random_dense("bf16", (64, 20), 2, 3, max_blocks=4)
+    longer = problem.but(lengths=torch.tensor([2**31 - 1, 20], dtype=torch.int32))
+    assert same(longer.solve(), problem.solve())
+
+
+def test_page_tables_are_not_read_beyond_a_sequence(cpu_kernel):
+    problem = random_dense("bf16", (64, 33, 1), 1, 3)
+    tidy = problem.but(block_table=problem.block_table.clone())
+    for row, length in zip(tidy.block_table, (64, 33, 1), strict=True):
+        row[-(-length // 16) :] = 0
+    assert same(problem.solve(), tidy.solve())
+
+
+@pytest.mark.parametrize("bad", [-1, -(2**31), 8, 2**31 - 1])
+def test_blocks_outside_the_cache_are_skipped(cpu_kernel, bad):
+    """With them go their positions: a query sees the same positions as if the blocks were there."""
+    problem = random_dense("bf16", (90,), 4, 3)
+    problem.cache = random_cache("bf16", 8, 16)
+    problem.block_table = torch.tensor([[3, bad, 5, 1, bad, bad]], dtype=torch.int32)
+    problem.poisoned().check()
+    nothing = problem.but(block_table=torch.full((1, 6), bad, dtype=torch.int32)).solve()
+    assert (nothing[0] == 0).all() and (nothing[1] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("empty", ["no requests", "no queries", "no blocks a request", "no cache"])
+def test_nothing_to_do_is_an_ordinary_input(empty):
+    problem = random_dense("bf16", (40, 3), 2, 5)
+    if empty == "no requests":
+        problem = random_dense("bf16", (), 2, 5)
+    elif empty == "no queries":
+        problem.q = problem.q[:, :0]
+    elif empty == "no blocks a request":
+        problem.block_table = problem.block_table[:, :0]
+    else:
+        problem.cache = problem.cache[:0]
+    out, lse = problem.solve()
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    assert out.shape[:3] == problem.q.shape[:3] and lse.shape == (len(out), 5, out.shape[1])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_nan_reaches_only_its_request(cpu_kernel, causal):
+    problem = random_dense("bf16", (100, 100), 3, 5, causal=causal)
+    write_part(problem.cache, "bf16", int(problem.slots(0)[40]), "latent", torch.full((2,), 0xFF))
+    out, lse = problem.solve()
+    assert out[0].isnan().any(-1).all() and lse[0].isnan().all()
+    assert not out[1].isnan().any() and not lse[1].isnan().any()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_strided_inputs_and_outputs(cpu_kernel, fmt):
+    problem = random_dense(fmt, (50, 33, 7), 2, 5)
+    want, form = problem.oracle(), mla_backend.FORMATS[fmt]
+    q = problem.q.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)  # head-major
+    if fmt in WITH_ROPE:
+        wide = torch.randn(3, 2, 5, 100).to(form.number)
+        wide[..., 11:75] = q[..., 512:]
+        q = q[..., :512], wide[..., 11:75]
+    blocks, block_size, width = problem.cache.shape
+    row_gap = 0 if form.scales_at == "end_of_page" else 32
+    cache = torch.full((blocks, block_size + 2, width + row_gap), 255, dtype=torch.uint8).to(form.dtype)
+    cache = cache[:, :block_size, :width]
+    cache[:] = problem.cache
+    table = torch.full((3, 20), 10**6, dtype=torch.int32)
+    table[:, : problem.block_table.shape[1]] = problem.block_table
+    table = table[:, : problem.block_table.shape[1]]
+    out = torch.full((5, 2, 3, 600), torch.nan).to(form.number).permute(2, 1, 0, 3)[..., 20:532]
+    lse = torch.full((2, 5, 3), torch.nan).permute(2, 1, 0)
+    got = problem.but(q=q, cache=cache, block_table=table)
+    assert_accurate(got.solve(out=out, lse=lse), want)
+
+
+def test_a_pair_of_queries_is_the_same_as_one_tensor(cpu_kernel):
+    problem = random_dense("fp8_ds_mla", (50, 33), 3, 4)
+    assert same(problem.but(q=(problem.q[..., :512], problem.q[..., 512:])).solve(), problem.solve())
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "fp8_model1"])
+def test_kv_heads_are_strided_views(fmt):
+    problems = [random_dense(fmt, (70, 9), 2, 4) for _ in range(3)]
+    together = torch.stack([p.cache for p in problems], 2)  # [blocks, block_size, h_kv, width]
+    for head, problem in enumerate(problems):
+        problem.block_table = problems[0].block_table
+        view = problem.but(cache=together[:, :, head])
+        assert_accurate(view.solve(), problem.oracle())
+
+
+def test_a_query_a_request_is_sparse_attention_over_its_slots(cpu_kernel):
+    problem = random_dense("fp8_ds_mla", (64, 33, 48), 1, 20, max_blocks=4, causal=True)
+    slots = torch.full((3, 64), -1, dtype=torch.int32)
+    for i in range(3):
+        slots[i, : problem.lengths[i]] = problem.slots(i)
+    out, lse = mla_backend.sparse_attention(
+        problem.q[:, 0], problem.cache, slots, scale=problem.scale, topk_length=problem.lengths
+    )
+    assert same(problem.solve(), (out.unsqueeze(1), lse.unsqueeze(-1)))
+
+
+def plan_of(problem: DenseProblem, **more):
+    requests, queries, heads, _ = problem.q.shape
+    slots = problem.block_table.shape[1] * problem.cache.shape[1]
+    return mla_backend.plan(requests, slots, num_heads=queries * heads, **more)
+
+
+def test_a_plan_is_followed(cpu_kernel):
+    problem = random_dense("bf16", (2000, 900, 5), 2, 5, 64)
+    plan = plan_of(problem, topk_length=problem.lengths)
+    assert same(problem.solve(plan=plan), problem.solve())
+    problem.check(plan=plan_of(problem, topk_length=problem.lengths, workers=7))
+
+
+@pytest.mark.parametrize("lengths", [None, [10, 2000, 0], [2000, 900, 0]])
+def test_a_plan_for_other_lengths_is_replaced(cpu_kernel, lengths):
+    problem = random_dense("bf16", (2000, 900, 5), 2, 5, 64)
+    lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    problem.check(plan=plan_of(problem, topk_length=lengths))
+    problem.check(plan=torch.full((3, 8), 7, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(cpu_kernel, queries):
+    problem = random_dense("bf16", (900, 100, 1500), queries, 5, 64)
+    among = problem.solve(batch_invariant=True)
+    for i in range(3):
+        alone = problem.but(
+            q=problem.q[i : i + 1], block_table=problem.block_table[i : i + 1], lengths=problem.lengths[i : i + 1]
+        ).solve(batch_invariant=True)
+        assert same(alone, [x[i : i + 1] for x in among])
+
+
+def test_same_inputs_give_the_same_bits(cpu_kernel):
+    problem = random_dense("fp8_ds_mla", (900, 100), 3, 30)
+    assert same(problem.solve(), problem.solve())
+
+
+def test_given_outputs_are_written_and_returned():
+    problem = random_dense()
+    out, lse = torch.full((2, 1, 16, 512), torch.nan).bfloat16(), torch.full((2, 16, 1), torch.nan)
+    got = problem.solve(out=out, lse=lse)
+    assert got[0] is out and got[1] is lse and not out.isnan().any() and not lse.isnan().any()
+
+
+def test_a_dimension_of_one_for_the_kv_head_is_accepted():
+    problem = random_dense()
+    assert same(problem.solve(), problem.but(cache=problem.cache.unsqueeze(2)).solve())
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_it_compiles_without_a_graph_break(fmt):
+    torch._dynamo.reset()
+
+    def step(q, cache, block_table, lengths):
+        out, lse = mla_backend.dense_attention(q * 1, cache, block_table, lengths, scale=0.05)
+        return out + 1, lse
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for lengths in ((20, 3), (40, 41, 2), (9,)):
+        problem = random_dense(fmt, lengths, 2, 3)
+        arguments = problem.q, problem.cache, problem.block_table, problem.lengths
+        assert same(compiled(*arguments), step(*arguments))
+
+
+def test_fake_tensors_give_shapes_without_computing():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        out, lse = mla_backend.dense_attention(
+            torch.empty(5, 2, 9, 576, dtype=torch.bfloat16),
+            torch.empty(3, 4, 576, dtype=torch.bfloat16),
+            torch.empty(5, 6, dtype=torch.int32),
+            torch.empty(5, dtype=torch.int32),
+            scale=1.0,
+        )
+    assert out.shape == (5, 2, 9, 512) and out.dtype == torch.bfloat16
+    assert lse.shape == (5, 9, 2) and lse.dtype == torch.float32

@@ -1,0 +1,143 @@
+"""Random problems for dense_attention."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import mla_backend
+from mla_backend import reference
+from problems import (
+    FORMATS,
+    MAGNITUDE,
+    SCALE,
+    all_bytes,
+    assert_accurate,
+    copy_with_gaps,
+    poison_padding,
+    random_cache,
+    scale_of,
+)
+
+GARBAGE = (2147480000, -5)
+"""What a page table holds beyond a sequence's end."""
+
+
+@dataclass
+class DenseProblem:
+    """The arguments of dense_attention."""
+
+    q: Tensor | tuple[Tensor, Tensor]
+    cache: Tensor
+    block_table: Tensor
+    lengths: Tensor
+    scale: float = SCALE
+    causal: bool = True
+    cache_format: str | None = None
+    cache_scale: float = 1.0
+
+    def solve(self, **options) -> tuple[Tensor, Tensor]:
+        """Our answer: out and lse, written over poisoned memory."""
+        q = self.q[0] if isinstance(self.q, tuple) else self.q
+        requests, queries, heads, _ = q.shape
+        out = torch.full((requests, queries, heads, 512), torch.nan, dtype=q.dtype, device=q.device)
+        lse = torch.full((requests, heads, queries), torch.nan, device=q.device)
+        return mla_backend.dense_attention(**{**vars(self), "out": out, "lse": lse, **options})
+
+    def oracle(self) -> tuple[Tensor, Tensor]:
+        q = torch.cat(self.q, -1) if isinstance(self.q, tuple) else self.q
+        return reference.dense_attention(**{**vars(self), "q": q})
+
+    def check(self, **options) -> None:
+        assert_accurate(self.solve(**options), self.oracle())
+
+    def but(self, **changes) -> "DenseProblem":
+        return replace(self, **changes)
+
+    def to(self, device: str) -> "DenseProblem":
+        return DenseProblem(
+            **{name: copy_with_gaps(x, device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
+        )
+
+    def slots(self, request: int) -> Tensor:
+        """Those of a request's positions, in their order; -1 where the cache has none."""
+        block_size = self.cache.shape[1]
+        length = min(max(int(self.lengths[request]), 0), self.block_table.shape[1] * block_size)
+        positions = torch.arange(length)
+        block = self.block_table[request, positions // block_size].long()
+        inside = (block >= 0) & (block < self.cache.shape[0])
+        return torch.where(inside, block * block_size + positions % block_size, -1)
+
+    def poisoned(self) -> "DenseProblem":
+        """The same, but all bytes of rows that belong to no sequence are 0xff: NaN in every type of number."""
+        if self.cache.shape[0] == 0:
+            return self
+        rows, poison = reference.format_of(self.cache, self.cache_format), copy_with_gaps(self.cache)
+        named = torch.cat([torch.zeros(0, dtype=torch.int64), *(self.slots(i) for i in range(len(self.lengths)))])
+        named = named[named >= 0]
+        address = reference.token_address(rows, self.cache, named)
+        all_bytes(poison).fill_(0xFF)
+        poison[address] = self.cache[address]
+        poison_padding(rows, poison, named)
+        return self.but(cache=poison)
+
+
+def random_dense(
+    fmt: str = "bf16",
+    lengths: tuple[int, ...] = (100, 37),
+    queries: int = 1,
+    heads: int = 16,
+    block_size: int = 16,
+    *,
+    max_blocks: int | None = None,
+    gap: int = 0,
+    **more,
+) -> DenseProblem:
+    """Sequences of these lengths in blocks at random places; beyond their ends the page table holds garbage."""
+    used = [max(-(-n // block_size), 0) for n in lengths]
+    if max_blocks is None:
+        max_blocks = max(used, default=0) + 1
+    table = torch.tensor(GARBAGE, dtype=torch.int32)[torch.randint(0, 2, (len(lengths), max_blocks))]
+    blocks = sum(used) + 2
+    places = torch.randperm(blocks).int()
+    for row, own in zip(table, used, strict=True):
+        own = min(own, max_blocks)
+        row[:own], places = places[:own], places[own:]
+    form = mla_backend.FORMATS[fmt]
+    return DenseProblem(
+        (torch.randn(len(lengths), queries, heads, form.head_dim) / MAGNITUDE).to(form.number),
+        random_cache(fmt, blocks, block_size, gap=gap),
+        table,
+        torch.tensor(lengths, dtype=torch.int32),
+        cache_scale=scale_of(fmt),
+        **more,
+    )
+
+
+@st.composite
+def dense_problems(draw, formats=FORMATS, max_rows=160, max_length=300):
+    """Problems of any shape, with up to `max_rows` heads of all queries of a request."""
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    queries = draw(st.sampled_from([1, 1, 2, 3, 4, 5, 8, 64]))
+    heads = draw(st.integers(1, max(max_rows // queries, 1)))
+    block_size = draw(st.sampled_from([1, 2, 7, 61, 64, 69, 256]))
+    lengths = draw(st.lists(st.one_of(st.integers(-3, 6), st.integers(0, max_length)), max_size=4))
+    problem = random_dense(
+        draw(st.sampled_from(formats)),
+        tuple(lengths),
+        queries,
+        heads,
+        block_size,
+        gap=draw(st.sampled_from([0, 0, 8, 5])),
+        causal=draw(st.booleans()),
+    )
+    table = problem.block_table
+    if draw(st.booleans()):  # blocks outside the cache within a sequence
+        bad = torch.tensor([-1, -(2**31), problem.cache.shape[0], 2**31 - 1], dtype=torch.int32)
+        outside = torch.rand(table.shape) < 0.2
+        table[outside] = bad[torch.randint(0, 4, (int(outside.sum()),))]
+    if lengths and draw(st.booleans()):  # a sequence that claims to be longer than its page table
+        problem.lengths[0] = draw(st.sampled_from([table.shape[1] * block_size + 5, 2**31 - 1]))
+        table[0] = torch.randint(0, problem.cache.shape[0], (table.shape[1],))
+    return problem.poisoned()
