@@ -69,8 +69,8 @@ struct Bf16Isa {
   }
 
   // 32 dims of two neighbouring rows: each word holds one dim of both.
-  static void load_values(const uint32_t* row, Words (&values)[2]) {
-    const __m512i first = _mm512_load_si512(row), second = _mm512_load_si512(row + kHeadDim / 2);
+  static void load_values(const uint32_t* row, int row_stride, Words (&values)[2]) {
+    const __m512i first = _mm512_load_si512(row), second = _mm512_load_si512(row + row_stride);
     values[0] = (Words)_mm512_permutex2var_epi16(first, _mm512_load_si512(kPairs.low), second);
     values[1] = (Words)_mm512_permutex2var_epi16(first, _mm512_load_si512(kPairs.high), second);
   }
