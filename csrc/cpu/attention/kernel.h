@@ -131,19 +131,35 @@ struct SlotWalk {
     tile.count = 0;
     for (;;) {
       const SlotList& from = p.lists[list];
-      const bool scales_apart = from.cache.format.scales_at == ScalesAt::end_of_page, masked = p.unseen(0) > 0;
-      for (; at < end && tile.count < kTile; ++at) {
-        const int64_t slot = from.slot(token, at);
-        if (!from.cache.holds(slot)) continue;
-        if (scales_apart) tile.scales[tile.count] = from.cache.scales(slot);
-        if (masked) tile.behind[tile.count] = static_cast<int32_t>(length - 1 - at);
-        tile.rows[tile.count++] = from.cache.row(slot);
-      }
+      while (at < end && tile.count < kTile) from.paged ? add_page(from, tile) : add_slot(from, tile);
       tile.format = &from.cache.format;
       if (tile.count > 0 || list + 1 >= p.list_count) return;
       ++list;
       enter();
     }
+  }
+
+  void add_slot(const SlotList& from, TileRows& tile) {
+    const int64_t slot = from.entries[token * from.stride + at++];
+    if (!from.cache.holds(slot)) return;
+    if (from.cache.format.scales_at == ScalesAt::end_of_page) tile.scales[tile.count] = from.cache.scales(slot);
+    tile.rows[tile.count++] = from.cache.row(slot);
+  }
+
+  // What is left of the page, and has room.
+  void add_page(const SlotList& from, TileRows& tile) {
+    const int64_t slot = from.slot(token, static_cast<int32_t>(at)), room = kTile - tile.count;
+    const int64_t to_page_end = from.cache.block_size - at % from.cache.block_size;
+    const int64_t left = end - at < room ? end - at : room, rows = left < to_page_end ? left : to_page_end;
+    if (from.cache.holds(slot)) {
+      const uint8_t *row = from.cache.row(slot), *scales = from.cache.scales(slot);
+      for (int64_t i = 0; i < rows; ++i, ++tile.count) {
+        tile.rows[tile.count] = row + i * from.cache.row_stride;
+        tile.scales[tile.count] = scales + i * from.cache.format.scale_bytes();
+        tile.behind[tile.count] = static_cast<int32_t>(length - 1 - at - i);
+      }
+    }
+    at += rows;
   }
 };
 
