@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import mla_backend
 import mla_backend.flash_mla as flash_mla
+from dense_problems import random_dense
 from mla_backend import reference
 from problems import FORMATS, SCALE, assert_accurate, random_cache
 
@@ -214,25 +215,83 @@ def test_a_batch_invariant_prefill_gives_a_token_the_same_bits_alone_and_in_a_ba
         assert torch.equal(one[0], other[0])
 
 
+def whole_sequences(fmt="bf16", s_q=1, heads=(4, 1), seqlens=(64, 5, 0, 33), block_size=16, **more):
+    """A problem for each KV head, and the drop-in's arguments for all of them."""
+    h_q, h_kv = heads
+    problems = [random_dense(fmt, seqlens, s_q, h_q // h_kv, block_size, **more) for _ in range(h_kv)]
+    for problem in problems:
+        problem.block_table = problems[0].block_table
+    q = torch.cat([p.q for p in problems], 2)
+    cache = torch.stack([p.cache for p in problems], 2)
+    return problems, (q, cache, problems[0].block_table, problems[0].lengths, 512)
+
+
+def assert_dense(got, problems):
+    """(out, lse) of the drop-in against the oracle's, the query heads of one KV head after the other's."""
+    out, lse = got
+    want = [p.oracle() for p in problems]
+    assert not (lse == -torch.inf).any()
+    lse = torch.where(lse == torch.inf, -torch.inf, lse)
+    assert_accurate((out, lse), (torch.cat([w[0] for w in want], 2), torch.cat([w[1] for w in want], 1)))
+
+
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("s_q", [1, 3])
-def test_attention_over_whole_sequences(s_q, causal, old):
-    b, h_q, block_size = 3, 4, 16
-    q, cache, _ = request_tensors("bf16", b, s_q, h_q, 0, 12, block_size)
-    block_table = torch.randperm(12).int().view(3, 4)
-    seqlens = torch.tensor([64, 5, 33], dtype=torch.int32)
-    meta = flash_mla.get_mla_metadata(seqlens, s_q * h_q, 1, h_q) if old else flash_mla.get_mla_metadata()
-    got = flash_mla.flash_mla_with_kvcache(
-        q, cache, block_table, seqlens, 512, *meta, softmax_scale=0.03, causal=causal
+@pytest.mark.parametrize("heads", [(4, 1), (6, 2), (9, 3), (8, 8), (128, 1)])
+@pytest.mark.parametrize("fmt", ["bf16", "fp16", "fp8_ds_mla"])
+def test_attention_over_whole_sequences(fmt, heads, s_q, causal, old):
+    problems, arguments = whole_sequences(fmt, s_q, heads, causal=causal)
+    h_q, h_kv = heads
+    meta = flash_mla.get_mla_metadata(arguments[3], s_q * h_q // h_kv, h_kv) if old else flash_mla.get_mla_metadata()
+    for _ in range(2):  # the second call reuses the plan
+        got = flash_mla.flash_mla_with_kvcache(*arguments, *meta, causal=causal, is_fp8_kvcache=quantised(fmt))
+        assert got[0].dtype == arguments[0].dtype and got[1].shape == (4, h_q, s_q) and got[1].is_contiguous()
+        assert_dense(got, problems)
+
+
+def test_whole_sequences_into_a_given_output():
+    problems, arguments = whole_sequences(s_q=2, heads=(6, 2), causal=False)
+    out = torch.full((6, 4, 2, 600), torch.nan).bfloat16().permute(1, 2, 0, 3)[..., :512]
+    got = flash_mla.flash_mla_with_kvcache(*arguments, *flash_mla.get_mla_metadata(), out=out)
+    assert got[0] is out
+    assert_dense(got, problems)
+
+
+def test_metadata_of_whole_sequences_counts_their_parts():
+    seqlens = torch.tensor([4096, 0, 64], dtype=torch.int32)
+    table, num_splits = flash_mla.get_mla_metadata(seqlens, 32, 2)
+    assert num_splits.shape == (4,) and num_splits[0] == 0
+    begins_inside = int(((table[:, 2] > 0) & (table[:, 1] > table[:, 0])).sum())
+    assert begins_inside > 0 and num_splits[-1] == 3 + begins_inside
+
+
+@pytest.mark.parametrize("s_q", [1, 2])
+@pytest.mark.parametrize(("descale_q", "descale_k"), [(None, None), (0.5, 0.25), (0.013, 0.0021), (None, 0.003)])
+def test_vllms_fp8_functions(descale_q, descale_k, s_q):
+    """Scales that are no powers of two round a query and a result once more."""
+    problems, (_, cache, table, seqlens, d_v) = whole_sequences("fp8_tensor_576", s_q, (16, 1), causal=True)
+    scale_q, scale_k = descale_q or 1.0, descale_k or 1.0
+    q = (torch.randn(4, s_q, 16, 576) / (scale_q * scale_k) / 20).to(torch.float8_e4m3fn)
+    meta = flash_mla.get_mla_metadata_dense_fp8(seqlens, s_q * 16, 1)
+    scales = [None if x is None else torch.tensor([x]) for x in (descale_q, descale_k)]
+    out, lse = flash_mla.flash_mla_with_kvcache_fp8(
+        q,
+        cache.view(torch.float8_e4m3fn),
+        table,
+        seqlens,
+        d_v,
+        *meta,
+        causal=True,
+        descale_q=scales[0],
+        descale_k=scales[1],
     )
-    for i in range(b):
-        rows = cache.squeeze(2)[block_table[i].long()].reshape(-1, 576)[: seqlens[i]].double()
-        for j in range(s_q):
-            seen = rows[: len(rows) - (s_q - 1 - j)] if causal else rows
-            scores = q[i, j].double() @ seen.T * 0.03
-            want = (scores.softmax(-1) @ seen[:, :512])[None], scores.logsumexp(-1)[None]
-            assert_accurate((got[0][i, j][None], got[1][i, :, j][None]), want)
+    assert out.dtype == torch.bfloat16 and (lse[2] == torch.inf).all() and (out[2] == 0).all()
+    want = problems[0].but(q=q.double() * scale_q, cache_scale=scale_k).oracle()
+    size = want[0].abs().max()
+    torch.testing.assert_close(out.double(), want[0], rtol=2.01 / 64, atol=float(size) * 0.02)
+    lse = torch.where(lse == torch.inf, -torch.inf, lse)
+    torch.testing.assert_close(lse.double(), want[1], rtol=1e-3, atol=2e-2)
 
 
 def test_a_row_with_nothing_to_attend_to_has_an_lse_of_plus_infinity():

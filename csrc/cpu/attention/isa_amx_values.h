@@ -26,12 +26,12 @@ struct TileValues {
   }
 
   // Adds to 32 dims of some heads, whose rows of `out` lie kValueDim numbers apart, what `steps` pairs of rows hold.
-  void add_values(float* out, const float* rescale, bool first_tile, const uint32_t* rows, int group, int heads,
-                  int steps) {
+  void add_values(float* out, const float* rescale, bool first_tile, const uint32_t* rows, int row_stride, int group,
+                  int heads, int steps) {
     const int blocks = (steps + 15) / 16;
     for (int step = 0; step < blocks * 16; ++step) {
       __m512bh pair[2];
-      Bf16Isa::load_values(rows + step * 2 * (kHeadDim / 2), pair);
+      Bf16Isa::load_values(rows + step * 2 * row_stride, row_stride, pair);
       for (int half = 0; half < 2; ++half) _mm512_store_si512(values[step / 16][half][step % 16], (__m512i)pair[half]);
     }
     for (int h = 0; h * 16 < heads; ++h, out += 16 * kValueDim, rescale += 16) {

@@ -8,16 +8,16 @@ struct Isa {
   static constexpr int kPack = 1;
   static constexpr int kScoreSums = kSums;
   static constexpr int kValueRows = 1;
-  static constexpr int kValueHeads = 4;
-  static constexpr int kValueVectors = kSums / 4;
+  static constexpr int kValueVectors = 2;
+  static constexpr int kValueHeads = kSums / kValueVectors;
   using Words = Floats;
 
   static Floats load_words(const uint32_t* from) { return *reinterpret_cast<const FloatsUnaligned*>(from); }
   static void store_words(Floats x, uint32_t* to) { *reinterpret_cast<FloatsUnaligned*>(to) = x; }
   static Floats broadcast_word(const uint32_t* from) {
-    float x;
-    __builtin_memcpy(&x, from, 4);
-    return broadcast(x);
+    int32_t bits;  // adding a float to zeros is an instruction, and these are loops of few others
+    __builtin_memcpy(&bits, from, 4);
+    return (Floats)(Ints{} + bits);
   }
   static Floats dot(Floats sum, Floats a, Floats b) { return sum + a * b; }
   static Floats pack(Floats first, Floats) { return first; }
@@ -43,7 +43,7 @@ struct Isa {
       store_words(widen<kFormat.rope_code>(row + kFormat.rope_offset(), d), words + kFormat.latent + d);
   }
 
-  static void load_values(const uint32_t* row, Floats (&values)[kValueVectors]) {
+  static void load_values(const uint32_t* row, int, Floats (&values)[kValueVectors]) {
 #pragma GCC unroll 8
     for (int v = 0; v < kValueVectors; ++v) values[v] = load_words(row + v * kLanes);
   }

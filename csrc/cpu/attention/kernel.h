@@ -28,6 +28,8 @@
 
 constexpr int kTile = 128;  // rows converted together; 128 bf16 rows are 144 KB of L2
 constexpr int kRowWords = kHeadDim / Isa::kPack;
+constexpr int kRowStride = kRowWords + 16;  // an odd number of cache lines: one panel of all rows fits the L1 cache
+constexpr int kTileRoom = kTile + Isa::kScoreSums;  // the last block of scores may go beyond the tile
 constexpr int kScoreVectors = 2;
 constexpr int kScoreHeads = kScoreVectors * kLanes;  // heads a block
 constexpr int kHeadSlots = (kMaxWorkHeads + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
@@ -36,7 +38,7 @@ constexpr int kPanels = kValueDim / kPanel;
 constexpr int kTileSteps = kTile / Isa::kPack;
 constexpr int kGroups = 4;  // groups with an fp32 scale
 static_assert(kValueDim % kPanel == 0 && (kValueDim / kGroups) % kPanel == 0, "a panel lies within one scale group");
-static_assert(kTile % Isa::kScoreSums == 0 && kFp8DsMla.scales() == kGroups);
+static_assert(kRowStride * 4 / 64 % 2 == 1 && kFp8DsMla.scales() == kGroups);
 
 // The rows of a tile, in the cache; all of one format.
 struct TileRows {
@@ -50,15 +52,15 @@ struct TileRows {
 // What a thread works in; it keeps this between calls.
 struct Workspace {
   alignas(64) uint32_t q[kHeadSlots / kLanes][kRowWords][kLanes];
-  alignas(64) uint32_t rows_as_words[kTile][kRowWords];
-  alignas(64) float scores[kTile][kScoreHeads];
+  alignas(64) uint32_t rows_as_words[kTileRoom][kRowStride];
+  alignas(64) float scores[kTileRoom][kScoreHeads];
   alignas(64) uint32_t weights[kGroups][kTileSteps][kScoreHeads];
   alignas(64) float rescale[kScoreHeads];
   alignas(64) float out[kHeadSlots][kValueDim];
   alignas(64) float largest[kHeadSlots];  // of the scaled scores, in units of log2(e)
   alignas(64) float total[kHeadSlots];
   TileRows tiles[2];  // this one and the next one
-  float group_scale[kGroups][kTile];
+  float group_scale[kGroups][kTileRoom];
   Isa::Session::Memory unit;
 };
 
@@ -129,19 +131,35 @@ struct SlotWalk {
     tile.count = 0;
     for (;;) {
       const SlotList& from = p.lists[list];
-      const bool scales_apart = from.cache.format.scales_at == ScalesAt::end_of_page, masked = p.unseen(0) > 0;
-      for (; at < end && tile.count < kTile; ++at) {
-        const int64_t slot = from.slot(token, at);
-        if (!from.cache.holds(slot)) continue;
-        if (scales_apart) tile.scales[tile.count] = from.cache.scales(slot);
-        if (masked) tile.behind[tile.count] = static_cast<int32_t>(length - 1 - at);
-        tile.rows[tile.count++] = from.cache.row(slot);
-      }
+      while (at < end && tile.count < kTile) from.paged ? add_page(from, tile) : add_slot(from, tile);
       tile.format = &from.cache.format;
       if (tile.count > 0 || list + 1 >= p.list_count) return;
       ++list;
       enter();
     }
+  }
+
+  void add_slot(const SlotList& from, TileRows& tile) {
+    const int64_t slot = from.entries[token * from.stride + at++];
+    if (!from.cache.holds(slot)) return;
+    if (from.cache.format.scales_at == ScalesAt::end_of_page) tile.scales[tile.count] = from.cache.scales(slot);
+    tile.rows[tile.count++] = from.cache.row(slot);
+  }
+
+  // What is left of the page, and has room.
+  void add_page(const SlotList& from, TileRows& tile) {
+    const int64_t slot = from.slot(token, static_cast<int32_t>(at)), room = kTile - tile.count;
+    const int64_t to_page_end = from.cache.block_size - at % from.cache.block_size;
+    const int64_t left = end - at < room ? end - at : room, rows = left < to_page_end ? left : to_page_end;
+    if (from.cache.holds(slot)) {
+      const uint8_t *row = from.cache.row(slot), *scales = from.cache.scales(slot);
+      for (int64_t i = 0; i < rows; ++i, ++tile.count) {
+        tile.rows[tile.count] = row + i * from.cache.row_stride;
+        tile.scales[tile.count] = scales + i * from.cache.format.scale_bytes();
+        tile.behind[tile.count] = static_cast<int32_t>(length - 1 - at - i);
+      }
+    }
+    at += rows;
   }
 };
 
@@ -183,26 +201,26 @@ inline ConvertRows converter(const CacheFormat& format) {
 template <int kVectors>
 using ScoreSums = Floats[Isa::kScoreSums / kVectors][kVectors];
 
-// Some rows against kVectors vectors of heads, over the first `words` words from the pointers on. A function of its
-// own, so that the compiler has all registers for it.
+// Adds the products of some rows with kVectors vectors of heads, over the first `words` words from the pointers on. A
+// function of its own, so that the compiler has all registers for it.
 template <int kVectors, typename Unit = Isa>
 __attribute__((noinline)) void multiply_rows(const uint32_t (*q)[kLanes], const uint32_t* rows, int words,
                                              ScoreSums<kVectors>& result) {
   if constexpr (Unit::kTiles)
-    return Unit::template multiply_rows<kVectors>(q, kRowWords, rows, kRowWords, words, result);
+    return Unit::template multiply_rows<kVectors>(q, kRowWords, rows, kRowStride, words, result);
   constexpr int kTokens = Isa::kScoreSums / kVectors;
   Floats sum[kTokens][kVectors];
 #pragma GCC unroll 32
   for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[t][v] = Floats{};
+    for (int v = 0; v < kVectors; ++v) sum[t][v] = result[t][v];
   for (int word = 0; word < words; ++word) {
     typename Isa::Words head[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) head[v] = Isa::load_words(q[v * kRowWords + word]);
 #pragma GCC unroll 32
     for (int t = 0; t < kTokens; ++t) {
-      const typename Isa::Words row = Isa::broadcast_word(rows + t * kRowWords + word);
+      const typename Isa::Words row = Isa::broadcast_word(rows + t * kRowStride + word);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sum[t][v] = Isa::dot(sum[t][v], head[v], row);
     }
@@ -213,24 +231,47 @@ __attribute__((noinline)) void multiply_rows(const uint32_t (*q)[kLanes], const 
     for (int v = 0; v < kVectors; ++v) result[t][v] = sum[t][v];
 }
 
-// scores[token][head] of some rows of `words` words, times `scale`.
+// What a pass over the tile's scores takes of all rows, as few words that those of Q stay in the L1 cache: a group with
+// its scale, a part of the sum, or, of one vector of heads, everything.
 template <bool kScaled, int kVectors>
-inline void score_block(const uint32_t (*q)[kRowWords][kLanes], int first, int words, float scale, Workspace& w) {
-  constexpr int kParts = kScaled ? kGroups + 1 : 1;  // four groups with a scale each and the rope part
-  constexpr int kGroupWords = kLatent / kGroups / Isa::kPack;
-  for (int part = 0; part < kParts; ++part) {
-    const int begin = part * kGroupWords;
-    const int end = part + 1 < kParts ? begin + kGroupWords : words;
-    ScoreSums<kVectors> sums;
-    multiply_rows<kVectors>(q[0] + begin, w.rows_as_words[first] + begin, end - begin, sums);
-    for (int t = 0; t < Isa::kScoreSums / kVectors; ++t) {
-      const float factor = scale * (kScaled && part < kGroups ? w.group_scale[part][first + t] : 1.0f);
-      for (int v = 0; v < kVectors; ++v) {
-        float* to = &w.scores[first + t][v * kLanes];
-        store(part == 0 ? sums[t][v] * factor : load(to) + sums[t][v] * factor, to);
-      }
+constexpr int kPassWords = kScaled                        ? kLatent / kGroups / Isa::kPack
+                           : Isa::kTiles || kVectors == 1 ? kRowWords
+                                                          : kRowWords / 3;
+
+// A pass over some rows: scores[token][head] becomes the score, times `scale`, with the last of `words` words.
+template <bool kScaled, int kVectors>
+inline void score_block(const uint32_t (*q)[kRowWords][kLanes], int first, int pass, int words, float scale,
+                        Workspace& w) {
+  const int begin = pass * kPassWords<kScaled, kVectors>;
+  const bool has_scale = kScaled && pass < kGroups, last = has_scale || begin + kPassWords<kScaled, kVectors> >= words;
+  const int end = begin + kPassWords<kScaled, kVectors> < words ? begin + kPassWords<kScaled, kVectors> : words;
+  constexpr int kTokens = Isa::kScoreSums / kVectors;
+  ScoreSums<kVectors> sums;
+  for (int t = 0; t < kTokens; ++t)
+    for (int v = 0; v < kVectors; ++v)
+      sums[t][v] = kScaled || pass == 0 ? Floats{} : load(&w.scores[first + t][v * kLanes]);
+  multiply_rows<kVectors>(q[0] + begin, w.rows_as_words[first] + begin, end - begin, sums);
+  for (int t = 0; t < kTokens; ++t) {
+    const float factor = !last ? 1.0f : scale * (has_scale ? w.group_scale[kScaled ? pass : 0][first + t] : 1.0f);
+    for (int v = 0; v < kVectors; ++v) {
+      float* to = &w.scores[first + t][v * kLanes];
+      store(kScaled && pass > 0 ? load(to) + sums[t][v] * factor : sums[t][v] * factor, to);
     }
   }
+}
+
+// All scores of the tile for a block of heads. The first block's first pass converts the rows, and uses them while they
+// are in the L1 cache.
+template <bool kScaled, int kVectors>
+inline void score_tile(const uint32_t (*q)[kRowWords][kLanes], int words, float scale, const TileRows& tile,
+                       bool first_heads, Workspace& w) {
+  constexpr int kTokens = Isa::kScoreSums / kVectors;
+  const ConvertRows convert = converter(*tile.format);
+  for (int pass = 0; pass * kPassWords<kScaled, kVectors> < words; ++pass)
+    for (int t = 0; t < tile.count; t += kTokens) {
+      if (first_heads && pass == 0) convert(tile, t, t + kTokens < tile.count ? t + kTokens : tile.count, w);
+      score_block<kScaled, kVectors>(q, t, pass, words, scale, w);
+    }
 }
 
 // Hides the tile's rows from the heads of queries that come before them. `head` is the block's first head, of all.
@@ -293,7 +334,7 @@ __attribute__((noinline)) void value_block(float (*out)[kValueDim], const float*
       sum[h][v] = first_tile ? Floats{} : load(out[h] + v * kLanes) * rescale[h];
   for (int step = 0; step < steps; ++step) {
     typename Isa::Words value[Isa::kValueVectors];
-    Isa::load_values(values + step * Isa::kPack * kRowWords, value);
+    Isa::load_values(values + step * Isa::kPack * kRowStride, kRowStride, value);
 #pragma GCC unroll 16
     for (int h = 0; h < kHeads; ++h) {
       const typename Isa::Words weight = Isa::broadcast_word(&weights[step][h]);
@@ -319,7 +360,7 @@ inline void add_values(int head, int heads, int count, bool first_tile, const Ti
     if (head == 0)
       for (int t = panel * next.count / kPanels; t < (panel + 1) * next.count / kPanels; ++t) prefetch_row(next, t);
     if constexpr (Unit::kTiles) {
-      unit.add_values(&w.out[head][panel * kPanel], w.rescale, first_tile, values, group, heads, steps);
+      unit.add_values(&w.out[head][panel * kPanel], w.rescale, first_tile, values, kRowStride, group, heads, steps);
       continue;
     }
     const auto* weights = w.weights[group];
@@ -329,6 +370,7 @@ inline void add_values(int head, int heads, int count, bool first_tile, const Ti
     };
     int h = 0;
     for (; h + Isa::kValueHeads <= heads; h += Isa::kValueHeads) add(value_block<Isa::kValueHeads>, h);
+    for (; h + 4 <= heads; h += 4) add(value_block<4>, h);
     for (; h + 2 <= heads; h += 2) add(value_block<2>, h);
     for (; h < heads; ++h) add(value_block<1>, h);
   }
@@ -342,7 +384,6 @@ inline void attend_tile(const AttentionProblem& p, int head_begin, int heads, co
   const float scale = p.scale * kLog2E;  // exponentials are taken to base 2
   const int count = tile.count, words = kScaled ? kRowWords : p.head_dim() / Isa::kPack;
   const bool masked = p.unseen(0) > 0 && tile.behind[count - 1] < p.unseen(0);
-  const ConvertRows convert = converter(*tile.format);
   // Rows that the value loop adds beyond `count`, with weights of zero, are zeros. What else the score loop reads there
   // is never used.
   for (int t = count; t % Isa::kValueRows != 0; ++t) __builtin_memset(w.rows_as_words[t], 0, sizeof w.rows_as_words[t]);
@@ -350,12 +391,8 @@ inline void attend_tile(const AttentionProblem& p, int head_begin, int heads, co
     const int left = heads - head < kScoreHeads ? heads - head : kScoreHeads;
     const int vectors = (left + kLanes - 1) / kLanes;
     const auto* q = w.q + head / kLanes;
-    for (int t = 0; t < count; t += Isa::kScoreSums / vectors) {
-      const int end = t + Isa::kScoreSums / vectors;
-      if (head == 0) convert(tile, t, end < count ? end : count, w);  // used at once, while in the L1 cache
-      vectors == 1 ? score_block<kScaled, 1>(q, t, words, scale, w)
-                   : score_block<kScaled, kScoreVectors>(q, t, words, scale, w);
-    }
+    vectors == 1 ? score_tile<kScaled, 1>(q, words, scale, tile, head == 0, w)
+                 : score_tile<kScaled, kScoreVectors>(q, words, scale, tile, head == 0, w);
     if (masked) mask_block(p, head_begin + head, left, tile, w);
     softmax_block<kScaled>(head, vectors, count, first_tile, w);
     add_values<kScaled>(head, left, count, first_tile, next, w);
@@ -426,7 +463,6 @@ inline void merge(const AttentionProblem& p, int32_t token, int32_t head, int32_
   const float lse =
       merge_rows(parts, kValueDim, first.out, first.next_part * kValueDim, first.lse, first.next_part, sum);
   float largest = -__builtin_inff();
-  for (int part = 0; part < parts; ++part)
-    largest = __builtin_fmaxf(largest, first.max_logits[part * first.next_part]);
+  for (int part = 0; part < parts; ++part) largest = __builtin_fmaxf(largest, first.max_logits[part * first.next_part]);
   finish_row(p, token, head, sum, 1.0f, lse, largest);
 }
