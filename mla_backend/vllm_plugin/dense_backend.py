@@ -4,9 +4,7 @@ Decode, tokens under verification and short extends attend in our op, which read
 tokens. Longer prefills are vLLM's own: they expand keys and values for every head.
 """
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -24,12 +22,11 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 import mla_backend
-from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.backend import leading_layers, refuse_features
 from mla_backend.vllm_plugin.config import DENSE_CACHE_DTYPES
+from mla_backend.vllm_plugin.dense_step import DenseBuffers, DenseStep, groups_of
 from mla_backend.vllm_plugin.models import LATENT, ROPE
-from mla_backend.vllm_plugin.step import FEW_TOKENS
 
 SHORT_EXTEND = 64
 """A request with up to this many tokens in a step counts as decode; the op takes no more. From about 170 tokens on it
@@ -77,108 +74,11 @@ class DenseMLABackend(MLACommonBackend):
         return capability.major >= 8
 
 
-@dataclass(frozen=True)
-class Group:
-    """Neighbouring requests with the same number of query tokens. The op takes one group at a time."""
-
-    first: int
-    """The number of the first request."""
-    requests: int
-    start: int
-    """The number of the first token."""
-    queries: int
-    """Tokens of each request."""
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.first, self.first + self.requests)
-
-    @property
-    def tokens(self) -> slice:
-        return slice(self.start, self.start + self.requests * self.queries)
-
-
-def groups_of(starts: Sequence[int], tokens: int) -> list[Group]:
-    """The groups of a step's decode requests.
-
-    Args:
-        starts: the first token of each request, and the end of the last one.
-        tokens: those of the step. In a captured graph that is more than starts say: requests are added as padding, with
-            no tokens in starts and no context, which get as many tokens as each of the others.
-    """
-    counts = [end - start for start, end in pairwise(starts)]
-    if tokens == len(counts) * max(counts):
-        return [Group(0, len(counts), 0, max(counts))]
-    groups = []
-    for queries, numbers in groupby(range(len(counts)), counts.__getitem__):
-        first, *more = numbers
-        if queries:
-            groups.append(Group(first, 1 + len(more), starts[first], queries))
-    return groups
-
-
-class DenseBuffers:
-    """The plan and the workspace, at addresses that captured CUDA graphs keep; one for all layers.
-
-    Args:
-        most_requests, most_queries: requests of a step, and decode tokens of a request.
-        slots: tokens of a sequence, at most.
-        heads: query heads that attention sees on this device.
-        batch_invariant: give a token the same bits whatever else is in the batch.
-    """
-
-    def __init__(
-        self,
-        *,
-        most_requests: int,
-        most_queries: int,
-        slots: int,
-        heads: int,
-        device: torch.device,
-        batch_invariant: bool,
-    ) -> None:
-        self.slots, self.heads, self.device, self.batch_invariant = slots, heads, device, batch_invariant
-        sizes = [
-            (self._workers(requests, queries), queries * heads)
-            for queries in range(1, most_queries + 1)
-            for requests in {*range(1, min(FEW_TOKENS, most_requests + 1)), most_requests}
-        ]
-        most_workers = max(workers for workers, _ in sizes)
-        self.plan = torch.empty(most_workers, PLAN_COLUMNS, dtype=torch.int32, device=device)
-        self.workspace = None
-        if device.type == "cuda":
-            self.workspace = torch.zeros(max(workspace_floats(*size) for size in sizes), device=device)
-
-    def _workers(self, requests: int, queries: int) -> int:
-        any_number = self.batch_invariant
-        return default_workers(
-            self.device, queries * self.heads, None if any_number else requests, None if any_number else self.slots
-        )
-
-    def make_plan(self, lengths: Tensor, queries: int, slots: int, *, alone: bool) -> Tensor:
-        """The plan of a group whose block table has room for so many slots. If it is alone in its step, the plan is in
-        the buffer."""
-        plan = self.plan[: self._workers(len(lengths), queries)]
-        return mla_backend.plan(
-            len(lengths),
-            slots,
-            topk_length=lengths,
-            batch_invariant=self.batch_invariant,
-            out=plan if alone else torch.empty_like(plan),
-        )
-
-
 @dataclass
 class DenseMLAMetadata(MLACommonMetadata):
     """The metadata of one batch."""
 
-    buffers: DenseBuffers | None = None
-    leaders: Collection[str] = ()
-    """Names of the layers that make the plans anew: the first of each pass. In a captured graph that is part of the
-    graph, and a step costs the host nothing."""
-    groups: Sequence[Group] = ()
-    plans: Sequence[Tensor] = ()
-    """Of each group."""
+    step: DenseStep | None = None
 
 
 class DenseMLAMetadataBuilder(MLACommonMetadataBuilder):
@@ -189,9 +89,11 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder):
     reorder_batch_threshold: int = SHORT_EXTEND
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device, **kwargs: Any
     ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, DenseMLAMetadata)
+        super().__init__(
+            kv_cache_spec, layer_names, vllm_config, device, **{"metadata_cls": DenseMLAMetadata, **kwargs}
+        )
         model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
         # with decode context parallelism a device attends with all heads of its group, to a part of the tokens
         heads = model_config.get_num_attention_heads(parallel_config) * parallel_config.decode_context_parallel_size
@@ -209,8 +111,8 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder):
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if metadata.num_decodes:
             starts = common_attn_metadata.query_start_loc_cpu[: metadata.num_decodes + 1].tolist()
-            metadata.buffers, metadata.leaders = self.buffers, self.leaders
-            metadata.groups = groups_of(starts, metadata.num_decode_tokens)
+            groups = groups_of(starts, metadata.num_decode_tokens)
+            metadata.step = DenseStep(self.buffers, groups, self.leaders)
         return metadata
 
 
@@ -262,39 +164,14 @@ class DenseMLALayer(MLACommonImpl):
         Returns:
             `[T, H, 512]`, and with decode context parallelism the lse, fp32 `[T, H]`.
         """
-        parts = q if isinstance(q, tuple) else (q,)
-        tokens, heads = parts[0].shape[:2]
-        decode, buffers, cache = attn_metadata.decode, attn_metadata.buffers, kv_c_and_k_pe_cache
-        if not attn_metadata.plans or layer.layer_name in attn_metadata.leaders:
-            attn_metadata.plans = self._plans(attn_metadata, cache.shape[1])
-        room = torch.empty if len(attn_metadata.groups) == 1 else torch.zeros  # there may be padding behind several
-        out = room(tokens, heads, VALUE_DIM, dtype=torch.bfloat16, device=cache.device)
-        lse = room(tokens, heads, dtype=torch.float32, device=cache.device)
-        for group, plan in zip(attn_metadata.groups, attn_metadata.plans, strict=True):
-
-            def of(tensor: Tensor, group: Group = group) -> Tensor:
-                return tensor[group.tokens].unflatten(0, (group.requests, group.queries))
-
-            queries = tuple(of(part).bfloat16() for part in parts)
-            mla_backend.dense_attention(
-                queries if len(queries) == 2 else queries[0],
-                cache,
-                decode.block_table[group.rows],
-                decode.seq_lens[group.rows],
-                scale=self.scale,
-                cache_scale=layer._k_scale_float if self.kv_cache_dtype.startswith("fp8") else 1.0,
-                plan=plan,
-                workspace=buffers.workspace,
-                batch_invariant=buffers.batch_invariant,
-                out=of(out),
-                lse=of(lse).transpose(1, 2),
-            )
-        return out.to(parts[0].dtype), lse if self.dcp_world_size > 1 else None
-
-    def _plans(self, metadata: DenseMLAMetadata, block_size: int) -> list[Tensor]:
-        slots = metadata.decode.block_table.shape[1] * block_size
-        alone = len(metadata.groups) == 1
-        return [
-            metadata.buffers.make_plan(metadata.decode.seq_lens[group.rows], group.queries, slots, alone=alone)
-            for group in metadata.groups
-        ]
+        decode = attn_metadata.decode
+        out, lse = attn_metadata.step.attend(
+            layer.layer_name,
+            q,
+            kv_c_and_k_pe_cache,
+            decode.block_table,
+            decode.seq_lens,
+            scale=self.scale,
+            cache_scale=layer._k_scale_float if self.kv_cache_dtype.startswith("fp8") else 1.0,
+        )
+        return out.to(q[0].dtype), lse if self.dcp_world_size > 1 else None

@@ -81,10 +81,7 @@ def layer_of(dense, cache_dtype: str = "auto"):
 def metadata_of(dense, batch: Batch, room, leaders: tuple[str, ...] = ()) -> SimpleNamespace:
     return SimpleNamespace(
         decode=SimpleNamespace(block_table=batch.block_table, seq_lens=batch.lengths),
-        buffers=room,
-        leaders=leaders,
-        groups=dense.groups_of(batch.starts.tolist(), batch.tokens),
-        plans=(),
+        step=dense.DenseStep(room, dense.groups_of(batch.starts.tolist(), batch.tokens), leaders),
     )
 
 
@@ -138,7 +135,8 @@ def test_the_leading_layers_make_the_plan_anew_at_the_same_address(dense):
     cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), queries_of(3)
     layer, metadata = layer_of(dense), metadata_of(dense, batch, room, leaders=("first", "draft"))
     layer.forward_mqa(q, cache, metadata, model_layer("first"))
-    assert metadata.plans[0].data_ptr() == room.plan.data_ptr()
+    (plan,) = metadata.step.plans
+    assert plan.data_ptr() == room.plan.data_ptr()
     made = room.plan.clone()
     batch.lengths[2] = 5
     layer.forward_mqa(q, cache, metadata, model_layer("second"))
@@ -146,7 +144,7 @@ def test_the_leading_layers_make_the_plan_anew_at_the_same_address(dense):
     for leader in ("first", "draft"):
         room.plan.fill_(-7)
         layer.forward_mqa(q, cache, metadata, model_layer(leader))
-        assert not (room.plan[: len(metadata.plans[0])] == -7).all()
+        assert not (room.plan == -7).all()
     room.plan.fill_(-7)
     layer.forward_mqa(q, cache, metadata_of(dense, batch, room, leaders=("first",)), model_layer("second"))
     assert not (room.plan == -7).all(), "without a leading layer the first one makes it"
@@ -237,8 +235,8 @@ def test_building_the_metadata_of_a_decode_step_reads_nothing_from_the_device(de
     )
     metadata = builder.build(0, common)
     assert metadata.num_decodes == 3 and metadata.num_decode_tokens == 7 and metadata.prefill is None
-    assert [(group.requests, group.queries) for group in metadata.groups] == [(2, 3), (1, 1)]
-    assert metadata.leaders == {"first"} and not metadata.plans
+    assert [(group.requests, group.queries) for group in metadata.step.groups] == [(2, 3), (1, 1)]
+    assert metadata.step.leaders == {"first"} and not metadata.step.plans
 
 
 def test_the_backend_says_of_itself_what_vllm_asks(dense):

@@ -21,6 +21,7 @@ from mla_backend.vllm_plugin import platform, register, versions
 from vllm_models import changed, config_of, make_checkpoint
 
 BACKENDS = ("SPARSE_MLA", "DENSE_MLA")
+V32, V3 = ("deepseek-ai/DeepSeek-V3.2-Exp", "SPARSE_MLA"), ("deepseek-ai/DeepSeek-V3", "DENSE_MLA")
 GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
@@ -324,5 +325,5 @@ def test_vllm_takes_the_commands_of_the_guide():
     assert len(commands) >= 7
     for command in commands:
         options = make_arg_parser(FlexibleArgumentParser()).parse_args(shlex.split(command))
-        assert (options.model_tag, options.kv_cache_dtype) == ("deepseek-ai/DeepSeek-V3.2-Exp", "fp8")
-        assert options.attention_backend == "SPARSE_MLA"
+        served = options.model_tag, options.attention_backend, options.kv_cache_dtype
+        assert served == (*(V3 if "DENSE_MLA" in command else V32), "fp8")
