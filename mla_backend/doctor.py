@@ -139,7 +139,8 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     else:
         why = None
     verdicts.append({"what": "every op on a GPU", "runs": why is None, "why": why})
-    verdicts.append({"what": f"vLLM backend {versions.NAME}", **_vllm_verdict(report["vllm"], why is None, why)})
+    what = f"vLLM backends {' and '.join(versions.CLASS_PATHS)}"
+    verdicts.append({"what": what, **_vllm_verdict(report["vllm"], why is None, why)})
     return verdicts
 
 

@@ -1,13 +1,14 @@
-"""The plugin for vLLM: `vllm serve MODEL --attention-backend SPARSE_MLA`.
+"""The plugin for vLLM: `vllm serve MODEL --attention-backend SPARSE_MLA`, or DENSE_MLA.
 
 vLLM finds the two functions here through the package's entry points. It calls them in each of its processes, more than
 once. Nothing here imports vLLM before vLLM calls it. docs/serving.md tells how to serve with it.
 
     versions.py      everything that differs between vLLM's versions
     config.py        what the user asked for: checked, and completed
-    models.py        which models the backend serves
-    backend.py       the attention backend: its metadata and its layers
-    step.py          what a step's layers share: lengths, plan, buffers
+    models.py        which models the backends serve
+    backend.py       the attention backend of sparse MLA: its metadata and its layers
+    dense_backend.py the same of dense MLA
+    step.py          what a step's layers share: lengths, plan, buffers; dense_step.py the same of dense MLA
     deepseek_v4.py   the layers of DeepSeek-V4, which vLLM keeps apart; gpu_worker.py puts them there
     cpu_platform.py  vLLM's CPU platform, with sparse attention
     cpu_indexer.py   the indexer on a CPU
@@ -15,14 +16,15 @@ once. Nothing here imports vLLM before vLLM calls it. docs/serving.md tells how 
 
 
 def register() -> None:
-    """Entry point `vllm.general_plugins`: adds the backend to vLLM's list. It is used only where it is asked for."""
+    """Entry point `vllm.general_plugins`: adds the backends to vLLM's list. They are used only where asked for."""
     from mla_backend.vllm_plugin import config, versions
 
     missing = versions.missing()
     if missing is not None:
         versions.logger().error("mla-backend: %s", missing)
         return
-    versions.add_backend()
+    for name in versions.CLASS_PATHS:
+        versions.add_backend(name)
     versions.call_with_config(config.settle)
 
 

@@ -1,8 +1,9 @@
-"""The attention backend. All tokens of a step, prefill and decode, attend in one call of our op."""
+"""The attention backend of models with sparse MLA. All tokens of a step, prefill and decode, attend in one call of our
+op."""
 
 import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,7 +39,7 @@ class SparseMLABackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return versions.NAME
+        return versions.SPARSE
 
     @staticmethod
     def get_impl_cls() -> type["SparseMLALayer"]:
@@ -165,6 +166,14 @@ def leading_layers(names: Collection[str], layers: int) -> frozenset[str]:
     return frozenset(name for name, number in numbers.items() if number == first or number >= layers)
 
 
+def refuse_features(backend: str, init: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Refuses arguments of a layer's `__init__` that ask for what the backend doesn't have."""
+    given = inspect.signature(init).bind(*args, **kwargs).arguments
+    for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
+        if given.get(name):
+            raise NotImplementedError(f"{backend}: {name} must be unset; got {given[name]}")
+
+
 class SparseMLALayer(LayerBase):
     """The attention of one layer."""
 
@@ -177,10 +186,7 @@ class SparseMLALayer(LayerBase):
 
     def __init__(self, *args: Any, indexer: Any = None, sinks: Tensor | None = None, **kwargs: Any) -> None:
         """Takes what the base takes, and sinks fp32 `[heads]`."""
-        given = inspect.signature(super().__init__).bind(*args, indexer=indexer, **kwargs).arguments
-        for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
-            if given.get(name):
-                raise NotImplementedError(f"{versions.NAME}: {name} must be unset; got {given[name]}")
+        refuse_features(versions.SPARSE, super().__init__, *args, indexer=indexer, **kwargs)
         super().__init__(*args, indexer=indexer, **kwargs)
         self.selects = indexer is not None
         self.sinks = None if sinks is None else sinks.float()

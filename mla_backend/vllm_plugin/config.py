@@ -1,4 +1,4 @@
-"""Checks what the user asked of vLLM: says why where this backend can't do it, and completes it where it can."""
+"""Checks what the user asked of vLLM: says why where our backends can't do it, and completes it where they can."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_backend.vllm_plugin import versions
-from mla_backend.vllm_plugin.models import has_sparse_mla, has_v4_attention, is_draft, why_not
+from mla_backend.vllm_plugin.models import SERVED, has_v4_attention, is_draft, is_served, why_not
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -19,59 +19,62 @@ CACHE_DTYPES = {
     "fp8_ds_mla": "fp8_ds_mla",
 }
 """What --kv-cache-dtype may be, and which format that is. vLLM also calls DeepSeek-V4's rows fp8_ds_mla."""
+DENSE_CACHE_DTYPES = {name: name for name in ("auto", "bfloat16", "fp8", "fp8_e4m3")}
+"""The same of the dense backend: fp8 are 576 e4m3 values with one scale for all rows."""
 VLLM_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 V4_WORKER = "mla_backend.vllm_plugin.gpu_worker.SparseMLAV4Worker"
 
 
 def settle(vllm_config: "VllmConfig") -> None:
-    """Checks a configuration that asks for this backend, and completes it. Leaves all others alone.
+    """Checks a configuration that asks for one of our backends, and completes it. Leaves all others alone.
 
     What the backend can't do is a ValueError that says why, and what to use instead. Otherwise --kv-cache-dtype gets
-    its meaning, and MTP layers get this backend.
+    its meaning, and MTP layers get the same backend.
     """
     from vllm.platforms import current_platform
 
-    if vllm_config.model_config is None or not versions.is_ours(vllm_config.attention_config.backend):
+    name = versions.ours(vllm_config.attention_config.backend)
+    if vllm_config.model_config is None or name is None:
         return
     speculative = vllm_config.speculative_config
-    if is_draft(vllm_config) and not _is_served(vllm_config.model_config):
+    if is_draft(vllm_config) and not is_served(name, vllm_config.model_config):
         # The backend is the main model's. The object that names it may be shared with that model, so it is replaced.
         vllm_config.attention_config = dataclasses.replace(vllm_config.attention_config, backend=None)
         return
     versions.warn_if_untried(current_platform.is_cpu())
-    if (missing := versions.missing_bases()) is not None:
+    if (missing := versions.missing_bases(name)) is not None:
         raise ValueError(missing)
     for reason in (
         _library(current_platform),
         _device(current_platform),
-        _model(vllm_config.model_config, current_platform.is_cpu()),
+        _model(name, vllm_config.model_config, current_platform.is_cpu()),
         _dtype(vllm_config.model_config, current_platform.is_cpu()),
-        _cache_dtype(vllm_config),
-        _features(vllm_config, current_platform.is_cpu()),
+        _cache_dtype(name, vllm_config),
+        _features(name, vllm_config, current_platform.is_cpu()),
     ):
         if reason is not None:
-            raise ValueError(f"{versions.NAME}: {reason}")
+            raise ValueError(f"{name}: {reason}")
     cache_config = vllm_config.cache_config
-    cache_config.cache_dtype = CACHE_DTYPES[cache_config.cache_dtype]
+    cache_config.cache_dtype = _cache_dtypes(name)[cache_config.cache_dtype]
     if cache_config.cache_dtype == "auto" and vllm_config.model_config.dtype != torch.bfloat16:
         cache_config.cache_dtype = "bfloat16"  # "auto" would be the model's dtype
     if has_v4_attention(vllm_config.model_config):
         worker = vllm_config.parallel_config.worker_cls
         if worker not in (VLLM_WORKER, V4_WORKER):  # vLLM's choice of a layer would stay what it is, without a word
-            raise ValueError(f"{versions.NAME}: DeepSeek-V4 needs vLLM's own worker class, {VLLM_WORKER}; got {worker}")
+            raise ValueError(f"{name}: DeepSeek-V4 needs vLLM's own worker class, {VLLM_WORKER}; got {worker}")
         vllm_config.parallel_config.worker_cls = V4_WORKER
     if speculative is not None and speculative.method == "mtp" and speculative.attention_backend is None:
         # the draft's layers are of the same kind, but vLLM would pick another backend for them
         speculative.attention_backend = vllm_config.attention_config.backend
 
 
-def _is_served(model_config: "ModelConfig") -> bool:
-    return has_v4_attention(model_config) or has_sparse_mla(model_config)
+def _cache_dtypes(name: str) -> dict[str, str]:
+    return CACHE_DTYPES if name == versions.SPARSE else DENSE_CACHE_DTYPES
 
 
-def _model(model_config: "ModelConfig", on_cpu: bool) -> str | None:
-    if not has_v4_attention(model_config):
-        return why_not(model_config)
+def _model(name: str, model_config: "ModelConfig", on_cpu: bool) -> str | None:
+    if name == versions.DENSE or not has_v4_attention(model_config):
+        return why_not(name, model_config)
     if on_cpu:
         return "vLLM itself serves DeepSeek-V4 on a CPU. Leave out --attention-backend."
     if not versions.has_v4_layers():
@@ -141,35 +144,58 @@ def _dtype(model_config: "ModelConfig", on_cpu: bool) -> str | None:
     return f"computes in bfloat16; got {model_config.dtype}. Use --dtype {names}."
 
 
-def _cache_dtype(vllm_config: "VllmConfig") -> str | None:
+def _cache_dtype(name: str, vllm_config: "VllmConfig") -> str | None:
     given = vllm_config.cache_config.cache_dtype
-    accepted = [name for name in CACHE_DTYPES if name != "bfloat16" or not has_v4_attention(vllm_config.model_config)]
+    no_bf16 = has_v4_attention(vllm_config.model_config)
+    accepted = [dtype for dtype in _cache_dtypes(name) if dtype != "bfloat16" or not no_bf16]
     if given in accepted:
         return None
     return f"--kv-cache-dtype must be one of {', '.join(accepted)}; got {given}."
 
 
-def _features(vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
-    parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+def _features(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
+    return _parallelism(name, vllm_config, on_cpu) or _drafts(name, vllm_config) or _cache(name, vllm_config, on_cpu)
+
+
+def _parallelism(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
+    sparse, parallel = name == versions.SPARSE, vllm_config.parallel_config
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        decode = "" if on_cpu or not versions.has_context_parallelism() else ", or use --decode-context-parallel-size"
+        can = not (on_cpu or (sparse and not versions.has_context_parallelism()))
+        decode = ", or use --decode-context-parallel-size" if can else ""
         return f"has no prefill context parallelism. Leave out --prefill-context-parallel-size{decode}."
     if parallel.decode_context_parallel_size > 1:
         if on_cpu:
             return "has no context parallelism on a CPU. Leave out --decode-context-parallel-size."
-        if not versions.has_context_parallelism():
+        if sparse and not versions.has_context_parallelism():
             return (
                 "the indexer of this vLLM knows nothing of --decode-context-parallel-size. "
                 "Install vllm 0.32 or 0.33, or leave it out."
             )
     if on_cpu and parallel.data_parallel_size > 1:
         return "vLLM has no data parallelism for mixtures of experts on a CPU. Leave out --data-parallel-size."
-    if speculative is not None and versions.is_ours(speculative.attention_backend):
+    return None
+
+
+def _drafts(name: str, vllm_config: "VllmConfig") -> str | None:
+    speculative = vllm_config.speculative_config
+    if speculative is not None and (asked := versions.ours(speculative.attention_backend)) is not None:
         draft = speculative.draft_model_config
-        if draft is not None and not _is_served(draft):
+        if draft is not None and not is_served(asked, draft):
             kind = getattr(draft.hf_text_config, "model_type", "this one")
-            return f"the draft model must have sparse attention for it, and {kind} has none. Name no backend for it."
+            which, _ = SERVED[asked]
+            return f"the draft model must have {which} attention for it, and {kind} has none. Name no backend for it."
+    return None
+
+
+def _cache(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
     cache_config = vllm_config.cache_config
+    if name == versions.DENSE:
+        scaled = cache_config.cache_dtype.startswith("fp8")
+        if scaled and vllm_config.parallel_config.decode_context_parallel_size > 1:
+            return "vLLM has no context parallelism over such a cache. Leave out --kv-cache-dtype."
+        if getattr(cache_config, "calculate_kv_scales", False):
+            return "takes the scale of an fp8 cache from the checkpoint. Leave out --calculate-kv-scales."
+        return None
     block = versions.GPU_BLOCK_SIZE
     if not on_cpu and cache_config.user_specified_block_size and cache_config.block_size % block:
         return f"--block-size must be a multiple of {block}, as vLLM's indexer asks; got {cache_config.block_size}."

@@ -1,4 +1,4 @@
-"""vLLM's CPU platform, plus sparse attention, which vLLM's own refuses."""
+"""vLLM's CPU platform, plus sparse attention, which vLLM's own refuses, and our backend of dense MLA."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,7 +6,7 @@ from vllm.platforms import cpu_platform_plugin
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from mla_backend.vllm_plugin import versions
-from mla_backend.vllm_plugin.models import has_sparse_mla, is_draft
+from mla_backend.vllm_plugin.models import has_sparse_mla, is_draft, is_served
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,8 +21,9 @@ BLOCK_SIZE = 64
 class SparseMLACpuPlatform(CpuPlatform):
     @classmethod
     def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any) -> str:
-        if attn_selector_config.use_sparse and versions.is_ours(selected_backend):
-            return versions.CLASS_PATH
+        wanted = versions.SPARSE if attn_selector_config.use_sparse else versions.DENSE
+        if attn_selector_config.use_mla and versions.ours(selected_backend) == wanted:
+            return versions.CLASS_PATHS[wanted]
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, *args, **kwargs)
 
     @classmethod
@@ -30,15 +31,15 @@ class SparseMLACpuPlatform(CpuPlatform):
         drafts = is_draft(vllm_config)
         model_config = vllm_config.speculative_config.target_model_config if drafts else vllm_config.model_config
         if model_config is None or not has_sparse_mla(model_config):
-            super().check_and_update_config(vllm_config)
+            cls._check_without_sparse_attention(vllm_config)
             return
         attention_config = vllm_config.attention_config
         if attention_config.backend is None:
-            attention_config.backend = versions.add_backend()
-        elif not versions.is_ours(attention_config.backend) and not _names_it_for_drafts(vllm_config):
+            attention_config.backend = versions.add_backend(versions.SPARSE)
+        elif versions.ours(attention_config.backend) != versions.SPARSE and not _names_it_for_drafts(vllm_config):
             raise ValueError(
                 f"{attention_config.backend.name} does not run sparse attention on a CPU. "
-                f"Leave out --attention-backend, or name {versions.NAME}."
+                f"Leave out --attention-backend, or name {versions.SPARSE}."
             )
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
@@ -55,11 +56,25 @@ class SparseMLACpuPlatform(CpuPlatform):
             versions.logger().info_once(
                 "%s runs sparse attention on this CPU, with blocks of %d tokens, chunked prefill %s and the prefix "
                 "cache %s, whatever vLLM says of that before.",
-                versions.NAME,
+                versions.SPARSE,
                 block_size,
                 "on" if scheduler.enable_chunked_prefill else "off",
                 "on" if cache.enable_prefix_caching else "off",
             )
+
+    @classmethod
+    def _check_without_sparse_attention(cls, vllm_config: "VllmConfig") -> None:
+        attention_config, asked = vllm_config.attention_config, vllm_config.attention_config.backend
+        model_config = vllm_config.model_config
+        dense = versions.ours(asked) == versions.DENSE and model_config is not None
+        dense = dense and is_served(versions.DENSE, model_config)
+        if dense:  # prefill is that of CPU_MLA, so its limits hold: no chunked prefill, no prefix cache
+            attention_config.backend = type(asked).CPU_MLA
+        super().check_and_update_config(vllm_config)
+        if dense:
+            attention_config.backend = asked
+            _use_torchs_rope(vllm_config)
+            versions.logger().info_once("%s runs decode on this CPU; prefill is vLLM's own.", versions.DENSE)
 
 
 def _names_it_for_drafts(vllm_config: "VllmConfig") -> bool:
@@ -72,15 +87,19 @@ def _names_it_for_drafts(vllm_config: "VllmConfig") -> bool:
 def _run_eagerly(vllm_config: "VllmConfig") -> None:
     from vllm.config import CompilationMode
 
-    compilation = vllm_config.compilation_config
     # The indexer hands its selection to attention in a buffer. On a GPU vLLM splits the compiled graph at both. On a
     # CPU it compiles a model as a whole, and nothing would keep their order.
-    compilation.mode = CompilationMode.NONE
+    vllm_config.compilation_config.mode = CompilationMode.NONE
+    _use_torchs_rope(vllm_config)
+
+
+def _use_torchs_rope(vllm_config: "VllmConfig") -> None:
+    compilation = vllm_config.compilation_config
     # vLLM's CPU op for rotary embedding gives wrong results for queries with several heads, and for keys that are part
     # of a wider tensor. MLA has both. PyTorch's own ops are right.
     if "+rotary_embedding" in compilation.custom_ops:
         raise ValueError(
-            f"{versions.NAME}: vLLM's op for rotary embedding is wrong for these models on a CPU. "
+            "mla-backend: vLLM's op for rotary embedding is wrong for these models on a CPU. "
             "Leave +rotary_embedding out of custom_ops."
         )
     if "-rotary_embedding" not in compilation.custom_ops:

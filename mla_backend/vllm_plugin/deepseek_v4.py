@@ -34,7 +34,7 @@ def install() -> None:
         return
 
     def choose(vllm_config: Any) -> type:
-        ours = versions.is_ours(vllm_config.attention_config.backend)
+        ours = versions.ours(vllm_config.attention_config.backend) == versions.SPARSE
         return SparseMLAV4Attention if ours else theirs(vllm_config)
 
     choose.knows_sparse_mla = True
@@ -69,7 +69,7 @@ class Step:
     @classmethod
     def of(cls, window: Any) -> "Step":
         # a dict that vLLM empties wherever a step's lengths change
-        return window.flashinfer_sparse_index_cache.setdefault(versions.NAME, cls())
+        return window.flashinfer_sparse_index_cache.setdefault(versions.SPARSE, cls())
 
     def workspace_for(self, plan: Tensor, heads: int) -> Tensor | None:
         floats = workspace_floats(len(plan), heads)
@@ -84,7 +84,9 @@ class SparseMLAV4Attention(DeepseekV4FlashMLAAttention):
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
         if num_heads > HEADS[-1]:
-            raise ValueError(f"{versions.NAME}: DeepSeek-V4 has up to {HEADS[-1]} heads a GPU in vLLM; got {num_heads}")
+            raise ValueError(
+                f"{versions.SPARSE}: DeepSeek-V4 has up to {HEADS[-1]} heads a GPU in vLLM; got {num_heads}"
+            )
         return next(heads for heads in HEADS if heads >= num_heads)
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:

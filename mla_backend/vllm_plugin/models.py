@@ -1,6 +1,8 @@
-"""Which models the backend serves."""
+"""Which models the backends serve."""
 
 from typing import TYPE_CHECKING
+
+from mla_backend.vllm_plugin import versions
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -8,6 +10,7 @@ if TYPE_CHECKING:
 LATENT, ROPE = 512, 64
 """Dims of what is cached for a token. Models without rope cache the former alone."""
 MOST_HEADS = 256
+SERVED = {versions.SPARSE: ("sparse", "DeepSeek-V3.2 and GLM-5"), versions.DENSE: ("dense", "DeepSeek-V3 and Kimi-K2")}
 V4 = {"DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel", "DSparkDraftModel"}
 """Architectures whose layers are DeepSeek-V4's."""
 
@@ -23,8 +26,8 @@ def is_draft(vllm_config: "VllmConfig") -> bool:
 
 
 def has_sparse_mla(model_config: "ModelConfig") -> bool:
-    """Whether a model's attention is what this backend computes: that of DeepSeek-V3.2, GLM-5 and GLM-5.3-Flash."""
-    return why_not(model_config) is None
+    """Whether a model's attention is that of DeepSeek-V3.2, GLM-5 and GLM-5.3-Flash."""
+    return why_not(versions.SPARSE, model_config) is None
 
 
 def has_v4_attention(model_config: "ModelConfig") -> bool:
@@ -32,21 +35,30 @@ def has_v4_attention(model_config: "ModelConfig") -> bool:
     return not V4.isdisjoint(model_config.architectures)
 
 
-def why_not(model_config: "ModelConfig") -> str | None:
-    """Why the backend can't serve a model, and what to use instead; None if it can."""
+def is_served(backend: str, model_config: "ModelConfig") -> bool:
+    """Whether a backend serves a model."""
+    return (backend == versions.SPARSE and has_v4_attention(model_config)) or why_not(backend, model_config) is None
+
+
+def why_not(backend: str, model_config: "ModelConfig") -> str | None:
+    """Why a backend can't serve a model, DeepSeek-V4 apart, and what to use instead; None if it can."""
     text_config = model_config.hf_text_config
     instead = "Leave out --attention-backend, and vLLM picks another for it."
     kind = getattr(text_config, "model_type", "this model")
-    if not getattr(text_config, "index_topk", None) or not model_config.use_mla:
+    is_sparse = bool(getattr(text_config, "index_topk", None))
+    if not model_config.use_mla or is_sparse != (backend == versions.SPARSE):
+        if model_config.use_mla:
+            instead = f"Use --attention-backend {versions.SPARSE if is_sparse else versions.DENSE}."
+        which, examples = SERVED[backend]
         return (
-            "serves models with sparse multi-head latent attention, such as DeepSeek-V3.2 and GLM-5, and "
-            f"{kind} is none. {instead}"
+            f"serves models with {which} multi-head latent attention, such as {examples}, and {kind} is none. {instead}"
         )
     sizes = tuple(getattr(text_config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    if sizes not in ((LATENT, ROPE), (LATENT, 0)) or getattr(text_config, "compress_ratios", None):
+    ropes = (ROPE, 0) if is_sparse else (ROPE,)
+    if sizes not in [(LATENT, rope) for rope in ropes] or getattr(text_config, "compress_ratios", None):
         return (
-            f"caches {LATENT} latent and {ROPE} or no rope values a token; {kind} has a kv_lora_rank and a "
-            f"qk_rope_head_dim of {sizes[0]} and {sizes[1]}, or compresses its cache. {instead}"
+            f"caches {LATENT} latent and {' or '.join(map(str, ropes))} rope values a token; {kind} has a kv_lora_rank "
+            f"and a qk_rope_head_dim of {sizes[0]} and {sizes[1]}, or compresses its cache. {instead}"
         )
     heads = model_config.model_arch_config.total_num_attention_heads
     if heads > MOST_HEADS:

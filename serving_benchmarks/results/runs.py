@@ -7,7 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
 
-OUR_BACKENDS = ("SPARSE_MLA", "CUSTOM")
+OUR_BACKENDS = ("SPARSE_MLA", "DENSE_MLA", "CUSTOM")
 """Names of this project's backend in vLLM. Other backends are what it is compared with."""
 PERCENTILES = (50, 90, 99)
 CONFIDENCE = 0.95

@@ -19,7 +19,7 @@ def narrow(like: str, **changes) -> dict:
     return models.config(like, layers=2, heads=4, **{**NARROW, **changes})
 
 
-@pytest.fixture(scope="module", params=models.LIKE)
+@pytest.fixture(scope="module", params=("deepseek-v3.2", "glm-5"))
 def folder(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("narrow") / "model"
     models.write(folder, narrow(request.param), shard_bytes=300_000)
@@ -40,6 +40,8 @@ def test_widths_are_those_of_the_real_models(like, heads, q_b, kv_b, wq_b):
         assert [shapes[f"model.layers.{i}.self_attn.{name}.weight"] for i in range(3)] == [shape] * 3
     assert shapes["lm_head.weight"] == (config["vocab_size"], config["hidden_size"])
     assert sum(name.startswith("model.layers.2.mlp.experts.") for name in shapes) == 16 * 3
+    dense = models.tensors(models.config("deepseek-v3", layers=3, heads=heads))
+    assert not any(".indexer." in plan.name for plan in dense)
 
 
 def test_a_checkpoint_is_written_file_by_file_and_loads(folder):

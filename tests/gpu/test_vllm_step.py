@@ -7,8 +7,9 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
+from mla_backend.vllm_plugin.dense_step import DenseBuffers, DenseStep, groups_of
 from mla_backend.vllm_plugin.step import Batch, Step, StepBuffers
-from problems import assert_accurate, random_cache, score_error
+from problems import assert_accurate, random_cache, scale_of, score_error
 
 pytestmark = pytest.mark.gpu
 TOKENS, TOPK, BLOCK_SIZE, BLOCKS, SCALE = 8, 256, 64, 16, 0.04
@@ -94,3 +95,46 @@ def test_a_step_waits_for_nothing_allocates_nothing_and_its_graph_follows_new_le
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, eager)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_tensor_576"])
+@pytest.mark.parametrize(("heads", "queries"), [(16, 1), (16, 3), (128, 1), (128, 2)])
+def test_a_graph_of_dense_attention_follows_new_lengths_and_a_step_waits_for_nothing(heads, queries, fmt):
+    """All requests have so many tokens, as under verification. One of them is padding."""
+    requests, room_for = 4, 4
+    cache = random_cache(fmt, BLOCKS, BLOCK_SIZE).cuda()
+    table = torch.randperm(BLOCKS, dtype=torch.int32).view(requests, room_for).cuda()
+    lengths = torch.zeros(requests, dtype=torch.int32, device="cuda")
+    tokens = requests * queries
+    q_nope = (torch.randn(heads, tokens, 512) * 10).bfloat16().cuda().transpose(0, 1)
+    q = q_nope, (torch.randn(tokens, heads, 64) * 10).bfloat16().cuda()
+    buffers = DenseBuffers(
+        most_requests=8,
+        most_queries=8,
+        slots=room_for * BLOCK_SIZE,
+        heads=heads,
+        device=q[0].device,
+        batch_invariant=False,
+    )
+    starts = [0, queries, 2 * queries, 3 * queries, 3 * queries]
+    step = DenseStep(buffers, groups_of(starts, tokens), leaders=("first",))
+    how = dict(scale=SCALE, cache_scale=scale_of(fmt))
+    graph = None
+    for now in ([256, 40, 8, 0], [64, 256, 130, 0], [9, 100, 255, 0]):
+        lengths.copy_(torch.tensor(now))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            eager = [step.attend(layer, q, cache, table, lengths, **how) for layer in ("first", "second")]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = [step.attend(layer, q, cache, table, lengths, **how) for layer in ("first", "second")]
+        graph.replay()
+        joined = torch.cat(q, dim=-1).cpu().view(requests, queries, heads, 576)
+        out, lse = reference.dense_attention(joined, cache.cpu(), table.cpu(), lengths.cpu(), cache_format=fmt, **how)
+        want = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+        for found in (*eager, *captured):
+            assert_accurate([x.cpu() for x in found], want)

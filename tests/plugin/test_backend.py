@@ -41,7 +41,7 @@ class Ops(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def backend():
-    versions.add_backend()
+    versions.add_backend(versions.SPARSE)
     from mla_backend.vllm_plugin import backend
 
     return backend
@@ -357,7 +357,10 @@ def test_tokens_without_rope_are_written(backend, fmt):
 
 def test_what_the_classes_override_takes_what_vllm_passes(backend):
     """All arguments of the method that is overridden, in their order: of whichever version is installed."""
-    for ours in (backend.SparseMLABackend, backend.SparseMLAMetadataBuilder, backend.SparseMLALayer):
+    from mla_backend.vllm_plugin import dense_backend as dense
+
+    sparse = backend.SparseMLABackend, backend.SparseMLAMetadataBuilder, backend.SparseMLALayer
+    for ours in (*sparse, dense.DenseMLABackend, dense.DenseMLAMetadataBuilder, dense.DenseMLALayer):
         assert not getattr(ours, "__abstractmethods__", None)
         for name, method in vars(ours).items():
             theirs = next((getattr(base, name) for base in ours.__mro__[1:] if name in vars(base)), None)

@@ -21,7 +21,7 @@ SCALE = 512**-0.5
 
 @pytest.fixture(scope="module")
 def v4():
-    versions.add_backend()
+    versions.add_backend(versions.SPARSE)
     from mla_backend.vllm_plugin import deepseek_v4
 
     return deepseek_v4
@@ -186,7 +186,7 @@ def test_the_model_chooses_the_layer_where_the_backend_is_asked_for(v4, monkeypa
         v4.install()
     named = lambda backend: SimpleNamespace(attention_config=SimpleNamespace(backend=backend))  # noqa: E731
     assert versions.has_v4_layers()
-    assert model._select_dsv4_attn_cls(named(versions.add_backend())) is v4.SparseMLAV4Attention
+    assert model._select_dsv4_attn_cls(named(versions.add_backend(versions.SPARSE))) is v4.SparseMLAV4Attention
     assert model._select_dsv4_attn_cls(named(None)) is theirs(named(None))
 
 
@@ -206,7 +206,7 @@ def v4_config(**cache) -> SimpleNamespace:
     model = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], dtype=torch.bfloat16, hf_text_config=None)
     return SimpleNamespace(
         model_config=model,
-        attention_config=SimpleNamespace(backend=versions.add_backend(), hisparse_config=None),
+        attention_config=SimpleNamespace(backend=versions.add_backend(versions.SPARSE), hisparse_config=None),
         cache_config=SimpleNamespace(**{"cache_dtype": "auto", "user_specified_block_size": False, **cache}),
         parallel_config=SimpleNamespace(
             worker_cls=plugin_config.VLLM_WORKER, decode_context_parallel_size=1, data_parallel_size=1

@@ -23,14 +23,14 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Makes a model of real width without experts, whose last layer drafts."""
-    made: dict[int, Path] = {}
+    made: dict[tuple[int, str], Path] = {}
 
-    def of(heads: int) -> Path:
-        if heads not in made:
+    def of(heads: int, like: str = "deepseek-v3.2") -> Path:
+        if (heads, like) not in made:
             small = dict(vocab_size=32768, intermediate_size=4096, first_k_dense_replace=5, num_nextn_predict_layers=1)
-            made[heads] = tmp_path_factory.mktemp("model") / str(heads)
-            models.write(made[heads], models.config("deepseek-v3.2", heads=heads, **small))
-        return made[heads]
+            folder = made[heads, like] = tmp_path_factory.mktemp("model") / "made"
+            models.write(folder, models.config(like, heads=heads, **small))
+        return made[heads, like]
 
     return of
 
@@ -47,6 +47,15 @@ def results_of(tmp_path: Path, *words: object) -> list[dict]:
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_tokens_are_those_of_flashmla_within_its_own_noise(tmp_path, model, heads):
     results_of(tmp_path, "checkpoint", "--model", model(heads), "--ways", "vllm", *BOTH, "--output-len", 192)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_tokens_of_a_dense_model_are_those_of_flashmla(tmp_path, model, heads):
+    """Over a BF16 cache. Over an FP8 cache FlashMLA rounds queries too."""
+    backends = ("--backend", "FLASHMLA,DENSE_MLA")
+    folder = model(heads, "deepseek-v3")
+    results_of(tmp_path, "checkpoint", "--model", folder, "--ways", "vllm-bf16", *backends, "--output-len", 192)
+    results_of(tmp_path, "checkpoint", "--model", folder, "--ways", "vllm,mtp-1", "--backend", "DENSE_MLA")
 
 
 @pytest.mark.parametrize("drafts", [0, 1])

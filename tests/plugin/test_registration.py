@@ -1,9 +1,9 @@
 """The plugin and vLLM's list of backends: it is there in every process, and speaks where it can't be used."""
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
-import json
 import os
 import pickle
 import re
@@ -18,8 +18,10 @@ import vllm_installed  # noqa: F401
 from mla_backend import library
 from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import platform, register, versions
-from vllm_models import make_checkpoint
+from vllm_models import changed, config_of, make_checkpoint
 
+BACKENDS = ("SPARSE_MLA", "DENSE_MLA")
+V32, V3 = ("deepseek-ai/DeepSeek-V3.2-Exp", "SPARSE_MLA"), ("deepseek-ai/DeepSeek-V3", "DENSE_MLA")
 GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
@@ -36,27 +38,28 @@ def test_registering_again_changes_nothing():
     register()
     names = list(AttentionBackendEnum.__members__)
     register()
-    member = AttentionBackendEnum["SPARSE_MLA"]
     assert list(AttentionBackendEnum.__members__) == names
-    assert member.get_class().get_name() == "SPARSE_MLA" and versions.is_ours(member)
-    assert not versions.is_ours(AttentionBackendEnum["FLASHMLA_SPARSE"]) and not versions.is_ours(None)
+    for name in BACKENDS:
+        member = AttentionBackendEnum[name]
+        assert member.get_class().get_name() == name == versions.ours(member)
+    assert versions.ours(AttentionBackendEnum["FLASHMLA_SPARSE"]) is None and versions.ours(None) is None
 
 
-@pytest.mark.parametrize("pickler", ["pickle", "cloudpickle"])
-def test_a_config_that_names_the_backend_reaches_another_process(pickler, tmp_path):
+@pytest.mark.parametrize(("pickler", "name"), [("pickle", "SPARSE_MLA"), ("cloudpickle", "DENSE_MLA")])
+def test_a_config_that_names_the_backend_reaches_another_process(pickler, name, tmp_path):
     """Spawned workers and those of Ray unpickle it before they load plugins."""
     register()
     from vllm.config import AttentionConfig
 
     dumps = pytest.importorskip(pickler).dumps
-    config = AttentionConfig(backend="SPARSE_MLA")
+    config = AttentionConfig(backend=name)
     (tmp_path / "config").write_bytes(dumps(config))
     done = in_a_process(
         "import pickle, sys; config = pickle.load(open(sys.argv[1], 'rb')); "
         "print(config.backend.name, config.backend.get_path())",
         str(tmp_path / "config"),
     )
-    assert done.stdout.split()[-2:] == ["SPARSE_MLA", versions.CLASS_PATH], done.stderr
+    assert done.stdout.split()[-2:] == [name, versions.CLASS_PATHS[name]], done.stderr
     assert pickle.loads(pickle.dumps(config.backend)) is config.backend
 
 
@@ -129,22 +132,7 @@ def sparse(tmp_path_factory):
     return make_checkpoint("deepseek_v32", tmp_path_factory.mktemp("v32"))
 
 
-def config_of(folder, **options):
-    """What vLLM makes of a user's options, before it starts anything."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    given = dict(skip_tokenizer_init=True, max_model_len=256, dtype="bfloat16")
-    return EngineArgs(model=str(folder), **{**given, **options}).create_engine_config()
-
-
-def changed(folder, tmp_path, **keys):
-    """The checkpoint with another config.json; nobody reads the weights."""
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **keys}))
-    return tmp_path
-
-
-def dense(tmp_path):
+def llama(tmp_path):
     import transformers
 
     transformers.LlamaConfig(
@@ -183,7 +171,7 @@ def test_layers_that_draft_get_the_backend_too_unless_another_is_named_for_them(
     folder = changed(sparse, tmp_path, num_nextn_predict_layers=1)
     options = dict(method="mtp", num_speculative_tokens=2)
     config = config_of(folder, speculative_config=options, attention_backend="SPARSE_MLA")
-    assert versions.is_ours(config.speculative_config.attention_backend)
+    assert config.speculative_config.attention_backend.name == "SPARSE_MLA"
     named = config_of(
         folder, speculative_config={**options, "attention_backend": "TRITON_MLA"}, attention_backend="SPARSE_MLA"
     )
@@ -198,8 +186,8 @@ def for_a_draft(config, backend):
     return replace(base, model_config=config.speculative_config.draft_model_config)
 
 
-def test_a_dense_model_may_draft(sparse, tmp_path):
-    options = dict(method="draft_model", model=str(dense(tmp_path)), num_speculative_tokens=2)
+def test_a_model_without_mla_may_draft(sparse, tmp_path):
+    options = dict(method="draft_model", model=str(llama(tmp_path)), num_speculative_tokens=2)
     config = config_of(sparse, speculative_config=options, block_size=32)
     of_draft = for_a_draft(config, None)
     assert of_draft.attention_config.backend is None  # vLLM picks one
@@ -237,13 +225,13 @@ def test_what_cannot_be_is_refused_at_start_with_a_reason(sparse, options, says)
 def test_models_whose_cached_rows_have_no_rope_are_served(sparse, tmp_path, given):
     folder = changed(sparse, tmp_path, qk_rope_head_dim=0)
     config = config_of(folder, kv_cache_dtype=given, attention_backend="SPARSE_MLA")
-    assert versions.is_ours(config.attention_config.backend)
+    assert config.attention_config.backend.name == "SPARSE_MLA"
     assert config.model_config.get_head_size() == 512
 
 
 def test_models_without_this_attention_are_refused_by_name(sparse, tmp_path):
     with pytest.raises(ValueError, match="such as DeepSeek-V3.2 and GLM-5, and llama is none. Leave out"):
-        config_of(dense(tmp_path), attention_backend="SPARSE_MLA")
+        config_of(llama(tmp_path), attention_backend="SPARSE_MLA")
     with pytest.raises(ValueError, match="kv_lora_rank and a qk_rope_head_dim of 256 and 64"):
         config_of(changed(sparse, tmp_path, kv_lora_rank=256), attention_backend="SPARSE_MLA")
     with pytest.raises(ValueError, match="up to 256 attention heads; deepseek_v32 has 512"):
@@ -293,14 +281,15 @@ def test_a_library_for_other_gpus_is_refused(archs, capability, says, monkeypatc
 
 def test_what_cannot_be_on_a_gpu_is_told_with_what_to_use(sparse, monkeypatch):
     config = config_of(sparse, block_size=32)
-    assert "multiple of 64" in plugin_config._features(config, on_cpu=False)
-    assert plugin_config._features(config_of(sparse, block_size=128), on_cpu=False) is None
-    assert plugin_config._features(config, on_cpu=True) is None
+    features = functools.partial(plugin_config._features, "SPARSE_MLA")
+    assert "multiple of 64" in features(config, on_cpu=False)
+    assert features(config_of(sparse, block_size=128), on_cpu=False) is None
+    assert features(config, on_cpu=True) is None
     config.parallel_config.prefill_context_parallel_size = 2
-    assert plugin_config._features(config, on_cpu=True).endswith("Leave out --prefill-context-parallel-size.")
-    assert "use --decode-context-parallel-size" in plugin_config._features(config, on_cpu=False)
+    assert features(config, on_cpu=True).endswith("Leave out --prefill-context-parallel-size.")
+    assert "use --decode-context-parallel-size" in features(config, on_cpu=False)
     monkeypatch.setattr(versions, "has_context_parallelism", lambda: False)
-    assert plugin_config._features(config, on_cpu=False).endswith("Leave out --prefill-context-parallel-size.")
+    assert features(config, on_cpu=False).endswith("Leave out --prefill-context-parallel-size.")
 
 
 def test_an_old_vllm_for_cpus_is_told_which_to_install(monkeypatch):
@@ -311,14 +300,14 @@ def test_an_old_vllm_for_cpus_is_told_which_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["None", "'TORCH_SDPA'", "'CUSTOM'"])
-def test_a_dense_model_is_configured_as_without_the_plugin(backend, tmp_path):
+def test_a_model_without_mla_is_configured_as_without_the_plugin(backend, tmp_path):
     code = (
         "import sys; from vllm.engine.arg_utils import EngineArgs; "
         f"c = EngineArgs(sys.argv[1], skip_tokenizer_init=True, attention_backend={backend}).create_engine_config(); "
         "print([c.attention_config, c.cache_config, c.parallel_config.worker_cls, c.compilation_config.mode, "
         "c.compilation_config.custom_ops, c.scheduler_config.enable_chunked_prefill])"
     )
-    folder = str(dense(tmp_path))
+    folder = str(llama(tmp_path))
     with_it, without = in_a_process(code, folder), in_a_process(code, folder, VLLM_PLUGINS="")
     assert with_it.returncode == without.returncode == 0, with_it.stderr
     assert with_it.stdout.splitlines()[-1] == without.stdout.splitlines()[-1]
@@ -336,5 +325,5 @@ def test_vllm_takes_the_commands_of_the_guide():
     assert len(commands) >= 7
     for command in commands:
         options = make_arg_parser(FlexibleArgumentParser()).parse_args(shlex.split(command))
-        assert (options.model_tag, options.kv_cache_dtype) == ("deepseek-ai/DeepSeek-V3.2-Exp", "fp8")
-        assert options.attention_backend == "SPARSE_MLA"
+        served = options.model_tag, options.attention_backend, options.kv_cache_dtype
+        assert served == (*(V3 if "DENSE_MLA" in command else V32), "fp8")

@@ -82,7 +82,12 @@ MODELS = {
 def theirs(name: str, **changes) -> nn.Module:
     """transformers' model in fp32, with random weights of a size that makes attention and routing matter."""
     family, more = MODELS[name]
-    config = getattr(transformers, family + "Config")(**{**SHAPE, **more, **changes}, attn_implementation="eager")
+    return random_model(family, **{**SHAPE, **more, **changes})
+
+
+def random_model(family: str, **shape) -> nn.Module:
+    """The same of any class of transformers."""
+    config = getattr(transformers, family + "Config")(**shape, attn_implementation="eager")
     model = getattr(transformers, family + "ForCausalLM")(config).eval()
     with torch.no_grad():
         for key, value in model.state_dict().items():

@@ -30,6 +30,76 @@ def make_checkpoint(name: str, folder: Path) -> Path:
     return folder
 
 
+def make_dense_checkpoint(folder: Path, prompts: list[list[int]]) -> tuple[Any, list[list[int]]]:
+    """A random DeepSeek-V3 of the same size, whose MTP layer is mostly right about what follows these prompts.
+
+    Returns:
+        transformers' model, and the tokens that it goes on with.
+    """
+    from safetensors.torch import load_file, save_file
+
+    import engine_models
+
+    torch.manual_seed(0)
+    shape = {name: value for name, value in engine_models.SHAPE.items() if not name.startswith("index_")}
+    smooth = dict(topk_group=4, num_experts_per_tok=8)
+    model = engine_models.random_model("DeepseekV3", **{**shape, **smooth, "rope_parameters": engine_models.PLAIN})
+    engine_models.save(model, folder)
+    config, index = folder / "config.json", folder / "model.safetensors.index.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **RELEASED_KEYS}))
+    files = json.loads(index.read_text())
+    saved = {
+        name: tensor for file in set(files["weight_map"].values()) for name, tensor in load_file(folder / file).items()
+    }
+    layers = shape["num_hidden_layers"]
+    last, draft = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    added = {name.replace(last, draft): tensor.clone() for name, tensor in saved.items() if name.startswith(last)}
+    for name in added:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            added[name] *= 0.1  # eh_proj alone would be right
+    continued = [engine_models.their_generation(model, prompt, NEW_TOKENS)[0] for prompt in prompts]
+    ones = torch.ones(shape["hidden_size"])
+    added |= {f"{draft}{name}.weight": ones.clone() for name in ("enorm", "hnorm", "shared_head.norm")}
+    added[f"{draft}embed_tokens.weight"] = saved["model.embed_tokens.weight"].clone()
+    added[f"{draft}shared_head.head.weight"] = saved["lm_head.weight"].clone()
+    added[f"{draft}eh_proj.weight"] = _next_hidden(model, prompts, continued)
+    save_file(added, folder / "mtp.safetensors", metadata={"format": "pt"})
+    files["weight_map"] |= dict.fromkeys(added, "mtp.safetensors")
+    index.write_text(json.dumps(files))
+    return model, continued
+
+
+@torch.inference_mode()
+def _next_hidden(model: Any, prompts: list[list[int]], continued: list[list[int]]) -> Tensor:
+    """fp32 `[hidden, 2 * hidden]`: maps a token's embedding and the hidden state before it to the next hidden state,
+    for the tokens after the prompts."""
+    features, wanted = [], []
+    for prompt, row in zip(prompts, continued, strict=True):
+        text = torch.tensor([prompt + row])
+        hidden = model(text, output_hidden_states=True).hidden_states[-1][0, len(prompt) - 1 :]
+        embedded = model.model.embed_tokens(text)[0, len(prompt) :]
+        rows = [x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (embedded, hidden)]
+        features.append(torch.cat([rows[0], rows[1][:-1]], dim=1))
+        wanted.append(rows[1][1:])
+    x, y = torch.cat(features).double(), torch.cat(wanted).double()
+    return torch.linalg.lstsq(x, y, driver="gelsd").solution.T.float().contiguous()
+
+
+def config_of(folder: Path, **options: Any) -> Any:
+    """What vLLM makes of a user's options, before it starts anything."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = dict(skip_tokenizer_init=True, max_model_len=256, dtype="bfloat16")
+    return EngineArgs(model=str(folder), **{**given, **options}).create_engine_config()
+
+
+def changed(folder: Path, tmp_path: Path, **keys: Any) -> Path:
+    """The checkpoint with another config.json; nobody reads the weights."""
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **keys}))
+    return tmp_path
+
+
 @contextmanager
 def running(folder: Path, **options: Any) -> Iterator[Any]:
     """A vllm.LLM, whose processes are gone afterwards."""

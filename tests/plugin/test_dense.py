@@ -1,0 +1,90 @@
+"""Models with dense MLA on a CPU: how vLLM is configured for them, and `LLM(...)` against transformers' model."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import vllm_installed  # noqa: F401
+from mla_backend.vllm_plugin import config as plugin_config
+from vllm_models import changed, config_of, gauge, generate, make_checkpoint, make_dense_checkpoint, running, tokens
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory, prompts):
+    folder = tmp_path_factory.mktemp("v3")
+    model, continued = make_dense_checkpoint(folder, prompts)
+    return SimpleNamespace(folder=folder, model=model, continued=continued)
+
+
+def errors_of(dense, prompts, outputs) -> tuple[float, float]:
+    """How much less likely than the likeliest the model finds a token, and how far off its logprob is, at most."""
+    behind, off = [], []
+    for prompt, row, output in zip(prompts, tokens(outputs), outputs, strict=True):
+        with torch.inference_mode():
+            logits = dense.model(torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
+        exact = logits.log_softmax(dim=-1)
+        chosen = exact.gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
+        steps = zip(output.outputs[0].logprobs, row, strict=True)
+        behind.append(exact.max(dim=1).values - chosen)
+        off.append((torch.tensor([step[token].logprob for step, token in steps]) - chosen).abs())
+    return torch.cat(behind).max().item(), torch.cat(off).max().item()
+
+
+def test_many_at_a_time_give_the_models_probabilities(dense, prompts):
+    """Short prompts share steps with requests that decode."""
+    with running(dense.folder, attention_backend="DENSE_MLA", enforce_eager=True) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.cache_dtype == "bfloat16"
+        behind, off = errors_of(dense, prompts, generate(llm, prompts, logprobs=0))
+    assert behind < 0.02 and off < 0.05
+
+
+def test_drafts_over_an_fp8_cache_give_them_as_far_as_its_three_bits_go(dense, prompts):
+    options = dict(kv_cache_dtype="fp8", speculative_config=dict(method="mtp", num_speculative_tokens=2))
+    options |= dict(max_num_batched_tokens=512)  # with drafts vLLM does not raise it to a whole prompt
+    with running(dense.folder, attention_backend="DENSE_MLA", enforce_eager=True, **options) as llm:
+        config = llm.llm_engine.vllm_config
+        assert config.speculative_config.attention_backend.name == "DENSE_MLA"
+        behind, off = errors_of(dense, prompts, generate(llm, prompts, logprobs=0))
+        drafted, accepted = (gauge(llm, f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
+    assert behind < 0.4 and off < 0.5
+    assert 0.2 * drafted < accepted < drafted, "some drafts are right, some are not"
+
+
+def test_on_a_cpu_prefill_has_the_limits_of_vllms_own(dense):
+    config = config_of(dense.folder, attention_backend="DENSE_MLA", dtype="float32")
+    assert config.attention_config.backend.name == "DENSE_MLA" and config.cache_config.cache_dtype == "bfloat16"
+    assert not config.scheduler_config.enable_chunked_prefill and not config.cache_config.enable_prefix_caching
+    assert "-rotary_embedding" in config.compilation_config.custom_ops
+    assert config_of(dense.folder).attention_config.backend is None, "it is used only where it is asked for"
+
+
+@pytest.mark.parametrize("given", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
+def test_kv_cache_dtypes_stay_what_they_are(dense, given):
+    config = config_of(dense.folder, attention_backend="DENSE_MLA", kv_cache_dtype=given)
+    assert config.cache_config.cache_dtype == given
+
+
+def test_each_backend_names_the_other_where_that_is_the_one(dense, tmp_path):
+    with pytest.raises(ValueError, match="deepseek_v3 is none. Use --attention-backend DENSE_MLA"):
+        config_of(dense.folder, attention_backend="SPARSE_MLA")
+    sparse = make_checkpoint("deepseek_v32", tmp_path)
+    with pytest.raises(ValueError, match="DENSE_MLA does not run sparse attention on a CPU.* name SPARSE_MLA"):
+        config_of(sparse, attention_backend="DENSE_MLA")
+    reason = plugin_config._model("DENSE_MLA", config_of(sparse).model_config, on_cpu=False)
+    assert reason.endswith("deepseek_v32 is none. Use --attention-backend SPARSE_MLA.")
+
+
+def test_what_cannot_be_is_refused_at_start_with_a_reason(dense, tmp_path):
+    with pytest.raises(ValueError, match="--kv-cache-dtype must be one of auto, bfloat16, fp8, fp8_e4m3; got fp8_ds"):
+        config_of(dense.folder, attention_backend="DENSE_MLA", kv_cache_dtype="fp8_ds_mla")
+    with pytest.raises(ValueError, match="512 latent and 64 rope values a token; deepseek_v3 has .* 256 and 64"):
+        config_of(changed(dense.folder, tmp_path, kv_lora_rank=256), attention_backend="DENSE_MLA")
+    config = config_of(dense.folder, attention_backend="DENSE_MLA", kv_cache_dtype="fp8", block_size=32)
+    features = functools.partial(plugin_config._features, "DENSE_MLA", config, on_cpu=False)
+    assert features() is None
+    config.cache_config.calculate_kv_scales = True  # as vLLM 0.23 has it
+    assert "Leave out --calculate-kv-scales" in features()
+    config.parallel_config.decode_context_parallel_size = 2
+    assert "no context parallelism over such a cache" in features()
