@@ -10,9 +10,11 @@
 //   d_q += dS * k_j;  the contribution is the sum over a group's heads of dS * q, plus P * d_out in the first 512 dims
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "mla/format.h"
+#include "mla/number.h"
 #include "mla/platform.h"
 
 namespace mla {
@@ -94,18 +96,20 @@ struct SumProblem {
   int32_t rows, width;
   const int32_t* begin;  // as OrderProblem has them
   const int32_t* pairs;
+  int64_t total_pairs;  // queries * topk
   int64_t first_pair, pair_count;
   const uint16_t* contributions;  // bf16 [groups, group_stride, width] of the block's pairs
   int64_t group_stride;
   int32_t groups;
-  int32_t* next;       // [rows]: the first of a row's pairs that is not added yet; the first block sets it
-  float* accumulator;  // fp32 [rows, width], dense; the first block sets it. Null where one block is all
-  uint16_t* d_kv;      // bf16 [rows, width]; null until the last block
+  // [rows]: the first of a row's pairs that is not added yet; and fp32 [rows, width], dense. The first block sets
+  // both; null where one block is all.
+  int32_t* next;
+  float* accumulator;
+  uint16_t* d_kv;  // bf16 [rows, width]; null until the last block
   int64_t d_kv_row;
 };
 
-// delta = the sum over dims of d_out * out, less d_lse; and lse2, the logarithm of the sum of exponentials to base 2,
-// the sink's included. It is +inf where there is nothing to attend to and where the sink takes all.
+// What the main kernel needs to know of a token and head besides its rows.
 struct DeltaProblem {
   int64_t tokens;
   int32_t heads;
@@ -118,8 +122,33 @@ struct DeltaProblem {
   const float* d_lse;  // [tokens, heads] or null
   int64_t d_lse_token, d_lse_head;
   const float* sink;  // [heads] or null
-  float* delta;       // [tokens, heads], dense
-  float* lse2;        // [tokens, heads], dense
+  float* delta;       // [tokens, heads], dense: d_out . out, less what d_lse changes of it
+  float* lse2;        // [tokens, heads], dense: to base 2, with the sink; +inf where all weights are 0
+  float* d_sink;      // [tokens, heads], dense, or null: each token's share of the sinks' gradient
 };
+
+// From d_out . out to all that the problem asks for.
+MLA_HOST_DEVICE void finish_delta(const DeltaProblem& p, int64_t token, int32_t head, float dot) {
+  const float lse = p.lse[token * p.lse_token + head * p.lse_head];
+  float total = lse == -INFINITY ? INFINITY : lse;
+  if (p.sink && total < INFINITY) {
+    const float larger = fmaxf(lse, p.sink[head]), smaller = fminf(lse, p.sink[head]);
+    total = larger == INFINITY ? larger : larger + log1pf(expf(smaller - larger));
+  }
+  const int64_t at = token * p.heads + head;
+  p.lse2[at] = total * kLog2E;
+  p.delta[at] = dot;
+  if (p.d_lse) {
+    // lse is without the sink and P is with it: d_lse times P without the sink is d_lse * e^(total - lse) times P.
+    // The bound keeps the product with a P of 0 finite.
+    constexpr float kMostExponent = 69.0f;
+    const float factor = p.sink ? expf(fminf(total - lse, kMostExponent)) : 1.0f;
+    p.delta[at] -= p.d_lse[token * p.d_lse_token + head * p.d_lse_head] * factor;
+  }
+  if (p.d_sink) {
+    const float weight = total == INFINITY ? 1.0f : expf(p.sink[head] - total);
+    p.d_sink[at] = dot == 0.0f ? 0.0f : -weight * dot;  // with nothing to attend to dot is 0
+  }
+}
 
 }  // namespace mla
