@@ -113,8 +113,7 @@ MLA_EXPORT int mla_backend_cuda_workers(const mla::Device* device, int64_t token
 // Heads whose contributions to kv's gradient the backward adds up before it writes them: on a GPU, or (-1) on a CPU.
 MLA_EXPORT int mla_backend_backward_group_heads(int device) {
 #ifdef MLA_CUDA
-  if (device >= 0)
-    return mla::cuda::describe_device(device).hopper_kernels ? mla::kHopperGroupHeads : mla::kPortableGroupHeads;
+  if (device >= 0) return mla::cuda::backward_group_heads(device);
 #endif
   return mla::kCpuGroupHeads;
 }

@@ -1,6 +1,5 @@
-#include <algorithm>
-
 #include "bindings/op.h"
+#include "cuda/ops.h"
 #include "mla/limits.h"
 
 namespace mla::bindings {
@@ -56,6 +55,13 @@ int32_t expect_contributions(const Tensor& contributions, int64_t pairs, int64_t
   if (contributions.size(1) < pairs)
     reject("contributions", "of room for " + std::to_string(pairs) + " pairs or more", describe(contributions));
   return expect_int32(contributions.size(0), "contributions", "groups");
+}
+
+int32_t group_heads([[maybe_unused]] const Tensor& q) {
+#ifdef MLA_CUDA
+  if (q.is_cuda()) return cuda::backward_group_heads(q.get_device_index());
+#endif
+  return kCpuGroupHeads;
 }
 
 }  // namespace
@@ -165,8 +171,10 @@ MLA_OP(sparse_backward,
   if (contributions) {
     p.groups = expect_contributions(*contributions, count * p.lists.topk, width, q);
     p.contributions = data<uint16_t>(*contributions), p.group_stride = contributions->size(1);
-    if (!q.is_cuda() && p.groups != head_groups(p.heads, kCpuGroupHeads))
-      reject("contributions", "of one group on a CPU", describe(*contributions));
+    const int32_t groups = head_groups(p.heads, group_heads(q));
+    if (p.groups != groups)
+      reject("contributions", "bfloat16 [groups=" + std::to_string(groups) + ", pairs, width]",
+             describe(*contributions));
   } else {
     if (!q.is_cuda()) reject("accumulator", "None on a CPU, which adds in order; a GPU takes one", "a tensor");
     expect(*accumulator, "accumulator", {ScalarType::Float}, {{"N", kv.size(0)}, width}, q);
