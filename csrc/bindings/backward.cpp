@@ -51,7 +51,8 @@ int32_t expect_contributions(const Tensor& contributions, int64_t pairs, int64_t
   expect(contributions, "contributions", {ScalarType::BFloat16}, {{"groups"}, {"pairs"}, width}, first);
   expect_dense(contributions, "contributions");
   expect_aligned(contributions, "contributions");
-  if (contributions.size(0) < 1) reject("contributions", "of one group or more", describe(contributions));
+  if (contributions.size(0) < 1 || contributions.size(0) > kMaxGroups)
+    reject("contributions", "of 1 to " + std::to_string(kMaxGroups) + " groups", describe(contributions));
   if (contributions.size(1) < pairs)
     reject("contributions", "of room for " + std::to_string(pairs) + " pairs or more", describe(contributions));
   return expect_int32(contributions.size(0), "contributions", "groups");

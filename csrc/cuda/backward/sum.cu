@@ -13,8 +13,6 @@ namespace {
 constexpr int kRows = 4;    // a block's
 constexpr int kAtOnce = 8;  // contributions under way
 constexpr int kDims = 8;    // a thread's: 16 bytes of bf16
-constexpr int kMostGroups = 4;
-static_assert(kMostGroups == head_groups(kMaxBackwardHeads, kPortableGroupHeads));
 
 template <int kWidth>
 constexpr int kThreads = kRows * kWidth / kDims;
@@ -91,14 +89,14 @@ __global__ void __launch_bounds__(kThreads<kWidth>, 3) sum_kernel(const __grid_c
 
 using Kernel = void (*)(SumProblem);
 
+static_assert(kMaxGroups == 4);
 template <int kWidth>
-constexpr Kernel kKernels[kMostGroups] = {sum_kernel<kWidth, 1>, sum_kernel<kWidth, 2>, sum_kernel<kWidth, 3>,
-                                          sum_kernel<kWidth, 4>};
+constexpr Kernel kKernels[kMaxGroups] = {sum_kernel<kWidth, 1>, sum_kernel<kWidth, 2>, sum_kernel<kWidth, 3>,
+                                         sum_kernel<kWidth, 4>};
 
 }  // namespace
 
 void backward_sum(const SumProblem& p, void* stream) {
-  if (p.groups > kMostGroups) throw std::invalid_argument("contributions must be of at most 4 groups on a GPU");
   const auto blocks = static_cast<unsigned>((int64_t{p.rows} + kRows - 1) / kRows);
   const bool rope = p.width == kHeadDim;
   launch((rope ? kKernels<kHeadDim> : kKernels<kValueDim>)[p.groups - 1], dim3(blocks),

@@ -24,9 +24,10 @@ constexpr int kMaxBackwardHeads = 128;
 // Heads whose contributions are added before they are written: of the CPU's kernels, and of each GPU kernel.
 constexpr int kCpuGroupHeads = kMaxBackwardHeads, kPortableGroupHeads = 32, kHopperGroupHeads = 64;
 
-MLA_HOST_DEVICE int32_t head_groups(int32_t heads, int32_t group_heads) {
+MLA_HOST_DEVICE constexpr int32_t head_groups(int32_t heads, int32_t group_heads) {
   return (heads + group_heads - 1) / group_heads;
 }
+constexpr int kMaxGroups = head_groups(kMaxBackwardHeads, kPortableGroupHeads);
 
 // The rows that each query attends to. An entry counts as often as it is listed; one below 0 or from `rows` on is
 // skipped, and so is everything from a query's length on.
