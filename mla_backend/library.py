@@ -96,7 +96,9 @@ def backward_group_heads(device: torch.device) -> int:
     """Heads whose contributions to the gradient of kv the backward's kernel adds up before it writes them."""
     if device.type != "cuda":
         return _library.mla_backend_backward_group_heads(-1)
-    return _library.mla_backend_backward_group_heads(torch.cuda.current_device() if device.index is None else device.index)
+    return _library.mla_backend_backward_group_heads(
+        torch.cuda.current_device() if device.index is None else device.index
+    )
 
 
 def order_scratch_bytes(pairs: int, rows: int) -> int:

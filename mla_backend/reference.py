@@ -267,9 +267,7 @@ def sparse_attention(
     return _attend(q.double(), rows.double(), valid, scale, sink)
 
 
-def _attend(
-    q: Tensor, rows: Tensor, valid: Tensor, scale: float, sink: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _attend(q: Tensor, rows: Tensor, valid: Tensor, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Attention to rows `[T, K, head_dim]` that are zeros unless valid `[T, K]`; autograd can follow."""
     scores = torch.einsum("thd,tkd->thk", q, rows) * scale
     scores = torch.where(valid.unsqueeze(1), scores, -torch.inf)
