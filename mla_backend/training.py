@@ -198,7 +198,13 @@ def sparse_mla_backward(
         contributions = torch.empty(groups, block * indices.shape[1], width, dtype=torch.bfloat16, device=q.device)
     else:
         contributions = _in_workspace(workspace, groups, block * indices.shape[1], width)
-    begin, pairs = order or backward_order(indices, len(kv), topk_length=topk_length)
+    if order is None:
+        order = backward_order(indices, len(kv), topk_length=topk_length)
+    elif order.begin.shape != (len(kv) + 1,) or order.pairs.shape != (indices.numel(),):
+        raise ValueError(
+            f"order must be of these lists, with begin [{len(kv) + 1}] and pairs [{indices.numel()}]; "
+            f"got {list(order.begin.shape)} and {list(order.pairs.shape)}"
+        )
     following = accumulator = None
     if block < queries:
         following = torch.empty(len(kv), dtype=torch.int32, device=q.device)
@@ -208,8 +214,7 @@ def sparse_mla_backward(
         main(first, count, contributions, None)
         call(
             torch.ops.mla_backend.backward_sum.default,
-            begin,
-            pairs,
+            *order,
             contributions,
             first * indices.shape[1],
             count * indices.shape[1],
