@@ -125,16 +125,14 @@ def test_weights_of_1_give_exact_bits(device, heads):
     problem = random_training_problem(6, heads, 4, 1).but(
         q=small_integers(6, heads, 576),
         kv=small_integers(4, 576),
-        d_out=torch.randint(0, 2, (6, heads, 512)).bfloat16(),
+        d_out=(torch.rand(6, heads, 512) < 0.3).bfloat16(),
     )
     problem.indices[:, 0] = torch.tensor([0, 1, 1, 3, -1, 0])
     d_q, d_kv = problem.to(device).gradients()
     exact = torch.zeros(4, 576)
-    groups = -(-heads // library.backward_group_heads(torch.device(device)))
     for query, row in enumerate([0, 1, 1, 3, None, 0]):
         if row is not None:
-            for group in problem.d_out[query].float().chunk(groups):
-                exact[row, :512] += group.sum(0).bfloat16()
+            exact[row, :512] += problem.d_out[query].float().sum(0)
     assert not d_q.any()
     assert torch.equal(d_kv.cpu(), exact.bfloat16())
 
@@ -238,8 +236,8 @@ def test_inputs_of_any_strides(device):
     constant.check()
 
 
-def test_fp32_kernels_err_less_than_bf16_ones():
-    """Whose P and dS are rounded."""
+def test_fp32_kernels_round_results_alone():
+    """Where others round P and dS, too."""
     problem = random_training_problem(3, 16, 100, 200)
     errors = {}
     for kernel in CPU_KERNELS:
