@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads<kWidth>, 3) sum_kernel(const __grid_c
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int64_t number = from + i < end ? p.pairs[from + i] - p.first_pair : -1;
-      pair[i] = static_cast<int32_t>(number < p.pair_count ? number : -1);
+      pair[i] = static_cast<int32_t>(number >= 0 && number < p.pair_count ? number : -1);
     }
   };
   load_pairs(at);
