@@ -156,7 +156,7 @@ def sparse_mla_backward(
     """
     require_tensors(q=q, kv=kv, indices=indices, out=out, lse=lse, d_out=d_out)
     require_optional_tensors(topk_length=topk_length, sink=sink, d_lse=d_lse, workspace=workspace, d_q=d_q, d_kv=d_kv)
-    _require_queries(q, kv)
+    _require_arguments(q, kv, indices)
     if out.shape != (*q.shape[:2], attention.VALUE_DIM):
         raise ValueError(f"out must be bfloat16 [T={q.shape[0]}, H={q.shape[1]}, 512]; got {list(out.shape)}")
     q, kv, d_out = _readable(q), _readable(kv), _readable(d_out)
@@ -225,7 +225,7 @@ def sparse_mla_backward(
     return d_q, d_kv, d_sink
 
 
-def _require_queries(q: Tensor, kv: Tensor) -> None:
+def _require_arguments(q: Tensor, kv: Tensor, indices: Tensor) -> None:
     if kv.dtype != torch.bfloat16 or kv.dim() != 2 or kv.shape[1] not in WIDTHS:
         raise ValueError(f"kv must be bfloat16 [N, 576 or 512]; got {_described(kv)}")
     if q.dtype != torch.bfloat16 or q.dim() != 3 or q.shape[2] != kv.shape[1]:
@@ -234,6 +234,8 @@ def _require_queries(q: Tensor, kv: Tensor) -> None:
         raise ValueError(f"q must be of 1 to {MAX_HEADS} heads; got {_described(q)}")
     if kv.device != q.device:
         raise ValueError(f"kv must be on {q.device} like q; got a tensor on {kv.device}")
+    if indices.dim() != 2 or len(indices) != len(q):
+        raise ValueError(f"indices must be int32 [T={len(q)}, topk]; got {_described(indices)}")
 
 
 def _described(x: Tensor) -> str:
@@ -300,8 +302,8 @@ def _sparse_mla(
     workspace_bytes: int,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    _require_queries(q, kv)
-    if indices.dim() == 2 and (q.requires_grad or kv.requires_grad) and _adds_in_order(deterministic, q.device):
+    _require_arguments(q, kv, indices)
+    if (q.requires_grad or kv.requires_grad) and _adds_in_order(deterministic, q.device):
         _blocks(q, indices, workspace_bytes)  # what the backward would refuse
     with named(cache="kv"):
         return attention.sparse_attention(
