@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import attention, library
-from mla_backend.arguments import call, named, require_count, require_optional_tensors, require_tensors
+from mla_backend.arguments import call, named, require_count, require_optional_tensors, require_tensors, result_of
 
 MAX_HEADS = 128
 WIDTHS = (576, 512)
@@ -64,9 +64,21 @@ def sparse_mla(
     require_optional_tensors(topk_length=topk_length, sink=sink)
     if kv.dim() == 3 and kv.shape[1] == 1:
         kv = kv.squeeze(1)
+    _require_order(order)
     begin, pairs = (None, None) if order is None else order
-    return torch.ops.mla_backend.sparse_mla(
-        q, kv, indices, scale, topk_length, sink, begin, pairs, deterministic, workspace_bytes, batch_invariant
+    return result_of(
+        torch.ops.mla_backend.sparse_mla.default,
+        q,
+        kv,
+        indices,
+        scale,
+        topk_length,
+        sink,
+        begin,
+        pairs,
+        deterministic,
+        workspace_bytes,
+        batch_invariant,
     )
 
 
@@ -156,6 +168,7 @@ def sparse_mla_backward(
     """
     require_tensors(q=q, kv=kv, indices=indices, out=out, lse=lse, d_out=d_out)
     require_optional_tensors(topk_length=topk_length, sink=sink, d_lse=d_lse, workspace=workspace, d_q=d_q, d_kv=d_kv)
+    _require_order(order)
     _require_arguments(q, kv, indices)
     if out.shape != (*q.shape[:2], attention.VALUE_DIM):
         raise ValueError(f"out must be bfloat16 [T={q.shape[0]}, H={q.shape[1]}, 512]; got {list(out.shape)}")
@@ -236,6 +249,11 @@ def _require_arguments(q: Tensor, kv: Tensor, indices: Tensor) -> None:
         raise ValueError(f"kv must be on {q.device} like q; got a tensor on {kv.device}")
     if indices.dim() != 2 or len(indices) != len(q):
         raise ValueError(f"indices must be int32 [T={len(q)}, topk]; got {_described(indices)}")
+
+
+def _require_order(order: object) -> None:
+    if order is not None and not isinstance(order, BackwardOrder):
+        raise TypeError(f"order must be what backward_order returned, or None; got {type(order).__name__}")
 
 
 def _described(x: Tensor) -> str:

@@ -302,6 +302,10 @@ def test_wrong_inputs_are_refused_by_name(name):
 WRONG_TYPES = {
     "no tensor": (forward(q=None), "q must be a torch.Tensor"),
     "a list of sinks": (forward(sink=[1.0]), "sink must be a torch.Tensor"),
+    "a scale in words": (forward(scale="x"), "scale must be a number; got str"),
+    "a workspace_bytes in floats": (forward(workspace_bytes=1e9), "workspace_bytes must be an int; got float"),
+    "deterministic by name": (forward(deterministic="yes"), "deterministic must be a bool or None; got str"),
+    "an order that is a tensor": (forward(order=torch.zeros(2)), "order must be what backward_order returned"),
     "a workspace in floats": (backward(workspace_bytes=1e9), "workspace_bytes must be an int"),
     "rows as a tensor": (
         lambda: mla_backend.backward_order(torch.zeros(1, 1, dtype=torch.int32), torch.tensor(3)),
