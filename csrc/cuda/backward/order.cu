@@ -1,5 +1,4 @@
 // Sorts the pairs of queries and entries by the row that the entry names: CUB's radix sort, which is stable.
-#include <algorithm>
 #include <cub/device/device_radix_sort.cuh>
 
 #include "cuda/common/launch.h"
@@ -86,6 +85,13 @@ void backward_order(const OrderProblem& p, void* stream) {
   }
   find_rows<<<blocks_of(int64_t{p.lists.rows} + 1), kThreads, 0, cuda_stream>>>(sorted, pairs, p.lists.rows, p.begin);
   check(cudaGetLastError(), "backward_order");
+}
+
+MLA_KERNELS {
+  static const KernelEntry entries[] = {
+      {"backward_order, before the sort", reinterpret_cast<const void*>(name_rows), kThreads, 0},
+      {"backward_order, after the sort", reinterpret_cast<const void*>(find_rows), kThreads, 0}};
+  return {entries, sizeof(entries) / sizeof(entries[0])};
 }
 
 }  // namespace mla::cuda
