@@ -160,7 +160,8 @@ def sparse_mla_backward(
         q, kv, indices, scale, topk_length, sink, order, deterministic, workspace_bytes: as in `sparse_mla`.
         out, lse: what `sparse_mla` returned.
         d_out, d_lse: the gradients with respect to them.
-        workspace: uint8 `[bytes]` on the device of q, to be used in place of workspace_bytes of new memory.
+        workspace: uint8 `[bytes]` on the device of q and aligned to 16 bytes, to be used in place of workspace_bytes of
+            new memory.
         d_q, d_kv: where to write, bf16 of the shapes of q and kv.
 
     Returns:
@@ -206,11 +207,13 @@ def sparse_mla_backward(
         d_kv.copy_(accumulator)
         return d_q, d_kv, d_sink
 
-    groups, block = _blocks(q, indices, workspace_bytes if workspace is None else workspace.numel())
     if workspace is None:
+        groups, block = _blocks(q, indices, workspace_bytes)
         contributions = torch.empty(groups, block * indices.shape[1], width, dtype=torch.bfloat16, device=q.device)
     else:
-        contributions = _in_workspace(workspace, groups, block * indices.shape[1], width)
+        with named(workspace_bytes="workspace"):
+            groups, block = _blocks(q, indices, workspace.numel())
+        contributions = _in_workspace(workspace, q.device, groups, block * indices.shape[1], width)
     if order is None:
         order = backward_order(indices, len(kv), topk_length=topk_length)
     elif order.begin.shape != (len(kv) + 1,) or order.pairs.shape != (indices.numel(),):
@@ -295,9 +298,13 @@ def _blocks(q: Tensor, indices: Tensor, workspace_bytes: int) -> tuple[int, int]
     return groups, -(-queries // blocks)
 
 
-def _in_workspace(workspace: Tensor, groups: int, pairs: int, width: int) -> Tensor:
+def _in_workspace(workspace: Tensor, device: torch.device, groups: int, pairs: int, width: int) -> Tensor:
     if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
         raise ValueError(f"workspace must be uint8 [bytes], contiguous; got {_described(workspace)}")
+    if workspace.device != device:
+        raise ValueError(f"workspace must be on {device} like q; got a tensor on {workspace.device}")
+    if workspace.data_ptr() % 16:
+        raise ValueError("workspace must be aligned to 16 bytes; got one that begins between")
     return workspace[: groups * pairs * width * 2].view(torch.bfloat16).view(groups, pairs, width)
 
 

@@ -283,6 +283,18 @@ WRONG = {
         backward(order=mla_backend.backward_order(torch.zeros(3, 10, dtype=torch.int32), 20)),
         "order must be of these lists",
     ),
+    "a workspace of too few bytes": (
+        backward(workspace=torch.zeros(11519, dtype=torch.uint8)),
+        "workspace must be 11520 or more, for one query; got 11519",
+    ),
+    "a workspace at an odd address": (
+        backward(workspace=torch.zeros(99999, dtype=torch.uint8)[1:]),
+        "workspace must be aligned to 16 bytes",
+    ),
+    "a workspace on another device": (
+        backward(workspace=torch.zeros(99999, dtype=torch.uint8, device="meta")),
+        "workspace must be on cpu like q",
+    ),
     "a workspace of floats": (backward(workspace=torch.zeros(99999)), "workspace must be uint8"),
     "another d_v": (
         lambda: flash_mla.flash_mla_sparse_bwd(*[torch.zeros(1)] * 6, d_v=256),
