@@ -1,6 +1,7 @@
 """Sparse multi-head latent attention over a paged cache.
 
     out, lse = mla_backend.sparse_attention(q, cache, indices, scale=192**-0.5)
+    out, lse = mla_backend.sparse_mla(q, kv, indices, scale=192**-0.5)  # with gradients
 
 `mla_backend.flash_mla` replaces the `flash_mla` package. `mla_backend.reference` computes the same in plain PyTorch.
 """
@@ -10,8 +11,10 @@ from typing import NoReturn
 __all__ = [
     "FORMATS",
     "KEY_FORMATS",
+    "BackwardOrder",
     "CacheFormat",
     "KeyFormat",
+    "backward_order",
     "cache_gather",
     "cache_write",
     "convert_indices",
@@ -24,6 +27,9 @@ __all__ = [
     "reference",
     "select_top",
     "sparse_attention",
+    "sparse_delta",
+    "sparse_mla",
+    "sparse_mla_backward",
     "write_keys",
 ]
 
@@ -36,6 +42,7 @@ try:
     from mla_backend.formats import FORMATS, CacheFormat, format_of
     from mla_backend.index import index_scores, select_top
     from mla_backend.keys import KEY_FORMATS, KeyFormat, write_keys
+    from mla_backend.training import BackwardOrder, backward_order, sparse_delta, sparse_mla, sparse_mla_backward
 
     __version__: str = library.about()["version"]
 except ImportError as _error:

@@ -6,6 +6,7 @@ Shapes, dtypes, strides and devices are checked by the ops themselves (csrc/bind
 import contextlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ _KINDS = {
     "float": "a number",
     "int": "an int",
     "bool": "a bool",
+    "Optional[bool]": "a bool or None",
 }
 
 
@@ -44,14 +46,15 @@ def call(op: torch._ops.OpOverload, *arguments: object) -> None:
                     f"{name} must be without requires_grad, as this op has no backward: detach it, or call under "
                     "torch.no_grad(); got a tensor that requires a gradient"
                 )
-    _call(op, arguments)
+    result_of(op, *arguments)
     if not torch.compiler.is_compiling():  # what torch.compile traces counts its writes by itself
         torch.autograd.graph.increment_version([arguments[i] for i in written if arguments[i] is not None])
 
 
-def _call(op: torch._ops.OpOverload, arguments: tuple[object, ...]) -> None:
+def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
+    """Calls an op that autograd knows. torch's error for an argument of a wrong type becomes a TypeError."""
     try:
-        op(*arguments)
+        return op(*arguments)
     except ValueError as error:
         if str(error).endswith("; got None"):  # a tensor that may not be left out: torch lets None through
             raise TypeError(str(error)) from None

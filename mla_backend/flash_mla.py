@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_backend import attention
+from mla_backend import attention, training
 from mla_backend.arguments import named, require_count, require_optional_tensors, require_tensors
 from mla_backend.dense import dense_attention
 from mla_backend.formats import FORMATS, CacheFormat, format_of
@@ -398,10 +398,7 @@ def flash_mla_sparse_fwd(
     require_optional_tensors(topk_length=topk_length, out=out)
     _require_value_dim(d_v, "d_v")
     require_count("indexer_topk", indexer_topk)
-    if kv.dim() != 3 or kv.shape[1] != 1:
-        raise ValueError(f"kv must be bfloat16 [s_kv, 1, 576 or 512]; got {list(kv.shape)}")
-    if indices.dim() != 3 or indices.shape[1] != 1:
-        raise ValueError(f"indices must be int32 [s_q, 1, topk]; got {list(indices.shape)}")
+    _require_one_list(kv, indices)
     slots = indices.squeeze(1)
 
     def attend(topk: int, out: Tensor | None) -> tuple[Tensor, ...]:
@@ -425,6 +422,66 @@ def flash_mla_sparse_fwd(
     if not indexer_topk:
         return results
     return *results, _as_the_package_has_it(attend(min(indexer_topk, slots.shape[1]), None)[1], base2_lse)
+
+
+def flash_mla_sparse_bwd(
+    q: Tensor,
+    kv: Tensor,
+    o: Tensor,
+    dO: Tensor,
+    indices: Tensor,
+    lse: Tensor,
+    sm_scale: float | None = None,
+    d_v: int = 512,
+    topk_length: Tensor | None = None,
+    q_start_index_s: int = 0,
+    *,
+    base2_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of `flash_mla_sparse_fwd` (without sinks), with the arguments that forks of the package have.
+
+    Args:
+        q: bf16 `[s_q, h_q, head_dim]`, of 1 to 128 heads.
+        kv: bf16 `[s_kv, 1, head_dim]`, 576 or 512 wide.
+        o, lse: what `flash_mla_sparse_fwd` returned, `[s_q, h_q, 512]` and `[s_q, h_q]`.
+        dO: the gradient with respect to o.
+        indices, topk_length: as there.
+        sm_scale: head_dim ** -0.5 if left out.
+        q_start_index_s: if more than 0, the position of the first query: then rows after a query's own position are
+            skipped. With 0 the lists alone say what is seen, as in `flash_mla_sparse_fwd`.
+        base2_lse: lse is to base 2.
+
+    Returns:
+        dQ `[s_q, h_q, head_dim]` and dKV `[s_kv, 1, head_dim]`, bf16, of the same bits every time.
+    """
+    require_tensors(q=q, kv=kv, o=o, dO=dO, indices=indices, lse=lse)
+    require_optional_tensors(topk_length=topk_length)
+    _require_value_dim(d_v, "d_v")
+    require_count("q_start_index_s", q_start_index_s)
+    _require_one_list(kv, indices)
+    slots = indices.squeeze(1)
+    if q_start_index_s > 0:
+        position = torch.arange(q_start_index_s, q_start_index_s + len(slots), device=slots.device).unsqueeze(1)
+        slots = torch.where(slots <= position, slots, -1)
+    with named(scale="sm_scale", out="o", d_out="dO"), torch.no_grad():
+        d_q, d_kv, _ = training.sparse_mla_backward(
+            q,
+            kv.squeeze(1),
+            slots,
+            o,
+            lse / math.log2(math.e) if base2_lse else lse,
+            dO,
+            scale=q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
+            topk_length=topk_length,
+        )
+    return d_q, d_kv.unsqueeze(1)
+
+
+def _require_one_list(kv: Tensor, indices: Tensor) -> None:
+    if kv.dim() != 3 or kv.shape[1] != 1:
+        raise ValueError(f"kv must be bfloat16 [s_kv, 1, 576 or 512]; got {list(kv.shape)}")
+    if indices.dim() != 3 or indices.shape[1] != 1:
+        raise ValueError(f"indices must be int32 [s_q, 1, topk]; got {list(indices.shape)}")
 
 
 def _as_the_package_has_it(lse: Tensor, base2: bool) -> Tensor:

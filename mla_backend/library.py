@@ -40,6 +40,7 @@ def _load() -> ctypes.CDLL:
         library.mla_backend_about.restype = ctypes.c_char_p
         library.mla_backend_cuda_kernels.restype = ctypes.c_char_p
         library.mla_backend_describe_device.restype = ctypes.c_char_p
+        library.mla_backend_order_scratch_bytes.restype = ctypes.c_int64
     except AttributeError:
         raise LibraryError(f"mla-backend: {path} is a library, but not this package's{_named_by_the_user()}.") from None
     return library
@@ -89,6 +90,20 @@ def cuda_workers(device: Device, num_heads: int, num_tokens: int | None = None, 
     tokens = ctypes.c_int64(any_number if num_tokens is None else num_tokens)
     slots = any_number if slots is None else min(slots, any_number)
     return _library.mla_backend_cuda_workers(ctypes.byref(device), tokens, slots, num_heads)
+
+
+def backward_group_heads(device: torch.device) -> int:
+    """Heads whose contributions to the gradient of kv the backward's kernel adds up before it writes them."""
+    if device.type != "cuda":
+        return _library.mla_backend_backward_group_heads(-1)
+    return _library.mla_backend_backward_group_heads(
+        torch.cuda.current_device() if device.index is None else device.index
+    )
+
+
+def order_scratch_bytes(pairs: int, rows: int) -> int:
+    """Bytes that the op `backward_order` works in on the current GPU."""
+    return _library.mla_backend_order_scratch_bytes(ctypes.c_int64(pairs), rows)
 
 
 def select_cuda_kernel(name: str) -> None:

@@ -264,18 +264,89 @@ def sparse_attention(
             extra_cache, extra_indices, extra_topk_length, extra_cache_format, cache_scale
         )
         rows, valid = torch.cat([rows, extra_rows], dim=1), torch.cat([valid, extra_valid], dim=1)
-    rows, q = rows.double(), q.double()
+    return _attend(q.double(), rows.double(), valid, scale, sink)
+
+
+def _attend(q: Tensor, rows: Tensor, valid: Tensor, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention to rows `[T, K, head_dim]` that are zeros unless valid `[T, K]`; autograd can follow."""
     scores = torch.einsum("thd,tkd->thk", q, rows) * scale
     scores = torch.where(valid.unsqueeze(1), scores, -torch.inf)
     # a column of -inf changes nothing, and lets empty lists have a maximum
     scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
-    max_logits = scores.amax(-1)
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1))
+    max_logits = scores.detach().amax(-1)
+    reference = torch.where(max_logits == -torch.inf, 0.0, max_logits)
+    weights = torch.exp(scores - reference.unsqueeze(-1))
+    total = weights.sum(-1)
+    empty = total == 0
+    some = torch.where(empty, 1.0, total)  # no logarithm of 0, whose gradient would be NaN even where it is not used
+    lse = torch.where(empty, -torch.inf, reference + torch.log(some))
+    weights = weights / some.unsqueeze(-1)
     out = torch.einsum("thk,tkd->thd", weights[..., :-1], rows[..., :LATENT])
     if sink is not None:
-        out = out * torch.sigmoid(torch.where(lse == -torch.inf, 0.0, lse - sink.double())).unsqueeze(-1)
+        finite = torch.where(empty, 0.0, reference + torch.log(some))
+        out = out * torch.where(empty, 1.0, torch.sigmoid(finite - sink.to(q.dtype))).unsqueeze(-1)
     return out, lse, max_logits
+
+
+def sparse_mla(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    *,
+    scale: float,
+    topk_length: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention to listed rows of kv `[N, head_dim]` that autograd can differentiate, in q's dtype: out and lse."""
+    rows, valid = _named_rows(kv, indices, topk_length)
+    return _attend(q, rows, valid, scale, sink)[:2]
+
+
+def _named_rows(kv: Tensor, indices: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows of kv `[T, topk, head_dim]`, zeros where an entry is not valid `[T, topk]`."""
+    valid = (indices >= 0) & (indices < len(kv))
+    if length is not None:
+        valid = valid & (torch.arange(indices.shape[1], device=indices.device) < length.unsqueeze(1))
+    if len(kv) == 0:
+        return kv.new_zeros(*indices.shape, kv.shape[1]), valid
+    rows = kv[torch.where(valid, indices, 0).long()]
+    return torch.where(valid.unsqueeze(-1), rows, 0.0), valid
+
+
+def sparse_mla_backward(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    d_out: Tensor,
+    *,
+    scale: float,
+    topk_length: Tensor | None = None,
+    sink: Tensor | None = None,
+    d_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of `sparse_mla` in closed form and float64: of q, kv and the sink.
+
+    d_lse, the gradient with respect to lse, goes with no sink: lse is without it, the weights are with it.
+    """
+    q, kv, d_out = q.double(), kv.double(), d_out.double()
+    sink = None if sink is None else sink.double()
+    rows, valid = _named_rows(kv, indices, topk_length)
+    out, lse, _ = _attend(q, rows, valid, scale, sink)
+    total = lse if sink is None else torch.logaddexp(lse, sink)
+    total = torch.where(total == -torch.inf, torch.inf, total)  # with nothing to attend to every weight is 0
+    scores = torch.einsum("thd,tkd->thk", q, rows) * scale
+    weights = torch.where(valid.unsqueeze(1), torch.exp(scores - total.unsqueeze(-1)), 0.0)
+    delta = (d_out * out).sum(-1)
+    d_weights = torch.einsum("thd,tkd->thk", d_out, rows[..., :LATENT])
+    d_scores = scale * weights * (d_weights - (delta if d_lse is None else delta - d_lse).unsqueeze(-1))
+    d_q = torch.einsum("thk,tkd->thd", d_scores, rows)
+    d_rows = torch.einsum("thk,thd->tkd", d_scores, q)
+    d_rows[..., :LATENT] += torch.einsum("thk,thd->tkd", weights, d_out)
+    d_kv = torch.zeros_like(kv)
+    d_kv.index_add_(0, indices[valid].long(), d_rows[valid])
+    if sink is None:
+        return d_q, d_kv, None
+    return d_q, d_kv, -torch.where(delta == 0, 0.0, torch.exp(sink - total) * delta).sum(0)
 
 
 def _listed_rows(

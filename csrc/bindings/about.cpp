@@ -6,6 +6,7 @@
 #include "build_info.h"  // written by setup.py
 #include "cpu/common/features.h"
 #include "cuda/ops.h"
+#include "mla/backward.h"
 #include "mla/choice.h"
 #include "mla/format.h"
 
@@ -107,6 +108,23 @@ MLA_EXPORT const char* mla_backend_describe_device([[maybe_unused]] int index, [
 // Rows that a plan should have for a GPU.
 MLA_EXPORT int mla_backend_cuda_workers(const mla::Device* device, int64_t tokens, int slots, int heads) {
   return mla::default_workers(tokens, mla::tiles_of(slots, mla::kGpuTileSlots), heads, *device);
+}
+
+// Heads whose contributions to kv's gradient the backward adds up before it writes them: on a GPU, or (-1) on a CPU.
+MLA_EXPORT int mla_backend_backward_group_heads(int device) {
+#ifdef MLA_CUDA
+  if (device >= 0) return mla::cuda::backward_group_heads(device);
+#endif
+  return mla::kCpuGroupHeads;
+}
+
+// Bytes that backward_order works in on the current GPU.
+MLA_EXPORT int64_t mla_backend_order_scratch_bytes([[maybe_unused]] int64_t pairs, [[maybe_unused]] int rows) {
+#ifdef MLA_CUDA
+  return mla::cuda::order_scratch_bytes(pairs, rows);
+#else
+  return 0;
+#endif
 }
 
 MLA_EXPORT int mla_backend_select_cuda_kernel(const char* name) {

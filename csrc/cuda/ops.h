@@ -16,6 +16,14 @@ void many_heads_attention(const AttentionProblem& problem, const Choice& choice,
 // Merges the tokens that the plan cut, after any of them but few_heads_attention, which does that itself.
 void merge_cut_tokens(const AttentionProblem& problem, void* stream);
 
+// The main kernels of the backward, for sparse_backward to choose from. Hopper's own makes no atomic additions.
+void portable_backward(const BackwardProblem& problem, void* stream);
+void hopper_backward(const BackwardProblem& problem, void* stream);
+// Heads whose contributions a device's kernel adds up before it writes them.
+int32_t backward_group_heads(int device);
+// Bytes that backward_order works in, on the current device.
+int64_t order_scratch_bytes(int64_t pairs, int32_t rows);
+
 // How many clusters of so many blocks of few_heads_attention the current device runs at once.
 int few_heads_clusters(int blocks);
 // What mla/choice.h needs to know of a device. It is asked once.

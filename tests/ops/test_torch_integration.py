@@ -8,6 +8,7 @@ import torch
 import mla_backend
 from dense_problems import random_dense
 from problems import FORMATS, random_cache, random_problem
+from training_problems import random_training_problem
 
 OPS = torch.ops.mla_backend
 
@@ -84,16 +85,32 @@ def samples():
             (torch.randn(2, 32, 128), torch.randn(2, 32), cache, table, requests, lengths, torch.zeros(2, 20)),
         )
     yield OPS.select_top.default, (torch.randn(2, 20), lengths, torch.zeros(2, 7, dtype=torch.int32))
+    yield from samples_of_the_backward()
 
 
-@pytest.mark.parametrize("index", range(24))
+def samples_of_the_backward():
+    p = random_training_problem(2, 3, 10, 5, sink=True, d_lse=True)
+    lengths = torch.tensor([5, 2], dtype=torch.int32)
+    out, lse, delta, lse2, d_sink = torch.randn(2, 3, 512).bfloat16(), *torch.randn(4, 2, 3)
+    yield OPS.sparse_delta.default, (out, p.d_out, lse, p.d_lse, p.sink, delta, lse2, d_sink)
+    begin, pairs = mla_backend.backward_order(p.indices, 10)
+    yield OPS.backward_order.default, (p.indices, lengths, 10, None, begin, pairs)
+    contributions = torch.zeros(1, 5, 576).bfloat16()
+    main = p.q, p.kv, p.indices, None, 0.04, p.d_out, lse2, delta, 1, 1, torch.zeros_like(p.q), contributions, None
+    yield OPS.sparse_backward.default, main
+    following, accumulator = torch.zeros(10, dtype=torch.int32), torch.zeros(10, 576)
+    d_kv = torch.zeros(10, 576).bfloat16()
+    yield OPS.backward_sum.default, (begin, pairs, contributions, 5, 5, following, accumulator, d_kv)
+
+
+@pytest.mark.parametrize("index", range(28))
 def test_opcheck(index):
     op, arguments = list(samples())[index]
     torch.library.opcheck(op, arguments)
 
 
 def test_every_op_has_a_sample():
-    assert len(list(samples())) == 24
+    assert len(list(samples())) == 28
     assert {str(op).split(".")[1] for op, _ in samples()} == set(mla_backend.fake.OPS)
 
 

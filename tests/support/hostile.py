@@ -26,6 +26,7 @@ import mla_backend
 from dense_problems import random_dense
 from mla_backend.attention import workspace_floats
 from problems import FORMATS, assert_accurate, random_problem, scale_of, score_error
+from training_problems import random_training_problem
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "examples" / "recall" / "checkpoint"
@@ -191,9 +192,8 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
     fmt = random.choice(FORMATS)
     form, p = mla_backend.FORMATS[fmt], random_problem(fmt, tokens, heads, topk, 4, 8).to(device)
     lengths = torch.full((tokens,), topk, dtype=INT, device=device)
-    match random.choice(
-        ["attention", "attention", "dense", "dense", "plan", "merge", "write", "gather", "convert", "scores", "top"]
-    ):
+    ops = ["attention", "attention", "dense", "dense", "plan", "merge", "write", "gather", "convert", "scores", "top"]
+    match random.choice([*ops, "backward"]):
         case "attention":
             found = {**vars(p), "out": guarded.tensor(form.number, tokens, heads, 512)}
             found |= {"lse": guarded.tensor(torch.float32, tokens, heads), "topk_length": lengths}
@@ -248,6 +248,15 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
             scores = guarded.tensor(torch.float32, tokens, 64)
             found = {"queries": queries, "weights": weights, "cache": cache, "block_table": table}
             return mla_backend.index_scores, {**found, "requests": requests, "lengths": lengths, "scores": scores}
+        case "backward":
+            p = random_training_problem(tokens, heads, random.choice([0, 1, 30]), topk, sink=True).to(device)
+            out, lse = torch.zeros_like(p.d_out), torch.randn(tokens, heads, device=device)
+            found = {**vars(p), "out": out, "lse": lse, "topk_length": lengths, "workspace_bytes": 2**20}
+            found |= {"d_q": guarded.tensor(torch.bfloat16, *p.q.shape)}
+            found |= {"d_kv": guarded.tensor(torch.bfloat16, *p.kv.shape)}
+            if random.random() < 0.5:
+                found["workspace"] = guarded.tensor(torch.uint8, random.choice([1, 2, 5]) * topk * 4 * 1152)
+            return mla_backend.sparse_mla_backward, found
     scores, chosen = torch.randn(tokens, 90, device=device), guarded.tensor(INT, tokens, 30)
     return mla_backend.select_top, {"scores": scores, "lengths": lengths, "chosen": chosen}
 

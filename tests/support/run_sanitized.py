@@ -12,7 +12,7 @@ from special_builds import build_library
 
 ROOT = Path(__file__).parents[2]
 # torch.compile and the doctor start compilers and interpreters, which would inherit the preloaded sanitizer
-SKIPPED = ("test_torch_integration.py", "test_doctor.py", "test_install.py")
+SKIPPED = ("test_torch_integration.py", "test_doctor.py", "test_install.py", "test_training_examples.py")
 
 
 def runtime(name: str) -> str:

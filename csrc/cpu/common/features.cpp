@@ -53,12 +53,12 @@ int kernel_choices(KernelChoice choices[kMaxKernels]) {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
   static const bool amx = bf16 && tiles_usable();
-  choices[count++] = {&kAmxBf16Kernel, &kAmxBf16IndexKernel, amx};
-  choices[count++] = {&kAvx512Bf16Kernel, &kAvx512Bf16IndexKernel, bf16};
-  choices[count++] = {&kAvx512Kernel, &kAvx512IndexKernel, avx512};
-  choices[count++] = {&kAvx2Kernel, &kAvx2IndexKernel, avx2};
+  choices[count++] = {&kAmxBf16Kernel, &kAmxBf16IndexKernel, &kAvx512Bf16BackwardKernel, amx};
+  choices[count++] = {&kAvx512Bf16Kernel, &kAvx512Bf16IndexKernel, &kAvx512Bf16BackwardKernel, bf16};
+  choices[count++] = {&kAvx512Kernel, &kAvx512IndexKernel, &kAvx512BackwardKernel, avx512};
+  choices[count++] = {&kAvx2Kernel, &kAvx2IndexKernel, &kAvx2BackwardKernel, avx2};
 #endif
-  choices[count++] = {&kPortableKernel, &kPortableIndexKernel, true};
+  choices[count++] = {&kPortableKernel, &kPortableIndexKernel, &kPortableBackwardKernel, true};
   return count;
 }
 

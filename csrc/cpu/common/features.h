@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/attention/attention.h"
+#include "cpu/backward/backward.h"
 #include "cpu/index/index.h"
 
 namespace mla::cpu {
@@ -10,6 +11,7 @@ namespace mla::cpu {
 struct KernelChoice {
   const AttentionKernel* attention;
   const IndexKernel* index;
+  const BackwardKernel* backward;
   bool usable;  // by this CPU
 };
 

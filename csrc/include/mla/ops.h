@@ -2,6 +2,7 @@
 // no allocation. `stream` is a cudaStream_t.
 #pragma once
 
+#include "mla/backward.h"
 #include "mla/index.h"
 #include "mla/plan.h"
 #include "mla/problem.h"
@@ -25,6 +26,10 @@ MLA_OP_ON_BOTH(cache_gather, CacheGatherProblem)
 MLA_OP_ON_BOTH(convert_indices, ConvertProblem)
 MLA_OP_ON_BOTH(index_scores, IndexScoresProblem)
 MLA_OP_ON_BOTH(select_top, SelectTopProblem)
+MLA_OP_ON_BOTH(sparse_delta, DeltaProblem)
+MLA_OP_ON_BOTH(backward_order, OrderProblem)
+MLA_OP_ON_BOTH(sparse_backward, BackwardProblem)
+MLA_OP_ON_BOTH(backward_sum, SumProblem)
 
 #undef MLA_OP_ON_BOTH
 

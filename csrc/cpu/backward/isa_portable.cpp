@@ -1,0 +1,18 @@
+// Any CPU: four lanes are SSE2 on x86-64 and NEON on Arm; arithmetic in fp32.
+#include <cstdint>
+
+#include "cpu/backward/backward.h"
+#include "mla/number.h"
+
+namespace mla::cpu {
+namespace {
+constexpr int kLanes = 4;
+constexpr int kSums = 8;
+#include "cpu/common/simd.h"
+#include "cpu/attention/isa_fp32.h"
+#include "cpu/backward/kernel.h"
+}  // namespace
+
+const BackwardKernel kPortableBackwardKernel{sizeof(Workspace), run, sum_row, dot};
+
+}  // namespace mla::cpu

@@ -1,0 +1,35 @@
+// The portable backward kernel's shape: what the kernel is written with and the launch needs to know.
+#pragma once
+
+#include <cstdint>
+
+#include "mla/backward.h"
+
+namespace mla::cuda::portable_backward_kernel {
+
+constexpr int kHeads = kPortableGroupHeads;  // a block's heads: two rows of m16n8k16 products
+constexpr int kTile = 16;                    // entries whose rows are in shared memory at once
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+static_assert(kHeads == 32 && kTile == 16 && kWarps == 8, "a warp has 16 heads by 8 entries of one of two products");
+
+// Shared memory. Rows of 16-bit numbers are an odd number of 16-byte pieces long, so that the eight rows of an ldmatrix
+// tile lie in different banks; of fp32 numbers, 24 more than a multiple of 32, for pairs in half a warp.
+constexpr int kRowStride = kHeadDim + 8;
+constexpr int kValueStride = kValueDim + 8;
+constexpr int kScoreStride = kTile + 8;
+
+struct Shared {
+  alignas(16) uint16_t q[kHeads][kRowStride];
+  alignas(16) uint16_t d_out[kHeads][kValueStride];
+  alignas(16) uint16_t rows[kTile][kRowStride];
+  alignas(16) float scores[kHeads][kScoreStride];
+  alignas(16) float d_weights[kHeads][kScoreStride];
+  alignas(16) uint16_t weights[kHeads][kScoreStride];  // P
+  alignas(16) uint16_t d_scores[kHeads][kScoreStride];
+  float lse2[kHeads], delta[kHeads];
+  bool valid[kTile];
+};
+static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a block have");
+
+}  // namespace mla::cuda::portable_backward_kernel

@@ -1,0 +1,157 @@
+"""The gradients of sparse attention on a GPU: the CPU's tests with the `device` of this folder, and what only a GPU
+has."""
+
+import pytest
+import torch
+from hypothesis import given
+
+import mla_backend
+from gpu_checks import chosen_kernel
+from mla_backend import library
+from problems import CUDA_KERNEL
+from tests.ops.test_backward import (
+    test_a_row_with_nan_reaches_the_queries_that_name_it_and_no_others,
+    test_an_order_of_other_lists_is_harmless,
+    test_delta,
+    test_every_head_count,
+    test_every_list_length,
+    test_infinite_sinks,
+    test_inputs_of_any_strides,
+    test_lengths_below_0_and_above_topk,
+    test_lists_that_name_one_row_again_and_again,
+    test_nothing_to_attend_to_gives_zeros,
+    test_outputs_and_workspace_of_ones_own,
+    test_same_bits_every_time_in_any_workspace_and_with_an_order_of_ones_own,
+    test_the_gradient_of_lse_with_a_sink,
+    test_the_order_of_contributions,
+    test_the_order_of_many_pairs_is_a_stable_sort,
+    test_values_of_any_size,
+    test_weights_of_1_give_exact_bits,
+)
+from tests.ops.test_training import (
+    test_a_model_of_two_layers_trains_as_with_the_reference,
+    test_a_rollout_from_a_paged_cache_gives_the_bits_of_training,
+    test_a_second_derivative_is_refused,
+    test_flash_mla_sparse_bwd,
+    test_only_gradients_that_are_asked_for,
+    test_rows_after_a_querys_position_are_skipped_if_it_is_given,
+    test_the_forward_is_sparse_attention,
+    test_the_gradient_of_lse_alone,
+    test_tilelangs_interface_with_a_batch,
+    test_tilelangs_interface_without_a_batch,
+    test_training_compiles_without_a_graph_break,
+)
+from training_problems import random_training_problem, training_problems
+
+pytestmark = pytest.mark.gpu
+KERNELS = ("auto", "portable")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@given(problem=training_problems(device="cuda"))
+def test_any_problem_agrees_with_autograd_of_the_reference(kernel, problem):
+    with chosen_kernel(kernel):
+        problem.check(cancels=True)
+
+
+@pytest.mark.parametrize("width", [576, 512])
+@pytest.mark.parametrize("heads", range(1, 129))
+def test_the_portable_kernel_at_every_head_count(heads, width):
+    with chosen_kernel("portable"):
+        random_training_problem(2, heads, 60, 80, width, device="cuda", sink=True).poisoned().check()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("heads", [8, 16, 24, 32, 64, 128])
+def test_long_lists_in_a_long_context(kernel, heads):
+    with chosen_kernel(kernel):
+        random_training_problem(6, heads, 100_000, 2048, device="cuda", sink=True).poisoned().check()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("heads", "width"), [(1, 576), (16, 576), (40, 576), (128, 576), (64, 512)])
+def test_atomic_additions_are_as_accurate(kernel, heads, width):
+    with chosen_kernel(kernel):
+        problem = random_training_problem(9, heads, 200, 300, width, device="cuda", sink=True).poisoned()
+        problem.check(deterministic=False)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_same_bits_over_50_runs_and_on_another_stream(kernel, heads):
+    with chosen_kernel(kernel):
+        problem = random_training_problem(300, heads, 1000, 256, device="cuda", sink=True)
+        first = problem.gradients()
+        for run in range(50):
+            with torch.cuda.stream(torch.cuda.Stream()) if run % 2 else torch.cuda.stream(None):
+                torch.cuda.synchronize()
+                again = problem.gradients(workspace_bytes=[2**30, 2**26, 2**24][run % 3])
+                torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+def test_a_captured_graph_follows_new_values_and_lists():
+    problem = random_training_problem(20, 16, 90, 60, device="cuda", sink=True)
+    other = random_training_problem(20, 16, 90, 60, device="cuda", sink=True)
+    arguments = problem.q, problem.kv, problem.indices
+    out, lse = mla_backend.sparse_mla(*arguments, scale=problem.scale, sink=problem.sink)
+    d_q, d_kv = torch.empty_like(problem.q), torch.empty_like(problem.kv)
+    workspace = torch.empty(7 * 60 * 576 * 2, dtype=torch.uint8, device="cuda")
+
+    def step():
+        return mla_backend.sparse_mla_backward(
+            *arguments,
+            out,
+            lse,
+            problem.d_out,
+            scale=problem.scale,
+            sink=problem.sink,
+            workspace=workspace,
+            d_q=d_q,
+            d_kv=d_kv,
+        )
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, _, d_sink = step()
+    for name in ("q", "kv", "indices", "d_out", "sink"):
+        getattr(problem, name).copy_(getattr(other, name))
+    new_out, new_lse = mla_backend.sparse_mla(*arguments, scale=problem.scale, sink=problem.sink)
+    out.copy_(new_out), lse.copy_(new_lse)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip((d_q, d_kv, d_sink), other.gradients(), strict=True))
+
+
+def test_tensors_on_two_devices_are_refused():
+    problem = random_training_problem(2, 3, 20, 10, device="cuda")
+    with pytest.raises(ValueError, match="kv must be on cuda:0 like q; got a tensor on cpu"):
+        problem.but(kv=problem.kv.cpu()).gradients()
+    with pytest.raises(ValueError, match="indices must be on cuda:0"):
+        problem.but(indices=problem.indices.cpu()).gradients()
+
+
+def test_rows_between_16_bytes_are_refused_by_the_op_and_copied_by_the_function():
+    problem = random_training_problem(2, 3, 20, 10, device="cuda")
+    shifted = torch.nn.functional.pad(problem.kv, (1, 7))[:, 1:-7]
+    assert shifted.data_ptr() % 16 == 2
+    assert all(torch.equal(a, b) for a, b in zip(problem.but(kv=shifted).gradients(), problem.gradients(), strict=True))
+    contributions = torch.empty(1, 20, 576, dtype=torch.bfloat16, device="cuda")
+    small = torch.zeros(2, 3, device="cuda")
+    with pytest.raises(ValueError, match="kv must be of rows at multiples of 16 bytes"):
+        torch.ops.mla_backend.sparse_backward(
+            *(problem.q, shifted, problem.indices, None, 0.1, problem.d_out, small, small, 0, 2),
+            *(torch.empty_like(problem.q), contributions, None),
+        )
+
+
+@pytest.mark.parametrize("heads", [3, 40, 100])
+@pytest.mark.parametrize("kernel", [CUDA_KERNEL, "portable"])
+def test_small_case_of_the_backward(kernel, heads):
+    """For compute-sanitizer."""
+    with chosen_kernel(kernel):
+        problem = random_training_problem(3, heads, 40, 70, device="cuda", sink=True).poisoned()
+        groups = -(-heads // library.backward_group_heads(torch.device("cuda")))
+        problem.check(workspace_bytes=2 * groups * 70 * 576 * 2)
+        problem.check(deterministic=False)

@@ -1,0 +1,334 @@
+"""Training through sparse attention: autograd, torch.compile, the interfaces of others, and what is refused."""
+
+import math
+
+import pytest
+import torch
+
+import mla_backend
+from mla_backend import flash_mla, reference, tilelang
+from training_problems import assert_gradients_accurate, random_training_problem
+
+OPS = torch.ops.mla_backend
+
+
+def sparse_mla(problem, **changes):
+    arguments = {
+        "q": problem.q,
+        "kv": problem.kv,
+        "indices": problem.indices,
+        "scale": problem.scale,
+        "topk_length": problem.topk_length,
+        "sink": problem.sink,
+    }
+    return mla_backend.sparse_mla(**(arguments | changes))
+
+
+@pytest.mark.parametrize("width", [576, 512])
+def test_the_forward_is_sparse_attention(device, width):
+    problem = random_training_problem(5, 17, 60, 40, width, device=device, sink=True)
+    out, lse = sparse_mla(problem)
+    want, want_lse = mla_backend.sparse_attention(
+        problem.q, problem.kv.unsqueeze(1), problem.indices, scale=problem.scale, sink=problem.sink
+    )
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
+@pytest.mark.parametrize("width", [576, 512])
+@pytest.mark.parametrize("heads", [1, 16, 40, 128])
+def test_a_rollout_from_a_paged_cache_gives_the_bits_of_training(device, width, heads):
+    """Whatever else is in the batch, and however the cache is paged."""
+    problem = random_training_problem(9, heads, 128, 70, width, device=device)
+    out, lse = sparse_mla(problem, batch_invariant=True)
+    blocks = torch.randperm(8, device=device)
+    cache = torch.empty(8, 16, width, dtype=torch.bfloat16, device=device)
+    cache[blocks] = problem.kv.view(8, 16, width)
+    slots = blocks[(problem.indices.clamp(0, 127) // 16).long()].int() * 16 + problem.indices.clamp(0, 127) % 16
+    slots = torch.where((problem.indices < 0) | (problem.indices > 127), -1, slots)
+    for tokens in ([4], [8, 0], list(range(9))):
+        rollout, rollout_lse = mla_backend.sparse_attention(
+            problem.q[tokens], cache, slots[tokens], scale=problem.scale, batch_invariant=True
+        )
+        assert torch.equal(rollout, out[tokens]) and torch.equal(rollout_lse, lse[tokens])
+
+
+def test_only_gradients_that_are_asked_for(device):
+    problem = random_training_problem(3, 4, 30, 20, device=device, sink=True)
+    want = problem.gradients()
+    kv = problem.kv.clone().unsqueeze(1).requires_grad_()
+    out, lse = sparse_mla(problem, kv=kv)
+    out.backward(problem.d_out)
+    assert kv.grad.shape == (30, 1, 576) and torch.equal(kv.grad.squeeze(1), want[1])
+    assert not sparse_mla(problem)[0].requires_grad
+    with torch.no_grad():
+        assert not sparse_mla(problem, kv=kv)[0].requires_grad
+
+
+def test_the_gradient_of_lse_alone(device):
+    problem = random_training_problem(3, 8, 50, 40, device=device, d_lse=True)
+    problem.d_out.zero_()
+    q, kv = problem.q.clone().requires_grad_(), problem.kv.clone().requires_grad_()
+    _, lse = sparse_mla(problem, q=q, kv=kv)
+    lse.backward(problem.d_lse)
+    assert_gradients_accurate((q.grad, kv.grad), problem.oracle(), problem.typical_size())
+
+
+def test_a_second_derivative_is_refused(device):
+    problem = random_training_problem(2, 3, 20, 10, device=device)
+    q = problem.q.clone().requires_grad_()
+    (d_q,) = torch.autograd.grad(sparse_mla(problem, q=q)[0].float().square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        d_q.float().sum().backward()
+
+
+@pytest.mark.parametrize("sink", [False, True])
+def test_training_compiles_without_a_graph_break(device, sink):
+    problem = random_training_problem(6, 8, 40, 30, device=device, sink=sink, d_lse=not sink)
+    lengths = torch.tensor([30, 0, 3, 30, 30, 7], dtype=torch.int32, device=device)
+
+    def loss(q, kv, sinks):
+        out, lse = mla_backend.sparse_mla(
+            q * 1, kv, problem.indices, scale=problem.scale, topk_length=lengths, sink=sinks
+        )
+        total = (out.float() * problem.d_out.float()).sum()
+        return total if sink else total + (lse.clamp(min=-100) * problem.d_lse).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for function in (loss, compiled):
+        leaves = [x.clone().requires_grad_() for x in (problem.q, problem.kv) + ((problem.sink,) if sink else ())]
+        function(leaves[0], leaves[1], leaves[2] if sink else None).backward()
+        gradients.append([leaf.grad for leaf in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_opcheck_of_the_autograd_ops():
+    problem = random_training_problem(2, 3, 20, 10, sink=True)
+    q, kv, sink = (x.requires_grad_() for x in (problem.q, problem.kv, problem.sink))
+    for lists in ((None, None), tuple(mla_backend.backward_order(problem.indices, 20))):
+        arguments = (q, kv, problem.indices, 0.04, None, sink, *lists, None, 2**30, False)
+        torch.library.opcheck(OPS.sparse_mla.default, arguments)
+    out, lse = sparse_mla(problem)
+    out, lse = out.detach(), lse.detach()
+    arguments = (q.detach(), kv.detach(), problem.indices, out, lse, problem.d_out, None, 0.04, None, sink.detach())
+    torch.library.opcheck(OPS.sparse_mla_backward.default, (*arguments, None, None, True, 2**30))
+
+
+def test_a_model_of_two_layers_trains_as_with_the_reference(device):
+    """Two layers share lists and the order of contributions; the loss follows that of the reference."""
+    steps, queries, rows, heads = 8, 16, 16, 4
+    indices = torch.tensor([[r if r <= t else -1 for r in range(rows)] for t in range(queries)], dtype=torch.int32)
+    inputs, target = torch.randn(queries, 64), torch.randn(queries, 8)
+    start = [torch.randn(64, heads * 576) / 8, torch.randn(64, 576) / 8, torch.randn(heads * 512, 8) / 45]
+
+    def ours(q, kv, lists, order):
+        return mla_backend.sparse_mla(q.bfloat16(), kv.bfloat16(), lists, scale=1 / 24, order=order)[0].float()
+
+    def theirs(q, kv, lists, order):
+        return reference.sparse_mla(q, kv, lists, scale=1 / 24)[0]
+
+    losses = []
+    for attention, on in ((ours, device), (theirs, "cpu")):
+        weights = [w.clone().to(on).requires_grad_() for w in start]
+        lists, x, y = indices.to(on), inputs.to(on), target.to(on)
+        order = mla_backend.backward_order(lists, rows) if attention is ours else None
+        optimizer, curve = torch.optim.Adam(weights, lr=3e-3), []
+        for _ in range(steps):
+            hidden = x
+            for _ in range(2):
+                out = attention((hidden @ weights[0]).view(queries, heads, 576), hidden @ weights[1], lists, order)
+                hidden = hidden + out.flatten(1)[:, :64]
+            loss = torch.nn.functional.mse_loss(out.flatten(1) @ weights[2], y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            curve.append(loss.item())
+        losses.append(curve)
+    assert losses[0][-1] < 0.9 * losses[0][0]
+    assert torch.allclose(*map(torch.tensor, losses), rtol=0.02)
+
+
+def test_flash_mla_sparse_bwd(device):
+    problem = random_training_problem(7, 12, 40, 30, device=device)
+    kv, lists = problem.kv.unsqueeze(1), problem.indices.unsqueeze(1)
+    lengths = torch.tensor([30, 0, 3, 30, 30, 7, 1], dtype=torch.int32, device=device)
+    problem.topk_length = lengths
+    out, _, lse = flash_mla.flash_mla_sparse_fwd(problem.q, kv, lists, problem.scale, topk_length=lengths)
+    assert lse[1].isinf().all()
+    d_q, d_kv = flash_mla.flash_mla_sparse_bwd(
+        problem.q.clone().requires_grad_(), kv, out, problem.d_out, lists, lse, topk_length=lengths
+    )
+    assert d_kv.shape == (40, 1, 576)
+    want = problem.gradients()
+    assert torch.equal(d_q, want[0]) and torch.equal(d_kv.squeeze(1), want[1])
+    base2 = flash_mla.flash_mla_sparse_bwd(
+        problem.q,
+        kv,
+        out,
+        problem.d_out,
+        lists,
+        lse * math.log2(math.e),
+        problem.scale,
+        topk_length=lengths,
+        base2_lse=True,
+    )
+    oracle = [w.view(x.shape) for w, x in zip(problem.oracle(), base2, strict=True)]
+    assert_gradients_accurate(base2, oracle, problem.typical_size())
+
+
+def test_rows_after_a_querys_position_are_skipped_if_it_is_given(device):
+    problem = random_training_problem(5, 4, 40, 30, device=device)
+    seen = problem.indices <= torch.arange(10, 15, device=device).unsqueeze(1)
+    causal = problem.but(indices=torch.where(seen, problem.indices, -1))
+    kv = problem.kv.unsqueeze(1)
+    out, lse = sparse_mla(causal)
+    arguments = problem.q, kv, out, problem.d_out, problem.indices.unsqueeze(1), lse
+    d_q, d_kv = flash_mla.flash_mla_sparse_bwd(*arguments, q_start_index_s=10)
+    want = causal.gradients()
+    assert torch.equal(d_q, want[0]) and torch.equal(d_kv.squeeze(1), want[1])
+
+
+def test_tilelangs_interface_without_a_batch(device):
+    problem = random_training_problem(5, 4, 40, 30, device=device, d_lse=True)
+    q, kv = problem.q.clone().requires_grad_(), problem.kv.clone().unsqueeze(1).requires_grad_()
+    out, lse = tilelang.SparseMLA.apply(q, kv, problem.indices.unsqueeze(1), problem.scale)
+    want, want_lse = sparse_mla(problem)
+    assert torch.equal(out, want)
+    torch.testing.assert_close(lse, want_lse * math.log2(math.e))
+    torch.autograd.backward([out, lse], [problem.d_out, problem.d_lse / math.log2(math.e)])
+    assert_gradients_accurate((q.grad, kv.grad.squeeze(1)), problem.oracle(), problem.typical_size())
+    d_q, d_kv = tilelang.sparse_mla_bwd(
+        q, kv, out.detach(), problem.d_out, problem.indices.unsqueeze(1), lse.detach(), problem.scale
+    )
+    assert_gradients_accurate((d_q, d_kv.squeeze(1)), problem.but(d_lse=None).oracle(), problem.typical_size())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_tilelangs_interface_with_a_batch(device, causal):
+    """The examples mask rows after a query's position, and fill lists up with the number of rows."""
+    batch, queries, rows, heads = 2, 6, 9, 3
+    q = torch.randn(batch, queries, heads, 576, device=device).bfloat16()
+    kv = torch.randn(batch, rows, 1, 576, device=device).bfloat16()
+    do = torch.randn(batch, queries, heads, 512, device=device).bfloat16()
+    indices = torch.randint(0, rows + 1, (batch, queries, 1, 8), dtype=torch.int32, device=device)
+    lists = indices.squeeze(2)
+    if causal:
+        lists = torch.where(lists <= torch.arange(queries, device=device).view(-1, 1), lists, -1)
+        out, lse = tilelang.sparse_mla_fwd_interface(q, kv, indices)
+    else:
+        results = [mla_backend.sparse_mla(q[b], kv[b], lists[b], scale=576**-0.5) for b in range(batch)]
+        out, lse = (torch.stack(r) for r in zip(*results, strict=True))
+        lse = lse * math.log2(math.e)
+    d_q, d_kv = tilelang.sparse_mla_bwd(q, kv, out, do, indices, lse, is_casual=causal)
+    for b in range(batch):
+        want = reference.sparse_mla_backward(q[b], kv[b, :, 0], lists[b], do[b], scale=576**-0.5)
+        assert_gradients_accurate((d_q[b], d_kv[b].squeeze(1)), want[:2], size=1.0, cancels=True)
+        out_want, lse_want = reference.sparse_mla(q[b].double(), kv[b, :, 0].double(), lists[b], scale=576**-0.5)
+        torch.testing.assert_close(out[b].double(), out_want, rtol=0.02, atol=0.01)
+        torch.testing.assert_close(lse[b].double(), lse_want * math.log2(math.e), rtol=1e-4, atol=1e-4)
+
+
+def forward(**changes):
+    """Arguments of sparse_mla that are right but for the changes."""
+    problem = random_training_problem(2, 3, 20, 10, sink=True)
+    arguments = {"q": problem.q, "kv": problem.kv, "indices": problem.indices, "scale": 0.04, "sink": problem.sink}
+    for name, change in changes.items():
+        arguments[name] = change(arguments.get(name)) if callable(change) else change
+    return lambda: mla_backend.sparse_mla(**arguments)
+
+
+def backward(**changes):
+    problem = random_training_problem(2, 3, 20, 10)
+    out, lse = sparse_mla(problem)
+    arguments = {"q": problem.q, "kv": problem.kv, "indices": problem.indices, "out": out, "lse": lse}
+    arguments |= {"d_out": problem.d_out, "scale": 0.04}
+    for name, change in changes.items():
+        arguments[name] = change(arguments.get(name)) if callable(change) else change
+    return lambda: mla_backend.sparse_mla_backward(**arguments)
+
+
+WRONG = {
+    "q in fp32": (forward(q=lambda q: q.float()), "q must be bfloat16"),
+    "kv of another width": (forward(kv=lambda kv: kv[:, :512]), "q must be bfloat16"),
+    "kv of 656 bytes": (forward(kv=torch.zeros(20, 656, dtype=torch.uint8)), "kv must be bfloat16"),
+    "kv with two heads": (forward(kv=torch.zeros(20, 2, 576).bfloat16()), "kv must be bfloat16"),
+    "129 heads": (forward(q=torch.zeros(2, 129, 576).bfloat16(), sink=None), "q must be of 1 to 128 heads"),
+    "int64 lists": (forward(indices=lambda x: x.long()), "indices must be int32"),
+    "lists of another number of queries": (forward(indices=lambda x: x[:1]), "indices must be int32"),
+    "sinks in bf16": (forward(sink=lambda x: x.bfloat16()), "sink must be float32"),
+    "sinks of another number of heads": (forward(sink=lambda x: x[:2]), "sink must be float32"),
+    "a scale of NaN": (forward(scale=math.nan), "scale must be a finite number"),
+    "an infinite scale": (forward(scale=math.inf), "scale must be a finite number"),
+    "int64 lengths": (forward(topk_length=torch.zeros(2, dtype=torch.int64)), "topk_length must be int32"),
+    "a workspace too small for one query": (
+        forward(q=lambda q: q.requires_grad_(), workspace_bytes=11519),
+        "workspace_bytes must be 11520 or more, for one query; got 11519",
+    ),
+    "a negative workspace": (backward(workspace_bytes=-1), "workspace_bytes must be 0 or more"),
+    "lse of another shape": (backward(lse=lambda x: x[:1]), "lse must be float32"),
+    "lse in fp64": (backward(lse=lambda x: x.double()), "lse must be float32"),
+    "d_lse of another shape": (backward(d_lse=torch.zeros(2, 4)), "d_lse must be float32"),
+    "out of another shape": (backward(out=lambda x: x[:, :2]), "out must be bfloat16"),
+    "d_out in fp32": (backward(d_out=lambda x: x.float()), "d_out must be bfloat16"),
+    "a backward with a scale of NaN": (backward(scale=math.nan), "scale must be a finite number"),
+    "lists of int64 in a backward": (backward(indices=lambda x: x.long()), "indices must be int32"),
+    "a d_q of another shape": (backward(d_q=torch.zeros(2, 3, 512).bfloat16()), "d_q must be bfloat16"),
+    "a d_kv that is kv": (backward(d_kv=torch.zeros(2, 576).bfloat16().expand(20, 2, 576)[:, 0]), "d_kv must be"),
+    "an order of another number of rows": (
+        backward(order=mla_backend.backward_order(torch.zeros(2, 10, dtype=torch.int32), 19)),
+        "order must be of these lists",
+    ),
+    "an order of other lists": (
+        backward(order=mla_backend.backward_order(torch.zeros(3, 10, dtype=torch.int32), 20)),
+        "order must be of these lists",
+    ),
+    "a workspace of too few bytes": (
+        backward(workspace=torch.zeros(11519, dtype=torch.uint8)),
+        "workspace must be 11520 or more, for one query; got 11519",
+    ),
+    "a workspace at an odd address": (
+        backward(workspace=torch.zeros(99999, dtype=torch.uint8)[1:]),
+        "workspace must be aligned to 16 bytes",
+    ),
+    "a workspace on another device": (
+        backward(workspace=torch.zeros(99999, dtype=torch.uint8, device="meta")),
+        "workspace must be on cpu like q",
+    ),
+    "a workspace of floats": (backward(workspace=torch.zeros(99999)), "workspace must be uint8"),
+    "another d_v": (
+        lambda: flash_mla.flash_mla_sparse_bwd(*[torch.zeros(1)] * 6, d_v=256),
+        "d_v must be 512",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs_are_refused_by_name(name):
+    call, text = WRONG[name]
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value).startswith(text)
+
+
+WRONG_TYPES = {
+    "no tensor": (forward(q=None), "q must be a torch.Tensor"),
+    "a list of sinks": (forward(sink=[1.0]), "sink must be a torch.Tensor"),
+    "a scale in words": (forward(scale="x"), "scale must be a number; got str"),
+    "a workspace_bytes in floats": (forward(workspace_bytes=1e9), "workspace_bytes must be an int; got float"),
+    "deterministic by name": (forward(deterministic="yes"), "deterministic must be a bool or None; got str"),
+    "an order that is a tensor": (forward(order=torch.zeros(2)), "order must be what backward_order returned"),
+    "a workspace in floats": (backward(workspace_bytes=1e9), "workspace_bytes must be an int"),
+    "rows as a tensor": (
+        lambda: mla_backend.backward_order(torch.zeros(1, 1, dtype=torch.int32), torch.tensor(3)),
+        "rows must be an int",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_wrong_types_are_refused_by_name(name):
+    call, text = WRONG_TYPES[name]
+    with pytest.raises(TypeError) as error:
+        call()
+    assert str(error.value).startswith(text)

@@ -1,0 +1,30 @@
+"""The programs of examples/training run, and say what they promise."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "examples").is_dir(), reason="needs the source tree")
+
+
+def run(program: str, *options: str) -> str:
+    command = [sys.executable, "-m", f"examples.training.{program}", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_two_processes_have_the_gradients_of_one():
+    printed = run("parallel")
+    assert "tensor parallel: same bits for q" in printed and "sequence parallel: same bits for q" in printed
+
+
+def test_a_small_model_trains_as_with_the_reference(tmp_path):
+    picture = tmp_path / "loss.png"
+    small = ("--device", "cpu", "--tokens", "64", "--heads", "2", "--layers", "1")
+    printed = run("train", *small, "--steps", "4", "--picture", str(picture))
+    assert float(printed.split()[-1]) < 0.05
+    assert picture.read_bytes().startswith(b"\x89PNG")
