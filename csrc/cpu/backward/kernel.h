@@ -143,7 +143,7 @@ inline __attribute__((always_inline)) void add_products(Floats (&sum)[kRows][Isa
                                                         int row_stride, int step_stride) {
   for (int step = 0; step < steps; ++step) {
     typename Isa::Words value[Isa::kValueVectors];
-    Isa::load_values(values + step * Isa::kPack * kRowWords, value);
+    Isa::load_values(values + step * Isa::kPack * kRowWords, kRowWords, value);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
       const typename Isa::Words factor = Isa::broadcast_word(&factors[m * row_stride + step * step_stride]);
