@@ -27,7 +27,7 @@ SlotList expect_pages(const CacheView& cache, const Tensor& block_table, const T
   const int64_t most = std::numeric_limits<int32_t>::max(), blocks = block_table.size(1);
   expect_int32(cache.block_size, "cache", "tokens a block");
   const int64_t slots = blocks > most / std::max<int64_t>(cache.block_size, 1) ? most : blocks * cache.block_size;
-  return {cache, data<const int32_t>(block_table), block_table.stride(0),       static_cast<int32_t>(slots),
+  return {cache, data<const int32_t>(block_table), block_table.stride(0), static_cast<int32_t>(slots),
           true,  data<const int32_t>(lengths)};
 }
 

@@ -56,7 +56,8 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
       return false;
   }
   const auto aligned = [](const uint16_t* base, const RowStrides& strides) {
-    return aligned16(base, 2 * strides.token) && aligned16(base, 2 * strides.query) && aligned16(base, 2 * strides.head);
+    return aligned16(base, 2 * strides.token) && aligned16(base, 2 * strides.query) &&
+           aligned16(base, 2 * strides.head);
   };
   return aligned(p.q_nope, p.q_nope_strides) && aligned(p.q_rope, p.q_rope_strides) && aligned(p.out, p.out_strides);
 }

@@ -41,6 +41,7 @@ struct Choice {
   int32_t cluster;  // blocks of a cluster, which merge a token's parts in distributed shared memory; 1: none
 };
 
+constexpr int64_t kAnyTiles = INT32_MAX / 64 + 1;  // of a token: as a plan is made that has to suit all lists
 constexpr int kPortableHeads = 16, kPortableBlocksPerProcessor = 2, kManyHeads = 64, kWideHeads = 32;
 
 inline int64_t blocks_for(int32_t heads, int32_t heads_per_block) {
@@ -82,10 +83,12 @@ inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t he
 inline bool too_long_to_spread(const Device& device, int64_t tokens, int32_t heads, int64_t token_tiles,
                                const Spread& spread) {
   constexpr double kFewTile = 1.3, kFewRest = 8, kManyTile = 2.3, kManyRest = 12;
+  constexpr int64_t kLongPart = 16;  // tiles of a part that is worth a thought
   const bool few = heads <= 16;
   const int64_t blocks = few ? 1 : blocks_for(heads, kManyHeads), workers = device.processors / blocks;
-  if (workers == 0) return false;
-  const double spread_time = kFewTile * static_cast<double>((token_tiles + spread.parts - 1) / spread.parts);
+  const int64_t part_tiles = (token_tiles + spread.parts - 1) / spread.parts;
+  if (workers == 0 || token_tiles == kAnyTiles || part_tiles <= kLongPart) return false;
+  const double spread_time = kFewTile * static_cast<double>(part_tiles);
   const double tiles = static_cast<double>(tokens * token_tiles) / static_cast<double>(workers);
   return spread_time > (few ? kFewTile : kManyTile) * tiles + (few ? kFewRest : kManyRest);
 }

@@ -65,9 +65,9 @@ struct RowStrides {
   int64_t token, query, head;
 };
 
-// Sparse attention has a query a token. In dense attention a token is a request: its queries share a list, and the heads
-// of all of them are the kernels' heads. If it is causal, the last query sees the whole list, the one before it one slot
-// less, and so on.
+// Sparse attention has a query a token. In dense attention a token is a request: its queries share a list, and the
+// heads of all of them are the kernels' heads. If it is causal, the last query sees the whole list, the one before it
+// one slot less, and so on.
 struct AttentionProblem {
   int32_t tokens;
   int32_t heads;        // of all queries of a token
@@ -106,9 +106,7 @@ struct AttentionProblem {
   MLA_HOST_DEVICE int32_t query_of(int32_t head) const { return heads == query_heads ? 0 : head / query_heads; }
   // How many of the token's last slots a head does not see, and how many the first query's heads don't.
   MLA_HOST_DEVICE int32_t unseen(int32_t head) const { return most_unseen() - (causal ? query_of(head) : 0); }
-  MLA_HOST_DEVICE int32_t most_unseen() const {
-    return causal && heads != query_heads ? heads / query_heads - 1 : 0;
-  }
+  MLA_HOST_DEVICE int32_t most_unseen() const { return causal && heads != query_heads ? heads / query_heads - 1 : 0; }
 };
 
 // Results over disjoint sets of slots, to be weighted by their lse: out = sum_i e^(lse_i - lse) out_i.

@@ -38,9 +38,9 @@ struct Block {
       const int head = i / pieces, dim = i % pieces * 8;
       alignas(16) uint16_t piece[8] = {};
       if (head_begin + head < p.heads) {
-        const uint16_t* from =
-            dim < kLatent ? p.q_nope + p.offset(p.q_nope_strides, token, head_begin + head) + dim
-                          : p.q_rope + p.offset(p.q_rope_strides, token, head_begin + head) + dim - kLatent;
+        const uint16_t* from = dim < kLatent
+                                   ? p.q_nope + p.offset(p.q_nope_strides, token, head_begin + head) + dim
+                                   : p.q_rope + p.offset(p.q_rope_strides, token, head_begin + head) + dim - kLatent;
         if (reinterpret_cast<uintptr_t>(from) % 16 == 0)
           load_bytes<16, true>(from, piece);
         else
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
       const SlotList& list = p.lists[in_main ? 0 : 1];
       const int begin = (in_main ? tile : tile - main_tiles) * tile_slots;
       const int slots = (in_main ? length : extra_length) - begin;  // from here to the list's end
-      __syncthreads();  // the tile before is finished with the rows
+      __syncthreads();                                              // the tile before is finished with the rows
       if (!block.find_rows(list, token, begin, min(tile_slots, slots))) continue;
       const bool aligned = rows_aligned16(list.cache);
       const CacheFormat& format = list.cache.format;
