@@ -98,7 +98,7 @@ def all_bytes(x: Tensor) -> Tensor:
 
 def copy_with_gaps(x: Tensor, device: str = "cpu") -> Tensor:
     """A copy with the same strides; what lies in the gaps comes along."""
-    copy = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device, copy=True)
+    copy = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage()).to(device, copy=True)
     return copy.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
