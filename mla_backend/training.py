@@ -294,6 +294,10 @@ def _blocks(q: Tensor, indices: Tensor, workspace_bytes: int) -> tuple[int, int]
     most = queries if needed == 0 else min(queries, workspace_bytes // needed)
     if most == 0:
         return groups, 0
+    if q.is_cuda and most < queries:  # whole rounds of a GPU's processors
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+        if whole := most * groups // processors * processors // groups:
+            return groups, whole
     blocks = -(-queries // most)
     return groups, -(-queries // blocks)
 
