@@ -166,7 +166,7 @@ struct Scorer : Consumer<kBlocks> {
   using ScoreAtom = Bf16Atom<64, Major::K, Major::K>;
   using QueryAtom = gmma::MMA_64x256x16_F32BF16BF16_RS<Major::K, Major::MN>;
 
-  float lse2[2], delta[2];  // of heads lane / 4 and that plus 8; delta is scaled
+  float lse2[2], delta[2];  // of heads lane / 4 and that plus 8
   float d_q[128];
 
   static __device__ constexpr int half(int i) { return i / 2 % 2; }
@@ -178,7 +178,7 @@ struct Scorer : Consumer<kBlocks> {
       const bool exists = head < p.heads;
       const int64_t at = int64_t{item.query} * p.heads + head;
       lse2[h] = exists ? p.lse2[at] : INFINITY;
-      delta[h] = exists ? p.delta[at] * p.scale : 0.0f;
+      delta[h] = exists ? p.delta[at] : 0.0f;
     }
   }
 
@@ -236,7 +236,7 @@ struct Scorer : Consumer<kBlocks> {
         cute::warpgroup_wait<0>();
         fence_sums(d_weight);
 #pragma unroll
-        for (int i = 0; i < 32; ++i) d_weight[i] = score[i] * fmaf(d_weight[i], p.scale, -delta[half(i)]);
+        for (int i = 0; i < 32; ++i) d_weight[i] = score[i] * p.scale * (d_weight[i] - delta[half(i)]);
         pack(pairs, d_weight);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) store_tiles(tiles_address(step) + kBlockBytes, pairs[step]);
