@@ -13,7 +13,6 @@ COMMANDS = {
     "rows": ("ops.rows", "the same on other rows: DeepSeek-V4's, rows without rope, fp16"),
     "ops cache": ("ops.cache", "writing the cache, the plan, positions to slots, on a GPU"),
     "ops index": ("ops.index", "the indexer's scores and its top-k, on a GPU"),
-    "ops kv-blocks": ("ops.kv_blocks", "the cache manager's bookkeeping, versus vLLM's, on a CPU"),
     "ops cpu": ("ops.cpu", "sparse attention on a CPU, versus vLLM's CPU kernel"),
     "throughput": ("run.throughput", "whole models offline: all requests are there at the start"),
     "serve": ("run.serve", "whole models behind a server, over request rates or numbers of clients"),

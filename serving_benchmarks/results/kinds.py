@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving_benchmarks.ops import cache, cpu, index, kv_blocks
+from serving_benchmarks.ops import cache, cpu, index
 from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile, gpu_table
 
@@ -223,13 +223,6 @@ KINDS = {
         {**_OP, "case.name": _text, "case.heads": _count, "flops": lambda value: value is None or _positive(value)},
         {"index": lambda report: gpu_table(index.HEADINGS, index.rows(report["results"]), report)},
         _ops_timed,
-    ),
-    "kv_blocks": Kind(
-        "The cache manager's bookkeeping",
-        lambda entry: f"{entry['trace']['name']}, {entry['trace'].get('requests')} requests",
-        {"trace.name": _text, "operations": _count, "seconds": _timings},
-        {"kv_blocks": kv_blocks.markdown},
-        _candidates_timed,
     ),
     "cpu": Kind(
         "Sparse attention on a CPU",

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import mla_backend
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.ops import batches, cpu, index, kernels, kv_blocks, peer_kernels, peers, rows
+from serving_benchmarks.ops import batches, cpu, index, kernels, peer_kernels, peers, rows
 from serving_benchmarks.ops.batches import Batch, positions
 from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
 from serving_benchmarks.results import kinds, tables
@@ -301,32 +301,6 @@ def test_own_times_are_together_the_time_in_which_anything_ran(ran_at):
 def test_a_kernel_that_began_early_is_not_charged_for_its_waiting():
     found = own_times([("attention", 0.0, 100.0), ("merge", 2.0, 103.0), ("next", 110.0, 115.0)])
     assert found == [("attention", 1, 100.0), ("merge", 1, pytest.approx(3.0)), ("next", 1, 5.0)]
-
-
-TRACE = kv_blocks.Trace("short", 40, 4, 600, 200, 60, running=8, blocks=40)
-
-
-def test_all_requests_are_served_and_their_blocks_come_back():
-    prompts, outputs = map(list, zip(*TRACE.draw(), strict=True))
-    assert len({tuple(prompt[:100]) for prompt in prompts}) <= TRACE.prefixes
-    side = kv_blocks.Ours(TRACE, prompts)
-    log = kv_blocks.serve(side, TRACE, outputs)
-    assert log.finished == 40 and log.preempted > 0 and len(log.admissions) == 40 + log.preempted
-    assert 0 < log.counts()["hit_tokens"] < sum(map(len, prompts))
-    now = side.manager.statistics()
-    assert now.free == TRACE.blocks and now.sequences == 0 and now.hit_tokens == log.counts()["hit_tokens"]
-
-
-def test_the_bookkeeping_is_measured(tmp_path):
-    done = run("ops", "kv-blocks", "--requests", 5, "--rounds", 2, "--output", tmp_path / "out.json")
-    assert done.returncode == 0, done.stderr
-    report = kinds.load(tmp_path / "out.json").report
-    assert [r["trace"]["name"] for r in report["results"]] == ["chat", "long prompts", "short of blocks"]
-    for result in report["results"]:
-        timing = result["seconds"]["ours"]
-        assert timing["rounds"] == 2 and result["bookkeeping_bytes"]["ours"] > 0
-        assert result["operations_a_second"]["ours"] == result["operations"] / timing["median"]
-    assert kv_blocks.markdown(report).count("\n|") == 4
 
 
 def test_attention_on_a_cpu_is_measured_and_checked(tmp_path):

@@ -62,7 +62,7 @@ WRONG = {
     f"<!-- numbers: nope results/h200/kernels.json -->{END}": "docs/new.md, line 2: 'nope' is not one of kernels, ",
     f"<!-- numbers: kernels -->{END}": "line 2: kernels names no result file",
     f"<!-- numbers: kernels results/nope.json -->{END}": "line 2: there is no results/nope.json",
-    f"<!-- numbers: kernels results/cpu/kv_blocks.json -->{END}": "is of kv_blocks, not of kernels",
+    f"<!-- numbers: kernels results/cpu/attention.json -->{END}": "is of cpu, not of kernels",
     f"<!-- numbers: kernels ../README.md -->{END}": "README.md is no JSON",
     f"<!-- numbers: kernels results/h200/kernels.json rows=3 -->{END}": "line 2: kernels can't be made of",
     "<!-- numbers: kernels results/h200/kernels.json -->": "line 2: a mark without its other half",
