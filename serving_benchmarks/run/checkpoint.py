@@ -22,7 +22,7 @@ import torch
 
 from serving_benchmarks import options as types
 from serving_benchmarks.models import drafts
-from serving_benchmarks.run import common, rounds, vllm_options, workloads
+from serving_benchmarks.run import common, rounds, workloads
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.processes import why_it_ended
 
@@ -153,9 +153,9 @@ def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dic
     if cache_bytes:
         given["kv_cache_memory_bytes"] = cache_bytes
     if torch.cuda.is_available():
-        given["compilation_config"] = {"mode": 0} if way.eager else vllm_options.FULL_DECODE_GRAPHS
+        given["compilation_config"] = {"mode": 0} if way.eager else common.FULL_DECODE_GRAPHS
     if way.drafts:
-        given["speculative_config"] = vllm_options.speculative(way.drafts)
+        given["speculative_config"] = common.speculative(way.drafts)
     return given
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from serving_benchmarks import options as types
 from serving_benchmarks.results import runs
-from serving_benchmarks.run import common, vllm_options
+from serving_benchmarks.run import common
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.engine import Counters, counted_between
 from serving_benchmarks.run.processes import Supervised, why_it_ended
@@ -69,7 +69,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--tpot-limit", type=types.positive, metavar="S", help="goodput: seconds per token after it, on average"
     )
     common.add_warmup(parser, "run the heaviest load once, with prompts of its own, before any counts")
-    vllm_options.add(parser)
+    common.add_vllm(parser)
     common.add_results(parser, requests=True)
 
 
@@ -86,7 +86,7 @@ class Plan:
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """Raises Refused for options that don't fit the model."""
-    config, settings = common.read_config(options.model), vllm_options.settings(options)
+    config, settings = common.read_config(options.model), common.vllm_settings(options)
     needed = options.input_len + options.output_len
     roomy = needed + LENGTH_ROOM + options.input_len // TEXT_ROOM
     most = config.get("max_position_embeddings") or roomy
@@ -120,7 +120,7 @@ def server_command(options: argparse.Namespace, plan: Plan, backend: str, port: 
     module = "vllm.entrypoints.openai.api_server"
     words = [sys.executable, "-m", module, "--model", options.model, "--host", "127.0.0.1", "--port", str(port)]
     words += ["--disable-access-log-for-endpoints", "/health,/metrics"]  # so that its log ends with why it failed
-    return words + vllm_options.flags(vllm_options.arguments(plan.settings, backend))
+    return words + common.flags(common.vllm_arguments(plan.settings, backend))
 
 
 def client_command(options: argparse.Namespace, load: Load, seed: int, port: int, result: Path) -> list[str]:
@@ -235,7 +235,7 @@ def run_backend(
     """The entries of one backend, as soon as each is known."""
     stages.at(f"{backend}: starting the server")
     head = {"engine": "vllm", "backend": backend}
-    head["gpus"] = vllm_options.gpus(vllm_options.arguments(plan.settings, backend))
+    head["gpus"] = common.gpus(common.vllm_arguments(plan.settings, backend))
     left, log, why = list(enumerate(plan.loads)), logs / f"{backend}-server.log", None
     log.write_bytes(b"")
     try:

@@ -21,7 +21,7 @@ from typing import Any
 
 from serving_benchmarks import options as types
 from serving_benchmarks.results import kernel_times, runs
-from serving_benchmarks.run import common, rounds, vllm_options, workloads
+from serving_benchmarks.run import common, rounds, workloads
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.processes import why_it_ended
 from serving_benchmarks.run.workloads import Workload
@@ -78,7 +78,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", action="store_true", help="kernel times of a few decode steps, at the first load of each length"
     )
-    vllm_options.add(parser)
+    common.add_vllm(parser)
     common.add_results(parser, requests=True)
 
 
@@ -113,7 +113,7 @@ class Plan:
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """Raises Refused for options that don't fit the model or each other."""
-    config, settings = common.read_config(options.model), vllm_options.settings(options)
+    config, settings = common.read_config(options.model), common.vllm_settings(options)
     tokens = workloads.usable_tokens(config)
     made = [workloads.fixed(options.num_prompts, *lengths, tokens) for lengths in options.lengths]
     if settings["max_num_seqs"] is None and options.concurrency is not None:
@@ -188,7 +188,7 @@ def spec_of(backend: str, options: argparse.Namespace, plan: Plan) -> dict[str, 
     return {
         "task": "throughput",
         "model": options.model,
-        "arguments": vllm_options.arguments(plan.settings, backend),
+        "arguments": common.vllm_arguments(plan.settings, backend),
         "workloads": [workload.as_dict() for workload in plan.workloads],
         "sizes": [requests.as_dict() for requests in plan.sizes],
         "runs": [run.spec for run in plan.runs],
@@ -201,7 +201,7 @@ def spec_of(backend: str, options: argparse.Namespace, plan: Plan) -> dict[str, 
 
 def heard(backend: Backend, plan: Plan, stages: Stages) -> Iterator[dict[str, Any]]:
     """The entries that a backend's worker sends until it waits. If it fails, those that are left have an error."""
-    gpus = vllm_options.gpus(vllm_options.arguments(plan.settings, backend.name))
+    gpus = common.gpus(common.vllm_arguments(plan.settings, backend.name))
     head = {"engine": "vllm", "backend": backend.name, "gpus": gpus}
     for event in backend.worker.events():
         if event["event"] == "result":

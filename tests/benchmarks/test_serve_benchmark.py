@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from commands import parsed, status_of, status_when_stopped
-from serving_benchmarks.run import common, serve, server, vllm_options
+from serving_benchmarks.run import common, serve, server
 from serving_benchmarks.run.workloads import Workload
 
 SMALL = ("--input-len", 10, "--output-len", 3, "--num-prompts", 4)
@@ -101,9 +101,9 @@ def test_metrics_are_summed_up_over_their_labels():
 
 
 def test_what_is_not_given_is_left_to_vllm():
-    arguments = vllm_options.arguments(vllm_options.settings(parsed("serve", "--model", "any")), "B")
+    arguments = common.vllm_arguments(common.vllm_settings(parsed("serve", "--model", "any")), "B")
     assert arguments.keys() == {"attention_backend", "kv_cache_dtype", "tensor_parallel_size"}
-    assert vllm_options.gpus(arguments) == 1 and vllm_options.gpus({**arguments, "data_parallel_size": 3}) == 3
+    assert common.gpus(arguments) == 1 and common.gpus({**arguments, "data_parallel_size": 3}) == 3
 
 
 @pytest.mark.parametrize(
