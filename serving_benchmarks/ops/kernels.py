@@ -10,6 +10,7 @@ not timed, although vLLM has to make it (prefill) or to keep a cache of 1.76 tim
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 import mla_backend
@@ -31,8 +31,9 @@ from serving_benchmarks.ops.batches import Batch, positions
 from serving_benchmarks.ops.peer_kernels import Prepared, Problem
 from serving_benchmarks.ops.peers import VERSIONS
 from serving_benchmarks.results import file as result_file
-from serving_benchmarks.results import tables
+from serving_benchmarks.results import kinds, tables
 
+DEVICE = "cuda"
 FORMATS = ("fp8_ds_mla", "bf16")
 BLOCK = 64
 SCALE = 576**-0.5
@@ -42,8 +43,8 @@ SMALLEST_CACHE = 2**20
 """Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
 MOST_DECODE_QUERIES = 16
 """Requests with more query tokens are prefill."""
-REST_SECONDS = 0.3
-"""Pause before a case is timed: the case before it and the check in float64 may have throttled the clock."""
+SCALES = {"fp8_tensor_576": 2.0**-8}
+"""What rows with one scale for a whole cache are divided by."""
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
 ROUNDED_LSE = 2.0**-9
 """Added to LSE_ABSOLUTE for rows of 656 bytes, whose scores Hopper's kernels round. It matters for short lists: the lse
@@ -88,9 +89,6 @@ class Case:
             "format": self.format,
         }
 
-    def __str__(self) -> str:
-        return tables.kernel_name(self.as_dict())
-
 
 def cases(specs: Sequence[str], heads: Sequence[int], topks: Sequence[int], formats: Sequence[str]) -> list[Case]:
     return [Case(Batch.parse(s), h, k, f) for f in formats for s in specs for k in topks for h in heads]
@@ -113,38 +111,54 @@ def suite_cases(
     ]
 
 
-class Caches:
-    """One cache in each format, with the same values: the bf16 one is a copy of the fp8 one."""
+class Caches(dict[tuple[str, int], Tensor]):
+    """A cache of random rows for each format and page size, made when first asked for, large enough for all cases."""
 
     def __init__(self, tokens: int):
-        blocks = -(-max(tokens, SMALLEST_CACHE) // BLOCK)
-        self.by_format = {name: mla_backend.FORMATS[name].new_cache(blocks, BLOCK, device="cuda") for name in FORMATS}
-        rows = self.by_format["bf16"].view(blocks * BLOCK, 576)
-        for slots in torch.arange(len(rows), device="cuda").split(2**18):
-            values = torch.randn(len(slots), 576, device="cuda").mul_(MAGNITUDE).bfloat16()
-            mla_backend.cache_write(values[:, :512], values[:, 512:], self.by_format["fp8_ds_mla"], slots)
-            mla_backend.cache_gather(self.by_format["fp8_ds_mla"], slots, out=rows[slots[0] : slots[-1] + 1])
+        self.tokens = max(tokens, SMALLEST_CACHE)
+        self.copies: dict[tuple[str, int], Tensor] = {}
 
-    @property
-    def blocks(self) -> int:
-        return len(self.by_format["bf16"])
+    def __missing__(self, key: tuple[str, int]) -> Tensor:
+        (name, page), fmt = key, mla_backend.FORMATS[key[0]]
+        cache = self[key] = fmt.new_cache(-(-self.tokens // page), page, device=DEVICE)
+        for slots in torch.arange(len(cache) * page, device=DEVICE).split(2**18):
+            rows = torch.randn(len(slots), fmt.head_dim, device=DEVICE).mul_(MAGNITUDE)
+            kv_c, k_pe = rows[:, : fmt.latent], rows[:, fmt.latent :] if fmt.rope else None
+            mla_backend.cache_write(kv_c, k_pe, cache, slots, format=name, scale=SCALES.get(name, 1.0))
+        return cache
+
+    def in_bf16(self, name: str, page: int) -> Tensor:
+        """The same values in bf16 rows, for what reads no others: a copy, unless they are bf16 already."""
+        if name != "bf16" and (name, page) not in self.copies:
+            cache = self[name, page]
+            copy = mla_backend.FORMATS["bf16"].new_cache(len(cache), page, device=DEVICE)
+            rows = self.copies.setdefault((name, page), copy).view(-1, 576)
+            for slots in torch.arange(len(rows), device=DEVICE).split(2**18):
+                out = rows[slots[0] : slots[-1] + 1]
+                mla_backend.cache_gather(cache, slots, format=name, scale=SCALES.get(name, 1.0), out=out)
+        return self[name, page] if name == "bf16" else self.copies[name, page]
+
+
+def new_table(wanted: Sequence[int], blocks: int) -> Tensor:
+    """A block table of requests that own so many random blocks each of a cache."""
+    table = torch.full((len(wanted), max(wanted)), -1, dtype=torch.int32, device=DEVICE)
+    owned = torch.randperm(blocks, dtype=torch.int32, device=DEVICE)[: sum(wanted)].split(list(wanted))
+    for row, its_blocks in zip(table, owned, strict=True):
+        row[: len(its_blocks)] = its_blocks
+    return table
 
 
 def new_lists(batch: Batch, topk: int, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
     """Random lists and their lengths, of requests that own random blocks of a cache."""
-    wanted = batch.blocks(block_size)
-    table = torch.full((len(wanted), max(wanted)), -1, dtype=torch.int32, device="cuda")
-    owned = torch.randperm(blocks, dtype=torch.int32, device="cuda")[: sum(wanted)].split(wanted)
-    for row, its_blocks in zip(table, owned, strict=True):
-        row[: len(its_blocks)] = its_blocks
-    picked = positions(batch, topk, device="cuda")
-    return mla_backend.convert_indices(picked, table, batch.token_requests().cuda(), block_size)
+    table = new_table(batch.blocks(block_size), blocks)
+    picked = positions(batch, topk, device=DEVICE)
+    return mla_backend.convert_indices(picked, table, batch.token_requests().to(DEVICE), block_size)
 
 
 def new_problem(case: Case, blocks: int) -> Problem:
     """A batch of random queries."""
     indices, counts = new_lists(case.batch, case.topk, blocks, BLOCK)
-    q = torch.randn(case.batch.tokens, case.heads, 576, device="cuda").div_(MAGNITUDE).bfloat16()
+    q = torch.randn(case.batch.tokens, case.heads, 576, device=DEVICE).div_(MAGNITUDE).bfloat16()
     return Problem(q, indices, counts, SCALE, case.batch.queries)
 
 
@@ -155,19 +169,26 @@ def lengths_of(problem: Problem) -> Tensor | None:
 
 def prepare_ours(problem: Problem, cache: Tensor, plan: Tensor, workspace: Tensor) -> tuple[Prepared, Tensor]:
     """Our call and its lse."""
-    out = torch.empty((*problem.q.shape[:2], 512), dtype=problem.q.dtype, device="cuda")
-    lse = torch.empty(out.shape[:2], device="cuda")
+    out = torch.empty((*problem.q.shape[:2], 512), dtype=problem.q.dtype, device=DEVICE)
+    lse = torch.empty(out.shape[:2], device=DEVICE)
     more = {**problem.more, "plan": plan, "workspace": workspace, "out": out, "lse": lse}
     attend = partial(mla_backend.sparse_attention, scale=problem.scale, topk_length=lengths_of(problem), **more)
     return Prepared(lambda: attend(problem.q, cache, problem.indices), out), lse
 
 
+def listed_rows(problem: Problem) -> int:
+    """Rows that the tokens attend to, over all of them, in both caches."""
+    extra, lengths = problem.more.get("extra_indices"), problem.more.get("extra_topk_length")
+    more = 0 if extra is None else extra.numel() if lengths is None else int(lengths.sum())
+    return int(problem.counts.sum()) + more
+
+
 def peers_for(
-    case: Case, problem: Problem, caches: Caches, loaded: set[str]
+    case: Case, problem: Problem, by_format: Mapping[str, Tensor], loaded: set[str]
 ) -> dict[str, Callable[[Problem], Prepared]]:
     """The loaded peers that vLLM could call for a case, each with the cache that it reads."""
     return {
-        name: partial(peer.prepare, cache=caches.by_format[peer.cache])
+        name: partial(peer.prepare, cache=by_format[peer.cache])
         for name, peer in peer_kernels.PEERS.items()
         if peer.library in loaded and peer.cache in (case.format, "bf16") and peer.takes(problem, case.decode)
     }
@@ -179,7 +200,7 @@ def attend_exactly(problem: Problem, cache: Tensor) -> tuple[Tensor, Tensor]:
     of_tokens = {name: problem.more[name] for name in names if problem.more.get(name) is not None}
     listed = problem.indices.shape[1] + (of_tokens["extra_indices"].shape[1] if of_tokens else 0)
     parts = []
-    for tokens in torch.arange(len(problem.q), device="cuda").split(max(1, 2**30 // (listed * 576 * 8))):
+    for tokens in torch.arange(len(problem.q), device=DEVICE).split(max(1, 2**30 // (listed * 576 * 8))):
         more = {**problem.more, **{name: each[tokens] for name, each in of_tokens.items()}, "scale": problem.scale}
         parts.append(reference.sparse_attention(problem.q[tokens], cache, problem.indices[tokens], **more)[:2])
     return torch.cat([out.float() for out, _ in parts]), torch.cat([lse.float() for _, lse in parts])
@@ -199,44 +220,37 @@ def check_out(got: Tensor, want: Tensor, times: float = 1) -> dict[str, float]:
 
 
 def check_lse(got: Tensor, want: Tensor, *, rounded: bool) -> None:
+    """`rounded`: by a kernel that rounds queries."""
     absolute = LSE_ABSOLUTE + ROUNDED_LSE * rounded
     if not ((got - want).abs() <= absolute + LSE_RELATIVE * want.abs()).all():
         raise WrongResult(f"wrong lse: it differs by {(got - want).abs().max().item():.3g}")
 
 
-def replay_poisoned(graph: timing.Graph, *results: Tensor) -> None:
-    """Replays a graph over results of NaN, so that what is checked is what is timed."""
-    for result in results:
-        result.fill_(torch.nan)
-    graph.graph.replay()
-    torch.cuda.synchronize()
+def rounds_queries(cache: Tensor) -> bool:
+    """Whether the kernel for these rows does."""
+    return torch.cuda.get_device_capability()[0] == 9 and cache.shape[-1] == mla_backend.FORMATS["fp8_ds_mla"].width
 
 
 def measure(case: Case, caches: Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:
     """Checks and times one case: ours, our plan, and every peer that can run it."""
-    cache = caches.by_format[case.format]
-    problems = [new_problem(case, caches.blocks) for _ in range(sets)]
-    found = time_problems(case, problems, cache, peers_for(case, problems[-1], caches, loaded), rounds)
-    attended = sum(int(problem.counts.sum()) for problem in problems) / sets
+    by_format = {"fp8_ds_mla": caches["fp8_ds_mla", BLOCK], "bf16": caches.in_bf16("fp8_ds_mla", BLOCK)}
+    problems = [new_problem(case, len(by_format["bf16"])) for _ in range(sets)]
+    peers = peers_for(case, problems[-1], by_format, loaded)
+    found = time_problems(problems, by_format[case.format], case.format, peers, rounds)
+    attended = sum(map(listed_rows, problems)) / sets
     row_bytes = mla_backend.FORMATS[case.format].token_bytes
-    flops = 2 * attended * case.heads * (576 + 512)
-    return {
-        "case": case.as_dict(),
-        "useful_flops": flops,
-        "bytes": attended * (row_bytes + 4) + case.batch.tokens * case.heads * (2 * (576 + 512) + 4),
-        "floor_seconds": {
-            "math": flops / MATH_FLOPS,
-            "memory": min(attended, case.batch.cached) * row_bytes / MEMORY_BYTES,
-            "l2": attended * row_bytes / L2_BYTES[case.format],
-        },
-        **found,
+    floor = {
+        "math": found["useful_flops"] / MATH_FLOPS,
+        "memory": min(attended, case.batch.cached) * row_bytes / MEMORY_BYTES,
+        "l2": attended * row_bytes / L2_BYTES[case.format],
     }
+    return {"floor_seconds": floor, **found}
 
 
 def time_problems(
-    case: object,
     problems: Sequence[Problem],
     cache: Tensor,
+    fmt: str,
     peers: Mapping[str, Callable[[Problem], Prepared]],
     rounds: int,
 ) -> dict[str, Any]:
@@ -244,45 +258,31 @@ def time_problems(
     exact_out, exact_lse = attend_exactly(problems[-1], cache)
 
     any_set = problems[-1]
-    (tokens, heads, _), topk, more = any_set.q.shape, any_set.indices.shape[1], any_set.more
+    (tokens, heads, width), topk, more = any_set.q.shape, any_set.indices.shape[1], any_set.more
     about = {"topk_length": lengths_of(any_set), "extra_topk_length": more.get("extra_topk_length")}
     about["extra_topk"] = more["extra_indices"].shape[1] if "extra_indices" in more else 0
     make_plan = partial(mla_backend.plan, tokens, topk, num_heads=heads, **about)
-    plan = make_plan(device="cuda")
-    workspace = torch.zeros(workspace_floats(plan.shape[0], heads), device="cuda")
-    ours = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
-    graphs = {"ours": timing.capture([prepared.call for prepared, _ in ours])}
-    last, lse = ours[-1]
-    replay_poisoned(graphs["ours"], last.out, lse)
-    try:
-        accuracy = {"ours": check_out(last.out, exact_out)}
-        hopper = torch.cuda.get_device_capability()[0] == 9
-        check_lse(lse, exact_lse, rounded=hopper and cache.shape[-1] == mla_backend.FORMATS["fp8_ds_mla"].width)
-    except WrongResult as error:
-        raise WrongResult(f"mla_backend, {case}: {error}") from None
-    graphs["plan"] = timing.capture([lambda: make_plan(out=plan)])
+    plan = make_plan(device=DEVICE)
+    workspace = torch.zeros(workspace_floats(plan.shape[0], heads), device=DEVICE)
+    prepared = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
+    last, lse = prepared[-1]
 
-    failed = {}
-    for name, prepare in peers.items():
-        try:
-            prepared = [prepare(problem) for problem in problems]
-            graph = timing.capture([one.call for one in prepared])
-            replay_poisoned(graph, prepared[-1].out)
-            accuracy[name] = check_out(prepared[-1].out, exact_out, PEERS_ALLOWED)
-            graphs[name] = graph
-        except Exception as error:  # of any kind: a peer must not end a measurement
-            failed[name] = (str(error) or repr(error)).splitlines()[0]
-    time.sleep(REST_SECONDS)
-    timings = timing.interleaved({name: graph.clock for name, graph in graphs.items()}, rounds=rounds)
+    def check() -> dict[str, float]:
+        check_lse(lse, exact_lse, rounded=rounds_queries(cache))
+        return check_out(last.out, exact_out)
 
-    medians = {name: taken.median for name, taken in timings.items()}
-    best = min((name for name in medians if name not in tables.NOT_PEERS), key=medians.get, default=None)
+    def of_peer(prepare: Callable[[Problem], Prepared]) -> timing.Candidate:
+        made = [prepare(problem) for problem in problems]
+        out = made[-1].out
+        return timing.Candidate([one.call for one in made], [out], lambda: check_out(out, exact_out, PEERS_ALLOWED))
+
+    ours = {"ours": timing.Candidate([one.call for one, _ in prepared], [last.out, lse], check)}
+    ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
+    listed, row_bytes = sum(map(listed_rows, problems)) / len(problems), mla_backend.FORMATS[fmt].token_bytes
     return {
-        "seconds": {name: taken.as_dict() for name, taken in timings.items()},
-        "accuracy": accuracy,
-        "failed": failed,
-        "best_peer": best,
-        "speed_up": medians[best] / medians["ours"] if best else None,
+        "useful_flops": 2 * listed * heads * (width + 512),
+        "bytes": listed * (row_bytes + 4) + tokens * heads * (2 * (width + 512) + 4),
+        **timing.measure(ours, {name: partial(of_peer, prepare) for name, prepare in peers.items()}, rounds),
     }
 
 
@@ -305,7 +305,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
-    """The options of `kernels` and `rows` that say how they measure."""
+    """The options that say how attention is measured."""
     peers = parser.add_argument_group("peers")
     peers.add_argument(
         "--peers", type=Path, metavar="FOLDER", help="that the command `peers` has filled; default: an installed vllm"
@@ -318,7 +318,14 @@ def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
     how.add_argument(
         "--sets", type=opt.count, default=4, metavar="N", help="of queries and lists, rotated; default: %(default)s"
     )
-    opt.add_rounds(how, rounds)
+    add_ends(how, rounds)
+
+
+def add_ends(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """The options of every command that `measure_cases` serves."""
+    opt.add_rounds(parser, rounds)
+    told = "begin no case after so many seconds; default: all are measured"
+    parser.add_argument("--limit-s", type=opt.positive, default=math.inf, metavar="S", help=told)
     opt.add_output(parser)
 
 
@@ -346,16 +353,8 @@ def run(options: argparse.Namespace) -> int:
     found, loaded = load_peers(options, with_peers, console)
     torch.manual_seed(0)
     caches = Caches(max(case.batch.cached for case in chosen))
-    try:
-        results = [
-            measure(case, caches, loaded, options.sets, options.rounds)
-            for case in track(chosen, "measuring", console=console)
-        ]
-    except WrongResult as error:
-        console.print(f"error: {error}", markup=False)
-        return 1
-    finish(results, "kernels", found, options.output, console)
-    return 0
+    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=options.rounds)
+    return measure_cases(options, "kernels", chosen, one, found, console)
 
 
 def load_peers(options: argparse.Namespace, wanted: bool, console: Console) -> tuple[dict[str, str], set[str]]:
@@ -366,12 +365,34 @@ def load_peers(options: argparse.Namespace, wanted: bool, console: Console) -> t
     return found, {name for name, version in found.items() if not version.startswith("missing")}
 
 
-def finish(results: Sequence[dict[str, Any]], kind: str, peers: dict[str, str], output: Path, console: Console) -> None:
-    """Prints and writes what was measured, and says what failed."""
-    headings, rows = tables.kernel_rows([result for result in results if "error" not in result])
+def measure_cases(
+    options: argparse.Namespace,
+    kind: str,
+    cases: Sequence[Any],
+    measure: Callable[[Any], dict[str, Any]],
+    peers: dict[str, str],
+    console: Console,
+) -> int:
+    """Measures one case after the other, prints and writes what was found. A case that fails does not stop the others.
+
+    The exit status is 1 if a case failed, or if the time was over before all were measured.
+    """
+    results, began, name_of = [], time.monotonic(), kinds.KINDS[kind].name_of
+    for number, case in enumerate(cases, 1):
+        if time.monotonic() - began > options.limit_s:
+            console.print(f"--limit-s {options.limit_s:g} is over: {len(cases) - number + 1} cases were not measured")
+            break
+        entry = {"case": case.as_dict()}
+        try:
+            entry |= measure(case)
+        except (RuntimeError, ValueError, WrongResult) as error:
+            entry["error"] = timing.first_line(error)
+        results.append(entry)
+        told = tables.kernel_line(entry)
+        console.print(f"{number} of {len(cases)}: {name_of(entry)}: {told}", markup=False, soft_wrap=True)
+        for name, why in ({"mla_backend": entry["error"]} if "error" in entry else entry["failed"]).items():
+            console.print(f"{name} failed for {name_of(entry)}: {why}", markup=False, soft_wrap=True)
+    headings, rows = tables.kernel_rows([result for result in results if "error" not in result], name_of)
     result_file.show(headings, rows, words=1, width=140)
-    for result in results:
-        failed = {"mla_backend": result["error"]} if "error" in result else result["failed"]
-        for name, why in failed.items():
-            console.print(f"{name} failed for {tables.kernel_name(result['case'])}: {why}", markup=False)
-    result_file.write(output, results, console, benchmark=kind, peers=peers)
+    result_file.write(options.output, results, console, benchmark=kind, peers=peers)
+    return 1 if len(results) < len(cases) or any("error" in result for result in results) else 0

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 import mla_backend
@@ -21,10 +20,7 @@ from serving_benchmarks import options as opt
 from serving_benchmarks.ops import kernels, peer_kernels
 from serving_benchmarks.ops.batches import Batch
 from serving_benchmarks.ops.peer_kernels import Problem
-from serving_benchmarks.results import tables
 
-SCALES = {"fp8_tensor_576": 2.0**-8}
-"""What rows with one scale for a whole cache are divided by."""
 _FLASHINFER = {"flashinfer": peer_kernels.flashinfer}
 _BF16 = {"flashmla": peer_kernels.flashmla_prefill, **_FLASHINFER}
 PEERS = {"fp8_model1": {"flashmla": peer_kernels.flashmla_decode}, "bf16": _BF16, "bf16_512": _BF16}
@@ -87,59 +83,38 @@ def quick(chosen: Sequence[Case]) -> list[Case]:
     return [case for group in alike.values() for case in dict.fromkeys((group[0], group[-1]))]
 
 
-class Caches(dict[tuple[str, int], Tensor]):
-    """A cache of random rows for each format and page size, made when first asked for, large enough for all cases."""
-
-    def __init__(self, chosen: Sequence[Case]):
-        self.tokens: dict[tuple[str, int], int] = {}
-        for case in chosen:
-            for key in ((case.format, case.page), (case.format, case.extra_page)):
-                self.tokens[key] = max(self.tokens.get(key, kernels.SMALLEST_CACHE), case.requests.cached)
-
-    def __missing__(self, key: tuple[str, int]) -> Tensor:
-        (name, page), fmt = key, mla_backend.FORMATS[key[0]]
-        cache = self[key] = fmt.new_cache(-(-self.tokens[key] // page), page, device="cuda")
-        for slots in torch.arange(len(cache) * page, device="cuda").split(2**18):
-            rows = torch.randn(len(slots), fmt.head_dim, device="cuda").mul_(kernels.MAGNITUDE)
-            kv_c, k_pe = rows[:, : fmt.latent], rows[:, fmt.latent :] if fmt.rope else None
-            mla_backend.cache_write(kv_c, k_pe, cache, slots, format=name, scale=SCALES.get(name, 1.0))
-        return cache
-
-
-def new_problem(case: Case, caches: Caches, lengths: Tensor | None) -> Problem:
+def new_problem(case: Case, caches: kernels.Caches, lengths: Tensor | None) -> Problem:
     """A batch of random queries. `lengths` are those of the second lists, if not all of them count."""
     fmt, batch = mla_backend.FORMATS[case.format], case.requests
     blocks = len(caches[case.format, case.page])
     indices, counts = kernels.new_lists(batch, case.topk, blocks, case.page)
-    more = {"cache_format": case.format, "cache_scale": SCALES.get(case.format, 1.0)}
+    more = {"cache_format": case.format, "cache_scale": kernels.SCALES.get(case.format, 1.0)}
     if case.extra_topk:
         extra = caches[case.format, case.extra_page]
         more |= {"extra_cache": extra, "extra_cache_format": case.format, "extra_topk_length": lengths}
         more["extra_indices"], _ = kernels.new_lists(batch, case.extra_topk, len(extra), case.extra_page)
-        more["sink"] = torch.randn(case.heads, device="cuda")
-    q = torch.randn(batch.tokens, case.heads, fmt.head_dim, device="cuda").div_(kernels.MAGNITUDE).to(fmt.number)
+        more["sink"] = torch.randn(case.heads, device=kernels.DEVICE)
+    q = (
+        torch.randn(batch.tokens, case.heads, fmt.head_dim, device=kernels.DEVICE)
+        .div_(kernels.MAGNITUDE)
+        .to(fmt.number)
+    )
     return Problem(q, indices, counts, fmt.head_dim**-0.5, batch.queries, more)
 
 
-def measure(case: Case, caches: Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:
+def measure(case: Case, caches: kernels.Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:
     """Checks and times one case."""
-    cache, fmt, batch = caches[case.format, case.page], mla_backend.FORMATS[case.format], case.requests
+    cache, batch = caches[case.format, case.page], case.requests
     torch.manual_seed(0)  # the lists of a case are those of a like case with other rows
-    listed, lengths = batch.tokens * (case.topk + case.extra_topk), None
+    lengths = None
     if case.uneven:
-        lengths = torch.randint(case.extra_topk + 1, (len(batch.requests),), dtype=torch.int32, device="cuda")
+        lengths = torch.randint(case.extra_topk + 1, (len(batch.requests),), dtype=torch.int32, device=kernels.DEVICE)
         lengths = lengths.repeat_interleave(batch.queries)
-        listed = batch.tokens * case.topk + int(lengths.sum())
     problems = [new_problem(case, caches, lengths) for _ in range(sets)]
     peers: dict[str, Callable[[Problem], peer_kernels.Prepared]] = {
         name: partial(prepare, cache=cache) for name, prepare in PEERS[case.format].items() if name in loaded
     }
-    return {
-        "case": case.as_dict(),
-        "useful_flops": 2 * listed * case.heads * (fmt.head_dim + 512),
-        "bytes": listed * (fmt.token_bytes + 4) + batch.tokens * case.heads * (2 * (fmt.head_dim + 512) + 4),
-        **kernels.time_problems(tables.kernel_name(case.as_dict()), problems, cache, peers, rounds),
-    }
+    return kernels.time_problems(problems, cache, case.format, peers, rounds)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -164,11 +139,6 @@ def run(options: argparse.Namespace) -> int:
     opt.require_gpu()
     console = Console(stderr=True, highlight=False)
     found, loaded = kernels.load_peers(options, not options.ours_only, console)
-    caches, results = Caches(chosen), []
-    for case in track(chosen, "measuring", console=console):
-        try:
-            results.append(measure(case, caches, loaded, options.sets, rounds))
-        except (RuntimeError, ValueError, kernels.WrongResult) as error:
-            results.append({"case": case.as_dict(), "error": (str(error) or repr(error)).splitlines()[0]})
-    kernels.finish(results, "rows", found, options.output, console)
-    return 1 if any("error" in result for result in results) else 0
+    caches = kernels.Caches(max(case.requests.cached for case in chosen))
+    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=rounds)
+    return kernels.measure_cases(options, "rows", chosen, one, found, console)

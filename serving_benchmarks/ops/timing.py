@@ -1,7 +1,8 @@
 """The one timer: candidates are timed in rounds, interleaved, so that a machine that slows down slows all of them.
 
 A candidate is a clock: a function that takes the number of the round and returns the seconds that one call took.
-`cpu_clock` calls a function for a while; `Graph.clock` replays a CUDA graph.
+`cpu_clock` calls a function for a while; `Burst.clock` times calls on a GPU. `measure` checks candidates on a GPU, and
+then times them.
 """
 
 import math
@@ -9,12 +10,16 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 GRAPH_SECONDS = 4e-4
 """How long a graph should take at least, so that the few microseconds of its launch don't count."""
 MOST_PASSES = 64
+REST_SECONDS = 0.3
+"""Pause before candidates are timed: what ran before them and their checks in float64 may have throttled the clock."""
 
 Call = Callable[[], object]
 Clock = Callable[[int], float]
@@ -73,28 +78,36 @@ def cpu_clock(call: Callable[[int], object], burst_seconds: float) -> Clock:
 
 
 @dataclass
-class Graph:
-    """Calls captured together. It keeps them, and with them the memory that a replay reads and writes."""
+class Burst:
+    """Calls on a GPU that are timed together. It keeps them, and with them the memory that a graph reads and writes."""
 
-    graph: torch.cuda.CUDAGraph
-    calls: list[Call]
+    calls: Sequence[Call]
+    graph: torch.cuda.CUDAGraph | None = None
+    """What they were captured in. Without one they are called."""
+
+    def run(self) -> None:
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            for call in self.calls:
+                call()
 
     def seconds(self) -> float:
-        """Seconds of one call, in one replay."""
+        """Seconds of one call, in one run."""
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        self.graph.replay()
+        self.run()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e-3 / len(self.calls)
 
     def clock(self, _: int) -> float:
-        """A replay that is not counted, then one that is."""
-        self.graph.replay()
+        """A run that is not counted, then one that is."""
+        self.run()
         return self.seconds()
 
 
-def capture(calls: Sequence[Call]) -> Graph:
+def capture(calls: Sequence[Call]) -> Burst:
     """A graph of all calls in their order, repeated until it lasts GRAPH_SECONDS.
 
     The calls should differ in their inputs, so that none finds its own in the cache.
@@ -107,10 +120,68 @@ def capture(calls: Sequence[Call]) -> Graph:
     return once if passes == 1 else _captured(calls, passes)
 
 
-def _captured(calls: Sequence[Call], passes: int) -> Graph:
+def _captured(calls: Sequence[Call], passes: int) -> Burst:
     torch.cuda.synchronize()
-    graph = Graph(torch.cuda.CUDAGraph(), [*calls] * passes)
-    with torch.cuda.graph(graph.graph):
-        for call in graph.calls:
+    burst = Burst([*calls] * passes, torch.cuda.CUDAGraph())
+    with torch.cuda.graph(burst.graph):
+        for call in burst.calls:
             call()
-    return graph
+    return burst
+
+
+@dataclass
+class Candidate:
+    """What is checked and timed on a GPU: calls that differ in their inputs, and what the last one leaves."""
+
+    calls: Sequence[Call]
+    results: Sequence[Tensor] = ()
+    """They hold NaN before the run that is checked, so that what is checked is what is timed."""
+    check: Callable[[], object] = lambda: None
+    """What is said of its accuracy. Raises an error if it is wrong."""
+
+
+def measure(
+    ours: Mapping[str, Candidate],
+    peers: Mapping[str, Callable[[], Candidate]],
+    rounds: int,
+    burst: Callable[[Sequence[Call]], Burst] = capture,
+) -> dict[str, Any]:
+    """Checks all candidates, then times them interleaved. "ours" is one of ours, which peers are compared with.
+
+    A peer that can't be made, called or is wrong is left out, with the reason. An error of ours is raised.
+    """
+    bursts: dict[str, Burst] = {}
+    accuracy, failed = {}, {}
+
+    def check(name: str, candidate: Candidate) -> None:
+        made = burst(candidate.calls)
+        for result in candidate.results:
+            result.fill_(torch.nan)
+        made.run()
+        torch.cuda.synchronize()
+        if (found := candidate.check()) is not None:
+            accuracy[name] = found
+        bursts[name] = made
+
+    for name, candidate in ours.items():
+        check(name, candidate)
+    for name, make in peers.items():
+        try:
+            check(name, make())
+        except Exception as error:  # of any kind: a peer must not end a measurement
+            failed[name] = first_line(error)
+    time.sleep(REST_SECONDS)
+    timings = interleaved({name: one.clock for name, one in bursts.items()}, rounds=rounds)
+    medians = {name: timing.median for name, timing in timings.items()}
+    best = min((name for name in medians if name in peers), key=medians.get, default=None)
+    return {
+        "seconds": {name: timing.as_dict() for name, timing in timings.items()},
+        "accuracy": accuracy,
+        "failed": failed,
+        "best_peer": best,
+        "speed_up": medians[best] / medians["ours"] if best else None,
+    }
+
+
+def first_line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0]

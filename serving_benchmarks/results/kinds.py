@@ -116,7 +116,7 @@ def _versions(file: ResultFile) -> dict[str, str | None]:
 def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
     """Of kinds whose entries have several candidates: ours, with the others as peers. The plan has none."""
     versions = _versions(file)
-    for result in file.results:
+    for result in file.succeeded:
         seconds = result["seconds"]
         peers = {
             (name, versions.get(re.split("[_,]", name)[0])): timing
@@ -201,6 +201,7 @@ KINDS = {
         },
         _candidates_timed,
         "speed_up",
+        always=("case",),
     ),
     "rows": Kind(
         "Sparse attention on other rows, on a GPU",

@@ -94,7 +94,7 @@ def speed_up(file: ResultFile) -> Figure | None:
         return result["case"]["tokens"], Batch.parse(result["case"]["batch"]).cached, result["case"]["topk"]
 
     panels_of: dict[str, dict[tuple[str, int], float]] = {}
-    for result in sorted((result for result in file.results if result["best_peer"]), key=size):
+    for result in sorted((result for result in file.succeeded if result["best_peer"]), key=size):
         case = result["case"]
         column = case["batch"] if case["topk"] == 2048 else f"{case['batch']}\ntopk {case['topk']}"
         panels_of.setdefault(f"{case['format']} cache", {})[column, case["heads"]] = result["speed_up"]

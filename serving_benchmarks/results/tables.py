@@ -4,7 +4,7 @@ Each takes the contents of result files, `*reports`. Entries that failed are lef
 """
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from serving_benchmarks.results import file, kernel_times, runs
@@ -79,7 +79,7 @@ def share_of_floor(result: Entry) -> float:
     return max(result["floor_seconds"].values()) / result["seconds"]["ours"]["median"]
 
 
-def kernel_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
+def kernel_rows(results: Sequence[Entry], name_of: Callable[[Entry], str]) -> tuple[list[str], list[list[str]]]:
     """Headings and rows for a terminal."""
     headings = "case|ours us|quartiles|TFLOP/s|TB/s|of floor|plan us|best peer|us|ratio".split("|")
     rows = []
@@ -87,19 +87,29 @@ def kernel_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
         seconds = result["seconds"]
         ours, best = seconds["ours"], result["best_peer"]
         us, low, high = (microseconds(ours[name]) for name in ("median", "lower_quartile", "upper_quartile"))
-        flops, bytes_moved = (result[name] / ours["median"] / 1e12 for name in ("useful_flops", "bytes"))
-        row = [kernel_name(result["case"]), us, f"{low} {high}", f"{flops:.0f}", f"{bytes_moved:.2f}"]
+        row = [name_of(result), us, f"{low} {high}", f"{result['useful_flops'] / ours['median'] / 1e12:.0f}"]
+        row.append(f"{result['bytes'] / ours['median'] / 1e12:.2f}" if "bytes" in result else "-")
         row.append(f"{share_of_floor(result):.0%}" if "floor_seconds" in result else "-")
-        row.append(microseconds(seconds["plan"]["median"]))
+        row.append(microseconds(seconds["plan"]["median"]) if "plan" in seconds else "-")
         if best:
             row += [peer_title(best), microseconds(seconds[best]["median"]), f"{result['speed_up']:.2f}"]
         rows.append(row)
     return headings, rows
 
 
+def kernel_line(entry: Entry) -> str:
+    """What an entry says in a line, whether it ran or failed."""
+    if "error" in entry:
+        return "failed"
+    best, times = entry["best_peer"], {name: microseconds(of["median"]) for name, of in entry["seconds"].items()}
+    return f"{times['ours']} us" + (
+        f", {peer_title(best)} {times[best]}, ratio {entry['speed_up']:.2f}" if best else ""
+    )
+
+
 def kernels(report: Report) -> str:
     """Every case, with the time of every peer."""
-    results = report["results"]
+    results = ran(report)
     titles = dict.fromkeys(title for result in results for title in peers_of(result))
     titles = sorted(titles, key=lambda title: [*PEERS.values(), title].index(title))
     headings = ["batch", "heads", "topk", "cache", "mla-backend", *titles, "best peer over ours", "of the floor"]
@@ -117,7 +127,7 @@ def kernels(report: Report) -> str:
 def picked(report: Report, batch: str, heads: int, fmt: str) -> Entry:
     """The entry with this batch, heads and format at topk 2048. Raises ValueError."""
     name = kernel_name({"batch": batch, "heads": heads, "topk": 2048, "format": fmt})
-    for result in report["results"]:
+    for result in ran(report):
         if kernel_name(result["case"]) == name:
             return result
     raise ValueError(f"there is no {name}")

@@ -1,8 +1,10 @@
 """What ops/ times: batches and suites, checks of results, peers, the timer, and the commands as far as a CPU goes."""
 
+import functools
 import lzma
 import subprocess
 import sys
+import time
 import types
 import zipfile
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 import mla_backend
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.ops import batches, cpu, index, kernels, peer_kernels, peers, rows
+from serving_benchmarks.ops import batches, cpu, index, kernels, peer_kernels, peers, rows, timing
 from serving_benchmarks.ops.batches import Batch, positions
 from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
 from serving_benchmarks.results import kinds, tables
@@ -71,13 +73,13 @@ def test_a_check_finds_wrong_results():
 
 
 def test_peers_are_called_where_vllm_would_call_them():
-    caches = types.SimpleNamespace(by_format={"fp8_ds_mla": None, "bf16": None})
+    by_format = {"fp8_ds_mla": None, "bf16": None}
 
     def called(spec, heads, fmt):
         (case,) = kernels.cases([spec], [heads], [64], [fmt])
         q = torch.empty(case.batch.tokens, heads, 576)
         problem = peer_kernels.Problem(q, None, None, 1.0, case.batch.queries)
-        return set(kernels.peers_for(case, problem, caches, {"flashmla", "fa3"}))
+        return set(kernels.peers_for(case, problem, by_format, {"flashmla", "fa3"}))
 
     bf16 = {"flashmla_bf16", "fa3_bf16"}
     assert called("8q1s1k", 16, "fp8_ds_mla") == bf16 | {"flashmla_fp8", "flashmla_fp8_one_batch"}
@@ -204,7 +206,7 @@ def test_a_wrong_suite_is_refused_with_its_file_and_entry(text, entry, tmp_path)
 
 TIMING = {"fastest": 1e-5, "median": 2e-5, "lower_quartile": 1.5e-5, "upper_quartile": 3e-5, "rounds": 5}
 MEASURED = {"useful_flops": 1e9, "bytes": 1e8, "floor_seconds": {"math": 1e-5, "memory": 4e-5, "l2": 2e-5}}
-MEASURED |= {"seconds": {"ours": TIMING, "plan": TIMING}, "failed": {}, "best_peer": None}
+MEASURED |= {"accuracy": {}, "seconds": {"ours": TIMING, "plan": TIMING}, "failed": {}, "best_peer": None}
 
 
 @pytest.mark.parametrize(("suite", "asked_for_peers"), [("headline", True), ("sweep", False)])
@@ -212,7 +214,7 @@ def test_the_command_measures_the_cases_of_a_suite(suite, asked_for_peers, tmp_p
     """All of the command except what needs a GPU."""
     ran, peers = [], {"flashmla": "vllm 0.23.0", "fa3": "missing: nowhere"}
 
-    def measure(case, caches, loaded, *_):
+    def measure(case, loaded, **_):
         ran.append((case.batch.spec, case.heads, case.topk, case.format))
         assert loaded == ({"flashmla"} if asked_for_peers else set())
         return {**MEASURED, "case": case.as_dict()}
@@ -227,6 +229,49 @@ def test_the_command_measures_the_cases_of_a_suite(suite, asked_for_peers, tmp_p
     assert ran == [case for case in shapes(suite) if case[1] == 16 and case[3] == "bf16"]
     assert [result["case"]["batch"] for result in file.results] == [batch for batch, *_ in ran]
     assert file.kind == "kernels" and file.environment["peers"] == (peers if asked_for_peers else {})
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """What needs a GPU, on a CPU: small caches, and calls in place of graphs."""
+    begin = time.perf_counter()
+    monkeypatch.setattr(kernels, "DEVICE", "cpu")
+    monkeypatch.setattr(kernels, "SMALLEST_CACHE", 512)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(timing, "_captured", lambda calls, passes: timing.Burst([*calls] * passes))
+    monkeypatch.setattr(timing.Burst, "seconds", lambda burst: burst.run() or time.perf_counter() - begin)
+    for command in (kernels, rows):
+        monkeypatch.setattr(command.opt, "require_gpu", lambda: None)
+
+
+def attend(problem, cache):
+    """A peer that computes what ours does."""
+    out = torch.empty(*problem.q.shape[:2], 512, dtype=problem.q.dtype)
+    given = problem.q, cache, problem.indices
+    return peer_kernels.Prepared(lambda: mla_backend.sparse_attention(*given, scale=problem.scale, out=out), out)
+
+
+def test_ours_and_peers_are_checked_before_they_are_timed(on_a_cpu, tmp_path, monkeypatch, capsys):
+    def wrong(problem, cache):
+        prepared = attend(problem, cache)
+        return peer_kernels.Prepared(lambda: prepared.out.zero_(), prepared.out)
+
+    peers = {"flashmla_bf16": attend, "fa3_bf16": wrong}
+    monkeypatch.setattr(
+        kernels,
+        "peers_for",
+        lambda case, problem, by_format, _: {
+            name: functools.partial(prepare, cache=by_format["bf16"]) for name, prepare in peers.items()
+        },
+    )
+    words = "kernels --batches 2q1s100_q2s70 --heads 3 --topk 90 --rounds 2 --output".split()
+    assert main([*words, str(tmp_path / "out")]) == 0
+    for result in kinds.load(tmp_path / "out").results:
+        assert {*result["seconds"]} == {"ours", "plan", "flashmla_bf16"} and result["best_peer"] == "flashmla_bf16"
+        assert "wrong result" in result["failed"]["fa3_bf16"] and {*result["accuracy"]} == {"ours", "flashmla_bf16"}
+        assert result["useful_flops"] == 2 * (90 + 90 + 69 + 70) * 3 * (576 + 512)
+    assert capsys.readouterr().err.count("fa3_bf16 failed for 2q1s100_q2s70, h 3, topk 90, ") == 2
 
 
 @pytest.mark.parametrize("words", ["nope", "nope.toml", "headline --heads 3"])
@@ -244,7 +289,7 @@ def test_every_case_of_rows_is_there_once_and_has_a_name_of_its_own():
 
 
 def test_rows_measures_what_was_asked_for_and_goes_on_after_a_failure(tmp_path, monkeypatch, capsys):
-    def measure(case, *_):
+    def measure(case, **_):
         if case.heads == 8:
             raise kernels.WrongResult("wrong result")
         return {**MEASURED, "case": case.as_dict()}
