@@ -11,17 +11,19 @@ from serving_benchmarks.options import Refused
 COMMANDS = {
     "kernels": ("ops.kernels", "sparse attention on a GPU, versus FlashMLA, FlashAttention 3 and FlashInfer"),
     "rows": ("ops.rows", "the same on other rows: DeepSeek-V4's, rows without rope, fp16"),
+    "dense": ("ops.dense", "dense decode from page tables on a GPU, versus FlashMLA and FlashAttention 3"),
+    "backward": ("ops.backward", "the backward of sparse attention on a GPU, versus cuDNN or TileLang"),
     "ops cache": ("ops.cache", "writing the cache, the plan, positions to slots, on a GPU"),
     "ops index": ("ops.index", "the indexer's scores and its top-k, on a GPU"),
     "ops cpu": ("ops.cpu", "sparse attention on a CPU, versus vLLM's CPU kernel"),
     "throughput": ("run.throughput", "whole models offline: all requests are there at the start"),
     "serve": ("run.serve", "whole models behind a server, over request rates or numbers of clients"),
     "checkpoint": ("run.checkpoint", "whether backends and engines give the same answers"),
-    "report": ("results.report", "a page with tables and pictures of result files"),
+    "report": ("results.report", "a page with tables and a picture of result files"),
     "compare": ("results.compare", "what became faster or slower between two result files"),
     "docs": ("results.docs", "write the numbers of result files into README and docs"),
     "models": ("models.models", "make a model of real width with random weights"),
-    "peers": ("ops.peers", "fetch the kernels that `kernels` compares with"),
+    "peers": ("ops.peers", "fetch the kernels that `kernels`, `rows` and `dense` compare with"),
 }
 """Each command's module, below serving_benchmarks, and what it does. A module has `add_options(parser)` and
 `run(options)`, which returns the exit status; the first paragraph of its docstring is the text of --help."""

@@ -103,6 +103,12 @@ def listed(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 names = listed(str)
 
 
+def add_list(parser: argparse._ActionsContainer, name: str, item: Callable[[str], Any], told: str, default: Any = None):
+    """An option that takes a list. Its help ends with the default, if it has one."""
+    told, metavar = f"{told}; default: %(default)s" if default else told, f"{name[2:].upper()},..."
+    parser.add_argument(name, type=listed(item), default=default, metavar=metavar, help=told)
+
+
 def json_object(text: str) -> dict[str, Any]:
     """An object of JSON."""
     try:
@@ -146,20 +152,14 @@ def new_folder(text: str) -> Path:
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """The option --output FILE of every command that measures."""
-    parser.add_argument(
-        "--output", type=new_file, metavar="FILE", help="write the results and their environment as JSON"
-    )
+    told = "write the results and their environment as JSON"
+    parser.add_argument("--output", type=new_file, metavar="FILE", help=told)
 
 
 def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
     """The option --rounds N."""
-    parser.add_argument(
-        "--rounds",
-        type=rounds,
-        default=default,
-        metavar="N",
-        help="how often each candidate is timed, interleaved with the others; default: %(default)s",
-    )
+    told = "how often each candidate is timed, interleaved with the others; default: %(default)s"
+    parser.add_argument("--rounds", type=rounds, default=default, metavar="N", help=told)
 
 
 def require_gpu() -> None:

@@ -174,32 +174,29 @@ def _entry(entry: Any, where: str, known_formats: Sequence[str]) -> Entry:
     if not isinstance(entry, dict):
         raise SuiteError(f"{where} must be a table, got {entry!r}")
     _refuse_unknown(entry, Entry.__dataclass_fields__, where)
-    batches = _list(entry, "batches", str, None, where)
-    for batch in batches:
-        try:
+    try:
+        batches = _list(entry, "batches", str)
+        for batch in batches:
             Batch.parse(batch)
-        except ValueError as error:
-            raise SuiteError(f"{where}: batches: {error}") from None
-    formats = _list(entry, "formats", str, known_formats, where)
-    for name in formats:
-        if name not in known_formats:
-            raise SuiteError(f"{where}: formats: {name!r} is not one of {', '.join(known_formats)}")
-    heads = _list(entry, "heads", int, None, where)
+        formats = _list(entry, "formats", str, known_formats)
+        for name in formats:
+            if name not in known_formats:
+                raise ValueError(f"formats: {name!r} is not one of {', '.join(known_formats)}")
+        heads, topk = _list(entry, "heads", int), _list(entry, "topk", int, [DEFAULT_TOPK])
+    except ValueError as error:
+        raise SuiteError(f"{where}: {error}") from None
     if not 1 <= min(heads) <= max(heads) <= MOST_HEADS:
         raise SuiteError(f"{where}: heads must be 1 to {MOST_HEADS}, got {heads}")
-    topk = _list(entry, "topk", int, [DEFAULT_TOPK], where)
     if min(topk) < 1:
         raise SuiteError(f"{where}: topk must be 1 or more, got {topk}")
     return Entry(tuple(batches), tuple(heads), tuple(topk), tuple(formats))
 
 
-def _list(entry: dict[str, Any], name: str, kind: type, default: Sequence[Any] | None, where: str) -> list[Any]:
+def _list(entry: dict[str, Any], name: str, kind: type, default: Sequence[Any] | None = None) -> list[Any]:
     values = entry.get(name, default)
-    if values is None:
-        raise SuiteError(f"{where} has no {name}")
     if not isinstance(values, list | tuple) or not values or any(type(value) is not kind for value in values):
         what = {str: "texts", int: "whole numbers"}[kind]
-        raise SuiteError(f"{where}: {name} must be a list of {what}, got {values!r}")
+        raise ValueError(f"{name} must be a list of {what}, got {values!r}")
     return list(values)
 
 

@@ -116,13 +116,7 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tokens",
-        type=opt.listed(opt.count),
-        default="1,128,4096,65536,1048576",
-        metavar="N,...",
-        help="default: %(default)s",
-    )
+    opt.add_list(parser, "--tokens", opt.count, "written, planned and converted at once", "1,128,4096,65536,1048576")
     opt.add_rounds(parser, 21)
     opt.add_output(parser)
 

@@ -178,24 +178,15 @@ def context_length(text: str) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    def lists(name: str, item: Callable[[str], Any], default: str, what: str) -> None:
-        help = f"{what}; default: %(default)s"
-        parser.add_argument(name, type=opt.listed(item), default=default, metavar="...", help=help)
-
-    lists("--heads", opt.between(1, MOST_HEADS), "16,128", "query heads")
-    lists("--contexts", context_length, "1024,8192", f"slots that a query attends to, multiples of {BLOCK}")
-    lists("--batches", opt.count, "1,8", "query tokens")
-    lists("--formats", opt.one_of(FORMATS), ",".join(FORMATS), "of the cache")
-    parser.add_argument(
-        "--threads", type=opt.count, default=torch.get_num_threads(), metavar="N", help="default: torch's (%(default)s)"
-    )
-    parser.add_argument(
-        "--burst",
-        type=opt.seconds,
-        default=0.15,
-        metavar="SECONDS",
-        help="how long a candidate is called in a round; default: %(default)s",
-    )
+    opt.add_list(parser, "--heads", opt.between(1, MOST_HEADS), "query heads", "16,128")
+    told = f"slots that a query attends to, multiples of {BLOCK}"
+    opt.add_list(parser, "--contexts", context_length, told, "1024,8192")
+    opt.add_list(parser, "--batches", opt.count, "query tokens", "1,8")
+    opt.add_list(parser, "--formats", opt.one_of(FORMATS), "of the cache", ",".join(FORMATS))
+    threads, told = torch.get_num_threads(), "default: torch's (%(default)s)"
+    parser.add_argument("--threads", type=opt.count, default=threads, metavar="N", help=told)
+    told = "how long a candidate is called in a round; default: %(default)s"
+    parser.add_argument("--burst", type=opt.seconds, default=0.15, metavar="SECONDS", help=told)
     opt.add_rounds(parser, 11)
     opt.add_output(parser)
 

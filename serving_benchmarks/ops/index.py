@@ -175,35 +175,12 @@ def decode_shape(text: str) -> tuple[int, int]:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--decode",
-        type=opt.listed(decode_shape),
-        default="64x4096,64x32768",
-        metavar="REQUESTSxCONTEXT,...",
-        help="requests with one token each, and the keys that it sees; default: %(default)s",
-    )
-    parser.add_argument(
-        "--prefill",
-        type=opt.listed(opt.count),
-        default="4096",
-        metavar="TOKENS,...",
-        help="whole prompts; default: %(default)s",
-    )
-    parser.add_argument(
-        "--heads",
-        type=opt.listed(opt.between(1, MOST_HEADS)),
-        default="64",
-        metavar="N,...",
-        help="of the indexer; default: %(default)s",
-    )
+    told = "requests with one token each, and the keys that it sees"
+    opt.add_list(parser, "--decode", decode_shape, told, "64x4096,64x32768")
+    opt.add_list(parser, "--prefill", opt.count, "tokens of whole prompts", "4096")
+    opt.add_list(parser, "--heads", opt.between(1, MOST_HEADS), "of the indexer", "64")
     parser.add_argument("--topk", type=opt.count, default=2048, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--formats",
-        type=opt.listed(opt.one_of(KEY_FORMATS)),
-        default=",".join(KEY_FORMATS),
-        metavar="NAME,...",
-        help="of the keys; default: %(default)s",
-    )
+    opt.add_list(parser, "--formats", opt.one_of(KEY_FORMATS), "of the keys", ",".join(KEY_FORMATS))
     opt.add_rounds(parser, 21)
     opt.add_output(parser)
 

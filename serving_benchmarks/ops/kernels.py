@@ -12,7 +12,7 @@ not timed, although vLLM has to make it (prefill) or to keep a cache of 1.76 tim
 import argparse
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -155,11 +155,11 @@ def new_lists(batch: Batch, topk: int, blocks: int, block_size: int) -> tuple[Te
     return mla_backend.convert_indices(picked, table, batch.token_requests().to(DEVICE), block_size)
 
 
-def new_problem(case: Case, blocks: int) -> Problem:
-    """A batch of random queries."""
-    indices, counts = new_lists(case.batch, case.topk, blocks, BLOCK)
-    q = torch.randn(case.batch.tokens, case.heads, 576, device=DEVICE).div_(MAGNITUDE).bfloat16()
-    return Problem(q, indices, counts, SCALE, case.batch.queries)
+def new_problem(batch: Batch, heads: int, fmt: str, lists: tuple[Tensor, Tensor], **more: Any) -> Problem:
+    """Random queries of a batch to rows of a format."""
+    rows = mla_backend.FORMATS[fmt]
+    q = torch.randn(batch.tokens, heads, rows.head_dim, device=DEVICE).div_(MAGNITUDE).to(rows.number)
+    return Problem(q, *lists, rows.head_dim**-0.5, batch.queries, more)
 
 
 def lengths_of(problem: Problem) -> Tensor | None:
@@ -219,6 +219,13 @@ def check_out(got: Tensor, want: Tensor, times: float = 1) -> dict[str, float]:
     return found
 
 
+def prepared_candidate(made: Iterable[Prepared], want: Tensor, times: float = 1) -> timing.Candidate:
+    """Calls on all sets. `want` is the last one's out, of the reference."""
+    made = list(made)
+    out = made[-1].out
+    return timing.Candidate([one.call for one in made], [out], lambda: check_out(out.view(want.shape), want, times))
+
+
 def check_lse(got: Tensor, want: Tensor, *, rounded: bool) -> None:
     """`rounded`: by a kernel that rounds queries."""
     absolute = LSE_ABSOLUTE + ROUNDED_LSE * rounded
@@ -234,7 +241,8 @@ def rounds_queries(cache: Tensor) -> bool:
 def measure(case: Case, caches: Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:
     """Checks and times one case: ours, our plan, and every peer that can run it."""
     by_format = {"fp8_ds_mla": caches["fp8_ds_mla", BLOCK], "bf16": caches.in_bf16("fp8_ds_mla", BLOCK)}
-    problems = [new_problem(case, len(by_format["bf16"])) for _ in range(sets)]
+    lists = (new_lists(case.batch, case.topk, len(by_format["bf16"]), BLOCK) for _ in range(sets))
+    problems = [new_problem(case.batch, case.heads, case.format, one) for one in lists]
     peers = peers_for(case, problems[-1], by_format, loaded)
     found = time_problems(problems, by_format[case.format], case.format, peers, rounds)
     attended = sum(map(listed_rows, problems)) / sets
@@ -272,9 +280,7 @@ def time_problems(
         return check_out(last.out, exact_out)
 
     def of_peer(prepare: Callable[[Problem], Prepared]) -> timing.Candidate:
-        made = [prepare(problem) for problem in problems]
-        out = made[-1].out
-        return timing.Candidate([one.call for one in made], [out], lambda: check_out(out, exact_out, PEERS_ALLOWED))
+        return prepared_candidate(map(prepare, problems), exact_out, PEERS_ALLOWED)
 
     ours = {"ours": timing.Candidate([one.call for one, _ in prepared], [last.out, lse], check)}
     ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
@@ -287,38 +293,53 @@ def time_problems(
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    def lists(group: argparse._ArgumentGroup, name: str, item: Callable[[str], Any], help: str) -> None:
-        group.add_argument(name, type=opt.listed(item), metavar=f"{name[2:].upper()},...", help=help)
-
     what = parser.add_argument_group("what is measured")
     either = what.add_mutually_exclusive_group(required=True)
     suites = (f"{name}: {batches.load_suite(name, FORMATS).description}" for name in batches.suite_names())
     either.add_argument(
         "--suite", metavar="NAME|FILE", help="; ".join(suites) + "; or a file of your own, as docs/benchmarks.md says"
     )
-    lists(either, "--batches", Batch.parse, "128q1s32k is 128 requests with 1 query token each at 32K tokens")
-    heads = opt.between(1, batches.MOST_HEADS)
-    lists(what, "--heads", heads, "only these of a suite; default with --batches: 16,128")
-    lists(what, "--topk", opt.count, f"only these of a suite; default with --batches: {batches.DEFAULT_TOPK}")
-    lists(what, "--formats", opt.one_of(FORMATS), "only these formats of the cache; default: all")
+    told = "128q1s32k is 128 requests with 1 query token each at 32K tokens"
+    opt.add_list(either, "--batches", Batch.parse, told)
+    heads, only = opt.between(1, batches.MOST_HEADS), "only these of a suite; default with --batches:"
+    opt.add_list(what, "--heads", heads, f"{only} 16,128")
+    opt.add_list(what, "--topk", opt.count, f"{only} {batches.DEFAULT_TOPK}")
+    opt.add_list(what, "--formats", opt.one_of(FORMATS), "only these formats of the cache; default: all")
     add_ways(parser, 15)
 
 
 def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
     """The options that say how attention is measured."""
     peers = parser.add_argument_group("peers")
-    peers.add_argument(
-        "--peers", type=Path, metavar="FOLDER", help="that the command `peers` has filled; default: an installed vllm"
-    )
-    peers.add_argument(
-        "--vllm", default=VERSIONS[0], metavar="VERSION", help="whose kernels in that folder; default: %(default)s"
-    )
+    told = "that the command `peers` has filled; default: an installed vllm"
+    peers.add_argument("--peers", type=Path, metavar="FOLDER", help=told)
+    told = "whose kernels in that folder; default: %(default)s"
+    peers.add_argument("--vllm", default=VERSIONS[0], metavar="VERSION", help=told)
     peers.add_argument("--ours-only", action="store_true", help="no peers, whatever the suite says")
     how = parser.add_argument_group("how")
-    how.add_argument(
-        "--sets", type=opt.count, default=4, metavar="N", help="of queries and lists, rotated; default: %(default)s"
-    )
+    told = "of queries and lists, rotated; default: %(default)s"
+    how.add_argument("--sets", type=opt.count, default=4, metavar="N", help=told)
     add_ends(how, rounds)
+
+
+def add_cases(parser: argparse.ArgumentParser, kind: str, cases: Sequence[Any]) -> None:
+    """The option --cases, for commands with cases of their own."""
+    names = "; ".join(name_of(kind, case) for case in cases)
+    told = f"only cases with all of these words, or of other words after a comma. All cases: {names}"
+    parser.add_argument("--cases", type=opt.names, metavar="WORDS,...", help=told)
+
+
+def name_of(kind: str, case: Any) -> str:
+    return kinds.KINDS[kind].name_of({"case": case.as_dict()})
+
+
+def asked_for(options: argparse.Namespace, kind: str, cases: Sequence[Any]) -> list[Any]:
+    """The cases that --cases names. Raises Refused."""
+    asked = [set(words.split()) for words in options.cases or [""]]
+    found = [case for case in cases if any(words <= set(name_of(kind, case).split()) for words in asked)]
+    if not found:
+        raise opt.Refused(f"--cases: no case has these words; {name_of(kind, cases[0])} is one")
+    return found
 
 
 def add_ends(parser: argparse.ArgumentParser, rounds: int) -> None:
@@ -360,9 +381,14 @@ def run(options: argparse.Namespace) -> int:
 def load_peers(options: argparse.Namespace, wanted: bool, console: Console) -> tuple[dict[str, str], set[str]]:
     """What `peer_kernels.load` says of each peer, and those that are there."""
     found = peer_kernels.load(options.peers, options.vllm) if wanted else {}
-    for name, version in found.items():
+    return found, say(found, console)
+
+
+def say(peers: dict[str, str], console: Console) -> set[str]:
+    """Names peers with their versions, or why they are missing. Returns those that are there."""
+    for name, version in peers.items():
         console.print(f"{name}: {version}", markup=False, soft_wrap=True)
-    return found, {name for name, version in found.items() if not version.startswith("missing")}
+    return {name for name, version in peers.items() if not version.startswith("missing")}
 
 
 def measure_cases(
@@ -377,22 +403,20 @@ def measure_cases(
 
     The exit status is 1 if a case failed, or if the time was over before all were measured.
     """
-    results, began, name_of = [], time.monotonic(), kinds.KINDS[kind].name_of
+    results, began = [], time.monotonic()
     for number, case in enumerate(cases, 1):
         if time.monotonic() - began > options.limit_s:
             console.print(f"--limit-s {options.limit_s:g} is over: {len(cases) - number + 1} cases were not measured")
             break
-        entry = {"case": case.as_dict()}
+        entry, name = {"case": case.as_dict()}, name_of(kind, case)
         try:
             entry |= measure(case)
         except (RuntimeError, ValueError, WrongResult) as error:
             entry["error"] = timing.first_line(error)
         results.append(entry)
-        told = tables.kernel_line(entry)
-        console.print(f"{number} of {len(cases)}: {name_of(entry)}: {told}", markup=False, soft_wrap=True)
-        for name, why in ({"mla_backend": entry["error"]} if "error" in entry else entry["failed"]).items():
-            console.print(f"{name} failed for {name_of(entry)}: {why}", markup=False, soft_wrap=True)
-    headings, rows = tables.kernel_rows([result for result in results if "error" not in result], name_of)
-    result_file.show(headings, rows, words=1, width=140)
+        if "error" not in entry:
+            print(f"{number} of {len(cases)}: {name}: {tables.kernel_line(entry)}", flush=True)
+        for who, why in ({"mla_backend": entry["error"]} if "error" in entry else entry["failed"]).items():
+            console.print(f"{who} failed for {name}: {why}", markup=False, soft_wrap=True)
     result_file.write(options.output, results, console, benchmark=kind, peers=peers)
     return 1 if len(results) < len(cases) or any("error" in result for result in results) else 0

@@ -42,8 +42,19 @@ class Problem:
 
 
 @dataclass
+class DenseProblem:
+    """One batch of whole sequences. q `[B, S, H, 576]`, table int32 `[B, blocks of each]`, lengths int32 `[B]`."""
+
+    q: Tensor
+    table: Tensor
+    lengths: Tensor
+    scale: float
+    longest: int
+
+
+@dataclass
 class Prepared:
-    """A call, and its result `[T, H, 512]`."""
+    """A call, and its result `[T, H, 512]` (dense FlashMLA's is `[B, S, H, 512]`)."""
 
     call: Callable[[], object]
     out: Tensor
@@ -107,24 +118,53 @@ def fa3(problem: Problem, cache: Tensor) -> Prepared:
 
     vLLM gives it no schedule and lets it choose the splits, so both are part of the call.
     """
-    tokens, heads, _ = problem.q.shape
-    latent, rope = problem.q[..., :LATENT].contiguous(), problem.q[..., LATENT:].contiguous()
-    rows = cache.view(-1, 1, 1, cache.shape[-1])
-    starts = torch.arange(tokens + 1, dtype=torch.int32, device=latent.device)
-    out = torch.empty((tokens, heads, LATENT), dtype=latent.dtype, device=latent.device)
+    longest = problem.indices.shape[1]
+    tokens = DenseProblem(problem.q.unsqueeze(1), problem.indices, problem.counts, problem.scale, longest)
+    return _fa3(tokens, cache.view(-1, 1, 1, cache.shape[-1]), None)
+
+
+def fa3_dense(problem: DenseProblem, cache: Tensor) -> Prepared:
+    """FlashAttention 3 on a BF16 cache in pages. vLLM makes the schedule once a step."""
+    requests, queries, heads, width = problem.q.shape
+    about = requests, queries, problem.longest, heads, 1, width - LATENT, LATENT, problem.q.dtype, problem.lengths
+    rest = _starts(problem), None, None, None, None, cache.shape[1], 0, True, -1, -1, False, 0, None, 0
+    schedule = torch.ops._vllm_fa3_C.get_scheduler_metadata(*about, *rest)
+    return _fa3(problem, cache.unsqueeze(-2), schedule)
+
+
+def flashmla_dense(problem: DenseProblem, cache: Tensor) -> Prepared:
+    """FlashMLA's dense decode on a BF16 cache. vLLM makes the schedule once a step."""
+    out = torch.empty((*problem.q.shape[:3], LATENT), dtype=problem.q.dtype, device=problem.q.device)
+    arguments = problem.q, cache.unsqueeze(-2), LATENT, problem.lengths, problem.table, problem.scale, True
+    attend = torch.ops._flashmla_C.dense_decode_fwd
+    schedule = attend(*arguments, None, None, out)[2:4]
+    return Prepared(lambda: attend(*arguments, *schedule, out), out)
+
+
+def _starts(problem: DenseProblem) -> Tensor:
+    """int32 `[B + 1]`: where each request's queries begin."""
+    requests, queries = problem.q.shape[:2]
+    return torch.arange(0, requests * queries + 1, queries, dtype=torch.int32, device=problem.q.device)
+
+
+def _fa3(problem: DenseProblem, pages: Tensor, schedule: Tensor | None) -> Prepared:
+    """With pages `[pages, tokens of a page, 1, 576]`."""
+    q = problem.q.flatten(0, 1)
+    latent, rope = q[..., :LATENT].contiguous(), q[..., LATENT:].contiguous()
+    out = torch.empty_like(latent)
     # fmt: off
     arguments = (
-        rope, rows[..., LATENT:], rows[..., :LATENT],
+        rope, pages[..., LATENT:], pages[..., :LATENT],
         None, None,  # new k and v
         latent, out,
-        starts, None, None,  # where each request's queries, keys and new keys start
-        None, problem.counts,  # how many of its queries and keys are used
-        1, problem.indices.shape[1],  # most queries and keys of a request
-        problem.indices, None, None,  # block table, batch index, padding on the left
+        _starts(problem), None, None,  # where each request's queries, keys and new keys start
+        None, problem.lengths,  # how many of its queries and keys are used
+        problem.q.shape[1], problem.longest,  # most queries and keys of a request
+        problem.table, None, None,  # block table, batch index, padding on the left
         None, None, None,  # rotary embedding
         None, None, None,  # scales of FP8
         problem.scale, True, -1, -1, 0.0, True,  # causal, no window, no soft cap, rotary layout
-        None, 0, None, 0,  # schedule, splits, packing and free SMs: its own choice
+        schedule, 0, None, 0,  # splits, packing and free SMs: its own choice
         None, 1, 0, None,  # sinks, context parallelism
     )
     # fmt: on
@@ -194,6 +234,9 @@ PEERS = {
     "flashinfer_bf16": Peer("flashinfer", "bf16", flashinfer),
 }
 """By their names in result files."""
+PrepareDense = Callable[[DenseProblem, Tensor], Prepared]
+DENSE: dict[str, PrepareDense] = {"flashmla": flashmla_dense, "fa3": fa3_dense}
+"""Those of dense decode."""
 
 
 def load(folder: Path | None, version: str) -> dict[str, str]:

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-import mla_backend
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import kernels, peer_kernels
 from serving_benchmarks.ops.batches import Batch
@@ -85,21 +84,14 @@ def quick(chosen: Sequence[Case]) -> list[Case]:
 
 def new_problem(case: Case, caches: kernels.Caches, lengths: Tensor | None) -> Problem:
     """A batch of random queries. `lengths` are those of the second lists, if not all of them count."""
-    fmt, batch = mla_backend.FORMATS[case.format], case.requests
-    blocks = len(caches[case.format, case.page])
-    indices, counts = kernels.new_lists(batch, case.topk, blocks, case.page)
+    lists = kernels.new_lists(case.requests, case.topk, len(caches[case.format, case.page]), case.page)
     more = {"cache_format": case.format, "cache_scale": kernels.SCALES.get(case.format, 1.0)}
     if case.extra_topk:
         extra = caches[case.format, case.extra_page]
         more |= {"extra_cache": extra, "extra_cache_format": case.format, "extra_topk_length": lengths}
-        more["extra_indices"], _ = kernels.new_lists(batch, case.extra_topk, len(extra), case.extra_page)
+        more["extra_indices"], _ = kernels.new_lists(case.requests, case.extra_topk, len(extra), case.extra_page)
         more["sink"] = torch.randn(case.heads, device=kernels.DEVICE)
-    q = (
-        torch.randn(batch.tokens, case.heads, fmt.head_dim, device=kernels.DEVICE)
-        .div_(kernels.MAGNITUDE)
-        .to(fmt.number)
-    )
-    return Problem(q, indices, counts, fmt.head_dim**-0.5, batch.queries, more)
+    return kernels.new_problem(case.requests, case.heads, case.format, lists, **more)
 
 
 def measure(case: Case, caches: kernels.Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:
@@ -120,8 +112,7 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], sets: int, rou
 def add_options(parser: argparse.ArgumentParser) -> None:
     types = {"name": opt.one_of({case.name for case in cases()}), "format": opt.one_of(PEERS)}
     for name in ("name", "format", "heads", "requests"):
-        kind = opt.listed(types.get(name, opt.count))
-        parser.add_argument(f"--{name}", type=kind, metavar=f"{name.upper()},...", help="only cases with these")
+        opt.add_list(parser, f"--{name}", types.get(name, opt.count), "only cases with these")
     parser.add_argument("--quick", action="store_true", help=f"the fewest and the most requests, {QUICK_ROUNDS} rounds")
     kernels.add_ways(parser, 11)
 

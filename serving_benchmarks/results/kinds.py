@@ -1,7 +1,7 @@
 """Every kind of result file, described once, and the reader that checks files against it.
 
-To add a kind, add it to KINDS: what its entries must have, how compare holds two files against each other, which tables
-the docs can have of it, and which pictures a report shows.
+To add a kind, add it to KINDS: what its entries must have, how compare holds two files against each other, and which
+tables the docs can have of it.
 """
 
 import json
@@ -44,8 +44,6 @@ class Kind:
     shows the first one."""
     timed: Callable[[ResultFile], Iterator[Timed]] | None = None
     """None: there is nothing to compare."""
-    picture: str | None = None
-    """A function of pictures.py. Its docstring is the caption."""
     always: tuple[str, ...] = ()
     """Fields that failed entries have as well."""
 
@@ -200,8 +198,6 @@ KINDS = {
             "kernels_prefill": lambda report: tables.headline(report, tables.HEADLINE_PREFILL),
         },
         _candidates_timed,
-        "speed_up",
-        always=("case",),
     ),
     "rows": Kind(
         "Sparse attention on other rows, on a GPU",
@@ -209,7 +205,23 @@ KINDS = {
         {**_CASE, "case.name": _text, "case.batch": _text, "case.topk": _count, "bytes": _positive},
         {"rows": tables.rows},
         _candidates_timed,
-        always=("case",),
+    ),
+    "dense": Kind(
+        "Dense decode on a GPU",
+        lambda entry: "{batch} h{heads} {format}".format(**entry["case"]),
+        {**_CASE, "case.batch": _text, "bytes": _positive, "seconds.plan": _timing},
+        {"dense": tables.dense},
+        _candidates_timed,
+    ),
+    "backward": Kind(
+        "The backward of sparse attention on a GPU",
+        lambda entry: "h{heads} {rows} {lists}".format(**entry["case"]),
+        {
+            **dict.fromkeys(("case.heads", "case.rows"), _count),
+            **{"case.lists": _text, "useful_flops": _positive, "seconds": _timings, "parts": _object},
+        },
+        {"backward": tables.backward},
+        _candidates_timed,
     ),
     "cache": Kind(
         "The ops around attention",

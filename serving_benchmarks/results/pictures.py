@@ -6,14 +6,12 @@ Colours get lighter in an order that survives printing in grey. Markers and dash
 from collections.abc import Sequence
 from typing import IO, Any
 
-from matplotlib import colormaps, patheffects
-from matplotlib.colors import LogNorm
+from matplotlib import patheffects
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from serving_benchmarks.ops.batches import Batch
 from serving_benchmarks.results import runs, tables
-from serving_benchmarks.results.file import Report, ResultFile
+from serving_benchmarks.results.file import Report
 
 STYLES = (
     {"color": "#000000", "marker": "o", "linestyle": "-"},
@@ -41,11 +39,11 @@ NUMBERS = "Numbers"
 """Keyword of that text."""
 
 
-def new_figure(panels: int, title: str, width: float = 6.2, height: float = 4.6, columns: int = 2) -> tuple:
-    """A figure and the axes of its panels, in rows of `columns`."""
-    across = min(panels, columns)
+def new_figure(panels: int, title: str) -> tuple:
+    """A figure and the axes of its panels, two in a row."""
+    across = min(panels, 2)
     down = -(-panels // across)
-    figure = Figure(figsize=(max(across * width, 7.5), down * height + 0.6), layout="constrained")
+    figure = Figure(figsize=(max(across * 6.2, 7.5), down * 4.6 + 0.6), layout="constrained")
     axes = figure.subplots(down, across, squeeze=False).flatten().tolist()
     for unused in axes[panels:]:
         unused.set_visible(False)
@@ -84,42 +82,6 @@ def decode_bars(report: Report) -> tuple[Figure, str]:
     axes.set_axisbelow(True)
     figure.legend(ncols=min(3, len(names)), frameon=False, loc="outside lower center", fontsize=9)
     return figure, "; ".join(numbers)
-
-
-def speed_up(file: ResultFile) -> Figure | None:
-    """mla-backend's speed over that of the fastest peer in the same process. Peers without FP8 read a BF16 cache.
-    Hatched: the peer is faster. Empty: not measured."""
-
-    def size(result: Result) -> tuple[int, int, int]:
-        return result["case"]["tokens"], Batch.parse(result["case"]["batch"]).cached, result["case"]["topk"]
-
-    panels_of: dict[str, dict[tuple[str, int], float]] = {}
-    for result in sorted((result for result in file.succeeded if result["best_peer"]), key=size):
-        case = result["case"]
-        column = case["batch"] if case["topk"] == 2048 else f"{case['batch']}\ntopk {case['topk']}"
-        panels_of.setdefault(f"{case['format']} cache", {})[column, case["heads"]] = result["speed_up"]
-    if not panels_of:
-        return None
-    most = max(len({column for column, _ in cells}) for cells in panels_of.values())
-    figure, panels = new_figure(len(panels_of), file.machine, max(5.5, most * 0.95), 4.0, columns=1 if most > 8 else 2)
-    ratios = [ratio for cells in panels_of.values() for ratio in cells.values()]
-    most_apart = max(1.25, *ratios, *(1 / ratio for ratio in ratios))
-    norm, colors = LogNorm(1 / most_apart, most_apart), colormaps["cividis"]
-    for panel, (title, cells) in zip(panels, panels_of.items(), strict=True):
-        columns, heads = list(dict.fromkeys(column for column, _ in cells)), sorted({count for _, count in cells})
-        for (column, count), ratio in cells.items():
-            x, y, color = columns.index(column), heads.index(count), colors(norm(ratio))
-            look = {"facecolor": color, "edgecolor": "white", "hatch": "///" if ratio < 1 else None, "linewidth": 0.8}
-            panel.fill_between([x - 0.5, x + 0.5], y - 0.5, y + 0.5, **look)
-            bright = 0.3 * color[0] + 0.6 * color[1] + 0.1 * color[2] > 0.5
-            box = {"facecolor": color, "edgecolor": "none", "pad": 1.5}
-            look = {"ha": "center", "va": "center", "color": "black" if bright else "white", "bbox": box}
-            panel.text(x, y, f"{ratio:.2f}", **look)
-        panel.set(xlim=(-0.5, len(columns) - 0.5), ylim=(-0.5, len(heads) - 0.5), title=title, ylabel="heads")
-        panel.set_xticks(range(len(columns)), columns, fontsize=8)
-        panel.set_yticks(range(len(heads)), heads)
-        panel.set_xlabel("batch")
-    return figure
 
 
 # Whole models

@@ -1,4 +1,4 @@
-"""Makes one page of any result files: which backend and how many GPUs, pictures, tables, and where it was measured.
+"""Makes one page of any result files: which backend and how many GPUs, a picture, tables, and where it was measured.
 
 The page, DIR/report.html, has its pictures in it and needs neither other files nor a network. A file that is not
 understood is named with the reason, on the page too. The exit status is 2 if none is usable.
@@ -42,13 +42,9 @@ def _figure(figure: Any, caption: str) -> str:
 
 def section_of(file: ResultFile) -> str:
     """What the page has of one file. Raises NotUnderstood."""
-    from serving_benchmarks.results import pictures
-
-    body, picture, table = [], kinds.KINDS[file.kind].picture, next(iter(kinds.KINDS[file.kind].makers.values()))
+    body, table = [], next(iter(kinds.KINDS[file.kind].makers.values()))
     try:
         if file.succeeded:
-            if picture and (figure := getattr(pictures, picture)(file)) is not None:
-                body.append(_figure(figure, " ".join(getattr(pictures, picture).__doc__.split())))
             body += ["<h3>Numbers</h3>", markdown_to_html(table(file.report))]
         if file.kind in MODELS:
             tables.by_workload([file.report])
@@ -68,7 +64,7 @@ def _left_out(file: ResultFile) -> list[str]:
     name_of = kinds.KINDS[file.kind].name_of
     failed = [result for result in file.results if result.get("error")]
     told = [f"{name_of(result)}: {textwrap.shorten(str(result['error']), MOST_OF_AN_ERROR)}" for result in failed]
-    for result in file.succeeded if file.kind in ("kernels", "rows") else ():
+    for result in file.succeeded:
         case = name_of(result)
         told += [f"{tables.peer_title(name)}, {case}: {why}" for name, why in (result.get("failed") or {}).items()]
     return told

@@ -68,9 +68,23 @@ def summary(values: Sequence[float | None]) -> dict[str, float | None]:
     return {"mean": math.fsum(known) / len(known), **found}
 
 
-def summaries(requests: dict[str, Sequence[float | None]]) -> dict[str, dict[str, float | None]]:
-    """Of the lists of a result file."""
-    return {name: summary(requests[name]) for name in ("ttft_s", "tpot_s", "e2e_s")}
+def latencies(requests: dict[str, Sequence[float | None]], gaps: Sequence[float]) -> dict[str, Any]:
+    """Fields of a result file: of the lists of requests, and of the seconds between tokens."""
+    found, gap = {name: summary(requests[name]) for name in ("ttft_s", "tpot_s", "e2e_s")}, summary(gaps)
+    shown = {"ttft_s": found["ttft_s"], "itl_s": gap}
+    return {**{name: {p: of[p] for p in ("p50", "p99")} for name, of in shown.items()}, "latency": found}
+
+
+def speeds(seconds: float, requests: int, inputs: int, outputs: int) -> dict[str, float]:
+    """Fields of a result file: requests and their tokens, over time."""
+    return {
+        "elapsed_time": seconds,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "requests_per_second": requests / seconds,
+        "tokens_per_second": (inputs + outputs) / seconds,
+        "output_tokens_per_second": outputs / seconds,
+    }
 
 
 def is_good(ttft: float | None, tpot: float | None, ttft_limit: float | None, tpot_limit: float | None) -> bool:

@@ -4,7 +4,7 @@ Each takes the contents of result files, `*reports`. Entries that failed are lef
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from serving_benchmarks.results import file, kernel_times, runs
@@ -27,10 +27,15 @@ PEERS = {
     "flashinfer_bf16": "FlashInfer BF16",
     "flashmla": "FlashMLA",
     "flashinfer": "FlashInfer",
+    "fa3": "FA3",
+    "cudnn": "cuDNN",
+    "tilelang": "TileLang",
 }
 """Titles of candidates. Of candidates with one title the fastest counts."""
-NOT_PEERS = ("ours", "plan")
-"""Candidates of `kernels` that are ours."""
+NOT_PEERS = ("ours", "plan", "slot_lists")
+"""Candidates that are ours."""
+BACKWARD_PARTS = ("order", "main", "sum")
+"""Of ours, shown."""
 LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")
 """Headings of what latencies() gives."""
 KERNELS_SHOWN = 8
@@ -79,49 +84,55 @@ def share_of_floor(result: Entry) -> float:
     return max(result["floor_seconds"].values()) / result["seconds"]["ours"]["median"]
 
 
-def kernel_rows(results: Sequence[Entry], name_of: Callable[[Entry], str]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows for a terminal."""
-    headings = "case|ours us|quartiles|TFLOP/s|TB/s|of floor|plan us|best peer|us|ratio".split("|")
-    rows = []
-    for result in results:
-        seconds = result["seconds"]
-        ours, best = seconds["ours"], result["best_peer"]
-        us, low, high = (microseconds(ours[name]) for name in ("median", "lower_quartile", "upper_quartile"))
-        row = [name_of(result), us, f"{low} {high}", f"{result['useful_flops'] / ours['median'] / 1e12:.0f}"]
-        row.append(f"{result['bytes'] / ours['median'] / 1e12:.2f}" if "bytes" in result else "-")
-        row.append(f"{share_of_floor(result):.0%}" if "floor_seconds" in result else "-")
-        row.append(microseconds(seconds["plan"]["median"]) if "plan" in seconds else "-")
-        if best:
-            row += [peer_title(best), microseconds(seconds[best]["median"]), f"{result['speed_up']:.2f}"]
-        rows.append(row)
-    return headings, rows
-
-
 def kernel_line(entry: Entry) -> str:
-    """What an entry says in a line, whether it ran or failed."""
-    if "error" in entry:
-        return "failed"
-    best, times = entry["best_peer"], {name: microseconds(of["median"]) for name, of in entry["seconds"].items()}
-    return f"{times['ours']} us" + (
-        f", {peer_title(best)} {times[best]}, ratio {entry['speed_up']:.2f}" if best else ""
-    )
+    """What was measured of a case, for a terminal."""
+    ours, best = entry["seconds"]["ours"], entry["best_peer"]
+    us, low, high = (microseconds(ours[name]) for name in ("median", "lower_quartile", "upper_quartile"))
+    parts = [f"{us} us ({low} to {high})", f"{entry['useful_flops'] / ours['median'] / 1e12:.0f} TFLOP/s"]
+    parts += [f"{entry['bytes'] / ours['median'] / 1e12:.2f} TB/s"] if "bytes" in entry else []
+    parts += [f"{share_of_floor(entry):.0%} of the floor"] if "floor_seconds" in entry else []
+    others = {name: of["median"] for name, of in entry["seconds"].items() if name != "ours"}
+    parts += [f"{peer_title(name)} {microseconds(seconds)}" for name, seconds in others.items()]
+    return ", ".join([*parts, *([f"{peer_title(best)} over ours {entry['speed_up']:.2f}"] if best else [])])
 
 
 def kernels(report: Report) -> str:
     """Every case, with the time of every peer."""
     results = ran(report)
-    titles = dict.fromkeys(title for result in results for title in peers_of(result))
-    titles = sorted(titles, key=lambda title: [*PEERS.values(), title].index(title))
+    titles = _titles(results)
     headings = ["batch", "heads", "topk", "cache", "mla-backend", *titles, "best peer over ours", "of the floor"]
     rows = []
     for result in results:
-        case, times = result["case"], peers_of(result)
+        case = result["case"]
         row = [case["batch"], str(case["heads"]), str(case["topk"]), case["format"]]
-        row.append(microseconds(result["seconds"]["ours"]["median"]))
-        row += [microseconds(times[title]) if title in times else "-" for title in titles]
-        row += [f"{result['speed_up']:.2f}" if result["best_peer"] else "-", f"{share_of_floor(result):.0%}"]
-        rows.append(row)
+        rows.append([*row, *_versus(result, ["ours"], titles), f"{share_of_floor(result):.0%}"])
     return "\n".join([*file.table(headings, rows), "", f"{_kernels_measured(report)} {FLOOR}"])
+
+
+def dense(report: Report) -> str:
+    """Every case, with the time of every peer, and of the same as lists of slots."""
+    results = ran(report)
+    titles = _titles(results)
+    headings = ["batch", "heads", "cache", "mla-backend", "as lists of slots", *titles, "best peer over ours"]
+    rows = []
+    for result in results:
+        case = result["case"]
+        row = [case["batch"], str(case["heads"]), case["format"]]
+        rows.append([*row, *_versus(result, ["ours", "slot_lists"], titles)])
+    return "\n".join([*file.table(headings, rows), "", _kernels_measured(report, lists="")])
+
+
+def _versus(result: Entry, ours: Sequence[str], titles: Sequence[str]) -> list[str]:
+    """Cells: times of ours, of peers, and the ratio."""
+    times = {name: result["seconds"][name]["median"] for name in ours if name in result["seconds"]} | peers_of(result)
+    cells = [microseconds(times[name]) if name in times else "-" for name in (*ours, *titles)]
+    return [*cells, f"{result['speed_up']:.2f}" if result["best_peer"] else "-"]
+
+
+def _titles(results: Sequence[Entry]) -> list[str]:
+    """Of the peers that were timed, in the order of PEERS."""
+    titles = dict.fromkeys(title for result in results for title in peers_of(result))
+    return sorted(titles, key=lambda title: [*PEERS.values(), title].index(title))
 
 
 def picked(report: Report, batch: str, heads: int, fmt: str) -> Entry:
@@ -171,15 +182,43 @@ def _time_and_ratio(result: Entry) -> str:
     return microseconds(result["seconds"]["ours"]["median"]) + ratio
 
 
-def _kernels_measured(report: Report) -> str:
+def backward(*reports: Report) -> str:
+    """A row for each case. Ours are the first file's, peers are those of all files, each versus ours in its process."""
+    cases: dict[tuple[str, int, int], list[Entry]] = {}
+    for entry in (entry for report in reports for entry in ran(report)):
+        cases.setdefault(tuple(entry["case"][name] for name in ("lists", "rows", "heads")), []).append(entry)
+    titles = _titles([entry for entries in cases.values() for entry in entries])
+    rows = []
+    for key, entries in cases.items():
+        times = [entries[0]["seconds"]["ours"]["median"], *map(entries[0]["parts"].get, BACKWARD_PARTS)]
+        versus = {}
+        for entry in entries:
+            for title, seconds in peers_of(entry).items():
+                versus[title] = f"{seconds * 1e3:.2f} ({seconds / entry['seconds']['ours']['median']:.2f})"
+        row = [*map(str, key), *(f"{seconds * 1e3:.2f}" if seconds else "-" for seconds in times)]
+        rows.append([*row, *(versus.get(title, "-") for title in titles)])
+    headings = ["lists", "rows", "heads", "mla-backend", *BACKWARD_PARTS, *titles]
+    how = (
+        "Medians of whole backwards, interleaved in one process, in ms. In brackets: the peer's time over ours there. "
+        f"{', '.join(BACKWARD_PARTS)}: kernel times in a profile."
+    )
+    return "\n".join([*file.table(headings, rows), "", _measured_with(how, reports)])
+
+
+def _kernels_measured(report: Report, lists: str = "; random lists") -> str:
     """The line below a table of kernels."""
-    where = report["environment"]
-    peers = {name.split("_")[0] for result in ran(report) for name in result["seconds"]} - {*NOT_PEERS}
-    versions = sorted({where["peers"][name] for name in peers}) or ["none"]
+    return _measured_with(f"Medians of interleaved CUDA graph replays in one process, in us{lists}.", [report])
+
+
+def _measured_with(how: str, reports: Sequence[Report]) -> str:
+    """How, on what machine, and with which versions of peers."""
+    where, versions = reports[0]["environment"], set()
+    for report in reports:
+        timed = {name for result in ran(report) for name in result["seconds"]} - {*NOT_PEERS}
+        versions |= {report["environment"]["peers"][name.split("_")[0]] for name in timed}
     return (
-        "Medians of interleaved CUDA graph replays in one process, in us; random lists. "
-        f"{file.machine(where)}, driver {where['driver']}, torch {where['torch']['version']}, peers' kernels: "
-        f"{', '.join(versions)}, {file.when(where)}."
+        f"{how} {file.machine(where)}, driver {where['driver']}, torch {where['torch']['version']}, peers' kernels: "
+        f"{', '.join(sorted(versions)) or 'none'}, {file.when(where)}."
     )
 
 

@@ -66,13 +66,7 @@ WAYS = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--ways",
-        type=types.listed(types.one_of(WAYS)),
-        default="embedded,vllm,mtp-1",
-        metavar="WAY,...",
-        help=f"of {', '.join(WAYS)}; default: %(default)s",
-    )
+    types.add_list(parser, "--ways", types.one_of(WAYS), f"of {', '.join(WAYS)}", "embedded,vllm,mtp-1")
     common.add_backend(parser)
     parser.add_argument("--model", help="a checkpoint's folder; default: the recall checkpoint and its questions")
     parser.add_argument("--num-prompts", type=types.count, metavar="N", help="default: 200 questions, or 16 prompts")

@@ -38,6 +38,15 @@ SAME_NAME = (
     "gpu_memory_utilization tensor_parallel_size decode_context_parallel_size"
 ).split()
 """Settings that vLLM has under the same name."""
+COUNTS = {
+    "max-model-len": "tokens of the longest request; default: as needed",
+    "max-num-seqs": "requests of a step; default: the largest --concurrency",
+    "max-num-batched-tokens": "tokens of a step",
+    "kv-cache-memory-bytes": "size of the KV cache",
+    "decode-context-parallel-size": "GPUs that share a request's cache",
+    "drafts": "tokens that the model's MTP layer drafts a step",
+}
+"""Settings that are whole numbers without a default of ours."""
 
 
 class Stages:
@@ -82,13 +91,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
     """The option --backend."""
-    parser.add_argument(
-        "--backend",
-        type=types.names,
-        default=[DEFAULT_BACKEND],
-        metavar="NAMES",
-        help=f"vLLM's attention backends, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE; default: {DEFAULT_BACKEND}",
-    )
+    told = f"vLLM's attention backends, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE; default: {DEFAULT_BACKEND}"
+    parser.add_argument("--backend", type=types.names, default=[DEFAULT_BACKEND], metavar="NAMES", help=told)
 
 
 def add_warmup(parser: argparse.ArgumentParser, what: str) -> None:
@@ -128,23 +132,13 @@ def add_vllm(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("vLLM's settings", "under vLLM's names; the default is vLLM's own")
     group.add_argument("--dtype", help="of weights and activations: bfloat16, float32, ...")
     group.add_argument("--kv-cache-dtype", default="auto", help="fp8, auto (bf16), ...; default: %(default)s")
-    group.add_argument(
-        "--max-model-len", type=types.count, metavar="N", help="tokens of the longest request; default: as needed"
-    )
-    group.add_argument(
-        "--max-num-seqs", type=types.count, metavar="N", help="requests of a step; default: the largest --concurrency"
-    )
-    group.add_argument("--max-num-batched-tokens", type=types.count, metavar="N", help="tokens of a step")
-    group.add_argument("--kv-cache-memory-bytes", type=types.count, metavar="BYTES", help="size of the KV cache")
+    for name, told in COUNTS.items():
+        group.add_argument(f"--{name}", type=types.count, metavar="N", help=told)
     group.add_argument("--gpu-memory-utilization", type=share, metavar="SHARE", help="part of the GPU's memory")
     group.add_argument(
         "--prefix-caching", action=argparse.BooleanOptionalAction, help="whether prompts share what they begin with"
     )
     group.add_argument("--tensor-parallel-size", type=types.count, default=1, metavar="N", help="default: %(default)s")
-    group.add_argument("--decode-context-parallel-size", type=types.count, metavar="N")
-    group.add_argument(
-        "--drafts", type=types.count, metavar="N", help="tokens that the model's MTP layer drafts a step"
-    )
     group.add_argument(
         "--no-compile", action="store_true", help="CUDA graphs of decode steps without compiling the model"
     )
@@ -253,20 +247,12 @@ def write(options: argparse.Namespace, benchmark: str, results: list[dict[str, A
         result_file.write(options.output, results, Console(stderr=True, highlight=False), **more)
 
 
-def load(case: dict[str, Any]) -> str:
-    """An entry's load: request rate, and requests in flight."""
-    rate, concurrency = case.get("request_rate"), case.get("concurrency")
-    parts = [f"{rate:g} requests/s"] if rate is not None else []
-    parts += [f"{concurrency} in flight"] if concurrency is not None else []
-    return ", ".join(parts) or "all at once"
-
-
 def table(results: list[dict[str, Any]], last: str, cell: Callable[[dict[str, Any]], str]) -> Table:
     """The entries as rows, with one column of the command's own."""
     latencies = "TTFT p50, ms", "p99", "ITL p50, ms", "p99"
     shown = Table("backend", "tokens", "load", "output tokens/s", "requests/s", *latencies, last, box=None)
     for result in results:
-        row = [result["backend"], runs.lengths(result["case"]), load(result["case"])]
+        row = [result["backend"], runs.lengths(result["case"]), runs.load(result["case"])]
         if result["error"] is None:
             times = [result[name][percentile] for name in ("ttft_s", "itl_s") for percentile in ("p50", "p99")]
             row += [f"{result['output_tokens_per_second']:.1f}", f"{result['requests_per_second']:.2f}"]

@@ -53,12 +53,8 @@ serve.main(parser.parse_args())
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
-    parser.add_argument(
-        "--request-rate", type=types.listed(types.positive), metavar="R,...", help="requests per second; default: any"
-    )
-    parser.add_argument(
-        "--concurrency", type=types.listed(types.count), metavar="N,...", help="requests in flight; default: any"
-    )
+    types.add_list(parser, "--request-rate", types.positive, "requests per second; default: any")
+    types.add_list(parser, "--concurrency", types.count, "requests in flight; default: any")
     parser.add_argument("--input-len", type=types.count, default=1024, metavar="N", help="default: %(default)s")
     parser.add_argument("--output-len", type=types.count, default=128, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -166,20 +162,12 @@ def entry(bench: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
         gaps += bench["itls"][i]
     seconds, completed = bench["duration"], len(requests["e2e_s"])
     inputs, outputs = sum(requests["input_tokens"]), sum(requests["output_tokens"])
-    summaries, gap = runs.summaries(requests), runs.summary(gaps)
     return {
         "bench": {key: value for key, value in bench.items() if key not in NOT_KEPT},
-        "elapsed_time": seconds,
         "completed": completed,
         "failed": sent - completed,
-        "total_input_tokens": inputs,
-        "total_output_tokens": outputs,
-        "requests_per_second": completed / seconds,
-        "tokens_per_second": (inputs + outputs) / seconds,
-        "output_tokens_per_second": outputs / seconds,
-        "ttft_s": {name: summaries["ttft_s"][name] for name in ("p50", "p99")},
-        "itl_s": {name: gap[name] for name in ("p50", "p99")},
-        "latency": summaries,
+        **runs.speeds(seconds, completed, inputs, outputs),
+        **runs.latencies(requests, gaps),
         "goodput": goodput(requests, sent, seconds, options.ttft_limit, options.tpot_limit),
         **({"requests": requests} if options.requests else {}),
     }
@@ -244,7 +232,7 @@ def run_backend(
             stages.at(f"{backend}: healthy after {server.start_seconds:.0f} s")
 
             def run(load: Load, seed: int, what: str) -> dict[str, Any]:
-                stages.at(f"{backend}: {what}: {common.load(case_of(options, plan, load))}")
+                stages.at(f"{backend}: {what}: {runs.load(case_of(options, plan, load))}")
                 return run_load(server, options, load, seed, logs / f"{backend}-{seed}.log")
 
             for requests in plan.sizes:

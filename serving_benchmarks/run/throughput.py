@@ -46,28 +46,16 @@ def lengths_type(text: str) -> tuple[int, int]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
-    parser.add_argument(
-        "--lengths",
-        type=types.listed(lengths_type),
-        default="1024+128",
-        metavar="N+N,...",
-        help="tokens of a prompt and after it, such as 4096+64,512+512; default: %(default)s",
-    )
+    told = "tokens of a prompt and after it, such as 4096+64,512+512"
+    types.add_list(parser, "--lengths", lengths_type, told, "1024+128")
     parser.add_argument("--num-prompts", type=types.count, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--concurrency", type=types.listed(types.count), metavar="N,...", help="requests in flight; default: all"
-    )
+    types.add_list(parser, "--concurrency", types.count, "requests in flight; default: all")
     parser.add_argument(
         "--waves", type=types.count, metavar="N", help="at most so many prompts per request in flight; default: any"
     )
     types.add_rounds(parser, 3)
-    parser.add_argument(
-        "--seconds",
-        type=types.seconds,
-        default=0.0,
-        metavar="S",
-        help="more rounds, until every backend was timed for so long at this load; default: only --rounds",
-    )
+    told = "more rounds, until every backend was timed for so long at this load; default: only --rounds"
+    parser.add_argument("--seconds", type=types.seconds, default=0.0, metavar="S", help=told)
     common.add_warmup(parser, "run each load once before it is timed")
     parser.add_argument(
         "--interleave",
@@ -259,18 +247,11 @@ def run(options: argparse.Namespace) -> int:
     results = in_order(results, options)
     for result in results:
         if result.get("profile"):
-            print(f"\n{result['backend']}, {runs.lengths(result['case'])} tokens, {common.load(result['case'])}")
+            print(f"\n{result['backend']}, {runs.lengths(result['case'])} tokens, {runs.load(result['case'])}")
             print(*kernel_times.lines(result["profile"]), sep="\n")
     if results:
         common.show(common.table(results, "over the first", over_first))
-    settings = {
-        **plan.settings,
-        "rounds": options.rounds,
-        "seconds": options.seconds,
-        "waves": options.waves,
-        "warmup": options.warmup,
-        "size_warmup": bool(plan.sizes),
-        "interleaved": options.interleave,
-    }
-    common.write(options, "throughput", results, settings)
+    how = {name: getattr(options, name) for name in ("rounds", "seconds", "waves", "warmup")}
+    how |= {"size_warmup": bool(plan.sizes), "interleaved": options.interleave}
+    common.write(options, "throughput", results, {**plan.settings, **how})
     return status

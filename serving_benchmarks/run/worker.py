@@ -147,25 +147,16 @@ def entry(rounds: list[Round], *, keep_requests: bool) -> dict[str, Any]:
     elapsed = [one.elapsed for one in rounds]
     seconds = Timing.of(elapsed)
     first = rounds[0].requests
-    inputs, outputs, count = sum(first["input_tokens"]), sum(first["output_tokens"]), len(first["e2e_s"])
+    tokens, count = (sum(first["input_tokens"]), sum(first["output_tokens"])), len(first["e2e_s"])
     requests = {name: [value for one in rounds for value in one.requests[name]] for name in first}
     kept = {"round": [i for i in range(len(rounds)) for _ in range(count)], **requests}
-    summaries = runs.summaries(requests)
-    gaps = runs.summary([gap for one in rounds for gap in one.gaps])
     return {
-        "elapsed_time": seconds.median,
         "num_requests": count,
-        "total_num_tokens": inputs + outputs,
-        "requests_per_second": count / seconds.median,
-        "tokens_per_second": (inputs + outputs) / seconds.median,
-        "total_input_tokens": inputs,
-        "total_output_tokens": outputs,
-        "output_tokens_per_second": outputs / seconds.median,
+        "total_num_tokens": sum(tokens),
+        **runs.speeds(seconds.median, count, *tokens),
         "seconds": seconds.as_dict(),
         "rounds_s": elapsed,
-        "ttft_s": {name: summaries["ttft_s"][name] for name in ("p50", "p99")},
-        "itl_s": {name: gaps[name] for name in ("p50", "p99")},
-        "latency": summaries,
+        **runs.latencies(requests, [gap for one in rounds for gap in one.gaps]),
         **({"requests": kept} if keep_requests else {}),
     }
 

@@ -52,28 +52,30 @@ def assert_adds_up(result: dict, input_len: int, new: int, count: int) -> None:
     assert result["cache"] == {"tokens": 640, "prefix_hit_share": None} and result["preemptions"] == 0
 
 
-LONGEST = {
-    "--lengths 100+20,64+80": 144,
-    "--lengths 100+20,64+80 --max-model-len 200": 200,
+SETTINGS = {
+    "--lengths 100+20,64+80": {"max_model_len": 144},
+    "--lengths 100+20,64+80 --max-model-len 200": {"max_model_len": 200},
     # 96 tokens more than the prompt for what is profiled, and one for each prompt's step
-    "--lengths 20+4,30+2 --profile --concurrency 1,2": 30 + 97,
+    "--lengths 20+4,30+2 --profile --concurrency 1,2": {"max_model_len": 30 + 97},
+    "--backend A,B": {"gpu_memory_utilization": None},
+    "--backend A,B --interleave": {"gpu_memory_utilization": 0.45},
+    "--backend A,B --interleave --gpu-memory-utilization 0.4": {"gpu_memory_utilization": 0.4},
+    "--backend A --interleave": {"gpu_memory_utilization": None},
 }
 
 
-@pytest.mark.parametrize(("arguments", "longest"), LONGEST.items())
-def test_the_longest_request_is_the_longest_of_all_lengths(small_model, arguments, longest):
-    plan = throughput.plan_of(parsed("throughput", "--model", small_model, *arguments.split()))
-    assert plan.settings["max_model_len"] == longest and len(plan.workloads) == 2
+@pytest.mark.parametrize(("arguments", "wanted"), SETTINGS.items())
+def test_requests_fit_and_interleaved_backends_share_the_memory(small_model, arguments, wanted):
+    plan = throughput.plan_of(parsed("throughput", "--model", small_model, "--lengths", "20+4", *arguments.split()))
+    assert {name: plan.settings[name] for name in wanted} == wanted
 
 
 WARMED = {
     "": (6 * 20, 6),
     "--concurrency 1,3": (3 * 20, 3),
-    "--concurrency 8": (6 * 20, 6),
     "--concurrency 3 --max-num-seqs 2": (2 * 20, 2),
     "--max-num-batched-tokens 50": (50, 6),
     "--num-prompts 5000": (common.STEP_TOKENS, 5000),
-    "--no-size-warmup": None,
     "--no-warmup": None,
 }
 """Tokens and requests of the largest steps of the warm-up, if there is one."""
@@ -89,20 +91,6 @@ def test_step_sizes_are_warmed_up_on_a_gpu_as_far_as_they_are_needed(small_model
         *prompts, decode = [requests.prompts[len(requests) > 1 :] for requests in plan.sizes]
         assert (sum(map(len, prompts[-1])), len(decode)) == largest
         assert max(requests.longest for requests in plan.sizes) <= plan.settings["max_model_len"] == 24
-
-
-SHARES = {
-    "--backend A,B": None,
-    "--backend A,B --interleave": 0.45,
-    "--backend A,B --interleave --gpu-memory-utilization 0.4": 0.4,
-    "--backend A,B --interleave --gpu-memory-utilization 0.6 --kv-cache-memory-bytes 9": 0.6,
-    "--backend A --interleave": None,
-}
-
-
-@pytest.mark.parametrize(("arguments", "share"), SHARES.items())
-def test_interleaved_backends_share_the_memory(small_model, arguments, share):
-    assert throughput.memory_share(parsed("throughput", "--model", small_model, *arguments.split())) == share
 
 
 REFUSED = (

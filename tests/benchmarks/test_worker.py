@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import types
 
 import pytest
 from hypothesis import given
@@ -97,14 +96,6 @@ def test_rounds_go_there_and_back_until_all_workers_have_been_timed_for_long_eno
     done, there = workers[0].rounds, list(range(len(workers)))
     assert had == [index for number in range(done) for index in there[:: -1 if number % 2 else 1]]
     assert done >= 2 and done * min(lasts) >= seconds and (done == 2 or (done - 1) * min(lasts) < seconds)
-
-
-def test_of_several_workers_of_vllm_the_one_that_waited_least_is_profiled():
-    first = ["cuda", 8, [["gemm", 8, 100.0], ["all_reduce", 8, 900.0]], {}]
-    last = ["cuda", 8, [["gemm", 8, 110.0], ["all_reduce", 8, 20.0]], {}]
-    asked = engine.VllmEngine.__new__(engine.VllmEngine)
-    asked._llm = types.SimpleNamespace(collective_rpc=lambda method: list(map(json.dumps, (first, last))))
-    assert asked.stop_profile() == engine.Profile(*last)
 
 
 TOKENS = list(range(2, 50))

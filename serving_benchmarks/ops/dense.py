@@ -1,0 +1,133 @@
+"""Dense decode on a GPU, from page tables, versus FlashMLA and FlashAttention 3.
+
+Batches are written as those of `kernels` are: 64q4s8k is 64 requests with 4 query tokens each at 8K tokens. Candidates
+are timed and checked as there. The peers come out of vLLM's wheels and read BF16 rows: for an FP8 cache they get a BF16
+copy of it, which is not timed. Where requests have several query tokens, the same is also computed by
+`sparse_attention` from lists of all slots, which reads a request's rows once for each of its tokens.
+"""
+
+import argparse
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import mla_backend
+from mla_backend import reference
+from mla_backend.attention import workspace_floats
+from serving_benchmarks import options as opt
+from serving_benchmarks.ops import kernels, peer_kernels, timing
+from serving_benchmarks.ops.batches import Batch
+from serving_benchmarks.ops.kernels import BLOCK, SCALE
+from serving_benchmarks.ops.peer_kernels import DenseProblem, Problem
+
+BF16 = (("1q1s128k", 16), ("2q1s16k", 16), ("8q1s32k", 16), ("8q1s32k", 128), ("128q1s4k", 128), ("64q2s8k", 128))
+BF16 += (("128q1s8k", 16), ("64q4s8k", 16))
+FP8 = (("1q1s128k", 16), ("8q1s32k", 16), ("128q1s8k", 16), ("64q4s8k", 16))
+FP8_TENSOR = (("1q1s128k", 16), ("128q1s8k", 16))
+"""Batches and heads that are measured with rows of each format."""
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: str
+    heads: int
+    format: str
+
+    @property
+    def requests(self) -> Batch:
+        """All of equally many query tokens, at equally long sequences."""
+        return Batch.parse(self.batch)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens": self.requests.tokens}
+
+
+def cases() -> list[Case]:
+    """All of them, in the order of measuring."""
+    chosen = {"bf16": BF16, "fp8_ds_mla": FP8, "fp8_tensor_576": FP8_TENSOR}
+    return [Case(*one, fmt) for fmt, some in chosen.items() for one in some]
+
+
+def new_problem(case: Case, blocks: int) -> DenseProblem:
+    """Random queries of requests that own random blocks of a cache."""
+    batch, device = case.requests, kernels.DEVICE
+    table = kernels.new_table(batch.blocks(BLOCK), blocks)
+    lengths = torch.tensor([length for _, length in batch.requests], dtype=torch.int32, device=device)
+    shape = len(batch.requests), batch.queries, case.heads, 576
+    q = torch.randn(shape, device=device).div_(kernels.MAGNITUDE).bfloat16()
+    return DenseProblem(q, table, lengths, SCALE, max(length for _, length in batch.requests))
+
+
+def as_lists(case: Case, problem: DenseProblem) -> Problem:
+    """The same as lists of all slots, one for each query token."""
+    positions = torch.arange(problem.longest, device=problem.table.device)
+    slots = (problem.table[:, positions // BLOCK] * BLOCK + positions % BLOCK).int()
+    lists = slots.repeat_interleave(case.requests.queries, 0)
+    more = {"cache_format": case.format, "cache_scale": kernels.SCALES.get(case.format, 1.0)}
+    counts = case.requests.visible().to(lists.device)
+    return Problem(problem.q.flatten(0, 1), lists, counts, SCALE, case.requests.queries, more)
+
+
+def measure(case: Case, caches: kernels.Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:
+    """Checks and times one case: ours, our plan, lists of slots, and every peer."""
+    cache, in_bf16 = caches[case.format, BLOCK], caches.in_bf16(case.format, BLOCK)
+    torch.manual_seed(0)  # the tables of a case are those of a like case with other rows
+    problems = [new_problem(case, len(cache)) for _ in range(sets)]
+    last, batch, fmt = problems[-1], case.requests, mla_backend.FORMATS[case.format]
+    how = {"scale": SCALE, "cache_format": case.format, "cache_scale": kernels.SCALES.get(case.format, 1.0)}
+    exact_out, exact_lse = reference.dense_attention(last.q, cache, last.table, last.lengths, **how)
+    exact_out, exact_lse = exact_out.flatten(0, 1).float(), exact_lse.float()
+
+    requests, rows, slots = len(batch.requests), batch.queries * case.heads, last.table.shape[1] * BLOCK
+    make_plan = partial(mla_backend.plan, requests, slots, topk_length=last.lengths, num_heads=rows)
+    plan = make_plan(device=kernels.DEVICE)
+    workspace = torch.zeros(workspace_floats(len(plan), rows), device=kernels.DEVICE)
+    outs = [torch.empty(*problem.q.shape[:3], 512, dtype=torch.bfloat16, device=kernels.DEVICE) for problem in problems]
+    lse = torch.empty(exact_lse.shape, device=kernels.DEVICE)
+
+    def check_ours() -> dict[str, float]:
+        kernels.check_lse(lse, exact_lse, rounded=kernels.rounds_queries(cache))
+        return kernels.check_out(outs[-1].flatten(0, 1), exact_out)
+
+    attend = partial(mla_backend.dense_attention, cache=cache, plan=plan, workspace=workspace, lse=lse, **how)
+    calls = [
+        partial(attend, problem.q, block_table=problem.table, lengths=problem.lengths, out=out)
+        for problem, out in zip(problems, outs, strict=True)
+    ]
+    ours = {"ours": timing.Candidate(calls, [outs[-1], lse], check_ours)}
+    ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
+    if batch.queries > 1:
+        lists = [as_lists(case, problem) for problem in problems]
+        lists_plan = mla_backend.plan(batch.tokens, slots, topk_length=lists[-1].counts, num_heads=case.heads)
+        space = torch.zeros(workspace_floats(len(lists_plan), case.heads), device=kernels.DEVICE)
+        made = (kernels.prepare_ours(one, cache, lists_plan, space)[0] for one in lists)
+        ours["slot_lists"] = kernels.prepared_candidate(made, exact_out)
+
+    def of_peer(prepare: peer_kernels.PrepareDense) -> timing.Candidate:
+        made = (prepare(problem, in_bf16) for problem in problems)
+        return kernels.prepared_candidate(made, exact_out, kernels.PEERS_ALLOWED)
+
+    peers = {name: partial(of_peer, prepare) for name, prepare in peer_kernels.DENSE.items() if name in loaded}
+    return {
+        "useful_flops": 2 * int(batch.visible().sum()) * case.heads * (576 + 512),
+        "bytes": batch.cached * fmt.token_bytes + batch.tokens * case.heads * (2 * (576 + 512) + 4),
+        **timing.measure(ours, peers, rounds),
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    kernels.add_cases(parser, "dense", cases())
+    kernels.add_ways(parser, 15)
+
+
+def run(options: argparse.Namespace) -> int:
+    chosen = kernels.asked_for(options, "dense", cases())
+    opt.require_gpu()
+    console = Console(stderr=True, highlight=False)
+    found, loaded = kernels.load_peers(options, not options.ours_only, console)
+    caches = kernels.Caches(max(case.requests.cached for case in chosen))
+    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=options.rounds)
+    return kernels.measure_cases(options, "dense", chosen, one, found, console)
