@@ -418,5 +418,6 @@ def measure_cases(
             print(f"{number} of {len(cases)}: {name}: {tables.kernel_line(entry)}", flush=True)
         for who, why in ({"mla_backend": entry["error"]} if "error" in entry else entry["failed"]).items():
             console.print(f"{who} failed for {name}: {why}", markup=False, soft_wrap=True)
-    result_file.write(options.output, results, console, benchmark=kind, peers=peers)
+    if results:
+        result_file.write(options.output, results, console, benchmark=kind, peers=peers)
     return 1 if len(results) < len(cases) or any("error" in result for result in results) else 0
