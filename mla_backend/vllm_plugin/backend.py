@@ -106,25 +106,21 @@ class SparseMLAMetadataBuilder(BuilderBase):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        parallel_config = vllm_config.parallel_config
         self._init_reorder_batch_threshold(
             SHORT_EXTEND if getattr(self, "_prefill_backend", None) is not None else 1,
             supports_spec_as_decode=True,
             # each token has its own index list, so requests may have any number of tokens
-            supports_dcp_with_varlen=parallel_config.cp_kv_cache_interleave_size == 1,
+            supports_dcp_with_varlen=vllm_config.parallel_config.cp_kv_cache_interleave_size == 1,
         )
-        model_config = vllm_config.model_config
-        # with decode context parallelism a device attends with all heads of its group, to a part of the tokens
-        heads = model_config.get_num_attention_heads(parallel_config) * parallel_config.decode_context_parallel_size
         self.buffers = StepBuffers(
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             captured_tokens=versions.captured_tokens(vllm_config),
             topk=longest_list(vllm_config, layer_names),
-            heads=heads,
+            heads=attending_heads(vllm_config),
             device=device,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         )
-        self.leaders = leading_layers(layer_names, model_config.hf_text_config.num_hidden_layers)
+        self.leaders = leading_layers(layer_names, vllm_config.model_config.hf_text_config.num_hidden_layers)
         self.first_batch: Batch | None = None
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> Tensor:
@@ -149,6 +145,12 @@ def longest_list(vllm_config: VllmConfig, layer_names: list[str]) -> int:
     the tokens that no pool of its indexer holds yet."""
     layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
     return layer.impl.topk_indices_buffer.shape[1]
+
+
+def attending_heads(vllm_config: VllmConfig) -> int:
+    """Of a device: with decode context parallelism all heads of its group, to a part of the tokens."""
+    parallel = vllm_config.parallel_config
+    return vllm_config.model_config.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size
 
 
 def leading_layers(names: Collection[str], layers: int) -> frozenset[str]:

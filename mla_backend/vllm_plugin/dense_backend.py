@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 import mla_backend
 from mla_backend.vllm_plugin import versions
-from mla_backend.vllm_plugin.backend import leading_layers, refuse_features
+from mla_backend.vllm_plugin.backend import attending_heads, leading_layers, refuse_features
 from mla_backend.vllm_plugin.config import DENSE_CACHE_DTYPES
 from mla_backend.vllm_plugin.dense_step import DenseBuffers, DenseStep, groups_of
 from mla_backend.vllm_plugin.models import LATENT, ROPE
@@ -94,14 +94,12 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder):
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, **{"metadata_cls": DenseMLAMetadata, **kwargs}
         )
-        model_config, parallel_config = vllm_config.model_config, vllm_config.parallel_config
-        # with decode context parallelism a device attends with all heads of its group, to a part of the tokens
-        heads = model_config.get_num_attention_heads(parallel_config) * parallel_config.decode_context_parallel_size
+        model_config = vllm_config.model_config
         self.buffers = DenseBuffers(
             most_requests=vllm_config.scheduler_config.max_num_seqs,
             most_queries=self.reorder_batch_threshold,
             slots=model_config.max_model_len,
-            heads=heads,
+            heads=attending_heads(vllm_config),
             device=device,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
         )
