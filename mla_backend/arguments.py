@@ -87,6 +87,16 @@ def require_count(name: str, value: object, at_least: int = 0) -> None:
         raise ValueError(f"{name} must be {at_least} or more; got {value}")
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without the module, as errors have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def described(x: Tensor) -> str:
+    """What was given: dtype and shape."""
+    return f"{dtype_name(x.dtype)} {list(x.shape)}"
+
+
 @contextlib.contextmanager
 def named(**names: str) -> Iterator[None]:
     """Renames the argument `ours` to `theirs` in errors: named(ours="theirs")."""

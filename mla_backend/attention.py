@@ -119,6 +119,12 @@ def query_parts(q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | Non
     return q[0], q[1]
 
 
+def require_value_dim(name: str, value: object) -> None:
+    """For functions of other packages that are told how wide values are."""
+    if value != VALUE_DIM:
+        raise ValueError(f"{name} must be {VALUE_DIM}; got {value}")
+
+
 def new_workspace(workers: int, num_heads: int, device: torch.device) -> Tensor:
     """A workspace for a plan of so many workers, ready for its first use."""
     workspace = torch.empty(workspace_floats(workers, num_heads), dtype=torch.float32, device=device)

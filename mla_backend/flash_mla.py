@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import attention, training
-from mla_backend.arguments import named, require_count, require_optional_tensors, require_tensors
+from mla_backend.arguments import dtype_name, named, require_count, require_optional_tensors, require_tensors
 from mla_backend.dense import dense_attention
 from mla_backend.formats import FORMATS, CacheFormat, format_of
 
@@ -210,7 +210,7 @@ def flash_mla_with_kvcache(
     _require_queries(q, out, _require_paged("k_cache", k_cache, is_fp8_kvcache, any_kv_heads=dense), k_cache.shape[2])
     if extra_k_cache is not None:
         _require_paged("extra_k_cache", extra_k_cache, is_fp8_kvcache)
-    _require_value_dim(head_dim_v, "head_dim_v")
+    attention.require_value_dim("head_dim_v", head_dim_v)
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     batch_invariant = enable_batch_invariant or _asked_for_batch_invariance(tile_scheduler_metadata)
@@ -396,7 +396,7 @@ def flash_mla_sparse_fwd(
     """
     require_tensors(q=q, kv=kv, indices=indices)
     require_optional_tensors(topk_length=topk_length, out=out)
-    _require_value_dim(d_v, "d_v")
+    attention.require_value_dim("d_v", d_v)
     require_count("indexer_topk", indexer_topk)
     _require_one_list(kv, indices)
     slots = indices.squeeze(1)
@@ -456,7 +456,7 @@ def flash_mla_sparse_bwd(
     """
     require_tensors(q=q, kv=kv, o=o, dO=dO, indices=indices, lse=lse)
     require_optional_tensors(topk_length=topk_length)
-    _require_value_dim(d_v, "d_v")
+    attention.require_value_dim("d_v", d_v)
     require_count("q_start_index_s", q_start_index_s)
     _require_one_list(kv, indices)
     slots = indices.squeeze(1)
@@ -495,11 +495,6 @@ def _require_one_kv_head(name: str, heads: int) -> None:
         raise ValueError(f"{name} must be 1, as MLA has one KV head; got {heads}")
 
 
-def _require_value_dim(value: int, name: str) -> None:
-    if value != HEAD_DIM_V:
-        raise ValueError(f"{name} must be {HEAD_DIM_V}; got {value}")
-
-
 def _require_paged(name: str, cache: Tensor, is_fp8: bool, any_kv_heads: bool = False) -> CacheFormat:
     """The format of a cache of the package's shape."""
     if cache.dim() != 4 or cache.shape[2] == 0:
@@ -515,7 +510,7 @@ def _require_paged(name: str, cache: Tensor, is_fp8: bool, any_kv_heads: bool = 
 
 
 def _require_queries(q: Tensor, out: Tensor | None, rows: CacheFormat, kv_heads: int) -> None:
-    number = str(rows.number).removeprefix("torch.")
+    number = dtype_name(rows.number)
     if q.dtype != rows.number or q.dim() != 4 or q.shape[-1] != rows.head_dim:
         raise ValueError(
             f"q must be {number} [b, s_q, h_q, {rows.head_dim}] with {rows.name} rows in k_cache; "

@@ -13,9 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from mla_backend import training
+from mla_backend import attention, training
 from mla_backend.arguments import named, require_tensors
-from mla_backend.flash_mla import _require_value_dim
 
 LOG2_E = math.log2(math.e)
 
@@ -46,7 +45,7 @@ def sparse_mla_fwd_interface(
     """
     if return_p_sum:
         raise ValueError("return_p_sum must be False; got True")
-    _require_value_dim(d_v, "d_v")
+    attention.require_value_dim("d_v", d_v)
     rows, lists, flat_q = _flat(q, kv, indices, causal=True)
     with named(scale="sm_scale"):
         out, lse = training.sparse_mla(flat_q, rows, lists, scale=_scale(sm_scale, q))

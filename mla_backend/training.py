@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 
 from mla_backend import attention, library
-from mla_backend.arguments import call, named, require_count, require_optional_tensors, require_tensors, result_of
+from mla_backend.arguments import (
+    call,
+    described,
+    named,
+    require_count,
+    require_optional_tensors,
+    require_tensors,
+    result_of,
+)
 
 MAX_HEADS = 128
 WIDTHS = (576, 512)
@@ -243,24 +251,20 @@ def sparse_mla_backward(
 
 def _require_arguments(q: Tensor, kv: Tensor, indices: Tensor) -> None:
     if kv.dtype != torch.bfloat16 or kv.dim() != 2 or kv.shape[1] not in WIDTHS:
-        raise ValueError(f"kv must be bfloat16 [N, 576 or 512]; got {_described(kv)}")
+        raise ValueError(f"kv must be bfloat16 [N, 576 or 512]; got {described(kv)}")
     if q.dtype != torch.bfloat16 or q.dim() != 3 or q.shape[2] != kv.shape[1]:
-        raise ValueError(f"q must be bfloat16 [T, H, {kv.shape[1]}], as wide as kv; got {_described(q)}")
+        raise ValueError(f"q must be bfloat16 [T, H, {kv.shape[1]}], as wide as kv; got {described(q)}")
     if not 1 <= q.shape[1] <= MAX_HEADS:
-        raise ValueError(f"q must be of 1 to {MAX_HEADS} heads; got {_described(q)}")
+        raise ValueError(f"q must be of 1 to {MAX_HEADS} heads; got {described(q)}")
     if kv.device != q.device:
         raise ValueError(f"kv must be on {q.device} like q; got a tensor on {kv.device}")
     if indices.dim() != 2 or len(indices) != len(q):
-        raise ValueError(f"indices must be int32 [T={len(q)}, topk]; got {_described(indices)}")
+        raise ValueError(f"indices must be int32 [T={len(q)}, topk]; got {described(indices)}")
 
 
 def _require_order(order: object) -> None:
     if order is not None and not isinstance(order, BackwardOrder):
         raise TypeError(f"order must be what backward_order returned, or None; got {type(order).__name__}")
-
-
-def _described(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -304,7 +308,7 @@ def _blocks(q: Tensor, indices: Tensor, workspace_bytes: int) -> tuple[int, int]
 
 def _in_workspace(workspace: Tensor, device: torch.device, groups: int, pairs: int, width: int) -> Tensor:
     if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
-        raise ValueError(f"workspace must be uint8 [bytes], contiguous; got {_described(workspace)}")
+        raise ValueError(f"workspace must be uint8 [bytes], contiguous; got {described(workspace)}")
     if workspace.device != device:
         raise ValueError(f"workspace must be on {device} like q; got a tensor on {workspace.device}")
     if workspace.data_ptr() % 16:

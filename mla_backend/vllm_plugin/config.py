@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_backend.arguments import dtype_name
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.models import SERVED, has_v4_attention, is_draft, is_served, why_not
 
@@ -140,7 +141,7 @@ def _dtype(model_config: "ModelConfig", on_cpu: bool) -> str | None:
     accepted = (torch.bfloat16, torch.float32) if on_cpu else (torch.bfloat16,)
     if model_config.dtype in accepted:
         return None
-    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
+    names = " or ".join(map(dtype_name, accepted))
     return f"computes in bfloat16; got {model_config.dtype}. Use --dtype {names}."
 
 
