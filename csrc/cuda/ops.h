@@ -19,6 +19,9 @@ void merge_cut_tokens(const AttentionProblem& problem, void* stream);
 // The main kernels of the backward, for sparse_backward to choose from. Hopper's own makes no atomic additions.
 void portable_backward(const BackwardProblem& problem, void* stream);
 void hopper_backward(const BackwardProblem& problem, int processors, void* stream);
+// Called by it for so many heads or less.
+constexpr int kHopperFewHeads = 32;
+void hopper_few_heads_backward(const BackwardProblem& problem, int processors, void* stream);
 // Heads whose contributions a device's kernel adds up before it writes them.
 int32_t backward_group_heads(int device);
 // Bytes that backward_order works in, on the current device.

@@ -59,6 +59,13 @@ __device__ __forceinline__ void store_tiles(uint32_t row_address, const uint32_t
 }
 #endif
 
+// An 8x8 tile that a warp has in registers, transposed.
+__device__ __forceinline__ uint32_t transpose_tile(uint32_t tile) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(tile));
+  return transposed;
+}
+
 // Two fp32 numbers rounded to bf16, the first in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float first, float second) {
   uint32_t packed;

@@ -62,8 +62,8 @@ __device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64
 
 // ... or what the lane has of its rows, which has to stay as it is until the product is waited for.
 template <typename Atom, int kFirst = 0, int kSums>
-__device__ __forceinline__ void multiply(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b) {
-  fma<Atom, kFirst>(sum, SumsOf<Atom>{}, gmma::ScaleOut::One, a[0], a[1], a[2], a[3], b);
+__device__ __forceinline__ void multiply(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b, bool add = true) {
+  fma<Atom, kFirst>(sum, SumsOf<Atom>{}, add ? gmma::ScaleOut::One : gmma::ScaleOut::Zero, a[0], a[1], a[2], a[3], b);
 }
 
 // Hides from the compiler how a number came about, so that it neither shares that with other numbers nor does it

@@ -20,6 +20,7 @@ void run(const BackwardProblem& p, int processors, void* stream) {
 }  // namespace
 
 void hopper_backward(const BackwardProblem& p, int processors, void* stream) {
+  if (p.heads <= kHopperFewHeads && !p.accumulator) return hopper_few_heads_backward(p, processors, stream);
   p.width == kHeadDim ? run<kBlocks576>(p, processors, stream) : run<kBlocks512>(p, processors, stream);
 }
 

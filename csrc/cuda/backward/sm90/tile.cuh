@@ -25,11 +25,12 @@ template <int kBlocks>
 constexpr int kWidth = kBlocks * kBlockDims;
 
 // A warp copies rows into rows `first` and on of a tile, a multiple of eight: the left 256 dims, or the others. `own`
-// is where the row of this lane's number begins, in pieces from `rows` on, or kNoRow: then zeros are written.
-template <int kRows, int kBlocks, int kHalf>
+// is where the row of this lane's number begins, in pieces from `rows` on, or kNoRow: then zeros are written. The
+// tile's blocks lie kBytes apart.
+template <int kRows, int kBlocks, int kHalf, int kBytes = kBlockBytes>
 __device__ __forceinline__ void copy_rows(uint32_t tile, int first, const uint16_t* rows, uint32_t own, int lane) {
   const int block = kHalf * kHalfBlocks + lane / kRowPieces, piece = lane % kRowPieces;
-  const uint32_t to = tile + block * kBlockBytes + first * kRowBytes + piece * kPieceBytes;
+  const uint32_t to = tile + block * kBytes + first * kRowBytes + piece * kPieceBytes;
   // hidden, or the compiler keeps what it is made of, too
   auto from = reinterpret_cast<uint64_t>(rows) + (kHalf * 32 + lane) * kPieceBytes;
   hide(from);
@@ -39,8 +40,7 @@ __device__ __forceinline__ void copy_rows(uint32_t tile, int first, const uint16
                __shfl_sync(~0u, own, i));
   if constexpr (kHalf == 1 && kBlocks > kLatentBlocks) {  // eight lanes a row
     const int group = lane / kRowPieces;
-    const uint32_t rope =
-        tile + kLatentBlocks * kBlockBytes + (first + group) * kRowBytes + (piece ^ group) * kPieceBytes;
+    const uint32_t rope = tile + kLatentBlocks * kBytes + (first + group) * kRowBytes + (piece ^ group) * kPieceBytes;
     auto rope_from = reinterpret_cast<uint64_t>(rows) + (kLatentPieces + piece) * kPieceBytes;
     hide(rope_from);
 #pragma unroll

@@ -1,0 +1,467 @@
+// The backward of sparse attention for up to 32 heads on Hopper. Entries are the 64 rows of wgmma and heads its
+// columns, so that few heads fill the instruction. A block takes a query's tiles of 64 entries:
+//
+//   S^T | dP^T [64 entries x 2 heads] = K [64 x 512] (Q | dO)^T, and S^T += K Q^T of the 64 dims of rope
+//   P = 2^(S - lse), dS = P (dP - delta)
+//   dQ^T [576 dims x heads] += K^T dS^T
+//   contributions [64 entries x 576] = (dS^T | P^T) [64 x 2 heads] (Q | dO)
+//
+// Q and dO lie below one another in each block of 64 dims, so that one product sums up both parts of a contribution.
+// Its left factor stays in the registers in which it was found. For up to 16 heads there is a second copy of Q and dO,
+// for contributions: its dims are in such an order that a lane's sums are neighbours.
+//
+// Two consumer warpgroups have every other tile each, with a dQ of its own. At a query's end the one with the last tile
+// leaves its dQ in that tile's memory, and the other one adds its own and writes both. Writing contributions to memory
+// is what takes longest: everything else runs beside one warpgroup's stores.
+//
+//   produce | load i + 2 ...           | load i + 3 ...
+//   group 0 | S, dP, P, dS | contributions of i, dQ first ... | S, dP, P, dS of i + 2 ...
+//   group 1 | contributions of i - 1 ...     | S, dP, P, dS | contributions of i + 1 ...
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/backward/sm90/tile.cuh"
+#include "cuda/common/mbarrier.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "mla/backward.h"
+#include "mla/number.h"
+
+// Wgmmas of 24 and 48 columns. It needs what comes before.
+#include <cute/arch/mma_sm90_gmma_ext.hpp>
+
+namespace mla::cuda::sm90::backward::few_heads {
+
+constexpr int kGroupThreads = 128;
+constexpr int kThreads = 3 * kGroupThreads;
+constexpr int kProducerWarps = 4;
+constexpr int kWarpRows = kTileTokens / kProducerWarps;           // of a tile, a producer warp's
+constexpr int kArrivals = kProducerWarps * (32 + kWarpArrivals);  // at what the producers fill
+
+// A block begins with 168 registers a thread, handed round.
+template <int kHeads>
+constexpr uint32_t kConsumerRegisters = kHeads <= 16   ? 208
+                                        : kHeads <= 24 ? 224
+                                                       : 232;
+template <int kHeads>
+constexpr uint32_t kProducerRegisters = 3 * 168 - 2 * kConsumerRegisters<kHeads>;
+
+constexpr int kStep = 16;                      // what a wgmma sums over
+constexpr int kStepBytes = kStep * kRowBytes;  // of a factor whose rows are what is summed over
+constexpr int kBlockSteps = kBlockDims / kStep, kTileSteps = kTileTokens / kStep;
+
+template <int kHeads>
+constexpr int kHeadBytes = 2 * kHeads * kRowBytes;  // a block of Q and dO
+// The last block, of Q alone: rows of zeros make up a multiple of what is summed over at once.
+template <int kHeads>
+constexpr int kRopeRows = (kHeads + kStep - 1) / kStep * kStep;
+
+template <int kColumns, Major kA, Major kB>
+using HeadsAtom = std::conditional_t<
+    kColumns == 24, gmma::MMA_64x24x16_F32BF16BF16_SS<kA, kB>,
+    std::conditional_t<kColumns == 48, gmma::MMA_64x48x16_F32BF16BF16_SS<kA, kB>, Bf16Atom<kColumns, kA, kB>>>;
+
+// Whether there is room for a second copy of Q and dO. In it the 4-byte words of each 64 bytes, four times four of
+// them, are transposed: a lane's four sums of a row, of columns 8 apart, then are of 8 neighbouring dims.
+template <int kHeads>
+constexpr bool kTurns = kHeads <= 16;
+
+template <int kHeads, int kBlocks>
+struct Shared {
+  static constexpr int kQueries = kHeads <= 8 ? 2 : 1;  // queries that there is room for
+  static constexpr int kTurned = kTurns<kHeads> ? kQueries : 0;
+  static constexpr int kQueryBytes =
+      kLatentBlocks * kHeadBytes<kHeads> + (kBlocks - kLatentBlocks) * kRopeRows<kHeads> * kRowBytes;
+
+  alignas(1024) uint8_t k[2][kBlocks][kBlockBytes];              // a warpgroup's tiles, and at a query's end its dQ
+  alignas(1024) uint8_t heads[kQueries + kTurned][kQueryBytes];  // Q and dO; then the same turned
+  alignas(1024) uint8_t grads[2][kHeads * kRowBytes];            // dS, a warpgroup's, rows of heads
+  alignas(16) float lse2[kQueries][kHeads], delta[kQueries][kHeads];
+  uint8_t valid[2][kTileTokens];
+  Barrier k_full[2], k_empty[2];
+  Barrier q_full[kQueries + kTurned], q_empty[kQueries + kTurned];
+  Barrier d_q_full[kQueries];  // of the warpgroup that had a query's last tile
+};
+static_assert(sizeof(Shared<8, 9>) <= 227 * 1024 && sizeof(Shared<16, 9>) <= 227 * 1024 &&
+              sizeof(Shared<24, 9>) <= 227 * 1024 && sizeof(Shared<32, 9>) <= 227 * 1024);
+
+__device__ __forceinline__ int tiles_of(int entries) { return (entries + kTileTokens - 1) / kTileTokens; }
+
+// Where a lane's contributions go: to two of its warp's 16 rows, lane / 4 and that eight further on.
+template <int kHeads, int kBlocks>
+struct LaneRowsOf {
+  uint16_t* row;  // this lane's first piece of 16 bytes
+  bool valid[2];
+
+  // Writes 64 columns of one of the rows. Every lane of a warp calls it.
+  __device__ void store(const uint32_t (&pairs)[16], int half, int block, int lane) const {
+#pragma unroll
+    for (int i = half; i < 16; i += 8) {
+      const uint4 piece = kTurns<kHeads> ? uint4{pairs[i], pairs[i + 2], pairs[i + 4], pairs[i + 6]}
+                                         : gather_piece(pairs[i], pairs[i + 2], pairs[i + 4], pairs[i + 6], lane);
+      if (valid[half])
+        store_streaming(row + half * 8 * kWidth<kBlocks> + block * kBlockDims + i / 8 * (kBlockDims / 2), piece);
+    }
+  }
+};
+
+template <int kHeads, int kBlocks>
+struct Consumer {
+  using Memory = Shared<kHeads, kBlocks>;
+  static constexpr int kSums = kHeads / 2;   // a lane's numbers of 64 rows
+  static constexpr int kSteps = kHeads / 8;  // of a contribution, which sums over twice the heads
+  static constexpr int kPartBlocks = 3, kParts = (kBlocks + kPartBlocks - 1) / kPartBlocks;  // of dQ
+
+  const BackwardProblem& p;
+  Memory& s;
+  const int group, warp, lane;  // warp of the warpgroup
+
+  float d_q[kBlocks][kSums];
+
+  __device__ void run() {
+    // What both warpgroups have had: queries with tiles; and tiles, of which four times make no difference.
+    uint32_t queries = 0, before = 0;
+    clear_d_q();
+    for (int query = p.first + blockIdx.x; query < p.first + p.count; query += gridDim.x) {
+      const int tiles = tiles_of(p.lists.entries(query));
+      const uint32_t slot = queries % Memory::kQueries, parity = queries / Memory::kQueries % 2;
+      const int first = (before ^ group) & 1;  // the warpgroup's first tile
+      if (tiles > 0) wait(s.q_full[slot], parity);
+      if (kTurns<kHeads> && tiles > 0 && first >= tiles) {  // it has none, but is not to be ahead of itself
+        arrive_as_warp(s.q_empty[slot]);
+        wait(s.q_full[slot + Memory::kTurned], parity);
+      }
+      for (int tile = first; tile < tiles; tile += 2)
+        take_tile(query, tile, tiles, slot, (before + tile) / 2 % 2, parity);
+      before += tiles;
+      if (tiles > 0) arrive_as_warp(s.q_empty[slot + Memory::kTurned]);
+      if (before % 2 == group) {
+        if (tiles > 0) add_other_d_q(slot, parity);
+        write_d_q(query);
+        clear_d_q();
+      }
+      if (tiles > 0) ++queries;
+    }
+  }
+
+  __device__ void take_tile(int query, int tile, int tiles, uint32_t slot, uint32_t parity, uint32_t query_parity) {
+    const uint64_t k = describe_atoms(cast_smem_ptr_to_uint(s.k[group])),
+                   grads = describe_atoms(cast_smem_ptr_to_uint(s.grads[group])),
+                   heads = describe_atoms(cast_smem_ptr_to_uint(s.heads[slot + Memory::kTurned]));
+    uint32_t weights[kSteps][4];  // dS, then P
+    wait(s.k_full[group], parity);
+    publish_to_wgmma();
+    find_weights(weights, k, slot);
+    if constexpr (kTurns<kHeads>) {
+      if (tile + 2 >= tiles) arrive_as_warp(s.q_empty[slot]);
+      wait(s.q_full[slot + Memory::kTurned], query_parity);
+    }
+    sync_group();  // no warp reads the last tile's dS any more
+    store_grads(weights);
+    publish_to_wgmma();
+    sync_group();
+
+    const LaneRowsOf<kHeads, kBlocks> rows = rows_of(query, tile);
+    float sum[32];
+    uint32_t pairs[16];
+    start_contribution(sum, weights, heads, 0);
+    start_d_q(k, grads, 0);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      if (block < kParts)
+        cute::warpgroup_wait<1>();
+      else
+        cute::warpgroup_wait<0>();
+      fence_sums(sum);
+      pack_sums(pairs, sum);
+      if (block == kParts) release(tile + 1 == tiles, slot);
+      rows.store(pairs, 0, block, lane);
+      if (block + 1 < kBlocks) start_contribution(sum, weights, heads, block + 1);
+      if (block + 1 < kParts) start_d_q(k, grads, block + 1);
+      rows.store(pairs, 1, block, lane);
+    }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      for (uint32_t& pair : weights[step]) hide(pair);  // they have to stay until now
+  }
+
+  __device__ void sync_group() { sync_named<kGroupThreads>(1 + group); }
+
+  __device__ void find_weights(uint32_t (&weights)[kSteps][4], uint64_t k, uint32_t slot) {
+    const uint64_t heads = describe_atoms(cast_smem_ptr_to_uint(s.heads[slot]));
+    float sum[2 * kSums];  // S, then dP
+    fence_sums(sum);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+      for (int step = 0; step < kBlockSteps; ++step) {
+        const uint64_t a = k + ((block * kBlockBytes + step * kStep * 2) >> 4),
+                       b = heads + ((block * kHeadBytes<kHeads> + step * kStep * 2) >> 4);
+        if (block < kLatentBlocks)
+          multiply<HeadsAtom<2 * kHeads, Major::K, Major::K>>(sum, a, b, block > 0 || step > 0);
+        else
+          multiply<HeadsAtom<kHeads, Major::K, Major::K>>(sum, a, b);
+      }
+    cute::warpgroup_commit_batch();
+    const float scale2 = p.scale * kLog2E;
+    const int row = warp * 16 + lane / 4;
+    const bool valid[2] = {s.valid[group][row] != 0, s.valid[group][row + 8] != 0};
+    cute::warpgroup_wait<0>();
+    fence_sums(sum);
+#pragma unroll
+    for (int i = 0; i < kSums; i += 2) {  // of neighbouring heads
+      const int head = i / 4 * 8 + lane % 4 * 2;
+      const auto lse2 = *reinterpret_cast<const float2*>(&s.lse2[slot][head]),
+                 delta = *reinterpret_cast<const float2*>(&s.delta[slot][head]);
+      const auto weigh = [&](float score, float lse2) {
+        return valid[i / 2 % 2] ? exp2_approximate(fmaf(score, scale2, -lse2)) : 0.0f;
+      };
+      const float first = weigh(sum[i], lse2.x), second = weigh(sum[i + 1], lse2.y);
+      weights[i / 8][i / 2 % 4] =
+          pack_bf16(first * p.scale * (sum[kSums + i] - delta.x), second * p.scale * (sum[kSums + i + 1] - delta.y));
+      weights[(kSums + i) / 8][(kSums + i) / 2 % 4] = pack_bf16(first, second);
+    }
+  }
+
+  // dS as rows of heads, a warp 16 entries of each.
+  __device__ void store_grads(const uint32_t (&weights)[kSteps][4]) {
+    const int head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
+    const uint32_t to = cast_smem_ptr_to_uint(s.grads[group]) + head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
+#pragma unroll
+    for (int step = 0; step < kHeads / 16; ++step) store_tiles_transposed(to + step * kStepBytes, weights[step]);
+    if constexpr (kHeads % 16 > 0) {
+      const uint32_t last[2] = {weights[kHeads / 16][0], weights[kHeads / 16][1]};
+      store_tiles_transposed(to + kHeads / 16 * kStepBytes, last);
+    }
+  }
+
+  // Asks for the contributions of 64 dims.
+  __device__ void start_contribution(float (&sum)[32], const uint32_t (&weights)[kSteps][4], uint64_t heads,
+                                     int block) {
+    const int steps = block < kLatentBlocks ? kSteps : kRopeRows<kHeads> / kStep;
+    fence_sums(sum);
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      if (step < steps)
+        multiply<gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>>(
+            sum, weights[step], heads + ((block * kHeadBytes<kHeads> + step * kStepBytes) >> 4), step > 0);
+    cute::warpgroup_commit_batch();
+  }
+
+  // Asks for a few blocks of dQ.
+  __device__ void start_d_q(uint64_t k, uint64_t grads, int part) {
+    cute::warpgroup_arrive();
+#pragma unroll
+    for (int step = 0; step < kTileSteps; ++step)
+#pragma unroll
+      for (int block = part * kPartBlocks; block < (part + 1) * kPartBlocks; ++block)
+        if (block < kBlocks)
+          multiply<HeadsAtom<kHeads, Major::MN, Major::K>>(
+              d_q[block], k + ((block * kBlockBytes + step * kStepBytes) >> 4), grads + ((step * kStep * 2) >> 4));
+    cute::warpgroup_commit_batch();
+  }
+
+  __device__ LaneRowsOf<kHeads, kBlocks> rows_of(int query, int tile) const {
+    const int lane = hidden(this->lane), row = warp * 16 + lane / 4;
+    return {p.contribution(0, query, tile * kTileTokens) + row * kWidth<kBlocks> + lane % 4 * kPieceNumbers,
+            {s.valid[group][row] != 0, s.valid[group][row + 8] != 0}};
+  }
+
+  // The tile has been read, and dQ is there.
+  __device__ void release(bool last, uint32_t slot) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) fence_sums(d_q[block]);
+    if (!last) return arrive_as_warp(s.k_empty[group]);
+    sync_group();
+    auto* to = reinterpret_cast<float4*>(s.k[group]) + threadIdx.x % kGroupThreads;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+      for (int i = 0; i < kSums; i += 4, to += kGroupThreads)
+        *to = {d_q[block][i], d_q[block][i + 1], d_q[block][i + 2], d_q[block][i + 3]};
+    arrive_as_warp(s.d_q_full[slot]);
+    clear_d_q();
+  }
+
+  // Which of the two had the last tile makes no difference to the sum.
+  __device__ void add_other_d_q(uint32_t slot, uint32_t parity) {
+    wait(s.d_q_full[slot], parity);
+    const auto* from = reinterpret_cast<const float4*>(s.k[1 - group]) + threadIdx.x % kGroupThreads;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+      for (int i = 0; i < kSums; i += 4, from += kGroupThreads) {
+        const float4 other = *from;
+        d_q[block][i] += other.x, d_q[block][i + 1] += other.y;
+        d_q[block][i + 2] += other.z, d_q[block][i + 3] += other.w;
+      }
+    arrive_as_warp(s.k_empty[1 - group]);
+  }
+
+  // A lane has two pairs of a head's 16 dims after they have been transposed, and makes four neighbours of them.
+  __device__ void write_d_q(int query) const {
+    const int lane = hidden(this->lane);
+    const bool odd = lane & 1;
+    uint16_t* const to = p.d_q + query * p.d_q_token + warp * 16 + (odd ? 8 : 0) + lane % 4 / 2 * 4;
+#pragma unroll
+    for (int j = 0; j < kHeads / 8; ++j) {
+      const int head = 8 * j + lane / 4;
+      uint16_t* const row = to + head * p.d_q_head;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const float (&sum)[kSums] = d_q[block];
+        const uint32_t left = transpose_tile(pack_bf16(sum[4 * j], sum[4 * j + 1])),
+                       right = transpose_tile(pack_bf16(sum[4 * j + 2], sum[4 * j + 3]));
+        const uint32_t other = __shfl_xor_sync(~0u, odd ? left : right, 1);
+        if (head < p.heads)
+          *reinterpret_cast<uint2*>(row + block * kBlockDims) = odd ? uint2{other, right} : uint2{left, other};
+      }
+    }
+  }
+
+  __device__ void clear_d_q() {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) d_q[block][i] = 0.0f;
+  }
+};
+
+// Half of a query's Q or dO, zeros for heads that it does not have; and lse2 or delta.
+template <int kHeads, int kBlocks, int kHalf>
+__device__ __forceinline__ void copy_half(uint32_t to, const uint16_t* rows, int64_t stride, int heads, int lane) {
+#pragma unroll
+  for (int first = 0; first < kHeads; first += 8) {
+    lane = hidden(lane);
+    const int head = first + lane % 8;
+    const uint32_t own = head < heads ? head * static_cast<uint32_t>(stride / kPieceNumbers) : kNoRow;
+    copy_rows<8, kBlocks, kHalf, kHeadBytes<kHeads>>(to, first, rows, own, lane);
+  }
+}
+
+template <int kHeads>
+__device__ __forceinline__ void copy_statistics(float (&to)[kHeads], const float* from, int query, int heads,
+                                                int lane) {
+  if (lane < kHeads)
+    copy_4_or_zero(cast_smem_ptr_to_uint(to + lane), from + (lane < heads ? int64_t{query} * heads + lane : 0),
+                   lane < heads);
+}
+
+// A query's Q and dO; a producer warp half of one.
+template <int kHeads, int kBlocks>
+__device__ __forceinline__ void copy_query(const BackwardProblem& p, Shared<kHeads, kBlocks>& s, int query, int slot,
+                                           int warp, int lane) {
+  const uint32_t q = cast_smem_ptr_to_uint(s.heads[slot]), d_out = q + kHeads * kRowBytes;
+  if (warp == 0) {
+    copy_half<kHeads, kBlocks, 0>(q, p.q + query * p.q_token, p.q_head, p.heads, lane);
+    copy_statistics(s.lse2[slot], p.lse2, query, p.heads, lane);
+  } else if (warp == 1) {
+    copy_half<kHeads, kBlocks, 1>(q, p.q + query * p.q_token, p.q_head, p.heads, lane);
+    copy_statistics(s.delta[slot], p.delta, query, p.heads, lane);
+  } else if (warp == 2) {
+    copy_half<kHeads, kLatentBlocks, 0>(d_out, p.d_out + query * p.d_out_token, p.d_out_head, p.heads, lane);
+  } else {
+    copy_half<kHeads, kLatentBlocks, 1>(d_out, p.d_out + query * p.d_out_token, p.d_out_head, p.heads, lane);
+  }
+}
+
+// The same turned, word by word; a producer warp every fourth row.
+template <int kHeads, int kBlocks>
+__device__ __forceinline__ void copy_query_turned(const BackwardProblem& p, Shared<kHeads, kBlocks>& s, int query,
+                                                  int slot, int warp, int lane) {
+  const uint32_t to = cast_smem_ptr_to_uint(s.heads[slot]) + lane % 16 / 4 * 4;
+  const int piece = lane / 16 * 4 + lane % 4;
+#pragma unroll 1
+  for (int row = warp; row < 2 * kHeads; row += kProducerWarps) {
+    const bool of_d_out = row >= kHeads;
+    const int head = of_d_out ? row - kHeads : row;
+    const bool exists = head < p.heads;
+    const uint16_t* from = of_d_out ? p.d_out + query * p.d_out_token : p.q + query * p.q_token;
+    if (exists) from += head * (of_d_out ? p.d_out_head : p.q_head);
+    const uint32_t row_to = to + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+      if (block < kLatentBlocks || !of_d_out)
+        copy_4_or_zero(row_to + block * kHeadBytes<kHeads>, from + block * kBlockDims + lane * 2, exists);
+  }
+}
+
+// A producer warp: its rows of each tile, and a part of each query's Q and dO.
+template <int kHeads, int kBlocks>
+__device__ void produce(const BackwardProblem& p, Shared<kHeads, kBlocks>& s, int warp, int lane) {
+  using Memory = Shared<kHeads, kBlocks>;
+  uint32_t n = 0, queries = 0;
+  const int first = warp * kWarpRows, own = first + lane % kWarpRows;
+  for (int number = blockIdx.x; number < p.count; number += gridDim.x) {
+    const int query = p.first + number, entries = p.lists.entries(query), tiles = tiles_of(entries);
+    const int32_t* list = p.lists.indices + query * p.lists.stride;
+    const auto load = [&](int entry) { return entry < entries ? list[entry] : -1; };
+    int next = load(own);
+    for (int tile = 0; tile < tiles; ++tile, ++n) {
+      const uint32_t row = p.lists.names(next) ? next * static_cast<uint32_t>(p.kv_row / kPieceNumbers) : kNoRow;
+      next = load((tile + 1) * kTileTokens + own);
+      const uint32_t stage = n % 2, k = cast_smem_ptr_to_uint(s.k[stage]);
+      wait(s.k_empty[stage], n / 2 % 2 ^ 1);
+      if (lane < kWarpRows) s.valid[stage][own] = row != kNoRow;
+      copy_rows<kWarpRows, kBlocks, 0>(k, first, p.kv, row, hidden(lane));
+      copy_rows<kWarpRows, kBlocks, 1>(k, first, p.kv, row, hidden(lane));
+      arrive_when_copied(s.k_full[stage]);
+      arrive_as_warp(s.k_full[stage]);
+      // What contributions need is there when the next query's second tile has been loaded, and becomes free last.
+      const uint32_t slot = queries % Memory::kQueries, parity = queries / Memory::kQueries % 2 ^ 1;
+      if (kTurns<kHeads> && tile == 0) {
+        wait(s.q_empty[slot], parity);
+        copy_query(p, s, query, slot, warp, hidden(lane));
+        arrive_when_copied(s.q_full[slot]);
+        arrive_as_warp(s.q_full[slot]);
+      }
+      if (tile == min(1, tiles - 1)) {
+        Barrier &full = s.q_full[slot + Memory::kTurned], &empty = s.q_empty[slot + Memory::kTurned];
+        wait(empty, parity);
+        if constexpr (kTurns<kHeads>)
+          copy_query_turned(p, s, query, slot + Memory::kTurned, warp, hidden(lane));
+        else
+          copy_query(p, s, query, slot, warp, hidden(lane));
+        arrive_when_copied(full);
+        arrive_as_warp(full);
+        ++queries;
+      }
+    }
+  }
+}
+
+template <int kHeads, int kBlocks>
+__global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardProblem p) {
+  using Memory = Shared<kHeads, kBlocks>;
+  extern __shared__ __align__(1024) uint8_t memory[];
+  auto& s = *reinterpret_cast<Memory*>(memory);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; ++i) s.k_full[i].init(kArrivals), s.k_empty[i].init(4 * kWarpArrivals);
+    for (int i = 0; i < Memory::kQueries; ++i) s.d_q_full[i].init(4 * kWarpArrivals);
+    for (int i = 0; i < Memory::kQueries + Memory::kTurned; ++i)
+      s.q_full[i].init(kArrivals), s.q_empty[i].init(8 * kWarpArrivals);
+  }
+  if constexpr (kBlocks > kLatentBlocks && kRopeRows<kHeads> > kHeads) {
+    constexpr int kPieces = (kRopeRows<kHeads> - kHeads) * kRowPieces;
+    const int slot = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+    if (slot < Memory::kQueries + Memory::kTurned)
+      reinterpret_cast<uint4*>(s.heads[slot] + kLatentBlocks * kHeadBytes<kHeads> + kHeads * kRowBytes)[piece] = {};
+    publish_to_wgmma();
+  }
+  __syncthreads();
+  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  if (warp < 8) {
+    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();
+    Consumer<kHeads, kBlocks>{p, s, warp / 4, warp % 4, lane}.run();
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kHeads>>();
+    produce(p, s, warp - 8, lane);
+  }
+}
+
+}  // namespace mla::cuda::sm90::backward::few_heads
