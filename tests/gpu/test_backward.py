@@ -68,6 +68,19 @@ def test_long_lists_in_a_long_context(kernel, heads):
         random_training_problem(6, heads, 100_000, 2048, device="cuda", sink=True).poisoned().check()
 
 
+@pytest.mark.parametrize("width", [576, 512])
+@pytest.mark.parametrize("heads", [1, 5, 8, 16, 24, 31, 32, 64])
+def test_one_query_after_another_with_lists_of_any_length(heads, width):
+    """More queries than a GPU has processors, so that each takes several: with no tile, one, an odd or an even number,
+    and some without a valid entry."""
+    problem = random_training_problem(300, heads, 5_000, 200, width, device="cuda", sink=True)
+    problem.topk_length = (torch.arange(300, dtype=torch.int32) * 7 % 211 - 5).cuda()
+    problem.indices[30] = -1
+    problem.indices[40, 64:128] = 5_000
+    problem.indices[50] = 3
+    problem.poisoned().check(cancels=True)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("heads", "width"), [(1, 576), (16, 576), (40, 576), (128, 576), (64, 512)])
 def test_atomic_additions_are_as_accurate(kernel, heads, width):
@@ -77,7 +90,7 @@ def test_atomic_additions_are_as_accurate(kernel, heads, width):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 24, 32, 64, 128])
 def test_same_bits_over_50_runs_and_on_another_stream(kernel, heads):
     with chosen_kernel(kernel):
         problem = random_training_problem(300, heads, 1000, 256, device="cuda", sink=True)
@@ -146,7 +159,7 @@ def test_rows_between_16_bytes_are_refused_by_the_op_and_copied_by_the_function(
         )
 
 
-@pytest.mark.parametrize("heads", [3, 40, 100])
+@pytest.mark.parametrize("heads", [3, 16, 20, 32, 40, 100])
 @pytest.mark.parametrize("kernel", [CUDA_KERNEL, "portable"])
 def test_small_case_of_the_backward(kernel, heads):
     """For compute-sanitizer."""
