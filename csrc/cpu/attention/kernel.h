@@ -95,11 +95,31 @@ inline void load_q(const AttentionProblem& p, int token, int head_begin, int hea
   }
 }
 
-inline void prefetch_row(const TileRows& tile, int row) {
-  const int bytes = tile.format->row_bytes();
-  for (int at = 0; at < bytes; at += 64) __builtin_prefetch(tile.rows[row] + at, 0, 2);
-  if (tile.format->scales_at == ScalesAt::end_of_page) __builtin_prefetch(tile.scales[row], 0, 2);
-}
+// Brings a tile's rows into the L2 cache, a few lines at a time: a core waits for about two dozen at once, and drops
+// more or is held up by them.
+struct Prefetch {
+  const TileRows& tile;
+  int row_bytes = 0, lines = 0;  // lines of a call
+  int row = 0, at = 0;
+
+  Prefetch(const TileRows& tile, int calls) : tile(tile) {
+    if (tile.count == 0) return;
+    row_bytes = tile.format->row_bytes();
+    lines = (tile.count * ((row_bytes + kLine - 1) / kLine) + calls - 1) / calls;
+  }
+  void some() {
+    for (int i = 0; i < lines && row < tile.count; ++i) {
+      __builtin_prefetch(tile.rows[row] + at, 0, 2);
+      at += kLine;
+      if (at < row_bytes) continue;
+      if (tile.format->scales_at == ScalesAt::end_of_page) __builtin_prefetch(tile.scales[row], 0, 2);
+      at = 0, ++row;
+    }
+  }
+
+ private:
+  static constexpr int kLine = 64;
+};
 
 // Walks the valid slots of a part of a token's lists, a tile at a time.
 struct SlotWalk {
@@ -322,24 +342,31 @@ inline void softmax_block(int head, int vectors, int count, bool first_tile, Wor
 
 // ---- Values ----------------------------------------------------------------------------------------------
 
+constexpr int kPrefetchSteps = 8;  // from some lines of the next tile to the next ones
+
 // out[kHeads][one panel] = rescale * out + weights x values, `values` being the panel's part of the first row.
 template <int kHeads>
 __attribute__((noinline)) void value_block(float (*out)[kValueDim], const float* rescale, bool first_tile, int steps,
-                                           const uint32_t* values, const uint32_t (*weights)[kScoreHeads]) {
+                                           const uint32_t* values, const uint32_t (*weights)[kScoreHeads],
+                                           Prefetch* prefetch) {
   Floats sum[kHeads][Isa::kValueVectors];
 #pragma GCC unroll 16
   for (int h = 0; h < kHeads; ++h)
 #pragma GCC unroll 8
     for (int v = 0; v < Isa::kValueVectors; ++v)
       sum[h][v] = first_tile ? Floats{} : load(out[h] + v * kLanes) * rescale[h];
-  for (int step = 0; step < steps; ++step) {
-    typename Isa::Words value[Isa::kValueVectors];
-    Isa::load_values(values + step * Isa::kPack * kRowStride, kRowStride, value);
+  for (int step = 0; step < steps;) {
+    if (prefetch) prefetch->some();
+    const int end = step + kPrefetchSteps < steps ? step + kPrefetchSteps : steps;
+    for (; step < end; ++step) {
+      typename Isa::Words value[Isa::kValueVectors];
+      Isa::load_values(values + step * Isa::kPack * kRowStride, kRowStride, value);
 #pragma GCC unroll 16
-    for (int h = 0; h < kHeads; ++h) {
-      const typename Isa::Words weight = Isa::broadcast_word(&weights[step][h]);
+      for (int h = 0; h < kHeads; ++h) {
+        const typename Isa::Words weight = Isa::broadcast_word(&weights[step][h]);
 #pragma GCC unroll 8
-      for (int v = 0; v < Isa::kValueVectors; ++v) sum[h][v] = Isa::dot(sum[h][v], value[v], weight);
+        for (int v = 0; v < Isa::kValueVectors; ++v) sum[h][v] = Isa::dot(sum[h][v], value[v], weight);
+      }
     }
   }
 #pragma GCC unroll 16
@@ -352,21 +379,24 @@ template <bool kScaled, typename Unit = Isa>
 inline void add_values(int head, int heads, int count, bool first_tile, const TileRows& next, Workspace& w) {
   const int steps = (count + Isa::kPack - 1) / Isa::kPack;
   [[maybe_unused]] typename Unit::Session::Memory& unit = w.unit;
+  // Meanwhile the next tile's rows come into the cache: the first heads' products leave time for that.
+  const int blocks = (heads + Isa::kValueHeads - 1) / Isa::kValueHeads;
+  const int chunks = (steps + kPrefetchSteps - 1) / kPrefetchSteps;
+  Prefetch next_rows(next, kPanels * (Unit::kTiles ? 1 : blocks * chunks));
+  Prefetch* const prefetch = head == 0 ? &next_rows : nullptr;
   if constexpr (Unit::kTiles) unit.load_weights(w.weights[0][0], kTileSteps, kScaled ? kGroups : 1, heads, steps);
   for (int panel = 0; panel < kPanels; ++panel) {
     const uint32_t* values = w.rows_as_words[0] + panel * kPanel / Isa::kPack;
     const int group = kScaled ? panel * kPanel / (kLatent / kGroups) : 0;
-    // Meanwhile the next tile's rows come into the cache, a share of them with every panel.
-    if (head == 0)
-      for (int t = panel * next.count / kPanels; t < (panel + 1) * next.count / kPanels; ++t) prefetch_row(next, t);
     if constexpr (Unit::kTiles) {
+      if (prefetch) prefetch->some();
       unit.add_values(&w.out[head][panel * kPanel], w.rescale, first_tile, values, kRowStride, group, heads, steps);
       continue;
     }
     const auto* weights = w.weights[group];
     const auto add = [&](auto block, int h) {
       block(reinterpret_cast<float (*)[kValueDim]>(&w.out[head + h][panel * kPanel]), w.rescale + h, first_tile, steps,
-            values, reinterpret_cast<const uint32_t (*)[kScoreHeads]>(&weights[0][h]));
+            values, reinterpret_cast<const uint32_t (*)[kScoreHeads]>(&weights[0][h]), prefetch);
     };
     int h = 0;
     for (; h + Isa::kValueHeads <= heads; h += Isa::kValueHeads) add(value_block<Isa::kValueHeads>, h);
