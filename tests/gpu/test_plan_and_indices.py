@@ -73,6 +73,17 @@ def test_equal_lists_are_planned_as_on_the_cpu(workers, rounds, idle, topk, shor
         assert torch.equal(table, mla_backend.plan(tokens, topk, workers=workers, device="cuda"))
 
 
+@pytest.mark.parametrize("longest", [100, 2048, 4096, 20_000, 131072])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8])
+def test_plans_for_wide_tables_are_as_on_the_cpu(tokens, longest):
+    device = library.describe_device(torch.cuda.current_device())
+    workers = library.cuda_workers(device, 16, tokens, 131072)
+    lengths = torch.randint(0, longest + 1, (tokens,), dtype=torch.int32)
+    lengths[0] = longest
+    table = mla_backend.plan(tokens, 131072, topk_length=lengths.cuda(), workers=workers)
+    assert torch.equal(table.cpu(), gpu_plan(tokens, 131072, workers, topk_length=lengths, device=device))
+
+
 @pytest.mark.parametrize("tokens", [512, 1024, 1025, 4096, 5000])
 def test_two_workers_a_token_are_planned_as_on_the_cpu(tokens):
     lengths = torch.randint(0, 513, (tokens,), dtype=torch.int32)

@@ -60,3 +60,16 @@ def test_a_plan_of_more_rows_than_clusters_have_room_for_gets_smaller_ones():
     without = gpu()
     without.clusters[:] = [0] * len(without.clusters)
     assert gpu_choice(without, 1, 16).cluster == 1
+
+
+@pytest.mark.parametrize(("tokens", "slots"), [(1, 16384), (2, 16384), (4, 16384), (8, 32768), (1, 131072)])
+def test_long_lists_of_few_tokens_are_cut_by_load(tokens, slots):
+    choice = gpu_choice(gpu(), tokens, 16, fp8=False, token_tiles=slots // 64)
+    assert (choice.kernel, choice.heads_per_block, choice.parts, choice.workers) == ("few_heads", 16, 0, 120)
+
+
+@pytest.mark.parametrize("heads", [1, 8, 9, 16])
+def test_to_few_heads_no_sparse_list_is_long(heads):
+    for tokens in range(1, 67):
+        short, full = (gpu_choice(gpu(), tokens, heads, token_tiles=n) for n in (13, 34))
+        assert short == full

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import mla_backend
 from mla_backend import library
 from mla_backend.vllm_plugin.step import FEW_TOKENS
-from plans import CUT_FOR_CLUSTERS, TOKEN_UNITS, UNCUT_TOKENS, gpu, gpu_plan, tiles_of, walk
+from plans import CUT_FOR_CLUSTERS, TOKEN_UNITS, UNCUT_TOKENS, gpu, gpu_choice, gpu_plan, tiles_of, walk
 from problems import random_problem
 
 MIN_PART = 8  # tiles of 16 slots
@@ -216,6 +216,33 @@ def test_few_tokens_are_cut_alike_whatever_their_lengths(tokens, parts, data):
         if token_begin < token_end and lengths[token_begin] > 0:
             assert token_begin == number // parts and token_end == token_begin + 1, "a worker is its token's alone"
             assert cut <= parts and tile_begin <= -(-int(lengths[token_begin]) // 64)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1000], [2048], [600, 2000], [4096] * 8, [100] * 5, [3000, 1, 0, 1500, 10, 9, 4, 5]]
+)
+def test_short_lists_in_a_wide_table_are_cut_for_one_cluster_each(lengths):
+    table, cluster = _plan_of_a_wide_table(lengths)
+    assert max(walk(table, tiles_of(lengths, GPU_TILE_SLOTS), GPU_TILE_SLOTS)) <= cluster
+    for number, (token_begin, token_end, *_) in enumerate(table.tolist()):
+        assert token_begin == token_end or (token_begin, token_end) == (number // cluster, number // cluster + 1)
+
+
+@pytest.mark.parametrize("lengths", [[10_000], [131072], [2000, 30_000], [100_000] * 7])
+def test_long_lists_in_a_wide_table_are_cut_by_load(lengths):
+    table, cluster = _plan_of_a_wide_table(lengths)
+    tiles = tiles_of(lengths, GPU_TILE_SLOTS)
+    assert max(walk(table, tiles, GPU_TILE_SLOTS)) > cluster
+    busy = [n for n in units_of_workers(table, tiles) if n]
+    assert max(busy) - min(busy) <= 4
+
+
+def _plan_of_a_wide_table(lengths):
+    device, tokens, width = gpu(), len(lengths), 131072
+    choice = gpu_choice(device, tokens, 16, fp8=False, token_tiles=width // GPU_TILE_SLOTS)
+    assert choice.parts == 0, "it is a plan for long lists"
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    return gpu_plan(tokens, width, choice.workers, topk_length=lengths, device=device), choice.cluster
 
 
 def test_gpu_tests_have_the_shapes_that_they_are_about():

@@ -4,9 +4,12 @@
 
 // A GPU's plan, walked by the CPU.
 extern "C" void gpu_plan(int32_t tokens, int32_t topk, int32_t extra_topk, const int32_t* length,
-                         const int32_t* extra_length, bool whole_tokens, mla::PlanRow* rows, int32_t workers) {
+                         const int32_t* extra_length, bool whole_tokens, mla::PlanRow* rows, int32_t workers,
+                         const mla::Device* device) {
   const mla::PlanProblem p{tokens, topk, extra_topk, length, extra_length, whole_tokens, rows, workers};
-  mla::cpu::fill_plan(mla::plan_shape(mla::PlanFor::gpu, p), rows, workers);
+  mla::PlanShape shape = mla::plan_shape(mla::PlanFor::gpu, p);
+  if (device) shape.cluster = mla::long_list_cluster(*device, tokens, mla::full_tiles(shape), workers);
+  mla::cpu::fill_plan(shape, rows, workers);
 }
 
 extern "C" void gpu_choice(const mla::Device* device, int64_t tokens, int32_t heads, bool fp8, bool whole_tokens,

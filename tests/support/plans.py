@@ -65,14 +65,18 @@ def gpu_choice(device, tokens, heads, *, fp8=True, whole_tokens=False, suits_hop
     return Choice(kernels[numbers[0]], *numbers[1:])
 
 
-def gpu_plan(tokens, topk, workers, *, topk_length=None, extra_topk=0, extra_topk_length=None, batch_invariant=False):
-    """The table that a GPU has to make, int32 `[workers, 8]`: a CPU's walk over the tokens, with a GPU's tiles."""
+def gpu_plan(
+    tokens, topk, workers, *, topk_length=None, extra_topk=0, extra_topk_length=None, batch_invariant=False, device=None
+):
+    """The table that a GPU has to make, int32 `[workers, 8]`: a CPU's walk over the tokens, with a GPU's tiles. With a
+    device, plans for long lists are those for its clusters."""
     rows = torch.empty((workers, 8), dtype=torch.int32)
     lengths = topk_length, extra_topk_length
     assert all(n is None or (n.dtype == torch.int32 and n.is_cpu and n.is_contiguous()) for n in lengths)
     pointers = [ctypes.c_void_p(None if n is None else n.data_ptr()) for n in lengths]
     whole = ctypes.c_bool(batch_invariant)
-    _host().gpu_plan(tokens, topk, extra_topk, *pointers, whole, ctypes.c_void_p(rows.data_ptr()), workers)
+    described = None if device is None else ctypes.byref(device)
+    _host().gpu_plan(tokens, topk, extra_topk, *pointers, whole, ctypes.c_void_p(rows.data_ptr()), workers, described)
     return rows
 
 

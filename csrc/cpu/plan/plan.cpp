@@ -1,5 +1,7 @@
 #include "cpu/plan/plan.h"
 
+#include <algorithm>
+
 #include "mla/ops.h"
 
 namespace mla::cpu {
@@ -9,13 +11,17 @@ void make_plan(const PlanProblem& p) { fill_plan(plan_shape(PlanFor::cpu, p), p.
 void fill_plan(const PlanShape& given, PlanRow* rows, int workers) {
   PlanShape shape = given;
   shape.token_units = token_units(given, workers);
-  int64_t units = 0;
+  int64_t units = 0, longest = 0;
   const auto units_of = [&](int32_t token) { return int64_t{shape.token_units} + token_tiles(shape, token); };
-  for (int32_t token = 0; token < shape.tokens; ++token) units += units_of(token);
+  for (int32_t token = 0; token < shape.tokens; ++token) {
+    units += units_of(token);
+    longest = std::max(longest, int64_t{token_tiles(shape, token)});
+  }
 
   const int64_t whole = units == full_units(shape) ? whole_token_workers(shape, workers) : 0;
-  const int64_t parts = whole > 0 ? 0 : even_parts(shape, units, workers);
-  const int64_t active = whole > 0 ? whole : parts > 0 ? workers : active_workers(shape, units, workers);
+  int64_t parts = whole > 0 ? 0 : even_parts(shape, units, workers);
+  if (whole == 0 && parts == 0) parts = parts_of_clusters(shape, longest, units, workers);
+  const int64_t active = whole > 0 ? whole : parts > 0 ? parts * shape.tokens : active_workers(shape, units, workers);
   shape.whole_tokens |= whole > 0;
 
   int32_t token = 0;  // the token that `units_before` units precede

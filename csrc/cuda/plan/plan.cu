@@ -7,6 +7,7 @@
 #include "cuda/common/scan.cuh"
 #include "cuda/common/vector.cuh"
 #include "cuda/ops.h"
+#include "mla/choice.h"
 #include "mla/plan.h"
 
 namespace mla::cuda {
@@ -70,9 +71,19 @@ struct Planner {
     const bool has_ones = shape.min_part == 1 && shape.good_part == 1 && shape.workers_per_processor == 1;
     parts = whole ? 0 : even_parts(shape, units, p.workers);
     active = whole      ? p.whole_workers
-             : parts    ? p.workers
+             : parts    ? parts * shape.tokens
              : has_ones ? active_workers(ones, units, p.workers)
                         : active_workers(shape, units, p.workers);
+  }
+
+  // Cuts tokens for clusters after all, if none is long. Spans are tokens here, as these are few.
+  __device__ __forceinline__ void fit_clusters() {
+    if (parts > 0 || settled.whole_tokens) return;
+    Units longest = 0;
+#pragma unroll 1
+    for (int32_t token = 0; token < shape.tokens; ++token) longest = max(longest, tiles(token));
+    parts = parts_of_clusters(shape, longest, units, p.workers);
+    if (parts > 0) active = parts * shape.tokens;
   }
 
   __device__ __forceinline__ Units tiles(int32_t token) const {
@@ -135,6 +146,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
   if (thread == 0) borders[0] = {0, 0};
   planner.share_out();
   __syncthreads();
+  if (p.shape.cluster > 0) planner.fit_clusters();
 
   // Rows in rounds. The last thread only finds where the worker before it ends, and takes that worker's successor in
   // the next round; partials and parts go on from one round to the next.
@@ -187,6 +199,9 @@ int32_t divided_up(int64_t n, int64_t by) { return static_cast<int32_t>((n + by 
 void make_plan(const PlanProblem& p, void* stream) {
   PlanShape shape = plan_shape(PlanFor::gpu, p);
   shape.token_units = token_units(shape, p.workers);
+  int index;
+  check(cudaGetDevice(&index), "plan");
+  shape.cluster = long_list_cluster(describe_device(index), p.tokens, full_tiles(shape), p.workers);
   // a thread for each token and for each border, while there are threads
   const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{p.workers} + 1);
   const int threads = static_cast<int>(std::min<int64_t>((wanted + 31) / 32 * 32, kMaxThreads));

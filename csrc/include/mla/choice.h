@@ -77,20 +77,32 @@ inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t he
   return {heads_per_block, 0};
 }
 
+// Rows of the default plan for up to 16 heads and few tokens whose lists are too long to be spread. Clusters of 8 leave
+// a merge in the workspace an eighth of the parts.
+constexpr int32_t kLongListCluster = 8;
+inline int32_t long_list_workers(const Device& device) {
+  const int32_t clusters = device.clusters[kLongListCluster];
+  return clusters > 0 ? std::min(device.processors, kLongListCluster * clusters) : device.processors;
+}
+
 // Whether the lists are so long that even parts of so few tokens take longer than cuts that follow the load. A cluster
 // for each token leaves multiprocessors idle, and reads rows once for each 8 or 16 heads; cuts have a second merge, in
-// the workspace. Times are of a tile of 64 rows and of the rest, in us.
+// the workspace. Times are of a tile of 64 rows and of that merge, in us. b 2 with 16384 slots, bf16, on an H100: 36 us
+// in 64 blocks, of which each tile takes 1.3 us.
 inline bool too_long_to_spread(const Device& device, int64_t tokens, int32_t heads, int64_t token_tiles,
                                const Spread& spread) {
-  constexpr double kFewTile = 1.3, kFewRest = 8, kManyTile = 2.3, kManyRest = 12;
-  constexpr int64_t kLongPart = 16;  // tiles of a part that is worth a thought
+  constexpr double kTile = 1.3, kMerge = 7, kManyTile = 2.3, kManyMerge = 12;
+  constexpr double kMemoryTile = 0.0165;  // of all multiprocessors together, fp8 rows, which memory holds up least
   const bool few = heads <= 16;
-  const int64_t blocks = few ? 1 : blocks_for(heads, kManyHeads), workers = device.processors / blocks;
+  const int64_t long_part = few ? 8 : 16;  // tiles of a part that is worth a thought
+  const int64_t blocks = few ? 1 : blocks_for(heads, kManyHeads);
+  const int64_t workers = few ? long_list_workers(device) : device.processors / blocks;
   const int64_t part_tiles = (token_tiles + spread.parts - 1) / spread.parts;
-  if (workers == 0 || token_tiles == kAnyTiles || part_tiles <= kLongPart) return false;
-  const double spread_time = kFewTile * static_cast<double>(part_tiles);
-  const double tiles = static_cast<double>(tokens * token_tiles) / static_cast<double>(workers);
-  return spread_time > (few ? kFewTile : kManyTile) * tiles + (few ? kFewRest : kManyRest);
+  if (workers == 0 || token_tiles == kAnyTiles || part_tiles <= long_part) return false;
+  const double spread_time = kTile * static_cast<double>(part_tiles);
+  const double tiles = static_cast<double>(tokens * token_tiles), worker_tiles = tiles / static_cast<double>(workers);
+  if (few) return spread_time > std::max(kTile * worker_tiles, kMemoryTile * tiles) + kMerge;
+  return spread_time > kManyTile * worker_tiles + kManyMerge;
 }
 
 // If the plan cuts every token into the same number of parts, a cluster has a block for each part of a token. Otherwise
@@ -106,6 +118,15 @@ inline int32_t cluster_for(const Device& device, const AttentionShape& shape, in
     return static_cast<int32_t>(parts);
   if (fits(8)) return 8;
   return device.clusters[2] > 0 ? 2 : 1;
+}
+
+// Blocks of the clusters that a launch has with a plan of so many rows, if that is one for long lists; else 0.
+inline int32_t long_list_cluster(const Device& device, int64_t tokens, int64_t token_tiles, int32_t workers) {
+  constexpr int32_t kMostHeads = 16;
+  const bool long_lists = device.hopper_kernels && device.clusters[kLongListCluster] > 0;
+  if (!long_lists || workers != long_list_workers(device)) return 0;
+  return cluster_for(device, {tokens, kMostHeads, Tile::bf16_576, false, true, workers, token_tiles}, kMostHeads,
+                     workers);
 }
 
 inline Choice choose(const AttentionShape& shape, const Device& device) {
@@ -137,9 +158,7 @@ inline Choice choose(const AttentionShape& shape, const Device& device) {
   if (choice.workers == 0) {
     int64_t at_once =
         int64_t{device.processors} * (choice.kernel == Choice::portable ? kPortableBlocksPerProcessor : 1);
-    // clusters of 8 leave a merge in the workspace an eighth of the parts
-    if (long_lists && choice.kernel == Choice::few_heads && device.clusters[8] > 0)
-      at_once = std::min<int64_t>(at_once, 8 * device.clusters[8]);
+    if (long_lists && choice.kernel == Choice::few_heads) at_once = long_list_workers(device);
     const int64_t workers = at_once / blocks_for(shape.heads, choice.heads_per_block);
     choice.workers = static_cast<int32_t>(choice.parts ? tokens * choice.parts : std::max<int64_t>(workers, 1));
   }

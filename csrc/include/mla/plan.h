@@ -57,6 +57,7 @@ struct PlanShape {
   bool whole_tokens;              // never cut a token: its bits then don't depend on its neighbours
   const int32_t* length;          // [tokens] or null
   const int32_t* extra_length;    // [tokens] or null
+  int32_t cluster = 0;            // blocks of the launch's clusters, in a plan for long lists; see parts_of_clusters()
 };
 
 enum class PlanFor { cpu, gpu };
@@ -175,13 +176,22 @@ MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t work
 // Blocks of a cluster merge the parts of one token in shared memory, but only if no worker shares two tokens. That is
 // worth kClusterTiles more tiles for the worker that has most.
 constexpr int32_t kMostEvenTokens = 1024;  // more than any GPU runs clusters at once
+constexpr int64_t kClusterTiles = 4;
 MLA_HOST_DEVICE int64_t even_parts(const PlanShape& shape, int64_t units, int64_t workers) {
-  constexpr int64_t kClusterTiles = 4, kMostParts = 16;
+  constexpr int64_t kMostParts = 16;
   if (shape.workers_per_processor > 1 || shape.whole_tokens) return 0;
   if (shape.tokens == 0 || shape.tokens > kMostEvenTokens || workers % shape.tokens) return 0;
   const int64_t parts = workers / shape.tokens;
   const bool worth = full_tiles(shape) <= parts * (kClusterTiles + units / workers);
   return parts > 1 && parts <= kMostParts && worth ? parts : 0;
+}
+
+// The same in a plan that was chosen for long lists, because a page table is wide, where the longest list is short
+// after all: as many parts as a cluster has blocks.
+MLA_HOST_DEVICE int64_t parts_of_clusters(const PlanShape& shape, int64_t longest, int64_t units, int64_t workers) {
+  if (shape.cluster == 0 || shape.whole_tokens || shape.tokens == 0) return 0;
+  if (shape.tokens > kMostEvenTokens || shape.tokens * int64_t{shape.cluster} > workers) return 0;
+  return longest <= shape.cluster * (kClusterTiles + units / workers) ? shape.cluster : 0;
 }
 
 // Where the cut in front of a token's part falls, counted from the token's beginning; within the token.
