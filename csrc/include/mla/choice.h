@@ -120,13 +120,15 @@ inline int32_t cluster_for(const Device& device, const AttentionShape& shape, in
   return device.clusters[2] > 0 ? 2 : 1;
 }
 
-// Blocks of the clusters that a launch has with a plan of so many rows, if that is one for long lists; else 0.
+// Blocks of the clusters that a launch has with a plan of so many rows, if that is one for long lists with a cluster
+// for each token; else 0.
 inline int32_t long_list_cluster(const Device& device, int64_t tokens, int64_t token_tiles, int32_t workers) {
   constexpr int32_t kMostHeads = 16;
   const bool long_lists = device.hopper_kernels && device.clusters[kLongListCluster] > 0;
   if (!long_lists || workers != long_list_workers(device)) return 0;
-  return cluster_for(device, {tokens, kMostHeads, Tile::bf16_576, false, true, workers, token_tiles}, kMostHeads,
-                     workers);
+  const AttentionShape shape{tokens, kMostHeads, Tile::bf16_576, false, true, workers, token_tiles};
+  const int32_t cluster = cluster_for(device, shape, kMostHeads, workers);
+  return tokens * cluster <= workers ? cluster : 0;
 }
 
 inline Choice choose(const AttentionShape& shape, const Device& device) {

@@ -190,7 +190,6 @@ MLA_HOST_DEVICE int64_t even_parts(const PlanShape& shape, int64_t units, int64_
 // after all: as many parts as a cluster has blocks.
 MLA_HOST_DEVICE int64_t parts_of_clusters(const PlanShape& shape, int64_t longest, int64_t units, int64_t workers) {
   if (shape.cluster == 0 || shape.whole_tokens || shape.tokens == 0) return 0;
-  if (shape.tokens > kMostEvenTokens || shape.tokens * int64_t{shape.cluster} > workers) return 0;
   return longest <= shape.cluster * (kClusterTiles + units / workers) ? shape.cluster : 0;
 }
 
