@@ -85,6 +85,13 @@ def test_every_length(fmt, heads, lengths):
     check(random_dense(fmt, lengths, 2, heads, 64))
 
 
+@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize("heads", [8, 16, 128])
+@pytest.mark.parametrize("lengths", [(1000,), (2048, 5), (4096,) * 8, (3000, 1, 0, 700), (16384, 16384), (90, 20000)])
+def test_any_lengths_in_a_wide_page_table(fmt, heads, lengths):
+    check(random_dense(fmt, lengths, 1, heads, 64, max_blocks=2048).poisoned())
+
+
 @pytest.mark.parametrize("heads", [5, 16, 64, 128])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_an_empty_sequence_gives_zero_and_minus_infinity(heads, queries):
