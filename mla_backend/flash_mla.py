@@ -452,7 +452,8 @@ def flash_mla_sparse_bwd(
         base2_lse: lse is to base 2.
 
     Returns:
-        dQ `[s_q, h_q, head_dim]` and dKV `[s_kv, 1, head_dim]`, bf16, of the same bits every time.
+        dQ `[s_q, h_q, head_dim]` and dKV `[s_kv, 1, head_dim]`, bf16; the same bits every time where
+        `torch.use_deterministic_algorithms` is on.
     """
     require_tensors(q=q, kv=kv, o=o, dO=dO, indices=indices, lse=lse)
     require_optional_tensors(topk_length=topk_length)

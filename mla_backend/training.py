@@ -59,7 +59,8 @@ def sparse_mla(
         order: what `backward_order()` returned for these lists, to be used by many layers. Made by the backward if left
             out.
         deterministic: give kv's gradient the same bits every time. False is for atomic additions on a GPU, of other
-            bits each time. None is the faster of the two, or True where `torch.use_deterministic_algorithms` is on.
+            bits each time. None is True where `torch.use_deterministic_algorithms` is on, else the faster of the two:
+            on Hopper atomic additions up to about 11,000 rows, and True elsewhere.
         workspace_bytes: memory that the backward may use for contributions to kv's gradient. It changes no bits.
         batch_invariant: give a token the same bits whatever else is in the batch, as `sparse_attention` with a cache of
             format bf16 (or bf16_512) does if asked for the same.
@@ -209,7 +210,7 @@ def sparse_mla_backward(
         )
 
     queries, width = q.shape[0], q.shape[2]
-    if not _adds_in_order(deterministic, q.device):
+    if not _adds_in_order(deterministic, kv):
         accumulator = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
         main(0, queries, None, accumulator)
         d_kv.copy_(accumulator)
@@ -278,10 +279,18 @@ def _readable(x: Tensor) -> Tensor:
     return x if readable else x.clone(memory_format=torch.contiguous_format)
 
 
-def _adds_in_order(deterministic: bool | None, device: torch.device) -> bool:
-    """Whether contributions are written and then added in order. For short contexts that is about as fast as atomic
-    additions, for long ones it is faster: who has no preference gets it."""
-    return device.type != "cuda" or deterministic is not False
+def _adds_in_order(deterministic: bool | None, kv: Tensor) -> bool:
+    """Whether contributions are written and then added in order. Hopper's atomic additions are faster while kv's fp32
+    gradient fits into half of its L2, and slower from all of it on."""
+    if not kv.is_cuda:
+        return True
+    if deterministic is not None:
+        return deterministic
+    if torch.are_deterministic_algorithms_enabled():
+        return True
+    index = torch.cuda.current_device() if kv.device.index is None else kv.device.index
+    l2_bytes = torch.cuda.get_device_properties(index).L2_cache_size
+    return not library.describe_device(index).hopper_kernels or 2 * kv.numel() * 4 > l2_bytes
 
 
 def _blocks(q: Tensor, indices: Tensor, workspace_bytes: int) -> tuple[int, int]:
@@ -336,7 +345,7 @@ def _sparse_mla(
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     _require_arguments(q, kv, indices)
-    if (q.requires_grad or kv.requires_grad) and _adds_in_order(deterministic, q.device):
+    if (q.requires_grad or kv.requires_grad) and _adds_in_order(deterministic, kv):
         _blocks(q, indices, workspace_bytes)  # what the backward would refuse
     with named(cache="kv"):
         return attention.sparse_attention(

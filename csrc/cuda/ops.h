@@ -16,12 +16,10 @@ void many_heads_attention(const AttentionProblem& problem, const Choice& choice,
 // Merges the tokens that the plan cut, after any of them but few_heads_attention, which does that itself.
 void merge_cut_tokens(const AttentionProblem& problem, void* stream);
 
-// The main kernels of the backward, for sparse_backward to choose from. Hopper's own makes no atomic additions.
+// The main kernels of the backward, for sparse_backward to choose from.
 void portable_backward(const BackwardProblem& problem, void* stream);
-void hopper_backward(const BackwardProblem& problem, int processors, void* stream);
-// Called by it for so many heads or less.
-constexpr int kHopperFewHeads = 32;
-void hopper_few_heads_backward(const BackwardProblem& problem, int processors, void* stream);
+void few_heads_backward(const BackwardProblem& problem, int blocks, void* stream);
+void many_heads_backward(const BackwardProblem& problem, int blocks, void* stream);
 // Heads whose contributions a device's kernel adds up before it writes them.
 int32_t backward_group_heads(int device);
 // Bytes that backward_order works in, on the current device.
@@ -31,6 +29,7 @@ int64_t order_scratch_bytes(int64_t pairs, int32_t rows);
 int few_heads_clusters(int blocks);
 // What mla/choice.h needs to know of a device. It is asked once.
 Device describe_device(int index);
+Device describe_current_device();
 
 // For tests and race detectors: which kernels the choice is made from, "auto" for all of them. False if the name is
 // unknown; library.select_cuda_kernel() documents them.

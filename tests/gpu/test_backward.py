@@ -47,6 +47,14 @@ pytestmark = pytest.mark.gpu
 KERNELS = ("auto", "portable")
 
 
+@pytest.fixture(autouse=True)
+def _the_same_bits():
+    """Where a test has no preference, as most compare bits."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @given(problem=training_problems(device="cuda"))
 def test_any_problem_agrees_with_autograd_of_the_reference(kernel, problem):
@@ -103,6 +111,14 @@ def test_same_bits_over_50_runs_and_on_another_stream(kernel, heads):
             assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
+def test_without_a_preference_torchs_flag_decides():
+    problem = random_training_problem(300, 64, 1000, 256, device="cuda", sink=True).poisoned()
+    gradients = problem.gradients(deterministic=None)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, problem.gradients(), strict=True))
+    torch.use_deterministic_algorithms(False)
+    problem.check(deterministic=None)
+
+
 def test_a_captured_graph_follows_new_values_and_lists():
     problem = random_training_problem(20, 16, 90, 60, device="cuda", sink=True)
     other = random_training_problem(20, 16, 90, 60, device="cuda", sink=True)
@@ -120,6 +136,7 @@ def test_a_captured_graph_follows_new_values_and_lists():
             scale=problem.scale,
             sink=problem.sink,
             workspace=workspace,
+            deterministic=True,
             d_q=d_q,
             d_kv=d_kv,
         )

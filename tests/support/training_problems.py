@@ -29,7 +29,7 @@ class TrainingProblem:
     def to(self, device: str) -> "TrainingProblem":
         return self.but(**{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
 
-    def gradients(self, **options) -> tuple[Tensor, ...]:
+    def gradients(self, deterministic: bool | None = True, **options) -> tuple[Tensor, ...]:
         """Our answer through autograd: of q, kv and (if there is one) the sink."""
         given = {"q": self.q, "kv": self.kv} | ({} if self.sink is None else {"sink": self.sink})
         leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
@@ -41,6 +41,7 @@ class TrainingProblem:
             scale=self.scale,
             topk_length=self.topk_length,
             sink=sink,
+            deterministic=deterministic,
             **options,
         )
         if self.d_lse is None:

@@ -81,8 +81,10 @@ Device describe_device(int index) {
   return device;
 }
 
+Device describe_current_device() { return describe_device(current_device()); }
+
 void attention(const AttentionProblem& p, void* stream) {
-  Choice choice = choose(shape_of(p), describe_device(current_device()));
+  Choice choice = choose(shape_of(p), describe_current_device());
   if (selection == Selection::unclustered) choice.cluster = 1;
   switch (choice.kernel) {
 #ifdef MLA_CUDA_SM90A

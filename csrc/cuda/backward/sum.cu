@@ -4,6 +4,7 @@
 
 #include "cuda/common/launch.h"
 #include "cuda/common/mma.cuh"
+#include "cuda/common/order.cuh"
 #include "cuda/ops.h"
 #include "mla/number.h"
 
@@ -23,6 +24,8 @@ __global__ void __launch_bounds__(kThreads<kWidth>, 3) sum_kernel(const __grid_c
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kRowThreads;
   const int dim = threadIdx.x % kRowThreads * kDims;
   const bool exists = row < p.rows, first = p.first_pair == 0;
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const auto clamped = [&](int64_t at) { return min(max(at, int64_t{0}), p.total_pairs); };
   int64_t at = 0, end = 0;
   if (exists) at = clamped(first ? p.begin[row] : p.next[row]), end = clamped(p.begin[row + 1]);
@@ -99,8 +102,8 @@ constexpr Kernel kKernels[kMaxGroups] = {sum_kernel<kWidth, 1>, sum_kernel<kWidt
 void backward_sum(const SumProblem& p, void* stream) {
   const auto blocks = static_cast<unsigned>((int64_t{p.rows} + kRows - 1) / kRows);
   const bool rope = p.width == kHeadDim;
-  launch((rope ? kKernels<kHeadDim> : kKernels<kValueDim>)[p.groups - 1], dim3(blocks),
-         rope ? kThreads<kHeadDim> : kThreads<kValueDim>, 0, stream, "backward_sum", p);
+  launch_early((rope ? kKernels<kHeadDim> : kKernels<kValueDim>)[p.groups - 1], dim3(blocks),
+               rope ? kThreads<kHeadDim> : kThreads<kValueDim>, 0, stream, "backward_sum", p);
 }
 
 MLA_KERNELS {

@@ -45,6 +45,23 @@ __device__ __forceinline__ float4 load4_of_block(uint32_t address) {
 // The thread's reads of other blocks' memory are done, so that these may be told that they can end.
 __device__ __forceinline__ void finish_reads() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
+// What stands here in this block's shared memory, in the block of that rank.
+__device__ __forceinline__ uint32_t in_block(uint32_t shared_address, int rank) {
+  return cute::set_block_rank(shared_address, rank);
+}
+
+// A number in another block's shared memory: who loads it sees everything that this thread has done, and what it knows
+// of.
+__device__ __forceinline__ void store_in_block(uint32_t address, uint32_t number) {
+  asm volatile("st.release.cluster.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(number) : "memory");
+}
+
+__device__ __forceinline__ uint32_t load_released(uint32_t shared_address) {
+  uint32_t number;
+  asm volatile("ld.acquire.cluster.shared::cta.u32 %0, [%1];" : "=r"(number) : "r"(shared_address) : "memory");
+  return number;
+}
+
 // `count` arrivals at a barrier of any block of the cluster; CUTLASS's arrive(block) counts one. Release at the block's
 // scope is enough in practice: shared memory has one copy and is written in order. Release at the cluster's scope would
 // also wait for everything global, a thousand cycles that nobody needs. (PTX promises block scope nothing about another

@@ -91,6 +91,14 @@ __device__ __forceinline__ uint64_t describe_atoms(uint32_t shared_address, uint
   return descriptor;
 }
 
+// The same, and the compiler knows that it is the same for all lanes. Then what is added to it takes no vector
+// registers, and products of few columns, of which many are asked for, don't wait for their descriptors.
+__device__ __forceinline__ uint64_t describe_atoms_uniformly(uint32_t shared_address, uint32_t next_atom_of_row = 16) {
+  const uint64_t descriptor = describe_atoms(shared_address, next_atom_of_row);
+  const uint32_t low = __shfl_sync(~0u, static_cast<uint32_t>(descriptor), 0);
+  return (uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62) | low;
+}
+
 // cute::warpgroup_wait where the number is known only when loops have been unrolled; three at most.
 __device__ __forceinline__ void wait_for_all_products_but(int under_way) {
   if (under_way >= 3)

@@ -34,10 +34,7 @@ Variant choose(int heads, bool aligned = true) {
 
 void index_scores(const IndexScoresProblem& p, void* stream) {
   if (p.tokens == 0 || p.positions == 0) return;
-  int device, processors;
-  check(cudaGetDevice(&device), "index_scores");
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "index_scores");
-  const int64_t most = int64_t{processors} * index::kBlocksPerProcessor;
+  const int64_t most = int64_t{describe_current_device().processors} * index::kBlocksPerProcessor;
   const int64_t blocks = std::min(most, p.tokens * index::units_of(p.positions));
   // scales stand a multiple of 128 bytes behind a block's begin
   const bool aligned = aligned16(p.cache.data, p.cache.block_stride);

@@ -196,11 +196,9 @@ void merge_partials(const MergeProblem<float>& p, void* stream) { merge(p, strea
 void merge_partials(const MergeProblem<uint16_t>& p, void* stream) { merge(p, stream); }
 
 void merge_cut_tokens(const AttentionProblem& p, void* stream) {
-  int device;
-  check(cudaGetDevice(&device), "merge of cut tokens");
   // One wave of blocks, so that none begins only when others have ended: tokens are rarely cut, but this is always run.
   // A head is one warp's work whatever the grid is, so the bits don't depend on it.
-  const int most_blocks = kMergeBlocksPerProcessor * describe_device(device).processors;
+  const int most_blocks = kMergeBlocksPerProcessor * describe_current_device().processors;
   const int cut = std::min(p.tokens, p.workers);  // upper bound
   const int heads = std::clamp(most_blocks / cut, 1, (p.heads + kWarps - 1) / kWarps);
   launch_early(merge_cut_tokens_kernel, dim3(cut, heads), kThreads, 0, stream, "merge of cut tokens", p);

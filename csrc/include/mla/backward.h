@@ -22,7 +22,7 @@ namespace mla {
 constexpr int kMaxBackwardHeads = 128;
 
 // Heads whose contributions are added before they are written: of the CPU's kernels, and of each GPU kernel.
-constexpr int kCpuGroupHeads = kMaxBackwardHeads, kPortableGroupHeads = 32, kHopperGroupHeads = 64;
+constexpr int kCpuGroupHeads = kMaxBackwardHeads, kPortableGroupHeads = 32, kHopperGroupHeads = 128;
 
 MLA_HOST_DEVICE constexpr int32_t head_groups(int32_t heads, int32_t group_heads) {
   return (heads + group_heads - 1) / group_heads;

@@ -1,7 +1,5 @@
 #include "cuda/backward/sm90/few_heads.cuh"
 
-#include <algorithm>
-
 #include "cuda/common/launch.h"
 #include "cuda/ops.h"
 
@@ -17,17 +15,17 @@ template <int kHeads, int kWidth>
 constexpr int kSharedBytes = sizeof(Shared<kHeads, kWidth / kBlockDims>);
 
 template <int kHeads, int kWidth>
-void run(const BackwardProblem& p, int processors, void* stream) {
-  launch(kKernel<kHeads, kWidth>, dim3(std::min(p.count, processors)), kThreads, kSharedBytes<kHeads, kWidth>, stream,
-         "sparse_backward", p);
+void run(const BackwardProblem& p, int blocks, void* stream) {
+  launch_early(kKernel<kHeads, kWidth>, dim3(blocks), kThreads, kSharedBytes<kHeads, kWidth>, stream, "sparse_backward",
+               p);
 }
 
 template <int kWidth>
-void run(const BackwardProblem& p, int processors, void* stream) {
-  if (p.heads <= 8) return run<8, kWidth>(p, processors, stream);
-  if (p.heads <= 16) return run<16, kWidth>(p, processors, stream);
-  if (p.heads <= 24) return run<24, kWidth>(p, processors, stream);
-  run<32, kWidth>(p, processors, stream);
+void run(const BackwardProblem& p, int blocks, void* stream) {
+  if (p.heads <= 8) return run<8, kWidth>(p, blocks, stream);
+  if (p.heads <= 16) return run<16, kWidth>(p, blocks, stream);
+  if (p.heads <= 24) return run<24, kWidth>(p, blocks, stream);
+  run<32, kWidth>(p, blocks, stream);
 }
 
 template <int kHeads, int kWidth>
@@ -37,8 +35,8 @@ KernelEntry entry(const char* name) {
 
 }  // namespace
 
-void hopper_few_heads_backward(const BackwardProblem& p, int processors, void* stream) {
-  p.width == kHeadDim ? run<kHeadDim>(p, processors, stream) : run<kValueDim>(p, processors, stream);
+void few_heads_backward(const BackwardProblem& p, int blocks, void* stream) {
+  p.width == kHeadDim ? run<kHeadDim>(p, blocks, stream) : run<kValueDim>(p, blocks, stream);
 }
 
 MLA_KERNELS {

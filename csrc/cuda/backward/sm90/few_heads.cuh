@@ -26,6 +26,7 @@
 
 #include "cuda/backward/sm90/tile.cuh"
 #include "cuda/common/mbarrier.cuh"
+#include "cuda/common/order.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "mla/backward.h"
 #include "mla/number.h"
@@ -148,9 +149,9 @@ struct Consumer {
   }
 
   __device__ void take_tile(int query, int tile, int tiles, uint32_t slot, uint32_t parity, uint32_t query_parity) {
-    const uint64_t k = describe_atoms(cast_smem_ptr_to_uint(s.k[group])),
-                   grads = describe_atoms(cast_smem_ptr_to_uint(s.grads[group])),
-                   heads = describe_atoms(cast_smem_ptr_to_uint(s.heads[slot + Memory::kTurned]));
+    const uint64_t k = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k[group])),
+                   grads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.grads[group])),
+                   heads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.heads[slot + Memory::kTurned]));
     uint32_t weights[kSteps][4];  // dS, then P
     wait(s.k_full[group], parity);
     publish_to_wgmma();
@@ -191,7 +192,7 @@ struct Consumer {
   __device__ void sync_group() { sync_named<kGroupThreads>(1 + group); }
 
   __device__ void find_weights(uint32_t (&weights)[kSteps][4], uint64_t k, uint32_t slot) {
-    const uint64_t heads = describe_atoms(cast_smem_ptr_to_uint(s.heads[slot]));
+    const uint64_t heads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.heads[slot]));
     float sum[2 * kSums];  // S, then dP
     fence_sums(sum);
     cute::warpgroup_arrive();
@@ -454,6 +455,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     publish_to_wgmma();
   }
   __syncthreads();
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < 8) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();

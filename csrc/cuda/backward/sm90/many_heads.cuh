@@ -1,11 +1,11 @@
 // The backward of sparse attention on Hopper: dQ, and a contribution to dKV for each (query,
-// entry). A block has 64 heads, the rows of wgmma, and takes a query's tiles of 64 entries one by one:
+// entry). A block has 64 heads and takes a query's tiles of 64 entries one by one:
 //
-//   S  [64 heads x 64 entries] = Q [64 x 576] K^T      (or 512)
-//   dP [64 heads x 64 entries] = dO [64 x 512] V^T
+//   S  [64 entries x 64 heads] = K Q^T over 576 dims (or 512)
+//   dP [64 entries x 64 heads] = V dO^T over 512: in the same products, as Q and dO lie side by side
 //   P = 2^(S - lse), dS = P (dP - delta)
-//   dQ [64 heads x 576] += dS K
-//   contributions [64 entries x 576] = dS^T Q, and P^T dO added in the first 512 dims
+//   dQ [64 heads x 576] += dS^T K
+//   contributions [64 entries x 576] = dS Q, and P dO added in the first 512 dims, from registers
 //
 // Q, dO and one tile fill shared memory. The first warpgroup computes S, dP, P and dS, and sums up the left 256 dims of
 // dQ; the second sums up the others and computes most contributions, while four warps load the next tile:
@@ -20,45 +20,63 @@
 #include <cstdint>
 
 #include "cuda/backward/sm90/tile.cuh"
+#include "cuda/common/cluster.cuh"
 #include "cuda/common/mbarrier.cuh"
+#include "cuda/common/order.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "mla/backward.h"
 #include "mla/number.h"
 
 namespace mla::cuda::sm90::backward::many_heads {
 
-constexpr int kHeads = kHopperGroupHeads;
+constexpr int kHeads = 64;
 static_assert(kMaxBackwardHeads <= 2 * kHeads);
+
+// What becomes of contributions.
+enum class Emit {
+  rows,    // are written: a query is one block's
+  shared,  // two blocks of a cluster have 64 heads each; one writes, the other adds its own to that
+  atomic,  // are added to the accumulator at once
+};
 constexpr int kGroupThreads = 128;
 constexpr int kThreads = 3 * kGroupThreads;
 constexpr int kProducerWarps = 4;
 constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, a producer warp's
 
 // A block begins with 168 registers a thread, handed round.
-constexpr int kScorerRegisters = 232;
-constexpr int kAdderRegisters = 224;
-constexpr int kProducerRegisters = 48;
+constexpr int kScorerRegisters = 224;
+constexpr int kAdderRegisters = 240;
+constexpr int kProducerRegisters = 40;
 static_assert(kScorerRegisters + kAdderRegisters + kProducerRegisters <= 3 * 168);
 
 // Blocks of 64 dims whose contributions the first warpgroup computes; the second one does the others.
-constexpr int kScorerChunks = 3;
+template <Emit kEmit>
+constexpr int kScorerBlocks = kEmit == Emit::rows ? 3 : 4;
+
+// How many dims' contributions a warpgroup computes at once: the second one has no registers for more.
+constexpr int kScorerColumns = 64, kAdderColumns = 32;
 
 constexpr int kStep = 16;  // what a wgmma sums over
 constexpr int kSteps = kTileTokens / kStep;
-constexpr int kStepBytes = kStep * kRowBytes;                     // of a factor whose rows are what is summed over
+static_assert(kTileTokens == kHeads);
+constexpr int kQueryBytes = 2 * kBlockBytes;   // from a block of Q to the next one, and from dO's to dO's
+constexpr int kStepBytes = kStep * kRowBytes;  // of a factor whose rows are what is summed over
 constexpr int kArrivals = kProducerWarps * (32 + kWarpArrivals);  // at what the producers fill
 
 template <int kBlocks>
 struct Shared {
   alignas(1024) uint8_t k[kBlocks][kBlockBytes];
-  alignas(1024) uint8_t q[kBlocks][kBlockBytes];
-  alignas(1024) uint8_t d_out[kLatentBlocks][kBlockBytes];
-  alignas(1024) uint8_t weights[kBlockBytes];  // P, rows of heads
-  alignas(1024) uint8_t grads[kBlockBytes];    // dS
-  uint8_t valid[2][kTileTokens];               // of even and odd tiles
-  Barrier k_full[2], k_empty[2];               // the left 256 dims and the others
-  Barrier q_full, q_empty;                     // and d_out
-  Barrier grads_full, grads_empty;             // and weights
+  alignas(1024) uint8_t q[kBlocks + kLatentBlocks][kBlockBytes];  // blocks of Q and dO in turns, then Q's rope
+  // P and dS, rows of entries. Once they have been read, the warpgroups stage their results there: the first one in
+  // `weights`, the second one in `grads`, each warp in the rows of its number.
+  alignas(1024) uint8_t weights[kBlockBytes];
+  alignas(1024) uint8_t grads[kBlockBytes];
+  int32_t row[2][kTileTokens];              // of kv, of even and odd tiles; negative: none
+  float lse2[2][kHeads], delta[2][kHeads];  // of even and odd queries
+  uint32_t stored[2][4];                    // by each warp of the cluster's first block: tiles
+  Barrier k_full[2], k_empty[2];            // the left 256 dims and the others
+  Barrier q_full, q_empty;                  // and d_out
+  Barrier factors_full, weights_read, grads_read, stage_empty;
 };
 static_assert(sizeof(Shared<9>) <= 227 * 1024);
 
@@ -67,65 +85,159 @@ struct Item {
   int query, group, entries, tiles;
 
   __device__ Item(const BackwardProblem& p, int number) {
-    const bool two = p.groups > 1;  // there are no more
+    const bool two = p.heads > kHeads;  // there are no more
     group = two ? number % 2 : 0;
     query = p.first + (two ? number / 2 : number);
     entries = p.lists.entries(query);
     tiles = (entries + kTileTokens - 1) / kTileTokens;
   }
-  static __device__ int count(const BackwardProblem& p) { return p.count * p.groups; }
+  static MLA_HOST_DEVICE int count(const BackwardProblem& p) { return p.count * head_groups(p.heads, kHeads); }
   __device__ int head_begin() const { return group * kHeads; }
 };
 
-template <int kBlocks>
+// A lane's pairs of P and dS.
+struct Factors {
+  uint32_t weights[kSteps][4], grads[kSteps][4];
+
+  // Products that have been asked for read them: they have to stay until now.
+  __device__ void keep() {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) hide(weights[step][i]), hide(grads[step][i]);
+  }
+};
+
+template <int kBlocks, Emit kEmit>
 struct Consumer {
   const BackwardProblem& p;
   Shared<kBlocks>& s;
-  const int warp, lane;  // warp of the warpgroup
+  const int group, warp, lane;  // the warpgroup, and its warp
 
-  // Asks for the contributions of 64 dims.
-  __device__ void start_contribution(float (&sum)[32], int block) {
-    using Atom = Bf16Atom<64, Major::MN, Major::MN>;
-    const uint64_t weights = describe_atoms(cast_smem_ptr_to_uint(s.weights)),
-                   d_out = describe_atoms(cast_smem_ptr_to_uint(s.d_out)),
-                   q = describe_atoms(cast_smem_ptr_to_uint(s.q));
+  // Whether this block adds its rows to those of the cluster's first block. The same warp and lane has written them.
+  static __device__ bool adds() { return kEmit == Emit::shared && rank_in_cluster() == 1; }
+
+  // The first block: the rows of so many tiles are there.
+  __device__ void publish_rows(uint32_t tiles) {
+    if (kEmit != Emit::shared || adds()) return;
+    __syncwarp();
+    if (lane == 0) store_in_block(in_block(cast_smem_ptr_to_uint(&s.stored[group][warp]), 1), tiles);
+  }
+
+  // The other one.
+  __device__ void wait_for_rows(uint32_t tiles) {
+    while (load_released(cast_smem_ptr_to_uint(&s.stored[group][warp])) < tiles) {
+    }
+  }
+
+  // The lane's address for ldmatrix and stmatrix of a step's 16 heads: rows of entries.
+  __device__ uint32_t tiles_address(int step) const {
+    const int row = warp * 16 + lane % 8 + lane / 8 % 2 * 8, piece = 2 * step + lane / 16;
+    return cast_smem_ptr_to_uint(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
+  }
+
+  // Asks for the contributions of dims from `begin` on.
+  template <int kColumns>
+  __device__ void start_contribution(float (&sum)[kColumns / 2], const Factors& factors, int begin) {
+    using Atom = std::conditional_t<kColumns == 32, gmma::MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::MN>,
+                                    gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>>;
+    const bool latent = begin < kLatent;
+    const uint64_t q = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.q)) +
+                       ((begin / kBlockDims * kQueryBytes + begin % kBlockDims * 2) >> 4);
     fence_sums(sum);
     cute::warpgroup_arrive();
-    if (block < kLatentBlocks) {
+    if (latent) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
-        multiply<Atom>(sum, weights + (step * kStepBytes >> 4),
-                       d_out + ((block * kBlockBytes + step * kStepBytes) >> 4), step > 0);
+        multiply<Atom>(sum, factors.weights[step], q + ((kBlockBytes + step * kStepBytes) >> 4), step > 0);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      multiply<Atom>(sum, weights + ((kBlockBytes + step * kStepBytes) >> 4),
-                     q + ((block * kBlockBytes + step * kStepBytes) >> 4), block < kLatentBlocks || step > 0);
+      multiply<Atom>(sum, factors.grads[step], q + (step * kStepBytes >> 4), latent || step > 0);
     cute::warpgroup_commit_batch();
   }
 
-  // Contributions of a tile's blocks kBegin to kEnd - 1; the sums of the warpgroup's dQ have been asked for before and
-  // `release` is called when they are there.
-  template <int kBegin, int kEnd, typename Release>
-  __device__ void contribute(const Item& item, int tile, int parity, Release release) {
+  // Contributions of tile `n`'s blocks kBegin to kEnd - 1; the sums of the warpgroup's dQ have been asked for before,
+  // and `release` is called when they are there. From then on the stage is this warpgroup's.
+  template <int kBegin, int kEnd, int kColumns, typename Release>
+  __device__ void contribute(const Item& item, int tile, int n, Factors& factors, Release release) {
     const int lane = hidden(this->lane);
-    const int entry = warp * 16 + lane / 4;
-    const LaneRows rows{
-        p.contribution(item.group, item.query, tile * kTileTokens) + entry * kWidth<kBlocks> + lane % 4 * kPieceNumbers,
-        8 * kWidth<kBlocks>,
-        {s.valid[parity][entry] != 0, s.valid[parity][entry + 8] != 0}};
-    float sum[32];
-    uint32_t pairs[16];
-    start_contribution(sum, kBegin);
+    float sum[kColumns / 2];
+    start_contribution<kColumns>(sum, factors, kBegin * kBlockDims);
+    publish_rows(n);
     cute::warpgroup_wait<1>();
     release();
 #pragma unroll
-    for (int block = kBegin; block < kEnd; ++block) {
+    for (int begin = kBegin * kBlockDims; begin < kEnd * kBlockDims; begin += kColumns) {
+      const auto start_next = [&] {
+        if (begin + kColumns < kEnd * kBlockDims) start_contribution<kColumns>(sum, factors, begin + kColumns);
+      };
       cute::warpgroup_wait<0>();
       fence_sums(sum);
-      pack_sums(pairs, sum);
-      if (block + 1 < kEnd) start_contribution(sum, block + 1);
-      rows.store(pairs, block, lane);
+      factors.keep();
+      if constexpr (kEmit == Emit::atomic) {
+        stage().template put<0>(sum, lane);
+        if constexpr (kColumns == 64) {
+          add(begin, n, lane);
+          stage().template put<16>(sum, lane);
+        }
+        start_next();
+        add(begin + kColumns - 32, n, lane);
+      } else if constexpr (kEmit == Emit::rows) {
+        uint32_t pairs[kColumns / 4];
+        pack_sums(pairs, sum);
+        start_next();
+        write_pieces(pairs, begin, item, tile, n, lane);
+      } else {
+        stage().template put_pairs<kColumns>(sum, begin % kBlockDims, lane);
+        start_next();
+        if ((begin + kColumns) % kBlockDims > 0) continue;
+        if (begin + kColumns == (kBegin + 1) * kBlockDims && adds()) wait_for_rows(n + 1);
+        emit(begin / kBlockDims * kBlockDims, item, tile, n, lane);
+      }
+    }
+  }
+
+  // Of kv, of the lane's row i.
+  __device__ int32_t number(int i, int n, int lane) const { return s.row[n % 2][warp * 16 + 4 * i + lane / 8]; }
+
+  // Writes contributions from registers, which for one block alone is faster than by the stage.
+  template <int kPairs>
+  __device__ void write_pieces(const uint32_t (&pairs)[kPairs], int begin, const Item& item, int tile, int n,
+                               int lane) {
+    const int entry = warp * 16 + lane / 4;
+    uint16_t* const row = p.contribution(0, item.query, tile * kTileTokens + entry) + begin + lane % 4 * kPieceNumbers;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool valid = s.row[n % 2][entry + 8 * half] >= 0;
+#pragma unroll
+      for (int i = half; i < kPairs; i += 8) {
+        const uint4 piece = gather_piece(pairs[i], pairs[i + 2], pairs[i + 4], pairs[i + 6], lane);
+        if (valid) store_streaming(row + 8 * half * kWidth<kBlocks> + i / 8 * 32, piece);
+      }
+    }
+  }
+
+  // Writes 64 columns of contributions that have been staged, or adds them to those of the cluster's first block.
+  __device__ void emit(int begin, const Item& item, int tile, int n, int lane) {
+    uint16_t* const rows =
+        p.contribution(0, item.query, tile * kTileTokens + warp * 16 + lane / 8) + begin + lane % 8 * kPieceNumbers;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 piece = stage().take(i, lane);
+      if (number(i, n, lane) < 0) continue;
+      uint16_t* const to = rows + 4 * i * kWidth<kBlocks>;
+      adds() ? add_piece(to, piece) : store_cached(to, piece);
+    }
+  }
+
+  // Adds 32 columns.
+  __device__ void add(int begin, int n, int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4 piece = stage().take(i, lane);
+      const int32_t row = number(i, n, lane);
+      if (row >= 0) add_piece(p.accumulator + int64_t{row} * kWidth<kBlocks> + begin + lane % 8 * 4, piece);
     }
   }
 
@@ -133,21 +245,38 @@ struct Consumer {
   template <int kBegin, int kSums>
   __device__ void write(const Item& item, const float (&sum)[kSums]) {
     const int lane = hidden(this->lane);
-    const int head = item.head_begin() + warp * 16 + lane / 4;
-    const LaneRows rows{p.d_q + item.query * p.d_q_token + head * p.d_q_head + lane % 4 * kPieceNumbers,
-                        8 * p.d_q_head,
-                        {head < p.heads, head + 8 < p.heads}};
-    uint32_t pairs[16];
-    write_blocks<kBegin, 0>(rows, pairs, sum, lane);
+    const int head = item.head_begin() + warp * 16 + lane / 8;
+    write_blocks<kBegin, 0>(p.d_q + item.query * p.d_q_token + head * p.d_q_head + lane % 8 * kPieceNumbers, head, sum,
+                            lane);
+  }
+
+  // The dQ of a query with nothing to attend to.
+  __device__ void write_zeros(const Item& item) {
+    constexpr int kPieces = kWidth<kBlocks> / kPieceNumbers;
+#pragma unroll 1
+    for (int i = warp * 32 + hidden(lane); i < kHeads * kPieces; i += kGroupThreads) {
+      const int head = item.head_begin() + i / kPieces;
+      if (head < p.heads)
+        store_streaming(p.d_q + item.query * p.d_q_token + head * p.d_q_head + i % kPieces * kPieceNumbers, uint4{});
+    }
+  }
+
+  __device__ Lines stage() const {
+    return {cast_smem_ptr_to_uint(s.weights) + group * kBlockBytes + warp * 16 * kRowBytes};
   }
 
  private:
   template <int kBegin, int kBlock, int kSums>
-  __device__ void write_blocks(const LaneRows& rows, uint32_t (&pairs)[16], const float (&sum)[kSums], int lane) {
+  __device__ void write_blocks(uint16_t* rows, int head, const float (&sum)[kSums], int lane) {
     if constexpr (32 * kBlock < kSums) {
-      pack_sums<32 * kBlock>(pairs, sum);
-      rows.store(pairs, kBegin + kBlock, lane);
-      write_blocks<kBegin, kBlock + 1>(rows, pairs, sum, lane);
+      const Lines lines = stage();
+      lines.template put_pairs<64, 32 * kBlock>(sum, 0, lane);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4 piece = lines.take(i, lane);
+        if (head + 4 * i < p.heads) store_streaming(rows + 4 * i * p.d_q_head + (kBegin + kBlock) * kBlockDims, piece);
+      }
+      write_blocks<kBegin, kBlock + 1>(rows, head, sum, lane);
     }
   }
 };
@@ -159,137 +288,137 @@ __device__ void clear(float (&sum)[kCount]) {
 }
 
 // S, dP, P and dS; the left 256 dims of dQ; some contributions.
-template <int kBlocks>
-struct Scorer : Consumer<kBlocks> {
-  using Base = Consumer<kBlocks>;
+template <int kBlocks, Emit kEmit>
+struct Scorer : Consumer<kBlocks, kEmit> {
+  using Base = Consumer<kBlocks, kEmit>;
   using Base::lane, Base::p, Base::s, Base::warp;
-  using ScoreAtom = Bf16Atom<64, Major::K, Major::K>;
-  using QueryAtom = gmma::MMA_64x256x16_F32BF16BF16_RS<Major::K, Major::MN>;
+  using BothAtom = gmma::MMA_64x128x16_F32BF16BF16_SS<Major::K, Major::K>;
+  using RopeAtom = Bf16Atom<64, Major::K, Major::K>;
+  using QueryAtom = gmma::MMA_64x256x16_F32BF16BF16_SS<Major::MN, Major::MN>;
 
-  float lse2[2], delta[2];  // of heads lane / 4 and that plus 8
   float d_q[128];
 
-  static __device__ constexpr int half(int i) { return i / 2 % 2; }
-
-  __device__ void load_statistics(const Item& item) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int head = item.head_begin() + warp * 16 + lane / 4 + 8 * h;
+  __device__ void load_statistics(const Item& item, int parity) {
+    const int number = warp * 32 + lane, head = item.head_begin() + number;
+    if (number < kHeads) {
       const bool exists = head < p.heads;
       const int64_t at = int64_t{item.query} * p.heads + head;
-      lse2[h] = exists ? p.lse2[at] : INFINITY;
-      delta[h] = exists ? p.delta[at] : 0.0f;
+      s.lse2[parity][number] = exists ? p.lse2[at] : INFINITY;
+      s.delta[parity][number] = exists ? p.delta[at] : 0.0f;
     }
+    sync_named<kGroupThreads>(1);
   }
 
-  // Multiplies blocks [begin, end) of the rows of heads at `a` with those of the tile.
-  __device__ void multiply_rows(float (&sum)[32], uint64_t a, uint64_t k, int begin, int end) {
+  // Multiplies blocks [begin, end) of the tile with those of Q and dO. S comes first in the sums, then dP.
+  __device__ void multiply_rows(float (&sum)[64], int begin, int end) {
+    const uint64_t k = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k)),
+                   q = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.q));
+    fence_sums(sum);
+    cute::warpgroup_arrive();
 #pragma unroll
     for (int block = begin; block < end; ++block)
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const uint64_t offset = (block * kBlockBytes + step * kStep * 2) >> 4;
-        multiply<ScoreAtom>(sum, a + offset, k + offset, block > 0 || step > 0);
+        const uint64_t a = k + ((block * kBlockBytes + step * kStep * 2) >> 4),
+                       b = q + ((block * kQueryBytes + step * kStep * 2) >> 4);
+        if (block < kLatentBlocks)
+          multiply<BothAtom>(sum, a, b, block > 0 || step > 0);
+        else
+          multiply<RopeAtom>(sum, a, b);
       }
-  }
-
-  // The lane's stmatrix address of a step's 16 entries: rows of heads.
-  __device__ uint32_t tiles_address(int step) const {
-    const int row = warp * 16 + lane % 8 + lane / 8 % 2 * 8, piece = 2 * step + lane / 16;
-    return cast_smem_ptr_to_uint(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
   }
 
   __device__ void run() {
     int n = 0, queries = 0;
     for (int number = blockIdx.x; number < Item::count(p); number += gridDim.x) {
       const Item item(p, number);
-      load_statistics(item);
+      if (item.tiles == 0) {
+        this->write_zeros(item);
+        continue;
+      }
+      load_statistics(item, queries % 2);
       clear(d_q);
-      if (item.tiles > 0) wait(s.q_full, queries % 2);
+      wait(s.q_full, queries % 2);
       for (int tile = 0; tile < item.tiles; ++tile, ++n) {
-        float score[32], d_weight[32];
-        const uint64_t k = describe_atoms(cast_smem_ptr_to_uint(s.k)), q = describe_atoms(cast_smem_ptr_to_uint(s.q)),
-                       d_out = describe_atoms(cast_smem_ptr_to_uint(s.d_out));
-        wait(s.k_full[0], n % 2);
+        Factors factors;
+        {
+          float sum[64];
+          wait(s.k_full[0], n % 2);
+          publish_to_wgmma();
+          multiply_rows(sum, 0, kHalfBlocks);
+          wait(s.k_full[1], n % 2);
+          publish_to_wgmma();
+          multiply_rows(sum, kHalfBlocks, kBlocks);
+          cute::warpgroup_commit_batch();
+          cute::warpgroup_wait<0>();
+          fence_sums(sum);
+          weigh(factors, sum, n % 2, queries % 2);
+        }
+        wait(s.stage_empty, n % 2 ^ 1);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          store_tiles(this->tiles_address(step), factors.weights[step]);
+          store_tiles(this->tiles_address(step) + kBlockBytes, factors.grads[step]);
+        }
         publish_to_wgmma();
-        fence_sums(score);
-        fence_sums(d_weight);
-        cute::warpgroup_arrive();
-        multiply_rows(score, q, k, 0, kHalfBlocks);
-        multiply_rows(d_weight, d_out, k, 0, kHalfBlocks);
-        wait(s.k_full[1], n % 2);
-        publish_to_wgmma();
-        cute::warpgroup_arrive();
-        multiply_rows(score, q, k, kHalfBlocks, kBlocks);
-        cute::warpgroup_commit_batch();
-        multiply_rows(d_weight, d_out, k, kHalfBlocks, kLatentBlocks);
-        cute::warpgroup_commit_batch();
+        arrive_as_warp(s.factors_full);
 
-        cute::warpgroup_wait<1>();
-        fence_sums(score);
-        uint32_t pairs[kSteps][4];
-        weigh(score, n % 2);
-        wait(s.grads_empty, n % 2 ^ 1);
-        pack(pairs, score);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) store_tiles(tiles_address(step), pairs[step]);
-        cute::warpgroup_wait<0>();
-        fence_sums(d_weight);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) d_weight[i] = score[i] * p.scale * (d_weight[i] - delta[half(i)]);
-        pack(pairs, d_weight);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) store_tiles(tiles_address(step) + kBlockBytes, pairs[step]);
-        publish_to_wgmma();
-        arrive_as_warp(s.grads_full);
-
-        const uint64_t values = describe_atoms(cast_smem_ptr_to_uint(s.k), kBlockBytes);
+        const uint64_t values = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k), kBlockBytes),
+                       grads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.grads));
+        wait(s.factors_full, n % 2);  // of the other warps
         fence_sums(d_q);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
-          multiply<QueryAtom>(d_q, pairs[step], values + (step * kStepBytes >> 4));
+          multiply<QueryAtom>(d_q, grads + (step * kStepBytes >> 4), values + (step * kStepBytes >> 4));
         cute::warpgroup_commit_batch();
-        wait(s.grads_full, n % 2);  // of the other warps
-        this->template contribute<0, kScorerChunks>(item, tile, n % 2, [&] {
+        this->template contribute<0, kScorerBlocks<kEmit>, kScorerColumns>(item, tile, n, factors, [&] {
           fence_sums(d_q);
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step)
-            for (uint32_t& pair : pairs[step]) hide(pair);  // they have to stay until now
           arrive_as_warp(s.k_empty[0]);
+          arrive_as_warp(s.grads_read);
+          wait(s.weights_read, n % 2);
         });
-        arrive_as_warp(s.grads_empty);
       }
-      if (item.tiles > 0) arrive_as_warp(s.q_empty), ++queries;
+      arrive_as_warp(s.q_empty);
+      ++queries;
       this->template write<0>(item, d_q);
     }
+    if (n > 0) this->publish_rows(n);
   }
 
-  // Scores become weights, zero for entries that are none.
-  __device__ void weigh(float (&score)[32], int parity) {
+  // S and dP become P and dS, zero for entries that are none.
+  __device__ void weigh(Factors& factors, float (&sum)[64], int parity, int query_parity) {
     const float scale2 = p.scale * kLog2E;
+    const int32_t* const rows = s.row[parity] + warp * 16 + lane / 4;
+    const bool valid[2] = {rows[0] >= 0, rows[8] >= 0};
 #pragma unroll
-    for (int i = 0; i < 32; ++i) score[i] = exp2_approximate(fmaf(score[i], scale2, -lse2[half(i)]));
-    const uint16_t two = *reinterpret_cast<const uint16_t*>(s.valid[parity] + 2 * lane);
-    if (__all_sync(~0u, two == 0x0101)) return;
+    for (int j = 0; j < 8; ++j) {
+      const float2 lse2 = reinterpret_cast<const float2*>(s.lse2[query_parity])[4 * j + lane % 4],
+                   delta = reinterpret_cast<const float2*>(s.delta[query_parity])[4 * j + lane % 4];
 #pragma unroll
-    for (int i = 0; i < 32; ++i)
-      if (!s.valid[parity][i / 4 * 8 + lane % 4 * 2 + i % 2]) score[i] = 0.0f;
-  }
-
-  __device__ void pack(uint32_t (&pairs)[kSteps][4], const float (&number)[32]) {
+      for (int half = 0; half < 2; ++half) {
+        float weight[2], grad[2];
 #pragma unroll
-    for (int i = 0; i < 32; i += 2) pairs[i / 8][i / 2 % 4] = pack_bf16(number[i], number[i + 1]);
+        for (int e = 0; e < 2; ++e) {
+          const int i = 4 * j + 2 * half + e;
+          weight[e] = exp2_approximate(fmaf(sum[i], scale2, -(e ? lse2.y : lse2.x)));
+          if (!valid[half]) weight[e] = 0.0f;
+          grad[e] = weight[e] * p.scale * (sum[32 + i] - (e ? delta.y : delta.x));
+        }
+        factors.weights[j / 2][j % 2 * 2 + half] = pack_bf16(weight[0], weight[1]);
+        factors.grads[j / 2][j % 2 * 2 + half] = pack_bf16(grad[0], grad[1]);
+      }
+    }
   }
 };
 
 // The right dims of dQ, and most contributions.
-template <int kBlocks>
-struct Adder : Consumer<kBlocks> {
-  using Base = Consumer<kBlocks>;
+template <int kBlocks, Emit kEmit>
+struct Adder : Consumer<kBlocks, kEmit> {
+  using Base = Consumer<kBlocks, kEmit>;
   using Base::lane, Base::p, Base::s, Base::warp;
-  using LeftAtom = gmma::MMA_64x256x16_F32BF16BF16_SS<Major::K, Major::MN>;
-  using RightAtom = Bf16Atom<64, Major::K, Major::MN>;
+  using LeftAtom = gmma::MMA_64x256x16_F32BF16BF16_SS<Major::MN, Major::MN>;
+  using RightAtom = Bf16Atom<64, Major::MN, Major::MN>;
 
   float d_q[(kBlocks - kHalfBlocks) * 32];
 
@@ -299,28 +428,39 @@ struct Adder : Consumer<kBlocks> {
       const Item item(p, number);
       clear(d_q);
       for (int tile = 0; tile < item.tiles; ++tile, ++n) {
-        wait(s.grads_full, n % 2);
+        wait(s.factors_full, n % 2);
         publish_to_wgmma();
-        const uint64_t values = describe_atoms(cast_smem_ptr_to_uint(s.k[kHalfBlocks]), kBlockBytes),
-                       grads = describe_atoms(cast_smem_ptr_to_uint(s.grads));
+        const uint64_t values = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k[kHalfBlocks]), kBlockBytes),
+                       grads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.grads));
         fence_sums(d_q);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          const uint64_t a = grads + (step * kStep * 2 >> 4), b = values + (step * kStepBytes >> 4);
+          const uint64_t a = grads + (step * kStepBytes >> 4), b = values + (step * kStepBytes >> 4);
           multiply<LeftAtom>(d_q, a, b);
           if constexpr (kBlocks > kLatentBlocks) multiply<RightAtom, 128>(d_q, a, b + (kHalfBytes >> 4));
         }
         cute::warpgroup_commit_batch();
-        this->template contribute<kScorerChunks, kBlocks>(item, tile, n % 2, [&] {
+        Factors factors;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          load_tiles(factors.weights[step], this->tiles_address(step));
+          load_tiles(factors.grads[step], this->tiles_address(step) + kBlockBytes);
+        }
+        arrive_as_warp(s.weights_read);
+        this->template contribute<kScorerBlocks<kEmit>, kBlocks, kAdderColumns>(item, tile, n, factors, [&] {
           fence_sums(d_q);
           arrive_as_warp(s.k_empty[1]);
+          wait(s.grads_read, n % 2);
         });
-        arrive_as_warp(s.grads_empty);
+        if (tile + 1 < item.tiles) arrive_as_warp(s.stage_empty);
       }
-      if (item.tiles > 0) arrive_as_warp(s.q_empty);
+      if (item.tiles == 0) continue;
+      arrive_as_warp(s.q_empty);
       this->template write<kHalfBlocks>(item, d_q);
+      arrive_as_warp(s.stage_empty);
     }
+    if (n > 0) this->publish_rows(n);
   }
 };
 
@@ -332,13 +472,13 @@ __device__ __forceinline__ void copy_queries(const BackwardProblem& p, Shared<kB
   const auto own = [&](int64_t head_stride) {
     return item.head_begin() + head < p.heads ? head * static_cast<uint32_t>(head_stride / kPieceNumbers) : kNoRow;
   };
-  const uint32_t q = cast_smem_ptr_to_uint(s.q), d_out = cast_smem_ptr_to_uint(s.d_out);
+  const uint32_t q = cast_smem_ptr_to_uint(s.q), d_out = q + kBlockBytes;
   const uint16_t* q_rows = p.q + item.query * p.q_token + item.head_begin() * p.q_head;
-  copy_rows<kWarpRows, kBlocks, 0>(q, first, q_rows, own(p.q_head), lane);
-  copy_rows<kWarpRows, kBlocks, 1>(q, first, q_rows, own(p.q_head), hidden(lane));
+  copy_rows<kWarpRows, kBlocks, 0, kQueryBytes>(q, first, q_rows, own(p.q_head), lane);
+  copy_rows<kWarpRows, kBlocks, 1, kQueryBytes>(q, first, q_rows, own(p.q_head), hidden(lane));
   const uint16_t* d_out_rows = p.d_out + item.query * p.d_out_token + item.head_begin() * p.d_out_head;
-  copy_rows<kWarpRows, kLatentBlocks, 0>(d_out, first, d_out_rows, own(p.d_out_head), hidden(lane));
-  copy_rows<kWarpRows, kLatentBlocks, 1>(d_out, first, d_out_rows, own(p.d_out_head), hidden(lane));
+  copy_rows<kWarpRows, kLatentBlocks, 0, kQueryBytes>(d_out, first, d_out_rows, own(p.d_out_head), hidden(lane));
+  copy_rows<kWarpRows, kLatentBlocks, 1, kQueryBytes>(d_out, first, d_out_rows, own(p.d_out_head), hidden(lane));
 }
 
 // A producer warp: its rows of each tile, and of a query's Q and dO once its first tile is under way.
@@ -353,11 +493,13 @@ __device__ void produce(const BackwardProblem& p, Shared<kBlocks>& s, int warp, 
     const auto load = [&](int entry) { return entry < item.entries ? list[entry] : -1; };
     int next = load(own);
     for (int tile = 0; tile < item.tiles; ++tile, ++n) {
-      const uint32_t row = p.lists.names(next) ? next * static_cast<uint32_t>(p.kv_row / kPieceNumbers) : kNoRow;
+      const bool valid = p.lists.names(next);
+      const uint32_t row = valid ? next * static_cast<uint32_t>(p.kv_row / kPieceNumbers) : kNoRow;
+      const int32_t number = valid ? next : -1;
       next = load((tile + 1) * kTileTokens + own);
       const uint32_t k = cast_smem_ptr_to_uint(s.k);
       wait(s.k_empty[0], n % 2 ^ 1);
-      if (lane < kWarpRows) s.valid[n % 2][own] = row != kNoRow;
+      if (lane < kWarpRows) s.row[n % 2][own] = number;
       copy_rows<kWarpRows, kBlocks, 0>(k, first, p.kv, row, hidden(lane));
       arrive_when_copied(s.k_full[0]);
       arrive_as_warp(s.k_full[0]);
@@ -374,26 +516,30 @@ __device__ void produce(const BackwardProblem& p, Shared<kBlocks>& s, int warp, 
   }
 }
 
-template <int kBlocks>
+template <int kBlocks, Emit kEmit>
 __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_constant__ BackwardProblem p) {
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& s = *reinterpret_cast<Shared<kBlocks>*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) s.k_full[i].init(kArrivals), s.k_empty[i].init(4 * kWarpArrivals);
     s.q_full.init(kArrivals), s.q_empty.init(8 * kWarpArrivals);
-    s.grads_full.init(4 * kWarpArrivals), s.grads_empty.init(8 * kWarpArrivals);
+    s.factors_full.init(4 * kWarpArrivals), s.stage_empty.init(4 * kWarpArrivals);
+    s.weights_read.init(4 * kWarpArrivals), s.grads_read.init(4 * kWarpArrivals);
+    for (int i = 0; i < 8; ++i) s.stored[i / 4][i % 4] = 0;
   }
-  __syncthreads();
+  kEmit == Emit::shared ? cute::cluster_sync() : __syncthreads();
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_alloc<kScorerRegisters>();
-    Scorer<kBlocks>{{p, s, warp, lane}}.run();
+    Scorer<kBlocks, kEmit>{{p, s, 0, warp, hidden(lane)}}.run();
   } else if (warp < 8) {
     cutlass::arch::warpgroup_reg_alloc<kAdderRegisters>();
-    Adder<kBlocks>{{p, s, warp - 4, lane}}.run();
+    Adder<kBlocks, kEmit>{{p, s, 1, warp - 4, hidden(lane)}}.run();
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    produce<kBlocks>(p, s, warp - 8, lane);
+    produce<kBlocks>(p, s, warp - 8, hidden(lane));
   }
 }
 

@@ -25,12 +25,12 @@ template <int kBlocks>
 constexpr int kWidth = kBlocks * kBlockDims;
 
 // A warp copies rows into rows `first` and on of a tile, a multiple of eight: the left 256 dims, or the others. `own`
-// is where the row of this lane's number begins, in pieces from `rows` on, or kNoRow: then zeros are written. The
-// tile's blocks lie kBytes apart.
-template <int kRows, int kBlocks, int kHalf, int kBytes = kBlockBytes>
+// is where the row of this lane's number begins, in pieces from `rows` on, or kNoRow: then zeros are written. Blocks
+// are kStride bytes apart.
+template <int kRows, int kBlocks, int kHalf, int kStride = kBlockBytes>
 __device__ __forceinline__ void copy_rows(uint32_t tile, int first, const uint16_t* rows, uint32_t own, int lane) {
   const int block = kHalf * kHalfBlocks + lane / kRowPieces, piece = lane % kRowPieces;
-  const uint32_t to = tile + block * kBytes + first * kRowBytes + piece * kPieceBytes;
+  const uint32_t to = tile + block * kStride + first * kRowBytes + piece * kPieceBytes;
   // hidden, or the compiler keeps what it is made of, too
   auto from = reinterpret_cast<uint64_t>(rows) + (kHalf * 32 + lane) * kPieceBytes;
   hide(from);
@@ -40,7 +40,7 @@ __device__ __forceinline__ void copy_rows(uint32_t tile, int first, const uint16
                __shfl_sync(~0u, own, i));
   if constexpr (kHalf == 1 && kBlocks > kLatentBlocks) {  // eight lanes a row
     const int group = lane / kRowPieces;
-    const uint32_t rope = tile + kLatentBlocks * kBytes + (first + group) * kRowBytes + (piece ^ group) * kPieceBytes;
+    const uint32_t rope = tile + kLatentBlocks * kStride + (first + group) * kRowBytes + (piece ^ group) * kPieceBytes;
     auto rope_from = reinterpret_cast<uint64_t>(rows) + (kLatentPieces + piece) * kPieceBytes;
     hide(rope_from);
 #pragma unroll
@@ -50,19 +50,12 @@ __device__ __forceinline__ void copy_rows(uint32_t tile, int first, const uint16
   }
 }
 
-// Sums of 64 x 64, as wgmma has them, as pairs: [2 * j + half] are columns 8 * j + 2 * (lane % 4) and the next, of row
+// Sums of 64 rows, as wgmma has them, as pairs: [2 * j + half] are columns 8 * j + 2 * (lane % 4) and the next, of row
 // lane / 4 or the one 8 further on.
-template <int kFirst = 0, int kSums>
-__device__ __forceinline__ void pack_sums(uint32_t (&pairs)[16], const float (&sum)[kSums]) {
+template <int kPairs>
+__device__ __forceinline__ void pack_sums(uint32_t (&pairs)[kPairs], const float (&sum)[2 * kPairs]) {
 #pragma unroll
-  for (int i = 0; i < 16; ++i) pairs[i] = pack_bf16(sum[kFirst + 2 * i], sum[kFirst + 2 * i + 1]);
-}
-
-// It is written once and read much later, so it should not drive kv out of L2.
-__device__ __forceinline__ void store_streaming(uint16_t* to, uint4 piece) {
-  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(piece.x), "r"(piece.y), "r"(piece.z),
-               "r"(piece.w)
-               : "memory");
+  for (int i = 0; i < kPairs; ++i) pairs[i] = pack_bf16(sum[2 * i], sum[2 * i + 1]);
 }
 
 // Four lanes have pairs of a row, of four times 8 columns. Afterwards each has all four of one: columns 8 * (lane % 4)
@@ -76,22 +69,77 @@ __device__ __forceinline__ uint4 gather_piece(uint32_t a, uint32_t b, uint32_t c
   return upper ? uint4{low, high, second[0], second[1]} : uint4{first[0], first[1], low, high};
 }
 
-// The two rows of a lane's sums, in global memory: one and that eight further on.
-struct LaneRows {
-  uint16_t* row;       // this lane's first piece
-  int64_t eight_rows;  // numbers
-  bool valid[2];
+// It is written once and read much later, so it should not drive kv out of L2.
+__device__ __forceinline__ void store_streaming(uint16_t* to, uint4 piece) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(piece.x), "r"(piece.y), "r"(piece.z),
+               "r"(piece.w)
+               : "memory");
+}
 
-  // Writes 64 columns. Every lane of a warp calls it.
-  __device__ void store(const uint32_t (&pairs)[16], int block, int lane) const {
+__device__ __forceinline__ void store_cached(uint16_t* to, uint4 piece) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(piece.x), "r"(piece.y), "r"(piece.z),
+               "r"(piece.w)
+               : "memory");
+}
+
+// Adds 8 bf16 numbers in L2.
+__device__ __forceinline__ void add_piece(uint16_t* to, uint4 piece) {
+  asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(piece.x),
+               "r"(piece.y), "r"(piece.z), "r"(piece.w)
+               : "memory");
+}
+
+// Adds four fp32 numbers in L2.
+__device__ __forceinline__ void add_piece(float* to, uint4 piece) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(bits_float(piece.x)),
+               "f"(bits_float(piece.y)), "f"(bits_float(piece.z)), "f"(bits_float(piece.w))
+               : "memory");
+}
+
+// How a warp's 16 rows of sums reach global memory: by 2 KB of shared memory, in which they become whole lines. Row r
+// has its piece c at c ^ (r % 8). A lane's addresses differ in bits that are known when this is compiled.
+struct Lines {
+  uint32_t stage;  // shared memory, a multiple of 1024 bytes
+
+  // Takes columns as bf16, from sum[kFirst] on. They become those from `begin` on.
+  template <int kColumns, int kFirst = 0, int kSums>
+  __device__ void put_pairs(const float (&sum)[kSums], int begin, int lane) const {
+    if (begin == 0) __syncwarp();  // what was there has been read
+    const uint32_t own = stage + lane % 16 * kRowBytes + (lane / 16 ^ lane % 8) * kPieceBytes;
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; i += 8) {
+      const float* const x = sum + kFirst + i;
+      const uint32_t pairs[4] = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
+                                 pack_bf16(x[6], x[7])};
+      store_tiles(own ^ (begin * 2 + i * 4), pairs);
+    }
+    if (begin + kColumns == kBlockDims) __syncwarp();
+  }
+
+  // Takes 32 columns of fp32, from sum[kFirst] on.
+  template <int kFirst, int kSums>
+  __device__ void put(const float (&sum)[kSums], int lane) const {
+    __syncwarp();
+    const uint32_t own = stage + lane / 4 * kRowBytes + (lane % 4 / 2 ^ lane / 4) * kPieceBytes + lane % 2 * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int first = 8 * i + half;
-        const uint4 piece = gather_piece(pairs[first], pairs[first + 2], pairs[first + 4], pairs[first + 6], lane);
-        if (valid[half]) store_streaming(row + half * eight_rows + block * kBlockDims + 32 * i, piece);
-      }
+      for (int j = 0; j < 4; ++j)
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((own ^ 2 * j * kPieceBytes) + 8 * half * kRowBytes),
+                     "f"(sum[kFirst + 4 * j + 2 * half]), "f"(sum[kFirst + 4 * j + 2 * half + 1])
+                     : "memory");
+    __syncwarp();
+  }
+
+  // A lane gets piece lane % 8 of row 4 * i + lane / 8.
+  __device__ uint4 take(int i, int lane) const {
+    const uint32_t own = stage + lane / 8 * kRowBytes + (lane % 8 ^ lane / 8) * kPieceBytes;
+    uint4 piece;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
+                 : "r"((own ^ i % 2 * 4 * kPieceBytes) + 4 * i * kRowBytes)
+                 : "memory");
+    return piece;
   }
 };
 
