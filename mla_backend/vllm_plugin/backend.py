@@ -205,9 +205,11 @@ class SparseMLALayer(LayerBase):
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        *more: Any,
         **kwargs: Any,
     ) -> None:
-        """Writes tokens, kv_c_normed `[N or more, 512]` and k_pe `[N or more, 1, 64]` (or 0), into slots `[N]`."""
+        """Writes tokens, kv_c_normed `[N or more, 512]` and k_pe `[N or more, 1, 64]` (or 0), into slots `[N]`. From
+        vLLM 0.33 comes one argument more: whether the scale is known to be 1."""
         if kv_cache.numel() == 0:
             return
         slots = slot_mapping.flatten()

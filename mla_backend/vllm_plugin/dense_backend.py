@@ -136,12 +136,14 @@ class DenseMLALayer(MLACommonImpl):
         slot_mapping: Tensor,
         kv_cache_dtype: str,
         k_scale: Tensor,
+        *more: Any,
         **kwargs: Any,
     ) -> None:
         """Writes tokens, kv_c_normed `[N or more, 512]` and k_pe `[N or more, 1, 64]`, into slots `[N]`. On a GPU that
         is vLLM's own op, which reads the scale there."""
         if not current_platform.is_cpu():
-            super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, **kwargs)
+            given = kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *more
+            super().do_kv_cache_update(*given, **kwargs)
         elif kv_cache.numel():
             slots = slot_mapping.flatten()
             scale = k_scale.item() if kv_cache_dtype.startswith("fp8") else 1.0

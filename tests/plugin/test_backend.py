@@ -342,7 +342,7 @@ def test_tokens_are_written_as_the_reference_writes_them(backend, fmt):
     layer.do_kv_cache_update(kv_c, k_pe, cache, slots, "auto", torch.ones(1), skip_scale=False)
     reference.cache_write(kv_c[:5], k_pe[:5, 0], want, slots)
     assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
-    layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, "auto", torch.ones(1))  # before there is a cache
+    layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, "auto", torch.ones(1), True)  # before there is a cache
 
 
 @pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla"])

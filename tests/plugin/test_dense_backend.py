@@ -203,7 +203,7 @@ def test_tokens_are_written_as_the_reference_writes_them(dense, fmt):
     layer.do_kv_cache_update(kv_c, k_pe, cache, slots, name, scale)
     reference.cache_write(kv_c[:5], k_pe[:5, 0], want, slots, format=fmt, scale=scale.item())
     assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
-    layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, name, scale)  # before there is a cache
+    layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, name, scale, True)  # before there is a cache
 
 
 def test_building_the_metadata_of_a_decode_step_reads_nothing_from_the_device(dense):
