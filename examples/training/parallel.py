@@ -4,7 +4,8 @@
 
 Tensor parallel: each process has half of the heads and all rows of kv. Gradients of kv are added up.
 Sequence parallel: each process has half of the queries and of the rows. Rows are gathered, and their gradients are
-added up and cut again. Processes talk through gloo, so no GPU is needed; on GPUs it would be nccl.
+added up and cut again. With two GPUs each process has one, and they talk through NCCL; else they compute on the CPU and
+talk through gloo.
 """
 
 import argparse
@@ -51,13 +52,19 @@ class Gathered(torch.autograd.Function):
         return total.to(gradient.dtype).chunk(dist.get_world_size())[dist.get_rank()]
 
 
+def device() -> str:
+    return "cuda" if torch.cuda.device_count() >= PROCESSES else "cpu"
+
+
 def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, kv, causal lists and the gradient of the output; the same on every process."""
     torch.manual_seed(0)
     q, kv = torch.randn(QUERIES, HEADS, 576).bfloat16(), torch.randn(QUERIES, 576).bfloat16()
     indices = torch.randint(0, QUERIES, (QUERIES, TOPK), dtype=torch.int32)
     indices = torch.where(indices <= torch.arange(QUERIES).unsqueeze(1), indices, -1)
-    return q, kv, indices, torch.randn(QUERIES, HEADS, 512).bfloat16()
+    d_out = torch.randn(QUERIES, HEADS, 512).bfloat16()
+    q, kv, indices, d_out = (x.to(device()) for x in (q, kv, indices, d_out))
+    return q, kv, indices, d_out
 
 
 def one_process() -> tuple[Tensor, Tensor]:
@@ -90,7 +97,11 @@ def similarity_error(got: Tensor, want: Tensor) -> float:
 
 
 def run(rank: int, port: int) -> None:
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=PROCESSES)
+    backend = "gloo"
+    if device() == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "nccl"
+    dist.init_process_group(backend, f"tcp://127.0.0.1:{port}", rank=rank, world_size=PROCESSES)
     d_q, d_kv = one_process()
     whole = {
         "tensor parallel": (tensor_parallel, d_q.chunk(PROCESSES, 1)[rank], d_kv),
@@ -102,7 +113,8 @@ def run(rank: int, port: int) -> None:
         error = similarity_error(own_kv, want_kv)
         assert error < 1e-5, f"{name}: process {rank}'s gradient of kv has a similarity error of {error:.3g}"
         if rank == 0:
-            print(f"{name}: same bits for q; kv within {max(error, 0):.1e}, as parts are rounded before they are added")
+            within = f"{max(error, 0):.1e}, as parts are rounded before they are added"
+            print(f"{name} on {device()}, {backend}: same bits for q; kv within {within}")
     dist.destroy_process_group()
 
 
