@@ -1,8 +1,9 @@
 """The backward of sparse attention on a GPU, versus cuDNN's front end or TileLang's example.
 
 4096 queries have lists of 2048 rows each: random ones, or such that neighbours share 90 % of theirs. What is timed is
-the whole backward, deterministic, with the order of its lists, interleaved with the peer's in one process. Kernel times
-of its parts come from a profile. All gradients are first compared with the reference in float64.
+the whole backward: deterministic, with the order of its lists, and with atomic additions, interleaved with the peer's
+in one process. Kernel times of its parts come from a profile. All gradients are first compared with the reference in
+float64.
 
 cuDNN's front end and TileLang need different versions of one library, so a process can have one of them only. --peer
 says which; it is imported from PYTHONPATH: the package cudnn, or sparse_mla_bwd.py of TileLang's
@@ -178,9 +179,14 @@ def measure(case: Case, peers: list[str], rounds: int) -> dict[str, Any]:
     (out, lse), exact = inputs.forward(inputs.lists), inputs.exact(inputs.lists)
     results = torch.empty_like(inputs.q), torch.empty_like(inputs.kv)
     given = inputs.q, inputs.kv, inputs.lists, out, lse, inputs.d_out
-    how = {"scale": SCALE, "sink": inputs.sink, "deterministic": True, "d_q": results[0], "d_kv": results[1]}
-    call = partial(mla_backend.sparse_mla_backward, *given, **how)
-    ours = {"ours": timing.Candidate([call], results, lambda: check(results, exact))}
+    how = {"scale": SCALE, "sink": inputs.sink, "d_q": results[0], "d_kv": results[1]}
+    call, atomic = (
+        partial(mla_backend.sparse_mla_backward, *given, **how, deterministic=same) for same in (True, False)
+    )
+    ours = {
+        name: timing.Candidate([one], results, lambda: check(results, exact))
+        for name, one in (("ours", call), ("atomic", atomic))
+    }
     theirs = {name: partial(PEERS[name][2], inputs, exact) for name in peers}
     found = timing.measure(ours, theirs, rounds, timing.Burst)
     try:

@@ -134,11 +134,12 @@ def fa3_dense(problem: DenseProblem, cache: Tensor) -> Prepared:
 
 def flashmla_dense(problem: DenseProblem, cache: Tensor) -> Prepared:
     """FlashMLA's dense decode on a BF16 cache. vLLM makes the schedule once a step."""
-    out = torch.empty((*problem.q.shape[:3], LATENT), dtype=problem.q.dtype, device=problem.q.device)
+    requests, queries, heads, _ = problem.q.shape
+    out = torch.empty((requests, 1, queries * heads, LATENT), dtype=problem.q.dtype, device=problem.q.device)
     arguments = problem.q, cache.unsqueeze(-2), LATENT, problem.lengths, problem.table, problem.scale, True
     attend = torch.ops._flashmla_C.dense_decode_fwd
     schedule = attend(*arguments, None, None, out)[2:4]
-    return Prepared(lambda: attend(*arguments, *schedule, out), out)
+    return Prepared(lambda: attend(*arguments, *schedule, out), out.view(requests, queries, heads, LATENT))
 
 
 def _starts(problem: DenseProblem) -> Tensor:

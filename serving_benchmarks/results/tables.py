@@ -32,7 +32,7 @@ PEERS = {
     "tilelang": "TileLang",
 }
 """Titles of candidates. Of candidates with one title the fastest counts."""
-NOT_PEERS = ("ours", "plan", "slot_lists")
+NOT_PEERS = ("ours", "plan", "slot_lists", "atomic")
 """Candidates that are ours."""
 BACKWARD_PARTS = ("order", "main", "sum")
 """Of ours, shown."""
@@ -190,14 +190,15 @@ def backward(*reports: Report) -> str:
     titles = _titles([entry for entries in cases.values() for entry in entries])
     rows = []
     for key, entries in cases.items():
-        times = [entries[0]["seconds"]["ours"]["median"], *map(entries[0]["parts"].get, BACKWARD_PARTS)]
+        own = entries[0]["seconds"]
+        times = [own["ours"]["median"], *map(entries[0]["parts"].get, BACKWARD_PARTS), own["atomic"]["median"]]
         versus = {}
         for entry in entries:
             for title, seconds in peers_of(entry).items():
                 versus[title] = f"{seconds * 1e3:.2f} ({seconds / entry['seconds']['ours']['median']:.2f})"
         row = [*map(str, key), *(f"{seconds * 1e3:.2f}" if seconds else "-" for seconds in times)]
         rows.append([*row, *(versus.get(title, "-") for title in titles)])
-    headings = ["lists", "rows", "heads", "mla-backend", *BACKWARD_PARTS, *titles]
+    headings = ["lists", "rows", "heads", "mla-backend", *BACKWARD_PARTS, "atomic", *titles]
     how = (
         "Medians of whole backwards, interleaved in one process, in ms. In brackets: the peer's time over ours there. "
         f"{', '.join(BACKWARD_PARTS)}: kernel times in a profile."
