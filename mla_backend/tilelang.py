@@ -71,6 +71,8 @@ def sparse_mla_bwd(
         o, lse: what it returned. do: the gradient with respect to o.
         is_casual: whether a batched query sees no row after its own position.
         return_kernel, delta: False and None: there is no kernel to return, and delta is made here.
+
+    kv's gradient has the same bits every time where `torch.use_deterministic_algorithms` is on.
     """
     require_tensors(o=o, do=do, lse=lse)
     if return_kernel:

@@ -60,7 +60,8 @@ def sparse_mla(
             out.
         deterministic: give kv's gradient the same bits every time. False is for atomic additions on a GPU, of other
             bits each time. None is True where `torch.use_deterministic_algorithms` is on, else the faster of the two:
-            on Hopper atomic additions up to about 11,000 rows, and True elsewhere.
+            on Hopper atomic additions while kv's gradient in fp32 fits into half of L2 (about 11,000 rows on an H100),
+            and True elsewhere.
         workspace_bytes: memory that the backward may use for contributions to kv's gradient. It changes no bits.
         batch_invariant: give a token the same bits whatever else is in the batch, as `sparse_attention` with a cache of
             format bf16 (or bf16_512) does if asked for the same.
@@ -170,7 +171,7 @@ def sparse_mla_backward(
         out, lse: what `sparse_mla` returned.
         d_out, d_lse: the gradients with respect to them.
         workspace: uint8 `[bytes]` on the device of q and aligned to 16 bytes, to be used in place of workspace_bytes of
-            new memory.
+            new memory. Atomic additions use neither.
         d_q, d_kv: where to write, bf16 of the shapes of q and kv.
 
     Returns:
@@ -210,26 +211,35 @@ def sparse_mla_backward(
         )
 
     queries, width = q.shape[0], q.shape[2]
-    if not _adds_in_order(deterministic, kv):
-        accumulator = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
-        main(0, queries, None, accumulator)
-        d_kv.copy_(accumulator)
-        return d_q, d_kv, d_sink
-
     if workspace is None:
         groups, block = _blocks(q, indices, workspace_bytes)
-        contributions = torch.empty(groups, block * indices.shape[1], width, dtype=torch.bfloat16, device=q.device)
     else:
         with named(workspace_bytes="workspace"):
             groups, block = _blocks(q, indices, workspace.numel())
-        contributions = _in_workspace(workspace, q.device, groups, block * indices.shape[1], width)
-    if order is None:
-        order = backward_order(indices, len(kv), topk_length=topk_length)
-    elif order.begin.shape != (len(kv) + 1,) or order.pairs.shape != (indices.numel(),):
+        _require_workspace(workspace, q.device)
+    if order is not None and (order.begin.shape != (len(kv) + 1,) or order.pairs.shape != (indices.numel(),)):
         raise ValueError(
             f"order must be of these lists, with begin [{len(kv) + 1}] and pairs [{indices.numel()}]; "
             f"got {list(order.begin.shape)} and {list(order.pairs.shape)}"
         )
+    if not _adds_in_order(deterministic, kv):
+        accumulator = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
+        main(0, queries, None, accumulator)
+        # A sum of nothing: the op refuses what it could not write.
+        begin, pairs = (torch.zeros(n, dtype=torch.int32, device=q.device) for n in (len(kv) + 1, 0))
+        call(
+            torch.ops.mla_backend.backward_sum.default, begin, pairs, kv.new_empty(1, 0, width), 0, 0, None, None, d_kv
+        )
+        d_kv.copy_(accumulator)
+        return d_q, d_kv, d_sink
+
+    if workspace is None:
+        contributions = torch.empty(groups, block * indices.shape[1], width, dtype=torch.bfloat16, device=q.device)
+    else:
+        used = workspace[: groups * block * indices.shape[1] * width * 2]
+        contributions = used.view(torch.bfloat16).view(groups, block * indices.shape[1], width)
+    if order is None:
+        order = backward_order(indices, len(kv), topk_length=topk_length)
     following = accumulator = None
     if block < queries:
         following = torch.empty(len(kv), dtype=torch.int32, device=q.device)
@@ -315,14 +325,13 @@ def _blocks(q: Tensor, indices: Tensor, workspace_bytes: int) -> tuple[int, int]
     return groups, -(-queries // blocks)
 
 
-def _in_workspace(workspace: Tensor, device: torch.device, groups: int, pairs: int, width: int) -> Tensor:
+def _require_workspace(workspace: Tensor, device: torch.device) -> None:
     if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
         raise ValueError(f"workspace must be uint8 [bytes], contiguous; got {described(workspace)}")
     if workspace.device != device:
         raise ValueError(f"workspace must be on {device} like q; got a tensor on {workspace.device}")
     if workspace.data_ptr() % 16:
         raise ValueError("workspace must be aligned to 16 bytes; got one that begins between")
-    return workspace[: groups * pairs * width * 2].view(torch.bfloat16).view(groups, pairs, width)
 
 
 # ---- For autograd and torch.compile ----------------------------------------------------------------------
@@ -345,7 +354,7 @@ def _sparse_mla(
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     _require_arguments(q, kv, indices)
-    if (q.requires_grad or kv.requires_grad) and _adds_in_order(deterministic, kv):
+    if q.requires_grad or kv.requires_grad:
         _blocks(q, indices, workspace_bytes)  # what the backward would refuse
     with named(cache="kv"):
         return attention.sparse_attention(

@@ -77,7 +77,7 @@ def test_long_lists_in_a_long_context(kernel, heads):
 
 
 @pytest.mark.parametrize("width", [576, 512])
-@pytest.mark.parametrize("heads", [1, 5, 8, 16, 24, 31, 32, 64])
+@pytest.mark.parametrize("heads", [1, 5, 8, 16, 24, 31, 32, 64, 65, 100, 128])
 def test_one_query_after_another_with_lists_of_any_length(heads, width):
     """More queries than a GPU has processors, so that each takes several: with no tile, one, an odd or an even number,
     and some without a valid entry."""
@@ -87,6 +87,7 @@ def test_one_query_after_another_with_lists_of_any_length(heads, width):
     problem.indices[40, 64:128] = 5_000
     problem.indices[50] = 3
     problem.poisoned().check(cancels=True)
+    problem.poisoned().check(cancels=True, deterministic=False)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -119,7 +120,8 @@ def test_without_a_preference_torchs_flag_decides():
     problem.check(deterministic=None)
 
 
-def test_a_captured_graph_follows_new_values_and_lists():
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_captured_graph_follows_new_values_and_lists(deterministic):
     problem = random_training_problem(20, 16, 90, 60, device="cuda", sink=True)
     other = random_training_problem(20, 16, 90, 60, device="cuda", sink=True)
     arguments = problem.q, problem.kv, problem.indices
@@ -136,7 +138,7 @@ def test_a_captured_graph_follows_new_values_and_lists():
             scale=problem.scale,
             sink=problem.sink,
             workspace=workspace,
-            deterministic=True,
+            deterministic=deterministic,
             d_q=d_q,
             d_kv=d_kv,
         )
@@ -151,7 +153,10 @@ def test_a_captured_graph_follows_new_values_and_lists():
     new_out, new_lse = mla_backend.sparse_mla(*arguments, scale=problem.scale, sink=problem.sink)
     out.copy_(new_out), lse.copy_(new_lse)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip((d_q, d_kv, d_sink), other.gradients(), strict=True))
+    for got, want in zip((d_q, d_kv, d_sink), other.gradients(), strict=True):
+        assert (
+            torch.equal(got, want) if deterministic else torch.allclose(got.float(), want.float(), atol=0.02, rtol=0.02)
+        )
 
 
 def test_tensors_on_two_devices_are_refused():

@@ -89,7 +89,7 @@ struct Shared {
 static_assert(sizeof(Shared<8, 9>) <= 227 * 1024 && sizeof(Shared<16, 9>) <= 227 * 1024 &&
               sizeof(Shared<24, 9>) <= 227 * 1024 && sizeof(Shared<32, 9>) <= 227 * 1024);
 
-__device__ __forceinline__ int tiles_of(int entries) { return (entries + kTileTokens - 1) / kTileTokens; }
+__device__ __forceinline__ int tiles_of(int entries) { return entries / kTileTokens + (entries % kTileTokens != 0); }
 
 // Where a lane's contributions go: to two of its warp's 16 rows, lane / 4 and that eight further on.
 template <int kHeads, int kBlocks>

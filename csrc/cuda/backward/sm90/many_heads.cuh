@@ -89,7 +89,7 @@ struct Item {
     group = two ? number % 2 : 0;
     query = p.first + (two ? number / 2 : number);
     entries = p.lists.entries(query);
-    tiles = (entries + kTileTokens - 1) / kTileTokens;
+    tiles = entries / kTileTokens + (entries % kTileTokens != 0);
   }
   static MLA_HOST_DEVICE int count(const BackwardProblem& p) { return p.count * head_groups(p.heads, kHeads); }
   __device__ int head_begin() const { return group * kHeads; }
@@ -451,6 +451,7 @@ struct Adder : Consumer<kBlocks, kEmit> {
         this->template contribute<kScorerBlocks<kEmit>, kBlocks, kAdderColumns>(item, tile, n, factors, [&] {
           fence_sums(d_q);
           arrive_as_warp(s.k_empty[1]);
+          arrive_as_warp(s.grads_read);  // each warp's product has read all of it
           wait(s.grads_read, n % 2);
         });
         if (tile + 1 < item.tiles) arrive_as_warp(s.stage_empty);
@@ -495,11 +496,11 @@ __device__ void produce(const BackwardProblem& p, Shared<kBlocks>& s, int warp, 
     for (int tile = 0; tile < item.tiles; ++tile, ++n) {
       const bool valid = p.lists.names(next);
       const uint32_t row = valid ? next * static_cast<uint32_t>(p.kv_row / kPieceNumbers) : kNoRow;
-      const int32_t number = valid ? next : -1;
+      const int32_t listed = valid ? next : -1;
       next = load((tile + 1) * kTileTokens + own);
       const uint32_t k = cast_smem_ptr_to_uint(s.k);
       wait(s.k_empty[0], n % 2 ^ 1);
-      if (lane < kWarpRows) s.row[n % 2][own] = number;
+      if (lane < kWarpRows) s.row[n % 2][own] = listed;
       copy_rows<kWarpRows, kBlocks, 0>(k, first, p.kv, row, hidden(lane));
       arrive_when_copied(s.k_full[0]);
       arrive_as_warp(s.k_full[0]);
@@ -524,7 +525,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     for (int i = 0; i < 2; ++i) s.k_full[i].init(kArrivals), s.k_empty[i].init(4 * kWarpArrivals);
     s.q_full.init(kArrivals), s.q_empty.init(8 * kWarpArrivals);
     s.factors_full.init(4 * kWarpArrivals), s.stage_empty.init(4 * kWarpArrivals);
-    s.weights_read.init(4 * kWarpArrivals), s.grads_read.init(4 * kWarpArrivals);
+    s.weights_read.init(4 * kWarpArrivals), s.grads_read.init(8 * kWarpArrivals);
     for (int i = 0; i < 8; ++i) s.stored[i / 4][i % 4] = 0;
   }
   kEmit == Emit::shared ? cute::cluster_sync() : __syncthreads();
