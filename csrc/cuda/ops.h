@@ -18,8 +18,8 @@ void merge_cut_tokens(const AttentionProblem& problem, void* stream);
 
 // The main kernels of the backward, for sparse_backward to choose from.
 void portable_backward(const BackwardProblem& problem, void* stream);
-void few_heads_backward(const BackwardProblem& problem, int blocks, void* stream);
-void many_heads_backward(const BackwardProblem& problem, int blocks, void* stream);
+void few_heads_backward(const BackwardProblem& problem, int processors, void* stream);
+void many_heads_backward(const BackwardProblem& problem, int processors, void* stream);
 // Heads whose contributions a device's kernel adds up before it writes them.
 int32_t backward_group_heads(int device);
 // Bytes that backward_order works in, on the current device.

@@ -1,6 +1,4 @@
 // Which kernel computes the backward on a GPU: chosen here and nowhere else.
-#include <algorithm>
-
 #include "cuda/ops.h"
 #include "mla/choice.h"
 
@@ -12,13 +10,11 @@ int32_t backward_group_heads(int device) {
 
 void sparse_backward(const BackwardProblem& p, void* stream) {
 #ifdef MLA_CUDA_SM90A
-  constexpr int kFewHeads = 32, kBlockHeads = 64;  // of few_heads at most, and of each block of many_heads
+  constexpr int kFewHeads = 32;  // of few_heads, at most; it makes no atomic additions
   const Device device = describe_current_device();
   if (device.hopper_kernels) {
-    const bool few = p.heads <= kFewHeads && !p.accumulator;  // that kernel makes no atomic additions
-    const int items = few ? p.count : p.count * head_groups(p.heads, kBlockHeads);
-    const int blocks = std::min(items, device.processors / 2 * 2);  // more than 64 heads take pairs
-    return few ? few_heads_backward(p, blocks, stream) : many_heads_backward(p, blocks, stream);
+    const bool few = p.heads <= kFewHeads && !p.accumulator;
+    return few ? few_heads_backward(p, device.processors, stream) : many_heads_backward(p, device.processors, stream);
   }
 #endif
   portable_backward(p, stream);

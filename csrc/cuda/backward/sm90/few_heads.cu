@@ -1,5 +1,7 @@
 #include "cuda/backward/sm90/few_heads.cuh"
 
+#include <algorithm>
+
 #include "cuda/common/launch.h"
 #include "cuda/ops.h"
 
@@ -7,7 +9,7 @@ namespace mla::cuda {
 namespace {
 
 using namespace sm90::backward::few_heads;
-using sm90::kBlockDims;
+using sm90::kBlockDims, sm90::backward::kThreads;
 
 template <int kHeads, int kWidth>
 constexpr auto kKernel = backward_kernel<kHeads, kWidth / kBlockDims>;
@@ -15,17 +17,17 @@ template <int kHeads, int kWidth>
 constexpr int kSharedBytes = sizeof(Shared<kHeads, kWidth / kBlockDims>);
 
 template <int kHeads, int kWidth>
-void run(const BackwardProblem& p, int blocks, void* stream) {
-  launch_early(kKernel<kHeads, kWidth>, dim3(blocks), kThreads, kSharedBytes<kHeads, kWidth>, stream, "sparse_backward",
-               p);
+void run(const BackwardProblem& p, int processors, void* stream) {
+  launch_early(kKernel<kHeads, kWidth>, dim3(std::min(p.count, processors)), kThreads, kSharedBytes<kHeads, kWidth>,
+               stream, "sparse_backward", p);
 }
 
 template <int kWidth>
-void run(const BackwardProblem& p, int blocks, void* stream) {
-  if (p.heads <= 8) return run<8, kWidth>(p, blocks, stream);
-  if (p.heads <= 16) return run<16, kWidth>(p, blocks, stream);
-  if (p.heads <= 24) return run<24, kWidth>(p, blocks, stream);
-  run<32, kWidth>(p, blocks, stream);
+void run(const BackwardProblem& p, int processors, void* stream) {
+  if (p.heads <= 8) return run<8, kWidth>(p, processors, stream);
+  if (p.heads <= 16) return run<16, kWidth>(p, processors, stream);
+  if (p.heads <= 24) return run<24, kWidth>(p, processors, stream);
+  run<32, kWidth>(p, processors, stream);
 }
 
 template <int kHeads, int kWidth>
@@ -35,8 +37,8 @@ KernelEntry entry(const char* name) {
 
 }  // namespace
 
-void few_heads_backward(const BackwardProblem& p, int blocks, void* stream) {
-  p.width == kHeadDim ? run<kHeadDim>(p, blocks, stream) : run<kValueDim>(p, blocks, stream);
+void few_heads_backward(const BackwardProblem& p, int processors, void* stream) {
+  p.width == kHeadDim ? run<kHeadDim>(p, processors, stream) : run<kValueDim>(p, processors, stream);
 }
 
 MLA_KERNELS {

@@ -36,12 +36,6 @@
 
 namespace mla::cuda::sm90::backward::few_heads {
 
-constexpr int kGroupThreads = 128;
-constexpr int kThreads = 3 * kGroupThreads;
-constexpr int kProducerWarps = 4;
-constexpr int kWarpRows = kTileTokens / kProducerWarps;           // of a tile, a producer warp's
-constexpr int kArrivals = kProducerWarps * (32 + kWarpArrivals);  // at what the producers fill
-
 // A block begins with 168 registers a thread, handed round.
 template <int kHeads>
 constexpr uint32_t kConsumerRegisters = kHeads <= 16   ? 208
@@ -50,8 +44,6 @@ constexpr uint32_t kConsumerRegisters = kHeads <= 16   ? 208
 template <int kHeads>
 constexpr uint32_t kProducerRegisters = 3 * 168 - 2 * kConsumerRegisters<kHeads>;
 
-constexpr int kStep = 16;                      // what a wgmma sums over
-constexpr int kStepBytes = kStep * kRowBytes;  // of a factor whose rows are what is summed over
 constexpr int kBlockSteps = kBlockDims / kStep, kTileSteps = kTileTokens / kStep;
 
 template <int kHeads>
@@ -88,8 +80,6 @@ struct Shared {
 };
 static_assert(sizeof(Shared<8, 9>) <= 227 * 1024 && sizeof(Shared<16, 9>) <= 227 * 1024 &&
               sizeof(Shared<24, 9>) <= 227 * 1024 && sizeof(Shared<32, 9>) <= 227 * 1024);
-
-__device__ __forceinline__ int tiles_of(int entries) { return entries / kTileTokens + (entries % kTileTokens != 0); }
 
 // Where a lane's contributions go: to two of its warp's 16 rows, lane / 4 and that eight further on.
 template <int kHeads, int kBlocks>

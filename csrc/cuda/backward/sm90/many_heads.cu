@@ -1,4 +1,7 @@
 #include "cuda/backward/sm90/many_heads.cuh"
+
+#include <algorithm>
+
 #include "cuda/common/launch.h"
 #include "cuda/ops.h"
 
@@ -6,7 +9,7 @@ namespace mla::cuda {
 namespace {
 
 using namespace sm90::backward::many_heads;
-using sm90::kBlockDims;
+using sm90::kBlockDims, sm90::backward::kThreads;
 
 template <int kWidth, Emit kEmit>
 constexpr auto kKernel = backward_kernel<kWidth / kBlockDims, kEmit>;
@@ -14,13 +17,14 @@ template <int kWidth>
 constexpr int kSharedBytes = sizeof(Shared<kWidth / kBlockDims>);
 
 template <int kWidth>
-void run(const BackwardProblem& p, int blocks, void* stream) {
+void run(const BackwardProblem& p, int processors, void* stream) {
   const auto start = [&](void (*kernel)(BackwardProblem), int cluster) {
     cudaLaunchAttribute attributes[2]{};
     attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[0].val.programmaticStreamSerializationAllowed = 1;
     attributes[1].id = cudaLaunchAttributeClusterDimension;
     attributes[1].val.clusterDim.x = cluster, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+    const int blocks = std::min(Item::count(p), processors / cluster * cluster);
     launch(kernel, dim3(blocks), kThreads, kSharedBytes<kWidth>, stream, "sparse_backward", p, attributes, 2);
   };
   if (p.accumulator)
@@ -38,8 +42,8 @@ KernelEntry entry(const char* name) {
 
 }  // namespace
 
-void many_heads_backward(const BackwardProblem& p, int blocks, void* stream) {
-  p.width == kHeadDim ? run<kHeadDim>(p, blocks, stream) : run<kValueDim>(p, blocks, stream);
+void many_heads_backward(const BackwardProblem& p, int processors, void* stream) {
+  p.width == kHeadDim ? run<kHeadDim>(p, processors, stream) : run<kValueDim>(p, processors, stream);
 }
 
 MLA_KERNELS {

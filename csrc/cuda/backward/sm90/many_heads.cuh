@@ -38,10 +38,6 @@ enum class Emit {
   shared,  // two blocks of a cluster have 64 heads each; one writes, the other adds its own to that
   atomic,  // are added to the accumulator at once
 };
-constexpr int kGroupThreads = 128;
-constexpr int kThreads = 3 * kGroupThreads;
-constexpr int kProducerWarps = 4;
-constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, a producer warp's
 
 // A block begins with 168 registers a thread, handed round.
 constexpr int kScorerRegisters = 224;
@@ -56,12 +52,9 @@ constexpr int kScorerBlocks = kEmit == Emit::rows ? 3 : 4;
 // How many dims' contributions a warpgroup computes at once: the second one has no registers for more.
 constexpr int kScorerColumns = 64, kAdderColumns = 32;
 
-constexpr int kStep = 16;  // what a wgmma sums over
 constexpr int kSteps = kTileTokens / kStep;
 static_assert(kTileTokens == kHeads);
-constexpr int kQueryBytes = 2 * kBlockBytes;   // from a block of Q to the next one, and from dO's to dO's
-constexpr int kStepBytes = kStep * kRowBytes;  // of a factor whose rows are what is summed over
-constexpr int kArrivals = kProducerWarps * (32 + kWarpArrivals);  // at what the producers fill
+constexpr int kQueryBytes = 2 * kBlockBytes;  // from a block of Q to the next one, and from dO's to dO's
 
 template <int kBlocks>
 struct Shared {
@@ -89,7 +82,7 @@ struct Item {
     group = two ? number % 2 : 0;
     query = p.first + (two ? number / 2 : number);
     entries = p.lists.entries(query);
-    tiles = entries / kTileTokens + (entries % kTileTokens != 0);
+    tiles = tiles_of(entries);
   }
   static MLA_HOST_DEVICE int count(const BackwardProblem& p) { return p.count * head_groups(p.heads, kHeads); }
   __device__ int head_begin() const { return group * kHeads; }

@@ -21,8 +21,20 @@ constexpr int kLatentPieces = kLatentBlocks * kRowPieces;  // of a row's first 5
 constexpr int kHalfBlocks = kLatentBlocks / 2;             // 256 dims: what a warp copies at once
 constexpr int kHalfBytes = kHalfBlocks * kBlockBytes;
 
+// Two warpgroups compute, and four warps load.
+constexpr int kGroupThreads = 128;
+constexpr int kThreads = 3 * kGroupThreads;
+constexpr int kProducerWarps = 4;
+constexpr int kWarpRows = kTileTokens / kProducerWarps;           // of a tile, a producer warp's
+constexpr int kArrivals = kProducerWarps * (32 + kWarpArrivals);  // at what the producers fill
+
+constexpr int kStep = 16;                      // what a wgmma sums over
+constexpr int kStepBytes = kStep * kRowBytes;  // of a factor whose rows are what is summed over
+
 template <int kBlocks>
 constexpr int kWidth = kBlocks * kBlockDims;
+
+__device__ __forceinline__ int tiles_of(int entries) { return entries / kTileTokens + (entries % kTileTokens != 0); }
 
 // A warp copies rows into rows `first` and on of a tile, a multiple of eight: the left 256 dims, or the others. `own`
 // is where the row of this lane's number begins, in pieces from `rows` on, or kNoRow: then zeros are written. Blocks
