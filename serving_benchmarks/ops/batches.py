@@ -20,7 +20,7 @@ All cases of the first format are measured first, then those of the next.
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +204,16 @@ def _refuse_unknown(found: dict[str, Any], known: Sequence[str], where: str) -> 
     for name in found:
         if name not in known:
             raise SuiteError(f"{where}: {name!r} is not one of {', '.join(known)}")
+
+
+class CaseOfBatch:
+    """A dataclass whose field `batch` is a batch as it is written."""
+
+    batch: str
+
+    @property
+    def requests(self) -> Batch:
+        return Batch.parse(self.batch)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens": self.requests.tokens}

@@ -7,7 +7,7 @@ copy of it, which is not timed. Where requests have several query tokens, the sa
 """
 
 import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from mla_backend import reference
 from mla_backend.attention import workspace_floats
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import kernels, peer_kernels, timing
-from serving_benchmarks.ops.batches import Batch
+from serving_benchmarks.ops.batches import CaseOfBatch
 from serving_benchmarks.ops.kernels import BLOCK, SCALE
 from serving_benchmarks.ops.peer_kernels import DenseProblem, Problem
 
@@ -31,18 +31,12 @@ FP8_TENSOR = (("1q1s128k", 16), ("128q1s8k", 16))
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(CaseOfBatch):
+    """All requests have equally many query tokens, at equally long sequences."""
+
     batch: str
     heads: int
     format: str
-
-    @property
-    def requests(self) -> Batch:
-        """All of equally many query tokens, at equally long sequences."""
-        return Batch.parse(self.batch)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "tokens": self.requests.tokens}
 
 
 def cases() -> list[Case]:

@@ -7,7 +7,7 @@ Candidates are timed and checked as those of `kernels` are.
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import kernels, peer_kernels
-from serving_benchmarks.ops.batches import Batch
+from serving_benchmarks.ops.batches import CaseOfBatch
 from serving_benchmarks.ops.peer_kernels import Problem
 
 _FLASHINFER = {"flashinfer": peer_kernels.flashinfer}
@@ -29,7 +29,7 @@ QUICK_ROUNDS = 5
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(CaseOfBatch):
     name: str
     format: str
     heads: int
@@ -40,13 +40,6 @@ class Case:
     extra_page: int = 64
     uneven: bool = False
     """Second lists have random lengths, one for each request."""
-
-    @property
-    def requests(self) -> Batch:
-        return Batch.parse(self.batch)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "tokens": self.requests.tokens}
 
 
 def cases() -> list[Case]:
