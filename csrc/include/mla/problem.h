@@ -51,10 +51,11 @@ struct SlotList {
 
   // Only entries of the first `length` slots are read: beyond them a page table may hold anything.
   MLA_HOST_DEVICE int64_t slot(int64_t token, int32_t i) const {
-    const int32_t* const own = entries + token * stride;
-    if (!paged) return own[i];
+    return paged ? slot_in_pages(token, i) : entries[token * stride + i];
+  }
+  MLA_HOST_DEVICE int64_t slot_in_pages(int64_t token, int32_t i) const {
     const uint32_t size = static_cast<uint32_t>(cache.block_size), page = static_cast<uint32_t>(i) / size;
-    const int32_t block = own[page];
+    const int32_t block = entries[token * stride + page];
     if (block < 0 || block >= cache.blocks) return -1;
     return block * cache.block_size + (static_cast<uint32_t>(i) - page * size);
   }

@@ -36,11 +36,11 @@ constexpr int kGroupThreads = 128;
 __device__ __forceinline__ int group_barrier(int group) { return 1 + group; }
 constexpr int kBothGroups = 3;
 
-// kMaxLogits: the caller wants max_logits.
-template <Rows kRows, int kHeads, bool kMaxLogits>
+template <Rows kRows, int kHeads, Form kForm>
 struct Consumer {
   using Memory = Shared<kRows, kHeads>;
   using Own = RowsOf<kRows, kHeads>;
+  static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits, kDense = kForm == Form::dense;
   static constexpr int kSums = kHeads / 2;     // a lane's numbers of 64 rows
   static constexpr int kColumns = kHeads / 4;  // a lane's heads
   // The reduction buffer holds the heads of one round.
@@ -375,7 +375,7 @@ struct Consumer {
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int tiles = work.tile_end - work.tile_begin;
-      const int hidden_from = worker.first_hidden_tile(work) - work.tile_begin;
+      const int hidden_from = kDense ? worker.first_hidden_tile(work) - work.tile_begin : 0;
       if (tiles > 0) {
         const int own_tiles = (tiles + (ordinal % 2 == group)) / 2, query = tokens % Own::kQueries;
         wait(s.q_full[query], tokens / Own::kQueries % 2);
@@ -387,7 +387,8 @@ struct Consumer {
           publish_to_wgmma();
           rows.compute_scores(score, s.rows, stage, query, s.q_scale[query]);
           if (i == own_tiles - 1) arrive_as_warp(s.q_empty[query]);
-          if (static_cast<int>(tile - ordinal) >= hidden_from) hide_later_slots(worker, token, tile - ordinal);
+          if (kDense && static_cast<int>(tile - ordinal) >= hidden_from)
+            hide_later_slots(worker, token, tile - ordinal);
           wait(s.weights_free[group], visits % 2 ^ 1);
           softmax(i == 0);
           add_values(stage, tile == ordinal + tiles - 1);
@@ -437,7 +438,7 @@ struct Consumer {
 };
 
 // Block x: heads of a worker, y: the worker.
-template <Rows kRows, int kHeads, bool kMaxLogits>
+template <Rows kRows, int kHeads, Form kForm>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
   using Own = RowsOf<kRows, kHeads>;
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -466,12 +467,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();
     wait_for_kernel_before();
     let_next_kernel_begin();
-    Consumer<kRows, kHeads, kMaxLogits> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
+    Consumer<kRows, kHeads, kForm> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
     consumer.run(Worker(p, blockIdx.y, kTileTokens));
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kHeads>>();
     wait_for_kernel_before();
-    Own::produce(p, s, head_begin, warp - kConsumerWarps, lane);
+    Own::template produce<kForm == Form::dense>(p, s, head_begin, warp - kConsumerWarps, lane);
   }
 }
 
