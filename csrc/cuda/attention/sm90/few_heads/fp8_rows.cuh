@@ -247,13 +247,13 @@ struct Fp8Rows {
     TileCursor cursor(worker);
     cursor.advance(lane / kWarpRows);
     TileRequest<kPaged> next(cursor, at, kBatch, early);
+    cute::cluster_wait();
     uint32_t row = kNoRow;
     int batch = 0;  // the token, as a request has it, and the list
     for (int tile = 0, tokens = 1;; ++tile) {
       if (tile % kBatch == 0) {
         row = next.row(p);
         batch = next.token * 2 + next.list;
-        next = TileRequest<kPaged>(cursor, at, kBatch);
       }
       const int first_lane = tile % kBatch * kWarpRows;
       const int both = __shfl_sync(~0u, batch, first_lane), token = both >> 1;
@@ -265,6 +265,7 @@ struct Fp8Rows {
       copy(s.rows, stage, first, at, cache, own, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
+      if (tile % kBatch == 0) next = TileRequest<kPaged>(cursor, at, kBatch);
       if (token == next.kSameToken || tile == 0) continue;
       const int query = tokens % kQueries;
       produce_queries(p, s, query, token, head_begin, warp, lane,

@@ -351,23 +351,25 @@ struct Consumer {
   }
 
   // The queries of the first token with tiles. Consumers load them, as they are idle until the first rows arrive.
+  // Barriers may be used from here on.
   __device__ void produce_first_queries(const Worker& worker) {
     int token = worker.token_begin;
     for (; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       if (work.tile_end > work.tile_begin) break;
     }
-    if (token < worker.token_end) Own::produce_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] {});
+    if (token < worker.token_end)
+      Own::produce_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] { cute::cluster_wait(); });
+    else
+      cute::cluster_wait();
   }
 
   __device__ void run(const Worker& worker) {
-    if (!kMerged<kHeads> && group == 1 && warp == 3) {  // this warp has time: its group starts with the second tile
-      const Neighbours neighbours(worker, lane);        // loads early
-      produce_first_queries(worker);
-      s.cut_tokens.store(worker, neighbours, kTileTokens, lane);
-    } else {
-      produce_first_queries(worker);
-    }
+    const bool finds_parts = !kMerged<kHeads> && group == 1 && warp == 3;  // its group starts with the second tile
+    Neighbours neighbours;
+    if (finds_parts) neighbours.load(worker, lane);
+    produce_first_queries(worker);
+    if (finds_parts) s.cut_tokens.store(worker, neighbours, kTileTokens, lane);
     find_weights_address();
     uint32_t ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
     uint32_t reductions = 0;                       // of store_for_reduction() and reduce()
@@ -457,10 +459,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     s.cluster_empty.init(kConsumerWarps * blocks_of_cluster());
     s.touched = touch(p);
   }
-  if (blocks_of_cluster() > 1)
-    cute::cluster_sync();
-  else
-    __syncthreads();
+  cute::cluster_arrive();  // all wait for it once their first loads are under way
   const int head_begin = blockIdx.x * kHeads;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {

@@ -110,6 +110,7 @@ struct PlainRows {
     const Worker worker(p, blockIdx.y, kTileTokens);
     const int at = warp * RowCopier::kRows + lane % RowCopier::kRows;
     const auto early = EarlySlot::unless<kPaged>(worker, 0, at);
+    cute::cluster_wait();
     int tokens = 1;
     const auto begin_token = [&](int token, int tile) {
       if (tile == 0) return;
