@@ -120,7 +120,7 @@ def flash_attn_varlen_func(
     )
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         out, lse = attend(name, q, k, v, call)
-    return out, lse.detach().T
+    return out, lse.detach().contiguous().T
 
 
 def flash_attn_varlen_qkvpacked_func(
