@@ -144,7 +144,8 @@ def flash_attn_varlen_qkvpacked_func(
         head_dim_qk: 192 or 128.
         The others are as for `flash_attn_varlen_func`.
     """
-    q, k, v = _unpacked("qkv", qkv, (head_dim_qk, head_dim_qk))
+    require_tensors(qkv=qkv)
+    q, k, v = _unpacked("qkv", qkv, (head_dim_qk, head_dim_qk), qkv.dtype)
     with named(q="qkv", cu_seqlens_qo="cu_seqlens", max_seqlen_qo="max_seqlen"):
         return flash_attn_varlen_func(
             q,
@@ -186,7 +187,8 @@ def flash_attn_varlen_kvpacked_func(
         head_dim_qk: 192 or 128.
         The others are as for `flash_attn_varlen_func`.
     """
-    k, v = _unpacked("kv", kv, (head_dim_qk,))
+    require_tensors(q=q, kv=kv)
+    k, v = _unpacked("kv", kv, (head_dim_qk,), q.dtype)
     with named(k="kv"):
         return flash_attn_varlen_func(
             q,
@@ -205,12 +207,12 @@ def flash_attn_varlen_kvpacked_func(
         )
 
 
-def _unpacked(name: str, packed: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
+def _unpacked(name: str, packed: Tensor, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The parts of a packed tensor, whose last is 128 wide."""
-    require_tensors(**{name: packed})
     require_count("head_dim_qk", widths[0], at_least=1)
-    if packed.dim() != 3 or packed.shape[2] != sum(widths) + 128:
-        raise ValueError(f"{name} must be [tokens, heads, {sum(widths) + 128}]; got {list(packed.shape)}")
+    width = sum(widths) + 128
+    if packed.dim() != 3 or packed.shape[2] != width or packed.dtype != dtype:
+        raise ValueError(f"{name} must be {dtype_name(dtype)} [tokens, heads, {width}]; got {described(packed)}")
     return packed.split((*widths, 128), dim=2)
 
 
