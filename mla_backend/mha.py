@@ -42,10 +42,11 @@ def choose(problem: Problem, why_missing: Callable[[str], str | None], asked: st
 
 def chosen(problem: Problem, provider: str | None = None) -> str:
     """The same, with what is installed here and what the environment asks for."""
-    if provider is not None or ENVIRONMENT not in os.environ:
+    asked = os.environ.get(ENVIRONMENT)
+    if provider is not None or not asked:
         return choose(problem, why_missing, provider)
     with named(provider=f"the environment variable {ENVIRONMENT}: provider"):
-        return choose(problem, why_missing, os.environ[ENVIRONMENT])
+        return choose(problem, why_missing, asked)
 
 
 def flash_attn_varlen_func(
@@ -104,10 +105,7 @@ def flash_attn_varlen_func(
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-    name = chosen(Problem(capability, backward, deterministic), provider)
-    if q.numel() == 0 or k.numel() == 0:
-        out, lse = nothing(q, k, v)
-        return out, lse.T
+    problem = Problem(capability, backward, deterministic)
     call = Call(
         cu_seqlens_qo.contiguous(),
         cu_seqlens_kv.contiguous(),
@@ -118,9 +116,9 @@ def flash_attn_varlen_func(
         deterministic,
         is_varlen,
     )
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
-        out, lse = attend(name, q, k, v, call)
-    return out, lse.detach().contiguous().T
+    compute = _compute_untraced if torch.compiler.is_compiling() else _compute
+    out, lse = compute(problem, provider, q, k, v, call)
+    return out, lse.T
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -205,6 +203,22 @@ def flash_attn_varlen_kvpacked_func(
             is_varlen,
             provider=provider,
         )
+
+
+def _compute(
+    problem: Problem, provider: str | None, q: Tensor, k: Tensor, v: Tensor, call: Call
+) -> tuple[Tensor, Tensor]:
+    """out and lse `[h_q, T_q]`, by the provider that takes this."""
+    name = chosen(problem, provider)
+    if q.numel() == 0 or k.numel() == 0:
+        return nothing(q, k, v)
+    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+        out, lse = attend(name, q, k, v, call)
+    return out, lse.detach().contiguous()
+
+
+_compute_untraced = torch.compiler.disable(_compute)
+"""For torch.compile, which cannot look into other libraries' kernels. It costs 13 us a call, so not always."""
 
 
 def _unpacked(name: str, packed: Tensor, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:

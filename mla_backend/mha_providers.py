@@ -18,6 +18,8 @@ from torch.nn import functional
 
 CAUSAL_FROM_TOP_LEFT, CAUSAL_FROM_BOTTOM_RIGHT = 1, 2
 """The masks of torch's memory-efficient attention, as torch numbers them."""
+CUDNN_TOKENS = 64
+"""Shorter sequences go to torch's memory-efficient attention: cuDNN has no kernel for some of them."""
 FLASHINFER_WORKSPACE_BYTES = 128 * 2**20
 """What FlashInfer recommends for parts of long sequences."""
 
@@ -365,8 +367,8 @@ def _sdpa_on_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) ->
 
 
 def _sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    shorter = q.shape[1] < k.shape[1]
-    if (causal and shorter) or torch.cuda.get_device_capability(q.device)[0] < 9:
+    shorter, few = q.shape[1] < k.shape[1], min(q.shape[1], k.shape[1]) < CUDNN_TOKENS
+    if (causal and shorter) or few or torch.cuda.get_device_capability(q.device)[0] < 9:
         mask = 0 if not causal else CAUSAL_FROM_BOTTOM_RIGHT if shorter else CAUSAL_FROM_TOP_LEFT
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
             q, k, v, None, None, None, None, None, 0.0, mask, True, scale=scale

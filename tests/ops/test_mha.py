@@ -1,5 +1,10 @@
 """Attention of many heads over ragged sequences: FlashMLA's functions, and who computes them."""
 
+import inspect
+import math
+import sys
+import types
+
 import pytest
 import torch
 from hypothesis import given
@@ -167,6 +172,82 @@ def test_torchs_own_setting_asks_for_determinism(monkeypatch):
     assert asked == [Problem(None, True, True), Problem(None, False, False)]
 
 
+def flash_attn_of(problem, **takes):
+    """A function that flash-attn packages have: it checks the sequences that it gets, and returns lse by heads."""
+
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, deterministic, **more):
+        assert cu_seqlens_q.diff().tolist() == list(problem.lengths) and max_seqlen_q == max(problem.lengths)
+        assert cu_seqlens_k.diff().tolist() == list(problem.keys) and max_seqlen_k == max(problem.keys)
+        assert deterministic and more == {"softmax_scale": problem.scale, "causal": problem.causal, **takes}
+        out, lse = problem.oracle()[:2]
+        return out.to(q.dtype), lse.float().T.contiguous()
+
+    names = ("cu_seqlens_q", "max_seqlen_k", "deterministic", *takes)
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    flash_attn_varlen_func.__signature__ = inspect.Signature(parameters)
+    return flash_attn_varlen_func
+
+
+class FlashInfer:
+    """The wrapper that FlashInfer has. Its lse is to base 2, by tokens."""
+
+    problem = None
+
+    def __init__(self, workspace, layout):
+        assert layout == "NHD"
+
+    def plan(self, qo_indptr, kv_indptr, *shape, causal, sm_scale, q_data_type):
+        assert qo_indptr.diff().tolist() == list(self.problem.lengths)
+        assert kv_indptr.diff().tolist() == list(self.problem.keys)
+        assert shape == (4, 2, 192, 128) and (causal, sm_scale) == (self.problem.causal, self.problem.scale)
+
+    def run(self, q, k, v, return_lse):
+        out, lse = self.problem.oracle()[:2]
+        return out.to(q.dtype), lse.float() / math.log(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "taken", "made"),
+    [
+        ("flash_attn_4", "flash_attn.cute", "flash_attn_varlen_func", lambda p: flash_attn_of(p, return_lse=True)),
+        (
+            "flash_attn_3",
+            "flash_attn_interface",
+            "flash_attn_varlen_func",
+            lambda p: flash_attn_of(p, return_attn_probs=True),
+        ),
+        (
+            "flashinfer",
+            "flashinfer.prefill",
+            "BatchPrefillWithRaggedKVCacheWrapper",
+            lambda p: type("Wrapper", (FlashInfer,), {"problem": p}),
+        ),
+    ],
+)
+def test_other_libraries_are_called_as_they_want_it(monkeypatch, name, module, taken, made):
+    problem = random_mha((5, 0, 9), (5, 3, 12), heads=4, kv_heads=2)
+    given = problem.arguments()
+    cu = given["cu_seqlens_qo"], given["cu_seqlens_kv"]
+    package = module.split(".")[0]
+    monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{taken: made(problem)}))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=0))
+    call = Call(*cu, 9, 12, problem.scale, problem.causal, True, True)
+    out, lse = PROVIDERS[name].load()(problem.q, problem.k, problem.v, call)
+    assert lse.is_contiguous()
+    assert_accurate((out, lse.T), problem.oracle())
+
+
+def test_an_older_version_says_what_it_lacks(monkeypatch):
+    old = types.SimpleNamespace(flash_attn_varlen_func=lambda q, k, v, cu_seqlens_q: None)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", old)
+    mha_providers._loaded.cache_clear()
+    why = mha_providers.why_missing("flash_attn_4")
+    mha_providers._loaded.cache_clear()
+    assert why.startswith("flash-attn-4 does not import") and "deterministic, max_seqlen_k, return_lse" in why
+
+
 class Cudnn:
     """Stands for cuDNN's ops, which leave rows garbage that see nothing, or that nothing sees."""
 
@@ -224,3 +305,13 @@ def test_doctor_says_who_takes_what(monkeypatch):
     monkeypatch.setenv("MLA_BACKEND_MHA", "flash_attn_4")
     (verdict,) = [v for v in doctor.examine()["can_run"] if "192/128" in v["what"]]
     assert not verdict["runs"] and "flash_attn_4: runs on GPUs only" in verdict["why"]
+
+
+def test_torch_compile_leaves_it_out_of_its_graph():
+    problem = random_mha((5, 0, 9), (5, 3, 12))
+    arguments = problem.arguments()
+    q = arguments.pop("q").requires_grad_()
+    doubled = torch.compile(lambda q: flash_mla.flash_attn_varlen_func(q, **arguments)[0] * 2, backend="eager")
+    out = doubled(q)
+    (gradient,) = torch.autograd.grad(out, q, problem.d_out / 2)
+    assert_accurate((out / 2, *problem.oracle()[1:2], gradient), problem.oracle())
