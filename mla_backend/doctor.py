@@ -13,6 +13,11 @@ from rich.table import Table
 from mla_backend.vllm_plugin import versions
 
 TORCH_NEEDED = (2, 10)
+MHA_CALLS = (
+    ("forward", False, False),
+    ("with gradients", True, False),
+    ("with deterministic gradients", True, True),
+)
 
 
 def examine() -> dict[str, Any]:
@@ -26,6 +31,7 @@ def examine() -> dict[str, Any]:
         "cpu": {"model": _cpu_model(), "cores": len(os.sched_getaffinity(0))},
         "gpus": _examine_gpus(),
     }
+    report["mha"] = _examine_mha(report["gpus"]["devices"])
     report["can_run"] = _verdicts(report)
     return report
 
@@ -109,6 +115,23 @@ def _examine_gpus() -> dict[str, Any]:
     return {"devices": devices, "why": None, "kernels": library.cuda_kernels()}
 
 
+def _examine_mha(devices: list[dict[str, Any]]) -> dict[str, Any]:
+    """Who computes attention of many heads for the first GPU, else for the CPU: by what is asked, who takes it."""
+    try:
+        from mla_backend import mha, mha_providers
+    except ImportError as error:
+        return {"taken": {}, "why": str(error)}
+    capability = tuple(map(int, devices[0]["capability"].split("."))) if devices else None
+    taken = {}
+    for what, backward, deterministic in MHA_CALLS:
+        try:
+            name = mha.chosen(mha_providers.Problem(capability, backward, deterministic))
+            taken[what] = {"provider": name, "version": mha_providers.version(name), "why": None}
+        except ValueError as error:
+            taken[what] = {"provider": None, "version": None, "why": str(error)}
+    return {"taken": taken, "why": None}
+
+
 def _examine_clusters(library: ModuleType, index: int) -> dict[str, Any]:
     """By blocks of a cluster of the Hopper attention kernel: how many run at once."""
     if not library.about()["cuda_archs"]:
@@ -139,9 +162,19 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     else:
         why = None
     verdicts.append({"what": "every op on a GPU", "runs": why is None, "why": why})
+    verdicts.append({"what": "attention of 192/128 heads", **_mha_verdict(report["mha"])})
     what = f"vLLM backends {' and '.join(versions.CLASS_PATHS)}"
     verdicts.append({"what": what, **_vllm_verdict(report["vllm"], why is None, why)})
     return verdicts
+
+
+def _mha_verdict(mha: dict[str, Any]) -> dict[str, Any]:
+    """Runs if anything of it does; says who takes what."""
+    said: dict[str, list[str]] = {}
+    for what, taken in mha["taken"].items():
+        said.setdefault(taken["why"] or f"{taken['provider']} {taken['version']}", []).append(what)
+    why = "; ".join(f"{', '.join(calls)}: {who}" for who, calls in said.items())
+    return {"runs": any(taken["provider"] for taken in mha["taken"].values()), "why": why or mha["why"]}
 
 
 def _vllm_verdict(vllm: dict[str, Any], gpu_runs: bool, why_no_gpu: str | None) -> dict[str, Any]:

@@ -4,7 +4,8 @@ The package's functions, with their arguments and conventions, over this package
 for any number of heads, and with any cache of `mla_backend.FORMATS` where the package insists on FP8. `out` and
 `base2_lse` are additions.
 
-`flash_mla_with_kvcache_fp8` and `get_mla_metadata_dense_fp8` are vLLM's additions to the package.
+`flash_mla_with_kvcache_fp8` and `get_mla_metadata_dense_fp8` are vLLM's additions to the package. The
+`flash_attn_varlen` functions are in `mha.py`, over other libraries.
 
 How it differs from `mla_backend.sparse_attention`: requests and their tokens have a dimension each, the lse of a row
 with nothing to attend to is +inf, and lse is [b, h, s_q].
@@ -22,6 +23,9 @@ from mla_backend import attention, training
 from mla_backend.arguments import dtype_name, named, require_count, require_optional_tensors, require_tensors
 from mla_backend.dense import dense_attention
 from mla_backend.formats import FORMATS, CacheFormat, format_of
+from mla_backend.mha import flash_attn_varlen_func as flash_attn_varlen_func
+from mla_backend.mha import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
+from mla_backend.mha import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
 
 HEAD_DIM_V = attention.VALUE_DIM
 DECODE_NAMES = {

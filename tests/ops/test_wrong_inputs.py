@@ -5,6 +5,7 @@ import torch
 
 import mla_backend
 from dense_problems import random_dense
+from mha_problems import random_mha
 from mla_backend import flash_mla, library
 from problems import random_problem
 
@@ -124,6 +125,25 @@ def prefill(**changes):
         "sm_scale": 0.1,
     } | changes
     return lambda: flash_mla.flash_mla_sparse_fwd(**arguments)
+
+
+def mha(**changes):
+    """The same for flash_attn_varlen_func: sequences of 2 and 3 tokens, 4 heads of q and 2 of k and v."""
+    arguments = random_mha((2, 3), heads=4, kv_heads=2).arguments() | changes
+    return lambda: flash_mla.flash_attn_varlen_func(**arguments)
+
+
+def packed(which, width=512, **changes):
+    arguments = mha_sequences(which) | {which: torch.zeros(5, 2, width).bfloat16(), "head_dim_qk": 192} | changes
+    return lambda: getattr(flash_mla, f"flash_attn_varlen_{which}packed_func")(**arguments)
+
+
+def mha_sequences(which):
+    cu = torch.tensor([0, 2, 5], dtype=torch.int32)
+    if which == "qkv":
+        return {"cu_seqlens": cu, "max_seqlen": 3}
+    q = torch.zeros(5, 2, 192).bfloat16()
+    return {"q": q, "cu_seqlens_qo": cu, "cu_seqlens_kv": cu, "max_seqlen_qo": 3, "max_seqlen_kv": 3}
 
 
 INT = torch.int32
@@ -370,6 +390,39 @@ CASES = {
     "flash_mla: prefill value dim": (prefill(d_v=64), ValueError, r"d_v must be 512; got 64"),
     "flash_mla: prefill scale is NaN": (prefill(sm_scale=float("nan")), ValueError, r"^sm_scale must be a finite number; got nan$"),
     "flash_mla: prefill flat indices": (prefill(indices=torch.zeros(2, 6, dtype=INT)), ValueError, r"indices must be int32 \[s_q, 1, topk\]"),
+    "mha: q is a list": (mha(q=[1]), TypeError, r"^q must be a torch.Tensor; got list"),
+    "mha: q is fp32": (mha(q=torch.zeros(5, 4, 192)), ValueError, r"^q must be bfloat16 or float16 \[T_q, h_q, 192 or 128\]; got float32 \[5, 4, 192\]"),
+    "mha: q is 576 wide": (mha(q=torch.zeros(5, 4, 576).bfloat16()), ValueError, r"^q must be .* 192 or 128\]; got bfloat16 \[5, 4, 576\]"),
+    "mha: q has a batch": (mha(q=torch.zeros(1, 5, 4, 192).bfloat16()), ValueError, r"^q must be .*\[T_q, h_q"),
+    "mha: k is fp16": (mha(k=torch.zeros(5, 2, 192).half()), ValueError, r"^k must be bfloat16 \[T_k, h_k, 192\]; got float16"),
+    "mha: k is narrower": (mha(k=torch.zeros(5, 2, 128).bfloat16()), ValueError, r"^k must be bfloat16 \[T_k, h_k, 192\]; got bfloat16 \[5, 2, 128\]"),
+    "mha: k is on another device": (mha(k=torch.zeros(5, 2, 192, device="meta").bfloat16()), ValueError, r"^k must be on q's device cpu; got meta"),
+    "mha: k of 3 heads": (mha(k=torch.zeros(5, 3, 192).bfloat16(), v=torch.zeros(5, 3, 128).bfloat16()), ValueError, r"^k must have heads that divide q's 4; got 3"),
+    "mha: v is as wide as k": (mha(v=torch.zeros(5, 2, 192).bfloat16()), ValueError, r"^v must be bfloat16 \[T_k=5, h_k=2, 128\]; got bfloat16 \[5, 2, 192\]"),
+    "mha: v is shorter than k": (mha(v=torch.zeros(4, 2, 128).bfloat16()), ValueError, r"^v must be bfloat16 \[T_k=5, h_k=2, 128\]; got bfloat16 \[4, 2, 128\]"),
+    "mha: cu_seqlens_qo of int64": (mha(cu_seqlens_qo=torch.tensor([0, 2, 5])), ValueError, r"^cu_seqlens_qo must be int32 \[b \+ 1\] on cpu; got int64 \[3\]"),
+    "mha: cu_seqlens_kv is empty": (mha(cu_seqlens_kv=torch.zeros(0, dtype=INT)), ValueError, r"^cu_seqlens_kv must be int32 \[b \+ 1\]"),
+    "mha: fewer sequences of keys": (mha(cu_seqlens_kv=torch.tensor([0, 5], dtype=INT), max_seqlen_kv=5), ValueError, r"^cu_seqlens_kv must have as many numbers as cu_seqlens_qo \(3\); got 2"),
+    "mha: cu_seqlens_qo falls": (mha(cu_seqlens_qo=torch.tensor([0, 6, 5], dtype=INT), max_seqlen_qo=6), ValueError, r"^cu_seqlens_qo must rise from 0 to q.shape\[0\] = 5; got \[0, 6, 5\]"),
+    "mha: cu_seqlens_kv ends early": (mha(cu_seqlens_kv=torch.tensor([0, 2, 4], dtype=INT)), ValueError, r"^cu_seqlens_kv must rise from 0 to k.shape\[0\] = 5; got \[0, 2, 4\]"),
+    "mha: max_seqlen_qo is a tensor": (mha(max_seqlen_qo=torch.tensor(3)), TypeError, r"^max_seqlen_qo must be an int; got Tensor"),
+    "mha: max_seqlen_qo is too small for the tokens": (mha(max_seqlen_qo=2), ValueError, r"^max_seqlen_qo must be at least the longest sequence's: q has 5 tokens in 2; got 2"),
+    "mha: max_seqlen_kv is too small for a sequence": (mha(cu_seqlens_kv=torch.tensor([0, 1, 5], dtype=INT)), ValueError, r"^max_seqlen_kv must be at least the longest sequence's 4; got 3"),
+    "mha: dropout": (mha(dropout_p=0.1), ValueError, r"^dropout_p must be 0, as in FlashMLA; got 0.1"),
+    "mha: scale is text": (mha(softmax_scale="x"), TypeError, r"^softmax_scale must be a number or None; got str"),
+    "mha: scale is NaN": (mha(softmax_scale=float("nan")), ValueError, r"^softmax_scale must be finite; got nan"),
+    "mha: sequences differ": (mha(is_varlen=False), ValueError, r"^is_varlen must be True where sequences differ: q has 5 tokens in 2; got False"),
+    "mha: a window": (mha(window_size=(3, 0)), TypeError, r"window_size"),
+    "mha: an unknown provider": (mha(provider="triton"), ValueError, r"^provider must be auto, flash_attn_4, .*, sdpa; got 'triton'"),
+    "mha: a provider for GPUs": (mha(provider="flash_attn_4"), ValueError, r"^provider must be one that can do this; got 'flash_attn_4'. flash_attn_4: runs on GPUs only"),
+    "mha: qkv is a list": (packed("qkv", qkv=[1]), TypeError, r"^qkv must be a torch.Tensor; got list"),
+    "mha: qkv of another width": (packed("qkv", 576), ValueError, r"^qkv must be bfloat16 \[tokens, heads, 512\]; got bfloat16 \[5, 2, 576\]"),
+    "mha: qkv is fp32": (packed("qkv", qkv=torch.zeros(5, 2, 512)), ValueError, r"^qkv must be bfloat16 or float16"),
+    "mha: cu_seqlens of int64": (packed("qkv", cu_seqlens=torch.tensor([0, 2, 5])), ValueError, r"^cu_seqlens must be int32"),
+    "mha: max_seqlen is too small": (packed("qkv", max_seqlen=2), ValueError, r"^max_seqlen must be at least"),
+    "mha: head_dim_qk is a float": (packed("kv", 320, head_dim_qk=192.0), TypeError, r"^head_dim_qk must be an int; got float"),
+    "mha: kv of another width": (packed("kv", 512), ValueError, r"^kv must be bfloat16 \[tokens, heads, 320\]; got bfloat16 \[5, 2, 512\]"),
+    "mha: kv is fp16": (packed("kv", kv=torch.zeros(5, 2, 320).half()), ValueError, r"^kv must be bfloat16 \[tokens, heads, 320\]; got float16"),
 }
 # fmt: on
 
