@@ -60,7 +60,6 @@ AttentionProblem problem_of(const Tensor& q, const OptionalTensor& q_rope, bool 
   p.tokens = expect_int32(tokens, q_name, has_queries ? "requests" : "tokens");
   p.heads = static_cast<int32_t>(queries * heads);
   p.query_heads = static_cast<int32_t>(heads);
-  p.query_reciprocal = static_cast<uint32_t>(((int64_t{1} << 31) + heads - 1) / heads);
   p.tile = format.tile();
   p.q_nope = data<const uint16_t>(q), p.q_nope_strides = strides_of(q);
   if (q_rope) {

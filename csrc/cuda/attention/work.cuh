@@ -33,8 +33,7 @@ struct Worker {
   const AttentionProblem& p;
   PlanRow row;
   int index;
-  int tile_slots;  // a power of two
-  int tile_shift;  // its log2
+  int tile_slots;
   int token_begin, token_end;
 
   __device__ Worker(const AttentionProblem& problem, int index, int max_tile_slots)
@@ -44,8 +43,7 @@ struct Worker {
       : p(problem), row(row), index(index) {
     // so many at least, as in any plan: then the tiles of a token can be counted in 32 bits
     constexpr int kLeastTileSlots = 16;
-    tile_shift = 31 - __clz(min(max(row.tile_slots, kLeastTileSlots), max_tile_slots));
-    tile_slots = 1 << tile_shift;
+    tile_slots = min(max(row.tile_slots, kLeastTileSlots), max_tile_slots);
     token_begin = min(max(row.token_begin, 0), p.tokens);
     token_end = max(min(row.token_end, p.tokens), token_begin);  // their difference is no wild number either
   }
@@ -62,8 +60,8 @@ struct Worker {
     w.token = token;
     w.main_length = clamp_length(p.lists[0].length, token, p.lists[0].topk);
     w.extra_length = p.list_count > 1 ? clamp_length(p.lists[1].length, token, p.lists[1].topk) : 0;
-    w.main_tiles = tiles_of_slots(w.main_length);
-    w.tiles = w.main_tiles + tiles_of_slots(w.extra_length);
+    w.main_tiles = tiles_of(w.main_length, tile_slots);
+    w.tiles = w.main_tiles + tiles_of(w.extra_length, tile_slots);
     w.cut = token == row.token_begin && row.tile_begin > 0 ? TokenWork::kContinued
             : token == row.token_end - 1 && row.parts > 1  ? TokenWork::kOpened
                                                            : TokenWork::kWhole;
@@ -72,14 +70,10 @@ struct Worker {
     return w;
   }
 
-  __device__ int tiles_of_slots(int slots) const {
-    return static_cast<int>((static_cast<uint32_t>(slots) + tile_slots - 1) >> tile_shift);
-  }
-
   // The first tile of a token that not all heads see to its end; none in a token whose heads see all.
   __device__ int first_hidden_tile(const TokenWork& w) const {
     const int most = p.most_unseen();
-    return most == 0 ? INT32_MAX : max(w.main_length - most, 0) >> tile_shift;
+    return most == 0 ? INT32_MAX : max(w.main_length - most, 0) / tile_slots;
   }
   // How many slots of a tile a head sees.
   __device__ int seen_of_tile(const TokenWork& w, int tile, int head) const {

@@ -15,9 +15,11 @@ constexpr int kLanePositions = 4;
 constexpr int kWarpPositions = 32 * kLanePositions;
 
 struct Problem : ConvertProblem {
-  PositionDivisor entry_of;  // of the block table
+  PositionDivisor entry_of;          // of the block table
+  PositionDivisor run_of, round_of;  // of positions and of runs, in the ranks' round robin
 
-  explicit Problem(const ConvertProblem& p) : ConvertProblem(p), entry_of(p.block_size) {}
+  explicit Problem(const ConvertProblem& p)
+      : ConvertProblem(p), entry_of(p.block_size), run_of(p.interleave), round_of(p.ranks) {}
 };
 
 __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_constant__ Problem p) {
@@ -40,6 +42,14 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
     uint32_t position[kLanePositions], entry[kLanePositions];  // negative ones are beyond INT32_MAX
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) position[i] = 32 * i < left ? lane_positions[32 * i] : -1;
+    if (p.ranks > 1) {
+#pragma unroll
+      for (int i = 0; i < kLanePositions; ++i) {
+        const uint32_t run = p.run_of(position[i]), round_robin = p.round_of(run);
+        const bool own = position[i] <= INT32_MAX && run - round_robin * p.ranks == uint32_t(p.rank);
+        position[i] = own ? round_robin * p.interleave + (position[i] - run * p.interleave) : UINT32_MAX;
+      }
+    }
 
     // slot_of_position(), step by step, so that no load waits for what another one brings
     int32_t block[kLanePositions], slot[kLanePositions];

@@ -51,11 +51,10 @@ struct SlotList {
 
   // Only entries of the first `length` slots are read: beyond them a page table may hold anything.
   MLA_HOST_DEVICE int64_t slot(int64_t token, int32_t i) const {
-    return paged ? slot_in_pages(token, i) : entries[token * stride + i];
-  }
-  MLA_HOST_DEVICE int64_t slot_in_pages(int64_t token, int32_t i) const {
+    const int32_t* const own = entries + token * stride;
+    if (!paged) return own[i];
     const uint32_t size = static_cast<uint32_t>(cache.block_size), page = static_cast<uint32_t>(i) / size;
-    const int32_t block = entries[token * stride + page];
+    const int32_t block = own[page];
     if (block < 0 || block >= cache.blocks) return -1;
     return block * cache.block_size + (static_cast<uint32_t>(i) - page * size);
   }
@@ -71,9 +70,8 @@ struct RowStrides {
 // one slot less, and so on.
 struct AttentionProblem {
   int32_t tokens;
-  int32_t heads;              // of all queries of a token
-  int32_t query_heads;        // of one query
-  uint32_t query_reciprocal;  // 2^31 / query_heads, rounded up
+  int32_t heads;        // of all queries of a token
+  int32_t query_heads;  // of one query
   bool causal;
   Tile tile;               // of the first list's rows. Queries and outputs are f16 with Tile::f16_576, else bf16
   const uint16_t* q_nope;  // [tokens, heads, 512]
@@ -105,14 +103,10 @@ struct AttentionProblem {
     const int32_t query = query_of(head);
     return token * strides.token + query * strides.query + (head - query * query_heads) * strides.head;
   }
-  // head / query_heads, as a division takes twenty instructions wherever a row's address is computed. It is exact while
-  // heads * query_heads < 2^31.
-  MLA_HOST_DEVICE int32_t query_of(int32_t head) const {
-    return static_cast<int32_t>(uint64_t{2 * static_cast<uint32_t>(head)} * query_reciprocal >> 32);
-  }
+  MLA_HOST_DEVICE int32_t query_of(int32_t head) const { return heads == query_heads ? 0 : head / query_heads; }
   // How many of the token's last slots a head does not see, and how many the first query's heads don't.
   MLA_HOST_DEVICE int32_t unseen(int32_t head) const { return most_unseen() - (causal ? query_of(head) : 0); }
-  MLA_HOST_DEVICE int32_t most_unseen() const { return causal ? query_of(heads - 1) : 0; }
+  MLA_HOST_DEVICE int32_t most_unseen() const { return causal && heads != query_heads ? heads / query_heads - 1 : 0; }
 };
 
 // Results over disjoint sets of slots, to be weighted by their lse: out = sum_i e^(lse_i - lse) out_i.
@@ -167,15 +161,19 @@ struct ConvertProblem {
   int32_t max_blocks;
   const int32_t* request;  // [tokens]: which row of the block table a token uses
   int32_t block_size;
-  bool compact;    // valid slots first, in their order, then -1
-  int32_t* slots;  // [tokens, topk]
+  int32_t ranks, rank, interleave;  // runs of `interleave` positions go to the ranks round robin; others' have no slot
+  bool compact;                     // valid slots first, in their order, then -1
+  int32_t* slots;                   // [tokens, topk]
   int64_t slot_stride;
   int32_t* counts;  // [tokens]: how many are valid
 };
 
-// The physical slot of a position in a request's sequence, or -1.
+// The physical slot of a position in a request's sequence, or -1 if there is none on this rank.
 MLA_HOST_DEVICE int32_t slot_of_position(const ConvertProblem& p, int64_t request, int32_t position) {
   if (position < 0 || request < 0 || request >= p.requests) return -1;
+  const int32_t run = position / p.interleave;
+  if (run % p.ranks != p.rank) return -1;
+  position = run / p.ranks * p.interleave + position % p.interleave;  // among those that the rank keeps
   const int32_t entry = position / p.block_size;
   if (entry >= p.max_blocks) return -1;
   const int64_t block = p.block_table[request * p.table_stride + entry];

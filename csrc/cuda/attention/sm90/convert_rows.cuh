@@ -15,23 +15,22 @@
 
 namespace mla::cuda::sm90 {
 
-constexpr int kConvertedArrivals = kWarpArrivals * RowCopier::kWarps;  // at a tile's barrier
-
-template <Rows kRows, bool kPaged>
+template <Rows kRows>
 struct RowConverter {
   static constexpr int kWarpRows = RowCopier::kRows;
   static constexpr int kBlocks = blocks_of(kRows), kLastBlock = kBlocks - 1;
+  static constexpr int kArrivals = kWarpArrivals * RowCopier::kWarps;  // at a tile's barrier
   static constexpr bool kOfTensor = kRows == Rows::fp8_tensor_576;
 
   const AttentionProblem& p;
   const int warp, lane;
   TileCursor cursor;
-  TileRequest<kPaged> next;  // the tile that is copied next
+  TileRequest next;  // the tile that is copied next
 
   __device__ RowConverter(const Worker& worker, int warp, int lane, const EarlySlot& early = {})
       : p(worker.p), warp(warp), lane(lane), cursor(worker), next(cursor, slot_of_lane(), 1, early) {}
 
-  __device__ bool done() const { return next.token == TileRequest<kPaged>::kEnd; }
+  __device__ bool done() const { return next.token == TileRequest::kEnd; }
 
   // Starts the copies of the next tile. Returns which list it is of.
   __device__ int copy(uint8_t* tile, uint8_t (&valid)[kTileTokens]) {
@@ -58,7 +57,7 @@ struct RowConverter {
       }
       if (lane < kWarpRows) valid[warp * kWarpRows + lane] = own != kNoRow;
     }
-    next = TileRequest<kPaged>(cursor, slot_of_lane());
+    next = TileRequest(cursor, slot_of_lane());
     return list;
   }
 
@@ -165,13 +164,13 @@ struct RowConverter {
 
 // Eight warps make a worker's tiles. `begin_token(token, tile)` is called when a token's first tile, the worker's
 // tile number `tile`, has been made.
-template <Rows kRows, bool kPaged, int kStages, typename BeginToken>
+template <Rows kRows, int kStages, typename BeginToken>
 __device__ __forceinline__ void produce_converted(const Worker& worker, uint8_t (&tiles)[kStages][tile_bytes_of(kRows)],
                                                   uint8_t (&valid)[kStages][kTileTokens], Barrier (&full)[kStages],
                                                   Barrier (&empty)[kStages], int warp, int lane, const EarlySlot& early,
                                                   BeginToken begin_token) {
   constexpr int kAhead = kStages - 1;  // tiles on their way
-  RowConverter<kRows, kPaged> rows(worker, warp, lane, early);
+  RowConverter<kRows> rows(worker, warp, lane, early);
   uint32_t lists = 0;  // which one each stage's tile is of
   const auto copy = [&](int tile) {
     if (!rows.done()) {

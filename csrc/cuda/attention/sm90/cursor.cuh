@@ -41,22 +41,18 @@ struct TileCursor {
   }
 };
 
-// A slot of the worker's first token in sparse attention, loaded before the length of its list is known, so that both
-// loads are in flight together. It is number `at` of the tile that comes `later` tiles after the worker's first one.
+// A slot of the worker's first token, loaded before the length of its list is known, so that both loads are in flight
+// together. It is number `at` of the tile that comes `later` tiles after the worker's first one.
 struct EarlySlot {
   int token = -1, tile = 0;
   int32_t slot = -1;
 
   __device__ EarlySlot() {}
-  template <bool kPaged>
-  static __device__ EarlySlot unless(const Worker& worker, int later, int at) {
-    return kPaged ? EarlySlot() : EarlySlot(worker, later, at);
-  }
   __device__ EarlySlot(const Worker& worker, int later, int at) {
     if (worker.token_begin >= worker.token_end || worker.row.tile_begin < 0 || at >= worker.tile_slots) return;
     const SlotList& from = worker.p.lists[0];
     const int64_t index = (int64_t{worker.row.tile_begin} + later) * worker.tile_slots + at;
-    if (index >= from.topk) return;
+    if (index >= from.topk || from.paged) return;
     token = worker.token_begin, tile = worker.row.tile_begin + later;
     slot = load_now(from.entries + token * from.stride + index);
   }
@@ -71,7 +67,6 @@ struct EarlySlot {
 };
 
 // A tile whose slots are being loaded: this lane's slot.
-template <bool kPaged>
 struct TileRequest {
   static constexpr int kEnd = -1, kSameToken = -2;
 
@@ -87,12 +82,8 @@ struct TileRequest {
     const TileSlots slots = slots_of(work, cursor.tile, cursor.worker.tile_slots);
     const SlotList& from = cursor.worker.p.lists[slots.list];
     if (at < slots.count) {
-      const int index = slots.begin + at;
       const bool known = slots.list == 0 && early.token == work.token && early.tile == cursor.tile;
-      if constexpr (kPaged)
-        slot = static_cast<int32_t>(from.slot_in_pages(work.token, index));
-      else
-        slot = known ? early.slot : from.entries[work.token * from.stride + index];
+      slot = known ? early.slot : from.slot(work.token, slots.begin + at);
     }
     list = slots.list;
     token = cursor.tile == work.tile_begin ? work.token : kSameToken;

@@ -47,10 +47,8 @@ struct Neighbours {
   PlanRow row;  // of the block of lane i's rank in the cluster
   int parts;    // of the token that the worker continues
 
-  __device__ void load(const Worker& worker, int lane) {
-    row = Worker::row_of(worker.p, index_of(worker, lane));
-    parts = worker.p.plan[worker.owner()].parts;
-  }
+  __device__ Neighbours(const Worker& worker, int lane)
+      : row(Worker::row_of(worker.p, index_of(worker, lane))), parts(worker.p.plan[worker.owner()].parts) {}
 
   static __device__ int index_of(const Worker& worker, int lane) {
     const int size = blocks_of_cluster();

@@ -33,10 +33,6 @@ enum class Rows {
   any_512,         // bf16_512, fp8_model1 and fp8_528, which become bf16 numbers too, in any mixture
 };
 
-// What else a Hopper kernel is compiled for. Max logits cost registers and, at a token's end, shuffles. In dense
-// attention slots come from pages, and a token's queries may see less of its last tiles.
-enum class Form { sparse, sparse_max_logits, dense };
-
 MLA_HOST_DEVICE constexpr bool is_scaled(Rows rows) { return rows == Rows::fp8_ds_mla; }
 MLA_HOST_DEVICE constexpr bool is_converted(Rows rows) { return rows == Rows::fp8_tensor_576 || rows == Rows::any_512; }
 MLA_HOST_DEVICE constexpr int blocks_of(Rows rows) { return kLatentBlocks + (rows != Rows::any_512); }  // of 64 dims
@@ -57,28 +53,20 @@ inline Rows rows_of(const AttentionProblem& p) {
   }
 }
 
-// Calls `use` with the form of a problem as a compile-time constant, and `rows` before it.
-template <typename OfRows, typename Use>
-void with_form_of(const AttentionProblem& p, OfRows rows, Use use) {
-  if (p.lists[0].paged) return use(rows, std::integral_constant<Form, Form::dense>{});
-  if (p.max_logits) return use(rows, std::integral_constant<Form, Form::sparse_max_logits>{});
-  use(rows, std::integral_constant<Form, Form::sparse>{});
-}
-
-// Calls `use` with the rows and the form of a problem as compile-time constants.
+// Calls `use` with the rows of a problem as a compile-time constant.
 template <typename Use>
-void with_kernel_of(const AttentionProblem& p, Use use) {
+void with_rows_of(const AttentionProblem& p, Use use) {
   switch (rows_of(p)) {
     case Rows::fp8_ds_mla:
-      return with_form_of(p, std::integral_constant<Rows, Rows::fp8_ds_mla>{}, use);
+      return use(std::integral_constant<Rows, Rows::fp8_ds_mla>{});
     case Rows::bf16:
-      return with_form_of(p, std::integral_constant<Rows, Rows::bf16>{}, use);
+      return use(std::integral_constant<Rows, Rows::bf16>{});
     case Rows::fp16:
-      return with_form_of(p, std::integral_constant<Rows, Rows::fp16>{}, use);
+      return use(std::integral_constant<Rows, Rows::fp16>{});
     case Rows::fp8_tensor_576:
-      return with_form_of(p, std::integral_constant<Rows, Rows::fp8_tensor_576>{}, use);
+      return use(std::integral_constant<Rows, Rows::fp8_tensor_576>{});
     case Rows::any_512:
-      return with_form_of(p, std::integral_constant<Rows, Rows::any_512>{}, use);
+      return use(std::integral_constant<Rows, Rows::any_512>{});
   }
 }
 

@@ -238,26 +238,26 @@ struct Fp8Rows {
   // Eight warps load rows, and a token's queries once its first rows are in flight. Consumers load those of the very
   // first token. A warp computes the addresses of its rows of four tiles at once, a lane a row, and loads slots four
   // tiles ahead.
-  template <bool kPaged, typename Shared>
+  template <typename Shared>
   static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
     constexpr int kBatch = 32 / kWarpRows;  // tiles
     const Worker worker(p, blockIdx.y, kTileTokens);
     const int first = warp * kWarpRows, at = first + lane % kWarpRows;
-    const auto early = EarlySlot::unless<kPaged>(worker, lane / kWarpRows, at);
+    const EarlySlot early(worker, lane / kWarpRows, at);
     TileCursor cursor(worker);
     cursor.advance(lane / kWarpRows);
-    TileRequest<kPaged> next(cursor, at, kBatch, early);
-    cute::cluster_wait();
+    TileRequest next(cursor, at, kBatch, early);
     uint32_t row = kNoRow;
     int batch = 0;  // the token, as a request has it, and the list
     for (int tile = 0, tokens = 1;; ++tile) {
       if (tile % kBatch == 0) {
         row = next.row(p);
         batch = next.token * 2 + next.list;
+        next = TileRequest(cursor, at, kBatch);
       }
       const int first_lane = tile % kBatch * kWarpRows;
       const int both = __shfl_sync(~0u, batch, first_lane), token = both >> 1;
-      if (token == next.kEnd) return;
+      if (token == TileRequest::kEnd) return;
       const uint8_t* cache = p.lists[both & 1].cache.data;
       const uint32_t own = __shfl_sync(~0u, row, first_lane + lane % kWarpRows);
       const int stage = tile % kStages;
@@ -265,8 +265,7 @@ struct Fp8Rows {
       copy(s.rows, stage, first, at, cache, own, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
-      if (tile % kBatch == 0) next = TileRequest<kPaged>(cursor, at, kBatch);
-      if (token == next.kSameToken || tile == 0) continue;
+      if (token == TileRequest::kSameToken || tile == 0) continue;
       const int query = tokens % kQueries;
       produce_queries(p, s, query, token, head_begin, warp, lane,
                       [&] { wait(s.q_empty[query], tokens / kQueries % 2 ^ 1); });

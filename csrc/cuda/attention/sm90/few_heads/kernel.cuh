@@ -36,11 +36,11 @@ constexpr int kGroupThreads = 128;
 __device__ __forceinline__ int group_barrier(int group) { return 1 + group; }
 constexpr int kBothGroups = 3;
 
-template <Rows kRows, int kHeads, Form kForm>
+// kMaxLogits: the caller wants max_logits.
+template <Rows kRows, int kHeads, bool kMaxLogits>
 struct Consumer {
   using Memory = Shared<kRows, kHeads>;
   using Own = RowsOf<kRows, kHeads>;
-  static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits, kDense = kForm == Form::dense;
   static constexpr int kSums = kHeads / 2;     // a lane's numbers of 64 rows
   static constexpr int kColumns = kHeads / 4;  // a lane's heads
   // The reduction buffer holds the heads of one round.
@@ -351,25 +351,23 @@ struct Consumer {
   }
 
   // The queries of the first token with tiles. Consumers load them, as they are idle until the first rows arrive.
-  // Barriers may be used from here on.
   __device__ void produce_first_queries(const Worker& worker) {
     int token = worker.token_begin;
     for (; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       if (work.tile_end > work.tile_begin) break;
     }
-    if (token < worker.token_end)
-      Own::produce_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] { cute::cluster_wait(); });
-    else
-      cute::cluster_wait();
+    if (token < worker.token_end) Own::produce_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] {});
   }
 
   __device__ void run(const Worker& worker) {
-    const bool finds_parts = !kMerged<kHeads> && group == 1 && warp == 3;  // its group starts with the second tile
-    Neighbours neighbours;
-    if (finds_parts) neighbours.load(worker, lane);
-    produce_first_queries(worker);
-    if (finds_parts) s.cut_tokens.store(worker, neighbours, kTileTokens, lane);
+    if (!kMerged<kHeads> && group == 1 && warp == 3) {  // this warp has time: its group starts with the second tile
+      const Neighbours neighbours(worker, lane);        // loads early
+      produce_first_queries(worker);
+      s.cut_tokens.store(worker, neighbours, kTileTokens, lane);
+    } else {
+      produce_first_queries(worker);
+    }
     find_weights_address();
     uint32_t ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
     uint32_t reductions = 0;                       // of store_for_reduction() and reduce()
@@ -377,7 +375,7 @@ struct Consumer {
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int tiles = work.tile_end - work.tile_begin;
-      const int hidden_from = kDense ? worker.first_hidden_tile(work) - work.tile_begin : 0;
+      const int hidden_from = worker.first_hidden_tile(work) - work.tile_begin;
       if (tiles > 0) {
         const int own_tiles = (tiles + (ordinal % 2 == group)) / 2, query = tokens % Own::kQueries;
         wait(s.q_full[query], tokens / Own::kQueries % 2);
@@ -389,8 +387,7 @@ struct Consumer {
           publish_to_wgmma();
           rows.compute_scores(score, s.rows, stage, query, s.q_scale[query]);
           if (i == own_tiles - 1) arrive_as_warp(s.q_empty[query]);
-          if (kDense && static_cast<int>(tile - ordinal) >= hidden_from)
-            hide_later_slots(worker, token, tile - ordinal);
+          if (static_cast<int>(tile - ordinal) >= hidden_from) hide_later_slots(worker, token, tile - ordinal);
           wait(s.weights_free[group], visits % 2 ^ 1);
           softmax(i == 0);
           add_values(stage, tile == ordinal + tiles - 1);
@@ -440,7 +437,7 @@ struct Consumer {
 };
 
 // Block x: heads of a worker, y: the worker.
-template <Rows kRows, int kHeads, Form kForm>
+template <Rows kRows, int kHeads, bool kMaxLogits>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
   using Own = RowsOf<kRows, kHeads>;
   extern __shared__ __align__(1024) uint8_t memory[];
@@ -459,19 +456,22 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     s.cluster_empty.init(kConsumerWarps * blocks_of_cluster());
     s.touched = touch(p);
   }
-  cute::cluster_arrive();  // all wait for it once their first loads are under way
+  if (blocks_of_cluster() > 1)
+    cute::cluster_sync();
+  else
+    __syncthreads();
   const int head_begin = blockIdx.x * kHeads;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();
     wait_for_kernel_before();
     let_next_kernel_begin();
-    Consumer<kRows, kHeads, kForm> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
+    Consumer<kRows, kHeads, kMaxLogits> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
     consumer.run(Worker(p, blockIdx.y, kTileTokens));
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kHeads>>();
     wait_for_kernel_before();
-    Own::template produce<kForm == Form::dense>(p, s, head_begin, warp - kConsumerWarps, lane);
+    Own::produce(p, s, head_begin, warp - kConsumerWarps, lane);
   }
 }
 

@@ -18,7 +18,7 @@ struct PlainRows {
   static constexpr int kStages = kRows == Rows::any_512 ? 3 : 2;  // tiles
   static constexpr int kQueries = 1;                              // tokens whose queries there is room for
   static constexpr int kSums = kHeads / 2;
-  static constexpr int kTileArrivals = is_converted(kRows) ? kConvertedArrivals : RowCopier::kArrivals;
+  static constexpr int kTileArrivals = is_converted(kRows) ? RowConverter<kRows>::kArrivals : RowCopier::kArrivals;
 
   struct Memory {
     alignas(1024) uint8_t tiles[kStages][tile_bytes_of(kRows)];
@@ -105,12 +105,11 @@ struct PlainRows {
 
   // Eight warps load tiles, and a token's queries once its first tile is in flight. Consumers load those of the very
   // first token.
-  template <bool kPaged, typename Shared>
+  template <typename Shared>
   static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
     const Worker worker(p, blockIdx.y, kTileTokens);
     const int at = warp * RowCopier::kRows + lane % RowCopier::kRows;
-    const auto early = EarlySlot::unless<kPaged>(worker, 0, at);
-    cute::cluster_wait();
+    const EarlySlot early(worker, 0, at);
     int tokens = 1;
     const auto begin_token = [&](int token, int tile) {
       if (tile == 0) return;
@@ -118,21 +117,20 @@ struct PlainRows {
       ++tokens;
     };
     if constexpr (is_converted(kRows)) {
-      produce_converted<kRows, kPaged>(worker, s.rows.tiles, s.rows.valid, s.full, s.empty, warp, lane, early,
-                                       begin_token);
+      produce_converted<kRows>(worker, s.rows.tiles, s.rows.valid, s.full, s.empty, warp, lane, early, begin_token);
     } else {
       TileCursor cursor(worker);
-      TileRequest<kPaged> next(cursor, at, 1, early);
-      for (int tile = 0; next.token != next.kEnd; ++tile) {
+      TileRequest next(cursor, at, 1, early);
+      for (int tile = 0; next.token != TileRequest::kEnd; ++tile) {
         const uint32_t row = next.row(p);
         const uint8_t* cache = p.lists[next.list].cache.data;
         const int token = next.token, stage = tile % kStages;
-        next = TileRequest<kPaged>(cursor, at);
+        next = TileRequest(cursor, at);
         wait(s.empty[stage], tile / kStages % 2 ^ 1);
         RowCopier::copy<kBlocks>(s.rows.tiles[stage], s.rows.valid[stage], cache, row, warp, lane);
         arrive_when_copied(s.full[stage]);
         arrive_as_warp(s.full[stage]);
-        if (token != next.kSameToken) begin_token(token, tile);
+        if (token != TileRequest::kSameToken) begin_token(token, tile);
       }
     }
   }

@@ -232,15 +232,14 @@ struct Consumer {
   }
 };
 
-// The first consumer warpgroup: scores, softmax, and the left half of the values.
-template <Rows kRows, Form kForm>
+// The first consumer warpgroup: scores, softmax, and the left half of the values. kMaxLogits: the caller wants
+// max_logits.
+template <Rows kRows, bool kMaxLogits>
 struct Scorer : Consumer<kRows> {
   using Base = Consumer<kRows>;
   using Base::group, Base::half, Base::head, Base::head_begin, Base::kScaled, Base::kUsual, Base::kScores, Base::kSteps,
       Base::lane, Base::out, Base::p, Base::s, Base::warp;
   using typename Base::ScoreAtom, typename Base::RopeAtom;
-
-  static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits, kDense = kForm == Form::dense;
 
   float reference[2];  // weights are 2^(score - reference)
   float total[2];      // of the lane's columns
@@ -353,9 +352,9 @@ struct Scorer : Consumer<kRows> {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& own = score[4 * j + 2 * h + c];
-          own = !kDense || token < seen[h] ? own * (q_scale[h] * scale) + bias : -INFINITY;
+          own = token < seen[h] ? own * (q_scale[h] * scale) + bias : -INFINITY;
           top[h] = fmaxf(top[h], own);
-          if (kMaxLogits && bias > -INFINITY) max_score[h] = fmaxf(max_score[h], own - bias);
+          if (kMaxLogits && bias > -INFINITY && token < seen[h]) max_score[h] = fmaxf(max_score[h], own - bias);
         }
       }
     move_reference(top, by);
@@ -388,7 +387,7 @@ struct Scorer : Consumer<kRows> {
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
       const int end = tile + work.tile_end - work.tile_begin;
-      const int hidden_tiles = kDense ? work.tile_end - worker.first_hidden_tile(work) : 0;  // at the end
+      const int hidden_tiles = work.tile_end - worker.first_hidden_tile(work);  // at the end
       this->clear();
 #pragma unroll
       for (int h = 0; h < 2; ++h) reference[h] = max_score[h] = kLowest, total[h] = 0.0f;
@@ -402,7 +401,7 @@ struct Scorer : Consumer<kRows> {
         float score[kScores], by[2];
         wait(s.full[stage], tile / kStages % 2);
         if constexpr (!kScaled) publish_to_wgmma();
-        const bool hides = kDense && end - tile <= hidden_tiles, is_plain = plain(stage) && !hides;
+        const bool hides = end - tile <= hidden_tiles, is_plain = plain(stage) && !hides;
         compute_scores(score, stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
         uint32_t weights[kSteps][4];
@@ -451,13 +450,12 @@ struct Scorer : Consumer<kRows> {
 
 // Copies raw fp8 rows to the tile's own memory: row i of a producer warp's eight into the warp's part of block i, and
 // rope to its final address.
-template <bool kPaged>
 struct RawRowLoader {
   static constexpr int kRows = kTileTokens / 4;  // of each of four warps, for two producer warps
 
   const AttentionProblem& p;
   TileCursor cursor;
-  TileRequest<kPaged> next;
+  TileRequest next;
   const int warp, lane;
 
   // The tile to copy.
@@ -470,10 +468,10 @@ struct RawRowLoader {
 
   // Computes the addresses of the next tile's rows, while there is time.
   __device__ void prepare() {
-    any = next.token != next.kEnd;
+    any = next.token != TileRequest::kEnd;
     if (!any) return;
     own = next.row(p), list = next.list;
-    next = TileRequest<kPaged>(cursor, warp * kRows + lane % kRows);
+    next = TileRequest(cursor, warp * kRows + lane % kRows);
   }
 
   // Starts the copies when the stage is empty: first the rows of one producer warp, then those of the other.
@@ -517,14 +515,14 @@ struct RawRowLoader {
 
 // The second one: the right half of the values. With fp8_ds_mla rows it also starts the copies of the tile after the
 // next one, as soon as a stage is empty, while the scores of the next one are computed.
-template <Rows kRows, bool kPaged>
+template <Rows kRows>
 struct Adder : Consumer<kRows> {
   using Base = Consumer<kRows>;
   using Base::head, Base::kScaled, Base::kSteps, Base::lane, Base::out, Base::s, Base::warp;
 
   __device__ void run(const Worker& worker) {
     int tile = 0;
-    RawRowLoader<kPaged> loader(worker, warp, lane);
+    RawRowLoader loader(worker, warp, lane);
     if constexpr (kScaled)
       for (int i = 0; i < kStages; ++i) loader.prepare(), loader.copy(s, i);
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
@@ -557,14 +555,14 @@ struct Adder : Consumer<kRows> {
     }
   }
 
-  __device__ void release(RawRowLoader<kPaged>& loader, int tile) {
+  __device__ void release(RawRowLoader& loader, int tile) {
     arrive_as_warp(s.empty[tile % kStages]);
     if constexpr (kScaled) loader.copy(s, tile + kStages);
   }
 };
 
 // A producer warp: its rows of each tile, and a token's queries before its first tile.
-template <Rows kRows, bool kPaged>
+template <Rows kRows>
 __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worker& worker, int head_begin, int warp,
                         int lane) {
   int tile = 0, tokens = 0;
@@ -601,31 +599,30 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
       }
     }
   } else if constexpr (is_converted(kRows)) {
-    produce_converted<kRows, kPaged>(worker, s.tiles, s.plain, s.full, s.empty, warp, lane, {},
-                                     [&](int token, int) { queries(token); });
+    produce_converted<kRows>(worker, s.tiles, s.plain, s.full, s.empty, warp, lane, {},
+                             [&](int token, int) { queries(token); });
   } else {
     TileCursor cursor(worker);
-    TileRequest<kPaged> next(cursor, warp * kWarpRows + lane % kWarpRows);
-    for (; next.token != next.kEnd; ++tile) {
+    TileRequest next(cursor, warp * kWarpRows + lane % kWarpRows);
+    for (; next.token != TileRequest::kEnd; ++tile) {
       const uint32_t row = next.row(p);
       const uint8_t* cache = p.lists[next.list].cache.data;
       const int token = next.token, stage = tile % kStages;
-      next = TileRequest<kPaged>(cursor, warp * kWarpRows + lane % kWarpRows);
+      next = TileRequest(cursor, warp * kWarpRows + lane % kWarpRows);
       if (next.token >= 0)
         ask_l2_for_queries<kHeads, kProducerWarps, blocks_of(kRows)>(p, next.token, head_begin, warp, hidden(lane));
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
       RowCopier::copy<blocks_of(kRows)>(s.tiles[stage], s.plain[stage], cache, row, warp, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
-      if (token != next.kSameToken) queries(token);
+      if (token != TileRequest::kSameToken) queries(token);
     }
   }
 }
 
 // Block x: heads of a worker, y: the worker.
-template <Rows kRows, Form kForm>
+template <Rows kRows, bool kMaxLogits>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
-  constexpr bool kPaged = kForm == Form::dense;
   extern __shared__ __align__(1024) uint8_t memory[];
   auto& s = *reinterpret_cast<Shared<kRows>*>(memory);
   if (threadIdx.x == 0) {
@@ -650,15 +647,15 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   };
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_alloc<kScoringRegisters>();
-    Scorer<kRows, kForm> scorer{{p, s, head_begin, 0, warp, lane}};
+    Scorer<kRows, kMaxLogits> scorer{{p, s, head_begin, 0, warp, lane}};
     scorer.run(begin());
   } else if (warp < kConsumerWarps) {
     cutlass::arch::warpgroup_reg_alloc<kAddingRegisters>();
-    Adder<kRows, kPaged> adder{{p, s, head_begin, 1, warp - 4, lane}};
+    Adder<kRows> adder{{p, s, head_begin, 1, warp - 4, lane}};
     adder.run(begin());
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
-    produce<kRows, kPaged>(p, s, begin(), head_begin, warp - kConsumerWarps, lane);
+    produce<kRows>(p, s, begin(), head_begin, warp - kConsumerWarps, lane);
   }
 }
 
