@@ -162,6 +162,12 @@ def _has_module(name: str) -> bool:
 # --- the names --------------------------------------------------------------------------------------------------------
 
 
+def add_backends() -> None:
+    """Adds our backends' names to vLLM's list."""
+    for name in CLASS_PATHS:
+        add_backend(name)
+
+
 def add_backend(name: str) -> Enum:
     """Adds a backend's name to vLLM's list, unless it is there already; returns its member of the list."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -72,6 +72,51 @@ def test_vllm_finds_both_entry_points():
     assert done.stdout.split()[-2:] == ["SparseMLACpuPlatform", "True"], done.stderr
 
 
+PYTHON_FORMS = """
+import sys
+from vllm import LLM
+from vllm.config import AttentionConfig
+from mla_backend.vllm_plugin.cpu_platform import SparseMLACpuPlatform
+
+def stop(cls, config):
+    raise ValueError(f"named {config.attention_config.backend.name}")
+
+SparseMLACpuPlatform.check_and_update_config = classmethod(stop)
+for named in (
+    dict(attention_config={"backend": "SPARSE_MLA"}),
+    dict(attention_config=AttentionConfig(backend="SPARSE_MLA")),
+    dict(attention_backend="sparse_mla"),
+):
+    try:
+        LLM(sys.argv[1], skip_tokenizer_init=True, **named)
+    except ValueError as error:
+        print(str(error).count("named SPARSE_MLA"))
+"""
+COMMAND_LINE_FORMS = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+for words in (
+    ["--attention-backend", "SPARSE_MLA"],
+    ["-ac.backend", "SPARSE_MLA"],
+    ["--attention-config.backend=sparse_mla"],
+    ["--attention-config", '{"backend": "SPARSE_MLA"}'],
+):
+    words = ["--model", sys.argv[1], "--skip-tokenizer-init", *words]
+    args = EngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(words))
+    print(int(args.create_engine_config().attention_config.backend.name == "SPARSE_MLA"))
+"""
+
+
+@pytest.mark.parametrize(("code", "forms"), [(PYTHON_FORMS, 3), (COMMAND_LINE_FORMS, 4)])
+def test_a_fresh_process_may_name_the_backend_in_all_of_vllms_ways(sparse, code, forms):
+    """Python code names it before vLLM loads general plugins."""
+    done = in_a_process(code, str(sparse))
+    assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["1"] * forms, done.stderr
+
+
 def test_entry_points_are_functions_however_much_of_the_plugin_is_imported():
     """A module of a function's name would take its place in the package."""
     importlib.import_module("mla_backend.vllm_plugin.cpu_platform")
