@@ -19,21 +19,12 @@ def attend(step: Step, q: Tensor, cache: Tensor, picked: Tensor, table: Tensor) 
     """As the first layer does it."""
     room = step.buffers
     step.begin("first")
-    slots, counts = room.room_for_slots(len(q))
-    mla_backend.convert_indices(
-        picked, table, room.request_ids[: len(q)], BLOCK_SIZE, compact=True, slots=slots, counts=counts
-    )
-    out, lse = room.room_for_results(len(q), room.heads)
+    slots, counts, out, lse = room.room(len(q), room.heads)
+    requests = room.request_ids[: len(q)]
+    mla_backend.convert_indices(picked, table, requests, BLOCK_SIZE, compact=True, slots=slots, counts=counts)
+    lengths, plan = step.work_for(len(q))
     mla_backend.sparse_attention(
-        q,
-        cache,
-        slots,
-        scale=SCALE,
-        topk_length=room.lengths[: len(q)],
-        plan=step.plan_for(len(q)),
-        workspace=room.workspace,
-        out=out,
-        lse=lse,
+        q, cache, slots, scale=SCALE, topk_length=lengths, plan=plan, workspace=room.workspace, out=out, lse=lse
     )
     return out
 

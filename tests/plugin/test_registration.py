@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -335,6 +336,23 @@ def test_what_cannot_be_on_a_gpu_is_told_with_what_to_use(sparse, monkeypatch):
     assert "use --decode-context-parallel-size" in features(config, on_cpu=False)
     monkeypatch.setattr(versions, "has_context_parallelism", lambda: False)
     assert features(config, on_cpu=False).endswith("Leave out --prefill-context-parallel-size.")
+
+
+def test_one_backend_is_for_all_layers(sparse):
+    config = config_of(sparse, attention_backend="SPARSE_MLA")
+    attention = SimpleNamespace(backend=None, backend_per_kind={"mla_attention": config.attention_config.backend})
+    with pytest.raises(ValueError, match="SPARSE_MLA: .* Name it in --attention-backend, not in backend_per_kind"):
+        plugin_config.settle(SimpleNamespace(attention_config=attention, model_config=config.model_config))
+
+
+def test_sleep_mode_is_refused_where_vllm_would_drop_the_buffers(sparse, monkeypatch):
+    config = config_of(sparse, attention_backend="SPARSE_MLA")
+    config.model_config.enable_sleep_mode = True
+    for name in BACKENDS:
+        assert plugin_config._features(name, config, on_cpu=False) is None
+    monkeypatch.setattr(versions, "keeps_buffers_asleep", lambda: False)
+    for name in BACKENDS:
+        assert "Leave out --enable-sleep-mode" in plugin_config._features(name, config, on_cpu=False)
 
 
 def test_an_old_vllm_for_cpus_is_told_which_to_install(monkeypatch):
