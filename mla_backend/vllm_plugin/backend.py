@@ -257,7 +257,7 @@ class SparseMLALayer(LayerBase):
         tokens, heads = (q[0] if isinstance(q, tuple) else q).shape[:2]
         step, buffers = attn_metadata.step, attn_metadata.step.buffers
         step.begin(getattr(layer, "layer_name", None))
-        room = buffers.room(tokens, heads)
+        room = step.room_for(tokens, heads)
         if self.selects or step.slots is None or len(step.slots) != tokens:
             self._select(room, kv_c_and_k_pe_cache.shape[1], attn_metadata)
             step.slots = room.slots if buffers.keeps(tokens, heads) else None

@@ -167,6 +167,8 @@ class Step:
 
     def __init__(self, buffers: StepBuffers, batch: Batch, tokens: int, leaders: Collection[str] | None = None) -> None:
         self.buffers, self.batch, self.tokens, self.leaders = buffers, batch, tokens, leaders
+        self.room: Room | None = None
+        """Where the last layer wrote."""
         self.plan: Tensor | None = None
         self.lengths: Tensor | None = None
         """The length of each token's list, int32 `[tokens]`, which the plan is for."""
@@ -185,6 +187,12 @@ class Step:
         self.buffers.locate(self.batch)
         self.use_lengths(self.buffers.lengths[: self.tokens])
         self.slots = None
+
+    def room_for(self, tokens: int, heads: int) -> Room:
+        """Where a layer writes. All layers of a step have the same room."""
+        if self.room is None or self.room.lse.shape != (tokens, heads):
+            self.room = self.buffers.room(tokens, heads)
+        return self.room
 
     def follow(self) -> None:
         """Called, possibly in a captured graph, where lengths have changed in place: prepares the step if no layer
