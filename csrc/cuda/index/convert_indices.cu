@@ -4,6 +4,7 @@
 
 #include "cuda/common/divide.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/order.cuh"
 #include "cuda/common/scan.cuh"
 #include "cuda/ops.h"
 
@@ -24,6 +25,8 @@ struct Problem : ConvertProblem {
 
 __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_constant__ Problem p) {
   __shared__ uint32_t warp_valid[2][kMaxWarps];  // of even and odd rounds: a barrier each is then enough
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t token = blockIdx.x;
   const int32_t* positions = p.positions + token * p.position_stride;
@@ -88,7 +91,7 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
 void convert_indices(const ConvertProblem& p, void* stream) {
   const int64_t warps = (int64_t{p.topk} + kWarpPositions - 1) / kWarpPositions;
   const int threads = static_cast<int>(std::clamp<int64_t>(32 * warps, 32, kMaxThreads));
-  launch(convert_kernel, p.tokens, threads, 0, stream, "convert_indices", Problem(p));
+  launch_early(convert_kernel, p.tokens, threads, 0, stream, "convert_indices", Problem(p));
 }
 
 MLA_KERNELS {
