@@ -71,6 +71,9 @@ def convert_indices(
     block_size: int,
     *,
     compact: bool = False,
+    ranks: int = 1,
+    rank: int = 0,
+    interleave: int = 1,
     slots: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -82,13 +85,17 @@ def convert_indices(
         request_ids: int32 `[T]`, the row of the block table that a token uses; one outside of it has no slots.
         block_size: slots in a block.
         compact: valid slots first, in their order, then -1, so that the counts can serve as `topk_length`.
+        ranks, rank, interleave: of context parallelism: runs of `interleave` positions go to the ranks round robin, and
+            the block table is that of the positions which this rank keeps. Others have no slot.
         slots, counts: where to write, int32 `[T, topk]` and int32 `[T]`.
 
     Returns:
         slots, -1 where there is none, and how many of each token's are valid.
     """
     require_tensors(positions=positions)
-    require_count("block_size", block_size, at_least=1)
+    for name, number in dict(block_size=block_size, ranks=ranks, interleave=interleave).items():
+        require_count(name, number, at_least=1)
+    require_count("rank", rank)
     if slots is None:
         slots = torch.empty_like(positions, memory_format=torch.contiguous_format)
     if counts is None:
@@ -100,6 +107,9 @@ def convert_indices(
         request_ids,
         block_size,
         compact,
+        ranks,
+        rank,
+        interleave,
         slots,
         counts,
     )

@@ -406,15 +406,29 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def convert_indices(
-    positions: Tensor, block_table: Tensor, request_ids: Tensor, block_size: int, compact: bool = False
+    positions: Tensor,
+    block_table: Tensor,
+    request_ids: Tensor,
+    block_size: int,
+    compact: bool = False,
+    ranks: int = 1,
+    rank: int = 0,
+    interleave: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """Positions `[T, topk]` in each token's sequence to physical slots, -1 where there is none, and their counts."""
+    """Positions `[T, topk]` in each token's sequence to physical slots, -1 where there is none, and their counts.
+
+    A rank keeps the runs of `interleave` positions that it gets in a round robin, one after the other.
+    """
     slots = torch.full_like(positions, -1)
     for t, request in enumerate(request_ids.tolist()):
         if not 0 <= request < block_table.shape[0]:
             continue
         found = []
         for i, position in enumerate(positions[t].tolist()):
+            run, offset = divmod(position, interleave)
+            if run % ranks != rank:
+                continue
+            position = run // ranks * interleave + offset
             page = position // block_size
             slot = -1
             if position >= 0 and page < block_table.shape[1] and block_table[request, page] >= 0:

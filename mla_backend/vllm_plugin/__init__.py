@@ -14,6 +14,8 @@ once. Nothing here imports vLLM before vLLM calls it. docs/serving.md tells how 
     cpu_indexer.py   the indexer on a CPU
 """
 
+import contextlib
+
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: adds the backends to vLLM's list. They are used only where asked for."""
@@ -23,16 +25,21 @@ def register() -> None:
     if missing is not None:
         versions.logger().error("mla-backend: %s", missing)
         return
-    for name in versions.CLASS_PATHS:
-        versions.add_backend(name)
+    versions.add_backends()
     versions.call_with_config(config.settle)
 
 
 def platform() -> str | None:
-    """Entry point `vllm.platform_plugins`: the platform to use, on vLLM's CPU builds; elsewhere None."""
+    """Entry point `vllm.platform_plugins`: the platform to use, on vLLM's CPU builds; elsewhere None.
+
+    vLLM asks this while `vllm.config` is being imported, so the backends are added here too: Python code may name one
+    in an `AttentionConfig` before vLLM loads other plugins.
+    """
     from mla_backend.vllm_plugin import versions
 
-    # vLLM is still being imported when it asks this, so nothing of it may be imported here.
+    # Little of vLLM can be imported at this point. Where its list of backends can't, `register` adds them later.
+    with contextlib.suppress(ImportError):
+        versions.add_backends()
     if not versions.is_cpu_build() or not versions.has_cpu_mla():
         return None
     return "mla_backend.vllm_plugin.cpu_platform.SparseMLACpuPlatform"

@@ -17,7 +17,7 @@ import mla_backend
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.config import CACHE_DTYPES
 from mla_backend.vllm_plugin.models import LATENT, ROPE
-from mla_backend.vllm_plugin.step import Batch, Step, StepBuffers
+from mla_backend.vllm_plugin.step import Batch, Room, Step, StepBuffers
 
 MetadataBase, BuilderBase, LayerBase = versions.bases()
 SHORT_EXTEND = 128
@@ -101,6 +101,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
 
     metadata_cls = SparseMLAMetadata
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+    supports_draft_decode_metadata_update: bool = True
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -139,6 +140,11 @@ class SparseMLAMetadataBuilder(BuilderBase):
         metadata.step = Step(self.buffers, batch, tokens, self.leaders if batch.is_where(self.first_batch) else None)
         return metadata
 
+    def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
+        """Called before each pass of a captured loop that drafts. Layers that draft lead, so they prepare the step
+        themselves unless its tensors are elsewhere."""
+        metadata.step.follow()
+
 
 def longest_list(vllm_config: VllmConfig, layer_names: list[str]) -> int:
     """Slots that the model's indexer picks for a token, at most. That may be more than `index_topk`: GLM-5.3-Flash adds
@@ -176,6 +182,14 @@ def refuse_features(backend: str, init: Callable[..., None], *args: Any, **kwarg
             raise NotImplementedError(f"{backend}: {name} must be unset; got {given[name]}")
 
 
+class NoIndexGroup:
+    """Takes the place of vLLM's groups of layers that share a selection, which would allocate room for slots for each
+    layer with an indexer. Ours is in the step's buffers, one for all."""
+
+    def register_layer(self, *args: Any, **kwargs: Any) -> tuple[None, int]:
+        return None, 0
+
+
 class SparseMLALayer(LayerBase):
     """The attention of one layer."""
 
@@ -188,6 +202,7 @@ class SparseMLALayer(LayerBase):
 
     def __init__(self, *args: Any, indexer: Any = None, sinks: Tensor | None = None, **kwargs: Any) -> None:
         """Takes what the base takes, and sinks fp32 `[heads]`."""
+        kwargs["index_group_builder"] = NoIndexGroup()
         refuse_features(versions.SPARSE, super().__init__, *args, indexer=indexer, **kwargs)
         super().__init__(*args, indexer=indexer, **kwargs)
         self.selects = indexer is not None
@@ -196,6 +211,11 @@ class SparseMLALayer(LayerBase):
         # width, which those of fp8_ds_mla have only in models with rope.
         wider_rows = self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT
         self.supports_dense_mha_prefill = not _on_cpu() and not wider_rows
+        # vLLM measures memory after this, without a step's metadata. What its longest step needs has to be there then.
+        picked = self.topk_indices_buffer
+        Room.shared(len(picked), self.num_heads * self.dcp_world_size, picked.shape[1], picked.device)
+        if not _on_cpu():
+            versions.register_warmup()
 
     def do_kv_cache_update(
         self,
@@ -237,53 +257,44 @@ class SparseMLALayer(LayerBase):
         tokens, heads = (q[0] if isinstance(q, tuple) else q).shape[:2]
         step, buffers = attn_metadata.step, attn_metadata.step.buffers
         step.begin(getattr(layer, "layer_name", None))
+        room = step.room_for(tokens, heads)
         if self.selects or step.slots is None or len(step.slots) != tokens:
-            step.slots = self._slots(tokens, kv_c_and_k_pe_cache.shape[1], attn_metadata)
-        out, lse = buffers.room_for_results(tokens, heads)
+            self._select(room, kv_c_and_k_pe_cache.shape[1], attn_metadata)
+            step.slots = room.slots if buffers.keeps(tokens, heads) else None
+        lengths, plan = step.work_for(tokens)
         mla_backend.sparse_attention(
             _queries(q, kv_c_and_k_pe_cache, buffers.no_rope),
             kv_c_and_k_pe_cache,
-            step.slots,
+            room.slots,
             scale=self.scale,
-            topk_length=buffers.lengths[:tokens],
+            topk_length=lengths,
             sink=self.sinks,
-            plan=step.plan_for(tokens),
+            plan=plan,
             workspace=buffers.workspace if heads == buffers.heads else None,
             batch_invariant=buffers.batch_invariant,
-            out=out,
-            lse=lse,
+            out=room.out,
+            lse=room.lse,
         )
-        return out.to(q[0].dtype), lse if self.dcp_world_size > 1 else None
+        return room.out.to(q[0].dtype), room.lse if self.dcp_world_size > 1 else None
 
-    def _slots(self, tokens: int, block_size: int, metadata: SparseMLAMetadata) -> Tensor:
-        """The slots that each token attends to, int32 `[tokens, topk]`, valid ones first."""
-        positions = self.topk_indices_buffer[:tokens]
-        if self.dcp_world_size > 1:
-            positions = local_positions(
-                positions, self.dcp_world_size, self.dcp_rank, metadata.cp_kv_cache_interleave_size
-            )
-        slots, counts = metadata.step.buffers.room_for_slots(tokens)
-        slots, _ = mla_backend.convert_indices(
-            positions,
+    def _select(self, room: Room, block_size: int, metadata: SparseMLAMetadata) -> None:
+        """Writes the slots that each token attends to, valid ones first. With context parallelism those that this rank
+        keeps: then lists are shorter than the step knew, and each layer's have other lengths."""
+        tokens = len(room.slots)
+        mla_backend.convert_indices(
+            self.topk_indices_buffer[:tokens],
             metadata.block_table,
             metadata.req_id_per_token[:tokens],
             block_size,
             compact=True,
-            slots=slots,
-            counts=counts,
+            ranks=self.dcp_world_size,
+            rank=self.dcp_rank,
+            interleave=metadata.cp_kv_cache_interleave_size,
+            slots=room.slots,
+            counts=room.counts,
         )
-        return slots
-
-
-def local_positions(positions: Tensor, ranks: int, rank: int, interleave: int) -> Tensor:
-    """Positions int32 `[T, topk]` of a sequence as positions among the tokens that a rank keeps; -1 for tokens that it
-    doesn't keep.
-
-    With decode context parallelism, chunks of `interleave` tokens go to the ranks round robin.
-    """
-    chunk = positions // interleave
-    mine = (positions >= 0) & (chunk % ranks == rank)
-    return torch.where(mine, chunk // ranks * interleave + positions % interleave, -1)
+        if self.dcp_world_size > 1:
+            metadata.step.use_lengths(room.counts)
 
 
 def _queries(q: Tensor | tuple[Tensor, Tensor], cache: Tensor, no_rope: Tensor) -> Tensor | tuple[Tensor, Tensor]:

@@ -35,6 +35,11 @@ def settle(vllm_config: "VllmConfig") -> None:
     from vllm.platforms import current_platform
 
     name = versions.ours(vllm_config.attention_config.backend)
+    per_kind = getattr(vllm_config.attention_config, "backend_per_kind", {}).values()
+    if (per_kind_name := next(filter(None, map(versions.ours, per_kind)), None)) is not None:
+        raise ValueError(
+            f"{per_kind_name}: is for all layers. Name it in --attention-backend, not in backend_per_kind."
+        )
     if vllm_config.model_config is None or name is None:
         return
     speculative = vllm_config.speculative_config
@@ -155,7 +160,12 @@ def _cache_dtype(name: str, vllm_config: "VllmConfig") -> str | None:
 
 
 def _features(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
-    return _parallelism(name, vllm_config, on_cpu) or _drafts(name, vllm_config) or _cache(name, vllm_config, on_cpu)
+    return (
+        _parallelism(name, vllm_config, on_cpu)
+        or _drafts(name, vllm_config)
+        or _cache(name, vllm_config, on_cpu)
+        or _sleep(vllm_config)
+    )
 
 
 def _parallelism(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
@@ -202,4 +212,10 @@ def _cache(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
         return f"--block-size must be a multiple of {block}, as vLLM's indexer asks; got {cache_config.block_size}."
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         return "does not keep a part of the cache on the host (HiSparse). Leave that out, or use another backend."
+    return None
+
+
+def _sleep(vllm_config: "VllmConfig") -> str | None:
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not versions.keeps_buffers_asleep():
+        return "sleep mode of this vLLM drops its buffers. Leave out --enable-sleep-mode, or install vllm 0.32 or 0.33."
     return None

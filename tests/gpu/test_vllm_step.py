@@ -15,25 +15,21 @@ pytestmark = pytest.mark.gpu
 TOKENS, TOPK, BLOCK_SIZE, BLOCKS, SCALE = 8, 256, 64, 16, 0.04
 
 
-def attend(step: Step, q: Tensor, cache: Tensor, picked: Tensor, table: Tensor) -> Tensor:
+def attend(
+    step: Step, q: Tensor, cache: Tensor, picked: Tensor, table: Tensor, ranks: int = 1, rank: int = 0
+) -> Tensor:
     """As the first layer does it."""
     room = step.buffers
     step.begin("first")
-    slots, counts = room.room_for_slots(len(q))
-    mla_backend.convert_indices(
-        picked, table, room.request_ids[: len(q)], BLOCK_SIZE, compact=True, slots=slots, counts=counts
-    )
-    out, lse = room.room_for_results(len(q), room.heads)
+    slots, counts, out, lse = step.room_for(len(q), room.heads)
+    requests = room.request_ids[: len(q)]
+    more = dict(compact=True, ranks=ranks, rank=rank, slots=slots, counts=counts)
+    mla_backend.convert_indices(picked, table, requests, BLOCK_SIZE, **more)
+    if ranks > 1:
+        step.use_lengths(counts)
+    lengths, plan = step.work_for(len(q))
     mla_backend.sparse_attention(
-        q,
-        cache,
-        slots,
-        scale=SCALE,
-        topk_length=room.lengths[: len(q)],
-        plan=step.plan_for(len(q)),
-        workspace=room.workspace,
-        out=out,
-        lse=lse,
+        q, cache, slots, scale=SCALE, topk_length=lengths, plan=plan, workspace=room.workspace, out=out, lse=lse
     )
     return out
 
@@ -95,6 +91,34 @@ def test_a_step_waits_for_nothing_allocates_nothing_and_its_graph_follows_new_le
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, eager)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_ranks_graph_follows_what_is_picked_and_walks_over_what_it_keeps(heads, rank):
+    """Of two ranks of decode context parallelism."""
+    cache, ranks = random_cache("fp8_ds_mla", BLOCKS, BLOCK_SIZE).cuda(), dict(ranks=2, rank=rank)
+    q = (torch.randn(TOKENS, heads, 576) * 10).bfloat16().cuda()
+    table = torch.randperm(BLOCKS, dtype=torch.int32).view(4, 4).cuda()
+    starts = torch.arange(0, TOKENS + 1, 2, dtype=torch.int32, device="cuda")
+    seq_lens = torch.full((4,), 2 * 4 * BLOCK_SIZE, dtype=torch.int32, device="cuda")
+    sizes = dict(max_tokens=TOKENS, captured_tokens=TOKENS, topk=TOPK, heads=heads, batch_invariant=False)
+    step = Step(StepBuffers(**sizes, device=q.device), Batch(starts, seq_lens, TOKENS), TOKENS, leaders=("first",))
+    picked = torch.zeros(TOKENS, TOPK, dtype=torch.int32, device="cuda")
+    attend(step, q, cache, picked, table, **ranks)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend(step, q, cache, picked, table, **ranks)
+    for _ in range(3):
+        chosen = torch.stack([torch.randperm(2 * 4 * BLOCK_SIZE)[:TOPK] for _ in range(TOKENS)]).int()
+        picked.copy_(chosen)
+        graph.replay()
+        requests = torch.arange(4, dtype=torch.int32).repeat_interleave(2)
+        slots, counts = reference.convert_indices(chosen, table.cpu(), requests, BLOCK_SIZE, True, **ranks)
+        assert step.lengths.tolist() == counts.tolist() and counts.max() < TOPK
+        want = reference.sparse_attention(q.cpu(), cache.cpu(), slots, scale=SCALE)
+        assert_accurate((out,), (want[0],), score_error=score_error(cache))
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_tensor_576"])

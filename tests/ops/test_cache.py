@@ -214,17 +214,24 @@ def test_positions_become_slots(data):
     table = torch.randint(-1, 1000, (requests, max_blocks), dtype=torch.int32)
     positions = torch.randint(-3, max_blocks * block_size + 5, (tokens, topk), dtype=torch.int32)
     request_ids = torch.randint(-1, requests + 1, (tokens,), dtype=torch.int32)
-    compact = data.draw(st.booleans())
-    got = mla_backend.convert_indices(
-        positions,
-        table,
-        request_ids,
-        block_size,
-        compact=compact,
-        slots=torch.full((tokens, topk), -7, dtype=torch.int32),
-    )
-    want = reference.convert_indices(positions, table, request_ids, block_size, compact)
+    how = dict(compact=data.draw(st.booleans()), ranks=data.draw(st.sampled_from([1, 2, 5])))
+    how |= dict(rank=data.draw(st.integers(0, how["ranks"] - 1)), interleave=data.draw(st.sampled_from([1, 4])))
+    slots = torch.full((tokens, topk), -7, dtype=torch.int32)
+    got = mla_backend.convert_indices(positions, table, request_ids, block_size, **how, slots=slots)
+    want = reference.convert_indices(positions, table, request_ids, block_size, **how)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@given(ranks=st.integers(1, 9), interleave=st.integers(1, 70), start=st.sampled_from([0, 1000, 2**31 - 401]))
+def test_each_position_has_a_slot_on_one_rank_and_a_rank_keeps_its_positions_in_order(ranks, interleave, start):
+    positions = torch.arange(start, start + 400, dtype=torch.int32).view(1, -1)
+    table, request = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    found = [
+        mla_backend.convert_indices(positions, table, request, 2**31 - 1, ranks=ranks, rank=rank, interleave=interleave)
+        for rank in range(ranks)
+    ]
+    assert sum(slots >= 0 for slots, _ in found).eq(1).all() and sum(counts for _, counts in found) == 400
+    assert all((slots[slots >= 0].diff() == 1).all() for slots, _ in found)
 
 
 def test_a_slot_that_does_not_fit_32_bits_is_no_slot():

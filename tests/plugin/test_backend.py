@@ -1,5 +1,6 @@
 """The backend's classes against the reference, without a server around them: what vLLM's contract asks of a backend."""
 
+import functools
 import inspect
 from types import SimpleNamespace
 
@@ -97,6 +98,23 @@ def layer_of(backend, picked: Tensor, indexer: object = None, sinks: Tensor | No
     return layer
 
 
+def made_layer(backend, monkeypatch, **given):
+    """A layer as vLLM makes it, on one device."""
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+
+    module = inspect.getmodule(backend.LayerBase)
+    monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
+    sizes = dict(q_lora_rank=24, kv_lora_rank=512, qk_nope_head_dim=16, qk_rope_head_dim=64, qk_head_dim=80)
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
+        return backend.SparseMLALayer(
+            *(HEADS, 576, SCALE, 1, None, None, "auto", None, "decoder", None),
+            **sizes,
+            v_head_dim=16,
+            kv_b_proj=None,
+            **given,
+        )
+
+
 def metadata_of(
     batch: Batch, room: StepBuffers, tokens: int | None = None, leaders: tuple[str, ...] | None = None
 ) -> SimpleNamespace:
@@ -143,13 +161,13 @@ def test_a_batch_attends_to_what_the_indexer_picked(backend, name, captured_toke
         (torch.randn(batch.tokens, HEADS, 64) * 10).bfloat16(),
     )
     room = buffers(captured_tokens)
-    room.out.fill_(torch.nan)
+    room.own.out.fill_(torch.nan)
     out, lse = layer_of(backend, batch.picked).forward_mqa(q, cache, metadata_of(batch, room), None)
     assert lse is None, "it is wanted with context parallelism alone"
     want = reference.sparse_attention(torch.cat(q, dim=-1), cache, batch.slots(), scale=SCALE)
     assert_accurate((out,), (want[0],))
     assert not out[sum(batch.query_lens) :].any(), "padding attends to nothing"
-    assert (out.data_ptr() == room.out.data_ptr()) == bool(captured_tokens)
+    assert (out.data_ptr() == room.own.out.data_ptr()) == bool(captured_tokens)
 
 
 @pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla"])
@@ -231,6 +249,42 @@ def test_preparing_a_step_and_attending_allocate_nothing(backend, name):
     assert len(first.names) - len(second.names) <= 7, first.names
 
 
+def test_a_rank_of_decode_context_parallelism_attends_in_three_launches_a_layer(backend):
+    batch, room = BATCHES["decode"], buffers(captured_tokens=64)
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(batch.tokens, HEADS, 576).bfloat16()
+    layer, metadata = layer_of(backend, batch.picked, indexer=object()), metadata_of(batch, room, leaders=("first",))
+    layer.dcp_world_size, layer.dcp_rank = 8, 5
+    layer.forward_mqa(q, cache, metadata, LAYERS[0])
+    with Ops() as ops:
+        layer.forward_mqa(q, cache, metadata, LAYERS[1])
+    assert ops.allocated == 0 and len(ops.names) == 3, "slots are looked up, the plan is made, and slots attended to"
+
+
+@pytest.mark.parametrize("leaders", [("draft",), None])
+def test_a_captured_loop_of_drafts_follows_what_changes_in_place(backend, leaders):
+    """vLLM makes the metadata once, and in each pass new lengths and a new selection in the same memory."""
+    builder = object.__new__(backend.SparseMLAMetadataBuilder)
+    assert builder.supports_draft_decode_metadata_update
+    batch, room = Batch([1, 1], [40, 2]), buffers(captured_tokens=64)
+    metadata = metadata_of(batch, room, leaders=leaders)
+    layer = layer_of(backend, batch.picked, indexer=object())
+    cache = random_cache("bf16", BLOCKS, BLOCK_SIZE)
+    for _ in range(3):
+        batch.seq_lens += 1
+        for token, length in enumerate(batch.seq_lens.tolist()):
+            chosen = torch.randperm(length)[:TOPK].int()
+            batch.picked[token] = -1
+            batch.picked[token, : len(chosen)] = chosen
+        q = torch.randn(2, HEADS, 576).bfloat16()
+        with Ops() as ops:
+            builder.update_draft_decode_metadata(metadata)
+            out, _ = layer.forward_mqa(q, cache, metadata, LAYERS[2])
+        assert ops.allocated == 0
+        want = reference.sparse_attention(q, cache, batch.slots(), scale=SCALE)
+        assert_accurate((out,), (want[0],))
+        assert room.lengths[:2].tolist() == batch.seq_lens.clamp(max=TOPK).tolist()
+
+
 def test_building_the_metadata_of_a_decode_step_launches_nothing(backend):
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -275,16 +329,67 @@ def test_building_the_metadata_of_a_decode_step_launches_nothing(backend):
     assert ops.names and room.lengths[:3].tolist() == [TOPK, 3, TOPK], "in other memory: no graph would find it there"
 
 
-def test_layers_without_an_indexer_reuse_the_selection_of_the_last_one_with(backend):
+@pytest.mark.parametrize("captured_tokens", [64, 0])
+def test_layers_without_an_indexer_use_the_selection_of_the_last_one_with(backend, captured_tokens):
     batch = BATCHES["decode"]
     cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
-    metadata = metadata_of(batch, buffers())
-    selecting, sharing = layer_of(backend, batch.picked, indexer=object()), layer_of(backend, batch.picked * 0 - 1)
-    first, _ = selecting.forward_mqa(q, cache, metadata, None)
-    second, _ = sharing.forward_mqa(q, cache, metadata, None)
+    metadata = metadata_of(batch, buffers(captured_tokens))
+    selecting, sharing = layer_of(backend, batch.picked, indexer=object()), layer_of(backend, batch.picked)
+    first = selecting.forward_mqa(q, cache, metadata, None)[0].clone()
+    with Ops() as ops:
+        second, _ = sharing.forward_mqa(q, cache, metadata, None)
     assert torch.equal(first, second)
+    looked_up = sum("convert_indices" in name for name in ops.names)
+    assert looked_up == (not captured_tokens), "again where other layers have used the memory"
     other = layer_of(backend, batch.picked * 0 - 1, indexer=object())
     assert not other.forward_mqa(q, cache, metadata, None)[0].any(), "one with an indexer has its own"
+
+
+def test_longer_steps_than_graphs_have_write_into_memory_that_vllm_counts(backend, monkeypatch):
+    """Its scratch memory, of which a layer asks for as much as any step can need when it is made."""
+    from vllm.v1.worker import workspace
+
+    class Scratch:
+        asked: list[list] = []
+
+        def get_simultaneous(self, *specs):
+            self.asked.append([(tuple(shape), dtype) for shape, dtype in specs])
+            return [torch.full(shape, -3, dtype=dtype) for shape, dtype in specs]
+
+    monkeypatch.setattr(workspace, "_manager", Scratch())
+    batch = BATCHES["mixed"]
+    layer = made_layer(backend, monkeypatch, topk_indices_buffer=batch.picked)
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(batch.tokens, HEADS, 576).bfloat16()
+    out, _ = layer.forward_mqa(q, cache, metadata_of(batch, buffers()), None)
+    want = reference.sparse_attention(q, cache, batch.slots(), scale=SCALE)
+    assert_accurate((out,), (want[0],))
+    reserved, used = Scratch.asked
+    for (most, dtype), (shape, used_dtype) in zip(reserved, used, strict=True):
+        assert dtype == used_dtype and most[0] == len(batch.picked) >= shape[0] and most[1:] == shape[1:]
+
+
+def test_a_layer_makes_vllm_allocate_no_slots_for_it(backend, monkeypatch):
+    """vLLM's own groups of layers that share a selection would, for each layer with an indexer."""
+    picked = torch.empty(7, TOPK, dtype=torch.int32)
+    for indexer in (None, SimpleNamespace(topk_indices_buffer=picked)):
+        layer = made_layer(backend, monkeypatch, topk_indices_buffer=picked, indexer=indexer)
+        assert getattr(layer, "index_group", None) is None
+        layer.record_logical_topk_ready()
+
+
+def test_on_a_gpu_vllm_compiles_its_indexers_kernels_before_the_first_request(backend, monkeypatch):
+    from vllm.v1.attention.backends.mla import indexer
+
+    names, registered = ("_PREPARE_UNIFORM_DECODE_KERNEL", "_BUILD_PREFILL_CHUNK_METADATA_KERNEL"), []
+    if not any(hasattr(indexer, name) for name in names):
+        pytest.skip("this vLLM has no list of kernels to compile at start")
+    for name in names:
+        kernel = SimpleNamespace(register_warmup=functools.partial(registered.append, name))
+        monkeypatch.setattr(indexer, name, kernel)
+    for on_cpu in (True, False):
+        monkeypatch.setattr(backend, "_on_cpu", lambda on_cpu=on_cpu: on_cpu)
+        made_layer(backend, monkeypatch, topk_indices_buffer=torch.empty(7, TOPK, dtype=torch.int32))
+        assert registered == [] if on_cpu else list(names)
 
 
 def test_sinks_reach_the_op(backend):
@@ -297,9 +402,15 @@ def test_sinks_reach_the_op(backend):
 
 
 @pytest.mark.parametrize("interleave", [1, 4])
-def test_ranks_of_decode_context_parallelism_merge_to_the_whole(backend, interleave):
+def test_ranks_of_decode_context_parallelism_merge_to_the_whole(backend, interleave, monkeypatch):
     """Each rank keeps every n-th run of tokens and attends to those; the parts merge by their natural-log lse."""
-    ranks, batch = 3, BATCHES["mixed"]
+    ranks, batch, walked, attend = 3, BATCHES["mixed"], [], mla_backend.sparse_attention
+
+    def count(*args, topk_length, **kwargs):
+        walked.append(topk_length.clone())
+        return attend(*args, topk_length=topk_length, **kwargs)
+
+    monkeypatch.setattr(mla_backend, "sparse_attention", count)
     keys = random_cache("bf16", len(batch.seq_lens), 96)  # row r holds the tokens of request r, in order
     q = (torch.randn(batch.tokens, HEADS, 576) * 3).bfloat16()
     parts = []
@@ -312,6 +423,8 @@ def test_ranks_of_decode_context_parallelism_merge_to_the_whole(backend, interle
         metadata.block_table = torch.arange(2 * len(batch.seq_lens), dtype=torch.int32).view(-1, 2)
         metadata.cp_kv_cache_interleave_size = interleave
         parts.append(layer.forward_mqa(q, cache, metadata, None))
+    lengths = (batch.picked[: batch.tokens] >= 0).sum(1)
+    assert torch.equal(sum(walked), lengths), "a rank walks over what it keeps, and over nothing else"
     out, lse = mla_backend.merge_partials([p[0].float() for p in parts], [p[1] for p in parts])
     slots = torch.where(
         batch.picked[: batch.tokens] < 0,

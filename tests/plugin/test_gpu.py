@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import vllm_installed  # noqa: F401
+from mla_backend.vllm_plugin import versions
 from serving_benchmarks.models import models
 
 BOTH = ("--backend", "FLASHMLA_SPARSE,SPARSE_MLA")
@@ -83,14 +84,15 @@ def test_long_contexts_and_thousands_of_steps_give_the_same_tokens_and_no_nan(tm
 
 
 def test_drafts_change_no_token(tmp_path, model):
-    ways = ("--ways", "vllm,mtp-1,mtp-3", "--output-len", 64)
+    ways = ("--ways", "vllm,mtp-1,mtp-2,mtp-3", "--output-len", 64)
     found = results_of(tmp_path, "checkpoint", "--model", model(16), *ways)
     assert all(entry["drafted"] for entry in found if entry["drafts"])
 
 
 @needs_two
 def test_two_gpus_give_the_tokens_of_one(tmp_path, model):
-    results_of(tmp_path, "checkpoint", "--model", model(16), "--ways", "vllm,tp-2", "--output-len", 64)
+    ways = "vllm,tp-2" + (",dcp-2" if versions.has_context_parallelism() else "")
+    results_of(tmp_path, "checkpoint", "--model", model(16), "--ways", ways, "--output-len", 64)
 
 
 def test_the_recall_checkpoint_gives_the_embedded_engines_answers(tmp_path):
@@ -101,4 +103,5 @@ def test_the_recall_checkpoint_gives_the_embedded_engines_answers(tmp_path):
 
 @needs_two
 def test_the_recall_checkpoint_gives_them_on_two_gpus(tmp_path):
-    results_of(tmp_path, "checkpoint", "--ways", "embedded,tp-2,tp-2-mtp-1")
+    ways = "embedded,tp-2,tp-2-mtp-1" + (",dcp-2,dcp-2-mtp-1" if versions.has_context_parallelism() else "")
+    results_of(tmp_path, "checkpoint", "--ways", ways)

@@ -113,7 +113,7 @@ def test_a_dense_model_is_served_by_vllms_own_attention(tmp_path, prompts):
 
 def test_the_recall_checkpoint_gives_the_embedded_engines_answers_with_and_without_drafts(tmp_path):
     """In bf16, over an FP8 cache; every layer selects."""
-    asked = "--ways embedded,vllm,mtp-1 --num-prompts 60 --input-len 500 --output-len 8".split()
+    asked = "--ways embedded,vllm,mtp-2 --num-prompts 60 --input-len 500 --output-len 8".split()
     command = [sys.executable, "-m", "serving_benchmarks", "checkpoint", *asked, "--output", tmp_path / "found.json"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,51 @@ def test_vllm_finds_both_entry_points():
         "print(type(current_platform).__name__, 'SPARSE_MLA' in AttentionBackendEnum.__members__)"
     )
     assert done.stdout.split()[-2:] == ["SparseMLACpuPlatform", "True"], done.stderr
+
+
+PYTHON_FORMS = """
+import sys
+from vllm import LLM
+from vllm.config import AttentionConfig
+from mla_backend.vllm_plugin.cpu_platform import SparseMLACpuPlatform
+
+def stop(cls, config):
+    raise ValueError(f"named {config.attention_config.backend.name}")
+
+SparseMLACpuPlatform.check_and_update_config = classmethod(stop)
+for named in (
+    dict(attention_config={"backend": "SPARSE_MLA"}),
+    dict(attention_config=AttentionConfig(backend="SPARSE_MLA")),
+    dict(attention_backend="sparse_mla"),
+):
+    try:
+        LLM(sys.argv[1], skip_tokenizer_init=True, **named)
+    except ValueError as error:
+        print(str(error).count("named SPARSE_MLA"))
+"""
+COMMAND_LINE_FORMS = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+for words in (
+    ["--attention-backend", "SPARSE_MLA"],
+    ["-ac.backend", "SPARSE_MLA"],
+    ["--attention-config.backend=sparse_mla"],
+    ["--attention-config", '{"backend": "SPARSE_MLA"}'],
+):
+    words = ["--model", sys.argv[1], "--skip-tokenizer-init", *words]
+    args = EngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(words))
+    print(int(args.create_engine_config().attention_config.backend.name == "SPARSE_MLA"))
+"""
+
+
+@pytest.mark.parametrize(("code", "forms"), [(PYTHON_FORMS, 3), (COMMAND_LINE_FORMS, 4)])
+def test_a_fresh_process_may_name_the_backend_in_all_of_vllms_ways(sparse, code, forms):
+    """Python code names it before vLLM loads general plugins."""
+    done = in_a_process(code, str(sparse))
+    assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["1"] * forms, done.stderr
 
 
 def test_entry_points_are_functions_however_much_of_the_plugin_is_imported():
@@ -290,6 +336,23 @@ def test_what_cannot_be_on_a_gpu_is_told_with_what_to_use(sparse, monkeypatch):
     assert "use --decode-context-parallel-size" in features(config, on_cpu=False)
     monkeypatch.setattr(versions, "has_context_parallelism", lambda: False)
     assert features(config, on_cpu=False).endswith("Leave out --prefill-context-parallel-size.")
+
+
+def test_one_backend_is_for_all_layers(sparse):
+    config = config_of(sparse, attention_backend="SPARSE_MLA")
+    attention = SimpleNamespace(backend=None, backend_per_kind={"mla_attention": config.attention_config.backend})
+    with pytest.raises(ValueError, match="SPARSE_MLA: .* Name it in --attention-backend, not in backend_per_kind"):
+        plugin_config.settle(SimpleNamespace(attention_config=attention, model_config=config.model_config))
+
+
+def test_sleep_mode_is_refused_where_vllm_would_drop_the_buffers(sparse, monkeypatch):
+    config = config_of(sparse, attention_backend="SPARSE_MLA")
+    config.model_config.enable_sleep_mode = True
+    for name in BACKENDS:
+        assert plugin_config._features(name, config, on_cpu=False) is None
+    monkeypatch.setattr(versions, "keeps_buffers_asleep", lambda: False)
+    for name in BACKENDS:
+        assert "Leave out --enable-sleep-mode" in plugin_config._features(name, config, on_cpu=False)
 
 
 def test_an_old_vllm_for_cpus_is_told_which_to_install(monkeypatch):

@@ -238,6 +238,7 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
             requests = torch.randint(0, 2, (tokens,), dtype=INT, device=device)
             slots, counts = guarded.tensor(INT, tokens, topk), guarded.tensor(INT, tokens)
             found = {"positions": p.indices, "block_table": table, "request_ids": requests, "block_size": 8}
+            found |= {"ranks": 2, "rank": random.randrange(2), "interleave": random.choice([1, 3])}
             return mla_backend.convert_indices, {**found, "compact": True, "slots": slots, "counts": counts}
         case "scores":
             keys = random.choice([(torch.bfloat16, 128), (torch.uint8, 132)])

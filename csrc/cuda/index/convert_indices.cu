@@ -4,6 +4,7 @@
 
 #include "cuda/common/divide.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/order.cuh"
 #include "cuda/common/scan.cuh"
 #include "cuda/ops.h"
 
@@ -15,13 +16,17 @@ constexpr int kLanePositions = 4;
 constexpr int kWarpPositions = 32 * kLanePositions;
 
 struct Problem : ConvertProblem {
-  PositionDivisor entry_of;  // of the block table
+  PositionDivisor entry_of;          // of the block table
+  PositionDivisor run_of, round_of;  // of positions and of runs, in the ranks' round robin
 
-  explicit Problem(const ConvertProblem& p) : ConvertProblem(p), entry_of(p.block_size) {}
+  explicit Problem(const ConvertProblem& p)
+      : ConvertProblem(p), entry_of(p.block_size), run_of(p.interleave), round_of(p.ranks) {}
 };
 
 __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_constant__ Problem p) {
   __shared__ uint32_t warp_valid[2][kMaxWarps];  // of even and odd rounds: a barrier each is then enough
+  let_next_kernel_begin();
+  wait_for_kernel_before();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t token = blockIdx.x;
   const int32_t* positions = p.positions + token * p.position_stride;
@@ -40,6 +45,14 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
     uint32_t position[kLanePositions], entry[kLanePositions];  // negative ones are beyond INT32_MAX
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) position[i] = 32 * i < left ? lane_positions[32 * i] : -1;
+    if (p.ranks > 1) {
+#pragma unroll
+      for (int i = 0; i < kLanePositions; ++i) {
+        const uint32_t run = p.run_of(position[i]), round_robin = p.round_of(run);
+        const bool own = position[i] <= INT32_MAX && run - round_robin * p.ranks == uint32_t(p.rank);
+        position[i] = own ? round_robin * p.interleave + (position[i] - run * p.interleave) : UINT32_MAX;
+      }
+    }
 
     // slot_of_position(), step by step, so that no load waits for what another one brings
     int32_t block[kLanePositions], slot[kLanePositions];
@@ -78,7 +91,7 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
 void convert_indices(const ConvertProblem& p, void* stream) {
   const int64_t warps = (int64_t{p.topk} + kWarpPositions - 1) / kWarpPositions;
   const int threads = static_cast<int>(std::clamp<int64_t>(32 * warps, 32, kMaxThreads));
-  launch(convert_kernel, p.tokens, threads, 0, stream, "convert_indices", Problem(p));
+  launch_early(convert_kernel, p.tokens, threads, 0, stream, "convert_indices", Problem(p));
 }
 
 MLA_KERNELS {

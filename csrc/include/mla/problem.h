@@ -167,15 +167,19 @@ struct ConvertProblem {
   int32_t max_blocks;
   const int32_t* request;  // [tokens]: which row of the block table a token uses
   int32_t block_size;
-  bool compact;    // valid slots first, in their order, then -1
-  int32_t* slots;  // [tokens, topk]
+  int32_t ranks, rank, interleave;  // runs of `interleave` positions go to the ranks round robin; others' have no slot
+  bool compact;                     // valid slots first, in their order, then -1
+  int32_t* slots;                   // [tokens, topk]
   int64_t slot_stride;
   int32_t* counts;  // [tokens]: how many are valid
 };
 
-// The physical slot of a position in a request's sequence, or -1.
+// The physical slot of a position in a request's sequence, or -1 if there is none on this rank.
 MLA_HOST_DEVICE int32_t slot_of_position(const ConvertProblem& p, int64_t request, int32_t position) {
   if (position < 0 || request < 0 || request >= p.requests) return -1;
+  const int32_t run = position / p.interleave;
+  if (run % p.ranks != p.rank) return -1;
+  position = run / p.ranks * p.interleave + position % p.interleave;  // among those that the rank keeps
   const int32_t entry = position / p.block_size;
   if (entry >= p.max_blocks) return -1;
   const int64_t block = p.block_table[request * p.table_stride + entry];
