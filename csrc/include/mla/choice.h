@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "mla/format.h"
+#include "mla/plan.h"
 
 namespace mla {
 
@@ -69,10 +70,10 @@ inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t he
   const int32_t heads_per_block = heads <= 8 ? 8 : 16;
   // instead of cuts that follow the load:
   //   8, 4 parts: b 15 19.7 us (33.1), b 24 26.8 (35.6)
-  //   6 parts:    b 17 keeps 102 multiprocessors busy, with 4 parts it would be 68
   //   3 parts:    b 32 24.5 us (27.3), b 36 24.6 (35.1), b 8 with 64 heads 22.7 (38.6)
   //   2 parts:    b 60 33.6 us (44.4), b 7 with 128 heads 28.7 (44.5)
-  for (const int32_t parts : {8, 6, 4, 3, 2})
+  // Not 6: its merge gives some warps two rows and some one. b 16 in 4 parts 18.1 us, in 6 parts 20.2.
+  for (const int32_t parts : {8, 4, 3, 2})
     if (fits(heads_per_block, parts)) return {heads_per_block, parts};
   return {heads_per_block, 0};
 }
@@ -85,24 +86,80 @@ inline int32_t long_list_workers(const Device& device) {
   return clusters > 0 ? std::min(device.processors, kLongListCluster * clusters) : device.processors;
 }
 
-// Whether the lists are so long that even parts of so few tokens take longer than cuts that follow the load. A cluster
-// for each token leaves multiprocessors idle, and reads rows once for each 8 or 16 heads; cuts have a second merge, in
-// the workspace. Times are of a tile of 64 rows and of that merge, in us. b 2 with 16384 slots, bf16, on an H100: 36 us
-// in 64 blocks, of which each tile takes 1.3 us.
-inline bool too_long_to_spread(const Device& device, int64_t tokens, int32_t heads, int64_t token_tiles,
-                               const Spread& spread) {
-  constexpr double kTile = 1.3, kMerge = 7, kManyTile = 2.3, kManyMerge = 12;
+// Whether the lists are so long that even parts of so few tokens take longer than cuts that follow the load, with up to
+// 16 heads. A cluster for each token leaves multiprocessors idle; cuts have a second merge, in the workspace. Times are
+// of a tile of 64 rows and of that merge, in us. b 2 with 16384 slots, bf16, on an H100: 36 us in 64 blocks, of which
+// each tile takes 1.3 us.
+inline bool too_long_to_spread(const Device& device, int64_t tokens, int64_t token_tiles, const Spread& spread) {
+  constexpr double kTile = 1.3, kMerge = 7;
   constexpr double kMemoryTile = 0.0165;  // of all multiprocessors together, fp8 rows, which memory holds up least
-  const bool few = heads <= 16;
-  const int64_t long_part = few ? 8 : 16;  // tiles of a part that is worth a thought
-  const int64_t blocks = few ? 1 : blocks_for(heads, kManyHeads);
-  const int64_t workers = few ? long_list_workers(device) : device.processors / blocks;
+  constexpr int64_t kLongPart = 8;        // tiles of a part that is worth a thought
+  const int64_t workers = long_list_workers(device);
   const int64_t part_tiles = (token_tiles + spread.parts - 1) / spread.parts;
-  if (workers == 0 || token_tiles == kAnyTiles || part_tiles <= long_part) return false;
+  if (workers == 0 || token_tiles == kAnyTiles || part_tiles <= kLongPart) return false;
   const double spread_time = kTile * static_cast<double>(part_tiles);
   const double tiles = static_cast<double>(tokens * token_tiles), worker_tiles = tiles / static_cast<double>(workers);
-  if (few) return spread_time > std::max(kTile * worker_tiles, kMemoryTile * tiles) + kMerge;
-  return spread_time > kManyTile * worker_tiles + kManyMerge;
+  return spread_time > std::max(kTile * worker_tiles, kMemoryTile * tiles) + kMerge;
+}
+
+// What a kernel's launch takes between other kernels, in us: fitted to launches of 17 to 300 tokens with 24 to 128
+// heads and 512 or 2048 slots on an H100 with 132 multiprocessors, most of them within 10 %.
+struct KernelTime {
+  Choice::Kernel kernel;
+  int32_t heads_per_block;
+  double begin;  // and end
+  double tile;   // of 64 rows, one after the other in a block
+  double cut;    // what a merge in the workspace takes
+};
+constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 18, 2.0, 2};
+constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 17, 1.3, 2};
+constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 9, 1.15, 7};
+
+struct Layout {
+  int64_t workers;
+  double time;
+};
+
+// A launch with a plan of so many rows. Tokens are whole, or all cut into equal parts, or cuts follow the load.
+inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, const Device& device, int64_t workers) {
+  constexpr double kTokenTiles = 4;       // that the next token of a worker costs besides its own
+  constexpr double kUnevenTiles = 1;      // that a worker gets more where cuts follow the load
+  constexpr double kMemoryTile = 0.0145;  // 64 rows of fp8_ds_mla at 2.9 TB/s
+  constexpr double kPartialRow = 0.0014;  // a head's 512 sums, written and read
+  const auto tokens = static_cast<double>(shape.tokens), tiles = static_cast<double>(shape.token_tiles);
+  const int64_t blocks = blocks_for(shape.heads, kernel.heads_per_block);
+  const int64_t waves = (workers * blocks + device.processors - 1) / device.processors;
+  double most = 0;  // tiles of a worker
+  bool cut = true;
+  if (workers >= shape.tokens && workers % shape.tokens == 0) {
+    const int64_t parts = workers / shape.tokens;
+    most = static_cast<double>((shape.token_tiles + parts - 1) / parts);
+    cut = parts > 1;
+  } else if (const int64_t rounds = (shape.tokens + workers - 1) / workers; workers < shape.tokens) {
+    const auto idle = static_cast<double>(rounds * workers - shape.tokens) * tiles;
+    cut = idle > static_cast<double>(kCutTiles * workers);
+    most = (tiles + kTokenTiles) * static_cast<double>(rounds) - kTokenTiles;
+  }
+  if (most == 0 || (cut && workers < shape.tokens))
+    most = tokens * (tiles + kTokenTiles) / static_cast<double>(workers) + kUnevenTiles;
+  const double busy = std::max(kernel.tile * most * static_cast<double>(waves), kMemoryTile * tokens * tiles);
+  const double merge = cut ? kernel.cut + kPartialRow * static_cast<double>(workers) * shape.heads : 0;
+  return {workers, kernel.begin + busy + merge};
+}
+
+// The best number of rows of a plan for a kernel.
+inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape, const Device& device) {
+  const int64_t most = std::max<int64_t>(device.processors / blocks_for(shape.heads, kernel.heads_per_block), 1);
+  Layout best = layout_of(kernel, shape, device, most);
+  const auto consider = [&](int64_t workers) {
+    const Layout other = layout_of(kernel, shape, device, workers);
+    if (other.time < best.time) best = other;
+  };
+  constexpr int64_t kMostParts = 16;
+  for (int64_t parts = 1; parts <= kMostParts && parts * shape.tokens <= most; ++parts) consider(parts * shape.tokens);
+  const int64_t rounds = (shape.tokens + most - 1) / most;
+  if (rounds == 2) consider((shape.tokens + 1) / 2);  // more are as good as even
+  return best;
 }
 
 // If the plan cuts every token into the same number of parts, a cluster has a block for each part of a token. Otherwise
@@ -116,6 +173,7 @@ inline int32_t cluster_for(const Device& device, const AttentionShape& shape, in
   const int64_t parts = workers / std::max<int64_t>(shape.tokens, 1);
   if (parts * shape.tokens == workers && parts >= 2 && parts <= kMaxCluster && fits(parts))
     return static_cast<int32_t>(parts);
+  if (parts * shape.tokens == workers && parts == 1) return 1;
   if (fits(8)) return 8;
   return device.clusters[2] > 0 ? 2 : 1;
 }
@@ -131,48 +189,74 @@ inline int32_t long_list_cluster(const Device& device, int64_t tokens, int64_t t
   return tokens * cluster <= workers ? cluster : 0;
 }
 
-inline Choice choose(const AttentionShape& shape, const Device& device) {
-  constexpr int64_t kManyTokens = INT32_MAX;
-  const int64_t tokens = shape.whole_tokens ? kManyTokens : shape.tokens;
-  Spread spread = spread_few_tokens(device, tokens, shape.heads, shape.token_tiles);
-  const bool long_lists =
-      spread.parts > 0 && too_long_to_spread(device, tokens, shape.heads, shape.token_tiles, spread);
-  if (long_lists) spread = {shape.heads <= 8 ? 8 : 16, 0};
-
-  Choice choice{Choice::portable, kPortableHeads, 0, shape.workers, 1};
-  if (device.hopper_kernels && shape.suits_hopper_kernels) {
-    if (shape.heads <= 16 || spread.parts) {
-      // few tokens of many heads, too: b 1 with 128 heads 17.6 us, b 3 25.1 (portable kernel 53.9, 48.5 and more)
-      choice.kernel = Choice::few_heads;
-      choice.parts = spread.parts;
-      // a caller's plan may have more rows than there is room for blocks of 8 heads
-      const bool crowded = int64_t{shape.workers} * blocks_for(shape.heads, 8) > device.processors;
-      choice.heads_per_block = shape.heads > 8 && crowded ? 16 : spread.heads_per_block;
-    } else if (shape.heads <= 32 && shape.tile == Tile::scaled_576) {
-      // b 128 with 32 heads 67 us (in blocks of 64 heads 106); there is no such kernel for other rows
-      choice.kernel = Choice::few_heads_wide;
-      choice.heads_per_block = kWideHeads;
-    } else {
-      choice.kernel = Choice::many_heads;
-      choice.heads_per_block = kManyHeads;
+// With more than 16 heads. `few_heads` reads a row again for each 16 heads, and is the fastest all the same where there
+// are few tiles: 17 tokens of 512 slots with 64 heads take 16 us, with `many_heads` 35. Times are no better than some
+// percent, so in doubt it is `many_heads`.
+inline Choice choose_by_time(const AttentionShape& shape, const Device& device, const Spread& spread) {
+  constexpr double kClearly = 0.97, kClusterMerge = 1.5;
+  const KernelTime* best = nullptr;
+  Layout layout{};
+  for (const KernelTime* kernel : {&kManyHeadsTime, &kWideTime, &kFewHeadsTime}) {
+    // the wide kernel has no other rows; and 300 tokens with 96 heads take 6 % longer in it than in many_heads
+    const bool narrow = shape.heads <= kWideHeads || shape.tokens <= device.processors;
+    if (kernel->kernel == Choice::few_heads_wide && (shape.tile != Tile::scaled_576 || !narrow)) continue;
+    const Layout own =
+        shape.workers ? layout_of(*kernel, shape, device, shape.workers) : best_layout(*kernel, shape, device);
+    if (!best || own.time < kClearly * layout.time) best = kernel, layout = own;
+  }
+  if (spread.parts) {
+    const int64_t part_tiles = (shape.token_tiles + spread.parts - 1) / spread.parts;
+    const double time = kFewHeadsTime.begin + kFewHeadsTime.tile * static_cast<double>(part_tiles) + kClusterMerge;
+    if (time < layout.time) {
+      const auto workers = static_cast<int32_t>(shape.tokens * spread.parts);
+      return {Choice::few_heads, spread.heads_per_block, spread.parts, shape.workers ? shape.workers : workers, 1};
     }
   }
-  if (choice.workers == 0) {
-    int64_t at_once =
-        int64_t{device.processors} * (choice.kernel == Choice::portable ? kPortableBlocksPerProcessor : 1);
-    if (long_lists && choice.kernel == Choice::few_heads) at_once = long_list_workers(device);
-    const int64_t workers = at_once / blocks_for(shape.heads, choice.heads_per_block);
-    choice.workers = static_cast<int32_t>(choice.parts ? tokens * choice.parts : std::max<int64_t>(workers, 1));
+  return {best->kernel, best->heads_per_block, 0, static_cast<int32_t>(layout.workers), 1};
+}
+
+inline Choice choose(const AttentionShape& shape, const Device& device) {
+  const auto workers_for = [&](int64_t at_once, int32_t heads_per_block) {
+    const int64_t workers = std::max<int64_t>(at_once / blocks_for(shape.heads, heads_per_block), 1);
+    return shape.workers ? shape.workers : static_cast<int32_t>(workers);
+  };
+  if (!device.hopper_kernels || !shape.suits_hopper_kernels) {
+    const int64_t at_once = int64_t{device.processors} * kPortableBlocksPerProcessor;
+    return {Choice::portable, kPortableHeads, 0, workers_for(at_once, kPortableHeads), 1};
   }
-  if (choice.kernel == Choice::few_heads)
-    choice.cluster = cluster_for(device, shape, choice.heads_per_block, choice.workers);
+  Choice choice;
+  Spread spread{shape.heads <= 8 ? 8 : 16, 0};
+  if (!shape.whole_tokens) spread = spread_few_tokens(device, shape.tokens, shape.heads, shape.token_tiles);
+  if (shape.heads > 16 && shape.whole_tokens) {
+    const bool wide = shape.heads <= kWideHeads && shape.tile == Tile::scaled_576;
+    choice = {wide ? Choice::few_heads_wide : Choice::many_heads, wide ? kWideHeads : kManyHeads, 0, 0, 1};
+    choice.workers = workers_for(device.processors, choice.heads_per_block);
+  } else if (shape.heads > 16) {
+    choice = choose_by_time(shape, device, spread);
+  } else {
+    const bool long_lists = spread.parts > 0 && too_long_to_spread(device, shape.tokens, shape.token_tiles, spread);
+    if (long_lists) spread = {shape.heads <= 8 ? 8 : 16, 0};
+    int64_t workers = device.processors;
+    if (spread.parts)
+      workers = shape.tokens * spread.parts;
+    else if (long_lists)
+      workers = long_list_workers(device);
+    else if (!shape.whole_tokens)
+      workers = best_layout(kFewHeadsTime, shape, device).workers;
+    choice = {Choice::few_heads, spread.heads_per_block, spread.parts, 0, 1};
+    choice.workers = shape.workers ? shape.workers : static_cast<int32_t>(workers);
+  }
+  if (choice.kernel != Choice::few_heads) return choice;
+  // a caller's plan may have more rows than there is room for blocks of 8 heads
+  const bool crowded = int64_t{shape.workers} * blocks_for(shape.heads, 8) > device.processors;
+  if (shape.heads > 8 && crowded) choice.heads_per_block = 16;
+  choice.cluster = cluster_for(device, shape, choice.heads_per_block, choice.workers);
   return choice;
 }
 
-// For plans that are made before the cache's format is known. It makes no difference: both kernels for 17 to 32 heads
-// have all heads in one block.
+// For plans that are made before the cache's format is known.
 inline int32_t default_workers(int64_t tokens, int64_t token_tiles, int32_t heads, const Device& device) {
-  return choose({tokens, heads, Tile::bf16_576, false, true, 0, token_tiles}, device).workers;
+  return choose({tokens, heads, Tile::scaled_576, false, true, 0, token_tiles}, device).workers;
 }
 
 }  // namespace mla

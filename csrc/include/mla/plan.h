@@ -163,8 +163,8 @@ MLA_HOST_DEVICE int64_t full_units(const PlanShape& shape) {
 // tokens cost the workers that idle in the last round. With two workers a token or more, tokens are always cut:
 // clusters of blocks merge cheaply. Only as many workers get work as the rounds need, so that none gets more tokens
 // than there are rounds. For unequal tokens, and on CPUs, where cores are seldom equally fast, this can't be known.
+constexpr int64_t kCutTiles = 8;
 MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t workers) {
-  constexpr int64_t kCutTiles = 8;
   const int64_t tokens = shape.tokens, tiles = full_tiles(shape);
   if (shape.workers_per_processor > 1 || tiles == 0 || 2 * tokens <= workers) return 0;
   const int64_t rounds = (tokens + workers - 1) / workers;
