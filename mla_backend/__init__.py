@@ -13,6 +13,7 @@ __all__ = [
     "KEY_FORMATS",
     "BackwardOrder",
     "CacheFormat",
+    "FlexMask",
     "KeyFormat",
     "backward_order",
     "cache_gather",
@@ -20,6 +21,8 @@ __all__ = [
     "convert_indices",
     "dense_attention",
     "flash_mla",
+    "flex_mask",
+    "flex_mla",
     "format_of",
     "index_scores",
     "merge_partials",
@@ -39,9 +42,11 @@ try:
     from mla_backend.attention import merge_partials, plan, sparse_attention
     from mla_backend.cache import cache_gather, cache_write, convert_indices
     from mla_backend.dense import dense_attention
+    from mla_backend.flex import flex_mla
     from mla_backend.formats import FORMATS, CacheFormat, format_of
     from mla_backend.index import index_scores, select_top
     from mla_backend.keys import KEY_FORMATS, KeyFormat, write_keys
+    from mla_backend.mask import FlexMask, flex_mask
     from mla_backend.training import BackwardOrder, backward_order, sparse_delta, sparse_mla, sparse_mla_backward
 
     __version__: str = library.about()["version"]

@@ -4,10 +4,12 @@ Nothing here uses the library or its description of the formats, so a mistake in
 is computed in float64. Everything works on any device, and nothing is meant to be fast.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
 
 LATENT = 512
 ROPE = 64
@@ -270,7 +272,17 @@ def sparse_attention(
 def _attend(q: Tensor, rows: Tensor, valid: Tensor, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Attention to rows `[T, K, head_dim]` that are zeros unless valid `[T, K]`; autograd can follow."""
     scores = torch.einsum("thd,tkd->thk", q, rows) * scale
-    scores = torch.where(valid.unsqueeze(1), scores, -torch.inf)
+    weights, lse, max_logits = _softmax(torch.where(valid.unsqueeze(1), scores, -torch.inf))
+    out = torch.einsum("thk,tkd->thd", weights, rows[..., :LATENT])
+    if sink is not None:
+        empty = lse == -torch.inf
+        finite = torch.where(empty, 0.0, lse)
+        out = out * torch.where(empty, 1.0, torch.sigmoid(finite - sink.to(q.dtype))).unsqueeze(-1)
+    return out, lse, max_logits
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights, their lse and the largest score, over the last dimension. A row of nothing but -inf has weights of 0."""
     # a column of -inf changes nothing, and lets empty lists have a maximum
     scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
     max_logits = scores.detach().amax(-1)
@@ -280,12 +292,7 @@ def _attend(q: Tensor, rows: Tensor, valid: Tensor, scale: float, sink: Tensor |
     empty = total == 0
     some = torch.where(empty, 1.0, total)  # no logarithm of 0, whose gradient would be NaN even where it is not used
     lse = torch.where(empty, -torch.inf, reference + torch.log(some))
-    weights = weights / some.unsqueeze(-1)
-    out = torch.einsum("thk,tkd->thd", weights[..., :-1], rows[..., :LATENT])
-    if sink is not None:
-        finite = torch.where(empty, 0.0, reference + torch.log(some))
-        out = out * torch.where(empty, 1.0, torch.sigmoid(finite - sink.to(q.dtype))).unsqueeze(-1)
-    return out, lse, max_logits
+    return (weights / some.unsqueeze(-1))[..., :-1], lse, max_logits
 
 
 def sparse_mla(
@@ -394,6 +401,24 @@ def dense_attention(
             lse[i, :, j] = torch.logsumexp(scores, -1)
             out[i, j] = torch.softmax(scores, -1) @ kv[:, :LATENT]
     return out, lse
+
+
+def flex_mla(
+    q: Tensor, kv: Tensor, seen: Tensor, *, scale: float, score_mod: Callable | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention to the rows that each query sees, that autograd can differentiate, in q's dtype.
+
+    q `[B, h, s, head_dim]`, kv `[B, 1, t, head_dim]`, seen bool `[B or 1, h or 1, s, t]`. Returns out `[B, h, s, 512]`
+    and lse `[B, h, s]`.
+    """
+    seen = seen.expand(q.shape[0], q.shape[1], -1, -1)
+    rows = kv.squeeze(1).masked_fill(~seen.any(1).any(1).unsqueeze(-1), 0.0)
+    scores = torch.einsum("bhsd,btd->bhst", q, rows) * scale
+    if score_mod is not None:
+        given = scores  # create_mask maps any function over all indices
+        scores = create_mask(lambda b, h, i, j: score_mod(given[b, h, i, j], b, h, i, j), *scores.shape, scores.device)
+    weights, lse, _ = _softmax(torch.where(seen, scores, -torch.inf))
+    return torch.einsum("bhst,btd->bhsd", weights, rows[..., :LATENT]), lse
 
 
 def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:

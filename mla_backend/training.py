@@ -1,5 +1,6 @@
 """Sparse attention that can be trained: its gradients, as ops and for torch's autograd."""
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -133,8 +134,8 @@ def sparse_delta(
     d_sink = None if sink is None else torch.empty_like(delta)
     call(
         torch.ops.mla_backend.sparse_delta.default,
-        _readable(out),
-        _readable(d_out),
+        readable(out),
+        readable(d_out),
         lse,
         d_lse,
         sink,
@@ -183,7 +184,7 @@ def sparse_mla_backward(
     _require_arguments(q, kv, indices)
     if out.shape != (*q.shape[:2], attention.VALUE_DIM):
         raise ValueError(f"out must be bfloat16 [T={q.shape[0]}, H={q.shape[1]}, 512]; got {list(out.shape)}")
-    q, kv, d_out = _readable(q), _readable(kv), _readable(d_out)
+    q, kv, d_out = readable(q), readable(kv), readable(d_out)
     if d_q is None:
         d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if d_kv is None:
@@ -191,6 +192,68 @@ def sparse_mla_backward(
     delta, lse2, d_sink = sparse_delta(out, d_out, lse, d_lse=d_lse, sink=sink)
     if d_sink is not None:
         d_sink = d_sink.sum(0)
+
+    in_order = adds_in_order(deterministic, kv)
+    if workspace is not None:
+        _require_workspace(workspace, q.device)
+    if order is not None and (order.begin.shape != (len(kv) + 1,) or order.pairs.shape != (indices.numel(),)):
+        raise ValueError(
+            f"order must be of these lists, with begin [{len(kv) + 1}] and pairs [{indices.numel()}]; "
+            f"got {list(order.begin.shape)} and {list(order.pairs.shape)}"
+        )
+    accumulator = None if in_order else torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
+    add_gradients(
+        q,
+        kv,
+        indices,
+        topk_length,
+        d_out,
+        lse2,
+        delta,
+        scale=scale,
+        order=order,
+        workspace=workspace_bytes if workspace is None else workspace,
+        in_order=in_order,
+        accumulator=accumulator,
+        d_q=d_q,
+        d_kv=d_kv,
+    )
+    return d_q, d_kv, d_sink
+
+
+def add_gradients(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    d_out: Tensor,
+    lse2: Tensor,
+    delta: Tensor,
+    *,
+    scale: float,
+    in_order: bool,
+    d_q: Tensor,
+    d_kv: Tensor | None,
+    accumulator: Tensor | None = None,
+    continues: bool = False,
+    order: BackwardOrder | None = None,
+    workspace: int | Tensor = WORKSPACE_BYTES,
+) -> None:
+    """The backward of some queries, after `sparse_delta`, for who goes through all queries part by part.
+
+    Args:
+        in_order: what `adds_in_order` says.
+        d_kv: kv's gradient, which the last part writes; None before that.
+        accumulator: fp32 of the shape of kv, where parts leave their sums. It begins as zeros, unless in_order. None if
+            one part is all and in_order.
+        continues: whether earlier parts have added to the accumulator.
+        workspace: bytes, or the memory itself.
+        The others are those of `sparse_mla_backward`.
+    """
+    queries, width, pairs_per_query = q.shape[0], q.shape[2], indices.shape[-1]
+    given = isinstance(workspace, Tensor)
+    with named(workspace_bytes="workspace") if given else contextlib.nullcontext():
+        groups, block = _blocks(q, indices, workspace.numel() if given else workspace)
 
     def main(first: int, count: int, contributions: Tensor | None, accumulator: Tensor | None) -> None:
         call(
@@ -210,40 +273,28 @@ def sparse_mla_backward(
             accumulator,
         )
 
-    queries, width = q.shape[0], q.shape[2]
-    if workspace is None:
-        groups, block = _blocks(q, indices, workspace_bytes)
-    else:
-        with named(workspace_bytes="workspace"):
-            groups, block = _blocks(q, indices, workspace.numel())
-        _require_workspace(workspace, q.device)
-    if order is not None and (order.begin.shape != (len(kv) + 1,) or order.pairs.shape != (indices.numel(),)):
-        raise ValueError(
-            f"order must be of these lists, with begin [{len(kv) + 1}] and pairs [{indices.numel()}]; "
-            f"got {list(order.begin.shape)} and {list(order.pairs.shape)}"
-        )
-    if not _adds_in_order(deterministic, kv):
-        accumulator = torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
+    if not in_order:
         main(0, queries, None, accumulator)
-        # A sum of nothing: the op refuses what it could not write.
-        begin, pairs = (torch.zeros(n, dtype=torch.int32, device=q.device) for n in (len(kv) + 1, 0))
-        call(
-            torch.ops.mla_backend.backward_sum.default, begin, pairs, kv.new_empty(1, 0, width), 0, 0, None, None, d_kv
-        )
-        d_kv.copy_(accumulator)
-        return d_q, d_kv, d_sink
+        if d_kv is not None:
+            # A sum of nothing: the op refuses what it could not write.
+            begin, pairs = (torch.zeros(n, dtype=torch.int32, device=q.device) for n in (len(kv) + 1, 0))
+            nothing = kv.new_empty(1, 0, width)
+            call(torch.ops.mla_backend.backward_sum.default, begin, pairs, nothing, 0, 0, False, None, None, d_kv)
+            d_kv.copy_(accumulator)
+        return
 
-    if workspace is None:
-        contributions = torch.empty(groups, block * indices.shape[1], width, dtype=torch.bfloat16, device=q.device)
+    if given:
+        used = workspace[: groups * block * pairs_per_query * width * 2]
+        contributions = used.view(torch.bfloat16).view(groups, block * pairs_per_query, width)
     else:
-        used = workspace[: groups * block * indices.shape[1] * width * 2]
-        contributions = used.view(torch.bfloat16).view(groups, block * indices.shape[1], width)
+        contributions = torch.empty(groups, block * pairs_per_query, width, dtype=torch.bfloat16, device=q.device)
     if order is None:
         order = backward_order(indices, len(kv), topk_length=topk_length)
-    following = accumulator = None
+    following = None
     if block < queries:
         following = torch.empty(len(kv), dtype=torch.int32, device=q.device)
-        accumulator = torch.empty(kv.shape, dtype=torch.float32, device=q.device)
+        if accumulator is None:
+            accumulator = torch.empty(kv.shape, dtype=torch.float32, device=q.device)
     for first in range(0, max(queries, 1), max(block, 1)):
         count = min(block, queries - first)
         main(first, count, contributions, None)
@@ -251,13 +302,13 @@ def sparse_mla_backward(
             torch.ops.mla_backend.backward_sum.default,
             *order,
             contributions,
-            first * indices.shape[1],
-            count * indices.shape[1],
+            first * pairs_per_query,
+            count * pairs_per_query,
+            continues,
             following,
             accumulator,
             d_kv if first + count == queries else None,
         )
-    return d_q, d_kv, d_sink
 
 
 def _require_arguments(q: Tensor, kv: Tensor, indices: Tensor) -> None:
@@ -278,7 +329,7 @@ def _require_order(order: object) -> None:
         raise TypeError(f"order must be what backward_order returned, or None; got {type(order).__name__}")
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """The tensor, or a copy where the kernels could not read it: its last stride must be 1, and on a GPU rows begin at
     multiples of 16 bytes."""
     readable = x.dim() == 0 or x.stride(-1) == 1 or x.shape[-1] <= 1
@@ -289,7 +340,7 @@ def _readable(x: Tensor) -> Tensor:
     return x if readable else x.clone(memory_format=torch.contiguous_format)
 
 
-def _adds_in_order(deterministic: bool | None, kv: Tensor) -> bool:
+def adds_in_order(deterministic: bool | None, kv: Tensor) -> bool:
     """Whether contributions are written and then added in order. Hopper's atomic additions are faster while kv's fp32
     gradient fits into half of its L2, and slower from all of it on."""
     if not kv.is_cuda:

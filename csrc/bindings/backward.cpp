@@ -192,10 +192,10 @@ MLA_OP(sparse_backward,
 }
 
 MLA_OP(backward_sum,
-       "(Tensor begin, Tensor pairs, Tensor contributions, int first_pair, int pair_count, Tensor(a!)? next, "
-       "Tensor(b!)? accumulator, Tensor(c!)? d_kv) -> ()",
-       Tensor begin, Tensor pairs, Tensor contributions, int64_t first_pair, int64_t pair_count, OptionalTensor next,
-       OptionalTensor accumulator, OptionalTensor d_kv) {
+       "(Tensor begin, Tensor pairs, Tensor contributions, int first_pair, int pair_count, bool continues, "
+       "Tensor(a!)? next, Tensor(b!)? accumulator, Tensor(c!)? d_kv) -> ()",
+       Tensor begin, Tensor pairs, Tensor contributions, int64_t first_pair, int64_t pair_count, bool continues,
+       OptionalTensor next, OptionalTensor accumulator, OptionalTensor d_kv) {
   expect(begin, "begin", {ScalarType::Int}, {{"rows + 1"}}, begin);
   expect(pairs, "pairs", {ScalarType::Int}, {{"T * topk"}}, begin);
   if (begin.size(0) < 1) reject("begin", "int32 [rows + 1]", describe(begin));
@@ -217,12 +217,14 @@ MLA_OP(backward_sum,
   p.contributions = data<const uint16_t>(contributions), p.group_stride = contributions.size(1);
   const bool one_block = first_pair == 0 && pair_count == all;
   if (!one_block && !next) reject("next", "given unless one block has all pairs", "nothing");
-  if (!one_block && !accumulator) reject("accumulator", "given unless one block has all pairs", "nothing");
+  if ((!one_block || continues) && !accumulator)
+    reject("accumulator", "given unless one block has all pairs and continues nothing", "nothing");
+  p.continues = continues;
   p.next = const_cast<int32_t*>(optional_data<int32_t>(next, "next", ScalarType::Int, {{"rows", rows}}, begin));
   p.accumulator = const_cast<float*>(
       optional_data<float>(accumulator, "accumulator", ScalarType::Float, {{"rows", rows}, width}, begin));
   if (accumulator) expect_dense(*accumulator, "accumulator"), expect_aligned(*accumulator, "accumulator");
-  if (!d_kv && first_pair + pair_count == all) reject("d_kv", "given with the last block", "nothing");
+  if (!d_kv && !accumulator) reject("d_kv", "given unless an accumulator is", "nothing");
   if (d_kv) {
     expect(*d_kv, "d_kv", {ScalarType::BFloat16}, {{"rows", rows}, width}, begin);
     expect_aligned(*d_kv, "d_kv");

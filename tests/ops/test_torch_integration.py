@@ -88,6 +88,9 @@ def samples():
             (torch.randn(2, 32, 128), torch.randn(2, 32), cache, table, requests, lengths, torch.zeros(2, 20)),
         )
     yield OPS.select_top.default, (torch.randn(2, 20), lengths, torch.zeros(2, 7, dtype=torch.int32))
+    blocks, bits = torch.tensor([[[[-2, 0, -1]]]], dtype=torch.int32), torch.ones(1, 2, 1, dtype=torch.int32)
+    slots, table = torch.zeros(2, 30, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
+    yield OPS.mask_lists.default, (blocks, bits, 128, 16, 2, 40, 0, True, table, 16, slots, lengths)
     yield from samples_of_the_backward()
 
 
@@ -103,17 +106,17 @@ def samples_of_the_backward():
     yield OPS.sparse_backward.default, main
     following, accumulator = torch.zeros(10, dtype=torch.int32), torch.zeros(10, 576)
     d_kv = torch.zeros(10, 576).bfloat16()
-    yield OPS.backward_sum.default, (begin, pairs, contributions, 5, 5, following, accumulator, d_kv)
+    yield OPS.backward_sum.default, (begin, pairs, contributions, 5, 5, False, following, accumulator, d_kv)
 
 
-@pytest.mark.parametrize("index", range(28))
+@pytest.mark.parametrize("index", range(29))
 def test_opcheck(index):
     op, arguments = list(samples())[index]
     torch.library.opcheck(op, arguments)
 
 
 def test_every_op_has_a_sample():
-    assert len(list(samples())) == 28
+    assert len(list(samples())) == 29
     assert {str(op).split(".")[1] for op, _ in samples()} == set(mla_backend.fake.OPS)
 
 

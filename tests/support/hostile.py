@@ -24,6 +24,7 @@ from torch import Tensor
 
 import mla_backend
 from dense_problems import random_dense
+from mla_backend.arguments import call
 from mla_backend.attention import workspace_floats
 from problems import FORMATS, assert_accurate, random_problem, scale_of, score_error
 from training_problems import random_training_problem
@@ -185,6 +186,10 @@ def plans(random: Random, folder: Path, device: str) -> None:
     assert_accurate(got, problem.oracle(), score_error=score_error(problem.cache))
 
 
+def mask_lists(**arguments: Any) -> None:
+    call(torch.ops.mla_backend.mask_lists.default, *arguments.values())
+
+
 def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict[str, Any]]:
     """An op and arguments that are right."""
     device = guarded.device
@@ -193,7 +198,7 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
     form, p = mla_backend.FORMATS[fmt], random_problem(fmt, tokens, heads, topk, 4, 8).to(device)
     lengths = torch.full((tokens,), topk, dtype=INT, device=device)
     ops = ["attention", "attention", "dense", "dense", "plan", "merge", "write", "gather", "convert", "scores", "top"]
-    match random.choice([*ops, "backward"]):
+    match random.choice([*ops, "backward", "mask"]):
         case "attention":
             found = {**vars(p), "out": guarded.tensor(form.number, tokens, heads, 512)}
             found |= {"lse": guarded.tensor(torch.float32, tokens, heads), "topk_length": lengths}
@@ -249,6 +254,14 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
             scores = guarded.tensor(torch.float32, tokens, 64)
             found = {"queries": queries, "weights": weights, "cache": cache, "block_table": table}
             return mla_backend.index_scores, {**found, "requests": requests, "lengths": lengths, "scores": scores}
+        case "mask":
+            blocks = torch.randint(-3, 6, (2, 1, 3, 5), dtype=INT, device=device)
+            bits = torch.randint(-(2**31), 2**31, (5, 16, 1), device=device).int()
+            found = {"blocks": blocks, "bits": bits, "q_block": 16, "kv_block": 10, "queries": 40, "positions": 47}
+            found |= {"first": random.randint(0, 70), "list_full": random.random() < 0.5}
+            found |= {"block_table": torch.randint(-1, 6, (2, 4), dtype=INT, device=device), "page_size": 8}
+            found |= {"slots": guarded.tensor(INT, 9, topk), "lengths": guarded.tensor(INT, 9)}
+            return mask_lists, found
         case "backward":
             p = random_training_problem(tokens, heads, random.choice([0, 1, 30]), topk, sink=True).to(device)
             out, lse = torch.zeros_like(p.d_out), torch.randn(tokens, heads, device=device)

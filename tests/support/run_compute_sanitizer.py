@@ -72,7 +72,7 @@ def main() -> int:
             [
                 *(sanitizer, "--tool", tool, "--error-exitcode", "1", "--kernel-name-exclude", "kernel_substring=at::"),
                 *(sys.executable, "-m", "pytest", "-q", "-k", "small_case"),
-                *("tests/gpu/test_attention.py", "tests/gpu/test_backward.py", "tests/gpu/test_index.py"),
+                *(f"tests/gpu/test_{name}.py" for name in ("attention", "backward", "flex", "index")),
             ],
             cwd=ROOT,
             env=environment,

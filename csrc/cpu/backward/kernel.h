@@ -286,7 +286,7 @@ inline void sum_row(const SumProblem& p, int32_t row) {
 
   alignas(64) float local[kHeadDim];
   float* const sum = p.accumulator ? p.accumulator + int64_t{row} * p.width : local;
-  if (first) __builtin_memset(sum, 0, sizeof(float) * static_cast<size_t>(p.width));
+  if (first && !p.continues) __builtin_memset(sum, 0, sizeof(float) * static_cast<size_t>(p.width));
   const auto contribution = [&](int64_t i) {
     const int64_t pair = p.pairs[begin + i / p.groups] - p.first_pair;
     return p.contributions + (i % p.groups * p.group_stride + pair) * p.width;

@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads<kWidth>, 3) sum_kernel(const __grid_c
 
   float sum[kDims] = {};
   float* const accumulator = p.accumulator ? p.accumulator + row * kWidth + dim : nullptr;
-  if (!first) {
+  if (!first || p.continues) {
 #pragma unroll
     for (int i = 0; i < kDims; i += 4) {
       const float4 four = *reinterpret_cast<const float4*>(accumulator + i);

@@ -106,6 +106,7 @@ struct SumProblem {
   // both; null where one block is all.
   int32_t* next;
   float* accumulator;
+  bool continues;  // the accumulator has the sums of earlier lists, and the first block adds to them
   uint16_t* d_kv;  // bf16 [rows, width]; null until the last block
   int64_t d_kv_row;
 };

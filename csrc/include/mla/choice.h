@@ -128,7 +128,7 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
   constexpr double kPartialRow = 0.0014;  // a head's 512 sums, written and read
   const auto tokens = static_cast<double>(shape.tokens), tiles = static_cast<double>(shape.token_tiles);
   const int64_t blocks = blocks_for(shape.heads, kernel.heads_per_block);
-  const int64_t waves = (workers * blocks + device.processors - 1) / device.processors;
+  const auto waves = static_cast<double>((workers * blocks + device.processors - 1) / device.processors);
   double most = 0;  // tiles of a worker
   bool cut = true;
   if (workers >= shape.tokens && workers % shape.tokens == 0) {
@@ -142,9 +142,9 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
   }
   if (most == 0 || (cut && workers < shape.tokens))
     most = tokens * (tiles + kTokenTiles) / static_cast<double>(workers) + kUnevenTiles;
-  const double busy = std::max(kernel.tile * most * static_cast<double>(waves), kMemoryTile * tokens * tiles);
+  const double busy = std::max(kernel.tile * most * waves, kMemoryTile * tokens * tiles);
   const double merge = cut ? kernel.cut + kPartialRow * static_cast<double>(workers) * shape.heads : 0;
-  return {workers, kernel.begin + busy + merge};
+  return {workers, kernel.begin * waves + busy + merge};
 }
 
 // The best number of rows of a plan for a kernel.

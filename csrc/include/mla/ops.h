@@ -4,6 +4,7 @@
 
 #include "mla/backward.h"
 #include "mla/index.h"
+#include "mla/mask.h"
 #include "mla/plan.h"
 #include "mla/problem.h"
 
@@ -24,6 +25,7 @@ MLA_OP_ON_BOTH(merge_partials, MergeProblem<uint16_t>)
 MLA_OP_ON_BOTH(cache_write, CacheWriteProblem)
 MLA_OP_ON_BOTH(cache_gather, CacheGatherProblem)
 MLA_OP_ON_BOTH(convert_indices, ConvertProblem)
+MLA_OP_ON_BOTH(mask_lists, MaskListsProblem)
 MLA_OP_ON_BOTH(index_scores, IndexScoresProblem)
 MLA_OP_ON_BOTH(select_top, SelectTopProblem)
 MLA_OP_ON_BOTH(sparse_delta, DeltaProblem)

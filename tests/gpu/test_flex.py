@@ -1,0 +1,142 @@
+"""Masks of blocks on a GPU: the CPU's tests with the `device` of this folder, and what only a GPU has."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
+
+import mla_backend
+from flex_problems import BLOCKS, MASKS, flex_problems, mask_mod, random_flex
+from gpu_checks import chosen_kernel
+from problems import CUDA_KERNEL
+from tests.ops.test_flex import (
+    test_a_mask_is_read_once,
+    test_a_mask_that_was_read_in_inference_serves_training,
+    test_a_query_that_sees_nothing_gives_0_and_minus_infinity_and_no_gradient,
+    test_a_row_with_nan_reaches_the_queries_that_see_it_and_no_others,
+    test_a_second_derivative_is_refused,
+    test_a_table_of_blocks_that_names_bits_which_are_not_there_is_harmless,
+    test_a_tree_of_drafted_tokens_over_a_paged_cache,
+    test_another_mask_mod_is_read_anew,
+    test_blocks_without_a_mask_mod_in_any_order_and_with_garbage,
+    test_every_block_size,
+    test_every_head_may_have_a_mask_of_its_own,
+    test_every_kind_of_mask,
+    test_gradients_have_the_same_bits_in_any_parts_and_are_those_of_lists,
+    test_it_compiles_without_a_graph_break,
+    test_large_blocks_are_read_in_strips,
+    test_lists_name_what_is_seen_in_ascending_order,
+    test_many_parts_and_a_mask_that_all_batch_elements_share,
+    test_more_heads_without_gradients,
+    test_nothing_to_do_gives_zeros,
+    test_only_gradients_that_are_asked_for,
+)
+
+pytestmark = pytest.mark.gpu
+KERNELS = ("auto", "portable")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@given(problem=flex_problems(device="cuda"))
+def test_any_mask_agrees_with_eager_attention_in_float64(kernel, problem):
+    with chosen_kernel(kernel):
+        problem.check(cancels=True)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("kind", ["causal", "window", "documents"])
+def test_long_sequences(kind, heads):
+    """Of a length that is no multiple of the block's, and more parts than one."""
+    torch.manual_seed(heads)
+    problem = random_flex(kind, 1, heads, 1111, 1301, 128, device="cuda").poisoned()
+    problem.check()
+    problem.check(deterministic=False)
+
+
+@pytest.mark.parametrize("heads", [8, 64])
+def test_few_queries_of_a_long_context(heads):
+    random_flex("prefix", 1, heads, 65, 100_000, 128, device="cuda").poisoned().check()
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_same_bits_over_20_runs(heads):
+    problem = random_flex("window", 2, heads, 300, 900, 64, device="cuda", mask_batch=2)
+    results, gradients = problem.solve(), problem.gradients()
+    for _ in range(20):
+        again = (*problem.solve(), *problem.gradients())
+        assert all(torch.equal(a, b) for a, b in zip(again, (*results, *gradients), strict=True))
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    kind=st.sampled_from(MASKS),
+    sizes=st.tuples(st.integers(1, 200), st.one_of(st.integers(1, 100), st.integers(1, 5_000))),
+    block=st.sampled_from(BLOCKS),
+)
+def test_a_gpu_reads_a_mask_as_a_cpu_does(seed, kind, sizes, block):
+    prepared = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(seed)
+        mod = mask_mod(kind, *sizes, device)
+        prepared.append(mla_backend.flex_mask(create_block_mask(mod, 1, 2, *sizes, device=device, BLOCK_SIZE=block)))
+    for name, own in vars(prepared[0]).items():
+        there = getattr(prepared[1], name)
+        assert torch.equal(own, there.cpu()) if isinstance(own, torch.Tensor) else own == there
+    tokens, topk = 2 * sizes[0], sizes[1]
+    ours, theirs = (mask.lists(0, tokens, topk) for mask in prepared)
+    assert torch.equal(ours[1], theirs[1].cpu())
+    named = torch.arange(topk) < ours[1].unsqueeze(1)
+    assert torch.equal(ours[0][named], theirs[0].cpu()[named])
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_captured_graph_follows_new_values(heads):
+    problem = random_flex("causal", 1, heads, 200, 300, 64, device="cuda")
+    other = random_flex("causal", 1, heads, 200, 300, 64, device="cuda")
+    prepared = mla_backend.flex_mask(problem.block_mask)
+    q, kv = problem.q.clone(), problem.kv.clone()
+
+    def step():
+        return mla_backend.flex_mla(q, kv, prepared, scale=problem.scale, return_lse=True)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    q.copy_(other.q), kv.copy_(other.kv)
+    graph.replay()
+    want = other.but(block_mask=prepared).solve()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_call_does_not_wait_for_the_gpu():
+    problem = random_flex("causal", 2, 16, 100, 100, device="cuda")
+    problem.gradients()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        problem.solve()
+        problem.gradients()
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_what_only_a_cpu_does_and_two_devices_are_refused():
+    problem, there = random_flex(), random_flex(device="cuda")
+    with pytest.raises(ValueError, match="score_mod must be None on cuda"):
+        there.solve(score_mod=lambda score, b, h, i, j: score)
+    with pytest.raises(ValueError, match="block_mask must be on cuda:0 like q"):
+        there.but(block_mask=problem.block_mask).solve()
+    with pytest.raises(ValueError, match="kv must be on cuda:0 like q"):
+        there.but(kv=problem.kv).solve()
+
+
+@pytest.mark.parametrize("heads", [3, 16, 64])
+@pytest.mark.parametrize("kernel", [CUDA_KERNEL, "portable"])
+def test_small_case_of_a_mask(kernel, heads):
+    """For compute-sanitizer."""
+    with chosen_kernel(kernel):
+        random_flex("prefix", 1, heads, 20, 70, 16, device="cuda").poisoned().check()
+        random_flex("random", 2, heads, 5, 90, (8, 40), device="cuda", mask_batch=2).poisoned().check()

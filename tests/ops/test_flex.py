@@ -1,0 +1,558 @@
+"""Masks of blocks: flex_mla and its lists against eager attention in float64, and what is refused."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+
+import mla_backend
+from flex_problems import BLOCKS, MASKS, flex_problems, mask_mod, random_flex
+from mla_backend import flex_mla, mask, reference
+from problems import BASIC, assert_accurate, random_cache
+
+OPS = torch.ops.mla_backend
+
+
+@given(problem=flex_problems())
+def test_any_mask_agrees_with_eager_attention_in_float64(problem):
+    problem.check(cancels=True)
+
+
+@pytest.mark.parametrize("heads", [4, 64])
+@pytest.mark.parametrize("kind", MASKS)
+def test_every_kind_of_mask(device, kind, heads):
+    """Few heads take full blocks through dense attention, 64 and more do not."""
+    random_flex(kind, 1, heads, 50, 90, 16, device=device).poisoned().check()
+    random_flex(kind, 2, heads, 32, 64, 16, device=device, mask_batch=2).poisoned().check()
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_every_block_size(device, block):
+    """Of lengths that are no multiple of it, and of one that is."""
+    for queries, positions in ((70, 131), (64, 320)):
+        random_flex("prefix", 2, 3, queries, positions, block, device=device).poisoned().check()
+
+
+@pytest.mark.parametrize("heads", [2, 7])
+@pytest.mark.parametrize("kind", ["window", "prefix", "random"])
+def test_every_head_may_have_a_mask_of_its_own(device, kind, heads):
+    for queries in (33, 64):
+        random_flex(kind, 2, heads, queries, 96, 16, mask_heads=heads, device=device).check()
+
+
+@pytest.mark.parametrize("heads", [4, 100])
+def test_a_query_that_sees_nothing_gives_0_and_minus_infinity_and_no_gradient(device, heads):
+    problem = random_flex(lambda b, h, i, j: (i % 5 != 0) & (i < 40) & (j <= i), 1, heads, device=device).poisoned()
+    out, lse = problem.solve()
+    empty = ~problem.seen[0, 0].any(-1)
+    assert (out[:, :, empty] == 0).all() and (lse[:, :, empty] == -torch.inf).all()
+    d_q, d_kv = problem.gradients()
+    assert (d_q[:, :, empty] == 0).all() and not d_kv.isnan().any()
+
+
+@pytest.mark.parametrize("heads", [4, 100])
+def test_a_row_with_nan_reaches_the_queries_that_see_it_and_no_others(device, heads):
+    problem = random_flex("causal", 1, heads, 70, 70, 16, device=device)
+    problem.kv[0, 0, 37] = torch.nan
+    out, lse = problem.solve()
+    assert out[:, :, 37:].isnan().all() and lse[:, :, 37:].isnan().all()
+    assert not out[:, :, :37].isnan().any() and not lse[:, :, :37].isnan().any()
+
+
+@pytest.mark.parametrize("heads", [129, 256])
+def test_more_heads_without_gradients(device, heads):
+    random_flex("causal", 1, heads, 20, 40, device=device).check(backward=False)
+
+
+@pytest.mark.parametrize(("batch", "queries", "positions"), [(0, 5, 7), (2, 0, 7), (2, 5, 0), (1, 0, 0)])
+@pytest.mark.parametrize("heads", [4, 64])
+def test_nothing_to_do_gives_zeros(device, batch, heads, queries, positions):
+    problem = random_flex("nothing", batch, heads, queries, positions, device=device)
+    out, lse = problem.solve()
+    assert out.shape == (batch, heads, queries, 512) and (out == 0).all() and (lse == -torch.inf).all()
+    d_q, d_kv = problem.gradients()
+    assert d_q.shape == problem.q.shape and (d_q == 0).all()
+    assert d_kv.shape == problem.kv.shape and (d_kv == 0).all()
+
+
+def test_a_mask_is_read_once(device):
+    calls = []
+
+    def causal(b, h, i, j):
+        calls.append(1)
+        return j <= i
+
+    problem = random_flex(causal, device=device)
+    first = problem.solve()
+    calls.clear()
+    again = problem.solve()
+    assert not calls and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    prepared = mla_backend.flex_mask(problem.block_mask)
+    assert mla_backend.flex_mask(problem.block_mask) is prepared and not calls
+    assert torch.equal(problem.but(block_mask=prepared).solve()[0], first[0])
+
+
+def test_a_mask_that_was_read_in_inference_serves_training(device):
+    with torch.inference_mode():
+        problem = random_flex("prefix", device=device)
+        problem.solve()
+    problem = random_flex("prefix", device=device).but(block_mask=problem.block_mask, seen=problem.seen.clone())
+    problem.check()
+
+
+def test_another_mask_mod_is_read_anew(device):
+    """As torch wants it after a mask was cut."""
+    problem = random_flex("causal", 1, 4, 64, 64, device=device)
+    whole = problem.block_mask
+    problem.solve()
+    whole.mask_mod = lambda b, h, i, j: i > j
+    problem.seen = problem.seen & create_mask(whole.mask_mod, 1, 1, 64, 64, device)
+    full = torch.arange(64, device=device) // 16
+    problem.seen = problem.seen | (full.unsqueeze(1) > full)
+    problem.check()
+
+
+def test_blocks_without_a_mask_mod_in_any_order_and_with_garbage(device):
+    """A block that is listed twice counts once; numbers past the end, and those beyond a row's count, are skipped."""
+    counts = torch.tensor([[[3, 0, 4]]], dtype=torch.int32, device=device)
+    listed = torch.tensor([[[[3, 0, 99, 1], [9, -5, 0, 1], [2, 2, -1, 0]]]], dtype=torch.int32, device=device)
+    block_mask = BlockMask.from_kv_blocks(
+        counts, listed.clamp(0, 3), BLOCK_SIZE=16, seq_lengths=(40, 60), compute_q_blocks=False
+    )
+    block_mask.kv_indices = listed
+    problem = random_flex("everything", 1, 4, 40, 60, device=device)
+    seen = torch.zeros(3, 4, dtype=torch.bool, device=device)
+    seen[0, [0, 3]] = seen[2, [0, 2]] = True
+    seen = seen.repeat_interleave(16, 0)[:40].repeat_interleave(16, 1)[:, :60]
+    problem.but(block_mask=block_mask, seen=seen.expand(1, 1, -1, -1)).check()
+    block_mask = BlockMask.from_kv_blocks(
+        torch.zeros_like(counts), listed, counts, listed, 16, seq_lengths=(40, 60), compute_q_blocks=False
+    )
+    problem.but(block_mask=block_mask, seen=seen.expand(1, 1, -1, -1)).check()
+
+
+def test_large_blocks_are_read_in_strips(device, monkeypatch):
+    monkeypatch.setattr(mask, "MASK_VALUES", 500)
+    random_flex("random", 1, 4, 70, 90, (50, 60), device=device).check(backward=False)
+    random_flex("random", 1, 4, 20, 900, (10, 600), device=device).check(backward=False)
+
+
+# ---- Parts -----------------------------------------------------------------------------------------------
+
+
+@given(
+    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=700),
+    entries=st.sampled_from([1, 64 * 100, 64 * 1000, 2**23]),
+)
+def test_parts_cover_all_queries_in_order_and_are_bounded(lengths, entries):
+    lengths = torch.tensor(lengths, dtype=torch.int32)
+    whole = mask.LIST_ENTRIES
+    mask.LIST_ENTRIES = entries
+    try:
+        parts = torch.tensor(mask._parts(lengths)).view(-1, 3).tolist()
+    finally:
+        mask.LIST_ENTRIES = whole
+    end = 0
+    for first, count, topk in parts:
+        assert first == end and count > 0 and topk == lengths[first : first + count].max()
+        assert count * topk <= entries or count <= mask.LIST_QUERIES
+        end = first + count
+    assert end == len(lengths)
+
+
+def backward_through(problem, parts):
+    """The gradients if lists are cut into these parts, of one forward pass."""
+    prepared = mla_backend.flex_mask(problem.block_mask)
+    out, lse = problem.solve()
+    tokens = [x.transpose(1, 2).flatten(0, 1) for x in (problem.q, out, lse, problem.d_out, problem.d_lse)]
+    d_q, d_kv = OPS.flex_mla_backward(
+        tokens[0],
+        problem.kv.flatten(0, 2),
+        *tokens[1:],
+        prepared.blocks,
+        prepared.bits,
+        prepared.sizes,
+        parts,
+        problem.scale,
+        problem.q.shape[0],
+        True,
+    )
+    return tokens, (d_q, d_kv)
+
+
+@pytest.mark.parametrize("heads", [5, 128])
+def test_gradients_have_the_same_bits_in_any_parts_and_are_those_of_lists(device, heads):
+    problem = random_flex("prefix", 2, heads, 90, 140, 32, device=device, mask_batch=2).poisoned()
+    prepared = mla_backend.flex_mask(problem.block_mask)
+    tokens, whole = backward_through(problem, (0, 180, 140))
+    assert torch.equal(problem.gradients()[0].transpose(1, 2).flatten(0, 1), whole[0])
+    for parts in ((0, 100, 140, 100, 80, 140), (0, 1, 140, 1, 64, 140, 65, 115, 140)):
+        again = backward_through(problem, parts)[1]
+        assert all(torch.equal(a, b) for a, b in zip(again, whole, strict=True))
+    slots, lengths = prepared.lists(0, 180, 140)
+    q, out, lse, d_out, d_lse = tokens
+    arguments = q, problem.kv.flatten(0, 2), slots, out, lse, d_out
+    d_q, d_kv, _ = mla_backend.sparse_mla_backward(
+        *arguments, scale=problem.scale, d_lse=d_lse, topk_length=lengths, deterministic=True
+    )
+    assert torch.equal(d_q, whole[0]) and torch.equal(d_kv, whole[1])
+
+
+@pytest.mark.parametrize("heads", [4, 64])
+def test_many_parts_and_a_mask_that_all_batch_elements_share(device, heads, monkeypatch):
+    monkeypatch.setattr(mask, "LIST_ENTRIES", 64 * 50)
+    problem = random_flex("prefix", 2, heads, 130, 70, 16, device=device).poisoned()
+    assert len(mla_backend.flex_mask(problem.block_mask).parts) > 3
+    problem.check()
+    first, again = problem.gradients(), problem.gradients()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+# ---- Lists -----------------------------------------------------------------------------------------------
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    kind=st.sampled_from(MASKS),
+    sizes=st.tuples(st.integers(1, 80), st.integers(1, 150)),
+    block=st.sampled_from(BLOCKS),
+    page_size=st.sampled_from([0, 1, 16, 24]),
+    cut=st.floats(0, 1),
+)
+def test_lists_name_what_is_seen_in_ascending_order(device, seed, kind, sizes, block, page_size, cut):
+    torch.manual_seed(seed)
+    batch, heads, (queries, positions) = 2, 3, sizes
+    mod = mask_mod(kind, queries, positions, device)
+    shape = batch, heads, queries, positions
+    prepared = mla_backend.flex_mask(create_block_mask(mod, *shape, device=device, BLOCK_SIZE=block))
+    table = None
+    if page_size:
+        table = torch.randint(-1, 100, (batch, max(1, positions // page_size)), dtype=torch.int32, device=device)
+    first = int(cut * batch * heads * queries)
+    count = batch * heads * queries - first
+    topk = max(1, int(cut * positions))
+    slots, lengths = prepared.lists(first, count, topk, True, table, max(page_size, 1))
+    seen = create_mask(mod, *shape, device=device).flatten(0, 2)[first:].cpu()
+    assert torch.equal(lengths.cpu(), seen.sum(1, dtype=torch.int32))
+    for i, row in enumerate(slots.cpu()):
+        found, element = seen[i].nonzero().squeeze(1), (first + i) // (heads * queries)
+        want = element * positions + found
+        if page_size:
+            pages = torch.nn.functional.pad(table[element].cpu(), (0, 2 + positions // page_size), value=-1)
+            own = pages[found // page_size]
+            want = torch.where(own < 0, -1, own * page_size + found % page_size)
+        assert torch.equal(row[: lengths[i]], want[:topk].int())
+    partial = prepared.lists(first, count, 0, False)[1].cpu()
+    if group := prepared.sizes[4]:
+        full = prepared.full_lengths.flatten(0, 1).cpu().repeat_interleave(group, 1)[:, :queries].flatten()
+        assert torch.equal(partial + full[first:], lengths.cpu())
+
+
+def test_a_table_of_blocks_that_names_bits_which_are_not_there_is_harmless(device):
+    prepared = mla_backend.flex_mask(random_flex("random", device=device).block_mask)
+    blocks = torch.tensor([2**31 - 1, -(2**31), -3, len(prepared.bits)], dtype=torch.int32, device=device)
+    wrong = dataclasses.replace(prepared, blocks=blocks[torch.randint(0, 4, prepared.blocks.shape)].contiguous())
+    assert (wrong.lists(0, 50, 70)[1] == 0).all()
+
+
+NOTHING = torch.zeros(0, 0, 1, dtype=torch.int32)
+
+
+def lists(**changes):
+    arguments = {
+        "blocks": torch.full((1, 1, 2, 3), -2, dtype=torch.int32),
+        "bits": torch.zeros(0, 16, 1, dtype=torch.int32),
+        "q_block": 16,
+        "kv_block": 32,
+        "queries": 20,
+        "positions": 70,
+        "first": 0,
+        "list_full": True,
+        "block_table": None,
+        "page_size": 1,
+        "slots": torch.zeros(20, 70, dtype=torch.int32),
+        "lengths": torch.zeros(20, dtype=torch.int32),
+    } | changes
+    return OPS.mask_lists(*arguments.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"blocks": torch.zeros(1, 1, 2, 3)}, "blocks must be int32"),
+        ({"blocks": torch.zeros(1, 1, 3, 3, dtype=torch.int32)}, "blocks must be int32"),
+        ({"blocks": torch.zeros(1, 1, 4, 3, dtype=torch.int32)[:, :, ::2]}, "blocks must be contiguous"),
+        ({"blocks": torch.zeros(0, 1, 2, 3, dtype=torch.int32)}, "blocks must be contiguous"),
+        ({"bits": torch.zeros(1, 16, 2, dtype=torch.int32)}, "bits must be int32"),
+        ({"q_block": 0}, "q_block must be 1 to"),
+        ({"kv_block": 2**40}, "kv_block must be 1 to"),
+        ({"queries": -1}, "queries must be 0 to"),
+        (
+            {"queries": 0, "blocks": torch.zeros(1, 1, 0, 3, dtype=torch.int32), "bits": NOTHING},
+            "lengths must be int32",
+        ),
+        ({"positions": 2**31}, "positions must be 0 to"),
+        ({"page_size": 0}, "page_size must be 1 to"),
+        ({"first": -1}, "first must be 0 to"),
+        ({"first": 2**31}, "first must be 0 to"),
+        ({"blocks": torch.full((2, 1, 2, 3), -2, dtype=torch.int32), "first": 21}, "first must be of tokens within"),
+        ({"first": 20 * 31_000_000}, "positions must be of at most"),
+        ({"block_table": torch.zeros(1, 9)}, "block_table must be int32"),
+        ({"block_table": torch.zeros(1, 9, dtype=torch.int32), "first": 1}, "block_table must be int32"),
+        ({"slots": torch.zeros(19, 70, dtype=torch.int32)}, "slots must be int32"),
+        ({"lengths": torch.zeros(20)}, "lengths must be int32"),
+    ],
+)
+def test_wrong_lists_are_refused(changes, error):
+    lists()
+    with pytest.raises(ValueError, match=error):
+        lists(**changes)
+
+
+# ---- Paged caches ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize("kv_block", [16, 32, 128, 24])
+@pytest.mark.parametrize("heads", [16, 70])
+def test_a_tree_of_drafted_tokens_over_a_paged_cache(device, fmt, kv_block, heads):
+    """Each sequence ends in the tree, of which a token sees itself and its ancestors. One page is not in the cache."""
+    batch, drafted, page, blocks = 3, 6, 16, 8
+    lengths = torch.tensor([100, 37, 8], device=device)
+    parents, sees = [-1, 0, 0, 1, 1, 2], torch.eye(drafted, dtype=torch.bool, device=device)
+    for i, parent in enumerate(parents[1:], 1):
+        sees[i] |= sees[parent]
+
+    def tree(b, h, i, j):
+        drafts = j - (lengths[b] - drafted)
+        return (j < lengths[b]) & ((drafts < 0) | sees[i, drafts.clamp(0, drafted - 1)])
+
+    shape = batch, 1, drafted, blocks * page
+    block_mask = create_block_mask(tree, *shape, device=device, BLOCK_SIZE=(128, kv_block))
+    cache = random_cache(fmt, 40, page).to(device)
+    table = torch.randperm(40, device=device)[: batch * blocks].view(batch, blocks).int()
+    table[0, 2] = 40
+    form = mla_backend.FORMATS[fmt]
+    q = (torch.randn(batch, drafted, heads, form.head_dim, device=device) * 10).to(form.number).transpose(1, 2)
+    got = flex_mla(q, cache, block_mask, scale=1 / 24, block_table=table, return_lse=True)
+    slots = (table.long().unsqueeze(-1) * page + torch.arange(page, device=device)).flatten(1)
+    rows, valid = reference.cache_rows(cache, slots)
+    seen = create_mask(tree, *shape, device=device) & valid.view(batch, 1, 1, -1)
+    want = reference.flex_mla(q.double(), rows.double().unsqueeze(1), seen, scale=1 / 24)
+    score_error = 2.0**-9 if device == "cuda" and fmt == "fp8_ds_mla" else 0.0
+    assert_accurate(got, want, score_error=score_error)
+
+
+# ---- torch -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [4, 70])
+def test_it_compiles_without_a_graph_break(device, heads):
+    """With a mask that was made before, whichever it is."""
+
+    def loss(q, kv, block_mask):
+        out, lse = flex_mla(q * 1, kv, block_mask, scale=1 / 24, return_lse=True, deterministic=True)
+        return out.float().square().sum() + lse.clamp(min=-100).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for kind in ("causal", "window", "causal"):
+        problem = random_flex(kind, 2, heads, device=device)
+        gradients = []
+        for function in (loss, compiled):
+            leaves = [x.clone().requires_grad_() for x in (problem.q, problem.kv)]
+            function(*leaves, mla_backend.flex_mask(problem.block_mask)).backward()
+            gradients.append([leaf.grad for leaf in leaves])
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_opcheck_of_the_autograd_ops():
+    problem = random_flex("prefix", 2, 3, 20, 30)
+    prepared = mla_backend.flex_mask(problem.block_mask)
+    fields = [getattr(prepared, field.name) for field in dataclasses.fields(prepared)]
+    tokens = problem.q.transpose(1, 2).flatten(0, 1)
+    arguments = tokens.requires_grad_(), problem.kv.flatten(0, 2).requires_grad_(), *fields, 0.04, 2, None
+    torch.library.opcheck(OPS.flex_mla.default, arguments)
+    out, lse = (x.detach() for x in OPS.flex_mla(*arguments))
+    d_out, more = torch.randn_like(out), (prepared.blocks, prepared.bits, prepared.sizes, prepared.parts)
+    arguments = tokens.detach(), problem.kv.flatten(0, 2).detach(), out, lse, d_out, None, *more, 0.04, 2, True
+    torch.library.opcheck(OPS.flex_mla_backward.default, arguments)
+
+
+def test_only_gradients_that_are_asked_for(device):
+    problem = random_flex("causal", device=device)
+    want = problem.but(d_lse=torch.zeros_like(problem.d_lse)).gradients()
+    kv = problem.kv.clone().requires_grad_()
+    out = flex_mla(problem.q, kv, problem.block_mask, scale=problem.scale, deterministic=True)
+    out.backward(problem.d_out)
+    assert torch.equal(kv.grad, want[1])
+    with torch.no_grad():
+        assert not flex_mla(problem.q, kv, problem.block_mask, scale=0.1).requires_grad
+
+
+def test_a_second_derivative_is_refused(device):
+    problem = random_flex("causal", 1, 2, device=device)
+    q = problem.q.clone().requires_grad_()
+    (d_q,) = torch.autograd.grad(problem.but(q=q).solve()[0].float().square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        d_q.float().sum().backward()
+
+
+def test_it_computes_what_torchs_flex_attention_does():
+    """Eager, in float64, of rows that see something, with and without a score_mod."""
+    problem = random_flex("prefix", 2, 4, 40, 60, mask_batch=2)
+    q, kv = problem.q.double(), problem.kv.double()
+    for score_mod in (None, lambda score, b, h, i, j: score * 0.5 + (j - i) / (h + 10)):
+        got = problem.solve(score_mod=score_mod)
+        want = flex_attention(
+            q, kv, kv[..., :512], score_mod, problem.block_mask, problem.scale, enable_gqa=True, return_lse=True
+        )
+        assert_accurate(got, want, magnitude=1.0)
+
+
+# ---- score_mod -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["causal", "rows and columns"])
+def test_any_score_mod_on_a_cpu(kind):
+    """Soft-capping and a bias that is learnt; both are also written down here without torch's indices."""
+    problem = random_flex(kind, 2, 3, 30, 40, mask_batch=2, mask_heads=3)
+    bias = torch.randn(3, requires_grad=True)
+
+    def score_mod(score, b, h, i, j):
+        return 5 * torch.tanh(score / 5) + bias[h] * (j - i)
+
+    q, kv = problem.q.clone().requires_grad_(), problem.kv.clone().requires_grad_()
+    out, lse = problem.but(q=q, kv=kv).solve(score_mod=score_mod)
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    got = torch.autograd.grad(out, (q, kv, bias), problem.d_out)
+
+    q, kv, own_bias = (x.detach().double().requires_grad_() for x in (q, kv, bias))
+    scores = torch.einsum("bhsd,btd->bhst", q, kv.squeeze(1)) * problem.scale
+    distance = torch.arange(40) - torch.arange(30).unsqueeze(1)
+    scores = 5 * torch.tanh(scores / 5) + own_bias.view(3, 1, 1) * distance
+    empty = ~problem.seen.any(-1, keepdim=True)
+    weights = scores.masked_fill(~problem.seen & ~empty, -torch.inf).softmax(-1).masked_fill(empty, 0.0)
+    want = torch.einsum("bhst,btd->bhsd", weights, kv.squeeze(1)[..., :512])
+    torch.testing.assert_close(out.double(), want, rtol=0.01, atol=0.01)
+    assert torch.equal(lse.isinf().unsqueeze(-1), empty.expand_as(lse.unsqueeze(-1)))
+    for ours, exact in zip(got, torch.autograd.grad(want, (q, kv, own_bias), problem.d_out.double()), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=0.01, atol=0.01)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------
+
+
+def call(**changes):
+    problem = random_flex("causal", 2, 4, 20, 30)
+    arguments = {"q": problem.q, "kv": problem.kv, "block_mask": problem.block_mask, "scale": 0.04}
+    for name, change in changes.items():
+        arguments[name] = change(arguments.get(name)) if callable(change) and name != "score_mod" else change
+    return lambda: flex_mla(**arguments)
+
+
+def block_mask(batch=1, heads=1, queries=20, positions=30, device="cpu"):
+    return create_block_mask(lambda b, h, i, j: j <= i + 128, batch, heads, queries, positions, device=device)
+
+
+PAGED = {
+    "kv": torch.zeros(4, 16, 576).bfloat16(),
+    "block_table": torch.zeros(2, 2, dtype=torch.int32),
+    "block_mask": block_mask(2),
+}
+WRONG = {
+    "q of 192": (call(q=torch.zeros(2, 4, 20, 192).bfloat16()), "q must be bfloat16 .*flash_attn_varlen_func"),
+    "q in fp32": (call(q=lambda q: q.float()), "q must be bfloat16"),
+    "q in fp16": (call(q=lambda q: q.half()), "q must be bfloat16"),
+    "q of three dims": (call(q=lambda q: q[0]), "q must be bfloat16"),
+    "257 heads": (call(q=torch.zeros(2, 257, 20, 576).bfloat16()), "q must be of 1 to 256 heads"),
+    "129 heads with a gradient": (
+        call(q=torch.zeros(2, 129, 20, 576).bfloat16().requires_grad_()),
+        "q must be of 1 to 128 heads",
+    ),
+    "129 heads and a gradient of kv": (
+        call(q=torch.zeros(2, 129, 20, 576).bfloat16(), kv=lambda kv: kv.requires_grad_()),
+        "q must be of 1 to 128 heads",
+    ),
+    "several KV heads": (call(kv=lambda kv: kv.expand(2, 4, 30, 576)), "kv must be bfloat16 .* each of several"),
+    "kv of another width": (call(kv=lambda kv: kv[..., :512]), "kv must be bfloat16"),
+    "kv of another batch": (call(kv=lambda kv: kv[:1]), "kv must be bfloat16"),
+    "kv in fp32": (call(kv=lambda kv: kv.float()), "kv must be bfloat16"),
+    "kv of two dims": (call(kv=torch.zeros(30, 576).bfloat16()), "kv must be bfloat16"),
+    "kv elsewhere": (call(kv=lambda kv: kv.to("meta")), "kv must be on cpu like q"),
+    "a mask of other queries": (call(block_mask=block_mask(queries=21)), "block_mask must be of 20 queries and 30"),
+    "a mask of other positions": (call(block_mask=block_mask(positions=32)), "block_mask must be of 20 queries and 30"),
+    "a mask of another batch": (call(block_mask=block_mask(batch=3)), "block_mask must be of B = 1 or 2"),
+    "a mask of other heads": (call(block_mask=block_mask(heads=2)), "block_mask must be of B = 1 or 2 and H = 1 or 4"),
+    "a mask elsewhere": (
+        call(
+            block_mask=lambda m: dataclasses.replace(
+                mla_backend.flex_mask(m), blocks=torch.zeros(1, 1, 1, 1, dtype=torch.int32, device="meta")
+            )
+        ),
+        "block_mask must be on cpu like q",
+    ),
+    "a scale of NaN": (call(scale=math.nan), "scale must be a finite number"),
+    "a scale of NaN with a score_mod": (
+        call(scale=math.nan, score_mod=lambda score, b, h, i, j: score),
+        "scale must be a finite number",
+    ),
+    "a format without a cache": (call(cache_format="bf16"), "cache_format must be None without a block_table"),
+    "a cache's scale without a cache": (call(cache_scale=2.0), "cache_scale must be 1 without a block_table"),
+    "a cache that requires a gradient": (
+        call(**PAGED | {"kv": PAGED["kv"].clone().requires_grad_()}),
+        "kv must be without requires_grad",
+    ),
+    "a gradient for q of a cache": (call(**PAGED, q=lambda q: q.requires_grad_()), "q must be without requires_grad"),
+    "a score_mod with a cache": (call(**PAGED, score_mod=lambda s, b, h, i, j: s), "score_mod must be None"),
+    "a page table of another batch": (
+        call(**PAGED | {"block_table": torch.zeros(1, 2, dtype=torch.int32)}),
+        "block_table must be int32",
+    ),
+    "a page table in int64": (
+        call(**PAGED | {"block_table": torch.zeros(2, 2, dtype=torch.int64)}),
+        "block_table must be int32",
+    ),
+    "a page table of one dimension": (
+        call(**PAGED | {"block_table": torch.zeros(2, dtype=torch.int32)}),
+        "block_table must be int32",
+    ),
+    "a page table elsewhere": (
+        call(**PAGED | {"block_table": torch.zeros(2, 2, dtype=torch.int32, device="meta")}),
+        "block_table must be on cpu like q",
+    ),
+    "pages of no tokens": (
+        call(**PAGED | {"kv": torch.zeros(4, 0, 576).bfloat16(), "block_mask": block_mask(2, 1, 20, 640)}),
+        "kv must be",
+    ),
+    "a cache of no known format": (call(**PAGED | {"kv": torch.zeros(4, 16, 500)}), "kv must be"),
+    "kv in place of a cache": (call(**PAGED | {"kv": torch.zeros(2, 30, 1, 192).bfloat16()}), "kv must be"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_inputs_are_refused(case):
+    function, error = WRONG[case]
+    with pytest.raises(ValueError, match=error):
+        function()
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (call(q=None), "q must be a torch.Tensor"),
+        (call(block_mask=None), "block_mask must be a torch.nn.attention.flex_attention.BlockMask"),
+        (call(block_mask=torch.ones(20, 30)), "block_mask must be a torch.nn.attention.flex_attention.BlockMask"),
+        (call(scale="x"), "scale must be a number"),
+        (call(deterministic="yes"), "deterministic must be a bool or None"),
+        (call(score_mod=3), "score_mod must be a function or None"),
+        (call(**PAGED | {"block_table": [0, 1]}), "block_table must be a torch.Tensor"),
+    ],
+)
+def test_wrong_types_are_refused(function, error):
+    with pytest.raises(TypeError, match=error):
+        function()
