@@ -215,7 +215,8 @@ inline Choice choose_by_time(const AttentionShape& shape, const Device& device, 
   return {best->kernel, best->heads_per_block, 0, static_cast<int32_t>(layout.workers), 1};
 }
 
-inline Choice choose(const AttentionShape& shape, const Device& device) {
+inline Choice choose(AttentionShape shape, const Device& device) {
+  shape.tokens = std::max<int64_t>(shape.tokens, 1);  // there may be none
   const auto workers_for = [&](int64_t at_once, int32_t heads_per_block) {
     const int64_t workers = std::max<int64_t>(at_once / blocks_for(shape.heads, heads_per_block), 1);
     return shape.workers ? shape.workers : static_cast<int32_t>(workers);

@@ -241,6 +241,8 @@ struct Fp8Rows {
   template <bool kPaged, typename Shared>
   static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
     constexpr int kBatch = 32 / kWarpRows;  // tiles
+    // The next slots are asked for when a tile's copies have begun, where there are registers for the row meanwhile.
+    constexpr bool kCopiesFirst = kHeads <= 16 && !kPaged;
     const Worker worker(p, blockIdx.y, kTileTokens);
     const int first = warp * kWarpRows, at = first + lane % kWarpRows;
     const auto early = EarlySlot::unless<kPaged>(worker, lane / kWarpRows, at);
@@ -254,6 +256,7 @@ struct Fp8Rows {
       if (tile % kBatch == 0) {
         row = next.row(p);
         batch = next.token * 2 + next.list;
+        if constexpr (!kCopiesFirst) next = TileRequest<kPaged>(cursor, at, kBatch);
       }
       const int first_lane = tile % kBatch * kWarpRows;
       const int both = __shfl_sync(~0u, batch, first_lane), token = both >> 1;
@@ -265,7 +268,7 @@ struct Fp8Rows {
       copy(s.rows, stage, first, at, cache, own, lane);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
-      if (tile % kBatch == 0) next = TileRequest<kPaged>(cursor, at, kBatch);
+      if (kCopiesFirst && tile % kBatch == 0) next = TileRequest<kPaged>(cursor, at, kBatch);
       if (token == next.kSameToken || tile == 0) continue;
       const int query = tokens % kQueries;
       produce_queries(p, s, query, token, head_begin, warp, lane,
