@@ -12,9 +12,9 @@ from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, work
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.models import ROPE
 
-FEW_TOKENS = 128
-"""From this number of tokens on, plans always have the same number of rows. A plan for clusters needs fewer tokens than
-that: at most half as many as a GPU has multiprocessors."""
+FEW_TOKENS = 320
+"""From this number of tokens on, plans always have the same number of rows: those of fewer tokens than twice a GPU's
+multiprocessors are fitted to their number."""
 NOWHERE = -(1 << 30)
 """The position of padding in its sequence: so far before the first token that it attends to nothing."""
 

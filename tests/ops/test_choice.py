@@ -36,10 +36,10 @@ def test_the_default_plan_is_for_the_clusters_that_its_launch_has(heads):
     for processors in (78, 114, 132):
         device = gpu(processors)
         for tokens in range(1, 200):
-            for fp8 in (True, False):
-                plan = gpu_choice(device, tokens, heads, fp8=fp8)
-                assert plan.workers == library.cuda_workers(device, heads, tokens)
-                launch = gpu_choice(device, tokens, heads, fp8=fp8, workers=plan.workers)
+            for tiles in (8, 32):
+                plan = gpu_choice(device, tokens, heads, token_tiles=tiles)
+                assert plan.workers == library.cuda_workers(device, heads, tokens, 64 * tiles)
+                launch = gpu_choice(device, tokens, heads, workers=plan.workers, token_tiles=tiles)
                 assert launch == plan
                 if plan.parts:
                     blocks = -(-heads // plan.heads_per_block)

@@ -193,12 +193,12 @@ def test_a_gpu_gets_as_many_workers_as_it_can_run_at_once(hopper, heads, workers
 @pytest.mark.parametrize(
     ("tokens", "heads", "parts"),
     [
-        *((1, 16, 16), (7, 8, 16), (8, 16, 8), (15, 16, 8), (17, 16, 6), (30, 16, 4), (31, 16, 3), (39, 16, 3)),
+        *((1, 16, 16), (7, 8, 16), (8, 16, 8), (15, 16, 8), (17, 16, 4), (30, 16, 4), (31, 16, 3), (39, 16, 3)),
         *((40, 16, 2), (66, 16, 2), (1, 128, 8), (3, 128, 4), (7, 64, 4), (8, 64, 3), (5, 128, 2), (8, 128, 2)),
     ],
 )
 def test_on_hopper_few_tokens_are_cut_for_one_cluster_each(tokens, heads, parts):
-    assert library.cuda_workers(gpu(), heads, tokens) == tokens * parts
+    assert library.cuda_workers(gpu(), heads, tokens, 2048) == tokens * parts
     assert library.cuda_workers(gpu(), heads, 1000) == library.cuda_workers(gpu(), heads)
 
 
@@ -246,16 +246,15 @@ def _plan_of_a_wide_table(lengths):
 
 
 def test_gpu_tests_have_the_shapes_that_they_are_about():
-    parts = {library.cuda_workers(gpu(), heads, tokens) / tokens for tokens, heads in CUT_FOR_CLUSTERS}
-    assert parts == {16, 8, 6, 4, 3, 2}
-    for heads in range(17, 257):
-        assert library.cuda_workers(gpu(), heads, UNCUT_TOKENS) == library.cuda_workers(gpu(), heads)
+    parts = {gpu_choice(gpu(), tokens, heads).parts for tokens, heads in CUT_FOR_CLUSTERS}
+    assert parts == {16, 8, 4, 3, 2}
+    for heads in range(33, 257):
+        assert gpu_choice(gpu(), UNCUT_TOKENS, heads, token_tiles=4).kernel == "many_heads"
 
 
-@pytest.mark.parametrize(("tokens", "heads"), [(67, 16), (67, 1), (34, 17), (34, 32), (23, 48), (17, 64), (9, 128)])
-def test_one_token_more_than_clusters_have_room_for_is_not_cut(tokens, heads):
-    assert library.cuda_workers(gpu(), heads, tokens) == library.cuda_workers(gpu(), heads)
-    assert library.cuda_workers(gpu(), heads, tokens - 1) == 2 * (tokens - 1)
+@pytest.mark.parametrize("heads", [1, 16])
+def test_one_token_more_than_clusters_have_room_for_is_not_cut(heads):
+    assert [library.cuda_workers(gpu(), heads, tokens, 2048) for tokens in (66, 67)] == [2 * 66, 67]
 
 
 @pytest.mark.parametrize("heads", [1, 16, 64, 128])
@@ -263,7 +262,8 @@ def test_a_gpu_that_holds_no_clusters_cuts_no_tokens_for_them(heads):
     device = gpu()
     device.clusters[:] = [0] * len(device.clusters)
     for tokens in (1, 8, 66):
-        assert library.cuda_workers(device, heads, tokens) == library.cuda_workers(device, heads)
+        choice = gpu_choice(device, tokens, heads)
+        assert (choice.parts, choice.cluster) == (0, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to ask")
@@ -276,8 +276,9 @@ def test_asking_a_gpu_that_is_not_there_says_why():
 @pytest.mark.parametrize("heads", [1, 8, 16, 17, 64, 128])
 def test_the_vllm_step_knows_from_how_many_tokens_on_plans_are_of_one_size(processors, heads):
     device = gpu(processors)
-    sizes = {library.cuda_workers(device, heads, tokens) for tokens in range(FEW_TOKENS, 4 * FEW_TOKENS)}
-    assert sizes == {library.cuda_workers(device, heads)}
+    for slots in (512, 2048, None):
+        sizes = {library.cuda_workers(device, heads, tokens, slots) for tokens in range(FEW_TOKENS, 4 * FEW_TOKENS)}
+        assert sizes == {library.cuda_workers(device, heads)}
 
 
 @pytest.mark.parametrize("parts", [0, 2, 1_000_000])

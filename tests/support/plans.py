@@ -19,8 +19,8 @@ CUT_FOR_CLUSTERS = [
     *((3, 8), (12, 8), (16, 8), (30, 5), (33, 8), (60, 8), (1, 100), (8, 64), (8, 128)),
 ]
 """Tokens and heads: on Hopper each token is cut into as many parts as a cluster has blocks."""
-UNCUT_TOKENS = 40
-"""So many are not, with 17 heads and more: kernels for many tokens serve them."""
+UNCUT_TOKENS = 140
+"""So many are not: with 33 heads and more, `many_heads` serves them."""
 TOKEN_UNITS = 3
 """What a token costs a worker besides its tiles, in tiles, where there are fewer than two workers for each token."""
 
