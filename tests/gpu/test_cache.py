@@ -211,5 +211,5 @@ def test_the_doctor_reads_every_kernel(capsys):
     for kernel in report["gpus"]["kernels"]:
         assert "error" not in kernel and kernel["registers"] > 0 and kernel["blocks_per_sm"] > 0
         # a few words that are read once a token; the rest would be spilled numbers
-        assert kernel["local_bytes"] <= 64
+        assert kernel["local_bytes"] <= 80
     assert {"what": "every op on a GPU", "runs": True, "why": None} in report["can_run"]
