@@ -36,14 +36,13 @@ class MhaProblem:
         return self.but(**{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
 
     def arguments(self) -> dict:
-        """All arguments of flash_attn_varlen_func. Equal lengths are one tensor, as callers have it."""
-        cu = starts(self.lengths, self.q.device)
+        """All arguments of flash_attn_varlen_func."""
         return {
             "q": self.q,
             "k": self.k,
             "v": self.v,
-            "cu_seqlens_qo": cu,
-            "cu_seqlens_kv": cu if self.lengths == self.keys else starts(self.keys, self.q.device),
+            "cu_seqlens_qo": starts(self.lengths, self.q.device),
+            "cu_seqlens_kv": starts(self.keys, self.q.device),
             "max_seqlen_qo": max(self.lengths, default=0),
             "max_seqlen_kv": max(self.keys, default=0),
             "softmax_scale": self.scale,
