@@ -178,7 +178,11 @@ def _sdpa_of_equals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor
     unseeing = max(q.shape[1] - k.shape[1], 0) if call.causal else 0
     q = q[:, unseeing:]
     k, v = _for_each_head(k, v, q.shape[2])
+    q, k, v = (_aligned(x) for x in (q, k, v))
     out, lse = (_sdpa_on_gpu if q.is_cuda else _sdpa_on_cpu)(q, k, v, call.scale, call.causal)
+    if out.requires_grad:
+        # torch reuses cuDNN's backward for the same q, k and v, whatever the strides of the gradient are
+        out.register_hook(lambda d_out: _aligned(d_out.contiguous()))
     if unseeing:
         out = functional.pad(out, (0, 0, 0, 0, unseeing, 0))
         lse = functional.pad(lse, (unseeing, 0), value=-torch.inf)
@@ -217,3 +221,11 @@ def _sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) ->
         *(x.transpose(1, 2) for x in (q, k, v)), None, True, 0.0, causal, False, scale=scale
     )
     return out.transpose(1, 2), lse.reshape(lse.shape[:3])
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it if its rows are not contiguous or begin elsewhere than at multiples of 16 bytes."""
+    begins = (x.data_ptr(), *(step * x.element_size() for step in x.stride()[:-1]))
+    if x.stride(-1) == 1 and not any(begin % 16 for begin in begins):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

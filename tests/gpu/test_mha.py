@@ -4,14 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from mha_problems import MhaProblem, attention, mha_problems, random_mha, starts
+from mha_problems import MhaProblem, attention, mha_problems, odd_layouts, random_mha, starts
 from mla_backend import doctor, flash_mla, mha
 from mla_backend.mha_providers import why_not
 
 pytestmark = pytest.mark.gpu
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-
-
 WITHOUT_FLASH_ATTN_4 = why_not("flash_attn_4", CAPABILITY, deterministic_gradients=False)
 needs_flash_attn_4 = pytest.mark.skipif(WITHOUT_FLASH_ATTN_4 is not None, reason=f"{WITHOUT_FLASH_ATTN_4}")
 providers = pytest.mark.parametrize("provider", [pytest.param("flash_attn_4", marks=needs_flash_attn_4), "sdpa"])
@@ -54,6 +52,20 @@ def test_packed_tensors(provider, dim):
     )
     (gradient,) = torch.autograd.grad(got[0], qkv, problem.d_out)
     problem.check((*got, *gradient.split((dim, dim, 128), dim=2)))
+
+
+@providers
+@pytest.mark.parametrize("dim", [128, 192])
+def test_inputs_and_gradients_in_any_layout(provider, dim):
+    """Of the same shapes, one after the other: what is kept of the first must not be taken for the next."""
+    problem = random_mha((300, 0, 129), heads=4, dim=dim, device="cuda")
+    for names in (("d_out",), ("q", "k", "v"), ("q", "k", "v", "d_out")):
+        layouts = {name: odd_layouts(getattr(problem, name)) for name in names}
+        for layout in layouts[names[0]]:
+            problem.but(**{name: layouts[name][layout] for name in names}).check(provider=provider)
+            problem.check(provider=provider)
+    for one in (problem.d_out[:1], problem.d_out[:, :, :1]):
+        problem.but(d_out=one.expand_as(problem.d_out)).check(provider=provider)
 
 
 @providers

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend.flash_mla as flash_mla
-from mha_problems import assert_accurate, attention, mha_problems, random_mha
+from mha_problems import assert_accurate, attention, mha_problems, odd_layouts, random_mha
 from mla_backend import doctor, mha, mha_providers
 from mla_backend.mha_providers import PROVIDERS
+
+LAYOUTS = list(odd_layouts(torch.zeros(1, 1, 1)))
 
 
 @given(mha_problems())
@@ -74,10 +76,11 @@ def test_lse_is_laid_out_as_flash_mla_has_it_and_has_no_gradient():
     assert not lse.requires_grad
 
 
-def test_strided_inputs_give_the_same():
-    problem = random_mha((9, 4), (12, 4))
-    strided = {name: getattr(problem, name).transpose(0, 1).contiguous().transpose(0, 1) for name in "qkv"}
-    assert_accurate(problem.but(**strided).solve(), problem.oracle())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inputs_and_gradients_in_any_layout(layout):
+    problem = random_mha((9, 4), (12, 4), heads=3)
+    for names in (("q", "k", "v"), ("d_out",)):
+        problem.but(**{name: odd_layouts(getattr(problem, name))[layout] for name in names}).check()
 
 
 def test_gradients_reach_inputs_of_which_nothing_is_seen():

@@ -69,6 +69,18 @@ class MhaProblem:
         assert_accurate(got, self.oracle())
 
 
+def odd_layouts(x: Tensor) -> dict[str, Tensor]:
+    """The numbers of x `[tokens, heads, width]` in other places of memory."""
+    wider = torch.nn.functional.pad(x, (1, 2))
+    return {
+        "between others": torch.stack((x, x, x), dim=1)[:, 1],
+        "at odd addresses": wider[..., 1:-2],
+        "one element on": torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view_as(x),
+        "heads first": x.transpose(0, 1).contiguous().transpose(0, 1),
+        "width first": x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+    }
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], keys: tuple[int, ...], causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
