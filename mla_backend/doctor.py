@@ -13,11 +13,8 @@ from rich.table import Table
 from mla_backend.vllm_plugin import versions
 
 TORCH_NEEDED = (2, 10)
-MHA_CALLS = (
-    ("forward", False, False),
-    ("with gradients", True, False),
-    ("with deterministic gradients", True, True),
-)
+MHA_CALLS = {"deterministic gradients": True, "all else": False}
+"""Kinds of calls, and whether they need deterministic gradients."""
 
 
 def examine() -> dict[str, Any]:
@@ -116,16 +113,16 @@ def _examine_gpus() -> dict[str, Any]:
 
 
 def _examine_mha(devices: list[dict[str, Any]]) -> dict[str, Any]:
-    """Who computes attention of many heads for the first GPU, else for the CPU: by what is asked, who takes it."""
+    """Who computes attention of many heads for the first GPU, else for the CPU: by kind of call, who takes it."""
     try:
         from mla_backend import mha, mha_providers
     except ImportError as error:
         return {"taken": {}, "why": str(error)}
     capability = tuple(map(int, devices[0]["capability"].split("."))) if devices else None
     taken = {}
-    for what, backward, deterministic in MHA_CALLS:
+    for what, deterministic_gradients in MHA_CALLS.items():
         try:
-            name = mha.chosen(mha_providers.Problem(capability, backward, deterministic))
+            name = mha.choose(capability, deterministic_gradients)
             taken[what] = {"provider": name, "version": mha_providers.version(name), "why": None}
         except ValueError as error:
             taken[what] = {"provider": None, "version": None, "why": str(error)}

@@ -7,46 +7,41 @@ for it, so none are here. `mha_providers` calls them; this file checks arguments
 import contextlib
 import math
 import os
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from mla_backend.arguments import described, dtype_name, named, require_count, require_tensors
-from mla_backend.mha_providers import PROVIDERS, Call, Problem, attend, nothing, why_missing
+from mla_backend.mha_providers import PROVIDERS, Call, attend, nothing, why_not
 
-HEAD_DIMS = ((192, 128), (128, 128))
 DTYPES = (torch.bfloat16, torch.float16)
 ENVIRONMENT = "MLA_BACKEND_MHA"
 
 
-def choose(problem: Problem, why_missing: Callable[[str], str | None], asked: str | None = None) -> str:
-    """The provider that takes a problem: the one that is asked for, else the first of `PROVIDERS` that can.
+def choose(capability: tuple[int, int] | None, deterministic_gradients: bool, provider: str | None = None) -> str:
+    """The provider that takes a call: the one that is asked for, else the first of `PROVIDERS` that can.
 
     Args:
-        why_missing: why a provider cannot be imported, or None. Asked only about those that could take the problem.
-        asked: the name of a provider, or "auto" (or None) for the first that can.
+        capability: the compute capability of the GPU; None on a CPU.
+        deterministic_gradients: whether gradients must have the same bits every time.
+        provider: its name, or "auto" for the first that can. What the environment asks for if left out.
     """
-    if asked is not None and asked != "auto" and asked not in PROVIDERS:
-        raise ValueError(f"provider must be auto, {', '.join(PROVIDERS)}; got {asked!r}")
+    if provider is None:
+        if asked := os.environ.get(ENVIRONMENT):
+            with named(provider=f"the environment variable {ENVIRONMENT}: provider"):
+                return choose(capability, deterministic_gradients, asked)
+        provider = "auto"
+    if provider != "auto" and provider not in PROVIDERS:
+        raise ValueError(f"provider must be auto, {', '.join(PROVIDERS)}; got {provider!r}")
     reasons = []
-    for name in PROVIDERS if asked in (None, "auto") else (asked,):
-        why = PROVIDERS[name].refuses(problem) or why_missing(name)
+    for name in PROVIDERS if provider == "auto" else (provider,):
+        why = why_not(name, capability, deterministic_gradients)
         if why is None:
             return name
         reasons.append(f"{name}: {why}")
-    if asked in (None, "auto"):
+    if provider == "auto":
         raise ValueError(f"deterministic must be False with what is installed here; got True. {'; '.join(reasons)}")
-    raise ValueError(f"provider must be one that can do this; got {asked!r}. {reasons[0]}")
-
-
-def chosen(problem: Problem, provider: str | None = None) -> str:
-    """The same, with what is installed here and what the environment asks for."""
-    asked = os.environ.get(ENVIRONMENT)
-    if provider is not None or not asked:
-        return choose(problem, why_missing, provider)
-    with named(provider=f"the environment variable {ENVIRONMENT}: provider"):
-        return choose(problem, why_missing, asked)
+    raise ValueError(f"provider must be one that can do this; got {provider!r}. {reasons[0]}")
 
 
 def flash_attn_varlen_func(
@@ -72,13 +67,13 @@ def flash_attn_varlen_func(
         k: `[T_k, h_k, 192 or 128]`, as wide as q; h_k divides h_q, and each of its heads serves a group of q's.
         v: `[T_k, h_k, 128]`.
         cu_seqlens_qo, cu_seqlens_kv: int32 `[b + 1]`, where each sequence begins and where the last one ends.
-            Sequences may be empty. Pass the same tensor twice where they are equal: cuDNN has less to do then.
+            Sequences may be empty.
         max_seqlen_qo, max_seqlen_kv: the longest sequence's length, or more.
         dropout_p: 0, as in the package.
         softmax_scale: what scores are multiplied with; the head dimension ** -0.5 if left out.
         causal: the last query of a sequence sees all its keys, the one before it one key less, and so on.
         deterministic: give the gradients the same bits every time. Also on where
-            `torch.use_deterministic_algorithms` is. Refused where no provider keeps it.
+            `torch.use_deterministic_algorithms` is. Refused where neither provider keeps it.
         is_varlen: False says that all sequences are equally long.
         provider: a name in `mha_providers.PROVIDERS`, or "auto" for the first that can. The environment variable
             MLA_BACKEND_MHA if left out.
@@ -104,8 +99,6 @@ def flash_attn_varlen_func(
         raise ValueError(f"softmax_scale must be finite; got {scale}")
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-    problem = Problem(capability, backward, deterministic)
     call = Call(
         cu_seqlens_qo.contiguous(),
         cu_seqlens_kv.contiguous(),
@@ -113,11 +106,12 @@ def flash_attn_varlen_func(
         max_seqlen_kv,
         float(scale),
         bool(causal),
+        backward,
         deterministic,
         is_varlen,
     )
     compute = _compute_untraced if torch.compiler.is_compiling() else _compute
-    out, lse = compute(problem, provider, q, k, v, call)
+    out, lse = compute(provider, q, k, v, call)
     return out, lse.T
 
 
@@ -205,11 +199,10 @@ def flash_attn_varlen_kvpacked_func(
         )
 
 
-def _compute(
-    problem: Problem, provider: str | None, q: Tensor, k: Tensor, v: Tensor, call: Call
-) -> tuple[Tensor, Tensor]:
+def _compute(provider: str | None, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """out and lse `[h_q, T_q]`, by the provider that takes this."""
-    name = chosen(problem, provider)
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
+    name = choose(capability, call.backward and call.deterministic, provider)
     if q.numel() == 0 or k.numel() == 0:
         return nothing(q, k, v)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():

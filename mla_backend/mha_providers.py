@@ -1,13 +1,12 @@
-"""The libraries that compute attention of many heads: what each can take, and how it is called.
+"""Who computes attention of many heads: flash-attn-4 and torch. What each can take, and how it is called.
 
-A provider's function gets q, k, v and a `Call`. It returns out `[tokens, h_q, d_v]`, with gradients where they are
-asked for, and lse fp32 `[h_q, tokens]`, the natural logarithm of the sum of exponentials.
+Both get q, k, v and a `Call`. They return out `[tokens, h_q, d_v]`, with gradients where they are asked for, and lse
+fp32 `[h_q, tokens]`, the natural logarithm of the sum of exponentials.
 """
 
 import functools
 import importlib.metadata
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,21 +15,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+PROVIDERS = {"flash_attn_4": "flash-attn-4", "sdpa": "torch"}
+"""The package of each, in the order in which they are tried."""
+FLASH_ATTN_4_ARGUMENTS = {"cu_seqlens_q", "max_seqlen_k", "deterministic", "return_lse"}
+"""Those that other versions may not have."""
 CAUSAL_FROM_TOP_LEFT, CAUSAL_FROM_BOTTOM_RIGHT = 1, 2
 """The masks of torch's memory-efficient attention, as torch numbers them."""
 CUDNN_TOKENS = 64
 """Shorter sequences go to torch's memory-efficient attention: cuDNN has no kernel for some of them."""
-FLASHINFER_WORKSPACE_BYTES = 128 * 2**20
-"""What FlashInfer recommends for parts of long sequences."""
-
-
-class Problem(NamedTuple):
-    """What decides who can take a call. The host knows all of it."""
-
-    capability: tuple[int, int] | None
-    """The compute capability of the GPU; None on a CPU."""
-    backward: bool
-    deterministic: bool
 
 
 class Call(NamedTuple):
@@ -43,60 +35,42 @@ class Call(NamedTuple):
     max_k: int
     scale: float
     causal: bool
+    backward: bool
+    """Whether gradients may be asked for."""
     deterministic: bool
     is_varlen: bool
 
-    @property
-    def equal_lengths(self) -> bool:
-        """Whether each sequence certainly has as many queries as keys."""
-        return self.cu_q.data_ptr() == self.cu_k.data_ptr()
 
+def why_not(name: str, capability: tuple[int, int] | None, deterministic_gradients: bool) -> str | None:
+    """Why a provider cannot take a call, or None.
 
-Attend = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
-
-
-class Provider(NamedTuple):
-    package: str
-    how_to_install: str
-    refuses: Callable[[Problem], str | None]
-    """Why it cannot take a problem, or None."""
-    load: Callable[[], Attend]
-    """Imports it."""
-
-
-def why_missing(name: str) -> str | None:
-    """Why a provider cannot be imported, or None."""
-    loaded = _loaded(name)
-    return loaded if isinstance(loaded, str) else None
+    Args:
+        capability: the compute capability of the GPU; None on a CPU.
+        deterministic_gradients: whether gradients must have the same bits every time.
+    """
+    if name == "sdpa":
+        if capability is None or not deterministic_gradients:
+            return None
+        return "its gradients have other bits each time on a GPU; drop deterministic=True, or pip install flash-attn-4"
+    if capability is None:
+        return "runs on GPUs only"
+    if capability[0] not in (9, 10, 11):
+        return "needs a GPU of sm_90, sm_100 or sm_110"
+    found = _flash_attn_4()
+    return found if isinstance(found, str) else None
 
 
 def attend(name: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Calls a provider that can be imported."""
-    return _loaded(name)(q, k, v, call)
+    """Calls a provider that can take this."""
+    return (_sdpa if name == "sdpa" else _attend_with_flash_attn_4)(q, k, v, call)
 
 
 def version(name: str) -> str:
     """The version of a provider's package; "unknown" if it was installed without one."""
     try:
-        return importlib.metadata.version(PROVIDERS[name].package)
+        return importlib.metadata.version(PROVIDERS[name])
     except importlib.metadata.PackageNotFoundError:
         return "unknown"
-
-
-@functools.cache
-def _loaded(name: str) -> Attend | str:
-    provider = PROVIDERS[name]
-    try:
-        return provider.load()
-    except ModuleNotFoundError as error:
-        return f"{error.name} is not installed ({provider.how_to_install})"
-    except Exception as error:  # libraries that don't fit this torch or driver fail in ways of their own
-        return f"{provider.package} does not import: {error}"
-
-
-def _require_arguments(function: Callable[..., Any], *names: str) -> None:
-    if lacking := set(names) - set(inspect.signature(function).parameters):
-        raise ImportError(f"another version is needed, whose {function.__name__} takes {', '.join(sorted(lacking))}")
 
 
 def nothing(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,182 +91,47 @@ class _Nothing(torch.autograd.Function):
         return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
 
 
+def _for_each_head(k: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """k and v with as many heads as q: each one repeated for its group."""
+    if k.shape[-2] == heads:
+        return k, v
+    return tuple(x.repeat_interleave(heads // x.shape[-2], dim=-2) for x in (k, v))
+
+
 # flash-attn-4
 
 
-def _load_flash_attn_4() -> Attend:
-    from flash_attn.cute import flash_attn_varlen_func
-
-    _require_arguments(flash_attn_varlen_func, "cu_seqlens_q", "max_seqlen_k", "deterministic", "return_lse")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_q=call.cu_q,
-            cu_seqlens_k=call.cu_k,
-            max_seqlen_q=call.max_q,
-            max_seqlen_k=call.max_k,
-            softmax_scale=call.scale,
-            causal=call.causal,
-            deterministic=call.deterministic,
-            return_lse=True,
-        )
-
-    return attend
+@functools.cache
+def _flash_attn_4() -> Callable[..., Any] | str:
+    """Its function, or why it cannot be used."""
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed (pip install 'mla-backend[mha]')"
+    except Exception as error:  # it fails in ways of its own where it doesn't fit torch or the driver
+        return f"flash-attn-4 does not import: {error}"
+    if lacking := FLASH_ATTN_4_ARGUMENTS - set(inspect.signature(flash_attn_varlen_func).parameters):
+        return f"flash-attn-4 {version('flash_attn_4')} has no arguments {', '.join(sorted(lacking))}"
+    return flash_attn_varlen_func
 
 
-def _data_centre_gpu(problem: Problem) -> str | None:
-    if problem.capability is None:
-        return "runs on GPUs only"
-    return None if problem.capability[0] in (9, 10, 11) else "needs a GPU of sm_90, sm_100 or sm_110"
-
-
-# flash-attn-3
-
-
-def _load_flash_attn_3() -> Attend:
-    from flash_attn_interface import flash_attn_varlen_func
-
-    _require_arguments(flash_attn_varlen_func, "cu_seqlens_q", "max_seqlen_k", "deterministic", "return_attn_probs")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            call.cu_q,
-            call.cu_k,
-            call.max_q,
-            call.max_k,
-            softmax_scale=call.scale,
-            causal=call.causal,
-            deterministic=call.deterministic,
-            return_attn_probs=True,  # in this package: the lse
-        )
-
-    return attend
-
-
-def _hopper_gpu(problem: Problem) -> str | None:
-    if problem.capability is None:
-        return "runs on GPUs only"
-    return None if problem.capability[0] == 9 else "needs a GPU of sm_90"
-
-
-# cuDNN's front end
-
-
-def _load_cudnn() -> Attend:
-    import cudnn
-    from cudnn.sdpa.fwd import torch_op  # registers torch.ops.cudnn.sdpa_fwd and sdpa_bwd
-
-    cudnn.backend_version()  # raises where there is no cuDNN
-    repad = torch_op.thd_lse_to_padded
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        return _Cudnn.apply(q, k, v, call, repad)
-
-    return attend
-
-
-class _Cudnn(torch.autograd.Function):
-    """cuDNN's own autograd takes determinism from torch's global setting, and leaves rows that see no key unsaid."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, repad: Callable[..., Tensor]) -> tuple:
-        out, stats = torch.ops.cudnn.sdpa_fwd(q, k, v, call.scale, return_lse=True, **_cudnn_options(call))
-        lse = stats.squeeze(-1)  # [tokens, h_q]
-        if not call.equal_lengths:
-            unseeing = _unseeing_queries(call, len(q)).unsqueeze(1)
-            out.masked_fill_(unseeing.unsqueeze(2), 0)
-            lse.masked_fill_(unseeing, -torch.inf)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.call, ctx.repad = call, repad
-        lse_of_heads = lse.T.contiguous()
-        ctx.mark_non_differentiable(lse_of_heads)
-        return out, lse_of_heads
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        call = ctx.call
-        if not call.equal_lengths:  # e^(-inf - lse) has to be 0
-            lse = lse.masked_fill(lse == -torch.inf, 0)
-        padded = ctx.repad(lse, call.cu_q, call.max_q)
-        d_q, d_k, d_v = torch.ops.cudnn.sdpa_bwd(
-            d_out, q, k, v, out, padded, call.scale, is_deterministic=call.deterministic, **_cudnn_options(call)
-        )
-        if not call.equal_lengths:
-            d_q.masked_fill_(_unseeing_queries(call, len(q)).view(-1, 1, 1), 0)
-            unseen = _unseen_keys(call, len(k)).view(-1, 1, 1)
-            d_k.masked_fill_(unseen, 0)
-            d_v.masked_fill_(unseen, 0)
-        return d_q, d_k, d_v, None, None
-
-
-def _cudnn_options(call: Call) -> dict[str, Any]:
-    return {
-        "is_causal": call.causal,
-        "causal_bottom_right": call.causal and not call.equal_lengths,
-        "cu_seqlens_q": call.cu_q,
-        "cu_seqlens_kv": call.cu_k,
-        "max_seqlen_q": call.max_q,
-        "max_seqlen_kv": call.max_k,
-    }
-
-
-def _unseeing_queries(call: Call, queries: int) -> Tensor:
-    """bool `[queries]`: the queries that see no key. They are the first ones of their sequence."""
-    lengths, keys = call.cu_q.diff(), call.cu_k.diff()
-    unseeing = (lengths - keys).clamp(min=0) if call.causal else lengths * (keys == 0)
-    ends = torch.repeat_interleave(call.cu_q[:-1] + unseeing, lengths, output_size=queries)
-    return torch.arange(queries, device=ends.device) < ends
-
-
-def _unseen_keys(call: Call, keys: int) -> Tensor:
-    """bool `[keys]`: the keys of sequences without queries. The last query of a sequence sees all its keys."""
-    return torch.repeat_interleave(call.cu_q.diff() == 0, call.cu_k.diff(), output_size=keys)
-
-
-# FlashInfer
-
-
-def _load_flashinfer() -> Attend:
-    from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
-
-    @functools.cache
-    def wrapper(device: torch.device, stream: int) -> Any:
-        workspace = torch.empty(FLASHINFER_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        return BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        planned = wrapper(q.device, torch.cuda.current_stream(q.device).cuda_stream)
-        planned.plan(
-            call.cu_q,
-            call.cu_k,
-            q.shape[1],
-            k.shape[1],
-            q.shape[2],
-            v.shape[2],
-            causal=call.causal,
-            sm_scale=call.scale,
-            q_data_type=q.dtype,
-        )
-        out, lse = planned.run(q.contiguous(), k.contiguous(), v.contiguous(), return_lse=True)
-        return out, lse.T.contiguous().mul_(math.log(2))  # its lse is to base 2
-
-    return attend
-
-
-def _forward_on_a_gpu(problem: Problem) -> str | None:
-    if problem.capability is None:
-        return "runs on GPUs only"
-    if problem.capability[0] < 8:
-        return "needs a GPU of sm_80 or later"
-    return "has no backward: call under torch.no_grad()" if problem.backward else None
+def _attend_with_flash_attn_4(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    if call.backward and q.shape[2] != v.shape[2]:
+        # on Hopper its backward takes groups of heads only if keys are as wide as values
+        k, v = _for_each_head(k, v, q.shape[1])
+    return _flash_attn_4()(
+        q,
+        k,
+        v,
+        cu_seqlens_q=call.cu_q,
+        cu_seqlens_k=call.cu_k,
+        max_seqlen_q=call.max_q,
+        max_seqlen_k=call.max_k,
+        softmax_scale=call.scale,
+        causal=call.causal,
+        deterministic=call.deterministic,
+        return_lse=True,
+    )
 
 
 # torch
@@ -338,9 +177,12 @@ def _sdpa_of_equals(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor
     """
     unseeing = max(q.shape[1] - k.shape[1], 0) if call.causal else 0
     q = q[:, unseeing:]
-    if q.shape[2] != k.shape[2]:
-        k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
+    k, v = _for_each_head(k, v, q.shape[2])
+    q, k, v = (_aligned(x) for x in (q, k, v))
     out, lse = (_sdpa_on_gpu if q.is_cuda else _sdpa_on_cpu)(q, k, v, call.scale, call.causal)
+    if out.requires_grad:
+        # torch reuses cuDNN's backward for the same q, k and v, whatever the strides of the gradient are
+        out.register_hook(lambda d_out: _aligned(d_out.contiguous()))
     if unseeing:
         out = functional.pad(out, (0, 0, 0, 0, unseeing, 0))
         lse = functional.pad(lse, (unseeing, 0), value=-torch.inf)
@@ -381,21 +223,9 @@ def _sdpa_on_gpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) ->
     return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
 
-def _no_deterministic_backward_on_a_gpu(problem: Problem) -> str | None:
-    if problem.capability is None or not (problem.backward and problem.deterministic):
-        return None
-    return "its backward gives other bits each time on a GPU; drop deterministic=True, or pip install flash-attn-4"
-
-
-PROVIDERS = {
-    "flash_attn_4": Provider(
-        "flash-attn-4", "pip install 'flash-attn-4>=4.0.0b36'", _data_centre_gpu, _load_flash_attn_4
-    ),
-    "flash_attn_3": Provider("flash-attn-3", "build flash-attention's folder hopper", _hopper_gpu, _load_flash_attn_3),
-    "cudnn": Provider(
-        "nvidia-cudnn-frontend", "pip install 'nvidia-cudnn-frontend>=1.32'", _data_centre_gpu, _load_cudnn
-    ),
-    "flashinfer": Provider("flashinfer-python", "pip install flashinfer-python", _forward_on_a_gpu, _load_flashinfer),
-    "sdpa": Provider("torch", "pip install torch", _no_deterministic_backward_on_a_gpu, lambda: _sdpa),
-}
-"""In the order in which they are tried."""
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it if its rows are not contiguous or begin elsewhere than at multiples of 16 bytes."""
+    begins = (x.data_ptr(), *(step * x.element_size() for step in x.stride()[:-1]))
+    if x.stride(-1) == 1 and not any(begin % 16 for begin in begins):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,43 +1,30 @@
-"""Attention of many heads on a GPU: every provider that is installed, against float64 and as FlashMLA tests its own."""
+"""Attention of many heads on a GPU: flash-attn-4 and torch, against float64 and as FlashMLA tests its own."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-from mha_problems import MhaProblem, attention, mha_problems, random_mha, starts
-from mla_backend import doctor, flash_mla, mha, mha_providers
-from mla_backend.mha_providers import PROVIDERS, Problem
+from mha_problems import MhaProblem, attention, mha_problems, odd_layouts, random_mha, starts
+from mla_backend import doctor, flash_mla, mha
+from mla_backend.mha_providers import why_not
 
 pytestmark = pytest.mark.gpu
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-WAITS_FOR_LENGTHS = ("flashinfer", "sdpa")
+WITHOUT_FLASH_ATTN_4 = why_not("flash_attn_4", CAPABILITY, deterministic_gradients=False)
+needs_flash_attn_4 = pytest.mark.skipif(WITHOUT_FLASH_ATTN_4 is not None, reason=f"{WITHOUT_FLASH_ATTN_4}")
+providers = pytest.mark.parametrize("provider", [pytest.param("flash_attn_4", marks=needs_flash_attn_4), "sdpa"])
 
 
-def providers(backward=False, deterministic=False, but=()):
-    """All providers; those that cannot do this here are skipped, and say why."""
-    problem = Problem(CAPABILITY, backward, deterministic)
-    found = []
-    for name in PROVIDERS:
-        why = None if name in but else PROVIDERS[name].refuses(problem) or mha_providers.why_missing(name)
-        if name not in but:
-            found.append(pytest.param(name, marks=[pytest.mark.skip(reason=why)] if why else []))
-    return pytest.mark.parametrize("provider", found)
-
-
-def has_backward(provider):
-    return PROVIDERS[provider].refuses(Problem(CAPABILITY, True, False)) is None
-
-
-@providers()
+@providers
 @settings(max_examples=10)
 @given(problem=mha_problems(longest=200, device="cuda"))
 def test_any_problem_and_its_gradients_agree_with_float64(provider, problem):
-    problem.check(provider=provider, gradients=has_backward(provider))
+    problem.check(provider=provider)
 
 
-@providers()
+@providers
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", mha.DTYPES)
+@pytest.mark.parametrize(("dtype", "kv_heads"), [(torch.bfloat16, 3), (torch.float16, 1)])
 @pytest.mark.parametrize("dim", [128, 192])
 @pytest.mark.parametrize(
     ("lengths", "keys"),
@@ -48,41 +35,57 @@ def test_any_problem_and_its_gradients_agree_with_float64(provider, problem):
     ],
     ids=["equal", "longer", "shorter"],
 )
-def test_ragged_and_empty_sequences(provider, lengths, keys, dim, dtype, causal):
-    problem = random_mha(lengths, keys, heads=3, dim=dim, dtype=dtype, causal=causal, device="cuda")
-    problem.check(provider=provider, gradients=has_backward(provider))
+def test_ragged_and_empty_sequences(provider, lengths, keys, dim, dtype, kv_heads, causal):
+    more = {"dim": dim, "dtype": dtype, "causal": causal, "device": "cuda"}
+    problem = random_mha(lengths, keys, heads=3, kv_heads=kv_heads, **more)
+    problem.check(provider=provider)
 
 
-@providers()
+@providers
 @pytest.mark.parametrize("dim", [128, 192])
 def test_packed_tensors(provider, dim):
     problem = random_mha((300, 0, 129), heads=4, dim=dim, device="cuda")
-    qkv = torch.cat((problem.q, problem.k, problem.v), dim=2).requires_grad_(has_backward(provider))
+    qkv = torch.cat((problem.q, problem.k, problem.v), dim=2).requires_grad_()
     cu = starts(problem.lengths, "cuda")
     got = flash_mla.flash_attn_varlen_qkvpacked_func(
         qkv, cu, 300, dim, softmax_scale=problem.scale, causal=True, provider=provider
     )
-    if has_backward(provider):
-        (gradient,) = torch.autograd.grad(got[0], qkv, problem.d_out)
-        got = (*got, *gradient.split((dim, dim, 128), dim=2))
-    problem.check(got)
+    (gradient,) = torch.autograd.grad(got[0], qkv, problem.d_out)
+    problem.check((*got, *gradient.split((dim, dim, 128), dim=2)))
 
 
-@providers()
+@providers
+@pytest.mark.parametrize("dim", [128, 192])
+def test_inputs_and_gradients_in_any_layout(provider, dim):
+    """Of the same shapes, one after the other: what is kept of the first must not be taken for the next."""
+    problem = random_mha((300, 0, 129), heads=4, dim=dim, device="cuda")
+    for names in (("d_out",), ("q", "k", "v"), ("q", "k", "v", "d_out")):
+        layouts = {name: odd_layouts(getattr(problem, name)) for name in names}
+        for layout in layouts[names[0]]:
+            problem.but(**{name: layouts[name][layout] for name in names}).check(provider=provider)
+            problem.check(provider=provider)
+    for one in (problem.d_out[:1], problem.d_out[:, :, :1]):
+        problem.but(d_out=one.expand_as(problem.d_out)).check(provider=provider)
+
+
+@providers
 @pytest.mark.parametrize("causal", [False, True])
 def test_equally_long_sequences(provider, causal):
     problem = random_mha((256,) * 3, (384,) * 3, heads=4, causal=causal, device="cuda")
-    problem.check(provider=provider, gradients=has_backward(provider), is_varlen=False)
+    problem.check(provider=provider, is_varlen=False)
 
 
-@providers(backward=True, deterministic=True)
+@needs_flash_attn_4
 @pytest.mark.parametrize("kv_heads", [16, 4])
+@pytest.mark.parametrize("dim", [128, 192])
 @pytest.mark.parametrize("causal", [False, True])
-def test_deterministic_gradients_are_the_same_20_times(provider, causal, kv_heads):
-    problem = random_mha((2048, 700), (2048, 1500), heads=16, kv_heads=kv_heads, causal=causal, device="cuda")
-    first = problem.solve(provider=provider, deterministic=True)
+def test_deterministic_gradients_are_the_same_20_times(causal, dim, kv_heads):
+    problem = random_mha((2048, 700), (2048, 1500), heads=16, kv_heads=kv_heads, dim=dim, causal=causal, device="cuda")
+    options = {"provider": "flash_attn_4", "deterministic": True}
+    first = problem.solve(**options)
+    problem.check(first)
     for _ in range(20):
-        again = problem.solve(provider=provider, deterministic=True)
+        again = problem.solve(**options)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -91,15 +94,16 @@ def test_determinism_that_is_not_kept_is_refused():
         random_mha((9,), device="cuda").solve(provider="sdpa", deterministic=True)
 
 
-@providers(but=WAITS_FOR_LENGTHS)
+@needs_flash_attn_4
+@pytest.mark.parametrize("kv_heads", [2, 1])
 @pytest.mark.parametrize("keys", [(300, 0, 129), (300, 64, 500)])
-def test_the_host_waits_for_nothing(provider, keys):
-    problem = random_mha((300, 0, 129), keys, device="cuda")
+def test_the_host_waits_for_nothing(keys, kv_heads):
+    problem = random_mha((300, 0, 129), keys, kv_heads=kv_heads, device="cuda")
     arguments = problem.arguments()
     leaves = [arguments[name].requires_grad_() for name in "qkv"]
 
     def train():
-        out, _ = flash_mla.flash_attn_varlen_func(**arguments, provider=provider)
+        out, _ = flash_mla.flash_attn_varlen_func(**arguments, provider="flash_attn_4")
         return torch.autograd.grad(out, leaves, problem.d_out)
 
     train()  # kernels are compiled and loaded
@@ -113,8 +117,7 @@ def test_the_host_waits_for_nothing(provider, keys):
 
 def test_doctor_names_the_provider_that_is_taken():
     taken = doctor.examine()["mha"]["taken"]
-    assert taken["forward"]["provider"] == mha.chosen(Problem(CAPABILITY, False, False))
-    assert taken["with gradients"]["provider"] == mha.chosen(Problem(CAPABILITY, True, False))
+    assert taken["all else"]["provider"] == mha.choose(CAPABILITY, False)
 
 
 def flash_mlas_problem(mean: int, varlen: bool, heads: int, kv_heads: int, dim: int, causal: bool) -> MhaProblem:
@@ -155,14 +158,14 @@ def assert_as_flash_mla_has_it(name, got, want):
     assert 1 - 2 * (got * want).sum() / (got.square() + want.square()).sum() < 7e-6, name
 
 
-@providers()
+@providers
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [128, 192])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(128, 128), (32, 4)])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_the_cases_of_flash_mla(provider, device, varlen, heads, kv_heads, dim, causal):
     problem = flash_mlas_problem(4096, varlen, heads, kv_heads, dim, causal)
-    gradients = heads == kv_heads and has_backward(provider)
+    gradients = heads == kv_heads
     got = problem.solve(provider=provider, gradients=gradients, is_varlen=varlen)
     for name, own, exact in zip(("out", "lse", "d_q", "d_k", "d_v"), got, sdpa_math(problem, gradients), strict=False):
         assert_as_flash_mla_has_it(name, own, exact)

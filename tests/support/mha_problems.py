@@ -36,14 +36,13 @@ class MhaProblem:
         return self.but(**{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
 
     def arguments(self) -> dict:
-        """All arguments of flash_attn_varlen_func. Equal lengths are one tensor, as callers have it."""
-        cu = starts(self.lengths, self.q.device)
+        """All arguments of flash_attn_varlen_func."""
         return {
             "q": self.q,
             "k": self.k,
             "v": self.v,
-            "cu_seqlens_qo": cu,
-            "cu_seqlens_kv": cu if self.lengths == self.keys else starts(self.keys, self.q.device),
+            "cu_seqlens_qo": starts(self.lengths, self.q.device),
+            "cu_seqlens_kv": starts(self.keys, self.q.device),
             "max_seqlen_qo": max(self.lengths, default=0),
             "max_seqlen_kv": max(self.keys, default=0),
             "softmax_scale": self.scale,
@@ -68,6 +67,18 @@ class MhaProblem:
         got = self.solve(**options) if got is None else got
         assert got[1].T.is_contiguous()
         assert_accurate(got, self.oracle())
+
+
+def odd_layouts(x: Tensor) -> dict[str, Tensor]:
+    """The numbers of x `[tokens, heads, width]` in other places of memory."""
+    wider = torch.nn.functional.pad(x, (1, 2))
+    return {
+        "between others": torch.stack((x, x, x), dim=1)[:, 1],
+        "at odd addresses": wider[..., 1:-2],
+        "one element on": torch.nn.functional.pad(x.flatten(), (1, 0))[1:].view_as(x),
+        "heads first": x.transpose(0, 1).contiguous().transpose(0, 1),
+        "width first": x.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+    }
 
 
 def attention(
