@@ -184,6 +184,12 @@ float expect_cache_scale(double scale, const char* name, const CacheFormat& form
   return own;
 }
 
+int32_t expect_range(int64_t number, const char* name, int64_t least, int64_t most) {
+  if (number < least || number > most)
+    reject(name, std::to_string(least) + " to " + std::to_string(most), std::to_string(number));
+  return static_cast<int32_t>(number);
+}
+
 int32_t expect_int32(int64_t size, const char* name, const char* what) {
   if (size > kMaxSize) reject(name, "of at most " + std::to_string(kMaxSize) + " " + what, std::to_string(size));
   return static_cast<int32_t>(size);

@@ -62,6 +62,9 @@ T* data(const Tensor& tensor) {
   return static_cast<T*>(tensor.data_ptr());
 }
 
+// A number from `least` to `most`, which kernels hold in 32 bits.
+int32_t expect_range(int64_t number, const char* name, int64_t least, int64_t most);
+
 // A size that kernels hold in 32 bits.
 int32_t expect_int32(int64_t size, const char* name, const char* what);
 

@@ -12,11 +12,6 @@ MLA_OP(convert_indices,
   const int64_t tokens = positions.size(0), topk = positions.size(1);
   expect(block_table, "block_table", {ScalarType::Int}, {{"R"}, {"max_blocks"}}, positions);
   expect(request_ids, "request_ids", {ScalarType::Int}, {{"T", tokens}}, positions);
-  const auto expect_number = [](int64_t number, const char* name, int64_t least, int64_t most) {
-    if (number < least || number > most)
-      reject(name, std::to_string(least) + " to " + std::to_string(most), std::to_string(number));
-    return static_cast<int32_t>(number);
-  };
   expect(slots, "slots", {ScalarType::Int}, {{"T", tokens}, {"topk", topk}}, positions);
   expect(counts, "counts", {ScalarType::Int}, {{"T", tokens}}, positions);
 
@@ -28,10 +23,10 @@ MLA_OP(convert_indices,
   p.requests = block_table.size(0);
   p.max_blocks = expect_int32(block_table.size(1), "block_table", "blocks a request");
   p.request = data<const int32_t>(request_ids);
-  p.block_size = expect_number(block_size, "block_size", 1, kMaxSize);
-  p.ranks = expect_number(ranks, "ranks", 1, kMaxSize);
-  p.rank = expect_number(rank, "rank", 0, ranks - 1);
-  p.interleave = expect_number(interleave, "interleave", 1, kMaxSize);
+  p.block_size = expect_range(block_size, "block_size", 1, kMaxSize);
+  p.ranks = expect_range(ranks, "ranks", 1, kMaxSize);
+  p.rank = expect_range(rank, "rank", 0, ranks - 1);
+  p.interleave = expect_range(interleave, "interleave", 1, kMaxSize);
   p.compact = compact;
   p.slots = data<int32_t>(slots), p.slot_stride = slots.stride(0);
   p.counts = data<int32_t>(counts);

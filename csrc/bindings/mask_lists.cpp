@@ -6,12 +6,6 @@
 namespace mla::bindings {
 namespace {
 
-int32_t expect_size(int64_t size, const char* name, int64_t least, int64_t most) {
-  if (size < least || size > most)
-    reject(name, std::to_string(least) + " to " + std::to_string(most), std::to_string(size));
-  return static_cast<int32_t>(size);
-}
-
 int64_t blocks_of(int64_t positions, int64_t block) { return (positions + block - 1) / block; }
 
 }  // namespace
@@ -22,11 +16,11 @@ MLA_OP(mask_lists,
        Tensor blocks, Tensor bits, int64_t q_block, int64_t kv_block, int64_t queries, int64_t positions, int64_t first,
        bool list_full, OptionalTensor block_table, int64_t page_size, Tensor slots, Tensor lengths) {
   MaskListsProblem p{};
-  p.q_block = expect_size(q_block, "q_block", 1, kMaxSize);
-  p.kv_block = expect_size(kv_block, "kv_block", 1, kMaxSize);
-  p.queries = expect_size(queries, "queries", 0, kMaxMaskPositions);
-  p.positions = expect_size(positions, "positions", 0, kMaxMaskPositions);
-  p.page_size = expect_size(page_size, "page_size", 1, kMaxSize);
+  p.q_block = expect_range(q_block, "q_block", 1, kMaxSize);
+  p.kv_block = expect_range(kv_block, "kv_block", 1, kMaxSize);
+  p.queries = expect_range(queries, "queries", 0, kMaxMaskPositions);
+  p.positions = expect_range(positions, "positions", 0, kMaxMaskPositions);
+  p.page_size = expect_range(page_size, "page_size", 1, kMaxSize);
   p.list_full = list_full;
   const int64_t q_blocks = blocks_of(queries, q_block), kv_blocks = blocks_of(positions, kv_block);
   p.q_blocks = static_cast<int32_t>(q_blocks), p.kv_blocks = static_cast<int32_t>(kv_blocks);
@@ -51,9 +45,7 @@ MLA_OP(mask_lists,
   p.lengths = data<int32_t>(lengths);
 
   expect_int32(p.tokens, "lengths", "tokens");
-  if (first < 0 || first > kMaxSize - p.tokens)
-    reject("first", "0 to " + std::to_string(kMaxSize - p.tokens), std::to_string(first));
-  p.first = first;
+  p.first = expect_range(first, "first", 0, kMaxSize - p.tokens);
   if (p.tokens > 0 && queries == 0) reject("lengths", "int32 [0] without queries", describe(lengths));
   if (p.tokens == 0) return;
   // of the tokens' batch elements, one more than the last

@@ -8,17 +8,15 @@ MLA_OP(plan,
        "bool batch_invariant, Tensor(a!) out) -> ()",
        OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk, int64_t extra_topk,
        bool batch_invariant, Tensor out) {
-  const auto count = [](int64_t value, const char* name) {
-    if (value < 0 || value > kMaxSize) reject(name, "0 to " + std::to_string(kMaxSize), std::to_string(value));
-    return static_cast<int32_t>(value);
-  };
   expect(out, "out", {ScalarType::Int}, {{"workers"}, 8}, out);
   if (out.size(0) == 0 || !out.is_contiguous()) reject("out", "contiguous and of one row or more", describe(out));
   const int32_t* length = optional_data<int32_t>(topk_length, "topk_length", ScalarType::Int, {{"T", tokens}}, out);
   const int32_t* extra_length =
       optional_data<int32_t>(extra_topk_length, "extra_topk_length", ScalarType::Int, {{"T", tokens}}, out);
   PlanProblem p{};
-  p.tokens = count(tokens, "num_tokens"), p.topk = count(topk, "topk"), p.extra_topk = count(extra_topk, "extra_topk");
+  p.tokens = expect_range(tokens, "num_tokens", 0, kMaxSize);
+  p.topk = expect_range(topk, "topk", 0, kMaxSize);
+  p.extra_topk = expect_range(extra_topk, "extra_topk", 0, kMaxSize);
   p.length = length, p.extra_length = extra_length;
   p.whole_tokens = batch_invariant;
   p.rows = reinterpret_cast<PlanRow*>(out.data_ptr());
