@@ -235,7 +235,8 @@ def check_lse(got: Tensor, want: Tensor, *, rounded: bool) -> None:
 
 def rounds_queries(cache: Tensor) -> bool:
     """Whether the kernel for these rows does."""
-    return torch.cuda.get_device_capability()[0] == 9 and cache.shape[-1] == mla_backend.FORMATS["fp8_ds_mla"].width
+    rounding = (mla_backend.FORMATS[name].width for name in ("fp8_ds_mla", "fp8_tensor_576"))
+    return torch.cuda.get_device_capability()[0] == 9 and cache.element_size() == 1 and cache.shape[-1] in rounding
 
 
 def measure(case: Case, caches: Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:

@@ -33,16 +33,18 @@ struct Fp8Pair {
 };
 
 // Quantises a token's queries to pairs of e4m3 numbers. A head is a row of `fp8`, and what e4m3 leaves of it is the row
-// kHeads further on. A group of 128 dims is a row of 128 bytes; groups lie one after another. Rope stays bf16, in rows
-// of its own. Rows beyond the problem's heads are zeros. Each head is divided by a power of two that brings its largest
-// latent number to 2^7 to 2^8; q_scale puts that right, and brings scores to base 2.
-template <int kHeads>
+// kHeads further on. A group of 128 dims is a row of 128 bytes; groups lie one after another. Rope has rows of its own:
+// it stays bf16, or becomes such pairs too (kRopeToo), of which a row has 64 bytes. Rows beyond the problem's heads are
+// zeros. Each head is divided by a power of two that brings its largest number, but for bf16 rope, to 2^7 to 2^8;
+// q_scale puts that right, and brings scores to base 2.
+template <int kHeads, bool kRopeToo>
 struct QuantisedQueries {
   static_assert(kHeads % 8 == 0, "both rows of a head are swizzled alike");
   static constexpr int kWarps = 8;                      // that share the heads
   static constexpr int kAtOnce = kHeads == 16 ? 2 : 1;  // heads of a warp
   static constexpr int kStep = kWarps * kAtOnce;        // to the warp's next ones
   static constexpr int kGroupBytes = 2 * kHeads * kRowBytes;
+  static constexpr int kRopeBytes = kRopeToo ? kGroupBytes : kHeads * kRowBytes;
 
   uint4 latent[kAtOnce][2], rope[kAtOnce];
 
@@ -57,23 +59,29 @@ struct QuantisedQueries {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int row = first + i;
-      const uint32_t biased = exponent_of_head(latent[i], rope[i]), exponent = max(biased, 8u);
+      const uint32_t biased = exponent_of_head<kRopeToo ? 0 : 60>(latent[i], rope[i]), exponent = max(biased, 8u);
       // an infinity among them would become a number: let it be NaN
       const float factor = biased == 255 ? NAN : __uint_as_float((261 - exponent) << 23);
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const Fp8Pair x(latent[i][j].x, factor), y(latent[i][j].y, factor), z(latent[i][j].z, factor),
-            w(latent[i][j].w, factor);
-        const int group = lane / 16 + 2 * j, piece = lane % 16 / 2;
-        uint8_t* at = fp8 + group * kGroupBytes + row * kRowBytes + (piece ^ (row & 7)) * kPieceBytes + lane % 2 * 8;
-        *reinterpret_cast<uint2*>(at) = {x.high | y.high << 16, z.high | w.high << 16};
-        *reinterpret_cast<uint2*>(at + kHeads * kRowBytes) = {x.low | y.low << 16, z.low | w.low << 16};
-      }
-      if (lane < 8)
+      for (int j = 0; j < 2; ++j)
+        store_pairs(fp8 + (lane / 16 + 2 * j) * kGroupBytes, row, lane % 16, latent[i][j], factor);
+      if (kRopeToo && lane < 8)
+        store_pairs(rope_rows, row, lane, rope[i], factor);
+      else if (lane < 8)
         *reinterpret_cast<uint4*>(rope_rows + row * kRowBytes + (lane ^ (row & 7)) * kPieceBytes) =
             scaled_piece(rope[i], factor, false);
       if (lane == 0) q_scale[row] = scale * kLog2E * __uint_as_float((exponent - 7) << 23);
     }
+  }
+
+ private:
+  // Numbers 8 * eighth to 8 * eighth + 7 of a row.
+  static __device__ __forceinline__ void store_pairs(uint8_t* rows, int row, int eighth, const uint4& numbers,
+                                                     float factor) {
+    const Fp8Pair x(numbers.x, factor), y(numbers.y, factor), z(numbers.z, factor), w(numbers.w, factor);
+    uint8_t* at = rows + row * kRowBytes + (eighth / 2 ^ (row & 7)) * kPieceBytes + eighth % 2 * 8;
+    *reinterpret_cast<uint2*>(at) = {x.high | y.high << 16, z.high | w.high << 16};
+    *reinterpret_cast<uint2*>(at + kHeads * kRowBytes) = {x.low | y.low << 16, z.low | w.low << 16};
   }
 };
 

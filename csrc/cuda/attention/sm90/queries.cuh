@@ -25,9 +25,9 @@ __device__ __forceinline__ uint32_t larger_magnitude(uint32_t pair, uint32_t lar
 }
 
 // The biased exponent of a warp's head: that of its largest latent number; but rope is divided by the same power of
-// two, and where it is larger by far it has to stay finite.
+// two, and where it is larger by far it has to stay finite: by more than 2^kRopeRoom.
+template <uint32_t kRopeRoom = 60>
 __device__ __forceinline__ uint32_t exponent_of_head(const uint4 (&latent)[2], const uint4& rope) {
-  constexpr uint32_t kRopeRoom = 60;
   uint32_t largest = 0, largest_rope = 0;
 #pragma unroll
   for (int i = 0; i < 2; ++i)

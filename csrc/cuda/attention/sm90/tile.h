@@ -29,9 +29,12 @@ enum class Rows {
   fp8_ds_mla,
   bf16,
   fp16,
-  fp8_tensor_576,  // become bf16 numbers when they are loaded
+  fp8_tensor_576,  // become bf16 numbers when they are loaded, but not with few heads
   any_512,         // bf16_512, fp8_model1 and fp8_528, which become bf16 numbers too, in any mixture
 };
+
+// In place of what a kernel needs for other rows.
+struct Empty {};
 
 // What else a Hopper kernel is compiled for. Max logits cost registers and, at a token's end, shuffles. In dense
 // attention slots come from pages, and a token's queries may see less of its last tiles.

@@ -31,7 +31,8 @@ constexpr bool kMerged = kHeads > 16;
 
 // How rows lie in shared memory, and how they are multiplied.
 template <Rows kRows, int kHeads>
-using RowsOf = std::conditional_t<is_scaled(kRows), Fp8Rows<kHeads>, PlainRows<kRows, kHeads>>;
+using RowsOf = std::conditional_t<is_scaled(kRows) || kRows == Rows::fp8_tensor_576, Fp8Rows<kRows, kHeads>,
+                                  PlainRows<kRows, kHeads>>;
 
 template <Rows kRows, int kHeads>
 struct Shared {
@@ -66,8 +67,9 @@ constexpr int kSharedBytes = sizeof(Shared<kRows, kHeads>);
 constexpr int kMostSharedBytes = 227 * 1024;  // of a block on sm_90
 static_assert(kSharedBytes<Rows::fp8_ds_mla, 32> <= kMostSharedBytes &&
               kSharedBytes<Rows::fp8_ds_mla, 16> <= kMostSharedBytes &&
+              kSharedBytes<Rows::fp8_tensor_576, 16> <= kMostSharedBytes &&
               kSharedBytes<Rows::bf16, 16> <= kMostSharedBytes && kSharedBytes<Rows::any_512, 16> <= kMostSharedBytes);
-static_assert(kReductionHeads<32> * kReductionStride * sizeof(float) <= sizeof(Fp8Rows<32>::Stage),
+static_assert(kReductionHeads<32> * kReductionStride * sizeof(float) <= sizeof(Fp8Rows<Rows::fp8_ds_mla, 32>::Stage),
               "the reduction buffer takes the memory of a tile");
 
 }  // namespace mla::cuda::sm90::few_heads

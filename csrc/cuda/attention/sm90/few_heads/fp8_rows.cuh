@@ -1,11 +1,13 @@
-// fp8_ds_mla rows for up to 32 heads, in shared memory as they are in the cache.
+// fp8_ds_mla rows for up to 32 heads, and fp8_tensor_576 rows for up to 16, in shared memory as they are in the cache.
 //
 // Scores are products of fp8 numbers. A query is the sum of two e4m3 numbers, which are two columns of wgmma, and a sum
-// over 128 dims is multiplied with its token's scale in fp32. Values become f16 in registers, scales included, just
-// before they are multiplied. So no f16 copy of a tile is ever written, and there is room for four tiles in flight.
+// over 128 dims is multiplied with its token's scale, if there is one, in fp32. Values become f16 in registers, scales
+// included, just before they are multiplied. So no f16 copy of a tile is ever written, and there is room for four tiles
+// in flight.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/few_heads/reduction.h"
@@ -18,13 +20,16 @@
 
 namespace mla::cuda::sm90::few_heads {
 
-template <int kHeads>
+template <Rows kRows, int kHeads>
 struct Fp8Rows {
+  // One scale for the whole cache, which is not this file's business, and rope of e4m3 numbers.
+  static constexpr bool kOfTensor = kRows == Rows::fp8_tensor_576;
+  using Queries = QuantisedQueries<kHeads, kOfTensor>;
   static constexpr int kStages = 4;                     // tiles
   static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // tokens whose queries there is room for
   static constexpr int kSums = kHeads / 2;
-  static constexpr int kWarps = QuantisedQueries<kHeads>::kWarps;  // that produce
-  static constexpr int kWarpRows = kTileTokens / kWarps;           // of a tile
+  static constexpr int kWarps = Queries::kWarps;          // that produce
+  static constexpr int kWarpRows = kTileTokens / kWarps;  // of a tile
   static constexpr int kTileArrivals = (32 + kWarpArrivals) * kWarps;
   static constexpr int kGroupDims = kValueDim / kGroups;  // of values, a warp's
   static constexpr int kLaneDims = kGroupDims / 8;
@@ -32,13 +37,13 @@ struct Fp8Rows {
 
   struct Stage {
     uint8_t fp8[kGroups][kTileTokens * kRowBytes];  // a group of 128 is a row of 128 bytes
-    uint8_t rope[kTileTokens * kRowBytes];
+    uint8_t rope[kTileTokens * kRowBytes];          // in rows of 128 bytes too, half empty where they are e4m3
   };
   struct Memory {
     alignas(1024) Stage stages[kStages];
-    alignas(1024) uint8_t q[kQueries][kGroups][2 * kHeads * kRowBytes];  // e4m3, heads and what it leaves of them
-    alignas(1024) uint8_t q_rope[kQueries][kHeads * kRowBytes];
-    alignas(16) float scale[kStages][kTileTokens][kGroups];
+    alignas(1024) uint8_t q[kQueries][kGroups][Queries::kGroupBytes];  // e4m3, heads and what it leaves of them
+    alignas(1024) uint8_t q_rope[kQueries][Queries::kRopeBytes];
+    alignas(16) std::conditional_t<kOfTensor, Empty, float[kStages][kTileTokens][kGroups]> scale;
     uint8_t valid[kStages][kTileTokens];  // whether the slot is one
 
     __device__ void* reduction_buffer(int stage) { return &stages[stage]; }
@@ -51,7 +56,7 @@ struct Fp8Rows {
   uint32_t value_scale;  // of tokens 2 * lane and the next, for the warp's group, in f16
   uint4 fp8[4];          // of the first values to be added
 
-  __device__ float lift(int half) const { return static_cast<float>(power[half]); }
+  __device__ float lift(int half) const { return kOfTensor ? 0.0f : static_cast<float>(power[half]); }
 
   static __device__ int power_of(const float4& x) {
     return power_above(fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))));
@@ -63,14 +68,18 @@ struct Fp8Rows {
     const uint64_t k = describe_atoms(cast_smem_ptr_to_uint(&s.stages[stage])),
                    q = describe_atoms(cast_smem_ptr_to_uint(s.q[query])),
                    q_rope = describe_atoms(cast_smem_ptr_to_uint(s.q_rope[query]));
-    constexpr int kAtOnce = kHeads > 16 ? 1 : kHeads > 8 ? 3 : 4;  // groups whose sums there are registers for
+    // groups whose sums there are registers for
+    constexpr int kAtOnce = kHeads > 16 ? 1 : kHeads > 8 ? 3 - kOfTensor : 4;
     float part[kAtOnce][2 * kSums];
     const auto begin_group = [&](int g) {
       float (&sum)[2 * kSums] = part[g % kAtOnce];
 #pragma unroll
       for (int step = 0; step < 4; ++step)
         multiply<E4m3Atom<2 * kHeads>>(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
-                                       q + ((g * 2 * kHeads * kRowBytes + step * 32) >> 4), step > 0);
+                                       q + ((g * Queries::kGroupBytes + step * 32) >> 4), step > 0);
+      if constexpr (kOfTensor) {
+        if (g == 0) add_rope<E4m3Atom<2 * kHeads>, 2>(sum, k, q_rope, true);
+      }
       cute::warpgroup_commit_batch();
     };
     // before the products, which occupy shared memory
@@ -79,17 +88,16 @@ struct Fp8Rows {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = warp * 16 + lane / 4 + 8 * i;
-      scale[i] = *reinterpret_cast<const float4*>(s.scale[stage][token]);
+      scale[i] = scales_of(s, stage, token);
       valid[i] = s.valid[stage][token];
-      value_scales[i] = *reinterpret_cast<const float4*>(s.scale[stage][2 * lane + (i ^ swap())]);
+      value_scales[i] = scales_of(s, stage, 2 * lane + (i ^ swap()));
     }
-    fence_sums(score);
+    if constexpr (!kOfTensor) fence_sums(score);
     cute::warpgroup_arrive();
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      multiply<Bf16Atom<kHeads, Major::K, Major::K>>(score, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4),
-                                                     q_rope + ((step * 32) >> 4), step > 0);
-    cute::warpgroup_commit_batch();
+    if constexpr (!kOfTensor) {
+      add_rope<Bf16Atom<kHeads, Major::K, Major::K>, 4>(score, k, q_rope, false);
+      cute::warpgroup_commit_batch();
+    }
     if constexpr (kAtOnce > 1) {
 #pragma unroll
       for (int g = 0; g < kAtOnce; ++g) begin_group(g);
@@ -109,13 +117,14 @@ struct Fp8Rows {
         begin_group(next);
       }
       wait_for_all_products_but(min(kAtOnce, kGroups - g) - 1);
-      if (g == 0) fence_sums(score);
+      if (!kOfTensor && g == 0) fence_sums(score);
       float (&sum)[2 * kSums] = part[g % kAtOnce];
       fence_sums(sum);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) {
         const float4& x = scale[i / 2 % 2];
-        score[i] += (sum[i] + sum[i + kSums]) * (g == 0 ? x.x : g == 1 ? x.y : g == 2 ? x.z : x.w);
+        const float group = (sum[i] + sum[i + kSums]) * (g == 0 ? x.x : g == 1 ? x.y : g == 2 ? x.z : x.w);
+        score[i] = kOfTensor && g == 0 ? group : score[i] + group;
       }
     }
 #pragma unroll
@@ -124,6 +133,22 @@ struct Fp8Rows {
       score[i] = score[i] * (i % 2 ? by.y : by.x) + bias[i / 2 % 2];
     }
     if constexpr (kAhead) load(fp8, s.stages[stage], 0);
+  }
+
+  static __device__ float4 scales_of(const Memory& s, int stage, int token) {
+    if constexpr (kOfTensor)
+      return {1.0f, 1.0f, 1.0f, 1.0f};
+    else
+      return *reinterpret_cast<const float4*>(s.scale[stage][token]);
+  }
+
+  // Products of rope, which has that many steps.
+  template <typename Atom, int kSteps, int kCount>
+  static __device__ void add_rope(float (&sum)[kCount], uint64_t k, uint64_t q_rope, bool add) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      multiply<Atom>(sum, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4),
+                     add || step > 0);
   }
 
   __device__ int swap() const { return lane / 4 % 2; }  // so that eight lanes read scales from different banks
@@ -140,7 +165,7 @@ struct Fp8Rows {
 
   // Two tokens' weights, of the upper or the lower ones, as a product has them.
   __device__ uint32_t pack(float first, float second, int half) const {
-    const float up = two_to(power[half]);
+    const float up = kOfTensor ? 1.0f : two_to(power[half]);
     return pack_f16(first * up, second * up);
   }
 
@@ -154,6 +179,10 @@ struct Fp8Rows {
     }
   }
 
+  static __device__ uint32_t scaled(uint32_t numbers, uint32_t scale) {
+    return kOfTensor ? numbers : times<Number::f16>(numbers, scale);
+  }
+
   // Four dims of these tokens as two products' rows.
   static __device__ void convert(uint32_t (&rows)[2][4], uint32_t a, uint32_t b, uint32_t c, uint32_t d,
                                  const uint32_t (&scale)[2]) {
@@ -162,8 +191,8 @@ struct Fp8Rows {
       // bytes of a dim from two tokens next to each other, for two dims
       const uint32_t first = __byte_perm(a, b, i ? 0x7362 : 0x5140), second = __byte_perm(c, d, i ? 0x7362 : 0x5140);
       const uint4 numbers = e4m3_to_f16(first, second);
-      rows[i][0] = times<Number::f16>(numbers.x, scale[0]), rows[i][1] = times<Number::f16>(numbers.y, scale[0]);
-      rows[i][2] = times<Number::f16>(numbers.z, scale[1]), rows[i][3] = times<Number::f16>(numbers.w, scale[1]);
+      rows[i][0] = scaled(numbers.x, scale[0]), rows[i][1] = scaled(numbers.y, scale[0]);
+      rows[i][2] = scaled(numbers.z, scale[1]), rows[i][3] = scaled(numbers.w, scale[1]);
     }
   }
 
@@ -182,8 +211,11 @@ struct Fp8Rows {
       uint4(&next)[4] = step % 2 ? fp8 : others;
       if constexpr (!kAhead) load(own, s.stages[stage], step);
       if (kAhead && step + 1 < kSteps) load(next, s.stages[stage], step + 1);
-      const uint32_t scale[2] = {__shfl_sync(~0u, value_scale, 8 * step + lane % 4),
-                                 __shfl_sync(~0u, value_scale, 8 * step + 4 + lane % 4)};
+      uint32_t scale[2] = {};
+      if constexpr (!kOfTensor) {
+        scale[0] = __shfl_sync(~0u, value_scale, 8 * step + lane % 4);
+        scale[1] = __shfl_sync(~0u, value_scale, 8 * step + 4 + lane % 4);
+      }
       if (step + 1 == kSteps) release();
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
@@ -224,7 +256,6 @@ struct Fp8Rows {
   template <typename Shared, typename Wait>
   static __device__ void produce_queries(const AttentionProblem& p, Shared& s, int query, int token, int head_begin,
                                          int warp, int lane, Wait wait_for_room) {
-    using Queries = QuantisedQueries<kHeads>;
 #pragma unroll 1
     for (int head = warp * Queries::kAtOnce; head < kHeads; head += Queries::kStep) {
       Queries queries;
@@ -286,17 +317,23 @@ struct Fp8Rows {
 #pragma unroll 2
     for (int i = 0; i < kWarpRows; ++i)
       copy_piece((fp8 ^ i * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
-    const uint8_t* rope = cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8);
-#pragma unroll
-    for (int i = 0; i < kWarpRows; i += 4) {
-      const int row = i + lane / 8;
-      copy_piece(
-          cast_smem_ptr_to_uint(s.stages[stage].rope) + (first + row) * kRowBytes + (lane % 8 ^ row) * kPieceBytes,
-          rope, __shfl_sync(~0u, own, row));
-    }
+    copy_rope(cast_smem_ptr_to_uint(s.stages[stage].rope) + first * kRowBytes, cache, own, lane);
     if (lane >= kWarpRows) return;
-    copy_piece(cast_smem_ptr_to_uint(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);
+    if constexpr (!kOfTensor)
+      copy_piece(cast_smem_ptr_to_uint(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);
     s.valid[stage][at] = own != kNoRow;
+  }
+
+  static __device__ void copy_rope(uint32_t to, const uint8_t* cache, uint32_t own, int lane) {
+    constexpr int kPieces = kOfTensor ? 4 : 8, kAtOnce = 32 / kPieces;  // rows
+    constexpr int kOffset = kOfTensor ? kFp8Tensor576.rope_offset() : kFp8DsMla.rope_offset();
+    const int piece = lane % kPieces;
+#pragma unroll
+    for (int i = 0; i < kWarpRows; i += kAtOnce) {
+      const int row = i + lane / kPieces;
+      copy_piece(to + row * kRowBytes + (piece ^ row) * kPieceBytes, cache + kOffset + kPieceBytes * piece,
+                 __shfl_sync(~0u, own, row));
+    }
   }
 };
 

@@ -29,7 +29,6 @@ struct Column {
   float power;  // 2^bias
   float bias;   // -inf where the slot is none
 };
-struct Empty {};
 
 constexpr int kStages = 2;
 
