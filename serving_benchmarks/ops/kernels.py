@@ -3,6 +3,8 @@
 All candidates are timed interleaved in one process, as CUDA graphs over several sets of queries and index lists in one
 cache. Work that serving does once a step is outside of the graphs: our plan, which is timed on its own, and the peers'
 schedules. In every case the results that a graph leaves, all tokens of the last set, are checked against the reference.
+Decode is also timed in situ, as a model launches it: what it adds to matrix products that read their weights from
+memory, one before each call. A launch in a loop of its own finds its code in caches and overlaps the one before it.
 
 FlashMLA and FlashAttention 3 come out of vLLM's wheels and are called as vLLM calls them. FlashMLA's prefill,
 FlashAttention 3 and FlashInfer read no FP8 rows of this kind: for an FP8 cache they get a BF16 copy of it. The copy is
@@ -65,6 +67,10 @@ L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}
 """Bytes/s of gathering rows of a format from L2, out of a pool of 32K tokens."""
 
 
+PRODUCT_ROWS, PRODUCT_WIDTH = 64, 7168
+"""Of the products before calls in situ: DeepSeek-V3.2's width. Their weights, 103 MB, are twice an L2."""
+
+
 class WrongResult(Exception):
     """A kernel did not compute what the reference computes."""
 
@@ -109,6 +115,13 @@ def suite_cases(
         for case in cases(entry.batches, entry.heads, entry.topk, [fmt])
         if case.heads in (heads or [case.heads]) and case.topk in (topks or [case.topk])
     ]
+
+
+def products(count: int) -> list[timing.Call]:
+    """Matrix products of a model's size, each with weights of its own."""
+    new = partial(torch.randn, device=DEVICE, dtype=torch.bfloat16)
+    x, weights = new(PRODUCT_ROWS, PRODUCT_WIDTH), [new(PRODUCT_WIDTH, PRODUCT_WIDTH) for _ in range(count)]
+    return [partial(torch.mm, x, weight, out=torch.empty_like(x)) for weight in weights]
 
 
 class Caches(dict[tuple[str, int], Tensor]):
@@ -222,8 +235,9 @@ def check_out(got: Tensor, want: Tensor, times: float = 1) -> dict[str, float]:
 def prepared_candidate(made: Iterable[Prepared], want: Tensor, times: float = 1) -> timing.Candidate:
     """Calls on all sets. `want` is the last one's out, of the reference."""
     made = list(made)
-    out = made[-1].out
-    return timing.Candidate([one.call for one in made], [out], lambda: check_out(out.view(want.shape), want, times))
+    out, layer = made[-1].out, [one.layer for one in made]
+    check = lambda: check_out(out.view(want.shape), want, times)  # noqa: E731
+    return timing.Candidate([one.call for one in made], [out], check, layer)
 
 
 def check_lse(got: Tensor, want: Tensor, *, rounded: bool) -> None:
@@ -239,13 +253,15 @@ def rounds_queries(cache: Tensor) -> bool:
     return torch.cuda.get_device_capability()[0] == 9 and cache.element_size() == 1 and cache.shape[-1] in rounding
 
 
-def measure(case: Case, caches: Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:
-    """Checks and times one case: ours, our plan, and every peer that can run it."""
+def measure(
+    case: Case, caches: Caches, loaded: set[str], sets: int, rounds: int, before: Sequence[timing.Call]
+) -> dict[str, Any]:
+    """Checks and times one case: ours, our plan, and every peer that can run it. Decode also `before` in situ."""
     by_format = {"fp8_ds_mla": caches["fp8_ds_mla", BLOCK], "bf16": caches.in_bf16("fp8_ds_mla", BLOCK)}
     lists = (new_lists(case.batch, case.topk, len(by_format["bf16"]), BLOCK) for _ in range(sets))
     problems = [new_problem(case.batch, case.heads, case.format, one) for one in lists]
     peers = peers_for(case, problems[-1], by_format, loaded)
-    found = time_problems(problems, by_format[case.format], case.format, peers, rounds)
+    found = time_problems(problems, by_format[case.format], case.format, peers, rounds, before if case.decode else ())
     attended = sum(map(listed_rows, problems)) / sets
     row_bytes = mla_backend.FORMATS[case.format].token_bytes
     floor = {
@@ -262,8 +278,13 @@ def time_problems(
     fmt: str,
     peers: Mapping[str, Callable[[Problem], Prepared]],
     rounds: int,
+    before: Sequence[timing.Call] = (),
 ) -> dict[str, Any]:
-    """Checks and times ours, our plan and peers on problems whose lists have the same lengths. Raises WrongResult."""
+    """Checks and times ours, our plan and peers on problems whose lists have the same lengths. Raises WrongResult.
+
+    Args:
+        before: other work for each problem, after which calls are timed in situ as well.
+    """
     exact_out, exact_lse = attend_exactly(problems[-1], cache)
 
     any_set = problems[-1]
@@ -283,13 +304,16 @@ def time_problems(
     def of_peer(prepare: Callable[[Problem], Prepared]) -> timing.Candidate:
         return prepared_candidate(map(prepare, problems), exact_out, PEERS_ALLOWED)
 
-    ours = {"ours": timing.Candidate([one.call for one, _ in prepared], [last.out, lse], check)}
+    calls = [one.call for one, _ in prepared]
+    ours = {"ours": timing.Candidate(calls, [last.out, lse], check, calls)}
     ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
     listed, row_bytes = sum(map(listed_rows, problems)) / len(problems), mla_backend.FORMATS[fmt].token_bytes
     return {
         "useful_flops": 2 * listed * heads * (width + 512),
         "bytes": listed * (row_bytes + 4) + tokens * heads * (2 * (width + 512) + 4),
-        **timing.measure(ours, {name: partial(of_peer, prepare) for name, prepare in peers.items()}, rounds),
+        **timing.measure(
+            ours, {name: partial(of_peer, prepare) for name, prepare in peers.items()}, rounds, before=before
+        ),
     }
 
 
@@ -375,7 +399,8 @@ def run(options: argparse.Namespace) -> int:
     found, loaded = load_peers(options, with_peers, console)
     torch.manual_seed(0)
     caches = Caches(max(case.batch.cached for case in chosen))
-    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=options.rounds)
+    before = products(options.sets)
+    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=options.rounds, before=before)
     return measure_cases(options, "kernels", chosen, one, found, console)
 
 

@@ -3,8 +3,9 @@
 FlashMLA and FlashAttention 3 are called as vLLM calls them, but without vLLM: each library registers its ops with
 torch, and that is enough. FlashInfer is a Python package that compiles its kernel with nvcc at the first call.
 
-`Peer.prepare` does what serving does once a step, outside of any timing: it pads heads, reshapes lists and makes
-schedules. It returns the call to be timed, and the tensor that the call writes to.
+`Peer.prepare` does what serving does once a step, outside of any timing: it reshapes lists and makes schedules. It
+returns the call to be timed, and the tensor that the call writes to. Heads are padded outside of the call, which a
+layer does before it.
 """
 
 import ctypes
@@ -58,6 +59,14 @@ class Prepared:
 
     call: Callable[[], object]
     out: Tensor
+    pad: Callable[[], object] | None = None
+    """What a layer does before each call: it pads heads."""
+
+    def layer(self) -> None:
+        """The call as a layer of a model makes it."""
+        if self.pad is not None:
+            self.pad()
+        self.call()
 
 
 @dataclass(frozen=True)
@@ -80,7 +89,8 @@ def flashmla_decode(problem: Problem, cache: Tensor, one_batch: bool = False) ->
     """
     tokens, heads, _ = problem.q.shape
     shape = (1, tokens) if one_batch else (tokens // problem.queries, problem.queries)
-    q = _padded(problem.q, 64 if heads <= 64 else 128).view(*shape, -1, problem.q.shape[2])
+    q, pad = _padded(problem.q, 64 if heads <= 64 else 128)
+    q = q.view(*shape, -1, problem.q.shape[2])
     out = torch.empty((*q.shape[:3], LATENT), dtype=q.dtype, device=q.device)
     sink, extra, lists, lengths = map(problem.more.get, ("sink", "extra_cache", "extra_indices", "extra_topk_length"))
     if sink is not None:
@@ -95,6 +105,7 @@ def flashmla_decode(problem: Problem, cache: Tensor, one_batch: bool = False) ->
     return Prepared(
         lambda: attend(*arguments, *schedule, *rest),
         out.view(tokens, -1, LATENT)[:, :heads],
+        pad,
     )
 
 
@@ -104,12 +115,13 @@ def flashmla_prefill(problem: Problem, cache: Tensor) -> Prepared:
     With an FP8 cache vLLM first copies whole sequences into a BF16 workspace. That copy is not timed.
     """
     tokens, heads = problem.q.shape[:2]
-    q = _padded(problem.q, -(-heads // 64) * 64)
+    q, pad = _padded(problem.q, -(-heads // 64) * 64)
     out = torch.empty((*q.shape[:2], LATENT), dtype=q.dtype, device=q.device)
     rows, indices = cache.view(-1, 1, cache.shape[-1]), problem.indices.view(tokens, 1, -1)
     return Prepared(
         lambda: torch.ops._flashmla_C.sparse_prefill_fwd(q, rows, indices, problem.scale, LATENT, None, None, out),
         out[:, :heads],
+        pad,
     )
 
 
@@ -278,5 +290,7 @@ def _load_library(path: Path) -> None:
     torch.ops.load_library(path)
 
 
-def _padded(q: Tensor, heads: int) -> Tensor:
-    return torch.nn.functional.pad(q, (0, 0, 0, heads - q.shape[1])).contiguous()
+def _padded(q: Tensor, heads: int) -> tuple[Tensor, Callable[[], object] | None]:
+    """Queries with more heads, and the copy that makes them: one kernel, where vLLM may also write zeros."""
+    padded = torch.nn.functional.pad(q, (0, 0, 0, heads - q.shape[1])).contiguous()
+    return padded, (lambda: padded[:, : q.shape[1]].copy_(q)) if heads > q.shape[1] else None

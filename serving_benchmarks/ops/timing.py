@@ -8,7 +8,7 @@ then times them.
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch import Tensor
 GRAPH_SECONDS = 4e-4
 """How long a graph should take at least, so that the few microseconds of its launch don't count."""
 MOST_PASSES = 64
+SITU_SECONDS = 2e-3
+"""The same of a graph with other work before each call: what a call takes is the difference of two graphs."""
 REST_SECONDS = 0.3
 """Pause before candidates are timed: what ran before them and their checks in float64 may have throttled the clock."""
 
@@ -107,8 +109,8 @@ class Burst:
         return self.seconds()
 
 
-def capture(calls: Sequence[Call]) -> Burst:
-    """A graph of all calls in their order, repeated until it lasts GRAPH_SECONDS.
+def capture(calls: Sequence[Call], seconds: float = GRAPH_SECONDS) -> Burst:
+    """A graph of all calls in their order, repeated until it lasts so many seconds.
 
     The calls should differ in their inputs, so that none finds its own in the cache.
     """
@@ -116,7 +118,7 @@ def capture(calls: Sequence[Call]) -> Burst:
         call()
     once = _captured(calls, passes=1)
     once.seconds()
-    passes = min(MOST_PASSES, math.ceil(GRAPH_SECONDS / (once.seconds() * len(calls))))
+    passes = min(MOST_PASSES, math.ceil(seconds / (once.seconds() * len(calls))))
     return once if passes == 1 else _captured(calls, passes)
 
 
@@ -129,6 +131,13 @@ def _captured(calls: Sequence[Call], passes: int) -> Burst:
     return burst
 
 
+def capture_situ(before: Sequence[Call], calls: Sequence[Call]) -> tuple[Burst, Clock]:
+    """A graph of calls with other work before each of them, and the clock of what a call adds to that work alone."""
+    both = capture([call for pair in zip(before, calls, strict=True) for call in pair], SITU_SECONDS)
+    alone = _captured(before, passes=len(both.calls) // (2 * len(before)))
+    return both, lambda number: 2 * both.clock(number) - alone.clock(number)
+
+
 @dataclass
 class Candidate:
     """What is checked and timed on a GPU: calls that differ in their inputs, and what the last one leaves."""
@@ -138,6 +147,8 @@ class Candidate:
     """They hold NaN before the run that is checked, so that what is checked is what is timed."""
     check: Callable[[], object] = lambda: None
     """What is said of its accuracy. Raises an error if it is wrong."""
+    layer: Sequence[Call] = ()
+    """The calls, each with all that it needs in a layer of a model. None for what layers do not call."""
 
 
 def measure(
@@ -145,23 +156,33 @@ def measure(
     peers: Mapping[str, Callable[[], Candidate]],
     rounds: int,
     burst: Callable[[Sequence[Call]], Burst] = capture,
+    before: Sequence[Call] = (),
 ) -> dict[str, Any]:
     """Checks all candidates, then times them interleaved. "ours" is one of ours, which peers are compared with.
 
-    A peer that can't be made, called or is wrong is left out, with the reason. An error of ours is raised.
+    With other work to be done `before` each call of a layer, what layers call is also timed in situ: what it adds to
+    that work. A peer that can't be made, called or is wrong is left out, with the reason. An error of ours is raised.
     """
-    bursts: dict[str, Burst] = {}
+    clocks: dict[str, Clock] = {}
+    in_situ: dict[str, Clock] = {}
     accuracy, failed = {}, {}
 
-    def check(name: str, candidate: Candidate) -> None:
-        made = burst(candidate.calls)
+    def check_run(name: str, candidate: Candidate, made: Burst) -> None:
         for result in candidate.results:
             result.fill_(torch.nan)
         made.run()
         torch.cuda.synchronize()
         if (found := candidate.check()) is not None:
             accuracy[name] = found
-        bursts[name] = made
+
+    def check(name: str, candidate: Candidate) -> None:
+        made = burst(candidate.calls)
+        check_run(name, candidate, made)
+        if before and candidate.layer:
+            both, added = capture_situ(before, candidate.layer)
+            check_run(name, candidate, both)
+            in_situ[name] = added
+        clocks[name] = made.clock
 
     for name, candidate in ours.items():
         check(name, candidate)
@@ -171,13 +192,16 @@ def measure(
         except Exception as error:  # of any kind: a peer must not end a measurement
             failed[name] = first_line(error)
     time.sleep(REST_SECONDS)
-    timings = interleaved({name: one.clock for name, one in bursts.items()}, rounds=rounds)
+    situated = {"in_situ": _versus(in_situ, peers, rounds)} if in_situ else {}
+    return {**_versus(clocks, peers, rounds), "accuracy": accuracy, "failed": failed, **situated}
+
+
+def _versus(clocks: Mapping[str, Clock], peers: Collection[str], rounds: int) -> dict[str, Any]:
+    timings = interleaved(clocks, rounds=rounds)
     medians = {name: timing.median for name, timing in timings.items()}
     best = min((name for name in medians if name in peers), key=medians.get, default=None)
     return {
         "seconds": {name: timing.as_dict() for name, timing in timings.items()},
-        "accuracy": accuracy,
-        "failed": failed,
         "best_peer": best,
         "speed_up": medians[best] / medians["ours"] if best else None,
     }

@@ -115,14 +115,15 @@ def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
     """Of kinds whose entries have several candidates: ours, with the others as peers. The plan has none."""
     versions = _versions(file)
     for result in file.succeeded:
-        seconds = result["seconds"]
-        peers = {
-            (name, versions.get(re.split("[_,]", name)[0])): timing
-            for name, timing in seconds.items()
-            if name not in OURS
-        }
-        for name in filter(seconds.__contains__, OURS):
-            yield Timed(KINDS[file.kind].name_of(result), name, seconds[name], {} if name == "plan" else peers)
+        for where, seconds in (("", result["seconds"]), (" in situ", result.get("in_situ", {}).get("seconds", {}))):
+            peers = {
+                (name, versions.get(re.split("[_,]", name)[0])): timing
+                for name, timing in seconds.items()
+                if name not in OURS
+            }
+            for name in filter(seconds.__contains__, OURS):
+                its_peers = {} if name == "plan" else peers
+                yield Timed(KINDS[file.kind].name_of(result), name + where, seconds[name], its_peers)
 
 
 def _ops_timed(file: ResultFile) -> Iterator[Timed]:
@@ -195,7 +196,6 @@ KINDS = {
         {
             "kernels": tables.kernels,
             "kernels_decode": lambda report: tables.headline(report, tables.HEADLINE_DECODE),
-            "kernels_prefill": lambda report: tables.headline(report, tables.HEADLINE_PREFILL),
         },
         _candidates_timed,
     ),

@@ -13,12 +13,12 @@ Report = file.Report
 Entry = dict[str, Any]
 HEADLINE_DECODE = [("128q1s32k", heads, "fp8_ds_mla") for heads in (8, 16, 32, 64, 128)]
 HEADLINE_DECODE += [("1q1s32k", 16, "fp8_ds_mla")]
-HEADLINE_PREFILL = [("q4ks32k", heads, fmt) for heads in (16, 128) for fmt in ("fp8_ds_mla", "bf16")]
-"""Batch, heads and format of the rows of two short tables. All have topk 2048."""
+"""Batch, heads and format of the rows of a short table. All have topk 2048."""
 FLOOR = (
     "The floor is the longest of math, memory and L2 time at measured rates. Memory's rate is of gathering FP8 rows of "
     "656 bytes. BF16 rows of 1152 bytes are gathered faster, so more than 100% is possible there."
 )
+IN_SITU = "In situ: what a launch adds to a matrix product before it, which reads 103 MB of weights."
 PEERS = {
     "flashmla_fp8": "FlashMLA FP8",
     "flashmla_fp8_one_batch": "FlashMLA FP8",
@@ -93,7 +93,8 @@ def kernel_line(entry: Entry) -> str:
     parts += [f"{share_of_floor(entry):.0%} of the floor"] if "floor_seconds" in entry else []
     others = {name: of["median"] for name, of in entry["seconds"].items() if name != "ours"}
     parts += [f"{peer_title(name)} {microseconds(seconds)}" for name, seconds in others.items()]
-    return ", ".join([*parts, *([f"{peer_title(best)} over ours {entry['speed_up']:.2f}"] if best else [])])
+    parts += [f"{peer_title(best)} over ours {entry['speed_up']:.2f}"] if best else []
+    return ", ".join([*parts, *([f"in situ {_time_and_ratio(entry['in_situ'])}"] if "in_situ" in entry else [])])
 
 
 def kernels(report: Report) -> str:
@@ -101,12 +102,16 @@ def kernels(report: Report) -> str:
     results = ran(report)
     titles = _titles(results)
     headings = ["batch", "heads", "topk", "cache", "mla-backend", *titles, "best peer over ours", "of the floor"]
+    situ = any("in_situ" in result for result in results)
+    headings += ["in situ"] * situ
     rows = []
     for result in results:
         case = result["case"]
         row = [case["batch"], str(case["heads"]), str(case["topk"]), case["format"]]
-        rows.append([*row, *_versus(result, ["ours"], titles), f"{share_of_floor(result):.0%}"])
-    return "\n".join([*file.table(headings, rows), "", f"{_kernels_measured(report)} {FLOOR}"])
+        row += [*_versus(result, ["ours"], titles), f"{share_of_floor(result):.0%}"]
+        rows.append([*row, *[_time_and_ratio(result["in_situ"]) if "in_situ" in result else "-"] * situ])
+    note = f"{_kernels_measured(report)} {FLOOR}" + f" {IN_SITU} In brackets: the best peer's time over ours." * situ
+    return "\n".join([*file.table(headings, rows), "", note])
 
 
 def dense(report: Report) -> str:

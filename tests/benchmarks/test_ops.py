@@ -215,6 +215,7 @@ def on_a_cpu(monkeypatch):
     """What needs a GPU, on a CPU: small caches, and calls in place of graphs."""
     monkeypatch.setattr(kernels, "DEVICE", "cpu")
     monkeypatch.setattr(kernels, "SMALLEST_CACHE", 512)
+    monkeypatch.setattr(kernels, "PRODUCT_WIDTH", 8)
     monkeypatch.setattr(kernels.opt, "require_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
@@ -238,6 +239,7 @@ def test_ours_and_peers_are_checked_before_they_are_timed(on_a_cpu, tmp_path, mo
     monkeypatch.setattr(kernels, "peers_for", lambda *_: peers)
     for result in measured(tmp_path / "out", *"kernels --batches 2q1s100_q2s70 --heads 3 --topk 90".split()):
         assert {*result["seconds"]} == {"ours", "plan", "peer_0"} and result["best_peer"] == "peer_0"
+        assert {*result["in_situ"]["seconds"]} == {"ours", "peer_0"}
         assert "wrong result" in result["failed"]["peer_1"] and {*result["accuracy"]} == {"ours", "peer_0"}
         assert result["useful_flops"] == 2 * (90 + 90 + 69 + 70) * 3 * (576 + 512)
 
