@@ -17,7 +17,19 @@ from hypothesis import strategies as st
 import mla_backend
 from mla_backend.tilelang import sparse_mla_bwd
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.ops import backward, batches, cpu, dense, index, kernels, peer_kernels, peers, rows, timing
+from serving_benchmarks.ops import (
+    backward,
+    batches,
+    cpu,
+    dense,
+    index,
+    kernels,
+    peer_kernels,
+    peers,
+    rows,
+    sweep,
+    timing,
+)
 from serving_benchmarks.ops.batches import Batch, positions
 from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
 from serving_benchmarks.results import kinds, tables
@@ -107,7 +119,9 @@ def test_flashmla_gets_64_heads_and_the_lengths_of_requests(lengths, monkeypatch
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("command", ["kernels --suite headline", "rows", "dense", "backward", "ops cache", "ops index"])
+@pytest.mark.parametrize(
+    "command", [*"kernels --suite headline,rows,dense,backward,ops cache,ops index,ops sweep".split(",")]
+)
 def test_without_a_gpu_one_line_says_so(command, capsys):
     assert main(command.split()) == 2
     out, err = capsys.readouterr()
@@ -195,9 +209,10 @@ MEASURED = {"useful_flops": 1e9, "bytes": 1e8, "floor_seconds": {"math": 1e-5, "
 MEASURED |= {"accuracy": {}, "seconds": {"ours": TIMING, "plan": TIMING}, "failed": {}, "best_peer": None}
 
 
-@pytest.mark.parametrize(("suite", "with_peers"), [("headline", True), ("sweep", False)])
-def test_the_command_measures_the_cases_of_a_suite(suite, with_peers, on_a_cpu, monkeypatch):
-    ran, peers = [], {"flashmla": "vllm 0.23.0", "fa3": "missing: nowhere"}
+@pytest.mark.parametrize("with_peers", [True, False])
+def test_the_command_measures_the_cases_of_a_suite(with_peers, on_a_cpu, monkeypatch, tmp_path):
+    ran, peers, suite = [], {"flashmla": "vllm 0.23.0", "fa3": "missing: nowhere"}, str(tmp_path / "mine.toml")
+    (tmp_path / "mine.toml").write_text(f"peers = {str(with_peers).lower()}\n{ENTRY.replace('[1]', '[16, 3]')}")
 
     def measure(case, loaded, **_):
         ran.append((case.batch.spec, case.heads, case.topk, case.format, loaded))
@@ -207,7 +222,7 @@ def test_the_command_measures_the_cases_of_a_suite(suite, with_peers, on_a_cpu, 
     monkeypatch.setattr(kernels, "measure", measure)
     assert main(["kernels", "--suite", suite, "--heads", "16", "--formats", "bf16"]) == 0
     loaded = {"flashmla"} if with_peers else set()
-    assert ran == [(*case, loaded) for case in shapes(suite) if case[1] == 16 and case[3] == "bf16"]
+    assert ran == [("q1", 16, 2048, "bf16", loaded)]
 
 
 @pytest.fixture
@@ -295,6 +310,21 @@ def test_the_backward_is_measured_versus_a_peer_and_in_parts(lists, on_a_cpu, tm
         )
     text = tables.backward(*(kinds.load(tmp_path / peer).report for peer in backward.PEERS))
     assert "cuDNN | TileLang |" in text and "nvidia-cudnn-frontend 1, tilelang 1" in text
+
+
+def test_a_cliff_is_where_less_takes_longer_than_more(on_a_cpu, monkeypatch, capsys):
+    command = ["ops", "sweep", "--tokens", "1,2,3", "--topk", "5,70", "--heads", "2,3", "--rounds", "2"]
+    monkeypatch.setattr(sweep.timing, "interleaved", lambda clocks, rounds: {"ours": Timing(*[clocks["ours"](0)] * 5)})
+    for more in ([], ["--loop"]):
+        assert main([*command, *more]) == 0 and capsys.readouterr().out.count("topk 70, h 3: T 1 ") == 1
+    sizes = [sweep.Size(*one) for one in itertools.product((1, 2, 3), (5, 70), (2, 3))]
+    seconds = {size: 1.02 * size.tokens * size.topk * size.heads for size in sizes}
+    assert not sweep.cliffs(seconds)
+    slow, slower = sweep.Size(2, 5, 3), sweep.Size(1, 70, 2)
+    seconds |= {slow: 1.1 * seconds[slow._replace(tokens=3)], slower: 1.2 * seconds[slower._replace(heads=3)]}
+    first, second = sweep.cliffs(seconds)
+    assert (first.size, first.larger, first.excess) == (slower, sweep.Size(1, 70, 3), pytest.approx(0.2))
+    assert (second.size, second.larger, second.excess) == (slow, sweep.Size(3, 5, 3), pytest.approx(0.1))
 
 
 def test_every_case_of_rows_is_there_once_and_has_a_name_of_its_own():
