@@ -26,83 +26,19 @@ from mla_backend.engine.config import read_json
 from mla_backend.engine.tokenizer import save as save_tokenizer
 from serving_benchmarks import options as types
 
-COMMON = dict(
-    dtype="bfloat16",
-    bos_token_id=0,
-    eos_token_id=1,
-    moe_intermediate_size=2048,
-    moe_layer_freq=1,
-    n_shared_experts=1,
-    n_group=1,
-    topk_group=1,
-    norm_topk_prob=True,
-    routed_scaling_factor=2.5,
-    scoring_func="sigmoid",
-    topk_method="noaux_tc",
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    index_head_dim=128,
-    index_topk=2048,
-    hidden_act="silu",
-    attention_bias=False,
-    attention_dropout=0.0,
-    initializer_range=0.02,
-    tie_word_embeddings=False,
-    num_nextn_predict_layers=0,
-)
-LIKE = {
-    "deepseek-v3.2": dict(
-        architectures=["DeepseekV32ForCausalLM"],
-        model_type="deepseek_v32",
-        vocab_size=129280,
-        hidden_size=7168,
-        intermediate_size=18432,
-        num_attention_heads=128,
-        q_lora_rank=1536,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        index_n_heads=64,
-        max_position_embeddings=163840,
-        rms_norm_eps=1e-6,
-        rope_theta=10000.0,
-        rope_parameters=dict(rope_type="default", rope_theta=10000.0),
-    ),
-    "glm-5": dict(
-        architectures=["GlmMoeDsaForCausalLM"],
-        model_type="glm_moe_dsa",
-        vocab_size=154880,
-        hidden_size=6144,
-        intermediate_size=12288,
-        num_attention_heads=64,
-        q_lora_rank=2048,
-        qk_nope_head_dim=192,
-        v_head_dim=256,
-        index_n_heads=32,
-        indexer_rope_interleave=True,
-        max_position_embeddings=202752,
-        rms_norm_eps=1e-5,
-        rope_theta=1000000.0,
-        rope_parameters=dict(rope_type="default", rope_theta=1000000.0),
-    ),
-}
-LIKE["deepseek-v3"] = {**LIKE["deepseek-v3.2"], "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+_GIVEN = json.loads(Path(__file__).with_name("like.json").read_text())
+COMMON = _GIVEN.pop("common")
+LIKE = {**_GIVEN, "deepseek-v3": {**_GIVEN["deepseek-v3.2"], "architectures": ["DeepseekV3ForCausalLM"]}}
+LIKE["deepseek-v3"]["model_type"] = "deepseek_v3"
 """What the real models' config.json says, except how many layers and experts there are."""
 SPECIAL_TOKENS = 2
 """The tokenizer's first tokens."""
 AT_ONCE = 2**24
 """Random numbers drawn at a time."""
 SHARD_BYTES = 2 * 10**9
-KEYS = {
-    "model_type": "model_type",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "hidden_size": "hidden_size",
-    "experts": "n_routed_experts",
-    "index_topk": "index_topk",
-    "dense_layers": "first_k_dense_replace",
-    "vocab_size": "vocab_size",
-    "random_weights_seed": "random_weights_seed",
-}
+KEYS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "experts": "n_routed_experts"}
+KEYS |= {"dense_layers": "first_k_dense_replace"}
+KEYS |= {name: name for name in ("model_type", "hidden_size", "index_topk", "vocab_size", "random_weights_seed")}
 """What result files say of a model, and the keys of config.json that say it."""
 
 
@@ -271,13 +207,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="for the checkpoint")
     parser.add_argument("--like", choices=LIKE, required=True, help="the real model")
     parser.add_argument("--layers", type=types.count, default=4, help="default: %(default)s")
-    parser.add_argument(
-        "--dense-layers", type=types.count_or_none, default=1, help="first layers without experts; default: %(default)s"
-    )
+    told = "first layers without experts; default: %(default)s"
+    parser.add_argument("--dense-layers", type=types.count_or_none, default=1, help=told)
     parser.add_argument("--heads", type=types.count, help="default: as many as the real model has")
-    parser.add_argument(
-        "--experts", type=types.count, default=8, help="a token goes to a quarter of them, 8 at most; default: 8"
-    )
+    told = "a token goes to a quarter of them, 8 at most; default: %(default)s"
+    parser.add_argument("--experts", type=types.count, default=8, help=told)
     parser.add_argument("--vocab-size", type=types.at_least(SPECIAL_TOKENS + 1), help="default: the real model's")
     parser.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
 

@@ -33,6 +33,10 @@ else:
     import tomli as tomllib
 
 FOLDER = Path(__file__).parent / "suites"
+BLOCK, SETS = 64, 4
+"""Slots of a cache's block, and sets of inputs that calls rotate."""
+SMALLEST_CACHE = 2**20
+"""Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
 MOST_HEADS = 256
 DEFAULT_TOPK = 2048
 _CHUNK = 2**27

@@ -6,7 +6,7 @@ which fill random blocks of the cache.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,14 @@ from rich.console import Console
 import mla_backend
 from mla_backend import reference
 from serving_benchmarks import options as opt
-from serving_benchmarks.ops.timing import capture, interleaved
+from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE
+from serving_benchmarks.ops.timing import Call, capture, interleaved
 from serving_benchmarks.results import file as result_file
 
 FORMATS = ("bf16", "fp8_ds_mla")
-BLOCK = 64
-SETS = 4
 CHECKED = 4096
 """Written tokens that are compared with the reference."""
 COPIED_NUMBERS = 250_000_000
-SMALLEST_CACHE = 2**20
-"""Tokens."""
 TABLE_WIDTH = 2048
 """Blocks of a request in the block table: sequences of 128K tokens."""
 MOST_CONVERTED = 2**16
@@ -43,7 +40,7 @@ def time_copies(rounds: int) -> list[dict[str, Any]]:
 def time_write(tokens: int, fmt: str, rounds: int) -> dict[str, Any]:
     """cache_write. Its rows have to be the reference's to the bit."""
     cache = mla_backend.FORMATS[fmt].new_cache(-(-max(tokens, SMALLEST_CACHE) // BLOCK), BLOCK, device="cuda")
-    calls: list[Callable[[], object]] = []
+    calls: list[Call] = []
     for _ in range(SETS):
         kv_c = torch.randn(tokens, 512, device="cuda").bfloat16()
         k_pe = torch.randn(tokens, 64, device="cuda").bfloat16()
@@ -91,9 +88,7 @@ def time_convert(tokens: int, rounds: int) -> dict[str, Any]:
     return entry("convert_indices", "-", tokens, moved, [call], rounds)
 
 
-def entry(
-    op: str, fmt: str, count: int, moved: int, calls: Sequence[Callable[[], object]], rounds: int
-) -> dict[str, Any]:
+def entry(op: str, fmt: str, count: int, moved: int, calls: Sequence[Call], rounds: int) -> dict[str, Any]:
     """Times the calls, and makes an entry of the result file."""
     timing = interleaved({op: capture(calls).clock}, rounds=rounds)[op]
     return {"op": op, "format": fmt, "count": count, "bytes": moved, "seconds": timing.as_dict()}

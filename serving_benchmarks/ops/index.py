@@ -7,7 +7,6 @@ several sets of inputs. Some tokens of the last set are first checked against th
 """
 
 import argparse
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -21,17 +20,14 @@ import mla_backend
 from mla_backend import reference
 from mla_backend.keys import KEY_FORMATS, write_keys
 from serving_benchmarks import options as opt
-from serving_benchmarks.ops.timing import capture, interleaved
+from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE
+from serving_benchmarks.ops.timing import Call, capture, interleaved
 from serving_benchmarks.results import file as result_file
 
-BLOCK = 64
-SETS = 4
 CHECKED = 8
 """Tokens that are compared with the reference."""
 TOLERANCE = 2.0**-11
 """Of the sum over heads of |weight| |query| |key|."""
-SMALLEST_CACHE = 2**20
-"""Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
 MOST_WRITTEN = 2**18
 """Keys that are made at once."""
 MOST_HEADS = 128
@@ -124,7 +120,7 @@ def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str
     for number in range(SETS):  # may share blocks if the cache has too few for all
         wanted = torch.arange(case.requests * width, device="cuda") + number * case.requests * width
         sets.append(new_inputs(case, cache, shuffled[wanted % len(shuffled)]))
-    calls: dict[str, list[Callable[[], object]]] = {
+    calls: dict[str, list[Call]] = {
         "index_scores": [partial(mla_backend.index_scores, *one.arguments, scores=one.scores) for one in sets],
         "select_top": [partial(mla_backend.select_top, one.scores, one.lengths, chosen=one.chosen) for one in sets],
     }
@@ -138,17 +134,9 @@ def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str
         "select_top": 4 * case.seen + sets[0].chosen.nbytes,
     }
     flops = {"index_scores": 2 * 128 * case.heads * case.seen, "select_top": None}
-    return [
-        {
-            "op": op,
-            "format": fmt,
-            "case": {"name": str(case), **asdict(case)},
-            "flops": flops[op],
-            "bytes": moved[op],
-            "seconds": seconds[op].as_dict(),
-        }
-        for op in calls
-    ]
+    about = {"format": fmt, "case": {"name": str(case), **asdict(case)}}
+    measured = {op: {"flops": flops[op], "bytes": moved[op], "seconds": seconds[op].as_dict()} for op in calls}
+    return [{"op": op, **about, **of} for op, of in measured.items()]
 
 
 HEADINGS = ["op", "case", "heads", "format", "us", "quartiles", "TFLOP/s", "TB/s"]

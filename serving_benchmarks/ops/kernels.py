@@ -29,7 +29,7 @@ from mla_backend import reference
 from mla_backend.attention import workspace_floats
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import batches, peer_kernels, timing
-from serving_benchmarks.ops.batches import Batch, positions
+from serving_benchmarks.ops.batches import BLOCK, SMALLEST_CACHE, Batch, positions
 from serving_benchmarks.ops.peer_kernels import Prepared, Problem
 from serving_benchmarks.ops.peers import VERSIONS
 from serving_benchmarks.results import file as result_file
@@ -37,12 +37,9 @@ from serving_benchmarks.results import kinds, tables
 
 DEVICE = "cuda"
 FORMATS = ("fp8_ds_mla", "bf16")
-BLOCK = 64
 SCALE = 576**-0.5
 MAGNITUDE = 0.1
 """Standard deviation of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
-SMALLEST_CACHE = 2**20
-"""Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
 MOST_DECODE_QUERIES = 16
 """Requests with more query tokens are prefill."""
 SCALES = {"fp8_tensor_576": 2.0**-8}
@@ -76,28 +73,19 @@ class WrongResult(Exception):
 
 
 @dataclass(frozen=True)
-class Case:
-    batch: Batch
+class Case(batches.CaseOfBatch):
+    batch: str
     heads: int
     topk: int
     format: str
 
     @property
     def decode(self) -> bool:
-        return max(queries for queries, _ in self.batch.requests) <= MOST_DECODE_QUERIES
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "batch": self.batch.spec,
-            "tokens": self.batch.tokens,
-            "heads": self.heads,
-            "topk": self.topk,
-            "format": self.format,
-        }
+        return max(queries for queries, _ in self.requests.requests) <= MOST_DECODE_QUERIES
 
 
 def cases(specs: Sequence[str], heads: Sequence[int], topks: Sequence[int], formats: Sequence[str]) -> list[Case]:
-    return [Case(Batch.parse(s), h, k, f) for f in formats for s in specs for k in topks for h in heads]
+    return [Case(s, h, k, f) for f in formats for s in specs for k in topks for h in heads]
 
 
 def suite_cases(
@@ -236,7 +224,7 @@ def prepared_candidate(made: Iterable[Prepared], want: Tensor, times: float = 1)
     """Calls on all sets. `want` is the last one's out, of the reference."""
     made = list(made)
     out, layer = made[-1].out, [one.layer for one in made]
-    check = lambda: check_out(out.view(want.shape), want, times)  # noqa: E731
+    check = partial(check_out, out.view(want.shape), want, times)
     return timing.Candidate([one.call for one in made], [out], check, layer)
 
 
@@ -258,15 +246,16 @@ def measure(
 ) -> dict[str, Any]:
     """Checks and times one case: ours, our plan, and every peer that can run it. Decode also `before` in situ."""
     by_format = {"fp8_ds_mla": caches["fp8_ds_mla", BLOCK], "bf16": caches.in_bf16("fp8_ds_mla", BLOCK)}
-    lists = (new_lists(case.batch, case.topk, len(by_format["bf16"]), BLOCK) for _ in range(sets))
-    problems = [new_problem(case.batch, case.heads, case.format, one) for one in lists]
+    batch = case.requests
+    lists = (new_lists(batch, case.topk, len(by_format["bf16"]), BLOCK) for _ in range(sets))
+    problems = [new_problem(batch, case.heads, case.format, one) for one in lists]
     peers = peers_for(case, problems[-1], by_format, loaded)
     found = time_problems(problems, by_format[case.format], case.format, peers, rounds, before if case.decode else ())
     attended = sum(map(listed_rows, problems)) / sets
     row_bytes = mla_backend.FORMATS[case.format].token_bytes
     floor = {
         "math": found["useful_flops"] / MATH_FLOPS,
-        "memory": min(attended, case.batch.cached) * row_bytes / MEMORY_BYTES,
+        "memory": min(attended, batch.cached) * row_bytes / MEMORY_BYTES,
         "l2": attended * row_bytes / L2_BYTES[case.format],
     }
     return {"floor_seconds": floor, **found}
@@ -307,13 +296,12 @@ def time_problems(
     calls = [one.call for one, _ in prepared]
     ours = {"ours": timing.Candidate(calls, [last.out, lse], check, calls)}
     ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
+    theirs = {name: partial(of_peer, prepare) for name, prepare in peers.items()}
     listed, row_bytes = sum(map(listed_rows, problems)) / len(problems), mla_backend.FORMATS[fmt].token_bytes
     return {
         "useful_flops": 2 * listed * heads * (width + 512),
         "bytes": listed * (row_bytes + 4) + tokens * heads * (2 * (width + 512) + 4),
-        **timing.measure(
-            ours, {name: partial(of_peer, prepare) for name, prepare in peers.items()}, rounds, before=before
-        ),
+        **timing.measure(ours, theirs, rounds, before=before),
     }
 
 
@@ -321,9 +309,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     either = what.add_mutually_exclusive_group(required=True)
     suites = (f"{name}: {batches.load_suite(name, FORMATS).description}" for name in batches.suite_names())
-    either.add_argument(
-        "--suite", metavar="NAME|FILE", help="; ".join(suites) + "; or a file of your own, as docs/benchmarks.md says"
-    )
+    told = "; ".join([*suites, "or a file of your own, as docs/benchmarks.md says"])
+    either.add_argument("--suite", metavar="NAME|FILE", help=told)
     told = "128q1s32k is 128 requests with 1 query token each at 32K tokens"
     opt.add_list(either, "--batches", Batch.parse, told)
     heads, only = opt.between(1, batches.MOST_HEADS), "only these of a suite; default with --batches:"
@@ -343,7 +330,7 @@ def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
     peers.add_argument("--ours-only", action="store_true", help="no peers, whatever the suite says")
     how = parser.add_argument_group("how")
     told = "of queries and lists, rotated; default: %(default)s"
-    how.add_argument("--sets", type=opt.count, default=4, metavar="N", help=told)
+    how.add_argument("--sets", type=opt.count, default=batches.SETS, metavar="N", help=told)
     add_ends(how, rounds)
 
 
@@ -398,7 +385,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     found, loaded = load_peers(options, with_peers, console)
     torch.manual_seed(0)
-    caches = Caches(max(case.batch.cached for case in chosen))
+    caches = Caches(max(case.requests.cached for case in chosen))
     before = products(options.sets)
     one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=options.rounds, before=before)
     return measure_cases(options, "kernels", chosen, one, found, console)

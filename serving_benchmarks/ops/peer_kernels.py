@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving_benchmarks.ops import peers
+from serving_benchmarks.ops import peers, timing
 
 LATENT = 512
 FLASHINFER = "flashinfer-python==0.7.2.post1"
@@ -277,8 +277,7 @@ def load(folder: Path | None, version: str) -> dict[str, str]:
 
         found["flashinfer"] = f"flashinfer {importlib.metadata.version('flashinfer-python')}"
     except Exception as error:  # of any kind: it is optional, whatever is wrong with it
-        first_line = (str(error) or repr(error)).splitlines()[0]
-        found["flashinfer"] = f"missing: {first_line}; pip install {FLASHINFER}, it compiles its kernel with nvcc"
+        found["flashinfer"] = f"missing: {timing.first_line(error)}; pip install {FLASHINFER}, which needs nvcc"
     return found
 
 

@@ -79,13 +79,10 @@ def find(name: str, folder: Path, version: str) -> Path:
 
 def _unpacked(packed: Path) -> Path:
     content = packed.read_bytes()
-    library = (
-        Path(tempfile.gettempdir())
-        / f"peers-{hashlib.sha256(content).hexdigest()[:16]}"
-        / packed.name.removesuffix(".xz")
-    )
+    folder = Path(tempfile.gettempdir()) / f"peers-{hashlib.sha256(content).hexdigest()[:16]}"
+    library = folder / packed.name.removesuffix(".xz")
     if not library.is_file():
-        library.parent.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         half_written = library.with_suffix(".part")
         half_written.write_bytes(lzma.decompress(content))
         half_written.rename(library)
@@ -94,9 +91,7 @@ def _unpacked(packed: Path) -> Path:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=opt.new_folder, metavar="FOLDER", help="where the libraries go")
-    parser.add_argument(
-        "--vllm", type=opt.names, default=",".join(VERSIONS), metavar="VERSION,...", help="default: %(default)s"
-    )
+    opt.add_list(parser, "--vllm", str, "versions", ",".join(VERSIONS))
     parser.add_argument("--wheels", type=Path, nargs="+", metavar="FILE", help="wheels of vllm that are here already")
 
 

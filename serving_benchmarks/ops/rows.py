@@ -25,7 +25,6 @@ _BF16 = {"flashmla": peer_kernels.flashmla_prefill, **_FLASHINFER}
 PEERS = {"fp8_model1": {"flashmla": peer_kernels.flashmla_decode}, "bf16": _BF16, "bf16_512": _BF16}
 PEERS |= {"fp16": _FLASHINFER, "fp8_tensor_576": _FLASHINFER, "fp8_528": {}}
 """What reads rows of each format on Hopper, by the names of candidates."""
-QUICK_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -67,14 +66,6 @@ def cases() -> list[Case]:
     return found
 
 
-def quick(chosen: Sequence[Case]) -> list[Case]:
-    """Of cases that differ in their batches only, the first and the last."""
-    alike: dict[tuple[Any, ...], list[Case]] = {}
-    for case in chosen:
-        alike.setdefault((case.name, case.format, case.heads), []).append(case)
-    return [case for group in alike.values() for case in dict.fromkeys((group[0], group[-1]))]
-
-
 def new_problem(case: Case, caches: kernels.Caches, lengths: Tensor | None) -> Problem:
     """A batch of random queries. `lengths` are those of the second lists, if not all of them count."""
     lists = kernels.new_lists(case.requests, case.topk, len(caches[case.format, case.page]), case.page)
@@ -106,7 +97,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     types = {"name": opt.one_of({case.name for case in cases()}), "format": opt.one_of(PEERS)}
     for name in ("name", "format", "heads", "requests"):
         opt.add_list(parser, f"--{name}", types.get(name, opt.count), "only cases with these")
-    parser.add_argument("--quick", action="store_true", help=f"the fewest and the most requests, {QUICK_ROUNDS} rounds")
     kernels.add_ways(parser, 11)
 
 
@@ -115,14 +105,12 @@ def run(options: argparse.Namespace) -> int:
         has = {"name": case.name, "format": case.format, "heads": case.heads, "requests": len(case.requests.requests)}
         return all(value in (getattr(options, name) or [value]) for name, value in has.items())
 
-    chosen, rounds = [case for case in cases() if asked_for(case)], options.rounds
+    chosen = [case for case in cases() if asked_for(case)]
     if not chosen:
         raise opt.Refused("no case has this name, format, heads and requests")
-    if options.quick:
-        chosen, rounds = quick(chosen), min(rounds, QUICK_ROUNDS)
     opt.require_gpu()
     console = Console(stderr=True, highlight=False)
     found, loaded = kernels.load_peers(options, not options.ours_only, console)
     caches = kernels.Caches(max(case.requests.cached for case in chosen))
-    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=rounds)
+    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=options.rounds)
     return kernels.measure_cases(options, "rows", chosen, one, found, console)

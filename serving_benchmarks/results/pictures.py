@@ -13,13 +13,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import Report
 
-STYLES = (
-    {"color": "#000000", "marker": "o", "linestyle": "-"},
-    {"color": "#0072b2", "marker": "s", "linestyle": "--"},
-    {"color": "#d55e00", "marker": "^", "linestyle": "-."},
-    {"color": "#56b4e9", "marker": "D", "linestyle": ":"},
-    {"color": "#e69f00", "marker": "v", "linestyle": (0, (6, 1, 1, 1, 1, 1))},
-)
+_COLORS, _LINES = "#000000 #0072b2 #d55e00 #56b4e9 #e69f00".split(), ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)))
+STYLES = [{"color": c, "marker": m, "linestyle": line} for c, m, line in zip(_COLORS, "os^Dv", _LINES, strict=True)]
 """Of candidates, ours first."""
 DOTS_AN_INCH = 120
 OUTLINE = (patheffects.withStroke(linewidth=2.5, foreground="white"),)

@@ -162,9 +162,8 @@ def page(sections: Sequence[tuple[ResultFile, str]], not_understood: Sequence[st
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="result files of any kinds")
-    parser.add_argument(
-        "--output", type=new_folder, default="report", metavar="DIR", help="where to write; default: %(default)s"
-    )
+    told = "where to write; default: %(default)s"
+    parser.add_argument("--output", type=new_folder, default="report", metavar="DIR", help=told)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -106,8 +106,7 @@ def kernels(report: Report) -> str:
     headings += ["in situ"] * situ
     rows = []
     for result in results:
-        case = result["case"]
-        row = [case["batch"], str(case["heads"]), str(case["topk"]), case["format"]]
+        row = [str(result["case"][name]) for name in ("batch", "heads", "topk", "format")]
         row += [*_versus(result, ["ours"], titles), f"{share_of_floor(result):.0%}"]
         rows.append([*row, *[_time_and_ratio(result["in_situ"]) if "in_situ" in result else "-"] * situ])
     note = f"{_kernels_measured(report)} {FLOOR}" + f" {IN_SITU} In brackets: the best peer's time over ours." * situ
@@ -119,11 +118,8 @@ def dense(report: Report) -> str:
     results = ran(report)
     titles = _titles(results)
     headings = ["batch", "heads", "cache", "mla-backend", "as lists of slots", *titles, "best peer over ours"]
-    rows = []
-    for result in results:
-        case = result["case"]
-        row = [case["batch"], str(case["heads"]), case["format"]]
-        rows.append([*row, *_versus(result, ["ours", "slot_lists"], titles)])
+    cases = ([str(result["case"][name]) for name in ("batch", "heads", "format")] for result in results)
+    rows = [[*case, *_versus(one, ["ours", "slot_lists"], titles)] for case, one in zip(cases, results, strict=True)]
     return "\n".join([*file.table(headings, rows), "", _kernels_measured(report, lists="")])
 
 

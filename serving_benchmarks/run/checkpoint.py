@@ -54,22 +54,11 @@ class Way:
     backend: str | None = None
 
 
-WAYS = {
-    "embedded": Way("embedded"),
-    "embedded-bf16": Way("embedded", cache="bf16"),
-    "vllm": Way(),
-    "vllm-bf16": Way(cache="bf16"),
-    "eager": Way(eager=True),
-    "mtp-1": Way(drafts=1),
-    "mtp-2": Way(drafts=2),
-    "mtp-3": Way(drafts=3),
-    "tp-2": Way(gpus=2),
-    "tp-2-bf16": Way(gpus=2, cache="bf16"),
-    "tp-2-mtp-1": Way(gpus=2, drafts=1),
-    "dcp-2": Way(gpus=2, context_parallel=True),
-    "dcp-2-bf16": Way(gpus=2, context_parallel=True, cache="bf16"),
-    "dcp-2-mtp-1": Way(gpus=2, context_parallel=True, drafts=1),
-}
+WAYS = {"embedded": Way("embedded"), "vllm": Way(), "eager": Way(eager=True)}
+WAYS |= {f"mtp-{drafts}": Way(drafts=drafts) for drafts in (1, 2, 3)}
+WAYS |= {"tp-2": Way(gpus=2), "dcp-2": Way(gpus=2, context_parallel=True)}
+WAYS |= {f"{name}-bf16": replace(WAYS[name], cache="bf16") for name in ("embedded", "vllm", "tp-2", "dcp-2")}
+WAYS |= {f"{name}-mtp-1": replace(WAYS[name], drafts=1) for name in ("tp-2", "dcp-2")}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -80,9 +69,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--input-len", type=types.count, metavar="N", help="tokens of a prompt; default: 1000, or 4096")
     parser.add_argument("--output-len", type=types.count, default=24, metavar="N", help="default: %(default)s")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and activations; default: %(default)s")
-    parser.add_argument(
-        "--kv-cache-memory-bytes", type=types.count, metavar="BYTES", help="default: 256 MiB, or the engine's default"
-    )
+    told = "default: 256 MiB, or the engine's default"
+    parser.add_argument("--kv-cache-memory-bytes", type=types.count, metavar="BYTES", help=told)
     parser.add_argument("--limit", type=types.positive, default=600.0, metavar="S", help="for a way; default: 600")
     common.add_results(parser, requests=False)
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from serving_benchmarks import options as types
 from serving_benchmarks.models import models
 from serving_benchmarks.results import file as result_file
-from serving_benchmarks.results import runs
+from serving_benchmarks.results import runs, tables
 from serving_benchmarks.run import workloads
 from serving_benchmarks.run.processes import signals_unwind, status_when
 from serving_benchmarks.run.workloads import Workload
@@ -97,18 +97,11 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 
 def add_warmup(parser: argparse.ArgumentParser, what: str) -> None:
     """The options --warmup and --size-warmup."""
-    parser.add_argument(
-        "--warmup",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help=f"{what}, so that kernels are compiled for its shapes; default: --warmup",
-    )
-    parser.add_argument(
-        "--size-warmup",
-        action=argparse.BooleanOptionalAction,
-        help="first run steps of many sizes, as which sizes come up later depends on the moment; default: with "
-        "--warmup on a GPU",
-    )
+    yes_or_no = argparse.BooleanOptionalAction
+    told = f"{what}, so that kernels are compiled for its shapes; default: --warmup"
+    parser.add_argument("--warmup", action=yes_or_no, default=True, help=told)
+    told = "first run steps of many sizes, as chance decides which come up later; default: with --warmup on a GPU"
+    parser.add_argument("--size-warmup", action=yes_or_no, help=told)
 
 
 def add_results(parser: argparse.ArgumentParser, *, requests: bool) -> None:
@@ -135,22 +128,20 @@ def add_vllm(parser: argparse.ArgumentParser) -> None:
     for name, told in COUNTS.items():
         group.add_argument(f"--{name}", type=types.count, metavar="N", help=told)
     group.add_argument("--gpu-memory-utilization", type=share, metavar="SHARE", help="part of the GPU's memory")
-    group.add_argument(
-        "--prefix-caching", action=argparse.BooleanOptionalAction, help="whether prompts share what they begin with"
-    )
+    told = "whether prompts share what they begin with"
+    group.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, help=told)
     group.add_argument("--tensor-parallel-size", type=types.count, default=1, metavar="N", help="default: %(default)s")
-    group.add_argument(
-        "--no-compile", action="store_true", help="CUDA graphs of decode steps without compiling the model"
-    )
-    group.add_argument(
-        "--vllm-args", type=types.json_object, default={}, metavar="JSON", help='any others: {"block_size": 64}'
-    )
+    told = "CUDA graphs of decode steps without compiling the model"
+    group.add_argument("--no-compile", action="store_true", help=told)
+    told = 'any others: {"block_size": 64}'
+    group.add_argument("--vllm-args", type=types.json_object, default={}, metavar="JSON", help=told)
 
 
 def vllm_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The options by name, for a result file."""
+    """The options by name, for a result file. A step has room for the largest --concurrency."""
     names = (*SAME_NAME, "prefix_caching", "drafts", "no_compile", "vllm_args")
-    return {name: getattr(options, name) for name in names}
+    given = {name: getattr(options, name) for name in names}
+    return {**given, "max_num_seqs": given["max_num_seqs"] or max(options.concurrency or [0]) or None}
 
 
 def vllm_arguments(settings: dict[str, Any], backend: str) -> dict[str, Any]:
@@ -249,15 +240,13 @@ def write(options: argparse.Namespace, benchmark: str, results: list[dict[str, A
 
 def table(results: list[dict[str, Any]], last: str, cell: Callable[[dict[str, Any]], str]) -> Table:
     """The entries as rows, with one column of the command's own."""
-    latencies = "TTFT p50, ms", "p99", "ITL p50, ms", "p99"
-    shown = Table("backend", "tokens", "load", "output tokens/s", "requests/s", *latencies, last, box=None)
+    headings = "backend", "tokens", "load", "output tokens/s", "requests/s", *tables.LATENCIES, last
+    shown = Table(*headings, box=None)
     for result in results:
         row = [result["backend"], runs.lengths(result["case"]), runs.load(result["case"])]
         if result["error"] is None:
-            times = [result[name][percentile] for name in ("ttft_s", "itl_s") for percentile in ("p50", "p99")]
             row += [f"{result['output_tokens_per_second']:.1f}", f"{result['requests_per_second']:.2f}"]
-            row += ["-" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in times]
-            row.append(cell(result))
+            row += [*tables.latencies(result), cell(result)]
         else:
             row.append("failed")
         shown.add_row(*row)

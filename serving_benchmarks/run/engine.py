@@ -1,7 +1,7 @@
 """vLLM as the engine that is measured: requests are submitted, and each step says which have ended."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,12 @@ class Counters:
     looked_up_tokens: int | None
     """In the prefix cache."""
     hit_tokens: int | None
+
+    @classmethod
+    def of(cls, metric: Callable[[str], float | None]) -> "Counters":
+        """Those of vLLM, from its metrics by name."""
+        names = "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
+        return cls(*(None if value is None else int(value) for value in map(metric, names)))
 
 
 def counted_between(before: Counters, after: Counters) -> dict[str, Any]:
@@ -149,8 +155,7 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
 
     def counters(self) -> Counters:
-        names = "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
-        return Counters(*(None if (value := self._metric(name)) is None else int(value) for name in names))
+        return Counters.of(self._metric)
 
     def start_profile(self) -> None:
         self._llm.collective_rpc("measured_start")

@@ -21,7 +21,7 @@ from serving_benchmarks import options as types
 from serving_benchmarks.results import runs
 from serving_benchmarks.run import common
 from serving_benchmarks.run.common import Stages
-from serving_benchmarks.run.engine import Counters, counted_between
+from serving_benchmarks.run.engine import counted_between
 from serving_benchmarks.run.processes import Supervised, why_it_ended
 from serving_benchmarks.run.server import Server, ServerFailed, serving
 from serving_benchmarks.run.workloads import Workload
@@ -57,13 +57,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     types.add_list(parser, "--concurrency", types.count, "requests in flight; default: any")
     parser.add_argument("--input-len", type=types.count, default=1024, metavar="N", help="default: %(default)s")
     parser.add_argument("--output-len", type=types.count, default=128, metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--num-prompts", type=types.count, default=128, metavar="N", help="of each load; default: %(default)s"
-    )
+    told = "of each load; default: %(default)s"
+    parser.add_argument("--num-prompts", type=types.count, default=128, metavar="N", help=told)
     parser.add_argument("--ttft-limit", type=types.positive, metavar="S", help="goodput: seconds to the first token")
-    parser.add_argument(
-        "--tpot-limit", type=types.positive, metavar="S", help="goodput: seconds per token after it, on average"
-    )
+    told = "goodput: seconds per token after it, on average"
+    parser.add_argument("--tpot-limit", type=types.positive, metavar="S", help=told)
     common.add_warmup(parser, "run the heaviest load once, with prompts of its own, before any counts")
     common.add_vllm(parser)
     common.add_results(parser, requests=True)
@@ -93,8 +91,6 @@ def plan_of(options: argparse.Namespace) -> Plan:
             f"--max-model-len must be {needed} (--input-len + --output-len) to {most} (the model's most); "
             f"got {settings['max_model_len']}"
         )
-    if settings["max_num_seqs"] is None and options.concurrency is not None:
-        settings["max_num_seqs"] = max(options.concurrency)
     loads = list(itertools.product(options.request_rate or [None], options.concurrency or [None]))
     in_flight = [min(filter(None, (options.num_prompts, concurrency, MOST_WARMED))) for _, concurrency in loads]
     return Plan(settings, loads, common.size_warmup(options, settings, config, in_flight, options.input_len))
@@ -190,16 +186,10 @@ def goodput(
     }
 
 
-def counters(metrics: dict[str, float]) -> Counters:
-    """A server's counters, from its metrics."""
-    names = "vllm:num_preemptions_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"
-    return Counters(*(int(metrics[name]) if name in metrics else None for name in names))
-
-
 def run_load(server: Server, options: argparse.Namespace, load: Load, seed: int, log: Path) -> dict[str, Any]:
     """One load on a server that runs."""
     result = log.with_suffix(".json")
-    before = counters(server.metrics())
+    before = server.counters()
     with Supervised(client_command(options, load, seed, server.port, result), log) as client:
         while client.status() is None:
             server.require_running()
@@ -210,7 +200,7 @@ def run_load(server: Server, options: argparse.Namespace, load: Load, seed: int,
     if status or not result.exists():
         raise ServerFailed(f"vllm bench serve failed: {why_it_ended(status, said)}")
     found = entry(json.loads(result.read_text()), options)
-    counted = counted_between(before, counters(server.metrics()))
+    counted = counted_between(before, server.counters())
     found["cache"] = {"prefix_hit_share": counted.pop("prefix_hit_share")}
     if not found["completed"]:
         raise ServerFailed("no request was answered")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from serving_benchmarks.run.engine import Counters
 from serving_benchmarks.run.processes import GRACE_SECONDS, SUPERVISOR_SECONDS, Supervised, why_it_ended
 from serving_benchmarks.run.workloads import Workload
 
@@ -42,6 +43,10 @@ class Server:
                 return parse_metrics(answer.read().decode())
         except OSError:
             return {}
+
+    def counters(self) -> Counters:
+        metrics = self.metrics()
+        return Counters.of(lambda name: metrics.get(f"{name}_total"))
 
     def complete(self, model: str, requests: Workload) -> None:
         """Sends requests all at once and waits for their tokens. ServerFailed if one isn't answered."""

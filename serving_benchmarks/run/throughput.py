@@ -50,22 +50,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     types.add_list(parser, "--lengths", lengths_type, told, "1024+128")
     parser.add_argument("--num-prompts", type=types.count, default=64, metavar="N", help="default: %(default)s")
     types.add_list(parser, "--concurrency", types.count, "requests in flight; default: all")
-    parser.add_argument(
-        "--waves", type=types.count, metavar="N", help="at most so many prompts per request in flight; default: any"
-    )
+    told = "at most so many prompts per request in flight; default: any"
+    parser.add_argument("--waves", type=types.count, metavar="N", help=told)
     types.add_rounds(parser, 3)
     told = "more rounds, until every backend was timed for so long at this load; default: only --rounds"
     parser.add_argument("--seconds", type=types.seconds, default=0.0, metavar="S", help=told)
     common.add_warmup(parser, "run each load once before it is timed")
-    parser.add_argument(
-        "--interleave",
-        action="store_true",
-        help="time all backends in alternate rounds. All must fit into memory: --gpu-memory-utilization and "
-        f"--kv-cache-memory-bytes are for each of them; default: each gets its part of {INTERLEAVED_SHARE}",
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="kernel times of a few decode steps, at the first load of each length"
-    )
+    told = "time all backends in alternate rounds. All must fit into memory: --gpu-memory-utilization and "
+    told += f"--kv-cache-memory-bytes are for each of them; default: each gets its part of {INTERLEAVED_SHARE}"
+    parser.add_argument("--interleave", action="store_true", help=told)
+    told = "kernel times of a few decode steps, at the first load of each length"
+    parser.add_argument("--profile", action="store_true", help=told)
     common.add_vllm(parser)
     common.add_results(parser, requests=True)
 
@@ -104,8 +99,6 @@ def plan_of(options: argparse.Namespace) -> Plan:
     config, settings = common.read_config(options.model), common.vllm_settings(options)
     tokens = workloads.usable_tokens(config)
     made = [workloads.fixed(options.num_prompts, *lengths, tokens) for lengths in options.lengths]
-    if settings["max_num_seqs"] is None and options.concurrency is not None:
-        settings["max_num_seqs"] = max(options.concurrency)
     settings["gpu_memory_utilization"] = memory_share(options)
 
     planned: list[Run] = []

@@ -10,11 +10,9 @@ SHORTER = (0, 1, 4, 12)
 """How many tokens the steps of the warm-up are shorter than round numbers.
 
 vLLM tunes its kernels for round numbers of tokens, and takes what is tuned for the nearest one. Triton compiles a
-kernel again for each combination of which integer arguments are multiples of 16. For vLLM's expert kernel, with M
-tokens, K experts per token and E experts in blocks of rows, two arguments matter: K * M and K * M + E * (block - 1).
-The second is a multiple of 16 where K * M - E is. With K = 8 and E = 256 both are multiples for the same M. With K = 2
-and E = 8 there are three kinds of M: multiples of 8, multiples of 8 plus 4, and all others. Round numbers less 12 are
-of the second kind, also with K = 1 and E = 4. Round numbers less 4 are, too, where less 12 is nearer to another one."""
+kernel again for each combination of which integer arguments are multiples of 16. Of vLLM's expert kernel, with M tokens
+and K of E experts for each, these are K * M and, where K * M - E is a multiple, another. With K = 2 and E = 8 there are
+three kinds of M: multiples of 8, those plus 4, and all others. Round numbers less 12 or 4 are of the second kind."""
 
 
 @dataclass(frozen=True)
