@@ -1,6 +1,8 @@
 """Which kernel a GPU computes attention with, and that its plan and its launch agree."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mla_backend import library
 from plans import gpu, gpu_choice
@@ -47,6 +49,15 @@ def test_the_default_plan_is_for_the_clusters_that_its_launch_has(heads):
                     assert tokens * blocks <= device.clusters[plan.parts], "all run at once"
 
 
+@pytest.mark.parametrize("processors", [78, 114, 132])
+@given(st.integers(1, 600), st.integers(1, 256), st.integers(1, 80), st.booleans())
+def test_all_blocks_of_a_default_plan_run_at_once(processors, tokens, heads, tiles, fp8):
+    """With what clusters that are not full add to them."""
+    choice = gpu_choice(gpu(processors), tokens, heads, fp8=fp8, token_tiles=tiles)
+    blocks = -(-heads // choice.heads_per_block)
+    assert -(-choice.workers // choice.cluster) * choice.cluster * blocks <= max(processors, blocks)
+
+
 @pytest.mark.parametrize("heads", HEADS)
 def test_with_whole_tokens_their_number_does_not_choose_the_kernel(heads):
     workers = library.cuda_workers(gpu(), heads)
@@ -72,5 +83,5 @@ def test_long_lists_of_few_tokens_are_cut_by_load(tokens, slots):
 @pytest.mark.parametrize("heads", [1, 8, 9, 16])
 def test_to_few_heads_no_sparse_list_is_long(heads):
     for tokens in range(1, 67):
-        short, full = (gpu_choice(gpu(), tokens, heads, token_tiles=n) for n in (13, 34))
+        short, full = (gpu_choice(gpu(), tokens, heads, token_tiles=n) for n in (17, 34))
         assert short == full

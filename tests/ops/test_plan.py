@@ -202,7 +202,7 @@ def test_on_hopper_few_tokens_are_cut_for_one_cluster_each(tokens, heads, parts)
     assert library.cuda_workers(gpu(), heads, 1000) == library.cuda_workers(gpu(), heads)
 
 
-@pytest.mark.parametrize(("slots", "parts"), [(64 * 12, 8), (64 * 13, 16), (0, 8), (2**40, 16)])
+@pytest.mark.parametrize(("slots", "parts"), [(64 * 16, 8), (64 * 17, 16), (0, 8), (2**40, 16)])
 def test_short_lists_are_not_cut_for_the_largest_clusters(slots, parts):
     assert library.cuda_workers(gpu(), 8, 4, slots) == 4 * parts
 

@@ -64,17 +64,22 @@ inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t he
   // 8 heads a block instead of 16: b 1 8.9 us (11.4), b 3 9.3 (11.2). Half of such a launch is a token's beginning and
   // end, which cost less for half as many heads.
   // A cluster of 16 starts later: 10 tiles of fp8_model1 rows and 4 tokens 12.1 us (10.9 with 8), 18 tiles 11.8 (12.6).
-  constexpr int64_t kTilesOfMostParts = 13;
-  for (const int32_t parts : {16, 8})
-    if (fits(8, parts) && (parts == 8 || token_tiles >= kTilesOfMostParts)) return {8, parts};
+  constexpr int64_t kTilesOfMostParts = 17;
+  if (fits(8, 16) && token_tiles >= kTilesOfMostParts) return {8, 16};
+  if (fits(8, 8) && (heads > 8 || fits(8, 16) || token_tiles >= 8)) return {8, 8};
   const int32_t heads_per_block = heads <= 8 ? 8 : 16;
   // instead of cuts that follow the load:
   //   8, 4 parts: b 15 19.7 us (33.1), b 24 26.8 (35.6)
   //   3 parts:    b 32 24.5 us (27.3), b 36 24.6 (35.1), b 8 with 64 heads 22.7 (38.6)
   //   2 parts:    b 60 33.6 us (44.4), b 7 with 128 heads 28.7 (44.5)
   // Not 6: its merge gives some warps two rows and some one. b 16 in 4 parts 18.1 us, in 6 parts 20.2.
+  // Parts of short lists save less than a merge takes. On an H100:
+  //   128 slots: b 12 in 8 parts 9.9 us, whole 8.2; b 66 in 2 parts 11.8, b 67 whole 9.9
+  //   256 slots: b 14 in 8 parts 10.0 us, b 16 in 4 9.1; b 66 in 2 14.2, b 67 whole 12.9
+  //   512 slots: b 66 in 2 parts 19.0 us, b 67 whole 17.6
+  const auto least_tiles = [](int32_t parts) { return parts == 2 ? 12 : parts == 4 ? 4 : 8; };
   for (const int32_t parts : {8, 4, 3, 2})
-    if (fits(heads_per_block, parts)) return {heads_per_block, parts};
+    if (token_tiles >= least_tiles(parts) && fits(heads_per_block, parts)) return {heads_per_block, parts};
   return {heads_per_block, 0};
 }
 
@@ -122,33 +127,42 @@ struct Layout {
 
 // A launch with a plan of so many rows. Tokens are whole, or all cut into equal parts, or cuts follow the load.
 inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, const Device& device, int64_t workers) {
-  constexpr double kTokenTiles = 4;       // that the next token of a worker costs besides its own
+  constexpr double kTokenTiles = 4;       // that the next token of a worker, or part of one, costs besides its own
   constexpr double kUnevenTiles = 1;      // that a worker gets more where cuts follow the load
+  constexpr double kUnevenCut = 2;        // that such cuts take longer
   constexpr double kMemoryTile = 0.0145;  // 64 rows of fp8_ds_mla at 2.9 TB/s
   constexpr double kPartialRow = 0.0014;  // a head's 512 sums, written and read
   const auto tokens = static_cast<double>(shape.tokens), tiles = static_cast<double>(shape.token_tiles);
   const int64_t blocks = blocks_for(shape.heads, kernel.heads_per_block);
   const auto waves = static_cast<double>((workers * blocks + device.processors - 1) / device.processors);
-  double most = 0;  // tiles of a worker
-  bool cut = true;
-  if (workers >= shape.tokens && workers % shape.tokens == 0) {
+  const int64_t rounds = (shape.tokens + workers - 1) / workers;
+  double most;                          // tiles of a worker
+  double partials = 0, uneven_cut = 0;  // partial results
+  if (workers % shape.tokens == 0) {
     const int64_t parts = workers / shape.tokens;
     most = static_cast<double>((shape.token_tiles + parts - 1) / parts);
-    cut = parts > 1;
-  } else if (const int64_t rounds = (shape.tokens + workers - 1) / workers; workers < shape.tokens) {
-    const auto idle = static_cast<double>(rounds * workers - shape.tokens) * tiles;
-    cut = idle > static_cast<double>(kCutTiles * workers);
+    if (parts > 1) partials = static_cast<double>(workers);
+  } else if (workers < shape.tokens &&
+             (static_cast<double>(rounds * workers) - tokens) * tiles <= static_cast<double>(kCutTiles * workers)) {
     most = (tiles + kTokenTiles) * static_cast<double>(rounds) - kTokenTiles;
+  } else {
+    // Workers have parts of one token more than there are rounds, but for tokens that are few more than workers. 160
+    // tokens of 1024 slots with 64 heads take 98 us in such cuts, 192 whole ones 94 (an H100).
+    const bool few_more = shape.tokens % workers * shape.token_tiles < workers;
+    const int64_t borders = workers < shape.tokens && few_more ? rounds - 1 : rounds;
+    most = tokens * tiles / static_cast<double>(workers) + kTokenTiles * static_cast<double>(borders) + kUnevenTiles;
+    partials = static_cast<double>(workers) + static_cast<double>(std::min(shape.tokens, workers)) / 2;
+    uneven_cut = kUnevenCut;
   }
-  if (most == 0 || (cut && workers < shape.tokens))
-    most = tokens * (tiles + kTokenTiles) / static_cast<double>(workers) + kUnevenTiles;
   const double busy = std::max(kernel.tile * most * waves, kMemoryTile * tokens * tiles);
-  const double merge = cut ? kernel.cut + kPartialRow * static_cast<double>(workers) * shape.heads : 0;
+  const double merge = partials > 0 ? kernel.cut + uneven_cut + kPartialRow * partials * shape.heads : 0;
   return {workers, kernel.begin * waves + busy + merge};
 }
 
-// The best number of rows of a plan for a kernel.
-inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape, const Device& device) {
+// The best number of rows of a plan for a kernel. Two rounds of whole tokens, which leave processors idle, are for
+// rows that are quick to convert: 148 tokens of fp8_model1 with 128 + 1024 slots take 85 us so, and 67 in even cuts.
+inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape, const Device& device,
+                          bool two_rounds = true) {
   const int64_t most = std::max<int64_t>(device.processors / blocks_for(shape.heads, kernel.heads_per_block), 1);
   Layout best = layout_of(kernel, shape, device, most);
   const auto consider = [&](int64_t workers) {
@@ -158,24 +172,27 @@ inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape,
   constexpr int64_t kMostParts = 16;
   for (int64_t parts = 1; parts <= kMostParts && parts * shape.tokens <= most; ++parts) consider(parts * shape.tokens);
   const int64_t rounds = (shape.tokens + most - 1) / most;
-  if (rounds == 2) consider((shape.tokens + 1) / 2);  // more are as good as even
+  if (rounds == 2 && two_rounds) consider((shape.tokens + 1) / 2);  // more are as good as even
   return best;
 }
 
 // If the plan cuts every token into the same number of parts, a cluster has a block for each part of a token. Otherwise
-// it has 8 blocks, which merge more in shared memory, or 2 where 8 would not let all busy workers run at once. Versus 8
-// always: b 32 28.8 us (46.9), b 128 66.8 (125.5), because too many clusters run in two waves.
+// it has 8 blocks, which merge more in shared memory, 2 where 8 would not let all busy workers run at once, or none.
+// Versus 8 always: b 32 28.8 us (46.9), b 128 66.8 (125.5), because too many clusters run in two waves. So do clusters
+// of 2 if 33 workers are four blocks each: 28 us for 66 tokens of 128 slots with 64 heads, and 18 for 64.
 inline int32_t cluster_for(const Device& device, const AttentionShape& shape, int32_t heads_per_block,
                            int32_t workers) {
-  const int64_t busy =
-      std::min<int64_t>(workers, shape.tokens * shape.token_tiles) * blocks_for(shape.heads, heads_per_block);
-  const auto fits = [&](int64_t blocks) { return busy <= blocks * device.clusters[blocks]; };
+  const int64_t busy = std::min<int64_t>(workers, shape.tokens * shape.token_tiles);
+  const int64_t head_blocks = blocks_for(shape.heads, heads_per_block);
+  const auto fits = [&](int64_t blocks) {
+    return (busy + blocks - 1) / blocks * head_blocks <= device.clusters[blocks];
+  };
   const int64_t parts = workers / std::max<int64_t>(shape.tokens, 1);
   if (parts * shape.tokens == workers && parts >= 2 && parts <= kMaxCluster && fits(parts))
     return static_cast<int32_t>(parts);
   if (parts * shape.tokens == workers && parts == 1) return 1;
   if (fits(8)) return 8;
-  return device.clusters[2] > 0 ? 2 : 1;
+  return fits(2) ? 2 : 1;
 }
 
 // Blocks of the clusters that a launch has with a plan of so many rows, if that is one for long lists with a cluster
@@ -243,7 +260,7 @@ inline Choice choose(AttentionShape shape, const Device& device) {
     else if (long_lists)
       workers = long_list_workers(device);
     else if (!shape.whole_tokens)
-      workers = best_layout(kFewHeadsTime, shape, device).workers;
+      workers = best_layout(kFewHeadsTime, shape, device, false).workers;
     choice = {Choice::few_heads, spread.heads_per_block, spread.parts, 0, 1};
     choice.workers = shape.workers ? shape.workers : static_cast<int32_t>(workers);
   }
