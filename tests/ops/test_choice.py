@@ -1,12 +1,15 @@
 """Which kernel a GPU computes attention with, and that its plan and its launch agree."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_backend import library
-from plans import gpu, gpu_choice
+from plans import cuts_of, gpu, gpu_choice
 
+PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
 HEADS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256)
 
 
@@ -23,6 +26,15 @@ HEADS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256)
 def test_hopper_has_a_kernel_for_each_shape(tokens, heads, fp8, kernel, heads_per_block):
     choice = gpu_choice(gpu(), tokens, heads, fp8=fp8)
     assert (choice.kernel, choice.heads_per_block) == (kernel, heads_per_block)
+
+
+@pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree")
+def test_the_docs_have_what_is_chosen():
+    table = PAGE.read_text().partition("| slots | heads | ")[2].partition("\n\n")[0]
+    tokens, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines())
+    assert len(rows) > 9
+    for slots, heads, *cells in rows:
+        assert cells == [cuts_of(gpu(), int(t), int(heads), int(slots)) for t in tokens], (slots, heads)
 
 
 @pytest.mark.parametrize("heads", HEADS)

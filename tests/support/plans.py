@@ -80,6 +80,14 @@ def gpu_plan(
     return rows
 
 
+def cuts_of(device, tokens, heads, topk):
+    """What docs/kernels.md has of a default plan for full lists: heads of a block, and how tokens are cut."""
+    choice = gpu_choice(device, tokens, heads, token_tiles=-(-topk // 64))
+    uncut = not gpu_plan(tokens, topk, choice.workers, device=device)[:, 2].any()
+    cut = "" if uncut else "~" if choice.workers % tokens else f"/{choice.workers // tokens}"
+    return f"{choice.heads_per_block}{cut}"
+
+
 def tiles_of(lengths, tile_slots=16):
     return [-(-max(n, 0) // tile_slots) for n in lengths]
 
