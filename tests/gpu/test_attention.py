@@ -50,8 +50,8 @@ def test_the_portable_kernel_serves_hopper_too(fmt):
 
 def workspace_of_cut_tokens(fmt, tokens, heads):
     """What is left in it of a problem that is right."""
-    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1000, blocks=100)
-    plan = mla_backend.plan(tokens, 1000, num_heads=heads, device="cuda")
+    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1100, blocks=100)
+    plan = mla_backend.plan(tokens, 1100, num_heads=heads, device="cuda")
     workspace = torch.zeros(workspace_floats(plan.shape[0], heads), device="cuda")
     check(problem, plan=plan, workspace=workspace)
     return workspace
