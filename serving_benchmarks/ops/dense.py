@@ -1,9 +1,10 @@
 """Dense decode on a GPU, from page tables, versus FlashMLA and FlashAttention 3.
 
 Batches are written as those of `kernels` are: 64q4s8k is 64 requests with 4 query tokens each at 8K tokens. Candidates
-are timed and checked as there. The peers come out of vLLM's wheels and read BF16 rows: for an FP8 cache they get a BF16
-copy of it, which is not timed. Where requests have several query tokens, the same is also computed by
-`sparse_attention` from lists of all slots, which reads a request's rows once for each of its tokens.
+are timed and checked as there. The peers come out of vLLM's wheels. They read BF16 rows, for an FP8 cache a BF16 copy
+of it, which is not timed; FlashMLA has a second kernel for rows with one scale. Where requests have several query
+tokens, the same is also computed by `sparse_attention` from lists of all slots, which reads a request's rows once for
+each of its tokens.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
@@ -26,7 +28,8 @@ from serving_benchmarks.ops.peer_kernels import DenseProblem, Problem
 BF16 = (("1q1s128k", 16), ("2q1s16k", 16), ("8q1s32k", 16), ("8q1s32k", 128), ("128q1s4k", 128), ("64q2s8k", 128))
 BF16 += (("128q1s8k", 16), ("64q4s8k", 16))
 FP8 = (("1q1s128k", 16), ("8q1s32k", 16), ("128q1s8k", 16), ("64q4s8k", 16))
-FP8_TENSOR = (("1q1s128k", 16), ("128q1s8k", 16))
+FP8_TENSOR = (("1q1s128k", 16), ("16q1s4k", 16), ("64q1s4k", 16), ("8q1s32k", 16), ("128q1s8k", 16))
+FP8_TENSOR += (("16q1s4k", 128), ("128q1s4k", 128))
 """Batches and heads that are measured with rows of each format."""
 
 
@@ -100,11 +103,15 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], sets: int, rou
         made = (kernels.prepare_ours(one, cache, lists_plan, space)[0] for one in lists)
         ours["slot_lists"] = kernels.prepared_candidate(made, exact_out)
 
-    def of_peer(prepare: peer_kernels.PrepareDense) -> timing.Candidate:
-        made = (prepare(problem, in_bf16) for problem in problems)
-        return kernels.prepared_candidate(made, exact_out, kernels.PEERS_ALLOWED)
+    def of_peer(prepare: peer_kernels.PrepareDense, rows: Tensor, allowed: float) -> timing.Candidate:
+        made = (prepare(problem, rows) for problem in problems)
+        return kernels.prepared_candidate(made, exact_out, allowed)
 
-    peers = {name: partial(of_peer, prepare) for name, prepare in peer_kernels.DENSE.items() if name in loaded}
+    of_bf16 = peer_kernels.DENSE.items()
+    peers = {name: partial(of_peer, one, in_bf16, kernels.PEERS_ALLOWED) for name, one in of_bf16 if name in loaded}
+    if case.format == "fp8_tensor_576" and "flashmla_fp8" in loaded:
+        fp8 = peer_kernels.flashmla_dense_fp8
+        peers["flashmla_fp8"] = partial(of_peer, fp8, cache, kernels.FP8_PEERS_ALLOWED)
     return {
         "useful_flops": 2 * int(batch.visible().sum()) * case.heads * (576 + 512),
         "bytes": batch.cached * fmt.token_bytes + batch.tokens * case.heads * (2 * (576 + 512) + 4),

@@ -42,8 +42,7 @@ MAGNITUDE = 0.1
 """Standard deviation of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
 MOST_DECODE_QUERIES = 16
 """Requests with more query tokens are prefill."""
-SCALES = {"fp8_tensor_576": 2.0**-8}
-"""What rows with one scale for a whole cache are divided by."""
+SCALES = {"fp8_tensor_576": peer_kernels.FP8_TENSOR_SCALE}
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
 ROUNDED_LSE = 2.0**-9
 """Added to LSE_ABSOLUTE for rows of 656 bytes, whose scores Hopper's kernels round. It matters for short lists: the lse
@@ -53,6 +52,8 @@ COSINE = 5e-6
 PEERS_ALLOWED = 10
 """The bounds of a peer are this many times ours. Peers promise no such accuracy, they only have to compute the same.
 Some round to bf16 where ours don't, which shows where a sum of a few terms is near 0."""
+FP8_PEERS_ALLOWED = 1000
+"""The same of a peer that rounds queries and weights to e4m3."""
 MATH_FLOPS = 780e12
 """FLOP/s of a bf16 matrix product of 8192^3. This and the next two rates were measured on an H200: compared with them,
 another GPU looks better or worse than it is."""
@@ -224,8 +225,8 @@ def prepared_candidate(made: Iterable[Prepared], want: Tensor, times: float = 1)
     """Calls on all sets. `want` is the last one's out, of the reference."""
     made = list(made)
     out, layer = made[-1].out, [one.layer for one in made]
-    check = partial(check_out, out.view(want.shape), want, times)
-    return timing.Candidate([one.call for one in made], [out], check, layer)
+    calls = [one.call for one in made]  # a call may give `out` other memory
+    return timing.Candidate(calls, [out], lambda: check_out(out.view(want.shape), want, times), layer)
 
 
 def check_lse(got: Tensor, want: Tensor, *, rounded: bool) -> None:

@@ -24,6 +24,8 @@ from serving_benchmarks.ops import peers, timing
 
 LATENT = 512
 FLASHINFER = "flashinfer-python==0.7.2.post1"
+FP8_TENSOR_SCALE = 2.0**-8
+"""What rows with one scale for a whole cache are divided by."""
 FLASHINFER_WORKSPACE = 128 * 2**20
 """Bytes for partial results."""
 
@@ -154,6 +156,17 @@ def flashmla_dense(problem: DenseProblem, cache: Tensor) -> Prepared:
     return Prepared(lambda: attend(*arguments, *schedule, out), out.view(requests, queries, heads, LATENT))
 
 
+def flashmla_dense_fp8(problem: DenseProblem, cache: Tensor) -> Prepared:
+    """FlashMLA's dense decode on rows of fp8_tensor_576. Queries and weights are e4m3 too."""
+    requests, queries, heads, _ = problem.q.shape
+    ops, one = torch.ops._flashmla_extension_C, torch.ones(1, device=problem.q.device)
+    schedule = ops.get_mla_decoding_metadata_dense_fp8(problem.lengths, queries * heads, 1)
+    q, rows = problem.q.to(torch.float8_e4m3fn), cache.view(torch.float8_e4m3fn).unsqueeze(-2)
+    rest = LATENT, problem.lengths, problem.table, problem.scale, True, *schedule, one, one * FP8_TENSOR_SCALE
+    out = torch.empty(requests, queries, heads, LATENT, dtype=problem.q.dtype, device=problem.q.device)
+    return Prepared(lambda: out.set_(ops.fwd_kvcache_mla_fp8(q, rows, *rest)[0]), out)  # it makes its own result
+
+
 def _starts(problem: DenseProblem) -> Tensor:
     """int32 `[B + 1]`: where each request's queries begin."""
     requests, queries = problem.q.shape[:2]
@@ -249,7 +262,7 @@ PEERS = {
 """By their names in result files."""
 PrepareDense = Callable[[DenseProblem, Tensor], Prepared]
 DENSE: dict[str, PrepareDense] = {"flashmla": flashmla_dense, "fa3": fa3_dense}
-"""Those of dense decode."""
+"""Those of dense decode from a BF16 cache."""
 
 
 def load(folder: Path | None, version: str) -> dict[str, str]:

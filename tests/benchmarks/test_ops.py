@@ -146,7 +146,9 @@ def test_the_peers_libraries_are_packed_and_found(tmp_path, monkeypatch):
     monkeypatch.setattr(peers.tempfile, "tempdir", str(tmp_path))
     assert main(["peers", str(tmp_path / "peers"), "--wheels", str(fake_wheel(tmp_path))]) == 0
     packed = sorted((tmp_path / "peers" / "vllm-1.2.3").iterdir())
-    assert [path.name for path in packed] == ["_flashmla_C.abi3.so.xz", "_vllm_fa3_C.abi3.so.xz"]
+    assert [path.name for path in packed] == [
+        *("_flashmla_C.abi3.so.xz", "_flashmla_extension_C.abi3.so.xz", "_vllm_fa3_C.abi3.so.xz")
+    ]
     assert lzma.decompress(packed[0].read_bytes()) == b"kernels of flashmla"
     for peer in (*peers.LIBRARIES, *peers.LIBRARIES):
         assert peers.find(peer, tmp_path / "peers", "1.2.3").read_text() == f"kernels of {peer}"
@@ -160,7 +162,7 @@ def test_wheels_that_are_not_what_they_should_be_are_refused_and_a_missing_peer_
         assert main(["peers", str(tmp_path / "peers"), "--wheels", str(wheel)]) == 2
         assert wheel.name in capsys.readouterr().err
     found = peer_kernels.load(tmp_path, "9")
-    assert {*found} == {"flashmla", "fa3", "flashinfer"}
+    assert {*found} == {"flashmla", "flashmla_fp8", "fa3", "flashinfer"}
     assert all(found[name].startswith("missing: ") for name in peers.LIBRARIES)
 
 
@@ -271,15 +273,24 @@ def test_dense_decode_is_measured_versus_peers_and_lists_of_slots(on_a_cpu, tmp_
         )
         return out, None, "tiles", "splits"
 
+    def flashmla_fp8(q, cache, dims, lengths, table, scale, causal, tiles, splits, q_scale, k_scale):
+        assert q.dtype == cache.dtype == torch.float8_e4m3fn and (dims, causal, tiles, splits) == (512, True, "t", "s")
+        how = {"scale": scale * q_scale.item(), "cache_scale": k_scale.item(), "cache_format": "fp8_tensor_576"}
+        return mla_backend.dense_attention(q.bfloat16(), cache.squeeze(-2).view(torch.uint8), table, lengths, **how)
+
+    ops = {"fwd_kvcache_mla_fp8": flashmla_fp8, "get_mla_decoding_metadata_dense_fp8": lambda *_: ("t", "s")}
+    monkeypatch.setattr(torch.ops, "_flashmla_extension_C", types.SimpleNamespace(**ops), raising=False)
     ops = {"fwd": fa3, "get_scheduler_metadata": lambda *_: "schedule"}
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", types.SimpleNamespace(**ops), raising=False)
     monkeypatch.setattr(torch.ops, "_flashmla_C", types.SimpleNamespace(dense_decode_fwd=flashmla), raising=False)
-    monkeypatch.setattr(kernels.peer_kernels, "load", lambda *_: dict.fromkeys(("flashmla", "fa3"), "vllm 0.23.0"))
+    monkeypatch.setattr(kernels.peer_kernels, "load", lambda *_: dict.fromkeys(peers.LIBRARIES, "vllm 0.23.0"))
     formats = ["bf16", "fp8_ds_mla", "fp8_tensor_576"]
     monkeypatch.setattr(dense, "cases", lambda: [dense.Case("2q3s200", 5, fmt) for fmt in formats])
     for result, fmt in zip(measured(tmp_path / "out", "dense", "--cases", "h5"), formats, strict=True):
         assert result["case"] == {"batch": "2q3s200", "heads": 5, "format": fmt, "tokens": 6}
-        assert {*result["seconds"]} == {"ours", "plan", "slot_lists", "flashmla", "fa3"} and not result["failed"]
+        of_fp8 = {"flashmla_fp8"} if fmt == "fp8_tensor_576" else set()
+        assert {*result["seconds"]} == {"ours", "plan", "slot_lists", "flashmla", "fa3", *of_fp8}
+        assert not result["failed"]
         assert result["useful_flops"] == 2 * 2 * (198 + 199 + 200) * 5 * (576 + 512)
     assert main(["dense", "--cases", "h5", "--limit-s", "1e-9"]) == 1 and main(["dense", "--cases", "h5 fp4"]) == 2
 
