@@ -91,7 +91,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
     """The option --backend."""
-    told = f"vLLM's attention backends, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE; default: {DEFAULT_BACKEND}"
+    told = f"vLLM's, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE. One with a cache of another type: NAME:bfloat16"
     parser.add_argument("--backend", type=types.names, default=[DEFAULT_BACKEND], metavar="NAMES", help=told)
 
 
@@ -145,14 +145,14 @@ def vllm_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def vllm_arguments(settings: dict[str, Any], backend: str) -> dict[str, Any]:
-    """The arguments of `vllm.LLM`."""
+    """The arguments of `vllm.LLM`. A backend may be NAME:CACHE, with a kv_cache_dtype of its own."""
+    backend, _, cache = backend.partition(":")
     given = {name: settings[name] for name in SAME_NAME if settings[name] is not None}
+    given |= {"kv_cache_dtype": cache} if cache else {}
     if settings["no_compile"]:
         given["compilation_config"] = FULL_DECODE_GRAPHS
-    if settings["prefix_caching"] is not None:
-        given["enable_prefix_caching"] = settings["prefix_caching"]
-    if settings["drafts"]:
-        given["speculative_config"] = speculative(settings["drafts"])
+    given |= {"enable_prefix_caching": settings["prefix_caching"]} if settings["prefix_caching"] is not None else {}
+    given |= {"speculative_config": speculative(settings["drafts"])} if settings["drafts"] else {}
     return {**given, "attention_backend": backend, **settings["vllm_args"]}
 
 

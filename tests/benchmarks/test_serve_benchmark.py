@@ -101,9 +101,12 @@ def test_metrics_are_summed_up_over_their_labels():
 
 
 def test_what_is_not_given_is_left_to_vllm():
-    arguments = common.vllm_arguments(common.vllm_settings(parsed("serve", "--model", "any")), "B")
+    settings = common.vllm_settings(parsed("serve", "--model", "any"))
+    arguments = common.vllm_arguments(settings, "B")
     assert arguments.keys() == {"attention_backend", "kv_cache_dtype", "tensor_parallel_size"}
     assert common.gpus(arguments) == 1 and common.gpus({**arguments, "data_parallel_size": 3}) == 3
+    own_cache = {"attention_backend": "B", "kv_cache_dtype": "bfloat16"}
+    assert common.vllm_arguments(settings, "B:bfloat16") == {**arguments, **own_cache}
 
 
 @pytest.mark.parametrize(
