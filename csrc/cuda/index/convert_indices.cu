@@ -1,11 +1,13 @@
-// Positions to slots: a block a token. A warp takes some positions in a row, several to a lane, so that their loads and
-// then those from the block table are on their way together.
+// Positions to slots: a block a token. A lane takes four positions in a row. All of the kernel's time is latency: the
+// positions, the request and then the block table. So the first positions and the request are asked for together, and
+// the kernel's argument is brought close while the kernel before still runs.
 #include <algorithm>
 
 #include "cuda/common/divide.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/order.cuh"
 #include "cuda/common/scan.cuh"
+#include "cuda/common/vector.cuh"
 #include "cuda/ops.h"
 
 namespace mla::cuda {
@@ -13,7 +15,6 @@ namespace {
 
 constexpr int kMaxThreads = 512;
 constexpr int kLanePositions = 4;
-constexpr int kWarpPositions = 32 * kLanePositions;
 
 struct Problem : ConvertProblem {
   PositionDivisor entry_of;          // of the block table
@@ -23,29 +24,43 @@ struct Problem : ConvertProblem {
       : ConvertProblem(p), entry_of(p.block_size), run_of(p.interleave), round_of(p.ranks) {}
 };
 
+// A lane's positions from `first` on; UINT32_MAX, which is negative, where there are none. kAligned: a lane's lie in 16
+// aligned bytes, all of them or none.
+template <bool kAligned>
+__device__ __forceinline__ void load(const int32_t* positions, uint32_t first, uint32_t topk,
+                                     uint32_t (&lane_positions)[kLanePositions]) {
+  if constexpr (kAligned) {
+    uint4 four = make_uint4(UINT32_MAX, UINT32_MAX, UINT32_MAX, UINT32_MAX);
+    if (first < topk) four = *reinterpret_cast<const uint4*>(positions + first);
+    lane_positions[0] = four.x, lane_positions[1] = four.y, lane_positions[2] = four.z, lane_positions[3] = four.w;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kLanePositions; ++i)
+      lane_positions[i] = first + i < topk ? static_cast<uint32_t>(positions[first + i]) : UINT32_MAX;
+  }
+}
+
+template <bool kAligned, bool kRanks>
 __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_constant__ Problem p) {
   __shared__ uint32_t warp_valid[2][kMaxWarps];  // of even and odd rounds: a barrier each is then enough
+  __shared__ volatile uint32_t touched;
   let_next_kernel_begin();
+  if (threadIdx.x == 0) touched = touch(p);
   wait_for_kernel_before();
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t token = blockIdx.x;
   const int32_t* positions = p.positions + token * p.position_stride;
   int32_t* slots = p.slots + token * p.slot_stride;
+  const uint32_t topk = p.topk, max_blocks = p.max_blocks, step = blockDim.x * kLanePositions;
+  uint32_t position[kLanePositions], entry[kLanePositions];
+  load<kAligned>(positions, threadIdx.x * kLanePositions, topk, position);
   const int64_t request = p.request[token];
   const bool known = request >= 0 && request < p.requests;
   const int32_t* table = p.block_table + (known ? request * p.table_stride : 0);
-  const uint32_t topk = p.topk, max_blocks = p.max_blocks;
   uint32_t valid = 0;  // in the rounds so far
   int parity = 0;
-  for (uint32_t round = 0; round < topk; round += blockDim.x * kLanePositions, parity ^= 1) {
-    const uint32_t first = round + warp * kWarpPositions + lane;
-    const int32_t left = static_cast<int32_t>(topk - first);  // may be negative
-    const int32_t* lane_positions = positions + first;
-    int32_t* lane_slots = slots + first;
-    uint32_t position[kLanePositions], entry[kLanePositions];  // negative ones are beyond INT32_MAX
-#pragma unroll
-    for (int i = 0; i < kLanePositions; ++i) position[i] = 32 * i < left ? lane_positions[32 * i] : -1;
-    if (p.ranks > 1) {
+  for (uint32_t round = 0; round < topk; round += step, parity ^= 1) {
+    const uint32_t first = round + threadIdx.x * kLanePositions;
+    if constexpr (kRanks) {
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
         const uint32_t run = p.run_of(position[i]), round_robin = p.round_of(run);
@@ -61,24 +76,29 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
       entry[i] = p.entry_of(position[i]);
       block[i] = known && position[i] <= INT32_MAX && entry[i] < max_blocks ? table[entry[i]] : -1;
     }
+    uint32_t valid_lanes[kLanePositions], own_warp = 0, round_valid;
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) {
       const int64_t wide = int64_t{block[i]} * p.block_size + (position[i] - entry[i] * p.block_size);
       slot[i] = block[i] < 0 || wide > INT32_MAX ? -1 : static_cast<int32_t>(wide);
-    }
-
-    uint32_t valid_lanes[kLanePositions], own_warp = 0, round_valid;
-#pragma unroll
-    for (int i = 0; i < kLanePositions; ++i) {
       valid_lanes[i] = __ballot_sync(~0u, slot[i] >= 0);
       own_warp += __popc(valid_lanes[i]);
-      if (!p.compact && 32 * i < left) lane_slots[32 * i] = slot[i];
     }
-    uint32_t rank = valid + sum_before_warp(own_warp, round_valid, warp_valid[parity]);
+    load<kAligned>(positions, first + step, topk, position);
+
+    uint32_t rank =
+        valid + sum_before_warp(own_warp, round_valid, warp_valid[parity]);  // of the lane's first valid one
 #pragma unroll
-    for (int i = 0; i < kLanePositions; ++i) {
-      if (p.compact && slot[i] >= 0) slots[rank + __popc(valid_lanes[i] & lanes_below())] = slot[i];
-      rank += __popc(valid_lanes[i]);
+    for (int i = 0; i < kLanePositions; ++i) rank += __popc(valid_lanes[i] & lanes_below());
+    const bool all_stay = (slot[0] | slot[1] | slot[2] | slot[3]) >= 0 && rank == first;
+    if (kAligned && first < topk && (all_stay || !p.compact)) {
+      *reinterpret_cast<int4*>(slots + first) = make_int4(slot[0], slot[1], slot[2], slot[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kLanePositions; ++i) {
+        if (!p.compact && first + i < topk) slots[first + i] = slot[i];
+        if (p.compact && slot[i] >= 0) slots[rank++] = slot[i];
+      }
     }
     valid += round_valid;
   }
@@ -86,18 +106,29 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
   if (threadIdx.x == 0) p.counts[token] = valid;
 }
 
+// By alignment, and by whether there are ranks.
+constexpr void (*kKernels[2][2])(Problem) = {{convert_kernel<false, false>, convert_kernel<false, true>},
+                                             {convert_kernel<true, false>, convert_kernel<true, true>}};
+
 }  // namespace
 
 void convert_indices(const ConvertProblem& p, void* stream) {
-  const int64_t warps = (int64_t{p.topk} + kWarpPositions - 1) / kWarpPositions;
-  const int threads = static_cast<int>(std::clamp<int64_t>(32 * warps, 32, kMaxThreads));
-  launch_early(convert_kernel, p.tokens, threads, 0, stream, "convert_indices", Problem(p));
+  const int64_t lanes = (int64_t{p.topk} + kLanePositions - 1) / kLanePositions;
+  const int threads = static_cast<int>(std::clamp<int64_t>((lanes + 31) / 32 * 32, 32, kMaxThreads));
+  const bool aligned = p.topk % kLanePositions == 0 && aligned16(p.positions, 4 * p.position_stride) &&
+                       aligned16(p.slots, 4 * p.slot_stride);
+  launch_early(kKernels[aligned][p.ranks > 1], p.tokens, threads, 0, stream, "convert_indices", Problem(p));
 }
 
 MLA_KERNELS {
-  static const KernelEntry entries[] = {
-      {"convert_indices", reinterpret_cast<const void*>(convert_kernel), kMaxThreads, 0}};
-  return {entries, 1};
+  const auto entry = [](const char* name, void (*kernel)(Problem)) {
+    return KernelEntry{name, reinterpret_cast<const void*>(kernel), kMaxThreads, 0};
+  };
+  static const KernelEntry entries[] = {entry("convert_indices", kKernels[1][0]),
+                                        entry("convert_indices of a rank", kKernels[1][1]),
+                                        entry("convert_indices, not aligned", kKernels[0][0]),
+                                        entry("convert_indices of a rank, not aligned", kKernels[0][1])};
+  return {entries, sizeof(entries) / sizeof(entries[0])};
 }
 
 }  // namespace mla::cuda
