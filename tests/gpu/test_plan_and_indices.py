@@ -156,7 +156,7 @@ def test_merging_agrees_with_the_oracle(parts):
 def test_positions_become_slots(data):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     requests, max_blocks = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 60))
-    tokens, topk = data.draw(st.integers(0, 6)), data.draw(st.sampled_from([0, 1, 100, 1024, 2500]))
+    tokens, topk = data.draw(st.integers(0, 6)), data.draw(st.sampled_from([0, 1, 100, 1024, 2500, 2501]))
     block_size = data.draw(st.sampled_from([1, 3, 64, 1000, 2**25 + 1]))
     table = torch.randint(-1, 2**25 if block_size < 1000 else 2 * 60, (requests, max_blocks), dtype=torch.int32)
     positions = torch.randint(-3, max_blocks * block_size + 5, (tokens, topk), dtype=torch.int32)
