@@ -1,6 +1,6 @@
-// Positions to slots: a block a token. A lane takes four positions in a row. All of the kernel's time is latency: the
-// positions, the request and then the block table. So the first positions and the request are asked for together, and
-// the kernel's argument is brought close while the kernel before still runs.
+// Positions to slots: a block a token. A lane takes four positions in a row. All of the kernel's time is latency: of
+// positions and request, and then of the block table. So a token's first positions are asked for before its request.
+// In the other order the compiler, which knows that all threads have the same request, waits for it first.
 #include <algorithm>
 
 #include "cuda/common/divide.h"
@@ -40,12 +40,10 @@ __device__ __forceinline__ void load(const int32_t* positions, uint32_t first, u
   }
 }
 
-template <bool kAligned, bool kRanks>
+template <bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_constant__ Problem p) {
   __shared__ uint32_t warp_valid[2][kMaxWarps];  // of even and odd rounds: a barrier each is then enough
-  __shared__ volatile uint32_t touched;
   let_next_kernel_begin();
-  if (threadIdx.x == 0) touched = touch(p);
   wait_for_kernel_before();
   const int64_t token = blockIdx.x;
   const int32_t* positions = p.positions + token * p.position_stride;
@@ -60,7 +58,7 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
   int parity = 0;
   for (uint32_t round = 0; round < topk; round += step, parity ^= 1) {
     const uint32_t first = round + threadIdx.x * kLanePositions;
-    if constexpr (kRanks) {
+    if (p.ranks > 1) {
 #pragma unroll
       for (int i = 0; i < kLanePositions; ++i) {
         const uint32_t run = p.run_of(position[i]), round_robin = p.round_of(run);
@@ -86,10 +84,10 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
     }
     load<kAligned>(positions, first + step, topk, position);
 
-    uint32_t rank =
-        valid + sum_before_warp(own_warp, round_valid, warp_valid[parity]);  // of the lane's first valid one
+    uint32_t rank = valid + sum_before_warp(own_warp, round_valid, warp_valid[parity]);
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) rank += __popc(valid_lanes[i] & lanes_below());
+    // rank: how many valid ones come before the lane's
     const bool all_stay = (slot[0] | slot[1] | slot[2] | slot[3]) >= 0 && rank == first;
     if (kAligned && first < topk && (all_stay || !p.compact)) {
       *reinterpret_cast<int4*>(slots + first) = make_int4(slot[0], slot[1], slot[2], slot[3]);
@@ -106,10 +104,6 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
   if (threadIdx.x == 0) p.counts[token] = valid;
 }
 
-// By alignment, and by whether there are ranks.
-constexpr void (*kKernels[2][2])(Problem) = {{convert_kernel<false, false>, convert_kernel<false, true>},
-                                             {convert_kernel<true, false>, convert_kernel<true, true>}};
-
 }  // namespace
 
 void convert_indices(const ConvertProblem& p, void* stream) {
@@ -117,17 +111,15 @@ void convert_indices(const ConvertProblem& p, void* stream) {
   const int threads = static_cast<int>(std::clamp<int64_t>((lanes + 31) / 32 * 32, 32, kMaxThreads));
   const bool aligned = p.topk % kLanePositions == 0 && aligned16(p.positions, 4 * p.position_stride) &&
                        aligned16(p.slots, 4 * p.slot_stride);
-  launch_early(kKernels[aligned][p.ranks > 1], p.tokens, threads, 0, stream, "convert_indices", Problem(p));
+  launch_early(aligned ? convert_kernel<true> : convert_kernel<false>, p.tokens, threads, 0, stream, "convert_indices",
+               Problem(p));
 }
 
 MLA_KERNELS {
-  const auto entry = [](const char* name, void (*kernel)(Problem)) {
-    return KernelEntry{name, reinterpret_cast<const void*>(kernel), kMaxThreads, 0};
+  static const KernelEntry entries[] = {
+      {"convert_indices", reinterpret_cast<const void*>(convert_kernel<true>), kMaxThreads, 0},
+      {"convert_indices, not aligned", reinterpret_cast<const void*>(convert_kernel<false>), kMaxThreads, 0},
   };
-  static const KernelEntry entries[] = {entry("convert_indices", kKernels[1][0]),
-                                        entry("convert_indices of a rank", kKernels[1][1]),
-                                        entry("convert_indices, not aligned", kKernels[0][0]),
-                                        entry("convert_indices of a rank, not aligned", kKernels[0][1])};
   return {entries, sizeof(entries) / sizeof(entries[0])};
 }
 
