@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_backend import library
 from mla_backend.arguments import call, require_count, require_optional_tensors, require_tensors
-from mla_backend.formats import FORMATS, format_number
+from mla_backend.formats import FORMATS, format_name, format_number
 
 VALUE_DIM = FORMATS["bf16"].value_dim
 PLAN_COLUMNS = 8
@@ -68,19 +68,20 @@ def sparse_attention(
         `return_max_logits` also fp32 `[T, H]`. A row with nothing to attend to gives 0, -inf and -inf.
     """
     q, q_rope = query_parts(q)
-    rows = q.shape[:2]
+    shape = q.shape[:2]
     if out is None:
-        out = torch.empty((*rows, VALUE_DIM), dtype=q.dtype, device=q.device)
+        out = torch.empty((*shape, VALUE_DIM), dtype=q.dtype, device=q.device)
     if lse is None:
-        lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    max_logits = torch.empty(rows, dtype=torch.float32, device=q.device) if return_max_logits else None
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+    max_logits = torch.empty(shape, dtype=torch.float32, device=q.device) if return_max_logits else None
     if q.is_cuda:
-        require_tensors(indices=indices)
+        require_tensors(cache=cache, indices=indices)
         require_optional_tensors(extra_indices=extra_indices, plan=plan)
         # of other shapes, which the op refuses, there is no plan
         lists = [indices] if extra_indices is None else [indices, extra_indices]
         if plan is None and q.dim() == 3 and all(x.dim() == 2 for x in lists):
-            plan = _own_plan(q, indices, topk_length, extra_indices, extra_topk_length, batch_invariant)
+            rows = format_name(cache, cache_format)
+            plan = _own_plan(q, indices, topk_length, extra_indices, extra_topk_length, batch_invariant, rows)
         if workspace is None and plan is not None and q.dim() == 3 and plan.dim() == 2:
             workspace = new_workspace(plan.shape[0], q.shape[1], q.device)
     call(
@@ -139,13 +140,20 @@ def workspace_floats(workers: int, num_heads: int) -> int:
 
 
 @torch.compiler.assume_constant_result
-def default_workers(device: torch.device, num_heads: int, num_tokens: int | None, slots: int | None = None) -> int:
+def default_workers(
+    device: torch.device,
+    num_heads: int,
+    num_tokens: int | None,
+    slots: int | None = None,
+    cache_format: str | None = None,
+) -> int:
     """Rows of a plan, unless said otherwise: what keeps a device's processors busy. Few tokens on a GPU get a plan of
     their own, of fewer rows if a token has few slots; None stands for any number."""
+    number = format_number(cache_format, "cache_format")
     if device.type == "cuda":
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
-        return library.cuda_workers(library.describe_device(index), num_heads, num_tokens, slots)
+        return library.cuda_workers(library.describe_device(index), num_heads, num_tokens, slots, number)
     return _ABOUT["plan_workers_per_thread"] * torch.get_num_threads()
 
 
@@ -156,12 +164,14 @@ def _own_plan(
     extra_indices: Tensor | None,
     extra_topk_length: Tensor | None,
     batch_invariant: bool,
+    cache_format: str | None,
 ) -> Tensor:
     return plan(
         q.shape[0],
         indices.shape[-1],
         topk_length=topk_length,
         num_heads=q.shape[1],
+        cache_format=cache_format,
         device=q.device,
         extra_topk=0 if extra_indices is None else extra_indices.shape[-1],
         extra_topk_length=extra_topk_length,
@@ -178,6 +188,7 @@ def plan(
     extra_topk_length: Tensor | None = None,
     batch_invariant: bool = False,
     num_heads: int = 128,
+    cache_format: str | None = None,
     workers: int | None = None,
     device: torch.device | str | None = None,
     out: Tensor | None = None,
@@ -192,6 +203,8 @@ def plan(
         topk_length, extra_topk_length: int32 `[T]`, as for `sparse_attention`.
         batch_invariant: never cut a token's list, so that its bits don't depend on its neighbours.
         num_heads: query heads; on a GPU the fewer there are, the more workers share the tokens.
+        cache_format: of the rows that are read. A plan suits all of them, but with more than 32 heads a GPU has other
+            kernels for `fp8_ds_mla`, the default.
         workers: rows of the table; by default what keeps the device busy. On a CPU that is twice as many as torch has
             threads, which take them in turn.
         device: where the table is made; by default where the lengths are.
@@ -217,7 +230,7 @@ def plan(
             # neither a compiled function's plan nor a batch-invariant one may be made for one number of tokens or slots
             any_number = batch_invariant or torch.compiler.is_compiling()
             tokens, slots = (None, None) if any_number else (num_tokens, topk + extra_topk)
-            workers = default_workers(torch.device(device), num_heads, tokens, slots)
+            workers = default_workers(torch.device(device), num_heads, tokens, slots, cache_format)
         require_count("workers", workers, at_least=1)
         out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
     call(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mla_backend import attention
 from mla_backend.arguments import call, named, require_optional_tensors, require_tensors
-from mla_backend.formats import format_number
+from mla_backend.formats import format_name, format_number
 
 
 def dense_attention(
@@ -70,6 +70,7 @@ def dense_attention(
                     slots,
                     topk_length=lengths,
                     num_heads=max(rows, 1),
+                    cache_format=format_name(cache, cache_format),
                     device=q.device,
                     batch_invariant=batch_invariant,
                 )

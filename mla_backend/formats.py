@@ -99,6 +99,12 @@ def format_of(cache: torch.Tensor, name: str | None = None) -> CacheFormat:
     return fitting[0]
 
 
+def format_name(cache: torch.Tensor, name: str | None) -> str | None:
+    """The same for a cache that no op has looked at yet: None where it is not the one format that it should be."""
+    fitting = [f.name for f in FORMATS.values() if cache.shape[-1:] == (f.width,) and cache.dtype in f.accepted_dtypes]
+    return name if name is not None or len(fitting) != 1 else fitting[0]
+
+
 def format_number(name: str | None, argument: str) -> int:
     """A format as the ops name it; -1 for None."""
     if name is None:

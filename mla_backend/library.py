@@ -83,13 +83,15 @@ def describe_device(index: int) -> Device:
     return device
 
 
-def cuda_workers(device: Device, num_heads: int, num_tokens: int | None = None, slots: int | None = None) -> int:
+def cuda_workers(
+    device: Device, num_heads: int, num_tokens: int | None = None, slots: int | None = None, cache_format: int = -1
+) -> int:
     """The default number of plan rows for a GPU; without num_tokens or slots (of a token, in all lists), the one that
-    suits any number of them."""
+    suits any number of them. The format is the number of one; -1 is fp8_ds_mla."""
     any_number = 2**31 - 1
     tokens = ctypes.c_int64(any_number if num_tokens is None else num_tokens)
     slots = any_number if slots is None else min(slots, any_number)
-    return _library.mla_backend_cuda_workers(ctypes.byref(device), tokens, slots, num_heads)
+    return _library.mla_backend_cuda_workers(ctypes.byref(device), tokens, slots, num_heads, cache_format)
 
 
 def backward_group_heads(device: torch.device) -> int:

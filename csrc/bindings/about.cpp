@@ -105,9 +105,10 @@ MLA_EXPORT const char* mla_backend_describe_device([[maybe_unused]] int index, [
   return why.c_str();
 }
 
-// Rows that a plan should have for a GPU.
-MLA_EXPORT int mla_backend_cuda_workers(const mla::Device* device, int64_t tokens, int slots, int heads) {
-  return mla::default_workers(tokens, mla::tiles_of(slots, mla::kGpuTileSlots), heads, *device);
+// Rows that a plan should have for a GPU and a cache of that format; -1: fp8_ds_mla.
+MLA_EXPORT int mla_backend_cuda_workers(const mla::Device* device, int64_t tokens, int slots, int heads, int format) {
+  const mla::CacheFormat& rows = format < 0 ? mla::kFp8DsMla : *mla::kFormats[format];
+  return mla::default_workers(tokens, mla::tiles_of(slots, mla::kGpuTileSlots), heads, rows, *device);
 }
 
 // Heads whose contributions to kv's gradient the backward adds up before it writes them: on a GPU, or (-1) on a CPU.

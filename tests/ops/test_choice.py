@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mla_backend import library
+from mla_backend.formats import format_number
 from plans import cuts_of, gpu, gpu_choice
 
 PAGE = Path(__file__).parents[2] / "docs" / "kernels.md"
@@ -24,7 +25,9 @@ HEADS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256)
     ],
 )
 def test_hopper_has_a_kernel_for_each_shape(tokens, heads, fp8, kernel, heads_per_block):
-    choice = gpu_choice(gpu(), tokens, heads, fp8=fp8)
+    fmt = "fp8_ds_mla" if fp8 else "bf16"
+    workers = library.cuda_workers(gpu(), heads, tokens, 2048, format_number(fmt, "fmt"))
+    choice = gpu_choice(gpu(), tokens, heads, fmt=fmt, workers=workers)
     assert (choice.kernel, choice.heads_per_block) == (kernel, heads_per_block)
 
 
@@ -65,7 +68,7 @@ def test_the_default_plan_is_for_the_clusters_that_its_launch_has(heads):
 @given(st.integers(1, 600), st.integers(1, 256), st.integers(1, 80), st.booleans())
 def test_all_blocks_of_a_default_plan_run_at_once(processors, tokens, heads, tiles, fp8):
     """With what clusters that are not full add to them."""
-    choice = gpu_choice(gpu(processors), tokens, heads, fp8=fp8, token_tiles=tiles)
+    choice = gpu_choice(gpu(processors), tokens, heads, fmt="fp8_ds_mla" if fp8 else "bf16", token_tiles=tiles)
     blocks = -(-heads // choice.heads_per_block)
     assert -(-choice.workers // choice.cluster) * choice.cluster * blocks <= max(processors, blocks)
 
@@ -88,7 +91,7 @@ def test_a_plan_of_more_rows_than_clusters_have_room_for_gets_smaller_ones():
 
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 16384), (2, 16384), (4, 16384), (8, 32768), (1, 131072)])
 def test_long_lists_of_few_tokens_are_cut_by_load(tokens, slots):
-    choice = gpu_choice(gpu(), tokens, 16, fp8=False, token_tiles=slots // 64)
+    choice = gpu_choice(gpu(), tokens, 16, fmt="bf16", token_tiles=slots // 64)
     assert (choice.kernel, choice.heads_per_block, choice.parts, choice.workers) == ("few_heads", 16, 0, 120)
 
 

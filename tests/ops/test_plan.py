@@ -239,7 +239,7 @@ def test_long_lists_in_a_wide_table_are_cut_by_load(lengths):
 
 def _plan_of_a_wide_table(lengths):
     device, tokens, width = gpu(), len(lengths), 131072
-    choice = gpu_choice(device, tokens, 16, fp8=False, token_tiles=width // GPU_TILE_SLOTS)
+    choice = gpu_choice(device, tokens, 16, fmt="bf16", token_tiles=width // GPU_TILE_SLOTS)
     assert choice.parts == 0, "it is a plan for long lists"
     lengths = torch.tensor(lengths, dtype=torch.int32)
     return gpu_plan(tokens, width, choice.workers, topk_length=lengths, device=device), choice.cluster

@@ -12,11 +12,11 @@ extern "C" void gpu_plan(int32_t tokens, int32_t topk, int32_t extra_topk, const
   mla::cpu::fill_plan(shape, rows, workers);
 }
 
-extern "C" void gpu_choice(const mla::Device* device, int64_t tokens, int32_t heads, bool fp8, bool whole_tokens,
+extern "C" void gpu_choice(const mla::Device* device, int64_t tokens, int32_t heads, int32_t format, bool whole_tokens,
                            bool suits_hopper_kernels, int32_t workers, int64_t token_tiles, int32_t* choice) {
-  const mla::Tile tile = fp8 ? mla::Tile::scaled_576 : mla::Tile::bf16_576;
+  const mla::CacheFormat& rows = *mla::kFormats[format];
   const mla::Choice c =
-      mla::choose({tokens, heads, tile, whole_tokens, suits_hopper_kernels, workers, token_tiles}, *device);
+      mla::choose({tokens, heads, rows, whole_tokens, suits_hopper_kernels, workers, token_tiles}, *device);
   const int32_t numbers[] = {c.kernel, c.heads_per_block, c.parts, c.workers, c.cluster};
   for (int i = 0; i < 5; ++i) choice[i] = numbers[i];
 }

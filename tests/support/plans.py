@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from mla_backend import library
+from mla_backend.formats import format_number
 
 CSRC = Path(__file__).parents[2] / "csrc"
 CUT_FOR_CLUSTERS = [
@@ -55,10 +56,12 @@ class Choice(NamedTuple):
     cluster: int
 
 
-def gpu_choice(device, tokens, heads, *, fp8=True, whole_tokens=False, suits_hopper=True, workers=0, token_tiles=32):
+def gpu_choice(
+    device, tokens, heads, *, fmt="fp8_ds_mla", whole_tokens=False, suits_hopper=True, workers=0, token_tiles=32
+):
     """How a GPU computes attention; without workers, with the plan that it gets then."""
     numbers = (ctypes.c_int32 * 5)()
-    flags = [ctypes.c_bool(flag) for flag in (fp8, whole_tokens, suits_hopper)]
+    flags = [format_number(fmt, "fmt"), *(ctypes.c_bool(flag) for flag in (whole_tokens, suits_hopper))]
     tokens, token_tiles = ctypes.c_int64(tokens), ctypes.c_int64(token_tiles)
     _host().gpu_choice(ctypes.byref(device), tokens, heads, *flags, workers, token_tiles, numbers)
     kernels = ("portable", "few_heads", "few_heads_wide", "many_heads")

@@ -65,7 +65,8 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
 AttentionShape shape_of(const AttentionProblem& p) {
   int64_t tiles = 0;
   for (int i = 0; i < p.list_count; ++i) tiles += tiles_of(p.lists[i].topk, kGpuTileSlots);
-  return {p.tokens, p.heads, p.tile, p.whole_tokens, suits_hopper_kernels(p), p.workers, tiles};
+  const CacheFormat& format = p.lists[0].cache.format;
+  return {p.tokens, p.heads, format, p.whole_tokens, suits_hopper_kernels(p), p.workers, tiles};
 }
 
 }  // namespace

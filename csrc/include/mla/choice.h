@@ -25,7 +25,7 @@ struct Device {
 struct AttentionShape {
   int64_t tokens;
   int32_t heads;
-  Tile tile;                  // of the first list's rows
+  CacheFormat format;         // of the first list's rows
   bool whole_tokens;          // batch-invariant: a token's bits must not depend on how many others there are
   bool suits_hopper_kernels;  // see cuda/attention/dispatch.cu
   int32_t workers;            // rows of the plan; 0: the choice says how many
@@ -112,13 +112,20 @@ inline bool too_long_to_spread(const Device& device, int64_t tokens, int64_t tok
 struct KernelTime {
   Choice::Kernel kernel;
   int32_t heads_per_block;
-  double begin;  // and end
-  double tile;   // of 64 rows, one after the other in a block
-  double cut;    // what a merge in the workspace takes
+  double begin;      // and end
+  double tile;       // of 64 rows of e4m3 numbers that are multiplied as they are, one after the other in a block
+  double plain;      // of rows of 16-bit numbers
+  double converted;  // of rows that become such
+  double cut;        // what a merge in the workspace takes
+
+  double tile_of(const CacheFormat& format) const {
+    if (format.scale == Scale::fp32 || (format.scale == Scale::tensor && kernel == Choice::few_heads)) return tile;
+    return format.quantised() ? converted : plain;
+  }
 };
-constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 18, 2.0, 2};
-constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 17, 1.3, 2};
-constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 9, 1.15, 7};
+constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 18, 2.0, 1.8, 2.0, 2};
+constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 17, 1.3, 0, 0, 2};  // it has no other rows
+constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 9, 1.15, 1.5, 2.0, 7};
 
 struct Layout {
   int64_t workers;
@@ -127,11 +134,11 @@ struct Layout {
 
 // A launch with a plan of so many rows. Tokens are whole, or all cut into equal parts, or cuts follow the load.
 inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, const Device& device, int64_t workers) {
-  constexpr double kTokenTiles = 4;       // that the next token of a worker, or part of one, costs besides its own
-  constexpr double kUnevenTiles = 1;      // that a worker gets more where cuts follow the load
-  constexpr double kUnevenCut = 2;        // that such cuts take longer
-  constexpr double kMemoryTile = 0.0145;  // 64 rows of fp8_ds_mla at 2.9 TB/s
-  constexpr double kPartialRow = 0.0014;  // a head's 512 sums, written and read
+  constexpr double kTokenTiles = 4;   // that the next token of a worker, or part of one, costs besides its own
+  constexpr double kUnevenTiles = 1;  // that a worker gets more where cuts follow the load
+  constexpr double kUnevenCut = 2;    // that such cuts take longer
+  constexpr double kMemoryByte = 0.0145 / (64 * 656);  // 2.9 TB/s
+  constexpr double kPartialRow = 0.0014;               // a head's 512 sums, written and read
   const auto tokens = static_cast<double>(shape.tokens), tiles = static_cast<double>(shape.token_tiles);
   const int64_t blocks = blocks_for(shape.heads, kernel.heads_per_block);
   const auto waves = static_cast<double>((workers * blocks + device.processors - 1) / device.processors);
@@ -154,7 +161,8 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
     partials = static_cast<double>(workers) + static_cast<double>(std::min(shape.tokens, workers)) / 2;
     uneven_cut = kUnevenCut;
   }
-  const double busy = std::max(kernel.tile * most * waves, kMemoryTile * tokens * tiles);
+  const double memory = kMemoryByte * kGpuTileSlots * shape.format.token_bytes() * tokens * tiles;
+  const double busy = std::max(kernel.tile_of(shape.format) * most * waves, memory);
   const double merge = partials > 0 ? kernel.cut + uneven_cut + kPartialRow * partials * shape.heads : 0;
   return {workers, kernel.begin * waves + busy + merge};
 }
@@ -201,7 +209,7 @@ inline int32_t long_list_cluster(const Device& device, int64_t tokens, int64_t t
   constexpr int32_t kMostHeads = 16;
   const bool long_lists = device.hopper_kernels && device.clusters[kLongListCluster] > 0;
   if (!long_lists || workers != long_list_workers(device)) return 0;
-  const AttentionShape shape{tokens, kMostHeads, Tile::bf16_576, false, true, workers, token_tiles};
+  const AttentionShape shape{tokens, kMostHeads, kFp8DsMla, false, true, workers, token_tiles};
   const int32_t cluster = cluster_for(device, shape, kMostHeads, workers);
   return tokens * cluster <= workers ? cluster : 0;
 }
@@ -214,16 +222,18 @@ inline Choice choose_by_time(const AttentionShape& shape, const Device& device, 
   const KernelTime* best = nullptr;
   Layout layout{};
   for (const KernelTime* kernel : {&kManyHeadsTime, &kWideTime, &kFewHeadsTime}) {
-    // the wide kernel has no other rows; and 300 tokens with 96 heads take 6 % longer in it than in many_heads
+    // 300 tokens with 96 heads take 6 % longer in the wide kernel than in many_heads
     const bool narrow = shape.heads <= kWideHeads || shape.tokens <= device.processors;
-    if (kernel->kernel == Choice::few_heads_wide && (shape.tile != Tile::scaled_576 || !narrow)) continue;
+    const bool scaled = shape.format.tile() == Tile::scaled_576;
+    if (kernel->kernel == Choice::few_heads_wide && !(scaled && narrow)) continue;
     const Layout own =
         shape.workers ? layout_of(*kernel, shape, device, shape.workers) : best_layout(*kernel, shape, device);
     if (!best || own.time < kClearly * layout.time) best = kernel, layout = own;
   }
   if (spread.parts) {
     const int64_t part_tiles = (shape.token_tiles + spread.parts - 1) / spread.parts;
-    const double time = kFewHeadsTime.begin + kFewHeadsTime.tile * static_cast<double>(part_tiles) + kClusterMerge;
+    const double time =
+        kFewHeadsTime.begin + kFewHeadsTime.tile_of(shape.format) * static_cast<double>(part_tiles) + kClusterMerge;
     if (time < layout.time) {
       const auto workers = static_cast<int32_t>(shape.tokens * spread.parts);
       return {Choice::few_heads, spread.heads_per_block, spread.parts, shape.workers ? shape.workers : workers, 1};
@@ -246,7 +256,7 @@ inline Choice choose(AttentionShape shape, const Device& device) {
   Spread spread{shape.heads <= 8 ? 8 : 16, 0};
   if (!shape.whole_tokens) spread = spread_few_tokens(device, shape.tokens, shape.heads, shape.token_tiles);
   if (shape.heads > 16 && shape.whole_tokens) {
-    const bool wide = shape.heads <= kWideHeads && shape.tile == Tile::scaled_576;
+    const bool wide = shape.heads <= kWideHeads && shape.format.tile() == Tile::scaled_576;
     choice = {wide ? Choice::few_heads_wide : Choice::many_heads, wide ? kWideHeads : kManyHeads, 0, 0, 1};
     choice.workers = workers_for(device.processors, choice.heads_per_block);
   } else if (shape.heads > 16) {
@@ -272,9 +282,12 @@ inline Choice choose(AttentionShape shape, const Device& device) {
   return choice;
 }
 
-// For plans that are made before the cache's format is known.
-inline int32_t default_workers(int64_t tokens, int64_t token_tiles, int32_t heads, const Device& device) {
-  return choose({tokens, heads, Tile::scaled_576, false, true, 0, token_tiles}, device).workers;
+// Up to 32 heads a plan for fp8_ds_mla rows is as good for all others. With more, they have no wide kernel: 32 tokens
+// of bf16 rows with 128 heads take 55 us with a plan of their own, and 67 with that one.
+inline int32_t default_workers(int64_t tokens, int64_t token_tiles, int32_t heads, const CacheFormat& format,
+                               const Device& device) {
+  const CacheFormat& rows = heads > kWideHeads ? format : kFp8DsMla;
+  return choose({tokens, heads, rows, false, true, 0, token_tiles}, device).workers;
 }
 
 }  // namespace mla
