@@ -2,7 +2,7 @@
 
 A page says what it wants between two comments, which are not shown:
 
-    <!-- numbers: kernels_decode results/h200/kernels.json -->
+    <!-- numbers: kernels_decode results/h100/kernels.json -->
     a table
     <!-- end of numbers -->
 

@@ -195,7 +195,7 @@ KINDS = {
         },
         {
             "kernels": tables.kernels,
-            "kernels_decode": lambda report: tables.headline(report, tables.HEADLINE_DECODE),
+            "kernels_decode": tables.headline,
         },
         _candidates_timed,
     ),

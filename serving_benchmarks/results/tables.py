@@ -11,14 +11,13 @@ from serving_benchmarks.results import file, kernel_times, runs
 
 Report = file.Report
 Entry = dict[str, Any]
-HEADLINE_DECODE = [("128q1s32k", heads, "fp8_ds_mla") for heads in (8, 16, 32, 64, 128)]
-HEADLINE_DECODE += [("1q1s32k", 16, "fp8_ds_mla")]
-"""Batch, heads and format of the rows of a short table. All have topk 2048."""
+HEADLINE_DECODE = [*((requests, 16) for requests in (8, 16, 32, 64)), *((128, heads) for heads in (8, 16, 32, 64, 128))]
+"""Requests and heads of the rows of a short table: one query token each at 32K tokens, topk 2048, FP8 rows."""
 FLOOR = (
     "The floor is the longest of math, memory and L2 time at measured rates. Memory's rate is of gathering FP8 rows of "
     "656 bytes. BF16 rows of 1152 bytes are gathered faster, so more than 100% is possible there."
 )
-IN_SITU = "In situ: what a launch adds to a matrix product before it, which reads 103 MB of weights."
+IN_SITU = "In situ: what a launch adds to a matrix product before it, of 103 MB of weights."
 PEERS = {
     "flashmla_fp8": "FlashMLA FP8",
     "flashmla_fp8_one_batch": "FlashMLA FP8",
@@ -136,27 +135,26 @@ def _titles(results: Sequence[Entry]) -> list[str]:
     return sorted(titles, key=lambda title: [*PEERS.values(), title].index(title))
 
 
-def picked(report: Report, batch: str, heads: int, fmt: str) -> Entry:
-    """The entry with this batch, heads and format at topk 2048. Raises ValueError."""
-    name = kernel_name({"batch": batch, "heads": heads, "topk": 2048, "format": fmt})
+def picked(report: Report, requests: int, heads: int) -> Entry:
+    """The entry of a row of HEADLINE_DECODE. Raises ValueError."""
+    name = kernel_name({"batch": f"{requests}q1s32k", "heads": heads, "topk": 2048, "format": "fp8_ds_mla"})
     for result in ran(report):
         if kernel_name(result["case"]) == name:
             return result
     raise ValueError(f"there is no {name}")
 
 
-def headline(report: Report, wanted: Sequence[tuple[str, int, str]]) -> str:
-    """A row for each batch, heads and format, with the fastest peer."""
-    headings = ["batch", "heads", "cache", "mla-backend, us", "best peer, us", "best peer", "best peer over ours"]
+def headline(report: Report) -> str:
+    """The rows of HEADLINE_DECODE in situ, with the fastest peer."""
+    headings = ["requests", "heads", "mla-backend, us", "best peer, us", "best peer", "best peer over ours"]
     rows = []
-    for batch, heads, fmt in wanted:
-        result = picked(report, batch, heads, fmt)
+    for requests, heads in HEADLINE_DECODE:
+        result = picked(report, requests, heads)["in_situ"]
         best = result["best_peer"]
         theirs = [microseconds(result["seconds"][best]["median"]), peer_title(best)] if best else ["-", "-"]
         ratio = f"{result['speed_up']:.2f}" if best else "-"
-        ours = microseconds(result["seconds"]["ours"]["median"])
-        rows.append([batch, str(heads), fmt, ours, *theirs, ratio])
-    return "\n".join([*file.table(headings, rows), "", _kernels_measured(report)])
+        rows.append([str(requests), str(heads), microseconds(result["seconds"]["ours"]["median"]), *theirs, ratio])
+    return "\n".join([*file.table(headings, rows), "", f"{IN_SITU} {_kernels_measured(report)}"])
 
 
 def rows(report: Report) -> str:

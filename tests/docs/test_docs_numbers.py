@@ -46,7 +46,8 @@ def test_a_number_that_changed_is_found_and_written(tree, capsys):
     before, drawn = page.read_text(), picture.read_bytes()
     assert before.startswith("Before\n<!-- numbers") and before.endswith(f"{END}\nafter\n") and before.count("\n") > 30
     report = json.loads(path.read_text())
-    tables.picked(report, "128q1s32k", 64, "fp8_ds_mla")["seconds"]["ours"]["median"] = 55.5e-6
+    entry = tables.picked(report, 128, 64)
+    entry["seconds"]["ours"]["median"] = entry["in_situ"]["seconds"]["ours"]["median"] = 55.5e-6
     path.write_text(json.dumps(report))
     capsys.readouterr()
     assert write(tree, "--check") == 1 and page.read_text() == before and picture.read_bytes() == drawn
@@ -93,9 +94,9 @@ def test_every_maker_makes_a_table_of_a_file_of_its_kind(maker):
 
 def test_the_headline_of_kernels_has_the_fastest_peer():
     report = result_examples.every_kind()["kernels"]
-    for row in cells(tables.headline(report, tables.HEADLINE_DECODE))[1:]:
-        best = min(tables.peers_of(tables.picked(report, row[0], int(row[1]), row[2])).values())
-        assert row[4] == tables.microseconds(best)
+    for row in cells(tables.headline(report))[1:]:
+        best = min(tables.peers_of(tables.picked(report, int(row[0]), int(row[1]))["in_situ"]).values())
+        assert row[3] == tables.microseconds(best)
 
 
 def test_backends_are_compared_at_each_load_that_both_have():

@@ -9,7 +9,7 @@ from typing import Any
 from serving_benchmarks.ops.timing import Timing
 
 ROOT = Path(__file__).parents[2]
-COMMITTED = {"kernels": "h200/kernels", "cache": "h200/cache", "cpu": "cpu/attention"}
+COMMITTED = {"kernels": "h100/kernels", "cache": "h200/cache", "cpu": "cpu/attention"}
 COMMITTED |= {"checkpoint": "h200/checkpoint", "rows": "h100/rows"}
 ENVIRONMENT = {
     **{"date": "2026-11-20T22:05:03+00:00", "commit": "5214a64bcc1ef44b20b1", "command": "x", "driver": "580.159.04"},
