@@ -226,8 +226,6 @@ def run(options: argparse.Namespace) -> int:
             write(options.output, wanted, seed=options.seed)
     except (OSError, ImportError) as error:
         raise types.Refused(str(error)) from None
-    print(
-        f"{options.output}: {total / 1e9:.2f} GB, {wanted['num_hidden_layers']} layers, "
-        f"{wanted['num_attention_heads']} heads, {wanted['n_routed_experts']} experts"
-    )
+    counts = ", ".join(f"{wanted[KEYS[name]]} {name}" for name in ("layers", "heads", "experts"))
+    print(f"{options.output}: {total / 1e9:.2f} GB, {counts}")
     return 0

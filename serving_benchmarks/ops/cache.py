@@ -7,6 +7,7 @@ which fill random blocks of the cache.
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,12 +63,8 @@ def time_write(tokens: int, fmt: str, rounds: int) -> dict[str, Any]:
 def time_plan(tokens: int, rounds: int) -> dict[str, Any]:
     lengths = torch.randint(0, 2049, (tokens,), dtype=torch.int32, device="cuda")
     table = mla_backend.plan(tokens, 2048, topk_length=lengths)
-    moved = lengths.nbytes + table.nbytes
-
-    def call() -> None:
-        mla_backend.plan(tokens, 2048, topk_length=lengths, out=table)
-
-    return entry("plan", "-", tokens, moved, [call], rounds)
+    call = partial(mla_backend.plan, tokens, 2048, topk_length=lengths, out=table)
+    return entry("plan", "-", tokens, lengths.nbytes + table.nbytes, [call], rounds)
 
 
 def time_convert(tokens: int, rounds: int) -> dict[str, Any]:
@@ -80,10 +77,8 @@ def time_convert(tokens: int, rounds: int) -> dict[str, Any]:
     wanted = block_table[request_ids.unsqueeze(1), positions // BLOCK] * BLOCK + positions % BLOCK
     if not (torch.equal(slots, wanted) and bool((counts == 2048).all())):
         raise RuntimeError(f"convert_indices gave wrong slots, {tokens} tokens")
-
-    def call() -> None:
-        mla_backend.convert_indices(positions, block_table, request_ids, BLOCK, slots=slots, counts=counts)
-
+    given = positions, block_table, request_ids, BLOCK
+    call = partial(mla_backend.convert_indices, *given, slots=slots, counts=counts)
     moved = positions.nbytes + slots.nbytes + block_table.nbytes + request_ids.nbytes + counts.nbytes
     return entry("convert_indices", "-", tokens, moved, [call], rounds)
 

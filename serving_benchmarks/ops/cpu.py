@@ -143,17 +143,11 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
         case, ours = result["case"], Timing(**result["seconds"]["ours"])
         peer = next((name for name in PEERS if name in result["seconds"]), None)
         scaling = result["speed_up_over_one_thread"]
-        lines.append(
-            [
-                f"{case['batch']}, {case['heads']}, {case['context']}",
-                case["format"],
-                f"{ours.median * 1e6:.0f}",
-                f"{result['useful_flops'] / ours.median / 1e9:.0f}",
-                f"{PEERS[peer]} {result['seconds'][peer]['median'] * 1e6:.0f}" if peer else "-",
-                f"{result['speed_up'][peer]:.2f}" if peer else "-",
-                f"{scaling:.2f}" if scaling else "-",
-            ]
-        )
+        row = [f"{case['batch']}, {case['heads']}, {case['context']}", case["format"], f"{ours.median * 1e6:.0f}"]
+        row.append(f"{result['useful_flops'] / ours.median / 1e9:.0f}")
+        row.append(f"{PEERS[peer]} {result['seconds'][peer]['median'] * 1e6:.0f}" if peer else "-")
+        row.append(f"{result['speed_up'][peer]:.2f}" if peer else "-")
+        lines.append([*row, f"{scaling:.2f}" if scaling else "-"])
     return lines
 
 

@@ -19,11 +19,8 @@ from serving_benchmarks import options as opt
 
 VERSIONS = ("0.23.0", "0.33.0")
 """The newest built for torch 2.11, and the newest."""
-LIBRARIES = {
-    "flashmla": "_flashmla_C.abi3.so",
-    "flashmla_fp8": "_flashmla_extension_C.abi3.so",
-    "fa3": "vllm_flash_attn/_vllm_fa3_C.abi3.so",
-}
+LIBRARIES = {"flashmla": "_flashmla_C.abi3.so", "flashmla_fp8": "_flashmla_extension_C.abi3.so"}
+LIBRARIES |= {"fa3": "vllm_flash_attn/_vllm_fa3_C.abi3.so"}
 """Path of each peer's library in the package vllm."""
 
 

@@ -185,10 +185,9 @@ def compare(one: Answers, other: Answers, end: int | None) -> dict[str, Any]:
             margins.append(b["margins"][parts])
         logprobs = zip(a["logprobs"][: until[-1] + 1], b["logprobs"][: until[-1] + 1], strict=True)
         differences += [abs(x - y) for x, y in logprobs]
+    equal = [answer_of(a["tokens"], end) == answer_of(b["tokens"], end) for a, b in zip(one, other, strict=True)]
     return {
-        "answers_equal": sum(
-            answer_of(a["tokens"], end) == answer_of(b["tokens"], end) for a, b in zip(one, other, strict=True)
-        ),
+        "answers_equal": sum(equal),
         "texts_equal": len(one) - len(margins),
         "margins_where_they_part": sorted(margins),
         "tokens_until_first_difference": statistics.mean(until),

@@ -79,9 +79,10 @@ class Server:
         finally:  # don't wait for answers if this command is stopped: they end with the server
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def require_running(self) -> None:
-        """ServerFailed if it has ended."""
-        _require_running(self.process, "the server ended")
+    def require_running(self, what: str = "the server ended") -> None:
+        """ServerFailed if it has ended, with what has happened and why."""
+        if (status := self.process.status()) is not None:
+            raise ServerFailed(f"{what}: {why_it_ended(status, self.process.says())}")
 
 
 def parse_metrics(text: str) -> dict[str, float]:
@@ -105,7 +106,7 @@ def serving(command: Callable[[int], Sequence[str]], log: Path, *, grace: float 
     begin = time.monotonic()
     with Supervised(command(port), log, grace=grace) as process:
         while not _is_healthy(port):
-            _require_running(process, "the server ended before it was ready")
+            Server(process, port, 0).require_running("the server ended before it was ready")
             if time.monotonic() - begin > READY_SECONDS:
                 raise ServerFailed(f"the server was not ready after {READY_SECONDS:g} s")
             time.sleep(POLL_SECONDS)
@@ -124,13 +125,6 @@ def _is_healthy(port: int) -> bool:
             return answer.status == 200
     except OSError:
         return False
-
-
-def _require_running(process: Supervised, what: str) -> None:
-    """ServerFailed if it has ended, with what has happened and why."""
-    status = process.status()
-    if status is not None:
-        raise ServerFailed(f"{what}: {why_it_ended(status, process.says())}")
 
 
 def _url(port: int, path: str) -> str:
