@@ -11,6 +11,7 @@ from typing import NoReturn
 __all__ = [
     "FORMATS",
     "KEY_FORMATS",
+    "STAGED",
     "BackwardOrder",
     "CacheFormat",
     "FlexMask",
@@ -33,6 +34,7 @@ __all__ = [
     "sparse_delta",
     "sparse_mla",
     "sparse_mla_backward",
+    "stage_rows",
     "write_keys",
 ]
 
@@ -40,10 +42,10 @@ try:
     from mla_backend import fake as _fake  # noqa: F401  (torch.compile support)
     from mla_backend import flash_mla, library, reference
     from mla_backend.attention import merge_partials, plan, sparse_attention
-    from mla_backend.cache import cache_gather, cache_write, convert_indices
+    from mla_backend.cache import cache_gather, cache_write, convert_indices, stage_rows
     from mla_backend.dense import dense_attention
     from mla_backend.flex import flex_mla
-    from mla_backend.formats import FORMATS, CacheFormat, format_of
+    from mla_backend.formats import FORMATS, STAGED, CacheFormat, format_of
     from mla_backend.index import index_scores, select_top
     from mla_backend.keys import KEY_FORMATS, KeyFormat, write_keys
     from mla_backend.mask import FlexMask, flex_mask

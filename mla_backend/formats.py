@@ -23,7 +23,8 @@ class CacheFormat:
     value_dim: int
     """How many of a row's dims attention sums up."""
     scale: str
-    """What a scale is: none, fp32, ue8m0 (a power of two in a byte), or tensor (the caller has one for all rows)."""
+    """What a scale is: none, fp32, ue8m0 (a power of two in a byte), tensor (the caller has one for all rows), or power
+    (an int8, of staged rows)."""
     group: int
     """Latent values that share a scale; 0 where there are no groups."""
     scales_at: str
@@ -52,17 +53,17 @@ class CacheFormat:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of a cache tensor."""
-        return {"bf16": torch.bfloat16, "f16": torch.float16, "e4m3": torch.uint8}[self.code]
+        return {"bf16": torch.bfloat16, "f16": torch.float16}[self.code] if self.scale == "none" else torch.uint8
 
     @property
     def number(self) -> torch.dtype:
         """Dtype of queries, outputs and dequantised rows."""
-        return torch.float16 if self.code == "f16" else torch.bfloat16
+        return torch.float16 if self.dtype == torch.float16 else torch.bfloat16
 
     @property
     def accepted_dtypes(self) -> tuple[torch.dtype, ...]:
         """Dtypes that a cache tensor may come in."""
-        return (torch.uint8, torch.int8, torch.float8_e4m3fn) if self.quantised else (self.dtype,)
+        return (self.dtype,) if self.scale == "none" else (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
     @property
     def width(self) -> int:
@@ -77,11 +78,20 @@ class CacheFormat:
         """A cache of zeros, `[blocks, block_size, width]`."""
         require_count("blocks", blocks)
         require_count("block_size", block_size, at_least=1)
-        pages = torch.zeros(blocks, self.page_bytes(block_size), dtype=torch.uint8, device=device).view(self.dtype)
+        memory = torch.zeros(blocks * self.page_bytes(block_size), dtype=torch.uint8, device=device)
+        return self.in_memory(memory, block_size)
+
+    def in_memory(self, memory: torch.Tensor, block_size: int) -> torch.Tensor:
+        """A cache of as many blocks as memory, uint8 `[bytes]`, has room for."""
+        page = self.page_bytes(block_size)
+        blocks = len(memory) // page
+        pages = memory[: blocks * page].view(blocks, page).view(self.dtype)
         return pages[:, : block_size * self.width].unflatten(1, (block_size, self.width))
 
 
 FORMATS: dict[str, CacheFormat] = {entry["name"]: CacheFormat(**entry) for entry in library.about()["formats"]}
+STAGED = FORMATS.pop("staged")
+"""What `stage_rows` makes of fp8_ds_mla rows, for `sparse_attention` to read. No cache is kept in it."""
 _NUMBERS = {name: number for number, name in enumerate(FORMATS)}
 
 

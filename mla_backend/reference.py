@@ -72,6 +72,9 @@ FORMATS = {
     "fp8_528": Rows(torch.uint8, {"latent": 512, "scales": 16}, rope=0, group=32),
     "fp8_tensor_576": Rows(torch.uint8, {"latent": 512, "rope": 64}),
 }
+STAGED = Rows(torch.uint8, {"latent": 1024, "rope": 128, "power": 1}, trailer=1)
+"""f16 latent values and bf16 rope values, which lack a power of two: 2^(power + USUAL_POWER) and 2^power."""
+USUAL_POWER, LOWEST_POWER, HIGHEST_POWER, MOST_POWER = -8, -13, -1, 60
 FLOAT32 = Rows(torch.float32, {"latent": 2048, "rope": 256})
 """Only the reference takes such a cache, which loses nothing."""
 
@@ -79,9 +82,11 @@ FLOAT32 = Rows(torch.float32, {"latent": 2048, "rope": 256})
 def format_of(cache: Tensor, format: str | None = None) -> Rows:
     """The format of this name, or the one that the cache's dtype and last dimension tell."""
     if format is not None:
-        return FORMATS[format]
+        return STAGED if format == "staged" else FORMATS[format]
     dtype = torch.uint8 if cache.dtype.itemsize == 1 else cache.dtype
-    return next(rows for rows in (FLOAT32, *FORMATS.values()) if (dtype, cache.shape[-1]) == (rows.dtype, rows.width))
+    return next(
+        rows for rows in (FLOAT32, STAGED, *FORMATS.values()) if (dtype, cache.shape[-1]) == (rows.dtype, rows.width)
+    )
 
 
 def to_e4m3(x: Tensor) -> Tensor:
@@ -140,9 +145,18 @@ def _quantise(rows: Rows, kv_c: Tensor, k_pe: Tensor | None, power_of_two: bool,
     return torch.cat(as_bytes, dim=-1).view(rows.dtype)
 
 
+def _dense(part: Tensor) -> Tensor:
+    """A copy that can be viewed as other numbers, even if it has one row or none."""
+    return part.clone(memory_format=torch.contiguous_format)
+
+
 def _stored_values(rows: Rows, cached: Tensor, scale: float) -> list[Tensor]:
     """Latent and rope values of token rows `[..., width]`: in float32 where they are e4m3, else as they are stored."""
     parts = rows.split(cached)
+    if rows is STAGED:
+        kinds = {"latent": torch.half, "rope": torch.bfloat16, "power": torch.int8}
+        latent, rope, power = (_dense(parts[name]).view(kind).double() for name, kind in kinds.items())
+        return [(latent * torch.exp2(power + USUAL_POWER)).float(), (rope * torch.exp2(power)).float()]
     values = []
     for name, is_e4m3 in rows.values:
         part = parts[name].contiguous()
@@ -428,6 +442,43 @@ def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     weights = torch.exp(lses - torch.where(lse == -torch.inf, 0.0, lse))
     outs = torch.where(weights.unsqueeze(-1) == 0, 0.0, outs.double())
     return (weights.unsqueeze(-1) * outs).sum(0), lse
+
+
+def stage_rows(
+    cache: Tensor, block_table: Tensor, lengths: Tensor, *, staged_table: Tensor | None = None, out: Tensor
+) -> None:
+    """Rows of requests, from an fp8_ds_mla cache to a staged one, `out` `[blocks, block_size, 1153]`."""
+    rows = FORMATS["fp8_ds_mla"]
+    cache = _as_stored(rows, cache)
+    requests, block_size = len(block_table), cache.shape[1]
+    if staged_table is None:
+        staged_table = torch.arange(block_table.numel(), device=cache.device).view(block_table.shape)
+    for request in range(requests):
+        most = block_table.shape[1] * block_size
+        row = torch.arange(int(lengths[request].clamp(0, most)), device=cache.device)
+        slot, staged = (
+            t[request, row // block_size].long() * block_size + row % block_size for t in (block_table, staged_table)
+        )
+        ends = (slot, cache), (staged, out)
+        valid = torch.stack([(s >= 0) & (s < c.shape[0] * block_size) for s, c in ends]).all(0)
+        out[token_address(STAGED, out, staged[valid])] = _staged(cache[token_address(rows, cache, slot[valid])])
+
+
+def _staged(cached: Tensor) -> Tensor:
+    """fp8_ds_mla rows `[N, 656]` as staged ones `[N, 1153]`."""
+    parts = {name: _dense(part) for name, part in FORMATS["fp8_ds_mla"].split(cached).items()}
+    scales = parts["scales"].view(torch.float32)
+    largest = torch.where(scales.isnan(), 0, scales.abs()).amax(-1)
+    largest = torch.where(scales.isnan().all(-1), torch.inf, largest)
+    power = torch.frexp(largest)[1].clamp(-MOST_POWER, MOST_POWER)  # of a power of two above the largest scale
+    power = torch.where(largest.isinf(), MOST_POWER, power)
+    usual = ((power >= LOWEST_POWER) & (power <= HIGHEST_POWER)) | (largest <= SMALLEST_SCALE)
+    power = torch.where(usual, 0, power - USUAL_POWER).unsqueeze(-1)
+    factors = torch.ldexp(scales, -USUAL_POWER - power).half()
+    numbers = parts["latent"].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, 128))
+    latent = (numbers * factors.float().unsqueeze(-1)).half().flatten(-2)
+    rope = torch.ldexp(parts["rope"].view(torch.bfloat16).float(), -power).bfloat16()
+    return torch.cat([part.contiguous().view(torch.uint8) for part in (latent, rope, power.to(torch.int8))], dim=-1)
 
 
 def convert_indices(

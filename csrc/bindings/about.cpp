@@ -16,12 +16,14 @@ std::string quoted(const std::string& text) { return '"' + text + '"'; }
 
 // In the order of mla::Code, mla::Scale and mla::ScalesAt.
 constexpr const char* kCodeNames[] = {"bf16", "f16", "e4m3"};
-constexpr const char* kScaleNames[] = {"none", "fp32", "ue8m0", "tensor"};
+constexpr const char* kScaleNames[] = {"none", "fp32", "ue8m0", "tensor", "power"};
 constexpr const char* kScalesAtNames[] = {"nowhere", "in_row", "end_of_page"};
 
+// In the order of their numbers; staged rows come last.
 std::string describe_formats() {
   std::string json;
-  for (const mla::CacheFormat* f : mla::kFormats) {
+  for (int number = 0; number <= mla::kFormatCount; ++number) {
+    const mla::CacheFormat* f = number < mla::kFormatCount ? mla::kFormats[number] : &mla::kStaged;
     json += json.empty() ? "" : ",";
     json += "{\"name\":" + quoted(f->name) + ",\"code\":" + quoted(kCodeNames[static_cast<int>(f->code)]) +
             ",\"latent\":" + std::to_string(f->latent) +

@@ -37,7 +37,7 @@ RowStrides strides_of(const Tensor& rows) {
 }
 
 ScalarType dtype_of(const CacheFormat& format) {
-  return format.code == Code::f16 ? ScalarType::Half : ScalarType::BFloat16;
+  return format.tile() == Tile::f16_576 ? ScalarType::Half : ScalarType::BFloat16;
 }
 
 // The queries, [T, H, dim] or [B, S, H, dim], as one tensor or in two parts; and what they are scored against.
@@ -116,7 +116,7 @@ MLA_OP(sparse_attention,
        int64_t cache_format, int64_t extra_cache_format, double cache_scale, OptionalTensor plan,
        OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse, OptionalTensor max_logits) {
   if (!q.defined()) reject("q", "bfloat16 [T, H, 576]", "None");
-  const CacheView view = expect_cache(cache, "cache", cache_format, "cache_format", q);
+  const CacheView view = expect_cache(cache, "cache", cache_format, "cache_format", q, true);
   const CacheFormat& format = view.format;
   AttentionProblem p = problem_of(q, q_rope, false, format, scale, cache_scale);
   const int64_t tokens = p.tokens, heads = p.heads;
@@ -128,10 +128,12 @@ MLA_OP(sparse_attention,
   if (extra_indices && !extra_cache) reject("extra_cache", "given with extra_indices", "nothing");
   if (extra_topk_length && !extra_cache) reject("extra_topk_length", "None without extra_cache", "a tensor");
   if (extra_cache) {
-    const CacheView extra = expect_cache(*extra_cache, "extra_cache", extra_cache_format, "extra_cache_format", q);
+    const CacheView extra =
+        expect_cache(*extra_cache, "extra_cache", extra_cache_format, "extra_cache_format", q, true);
     const CacheFormat& other = extra.format;
-    if (other.head_dim() != format.head_dim() || (other.code == Code::f16) != (format.code == Code::f16) ||
-        (other.scale == Scale::tensor) != (format.scale == Scale::tensor))
+    const auto only_one_is = [&](Scale scale) { return (other.scale == scale) != (format.scale == scale); };
+    if (other.head_dim() != format.head_dim() || dtype_of(other) != dtype_of(format) || only_one_is(Scale::tensor) ||
+        only_one_is(Scale::power))
       reject("extra_cache", "of a format that goes with " + std::string(format.name), other.name);
     p.lists[1] = expect_list(extra, *extra_indices, "extra_indices", extra_topk_length, "extra_topk_length", tokens, q);
     p.list_count = 2;

@@ -88,19 +88,19 @@ void expect_dense_last(const Tensor& tensor, const char* name) {
 
 bool fits(const Tensor& cache, const CacheFormat& format) {
   const ScalarType dtype = cache.scalar_type();
-  const bool right_type = format.code == Code::bf16  ? dtype == ScalarType::BFloat16
-                          : format.code == Code::f16 ? dtype == ScalarType::Half
-                                                     : dtype == ScalarType::Byte || dtype == ScalarType::Char ||
-                                                           dtype == ScalarType::Float8_e4m3fn;
-  return right_type && cache.size(cache.dim() - 1) == format.token_bytes() / CacheFormat::bytes_of(format.code);
+  const bool right_type = format.element_bytes() == 1 ? dtype == ScalarType::Byte || dtype == ScalarType::Char ||
+                                                            dtype == ScalarType::Float8_e4m3fn
+                          : format.code == Code::f16  ? dtype == ScalarType::Half
+                                                      : dtype == ScalarType::BFloat16;
+  return right_type && cache.size(cache.dim() - 1) == format.token_bytes() / format.element_bytes();
 }
 
 std::string describe_cache(const CacheFormat* format) {
-  const char* dtype = format->code == Code::bf16  ? "bfloat16"
-                      : format->code == Code::f16 ? "float16"
-                                                  : "uint8, int8 or float8_e4m3fn";
+  const char* dtype = format->element_bytes() == 1 ? "uint8, int8 or float8_e4m3fn"
+                      : format->code == Code::f16  ? "float16"
+                                                   : "bfloat16";
   return std::string(format->name) + ": " + dtype + " [blocks, block_size, " +
-         std::to_string(format->token_bytes() / CacheFormat::bytes_of(format->code)) + "]";
+         std::to_string(format->token_bytes() / format->element_bytes()) + "]";
 }
 
 std::string describe(double number) {
@@ -135,11 +135,12 @@ void expect(const Tensor& tensor, const char* name, std::initializer_list<Scalar
 }
 
 CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, const char* format_name,
-                       const Tensor& same_device_as) {
-  if (format < -1 || format >= kFormatCount)
-    reject(format_name, "the number of a format or -1", std::to_string(format));
+                       const Tensor& same_device_as, bool or_staged) {
   std::vector<const CacheFormat*> known(std::begin(kFormats), std::end(kFormats)), fitting;
-  if (format >= 0) known = {kFormats[format]};
+  if (or_staged) known.push_back(&kStaged);
+  if (format < -1 || format >= static_cast<int64_t>(known.size()))
+    reject(format_name, "the number of a format or -1", std::to_string(format));
+  if (format >= 0) known = {known[format]};
   const bool has_shape = cache.defined() && (cache.dim() == 3 || (cache.dim() == 4 && cache.size(2) == 1));
   if (has_shape)
     for (const CacheFormat* candidate : known)
@@ -152,7 +153,7 @@ CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, co
     reject(format_name, join(fitting, " or ", quoted_name) + ", as " + name + " may be either", "nothing");
   const CacheFormat& found = *fitting.front();
   expect_device(cache, name, same_device_as);
-  const int64_t block_size = cache.size(1), element = CacheFormat::bytes_of(found.code);
+  const int64_t block_size = cache.size(1), element = found.element_bytes();
   if (block_size == 0) reject(name, "of a block size of 1 or more", describe(cache));
   expect_dense_last(cache, name);
   int64_t row_stride = cache.stride(1) * element;
@@ -167,7 +168,9 @@ CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, co
              "stride " + std::to_string(cache.stride(1)));
     row_stride = found.row_bytes();
   }
-  return {data<uint8_t>(cache), cache.size(0), block_size, cache.stride(0) * element, row_stride, found};
+  // a tensor of one block may have any stride there
+  const int64_t block_stride = cache.size(0) > 1 ? cache.stride(0) * element : block_size * row_stride;
+  return {data<uint8_t>(cache), cache.size(0), block_size, block_stride, row_stride, found};
 }
 
 float expect_finite(double number, const char* name) {

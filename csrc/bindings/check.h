@@ -49,8 +49,9 @@ const T* optional_data(const OptionalTensor& tensor, const char* name, ScalarTyp
 
 // The cache behind a tensor [blocks, block_size, row] or [blocks, block_size, 1, row]. `format` is one of kFormats by
 // number, or -1: then it follows from the tensor's dtype and row length.
+// Only some ops take staged rows too, whose number is the one after.
 CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, const char* format_name,
-                       const Tensor& same_device_as);
+                       const Tensor& same_device_as, bool or_staged = false);
 
 // A number that fp32 holds and that is neither infinite nor NaN.
 float expect_finite(double number, const char* name);

@@ -58,6 +58,7 @@ REFUSED = {
     "a merge into its own part": (lambda: (lambda b: mla_backend.merge_partials(b, torch.zeros(2, 3, 4), out=b[0]))(torch.zeros(2, 3, 4, 8)), "out"),
     "slots over positions": (lambda: (lambda p: mla_backend.convert_indices(p, torch.zeros(1, 4, dtype=INT), torch.zeros(2, dtype=INT), 16, slots=p))(torch.zeros(2, 5, dtype=INT)), "slots"),
     "counts in the slots": (lambda: (lambda s: mla_backend.convert_indices(torch.zeros(2, 5, dtype=INT), torch.zeros(1, 4, dtype=INT), torch.zeros(2, dtype=INT), 16, slots=s, counts=s[:, 0]))(torch.zeros(2, 5, dtype=INT)), "slots"),
+    "staged blocks that overlap": (lambda: (lambda m: mla_backend.stage_rows(torch.zeros(2, 16, 656, dtype=torch.uint8), torch.zeros(1, 2, dtype=INT), torch.zeros(1, dtype=INT), out=m.as_strided((2, 16, 1153), (16, 1153, 1))))(torch.zeros(99999, dtype=torch.uint8)), "out"),
     "a plan over its lengths": (lambda: (lambda t: mla_backend.plan(8, 5, topk_length=t[0], out=t))(torch.zeros(2, 8, dtype=INT)), "out"),
     "positions chosen into scores": (lambda: (lambda s: mla_backend.select_top(s, torch.full((2,), 9, dtype=INT), chosen=s.view(INT)[:, :3]))(torch.zeros(2, 9)), "chosen"),
 }

@@ -81,6 +81,9 @@ def samples():
             torch.zeros(2, dtype=torch.int32),
         ),
     )
+    table, staged = torch.zeros(1, 2, dtype=torch.int32), mla_backend.STAGED.new_cache(2, 16)
+    for more in (None, table):
+        yield OPS.stage_rows.default, (random_cache("fp8_ds_mla", 2, 16), table, lengths[:1], more, -1, staged)
     for cache in (torch.zeros(2, 16, 132, dtype=torch.uint8), torch.zeros(2, 16, 128).bfloat16()):
         table, requests = torch.arange(2, dtype=torch.int32).view(1, 2), torch.zeros(2, dtype=torch.int32)
         yield (
@@ -109,14 +112,14 @@ def samples_of_the_backward():
     yield OPS.backward_sum.default, (begin, pairs, contributions, 5, 5, False, following, accumulator, d_kv)
 
 
-@pytest.mark.parametrize("index", range(29))
+@pytest.mark.parametrize("index", range(31))
 def test_opcheck(index):
     op, arguments = list(samples())[index]
     torch.library.opcheck(op, arguments)
 
 
 def test_every_op_has_a_sample():
-    assert len(list(samples())) == 29
+    assert len(list(samples())) == 31
     assert {str(op).split(".")[1] for op, _ in samples()} == set(mla_backend.fake.OPS)
 
 

@@ -59,6 +59,15 @@ def convert(**changes):
     return lambda: mla_backend.convert_indices(**arguments)
 
 
+def stage(fmt="fp8_ds_mla", **changes):
+    arguments = {
+        "cache": mla_backend.FORMATS[fmt].new_cache(4, 16),
+        "block_table": torch.zeros(2, 3, dtype=torch.int32),
+        "lengths": torch.zeros(2, dtype=torch.int32),
+    } | changes
+    return lambda: mla_backend.stage_rows(**arguments)
+
+
 def index(**changes):
     arguments = {
         "queries": torch.randn(2, 3, 128),
@@ -257,6 +266,22 @@ CASES = {
     "no ranks": (convert(ranks=0), ValueError, r"ranks must be 1 or more; got 0"),
     "rank is another's": (convert(ranks=2, rank=2), ValueError, r"rank must be 0 to 1; got 2"),
     "interleave is 0": (convert(interleave=0), ValueError, r"interleave must be 1 or more; got 0"),
+    "other rows are staged": (stage("bf16"), ValueError, r"cache must be one of fp8_ds_mla rows; got bf16"),
+    "staged rows are staged": (stage(cache=mla_backend.STAGED.new_cache(4, 16)), ValueError, r"cache must be of a known format"),
+    "a cache of no dims is staged": (stage(cache=torch.zeros(656, dtype=torch.uint8)), ValueError, r"cache must be bf16"),
+    "block_table of int64 to stage": (stage(block_table=torch.zeros(2, 3).long()), ValueError, r"block_table must be int32 \[R, max_blocks\]"),
+    "lengths of other requests": (stage(lengths=torch.zeros(3, dtype=INT)), ValueError, r"lengths must be int32 \[R=2\]"),
+    "staged_table of other blocks": (stage(staged_table=torch.zeros(2, 4, dtype=INT), out=mla_backend.STAGED.new_cache(6, 16)), ValueError, r"staged_table must be int32 \[R=2, max_blocks=3\]"),
+    "staged_table without out": (stage(staged_table=torch.zeros(2, 3, dtype=INT)), ValueError, r"out must be given with staged_table; got None"),
+    "out with other blocks": (stage(out=mla_backend.STAGED.new_cache(6, 8)), ValueError, r"out must be of the cache's block size, 16; got"),
+    "out with too few blocks": (stage(out=mla_backend.STAGED.new_cache(5, 16)), ValueError, r"out must be of R \* max_blocks = 6 blocks or more; got"),
+    "out of other rows": (stage(out=mla_backend.FORMATS["bf16"].new_cache(6, 16)), ValueError, r"out must be staged: uint8, .*1153.*; got bfloat16"),
+    "out with blocks that begin anywhere": (stage(out=torch.zeros(6, 16 * 1153 + 1, dtype=torch.uint8)[:, :-1].unflatten(1, (16, 1153))), ValueError, r"out must be of blocks that begin at multiples of 16 bytes"),
+    "lengths left out": (stage(lengths=None), TypeError, r"lengths must be a torch.Tensor; got None"),
+    "staged rows are written": (write(cache=mla_backend.STAGED.new_cache(2, 4)), ValueError, r"cache must be bf16: .*; got uint8"),
+    "staged rows are gathered": (gather(cache=mla_backend.STAGED.new_cache(2, 4)), ValueError, r"cache must be"),
+    "staged and other rows in one call": (attention(extra_cache=mla_backend.STAGED.new_cache(2, 4), extra_indices=lambda _: torch.zeros(2, 5, dtype=INT)), ValueError, r"extra_cache must be of a format that goes with fp8_ds_mla; got staged"),
+    "staged rows in dense attention": (dense(cache=mla_backend.STAGED.new_cache(4, 16)), ValueError, r"cache must be bf16: .*; got uint8"),
     "block_size is text": (convert(block_size="64"), TypeError, r"block_size must be an int; got str"),
     "queries are fp16": (index(queries=torch.zeros(2, 3, 128).half()), ValueError, r"queries must be float32 or bfloat16 \[T, H, 128\]; got float16"),
     "queries are a list": (index(queries=[1]), TypeError, r"queries must be a torch.Tensor; got list"),

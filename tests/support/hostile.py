@@ -198,7 +198,7 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
     form, p = mla_backend.FORMATS[fmt], random_problem(fmt, tokens, heads, topk, 4, 8).to(device)
     lengths = torch.full((tokens,), topk, dtype=INT, device=device)
     ops = ["attention", "attention", "dense", "dense", "plan", "merge", "write", "gather", "convert", "scores", "top"]
-    match random.choice([*ops, "backward", "mask"]):
+    match random.choice([*ops, "backward", "mask", "stage"]):
         case "attention":
             found = {**vars(p), "out": guarded.tensor(form.number, tokens, heads, 512)}
             found |= {"lse": guarded.tensor(torch.float32, tokens, heads), "topk_length": lengths}
@@ -254,6 +254,12 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
             scores = guarded.tensor(torch.float32, tokens, 64)
             found = {"queries": queries, "weights": weights, "cache": cache, "block_table": table}
             return mla_backend.index_scores, {**found, "requests": requests, "lengths": lengths, "scores": scores}
+        case "stage":
+            cache = torch.randint(0, 256, (4, 16, 656), dtype=torch.uint8, device=device)
+            tables = [torch.randint(-1, 6, (2, 3), dtype=INT, device=device) for _ in range(2)]
+            found = {"cache": cache, "block_table": tables[0], "staged_table": random.choice([None, tables[1]])}
+            found |= {"lengths": torch.randint(-1, 60, (2,), dtype=INT, device=device)}
+            return mla_backend.stage_rows, {**found, "out": guarded.tensor(torch.uint8, 6, 16, 1153)}
         case "mask":
             blocks = torch.randint(-3, 6, (2, 1, 3, 5), dtype=INT, device=device)
             bits = torch.randint(-(2**31), 2**31, (5, 16, 1), device=device).int()

@@ -29,7 +29,7 @@ constexpr int kMaxWorkHeads = 128;
 struct AttentionKernel {
   const char* name;
   const char* needs;       // of the CPU, for people to read
-  bool takes_f16;          // whether it takes problems with Tile::f16_576
+  bool takes_f16;          // whether it takes tiles of f16 numbers
   size_t workspace_bytes;  // aligned to 64
   void (*run)(const AttentionProblem& problem, const TokenWork& work, void* workspace);
   // Merges one head of a token from its parts and writes the result.

@@ -31,7 +31,12 @@ struct Isa {
 
   template <const CacheFormat& kFormat>
   static void widen_row(const uint8_t* row, const uint8_t* scales, uint32_t* words) {
-    if constexpr (kFormat.scale == Scale::ue8m0) {
+    float rope_scale = 1.0f;
+    if constexpr (kFormat.scale == Scale::power) {
+      rope_scale = two_to(static_cast<int8_t>(*scales));
+      const float scale = rope_scale * two_to(kUsualPower);
+      for (int d = 0; d < kFormat.latent; d += kLanes) store_words(widen<kFormat.code>(row, d) * scale, words + d);
+    } else if constexpr (kFormat.scale == Scale::ue8m0) {
       for (int d = 0; d < kFormat.latent; d += kFormat.group) {
         const float scale = ue8m0_to_float(scales[d / kFormat.group]);
         for (int i = d; i < d + kFormat.group; i += kLanes) store_words(widen<kFormat.code>(row, i) * scale, words + i);
@@ -40,7 +45,7 @@ struct Isa {
       for (int d = 0; d < kFormat.latent; d += kLanes) store_words(widen<kFormat.code>(row, d), words + d);
     }
     for (int d = 0; d < kFormat.rope; d += kLanes)
-      store_words(widen<kFormat.rope_code>(row + kFormat.rope_offset(), d), words + kFormat.latent + d);
+      store_words(widen<kFormat.rope_code>(row + kFormat.rope_offset(), d) * rope_scale, words + kFormat.latent + d);
   }
 
   static void load_values(const uint32_t* row, int, Floats (&values)[kValueVectors]) {

@@ -208,11 +208,12 @@ inline ConvertRows converter(const CacheFormat& format) {
       return format.scales_at == ScalesAt::in_row ? convert_rows<kFp8_528> : convert_rows<kFp8Model1>;
     case Scale::tensor:
       return convert_rows<kFp8Tensor576>;
+    case Scale::power:
     case Scale::none:
       break;
   }
   if constexpr (Unit::kPack == 1)
-    if (format.code == Code::f16) return convert_rows<kFp16>;
+    if (format.code == Code::f16) return format.scale == Scale::power ? convert_rows<kStaged> : convert_rows<kFp16>;
   return format.rope > 0 ? convert_rows<kBf16> : convert_rows<kBf16_512>;
 }
 

@@ -86,7 +86,8 @@ const AttentionKernel& attention_kernel(Tile tile) {
   kernel_choices(choices);
   int index = active_index();
   // the last one, portable, takes everything
-  while (tile == Tile::f16_576 && !(choices[index].usable && choices[index].attention->takes_f16)) ++index;
+  const bool f16 = tile == Tile::f16_576 || tile == Tile::staged_576;
+  while (f16 && !(choices[index].usable && choices[index].attention->takes_f16)) ++index;
   return *choices[index].attention;
 }
 

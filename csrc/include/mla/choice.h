@@ -252,6 +252,8 @@ inline Choice choose(AttentionShape shape, const Device& device) {
     const int64_t at_once = int64_t{device.processors} * kPortableBlocksPerProcessor;
     return {Choice::portable, kPortableHeads, 0, workers_for(at_once, kPortableHeads), 1};
   }
+  if (shape.format.tile() == Tile::staged_576)  // no other kernel has such rows
+    return {Choice::many_heads, kManyHeads, 0, workers_for(device.processors, kManyHeads), 1};
   Choice choice;
   Spread spread{shape.heads <= 8 ? 8 : 16, 0};
   if (!shape.whole_tokens) spread = spread_few_tokens(device, shape.tokens, shape.heads, shape.token_tiles);

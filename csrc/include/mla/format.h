@@ -9,8 +9,9 @@
 
 namespace mla {
 
-enum class Code : int32_t { bf16, f16, e4m3 };             // how values are stored
-enum class Scale : int32_t { none, fp32, ue8m0, tensor };  // what a group of values, or all of them, is multiplied with
+enum class Code : int32_t { bf16, f16, e4m3 };  // how values are stored
+// What a group of values, or all of them, is multiplied with. `power`: see kStaged.
+enum class Scale : int32_t { none, fp32, ue8m0, tensor, power };
 enum class ScalesAt : int32_t { nowhere, in_row, end_of_page };
 
 // What a kernel multiplies once it has read a row. A power of two times an e4m3 number is a bf16 number, so rows with
@@ -20,6 +21,7 @@ enum class Tile : int32_t {
   bf16_576,
   f16_576,
   bf16_512,
+  staged_576,  // f16 numbers with a power of two for all of a row, and 64 bf16 numbers
 };
 
 // A token is `latent` values, then its scales (if they lie in the row), then `rope` values. Queries have latent + rope
@@ -52,8 +54,11 @@ struct CacheFormat {
     return row_bytes() + (scales_at == ScalesAt::end_of_page ? scale_bytes() : 0);
   }
   MLA_HOST_DEVICE constexpr bool quantised() const { return code == Code::e4m3; }
+  // Of what a cache tensor is made of: numbers, or bytes where there are scales.
+  MLA_HOST_DEVICE constexpr int32_t element_bytes() const { return scale == Scale::none ? bytes_of(code) : 1; }
   MLA_HOST_DEVICE constexpr Tile tile() const {
     if (scale == Scale::fp32) return Tile::scaled_576;
+    if (scale == Scale::power) return Tile::staged_576;
     if (code == Code::f16) return Tile::f16_576;
     return head_dim() == 512 ? Tile::bf16_512 : Tile::bf16_576;
   }
@@ -76,7 +81,12 @@ constexpr CacheFormat kFp8_528{"fp8_528", Code::e4m3, 512, Code::bf16, 0, Scale:
 constexpr CacheFormat kFp8Tensor576{"fp8_tensor_576",  Code::e4m3, 512, Code::e4m3, 64, Scale::tensor, 0,
                                     ScalesAt::nowhere, 0,          1};
 
-// Every format that the ops accept.
+// An fp8_ds_mla row as the kernel for many heads multiplies it: see StageProblem. No cache is kept in it.
+// The power is an int8 e: latent values are 2^(e + kUsualPower) times what is stored, rope 2^e times.
+constexpr CacheFormat kStaged{"staged", Code::f16, 512, Code::bf16, 64, Scale::power, 512, ScalesAt::end_of_page,
+                              0,        128};
+
+// Every format that a cache may have.
 constexpr const CacheFormat* kFormats[] = {&kBf16,      &kFp16,    &kFp8DsMla,    &kBf16_512,
                                            &kFp8Model1, &kFp8_528, &kFp8Tensor576};
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
@@ -91,6 +101,7 @@ inline int number_of(const CacheFormat& format) {
 static_assert(kBf16.token_bytes() == 1152 && kFp16.token_bytes() == 1152 && kBf16_512.token_bytes() == 1024);
 static_assert(kFp8DsMla.token_bytes() == 656 && kFp8DsMla.rope_offset() == 528, "512 e4m3, 4 fp32 scales, 64 bf16");
 static_assert(kFp8Model1.row_bytes() == 576 && kFp8Model1.token_bytes() == 584 && kFp8Model1.head_dim() == 512);
+static_assert(kStaged.row_bytes() == 1152 && kStaged.token_bytes() == 1153);
 static_assert(kFp8_528.token_bytes() == 528 && kFp8Tensor576.token_bytes() == 576);
 
 }  // namespace mla

@@ -111,4 +111,28 @@ MLA_HOST_DEVICE float group_scale(float amax, bool power_of_two) {
   return bits_float((float_bits(scale) + 0x7fffffu) & 0xff800000u);
 }
 
+// fp8_ds_mla rows are multiplied as f16 numbers: divided by 2^kUsualPower where f16 then holds all that matters of
+// them: 448 times the largest scale, and of numbers 2^14 times smaller than that product still as much as e4m3 does.
+// Rope is not divided by that: of queries it is, by its inverse.
+constexpr int kUsualPower = -8, kLowestPower = -13, kHighestPower = -1;
+constexpr float kUsualFactor = 1.0f / (1 << -kUsualPower);
+
+// log2 of a power of two above a magnitude, kept where both it and its inverse, times what they are multiplied with,
+// are fp32 numbers.
+MLA_HOST_DEVICE int power_above(float magnitude) {
+  const int power = static_cast<int>(float_bits(magnitude) >> 23) - 126;
+  return power < -60 ? -60 : power > 60 ? 60 : power;
+}
+
+// The power of two that a row whose scales' largest magnitude this is gets besides the usual one: 0, or what brings
+// the largest scale to 1/2 to 1.
+MLA_HOST_DEVICE int excess_power(float largest_scale) {
+  const int above = power_above(largest_scale);
+  const bool nothing = largest_scale <= kFloatMinNormal;  // a row of zeros
+  return (above >= kLowestPower && above <= kHighestPower) || nothing ? 0 : above - kUsualPower;
+}
+
+// 2^power for powers from -126 to 127.
+MLA_HOST_DEVICE float two_to(int power) { return bits_float(static_cast<uint32_t>(127 + power) << 23); }
+
 }  // namespace mla

@@ -156,6 +156,35 @@ struct CacheGatherProblem {
   int64_t out_row;
 };
 
+// Copies the rows of requests' sequences from an fp8_ds_mla cache to a staged one: row for row what the kernel for many
+// heads makes of them in shared memory, which takes longer than to read them once they are so.
+struct StageProblem {
+  int64_t requests;
+  int32_t max_blocks;
+  const int32_t* block_table;  // [requests, max_blocks]: blocks of the cache
+  int64_t table_stride;
+  const int32_t* staged_table;  // the same: blocks of the staged cache. Null: consecutive ones
+  int64_t staged_stride;
+  const int32_t* lengths;  // [requests]: rows
+  CacheView cache;
+  CacheView staged;  // of the same block size
+
+  // Of a sequence's rows, those that the tables have blocks for.
+  MLA_HOST_DEVICE int64_t rows(int64_t request) const {
+    const int64_t most = max_blocks * cache.block_size, length = lengths[request];
+    return length < 0 ? 0 : length < most ? length : most;
+  }
+  // Where a row is in both caches. False where it is in none.
+  MLA_HOST_DEVICE bool find(int64_t request, int64_t row, int64_t& from, int64_t& to) const {
+    const int64_t entry = row / cache.block_size, offset = row - entry * cache.block_size;
+    const int64_t consecutive = request * max_blocks + entry;
+    const int64_t block = block_table[request * table_stride + entry];
+    const int64_t staged_block = staged_table ? staged_table[request * staged_stride + entry] : consecutive;
+    from = block * cache.block_size + offset, to = staged_block * cache.block_size + offset;
+    return cache.holds(from) && staged.holds(to);
+  }
+};
+
 struct ConvertProblem {
   int64_t tokens;
   int32_t topk;

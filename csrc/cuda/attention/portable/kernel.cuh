@@ -107,6 +107,23 @@ struct Block {
     }
   }
 
+  // Staged rows, rounded to bf16. A lane has two numbers of a row, then two more.
+  __device__ void gather_staged() const {
+    for (int t = warp; t < kTile; t += kWarps) {
+      const uint8_t* row = s.row[t];
+      const float power = row ? two_to(static_cast<int8_t>(*s.scales[t])) : 0.0f;
+      for (int dim = 2 * lane; dim < kHeadDim; dim += 2 * 32) {
+        uint16_t two[2] = {};
+        if (row) memcpy(two, row + 2 * dim, sizeof(two));
+        const bool latent = dim < kLatent;
+        const float factor = latent ? power * kUsualFactor : power;
+        const auto value = [&](uint16_t bits) { return (latent ? f16_to_float(bits) : bf16_to_float(bits)) * factor; };
+        *reinterpret_cast<uint32_t*>(&s.rows[t][dim]) = pack_bf16(value(two[0]), value(two[1]));
+      }
+      if (lane < kGroups) s.scale[lane][t] = 1.0f;
+    }
+  }
+
   template <bool kAligned>
   __device__ void gather_e4m3() const {
     constexpr int kRopePieces = kRope / 8;
@@ -314,6 +331,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
         aligned ? block.template gather_e4m3<true>() : block.template gather_e4m3<false>();
       else if (format.quantised())
         block.gather_with_powers(format);
+      else if (format.scale == Scale::power)
+        block.gather_staged();
       else
         aligned ? block.template gather_plain<true>() : block.template gather_plain<false>();
       __syncthreads();

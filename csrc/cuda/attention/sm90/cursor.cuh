@@ -138,12 +138,6 @@ __device__ __forceinline__ void store_piece(uint32_t shared_address, uint4 piece
                : "memory");
 }
 
-// log2 of a power of two above a magnitude, kept where both it and its inverse, times what they are multiplied with,
-// are fp32 numbers.
-__device__ __forceinline__ int power_above(float magnitude) {
-  return min(max(static_cast<int>(__float_as_uint(magnitude) >> 23) - 126, -60), 60);
-}
-
 // Starts the copy of a piece of a row to shared memory, or writes zeros if there is no row. `from` is the piece of the
 // cache's first row.
 __device__ __forceinline__ void copy_piece(uint32_t to_shared, const uint8_t* from, uint32_t row) {

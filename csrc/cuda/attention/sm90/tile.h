@@ -27,6 +27,7 @@ constexpr int kGroups = 4;                            // of 128 dims that share 
 // The rows that a Hopper kernel is compiled for.
 enum class Rows {
   fp8_ds_mla,
+  staged,  // fp8_ds_mla rows that have been converted; sparse attention in many_heads only
   bf16,
   fp16,
   fp8_tensor_576,  // become bf16 numbers when they are loaded, but not with few heads
@@ -41,10 +42,12 @@ struct Empty {};
 enum class Form { sparse, sparse_max_logits, dense };
 
 MLA_HOST_DEVICE constexpr bool is_scaled(Rows rows) { return rows == Rows::fp8_ds_mla; }
+// Whether a tile of many_heads holds f16 numbers, with a power of two a row.
+MLA_HOST_DEVICE constexpr bool has_powers(Rows rows) { return is_scaled(rows) || rows == Rows::staged; }
 MLA_HOST_DEVICE constexpr bool is_converted(Rows rows) { return rows == Rows::fp8_tensor_576 || rows == Rows::any_512; }
 MLA_HOST_DEVICE constexpr int blocks_of(Rows rows) { return kLatentBlocks + (rows != Rows::any_512); }  // of 64 dims
 MLA_HOST_DEVICE constexpr int tile_bytes_of(Rows rows) { return blocks_of(rows) * kBlockBytes; }  // of 16-bit numbers
-// Of outputs and, but for fp8_ds_mla, of everything that is multiplied.
+// Of outputs and, but for rows with powers, of everything that is multiplied.
 MLA_HOST_DEVICE constexpr Number number_of(Rows rows) { return rows == Rows::fp16 ? Number::f16 : Number::bf16; }
 
 inline Rows rows_of(const AttentionProblem& p) {
@@ -62,10 +65,14 @@ inline Rows rows_of(const AttentionProblem& p) {
 
 // Calls `use` with the form of a problem as a compile-time constant, and `rows` before it.
 template <typename OfRows, typename Use>
-void with_form_of(const AttentionProblem& p, OfRows rows, Use use) {
-  if (p.lists[0].paged) return use(rows, std::integral_constant<Form, Form::dense>{});
+void with_sparse_form_of(const AttentionProblem& p, OfRows rows, Use use) {
   if (p.max_logits) return use(rows, std::integral_constant<Form, Form::sparse_max_logits>{});
   use(rows, std::integral_constant<Form, Form::sparse>{});
+}
+template <typename OfRows, typename Use>
+void with_form_of(const AttentionProblem& p, OfRows rows, Use use) {
+  if (p.lists[0].paged) return use(rows, std::integral_constant<Form, Form::dense>{});
+  with_sparse_form_of(p, rows, use);
 }
 
 // Calls `use` with the rows and the form of a problem as compile-time constants.
@@ -82,6 +89,8 @@ void with_kernel_of(const AttentionProblem& p, Use use) {
       return with_form_of(p, std::integral_constant<Rows, Rows::fp8_tensor_576>{}, use);
     case Rows::any_512:
       return with_form_of(p, std::integral_constant<Rows, Rows::any_512>{}, use);
+    case Rows::staged:  // which few kernels are compiled for
+      break;
   }
 }
 

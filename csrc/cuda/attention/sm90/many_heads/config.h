@@ -23,8 +23,8 @@ constexpr int kAddingRegisters = 176;
 constexpr int kProducerRegisters = 64;
 static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
 
-// What a column of scores (a token) needs with fp8_ds_mla rows. Rows in shared memory are divided by the usual power of
-// two, and by another one where f16 would not hold them then.
+// What a column of scores (a token) needs with rows that have powers. Rows in shared memory are divided by the usual
+// power of two, and by another one where f16 would not hold them then.
 struct Column {
   float power;  // 2^bias
   float bias;   // -inf where the slot is none
@@ -37,7 +37,7 @@ struct Shared {
   alignas(1024) uint8_t tiles[kStages][tile_bytes_of(kRows)];
   alignas(1024) uint8_t q[blocks_of(kRows)][kHeads * kRowBytes];
   alignas(1024) uint8_t weights[kHeads * kRowBytes];
-  alignas(16) std::conditional_t<is_scaled(kRows), Column[kTileTokens], Empty> columns[kStages];
+  alignas(16) std::conditional_t<has_powers(kRows), Column[kTileTokens], Empty> columns[kStages];
   alignas(8) uint8_t valid[kStages][kTileTokens];  // bit 0: the slot is valid; bit 1: the parity of its row's address
   alignas(8) uint8_t plain[kStages][kTileTokens];  // valid, and its row needs no power of two of its own
   float q_scale[kHeads];

@@ -14,7 +14,8 @@
 //
 // fp8_ds_mla: scales, and e4m3 times its scale, are rounded to f16 when rows are converted, by 2^-11 at most: with 64
 // columns of scores there are no registers to keep the four groups of a scale apart. Then the adding group also copies
-// the raw rows; other rows are copied, and converted where they have to be, by the eight warps alone.
+// the raw rows; other rows are copied, and converted where they have to be, by the eight warps alone. Staged rows are
+// fp8_ds_mla ones that have been converted beforehand: what they become in shared memory has the same bits.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -64,34 +65,23 @@ struct ScaledRows {
                  : "memory");
   }
 
-  // Rows are divided by 2^kUsualPower where f16 then holds all that matters of them: 448 times the largest scale, and
-  // of numbers 2^14 times smaller than that product still as much as e4m3 does. Rope is not: of queries it is, by its
-  // inverse.
-  static constexpr int kUsualPower = -8, kLowestPower = -13, kHighestPower = -1;
-  static constexpr float kUsual = 1.0f / (1 << -kUsualPower);
-
-  // Divides row lane % 8 by 2^kUsualPower or, where its scales are unusual, by the power of two that brings the largest
-  // one to 1/2 to 1. Returns by how much the exponent differs from the usual one.
+  // Divides row lane % 8 by 2^kUsualPower and its excess power. Returns that power.
   __device__ int normalise() {
     float largest = fabsf(scale);
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 8));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 16));
-    const int above = power_above(largest);
-    const bool nothing = largest <= 0x1p-126f;  // a row of zeros
-    const bool usual = (above >= kLowestPower && above <= kHighestPower) || nothing;
-    const int power = usual ? kUsualPower : above;
-    const float down = __uint_as_float((127 - power) << 23);
-    scale *= down;
-    return power - kUsualPower;
+    const int excess = excess_power(largest);
+    scale *= two_to(-kUsualPower - excess);
+    return excess;
   }
 
-  // Divides the rope of rows whose exponent differs, by `excess` for row lane % 8.
+  // Divides the rope of rows by their excess powers, `excess` for row lane % 8.
   static __device__ void change_rope(uint32_t part, int excess, int lane) {
     if (!__any_sync(~0u, excess != 0)) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = 4 * i + lane / 8;
-      const float down = __uint_as_float((127 - __shfl_sync(~0u, excess, row)) << 23);
+      const float down = two_to(-__shfl_sync(~0u, excess, row));
       const uint32_t address = part + offset_of_rope(row, lane % 8);
       store_piece(address, times<Number::bf16>(load_piece(address), pack_bf16(down, down)));
     }
@@ -113,15 +103,15 @@ struct ScaledRows {
 
 template <Rows kRows>
 struct Consumer {
-  static constexpr bool kScaled = is_scaled(kRows);
+  static constexpr bool kScaled = has_powers(kRows);
   static constexpr Number kNumber = kScaled ? Number::f16 : number_of(kRows);  // of the latent dims and the weights
   using ScoreAtom = HalfAtom<kNumber, 64, Major::K, Major::K>;
   using RopeAtom = HalfAtom<number_of(kRows), 64, Major::K, Major::K>;
   using ValueAtom = std::conditional_t<kNumber == Number::f16, gmma::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>,
                                        gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>>;
-  static constexpr float kUsual = kScaled ? ScaledRows::kUsual : 1.0f;  // sums of rows, times this, are right
-  static constexpr int kScores = 32;                                    // a lane's, of 64 x 64
-  static constexpr int kSteps = kTileTokens / 16;                       // of a product that sums over tokens
+  static constexpr float kUsual = kScaled ? kUsualFactor : 1.0f;  // sums of rows, times this, are right
+  static constexpr int kScores = 32;                              // a lane's, of 64 x 64
+  static constexpr int kSteps = kTileTokens / 16;                 // of a product that sums over tokens
   static constexpr int kWarpHeads = kHeads / 4;
 
   const AttentionProblem& p;
@@ -401,7 +391,7 @@ struct Scorer : Consumer<kRows> {
         const int stage = tile % kStages;
         float score[kScores], by[2];
         wait(s.full[stage], tile / kStages % 2);
-        if constexpr (!kScaled) publish_to_wgmma();
+        if constexpr (!is_scaled(kRows)) publish_to_wgmma();
         const bool hides = kDense && end - tile <= hidden_tiles, is_plain = plain(stage) && !hides;
         compute_scores(score, stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
@@ -520,12 +510,14 @@ struct RawRowLoader {
 template <Rows kRows, bool kPaged>
 struct Adder : Consumer<kRows> {
   using Base = Consumer<kRows>;
-  using Base::head, Base::kScaled, Base::kSteps, Base::lane, Base::out, Base::s, Base::warp;
+  using Base::head, Base::kSteps, Base::lane, Base::out, Base::s, Base::warp;
+
+  static constexpr bool kRaw = is_scaled(kRows);
 
   __device__ void run(const Worker& worker) {
     int tile = 0;
     RawRowLoader<kPaged> loader(worker, warp, lane);
-    if constexpr (kScaled)
+    if constexpr (kRaw)
       for (int i = 0; i < kStages; ++i) loader.prepare(), loader.copy(s, i);
     for (int token = worker.token_begin; token < worker.token_end; ++token) {
       const TokenWork work = worker.work(token);
@@ -534,7 +526,7 @@ struct Adder : Consumer<kRows> {
       this->clear();
       for (; tile < end; ++tile) {
         const int stage = tile % kStages;
-        if constexpr (kScaled) {
+        if constexpr (kRaw) {
           loader.prepare();
           if (const int token = loader.next.token; token >= 0)
             ask_l2_for_queries<kHeads, 4, blocks_of(kRows)>(loader.p, token, this->head_begin, warp, hidden(lane));
@@ -559,9 +551,16 @@ struct Adder : Consumer<kRows> {
 
   __device__ void release(RawRowLoader<kPaged>& loader, int tile) {
     arrive_as_warp(s.empty[tile % kStages]);
-    if constexpr (kScaled) loader.copy(s, tile + kStages);
+    if constexpr (kRaw) loader.copy(s, tile + kStages);
   }
 };
+
+// What is known of a row in a tile. `power` is its excess power.
+template <Rows kRows>
+__device__ void describe_column(Shared<kRows>& s, int stage, int row, bool valid, int power) {
+  s.columns[stage][row] = {two_to(power), valid ? static_cast<float>(power) : -INFINITY};
+  s.plain[stage][row] = valid && power == 0;
+}
 
 // A producer warp: its rows of each tile, and a token's queries before its first tile.
 template <Rows kRows, bool kPaged>
@@ -569,7 +568,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
                         int lane) {
   int tile = 0, tokens = 0;
   const auto queries = [&](int token) {
-    load_queries<is_scaled(kRows), kHeads>(
+    load_queries<has_powers(kRows), kHeads>(
         p, s.q, s.q_scale, token, head_begin, warp, hidden(lane), [&] { wait(s.q_empty, tokens % 2 ^ 1); },
         1.0f / Consumer<kRows>::kUsual);
     if constexpr (is_scaled(kRows)) publish_to_wgmma();
@@ -591,11 +590,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
         __syncwarp();
         rows.store(part, lane);
         ScaledRows::change_rope(part, power, hidden(lane));
-        if (lane < kWarpRows) {
-          const bool valid = s.valid[stage][at] & 1;
-          s.columns[stage][at] = {__uint_as_float((127 + power) << 23), valid ? static_cast<float>(power) : -INFINITY};
-          s.plain[stage][at] = valid && power == 0;
-        }
+        if (lane < kWarpRows) describe_column(s, stage, at, s.valid[stage][at] & 1, power);
         publish_to_wgmma();
         arrive_as_warp(s.full[stage]);
       }
@@ -610,11 +605,16 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
       const uint32_t row = next.row(p);
       const uint8_t* cache = p.lists[next.list].cache.data;
       const int token = next.token, stage = tile % kStages;
+      int power = 0;
+      if constexpr (has_powers(kRows))
+        if (row != kNoRow) power = *reinterpret_cast<const int8_t*>(next.scales(p));
       next = TileRequest<kPaged>(cursor, warp * kWarpRows + lane % kWarpRows);
       if (next.token >= 0)
         ask_l2_for_queries<kHeads, kProducerWarps, blocks_of(kRows)>(p, next.token, head_begin, warp, hidden(lane));
       wait(s.empty[stage], tile / kStages % 2 ^ 1);
       RowCopier::copy<blocks_of(kRows)>(s.tiles[stage], s.plain[stage], cache, row, warp, lane);
+      if constexpr (has_powers(kRows))
+        if (lane < kWarpRows) describe_column(s, stage, warp * kWarpRows + lane, row != kNoRow, power);
       arrive_when_copied(s.full[stage]);
       arrive_as_warp(s.full[stage]);
       if (token != next.kSameToken) queries(token);

@@ -20,10 +20,14 @@ KernelEntry entry(const char* name) {
 }  // namespace
 
 void many_heads_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
-  sm90::with_kernel_of(p, [&](auto rows, auto form) {
+  const auto start = [&](auto rows, auto form) {
     launch_early(attention_kernel<rows.value, form.value>, attention_grid(p, choice), kThreads,
                  sizeof(Shared<rows.value>), stream, "sparse_attention", p);
-  });
+  };
+  if (p.tile == Tile::staged_576)
+    sm90::with_sparse_form_of(p, std::integral_constant<Rows, Rows::staged>{}, start);
+  else
+    sm90::with_kernel_of(p, start);
 }
 
 MLA_KERNELS {
@@ -31,6 +35,8 @@ MLA_KERNELS {
       entry<Rows::fp8_ds_mla, Form::sparse>("sparse_attention sm90, 64 heads, fp8_ds_mla"),
       entry<Rows::fp8_ds_mla, Form::sparse_max_logits>("sparse_attention sm90, 64 heads, fp8_ds_mla, max logits"),
       entry<Rows::fp8_ds_mla, Form::dense>("dense_attention sm90, 64 heads, fp8_ds_mla"),
+      entry<Rows::staged, Form::sparse>("sparse_attention sm90, 64 heads, staged"),
+      entry<Rows::staged, Form::sparse_max_logits>("sparse_attention sm90, 64 heads, staged, max logits"),
       entry<Rows::bf16, Form::sparse>("sparse_attention sm90, 64 heads, bf16"),
       entry<Rows::bf16, Form::sparse_max_logits>("sparse_attention sm90, 64 heads, bf16, max logits"),
       entry<Rows::bf16, Form::dense>("dense_attention sm90, 64 heads, bf16"),
