@@ -10,14 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm import envs
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
 import mla_backend
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.config import CACHE_DTYPES
 from mla_backend.vllm_plugin.models import LATENT, ROPE
-from mla_backend.vllm_plugin.step import Batch, Room, Step, StepBuffers
+from mla_backend.vllm_plugin.staging import VISITS, StagedRequests, requests_to_stage, room_for_rows
+from mla_backend.vllm_plugin.step import Batch, Room, Step, StepBuffers, bytes_for_rows
 
 MetadataBase, BuilderBase, LayerBase = versions.bases()
 SHORT_EXTEND = 128
@@ -113,13 +114,15 @@ class SparseMLAMetadataBuilder(BuilderBase):
             # each token has its own index list, so requests may have any number of tokens
             supports_dcp_with_varlen=vllm_config.parallel_config.cp_kv_cache_interleave_size == 1,
         )
+        topk, heads = longest_list(vllm_config, layer_names), attending_heads(vllm_config)
         self.buffers = StepBuffers(
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             captured_tokens=versions.captured_tokens(vllm_config),
-            topk=longest_list(vllm_config, layer_names),
-            heads=attending_heads(vllm_config),
+            topk=topk,
+            heads=heads,
             device=device,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+            staged_rows=room_for_rows(vllm_config, heads, topk, vllm_config.cache_config.cache_dtype, _on_cpu()),
         )
         self.leaders = leading_layers(layer_names, vllm_config.model_config.hf_text_config.num_hidden_layers)
         self.first_batch: Batch | None = None
@@ -129,16 +132,24 @@ class SparseMLAMetadataBuilder(BuilderBase):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMLAMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        tokens = metadata.num_actual_tokens
+        common, tokens = common_attn_metadata, metadata.num_actual_tokens
+        staged = self._requests_to_stage(common)
         if metadata.prefill is not None and metadata.prefill.use_dense_mha:
-            tokens = metadata.num_decode_tokens
-        common = common_attn_metadata
+            tokens, staged = metadata.num_decode_tokens, None
         batch = Batch(common.query_start_loc, common.seq_lens, common.num_actual_tokens, common.max_query_len)
         # vLLM keeps the main model's tensors at the same addresses from step to step. Those of drafts and of divided
         # batches may be new each time, and a captured graph must not read them.
         self.first_batch = self.first_batch or batch
-        metadata.step = Step(self.buffers, batch, tokens, self.leaders if batch.is_where(self.first_batch) else None)
+        leaders = self.leaders if batch.is_where(self.first_batch) else None
+        metadata.step = Step(self.buffers, batch, tokens, leaders, staged)
         return metadata
+
+    def _requests_to_stage(self, common: Any) -> StagedRequests | None:
+        lengths = versions.lengths_on_host(common)
+        if self.buffers.staged_rows == 0 or lengths is None or common.max_query_len < VISITS:
+            return None
+        starts, block_size = common.query_start_loc_cpu.tolist(), self.kv_cache_spec.block_size
+        return requests_to_stage(starts, lengths.tolist(), self.buffers.topk, self.buffers.staged_rows, block_size)
 
     def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
         """Called before each pass of a captured loop that drafts. Layers that draft lead, so they prepare the step
@@ -212,8 +223,10 @@ class SparseMLALayer(LayerBase):
         wider_rows = self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT
         self.supports_dense_mha_prefill = not _on_cpu() and not wider_rows
         # vLLM measures memory after this, without a step's metadata. What its longest step needs has to be there then.
-        picked = self.topk_indices_buffer
-        Room.shared(len(picked), self.num_heads * self.dcp_world_size, picked.shape[1], picked.device)
+        (tokens, topk), device = self.topk_indices_buffer.shape, self.topk_indices_buffer.device
+        heads = self.num_heads * self.dcp_world_size
+        staged = room_for_rows(get_current_vllm_config(), heads, topk, self.kv_cache_dtype, _on_cpu())
+        Room.shared(tokens, heads, topk, bytes_for_rows(staged), device)
         if not _on_cpu():
             versions.register_warmup()
 
@@ -260,39 +273,45 @@ class SparseMLALayer(LayerBase):
         room = step.room_for(tokens, heads)
         if self.selects or step.slots is None or len(step.slots) != tokens:
             self._select(room, kv_c_and_k_pe_cache.shape[1], attn_metadata)
-            step.slots = room.slots if buffers.keeps(tokens, heads) else None
-        lengths, plan = step.work_for(tokens)
-        mla_backend.sparse_attention(
-            _queries(q, kv_c_and_k_pe_cache, buffers.no_rope),
-            kv_c_and_k_pe_cache,
-            room.slots,
-            scale=self.scale,
-            topk_length=lengths,
-            sink=self.sinks,
-            plan=plan,
-            workspace=buffers.workspace if heads == buffers.heads else None,
-            batch_invariant=buffers.batch_invariant,
-            out=room.out,
-            lse=room.lse,
-        )
+            step.slots = room.slots if step.keeps_slots(tokens, heads) else None
+        queries = _queries(q, kv_c_and_k_pe_cache, buffers.no_rope)
+        for part, staged in step.parts(tokens):
+            cache = kv_c_and_k_pe_cache
+            if staged:
+                cache = step.stage(cache, attn_metadata.block_table, room.staged)
+            lengths, plan = step.work_for(part)
+            mla_backend.sparse_attention(
+                tuple(one[part] for one in queries) if isinstance(queries, tuple) else queries[part],
+                cache,
+                room.slots[part],
+                scale=self.scale,
+                topk_length=lengths,
+                sink=self.sinks,
+                plan=plan,
+                workspace=buffers.workspace if heads == buffers.heads else None,
+                batch_invariant=buffers.batch_invariant,
+                out=room.out[part],
+                lse=room.lse[part],
+            )
         return room.out.to(q[0].dtype), room.lse if self.dcp_world_size > 1 else None
 
     def _select(self, room: Room, block_size: int, metadata: SparseMLAMetadata) -> None:
         """Writes the slots that each token attends to, valid ones first. With context parallelism those that this rank
         keeps: then lists are shorter than the step knew, and each layer's have other lengths."""
-        tokens = len(room.slots)
-        mla_backend.convert_indices(
-            self.topk_indices_buffer[:tokens],
-            metadata.block_table,
-            metadata.req_id_per_token[:tokens],
-            block_size,
-            compact=True,
-            ranks=self.dcp_world_size,
-            rank=self.dcp_rank,
-            interleave=metadata.cp_kv_cache_interleave_size,
-            slots=room.slots,
-            counts=room.counts,
-        )
+        for part, staged in metadata.step.parts(len(room.slots)):
+            table = metadata.block_table
+            mla_backend.convert_indices(
+                self.topk_indices_buffer[part],
+                metadata.step.table(table, block_size) if staged else table,
+                metadata.req_id_per_token[part],
+                block_size,
+                compact=True,
+                ranks=self.dcp_world_size,
+                rank=self.dcp_rank,
+                interleave=metadata.cp_kv_cache_interleave_size,
+                slots=room.slots[part],
+                counts=room.counts[part],
+            )
         if self.dcp_world_size > 1:
             metadata.step.use_lengths(room.counts)
 

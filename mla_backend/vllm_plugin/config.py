@@ -8,6 +8,7 @@ import torch
 from mla_backend.arguments import dtype_name
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.models import SERVED, has_v4_attention, is_draft, is_served, why_not
+from mla_backend.vllm_plugin.staging import OPTION, asked_rows
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -165,6 +166,7 @@ def _features(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
         or _drafts(name, vllm_config)
         or _cache(name, vllm_config, on_cpu)
         or _sleep(vllm_config)
+        or _staging(vllm_config)
     )
 
 
@@ -213,6 +215,13 @@ def _cache(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         return "does not keep a part of the cache on the host (HiSparse). Leave that out, or use another backend."
     return None
+
+
+def _staging(vllm_config: "VllmConfig") -> str | None:
+    rows = asked_rows(vllm_config)
+    if isinstance(rows, int) and not isinstance(rows, bool) and rows >= 0:
+        return None
+    return f"{OPTION} in --additional-config must be a number of rows, or 0 to stage none; got {rows!r}."
 
 
 def _sleep(vllm_config: "VllmConfig") -> str | None:

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 import mla_backend
+from mla_backend import STAGED
 from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.models import ROPE
+from mla_backend.vllm_plugin.staging import StagedRequests
 
 FEW_TOKENS = 320
 """From this number of tokens on, plans always have the same number of rows: those of fewer tokens than twice a GPU's
@@ -53,13 +55,21 @@ class Room(NamedTuple):
     """bf16 `[tokens, heads, 512]`."""
     lse: Tensor
     """fp32 `[tokens, heads]`."""
+    staged: Tensor
+    """uint8 `[bytes]`, for staged rows."""
 
     @staticmethod
-    def shared(tokens: int, heads: int, topk: int, device: torch.device) -> "Room":
+    def shared(tokens: int, heads: int, topk: int, staged: int, device: torch.device) -> "Room":
         """In memory that other layers of the model use too, so what is there lasts until this layer has ended."""
-        shapes = (tokens, topk), (tokens,), (tokens, heads, VALUE_DIM), (tokens, heads)
-        dtypes = torch.int32, torch.int32, torch.bfloat16, torch.float32
+        shapes = (tokens, topk), (tokens,), (tokens, heads, VALUE_DIM), (tokens, heads), (staged,)
+        dtypes = torch.int32, torch.int32, torch.bfloat16, torch.float32, torch.uint8
         return Room(*versions.shared_memory(*zip(shapes, dtypes, strict=True), device=device))
+
+
+def bytes_for_rows(rows: int) -> int:
+    """Memory for so many staged rows."""
+    block = versions.GPU_BLOCK_SIZE
+    return -(-rows // block) * STAGED.page_bytes(block)
 
 
 class StepBuffers:
@@ -72,6 +82,7 @@ class StepBuffers:
         topk: slots that a token attends to, at most.
         heads: query heads that attention sees on this device.
         batch_invariant: give a token the same bits whatever else is in the batch.
+        staged_rows: room for rows that are staged for a layer.
     """
 
     def __init__(
@@ -83,7 +94,9 @@ class StepBuffers:
         heads: int,
         device: torch.device,
         batch_invariant: bool,
+        staged_rows: int = 0,
     ) -> None:
+        self.staged_rows = staged_rows
         self.topk, self.heads, self.device, self.batch_invariant = topk, heads, device, batch_invariant
 
         def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -101,6 +114,7 @@ class StepBuffers:
             room(captured_tokens),
             room(captured_tokens, heads, VALUE_DIM, dtype=torch.bfloat16),
             room(captured_tokens, heads, dtype=torch.float32),
+            room(0, dtype=torch.uint8),
         )
         self.no_rope = torch.zeros(1, 1, ROPE, dtype=torch.bfloat16, device=device)
 
@@ -140,14 +154,14 @@ class StepBuffers:
             out=plan if lasts else torch.empty_like(plan),
         )
 
-    def room(self, tokens: int, heads: int) -> Room:
+    def room(self, tokens: int, heads: int, staged: bool = False) -> Room:
         """Where a layer writes."""
-        if self.keeps(tokens, heads):
+        if self.keeps(tokens, heads) and not staged:
             return Room(*(tensor[:tokens] for tensor in self.own))
-        return Room.shared(tokens, heads, self.topk, self.device)
+        return Room.shared(tokens, heads, self.topk, bytes_for_rows(self.staged_rows) if staged else 0, self.device)
 
     def keeps(self, tokens: int, heads: int) -> bool:
-        """Whether what is in `room` stays there until another layer writes."""
+        """Whether what is in `room` without staged rows stays there until another layer writes."""
         return tokens <= len(self.own.out) and heads == self.heads
 
 
@@ -163,10 +177,21 @@ class Step:
         tokens: how many of the batch's tokens, from the first on, our op serves.
         leaders: names of the layers that prepare it. None prepares it now, for a batch whose tensors are not at the
             addresses that a captured graph reads.
+        staged: whose tokens attend to staged rows. Each layer stages them anew. Never part of a captured graph.
     """
 
-    def __init__(self, buffers: StepBuffers, batch: Batch, tokens: int, leaders: Collection[str] | None = None) -> None:
-        self.buffers, self.batch, self.tokens, self.leaders = buffers, batch, tokens, leaders
+    def __init__(
+        self,
+        buffers: StepBuffers,
+        batch: Batch,
+        tokens: int,
+        leaders: Collection[str] | None = None,
+        staged: StagedRequests | None = None,
+    ) -> None:
+        self.buffers, self.batch, self.tokens, self.leaders, self.staged = buffers, batch, tokens, leaders, staged
+        self.staged_table: Tensor | None = None
+        self.plans: dict[tuple[int, int], Tensor] = {}
+        """Where requests are staged: the plans of parts of the tokens, which all layers share."""
         self.room: Room | None = None
         """Where the last layer wrote."""
         self.plan: Tensor | None = None
@@ -186,13 +211,44 @@ class Step:
     def _prepare(self) -> None:
         self.buffers.locate(self.batch)
         self.use_lengths(self.buffers.lengths[: self.tokens])
-        self.slots = None
+        self.slots = self.staged_table = None
+        self.plans.clear()
 
     def room_for(self, tokens: int, heads: int) -> Room:
         """Where a layer writes. All layers of a step have the same room."""
         if self.room is None or self.room.lse.shape != (tokens, heads):
-            self.room = self.buffers.room(tokens, heads)
+            self.room = self.buffers.room(tokens, heads, self._stages(tokens))
         return self.room
+
+    def keeps_slots(self, tokens: int, heads: int) -> bool:
+        """Whether slots in the room are there for the next layer, too."""
+        return self.buffers.keeps(tokens, heads) and not self._stages(tokens)
+
+    def _stages(self, tokens: int) -> bool:
+        capturing = self.buffers.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.staged is not None and tokens == self.tokens and not capturing
+
+    def parts(self, tokens: int) -> list[tuple[slice, bool]]:
+        """The tokens that attend in one launch each, and whether they attend to staged rows."""
+        if not self._stages(tokens):
+            return [(slice(0, tokens), False)]
+        first = self.staged.token
+        return [(slice(0, first), False)] * (first > 0) + [(slice(first, tokens), True)]
+
+    def table(self, block_table: Tensor, block_size: int) -> Tensor:
+        """The block table of staged rows, int32 `[R, blocks]`, for requests that have blocks of the cache."""
+        if self.staged_table is None:
+            table = self.staged.table(self.batch.seq_lens, block_size)
+            self.staged_table = table[:, : block_table.shape[1]]
+        return self.staged_table
+
+    def stage(self, cache: Tensor, block_table: Tensor, memory: Tensor) -> Tensor:
+        """Stages the requests' rows in memory, uint8 `[bytes]`. Returns the staged cache."""
+        staged, first = STAGED.in_memory(memory, cache.shape[1]), self.staged.request
+        table = self.table(block_table, cache.shape[1])[first:]
+        own_blocks = block_table[first : first + len(table), : table.shape[1]]
+        mla_backend.stage_rows(cache, own_blocks, self.batch.seq_lens[first:], staged_table=table, out=staged)
+        return staged
 
     def follow(self) -> None:
         """Called, possibly in a captured graph, where lengths have changed in place: prepares the step if no layer
@@ -204,9 +260,13 @@ class Step:
         """Makes the plan for lists of other lengths, int32 `[tokens]`."""
         self.lengths, self.plan = lengths, self.buffers.make_plan(lengths)
 
-    def work_for(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """The length of each token's list, int32 `[tokens]`, and the plan for them."""
-        if tokens == len(self.lengths):
+    def work_for(self, part: slice) -> tuple[Tensor, Tensor]:
+        """The length of the list of each token of a part, int32 `[tokens]`, and the plan for them."""
+        if part == slice(0, len(self.lengths)):
             return self.lengths, self.plan
-        lengths = self.buffers.lengths[:tokens]  # fewer than the step was prepared for
-        return lengths, self.buffers.make_plan(lengths, lasts=False)
+        lengths, key = self.buffers.lengths[part], (part.start, part.stop)
+        if not self._stages(self.tokens):  # fewer than the step was prepared for
+            return lengths, self.buffers.make_plan(lengths, lasts=False)
+        if key not in self.plans:
+            self.plans[key] = self.buffers.make_plan(lengths, lasts=False)
+        return lengths, self.plans[key]

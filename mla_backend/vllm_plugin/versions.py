@@ -248,6 +248,11 @@ def has_context_parallelism() -> bool:
     return _has_common_sparse_base()
 
 
+def lengths_on_host(common: Any) -> Any:
+    """The length of each request, or more, without waiting for the device; None before 0.32."""
+    return getattr(common, "seq_lens_cpu_upper_bound", None)
+
+
 def keeps_buffers_asleep() -> bool:
     """Whether vLLM's sleep mode gives a backend's buffers back as they were (from 0.32 on at the latest)."""
     return _has_common_sparse_base()

@@ -8,6 +8,7 @@ from torch import Tensor
 import mla_backend
 from mla_backend import reference
 from mla_backend.vllm_plugin.dense_step import DenseBuffers, DenseStep, groups_of
+from mla_backend.vllm_plugin.staging import StagedRequests
 from mla_backend.vllm_plugin.step import Batch, Step, StepBuffers
 from problems import assert_accurate, random_cache, scale_of, score_error
 
@@ -21,16 +22,17 @@ def attend(
     """As the first layer does it."""
     room = step.buffers
     step.begin("first")
-    slots, counts, out, lse = step.room_for(len(q), room.heads)
-    requests = room.request_ids[: len(q)]
-    more = dict(compact=True, ranks=ranks, rank=rank, slots=slots, counts=counts)
-    mla_backend.convert_indices(picked, table, requests, BLOCK_SIZE, **more)
-    if ranks > 1:
-        step.use_lengths(counts)
-    lengths, plan = step.work_for(len(q))
-    mla_backend.sparse_attention(
-        q, cache, slots, scale=SCALE, topk_length=lengths, plan=plan, workspace=room.workspace, out=out, lse=lse
-    )
+    slots, counts, out, lse, memory = step.room_for(len(q), room.heads)
+    for part, staged in step.parts(len(q)):
+        requests, blocks = room.request_ids[part], step.table(table, BLOCK_SIZE) if staged else table
+        more = dict(compact=True, ranks=ranks, rank=rank, slots=slots[part], counts=counts[part])
+        mla_backend.convert_indices(picked[part], blocks, requests, BLOCK_SIZE, **more)
+        if ranks > 1:
+            step.use_lengths(counts)
+        lengths, plan = step.work_for(part)
+        more = dict(topk_length=lengths, plan=plan, workspace=room.workspace, out=out[part], lse=lse[part])
+        rows = step.stage(cache, table, memory) if staged else cache
+        mla_backend.sparse_attention(q[part], rows, slots[part], scale=SCALE, **more)
     return out
 
 
@@ -91,6 +93,34 @@ def test_a_step_waits_for_nothing_allocates_nothing_and_its_graph_follows_new_le
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, eager)
+
+
+@pytest.mark.parametrize("heads", [48, 128])
+@pytest.mark.parametrize("first", [0, 2])
+def test_requests_attend_to_staged_rows_and_nothing_waits(heads, first):
+    cache, lengths, queries = random_cache("fp8_ds_mla", BLOCKS, BLOCK_SIZE).cuda(), [256, 70, 200, 130], [1, 1, 60, 90]
+    tokens, ends = sum(queries), torch.tensor([0, *queries]).cumsum(0).int()
+    table = torch.randperm(BLOCKS, dtype=torch.int32).view(4, 4)
+    picked = torch.full((tokens, TOPK), -1, dtype=torch.int32)
+    requests = torch.arange(4, dtype=torch.int32).repeat_interleave(torch.tensor(queries))
+    for token, request in enumerate(requests.tolist()):
+        chosen = torch.randperm(lengths[request] - int(ends[request + 1]) + token + 1).int()
+        picked[token, : len(chosen)] = chosen
+    q = (torch.randn(tokens, heads, 576) * 10).bfloat16().cuda()
+    sizes = dict(max_tokens=tokens, captured_tokens=TOKENS, topk=TOPK, heads=heads, batch_invariant=False)
+    room = StepBuffers(**sizes, device=q.device, staged_rows=BLOCKS * BLOCK_SIZE)
+    given = [x.cuda() for x in (picked, table, ends, torch.tensor(lengths, dtype=torch.int32))]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        staged = StagedRequests(first, sum(queries[:first]), max(lengths[first:]))
+        step = Step(room, Batch(given[2], given[3], tokens), tokens, leaders=("first",), staged=staged)
+        out = attend(step, q, cache, *given[:2])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    slots, _ = reference.convert_indices(picked, table, requests, BLOCK_SIZE)
+    want = reference.sparse_attention(q.cpu(), cache.cpu(), slots, scale=SCALE)
+    assert_accurate((out,), (want[0],))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

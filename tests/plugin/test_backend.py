@@ -14,6 +14,7 @@ import mla_backend
 import vllm_installed  # noqa: F401
 from mla_backend import reference
 from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin.staging import StagedRequests
 from mla_backend.vllm_plugin.step import Batch as StepBatch
 from mla_backend.vllm_plugin.step import Step, StepBuffers
 from problems import assert_accurate, random_cache
@@ -116,11 +117,15 @@ def made_layer(backend, monkeypatch, **given):
 
 
 def metadata_of(
-    batch: Batch, room: StepBuffers, tokens: int | None = None, leaders: tuple[str, ...] | None = None
+    batch: Batch,
+    room: StepBuffers,
+    tokens: int | None = None,
+    leaders: tuple[str, ...] | None = None,
+    staged: StagedRequests | None = None,
 ) -> SimpleNamespace:
     of_step = StepBatch(batch.query_start_loc, batch.seq_lens, batch.tokens)
     return SimpleNamespace(
-        step=Step(room, of_step, batch.tokens if tokens is None else tokens, leaders),
+        step=Step(room, of_step, batch.tokens if tokens is None else tokens, leaders, staged),
         req_id_per_token=room.request_ids[: batch.tokens],
         block_table=batch.block_table,
         cp_kv_cache_interleave_size=1,
@@ -168,6 +173,38 @@ def test_a_batch_attends_to_what_the_indexer_picked(backend, name, captured_toke
     assert_accurate((out,), (want[0],))
     assert not out[sum(batch.query_lens) :].any(), "padding attends to nothing"
     assert (out.data_ptr() == room.own.out.data_ptr()) == bool(captured_tokens)
+
+
+@pytest.mark.parametrize("captured_tokens", [0, 64])
+@pytest.mark.parametrize("staged", [StagedRequests(0, 0, 80), StagedRequests(2, 4, 80), StagedRequests(3, 24, 80)])
+def test_staged_requests_attend_to_what_the_indexer_picked(backend, captured_tokens, staged):
+    batch = Batch([1, 3, 20, 5], [40, 3, 50, 80], padding=2)
+    cache = random_cache("fp8_ds_mla", BLOCKS, 2 * BLOCK_SIZE)[:, :BLOCK_SIZE]
+    q = (torch.randn(batch.tokens, HEADS, 576) * 10).bfloat16()
+    room = buffers(captured_tokens, staged_rows=BLOCKS * BLOCK_SIZE)
+    metadata = metadata_of(batch, room, staged=staged)
+    want = reference.sparse_attention(q, cache, batch.slots(), scale=SCALE)
+    for layer in (layer_of(backend, batch.picked, indexer=object()), layer_of(backend, batch.picked)):
+        with Ops() as ops:
+            out, _ = layer.forward_mqa(q, cache, metadata, None)
+        assert_accurate((out,), (want[0],))
+        assert not out[sum(batch.query_lens) :].any(), "padding attends to nothing"
+        launches = [sum(op in name for name in ops.names) for op in ("stage_rows", "sparse_attention")]
+        assert launches == [1, 1 + (staged.token > 0)], "each layer stages its own rows"
+
+
+def test_a_builder_looks_at_lengths_that_the_host_has(backend):
+    builder = object.__new__(backend.SparseMLAMetadataBuilder)
+    builder.buffers, builder.kv_cache_spec = buffers(staged_rows=1 << 16, topk=2048), SimpleNamespace(block_size=64)
+    common = SimpleNamespace(
+        query_start_loc_cpu=torch.tensor([0, 1, 4097]),
+        seq_lens_cpu_upper_bound=torch.tensor([900, 32768]),
+        max_query_len=4096,
+    )
+    assert builder._requests_to_stage(common) == StagedRequests(1, 1, 32768)
+    assert builder._requests_to_stage(SimpleNamespace(**{**vars(common), "max_query_len": 1})) is None
+    common.seq_lens_cpu_upper_bound = None
+    assert builder._requests_to_stage(common) is None
 
 
 @pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla"])
@@ -357,15 +394,18 @@ def test_longer_steps_than_graphs_have_write_into_memory_that_vllm_counts(backen
             return [torch.full(shape, -3, dtype=dtype) for shape, dtype in specs]
 
     monkeypatch.setattr(workspace, "_manager", Scratch())
+    monkeypatch.setattr(backend, "room_for_rows", lambda *_: BLOCKS * BLOCK_SIZE)
     batch = BATCHES["mixed"]
     layer = made_layer(backend, monkeypatch, topk_indices_buffer=batch.picked)
-    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(batch.tokens, HEADS, 576).bfloat16()
-    out, _ = layer.forward_mqa(q, cache, metadata_of(batch, buffers()), None)
+    cache, q = random_cache("fp8_ds_mla", BLOCKS, BLOCK_SIZE), torch.randn(batch.tokens, HEADS, 576).bfloat16()
+    metadata = metadata_of(batch, buffers(staged_rows=BLOCKS * BLOCK_SIZE), staged=StagedRequests(2, 4, 80))
+    out, _ = layer.forward_mqa(q, cache, metadata, None)
     want = reference.sparse_attention(q, cache, batch.slots(), scale=SCALE)
     assert_accurate((out,), (want[0],))
     reserved, used = Scratch.asked
     for (most, dtype), (shape, used_dtype) in zip(reserved, used, strict=True):
-        assert dtype == used_dtype and most[0] == len(batch.picked) >= shape[0] and most[1:] == shape[1:]
+        assert dtype == used_dtype and most[0] >= shape[0] > 0 and most[1:] == shape[1:]
+    assert [most[0] for most, _ in reserved[:-1]] == [len(batch.picked)] * 4
 
 
 def test_a_layer_makes_vllm_allocate_no_slots_for_it(backend, monkeypatch):
