@@ -115,6 +115,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
             supports_dcp_with_varlen=vllm_config.parallel_config.cp_kv_cache_interleave_size == 1,
         )
         topk, heads = longest_list(vllm_config, layer_names), attending_heads(vllm_config)
+        cache_dtype = vllm_config.cache_config.cache_dtype
         self.buffers = StepBuffers(
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             captured_tokens=versions.captured_tokens(vllm_config),
@@ -122,7 +123,8 @@ class SparseMLAMetadataBuilder(BuilderBase):
             heads=heads,
             device=device,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-            staged_rows=room_for_rows(vllm_config, heads, topk, vllm_config.cache_config.cache_dtype, _on_cpu()),
+            cache_format="fp8_ds_mla" if cache_dtype == "fp8_ds_mla" else "bf16",
+            staged_rows=room_for_rows(vllm_config, heads, topk, cache_dtype, _on_cpu()),
         )
         self.leaders = leading_layers(layer_names, vllm_config.model_config.hf_text_config.num_hidden_layers)
         self.first_batch: Batch | None = None

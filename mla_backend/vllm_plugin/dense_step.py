@@ -61,6 +61,7 @@ class DenseBuffers:
         slots: tokens of a sequence, at most.
         heads: query heads that attention sees on this device.
         batch_invariant: give a token the same bits whatever else is in the batch.
+        cache_format: of the cache; see `plan`.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class DenseBuffers:
         heads: int,
         device: torch.device,
         batch_invariant: bool,
+        cache_format: str | None = None,
     ) -> None:
         self.slots, self.heads, self.device, self.batch_invariant = slots, heads, device, batch_invariant
+        self.cache_format = cache_format
         sizes = [
             (self._workers(requests, queries), queries * heads)
             for queries in range(1, most_queries + 1)
@@ -86,10 +89,8 @@ class DenseBuffers:
             self.workspace = torch.zeros(max(workspace_floats(*size) for size in sizes), device=device)
 
     def _workers(self, requests: int, queries: int) -> int:
-        any_number = self.batch_invariant
-        return default_workers(
-            self.device, queries * self.heads, None if any_number else requests, None if any_number else self.slots
-        )
+        number, slots = (None, None) if self.batch_invariant else (requests, self.slots)
+        return default_workers(self.device, queries * self.heads, number, slots, self.cache_format)
 
     def make_plan(self, lengths: Tensor, queries: int, slots: int, *, alone: bool) -> Tensor:
         """The plan of a group whose block table has room for so many slots. If it is alone in its step, the plan is in

@@ -82,6 +82,7 @@ class StepBuffers:
         topk: slots that a token attends to, at most.
         heads: query heads that attention sees on this device.
         batch_invariant: give a token the same bits whatever else is in the batch.
+        cache_format: of the cache; see `plan`.
         staged_rows: room for rows that are staged for a layer.
     """
 
@@ -94,9 +95,10 @@ class StepBuffers:
         heads: int,
         device: torch.device,
         batch_invariant: bool,
+        cache_format: str | None = None,
         staged_rows: int = 0,
     ) -> None:
-        self.staged_rows = staged_rows
+        self.cache_format, self.staged_rows = cache_format, staged_rows
         self.topk, self.heads, self.device, self.batch_invariant = topk, heads, device, batch_invariant
 
         def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -140,7 +142,10 @@ class StepBuffers:
         return ids
 
     def _workers(self, tokens: int) -> int:
-        return default_workers(self.device, self.heads, None if self.batch_invariant else tokens, self.topk)
+        any_number = self.batch_invariant
+        return default_workers(
+            self.device, self.heads, None if any_number else tokens, self.topk, cache_format=self.cache_format
+        )
 
     def make_plan(self, lengths: Tensor, *, lasts: bool = True) -> Tensor:
         """The plan for tokens whose lists are so long, int32 `[tokens]`. If it lasts, it is the step's plan from now

@@ -56,7 +56,8 @@ def test_what_is_staged_has_room_and_is_worth_it(data):
 
 
 def settings(heads=64, cache_dtype="fp8_ds_mla", ranks=1, **options):
-    """The arguments of room_for_rows."""
+    """The arguments of room_for_rows, by default with much room asked for."""
+    options = {staging.OPTION: 1 << 18, **options}
     parallel = SimpleNamespace(decode_context_parallel_size=ranks)
     scheduler = SimpleNamespace(max_num_batched_tokens=8192)
     return (
@@ -73,6 +74,9 @@ def test_there_is_room_only_where_it_is_of_use(monkeypatch):
     assert staging.room_for_rows(*settings(heads=64), False) == staging.BLOCK_ROWS
     assert staging.room_for_rows(*settings(mla_staged_rows=5000), False) == 5000
     assert staging.room_for_rows(*settings(mla_staged_rows=0), False) == 0
+    asked_for_nothing, *rest = settings()
+    asked_for_nothing.additional_config = {}
+    assert staging.room_for_rows(asked_for_nothing, *rest, False) == 0
     assert staging.room_for_rows(*settings(), True) == 0
     for useless in (settings(heads=32), settings(cache_dtype="auto"), settings(ranks=2)):
         assert staging.room_for_rows(*useless, False) == 0
