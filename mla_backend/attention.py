@@ -203,7 +203,7 @@ def plan(
         topk_length, extra_topk_length: int32 `[T]`, as for `sparse_attention`.
         batch_invariant: never cut a token's list, so that its bits don't depend on its neighbours.
         num_heads: query heads; on a GPU the fewer there are, the more workers share the tokens.
-        cache_format: of the rows that are read. A plan suits all of them, but with more than 32 heads a GPU has other
+        cache_format: of the rows that are read. A plan suits all of them, but with more than 16 heads a GPU has other
             kernels for `fp8_ds_mla`, the default.
         workers: rows of the table; by default what keeps the device busy. On a CPU that is twice as many as torch has
             threads, which take them in turn.
@@ -220,6 +220,7 @@ def plan(
     require_count("topk", topk)
     require_count("extra_topk", extra_topk)
     require_optional_tensors(topk_length=topk_length, extra_topk_length=extra_topk_length)
+    format_number(cache_format, "cache_format")
     if out is not None and (workers is not None or device is not None):
         raise ValueError("out must be given alone, as it has workers and a device already; got more")
     if out is None:

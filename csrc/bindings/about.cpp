@@ -19,11 +19,15 @@ constexpr const char* kCodeNames[] = {"bf16", "f16", "e4m3"};
 constexpr const char* kScaleNames[] = {"none", "fp32", "ue8m0", "tensor", "power"};
 constexpr const char* kScalesAtNames[] = {"nowhere", "in_row", "end_of_page"};
 
-// In the order of their numbers; staged rows come last.
+// By its number; staged rows come last.
+const mla::CacheFormat* format_of(int number) {
+  return number < mla::kFormatCount ? mla::kFormats[number] : &mla::kStaged;
+}
+
 std::string describe_formats() {
   std::string json;
   for (int number = 0; number <= mla::kFormatCount; ++number) {
-    const mla::CacheFormat* f = number < mla::kFormatCount ? mla::kFormats[number] : &mla::kStaged;
+    const mla::CacheFormat* f = format_of(number);
     json += json.empty() ? "" : ",";
     json += "{\"name\":" + quoted(f->name) + ",\"code\":" + quoted(kCodeNames[static_cast<int>(f->code)]) +
             ",\"latent\":" + std::to_string(f->latent) +
@@ -109,7 +113,7 @@ MLA_EXPORT const char* mla_backend_describe_device([[maybe_unused]] int index, [
 
 // Rows that a plan should have for a GPU and a cache of that format; -1: fp8_ds_mla.
 MLA_EXPORT int mla_backend_cuda_workers(const mla::Device* device, int64_t tokens, int slots, int heads, int format) {
-  const mla::CacheFormat& rows = format < 0 ? mla::kFp8DsMla : *mla::kFormats[format];
+  const mla::CacheFormat& rows = format < 0 ? mla::kFp8DsMla : *format_of(format);
   return mla::default_workers(tokens, mla::tiles_of(slots, mla::kGpuTileSlots), heads, rows, *device);
 }
 

@@ -11,7 +11,10 @@ from serving_benchmarks.results import file, kernel_times, runs
 
 Report = file.Report
 Entry = dict[str, Any]
-HEADLINE_DECODE = [*((requests, 16) for requests in (8, 16, 32, 64)), *((128, heads) for heads in (8, 16, 32, 64, 128))]
+HEADLINE_DECODE = [
+    *((requests, 16) for requests in (1, 8, 16, 32, 64)),
+    *((128, heads) for heads in (8, 16, 32, 64, 128)),
+]
 """Requests and heads of the rows of a short table: one query token each at 32K tokens, topk 2048, FP8 rows."""
 FLOOR = (
     "The floor is the longest of math, memory and L2 time at measured rates. Memory's rate is of gathering FP8 rows of "

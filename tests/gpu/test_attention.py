@@ -303,6 +303,12 @@ def test_lists_without_holes(fmt, heads, workers):
     check(problem, plan=plan)
 
 
+@pytest.mark.parametrize("heads", [40, 100])
+def test_rows_with_one_scale_lose_nothing_in_many_heads(heads):
+    problem = held_problem("fp8_tensor_576", heads)
+    assert_accurate(problem.to("cuda").solve(batch_invariant=True), problem.oracle())
+
+
 @pytest.mark.parametrize("fmt", BASIC)
 @pytest.mark.parametrize("heads", [8, 32, 64, 100])
 @pytest.mark.parametrize("largest", [False, True])

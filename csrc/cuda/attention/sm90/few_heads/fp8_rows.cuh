@@ -22,7 +22,7 @@ namespace mla::cuda::sm90::few_heads {
 
 template <Rows kRows, int kHeads>
 struct Fp8Rows {
-  // One scale for the whole cache, which is not this file's business, and rope of e4m3 numbers.
+  // The cache's one scale is part of the factors of scores and outputs. Rope is e4m3 numbers too.
   static constexpr bool kOfTensor = kRows == Rows::fp8_tensor_576;
   using Queries = QuantisedQueries<kHeads, kOfTensor>;
   static constexpr int kStages = 4;                     // tiles
