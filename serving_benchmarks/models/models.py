@@ -31,6 +31,8 @@ COMMON = _GIVEN.pop("common")
 LIKE = {**_GIVEN, "deepseek-v3": {**_GIVEN["deepseek-v3.2"], "architectures": ["DeepseekV3ForCausalLM"]}}
 LIKE["deepseek-v3"]["model_type"] = "deepseek_v3"
 """What the real models' config.json says, except how many layers and experts there are."""
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""How the released weights are stored."""
 SPECIAL_TOKENS = 2
 """The tokenizer's first tokens."""
 AT_ONCE = 2**24
@@ -164,14 +166,15 @@ def shards(plans: Sequence[TensorPlan], most: int) -> Iterator[list[TensorPlan]]
         yield some
 
 
-def write(folder: Path, config: dict[str, Any], *, seed: int = 0, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes a checkpoint with random weights, one file after the other, each small enough for memory."""
+def write(folder: Path, config: dict[str, Any], *, seed: int | None = 0, shard_bytes: int = SHARD_BYTES) -> None:
+    """Writes a checkpoint with random weights, one file after the other, each small enough for memory. Without a seed
+    it writes all but the weights: vLLM's `--load-format dummy` makes its own, stored as the released ones are."""
     from safetensors.torch import save_file
 
     if (folder / "config.json").exists():
         raise FileExistsError(f"folder must not have a checkpoint; {folder} has a config.json")
     folder.mkdir(parents=True, exist_ok=True)
-    plans = tensors(config)
+    plans = [] if seed is None else tensors(config)
     total, free = sum(plan.bytes for plan in plans), shutil.disk_usage(folder).free
     if total > free:
         raise OSError(f"folder needs {total / 1e9:.1f} GB; {folder} has {free / 1e9:.1f}")
@@ -180,14 +183,15 @@ def write(folder: Path, config: dict[str, Any], *, seed: int = 0, shard_bytes: i
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
         with ThreadPoolExecutor() as pool:  # a generator uses one core, and there are billions of numbers
-            weights = list(pool.map(partial(TensorPlan.draw, seed=seed), part))
+            weights = list(pool.map(partial(TensorPlan.draw, seed=seed or 0), part))
         drawn = {plan.name: tensor for plan, tensor in zip(part, weights, strict=True)}
         save_file(drawn, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(drawn, file)
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    if files:
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     write_tokenizer(folder, config["vocab_size"])
-    written = {**config, "random_weights_seed": seed}
+    written = {**config, **({"quantization_config": FP8} if seed is None else {"random_weights_seed": seed})}
     (folder / "config.json").write_text(json.dumps(written, indent=1))  # last, as it makes the folder a checkpoint
 
 
@@ -213,14 +217,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     told = "a token goes to a quarter of them, 8 at most; default: %(default)s"
     parser.add_argument("--experts", type=types.count, default=8, help=told)
     parser.add_argument("--vocab-size", type=types.at_least(SPECIAL_TOKENS + 1), help="default: the real model's")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
+    told = "for vLLM's load format dummy, which makes weights of blocks of FP8, as the released ones are"
+    weights.add_argument("--no-weights", dest="seed", action="store_const", const=None, help=told)
 
 
 def run(options: argparse.Namespace) -> int:
     more = {"vocab_size": options.vocab_size} if options.vocab_size else {}
     shape = {name: getattr(options, name) for name in ("layers", "dense_layers", "heads", "experts")}
     wanted = config(options.like, **shape, **more)
-    total = sum(plan.bytes for plan in tensors(wanted))
+    total = 0 if options.seed is None else sum(plan.bytes for plan in tensors(wanted))
     try:
         with Console(stderr=True, highlight=False).status(f"writing {total / 1e9:.2f} GB"):
             write(options.output, wanted, seed=options.seed)

@@ -49,11 +49,9 @@ ROUNDED_LSE = 2.0**-9
 of one row is its score, which may be near 0."""
 COSINE = 5e-6
 """Largest cosine distance of a token. docs/contract.md promises it and the bounds above."""
-PEERS_ALLOWED = 10
-"""The bounds of a peer are this many times ours. Peers promise no such accuracy, they only have to compute the same.
-Some round to bf16 where ours don't, which shows where a sum of a few terms is near 0."""
-FP8_PEERS_ALLOWED = 1000
-"""The same of a peer that rounds queries and weights to e4m3."""
+PEERS_ALLOWED, FP8_PEERS_ALLOWED = 10, 1000
+"""The bounds of a peer, of one that rounds to e4m3, are so many times ours. Peers promise no such accuracy. Some round
+to bf16 where ours don't, which shows where a sum of a few terms is near 0."""
 MATH_FLOPS = 780e12
 """FLOP/s of a bf16 matrix product of 8192^3. This and the next two rates were measured on an H200: compared with them,
 another GPU looks better or worse than it is."""

@@ -76,6 +76,15 @@ def test_the_same_seed_gives_the_same_weights_in_files_of_any_size(tmp_path):
     assert not torch.equal(one["lm_head.weight"], one["model.embed_tokens.weight"])
 
 
+def test_without_weights_there_is_a_full_model_for_dummy_ones(tmp_path):
+    told = "models --like deepseek-v3.2 --layers 61 --dense-layers 3 --experts 256 --vocab-size 320 --no-weights"
+    assert status_of(*told.split(), "--output", tmp_path / "model") == 0
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["n_routed_experts"], config["num_attention_heads"]) == (61, 256, 128)
+    assert config["quantization_config"]["weight_block_size"] == [128, 128] and "random_weights_seed" not in config
+    assert not [*(tmp_path / "model").glob("*.safetensors*")]
+
+
 def test_the_command_makes_a_model_once(tmp_path, monkeypatch):
     monkeypatch.setitem(models.LIKE, "glm-5", {**models.LIKE["glm-5"], **NARROW})
     shape = ("--layers", 3, "--heads", 4, "--experts", 4, "--dense-layers", 2, "--vocab-size", 64, "--seed", 7)
