@@ -1,5 +1,6 @@
 """The cache formats, as the library describes them (csrc/include/mla/format.h)."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -100,7 +101,7 @@ def format_of(cache: torch.Tensor, name: str | None = None) -> CacheFormat:
     require_tensors(cache=cache)
     format_number(name, "name")
     known = FORMATS.values() if name is None else [FORMATS[name]]
-    fitting = [f for f in known if cache.shape[-1:] == (f.width,) and cache.dtype in f.accepted_dtypes]
+    fitting = _fitting(cache, known)
     if not fitting:
         accepted = ", ".join(f"{f.name} (last dimension {f.width}, {f.dtype})" for f in known)
         raise ValueError(f"cache must be of a known format: {accepted}; got {cache.dtype} {list(cache.shape)}")
@@ -111,8 +112,14 @@ def format_of(cache: torch.Tensor, name: str | None = None) -> CacheFormat:
 
 def format_name(cache: torch.Tensor, name: str | None) -> str | None:
     """The same for a cache that no op has looked at yet: None where it is not the one format that it should be."""
-    fitting = [f.name for f in FORMATS.values() if cache.shape[-1:] == (f.width,) and cache.dtype in f.accepted_dtypes]
-    return name if name is not None or len(fitting) != 1 else fitting[0]
+    if name is not None:
+        return name
+    fitting = _fitting(cache, FORMATS.values())
+    return fitting[0].name if len(fitting) == 1 else None
+
+
+def _fitting(cache: torch.Tensor, known: Iterable[CacheFormat]) -> list[CacheFormat]:
+    return [f for f in known if cache.shape[-1:] == (f.width,) and cache.dtype in f.accepted_dtypes]
 
 
 def format_number(name: str | None, argument: str) -> int:

@@ -147,8 +147,10 @@ class SparseMLAMetadataBuilder(BuilderBase):
         return metadata
 
     def _requests_to_stage(self, common: Any) -> StagedRequests | None:
+        if self.buffers.staged_rows == 0 or common.max_query_len < VISITS:
+            return None
         lengths = versions.lengths_on_host(common)
-        if self.buffers.staged_rows == 0 or lengths is None or common.max_query_len < VISITS:
+        if lengths is None:
             return None
         starts, block_size = common.query_start_loc_cpu.tolist(), self.kv_cache_spec.block_size
         return requests_to_stage(starts, lengths.tolist(), self.buffers.topk, self.buffers.staged_rows, block_size)
