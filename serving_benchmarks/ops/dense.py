@@ -79,7 +79,8 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], sets: int, rou
     exact_out, exact_lse = exact_out.flatten(0, 1).float(), exact_lse.float()
 
     requests, rows, slots = len(batch.requests), batch.queries * case.heads, last.table.shape[1] * BLOCK
-    make_plan = partial(mla_backend.plan, requests, slots, topk_length=last.lengths, num_heads=rows)
+    about = {"topk_length": last.lengths, "num_heads": rows, "cache_format": case.format}
+    make_plan = partial(mla_backend.plan, requests, slots, **about)
     plan = make_plan(device=kernels.DEVICE)
     workspace = torch.zeros(workspace_floats(len(plan), rows), device=kernels.DEVICE)
     outs = [torch.empty(*problem.q.shape[:3], 512, dtype=torch.bfloat16, device=kernels.DEVICE) for problem in problems]
@@ -98,7 +99,8 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], sets: int, rou
     ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
     if batch.queries > 1:
         lists = [as_lists(case, problem) for problem in problems]
-        lists_plan = mla_backend.plan(batch.tokens, slots, topk_length=lists[-1].counts, num_heads=case.heads)
+        about |= {"topk_length": lists[-1].counts, "num_heads": case.heads}
+        lists_plan = mla_backend.plan(batch.tokens, slots, **about)
         space = torch.zeros(workspace_floats(len(lists_plan), case.heads), device=kernels.DEVICE)
         made = (kernels.prepare_ours(one, cache, lists_plan, space)[0] for one in lists)
         ours["slot_lists"] = kernels.prepared_candidate(made, exact_out)

@@ -278,6 +278,7 @@ def time_problems(
     any_set = problems[-1]
     (tokens, heads, width), topk, more = any_set.q.shape, any_set.indices.shape[1], any_set.more
     about = {"topk_length": lengths_of(any_set), "extra_topk_length": more.get("extra_topk_length")}
+    about["cache_format"] = fmt
     about["extra_topk"] = more["extra_indices"].shape[1] if "extra_indices" in more else 0
     make_plan = partial(mla_backend.plan, tokens, topk, num_heads=heads, **about)
     plan = make_plan(device=DEVICE)
