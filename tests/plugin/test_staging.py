@@ -56,8 +56,7 @@ def test_what_is_staged_has_room_and_is_worth_it(data):
 
 
 def settings(heads=64, cache_dtype="fp8_ds_mla", ranks=1, **options):
-    """The arguments of room_for_rows, by default with much room asked for."""
-    options = {staging.OPTION: 1 << 18, **options}
+    """The arguments of room_for_rows."""
     parallel = SimpleNamespace(decode_context_parallel_size=ranks)
     scheduler = SimpleNamespace(max_num_batched_tokens=8192)
     return (
@@ -70,13 +69,13 @@ def settings(heads=64, cache_dtype="fp8_ds_mla", ranks=1, **options):
 
 def test_there_is_room_only_where_it_is_of_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert staging.room_for_rows(*settings(heads=128), False) == 1 << 18
+    assert staging.room_for_rows(*settings(heads=128), False) == staging.ROWS
     assert staging.room_for_rows(*settings(heads=64), False) == staging.BLOCK_ROWS
     assert staging.room_for_rows(*settings(mla_staged_rows=5000), False) == 5000
     assert staging.room_for_rows(*settings(mla_staged_rows=0), False) == 0
-    asked_for_nothing, *rest = settings()
-    asked_for_nothing.additional_config = {}
-    assert staging.room_for_rows(asked_for_nothing, *rest, False) == 0
+    without_options, *rest = settings(heads=128)
+    without_options.additional_config = None
+    assert staging.room_for_rows(without_options, *rest, False) == staging.ROWS
     assert staging.room_for_rows(*settings(), True) == 0
     for useless in (settings(heads=32), settings(cache_dtype="auto"), settings(ranks=2)):
         assert staging.room_for_rows(*useless, False) == 0
