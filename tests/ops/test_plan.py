@@ -202,8 +202,10 @@ def test_on_hopper_few_tokens_are_cut_for_one_cluster_each(tokens, heads, parts)
     assert library.cuda_workers(gpu(), heads, 1000) == library.cuda_workers(gpu(), heads)
 
 
-@pytest.mark.parametrize(("slots", "parts"), [(64 * 16, 8), (64 * 17, 16), (0, 8), (2**40, 16)])
-def test_short_lists_are_not_cut_for_the_largest_clusters(slots, parts):
+@pytest.mark.parametrize(
+    ("slots", "parts"), [(0, 1), (64 * 3, 1), (64 * 7, 4), (64 * 8, 8), (64 * 16, 8), (64 * 17, 16), (2**40, 16)]
+)
+def test_short_lists_are_cut_into_fewer_parts_or_none(slots, parts):
     assert library.cuda_workers(gpu(), 8, 4, slots) == 4 * parts
 
 

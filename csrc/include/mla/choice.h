@@ -66,7 +66,7 @@ inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t he
   // A cluster of 16 starts later: 10 tiles of fp8_model1 rows and 4 tokens 12.1 us (10.9 with 8), 18 tiles 11.8 (12.6).
   constexpr int64_t kTilesOfMostParts = 17;
   if (fits(8, 16) && token_tiles >= kTilesOfMostParts) return {8, 16};
-  if (fits(8, 8) && (heads > 8 || fits(8, 16) || token_tiles >= 8)) return {8, 8};
+  if (fits(8, 8) && (heads > 8 || token_tiles >= 8)) return {8, 8};
   const int32_t heads_per_block = heads <= 8 ? 8 : 16;
   // instead of cuts that follow the load:
   //   8, 4 parts: b 15 19.7 us (33.1), b 24 26.8 (35.6)
@@ -74,7 +74,7 @@ inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t he
   //   2 parts:    b 60 33.6 us (44.4), b 7 with 128 heads 28.7 (44.5)
   // Not 6: its merge gives some warps two rows and some one. b 16 in 4 parts 18.1 us, in 6 parts 20.2.
   // Parts of short lists save less than a merge takes. On an H100:
-  //   128 slots: b 12 in 8 parts 9.9 us, whole 8.2; b 66 in 2 parts 11.8, b 67 whole 9.9
+  //   128 slots: b 12 in 8 parts 9.9 us, whole 8.2; b 66 in 2 parts 11.8, b 67 whole 9.9; 8 heads, b 2 8.4, b 12 7.5
   //   256 slots: b 14 in 8 parts 10.0 us, b 16 in 4 9.1; b 66 in 2 14.2, b 67 whole 12.9
   //   512 slots: b 66 in 2 parts 19.0 us, b 67 whole 17.6
   const auto least_tiles = [](int32_t parts) { return parts == 2 ? 12 : parts == 4 ? 4 : 8; };
