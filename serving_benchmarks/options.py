@@ -7,6 +7,7 @@ that is a string goes through the type as well, so it is written as a user would
 import argparse
 import json
 import math
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,38 +19,27 @@ class Refused(Exception):
     """A command can't do what it was asked for. The text says why in one line; the exit status is 2."""
 
 
-def at_least(smallest: int) -> Callable[[str], int]:
-    """The type of whole numbers from `smallest` up."""
+def whole(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
+    """The type of whole numbers from `smallest` to `largest`."""
 
     def read(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            value = None
-        if value is None or value < smallest:
-            raise argparse.ArgumentTypeError(f"must be a whole number, {smallest} or more; got {text!r}")
+            value = smallest - 1
+        if not smallest <= value <= largest:
+            bound = "or more" if largest == math.inf else f"to {largest}"
+            raise argparse.ArgumentTypeError(f"must be a whole number, {smallest} {bound}; got {text!r}")
         return value
 
     return read
 
 
-count = at_least(1)
-count_or_none = at_least(0)
+count = whole(1)
+count_or_none = whole(0)
 """0 for none."""
-rounds = at_least(2)
+rounds = whole(2)
 """One round alone has no spread."""
-
-
-def between(smallest: int, largest: int) -> Callable[[str], int]:
-    """The type of whole numbers from `smallest` to `largest`."""
-
-    def read(text: str) -> int:
-        value = at_least(smallest)(text)
-        if value > largest:
-            raise argparse.ArgumentTypeError(f"must be {largest} or less; got {text!r}")
-        return value
-
-    return read
 
 
 def seconds(text: str) -> float:
@@ -69,6 +59,14 @@ def positive(text: str) -> float:
     if not value:
         raise argparse.ArgumentTypeError(f"must be more than 0; got {text!r}")
     return value
+
+
+def lengths(text: str) -> tuple[int, int]:
+    """The type of a prompt's tokens and those after it, such as 4096+64."""
+    found = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"must be tokens of prompts and after them, such as 4096+64; got {text!r}")
+    return int(found[1]), int(found[2])
 
 
 def one_of(known: Iterable[str]) -> Callable[[str], str]:
@@ -156,10 +154,10 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", type=new_file, metavar="FILE", help=told)
 
 
-def add_rounds(parser: argparse.ArgumentParser, default: int) -> None:
-    """The option --rounds N."""
+def add_rounds(parser: argparse.ArgumentParser, default: int, number: Callable[[str], int] = rounds) -> None:
+    """The option --rounds N, of a type `number`."""
     told = "how often each candidate is timed, interleaved with the others; default: %(default)s"
-    parser.add_argument("--rounds", type=rounds, default=default, metavar="N", help=told)
+    parser.add_argument("--rounds", type=number, default=default, metavar="N", help=told)
 
 
 def require_gpu() -> None:

@@ -166,9 +166,10 @@ def shards(plans: Sequence[TensorPlan], most: int) -> Iterator[list[TensorPlan]]
         yield some
 
 
-def write(folder: Path, config: dict[str, Any], *, seed: int | None = 0, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes a checkpoint with random weights, one file after the other, each small enough for memory. Without a seed
-    it writes all but the weights: vLLM's `--load-format dummy` makes its own, stored as the released ones are."""
+def write(folder: Path, config: dict[str, Any], *, seed: int | None = 0, shard_bytes: int = SHARD_BYTES) -> int:
+    """Writes a checkpoint with random weights, one file after the other, each small enough for memory, and returns
+    their bytes. Without a seed it writes none: vLLM's `--load-format dummy` makes its own, stored as the released ones
+    are."""
     from safetensors.torch import save_file
 
     if (folder / "config.json").exists():
@@ -193,6 +194,7 @@ def write(folder: Path, config: dict[str, Any], *, seed: int | None = 0, shard_b
     write_tokenizer(folder, config["vocab_size"])
     written = {**config, **({"quantization_config": FP8} if seed is None else {"random_weights_seed": seed})}
     (folder / "config.json").write_text(json.dumps(written, indent=1))  # last, as it makes the folder a checkpoint
+    return total
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
@@ -216,7 +218,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=types.count, help="default: as many as the real model has")
     told = "a token goes to a quarter of them, 8 at most; default: %(default)s"
     parser.add_argument("--experts", type=types.count, default=8, help=told)
-    parser.add_argument("--vocab-size", type=types.at_least(SPECIAL_TOKENS + 1), help="default: the real model's")
+    parser.add_argument("--vocab-size", type=types.whole(SPECIAL_TOKENS + 1), help="default: the real model's")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
     told = "for vLLM's load format dummy, which makes weights of blocks of FP8, as the released ones are"
@@ -227,10 +229,9 @@ def run(options: argparse.Namespace) -> int:
     more = {"vocab_size": options.vocab_size} if options.vocab_size else {}
     shape = {name: getattr(options, name) for name in ("layers", "dense_layers", "heads", "experts")}
     wanted = config(options.like, **shape, **more)
-    total = 0 if options.seed is None else sum(plan.bytes for plan in tensors(wanted))
     try:
-        with Console(stderr=True, highlight=False).status(f"writing {total / 1e9:.2f} GB"):
-            write(options.output, wanted, seed=options.seed)
+        with Console(stderr=True, highlight=False).status(f"writing {options.output}"):
+            total = write(options.output, wanted, seed=options.seed)
     except (OSError, ImportError) as error:
         raise types.Refused(str(error)) from None
     counts = ", ".join(f"{wanted[KEYS[name]]} {name}" for name in ("layers", "heads", "experts"))

@@ -19,7 +19,7 @@ All cases of the first format are measured first, then those of the next.
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -178,30 +178,25 @@ def _entry(entry: Any, where: str, known_formats: Sequence[str]) -> Entry:
     if not isinstance(entry, dict):
         raise SuiteError(f"{where} must be a table, got {entry!r}")
     _refuse_unknown(entry, Entry.__dataclass_fields__, where)
+    given = {"topk": [DEFAULT_TOPK], "formats": known_formats, **entry}
+
+    def read(name: str, kind: type, is_good: Callable[[Any], object], what: str) -> tuple[Any, ...]:
+        values = given.get(name)
+        if not isinstance(values, list | tuple) or not values:
+            raise SuiteError(f"{where}: {name} must be a list of {what}, got {values!r}")
+        for value in values:
+            if type(value) is not kind or not is_good(value):
+                raise SuiteError(f"{where}: {name} must be {what}, got {value!r}")
+        return tuple(values)
+
     try:
-        batches = _list(entry, "batches", str)
-        for batch in batches:
-            Batch.parse(batch)
-        formats = _list(entry, "formats", str, known_formats)
-        for name in formats:
-            if name not in known_formats:
-                raise ValueError(f"formats: {name!r} is not one of {', '.join(known_formats)}")
-        heads, topk = _list(entry, "heads", int), _list(entry, "topk", int, [DEFAULT_TOPK])
+        batches = read("batches", str, Batch.parse, "batches")
     except ValueError as error:
         raise SuiteError(f"{where}: {error}") from None
-    if not 1 <= min(heads) <= max(heads) <= MOST_HEADS:
-        raise SuiteError(f"{where}: heads must be 1 to {MOST_HEADS}, got {heads}")
-    if min(topk) < 1:
-        raise SuiteError(f"{where}: topk must be 1 or more, got {topk}")
-    return Entry(tuple(batches), tuple(heads), tuple(topk), tuple(formats))
-
-
-def _list(entry: dict[str, Any], name: str, kind: type, default: Sequence[Any] | None = None) -> list[Any]:
-    values = entry.get(name, default)
-    if not isinstance(values, list | tuple) or not values or any(type(value) is not kind for value in values):
-        what = {str: "texts", int: "whole numbers"}[kind]
-        raise ValueError(f"{name} must be a list of {what}, got {values!r}")
-    return list(values)
+    heads = read("heads", int, lambda count: 1 <= count <= MOST_HEADS, f"whole numbers from 1 to {MOST_HEADS}")
+    topk = read("topk", int, lambda count: count >= 1, "whole numbers, 1 or more")
+    formats = read("formats", str, known_formats.__contains__, f"names out of {', '.join(known_formats)}")
+    return Entry(batches, heads, topk, formats)
 
 
 def _refuse_unknown(found: dict[str, Any], known: Sequence[str], where: str) -> None:

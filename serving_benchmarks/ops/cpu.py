@@ -173,7 +173,7 @@ def context_length(text: str) -> int:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    opt.add_list(parser, "--heads", opt.between(1, MOST_HEADS), "query heads", "16,128")
+    opt.add_list(parser, "--heads", opt.whole(1, MOST_HEADS), "query heads", "16,128")
     told = f"slots that a query attends to, multiples of {BLOCK}"
     opt.add_list(parser, "--contexts", context_length, told, "1024,8192")
     opt.add_list(parser, "--batches", opt.count, "query tokens", "1,8")

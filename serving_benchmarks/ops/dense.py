@@ -13,13 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
 from mla_backend.attention import workspace_floats
-from serving_benchmarks import options as opt
 from serving_benchmarks.ops import kernels, peer_kernels, timing
 from serving_benchmarks.ops.batches import BLOCK, CaseOfBatch
 from serving_benchmarks.ops.kernels import SCALE
@@ -128,9 +126,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     chosen = kernels.asked_for(options, "dense", cases())
-    opt.require_gpu()
-    console = Console(stderr=True, highlight=False)
-    found, loaded = kernels.load_peers(options, not options.ours_only, console)
-    caches = kernels.Caches(max(case.requests.cached for case in chosen))
-    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=options.rounds)
-    return kernels.measure_cases(options, "dense", chosen, one, found, console)
+    return kernels.measure_batches(options, "dense", chosen, measure, not options.ours_only)

@@ -166,7 +166,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     told = "requests with one token each, and the keys that it sees"
     opt.add_list(parser, "--decode", decode_shape, told, "64x4096,64x32768")
     opt.add_list(parser, "--prefill", opt.count, "tokens of whole prompts", "4096")
-    opt.add_list(parser, "--heads", opt.between(1, MOST_HEADS), "of the indexer", "64")
+    opt.add_list(parser, "--heads", opt.whole(1, MOST_HEADS), "of the indexer", "64")
     parser.add_argument("--topk", type=opt.count, default=2048, metavar="N", help="default: %(default)s")
     opt.add_list(parser, "--formats", opt.one_of(KEY_FORMATS), "of the keys", ",".join(KEY_FORMATS))
     opt.add_rounds(parser, 21)

@@ -313,7 +313,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     either.add_argument("--suite", metavar="NAME|FILE", help=told)
     told = "128q1s32k is 128 requests with 1 query token each at 32K tokens"
     opt.add_list(either, "--batches", Batch.parse, told)
-    heads, only = opt.between(1, batches.MOST_HEADS), "only these of a suite; default with --batches:"
+    heads, only = opt.whole(1, batches.MOST_HEADS), "only these of a suite; default with --batches:"
     opt.add_list(what, "--heads", heads, f"{only} 16,128")
     opt.add_list(what, "--topk", opt.count, f"{only} {batches.DEFAULT_TOPK}")
     opt.add_list(what, "--formats", opt.one_of(FORMATS), "only these formats of the cache; default: all")
@@ -382,19 +382,22 @@ def chosen_cases(options: argparse.Namespace) -> tuple[list[Case], bool]:
 def run(options: argparse.Namespace) -> int:
     chosen, with_peers = chosen_cases(options)
     opt.require_gpu()
+    one = partial(measure, before=products(options.sets))
+    return measure_batches(options, "kernels", chosen, one, with_peers)
+
+
+def measure_batches(
+    options: argparse.Namespace, kind: str, cases: Sequence[Any], measure: Callable[..., dict[str, Any]], peers: bool
+) -> int:
+    """`measure_cases` of batches. `measure` also gets caches, the names of loaded peers if wanted, sets and rounds."""
+    opt.require_gpu()
     console = Console(stderr=True, highlight=False)
-    found, loaded = load_peers(options, with_peers, console)
+    found = peer_kernels.load(options.peers, options.vllm) if peers else {}
+    loaded = say(found, console)
     torch.manual_seed(0)
-    caches = Caches(max(case.requests.cached for case in chosen))
-    before = products(options.sets)
-    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=options.rounds, before=before)
-    return measure_cases(options, "kernels", chosen, one, found, console)
-
-
-def load_peers(options: argparse.Namespace, wanted: bool, console: Console) -> tuple[dict[str, str], set[str]]:
-    """What `peer_kernels.load` says of each peer, and those that are there."""
-    found = peer_kernels.load(options.peers, options.vllm) if wanted else {}
-    return found, say(found, console)
+    caches = Caches(max(case.requests.cached for case in cases))
+    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=options.rounds)
+    return measure_cases(options, kind, cases, one, found, console)
 
 
 def say(peers: dict[str, str], console: Console) -> set[str]:

@@ -14,6 +14,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,16 +245,10 @@ def flashinfer(problem: Problem, cache: Tensor) -> Prepared:
 
 PEERS = {
     "flashmla_fp8_one_batch": Peer(
-        "flashmla",
-        "fp8_ds_mla",
-        lambda problem, cache: flashmla_decode(problem, cache, one_batch=True),
-        lambda problem, decode: problem.q.shape[1] < 32,
+        "flashmla", "fp8_ds_mla", partial(flashmla_decode, one_batch=True), lambda problem, _: problem.q.shape[1] < 32
     ),
     "flashmla_fp8": Peer(
-        "flashmla",
-        "fp8_ds_mla",
-        flashmla_decode,
-        lambda problem, decode: decode and problem.queries is not None,
+        "flashmla", "fp8_ds_mla", flashmla_decode, lambda problem, decode: decode and problem.queries is not None
     ),
     "flashmla_bf16": Peer("flashmla", "bf16", flashmla_prefill),
     "fa3_bf16": Peer("fa3", "bf16", fa3),

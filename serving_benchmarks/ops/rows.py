@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from serving_benchmarks import options as opt
@@ -108,9 +107,4 @@ def run(options: argparse.Namespace) -> int:
     chosen = [case for case in cases() if asked_for(case)]
     if not chosen:
         raise opt.Refused("no case has this name, format, heads and requests")
-    opt.require_gpu()
-    console = Console(stderr=True, highlight=False)
-    found, loaded = kernels.load_peers(options, not options.ours_only, console)
-    caches = kernels.Caches(max(case.requests.cached for case in chosen))
-    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=options.rounds)
-    return kernels.measure_cases(options, "rows", chosen, one, found, console)
+    return kernels.measure_batches(options, "rows", chosen, measure, not options.ours_only)

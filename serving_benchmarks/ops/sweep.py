@@ -53,7 +53,7 @@ def clock(size: Size, sets: list[tuple[Tensor, Tensor]], cache: Tensor, before: 
 def add_options(parser: argparse.ArgumentParser) -> None:
     opt.add_list(parser, "--tokens", opt.count, "query tokens", TOKENS)
     opt.add_list(parser, "--topk", opt.count, "slots of each", TOPK)
-    opt.add_list(parser, "--heads", opt.between(1, batches.MOST_HEADS), "of each", HEADS)
+    opt.add_list(parser, "--heads", opt.whole(1, batches.MOST_HEADS), "of each", HEADS)
     parser.add_argument("--loop", action="store_true", help="calls in a loop of their own, not in situ")
     opt.add_rounds(parser, 5)
 

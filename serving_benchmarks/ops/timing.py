@@ -40,7 +40,8 @@ class Timing:
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Timing":
         # of few rounds, exclusive quartiles lie outside of what was measured
-        lower, median, upper = statistics.quantiles(samples, n=4, method="inclusive")
+        several = samples if len(samples) > 1 else [*samples] * 2
+        lower, median, upper = statistics.quantiles(several, n=4, method="inclusive")
         return cls(min(samples), median, lower, upper, len(samples))
 
     def as_dict(self) -> dict[str, float]:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from serving_benchmarks.ops.timing import Timing
 from serving_benchmarks.options import Refused
 from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import NotUnderstood, ResultFile
+from serving_benchmarks.results.file import show as show_table
 from serving_benchmarks.results.kinds import KINDS, LACKS, Seconds, Timed, load
 
 SHOULD_BE_EQUAL = ("cpu.model", "cpu.cores", "driver", "torch.version", "torch.threads", "vllm.version")
@@ -191,15 +191,12 @@ def show(comparison: Comparison, limit: float, console: Console) -> None:
     told = [(change, change.verdict(limit)) for change in comparison.changes]
     told = sorted((pair for pair in told if pair[1]), key=lambda pair: -pair[0].ratio)
     if told:
-        table = Table(box=None, padding=(0, 1))
-        for heading in ("case", "what", "old", "new", "old share", "new share", "of", "change", ""):
-            numbers = heading in ("old", "new", "old share", "new share", "change")
-            table.add_column(heading, justify="right" if numbers else "left")
+        headings, rows = ("case", "what", "", "of", "old", "new", "old share", "new share", "change"), []
         for change, text in told:
             shares = [f"{share:.3f}" for share in change.shares] if change.shares else ["", ""]
-            row = [change.case, change.what, *map(_seconds, change.seconds), *shares, change.peer or ""]
-            table.add_row(*row, f"{change.ratio - 1:+.1%}", text)
-        console.print(table)
+            row = [change.case, change.what, text, change.peer or "", *map(_seconds, change.seconds), *shares]
+            rows.append([*row, f"{change.ratio - 1:+.1%}"])
+        show_table(headings, rows, words=4, width=console.width)
     for case, why in comparison.no_longer.items():
         console.print(f"no longer runs: {case}: {why}", markup=False)
     for where, cases in (("old", comparison.only_old), ("new", comparison.only_new)):

@@ -14,7 +14,6 @@ command's processes survive.
 find it. It imports nothing but the standard library. Linux only.
 """
 
-import argparse
 import contextlib
 import ctypes
 import json
@@ -113,8 +112,6 @@ def supervise(words: Sequence[str], folder: str, grace: float) -> int:
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=formatter).parse_args()  # there are no options
     with open(0, "rb", buffering=0, closefd=False) as given:  # the rest is for the command
         asked = json.loads(given.readline())
     adopt_orphans()

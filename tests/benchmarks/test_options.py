@@ -28,7 +28,7 @@ def test_values_are_read():
     assert opt.json_object('{"a": 1}') == {"a": 1}
 
 
-REFUSED = [(opt.count, "0"), (opt.count, "1.5"), (opt.rounds, "1"), (opt.between(1, 3), "4"), (opt.seconds, "nan")]
+REFUSED = [(opt.count, "0"), (opt.count, "1.5"), (opt.rounds, "1"), (opt.whole(1, 3), "4"), (opt.seconds, "nan")]
 REFUSED += [(opt.seconds, "-1"), (opt.positive, "0"), (opt.positive, "inf"), (opt.listed(opt.count), "1,,2")]
 REFUSED += [(opt.listed(opt.count), ""), (opt.listed(opt.one_of(["a"])), "a,b"), (opt.json_object, "[]")]
 REFUSED += [(opt.json_object, "{"), (opt.new_file, "/proc/nope/x.json"), (opt.new_folder, __file__)]
