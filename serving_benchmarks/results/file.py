@@ -134,7 +134,7 @@ def environment() -> dict[str, Any]:
         "vllm": report["vllm"],
         "cpu": report["cpu"],
         "gpus": report["gpus"]["devices"],
-        "driver": _driver(),
+        "driver": next(iter(nvidia_smi("driver_version")), None),
         "library": {k: v for k, v in report["library"].items() if k not in ("path", "formats")},
     }
 
@@ -149,15 +149,14 @@ def why_no_gpu() -> str | None:
     return None
 
 
-def _driver() -> str | None:
-    """The version of NVIDIA's driver."""
+def nvidia_smi(field: str) -> list[str]:
+    """What NVIDIA's driver says of each GPU of this machine; nothing where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-        )
+        found = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
-        return None
-    return found.stdout.splitlines()[0] if found.returncode == 0 and found.stdout else None
+        return []
+    return found.stdout.splitlines() if found.returncode == 0 else []
 
 
 def _without_folder(argument: str) -> str:

@@ -67,11 +67,6 @@ def _count(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-def _right(value: Any) -> bool:
-    """How many answers are right. None where no answer is known."""
-    return value is None or (type(value) is int and value >= 0)
-
-
 def _timing(value: Any) -> bool:
     names = ("fastest", "median", "lower_quartile", "upper_quartile")
     return _object(value) and all(_positive(value.get(name)) for name in names) and _count(value.get("rounds"))
@@ -135,26 +130,15 @@ def _ops_timed(file: ResultFile) -> Iterator[Timed]:
             yield Timed(KINDS[file.kind].name_of(result), "op", result["seconds"], peers)
 
 
-def _throughput_timed(file: ResultFile) -> Iterator[Timed]:
-    return _runs_timed(file, lambda result: {"all requests": result["rounds_s"]})
-
-
-def _serve_timed(file: ResultFile) -> Iterator[Timed]:
-    """Every load is run once. With a rate of requests, the rate decides how long a run takes."""
-
-    def whole(result: Entry) -> dict[str, Seconds]:
-        if result["case"].get("request_rate") is not None:
-            return {}
-        return {"an output token of all requests": 1 / result["output_tokens_per_second"]}
-
-    return _runs_timed(file, whole)
-
-
-def _runs_timed(file: ResultFile, whole: Callable[[Entry], dict[str, Seconds]]) -> Iterator[Timed]:
-    """Ours, with other backends at the same load as peers. All backends where none is ours."""
+def _runs_timed(file: ResultFile) -> Iterator[Timed]:
+    """Ours, with other backends at the same load as peers. All backends where none is ours. With a rate of requests,
+    the rate decides how long they all take."""
     timed: dict[tuple[str, str], dict[str, tuple[str, Seconds]]] = {}
     for result in file.succeeded:
-        seconds = whole(result)
+        rounds = result.get("rounds_s", ())
+        once = result["total_output_tokens"] / result["output_tokens_per_second"]
+        at_rate = result["case"].get("request_rate") is not None
+        seconds: dict[str, Seconds] = {} if at_rate else {"all requests": rounds if len(rounds) > 1 else once}
         for name, what in (("ttft_s", "first token"), ("itl_s", "inter-token latency")):
             seconds |= {f"{what}, {p}": value for p, value in result[name].items() if value}
         for what, value in seconds.items():
@@ -174,6 +158,7 @@ _RUN: dict[str, Check] = {
     "backend": _text,
     "case": _run_case,
     "gpus": _count,
+    "total_output_tokens": _count,
     "requests_per_second": _positive,
     "output_tokens_per_second": _positive,
     "ttft_s": _percentiles,
@@ -193,10 +178,7 @@ KINDS = {
             **dict.fromkeys(("bytes", "floor_seconds.math"), _positive),
             "seconds.plan": _timing,
         },
-        {
-            "kernels": tables.kernels,
-            "kernels_decode": tables.headline,
-        },
+        {"kernels": tables.kernels, "kernels_decode": tables.headline},
         _candidates_timed,
     ),
     "rows": Kind(
@@ -216,10 +198,8 @@ KINDS = {
     "backward": Kind(
         "The backward of sparse attention on a GPU",
         lambda entry: "h{heads} {rows} {lists}".format(**entry["case"]),
-        {
-            **dict.fromkeys(("case.heads", "case.rows"), _count),
-            **{"case.lists": _text, "useful_flops": _positive, "seconds": _timings, "parts": _object},
-        },
+        {**dict.fromkeys(("case.heads", "case.rows"), _count), "case.lists": _text}
+        | {"useful_flops": _positive, "seconds": _timings, "parts": _object},
         {"backward": tables.backward},
         _candidates_timed,
     ),
@@ -247,27 +227,25 @@ KINDS = {
     "throughput": Kind(
         "Offline throughput",
         runs.name_of,
-        {**_RUN, "seconds": _timing, "rounds_s": _rounds, "total_output_tokens": _count},
+        {**_RUN, "seconds": _timing, "rounds_s": _rounds},
         {
-            "throughput": tables.throughput,
+            "throughput": tables.whole_models,
             "throughput_versus": tables.throughput_versus,
             "throughput_profiles": tables.throughput_profiles,
         },
-        _throughput_timed,
+        _runs_timed,
         always=("backend", "case"),
     ),
     "serve": Kind(
-        "Serving",
-        runs.name_of,
-        _RUN,
-        {"serve": tables.serve},
-        _serve_timed,
-        always=("backend", "case"),
+        "Serving", runs.name_of, _RUN, {"serve": tables.whole_models}, _runs_timed, always=("backend", "case")
     ),
     "checkpoint": Kind(
         "A checkpoint's answers",
         lambda entry: entry["way"],
-        {"way": _text, "engine": _text, "cache": _text, "gpus": _count, "asked": _count, "right": _right},
+        {
+            **{"way": _text, "engine": _text, "cache": _text, "gpus": _count, "asked": _count},
+            "right": lambda value: value is None or (type(value) is int and value >= 0),  # None: no answer is known
+        },
         {"checkpoint": tables.checkpoint},
         always=("way",),
     ),

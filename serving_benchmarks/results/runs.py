@@ -1,11 +1,14 @@
-"""Runs of whole models: latencies of requests, names of workloads and loads, and how rounds of two backends compare."""
+"""Runs of whole models: what rounds come to, names of workloads and loads, and how rounds of two backends compare."""
 
 import itertools
 import math
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from serving_benchmarks.ops.timing import Timing
 
 OUR_BACKENDS = ("SPARSE_MLA", "DENSE_MLA", "CUSTOM")
 """Names of this project's backend in vLLM. Other backends are what it is compared with."""
@@ -23,7 +26,42 @@ _UNSAID = {
 """Values that names leave out."""
 
 
-# Latencies
+# Rounds and latencies
+
+
+@dataclass
+class Round:
+    """One pass through a workload."""
+
+    elapsed: float
+    requests: dict[str, list[float | int | None]]
+    """Lists in the order of the requests, as result files have them."""
+    gaps: list[float]
+    """Seconds between tokens, of all requests."""
+
+
+def of_rounds(rounds: Sequence[Round], *, keep_requests: bool) -> dict[str, Any]:
+    """Fields of a result file, of rounds of one workload: speeds in the median of their times, and latencies of the
+    requests of all rounds. Where requests failed, a round counts as having the mean number of them."""
+    seconds = Timing.of([one.elapsed for one in rounds])
+    requests = {name: [value for one in rounds for value in one.requests[name]] for name in rounds[0].requests}
+    inputs, outputs = (sum(requests[f"{kind}_tokens"]) // len(rounds) for kind in ("input", "output"))
+    count = len(requests["e2e_s"]) // len(rounds)
+    kept = {"round": [i for i, one in enumerate(rounds) for _ in one.requests["e2e_s"]], **requests}
+    return {
+        "num_requests": count,
+        "total_num_tokens": inputs + outputs,
+        "elapsed_time": seconds.median,
+        "total_input_tokens": inputs,
+        "total_output_tokens": outputs,
+        "requests_per_second": count / seconds.median,
+        "tokens_per_second": (inputs + outputs) / seconds.median,
+        "output_tokens_per_second": outputs / seconds.median,
+        "seconds": seconds.as_dict(),
+        "rounds_s": [one.elapsed for one in rounds],
+        **latencies(requests, [gap for one in rounds for gap in one.gaps]),
+        **({"requests": kept} if keep_requests else {}),
+    }
 
 
 def per_token(ttft: float | None, e2e: float, tokens: int) -> float | None:
@@ -71,27 +109,8 @@ def summary(values: Sequence[float | None]) -> dict[str, float | None]:
 def latencies(requests: dict[str, Sequence[float | None]], gaps: Sequence[float]) -> dict[str, Any]:
     """Fields of a result file: of the lists of requests, and of the seconds between tokens."""
     found, gap = {name: summary(requests[name]) for name in ("ttft_s", "tpot_s", "e2e_s")}, summary(gaps)
-    shown = {"ttft_s": found["ttft_s"], "itl_s": gap}
+    shown = {"ttft_s": found["ttft_s"], "tpot_s": found["tpot_s"], "itl_s": gap}
     return {**{name: {p: of[p] for p in ("p50", "p99")} for name, of in shown.items()}, "latency": found}
-
-
-def speeds(seconds: float, requests: int, inputs: int, outputs: int) -> dict[str, float]:
-    """Fields of a result file: requests and their tokens, over time."""
-    return {
-        "elapsed_time": seconds,
-        "total_input_tokens": inputs,
-        "total_output_tokens": outputs,
-        "requests_per_second": requests / seconds,
-        "tokens_per_second": (inputs + outputs) / seconds,
-        "output_tokens_per_second": outputs / seconds,
-    }
-
-
-def is_good(ttft: float | None, tpot: float | None, ttft_limit: float | None, tpot_limit: float | None) -> bool:
-    """Whether a request kept to the limits that there are. One of a single token has no time between tokens to keep."""
-    if ttft_limit is not None and (ttft is None or ttft > ttft_limit):
-        return False
-    return tpot_limit is None or tpot is None or tpot <= tpot_limit
 
 
 # Names and comparisons
@@ -152,9 +171,10 @@ def interleaved(environment: dict[str, Any]) -> bool:
 
 
 def over_first(first: dict[str, Any], result: dict[str, Any]) -> dict[str, float]:
-    """How many times as fast an entry is as the first one, of rounds of the same number. The two must have been
-    interleaved. `low` and `high` bound the median with 95 % confidence; with too few rounds they are the extremes."""
-    ratios = [theirs / its for theirs, its in zip(first["rounds_s"], result["rounds_s"], strict=True)]
+    """How many times as fast an entry is as the first one, of rounds of the same number that both have. The two must
+    have been interleaved. `low` and `high` bound the median with 95 % confidence; with too few rounds they are the
+    extremes."""
+    ratios = [theirs / its for theirs, its in zip(first["rounds_s"], result["rounds_s"], strict=False)]
     low, high = percentile_bounds(ratios, 50)
     lowest, highest = min(ratios), max(ratios)
     return {
@@ -172,6 +192,6 @@ def tokens_per_gpu(result: dict[str, Any]) -> float:
 
 
 def tokens_per_user(result: dict[str, Any]) -> float | None:
-    """Tokens a second that a user sees: 1 / median inter-token  None where answers have a single token."""
+    """Tokens a second that a user sees: 1 / median inter-token latency. None where answers have a single token."""
     seconds = result["itl_s"]["p50"]
     return 1 / seconds if seconds else None

@@ -40,6 +40,8 @@ BACKWARD_PARTS = ("order", "main", "sum")
 """Of ours, shown."""
 LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")
 """Headings of what latencies() gives."""
+PARALLEL = {"data_parallel_size": "DP", "decode_context_parallel_size": "DCP", "enable_expert_parallel": "EP"}
+"""Ways to use GPUs other than tensor parallelism, by their names in cases."""
 KERNELS_SHOWN = 8
 """Of each profile."""
 TEMPLATE = re.compile(r"<[^<>]*>")
@@ -228,17 +230,30 @@ def _measured_with(how: str, reports: Sequence[Report]) -> str:
 # Whole models
 
 
-def throughput(*reports: Report) -> str:
-    """Every load and backend, with latencies. Where several files have a load, the newest one counts."""
-    headings = ["heads", "GPUs", "prompt + output", "in flight", "backend", "output tokens/s (quartiles)", *LATENCIES]
-    rows, rounds = [], set()
-    for report, entries in newest_loads(reports):
-        for entry in entries.values():
-            case = entry["case"]
-            row = [runs.heads(report["environment"], case), str(entry["gpus"]), runs.lengths(case)]
-            rows.append([*row, runs.load(case, short=True), entry["backend"], _speed(entry), *latencies(entry)])
-            rounds.add(len(entry["rounds_s"]))
-    return "\n".join([*file.table(headings, rows), "", _models_measured(reports, rounds) + latency_note(reports)])
+def whole_models(*reports: Report) -> str:
+    """Every load and backend, with latencies, goodput and what a server needs. Columns that would be empty are left
+    out. Where several files have a load, the newest one counts."""
+    headings = ["heads", "GPUs", "prompt + output", "in flight", "backend", "output tokens/s", "per GPU", "per user"]
+    headings += [*LATENCIES, "over the first", "goodput", "prefix hits", "start, s"]
+    headings += ["GB of the fullest GPU", "tokens in the cache", "answers of all starts"]
+    rows, entries = [], []
+    for report, found in newest_loads(reports):
+        for entry in found.values():
+            entries.append(entry)
+            case, cache, memory = entry["case"], entry.get("cache") or {}, entry.get("gpu_memory_bytes")
+            row = [runs.heads(report["environment"], case), gpus_used(entry), runs.lengths(case)]
+            row += [runs.load(case, short=True), entry["backend"], _speed(entry), *per_gpu_and_user(entry)]
+            row += [*latencies(entry), over_first(entry), goodput(entry)]
+            row += [_cell(cache.get("prefix_hit_share"), "{:.0%}"), _cell(entry.get("start_s"), "{:.0f}")]
+            row += [_cell(max(memory) / 1e9 if memory else None, "{:.1f}"), _cell(cache.get("tokens"), "{:.0f}")]
+            rows.append([*row, {True: "equal", False: "differ"}.get(entry.get("answers_equal"), "-")])
+    used = [i for i in range(len(headings)) if any(row[i] != "-" for row in rows)]
+    table = file.table([headings[i] for i in used], [[row[i] for i in used] for row in rows])
+    asked = "; ".join(dict.fromkeys(runs.workload(entry["case"]) for entry in entries))
+    limits = "; ".join(dict.fromkeys(_limits(entry["goodput"]) for entry in entries if entry.get("goodput")))
+    told = f"{asked}. " + (f"Goodput: {limits}. " if limits else "")
+    rounds = {len(entry.get("rounds_s", "1")) for entry in entries}
+    return "\n".join([*table, "", told + _models_measured(reports, rounds) + latency_note(reports)])
 
 
 def throughput_versus(*reports: Report, loads: str | None = None) -> str:
@@ -263,7 +278,7 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
         rounds.add(len(mine["rounds_s"]))
         ratio = f"{mine['output_tokens_per_second'] / theirs['output_tokens_per_second']:.2f}"
         if runs.interleaved(report["environment"]):
-            ratio = "{median:.2f} ({low:.2f} to {high:.2f})".format(**runs.over_first(theirs, mine))
+            ratio = over_first({"over_first": runs.over_first(theirs, mine)})
         row = [runs.heads(report["environment"], case), runs.lengths(case), runs.load(case, short=True)]
         rows.append([*row, _speed(mine), _speed(theirs), ratio])
     if missing := [load for load in wanted if load not in shown]:
@@ -302,22 +317,41 @@ def short_name(kernel: str) -> str:
     return "::".join(name.split("::")[-2:])[-NAME_LENGTH:]
 
 
-def serve(*reports: Report) -> str:
-    """Every load of a server and every backend, with latencies, goodput and prefix cache hits."""
-    headings = ["backend", "GPUs", "load", "requests/s", "output tokens/s", *LATENCIES]
-    headings += ["goodput", "prompt tokens from the prefix cache"]
-    entries = [entry for report in reports for entry in ran(report)]
+def on_terminal(entries: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of whole models that were just measured."""
+    more = {"over the first": over_first, "goodput": goodput}
+    more = {name: cell for name, cell in more.items() if any(cell(one) != "-" for one in entries if not one["error"])}
     rows = []
     for entry in entries:
-        goodput, hits = entry.get("goodput"), (entry.get("cache") or {}).get("prefix_hit_share")
-        row = [entry["backend"], str(entry["gpus"]), runs.load(entry["case"])]
-        row += [f"{entry['requests_per_second']:.2f}", f"{entry['output_tokens_per_second']:.1f}", *latencies(entry)]
-        row.append(f"{goodput['requests_per_second']:.2f}/s, {goodput['share']:.0%}" if goodput else "-")
-        rows.append([*row, "-" if hits is None else f"{hits:.0%}"])
-    asked = "; ".join(dict.fromkeys(runs.workload(entry["case"]) for entry in entries))
-    limits = "; ".join(dict.fromkeys(_limits(entry["goodput"]) for entry in entries if entry.get("goodput")))
-    about = f"Each load was run once: {asked}. " + (f"Goodput: {limits}. " if limits else "")
-    return "\n".join([*file.table(headings, rows), "", about + _models_measured(reports) + latency_note(reports)])
+        row = [entry["backend"], runs.lengths(entry["case"]), runs.load(entry["case"])]
+        if entry["error"]:
+            rows.append([*row, "failed"])
+            continue
+        row += [f"{entry['output_tokens_per_second']:.1f}", *per_gpu_and_user(entry), *latencies(entry)]
+        rows.append([*row, *(cell(entry) for cell in more.values())])
+    return ["backend", "tokens", "load", "output tokens/s", "per GPU", "per user", *LATENCIES, *more], rows
+
+
+def over_first(entry: Entry) -> str:
+    """A cell: how many times as fast as the first backend."""
+    found = entry.get("over_first")
+    return "{median:.2f} ({low:.2f} to {high:.2f})".format(**found) if found else "-"
+
+
+def goodput(entry: Entry) -> str:
+    """A cell: the requests that kept to the limits."""
+    found = entry.get("goodput")
+    return f"{found['requests_per_second']:.2f}/s, {found['share']:.0%}" if found else "-"
+
+
+def per_gpu_and_user(entry: Entry) -> list[str]:
+    """Cells: output tokens a second of each GPU, where there are several, and tokens a second that a user sees."""
+    per_gpu = None if entry["gpus"] == 1 else runs.tokens_per_gpu(entry)
+    return [_cell(per_gpu, "{:.0f}"), _cell(runs.tokens_per_user(entry), "{:.0f}")]
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
 
 
 def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[str, Entry]]]:
@@ -343,8 +377,7 @@ def which_backend(runs_of: Sequence[tuple[str, Entry]]) -> tuple[list[str], list
     headings = ["load", "GPUs", "backend", "output tokens/s per GPU", "tokens/s per user", *LATENCIES]
     rows = []
     for gpus, entry in runs_of:
-        user = runs.tokens_per_user(entry)
-        speeds = [f"{runs.tokens_per_gpu(entry):.0f}", "-" if user is None else f"{user:.0f}"]
+        speeds = [f"{runs.tokens_per_gpu(entry):.0f}", _cell(runs.tokens_per_user(entry), "{:.0f}")]
         rows.append([runs.load(entry["case"]), gpus, entry["backend"], *speeds, *latencies(entry)])
     return headings, rows
 
@@ -356,9 +389,17 @@ def model_name(report: Report) -> str:
 
 
 def gpus_name(report: Report, entry: Entry) -> str:
-    """How many GPUs ran an entry, and which, such as 2 x NVIDIA H100."""
+    """How many GPUs ran an entry, which, and how, such as 8 x NVIDIA H100, DP8 EP."""
     names = [gpu["name"] for gpu in report["environment"].get("gpus") or []]
-    return f"{entry['gpus']} x {names[0]}" if names else file.machine(report["environment"])
+    count, *how = gpus_used(entry).split(", ")
+    return ", ".join([f"{count} x {names[0]}" if names else file.machine(report["environment"]), *how])
+
+
+def gpus_used(entry: Entry) -> str:
+    """How many GPUs ran an entry, and how unless by tensor parallelism alone, such as 8, DP8 EP."""
+    sizes = {short: entry["case"].get(name) or 1 for name, short in PARALLEL.items()}
+    how = [short if size is True else f"{short}{size}" for short, size in sizes.items() if size is True or size > 1]
+    return ", ".join([str(entry["gpus"]), *([" ".join(how)] if how else [])])
 
 
 def workload_name(report: Report, entry: Entry) -> str:
@@ -413,6 +454,9 @@ def _wanted_loads(loads: str | None) -> list[str]:
 
 
 def _speed(entry: Entry) -> str:
+    """A cell: output tokens a second, and its quartiles if there were several rounds."""
+    if len(entry.get("rounds_s", ())) < 2:
+        return f"{entry['output_tokens_per_second']:.1f}"
     seconds, tokens = entry["seconds"], entry["total_output_tokens"]
     low, high = tokens / seconds["upper_quartile"], tokens / seconds["lower_quartile"]
     return f"{entry['output_tokens_per_second']:.0f} ({low:.0f} to {high:.0f})"
@@ -436,14 +480,14 @@ def _limits(goodput: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _models_measured(reports: Sequence[Report], rounds: Collection[int] = (), paired: bool = False) -> str:
+def _models_measured(reports: Sequence[Report], rounds: Collection[int], paired: bool = False) -> str:
     """The line below a table of whole models. `rounds`: how many the entries have; `paired`: there are ratios."""
     about = [report["environment"] for report in reports]
     first, model, vllm = about[0], about[0].get("model") or {}, about[0]["vllm"]
-    told = [f"Medians of {' to '.join(map(str, sorted({min(rounds), max(rounds)})))} rounds"] if rounds else []
+    told = [f"Medians of {' to '.join(map(str, sorted({min(rounds), max(rounds)})))} rounds"]
+    told = ["Each load was run once"] if rounds == {1} else told
     if paired and all(map(runs.interleaved, about)):
         told.append("backends were interleaved, ratios are medians of paired rounds with 95 % confidence intervals")
-    told = [f"{'; '.join(told)}."] if told else []
     parts = [
         f"{model.get('layers')} layers of {model.get('model_type')}'s width with {model.get('experts')} experts",
         f"{(first.get('settings') or {}).get('kv_cache_dtype')} cache",
@@ -452,7 +496,7 @@ def _models_measured(reports: Sequence[Report], rounds: Collection[int] = (), pa
         f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "no vLLM",
         *dict.fromkeys(map(file.when, about)),
     ]
-    return " ".join([*told, f"{', '.join(parts)}."])
+    return f"{'; '.join(told)}. {', '.join(parts)}."
 
 
 # Answers of a checkpoint

@@ -3,22 +3,22 @@ is shown, how they end."""
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from serving_benchmarks import options as types
 from serving_benchmarks.models import models
 from serving_benchmarks.results import file as result_file
-from serving_benchmarks.results import runs, tables
+from serving_benchmarks.results import kernel_times, runs, tables
 from serving_benchmarks.run import workloads
 from serving_benchmarks.run.processes import signals_unwind, status_when
 from serving_benchmarks.run.workloads import Workload
@@ -38,6 +38,10 @@ SAME_NAME = (
     "gpu_memory_utilization tensor_parallel_size decode_context_parallel_size"
 ).split()
 """Settings that vLLM has under the same name."""
+OF_CASES = (
+    "kv_cache_dtype tensor_parallel_size data_parallel_size decode_context_parallel_size enable_expert_parallel drafts"
+).split()
+"""Settings that the `case` of an entry has."""
 COUNTS = {
     "max-model-len": "tokens of the longest request; default: as needed",
     "max-num-seqs": "requests of a step; default: the largest --concurrency",
@@ -50,37 +54,30 @@ COUNTS = {
 
 
 class Stages:
-    """Shows where a command is: a spinner on a terminal, else a line for each stage."""
+    """Says where a command is."""
 
-    def __init__(self, console: Console):
-        self.console = console
-        self._status = console.status("", spinner="line")
-        self._stage: str | None = None
-
-    def __enter__(self) -> "Stages":
-        self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._status.stop()
+    def __init__(self):
+        self.stage, self._console = "", Console(stderr=True, highlight=False)
 
     def at(self, stage: str) -> None:
         """The command is at a stage, new or the same as before."""
-        if stage != self._stage:
-            self._stage = stage
-            self._status.update(Text(stage))
-            if not self.console.is_terminal:
-                self.say(stage)
+        if stage != self.stage:
+            self.stage = stage
+            self.say(stage)
 
     def say(self, line: str, style: str | None = None) -> None:
         """Prints a line."""
-        self.console.print(line, style=style, markup=False, soft_wrap=True)
+        self._console.print(line, style=style, markup=False, soft_wrap=True)
 
     def failed(self, name: str, why: str, printed: str) -> None:
         """Says that one of several has failed, why, and what it printed last."""
         self.say(f"{name} failed: {why[:MOST_OF_A_REASON]}", style="red")
         for line in printed.splitlines()[-LOG_LINES:]:
             self.say(f"    {line}")
+
+
+Measure = Callable[[Path, Stages], Iterator[dict[str, Any]]]
+"""Yields the entries of a result file. It gets the folder for logs."""
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -93,6 +90,17 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     """The option --backend."""
     told = f"vLLM's, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE. One with a cache of another type: NAME:bfloat16"
     parser.add_argument("--backend", type=types.names, default=[DEFAULT_BACKEND], metavar="NAMES", help=told)
+
+
+def add_loads(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
+    """The options --lengths, --num-prompts, --concurrency and --waves."""
+    told = "tokens of a prompt and after it, such as 4096+64,512+512"
+    types.add_list(parser, "--lengths", types.lengths, told, "1024+128")
+    told = "of each load; default: %(default)s"
+    parser.add_argument("--num-prompts", type=types.count, default=num_prompts, metavar="N", help=told)
+    types.add_list(parser, "--concurrency", types.count, "requests in flight; default: all")
+    told = "at most so many prompts per request in flight; default: any"
+    parser.add_argument("--waves", type=types.count, metavar="N", help=told)
 
 
 def add_warmup(parser: argparse.ArgumentParser, what: str) -> None:
@@ -187,26 +195,60 @@ def read_config(model: str) -> dict[str, Any]:
         raise types.Refused(f"--model: {error}") from None
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What `throughput` and `serve` both plan."""
+
+    settings: dict[str, Any]
+    """Of vLLM."""
+    sizes: list[Workload]
+    """The warm-up of step sizes."""
+
+
+def cases_of(
+    options: argparse.Namespace, settings: dict[str, Any], rates: Sequence[dict[str, Any]] = ({},)
+) -> list[dict[str, Any]]:
+    """The `case` of each load: entries with the same one are comparable. `rates`: more of each."""
+    given = {**settings, **settings["vllm_args"]}
+    of_vllm = {name: given[name] for name in OF_CASES if given.get(name) is not None}
+    found = []
+    for lengths, rate, concurrency in itertools.product(options.lengths, rates, options.concurrency or [None]):
+        prompts = min(filter(None, (options.num_prompts, (options.waves or 0) * (concurrency or 0))))
+        asked = {"input_len": lengths[0], "output_len": lengths[1], "num_prompts": prompts}
+        found.append({**asked, **of_vllm, **rate, "concurrency": concurrency})
+    return found
+
+
+def fit_model_len(settings: dict[str, Any], config: dict[str, Any], needed: int, wished: int) -> None:
+    """Sets --max-model-len, unless it is given, to the tokens wished for, or the model's most. Raises Refused for less
+    than the tokens needed, and for more than the model takes."""
+    given, most = settings["max_model_len"], config.get("max_position_embeddings") or math.inf
+    settings["max_model_len"] = length = min(wished, most) if given is None else given
+    if not needed <= length <= most:
+        told = f"{needed} or more for these --lengths, and at most {most}, what the model takes; got {length}"
+        raise types.Refused(f"--max-model-len must be {told}")
+
+
 def size_warmup(
     options: argparse.Namespace,
     settings: dict[str, Any],
     config: dict[str, Any],
-    in_flight: Sequence[int],
-    longest_prompt: int,
+    cases: Sequence[dict[str, Any]],
+    most_in_flight: int | None = None,
 ) -> list[Workload]:
-    """The warm-up of step sizes, as `workloads.of_step_sizes` has it; none without --size-warmup."""
+    """The warm-up of step sizes for these loads, as `workloads.of_step_sizes` has it; none without --size-warmup."""
     import torch
 
     if not (options.warmup and torch.cuda.is_available() if options.size_warmup is None else options.size_warmup):
         return []
-    at_once = min(max(in_flight), settings["max_num_seqs"] or max(in_flight))
+    limits = most_in_flight, settings["max_num_seqs"]
+    at_once = max(min(filter(None, (case["num_prompts"], case["concurrency"], *limits))) for case in cases)
+    longest_prompt = max(case["input_len"] for case in cases)
     most = min(settings["max_num_batched_tokens"] or STEP_TOKENS, at_once * longest_prompt)
     return workloads.of_step_sizes(most, at_once, settings["max_model_len"], workloads.usable_tokens(config))
 
 
-def collect(
-    measure: Callable[[Path, Stages], Iterator[dict[str, Any]]], logs: Path | None
-) -> tuple[list[dict[str, Any]], int]:
+def collect(measure: Measure, logs: Path | None) -> tuple[list[dict[str, Any]], int]:
     """The entries that `measure` yields until it ends or a signal stops it, and the exit status.
 
     The status is 1 if an entry failed, and 128 and the signal's number after a signal.
@@ -215,10 +257,7 @@ def collect(
     status = 0
     with tempfile.TemporaryDirectory() as folder, signals_unwind():
         try:
-            with (
-                Stages(Console(stderr=True, highlight=False)) as stages,
-                contextlib.closing(measure(logs or Path(folder), stages)) as entries,
-            ):
+            with contextlib.closing(measure(logs or Path(folder), Stages())) as entries:
                 for result in entries:
                     results.append(result)
         except (KeyboardInterrupt, SystemExit) as stopped:
@@ -238,28 +277,32 @@ def write(options: argparse.Namespace, benchmark: str, results: list[dict[str, A
         result_file.write(options.output, results, Console(stderr=True, highlight=False), **more)
 
 
-def table(results: list[dict[str, Any]], last: str, cell: Callable[[dict[str, Any]], str]) -> Table:
-    """The entries as rows, with one column of the command's own."""
-    headings = "backend", "tokens", "load", "output tokens/s", "requests/s", *tables.LATENCIES, last
-    shown = Table(*headings, box=None)
+def entry(settings: dict[str, Any], backend: str, case: dict[str, Any], found: dict[str, Any] | str) -> dict[str, Any]:
+    """An entry of the result file: what was found, or why the backend failed."""
+    known = {"engine": "vllm", "backend": backend, "gpus": gpus(vllm_arguments(settings, backend)), "case": case}
+    if isinstance(found, str):
+        return {**known, "error": found}
+    known |= {"error": None, **found}
+    return {**known, "tokens_per_gpu": runs.tokens_per_gpu(known), "tokens_per_user": runs.tokens_per_user(known)}
+
+
+def run(benchmark: str, options: argparse.Namespace, plan: Plan, measure: Measure, interleaved: bool) -> int:
+    """Measures, shows and writes the entries backend by backend, and returns the exit status. Each entry gets
+    `over_first`, its ratio to the first backend's entry of the same load; None unless they were interleaved."""
+    results, status = collect(measure, options.logs)
+    results.sort(key=lambda result: options.backend.index(result["backend"]))
+    firsts: dict[str, dict[str, Any]] = {}
     for result in results:
-        row = [result["backend"], runs.lengths(result["case"]), runs.load(result["case"])]
         if result["error"] is None:
-            row += [f"{result['output_tokens_per_second']:.1f}", f"{result['requests_per_second']:.2f}"]
-            row += [*tables.latencies(result), cell(result)]
-        else:
-            row.append("failed")
-        shown.add_row(*row)
-    return shown
-
-
-def show(table: Table) -> None:
-    """Prints a table, in full where output goes to a file."""
-    Console(width=TABLE_WIDTH, highlight=False).print("", table)
-
-
-def case_of(settings: dict[str, Any], lengths: tuple[int, int], num_prompts: int, **load: Any) -> dict[str, Any]:
-    """The `case` of an entry: entries with the same one are comparable."""
-    names = "kv_cache_dtype", "tensor_parallel_size", "decode_context_parallel_size", "drafts"
-    of_vllm = {name: settings[name] for name in names if settings[name] is not None}
-    return {"input_len": lengths[0], "output_len": lengths[1], "num_prompts": num_prompts, **of_vllm, **load}
+            first = firsts.setdefault(json.dumps(result["case"]), result)
+            result["over_first"] = runs.over_first(first, result) if interleaved else None
+        if result.get("profile"):
+            print(f"\n{result['backend']}, {runs.lengths(result['case'])} tokens, {runs.load(result['case'])}")
+            print(*kernel_times.lines(result["profile"]), sep="\n")
+    if results:
+        print()
+        result_file.show(*tables.on_terminal(results), words=3, width=TABLE_WIDTH)
+    how = {name: getattr(options, name) for name in ("rounds", "seconds", "waves", "warmup") if hasattr(options, name)}
+    how |= {"size_warmup": bool(plan.sizes), "interleaved": interleaved}
+    write(options, benchmark, results, {**plan.settings, **how})
+    return status

@@ -1,7 +1,7 @@
 """vLLM as the engine that is measured: requests are submitted, and each step says which have ended."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,46 +20,19 @@ class Ended:
     """Tokens of its prompt that the prefix cache had."""
 
 
-@dataclass(frozen=True)
-class Counters:
-    """Totals since an engine was started; None for what it doesn't count."""
-
-    preemptions: int | None
-    looked_up_tokens: int | None
-    """In the prefix cache."""
-    hit_tokens: int | None
-
-    @classmethod
-    def of(cls, metric: Callable[[str], float | None]) -> "Counters":
-        """Those of vLLM, from its metrics by name."""
-        names = "vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
-        return cls(*(None if value is None else int(value) for value in map(metric, names)))
+COUNTERS = ("vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits")
+Counters = Sequence[float | None]
+"""Totals of these metrics since an engine was started; None for what it doesn't count."""
 
 
 def counted_between(before: Counters, after: Counters) -> dict[str, Any]:
     """The fields of a result file that come from counters."""
-
-    def more(name: str) -> int | None:
-        values = getattr(before, name), getattr(after, name)
-        return None if None in values else values[1] - values[0]
-
-    looked_up, hits = more("looked_up_tokens"), more("hit_tokens")
+    pairs = zip(before, after, strict=True)
+    preemptions, looked_up, hits = (None if None in pair else int(pair[1] - pair[0]) for pair in pairs)
     return {
-        "preemptions": more("preemptions"),
+        "preemptions": preemptions,
         "prefix_hit_share": hits / looked_up if looked_up and hits is not None else None,
     }
-
-
-@dataclass(frozen=True)
-class Profile:
-    """A few steps of one process."""
-
-    device: str
-    steps: int
-    kernels: list[tuple[str, int, float]]
-    """Name, calls and microseconds."""
-    calls: dict[str, int]
-    """Calls of the CUDA runtime."""
 
 
 class MeasuredWorker:
@@ -82,11 +55,11 @@ class MeasuredWorker:
         self._measured_kernels.start()
 
     def measured_stop(self) -> str:
-        """The fields of a Profile since `measured_start`."""
+        """Since `measured_start`: the device, steps, kernels (name, calls, microseconds), calls of the CUDA runtime."""
         kernels = self._measured_kernels.stop()
         del self.execute_model
         device, calls = self._measured_kernels.device, self._measured_kernels.runtime_calls
-        return json.dumps([device, self._measured_steps, kernels, calls])
+        return json.dumps({"device": device, "steps": self._measured_steps, "kernels": kernels, "calls": calls})
 
 
 class VllmEngine:
@@ -106,7 +79,8 @@ class VllmEngine:
         )
         self._engine = self._llm.llm_engine
         cache = self._engine.vllm_config.cache_config
-        self.cache_tokens = cache.num_gpu_blocks * cache.block_size if cache.num_gpu_blocks else None
+        shared = arguments.get("decode_context_parallel_size", 1)
+        self.cache_tokens = cache.num_gpu_blocks * cache.block_size * shared if cache.num_gpu_blocks else None
         """Tokens that fit into the cache."""
         self._names: dict[str, str] = {}
         """vLLM's own id of each request that has not ended."""
@@ -155,16 +129,17 @@ class VllmEngine:
         self._llm.reset_prefix_cache()
 
     def counters(self) -> Counters:
-        return Counters.of(self._metric)
+        return [self._metric(name) for name in COUNTERS]
 
     def start_profile(self) -> None:
         self._llm.collective_rpc("measured_start")
 
-    def stop_profile(self) -> Profile:
+    def stop_profile(self) -> dict[str, Any]:
+        """What `measured_stop` says of one worker."""
         # With tensor parallelism all workers run the same kernels. Those that reach a collective early wait in its
         # kernel. The worker whose kernels took least waited least.
-        found = [Profile(*json.loads(answer)) for answer in self._llm.collective_rpc("measured_stop")]
-        return min(found, key=lambda profile: sum(time for _, _, time in profile.kernels))
+        found = map(json.loads, self._llm.collective_rpc("measured_stop"))
+        return min(found, key=lambda profile: sum(time for _, _, time in profile["kernels"]))
 
     def _metric(self, name: str) -> float | None:
         values = [metric.value for metric in self._llm.get_metrics() if metric.name == name]

@@ -75,11 +75,15 @@ def started(name: str, spec: dict[str, Any], logs: Path) -> Iterator[Worker]:
         yield Worker(process, events)
 
 
+def there_and_back(candidates: Sequence[Any], number: int) -> list[Any]:
+    """The order of a round: every other one is in reverse, so that a machine that drifts favours none."""
+    return list(candidates[:: -1 if number % 2 else 1])
+
+
 def interleaved(workers: Sequence[Worker], seconds: float = 0) -> Iterator[tuple[Worker, str]]:
     """Lets one worker after the other do its next piece of work, until none waits.
 
-    Yields each worker that was told to work, and what it does. The caller then reads the worker's `events`. Every other
-    round goes through the workers in the reverse order, so that a machine that drifts favours none of them.
+    Yields each worker that was told to work, and what it does. The caller then reads the worker's `events`.
 
     Args:
         workers: that wait for their first word.
@@ -89,9 +93,7 @@ def interleaved(workers: Sequence[Worker], seconds: float = 0) -> Iterator[tuple
     while waiting := [worker for worker in workers if worker.asks is not None]:
         asks = [worker.asks for worker in waiting]
         enough = all(asked.get("optional") and asked["timed_s"] >= seconds for asked in asks)
-        if asks[0].get("round", 0) % 2:
-            waiting.reverse()
-        for worker in waiting:
+        for worker in there_and_back(waiting, asks[0].get("round", 0)):
             stage = worker.tell(ENOUGH if enough else GO)
             yield worker, stage
 

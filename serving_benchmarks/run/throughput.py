@@ -12,15 +12,13 @@ confidence interval; of eight rounds or fewer the interval goes from the lowest 
 
 import argparse
 import contextlib
-import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from serving_benchmarks import options as types
-from serving_benchmarks.results import kernel_times, runs
 from serving_benchmarks.run import common, rounds, workloads
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.processes import why_it_ended
@@ -36,22 +34,9 @@ LEAST_TOKENS_A_STEP = 2048
 """Tokens of prompts that an engine takes in a step, or more."""
 
 
-def lengths_type(text: str) -> tuple[int, int]:
-    """The type of a prompt's tokens and those after it, such as 4096+64."""
-    found = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"must be tokens of prompts and after them, such as 4096+64; got {text!r}")
-    return int(found[1]), int(found[2])
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
-    told = "tokens of a prompt and after it, such as 4096+64,512+512"
-    types.add_list(parser, "--lengths", lengths_type, told, "1024+128")
-    parser.add_argument("--num-prompts", type=types.count, default=64, metavar="N", help="default: %(default)s")
-    types.add_list(parser, "--concurrency", types.count, "requests in flight; default: all")
-    told = "at most so many prompts per request in flight; default: any"
-    parser.add_argument("--waves", type=types.count, metavar="N", help=told)
+    common.add_loads(parser, num_prompts=64)
     types.add_rounds(parser, 3)
     told = "more rounds, until every backend was timed for so long at this load; default: only --rounds"
     parser.add_argument("--seconds", type=types.seconds, default=0.0, metavar="S", help=told)
@@ -66,32 +51,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One load: it gives an entry of the result file for each backend."""
-
-    workload: int
-    """Which of the plan's workloads."""
-    profile: dict[str, int] | None
-    """How many requests are profiled, and the tokens that each gets."""
-    case: dict[str, Any]
-
-    @property
-    def spec(self) -> dict[str, Any]:
-        """What a worker is told of it."""
-        prompts, concurrency = self.case["num_prompts"], self.case["concurrency"]
-        return {"workload": self.workload, "prompts": prompts, "concurrency": concurrency, "profile": self.profile}
-
-
-@dataclass(frozen=True)
-class Plan:
+class Plan(common.Plan):
     """Everything that is measured, after the options have been checked against the model."""
 
-    settings: dict[str, Any]
-    """Of vLLM."""
     workloads: list[Workload]
-    runs: list[Run]
-    sizes: list[Workload]
-    """The warm-up of step sizes."""
+    runs: list[dict[str, Any]]
+    """Of each load its `case`, which of the workloads it is, and how many requests are profiled, with so many tokens
+    each; None for no profile. It gives an entry of the result file for each backend."""
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -101,44 +67,30 @@ def plan_of(options: argparse.Namespace) -> Plan:
     made = [workloads.fixed(options.num_prompts, *lengths, tokens) for lengths in options.lengths]
     settings["gpu_memory_utilization"] = memory_share(options)
 
-    planned: list[Run] = []
-    for number, lengths in enumerate(options.lengths):
-        for concurrency in options.concurrency or [None]:
-            prompts = options.num_prompts
-            if options.waves and concurrency:
-                prompts = min(prompts, options.waves * concurrency)
-            case = common.case_of(settings, lengths, prompts, concurrency=concurrency)
-            first = options.profile and concurrency == (options.concurrency or [None])[0]
-            planned.append(Run(number, profiled(lengths[0], case, settings) if first else None, case))
+    planned, cases = [], common.cases_of(options, settings)
+    for case in cases:
+        first = options.profile and case["concurrency"] == (options.concurrency or [None])[0]
+        number = options.lengths.index((case["input_len"], case["output_len"]))
+        planned.append({"workload": number, "profile": profiled(case, settings) if first else None, "case": case})
 
-    longest, most = max(workload.longest for workload in made), config.get("max_position_embeddings")
-    if settings["max_model_len"] is None:
-        wanted = [run.case["input_len"] + run.profile["new_tokens"] for run in planned if run.profile]
-        needed = max([longest, *wanted])
-        settings["max_model_len"] = needed if most is None else min(needed, max(longest, most))
-    if longest > settings["max_model_len"]:
-        raise types.Refused(f"--max-model-len must be {longest} or more for these prompts")
-    if most is not None and settings["max_model_len"] > most:
-        raise types.Refused(f"requests of {settings['max_model_len']} tokens are too long: the model takes {most}")
-    for run in planned:
-        if run.profile:
-            room = settings["max_model_len"] - run.case["input_len"]
-            run.profile["new_tokens"] = min(run.profile["new_tokens"], room)
-
-    in_flight = [min(filter(None, (run.case["num_prompts"], run.case["concurrency"]))) for run in planned]
-    longest_prompt = max(input_len for input_len, _ in options.lengths)
-    sizes = common.size_warmup(options, settings, config, in_flight, longest_prompt)
-    return Plan(settings, made, planned, sizes)
+    with_profile = [(run["profile"], run["case"]["input_len"]) for run in planned if run["profile"]]
+    longest = max(workload.longest for workload in made)
+    wished = max([longest, *(length + profile["new_tokens"] for profile, length in with_profile)])
+    common.fit_model_len(settings, config, longest, wished)
+    for profile, length in with_profile:
+        profile["new_tokens"] = min(profile["new_tokens"], settings["max_model_len"] - length)
+    sizes = common.size_warmup(options, settings, config, cases)
+    return Plan(settings, sizes, made, planned)
 
 
-def profiled(input_len: int, case: dict[str, Any], settings: dict[str, Any]) -> dict[str, int]:
+def profiled(case: dict[str, Any], settings: dict[str, Any]) -> dict[str, int]:
     """The first request must still decode when the last prompt has been computed and all steps have been seen."""
     limits = case["num_prompts"], case["concurrency"], settings["max_num_seqs"], MOST_PROFILED
     batch = min(filter(None, limits))
     tokens_a_step = 1 + (settings["drafts"] or 0)
     return {
         "batch": batch,
-        "new_tokens": tokens_a_step * (PROFILE_ROOM + batch * -(-input_len // LEAST_TOKENS_A_STEP)),
+        "new_tokens": tokens_a_step * (PROFILE_ROOM + batch * -(-case["input_len"] // LEAST_TOKENS_A_STEP)),
     }
 
 
@@ -172,7 +124,7 @@ def spec_of(backend: str, options: argparse.Namespace, plan: Plan) -> dict[str, 
         "arguments": common.vllm_arguments(plan.settings, backend),
         "workloads": [workload.as_dict() for workload in plan.workloads],
         "sizes": [requests.as_dict() for requests in plan.sizes],
-        "runs": [run.spec for run in plan.runs],
+        "runs": plan.runs,
         "rounds": options.rounds,
         "more_rounds": options.seconds > 0,
         "warmup": options.warmup,
@@ -182,12 +134,11 @@ def spec_of(backend: str, options: argparse.Namespace, plan: Plan) -> dict[str, 
 
 def heard(backend: Backend, plan: Plan, stages: Stages) -> Iterator[dict[str, Any]]:
     """The entries that a backend's worker sends until it waits. If it fails, those that are left have an error."""
-    gpus = common.gpus(common.vllm_arguments(plan.settings, backend.name))
-    head = {"engine": "vllm", "backend": backend.name, "gpus": gpus}
+    entry = partial(common.entry, plan.settings, backend.name)
     for event in backend.worker.events():
         if event["event"] == "result":
             backend.left.remove(event["run"])
-            yield {**head, "case": plan.runs[event["run"]].case, "error": None, **event["result"]}
+            yield entry(plan.runs[event["run"]]["case"], event["result"])
         else:
             stages.at(f"{backend.name}: {event['stage']}")
     if backend.worker.asks is not None:
@@ -198,7 +149,7 @@ def heard(backend: Backend, plan: Plan, stages: Stages) -> Iterator[dict[str, An
     why = why_it_ended(status, said) if status else "it ended without all of its results"
     stages.failed(backend.name, why, said)
     for run in [plan.runs[number] for number in backend.left] or plan.runs[-1:]:
-        yield {**head, "case": run.case, "error": why}
+        yield entry(run["case"], why)
 
 
 def measure(options: argparse.Namespace, plan: Plan, logs: Path, stages: Stages) -> Iterator[dict[str, Any]]:
@@ -216,35 +167,6 @@ def measure(options: argparse.Namespace, plan: Plan, logs: Path, stages: Stages)
                 yield from heard(backends[worker], plan, stages)
 
 
-def in_order(results: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The entries backend by backend, each with `over_first`, its ratio to the first backend's entry of the same load;
-    None unless they were interleaved."""
-    results = sorted(results, key=lambda result: options.backend.index(result["backend"]))
-    firsts: dict[str, dict[str, Any]] = {}
-    for result in results:
-        if result["error"] is None:
-            first = firsts.setdefault(json.dumps(result["case"]), result)
-            result["over_first"] = runs.over_first(first, result) if options.interleave else None
-    return results
-
-
-def over_first(result: dict[str, Any]) -> str:
-    """A cell of the table."""
-    found = result["over_first"]
-    return "{median:.2f} ({low:.2f} to {high:.2f})".format(**found) if found else "-"
-
-
 def run(options: argparse.Namespace) -> int:
     plan = plan_of(options)
-    results, status = common.collect(lambda logs, stages: measure(options, plan, logs, stages), options.logs)
-    results = in_order(results, options)
-    for result in results:
-        if result.get("profile"):
-            print(f"\n{result['backend']}, {runs.lengths(result['case'])} tokens, {runs.load(result['case'])}")
-            print(*kernel_times.lines(result["profile"]), sep="\n")
-    if results:
-        common.show(common.table(results, "over the first", over_first))
-    how = {name: getattr(options, name) for name in ("rounds", "seconds", "waves", "warmup")}
-    how |= {"size_warmup": bool(plan.sizes), "interleaved": options.interleave}
-    common.write(options, "throughput", results, {**plan.settings, **how})
-    return status
+    return common.run("throughput", options, plan, partial(measure, options, plan), options.interleave)

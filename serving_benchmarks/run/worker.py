@@ -16,12 +16,11 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serving_benchmarks.ops.timing import Timing
 from serving_benchmarks.results import kernel_times, runs
+from serving_benchmarks.results.runs import Round
 from serving_benchmarks.run.engine import VllmEngine, counted_between
 from serving_benchmarks.run.rounds import Events
 from serving_benchmarks.run.workloads import Workload
@@ -31,17 +30,6 @@ TIMED_STEPS = 32
 """Decode steps that are timed without the profiler, before those with it."""
 DIGITS = 9
 """Decimals of a request's seconds: a clock knows no more, and files with --requests have thousands of them."""
-
-
-@dataclass
-class Round:
-    """One pass through a workload."""
-
-    elapsed: float
-    requests: dict[str, list[float | int | None]]
-    """Lists in the order of the requests, as result files have them."""
-    gaps: list[float]
-    """Seconds between tokens, of all requests."""
 
 
 def run_round(engine: VllmEngine, workload: Workload, concurrency: int | None) -> Round:
@@ -122,10 +110,10 @@ def _rounded(seconds: list[float | None]) -> list[float | None]:
 
 
 def measure(
-    engine: VllmEngine, workload: Workload, asked: dict[str, Any], spec: dict[str, Any], events: Events
+    engine: VllmEngine, workload: Workload, concurrency: int | None, spec: dict[str, Any], events: Events
 ) -> dict[str, Any]:
     """One entry of a result file, without the fields that are the same for the whole process."""
-    concurrency, rounds = asked["concurrency"], spec["rounds"]
+    rounds = spec["rounds"]
     if spec["warmup"]:  # with all of the workload's shapes, or the clock runs while kernels are compiled for them
         events.wait("warm-up")
         engine.forget_prefixes()  # of an earlier workload: a cached prompt is not computed
@@ -139,36 +127,7 @@ def measure(
             break
         engine.forget_prefixes()
         done.append(run_round(engine, workload, concurrency))
-    return {**entry(done, keep_requests=spec["requests"]), **counted_between(before, engine.counters())}
-
-
-def entry(rounds: list[Round], *, keep_requests: bool) -> dict[str, Any]:
-    """The fields of a result file that come from rounds of one workload."""
-    elapsed = [one.elapsed for one in rounds]
-    seconds = Timing.of(elapsed)
-    first = rounds[0].requests
-    tokens, count = (sum(first["input_tokens"]), sum(first["output_tokens"])), len(first["e2e_s"])
-    requests = {name: [value for one in rounds for value in one.requests[name]] for name in first}
-    kept = {"round": [i for i in range(len(rounds)) for _ in range(count)], **requests}
-    return {
-        "num_requests": count,
-        "total_num_tokens": sum(tokens),
-        **runs.speeds(seconds.median, count, *tokens),
-        "seconds": seconds.as_dict(),
-        "rounds_s": elapsed,
-        **runs.latencies(requests, [gap for one in rounds for gap in one.gaps]),
-        **({"requests": kept} if keep_requests else {}),
-    }
-
-
-def warm_sizes(engine: VllmEngine, sizes: list[Workload], events: Events) -> None:
-    """Runs what `workloads.of_step_sizes` gives, before anything is measured.
-
-    Which requests share a step depends on the moment. A round as a warm-up therefore doesn't reach all step sizes.
-    """
-    events.wait("warm-up of step sizes")
-    for requests in sizes:
-        run_round(engine, requests, None)
+    return {**runs.of_rounds(done, keep_requests=spec["requests"]), **counted_between(before, engine.counters())}
 
 
 def profile(engine: VllmEngine, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
@@ -191,13 +150,11 @@ def profile(engine: VllmEngine, prompts: list[list[int]], new_tokens: int) -> di
         raise RuntimeError("a request ended while it was profiled; --max-model-len must be more")
     engine.abort_all()
     return {
-        "steps": found.steps,
-        "wall_s": seconds * found.steps,
+        **found,
+        "wall_s": seconds * found["steps"],
         "batch": len(prompts),
         "context": max(map(len, prompts)),
-        "device": found.device,
-        "calls": found.calls,
-        **kernel_times.table(found.kernels),
+        **kernel_times.table(found["kernels"]),
     }
 
 
@@ -210,10 +167,12 @@ def throughput(spec: dict[str, Any], events: Events) -> None:
     events.send("stage", stage=f"model loaded after {start_seconds:.0f} s")
     workloads = [Workload(**workload) for workload in spec["workloads"]]
     if spec["sizes"]:
-        warm_sizes(engine, [Workload(**requests) for requests in spec["sizes"]], events)
+        events.wait("warm-up of step sizes")
+    for requests in spec["sizes"]:
+        run_round(engine, Workload(**requests), None)
     for number, asked in enumerate(spec["runs"]):
-        workload = workloads[asked["workload"]].first(asked["prompts"])
-        found = measure(engine, workload, asked, spec, events)
+        workload = workloads[asked["workload"]].first(asked["case"]["num_prompts"])
+        found = measure(engine, workload, asked["case"]["concurrency"], spec, events)
         profiled = None
         if asked["profile"]:
             events.wait("profiling")

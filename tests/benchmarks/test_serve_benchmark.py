@@ -1,19 +1,22 @@
 """`serve` with a server and a client that only look like vLLM's: what it makes of their numbers, and of failures."""
 
 import json
+import os
 import signal
 
 import pytest
 
 from commands import parsed, status_of, status_when_stopped
-from serving_benchmarks.run import common, serve, server
+from serving_benchmarks.results import kinds
+from serving_benchmarks.run import common, serve, server, supervisor
 from serving_benchmarks.run.workloads import Workload
 
-SMALL = ("--input-len", 10, "--output-len", 3, "--num-prompts", 4)
+SMALL = ("--lengths", "10+3", "--num-prompts", 4)
 
 
 def test_each_load_has_an_entry_made_of_what_the_client_saved(small_model, fake_vllm, monkeypatch):
     monkeypatch.setattr(common, "size_warmup", lambda *_: [Workload([[5]], [2]), Workload([[6, 7], [8]], [1, 3])])
+    monkeypatch.setattr(serve, "nvidia_smi", lambda _: ["5", "7"])
     loads = ("--request-rate", "1,2.5", "--concurrency", "8", "--ttft-limit", 1, "--tpot-limit", 0.25)
     vllms = ("--tensor-parallel-size", 4, "--decode-context-parallel-size", 2, "--drafts", 2, "--no-prefix-caching")
     more = ("--vllm-args", '{"block_size": 64}', "--requests", "--output", fake_vllm / "out.json")
@@ -33,16 +36,21 @@ def test_each_load_has_an_entry_made_of_what_the_client_saved(small_model, fake_
         assert requests["e2e_s"] == pytest.approx([0.9, 1.7, 0.25])
         assert result["ttft_s"] == {"p50": 0.5, "p99": pytest.approx(1.48)}
         assert result["itl_s"] == {"p50": pytest.approx(0.1), "p99": pytest.approx(0.294)}
+        assert result["tpot_s"] == {"p50": pytest.approx(0.15), "p99": pytest.approx(0.199)}
+        assert result["tokens_per_gpu"] == 3.5 / 4 and result["tokens_per_user"] == pytest.approx(10)
+        assert result["start_s"] > 0 and result["gpu_memory_bytes"] == [5 << 20, 7 << 20]
         # of the four one was too late, and one was refused
         assert result["goodput"]["good"] == 2 and result["goodput"]["share"] == 0.5
         assert result["goodput"]["requests_per_second"] == 1.0
-        assert result["bench"] == {"date": "today", "duration": 2.0, "completed": 3, "failed": 1}
-        assert result["cache"] == {"prefix_hit_share": 0.25} and result["preemptions"] == 3
+        (once,) = result["each_round"]
+        assert once["bench"] == {"date": "today", "duration": 2.0, "completed": 3, "failed": 1}
+        assert result["cache"] == {"tokens": 2 * 640, "prefix_hit_share": 0.25} and result["preemptions"] > 0
+        assert result["answers_equal"] is None, "there is nothing to compare with"
     first, *others = [json.loads(line) for line in (fake_vllm / "warmed").open()]
     assert first == [[5], 2] and sorted(others) == [[[6, 7], 1], [[8], 3]], "one size after the other"
     # the heaviest load comes once before the others, with prompts of its own
     loads = [json.loads(line) for line in (fake_vllm / "loads").open()]
-    assert loads == [["2.5", "8", "2"], ["1.0", "8", "0"], ["2.5", "8", "1"]]
+    assert loads == [["2.5", "8", "2", 10], ["1.0", "8", "0", 10], ["2.5", "8", "1", 10]]
     words = (fake_vllm / "server").read_text()
     for part in ("--attention-backend SPARSE_MLA", "--no-enable-prefix-caching", "--block-size 64", "--max-num-seqs 8"):
         assert part in words
@@ -76,6 +84,56 @@ def test_backends_that_fail_are_said_to_and_the_others_go_on(small_model, fake_v
             assert result["error"] is None and "requests" not in result
 
 
+STUCK = {
+    "STUCK": "no token for 1 s: it has 2 requests",
+    "SILENT": "no token for 1 s: it does not answer",
+    "SLOW": "no token for 1 s: it has no request",
+    "HANGS": "not answered: timed out",
+    "LOSES_RANK": "the server ended: EngineDeadError",
+}
+
+
+def test_a_server_that_is_stuck_or_loses_a_rank_and_a_client_that_does_not_end_are_errors(
+    small_model, fake_vllm, monkeypatch
+):
+    monkeypatch.setattr(common, "size_warmup", lambda *_: [Workload([[5]], [2])])
+    monkeypatch.setattr(server, "READY_SECONDS", 60)
+    monkeypatch.setattr(server, "ANSWER_SECONDS", 0.5)
+    how = ("--backend", ",".join(STUCK), "--no-warmup", "--stuck-limit", 1, "--output", fake_vllm / "out.json")
+    assert status_of("serve", "--model", small_model, *SMALL, *how) == 1
+    results = json.loads((fake_vllm / "out.json").read_text())["results"]
+    for result, (name, why) in zip(results, STUCK.items(), strict=True):
+        assert result["backend"] == name and why in result["error"]
+    assert not supervisor.descendants(os.getpid()), "processes are left"
+
+
+def test_rounds_interleave_backends_and_say_whether_starts_and_ranks_answer_alike(small_model, fake_vllm, capsys):
+    how = ("--lengths", "20+2,10+3", "--concurrency", "1,4", "--num-prompts", 9, "--waves", 2, "--no-warmup")
+    parallel = ("--vllm-args", '{"data_parallel_size": 4, "enable_expert_parallel": true}')
+    backends = ("--backend", "SPARSE_MLA,DIFFERS,KILLED", "--rounds", 3, "--output", fake_vllm / "out.json")
+    assert status_of("serve", "--model", small_model, *how, *parallel, *backends) == 1
+    order = (fake_vllm / "starts").read_text().split()
+    assert order == ["SPARSE_MLA", "DIFFERS", "KILLED", "DIFFERS", "SPARSE_MLA", "SPARSE_MLA", "DIFFERS"]
+    found = kinds.load(fake_vllm / "out.json")
+    loads = [(10 * length, n, min(9, 2 * n)) for length in (2, 1) for n in (1, 4)]
+    named = ("input_len", "concurrency", "num_prompts")
+    assert [tuple(result["case"][name] for name in named) for result in found.results] == loads * 3
+    ours, others, failed = (found.results[i : i + 4] for i in (0, 4, 8))
+    assert {result["error"] is None for result in ours + others} == {True} and all(one["error"] for one in failed)
+    for result in ours:
+        assert result["rounds_s"] == [2.0] * 3 and result["seconds"]["rounds"] == len(result["each_round"]) == 3
+        assert (result["completed"], result["failed"]) == (9, 3) and result["output_tokens_per_second"] == 3.5
+        assert result["over_first"]["median"] == 1 and result["gpus"] == 4
+    # ranks 0 to 2 of the stand-in answer alike, and rank 3 otherwise
+    said = capsys.readouterr().err
+    assert [one["answers_equal"] for one in ours + others] == [False] * 8 and "4 ranks" in said
+    one_rank = ("--backend", "SPARSE_MLA,DIFFERS", "--rounds", 2, "--output", fake_vllm / "out.json")
+    assert status_of("serve", "--model", small_model, *SMALL, "--no-warmup", *one_rank) == 0
+    same, differs = kinds.load(fake_vllm / "out.json").results
+    assert same["answers_equal"] is True and differs["answers_equal"] is False
+    assert [one["answers_equal"] for one in differs["each_round"]] == [True, False]
+
+
 @pytest.mark.usefixtures("children_hear_ctrl_c")
 @pytest.mark.parametrize(
     ("how", "status", "earlier", "backend"),
@@ -97,7 +155,9 @@ def test_nothing_is_left_when_it_is_stopped(small_model, fake_vllm, how, status,
 def test_metrics_are_summed_up_over_their_labels():
     text = '# TYPE a counter\na{b="1"} 2.0\na{b="2"} 3.5\nvllm:c 1e3\nbad line\nd{x="y z"} +Inf\n'
     assert server.parse_metrics(text) == {"a": 5.5, "vllm:c": 1000.0, "d": float("inf")}
-    assert serve.heaviest([(1.0, None), (None, 2), (None, 1)]) == (None, 2), "no limit is heavier than any"
+    loads = [(1.0, None, 9), (None, 2, 3), (None, 2, 5), (None, 1, 9)]
+    cases = [dict(request_rate=rate, concurrency=n, input_len=length, num_prompts=4) for rate, n, length in loads]
+    assert serve.heaviest(cases) == {**cases[2], "num_prompts": 2}, "no limit is heavier than any"
 
 
 def test_what_is_not_given_is_left_to_vllm():
@@ -110,7 +170,7 @@ def test_what_is_not_given_is_left_to_vllm():
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--ttft-limit nan", "--request-rate 0", "--output-len 2000", "--input-len 5 --max-model-len 7"]
+    "arguments", ["--ttft-limit nan", "--request-rate 0", "--lengths 1+2000", "--lengths 5+3 --max-model-len 7"]
 )
 def test_wrong_arguments_are_refused(small_model, arguments, monkeypatch):
     monkeypatch.setattr(common, "collect", None)  # nothing is measured

@@ -24,7 +24,7 @@ class OneTokenAStep:
         self.passes += 1
 
     def counters(self):
-        return engine.Counters(self.passes, None, None)
+        return self.passes, None, None
 
     def submit(self, id, prompt, new_tokens, *, streamed=False):
         self.left[id] = self.given[id] = new_tokens
@@ -64,7 +64,7 @@ def test_rounds_are_asked_for_and_their_results_told(warmup):
     measured = OneTokenAStep()
     spec = {"rounds": 2, "more_rounds": True, "warmup": warmup, "requests": False}
     events = rounds.Events(told, words)
-    found = worker.measure(measured, Workload([[1]] * 3, [4, 2, 3]), {"concurrency": 2}, spec, events)
+    found = worker.measure(measured, Workload([[1]] * 3, [4, 2, 3]), 2, spec, events)
     asked = [json.loads(line) for line in told.getvalue().splitlines()]
     assert [event.get("round") for event in asked] == [None] * warmup + [0, 1, 2, 3]
     assert [event["optional"] for event in asked[warmup:]] == [False, False, True, True]

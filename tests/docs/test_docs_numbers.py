@@ -131,8 +131,29 @@ def test_of_several_files_the_newest_has_its_loads_shown():
         assert len(rows) == 2 and [row[3].startswith("1234 ") for row in rows if row[2] == "16"] == [True]
     for entry in new["results"]:
         entry["gpus"] = entry["case"]["tensor_parallel_size"] = 2
-    rows = cells(tables.throughput(old, new))[1:]
+    rows = cells(tables.whole_models(old, new))[1:]
     assert [row[:2] for row in rows] == [["16", "1"]] * 4 + [["16, 8 a GPU", "2"]] * 2, "another number of GPUs"
+
+
+def test_what_a_server_needs_and_how_gpus_share_the_work_has_columns_where_it_is_known():
+    report = result_examples.serve(rates=(None,))
+    headings, *rows = cells(tables.whole_models(report))
+    assert len(rows) == 2 and not {"per GPU", "start, s", "answers of all starts"} & set(headings)
+    ours, _ = report["results"]
+    ours |= {"gpus": 8, "start_s": 95.2, "gpu_memory_bytes": [3e9, 84.5e9], "answers_equal": False}
+    ours |= {"cache": {"tokens": 1000, "prefix_hit_share": None}, "output_tokens_per_second": 4000.0}
+    ours["case"] |= {"data_parallel_size": 8, "enable_expert_parallel": True, "decode_context_parallel_size": 1}
+    headings, first, other = cells(tables.whole_models(report))
+    found = dict(zip(headings, first, strict=True))
+    wanted = {
+        "GPUs": "8, DP8 EP",
+        "per GPU": "500",
+        "per user": "50",
+        "start, s": "95",
+        "GB of the fullest GPU": "84.5",
+    }
+    wanted |= {"tokens in the cache": "1000", "answers of all starts": "differ"}
+    assert {name: found[name] for name in wanted} == wanted and other[headings.index("start, s")] == "-"
 
 
 def test_profiles_have_the_longest_kernels_of_each_backend_a_step():

@@ -12,6 +12,7 @@ import vllm_installed  # noqa: F401
 from commands import status_when_stopped
 from examples.recall.accuracy import CHECKPOINT
 from serving_benchmarks.models import models
+from serving_benchmarks.results import kinds
 
 SMALL_CACHE = ("--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", 1 << 27)
 NARROW = dict(hidden_size=128, intermediate_size=192, moe_intermediate_size=64, q_lora_rank=96, qk_nope_head_dim=32)
@@ -57,29 +58,31 @@ def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
 
 
 def serve_command(model: Path, *more: object) -> list[str]:
-    prompts = ["--input-len", 100, "--output-len", 8, "--num-prompts", 8, "--no-warmup"]
+    prompts = ["--lengths", "100+8,40+4", "--num-prompts", 8, "--no-warmup"]
     return command("serve", "--model", model, "--dtype", "float32", *prompts, *SMALL_CACHE, *more)
 
 
-def test_the_server_answers_vllms_client(narrow, tmp_path):
-    output, logs = tmp_path / "out.json", tmp_path / "logs"
-    how = ("--concurrency", 4, "--size-warmup", "--ttft-limit", 1000, "--tpot-limit", 1000, "--requests")
-    done = subprocess.run(
-        serve_command(narrow, *how, "--output", output, "--logs", logs), stderr=subprocess.PIPE, text=True
-    )
+def test_the_server_with_dummy_weights_answers_vllms_client_and_answers_alike_after_a_restart(tmp_path):
+    output, logs, model = tmp_path / "out.json", tmp_path / "logs", tmp_path / "model"
+    models.write(model, models.config("deepseek-v3.2", layers=2, heads=4, **NARROW), seed=None)
+    dummy = {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}  # a CPU has no blocks of FP8
+    how = ("--concurrency", 4, "--size-warmup", "--ttft-limit", 1000, "--tpot-limit", 1000, "--requests", "--rounds", 2)
+    command = serve_command(model, *how, "--vllm-args", json.dumps(dummy), "--output", output, "--logs", logs)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "SPARSE_MLA" in (logs / "SPARSE_MLA-server.log").read_text()
-    (result,) = json.loads(output.read_text())["results"]
-    assert result["completed"] == 8 and result["failed"] == 0 and result["goodput"]["share"] == 1.0
-    assert result["requests"]["input_tokens"] == [100] * 8 and result["requests"]["output_tokens"] == [8] * 8
-    # vLLM's own sums of the same requests
-    assert result["latency"]["tpot_s"]["mean"] * 1e3 == pytest.approx(result["bench"]["mean_tpot_ms"], rel=1e-3)
-    assert result["itl_s"]["p50"] * 1e3 == pytest.approx(result["bench"]["median_itl_ms"], rel=1e-3)
-    assert result["output_tokens_per_second"] == pytest.approx(result["bench"]["output_throughput"], rel=1e-3)
-    assert result["preemptions"] == 0
+    assert "SPARSE_MLA" in (logs / "SPARSE_MLA-2-server.log").read_text()
+    found = kinds.load(output)
+    for result, (length, new) in zip(found.results, ((100, 8), (40, 4)), strict=True):
+        assert result["completed"] == 16 and result["failed"] == 0 and result["goodput"]["share"] == 1.0
+        assert result["requests"]["input_tokens"] == [length] * 16 and result["requests"]["output_tokens"] == [new] * 16
+        assert result["preemptions"] == 0 and result["answers_equal"] is True and result["cache"]["tokens"] > 1000
+        for one, seconds in zip(result["each_round"], result["rounds_s"], strict=True):  # and vLLM's own sums
+            assert one["tpot_s"]["p99"] * 1e3 == pytest.approx(one["bench"]["p99_tpot_ms"], rel=1e-3)
+            assert one["itl_s"]["p50"] * 1e3 == pytest.approx(one["bench"]["median_itl_ms"], rel=1e-3)
+            assert 8 * new / seconds == pytest.approx(one["bench"]["output_throughput"], rel=1e-3)
 
 
 def test_no_process_of_the_server_is_left_when_the_benchmark_is_killed(narrow, tmp_path):
-    log = tmp_path / "SPARSE_MLA-server.log"
+    log = tmp_path / "SPARSE_MLA-1-server.log"
     busy = lambda: log.exists() and "EngineCore pid=" in log.read_text(errors="replace")  # noqa: E731
     status_when_stopped(signal.SIGKILL, busy, *serve_command(narrow, "--logs", tmp_path)[3:])

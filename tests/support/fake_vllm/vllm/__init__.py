@@ -27,7 +27,8 @@ class LLM:
         return [Object(name=f"vllm:{name}", value=0) for name in names]
 
     def collective_rpc(self, method):
-        profile = ["cuda", 8, [["attention_kernel", 16, 100.0], ["gemm", 8, 300.0]], {"cudaGraphLaunch": 8}]
+        profile = {"device": "cuda", "steps": 8, "kernels": [["attention_kernel", 16, 100.0], ["gemm", 8, 300.0]]}
+        profile["calls"] = {"cudaGraphLaunch": 8}
         return [json.dumps(profile if method == "measured_stop" else None)] * self.arguments["tensor_parallel_size"]
 
     def generate(self, prompts, params, use_tqdm):

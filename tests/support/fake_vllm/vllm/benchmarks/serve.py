@@ -13,17 +13,22 @@ SAVED = {
 
 
 def add_cli_args(parser):
-    for name in ("request-rate", "max-concurrency", "seed", "result-dir", "result-filename"):
+    for name in ("request-rate", "max-concurrency", "seed", "result-dir", "result-filename", "random-input-len"):
         parser.add_argument(f"--{name}")
 
 
 def main(given):
     folder = Path(os.environ["FAKE_VLLM"])
     with (folder / "loads").open("a") as file:
-        file.write(json.dumps([given.request_rate, given.max_concurrency, given.seed]) + "\n")
-    if "NO_DATA" in given.result_filename:
+        length = int(given.random_input_len)
+        file.write(json.dumps([given.request_rate, given.max_concurrency, given.seed, length]) + "\n")
+    mode = given.result_filename.split("-")[0]
+    if mode == "NO_DATA":
         raise ValueError("no such dataset")
-    if "SLOW" in given.result_filename:
+    if mode == "LOSES_RANK":
+        os.kill(int((folder / "worker").read_text()), 9)
+    (folder / mode).touch()
+    if mode in ("SLOW", "STUCK", "SILENT", "LOSES_RANK"):
         (folder / "hangs").touch()
         time.sleep(1000)
     (Path(given.result_dir) / given.result_filename).write_text(json.dumps(SAVED))
