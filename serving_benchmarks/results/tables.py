@@ -279,11 +279,12 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
         ratio = f"{mine['output_tokens_per_second'] / theirs['output_tokens_per_second']:.2f}"
         if runs.interleaved(report["environment"]):
             ratio = over_first({"over_first": runs.over_first(theirs, mine)})
-        row = [runs.heads(report["environment"], case), runs.lengths(case), runs.load(case, short=True)]
-        rows.append([*row, _speed(mine), _speed(theirs), ratio])
+        about = report["environment"]
+        row = [runs.heads(about, case), f"{(about.get('model') or {}).get('layers')}", runs.lengths(case)]
+        rows.append([*row, runs.load(case, short=True), _speed(mine), _speed(theirs), ratio])
     if missing := [load for load in wanted if load not in shown]:
         raise ValueError(f"loads: no file has {', '.join(missing)} with both backends")
-    headings = ["heads", "prompt + output", "in flight", f"{ours}, output tokens/s (quartiles)"]
+    headings = ["heads", "layers", "prompt + output", "in flight", f"{ours}, output tokens/s (quartiles)"]
     headings += [f"{other} (quartiles)", "ratio"]
     return "\n".join([*file.table(headings, rows), "", _models_measured(reports, rounds, paired=True)])
 
@@ -484,12 +485,16 @@ def _models_measured(reports: Sequence[Report], rounds: Collection[int], paired:
     """The line below a table of whole models. `rounds`: how many the entries have; `paired`: there are ratios."""
     about = [report["environment"] for report in reports]
     first, model, vllm = about[0], about[0].get("model") or {}, about[0]["vllm"]
+    layers, experts = (
+        " or ".join(sorted({str((each.get("model") or {}).get(name)) for each in about}, key=lambda n: (len(n), n)))
+        for name in ("layers", "experts")
+    )
     told = [f"Medians of {' to '.join(map(str, sorted({min(rounds), max(rounds)})))} rounds"]
     told = ["Each load was run once"] if rounds == {1} else told
     if paired and all(map(runs.interleaved, about)):
         told.append("backends were interleaved, ratios are medians of paired rounds with 95 % confidence intervals")
     parts = [
-        f"{model.get('layers')} layers of {model.get('model_type')}'s width with {model.get('experts')} experts",
+        f"{layers} layers of {model.get('model_type')}'s width with {experts} experts",
         f"{(first.get('settings') or {}).get('kv_cache_dtype')} cache",
         " or ".join(dict.fromkeys(map(file.machine, about))),
         f"torch {first['torch']['version']}",

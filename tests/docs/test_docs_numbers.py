@@ -105,14 +105,14 @@ def test_backends_are_compared_at_each_load_that_both_have():
     ours["rounds_s"], theirs["rounds_s"] = [1.0, 2.0, 10.0, 4.0], [2.0, 2.5, 8.0, 4.2]
     report["results"][4] = result_examples.failed(report["results"][4], "out of memory")
     rows = cells(tables.throughput_versus(report))[1:]
-    assert [row[1:3] for row in rows] == [["4096 + 64", "16"], ["512 + 512", "1"], ["512 + 512", "16"]]
-    assert rows[0][0] == "16" and rows[0][5] == "1.15 (0.80 to 2.00)", "of 2, 1.25, 0.8 and 1.05"
+    assert [row[2:4] for row in rows] == [["4096 + 64", "16"], ["512 + 512", "1"], ["512 + 512", "16"]]
+    assert rows[0][:2] == ["16", "4"] and rows[0][6] == "1.15 (0.80 to 2.00)", "of 2, 1.25, 0.8 and 1.05"
     speeds = [entry["output_tokens_per_second"] for entry in (ours, theirs)]
-    assert [cell.split(" ")[0] for cell in rows[0][3:5]] == [f"{speed:.0f}" for speed in speeds]
+    assert [cell.split(" ")[0] for cell in rows[0][4:6]] == [f"{speed:.0f}" for speed in speeds]
     report["environment"]["settings"]["interleaved"] = False
-    assert cells(tables.throughput_versus(report))[1][5] == f"{speeds[0] / speeds[1]:.2f}"
+    assert cells(tables.throughput_versus(report))[1][6] == f"{speeds[0] / speeds[1]:.2f}"
     picked = cells(tables.throughput_versus(report, loads="512+512/1,4096+64/16"))[1:]
-    assert [row[1:3] for row in picked] == [["4096 + 64", "16"], ["512 + 512", "1"]]
+    assert [row[2:4] for row in picked] == [["4096 + 64", "16"], ["512 + 512", "1"]]
     three = result_examples.throughput(backends=("SPARSE_MLA", "FLASHMLA_SPARSE", "FLASHINFER"))
     for wrong, loads in ((report, "4096+64/1"), (report, "64"), (report, ""), (three, None)):
         with pytest.raises(ValueError):
@@ -128,7 +128,7 @@ def test_of_several_files_the_newest_has_its_loads_shown():
         entry["case"]["num_prompts"] = 32
     for files in ((old, new), (new, old)):
         rows = cells(tables.throughput_versus(*files))[1:]
-        assert len(rows) == 2 and [row[3].startswith("1234 ") for row in rows if row[2] == "16"] == [True]
+        assert len(rows) == 2 and [row[4].startswith("1234 ") for row in rows if row[3] == "16"] == [True]
     for entry in new["results"]:
         entry["gpus"] = entry["case"]["tensor_parallel_size"] = 2
     rows = cells(tables.whole_models(old, new))[1:]
