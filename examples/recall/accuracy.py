@@ -147,16 +147,12 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="its folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="a torch device")
     parser.add_argument(
-        "--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="what the model computes in"
-    )
-    parser.add_argument(
         "--lengths", type=int, nargs="+", default=[512, 768, 1024], help="tokens of the prompts, or a few more"
     )
     parser.add_argument("--questions", type=int, default=200, help="questions for each length")
-    parser.add_argument("--per-context", type=int, default=20, help="questions about each context")
     given = parser.parse_args()
-    model = load_model(given.checkpoint, dtype=getattr(torch, given.dtype), device=given.device)
-    asked = {length: held_out(length, given.questions, given.per_context) for length in given.lengths}
+    model = load_model(given.checkpoint, device=given.device)
+    asked = {length: held_out(length, given.questions) for length in given.lengths}
     runs = [(length, name) for length in given.lengths for name in WAYS]
     right: dict[tuple[int, str], list[bool]] = {}
     for length, name in track(runs, "asking", transient=True):

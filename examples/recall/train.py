@@ -32,9 +32,16 @@ LENGTHS = (64, 128, 256, 512, 1088)
 """Of the sequences, from easy to hard."""
 DECAY_FROM = 0.65
 """Share of the training after which the learning rate falls."""
+SPARSE_FROM = 0.7
+"""Share of the training after which selections count."""
 ALL_LENGTHS_FROM = 0.3
 """Share of the training after which sequences of all lengths are used, however well it goes."""
+GOOD = 0.6
+"""Share of right tokens at which longer sequences join."""
 TEST_LENGTHS = (256, 520, 1024)
+QUERIES = 64
+"""Tokens of a sequence at which the indexer learns."""
+LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01
 
 
 def arguments() -> argparse.Namespace:
@@ -47,16 +54,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.0, help="how long to train")
     parser.add_argument("--steps", type=int, default=100_000, help="how many steps at most")
     parser.add_argument("--batch-tokens", type=int, default=16384, help="tokens of a step")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="highest learning rate")
-    parser.add_argument("--weight-decay", type=float, default=0.01)
-    parser.add_argument("--warmup", type=int, default=100, help="steps until then")
-    parser.add_argument("--sparse-from", type=float, default=0.7, help="share of the training before selections count")
-    parser.add_argument("--queries", type=int, default=64, help="tokens of a sequence at which the indexer learns")
+    parser.add_argument("--warmup", type=int, default=100, help="steps until the highest learning rate")
     parser.add_argument("--longest", type=int, default=LENGTHS[-1], help="tokens of the longest sequences")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of matrix products")
-    parser.add_argument("--good", type=float, default=0.6, help="share of right tokens at which longer sequences join")
-    parser.add_argument("--begin", choices=["recall", "noise"], default="recall", help="what weights are at first")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=float, default=5.0, help="seconds between lines of the log")
     parser.add_argument("--test-every", type=float, default=15.0, help="seconds between tests while training")
     parser.add_argument("--tests", type=int, default=24, help="questions for each length in tests while training")
@@ -71,9 +70,9 @@ def arguments() -> argparse.Namespace:
 class Data:
     """Batches of dialogues, made as they are needed."""
 
-    def __init__(self, seed: int, batch_tokens: int, queries: int, device: str):
-        self.random = random.Random(f"training {seed}")
-        self.batch_tokens, self.queries, self.device = batch_tokens, queries, device
+    def __init__(self, batch_tokens: int, device: str):
+        self.random = random.Random("training 0")
+        self.batch_tokens, self.device = batch_tokens, device
 
     def batch(self, length: int) -> tuple[Tensor, ...]:
         """Token ids `[B, length]`, the positions at which the indexer learns `[B, N]`, half of them those of answers,
@@ -82,7 +81,7 @@ class Data:
         ids, labels = (torch.tensor(part) for part in zip(*pairs, strict=True))
         is_answer = labels != IGNORED
         likely = is_answer / is_answer.sum(1, keepdim=True).clamp(min=1) + 1 / length
-        at = likely.multinomial(min(self.queries, length))
+        at = likely.multinomial(min(QUERIES, length))
         # all that depends on the data is found out here, so that nothing waits for the device
         parts = ids, at, is_answer.flatten().nonzero().squeeze(1), labels[is_answer]
         if self.device.startswith("cuda"):
@@ -122,22 +121,22 @@ def test(network: Network, given: argparse.Namespace) -> dict[str, dict[int, flo
 
 def autocast(given: argparse.Namespace) -> torch.autocast:
     """What the forward pass runs under."""
-    return torch.autocast(given.device.partition(":")[0], dtype=torch.bfloat16, enabled=given.dtype == "bfloat16")
+    return torch.autocast(given.device.partition(":")[0], dtype=torch.bfloat16)
 
 
 def learning_rate(step: int, progress: float, given: argparse.Namespace) -> float:
     """Up to the highest, constant, and down to nothing."""
     fall = max(0.0, (progress - DECAY_FROM) / (1 - DECAY_FROM))
-    return given.learning_rate * min(1.0, (step + 1) / given.warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, fall)))
+    return LEARNING_RATE * min(1.0, (step + 1) / given.warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, fall)))
 
 
 class Curriculum:
     """Which lengths there are by now: a longer one joins when the longest so far goes well, or time demands it."""
 
-    def __init__(self, longest: int, good: float, seed: int):
+    def __init__(self, longest: int):
         self.lengths = [length for length in LENGTHS if length < longest] + [longest]
-        self.known, self.good = 1, good
-        self.random = random.Random(f"lengths {seed}")
+        self.known = 1
+        self.random = random.Random("lengths 0")
 
     def next(self) -> int:
         """The longest so far, or as often one of the others."""
@@ -146,7 +145,7 @@ class Curriculum:
     def update(self, shares: dict[int, float], progress: float) -> None:
         """shares: of right tokens, by length; progress: of the training."""
         if self.known < len(self.lengths) and (
-            shares.get(self.lengths[self.known - 1], 0.0) > self.good
+            shares.get(self.lengths[self.known - 1], 0.0) > GOOD
             or progress > ALL_LENGTHS_FROM * self.known / len(self.lengths)
         ):
             self.known += 1
@@ -154,23 +153,18 @@ class Curriculum:
 
 def train(given: argparse.Namespace) -> None:
     """The whole training; writes the checkpoint, and a line of the log for each report."""
-    torch.manual_seed(given.seed)
+    torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cuda.enable_cudnn_sdp(False)  # keys are wider than values
     network = Network(ModelConfig.from_dict(files.CONFIG))
-    if given.begin == "recall":
-        network.begin_with_recall()
+    network.begin_with_recall()
     network.to(given.device)
     indexer = [p for name, p in network.named_parameters() if ".indexer." in name]
     others = [p for name, p in network.named_parameters() if ".indexer." not in name and p.requires_grad]
     optimiser = torch.optim.AdamW(
-        [{"params": others}, {"params": indexer}],
-        betas=(0.9, 0.98),
-        weight_decay=given.weight_decay,
-        fused=True,
+        [{"params": others}, {"params": indexer}], betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True
     )
-    data = Data(given.seed, given.batch_tokens, given.queries, given.device)
-    curriculum = Curriculum(given.longest, given.good, given.seed)
+    data, curriculum = Data(given.batch_tokens, given.device), Curriculum(given.longest)
     given.output.mkdir(parents=True, exist_ok=True)
     interactive = sys.stderr.isatty()
     bar = Progress(
@@ -187,7 +181,7 @@ def train(given: argparse.Namespace) -> None:
             progress = max(step / given.steps, (time.monotonic() - started) / 60 / given.minutes)
             length = curriculum.next()
             ids, at, places, wanted = data.batch(length)
-            sparse = progress >= given.sparse_from
+            sparse = progress >= SPARSE_FROM
             mode = Mode(sparse=sparse, rounded=sparse and step % 2 == 0, queries=at)
             for group in optimiser.param_groups:
                 group["lr"] = learning_rate(step, progress, given)
