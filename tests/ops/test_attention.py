@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from mla_backend import library, reference
+from mla_backend import reference
 from problems import (
     BASIC,
-    CPU_KERNELS,
     FORMATS,
     PARTNERS,
     WITH_ROPE,
@@ -23,14 +22,9 @@ from problems import (
 QUANTISED = tuple(name for name in FORMATS if mla_backend.FORMATS[name].quantised)
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @given(problem=problems())
-def test_any_problem_agrees_with_the_oracle(kernel, problem):
-    library.select_cpu_kernel(kernel)
-    try:
-        problem.check()
-    finally:
-        library.select_cpu_kernel("auto")
+def test_any_problem_agrees_with_the_oracle(cpu_kernel, problem):
+    problem.check()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -308,23 +302,16 @@ def test_any_scale(cpu_kernel, scale):
     random_problem(heads=3, scale=scale).check()
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @given(problem=problems(max_tokens=3, max_topk=600), threads=st.sampled_from([1, 2, 3]))
-def test_split_and_unsplit_agree(kernel, problem, threads):
-    library.select_cpu_kernel(kernel)
-    before = torch.get_num_threads()
+def test_split_and_unsplit_agree(cpu_kernel, problem, threads):
     torch.set_num_threads(threads)
-    try:
-        tokens, topk = problem.indices.shape
-        extra = 0 if problem.extra_indices is None else problem.extra_indices.shape[1]
-        lengths = {"topk_length": problem.topk_length, "extra_topk_length": problem.extra_topk_length}
-        want = problem.oracle()
-        for workers in (1, 2, 7, 64):
-            plan = mla_backend.plan(tokens, topk, extra_topk=extra, workers=workers, **lengths)
-            assert_accurate(problem.solve(plan=plan), want)
-    finally:
-        torch.set_num_threads(before)
-        library.select_cpu_kernel("auto")
+    tokens, topk = problem.indices.shape
+    extra = 0 if problem.extra_indices is None else problem.extra_indices.shape[1]
+    lengths = {"topk_length": problem.topk_length, "extra_topk_length": problem.extra_topk_length}
+    want = problem.oracle()
+    for workers in (1, 2, 7, 64):
+        plan = mla_backend.plan(tokens, topk, extra_topk=extra, workers=workers, **lengths)
+        assert_accurate(problem.solve(plan=plan), want)
 
 
 @pytest.mark.parametrize("fmt", BASIC)

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 import mla_backend
 from dense_problems import DenseProblem, dense_problems, random_dense
-from mla_backend import library
-from problems import BASIC, CPU_KERNELS, FORMATS, WITH_ROPE, assert_accurate, random_cache, write_part
+from problems import BASIC, FORMATS, WITH_ROPE, assert_accurate, random_cache, write_part
 
 BLOCK_SIZES = [1, 2, 61, 64, 69, 256]
 
@@ -17,14 +16,9 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
 @given(problem=dense_problems(), invariant=st.booleans())
-def test_any_problem_agrees_with_the_oracle(kernel, problem, invariant):
-    library.select_cpu_kernel(kernel)
-    try:
-        problem.check(batch_invariant=invariant)
-    finally:
-        library.select_cpu_kernel("auto")
+def test_any_problem_agrees_with_the_oracle(cpu_kernel, problem, invariant):
+    problem.check(batch_invariant=invariant)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

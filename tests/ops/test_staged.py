@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import mla_backend
 from mla_backend import reference
-from problems import CPU_KERNELS, all_bytes, assert_accurate, copy_with_gaps, random_problem
+from problems import all_bytes, assert_accurate, copy_with_gaps, random_problem
 from staged_problems import SCALES, cache_with_scales, new_staged
 
 
@@ -50,26 +50,15 @@ def test_rows_are_staged_as_the_oracle_says(scales, data):
         assert torch.equal(all_bytes(got), all_bytes(want)), "other rows and gaps keep what they held"
 
 
-def staged_problem(scales, **shape):
-    """A problem with rows of such scales, and the same with staged ones."""
-    problem = random_problem("fp8_ds_mla", **shape)
+@pytest.mark.parametrize("scales", ["usual", "small rows"])
+@pytest.mark.parametrize(("heads", "topk"), [(1, 0), (3, 7), (40, 200)])
+def test_attention_reads_staged_rows(cpu_kernel, scales, heads, topk):
+    problem = random_problem("fp8_ds_mla", tokens=2, heads=heads, topk=topk)
     blocks, block_size = problem.cache.shape[:2]
-    problem = problem.but(cache=cache_with_scales(scales, blocks, block_size))
     table = torch.arange(blocks, dtype=torch.int32).view(1, -1)
     lengths = torch.tensor([blocks * block_size], dtype=torch.int32)
-    return problem, problem.but(cache=mla_backend.stage_rows(problem.cache, table, lengths))
-
-
-@pytest.mark.parametrize("kernel", CPU_KERNELS)
-@pytest.mark.parametrize("scales", ["usual", "small rows"])
-@pytest.mark.parametrize("shape", [(1, 0), (3, 7), (40, 200)])
-def test_attention_reads_staged_rows(kernel, scales, shape):
-    _, staged = staged_problem(scales, tokens=2, heads=shape[0], topk=shape[1])
-    mla_backend.library.select_cpu_kernel(kernel)
-    try:
-        staged.check()
-    finally:
-        mla_backend.library.select_cpu_kernel("auto")
+    staged = mla_backend.stage_rows(cache_with_scales(scales, blocks, block_size), table, lengths)
+    problem.but(cache=staged).check()
 
 
 def test_one_table_for_the_cache_and_one_for_staged_rows():
