@@ -309,11 +309,11 @@ def _flex_mla(
 ) -> tuple[Tensor, Tensor]:
     mask = FlexMask(blocks, bits, full, full_lengths, sizes, parts, partial_parts)
     with named(cache="kv"):
-        return _forward(_dense_last(q), _dense_last(kv), mask, scale, batches)
+        return _forward(training.dense_last(q), training.dense_last(kv), mask, scale, batches)
 
 
 @_flex_mla.register_fake
-def _(q, kv, blocks, bits, full, full_lengths, sizes, parts, partial_parts, scale, batches, deterministic):
+def _(q, *_):
     return q.new_empty((*q.shape[:2], attention.VALUE_DIM)), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
@@ -370,12 +370,8 @@ def _flex_mla_backward(
 
 
 @_flex_mla_backward.register_fake
-def _(q, kv, out, lse, d_out, d_lse, blocks, bits, sizes, parts, scale, batches, deterministic):
+def _(q, kv, *_):
     return q.new_empty(q.shape), kv.new_empty(kv.shape)
-
-
-def _dense_last(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:

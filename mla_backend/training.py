@@ -329,6 +329,11 @@ def _require_order(order: object) -> None:
         raise TypeError(f"order must be what backward_order returned, or None; got {type(order).__name__}")
 
 
+def dense_last(x: Tensor) -> Tensor:
+    """The tensor, or a copy where its last stride is not 1."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def readable(x: Tensor) -> Tensor:
     """The tensor, or a copy where the kernels could not read it: its last stride must be 1, and on a GPU rows begin at
     multiples of 16 bytes."""
@@ -409,8 +414,8 @@ def _sparse_mla(
         _blocks(q, indices, workspace_bytes)  # what the backward would refuse
     with named(cache="kv"):
         return attention.sparse_attention(
-            q if q.stride(-1) == 1 else q.contiguous(),
-            (kv if kv.stride(-1) == 1 else kv.contiguous()).unsqueeze(1),
+            dense_last(q),
+            dense_last(kv).unsqueeze(1),
             indices,
             scale=scale,
             topk_length=topk_length,
@@ -420,19 +425,7 @@ def _sparse_mla(
 
 
 @_sparse_mla.register_fake
-def _(
-    q,
-    kv,
-    indices,
-    scale,
-    topk_length,
-    sink,
-    order_begin,
-    order_pairs,
-    deterministic,
-    workspace_bytes,
-    batch_invariant,
-):
+def _(q, *_):
     return q.new_empty((*q.shape[:2], attention.VALUE_DIM)), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
@@ -473,22 +466,7 @@ def _sparse_mla_backward(
 
 
 @_sparse_mla_backward.register_fake
-def _(
-    q,
-    kv,
-    indices,
-    out,
-    lse,
-    d_out,
-    d_lse,
-    scale,
-    topk_length,
-    sink,
-    order_begin,
-    order_pairs,
-    deterministic,
-    workspace_bytes,
-):
+def _(q, kv, indices, out, lse, d_out, d_lse, scale, topk_length, sink, *_):
     d_sink = q.new_empty(0 if sink is None else q.shape[1], dtype=torch.float32)
     return q.new_empty(q.shape), kv.new_empty(kv.shape), d_sink
 
