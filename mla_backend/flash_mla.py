@@ -35,6 +35,7 @@ DECODE_NAMES = {
     "extra_cache": "extra_k_cache",
     "extra_indices": "extra_indices_in_kvcache",
     "lengths": "cache_seqlens",
+    "batch_invariant": "enable_batch_invariant",
 }
 """The arguments of `sparse_attention` and `dense_attention` as `flash_mla_with_kvcache` calls them."""
 
@@ -218,23 +219,38 @@ def flash_mla_with_kvcache(
     if softmax_scale is None:
         softmax_scale = q.shape[-1] ** -0.5
     batch_invariant = enable_batch_invariant or _asked_for_batch_invariance(tile_scheduler_metadata)
-    config = _config_of(q, k_cache, causal, is_fp8_kvcache, batch_invariant, indices, **sparse_only)
+    b, s_q, h_q, _ = q.shape
+    slots = _per_query(indices, "indices", b, s_q)
+    extra_slots = _per_query(extra_indices_in_kvcache, "extra_indices_in_kvcache", b, s_q)
+    config = FlashMLASchedMeta.Config(
+        b=b,
+        s_q=s_q,
+        h_q=h_q,
+        page_block_size=k_cache.shape[1],
+        h_k=k_cache.shape[2],
+        causal=causal,
+        is_fp8_kvcache=is_fp8_kvcache,
+        topk=None if slots is None else slots.shape[1],
+        extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
+        extra_topk=None if extra_slots is None else extra_slots.shape[1],
+        has_topk_length=topk_length is not None,
+        has_extra_topk_length=extra_topk_length is not None,
+        enable_batch_invariant=batch_invariant,
+    )
     if dense:
         if given := [name for name, value in sparse_only.items() if value is not None]:
             raise ValueError(f"{given[0]} must be None without indices; got a tensor")
         require_tensors(block_table=block_table, cache_seqlens=cache_seqlens)
         if block_table.dim() != 2:
-            raise ValueError(f"block_table must be int32 [b={q.shape[0]}, max_blocks]; got {list(block_table.shape)}")
-        slots = min(block_table.shape[1] * k_cache.shape[1], attention.MAX_SLOTS)
+            raise ValueError(f"block_table must be int32 [b={b}, max_blocks]; got {list(block_table.shape)}")
+        most = min(block_table.shape[1] * k_cache.shape[1], attention.MAX_SLOTS)
         with named(topk_length="cache_seqlens"):
-            plan = _plan_for(tile_scheduler_metadata, num_splits, config, q.device, slots, cache_seqlens)
+            plan = _plan_for(tile_scheduler_metadata, num_splits, config, q.device, most, cache_seqlens)
         result, lse = _dense(q, k_cache, block_table, cache_seqlens, softmax_scale, causal, plan, batch_invariant, out)
     else:
         if causal:
             raise ValueError("causal must be False with indices, which say themselves what a token sees; got True")
-        b, s_q, h_q, _ = q.shape
-        slots, lengths = _per_query(indices, "indices", b, s_q), _per_token(topk_length, "topk_length", b, s_q)
-        extra_slots = _per_query(extra_indices_in_kvcache, "extra_indices_in_kvcache", b, s_q)
+        lengths = _per_token(topk_length, "topk_length", b, s_q)
         extra_lengths = _per_token(extra_topk_length, "extra_topk_length", b, s_q)
         plan = _plan_for(tile_scheduler_metadata, num_splits, config, q.device, slots.shape[1], lengths, extra_lengths)
         # tokens of one request, or with requests next to each other, are a view of out; others are copied there
@@ -338,7 +354,7 @@ def flash_mla_with_kvcache_fp8(
     require_tensors(q=q, k_cache=k_cache)
     if q.dtype != torch.float8_e4m3fn:
         raise ValueError(f"q must be float8_e4m3fn [b, s_q, h_q, 576]; got {q.dtype} {list(q.shape)}")
-    if k_cache.shape[-1] != FORMATS["fp8_tensor_576"].width:
+    if k_cache.shape[-1:] != (FORMATS["fp8_tensor_576"].width,):
         raise ValueError(f"k_cache must be float8_e4m3fn [blocks, block_size, h_k, 576]; got {list(k_cache.shape)}")
     scales = {"descale_q": descale_q, "descale_k": descale_k}
     require_optional_tensors(**scales)
@@ -544,36 +560,6 @@ def _per_token(lengths: Tensor | None, name: str, b: int, s_q: int) -> Tensor | 
     if lengths.shape != (b,):
         raise ValueError(f"{name} must be int32 [b={b}]; got {list(lengths.shape)}")
     return lengths if s_q == 1 else lengths.repeat_interleave(s_q)
-
-
-def _config_of(
-    q: Tensor,
-    k_cache: Tensor,
-    causal: bool,
-    is_fp8_kvcache: bool,
-    batch_invariant: bool,
-    indices: Tensor | None,
-    attn_sink: Tensor | None,
-    extra_k_cache: Tensor | None,
-    extra_indices_in_kvcache: Tensor | None,
-    topk_length: Tensor | None,
-    extra_topk_length: Tensor | None,
-) -> FlashMLASchedMeta.Config:
-    return FlashMLASchedMeta.Config(
-        b=q.shape[0],
-        s_q=q.shape[1],
-        h_q=q.shape[2],
-        page_block_size=k_cache.shape[1],
-        h_k=k_cache.shape[2],
-        causal=causal,
-        is_fp8_kvcache=is_fp8_kvcache,
-        topk=None if indices is None else indices.shape[-1],
-        extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
-        extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
-        has_topk_length=topk_length is not None,
-        has_extra_topk_length=extra_topk_length is not None,
-        enable_batch_invariant=batch_invariant,
-    )
 
 
 def _asked_for_batch_invariance(metadata: FlashMLASchedMeta | Tensor) -> bool:
