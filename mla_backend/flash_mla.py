@@ -138,7 +138,12 @@ def _metadata_of_september_2025(
     s_q = num_q_tokens_per_head_k // num_heads_q
     tokens = requests * s_q
     table = attention.plan(
-        tokens, topk, num_heads=num_heads_q, device=cache_seqlens.device, batch_invariant=batch_invariant
+        tokens,
+        topk,
+        num_heads=num_heads_q,
+        cache_format=None if is_fp8_kvcache else "bf16",
+        device=cache_seqlens.device,
+        batch_invariant=batch_invariant,
     )
     table.made_for = tokens, topk, batch_invariant  # a call uses the table only if it agrees with all of these
     return table, _splits_before(table, requests, s_q)
@@ -212,7 +217,8 @@ def flash_mla_with_kvcache(
     require_tensors(q=q, k_cache=k_cache)
     require_optional_tensors(indices=indices, out=out, **sparse_only)
     dense = indices is None
-    _require_queries(q, out, _require_paged("k_cache", k_cache, is_fp8_kvcache, any_kv_heads=dense), k_cache.shape[2])
+    rows = _require_paged("k_cache", k_cache, is_fp8_kvcache, any_kv_heads=dense)
+    _require_queries(q, out, rows, k_cache.shape[2])
     if extra_k_cache is not None:
         _require_paged("extra_k_cache", extra_k_cache, is_fp8_kvcache)
     attention.require_value_dim("head_dim_v", head_dim_v)
@@ -245,14 +251,15 @@ def flash_mla_with_kvcache(
             raise ValueError(f"block_table must be int32 [b={b}, max_blocks]; got {list(block_table.shape)}")
         most = min(block_table.shape[1] * k_cache.shape[1], attention.MAX_SLOTS)
         with named(topk_length="cache_seqlens"):
-            plan = _plan_for(tile_scheduler_metadata, num_splits, config, q.device, most, cache_seqlens)
+            plan = _plan_for(tile_scheduler_metadata, num_splits, config, rows, q.device, most, cache_seqlens)
         result, lse = _dense(q, k_cache, block_table, cache_seqlens, softmax_scale, causal, plan, batch_invariant, out)
     else:
         if causal:
             raise ValueError("causal must be False with indices, which say themselves what a token sees; got True")
         lengths = _per_token(topk_length, "topk_length", b, s_q)
         extra_lengths = _per_token(extra_topk_length, "extra_topk_length", b, s_q)
-        plan = _plan_for(tile_scheduler_metadata, num_splits, config, q.device, slots.shape[1], lengths, extra_lengths)
+        most = slots.shape[1]
+        plan = _plan_for(tile_scheduler_metadata, num_splits, config, rows, q.device, most, lengths, extra_lengths)
         # tokens of one request, or with requests next to each other, are a view of out; others are copied there
         flat_out = None if out is None else out.squeeze(1) if s_q == 1 else out.flatten(0, 1)
         with named(**DECODE_NAMES):
@@ -573,6 +580,7 @@ def _plan_for(
     metadata: FlashMLASchedMeta | Tensor,
     num_splits: Tensor | None,
     config: FlashMLASchedMeta.Config,
+    rows: CacheFormat,
     device: torch.device,
     slots: int,
     lengths: Tensor | None,
@@ -598,6 +606,7 @@ def _plan_for(
             slots,
             topk_length=lengths,
             num_heads=config.s_q * config.h_q // config.h_k if dense else config.h_q,
+            cache_format=rows.name,
             extra_topk=config.extra_topk or 0,
             extra_topk_length=extra_lengths,
             batch_invariant=config.enable_batch_invariant,
