@@ -136,6 +136,7 @@ class SparseMLAV4Attention(DeepseekV4FlashMLAAttention):
                 extra_topk_length=second.get("extra_topk_length"),
                 batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
                 num_heads=q.shape[1],
+                cache_format=FORMAT,
             )
         if second:
             second.update(extra_cache=self.kv_cache, extra_cache_format=FORMAT)
