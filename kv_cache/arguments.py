@@ -1,6 +1,13 @@
 """What is checked of an argument before it is used."""
 
 
+def require_a(kind: type, **arguments: object) -> None:
+    """For classes of this package."""
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be a kv_cache.{kind.__name__}; got {type(value).__name__}")
+
+
 def require_count(name: str, value: object, at_least: int = 0) -> None:
     """For ints that have a smallest value."""
     if isinstance(value, bool) or not isinstance(value, int):

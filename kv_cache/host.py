@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kv_cache.arguments import require_a, require_count
 from kv_cache.blocks import Evicted
 from kv_cache.storage import Storage
 
@@ -22,13 +23,13 @@ class HostTier:
 
     Args:
         storage: what blocks are saved from and loaded into.
-        capacity: bytes that may be used, at least those of one block.
+        host_bytes: that may be used, at least those of one block.
     """
 
-    def __init__(self, storage: Storage, capacity: int):
-        self.blocks = storage.layout.blocks_in(capacity)
-        if not self.blocks:
-            raise ValueError(f"capacity must be {storage.layout.block_bytes} bytes, a block, or more; got {capacity}")
+    def __init__(self, storage: Storage, host_bytes: int):
+        require_a(Storage, storage=storage)
+        require_count("host_bytes", host_bytes, at_least=storage.layout.block_bytes)
+        self.blocks = storage.layout.blocks_in(host_bytes)
         self._storage = storage
         self._parts = [
             torch.empty(self.blocks, part.shape[0], part.shape[2], dtype=part.dtype) for part in storage.parts

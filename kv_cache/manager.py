@@ -4,7 +4,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kv_cache.arguments import require_count
+from kv_cache.arguments import require_a, require_count
 from kv_cache.blocks import BlockPool, OutOfBlocks
 from kv_cache.host import HostTier
 from kv_cache.sequence import NAME_BYTES, Sequence, root_name
@@ -69,6 +69,10 @@ class CacheManager:
         require_count("blocks", blocks, at_least=1)
         require_count("block_size", block_size, at_least=1)
         require_count("host_bytes", host_bytes)
+        if storage is not None:
+            require_a(Storage, storage=storage)
+        if isinstance(watermark, bool) or not isinstance(watermark, (int, float)):
+            raise TypeError(f"watermark must be a number; got {type(watermark).__name__}")
         if not 0 <= watermark < 1:
             raise ValueError(f"watermark must be at least 0 and less than 1; got {watermark}")
         if storage is not None and (storage.blocks, storage.layout.block_size) != (blocks, block_size):
@@ -253,7 +257,6 @@ class CacheManager:
         require_count("count", count, at_least=1)
 
     def _require_mine(self, sequence: Sequence) -> None:
-        if not isinstance(sequence, Sequence):
-            raise TypeError(f"sequence must be a kv_cache.Sequence; got {type(sequence).__name__}")
+        require_a(Sequence, sequence=sequence)
         if sequence.manager is not self:
             raise ValueError("sequence must be this manager's; it is another one's")

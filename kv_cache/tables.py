@@ -26,6 +26,8 @@ def slot_mapping(sequences: Many[Sequence], counts: Many[int]) -> Tensor:
 
     There has to be room for them: call `admit` or `allocate` before, and `commit` after.
     """
+    if len(counts) != len(sequences):
+        raise ValueError(f"counts must be {len(sequences)} numbers, one a sequence; got {len(counts)}")
     slots = array("q")
     for sequence, count in zip(sequences, counts, strict=True):
         size, blocks = sequence.block_size, sequence.blocks

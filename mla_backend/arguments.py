@@ -60,6 +60,9 @@ def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
             raise TypeError(str(error)) from None
         raise
     except RuntimeError as error:
+        for argument, given in zip(op._schema.arguments, arguments, strict=False):
+            if isinstance(given, Tensor) and given.layout != torch.strided:
+                raise TypeError(f"{argument.name} must be a dense tensor; got one of {given.layout}") from None
         wrong = _WRONG_TYPE.search(str(error))
         if wrong is None:
             raise

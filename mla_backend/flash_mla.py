@@ -601,17 +601,18 @@ def _plan_for(
     if num_splits is not None:
         raise ValueError("num_splits must be None with a FlashMLASchedMeta; got a tensor")
     if not metadata.have_initialized:
-        return attention.plan(
-            tokens,
-            slots,
-            topk_length=lengths,
-            num_heads=config.s_q * config.h_q // config.h_k if dense else config.h_q,
-            cache_format=rows.name,
-            extra_topk=config.extra_topk or 0,
-            extra_topk_length=extra_lengths,
-            batch_invariant=config.enable_batch_invariant,
-            device=device,
-        )
+        with named(batch_invariant="enable_batch_invariant"):
+            return attention.plan(
+                tokens,
+                slots,
+                topk_length=lengths,
+                num_heads=config.s_q * config.h_q // config.h_k if dense else config.h_q,
+                cache_format=rows.name,
+                extra_topk=config.extra_topk or 0,
+                extra_topk_length=extra_lengths,
+                batch_invariant=config.enable_batch_invariant,
+                device=device,
+            )
     if metadata.config != config:
         changed = [
             f"{name} was {was}, is {now}"

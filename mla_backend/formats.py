@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_backend import library
-from mla_backend.arguments import require_count, require_tensors
+from mla_backend.arguments import described, require_count, require_tensors
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,20 @@ class CacheFormat:
 
     def page_bytes(self, block_size: int) -> int:
         """Bytes from one page of a new cache to the next."""
+        require_count("block_size", block_size, at_least=1)
         return -(-block_size * self.token_bytes // self.page_alignment) * self.page_alignment
 
     def new_cache(self, blocks: int, block_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """A cache of zeros, `[blocks, block_size, width]`."""
         require_count("blocks", blocks)
-        require_count("block_size", block_size, at_least=1)
         memory = torch.zeros(blocks * self.page_bytes(block_size), dtype=torch.uint8, device=device)
         return self.in_memory(memory, block_size)
 
     def in_memory(self, memory: torch.Tensor, block_size: int) -> torch.Tensor:
         """A cache of as many blocks as memory, uint8 `[bytes]`, has room for."""
+        require_tensors(memory=memory)
+        if memory.dtype != torch.uint8 or memory.dim() != 1:
+            raise ValueError(f"memory must be uint8 [bytes]; got {described(memory)}")
         page = self.page_bytes(block_size)
         blocks = len(memory) // page
         pages = memory[: blocks * page].view(blocks, page).view(self.dtype)
@@ -126,6 +129,6 @@ def format_number(name: str | None, argument: str) -> int:
     """A format as the ops name it; -1 for None."""
     if name is None:
         return -1
-    if name not in _NUMBERS:
+    if not isinstance(name, str) or name not in _NUMBERS:
         raise ValueError(f"{argument} must be None or one of {', '.join(FORMATS)}; got {name!r}")
     return _NUMBERS[name]

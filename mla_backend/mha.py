@@ -216,7 +216,9 @@ _compute_untraced = torch.compiler.disable(_compute)
 
 def _unpacked(name: str, packed: Tensor, widths: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The parts of a packed tensor, whose last is 128 wide."""
-    require_count("head_dim_qk", widths[0], at_least=1)
+    require_count("head_dim_qk", widths[0])
+    if widths[0] not in (192, 128):
+        raise ValueError(f"head_dim_qk must be 192 or 128; got {widths[0]}")
     width = sum(widths) + 128
     if packed.dim() != 3 or packed.shape[2] != width or packed.dtype != dtype:
         raise ValueError(f"{name} must be {dtype_name(dtype)} [tokens, heads, {width}]; got {described(packed)}")

@@ -118,13 +118,17 @@ def _flat(q: Tensor, kv: Tensor, indices: Tensor, causal: bool) -> tuple[Tensor,
         raise ValueError(f"q must be bfloat16 [B, S, H, width] or [S, H, width]; got {list(q.shape)}")
     batch = q.shape[:-3]
     if kv.dim() != q.dim() or kv.shape[:-3] != batch or kv.shape[-2] != 1:
-        raise ValueError(f"kv must be bfloat16 {[*batch, 'S_kv', 1, 'width']}; got {list(kv.shape)}")
+        raise ValueError(f"kv must be bfloat16 {_shape(*batch, 'S_kv', 1, 'width')}; got {list(kv.shape)}")
     if indices.dim() != q.dim() or indices.shape[:-1] != (*q.shape[:-2], 1):
-        raise ValueError(f"indices must be int32 {[*q.shape[:-2], 1, 'topk']}; got {list(indices.shape)}")
+        raise ValueError(f"indices must be int32 {_shape(*q.shape[:-2], 1, 'topk')}; got {list(indices.shape)}")
     lists = indices.squeeze(-2)
     if batch:
         lists = _in_batch(lists, kv.shape[1], causal)
     return kv.flatten(0, -2), lists, q.flatten(0, -3)
+
+
+def _shape(*sizes: int | str) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
 
 
 def _in_batch(lists: Tensor, length: int, causal: bool) -> Tensor:

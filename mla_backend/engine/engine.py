@@ -430,6 +430,8 @@ def _require_memory(device: torch.device, layout: Layout, memory: int | None, ho
         if memory > there_is:
             raise ValueError(f"memory must be at most the {there_is} bytes of {device}; got {memory}")
     require_count("host_memory", host_memory)
+    if 0 < host_memory < layout.block_bytes:
+        raise ValueError(f"host_memory must be {layout.block_bytes} bytes, a block, or more; got {host_memory}")
     if host_memory > there_is_on_host:
         raise ValueError(f"host_memory must be at most the machine's {there_is_on_host} bytes; got {host_memory}")
 

@@ -56,9 +56,8 @@ ENGINE = {
     "tokens_a_step": "--tokens-a-step",
     "chunk": "--chunk",
     "host_memory": "--host-memory",
-    "capacity": "--host-memory",
 }
-"""The arguments of Engine, and of its parts, as options."""
+"""The arguments of Engine as options."""
 
 
 def size(text: str) -> int:

@@ -182,7 +182,7 @@ def test_the_end_of_an_answer_is_what_the_checkpoint_says(tmp_path):
         (dict(block_size=0), "block_size must be 1 or more; got 0"),
         (dict(cuda_graphs=True), "cuda_graphs must be False on cpu; got True"),
         (dict(tokens_a_step=128), "tokens_a_step must be more than the 128 of most_running"),
-        (dict(host_memory=1), "capacity must be 25216 bytes, a block, or more; got 1"),
+        (dict(host_memory=1), "host_memory must be 25216 bytes, a block, or more; got 1"),
     ],
 )
 def test_wrong_options_are_named(folder, options, error):

@@ -135,7 +135,7 @@ def test_host_memory_is_off_unless_asked_for():
 
 
 def test_too_little_host_memory_is_named():
-    with pytest.raises(ValueError, match="capacity must be 9456 bytes, a block, or more; got 100"):
+    with pytest.raises(ValueError, match="host_bytes must be 9456 or more; got 100"):
         HostTier(kv_cache.Storage(LAYOUT, 1), 100)
 
 

@@ -261,6 +261,8 @@ def foreign():
         (lambda: CacheManager(0, 1), ValueError, "blocks must be 1 or more; got 0"),
         (lambda: CacheManager(1, 0), ValueError, "block_size must be 1 or more; got 0"),
         (lambda: CacheManager(1, 1, watermark=1), ValueError, "watermark must be at least 0 and less than 1; got 1"),
+        (lambda: CacheManager(1, 1, watermark="1"), TypeError, "watermark must be a number; got str"),
+        (lambda: CacheManager(1, 1, storage=1), TypeError, "storage must be a kv_cache.Storage; got int"),
         (lambda: CacheManager(1, 1, host_bytes=-1), ValueError, "host_bytes must be 0 or more"),
         (lambda: CacheManager(1, 1, host_bytes=9), ValueError, "storage must be given with host_bytes"),
         (
@@ -290,6 +292,7 @@ def foreign():
         (lambda: call("allocate", foreign()), ValueError, "sequence must be this manager's"),
         (lambda: held()[0].release(7), TypeError, "sequence must be a kv_cache.Sequence; got int"),
         (lambda: kv_cache.slot_mapping([held()[1]], [2]), ValueError, "counts must have room: 0 to 1 tokens; got 2"),
+        (lambda: kv_cache.slot_mapping([held()[1]], [1, 1]), ValueError, "counts must be 1 numbers, one a sequence"),
     ],
 )
 def test_wrong_calls_are_refused(call, kind, text):
