@@ -42,8 +42,8 @@ def sparse_attention(
         q: bf16 (fp16 with a cache of that) `[T, H, head_dim]`; head_dim is 576, or 512 for rows without rope of their
             own. 576 also as the pair `(q_nope [T, H, 512], q_rope [T, H, 64])`. H is 1 to 256. Any strides whose last
             is 1.
-        cache: `[blocks, block_size, width]` of a format in `FORMATS`; a dimension of 1 before the last is accepted.
-            Blocks and rows may be strided.
+        cache: `[blocks, block_size, width]` of a format in `FORMATS`, or staged rows; a dimension of 1 before the last
+            is accepted. Blocks and rows may be strided.
         indices: int32 `[T, topk]`, physical slots (block * block_size + offset) in any order. A slot below 0 or past
             the end of the cache is skipped; a slot that is listed twice counts twice.
         scale: what scores are multiplied with before the softmax; a finite number.
@@ -204,7 +204,7 @@ def plan(
         batch_invariant: never cut a token's list, so that its bits don't depend on its neighbours.
         num_heads: query heads; on a GPU the fewer there are, the more workers share the tokens.
         cache_format: of the rows that are read. A plan suits all of them, but with more than 16 heads a GPU has other
-            kernels for `fp8_ds_mla`, the default.
+            kernels for `fp8_ds_mla`, the default. Staged rows have no name: leave it out.
         workers: rows of the table; by default what keeps the device busy. On a CPU that is twice as many as torch has
             threads, which take them in turn.
         device: where the table is made; by default where the lengths are.
