@@ -5,6 +5,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from plans import FEW_AND_MANY
+
+
+@pytest.fixture(params=FEW_AND_MANY)
+def shape(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return request.param
+
+
+@pytest.fixture
+def cpu_kernel() -> None:
+    """For the CPU's tests, which run once for each of its kernels; here they run once."""
+
 
 @pytest.fixture(scope="session")
 def device() -> Iterator[str]:

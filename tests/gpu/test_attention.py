@@ -1,4 +1,5 @@
-"""The contract of sparse_attention on a GPU, against the oracle. The CPU's tests beside these have the same names."""
+"""The contract of sparse_attention on a GPU, against the oracle: the CPU's tests with the `device` of this folder, and
+what only a GPU has."""
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import mla_backend
 from gpu_checks import check, chosen_kernel
 from mla_backend import flash_mla, library, reference
 from mla_backend.attention import workspace_floats
-from plans import CUT_FOR_CLUSTERS, UNCUT_TOKENS
+from plans import CUT_FOR_CLUSTERS, FEW_AND_MANY, UNCUT_TOKENS
 from problems import (
     BASIC,
     CUDA_KERNEL,
@@ -26,13 +27,21 @@ from problems import (
     score_error,
     write_part,
 )
+from tests.ops.test_attention import (
+    test_a_cache_at_an_odd_address,
+    test_a_sink_scales_the_output_and_leaves_lse,
+    test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch,
+    test_every_e4m3_code_is_decoded_as_torch_decodes_it,
+    test_every_scale_byte_is_a_power_of_two,
+    test_lists_of_very_unequal_length,
+    test_rows_that_no_index_names_may_hold_nan,
+    test_slots_outside_the_cache_are_skipped,
+    test_strided_inputs_and_outputs,
+)
 
 pytestmark = pytest.mark.gpu
-QUANTISED = tuple(name for name in FORMATS if mla_backend.FORMATS[name].quantised)
 HEADS = [*range(1, 20), 31, 32, 33, 48, 63, 64, 65, 100, 127, 128, 129, 256]
 PAIRS = [(fmt, extra) for fmt in FORMATS for extra in PARTNERS[fmt]]
-FEW_AND_MANY = [(2, 20), (UNCUT_TOKENS, 8), (UNCUT_TOKENS, 32), (UNCUT_TOKENS, 64)]
-"""Tokens and heads: one for each kernel that a Hopper GPU has."""
 
 
 def formats_with(values, fewer):
@@ -122,13 +131,6 @@ def test_pages_at_any_distance(fmt, gap, tokens, heads):
     check(random_problem(fmt, tokens=tokens, heads=heads, topk=80, blocks=50, block_size=3, gap=gap).poisoned())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_a_cache_at_an_odd_address(fmt):
-    problem = random_problem(fmt, tokens=2, heads=20, topk=150)
-    shifted = torch.empty(problem.cache.numel() + 1, dtype=problem.cache.dtype)[1:].view(problem.cache.shape)
-    check(problem.but(cache=shifted.copy_(problem.cache)))
-
-
 @pytest.mark.parametrize(("fmt", "extra_fmt"), PAIRS)
 @pytest.mark.parametrize(("tokens", "heads"), FEW_AND_MANY)
 def test_two_caches_of_any_formats_that_go_together(fmt, extra_fmt, tokens, heads):
@@ -139,26 +141,6 @@ def test_two_caches_of_any_formats_that_go_together(fmt, extra_fmt, tokens, head
     check(problem.poisoned())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("tokens", "heads"), FEW_AND_MANY)
-def test_rows_that_no_index_names_may_hold_nan(fmt, tokens, heads):
-    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=60, blocks=300)
-    problem.topk_length = torch.randint(0, 61, (tokens,), dtype=torch.int32)
-    check(problem.poisoned())
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize(("tokens", "heads"), FEW_AND_MANY)
-def test_sinks_of_any_size(fmt, tokens, heads):
-    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=150)
-    without = problem.to("cuda").solve()
-    problem.sink = torch.randn(heads) * 3
-    problem.sink[:4] = torch.tensor([torch.inf, -torch.inf, 0.0, 5.0])
-    check(problem)
-    out, lse, _ = problem.to("cuda").solve()
-    assert (out[:, 0] == 0).all() and torch.equal(out[:, 1], without[0][:, 1]) and torch.equal(lse, without[1])
-
-
 @pytest.mark.parametrize("cache_scale", [-0.0007, 30.0])
 @pytest.mark.parametrize(("tokens", "heads"), FEW_AND_MANY)
 def test_the_scale_of_a_whole_cache(cache_scale, tokens, heads):
@@ -166,46 +148,6 @@ def test_the_scale_of_a_whole_cache(cache_scale, tokens, heads):
     grown = abs(cache_scale) / problem.cache_scale
     problem.q = (problem.q / grown).bfloat16()
     check(problem.but(cache_scale=cache_scale), 0.1 * grown)
-
-
-@pytest.mark.parametrize("fmt", QUANTISED)
-@pytest.mark.parametrize(("tokens", "heads"), FEW_AND_MANY)
-def test_every_e4m3_code_is_decoded_as_torch_decodes_it(fmt, tokens, heads):
-    # one slot a token: the weight is 1, so out shows the row itself, and bf16 holds every e4m3 number
-    form, every_byte = mla_backend.FORMATS[fmt], torch.arange(256, dtype=torch.uint8)
-    numbers = every_byte.view(torch.float8_e4m3fn).float()
-    cache = form.new_cache(2, 1)
-    for slot in range(2):
-        if form.scale == "ue8m0":
-            write_part(cache, fmt, slot, "scales", torch.full((form.latent // form.group,), 127))
-        elif form.scale == "fp32":
-            write_part(cache, fmt, slot, "scales", torch.ones(4).view(torch.uint8))
-    write_part(cache, fmt, 0, "latent", torch.where(numbers.isnan(), 0, every_byte).repeat(2)[: form.latent])
-    write_part(cache, fmt, 1, "latent", torch.tensor([0x7F]))
-    indices = torch.tensor([[0], [1]], dtype=torch.int32).repeat(tokens // 2, 1)
-    q = torch.zeros(tokens, heads, form.head_dim).bfloat16()
-    out, _ = mla_backend.sparse_attention(q.cuda(), copy_with_gaps(cache, "cuda"), indices.cuda(), scale=1.0)
-    want = numbers.nan_to_num(0.0).repeat(2)[: form.latent].expand(tokens // 2, heads, form.latent)
-    assert torch.equal(out[::2, :, : form.latent].float().cpu(), want)
-    assert out[1::2].isnan().any(-1).all(), "0x7f is NaN"
-
-
-@pytest.mark.parametrize("fmt", ["fp8_model1", "fp8_528"])
-@pytest.mark.parametrize("heads", [1, 16, 17, 64])
-def test_every_scale_byte_is_a_power_of_two(fmt, heads):
-    form = mla_backend.FORMATS[fmt]
-    groups = form.latent // form.group
-    cache = form.new_cache(256, 1)
-    for byte in range(256):
-        write_part(cache, fmt, byte, "latent", torch.full((form.latent,), 0xB8))  # -1
-        write_part(cache, fmt, byte, "scales", (torch.arange(groups) + byte).clamp(max=254).to(torch.uint8))
-    q, indices = torch.zeros(256, heads, 512).bfloat16(), torch.arange(256, dtype=torch.int32).view(256, 1)
-    got, _ = mla_backend.sparse_attention(q.cuda(), copy_with_gaps(cache, "cuda"), indices.cuda(), scale=1.0)
-    out = got[..., : form.latent].double().cpu()
-    bytes_ = (torch.arange(256).unsqueeze(1) + torch.arange(groups)).clamp(max=254)
-    want = -torch.exp2(bytes_.double() - 127).repeat_interleave(form.group, 1).unsqueeze(1).expand_as(out)
-    small = want > -(2.0**-126)  # subnormal numbers may count as zeros
-    assert torch.equal(out[~small], want[~small]) and (out[small] <= 0).all() and (out[small] >= want[small]).all()
 
 
 @pytest.mark.parametrize("fmt", ["fp8_model1", "fp8_528"])
@@ -374,50 +316,6 @@ def test_batch_invariant_mode_of_lists_without_holes(fmt, heads):
     assert all(torch.equal(a[7:9], b) for a, b in zip(together, alone, strict=True))
 
 
-@pytest.mark.parametrize("bad", [-1, -(2**31), 8 * 16, 2**31 - 1])
-def test_slots_outside_the_cache_are_skipped(bad):
-    problem = random_problem(tokens=2, heads=3, topk=40)
-    problem.indices = torch.randint(0, 8 * 16, (2, 40), dtype=torch.int32)
-    mixed = torch.full((2, 80), bad, dtype=torch.int32)
-    mixed[:, ::2] = problem.indices
-    got = problem.but(indices=mixed).to("cuda").solve()
-    assert_accurate(got, problem.oracle(), score_error=score_error(problem.cache))
-
-
-@pytest.mark.parametrize("fmt", BASIC)
-def test_lists_of_very_unequal_length(fmt):
-    problem = random_problem(fmt, tokens=40, heads=3, topk=900, blocks=100)
-    problem.topk_length = torch.zeros(40, dtype=torch.int32)
-    problem.topk_length[[3, 17, 18, 39]] = torch.tensor([900, 1, 899, 500], dtype=torch.int32)
-    check(problem)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("gap", [32, 33])
-def test_strided_inputs_and_outputs(fmt, gap):
-    problem = random_problem(fmt, tokens=3, heads=5, topk=33).to("cuda")
-    want = problem.to("cpu").oracle()
-    form = mla_backend.FORMATS[fmt]
-    q = problem.q.transpose(0, 1).contiguous().transpose(0, 1)
-    if fmt in WITH_ROPE:
-        wide = torch.randn(3, 5, 64 + gap, device="cuda").to(form.number)
-        wide[..., gap - 21 : gap + 43] = problem.q[..., 512:]
-        q = q[..., :512], wide[..., gap - 21 : gap + 43]
-    blocks, block_size, width = problem.cache.shape
-    row_gap = 0 if form.scales_at == "end_of_page" else gap
-    shape = blocks, block_size + 2, width + row_gap
-    gaps = torch.full(shape, 255, dtype=torch.uint8, device="cuda").to(form.dtype)
-    gaps[:, :block_size, :width] = problem.cache
-    indices = torch.full((3, 50), 10**6, dtype=torch.int32, device="cuda")
-    indices[:, :33] = problem.indices
-    whole = torch.full((5, 3, 568 + gap), torch.nan, device="cuda").to(form.number).transpose(0, 1)
-    lse = torch.full((5, 3), torch.nan, device="cuda").t()
-    got = problem.but(q=q, cache=gaps[:, :block_size, :width], indices=indices[:, :33])
-    results = got.solve(out=whole[..., gap : gap + 512], lse=lse)
-    assert_accurate(results, want, score_error=score_error(problem.cache))
-    assert whole[..., :gap].isnan().all() and whole[..., gap + 512 :].isnan().all()
-
-
 @pytest.mark.parametrize("fmt", FORMATS)
 @given(data=st.data())
 def test_split_and_unsplit_agree(fmt, data):
@@ -429,19 +327,6 @@ def test_split_and_unsplit_agree(fmt, data):
     for workers in (1, 2, 7, 264):
         plan = mla_backend.plan(tokens, topk, extra_topk=extra, workers=workers, device="cuda", **lengths)
         assert_accurate(problem.solve(plan=plan), want, score_error=score_error(problem.cache))
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("heads", [3, 16, 24, 128])
-def test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch(fmt, heads):
-    problem = random_problem(fmt, tokens=9, heads=heads, topk=400, blocks=40).to("cuda")
-    problem.topk_length = torch.tensor([400, 1, 399, 0, 130, 400, 64, 300, 5], dtype=torch.int32, device="cuda")
-    together = problem.solve(batch_invariant=True)
-    for begin, end in ((0, 1), (1, 3), (3, 9), (4, 5)):
-        alone = problem.but(
-            q=problem.q[begin:end], indices=problem.indices[begin:end], topk_length=problem.topk_length[begin:end]
-        ).solve(batch_invariant=True)
-        assert all(torch.equal(a[begin:end], b) for a, b in zip(together, alone, strict=True))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -6,6 +6,12 @@ import pytest
 import torch
 
 
+@pytest.fixture
+def shape() -> tuple[int, int]:
+    """Tokens and heads of tests that on a GPU have one for each of its kernels."""
+    return 2, 20
+
+
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
     """The kernels run on several threads, and plans for a CPU have several workers, however many cores there are."""

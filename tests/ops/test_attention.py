@@ -1,4 +1,4 @@
-"""The contract of sparse_attention, as properties, against the oracle."""
+"""The contract of sparse_attention, as properties, against the oracle. tests/gpu runs those with a `device` again."""
 
 import pytest
 import torch
@@ -13,9 +13,11 @@ from problems import (
     PARTNERS,
     WITH_ROPE,
     assert_accurate,
+    copy_with_gaps,
     problems,
     random_cache,
     random_problem,
+    score_error,
     write_part,
 )
 
@@ -75,10 +77,11 @@ def test_the_largest_queries_that_the_contract_names(cpu_kernel, fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_rows_that_no_index_names_may_hold_nan(cpu_kernel, fmt):
-    problem = random_problem(fmt, tokens=3, heads=5, topk=60)
-    problem.topk_length = torch.tensor([0, 30, 60], dtype=torch.int32)
-    assert_accurate(problem.poisoned().solve(), problem.oracle())
+def test_rows_that_no_index_names_may_hold_nan(device, cpu_kernel, fmt, shape):
+    tokens, heads = shape
+    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=60, blocks=300)
+    problem.topk_length = torch.randint(0, 61, (tokens,), dtype=torch.int32)
+    problem.poisoned().check(device=device)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +99,10 @@ def test_named_nan_reaches_only_the_tokens_that_name_it(cpu_kernel, fmt, part):
 
 
 @pytest.mark.parametrize("fmt", QUANTISED)
-def test_every_e4m3_code_is_decoded_as_torch_decodes_it(cpu_kernel, fmt):
+def test_every_e4m3_code_is_decoded_as_torch_decodes_it(device, cpu_kernel, fmt, shape):
     # One slot a token: the weight is 1, so out shows the row itself, and bf16 holds every e4m3 number.
-    form, every_byte = mla_backend.FORMATS[fmt], torch.arange(256, dtype=torch.uint8)
+    (tokens, heads), form = shape, mla_backend.FORMATS[fmt]
+    every_byte = torch.arange(256, dtype=torch.uint8)
     numbers = every_byte.view(torch.float8_e4m3fn).float()
     cache = form.new_cache(2, 1)
     for slot in range(2):
@@ -109,25 +113,29 @@ def test_every_e4m3_code_is_decoded_as_torch_decodes_it(cpu_kernel, fmt):
     write_part(cache, fmt, 0, "latent", torch.where(numbers.isnan(), 0, every_byte).repeat(2)[: form.latent])
     write_part(cache, fmt, 1, "latent", torch.tensor([0x7F]))
 
-    q, indices = torch.zeros(2, 1, form.head_dim).bfloat16(), torch.tensor([[0], [1]], dtype=torch.int32)
-    out, _ = mla_backend.sparse_attention(q, cache, indices, scale=1.0)
-    assert torch.equal(out[0, 0, : form.latent].float(), numbers.nan_to_num(0.0).repeat(2)[: form.latent])
-    assert out[1].isnan().any(), "0x7f is NaN"
+    q = torch.zeros(tokens, heads, form.head_dim).bfloat16()
+    indices = torch.tensor([[0], [1]], dtype=torch.int32).repeat(tokens // 2, 1)
+    out, _ = mla_backend.sparse_attention(q.to(device), copy_with_gaps(cache, device), indices.to(device), scale=1.0)
+    want = numbers.nan_to_num(0.0).repeat(2)[: form.latent].expand(tokens // 2, heads, form.latent)
+    assert torch.equal(out[::2, :, : form.latent].float().cpu(), want)
+    assert out[1::2].isnan().any(-1).all(), "0x7f is NaN"
 
 
 @pytest.mark.parametrize("fmt", ["fp8_model1", "fp8_528"])
-def test_every_scale_byte_is_a_power_of_two(cpu_kernel, fmt):
+@pytest.mark.parametrize("heads", [1, 16, 17, 64])
+def test_every_scale_byte_is_a_power_of_two(device, cpu_kernel, fmt, heads):
     form = mla_backend.FORMATS[fmt]
     groups = form.latent // form.group
     cache = form.new_cache(256, 1)
     for byte in range(256):
         write_part(cache, fmt, byte, "latent", torch.full((form.latent,), 0xB8))  # -1
         write_part(cache, fmt, byte, "scales", (torch.arange(groups) + byte).clamp(max=254).to(torch.uint8))
-    q, indices = torch.zeros(256, 1, 512).bfloat16(), torch.arange(256, dtype=torch.int32).view(256, 1)
-    out = mla_backend.sparse_attention(q, cache, indices, scale=1.0)[0][:, 0, : form.latent].double()
+    q, indices = torch.zeros(256, heads, 512).bfloat16(), torch.arange(256, dtype=torch.int32).view(256, 1)
+    got, _ = mla_backend.sparse_attention(q.to(device), copy_with_gaps(cache, device), indices.to(device), scale=1.0)
+    out = got[..., : form.latent].double().cpu()
     bytes_ = (torch.arange(256).unsqueeze(1) + torch.arange(groups)).clamp(max=254)
-    want = -torch.exp2(bytes_.double() - 127).repeat_interleave(form.group, 1)
-    small = want > -(2.0**-126)  # subnormal numbers count as zeros where the CPU multiplies bf16
+    want = -torch.exp2(bytes_.double() - 127).repeat_interleave(form.group, 1).unsqueeze(1).expand_as(out)
+    small = want > -(2.0**-126)  # subnormal numbers may count as zeros, as where a CPU multiplies bf16
     assert torch.equal(out[~small], want[~small]) and (out[small] <= 0).all() and (out[small] >= want[small]).all()
 
 
@@ -195,12 +203,13 @@ def test_rows_of_unlike_size_in_one_tile(cpu_kernel, fmt):
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), 8 * 16, 2**31 - 1])
-def test_slots_outside_the_cache_are_skipped(cpu_kernel, bad):
+def test_slots_outside_the_cache_are_skipped(device, cpu_kernel, bad):
     problem = random_problem(tokens=2, heads=3, topk=40)
     problem.indices = torch.randint(0, 8 * 16, (2, 40), dtype=torch.int32)
     mixed = torch.full((2, 80), bad, dtype=torch.int32)
     mixed[:, ::2] = problem.indices
-    assert_accurate(problem.but(indices=mixed).solve(), problem.oracle())
+    got = problem.but(indices=mixed).to(device).solve()
+    assert_accurate(got, problem.oracle(), score_error=score_error(problem.cache, device))
 
 
 @pytest.mark.parametrize("empty", ["topk 0", "all invalid", "length 0", "no blocks", "negative length"])
@@ -225,44 +234,46 @@ def test_no_tokens_is_an_ordinary_input():
 
 
 @pytest.mark.parametrize("fmt", BASIC)
-def test_lists_of_very_unequal_length(cpu_kernel, fmt):
-    problem = random_problem(fmt, tokens=16, heads=3, topk=900, blocks=40)
-    problem.topk_length = torch.zeros(16, dtype=torch.int32)
-    problem.topk_length[[3, 7, 8, 15]] = torch.tensor([900, 1, 899, 500], dtype=torch.int32)
-    problem.check()
+def test_lists_of_very_unequal_length(device, cpu_kernel, fmt):
+    problem = random_problem(fmt, tokens=40, heads=3, topk=900, blocks=100)
+    problem.topk_length = torch.zeros(40, dtype=torch.int32)
+    problem.topk_length[[3, 17, 18, 39]] = torch.tensor([900, 1, 899, 500], dtype=torch.int32)
+    problem.check(device=device)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_strided_inputs_and_outputs(cpu_kernel, fmt):
-    problem = random_problem(fmt, tokens=3, heads=5, topk=33)
-    want = problem.oracle()
+@pytest.mark.parametrize("gap", [32, 33])
+def test_strided_inputs_and_outputs(device, cpu_kernel, fmt, gap):
+    problem = random_problem(fmt, tokens=3, heads=5, topk=33).to(device)
+    want = problem.to("cpu").oracle()
     form = mla_backend.FORMATS[fmt]
     # queries as vLLM has them, head-major: nope, and where there is rope that apart; transposed lse
     q = problem.q.transpose(0, 1).contiguous().transpose(0, 1)
     if fmt in WITH_ROPE:
-        wide = torch.randn(3, 5, 100).to(form.number)
-        wide[..., 11:75] = q[..., 512:]
-        q = q[..., :512], wide[..., 11:75]
+        wide = torch.randn(3, 5, 64 + gap, device=device).to(form.number)
+        wide[..., gap - 21 : gap + 43] = q[..., 512:]
+        q = q[..., :512], wide[..., gap - 21 : gap + 43]
     # caches with gaps, where the format allows any between the rows
     blocks, block_size, width = problem.cache.shape
-    row_gap = 0 if form.scales_at == "end_of_page" else 32
-    gaps = torch.full((blocks, block_size + 2, width + row_gap), 255, dtype=torch.uint8).to(form.dtype)
-    cache = gaps[:, :block_size, :width]
+    row_gap = 0 if form.scales_at == "end_of_page" else gap
+    shape = blocks, block_size + 2, width + row_gap
+    cache = torch.full(shape, 255, dtype=torch.uint8, device=device).to(form.dtype)[:, :block_size, :width]
     cache[:] = problem.cache
-    indices = torch.full((3, 50), 10**6, dtype=torch.int32)
+    indices = torch.full((3, 50), 10**6, dtype=torch.int32, device=device)
     indices[:, :33] = problem.indices
-    out = torch.full((5, 3, 600), torch.nan).to(form.number).transpose(0, 1)[..., 20:532]
-    lse = torch.full((5, 3), torch.nan).t()
-    got = problem.but(q=q, cache=cache, indices=indices[:, :33])
-    assert_accurate(got.solve(out=out, lse=lse), want)
+    whole = torch.full((5, 3, 568 + gap), torch.nan, device=device).to(form.number).transpose(0, 1)
+    lse = torch.full((5, 3), torch.nan, device=device).t()
+    strided = problem.but(q=q, cache=cache, indices=indices[:, :33])
+    got = strided.solve(out=whole[..., gap : gap + 512], lse=lse)
+    assert_accurate(got, want, score_error=score_error(cache, device))
+    assert whole[..., :gap].isnan().all() and whole[..., gap + 512 :].isnan().all()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_cache_at_an_odd_address(cpu_kernel, fmt):
-    problem = random_problem(fmt, tokens=2, heads=3, topk=33)
-    blocks, block_size, width = problem.cache.shape
-    shifted = torch.empty(problem.cache.numel() + 1, dtype=problem.cache.dtype)[1:].view(blocks, block_size, width)
-    problem.but(cache=shifted.copy_(problem.cache)).check()
+def test_a_cache_at_an_odd_address(device, cpu_kernel, fmt):
+    problem = random_problem(fmt, tokens=2, heads=20, topk=150)
+    shifted = torch.empty(problem.cache.numel() + 1, dtype=problem.cache.dtype)[1:].view(problem.cache.shape)
+    problem.but(cache=shifted.copy_(problem.cache)).check(device=device)
 
 
 def test_a_dimension_of_one_for_the_kv_head_is_accepted():
@@ -278,15 +289,15 @@ def test_an_fp8_cache_may_come_as_any_byte(dtype):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_a_sink_scales_the_output_and_leaves_lse(cpu_kernel, fmt):
-    problem = random_problem(fmt, heads=4)
-    without = problem.solve()
-    problem.sink = torch.tensor([torch.inf, -torch.inf, 0.0, 5.0])
-    problem.check()
-    with_sink = problem.solve()
-    assert (with_sink[0][:, 0] == 0).all()
-    assert torch.equal(with_sink[0][:, 1], without[0][:, 1])
-    assert torch.equal(with_sink[1], without[1])
+def test_a_sink_scales_the_output_and_leaves_lse(device, cpu_kernel, fmt, shape):
+    tokens, heads = shape
+    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=150)
+    without = problem.to(device).solve()
+    problem.sink = torch.randn(heads) * 3
+    problem.sink[:4] = torch.tensor([torch.inf, -torch.inf, 0.0, 5.0])
+    problem.check(device=device)
+    out, lse, _ = problem.to(device).solve()
+    assert (out[:, 0] == 0).all() and torch.equal(out[:, 1], without[0][:, 1]) and torch.equal(lse, without[1])
 
 
 @pytest.mark.parametrize("magnitude", [1e-3, 3.0])
@@ -322,11 +333,11 @@ def test_the_same_inputs_give_the_same_bits(cpu_kernel, fmt):
         assert all(torch.equal(a, b) for a, b in zip(first, problem.solve(), strict=True))
 
 
-@pytest.mark.parametrize("fmt", BASIC)
-@pytest.mark.parametrize("heads", [3, 16, 40, 128])
-def test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch(cpu_kernel, fmt, heads):
-    problem = random_problem(fmt, tokens=9, heads=heads, topk=400, blocks=40)
-    problem.topk_length = torch.tensor([400, 1, 399, 0, 130, 400, 64, 300, 5], dtype=torch.int32)
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("heads", [3, 16, 24, 128])
+def test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch(device, cpu_kernel, fmt, heads):
+    problem = random_problem(fmt, tokens=9, heads=heads, topk=400, blocks=40).to(device)
+    problem.topk_length = torch.tensor([400, 1, 399, 0, 130, 400, 64, 300, 5], dtype=torch.int32, device=device)
     together = problem.solve(batch_invariant=True)
     for begin, end in ((0, 1), (1, 3), (3, 9), (4, 5)):
         alone = problem.but(

@@ -2,19 +2,12 @@
 
 from contextlib import contextmanager
 
-import torch
-
 from mla_backend import library
-from problems import CUDA_KERNEL, assert_accurate, score_error
+from problems import CUDA_KERNEL, MAGNITUDE
 
 
-def check(problem, magnitude=0.1, **options):
-    """With and without largest scores, which other kernels find: their other results are the same, bit for bit."""
-    on_gpu = problem.to("cuda")
-    got = on_gpu.solve(**options)
-    assert_accurate(got, problem.oracle(), magnitude, score_error=score_error(problem.cache))
-    without = on_gpu.solve(**options, return_max_logits=False)
-    assert all(torch.equal(a, b) for a, b in zip(got, without, strict=False))
+def check(problem, magnitude=MAGNITUDE, **options):
+    problem.check(magnitude, "cuda", **options)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ CUT_FOR_CLUSTERS = [
 """Tokens and heads: on Hopper each token is cut into as many parts as a cluster has blocks."""
 UNCUT_TOKENS = 140
 """So many are not: with 33 heads and more, `many_heads` serves them."""
+FEW_AND_MANY = [(2, 20), (UNCUT_TOKENS, 8), (UNCUT_TOKENS, 32), (UNCUT_TOKENS, 64)]
+"""Tokens and heads: one for each kernel that a Hopper GPU has."""
 TOKEN_UNITS = 3
 """What a token costs a worker besides its tiles, in tiles, where there are fewer than two workers for each token."""
 
