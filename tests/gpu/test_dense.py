@@ -1,4 +1,5 @@
-"""The contract of dense_attention on a GPU, against the oracle. The CPU's tests beside these have the same names."""
+"""The contract of dense_attention on a GPU, against the oracle: the CPU's tests with the `device` of this folder, and
+what only a GPU has."""
 
 import pytest
 import torch
@@ -10,7 +11,16 @@ import mla_backend.flash_mla as flash_mla
 from dense_problems import DenseProblem, dense_problems, random_dense
 from gpu_checks import chosen_kernel
 from mla_backend.attention import workspace_floats
-from problems import BASIC, FORMATS, WITH_ROPE, all_bytes, assert_accurate, random_cache, score_error, write_part
+from problems import BASIC, FORMATS, all_bytes, assert_accurate, score_error
+from tests.ops.test_dense import (
+    same,
+    test_a_nan_reaches_only_its_request,
+    test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch,
+    test_blocks_outside_the_cache_are_skipped,
+    test_every_block_size,
+    test_every_number_of_queries_and_heads,
+    test_strided_inputs_and_outputs,
+)
 
 pytestmark = pytest.mark.gpu
 HEADS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 100, 128]
@@ -19,12 +29,7 @@ BATCHES = [(700, 64, 130), tuple(range(1, 41)), tuple(range(120, 160))]
 
 
 def check(problem: DenseProblem, **options) -> None:
-    there = problem.to("cuda")  # where the oracle is fast, too
-    assert_accurate(there.solve(**options), there.oracle(), score_error=score_error(problem.cache))
-
-
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    problem.check("cuda", **options)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -41,26 +46,11 @@ def test_every_head_count(fmt, heads):
         check(random_dense(fmt, lengths, 2, heads, 64).poisoned())
 
 
-@pytest.mark.parametrize("fmt", BASIC)
-@pytest.mark.parametrize("queries", range(1, 9))
-@pytest.mark.parametrize("heads", [1, 8, 16, 20, 64, 128])
-def test_every_number_of_queries_and_heads(fmt, queries, heads):
-    for causal in (True, False):
-        check(random_dense(fmt, (190, 131, 3), queries, heads, 64, causal=causal).poisoned())
-
-
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt not in BASIC])
 @pytest.mark.parametrize("heads", [16, 64])
 def test_causal_queries_of_other_formats(fmt, heads):
     check(random_dense(fmt, (190, 129, 3), 4, heads, 64).poisoned())
     check(random_dense(fmt, tuple(range(30, 70)), 4, heads, 64).poisoned())
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("block_size", [1, 2, 61, 64, 69, 256])
-def test_every_block_size(fmt, block_size):
-    for heads in (5, 70):
-        check(random_dense(fmt, (300, 129, 5), 2, heads, block_size).poisoned())
 
 
 @pytest.mark.parametrize("fmt", BASIC)
@@ -106,46 +96,6 @@ def test_every_kernel(kernel, heads):
     with chosen_kernel(kernel):
         for fmt in FORMATS:
             check(random_dense(fmt, (1300, 129, 30), 3, heads, 64).poisoned())
-
-
-@pytest.mark.parametrize("bad", [-1, -(2**31), 8, 2**31 - 1])
-@pytest.mark.parametrize("heads", [3, 64])
-def test_blocks_outside_the_cache_are_skipped(bad, heads):
-    for fmt in BASIC:
-        problem = random_dense(fmt, (90,), 4, heads)
-        problem.cache = random_cache(fmt, 8, 16)
-        problem.block_table = torch.tensor([[3, bad, 5, 1, bad, bad]], dtype=torch.int32)
-        check(problem.poisoned())
-
-
-@pytest.mark.parametrize("heads", [8, 64])
-def test_a_nan_reaches_only_its_request(heads):
-    for lengths in ((100, 100), (100,) * 40):
-        problem = random_dense("bf16", lengths, 3, heads)
-        write_part(problem.cache, "bf16", int(problem.slots(0)[40]), "latent", torch.full((2,), 0xFF))
-        out, lse = problem.to("cuda").solve()
-        assert out[0].isnan().any(-1).all() and lse[0].isnan().all()
-        want = [x[1:] for x in problem.oracle()]
-        assert_accurate((out[1:], lse[1:]), want)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("gap", [32, 33])
-def test_strided_inputs_and_outputs(fmt, gap):
-    form = mla_backend.FORMATS[fmt]
-    for heads in (5, 64):
-        problem = random_dense(fmt, (150, 33, 7), 2, heads).to("cuda")
-        want = problem.oracle()
-        q = problem.q.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)
-        if fmt in WITH_ROPE:
-            wide = torch.randn(3, 2, heads, 64 + gap, device="cuda").to(form.number)
-            wide[..., gap - 21 : gap + 43] = problem.q[..., 512:]
-            q = q[..., :512], wide[..., gap - 21 : gap + 43]
-        out = torch.full((heads, 2, 3, 568 + gap), torch.nan, device="cuda").to(form.number).permute(2, 1, 0, 3)
-        lse = torch.full((2, heads, 3), torch.nan, device="cuda").permute(2, 1, 0)
-        got = problem.but(q=q).solve(out=out[..., gap : gap + 512], lse=lse)
-        assert_accurate(got, want, score_error=score_error(problem.cache))
-        assert out[..., :gap].isnan().all() and out[..., gap + 512 :].isnan().all()
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -208,18 +158,6 @@ def test_a_stale_plan_harms_nothing_else(heads):
         problem.solve(plan=mla_backend.plan(3, slots, topk_length=lengths, num_heads=2 * heads, device="cuda"))
     problem.solve(plan=torch.full((3, 8), 7, dtype=torch.int32, device="cuda"))
     assert same(problem.solve(), want)
-
-
-@pytest.mark.parametrize("fmt", BASIC)
-@pytest.mark.parametrize("heads", [3, 16, 24, 128])
-def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(fmt, heads):
-    problem = random_dense(fmt, (400, 1, 399, 0, 130, 400, 64, 300, 5), 2, heads, 64).to("cuda")
-    together = problem.solve(batch_invariant=True)
-    for begin, end in ((0, 1), (1, 3), (3, 9), (4, 5)):
-        alone = problem.but(
-            q=problem.q[begin:end], block_table=problem.block_table[begin:end], lengths=problem.lengths[begin:end]
-        ).solve(batch_invariant=True)
-        assert same(alone, [x[begin:end] for x in together])
 
 
 @pytest.mark.parametrize("fmt", BASIC)

@@ -1,4 +1,4 @@
-"""The contract of dense_attention, as properties, against the oracle."""
+"""The contract of dense_attention, as properties, against the oracle. tests/gpu runs those with a `device` again."""
 
 import pytest
 import torch
@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 
 import mla_backend
 from dense_problems import DenseProblem, dense_problems, random_dense
-from problems import BASIC, FORMATS, WITH_ROPE, assert_accurate, random_cache, write_part
-
-BLOCK_SIZES = [1, 2, 61, 64, 69, 256]
+from problems import BASIC, FORMATS, WITH_ROPE, assert_accurate, random_cache, score_error, write_part
 
 
 def same(one, other):
@@ -22,19 +20,20 @@ def test_any_problem_agrees_with_the_oracle(cpu_kernel, problem, invariant):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_every_block_size(fmt, block_size):
+@pytest.mark.parametrize("block_size", [1, 2, 61, 64, 69, 256])
+@pytest.mark.parametrize("heads", [5, 70])
+def test_every_block_size(device, fmt, block_size, heads):
     for causal in (True, False):
-        problem = random_dense(fmt, (300, 129, 5), 2, 5, block_size, gap=8, causal=causal)
-        problem.poisoned().check()
+        problem = random_dense(fmt, (300, 129, 5), 2, heads, block_size, gap=16, causal=causal)
+        problem.poisoned().check(device)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("queries", range(1, 9))
-@pytest.mark.parametrize("heads", [1, 2, 7, 16, 17, 64])
-def test_every_number_of_queries_and_heads(queries, heads, causal):
+@pytest.mark.parametrize("heads", [1, 2, 8, 16, 17, 64, 128])
+def test_every_number_of_queries_and_heads(device, queries, heads, causal):
     for fmt in BASIC:
-        random_dense(fmt, (150, 131, 3), queries, heads, causal=causal).poisoned().check()
+        random_dense(fmt, (150, 131, 3), queries, heads, causal=causal).poisoned().check(device)
 
 
 @pytest.mark.parametrize("heads", [100, 127, 128, 129, 200, 256])
@@ -89,13 +88,15 @@ def test_page_tables_are_not_read_beyond_a_sequence(cpu_kernel):
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), 8, 2**31 - 1])
-def test_blocks_outside_the_cache_are_skipped(cpu_kernel, bad):
+@pytest.mark.parametrize("heads", [3, 64])
+@pytest.mark.parametrize("fmt", BASIC)
+def test_blocks_outside_the_cache_are_skipped(device, cpu_kernel, fmt, heads, bad):
     """With them go their positions: a query sees the same positions as if the blocks were there."""
-    problem = random_dense("bf16", (90,), 4, 3)
-    problem.cache = random_cache("bf16", 8, 16)
+    problem = random_dense(fmt, (90,), 4, heads)
+    problem.cache = random_cache(fmt, 8, 16)
     problem.block_table = torch.tensor([[3, bad, 5, 1, bad, bad]], dtype=torch.int32)
-    problem.poisoned().check()
-    nothing = problem.but(block_table=torch.full((1, 6), bad, dtype=torch.int32)).solve()
+    problem.poisoned().check(device)
+    nothing = problem.but(block_table=torch.full((1, 6), bad, dtype=torch.int32)).to(device).solve()
     assert (nothing[0] == 0).all() and (nothing[1] == -torch.inf).all()
 
 
@@ -116,35 +117,40 @@ def test_nothing_to_do_is_an_ordinary_input(empty):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_nan_reaches_only_its_request(cpu_kernel, causal):
-    problem = random_dense("bf16", (100, 100), 3, 5, causal=causal)
+@pytest.mark.parametrize("heads", [5, 64])
+@pytest.mark.parametrize("requests", [2, 20])
+def test_a_nan_reaches_only_its_request(device, cpu_kernel, requests, heads, causal):
+    problem = random_dense("bf16", (100,) * requests, 3, heads, causal=causal)
     write_part(problem.cache, "bf16", int(problem.slots(0)[40]), "latent", torch.full((2,), 0xFF))
-    out, lse = problem.solve()
+    out, lse = problem.to(device).solve()
     assert out[0].isnan().any(-1).all() and lse[0].isnan().all()
-    assert not out[1].isnan().any() and not lse[1].isnan().any()
+    assert_accurate((out[1:], lse[1:]), [x[1:] for x in problem.to(device).oracle()])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_strided_inputs_and_outputs(cpu_kernel, fmt):
-    problem = random_dense(fmt, (50, 33, 7), 2, 5)
+@pytest.mark.parametrize("gap", [32, 33])
+@pytest.mark.parametrize("heads", [5, 64])
+def test_strided_inputs_and_outputs(device, cpu_kernel, fmt, gap, heads):
+    problem = random_dense(fmt, (150, 33, 7), 2, heads).to(device)
     want, form = problem.oracle(), mla_backend.FORMATS[fmt]
     q = problem.q.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3)  # head-major
     if fmt in WITH_ROPE:
-        wide = torch.randn(3, 2, 5, 100).to(form.number)
-        wide[..., 11:75] = q[..., 512:]
-        q = q[..., :512], wide[..., 11:75]
+        wide = torch.randn(3, 2, heads, 64 + gap, device=device).to(form.number)
+        wide[..., gap - 21 : gap + 43] = q[..., 512:]
+        q = q[..., :512], wide[..., gap - 21 : gap + 43]
     blocks, block_size, width = problem.cache.shape
-    row_gap = 0 if form.scales_at == "end_of_page" else 32
-    cache = torch.full((blocks, block_size + 2, width + row_gap), 255, dtype=torch.uint8).to(form.dtype)
-    cache = cache[:, :block_size, :width]
+    row_gap = 0 if form.scales_at == "end_of_page" else gap
+    shape = blocks, block_size + 2, width + row_gap
+    cache = torch.full(shape, 255, dtype=torch.uint8, device=device).to(form.dtype)[:, :block_size, :width]
     cache[:] = problem.cache
-    table = torch.full((3, 20), 10**6, dtype=torch.int32)
-    table[:, : problem.block_table.shape[1]] = problem.block_table
-    table = table[:, : problem.block_table.shape[1]]
-    out = torch.full((5, 2, 3, 600), torch.nan).to(form.number).permute(2, 1, 0, 3)[..., 20:532]
-    lse = torch.full((2, 5, 3), torch.nan).permute(2, 1, 0)
-    got = problem.but(q=q, cache=cache, block_table=table)
-    assert_accurate(got.solve(out=out, lse=lse), want)
+    columns = problem.block_table.shape[1]
+    table = torch.full((3, columns + 9), 10**6, dtype=torch.int32, device=device)[:, :columns]
+    table[:] = problem.block_table
+    whole = torch.full((heads, 2, 3, 568 + gap), torch.nan, device=device).to(form.number).permute(2, 1, 0, 3)
+    lse = torch.full((2, heads, 3), torch.nan, device=device).permute(2, 1, 0)
+    got = problem.but(q=q, cache=cache, block_table=table).solve(out=whole[..., gap : gap + 512], lse=lse)
+    assert_accurate(got, want, score_error=score_error(cache, device))
+    assert whole[..., :gap].isnan().all() and whole[..., gap + 512 :].isnan().all()
 
 
 def test_a_pair_of_queries_is_the_same_as_one_tensor(cpu_kernel):
@@ -194,15 +200,17 @@ def test_a_plan_for_other_lengths_is_replaced(cpu_kernel, lengths):
     problem.check(plan=torch.full((3, 8), 7, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize("heads", [3, 16, 24, 128])
 @pytest.mark.parametrize("queries", [1, 4])
-def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(cpu_kernel, queries):
-    problem = random_dense("bf16", (900, 100, 1500), queries, 5, 64)
-    among = problem.solve(batch_invariant=True)
-    for i in range(3):
+def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(device, cpu_kernel, fmt, heads, queries):
+    problem = random_dense(fmt, (400, 1, 1500, 0, 130, 400, 64, 300, 5), queries, heads, 64).to(device)
+    together = problem.solve(batch_invariant=True)
+    for begin, end in ((0, 1), (1, 3), (3, 9), (4, 5)):
         alone = problem.but(
-            q=problem.q[i : i + 1], block_table=problem.block_table[i : i + 1], lengths=problem.lengths[i : i + 1]
+            q=problem.q[begin:end], block_table=problem.block_table[begin:end], lengths=problem.lengths[begin:end]
         ).solve(batch_invariant=True)
-        assert same(alone, [x[i : i + 1] for x in among])
+        assert same(alone, [x[begin:end] for x in together])
 
 
 def test_same_inputs_give_the_same_bits(cpu_kernel):

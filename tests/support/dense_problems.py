@@ -18,6 +18,7 @@ from problems import (
     poison_padding,
     random_cache,
     scale_of,
+    score_error,
 )
 
 GARBAGE = (2147480000, -5)
@@ -49,8 +50,9 @@ class DenseProblem:
         q = torch.cat(self.q, -1) if isinstance(self.q, tuple) else self.q
         return reference.dense_attention(**{**vars(self), "q": q})
 
-    def check(self, **options) -> None:
-        assert_accurate(self.solve(**options), self.oracle())
+    def check(self, device: str = "cpu", **options) -> None:
+        there = self.to(device)  # on a GPU the oracle is fast, too
+        assert_accurate(there.solve(**options), there.oracle(), score_error=score_error(self.cache, device))
 
     def but(self, **changes) -> "DenseProblem":
         return replace(self, **changes)
