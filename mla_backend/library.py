@@ -115,11 +115,6 @@ def select_cuda_kernel(name: str) -> None:
         raise ValueError(f"name must be auto, portable or unclustered; got {name!r}")
 
 
-def cpu_kernel() -> str:
-    """The name of the CPU attention kernel in use."""
-    return next(kernel["name"] for kernel in about()["cpu_kernels"] if kernel["active"])
-
-
 def select_cpu_kernel(name: str) -> None:
     """Selects the CPU kernels that are used from now on; "auto" is the fastest that this CPU can run.
 

@@ -247,23 +247,6 @@ def test_a_terminal_gets_a_bar_with_speed_and_cache_usage(model, capfd, monkeypa
     assert "tokens/s, cache" in err and "1/1" in err
 
 
-def test_the_help_shows_every_option_with_its_default(capfd):
-    with pytest.raises(SystemExit):
-        cli.main(["generate", "--help"])
-    out = capfd.readouterr().out
-    for option in (
-        "--input",
-        "--output",
-        "--resume",
-        "--kv-cache",
-        "--device",
-        "--memory",
-        "--max-model-len",
-        "--chat",
-    ):
-        assert option in out
-
-
 def test_doctor_still_refuses_what_it_does_not_know(capfd):
     with pytest.raises(SystemExit):
         cli.main(["doctor", "extra"])
