@@ -1,6 +1,4 @@
-"""The indexer's ops: scores of paged keys, and the positions of the largest of them."""
-
-from dataclasses import replace
+"""The indexer's ops: scores of paged keys, and the positions of the largest of them. tests/gpu runs some again."""
 
 import pytest
 import torch
@@ -9,115 +7,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mla_backend
+from index_problems import DTYPES, KINDS, index_problems, random_index
 from mla_backend import reference
-from mla_backend.keys import KEY_FORMATS, write_keys
-from problems import IndexProblem
-
-KINDS = tuple(KEY_FORMATS)
-DTYPES = torch.float32, torch.bfloat16
 
 
-class Problem(IndexProblem):
-    def solve(self) -> Tensor:
-        """Our answer, written over poisoned memory."""
-        scores = torch.full((len(self.queries), self.positions), 12345.0)
-        assert mla_backend.index_scores(*self.arguments(), scores=scores) is scores
-        return scores
-
-    def but(self, **changes) -> "Problem":
-        return replace(self, **changes)
-
-    def check(self) -> None:
-        scores, seen = self.solve(), self.seen()
-        want = reference.index_scores(**vars(self))
-        assert (scores[~seen] == 12345.0).all()
-        assert_scores(torch.where(seen, scores, -torch.inf), want, self)
-
-
-def assert_scores(scores: Tensor, want: Tensor, problem: Problem) -> None:
-    """The contract's tolerance: of the sum of the magnitudes of all products."""
-    sizes = reference.index_scores(
-        problem.queries.abs(),
-        problem.weights.abs(),
-        reference.dequantise_keys(problem.cache).abs(),
-        *list(vars(problem).values())[3:],
-    )
-    infinite = want.isinf()
-    assert torch.equal(scores[infinite], want[infinite])
-    off = (scores - want)[~infinite].abs()
-    assert (off <= 2.0**-16 * sizes[~infinite] + 1e-30).all(), off.max()
-
-
-def keys_cache(kind: str, blocks: int, block_size: int, pad: int = 0) -> Tensor:
-    """A cache of random keys; `pad` more tokens lie between its blocks."""
-    fmt = KEY_FORMATS[kind]
-    memory = torch.zeros(blocks, block_size + pad, fmt.width, dtype=fmt.dtype)
-    cache = memory[:, :block_size]
-    write_keys(torch.randn(blocks * block_size, 128) * 3, cache, torch.arange(blocks * block_size))
-    return cache
-
-
-def random_problem(
-    kind: str = "fp8",
-    tokens: int = 5,
-    heads: int = 32,
-    requests: int = 3,
-    positions: int = 150,
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    pad: int = 0,
-) -> Problem:
-    """Tokens of random requests and lengths, some of them too large or negative, as are some blocks."""
-    blocks = 8
-    return Problem(
-        torch.randn(tokens, heads, 128).to(dtype),
-        torch.randn(tokens, heads),
-        keys_cache(kind, blocks, block_size, pad),
-        torch.randint(-1, blocks + 1, (requests, max(1, positions // block_size)), dtype=torch.int32),
-        torch.randint(-1, requests + 1, (tokens,), dtype=torch.int32),
-        torch.randint(-3, positions + 10, (tokens,), dtype=torch.int32),
-        positions,
-    )
-
-
-def prefill_problem(kind: str, dtype: torch.dtype, tokens: int = 40, context: int = 700, heads: int = 32) -> Problem:
-    """The last tokens of two requests, whose blocks lie anywhere."""
-    blocks = -(-context // 64)
-    return Problem(
-        torch.randn(2 * tokens, heads, 128).to(dtype),
-        torch.randn(2 * tokens, heads),
-        keys_cache(kind, 2 * blocks, 64),
-        torch.randperm(2 * blocks).int().view(2, blocks),
-        torch.arange(2, dtype=torch.int32).repeat_interleave(tokens),
-        torch.arange(context - tokens + 1, context + 1, dtype=torch.int32).repeat(2),
-        context,
-    )
-
-
-@st.composite
-def problems(draw):
-    torch.manual_seed(draw(st.integers(0, 2**31)))
-    problem = random_problem(
-        draw(st.sampled_from(KINDS)),
-        draw(st.integers(0, 20)),
-        draw(st.one_of(st.sampled_from([1, 32, 64, 128]), st.integers(1, 128))),
-        draw(st.integers(0, 4)),
-        draw(st.one_of(st.just(0), st.integers(1, 200))),
-        draw(st.sampled_from([1, 3, 16, 64])),
-        draw(st.sampled_from(DTYPES)),
-        draw(st.integers(0, 3)),
-    )
-    if draw(st.booleans()):  # neighbours of one request
-        problem.requests = problem.requests.sort().values
-    if draw(st.booleans()):  # strides
-        tokens, heads = problem.weights.shape
-        problem.queries = torch.stack([problem.queries] * 2, 1).transpose(1, 2)[:, :, 1]
-        problem.weights = torch.cat([problem.weights] * 2, 1)[:, heads:]
-        problem.block_table = torch.cat([problem.block_table] * 2, 1)[:, : problem.block_table.shape[1]]
-    return problem
-
-
-@given(problem=problems())
+@given(problem=index_problems())
 def test_scores_are_those_of_the_oracle(cpu_kernel, problem):
     problem.check()
 
@@ -125,12 +19,23 @@ def test_scores_are_those_of_the_oracle(cpu_kernel, problem):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scores_of_a_prefill_are_those_of_the_oracle(cpu_kernel, kind, dtype):
-    prefill_problem(kind, dtype).check()
+    random_index(kind, 80, 32, 700, requests=2, dtype=dtype).of_prompts([40, 40]).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_may_have_strides(device, cpu_kernel, kind, dtype):
+    problem = random_index(kind, 9, 24, 200, gap=16, dtype=dtype, device=device)
+    for gap in 1, 2, 4:  # 1 and 2 leave no row where 16 bytes could be read at once
+        queries = torch.randn(9, 25, 128 + gap, device=device).to(dtype)[:, 1:, gap:]
+        weights = torch.randn(9, 30, device=device)[:, 3:27]
+        table = torch.cat([problem.block_table, problem.block_table], dim=1)[:, : problem.block_table.shape[1]]
+        problem.but(queries=queries, weights=weights, block_table=table).check()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_without_a_key_have_minus_infinity(kind):
-    problem = random_problem(kind, tokens=4, requests=2, positions=50)
+    problem = random_index(kind, tokens=4, requests=2, positions=50, block_size=16, blocks=8)
     problem.block_table = torch.tensor([[2, -1, 8], [-(2**31), 2**31 - 1, 5]], dtype=torch.int32)
     problem.requests = torch.tensor([0, 1, 2, -1], dtype=torch.int32)
     problem.lengths = torch.full((4,), 2**31 - 1, dtype=torch.int32)
@@ -140,8 +45,8 @@ def test_positions_without_a_key_have_minus_infinity(kind):
     assert torch.equal(scores.isfinite(), found) and (scores[~found] == -torch.inf).all()
 
 
-def test_no_blocks_no_requests_no_tokens_and_no_positions_are_ordinary():
-    problem = random_problem()
+def test_no_blocks_no_requests_no_tokens_and_no_positions_are_ordinary(device):
+    problem = random_index(device=device)
     nothing = problem.but(cache=problem.cache[:0])
     assert (nothing.solve()[nothing.seen()] == -torch.inf).all()
     for empty in (
@@ -149,14 +54,14 @@ def test_no_blocks_no_requests_no_tokens_and_no_positions_are_ordinary():
         problem.but(block_table=problem.block_table[:, :0]),
     ):
         assert (empty.solve()[empty.seen()] == -torch.inf).all()
-    assert problem.but(positions=0).solve().shape == (5, 0)
-    none = {name: getattr(problem, name)[:0] for name in ("queries", "weights", "requests", "lengths")}
-    assert problem.but(**none).solve().shape == (0, 150)
+    no_scores = problem.but(positions=0).solve()
+    assert no_scores.shape == (8, 0) and (mla_backend.select_top(no_scores, problem.lengths, 4) == -1).all()
+    assert problem.only(slice(0)).solve().shape == (0, 300)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_key_that_is_not_a_number_spoils_its_own_score_alone(cpu_kernel, kind):
-    problem = random_problem(kind, tokens=1, requests=1, positions=64, heads=20)
+    problem = random_index(kind, tokens=1, requests=1, positions=64, heads=20, block_size=16)
     problem.block_table[:], problem.requests[:], problem.lengths[:] = torch.arange(4), 0, 64
     # all bits set is no number in either format, and both begin a block with the values of its tokens in their order
     value_bytes = 1 if kind == "fp8" else 2
@@ -167,30 +72,28 @@ def test_a_key_that_is_not_a_number_spoils_its_own_score_alone(cpu_kernel, kind)
 
 def test_infinite_keys_give_infinite_scores_for_any_number_of_heads(cpu_kernel):
     for heads in (1, 15, 16, 17, 33):
-        problem = random_problem("bf16", tokens=1, requests=1, positions=16, heads=heads)
+        problem = random_index("bf16", tokens=1, requests=1, positions=16, heads=heads, block_size=16)
         problem.queries, problem.weights = torch.ones(1, heads, 128), torch.ones(1, heads)
         problem.block_table[:], problem.requests[:], problem.lengths[:] = 2, 0, 16
         problem.cache[2, 5] = torch.inf
         assert problem.solve()[0, 5] == torch.inf
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(16, torch.float32), (32, torch.bfloat16), (64, torch.float32), (128, torch.bfloat16)]
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_of_a_token_depend_on_nothing_else_in_the_batch(cpu_kernel, kind, dtype):
-    problem = prefill_problem(kind, dtype)
+def test_bits_of_a_token_depend_on_nothing_else_in_the_batch(device, cpu_kernel, kind, heads, dtype):
+    problem = random_index(kind, 150, heads, 900, dtype=dtype, device=device).of_prompts([100, 50])
     together, seen = problem.solve(), problem.seen()
-    shuffled = torch.randperm(len(together))
-    per_token = ("queries", "weights", "requests", "lengths")
-
-    def some(rows: Tensor) -> Problem:
-        return problem.but(**{name: getattr(problem, name)[rows] for name in per_token})
-
-    assert torch.equal(some(shuffled).solve(), together[shuffled])
-    for t in range(0, len(together), 7):
-        rows = torch.tensor([t])
-        longer = some(rows).but(positions=problem.positions + 300)  # as in a batch with a longer context
-        for alone in (some(rows).solve(), longer.solve()[:, : problem.positions]):
-            assert torch.equal(alone[seen[rows]], together[t][seen[t]])
+    assert torch.equal(problem.solve(), together), "not the same bits twice"
+    shuffled = torch.randperm(150, device=device)  # few neighbours share their keys any more
+    assert torch.equal(problem.only(shuffled).solve(), together[shuffled])
+    for token in 0, 99, 100, 149:
+        alone = problem.only(torch.tensor([token], device=device))
+        longer = alone.but(positions=problem.positions + 300)  # as in a batch with a longer context
+        for scores in (alone.solve(), longer.solve()[:, : problem.positions]):
+            assert torch.equal(scores[0][seen[token]], together[token][seen[token]])
 
 
 def scores_with_ties(tokens: int, positions: int) -> Tensor:

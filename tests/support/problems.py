@@ -257,23 +257,3 @@ def parts_to_merge(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     lses[torch.rand(lses.shape) < 0.2] = -torch.inf
     outs[lses == -torch.inf] = torch.nan
     return outs, lses
-
-
-@dataclass
-class IndexProblem:
-    """The arguments of index_scores."""
-
-    queries: Tensor
-    weights: Tensor
-    cache: Tensor
-    block_table: Tensor
-    requests: Tensor
-    lengths: Tensor
-    positions: int
-
-    def arguments(self) -> tuple[Tensor, ...]:
-        return self.queries, self.weights, self.cache, self.block_table, self.requests, self.lengths
-
-    def seen(self) -> Tensor:
-        """bool `[T, N]`: which columns are written."""
-        return torch.arange(self.positions, device=self.lengths.device) < self.lengths.unsqueeze(1)

@@ -1,0 +1,147 @@
+"""Random problems for the indexer's ops, and what scores are held to."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import mla_backend
+from mla_backend import reference
+from mla_backend.keys import KEY_FORMATS, write_keys
+
+POISON = 12345.0
+DTYPES = torch.float32, torch.bfloat16
+KINDS = tuple(KEY_FORMATS)
+
+
+@dataclass
+class IndexProblem:
+    """The arguments of index_scores."""
+
+    queries: Tensor
+    weights: Tensor
+    cache: Tensor
+    block_table: Tensor
+    requests: Tensor
+    lengths: Tensor
+    positions: int
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        return self.queries, self.weights, self.cache, self.block_table, self.requests, self.lengths
+
+    def seen(self) -> Tensor:
+        """bool `[T, N]`: which columns are written."""
+        return torch.arange(self.positions, device=self.lengths.device) < self.lengths.unsqueeze(1)
+
+    def solve(self) -> Tensor:
+        """Scores, written into a part of poisoned memory; what is around it has to keep its poison."""
+        memory = torch.full((len(self.queries), self.positions + 5), POISON, device=self.queries.device)
+        scores = memory[:, 2:-3]
+        assert mla_backend.index_scores(*self.arguments(), scores=scores) is scores
+        assert (memory[:, :2] == POISON).all() and (memory[:, -3:] == POISON).all(), "written beside the scores"
+        return scores
+
+    def check(self) -> None:
+        """The contract's tolerance: a GPU rounds fp32 queries."""
+        got, seen = self.solve(), self.seen()
+        want = reference.index_scores(**vars(self))
+        assert (got[~seen] == POISON).all(), "written where a token sees nothing"
+        scores, infinite = torch.where(seen, got, -torch.inf), want.isinf()
+        assert torch.equal(scores[infinite], want[infinite]), "a score where there is no key"
+        off = (scores.double() - want.double()).abs() - want.double().abs() * 2.0**-23  # the reference is rounded
+        rounds = self.queries.is_cuda and self.queries.dtype == torch.float32
+        allowed = self.norms() * (2.0**-11 if rounds else 2.0**-16)
+        assert not scores[~infinite].isnan().any(), "NaN"
+        assert (off <= allowed)[~infinite].all(), f"off by {(off / allowed)[~infinite].max():.3g} of what is allowed"
+
+    def norms(self) -> Tensor:
+        """float64 `[T, N]`: what scores could be, the sum over heads of |weight| |query| |key|."""
+        keys = reference.dequantise_keys(self.cache).double().norm(dim=-1)
+        size, columns = self.cache.shape[1], torch.arange(self.positions, device=self.queries.device)
+        table = self.block_table.long().clamp(0, len(keys) - 1)
+        place = (columns // size).clamp(max=table.shape[1] - 1)
+        norms = keys[table[self.requests.long().clamp(0, len(table) - 1)][:, place], columns % size]
+        return (self.weights.double().abs() * self.queries.double().norm(dim=-1)).sum(1, keepdim=True) * norms
+
+    def but(self, **changes) -> "IndexProblem":
+        return replace(self, **changes)
+
+    def only(self, tokens: Tensor) -> "IndexProblem":
+        """The same for some of the tokens, in another order."""
+        return self.but(**{name: getattr(self, name)[tokens] for name in ("queries", "weights", "requests", "lengths")})
+
+    def of_prompts(self, chunks: list[int]) -> "IndexProblem":
+        """The same as chunks of prompts: neighbours are of one request, and each sees one key more than the one before
+        it."""
+        requests = torch.repeat_interleave(torch.tensor(chunks))
+        lengths = torch.cat([torch.arange(self.positions - n, self.positions) + 1 for n in chunks])
+        device = self.queries.device
+        return self.but(
+            requests=requests.to(device, torch.int32) % len(self.block_table),
+            lengths=lengths.clamp(min=0).to(device, torch.int32),
+        )
+
+
+def random_keys(kind: str, blocks: int, block_size: int, gap: int = 0, device: str = "cpu") -> Tensor:
+    """Keys of unequal size in every slot; `gap` bytes between blocks."""
+    fmt = KEY_FORMATS[kind]
+    memory = torch.zeros(blocks, block_size * fmt.token_bytes + gap, dtype=torch.uint8, device=device)
+    cache = memory[:, : block_size * fmt.token_bytes].view(fmt.dtype).unflatten(1, (block_size, fmt.width))
+    keys = torch.randn(blocks * block_size, 128, device=device)
+    keys *= torch.randn(blocks * block_size, 1, device=device).exp()
+    whole = torch.zeros(blocks, block_size, fmt.width, dtype=fmt.dtype, device=device)
+    write_keys(keys, whole, torch.arange(blocks * block_size, device=device))
+    return cache.copy_(whole)
+
+
+def random_index(
+    kind: str = "fp8",
+    tokens: int = 8,
+    heads: int = 64,
+    positions: int = 300,
+    requests: int = 3,
+    block_size: int = 64,
+    blocks: int = 40,
+    gap: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> IndexProblem:
+    """Decoding requests of random lengths and blocks."""
+    width = -(-positions // block_size)
+    return IndexProblem(
+        torch.randn(tokens, heads, 128, device=device).to(dtype),
+        torch.randn(tokens, heads, device=device),
+        random_keys(kind, blocks, block_size, gap, device),
+        torch.randint(0, blocks, (requests, width), dtype=torch.int32, device=device),
+        torch.randint(0, requests, (tokens,), dtype=torch.int32, device=device),
+        torch.randint(0, positions + 1, (tokens,), dtype=torch.int32, device=device),
+        positions,
+    )
+
+
+@st.composite
+def index_problems(draw, kinds=KINDS, heads=range(1, 129), device="cpu"):
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    problem = random_index(
+        draw(st.sampled_from(kinds)),
+        tokens=draw(st.integers(1, 20)),
+        heads=draw(st.sampled_from(heads)),
+        positions=draw(st.sampled_from([1, 63, 64, 65, 300, 1000])),
+        requests=draw(st.integers(1, 4)),
+        block_size=draw(st.sampled_from([1, 7, 16, 61, 64, 1000])),
+        blocks=draw(st.integers(1, 50)),
+        gap=draw(st.sampled_from([0, 4, 16, 64])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        device=device,
+    )
+    if draw(st.booleans()):  # neighbours of one request
+        problem.requests = problem.requests.sort().values
+    if draw(st.booleans()):  # blocks that are none, a table that is too short, requests and lengths out of range
+        table, random = problem.block_table, {"dtype": torch.int32, "device": device}
+        table[torch.rand(table.shape, device=device) < 0.2] = -1
+        table[torch.rand(table.shape, device=device) < 0.1] = len(problem.cache)
+        problem.block_table = table[:, : max(1, table.shape[1] - 1)]
+        problem.requests += torch.randint(-1, 2, problem.requests.shape, **random)
+        problem.lengths += torch.randint(-9, 10, problem.lengths.shape, **random)
+    return problem
