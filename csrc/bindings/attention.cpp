@@ -36,10 +36,6 @@ RowStrides strides_of(const Tensor& rows) {
   return {rows.stride(0), queries ? rows.stride(1) : 0, rows.stride(queries ? 2 : 1)};
 }
 
-ScalarType dtype_of(const CacheFormat& format) {
-  return format.tile() == Tile::f16_576 ? ScalarType::Half : ScalarType::BFloat16;
-}
-
 // The queries, [T, H, dim] or [B, S, H, dim], as one tensor or in two parts; and what they are scored against.
 AttentionProblem problem_of(const Tensor& q, const OptionalTensor& q_rope, bool has_queries, const CacheFormat& format,
                             double scale, double cache_scale) {

@@ -10,8 +10,7 @@ MLA_OP(cache_write,
   CacheWriteProblem p{};
   p.cache = expect_cache(cache, "cache", format, "format", cache);
   const CacheFormat& rows = p.cache.format;
-  const ScalarType half = rows.code == Code::f16 ? ScalarType::Half : ScalarType::BFloat16;
-  expect(kv_c, "kv_c", {half, ScalarType::Float}, {{"N"}, rows.latent}, cache);
+  expect(kv_c, "kv_c", {dtype_of(rows), ScalarType::Float}, {{"N"}, rows.latent}, cache);
   const int64_t tokens = kv_c.size(0);
   if (k_pe && rows.rope == 0) reject("k_pe", "None with " + std::string(rows.name) + " rows", describe(*k_pe));
   if (!k_pe && rows.rope > 0) reject("k_pe", "given with " + std::string(rows.name) + " rows", "nothing");
@@ -37,8 +36,7 @@ MLA_OP(cache_gather, "(Tensor cache, Tensor slots, int format, float scale, Tens
   const CacheFormat& rows = p.cache.format;
   expect(slots, "slots", {ScalarType::Long, ScalarType::Int}, {{"N"}}, cache);
   p.rows = slots.size(0);
-  const ScalarType half = rows.code == Code::f16 ? ScalarType::Half : ScalarType::BFloat16;
-  expect(out, "out", {half}, {{"N", p.rows}, rows.head_dim()}, cache);
+  expect(out, "out", {dtype_of(rows)}, {{"N", p.rows}, rows.head_dim()}, cache);
   p.slots = {slots.data_ptr(), slots.scalar_type() == ScalarType::Long};
   p.scale = expect_cache_scale(scale, "scale", rows);
   p.out = data<uint16_t>(out), p.out_row = out.stride(0);

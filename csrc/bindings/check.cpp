@@ -90,15 +90,12 @@ bool fits(const Tensor& cache, const CacheFormat& format) {
   const ScalarType dtype = cache.scalar_type();
   const bool right_type = format.element_bytes() == 1 ? dtype == ScalarType::Byte || dtype == ScalarType::Char ||
                                                             dtype == ScalarType::Float8_e4m3fn
-                          : format.code == Code::f16  ? dtype == ScalarType::Half
-                                                      : dtype == ScalarType::BFloat16;
+                                                      : dtype == dtype_of(format);
   return right_type && cache.size(cache.dim() - 1) == format.token_bytes() / format.element_bytes();
 }
 
 std::string describe_cache(const CacheFormat* format) {
-  const char* dtype = format->element_bytes() == 1 ? "uint8, int8 or float8_e4m3fn"
-                      : format->code == Code::f16  ? "float16"
-                                                   : "bfloat16";
+  const char* dtype = format->element_bytes() == 1 ? "uint8, int8 or float8_e4m3fn" : dtype_name(dtype_of(*format));
   return std::string(format->name) + ": " + dtype + " [blocks, block_size, " +
          std::to_string(format->token_bytes() / format->element_bytes()) + "]";
 }
@@ -171,6 +168,10 @@ CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, co
   // a tensor of one block may have any stride there
   const int64_t block_stride = cache.size(0) > 1 ? cache.stride(0) * element : block_size * row_stride;
   return {data<uint8_t>(cache), cache.size(0), block_size, block_stride, row_stride, found};
+}
+
+ScalarType dtype_of(const CacheFormat& format) {
+  return format.tile() == Tile::f16_576 ? ScalarType::Half : ScalarType::BFloat16;
 }
 
 float expect_finite(double number, const char* name) {

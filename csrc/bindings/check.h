@@ -53,6 +53,9 @@ const T* optional_data(const OptionalTensor& tensor, const char* name, ScalarTyp
 CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, const char* format_name,
                        const Tensor& same_device_as, bool or_staged = false);
 
+// Of queries, outputs and dequantised rows.
+ScalarType dtype_of(const CacheFormat& format);
+
 // A number that fp32 holds and that is neither infinite nor NaN.
 float expect_finite(double number, const char* name);
 // A cache's own scale: not 0, and 1 unless the format has such a scale.
