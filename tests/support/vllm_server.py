@@ -111,3 +111,14 @@ def becomes_idle(server: Server, seconds: float = 30) -> bool:
     while not idle(server) and time.monotonic() < end:
         time.sleep(0.2)
     return idle(server)
+
+
+def ends(server: Server, prompt: list[int]) -> bool:
+    """Whether the process ends by itself while clients go on asking."""
+    end = time.monotonic() + STOP_SECONDS
+    while server.process.poll() is None and time.monotonic() < end:
+        try:
+            server.complete(prompt)
+        except Exception:
+            time.sleep(0.5)
+    return server.process.poll() is not None
