@@ -114,7 +114,7 @@ def format_of(cache: torch.Tensor, name: str | None = None) -> CacheFormat:
 
 
 def format_name(cache: torch.Tensor, name: str | None) -> str | None:
-    """The same for a cache that no op has looked at yet: None where it is not the one format that it should be."""
+    """The name of a cache's format, given or told by the cache; None where neither tells one, for the op to refuse."""
     if name is not None:
         return name
     fitting = _fitting(cache, FORMATS.values())
