@@ -70,7 +70,7 @@ def test_the_gradient_of_lse_alone(device):
     q, kv = problem.q.clone().requires_grad_(), problem.kv.clone().requires_grad_()
     _, lse = sparse_mla(problem, q=q, kv=kv)
     lse.backward(problem.d_lse)
-    assert_gradients_accurate((q.grad, kv.grad), problem.oracle(), problem.typical_size())
+    assert_gradients_accurate((q.grad, kv.grad), problem.oracle(), problem.typical_sizes())
 
 
 def test_a_second_derivative_is_refused(device):
@@ -174,7 +174,7 @@ def test_flash_mla_sparse_bwd(device):
         base2_lse=True,
     )
     oracle = [w.view(x.shape) for w, x in zip(problem.oracle(), base2, strict=True)]
-    assert_gradients_accurate(base2, oracle, problem.typical_size())
+    assert_gradients_accurate(base2, oracle, problem.typical_sizes())
 
 
 def test_rows_after_a_querys_position_are_skipped_if_it_is_given(device):
@@ -197,11 +197,11 @@ def test_tilelangs_interface_without_a_batch(device):
     assert torch.equal(out, want)
     torch.testing.assert_close(lse, want_lse * math.log2(math.e))
     torch.autograd.backward([out, lse], [problem.d_out, problem.d_lse / math.log2(math.e)])
-    assert_gradients_accurate((q.grad, kv.grad.squeeze(1)), problem.oracle(), problem.typical_size())
+    assert_gradients_accurate((q.grad, kv.grad.squeeze(1)), problem.oracle(), problem.typical_sizes())
     d_q, d_kv = tilelang.sparse_mla_bwd(
         q, kv, out.detach(), problem.d_out, problem.indices.unsqueeze(1), lse.detach(), problem.scale
     )
-    assert_gradients_accurate((d_q, d_kv.squeeze(1)), problem.but(d_lse=None).oracle(), problem.typical_size())
+    assert_gradients_accurate((d_q, d_kv.squeeze(1)), problem.but(d_lse=None).oracle(), problem.typical_sizes())
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -223,7 +223,7 @@ def test_tilelangs_interface_with_a_batch(device, causal):
     d_q, d_kv = tilelang.sparse_mla_bwd(q, kv, out, do, indices, lse, is_casual=causal)
     for b in range(batch):
         want = reference.sparse_mla_backward(q[b], kv[b, :, 0], lists[b], do[b], scale=576**-0.5)
-        assert_gradients_accurate((d_q[b], d_kv[b].squeeze(1)), want[:2], size=1.0, cancels=True)
+        assert_gradients_accurate((d_q[b], d_kv[b].squeeze(1)), want[:2], sizes=(1.0, 1.0), cancels=True)
         out_want, lse_want = reference.sparse_mla(q[b].double(), kv[b, :, 0].double(), lists[b], scale=576**-0.5)
         torch.testing.assert_close(out[b].double(), out_want, rtol=0.02, atol=0.01)
         torch.testing.assert_close(lse[b].double(), lse_want * math.log2(math.e), rtol=1e-4, atol=1e-4)

@@ -74,7 +74,7 @@ class FlexProblem:
         if backward:
             # of an entry's part of the gradient of q, before anything cancels; weights of two rows are rounded most
             size = 3 * self.scale * self.d_out.double().square().mean().sqrt().nan_to_num().item() * 512**0.5
-            assert_gradients_accurate(self.gradients(**options), gradients, size, cancels)
+            assert_gradients_accurate(self.gradients(**options), gradients, (size, size), cancels)
 
     def poisoned(self) -> "FlexProblem":
         """The same, but every row of kv that no query sees is NaN."""

@@ -68,13 +68,14 @@ class TrainingProblem:
 
     def check(self, cancels: bool = False, **options) -> None:
         """`cancels`: lists may be so short or alike that gradients are differences of nearly equal numbers."""
-        assert_gradients_accurate(self.gradients(**options), self.oracle(), self.typical_size(), cancels)
+        assert_gradients_accurate(self.gradients(**options), self.oracle(), self.typical_sizes(), cancels)
 
-    def typical_size(self) -> float:
-        """Of an entry's part of the gradient of q, if its weight is 1, before anything cancels."""
+    def typical_sizes(self) -> tuple[float, ...]:
+        """Of an entry's part of the gradients of q, kv and the sink, if its weight is 1, before anything cancels."""
         rows, valid = reference._named_rows(self.kv, self.indices, self.topk_length)
         d_out, named = (x.double().square().mean().sqrt().nan_to_num().item() for x in (self.d_out, rows[valid]))
-        return self.scale * 512**0.5 * d_out * named**2
+        d_score = 512**0.5 * d_out * named
+        return d_score * self.scale * named, d_score * self.scale * named, d_score
 
     def poisoned(self) -> "TrainingProblem":
         """The same, but every row of kv that no list names is NaN."""
@@ -145,10 +146,11 @@ def similarity_error(got: Tensor, want: Tensor) -> float:
 
 
 def assert_gradients_accurate(
-    got: tuple[Tensor, ...], want: tuple[Tensor, ...], size: float = 0.0, cancels: bool = False
+    got: tuple[Tensor, ...], want: tuple[Tensor, ...], sizes: tuple[float, ...] = (0.0,) * 3, cancels: bool = False
 ) -> None:
-    """The contract's bounds; `size` is a problem's typical_size()."""
-    for name, bound, own, exact in zip(("d_q", "d_kv", "d_sink"), (1e-5, 1e-5, 1e-4), got, want, strict=False):
+    """The contract's bounds; `sizes` are a problem's typical_sizes(). Where parts cancel, theirs count, too."""
+    bounds = {"d_q": 1e-5, "d_kv": 1e-5, "d_sink": 1e-4}
+    for (name, bound), own, exact, size in zip(bounds.items(), got, want, sizes, strict=False):
         assert own.shape == exact.shape, f"{name} is {list(own.shape)}"
         own, exact = own.double().cpu(), exact.double().cpu()
         assert not own.isnan().any(), f"{name} has NaN"
@@ -157,7 +159,7 @@ def assert_gradients_accurate(
         error = (own - exact).square().sum()
         allowed = bound * (own.square() + exact.square()).sum()
         if cancels:
-            allowed += own.numel() * (size * 2.0**-10) ** 2
+            allowed += bound * own.numel() * size**2
         assert error <= allowed, f"{name}'s similarity error is {similarity_error(own, exact):.3g}"
         if name != "d_sink":
             worst = (own - exact).abs() - exact.abs().amax(-1, keepdim=True) * 2.0**-7 - size * 2.0**-5
