@@ -1,6 +1,8 @@
 """The attention backend. SGLang's own backend for sparse MLA (it calls it DSA) does everything but attention itself:
 metadata, CUDA graphs, the indexer, writing the cache, short prompts as dense attention."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import mla_backend
 from mla_backend import library
 from mla_backend.arguments import dtype_name
 from mla_backend.attention import VALUE_DIM, default_workers, new_workspace
+from mla_backend.formats import format_name
 from mla_backend.sglang_plugin import NAME
 from mla_backend.vllm_plugin.step import FEW_TOKENS
 
@@ -34,7 +37,8 @@ class SparseMLABackend(DeepseekSparseAttnBackend):
         self.dsa_prefill_impl = self.dsa_decode_impl = "fa3"
         self.enable_auto_select_prefill_impl = False
         self._plan: tuple[tuple[Any, ...], Tensor] | None = None
-        self.workspace = _room(torch.device(self.device), self.num_q_heads, self.dsa_index_topk)
+        formats = FORMATS[model_runner.token_to_kv_pool.dtype]
+        self.workspace = _room(torch.device(self.device), self.num_q_heads, self.dsa_index_topk, formats)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._plan = None
@@ -76,17 +80,17 @@ class SparseMLABackend(DeepseekSparseAttnBackend):
             page_table,
             scale=sm_scale,
             topk_length=lengths,
-            plan=self._plan_for(tokens, topk, lengths, q_nope),
+            plan=self._plan_for(tokens, topk, lengths, q_nope, kv_cache),
             workspace=self.workspace,
         )
         return out
 
-    def _plan_for(self, tokens: int, topk: int, lengths: Tensor | None, q: Tensor) -> Tensor:
+    def _plan_for(self, tokens: int, topk: int, lengths: Tensor | None, q: Tensor, cache: Tensor) -> Tensor:
         """The plan that all layers of a pass share. The first of them makes it."""
         key = tokens, topk, None if lengths is None else lengths.data_ptr()
         if self._plan is None or self._plan[0] != key:
-            plan = mla_backend.plan(tokens, topk, topk_length=lengths, num_heads=q.shape[1], device=q.device)
-            self._plan = key, plan
+            of_problem = {"num_heads": q.shape[1], "cache_format": format_name(cache, None), "device": q.device}
+            self._plan = key, mla_backend.plan(tokens, topk, topk_length=lengths, **of_problem)
         return self._plan[1]
 
 
@@ -134,8 +138,9 @@ def why_not(model_runner: Any) -> str | None:
     return None
 
 
-def _room(device: torch.device, heads: int, topk: int) -> Tensor | None:
+def _room(device: torch.device, heads: int, topk: int, formats: Sequence[str]) -> Tensor | None:
     """A workspace for plans of any number of tokens, made before graphs are captured."""
     if device.type != "cuda":
         return None
-    return new_workspace(max(default_workers(device, heads, n, topk) for n in range(1, FEW_TOKENS + 1)), heads, device)
+    sizes = itertools.product(range(1, FEW_TOKENS + 1), [topk], formats)
+    return new_workspace(max(default_workers(device, heads, *size) for size in sizes), heads, device)
