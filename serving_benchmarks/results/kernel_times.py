@@ -17,6 +17,16 @@ ATTENTION = re.compile(
 )
 """Names of kernels that attend, or merge what parts of attention have found. What prepares attention is not among them:
 planning, indices, the indexer, cache writes, concatenation."""
+GROUPS = {
+    "attention": ATTENTION,
+    "its plan and slots": re.compile(r"mla::cuda::.*(plan|convert|stage)_kernel|prepare_varlen|index_remap"),
+    "indexer": re.compile(r"mqa_logits"),
+    "experts": re.compile(r"moe"),  # before top-k: they have one, too
+    "top-k": re.compile(r"top_?k", re.IGNORECASE),
+    "matrix products": re.compile(r"nvjet|gemm|splitK|cutlass", re.IGNORECASE),
+}
+"""What kernels do, by their names: the first that matches. What matches none is the rest."""
+REST = "the rest"
 
 
 class KernelTimes:
@@ -95,6 +105,15 @@ def table(kernels: Iterable[tuple[str, int, float]]) -> dict[str, Any]:
 def is_attention(name: str) -> bool:
     """Whether a kernel or operator attends."""
     return ATTENTION.search(name) is not None
+
+
+def by_group(profile: dict[str, Any]) -> dict[str, float]:
+    """Microseconds a step of each of GROUPS, and of the rest."""
+    found = dict.fromkeys([*GROUPS, REST], 0.0)
+    for row in profile["kernels"]:
+        group = next((name for name, pattern in GROUPS.items() if pattern.search(row["name"])), REST)
+        found[group] += row["total_us"] / profile["steps"]
+    return found
 
 
 def lines(profile: dict[str, Any], most: int = 15) -> list[str]:

@@ -42,10 +42,6 @@ LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")
 """Headings of what latencies() gives."""
 PARALLEL = {"data_parallel_size": "DP", "decode_context_parallel_size": "DCP", "enable_expert_parallel": "EP"}
 """Ways to use GPUs other than tensor parallelism, by their names in cases."""
-KERNELS_SHOWN = 8
-"""Of each profile."""
-TEMPLATE = re.compile(r"<[^<>]*>")
-NAME_LENGTH = 56
 
 
 def ran(report: Report) -> list[Entry]:
@@ -290,32 +286,16 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
 
 
 def throughput_profiles(*reports: Report) -> str:
-    """Where the time of a decode step goes: the longest kernels, in microseconds a step."""
-    found = {}
+    """Where the time of a decode step goes, in microseconds a step: what its kernels do."""
+    rows = []
     for report in reports:
         for entry in (entry for entry in ran(report) if entry.get("profile")):
-            heads = runs.heads(report["environment"], entry["case"], " heads")
-            found[f"{entry['backend']}, {heads}, {runs.lengths(entry['case'])}"] = entry["profile"]
-    times = {name: _by_short_name(profile) for name, profile in found.items()}
-    shown = {kernel for of in times.values() for kernel in sorted(of, key=of.__getitem__)[-KERNELS_SHOWN:]}
-    rows = [
-        ["the step", *(f"{profile['wall_s'] / profile['steps'] * 1e6:.0f}" for profile in found.values())],
-        ["all kernels", *(f"{profile['total_us'] / profile['steps']:.0f}" for profile in found.values())],
-        ["attention's share", *(f"{profile['attention_share']:.1%}" for profile in found.values())],
-    ]
-    for kernel in sorted(shown, key=lambda kernel: (-max(of.get(kernel, 0.0) for of in times.values()), kernel)):
-        rows.append([f"`{kernel}`", *(f"{of[kernel]:.0f}" if kernel in of else "-" for of in times.values())])
-    return "\n".join(file.table(["us a step", *found], rows))
-
-
-def short_name(kernel: str) -> str:
-    """A kernel's name without result, arguments and templates, and with one namespace at most."""
-    name = kernel.replace("(anonymous namespace)::", "")
-    while TEMPLATE.search(name):
-        name = TEMPLATE.sub("", name)
-    name = name.partition("<")[0]  # of a name that was cut off inside a template
-    name = name.partition("(")[0].removeprefix("void ").strip()
-    return "::".join(name.split("::")[-2:])[-NAME_LENGTH:]
+            profile, case = entry["profile"], entry["case"]
+            row = [runs.heads(report["environment"], case), runs.lengths(case), entry["backend"]]
+            times = [profile["total_us"] / profile["steps"], *kernel_times.by_group(profile).values()]
+            rows.append(row + [f"{time:.0f}" for time in times])
+    headings = ["heads", "prompt + output", "backend", "all kernels", *kernel_times.GROUPS, kernel_times.REST]
+    return "\n".join(file.table(headings, rows))
 
 
 def on_terminal(entries: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
@@ -461,16 +441,6 @@ def _speed(entry: Entry) -> str:
     seconds, tokens = entry["seconds"], entry["total_output_tokens"]
     low, high = tokens / seconds["upper_quartile"], tokens / seconds["lower_quartile"]
     return f"{entry['output_tokens_per_second']:.0f} ({low:.0f} to {high:.0f})"
-
-
-def _by_short_name(profile: dict[str, Any]) -> dict[str, float]:
-    """Microseconds a step. Kernels with one short name are added."""
-    found: dict[str, float] = {}
-    for row in profile["kernels"]:
-        if row["name"] != kernel_times.THE_REST:
-            name = short_name(row["name"])
-            found[name] = found.get(name, 0.0) + row["total_us"] / profile["steps"]
-    return found
 
 
 def _limits(goodput: dict[str, Any]) -> str:

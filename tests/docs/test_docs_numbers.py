@@ -156,15 +156,16 @@ def test_what_a_server_needs_and_how_gpus_share_the_work_has_columns_where_it_is
     assert {name: found[name] for name in wanted} == wanted and other[headings.index("start, s")] == "-"
 
 
-def test_profiles_have_the_longest_kernels_of_each_backend_a_step():
+def test_profiles_say_what_kernels_do_in_a_step():
     report = result_examples.throughput(loads=(1,))
-    for entry, name in zip(
-        report["results"], ("void a::b::attention_kernel<(c)1>(d)", "flash_fwd<e<f>>(g"), strict=True
-    ):
-        gemms = [(f"gemm_{i}", 4, 400.0 + i) for i in range(20)]
-        entry["profile"] = {"steps": 4, "wall_s": 0.01, **kernel_times.table([*gemms, (name, 8, 4000.0)])}
+    ours, theirs = [("mla::cuda::attention_kernel<1>(p)", 8, 4000.0)], [("flash_fwd<e<f>>(g", 8, 3000.0)]
+    others = [("nvjet_a", 4, 400.0), ("moe::single_group_topk", 4, 40.0), ("topk", 4, 80.0), ("any", 4, 20.0)]
+    for entry, attention in zip(report["results"], (ours, theirs), strict=True):
+        entry["profile"] = {"steps": 4, "wall_s": 0.01, **kernel_times.table([*attention, *others])}
     headings, *rows = cells(tables.throughput_profiles(report))
-    assert headings == ["us a step", *(f"{backend}, 16 heads, 4096 + 64" for backend in result_examples.BACKENDS)]
-    assert rows[0] == ["the step", "2500", "2500"]
-    assert rows[3:5] == [["`b::attention_kernel`", "1000", "-"], ["`flash_fwd`", "-", "1000"]]
-    assert [row[0] for row in rows[5:]] == [f"`gemm_{i}`" for i in range(19, 12, -1)]
+    found = [dict(zip(headings, row, strict=True)) for row in rows]
+    assert [row["backend"] for row in found] == list(result_examples.BACKENDS)
+    assert [row["attention"] for row in found] == ["1000", "750"]
+    assert [row["all kernels"] for row in found] == ["1135", "885"]
+    wanted = {"matrix products": "100", "experts": "10", "top-k": "20", "the rest": "5", "indexer": "0"}
+    assert all(row[name] == value for row in found for name, value in wanted.items())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from serving_benchmarks.ops.timing import Timing
+from serving_benchmarks.results import kernel_times
 
 ROOT = Path(__file__).parents[2]
 COMMITTED = {"kernels": "h100/kernels", "cache": "h200/cache", "cpu": "cpu/attention"}
@@ -89,4 +90,6 @@ def every_kind() -> dict[str, dict[str, Any]]:
     """One file of each kind."""
     found = {kind: json.loads(path(kind).read_text()) for kind in COMMITTED}
     found |= {kind: of_kernels(kind) for kind in ("dense", "backward")}
-    return {**found, "throughput": throughput(), "serve": serve(), "index": index()}
+    found |= {"throughput": throughput(), "serve": serve(), "index": index()}
+    found["throughput"]["results"][0]["profile"] = {"steps": 8, **kernel_times.table([("gemm", 8, 800.0)])}
+    return found
