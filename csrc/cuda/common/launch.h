@@ -21,6 +21,13 @@ inline cudaError_t allow_shared(const void* kernel, int dynamic_shared_bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_shared_bytes);
 }
 
+inline cudaLaunchAttribute clustered(dim3 blocks) {
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = blocks.x, cluster.val.clusterDim.y = blocks.y, cluster.val.clusterDim.z = blocks.z;
+  return cluster;
+}
+
 // Enqueues a kernel whose one argument is its problem. `attributes` are those of cudaLaunchConfig_t.
 template <typename Problem>
 void launch(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_shared_bytes, void* stream, const char* what,
@@ -38,15 +45,16 @@ void launch(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_share
   check(cudaLaunchKernelExC(&config, function, arguments), what);
 }
 
-// The same, and the kernel may begin before the one before it has ended: it calls wait_for_kernel_before
-// (common/order.cuh) before it touches what others write or read.
+// The same in clusters of blocks, and the kernel may begin before the one before it has ended: it calls
+// wait_for_kernel_before (common/order.cuh) before it touches what others write or read.
 template <typename Problem>
 void launch_early(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_shared_bytes, void* stream,
-                  const char* what, const Problem& problem) {
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  launch(kernel, blocks, threads, dynamic_shared_bytes, stream, what, problem, &early, 1);
+                  const char* what, const Problem& problem, dim3 cluster = dim3(1)) {
+  cudaLaunchAttribute attributes[2]{{}, clustered(cluster)};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  const bool alone = cluster.x * cluster.y * cluster.z == 1;
+  launch(kernel, blocks, threads, dynamic_shared_bytes, stream, what, problem, attributes, alone ? 1 : 2);
 }
 
 // One kernel of the library, for `mla-backend doctor`.

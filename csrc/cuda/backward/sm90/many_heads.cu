@@ -19,13 +19,8 @@ constexpr int kSharedBytes = sizeof(Shared<kWidth / kBlockDims>);
 template <int kWidth>
 void run(const BackwardProblem& p, int processors, void* stream) {
   const auto start = [&](void (*kernel)(BackwardProblem), int cluster) {
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = cluster, attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     const int blocks = std::min(Item::count(p), processors / cluster * cluster);
-    launch(kernel, dim3(blocks), kThreads, kSharedBytes<kWidth>, stream, "sparse_backward", p, attributes, 2);
+    launch_early(kernel, dim3(blocks), kThreads, kSharedBytes<kWidth>, stream, "sparse_backward", p, dim3(cluster));
   };
   if (p.accumulator)
     start(kKernel<kWidth, Emit::atomic>, 1);

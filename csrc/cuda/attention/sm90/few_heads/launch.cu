@@ -10,13 +10,6 @@ using namespace sm90::few_heads;
 using sm90::Form;
 using sm90::Rows;
 
-cudaLaunchAttribute clustered(int blocks) {
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = 1, cluster.val.clusterDim.y = blocks, cluster.val.clusterDim.z = 1;
-  return cluster;
-}
-
 // Clusters of more than 8 blocks have to be asked for.
 void allow_cluster(const void* kernel, int blocks) {
   if (blocks > 8)
@@ -29,10 +22,7 @@ void run(Kernel kernel, int shared_bytes, const AttentionProblem& p, const Choic
   allow_cluster(reinterpret_cast<const void*>(kernel), choice.cluster);
   dim3 blocks = attention_grid(p, choice);
   blocks.y = (blocks.y + choice.cluster - 1) / choice.cluster * choice.cluster;
-  cudaLaunchAttribute attributes[2]{clustered(choice.cluster), {}};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  launch(kernel, blocks, kThreads, shared_bytes, stream, "sparse_attention", p, attributes, 2);
+  launch_early(kernel, blocks, kThreads, shared_bytes, stream, "sparse_attention", p, dim3(1, choice.cluster));
 }
 
 template <Rows kRows, int kHeads, Form kForm>
@@ -67,7 +57,7 @@ int few_heads_clusters(int blocks) {
   constexpr int kBytes = kSharedBytes<Rows::fp8_ds_mla, 16>;
   check(allow_shared(kernel, kBytes), what.c_str());
   allow_cluster(kernel, blocks);
-  cudaLaunchAttribute cluster = clustered(blocks);
+  cudaLaunchAttribute cluster = clustered(dim3(1, blocks));
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(1, blocks);
   config.blockDim = dim3(kThreads);
