@@ -1,8 +1,6 @@
 """The attention backend. SGLang's own backend for sparse MLA (it calls it DSA) does everything but attention itself:
 metadata, CUDA graphs, the indexer, writing the cache, short prompts as dense attention."""
 
-import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ import mla_backend
 from mla_backend import library
 from mla_backend.arguments import dtype_name
 from mla_backend.attention import VALUE_DIM, default_workers, new_workspace
-from mla_backend.formats import format_name
 from mla_backend.sglang_plugin import NAME
 from mla_backend.vllm_plugin.step import FEW_TOKENS
 
@@ -37,8 +34,8 @@ class SparseMLABackend(DeepseekSparseAttnBackend):
         self.dsa_prefill_impl = self.dsa_decode_impl = "fa3"
         self.enable_auto_select_prefill_impl = False
         self._plan: tuple[tuple[Any, ...], Tensor] | None = None
-        formats = FORMATS[model_runner.token_to_kv_pool.dtype]
-        self.workspace = _room(torch.device(self.device), self.num_q_heads, self.dsa_index_topk, formats)
+        self.cache_format = fitting_formats(model_runner.token_to_kv_pool)[0]
+        self.workspace = _room(torch.device(self.device), self.num_q_heads, self.dsa_index_topk, self.cache_format)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._plan = None
@@ -80,16 +77,16 @@ class SparseMLABackend(DeepseekSparseAttnBackend):
             page_table,
             scale=sm_scale,
             topk_length=lengths,
-            plan=self._plan_for(tokens, topk, lengths, q_nope, kv_cache),
+            plan=self._plan_for(tokens, topk, lengths, q_nope),
             workspace=self.workspace,
         )
         return out
 
-    def _plan_for(self, tokens: int, topk: int, lengths: Tensor | None, q: Tensor, cache: Tensor) -> Tensor:
+    def _plan_for(self, tokens: int, topk: int, lengths: Tensor | None, q: Tensor) -> Tensor:
         """The plan that all layers of a pass share. The first of them makes it."""
         key = tokens, topk, None if lengths is None else lengths.data_ptr()
         if self._plan is None or self._plan[0] != key:
-            of_problem = {"num_heads": q.shape[1], "cache_format": format_name(cache, None), "device": q.device}
+            of_problem = {"num_heads": q.shape[1], "cache_format": self.cache_format, "device": q.device}
             self._plan = key, mla_backend.plan(tokens, topk, topk_length=lengths, **of_problem)
         return self._plan[1]
 
@@ -108,6 +105,11 @@ class SparseMLADraftBackend(DeepseekSparseAttnMultiStepBackend):
             later.workspace = self.attn_backends[0].workspace  # steps come one after the other
 
 
+def fitting_formats(pool: Any) -> list[str]:
+    """The format of the pool's rows; none if our op does not read them."""
+    return [name for name in FORMATS.get(pool.dtype, ()) if mla_backend.FORMATS[name].width == pool.kv_cache_dim]
+
+
 def why_not(model_runner: Any) -> str | None:
     """Why the backend can't serve a model with these settings on this machine, and what to do; None if it can."""
     config, pool = model_runner.model_config, model_runner.token_to_kv_pool
@@ -117,7 +119,7 @@ def why_not(model_runner: Any) -> str | None:
         return f"needs {VALUE_DIM} latent values a token; this model has {config.kv_lora_rank}."
     if model_runner.dtype != torch.bfloat16:
         return f"computes in bfloat16; got {dtype_name(model_runner.dtype)}. Use --dtype bfloat16."
-    if pool.kv_cache_dim not in [mla_backend.FORMATS[name].width for name in FORMATS.get(pool.dtype, ())]:
+    if not fitting_formats(pool):
         return (
             f"does not read rows of {pool.kv_cache_dim} {dtype_name(pool.dtype)} values. "
             "Use --kv-cache-dtype bfloat16, or leave out --dsa-prefill-backend and --dsa-decode-backend."
@@ -138,9 +140,9 @@ def why_not(model_runner: Any) -> str | None:
     return None
 
 
-def _room(device: torch.device, heads: int, topk: int, formats: Sequence[str]) -> Tensor | None:
+def _room(device: torch.device, heads: int, topk: int, cache_format: str) -> Tensor | None:
     """A workspace for plans of any number of tokens, made before graphs are captured."""
     if device.type != "cuda":
         return None
-    sizes = itertools.product(range(1, FEW_TOKENS + 1), [topk], formats)
-    return new_workspace(max(default_workers(device, heads, *size) for size in sizes), heads, device)
+    workers = (default_workers(device, heads, tokens, topk, cache_format) for tokens in range(1, FEW_TOKENS + 1))
+    return new_workspace(max(workers), heads, device)

@@ -142,10 +142,8 @@ class StepBuffers:
         return ids
 
     def _workers(self, tokens: int) -> int:
-        any_number = self.batch_invariant
-        return default_workers(
-            self.device, self.heads, None if any_number else tokens, self.topk, cache_format=self.cache_format
-        )
+        number = None if self.batch_invariant else tokens
+        return default_workers(self.device, self.heads, number, self.topk, self.cache_format)
 
     def make_plan(self, lengths: Tensor, *, lasts: bool = True) -> Tensor:
         """The plan for tokens whose lists are so long, int32 `[tokens]`. If it lasts, it is the step's plan from now

@@ -456,7 +456,7 @@ def _models_measured(reports: Sequence[Report], rounds: Collection[int], paired:
     about = [report["environment"] for report in reports]
     first, model, vllm = about[0], about[0].get("model") or {}, about[0]["vllm"]
     layers, experts = (
-        " or ".join(sorted({str((each.get("model") or {}).get(name)) for each in about}, key=lambda n: (len(n), n)))
+        " or ".join(dict.fromkeys(str((each.get("model") or {}).get(name)) for each in about))
         for name in ("layers", "experts")
     )
     told = [f"Medians of {' to '.join(map(str, sorted({min(rounds), max(rounds)})))} rounds"]
