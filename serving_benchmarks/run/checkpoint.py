@@ -10,8 +10,10 @@ process of its own. vLLM's mtp ways need a model with an MTP layer; the recall c
 """
 
 import argparse
+import json
 import math
 import random
+import shutil
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +34,8 @@ CACHE_BYTES = 1 << 28
 """For the recall checkpoint: 32 contexts of 2000 tokens, with any cache."""
 LONGER = 100
 """Tokens that a question may add to its context."""
+SHARED_TOPK = 512
+"""Slots of each query, instead of 128, where a way is context parallel: vLLM 0.33 merges lists of 512, 1024 or 2048."""
 ROUNDING = 0.01
 """Of logprobs that come from bf16 logits, about. It allows for an order of prompts that happens to make no noise."""
 DRAFT_ROOM = 8
@@ -97,13 +101,17 @@ def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions
         from examples.recall.task import EOS, IDS
     except ImportError:
         raise types.Refused("the recall checkpoint is in the source tree, not in the installed package") from None
-    input_len, drafting = options.input_len or 1000, folder / "with-mtp-layer"
+    input_len, plain, drafting = options.input_len or 1000, CHECKPOINT, folder / "with-mtp-layer"
     asked = held_out(input_len, options.num_prompts or 200)
+    if any(WAYS[name].context_parallel for name in options.ways):
+        plain = shutil.copytree(CHECKPOINT, folder / "more-slots")
+        config = json.loads((plain / "config.json").read_text())
+        (plain / "config.json").write_text(json.dumps({**config, "index_topk": SHARED_TOPK}))
     if any(WAYS[name].drafts for name in options.ways):
-        drafts.add_mtp_layer(CHECKPOINT, drafting)
+        drafts.add_mtp_layer(plain, drafting)
     return Questions(
         [prompt.context_tokens + prompt.question_tokens for prompt in asked],
-        str(CHECKPOINT),
+        str(plain),
         input_len + LONGER + options.output_len,
         str(drafting),
         [prompt.answer_tokens for prompt in asked],
