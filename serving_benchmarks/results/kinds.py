@@ -212,8 +212,8 @@ KINDS = {
     ),
     "index": Kind(
         "The indexer's ops",
-        lambda entry: f"{entry['op']}, {entry['case']['name']}, {entry['case']['heads']} heads, {entry['format']}",
-        {**_OP, "case.name": _text, "case.heads": _count, "flops": lambda value: value is None or _positive(value)},
+        lambda entry: f"{entry['op']}, {entry['case']['batch']}, {entry['case']['heads']} heads, {entry['format']}",
+        {**_OP, "case.batch": _text, "case.heads": _count, "flops": lambda value: value is None or _positive(value)},
         {"index": lambda report: gpu_table(index.HEADINGS, index.rows(report["results"]), report)},
         _ops_timed,
     ),
