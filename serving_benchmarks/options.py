@@ -69,6 +69,12 @@ def lengths(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def load(text: str) -> tuple[tuple[int, int], int]:
+    """The type of lengths and requests in flight, such as 4096+64/16."""
+    tokens, _, in_flight = text.partition("/")
+    return lengths(tokens), count(in_flight)
+
+
 def one_of(known: Iterable[str]) -> Callable[[str], str]:
     """The type of names that are known. For lists; a single value has argparse's `choices`."""
 

@@ -77,6 +77,11 @@ class Batch:
         return sum(length for _, length in self.requests)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(length for _, length in self.requests)
+
+    @property
     def queries(self) -> int | None:
         """Query tokens of each request, where all have equally many."""
         counts = {queries for queries, _ in self.requests}
@@ -103,7 +108,7 @@ def _number(text: str) -> int:
 def positions(batch: Batch, topk: int, device: torch.device | str = "cpu") -> Tensor:
     """int32 `[T, topk]`: different positions in the sequence of each query token, drawn evenly over what it may see,
     then -1 if that is fewer."""
-    longest = max(length for _, length in batch.requests)
+    longest = batch.longest
     picked = torch.full((batch.tokens, topk), -1, dtype=torch.int32, device=device)
     visible, everywhere = batch.visible().to(device), torch.arange(longest, device=device)
     for tokens in torch.arange(batch.tokens, device=device).split(max(1, _CHUNK // longest)):
@@ -122,10 +127,10 @@ class SuiteError(ValueError):
 class Entry:
     """Batches. Each is measured with each head count, top-k and format."""
 
-    batches: tuple[str, ...]
-    heads: tuple[int, ...]
-    topk: tuple[int, ...]
-    formats: tuple[str, ...]
+    batches: Sequence[str]
+    heads: Sequence[int]
+    topk: Sequence[int]
+    formats: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class Suite:
     name: str
     description: str
     peers: bool
-    entries: tuple[Entry, ...]
+    entries: Sequence[Entry]
 
 
 def suite_names() -> list[str]:
@@ -162,16 +167,15 @@ def load_suite(name_or_path: str, formats: Sequence[str]) -> Suite:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SuiteError(f"{path} is no TOML: {error}") from None
     _refuse_unknown(found, ("description", "peers", "cases"), str(path))
-    description, peers = found.get("description", ""), found.get("peers", True)
-    if not isinstance(description, str):
-        raise SuiteError(f"{path}: description must be a text, got {description!r}")
-    if not isinstance(peers, bool):
-        raise SuiteError(f"{path}: peers must be true or false, got {peers!r}")
+    found = {"description": "", "peers": True, **found}
+    for name, kind, what in (("description", str, "a text"), ("peers", bool, "true or false")):
+        if not isinstance(found[name], kind):
+            raise SuiteError(f"{path}: {name} must be {what}, got {found[name]!r}")
     entries = found.get("cases")
     if not isinstance(entries, list) or not entries:
         raise SuiteError(f"{path} has no [[cases]]")
     read = tuple(_entry(entry, f"{path}, entry {number} of cases", formats) for number, entry in enumerate(entries, 1))
-    return Suite(path.stem, description, peers, read)
+    return Suite(path.stem, found["description"], found["peers"], read)
 
 
 def _entry(entry: Any, where: str, known_formats: Sequence[str]) -> Entry:

@@ -154,11 +154,10 @@ def rows(results: list[dict[str, Any]]) -> list[list[str]]:
 def markdown(report: dict[str, Any]) -> str:
     """The table in the docs, from a result file."""
     where, results = report["environment"], report["results"]
-    threads, vllm = where["torch"]["threads"], where["vllm"]
+    threads = where["torch"]["threads"]
     headings = [*HEADINGS[:-1], f"{threads} threads over 1"]
-    vllm_version = f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "no vLLM"
     note = (
-        f"{where['cpu']['model']}, {threads} threads, torch {where['torch']['version']}, {vllm_version}, "
+        f"{where['cpu']['model']}, {threads} threads, torch {where['torch']['version']}, {result_file.engine(where)}, "
         f"kernel {next(k['name'] for k in where['library']['cpu_kernels'] if k['active'])}, "
         f"{result_file.when(where)}. Medians of interleaved rounds; threads are compared by their fastest rounds."
     )

@@ -53,7 +53,7 @@ def new_problem(case: Case, blocks: int) -> DenseProblem:
     lengths = torch.tensor([length for _, length in batch.requests], dtype=torch.int32, device=device)
     shape = len(batch.requests), batch.queries, case.heads, 576
     q = torch.randn(shape, device=device).div_(kernels.MAGNITUDE).bfloat16()
-    return DenseProblem(q, table, lengths, SCALE, max(length for _, length in batch.requests))
+    return DenseProblem(q, table, lengths, SCALE, batch.longest)
 
 
 def as_lists(case: Case, problem: DenseProblem) -> Problem:

@@ -12,7 +12,9 @@ not timed, although vLLM has to make it (prefill) or to keep a cache of 1.76 tim
 """
 
 import argparse
+import itertools
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,10 +85,6 @@ class Case(batches.CaseOfBatch):
         return max(queries for queries, _ in self.requests.requests) <= MOST_DECODE_QUERIES
 
 
-def cases(specs: Sequence[str], heads: Sequence[int], topks: Sequence[int], formats: Sequence[str]) -> list[Case]:
-    return [Case(s, h, k, f) for f in formats for s in specs for k in topks for h in heads]
-
-
 def suite_cases(
     suite: batches.Suite,
     heads: Sequence[int] | None = None,
@@ -95,12 +93,12 @@ def suite_cases(
 ) -> list[Case]:
     """The cases of a suite in the order of measuring; only those with these heads, topks and formats, if given."""
     return [
-        case
+        Case(spec, count, topk, fmt)
         for fmt in FORMATS
         for entry in suite.entries
         if fmt in entry.formats and fmt in formats
-        for case in cases(entry.batches, entry.heads, entry.topk, [fmt])
-        if case.heads in (heads or [case.heads]) and case.topk in (topks or [case.topk])
+        for spec, topk, count in itertools.product(entry.batches, entry.topk, entry.heads)
+        if count in (heads or [count]) and topk in (topks or [topk])
     ]
 
 
@@ -348,7 +346,7 @@ def name_of(kind: str, case: Any) -> str:
 def asked_for(options: argparse.Namespace, kind: str, cases: Sequence[Any]) -> list[Any]:
     """The cases that --cases names. Raises Refused."""
     asked = [set(words.split()) for words in options.cases or [""]]
-    found = [case for case in cases if any(words <= set(name_of(kind, case).split()) for words in asked)]
+    found = [case for case in cases if any(words <= {*re.split(r",? ", name_of(kind, case))} for words in asked)]
     if not found:
         raise opt.Refused(f"--cases: no case has these words; {name_of(kind, cases[0])} is one")
     return found
@@ -367,12 +365,13 @@ def chosen_cases(options: argparse.Namespace) -> tuple[list[Case], bool]:
     formats = options.formats or FORMATS
     if options.batches:
         heads, topk = options.heads or [16, 128], options.topk or [batches.DEFAULT_TOPK]
-        specs = [batch.spec for batch in options.batches]
-        return cases(specs, heads, topk, [name for name in FORMATS if name in formats]), not options.ours_only
-    try:
-        suite = batches.load_suite(options.suite, FORMATS)
-    except batches.SuiteError as error:
-        raise opt.Refused(f"--suite: {error}") from None
+        entry = batches.Entry([batch.spec for batch in options.batches], heads, topk, formats)
+        suite = batches.Suite("", "", True, [entry])
+    else:
+        try:
+            suite = batches.load_suite(options.suite, FORMATS)
+        except batches.SuiteError as error:
+            raise opt.Refused(f"--suite: {error}") from None
     found = suite_cases(suite, options.heads, options.topk, formats)
     if not found:
         raise opt.Refused(f"--suite {options.suite} has no such heads, topk and formats")

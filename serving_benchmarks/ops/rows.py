@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from serving_benchmarks import options as opt
 from serving_benchmarks.ops import kernels, peer_kernels
 from serving_benchmarks.ops.batches import CaseOfBatch
 from serving_benchmarks.ops.peer_kernels import Problem
@@ -93,18 +92,10 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], sets: int, rou
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    types = {"name": opt.one_of({case.name for case in cases()}), "format": opt.one_of(PEERS)}
-    for name in ("name", "format", "heads", "requests"):
-        opt.add_list(parser, f"--{name}", types.get(name, opt.count), "only cases with these")
+    kernels.add_cases(parser, "rows", cases())
     kernels.add_ways(parser, 11)
 
 
 def run(options: argparse.Namespace) -> int:
-    def asked_for(case: Case) -> bool:
-        has = {"name": case.name, "format": case.format, "heads": case.heads, "requests": len(case.requests.requests)}
-        return all(value in (getattr(options, name) or [value]) for name, value in has.items())
-
-    chosen = [case for case in cases() if asked_for(case)]
-    if not chosen:
-        raise opt.Refused("no case has this name, format, heads and requests")
+    chosen = kernels.asked_for(options, "rows", cases())
     return kernels.measure_batches(options, "rows", chosen, measure, not options.ours_only)

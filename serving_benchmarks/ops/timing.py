@@ -48,15 +48,12 @@ class Timing:
         return asdict(self)
 
 
-def interleaved(
-    candidates: Mapping[str, Clock], *, rounds: int, on_round: Callable[[], None] = lambda: None
-) -> dict[str, Timing]:
+def interleaved(candidates: Mapping[str, Clock], *, rounds: int) -> dict[str, Timing]:
     """Times every candidate once a round."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):
         for name, seconds in candidates.items():
             samples[name].append(seconds(number))
-        on_round()
     return {name: Timing.of(taken) for name, taken in samples.items()}
 
 

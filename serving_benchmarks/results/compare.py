@@ -24,7 +24,7 @@ from serving_benchmarks.results.file import NotUnderstood, ResultFile
 from serving_benchmarks.results.file import show as show_table
 from serving_benchmarks.results.kinds import KINDS, LACKS, Seconds, Timed, load
 
-SHOULD_BE_EQUAL = ("cpu.model", "cpu.cores", "driver", "torch.version", "torch.threads", "vllm.version")
+SHOULD_BE_EQUAL = ("cpu.model", "cpu.cores", "driver", "torch.version", "torch.threads", "vllm.version", "sglang")
 SHOULD_BE_EQUAL += ("peers", "model", "settings")
 """Of the environments, next to the machine. Where these differ, the cause of a change may not be ours."""
 

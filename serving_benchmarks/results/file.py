@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mla_backend import doctor
+from mla_backend.sglang_plugin import versions as sglang
 
 Report = dict[str, Any]
 """The contents of a result file."""
@@ -103,6 +104,14 @@ def gpu_table(headings: Sequence[str], rows: Sequence[Sequence[str]], report: Re
     return "\n".join([*table(headings, rows), "", note])
 
 
+def engine(environment: dict[str, Any]) -> str:
+    """The engine that was measured, or that kernels come from, with its version."""
+    if (environment.get("settings") or {}).get("engine") == "sglang":
+        return f"sglang {environment['sglang']}"
+    vllm = environment["vllm"]
+    return f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "no vLLM"
+
+
 def when(environment: dict[str, Any]) -> str:
     """The day and the commit."""
     return f"{environment['date'][:10]}, commit {(environment['commit'] or 'unknown')[:10]}"
@@ -123,15 +132,19 @@ def show(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int, wid
 
 def environment() -> dict[str, Any]:
     """Machine, versions, commit and command of this process, as plain data for a result file."""
-    report = doctor.examine()
+    report, spec = doctor.examine(), sys.modules["__main__"].__spec__
+    program = ["-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
+    # where a file lay on the machine that measured tells nobody else anything
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, *_program(), *map(_without_folder, sys.argv[1:])]),
+        "command": " ".join([Path(sys.executable).name, *program, *words]),
         "commit": _commit(),
         "system": report["system"],
         "python": platform.python_version(),
         "torch": report["torch"],
         "vllm": report["vllm"],
+        "sglang": sglang.installed(),
         "cpu": report["cpu"],
         "gpus": report["gpus"]["devices"],
         "driver": next(iter(nvidia_smi("driver_version")), None),
@@ -157,17 +170,6 @@ def nvidia_smi(field: str) -> list[str]:
     except FileNotFoundError:
         return []
     return found.stdout.splitlines() if found.returncode == 0 else []
-
-
-def _without_folder(argument: str) -> str:
-    """Where a file lay on the machine that measured tells nobody else anything."""
-    return Path(argument).name if Path(argument).is_absolute() else argument
-
-
-def _program() -> list[str]:
-    """What the interpreter was told to run: a package, a module or a file."""
-    spec = sys.modules["__main__"].__spec__
-    return ["-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
 
 
 def _commit() -> str | None:

@@ -51,17 +51,12 @@ class KernelTimes:
             torch.cuda.synchronize()
         self._profile.stop()
         if self.device == "cuda":
-            on_device = torch.autograd.DeviceType.CUDA
-            self.runtime_calls = Counter(
-                event.name
-                for event in self._profile.events()
-                if event.device_type != on_device and event.name.startswith(("cuda", "cuLaunch"))
-            )
-            return own_times(
-                (event.name, event.time_range.start, event.time_range.end)
-                for event in self._profile.events()
-                if event.device_type == on_device and not getattr(event, "is_user_annotation", False)
-            )
+            events, on_device = self._profile.events(), torch.autograd.DeviceType.CUDA
+            host = (event.name for event in events if event.device_type != on_device)
+            self.runtime_calls = Counter(name for name in host if name.startswith(("cuda", "cuLaunch")))
+            device = (event for event in events if event.device_type == on_device)
+            kernels = (event for event in device if not getattr(event, "is_user_annotation", False))
+            return own_times((one.name, one.time_range.start, one.time_range.end) for one in kernels)
         events = [event for event in self._profile.key_averages() if event.self_cpu_time_total > 0]
         return [(event.key, event.count, float(event.self_cpu_time_total)) for event in events]
 
@@ -83,7 +78,7 @@ def own_times(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, int,
 
 def table(kernels: Iterable[tuple[str, int, float]]) -> dict[str, Any]:
     """What a result file says of kernels: totals, and by falling time the longest of them and those that attend."""
-    found = [(*kernel, is_attention(kernel[0])) for kernel in sorted(kernels, key=lambda kernel: -kernel[2])]
+    found = [(*kernel, bool(ATTENTION.search(kernel[0]))) for kernel in sorted(kernels, key=lambda kernel: -kernel[2])]
     total = sum(time for _, _, time, _ in found)
     attention = sum(time for _, _, time, attends in found if attends)
     short = found[KERNELS_KEPT:]
@@ -100,11 +95,6 @@ def table(kernels: Iterable[tuple[str, int, float]]) -> dict[str, Any]:
             for name, calls, time, attends in rows
         ],
     }
-
-
-def is_attention(name: str) -> bool:
-    """Whether a kernel or operator attends."""
-    return ATTENTION.search(name) is not None
 
 
 def by_group(profile: dict[str, Any]) -> dict[str, float]:

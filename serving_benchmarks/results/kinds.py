@@ -103,7 +103,7 @@ OURS = (*tables.NOT_PEERS, "ours on one thread")
 def _versions(file: ResultFile) -> dict[str, str | None]:
     about = file.environment
     named = {"vllm": (about.get("vllm") or {}).get("version"), "reference": (about.get("torch") or {}).get("version")}
-    return {**(about.get("peers") or {}), **named}
+    return {**(about.get("peers") or {}), **named, "sglang": about.get("sglang")}
 
 
 def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
@@ -144,7 +144,7 @@ def _runs_timed(file: ResultFile) -> Iterator[Timed]:
         for what, value in seconds.items():
             timed.setdefault((runs.asked(result["case"]), what), {})[result["backend"]] = runs.name_of(result), value
     any_of_ours = any(result["backend"] in runs.OUR_BACKENDS for result in file.results)
-    version = _versions(file)["vllm"]
+    version = _versions(file).get(file.results[0].get("engine"))
     for (_, what), backends in timed.items():
         others = {(name, version): value for name, (_, value) in backends.items() if name not in runs.OUR_BACKENDS}
         for backend, (name, value) in backends.items():
@@ -212,8 +212,8 @@ KINDS = {
     ),
     "index": Kind(
         "The indexer's ops",
-        lambda entry: f"{entry['op']}, {entry['case']['name']}, {entry['case']['heads']} heads, {entry['format']}",
-        {**_OP, "case.name": _text, "case.heads": _count, "flops": lambda value: value is None or _positive(value)},
+        lambda entry: f"{entry['op']}, {entry['case']['batch']}, {entry['case']['heads']} heads, {entry['format']}",
+        {**_OP, "case.batch": _text, "case.heads": _count, "flops": lambda value: value is None or _positive(value)},
         {"index": lambda report: gpu_table(index.HEADINGS, index.rows(report["results"]), report)},
         _ops_timed,
     ),

@@ -20,8 +20,6 @@ DOTS_AN_INCH = 120
 OUTLINE = (patheffects.withStroke(linewidth=2.5, foreground="white"),)
 """Keeps lines out of labels."""
 
-Result = dict[str, Any]
-
 
 def save(figure: Figure, target: IO[bytes] | str, dpi: int = DOTS_AN_INCH, numbers: str = "") -> None:
     """Writes a PNG. `numbers` are kept in it as text, so that one can tell whether it is up to date."""
@@ -86,7 +84,7 @@ def decode_bars(report: Report) -> tuple[Figure, str]:
 def pareto(reports: Sequence[Report]) -> Figure | None:
     """Output tokens/s per GPU over tokens/s per user: a panel for each model and workload, a line for each backend and
     GPUs, a point for each load. None where no request has an inter-token latency."""
-    workloads: dict[str, dict[tuple[str, str], list[Result]]] = {}
+    workloads: dict[str, dict[tuple[str, str], list[tables.Entry]]] = {}
     for name, entries in tables.by_workload(reports).items():
         for gpus, entry in entries:
             if runs.tokens_per_user(entry) is not None:

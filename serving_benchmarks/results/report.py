@@ -82,7 +82,8 @@ def environment_rows(file: ResultFile) -> list[tuple[str, str]]:
     rows += [("machine", file.machine), ("CPU", part("cpu", "model")), ("CPU cores", part("cpu", "cores"))]
     rows += [(name, about.get(name)) for name in ("driver", "system", "python")]
     rows += [("torch", part("torch", "version")), ("threads", part("torch", "threads"))]
-    rows += [("vLLM", part("vllm", "distribution", "version")), ("mla-backend", part("library", "version"))]
+    rows += [("vLLM", part("vllm", "distribution", "version")), ("SGLang", about.get("sglang"))]
+    rows += [("mla-backend", part("library", "version"))]
     for name in ("peers", "model", "settings"):
         if isinstance(about.get(name), dict):
             told = (f"{key} {value}" for key, value in about[name].items() if value not in (None, {}))

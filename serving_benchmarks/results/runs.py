@@ -10,13 +10,14 @@ from typing import Any
 
 from serving_benchmarks.ops.timing import Timing
 
-OUR_BACKENDS = ("SPARSE_MLA", "DENSE_MLA", "CUSTOM")
-"""Names of this project's backend in vLLM. Other backends are what it is compared with."""
+OUR_BACKENDS = ("SPARSE_MLA", "DENSE_MLA", "CUSTOM", "sparse_mla")
+"""Names of this project's backend in vLLM, and in SGLang. Other backends are what it is compared with."""
 PERCENTILES = (50, 90, 99)
 CONFIDENCE = 0.95
 """That a percentile lies within its bounds."""
-_LOAD = ("request_rate", "concurrency")
+LOAD = ("request_rate", "concurrency")
 _UNSAID = {
+    "engine": "vllm",
     "workload": "fixed",
     "shared_prefix": 0,
     "burstiness": 1.0,
@@ -83,17 +84,11 @@ def percentile_bounds(values: Sequence[float], percent: float) -> tuple[float | 
     whatever distribution they are. None where there are too few for a bound."""
     ordered, count = sorted(values), len(values)
     logs = math.log(percent / 100), math.log(1 - percent / 100)
-    below = list(  # how likely so many samples or fewer are at or below the percentile
-        itertools.accumulate(math.exp(_log_ways(count, k) + k * logs[0] + (count - k) * logs[1]) for k in range(count))
-    )
+    likely = (math.log(math.comb(count, k)) + k * logs[0] + (count - k) * logs[1] for k in range(count))
+    below = list(itertools.accumulate(map(math.exp, likely)))  # that so many samples or fewer are at or below it
     low = bisect_right(below, (1 - CONFIDENCE) / 2)
     high = bisect_left(below, (1 + CONFIDENCE) / 2)
     return ordered[low - 1] if low else None, ordered[high] if high < count else None
-
-
-def _log_ways(count: int, chosen: int) -> float:
-    """The logarithm of the ways to choose so many of a count; their number itself may be more than a float holds."""
-    return math.lgamma(count + 1) - math.lgamma(chosen + 1) - math.lgamma(count - chosen + 1)
 
 
 def summary(values: Sequence[float | None]) -> dict[str, float | None]:
@@ -118,7 +113,7 @@ def latencies(requests: dict[str, Sequence[float | None]], gaps: Sequence[float]
 
 def workload(case: dict[str, Any], *, count: bool = True) -> str:
     """What was asked for, without the load. `count`: with the number of requests."""
-    left_out = {*_LOAD, "seed", "input_len", "output_len", "source", *(() if count else ("num_prompts",))}
+    left_out = {*LOAD, "seed", "input_len", "output_len", "source", *(() if count else ("num_prompts",))}
     given = {name: value for name, value in case.items() if name not in left_out and value is not None}
     parts = [f"{lengths(case)} tokens"] if case.get("input_len") is not None else [lengths(case)]
     parts += [f"{given.pop('num_prompts')} requests"] if "num_prompts" in given else []
@@ -133,27 +128,21 @@ def lengths(case: dict[str, Any]) -> str:
     return f"{case['input_len']} + {case['output_len']}"
 
 
-def heads(environment: dict[str, Any], case: dict[str, Any], noun: str = "") -> str:
+def heads(environment: dict[str, Any], case: dict[str, Any]) -> str:
     """The model's heads and, with tensor parallelism, those of one GPU: "16, 8 a GPU"."""
     count, parts = (environment.get("model") or {}).get("heads"), case.get("tensor_parallel_size") or 1
     if count is None:
         return "unknown"
     part = "GPU" if environment.get("gpus") else "process"
-    return f"{count}{noun}" + (f", {count // parts} a {part}" if parts > 1 else "")
+    return f"{count}" + (f", {count // parts} a {part}" if parts > 1 else "")
 
 
 def load(case: dict[str, Any], short: bool = False) -> str:
     """How many requests came when. `short`: 4/s, or 16 for so many in flight."""
-    rate, concurrency = (case.get(name) for name in _LOAD)
+    rate, concurrency = (case.get(name) for name in LOAD)
     parts = [f"{rate:g}{'/s' if short else ' a second'}"] if rate is not None else []
     parts += [f"{concurrency}{'' if short else ' in flight'}"] if concurrency is not None else []
     return ", ".join(parts) or ("all" if short else "all at once")
-
-
-def load_order(case: dict[str, Any]) -> tuple[float, float]:
-    """Sorts by load, the lightest first."""
-    rate, concurrency = (float("inf") if case.get(name) is None else case[name] for name in _LOAD)
-    return rate, concurrency
 
 
 def asked(case: dict[str, Any]) -> str:

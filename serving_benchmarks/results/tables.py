@@ -3,7 +3,7 @@
 Each takes the contents of result files, `*reports`. Entries that failed are left out.
 """
 
-import re
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -260,7 +260,7 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
     prompt and of an answer, and the requests in flight.
     """
     ours, other = _two_backends(reports)
-    wanted = _wanted_loads(loads)
+    wanted = loads.split(",") if loads is not None else []
     rows, shown, rounds = [], set(), set()
     for report, entries in newest_loads(reports):
         if not {ours, other} <= entries.keys():
@@ -341,14 +341,16 @@ def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[str, Entry]]]
     found: dict[tuple[int, str], list[tuple[str, Entry]]] = {}
     for report, entries in newest_loads(reports):
         heads = (report["environment"].get("model") or {}).get("heads")
+        where = "server" if report["environment"].get("benchmark") == "serve" else "offline"
         for entry in entries.values():
-            key = heads if isinstance(heads, int) else 0, f"{model_name(report)}: {workload_name(report, entry)}"
+            name = f"{model_name(report)}: {runs.lengths(entry['case'])} tokens, {where}"
+            key = heads if isinstance(heads, int) else 0, name
             found.setdefault(key, []).append((gpus_name(report, entry), entry))
 
     def order(run: tuple[str, Entry]) -> tuple[Any, ...]:
         gpus, entry = run
-        ours = entry["backend"] in runs.OUR_BACKENDS
-        return runs.load_order(entry["case"]), entry["gpus"], gpus, not ours, entry["backend"]
+        ours, case = entry["backend"] in runs.OUR_BACKENDS, entry["case"]
+        return [case.get(name) or math.inf for name in runs.LOAD], entry["gpus"], gpus, not ours, entry["backend"]
 
     return {key[1]: sorted(found[key], key=order) for key in sorted(found)}
 
@@ -381,12 +383,6 @@ def gpus_used(entry: Entry) -> str:
     sizes = {short: entry["case"].get(name) or 1 for name, short in PARALLEL.items()}
     how = [short if size is True else f"{short}{size}" for short, size in sizes.items() if size is True or size > 1]
     return ", ".join([str(entry["gpus"]), *([" ".join(how)] if how else [])])
-
-
-def workload_name(report: Report, entry: Entry) -> str:
-    """Lengths of requests, and whether a server had them or all came at once."""
-    online = report["environment"].get("benchmark") == "serve"
-    return f"{runs.lengths(entry['case'])} tokens, {'server' if online else 'offline'}"
 
 
 def latency_note(reports: Sequence[Report]) -> str:
@@ -426,14 +422,6 @@ def _two_backends(reports: Sequence[Report]) -> tuple[str, str]:
     return ours[0], others[0]
 
 
-def _wanted_loads(loads: str | None) -> list[str]:
-    wanted = loads.split(",") if loads is not None else []
-    for load in wanted:
-        if not re.fullmatch(r"\d+\+\d+/\w+", load):
-            raise ValueError(f"loads: {load!r} is not PROMPT+ANSWER/IN_FLIGHT, as 4096+64/64 is")
-    return wanted
-
-
 def _speed(entry: Entry) -> str:
     """A cell: output tokens a second, and its quartiles if there were several rounds."""
     if len(entry.get("rounds_s", ())) < 2:
@@ -454,7 +442,7 @@ def _limits(goodput: dict[str, Any]) -> str:
 def _models_measured(reports: Sequence[Report], rounds: Collection[int], paired: bool = False) -> str:
     """The line below a table of whole models. `rounds`: how many the entries have; `paired`: there are ratios."""
     about = [report["environment"] for report in reports]
-    first, model, vllm = about[0], about[0].get("model") or {}, about[0]["vllm"]
+    first, model = about[0], about[0].get("model") or {}
     layers, experts = (
         " or ".join(dict.fromkeys(str((each.get("model") or {}).get(name)) for each in about))
         for name in ("layers", "experts")
@@ -468,7 +456,7 @@ def _models_measured(reports: Sequence[Report], rounds: Collection[int], paired:
         f"{(first.get('settings') or {}).get('kv_cache_dtype')} cache",
         " or ".join(dict.fromkeys(map(file.machine, about))),
         f"torch {first['torch']['version']}",
-        f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "no vLLM",
+        file.engine(first),
         *dict.fromkeys(map(file.when, about)),
     ]
     return f"{'; '.join(told)}. {', '.join(parts)}."

@@ -12,6 +12,7 @@ process of its own. vLLM's mtp ways need a model with an MTP layer; the recall c
 import argparse
 import json
 import math
+import operator
 import random
 import shutil
 import statistics
@@ -243,7 +244,9 @@ def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator
         if entry["error"] is None:
             first, *more = answers = entry.pop("answers")
             values = [value for batch in answers for one in batch for value in one["logprobs"]]
-            entry |= {"right": count_right(first, asked), "finite": all(map(math.isfinite, values))}
+            given = (answer_of(one["tokens"], asked.end) for one in first)
+            right = None if asked.right is None else sum(map(operator.eq, given, asked.right))
+            entry |= {"right": right, "finite": all(map(math.isfinite, values))}
             if is_reference:
                 noise = entry["differs_from_itself"] = compare(first, more[0][::-1], asked.end) if more else None
                 references[way.cache] = name, first, noise
@@ -252,14 +255,6 @@ def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator
                 entry |= {"than": than, **compare(first, its, asked.end)}
                 entry["within_noise"] = is_within_noise(entry, noise) if noise else None
         yield entry
-
-
-def count_right(answers: Answers, asked: Questions) -> int | None:
-    """How many answers are right; None for random prompts."""
-    if asked.right is None:
-        return None
-    given = [answer_of(one["tokens"], asked.end) for one in answers]
-    return sum(a == b for a, b in zip(given, asked.right, strict=True))
 
 
 def is_good(entry: dict[str, Any]) -> bool:

@@ -1,5 +1,5 @@
-"""What `throughput`, `serve` and `checkpoint` have in common: options, vLLM's settings among them, warm-up sizes, what
-is shown, how they end."""
+"""What `throughput`, `serve` and `checkpoint` have in common: options, settings of engines among them, warm-up sizes,
+what is shown, how they end."""
 
 import argparse
 import contextlib
@@ -19,8 +19,8 @@ from serving_benchmarks import options as types
 from serving_benchmarks.models import models
 from serving_benchmarks.results import file as result_file
 from serving_benchmarks.results import kernel_times, runs, tables
-from serving_benchmarks.run import workloads
-from serving_benchmarks.run.processes import signals_unwind, status_when
+from serving_benchmarks.run import sglang_engine, workloads
+from serving_benchmarks.run.processes import signals_unwind
 from serving_benchmarks.run.workloads import Workload
 
 DEFAULT_BACKEND = "SPARSE_MLA"
@@ -39,7 +39,8 @@ SAME_NAME = (
 ).split()
 """Settings that vLLM has under the same name."""
 OF_CASES = (
-    "kv_cache_dtype tensor_parallel_size data_parallel_size decode_context_parallel_size enable_expert_parallel drafts"
+    "engine kv_cache_dtype tensor_parallel_size data_parallel_size decode_context_parallel_size "
+    "enable_expert_parallel drafts"
 ).split()
 """Settings that the `case` of an entry has."""
 COUNTS = {
@@ -88,28 +89,29 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
     """The option --backend."""
-    told = f"vLLM's, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE. One with a cache of another type: NAME:bfloat16"
+    told = f"the engine's, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE. One with a cache of another type: NAME:bfloat16"
     parser.add_argument("--backend", type=types.names, default=[DEFAULT_BACKEND], metavar="NAMES", help=told)
 
 
 def add_loads(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
-    """The options --lengths, --num-prompts, --concurrency and --waves."""
+    """The options --lengths, --num-prompts, --concurrency, --loads and --waves."""
     told = "tokens of a prompt and after it, such as 4096+64,512+512"
     types.add_list(parser, "--lengths", types.lengths, told, "1024+128")
     told = "of each load; default: %(default)s"
     parser.add_argument("--num-prompts", type=types.count, default=num_prompts, metavar="N", help=told)
     types.add_list(parser, "--concurrency", types.count, "requests in flight; default: all")
+    told = "in place of --lengths and --concurrency: both of each load, such as 4096+64/64,4096+256/1"
+    types.add_list(parser, "--loads", types.load, told)
     told = "at most so many prompts per request in flight; default: any"
     parser.add_argument("--waves", type=types.count, metavar="N", help=told)
 
 
 def add_warmup(parser: argparse.ArgumentParser, what: str) -> None:
     """The options --warmup and --size-warmup."""
-    yes_or_no = argparse.BooleanOptionalAction
     told = f"{what}, so that kernels are compiled for its shapes; default: --warmup"
-    parser.add_argument("--warmup", action=yes_or_no, default=True, help=told)
+    parser.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True, help=told)
     told = "first run steps of many sizes, as chance decides which come up later; default: with --warmup on a GPU"
-    parser.add_argument("--size-warmup", action=yes_or_no, help=told)
+    parser.add_argument("--size-warmup", action=argparse.BooleanOptionalAction, help=told)
 
 
 def add_results(parser: argparse.ArgumentParser, *, requests: bool) -> None:
@@ -128,9 +130,9 @@ def share(text: str) -> float:
     return value
 
 
-def add_vllm(parser: argparse.ArgumentParser) -> None:
-    """Adds the options. What is not given is left to vLLM, except for --max-model-len and --max-num-seqs."""
-    group = parser.add_argument_group("vLLM's settings", "under vLLM's names; the default is vLLM's own")
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Adds the options. What is not given is left to the engine, except for --max-model-len and --max-num-seqs."""
+    group = parser.add_argument_group("the engine's settings", "under vLLM's names; the default is the engine's own")
     group.add_argument("--dtype", help="of weights and activations: bfloat16, float32, ...")
     group.add_argument("--kv-cache-dtype", default="auto", help="fp8, auto (bf16), ...; default: %(default)s")
     for name, told in COUNTS.items():
@@ -142,26 +144,38 @@ def add_vllm(parser: argparse.ArgumentParser) -> None:
     told = "CUDA graphs of decode steps without compiling the model"
     group.add_argument("--no-compile", action="store_true", help=told)
     told = 'any others: {"block_size": 64}'
-    group.add_argument("--vllm-args", type=types.json_object, default={}, metavar="JSON", help=told)
+    group.add_argument("--engine-args", "--vllm-args", type=types.json_object, default={}, metavar="JSON", help=told)
 
 
-def vllm_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The options by name, for a result file. A step has room for the largest --concurrency."""
-    names = (*SAME_NAME, "prefix_caching", "drafts", "no_compile", "vllm_args")
+def loads(options: argparse.Namespace) -> list[tuple[tuple[int, int], int | None]]:
+    """The lengths of each load, and its requests in flight; None for all of them."""
+    return options.loads or list(itertools.product(options.lengths, options.concurrency or [None]))
+
+
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The options by name, for a result file. A step has room for the most requests in flight."""
+    names = ("engine", *SAME_NAME, "prefix_caching", "drafts", "no_compile", "engine_args")
     given = {name: getattr(options, name) for name in names}
-    return {**given, "max_num_seqs": given["max_num_seqs"] or max(options.concurrency or [0]) or None}
+    most = max(in_flight or 0 for _, in_flight in loads(options))
+    return {**given, "max_num_seqs": given["max_num_seqs"] or most or None}
 
 
-def vllm_arguments(settings: dict[str, Any], backend: str) -> dict[str, Any]:
-    """The arguments of `vllm.LLM`. A backend may be NAME:CACHE, with a kv_cache_dtype of its own."""
+def engine_arguments(settings: dict[str, Any], backend: str) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` or `sglang.Engine`. A backend may be NAME:CACHE, with a kv_cache_dtype of its own."""
     backend, _, cache = backend.partition(":")
-    given = {name: settings[name] for name in SAME_NAME if settings[name] is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
     given |= {"kv_cache_dtype": cache} if cache else {}
-    if settings["no_compile"]:
-        given["compilation_config"] = FULL_DECODE_GRAPHS
-    given |= {"enable_prefix_caching": settings["prefix_caching"]} if settings["prefix_caching"] is not None else {}
-    given |= {"speculative_config": speculative(settings["drafts"])} if settings["drafts"] else {}
-    return {**given, "attention_backend": backend, **settings["vllm_args"]}
+    made = {"vllm": vllm_arguments, "sglang": sglang_engine.arguments}[settings["engine"]](given)
+    return {**made, "attention_backend": backend, **settings["engine_args"]}
+
+
+def vllm_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` for the settings that are given."""
+    made = {name: given[name] for name in SAME_NAME if name in given}
+    if given["no_compile"]:
+        made["compilation_config"] = FULL_DECODE_GRAPHS
+    made |= {"enable_prefix_caching": given["prefix_caching"]} if "prefix_caching" in given else {}
+    return made | ({"speculative_config": speculative(given["drafts"])} if "drafts" in given else {})
 
 
 def speculative(drafts: int) -> dict[str, Any]:
@@ -171,8 +185,9 @@ def speculative(drafts: int) -> dict[str, Any]:
 
 def gpus(arguments: dict[str, Any]) -> int:
     """How many GPUs an engine with these arguments uses."""
-    kinds = "tensor", "pipeline", "data"
-    return math.prod(arguments.get(f"{kind}_parallel_size", 1) for kind in kinds)
+    sizes = "tensor_parallel_size pipeline_parallel_size data_parallel_size tp_size pp_size".split()
+    sizes += [] if arguments.get("enable_dp_attention") else ["dp_size"]
+    return math.prod(arguments.get(name, 1) for name in sizes)
 
 
 def flags(arguments: dict[str, Any]) -> list[str]:
@@ -200,7 +215,7 @@ class Plan:
     """What `throughput` and `serve` both plan."""
 
     settings: dict[str, Any]
-    """Of vLLM."""
+    """Of the engine."""
     sizes: list[Workload]
     """The warm-up of step sizes."""
 
@@ -209,23 +224,26 @@ def cases_of(
     options: argparse.Namespace, settings: dict[str, Any], rates: Sequence[dict[str, Any]] = ({},)
 ) -> list[dict[str, Any]]:
     """The `case` of each load: entries with the same one are comparable. `rates`: more of each."""
-    given = {**settings, **settings["vllm_args"]}
-    of_vllm = {name: given[name] for name in OF_CASES if given.get(name) is not None}
+    given = {**settings, **settings["engine_args"]}
+    of_engine = {name: given[name] for name in OF_CASES if given.get(name) is not None}
     found = []
-    for lengths, rate, concurrency in itertools.product(options.lengths, rates, options.concurrency or [None]):
+    for (lengths, concurrency), rate in itertools.product(loads(options), rates):
         prompts = min(filter(None, (options.num_prompts, (options.waves or 0) * (concurrency or 0))))
         asked = {"input_len": lengths[0], "output_len": lengths[1], "num_prompts": prompts}
-        found.append({**asked, **of_vllm, **rate, "concurrency": concurrency})
+        found.append({**asked, **of_engine, **rate, "concurrency": concurrency})
     return found
 
 
-def fit_model_len(settings: dict[str, Any], config: dict[str, Any], needed: int, wished: int) -> None:
-    """Sets --max-model-len, unless it is given, to the tokens wished for, or the model's most. Raises Refused for less
-    than the tokens needed, and for more than the model takes."""
+def fit_model_len(
+    settings: dict[str, Any], config: dict[str, Any], cases: Sequence[dict[str, Any]], wished: int = 0
+) -> None:
+    """Sets --max-model-len, unless it is given, to the tokens of the longest request, or more if they are wished for
+    and the model takes them. Raises Refused for less than these loads need, and for more than the model takes."""
     given, most = settings["max_model_len"], config.get("max_position_embeddings") or math.inf
-    settings["max_model_len"] = length = min(wished, most) if given is None else given
+    needed = max(case["input_len"] + case["output_len"] for case in cases)
+    settings["max_model_len"] = length = min(max(needed, wished), most) if given is None else given
     if not needed <= length <= most:
-        told = f"{needed} or more for these --lengths, and at most {most}, what the model takes; got {length}"
+        told = f"{needed} or more for these loads, and at most {most}, what the model takes; got {length}"
         raise types.Refused(f"--max-model-len must be {told}")
 
 
@@ -261,7 +279,7 @@ def collect(measure: Measure, logs: Path | None) -> tuple[list[dict[str, Any]], 
                 for result in entries:
                     results.append(result)
         except (KeyboardInterrupt, SystemExit) as stopped:
-            status = status_when(stopped)
+            status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
     if any(result["error"] is not None for result in results):
         status = status or 1
     return results, status
@@ -272,14 +290,17 @@ def write(options: argparse.Namespace, benchmark: str, results: list[dict[str, A
     if results:
         more: dict[str, Any] = {"benchmark": benchmark, "settings": {**settings, "cpus": len(os.sched_getaffinity(0))}}
         if options.model:
-            load_format = settings.get("vllm_args", {}).get("load_format")
+            load_format = settings.get("engine_args", {}).get("load_format")
             more["model"] = models.describe(options.model, read_config(options.model), load_format)
+        if settings.get("engine") == "sglang":
+            more["inter_token_latency"] = sglang_engine.GAPS
         result_file.write(options.output, results, Console(stderr=True, highlight=False), **more)
 
 
 def entry(settings: dict[str, Any], backend: str, case: dict[str, Any], found: dict[str, Any] | str) -> dict[str, Any]:
     """An entry of the result file: what was found, or why the backend failed."""
-    known = {"engine": "vllm", "backend": backend, "gpus": gpus(vllm_arguments(settings, backend)), "case": case}
+    known = {"engine": settings["engine"], "backend": backend, "gpus": gpus(engine_arguments(settings, backend))}
+    known["case"] = case
     if isinstance(found, str):
         return {**known, "error": found}
     known |= {"error": None, **found}

@@ -65,6 +65,9 @@ class MeasuredWorker:
 class VllmEngine:
     """`vllm.LLM`, step by step."""
 
+    sees_steps = True
+    """Each `step` is one of the model."""
+
     def __init__(self, model: str, arguments: dict[str, Any]):
         from vllm import LLM
 

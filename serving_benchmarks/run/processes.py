@@ -92,11 +92,6 @@ def signals_unwind() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def status_when(stopped: KeyboardInterrupt | SystemExit) -> int:
-    """The exit status of a command that Ctrl-C or one of these signals has stopped."""
-    return 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
-
-
 def why_it_failed(log: str) -> str:
     """The line of a log that says best why a program ended: the last exception, or else the last line.
 
@@ -104,7 +99,7 @@ def why_it_failed(log: str) -> str:
     """
     lines = [line.rstrip() for line in log.splitlines() if line.strip()]
     errors = [found[1] for line in lines if (found := EXCEPTION.match(line))]
-    telling = [error for error in errors if "root cause" not in error]
+    telling = [error for error in errors if "root cause" not in error and "scheduler died" not in error]
     return (telling or errors or [line.strip() for line in lines] or ["it said nothing"])[-1]
 
 

@@ -67,7 +67,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     told = "give a server up that gives no token for so long while it has requests; default: %(default)s"
     parser.add_argument("--stuck-limit", type=types.positive, default=600.0, metavar="S", help=told)
     common.add_warmup(parser, "run as many requests of the heaviest load as are in flight, before any counts")
-    common.add_vllm(parser)
+    common.add_engine(parser)
+    parser.set_defaults(engine="vllm")
     common.add_results(parser, requests=True)
 
 
@@ -82,13 +83,13 @@ class Plan(common.Plan):
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """Raises Refused for options that don't fit the model."""
-    config, settings = common.read_config(options.model), common.vllm_settings(options)
-    needed = max(map(sum, options.lengths))
-    roomy = max(sum(lengths) + lengths[0] // TEXT_ROOM for lengths in options.lengths) + LENGTH_ROOM
-    common.fit_model_len(settings, config, needed, roomy)
+    config, settings = common.read_config(options.model), common.settings_of(options)
     cases = common.cases_of(options, settings, [{"request_rate": rate} for rate in options.request_rate or [None]])
+    requests = [(case["input_len"], case["output_len"]) for case in cases]
+    roomy = max(length + new + length // TEXT_ROOM for length, new in requests) + LENGTH_ROOM
+    common.fit_model_len(settings, config, cases, roomy)
     sizes = common.size_warmup(options, settings, config, cases, MOST_WARMED)
-    length, new = min(options.lengths)
+    length, new = min(requests)
     tokens = workloads.usable_tokens(config)
     questions = [workloads.fixed(1, length, min(new, ANSWER_TOKENS), tokens, seed=seed) for seed in range(QUESTIONS)]
     return Plan(settings, sizes, cases, questions)
@@ -107,7 +108,7 @@ def server_command(options: argparse.Namespace, plan: Plan, backend: str, port: 
     module = "vllm.entrypoints.openai.api_server"
     words = [sys.executable, "-m", module, "--model", options.model, "--host", "127.0.0.1", "--port", str(port)]
     words += ["--disable-access-log-for-endpoints", "/health,/metrics"]  # so that its log ends with why it failed
-    return words + common.flags(common.vllm_arguments(plan.settings, backend))
+    return words + common.flags(common.engine_arguments(plan.settings, backend))
 
 
 def client_command(model: str, case: dict[str, Any], seed: int, port: int, result: Path) -> list[str]:
@@ -272,7 +273,7 @@ class Backend:
     def answers_are_equal(self, server: Server) -> bool | None:
         """Whether each rank of data parallelism answers as the first did at the first start; None if there is one
         start of one rank."""
-        ranks = common.vllm_arguments(self.plan.settings, self.name).get("data_parallel_size", 1)
+        ranks = common.engine_arguments(self.plan.settings, self.name).get("data_parallel_size", 1)
         if self.options.rounds * ranks == 1:
             return None
         asked = [rank if ranks > 1 else None for rank in range(ranks)]

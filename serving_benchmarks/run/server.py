@@ -131,7 +131,9 @@ def serving(command: Callable[[int], Sequence[str]], log: Path, limit: float) ->
         log: the file for what it prints.
         limit: seconds without an answer after which it is stuck, once it is healthy.
     """
-    port = _free_port()
+    with socket.socket() as some:  # finds a free port
+        some.bind(("127.0.0.1", 0))
+        port = some.getsockname()[1]
     begin = time.monotonic()
     with Supervised(command(port), log) as process:
         while _answer(port, "health") is None:
@@ -140,12 +142,6 @@ def serving(command: Callable[[int], Sequence[str]], log: Path, limit: float) ->
                 raise ServerFailed(f"the server was not ready after {READY_SECONDS:g} s")
             time.sleep(POLL_SECONDS)
         yield Server(process, port, time.monotonic() - begin, limit)
-
-
-def _free_port() -> int:
-    with socket.socket() as some:
-        some.bind(("127.0.0.1", 0))
-        return some.getsockname()[1]
 
 
 def _answer(port: int, path: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Offline throughput of vLLM's attention backends: the same requests through each, so many in flight at a time.
+"""Offline throughput of attention backends in vLLM or SGLang: the same requests through each, so many at a time.
 
 Each backend runs in a process of its own and loads the model once. It goes through all --lengths at each --concurrency.
 For each load it runs all requests once as a warm-up, then they are timed --rounds times. The prefix cache is emptied
@@ -13,16 +13,15 @@ confidence interval; of eight rounds or fewer the interval goes from the lowest 
 import argparse
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from serving_benchmarks import options as types
-from serving_benchmarks.run import common, rounds, workloads
+from serving_benchmarks.run import common, rounds, sglang_engine, workloads
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.processes import why_it_ended
-from serving_benchmarks.run.workloads import Workload
 
 INTERLEAVED_SHARE = 0.9
 """Of a GPU's memory, for all backends that are loaded at the same time."""
@@ -46,7 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interleave", action="store_true", help=told)
     told = "kernel times of a few decode steps, at the first load of each length"
     parser.add_argument("--profile", action="store_true", help=told)
-    common.add_vllm(parser)
+    told = "SGLang's backends have its names: sparse_mla,dsa; default: %(default)s"
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help=told)
+    common.add_engine(parser)
     common.add_results(parser, requests=True)
 
 
@@ -54,33 +55,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 class Plan(common.Plan):
     """Everything that is measured, after the options have been checked against the model."""
 
-    workloads: list[Workload]
     runs: list[dict[str, Any]]
-    """Of each load its `case`, which of the workloads it is, and how many requests are profiled, with so many tokens
-    each; None for no profile. It gives an entry of the result file for each backend."""
+    """Of each load its `case`, its `workload`, and how many requests are profiled, with so many tokens each; None for
+    no profile. It gives an entry of the result file for each backend."""
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
     """Raises Refused for options that don't fit the model or each other."""
-    config, settings = common.read_config(options.model), common.vllm_settings(options)
+    if options.engine == "sglang":
+        sglang_engine.refuse(options)
+    config, settings = common.read_config(options.model), common.settings_of(options)
     tokens = workloads.usable_tokens(config)
-    made = [workloads.fixed(options.num_prompts, *lengths, tokens) for lengths in options.lengths]
     settings["gpu_memory_utilization"] = memory_share(options)
 
-    planned, cases = [], common.cases_of(options, settings)
+    planned, profiles, cases = [], {}, common.cases_of(options, settings)
     for case in cases:
-        first = options.profile and case["concurrency"] == (options.concurrency or [None])[0]
-        number = options.lengths.index((case["input_len"], case["output_len"]))
-        planned.append({"workload": number, "profile": profiled(case, settings) if first else None, "case": case})
+        lengths = case["input_len"], case["output_len"]
+        profile = profiled(case, settings) if options.profile and lengths not in profiles else None
+        profiles.setdefault(lengths, profile)
+        requests = asdict(workloads.fixed(case["num_prompts"], *lengths, tokens))
+        planned.append({"workload": requests, "profile": profile, "case": case})
 
-    with_profile = [(run["profile"], run["case"]["input_len"]) for run in planned if run["profile"]]
-    longest = max(workload.longest for workload in made)
-    wished = max([longest, *(length + profile["new_tokens"] for profile, length in with_profile)])
-    common.fit_model_len(settings, config, longest, wished)
-    for profile, length in with_profile:
+    with_profile = [(length, profile) for (length, _), profile in profiles.items() if profile]
+    wished = max((length + profile["new_tokens"] for length, profile in with_profile), default=0)
+    common.fit_model_len(settings, config, cases, wished)
+    for length, profile in with_profile:
         profile["new_tokens"] = min(profile["new_tokens"], settings["max_model_len"] - length)
-    sizes = common.size_warmup(options, settings, config, cases)
-    return Plan(settings, sizes, made, planned)
+    return Plan(settings, common.size_warmup(options, settings, config, cases), planned)
 
 
 def profiled(case: dict[str, Any], settings: dict[str, Any]) -> dict[str, int]:
@@ -120,10 +121,10 @@ def spec_of(backend: str, options: argparse.Namespace, plan: Plan) -> dict[str, 
     """What a backend's worker is told."""
     return {
         "task": "throughput",
+        "engine": options.engine,
         "model": options.model,
-        "arguments": common.vllm_arguments(plan.settings, backend),
-        "workloads": [workload.as_dict() for workload in plan.workloads],
-        "sizes": [requests.as_dict() for requests in plan.sizes],
+        "arguments": common.engine_arguments(plan.settings, backend),
+        "sizes": list(map(asdict, plan.sizes)),
         "runs": plan.runs,
         "rounds": options.rounds,
         "more_rounds": options.seconds > 0,
@@ -157,7 +158,7 @@ def measure(options: argparse.Namespace, plan: Plan, logs: Path, stages: Stages)
     for together in [options.backend] if options.interleave else [[name] for name in options.backend]:
         with contextlib.ExitStack() as running:
             backends: dict[rounds.Worker, Backend] = {}
-            for name in together:  # one at a time, as vLLM looks at how much memory is free when it starts
+            for name in together:  # one at a time, as engines look at how much memory is free when they start
                 stages.at(f"{name}: starting")
                 worker = running.enter_context(rounds.started(name, spec_of(name, options, plan), logs))
                 backends[worker] = Backend(name, worker, list(range(len(plan.runs))))

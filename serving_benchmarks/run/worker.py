@@ -23,8 +23,11 @@ from serving_benchmarks.results import kernel_times, runs
 from serving_benchmarks.results.runs import Round
 from serving_benchmarks.run.engine import VllmEngine, counted_between
 from serving_benchmarks.run.rounds import Events
+from serving_benchmarks.run.sglang_engine import SglangEngine
 from serving_benchmarks.run.workloads import Workload
 
+ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
+Engine = VllmEngine | SglangEngine
 PROFILED_STEPS = 8
 TIMED_STEPS = 32
 """Decode steps that are timed without the profiler, before those with it."""
@@ -32,7 +35,7 @@ DIGITS = 9
 """Decimals of a request's seconds: a clock knows no more, and files with --requests have thousands of them."""
 
 
-def run_round(engine: VllmEngine, workload: Workload, concurrency: int | None) -> Round:
+def run_round(engine: Engine, workload: Workload, concurrency: int | None) -> Round:
     """Runs all requests to their ends.
 
     Args:
@@ -76,7 +79,9 @@ def run_round(engine: VllmEngine, workload: Workload, concurrency: int | None) -
             "e2e_s": _rounded(e2e),
             "start_s": _rounded(starts),
         },
-        gaps_between_tokens(step_ends, firsts, last_steps),
+        gaps_between_tokens(step_ends, firsts, last_steps)
+        if engine.sees_steps
+        else [value for value in per_token if value is not None],
     )
 
 
@@ -110,7 +115,7 @@ def _rounded(seconds: list[float | None]) -> list[float | None]:
 
 
 def measure(
-    engine: VllmEngine, workload: Workload, concurrency: int | None, spec: dict[str, Any], events: Events
+    engine: Engine, workload: Workload, concurrency: int | None, spec: dict[str, Any], events: Events
 ) -> dict[str, Any]:
     """One entry of a result file, without the fields that are the same for the whole process."""
     rounds = spec["rounds"]
@@ -162,16 +167,15 @@ def throughput(spec: dict[str, Any], events: Events) -> None:
     """All runs of one backend."""
     events.send("stage", stage="loading the model")
     begin = time.perf_counter()
-    engine = VllmEngine(spec["model"], spec["arguments"])
+    engine = ENGINES[spec["engine"]](spec["model"], spec["arguments"])
     start_seconds = time.perf_counter() - begin
     events.send("stage", stage=f"model loaded after {start_seconds:.0f} s")
-    workloads = [Workload(**workload) for workload in spec["workloads"]]
     if spec["sizes"]:
         events.wait("warm-up of step sizes")
     for requests in spec["sizes"]:
         run_round(engine, Workload(**requests), None)
     for number, asked in enumerate(spec["runs"]):
-        workload = workloads[asked["workload"]].first(asked["case"]["num_prompts"])
+        workload = Workload(**asked["workload"])
         found = measure(engine, workload, asked["case"]["concurrency"], spec, events)
         profiled = None
         if asked["profile"]:
@@ -199,18 +203,11 @@ def vllm_answers(spec: dict[str, Any]) -> tuple[list[list[dict[str, list]]], int
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, logprobs=2, detokenize=False)
     found = []
     for prompts in spec["batches"]:
-        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        completions = [output.outputs[0] for output in outputs]
-        found.append(
-            [
-                answer(
-                    one.token_ids,
-                    [step[token].logprob for step, token in zip(one.logprobs, one.token_ids, strict=True)],
-                    [[likely.logprob for likely in step.values()] for step in one.logprobs],
-                )
-                for one in completions
-            ]
-        )
+        found.append([])
+        for output in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False):
+            tokens, steps = output.outputs[0].token_ids, output.outputs[0].logprobs
+            logprobs = [step[token].logprob for step, token in zip(steps, tokens, strict=True)]
+            found[-1].append(answer(tokens, logprobs, [[one.logprob for one in step.values()] for step in steps]))
     totals = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     return found, *(int(totals.get(f"vllm:spec_decode_num_{kind}_tokens", 0)) for kind in ("draft", "accepted"))
 
@@ -225,13 +222,11 @@ def embedded_answers(spec: dict[str, Any]) -> tuple[list[list[dict[str, list]]],
     params = SamplingParams(max_tokens=spec["new_tokens"], ignore_eos=True, logprobs=2)
     found = []
     for prompts in spec["batches"]:
-        results = [(result.tokens, result.completions[0].logprobs) for result in engine.generate(prompts, params)]
-        found.append(
-            [
-                answer(tokens, [step.logprob for step in steps], [[likely for _, likely in step.top] for step in steps])
-                for tokens, steps in results
-            ]
-        )
+        found.append([])
+        for result in engine.generate(prompts, params):
+            steps = result.completions[0].logprobs
+            likeliest = [[likely for _, likely in step.top] for step in steps]
+            found[-1].append(answer(result.tokens, [step.logprob for step in steps], likeliest))
     return found, 0, 0
 
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 SHORT = 16
 """Tokens of prompts whose length doesn't matter."""
@@ -24,17 +24,6 @@ class Workload:
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request, its output included."""
-        return max(len(prompt) + new for prompt, new in zip(self.prompts, self.output_lens, strict=True))
-
-    def first(self, count: int) -> "Workload":
-        return Workload(self.prompts[:count], self.output_lens[:count])
-
-    def as_dict(self) -> dict[str, list]:
-        return asdict(self)
 
 
 def usable_tokens(config: dict) -> list[int]:

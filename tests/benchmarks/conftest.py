@@ -1,11 +1,11 @@
-"""What tests of commands that run models share: a small model, and a stand-in for vLLM."""
+"""What tests of commands that run models share: a small model, and stand-ins for vLLM and SGLang."""
 
 from pathlib import Path
 
 import pytest
 
 import engine_models
-from commands import FAKE_VLLM
+from commands import FAKE_SGLANG, FAKE_VLLM
 
 
 @pytest.fixture(scope="session")
@@ -18,4 +18,12 @@ def fake_vllm(tmp_path, monkeypatch) -> Path:
     """The folder where it notes what happens."""
     monkeypatch.setenv("PYTHONPATH", FAKE_VLLM)
     monkeypatch.setenv("FAKE_VLLM", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def fake_sglang(tmp_path, monkeypatch) -> Path:
+    """The folder where it notes what happens."""
+    monkeypatch.setenv("PYTHONPATH", FAKE_SGLANG)
+    monkeypatch.setenv("FAKE_SGLANG", str(tmp_path))
     return tmp_path

@@ -82,7 +82,7 @@ def test_a_check_finds_wrong_results():
 
 def test_peers_are_called_where_vllm_would_call_them():
     def called(spec, heads, fmt):
-        (case,) = kernels.cases([spec], [heads], [64], [fmt])
+        case = kernels.Case(spec, heads, 64, fmt)
         q = torch.empty(case.requests.tokens, heads, 576)
         problem = peer_kernels.Problem(q, None, None, 1.0, case.requests.queries)
         return set(kernels.peers_for(case, problem, dict.fromkeys(kernels.FORMATS), {"flashmla", "fa3"}))
@@ -126,11 +126,6 @@ def test_without_a_gpu_one_line_says_so(command, capsys):
     assert main(command.split()) == 2
     out, err = capsys.readouterr()
     assert not out and err.startswith("error: ") and err.count("\n") == 1
-
-
-def test_a_token_sees_the_keys_before_it_and_its_own():
-    assert index.Case(1, 5, 5, 64, 2048).seen == 1 + 2 + 3 + 4 + 5
-    assert index.Case(2, 3, 10, 64, 2048).seen == 2 * (8 + 9 + 10)
 
 
 def fake_wheel(folder, name="vllm-1.2.3-cp38-abi3-manylinux_2_28_x86_64.whl", without=None):
@@ -336,6 +331,19 @@ def test_a_cliff_is_where_less_takes_longer_than_more(on_a_cpu, monkeypatch, cap
     assert others == [(2, 5, 3), (3, 5, 3)] and second == pytest.approx(0.1)
 
 
+def test_the_indexers_ops_are_checked_before_they_are_timed(on_a_cpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(index, "SMALLEST_CACHE", 512)
+    how = "--batches 3q1s70,q90,2q3s100_q1s7 --heads 4 --topk 50 --formats fp8".split()
+    scores, chosen, *_ = more = measured(tmp_path / "out", "ops", "index", *how)
+    assert len(more) == 6 and scores["op"] == "index_scores" and chosen["flops"] is None
+    seen = 3 * 70, 90 * 91 // 2, 2 * (98 + 99 + 100) + 7
+    assert [result["flops"] for result in more[::2]] == [2 * 128 * 4 * keys for keys in seen]
+    right = mla_backend.index_scores
+    monkeypatch.setattr(mla_backend, "index_scores", lambda *args, scores: right(*args, scores=scores).mul_(1.01))
+    with pytest.raises(RuntimeError, match="q90"):
+        main(["ops", "index", *how, "--batches", "q90", "--rounds", "2"])
+
+
 def test_every_case_of_rows_is_there_once_and_has_a_name_of_its_own():
     cases = rows.cases()
     assert len({tables.kernel_name(case.as_dict()) for case in cases}) == len(cases) == len(set(cases))
@@ -349,14 +357,15 @@ def test_rows_measures_what_was_asked_for_and_goes_on_after_a_failure(on_a_cpu, 
         return MEASURED
 
     monkeypatch.setattr(rows, "measure", measure)
-    options = ["--name", "CONFIG1,V4-Pro", "--heads", "8,16", "--requests", "128,2", "--ours-only"]
+    wanted = [f"CONFIG1 h {heads} {requests}q2s16k" for heads in (8, 16) for requests in (2, 128)]
+    options = ["--cases", ",".join([*wanted, "V4-Pro 128q1s16k"]), "--ours-only"]
     assert main(["rows", *options, "--output", str(tmp_path / "out.json")]) == 1
     results = kinds.load(tmp_path / "out.json").results
     found = [(r["case"]["name"], r["case"]["batch"], r["case"]["heads"], "error" in r) for r in results]
     asked = [("CONFIG1", batch, heads, heads == 8) for heads in (8, 16) for batch in ("2q2s16k", "128q2s16k")]
     assert found == [*asked, ("V4-Pro", "128q1s16k", 16, False)]
     assert capsys.readouterr().err.count("mla_backend failed for CONFIG1, ") == 2
-    assert main(["rows", "--name", "long", "--heads", "3"]) == 2
+    assert main(["rows", "--cases", "long h 3"]) == 2
 
 
 def test_quartiles_of_few_rounds_lie_between_them():
@@ -370,8 +379,8 @@ def test_each_candidate_is_timed_once_a_round():
     def clock(name):
         return lambda number: called.append((name, number)) or number + 1.0
 
-    timings = interleaved({"a": clock("a"), "b": clock("b")}, rounds=3, on_round=lambda: called.append("round"))
-    assert called == [entry for n in range(3) for entry in (("a", n), ("b", n), "round")]
+    timings = interleaved({"a": clock("a"), "b": clock("b")}, rounds=3)
+    assert called == [entry for n in range(3) for entry in (("a", n), ("b", n))]
     assert timings == {name: Timing(1.0, 2.0, 1.5, 2.5, 3) for name in "ab"}
 
 

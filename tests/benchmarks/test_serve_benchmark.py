@@ -25,7 +25,8 @@ def test_each_load_has_an_entry_made_of_what_the_client_saved(small_model, fake_
     assert report["environment"]["benchmark"] == "serve" and report["environment"]["settings"]["size_warmup"] is True
     for result, rate in zip(report["results"], (1.0, 2.5), strict=True):
         case = {"input_len": 10, "output_len": 3, "num_prompts": 4, "request_rate": rate, "concurrency": 8}
-        case |= {"kv_cache_dtype": "auto", "tensor_parallel_size": 4, "decode_context_parallel_size": 2, "drafts": 2}
+        case |= {"engine": "vllm", "kv_cache_dtype": "auto", "tensor_parallel_size": 4}
+        case |= {"decode_context_parallel_size": 2, "drafts": 2}
         assert result["case"] == case and result["error"] is None
         assert (result["completed"], result["failed"], result["gpus"]) == (3, 1, 4)
         assert (result["total_input_tokens"], result["total_output_tokens"]) == (30, 7)
@@ -161,12 +162,12 @@ def test_metrics_are_summed_up_over_their_labels():
 
 
 def test_what_is_not_given_is_left_to_vllm():
-    settings = common.vllm_settings(parsed("serve", "--model", "any"))
-    arguments = common.vllm_arguments(settings, "B")
+    settings = common.settings_of(parsed("serve", "--model", "any"))
+    arguments = common.engine_arguments(settings, "B")
     assert arguments.keys() == {"attention_backend", "kv_cache_dtype", "tensor_parallel_size"}
     assert common.gpus(arguments) == 1 and common.gpus({**arguments, "data_parallel_size": 3}) == 3
     own_cache = {"attention_backend": "B", "kv_cache_dtype": "bfloat16"}
-    assert common.vllm_arguments(settings, "B:bfloat16") == {**arguments, **own_cache}
+    assert common.engine_arguments(settings, "B:bfloat16") == {**arguments, **own_cache}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""`throughput` with a stand-in for vLLM: real workers, interleaved, one of which fails."""
+"""`throughput` with stand-ins for vLLM and SGLang: real workers, interleaved, some of which fail."""
 
 import json
 
 import pytest
 
 from commands import parsed, status_of
-from serving_benchmarks.run import common, throughput
+from serving_benchmarks.results import kinds, tables
+from serving_benchmarks.run import common, sglang_engine, throughput
 
 
 def test_interleaved_backends_are_measured_and_one_that_fails_is_said_to(small_model, fake_vllm, capsys):
@@ -52,11 +53,62 @@ def assert_adds_up(result: dict, input_len: int, new: int, count: int) -> None:
     assert result["cache"] == {"tokens": 640, "prefix_hit_share": None} and result["preemptions"] == 0
 
 
+def test_sglangs_backends_are_measured_as_vllms_are(small_model, fake_sglang, capsys):
+    output = fake_sglang / "out.json"
+    loads = ["--loads", "20+4/2,10+6/1,10+1/3", "--num-prompts", "6", "--waves", "2", "--rounds", "3"]
+    how = ["--engine", "sglang", "--interleave", "--requests", "--drafts", "3", "--kv-cache-dtype", "fp8_e4m3"]
+    how += ["--no-compile", "--no-prefix-caching", "--gpu-memory-utilization", "0.2", "--size-warmup"]
+    how += ["--max-num-batched-tokens", "30", "--engine-args", '{"max_total_tokens": 500}']
+    backends = ["--backend", "refused,sparse_mla,breaks,dsa:bfloat16", "--output", output]
+    assert status_of("throughput", "--model", small_model, *loads, *how, *backends) == 1
+    file = kinds.load(output)
+    refused, ours, breaks, theirs = (file.results[i : i + 3] for i in range(0, 12, 3))
+    assert {result["error"] for result in refused} == {"ValueError: no such backend"}
+    assert all("out of everything" in result["error"] for result in breaks)
+    for result, (input_len, new, count) in zip([*ours, *theirs], [(20, 4, 4), (10, 6, 2), (10, 1, 6)] * 2, strict=True):
+        assert result["engine"] == result["case"]["engine"] == "sglang" and result["gpus"] == 1
+        assert result["num_requests"] == count and result["total_num_tokens"] == count * (input_len + new)
+        requests = result["requests"]
+        for ttft, tpot, e2e in zip(requests["ttft_s"], requests["tpot_s"], requests["e2e_s"], strict=True):
+            assert 0 < ttft <= e2e and (tpot is None if new == 1 else ttft + (new - 1) * tpot == pytest.approx(e2e))
+        assert result["itl_s"] == pytest.approx(result["tpot_s"]) and (result["itl_s"]["p50"] is None) == (new == 1)
+        assert result["cache"] == {"tokens": 640, "prefix_hit_share": pytest.approx(5 / input_len, rel=0.01)}
+        assert result["preemptions"] == 3 * count and result["profile"] is None
+    asked = json.loads((fake_sglang / "dsa.json").read_text())
+    assert asked["kv_cache_dtype"] == "bfloat16" and asked["disable_radix_cache"] and asked["max_total_tokens"] == 500
+    assert asked["max_running_requests"] == 3 and asked["chunked_prefill_size"] == 30 and asked["tp_size"] == 1
+    assert asked["mem_fraction_static"] == 0.2 and asked["speculative_num_draft_tokens"] == 4
+    assert not (fake_sglang / "flushed").exists(), "nothing to forget"
+    version = file.environment["sglang"] = "0.5.99"
+    assert f"sglang {version}" in tables.whole_models(file.report) and "each request's mean" in tables.latency_note(
+        [file.report]
+    )
+    rows = tables.throughput_versus({**file.report, "results": [*ours, *theirs]}, loads="20+4/2").splitlines()
+    assert "sparse_mla, output" in rows[0] and rows[2].count(" | ") == 6 and f"sglang {version}" in rows[-1]
+    timed = list(kinds.KINDS["throughput"].timed(file))
+    assert timed and all({*one.peers} <= {("dsa:bfloat16", version), ("breaks", version)} for one in timed)
+
+
+def test_sglangs_prefix_cache_is_emptied_before_each_round(small_model, fake_sglang):
+    how = ["--lengths", "20+4", "--num-prompts", "2", "--rounds", "2", "--engine", "sglang", "--backend", "dsa"]
+    assert status_of("throughput", "--model", small_model, *how) == 0
+    flushed = (fake_sglang / "flushed").read_text().split()
+    assert flushed == ["True", *["False", "True"] * 2], "before the warm-up and two rounds, until it was"
+
+
+def test_sglang_gets_its_names_of_all_settings_or_they_are_refused():
+    of_sglang = {*sglang_engine.NAMES, *sglang_engine.LACKS, "max_model_len"}
+    assert {*common.SAME_NAME} <= of_sglang
+    sizes = {"tp_size": 2, "dp_size": 3}
+    assert [common.gpus(sizes | more) for more in ({}, {"enable_dp_attention": True})] == [6, 2]
+
+
 SETTINGS = {
     "--lengths 100+20,64+80": {"max_model_len": 144},
     "--lengths 100+20,64+80 --max-model-len 200": {"max_model_len": 200},
     # 96 tokens more than the prompt for what is profiled, and one for each prompt's step
     "--lengths 20+4,30+2 --profile --concurrency 1,2": {"max_model_len": 30 + 97},
+    "--loads 100+20/3,64+80/7 --concurrency 9": {"max_model_len": 144, "max_num_seqs": 7},
     "--backend A,B": {"gpu_memory_utilization": None},
     "--backend A,B --interleave": {"gpu_memory_utilization": 0.45},
     "--backend A,B --interleave --gpu-memory-utilization 0.4": {"gpu_memory_utilization": 0.4},
@@ -90,12 +142,17 @@ def test_step_sizes_are_warmed_up_on_a_gpu_as_far_as_they_are_needed(small_model
     if largest:
         *prompts, decode = [requests.prompts[len(requests) > 1 :] for requests in plan.sizes]
         assert (sum(map(len, prompts[-1])), len(decode)) == largest
-        assert max(requests.longest for requests in plan.sizes) <= plan.settings["max_model_len"] == 24
+        for requests in plan.sizes:
+            totals = map(sum, zip(map(len, requests.prompts), requests.output_lens, strict=True))
+            assert max(totals) <= plan.settings["max_model_len"] == 24
 
 
 REFUSED = (
     "--num-prompts 0|--rounds 1|--concurrency 1,0|--backend ,|--lengths 20+4,30|--lengths 20+0|--lengths 500+500"
     "|--lengths 50+50 --max-model-len 60|--gpu-memory-utilization 1.5|--vllm-args [1]|--seconds nan|--model /nope"
+    "|--loads 20+4|--loads 20+4/0|--loads 20/4|--loads 500+500/2"
+    "|--engine sglang|--engine sglang --backend dsa --profile|--engine sglang --backend dsa --kv-cache-memory-bytes 9"
+    "|--engine sglang --backend dsa --decode-context-parallel-size 2|--engine other"
     f"|--interleave --backend A,B --gpu-memory-utilization 0.6|--logs {__file__}|--output /proc/nope/x.json"
 )
 

@@ -15,6 +15,8 @@ from serving_benchmarks.run.workloads import Workload
 class OneTokenAStep:
     """An engine that gives each request a token in each step."""
 
+    sees_steps = True
+
     def __init__(self, lie: int = 0):
         self.left: dict[str, int] = {}
         self.given: dict[str, int] = {}
@@ -105,10 +107,11 @@ def test_random_prompts_are_the_same_each_time_and_have_nothing_in_common():
     config = {"vocab_size": 10, "bos_token_id": 0, "eos_token_id": [1, 5], "pad_token_id": None}
     assert workloads.usable_tokens(config) == [2, 3, 4, 6, 7, 8, 9]
     one, same, other = (workloads.fixed(5, 40, 3, TOKENS, seed=seed) for seed in (1, 1, 2))
-    assert one == same != other and one.output_lens == [3] * 5 and one.longest == 43
+    assert one == same != other and one.output_lens == [3] * 5 and {*map(len, one.prompts)} == {40}
     assert {len(prompt) for prompt in one.prompts} == {40} and set().union(*one.prompts) <= set(TOKENS)
     assert len({tuple(prompt[:20]) for prompt in one.prompts}) == 5
-    assert one.first(2).prompts == one.prompts[:2] and len(one.first(2)) == 2
+    few = workloads.fixed(2, 40, 3, TOKENS, seed=1)
+    assert few.prompts == one.prompts[:2] and len(few) == 2
 
 
 @given(st.integers(1, 40000))
@@ -126,7 +129,8 @@ def test_requests_for_sizes_of_steps_have_these_sizes_and_keep_to_the_limits(dat
     most = data.draw(st.integers(1, min(5000, in_flight * (longest_request - 1))))
     made = workloads.of_step_sizes(most, in_flight, longest_request, TOKENS, seed=3)
     for requests in made:
-        assert requests.longest <= longest_request and min(requests.output_lens) >= 1
+        totals = map(sum, zip(map(len, requests.prompts), requests.output_lens, strict=True))
+        assert max(totals) <= longest_request and min(requests.output_lens) >= 1
         assert min(map(len, requests.prompts)) >= 1 and set().union(*requests.prompts) <= set(TOKENS)
     # where there are several, the first one is there for the others to come in meanwhile
     steps = [requests.prompts[len(requests) > 1 :] for requests in made]

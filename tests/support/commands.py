@@ -11,8 +11,11 @@ from pathlib import Path
 from serving_benchmarks.__main__ import COMMANDS, main
 from serving_benchmarks.run import supervisor
 
-FAKE_VLLM = f"{Path(__file__).parent / 'fake_vllm'}:{Path(__file__).parents[2]}"
-"""The PYTHONPATH with which a stand-in takes vLLM's place in processes. They note things in the folder FAKE_VLLM."""
+FAKE_VLLM, FAKE_SGLANG = (
+    f"{Path(__file__).parent / name}:{Path(__file__).parents[2]}" for name in ("fake_vllm", "fake_sglang")
+)
+"""The PYTHONPATH with which a stand-in takes an engine's place in processes. They note things in the folder FAKE_VLLM
+or FAKE_SGLANG."""
 
 
 def parsed(command: str, *words: object) -> argparse.Namespace:

@@ -521,7 +521,7 @@ def reports(random: Random, folder: Path, device: str) -> None:
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         status = main(["report", str(good), str(folder / "bad.json"), "--output", str(folder / "out")])
     page = (folder / "out" / "report.html").read_text()
-    assert status == 0 and "64x4096" in page and "<script" not in page.lower()
+    assert status == 0 and "64q1s4k" in page and "<script" not in page.lower()
 
 
 ATTACKS: dict[str, Attack] = {
