@@ -433,10 +433,8 @@ def _speed(entry: Entry) -> str:
 
 def _limits(goodput: dict[str, Any]) -> str:
     """What a good request keeps to."""
-    first, later = goodput["ttft_limit_s"], goodput["tpot_limit_s"]
-    parts = [f"first token within {first:g} s"] if first is not None else []
-    parts += [f"{later:g} s between tokens or less, on average"] if later is not None else []
-    return ", ".join(parts)
+    told = {"ttft_limit_s": "first token within {:g} s", "tpot_limit_s": "{:g} s between tokens or less, on average"}
+    return ", ".join(words.format(goodput[name]) for name, words in told.items() if goodput[name] is not None)
 
 
 def _models_measured(reports: Sequence[Report], rounds: Collection[int], paired: bool = False) -> str:

@@ -106,8 +106,7 @@ def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions
     asked = held_out(input_len, options.num_prompts or 200)
     if any(WAYS[name].context_parallel for name in options.ways):
         plain = shutil.copytree(CHECKPOINT, folder / "more-slots")
-        config = json.loads((plain / "config.json").read_text())
-        (plain / "config.json").write_text(json.dumps({**config, "index_topk": SHARED_TOPK}))
+        (plain / "config.json").write_text(json.dumps({**common.read_config(str(plain)), "index_topk": SHARED_TOPK}))
     if any(WAYS[name].drafts for name in options.ways):
         drafts.add_mtp_layer(plain, drafting)
     return Questions(

@@ -24,7 +24,6 @@ DEFAULTS = {"skip_tokenizer_init": True, "log_level": "info", "stream_interval":
 DEFAULTS |= {"sampling_backend": "pytorch", "grammar_backend": "none"}  # all that greedy tokens need
 GAPS = "percentiles over requests of each request's mean"
 """What stands for the seconds between tokens, as SGLang doesn't tell of every token."""
-FLUSH_SECONDS = 0.01
 
 
 def refuse(options: argparse.Namespace) -> None:
@@ -90,7 +89,7 @@ class SglangEngine:
     def forget_prefixes(self) -> None:
         """Empties the prefix cache. SGLang refuses as long as its last step ends."""
         while self._keeps_prefixes and not self._engine.flush_cache().success:
-            time.sleep(FLUSH_SECONDS)
+            time.sleep(0.01)
 
     def counters(self) -> Counters:
         """Totals of requests that have ended, as `engine.COUNTERS` names them."""

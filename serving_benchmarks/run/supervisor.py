@@ -33,12 +33,6 @@ ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end the command."""
 
 
-def adopt_orphans() -> None:
-    """Makes descendants whose parents end children of this process, so that it still finds them."""
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
 def descendants(root: int) -> list[int]:
     """Process ids below one, zombies included."""
     children: dict[int, list[int]] = {}
@@ -114,7 +108,9 @@ def supervise(words: Sequence[str], folder: str, grace: float) -> int:
 def main() -> int:
     with open(0, "rb", buffering=0, closefd=False) as given:  # the rest is for the command
         asked = json.loads(given.readline())
-    adopt_orphans()
+    # Descendants whose parents end become children of this process, so that it still finds them.
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     return supervise(asked["command"], asked["folder"], asked["grace"])
 
 
