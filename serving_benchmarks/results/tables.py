@@ -475,7 +475,7 @@ def checkpoint(*reports: Report) -> str:
             seen.add(entry["way"])
             row = ["vLLM" if entry["engine"] == "vllm" else "embedded", entry.get("backend") or "-"]
             row += [entry["cache"].upper(), "without CUDA graphs" if entry["eager"] else "CUDA graphs"]
-            row += [str(entry["drafts"] or "-"), str(entry["gpus"])]
+            row += [str(entry["drafts"] or "-"), f"{entry['gpus']}{', DCP' if entry.get('context_parallel') else ''}"]
             row.append("-" if entry["right"] is None else f"{entry['right']} of {entry['asked']}")
             row += [f"{entry[name]} of {entry['asked']}" if name in entry else "-" for name in _EQUAL]
             rows.append([*row, f"{entry['accepted']} of {entry['drafted']}" if entry.get("drafted") else "-"])
