@@ -334,8 +334,8 @@ def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 def add_cases(parser: argparse.ArgumentParser, kind: str, cases: Sequence[Any]) -> None:
     """The option --cases, for commands with cases of their own."""
-    names = "; ".join(name_of(kind, case) for case in cases)
-    told = f"only cases with all of these words, or of other words after a comma. All cases: {names}"
+    names = (name_of(kind, case) for case in cases)
+    told = "; ".join(["only cases with all of these words, or with others after a comma", *names])
     parser.add_argument("--cases", type=opt.names, metavar="WORDS,...", help=told)
 
 
@@ -345,8 +345,9 @@ def name_of(kind: str, case: Any) -> str:
 
 def asked_for(options: argparse.Namespace, kind: str, cases: Sequence[Any]) -> list[Any]:
     """The cases that --cases names. Raises Refused."""
-    asked = [set(words.split()) for words in options.cases or [""]]
-    found = [case for case in cases if any(words <= {*re.split(r",? ", name_of(kind, case))} for words in asked)]
+    joined = partial(re.sub, r",|(?<=\bh) (?=\d)", "")  # "h 128" is one word: topk may be 128, too
+    asked = [set(joined(words).split()) for words in options.cases or [""]]
+    found = [case for case in cases if any(words <= {*joined(name_of(kind, case)).split()} for words in asked)]
     if not found:
         raise opt.Refused(f"--cases: no case has these words; {name_of(kind, cases[0])} is one")
     return found

@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-PR_SET_CHILD_SUBREAPER = 36
 KILL_SECONDS = 30
 """How long killed processes may take to end: the kernel frees a GPU's memory first."""
 KILL_AGAIN_SECONDS = 0.02
@@ -108,8 +107,8 @@ def supervise(words: Sequence[str], folder: str, grace: float) -> int:
 def main() -> int:
     with open(0, "rb", buffering=0, closefd=False) as given:  # the rest is for the command
         asked = json.loads(given.readline())
-    # Descendants whose parents end become children of this process, so that it still finds them.
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+    # PR_SET_CHILD_SUBREAPER: descendants whose parents end become children of this process, so it still finds them
+    if ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     return supervise(asked["command"], asked["folder"], asked["grace"])
 

@@ -1,5 +1,6 @@
 """What ops/ times: batches and suites, checks of results, peers, the timer, and the commands as far as a CPU goes."""
 
+import argparse
 import functools
 import itertools
 import lzma
@@ -366,6 +367,8 @@ def test_rows_measures_what_was_asked_for_and_goes_on_after_a_failure(on_a_cpu, 
     assert found == [*asked, ("V4-Pro", "128q1s16k", 16, False)]
     assert capsys.readouterr().err.count("mla_backend failed for CONFIG1, ") == 2
     assert main(["rows", "--cases", "long h 3"]) == 2
+    asked = kernels.asked_for(argparse.Namespace(cases=["CONFIG2 2q2s16k h 128"]), "rows", rows.cases())
+    assert [case.heads for case in asked] == [128]  # 128 slots are another thing
 
 
 def test_quartiles_of_few_rounds_lie_between_them():
