@@ -215,12 +215,17 @@ class SparseMLALayer(LayerBase):
     supports_pcp: bool = False
     supports_quant_query_input: bool = False
 
+    selections: ClassVar[int] = 0
+    """How many layers with an indexer there are so far, in this process."""
+
     def __init__(self, *args: Any, indexer: Any = None, sinks: Tensor | None = None, **kwargs: Any) -> None:
         """Takes what the base takes, and sinks fp32 `[heads]`."""
         kwargs["index_group_builder"] = NoIndexGroup()
         refuse_features(versions.SPARSE, super().__init__, *args, indexer=indexer, **kwargs)
         super().__init__(*args, indexer=indexer, **kwargs)
-        self.selects = indexer is not None
+        # Layers are made in their order. Those without an indexer use the selection of the last one with.
+        SparseMLALayer.selections += indexer is not None
+        self.selects, self.selection = indexer is not None, SparseMLALayer.selections
         self.sinks = None if sinks is None else sinks.float()
         # Dense attention for short prefills needs one of vLLM's GPU kernels. It gathers rows into rows of the model's
         # width, which those of fp8_ds_mla have only in models with rope.
@@ -275,9 +280,9 @@ class SparseMLALayer(LayerBase):
         step, buffers = attn_metadata.step, attn_metadata.step.buffers
         step.begin(getattr(layer, "layer_name", None))
         room = step.room_for(tokens, heads)
-        if self.selects or step.slots is None or len(step.slots) != tokens:
+        if self.selects or step.selected != (self.selection, tokens):
             self._select(room, kv_c_and_k_pe_cache.shape[1], attn_metadata)
-            step.slots = room.slots if step.keeps_slots(tokens, heads) else None
+            step.selected = (self.selection, tokens) if step.keeps_slots(tokens, heads) else None
         queries = _queries(q, kv_c_and_k_pe_cache, buffers.no_rope)
         for part, staged in step.parts(tokens):
             cache = kv_c_and_k_pe_cache

@@ -87,7 +87,7 @@ def buffers(captured_tokens: int = 0, **more) -> StepBuffers:
     return StepBuffers(captured_tokens=captured_tokens, **{**given, **more})
 
 
-def layer_of(backend, picked: Tensor, indexer: object = None, sinks: Tensor | None = None):
+def layer_of(backend, picked: Tensor, indexer: object = None, sinks: Tensor | None = None, selection: int = 0):
     """A layer without the model around it."""
 
     class Layer(backend.SparseMLALayer):
@@ -95,7 +95,7 @@ def layer_of(backend, picked: Tensor, indexer: object = None, sinks: Tensor | No
 
     layer = object.__new__(Layer)
     layer.scale, layer.sinks, layer.dcp_world_size, layer.dcp_rank = SCALE, sinks, 1, 0
-    layer.selects = indexer is not None
+    layer.selects, layer.selection = indexer is not None, selection
     return layer
 
 
@@ -380,6 +380,34 @@ def test_layers_without_an_indexer_use_the_selection_of_the_last_one_with(backen
     assert looked_up == (not captured_tokens), "again where other layers have used the memory"
     other = layer_of(backend, batch.picked * 0 - 1, indexer=object())
     assert not other.forward_mqa(q, cache, metadata, None)[0].any(), "one with an indexer has its own"
+
+
+def test_they_do_where_vllm_gives_them_a_step_of_their_own(backend):
+    """From 0.32 on it makes a metadata builder for layers with an indexer and one for those without."""
+    batch = BATCHES["decode"]
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
+    of_selecting, of_sharing = (metadata_of(batch, buffers(captured_tokens=64)) for _ in range(2))
+    picked = batch.picked.clone()
+    for number in (1, 2):
+        picked[:3, 3 - number :] = -1
+        selecting = layer_of(backend, picked, indexer=object(), selection=number)
+        want = selecting.forward_mqa(q, cache, of_selecting, None)[0].clone()
+        for looked_up in (1, 0):
+            with Ops() as ops:
+                out, _ = layer_of(backend, picked, selection=number).forward_mqa(q, cache, of_sharing, None)
+            assert torch.equal(out, want)
+            assert sum("convert_indices" in name for name in ops.names) == looked_up
+
+
+def test_layers_know_whose_selection_they_use(backend, monkeypatch):
+    picked = torch.empty(7, TOPK, dtype=torch.int32)
+    indexer = SimpleNamespace(topk_indices_buffer=picked)
+    layers = [
+        made_layer(backend, monkeypatch, topk_indices_buffer=picked, indexer=indexer if full else None)
+        for full in (True, False, False, True, False)
+    ]
+    numbers = [layer.selection - layers[0].selection for layer in layers]
+    assert numbers == [0, 0, 0, 1, 1] and [layer.selects for layer in layers] == [True, False, False, True, False]
 
 
 def test_longer_steps_than_graphs_have_write_into_memory_that_vllm_counts(backend, monkeypatch):
