@@ -111,11 +111,12 @@ class SparseMLAMetadataBuilder(BuilderBase):
         self._init_reorder_batch_threshold(
             SHORT_EXTEND if getattr(self, "_prefill_backend", None) is not None else 1,
             supports_spec_as_decode=True,
-            # each token has its own index list, so requests may have any number of tokens
-            supports_dcp_with_varlen=vllm_config.parallel_config.cp_kv_cache_interleave_size == 1,
+            supports_dcp_with_varlen=True,  # each token has its own index list, so requests may have any number
         )
-        topk, heads = longest_list(vllm_config, layer_names), attending_heads(vllm_config)
-        cache_dtype = vllm_config.cache_config.cache_dtype
+        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        # may be more than `index_topk`: GLM-5.3-Flash adds the tokens that no pool of its indexer holds yet
+        topk, heads = impl.topk_indices_buffer.shape[1], attending_heads(vllm_config)
+        cache_dtype = impl.kv_cache_dtype  # --kv-cache-dtype-skip-layers gives some layers another
         self.buffers = StepBuffers(
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             captured_tokens=versions.captured_tokens(vllm_config),
@@ -159,13 +160,6 @@ class SparseMLAMetadataBuilder(BuilderBase):
         """Called before each pass of a captured loop that drafts. Layers that draft lead, so they prepare the step
         themselves unless its tensors are elsewhere."""
         metadata.step.follow()
-
-
-def longest_list(vllm_config: VllmConfig, layer_names: list[str]) -> int:
-    """Slots that the model's indexer picks for a token, at most. That may be more than `index_topk`: GLM-5.3-Flash adds
-    the tokens that no pool of its indexer holds yet."""
-    layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-    return layer.impl.topk_indices_buffer.shape[1]
 
 
 def attending_heads(vllm_config: VllmConfig) -> int:

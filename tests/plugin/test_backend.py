@@ -116,6 +116,33 @@ def made_layer(backend, monkeypatch, **given):
         )
 
 
+def made_builder(backend, monkeypatch, topk: int = 2048, kv_cache_dtype: str = "fp8_ds_mla", **parallel):
+    """A builder as vLLM makes it for a model with 64 heads and two drafted tokens, on a Hopper GPU."""
+
+    def init(self, kv_cache_spec, layer_names, vllm_config, device):
+        self.kv_cache_spec, self.vllm_config, self._prefill_backend = kv_cache_spec, vllm_config, None
+
+    monkeypatch.setattr(backend.BuilderBase, "__init__", init)
+    monkeypatch.setattr(backend, "_on_cpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    impl = SimpleNamespace(topk_indices_buffer=torch.empty(64, topk), kv_cache_dtype=kv_cache_dtype)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**{"decode_context_parallel_size": 1, **parallel}),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        speculative_config=SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=SimpleNamespace(cache_dtype="fp8_ds_mla"),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layers.0": SimpleNamespace(impl=impl)}, cudagraph_capture_sizes=[1]
+        ),
+        model_config=SimpleNamespace(
+            get_num_attention_heads=lambda _: 64, hf_text_config=SimpleNamespace(num_hidden_layers=1)
+        ),
+        use_v2_model_runner=True,
+    )
+    return backend.SparseMLAMetadataBuilder(None, ["layers.0"], config, torch.device("cpu"))
+
+
 def metadata_of(
     batch: Batch,
     room: StepBuffers,
@@ -223,12 +250,23 @@ def test_a_model_without_rope_attends_to_what_the_indexer_picked(backend, fmt, p
     assert_accurate((out,), (want[0],))
 
 
-def test_lists_are_as_long_as_the_models_buffer_for_them(backend):
+def test_lists_are_as_long_as_the_models_buffer_for_them(backend, monkeypatch):
     """GLM-5.3-Flash picks up to 2176 slots, of which index_topk are 2048."""
-    impl = SimpleNamespace(topk_indices_buffer=torch.empty(7, 2176, dtype=torch.int32))
-    layers = {"first": SimpleNamespace(impl=impl)}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    assert backend.longest_list(config, ["first", "second"]) == 2176
+    assert made_builder(backend, monkeypatch, topk=2176).buffers.topk == 2176
+
+
+def test_a_builder_goes_by_its_layers_cache(backend, monkeypatch):
+    """--kv-cache-dtype-skip-layers keeps some layers in bf16, whose rows can't be staged."""
+    fp8, bf16 = (made_builder(backend, monkeypatch, kv_cache_dtype=dtype).buffers for dtype in ("fp8_ds_mla", "auto"))
+    assert fp8.staged_rows > 0 and fp8.cache_format == "fp8_ds_mla"
+    assert bf16.staged_rows == 0 and bf16.cache_format == "bf16"
+
+
+@pytest.mark.parametrize("interleave", [1, 64])
+def test_tokens_under_verification_are_decode_with_context_parallelism(backend, monkeypatch, interleave):
+    """As prefill they would attend in vLLM's dense kernel, which a captured graph can't give longer contexts."""
+    parallel = dict(decode_context_parallel_size=2, cp_kv_cache_interleave_size=interleave)
+    assert made_builder(backend, monkeypatch, **parallel).reorder_batch_threshold >= 3
 
 
 def test_fewer_tokens_than_the_batch_has_get_a_plan_of_their_own(backend):
