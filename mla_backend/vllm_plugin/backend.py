@@ -222,9 +222,10 @@ class SparseMLALayer(LayerBase):
         self.selects, self.selection = indexer is not None, SparseMLALayer.selections
         self.sinks = None if sinks is None else sinks.float()
         # Dense attention for short prefills needs one of vLLM's GPU kernels. It gathers rows into rows of the model's
-        # width, which those of fp8_ds_mla have only in models with rope.
+        # width, which those of fp8_ds_mla have only in models with rope. Whether vLLM uses it depends on the longest
+        # prefill of a step.
         wider_rows = self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT
-        self.supports_dense_mha_prefill = not _on_cpu() and not wider_rows
+        self.supports_dense_mha_prefill = not (_on_cpu() or wider_rows or envs.VLLM_BATCH_INVARIANT)
         # vLLM measures memory after this, without a step's metadata. What its longest step needs has to be there then.
         (tokens, topk), device = self.topk_indices_buffer.shape, self.topk_indices_buffer.device
         heads = self.num_heads * self.dcp_world_size

@@ -498,6 +498,17 @@ def test_on_a_gpu_vllm_compiles_its_indexers_kernels_before_the_first_request(ba
         assert registered == [] if on_cpu else list(names)
 
 
+def test_batch_invariance_leaves_no_prompt_to_the_dense_kernel(backend, monkeypatch):
+    """vLLM runs that where all prefills of a step are short, so it depends on a prompt's neighbours."""
+    monkeypatch.setattr(backend, "_on_cpu", lambda: False)
+    monkeypatch.setattr(backend, "room_for_rows", lambda *_: 0)
+    picked = torch.empty(7, TOPK, dtype=torch.int32)
+    for invariant in (False, True):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+        layer = made_layer(backend, monkeypatch, topk_indices_buffer=picked)
+        assert layer.supports_dense_mha_prefill is not invariant
+
+
 def test_sinks_reach_the_op(backend):
     batch, sinks = BATCHES["decode"], torch.linspace(-2, 4, HEADS)
     cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
