@@ -115,7 +115,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
         )
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         # may be more than `index_topk`: GLM-5.3-Flash adds the tokens that no pool of its indexer holds yet
-        topk, heads = impl.topk_indices_buffer.shape[1], attending_heads(vllm_config)
+        topk, heads = impl.topk_indices_buffer.shape[1], attending_heads(vllm_config, impl)
         cache_dtype = impl.kv_cache_dtype  # --kv-cache-dtype-skip-layers gives some layers another
         self.buffers = StepBuffers(
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
@@ -162,10 +162,10 @@ class SparseMLAMetadataBuilder(BuilderBase):
         metadata.step.follow()
 
 
-def attending_heads(vllm_config: VllmConfig) -> int:
-    """Of a device: with decode context parallelism all heads of its group, to a part of the tokens."""
-    parallel = vllm_config.parallel_config
-    return vllm_config.model_config.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size
+def attending_heads(vllm_config: VllmConfig, impl: Any) -> int:
+    """Of a layer, which may be a draft's, on a device: with decode context parallelism all heads of its group, to a
+    part of the tokens."""
+    return impl.num_heads * vllm_config.parallel_config.decode_context_parallel_size
 
 
 def leading_layers(names: Collection[str], layers: int) -> frozenset[str]:

@@ -125,7 +125,7 @@ def made_builder(backend, monkeypatch, topk: int = 2048, kv_cache_dtype: str = "
     monkeypatch.setattr(backend.BuilderBase, "__init__", init)
     monkeypatch.setattr(backend, "_on_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    impl = SimpleNamespace(topk_indices_buffer=torch.empty(64, topk), kv_cache_dtype=kv_cache_dtype)
+    impl = SimpleNamespace(topk_indices_buffer=torch.empty(64, topk), kv_cache_dtype=kv_cache_dtype, num_heads=64)
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(**{"decode_context_parallel_size": 1, **parallel}),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
@@ -135,9 +135,7 @@ def made_builder(backend, monkeypatch, topk: int = 2048, kv_cache_dtype: str = "
         compilation_config=SimpleNamespace(
             static_forward_context={"layers.0": SimpleNamespace(impl=impl)}, cudagraph_capture_sizes=[1]
         ),
-        model_config=SimpleNamespace(
-            get_num_attention_heads=lambda _: 64, hf_text_config=SimpleNamespace(num_hidden_layers=1)
-        ),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=1)),
         use_v2_model_runner=True,
     )
     return backend.SparseMLAMetadataBuilder(None, ["layers.0"], config, torch.device("cpu"))
