@@ -111,11 +111,12 @@ class SparseMLAMetadataBuilder(BuilderBase):
         self._init_reorder_batch_threshold(
             SHORT_EXTEND if getattr(self, "_prefill_backend", None) is not None else 1,
             supports_spec_as_decode=True,
-            # each token has its own index list, so requests may have any number of tokens
-            supports_dcp_with_varlen=vllm_config.parallel_config.cp_kv_cache_interleave_size == 1,
+            supports_dcp_with_varlen=True,  # each token has its own index list, so requests may have any number
         )
-        topk, heads = longest_list(vllm_config, layer_names), attending_heads(vllm_config)
-        cache_dtype = vllm_config.cache_config.cache_dtype
+        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        # may be more than `index_topk`: GLM-5.3-Flash adds the tokens that no pool of its indexer holds yet
+        topk, heads = impl.topk_indices_buffer.shape[1], attending_heads(vllm_config, impl)
+        cache_dtype = impl.kv_cache_dtype  # --kv-cache-dtype-skip-layers gives some layers another
         self.buffers = StepBuffers(
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             captured_tokens=versions.captured_tokens(vllm_config),
@@ -161,17 +162,10 @@ class SparseMLAMetadataBuilder(BuilderBase):
         metadata.step.follow()
 
 
-def longest_list(vllm_config: VllmConfig, layer_names: list[str]) -> int:
-    """Slots that the model's indexer picks for a token, at most. That may be more than `index_topk`: GLM-5.3-Flash adds
-    the tokens that no pool of its indexer holds yet."""
-    layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-    return layer.impl.topk_indices_buffer.shape[1]
-
-
-def attending_heads(vllm_config: VllmConfig) -> int:
-    """Of a device: with decode context parallelism all heads of its group, to a part of the tokens."""
-    parallel = vllm_config.parallel_config
-    return vllm_config.model_config.get_num_attention_heads(parallel) * parallel.decode_context_parallel_size
+def attending_heads(vllm_config: VllmConfig, impl: Any) -> int:
+    """Of a layer, which may be a draft's, on a device: with decode context parallelism all heads of its group, to a
+    part of the tokens."""
+    return impl.num_heads * vllm_config.parallel_config.decode_context_parallel_size
 
 
 def leading_layers(names: Collection[str], layers: int) -> frozenset[str]:
@@ -215,17 +209,23 @@ class SparseMLALayer(LayerBase):
     supports_pcp: bool = False
     supports_quant_query_input: bool = False
 
+    selections: ClassVar[int] = 0
+    """How many layers with an indexer there are so far, in this process."""
+
     def __init__(self, *args: Any, indexer: Any = None, sinks: Tensor | None = None, **kwargs: Any) -> None:
         """Takes what the base takes, and sinks fp32 `[heads]`."""
         kwargs["index_group_builder"] = NoIndexGroup()
         refuse_features(versions.SPARSE, super().__init__, *args, indexer=indexer, **kwargs)
         super().__init__(*args, indexer=indexer, **kwargs)
-        self.selects = indexer is not None
+        # Layers are made in their order. Those without an indexer use the selection of the last one with.
+        SparseMLALayer.selections += indexer is not None
+        self.selects, self.selection = indexer is not None, SparseMLALayer.selections
         self.sinks = None if sinks is None else sinks.float()
         # Dense attention for short prefills needs one of vLLM's GPU kernels. It gathers rows into rows of the model's
-        # width, which those of fp8_ds_mla have only in models with rope.
+        # width, which those of fp8_ds_mla have only in models with rope. Whether vLLM uses it depends on the longest
+        # prefill of a step.
         wider_rows = self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT
-        self.supports_dense_mha_prefill = not _on_cpu() and not wider_rows
+        self.supports_dense_mha_prefill = not (_on_cpu() or wider_rows or envs.VLLM_BATCH_INVARIANT)
         # vLLM measures memory after this, without a step's metadata. What its longest step needs has to be there then.
         (tokens, topk), device = self.topk_indices_buffer.shape, self.topk_indices_buffer.device
         heads = self.num_heads * self.dcp_world_size
@@ -275,9 +275,9 @@ class SparseMLALayer(LayerBase):
         step, buffers = attn_metadata.step, attn_metadata.step.buffers
         step.begin(getattr(layer, "layer_name", None))
         room = step.room_for(tokens, heads)
-        if self.selects or step.slots is None or len(step.slots) != tokens:
+        if self.selects or step.selected != (self.selection, tokens):
             self._select(room, kv_c_and_k_pe_cache.shape[1], attn_metadata)
-            step.slots = room.slots if step.keeps_slots(tokens, heads) else None
+            step.selected = (self.selection, tokens) if step.keeps_slots(tokens, heads) else None
         queries = _queries(q, kv_c_and_k_pe_cache, buffers.no_rope)
         for part, staged in step.parts(tokens):
             cache = kv_c_and_k_pe_cache

@@ -184,6 +184,11 @@ def _parallelism(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | No
                 "the indexer of this vLLM knows nothing of --decode-context-parallel-size. "
                 "Install vllm 0.32 or 0.33, or leave it out."
             )
+        if not sparse and vllm_config.speculative_config is not None:
+            return (
+                "with context parallelism attends to one token of a request at a time. "
+                "Leave out --decode-context-parallel-size or --speculative-config."
+            )
     if on_cpu and parallel.data_parallel_size > 1:
         return "vLLM has no data parallelism for mixtures of experts on a CPU. Leave out --data-parallel-size."
     return None

@@ -95,11 +95,12 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder):
             kv_cache_spec, layer_names, vllm_config, device, **{"metadata_cls": DenseMLAMetadata, **kwargs}
         )
         model_config = vllm_config.model_config
+        impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         self.buffers = DenseBuffers(
             most_requests=vllm_config.scheduler_config.max_num_seqs,
             most_queries=self.reorder_batch_threshold,
             slots=model_config.max_model_len,
-            heads=attending_heads(vllm_config),
+            heads=attending_heads(vllm_config, impl),
             device=device,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
             cache_format="fp8_tensor_576" if vllm_config.cache_config.cache_dtype.startswith("fp8") else "bf16",

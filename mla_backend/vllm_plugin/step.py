@@ -200,9 +200,9 @@ class Step:
         self.plan: Tensor | None = None
         self.lengths: Tensor | None = None
         """The length of each token's list, int32 `[tokens]`, which the plan is for."""
-        self.slots: Tensor | None = None
-        """The slots of the last layer with an indexer, for the layers that share its selection. None if that layer had
-        no lasting memory for them."""
+        self.selected: tuple[int, int] | None = None
+        """Whose selection the slots in the room are, and of how many tokens. vLLM gives layers without an indexer a
+        step of their own, which other layers' selections don't pass through. None if the room doesn't last."""
         if leaders is None:
             self._prepare()
 
@@ -214,7 +214,7 @@ class Step:
     def _prepare(self) -> None:
         self.buffers.locate(self.batch)
         self.use_lengths(self.buffers.lengths[: self.tokens])
-        self.slots = self.staged_table = None
+        self.selected = self.staged_table = None
         self.plans.clear()
 
     def room_for(self, tokens: int, heads: int) -> Room:

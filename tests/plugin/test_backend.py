@@ -87,7 +87,7 @@ def buffers(captured_tokens: int = 0, **more) -> StepBuffers:
     return StepBuffers(captured_tokens=captured_tokens, **{**given, **more})
 
 
-def layer_of(backend, picked: Tensor, indexer: object = None, sinks: Tensor | None = None):
+def layer_of(backend, picked: Tensor, indexer: object = None, sinks: Tensor | None = None, selection: int = 0):
     """A layer without the model around it."""
 
     class Layer(backend.SparseMLALayer):
@@ -95,7 +95,7 @@ def layer_of(backend, picked: Tensor, indexer: object = None, sinks: Tensor | No
 
     layer = object.__new__(Layer)
     layer.scale, layer.sinks, layer.dcp_world_size, layer.dcp_rank = SCALE, sinks, 1, 0
-    layer.selects = indexer is not None
+    layer.selects, layer.selection = indexer is not None, selection
     return layer
 
 
@@ -114,6 +114,31 @@ def made_layer(backend, monkeypatch, **given):
             kv_b_proj=None,
             **given,
         )
+
+
+def made_builder(backend, monkeypatch, topk: int = 2048, kv_cache_dtype: str = "fp8_ds_mla", **parallel):
+    """A builder as vLLM makes it for a model with 64 heads and two drafted tokens, on a Hopper GPU."""
+
+    def init(self, kv_cache_spec, layer_names, vllm_config, device):
+        self.kv_cache_spec, self.vllm_config, self._prefill_backend = kv_cache_spec, vllm_config, None
+
+    monkeypatch.setattr(backend.BuilderBase, "__init__", init)
+    monkeypatch.setattr(backend, "_on_cpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    impl = SimpleNamespace(topk_indices_buffer=torch.empty(64, topk), kv_cache_dtype=kv_cache_dtype, num_heads=64)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**{"decode_context_parallel_size": 1, **parallel}),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        speculative_config=SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        cache_config=SimpleNamespace(cache_dtype="fp8_ds_mla"),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layers.0": SimpleNamespace(impl=impl)}, cudagraph_capture_sizes=[1]
+        ),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=1)),
+        use_v2_model_runner=True,
+    )
+    return backend.SparseMLAMetadataBuilder(None, ["layers.0"], config, torch.device("cpu"))
 
 
 def metadata_of(
@@ -223,12 +248,23 @@ def test_a_model_without_rope_attends_to_what_the_indexer_picked(backend, fmt, p
     assert_accurate((out,), (want[0],))
 
 
-def test_lists_are_as_long_as_the_models_buffer_for_them(backend):
+def test_lists_are_as_long_as_the_models_buffer_for_them(backend, monkeypatch):
     """GLM-5.3-Flash picks up to 2176 slots, of which index_topk are 2048."""
-    impl = SimpleNamespace(topk_indices_buffer=torch.empty(7, 2176, dtype=torch.int32))
-    layers = {"first": SimpleNamespace(impl=impl)}
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    assert backend.longest_list(config, ["first", "second"]) == 2176
+    assert made_builder(backend, monkeypatch, topk=2176).buffers.topk == 2176
+
+
+def test_a_builder_goes_by_its_layers_cache(backend, monkeypatch):
+    """--kv-cache-dtype-skip-layers keeps some layers in bf16, whose rows can't be staged."""
+    fp8, bf16 = (made_builder(backend, monkeypatch, kv_cache_dtype=dtype).buffers for dtype in ("fp8_ds_mla", "auto"))
+    assert fp8.staged_rows > 0 and fp8.cache_format == "fp8_ds_mla"
+    assert bf16.staged_rows == 0 and bf16.cache_format == "bf16"
+
+
+@pytest.mark.parametrize("interleave", [1, 64])
+def test_tokens_under_verification_are_decode_with_context_parallelism(backend, monkeypatch, interleave):
+    """As prefill they would attend in vLLM's dense kernel, which a captured graph can't give longer contexts."""
+    parallel = dict(decode_context_parallel_size=2, cp_kv_cache_interleave_size=interleave)
+    assert made_builder(backend, monkeypatch, **parallel).reorder_batch_threshold >= 3
 
 
 def test_fewer_tokens_than_the_batch_has_get_a_plan_of_their_own(backend):
@@ -382,6 +418,34 @@ def test_layers_without_an_indexer_use_the_selection_of_the_last_one_with(backen
     assert not other.forward_mqa(q, cache, metadata, None)[0].any(), "one with an indexer has its own"
 
 
+def test_they_do_where_vllm_gives_them_a_step_of_their_own(backend):
+    """From 0.32 on it makes a metadata builder for layers with an indexer and one for those without."""
+    batch = BATCHES["decode"]
+    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
+    of_selecting, of_sharing = (metadata_of(batch, buffers(captured_tokens=64)) for _ in range(2))
+    picked = batch.picked.clone()
+    for number in (1, 2):
+        picked[:3, 3 - number :] = -1
+        selecting = layer_of(backend, picked, indexer=object(), selection=number)
+        want = selecting.forward_mqa(q, cache, of_selecting, None)[0].clone()
+        for looked_up in (1, 0):
+            with Ops() as ops:
+                out, _ = layer_of(backend, picked, selection=number).forward_mqa(q, cache, of_sharing, None)
+            assert torch.equal(out, want)
+            assert sum("convert_indices" in name for name in ops.names) == looked_up
+
+
+def test_layers_know_whose_selection_they_use(backend, monkeypatch):
+    picked = torch.empty(7, TOPK, dtype=torch.int32)
+    indexer = SimpleNamespace(topk_indices_buffer=picked)
+    layers = [
+        made_layer(backend, monkeypatch, topk_indices_buffer=picked, indexer=indexer if full else None)
+        for full in (True, False, False, True, False)
+    ]
+    numbers = [layer.selection - layers[0].selection for layer in layers]
+    assert numbers == [0, 0, 0, 1, 1] and [layer.selects for layer in layers] == [True, False, False, True, False]
+
+
 def test_longer_steps_than_graphs_have_write_into_memory_that_vllm_counts(backend, monkeypatch):
     """Its scratch memory, of which a layer asks for as much as any step can need when it is made."""
     from vllm.v1.worker import workspace
@@ -430,6 +494,17 @@ def test_on_a_gpu_vllm_compiles_its_indexers_kernels_before_the_first_request(ba
         monkeypatch.setattr(backend, "_on_cpu", lambda on_cpu=on_cpu: on_cpu)
         made_layer(backend, monkeypatch, topk_indices_buffer=torch.empty(7, TOPK, dtype=torch.int32))
         assert registered == [] if on_cpu else list(names)
+
+
+def test_batch_invariance_leaves_no_prompt_to_the_dense_kernel(backend, monkeypatch):
+    """vLLM runs that where all prefills of a step are short, so it depends on a prompt's neighbours."""
+    monkeypatch.setattr(backend, "_on_cpu", lambda: False)
+    monkeypatch.setattr(backend, "room_for_rows", lambda *_: 0)
+    picked = torch.empty(7, TOPK, dtype=torch.int32)
+    for invariant in (False, True):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
+        layer = made_layer(backend, monkeypatch, topk_indices_buffer=picked)
+        assert layer.supports_dense_mha_prefill is not invariant
 
 
 def test_sinks_reach_the_op(backend):

@@ -88,3 +88,5 @@ def test_what_cannot_be_is_refused_at_start_with_a_reason(dense, tmp_path):
     assert "Leave out --calculate-kv-scales" in features()
     config.parallel_config.decode_context_parallel_size = 2
     assert "no context parallelism over such a cache" in features()
+    config.speculative_config = SimpleNamespace(attention_backend=None)
+    assert "--decode-context-parallel-size or --speculative-config" in features()

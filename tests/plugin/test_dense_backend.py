@@ -239,6 +239,25 @@ def test_building_the_metadata_of_a_decode_step_reads_nothing_from_the_device(de
     assert metadata.step.leaders == {"first"} and not metadata.step.plans
 
 
+def test_buffers_are_for_the_heads_of_the_builders_layers(dense, monkeypatch):
+    """A draft model may have more than the model that it drafts for."""
+    monkeypatch.setattr(dense.MLACommonMetadataBuilder, "__init__", lambda *args, **kwargs: None)
+    layers = {"draft": SimpleNamespace(impl=SimpleNamespace(num_heads=24))}
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(decode_context_parallel_size=2),
+        scheduler_config=SimpleNamespace(max_num_seqs=2),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        compilation_config=SimpleNamespace(static_forward_context=layers),
+        model_config=SimpleNamespace(
+            max_model_len=128,
+            hf_text_config=SimpleNamespace(num_hidden_layers=1),
+            get_num_attention_heads=lambda parallel: 16,
+        ),
+    )
+    builder = dense.DenseMLAMetadataBuilder(None, ["draft"], config, torch.device("cpu"))
+    assert builder.buffers.heads == 48
+
+
 def test_the_backend_says_of_itself_what_vllm_asks(dense):
     ours = dense.DenseMLABackend
     assert ours.get_name() == "DENSE_MLA" and ours.is_mla() and not ours.is_sparse()
