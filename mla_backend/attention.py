@@ -254,6 +254,8 @@ def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
         raise TypeError(f"{name} must be a torch.Tensor or a sequence of one or more; got {parts!r}")
     for i, part in enumerate(parts):
         require_tensors(**{f"{name}[{i}]": part})
+        if part.device != parts[0].device:
+            raise ValueError(f"{name}[{i}] must be on {parts[0].device} like {name}[0]; got {part.device}")
         if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
             raise ValueError(
                 f"{name}[{i}] must be {parts[0].dtype} {list(parts[0].shape)} like {name}[0]; "
