@@ -11,6 +11,7 @@ from kv_cache.sequence import Sequence
 
 def block_table(sequences: Many[Sequence]) -> Tensor:
     """int32 `[R, most blocks of a sequence]`: each sequence's blocks, then -1."""
+    _require(sequences)
     width = max((len(sequence.blocks) for sequence in sequences), default=0)
     if not width:
         return torch.empty(len(sequences), 0, dtype=torch.int32)
@@ -26,6 +27,9 @@ def slot_mapping(sequences: Many[Sequence], counts: Many[int]) -> Tensor:
 
     There has to be room for them: call `admit` or `allocate` before, and `commit` after.
     """
+    _require(sequences)
+    if not isinstance(counts, Many):
+        raise TypeError(f"counts must be a sequence of ints; got {type(counts).__name__}")
     if len(counts) != len(sequences):
         raise ValueError(f"counts must be {len(sequences)} numbers, one a sequence; got {len(counts)}")
     slots = array("q")
@@ -40,3 +44,12 @@ def slot_mapping(sequences: Many[Sequence], counts: Many[int]) -> Tensor:
             slots.extend(range(first + position % size, first + position % size + stop - position))
             position = stop
     return torch.frombuffer(slots, dtype=torch.int64) if slots else torch.empty(0, dtype=torch.int64)
+
+
+def _require(sequences: object) -> None:
+    told = "sequences must be a sequence of kv_cache.Sequence; got "
+    if not isinstance(sequences, Many):
+        raise TypeError(told + type(sequences).__name__)
+    for sequence in sequences:
+        if not isinstance(sequence, Sequence):
+            raise TypeError(f"{told}one of {type(sequence).__name__}")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 _WRONG_TYPE = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'")
+_ARGUMENT = re.compile(r"^\w+(?= )|(?<= with )\w+(?=;)")
 _KINDS = {
     "Tensor": "a torch.Tensor",
     "Optional[Tensor]": "a torch.Tensor or None",
@@ -22,30 +23,29 @@ _KINDS = {
 }
 
 
-_TENSORS: dict[torch._ops.OpOverload, tuple[tuple[tuple[int, str], ...], tuple[int, ...]]] = {}
+Places = tuple[tuple[int, str], ...]
+
+_PLACES: dict[torch._ops.OpOverload, tuple[Places, tuple[int, ...], Places]] = {}
 
 
 @torch.compiler.assume_constant_result
-def _tensors_of(op: torch._ops.OpOverload) -> tuple[tuple[tuple[int, str], ...], tuple[int, ...]]:
-    """Which arguments of an op are tensors, with their names, and which of these the op writes."""
-    if op not in _TENSORS:
-        listed = [(i, a) for i, a in enumerate(op._schema.arguments) if "Tensor" in str(a.type)]
-        written = tuple(i for i, a in listed if a.alias_info is not None and a.alias_info.is_write)
-        _TENSORS[op] = tuple((i, a.name) for i, a in listed), written
-    return _TENSORS[op]
+def _places(op: torch._ops.OpOverload) -> tuple[Places, tuple[int, ...], Places]:
+    """Which arguments of an op are tensors, with their names; which of these the op writes; and which are bools."""
+    if op not in _PLACES:
+        arguments = list(enumerate(op._schema.arguments))
+        tensors = [(i, a) for i, a in arguments if "Tensor" in str(a.type)]
+        written = tuple(i for i, a in tensors if a.alias_info is not None and a.alias_info.is_write)
+        bools = tuple((i, a.name) for i, a in arguments if str(a.type) == "bool")
+        _PLACES[op] = tuple((i, a.name) for i, a in tensors), written, bools
+    return _PLACES[op]
 
 
 def call(op: torch._ops.OpOverload, *arguments: object) -> None:
     """Calls an op. The ops know nothing of autograd: an argument that requires a gradient is refused, and what is
     written counts as changed. torch's error for an argument of a wrong type becomes a TypeError."""
-    tensors, written = _tensors_of(op)
-    if torch.is_grad_enabled():
-        for i, name in tensors:
-            if getattr(arguments[i], "requires_grad", False):
-                raise ValueError(
-                    f"{name} must be without requires_grad, as this op has no backward: detach it, or call under "
-                    "torch.no_grad(); got a tensor that requires a gradient"
-                )
+    tensors, written, _ = _places(op)
+    for i, name in tensors:
+        require_no_gradient(name, arguments[i])
     result_of(op, *arguments)
     if not torch.compiler.is_compiling():  # what torch.compile traces counts its writes by itself
         torch.autograd.graph.increment_version([arguments[i] for i in written if arguments[i] is not None])
@@ -53,6 +53,9 @@ def call(op: torch._ops.OpOverload, *arguments: object) -> None:
 
 def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
     """Calls an op that autograd knows. torch's error for an argument of a wrong type becomes a TypeError."""
+    for i, name in _places(op)[2]:
+        if arguments[i] is None:  # which torch takes for False
+            raise TypeError(f"{name} must be a bool; got NoneType")
     try:
         return op(*arguments)
     except ValueError as error:
@@ -68,6 +71,15 @@ def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
             raise
         kind, name, given = wrong.groups()
         raise TypeError(f"{name} must be {_KINDS.get(kind, kind)}; got {given}") from None
+
+
+def require_no_gradient(name: str, value: object) -> None:
+    """For ops without a backward."""
+    if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} must be without requires_grad, as this op has no backward: detach it, or call under "
+            "torch.no_grad(); got a tensor that requires a gradient"
+        )
 
 
 def require_tensors(**arguments: object) -> None:
@@ -102,11 +114,11 @@ def described(x: Tensor) -> str:
 
 @contextlib.contextmanager
 def named(**names: str) -> Iterator[None]:
-    """Renames the argument `ours` to `theirs` in errors: named(ours="theirs")."""
+    """Renames the argument `ours` to `theirs` in errors, where they begin and behind with: named(ours="theirs")."""
     try:
         yield
     except (TypeError, ValueError, FileNotFoundError) as error:
-        for ours, theirs in names.items():
-            if str(error).startswith(f"{ours} "):
-                raise type(error)(theirs + str(error)[len(ours) :]) from None
-        raise
+        renamed = _ARGUMENT.sub(lambda found: names.get(found[0], found[0]), str(error))
+        if renamed == str(error):
+            raise
+        raise type(error)(renamed) from None

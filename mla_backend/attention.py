@@ -51,8 +51,8 @@ def sparse_attention(
         sink: fp32 `[H]`; out is scaled by e^lse / (e^lse + e^sink). lse is not changed by it.
         extra_cache, extra_indices, extra_topk_length: a second cache and lists into it, attended to in the same
             softmax. Its block size may differ, and its format if that has the same head_dim and number type.
-        cache_format, extra_cache_format: the caches' formats, names in `FORMATS`. Needed where a cache's dtype and
-            width leave more than one.
+        cache_format, extra_cache_format: the caches' formats, names in `FORMATS`; by default what their dtypes and
+            widths say.
         cache_scale: the scale of fp8_tensor_576 caches; not 0.
         plan: what `plan()` returned for these lengths. Made here if left out.
         workspace: on a GPU, room for the results of tokens that the plan cuts, fp32 of `workspace_floats` numbers or
@@ -254,6 +254,8 @@ def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
         raise TypeError(f"{name} must be a torch.Tensor or a sequence of one or more; got {parts!r}")
     for i, part in enumerate(parts):
         require_tensors(**{f"{name}[{i}]": part})
+        if part.device != parts[0].device:
+            raise ValueError(f"{name}[{i}] must be on {parts[0].device} like {name}[0]; got {part.device}")
         if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
             raise ValueError(
                 f"{name}[{i}] must be {parts[0].dtype} {list(parts[0].shape)} like {name}[0]; "

@@ -28,7 +28,7 @@ def cache_write(
         slots: int64 or int32 `[N]`. A token whose slot is negative or past the end is skipped. If two tokens name
             one slot, it may end up with parts of both.
         power_of_two: round the scales of fp8_ds_mla up to powers of two, as other formats' scales always are.
-        format: the cache's format, a name in `FORMATS`. Needed where dtype and width leave more than one.
+        format: the cache's format, a name in `FORMATS`; by default what its dtype and width say.
         scale: of fp8_tensor_576: what is stored is divided by it.
 
     A group of latent values gets the scale amax / 448. In a group with an infinity ordinary numbers become 0; NaN stays

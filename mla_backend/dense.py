@@ -38,7 +38,7 @@ def dense_attention(
             does.
         scale: what scores are multiplied with before the softmax; a finite number.
         causal: a request's last query sees the whole sequence, the one before it one token less, and so on.
-        cache_format: the cache's format, a name in `FORMATS`. Needed where its dtype and width leave more than one.
+        cache_format: the cache's format, a name in `FORMATS`; by default what its dtype and width say.
         cache_scale: the scale of fp8_tensor_576 caches; not 0.
         plan: what `plan(B, max_blocks * block_size, topk_length=lengths, num_heads=S * H)` returned. Made here if left
             out.

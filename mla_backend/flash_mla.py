@@ -544,7 +544,7 @@ def _require_queries(q: Tensor, out: Tensor | None, rows: CacheFormat, kv_heads:
             f"q must be {number} [b, s_q, h_q, {rows.head_dim}] with {rows.name} rows in k_cache; "
             f"got {q.dtype} {list(q.shape)}"
         )
-    if q.shape[2] % kv_heads:
+    if not q.shape[2] or q.shape[2] % kv_heads:
         raise ValueError(f"q must be of a multiple of k_cache's {kv_heads} heads; got {q.shape[2]}")
     if out is not None and out.shape != (*q.shape[:3], HEAD_DIM_V):
         b, s_q, h_q, _ = q.shape

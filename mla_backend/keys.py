@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_backend.arguments import require_tensors
+from mla_backend.arguments import require_no_gradient, require_tensors
 
 VALUES = 128
 E4M3_MAX = 448.0
@@ -139,5 +139,6 @@ def _require(**arguments: Tensor) -> None:
     if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"slots must be int32 or int64 [N]; got {slots.dtype} {list(slots.shape)}")
     for name, tensor in arguments.items():
+        require_no_gradient(name, tensor)
         if tensor.device != cache.device:
             raise ValueError(f"{name} must be on {cache.device} like cache; got {tensor.device}")

@@ -123,6 +123,7 @@ MLA_OP(sparse_attention,
   if (extra_cache && !extra_indices) reject("extra_indices", "given with extra_cache", "nothing");
   if (extra_indices && !extra_cache) reject("extra_cache", "given with extra_indices", "nothing");
   if (extra_topk_length && !extra_cache) reject("extra_topk_length", "None without extra_cache", "a tensor");
+  if (extra_cache_format != -1 && !extra_cache) reject("extra_cache_format", "None without extra_cache", "a format");
   if (extra_cache) {
     const CacheView extra =
         expect_cache(*extra_cache, "extra_cache", extra_cache_format, "extra_cache_format", q, true);

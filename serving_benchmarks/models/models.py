@@ -232,7 +232,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         with Console(stderr=True, highlight=False).status(f"writing {options.output}"):
             total = write(options.output, wanted, seed=options.seed)
-    except (OSError, ImportError) as error:
+    except FileExistsError:
+        raise types.Refused(f"--output must have no checkpoint; {options.output} has a config.json") from None
+    except (OSError, ImportError, ValueError) as error:
         raise types.Refused(str(error)) from None
     counts = ", ".join(f"{wanted[KEYS[name]]} {name}" for name in ("layers", "heads", "experts"))
     print(f"{options.output}: {total / 1e9:.2f} GB, {counts}")

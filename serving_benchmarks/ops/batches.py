@@ -38,6 +38,7 @@ BLOCK, SETS = 64, 4
 SMALLEST_CACHE = 2**20
 """Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
 MOST_HEADS = 256
+MOST_REQUESTS = 2**20
 DEFAULT_TOPK = 2048
 _CHUNK = 2**27
 """Scores that are drawn at once."""
@@ -59,10 +60,10 @@ class Batch:
                 raise ValueError(f"{spec!r} is no batch: it takes parts like 128q1s32k, joined by _; got {part!r}")
             count, queries = int(found[1] or 1), _number(found[2])
             length = _number(found[3]) if found[3] else queries
-            if not count or not 1 <= queries <= length:
+            if not 1 <= count <= MOST_REQUESTS or not 1 <= queries <= length:
                 raise ValueError(
-                    f"{spec!r} is no batch: at least 1 request, and sequences at least as long as their query tokens; "
-                    f"got {part!r}"
+                    f"{spec!r} is no batch: 1 to {MOST_REQUESTS} requests, and sequences at least as long as their "
+                    f"query tokens; got {part!r}"
                 )
             requests += [(queries, length)] * count
         return cls(spec, tuple(requests))

@@ -27,6 +27,8 @@ BLOCK = 16
 SCALE = 576**-0.5
 INPUT_SETS = 3
 MOST_HEADS = 256
+MOST_THREADS = 1024
+"""A process that can't start as many ends in a crash."""
 PEERS = {"vllm": "vLLM", "reference": "reference"}
 TOLERANCE = 0.02
 """Largest difference from the reference that bf16 results may have, for values that spread by 1."""
@@ -178,7 +180,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     opt.add_list(parser, "--batches", opt.count, "query tokens", "1,8")
     opt.add_list(parser, "--formats", opt.one_of(FORMATS), "of the cache", ",".join(FORMATS))
     threads, told = torch.get_num_threads(), "default: torch's (%(default)s)"
-    parser.add_argument("--threads", type=opt.count, default=threads, metavar="N", help=told)
+    parser.add_argument("--threads", type=opt.whole(1, MOST_THREADS), default=threads, metavar="N", help=told)
     told = "how long a candidate is called in a round; default: %(default)s"
     parser.add_argument("--burst", type=opt.seconds, default=0.15, metavar="SECONDS", help=told)
     opt.add_rounds(parser, 11)

@@ -91,6 +91,7 @@ def test_the_command_makes_a_model_once(tmp_path, monkeypatch):
     words = ("models", "--like", "glm-5", *shape, "--output", tmp_path / "made")
     assert status_of(*words) == 0 and status_of(*words) == 2, "it is there already"
     wanted = models.config("glm-5", layers=3, heads=4, experts=4, dense_layers=2, vocab_size=64)
+    assert status_of("models", "--like", "glm-5", "--layers", 99999, "--output", tmp_path / "other") == 2
     assert models.read(tmp_path / "made") == {**wanted, "random_weights_seed": 7}
 
 

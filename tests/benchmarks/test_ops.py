@@ -46,7 +46,7 @@ def test_batches_are_read(spec, requests):
     assert batch.tokens == sum(q for q, _ in requests) == len(batch.token_requests()) == len(batch.visible())
 
 
-@pytest.mark.parametrize("spec", ["", "128", "q", "3q0", "0q1", "q5s4", "q1s1m", "q1__q1", "q-1", "q1 s2"])
+@pytest.mark.parametrize("spec", ["", "128", "q", "3q0", "0q1", "q5s4", "q1s1m", "q1__q1", "q-1", "q1 s2", "2000000q1"])
 def test_what_is_no_batch_is_refused(spec):
     with pytest.raises(ValueError, match=repr(spec)):
         Batch.parse(spec)
@@ -411,6 +411,12 @@ def test_own_times_are_together_the_time_in_which_anything_ran(ran_at):
 def test_a_kernel_that_began_early_is_not_charged_for_its_waiting():
     found = own_times([("attention", 0.0, 100.0), ("merge", 2.0, 103.0), ("next", 110.0, 115.0)])
     assert found == [("attention", 1, 100.0), ("merge", 1, pytest.approx(3.0)), ("next", 1, 5.0)]
+
+
+def test_more_threads_than_a_process_can_start_are_refused(capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["ops", "cpu", "--threads", "100000"])
+    assert error.value.code == 2 and "--threads" in capsys.readouterr().err
 
 
 def test_attention_on_a_cpu_is_measured_and_checked(tmp_path):

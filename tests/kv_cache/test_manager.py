@@ -293,6 +293,9 @@ def foreign():
         (lambda: held()[0].release(7), TypeError, "sequence must be a kv_cache.Sequence; got int"),
         (lambda: kv_cache.slot_mapping([held()[1]], [2]), ValueError, "counts must have room: 0 to 1 tokens; got 2"),
         (lambda: kv_cache.slot_mapping([held()[1]], [1, 1]), ValueError, "counts must be 1 numbers, one a sequence"),
+        (lambda: kv_cache.slot_mapping([held()[1]], None), TypeError, "counts must be a sequence of ints; got None"),
+        (lambda: kv_cache.slot_mapping(None, [1]), TypeError, "sequences must be a sequence of kv_cache.Sequence"),
+        (lambda: kv_cache.block_table([3]), TypeError, "sequences must be a sequence of kv_cache.Sequence; got one of"),
     ],
 )
 def test_wrong_calls_are_refused(call, kind, text):

@@ -78,6 +78,12 @@ def test_infinite_and_missing_keys_disturb_nobody():
         (torch.zeros(1, 128), new_cache("fp8", 1, 2), torch.zeros(1), "slots must be int32 or int64"),
         (torch.zeros(1, 128), torch.zeros(1, 1, 7), torch.zeros(1).long(), "cache must be of a known"),
         (torch.zeros(1, 128, device="meta"), new_cache("fp8", 1, 2), torch.zeros(1).long(), "keys must be on cpu"),
+        (
+            torch.zeros(1, 128, requires_grad=True),
+            new_cache("fp8", 1, 2),
+            torch.zeros(1).long(),
+            "keys must be without requires_grad",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(keys, cache, slots, text):
