@@ -44,8 +44,9 @@ def call(op: torch._ops.OpOverload, *arguments: object) -> None:
     """Calls an op. The ops know nothing of autograd: an argument that requires a gradient is refused, and what is
     written counts as changed. torch's error for an argument of a wrong type becomes a TypeError."""
     tensors, written, _ = _places(op)
-    for i, name in tensors:
-        require_no_gradient(name, arguments[i])
+    if torch.is_grad_enabled():
+        for i, name in tensors:
+            require_no_gradient(name, arguments[i])
     result_of(op, *arguments)
     if not torch.compiler.is_compiling():  # what torch.compile traces counts its writes by itself
         torch.autograd.graph.increment_version([arguments[i] for i in written if arguments[i] is not None])

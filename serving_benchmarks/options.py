@@ -36,10 +36,8 @@ def whole(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
 
 
 count = whole(1)
-count_or_none = whole(0)
-"""0 for none."""
-rounds = whole(2)
-"""One round alone has no spread."""
+count_or_none = whole(0)  # 0 for none
+rounds = whole(2)  # one alone has no spread
 
 
 def seconds(text: str) -> float:

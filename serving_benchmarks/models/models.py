@@ -9,6 +9,7 @@ of several computes. Rope is not stretched by YaRN.
 import argparse
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -232,10 +233,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         with Console(stderr=True, highlight=False).status(f"writing {options.output}"):
             total = write(options.output, wanted, seed=options.seed)
-    except FileExistsError:
-        raise types.Refused(f"--output must have no checkpoint; {options.output} has a config.json") from None
     except (OSError, ImportError, ValueError) as error:
-        raise types.Refused(str(error)) from None
+        raise types.Refused(re.sub("^folder ", "--output ", str(error))) from None
     counts = ", ".join(f"{wanted[KEYS[name]]} {name}" for name in ("layers", "heads", "experts"))
     print(f"{options.output}: {total / 1e9:.2f} GB, {counts}")
     return 0

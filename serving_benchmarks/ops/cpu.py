@@ -19,6 +19,7 @@ from torch import Tensor
 import mla_backend
 from mla_backend import reference
 from serving_benchmarks import options as opt
+from serving_benchmarks.ops.batches import MOST_HEADS
 from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
 from serving_benchmarks.results import file as result_file
 
@@ -26,9 +27,7 @@ FORMATS = ("bf16", "fp8_ds_mla")
 BLOCK = 16
 SCALE = 576**-0.5
 INPUT_SETS = 3
-MOST_HEADS = 256
-MOST_THREADS = 1024
-"""A process that can't start as many ends in a crash."""
+MOST_THREADS = 1024  # a process that can't start as many ends in a crash
 PEERS = {"vllm": "vLLM", "reference": "reference"}
 TOLERANCE = 0.02
 """Largest difference from the reference that bf16 results may have, for values that spread by 1."""

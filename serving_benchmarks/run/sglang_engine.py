@@ -20,8 +20,7 @@ ROOM = 3
 NEVER = 1 << 30
 """Tokens between two messages of a request. SGLang sends its first token at once, the others when it ends: a message
 for every token would slow it down."""
-DEFAULTS = {"skip_tokenizer_init": True, "log_level": "info", "stream_interval": NEVER}
-DEFAULTS |= {"sampling_backend": "pytorch", "grammar_backend": "none"}  # all that greedy tokens need
+DEFAULTS = {"skip_tokenizer_init": True, "stream_interval": NEVER, "grammar_backend": "none"}
 GAPS = "percentiles over requests of each request's mean"
 """What stands for the seconds between tokens, as SGLang doesn't tell of every token."""
 
