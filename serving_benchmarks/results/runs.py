@@ -84,7 +84,8 @@ def percentile_bounds(values: Sequence[float], percent: float) -> tuple[float | 
     whatever distribution they are. None where there are too few for a bound."""
     ordered, count = sorted(values), len(values)
     logs = math.log(percent / 100), math.log(1 - percent / 100)
-    likely = (math.log(math.comb(count, k)) + k * logs[0] + (count - k) * logs[1] for k in range(count))
+    ways = [math.lgamma(k + 1) for k in range(count + 1)]  # logarithms of factorials
+    likely = (ways[-1] - ways[k] - ways[-1 - k] + k * logs[0] + (count - k) * logs[1] for k in range(count))
     below = list(itertools.accumulate(map(math.exp, likely)))  # that so many samples or fewer are at or below it
     low = bisect_right(below, (1 - CONFIDENCE) / 2)
     high = bisect_left(below, (1 + CONFIDENCE) / 2)

@@ -12,7 +12,6 @@ process of its own. vLLM's mtp ways need a model with an MTP layer; the recall c
 import argparse
 import json
 import math
-import operator
 import random
 import shutil
 import statistics
@@ -244,7 +243,7 @@ def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator
             first, *more = answers = entry.pop("answers")
             values = [value for batch in answers for one in batch for value in one["logprobs"]]
             given = (answer_of(one["tokens"], asked.end) for one in first)
-            right = None if asked.right is None else sum(map(operator.eq, given, asked.right))
+            right = None if asked.right is None else sum(a == b for a, b in zip(given, asked.right, strict=True))
             entry |= {"right": right, "finite": all(map(math.isfinite, values))}
             if is_reference:
                 noise = entry["differs_from_itself"] = compare(first, more[0][::-1], asked.end) if more else None

@@ -15,8 +15,7 @@ NAMES |= {"gpu_memory_utilization": "mem_fraction_static"}
 """SGLang's names of settings. `arguments` makes others from several."""
 LACKS = ("kv_cache_memory_bytes", "decode_context_parallel_size", "profile")
 """Options that are for vLLM alone."""
-ROOM = 3
-"""Tokens that SGLang keeps free after a request's last."""
+ROOM = 3  # tokens that SGLang keeps free after a request's last
 NEVER = 1 << 30
 """Tokens between two messages of a request. SGLang sends its first token at once, the others when it ends: a message
 for every token would slow it down."""
@@ -58,7 +57,6 @@ class SglangEngine:
 
         self._engine = sglang.Engine(model_path=model, **{**DEFAULTS, **arguments})
         self.cache_tokens = self._engine.get_server_info()["max_total_num_tokens"]
-        """Tokens that fit into the cache."""
         self._keeps_prefixes = not arguments.get("disable_radix_cache")
         self._running: set[asyncio.Task[Ended]] = set()
         self._counted = [0, 0, 0]

@@ -55,9 +55,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 class Plan(common.Plan):
     """Everything that is measured, after the options have been checked against the model."""
 
+    tokens: list[int]  # what prompts are made of
     runs: list[dict[str, Any]]
-    """Of each load its `case`, its `workload`, and how many requests are profiled, with so many tokens each; None for
-    no profile. It gives an entry of the result file for each backend."""
+    """Of each load its `case`, and how many requests are profiled, with so many tokens each; None for no profile. It
+    gives an entry of the result file for each backend."""
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
@@ -65,7 +66,6 @@ def plan_of(options: argparse.Namespace) -> Plan:
     if options.engine == "sglang":
         sglang_engine.refuse(options)
     config, settings = common.read_config(options.model), common.settings_of(options)
-    tokens = workloads.usable_tokens(config)
     settings["gpu_memory_utilization"] = memory_share(options)
 
     planned, profiles, cases = [], {}, common.cases_of(options, settings)
@@ -73,15 +73,15 @@ def plan_of(options: argparse.Namespace) -> Plan:
         lengths = case["input_len"], case["output_len"]
         profile = profiled(case, settings) if options.profile and lengths not in profiles else None
         profiles.setdefault(lengths, profile)
-        requests = asdict(workloads.fixed(case["num_prompts"], *lengths, tokens))
-        planned.append({"workload": requests, "profile": profile, "case": case})
+        planned.append({"profile": profile, "case": case})
 
     with_profile = [(length, profile) for (length, _), profile in profiles.items() if profile]
     wished = max((length + profile["new_tokens"] for length, profile in with_profile), default=0)
     common.fit_model_len(settings, config, cases, wished)
     for length, profile in with_profile:
         profile["new_tokens"] = min(profile["new_tokens"], settings["max_model_len"] - length)
-    return Plan(settings, common.size_warmup(options, settings, config, cases), planned)
+    sizes = common.size_warmup(options, settings, config, cases)
+    return Plan(settings, sizes, workloads.usable_tokens(config), planned)
 
 
 def profiled(case: dict[str, Any], settings: dict[str, Any]) -> dict[str, int]:
@@ -125,6 +125,7 @@ def spec_of(backend: str, options: argparse.Namespace, plan: Plan) -> dict[str, 
         "model": options.model,
         "arguments": common.engine_arguments(plan.settings, backend),
         "sizes": list(map(asdict, plan.sizes)),
+        "tokens": plan.tokens,
         "runs": plan.runs,
         "rounds": options.rounds,
         "more_rounds": options.seconds > 0,

@@ -24,7 +24,7 @@ from serving_benchmarks.results.runs import Round
 from serving_benchmarks.run.engine import VllmEngine, counted_between
 from serving_benchmarks.run.rounds import Events
 from serving_benchmarks.run.sglang_engine import SglangEngine
-from serving_benchmarks.run.workloads import Workload
+from serving_benchmarks.run.workloads import Workload, fixed
 
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
 Engine = VllmEngine | SglangEngine
@@ -175,8 +175,9 @@ def throughput(spec: dict[str, Any], events: Events) -> None:
     for requests in spec["sizes"]:
         run_round(engine, Workload(**requests), None)
     for number, asked in enumerate(spec["runs"]):
-        workload = Workload(**asked["workload"])
-        found = measure(engine, workload, asked["case"]["concurrency"], spec, events)
+        case = asked["case"]
+        workload = fixed(case["num_prompts"], case["input_len"], case["output_len"], spec["tokens"])
+        found = measure(engine, workload, case["concurrency"], spec, events)
         profiled = None
         if asked["profile"]:
             events.wait("profiling")
