@@ -5,7 +5,7 @@ Shapes, dtypes, strides and devices are checked by the ops themselves (csrc/bind
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,9 +44,7 @@ def call(op: torch._ops.OpOverload, *arguments: object) -> None:
     """Calls an op. The ops know nothing of autograd: an argument that requires a gradient is refused, and what is
     written counts as changed. torch's error for an argument of a wrong type becomes a TypeError."""
     tensors, written, _ = _places(op)
-    if torch.is_grad_enabled():
-        for i, name in tensors:
-            require_no_gradient(name, arguments[i])
+    require_no_gradient((name, arguments[i]) for i, name in tensors)
     result_of(op, *arguments)
     if not torch.compiler.is_compiling():  # what torch.compile traces counts its writes by itself
         torch.autograd.graph.increment_version([arguments[i] for i in written if arguments[i] is not None])
@@ -74,13 +72,16 @@ def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
         raise TypeError(f"{name} must be {_KINDS.get(kind, kind)}; got {given}") from None
 
 
-def require_no_gradient(name: str, value: object) -> None:
-    """For ops without a backward."""
-    if getattr(value, "requires_grad", False) and torch.is_grad_enabled():
-        raise ValueError(
-            f"{name} must be without requires_grad, as this op has no backward: detach it, or call under "
-            "torch.no_grad(); got a tensor that requires a gradient"
-        )
+def require_no_gradient(arguments: Iterable[tuple[str, object]]) -> None:
+    """For ops without a backward: names of arguments, and what they are."""
+    if not torch.is_grad_enabled():
+        return
+    for name, value in arguments:
+        if getattr(value, "requires_grad", False):
+            raise ValueError(
+                f"{name} must be without requires_grad, as this op has no backward: detach it, or call under "
+                "torch.no_grad(); got a tensor that requires a gradient"
+            )
 
 
 def require_tensors(**arguments: object) -> None:

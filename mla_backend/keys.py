@@ -138,7 +138,7 @@ def _require(**arguments: Tensor) -> None:
         raise ValueError(f"cache must be of a known format: {accepted}; got {cache.dtype} {list(cache.shape)}")
     if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"slots must be int32 or int64 [N]; got {slots.dtype} {list(slots.shape)}")
+    require_no_gradient(arguments.items())
     for name, tensor in arguments.items():
-        require_no_gradient(name, tensor)
         if tensor.device != cache.device:
             raise ValueError(f"{name} must be on {cache.device} like cache; got {tensor.device}")

@@ -103,7 +103,7 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder):
             heads=attending_heads(vllm_config, impl),
             device=device,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-            cache_format="fp8_tensor_576" if vllm_config.cache_config.cache_dtype.startswith("fp8") else "bf16",
+            cache_format="fp8_tensor_576" if impl.kv_cache_dtype.startswith("fp8") else "bf16",
         )
         self.leaders = leading_layers(layer_names, model_config.hf_text_config.num_hidden_layers)
 

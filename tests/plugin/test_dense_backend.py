@@ -242,7 +242,7 @@ def test_building_the_metadata_of_a_decode_step_reads_nothing_from_the_device(de
 def test_buffers_are_for_the_heads_of_the_builders_layers(dense, monkeypatch):
     """A draft model may have more than the model that it drafts for."""
     monkeypatch.setattr(dense.MLACommonMetadataBuilder, "__init__", lambda *args, **kwargs: None)
-    layers = {"draft": SimpleNamespace(impl=SimpleNamespace(num_heads=24))}
+    layers = {"draft": SimpleNamespace(impl=SimpleNamespace(num_heads=24, kv_cache_dtype="fp8"))}
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(decode_context_parallel_size=2),
         scheduler_config=SimpleNamespace(max_num_seqs=2),
@@ -255,7 +255,7 @@ def test_buffers_are_for_the_heads_of_the_builders_layers(dense, monkeypatch):
         ),
     )
     builder = dense.DenseMLAMetadataBuilder(None, ["draft"], config, torch.device("cpu"))
-    assert builder.buffers.heads == 48
+    assert builder.buffers.heads == 48 and builder.buffers.cache_format == "fp8_tensor_576", "not the config's cache"
 
 
 def test_the_backend_says_of_itself_what_vllm_asks(dense):
