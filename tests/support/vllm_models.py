@@ -46,7 +46,9 @@ def make_dense_checkpoint(folder: Path, prompts: list[list[int]]) -> tuple[Any, 
     model = engine_models.random_model("DeepseekV3", **{**shape, **smooth, "rope_parameters": engine_models.PLAIN})
     engine_models.save(model, folder)
     config, index = folder / "config.json", folder / "model.safetensors.index.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **RELEASED_KEYS}))
+    # vLLM may have read a DeepSeek-V3.2 before: it names transformers' class of DeepSeek-V3 after that one
+    keys = {**json.loads(config.read_text()), **RELEASED_KEYS, "model_type": "deepseek_v3"}
+    config.write_text(json.dumps(keys))
     files = json.loads(index.read_text())
     saved = {
         name: tensor for file in set(files["weight_map"].values()) for name, tensor in load_file(folder / file).items()
