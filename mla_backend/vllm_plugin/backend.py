@@ -36,7 +36,7 @@ class SparseMLABackend(AttentionBackend):
     """What vLLM asks a backend before it uses it."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES[versions.SPARSE])
 
     @staticmethod
     def get_name() -> str:
@@ -62,7 +62,7 @@ class SparseMLABackend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        quantised = CACHE_DTYPES.get(cache_dtype_str) == "fp8_ds_mla"
+        quantised = CACHE_DTYPES[versions.SPARSE].get(cache_dtype_str) == "fp8_ds_mla"
         return num_blocks, block_size, mla_backend.FORMATS["fp8_ds_mla"].width if quantised else head_size
 
     @classmethod

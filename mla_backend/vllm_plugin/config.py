@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 CACHE_DTYPES = {
-    "auto": "auto",
-    "bfloat16": "bfloat16",
-    "fp8": "fp8_ds_mla",
-    "fp8_e4m3": "fp8_ds_mla",
-    "fp8_ds_mla": "fp8_ds_mla",
+    versions.SPARSE: {
+        "auto": "auto",
+        "bfloat16": "bfloat16",
+        "fp8": "fp8_ds_mla",
+        "fp8_e4m3": "fp8_ds_mla",
+        "fp8_ds_mla": "fp8_ds_mla",
+    },
+    versions.DENSE: {name: name for name in ("auto", "bfloat16", "fp8", "fp8_e4m3")},
 }
-"""What --kv-cache-dtype may be, and which format that is. vLLM also calls DeepSeek-V4's rows fp8_ds_mla."""
-DENSE_CACHE_DTYPES = {name: name for name in ("auto", "bfloat16", "fp8", "fp8_e4m3")}
-"""The same of the dense backend: fp8 are 576 e4m3 values with one scale for all rows."""
+"""What --kv-cache-dtype may be, and which format that is. vLLM also calls DeepSeek-V4's rows fp8_ds_mla. Dense
+ones of fp8 are 576 e4m3 values with one scale for all rows."""
 VLLM_WORKER = "vllm.v1.worker.gpu_worker.Worker"
 V4_WORKER = "mla_backend.vllm_plugin.gpu_worker.SparseMLAV4Worker"
 
@@ -62,7 +64,7 @@ def settle(vllm_config: "VllmConfig") -> None:
         if reason is not None:
             raise ValueError(f"{name}: {reason}")
     cache_config = vllm_config.cache_config
-    cache_config.cache_dtype = _cache_dtypes(name)[cache_config.cache_dtype]
+    cache_config.cache_dtype = CACHE_DTYPES[name][cache_config.cache_dtype]
     if cache_config.cache_dtype == "auto" and vllm_config.model_config.dtype != torch.bfloat16:
         cache_config.cache_dtype = "bfloat16"  # "auto" would be the model's dtype
     if has_v4_attention(vllm_config.model_config):
@@ -73,10 +75,6 @@ def settle(vllm_config: "VllmConfig") -> None:
     if speculative is not None and speculative.method == "mtp" and speculative.attention_backend is None:
         # the draft's layers are of the same kind, but vLLM would pick another backend for them
         speculative.attention_backend = vllm_config.attention_config.backend
-
-
-def _cache_dtypes(name: str) -> dict[str, str]:
-    return CACHE_DTYPES if name == versions.SPARSE else DENSE_CACHE_DTYPES
 
 
 def _model(name: str, model_config: "ModelConfig", on_cpu: bool) -> str | None:
@@ -154,7 +152,7 @@ def _dtype(model_config: "ModelConfig", on_cpu: bool) -> str | None:
 def _cache_dtype(name: str, vllm_config: "VllmConfig") -> str | None:
     given = vllm_config.cache_config.cache_dtype
     no_bf16 = has_v4_attention(vllm_config.model_config)
-    accepted = [dtype for dtype in _cache_dtypes(name) if dtype != "bfloat16" or not no_bf16]
+    accepted = [dtype for dtype in CACHE_DTYPES[name] if dtype != "bfloat16" or not no_bf16]
     if given in accepted:
         return None
     return f"--kv-cache-dtype must be one of {', '.join(accepted)}; got {given}."

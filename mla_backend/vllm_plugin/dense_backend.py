@@ -24,7 +24,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 import mla_backend
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.backend import attending_heads, leading_layers, refuse_features
-from mla_backend.vllm_plugin.config import DENSE_CACHE_DTYPES
+from mla_backend.vllm_plugin.config import CACHE_DTYPES
 from mla_backend.vllm_plugin.dense_step import DenseBuffers, DenseStep, groups_of
 from mla_backend.vllm_plugin.models import LATENT, ROPE
 
@@ -39,7 +39,7 @@ class DenseMLABackend(MLACommonBackend):
     """What vLLM asks a backend before it uses it."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(DENSE_CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES[versions.DENSE])
 
     @staticmethod
     def get_name() -> str:
