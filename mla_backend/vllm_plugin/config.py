@@ -171,13 +171,13 @@ def _features(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
 def _parallelism(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
     sparse, parallel = name == versions.SPARSE, vllm_config.parallel_config
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
-        can = not (on_cpu or (sparse and not versions.has_context_parallelism()))
+        can = not (on_cpu or (sparse and not versions.since_0_32()))
         decode = ", or use --decode-context-parallel-size" if can else ""
         return f"has no prefill context parallelism. Leave out --prefill-context-parallel-size{decode}."
     if parallel.decode_context_parallel_size > 1:
         if on_cpu:
             return "has no context parallelism on a CPU. Leave out --decode-context-parallel-size."
-        if sparse and not versions.has_context_parallelism():
+        if sparse and not versions.since_0_32():
             return (
                 "the indexer of this vLLM knows nothing of --decode-context-parallel-size. "
                 "Install vllm 0.32 or 0.33, or leave it out."
@@ -228,6 +228,6 @@ def _staging(vllm_config: "VllmConfig") -> str | None:
 
 
 def _sleep(vllm_config: "VllmConfig") -> str | None:
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not versions.keeps_buffers_asleep():
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not versions.since_0_32():
         return "sleep mode of this vLLM drops its buffers. Leave out --enable-sleep-mode, or install vllm 0.32 or 0.33."
     return None

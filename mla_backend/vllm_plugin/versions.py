@@ -93,7 +93,7 @@ def missing_bases(name: str) -> str | None:
     if name == DENSE:
         names = "MLACommonBackend", "MLACommonImpl", "MLACommonMetadata", "MLACommonMetadataBuilder", "QueryLenSupport"
         return _first_missing({_DENSE_BASES: names})
-    if not _has_common_sparse_base():
+    if not since_0_32():
         return _first_missing({"vllm.v1.attention.backend": ("SparseMLAAttentionImpl",)})
     names = {"SparseMLACommonImpl", "SparseMLACommonMetadata", "SparseMLACommonMetadataBuilder._build_req_id_per_token"}
     return _first_missing({_COMMON_BASES: tuple(sorted(names))})
@@ -142,8 +142,10 @@ def _either(versions: tuple[str, ...]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _has_common_sparse_base() -> bool:
-    """Whether sparse layers have a common base (from 0.32 on at the latest)."""
+def since_0_32() -> bool:
+    """Whether this is 0.32 or later, as the common base of sparse layers shows. From then on at the latest the indexer
+    can select among tokens that are spread over several devices, and sleep mode gives a backend's buffers back as they
+    were."""
     return _has_module(_COMMON_BASES)
 
 
@@ -243,19 +245,9 @@ def captured_tokens(vllm_config: "VllmConfig") -> int:
     return max(sizes, default=0) if sizes else 0
 
 
-def has_context_parallelism() -> bool:
-    """Whether vLLM's indexer can select among tokens that are spread over several devices."""
-    return _has_common_sparse_base()
-
-
 def lengths_on_host(common: Any) -> Any:
     """The length of each request, or more, without waiting for the device; None before 0.32."""
     return getattr(common, "seq_lens_cpu_upper_bound", None)
-
-
-def keeps_buffers_asleep() -> bool:
-    """Whether vLLM's sleep mode gives a backend's buffers back as they were (from 0.32 on at the latest)."""
-    return _has_common_sparse_base()
 
 
 def shared_memory(*specs: tuple[tuple[int, ...], Any], device: Any) -> list[Any]:
@@ -291,7 +283,7 @@ def block_sizes(on_cpu: bool) -> list[Any]:
 
     if on_cpu:
         return [MultipleOf(1)]
-    return [MultipleOf(GPU_BLOCK_SIZE)] if _has_common_sparse_base() else [GPU_BLOCK_SIZE]
+    return [MultipleOf(GPU_BLOCK_SIZE)] if since_0_32() else [GPU_BLOCK_SIZE]
 
 
 def bases() -> tuple[type, type, type]:
@@ -301,13 +293,13 @@ def bases() -> tuple[type, type, type]:
     The builder asks `_build_req_id_per_token` for the row of the block table that each token belongs to. The layer
     has scale and topk_indices_buffer, into which the indexer writes.
     """
-    if not _has_common_sparse_base():
-        return _bases_before_common_base()
+    if not since_0_32():
+        return _bases_before_0_32()
     common = importlib.import_module(_COMMON_BASES)
     return common.SparseMLACommonMetadata, common.SparseMLACommonMetadataBuilder, common.SparseMLACommonImpl
 
 
-def _bases_before_common_base() -> tuple[type, type, type]:
+def _bases_before_0_32() -> tuple[type, type, type]:
     from dataclasses import dataclass
 
     from torch import Tensor

@@ -91,7 +91,7 @@ def test_drafts_change_no_token(tmp_path, model):
 
 @needs_two
 def test_two_gpus_give_the_tokens_of_one(tmp_path, model):
-    ways = "vllm,tp-2" + (",dcp-2" if versions.has_context_parallelism() else "")
+    ways = "vllm,tp-2" + (",dcp-2" if versions.since_0_32() else "")
     results_of(tmp_path, "checkpoint", "--model", model(16), "--ways", ways, "--output-len", 64)
 
 
@@ -103,5 +103,5 @@ def test_the_recall_checkpoint_gives_the_embedded_engines_answers(tmp_path):
 
 @needs_two
 def test_the_recall_checkpoint_gives_them_on_two_gpus(tmp_path):
-    ways = "embedded,tp-2,tp-2-mtp-1" + (",dcp-2,dcp-2-mtp-1" if versions.has_context_parallelism() else "")
+    ways = "embedded,tp-2,tp-2-mtp-1" + (",dcp-2,dcp-2-mtp-1" if versions.since_0_32() else "")
     results_of(tmp_path, "checkpoint", "--ways", ways)

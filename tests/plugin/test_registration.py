@@ -334,7 +334,7 @@ def test_what_cannot_be_on_a_gpu_is_told_with_what_to_use(sparse, monkeypatch):
     config.parallel_config.prefill_context_parallel_size = 2
     assert features(config, on_cpu=True).endswith("Leave out --prefill-context-parallel-size.")
     assert "use --decode-context-parallel-size" in features(config, on_cpu=False)
-    monkeypatch.setattr(versions, "has_context_parallelism", lambda: False)
+    monkeypatch.setattr(versions, "since_0_32", lambda: False)
     assert features(config, on_cpu=False).endswith("Leave out --prefill-context-parallel-size.")
 
 
@@ -350,7 +350,7 @@ def test_sleep_mode_is_refused_where_vllm_would_drop_the_buffers(sparse, monkeyp
     config.model_config.enable_sleep_mode = True
     for name in BACKENDS:
         assert plugin_config._features(name, config, on_cpu=False) is None
-    monkeypatch.setattr(versions, "keeps_buffers_asleep", lambda: False)
+    monkeypatch.setattr(versions, "since_0_32", lambda: False)
     for name in BACKENDS:
         assert "Leave out --enable-sleep-mode" in plugin_config._features(name, config, on_cpu=False)
 
