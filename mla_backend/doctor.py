@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from mla_backend.tried_versions import is_tried
 from mla_backend.vllm_plugin import versions
 
 TORCH_NEEDED = (2, 10)
@@ -54,7 +55,7 @@ def _examine_vllm() -> dict[str, Any]:
         return {"version": None, "distribution": None, "supported": False, "why": "not installed"}
     distribution, version = found
     tried = versions.CPU_TRIED if versions.is_cpu_build() else versions.TRIED
-    supported = versions.is_tried(version, tried)
+    supported = is_tried(version, tried)
     return {
         "version": version,
         "distribution": distribution,

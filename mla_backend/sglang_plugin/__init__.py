@@ -29,7 +29,7 @@ def register() -> None:
 
     if NAME in choices.ATTENTION_BACKEND_CHOICES:
         return
-    versions.warn_if_not_built_for()
+    versions.warn_if_untried()
     choices.add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_new_backend)
     # The model looks its backend's name up in these two, to know which form of attention to run.

