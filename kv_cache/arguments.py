@@ -1,5 +1,7 @@
 """What is checked of an argument before it is used."""
 
+import torch
+
 
 def require_a(kind: type, **arguments: object) -> None:
     """For classes of this package."""
@@ -14,3 +16,12 @@ def require_count(name: str, value: object, at_least: int = 0) -> None:
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
     if value < at_least:
         raise ValueError(f"{name} must be {at_least} or more; got {value}")
+
+
+def require_device(name: str, device: object) -> None:
+    """For devices that tensors are made on."""
+    try:
+        torch.empty(0, device=torch.device(device))
+    except (AssertionError, RuntimeError, TypeError) as error:  # the first from a torch without CUDA
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name} must be a device that is there; got {device!r}") from error

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kv_cache.arguments import require_a, require_count
+from kv_cache.arguments import require_a, require_count, require_device
 
 
 @runtime_checkable
@@ -81,6 +81,7 @@ class Storage:
     def __init__(self, layout: Layout, blocks: int, device: torch.device | str = "cpu"):
         require_a(Layout, layout=layout)
         require_count("blocks", blocks, at_least=1)
+        require_device("device", device)
         self.layout, self.blocks, self.device = layout, blocks, torch.device(device)
         self.parts = [self._blocks_of_words(f) for f in layout.formats]
         """Every cache as words, `[layers, blocks, words]`: for whoever copies blocks without reading them."""

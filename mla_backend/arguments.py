@@ -104,6 +104,15 @@ def require_count(name: str, value: object, at_least: int = 0) -> None:
         raise ValueError(f"{name} must be {at_least} or more; got {value}")
 
 
+def require_device(name: str, device: object) -> None:
+    """For devices that tensors are made on."""
+    try:
+        torch.empty(0, device=torch.device(device))
+    except (AssertionError, RuntimeError, TypeError) as error:  # the first from a torch without CUDA
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{name} must be a device that is there; got {device!r}") from error
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """Without the module, as errors have it."""
     return str(dtype).removeprefix("torch.")

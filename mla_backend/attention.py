@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import library
-from mla_backend.arguments import call, require_count, require_optional_tensors, require_tensors
+from mla_backend.arguments import call, require_count, require_device, require_optional_tensors, require_tensors
 from mla_backend.formats import FORMATS, format_name, format_number
 
 VALUE_DIM = FORMATS["bf16"].value_dim
@@ -226,6 +226,8 @@ def plan(
     if out is None:
         if device is None:
             device = next((t.device for t in (topk_length, extra_topk_length) if t is not None), "cpu")
+        else:
+            require_device("device", device)
         if workers is None:
             require_count("num_heads", num_heads, at_least=1)
             # neither a compiled function's plan nor a batch-invariant one may be made for one number of tokens or slots

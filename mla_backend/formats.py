@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_backend import library
-from mla_backend.arguments import described, require_count, require_tensors
+from mla_backend.arguments import described, require_count, require_device, require_tensors
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class CacheFormat:
     def new_cache(self, blocks: int, block_size: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """A cache of zeros, `[blocks, block_size, width]`."""
         require_count("blocks", blocks)
+        require_device("device", device)
         memory = torch.zeros(blocks * self.page_bytes(block_size), dtype=torch.uint8, device=device)
         return self.in_memory(memory, block_size)
 
