@@ -354,9 +354,8 @@ def adds_in_order(deterministic: bool | None, kv: Tensor) -> bool:
         return deterministic
     if torch.are_deterministic_algorithms_enabled():
         return True
-    index = torch.cuda.current_device() if kv.device.index is None else kv.device.index
-    l2_bytes = torch.cuda.get_device_properties(index).L2_cache_size
-    return not library.describe_device(index).hopper_kernels or 2 * kv.numel() * 4 > l2_bytes
+    l2_bytes = torch.cuda.get_device_properties(kv.device).L2_cache_size
+    return not library.describe_device(kv.device.index).hopper_kernels or 2 * kv.numel() * 4 > l2_bytes
 
 
 def _blocks(q: Tensor, indices: Tensor, workspace_bytes: int) -> tuple[int, int]:
