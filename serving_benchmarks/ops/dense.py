@@ -19,7 +19,7 @@ import mla_backend
 from mla_backend import reference
 from mla_backend.attention import workspace_floats
 from serving_benchmarks.ops import kernels, peer_kernels, timing
-from serving_benchmarks.ops.batches import BLOCK, CaseOfBatch
+from serving_benchmarks.ops.batches import BLOCK, SETS, CaseOfBatch
 from serving_benchmarks.ops.kernels import SCALE
 from serving_benchmarks.ops.peer_kernels import DenseProblem, Problem
 
@@ -66,11 +66,11 @@ def as_lists(case: Case, problem: DenseProblem) -> Problem:
     return Problem(problem.q.flatten(0, 1), lists, counts, SCALE, case.requests.queries, more)
 
 
-def measure(case: Case, caches: kernels.Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:
+def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -> dict[str, Any]:
     """Checks and times one case: ours, our plan, lists of slots, and every peer."""
     cache, in_bf16 = caches[case.format, BLOCK], caches.in_bf16(case.format, BLOCK)
     torch.manual_seed(0)  # the tables of a case are those of a like case with other rows
-    problems = [new_problem(case, len(cache)) for _ in range(sets)]
+    problems = [new_problem(case, len(cache)) for _ in range(SETS)]
     last, batch, fmt = problems[-1], case.requests, mla_backend.FORMATS[case.format]
     how = {"scale": SCALE, "cache_format": case.format, "cache_scale": kernels.SCALES.get(case.format, 1.0)}
     exact_out, exact_lse = reference.dense_attention(last.q, cache, last.table, last.lengths, **how)

@@ -31,7 +31,7 @@ from mla_backend import reference
 from mla_backend.attention import workspace_floats
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import batches, peer_kernels, timing
-from serving_benchmarks.ops.batches import BLOCK, SMALLEST_CACHE, Batch, positions
+from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, Batch, positions
 from serving_benchmarks.ops.peer_kernels import Prepared, Problem
 from serving_benchmarks.ops.peers import VERSIONS
 from serving_benchmarks.results import file as result_file
@@ -238,17 +238,15 @@ def rounds_queries(cache: Tensor) -> bool:
     return torch.cuda.get_device_capability()[0] == 9 and cache.element_size() == 1 and cache.shape[-1] in rounding
 
 
-def measure(
-    case: Case, caches: Caches, loaded: set[str], sets: int, rounds: int, before: Sequence[timing.Call]
-) -> dict[str, Any]:
+def measure(case: Case, caches: Caches, loaded: set[str], rounds: int, before: Sequence[timing.Call]) -> dict[str, Any]:
     """Checks and times one case: ours, our plan, and every peer that can run it. Decode also `before` in situ."""
     by_format = {"fp8_ds_mla": caches["fp8_ds_mla", BLOCK], "bf16": caches.in_bf16("fp8_ds_mla", BLOCK)}
     batch = case.requests
-    lists = (new_lists(batch, case.topk, len(by_format["bf16"]), BLOCK) for _ in range(sets))
+    lists = (new_lists(batch, case.topk, len(by_format["bf16"]), BLOCK) for _ in range(SETS))
     problems = [new_problem(batch, case.heads, case.format, one) for one in lists]
     peers = peers_for(case, problems[-1], by_format, loaded)
     found = time_problems(problems, by_format[case.format], case.format, peers, rounds, before if case.decode else ())
-    attended = sum(map(listed_rows, problems)) / sets
+    attended = sum(map(listed_rows, problems)) / SETS
     row_bytes = mla_backend.FORMATS[case.format].token_bytes
     floor = {
         "math": found["useful_flops"] / MATH_FLOPS,
@@ -326,10 +324,7 @@ def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
     told = "whose kernels in that folder; default: %(default)s"
     peers.add_argument("--vllm", default=VERSIONS[0], metavar="VERSION", help=told)
     peers.add_argument("--ours-only", action="store_true", help="no peers, whatever the suite says")
-    how = parser.add_argument_group("how")
-    told = "of queries and lists, rotated; default: %(default)s"
-    how.add_argument("--sets", type=opt.count, default=batches.SETS, metavar="N", help=told)
-    add_ends(how, rounds)
+    add_ends(parser.add_argument_group("how"), rounds)
 
 
 def add_cases(parser: argparse.ArgumentParser, kind: str, cases: Sequence[Any]) -> None:
@@ -382,21 +377,21 @@ def chosen_cases(options: argparse.Namespace) -> tuple[list[Case], bool]:
 def run(options: argparse.Namespace) -> int:
     chosen, with_peers = chosen_cases(options)
     opt.require_gpu()
-    one = partial(measure, before=products(options.sets))
+    one = partial(measure, before=products(SETS))
     return measure_batches(options, "kernels", chosen, one, with_peers)
 
 
 def measure_batches(
     options: argparse.Namespace, kind: str, cases: Sequence[Any], measure: Callable[..., dict[str, Any]], peers: bool
 ) -> int:
-    """`measure_cases` of batches. `measure` also gets caches, the names of loaded peers if wanted, sets and rounds."""
+    """`measure_cases` of batches. `measure` also gets caches, the names of loaded peers if wanted, and rounds."""
     opt.require_gpu()
     console = Console(stderr=True, highlight=False)
     found = peer_kernels.load(options.peers, options.vllm) if peers else {}
     loaded = say(found, console)
     torch.manual_seed(0)
     caches = Caches(max(case.requests.cached for case in cases))
-    one = partial(measure, caches=caches, loaded=loaded, sets=options.sets, rounds=options.rounds)
+    one = partial(measure, caches=caches, loaded=loaded, rounds=options.rounds)
     return measure_cases(options, kind, cases, one, found, console)
 
 

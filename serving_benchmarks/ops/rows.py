@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from serving_benchmarks.ops import kernels, peer_kernels
-from serving_benchmarks.ops.batches import CaseOfBatch
+from serving_benchmarks.ops.batches import SETS, CaseOfBatch
 from serving_benchmarks.ops.peer_kernels import Problem
 
 _FLASHINFER = {"flashinfer": peer_kernels.flashinfer}
@@ -76,7 +76,7 @@ def new_problem(case: Case, caches: kernels.Caches, lengths: Tensor | None) -> P
     return kernels.new_problem(case.requests, case.heads, case.format, lists, **more)
 
 
-def measure(case: Case, caches: kernels.Caches, loaded: set[str], sets: int, rounds: int) -> dict[str, Any]:
+def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -> dict[str, Any]:
     """Checks and times one case."""
     cache, batch = caches[case.format, case.page], case.requests
     torch.manual_seed(0)  # the lists of a case are those of a like case with other rows
@@ -84,7 +84,7 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], sets: int, rou
     if case.uneven:
         lengths = torch.randint(case.extra_topk + 1, (len(batch.requests),), dtype=torch.int32, device=kernels.DEVICE)
         lengths = lengths.repeat_interleave(batch.queries)
-    problems = [new_problem(case, caches, lengths) for _ in range(sets)]
+    problems = [new_problem(case, caches, lengths) for _ in range(SETS)]
     peers: dict[str, Callable[[Problem], peer_kernels.Prepared]] = {
         name: partial(prepare, cache=cache) for name, prepare in PEERS[case.format].items() if name in loaded
     }
