@@ -144,7 +144,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     told = "CUDA graphs of decode steps without compiling the model"
     group.add_argument("--no-compile", action="store_true", help=told)
     told = 'any others: {"block_size": 64}'
-    group.add_argument("--engine-args", "--vllm-args", type=types.json_object, default={}, metavar="JSON", help=told)
+    group.add_argument("--engine-args", type=types.json_object, default={}, metavar="JSON", help=told)
 
 
 def loads(options: argparse.Namespace) -> list[tuple[tuple[int, int], int | None]]:

@@ -19,7 +19,7 @@ def test_each_load_has_an_entry_made_of_what_the_client_saved(small_model, fake_
     monkeypatch.setattr(serve, "nvidia_smi", lambda _: ["5", "7"])
     loads = ("--request-rate", "1,2.5", "--concurrency", "8", "--ttft-limit", 1, "--tpot-limit", 0.25)
     vllms = ("--tensor-parallel-size", 4, "--decode-context-parallel-size", 2, "--drafts", 2, "--no-prefix-caching")
-    more = ("--vllm-args", '{"block_size": 64}', "--requests", "--output", fake_vllm / "out.json")
+    more = ("--engine-args", '{"block_size": 64}', "--requests", "--output", fake_vllm / "out.json")
     assert status_of("serve", "--model", small_model, *SMALL, *loads, *vllms, *more) == 0
     report = json.loads((fake_vllm / "out.json").read_text())
     assert report["environment"]["benchmark"] == "serve" and report["environment"]["settings"]["size_warmup"] is True
@@ -110,7 +110,7 @@ def test_a_server_that_is_stuck_or_loses_a_rank_and_a_client_that_does_not_end_a
 
 def test_rounds_interleave_backends_and_say_whether_starts_and_ranks_answer_alike(small_model, fake_vllm, capsys):
     how = ("--lengths", "20+2,10+3", "--concurrency", "1,4", "--num-prompts", 9, "--waves", 2, "--no-warmup")
-    parallel = ("--vllm-args", '{"data_parallel_size": 4, "enable_expert_parallel": true}')
+    parallel = ("--engine-args", '{"data_parallel_size": 4, "enable_expert_parallel": true}')
     backends = ("--backend", "SPARSE_MLA,DIFFERS,KILLED", "--rounds", 3, "--output", fake_vllm / "out.json")
     assert status_of("serve", "--model", small_model, *how, *parallel, *backends) == 1
     order = (fake_vllm / "starts").read_text().split()

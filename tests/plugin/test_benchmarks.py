@@ -67,7 +67,7 @@ def test_the_server_with_dummy_weights_answers_vllms_client_and_answers_alike_af
     models.write(model, models.config("deepseek-v3.2", layers=2, heads=4, **NARROW), seed=None)
     dummy = {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}  # a CPU has no blocks of FP8
     how = ("--concurrency", 4, "--size-warmup", "--ttft-limit", 1000, "--tpot-limit", 1000, "--requests", "--rounds", 2)
-    command = serve_command(model, *how, "--vllm-args", json.dumps(dummy), "--output", output, "--logs", logs)
+    command = serve_command(model, *how, "--engine-args", json.dumps(dummy), "--output", output, "--logs", logs)
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "SPARSE_MLA" in (logs / "SPARSE_MLA-2-server.log").read_text()
