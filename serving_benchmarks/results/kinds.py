@@ -89,8 +89,8 @@ def _percentiles(value: Any) -> bool:
 
 
 def _run_case(value: Any) -> bool:
-    """What was asked of a whole model. The load, and lengths of requests, may be unknown."""
-    names = ("request_rate", "concurrency", "input_len", "output_len", "num_prompts", "tensor_parallel_size")
+    """What was asked of a whole model. The load may be unknown."""
+    names = ("request_rate", "concurrency", "num_prompts", "tensor_parallel_size")
     return _object(value) and all(value.get(name) is None or _positive(value[name]) for name in names)
 
 
@@ -157,6 +157,7 @@ def _runs_timed(file: ResultFile) -> Iterator[Timed]:
 _RUN: dict[str, Check] = {
     "backend": _text,
     "case": _run_case,
+    **dict.fromkeys(("case.input_len", "case.output_len"), _count),
     "gpus": _count,
     "total_output_tokens": _count,
     "requests_per_second": _positive,

@@ -114,18 +114,16 @@ def latencies(requests: dict[str, Sequence[float | None]], gaps: Sequence[float]
 
 def workload(case: dict[str, Any], *, count: bool = True) -> str:
     """What was asked for, without the load. `count`: with the number of requests."""
-    left_out = {*LOAD, "seed", "input_len", "output_len", "source", *(() if count else ("num_prompts",))}
+    left_out = {*LOAD, "seed", "input_len", "output_len", *(() if count else ("num_prompts",))}
     given = {name: value for name, value in case.items() if name not in left_out and value is not None}
-    parts = [f"{lengths(case)} tokens"] if case.get("input_len") is not None else [lengths(case)]
+    parts = [f"{lengths(case)} tokens"]
     parts += [f"{given.pop('num_prompts')} requests"] if "num_prompts" in given else []
     parts += [f"{given.pop('kv_cache_dtype')} cache"] if "kv_cache_dtype" in given else []
     return ", ".join([*parts, *(f"{name} {value}" for name, value in given.items() if value != _UNSAID.get(name))])
 
 
 def lengths(case: dict[str, Any]) -> str:
-    """Tokens of a prompt and of an answer, such as 4096 + 64, or the file that has the requests."""
-    if case.get("input_len") is None or case.get("output_len") is None:
-        return str(case.get("source"))
+    """Tokens of a prompt and of an answer, such as 4096 + 64."""
     return f"{case['input_len']} + {case['output_len']}"
 
 
