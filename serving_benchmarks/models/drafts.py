@@ -33,9 +33,14 @@ def add_mtp_layer(source: Path, folder: Path) -> None:
         if path.suffix != ".safetensors":
             shutil.copy(path, folder)
     config = json.loads((source / "config.json").read_text())
-    layers = config["num_hidden_layers"]
     (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}, indent=2) + "\n")
     weights = load_file(source / "model.safetensors")
+    added = mtp_layer(weights, config["num_hidden_layers"], _fitted(load_model(source, dtype=torch.float32)))
+    save_file({**weights, **added}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def mtp_layer(weights: dict[str, Tensor], layers: int, eh_proj: Tensor) -> dict[str, Tensor]:
+    """The tensors of an MTP layer for a checkpoint of so many layers, with this `eh_proj`, `[hidden, 2 * hidden]`."""
     last, draft = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
     added = {name.replace(last, draft): tensor.clone() for name, tensor in weights.items() if name.startswith(last)}
     for name in added:
@@ -45,8 +50,7 @@ def add_mtp_layer(source: Path, folder: Path) -> None:
     added |= {f"{draft}{name}.weight": ones.clone() for name in ("enorm", "hnorm", "shared_head.norm")}
     added[f"{draft}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     added[f"{draft}shared_head.head.weight"] = weights["lm_head.weight"].clone()
-    added[f"{draft}eh_proj.weight"] = _fitted(load_model(source, dtype=torch.float32)).to(ones.dtype)
-    save_file({**weights, **added}, folder / "model.safetensors", metadata={"format": "pt"})
+    return {**added, f"{draft}eh_proj.weight": eh_proj.to(ones.dtype)}
 
 
 def _fitted(model: Model) -> Tensor:

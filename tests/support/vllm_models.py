@@ -39,6 +39,7 @@ def make_dense_checkpoint(folder: Path, prompts: list[list[int]]) -> tuple[Any, 
     from safetensors.torch import load_file, save_file
 
     import engine_models
+    from serving_benchmarks.models.drafts import mtp_layer
 
     torch.manual_seed(0)
     shape = {name: value for name, value in engine_models.SHAPE.items() if not name.startswith("index_")}
@@ -53,18 +54,8 @@ def make_dense_checkpoint(folder: Path, prompts: list[list[int]]) -> tuple[Any, 
     saved = {
         name: tensor for file in set(files["weight_map"].values()) for name, tensor in load_file(folder / file).items()
     }
-    layers = shape["num_hidden_layers"]
-    last, draft = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
-    added = {name.replace(last, draft): tensor.clone() for name, tensor in saved.items() if name.startswith(last)}
-    for name in added:
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            added[name] *= 0.1  # eh_proj alone would be right
     continued = [engine_models.their_generation(model, prompt, NEW_TOKENS)[0] for prompt in prompts]
-    ones = torch.ones(shape["hidden_size"])
-    added |= {f"{draft}{name}.weight": ones.clone() for name in ("enorm", "hnorm", "shared_head.norm")}
-    added[f"{draft}embed_tokens.weight"] = saved["model.embed_tokens.weight"].clone()
-    added[f"{draft}shared_head.head.weight"] = saved["lm_head.weight"].clone()
-    added[f"{draft}eh_proj.weight"] = _next_hidden(model, prompts, continued)
+    added = mtp_layer(saved, shape["num_hidden_layers"], _next_hidden(model, prompts, continued))
     save_file(added, folder / "mtp.safetensors", metadata={"format": "pt"})
     files["weight_map"] |= dict.fromkeys(added, "mtp.safetensors")
     index.write_text(json.dumps(files))
