@@ -12,9 +12,8 @@ from torch import Tensor
 import mla_backend
 from mla_backend import library
 from mla_backend.arguments import dtype_name
-from mla_backend.attention import VALUE_DIM, default_workers, new_workspace
+from mla_backend.attention import FEW_TOKENS, VALUE_DIM, default_workers, new_workspace
 from mla_backend.sglang_plugin import NAME
-from mla_backend.vllm_plugin.step import FEW_TOKENS
 
 FORMATS = {torch.bfloat16: ("bf16", "bf16_512"), torch.float8_e4m3fn: ("fp8_ds_mla",)}
 """Rows of SGLang's caches that our op reads, by our names. Those of 512 values are of models without rope."""

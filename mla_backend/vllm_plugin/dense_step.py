@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import mla_backend
-from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
-from mla_backend.vllm_plugin.step import FEW_TOKENS
+from mla_backend.attention import FEW_TOKENS, PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
 
 
 @dataclass(frozen=True)

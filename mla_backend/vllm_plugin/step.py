@@ -9,14 +9,11 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import STAGED
-from mla_backend.attention import PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
+from mla_backend.attention import FEW_TOKENS, PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.models import ROPE
 from mla_backend.vllm_plugin.staging import StagedRequests
 
-FEW_TOKENS = 320
-"""From this number of tokens on, plans always have the same number of rows: those of fewer tokens than twice a GPU's
-multiprocessors are fitted to their number."""
 NOWHERE = -(1 << 30)
 """The position of padding in its sequence: so far before the first token that it attends to nothing."""
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import mla_backend
 from mla_backend import library
-from mla_backend.vllm_plugin.step import FEW_TOKENS
+from mla_backend.attention import FEW_TOKENS
 from plans import CUT_FOR_CLUSTERS, TOKEN_UNITS, UNCUT_TOKENS, gpu, gpu_choice, gpu_plan, tiles_of, walk
 from problems import random_problem
 
@@ -276,7 +276,7 @@ def test_asking_a_gpu_that_is_not_there_says_why():
 
 @pytest.mark.parametrize("processors", [16, 78, 114, 132])
 @pytest.mark.parametrize("heads", [1, 8, 16, 17, 64, 128])
-def test_the_vllm_step_knows_from_how_many_tokens_on_plans_are_of_one_size(processors, heads):
+def test_plans_for_more_than_few_tokens_are_of_one_size(processors, heads):
     device = gpu(processors)
     for slots in (512, 2048, None):
         sizes = {library.cuda_workers(device, heads, tokens, slots) for tokens in range(FEW_TOKENS, 4 * FEW_TOKENS)}
