@@ -161,7 +161,7 @@ def _cache_dtype(name: str, vllm_config: "VllmConfig") -> str | None:
 def _features(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
     return (
         _parallelism(name, vllm_config, on_cpu)
-        or _drafts(name, vllm_config)
+        or _drafts(vllm_config)
         or _cache(name, vllm_config, on_cpu)
         or _sleep(vllm_config)
         or _staging(vllm_config)
@@ -192,7 +192,7 @@ def _parallelism(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | No
     return None
 
 
-def _drafts(name: str, vllm_config: "VllmConfig") -> str | None:
+def _drafts(vllm_config: "VllmConfig") -> str | None:
     speculative = vllm_config.speculative_config
     if speculative is not None and (asked := versions.ours(speculative.attention_backend)) is not None:
         draft = speculative.draft_model_config
