@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from commands import wait_until
 from vllm_models import NEW_TOKENS
 
 START_SECONDS = 300
@@ -107,10 +108,7 @@ def idle(server: Server) -> bool:
 
 def becomes_idle(server: Server, seconds: float = 30) -> bool:
     """Whether nothing is running, waiting or in the cache after a while."""
-    end = time.monotonic() + seconds
-    while not idle(server) and time.monotonic() < end:
-        time.sleep(0.2)
-    return idle(server)
+    return wait_until(lambda: idle(server), seconds, every=0.2)
 
 
 def ends(server: Server, prompt: list[int]) -> bool:
