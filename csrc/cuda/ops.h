@@ -13,8 +13,9 @@ void portable_attention(const AttentionProblem& problem, const Choice& choice, v
 void few_heads_attention(const AttentionProblem& problem, const Choice& choice, void* stream);
 void few_heads_wide_attention(const AttentionProblem& problem, const Choice& choice, void* stream);
 void many_heads_attention(const AttentionProblem& problem, const Choice& choice, void* stream);
-// Merges the tokens that the plan cut, after any of them but few_heads_attention, which does that itself.
-void merge_cut_tokens(const AttentionProblem& problem, void* stream);
+// Merges the tokens that the plan cut, whose parts are rows of floats or CompactRows. few_heads_attention does that
+// in its own kernel.
+void merge_cut_tokens(const AttentionProblem& problem, bool compact, void* stream);
 
 // The main kernels of the backward, for sparse_backward to choose from.
 void portable_backward(const BackwardProblem& problem, void* stream);

@@ -15,6 +15,7 @@ from problems import (
     BASIC,
     CUDA_KERNEL,
     FORMATS,
+    MAGNITUDE,
     PARTNERS,
     WITH_ROPE,
     all_bytes,
@@ -297,6 +298,33 @@ def test_nan_in_a_named_row_reaches_its_tokens_alone(fmt, part, heads):
     got, want = problem.to("cuda").solve(), problem.oracle()
     others = torch.arange(UNCUT_TOKENS) != 5
     assert got[0][5].isnan().all() and got[1][5].isnan().all() and got[2][5].isnan().all()
+    assert_accurate([a[others] for a in got], [a[others] for a in want], score_error=score_error(problem.cache))
+
+
+def cut_problem(fmt, magnitude=MAGNITUDE):
+    """One of many heads, and a plan that cuts each token between three or four workers."""
+    problem = held_problem(fmt, heads=100, tokens=20, magnitude=magnitude)
+    return problem, mla_backend.plan(20, 700, workers=66, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "magnitude"),
+    [(f, size) for f in ("bf16", "bf16_512", "fp8_ds_mla") for size in (1e-8, 3e4)] + [("bf16", 1e-30)],
+)
+def test_cut_tokens_with_values_of_any_size(fmt, magnitude):
+    problem, plan = cut_problem(fmt, magnitude)
+    check(problem, magnitude, plan=plan)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "bf16_512", "fp8_ds_mla"])
+def test_nan_reaches_a_cut_token_alone(fmt):
+    problem, plan = cut_problem(fmt)
+    problem.indices[problem.indices == 77] = 78
+    problem.indices[5, 600] = 77
+    write_part(problem.cache, fmt, 77, "latent", torch.full((2,), 0xFF))
+    got, want = problem.to("cuda").solve(plan=plan), problem.oracle()
+    others = torch.arange(20) != 5
+    assert got[0][5].isnan().all() and got[1][5].isnan().all()
     assert_accurate([a[others] for a in got], [a[others] for a in want], score_error=score_error(problem.cache))
 
 

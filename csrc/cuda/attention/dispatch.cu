@@ -95,13 +95,12 @@ void attention(const AttentionProblem& p, void* stream) {
       few_heads_wide_attention(p, choice, stream);
       break;
     case Choice::many_heads:
-      many_heads_attention(p, choice, stream);
-      break;
+      return many_heads_attention(p, choice, stream);
 #endif
     default:
       portable_attention(p, choice, stream);
   }
-  merge_cut_tokens(p, stream);
+  merge_cut_tokens(p, false, stream);
 }
 
 bool select_kernel(const std::string& name) {

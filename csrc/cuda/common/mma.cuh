@@ -80,6 +80,20 @@ __device__ __forceinline__ uint32_t pack_f16(float first, float second) {
   return packed;
 }
 
+// A pair of f16 numbers, that in the lower half first.
+__device__ __forceinline__ float2 unpack_f16(uint32_t pair) {
+  float2 two;
+  asm("{\n"
+      ".reg .b16 first, second;\n"
+      "mov.b32 {first, second}, %2;\n"
+      "cvt.f32.f16 %0, first;\n"
+      "cvt.f32.f16 %1, second;\n"
+      "}"
+      : "=f"(two.x), "=f"(two.y)
+      : "r"(pair));
+  return two;
+}
+
 // x where it is positive, 0 where not; NaN stays NaN.
 __device__ __forceinline__ float relu(float x) {
   float positive;

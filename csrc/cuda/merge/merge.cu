@@ -2,7 +2,9 @@
 // that a plan's cuts have left (merge_cut_tokens). A warp a row of one head.
 #include <algorithm>
 
+#include "cuda/common/compact_row.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/mma.cuh"
 #include "cuda/common/order.cuh"
 #include "cuda/common/warp.cuh"
 #include "cuda/ops.h"
@@ -112,17 +114,90 @@ __device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, in
   return nullptr;
 }
 
-// Block x: the x-th token that is cut. A warp merges one head after the other; a lane has four dims of each quarter of
-// the row. Rows are few, so the latency of one row counts: all loads of two parts are issued at once. Four at once are
-// no faster and spill registers.
+// What a lane has of a part's row: four times four neighbouring dims.
+struct FloatPart {
+  static constexpr int kAtOnce = 2;  // parts whose loads are under way together; 4 spill registers
+
+  float4 fours[4];
+
+  static __device__ __forceinline__ int dim(int four, int lane) { return 128 * four + 4 * lane; }
+
+  __device__ __forceinline__ void load(const Partials& partials, int64_t row, int lane) {
+    const float* values = partials.out + row * kValueDim;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fours[i] = *reinterpret_cast<const float4*>(values + dim(i, lane));
+  }
+
+  __device__ __forceinline__ void add_to(float4 (&sum)[4], float weight) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sum[i].x += weight * fours[i].x, sum[i].y += weight * fours[i].y;
+      sum[i].z += weight * fours[i].z, sum[i].w += weight * fours[i].w;
+    }
+  }
+
+  static __device__ __forceinline__ void in_order(float4 (&)[4], int) {}
+};
+
+// The same of a CompactRow. Sums have its order until `in_order`.
+struct CompactPart {
+  static constexpr int kAtOnce = 4;
+
+  uint4 pieces[2];
+  float factor[2];
+
+  static __device__ __forceinline__ int dim(int four, int lane) { return 256 * (four / 2) + 8 * lane + four % 2 * 4; }
+
+  __device__ __forceinline__ void load(const Partials& partials, int64_t row, int lane) {
+    const CompactRow& compact = compact_row(partials, row);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) pieces[i] = compact.pieces[32 * i + lane], factor[i] = compact.factor[i];
+  }
+
+  __device__ __forceinline__ void add_to(float4 (&sum)[4], float weight) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint4& piece = pieces[i / 2];
+      const float2 first = unpack_f16(i % 2 ? piece.z : piece.x), second = unpack_f16(i % 2 ? piece.w : piece.y);
+      const float by = weight * factor[i / 2];
+      sum[i].x += by * first.x, sum[i].y += by * first.y, sum[i].z += by * second.x, sum[i].w += by * second.y;
+    }
+  }
+
+  // Each of four lanes has a pair of four eights, and gets one of these whole.
+  static __device__ __forceinline__ void in_order(float4 (&sum)[4], int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+      float2 pair[4] = {
+          {sum[i].x, sum[i].y}, {sum[i].z, sum[i].w}, {sum[i + 1].x, sum[i + 1].y}, {sum[i + 1].z, sum[i + 1].w}};
+#pragma unroll
+      for (int by = 1; by < 4; by *= 2)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          if (k & by) continue;
+          const bool upper = lane & by;
+          const float2 mine = upper ? pair[k] : pair[k + by];
+          const float2 other{__shfl_xor_sync(~0u, mine.x, by), __shfl_xor_sync(~0u, mine.y, by)};
+          if (upper)
+            pair[k] = other;
+          else
+            pair[k + by] = other;
+        }
+      sum[i] = {pair[0].x, pair[0].y, pair[1].x, pair[1].y};
+      sum[i + 1] = {pair[2].x, pair[2].y, pair[3].x, pair[3].y};
+    }
+  }
+};
+
+// Block x: the x-th token that is cut. A warp merges one head after the other. Rows are few, so the latency of one row
+// counts: the loads of several parts are issued at once.
 //
 // The kernel is launched before the attention kernel has ended, so that its start costs nothing. It waits for the
 // partial results itself.
+template <typename Part>
 __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
     merge_cut_tokens_kernel(const __grid_constant__ AttentionProblem p) {
-  constexpr int kQuarters = kValueDim / (4 * 32);
-  constexpr int kAtOnce = 2;  // parts whose loads are under way together
-  static_assert(kQuarters * 4 * 32 == kValueDim);
+  constexpr int kAtOnce = Part::kAtOnce;
   let_next_kernel_begin();
   const int lane = threadIdx.x % 32;
   const PlanRow* const cut = find_cut(p, blockIdx.x, lane);
@@ -137,20 +212,16 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
   for (int head = blockIdx.y * kWarps + threadIdx.x / 32; head < p.heads; head += gridDim.y * kWarps) {
     const int64_t first = partials.row(partial, head);
     const float* lse = partials.lse + first;
-    const float* values = partials.out + first * kValueDim + 4 * lane;
 
-    float4 sum[kQuarters] = {};
+    float4 sum[4] = {};
     Weights weights;
     float lane_weight;  // of one part in 32
     for (int begin = 0; begin < parts; begin += kAtOnce) {
-      float4 part[kAtOnce][kQuarters];
+      Part part[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         // past the last part, that one again: with a condition the loads would wait for one another
-        const int64_t rows = min(begin + i, parts - 1) * int64_t{p.heads};
-#pragma unroll
-        for (int k = 0; k < kQuarters; ++k)
-          part[i][k] = *reinterpret_cast<const float4*>(values + rows * kValueDim + 4 * 32 * k);
+        part[i].load(partials, first + min(begin + i, parts - 1) * int64_t{p.heads}, lane);
       }
       if (begin == 0) {
         weights = weigh(lse, p.heads, parts, lane);
@@ -161,19 +232,15 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const float weight = __shfl_sync(~0u, lane_weight, (begin + i) % 32);
-        if (begin + i >= parts || weight == 0.0f) continue;  // an empty part may hold anything
-#pragma unroll
-        for (int k = 0; k < kQuarters; ++k) {
-          sum[k].x += weight * part[i][k].x, sum[k].y += weight * part[i][k].y;
-          sum[k].z += weight * part[i][k].z, sum[k].w += weight * part[i][k].w;
-        }
+        if (begin + i < parts && weight != 0.0f) part[i].add_to(sum, weight);  // an empty part may hold anything
       }
     }
+    Part::in_order(sum, lane);
     const float scale = p.sink && weights.lse > -INFINITY ? 1.0f / (1.0f + expf(p.sink[head] - weights.lse)) : 1.0f;
-    uint16_t* out = p.out + p.offset(p.out_strides, token, head) + 4 * lane;
+    uint16_t* out = p.out + p.offset(p.out_strides, token, head);
 #pragma unroll
-    for (int k = 0; k < kQuarters; ++k)
-      store_four(out + 4 * 32 * k, {sum[k].x * scale, sum[k].y * scale, sum[k].z * scale, sum[k].w * scale},
+    for (int i = 0; i < 4; ++i)
+      store_four(out + Part::dim(i, lane), {sum[i].x * scale, sum[i].y * scale, sum[i].z * scale, sum[i].w * scale},
                  p.tile == Tile::f16_576);
     if (lane == 0) p.lse[p.offset(p.lse_strides, token, head)] = weights.lse;
     if (!p.max_logits) continue;
@@ -195,20 +262,23 @@ static void merge(const MergeProblem<Value>& p, void* stream) {
 void merge_partials(const MergeProblem<float>& p, void* stream) { merge(p, stream); }
 void merge_partials(const MergeProblem<uint16_t>& p, void* stream) { merge(p, stream); }
 
-void merge_cut_tokens(const AttentionProblem& p, void* stream) {
+void merge_cut_tokens(const AttentionProblem& p, bool compact, void* stream) {
   // One wave of blocks, so that none begins only when others have ended: tokens are rarely cut, but this is always run.
   // A head is one warp's work whatever the grid is, so the bits don't depend on it.
   const int most_blocks = kMergeBlocksPerProcessor * describe_current_device().processors;
   const int cut = std::min(p.tokens, p.workers);  // upper bound
   const int heads = std::clamp(most_blocks / cut, 1, (p.heads + kWarps - 1) / kWarps);
-  launch_early(merge_cut_tokens_kernel, dim3(cut, heads), kThreads, 0, stream, "merge of cut tokens", p);
+  launch_early(compact ? merge_cut_tokens_kernel<CompactPart> : merge_cut_tokens_kernel<FloatPart>, dim3(cut, heads),
+               kThreads, 0, stream, "merge of cut tokens", p);
 }
 
 MLA_KERNELS {
   static const KernelEntry entries[] = {
       {"merge_partials fp32", reinterpret_cast<const void*>(merge_kernel<float>), kThreads, 0},
       {"merge_partials bf16", reinterpret_cast<const void*>(merge_kernel<uint16_t>), kThreads, 0},
-      {"merge of cut tokens", reinterpret_cast<const void*>(merge_cut_tokens_kernel), kThreads, 0},
+      {"merge of cut tokens", reinterpret_cast<const void*>(merge_cut_tokens_kernel<FloatPart>), kThreads, 0},
+      {"merge of cut tokens, compact", reinterpret_cast<const void*>(merge_cut_tokens_kernel<CompactPart>), kThreads,
+       0},
   };
   return {entries, sizeof(entries) / sizeof(entries[0])};
 }

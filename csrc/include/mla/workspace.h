@@ -12,7 +12,7 @@ namespace mla {
 struct Partials {
   int64_t count;
   int64_t heads;
-  float* out;         // [count, heads, 512]
+  float* out;         // [count, heads, 512], or as many CompactRows
   float* lse;         // [count, heads]
   float* max_logits;  // [count, heads]
 

@@ -26,6 +26,7 @@
 #include "cuda/attention/sm90/many_heads/config.h"
 #include "cuda/attention/sm90/queries.cuh"
 #include "cuda/attention/sm90/results.cuh"
+#include "cuda/common/compact_row.cuh"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/order.cuh"
@@ -163,10 +164,12 @@ struct Consumer {
   // Writes the warpgroup's dims of a token, at its end. `stage` is that of its last tile, which has been read, or -1 if
   // it had none. Going through shared memory takes fewer instructions than storing from registers.
   __device__ void write(const TokenWork& work, int64_t partial, const float (&factor)[2], int stage) {
+    if constexpr (has_compact_parts(kRows))
+      if (!work.whole()) return write_compact(partial, factor, hidden(this->lane));
 #pragma unroll
     for (int i = 0; i < kGroupDims / 2; ++i) out[i] *= factor[half(i)];
     const int lane = hidden(this->lane);
-    if (!work.whole())
+    if (!has_compact_parts(kRows) && !work.whole())
       write_part(partial, lane);
     else if (stage < 0)
       write_zeros(work.token, lane);
@@ -218,6 +221,35 @@ struct Consumer {
 #pragma unroll
       for (int j = 0; j < kGroupDims / 8; ++j)
         *reinterpret_cast<float2*>(to + (j ^ (j / 8 & 1)) * 8) = {out[4 * j + 2 * h], out[4 * j + 2 * h + 1]};
+    }
+  }
+
+  // Four lanes have a row. Numbers stay in their order, so each lane writes whole pieces.
+  __device__ void write_compact(int64_t partial, const float (&factor)[2], int lane) {
+    const Partials partials(p.workspace, p.workers, p.heads);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float largest = 0;
+#pragma unroll
+      for (int i = 0; i < kGroupDims / 2; ++i)
+        if (half(i) == h) largest = fmaxf(largest, fabsf(out[i]));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const int own = head_begin + head_of(h, lane), power = compact_power(largest * factor[h]);
+      if (own >= p.heads) continue;
+      const float by = two_to(-power) * factor[h];
+      CompactRow& row = compact_row(partials, partials.row(partial, own));
+      if (lane % 4 == 0) row.factor[group] = two_to(power);
+#pragma unroll
+      for (int begin = 0; begin < kGroupDims / 8; begin += 4) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int j = (begin + i) ^ (begin / 8 & 1);  // of the sums
+          pairs[i] = pack_f16(out[4 * j + 2 * h] * by, out[4 * j + 2 * h + 1] * by);
+        }
+        row.pieces[group * kGroupDims / 8 + begin + lane % 4] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+      }
     }
   }
 };
