@@ -19,6 +19,7 @@ from serving_benchmarks import options as opt
 from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE
 from serving_benchmarks.ops.timing import Call, capture, interleaved
 from serving_benchmarks.results import file as result_file
+from serving_benchmarks.results import op_tables
 
 FORMATS = ("bf16", "fp8_ds_mla")
 CHECKED = 4096
@@ -77,8 +78,7 @@ def time_convert(tokens: int, rounds: int) -> dict[str, Any]:
     wanted = block_table[request_ids.unsqueeze(1), positions // BLOCK] * BLOCK + positions % BLOCK
     if not (torch.equal(slots, wanted) and bool((counts == 2048).all())):
         raise RuntimeError(f"convert_indices gave wrong slots, {tokens} tokens")
-    given = positions, block_table, request_ids, BLOCK
-    call = partial(mla_backend.convert_indices, *given, slots=slots, counts=counts)
+    call = partial(mla_backend.convert_indices, positions, block_table, request_ids, BLOCK, slots=slots, counts=counts)
     moved = positions.nbytes + slots.nbytes + block_table.nbytes + request_ids.nbytes + counts.nbytes
     return entry("convert_indices", "-", tokens, moved, [call], rounds)
 
@@ -87,22 +87,6 @@ def entry(op: str, fmt: str, count: int, moved: int, calls: Sequence[Call], roun
     """Times the calls, and makes an entry of the result file."""
     timing = interleaved({op: capture(calls).clock}, rounds=rounds)[op]
     return {"op": op, "format": fmt, "count": count, "bytes": moved, "seconds": timing.as_dict()}
-
-
-HEADINGS = ["op", "format", "tokens or numbers", "us", "quartiles", "TB/s", "of the copy"]
-
-
-def rows(results: list[dict[str, Any]]) -> list[list[str]]:
-    """A line for each entry, under HEADINGS."""
-    copies = [r["bytes"] / r["seconds"]["median"] for r in results if r["op"].startswith("copy")]
-    lines = []
-    for result in results:
-        rate = result["bytes"] / result["seconds"]["median"]
-        moves = result["op"] != "plan"  # which computes
-        row = [result["op"], result["format"], str(result["count"]), *result_file.timing_cells(result["seconds"])]
-        row += [f"{rate / 1e12:.2f}" if moves else "-", f"{rate / max(copies):.0%}" if moves and copies else "-"]
-        lines.append(row)
-    return lines
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -118,6 +102,6 @@ def run(options: argparse.Namespace) -> int:
     results += [time_write(n, fmt, options.rounds) for fmt in FORMATS for n in options.tokens]
     results += [time_plan(n, options.rounds) for n in options.tokens]
     results += [time_convert(n, options.rounds) for n in options.tokens if n <= MOST_CONVERTED]
-    result_file.show(HEADINGS, rows(results), words=2)
+    result_file.show(op_tables.CACHE_HEADINGS, op_tables.cache_rows(results), words=2)
     result_file.write(options.output, results, Console(stderr=True), benchmark="cache")
     return 0

@@ -20,15 +20,15 @@ import mla_backend
 from mla_backend import reference
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops.batches import MOST_HEADS
-from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
+from serving_benchmarks.ops.timing import cpu_clock, interleaved
 from serving_benchmarks.results import file as result_file
+from serving_benchmarks.results.op_tables import CPU_HEADINGS, CPU_PEERS, cpu_rows
 
 FORMATS = ("bf16", "fp8_ds_mla")
 BLOCK = 16
 SCALE = 576**-0.5
 INPUT_SETS = 3
 MOST_THREADS = 1024  # a process that can't start as many ends in a crash
-PEERS = {"vllm": "vLLM", "reference": "reference"}
 TOLERANCE = 0.02
 """Largest difference from the reference that bf16 results may have, for values that spread by 1."""
 
@@ -127,42 +127,10 @@ def measure(
         "useful_flops": 2 * case.batch * case.heads * case.context * (576 + 512),
         "seconds": {name: timing.as_dict() for name, timing in timings.items()},
         "largest_difference": errors,
-        "speed_up": {name: timings[name].median / ours.median for name in PEERS if name in timings},
+        "speed_up": {name: timings[name].median / ours.median for name in CPU_PEERS if name in timings},
         # of the fastest rounds: other work on the machine delays one of several threads more often than one alone
         "speed_up_over_one_thread": timings["ours on one thread"].fastest / ours.fastest if threads > 1 else None,
     }
-
-
-HEADINGS = ["query tokens, heads, slots each", "format", "mla-backend, us", "GFLOP/s", "peer, us", "ratio", "threads"]
-"""The last column is the speed with all threads over the speed with one."""
-
-
-def rows(results: list[dict[str, Any]]) -> list[list[str]]:
-    """A line for each entry, under HEADINGS."""
-    lines = []
-    for result in results:
-        case, ours = result["case"], Timing(**result["seconds"]["ours"])
-        peer = next((name for name in PEERS if name in result["seconds"]), None)
-        scaling = result["speed_up_over_one_thread"]
-        row = [f"{case['batch']}, {case['heads']}, {case['context']}", case["format"], f"{ours.median * 1e6:.0f}"]
-        row.append(f"{result['useful_flops'] / ours.median / 1e9:.0f}")
-        row.append(f"{PEERS[peer]} {result['seconds'][peer]['median'] * 1e6:.0f}" if peer else "-")
-        row.append(f"{result['speed_up'][peer]:.2f}" if peer else "-")
-        lines.append([*row, f"{scaling:.2f}" if scaling else "-"])
-    return lines
-
-
-def markdown(report: dict[str, Any]) -> str:
-    """The table in the docs, from a result file."""
-    where, results = report["environment"], report["results"]
-    threads = where["torch"]["threads"]
-    headings = [*HEADINGS[:-1], f"{threads} threads over 1"]
-    note = (
-        f"{where['cpu']['model']}, {threads} threads, torch {where['torch']['version']}, {result_file.engine(where)}, "
-        f"kernel {next(k['name'] for k in where['library']['cpu_kernels'] if k['active'])}, "
-        f"{result_file.when(where)}. Medians of interleaved rounds; threads are compared by their fastest rounds."
-    )
-    return "\n".join([*result_file.table(headings, rows(results)), "", note])
 
 
 def context_length(text: str) -> int:
@@ -200,6 +168,6 @@ def run(options: argparse.Namespace) -> int:
         measure(case, peer, options.threads, options.rounds, options.burst)
         for case in track(cases, "measuring", console=console)
     ]
-    result_file.show(HEADINGS, rows(results), words=2)
+    result_file.show([*CPU_HEADINGS, "threads"], cpu_rows(results), words=2)
     result_file.write(options.output, results, console, benchmark="cpu")
     return 0

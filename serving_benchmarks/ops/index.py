@@ -24,6 +24,7 @@ from serving_benchmarks.ops import kernels
 from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, Batch, CaseOfBatch
 from serving_benchmarks.ops.timing import Call, capture, interleaved
 from serving_benchmarks.results import file as result_file
+from serving_benchmarks.results import op_tables
 
 CHECKED = 8
 """Tokens that are compared with the reference."""
@@ -107,24 +108,8 @@ def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str
     read = batch.cached * KEY_FORMATS[fmt].token_bytes + sum(x.nbytes for x in sets[0].arguments[:2])
     moved = {"index_scores": read + 4 * seen, "select_top": 4 * seen + sets[0].chosen.nbytes}
     flops = {"index_scores": 2 * 128 * case.heads * seen, "select_top": None}
-    about = {"format": fmt, "case": case.as_dict()}
     measured = {op: {"flops": flops[op], "bytes": moved[op], "seconds": seconds[op].as_dict()} for op in calls}
-    return [{"op": op, **about, **of} for op, of in measured.items()]
-
-
-HEADINGS = ["op", "batch", "heads", "format", "us", "quartiles", "TFLOP/s", "TB/s"]
-
-
-def rows(results: list[dict[str, Any]]) -> list[list[str]]:
-    """A line for each entry, under HEADINGS."""
-    lines = []
-    for result in results:
-        case, seconds = result["case"], result["seconds"]["median"]
-        row = [result["op"], case["batch"], str(case["heads"]), result["format"]]
-        row += result_file.timing_cells(result["seconds"])
-        row.append(f"{result['flops'] / seconds / 1e12:.0f}" if result["flops"] else "-")
-        lines.append([*row, f"{result['bytes'] / seconds / 1e12:.2f}"])
-    return lines
+    return [{"op": op, "format": fmt, "case": case.as_dict(), **of} for op, of in measured.items()]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +131,6 @@ def run(options: argparse.Namespace) -> int:
         cache = new_cache(fmt, tokens)
         for case in track(cases, f"{fmt} keys", console=Console(stderr=True)):
             results += time_case(case, fmt, cache, options.rounds)
-    result_file.show(HEADINGS, rows(results), words=4)
+    result_file.show(op_tables.INDEX_HEADINGS, op_tables.index_rows(results), words=4)
     result_file.write(options.output, results, Console(stderr=True), benchmark="index")
     return 0

@@ -94,16 +94,6 @@ def timing_cells(seconds: dict[str, float]) -> list[str]:
     return [median, f"{low} to {high}"]
 
 
-def gpu_table(headings: Sequence[str], rows: Sequence[Sequence[str]], report: Report) -> str:
-    """A table of timed ops in Markdown, and below it how and where they were timed."""
-    where, results = report["environment"], report["results"]
-    note = (
-        f"Medians of {results[0]['seconds']['rounds']} replays of CUDA graphs. {where['gpus'][0]['name']}, driver "
-        f"{where['driver']}, torch {where['torch']['version']}, {when(where)}."
-    )
-    return "\n".join([*table(headings, rows), "", note])
-
-
 def engine(environment: dict[str, Any]) -> str:
     """The engine that was measured, or that kernels come from, with its version."""
     if (environment.get("settings") or {}).get("engine") == "sglang":

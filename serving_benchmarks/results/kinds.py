@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from serving_benchmarks.ops import cache, cpu, index
-from serving_benchmarks.results import runs, tables
-from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile, gpu_table
+from serving_benchmarks.results import op_tables, runs, tables
+from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile
 
 Check = Callable[[Any], bool]
 Entry = dict[str, Any]
@@ -208,21 +207,21 @@ KINDS = {
         "The ops around attention",
         lambda entry: f"{entry['op']}, {entry['count']} tokens, {entry['format']}",
         {**_OP, "count": _count},
-        {"cache": lambda report: gpu_table(cache.HEADINGS, cache.rows(report["results"]), report)},
+        {"cache": op_tables.cache},
         _ops_timed,
     ),
     "index": Kind(
         "The indexer's ops",
         lambda entry: f"{entry['op']}, {entry['case']['batch']}, {entry['case']['heads']} heads, {entry['format']}",
         {**_OP, "case.batch": _text, "case.heads": _count, "flops": lambda value: value is None or _positive(value)},
-        {"index": lambda report: gpu_table(index.HEADINGS, index.rows(report["results"]), report)},
+        {"index": op_tables.index},
         _ops_timed,
     ),
     "cpu": Kind(
         "Sparse attention on a CPU",
         lambda entry: "b {batch}, h {heads}, {context} slots, {format}".format(**entry["case"]),
         {**_CASE, "case.batch": _count, "case.context": _count},
-        {"cpu": cpu.markdown},
+        {"cpu": op_tables.cpu},
         _candidates_timed,
     ),
     "throughput": Kind(

@@ -33,7 +33,7 @@ from serving_benchmarks.ops import (
 )
 from serving_benchmarks.ops.batches import Batch, positions
 from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
-from serving_benchmarks.results import kinds, tables
+from serving_benchmarks.results import kinds, op_tables, tables
 from serving_benchmarks.results.kernel_times import own_times
 
 BATCHES = {"128q1s32k": [(1, 32768)] * 128, "q4k": [(4096, 4096)], "2q3s100_1q1s7": [(3, 100), (3, 100), (1, 7)]}
@@ -429,4 +429,4 @@ def test_attention_on_a_cpu_is_measured_and_checked(tmp_path):
     for result in small:
         assert result["seconds"]["ours"]["median"] > 0 and result["largest_difference"]["ours"] < cpu.TOLERANCE
         assert result["useful_flops"] == 2 * 2 * 3 * 32 * (576 + 512)
-    assert cpu.markdown(report).count("\n|") == 1 + len(report["results"])
+    assert op_tables.cpu(report).count("\n|") == 1 + len(report["results"])
