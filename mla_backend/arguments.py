@@ -110,7 +110,8 @@ def require_device(name: str, device: object) -> None:
         torch.empty(0, device=torch.device(device))
     except (AssertionError, RuntimeError, TypeError) as error:  # the first from a torch without CUDA
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{name} must be a device that is there; got {device!r}") from error
+        reason = str(error).partition("\n")[0]
+        raise kind(f"{name} must be a device that is there; got {device!r}: {reason}") from error
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,11 +2,12 @@
 
 import logging
 import os
+import re
 
 
 def is_tried(version: str, tried: tuple[str, ...]) -> bool:
-    """Whether a version is one of those, or a later patch of one: 0.32.1 is of 0.32."""
-    return f"{version}.".startswith(tuple(f"{v}." for v in tried))
+    """Whether a version is one of those, a later patch or another build of one: 0.32.1 and 0.32+cpu are of 0.32."""
+    return any(re.match(rf"{re.escape(v)}(?!\d)", version) for v in tried)
 
 
 def either(versions: tuple[str, ...]) -> str:

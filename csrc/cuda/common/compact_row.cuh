@@ -21,8 +21,9 @@ __device__ __forceinline__ CompactRow& compact_row(const Partials& partials, int
   return *reinterpret_cast<CompactRow*>(partials.out + row * kValueDim);
 }
 
-// Values are divided by 2^compact_power, so that the largest one of a half is from 2^14 to 2^15. Where it is infinite,
-// they stay as they are: a smaller factor times a weight could be 0, and 0 times infinity is NaN.
+// `largest` is 0 or more. Values are divided by 2^compact_power, so that the largest one of a half is from 2^14 to
+// 2^15. Where it is infinite, they stay as they are: a smaller factor times a weight could be 0, and 0 times infinity
+// is NaN.
 __device__ __forceinline__ int compact_power(float largest) {
   const int exponent = static_cast<int>(float_bits(largest) >> 23);
   return exponent == 255 ? 0 : max(exponent - 127 - 14, -100);

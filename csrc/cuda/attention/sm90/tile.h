@@ -44,10 +44,13 @@ enum class Form { sparse, sparse_max_logits, dense };
 MLA_HOST_DEVICE constexpr bool is_scaled(Rows rows) { return rows == Rows::fp8_ds_mla; }
 // Whether a tile of many_heads holds f16 numbers, with a power of two a row.
 MLA_HOST_DEVICE constexpr bool has_powers(Rows rows) { return is_scaled(rows) || rows == Rows::staged; }
-// Whether many_heads writes the parts of cut tokens as CompactRows. With powers that slows whole tokens by 1 to 4 %,
-// which write none: the compiler orders the loop over tiles in another way.
-MLA_HOST_DEVICE constexpr bool has_compact_parts(Rows rows) { return !has_powers(rows); }
 MLA_HOST_DEVICE constexpr bool is_converted(Rows rows) { return rows == Rows::fp8_tensor_576 || rows == Rows::any_512; }
+// Whether many_heads writes the parts of cut tokens as CompactRows. With powers that slows whole tokens by 1 to 4 %,
+// which write none: the compiler orders the loop over tiles in another way. A tensor's scale may have any size and
+// sign.
+MLA_HOST_DEVICE constexpr bool has_compact_parts(Rows rows) {
+  return !has_powers(rows) && rows != Rows::fp8_tensor_576;
+}
 MLA_HOST_DEVICE constexpr int blocks_of(Rows rows) { return kLatentBlocks + (rows != Rows::any_512); }  // of 64 dims
 MLA_HOST_DEVICE constexpr int tile_bytes_of(Rows rows) { return blocks_of(rows) * kBlockBytes; }  // of 16-bit numbers
 // Of outputs and, but for rows with powers, of everything that is multiplied.
