@@ -116,7 +116,7 @@ __device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, in
 
 // What a lane has of a part's row: four times four neighbouring dims.
 struct FloatPart {
-  static constexpr int kAtOnce = 2;  // parts whose loads are under way together; 4 spill registers
+  static constexpr int kAtOnce = 2;  // parts whose loads are under way together; four would spill
 
   float4 fours[4];
 
