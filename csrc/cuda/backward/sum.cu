@@ -2,8 +2,8 @@
 // contributions under way as hide the time that one takes.
 #include <algorithm>
 
+#include "cuda/common/pairs.cuh"
 #include "cuda/common/launch.h"
-#include "cuda/common/mma.cuh"
 #include "cuda/common/order.cuh"
 #include "cuda/ops.h"
 #include "mla/number.h"

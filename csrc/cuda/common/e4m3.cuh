@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/pairs.cuh"
 #include "mla/number.h"
 
 namespace mla::cuda {
@@ -73,24 +74,12 @@ __device__ __forceinline__ void e4m3_to_bf16(uint32_t bytes, uint32_t (&numbers)
 // instructions of e4m3_to_bf16, and half as many instructions.
 __device__ __forceinline__ void e4m3_times(const uint4& bytes, uint32_t by, uint4 (&numbers)[2]) {
   const uint4 f16[2] = {e4m3_to_f16(bytes.x, bytes.y), e4m3_to_f16(bytes.z, bytes.w)};
-  const auto times = [by](uint32_t pair) {
-    uint32_t product;
-    asm("{\n"
-        ".reg .b16 low, high;\n"
-        ".reg .f32 first, second;\n"
-        ".reg .b32 both;\n"
-        "mov.b32 {low, high}, %1;\n"
-        "cvt.f32.f16 first, low;\n"
-        "cvt.f32.f16 second, high;\n"
-        "cvt.rn.bf16x2.f32 both, second, first;\n"
-        "mul.rn.bf16x2 %0, both, %2;\n"
-        "}"
-        : "=r"(product)
-        : "r"(pair), "r"(by));
-    return product;
+  const auto product = [by](uint32_t pair) {
+    const float2 two = unpack_f16(pair);
+    return times<Number::bf16>(pack_bf16(two.x, two.y), by);
   };
 #pragma unroll
-  for (int i = 0; i < 2; ++i) numbers[i] = {times(f16[i].x), times(f16[i].y), times(f16[i].z), times(f16[i].w)};
+  for (int i = 0; i < 2; ++i) numbers[i] = {product(f16[i].x), product(f16[i].y), product(f16[i].z), product(f16[i].w)};
 }
 #endif
 

@@ -66,34 +66,6 @@ __device__ __forceinline__ uint32_t transpose_tile(uint32_t tile) {
   return transposed;
 }
 
-// Two fp32 numbers rounded to bf16, the first in the lower half.
-__device__ __forceinline__ uint32_t pack_bf16(float first, float second) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
-  return packed;
-}
-
-// The same in f16.
-__device__ __forceinline__ uint32_t pack_f16(float first, float second) {
-  uint32_t packed;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(second), "f"(first));
-  return packed;
-}
-
-// A pair of f16 numbers, that in the lower half first.
-__device__ __forceinline__ float2 unpack_f16(uint32_t pair) {
-  float2 two;
-  asm("{\n"
-      ".reg .b16 first, second;\n"
-      "mov.b32 {first, second}, %2;\n"
-      "cvt.f32.f16 %0, first;\n"
-      "cvt.f32.f16 %1, second;\n"
-      "}"
-      : "=f"(two.x), "=f"(two.y)
-      : "r"(pair));
-  return two;
-}
-
 // x where it is positive, 0 where not; NaN stays NaN.
 __device__ __forceinline__ float relu(float x) {
   float positive;

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/pairs.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/index/problem.h"
 #include "mla/number.h"

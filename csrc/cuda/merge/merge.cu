@@ -4,8 +4,8 @@
 
 #include "cuda/common/compact_row.cuh"
 #include "cuda/common/launch.h"
-#include "cuda/common/mma.cuh"
 #include "cuda/common/order.cuh"
+#include "cuda/common/pairs.cuh"
 #include "cuda/common/warp.cuh"
 #include "cuda/ops.h"
 #include "mla/number.h"

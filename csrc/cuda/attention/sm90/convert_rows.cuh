@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/mma.cuh"
 #include "cuda/attention/sm90/copy_rows.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/common/e4m3.cuh"

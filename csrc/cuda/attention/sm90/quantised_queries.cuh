@@ -5,6 +5,7 @@
 
 #include "cuda/attention/sm90/queries.cuh"
 #include "cuda/common/e4m3.cuh"
+#include "cuda/common/pairs.cuh"
 
 namespace mla::cuda::sm90 {
 
@@ -16,19 +17,16 @@ struct Fp8Pair {
   __device__ __forceinline__ Fp8Pair(uint32_t pair, float factor) {
     const float first = __uint_as_float(pair << 16) * factor, second = __uint_as_float(pair & 0xffff0000u) * factor;
     high = to_e4m3x2(first, second);
-    float first_high, second_high;
+    uint32_t f16;
     asm("{\n"
-        ".reg .b16 fp8, first, second;\n"
-        ".reg .b32 both;\n"
-        "cvt.u16.u32 fp8, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 both, fp8;\n"
-        "mov.b32 {first, second}, both;\n"
-        "cvt.f32.f16 %0, first;\n"
-        "cvt.f32.f16 %1, second;\n"
+        ".reg .b16 fp8;\n"
+        "cvt.u16.u32 fp8, %1;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, fp8;\n"
         "}"
-        : "=f"(first_high), "=f"(second_high)
+        : "=r"(f16)
         : "r"(high));
-    low = to_e4m3x2(first - first_high, second - second_high);
+    const float2 rounded = unpack_f16(f16);
+    low = to_e4m3x2(first - rounded.x, second - rounded.y);
   }
 };
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/pairs.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
 #include "mla/number.h"
 

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/pairs.cuh"
 #include "cuda/backward/portable/config.h"
 #include "cuda/common/mma.cuh"
 #include "mla/number.h"

@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/common/pairs.cuh"
 #include "cuda/backward/sm90/tile.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/order.cuh"

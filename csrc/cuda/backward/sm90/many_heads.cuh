@@ -19,6 +19,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/pairs.cuh"
 #include "cuda/backward/sm90/tile.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/mbarrier.cuh"

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/pairs.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/tile.h"
 #include "cuda/common/cp_async.cuh"

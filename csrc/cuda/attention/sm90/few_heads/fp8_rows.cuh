@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/common/mma.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/few_heads/reduction.h"
 #include "cuda/attention/sm90/quantised_queries.cuh"

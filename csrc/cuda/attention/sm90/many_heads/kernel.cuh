@@ -22,6 +22,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/mma.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/many_heads/config.h"
 #include "cuda/attention/sm90/queries.cuh"
