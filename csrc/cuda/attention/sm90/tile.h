@@ -45,9 +45,8 @@ MLA_HOST_DEVICE constexpr bool is_scaled(Rows rows) { return rows == Rows::fp8_d
 // Whether a tile of many_heads holds f16 numbers, with a power of two a row.
 MLA_HOST_DEVICE constexpr bool has_powers(Rows rows) { return is_scaled(rows) || rows == Rows::staged; }
 MLA_HOST_DEVICE constexpr bool is_converted(Rows rows) { return rows == Rows::fp8_tensor_576 || rows == Rows::any_512; }
-// Whether many_heads writes the parts of cut tokens as CompactRows. With powers that slows whole tokens by 1 to 4 %,
-// which write none: the compiler orders the loop over tiles in another way. A tensor's scale may have any size and
-// sign.
+// Whether many_heads writes the parts of cut tokens as CompactRows. With powers whole tokens, which have no parts, take
+// 1 to 4 % longer then. A tensor's scale may have any size and sign.
 MLA_HOST_DEVICE constexpr bool has_compact_parts(Rows rows) {
   return !has_powers(rows) && rows != Rows::fp8_tensor_576;
 }
