@@ -206,8 +206,8 @@ def plan(
         topk_length, extra_topk_length: int32 `[T]`, as for `sparse_attention`.
         batch_invariant: never cut a token's list, so that its bits don't depend on its neighbours.
         num_heads: query heads; on a GPU the fewer there are, the more workers share the tokens.
-        cache_format: of the rows that are read. A plan suits all of them, but with more than 16 heads a GPU has other
-            kernels for `fp8_ds_mla`, the default. Staged rows have no name: leave it out.
+        cache_format: of the rows that are read, by default `fp8_ds_mla`. A plan suits all of them, but is fastest for
+            these. Staged rows have no name: leave it out.
         workers: rows of the table; by default what keeps the device busy. On a CPU that is twice as many as torch has
             threads, which take them in turn.
         device: where the table is made; by default where the lengths are.

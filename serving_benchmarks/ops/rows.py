@@ -47,7 +47,7 @@ def cases() -> list[Case]:
         found.extend(Case(name, fmt, h, f"{n}{spec}", topk, **more) for h in heads for n in requests)
 
     def v4(name: str, heads: Sequence[int], extra_topk: int, served: bool = False, **more: Any):
-        requests, spec = ((1, 8, 32, 128), "q1s16k") if served else ((2, 64, 74, 128, 148, 256), "q2s16k")
+        requests, spec = ((1, 8, 32, 64, 128), "q1s16k") if served else ((2, 64, 74, 128, 148, 256), "q2s16k")
         add(name, "fp8_model1", heads, requests, spec, 128, page=256, extra_topk=extra_topk, **more)
 
     v4("CONFIG1", (8, 16, 32, 64), 512)

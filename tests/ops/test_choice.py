@@ -58,8 +58,7 @@ def test_the_default_plan_is_for_the_clusters_that_its_launch_has(heads, fmt):
             for tiles in (8, 32):
                 workers = library.cuda_workers(device, heads, tokens, 64 * tiles, format_number(fmt, "fmt"))
                 launch = gpu_choice(device, tokens, heads, fmt=fmt, workers=workers, token_tiles=tiles)
-                if heads > 16 or fmt == "fp8_ds_mla":
-                    assert launch == gpu_choice(device, tokens, heads, fmt=fmt, token_tiles=tiles)
+                assert launch == gpu_choice(device, tokens, heads, fmt=fmt, token_tiles=tiles)
                 if launch.parts:
                     blocks = -(-heads // launch.heads_per_block)
                     assert launch.cluster == launch.parts

@@ -49,6 +49,31 @@ inline int64_t blocks_for(int32_t heads, int32_t heads_per_block) {
   return (int64_t{heads} + heads_per_block - 1) / heads_per_block;
 }
 
+// What a kernel's launch takes between other kernels, in us: fitted to launches of 17 to 300 tokens with 24 to 128
+// heads and 512 or 2048 slots on an H100 with 132 multiprocessors, most of them within 10 %.
+struct KernelTime {
+  Choice::Kernel kernel;
+  int32_t heads_per_block;
+  double begin;      // and end
+  double tile;       // of 64 rows of e4m3 numbers that are multiplied as they are, one after the other in a block
+  double plain;      // of rows of 16-bit numbers
+  double converted;  // of rows that become such
+  double cut;        // what a merge in the workspace takes
+
+  double tile_of(const CacheFormat& format) const {
+    if (format.scale == Scale::fp32 || (format.scale == Scale::tensor && kernel == Choice::few_heads)) return tile;
+    return format.quantised() ? converted : plain;
+  }
+};
+constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 18, 2.0, 1.8, 2.0, 2};
+constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 17, 1.3, 0, 0, 2};  // it has no other rows
+constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 9, 1.15, 1.6, 2.2, 7};
+
+// What memory takes for tokens' tiles of 64 rows, in us: 2.9 TB/s.
+inline double memory_time(const CacheFormat& format, double tiles) {
+  return 0.0145 / 656 * format.token_bytes() * tiles;
+}
+
 // How `few_heads` spreads few tokens over the whole GPU: a cluster for each token and group of heads, a block for each
 // of the token's parts.
 struct Spread {
@@ -56,7 +81,9 @@ struct Spread {
   int32_t parts;  // 0: there are too many tokens
 };
 
-inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t heads, int64_t token_tiles) {
+inline Spread spread_few_tokens(const AttentionShape& shape, const Device& device) {
+  const int64_t tokens = shape.tokens, token_tiles = shape.token_tiles;
+  const int32_t heads = shape.heads;
   const auto fits = [&](int32_t heads_per_block, int32_t parts) {
     const int64_t clusters = device.clusters[parts];
     return tokens > 0 && tokens * blocks_for(heads, heads_per_block) <= clusters;
@@ -74,12 +101,19 @@ inline Spread spread_few_tokens(const Device& device, int64_t tokens, int32_t he
   //   2 parts:    b 60 33.6 us (44.4), b 7 with 128 heads 28.7 (44.5)
   // Not 6: its merge gives some warps two rows and some one. b 16 in 4 parts 18.1 us, in 6 parts 20.2.
   // Parts of short lists save less than a merge takes. On an H100:
-  //   128 slots: b 12 in 8 parts 9.9 us, whole 8.2; b 66 in 2 parts 11.8, b 67 whole 9.9; 8 heads, b 2 8.4, b 12 7.5
-  //   256 slots: b 14 in 8 parts 10.0 us, b 16 in 4 9.1; b 66 in 2 14.2, b 67 whole 12.9
-  //   512 slots: b 66 in 2 parts 19.0 us, b 67 whole 17.6
-  const auto least_tiles = [](int32_t parts) { return parts == 2 ? 12 : parts == 4 ? 4 : 8; };
-  for (const int32_t parts : {8, 4, 3, 2})
-    if (token_tiles >= least_tiles(parts) && fits(heads_per_block, parts)) return {heads_per_block, parts};
+  //   128 slots: b 12 in 8 parts 9.9 us, whole 8.2; 8 heads, b 2 8.4, b 12 7.5
+  //   256 slots: b 14 in 8 parts 10.0 us, b 16 in 4 9.1
+  // Halves save half of the tiles, or what memory leaves of that. 512 slots, 16 heads, in situ, whole in brackets:
+  //   fp8_ds_mla: b 40 15.3 us (15.7), b 66 19.0 (17.4)    bf16: b 40 17.2 us (19.0), b 66 22.6 (22.0)
+  //   fp8_model1: b 40 17.3 us (23.3), b 66 19.3 (23.8)
+  constexpr double kMergeOfHalves = 3;
+  const double tile = kFewHeadsTime.tile_of(shape.format), tiles = static_cast<double>(token_tiles);
+  const double memory = memory_time(shape.format, static_cast<double>(tokens) * tiles);
+  const bool halves_pay = std::max(tile * tiles / 2, memory) + kMergeOfHalves < tile * tiles;
+  for (const int32_t parts : {8, 4, 3, 2}) {
+    const bool pays = token_tiles >= (parts == 4 ? 4 : 8) && (parts > 2 || halves_pay);
+    if (pays && fits(heads_per_block, parts)) return {heads_per_block, parts};
+  }
   return {heads_per_block, 0};
 }
 
@@ -109,26 +143,6 @@ inline bool too_long_to_spread(const Device& device, int64_t tokens, int64_t tok
   return spread_time > std::max(kTile * worker_tiles, kMemoryTile * tiles) + kMerge;
 }
 
-// What a kernel's launch takes between other kernels, in us: fitted to launches of 17 to 300 tokens with 24 to 128
-// heads and 512 or 2048 slots on an H100 with 132 multiprocessors, most of them within 10 %.
-struct KernelTime {
-  Choice::Kernel kernel;
-  int32_t heads_per_block;
-  double begin;      // and end
-  double tile;       // of 64 rows of e4m3 numbers that are multiplied as they are, one after the other in a block
-  double plain;      // of rows of 16-bit numbers
-  double converted;  // of rows that become such
-  double cut;        // what a merge in the workspace takes
-
-  double tile_of(const CacheFormat& format) const {
-    if (format.scale == Scale::fp32 || (format.scale == Scale::tensor && kernel == Choice::few_heads)) return tile;
-    return format.quantised() ? converted : plain;
-  }
-};
-constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 18, 2.0, 1.8, 2.0, 2};
-constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 17, 1.3, 0, 0, 2};  // it has no other rows
-constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 9, 1.15, 1.65, 2.0, 7};
-
 struct Layout {
   int64_t workers;
   double time;
@@ -139,9 +153,10 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
   constexpr double kTokenTiles = 4;   // that the next token of a worker, or part of one, costs besides its own
   constexpr double kUnevenTiles = 1;  // that a worker gets more where cuts follow the load
   constexpr double kUnevenCut = 2;    // that such cuts take longer
-  constexpr double kMemoryByte = 0.0145 / (64 * 656);  // 2.9 TB/s
-  constexpr double kSharedRow = 0.1;                   // of that, for another block of heads that reads the same row
-  constexpr double kPartialRow = 0.0014;               // a head's 512 sums, written and read
+  constexpr double kSharedRow = 0.1;  // of memory's time, for another block of heads that reads the same row
+  // A head's 512 sums, written and read. many_heads rounds those of some rows to f16.
+  const bool compact = shape.format.tile() != Tile::scaled_576 && shape.format.scale != Scale::tensor;
+  const double partial_row = compact ? 0.0011 : 0.0014;
   const auto tokens = static_cast<double>(shape.tokens), tiles = static_cast<double>(shape.token_tiles);
   const int64_t blocks = blocks_for(shape.heads, kernel.heads_per_block);
   const auto waves = static_cast<double>((workers * blocks + device.processors - 1) / device.processors);
@@ -165,14 +180,14 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
     uneven_cut = kUnevenCut;
   }
   const double sharing = shape.format.quantised() ? 1 : 1 + kSharedRow * static_cast<double>(blocks - 1);
-  const double memory = kMemoryByte * kGpuTileSlots * shape.format.token_bytes() * tokens * tiles * sharing;
+  const double memory = memory_time(shape.format, tokens * tiles) * sharing;
   const double busy = std::max(kernel.tile_of(shape.format) * most * waves, memory);
-  const double merge = partials > 0 ? kernel.cut + uneven_cut + kPartialRow * partials * shape.heads : 0;
+  const double merge = partials > 0 ? kernel.cut + uneven_cut + partial_row * partials * shape.heads : 0;
   return {workers, kernel.begin * waves + busy + merge};
 }
 
-// The best number of rows of a plan for a kernel. Two rounds of whole tokens, which leave processors idle, are for
-// rows that are quick to convert: 148 tokens of fp8_model1 with 128 + 1024 slots take 85 us so, and 67 in even cuts.
+// The best number of rows of a plan for a kernel. Whether whole tokens may be taken in two rounds, which leaves
+// processors idle, is up to the caller.
 inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape, const Device& device,
                           bool two_rounds = true) {
   const int64_t most = std::max<int64_t>(device.processors / blocks_for(shape.heads, kernel.heads_per_block), 1);
@@ -260,7 +275,7 @@ inline Choice choose(AttentionShape shape, const Device& device) {
     return {Choice::many_heads, kManyHeads, 0, workers_for(device.processors, kManyHeads), 1};
   Choice choice;
   Spread spread{shape.heads <= 8 ? 8 : 16, 0};
-  if (!shape.whole_tokens) spread = spread_few_tokens(device, shape.tokens, shape.heads, shape.token_tiles);
+  if (!shape.whole_tokens) spread = spread_few_tokens(shape, device);
   if (shape.heads > 16 && shape.whole_tokens) {
     const bool wide = shape.heads <= kWideHeads && shape.format.tile() == Tile::scaled_576;
     choice = {wide ? Choice::few_heads_wide : Choice::many_heads, wide ? kWideHeads : kManyHeads, 0, 0, 1};
@@ -270,13 +285,16 @@ inline Choice choose(AttentionShape shape, const Device& device) {
   } else {
     const bool long_lists = spread.parts > 0 && too_long_to_spread(device, shape.tokens, shape.token_tiles, spread);
     if (long_lists) spread = {shape.heads <= 8 ? 8 : 16, 0};
+    // Two rounds and even cuts, in us: fp8_ds_mla, 192 tokens of 1024 slots 62.6 and 73.4, bf16, 160 of them 75.3 and
+    // 86.3. But fp8_model1, 160 of 1152 slots 84.2 and 72.2.
+    const bool converted = kFewHeadsTime.tile_of(shape.format) == kFewHeadsTime.converted;
     int64_t workers = device.processors;
     if (spread.parts)
       workers = shape.tokens * spread.parts;
     else if (long_lists)
       workers = long_list_workers(device);
     else if (!shape.whole_tokens)
-      workers = best_layout(kFewHeadsTime, shape, device, false).workers;
+      workers = best_layout(kFewHeadsTime, shape, device, !converted).workers;
     choice = {Choice::few_heads, spread.heads_per_block, spread.parts, 0, 1};
     choice.workers = shape.workers ? shape.workers : static_cast<int32_t>(workers);
   }
@@ -288,12 +306,11 @@ inline Choice choose(AttentionShape shape, const Device& device) {
   return choice;
 }
 
-// Above 16 heads fp8_ds_mla rows have a wide kernel, and others have not: 32 tokens of bf16 rows with 128 heads take
-// 55 us with a plan of their own, and 67 with one for that kernel.
+// A plan for other rows is right and slower: 32 tokens of bf16 rows with 128 heads take 67 us with one for fp8_ds_mla,
+// whose wide kernel they don't have, and 55 with their own.
 inline int32_t default_workers(int64_t tokens, int64_t token_tiles, int32_t heads, const CacheFormat& format,
                                const Device& device) {
-  const CacheFormat& rows = heads > 16 ? format : kFp8DsMla;
-  return choose({tokens, heads, rows, false, true, 0, token_tiles}, device).workers;
+  return choose({tokens, heads, format, false, true, 0, token_tiles}, device).workers;
 }
 
 }  // namespace mla
