@@ -88,10 +88,9 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return lines + ["| " + " | ".join(row) + " |" for row in rows]
 
 
-def timing_cells(seconds: dict[str, float]) -> list[str]:
-    """Cells: median and quartiles in microseconds."""
-    median, low, high = (f"{seconds[name] * 1e6:.1f}" for name in ("median", "lower_quartile", "upper_quartile"))
-    return [median, f"{low} to {high}"]
+def microseconds(seconds: float) -> str:
+    """A cell."""
+    return f"{seconds * 1e6:.1f}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
 
 
 def engine(environment: dict[str, Any]) -> str:

@@ -8,8 +8,8 @@ from serving_benchmarks.results import file
 from serving_benchmarks.results.file import Report
 
 CPU_PEERS = {"vllm": "vLLM", "reference": "reference"}
-CACHE_HEADINGS = ["op", "format", "tokens or numbers", "us", "quartiles", "TB/s", "of the copy"]
-INDEX_HEADINGS = ["op", "batch", "heads", "format", "us", "quartiles", "TFLOP/s", "TB/s"]
+CACHE_HEADINGS = ["op", "format", "tokens or numbers", "us", "TB/s", "of the copy"]
+INDEX_HEADINGS = ["op", "batch", "heads", "format", "us", "TFLOP/s", "TB/s"]
 CPU_HEADINGS = ["query tokens, heads, slots each", "format", "mla-backend, us", "GFLOP/s", "peer, us", "ratio"]
 
 
@@ -20,7 +20,7 @@ def cache_rows(results: list[dict[str, Any]]) -> list[list[str]]:
     for result in results:
         rate = result["bytes"] / result["seconds"]["median"]
         moves = result["op"] != "plan"  # which computes
-        row = [result["op"], result["format"], str(result["count"]), *file.timing_cells(result["seconds"])]
+        row = [result["op"], result["format"], str(result["count"]), file.microseconds(result["seconds"]["median"])]
         row += [f"{rate / 1e12:.2f}" if moves else "-", f"{rate / max(copies):.0%}" if moves and copies else "-"]
         lines.append(row)
     return lines
@@ -30,10 +30,10 @@ def index_rows(results: list[dict[str, Any]]) -> list[list[str]]:
     """A line for each entry, under INDEX_HEADINGS."""
     lines = []
     for result in results:
-        case, rate = result["case"], 1e-12 / result["seconds"]["median"]
-        row = [result["op"], case["batch"], str(case["heads"]), result["format"]]
-        row += [*file.timing_cells(result["seconds"]), f"{result['flops'] * rate:.0f}" if result["flops"] else "-"]
-        lines.append([*row, f"{result['bytes'] * rate:.2f}"])
+        case, seconds = result["case"], result["seconds"]["median"]
+        row = [result["op"], case["batch"], str(case["heads"]), result["format"], file.microseconds(seconds)]
+        row.append(f"{result['flops'] / seconds / 1e12:.0f}" if result["flops"] else "-")
+        lines.append([*row, f"{result['bytes'] / seconds / 1e12:.2f}"])
     return lines
 
 

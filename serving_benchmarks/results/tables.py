@@ -48,10 +48,6 @@ def ran(report: Report) -> list[Entry]:
     return [entry for entry in report["results"] if not entry.get("error")]
 
 
-def microseconds(seconds: float) -> str:
-    return f"{seconds * 1e6:.1f}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
-
-
 # Sparse attention on a GPU
 
 
@@ -87,12 +83,12 @@ def share_of_floor(result: Entry) -> float:
 def kernel_line(entry: Entry) -> str:
     """What was measured of a case, for a terminal."""
     ours, best = entry["seconds"]["ours"], entry["best_peer"]
-    us, low, high = (microseconds(ours[name]) for name in ("median", "lower_quartile", "upper_quartile"))
+    us, low, high = (file.microseconds(ours[name]) for name in ("median", "lower_quartile", "upper_quartile"))
     parts = [f"{us} us ({low} to {high})", f"{entry['useful_flops'] / ours['median'] / 1e12:.0f} TFLOP/s"]
     parts += [f"{entry['bytes'] / ours['median'] / 1e12:.2f} TB/s"] if "bytes" in entry else []
     parts += [f"{share_of_floor(entry):.0%} of the floor"] if "floor_seconds" in entry else []
     others = {name: of["median"] for name, of in entry["seconds"].items() if name != "ours"}
-    parts += [f"{peer_title(name)} {microseconds(seconds)}" for name, seconds in others.items()]
+    parts += [f"{peer_title(name)} {file.microseconds(seconds)}" for name, seconds in others.items()]
     parts += [f"{peer_title(best)} over ours {entry['speed_up']:.2f}"] if best else []
     return ", ".join([*parts, *([f"in situ {_time_and_ratio(entry['in_situ'])}"] if "in_situ" in entry else [])])
 
@@ -126,7 +122,7 @@ def dense(report: Report) -> str:
 def _versus(result: Entry, ours: Sequence[str], titles: Sequence[str]) -> list[str]:
     """Cells: times of ours, of peers, and the ratio."""
     times = {name: result["seconds"][name]["median"] for name in ours if name in result["seconds"]} | peers_of(result)
-    cells = [microseconds(times[name]) if name in times else "-" for name in (*ours, *titles)]
+    cells = [file.microseconds(times[name]) if name in times else "-" for name in (*ours, *titles)]
     return [*cells, f"{result['speed_up']:.2f}" if result["best_peer"] else "-"]
 
 
@@ -152,9 +148,9 @@ def headline(report: Report) -> str:
     for requests, heads in HEADLINE_DECODE:
         result = picked(report, requests, heads)["in_situ"]
         best = result["best_peer"]
-        theirs = [microseconds(result["seconds"][best]["median"]), peer_title(best)] if best else ["-", "-"]
+        theirs = [file.microseconds(result["seconds"][best]["median"]), peer_title(best)] if best else ["-", "-"]
         ratio = f"{result['speed_up']:.2f}" if best else "-"
-        rows.append([str(requests), str(heads), microseconds(result["seconds"]["ours"]["median"]), *theirs, ratio])
+        rows.append([str(requests), str(heads), file.microseconds(result["seconds"]["ours"]["median"]), *theirs, ratio])
     return "\n".join([*file.table(headings, rows), "", f"{IN_SITU} {_kernels_measured(report)}"])
 
 
@@ -179,7 +175,7 @@ def rows(report: Report) -> str:
 
 def _time_and_ratio(result: Entry) -> str:
     ratio = f" ({result['speed_up']:.2f})" if result["best_peer"] else ""
-    return microseconds(result["seconds"]["ours"]["median"]) + ratio
+    return file.microseconds(result["seconds"]["ours"]["median"]) + ratio
 
 
 def backward(*reports: Report) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 import result_examples
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.results import docs, kernel_times, kinds, tables
+from serving_benchmarks.results import docs, file, kernel_times, kinds, tables
 
 ROOT = result_examples.ROOT
 pytestmark = pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="needs the source tree")
@@ -96,7 +96,7 @@ def test_the_headline_of_kernels_has_the_fastest_peer():
     report = result_examples.every_kind()["kernels"]
     for row in cells(tables.headline(report))[1:]:
         best = min(tables.peers_of(tables.picked(report, int(row[0]), int(row[1]))["in_situ"]).values())
-        assert row[3] == tables.microseconds(best)
+        assert row[3] == file.microseconds(best)
 
 
 def test_backends_are_compared_at_each_load_that_both_have():
