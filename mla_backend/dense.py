@@ -40,8 +40,8 @@ def dense_attention(
         causal: a request's last query sees the whole sequence, the one before it one token less, and so on.
         cache_format: the cache's format, a name in `FORMATS`; by default what its dtype and width say.
         cache_scale: the scale of fp8_tensor_576 caches; not 0.
-        plan: what `plan(B, max_blocks * block_size, topk_length=lengths, num_heads=S * H)` returned. Made here if left
-            out.
+        plan: what `plan(B, max_blocks * block_size, topk_length=lengths, num_heads=S * H, cache_format=...)` returned.
+            Made here if left out.
         workspace: on a GPU, memory for partial results, as for `sparse_attention`; of `workspace_floats(workers,
             S * H)` fp32 numbers. Made here if left out.
         batch_invariant: give a request the same bits whatever else is in the batch, by never cutting its sequence.

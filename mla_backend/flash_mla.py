@@ -125,6 +125,7 @@ def _metadata_of_september_2025(
                 attention.MAX_SLOTS,
                 topk_length=cache_seqlens,
                 num_heads=num_q_tokens_per_head_k,
+                cache_format="fp8_tensor_576" if is_fp8_kvcache else "bf16",
                 batch_invariant=batch_invariant,
             )
         table.made_for = requests, topk, batch_invariant

@@ -14,6 +14,10 @@ pytestmark = pytest.mark.gpu
 TILE_SLOTS = 64
 
 
+def this_gpu():
+    return library.describe_device(torch.cuda.current_device())
+
+
 @given(st.data())
 def test_every_tile_is_covered_exactly_once(data):
     topk, extra_topk = data.draw(st.integers(0, 3000)), data.draw(st.integers(0, 500))
@@ -52,6 +56,7 @@ def test_every_tile_is_covered_exactly_once(data):
         extra_topk=extra_topk,
         extra_topk_length=extra,
         batch_invariant=whole,
+        device=this_gpu(),
     )
     assert torch.equal(table.cpu(), wanted), "the GPU computes what the CPU does"
 
@@ -68,7 +73,7 @@ def test_equal_lists_are_planned_as_on_the_cpu(workers, rounds, idle, topk, shor
     lengths = torch.full((tokens,), topk, dtype=torch.int32)
     lengths[tokens // 2] -= TILE_SLOTS * shorter
     table = mla_backend.plan(tokens, topk, topk_length=lengths.cuda(), workers=workers)
-    assert torch.equal(table.cpu(), gpu_plan(tokens, topk, workers, topk_length=lengths))
+    assert torch.equal(table.cpu(), gpu_plan(tokens, topk, workers, topk_length=lengths, device=this_gpu()))
     if not shorter:
         assert torch.equal(table, mla_backend.plan(tokens, topk, workers=workers, device="cuda"))
 
@@ -76,7 +81,7 @@ def test_equal_lists_are_planned_as_on_the_cpu(workers, rounds, idle, topk, shor
 @pytest.mark.parametrize("longest", [100, 2048, 4096, 20_000, 131072])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8])
 def test_plans_for_wide_tables_are_as_on_the_cpu(tokens, longest):
-    device = library.describe_device(torch.cuda.current_device())
+    device = this_gpu()
     workers = library.cuda_workers(device, 16, tokens, 131072)
     lengths = torch.randint(0, longest + 1, (tokens,), dtype=torch.int32)
     lengths[0] = longest
@@ -88,7 +93,7 @@ def test_plans_for_wide_tables_are_as_on_the_cpu(tokens, longest):
 def test_two_workers_a_token_are_planned_as_on_the_cpu(tokens):
     lengths = torch.randint(0, 513, (tokens,), dtype=torch.int32)
     table = mla_backend.plan(tokens, 512, topk_length=lengths.cuda(), workers=2 * tokens)
-    assert torch.equal(table.cpu(), gpu_plan(tokens, 512, 2 * tokens, topk_length=lengths))
+    assert torch.equal(table.cpu(), gpu_plan(tokens, 512, 2 * tokens, topk_length=lengths, device=this_gpu()))
 
 
 @pytest.mark.parametrize(

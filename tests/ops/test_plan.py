@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import mla_backend
 from mla_backend import library
 from mla_backend.attention import FEW_TOKENS
+from mla_backend.formats import format_number
 from plans import CUT_FOR_CLUSTERS, TOKEN_UNITS, UNCUT_TOKENS, gpu, gpu_choice, gpu_plan, tiles_of, walk
 from problems import random_problem
 
@@ -167,6 +168,24 @@ def test_tokens_that_a_gpu_leaves_whole_are_shared_out_equally(tokens, workers, 
 def test_a_gpu_cuts_tokens_that_would_leave_many_idle_or_that_clusters_take(tokens, workers):
     table = gpu_plan(tokens, 2048, workers)
     assert max(walk(table, [32] * tokens, GPU_TILE_SLOTS)) > 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "fmt"), [(133, 1024, "bf16"), (192, 1024, "fp8_ds_mla"), (230, 2048, "bf16")]
+)
+def test_two_rounds_of_whole_tokens_are_for_full_lists(tokens, slots, fmt):
+    workers = library.cuda_workers(gpu(), 16, tokens, slots, format_number(fmt, "fmt"))
+    assert workers == 131
+    lengths = torch.full((tokens,), slots, dtype=torch.int32)
+    full = gpu_plan(tokens, slots, workers, topk_length=lengths, device=gpu())
+    assert not full[:, 2].any() and (full[:, 1] - full[:, 0]).max() == 2
+    lengths[-1] = 0
+    cut = gpu_plan(tokens, slots, workers, topk_length=lengths, device=gpu())
+    assert (cut[:, 1] > cut[:, 0]).all(), "no worker idles"
+
+
+def test_rows_that_are_converted_are_not_taken_in_two_rounds():
+    assert library.cuda_workers(gpu(), 16, 192, 1152, format_number("fp8_model1", "fmt")) == 132
 
 
 def test_a_cpu_cuts_them_all_the_same_since_its_threads_take_turns():

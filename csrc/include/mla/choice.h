@@ -49,8 +49,8 @@ inline int64_t blocks_for(int32_t heads, int32_t heads_per_block) {
   return (int64_t{heads} + heads_per_block - 1) / heads_per_block;
 }
 
-// What a kernel's launch takes between other kernels, in us: fitted to launches of 17 to 300 tokens with 24 to 128
-// heads and 512 or 2048 slots on an H100 with 132 multiprocessors, most of them within 10 %.
+// What a kernel's launch takes between other kernels, in us: fitted to launches of 4 to 300 tokens with 8 to 128 heads
+// and 512 to 2048 slots, in four formats, on an H100 with 132 multiprocessors. Most are within 10 %.
 struct KernelTime {
   Choice::Kernel kernel;
   int32_t heads_per_block;
@@ -60,9 +60,12 @@ struct KernelTime {
   double converted;  // of rows that become such
   double cut;        // what a merge in the workspace takes
 
+  bool converts(const CacheFormat& format) const {
+    return format.quantised() && format.scale != Scale::fp32 &&
+           !(format.scale == Scale::tensor && kernel == Choice::few_heads);
+  }
   double tile_of(const CacheFormat& format) const {
-    if (format.scale == Scale::fp32 || (format.scale == Scale::tensor && kernel == Choice::few_heads)) return tile;
-    return format.quantised() ? converted : plain;
+    return converts(format) ? converted : format.quantised() ? tile : plain;
   }
 };
 constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 18, 2.0, 1.8, 2.0, 2};
@@ -106,9 +109,10 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   // Halves save half of the tiles, or what memory leaves of that. 512 slots, 16 heads, in situ, whole in brackets:
   //   fp8_ds_mla: b 40 15.3 us (15.7), b 66 19.0 (17.4)    bf16: b 40 17.2 us (19.0), b 66 22.6 (22.0)
   //   fp8_model1: b 40 17.3 us (23.3), b 66 19.3 (23.8)
-  constexpr double kMergeOfHalves = 3;
+  constexpr double kMergeOfHalves = 3, kPlainMemory = 0.85;  // 16-bit rows come faster than others
   const double tile = kFewHeadsTime.tile_of(shape.format), tiles = static_cast<double>(token_tiles);
-  const double memory = memory_time(shape.format, static_cast<double>(tokens) * tiles);
+  const double memory = memory_time(shape.format, static_cast<double>(tokens) * tiles) *
+                        (shape.format.quantised() ? 1 : kPlainMemory);
   const bool halves_pay = std::max(tile * tiles / 2, memory) + kMergeOfHalves < tile * tiles;
   for (const int32_t parts : {8, 4, 3, 2}) {
     const bool pays = token_tiles >= (parts == 4 ? 4 : 8) && (parts > 2 || halves_pay);
@@ -131,7 +135,7 @@ inline int32_t long_list_workers(const Device& device) {
 // each tile takes 1.3 us.
 inline bool too_long_to_spread(const Device& device, int64_t tokens, int64_t token_tiles, const Spread& spread) {
   constexpr double kTile = 1.3, kMerge = 7;
-  // Of all multiprocessors together, fp8 rows, which memory holds up least. layout_of() has 0.0145, fitted to other
+  // Of all multiprocessors together, fp8 rows, which memory holds up least. memory_time() has 0.0145, fitted to other
   // launches: with that, 2 tokens of 9152 slots would be cut by load.
   constexpr double kMemoryTile = 0.0165;
   constexpr int64_t kLongPart = 8;  // tiles of a part that is worth a thought
@@ -141,6 +145,13 @@ inline bool too_long_to_spread(const Device& device, int64_t tokens, int64_t tok
   const double spread_time = kTile * static_cast<double>(part_tiles);
   const double tiles = static_cast<double>(tokens * token_tiles), worker_tiles = tiles / static_cast<double>(workers);
   return spread_time > std::max(kTile * worker_tiles, kMemoryTile * tiles) + kMerge;
+}
+
+// A plan for two rounds of whole tokens has a row less than blocks fit at once. By that number the plan op and the
+// launch know it. If not all lists are full, the op cuts by load over all rows after all.
+inline bool has_two_rounds(const Device& device, int64_t workers) {
+  const int64_t blocks = device.processors / (workers + 1);  // of heads, for each row
+  return blocks > 0 && device.processors / blocks == workers + 1;
 }
 
 struct Layout {
@@ -155,20 +166,22 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
   constexpr double kUnevenCut = 2;    // that such cuts take longer
   constexpr double kSharedRow = 0.1;  // of memory's time, for another block of heads that reads the same row
   // A head's 512 sums, written and read. many_heads rounds those of some rows to f16.
-  const bool compact = shape.format.tile() != Tile::scaled_576 && shape.format.scale != Scale::tensor;
+  const bool compact = kernel.kernel == Choice::many_heads && shape.format.tile() != Tile::scaled_576 &&
+                       shape.format.scale != Scale::tensor;
   const double partial_row = compact ? 0.0011 : 0.0014;
   const auto tokens = static_cast<double>(shape.tokens), tiles = static_cast<double>(shape.token_tiles);
   const int64_t blocks = blocks_for(shape.heads, kernel.heads_per_block);
   const auto waves = static_cast<double>((workers * blocks + device.processors - 1) / device.processors);
   const int64_t rounds = (shape.tokens + workers - 1) / workers;
+  const bool two_rounds = rounds == 2 && has_two_rounds(device, workers);
   double most;                          // tiles of a worker
   double partials = 0, uneven_cut = 0;  // partial results
   if (workers % shape.tokens == 0) {
     const int64_t parts = workers / shape.tokens;
     most = static_cast<double>((shape.token_tiles + parts - 1) / parts);
     if (parts > 1) partials = static_cast<double>(workers);
-  } else if (workers < shape.tokens &&
-             (static_cast<double>(rounds * workers) - tokens) * tiles <= static_cast<double>(kCutTiles * workers)) {
+  } else if (workers < shape.tokens && (two_rounds || (static_cast<double>(rounds * workers) - tokens) * tiles <=
+                                                          static_cast<double>(kCutTiles * workers))) {
     most = (tiles + kTokenTiles) * static_cast<double>(rounds) - kTokenTiles;
   } else {
     // Workers have parts of one token more than there are rounds, but for tokens that are few more than workers. 160
@@ -199,7 +212,7 @@ inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape,
   constexpr int64_t kMostParts = 16;
   for (int64_t parts = 1; parts <= kMostParts && parts * shape.tokens <= most; ++parts) consider(parts * shape.tokens);
   const int64_t rounds = (shape.tokens + most - 1) / most;
-  if (rounds == 2 && two_rounds) consider((shape.tokens + 1) / 2);  // of more rounds the last one matters little
+  if (rounds == 2 && two_rounds && most > 1) consider(most - 1);  // of more rounds the last one matters little
   return best;
 }
 
@@ -287,14 +300,13 @@ inline Choice choose(AttentionShape shape, const Device& device) {
     if (long_lists) spread = {shape.heads <= 8 ? 8 : 16, 0};
     // Two rounds and even cuts, in us: fp8_ds_mla, 192 tokens of 1024 slots 62.6 and 73.4, bf16, 160 of them 75.3 and
     // 86.3. But fp8_model1, 160 of 1152 slots 84.2 and 72.2.
-    const bool converted = kFewHeadsTime.tile_of(shape.format) == kFewHeadsTime.converted;
     int64_t workers = device.processors;
     if (spread.parts)
       workers = shape.tokens * spread.parts;
     else if (long_lists)
       workers = long_list_workers(device);
     else if (!shape.whole_tokens)
-      workers = best_layout(kFewHeadsTime, shape, device, !converted).workers;
+      workers = best_layout(kFewHeadsTime, shape, device, !kFewHeadsTime.converts(shape.format)).workers;
     choice = {Choice::few_heads, spread.heads_per_block, spread.parts, 0, 1};
     choice.workers = shape.workers ? shape.workers : static_cast<int32_t>(workers);
   }

@@ -58,6 +58,7 @@ struct PlanShape {
   const int32_t* length;          // [tokens] or null
   const int32_t* extra_length;    // [tokens] or null
   int32_t cluster = 0;            // blocks of the launch's clusters, in a plan for long lists; see parts_of_clusters()
+  bool two_rounds = false;        // whether the plan is one for two rounds of whole tokens; see has_two_rounds()
 };
 
 enum class PlanFor { cpu, gpu };
@@ -168,7 +169,8 @@ MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t work
   const int64_t tokens = shape.tokens, tiles = full_tiles(shape);
   if (shape.workers_per_processor > 1 || tiles == 0 || 2 * tokens <= workers) return 0;
   const int64_t rounds = (tokens + workers - 1) / workers;
-  if ((rounds * workers - tokens) * tiles > kCutTiles * workers) return 0;
+  const bool asked = shape.two_rounds && rounds == 2;
+  if (!asked && (rounds * workers - tokens) * tiles > kCutTiles * workers) return 0;
   return (tokens + rounds - 1) / rounds;
 }
 
