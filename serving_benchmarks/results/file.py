@@ -102,8 +102,9 @@ def engine(environment: dict[str, Any]) -> str:
 
 
 def when(environment: dict[str, Any]) -> str:
-    """The day and the commit."""
-    return f"{environment['date'][:10]}, commit {(environment['commit'] or 'unknown')[:10]}"
+    """The day, the commit, and whether the tree differed from it."""
+    commit, changes, _ = (environment["commit"] or "unknown").partition("+")
+    return f"{environment['date'][:10]}, commit {commit[:10]}{changes and ' and changes'}"
 
 
 def show(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int, width: int = 110) -> None:
