@@ -111,8 +111,8 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   //   fp8_model1: b 40 17.3 us (23.3), b 66 19.3 (23.8)
   constexpr double kMergeOfHalves = 3, kPlainMemory = 0.85;  // 16-bit rows come faster than others
   const double tile = kFewHeadsTime.tile_of(shape.format), tiles = static_cast<double>(token_tiles);
-  const double memory = memory_time(shape.format, static_cast<double>(tokens) * tiles) *
-                        (shape.format.quantised() ? 1 : kPlainMemory);
+  const double memory =
+      memory_time(shape.format, static_cast<double>(tokens) * tiles) * (shape.format.quantised() ? 1 : kPlainMemory);
   const bool halves_pay = std::max(tile * tiles / 2, memory) + kMergeOfHalves < tile * tiles;
   for (const int32_t parts : {8, 4, 3, 2}) {
     const bool pays = token_tiles >= (parts == 4 ? 4 : 8) && (parts > 2 || halves_pay);
