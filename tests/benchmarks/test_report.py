@@ -109,6 +109,6 @@ def test_the_readme_picture_has_bars_of_the_file():
     seconds = tables.picked(content, 128, 16)["in_situ"]["seconds"]
     fp8 = min(seconds[name]["median"] for name in ("flashmla_fp8", "flashmla_fp8_one_batch"))
     heights = [bar.get_height() for bar in figure.axes[0].patches]
-    assert len(heights) == 5 * len(figure.legends[0].get_texts())
+    assert len(heights) == 5 * 5
     assert heights[1] == pytest.approx(fp8 / seconds["ours"]["median"])
     assert numbers.startswith(f"mla-backend: {heights[0]:.2f} {heights[1]:.2f} ")

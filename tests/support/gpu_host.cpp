@@ -8,10 +8,7 @@ extern "C" void gpu_plan(int32_t tokens, int32_t topk, int32_t extra_topk, const
                          const mla::Device* device) {
   const mla::PlanProblem p{tokens, topk, extra_topk, length, extra_length, whole_tokens, rows, workers};
   mla::PlanShape shape = mla::plan_shape(mla::PlanFor::gpu, p);
-  if (device) {
-    shape.cluster = mla::long_list_cluster(*device, tokens, mla::full_tiles(shape), workers);
-    shape.two_rounds = mla::has_two_rounds(*device, workers);
-  }
+  if (device) mla::set_kind(shape, *device, workers);
   mla::cpu::fill_plan(shape, rows, workers);
 }
 

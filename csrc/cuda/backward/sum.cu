@@ -2,9 +2,9 @@
 // contributions under way as hide the time that one takes.
 #include <algorithm>
 
-#include "cuda/common/pairs.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/order.cuh"
+#include "cuda/common/pairs.cuh"
 #include "cuda/ops.h"
 #include "mla/number.h"
 

@@ -3,9 +3,9 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/common/pairs.cuh"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/launch.h"
+#include "cuda/common/pairs.cuh"
 #include "cuda/common/vector.cuh"
 #include "cuda/ops.h"
 #include "mla/number.h"

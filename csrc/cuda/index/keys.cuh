@@ -12,9 +12,9 @@
 
 #include <cstdint>
 
-#include "cuda/common/pairs.cuh"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/e4m3.cuh"
+#include "cuda/common/pairs.cuh"
 #include "cuda/common/vector.cuh"
 #include "cuda/index/queries.cuh"
 

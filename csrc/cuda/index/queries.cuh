@@ -10,8 +10,8 @@
 
 #include <cstdint>
 
-#include "cuda/common/pairs.cuh"
 #include "cuda/common/mma.cuh"
+#include "cuda/common/pairs.cuh"
 #include "cuda/index/problem.h"
 #include "mla/number.h"
 

@@ -202,9 +202,7 @@ int32_t divided_up(int64_t n, int64_t by) { return static_cast<int32_t>((n + by 
 void make_plan(const PlanProblem& p, void* stream) {
   PlanShape shape = plan_shape(PlanFor::gpu, p);
   shape.token_units = token_units(shape, p.workers);
-  const Device device = describe_current_device();
-  shape.cluster = long_list_cluster(device, p.tokens, full_tiles(shape), p.workers);
-  shape.two_rounds = has_two_rounds(device, p.workers);
+  set_kind(shape, describe_current_device(), p.workers);
   // a thread for each token and for each border, while there are threads
   const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{p.workers} + 1);
   const int threads = static_cast<int>(std::min<int64_t>((wanted + 31) / 32 * 32, kMaxThreads));

@@ -166,22 +166,21 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
   constexpr double kUnevenCut = 2;    // that such cuts take longer
   constexpr double kSharedRow = 0.1;  // of memory's time, for another block of heads that reads the same row
   // A head's 512 sums, written and read. many_heads rounds those of some rows to f16.
-  const bool compact = kernel.kernel == Choice::many_heads && shape.format.tile() != Tile::scaled_576 &&
-                       shape.format.scale != Scale::tensor;
+  const bool compact =
+      kernel.kernel == Choice::many_heads && shape.format.scale != Scale::fp32 && shape.format.scale != Scale::tensor;
   const double partial_row = compact ? 0.0011 : 0.0014;
   const auto tokens = static_cast<double>(shape.tokens), tiles = static_cast<double>(shape.token_tiles);
   const int64_t blocks = blocks_for(shape.heads, kernel.heads_per_block);
   const auto waves = static_cast<double>((workers * blocks + device.processors - 1) / device.processors);
   const int64_t rounds = (shape.tokens + workers - 1) / workers;
-  const bool two_rounds = rounds == 2 && has_two_rounds(device, workers);
   double most;                          // tiles of a worker
   double partials = 0, uneven_cut = 0;  // partial results
   if (workers % shape.tokens == 0) {
     const int64_t parts = workers / shape.tokens;
     most = static_cast<double>((shape.token_tiles + parts - 1) / parts);
     if (parts > 1) partials = static_cast<double>(workers);
-  } else if (workers < shape.tokens && (two_rounds || (static_cast<double>(rounds * workers) - tokens) * tiles <=
-                                                          static_cast<double>(kCutTiles * workers))) {
+  } else if (workers < shape.tokens &&
+             whole_tokens_pay(shape.tokens, shape.token_tiles, workers, has_two_rounds(device, workers))) {
     most = (tiles + kTokenTiles) * static_cast<double>(rounds) - kTokenTiles;
   } else {
     // Workers have parts of one token more than there are rounds, but for tokens that are few more than workers. 160
@@ -246,6 +245,12 @@ inline int32_t long_list_cluster(const Device& device, int64_t tokens, int64_t t
   return tokens * cluster <= workers ? cluster : 0;
 }
 
+// What kind of plan the plan op is to make, as its number of rows says.
+inline void set_kind(PlanShape& shape, const Device& device, int32_t workers) {
+  shape.cluster = long_list_cluster(device, shape.tokens, full_tiles(shape), workers);
+  shape.two_rounds = has_two_rounds(device, workers);
+}
+
 // With more than 16 heads. `few_heads` reads a row again for each 16 heads, and is the fastest all the same where there
 // are few tiles: 17 tokens of 512 slots with 64 heads take 16 us, with `many_heads` 35. Times are no better than some
 // percent, so in doubt it is `many_heads`.
@@ -298,14 +303,14 @@ inline Choice choose(AttentionShape shape, const Device& device) {
   } else {
     const bool long_lists = spread.parts > 0 && too_long_to_spread(device, shape.tokens, shape.token_tiles, spread);
     if (long_lists) spread = {shape.heads <= 8 ? 8 : 16, 0};
-    // Two rounds and even cuts, in us: fp8_ds_mla, 192 tokens of 1024 slots 62.6 and 73.4, bf16, 160 of them 75.3 and
-    // 86.3. But fp8_model1, 160 of 1152 slots 84.2 and 72.2.
     int64_t workers = device.processors;
     if (spread.parts)
       workers = shape.tokens * spread.parts;
     else if (long_lists)
       workers = long_list_workers(device);
     else if (!shape.whole_tokens)
+      // Two rounds and even cuts, in us: fp8_ds_mla, 192 tokens of 1024 slots 62.6 and 73.4, bf16, 160 of them 75.3 and
+      // 86.3. But fp8_model1, 160 of 1152 slots 84.2 and 72.2.
       workers = best_layout(kFewHeadsTime, shape, device, !kFewHeadsTime.converts(shape.format)).workers;
     choice = {Choice::few_heads, spread.heads_per_block, spread.parts, 0, 1};
     choice.workers = shape.workers ? shape.workers : static_cast<int32_t>(workers);

@@ -159,18 +159,24 @@ MLA_HOST_DEVICE int64_t full_units(const PlanShape& shape) {
   return shape.tokens * (shape.token_units + full_tiles(shape));
 }
 
-// If all lists are full: how many workers get work when no token is cut, or 0 if cutting is cheaper. Cuts cost partial
-// results, their merge, and another beginning and end of a token for almost every worker: about kCutTiles each. Whole
-// tokens cost the workers that idle in the last round. With two workers a token or more, tokens are always cut:
-// clusters of blocks merge cheaply. Only as many workers get work as the rounds need, so that none gets more tokens
-// than there are rounds. For unequal tokens, and on CPUs, where cores are seldom equally fast, this can't be known.
+// Whether tokens should stay whole, if all lists are full and there are fewer than two workers a token. Cuts cost
+// partial results, their merge, and another beginning and end of a token for almost every worker: about kCutTiles each.
+// Whole tokens cost the workers that idle in the last round. A plan may ask for two rounds all the same.
 constexpr int64_t kCutTiles = 8;
+MLA_HOST_DEVICE bool whole_tokens_pay(int64_t tokens, int64_t tiles, int64_t workers, bool two_rounds) {
+  const int64_t rounds = (tokens + workers - 1) / workers;
+  return (two_rounds && rounds == 2) || (rounds * workers - tokens) * tiles <= kCutTiles * workers;
+}
+
+// If all lists are full: how many workers get work when no token is cut, or 0 if cutting is cheaper. With two workers a
+// token or more, tokens are always cut: clusters of blocks merge cheaply. Only as many workers get work as the rounds
+// need, so that none gets more tokens than there are rounds. For unequal tokens, and on CPUs, where cores are seldom
+// equally fast, this can't be known.
 MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t workers) {
   const int64_t tokens = shape.tokens, tiles = full_tiles(shape);
   if (shape.workers_per_processor > 1 || tiles == 0 || 2 * tokens <= workers) return 0;
+  if (!whole_tokens_pay(tokens, tiles, workers, shape.two_rounds)) return 0;
   const int64_t rounds = (tokens + workers - 1) / workers;
-  const bool asked = shape.two_rounds && rounds == 2;
-  if (!asked && (rounds * workers - tokens) * tiles > kCutTiles * workers) return 0;
   return (tokens + rounds - 1) / rounds;
 }
 

@@ -8,10 +8,10 @@
 
 #include <cstdint>
 
-#include "cuda/common/mma.cuh"
 #include "cuda/attention/sm90/copy_rows.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/common/e4m3.cuh"
+#include "cuda/common/mma.cuh"
 #include "cuda/common/pairs.cuh"
 
 namespace mla::cuda::sm90 {

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "cuda/common/pairs.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
+#include "cuda/common/pairs.cuh"
 #include "mla/number.h"
 
 namespace mla::cuda::sm90 {

@@ -10,9 +10,9 @@
 
 #include <cstdint>
 
-#include "cuda/common/pairs.cuh"
 #include "cuda/backward/portable/config.h"
 #include "cuda/common/mma.cuh"
+#include "cuda/common/pairs.cuh"
 #include "mla/number.h"
 
 namespace mla::cuda::portable_backward_kernel {

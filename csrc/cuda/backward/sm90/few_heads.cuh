@@ -24,10 +24,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/pairs.cuh"
 #include "cuda/backward/sm90/tile.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/order.cuh"
+#include "cuda/common/pairs.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "mla/backward.h"
 #include "mla/number.h"

@@ -19,11 +19,11 @@
 
 #include <cstdint>
 
-#include "cuda/common/pairs.cuh"
 #include "cuda/backward/sm90/tile.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/order.cuh"
+#include "cuda/common/pairs.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "mla/backward.h"
 #include "mla/number.h"

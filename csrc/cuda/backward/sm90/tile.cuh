@@ -6,11 +6,11 @@
 
 #include <cstdint>
 
-#include "cuda/common/pairs.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/tile.h"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/mbarrier.cuh"
+#include "cuda/common/pairs.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "mla/backward.h"
 

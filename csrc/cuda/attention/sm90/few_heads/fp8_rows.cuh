@@ -9,13 +9,13 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/common/mma.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/few_heads/reduction.h"
 #include "cuda/attention/sm90/quantised_queries.cuh"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mbarrier.cuh"
+#include "cuda/common/mma.cuh"
 #include "cuda/common/pairs.cuh"
 #include "cuda/common/wgmma.cuh"
 

@@ -22,7 +22,6 @@
 
 #include <cstdint>
 
-#include "cuda/common/mma.cuh"
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/many_heads/config.h"
 #include "cuda/attention/sm90/queries.cuh"
@@ -30,6 +29,7 @@
 #include "cuda/common/compact_row.cuh"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mbarrier.cuh"
+#include "cuda/common/mma.cuh"
 #include "cuda/common/order.cuh"
 #include "cuda/common/pairs.cuh"
 #include "cuda/common/wgmma.cuh"
