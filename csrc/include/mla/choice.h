@@ -68,9 +68,9 @@ struct KernelTime {
     return converts(format) ? converted : format.quantised() ? tile : plain;
   }
 };
-constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 18, 2.0, 1.8, 2.0, 2};
-constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 17, 1.3, 0, 0, 2};  // it has no other rows
-constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 9, 1.15, 1.6, 2.2, 7};
+constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 18, 1.95, 1.9, 2.3, 3.5};
+constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 15, 1.3, 0, 0, 3};  // it has no other rows
+constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 8, 1.15, 1.65, 2.6, 8};
 
 // What memory takes for tokens' tiles of 64 rows, in us: 2.9 TB/s.
 inline double memory_time(const CacheFormat& format, double tiles) {
@@ -102,7 +102,8 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   //   8, 4 parts: b 15 19.7 us (33.1), b 24 26.8 (35.6)
   //   3 parts:    b 32 24.5 us (27.3), b 36 24.6 (35.1), b 8 with 64 heads 22.7 (38.6)
   //   2 parts:    b 60 33.6 us (44.4), b 7 with 128 heads 28.7 (44.5)
-  // Not 6: its merge gives some warps two rows and some one. b 16 in 4 parts 18.1 us, in 6 parts 20.2.
+  //   6 parts:    b 16 with fp8_model1's 18 tiles 16.0 us (18.0), but b 16 with 32 of fp8_ds_mla 17.2 (16.7)
+  // A merge of 6 parts gives some warps two rows and some one, so they have to save more than 4 do.
   // Parts of short lists save less than a merge takes. On an H100:
   //   128 slots: b 12 in 8 parts 9.9 us, whole 8.2; 8 heads, b 2 8.4, b 12 7.5
   //   256 slots: b 14 in 8 parts 10.0 us, b 16 in 4 9.1
@@ -114,8 +115,11 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   const double memory =
       memory_time(shape.format, static_cast<double>(tokens) * tiles) * (shape.format.quantised() ? 1 : kPlainMemory);
   const bool halves_pay = std::max(tile * tiles / 2, memory) + kMergeOfHalves < tile * tiles;
-  for (const int32_t parts : {8, 4, 3, 2}) {
-    const bool pays = token_tiles >= (parts == 4 ? 4 : 8) && (parts > 2 || halves_pay);
+  constexpr double kMergeOfSixths = 3;  // what it takes more than one of quarters
+  const auto part_tiles = [&](int64_t parts) { return static_cast<double>((token_tiles + parts - 1) / parts); };
+  const bool sixths_pay = tile * (part_tiles(4) - part_tiles(6)) > kMergeOfSixths;
+  for (const int32_t parts : {8, 6, 4, 3, 2}) {
+    const bool pays = token_tiles >= (parts == 4 ? 4 : 8) && (parts != 6 || sixths_pay) && (parts > 2 || halves_pay);
     if (pays && fits(heads_per_block, parts)) return {heads_per_block, parts};
   }
   return {heads_per_block, 0};
@@ -161,14 +165,13 @@ struct Layout {
 
 // A launch with a plan of so many rows. Tokens are whole, or all cut into equal parts, or cuts follow the load.
 inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, const Device& device, int64_t workers) {
-  constexpr double kTokenTiles = 4;   // that the next token of a worker, or part of one, costs besides its own
-  constexpr double kUnevenTiles = 1;  // that a worker gets more where cuts follow the load
-  constexpr double kUnevenCut = 2;    // that such cuts take longer
-  constexpr double kSharedRow = 0.1;  // of memory's time, for another block of heads that reads the same row
+  constexpr double kTokenTiles = 3.5;  // that the next token of a worker, or part of one, costs besides its own
+  constexpr double kUnevenCut = 1.5;   // that cuts which follow the load take longer
+  constexpr double kSharedRow = 0.2;   // of memory's time, for another block of heads that reads the same row
   // A head's 512 sums, written and read. many_heads rounds those of some rows to f16.
   const bool compact =
       kernel.kernel == Choice::many_heads && shape.format.scale != Scale::fp32 && shape.format.scale != Scale::tensor;
-  const double partial_row = compact ? 0.0011 : 0.0014;
+  const double partial_row = compact ? 0.001 : 0.0015;
   const auto tokens = static_cast<double>(shape.tokens), tiles = static_cast<double>(shape.token_tiles);
   const int64_t blocks = blocks_for(shape.heads, kernel.heads_per_block);
   const auto waves = static_cast<double>((workers * blocks + device.processors - 1) / device.processors);
@@ -187,7 +190,7 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
     // tokens of 1024 slots with 64 heads take 98 us in such cuts, 192 whole ones 94 (an H100).
     const bool few_more = shape.tokens % workers * shape.token_tiles < workers;
     const int64_t borders = workers < shape.tokens && few_more ? rounds - 1 : rounds;
-    most = tokens * tiles / static_cast<double>(workers) + kTokenTiles * static_cast<double>(borders) + kUnevenTiles;
+    most = tokens * tiles / static_cast<double>(workers) + kTokenTiles * static_cast<double>(borders);
     partials = static_cast<double>(workers) + static_cast<double>(std::min(shape.tokens, workers)) / 2;
     uneven_cut = kUnevenCut;
   }
@@ -198,10 +201,11 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
   return {workers, kernel.begin * waves + busy + merge};
 }
 
-// The best number of rows of a plan for a kernel. Whether whole tokens may be taken in two rounds, which leaves
-// processors idle, is up to the caller.
-inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape, const Device& device,
-                          bool two_rounds = true) {
+// The best number of rows of a plan for a kernel. Whole tokens in two rounds leave processors idle, and are the better
+// for it where memory holds them up. In us, two rounds and even cuts:
+//   16 heads: fp8_ds_mla, 192 tokens of 1024 slots 62.6 and 73.4; bf16, 160 of them 75.3 and 86.3
+//   rows that are converted: fp8_model1, 16 heads, 160 of 1152 slots 84.2 and 72.2; 32 heads, 148 of 640 63.8 and 58.8
+inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape, const Device& device) {
   const int64_t most = std::max<int64_t>(device.processors / blocks_for(shape.heads, kernel.heads_per_block), 1);
   Layout best = layout_of(kernel, shape, device, most);
   const auto consider = [&](int64_t workers) {
@@ -211,7 +215,8 @@ inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape,
   constexpr int64_t kMostParts = 16;
   for (int64_t parts = 1; parts <= kMostParts && parts * shape.tokens <= most; ++parts) consider(parts * shape.tokens);
   const int64_t rounds = (shape.tokens + most - 1) / most;
-  if (rounds == 2 && two_rounds && most > 1) consider(most - 1);  // of more rounds the last one matters little
+  if (rounds == 2 && most > 1 && !kernel.converts(shape.format))
+    consider(most - 1);  // of more rounds the last one matters little
   return best;
 }
 
@@ -255,7 +260,7 @@ inline void set_kind(PlanShape& shape, const Device& device, int32_t workers) {
 // are few tiles: 17 tokens of 512 slots with 64 heads take 16 us, with `many_heads` 35. Times are no better than some
 // percent, so in doubt it is `many_heads`.
 inline Choice choose_by_time(const AttentionShape& shape, const Device& device, const Spread& spread) {
-  constexpr double kClearly = 0.97, kClusterMerge = 1.5;
+  constexpr double kClearly = 0.97, kClusterMerge = 1.25;
   const KernelTime* best = nullptr;
   Layout layout{};
   for (const KernelTime* kernel : {&kManyHeadsTime, &kWideTime, &kFewHeadsTime}) {
@@ -281,6 +286,11 @@ inline Choice choose_by_time(const AttentionShape& shape, const Device& device, 
 
 inline Choice choose(AttentionShape shape, const Device& device) {
   shape.tokens = std::max<int64_t>(shape.tokens, 1);  // there may be none
+  if (shape.workers) {                                // as many rows as the default plan has: what that was made for
+    AttentionShape any = shape;
+    any.workers = 0;
+    if (const Choice own = choose(any, device); own.workers == shape.workers) return own;
+  }
   const auto workers_for = [&](int64_t at_once, int32_t heads_per_block) {
     const int64_t workers = std::max<int64_t>(at_once / blocks_for(shape.heads, heads_per_block), 1);
     return shape.workers ? shape.workers : static_cast<int32_t>(workers);
@@ -309,9 +319,7 @@ inline Choice choose(AttentionShape shape, const Device& device) {
     else if (long_lists)
       workers = long_list_workers(device);
     else if (!shape.whole_tokens)
-      // Two rounds and even cuts, in us: fp8_ds_mla, 192 tokens of 1024 slots 62.6 and 73.4, bf16, 160 of them 75.3 and
-      // 86.3. But fp8_model1, 160 of 1152 slots 84.2 and 72.2.
-      workers = best_layout(kFewHeadsTime, shape, device, !kFewHeadsTime.converts(shape.format)).workers;
+      workers = best_layout(kFewHeadsTime, shape, device).workers;
     choice = {Choice::few_heads, spread.heads_per_block, spread.parts, 0, 1};
     choice.workers = shape.workers ? shape.workers : static_cast<int32_t>(workers);
   }
