@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "mla/format.h"
@@ -68,13 +69,19 @@ struct KernelTime {
     return converts(format) ? converted : format.quantised() ? tile : plain;
   }
 };
-constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 18, 1.95, 1.9, 2.3, 3.5};
-constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 15, 1.3, 0, 0, 3};  // it has no other rows
-constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 8, 1.15, 1.65, 2.6, 8};
+constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 19, 1.95, 1.9, 2.3, 5.5};
+constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 16, 1.3, 0, 0, 5};  // it has no other rows
+constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 9.5, 1.15, 1.7, 2.7, 8.5};
 
-// What memory takes for tokens' tiles of 64 rows, in us: 2.9 TB/s.
+// What memory takes for tokens' tiles of 64 rows, in us: 2.5 TB/s.
 inline double memory_time(const CacheFormat& format, double tiles) {
-  return 0.0145 / 656 * format.token_bytes() * tiles;
+  return 0.0165 / 656 * format.token_bytes() * tiles;
+}
+
+// Of computing and memory at once: where both take as long, neither hides the other quite.
+inline double busy_time(double computing, double memory) {
+  const double longer = std::max(computing, memory), shorter = std::min(computing, memory);
+  return longer > 0 ? longer * std::pow(1 + std::pow(shorter / longer, 6), 1.0 / 6) : 0;
 }
 
 // How `few_heads` spreads few tokens over the whole GPU: a cluster for each token and group of heads, a block for each
@@ -110,10 +117,10 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   // Halves save half of the tiles, or what memory leaves of that. 512 slots, 16 heads, in situ, whole in brackets:
   //   fp8_ds_mla: b 40 15.3 us (15.7), b 66 19.0 (17.4)    bf16: b 40 17.2 us (19.0), b 66 22.6 (22.0)
   //   fp8_model1: b 40 17.3 us (23.3), b 66 19.3 (23.8)
-  constexpr double kMergeOfHalves = 3, kPlainMemory = 0.85;  // 16-bit rows come faster than others
+  constexpr double kMergeOfHalves = 3, kMemory = 0.88, kPlainMemory = 0.75;  // of what other launches wait for it
   const double tile = kFewHeadsTime.tile_of(shape.format), tiles = static_cast<double>(token_tiles);
-  const double memory =
-      memory_time(shape.format, static_cast<double>(tokens) * tiles) * (shape.format.quantised() ? 1 : kPlainMemory);
+  const double memory = memory_time(shape.format, static_cast<double>(tokens) * tiles) *
+                        (shape.format.quantised() ? kMemory : kPlainMemory);
   const bool halves_pay = std::max(tile * tiles / 2, memory) + kMergeOfHalves < tile * tiles;
   constexpr double kMergeOfSixths = 3;  // what it takes more than one of quarters
   const auto part_tiles = [&](int64_t parts) { return static_cast<double>((token_tiles + parts - 1) / parts); };
@@ -139,16 +146,13 @@ inline int32_t long_list_workers(const Device& device) {
 // each tile takes 1.3 us.
 inline bool too_long_to_spread(const Device& device, int64_t tokens, int64_t token_tiles, const Spread& spread) {
   constexpr double kTile = 1.3, kMerge = 7;
-  // Of all multiprocessors together, fp8 rows, which memory holds up least. memory_time() has 0.0145, fitted to other
-  // launches: with that, 2 tokens of 9152 slots would be cut by load.
-  constexpr double kMemoryTile = 0.0165;
   constexpr int64_t kLongPart = 8;  // tiles of a part that is worth a thought
   const int64_t workers = long_list_workers(device);
   const int64_t part_tiles = (token_tiles + spread.parts - 1) / spread.parts;
   if (workers == 0 || token_tiles == kAnyTiles || part_tiles <= kLongPart) return false;
   const double spread_time = kTile * static_cast<double>(part_tiles);
   const double tiles = static_cast<double>(tokens * token_tiles), worker_tiles = tiles / static_cast<double>(workers);
-  return spread_time > std::max(kTile * worker_tiles, kMemoryTile * tiles) + kMerge;
+  return spread_time > std::max(kTile * worker_tiles, memory_time(kFp8DsMla, tiles)) + kMerge;
 }
 
 // A plan for two rounds of whole tokens has a row less than blocks fit at once. By that number the plan op and the
@@ -165,19 +169,18 @@ struct Layout {
 
 // A launch with a plan of so many rows. Tokens are whole, or all cut into equal parts, or cuts follow the load.
 inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, const Device& device, int64_t workers) {
-  constexpr double kTokenTiles = 3.5;  // that the next token of a worker, or part of one, costs besides its own
-  constexpr double kUnevenCut = 1.5;   // that cuts which follow the load take longer
-  constexpr double kSharedRow = 0.2;   // of memory's time, for another block of heads that reads the same row
+  constexpr double kTokenTiles = 3.25;  // that the next token of a worker, or part of one, costs besides its own
+  constexpr double kSharedRow = 0.2;    // of memory's time, for another block of heads that reads the same row
   // A head's 512 sums, written and read. many_heads rounds those of some rows to f16.
   const bool compact =
       kernel.kernel == Choice::many_heads && shape.format.scale != Scale::fp32 && shape.format.scale != Scale::tensor;
-  const double partial_row = compact ? 0.001 : 0.0015;
+  const double partial_row = compact ? 0.0007 : 0.0011;
   const auto tokens = static_cast<double>(shape.tokens), tiles = static_cast<double>(shape.token_tiles);
   const int64_t blocks = blocks_for(shape.heads, kernel.heads_per_block);
   const auto waves = static_cast<double>((workers * blocks + device.processors - 1) / device.processors);
   const int64_t rounds = (shape.tokens + workers - 1) / workers;
-  double most;                          // tiles of a worker
-  double partials = 0, uneven_cut = 0;  // partial results
+  double most;          // tiles of a worker
+  double partials = 0;  // partial results
   if (workers % shape.tokens == 0) {
     const int64_t parts = workers / shape.tokens;
     most = static_cast<double>((shape.token_tiles + parts - 1) / parts);
@@ -192,12 +195,11 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
     const int64_t borders = workers < shape.tokens && few_more ? rounds - 1 : rounds;
     most = tokens * tiles / static_cast<double>(workers) + kTokenTiles * static_cast<double>(borders);
     partials = static_cast<double>(workers) + static_cast<double>(std::min(shape.tokens, workers)) / 2;
-    uneven_cut = kUnevenCut;
   }
   const double sharing = shape.format.quantised() ? 1 : 1 + kSharedRow * static_cast<double>(blocks - 1);
   const double memory = memory_time(shape.format, tokens * tiles) * sharing;
-  const double busy = std::max(kernel.tile_of(shape.format) * most * waves, memory);
-  const double merge = partials > 0 ? kernel.cut + uneven_cut + partial_row * partials * shape.heads : 0;
+  const double busy = busy_time(kernel.tile_of(shape.format) * most * waves, memory);
+  const double merge = partials > 0 ? kernel.cut + partial_row * partials * shape.heads : 0;
   return {workers, kernel.begin * waves + busy + merge};
 }
 
@@ -260,7 +262,7 @@ inline void set_kind(PlanShape& shape, const Device& device, int32_t workers) {
 // are few tiles: 17 tokens of 512 slots with 64 heads take 16 us, with `many_heads` 35. Times are no better than some
 // percent, so in doubt it is `many_heads`.
 inline Choice choose_by_time(const AttentionShape& shape, const Device& device, const Spread& spread) {
-  constexpr double kClearly = 0.97, kClusterMerge = 1.25;
+  constexpr double kClearly = 0.97, kClusterMerge = 2;
   const KernelTime* best = nullptr;
   Layout layout{};
   for (const KernelTime* kernel : {&kManyHeadsTime, &kWideTime, &kFewHeadsTime}) {
