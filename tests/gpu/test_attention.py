@@ -10,7 +10,7 @@ import mla_backend
 from gpu_checks import check, chosen_kernel
 from mla_backend import flash_mla, library, reference
 from mla_backend.attention import workspace_floats
-from plans import CUT_FOR_CLUSTERS, FEW_AND_MANY, UNCUT_TOKENS
+from plans import CUT_FOR_CLUSTERS, FEW_AND_MANY, SIXTHS, UNCUT_TOKENS
 from problems import (
     BASIC,
     CUDA_KERNEL,
@@ -58,18 +58,20 @@ def test_the_portable_kernel_serves_hopper_too(fmt):
             assert_accurate(problem.to("cuda").solve(), problem.oracle())
 
 
-def workspace_of_cut_tokens(fmt, tokens, heads):
+def workspace_of_cut_tokens(fmt, tokens, heads, planned_for=None):
     """What is left in it of a problem that is right."""
     problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1100, blocks=100)
-    plan = mla_backend.plan(tokens, 1100, num_heads=heads, device="cuda")
+    plan = mla_backend.plan(tokens, 1100, num_heads=heads, cache_format=planned_for, device="cuda")
     workspace = torch.zeros(workspace_floats(plan.shape[0], heads), device="cuda")
     check(problem, plan=plan, workspace=workspace)
     return workspace
 
 
-@pytest.mark.parametrize(("fmt", "shape"), formats_with(CUT_FOR_CLUSTERS, [(1, 16), (33, 8), (8, 128)]))
+@pytest.mark.parametrize(
+    ("fmt", "shape"), [("bf16", SIXTHS), *formats_with(CUT_FOR_CLUSTERS, [(1, 16), (33, 8), (8, 128)])]
+)
 def test_parts_meet_in_their_cluster(fmt, shape):
-    workspace = workspace_of_cut_tokens(fmt, *shape)
+    workspace = workspace_of_cut_tokens(fmt, *shape, planned_for="bf16" if shape == SIXTHS else None)
     if torch.cuda.get_device_capability()[0] == 9 and CUDA_KERNEL == "auto":
         assert not workspace.any(), "this GPU runs fewer clusters at once than the plan supposes: right, but slow"
 
@@ -177,7 +179,7 @@ def test_every_e4m3_number_times_any_scale(fmt, heads):
         *((fmt, 0.0, heads) for fmt in WITH_ROPE if fmt not in BASIC for heads in (3, 64)),
     ],
 )
-@pytest.mark.parametrize("tokens", [2, 140])
+@pytest.mark.parametrize("tokens", [2, UNCUT_TOKENS])
 def test_queries_that_are_rope_alone(fmt, heads, tokens, latent):
     problem = random_problem(fmt, tokens=tokens, heads=heads, topk=70)
     problem.q[..., :512] *= latent

@@ -1,5 +1,7 @@
 """The plan covers every token and tile exactly once, in order, and keeps the workers busy."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ import mla_backend
 from mla_backend import library
 from mla_backend.attention import FEW_TOKENS
 from mla_backend.formats import format_number
-from plans import CUT_FOR_CLUSTERS, TOKEN_UNITS, UNCUT_TOKENS, gpu, gpu_choice, gpu_plan, tiles_of, walk
+from plans import CUT_FOR_CLUSTERS, SIXTHS, TOKEN_UNITS, UNCUT_TOKENS, gpu, gpu_choice, gpu_plan, tiles_of, walk
 from problems import random_problem
 
 MIN_PART = 8  # tiles of 16 slots
@@ -269,8 +271,10 @@ def _plan_of_a_wide_table(lengths):
 def test_gpu_tests_have_the_shapes_that_they_are_about():
     parts = {gpu_choice(gpu(), tokens, heads).parts for tokens, heads in CUT_FOR_CLUSTERS}
     assert parts == {16, 8, 4, 3, 2}
-    for heads in range(33, 257):
-        assert gpu_choice(gpu(), UNCUT_TOKENS, heads, token_tiles=4).kernel == "many_heads"
+    assert gpu_choice(gpu(), *SIXTHS, fmt="bf16", token_tiles=18).parts == 6
+    for heads, tiles in itertools.product(range(17, 257), (2, 4)):
+        kernel = "few_heads_wide" if heads <= 32 else "many_heads"
+        assert gpu_choice(gpu(), UNCUT_TOKENS, heads, token_tiles=tiles).kernel == kernel
 
 
 @pytest.mark.parametrize("heads", [1, 16])
@@ -294,12 +298,13 @@ def test_asking_a_gpu_that_is_not_there_says_why():
 
 
 @pytest.mark.parametrize("processors", [16, 78, 114, 132])
-@pytest.mark.parametrize("heads", [1, 8, 16, 17, 64, 128])
+@pytest.mark.parametrize("heads", [1, 8, 16, 17, 32, 64, 128])
 def test_plans_for_more_than_few_tokens_are_of_one_size(processors, heads):
     device = gpu(processors)
-    for slots in (512, 2048, None):
-        sizes = {library.cuda_workers(device, heads, tokens, slots) for tokens in range(FEW_TOKENS, 4 * FEW_TOKENS)}
-        assert sizes == {library.cuda_workers(device, heads)}
+    for fmt, slots in itertools.product(mla_backend.FORMATS, (64, 512, 2048, None)):
+        rows = [device, heads, None, slots, format_number(fmt, "fmt")]
+        sizes = {library.cuda_workers(*rows[:2], tokens, *rows[3:]) for tokens in range(FEW_TOKENS, 4 * FEW_TOKENS, 7)}
+        assert sizes == {library.cuda_workers(*rows)}
 
 
 @pytest.mark.parametrize("parts", [0, 2, 1_000_000])

@@ -16,12 +16,14 @@ from mla_backend.formats import format_number
 
 CSRC = Path(__file__).parents[2] / "csrc"
 CUT_FOR_CLUSTERS = [
-    *((1, 16), (5, 16), (8, 16), (16, 16), (17, 16), (20, 16), (33, 16), (50, 16)),
+    *((1, 16), (5, 16), (8, 16), (17, 16), (20, 16), (33, 16), (50, 16)),
     *((3, 8), (12, 8), (16, 8), (30, 5), (33, 8), (60, 8), (1, 100), (8, 64), (8, 128)),
 ]
 """Tokens and heads: on Hopper each token is cut into as many parts as a cluster has blocks."""
-UNCUT_TOKENS = 180
-"""So many are not: with 33 heads and more, `many_heads` serves them."""
+SIXTHS = (16, 16)
+"""The same, into six parts, with bf16 rows and lists of 18 tiles."""
+UNCUT_TOKENS = 209
+"""So many are not. With 17 to 32 heads and fp8 rows `few_heads_wide` serves them, with more `many_heads`."""
 FEW_AND_MANY = [(2, 20), (UNCUT_TOKENS, 8), (UNCUT_TOKENS, 32), (UNCUT_TOKENS, 64)]
 """Tokens and heads: one for each kernel that a Hopper GPU has."""
 TOKEN_UNITS = 3
