@@ -85,6 +85,11 @@ def missing() -> str | None:
     for where, arguments in NEEDED.items():
         try:
             reason = _difference(where, arguments)
+        except ModuleNotFoundError as error:
+            package = (error.name or "sglang").split(".")[0]
+            if package != "sglang":
+                return f"can't be used: SGLang {installed()} needs {package}, which is not installed."
+            reason = str(error)
         except (ImportError, AttributeError) as error:
             reason = str(error)
         if reason is not None:

@@ -97,6 +97,16 @@ def test_a_version_that_lacks_something_is_told_so(sglang, monkeypatch):
     assert "_forward_fa3" in versions.missing()
 
 
+def test_a_package_that_sglang_itself_lacks_is_named(monkeypatch):
+    def absent(*_):
+        raise ModuleNotFoundError("No module named 'torchvision.io'", name="torchvision.io")
+
+    monkeypatch.setattr(versions, "_difference", absent)
+    monkeypatch.setattr(versions, "installed", lambda: "9.9.9")
+    said = versions.missing()
+    assert "torchvision" in said and not any(version in said for version in versions.TRIED)
+
+
 def test_an_unknown_version_is_warned_of_once(monkeypatch, caplog):
     monkeypatch.setattr(versions, "installed", lambda: "9.9.9")
     monkeypatch.delenv("MLA_BACKEND_WARNED_OF_SGLANG", raising=False)
