@@ -12,10 +12,10 @@ from mla_backend.formats import FORMATS, format_name, format_number
 VALUE_DIM = FORMATS["bf16"].value_dim
 PLAN_COLUMNS = 8
 MAX_SLOTS = 2**31 - 1
-FEW_TOKENS = 320
-"""From this number of tokens on, plans always have the same number of rows: those of fewer tokens than twice a GPU's
-multiprocessors are fitted to their number."""
 _ABOUT = library.about()
+FEW_TOKENS: int = _ABOUT["few_tokens"]
+"""From this number of tokens on, plans always have the same number of rows: those of fewer tokens are fitted to their
+number."""
 
 
 def sparse_attention(

@@ -15,6 +15,14 @@ def either(versions: tuple[str, ...]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
+def what_to_install(program: str, tried: tuple[str, ...], error: Exception | None = None) -> str:
+    """What to install where a plugin misses something: the other package that `error` says is absent, if it does so,
+    or else a version of the program that was tried."""
+    absent = error.name if isinstance(error, ModuleNotFoundError) and error.name else program
+    package = absent.partition(".")[0]
+    return f"Install {program} {either(tried)}." if package == program else f"Install {package}."
+
+
 def warn_of_untried(
     logger: logging.Logger, program: str, version: str, tried: tuple[str, ...], where: str = ""
 ) -> None:

@@ -77,6 +77,7 @@ MLA_EXPORT const char* mla_backend_about() {
          ",\"torch_built_with\":" + quoted(MLA_TORCH) + ",\"torch_needed\":" + quoted(MLA_TORCH_TARGET) +
          ",\"cuda_compiler\":" + quoted(MLA_NVCC) + ",\"cuda_archs\":" + quoted(MLA_CUDA_ARCHS) +
          ",\"plan_workers_per_thread\":" + std::to_string(mla::kPlanWorkersPerThread) +
+         ",\"few_tokens\":" + std::to_string(mla::kFewTokens) +
          ",\"workspace_floats\":" + std::to_string(mla::Workspace::kFloatsPerWorkerHead) +
          ",\"workspace_counters\":" + std::to_string(mla::Workspace::kCountersPerWorkerHead) +
          ",\"ops\":" + describe_ops() + ",\"formats\":" + describe_formats() +

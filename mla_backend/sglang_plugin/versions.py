@@ -6,7 +6,7 @@ import inspect
 import logging
 from typing import Any
 
-from mla_backend.tried_versions import either, warn_of_untried
+from mla_backend.tried_versions import warn_of_untried, what_to_install
 
 TRIED = ("0.5.22", "0.5.23")
 _BACKEND = "sglang.srt.layers.attention.dsa_backend:DeepseekSparseAttnBackend"
@@ -83,20 +83,14 @@ def logger() -> logging.Logger:
 def missing() -> str | None:
     """Which part of SGLang that the plugin needs is missing or different, and what to do about it; None if none is."""
     for where, arguments in NEEDED.items():
+        cause: Exception | None = None
         try:
             reason = _difference(where, arguments)
-        except ModuleNotFoundError as error:
-            package = (error.name or "sglang").split(".")[0]
-            if package != "sglang":
-                return f"can't be used: SGLang {installed()} needs {package}, which is not installed."
-            reason = str(error)
         except (ImportError, AttributeError) as error:
-            reason = str(error)
+            reason, cause = str(error), error
         if reason is not None:
-            return (
-                f"can't be used with SGLang {installed() or '(not installed)'}: {reason}. "
-                f"Install sglang {either(TRIED)}."
-            )
+            version = installed() or "(not installed)"
+            return f"can't be used with SGLang {version}: {reason}. {what_to_install('sglang', TRIED, cause)}"
     return None
 
 

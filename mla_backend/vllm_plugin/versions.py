@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_backend.tried_versions import either, warn_of_untried
+from mla_backend.tried_versions import warn_of_untried, what_to_install
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,16 +97,17 @@ def missing_bases(name: str) -> str | None:
 
 def _first_missing(needed: dict[str, tuple[str, ...]]) -> str | None:
     for module, names in needed.items():
+        cause: Exception | None = None
         try:
             found = importlib.import_module(module)
             lacking = [name for name in names if not _has(found, name)]
         except ImportError as error:
-            lacking = [str(error)]
+            lacking, cause = [str(error)], error
         if lacking:
             _, version = installed() or ("", "unknown")
             return (
                 f"mla-backend can't be used with vLLM {version}: {module} lacks {', '.join(lacking)}. "
-                f"Install vllm {either(TRIED)}."
+                f"{what_to_install('vllm', TRIED, cause)}"
             )
     return None
 

@@ -99,4 +99,4 @@ def test_long_lists_of_few_tokens_are_cut_by_load(tokens, slots):
 def test_to_few_heads_no_sparse_list_is_long(heads):
     for tokens in range(1, 67):
         short, full = (gpu_choice(gpu(), tokens, heads, token_tiles=n) for n in (17, 34))
-        assert bool(short.parts) == bool(full.parts)
+        assert short == full or (short.parts, full.parts) == (4, 6)

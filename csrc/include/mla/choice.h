@@ -44,11 +44,15 @@ struct Choice {
 };
 
 constexpr int64_t kAnyTiles = INT32_MAX / 64 + 1;  // of a token: as a plan is made that has to suit all lists
+constexpr int64_t kFewTokens = 320;  // from so many on, their number no longer says how many rows a plan has
 constexpr int kPortableHeads = 16, kPortableBlocksPerProcessor = 2, kManyHeads = 64, kWideHeads = 32;
 
 inline int64_t blocks_for(int32_t heads, int32_t heads_per_block) {
   return (int64_t{heads} + heads_per_block - 1) / heads_per_block;
 }
+
+// Tiles of the largest of a token's equal parts.
+inline int64_t tiles_of_part(int64_t token_tiles, int64_t parts) { return (token_tiles + parts - 1) / parts; }
 
 // What a kernel's launch takes between other kernels, in us, so that the least of these times is that of the fastest
 // launch: fitted to all sensible plans of 1,600 sizes, 1 to 256 tokens with 8 to 128 heads and 512 to 4096 slots in
@@ -128,8 +132,8 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
                         (shape.format.quantised() ? kMemory : kPlainMemory);
   const bool halves_pay = std::max(tile * tiles / 2, memory) + kMergeOfHalves < tile * tiles;
   constexpr double kMergeOfSixths = 3;  // what it takes more than one of quarters
-  const auto part_tiles = [&](int64_t parts) { return static_cast<double>((token_tiles + parts - 1) / parts); };
-  const bool sixths_pay = tile * (part_tiles(4) - part_tiles(6)) > kMergeOfSixths;
+  const int64_t saved_by_sixths = tiles_of_part(token_tiles, 4) - tiles_of_part(token_tiles, 6);
+  const bool sixths_pay = tile * static_cast<double>(saved_by_sixths) > kMergeOfSixths;
   for (const int32_t parts : {8, 6, 4, 3, 2}) {
     const bool pays = token_tiles >= (parts == 4 ? 4 : 8) && (parts != 6 || sixths_pay) && (parts > 2 || halves_pay);
     if (pays && fits(heads_per_block, parts)) return {heads_per_block, parts};
@@ -153,7 +157,7 @@ inline bool too_long_to_spread(const Device& device, int64_t tokens, int64_t tok
   constexpr double kTile = 1.3, kMerge = 7;
   constexpr int64_t kLongPart = 8;  // tiles of a part that is worth a thought
   const int64_t workers = long_list_workers(device);
-  const int64_t part_tiles = (token_tiles + spread.parts - 1) / spread.parts;
+  const int64_t part_tiles = tiles_of_part(token_tiles, spread.parts);
   if (workers == 0 || token_tiles == kAnyTiles || part_tiles <= kLongPart) return false;
   const double spread_time = kTile * static_cast<double>(part_tiles);
   // as of fp8 rows, which memory holds up least
@@ -189,7 +193,7 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
   double partials = 0;  // partial results
   if (workers % shape.tokens == 0) {
     const int64_t parts = workers / shape.tokens;
-    most = static_cast<double>((shape.token_tiles + parts - 1) / parts);
+    most = static_cast<double>(tiles_of_part(shape.token_tiles, parts));
     if (parts > 1) partials = static_cast<double>(workers);
   } else if (workers < shape.tokens &&
              whole_tokens_pay(shape.tokens, shape.token_tiles, workers, has_two_rounds(device, workers))) {
@@ -220,8 +224,8 @@ inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape,
   constexpr int64_t kMostParts = 16;
   for (int64_t parts = 1; parts <= kMostParts && parts * shape.tokens <= most; ++parts) consider(parts * shape.tokens);
   const int64_t rounds = (shape.tokens + most - 1) / most;
-  if (rounds == 2 && most > 1 && !kernel.converts(shape.format))
-    consider(most - 1);  // of more rounds the last one matters little
+  // of more rounds the last one matters little
+  if (rounds == 2 && most > 1 && !kernel.converts(shape.format)) consider(most - 1);
   return best;
 }
 
@@ -266,8 +270,7 @@ inline void set_kind(PlanShape& shape, const Device& device, int32_t workers) {
 // some percent, so in doubt it is `many_heads`.
 inline Choice choose_by_time(AttentionShape shape, const Device& device, const Spread& spread) {
   constexpr double kClearly = 0.97, kClusterMerge = 2;
-  constexpr int64_t kManyTokens = 320;  // from here on their number chooses nothing: FEW_TOKENS of attention.py
-  shape.tokens = std::min(shape.tokens, kManyTokens);
+  shape.tokens = std::min(shape.tokens, kFewTokens);
   const KernelTime* best = nullptr;
   Layout layout{};
   for (const KernelTime* kernel : {&kManyHeadsTime, &kWideTime, &kFewHeadsTime}) {
@@ -280,7 +283,7 @@ inline Choice choose_by_time(AttentionShape shape, const Device& device, const S
     if (!best || own.time < kClearly * layout.time) best = kernel, layout = own;
   }
   if (spread.parts) {
-    const int64_t part_tiles = (shape.token_tiles + spread.parts - 1) / spread.parts;
+    const int64_t part_tiles = tiles_of_part(shape.token_tiles, spread.parts);
     const double time =
         kFewHeadsTime.begin + kFewHeadsTime.tile_of(shape.format) * static_cast<double>(part_tiles) + kClusterMerge;
     if (time < layout.time) {
