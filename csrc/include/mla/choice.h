@@ -55,8 +55,8 @@ inline int64_t blocks_for(int32_t heads, int32_t heads_per_block) {
 inline int64_t tiles_of_part(int64_t token_tiles, int64_t parts) { return (token_tiles + parts - 1) / parts; }
 
 // What a kernel's launch takes between other kernels, in us, so that the least of these times is that of the fastest
-// launch: fitted to all sensible plans of 1,600 sizes, 1 to 256 tokens with 8 to 128 heads and 512 to 4096 slots in
-// four formats, on an H100 with 132 multiprocessors. The default plan is 0.23 % slower than the best on average. Times
+// launch: fitted to all sensible plans of 1,900 sizes, 1 to 256 tokens with 8 to 128 heads and 512 to 32768 slots in
+// four formats, on an H100 with 132 multiprocessors. The default plan is 0.24 % slower than the best on average. Times
 // as such may be too long, by 4 % (few_heads_wide), 10 % (many_heads) or 30 % (few_heads).
 struct KernelTime {
   Choice::Kernel kernel;
@@ -66,6 +66,7 @@ struct KernelTime {
   double plain;      // of rows of 16-bit numbers
   double converted;  // of rows that become such
   double cut;        // what a merge in the workspace takes
+  double late_part;  // what it takes longer for each part of a token beyond eight, which come one after the other
 
   bool converts(const CacheFormat& format) const {
     return format.quantised() && format.scale != Scale::fp32 &&
@@ -75,9 +76,9 @@ struct KernelTime {
     return converts(format) ? converted : format.quantised() ? tile : plain;
   }
 };
-constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 19, 1.95, 1.9, 2.3, 5.5};
-constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 16, 1.3, 0, 0, 5};  // it has no other rows
-constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 9.5, 1.15, 1.7, 2.7, 8.5};
+constexpr KernelTime kManyHeadsTime{Choice::many_heads, kManyHeads, 19, 1.95, 1.9, 2.3, 5.5, 0.35};
+constexpr KernelTime kWideTime{Choice::few_heads_wide, kWideHeads, 16, 1.3, 0, 0, 5, 0.35};  // it has no other rows
+constexpr KernelTime kFewHeadsTime{Choice::few_heads, 16, 9.5, 1.15, 1.7, 2.7, 8.5, 0.7};
 
 // What memory takes for tokens' tiles of 64 rows, in us: 2.5 TB/s.
 inline double memory_time(const CacheFormat& format, double tiles) {
@@ -112,6 +113,17 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   // A cluster of 16 starts later: 10 tiles of fp8_model1 rows and 4 tokens 12.1 us (10.9 with 8), 18 tiles 11.8 (12.6).
   constexpr int64_t kTilesOfMostParts = 17;
   if (fits(8, 16) && token_tiles >= kTilesOfMostParts) return {8, 16};
+  // With 16 heads a block, in situ, and in 8 parts with 8 heads:
+  //   1 token, 64 heads: 2048 slots of fp8_ds_mla 11.3 us (10.3), 4096 13.9 (14.7), 2048 of fp8_model1 12.3 (14.1)
+  //   1 token, 96 heads: 2048 slots of fp8_ds_mla 11.2 us (12.1), 4096 14.2 (16.5), of bf16 14.2 (16.1)
+  //   7 tokens, 16 heads: 2048 slots of bf16 15.0 us (13.8), 8192 of fp8_ds_mla 25.2 (27.8)
+  // More than 8 clusters of 8 are slower, as two then share a part of the GPU.
+  constexpr int64_t kRoom = 8;
+  const double tile = kFewHeadsTime.tile_of(shape.format), tiles = static_cast<double>(token_tiles);
+  const bool crowded = heads > 16 && tokens * blocks_for(heads, 8) > kRoom;
+  const double saved_by_most =
+      tile * static_cast<double>(tiles_of_part(token_tiles, 8) - tiles_of_part(token_tiles, 16));
+  if (fits(16, 16) && token_tiles >= kTilesOfMostParts && saved_by_most > (crowded ? 2 : 4)) return {16, 16};
   if (fits(8, 8) && (heads > 8 || token_tiles >= 8)) return {8, 8};
   const int32_t heads_per_block = heads <= 8 ? 8 : 16;
   // instead of cuts that follow the load:
@@ -127,7 +139,6 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   //   fp8_ds_mla: b 40 15.3 us (15.7), b 66 19.0 (17.4)    bf16: b 40 17.2 us (19.0), b 66 22.6 (22.0)
   //   fp8_model1: b 40 17.3 us (23.3), b 66 19.3 (23.8)
   constexpr double kMergeOfHalves = 3, kMemory = 0.88, kPlainMemory = 0.75;  // of what other launches wait for it
-  const double tile = kFewHeadsTime.tile_of(shape.format), tiles = static_cast<double>(token_tiles);
   const double memory = memory_time(shape.format, static_cast<double>(tokens) * tiles) *
                         (shape.format.quantised() ? kMemory : kPlainMemory);
   const bool halves_pay = std::max(tile * tiles / 2, memory) + kMergeOfHalves < tile * tiles;
@@ -150,19 +161,21 @@ inline int32_t long_list_workers(const Device& device) {
 }
 
 // Whether the lists are so long that even parts of so few tokens take longer than cuts that follow the load, with up to
-// 16 heads. A cluster for each token leaves multiprocessors idle; cuts have a second merge, in the workspace. Times are
-// of a tile of 64 rows and of that merge, in us. b 2 with 16384 slots, bf16, on an H100: 36 us in 64 blocks, of which
-// each tile takes 1.3 us.
-inline bool too_long_to_spread(const Device& device, int64_t tokens, int64_t token_tiles, const Spread& spread) {
-  constexpr double kTile = 1.3, kMerge = 7;
-  constexpr int64_t kLongPart = 8;  // tiles of a part that is worth a thought
+// 16 heads. A cluster for each token leaves multiprocessors idle; cuts have a second merge, in the workspace. 16384
+// slots, 16 heads, in situ, and spread: 4 tokens of fp8_model1 34 us (43), of bf16 39 us (43), of fp8_ds_mla 33 us
+// (32).
+inline bool too_long_to_spread(const AttentionShape& shape, const Device& device, const Spread& spread) {
+  constexpr int64_t kLongPart = 8, kVeryLongPart = 64;  // tiles of a part that is worth a thought, and of one beside
+  constexpr double kMerge = 7;                          // which a merge is little; cuts suit lists that are not full
   const int64_t workers = long_list_workers(device);
-  const int64_t part_tiles = tiles_of_part(token_tiles, spread.parts);
-  if (workers == 0 || token_tiles == kAnyTiles || part_tiles <= kLongPart) return false;
-  const double spread_time = kTile * static_cast<double>(part_tiles);
-  // as of fp8 rows, which memory holds up least
-  const double tiles = static_cast<double>(tokens * token_tiles), worker_tiles = tiles / static_cast<double>(workers);
-  return spread_time > std::max(kTile * worker_tiles, memory_time(kFp8DsMla, tiles)) + kMerge;
+  const int64_t part_tiles = tiles_of_part(shape.token_tiles, spread.parts);
+  if (workers == 0 || shape.token_tiles == kAnyTiles || part_tiles <= kLongPart) return false;
+  const double tile = kFewHeadsTime.tile_of(shape.format);
+  const auto tiles = static_cast<double>(shape.tokens * shape.token_tiles);
+  const double memory = memory_time(kFp8DsMla, tiles);  // as of fp8 rows, which memory holds up least
+  const double spread_time = std::max(tile * static_cast<double>(part_tiles), memory);
+  const double cut_time = std::max(tile * tiles / static_cast<double>(workers), memory);
+  return spread_time >= cut_time + (part_tiles > kVeryLongPart ? 0 : kMerge);
 }
 
 // A plan for two rounds of whole tokens has a row less than blocks fit at once. By that number the plan op and the
@@ -170,6 +183,25 @@ inline bool too_long_to_spread(const Device& device, int64_t tokens, int64_t tok
 inline bool has_two_rounds(const Device& device, int64_t workers) {
   const int64_t blocks = device.processors / (workers + 1);  // of heads, for each row
   return blocks > 0 && device.processors / blocks == workers + 1;
+}
+
+// If the plan cuts every token into the same number of parts, a cluster has a block for each part of a token. Otherwise
+// it has 8 blocks, which merge more in shared memory, 2 where 8 would not let all busy workers run at once, or none.
+// Versus 8 always: b 32 28.8 us (46.9), b 128 66.8 (125.5), because too many clusters run in two waves. So do clusters
+// of 2 if 33 workers are four blocks each: 28 us for 66 tokens of 128 slots with 64 heads, and 18 for 64.
+inline int32_t cluster_for(const Device& device, const AttentionShape& shape, int32_t heads_per_block,
+                           int32_t workers) {
+  const int64_t busy = std::min<int64_t>(workers, shape.tokens * shape.token_tiles);
+  const int64_t head_blocks = blocks_for(shape.heads, heads_per_block);
+  const auto fits = [&](int64_t blocks) {
+    return (busy + blocks - 1) / blocks * head_blocks <= device.clusters[blocks];
+  };
+  const int64_t parts = workers / std::max<int64_t>(shape.tokens, 1);
+  if (parts * shape.tokens == workers && parts >= 2 && parts <= kMaxCluster && fits(parts))
+    return static_cast<int32_t>(parts);
+  if (parts * shape.tokens == workers && parts == 1) return 1;
+  if (fits(8)) return 8;
+  return fits(2) ? 2 : 1;
 }
 
 struct Layout {
@@ -206,7 +238,15 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
   const double sharing = shape.format.quantised() ? 1 : 1 + kSharedRow * static_cast<double>(blocks - 1);
   const double memory = memory_time(shape.format, tokens * tiles) * sharing;
   const double busy = busy_time(kernel.tile_of(shape.format) * most * waves, memory);
-  const double merge = partials > 0 ? kernel.cut + partial_row * partials * shape.heads : 0;
+  double merge = 0;
+  if (partials > 0) {
+    constexpr double kParts = 8;
+    int32_t cluster = 1;
+    if (kernel.kernel == Choice::few_heads)
+      cluster = cluster_for(device, shape, kernel.heads_per_block, static_cast<int32_t>(workers));
+    const double parts = static_cast<double>(workers) / tokens / cluster;  // of a token, in the workspace
+    merge = kernel.cut + kernel.late_part * std::max(parts - kParts, 0.0) + partial_row * partials * shape.heads;
+  }
   return {workers, kernel.begin * waves + busy + merge};
 }
 
@@ -227,25 +267,6 @@ inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape,
   // of more rounds the last one matters little
   if (rounds == 2 && most > 1 && !kernel.converts(shape.format)) consider(most - 1);
   return best;
-}
-
-// If the plan cuts every token into the same number of parts, a cluster has a block for each part of a token. Otherwise
-// it has 8 blocks, which merge more in shared memory, 2 where 8 would not let all busy workers run at once, or none.
-// Versus 8 always: b 32 28.8 us (46.9), b 128 66.8 (125.5), because too many clusters run in two waves. So do clusters
-// of 2 if 33 workers are four blocks each: 28 us for 66 tokens of 128 slots with 64 heads, and 18 for 64.
-inline int32_t cluster_for(const Device& device, const AttentionShape& shape, int32_t heads_per_block,
-                           int32_t workers) {
-  const int64_t busy = std::min<int64_t>(workers, shape.tokens * shape.token_tiles);
-  const int64_t head_blocks = blocks_for(shape.heads, heads_per_block);
-  const auto fits = [&](int64_t blocks) {
-    return (busy + blocks - 1) / blocks * head_blocks <= device.clusters[blocks];
-  };
-  const int64_t parts = workers / std::max<int64_t>(shape.tokens, 1);
-  if (parts * shape.tokens == workers && parts >= 2 && parts <= kMaxCluster && fits(parts))
-    return static_cast<int32_t>(parts);
-  if (parts * shape.tokens == workers && parts == 1) return 1;
-  if (fits(8)) return 8;
-  return fits(2) ? 2 : 1;
 }
 
 // Blocks of the clusters that a launch has with a plan of so many rows, if that is one for long lists with a cluster
@@ -269,7 +290,7 @@ inline void set_kind(PlanShape& shape, const Device& device, int32_t workers) {
 // are few tiles: 17 tokens of 512 slots with 64 heads take 16 us, with `many_heads` 35. Their order is no better than
 // some percent, so in doubt it is `many_heads`.
 inline Choice choose_by_time(AttentionShape shape, const Device& device, const Spread& spread) {
-  constexpr double kClearly = 0.97, kClusterMerge = 2;
+  constexpr double kClearly = 0.97, kClusterMerge = 3;
   shape.tokens = std::min(shape.tokens, kFewTokens);
   const KernelTime* best = nullptr;
   Layout layout{};
@@ -316,7 +337,7 @@ inline Choice choose(AttentionShape shape, const Device& device) {
   } else if (shape.heads > 16) {
     choice = choose_by_time(shape, device, spread);
   } else {
-    const bool long_lists = spread.parts > 0 && too_long_to_spread(device, shape.tokens, shape.token_tiles, spread);
+    const bool long_lists = spread.parts > 0 && too_long_to_spread(shape, device, spread);
     if (long_lists) spread = {shape.heads <= 8 ? 8 : 16, 0};
     int64_t workers = device.processors;
     if (spread.parts)
