@@ -117,13 +117,15 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   //   1 token, 64 heads: 2048 slots of fp8_ds_mla 11.3 us (10.3), 4096 13.9 (14.7), 2048 of fp8_model1 12.3 (14.1)
   //   1 token, 96 heads: 2048 slots of fp8_ds_mla 11.2 us (12.1), 4096 14.2 (16.5), of bf16 14.2 (16.1)
   //   7 tokens, 16 heads: 2048 slots of bf16 15.0 us (13.8), 8192 of fp8_ds_mla 25.2 (27.8)
-  // More than 8 clusters of 8 are slower, as two then share a part of the GPU.
-  constexpr int64_t kRoom = 8;
+  // More than 8 clusters of 8 are slower, as two then share a part of the GPU. With up to 16 heads cuts that follow the
+  // load are as good for longer lists: 5 tokens of 16384 slots of fp8_ds_mla 33.4 us (34.2), of fp8_model1 42.1 (36.1).
+  constexpr int64_t kRoom = 8, kLongPart = 8;
   const double tile = kFewHeadsTime.tile_of(shape.format), tiles = static_cast<double>(token_tiles);
   const bool crowded = heads > 16 && tokens * blocks_for(heads, 8) > kRoom;
-  const double saved_by_most =
-      tile * static_cast<double>(tiles_of_part(token_tiles, 8) - tiles_of_part(token_tiles, 16));
-  if (fits(16, 16) && token_tiles >= kTilesOfMostParts && saved_by_most > (crowded ? 2 : 4)) return {16, 16};
+  const int64_t part = tiles_of_part(token_tiles, 16), saved = tiles_of_part(token_tiles, 8) - part;
+  if (fits(16, 16) && token_tiles >= kTilesOfMostParts && (heads > 16 || part <= kLongPart) &&
+      tile * static_cast<double>(saved) > (crowded ? 2 : 4))
+    return {16, 16};
   if (fits(8, 8) && (heads > 8 || token_tiles >= 8)) return {8, 8};
   const int32_t heads_per_block = heads <= 8 ? 8 : 16;
   // instead of cuts that follow the load:
@@ -161,21 +163,19 @@ inline int32_t long_list_workers(const Device& device) {
 }
 
 // Whether the lists are so long that even parts of so few tokens take longer than cuts that follow the load, with up to
-// 16 heads. A cluster for each token leaves multiprocessors idle; cuts have a second merge, in the workspace. 16384
-// slots, 16 heads, in situ, and spread: 4 tokens of fp8_model1 34 us (43), of bf16 39 us (43), of fp8_ds_mla 33 us
-// (32).
-inline bool too_long_to_spread(const AttentionShape& shape, const Device& device, const Spread& spread) {
-  constexpr int64_t kLongPart = 8, kVeryLongPart = 64;  // tiles of a part that is worth a thought, and of one beside
-  constexpr double kMerge = 7;                          // which a merge is little; cuts suit lists that are not full
+// 16 heads. A cluster for each token leaves multiprocessors idle; cuts have a second merge, in the workspace. Times are
+// of a tile of 64 rows and of that merge, in us. b 2 with 16384 slots, bf16, on an H100: 36 us in 64 blocks, of which
+// each tile takes 1.3 us.
+inline bool too_long_to_spread(const Device& device, int64_t tokens, int64_t token_tiles, const Spread& spread) {
+  constexpr double kTile = 1.3, kMerge = 7;
+  constexpr int64_t kLongPart = 8;  // tiles of a part that is worth a thought
   const int64_t workers = long_list_workers(device);
-  const int64_t part_tiles = tiles_of_part(shape.token_tiles, spread.parts);
-  if (workers == 0 || shape.token_tiles == kAnyTiles || part_tiles <= kLongPart) return false;
-  const double tile = kFewHeadsTime.tile_of(shape.format);
-  const auto tiles = static_cast<double>(shape.tokens * shape.token_tiles);
-  const double memory = memory_time(kFp8DsMla, tiles);  // as of fp8 rows, which memory holds up least
-  const double spread_time = std::max(tile * static_cast<double>(part_tiles), memory);
-  const double cut_time = std::max(tile * tiles / static_cast<double>(workers), memory);
-  return spread_time >= cut_time + (part_tiles > kVeryLongPart ? 0 : kMerge);
+  const int64_t part_tiles = tiles_of_part(token_tiles, spread.parts);
+  if (workers == 0 || token_tiles == kAnyTiles || part_tiles <= kLongPart) return false;
+  const double spread_time = kTile * static_cast<double>(part_tiles);
+  // as of fp8 rows, which memory holds up least
+  const double tiles = static_cast<double>(tokens * token_tiles), worker_tiles = tiles / static_cast<double>(workers);
+  return spread_time > std::max(kTile * worker_tiles, memory_time(kFp8DsMla, tiles)) + kMerge;
 }
 
 // A plan for two rounds of whole tokens has a row less than blocks fit at once. By that number the plan op and the
@@ -290,7 +290,7 @@ inline void set_kind(PlanShape& shape, const Device& device, int32_t workers) {
 // are few tiles: 17 tokens of 512 slots with 64 heads take 16 us, with `many_heads` 35. Their order is no better than
 // some percent, so in doubt it is `many_heads`.
 inline Choice choose_by_time(AttentionShape shape, const Device& device, const Spread& spread) {
-  constexpr double kClearly = 0.97, kClusterMerge = 3;
+  constexpr double kClearly = 0.97, kClusterMerge = 2;
   shape.tokens = std::min(shape.tokens, kFewTokens);
   const KernelTime* best = nullptr;
   Layout layout{};
@@ -307,7 +307,7 @@ inline Choice choose_by_time(AttentionShape shape, const Device& device, const S
     const int64_t part_tiles = tiles_of_part(shape.token_tiles, spread.parts);
     const double time =
         kFewHeadsTime.begin + kFewHeadsTime.tile_of(shape.format) * static_cast<double>(part_tiles) + kClusterMerge;
-    if (time < layout.time) {
+    if (time < (best->kernel == Choice::few_heads ? 1 : kClearly) * layout.time) {
       const auto workers = static_cast<int32_t>(shape.tokens * spread.parts);
       return {Choice::few_heads, spread.heads_per_block, spread.parts, shape.workers ? shape.workers : workers, 1};
     }
@@ -337,7 +337,7 @@ inline Choice choose(AttentionShape shape, const Device& device) {
   } else if (shape.heads > 16) {
     choice = choose_by_time(shape, device, spread);
   } else {
-    const bool long_lists = spread.parts > 0 && too_long_to_spread(shape, device, spread);
+    const bool long_lists = spread.parts > 0 && too_long_to_spread(device, shape.tokens, shape.token_tiles, spread);
     if (long_lists) spread = {shape.heads <= 8 ? 8 : 16, 0};
     int64_t workers = device.processors;
     if (spread.parts)
