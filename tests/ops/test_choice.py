@@ -95,6 +95,14 @@ def test_long_lists_of_few_tokens_are_cut_by_load(tokens, slots):
     assert (choice.kernel, choice.heads_per_block, choice.parts, choice.workers) == ("few_heads", 16, 0, 120)
 
 
+@pytest.mark.parametrize("fmt", ["fp8_ds_mla", "bf16", "fp8_model1"])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (1, 112), (2, 32), (2, 48), (3, 32), (7, 16)])
+def test_lists_of_few_tokens_and_all_their_heads_meet_in_clusters(fmt, tokens, heads):
+    for slots in (4096, 8192):
+        choice = gpu_choice(gpu(), tokens, heads, fmt=fmt, token_tiles=slots // 64)
+        assert choice == ("few_heads", 16, 16, 16 * tokens, 16)
+
+
 @pytest.mark.parametrize("heads", [1, 8, 9, 16])
 def test_to_few_heads_no_sparse_list_is_long(heads):
     for tokens in range(1, 67):

@@ -122,9 +122,10 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   constexpr int64_t kRoom = 8, kLongPart = 8;
   const double tile = kFewHeadsTime.tile_of(shape.format), tiles = static_cast<double>(token_tiles);
   const bool crowded = heads > 16 && tokens * blocks_for(heads, 8) > kRoom;
+  const double merge_of_most_parts = crowded ? 2 : 4;  // what it takes more than one of 8
   const int64_t part = tiles_of_part(token_tiles, 16), saved = tiles_of_part(token_tiles, 8) - part;
   if (fits(16, 16) && token_tiles >= kTilesOfMostParts && (heads > 16 || part <= kLongPart) &&
-      tile * static_cast<double>(saved) > (crowded ? 2 : 4))
+      tile * static_cast<double>(saved) > merge_of_most_parts)
     return {16, 16};
   if (fits(8, 8) && (heads > 8 || token_tiles >= 8)) return {8, 8};
   const int32_t heads_per_block = heads <= 8 ? 8 : 16;
@@ -307,7 +308,8 @@ inline Choice choose_by_time(AttentionShape shape, const Device& device, const S
     const int64_t part_tiles = tiles_of_part(shape.token_tiles, spread.parts);
     const double time =
         kFewHeadsTime.begin + kFewHeadsTime.tile_of(shape.format) * static_cast<double>(part_tiles) + kClusterMerge;
-    if (time < (best->kernel == Choice::few_heads ? 1 : kClearly) * layout.time) {
+    const double than = best->kernel == Choice::few_heads ? layout.time : kClearly * layout.time;
+    if (time < than) {
       const auto workers = static_cast<int32_t>(shape.tokens * spread.parts);
       return {Choice::few_heads, spread.heads_per_block, spread.parts, shape.workers ? shape.workers : workers, 1};
     }
