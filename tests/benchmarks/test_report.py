@@ -58,7 +58,7 @@ def test_the_page_needs_nothing_else(page):
 def test_the_page_has_the_numbers_and_names_what_is_missing(page):
     texts = Page(page).texts
     first = result_examples.every_kind()["kernels"]["results"][0]
-    ours, theirs = (first["seconds"][name]["median"] for name in ("ours", "flashmla_fp8"))
+    ours, theirs = (first["seconds"][name]["median"] for name in ("ours", "fa3_bf16"))
     assert {f"{1e6 * ours:.1f}", f"{1e6 * theirs:.1f}"} <= set(texts)
     assert any("1 in flight: out of <memory>" in text for text in texts)
     assert any("notes.json" in text for text in texts) and any("gone.json" in text for text in texts)

@@ -103,6 +103,15 @@ def test_lists_of_few_tokens_and_all_their_heads_meet_in_clusters(fmt, tokens, h
         assert choice == ("few_heads", 16, 16, 16 * tokens, 16)
 
 
+def test_a_launch_spreads_tokens_as_their_plan_does():
+    for_other_rows = library.cuda_workers(gpu(), 16, 5, 2048)
+    assert gpu_choice(gpu(), 5, 16, fmt="fp8_model1", workers=for_other_rows) == ("few_heads", 8, 8, 40, 8)
+    for_longer_lists = gpu_choice(gpu(), 5, 16, token_tiles=64).workers
+    assert gpu_choice(gpu(), 5, 16, workers=for_longer_lists) == ("few_heads", 16, 16, 80, 16)
+    for_any_number = library.cuda_workers(gpu(), 64)
+    assert gpu_choice(gpu(), 1, 64, workers=for_any_number, token_tiles=128).kernel == "many_heads"
+
+
 @pytest.mark.parametrize("heads", [1, 8, 9, 16])
 def test_to_few_heads_no_sparse_list_is_long(heads):
     for tokens in range(1, 67):

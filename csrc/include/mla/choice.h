@@ -66,7 +66,7 @@ struct KernelTime {
   double plain;      // of rows of 16-bit numbers
   double converted;  // of rows that become such
   double cut;        // what a merge in the workspace takes
-  double late_part;  // what it takes longer for each part of a token beyond eight, which come one after the other
+  double late_part;  // what it takes longer for each part of a token beyond eight: they come one after the other
 
   bool converts(const CacheFormat& format) const {
     return format.quantised() && format.scale != Scale::fp32 &&
@@ -113,19 +113,19 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   // A cluster of 16 starts later: 10 tiles of fp8_model1 rows and 4 tokens 12.1 us (10.9 with 8), 18 tiles 11.8 (12.6).
   constexpr int64_t kTilesOfMostParts = 17;
   if (fits(8, 16) && token_tiles >= kTilesOfMostParts) return {8, 16};
-  // With 16 heads a block, in situ, and in 8 parts with 8 heads:
+  // With 16 heads a block, on an H100, and in brackets 8 parts with 8 heads. In situ:
   //   1 token, 64 heads: 2048 slots of fp8_ds_mla 11.3 us (10.3), 4096 13.9 (14.7), 2048 of fp8_model1 12.3 (14.1)
   //   1 token, 96 heads: 2048 slots of fp8_ds_mla 11.2 us (12.1), 4096 14.2 (16.5), of bf16 14.2 (16.1)
   //   7 tokens, 16 heads: 2048 slots of bf16 15.0 us (13.8), 8192 of fp8_ds_mla 25.2 (27.8)
-  // More than 8 clusters of 8 are slower, as two then share a part of the GPU. With up to 16 heads cuts that follow the
-  // load are as good for longer lists: 5 tokens of 16384 slots of fp8_ds_mla 33.4 us (34.2), of fp8_model1 42.1 (36.1).
-  constexpr int64_t kRoom = 8, kLongPart = 8;
+  // 8 parts are slower where two of their clusters share a GPC. Longer lists with up to 16 heads stay with cuts that
+  // follow the load: of 16384 slots 5 tokens of fp8_ds_mla take 34.2 us, and 33.4 so; of fp8_model1 36.1 and 42.1.
+  constexpr int64_t kGpcs = 8, kLongestPart = 9;
   const double tile = kFewHeadsTime.tile_of(shape.format), tiles = static_cast<double>(token_tiles);
-  const bool crowded = heads > 16 && tokens * blocks_for(heads, 8) > kRoom;
-  const double merge_of_most_parts = crowded ? 2 : 4;  // what it takes more than one of 8
+  const bool shared = heads > 16 && tokens * blocks_for(heads, 8) > kGpcs;
+  const double merge_of_most_parts = shared ? 2 : 4;  // what it takes more than one of 8
   const int64_t part = tiles_of_part(token_tiles, 16), saved = tiles_of_part(token_tiles, 8) - part;
-  if (fits(16, 16) && token_tiles >= kTilesOfMostParts && (heads > 16 || part <= kLongPart) &&
-      tile * static_cast<double>(saved) > merge_of_most_parts)
+  const bool most_pay = (heads > 16 || part <= kLongestPart) && tile * static_cast<double>(saved) > merge_of_most_parts;
+  if (fits(16, 16) && token_tiles >= kTilesOfMostParts && (shape.workers ? shape.workers == 16 * tokens : most_pay))
     return {16, 16};
   if (fits(8, 8) && (heads > 8 || token_tiles >= 8)) return {8, 8};
   const int32_t heads_per_block = heads <= 8 ? 8 : 16;
@@ -192,7 +192,7 @@ inline bool has_two_rounds(const Device& device, int64_t workers) {
 // of 2 if 33 workers are four blocks each: 28 us for 66 tokens of 128 slots with 64 heads, and 18 for 64.
 inline int32_t cluster_for(const Device& device, const AttentionShape& shape, int32_t heads_per_block,
                            int32_t workers) {
-  const int64_t busy = std::min<int64_t>(workers, shape.tokens * shape.token_tiles);
+  const int64_t busy = std::max<int64_t>(std::min<int64_t>(workers, shape.tokens * shape.token_tiles), 1);
   const int64_t head_blocks = blocks_for(shape.heads, heads_per_block);
   const auto fits = [&](int64_t blocks) {
     return (busy + blocks - 1) / blocks * head_blocks <= device.clusters[blocks];
@@ -239,15 +239,13 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
   const double sharing = shape.format.quantised() ? 1 : 1 + kSharedRow * static_cast<double>(blocks - 1);
   const double memory = memory_time(shape.format, tokens * tiles) * sharing;
   const double busy = busy_time(kernel.tile_of(shape.format) * most * waves, memory);
+  int32_t cluster = 1;
+  if (kernel.kernel == Choice::few_heads)
+    cluster = cluster_for(device, shape, kernel.heads_per_block, static_cast<int32_t>(workers));
+  const double token_parts = std::min(static_cast<double>(workers) / tokens, tiles) / cluster;  // in the workspace
   double merge = 0;
-  if (partials > 0) {
-    constexpr double kParts = 8;
-    int32_t cluster = 1;
-    if (kernel.kernel == Choice::few_heads)
-      cluster = cluster_for(device, shape, kernel.heads_per_block, static_cast<int32_t>(workers));
-    const double parts = static_cast<double>(workers) / tokens / cluster;  // of a token, in the workspace
-    merge = kernel.cut + kernel.late_part * std::max(parts - kParts, 0.0) + partial_row * partials * shape.heads;
-  }
+  if (partials > 0)
+    merge = kernel.cut + kernel.late_part * std::max(token_parts - 8, 0.0) + partial_row * partials * shape.heads;
   return {workers, kernel.begin * waves + busy + merge};
 }
 
@@ -289,7 +287,7 @@ inline void set_kind(PlanShape& shape, const Device& device, int32_t workers) {
 
 // With more than 16 heads. `few_heads` reads a row again for each 16 heads, and is the fastest all the same where there
 // are few tiles: 17 tokens of 512 slots with 64 heads take 16 us, with `many_heads` 35. Their order is no better than
-// some percent, so in doubt it is `many_heads`.
+// some percent, so in doubt it is the kernel for more heads.
 inline Choice choose_by_time(AttentionShape shape, const Device& device, const Spread& spread) {
   constexpr double kClearly = 0.97, kClusterMerge = 2;
   shape.tokens = std::min(shape.tokens, kFewTokens);
@@ -304,7 +302,7 @@ inline Choice choose_by_time(AttentionShape shape, const Device& device, const S
         shape.workers ? layout_of(*kernel, shape, device, shape.workers) : best_layout(*kernel, shape, device);
     if (!best || own.time < kClearly * layout.time) best = kernel, layout = own;
   }
-  if (spread.parts) {
+  if (spread.parts && (!shape.workers || shape.workers == shape.tokens * spread.parts)) {
     const int64_t part_tiles = tiles_of_part(shape.token_tiles, spread.parts);
     const double time =
         kFewHeadsTime.begin + kFewHeadsTime.tile_of(shape.format) * static_cast<double>(part_tiles) + kClusterMerge;
