@@ -20,6 +20,7 @@ HEADS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256)
     [
         *((1, 8, True, "few_heads", 8), (1, 16, True, "few_heads", 8), (128, 16, True, "few_heads", 16)),
         *((128, 8, False, "few_heads", 8), (1, 64, True, "few_heads", 8), (4, 128, False, "few_heads", 16)),
+        (8, 128, False, "many_heads", 64),
         *((128, 17, True, "few_heads_wide", 32), (128, 32, True, "few_heads_wide", 32)),
         *((128, 17, False, "many_heads", 64), (128, 33, True, "many_heads", 64), (51, 64, True, "few_heads_wide", 32)),
         *((17, 128, False, "many_heads", 64), (51, 32, False, "few_heads", 16), (0, 64, True, "few_heads", 8)),

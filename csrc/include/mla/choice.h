@@ -123,8 +123,11 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   const double tile = kFewHeadsTime.tile_of(shape.format), tiles = static_cast<double>(token_tiles);
   const bool shared = heads > 16 && tokens * blocks_for(heads, 8) > kGpcs;
   const double merge_of_most_parts = shared ? 2 : 4;  // what it takes more than one of 8
-  const int64_t part = tiles_of_part(token_tiles, 16), saved = tiles_of_part(token_tiles, 8) - part;
-  const bool most_pay = (heads > 16 || part <= kLongestPart) && tile * static_cast<double>(saved) > merge_of_most_parts;
+  const auto saved = [&](int64_t parts, int64_t more) {
+    return tile * static_cast<double>(tiles_of_part(token_tiles, parts) - tiles_of_part(token_tiles, more));
+  };
+  const bool most_pay =
+      (heads > 16 || tiles_of_part(token_tiles, 16) <= kLongestPart) && saved(8, 16) > merge_of_most_parts;
   if (fits(16, 16) && token_tiles >= kTilesOfMostParts && (shape.workers ? shape.workers == 16 * tokens : most_pay))
     return {16, 16};
   if (fits(8, 8) && (heads > 8 || token_tiles >= 8)) return {8, 8};
@@ -146,8 +149,7 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
                         (shape.format.quantised() ? kMemory : kPlainMemory);
   const bool halves_pay = std::max(tile * tiles / 2, memory) + kMergeOfHalves < tile * tiles;
   constexpr double kMergeOfSixths = 3;  // what it takes more than one of quarters
-  const int64_t saved_by_sixths = tiles_of_part(token_tiles, 4) - tiles_of_part(token_tiles, 6);
-  const bool sixths_pay = tile * static_cast<double>(saved_by_sixths) > kMergeOfSixths;
+  const bool sixths_pay = saved(4, 6) > kMergeOfSixths;
   for (const int32_t parts : {8, 6, 4, 3, 2}) {
     const bool pays = token_tiles >= (parts == 4 ? 4 : 8) && (parts != 6 || sixths_pay) && (parts > 2 || halves_pay);
     if (pays && fits(heads_per_block, parts)) return {heads_per_block, parts};
@@ -239,13 +241,14 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
   const double sharing = shape.format.quantised() ? 1 : 1 + kSharedRow * static_cast<double>(blocks - 1);
   const double memory = memory_time(shape.format, tokens * tiles) * sharing;
   const double busy = busy_time(kernel.tile_of(shape.format) * most * waves, memory);
-  int32_t cluster = 1;
-  if (kernel.kernel == Choice::few_heads)
-    cluster = cluster_for(device, shape, kernel.heads_per_block, static_cast<int32_t>(workers));
-  const double token_parts = std::min(static_cast<double>(workers) / tokens, tiles) / cluster;  // in the workspace
   double merge = 0;
-  if (partials > 0)
+  if (partials > 0) {
+    int32_t cluster = 1;
+    if (kernel.kernel == Choice::few_heads)
+      cluster = cluster_for(device, shape, kernel.heads_per_block, static_cast<int32_t>(workers));
+    const double token_parts = std::min(static_cast<double>(workers) / tokens, tiles) / cluster;  // in the workspace
     merge = kernel.cut + kernel.late_part * std::max(token_parts - 8, 0.0) + partial_row * partials * shape.heads;
+  }
   return {workers, kernel.begin * waves + busy + merge};
 }
 
@@ -306,10 +309,10 @@ inline Choice choose_by_time(AttentionShape shape, const Device& device, const S
     const int64_t part_tiles = tiles_of_part(shape.token_tiles, spread.parts);
     const double time =
         kFewHeadsTime.begin + kFewHeadsTime.tile_of(shape.format) * static_cast<double>(part_tiles) + kClusterMerge;
-    const double than = best->kernel == Choice::few_heads ? layout.time : kClearly * layout.time;
-    if (time < than) {
+    const double clearly = best->kernel == Choice::few_heads ? 1 : kClearly;
+    if (time < clearly * layout.time) {
       const auto workers = static_cast<int32_t>(shape.tokens * spread.parts);
-      return {Choice::few_heads, spread.heads_per_block, spread.parts, shape.workers ? shape.workers : workers, 1};
+      return {Choice::few_heads, spread.heads_per_block, spread.parts, workers, 1};
     }
   }
   return {best->kernel, best->heads_per_block, 0, static_cast<int32_t>(layout.workers), 1};
