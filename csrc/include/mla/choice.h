@@ -157,12 +157,14 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
   return {heads_per_block, 0};
 }
 
-// Rows of the default plan for up to 16 heads and few tokens whose lists are too long to be spread. Clusters of 8 leave
-// a merge in the workspace an eighth of the parts.
+// Rows of a plan for few tokens whose lists are too long to be spread, if their heads are so many blocks. Clusters of 8
+// leave a merge in the workspace an eighth of the parts. 1 token of 32768 slots with 32 heads, fp8_ds_mla, on an H100:
+// 24.9 us with 56 rows, 31.6 with 33, 36.5 with 66, which only fit in clusters of 2.
 constexpr int32_t kLongListCluster = 8;
-inline int32_t long_list_workers(const Device& device) {
-  const int32_t clusters = device.clusters[kLongListCluster];
-  return clusters > 0 ? std::min(device.processors, kLongListCluster * clusters) : device.processors;
+inline int32_t long_list_workers(const Device& device, int64_t head_blocks = 1) {
+  const auto most = static_cast<int32_t>(std::max<int64_t>(device.processors / head_blocks, 1));
+  const auto clusters = static_cast<int32_t>(device.clusters[kLongListCluster] / head_blocks);
+  return clusters > 0 ? std::min(most, kLongListCluster * clusters) : most;
 }
 
 // Whether the lists are so long that even parts of so few tokens take longer than cuts that follow the load, with up to
@@ -257,7 +259,8 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
 //   16 heads: fp8_ds_mla, 192 tokens of 1024 slots 62.6 and 73.4; bf16, 160 of them 75.3 and 86.3
 //   rows that are converted: fp8_model1, 16 heads, 160 of 1152 slots 84.2 and 72.2; 32 heads, 148 of 640 63.8 and 58.8
 inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape, const Device& device) {
-  const int64_t most = std::max<int64_t>(device.processors / blocks_for(shape.heads, kernel.heads_per_block), 1);
+  const int64_t head_blocks = blocks_for(shape.heads, kernel.heads_per_block);
+  const int64_t most = std::max<int64_t>(device.processors / head_blocks, 1);
   Layout best = layout_of(kernel, shape, device, most);
   const auto consider = [&](int64_t workers) {
     const Layout other = layout_of(kernel, shape, device, workers);
@@ -265,6 +268,10 @@ inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape,
   };
   constexpr int64_t kMostParts = 16;
   for (int64_t parts = 1; parts <= kMostParts && parts * shape.tokens <= most; ++parts) consider(parts * shape.tokens);
+  if (most > kMostParts * shape.tokens) {  // parts that come one after the other make a merge long
+    consider(most / 2);
+    consider(long_list_workers(device, head_blocks));
+  }
   const int64_t rounds = (shape.tokens + most - 1) / most;
   // of more rounds the last one matters little
   if (rounds == 2 && most > 1 && !kernel.converts(shape.format)) consider(most - 1);
@@ -292,7 +299,7 @@ inline void set_kind(PlanShape& shape, const Device& device, int32_t workers) {
 // are few tiles: 17 tokens of 512 slots with 64 heads take 16 us, with `many_heads` 35. Their order is no better than
 // some percent, so in doubt it is the kernel for more heads.
 inline Choice choose_by_time(AttentionShape shape, const Device& device, const Spread& spread) {
-  constexpr double kClearly = 0.97, kClusterMerge = 2;
+  constexpr double kClearly = 0.97;
   shape.tokens = std::min(shape.tokens, kFewTokens);
   const KernelTime* best = nullptr;
   Layout layout{};
@@ -307,8 +314,9 @@ inline Choice choose_by_time(AttentionShape shape, const Device& device, const S
   }
   if (spread.parts && (!shape.workers || shape.workers == shape.tokens * spread.parts)) {
     const int64_t part_tiles = tiles_of_part(shape.token_tiles, spread.parts);
+    const double merge = spread.parts > 8 ? 4 : 2;
     const double time =
-        kFewHeadsTime.begin + kFewHeadsTime.tile_of(shape.format) * static_cast<double>(part_tiles) + kClusterMerge;
+        kFewHeadsTime.begin + kFewHeadsTime.tile_of(shape.format) * static_cast<double>(part_tiles) + merge;
     const double clearly = best->kernel == Choice::few_heads ? 1 : kClearly;
     if (time < clearly * layout.time) {
       const auto workers = static_cast<int32_t>(shape.tokens * spread.parts);
