@@ -148,7 +148,7 @@ def test_the_gpu_is_asked_what_plans_for_it_depend_on():
     assert counts == sorted(counts, reverse=True) and bool(counts[0]) == has_hopper_kernels
     for tokens in (1, 8, 33, 66, 200):
         rows = mla_backend.plan(tokens, 2048, num_heads=16, device="cuda").shape[0]
-        assert rows == library.cuda_workers(device, 16, tokens)
+        assert rows == library.cuda_workers(device, 16, tokens, 2048)
 
 
 @given(parts_to_merge())
