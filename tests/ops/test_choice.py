@@ -121,6 +121,12 @@ def test_a_launch_spreads_tokens_as_their_plan_does():
     assert gpu_choice(gpu(), 1, 64, workers=for_any_number, token_tiles=128).kernel == "many_heads"
 
 
+@pytest.mark.parametrize(("tokens", "heads_per_block"), [(8, 8), (66, 8), (67, 16)])
+def test_short_whole_lists_have_8_heads_a_block_while_all_blocks_run_at_once(tokens, heads_per_block):
+    assert gpu_choice(gpu(), tokens, 16, token_tiles=2)[:3] == ("few_heads", heads_per_block, 0)
+    assert gpu_choice(gpu(), tokens, 16, token_tiles=2, whole_tokens=True).heads_per_block == 16
+
+
 @pytest.mark.parametrize("heads", [1, 8, 9, 16])
 def test_to_few_heads_no_sparse_list_is_long(heads):
     for tokens in range(1, 67):

@@ -154,7 +154,11 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
     const bool pays = token_tiles >= (parts == 4 ? 4 : 8) && (parts != 6 || sixths_pay) && (parts > 2 || halves_pay);
     if (pays && fits(heads_per_block, parts)) return {heads_per_block, parts};
   }
-  return {heads_per_block, 0};
+  // Short lists that stay whole, 16 heads in blocks of 8 and in brackets in one. Both have the same bits. On an H100:
+  //   fp8_ds_mla: 12 tokens of 128 slots 7.4 us (8.2), 32 of 448 13.3 (14.3)    bf16: 12 of 192 8.9 us (9.8)
+  constexpr int64_t kShortList = 8;
+  const bool in_two = heads <= 16 && token_tiles < kShortList && tokens * blocks_for(heads, 8) <= device.processors;
+  return {in_two ? 8 : heads_per_block, 0};
 }
 
 // Rows of a plan for few tokens whose lists are too long to be spread, if their heads are so many blocks. Clusters of 8
