@@ -365,8 +365,8 @@ inline Choice choose(AttentionShape shape, const Device& device) {
     choice.workers = shape.workers ? shape.workers : static_cast<int32_t>(workers);
   }
   if (choice.kernel != Choice::few_heads) return choice;
-  // a caller's plan may have more rows than there is room for blocks of 8 heads
-  const bool crowded = int64_t{shape.workers} * blocks_for(shape.heads, 8) > device.processors;
+  // a plan may have more rows than there is room for blocks of 8 heads
+  const bool crowded = int64_t{choice.workers} * blocks_for(shape.heads, 8) > device.processors;
   if (shape.heads > 8 && crowded) choice.heads_per_block = 16;
   choice.cluster = cluster_for(device, shape, choice.heads_per_block, choice.workers);
   return choice;
