@@ -60,7 +60,7 @@ def test_the_default_plan_is_for_the_clusters_that_its_launch_has(heads, fmt):
                 workers = library.cuda_workers(device, heads, tokens, 64 * tiles, format_number(fmt, "fmt"))
                 launch = gpu_choice(device, tokens, heads, fmt=fmt, workers=workers, token_tiles=tiles)
                 default = gpu_choice(device, tokens, heads, fmt=fmt, token_tiles=tiles)
-                assert launch._replace(parts=default.parts) == default  # rows for equal parts may follow the load, too
+                assert launch._replace(parts=default.parts) == default  # equal parts may be best_layout's
                 if launch.parts:
                     blocks = -(-heads // launch.heads_per_block)
                     assert launch.cluster == launch.parts

@@ -56,8 +56,8 @@ inline int64_t tiles_of_part(int64_t token_tiles, int64_t parts) { return (token
 
 // What a kernel's launch takes between other kernels, in us, so that the least of these times is that of the fastest
 // launch: fitted to all sensible plans of 1,900 sizes, 1 to 256 tokens with 8 to 128 heads and 512 to 32768 slots in
-// four formats, on an H100 with 132 multiprocessors. The default plan is 0.24 % slower than the best on average. Times
-// as such may be too long, by 4 % (few_heads_wide), 10 % (many_heads) or 30 % (few_heads).
+// four formats, on an H100 with 132 multiprocessors. There the default plan was 0.24 % slower than the best on average.
+// Times as such may be too long, by 4 % (few_heads_wide), 10 % (many_heads) or 30 % (few_heads).
 struct KernelTime {
   Choice::Kernel kernel;
   int32_t heads_per_block;
@@ -154,16 +154,16 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
     const bool pays = token_tiles >= (parts == 4 ? 4 : 8) && (parts != 6 || sixths_pay) && (parts > 2 || halves_pay);
     if (pays && fits(heads_per_block, parts)) return {heads_per_block, parts};
   }
-  // Short lists that stay whole, 16 heads in blocks of 8 and in brackets in one. Both have the same bits. On an H100:
+  // Short lists that stay whole, on an H100: 16 heads in two blocks of 8, and in brackets in one, with the same bits.
   //   fp8_ds_mla: 12 tokens of 128 slots 7.4 us (8.2), 32 of 448 13.3 (14.3)    bf16: 12 of 192 8.9 us (9.8)
   constexpr int64_t kShortList = 8;
   const bool in_two = heads <= 16 && token_tiles < kShortList && tokens * blocks_for(heads, 8) <= device.processors;
   return {in_two ? 8 : heads_per_block, 0};
 }
 
-// Rows of a plan for few tokens whose lists are too long to be spread, if their heads are so many blocks. Clusters of 8
-// leave a merge in the workspace an eighth of the parts. 1 token of 32768 slots with 32 heads, fp8_ds_mla, on an H100:
-// 24.9 us with 56 rows, 31.6 with 33, 36.5 with 66, which only fit in clusters of 2.
+// Rows of a plan for few tokens whose lists are too long to be spread; each row is read by so many blocks of heads.
+// Clusters of 8 leave a merge in the workspace an eighth of the parts. 1 token of 32768 slots with 32 heads,
+// fp8_ds_mla, on an H100: 24.9 us with 56 rows, 31.6 with 33, 36.5 with 66. Those fit in clusters of 2 only.
 constexpr int32_t kLongListCluster = 8;
 inline int32_t long_list_workers(const Device& device, int64_t head_blocks = 1) {
   const auto most = static_cast<int32_t>(std::max<int64_t>(device.processors / head_blocks, 1));
@@ -272,7 +272,10 @@ inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape,
   };
   constexpr int64_t kMostParts = 16;
   for (int64_t parts = 1; parts <= kMostParts && parts * shape.tokens <= most; ++parts) consider(parts * shape.tokens);
-  if (most > kMostParts * shape.tokens) {  // parts that come one after the other make a merge long
+  // A token would have more than 16 parts, which the workspace merges one after the other. Kernels without clusters
+  // gain from the second number, too: it is equal parts of 5 and 6 tokens. The plan op takes it for rows in clusters,
+  // which makes no difference to full lists, and 7 % at most to others.
+  if (most > kMostParts * shape.tokens) {
     consider(most / 2);
     consider(long_list_workers(device, head_blocks));
   }
@@ -304,6 +307,7 @@ inline void set_kind(PlanShape& shape, const Device& device, int32_t workers) {
 // some percent, so in doubt it is the kernel for more heads.
 inline Choice choose_by_time(AttentionShape shape, const Device& device, const Spread& spread) {
   constexpr double kClearly = 0.97;
+  constexpr double kClusterMerge = 2, kMergeOfMostParts = 4;  // us; the second of lists of 8192 slots and more
   shape.tokens = std::min(shape.tokens, kFewTokens);
   const KernelTime* best = nullptr;
   Layout layout{};
@@ -318,7 +322,7 @@ inline Choice choose_by_time(AttentionShape shape, const Device& device, const S
   }
   if (spread.parts && (!shape.workers || shape.workers == shape.tokens * spread.parts)) {
     const int64_t part_tiles = tiles_of_part(shape.token_tiles, spread.parts);
-    const double merge = spread.parts > 8 ? 4 : 2;
+    const double merge = spread.parts > 8 ? kMergeOfMostParts : kClusterMerge;
     const double time =
         kFewHeadsTime.begin + kFewHeadsTime.tile_of(shape.format) * static_cast<double>(part_tiles) + merge;
     const double clearly = best->kernel == Choice::few_heads ? 1 : kClearly;
