@@ -56,11 +56,12 @@ def test_the_default_plan_is_for_the_clusters_that_its_launch_has(heads, fmt):
     for processors in (78, 132):
         device = gpu(processors)
         for tokens in range(1, 200):
-            for tiles in (7, 32, 128, 512):
+            for tiles in (7, 8, 32, 128, 512):
                 workers = library.cuda_workers(device, heads, tokens, 64 * tiles, format_number(fmt, "fmt"))
                 launch = gpu_choice(device, tokens, heads, fmt=fmt, workers=workers, token_tiles=tiles)
                 default = gpu_choice(device, tokens, heads, fmt=fmt, token_tiles=tiles)
-                assert launch._replace(parts=default.parts) == default  # equal parts may be best_layout's
+                # rows of a plan for long lists may happen to be 16 for each token
+                assert (launch._replace(parts=default.parts) if tiles == 512 else launch) == default
                 if launch.parts:
                     blocks = -(-heads // launch.heads_per_block)
                     assert launch.cluster == launch.parts
@@ -100,8 +101,10 @@ def test_long_lists_of_few_tokens_are_cut_by_load(tokens, slots):
 @pytest.mark.parametrize("fmt", ["fp8_ds_mla", "bf16", "fp8_model1"])
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 64), (1, 112), (2, 32), (2, 48), (3, 32), (7, 16)])
 def test_lists_of_few_tokens_and_all_their_heads_meet_in_clusters(fmt, tokens, heads):
-    choice = gpu_choice(gpu(), tokens, heads, fmt=fmt, token_tiles=64)
-    assert choice == ("few_heads", 16, 16, 16 * tokens, 16)
+    longest = 4096 if (fmt, tokens, heads) == ("fp8_model1", 2, 32) else 8192  # the next test has that with 8192
+    for slots in (4096, longest):
+        choice = gpu_choice(gpu(), tokens, heads, fmt=fmt, token_tiles=slots // 64)
+        assert choice == ("few_heads", 16, 16, 16 * tokens, 16)
 
 
 @pytest.mark.parametrize(

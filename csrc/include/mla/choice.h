@@ -51,6 +51,11 @@ inline int64_t blocks_for(int32_t heads, int32_t heads_per_block) {
   return (int64_t{heads} + heads_per_block - 1) / heads_per_block;
 }
 
+// Rows of a plan whose blocks all run at once, if each row is read by so many blocks of heads.
+inline int64_t rows_at_once(int64_t blocks_at_once, int64_t head_blocks) {
+  return std::max<int64_t>(blocks_at_once / head_blocks, 1);
+}
+
 // Tiles of the largest of a token's equal parts.
 inline int64_t tiles_of_part(int64_t token_tiles, int64_t parts) { return (token_tiles + parts - 1) / parts; }
 
@@ -166,7 +171,7 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
 // fp8_ds_mla, on an H100: 24.9 us with 56 rows, 31.6 with 33, 36.5 with 66. Those fit in clusters of 2 only.
 constexpr int32_t kLongListCluster = 8;
 inline int32_t long_list_workers(const Device& device, int64_t head_blocks = 1) {
-  const auto most = static_cast<int32_t>(std::max<int64_t>(device.processors / head_blocks, 1));
+  const auto most = static_cast<int32_t>(rows_at_once(device.processors, head_blocks));
   const auto clusters = static_cast<int32_t>(device.clusters[kLongListCluster] / head_blocks);
   return clusters > 0 ? std::min(most, kLongListCluster * clusters) : most;
 }
@@ -180,7 +185,7 @@ inline bool too_long_to_spread(const Device& device, int64_t tokens, int64_t tok
   constexpr int64_t kLongPart = 8;  // tiles of a part that is worth a thought
   const int64_t workers = long_list_workers(device);
   const int64_t part_tiles = tiles_of_part(token_tiles, spread.parts);
-  if (workers == 0 || token_tiles == kAnyTiles || part_tiles <= kLongPart) return false;
+  if (token_tiles == kAnyTiles || part_tiles <= kLongPart) return false;
   const double spread_time = kTile * static_cast<double>(part_tiles);
   // as of fp8 rows, which memory holds up least
   const double tiles = static_cast<double>(tokens * token_tiles), worker_tiles = tiles / static_cast<double>(workers);
@@ -264,7 +269,7 @@ inline Layout layout_of(const KernelTime& kernel, const AttentionShape& shape, c
 //   rows that are converted: fp8_model1, 16 heads, 160 of 1152 slots 84.2 and 72.2; 32 heads, 148 of 640 63.8 and 58.8
 inline Layout best_layout(const KernelTime& kernel, const AttentionShape& shape, const Device& device) {
   const int64_t head_blocks = blocks_for(shape.heads, kernel.heads_per_block);
-  const int64_t most = std::max<int64_t>(device.processors / head_blocks, 1);
+  const int64_t most = rows_at_once(device.processors, head_blocks);
   Layout best = layout_of(kernel, shape, device, most);
   const auto consider = [&](int64_t workers) {
     const Layout other = layout_of(kernel, shape, device, workers);
@@ -337,7 +342,7 @@ inline Choice choose_by_time(AttentionShape shape, const Device& device, const S
 inline Choice choose(AttentionShape shape, const Device& device) {
   shape.tokens = std::max<int64_t>(shape.tokens, 1);  // there may be none
   const auto workers_for = [&](int64_t at_once, int32_t heads_per_block) {
-    const int64_t workers = std::max<int64_t>(at_once / blocks_for(shape.heads, heads_per_block), 1);
+    const int64_t workers = rows_at_once(at_once, blocks_for(shape.heads, heads_per_block));
     return shape.workers ? shape.workers : static_cast<int32_t>(workers);
   };
   if (!device.hopper_kernels || !shape.suits_hopper_kernels) {
