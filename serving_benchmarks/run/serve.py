@@ -231,7 +231,7 @@ class Backend:
         """A round: starts the server and runs all loads. Yields new entries; those of earlier rounds are extended."""
         options, plan, say = self.options, self.plan, self.stages.at
         name = f"{self.name}, round {number + 1} of {options.rounds}" if options.rounds > 1 else self.name
-        name_of_files = f"{self.name}-{number + 1}"
+        name_of_files = f"{self.name.replace(':', '-')}-{number + 1}"
         log = self.logs / f"{name_of_files}-server.log"
         log.write_bytes(b"")
         say(f"{name}: starting the server")

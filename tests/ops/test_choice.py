@@ -124,10 +124,20 @@ def test_a_launch_spreads_tokens_as_their_plan_does():
     assert gpu_choice(gpu(), 1, 64, workers=for_any_number, token_tiles=128).kernel == "many_heads"
 
 
-@pytest.mark.parametrize(("tokens", "heads_per_block"), [(8, 8), (66, 8), (67, 16)])
-def test_short_whole_lists_have_8_heads_a_block_while_all_blocks_run_at_once(tokens, heads_per_block):
-    assert gpu_choice(gpu(), tokens, 16, token_tiles=2)[:3] == ("few_heads", heads_per_block, 0)
-    assert gpu_choice(gpu(), tokens, 16, token_tiles=2, whole_tokens=True).heads_per_block == 16
+@pytest.mark.parametrize(
+    ("fmt", "heads", "most"), [("fp8_ds_mla", 16, 66), ("fp8_ds_mla", 64, 11), ("bf16", 64, 16), ("fp8_model1", 24, 44)]
+)
+def test_short_whole_lists_have_8_heads_a_block_while_there_is_room(fmt, heads, most):
+    """All blocks run at once. Where more than two read rows that are not converted, they fill two thirds of the GPU."""
+    for tokens, heads_per_block in (1, 8), (most, 8), (most + 1, 16):
+        choice = gpu_choice(gpu(), tokens, heads, fmt=fmt, token_tiles=1)
+        assert choice[:3] == ("few_heads", heads_per_block, 0)
+    assert gpu_choice(gpu(), 1, heads, fmt=fmt, token_tiles=1, whole_tokens=True).heads_per_block > 8
+
+
+@pytest.mark.parametrize(("heads", "tiles", "parts"), [(8, 2, 0), (16, 2, 0), (16, 4, 8), (8, 8, 8)])
+def test_short_lists_of_few_tokens_are_spread_where_it_saves_more_than_their_merge_takes(heads, tiles, parts):
+    assert gpu_choice(gpu(), 5, heads, token_tiles=tiles)[:3] == ("few_heads", 8, parts)
 
 
 @pytest.mark.parametrize("heads", [1, 8, 9, 16])

@@ -135,7 +135,9 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
       (heads > 16 || tiles_of_part(token_tiles, 16) <= kLongestPart) && saved(8, 16) > merge_of_most_parts;
   if (fits(16, 16) && token_tiles >= kTilesOfMostParts && (shape.workers ? shape.workers == 16 * tokens : most_pay))
     return {16, 16};
-  if (fits(8, 8) && (heads > 8 || token_tiles >= 8)) return {8, 8};
+  // 9 to 16 heads, 8 parts of 128 slots, whole in brackets: 4 tokens of fp8_ds_mla 8.1 us (7.1), 6 of bf16 7.7 (6.8)
+  constexpr double kMergeOfEighths = 2;
+  if (fits(8, 8) && (heads > 8 ? saved(1, 8) > kMergeOfEighths : token_tiles >= 8)) return {8, 8};
   const int32_t heads_per_block = heads <= 8 ? 8 : 16;
   // instead of cuts that follow the load:
   //   8, 4 parts: b 15 19.7 us (33.1), b 24 26.8 (35.6)
@@ -159,11 +161,7 @@ inline Spread spread_few_tokens(const AttentionShape& shape, const Device& devic
     const bool pays = token_tiles >= (parts == 4 ? 4 : 8) && (parts != 6 || sixths_pay) && (parts > 2 || halves_pay);
     if (pays && fits(heads_per_block, parts)) return {heads_per_block, parts};
   }
-  // Short lists that stay whole, on an H100: 16 heads in two blocks of 8, and in brackets in one, with the same bits.
-  //   fp8_ds_mla: 12 tokens of 128 slots 7.4 us (8.2), 32 of 448 13.3 (14.3)    bf16: 12 of 192 8.9 us (9.8)
-  constexpr int64_t kShortList = 8;
-  const bool in_two = heads <= 16 && token_tiles < kShortList && tokens * blocks_for(heads, 8) <= device.processors;
-  return {in_two ? 8 : heads_per_block, 0};
+  return {heads_per_block, 0};
 }
 
 // Rows of a plan for few tokens whose lists are too long to be spread; each row is read by so many blocks of heads.
@@ -374,9 +372,19 @@ inline Choice choose(AttentionShape shape, const Device& device) {
     choice.workers = shape.workers ? shape.workers : static_cast<int32_t>(workers);
   }
   if (choice.kernel != Choice::few_heads) return choice;
+  // Short lists that stay whole, on an H100: in blocks of 8 heads, and in brackets of 16, with the same bits.
+  //   12 tokens of 128 slots with 16 heads: fp8_ds_mla 7.4 us (8.2)
+  //   20 tokens of 128 slots with 24 heads: bf16 7.9 us (8.3)    20 of 192: fp8_model1 11.6 us (12.3)
+  // Rows that more than two such blocks read and multiply as they are gain nothing once these fill two thirds of a GPU:
+  //   fp8_ds_mla: 15 tokens of 128 slots with 48 heads 8.3 us (8.4), 16 of 192 with 64 10.6 (9.9)
+  constexpr int64_t kShortList = 8;
+  const int64_t narrow_blocks = int64_t{choice.workers} * blocks_for(shape.heads, 8);
+  const bool read_often = shape.heads > 16 && shape.format.quantised() && !kFewHeadsTime.converts(shape.format);
+  const int64_t room = read_often ? device.processors * 2 / 3 : device.processors;
+  if (!shape.whole_tokens && choice.parts == 0 && shape.token_tiles < kShortList && narrow_blocks <= room)
+    choice.heads_per_block = 8;
   // a plan may have more rows than there is room for blocks of 8 heads
-  const bool crowded = int64_t{choice.workers} * blocks_for(shape.heads, 8) > device.processors;
-  if (shape.heads > 8 && crowded) choice.heads_per_block = 16;
+  if (shape.heads > 8 && narrow_blocks > device.processors) choice.heads_per_block = 16;
   choice.cluster = cluster_for(device, shape, choice.heads_per_block, choice.workers);
   return choice;
 }
