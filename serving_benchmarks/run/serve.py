@@ -236,7 +236,8 @@ class Backend:
         log.write_bytes(b"")
         say(f"{name}: starting the server")
         try:
-            with serving(partial(server_command, options, plan, self.name), log, options.stuck_limit) as server:
+            command = partial(server_command, options, plan, self.name)
+            with serving(command, log, options.stuck_limit, lambda told: say(f"{name}: {told}")) as server:
                 say(f"{name}: healthy after {server.start_seconds:.0f} s")
                 equal = self.answers_are_equal(server)
 

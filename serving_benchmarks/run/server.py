@@ -20,13 +20,15 @@ from serving_benchmarks.run.workloads import Workload
 POLL_SECONDS = 0.5
 READY_SECONDS = 1800.0
 """How long a server may take to start: a large model is loaded, compiled and captured."""
+START_TOLD_SECONDS = 60.0
+"""How often it is told how far a start is: some compile for ten minutes."""
 ANSWER_SECONDS = 10
 WATCH_SECONDS = 10.0
 """How often a server is asked what it has done while a client runs: more often would take its time."""
 TOKENS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
 """Metrics that grow while a server works."""
 MOST_OF_AN_ANSWER = 200
-"""Characters shown of why a request was refused."""
+"""Characters shown of why a request was refused, or of what a server that starts printed last."""
 
 
 class ServerFailed(Exception):
@@ -123,23 +125,30 @@ def parse_metrics(text: str) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def serving(command: Callable[[int], Sequence[str]], log: Path, limit: float) -> Iterator[Server]:
+def serving(
+    command: Callable[[int], Sequence[str]], log: Path, limit: float, say: Callable[[str], None]
+) -> Iterator[Server]:
     """A server for as long as the block lasts. ServerFailed if it ends, or takes too long, before it is healthy.
 
     Args:
         command: the words that start it at a port.
         log: the file for what it prints.
         limit: seconds without an answer after which it is stuck, once it is healthy.
+        say: tells the user, while it starts, what it printed last.
     """
     with socket.socket() as some:  # finds a free port
         some.bind(("127.0.0.1", 0))
         port = some.getsockname()[1]
-    begin = time.monotonic()
+    begin = told = time.monotonic()
     with Supervised(command(port), log) as process:
         while _answer(port, "health") is None:
             Server(process, port, 0, limit).require_running("the server ended before it was ready")
             if time.monotonic() - begin > READY_SECONDS:
                 raise ServerFailed(f"the server was not ready after {READY_SECONDS:g} s")
+            if time.monotonic() - told > START_TOLD_SECONDS:
+                told = time.monotonic()
+                *_, last = ["nothing", *filter(str.strip, process.says().splitlines())]
+                say(f"{told - begin:.0f} s; it printed last: {last.strip()[:MOST_OF_AN_ANSWER]}")
             time.sleep(POLL_SECONDS)
         yield Server(process, port, time.monotonic() - begin, limit)
 

@@ -69,9 +69,10 @@ FAILING = {
 }
 
 
-def test_backends_that_fail_are_said_to_and_the_others_go_on(small_model, fake_vllm, monkeypatch):
+def test_backends_that_fail_are_said_to_and_the_others_go_on(small_model, fake_vllm, monkeypatch, capsys):
     monkeypatch.setattr(common, "size_warmup", lambda *_: [Workload([[5]], [2])])
     monkeypatch.setattr(server, "READY_SECONDS", 3)
+    monkeypatch.setattr(server, "START_TOLD_SECONDS", 1)
     how = ("--backend", ",".join([*FAILING, "FINE"]), "--concurrency", "1,2", "--no-warmup")
     output = fake_vllm / "out.json"
     assert status_of("serve", "--model", small_model, *SMALL, *how, "--output", output) == 1
@@ -83,6 +84,8 @@ def test_backends_that_fail_are_said_to_and_the_others_go_on(small_model, fake_v
             assert FAILING[result["backend"]] in result["error"]
         else:
             assert result["error"] is None and "requests" not in result
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("SICK: ") and "of 9" in line]
+    assert told and all(line.endswith("7 of 9") for line in told), "how far its start is"
 
 
 STUCK = {

@@ -21,6 +21,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             time.sleep(1000)
         self.send_response(503 if mode == "SICK" else 200)
         self.end_headers()
+        if mode == "SICK":
+            return
         for name, count in (("num_preemptions", 3), ("prefix_cache_queries", 200), ("prefix_cache_hits", 50)):
             self.wfile.write(f'vllm:{name}_total{{engine="0"}} {count * asked}.0\n'.encode())
         self.wfile.write(b'vllm:generation_tokens_total{engine="0"} 5.0\n')
@@ -54,6 +56,8 @@ if __name__ == "__main__":
     (folder / "server").write_text(" ".join(sys.argv))
     with (folder / "starts").open("a") as file:
         file.write(f"{mode}\n")
+    if mode == "SICK":
+        print("compiled: 1 of 9\rcompiled: 7 of 9\n", flush=True)
     worker = os.fork()
     if not worker:
         os.setsid()  # as a worker in a session of its own
