@@ -1,4 +1,6 @@
-"""What is checked of an argument before it is used."""
+"""What is checked of an argument before it is used; as in mla_backend, which this package does without."""
+
+import sys
 
 import torch
 
@@ -11,11 +13,13 @@ def require_a(kind: type, **arguments: object) -> None:
 
 
 def require_count(name: str, value: object, at_least: int = 0) -> None:
-    """For ints that have a smallest value."""
+    """For ints of 64 bits that have a smallest value."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
     if value < at_least:
         raise ValueError(f"{name} must be {at_least} or more; got {value}")
+    if value > sys.maxsize:
+        raise ValueError(f"{name} must be {sys.maxsize} or less; got {value}")
 
 
 def require_device(name: str, device: object) -> None:
@@ -25,4 +29,4 @@ def require_device(name: str, device: object) -> None:
     except (AssertionError, RuntimeError, TypeError) as error:  # the first from a torch without CUDA
         kind = TypeError if isinstance(error, TypeError) else ValueError
         reason = str(error).partition("\n")[0]
-        raise kind(f"{name} must be a device that is there; got {device!r}: {reason}") from error
+        raise kind(f"{name} must be an available device; got {device!r}: {reason}") from error

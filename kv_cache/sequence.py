@@ -44,11 +44,7 @@ class Sequence:
 
     def append(self, *tokens: int) -> None:
         """Adds tokens at the end, for example sampled ones."""
-        try:
-            for token in tokens:
-                self.tokens.append(token)
-        except (TypeError, OverflowError):
-            raise TypeError(f"tokens must be ints of 32 bits; got {token!r}") from None
+        self.tokens.frombytes(_packed(tokens))
 
     def names(self, count: int) -> list[bytes]:
         """The names of the first blocks, at least `count`, which have to be full of tokens."""

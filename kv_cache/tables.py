@@ -6,6 +6,7 @@ from collections.abc import Sequence as Many
 import torch
 from torch import Tensor
 
+from kv_cache.arguments import require_count
 from kv_cache.sequence import Sequence
 
 
@@ -35,8 +36,9 @@ def slot_mapping(sequences: Many[Sequence], counts: Many[int]) -> Tensor:
     slots = array("q")
     for sequence, count in zip(sequences, counts, strict=True):
         size, blocks = sequence.block_size, sequence.blocks
+        require_count("counts", count)
         position, end = sequence.computed, sequence.computed + count
-        if count < 0 or end > len(blocks) * size:
+        if end > len(blocks) * size:
             raise ValueError(f"counts must have room: 0 to {len(blocks) * size - position} tokens; got {count}")
         while position < end:
             first = blocks[position // size] * size

@@ -35,12 +35,13 @@ __all__ = [
     "sparse_mla",
     "sparse_mla_backward",
     "stage_rows",
+    "tilelang",
     "write_keys",
 ]
 
 try:
     from mla_backend import fake as _fake  # noqa: F401  (torch.compile support)
-    from mla_backend import flash_mla, library, reference
+    from mla_backend import flash_mla, library, reference, tilelang
     from mla_backend.attention import merge_partials, plan, sparse_attention
     from mla_backend.cache import cache_gather, cache_write, convert_indices, stage_rows
     from mla_backend.dense import dense_attention

@@ -5,6 +5,7 @@ Shapes, dtypes, strides and devices are checked by the ops themselves (csrc/bind
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 _WRONG_TYPE = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'")
-_ARGUMENT = re.compile(r"^\w+(?= )|(?<= with )\w+(?=;)")
+_ARGUMENT = re.compile(r"^\w+(?= )|(?<= with )\w+(?=;)|(?<= without )\w+(?=;)")
 _KINDS = {
     "Tensor": "a torch.Tensor",
     "Optional[Tensor]": "a torch.Tensor or None",
@@ -54,7 +55,7 @@ def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
     """Calls an op that autograd knows. torch's error for an argument of a wrong type becomes a TypeError."""
     for i, name in _places(op)[2]:
         if arguments[i] is None:  # which torch takes for False
-            raise TypeError(f"{name} must be a bool; got NoneType")
+            require_bools(**{name: None})
     try:
         return op(*arguments)
     except ValueError as error:
@@ -69,6 +70,10 @@ def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
         if wrong is None:
             raise
         kind, name, given = wrong.groups()
+        if given == "int":
+            raise ValueError(
+                f"{name} must be {_KINDS.get(kind, kind)} that fits into 64 bits; got a larger one"
+            ) from None
         raise TypeError(f"{name} must be {_KINDS.get(kind, kind)}; got {given}") from None
 
 
@@ -96,12 +101,38 @@ def require_optional_tensors(**arguments: object) -> None:
     require_tensors(**{name: value for name, value in arguments.items() if value is not None})
 
 
+def require_device_of(first: str, **arguments: Tensor | None) -> None:
+    """For tensors that have to be where the one named `first` is."""
+    device = arguments[first].device
+    for name, value in arguments.items():
+        if value is not None and value.device != device:
+            raise ValueError(f"{name} must be on {device} like {first}; got a tensor on {value.device}")
+
+
+def require_bools(**arguments: object) -> None:
+    """For bools that Python code uses: anything would do there."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool; got {type(value).__name__}")
+
+
+def require_number(name: str, value: object) -> None:
+    """For finite numbers."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number; got {type(value).__name__}")
+    if not abs(value) <= sys.float_info.max:
+        given = value if isinstance(value, float) else "a larger one"
+        raise ValueError(f"{name} must be a finite number; got {given}")
+
+
 def require_count(name: str, value: object, at_least: int = 0) -> None:
-    """For ints that have a smallest value."""
+    """For ints of 64 bits that have a smallest value."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
     if value < at_least:
         raise ValueError(f"{name} must be {at_least} or more; got {value}")
+    if value > sys.maxsize:
+        raise ValueError(f"{name} must be {sys.maxsize} or less; got {value}")
 
 
 def require_device(name: str, device: object) -> None:
@@ -111,7 +142,7 @@ def require_device(name: str, device: object) -> None:
     except (AssertionError, RuntimeError, TypeError) as error:  # the first from a torch without CUDA
         kind = TypeError if isinstance(error, TypeError) else ValueError
         reason = str(error).partition("\n")[0]
-        raise kind(f"{name} must be a device that is there; got {device!r}: {reason}") from error
+        raise kind(f"{name} must be an available device; got {device!r}: {reason}") from error
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from mla_backend import library
-from mla_backend.arguments import call, require_count, require_device, require_optional_tensors, require_tensors
+from mla_backend.arguments import (
+    call,
+    require_bools,
+    require_count,
+    require_device,
+    require_optional_tensors,
+    require_tensors,
+)
 from mla_backend.formats import FORMATS, format_name, format_number
 
 VALUE_DIM = FORMATS["bf16"].value_dim
@@ -70,6 +77,7 @@ def sparse_attention(
         out `[T, H, 512]` and lse fp32 `[T, H]`, the natural logarithm of the sum of exponentials; with
         `return_max_logits` also fp32 `[T, H]`. A row with nothing to attend to gives 0, -inf and -inf.
     """
+    require_bools(return_max_logits=return_max_logits)
     q, q_rope = query_parts(q)
     shape = q.shape[:2]
     if out is None:
@@ -121,6 +129,11 @@ def query_parts(q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | Non
         raise ValueError(f"q must be a tensor or a pair (q_nope, q_rope); got {len(q)} tensors")
     require_tensors(q_nope=q[0], q_rope=q[1])
     return q[0], q[1]
+
+
+def default_scale(q: Tensor) -> float:
+    """head_dim ** -0.5; any number for queries without one, which the ops refuse."""
+    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] else 1.0
 
 
 def require_value_dim(name: str, value: object) -> None:

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     generate_options.add(commands).set_defaults(run=_generate)
     options, rest = parser.parse_known_args(arguments)
     if options.command == "generate" and not any(text.startswith("-") for text in rest):
-        options.prompts += rest  # argparse doesn't assign prompts that follow an option
+        options.prompts = [*options.prompts, *rest]  # argparse doesn't assign prompts that follow an option
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if sys.stdout is None:

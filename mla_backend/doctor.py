@@ -160,7 +160,7 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     else:
         why = None
     verdicts.append({"what": "every op on a GPU", "runs": why is None, "why": why})
-    verdicts.append({"what": "attention of 192/128 heads", **_mha_verdict(report["mha"])})
+    verdicts.append({"what": "attention of 192/128 dims a head", **_mha_verdict(report["mha"])})
     what = f"vLLM backends {' and '.join(versions.CLASS_PATHS)}"
     verdicts.append({"what": what, **_vllm_verdict(report["vllm"], why is None, why)})
     return verdicts
@@ -171,7 +171,7 @@ def _mha_verdict(mha: dict[str, Any]) -> dict[str, Any]:
     said: dict[str, list[str]] = {}
     for what, taken in mha["taken"].items():
         said.setdefault(taken["why"] or f"{taken['provider']} {taken['version']}", []).append(what)
-    why = "; ".join(f"{', '.join(calls)}: {who}" for who, calls in said.items())
+    why = "; ".join(who + f" for {' and '.join(calls)}" * (len(said) > 1) for who, calls in said.items())
     return {"runs": any(taken["provider"] for taken in mha["taken"].values()), "why": why or mha["why"]}
 
 

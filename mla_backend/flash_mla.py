@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from mla_backend import attention, training
-from mla_backend.arguments import dtype_name, named, require_count, require_optional_tensors, require_tensors
+from mla_backend.arguments import (
+    described,
+    dtype_name,
+    named,
+    require_bools,
+    require_count,
+    require_optional_tensors,
+    require_tensors,
+)
 from mla_backend.dense import dense_attention
 from mla_backend.formats import FORMATS, CacheFormat, format_of
 from mla_backend.mha import flash_attn_varlen_func as flash_attn_varlen_func
@@ -88,6 +96,7 @@ def get_mla_metadata(
     Args:
         enable_batch_invariant: give a token the same bits whatever else is in the batch, by never splitting its list.
     """
+    require_bools(enable_batch_invariant=enable_batch_invariant)
     if _is_of_september_2025(args, kwargs):
         return _metadata_of_september_2025(*args, **kwargs, batch_invariant=enable_batch_invariant)
     return FlashMLASchedMeta(enable_batch_invariant=enable_batch_invariant), None
@@ -217,6 +226,7 @@ def flash_mla_with_kvcache(
     }
     require_tensors(q=q, k_cache=k_cache)
     require_optional_tensors(indices=indices, out=out, **sparse_only)
+    require_bools(causal=causal, enable_batch_invariant=enable_batch_invariant, base2_lse=base2_lse)
     dense = indices is None
     rows = _require_paged("k_cache", k_cache, is_fp8_kvcache, any_kv_heads=dense)
     _require_queries(q, out, rows, k_cache.shape[2])
@@ -224,7 +234,7 @@ def flash_mla_with_kvcache(
         _require_paged("extra_k_cache", extra_k_cache, is_fp8_kvcache)
     attention.require_value_dim("head_dim_v", head_dim_v)
     if softmax_scale is None:
-        softmax_scale = q.shape[-1] ** -0.5
+        softmax_scale = attention.default_scale(q)
     batch_invariant = enable_batch_invariant or _asked_for_batch_invariance(tile_scheduler_metadata)
     b, s_q, h_q, _ = q.shape
     slots = _per_query(indices, "indices", b, s_q)
@@ -424,6 +434,7 @@ def flash_mla_sparse_fwd(
     """
     require_tensors(q=q, kv=kv, indices=indices)
     require_optional_tensors(topk_length=topk_length, out=out)
+    require_bools(base2_lse=base2_lse)
     attention.require_value_dim("d_v", d_v)
     require_count("indexer_topk", indexer_topk)
     _require_one_list(kv, indices)
@@ -485,12 +496,14 @@ def flash_mla_sparse_bwd(
     """
     require_tensors(q=q, kv=kv, o=o, dO=dO, indices=indices, lse=lse)
     require_optional_tensors(topk_length=topk_length)
+    require_bools(base2_lse=base2_lse)
     attention.require_value_dim("d_v", d_v)
     require_count("q_start_index_s", q_start_index_s)
     _require_one_list(kv, indices)
     slots = indices.squeeze(1)
     if q_start_index_s > 0:
-        position = torch.arange(q_start_index_s, q_start_index_s + len(slots), device=slots.device).unsqueeze(1)
+        first = min(q_start_index_s, len(kv))  # from there on all rows are seen
+        position = torch.arange(first, first + len(slots), device=slots.device).unsqueeze(1)
         slots = torch.where(slots <= position, slots, -1)
     with named(scale="sm_scale", out="o", d_out="dO"), torch.no_grad():
         d_q, d_kv, _ = training.sparse_mla_backward(
@@ -500,7 +513,7 @@ def flash_mla_sparse_bwd(
             o,
             lse / math.log2(math.e) if base2_lse else lse,
             dO,
-            scale=q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
+            scale=attention.default_scale(q) if sm_scale is None else sm_scale,
             topk_length=topk_length,
         )
     return d_q, d_kv.unsqueeze(1)
@@ -556,8 +569,8 @@ def _per_query(indices: Tensor | None, name: str, b: int, s_q: int) -> Tensor | 
     """Index lists `[b, s_q, topk]` as `[b * s_q, topk]`."""
     if indices is None:
         return None
-    if indices.dim() != 3 or indices.shape[:2] != (b, s_q):
-        raise ValueError(f"{name} must be int32 [b={b}, s_q={s_q}, topk]; got {list(indices.shape)}")
+    if indices.dtype != torch.int32 or indices.dim() != 3 or indices.shape[:2] != (b, s_q):
+        raise ValueError(f"{name} must be int32 [b={b}, s_q={s_q}, topk]; got {described(indices)}")
     return indices.flatten(0, 1)
 
 

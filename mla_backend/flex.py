@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from mla_backend import attention, library, reference, training
-from mla_backend.arguments import described, dtype_name, named, require_optional_tensors, require_tensors, result_of
+from mla_backend.arguments import (
+    described,
+    dtype_name,
+    named,
+    require_bools,
+    require_number,
+    require_optional_tensors,
+    require_tensors,
+    result_of,
+)
 from mla_backend.dense import dense_attention
 from mla_backend.mask import LIST_ENTRIES, FlexMask, flex_mask
 
@@ -60,6 +69,7 @@ def flex_mla(
     """
     require_tensors(q=q, kv=kv)
     require_optional_tensors(block_table=block_table)
+    require_bools(return_lse=return_lse)
     mask = block_mask if isinstance(block_mask, FlexMask) else flex_mask(block_mask)
     paged = block_table is not None
     _require_q(q, paged)
@@ -174,8 +184,7 @@ def _require_mask(mask: FlexMask, q: Tensor, positions: int | None) -> None:
 def _with_score_mod(q: Tensor, kv: Tensor, mask: FlexMask, scale: float, score_mod: Callable) -> tuple[Tensor, Tensor]:
     if not callable(score_mod):
         raise TypeError(f"score_mod must be a function or None; got {type(score_mod).__name__}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be a finite number; got {scale}")
+    require_number("scale", scale)
     if q.device.type != "cpu":
         raise ValueError(f"score_mod must be None on {q.device}, as only a CPU takes a function; got a function")
     tokens, positions = math.prod(mask.blocks.shape[:2]) * mask.sizes[0], mask.sizes[1]

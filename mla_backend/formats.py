@@ -88,6 +88,10 @@ class CacheFormat:
         require_tensors(memory=memory)
         if memory.dtype != torch.uint8 or memory.dim() != 1:
             raise ValueError(f"memory must be uint8 [bytes]; got {described(memory)}")
+        if not memory.is_contiguous() or memory.storage_offset() % self.dtype.itemsize:
+            raise ValueError(
+                f"memory must be in one piece, at a multiple of {self.dtype.itemsize} bytes; got other memory"
+            )
         page = self.page_bytes(block_size)
         blocks = len(memory) // page
         pages = memory[: blocks * page].view(blocks, page).view(self.dtype)

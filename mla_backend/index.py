@@ -23,7 +23,7 @@ def index_scores(
     Args:
         queries: fp32 or bf16 `[T, H, 128]`, of any strides whose last is 1. H is 1 to 128.
         weights: fp32 `[T, H]`, of each head.
-        cache: the keys: bf16 `[blocks, block_size, 128]`, or as bytes `[blocks, block_size, 132]`, in each block first
+        cache: the keys: bf16 `[blocks, block_size, 128]`, or uint8 `[blocks, block_size, 132]`, in each block first
             the e4m3 values of all its tokens and then an fp32 scale a token. A block lies in one piece.
         block_table: int32 `[R, max_blocks]`, each request's blocks.
         requests: int32 `[T]`, the row of the block table that a token uses.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_backend.arguments import require_no_gradient, require_tensors
+from mla_backend.arguments import described, dtype_name, require_device_of, require_no_gradient, require_tensors
 
 VALUES = 128
 E4M3_MAX = 448.0
@@ -100,7 +100,7 @@ def write_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
     slot is negative or past the end is skipped. Nothing waits for the device."""
     _require(keys=keys, cache=cache, slots=slots)
     if keys.shape != (len(slots), VALUES) or keys.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"keys must be bf16 or fp32 [N={len(slots)}, {VALUES}]; got {keys.dtype} {list(keys.shape)}")
+        raise ValueError(f"keys must be bf16 or fp32 [N={len(slots)}, {VALUES}]; got {described(keys)}")
     if len(slots):
         addresses = KeyAddresses(cache, slots)
         addresses.write(keys[addresses.source], cache)
@@ -134,11 +134,25 @@ def _require(**arguments: Tensor) -> None:
     require_tensors(**arguments)
     cache, slots = arguments["cache"], arguments["slots"]
     if cache.dim() != 3 or (cache.dtype, cache.shape[-1]) not in {(f.dtype, f.width) for f in KEY_FORMATS.values()}:
-        accepted = ", ".join(f"{f.name} ({f.dtype} [blocks, block_size, {f.width}])" for f in KEY_FORMATS.values())
-        raise ValueError(f"cache must be of a known format: {accepted}; got {cache.dtype} {list(cache.shape)}")
+        accepted = ", ".join(
+            f"{f.name} ({dtype_name(f.dtype)} [blocks, block_size, {f.width}])" for f in KEY_FORMATS.values()
+        )
+        raise ValueError(f"cache must be of a known format: {accepted}; got {described(cache)}")
+    _require_blocks(cache)
     if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"slots must be int32 or int64 [N]; got {slots.dtype} {list(slots.shape)}")
+        raise ValueError(f"slots must be int32 or int64 [N]; got {described(slots)}")
     require_no_gradient(arguments.items())
-    for name, tensor in arguments.items():
-        if tensor.device != cache.device:
-            raise ValueError(f"{name} must be on {cache.device} like cache; got {tensor.device}")
+    require_device_of("cache", **arguments)
+
+
+def _require_blocks(cache: Tensor) -> None:
+    blocks, block_size, width = cache.shape
+    if block_size == 0:
+        raise ValueError(f"cache must be of a block size of 1 or more; got {described(cache)}")
+    between, *strides = cache.stride()
+    if strides[1] != 1 or (block_size > 1 and strides[0] != width):
+        raise ValueError(f"cache must be of blocks that lie in one piece, of strides {width} and 1; got {strides}")
+    if blocks > 1 and between < block_size * width:
+        raise ValueError(f"cache must be of blocks that share no memory; got one every {between} of its numbers")
+    if cache.dtype == torch.uint8 and (cache.storage_offset() % 4 or (blocks > 1 and between % 4)):
+        raise ValueError("cache must be of blocks that begin at multiples of 4 bytes; got others")

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from mla_backend import library  # noqa: F401  (registers the ops)
-from mla_backend.arguments import call, described
+from mla_backend.arguments import call, described, dtype_name
 
 UNSEEN, FULL = -1, -2
 """In the table of blocks, instead of the number of a block with bits: csrc/include/mla/mask.h."""
@@ -175,7 +175,10 @@ def _bits(mask_mod: Callable, blocks: Tensor, sizes: Sequence[int]) -> Tensor:
                 query, position = query + q_number[i] * q_block + row, position + kv_number[i] * kv_block
                 inside = (query < queries) & (position < positions)
                 query, position = query.clamp(max=queries - 1), position.clamp(max=positions - 1)
-                return inside & mask_mod(batch[i], head[i], query, position)
+                seen = mask_mod(batch[i], head[i], query, position)
+                if seen.dtype != torch.bool:
+                    raise ValueError(f"block_mask must be of a mask_mod that gives bools; got {dtype_name(seen.dtype)}")
+                return inside & seen
 
             seen = create_mask(shown, len(batch), 1, min(strip, rows - row), columns, blocks.device).squeeze(1)
             seen = torch.nn.functional.pad(seen, (0, 32 * words - columns)).view(torch.uint8)

@@ -5,13 +5,20 @@ for it, so none are here. `mha_providers` calls them; this file checks arguments
 """
 
 import contextlib
-import math
 import os
 
 import torch
 from torch import Tensor
 
-from mla_backend.arguments import described, dtype_name, named, require_count, require_tensors
+from mla_backend.arguments import (
+    described,
+    dtype_name,
+    named,
+    require_bools,
+    require_count,
+    require_number,
+    require_tensors,
+)
 from mla_backend.mha_providers import PROVIDERS, Call, attend, nothing, why_not
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -83,6 +90,7 @@ def flash_attn_varlen_func(
         first dimension is contiguous. A query that sees no key gives 0 and -inf. lse has no gradient.
     """
     require_tensors(q=q, k=k, v=v, cu_seqlens_qo=cu_seqlens_qo, cu_seqlens_kv=cu_seqlens_kv)
+    require_bools(causal=causal, deterministic=deterministic, is_varlen=is_varlen)
     _require_heads(q, k, v)
     _require_sequences("qo", cu_seqlens_qo, max_seqlen_qo, "q", q, is_varlen)
     _require_sequences("kv", cu_seqlens_kv, max_seqlen_kv, "k", k, is_varlen)
@@ -93,10 +101,7 @@ def flash_attn_varlen_func(
     if dropout_p != 0:
         raise ValueError(f"dropout_p must be 0, as in FlashMLA; got {dropout_p}")
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-    if not isinstance(scale, int | float):
-        raise TypeError(f"softmax_scale must be a number or None; got {type(scale).__name__}")
-    if not math.isfinite(scale):
-        raise ValueError(f"softmax_scale must be finite; got {scale}")
+    require_number("softmax_scale", scale)
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     backward = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     call = Call(
@@ -105,7 +110,7 @@ def flash_attn_varlen_func(
         max_seqlen_qo,
         max_seqlen_kv,
         float(scale),
-        bool(causal),
+        causal,
         backward,
         deterministic,
         is_varlen,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import attention, training
-from mla_backend.arguments import named, require_tensors
+from mla_backend.arguments import described, named, require_tensors
 
 LOG2_E = math.log2(math.e)
 
@@ -108,7 +108,7 @@ class SparseMLA:
 
 
 def _scale(sm_scale: float | None, q: Tensor) -> float:
-    return q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    return attention.default_scale(q) if sm_scale is None else sm_scale
 
 
 def _flat(q: Tensor, kv: Tensor, indices: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,8 +119,8 @@ def _flat(q: Tensor, kv: Tensor, indices: Tensor, causal: bool) -> tuple[Tensor,
     batch = q.shape[:-3]
     if kv.dim() != q.dim() or kv.shape[:-3] != batch or kv.shape[-2] != 1:
         raise ValueError(f"kv must be bfloat16 {_shape(*batch, 'S_kv', 1, 'width')}; got {list(kv.shape)}")
-    if indices.dim() != q.dim() or indices.shape[:-1] != (*q.shape[:-2], 1):
-        raise ValueError(f"indices must be int32 {_shape(*q.shape[:-2], 1, 'topk')}; got {list(indices.shape)}")
+    if indices.dtype != torch.int32 or indices.dim() != q.dim() or indices.shape[:-1] != (*q.shape[:-2], 1):
+        raise ValueError(f"indices must be int32 {_shape(*q.shape[:-2], 1, 'topk')}; got {described(indices)}")
     lists = indices.squeeze(-2)
     if batch:
         lists = _in_batch(lists, kv.shape[1], causal)

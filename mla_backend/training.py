@@ -11,7 +11,9 @@ from mla_backend.arguments import (
     call,
     described,
     named,
+    require_bools,
     require_count,
+    require_device_of,
     require_optional_tensors,
     require_tensors,
     result_of,
@@ -77,6 +79,8 @@ def sparse_mla(
         kv = kv.squeeze(1)
     _require_order(order)
     begin, pairs = (None, None) if order is None else order
+    # of a tensor elsewhere torch would ask for the fake result
+    require_device_of("q", q=q, kv=kv, indices=indices, topk_length=topk_length, sink=sink, begin=begin, pairs=pairs)
     return result_of(
         torch.ops.mla_backend.sparse_mla.default,
         q,
@@ -181,6 +185,8 @@ def sparse_mla_backward(
     require_tensors(q=q, kv=kv, indices=indices, out=out, lse=lse, d_out=d_out)
     require_optional_tensors(topk_length=topk_length, sink=sink, d_lse=d_lse, workspace=workspace, d_q=d_q, d_kv=d_kv)
     _require_order(order)
+    if deterministic is not None:
+        require_bools(deterministic=deterministic)
     _require_arguments(q, kv, indices)
     if out.shape != (*q.shape[:2], attention.VALUE_DIM):
         raise ValueError(f"out must be bfloat16 [T={q.shape[0]}, H={q.shape[1]}, 512]; got {list(out.shape)}")
@@ -271,6 +277,7 @@ def add_gradients(
             d_q,
             contributions,
             accumulator,
+            d_kv,
         )
 
     if not in_order:
@@ -327,6 +334,8 @@ def _require_arguments(q: Tensor, kv: Tensor, indices: Tensor) -> None:
 def _require_order(order: object) -> None:
     if order is not None and not isinstance(order, BackwardOrder):
         raise TypeError(f"order must be what backward_order returned, or None; got {type(order).__name__}")
+    if order is not None:
+        require_tensors(**{f"order.{name}": tensor for name, tensor in order._asdict().items()})
 
 
 def dense_last(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Sequence
 
@@ -49,18 +50,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if rest and not asked:
             print(f"\nerror: there is no command {' '.join(words)!r}", file=sys.stderr)
         return 0 if asked else 2
-    module = importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}")
+    try:
+        module = importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}")
+    except ImportError as error:  # such as the library's, which says what to do
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     parser = argparse.ArgumentParser(
         prog=f"python -m serving_benchmarks {command}",
         description=inspect.cleandoc(module.__doc__).partition("\n\n")[0],
     )
     module.add_options(parser)
-    options = parser.parse_args(words[len(command.split()) :])
     try:
-        return module.run(options)
+        options = parser.parse_args(words[len(command.split()) :])
+        status = module.run(options)
+        sys.stdout.flush()
+        return status
     except Refused as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # such as a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python must not try to write the rest
+        if not isinstance(error, BrokenPipeError):  # nobody reads what is written
+            print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -151,8 +151,11 @@ def main() -> None:
     )
     parser.add_argument("--questions", type=int, default=200, help="questions for each length")
     given = parser.parse_args()
-    model = load_model(given.checkpoint, device=given.device)
-    asked = {length: held_out(length, given.questions) for length in given.lengths}
+    try:
+        model = load_model(given.checkpoint, device=given.device)
+        asked = {length: held_out(length, given.questions) for length in given.lengths}
+    except (OSError, RuntimeError, ValueError) as error:
+        parser.error(str(error))
     runs = [(length, name) for length in given.lengths for name in WAYS]
     right: dict[tuple[int, str], list[bool]] = {}
     for length, name in track(runs, "asking", transient=True):

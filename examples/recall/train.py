@@ -60,6 +60,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--test-every", type=float, default=15.0, help="seconds between tests while training")
     parser.add_argument("--tests", type=int, default=24, help="questions for each length in tests while training")
     given = parser.parse_args()
+    if not given.minutes > 0:
+        parser.error(f"--minutes must be more than 0; got {given.minutes}")
     if given.longest < LENGTHS[0]:
         parser.error(f"--longest must be {LENGTHS[0]} or more; got {given.longest}")
     if given.batch_tokens < given.longest:

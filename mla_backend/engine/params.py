@@ -58,10 +58,8 @@ class SamplingParams:
                 raise ValueError(f"logprobs must be {MOST_LOGPROBS} or less; got {self.logprobs}")
         if self.seed is not None:
             require_count("seed", self.seed)
-            if self.seed > LARGEST_SEED:
-                raise ValueError(f"seed must be less than 2^63; got {self.seed}")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise TypeError(f"stop must be a tuple of texts that aren't empty; got {self.stop!r}")
+            raise TypeError(f"stop must be texts that aren't empty, in a tuple; got {self.stop!r}")
         if not isinstance(self.stop_tokens, tuple):
             raise TypeError(f"stop_tokens must be a tuple of ints; got {self.stop_tokens!r}")
         for token in self.stop_tokens:

@@ -79,7 +79,11 @@ def add(commands) -> argparse.ArgumentParser:
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder with config.json, safetensors, tokenizer")
     parser.add_argument(
-        "prompts", nargs="*", metavar="PROMPT", help="without any, prompts come from --input or standard input"
+        "prompts",
+        nargs="*",
+        default=[],
+        metavar="PROMPT",
+        help="without any, prompts come from --input or standard input",
     )
     files = parser.add_argument_group("files")
     files.add_argument("--input", type=Path, metavar="FILE", help="a file of prompts; - is standard input")

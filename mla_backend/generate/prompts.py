@@ -228,7 +228,7 @@ def _params(fields: Mapping[str, Any], defaults: SamplingParams) -> SamplingPara
                 raise ValueError(f"{name} must be {json.dumps(NEUTRAL[name])} or left out; got {json.dumps(value)}")
             continue
         if name not in OURS:
-            raise ValueError(f"{name} is no field that is known")
+            raise ValueError(f"{name} is not a known field")
         if name == "stop":
             value = (value,) if isinstance(value, str) else value
         changes[OURS[name]] = tuple(value) if isinstance(value, list) else value

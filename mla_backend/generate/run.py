@@ -148,7 +148,7 @@ class Run:
                 )
         seconds = time.monotonic() - began
         self.console.print(
-            f"{self.finished} of {total} requests, {self.tokens} tokens in {seconds:.1f} s "
+            f"{self.finished} of {total + already_bad} requests, {self.tokens} tokens in {seconds:.1f} s "
             f"({self.tokens / seconds:.0f} tokens/s)"
         )
         if self.interrupted:

@@ -146,7 +146,7 @@ def _dtype(model_config: "ModelConfig", on_cpu: bool) -> str | None:
     if model_config.dtype in accepted:
         return None
     names = " or ".join(map(dtype_name, accepted))
-    return f"computes in bfloat16; got {model_config.dtype}. Use --dtype {names}."
+    return f"computes in {names}; got {dtype_name(model_config.dtype)}. Use --dtype {names}."
 
 
 def _cache_dtype(name: str, vllm_config: "VllmConfig") -> str | None:

@@ -57,7 +57,8 @@ class Batch:
         for part in spec.split("_"):
             found = re.fullmatch(r"(\d*)q(\d+k?)(?:s(\d+k?))?", part)
             if not found:
-                raise ValueError(f"{spec!r} is no batch: it takes parts like 128q1s32k, joined by _; got {part!r}")
+                of = "" if part == spec else f", of which {part!r} is none"
+                raise ValueError(f"{spec!r} is no batch: that is parts like 128q1s32k, joined by _{of}")
             count, queries = int(found[1] or 1), _number(found[2])
             length = _number(found[3]) if found[3] else queries
             if not 1 <= count <= MOST_REQUESTS or not 1 <= queries <= length:
@@ -196,6 +197,8 @@ def _entry(entry: Any, where: str, known_formats: Sequence[str]) -> Entry:
 
     try:
         batches = read("batches", str, Batch.parse, "batches")
+    except SuiteError:
+        raise
     except ValueError as error:
         raise SuiteError(f"{where}: {error}") from None
     heads = read("heads", int, lambda count: 1 <= count <= MOST_HEADS, f"whole numbers from 1 to {MOST_HEADS}")

@@ -134,7 +134,7 @@ def measure(
 
 
 def context_length(text: str) -> int:
-    value = opt.count(text)
+    value = opt.whole(1, mla_backend.attention.MAX_SLOTS)(text)
     if value % BLOCK:
         raise argparse.ArgumentTypeError(f"must be multiples of {BLOCK}, the peer's block size; got {text!r}")
     return value

@@ -103,7 +103,7 @@ def engine(environment: dict[str, Any]) -> str:
 
 def when(environment: dict[str, Any]) -> str:
     """The day, the commit, and whether the tree differed from it."""
-    commit, changes, _ = (environment["commit"] or "unknown").partition("+")
+    commit, changes, _ = (environment.get("commit") or "unknown").partition("+")
     return f"{environment['date'][:10]}, commit {commit[:10]}{changes and ' and changes'}"
 
 

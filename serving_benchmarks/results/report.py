@@ -18,6 +18,7 @@ from serving_benchmarks.options import Refused, new_folder
 from serving_benchmarks.results import kinds, tables
 from serving_benchmarks.results.file import NotUnderstood, ResultFile
 
+DEFAULT_OUTPUT = "report"
 MOST_OF_AN_ERROR = 300
 """Characters."""
 MODELS = ("throughput", "serve")
@@ -163,8 +164,8 @@ def page(sections: Sequence[tuple[ResultFile, str]], not_understood: Sequence[st
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="result files of any kinds")
-    told = "where to write; default: %(default)s"
-    parser.add_argument("--output", type=new_folder, default="report", metavar="DIR", help=told)
+    told = f"where to write; default: {DEFAULT_OUTPUT}"
+    parser.add_argument("--output", type=new_folder, metavar="DIR", help=told)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -182,7 +183,9 @@ def run(options: argparse.Namespace) -> int:
             print(f"not understood: {error}", file=sys.stderr)
     if not sections:
         raise Refused("there is no result file to report")
-    written = options.output / "report.html"
+    folder = options.output or Path(DEFAULT_OUTPUT)
+    folder.mkdir(exist_ok=True)
+    written = folder / "report.html"
     written.write_text(page(sections, not_understood))
     print(f"{written}: {len(sections)} of {len(options.results)} files")
     return 0

@@ -102,7 +102,16 @@ def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions
     except ImportError:
         raise types.Refused("the recall checkpoint is in the source tree, not in the installed package") from None
     input_len, plain, drafting = options.input_len or 1000, CHECKPOINT, folder / "with-mtp-layer"
-    asked = held_out(input_len, options.num_prompts or 200)
+    longest = input_len + LONGER + options.output_len
+    most = common.read_config(str(CHECKPOINT))["max_position_embeddings"]
+    try:
+        asked = held_out(input_len, options.num_prompts or 200)
+    except ValueError:
+        raise types.Refused(
+            f"--input-len: no questions have contexts of {input_len} tokens; take 300 or more"
+        ) from None
+    if longest > most:
+        raise types.Refused(f"--input-len: requests of {longest} tokens are too long: the model takes {most}")
     if any(WAYS[name].context_parallel for name in options.ways):
         plain = shutil.copytree(CHECKPOINT, folder / "more-slots")
         (plain / "config.json").write_text(json.dumps({**common.read_config(str(plain)), "index_topk": SHARED_TOPK}))
@@ -111,7 +120,7 @@ def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions
     return Questions(
         [prompt.context_tokens + prompt.question_tokens for prompt in asked],
         str(plain),
-        input_len + LONGER + options.output_len,
+        longest,
         str(drafting),
         [prompt.answer_tokens for prompt in asked],
         IDS[EOS],

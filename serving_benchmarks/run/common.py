@@ -25,6 +25,7 @@ from serving_benchmarks.run.workloads import Workload
 
 DEFAULT_BACKEND = "SPARSE_MLA"
 TABLE_WIDTH = 130
+DEFAULT_LENGTHS = "1024+128"
 MOST_OF_A_REASON = 300
 LOG_LINES = 20
 """Shown of what a backend printed before it failed."""
@@ -96,7 +97,7 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 def add_loads(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
     """The options --lengths, --num-prompts, --concurrency, --loads and --waves."""
     told = "tokens of a prompt and after it, such as 4096+64,512+512"
-    types.add_list(parser, "--lengths", types.lengths, told, "1024+128")
+    types.add_list(parser, "--lengths", types.lengths, f"{told}; default: {DEFAULT_LENGTHS}")
     told = "of each load; default: %(default)s"
     parser.add_argument("--num-prompts", type=types.count, default=num_prompts, metavar="N", help=told)
     types.add_list(parser, "--concurrency", types.count, "requests in flight; default: all")
@@ -148,8 +149,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def loads(options: argparse.Namespace) -> list[tuple[tuple[int, int], int | None]]:
-    """The lengths of each load, and its requests in flight; None for all of them."""
-    return options.loads or list(itertools.product(options.lengths, options.concurrency or [None]))
+    """The lengths of each load, and its requests in flight; None for all of them. Raises Refused for both forms."""
+    if options.loads and (options.lengths or options.concurrency):
+        raise types.Refused("--loads is in place of --lengths and --concurrency; got both")
+    lengths = options.lengths or [types.lengths(DEFAULT_LENGTHS)]
+    return options.loads or list(itertools.product(lengths, options.concurrency or [None]))
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -108,7 +108,7 @@ SETTINGS = {
     "--lengths 100+20,64+80 --max-model-len 200": {"max_model_len": 200},
     # 96 tokens more than the prompt for what is profiled, and one for each prompt's step
     "--lengths 20+4,30+2 --profile --concurrency 1,2": {"max_model_len": 30 + 97},
-    "--loads 100+20/3,64+80/7 --concurrency 9": {"max_model_len": 144, "max_num_seqs": 7},
+    "--loads 100+20/3,64+80/7": {"max_model_len": 144, "max_num_seqs": 7},
     "--backend A,B": {"gpu_memory_utilization": None},
     "--backend A,B --interleave": {"gpu_memory_utilization": 0.45},
     "--backend A,B --interleave --gpu-memory-utilization 0.4": {"gpu_memory_utilization": 0.4},
@@ -116,9 +116,14 @@ SETTINGS = {
 }
 
 
+def lengths(arguments):
+    """Those that fit into the small model, unless loads have their own."""
+    return () if "--loads" in arguments else ("--lengths", "20+4")
+
+
 @pytest.mark.parametrize(("arguments", "wanted"), SETTINGS.items())
 def test_requests_fit_and_interleaved_backends_share_the_memory(small_model, arguments, wanted):
-    plan = throughput.plan_of(parsed("throughput", "--model", small_model, "--lengths", "20+4", *arguments.split()))
+    plan = throughput.plan_of(parsed("throughput", "--model", small_model, *lengths(arguments), *arguments.split()))
     assert {name: plan.settings[name] for name in wanted} == wanted
 
 
@@ -150,7 +155,8 @@ def test_step_sizes_are_warmed_up_on_a_gpu_as_far_as_they_are_needed(small_model
 REFUSED = (
     "--num-prompts 0|--rounds 1|--concurrency 1,0|--backend ,|--lengths 20+4,30|--lengths 20+0|--lengths 500+500"
     "|--lengths 50+50 --max-model-len 60|--gpu-memory-utilization 1.5|--engine-args [1]|--seconds nan|--model /nope"
-    "|--loads 20+4|--loads 20+4/0|--loads 20/4|--loads 500+500/2"
+    "|--loads 20+4|--loads 20+4/0|--loads 20/4|--loads 500+500/2|--loads 20+4/2 --concurrency 2"
+    "|--loads 20+4/2 --lengths 20+4"
     "|--engine sglang|--engine sglang --backend dsa --profile|--engine sglang --backend dsa --kv-cache-memory-bytes 9"
     "|--engine sglang --backend dsa --decode-context-parallel-size 2|--engine other"
     f"|--interleave --backend A,B --gpu-memory-utilization 0.6|--logs {__file__}|--output /proc/nope/x.json"
@@ -160,4 +166,4 @@ REFUSED = (
 @pytest.mark.parametrize("arguments", REFUSED.split("|"))
 def test_wrong_arguments_are_refused(small_model, arguments, monkeypatch):
     monkeypatch.setattr(common, "collect", None)  # nothing is measured
-    assert status_of("throughput", "--model", small_model, "--lengths", "20+4", *arguments.split()) == 2
+    assert status_of("throughput", "--model", small_model, *lengths(arguments), *arguments.split()) == 2

@@ -95,7 +95,7 @@ def test_bad_lines_are_reported_by_number_and_the_rest_is_generated(model, tmp_p
     assert {line.get("custom_id", line["id"]) for line in lines_of(output)} == {"good", "last"}
     err = capfd.readouterr().err
     assert "line 2: no JSON" in err and "line 4: temperature must be 0 or more; got -3" in err
-    assert "line 3: prompt must be" in err and "2 of 3 requests" in err
+    assert "line 3: prompt must be" in err and "2 of 5 requests" in err
 
 
 def test_all_sampling_options_arrive(model, tmp_path):
@@ -185,7 +185,7 @@ def test_a_reader_that_has_enough_ends_it_quietly(model):
         (["MODEL", "x", "--temperature", "hot"], "argument --temperature: invalid float value: 'hot'"),
         (["MODEL", "x", "--top-p", "0"], "--top-p must be more than 0 and at most 1; got 0.0"),
         (["MODEL", "x", "--samples", "0"], "--samples must be 1 or more; got 0"),
-        (["MODEL", "x", "--stop", ""], "--stop must be a tuple of texts that aren't empty"),
+        (["MODEL", "x", "--stop", ""], "--stop must be texts that aren't empty"),
         (["MODEL", "x", "--stop-token", "-1"], "--stop-token must be 0 or more; got -1"),
         (["MODEL", "x", "--logprobs", "21"], "--logprobs must be 20 or less; got 21"),
         (["MODEL", "x", "--memory", "lots"], "argument --memory: must be a size such as 4G or 512M; got 'lots'"),

@@ -177,7 +177,7 @@ def test_rows_between_16_bytes_are_refused_by_the_op_and_copied_by_the_function(
     with pytest.raises(ValueError, match="kv must be of rows at multiples of 16 bytes"):
         torch.ops.mla_backend.sparse_backward(
             *(problem.q, shifted, problem.indices, None, 0.1, problem.d_out, small, small, 0, 2),
-            *(torch.empty_like(problem.q), contributions, None),
+            *(torch.empty_like(problem.q), contributions, None, None),
         )
 
 

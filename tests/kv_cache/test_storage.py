@@ -135,7 +135,11 @@ def test_copies_of_blocks_have_the_same_bytes_in_all_layers_on_a_gpu(latent, blo
         (lambda: kv_cache.Layout(1, 1, BF16, "fp8"), TypeError, "keys must be one of mla_backend.KEY_FORMATS or None"),
         (lambda: kv_cache.Layout(1, 1, BF16).blocks_in(-1), ValueError, "capacity must be 0 or more; got -1"),
         (lambda: kv_cache.Storage(kv_cache.Layout(1, 1, BF16), 0), ValueError, "blocks must be 1 or more; got 0"),
-        (lambda: kv_cache.Storage(kv_cache.Layout(1, 1, BF16), 1, "gpu"), ValueError, "device must be a device"),
+        (
+            lambda: kv_cache.Storage(kv_cache.Layout(1, 1, BF16), 1, "gpu"),
+            ValueError,
+            "device must be an available device",
+        ),
         (lambda: small().copy_blocks([1], []), ValueError, "targets must be 1 blocks"),
         (lambda: small().copy_blocks([1], [2]), ValueError, "blocks must be 0 to 1; got [2]"),
     ],

@@ -105,7 +105,22 @@ def samples_of_the_backward():
     begin, pairs = mla_backend.backward_order(p.indices, 10)
     yield OPS.backward_order.default, (p.indices, lengths, 10, None, begin, pairs)
     contributions = torch.zeros(1, 5, 576).bfloat16()
-    main = p.q, p.kv, p.indices, None, 0.04, p.d_out, lse2, delta, 1, 1, torch.zeros_like(p.q), contributions, None
+    main = (
+        p.q,
+        p.kv,
+        p.indices,
+        None,
+        0.04,
+        p.d_out,
+        lse2,
+        delta,
+        1,
+        1,
+        torch.zeros_like(p.q),
+        contributions,
+        None,
+        None,
+    )
     yield OPS.sparse_backward.default, main
     following, accumulator = torch.zeros(10, dtype=torch.int32), torch.zeros(10, 576)
     d_kv = torch.zeros(10, 576).bfloat16()

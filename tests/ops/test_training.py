@@ -248,6 +248,7 @@ def backward(**changes):
     return lambda: mla_backend.sparse_mla_backward(**arguments)
 
 
+MEMORY = torch.zeros(20 * 576).bfloat16()
 WRONG = {
     "q in fp32": (forward(q=lambda q: q.float()), "q must be bfloat16"),
     "kv of another width": (forward(kv=lambda kv: kv[:, :512]), "q must be bfloat16"),
@@ -275,6 +276,10 @@ WRONG = {
     "lists of int64 in a backward": (backward(indices=lambda x: x.long()), "indices must be int32"),
     "a d_q of another shape": (backward(d_q=torch.zeros(2, 3, 512).bfloat16()), "d_q must be bfloat16"),
     "a d_kv that is kv": (backward(d_kv=torch.zeros(2, 576).bfloat16().expand(20, 2, 576)[:, 0]), "d_kv must be"),
+    "a d_kv in d_q": (backward(d_q=MEMORY[:3456].view(2, 3, 576), d_kv=MEMORY.view(20, 576)), "d_q must"),
+    "a d_kv that is kv itself": (backward(kv=MEMORY.view(20, 576), d_kv=MEMORY.view(20, 576)), "d_kv must"),
+    "lists elsewhere": (forward(indices=lambda x: x.to("meta")), "indices must be on cpu like q"),
+    "rows elsewhere": (forward(kv=lambda x: x.to("meta")), "kv must be on cpu like q"),
     "an order of another number of rows": (
         backward(order=mla_backend.backward_order(torch.zeros(2, 10, dtype=torch.int32), 19)),
         "order must be of these lists",
@@ -309,6 +314,10 @@ WRONG_TYPES = {
     "a scale in words": (forward(scale="x"), "scale must be a number; got str"),
     "a workspace_bytes in floats": (forward(workspace_bytes=1e9), "workspace_bytes must be an int; got float"),
     "deterministic by name": (forward(deterministic="yes"), "deterministic must be a bool or None; got str"),
+    "an order of nothing": (
+        backward(order=mla_backend.BackwardOrder(None, None)),
+        "order.begin must be a torch.Tensor",
+    ),
     "an order that is a tensor": (forward(order=torch.zeros(2)), "order must be what backward_order returned"),
     "a workspace in floats": (backward(workspace_bytes=1e9), "workspace_bytes must be an int"),
     "rows as a tensor": (
