@@ -40,7 +40,21 @@ def overview(first_word: str | None = None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+        return status
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # such as a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python must not try to write the rest
+        if not isinstance(error, BrokenPipeError):  # nobody reads what is written
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(words: list[str]) -> int:
     command = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if command is None:
         group = words[0] if words and any(name.startswith(words[0] + " ") for name in COMMANDS) else None
@@ -60,19 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=inspect.cleandoc(module.__doc__).partition("\n\n")[0],
     )
     module.add_options(parser)
-    try:
-        options = parser.parse_args(words[len(command.split()) :])
-        status = module.run(options)
-        sys.stdout.flush()
-        return status
-    except Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # such as a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python must not try to write the rest
-        if not isinstance(error, BrokenPipeError):  # nobody reads what is written
-            print(f"error: {error}", file=sys.stderr)
-        return 1
+    return module.run(parser.parse_args(words[len(command.split()) :]))
 
 
 if __name__ == "__main__":

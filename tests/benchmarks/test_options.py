@@ -22,6 +22,24 @@ def test_what_is_no_command_is_refused(words, capsys):
     assert not capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["--help"], ["docs", "--check"]])
+def test_a_full_disk_is_a_sentence(words, monkeypatch, capfd):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(words) == 1
+        monkeypatch.undo()
+    assert capfd.readouterr().err.startswith("error: ")
+
+
+def test_a_library_that_does_not_load_is_a_sentence(monkeypatch, capsys):
+    def missing(name):
+        raise ImportError("there is no library")
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    assert main(["ops", "cpu", "--help"]) == 2
+    assert capsys.readouterr().err == "error: there is no library\n"
+
+
 def test_values_are_read():
     assert opt.count("3") == 3 and opt.count_or_none("0") == 0 and opt.seconds("0.5") == 0.5
     assert opt.listed(opt.count)("16, 1,16") == [16, 1] and opt.names("a,b") == ["a", "b"]
