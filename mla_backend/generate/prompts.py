@@ -149,9 +149,9 @@ def _of_json(number: int, line: str, defaults: SamplingParams) -> Item:
     try:
         fields = json.loads(line)
     except RecursionError:
-        raise ValueError("no JSON: nested too deeply") from None
+        raise ValueError("not JSON: nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"no JSON: {error}") from None
+        raise ValueError(f"not JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"must be an object {{...}}; got {line[:40]}")
     _require_text(fields)

@@ -160,14 +160,14 @@ def load_suite(name_or_path: str, formats: Sequence[str]) -> Suite:
     path = FOLDER / f"{name_or_path}.toml" if name_or_path in suite_names() else Path(name_or_path)
     if path.suffix != ".toml":
         raise SuiteError(
-            f"no suite is called {name_or_path!r}: {', '.join(suite_names())}, or a file that ends with .toml"
+            f"no suite is called {name_or_path!r}; there are {', '.join(suite_names())}, or a file that ends with .toml"
         )
     try:
         found = tomllib.loads(path.read_text())
     except OSError as error:
         raise SuiteError(f"{path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SuiteError(f"{path} is no TOML: {error}") from None
+        raise SuiteError(f"{path} is not TOML: {error}") from None
     _refuse_unknown(found, ("description", "peers", "cases"), str(path))
     found = {"description": "", "peers": True, **found}
     for name, kind, what in (("description", str, "a text"), ("peers", bool, "true or false")):

@@ -44,6 +44,8 @@ MAGNITUDE = 0.1
 """Standard deviation of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
 MOST_DECODE_QUERIES = 16
 """Requests with more query tokens are prefill."""
+MOST_TOLD = 8
+"""Cases that a help text names."""
 SCALES = {"fp8_tensor_576": peer_kernels.FP8_TENSOR_SCALE}
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
 ROUNDED_LSE = 2.0**-9
@@ -329,8 +331,9 @@ def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 def add_cases(parser: argparse.ArgumentParser, kind: str, cases: Sequence[Any]) -> None:
     """The option --cases, for commands with cases of their own."""
-    names = (name_of(kind, case) for case in cases)
-    told = "; ".join(["only cases with all of these words, or with others after a comma", *names])
+    names = [name_of(kind, case) for case in cases]
+    more = [f"and {len(names) - MOST_TOLD} more, which a word of no case lists"] if len(names) > MOST_TOLD else []
+    told = "; ".join(["only cases with all of these words, or with others after a comma", *names[:MOST_TOLD], *more])
     parser.add_argument("--cases", type=opt.names, metavar="WORDS,...", help=told)
 
 
@@ -344,7 +347,8 @@ def asked_for(options: argparse.Namespace, kind: str, cases: Sequence[Any]) -> l
     asked = [set(joined(words).split()) for words in options.cases or [""]]
     found = [case for case in cases if any(words <= {*joined(name_of(kind, case)).split()} for words in asked)]
     if not found:
-        raise opt.Refused(f"--cases: no case has these words; {name_of(kind, cases[0])} is one")
+        names = "; ".join(name_of(kind, case) for case in cases)
+        raise opt.Refused(f"--cases: no case has these words; there are {names}")
     return found
 
 

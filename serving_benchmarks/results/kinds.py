@@ -262,7 +262,7 @@ def load(path: Path) -> ResultFile:
     except OSError as error:
         raise NotUnderstood(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise NotUnderstood(f"{path} is no JSON: {error}") from None
+        raise NotUnderstood(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("environment"), dict):
         raise NotUnderstood(f"{path} was not written by a benchmark of this package: it has no 'environment'")
     return checked(found, path)

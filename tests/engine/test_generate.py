@@ -94,7 +94,7 @@ def test_bad_lines_are_reported_by_number_and_the_rest_is_generated(model, tmp_p
     assert generate(model, "--input", source, "--output", output, "--max-tokens", 3) == 1
     assert {line.get("custom_id", line["id"]) for line in lines_of(output)} == {"good", "last"}
     err = capfd.readouterr().err
-    assert "line 2: no JSON" in err and "line 4: temperature must be 0 or more; got -3" in err
+    assert "line 2: not JSON" in err and "line 4: temperature must be 0 or more; got -3" in err
     assert "line 3: prompt must be" in err and "2 of 5 requests" in err
 
 

@@ -79,7 +79,7 @@ def test_openais_batch_requests_are_taken():
 @pytest.mark.parametrize(
     "line, why",
     [
-        ('{"prompt": "x"', "no JSON: Expecting"),
+        ('{"prompt": "x"', "not JSON: Expecting"),
         ("[1]", "must be an object {...}; got [1]"),
         ({}, "must have one of prompt, messages, tokens; got none"),
         ({"prompt": "x", "tokens": [1]}, "must have one of prompt, messages, tokens; got prompt and tokens"),
