@@ -176,7 +176,7 @@ def _bits(mask_mod: Callable, blocks: Tensor, sizes: Sequence[int]) -> Tensor:
                 inside = (query < queries) & (position < positions)
                 query, position = query.clamp(max=queries - 1), position.clamp(max=positions - 1)
                 seen = mask_mod(batch[i], head[i], query, position)
-                if seen.dtype != torch.bool:
+                if getattr(seen, "dtype", torch.bool) != torch.bool:
                     raise ValueError(f"block_mask must be of a mask_mod that gives bools; got {dtype_name(seen.dtype)}")
                 return inside & seen
 

@@ -79,8 +79,9 @@ def sparse_mla(
         kv = kv.squeeze(1)
     _require_order(order)
     begin, pairs = (None, None) if order is None else order
-    # of a tensor elsewhere torch would ask for the fake result
-    require_device_of("q", q=q, kv=kv, indices=indices, topk_length=topk_length, sink=sink, begin=begin, pairs=pairs)
+    # with a tensor elsewhere torch would return the fake result
+    ordered = {"order.begin": begin, "order.pairs": pairs}
+    require_device_of("q", q=q, kv=kv, indices=indices, topk_length=topk_length, sink=sink, **ordered)
     return result_of(
         torch.ops.mla_backend.sparse_mla.default,
         q,
