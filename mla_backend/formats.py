@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_backend import library
-from mla_backend.arguments import described, require_count, require_device, require_tensors
+from mla_backend.arguments import described, dtype_name, require_count, require_device, require_tensors
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,10 @@ def format_of(cache: torch.Tensor, name: str | None = None) -> CacheFormat:
     known = FORMATS.values() if name is None else [FORMATS[name]]
     fitting = _fitting(cache, known)
     if not fitting:
-        accepted = ", ".join(f"{f.name} (last dimension {f.width}, {f.dtype})" for f in known)
-        raise ValueError(f"cache must be of a known format: {accepted}; got {cache.dtype} {list(cache.shape)}")
+        accepted = ", ".join(f"{f.name} ({f.width} {dtype_name(f.dtype)})" for f in known)
+        raise ValueError(
+            f"cache must be of a known format, by last dimension and dtype: {accepted}; got {described(cache)}"
+        )
     if len(fitting) > 1:
         raise ValueError(f"name must be one of {', '.join(f.name for f in fitting)}; got None")
     return fitting[0]

@@ -134,14 +134,15 @@ MLA_OP(backward_order,
   MLA_RUN(indices, backward_order, p);
 }
 
-// Writes d_q, and what backward_sum makes d_kv of, which is here for its memory to be checked before anything is written.
+// Writes d_q, and what backward_sum makes d_kv of, which is here for its memory to be checked before anything is
+// written.
 MLA_OP(sparse_backward,
        "(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, float scale, Tensor d_out, Tensor lse2, "
        "Tensor delta, int first, int count, Tensor(a!) d_q, Tensor(b!)? contributions, Tensor(c!)? accumulator, "
        "Tensor(d!)? d_kv) -> ()",
        Tensor q, Tensor kv, Tensor indices, OptionalTensor topk_length, double scale, Tensor d_out, Tensor lse2,
-       Tensor delta, int64_t first, int64_t count, Tensor d_q, OptionalTensor contributions,
-       OptionalTensor accumulator, OptionalTensor d_kv) {
+       Tensor delta, int64_t first, int64_t count, Tensor d_q, OptionalTensor contributions, OptionalTensor accumulator,
+       OptionalTensor d_kv) {
   expect_width(q, "q", 2);
   const int64_t width = q.size(2);
   expect(q, "q", {ScalarType::BFloat16}, {{"T"}, {"H"}, width}, q);

@@ -95,9 +95,9 @@ bool fits(const Tensor& cache, const CacheFormat& format) {
 }
 
 std::string describe_cache(const CacheFormat* format) {
-  const char* dtype = format->element_bytes() == 1 ? "uint8, int8 or float8_e4m3fn" : dtype_name(dtype_of(*format));
-  return std::string(format->name) + ": " + dtype + " [blocks, block_size, " +
-         std::to_string(format->token_bytes() / format->element_bytes()) + "]";
+  const char* dtype = format->element_bytes() == 1 ? "bytes" : dtype_name(dtype_of(*format));
+  return std::string(format->name) + " (" + std::to_string(format->token_bytes() / format->element_bytes()) + " " +
+         dtype + ")";
 }
 
 std::string describe(double number) {
@@ -143,7 +143,9 @@ CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, co
     for (const CacheFormat* candidate : known)
       if (fits(cache, *candidate)) fitting.push_back(candidate);
   if (fitting.empty())
-    reject(name, join(known, ", or ", describe_cache) + ", with or without a dimension of 1 before the last",
+    reject(name,
+           "[blocks, block_size, width], with or without a dimension of 1 before the last, of " +
+               join(known, ", ", describe_cache) + ", where bytes are uint8, int8 or float8_e4m3fn",
            describe(cache));
   const auto quoted_name = [](const CacheFormat* fitting) { return std::string("\"") + fitting->name + '"'; };
   if (fitting.size() > 1)
