@@ -72,8 +72,10 @@ def _packed(tokens: Iterable[int]) -> bytes:
     try:
         tokens = tokens if isinstance(tokens, (list, tuple)) else list(tokens)
         return struct.pack(f"{len(tokens)}i", *tokens)
-    except (TypeError, struct.error) as error:
-        raise TypeError(f"tokens must be ints of 32 bits: {error}") from None
+    except (TypeError, struct.error):
+        listed = tokens if isinstance(tokens, (list, tuple)) else ()
+        wrong = (token for token in listed if not (isinstance(token, int) and -(2**31) <= token < 2**31))
+        raise TypeError(f"tokens must be ints of 32 bits; got {next(wrong, tokens)!r}") from None
 
 
 def root_name(secret: bytes, salt: str | bytes) -> bytes:

@@ -53,9 +53,7 @@ def call(op: torch._ops.OpOverload, *arguments: object) -> None:
 
 def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
     """Calls an op that autograd knows. torch's error for an argument of a wrong type becomes a TypeError."""
-    for i, name in _places(op)[2]:
-        if arguments[i] is None:  # which torch takes for False
-            require_bools(**{name: None})
+    require_bools(**{name: None for i, name in _places(op)[2] if arguments[i] is None})  # torch takes it for False
     try:
         return op(*arguments)
     except ValueError as error:

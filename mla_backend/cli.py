@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
@@ -39,23 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("standard output is closed, so there is nowhere to write to")
         sys.stdout = open(os.devnull, "w")
     try:
-        status = options.run(options)
-        sys.stdout.flush()
-        return status
+        return status_of(lambda: options.run(options), f"mla-backend {options.command}: error")
     except KeyboardInterrupt:
         return generate_options.INTERRUPTED
-    except BrokenPipeError:  # nobody reads what is written
-        _discard_output()
-        return 1
+
+
+def status_of(run: Callable[[], int], told: str) -> int:
+    """What a command returns, or 1 if it can't write: with a sentence that begins as `told`, unless nobody reads."""
+    try:
+        status = run()
+        sys.stdout.flush()
+        return status
     except OSError as error:  # such as a full disk
-        _discard_output()
-        print(f"mla-backend {options.command}: error: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python must not try to write the rest
+        if not isinstance(error, BrokenPipeError):
+            print(f"{told}: {error}", file=sys.stderr)
         return 1
-
-
-def _discard_output() -> None:
-    """Python must not try to write the rest when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _doctor(options: argparse.Namespace) -> int:

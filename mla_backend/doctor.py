@@ -171,7 +171,9 @@ def _mha_verdict(mha: dict[str, Any]) -> dict[str, Any]:
     said: dict[str, list[str]] = {}
     for what, taken in mha["taken"].items():
         said.setdefault(taken["why"] or f"{taken['provider']} {taken['version']}", []).append(what)
-    why = "; ".join(who + f" for {' and '.join(calls)}" * (len(said) > 1) for who, calls in said.items())
+    if len(said) > 1:
+        said = {f"{who} for {' and '.join(calls)}": calls for who, calls in said.items()}
+    why = "; ".join(said)
     return {"runs": any(taken["provider"] for taken in mha["taken"].values()), "why": why or mha["why"]}
 
 

@@ -18,6 +18,7 @@ from mla_backend.arguments import (
     dtype_name,
     named,
     require_bools,
+    require_device_of,
     require_number,
     require_optional_tensors,
     require_tensors,
@@ -129,8 +130,7 @@ def _require_kv(q: Tensor, kv: Tensor, cache_format: str | None, cache_scale: fl
             f"kv must be bfloat16 [B={q.shape[0]}, 1, t, {q.shape[3]}], or a paged cache with a block_table; "
             f"got {described(kv)}"
         )
-    if kv.device != q.device:
-        raise ValueError(f"kv must be on {q.device} like q; got a tensor on {kv.device}")
+    require_device_of("q", q=q, kv=kv)
     if kv.requires_grad and torch.is_grad_enabled() and q.shape[1] > training.MAX_HEADS:
         raise ValueError(f"q must be of 1 to {training.MAX_HEADS} heads if kv has a gradient; got {described(q)}")
     if cache_format is not None:
@@ -154,8 +154,7 @@ def _require_no_gradient(q: Tensor, kv: Tensor, score_mod: Callable | None) -> N
 def _require_block_table(block_table: Tensor, q: Tensor) -> None:
     if block_table.dtype != torch.int32 or block_table.dim() != 2 or len(block_table) != len(q):
         raise ValueError(f"block_table must be int32 [B={len(q)}, max_blocks]; got {described(block_table)}")
-    if block_table.device != q.device:
-        raise ValueError(f"block_table must be on {q.device} like q; got a tensor on {block_table.device}")
+    require_device_of("q", q=q, block_table=block_table)
 
 
 def _require_mask(mask: FlexMask, q: Tensor, positions: int | None) -> None:

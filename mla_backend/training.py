@@ -202,7 +202,7 @@ def sparse_mla_backward(
 
     in_order = adds_in_order(deterministic, kv)
     if workspace is not None:
-        _require_workspace(workspace, q.device)
+        _require_workspace(workspace, q)
     if order is not None and (order.begin.shape != (len(kv) + 1,) or order.pairs.shape != (indices.numel(),)):
         raise ValueError(
             f"order must be of these lists, with begin [{len(kv) + 1}] and pairs [{indices.numel()}]; "
@@ -326,8 +326,7 @@ def _require_arguments(q: Tensor, kv: Tensor, indices: Tensor) -> None:
         raise ValueError(f"q must be bfloat16 [T, H, {kv.shape[1]}], as wide as kv; got {described(q)}")
     if not 1 <= q.shape[1] <= MAX_HEADS:
         raise ValueError(f"q must be of 1 to {MAX_HEADS} heads; got {described(q)}")
-    if kv.device != q.device:
-        raise ValueError(f"kv must be on {q.device} like q; got a tensor on {kv.device}")
+    require_device_of("q", q=q, kv=kv)
     if indices.dim() != 2 or len(indices) != len(q):
         raise ValueError(f"indices must be int32 [T={len(q)}, topk]; got {described(indices)}")
 
@@ -390,11 +389,10 @@ def _blocks(q: Tensor, indices: Tensor, workspace_bytes: int) -> tuple[int, int]
     return groups, -(-queries // blocks)
 
 
-def _require_workspace(workspace: Tensor, device: torch.device) -> None:
+def _require_workspace(workspace: Tensor, q: Tensor) -> None:
     if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
         raise ValueError(f"workspace must be uint8 [bytes], contiguous; got {described(workspace)}")
-    if workspace.device != device:
-        raise ValueError(f"workspace must be on {device} like q; got a tensor on {workspace.device}")
+    require_device_of("q", q=q, workspace=workspace)
     if workspace.data_ptr() % 16:
         raise ValueError("workspace must be aligned to 16 bytes; got one that begins between")
 

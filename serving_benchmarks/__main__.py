@@ -3,10 +3,10 @@
 import argparse
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Sequence
 
+from mla_backend.cli import status_of
 from serving_benchmarks.options import Refused
 
 COMMANDS = {
@@ -40,18 +40,12 @@ def overview(first_word: str | None = None) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = _run(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()
-        return status
+        return status_of(lambda: _run(words), "error")
     except Refused as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:  # such as a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python must not try to write the rest
-        if not isinstance(error, BrokenPipeError):  # nobody reads what is written
-            print(f"error: {error}", file=sys.stderr)
-        return 1
 
 
 def _run(words: list[str]) -> int:
@@ -67,8 +61,7 @@ def _run(words: list[str]) -> int:
     try:
         module = importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}")
     except ImportError as error:  # such as the library's, which says what to do
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise Refused(str(error)) from error
     parser = argparse.ArgumentParser(
         prog=f"python -m serving_benchmarks {command}",
         description=inspect.cleandoc(module.__doc__).partition("\n\n")[0],

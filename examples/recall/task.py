@@ -250,7 +250,8 @@ class Prompt:
 
 
 def prompts(seed: int, length: int, questions: int) -> list[Prompt]:
-    """Prompts of this many tokens or a few more, that ask for held-out facts anywhere in one context."""
+    """Prompts of this many tokens or a few more, that ask for held-out facts anywhere in one context. ValueError if the
+    context has fewer of them than there are questions."""
     chance = random.Random(f"held out {seed} {length}")
     facts = Facts(chance, held_out=True)
     statements, asked = [], []
@@ -265,6 +266,8 @@ def prompts(seed: int, length: int, questions: int) -> list[Prompt]:
         missing -= len(tokens_of(words))
     chance.shuffle(statements)
     context = " ".join(statements)
+    if len(asked) < questions:
+        raise ValueError(f"length must be enough for {questions} held-out facts; {length} tokens have {len(asked)}")
     made = []
     for fact in chance.sample(asked, questions):
         kind, question, answer = facts.question(fact)

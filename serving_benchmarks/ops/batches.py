@@ -191,16 +191,15 @@ def _entry(entry: Any, where: str, known_formats: Sequence[str]) -> Entry:
         if not isinstance(values, list | tuple) or not values:
             raise SuiteError(f"{where}: {name} must be a list of {what}, got {values!r}")
         for value in values:
-            if type(value) is not kind or not is_good(value):
+            try:
+                good = type(value) is kind and is_good(value)
+            except ValueError as error:
+                raise SuiteError(f"{where}: {error}") from None
+            if not good:
                 raise SuiteError(f"{where}: {name} must be {what}, got {value!r}")
         return tuple(values)
 
-    try:
-        batches = read("batches", str, Batch.parse, "batches")
-    except SuiteError:
-        raise
-    except ValueError as error:
-        raise SuiteError(f"{where}: {error}") from None
+    batches = read("batches", str, Batch.parse, "batches")
     heads = read("heads", int, lambda count: 1 <= count <= MOST_HEADS, f"whole numbers from 1 to {MOST_HEADS}")
     topk = read("topk", int, lambda count: count >= 1, "whole numbers, 1 or more")
     formats = read("formats", str, known_formats.__contains__, f"names out of {', '.join(known_formats)}")

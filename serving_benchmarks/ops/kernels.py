@@ -44,8 +44,6 @@ MAGNITUDE = 0.1
 """Standard deviation of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
 MOST_DECODE_QUERIES = 16
 """Requests with more query tokens are prefill."""
-MOST_TOLD = 8
-"""Cases that a help text names."""
 SCALES = {"fp8_tensor_576": peer_kernels.FP8_TENSOR_SCALE}
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
 ROUNDED_LSE = 2.0**-9
@@ -331,9 +329,8 @@ def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 def add_cases(parser: argparse.ArgumentParser, kind: str, cases: Sequence[Any]) -> None:
     """The option --cases, for commands with cases of their own."""
-    names = [name_of(kind, case) for case in cases]
-    more = [f"and {len(names) - MOST_TOLD} more, which a word of no case lists"] if len(names) > MOST_TOLD else []
-    told = "; ".join(["only cases with all of these words, or with others after a comma", *names[:MOST_TOLD], *more])
+    told = f"only cases with all of these words, or with others after a comma; one is {name_of(kind, cases[0])}"
+    told += ", and a word of no case lists all"
     parser.add_argument("--cases", type=opt.names, metavar="WORDS,...", help=told)
 
 
@@ -345,10 +342,11 @@ def asked_for(options: argparse.Namespace, kind: str, cases: Sequence[Any]) -> l
     """The cases that --cases names. Raises Refused."""
     joined = partial(re.sub, r",|(?<=\bh) (?=\d)", "")  # "h 128" is one word: topk may be 128, too
     asked = [set(joined(words).split()) for words in options.cases or [""]]
-    found = [case for case in cases if any(words <= {*joined(name_of(kind, case)).split()} for words in asked)]
+    names = [name_of(kind, case) for case in cases]
+    of_cases = zip(cases, names, strict=True)
+    found = [case for case, name in of_cases if any(words <= {*joined(name).split()} for words in asked)]
     if not found:
-        names = "; ".join(name_of(kind, case) for case in cases)
-        raise opt.Refused(f"--cases: no case has these words; there are {names}")
+        raise opt.Refused(f"--cases: no case has these words; there are {'; '.join(names)}")
     return found
 
 

@@ -18,7 +18,6 @@ from serving_benchmarks.options import Refused, new_folder
 from serving_benchmarks.results import kinds, tables
 from serving_benchmarks.results.file import NotUnderstood, ResultFile
 
-DEFAULT_OUTPUT = "report"
 MOST_OF_AN_ERROR = 300
 """Characters."""
 MODELS = ("throughput", "serve")
@@ -164,8 +163,8 @@ def page(sections: Sequence[tuple[ResultFile, str]], not_understood: Sequence[st
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, nargs="+", metavar="RESULTS", help="result files of any kinds")
-    told = f"where to write; default: {DEFAULT_OUTPUT}"
-    parser.add_argument("--output", type=new_folder, metavar="DIR", help=told)
+    told, default = "where to write; default: %(default)s", Path("report")  # a path is not made before it is needed
+    parser.add_argument("--output", type=new_folder, default=default, metavar="DIR", help=told)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -183,9 +182,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"not understood: {error}", file=sys.stderr)
     if not sections:
         raise Refused("there is no result file to report")
-    folder = options.output or Path(DEFAULT_OUTPUT)
-    folder.mkdir(exist_ok=True)
-    written = folder / "report.html"
+    options.output.mkdir(exist_ok=True)
+    written = options.output / "report.html"
     written.write_text(page(sections, not_understood))
     print(f"{written}: {len(sections)} of {len(options.results)} files")
     return 0

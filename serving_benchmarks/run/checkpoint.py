@@ -103,15 +103,11 @@ def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions
         raise types.Refused("the recall checkpoint is in the source tree, not in the installed package") from None
     input_len, plain, drafting = options.input_len or 1000, CHECKPOINT, folder / "with-mtp-layer"
     longest = input_len + LONGER + options.output_len
-    most = common.read_config(str(CHECKPOINT))["max_position_embeddings"]
+    most_tokens(common.read_config(str(CHECKPOINT)), longest)
     try:
         asked = held_out(input_len, options.num_prompts or 200)
-    except ValueError:
-        raise types.Refused(
-            f"--input-len: no questions have contexts of {input_len} tokens; take 300 or more"
-        ) from None
-    if longest > most:
-        raise types.Refused(f"--input-len: requests of {longest} tokens are too long: the model takes {most}")
+    except ValueError as error:
+        raise types.Refused(f"--input-len: {error}") from None
     if any(WAYS[name].context_parallel for name in options.ways):
         plain = shutil.copytree(CHECKPOINT, folder / "more-slots")
         (plain / "config.json").write_text(json.dumps({**common.read_config(str(plain)), "index_topk": SHARED_TOPK}))
@@ -127,6 +123,14 @@ def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions
     )
 
 
+def most_tokens(config: dict[str, Any], longest: int) -> float:
+    """What the model takes. Raises Refused for less than the longest request has."""
+    most = config.get("max_position_embeddings") or math.inf
+    if longest > most:
+        raise types.Refused(f"requests of {longest} tokens are too long: the model takes {most}")
+    return most
+
+
 def of_model(options: argparse.Namespace) -> Questions:
     """Random prompts of unequal lengths."""
     config, chance = common.read_config(options.model), random.Random(0)
@@ -134,9 +138,7 @@ def of_model(options: argparse.Namespace) -> Questions:
     lengths = [input_len] + [max(1, int(input_len * chance.uniform(0.75, 1.0))) for _ in range(count - 1)]
     tokens = workloads.usable_tokens(config)
     longest = input_len + options.output_len
-    most = config.get("max_position_embeddings") or longest + DRAFT_ROOM
-    if longest > most:
-        raise types.Refused(f"requests of {longest} tokens are too long: the model takes {most}")
+    most = most_tokens(config, longest)
     prompts = [chance.choices(tokens, k=length) for length in lengths]
     return Questions(prompts, options.model, min(longest + DRAFT_ROOM, most), options.model)
 

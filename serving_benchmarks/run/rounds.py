@@ -58,16 +58,21 @@ class Worker:
         return stage
 
 
+def stem(name: str) -> str:
+    """A name for files: not every file system takes colons."""
+    return name.replace(":", "-")
+
+
 @contextlib.contextmanager
 def started(name: str, spec: dict[str, Any], logs: Path) -> Iterator[Worker]:
     """A worker that runs for as long as the block lasts.
 
     Args:
-        name: of its files, where colons are hyphens, since not every file system takes them.
+        name: of its files.
         spec: what it is to do, for `worker.py`.
         logs: the folder for its files: the spec, its events and what it prints.
     """
-    asked, events, log = (logs / f"{name.replace(':', '-')}.{kind}" for kind in ("spec.json", "events", "log"))
+    asked, events, log = (logs / f"{stem(name)}.{kind}" for kind in ("spec.json", "events", "log"))
     asked.write_text(json.dumps(spec))
     for file in (events, log):
         file.write_bytes(b"")  # an earlier run may have left one

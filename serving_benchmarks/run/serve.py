@@ -29,7 +29,7 @@ from serving_benchmarks.run import common, workloads
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.engine import counted_between
 from serving_benchmarks.run.processes import Supervised, why_it_ended
-from serving_benchmarks.run.rounds import there_and_back
+from serving_benchmarks.run.rounds import stem, there_and_back
 from serving_benchmarks.run.server import Server, ServerFailed, serving
 from serving_benchmarks.run.workloads import Workload
 
@@ -231,7 +231,7 @@ class Backend:
         """A round: starts the server and runs all loads. Yields new entries; those of earlier rounds are extended."""
         options, plan, say = self.options, self.plan, self.stages.at
         name = f"{self.name}, round {number + 1} of {options.rounds}" if options.rounds > 1 else self.name
-        name_of_files = f"{self.name.replace(':', '-')}-{number + 1}"
+        name_of_files = f"{stem(self.name)}-{number + 1}"
         log = self.logs / f"{name_of_files}-server.log"
         log.write_bytes(b"")
         say(f"{name}: starting the server")

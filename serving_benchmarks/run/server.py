@@ -21,7 +21,7 @@ POLL_SECONDS = 0.5
 READY_SECONDS = 1800.0
 """How long a server may take to start: a large model is loaded, compiled and captured."""
 START_TOLD_SECONDS = 60.0
-"""How often it is told how far a start is: some compile for ten minutes."""
+"""How often it is told how far a start is: some compile for minutes."""
 ANSWER_SECONDS = 10
 WATCH_SECONDS = 10.0
 """How often a server is asked what it has done while a client runs: more often would take its time."""

@@ -162,7 +162,7 @@ def test_other_seeds_and_other_positions_give_other_samples():
         ("seed", -1, "seed must be 0 or more; got -1"),
         ("seed", 2**63, "seed must be 9223372036854775807 or less"),
         ("stop", "x", "stop must be texts that aren't empty, in a tuple; got 'x'"),
-        ("stop", ("",), "stop must be texts that aren't empty"),
+        ("stop", ("",), "stop must be texts that aren't empty, in a tuple"),
         ("stop_tokens", [1], "stop_tokens must be a tuple of ints"),
         ("stop_tokens", (1.0,), "stop_tokens must be an int; got float"),
         ("ignore_eos", 1, "ignore_eos must be a bool; got 1"),

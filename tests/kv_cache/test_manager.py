@@ -320,6 +320,6 @@ def test_a_sequence_without_computed_tokens_is_not_forked():
 @pytest.mark.parametrize("token", ["x", 1.0, 2**31])
 def test_wrong_tokens_are_not_appended(token):
     sequence = admitted(CacheManager(4, 2), [1])
-    with pytest.raises(TypeError, match="tokens must be ints of 32 bits"):
+    with pytest.raises(TypeError, match="tokens must be ints of 32 bits; got "):
         sequence.append(2, token)
     assert len(sequence) == 1
