@@ -57,8 +57,8 @@ def status_when_stopped(how: int, is_busy: Callable[[], bool], *words: object) -
     process, started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), []
     try:
         assert wait_until(is_busy, 200)
-        started = supervisor.descendants(process.pid)
-        assert len(started) >= 2 and all(map(alive, started)), "a supervisor, and what it guards"
+        started = list(filter(alive, supervisor.descendants(process.pid)))  # some of them end within milliseconds
+        assert len(started) >= 2, "a supervisor, and what it guards"
         process.send_signal(how)
         status = process.wait(60)
         assert wait_until(lambda: not any(map(alive, started))), "processes are left"
