@@ -40,22 +40,14 @@ count_or_none = whole(0)  # 0 for none
 rounds = whole(2)  # one alone has no spread
 
 
-def seconds(text: str) -> float:
-    """A finite number from 0 up."""
+def positive(text: str) -> float:
+    """A finite number above 0."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number, 0 or more; got {text!r}")
-    return value
-
-
-def positive(text: str) -> float:
-    """A finite number above 0."""
-    value = seconds(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"must be more than 0; got {text!r}")
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text!r}")
     return value
 
 

@@ -149,7 +149,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     threads, told = torch.get_num_threads(), "default: torch's (%(default)s)"
     parser.add_argument("--threads", type=opt.whole(1, MOST_THREADS), default=threads, metavar="N", help=told)
     told = "how long a candidate is called in a round; default: %(default)s"
-    parser.add_argument("--burst", type=opt.seconds, default=0.15, metavar="SECONDS", help=told)
+    parser.add_argument("--burst", type=opt.positive, default=0.15, metavar="SECONDS", help=told)
     opt.add_rounds(parser, 11)
     opt.add_output(parser)
 

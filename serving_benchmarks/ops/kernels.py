@@ -63,8 +63,6 @@ gathered faster: our kernel reaches 4.03e12. Their limit was not measured, so ti
 made of this."""
 L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}
 """Bytes/s of gathering rows of a format from L2, out of a pool of 32K tokens."""
-
-
 PRODUCT_ROWS, PRODUCT_WIDTH = 64, 7168
 """Of the products before calls in situ: DeepSeek-V3.2's width. Their weights, 103 MB, are twice an L2."""
 

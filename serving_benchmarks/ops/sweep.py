@@ -47,14 +47,13 @@ def clock(size: Size, sets: list[tuple[Tensor, Tensor]], cache: Tensor, before: 
     counts = torch.full((tokens,), topk, dtype=torch.int32, device=cache.device)
     given = ((q[:tokens, :heads].contiguous(), slots[:tokens, :topk].contiguous()) for q, slots in sets)
     calls = [kernels.prepare_ours(Problem(*one, counts, kernels.SCALE, 1), **how)[0].call for one in given]
-    return timing.capture_situ(before, calls)[1] if before else timing.capture(calls).clock
+    return timing.capture_situ(before, calls)[1]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     opt.add_list(parser, "--tokens", opt.count, "query tokens", TOKENS)
     opt.add_list(parser, "--topk", opt.count, "slots of each", TOPK)
     opt.add_list(parser, "--heads", opt.whole(1, batches.MOST_HEADS), "of each", HEADS)
-    parser.add_argument("--loop", action="store_true", help="calls in a loop of their own, not in situ")
     opt.add_rounds(parser, 5)
 
 
@@ -66,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     new_q = partial(torch.randn, t, h, 576, dtype=torch.bfloat16, device=cache.device)
     new_lists = partial(torch.randint, len(cache) * batches.BLOCK, (t, k), dtype=torch.int32, device=cache.device)
     sets = [(new_q(), new_lists()) for _ in range(batches.SETS)]
-    before, seconds = [] if options.loop else kernels.products(batches.SETS), {}
+    before, seconds = kernels.products(batches.SETS), {}
     for k, h in itertools.product(options.topk, options.heads):
         for t in options.tokens:
             timed = timing.interleaved({"ours": clock((t, k, h), sets, cache, before)}, rounds=options.rounds)

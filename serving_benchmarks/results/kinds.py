@@ -142,12 +142,12 @@ def _runs_timed(file: ResultFile) -> Iterator[Timed]:
             seconds |= {f"{what}, {p}": value for p, value in result[name].items() if value}
         for what, value in seconds.items():
             timed.setdefault((runs.asked(result["case"]), what), {})[result["backend"]] = runs.name_of(result), value
-    any_of_ours = any(result["backend"] in runs.OUR_BACKENDS for result in file.results)
+    any_of_ours = any(runs.is_ours(result["backend"]) for result in file.results)
     version = _versions(file).get(file.results[0].get("engine"))
     for (_, what), backends in timed.items():
-        others = {(name, version): value for name, (_, value) in backends.items() if name not in runs.OUR_BACKENDS}
+        others = {(name, version): value for name, (_, value) in backends.items() if not runs.is_ours(name)}
         for backend, (name, value) in backends.items():
-            if backend in runs.OUR_BACKENDS or not any_of_ours:
+            if runs.is_ours(backend) or not any_of_ours:
                 yield Timed(name, what, value, others if any_of_ours else {})
 
 

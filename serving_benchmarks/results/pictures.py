@@ -92,7 +92,7 @@ def pareto(reports: Sequence[Report]) -> Figure | None:
     if not workloads:
         return None
     lines = {line for of in workloads.values() for line in of}
-    backends = sorted({backend for backend, _ in lines}, key=lambda name: (name not in runs.OUR_BACKENDS, name))
+    backends = sorted({backend for backend, _ in lines}, key=lambda name: (not runs.is_ours(name), name))
     machines = sorted({gpus for _, gpus in lines})
     figure, panels = new_figure(len(workloads), "Up and to the right is better")
     handles: dict[tuple[int, int], Any] = {}
@@ -103,7 +103,7 @@ def pareto(reports: Sequence[Report]) -> Figure | None:
             x, y = list(map(runs.tokens_per_user, entries)), list(map(runs.tokens_per_gpu, entries))
             look = {**style, "color": color, "markersize": 5, "label": f"{backend}, {gpus}"}
             (handles[place],) = panel.plot(x, y, **look)
-            at = ((5, 3), "left") if backend in runs.OUR_BACKENDS else ((-5, -10), "right")
+            at = ((5, 3), "left") if runs.is_ours(backend) else ((-5, -10), "right")
             for entry, point in zip(entries, zip(x, y, strict=True), strict=True):
                 look = {"fontsize": 8, "color": color, "path_effects": OUTLINE, "ha": at[1]}
                 panel.annotate(runs.load(entry["case"], short=True), point, at[0], textcoords="offset points", **look)

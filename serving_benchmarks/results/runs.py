@@ -11,7 +11,7 @@ from typing import Any
 from serving_benchmarks.ops.timing import Timing
 
 OUR_BACKENDS = ("SPARSE_MLA", "DENSE_MLA", "CUSTOM", "sparse_mla")
-"""Names of this project's backend in vLLM, and in SGLang. Other backends are what it is compared with."""
+"""Names of this project's backend in vLLM, and in SGLang."""
 PERCENTILES = (50, 90, 99)
 CONFIDENCE = 0.95
 """That a percentile lies within its bounds."""
@@ -25,6 +25,11 @@ _UNSAID = {
     **dict.fromkeys(("tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size"), 1),
 }
 """Values that names leave out."""
+
+
+def is_ours(backend: str) -> bool:
+    """Whether a backend is of this project, with any cache: SPARSE_MLA:bfloat16 is. Others are its peers."""
+    return backend.partition(":")[0] in OUR_BACKENDS
 
 
 # Rounds and latencies

@@ -249,35 +249,36 @@ def whole_models(*reports: Report) -> str:
 
 
 def throughput_versus(*reports: Report, loads: str | None = None) -> str:
-    """A row for each load with ours, the other backend and their ratio. Where several files have a load, the newest
-    one counts.
+    """A row for each load with ours, with one cache or several, the one other backend, and ratios. Where several files
+    have a load, the newest one counts.
 
-    Every file has to be of the same two backends. `loads` picks rows, such as 4096+64/64,512+512/64: the tokens of a
-    prompt and of an answer, and the requests in flight.
+    `loads` picks rows, such as 4096+64/64,512+512/64: the tokens of a prompt and of an answer, and the requests in
+    flight.
     """
-    ours, other = _two_backends(reports)
+    names = dict.fromkeys(entry["backend"] for report in reports for entry in report["results"])
+    ours, others = ([name for name in names if runs.is_ours(name) == mine] for mine in (True, False))
+    if not ours or len(others) != 1:
+        raise ValueError(f"the files must have ours and one other backend; they have {', '.join(names)}")
     wanted = loads.split(",") if loads is not None else []
     rows, shown, rounds = [], set(), set()
     for report, entries in newest_loads(reports):
-        if not {ours, other} <= entries.keys():
+        theirs, mine = entries.get(others[0]), [entries.get(name) for name in ours]
+        if theirs is None or not any(mine):
             continue
-        mine, theirs = entries[ours], entries[other]
-        case = mine["case"]
+        case, about = theirs["case"], report["environment"]
         load = f"{runs.lengths(case)}/{runs.load(case, short=True)}".replace(" ", "")
         if wanted and load not in wanted:
             continue
         shown.add(load)
-        rounds.add(len(mine["rounds_s"]))
-        ratio = f"{mine['output_tokens_per_second'] / theirs['output_tokens_per_second']:.2f}"
-        if runs.interleaved(report["environment"]):
-            ratio = over_first({"over_first": runs.over_first(theirs, mine)})
-        about = report["environment"]
+        rounds.add(len(theirs["rounds_s"]))
         row = [runs.heads(about, case), f"{(about.get('model') or {}).get('layers')}", runs.lengths(case)]
-        rows.append([*row, runs.load(case, short=True), _speed(mine), _speed(theirs), ratio])
+        row += [runs.load(case, short=True), *(_speed(entry) if entry else "-" for entry in (*mine, theirs))]
+        rows.append([*row, *(_ratio(entry, theirs, about) if entry else "-" for entry in mine)])
     if missing := [load for load in wanted if load not in shown]:
-        raise ValueError(f"loads: no file has {', '.join(missing)} with both backends")
-    headings = ["heads", "layers", "prompt + output", "in flight", f"{ours}, output tokens/s (quartiles)"]
-    headings += [f"{other} (quartiles)", "ratio"]
+        raise ValueError(f"loads: no file has {', '.join(missing)} with ours and the other backend")
+    headings = ["heads", "layers", "prompt + output", "in flight", f"{ours[0]}, output tokens/s (quartiles)"]
+    headings += [f"{name} (quartiles)" for name in (*ours[1:], *others)]
+    headings += ["ratio", *(f"ratio of {name}" for name in ours[1:])]
     return "\n".join([*file.table(headings, rows), "", _models_measured(reports, rounds, paired=True)])
 
 
@@ -345,7 +346,7 @@ def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[str, Entry]]]
 
     def order(run: tuple[str, Entry]) -> tuple[Any, ...]:
         gpus, entry = run
-        ours, case = entry["backend"] in runs.OUR_BACKENDS, entry["case"]
+        ours, case = runs.is_ours(entry["backend"]), entry["case"]
         return [case.get(name) or math.inf for name in runs.LOAD], entry["gpus"], gpus, not ours, entry["backend"]
 
     return {key[1]: sorted(found[key], key=order) for key in sorted(found)}
@@ -410,12 +411,11 @@ def newest_loads(reports: Sequence[Report]) -> list[tuple[Report, dict[str, Entr
     return list(found.values())
 
 
-def _two_backends(reports: Sequence[Report]) -> tuple[str, str]:
-    names = dict.fromkeys(entry["backend"] for report in reports for entry in report["results"])
-    ours, others = ([name for name in names if (name in runs.OUR_BACKENDS) == mine] for mine in (True, False))
-    if (len(ours), len(others)) != (1, 1):
-        raise ValueError(f"the files must have one backend of ours and one other; they have {', '.join(names)}")
-    return ours[0], others[0]
+def _ratio(mine: Entry, theirs: Entry, about: dict[str, Any]) -> str:
+    """A cell: how many times as fast mine is."""
+    if runs.interleaved(about):
+        return over_first({"over_first": runs.over_first(theirs, mine)})
+    return f"{mine['output_tokens_per_second'] / theirs['output_tokens_per_second']:.2f}"
 
 
 def _speed(entry: Entry) -> str:

@@ -226,12 +226,9 @@ def ways_of(options: argparse.Namespace) -> dict[str, Way]:
     """All ways by name: each of vLLM's with each backend."""
     found: dict[str, Way] = {}
     for name in options.ways:
-        if WAYS[name].engine == "embedded":
-            found[name] = WAYS[name]
-            continue
-        for backend in options.backend:
-            several = len(options.backend) > 1
-            found[f"{name} {backend}" if several else name] = replace(WAYS[name], backend=backend)
+        backends = [None] if WAYS[name].engine == "embedded" else options.backend
+        for backend in backends:
+            found[f"{name} {backend}" if len(backends) > 1 else name] = replace(WAYS[name], backend=backend)
     return found
 
 

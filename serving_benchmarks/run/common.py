@@ -327,7 +327,7 @@ def run(benchmark: str, options: argparse.Namespace, plan: Plan, measure: Measur
     if results:
         print()
         result_file.show(*tables.on_terminal(results), words=3, width=TABLE_WIDTH)
-    how = {name: getattr(options, name) for name in ("rounds", "seconds", "waves", "warmup") if hasattr(options, name)}
+    how = {name: getattr(options, name) for name in ("rounds", "waves", "warmup")}
     how |= {"size_warmup": bool(plan.sizes), "interleaved": interleaved}
     write(options, benchmark, results, {**plan.settings, **how})
     return status

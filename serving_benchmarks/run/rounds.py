@@ -1,8 +1,7 @@
 """Interleaves processes round by round: while one of them works, the others wait.
 
 A worker is a process that writes its events to a file, a line of JSON each. Before each piece of its work it writes the
-event `ready` and waits for a word on its standard input. All workers have the same pieces of work. Some pieces are
-optional rounds: a worker is told to skip them once all workers have been timed for long enough.
+event `ready` and waits for a line on its standard input. All workers have the same pieces of work.
 """
 
 import contextlib
@@ -19,8 +18,6 @@ POLL_SECONDS = 0.2
 """How often a worker's events are read."""
 WORKER = [sys.executable, "-m", "serving_benchmarks.run.worker"]
 """The command of a worker, before the files of its spec and its events."""
-GO, ENOUGH = "go", "enough"
-"""What a worker is told: do what you asked for, or skip it."""
 
 
 class Worker:
@@ -51,10 +48,10 @@ class Worker:
             if self.asks is not None:
                 return
 
-    def tell(self, word: str = GO) -> str:
-        """Answers a worker that waits, and says what it does next. Read its `events` before another worker is told."""
-        stage, self.asks = self.asks["stage"] if word == GO else "enough rounds", None
-        self.process.tell(word)
+    def go(self) -> str:
+        """Answers a worker that waits, and says what it does next. Read its `events` before another worker goes."""
+        stage, self.asks = self.asks["stage"], None
+        self.process.tell("go")
         return stage
 
 
@@ -85,22 +82,14 @@ def there_and_back(candidates: Sequence[Any], number: int) -> list[Any]:
     return list(candidates[:: -1 if number % 2 else 1])
 
 
-def interleaved(workers: Sequence[Worker], seconds: float = 0) -> Iterator[tuple[Worker, str]]:
+def interleaved(workers: Sequence[Worker]) -> Iterator[tuple[Worker, str]]:
     """Lets one worker after the other do its next piece of work, until none waits.
 
     Yields each worker that was told to work, and what it does. The caller then reads the worker's `events`.
-
-    Args:
-        workers: that wait for their first word.
-        seconds: rounds that a worker's `ready` event calls `optional` are skipped once each worker's `timed_s` is so
-            much. All workers get the same number of rounds.
     """
     while waiting := [worker for worker in workers if worker.asks is not None]:
-        asks = [worker.asks for worker in waiting]
-        enough = all(asked.get("optional") and asked["timed_s"] >= seconds for asked in asks)
-        for worker in there_and_back(waiting, asks[0].get("round", 0)):
-            stage = worker.tell(ENOUGH if enough else GO)
-            yield worker, stage
+        for worker in there_and_back(waiting, waiting[0].asks.get("round", 0)):
+            yield worker, worker.go()
 
 
 def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
@@ -112,7 +101,7 @@ def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
 
 
 class Events:
-    """The worker's own side: writes events, and waits for words."""
+    """The worker's own side: writes events, and waits until it may go on."""
 
     def __init__(self, file: TextIO, words: TextIO):
         self._file, self._words = file, words
@@ -121,10 +110,8 @@ class Events:
         self._file.write(json.dumps({"event": event, **more}) + "\n")
         self._file.flush()
 
-    def wait(self, stage: str, **more: Any) -> bool:
-        """Waits until it may do a piece of work; False if it is to skip it."""
+    def wait(self, stage: str, **more: Any) -> None:
+        """Waits until it may do a piece of work."""
         self.send("ready", stage=stage, **more)
-        word = self._words.readline().strip()
-        if not word:
+        if not self._words.readline():
             raise RuntimeError("the process that started this worker has ended")
-        return word == GO

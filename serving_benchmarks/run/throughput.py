@@ -37,8 +37,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     common.add_loads(parser, num_prompts=64)
     types.add_rounds(parser, 3)
-    told = "more rounds, until every backend was timed for so long at this load; default: only --rounds"
-    parser.add_argument("--seconds", type=types.seconds, default=0.0, metavar="S", help=told)
     common.add_warmup(parser, "run each load once before it is timed")
     told = "time all backends in alternate rounds. All must fit into memory: --gpu-memory-utilization and "
     told += f"--kv-cache-memory-bytes are for each of them; default: each gets its part of {INTERLEAVED_SHARE}"
@@ -128,7 +126,6 @@ def spec_of(backend: str, options: argparse.Namespace, plan: Plan) -> dict[str, 
         "tokens": plan.tokens,
         "runs": plan.runs,
         "rounds": options.rounds,
-        "more_rounds": options.seconds > 0,
         "warmup": options.warmup,
         "requests": options.requests,
     }
@@ -164,7 +161,7 @@ def measure(options: argparse.Namespace, plan: Plan, logs: Path, stages: Stages)
                 worker = running.enter_context(rounds.started(name, spec_of(name, options, plan), logs))
                 backends[worker] = Backend(name, worker, list(range(len(plan.runs))))
                 yield from heard(backends[worker], plan, stages)
-            for worker, stage in rounds.interleaved(list(backends), options.seconds):
+            for worker, stage in rounds.interleaved(list(backends)):
                 stages.at(f"{backends[worker].name}: {stage}")
                 yield from heard(backends[worker], plan, stages)
 

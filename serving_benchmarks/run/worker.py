@@ -118,18 +118,14 @@ def measure(
     engine: Engine, workload: Workload, concurrency: int | None, spec: dict[str, Any], events: Events
 ) -> dict[str, Any]:
     """One entry of a result file, without the fields that are the same for the whole process."""
-    rounds = spec["rounds"]
     if spec["warmup"]:  # with all of the workload's shapes, or the clock runs while kernels are compiled for them
         events.wait("warm-up")
         engine.forget_prefixes()  # of an earlier workload: a cached prompt is not computed
         run_round(engine, workload, concurrency)
     done: list[Round] = []
     before = engine.counters()
-    while len(done) < rounds or spec["more_rounds"]:
-        number, timed = len(done), sum(one.elapsed for one in done)
-        stage = f"round {number + 1}" if spec["more_rounds"] else f"round {number + 1} of {rounds}"
-        if not events.wait(stage, round=number, optional=number >= rounds, timed_s=timed):
-            break
+    for number in range(spec["rounds"]):
+        events.wait(f"round {number + 1} of {spec['rounds']}", round=number)
         engine.forget_prefixes()
         done.append(run_round(engine, workload, concurrency))
     return {**runs.of_rounds(done, keep_requests=spec["requests"]), **counted_between(before, engine.counters())}

@@ -41,13 +41,13 @@ def test_a_library_that_does_not_load_is_a_sentence(monkeypatch, capsys):
 
 
 def test_values_are_read():
-    assert opt.count("3") == 3 and opt.count_or_none("0") == 0 and opt.seconds("0.5") == 0.5
+    assert opt.count("3") == 3 and opt.count_or_none("0") == 0 and opt.positive("0.5") == 0.5
     assert opt.listed(opt.count)("16, 1,16") == [16, 1] and opt.names("a,b") == ["a", "b"]
     assert opt.json_object('{"a": 1}') == {"a": 1}
 
 
-REFUSED = [(opt.count, "0"), (opt.count, "1.5"), (opt.rounds, "1"), (opt.whole(1, 3), "4"), (opt.seconds, "nan")]
-REFUSED += [(opt.seconds, "-1"), (opt.positive, "0"), (opt.positive, "inf"), (opt.listed(opt.count), "1,,2")]
+REFUSED = [(opt.count, "0"), (opt.count, "1.5"), (opt.rounds, "1"), (opt.whole(1, 3), "4"), (opt.positive, "nan")]
+REFUSED += [(opt.positive, "-1"), (opt.positive, "0"), (opt.positive, "inf"), (opt.listed(opt.count), "1,,2")]
 REFUSED += [(opt.listed(opt.count), ""), (opt.listed(opt.one_of(["a"])), "a,b"), (opt.json_object, "[]")]
 REFUSED += [(opt.json_object, "{"), (opt.new_file, "/proc/nope/x.json"), (opt.new_folder, __file__)]
 REFUSED += [(limit_type, text) for text in ("0.05", "-5%", "five", "nan", "")]

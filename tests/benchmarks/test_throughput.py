@@ -154,7 +154,7 @@ def test_step_sizes_are_warmed_up_on_a_gpu_as_far_as_they_are_needed(small_model
 
 REFUSED = (
     "--num-prompts 0|--rounds 1|--concurrency 1,0|--backend ,|--lengths 20+4,30|--lengths 20+0|--lengths 500+500"
-    "|--lengths 50+50 --max-model-len 60|--gpu-memory-utilization 1.5|--engine-args [1]|--seconds nan|--model /nope"
+    "|--lengths 50+50 --max-model-len 60|--gpu-memory-utilization 1.5|--engine-args [1]|--model /nope"
     "|--loads 20+4|--loads 20+4/0|--loads 20/4|--loads 500+500/2|--loads 20+4/2 --concurrency 2"
     "|--loads 20+4/2 --lengths 20+4"
     "|--engine sglang|--engine sglang --backend dsa --profile|--engine sglang --backend dsa --kv-cache-memory-bytes 9"

@@ -62,42 +62,39 @@ def test_gaps_between_tokens_are_those_of_the_steps_in_which_a_request_decodes()
 
 @pytest.mark.parametrize("warmup", [True, False])
 def test_rounds_are_asked_for_and_their_results_told(warmup):
-    told, words = io.StringIO(), io.StringIO("go\n" * (4 if warmup else 3) + "enough\n")
+    told, words = io.StringIO(), io.StringIO("go\n" * (3 + warmup))
     measured = OneTokenAStep()
-    spec = {"rounds": 2, "more_rounds": True, "warmup": warmup, "requests": False}
+    spec = {"rounds": 3, "warmup": warmup, "requests": False}
     events = rounds.Events(told, words)
     found = worker.measure(measured, Workload([[1]] * 3, [4, 2, 3]), 2, spec, events)
     asked = [json.loads(line) for line in told.getvalue().splitlines()]
-    assert [event.get("round") for event in asked] == [None] * warmup + [0, 1, 2, 3]
-    assert [event["optional"] for event in asked[warmup:]] == [False, False, True, True]
+    assert [event.get("round") for event in asked] == [None] * warmup + [0, 1, 2]
     assert len(found["rounds_s"]) == 3 and found["total_output_tokens"] == 9 and "requests" not in found
     assert found["preemptions"] == 3, "what is counted begins after the warm-up"
 
 
 @dataclasses.dataclass(eq=False)
 class Waiting:
-    """A worker whose rounds last so long. It wants two of them, and asks for more."""
+    """A worker that wants so many rounds."""
 
-    lasts: float
-    rounds: int = 0
-    asks: dict | None = None
+    wants: int
+    done: int = 0
 
-    def __post_init__(self):
-        self.asks = {"round": self.rounds, "optional": self.rounds >= 2, "timed_s": self.rounds * self.lasts}
+    @property
+    def asks(self):
+        return {"round": self.done} if self.done < self.wants else None
 
-    def tell(self, word):
-        self.rounds += word == rounds.GO
-        self.__post_init__() if word == rounds.GO else setattr(self, "asks", None)
-        return word
+    def go(self):
+        self.done += 1
+        return self.done
 
 
-@given(st.lists(st.floats(0.1, 3), min_size=1, max_size=4), st.floats(0, 9))
-def test_rounds_go_there_and_back_until_all_workers_have_been_timed_for_long_enough(lasts, seconds):
-    workers = list(map(Waiting, lasts))
-    had = [workers.index(one) for one, word in rounds.interleaved(workers, seconds) if word == rounds.GO]
-    done, there = workers[0].rounds, list(range(len(workers)))
-    assert had == [index for number in range(done) for index in there[:: -1 if number % 2 else 1]]
-    assert done >= 2 and done * min(lasts) >= seconds and (done == 2 or (done - 1) * min(lasts) < seconds)
+@given(st.lists(st.integers(0, 4), max_size=4))
+def test_rounds_go_there_and_back_until_no_worker_waits(wanted):
+    workers = list(map(Waiting, wanted))
+    had = [workers.index(one) for one, _ in rounds.interleaved(workers)]
+    rows = [[index for index, wants in enumerate(wanted) if wants > number] for number in range(4)]
+    assert had == [index for number, row in enumerate(rows) for index in row[:: -1 if number % 2 else 1]]
 
 
 TOKENS = list(range(2, 50))

@@ -119,6 +119,18 @@ def test_backends_are_compared_at_each_load_that_both_have():
             tables.throughput_versus(wrong, loads=loads)
 
 
+def test_ours_may_have_several_caches():
+    names = ("SPARSE_MLA", "SPARSE_MLA:bfloat16", "FLASHMLA_SPARSE")
+    both = result_examples.throughput(backends=names, loads=(16,))
+    one = result_examples.throughput(backends=names[::2], loads=(32,))
+    headings, first, second = cells(tables.throughput_versus(both, one))
+    assert [heading.partition(" (")[0].partition(",")[0] for heading in headings[4:7]] == [*names]
+    assert headings[7:] == ["ratio", f"ratio of {names[1]}"]
+    assert "-" not in first and [cell == "-" for cell in second[4:]] == [False, True, False, False, True]
+    timed = list(kinds.KINDS["throughput"].timed(kinds.checked(both, Path("both.json"))))
+    assert timed and all({peer for peer, _ in one.peers} == {names[2]} for one in timed)
+
+
 def test_of_several_files_the_newest_has_its_loads_shown():
     old = result_examples.throughput(loads=(1, 16))
     new = result_examples.throughput(loads=(16,), rounds=5)
