@@ -19,9 +19,10 @@ SUPERVISOR_SECONDS = supervisor.KILL_SECONDS + 5
 
 EXCEPTION = re.compile(
     r"(?:\([^()]+ pid=\d+\) |\[rank\d+\]: |(?:ERROR|CRITICAL|FATAL) [-\d]+ [:.,\d]+ \[[^\]]+\] |[EF]\d{4} [^\]]+\] )*"
-    r"((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)"
+    r"(?:((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)| +Value error, (.+) \[type=)"
 )
-"""A line of a log with an exception, after the prefixes of vLLM, of its processes and of torch."""
+"""A line of a log with an exception, after the prefixes of vLLM, of its processes and of torch. Pydantic's have the
+reason in a line of its own."""
 
 
 class Supervised:
@@ -98,7 +99,7 @@ def why_it_failed(log: str) -> str:
     Exceptions that point to another one don't count, nor do those that a warning quotes.
     """
     lines = [line.rstrip() for line in log.splitlines() if line.strip()]
-    errors = [found[1] for line in lines if (found := EXCEPTION.match(line))]
+    errors = [found[1] or found[2] for line in lines if (found := EXCEPTION.match(line))]
     telling = [error for error in errors if "root cause" not in error and "scheduler died" not in error]
     return (telling or errors or [line.strip() for line in lines] or ["it said nothing"])[-1]
 

@@ -132,6 +132,7 @@ LOGS = {
     "E1123 12:00:00.500000 31 torch/a.py:12] KeyError: 'x'\nend\n": "KeyError: 'x'",
     "W1123 12:00:00.500000 31 torch/a.py:12] KeyError: 'x'\nend\n": "end",
     "(S pid=2) WARNING 11-23 12:00:00 [a.py:1] errors like `OSError: too many`\n  an OSError: no\nend": "end",
+    "(A pid=4) a.ValidationError: 1\n(A pid=4)   Value error, no [x]. [type=value_error, in=A[1]]\nsee\n": "no [x].",
     "": "it said nothing",
 }
 
