@@ -115,7 +115,7 @@ def test_clients_that_read_slowly_or_never_hold_nobody_up(server, prompts):
 
 def test_a_server_whose_engine_is_killed_says_so_and_ends(server, prompts):
     """The last test of this server."""
-    (engine,) = [child for child in server.family() if "EngineCore" in " ".join(child.cmdline())]
+    engine = server.member("EngineCore")
     client = connected(server, completion(stream=True))
     client.recv(100)
     engine.send_signal(signal.SIGKILL)

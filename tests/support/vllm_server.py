@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,22 @@ class Server:
 
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    def member(self, name: str):
+        """The one of them that has a name in its command line."""
+        found = []
+        for child in self.family():
+            with gone_is_fine():
+                found += [child] if name in " ".join(child.cmdline()) else []
+        (only,) = found
+        return only
+
+
+def gone_is_fine():
+    """A context in which processes may end at any time."""
+    import psutil
+
+    return suppress(psutil.NoSuchProcess)
+
 
 @contextmanager
 def serving(folder: Path, log: Path, *options: str) -> Iterator[Server]:
@@ -88,7 +104,7 @@ def serving(folder: Path, log: Path, *options: str) -> Iterator[Server]:
         except subprocess.TimeoutExpired:
             process.kill()
         for child in family:
-            if child.is_running():
+            with gone_is_fine():
                 child.kill()
 
 
