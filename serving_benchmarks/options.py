@@ -40,14 +40,15 @@ count_or_none = whole(0)  # 0 for none
 rounds = whole(2)  # one alone has no spread
 
 
-def positive(text: str) -> float:
-    """A finite number above 0."""
+def positive(text: str, most: float = math.inf) -> float:
+    """A finite number above 0, `most` or less."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0; got {text!r}")
+    if not 0 < value <= most or value == math.inf:
+        bound = "" if most == math.inf else f" and at most {most}"
+        raise argparse.ArgumentTypeError(f"must be a number above 0{bound}; got {text!r}")
     return value
 
 

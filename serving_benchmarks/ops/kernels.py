@@ -340,11 +340,10 @@ def asked_for(options: argparse.Namespace, kind: str, cases: Sequence[Any]) -> l
     """The cases that --cases names. Raises Refused."""
     joined = partial(re.sub, r",|(?<=\bh) (?=\d)", "")  # "h 128" is one word: topk may be 128, too
     asked = [set(joined(words).split()) for words in options.cases or [""]]
-    names = [name_of(kind, case) for case in cases]
-    of_cases = zip(cases, names, strict=True)
-    found = [case for case, name in of_cases if any(words <= {*joined(name).split()} for words in asked)]
+    named = [(name_of(kind, case), case) for case in cases]
+    found = [case for name, case in named if any(words <= {*joined(name).split()} for words in asked)]
     if not found:
-        raise opt.Refused(f"--cases: no case has these words; there are {'; '.join(names)}")
+        raise opt.Refused(f"--cases: no case has these words; there are {'; '.join(name for name, _ in named)}")
     return found
 
 

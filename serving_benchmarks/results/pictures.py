@@ -21,11 +21,9 @@ OUTLINE = (patheffects.withStroke(linewidth=2.5, foreground="white"),)
 """Keeps lines out of labels."""
 
 
-def save(figure: Figure, target: IO[bytes] | str, dpi: int = DOTS_AN_INCH, numbers: str = "") -> None:
+def save(figure: Figure, target: IO[bytes] | str, dpi: int = DOTS_AN_INCH, numbers: str | None = None) -> None:
     """Writes a PNG. `numbers` are kept in it as text, so that one can tell whether it is up to date."""
-    figure.savefig(
-        target, dpi=dpi, format="png", metadata={"Software": None, **({NUMBERS: numbers} if numbers else {})}
-    )
+    figure.savefig(target, dpi=dpi, format="png", metadata={"Software": None, NUMBERS: numbers})
 
 
 NUMBERS = "Numbers"

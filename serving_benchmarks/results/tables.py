@@ -249,11 +249,10 @@ def whole_models(*reports: Report) -> str:
 
 
 def throughput_versus(*reports: Report, loads: str | None = None) -> str:
-    """A row for each load with ours, with one cache or several, the one other backend, and ratios. Where several files
-    have a load, the newest one counts.
+    """A row for each load: ours with one cache or several, the one other backend, and ratios. Where several files have
+    a load, the newest one counts.
 
-    `loads` picks rows, such as 4096+64/64,512+512/64: the tokens of a prompt and of an answer, and the requests in
-    flight.
+    `loads` picks rows, such as 4096+64/64,512+512/64: tokens of a prompt and of an answer, and requests in flight.
     """
     names = dict.fromkeys(entry["backend"] for report in reports for entry in report["results"])
     ours, others = ([name for name in names if runs.is_ours(name) == mine] for mine in (True, False))

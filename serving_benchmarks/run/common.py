@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +124,6 @@ def add_results(parser: argparse.ArgumentParser, *, requests: bool) -> None:
     types.add_output(parser)
 
 
-def share(text: str) -> float:
-    """The type of a part of a whole."""
-    value = types.positive(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"must be at most 1; got {text!r}")
-    return value
-
-
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Adds the options. What is not given is left to the engine, except for --max-model-len and --max-num-seqs."""
     group = parser.add_argument_group("the engine's settings", "under vLLM's names; the default is the engine's own")
@@ -138,6 +131,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-cache-dtype", default="auto", help="fp8, auto (bf16), ...; default: %(default)s")
     for name, told in COUNTS.items():
         group.add_argument(f"--{name}", type=types.count, metavar="N", help=told)
+    share = partial(types.positive, most=1)
     group.add_argument("--gpu-memory-utilization", type=share, metavar="SHARE", help="part of the GPU's memory")
     told = "whether prompts share what they begin with"
     group.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, help=told)

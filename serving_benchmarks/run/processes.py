@@ -21,8 +21,7 @@ EXCEPTION = re.compile(
     r"(?:\([^()]+ pid=\d+\) |\[rank\d+\]: |(?:ERROR|CRITICAL|FATAL) [-\d]+ [:.,\d]+ \[[^\]]+\] |[EF]\d{4} [^\]]+\] )*"
     r"(?:((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .+)| +Value error, (.+) \[type=)"
 )
-"""A line of a log with an exception, after the prefixes of vLLM, of its processes and of torch. Pydantic's have the
-reason in a line of its own."""
+"""A line of a log with an exception, or pydantic's reason of one, after prefixes of vLLM, its processes and torch."""
 
 
 class Supervised:
