@@ -234,16 +234,18 @@ def whole_models(*reports: Report) -> str:
             entries.append(entry)
             case, cache, memory = entry["case"], entry.get("cache") or {}, entry.get("gpu_memory_bytes")
             row = [runs.heads(report["environment"], case), gpus_used(entry), runs.lengths(case)]
-            row += [runs.load(case, short=True), entry["backend"], _speed(entry), *per_gpu_and_user(entry)]
+            row += [runs.load(case, short=True), entry["backend"]]
+            row += [f"{entry['output_tokens_per_second']:.1f}", *per_gpu_and_user(entry)]
             row += [*latencies(entry), over_first(entry), goodput(entry)]
             row += [_cell(cache.get("prefix_hit_share"), "{:.0%}"), _cell(entry.get("start_s"), "{:.0f}")]
             row += [_cell(max(memory) / 1e9 if memory else None, "{:.1f}"), _cell(cache.get("tokens"), "{:.0f}")]
             rows.append([*row, {True: "equal", False: "differ"}.get(entry.get("answers_equal"), "-")])
     used = [i for i in range(len(headings)) if any(row[i] != "-" for row in rows)]
     table = file.table([headings[i] for i in used], [[row[i] for i in used] for row in rows])
-    asked = "; ".join(dict.fromkeys(runs.workload(entry["case"]) for entry in entries))
+    asked = "; ".join(dict.fromkeys(runs.workload(entry["case"], count=False) for entry in entries))
+    counts = ", ".join(map(str, sorted({entry["case"]["num_prompts"] for entry in entries})))
     limits = "; ".join(dict.fromkeys(_limits(entry["goodput"]) for entry in entries if entry.get("goodput")))
-    told = f"{asked}. " + (f"Goodput: {limits}. " if limits else "")
+    told = f"{asked}; {counts} requests. " + (f"Goodput: {limits}. " if limits else "")
     rounds = {len(entry.get("rounds_s", "1")) for entry in entries}
     return "\n".join([*table, "", told + _models_measured(reports, rounds) + latency_note(reports)])
 
@@ -271,13 +273,13 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
         shown.add(load)
         rounds.add(len(theirs["rounds_s"]))
         row = [runs.heads(about, case), f"{(about.get('model') or {}).get('layers')}", runs.lengths(case)]
-        row += [runs.load(case, short=True), *(_speed(entry) if entry else "-" for entry in (*mine, theirs))]
+        speeds = (entry and entry["output_tokens_per_second"] for entry in (*mine, theirs))
+        row += [runs.load(case, short=True), *(_cell(speed, "{:.0f}") for speed in speeds)]
         rows.append([*row, *(_ratio(entry, theirs, about) if entry else "-" for entry in mine)])
     if missing := [load for load in wanted if load not in shown]:
         raise ValueError(f"loads: no file has {', '.join(missing)} with ours and the other backend")
-    headings = ["heads", "layers", "prompt + output", "in flight", f"{ours[0]}, output tokens/s (quartiles)"]
-    headings += [f"{name} (quartiles)" for name in (*ours[1:], *others)]
-    headings += ["ratio", *(f"ratio of {name}" for name in ours[1:])]
+    headings = ["heads", "layers", "prompt + output", "in flight", f"{ours[0]}, output tokens/s"]
+    headings += [*ours[1:], *others, "ratio", *(f"ratio of {name}" for name in ours[1:])]
     return "\n".join([*file.table(headings, rows), "", _models_measured(reports, rounds, paired=True)])
 
 
@@ -394,19 +396,20 @@ def latencies(entry: Entry) -> list[str]:
 
 
 def newest_loads(reports: Sequence[Report]) -> list[tuple[Report, dict[str, Entry]]]:
-    """For each model, machine, workload and load: the newest file that has it, and its entries by backend."""
-    found: dict[tuple[Any, ...], tuple[Report, dict[str, Entry]]] = {}
+    """For each model, machine, workload and load: files, each with its entries by backend. Where several files have a
+    load with the same backend, the newest one counts."""
+    newest: dict[tuple[Any, ...], tuple[Report, Entry]] = {}
     for report in reports:
         about = report["environment"]
-        groups: dict[tuple[Any, ...], dict[str, Entry]] = {}
         for entry in ran(report):
             case = entry["case"]
             key = (model_name(report), about.get("benchmark"), file.machine(about), entry["gpus"])
-            key += (runs.workload(case, count=False), runs.load(case))
-            groups.setdefault(key, {})[entry["backend"]] = entry
-        for key, entries in groups.items():
-            if key not in found or str(found[key][0]["environment"].get("date")) < str(about.get("date")):
-                found[key] = report, entries
+            key += (runs.workload(case, count=False), runs.load(case), entry["backend"])
+            if key not in newest or str(newest[key][0]["environment"].get("date")) < str(about.get("date")):
+                newest[key] = report, entry
+    found: dict[tuple[Any, ...], tuple[Report, dict[str, Entry]]] = {}
+    for (*load, backend), (report, entry) in newest.items():
+        found.setdefault((*load, id(report)), (report, {}))[1][backend] = entry
     return list(found.values())
 
 
@@ -415,15 +418,6 @@ def _ratio(mine: Entry, theirs: Entry, about: dict[str, Any]) -> str:
     if runs.interleaved(about):
         return over_first({"over_first": runs.over_first(theirs, mine)})
     return f"{mine['output_tokens_per_second'] / theirs['output_tokens_per_second']:.2f}"
-
-
-def _speed(entry: Entry) -> str:
-    """A cell: output tokens a second, and its quartiles if there were several rounds."""
-    if len(entry.get("rounds_s", ())) < 2:
-        return f"{entry['output_tokens_per_second']:.1f}"
-    seconds, tokens = entry["seconds"], entry["total_output_tokens"]
-    low, high = tokens / seconds["upper_quartile"], tokens / seconds["lower_quartile"]
-    return f"{entry['output_tokens_per_second']:.0f} ({low:.0f} to {high:.0f})"
 
 
 def _limits(goodput: dict[str, Any]) -> str:
