@@ -26,7 +26,7 @@ PARETO = (
     "Output tokens/s per GPU over tokens/s per user. "
     "Points are loads, labelled with the requests in flight (or the requests a second). Tokens/s per user is one over "
     "the median inter-token latency. A line that lies above and to the right of another gives users the same speed for "
-    "fewer GPUs. Where several files have a load with one backend, the newest is shown."
+    "fewer GPUs. Where several files have a load, the newest one is shown."
 )
 
 

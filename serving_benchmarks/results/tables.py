@@ -224,7 +224,7 @@ def _measured_with(how: str, reports: Sequence[Report]) -> str:
 
 def whole_models(*reports: Report) -> str:
     """Every load and backend, with latencies, goodput and what a server needs. Columns that would be empty are left
-    out. Where several files have a load with one backend, the newest counts."""
+    out. Where several files have a load, the newest one counts."""
     headings = ["heads", "GPUs", "prompt + output", "in flight", "backend", "output tokens/s", "per GPU", "per user"]
     headings += [*LATENCIES, "over the first", "goodput", "prefix hits", "start, s"]
     headings += ["GB of the fullest GPU", "tokens in the cache", "answers of all starts"]
@@ -251,8 +251,8 @@ def whole_models(*reports: Report) -> str:
 
 
 def throughput_versus(*reports: Report, loads: str | None = None) -> str:
-    """A row for each load: ours with one cache or several, the one other backend in the same file, and ratios. Where
-    several files have a load with one backend, the newest counts.
+    """A row for each load: ours with one cache or several, the one other backend, and ratios. Where several files have
+    a load, the newest one counts.
 
     `loads` picks rows, such as 4096+64/64,512+512/64: tokens of a prompt and of an answer, and requests in flight.
     """
@@ -396,20 +396,19 @@ def latencies(entry: Entry) -> list[str]:
 
 
 def newest_loads(reports: Sequence[Report]) -> list[tuple[Report, dict[str, Entry]]]:
-    """For each model, machine, workload and load: files, each with its entries by backend. Where several files have a
-    load with one backend, the newest counts."""
-    newest: dict[tuple[Any, ...], tuple[Report, Entry]] = {}
+    """For each model, machine, workload and load: the newest file that has it, and its entries by backend."""
+    found: dict[tuple[Any, ...], tuple[Report, dict[str, Entry]]] = {}
     for report in reports:
         about = report["environment"]
+        groups: dict[tuple[Any, ...], dict[str, Entry]] = {}
         for entry in ran(report):
             case = entry["case"]
             key = (model_name(report), about.get("benchmark"), file.machine(about), entry["gpus"])
-            key += (runs.workload(case, count=False), runs.load(case), entry["backend"])
-            if key not in newest or str(newest[key][0]["environment"].get("date")) < str(about.get("date")):
-                newest[key] = report, entry
-    found: dict[tuple[Any, ...], tuple[Report, dict[str, Entry]]] = {}
-    for (*load, backend), (report, entry) in newest.items():
-        found.setdefault((*load, id(report)), (report, {}))[1][backend] = entry
+            key += (runs.workload(case, count=False), runs.load(case))
+            groups.setdefault(key, {})[entry["backend"]] = entry
+        for key, entries in groups.items():
+            if key not in found or str(found[key][0]["environment"].get("date")) < str(about.get("date")):
+                found[key] = report, entries
     return list(found.values())
 
 

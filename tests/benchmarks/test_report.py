@@ -109,18 +109,6 @@ def test_the_choice_of_backends_and_gpus_has_a_point_for_each_load():
     assert pictures.pareto([one]) is None
 
 
-def test_of_backends_that_were_measured_apart_the_newest_run_of_each_counts():
-    one, two, again = (
-        result_examples.throughput(backends=[name]) for name in (*result_examples.BACKENDS, "SPARSE_MLA")
-    )
-    again["environment"]["date"] = "2100-01-01"
-    for entry in again["results"]:
-        entry["output_tokens_per_second"] *= 2
-    ((_, entries),) = tables.by_workload([again, one, two]).items()
-    speeds = sorted(entry["output_tokens_per_second"] for _, entry in entries)
-    assert speeds == sorted(entry["output_tokens_per_second"] for file in (again, two) for entry in file["results"])
-
-
 def test_the_readme_picture_has_bars_of_the_file():
     content = result_examples.every_kind()["kernels"]
     figure, numbers = pictures.decode_bars(content)
