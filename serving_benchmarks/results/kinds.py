@@ -237,7 +237,12 @@ KINDS = {
         always=("backend", "case"),
     ),
     "serve": Kind(
-        "Serving", runs.name_of, _RUN, {"serve": tables.whole_models}, _runs_timed, always=("backend", "case")
+        "Serving",
+        runs.name_of,
+        _RUN,
+        {"serve": tables.whole_models, "serve_versus": tables.throughput_versus},
+        _runs_timed,
+        always=("backend", "case"),
     ),
     "checkpoint": Kind(
         "A checkpoint's answers",

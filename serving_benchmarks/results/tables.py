@@ -4,7 +4,7 @@ Each takes the contents of result files, `*reports`. Entries that failed are lef
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from serving_benchmarks.results import file, kernel_times, runs
@@ -246,8 +246,7 @@ def whole_models(*reports: Report) -> str:
     counts = ", ".join(map(str, sorted({entry["case"]["num_prompts"] for entry in entries})))
     limits = "; ".join(dict.fromkeys(_limits(entry["goodput"]) for entry in entries if entry.get("goodput")))
     told = f"{asked}; {counts} requests. " + (f"Goodput: {limits}. " if limits else "")
-    rounds = {len(entry.get("rounds_s", "1")) for entry in entries}
-    return "\n".join([*table, "", told + _models_measured(reports, rounds) + latency_note(reports)])
+    return "\n".join([*table, "", told + _models_measured(reports, entries) + latency_note(reports)])
 
 
 def throughput_versus(*reports: Report, loads: str | None = None) -> str:
@@ -261,7 +260,7 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
     if not ours or len(others) != 1:
         raise ValueError(f"the files must have ours and one other backend; they have {', '.join(names)}")
     wanted = loads.split(",") if loads is not None else []
-    rows, shown, rounds = [], set(), set()
+    rows, shown, compared = [], set(), []
     for report, entries in newest_loads(reports):
         theirs, mine = entries.get(others[0]), [entries.get(name) for name in ours]
         if theirs is None or not any(mine):
@@ -271,7 +270,7 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
         if wanted and load not in wanted:
             continue
         shown.add(load)
-        rounds.add(len(theirs["rounds_s"]))
+        compared.append(theirs)
         row = [runs.heads(about, case), f"{(about.get('model') or {}).get('layers')}", runs.lengths(case)]
         speeds = (entry and entry["output_tokens_per_second"] for entry in (*mine, theirs))
         row += [runs.load(case, short=True), *(_cell(speed, "{:.0f}") for speed in speeds)]
@@ -280,7 +279,7 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
         raise ValueError(f"loads: no file has {', '.join(missing)} with ours and the other backend")
     headings = ["heads", "layers", "prompt + output", "in flight", f"{ours[0]}, output tokens/s"]
     headings += [*ours[1:], *others, "ratio", *(f"ratio of {name}" for name in ours[1:])]
-    return "\n".join([*file.table(headings, rows), "", _models_measured(reports, rounds, paired=True)])
+    return "\n".join([*file.table(headings, rows), "", _models_measured(reports, compared, paired=True)])
 
 
 def throughput_profiles(*reports: Report) -> str:
@@ -425,8 +424,9 @@ def _limits(goodput: dict[str, Any]) -> str:
     return ", ".join(words.format(goodput[name]) for name, words in told.items() if goodput[name] is not None)
 
 
-def _models_measured(reports: Sequence[Report], rounds: Collection[int], paired: bool = False) -> str:
-    """The line below a table of whole models. `rounds`: how many the entries have; `paired`: there are ratios."""
+def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired: bool = False) -> str:
+    """The line below a table of whole models. `paired`: there are ratios."""
+    rounds = {len(entry.get("rounds_s", "1")) for entry in entries}
     about = [report["environment"] for report in reports]
     first, model = about[0], about[0].get("model") or {}
     layers, experts = (
