@@ -1,9 +1,9 @@
 """The attention backend of models with sparse MLA. All tokens of a step, prefill and decode, attend in one call of our
-op."""
+op, but for those at the beginning of a prompt, which vLLM's dense prefill serves."""
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from vllm import envs
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
 import mla_backend
 from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin.beginnings import Beginnings, beginnings, between
 from mla_backend.vllm_plugin.config import CACHE_DTYPES
 from mla_backend.vllm_plugin.models import LATENT, ROPE
 from mla_backend.vllm_plugin.staging import VISITS, StagedRequests, requests_to_stage, room_for_rows
@@ -22,8 +24,8 @@ from mla_backend.vllm_plugin.step import Batch, Room, Step, StepBuffers, bytes_f
 
 MetadataBase, BuilderBase, LayerBase = versions.bases()
 SHORT_EXTEND = 128
-"""A request with up to this many tokens in a step counts as decode. Longer ones may run as dense attention, which is
-cheaper for prompts of up to top-k tokens, but has to expand keys and values for every head first."""
+"""A request with up to this many tokens in a step counts as decode. Of longer ones a prompt's first top-k tokens run as
+dense attention, which is cheaper, but has to expand keys and values for every head first."""
 
 
 def _on_cpu() -> bool:
@@ -95,6 +97,8 @@ class SparseMLAMetadata(MetadataBase):
     """The metadata of one batch."""
 
     step: Step | None = None
+    dense: Sequence[tuple[slice, "SparseMLAMetadata"]] = ()
+    """Where longer prompts begin: tokens that attend densely, and their metadata."""
 
 
 class SparseMLAMetadataBuilder(BuilderBase):
@@ -129,6 +133,12 @@ class SparseMLAMetadataBuilder(BuilderBase):
         )
         self.leaders = leading_layers(layer_names, vllm_config.model_config.hf_text_config.num_hidden_layers)
         self.first_batch: Batch | None = None
+        self.splits_prompts = (
+            getattr(self, "_prefill_backend", None) is not None
+            and vllm_config.parallel_config.decode_context_parallel_size == 1
+            and versions.may_split_prompts(vllm_config, lambda metadata: bool(getattr(metadata, "dense", ())))
+        )
+        self.dense_backends: list[Any] = []
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> Tensor:
         return self.buffers.request_ids[: common_attn_metadata.num_actual_tokens]  # filled by the step
@@ -136,16 +146,33 @@ class SparseMLAMetadataBuilder(BuilderBase):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMLAMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         common, tokens = common_attn_metadata, metadata.num_actual_tokens
-        staged = self._requests_to_stage(common)
+        staged, spans = self._requests_to_stage(common), None
         if metadata.prefill is not None and metadata.prefill.use_dense_mha:
             tokens, staged = metadata.num_decode_tokens, None
+        elif found := self._beginnings(metadata, common):
+            first, backends = metadata.num_decode_tokens, self._backends_for(found)
+            metadata.dense = [(one.tokens, one.of(metadata, own)) for one, own in zip(found, backends, strict=True)]
+            spans = [slice(0, first)] * (first > 0) + between(found, first, tokens)
         batch = Batch(common.query_start_loc, common.seq_lens, common.num_actual_tokens, common.max_query_len)
         # vLLM keeps the main model's tensors at the same addresses from step to step. Those of drafts and of divided
         # batches may be new each time, and a captured graph must not read them.
         self.first_batch = self.first_batch or batch
-        leaders = self.leaders if batch.is_where(self.first_batch) else None
-        metadata.step = Step(self.buffers, batch, tokens, leaders, staged)
+        leaders = self.leaders if spans is None and batch.is_where(self.first_batch) else None
+        metadata.step = Step(self.buffers, batch, tokens, leaders, staged, spans)
         return metadata
+
+    def _beginnings(self, metadata: SparseMLAMetadata, common: Any) -> list[Beginnings]:
+        """Tokens of longer prompts that attend densely."""
+        if metadata.prefill is None or not self.splits_prompts:
+            return []
+        starts, lengths = common.query_start_loc_cpu.tolist(), versions.lengths_on_host(common).tolist()
+        return beginnings(starts, lengths, metadata.num_decodes, metadata.topk_tokens)
+
+    def _backends_for(self, found: Collection[Beginnings]) -> list[Any]:
+        """Copies of what vLLM has for dense prefill, one each, as each keeps its tokens' metadata."""
+        while len(self.dense_backends) < len(found):
+            self.dense_backends.append(self._prefill_backend.clone())
+        return self.dense_backends[: len(found)]
 
     def _requests_to_stage(self, common: Any) -> StagedRequests | None:
         if self.buffers.staged_rows == 0 or common.max_query_len < VISITS:
@@ -221,6 +248,7 @@ class SparseMLALayer(LayerBase):
         SparseMLALayer.selections += indexer is not None
         self.selects, self.selection = indexer is not None, SparseMLALayer.selections
         self.sinks = None if sinks is None else sinks.float()
+        self._around: Any = None
         # Dense attention for short prefills needs one of vLLM's GPU kernels. It gathers rows into rows of the model's
         # width, which those of fp8_ds_mla have only in models with rope. Whether vLLM uses it depends on the longest
         # prefill of a step.
@@ -272,41 +300,111 @@ class SparseMLALayer(LayerBase):
             `[T, H, 512]`, and with decode context parallelism the lse, fp32 `[T, H]`.
         """
         tokens, heads = (q[0] if isinstance(q, tuple) else q).shape[:2]
-        step, buffers = attn_metadata.step, attn_metadata.step.buffers
+        step, cache = attn_metadata.step, kv_c_and_k_pe_cache
         step.begin(getattr(layer, "layer_name", None))
-        room = step.room_for(tokens, heads)
-        if self.selects or step.selected != (self.selection, tokens):
-            self._select(room, kv_c_and_k_pe_cache.shape[1], attn_metadata)
-            step.selected = (self.selection, tokens) if step.keeps_slots(tokens, heads) else None
-        queries = _queries(q, kv_c_and_k_pe_cache, buffers.no_rope)
-        for part, staged in step.parts(tokens):
-            cache = kv_c_and_k_pe_cache
-            if staged:
-                cache = step.stage(cache, attn_metadata.block_table, room.staged)
+        room, parts = step.room_for(tokens, heads), step.parts(tokens)
+        self._select(room, parts, cache.shape[1], attn_metadata)
+        queries = _queries(q, cache, step.buffers.no_rope)
+
+        def of_part(part: slice) -> Tensor | tuple[Tensor, Tensor]:
+            return tuple(one[part] for one in queries) if isinstance(queries, tuple) else queries[part]
+
+        self._attend(room, parts, of_part, cache, attn_metadata)
+        return room.out.to(q[0].dtype), room.lse if self.dcp_world_size > 1 else None
+
+    def forward_mha(
+        self,
+        q: Tensor,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: SparseMLAMetadata,
+        k_scale: Tensor,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+    ) -> None:
+        """Prefill: beginnings of prompts attend densely, as short prompts do, and what follows to the slots that the
+        indexer picked.
+
+        Args:
+            q: `[T, H, 192]`, before its product with the latent's matrix.
+            output: `[T, H * 128]`, after it.
+        """
+        if not attn_metadata.dense:
+            super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
+            return
+        first, step, cache = attn_metadata.num_decode_tokens, attn_metadata.step, kv_c_and_k_pe_cache
+
+        def here(part: slice) -> slice:
+            return slice(part.start - first, part.stop - first)
+
+        for tokens, metadata in attn_metadata.dense:
+            of = here(tokens)
+            super().forward_mha(q[of], kv_c_normed[of], k_pe[of], cache, metadata, k_scale, output[of])
+        layer = self._layer()
+
+        def of_part(part: slice) -> Tensor | tuple[Tensor, Tensor]:
+            nope, rope = q[here(part)].split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+            latent = q.new_empty(*nope.shape[:2], LATENT)
+            torch.bmm(nope.transpose(0, 1), layer.W_UK_T, out=latent.transpose(0, 1))
+            return _queries((latent, rope), cache, step.buffers.no_rope)
+
+        room, parts = step.room_for(step.tokens, self.num_heads), step.parts(step.tokens, first)
+        self._select(room, parts, cache.shape[1], attn_metadata)
+        self._attend(room, parts, of_part, cache, attn_metadata)
+        for part, _ in parts:
+            layer._v_up_proj(room.out[part].to(q.dtype), out=output[here(part)])
+
+    def _layer(self) -> Any:
+        """vLLM's layer around this, which it gives `forward_mqa` only."""
+        if self._around is None:
+            layers = get_forward_context().no_compile_layers.values()
+            self._around = next(layer for layer in layers if getattr(layer, "impl", None) is self)
+        return self._around
+
+    def _attend(
+        self,
+        room: Room,
+        parts: Sequence[tuple[slice, bool]],
+        queries: Callable[[slice], Tensor | tuple[Tensor, Tensor]],
+        cache: Tensor,
+        metadata: SparseMLAMetadata,
+    ) -> None:
+        """Attends to the slots in the room, and writes there. `queries` says those of a part's tokens."""
+        step, buffers = metadata.step, metadata.step.buffers
+        rows = {False: cache}
+        if any(staged for _, staged in parts):
+            rows[True] = step.stage(cache, metadata.block_table, room.staged)
+        for part, staged in parts:
             lengths, plan = step.work_for(part)
             mla_backend.sparse_attention(
-                tuple(one[part] for one in queries) if isinstance(queries, tuple) else queries[part],
-                cache,
+                queries(part),
+                rows[staged],
                 room.slots[part],
                 scale=self.scale,
                 topk_length=lengths,
                 sink=self.sinks,
                 plan=plan,
-                workspace=buffers.workspace if heads == buffers.heads else None,
+                workspace=buffers.workspace if room.out.shape[1] == buffers.heads else None,
                 batch_invariant=buffers.batch_invariant,
                 out=room.out[part],
                 lse=room.lse[part],
             )
-        return room.out.to(q[0].dtype), room.lse if self.dcp_world_size > 1 else None
 
-    def _select(self, room: Room, block_size: int, metadata: SparseMLAMetadata) -> None:
-        """Writes the slots that each token attends to, valid ones first. With context parallelism those that this rank
-        keeps: then lists are shorter than the step knew, and each layer's have other lengths."""
-        for part, staged in metadata.step.parts(len(room.slots)):
+    def _select(
+        self, room: Room, parts: Sequence[tuple[slice, bool]], block_size: int, metadata: SparseMLAMetadata
+    ) -> None:
+        """Writes the slots that each token attends to, valid ones first, unless they are there. With context
+        parallelism those that this rank keeps: then lists are shorter than the step knew, and each layer's have other
+        lengths."""
+        step, (tokens, heads) = metadata.step, room.lse.shape
+        if not self.selects and step.selected == (self.selection, tokens):
+            return
+        for part, staged in parts:
             table = metadata.block_table
             mla_backend.convert_indices(
                 self.topk_indices_buffer[part],
-                metadata.step.table(table, block_size) if staged else table,
+                step.table(table, block_size) if staged else table,
                 metadata.req_id_per_token[part],
                 block_size,
                 compact=True,
@@ -317,7 +415,8 @@ class SparseMLALayer(LayerBase):
                 counts=room.counts[part],
             )
         if self.dcp_world_size > 1:
-            metadata.step.use_lengths(room.counts)
+            step.use_lengths(room.counts)
+        step.selected = (self.selection, tokens) if step.keeps_slots(tokens, heads) else None
 
 
 def _queries(q: Tensor | tuple[Tensor, Tensor], cache: Tensor, no_rope: Tensor) -> Tensor | tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """What the layers of one step share: the length of each token's index list, the plan, and buffers for results."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -178,6 +178,7 @@ class Step:
         leaders: names of the layers that prepare it. None prepares it now, for a batch whose tensors are not at the
             addresses that a captured graph reads.
         staged: whose tokens attend to staged rows. Each layer stages them anew. Never part of a captured graph.
+        spans: which tokens attend, without those that do so densely; None for all. Never part of a captured graph.
     """
 
     def __init__(
@@ -187,16 +188,18 @@ class Step:
         tokens: int,
         leaders: Collection[str] | None = None,
         staged: StagedRequests | None = None,
+        spans: Sequence[slice] | None = None,
     ) -> None:
         self.buffers, self.batch, self.tokens, self.leaders, self.staged = buffers, batch, tokens, leaders, staged
+        self.spans = spans
         self.staged_table: Tensor | None = None
         self.plans: dict[tuple[int, int], Tensor] = {}
-        """Where requests are staged: the plans of parts of the tokens, which all layers share."""
+        """Where requests are staged, or some tokens attend densely: the plans of parts, which all layers share."""
         self.room: Room | None = None
         """Where the last layer wrote."""
         self.plan: Tensor | None = None
         self.lengths: Tensor | None = None
-        """The length of each token's list, int32 `[tokens]`, which the plan is for."""
+        """The length of each token's list, int32 `[tokens]`, which the plan is for, if there is one."""
         self.selected: tuple[int, int] | None = None
         """Whose selection the slots in the room are, and of how many tokens. vLLM gives layers without an indexer a
         step of their own, which other layers' selections don't pass through. None if the room doesn't last."""
@@ -205,12 +208,14 @@ class Step:
 
     def begin(self, layer: str | None) -> None:
         """Called by each layer before it attends."""
-        if self.plan is None or (self.leaders is not None and layer in self.leaders):
+        if self.lengths is None or (self.leaders is not None and layer in self.leaders):
             self._prepare()
 
     def _prepare(self) -> None:
         self.buffers.locate(self.batch)
-        self.use_lengths(self.buffers.lengths[: self.tokens])
+        self.lengths = self.buffers.lengths[: self.tokens]
+        if self.spans is None:
+            self.use_lengths(self.lengths)
         self.selected = self.staged_table = None
         self.plans.clear()
 
@@ -228,12 +233,17 @@ class Step:
         capturing = self.buffers.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         return self.staged is not None and tokens == self.tokens and not capturing
 
-    def parts(self, tokens: int) -> list[tuple[slice, bool]]:
-        """The tokens that attend in one launch each, and whether they attend to staged rows."""
-        if not self._stages(tokens):
-            return [(slice(0, tokens), False)]
-        first = self.staged.token
-        return [(slice(0, first), False)] * (first > 0) + [(slice(first, tokens), True)]
+    def parts(self, tokens: int, first: int = 0) -> list[tuple[slice, bool]]:
+        """The tokens, from `first` to `tokens`, that attend in one launch each, and whether they attend to staged
+        rows."""
+        middle = self.staged.token if self._stages(tokens) else tokens
+        areas = (slice(first, middle), False), (slice(middle, tokens), True)
+        clipped = [
+            (slice(max(span.start, area.start), min(span.stop, area.stop)), staged)
+            for area, staged in areas
+            for span in ([area] if self.spans is None else self.spans)
+        ]
+        return [(part, staged) for part, staged in clipped if part.start < part.stop]
 
     def table(self, block_table: Tensor, block_size: int) -> Tensor:
         """The block table of staged rows, int32 `[R, blocks]`, for requests that have blocks of the cache."""
@@ -262,10 +272,10 @@ class Step:
 
     def work_for(self, part: slice) -> tuple[Tensor, Tensor]:
         """The length of the list of each token of a part, int32 `[tokens]`, and the plan for them."""
-        if part == slice(0, len(self.lengths)):
+        if self.spans is None and part == slice(0, len(self.lengths)):
             return self.lengths, self.plan
         lengths, key = self.buffers.lengths[part], (part.start, part.stop)
-        if not self._stages(self.tokens):  # fewer than the step was prepared for
+        if self.spans is None and not self._stages(self.tokens):  # fewer than the step was prepared for
             return lengths, self.buffers.make_plan(lengths, lasts=False)
         if key not in self.plans:
             self.plans[key] = self.buffers.make_plan(lengths, lasts=False)

@@ -247,6 +247,24 @@ def shared_memory(*specs: tuple[tuple[int, ...], Any], device: Any) -> list[Any]
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
 
 
+def may_split_prompts(vllm_config: "VllmConfig", wanted: Callable[[Any], bool]) -> bool:
+    """Whether a step's prefill can attend partly as dense attention (0.32 on). If so, vLLM's layers give it to
+    `forward_mha` also where a batch's metadata is `wanted`. They have no other way to learn that: `use_dense_mha` would
+    keep the indexer from selecting."""
+    layer = importlib.import_module(_DENSE_BASES).MLAAttention
+    inherited, attention = getattr(layer, "_use_sparse_mha", None), vllm_config.attention_config
+    if inherited is None or attention.sparse_mla_force_mqa or attention.hisparse_config is not None:
+        return False
+    if not getattr(inherited, "asks_sparse_mla", False):
+
+        def use_sparse_mha(self: Any, metadata: Any) -> bool:
+            return wanted(metadata) or inherited(self, metadata)
+
+        use_sparse_mha.asks_sparse_mla = True
+        layer._use_sparse_mha = use_sparse_mha
+    return True
+
+
 def register_warmup() -> None:
     """Called by each layer: has vLLM compile its indexer's Triton kernels before the first request, as it does for
     backends that it knows by name (0.33)."""

@@ -147,10 +147,11 @@ def metadata_of(
     tokens: int | None = None,
     leaders: tuple[str, ...] | None = None,
     staged: StagedRequests | None = None,
+    spans: list[slice] | None = None,
 ) -> SimpleNamespace:
     of_step = StepBatch(batch.query_start_loc, batch.seq_lens, batch.tokens)
     return SimpleNamespace(
-        step=Step(room, of_step, batch.tokens if tokens is None else tokens, leaders, staged),
+        step=Step(room, of_step, batch.tokens if tokens is None else tokens, leaders, staged, spans),
         req_id_per_token=room.request_ids[: batch.tokens],
         block_table=batch.block_table,
         cp_kv_cache_interleave_size=1,
@@ -216,6 +217,44 @@ def test_staged_requests_attend_to_what_the_indexer_picked(backend, captured_tok
         assert not out[sum(batch.query_lens) :].any(), "padding attends to nothing"
         launches = [sum(op in name for name in ops.names) for op in ("stage_rows", "sparse_attention")]
         assert launches == [1, 1 + (staged.token > 0)], "each layer stages its own rows"
+
+
+@pytest.mark.parametrize("staged", [None, StagedRequests(2, 4, 40), StagedRequests(3, 34, 40)])
+def test_prompts_attend_to_what_the_indexer_picked_after_their_beginnings(backend, staged, monkeypatch):
+    """One token decodes, a prompt goes on and two begin. What is dense is vLLM's affair, here a number."""
+    batch, dims = Batch([1, 3, 30, 40], [40, 90, 30, 40]), dict(qk_nope_head_dim=16, qk_rope_head_dim=64)
+    dense = [slice(4, 4 + TOPK), slice(34, 34 + TOPK)]
+    sparse = [slice(1, 4), slice(4 + TOPK, 34), slice(34 + TOPK, 74)]
+    cache, q = random_cache("fp8_ds_mla", BLOCKS, BLOCK_SIZE), (torch.randn(74, HEADS, 80) * 4).bfloat16()
+    up, down = torch.randn(HEADS, 16, 512).bfloat16(), torch.eye(512)[:, ::64].expand(HEADS, -1, -1).bfloat16()
+
+    def own_dense(self, q, latent, rope, cache, metadata, scale, output):
+        assert len(q) == len(latent) == len(rope) == len(output) == TOPK
+        output.fill_(metadata)
+
+    monkeypatch.setattr(backend.LayerBase, "forward_mha", own_dense)
+    around = SimpleNamespace(W_UK_T=up, layer_name="first")
+    around._v_up_proj = lambda x, out: torch.bmm(
+        x.transpose(0, 1), down, out=out.view(len(x), HEADS, 8).transpose(0, 1)
+    )
+    metadata = metadata_of(
+        batch, buffers(max_tokens=80, staged_rows=BLOCKS * BLOCK_SIZE), None, None, staged, [slice(0, 1), *sparse]
+    )
+    vars(metadata).update(dense=list(zip(dense, (7.0, 8.0), strict=True)), num_decode_tokens=1)
+    absorbed = torch.einsum("thp,hpl->thl", q[..., :16].float(), up.float()).bfloat16()
+    queries = torch.cat([absorbed, q[..., 16:]], dim=-1)
+    want = reference.sparse_attention(queries, cache, batch.slots(), scale=SCALE)[0]
+    for layer in (layer_of(backend, batch.picked, indexer=object()), layer_of(backend, batch.picked)):
+        vars(layer).update(num_heads=HEADS, _around=around, **dims)
+        output = torch.full((73, HEADS * 8), torch.nan, dtype=torch.bfloat16)
+        with Ops() as ops:
+            layer.forward_mha(q[1:], torch.empty(73, 512), torch.empty(73, 1, 64), cache, metadata, None, output)
+        assert [float(output[part.start - 1 : part.stop - 1].unique()) for part in dense] == [7.0, 8.0]
+        for part in sparse:
+            assert_accurate((output[part.start - 1 : part.stop - 1],), (want[part][..., ::64].flatten(1),))
+        out, _ = layer.forward_mqa(queries[:1], cache, metadata, around)
+        assert_accurate((out,), (want[:1],))
+        assert sum("stage_rows" in name for name in ops.names) == (staged is not None), "a layer stages its rows once"
 
 
 def test_a_builder_looks_at_lengths_that_the_host_has(backend):
