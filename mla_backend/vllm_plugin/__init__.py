@@ -7,6 +7,7 @@ once. Nothing here imports vLLM before vLLM calls it. docs/serving.md tells how 
     config.py        what the user asked for: checked, and completed
     models.py        which models the backends serve
     backend.py       the attention backend of sparse MLA: its metadata and its layers
+    beginnings.py    which tokens of a prompt attend densely
     dense_backend.py the same of dense MLA
     step.py          what a step's layers share: lengths, plan, buffers; dense_step.py the same of dense MLA
     deepseek_v4.py   the layers of DeepSeek-V4, which vLLM keeps apart; gpu_worker.py puts them there
