@@ -5,18 +5,19 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm import envs
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
 import mla_backend
 from mla_backend.vllm_plugin import versions
-from mla_backend.vllm_plugin.beginnings import Beginnings, beginnings, between
+from mla_backend.vllm_plugin.beginnings import beginnings, between, dense_tokens
 from mla_backend.vllm_plugin.config import CACHE_DTYPES
 from mla_backend.vllm_plugin.models import LATENT, ROPE
 from mla_backend.vllm_plugin.staging import VISITS, StagedRequests, requests_to_stage, room_for_rows
@@ -136,7 +137,8 @@ class SparseMLAMetadataBuilder(BuilderBase):
         self.splits_prompts = (
             getattr(self, "_prefill_backend", None) is not None
             and vllm_config.parallel_config.decode_context_parallel_size == 1
-            and versions.may_split_prompts(vllm_config, lambda metadata: bool(getattr(metadata, "dense", ())))
+            and impl.sinks is None
+            and versions.split_prompts_if_possible(vllm_config)
         )
         self.dense_backends: list[Any] = []
 
@@ -146,13 +148,11 @@ class SparseMLAMetadataBuilder(BuilderBase):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMLAMetadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         common, tokens = common_attn_metadata, metadata.num_actual_tokens
-        staged, spans = self._requests_to_stage(common), None
+        staged, spans = None, None
         if metadata.prefill is not None and metadata.prefill.use_dense_mha:
-            tokens, staged = metadata.num_decode_tokens, None
-        elif found := self._beginnings(metadata, common):
-            first, backends = metadata.num_decode_tokens, self._backends_for(found)
-            metadata.dense = [(one.tokens, one.of(metadata, own)) for one, own in zip(found, backends, strict=True)]
-            spans = [slice(0, first)] * (first > 0) + between(found, first, tokens)
+            tokens = metadata.num_decode_tokens
+        else:
+            staged, spans = self._parts_of(metadata, common)
         batch = Batch(common.query_start_loc, common.seq_lens, common.num_actual_tokens, common.max_query_len)
         # vLLM keeps the main model's tensors at the same addresses from step to step. Those of drafts and of divided
         # batches may be new each time, and a captured graph must not read them.
@@ -161,27 +161,35 @@ class SparseMLAMetadataBuilder(BuilderBase):
         metadata.step = Step(self.buffers, batch, tokens, leaders, staged, spans)
         return metadata
 
-    def _beginnings(self, metadata: SparseMLAMetadata, common: Any) -> list[Beginnings]:
-        """Tokens of longer prompts that attend densely."""
-        if metadata.prefill is None or not self.splits_prompts:
-            return []
-        starts, lengths = common.query_start_loc_cpu.tolist(), versions.lengths_on_host(common).tolist()
-        return beginnings(starts, lengths, metadata.num_decodes, metadata.topk_tokens)
-
-    def _backends_for(self, found: Collection[Beginnings]) -> list[Any]:
-        """Copies of what vLLM has for dense prefill, one each, as each keeps its tokens' metadata."""
-        while len(self.dense_backends) < len(found):
-            self.dense_backends.append(self._prefill_backend.clone())
-        return self.dense_backends[: len(found)]
-
-    def _requests_to_stage(self, common: Any) -> StagedRequests | None:
-        if self.buffers.staged_rows == 0 or common.max_query_len < VISITS:
-            return None
-        lengths = versions.lengths_on_host(common)
+    def _parts_of(self, metadata: SparseMLAMetadata, common: Any) -> tuple[StagedRequests | None, list[slice] | None]:
+        """Which requests attend to staged rows, and which tokens attend sparsely; None for all. Notes in the metadata
+        those that attend densely."""
+        stages = self.buffers.staged_rows > 0 and common.max_query_len >= VISITS
+        splits = metadata.prefill is not None and self.splits_prompts
+        lengths = versions.lengths_on_host(common) if stages or splits else None
         if lengths is None:
-            return None
-        starts, block_size = common.query_start_loc_cpu.tolist(), self.kv_cache_spec.block_size
-        return requests_to_stage(starts, lengths.tolist(), self.buffers.topk, self.buffers.staged_rows, block_size)
+            return None, None
+        starts, seq_lens, spans = common.query_start_loc_cpu.tolist(), lengths.tolist(), None
+        reading = [end - start for start, end in pairwise(starts)]
+        if splits:
+            first, edge = metadata.num_decodes, metadata.num_decode_tokens
+            dense = dense_tokens(reading, seq_lens, first, metadata.topk_tokens)
+            if any(dense):
+                found = beginnings(starts, dense)
+                metadata.dense = [
+                    (one.tokens, one.metadata_for(metadata, self._dense_backend(i))) for i, one in enumerate(found)
+                ]
+                spans = [slice(0, edge)] * (edge > 0) + between(found, edge, metadata.num_actual_tokens)
+                reading = [0] * first + [n - less for n, less in zip(reading[first:], dense[first:], strict=True)]
+        rows, topk, block_size = self.buffers.staged_rows, self.buffers.topk, self.kv_cache_spec.block_size
+        return requests_to_stage(starts, seq_lens, reading, topk, rows, block_size), spans
+
+    def _dense_backend(self, number: int) -> Any:
+        """A copy of what vLLM has for dense prefill. Each keeps the metadata of its tokens."""
+        while len(self.dense_backends) <= number:
+            with set_current_vllm_config(self.vllm_config):
+                self.dense_backends.append(self._prefill_backend.clone())
+        return self.dense_backends[number]
 
     def update_draft_decode_metadata(self, metadata: SparseMLAMetadata) -> None:
         """Called before each pass of a captured loop that drafts. Layers that draft lead, so they prepare the step
@@ -248,7 +256,7 @@ class SparseMLALayer(LayerBase):
         SparseMLALayer.selections += indexer is not None
         self.selects, self.selection = indexer is not None, SparseMLALayer.selections
         self.sinks = None if sinks is None else sinks.float()
-        self._around: Any = None
+        self._vllm_layer: Any = None
         # Dense attention for short prefills needs one of vLLM's GPU kernels. It gathers rows into rows of the model's
         # width, which those of fp8_ds_mla have only in models with rope. Whether vLLM uses it depends on the longest
         # prefill of a step.
@@ -301,6 +309,7 @@ class SparseMLALayer(LayerBase):
         """
         tokens, heads = (q[0] if isinstance(q, tuple) else q).shape[:2]
         step, cache = attn_metadata.step, kv_c_and_k_pe_cache
+        assert not attn_metadata.dense or tokens == attn_metadata.num_decode_tokens, "forward_mha has the others"
         step.begin(getattr(layer, "layer_name", None))
         room, parts = step.room_for(tokens, heads), step.parts(tokens)
         self._select(room, parts, cache.shape[1], attn_metadata)
@@ -357,10 +366,10 @@ class SparseMLALayer(LayerBase):
 
     def _layer(self) -> Any:
         """vLLM's layer around this, which it gives `forward_mqa` only."""
-        if self._around is None:
+        if self._vllm_layer is None:
             layers = get_forward_context().no_compile_layers.values()
-            self._around = next(layer for layer in layers if getattr(layer, "impl", None) is self)
-        return self._around
+            self._vllm_layer = next(layer for layer in layers if getattr(layer, "impl", None) is self)
+        return self._vllm_layer
 
     def _attend(
         self,

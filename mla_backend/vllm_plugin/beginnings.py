@@ -20,7 +20,7 @@ class Beginnings:
     """Of the batch."""
     lengths: tuple[int, ...]
 
-    def of(self, metadata: Any, backend: Any) -> Any:
+    def metadata_for(self, metadata: Any, backend: Any) -> Any:
         """A batch's metadata for these tokens alone. `backend` is what vLLM has for dense prefill, and keeps theirs."""
         device = metadata.query_start_loc.device
         starts = torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -36,25 +36,32 @@ class Beginnings:
         return replace(metadata, prefill=prefill, prefill_max_seq_len=prefill.max_query_len)
 
 
-def beginnings(starts: Sequence[int], seq_lens: Sequence[int], first: int, topk: int) -> list[Beginnings]:
-    """Where new prompts begin.
+def dense_tokens(query_lens: Sequence[int], seq_lens: Sequence[int], first: int, topk: int) -> list[int]:
+    """How many tokens of each request are its beginning: none if it began in an earlier step.
 
     Args:
-        starts: the first token of each request, and the end of the last one's.
+        query_lens: each request's tokens of this step.
         seq_lens: the length of each request's context, with its tokens of this step.
         first: the first request that counts.
         topk: tokens of a prompt that see everything before them.
     """
+    new = (query == length and i >= first for i, (query, length) in enumerate(zip(query_lens, seq_lens, strict=True)))
+    return [min(query, topk) if is_new else 0 for query, is_new in zip(query_lens, new, strict=True)]
+
+
+def beginnings(starts: Sequence[int], dense: Sequence[int]) -> list[Beginnings]:
+    """Where prompts begin.
+
+    Args:
+        starts: the first token of each request, and the end of the last one's.
+        dense: how many of each request's tokens are its beginning.
+    """
     found: list[Beginnings] = []
-    for request in range(first, len(seq_lens)):
-        start, end = starts[request], starts[request + 1]
-        if end - start < seq_lens[request] or start == end:
-            continue  # the prompt began in an earlier step
-        length = min(end - start, topk)
-        if found and found[-1].tokens.stop == start:
+    for start, length in zip(starts, dense, strict=False):
+        if found and length and found[-1].tokens.stop == start:
             before = found.pop()
             found.append(Beginnings(slice(before.tokens.start, start + length), (*before.lengths, length)))
-        else:
+        elif length:
             found.append(Beginnings(slice(start, start + length), (length,)))
     return found
 

@@ -51,25 +51,26 @@ class StagedRequests:
 
 
 def requests_to_stage(
-    starts: Sequence[int], seq_lens: Sequence[int], topk: int, rows: int, block_size: int
+    starts: Sequence[int], seq_lens: Sequence[int], reading: Sequence[int], topk: int, rows: int, block_size: int
 ) -> StagedRequests | None:
     """Which requests are worth it, from the last one backwards, while there is room.
 
     Args:
         starts: the first token of each request, and the end of the last one's.
         seq_lens: the length of each request's context, with its tokens of this step.
+        reading: how many of each request's tokens attend to rows that may be staged.
         topk: rows that a token attends to, at most.
         rows: that there is room for.
         block_size: rows of a block.
     """
     first, room, most = len(seq_lens), rows // block_size, 0
     for request in reversed(range(len(seq_lens))):
-        tokens, length = starts[request + 1] - starts[request], seq_lens[request]
+        length = seq_lens[request]
         blocks = -(-length // block_size)
-        if tokens * min(topk, length) < VISITS * length or blocks > room:
+        if reading[request] * min(topk, length) < VISITS * length or blocks > room:
             break
         first, room, most = request, room - blocks, max(most, length)
-    if most == 0 or starts[-1] - starts[first] < TOKENS:
+    if most == 0 or sum(reading[first:]) < TOKENS:
         return None
     return StagedRequests(first, starts[first], most)
 

@@ -178,7 +178,8 @@ class Step:
         leaders: names of the layers that prepare it. None prepares it now, for a batch whose tensors are not at the
             addresses that a captured graph reads.
         staged: whose tokens attend to staged rows. Each layer stages them anew. Never part of a captured graph.
-        spans: which tokens attend, without those that do so densely; None for all. Never part of a captured graph.
+        spans: which tokens attend, without those that do so densely; None for all. They end where vLLM's decode tokens
+            do, and staged tokens come after those. Never part of a captured graph.
     """
 
     def __init__(
@@ -237,13 +238,13 @@ class Step:
         """The tokens, from `first` to `tokens`, that attend in one launch each, and whether they attend to staged
         rows."""
         middle = self.staged.token if self._stages(tokens) else tokens
-        areas = (slice(first, middle), False), (slice(middle, tokens), True)
-        clipped = [
-            (slice(max(span.start, area.start), min(span.stop, area.stop)), staged)
-            for area, staged in areas
-            for span in ([area] if self.spans is None else self.spans)
+        whole = (slice(first, middle), False), (slice(middle, tokens), True)
+        found = [
+            (slice(max(span.start, all_of_it.start), min(span.stop, all_of_it.stop)), staged)
+            for all_of_it, staged in whole
+            for span in ([all_of_it] if self.spans is None else self.spans)
         ]
-        return [(part, staged) for part, staged in clipped if part.start < part.stop]
+        return [(part, staged) for part, staged in found if part.start < part.stop]
 
     def table(self, block_table: Tensor, block_size: int) -> Tensor:
         """The block table of staged rows, int32 `[R, blocks]`, for requests that have blocks of the cache."""

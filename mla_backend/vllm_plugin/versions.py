@@ -247,10 +247,10 @@ def shared_memory(*specs: tuple[tuple[int, ...], Any], device: Any) -> list[Any]
     return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
 
 
-def may_split_prompts(vllm_config: "VllmConfig", wanted: Callable[[Any], bool]) -> bool:
-    """Whether a step's prefill can attend partly as dense attention (0.32 on). If so, vLLM's layers give it to
-    `forward_mha` also where a batch's metadata is `wanted`. They have no other way to learn that: `use_dense_mha` would
-    keep the indexer from selecting."""
+def split_prompts_if_possible(vllm_config: "VllmConfig") -> bool:
+    """Has vLLM's layers give a step's prefill to `forward_mha` where its metadata say that a part of it is `dense`, too
+    (0.32 on); returns whether they will. They have no other way to learn that: `use_dense_mha` would keep the indexer
+    from selecting."""
     layer = importlib.import_module(_DENSE_BASES).MLAAttention
     inherited, attention = getattr(layer, "_use_sparse_mha", None), vllm_config.attention_config
     if inherited is None or attention.sparse_mla_force_mqa or attention.hisparse_config is not None:
@@ -258,7 +258,7 @@ def may_split_prompts(vllm_config: "VllmConfig", wanted: Callable[[Any], bool]) 
     if not getattr(inherited, "asks_sparse_mla", False):
 
         def use_sparse_mha(self: Any, metadata: Any) -> bool:
-            return wanted(metadata) or inherited(self, metadata)
+            return bool(getattr(metadata, "dense", ())) or inherited(self, metadata)
 
         use_sparse_mha.asks_sparse_mla = True
         layer._use_sparse_mha = use_sparse_mha

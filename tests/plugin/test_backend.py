@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -155,6 +156,7 @@ def metadata_of(
         req_id_per_token=room.request_ids[: batch.tokens],
         block_table=batch.block_table,
         cp_kv_cache_interleave_size=1,
+        dense=(),
     )
 
 
@@ -245,7 +247,7 @@ def test_prompts_attend_to_what_the_indexer_picked_after_their_beginnings(backen
     queries = torch.cat([absorbed, q[..., 16:]], dim=-1)
     want = reference.sparse_attention(queries, cache, batch.slots(), scale=SCALE)[0]
     for layer in (layer_of(backend, batch.picked, indexer=object()), layer_of(backend, batch.picked)):
-        vars(layer).update(num_heads=HEADS, _around=around, **dims)
+        vars(layer).update(num_heads=HEADS, _vllm_layer=around, **dims)
         output = torch.full((73, HEADS * 8), torch.nan, dtype=torch.bfloat16)
         with Ops() as ops:
             layer.forward_mha(q[1:], torch.empty(73, 512), torch.empty(73, 1, 64), cache, metadata, None, output)
@@ -258,17 +260,74 @@ def test_prompts_attend_to_what_the_indexer_picked_after_their_beginnings(backen
 
 
 def test_a_builder_looks_at_lengths_that_the_host_has(backend):
-    builder = object.__new__(backend.SparseMLAMetadataBuilder)
+    builder, nothing = object.__new__(backend.SparseMLAMetadataBuilder), SimpleNamespace(prefill=None)
     builder.buffers, builder.kv_cache_spec = buffers(staged_rows=1 << 16, topk=2048), SimpleNamespace(block_size=64)
+    builder.splits_prompts = True
     common = SimpleNamespace(
         query_start_loc_cpu=torch.tensor([0, 1, 4097]),
         seq_lens_cpu_upper_bound=torch.tensor([900, 32768]),
         max_query_len=4096,
     )
-    assert builder._requests_to_stage(common) == StagedRequests(1, 1, 32768)
-    assert builder._requests_to_stage(SimpleNamespace(**{**vars(common), "max_query_len": 1})) is None
+    assert builder._parts_of(nothing, common) == (StagedRequests(1, 1, 32768), None)
+    assert builder._parts_of(nothing, SimpleNamespace(**{**vars(common), "max_query_len": 1})) == (None, None)
     common.seq_lens_cpu_upper_bound = None
-    assert builder._requests_to_stage(common) is None
+    assert builder._parts_of(nothing, common) == (None, None)
+
+
+@dataclass
+class PrefillMetadata:
+    query_start_loc: Tensor | None = None
+    query_lens_cpu: Tensor | None = None
+    max_query_len: int = 0
+    chunked_context: object = "of all prompts"
+    prefill_backend: object = None
+
+
+@dataclass
+class StepMetadata:
+    query_start_loc: Tensor
+    num_decodes: int
+    num_decode_tokens: int
+    num_actual_tokens: int
+    prefill: PrefillMetadata
+    prefill_max_seq_len: int
+    topk_tokens: int = 2048
+    dense: tuple = ()
+
+
+class DensePrefill:
+    """What vLLM has for dense prefill: it keeps the metadata of what it attends to next."""
+
+    def clone(self) -> "DensePrefill":
+        return DensePrefill()
+
+    def prepare_metadata(self, metadata: PrefillMetadata) -> None:
+        self.prepared = metadata
+
+
+def test_a_builder_tells_which_tokens_attend_densely(backend):
+    """The first request counts as decode, though staging its rows would be worth it."""
+    from vllm.config import DeviceConfig, VllmConfig
+
+    builder = object.__new__(backend.SparseMLAMetadataBuilder)
+    builder.buffers, builder.kv_cache_spec = buffers(staged_rows=1 << 16, topk=2048), SimpleNamespace(block_size=64)
+    builder.vllm_config, builder._prefill_backend = VllmConfig(device_config=DeviceConfig("cpu")), DensePrefill()
+    builder.splits_prompts, builder.dense_backends = True, []
+    starts = torch.tensor([0, 100, 400, 5400, 9400], dtype=torch.int32)
+    common = SimpleNamespace(
+        query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=torch.tensor([3000, 300, 5000, 9000]), max_query_len=5000
+    )
+    metadata = StepMetadata(starts, 1, 100, 9401, PrefillMetadata(), 9000)
+    staged, spans = builder._parts_of(metadata, common)
+    assert staged == StagedRequests(2, 400, 9000)
+    assert spans == [slice(0, 100), slice(2448, 9401)]
+    ((tokens, own),) = metadata.dense
+    assert tokens == slice(100, 2448) and own.prefill.query_start_loc.tolist() == [0, 300, 2348]
+    assert own.prefill_max_seq_len == own.prefill.max_query_len == 2048 and own.prefill.chunked_context is None
+    assert own.prefill.prefill_backend.prepared is own.prefill and metadata.prefill.prefill_backend is None
+    common.seq_lens_cpu_upper_bound[1:3] = 7000  # they began in an earlier step
+    metadata.dense = ()
+    assert builder._parts_of(metadata, common)[1] is None and not metadata.dense
 
 
 @pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla"])

@@ -32,7 +32,7 @@ ROOM = 1 << 16
 )
 def test_requests_are_staged_whose_tokens_read_their_rows_often(query_lens, seq_lens, rows, found):
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
-    assert requests_to_stage(starts, seq_lens, 2048, rows, 64) == found
+    assert requests_to_stage(starts, seq_lens, query_lens, 2048, rows, 64) == found
 
 
 @given(data=st.data())
@@ -41,14 +41,15 @@ def test_what_is_staged_has_room_and_is_worth_it(data):
     seq_lens = [query + data.draw(st.integers(0, 50000)) for query in query_lens]
     rows, block_size = data.draw(st.integers(0, 1 << 18)), data.draw(st.sampled_from([64, 128]))
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
-    found = requests_to_stage(starts, seq_lens, 2048, rows, block_size)
+    reading = [data.draw(st.integers(0, query)) for query in query_lens]
+    found = requests_to_stage(starts, seq_lens, reading, 2048, rows, block_size)
     if found is None:
         return
-    staged = list(zip(query_lens, seq_lens, strict=True))[found.request :]
+    staged = list(zip(reading, seq_lens, strict=True))[found.request :]
     assert found.token == starts[found.request] and found.rows == max(length for _, length in staged)
     assert sum(-(-length // block_size) for _, length in staged) * block_size <= rows
-    assert all(query * min(2048, length) >= VISITS * length for query, length in staged)
-    assert sum(query for query, _ in staged) >= TOKENS
+    assert all(tokens * min(2048, length) >= VISITS * length for tokens, length in staged)
+    assert sum(tokens for tokens, _ in staged) >= TOKENS
     table = found.table(torch.tensor(seq_lens, dtype=torch.int32), block_size)
     assert (table[: found.request] == -1).all()
     owned = [row[: -(-length // block_size)] for row, (_, length) in zip(table[found.request :], staged, strict=True)]
