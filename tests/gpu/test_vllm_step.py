@@ -96,8 +96,9 @@ def test_a_step_waits_for_nothing_allocates_nothing_and_its_graph_follows_new_le
 
 
 @pytest.mark.parametrize("heads", [48, 128])
-@pytest.mark.parametrize("first", [0, 2])
-def test_requests_attend_to_staged_rows_and_nothing_waits(heads, first):
+@pytest.mark.parametrize(("first", "spans"), [(0, None), (2, None), (2, [slice(0, 2), slice(20, 62), slice(99, 152)])])
+def test_requests_attend_to_staged_rows_and_nothing_waits(heads, first, spans):
+    """Those of the spans, if others attend densely."""
     cache, lengths, queries = random_cache("fp8_ds_mla", BLOCKS, BLOCK_SIZE).cuda(), [256, 70, 200, 130], [1, 1, 60, 90]
     tokens, ends = sum(queries), torch.tensor([0, *queries]).cumsum(0).int()
     table = torch.randperm(BLOCKS, dtype=torch.int32).view(4, 4)
@@ -114,13 +115,15 @@ def test_requests_attend_to_staged_rows_and_nothing_waits(heads, first):
     torch.cuda.set_sync_debug_mode("error")
     try:
         staged = StagedRequests(first, sum(queries[:first]), max(lengths[first:]))
-        step = Step(room, Batch(given[2], given[3], tokens), tokens, leaders=("first",), staged=staged)
+        leaders = ("first",) if spans is None else None
+        step = Step(room, Batch(given[2], given[3], tokens), tokens, leaders=leaders, staged=staged, spans=spans)
         out = attend(step, q, cache, *given[:2])
     finally:
         torch.cuda.set_sync_debug_mode("default")
     slots, _ = reference.convert_indices(picked, table, requests, BLOCK_SIZE)
     want = reference.sparse_attention(q.cpu(), cache.cpu(), slots, scale=SCALE)
-    assert_accurate((out,), (want[0],))
+    for part in spans or [slice(None)]:
+        assert_accurate((out[part],), (want[0][part],))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
