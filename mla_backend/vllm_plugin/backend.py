@@ -172,14 +172,14 @@ class SparseMLAMetadataBuilder(BuilderBase):
         starts, seq_lens, spans = common.query_start_loc_cpu.tolist(), lengths.tolist(), None
         reading = [end - start for start, end in pairwise(starts)]
         if splits:
-            first, edge = metadata.num_decodes, metadata.num_decode_tokens
+            first = metadata.num_decodes
             dense = dense_tokens(reading, seq_lens, first, metadata.topk_tokens)
             if any(dense):
                 found = beginnings(starts, dense)
                 metadata.dense = [
                     (one.tokens, one.metadata_for(metadata, self._dense_backend(i))) for i, one in enumerate(found)
                 ]
-                spans = [slice(0, edge)] * (edge > 0) + between(found, edge, metadata.num_actual_tokens)
+                spans = between(found, 0, metadata.num_actual_tokens)
                 reading = [0] * first + [n - less for n, less in zip(reading[first:], dense[first:], strict=True)]
         rows, topk, block_size = self.buffers.staged_rows, self.buffers.topk, self.kv_cache_spec.block_size
         return requests_to_stage(starts, seq_lens, reading, topk, rows, block_size), spans

@@ -178,8 +178,7 @@ class Step:
         leaders: names of the layers that prepare it. None prepares it now, for a batch whose tensors are not at the
             addresses that a captured graph reads.
         staged: whose tokens attend to staged rows. Each layer stages them anew. Never part of a captured graph.
-        spans: which tokens attend, without those that do so densely; None for all. They end where vLLM's decode tokens
-            do, and staged tokens come after those. Never part of a captured graph.
+        spans: which tokens attend, without those that do so densely; None for all. Never part of a captured graph.
     """
 
     def __init__(
