@@ -1,5 +1,5 @@
 """The attention backend of models with sparse MLA. All tokens of a step, prefill and decode, attend in one call of our
-op, but for those at the beginning of a prompt, which vLLM's dense prefill serves."""
+op, but for those at the beginning of a prompt, which attend densely."""
 
 import inspect
 import re
@@ -17,7 +17,16 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
 import mla_backend
 from mla_backend.vllm_plugin import versions
-from mla_backend.vllm_plugin.beginnings import beginnings, between, dense_tokens
+from mla_backend.vllm_plugin.beginnings import (
+    Masked,
+    attend_to_picked,
+    beginnings,
+    between,
+    blocks_with_masks,
+    dense_tokens,
+    longest_masked,
+    masked_tokens,
+)
 from mla_backend.vllm_plugin.config import CACHE_DTYPES
 from mla_backend.vllm_plugin.models import LATENT, ROPE
 from mla_backend.vllm_plugin.staging import VISITS, StagedRequests, requests_to_stage, room_for_rows
@@ -100,6 +109,8 @@ class SparseMLAMetadata(MetadataBase):
     step: Step | None = None
     dense: Sequence[tuple[slice, "SparseMLAMetadata"]] = ()
     """Where longer prompts begin: tokens that attend densely, and their metadata."""
+    masked: Sequence[Masked] = ()
+    """Tokens after those that attend with a mask."""
 
 
 class SparseMLAMetadataBuilder(BuilderBase):
@@ -141,6 +152,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
             and versions.split_prompts_if_possible(vllm_config)
         )
         self.dense_backends: list[Any] = []
+        self.longest_masked = impl.longest_masked if self.splits_prompts else 0
 
     def _build_req_id_per_token(self, common_attn_metadata: Any) -> Tensor:
         return self.buffers.request_ids[: common_attn_metadata.num_actual_tokens]  # filled by the step
@@ -179,7 +191,10 @@ class SparseMLAMetadataBuilder(BuilderBase):
                 metadata.dense = [
                     (one.tokens, one.metadata_for(metadata, self._dense_backend(i))) for i, one in enumerate(found)
                 ]
-                spans = between(found, 0, metadata.num_actual_tokens)
+                masked = masked_tokens(reading, dense, metadata.topk_tokens, self.longest_masked)
+                metadata.masked = blocks_with_masks(starts, dense, masked)
+                apart = sorted((one.tokens for one in (*found, *metadata.masked)), key=lambda part: part.start)
+                spans = between(apart, 0, metadata.num_actual_tokens)
                 reading = [0] * first + [n - less for n, less in zip(reading[first:], dense[first:], strict=True)]
         rows, topk, block_size = self.buffers.staged_rows, self.buffers.topk, self.kv_cache_spec.block_size
         return requests_to_stage(starts, seq_lens, reading, topk, rows, block_size), spans
@@ -267,8 +282,17 @@ class SparseMLALayer(LayerBase):
         heads = self.num_heads * self.dcp_world_size
         staged = room_for_rows(get_current_vllm_config(), heads, topk, self.kv_cache_dtype, _on_cpu())
         Room.shared(tokens, heads, topk, bytes_for_rows(staged), device)
+        self.longest_masked = self._longest_masked(get_current_vllm_config(), topk, device)
         if not _on_cpu():
             versions.register_warmup()
+
+    def _longest_masked(self, config: VllmConfig, topk: int, device: torch.device) -> int:
+        # cuDNN keeps its plans for each thread, and microbatches run in new ones
+        if not self.supports_dense_mha_prefill or getattr(config.parallel_config, "use_ubatching", False):
+            return 0
+        if self.sinks is not None or self.dcp_world_size > 1 or not versions.split_prompts_if_possible(config):
+            return 0
+        return longest_masked(self.num_heads, (self.qk_head_dim, self.v_head_dim), topk, device)
 
     def do_kv_cache_update(
         self,
@@ -332,8 +356,8 @@ class SparseMLALayer(LayerBase):
         output: Tensor,
         output_scale: Tensor | None = None,
     ) -> None:
-        """Prefill: beginnings of prompts attend densely, as short prompts do, and what follows to the slots that the
-        indexer picked.
+        """Prefill: beginnings of prompts attend densely, as short prompts do, what follows them with a mask if that is
+        cheaper, and all else to the slots that the indexer picked.
 
         Args:
             q: `[T, H, 192]`, before its product with the latent's matrix.
@@ -350,6 +374,10 @@ class SparseMLALayer(LayerBase):
         for tokens, metadata in attn_metadata.dense:
             of = here(tokens)
             super().forward_mha(q[of], kv_c_normed[of], k_pe[of], cache, metadata, k_scale, output[of])
+        for masked in attn_metadata.masked:
+            prompt = here(slice(masked.prompt, masked.tokens.stop))
+            picked = self.topk_indices_buffer[masked.prompt : masked.tokens.stop]
+            self._attend_masked(masked.blocks, q[prompt], kv_c_normed[prompt], k_pe[prompt], picked, output[prompt])
         layer = self._layer()
 
         def of_part(part: slice) -> Tensor | tuple[Tensor, Tensor]:
@@ -363,6 +391,16 @@ class SparseMLALayer(LayerBase):
         self._attend(room, parts, of_part, cache, attn_metadata)
         for part, _ in parts:
             layer._v_up_proj(room.out[part].to(q.dtype), out=output[here(part)])
+
+    def _attend_masked(
+        self, blocks: range, q: Tensor, latent: Tensor, rope: Tensor, picked: Tensor, output: Tensor
+    ) -> None:
+        """Attends from the blocks of a prompt's tokens to what the indexer picked."""
+        keys, values = self._project_kv(latent, rope)
+        for first in blocks:
+            end = first + blocks.step
+            out = attend_to_picked(q[first:end], keys[:end], values[:end], picked[first:end], self.scale)
+            output[first:end].copy_(out.flatten(1))
 
     def _layer(self) -> Any:
         """vLLM's layer around this, which it gives `forward_mqa` only."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
+from mla_backend.vllm_plugin.beginnings import MASKED, MASKED_CONTEXT, MASKED_WIDTHS, attend_to_picked, longest_masked
 from mla_backend.vllm_plugin.dense_step import DenseBuffers, DenseStep, groups_of
 from mla_backend.vllm_plugin.staging import StagedRequests
 from mla_backend.vllm_plugin.step import Batch, Step, StepBuffers
@@ -195,3 +196,27 @@ def test_a_graph_of_dense_attention_follows_new_lengths_and_a_step_waits_for_not
         want = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
         for found in (*eager, *captured):
             assert_accurate([x.cpu() for x in found], want, score_error=score_error(cache))
+
+
+@pytest.mark.parametrize("heads", [1, 8, 16, 32])
+def test_masks_leave_what_was_picked_in_every_context_and_give_the_same_bits(heads):
+    device, (key_width, width) = torch.device("cuda", torch.cuda.current_device()), MASKED_WIDTHS
+    longest = longest_masked(heads, MASKED_WIDTHS, 2048, device)
+    assert longest == max(context for most, context in MASKED_CONTEXT.items() if heads <= most)
+    for context in range(2048 + MASKED, longest + 1, MASKED):
+        q, k = (torch.randn(n, heads, key_width, device=device).bfloat16() for n in (MASKED, context))
+        v = torch.randn(context, heads, 128 + width, device=device).bfloat16()[..., 128:]
+        picked = torch.rand(MASKED, context, device=device).topk(300).indices.int()
+        picked[: MASKED // 2] = picked[: MASKED // 2] % 512 + (context - 512)  # whole tiles where nothing is picked
+        picked[::3, 100:] = -1
+        torch.cuda.set_sync_debug_mode("error")
+        out = attend_to_picked(q, k, v, picked, 0.07)
+        torch.cuda.set_sync_debug_mode("default")
+        seen = torch.zeros(MASKED, context + 1, dtype=torch.bool, device=device).scatter_(
+            1, picked.long() % (context + 1), True
+        )
+        want = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(0, 1).float() for x in (q, k, v)), attn_mask=seen[:, :context], scale=0.07
+        ).transpose(0, 1)
+        assert (out.float() - want).abs().max() < 0.02
+        assert all(torch.equal(out, attend_to_picked(q, k, v, picked, 0.07)) for _ in range(3))

@@ -157,6 +157,7 @@ def metadata_of(
         block_table=batch.block_table,
         cp_kv_cache_interleave_size=1,
         dense=(),
+        masked=(),
     )
 
 
@@ -293,6 +294,7 @@ class StepMetadata:
     prefill_max_seq_len: int
     topk_tokens: int = 2048
     dense: tuple = ()
+    masked: tuple = ()
 
 
 class DensePrefill:
@@ -312,7 +314,7 @@ def test_a_builder_tells_which_tokens_attend_densely(backend):
     builder = object.__new__(backend.SparseMLAMetadataBuilder)
     builder.buffers, builder.kv_cache_spec = buffers(staged_rows=1 << 16, topk=2048), SimpleNamespace(block_size=64)
     builder.vllm_config, builder._prefill_backend = VllmConfig(device_config=DeviceConfig("cpu")), DensePrefill()
-    builder.splits_prompts, builder.dense_backends = True, []
+    builder.splits_prompts, builder.dense_backends, builder.longest_masked = True, [], 0
     starts = torch.tensor([0, 100, 400, 5400, 9400], dtype=torch.int32)
     common = SimpleNamespace(
         query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=torch.tensor([3000, 300, 5000, 9000]), max_query_len=5000
@@ -325,9 +327,13 @@ def test_a_builder_tells_which_tokens_attend_densely(backend):
     assert tokens == slice(100, 2448) and own.prefill.query_start_loc.tolist() == [0, 300, 2348]
     assert own.prefill_max_seq_len == own.prefill.max_query_len == 2048 and own.prefill.chunked_context is None
     assert own.prefill.prefill_backend.prepared is own.prefill and metadata.prefill.prefill_backend is None
+    builder.longest_masked = 4096
+    assert builder._parts_of(metadata, common)[1] == [slice(0, 100), slice(4496, 9401)]
+    (masked,) = metadata.masked
+    assert masked.tokens == slice(2448, 4496) and list(masked.blocks) == [2048, 3072]
     common.seq_lens_cpu_upper_bound[1:3] = 7000  # they began in an earlier step
-    metadata.dense = ()
-    assert builder._parts_of(metadata, common)[1] is None and not metadata.dense
+    metadata.dense = metadata.masked = ()
+    assert builder._parts_of(metadata, common)[1] is None and not metadata.dense and not metadata.masked
 
 
 @pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla"])

@@ -2,10 +2,21 @@
 
 from itertools import accumulate
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_backend.vllm_plugin.beginnings import Beginnings, beginnings, between, dense_tokens
+from mla_backend.vllm_plugin.beginnings import (
+    MASKED,
+    Beginnings,
+    attend_to_picked,
+    beginnings,
+    between,
+    blocks_with_masks,
+    dense_tokens,
+    masked_tokens,
+)
 
 
 def test_new_prompts_begin_densely():
@@ -16,7 +27,7 @@ def test_new_prompts_begin_densely():
     assert dense == [0, 0, 2048, 0, 200, 300, 2048]
     found = beginnings(starts, dense)
     assert found == [Beginnings(slice(2, 2050), (2048,)), Beginnings(slice(3502, 6050), (200, 300, 2048))]
-    assert between(found, 2, starts[-1]) == [slice(2050, 3502), slice(6050, 8098)]
+    assert between([one.tokens for one in found], 2, starts[-1]) == [slice(2050, 3502), slice(6050, 8098)]
     assert beginnings([0, 5], [0]) == [] and between([], 0, 5) == [slice(0, 5)]
 
 
@@ -36,5 +47,40 @@ def test_tokens_attend_densely_if_their_list_would_be_all_before_them(data):
     assert [token for one in found for token in range(one.tokens.start, one.tokens.stop)] == expected
     assert all(sum(one.lengths) == one.tokens.stop - one.tokens.start for one in found)
     assert all(a.tokens.stop < b.tokens.start for a, b in zip(found, found[1:], strict=False))
-    rest = [token for part in between(found, starts[first], starts[-1]) for token in range(part.start, part.stop)]
+    rest = [
+        token
+        for part in between([one.tokens for one in found], starts[first], starts[-1])
+        for token in range(part.start, part.stop)
+    ]
     assert sorted(rest + expected) == list(range(starts[first], starts[-1]))
+
+
+@given(data=st.data())
+def test_tokens_with_masks_follow_beginnings_in_whole_blocks_of_short_contexts(data):
+    topk, longest = data.draw(st.integers(1, 3 * MASKED)), data.draw(st.integers(0, 9 * MASKED))
+    query_lens = data.draw(st.lists(st.integers(0, 9 * MASKED), min_size=1, max_size=5))
+    seq_lens = [query + data.draw(st.sampled_from([0, 0, 1])) for query in query_lens]
+    starts = [0, *accumulate(query_lens)]
+    dense = dense_tokens(query_lens, seq_lens, 0, topk)
+    masked = masked_tokens(query_lens, dense, topk, longest)
+    for query, seq, begins, count in zip(query_lens, seq_lens, dense, masked, strict=True):
+        room = min(query, longest) - topk if query == seq else 0
+        assert count % MASKED == 0 and 0 <= count <= max(room, 0) < count + MASKED
+        assert count == 0 or begins == topk
+    found = blocks_with_masks(starts, dense, masked)
+    assert [(one.tokens.start, len(one.blocks)) for one in found] == [
+        (start + topk, count // MASKED) for start, count in zip(starts, masked, strict=False) if count
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mask_leaves_what_was_picked(dtype):
+    q, k, v = (torch.randn(*shape, dtype=dtype) for shape in ((40, 3, 24), (100, 3, 24), (100, 3, 8)))
+    picked = torch.stack([torch.randperm(100)[:12] for _ in range(40)]).int()
+    picked[:, 7:] = torch.where(torch.rand(40, 5) < 0.5, -1, picked[:, 7:])
+    out = attend_to_picked(q, k, v, picked, 0.3)
+    for token in range(40):
+        rows = picked[token][picked[token] >= 0].long()
+        scores = torch.einsum("hd,chd->hc", q[token].float(), k[rows].float()) * 0.3
+        want = torch.einsum("hc,chv->hv", scores.softmax(-1), v[rows].float())
+        torch.testing.assert_close(out[token].float(), want, atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0.01)

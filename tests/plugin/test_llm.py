@@ -95,12 +95,13 @@ def test_whole_prompts_over_an_fp8_cache_give_the_embedded_engines_probabilities
 def test_prompts_whose_first_tokens_attend_densely_give_them_too(checkpoint, prompts, cache_dtype):
     """As on a GPU. Requests that decode and later parts of prompts are in the same steps."""
     latent, step = ("fp8_ds_mla", 1024) if cache_dtype == "fp8" else ("bf16", 200)
+    tolerance = 0.1 if cache_dtype == "fp8" else 0.02  # what attends densely reads rows before they are rounded
     options = dict(kv_cache_dtype=cache_dtype, max_num_batched_tokens=step, enable_prefix_caching=False)
     with running(checkpoint, worker_extension_cls="dense_on_cpu.Extension", **options) as llm:
         got = tokens(generate(llm, prompts[:6]) + generate(llm, prompts[6:]))
         (counted,) = llm.collective_rpc("counted_tokens")
-    assert counted["dense"] > 0 and counted["sparse"] > 0
-    assert_follows(checkpoint, prompts, got, latent, tolerance=0.05)
+    assert min(counted.values()) > 0
+    assert_follows(checkpoint, prompts, got, latent, tolerance)
 
 
 def test_a_dense_model_is_served_by_vllms_own_attention(tmp_path, prompts):
