@@ -283,10 +283,11 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
 
 
 def throughput_profiles(*reports: Report) -> str:
-    """Where the time of a decode step goes, in microseconds a step: what its kernels do."""
+    """Where the time of a decode step of each file's first load goes, in microseconds a step: what its kernels do."""
     rows = []
     for report in reports:
-        for entry in (entry for entry in ran(report) if entry.get("profile")):
+        profiled = [entry for entry in ran(report) if entry.get("profile")]
+        for entry in (entry for entry in profiled if entry["case"] == profiled[0]["case"]):
             profile, case = entry["profile"], entry["case"]
             row = [runs.heads(report["environment"], case), runs.lengths(case), entry["backend"]]
             times = [profile["total_us"] / profile["steps"], *kernel_times.by_group(profile).values()]
