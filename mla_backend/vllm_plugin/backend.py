@@ -22,10 +22,9 @@ from mla_backend.vllm_plugin.beginnings import (
     attend_to_picked,
     beginnings,
     between,
-    blocks_with_masks,
     dense_tokens,
     longest_masked,
-    masked_tokens,
+    masked,
 )
 from mla_backend.vllm_plugin.config import CACHE_DTYPES
 from mla_backend.vllm_plugin.models import LATENT, ROPE
@@ -145,12 +144,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
         )
         self.leaders = leading_layers(layer_names, vllm_config.model_config.hf_text_config.num_hidden_layers)
         self.first_batch: Batch | None = None
-        self.splits_prompts = (
-            getattr(self, "_prefill_backend", None) is not None
-            and vllm_config.parallel_config.decode_context_parallel_size == 1
-            and impl.sinks is None
-            and versions.split_prompts_if_possible(vllm_config)
-        )
+        self.splits_prompts = getattr(self, "_prefill_backend", None) is not None and impl.splits_prompts
         self.dense_backends: list[Any] = []
         self.longest_masked = impl.longest_masked if self.splits_prompts else 0
 
@@ -191,8 +185,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
                 metadata.dense = [
                     (one.tokens, one.metadata_for(metadata, self._dense_backend(i))) for i, one in enumerate(found)
                 ]
-                masked = masked_tokens(reading, dense, metadata.topk_tokens, self.longest_masked)
-                metadata.masked = blocks_with_masks(starts, dense, masked)
+                metadata.masked = masked(starts, reading, dense, metadata.topk_tokens, self.longest_masked)
                 apart = sorted((one.tokens for one in (*found, *metadata.masked)), key=lambda part: part.start)
                 spans = between(apart, 0, metadata.num_actual_tokens)
                 reading = [0] * first + [n - less for n, less in zip(reading[first:], dense[first:], strict=True)]
@@ -280,19 +273,22 @@ class SparseMLALayer(LayerBase):
         # vLLM measures memory after this, without a step's metadata. What its longest step needs has to be there then.
         (tokens, topk), device = self.topk_indices_buffer.shape, self.topk_indices_buffer.device
         heads = self.num_heads * self.dcp_world_size
-        staged = room_for_rows(get_current_vllm_config(), heads, topk, self.kv_cache_dtype, _on_cpu())
+        config = get_current_vllm_config()
+        staged = room_for_rows(config, heads, topk, self.kv_cache_dtype, _on_cpu())
         Room.shared(tokens, heads, topk, bytes_for_rows(staged), device)
-        self.longest_masked = self._longest_masked(get_current_vllm_config(), topk, device)
+        self.splits_prompts = (
+            self.supports_dense_mha_prefill
+            and self.sinks is None
+            and self.dcp_world_size == 1
+            and versions.split_prompts_if_possible(config)
+        )
+        # cuDNN keeps its plans for each thread, and microbatches run in new ones
+        masks = self.splits_prompts and not getattr(config.parallel_config, "use_ubatching", False)
+        self.longest_masked = 0
+        if masks:
+            self.longest_masked = longest_masked(self.num_heads, (self.qk_head_dim, self.v_head_dim), topk, device)
         if not _on_cpu():
             versions.register_warmup()
-
-    def _longest_masked(self, config: VllmConfig, topk: int, device: torch.device) -> int:
-        # cuDNN keeps its plans for each thread, and microbatches run in new ones
-        if not self.supports_dense_mha_prefill or getattr(config.parallel_config, "use_ubatching", False):
-            return 0
-        if self.sinks is not None or self.dcp_world_size > 1 or not versions.split_prompts_if_possible(config):
-            return 0
-        return longest_masked(self.num_heads, (self.qk_head_dim, self.v_head_dim), topk, device)
 
     def do_kv_cache_update(
         self,
@@ -374,10 +370,10 @@ class SparseMLALayer(LayerBase):
         for tokens, metadata in attn_metadata.dense:
             of = here(tokens)
             super().forward_mha(q[of], kv_c_normed[of], k_pe[of], cache, metadata, k_scale, output[of])
-        for masked in attn_metadata.masked:
-            prompt = here(slice(masked.prompt, masked.tokens.stop))
-            picked = self.topk_indices_buffer[masked.prompt : masked.tokens.stop]
-            self._attend_masked(masked.blocks, q[prompt], kv_c_normed[prompt], k_pe[prompt], picked, output[prompt])
+        for one in attn_metadata.masked:
+            prompt = here(slice(one.prompt, one.tokens.stop))
+            picked = self.topk_indices_buffer[one.prompt : one.tokens.stop]
+            self._attend_masked(one.blocks, q[prompt], kv_c_normed[prompt], k_pe[prompt], picked, output[prompt])
         layer = self._layer()
 
         def of_part(part: slice) -> Tensor | tuple[Tensor, Tensor]:

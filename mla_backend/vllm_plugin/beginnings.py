@@ -92,31 +92,24 @@ def beginnings(starts: Sequence[int], dense: Sequence[int]) -> list[Beginnings]:
     return found
 
 
-def masked_tokens(query_lens: Sequence[int], dense: Sequence[int], topk: int, longest: int) -> list[int]:
-    """How many tokens of each request follow its beginning and attend with masks.
+def masked(
+    starts: Sequence[int], query_lens: Sequence[int], dense: Sequence[int], topk: int, longest: int
+) -> list[Masked]:
+    """Which tokens follow beginnings and attend with masks.
 
     Args:
+        starts: the first token of each request, and the end of the last one's.
         query_lens: each request's tokens of this step.
         dense: how many of them are its beginning.
         topk: tokens of a prompt that see everything before them.
         longest: the longest context of a masked token.
     """
-    return [
-        max(min(query, longest) - topk, 0) // MASKED * MASKED if begins == topk else 0
-        for query, begins in zip(query_lens, dense, strict=True)
-    ]
-
-
-def blocks_with_masks(starts: Sequence[int], dense: Sequence[int], masked: Sequence[int]) -> list[Masked]:
-    """The blocks of prompts whose tokens attend with masks.
-
-    Args:
-        starts: the first token of each request, and the end of the last one's.
-        dense: how many of each request's tokens are its beginning.
-        masked: how many follow it and attend with masks.
-    """
-    requests = zip(starts, dense, masked, strict=False)
-    return [Masked(start, range(begins, begins + count, MASKED)) for start, begins, count in requests if count]
+    found = []
+    for start, query, begins in zip(starts, query_lens, dense, strict=False):
+        blocks = (min(query, longest) - topk) // MASKED
+        if begins == topk and blocks > 0:
+            found.append(Masked(start, range(topk, topk + blocks * MASKED, MASKED)))
+    return found
 
 
 @cache

@@ -13,9 +13,8 @@ from mla_backend.vllm_plugin.beginnings import (
     attend_to_picked,
     beginnings,
     between,
-    blocks_with_masks,
     dense_tokens,
-    masked_tokens,
+    masked,
 )
 
 
@@ -62,14 +61,15 @@ def test_tokens_with_masks_follow_beginnings_in_whole_blocks_of_short_contexts(d
     seq_lens = [query + data.draw(st.sampled_from([0, 0, 1])) for query in query_lens]
     starts = [0, *accumulate(query_lens)]
     dense = dense_tokens(query_lens, seq_lens, 0, topk)
-    masked = masked_tokens(query_lens, dense, topk, longest)
-    for query, seq, begins, count in zip(query_lens, seq_lens, dense, masked, strict=True):
+    found = masked(starts, query_lens, dense, topk, longest)
+    of_prompt = {one.prompt: len(one.blocks) * MASKED for one in found}
+    counts = [of_prompt.get(start, 0) if query else 0 for start, query in zip(starts, query_lens, strict=False)]
+    for query, seq, begins, count in zip(query_lens, seq_lens, dense, counts, strict=True):
         room = min(query, longest) - topk if query == seq else 0
         assert count % MASKED == 0 and 0 <= count <= max(room, 0) < count + MASKED
         assert count == 0 or begins == topk
-    found = blocks_with_masks(starts, dense, masked)
     assert [(one.tokens.start, len(one.blocks)) for one in found] == [
-        (start + topk, count // MASKED) for start, count in zip(starts, masked, strict=False) if count
+        (start + topk, count // MASKED) for start, count in zip(starts, counts, strict=False) if count
     ]
 
 

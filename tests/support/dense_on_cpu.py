@@ -1,8 +1,12 @@
-"""Lets vLLM prefill densely on a CPU, as it does on a GPU: `worker_extension_cls="dense_on_cpu.Extension"`."""
+"""Lets vLLM prefill densely on a CPU, as it does on a GPU: `worker_extension_cls="dense_on_cpu.Extension"`. The
+environment variable LONGEST_MASKED is the longest context of tokens that attend with masks."""
 
+import os
 from typing import Any
 
-from mla_backend.vllm_plugin import backend, beginnings
+from vllm.config import get_current_vllm_config
+
+from mla_backend.vllm_plugin import backend, beginnings, versions
 from mla_backend.vllm_plugin.backend import SparseMLALayer
 
 counted = {"dense": 0, "masked": 0, "sparse": 0}
@@ -11,7 +15,8 @@ _init, _forward = SparseMLALayer.__init__, SparseMLALayer.forward_mha
 
 def _dense_too(self: SparseMLALayer, *args: Any, **kwargs: Any) -> None:
     _init(self, *args, **kwargs)
-    self.supports_dense_mha_prefill, self.longest_masked = True, 90
+    self.supports_dense_mha_prefill, self.longest_masked = True, int(os.environ["LONGEST_MASKED"])
+    self.splits_prompts = versions.split_prompts_if_possible(get_current_vllm_config())
 
 
 def _counting(self: SparseMLALayer, q: Any, *args: Any, **kwargs: Any) -> None:
