@@ -188,6 +188,7 @@ def rules(tools: Tools) -> list[str]:
         if sanitize()
         else "-O3"
     )
+    host += " -ffp-contract=off"  # the same bits on every CPU; files of an instruction set have flags of their own
     host += " -DMLA_X86" if tools.x86 else ""
     libraries = f"-L{torch}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10"
     smaller = ""

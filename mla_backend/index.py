@@ -1,10 +1,59 @@
-"""The indexer's two steps: scores of the cached keys for each token, and the positions of the best."""
+"""The indexer's steps: its queries, scores of the cached keys for each token, and the positions of the best."""
 
 import torch
 from torch import Tensor
 
 from mla_backend import library  # noqa: F401  (registers the ops)
 from mla_backend.arguments import call, require_count, require_tensors
+
+
+def rotate_queries(
+    queries: Tensor,
+    index_queries: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    index_cos_sin: Tensor | None = None,
+    weight_scale: float = 1.0,
+    *,
+    interleaved: bool = False,
+    out: Tensor | None = None,
+    index_out: Tensor | None = None,
+    weights_out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotates queries of attention and of the indexer to their positions, and rounds the indexer's to FP8.
+
+    A head's index query is divided by a power of two, with which its weight is multiplied.
+
+    Args:
+        queries: bf16 `[T, H, 64]`, the part of attention's queries that is rotated: the pairs (2i, 2i + 1).
+        index_queries: bf16 `[T, I, 128]`. Their first 64 values are rotated.
+        weights: fp32 or bf16 `[T, I]`, of each head of the indexer.
+        positions: int64 `[T]`. One before or past `cos_sin` counts as the nearest in it.
+        cos_sin: fp32 or bf16 `[N, 64]`: of each position the cosines of 32 pairs, and then their sines.
+        index_cos_sin: the indexer's; by default the same.
+        weight_scale: what weights are multiplied with.
+        interleaved: pairs of index queries are (2i, 2i + 1), too; otherwise (i, i + 32).
+        out, index_out, weights_out: where to write; `index_out` may be uint8, too.
+
+    All but positions may have any strides whose last is 1.
+
+    Returns:
+        The rotated queries, bf16 `[T, H, 64]`; those of the indexer, e4m3 `[T, I, 128]`; weights, fp32 `[T, I]`.
+    """
+    require_tensors(queries=queries, index_queries=index_queries)
+    device = queries.device
+    if out is None:
+        out = torch.empty(queries.shape, dtype=torch.bfloat16, device=device)
+    if index_out is None:
+        index_out = torch.empty(index_queries.shape, dtype=torch.float8_e4m3fn, device=device)
+    if weights_out is None:
+        weights_out = torch.empty(index_queries.shape[:2], dtype=torch.float32, device=device)
+    tables = cos_sin, cos_sin if index_cos_sin is None else index_cos_sin
+    outputs = out, index_out, weights_out
+    op = torch.ops.mla_backend.rotate_queries.default
+    call(op, queries, index_queries, weights, positions, *tables, weight_scale, interleaved, *outputs)
+    return outputs
 
 
 def index_scores(

@@ -519,6 +519,33 @@ def convert_indices(
     return slots, (slots >= 0).sum(1, dtype=torch.int32)
 
 
+def rotate_queries(
+    queries: Tensor,
+    index_queries: Tensor,
+    weights: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    index_cos_sin: Tensor | None = None,
+    weight_scale: float = 1.0,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of attention `[T, H, 64]` and of the indexer `[T, I, 128]`, rotated to their positions; the latter as
+    e4m3 numbers, each head's divided by a power of two, by which its weight is multiplied."""
+
+    def rotated(x: Tensor, cos_sin: Tensor, neighbours: bool) -> Tensor:
+        cosine, sine = cos_sin[positions.clamp(0, len(cos_sin) - 1)].float().unsqueeze(1).chunk(2, dim=-1)
+        pairs = x.float().unflatten(-1, (-1, 2) if neighbours else (2, -1))
+        dim = -1 if neighbours else -2
+        a, b = pairs.unbind(dim)
+        return torch.stack([a * cosine - b * sine, b * cosine + a * sine], dim).flatten(-2)
+
+    turned = rotated(index_queries[..., :ROPE], cos_sin if index_cos_sin is None else index_cos_sin, interleaved)
+    turned = torch.cat([turned, index_queries[..., ROPE:]], dim=-1)
+    scales = group_scale(torch.where(turned.isnan(), 0, turned.abs()).amax(-1), power_of_two=True)
+    rounded = to_e4m3(turned / scales.unsqueeze(-1)).view(torch.float8_e4m3fn)
+    return to_number(rotated(queries, cos_sin, True), torch.bfloat16), rounded, weights.float() * weight_scale * scales
+
+
 def dequantise_keys(cache: Tensor) -> Tensor:
     """The indexer's keys, fp32 `[blocks, block_size, 128]`, of a cache of bf16 or fp32 `[blocks, block_size, 128]`, or
     of bytes `[blocks, block_size, 132]`: in each block the e4m3 values of all its tokens, then their scales in fp32."""

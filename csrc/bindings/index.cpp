@@ -21,7 +21,52 @@ KeyCacheView expect_key_cache(const Tensor& cache, const char* name, const Tenso
   return {data<const uint8_t>(cache), cache.size(0), cache.size(1), cache.stride(0) * (quantised ? 1 : 2), quantised};
 }
 
+Rotations expect_rotations(const Tensor& cos_sin, const char* name, const Tensor& same_device_as) {
+  expect(cos_sin, name, {ScalarType::Float, ScalarType::BFloat16}, {{"positions"}, kRope}, same_device_as);
+  if (cos_sin.size(0) == 0) reject(name, "of 1 position or more", describe(cos_sin));
+  return {cos_sin.data_ptr(), cos_sin.scalar_type() == ScalarType::Float, cos_sin.size(0), cos_sin.stride(0)};
+}
+
 }  // namespace
+
+MLA_OP(rotate_queries,
+       "(Tensor queries, Tensor index_queries, Tensor weights, Tensor positions, Tensor cos_sin, Tensor index_cos_sin, "
+       "float weight_scale, bool interleaved, Tensor(a!) out, Tensor(b!) index_out, Tensor(c!) weights_out) -> ()",
+       Tensor queries, Tensor index_queries, Tensor weights, Tensor positions, Tensor cos_sin, Tensor index_cos_sin,
+       double weight_scale, bool interleaved, Tensor out, Tensor index_out, Tensor weights_out) {
+  expect(queries, "queries", {ScalarType::BFloat16}, {{"T"}, {"H"}, kRope}, queries);
+  const int64_t tokens = queries.size(0), heads = queries.size(1);
+  expect(index_queries, "index_queries", {ScalarType::BFloat16}, {{"T", tokens}, {"I"}, kIndexDim}, queries);
+  const int64_t index_heads = index_queries.size(1);
+  if (heads > kMaxHeads) reject("queries", "of up to " + std::to_string(kMaxHeads) + " heads", describe(queries));
+  if (index_heads > kMaxIndexHeads)
+    reject("index_queries", "of up to " + std::to_string(kMaxIndexHeads) + " heads", describe(index_queries));
+  expect(weights, "weights", {ScalarType::Float, ScalarType::BFloat16}, {{"T", tokens}, {"I", index_heads}}, queries);
+  expect(positions, "positions", {ScalarType::Long}, {{"T", tokens}}, queries);
+  expect(out, "out", {ScalarType::BFloat16}, {{"T", tokens}, {"H", heads}, kRope}, queries);
+  expect(index_out, "index_out", {ScalarType::Float8_e4m3fn, ScalarType::Byte},
+         {{"T", tokens}, {"I", index_heads}, kIndexDim}, queries);
+  expect(weights_out, "weights_out", {ScalarType::Float}, {{"T", tokens}, {"I", index_heads}}, queries);
+
+  RotateQueriesProblem p{};
+  p.tokens = tokens;
+  p.heads = static_cast<int32_t>(heads), p.index_heads = static_cast<int32_t>(index_heads);
+  p.queries = data<const uint16_t>(queries), p.query_token = queries.stride(0), p.query_head = queries.stride(1);
+  p.index_queries = data<const uint16_t>(index_queries);
+  p.index_token = index_queries.stride(0), p.index_head = index_queries.stride(1);
+  p.interleaved = interleaved;
+  p.weights = weights.data_ptr(), p.weights_fp32 = weights.scalar_type() == ScalarType::Float;
+  p.weight_token = weights.stride(0), p.weight_scale = expect_finite(weight_scale, "weight_scale");
+  p.position = data<const int64_t>(positions);
+  p.rotations = expect_rotations(cos_sin, "cos_sin", queries);
+  p.index_rotations = expect_rotations(index_cos_sin, "index_cos_sin", queries);
+  p.out = data<uint16_t>(out), p.out_token = out.stride(0), p.out_head = out.stride(1);
+  p.index_out = data<uint8_t>(index_out);
+  p.index_out_token = index_out.stride(0), p.index_out_head = index_out.stride(1);
+  p.weights_out = data<float>(weights_out), p.weight_out_token = weights_out.stride(0);
+  if (tokens == 0 || heads + index_heads == 0) return;
+  MLA_RUN(queries, rotate_queries, p);
+}
 
 MLA_OP(index_scores,
        "(Tensor queries, Tensor weights, Tensor cache, Tensor block_table, Tensor requests, Tensor lengths, "

@@ -289,6 +289,7 @@ class SparseMLALayer(LayerBase):
             self.longest_masked = longest_masked(self.num_heads, (self.qk_head_dim, self.v_head_dim), topk, device)
         if not _on_cpu():
             versions.register_warmup()
+            versions.rotate_queries_if_possible()
 
     def do_kv_cache_update(
         self,

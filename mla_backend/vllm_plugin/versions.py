@@ -11,7 +11,9 @@ The plugin was tried with the versions in TRIED:
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import logging
+import sys
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
@@ -39,6 +41,13 @@ _COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
 _SCRATCH = "vllm.v1.worker.workspace"
 _DENSE_BASES = "vllm.model_executor.layers.attention.mla_attention"
 V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
+V32_ATTENTION = "vllm.models.deepseek_v32.attention"
+FUSED_Q = (
+    *("positions", "q_pe", "q_pe_cos_sin_cache", "index_q", "index_q_cos_sin_cache", "ql_nope", "q_scale"),
+    *("index_weights", "index_weights_softmax_scale", "index_weights_head_scale"),
+    *("has_indexer", "index_rope_interleave", "quantize_mqa"),
+)
+"""The arguments of its function that rotates queries."""
 
 
 def installed() -> tuple[str, str] | None:
@@ -275,6 +284,45 @@ def register_warmup() -> None:
         for name in ("_PREPARE_UNIFORM_DECODE_KERNEL", "_BUILD_PREFILL_CHUNK_METADATA_KERNEL"):
             if (kernel := getattr(indexer, name, None)) is not None:
                 kernel.register_warmup()
+
+
+def rotate_queries_if_possible() -> None:
+    """Called by each layer: has vLLM's model of DeepSeek-V3.2 rotate the queries of layers with an indexer with our op
+    (0.32 on). vLLM's kernel for GPUs before Blackwell runs three blocks for each token and head of the indexer, and
+    most of them find nothing to do."""
+    import torch
+    from vllm.platforms import current_platform
+
+    from mla_backend.index import rotate_queries
+
+    model = sys.modules.get(V32_ATTENTION)
+    inherited = getattr(model, "fused_q", None)
+    if inherited is None or current_platform.has_device_capability(100):
+        return
+    parameters = inspect.signature(inherited).parameters
+    if tuple(parameters) != FUSED_Q:
+        return
+    defaults = {name: it.default for name, it in parameters.items() if it.default is not it.empty}
+
+    def fused_q(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        given = defaults | dict(zip(FUSED_Q, args, strict=False)) | kwargs
+        queries, index_queries = given["q_pe"], given["index_q"]
+        ours = given["has_indexer"] and not given["quantize_mqa"] and queries.dtype == torch.bfloat16
+        if not ours or (queries.shape[-1], index_queries.shape[-1]) != (64, 128):
+            return inherited(*args, **kwargs)
+        rotated, index_rotated, weights = rotate_queries(
+            queries,
+            index_queries,
+            given["index_weights"],
+            given["positions"],
+            given["q_pe_cos_sin_cache"],
+            given["index_q_cos_sin_cache"],
+            given["index_weights_softmax_scale"] * given["index_weights_head_scale"],
+            interleaved=bool(given["index_rope_interleave"]),
+        )
+        return index_rotated, weights, rotated
+
+    model.fused_q = fused_q
 
 
 # --- the bases of the backend's classes -------------------------------------------------------------------------------

@@ -437,7 +437,7 @@ def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired
     told = [f"Medians of {' to '.join(map(str, sorted({min(rounds), max(rounds)})))} rounds"]
     told = ["Each load was run once"] if rounds == {1} else told
     if paired and all(map(runs.interleaved, about)):
-        told.append("backends were interleaved, ratios are medians of paired rounds with 95 % confidence intervals")
+        told.append("ratios are those of paired, interleaved ones, with 95 % confidence intervals")
     parts = [
         f"{layers} layers of {model.get('model_type')}'s width with {experts} experts",
         f"{(first.get('settings') or {}).get('kv_cache_dtype')} cache",

@@ -17,6 +17,14 @@ from tests.ops.test_index import (
     test_no_blocks_no_requests_no_tokens_and_no_positions_are_ordinary,
     test_tensors_may_have_strides,
 )
+from tests.ops.test_rotate_queries import (
+    assert_exact,
+    random_queries,
+    test_a_querys_size_is_in_its_weight,
+    test_bits_are_the_references,
+    test_outputs_may_have_strides,
+    test_zeros_and_what_is_no_number_stay_in_their_heads,
+)
 
 pytestmark = pytest.mark.gpu
 HEADS = [1, 16, 20, 32, 40, 64, 65, 128]
@@ -48,6 +56,29 @@ def test_small_case(fmt, heads):
     assert torch.equal(
         mla_backend.select_top(scores, prompt.lengths, 50), reference.select_top(scores, prompt.lengths, 50)
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gap", [0, 1, 8])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_small_case_of_queries(interleaved, gap, dtype):
+    how = dict(interleaved=interleaved, gap=gap, cos_sin=dtype, index_cos_sin=dtype, device="cuda")
+    assert_exact(random_queries(5, 3, 5, **how))  # a warp has heads of both kinds
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_many_queries_rotate_in_a_graph_too(heads):
+    arguments = random_queries(3000, heads, 64, gap=8, device="cuda")
+    outputs = mla_backend.rotate_queries(**arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mla_backend.rotate_queries(**arguments, out=outputs[0], index_out=outputs[1], weights_out=outputs[2])
+    fresh = random_queries(3000, heads, 64, gap=8, device="cuda")
+    for name in ("queries", "index_queries", "weights", "positions", "cos_sin", "index_cos_sin"):
+        arguments[name].copy_(fresh[name])
+    graph.replay()
+    for found, want in zip(outputs, reference.rotate_queries(**fresh), strict=True):
+        assert torch.equal(found.float(), want.float())
 
 
 def test_lengths_may_change_between_replays():

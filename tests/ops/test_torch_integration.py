@@ -84,6 +84,12 @@ def samples():
     table, staged = torch.zeros(1, 2, dtype=torch.int32), mla_backend.STAGED.new_cache(2, 16)
     for more in (None, table):
         yield OPS.stage_rows.default, (random_cache("fp8_ds_mla", 2, 16), table, lengths[:1], more, -1, staged)
+    queries, index_queries = torch.randn(2, 3, 64).bfloat16(), torch.randn(2, 4, 128).bfloat16()
+    table, outputs = torch.randn(9, 64), (queries.clone(), index_queries.byte(), torch.zeros(2, 4))
+    yield (
+        OPS.rotate_queries.default,
+        (queries, index_queries, torch.randn(2, 4), torch.arange(2), table, table.bfloat16(), 0.1, True, *outputs),
+    )
     for cache in (torch.zeros(2, 16, 132, dtype=torch.uint8), torch.zeros(2, 16, 128).bfloat16()):
         table, requests = torch.arange(2, dtype=torch.int32).view(1, 2), torch.zeros(2, dtype=torch.int32)
         yield (
@@ -134,7 +140,7 @@ def test_opcheck(index):
 
 
 def test_every_op_has_a_sample():
-    assert len(list(samples())) == 31
+    assert len(list(samples())) == 32
     assert {str(op).split(".")[1] for op, _ in samples()} == set(mla_backend.fake.OPS)
 
 
@@ -185,8 +191,13 @@ def test_an_indexer_compiles_without_a_graph_break():
     cache = torch.randn(8, 16, 128).bfloat16()
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
 
+    rotations = torch.randn(99, 64)
+
     def select(queries, weights, requests, lengths):
-        scores = mla_backend.index_scores(queries * 1, weights, cache, table, requests, lengths, 64)
+        _, rotated, weights = mla_backend.rotate_queries(
+            queries[..., :64].bfloat16(), queries.bfloat16(), weights, lengths.long(), rotations
+        )
+        scores = mla_backend.index_scores(rotated.float() * 1, weights, cache, table, requests, lengths, 64)
         return mla_backend.select_top(scores, lengths, 10) + 1
 
     step = compiled(select)

@@ -68,6 +68,17 @@ def stage(fmt="fp8_ds_mla", **changes):
     return lambda: mla_backend.stage_rows(**arguments)
 
 
+def rotate(**changes):
+    arguments = {
+        "queries": torch.zeros(2, 3, 64).bfloat16(),
+        "index_queries": torch.zeros(2, 4, 128).bfloat16(),
+        "weights": torch.zeros(2, 4),
+        "positions": torch.zeros(2, dtype=torch.int64),
+        "cos_sin": torch.zeros(9, 64),
+    } | changes
+    return lambda: mla_backend.rotate_queries(**arguments)
+
+
 def index(**changes):
     arguments = {
         "queries": torch.randn(2, 3, 128),
@@ -294,6 +305,20 @@ CASES = {
     "staged and other rows in one call": (attention(extra_cache=mla_backend.STAGED.new_cache(2, 4), extra_indices=lambda _: torch.zeros(2, 5, dtype=INT)), ValueError, r"extra_cache must be of a format that goes with fp8_ds_mla; got staged"),
     "staged rows in dense attention": (dense(cache=mla_backend.STAGED.new_cache(4, 16)), ValueError, r"cache must be \[blocks, block_size, width\].* of bf16 .*; got uint8"),
     "block_size is text": (convert(block_size="64"), TypeError, r"block_size must be an int; got str"),
+    "queries to rotate are fp32": (rotate(queries=torch.zeros(2, 3, 64)), ValueError, r"^queries must be bfloat16 \[T, H, 64\]; got float32"),
+    "queries to rotate are whole": (rotate(queries=torch.zeros(2, 3, 576).bfloat16()), ValueError, r"^queries must be bfloat16 \[T, H, 64\]; got bfloat16 \[2, 3, 576\]"),
+    "queries to rotate of 257 heads": (rotate(queries=torch.zeros(2, 257, 64).bfloat16()), ValueError, r"^queries must be of up to 256 heads"),
+    "index_queries are None": (rotate(index_queries=None), TypeError, r"^index_queries must be a torch.Tensor; got NoneType"),
+    "index_queries of other tokens": (rotate(index_queries=torch.zeros(3, 4, 128).bfloat16()), ValueError, r"^index_queries must be bfloat16 \[T=2, I, 128\]"),
+    "index_queries of 129 heads": (rotate(index_queries=torch.zeros(2, 129, 128).bfloat16()), ValueError, r"^index_queries must be of up to 128 heads"),
+    "weights to scale are fp16": (rotate(weights=torch.zeros(2, 4).half()), ValueError, r"^weights must be float32 or bfloat16 \[T=2, I=4\]; got float16"),
+    "positions to rotate to are int32": (rotate(positions=torch.zeros(2, dtype=INT)), ValueError, r"^positions must be int64 \[T=2\]; got int32"),
+    "a table of no positions": (rotate(cos_sin=torch.zeros(0, 64)), ValueError, r"^cos_sin must be of 1 position or more; got float32 \[0, 64\]"),
+    "an index_cos_sin of 128": (rotate(index_cos_sin=torch.zeros(9, 128)), ValueError, r"^index_cos_sin must be float32 or bfloat16 \[positions, 64\]; got float32 \[9, 128\]"),
+    "weight_scale is NaN": (rotate(weight_scale=float("nan")), ValueError, r"^weight_scale must be a finite number; got nan"),
+    "interleaved is text": (rotate(interleaved="no"), TypeError, r"^interleaved must be a bool; got str"),
+    "index_out is bf16": (rotate(index_out=torch.zeros(2, 4, 128).bfloat16()), ValueError, r"^index_out must be float8_e4m3fn or uint8 \[T=2, I=4, 128\]; got bfloat16"),
+    "weights_out of other heads": (rotate(weights_out=torch.zeros(2, 3)), ValueError, r"^weights_out must be float32 \[T=2, I=4\]"),
     "queries are fp16": (index(queries=torch.zeros(2, 3, 128).half()), ValueError, r"queries must be float32 or bfloat16 \[T, H, 128\]; got float16"),
     "queries are a list": (index(queries=[1]), TypeError, r"queries must be a torch.Tensor; got list"),
     "queries are 64 wide": (index(queries=torch.zeros(2, 3, 64)), ValueError, r"queries must be .*\[T, H, 128\]; got float32 \[2, 3, 64\]"),

@@ -1,8 +1,12 @@
 """The backend's classes against the reference, without a server around them: what vLLM's contract asks of a backend."""
 
+import ast
 import functools
+import importlib.util
 import inspect
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +23,7 @@ from mla_backend.vllm_plugin.staging import StagedRequests
 from mla_backend.vllm_plugin.step import Batch as StepBatch
 from mla_backend.vllm_plugin.step import Step, StepBuffers
 from problems import assert_accurate, random_cache
+from tests.ops.test_rotate_queries import random_queries
 
 HEADS, TOPK, BLOCK_SIZE, BLOCKS = 5, 24, 16, 24
 SCALE = 0.04
@@ -598,6 +603,69 @@ def test_on_a_gpu_vllm_compiles_its_indexers_kernels_before_the_first_request(ba
         monkeypatch.setattr(backend, "_on_cpu", lambda on_cpu=on_cpu: on_cpu)
         made_layer(backend, monkeypatch, topk_indices_buffer=torch.empty(7, TOPK, dtype=torch.int32))
         assert registered == [] if on_cpu else list(names)
+
+
+def made_on_a_gpu(backend, monkeypatch):
+    """A layer that believes so."""
+    monkeypatch.setattr(backend, "_on_cpu", lambda: False)
+    monkeypatch.setattr(backend, "room_for_rows", lambda *_: 0)
+    return made_layer(backend, monkeypatch, topk_indices_buffer=torch.empty(7, TOPK, dtype=torch.int32))
+
+
+def model_with(monkeypatch, parameters: str):
+    """vLLM's model of DeepSeek-V3.2, whose function for queries returns its arguments."""
+    names = ", ".join(one.split("=")[0] for one in parameters.split(", "))
+    model = SimpleNamespace(fused_q=eval(f"lambda {parameters}: [{names}]"))
+    monkeypatch.setitem(sys.modules, versions.V32_ATTENTION, model)
+    return model
+
+
+FUSED_Q = ", ".join(versions.FUSED_Q[:-3]) + ", has_indexer=True, index_rope_interleave=False, quantize_mqa=True"
+
+
+def test_on_a_gpu_vllms_model_rotates_queries_with_our_op(backend, monkeypatch):
+    """What the op doesn't take stays vLLM's."""
+    model = model_with(monkeypatch, FUSED_Q)
+    made_on_a_gpu(backend, monkeypatch)
+    fused_q = model.fused_q
+    made_on_a_gpu(backend, monkeypatch)
+    assert model.fused_q is fused_q
+
+    given = random_queries(interleaved=True)
+    q, index_q, weights, positions = (given[n] for n in ("queries", "index_queries", "weights", "positions"))
+    first, scales = (positions, q, given["cos_sin"], index_q, given["index_cos_sin"], q, None), (0.5, 0.25)
+    found = fused_q(*first, weights, *scales, index_rope_interleave=True, quantize_mqa=False)
+    rotated, index_rotated, scaled = reference.rotate_queries(**given | {"weight_scale": 0.125})
+    for a, b in zip(found, (index_rotated, scaled, rotated), strict=True):
+        assert torch.equal(a.float(), b.float())
+
+    shared = (positions, q, given["cos_sin"], None, None, q, None, None, 0.0, 0.0)
+    assert fused_q(*shared, has_indexer=False, quantize_mqa=False) == [*shared, False, False, False]
+    half = (positions, q.half(), *first[2:], weights, *scales)
+    wide = (*first[:3], index_q.repeat(1, 1, 2), *first[4:], weights, *scales)
+    for arguments, how in ((half, False), (wide, False), ((*first, weights, *scales), True)):
+        kept = fused_q(*arguments, **({} if how else {"quantize_mqa": False}))
+        assert all(a is b for a, b in zip(kept, (*arguments, True, False, how), strict=True))
+
+
+@pytest.mark.parametrize(("parameters", "capability"), [(FUSED_Q + ", more=None", 90), (FUSED_Q, 100)])
+def test_another_function_for_queries_stays(backend, monkeypatch, parameters, capability):
+    """One of unknown arguments, and the one for Blackwell."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "has_device_capability", lambda self, least: capability >= least)
+    model = model_with(monkeypatch, parameters)
+    theirs = model.fused_q
+    made_on_a_gpu(backend, monkeypatch)
+    assert model.fused_q is theirs
+
+
+def test_the_arguments_of_vllms_function_for_queries_are_known():
+    path = Path(importlib.util.find_spec("vllm").origin).parent / "models/deepseek_v32/common/kernels.py"
+    if not path.is_file():
+        pytest.skip("this vLLM has no such function")
+    found = [one for one in ast.parse(path.read_text()).body if getattr(one, "name", None) == "fused_q"]
+    assert [tuple(argument.arg for argument in one.args.args) for one in found] == [versions.FUSED_Q]
 
 
 def test_batch_invariance_leaves_no_prompt_to_the_dense_kernel(backend, monkeypatch):

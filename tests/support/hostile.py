@@ -198,7 +198,7 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
     form, p = mla_backend.FORMATS[fmt], random_problem(fmt, tokens, heads, topk, 4, 8).to(device)
     lengths = torch.full((tokens,), topk, dtype=INT, device=device)
     ops = ["attention", "attention", "dense", "dense", "plan", "merge", "write", "gather", "convert", "scores", "top"]
-    match random.choice([*ops, "backward", "mask", "stage"]):
+    match random.choice([*ops, "backward", "mask", "stage", "rotate"]):
         case "attention":
             found = {**vars(p), "out": guarded.tensor(form.number, tokens, heads, 512)}
             found |= {"lse": guarded.tensor(torch.float32, tokens, heads), "topk_length": lengths}
@@ -254,6 +254,18 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
             scores = guarded.tensor(torch.float32, tokens, 64)
             found = {"queries": queries, "weights": weights, "cache": cache, "block_table": table}
             return mla_backend.index_scores, {**found, "requests": requests, "lengths": lengths, "scores": scores}
+        case "rotate":
+            queries = torch.randn(tokens, heads, 64, device=device).bfloat16()
+            index_queries = torch.randn(tokens, 8, 128, device=device).bfloat16()
+            weights, table = torch.randn(tokens, 8, device=device), torch.randn(9, 64, device=device)
+            found = {"queries": queries, "index_queries": index_queries, "weights": weights, "cos_sin": table}
+            found |= {
+                "positions": torch.randint(-1, 12, (tokens,), device=device),
+                "interleaved": random.random() < 0.5,
+            }
+            found |= {"out": guarded.tensor(torch.bfloat16, tokens, heads, 64)}
+            found |= {"index_out": guarded.tensor(torch.float8_e4m3fn, tokens, 8, 128)}
+            return mla_backend.rotate_queries, {**found, "weights_out": guarded.tensor(torch.float32, tokens, 8)}
         case "stage":
             cache = torch.randint(0, 256, (4, 16, 656), dtype=torch.uint8, device=device)
             tables = [torch.randint(-1, 6, (2, 3), dtype=INT, device=device) for _ in range(2)]
