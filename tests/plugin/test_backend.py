@@ -670,13 +670,9 @@ def test_the_arguments_of_vllms_function_for_queries_are_known():
 
 def test_batch_invariance_leaves_no_prompt_to_the_dense_kernel(backend, monkeypatch):
     """vLLM runs that where all prefills of a step are short, so it depends on a prompt's neighbours."""
-    monkeypatch.setattr(backend, "_on_cpu", lambda: False)
-    monkeypatch.setattr(backend, "room_for_rows", lambda *_: 0)
-    picked = torch.empty(7, TOPK, dtype=torch.int32)
     for invariant in (False, True):
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
-        layer = made_layer(backend, monkeypatch, topk_indices_buffer=picked)
-        assert layer.supports_dense_mha_prefill is not invariant
+        assert made_on_a_gpu(backend, monkeypatch).supports_dense_mha_prefill is not invariant
 
 
 def test_sinks_reach_the_op(backend):

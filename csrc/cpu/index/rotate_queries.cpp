@@ -12,11 +12,10 @@ struct Angles {
 
   Angles(const Rotations& rotations, int64_t position) {
     const int64_t row = rotation_of(rotations, position);
-    for (int i = 0; i < kPairs; ++i)
-      cosine[i] = number(rotations, row + i), sine[i] = number(rotations, row + kPairs + i);
-  }
-  static float number(const Rotations& r, int64_t at) {
-    return r.fp32 ? static_cast<const float*>(r.data)[at] : bf16_to_float(static_cast<const uint16_t*>(r.data)[at]);
+    for (int i = 0; i < kPairs; ++i) {
+      cosine[i] = number_at(rotations.data, rotations.fp32, row + i);
+      sine[i] = number_at(rotations.data, rotations.fp32, row + kPairs + i);
+    }
   }
 };
 
@@ -47,9 +46,7 @@ void rotate_queries(const RotateQueriesProblem& p) {
       for (float one : x) amax = __builtin_fabsf(one) > amax ? __builtin_fabsf(one) : amax;
       const float scale = group_scale(amax, true), inverse = inverse_of_power(scale);
       for (int i = 0; i < kIndexDim; ++i) out[i] = float_to_e4m3(x[i] * inverse);
-      const int64_t at = token * p.weight_token + head;
-      const float weight = p.weights_fp32 ? static_cast<const float*>(p.weights)[at]
-                                          : bf16_to_float(static_cast<const uint16_t*>(p.weights)[at]);
+      const float weight = number_at(p.weights, p.weights_fp32, token * p.weight_token + head);
       p.weights_out[token * p.weight_out_token + head] = weight * p.weight_scale * scale;
     }
   });

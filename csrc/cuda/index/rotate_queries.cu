@@ -79,9 +79,7 @@ template <bool kAligned>
 __device__ __forceinline__ void index_head(const RotateQueriesProblem& p, int64_t token, int head, int lane,
                                            float (&x)[kLaneNumbers]) {
   const uint32_t lanes = 0xffffu << (threadIdx.x & kLanes);  // of the warp, those of this head
-  const int64_t weight_at = token * p.weight_token + head;
-  const float weight = p.weights_fp32 ? static_cast<const float*>(p.weights)[weight_at]
-                                      : bf16_to_float(static_cast<const uint16_t*>(p.weights)[weight_at]);
+  const float weight = number_at(p.weights, p.weights_fp32, token * p.weight_token + head);
   const int64_t row = rotation_of(p.index_rotations, p.position[token]);
   if (p.interleaved) {
     if (lane < kRopeLanes) rotate_neighbours<kAligned>(p.index_rotations, row, lane, x);

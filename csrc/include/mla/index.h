@@ -100,7 +100,4 @@ MLA_HOST_DEVICE void rotate(float& x, float& y, float cosine, float sine) {
   x = turned;
 }
 
-// One over a power of two from 2^-126 to 2^126.
-MLA_HOST_DEVICE float inverse_of_power(float power) { return bits_float((254u << 23) - float_bits(power)); }
-
 }  // namespace mla

@@ -30,6 +30,11 @@ MLA_HOST_DEVICE float bits_float(uint32_t bits) {
 
 MLA_HOST_DEVICE float bf16_to_float(uint16_t bits) { return bits_float(static_cast<uint32_t>(bits) << 16); }
 
+// One of many numbers, which are fp32 or else bf16.
+MLA_HOST_DEVICE float number_at(const void* numbers, bool fp32, int64_t at) {
+  return fp32 ? static_cast<const float*>(numbers)[at] : bf16_to_float(static_cast<const uint16_t*>(numbers)[at]);
+}
+
 // Round to nearest, ties to even; NaN becomes the quiet NaN 0x7fc0.
 MLA_HOST_DEVICE uint16_t float_to_bf16(float x) {
   const uint32_t bits = float_bits(x);
@@ -134,5 +139,8 @@ MLA_HOST_DEVICE int excess_power(float largest_scale) {
 
 // 2^power for powers from -126 to 127.
 MLA_HOST_DEVICE float two_to(int power) { return bits_float(static_cast<uint32_t>(127 + power) << 23); }
+
+// One over a power of two from 2^-126 to 2^126.
+MLA_HOST_DEVICE float inverse_of_power(float power) { return bits_float((254u << 23) - float_bits(power)); }
 
 }  // namespace mla

@@ -369,7 +369,7 @@ struct Scorer : Consumer<kRows> {
         if constexpr (kScaled) {
           const Column column = s.columns[stage][token];
           scale = column.power, bias = column.bias;
-          back[2 * j + c] = __uint_as_float((254u << 23) - __float_as_uint(scale));
+          back[2 * j + c] = inverse_of_power(scale);
         } else {
           bias = s.plain[stage][token] ? 0.0f : -INFINITY;
         }
