@@ -24,6 +24,17 @@ __device__ __forceinline__ uint32_t blocks_of_cluster() {
   return blocks;
 }
 
+// After cute::cluster_arrive(): waits for all threads of the cluster. Warps may wait in different places. Without a
+// cluster ptxas would put __syncthreads() into each of them, which has to be one place for all.
+__device__ __forceinline__ void wait_for_cluster() {
+  uint32_t clustered;
+  asm("{ .reg .pred p; mov.pred p, %%is_explicit_cluster; selp.u32 %0, 1, 0, p; }" : "=r"(clustered));
+  if (clustered)
+    cute::cluster_wait();
+  else
+    asm volatile("barrier.cta.sync 0, %0;" ::"r"(blockDim.x) : "memory");
+}
+
 __device__ __forceinline__ float4 load4(uint32_t shared_address) {
   float4 x;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -12,6 +12,7 @@
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/few_heads/reduction.h"
 #include "cuda/attention/sm90/quantised_queries.cuh"
+#include "cuda/common/cluster.cuh"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/mbarrier.cuh"
@@ -281,7 +282,7 @@ struct Fp8Rows {
     TileCursor cursor(worker);
     cursor.advance(lane / kWarpRows);
     TileRequest<kPaged> next(cursor, at, kBatch, early);
-    cute::cluster_wait();
+    wait_for_cluster();
     uint32_t row = kNoRow;
     int batch = 0;  // the token, as a request has it, and the list
     for (int tile = 0, tokens = 1;; ++tile) {

@@ -359,9 +359,9 @@ struct Consumer {
       if (work.tile_end > work.tile_begin) break;
     }
     if (token < worker.token_end)
-      Own::produce_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] { cute::cluster_wait(); });
+      Own::produce_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] { wait_for_cluster(); });
     else
-      cute::cluster_wait();
+      wait_for_cluster();
   }
 
   __device__ void run(const Worker& worker) {

@@ -6,6 +6,7 @@
 
 #include "cuda/attention/sm90/convert_rows.cuh"
 #include "cuda/attention/sm90/queries.cuh"
+#include "cuda/common/cluster.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/wgmma.cuh"
 
@@ -110,7 +111,7 @@ struct PlainRows {
     const Worker worker(p, blockIdx.y, kTileTokens);
     const int at = warp * RowCopier::kRows + lane % RowCopier::kRows;
     const auto early = EarlySlot::unless<kPaged>(worker, 0, at);
-    cute::cluster_wait();
+    wait_for_cluster();
     int tokens = 1;
     const auto begin_token = [&](int token, int tile) {
       if (tile == 0) return;
