@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from serving_benchmarks import options as types
 from serving_benchmarks.models import drafts
 from serving_benchmarks.run import common, rounds, workloads
@@ -160,8 +158,6 @@ def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dic
     }
     if cache_bytes:
         given["kv_cache_memory_bytes"] = cache_bytes
-    if torch.cuda.is_available():
-        given["compilation_config"] = {"mode": 0} if way.eager else common.FULL_DECODE_GRAPHS
     if way.drafts:
         given["speculative_config"] = common.speculative(way.drafts)
     return given
