@@ -42,7 +42,8 @@ struct TileCursor {
 };
 
 // A slot of the worker's first token in sparse attention, loaded before the length of its list is known, so that both
-// loads are in flight together. It is number `at` of the tile that comes `later` tiles after the worker's first one.
+// loads are in flight together; one past the list's end is not used. It is number `at` of the tile that comes `later`
+// tiles after the worker's first one.
 struct EarlySlot {
   int token = -1, tile = 0;
   int32_t slot = -1;
