@@ -16,10 +16,6 @@ HEADLINE_DECODE = [
     *((128, heads) for heads in (8, 16, 32, 64, 128)),
 ]
 """Requests and heads of the rows of a short table: one query token each at 32K tokens, topk 2048, FP8 rows."""
-FLOOR = (
-    "The floor is the longest of math, memory and L2 time at measured rates. Memory's rate is of gathering FP8 rows of "
-    "656 bytes. BF16 rows of 1152 bytes are gathered faster, so more than 100% is possible there."
-)
 IN_SITU = "In situ: what a launch adds to a matrix product before it, of 103 MB of weights."
 PEERS = {
     "flashmla_fp8": "FlashMLA FP8",
@@ -105,7 +101,7 @@ def kernels(report: Report) -> str:
         row = [str(result["case"][name]) for name in ("batch", "heads", "topk", "format")]
         row += [*_versus(result, ["ours"], titles), f"{share_of_floor(result):.0%}"]
         rows.append([*row, *[_time_and_ratio(result["in_situ"]) if "in_situ" in result else "-"] * situ])
-    note = f"{_kernels_measured(report)} {FLOOR}" + f" {IN_SITU} In brackets: the best peer's time over ours." * situ
+    note = _kernels_measured(report) + f" {IN_SITU} In brackets: the best peer's time over ours." * situ
     return "\n".join([*file.table(headings, rows), "", note])
 
 
