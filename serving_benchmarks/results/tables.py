@@ -191,16 +191,13 @@ def backward(*reports: Report) -> str:
         row = [*map(str, key), *(f"{seconds * 1e3:.2f}" if seconds else "-" for seconds in times)]
         rows.append([*row, *(versus.get(title, "-") for title in titles)])
     headings = ["lists", "rows", "heads", "mla-backend", *BACKWARD_PARTS, "atomic", *titles]
-    how = (
-        "Medians of whole backwards, interleaved in one process, in ms. In brackets: the peer's time over ours there. "
-        f"{', '.join(BACKWARD_PARTS)}: kernel times in a profile."
-    )
+    how = "Medians of whole backwards, interleaved in one process. In brackets: the peer's time over ours."
     return "\n".join([*file.table(headings, rows), "", _measured_with(how, reports)])
 
 
 def _kernels_measured(report: Report, lists: str = "; random lists") -> str:
     """The line below a table of kernels."""
-    return _measured_with(f"Medians of interleaved CUDA graph replays in one process, in us{lists}.", [report])
+    return _measured_with(f"Medians of interleaved CUDA graph replays in one process{lists}.", [report])
 
 
 def _measured_with(how: str, reports: Sequence[Report]) -> str:
@@ -425,7 +422,7 @@ def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired
     """The line below a table of whole models. `paired`: there are ratios."""
     rounds = {len(entry.get("rounds_s", "1")) for entry in entries}
     about = [report["environment"] for report in reports]
-    first, model = about[0], about[0].get("model") or {}
+    first = about[0]
     layers, experts = (
         " or ".join(dict.fromkeys(str((each.get("model") or {}).get(name)) for each in about))
         for name in ("layers", "experts")
@@ -433,9 +430,9 @@ def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired
     told = [f"Medians of {' to '.join(map(str, sorted({min(rounds), max(rounds)})))} rounds"]
     told = ["Each load was run once"] if rounds == {1} else told
     if paired and all(map(runs.interleaved, about)):
-        told.append("ratios are those of paired, interleaved ones, with 95 % confidence intervals")
+        told.append("ratios of interleaved pairs, with 95 % confidence intervals")
     parts = [
-        f"{layers} layers of {model.get('model_type')}'s width with {experts} experts",
+        f"{layers} layers with {experts} experts",
         f"{(first.get('settings') or {}).get('kv_cache_dtype')} cache",
         " or ".join(dict.fromkeys(map(file.machine, about))),
         f"torch {first['torch']['version']}",
