@@ -16,6 +16,10 @@ HEADLINE_DECODE = [
     *((128, heads) for heads in (8, 16, 32, 64, 128)),
 ]
 """Requests and heads of the rows of a short table: one query token each at 32K tokens, topk 2048, FP8 rows."""
+FLOOR = (
+    "The floor: the longest of math, memory and L2 time at measured rates, memory's for FP8 rows. BF16 rows, gathered "
+    "faster, may pass 100%."
+)
 IN_SITU = "In situ: what a launch adds to a matrix product before it, of 103 MB of weights."
 PEERS = {
     "flashmla_fp8": "FlashMLA FP8",
@@ -101,7 +105,7 @@ def kernels(report: Report) -> str:
         row = [str(result["case"][name]) for name in ("batch", "heads", "topk", "format")]
         row += [*_versus(result, ["ours"], titles), f"{share_of_floor(result):.0%}"]
         rows.append([*row, *[_time_and_ratio(result["in_situ"]) if "in_situ" in result else "-"] * situ])
-    note = _kernels_measured(report) + f" {IN_SITU} In brackets: the best peer's time over ours." * situ
+    note = f"{_kernels_measured(report)} {FLOOR}" + f" {IN_SITU} In brackets: the best peer's time over ours." * situ
     return "\n".join([*file.table(headings, rows), "", note])
 
 
@@ -191,13 +195,16 @@ def backward(*reports: Report) -> str:
         row = [*map(str, key), *(f"{seconds * 1e3:.2f}" if seconds else "-" for seconds in times)]
         rows.append([*row, *(versus.get(title, "-") for title in titles)])
     headings = ["lists", "rows", "heads", "mla-backend", *BACKWARD_PARTS, "atomic", *titles]
-    how = "Medians of whole backwards, interleaved in one process. In brackets: the peer's time over ours."
+    how = (
+        "Medians of whole backwards, interleaved, in ms. In brackets: the peer's time over ours. "
+        f"{', '.join(BACKWARD_PARTS)}: kernel times in a profile."
+    )
     return "\n".join([*file.table(headings, rows), "", _measured_with(how, reports)])
 
 
 def _kernels_measured(report: Report, lists: str = "; random lists") -> str:
     """The line below a table of kernels."""
-    return _measured_with(f"Medians of interleaved CUDA graph replays in one process{lists}.", [report])
+    return _measured_with(f"Medians of interleaved CUDA graph replays, in us{lists}.", [report])
 
 
 def _measured_with(how: str, reports: Sequence[Report]) -> str:
