@@ -16,6 +16,8 @@ __all__ = [
     "CacheFormat",
     "FlexMask",
     "KeyFormat",
+    "Launch",
+    "Plan",
     "backward_order",
     "cache_gather",
     "cache_write",
@@ -43,7 +45,7 @@ __all__ = [
 try:
     from mla_backend import fake as _fake  # noqa: F401  (torch.compile support)
     from mla_backend import flash_mla, library, reference, tilelang
-    from mla_backend.attention import merge_partials, plan, sparse_attention
+    from mla_backend.attention import merge_partials, sparse_attention
     from mla_backend.cache import cache_gather, cache_write, convert_indices, stage_rows
     from mla_backend.dense import dense_attention
     from mla_backend.flex import flex_mla
@@ -51,6 +53,7 @@ try:
     from mla_backend.index import index_scores, rotate_queries, select_top
     from mla_backend.keys import KEY_FORMATS, KeyFormat, write_keys
     from mla_backend.mask import FlexMask, flex_mask
+    from mla_backend.plan import Launch, Plan, plan
     from mla_backend.training import BackwardOrder, backward_order, sparse_delta, sparse_mla, sparse_mla_backward
 
     __version__: str = library.about()["version"]

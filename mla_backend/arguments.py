@@ -21,6 +21,7 @@ _KINDS = {
     "int": "an int",
     "bool": "a bool",
     "Optional[bool]": "a bool or None",
+    "List[int]": "a list of ints",
 }
 
 

@@ -1,28 +1,17 @@
-"""Sparse attention, its plan, and the merge of partial results."""
+"""Sparse attention, and the merge of partial results."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mla_backend import library
-from mla_backend.arguments import (
-    call,
-    require_bools,
-    require_count,
-    require_device,
-    require_optional_tensors,
-    require_tensors,
-)
+from mla_backend.arguments import call, require_bools, require_optional_tensors, require_tensors
 from mla_backend.formats import FORMATS, format_name, format_number
+from mla_backend.plan import Plan, new_workspace, plan_arguments, require_plan
+from mla_backend.plan import plan as make_plan
 
 VALUE_DIM = FORMATS["bf16"].value_dim
-PLAN_COLUMNS = 8
 MAX_SLOTS = 2**31 - 1
-_ABOUT = library.about()
-FEW_TOKENS: int = _ABOUT["few_tokens"]
-"""From this number of tokens on, plans always have the same number of rows: those of fewer tokens are fitted to their
-number."""
 
 
 def sparse_attention(
@@ -39,7 +28,7 @@ def sparse_attention(
     cache_format: str | None = None,
     extra_cache_format: str | None = None,
     cache_scale: float = 1.0,
-    plan: Tensor | None = None,
+    plan: Plan | None = None,
     workspace: Tensor | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
@@ -87,14 +76,16 @@ def sparse_attention(
     max_logits = torch.empty(shape, dtype=torch.float32, device=q.device) if return_max_logits else None
     if q.is_cuda:
         require_tensors(cache=cache, indices=indices)
-        require_optional_tensors(extra_indices=extra_indices, plan=plan)
+        require_optional_tensors(extra_indices=extra_indices)
+        require_plan(plan)
         # of other shapes, which the op refuses, there is no plan
         lists = [indices] if extra_indices is None else [indices, extra_indices]
         if plan is None and q.dim() == 3 and all(x.dim() == 2 for x in lists):
             rows = format_name(cache, cache_format)
             plan = _own_plan(q, indices, topk_length, extra_indices, extra_topk_length, batch_invariant, rows)
-        if workspace is None and plan is not None and q.dim() == 3 and plan.dim() == 2:
-            workspace = new_workspace(plan.shape[0], q.shape[1], q.device)
+        if workspace is None and plan is not None and q.dim() == 3 and plan.table.dim() == 2:
+            workspace = new_workspace(len(plan.table), q.shape[1], q.device)
+    table, launch = plan_arguments(plan)
     call(
         torch.ops.mla_backend.sparse_attention.default,
         q,
@@ -110,7 +101,8 @@ def sparse_attention(
         format_number(cache_format, "cache_format"),
         format_number(extra_cache_format, "extra_cache_format"),
         cache_scale,
-        plan,
+        table,
+        launch,
         workspace,
         batch_invariant,
         out,
@@ -142,37 +134,6 @@ def require_value_dim(name: str, value: object) -> None:
         raise ValueError(f"{name} must be {VALUE_DIM}; got {value}")
 
 
-def new_workspace(workers: int, num_heads: int, device: torch.device) -> Tensor:
-    """A workspace for a plan of so many workers, ready for its first use."""
-    workspace = torch.empty(workspace_floats(workers, num_heads), dtype=torch.float32, device=device)
-    workspace[workspace.shape[0] - workers * num_heads * _ABOUT["workspace_counters"] :].zero_()
-    return workspace
-
-
-def workspace_floats(workers: int, num_heads: int) -> int:
-    """How many fp32 numbers `sparse_attention` needs as a workspace on a GPU: for each worker and head two partial
-    results, and counters at the end. The counters are why it begins as zeros; every launch leaves them so."""
-    return workers * num_heads * _ABOUT["workspace_floats"]
-
-
-@torch.compiler.assume_constant_result
-def default_workers(
-    device: torch.device,
-    num_heads: int,
-    num_tokens: int | None,
-    slots: int | None = None,
-    cache_format: str | None = None,
-) -> int:
-    """Rows of a plan, unless said otherwise: what keeps a device's processors busy. Few tokens on a GPU get a plan of
-    their own, of fewer rows if a token has few slots; None stands for any number."""
-    number = format_number(cache_format, "cache_format")
-    if device.type == "cuda":
-        torch.cuda.init()
-        index = torch.cuda.current_device() if device.index is None else device.index
-        return library.cuda_workers(library.describe_device(index), num_heads, num_tokens, slots, number)
-    return _ABOUT["plan_workers_per_thread"] * torch.get_num_threads()
-
-
 def _own_plan(
     q: Tensor,
     indices: Tensor,
@@ -181,8 +142,8 @@ def _own_plan(
     extra_topk_length: Tensor | None,
     batch_invariant: bool,
     cache_format: str | None,
-) -> Tensor:
-    return plan(
+) -> Plan:
+    return make_plan(
         q.shape[0],
         indices.shape[-1],
         topk_length=topk_length,
@@ -193,76 +154,6 @@ def _own_plan(
         extra_topk_length=extra_topk_length,
         batch_invariant=batch_invariant,
     )
-
-
-def plan(
-    num_tokens: int,
-    topk: int,
-    *,
-    topk_length: Tensor | None = None,
-    extra_topk: int = 0,
-    extra_topk_length: Tensor | None = None,
-    batch_invariant: bool = False,
-    num_heads: int = 128,
-    cache_format: str | None = None,
-    workers: int | None = None,
-    device: torch.device | str | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Decides which worker attends to which part of which token's list; unequal lengths are balanced.
-
-    The plan depends on the lengths and not on the slots, so one plan serves every layer of a model. Recompute it
-    into `out` when the lengths change; nothing is synchronised.
-
-    Args:
-        num_tokens, topk, extra_topk: T and the widths of the index lists.
-        topk_length, extra_topk_length: int32 `[T]`, as for `sparse_attention`.
-        batch_invariant: never cut a token's list, so that its bits don't depend on its neighbours.
-        num_heads: query heads; on a GPU the fewer there are, the more workers share the tokens.
-        cache_format: of the rows that are read, by default `fp8_ds_mla`. A plan suits all of them, but is fastest for
-            these. Staged rows have no name: leave it out.
-        workers: rows of the table; by default what keeps the device busy. On a CPU that is twice as many as torch has
-            threads, which take them in turn.
-        device: where the table is made; by default where the lengths are.
-        out: a table to write into, int32 `[workers, 8]`.
-
-    Returns:
-        int32 `[workers, 8]`. The columns are those of PlanRow in csrc/include/mla/plan.h: the tokens a worker takes
-        (begin, end), the tiles at which it begins in the first and ends in the last of them, which part of its
-        first token it holds, into how many parts the token it leaves open is cut, where its partial results go,
-        and the slots in a tile.
-    """
-    require_count("num_tokens", num_tokens)
-    require_count("topk", topk)
-    require_count("extra_topk", extra_topk)
-    require_optional_tensors(topk_length=topk_length, extra_topk_length=extra_topk_length)
-    format_number(cache_format, "cache_format")
-    if out is not None and (workers is not None or device is not None):
-        raise ValueError("out must be given alone, as it has workers and a device already; got more")
-    if out is None:
-        if device is None:
-            device = next((t.device for t in (topk_length, extra_topk_length) if t is not None), "cpu")
-        else:
-            require_device("device", device)
-        if workers is None:
-            require_count("num_heads", num_heads, at_least=1)
-            # neither a compiled function's plan nor a batch-invariant one may be made for one number of tokens or slots
-            any_number = batch_invariant or torch.compiler.is_compiling()
-            tokens, slots = (None, None) if any_number else (num_tokens, topk + extra_topk)
-            workers = default_workers(torch.device(device), num_heads, tokens, slots, cache_format)
-        require_count("workers", workers, at_least=1)
-        out = torch.empty((workers, PLAN_COLUMNS), dtype=torch.int32, device=device)
-    call(
-        torch.ops.mla_backend.plan.default,
-        topk_length,
-        extra_topk_length,
-        num_tokens,
-        topk,
-        extra_topk,
-        batch_invariant,
-        out,
-    )
-    return out
 
 
 def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:

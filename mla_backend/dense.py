@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from mla_backend import attention
-from mla_backend.arguments import call, named, require_optional_tensors, require_tensors
+from mla_backend.arguments import call, named, require_tensors
 from mla_backend.formats import format_name, format_number
+from mla_backend.plan import Plan, new_workspace, plan_arguments, require_plan
+from mla_backend.plan import plan as make_plan
 
 
 def dense_attention(
@@ -18,7 +20,7 @@ def dense_attention(
     causal: bool = True,
     cache_format: str | None = None,
     cache_scale: float = 1.0,
-    plan: Tensor | None = None,
+    plan: Plan | None = None,
     workspace: Tensor | None = None,
     batch_invariant: bool = False,
     out: Tensor | None = None,
@@ -42,8 +44,8 @@ def dense_attention(
         cache_scale: the scale of fp8_tensor_576 caches; not 0.
         plan: what `plan(B, max_blocks * block_size, topk_length=lengths, num_heads=S * H, cache_format=...)` returned.
             Made here if left out.
-        workspace: on a GPU, memory for partial results, as for `sparse_attention`; of `workspace_floats(workers,
-            S * H)` fp32 numbers. Made here if left out.
+        workspace: on a GPU, memory for partial results, as for `sparse_attention`; of `workspace_floats(ctas, S * H)`
+            fp32 numbers. Made here if left out.
         batch_invariant: give a request the same bits whatever else is in the batch, by never cutting its sequence.
             With a plan of your own, make the plan so.
         out, lse: where to write, `[B, S, H, 512]` of q's dtype and fp32 `[B, H, S]`, of any strides (out's last is 1).
@@ -53,7 +55,7 @@ def dense_attention(
         nothing to attend to gives 0 and -inf.
     """
     require_tensors(cache=cache, block_table=block_table, lengths=lengths)
-    require_optional_tensors(plan=plan)
+    require_plan(plan)
     q, q_rope = attention.query_parts(q)
     requests = q.shape[:-1]
     if out is None:
@@ -65,7 +67,7 @@ def dense_attention(
         if plan is None:
             slots = min(block_table.shape[1] * cache.shape[1], attention.MAX_SLOTS)
             with named(topk_length="lengths"):
-                plan = attention.plan(
+                plan = make_plan(
                     q.shape[0],
                     slots,
                     topk_length=lengths,
@@ -74,8 +76,9 @@ def dense_attention(
                     device=q.device,
                     batch_invariant=batch_invariant,
                 )
-        if workspace is None and plan.dim() == 2:
-            workspace = attention.new_workspace(plan.shape[0], rows, q.device)
+        if workspace is None and plan.table.dim() == 2:
+            workspace = new_workspace(len(plan.table), rows, q.device)
+    table, launch = plan_arguments(plan)
     call(
         torch.ops.mla_backend.dense_attention.default,
         q,
@@ -87,7 +90,8 @@ def dense_attention(
         causal,
         format_number(cache_format, "cache_format"),
         cache_scale,
-        plan,
+        table,
+        launch,
         workspace,
         batch_invariant,
         out,

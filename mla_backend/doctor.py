@@ -135,12 +135,10 @@ def _examine_clusters(library: ModuleType, index: int) -> dict[str, Any]:
     if not library.about()["cuda_archs"]:
         return {}
     try:
-        device = library.describe_device(index)
+        gpu = library.describe_gpu(index)
     except RuntimeError as error:
         return {"clusters_error": str(error)}
-    if not device.hopper_kernels:
-        return {}
-    return {"clusters": {blocks: device.clusters[blocks] for blocks in range(2, device.LARGEST_CLUSTER + 1)}}
+    return {"clusters": dict(enumerate(gpu["clusters"][2:], 2))} if gpu["hopper"] else {}
 
 
 def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -34,6 +34,8 @@ from mla_backend.formats import FORMATS, CacheFormat, format_of
 from mla_backend.mha import flash_attn_varlen_func as flash_attn_varlen_func
 from mla_backend.mha import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
 from mla_backend.mha import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
+from mla_backend.plan import Plan
+from mla_backend.plan import plan as make_plan
 
 HEAD_DIM_V = attention.VALUE_DIM
 DECODE_NAMES = {
@@ -75,9 +77,25 @@ class FlashMLASchedMeta:
 
     have_initialized: bool = False
     config: Config | None = None
-    tile_scheduler_metadata: Tensor | None = None
+    tile_scheduler_metadata: Plan | None = None
     num_splits: Tensor | None = None
     enable_batch_invariant: bool = False
+
+
+class PlanTable(Tensor):
+    """What `get_mla_metadata` returned in September 2025: the table of a plan, int32 `[ctas, 8]`. A copy is a plain
+    tensor, for which a call makes a plan of its own."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    plan: Plan
+    made_for: tuple[int, int | None, bool]
+    """Tokens, topk and batch invariance: a call uses the plan only if it agrees with all of these."""
+
+    @staticmethod
+    def of(plan: Plan, *made_for: Any) -> "PlanTable":
+        table = plan.table.as_subclass(PlanTable)
+        table.plan, table.made_for = plan, made_for
+        return table
 
 
 def get_mla_metadata(
@@ -129,7 +147,7 @@ def _metadata_of_september_2025(
     requests = cache_seqlens.shape[0]
     if topk is None:
         with named(topk_length="cache_seqlens"):
-            table = attention.plan(
+            plan = make_plan(
                 requests,
                 attention.MAX_SLOTS,
                 topk_length=cache_seqlens,
@@ -137,8 +155,7 @@ def _metadata_of_september_2025(
                 cache_format="fp8_tensor_576" if is_fp8_kvcache else "bf16",
                 batch_invariant=batch_invariant,
             )
-        table.made_for = requests, topk, batch_invariant
-        return table, _splits_before(table, requests, 1)
+        return PlanTable.of(plan, requests, topk, batch_invariant), _splits_before(plan.table, requests, 1)
     _require_one_kv_head("num_heads_k", num_heads_k)
     require_count("num_heads_q", num_heads_q, at_least=1)
     if num_q_tokens_per_head_k % num_heads_q:
@@ -147,7 +164,7 @@ def _metadata_of_september_2025(
         )
     s_q = num_q_tokens_per_head_k // num_heads_q
     tokens = requests * s_q
-    table = attention.plan(
+    plan = make_plan(
         tokens,
         topk,
         num_heads=num_heads_q,
@@ -155,8 +172,7 @@ def _metadata_of_september_2025(
         device=cache_seqlens.device,
         batch_invariant=batch_invariant,
     )
-    table.made_for = tokens, topk, batch_invariant  # a call uses the table only if it agrees with all of these
-    return table, _splits_before(table, requests, s_q)
+    return PlanTable.of(plan, tokens, topk, batch_invariant), _splits_before(plan.table, requests, s_q)
 
 
 def _splits_before(table: Tensor, requests: int, s_q: int) -> Tensor:
@@ -586,7 +602,7 @@ def _per_token(lengths: Tensor | None, name: str, b: int, s_q: int) -> Tensor | 
 def _asked_for_batch_invariance(metadata: FlashMLASchedMeta | Tensor) -> bool:
     """Whether `get_mla_metadata` was asked for it."""
     if isinstance(metadata, Tensor):
-        return getattr(metadata, "made_for", (0, 0, False))[2]
+        return isinstance(metadata, PlanTable) and metadata.made_for[2]
     return getattr(metadata, "enable_batch_invariant", False)
 
 
@@ -599,14 +615,14 @@ def _plan_for(
     slots: int,
     lengths: Tensor | None,
     extra_lengths: Tensor | None = None,
-) -> Tensor | None:
+) -> Plan | None:
     dense = config.topk is None
     tokens = config.b if dense else config.b * config.s_q
     if isinstance(metadata, Tensor):
         # a plan of September 2025 is for whole sequences, or one list of topk slots a token; others are made anew
         plain = dense or (lengths is None and config.extra_topk is None)
         wanted = tokens, config.topk, config.enable_batch_invariant
-        return metadata if plain and getattr(metadata, "made_for", None) == wanted else None
+        return metadata.plan if plain and isinstance(metadata, PlanTable) and metadata.made_for == wanted else None
     if not isinstance(metadata, FlashMLASchedMeta):
         raise TypeError(
             "tile_scheduler_metadata must be the first of what get_mla_metadata returned; "
@@ -616,7 +632,7 @@ def _plan_for(
         raise ValueError("num_splits must be None with a FlashMLASchedMeta; got a tensor")
     if not metadata.have_initialized:
         with named(batch_invariant="enable_batch_invariant"):
-            return attention.plan(
+            return make_plan(
                 tokens,
                 slots,
                 topk_length=lengths,

@@ -39,7 +39,7 @@ def _load() -> ctypes.CDLL:
     try:
         library.mla_backend_about.restype = ctypes.c_char_p
         library.mla_backend_cuda_kernels.restype = ctypes.c_char_p
-        library.mla_backend_describe_device.restype = ctypes.c_char_p
+        library.mla_backend_describe_gpu.restype = ctypes.c_char_p
         library.mla_backend_order_scratch_bytes.restype = ctypes.c_int64
     except AttributeError:
         raise LibraryError(f"mla-backend: {path} is a library, but not this package's{_named_by_the_user()}.") from None
@@ -63,35 +63,34 @@ def cuda_kernels() -> list[dict[str, Any]]:
     return json.loads(_library.mla_backend_cuda_kernels())
 
 
-class Device(ctypes.Structure):
-    """What the choice of an attention kernel needs to know of a GPU: struct Device of csrc/include/mla/choice.h."""
-
-    LARGEST_CLUSTER = 16
-    _fields_ = (
-        ("processors", ctypes.c_int32),
-        ("hopper_kernels", ctypes.c_int32),
-        ("clusters", ctypes.c_int32 * (LARGEST_CLUSTER + 1)),
-    )
+LAUNCH_NUMBERS = 6
+"""Of struct Launch, csrc/include/mla/schedule/launch.h."""
 
 
-def describe_device(index: int) -> Device:
-    """A GPU of this machine, by its CUDA device number. It is asked once."""
-    device = Device()
-    why = _library.mla_backend_describe_device(index, ctypes.byref(device))
-    if why is not None:
-        raise RuntimeError(why.decode())
-    return device
+def describe_gpu(index: int) -> dict[str, Any]:
+    """What decides how attention is launched on a GPU of this machine, by its CUDA device number: its multiprocessors,
+    whether it runs the Hopper kernels, how many clusters of each number of CTAs run at once, its clock and its memory's
+    bandwidth."""
+    gpu = json.loads(_library.mla_backend_describe_gpu(index))
+    if "error" in gpu:
+        raise RuntimeError(gpu["error"])
+    return gpu
 
 
-def cuda_workers(
-    device: Device, num_heads: int, num_tokens: int | None = None, slots: int | None = None, cache_format: int = -1
-) -> int:
-    """The default number of plan rows for a GPU; without num_tokens or slots (of a token, in all lists), the one that
-    suits any number of them. The format is the number of one; -1 is fp8_ds_mla."""
-    any_number = 2**31 - 1
-    tokens = ctypes.c_int64(any_number if num_tokens is None else num_tokens)
-    slots = any_number if slots is None else min(slots, any_number)
-    return _library.mla_backend_cuda_workers(ctypes.byref(device), tokens, slots, num_heads, cache_format)
+def launch_numbers(
+    gpu: int, heads: int, tokens: int | None, slots: int | None, cache_format: int, batch_invariant: bool
+) -> tuple[int, ...]:
+    """How attention is launched on a GPU. Without tokens or slots (of a token, in all lists) it suits any number. The
+    format is the number of one; -1 is fp8_ds_mla."""
+    numbers, most = (ctypes.c_int32 * LAUNCH_NUMBERS)(), 2**62
+    tokens, slots = (ctypes.c_int64(-1 if n is None else min(n, most)) for n in (tokens, slots))
+    _library.mla_backend_launch(gpu, tokens, slots, heads, cache_format, batch_invariant, numbers)
+    return tuple(numbers)
+
+
+def weigh(*arguments: Any) -> int:
+    """The cost model on any GPU, for whoever fits it: mla_backend_weigh of csrc/bindings/about.cpp."""
+    return _library.mla_backend_weigh(*arguments)
 
 
 def backward_group_heads(device: torch.device) -> int:

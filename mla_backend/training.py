@@ -364,7 +364,7 @@ def adds_in_order(deterministic: bool | None, kv: Tensor) -> bool:
     if torch.are_deterministic_algorithms_enabled():
         return True
     l2_bytes = torch.cuda.get_device_properties(kv.device).L2_cache_size
-    return not library.describe_device(kv.device.index).hopper_kernels or 2 * kv.numel() * 4 > l2_bytes
+    return not library.describe_gpu(kv.device.index)["hopper"] or 2 * kv.numel() * 4 > l2_bytes
 
 
 def _blocks(q: Tensor, indices: Tensor, workspace_bytes: int) -> tuple[int, int]:

@@ -1,5 +1,7 @@
 // What this library is, for mla_backend/library.py: read through ctypes, because it must answer before and
 // without any tensor.
+#include <cstddef>
+#include <cstring>
 #include <string>
 
 #include "bindings/op.h"
@@ -7,8 +9,10 @@
 #include "cpu/common/features.h"
 #include "cuda/ops.h"
 #include "mla/backward.h"
-#include "mla/choice.h"
 #include "mla/format.h"
+#include "mla/plan.h"
+#include "mla/schedule/cost.h"
+#include "mla/workspace.h"
 
 namespace {
 
@@ -52,6 +56,12 @@ std::string describe_ops() {
   return "[" + json + "]";
 }
 
+std::string describe_kernel_names() {
+  std::string json;
+  for (const char* name : mla::kKernelNames) json += (json.empty() ? "" : ",") + quoted(name);
+  return "[" + json + "]";
+}
+
 std::string describe_cpu_kernels() {
   mla::cpu::KernelChoice choices[mla::cpu::kMaxKernels];
   const int count = mla::cpu::kernel_choices(choices);
@@ -77,7 +87,7 @@ MLA_EXPORT const char* mla_backend_about() {
          ",\"torch_built_with\":" + quoted(MLA_TORCH) + ",\"torch_needed\":" + quoted(MLA_TORCH_TARGET) +
          ",\"cuda_compiler\":" + quoted(MLA_NVCC) + ",\"cuda_archs\":" + quoted(MLA_CUDA_ARCHS) +
          ",\"plan_workers_per_thread\":" + std::to_string(mla::kPlanWorkersPerThread) +
-         ",\"few_tokens\":" + std::to_string(mla::kFewTokens) +
+         ",\"kernels\":" + describe_kernel_names() +
          ",\"workspace_floats\":" + std::to_string(mla::Workspace::kFloatsPerWorkerHead) +
          ",\"workspace_counters\":" + std::to_string(mla::Workspace::kCountersPerWorkerHead) +
          ",\"ops\":" + describe_ops() + ",\"formats\":" + describe_formats() +
@@ -96,26 +106,57 @@ MLA_EXPORT const char* mla_backend_cuda_kernels() {
   return json.c_str();
 }
 
-// Fills in what mla/choice.h needs to know of a GPU; returns null, or why that failed.
-MLA_EXPORT const char* mla_backend_describe_device([[maybe_unused]] int index, [[maybe_unused]] mla::Device* device) {
-  thread_local std::string why;
+// A GPU as JSON, or an error that says why there is none.
+MLA_EXPORT const char* mla_backend_describe_gpu([[maybe_unused]] int index) {
+  thread_local std::string json;
 #ifdef MLA_CUDA
   try {
-    *device = mla::cuda::describe_device(index);
-    return nullptr;
+    const mla::Gpu gpu = mla::cuda::describe_gpu(index);
+    std::string clusters;
+    for (const int32_t count : gpu.clusters) clusters += (clusters.empty() ? "" : ",") + std::to_string(count);
+    json = "{\"multiprocessors\":" + std::to_string(gpu.multiprocessors) +
+           ",\"hopper\":" + (gpu.hopper ? "true" : "false") + ",\"clusters\":[" + clusters +
+           "],\"clock_ghz\":" + std::to_string(gpu.clock_ghz) + ",\"memory_tbs\":" + std::to_string(gpu.memory_tbs) +
+           "}";
   } catch (const std::exception& error) {
-    why = error.what();
+    json = "{\"error\":" + quoted(error.what()) + "}";
   }
 #else
-  why = "mla_backend: the library was built without CUDA";
+  json = "{\"error\":\"mla_backend: the library was built without CUDA\"}";
 #endif
-  return why.c_str();
+  return json.c_str();
 }
 
-// Rows that a plan should have for a GPU and a cache of that format; -1: fp8_ds_mla.
-MLA_EXPORT int mla_backend_cuda_workers(const mla::Device* device, int64_t tokens, int slots, int heads, int format) {
+// The launch for a GPU that mla_backend_describe_gpu knows, as kLaunchNumbers ints. Without a number of tokens or slots
+// (-1) it suits any. The format is the number of one; -1: fp8_ds_mla.
+MLA_EXPORT void mla_backend_launch([[maybe_unused]] int gpu, [[maybe_unused]] int64_t tokens,
+                                   [[maybe_unused]] int64_t slots, [[maybe_unused]] int heads,
+                                   [[maybe_unused]] int format, [[maybe_unused]] int batch_invariant,
+                                   [[maybe_unused]] int32_t* launch) {
+#ifdef MLA_CUDA
+  const int64_t tiles = slots < 0 ? mla::kAny : mla::ceil_div(slots, mla::kGpuTileSlots);
   const mla::CacheFormat& rows = format < 0 ? mla::kFp8DsMla : *format_of(format);
-  return mla::default_workers(tokens, mla::tiles_of(slots, mla::kGpuTileSlots), heads, rows, *device);
+  const mla::Launch chosen =
+      mla::choose_launch({tokens, tiles, heads, rows, batch_invariant != 0}, mla::cuda::describe_gpu(gpu));
+  std::memcpy(launch, &chosen, sizeof(chosen));
+#endif
+}
+
+// For whoever fits the constants: all candidates for a size on a Hopper GPU, and the model's times in us with these
+// constants, which are those of GpuCosts in their order; null: the GPU's own. Returns how many there are; `most` are
+// written.
+MLA_EXPORT int mla_backend_weigh(const mla::Gpu* gpu, const double* constants, int64_t tokens, int64_t slots, int heads,
+                                 int format, int most, mla::Launch* launches, double* times) {
+  mla::GpuCosts costs = mla::costs_of(*gpu);
+  constexpr size_t kConstants = sizeof(costs) - offsetof(mla::GpuCosts, memory_kb);
+  if (constants) std::memcpy(&costs.memory_kb, constants, kConstants);
+  const mla::AttentionShape shape{tokens, mla::ceil_div(slots, mla::kGpuTileSlots), heads, *format_of(format), false};
+  int count = 0;
+  mla::for_each_candidate(shape, *gpu, [&](const mla::Launch& launch) {
+    if (count < most) launches[count] = launch, times[count] = mla::launch_time(shape, launch, *gpu, costs);
+    ++count;
+  });
+  return count;
 }
 
 // Heads whose contributions to kv's gradient the backward adds up before it writes them: on a GPU, or (-1) on a CPU.

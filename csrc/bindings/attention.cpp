@@ -74,14 +74,16 @@ AttentionProblem problem_of(const Tensor& q, const OptionalTensor& q_rope, bool 
   return p;
 }
 
-void use_plan(AttentionProblem& p, const OptionalTensor& plan, bool batch_invariant, const Tensor& q) {
+Launch use_plan(AttentionProblem& p, const OptionalTensor& plan, const std::vector<int64_t>& numbers,
+                bool batch_invariant, const Tensor& q) {
   p.whole_tokens = batch_invariant;
-  if (!plan) return;
-  expect(*plan, "plan", {ScalarType::Int}, {{"workers"}, 8}, q);
+  if (!plan) return {};
+  expect(*plan, "plan", {ScalarType::Int}, {{"ctas"}, 8}, q);
   if (plan->size(0) == 0 || !plan->is_contiguous())
     reject("plan", "a contiguous table of one row or more", describe(*plan));
   p.plan = reinterpret_cast<const PlanRow*>(plan->data_ptr());
   p.workers = expect_int32(plan->size(0), "plan", "rows");
+  return expect_launch(numbers, *plan);
 }
 
 // What a GPU also needs: a plan, and a workspace that the plan's partial results fit into.
@@ -105,12 +107,13 @@ void expect_gpu_memory(AttentionProblem& p, const OptionalTensor& plan, const Op
 MLA_OP(sparse_attention,
        "(Tensor q, Tensor? q_rope, Tensor cache, Tensor indices, float scale, Tensor? topk_length, Tensor? sink, "
        "Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_topk_length, int cache_format, "
-       "int extra_cache_format, float cache_scale, Tensor? plan, Tensor(d!)? workspace, bool batch_invariant, "
+       "int extra_cache_format, float cache_scale, Tensor? plan, int[] launch, Tensor(d!)? workspace, bool batch_invariant, "
        "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? max_logits) -> ()",
        Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
        OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices, OptionalTensor extra_topk_length,
        int64_t cache_format, int64_t extra_cache_format, double cache_scale, OptionalTensor plan,
-       OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse, OptionalTensor max_logits) {
+       std::vector<int64_t> launch, OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse,
+       OptionalTensor max_logits) {
   if (!q.defined()) reject("q", "bfloat16 [T, H, 576]", "None");
   const CacheView view = expect_cache(cache, "cache", cache_format, "cache_format", q, true);
   const CacheFormat& format = view.format;
@@ -144,19 +147,19 @@ MLA_OP(sparse_attention,
     expect(*max_logits, "max_logits", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, q, Strides::any);
     p.max_logits = data<float>(*max_logits), p.max_strides = strides_of(*max_logits);
   }
-  use_plan(p, plan, batch_invariant, q);
+  const Launch how = use_plan(p, plan, launch, batch_invariant, q);
   if (tokens == 0) return;
   if (q.is_cuda()) expect_gpu_memory(p, plan, workspace, q);
-  MLA_RUN(q, attention, p);
+  MLA_RUN(q, attention, p, how);
 }
 
 MLA_OP(dense_attention,
        "(Tensor q, Tensor? q_rope, Tensor cache, Tensor block_table, Tensor lengths, float scale, bool causal, "
-       "int cache_format, float cache_scale, Tensor? plan, Tensor(c!)? workspace, bool batch_invariant, "
+       "int cache_format, float cache_scale, Tensor? plan, int[] launch, Tensor(c!)? workspace, bool batch_invariant, "
        "Tensor(a!) out, Tensor(b!) lse) -> ()",
        Tensor q, OptionalTensor q_rope, Tensor cache, Tensor block_table, Tensor lengths, double scale, bool causal,
-       int64_t cache_format, double cache_scale, OptionalTensor plan, OptionalTensor workspace, bool batch_invariant,
-       Tensor out, Tensor lse) {
+       int64_t cache_format, double cache_scale, OptionalTensor plan, std::vector<int64_t> launch,
+       OptionalTensor workspace, bool batch_invariant, Tensor out, Tensor lse) {
   if (!q.defined()) reject("q", "bfloat16 [B, S, H, 576]", "None");
   const CacheView view = expect_cache(cache, "cache", cache_format, "cache_format", q);
   AttentionProblem p = problem_of(q, q_rope, true, view.format, scale, cache_scale);
@@ -168,10 +171,10 @@ MLA_OP(dense_attention,
   p.out = data<uint16_t>(out), p.out_strides = strides_of(out);
   expect(lse, "lse", {ScalarType::Float}, {{"B", requests}, {"H", heads}, {"S", queries}}, q, Strides::any);
   p.lse = data<float>(lse), p.lse_strides = {lse.stride(0), lse.stride(2), lse.stride(1)};
-  use_plan(p, plan, batch_invariant, q);
+  const Launch how = use_plan(p, plan, launch, batch_invariant, q);
   if (requests == 0 || queries == 0) return;
   if (q.is_cuda()) expect_gpu_memory(p, plan, workspace, q);
-  MLA_RUN(q, attention, p);
+  MLA_RUN(q, attention, p, how);
 }
 
 }  // namespace mla::bindings

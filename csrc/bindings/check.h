@@ -69,6 +69,9 @@ T* data(const Tensor& tensor) {
 // A number from `least` to `most`, which kernels hold in 32 bits.
 int32_t expect_range(int64_t number, const char* name, int64_t least, int64_t most);
 
+// How attention is launched with a plan of this table: the numbers of struct Launch.
+Launch expect_launch(const std::vector<int64_t>& numbers, const Tensor& table);
+
 // A size that kernels hold in 32 bits.
 int32_t expect_int32(int64_t size, const char* name, const char* what);
 

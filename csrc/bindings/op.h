@@ -67,9 +67,9 @@ class CudaLaunch {
 }  // namespace mla::bindings
 
 #define MLA_IF_CUDA(...) __VA_ARGS__
-#define MLA_RUN(tensor, op, problem) \
-  (tensor).is_cuda() ? cuda::op(problem, CudaLaunch(tensor).stream()) : cpu::op(problem)
+#define MLA_RUN(tensor, op, ...) \
+  (tensor).is_cuda() ? cuda::op(__VA_ARGS__, CudaLaunch(tensor).stream()) : cpu::op(__VA_ARGS__)
 #else
 #define MLA_IF_CUDA(...)
-#define MLA_RUN(tensor, op, problem) cpu::op(problem)
+#define MLA_RUN(tensor, op, ...) cpu::op(__VA_ARGS__)
 #endif

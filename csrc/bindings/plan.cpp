@@ -5,10 +5,10 @@ namespace mla::bindings {
 
 MLA_OP(plan,
        "(Tensor? topk_length, Tensor? extra_topk_length, SymInt tokens, SymInt topk, SymInt extra_topk, "
-       "bool batch_invariant, Tensor(a!) out) -> ()",
+       "bool batch_invariant, int[] launch, Tensor(a!) out) -> ()",
        OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk, int64_t extra_topk,
-       bool batch_invariant, Tensor out) {
-  expect(out, "out", {ScalarType::Int}, {{"workers"}, 8}, out);
+       bool batch_invariant, std::vector<int64_t> launch, Tensor out) {
+  expect(out, "out", {ScalarType::Int}, {{"ctas"}, 8}, out);
   if (out.size(0) == 0 || !out.is_contiguous()) reject("out", "contiguous and of one row or more", describe(out));
   const int32_t* length = optional_data<int32_t>(topk_length, "topk_length", ScalarType::Int, {{"T", tokens}}, out);
   const int32_t* extra_length =
@@ -20,7 +20,7 @@ MLA_OP(plan,
   p.length = length, p.extra_length = extra_length;
   p.whole_tokens = batch_invariant;
   p.rows = reinterpret_cast<PlanRow*>(out.data_ptr());
-  p.workers = expect_int32(out.size(0), "out", "rows");
+  p.launch = expect_launch(launch, out);
   MLA_RUN(out, make_plan, p);
 }
 

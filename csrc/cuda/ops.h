@@ -3,18 +3,16 @@
 
 #include <string>
 
-#include "mla/choice.h"
 #include "mla/ops.h"
+#include "mla/schedule/launch.h"
 
 namespace mla::cuda {
 
-// Each launches one of the kernels that mla/choice.h chooses from, as it says.
-void portable_attention(const AttentionProblem& problem, const Choice& choice, void* stream);
-void few_heads_attention(const AttentionProblem& problem, const Choice& choice, void* stream);
-void few_heads_wide_attention(const AttentionProblem& problem, const Choice& choice, void* stream);
-void many_heads_attention(const AttentionProblem& problem, const Choice& choice, void* stream);
-// Merges the tokens that the plan cut, whose parts are rows of floats or CompactRows. few_heads_attention does that
-// in its own kernel.
+// Each launches one kernel as `launch` says, and merges the tokens that the plan split.
+void portable_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
+void swap_ab_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
+void m64_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
+// Merges the tokens that the plan split, whose parts are rows of floats or CompactRows.
 void merge_cut_tokens(const AttentionProblem& problem, bool compact, void* stream);
 
 // The main kernels of the backward, for sparse_backward to choose from.
@@ -26,14 +24,14 @@ int32_t backward_group_heads(int device);
 // Bytes that backward_order works in, on the current device.
 int64_t order_scratch_bytes(int64_t pairs, int32_t rows);
 
-// How many clusters of so many blocks of few_heads_attention the current device runs at once.
-int few_heads_clusters(int blocks);
-// What mla/choice.h needs to know of a device. It is asked once.
-Device describe_device(int index);
-Device describe_current_device();
+// How many clusters of so many CTAs of swap_ab_attention the current device runs at once.
+int swap_ab_clusters(int ctas);
+// It is asked once.
+Gpu describe_gpu(int index);
+Gpu describe_current_gpu();
 
-// For tests and race detectors: which kernels the choice is made from, "auto" for all of them. False if the name is
-// unknown; library.select_cuda_kernel() documents them.
+// For tests and race detectors: which kernels run whatever a launch says, "auto" for those that it names. False if the
+// name is unknown; library.select_cuda_kernel() documents them.
 bool select_kernel(const std::string& name);
 
 // Every kernel's registers, spills, shared memory and occupancy on the current device, as JSON.

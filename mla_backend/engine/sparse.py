@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import mla_backend
-from mla_backend.attention import workspace_floats
+from mla_backend.plan import Plan, workspace_floats
 
 Query = tuple[Tensor, Tensor]
 """The part for the latent values, `[T, H, 512]`, and the rotated part, `[T, H, 64]`."""
@@ -18,14 +18,14 @@ Query = tuple[Tensor, Tensor]
 class SparseAttention(Protocol):
     """The interface of a model's attention."""
 
-    def plan(self, lengths: Tensor, topk: int, heads: int) -> Tensor | None:
+    def plan(self, lengths: Tensor, topk: int, heads: int) -> Plan | None:
         """The plan for index lists of these lengths, int32 `[T]`, in rows of topk. All layers of a pass share it."""
 
     def write(self, kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> None:
         """Writes tokens' latent `[T, 512]` and rope values `[T, 64]` into a cache."""
 
     def attend(
-        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Plan | None
     ) -> Tensor:
         """Attention of q over the first lengths `[T]` of indices `[T, topk]`: `[T, H, 512]` in q's dtype."""
 
@@ -41,7 +41,7 @@ class KernelAttention:
         self.batch_invariant = batch_invariant
         self._workspaces: dict[tuple[torch.device, int], Tensor] = {}
 
-    def plan(self, lengths: Tensor, topk: int, heads: int) -> Tensor:
+    def plan(self, lengths: Tensor, topk: int, heads: int) -> Plan:
         return mla_backend.plan(
             len(lengths), topk, topk_length=lengths, num_heads=heads, batch_invariant=self.batch_invariant
         )
@@ -50,7 +50,7 @@ class KernelAttention:
         mla_backend.cache_write(kv_c, k_pe, cache, slots)
 
     def attend(
-        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Plan | None
     ) -> Tensor:
         tokens, heads, dim = q[0].shape
         # head-major, as the batched product after this needs it
@@ -68,12 +68,12 @@ class KernelAttention:
         )
         return out.to(q[0].dtype)
 
-    def _workspace(self, q: Tensor, plan: Tensor | None) -> Tensor | None:
+    def _workspace(self, q: Tensor, plan: Plan | None) -> Tensor | None:
         """One of each size, never freed, as captured graphs write into it. Every launch leaves the zeros that the next
         one needs, and a model's launches do not overlap."""
         if not q.is_cuda or plan is None:
             return None
-        size = workspace_floats(plan.shape[0], q.shape[1])
+        size = workspace_floats(plan.launch.ctas, q.shape[1])
         if (q.device, size) not in self._workspaces:
             self._workspaces[q.device, size] = torch.zeros(size, dtype=torch.float32, device=q.device)
         return self._workspaces[q.device, size]
@@ -89,7 +89,7 @@ class ExactAttention:
         mla_backend.reference.cache_write(kv_c, k_pe, cache, slots)
 
     def attend(
-        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Tensor | None
+        self, q: Query, cache: Tensor, indices: Tensor, lengths: Tensor, scale: float, plan: Plan | None
     ) -> Tensor:
         out, _, _ = mla_backend.reference.sparse_attention(
             torch.cat(q, dim=-1), cache, indices, scale=scale, topk_length=lengths

@@ -12,7 +12,8 @@ from torch import Tensor
 import mla_backend
 from mla_backend import library
 from mla_backend.arguments import dtype_name
-from mla_backend.attention import FEW_TOKENS, VALUE_DIM, default_workers, new_workspace
+from mla_backend.attention import VALUE_DIM
+from mla_backend.plan import Plan
 from mla_backend.sglang_plugin import NAME
 
 FORMATS = {torch.bfloat16: ("bf16", "bf16_512"), torch.float8_e4m3fn: ("fp8_ds_mla",)}
@@ -32,9 +33,10 @@ class SparseMLABackend(DeepseekSparseAttnBackend):
         super().__init__(model_runner, *args, **kwargs)
         self.dsa_prefill_impl = self.dsa_decode_impl = "fa3"
         self.enable_auto_select_prefill_impl = False
-        self._plan: tuple[tuple[Any, ...], Tensor] | None = None
+        self._plan: tuple[tuple[Any, ...], Plan] | None = None
         self.cache_format = fitting_formats(model_runner.token_to_kv_pool)[0]
-        self.workspace = _room(torch.device(self.device), self.num_q_heads, self.dsa_index_topk, self.cache_format)
+        floats = Plan.bounds(self.num_q_heads, self.device).workspace_floats
+        self.workspace = torch.zeros(floats, device=self.device) if floats else None  # before graphs are captured
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._plan = None
@@ -81,7 +83,7 @@ class SparseMLABackend(DeepseekSparseAttnBackend):
         )
         return out
 
-    def _plan_for(self, tokens: int, topk: int, lengths: Tensor | None, q: Tensor) -> Tensor:
+    def _plan_for(self, tokens: int, topk: int, lengths: Tensor | None, q: Tensor) -> Plan:
         """The plan that all layers of a pass share. The first of them makes it."""
         key = tokens, topk, None if lengths is None else lengths.data_ptr()
         if self._plan is None or self._plan[0] != key:
@@ -137,11 +139,3 @@ def why_not(model_runner: Any) -> str | None:
             "or leave out --attention-backend."
         )
     return None
-
-
-def _room(device: torch.device, heads: int, topk: int, cache_format: str) -> Tensor | None:
-    """A workspace for plans of any number of tokens, made before graphs are captured."""
-    if device.type != "cuda":
-        return None
-    workers = (default_workers(device, heads, tokens, topk, cache_format) for tokens in range(1, FEW_TOKENS + 1))
-    return new_workspace(max(workers), heads, device)

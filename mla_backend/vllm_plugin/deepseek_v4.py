@@ -17,7 +17,7 @@ from vllm.forward_context import get_forward_context
 from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
 import mla_backend
-from mla_backend.attention import workspace_floats
+from mla_backend.plan import Plan, workspace_floats
 from mla_backend.vllm_plugin import versions
 
 FORMAT = "fp8_model1"
@@ -61,7 +61,7 @@ class Kind(NamedTuple):
 class Step:
     """What the layers of a step share. A captured CUDA graph has the launches that fill it."""
 
-    plans: dict[Kind, Tensor] = field(default_factory=dict)
+    plans: dict[Kind, Plan] = field(default_factory=dict)
     compressed: dict[Kind, Compressed] = field(default_factory=dict)
     """Those of the first layer of each kind. With a ratio of 4 other layers pick other slots, but as many."""
     workspace: Tensor | None = None
@@ -71,10 +71,10 @@ class Step:
         # a dict that vLLM empties wherever a step's lengths change
         return window.flashinfer_sparse_index_cache.setdefault(versions.SPARSE, cls())
 
-    def workspace_for(self, plan: Tensor, heads: int) -> Tensor | None:
-        floats = workspace_floats(len(plan), heads)
-        if plan.is_cuda and (self.workspace is None or len(self.workspace) < floats):
-            self.workspace = torch.zeros(floats, device=plan.device, dtype=torch.float32)
+    def workspace_for(self, plan: Plan, heads: int) -> Tensor | None:
+        floats = workspace_floats(plan.launch.ctas, heads)
+        if plan.table.is_cuda and (self.workspace is None or len(self.workspace) < floats):
+            self.workspace = torch.zeros(floats, device=plan.table.device, dtype=torch.float32)
         return self.workspace
 
 

@@ -97,7 +97,6 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder):
         model_config = vllm_config.model_config
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
         self.buffers = DenseBuffers(
-            most_requests=vllm_config.scheduler_config.max_num_seqs,
             most_queries=self.reorder_batch_threshold,
             slots=model_config.max_model_len,
             heads=attending_heads(vllm_config, impl),

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 import mla_backend
-from mla_backend.attention import FEW_TOKENS, PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
+from mla_backend.attention import VALUE_DIM
+from mla_backend.plan import PLAN_COLUMNS, Plan, choose_launch
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class DenseBuffers:
     """The plan and the workspace, at addresses that captured CUDA graphs keep; one for all layers.
 
     Args:
-        most_requests, most_queries: requests of a step, and decode tokens of a request.
+        most_queries: decode tokens of a request.
         slots: tokens of a sequence, at most.
         heads: query heads that attention sees on this device.
         batch_invariant: give a token the same bits whatever else is in the batch.
@@ -66,7 +67,6 @@ class DenseBuffers:
     def __init__(
         self,
         *,
-        most_requests: int,
         most_queries: int,
         slots: int,
         heads: int,
@@ -76,31 +76,22 @@ class DenseBuffers:
     ) -> None:
         self.slots, self.heads, self.device, self.batch_invariant = slots, heads, device, batch_invariant
         self.cache_format = cache_format
-        sizes = [
-            (self._workers(requests, queries), queries * heads)
-            for queries in range(1, most_queries + 1)
-            for requests in {*range(1, min(FEW_TOKENS, most_requests + 1)), most_requests}
-        ]
-        most_workers = max(workers for workers, _ in sizes)
-        self.plan = torch.empty(most_workers, PLAN_COLUMNS, dtype=torch.int32, device=device)
-        self.workspace = None
-        if device.type == "cuda":
-            self.workspace = torch.zeros(max(workspace_floats(*size) for size in sizes), device=device)
+        most = Plan.bounds(heads, device, queries=most_queries)
+        self.plan_table = torch.empty(most.ctas, PLAN_COLUMNS, dtype=torch.int32, device=device)
+        self.workspace = torch.zeros(most.workspace_floats, device=device) if most.workspace_floats else None
 
-    def _workers(self, requests: int, queries: int) -> int:
-        number, slots = (None, None) if self.batch_invariant else (requests, self.slots)
-        return default_workers(self.device, queries * self.heads, number, slots, self.cache_format)
-
-    def make_plan(self, lengths: Tensor, queries: int, slots: int, *, alone: bool) -> Tensor:
+    def make_plan(self, lengths: Tensor, queries: int, slots: int, *, alone: bool) -> Plan:
         """The plan of a group whose block table has room for so many slots. If it is alone in its step, the plan is in
         the buffer."""
-        plan = self.plan[: self._workers(len(lengths), queries)]
+        heads = queries * self.heads
+        launch = choose_launch(self.device, heads, len(lengths), self.slots, self.cache_format, self.batch_invariant)
+        table = self.plan_table[: launch.ctas]
         return mla_backend.plan(
             len(lengths),
             slots,
             topk_length=lengths,
             batch_invariant=self.batch_invariant,
-            out=plan if alone else torch.empty_like(plan),
+            out=Plan(table if alone else torch.empty_like(table), launch),
         )
 
 
@@ -116,7 +107,7 @@ class DenseStep:
 
     def __init__(self, buffers: DenseBuffers, groups: Sequence[Group], leaders: Collection[str]) -> None:
         self.buffers, self.groups, self.leaders = buffers, groups, leaders
-        self.plans: list[Tensor] = []
+        self.plans: list[Plan] = []
 
     def attend(
         self,

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import STAGED
-from mla_backend.attention import FEW_TOKENS, PLAN_COLUMNS, VALUE_DIM, default_workers, workspace_floats
+from mla_backend.attention import VALUE_DIM
+from mla_backend.plan import PLAN_COLUMNS, Plan, choose_launch
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.models import ROPE
 from mla_backend.vllm_plugin.staging import StagedRequests
@@ -101,12 +102,12 @@ class StepBuffers:
         def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        most_workers = max(self._workers(tokens) for tokens in {*range(1, FEW_TOKENS), max_tokens})
+        most = Plan.bounds(heads, device)
         self.token_numbers = torch.arange(max_tokens + 1, dtype=torch.int32, device=device)
         self.request_ids, self.lengths = room(max_tokens), room(max_tokens)
         self.before_first = room(max_tokens + 1)
-        self.plan = room(most_workers, PLAN_COLUMNS)
-        floats = workspace_floats(most_workers, heads) if device.type == "cuda" else 0
+        self.plan_table = room(most.ctas, PLAN_COLUMNS)
+        floats = most.workspace_floats
         self.workspace = torch.zeros(floats, device=device) if floats else None
         self.own = Room(
             room(captured_tokens, topk),
@@ -138,20 +139,19 @@ class StepBuffers:
         lengths.add_(ordinals).clamp_(0, self.topk)
         return ids
 
-    def _workers(self, tokens: int) -> int:
-        number = None if self.batch_invariant else tokens
-        return default_workers(self.device, self.heads, number, self.topk, self.cache_format)
-
-    def make_plan(self, lengths: Tensor, *, lasts: bool = True) -> Tensor:
+    def make_plan(self, lengths: Tensor, *, lasts: bool = True) -> Plan:
         """The plan for tokens whose lists are so long, int32 `[tokens]`. If it lasts, it is the step's plan from now
         on."""
-        plan = self.plan[: self._workers(len(lengths))]
+        launch = choose_launch(
+            self.device, self.heads, len(lengths), self.topk, self.cache_format, self.batch_invariant
+        )
+        table = self.plan_table[: launch.ctas]
         return mla_backend.plan(
             len(lengths),
             self.topk,
             topk_length=lengths,
             batch_invariant=self.batch_invariant,
-            out=plan if lasts else torch.empty_like(plan),
+            out=Plan(table if lasts else torch.empty_like(table), launch),
         )
 
     def room(self, tokens: int, heads: int, staged: bool = False) -> Room:
@@ -193,11 +193,11 @@ class Step:
         self.buffers, self.batch, self.tokens, self.leaders, self.staged = buffers, batch, tokens, leaders, staged
         self.spans = spans
         self.staged_table: Tensor | None = None
-        self.plans: dict[tuple[int, int], Tensor] = {}
+        self.plans: dict[tuple[int, int], Plan] = {}
         """Where requests are staged, or some tokens attend densely: the plans of parts, which all layers share."""
         self.room: Room | None = None
         """Where the last layer wrote."""
-        self.plan: Tensor | None = None
+        self.plan: Plan | None = None
         self.lengths: Tensor | None = None
         """The length of each token's list, int32 `[tokens]`, which the plan is for, if there is one."""
         self.selected: tuple[int, int] | None = None
@@ -270,7 +270,7 @@ class Step:
         """Makes the plan for lists of other lengths, int32 `[tokens]`."""
         self.lengths, self.plan = lengths, self.buffers.make_plan(lengths)
 
-    def work_for(self, part: slice) -> tuple[Tensor, Tensor]:
+    def work_for(self, part: slice) -> tuple[Tensor, Plan]:
         """The length of the list of each token of a part, int32 `[tokens]`, and the plan for them."""
         if self.spans is None and part == slice(0, len(self.lengths)):
             return self.lengths, self.plan

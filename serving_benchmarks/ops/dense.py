@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
-from mla_backend.attention import workspace_floats
+from mla_backend.plan import workspace_floats
 from serving_benchmarks.ops import kernels, peer_kernels, timing
 from serving_benchmarks.ops.batches import BLOCK, SETS, CaseOfBatch
 from serving_benchmarks.ops.kernels import SCALE
@@ -80,7 +80,7 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -
     about = {"topk_length": last.lengths, "num_heads": rows, "cache_format": case.format}
     make_plan = partial(mla_backend.plan, requests, slots, **about)
     plan = make_plan(device=kernels.DEVICE)
-    workspace = torch.zeros(workspace_floats(len(plan), rows), device=kernels.DEVICE)
+    workspace = torch.zeros(workspace_floats(plan.launch.ctas, rows), device=kernels.DEVICE)
     outs = [torch.empty(*problem.q.shape[:3], 512, dtype=torch.bfloat16, device=kernels.DEVICE) for problem in problems]
     lse = torch.empty(exact_lse.shape, device=kernels.DEVICE)
 
@@ -99,7 +99,7 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -
         lists = [as_lists(case, problem) for problem in problems]
         about |= {"topk_length": lists[-1].counts, "num_heads": case.heads}
         lists_plan = mla_backend.plan(batch.tokens, slots, **about)
-        space = torch.zeros(workspace_floats(len(lists_plan), case.heads), device=kernels.DEVICE)
+        space = torch.zeros(workspace_floats(lists_plan.launch.ctas, case.heads), device=kernels.DEVICE)
         made = (kernels.prepare_ours(one, cache, lists_plan, space)[0] for one in lists)
         ours["slot_lists"] = kernels.prepared_candidate(made, exact_out)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
-from mla_backend.attention import workspace_floats
+from mla_backend.plan import Plan, workspace_floats
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import batches, peer_kernels, timing
 from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, Batch, positions
@@ -163,7 +163,7 @@ def lengths_of(problem: Problem) -> Tensor | None:
     return None if bool((problem.counts == problem.indices.shape[1]).all()) else problem.counts
 
 
-def prepare_ours(problem: Problem, cache: Tensor, plan: Tensor, workspace: Tensor) -> tuple[Prepared, Tensor]:
+def prepare_ours(problem: Problem, cache: Tensor, plan: Plan, workspace: Tensor) -> tuple[Prepared, Tensor]:
     """Our call and its lse."""
     out = torch.empty((*problem.q.shape[:2], 512), dtype=problem.q.dtype, device=DEVICE)
     lse = torch.empty(out.shape[:2], device=DEVICE)
@@ -276,7 +276,7 @@ def time_problems(
     about["extra_topk"] = more["extra_indices"].shape[1] if "extra_indices" in more else 0
     make_plan = partial(mla_backend.plan, tokens, topk, num_heads=heads, **about)
     plan = make_plan(device=DEVICE)
-    workspace = torch.zeros(workspace_floats(plan.shape[0], heads), device=DEVICE)
+    workspace = torch.zeros(workspace_floats(plan.launch.ctas, heads), device=DEVICE)
     prepared = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
     last, lse = prepared[-1]
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 import mla_backend
 from gpu_checks import check, chosen_kernel
 from mla_backend import flash_mla, library, reference
-from mla_backend.attention import workspace_floats
-from plans import CUT_FOR_CLUSTERS, FEW_AND_MANY, SIXTHS, UNCUT_TOKENS
+from mla_backend.plan import workspace_floats
+from plans import FEW_AND_MANY, SPLIT_FOR_CLUSTERS, WHOLE_TOKENS, planned
 from problems import (
     BASIC,
     CUDA_KERNEL,
@@ -58,35 +58,35 @@ def test_the_portable_kernel_serves_hopper_too(fmt):
             assert_accurate(problem.to("cuda").solve(), problem.oracle())
 
 
-def workspace_of_cut_tokens(fmt, tokens, heads, planned_for=None):
+def workspace_of_split_tokens(fmt, tokens, heads):
     """What is left in it of a problem that is right."""
     problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1100, blocks=100)
-    plan = mla_backend.plan(tokens, 1100, num_heads=heads, cache_format=planned_for, device="cuda")
-    workspace = torch.zeros(workspace_floats(plan.shape[0], heads), device="cuda")
+    plan = mla_backend.plan(tokens, 1100, num_heads=heads, device="cuda")
+    workspace = torch.zeros(workspace_floats(plan.launch.ctas, heads), device="cuda")
     check(problem, plan=plan, workspace=workspace)
     return workspace
 
 
-@pytest.mark.parametrize(
-    ("fmt", "shape"), [("bf16", SIXTHS), *formats_with(CUT_FOR_CLUSTERS, [(1, 16), (33, 8), (8, 128)])]
-)
-def test_parts_meet_in_their_cluster(fmt, shape):
-    workspace = workspace_of_cut_tokens(fmt, *shape, planned_for="bf16" if shape == SIXTHS else None)
+@pytest.mark.parametrize(("fmt", "shape"), formats_with(SPLIT_FOR_CLUSTERS, [(1, 16), (33, 8), (8, 64)]))
+def test_splits_meet_in_their_cluster(fmt, shape):
+    workspace = workspace_of_split_tokens(fmt, *shape)
     if torch.cuda.get_device_capability()[0] == 9 and CUDA_KERNEL == "auto":
         assert not workspace.any(), "this GPU runs fewer clusters at once than the plan supposes: right, but slow"
 
 
-@pytest.mark.parametrize(("fmt", "shape"), formats_with(CUT_FOR_CLUSTERS, [(1, 16), (33, 8), (8, 128)]))
-def test_cut_tokens_are_merged_without_clusters_too(fmt, shape):
+@pytest.mark.parametrize(("fmt", "shape"), formats_with(SPLIT_FOR_CLUSTERS, [(1, 16), (33, 8), (8, 64)]))
+def test_split_tokens_are_combined_without_clusters_too(fmt, shape):
     with chosen_kernel("unclustered"):
-        workspace = workspace_of_cut_tokens(fmt, *shape)
+        workspace = workspace_of_split_tokens(fmt, *shape)
     assert workspace.any()  # parts went by way of it
 
 
 @pytest.mark.parametrize(("fmt", "parts"), formats_with(range(2, 18), (2, 7, 16)))
 def test_a_token_is_cut_into_any_number_of_parts(fmt, parts):
     problem = random_problem(fmt, tokens=3, heads=16, topk=1100, blocks=100)
-    check(problem, plan=mla_backend.plan(3, 1100, workers=3 * parts, device="cuda"))
+    for cluster in {1, min(parts, 16)}:
+        plan = planned(3, 1100, ctas=3 * parts, splits=parts, cluster=cluster, device="cuda")
+        check(problem, plan=plan)
 
 
 def test_kernels_are_chosen_by_name():
@@ -102,7 +102,7 @@ def test_any_problem_agrees_with_the_oracle(fmt, data):
 
 @pytest.mark.parametrize("fmt", BASIC)
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("tokens", [2, 20, UNCUT_TOKENS])
+@pytest.mark.parametrize("tokens", [2, 20, WHOLE_TOKENS])
 def test_every_head_count(fmt, heads, tokens):
     check(random_problem(fmt, tokens=tokens, heads=heads, topk=150))
 
@@ -110,7 +110,7 @@ def test_every_head_count(fmt, heads, tokens):
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt not in BASIC])
 @pytest.mark.parametrize("heads", HEADS)
 def test_every_head_count_of_other_formats(fmt, heads):
-    for tokens in (2, UNCUT_TOKENS):
+    for tokens in (2, WHOLE_TOKENS):
         check(random_problem(fmt, tokens=tokens, heads=heads, topk=40))
 
 
@@ -179,7 +179,7 @@ def test_every_e4m3_number_times_any_scale(fmt, heads):
         *((fmt, 0.0, heads) for fmt in WITH_ROPE if fmt not in BASIC for heads in (3, 64)),
     ],
 )
-@pytest.mark.parametrize("tokens", [2, UNCUT_TOKENS])
+@pytest.mark.parametrize("tokens", [2, WHOLE_TOKENS])
 def test_queries_that_are_rope_alone(fmt, heads, tokens, latent):
     problem = random_problem(fmt, tokens=tokens, heads=heads, topk=70)
     problem.q[..., :512] *= latent
@@ -197,9 +197,9 @@ def test_queries_that_are_rope_alone(fmt, heads, tokens, latent):
 )
 @pytest.mark.parametrize("holes", [False, True])
 def test_cached_values_of_any_size(fmt, heads, magnitude, holes):
-    problem = random_problem(fmt, tokens=UNCUT_TOKENS, heads=heads, topk=200, magnitude=magnitude)
+    problem = random_problem(fmt, tokens=WHOLE_TOKENS, heads=heads, topk=200, magnitude=magnitude)
     if not holes:
-        problem.indices = torch.randint(0, 8 * 16, (UNCUT_TOKENS, 200), dtype=torch.int32)
+        problem.indices = torch.randint(0, 8 * 16, (WHOLE_TOKENS, 200), dtype=torch.int32)
     check(problem, magnitude)
 
 
@@ -207,8 +207,8 @@ def test_cached_values_of_any_size(fmt, heads, magnitude, holes):
     ("fmt", "heads"), [(fmt, heads) for fmt in FORMATS for heads in ((3, 32, 64, 100) if fmt in BASIC else (3, 64))]
 )
 def test_rows_of_unlike_size_in_one_tile(fmt, heads):
-    problem = random_problem(fmt, tokens=UNCUT_TOKENS, heads=heads, topk=200)
-    problem.indices = torch.randint(0, 8 * 16, (UNCUT_TOKENS, 200), dtype=torch.int32)
+    problem = random_problem(fmt, tokens=WHOLE_TOKENS, heads=heads, topk=200)
+    problem.indices = torch.randint(0, 8 * 16, (WHOLE_TOKENS, 200), dtype=torch.int32)
     for i in range(0, 8, 2):
         problem.cache[i : i + 1] = random_cache(fmt, 1, 16, 0.1 / 16.0 ** (i + 1))
     check(problem)
@@ -226,7 +226,7 @@ def test_rope_beside_latents_of_unlike_size_in_one_tile(fmt, heads, magnitude):
     check(problem)
 
 
-def held_problem(fmt, heads, topk=700, tokens=UNCUT_TOKENS, **more):
+def held_problem(fmt, heads, topk=700, tokens=WHOLE_TOKENS, **more):
     """One whose lists have no holes, by default with so many tokens that no kernel for few of them serves it."""
     problem = random_problem(fmt, tokens=tokens, heads=heads, topk=topk, blocks=30, **more)
     problem.indices = torch.randint(0, 30 * 16, (tokens, topk), dtype=torch.int32)
@@ -234,15 +234,15 @@ def held_problem(fmt, heads, topk=700, tokens=UNCUT_TOKENS, **more):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "workers", "heads"),
+    ("fmt", "ctas", "heads"),
     [
-        *((fmt, workers, heads) for fmt in BASIC for workers in (1, 7, None) for heads in (8, 32, 64, 100)),
+        *((fmt, ctas, heads) for fmt in BASIC for ctas in (1, 7, None) for heads in (8, 32, 64, 100)),
         *((fmt, 7, heads) for fmt in FORMATS if fmt not in BASIC for heads in (8, 64)),
     ],
 )
-def test_lists_without_holes(fmt, heads, workers):
+def test_lists_without_holes(fmt, heads, ctas):
     problem = held_problem(fmt, heads)
-    plan = mla_backend.plan(UNCUT_TOKENS, 700, workers=workers, device="cuda") if workers else None
+    plan = planned(WHOLE_TOKENS, 700, ctas=ctas, num_heads=heads, cache_format=fmt, device="cuda") if ctas else None
     check(problem, plan=plan)
     problem.indices[:, 200] = -1  # a tile with a hole between two without
     check(problem, plan=plan)
@@ -298,15 +298,15 @@ def test_nan_in_a_named_row_reaches_its_tokens_alone(fmt, part, heads):
     # one number, or the scale of some: 0xff is NaN in e4m3 and ue8m0, as 0xffff is in bf16 and fp16
     write_part(problem.cache, fmt, 77, part, torch.full((4 if fmt == "fp8_ds_mla" and part == "scales" else 2,), 0xFF))
     got, want = problem.to("cuda").solve(), problem.oracle()
-    others = torch.arange(UNCUT_TOKENS) != 5
+    others = torch.arange(WHOLE_TOKENS) != 5
     assert got[0][5].isnan().all() and got[1][5].isnan().all() and got[2][5].isnan().all()
     assert_accurate([a[others] for a in got], [a[others] for a in want], score_error=score_error(problem.cache))
 
 
 def cut_problem(fmt, magnitude=MAGNITUDE):
-    """One of many heads, and a plan that cuts each token between three or four workers."""
+    """One of many heads, and a plan that splits each token between three or four CTAs."""
     problem = held_problem(fmt, heads=100, tokens=20, magnitude=magnitude)
-    return problem, mla_backend.plan(20, 700, workers=66, device="cuda")
+    return problem, planned(20, 700, ctas=66, num_heads=problem.q.shape[1], device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -351,11 +351,11 @@ def test_batch_invariant_mode_of_lists_without_holes(fmt, heads):
 def test_split_and_unsplit_agree(fmt, data):
     problem = data.draw(problems(max_tokens=3, max_topk=600, formats=(fmt,)))
     want, problem = problem.oracle(), problem.to("cuda")
-    tokens, topk = problem.indices.shape
+    (tokens, topk), heads = problem.indices.shape, problem.q.shape[1]
     extra = 0 if problem.extra_indices is None else problem.extra_indices.shape[1]
     lengths = {"topk_length": problem.topk_length, "extra_topk_length": problem.extra_topk_length}
-    for workers in (1, 2, 7, 264):
-        plan = mla_backend.plan(tokens, topk, extra_topk=extra, workers=workers, device="cuda", **lengths)
+    for ctas in (1, 2, 7, 264):
+        plan = planned(tokens, topk, extra_topk=extra, ctas=ctas, num_heads=heads, device="cuda", **lengths)
         assert_accurate(problem.solve(plan=plan), want, score_error=score_error(problem.cache))
 
 
@@ -426,7 +426,7 @@ def test_small_case_of_everything(fmt, shape):
         indices=problem.indices.clamp(0, 8 * 16 - 1), topk_length=None, extra_cache=None, extra_indices=None
     )
     check(held)
-    plan = mla_backend.plan(tokens, topk, topk_length=on_gpu.topk_length, extra_topk=9, workers=7)
+    plan = planned(tokens, topk, topk_length=on_gpu.topk_length, extra_topk=9, ctas=7, num_heads=on_gpu.q.shape[1])
     assert_accurate(on_gpu.solve(plan=plan), want, score_error=score_error(problem.cache))
     halves = [
         on_gpu.but(indices=half, topk_length=None, extra_cache=None, extra_indices=None, sink=None).solve()

@@ -10,7 +10,9 @@ import mla_backend
 import mla_backend.flash_mla as flash_mla
 from dense_problems import DenseProblem, dense_problems, random_dense
 from gpu_checks import chosen_kernel
-from mla_backend.attention import workspace_floats
+from mla_backend import Plan
+from mla_backend.plan import workspace_floats
+from plans import planned
 from problems import BASIC, FORMATS, all_bytes, assert_accurate, score_error
 from tests.ops.test_dense import (
     same,
@@ -109,9 +111,8 @@ def test_a_captured_graph_follows_new_lengths_and_tables(fmt, heads):
     form = mla_backend.FORMATS[fmt]
     cache = form.new_cache(5 * max_blocks + 2, block_size, device="cuda")
     first = problems[0].to("cuda")
-    workers = mla_backend.plan(requests, 768, topk_length=first.lengths, num_heads=queries * heads).shape[0]
-    plan = torch.empty(workers, 8, dtype=torch.int32, device="cuda")
-    workspace = torch.zeros(workspace_floats(workers, queries * heads), device="cuda")
+    plan = mla_backend.plan(requests, 768, topk_length=first.lengths, num_heads=queries * heads)
+    workspace = torch.zeros(workspace_floats(plan.launch.ctas, queries * heads), device="cuda")
     table, lengths = torch.zeros_like(first.block_table), torch.zeros_like(first.lengths)
     static = first.but(cache=cache, block_table=table, lengths=lengths, q=torch.zeros_like(first.q))
     out = torch.empty(requests, queries, heads, 512, dtype=form.number, device="cuda")
@@ -139,12 +140,12 @@ def test_a_captured_graph_follows_new_lengths_and_tables(fmt, heads):
 
 @pytest.mark.parametrize("fmt", BASIC)
 @pytest.mark.parametrize("heads", [5, 16, 64])
-def test_a_plan_is_followed_and_workers_do_not_matter(fmt, heads):
+def test_a_plan_is_followed_and_its_ctas_do_not_matter(fmt, heads):
     problem = random_dense(fmt, (2000, 900, 5), 2, heads, 64)
     there, want = problem.to("cuda"), problem.oracle()
     slots = there.block_table.shape[1] * 64
-    for workers in (1, 2, 7, 132, 264):
-        plan = mla_backend.plan(3, slots, topk_length=there.lengths, workers=workers)
+    for ctas in (1, 2, 7, 132, 264):
+        plan = planned(3, slots, topk_length=there.lengths, ctas=ctas, num_heads=2 * heads)
         assert_accurate(there.solve(plan=plan), want, score_error=score_error(problem.cache))
 
 
@@ -156,7 +157,8 @@ def test_a_stale_plan_harms_nothing_else(heads):
     for lengths in (None, [10, 2000, 0], [2000, 900, 2**31 - 1]):
         lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device="cuda")
         problem.solve(plan=mla_backend.plan(3, slots, topk_length=lengths, num_heads=2 * heads, device="cuda"))
-    problem.solve(plan=torch.full((3, 8), 7, dtype=torch.int32, device="cuda"))
+    launch = planned(3, slots, ctas=3, num_heads=2 * heads, device="cuda").launch
+    problem.solve(plan=Plan(torch.full((3, 8), 7, dtype=torch.int32, device="cuda"), launch))
     assert same(problem.solve(), want)
 
 

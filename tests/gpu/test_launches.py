@@ -7,8 +7,9 @@ import torch
 
 import mla_backend
 from gpu_checks import check, chosen_kernel
-from mla_backend import library
-from mla_backend.attention import workspace_floats
+from mla_backend import Plan, library
+from mla_backend.plan import workspace_floats
+from plans import planned
 from problems import (
     BASIC,
     FORMATS,
@@ -36,7 +37,10 @@ def test_a_plan_of_extreme_numbers_never_faults(heads):
     for begin in ends:
         for end in ends:
             row = [begin, end, *random.choices(ends, k=6)]
-            plan = torch.tensor([row, [0, 4, 0, 5, 0, 1, 0, 64], row], dtype=torch.int32, device="cuda")
+            table = torch.tensor([row, [0, 4, 0, 5, 0, 1, 0, 64], row], dtype=torch.int32, device="cuda")
+            plan = Plan(
+                table, planned(4, 300, ctas=3, num_heads=heads, cluster=random.choice([1, 2, 3]), device="cuda").launch
+            )
             problem.solve(plan=plan)
     torch.cuda.synchronize()
     check(random_problem())
@@ -45,7 +49,7 @@ def test_a_plan_of_extreme_numbers_never_faults(heads):
 def test_a_workspace_that_is_not_aligned_is_refused():
     problem = random_problem().to("cuda")
     plan = mla_backend.plan(2, 100, num_heads=16, device="cuda")
-    workspace = torch.zeros(workspace_floats(plan.shape[0], 16) + 1, device="cuda")[1:]
+    workspace = torch.zeros(workspace_floats(plan.launch.ctas, 16) + 1, device="cuda")[1:]
     with pytest.raises(ValueError, match="workspace must be aligned to 16 bytes"):
         problem.solve(plan=plan, workspace=workspace)
 
@@ -55,7 +59,7 @@ def test_a_captured_graph_follows_new_lengths_slots_and_values(fmt):
     problem = random_problem(fmt, tokens=6, heads=16, topk=700, blocks=60).to("cuda")
     problem.topk_length = torch.full((6,), 700, dtype=torch.int32, device="cuda")
     plan = mla_backend.plan(6, 700, topk_length=problem.topk_length, num_heads=16)
-    workspace = torch.zeros(mla_backend.attention.workspace_floats(plan.shape[0], 16), device="cuda")
+    workspace = torch.zeros(workspace_floats(plan.launch.ctas, 16), device="cuda")
     out, lse = torch.empty(6, 16, 512, dtype=problem.q.dtype, device="cuda"), torch.empty(6, 16, device="cuda")
 
     def step():
@@ -109,7 +113,7 @@ def counters_of(workspace, workers, heads):
 
 @pytest.mark.parametrize("fmt", (*BASIC, "fp16", "fp8_model1"))
 def test_one_workspace_serves_launches_of_any_shape(fmt):
-    floats = mla_backend.attention.workspace_floats(300, 20)
+    floats = workspace_floats(300, 20)
     workspace = torch.zeros(floats, device="cuda")
     for seed in range(60):
         torch.manual_seed(seed)
@@ -118,8 +122,10 @@ def test_one_workspace_serves_launches_of_any_shape(fmt):
         problem.topk_length = torch.randint(0, 1501, (tokens,), dtype=torch.int32)
         on_gpu = problem.to("cuda")
         # every other plan is for other lengths: it still computes what it covers, and still leaves zeros
-        planned = on_gpu.topk_length if seed % 2 else torch.randint_like(on_gpu.topk_length, 1501)
-        plan = mla_backend.plan(tokens, 1500, topk_length=planned, workers=workers)
+        planned_for = on_gpu.topk_length if seed % 2 else torch.randint_like(on_gpu.topk_length, 1501)
+        plan = planned(
+            tokens, 1500, topk_length=planned_for, ctas=workers, num_heads=heads, cluster=1 + seed % 8, cache_format=fmt
+        )
         got = on_gpu.solve(plan=plan, workspace=workspace)
         assert not counters_of(workspace, 300, 20).any()
         if seed % 2:
@@ -130,7 +136,7 @@ def test_two_streams_with_a_workspace_each():
     tokens, heads = 5, 16
     both = [random_problem(tokens=tokens, heads=heads, topk=2048, blocks=60).to("cuda") for _ in range(2)]
     plan = mla_backend.plan(tokens, 2048, num_heads=heads, device="cuda")
-    floats = mla_backend.attention.workspace_floats(plan.shape[0], heads)
+    floats = workspace_floats(plan.launch.ctas, heads)
     workspaces = [torch.zeros(floats, device="cuda") for _ in range(2)]
     want = [p.solve(plan=plan) for p in both]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -154,7 +160,8 @@ def test_missing_or_small_workspaces_are_refused_by_the_op():
 
 def test_a_plan_of_too_many_rows_is_refused():
     problem = random_problem().to("cuda")
-    plan = torch.zeros(65536, 8, dtype=torch.int32, device="cuda")
+    launch = planned(2, 100, ctas=65536, device="cuda").launch
+    plan = Plan(torch.zeros(65536, 8, dtype=torch.int32, device="cuda"), launch)
     with pytest.raises(ValueError, match="plan must be a table of 65535 rows or fewer on a GPU"):
         problem.solve(plan=plan, workspace=torch.zeros(1, device="cuda"))
 
@@ -170,7 +177,8 @@ def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads):
         end = int(torch.randint(begin + 1, 41, (), generator=generator))
         workers = int(torch.randint(1, 300, (), generator=generator))
         part = problem.but(q=problem.q[begin:end], indices=problem.indices[begin:end])
-        plan = mla_backend.plan(end - begin, 512, workers=workers, device="cuda")
+        cluster = int(torch.randint(1, 17, (), generator=generator))
+        plan = planned(end - begin, 512, ctas=workers, num_heads=heads, cluster=cluster, device="cuda")
         got = part.solve(plan=plan, return_max_logits=workers % 2 == 0)
         # cut differently, so not the same bits; but nothing is far off
         assert (got[0].float() - want[0][begin:end].float()).abs().max() < 4e-3

@@ -1,21 +1,28 @@
 """plan, merge_partials and convert_indices on a GPU."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from mla_backend import library, reference
-from plans import TOKEN_UNITS, gpu_plan, tiles_of, walk
+from mla_backend import Plan, library, reference
+from mla_backend.plan import choose_launch, most_ctas
+from plans import TOKEN_UNITS, by_load, gpu_plan, tiles_of, walk
 from problems import CUDA_KERNEL, assert_accurate, parts_to_merge
 
 pytestmark = pytest.mark.gpu
 TILE_SLOTS = 64
 
 
-def this_gpu():
-    return library.describe_device(torch.cuda.current_device())
+def on_gpu(tokens, topk, launch, **more):
+    """A GPU's table, which has to be what a CPU computes for a GPU."""
+    there = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in more.items()}
+    table = mla_backend.plan(tokens, topk, launch=launch, device="cuda", **there).table.cpu()
+    assert torch.equal(table, gpu_plan(tokens, topk, launch, **more))
+    return table
 
 
 @given(st.data())
@@ -27,15 +34,16 @@ def test_every_tile_is_covered_exactly_once(data):
     extra = torch.randint(0, extra_topk + 1, (tokens,), dtype=torch.int32)
     if data.draw(st.booleans()):
         lengths[torch.rand(tokens) < 0.9] = 0
-    workers = data.draw(st.sampled_from([1, 2, 33, 132, 264, 1023, 1024, 1025, 3000]))
+    ctas = data.draw(st.sampled_from([1, 2, 33, 132, 264, 1023, 1024, 1025, 3000]))
+    launch = by_load(ctas, data.draw(st.integers(1, 16)), data.draw(st.integers(0, 20)))
     whole = data.draw(st.booleans())
-    table = mla_backend.plan(
+    table = on_gpu(
         tokens,
         topk,
-        topk_length=lengths.cuda(),
+        launch,
+        topk_length=lengths,
         extra_topk=extra_topk,
-        extra_topk_length=extra.cuda(),
-        workers=workers,
+        extra_topk_length=extra,
         batch_invariant=whole,
     )
     tiles = [
@@ -44,75 +52,51 @@ def test_every_tile_is_covered_exactly_once(data):
             tiles_of(lengths.clamp(max=topk).tolist(), TILE_SLOTS), tiles_of(extra.tolist(), TILE_SLOTS), strict=True
         )
     ]
-    parts = walk(table.cpu(), tiles, TILE_SLOTS)
-    assert all(n >= 1 for n in parts)
+    splits = walk(table, tiles, TILE_SLOTS)
+    assert all(n >= 1 for n in splits)
     if whole:
-        assert all(n == 1 for n in parts)
-    wanted = gpu_plan(
-        tokens,
-        topk,
-        workers,
-        topk_length=lengths,
-        extra_topk=extra_topk,
-        extra_topk_length=extra,
-        batch_invariant=whole,
-        device=this_gpu(),
-    )
-    assert torch.equal(table.cpu(), wanted), "the GPU computes what the CPU does"
+        assert all(n == 1 for n in splits)
 
 
 @given(
-    workers=st.sampled_from([1, 2, 33, 66, 132, 264, 1023, 1024, 1025, 3000]),
+    ctas=st.sampled_from([1, 2, 33, 66, 132, 264, 1023, 1024, 1025, 3000]),
     rounds=st.integers(1, 5),
     idle=st.floats(0, 1),
     topk=st.integers(0, 3000),
     shorter=st.booleans(),
+    splits=st.sampled_from([0, 1]),
 )
-def test_equal_lists_are_planned_as_on_the_cpu(workers, rounds, idle, topk, shorter):
-    tokens = max(rounds * workers - int(idle * workers), 1)
+def test_equal_lists_are_planned_as_on_the_cpu(ctas, rounds, idle, topk, shorter, splits):
+    tokens, launch = max(rounds * ctas - int(idle * ctas), 1), by_load(ctas, splits=splits)
     lengths = torch.full((tokens,), topk, dtype=torch.int32)
     lengths[tokens // 2] -= TILE_SLOTS * shorter
-    table = mla_backend.plan(tokens, topk, topk_length=lengths.cuda(), workers=workers)
-    assert torch.equal(table.cpu(), gpu_plan(tokens, topk, workers, topk_length=lengths, device=this_gpu()))
+    table = on_gpu(tokens, topk, launch, topk_length=lengths)
     if not shorter:
-        assert torch.equal(table, mla_backend.plan(tokens, topk, workers=workers, device="cuda"))
+        assert torch.equal(table, on_gpu(tokens, topk, launch))
 
 
 @pytest.mark.parametrize("longest", [100, 2048, 4096, 20_000, 131072])
 @pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8])
 def test_plans_for_wide_tables_are_as_on_the_cpu(tokens, longest):
-    device = this_gpu()
-    workers = library.cuda_workers(device, 16, tokens, 131072)
     lengths = torch.randint(0, longest + 1, (tokens,), dtype=torch.int32)
     lengths[0] = longest
-    table = mla_backend.plan(tokens, 131072, topk_length=lengths.cuda(), workers=workers)
-    assert torch.equal(table.cpu(), gpu_plan(tokens, 131072, workers, topk_length=lengths, device=device))
+    on_gpu(tokens, 131072, choose_launch("cuda", 16, tokens, 131072), topk_length=lengths)
+    on_gpu(tokens, 131072, by_load(120, 8), topk_length=lengths)
 
 
 @pytest.mark.parametrize("tokens", [512, 1024, 1025, 4096, 5000])
-def test_two_workers_a_token_are_planned_as_on_the_cpu(tokens):
+def test_two_splits_of_many_tokens_are_planned_as_on_the_cpu(tokens):
     lengths = torch.randint(0, 513, (tokens,), dtype=torch.int32)
-    table = mla_backend.plan(tokens, 512, topk_length=lengths.cuda(), workers=2 * tokens)
-    assert torch.equal(table.cpu(), gpu_plan(tokens, 512, 2 * tokens, topk_length=lengths, device=this_gpu()))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "parts"), [(100, 1), (127, 1), (128, 1), (132, 1), (66, 2), (64, 2), (32, 4), (16, 8), (8, 16)]
-)
-def test_equal_lists_are_cut_into_equal_parts_or_not_at_all(tokens, parts):
-    table = mla_backend.plan(tokens, 2048, workers=132, device="cuda").cpu()
-    busy = table[table[:, 0] < table[:, 1]]
-    assert len(busy) == tokens * parts
-    assert (busy[:, 3] - busy[:, 2] == 32 // parts).all()
+    on_gpu(tokens, 512, by_load(2 * tokens, 2, 2), topk_length=lengths)
 
 
 def test_many_tokens_are_planned_too():
     tokens = 200_000
     lengths = torch.randint(0, 2049, (tokens,), dtype=torch.int32)
-    table = mla_backend.plan(tokens, 2048, topk_length=lengths.cuda(), workers=132)
-    walk(table.cpu(), tiles_of(lengths.tolist(), TILE_SLOTS), TILE_SLOTS)
+    table = on_gpu(tokens, 2048, by_load(132), topk_length=lengths)
+    walk(table, tiles_of(lengths.tolist(), TILE_SLOTS), TILE_SLOTS)
     tiles = torch.tensor(tiles_of(lengths.tolist(), TILE_SLOTS))
-    rows = table.cpu().tolist()
+    rows = table.tolist()
     loads = [
         int(tiles[b:e].sum()) + TOKEN_UNITS * (e - b) - tb - (int(tiles[e - 1]) - te if e > b else 0)
         for b, e, tb, te, *_ in rows
@@ -124,31 +108,32 @@ def test_lists_of_more_than_2_to_the_32_tiles_together_are_planned_too():
     topk = 2**31 - 1
     lengths = torch.full((200,), topk, dtype=torch.int32)
     lengths[::7] = 5
-    table = mla_backend.plan(200, topk, topk_length=lengths.cuda(), workers=264)
-    walk(table.cpu(), tiles_of(lengths.tolist(), TILE_SLOTS), TILE_SLOTS)
+    table = on_gpu(200, topk, by_load(264), topk_length=lengths)
+    walk(table, tiles_of(lengths.tolist(), TILE_SLOTS), TILE_SLOTS)
 
 
-@pytest.mark.parametrize("workers", [5, 1500])
-def test_a_table_may_lie_anywhere(workers):
+@pytest.mark.parametrize("ctas", [5, 1500])
+def test_a_table_may_lie_anywhere(ctas):
     lengths = torch.randint(0, 2049, (77,), dtype=torch.int32, device="cuda")
-    memory = torch.full((workers * 8 + 9,), 7, dtype=torch.int32, device="cuda")
-    table = memory[1:-8].view(workers, 8)
-    mla_backend.plan(77, 2048, topk_length=lengths, out=table)
-    assert torch.equal(table, mla_backend.plan(77, 2048, topk_length=lengths, workers=workers, device="cuda"))
+    memory = torch.full((ctas * 8 + 9,), 7, dtype=torch.int32, device="cuda")
+    table, launch = memory[1:-8].view(ctas, 8), by_load(ctas)
+    mla_backend.plan(77, 2048, topk_length=lengths, out=Plan(table, launch))
+    assert torch.equal(table, mla_backend.plan(77, 2048, topk_length=lengths, launch=launch, device="cuda").table)
     assert memory[0] == 7 and torch.all(memory[-8:] == 7)
 
 
-def test_the_gpu_is_asked_what_plans_for_it_depend_on():
-    device, properties = library.describe_device(0), torch.cuda.get_device_properties(0)
-    assert device.processors == properties.multi_processor_count
+def test_the_gpu_is_asked_what_launches_depend_on():
+    gpu, properties = library.describe_gpu(0), torch.cuda.get_device_properties(0)
+    assert gpu["multiprocessors"] == properties.multi_processor_count
     has_hopper_kernels = properties.major == 9 and "90a" in library.about()["cuda_archs"].split()
-    assert bool(device.hopper_kernels) == (has_hopper_kernels and CUDA_KERNEL != "portable")
-    counts = device.clusters[2:]
-    assert all(blocks * count <= device.processors for blocks, count in enumerate(counts, 2))
+    assert gpu["hopper"] == (has_hopper_kernels and CUDA_KERNEL != "portable")
+    counts = gpu["clusters"][2:]
+    assert all(ctas * count <= gpu["multiprocessors"] for ctas, count in enumerate(counts, 2))
     assert counts == sorted(counts, reverse=True) and bool(counts[0]) == has_hopper_kernels
-    for tokens in (1, 8, 33, 66, 200):
-        rows = mla_backend.plan(tokens, 2048, num_heads=16, device="cuda").shape[0]
-        assert rows == library.cuda_workers(device, 16, tokens, 2048)
+    assert 0.5 < gpu["clock_ghz"] < 5 and 0.1 < gpu["memory_tbs"] < 20
+    for tokens, heads in itertools.product((1, 8, 33, 66, 200), (8, 64, 128)):
+        plan, most = mla_backend.plan(tokens, 2048, num_heads=heads, device="cuda"), Plan.bounds(heads, "cuda")
+        assert len(plan.table) == plan.launch.ctas <= most.ctas == most_ctas(gpu, heads)
 
 
 @given(parts_to_merge())

@@ -5,7 +5,8 @@ import torch
 
 import mla_backend
 from gpu_checks import chosen_kernel
-from plans import UNCUT_TOKENS
+from mla_backend.plan import new_workspace
+from plans import WHOLE_TOKENS
 from problems import CUDA_KERNEL, all_bytes, assert_accurate, copy_with_gaps, random_problem
 from staged_problems import FINITE, SCALES, cache_with_scales, new_staged
 
@@ -66,7 +67,7 @@ def test_attention_has_the_same_bits(scales, heads):
 @pytest.mark.parametrize("heads", [64, 128])
 @pytest.mark.parametrize("scales", ["usual", "small and large rows"])
 def test_attention_of_many_tokens_has_the_same_bits(scales, heads):
-    tokens = UNCUT_TOKENS + 37
+    tokens = WHOLE_TOKENS + 37
     lengths = torch.randint(0, 600, (tokens,), dtype=torch.int32)
     problem = random_problem("fp8_ds_mla", tokens=tokens, heads=heads, topk=600, blocks=40, block_size=64)
     problem = problem.but(cache=cache_with_scales(scales, 40, 64), topk_length=lengths, sink=torch.randn(heads))
@@ -107,7 +108,7 @@ def test_staging_and_attention_are_captured():
     room = copy_with_gaps(new_staged(30, 16), "cuda")
     other = problem.but(cache=room)
     plan = mla_backend.plan(40, 300, num_heads=64, device="cuda")
-    workspace = mla_backend.attention.new_workspace(len(plan), 64, torch.device("cuda"))
+    workspace = new_workspace(plan.launch.ctas, 64, torch.device("cuda"))
     out, lse = torch.empty(40, 64, 512, dtype=torch.bfloat16, device="cuda"), torch.empty(40, 64, device="cuda")
     options = {"plan": plan, "workspace": workspace, "out": out, "lse": lse, "return_max_logits": False}
 

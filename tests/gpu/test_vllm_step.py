@@ -167,7 +167,6 @@ def test_a_graph_of_dense_attention_follows_new_lengths_and_a_step_waits_for_not
     q_nope = (torch.randn(heads, tokens, 512) * 10).bfloat16().cuda().transpose(0, 1)
     q = q_nope, (torch.randn(tokens, heads, 64) * 10).bfloat16().cuda()
     buffers = DenseBuffers(
-        most_requests=8,
         most_queries=8,
         slots=room_for * BLOCK_SIZE,
         heads=heads,

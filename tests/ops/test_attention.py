@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import mla_backend
 from mla_backend import reference
+from plans import planned
 from problems import (
     BASIC,
     FORMATS,
@@ -320,8 +321,8 @@ def test_split_and_unsplit_agree(cpu_kernel, problem, threads):
     extra = 0 if problem.extra_indices is None else problem.extra_indices.shape[1]
     lengths = {"topk_length": problem.topk_length, "extra_topk_length": problem.extra_topk_length}
     want = problem.oracle()
-    for workers in (1, 2, 7, 64):
-        plan = mla_backend.plan(tokens, topk, extra_topk=extra, workers=workers, **lengths)
+    for ctas in (1, 2, 7, 64):
+        plan = planned(tokens, topk, extra_topk=extra, ctas=ctas, **lengths)
         assert_accurate(problem.solve(plan=plan), want)
 
 
@@ -350,7 +351,7 @@ def test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch(device, c
 def test_a_plan_that_fits_is_followed(cpu_kernel, fmt):
     # Cut elsewhere, sums are rounded elsewhere: of 128 numbers some differ in their last bit.
     problem = random_problem(fmt, tokens=2, heads=64, topk=3000, blocks=100)
-    whole, cut = (problem.solve(plan=mla_backend.plan(2, 3000, workers=workers)) for workers in (1, 9))
+    whole, cut = (problem.solve(plan=planned(2, 3000, ctas=ctas)) for ctas in (1, 9))
     assert torch.equal(whole[1], problem.solve(batch_invariant=True)[1])
     assert not torch.equal(whole[1], cut[1])
 

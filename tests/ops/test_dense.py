@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 import mla_backend
 from dense_problems import DenseProblem, dense_problems, random_dense
+from mla_backend import Plan
+from plans import planned
 from problems import BASIC, FORMATS, WITH_ROPE, assert_accurate, random_cache, score_error, write_part
 
 
@@ -179,17 +181,17 @@ def test_a_query_a_request_is_sparse_attention_over_its_slots(cpu_kernel):
     assert same(problem.solve(), (out.unsqueeze(1), lse.unsqueeze(-1)))
 
 
-def plan_of(problem: DenseProblem, **more):
+def plan_of(problem: DenseProblem, make=mla_backend.plan, **more):
     requests, queries, heads, _ = problem.q.shape
     slots = problem.block_table.shape[1] * problem.cache.shape[1]
-    return mla_backend.plan(requests, slots, num_heads=queries * heads, **more)
+    return make(requests, slots, num_heads=queries * heads, **more)
 
 
 def test_a_plan_is_followed(cpu_kernel):
     problem = random_dense("bf16", (2000, 900, 5), 2, 5, 64)
     plan = plan_of(problem, topk_length=problem.lengths)
     assert same(problem.solve(plan=plan), problem.solve())
-    problem.check(plan=plan_of(problem, topk_length=problem.lengths, workers=7))
+    problem.check(plan=plan_of(problem, planned, topk_length=problem.lengths, ctas=7))
 
 
 @pytest.mark.parametrize("lengths", [None, [10, 2000, 0], [2000, 900, 0]])
@@ -197,7 +199,7 @@ def test_a_plan_for_other_lengths_is_replaced(cpu_kernel, lengths):
     problem = random_dense("bf16", (2000, 900, 5), 2, 5, 64)
     lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
     problem.check(plan=plan_of(problem, topk_length=lengths))
-    problem.check(plan=torch.full((3, 8), 7, dtype=torch.int32))
+    problem.check(plan=Plan(torch.full((3, 8), 7, dtype=torch.int32), plan_of(problem, planned, ctas=3).launch))
 
 
 @pytest.mark.parametrize("fmt", BASIC)

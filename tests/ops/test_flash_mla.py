@@ -137,7 +137,7 @@ def split(rows, fmt):
 def test_a_split_request_counts_its_parts():
     table, num_splits = flash_mla.get_mla_metadata(torch.tensor([64, 64], dtype=torch.int32), 16, 1, 16, True, 4096)
     assert num_splits.tolist() == [0, int(num_splits[1]), int(num_splits[2])]
-    assert num_splits[2] >= 3, "two requests of 4096 slots are shared out over more than two workers"
+    assert num_splits[2] >= 3, "two requests of 4096 slots are shared out over more than two CTAs"
 
 
 SEQLENS = torch.full((3,), 64, dtype=torch.int32)
@@ -189,8 +189,8 @@ def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(ask
         out, lse = flash_mla.flash_mla_with_kvcache(
             q[:requests], cache, None, None, 512, meta, indices=indices[:requests], **more
         )
-        plan = meta if asked == "of old metadata" else meta.tile_scheduler_metadata
-        assert not plan[:, 2].any(), "no worker begins inside a token"
+        table = meta if asked == "of old metadata" else meta.tile_scheduler_metadata.table
+        assert not table[:, 2].any(), "no CTA begins inside a token"
         return out[0], lse[0]
 
     for alone, among in zip(run(1), run(3), strict=True):

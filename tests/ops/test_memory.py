@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mla_backend
+from mla_backend import Launch, Plan
 from problems import random_problem
 
 TOKENS, HEADS, TOPK = 3, 4, 10
 INT = torch.int32
+LAUNCH = Launch("cpu", 1, 0, 1, 0, 2)
 
 
 def attention(**changes):
@@ -59,7 +61,7 @@ REFUSED = {
     "slots over positions": (lambda: (lambda p: mla_backend.convert_indices(p, torch.zeros(1, 4, dtype=INT), torch.zeros(2, dtype=INT), 16, slots=p))(torch.zeros(2, 5, dtype=INT)), "slots"),
     "counts in the slots": (lambda: (lambda s: mla_backend.convert_indices(torch.zeros(2, 5, dtype=INT), torch.zeros(1, 4, dtype=INT), torch.zeros(2, dtype=INT), 16, slots=s, counts=s[:, 0]))(torch.zeros(2, 5, dtype=INT)), "slots"),
     "staged blocks that overlap": (lambda: (lambda m: mla_backend.stage_rows(torch.zeros(2, 16, 656, dtype=torch.uint8), torch.zeros(1, 2, dtype=INT), torch.zeros(1, dtype=INT), out=m.as_strided((2, 16, 1153), (16, 1153, 1))))(torch.zeros(99999, dtype=torch.uint8)), "out"),
-    "a plan over its lengths": (lambda: (lambda t: mla_backend.plan(8, 5, topk_length=t[0], out=t))(torch.zeros(2, 8, dtype=INT)), "out"),
+    "a plan over its lengths": (lambda: (lambda t: mla_backend.plan(8, 5, topk_length=t[0], out=Plan(t, LAUNCH)))(torch.zeros(2, 8, dtype=INT)), "out"),
     "queries rotated in place": (lambda: (lambda q: mla_backend.rotate_queries(q, torch.zeros(2, 4, 128).bfloat16(), torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), torch.zeros(9, 64), out=q))(torch.zeros(2, 3, 64).bfloat16()), "out"),
     "positions chosen into scores": (lambda: (lambda s: mla_backend.select_top(s, torch.full((2,), 9, dtype=INT), chosen=s.view(INT)[:, :3]))(torch.zeros(2, 9)), "chosen"),
 }

@@ -7,6 +7,8 @@ import torch
 
 import mla_backend
 from dense_problems import random_dense
+from mla_backend import Launch
+from mla_backend.plan import plan_arguments
 from problems import FORMATS, random_cache, random_problem
 from training_problems import random_training_problem
 
@@ -38,7 +40,7 @@ def samples():
             2,
             2,
             1.0,
-            mla_backend.plan(2, 20, extra_topk=20),
+            *plan_arguments(mla_backend.plan(2, 20, extra_topk=20)),
             torch.zeros(10),
             True,
             out,
@@ -48,11 +50,12 @@ def samples():
     )
     d = random_dense("bf16", (20, 5), 2, 3)
     out, lse = torch.zeros(2, 2, 3, 512).bfloat16(), torch.zeros(2, 3, 2)
-    more = (mla_backend.plan(2, 32, topk_length=lengths), torch.zeros(10), True, out, lse)
+    more = (*plan_arguments(mla_backend.plan(2, 32, topk_length=lengths)), torch.zeros(10), True, out, lse)
     dense = OPS.dense_attention.default
-    yield dense, (d.q, None, d.cache, d.block_table, lengths, 0.1, True, -1, 1.0, None, None, False, out, lse)
+    yield dense, (d.q, None, d.cache, d.block_table, lengths, 0.1, True, -1, 1.0, None, [], None, False, out, lse)
     yield dense, (d.q[..., :512], d.q[..., 512:], d.cache, d.block_table, lengths, 0.1, False, 0, 1.0, *more)
-    yield OPS.plan.default, (lengths, None, 2, 20, 0, False, torch.zeros(4, 8, dtype=torch.int32))
+    launch = Launch("cpu", 3, 0, 1, 0, 4).numbers()
+    yield OPS.plan.default, (lengths, None, 2, 20, 0, False, launch, torch.zeros(4, 8, dtype=torch.int32))
     yield (
         OPS.merge_partials.default,
         (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), torch.zeros(3, 4, 8), torch.zeros(3, 4)),
@@ -215,7 +218,7 @@ def test_new_list_lengths_do_not_break_a_compiled_graph():
     step = compiled(lambda lists: mla_backend.plan(3, lists.shape[1], extra_topk=lists.shape[1]))
     for topk in (64, 128, 192):
         lists = torch.zeros(3, topk, dtype=torch.int32)
-        assert torch.equal(step(lists), mla_backend.plan(3, topk, extra_topk=topk))
+        assert torch.equal(step(lists).table, mla_backend.plan(3, topk, extra_topk=topk).table)
 
 
 def test_new_token_counts_do_not_break_a_compiled_graph():

@@ -6,7 +6,7 @@ import torch
 import mla_backend
 from dense_problems import random_dense
 from mha_problems import random_mha
-from mla_backend import flash_mla, library
+from mla_backend import Launch, Plan, flash_mla, library
 from problems import random_problem
 
 
@@ -167,6 +167,7 @@ def mha_sequences(which):
 
 
 INT = torch.int32
+LAUNCH = Launch("cpu", 1, 0, 1, 0, 2)
 # fmt: off
 CASES = {
     "q is no tensor": (attention(q=[[1.0]]), ValueError, r"q must be a tensor .* pair .*got 1 tensors"),
@@ -237,25 +238,28 @@ CASES = {
     "batch_invariant is None": (attention(batch_invariant=None), TypeError, r"^batch_invariant must be a bool; got NoneType"),
     "extra_indices of other tokens": (attention(with_extra=True, extra_indices=torch.zeros(1, 1, dtype=INT)), ValueError, r"extra_indices must be .*T=2"),
     "extra_cache of unknown format": (attention(with_extra=True, extra_cache=torch.zeros(1, 1, 5)), ValueError, r"extra_cache must be"),
-    "plan is of 7 columns": (attention(plan=torch.zeros(2, 7, dtype=INT)), ValueError, r"plan must be int32 \[workers, 8\]"),
-    "plan has no rows": (attention(plan=torch.zeros(0, 8, dtype=INT)), ValueError, r"plan must be a contiguous table of one row or more"),
-    "plan is a tuple": (attention(plan=(1, 2)), TypeError, r"plan must be a torch.Tensor or None; got tuple"),
+    "plan is of 7 columns": (attention(plan=Plan(torch.zeros(2, 7, dtype=INT), LAUNCH)), ValueError, r"plan must be int32 \[ctas, 8\]"),
+    "plan has no rows": (attention(plan=Plan(torch.zeros(0, 8, dtype=INT), LAUNCH)), ValueError, r"plan must be a contiguous table of one row or more"),
+    "plan is a tuple": (attention(plan=(1, 2)), TypeError, r"plan must be what mla_backend.plan returned; got tuple"),
     "out is fp32": (attention(out=torch.zeros(2, 3, 512)), ValueError, r"out must be bfloat16 \[T=2, H=3, 512\]; got float32"),
     "out is too small": (attention(out=torch.zeros(2, 2, 512).bfloat16()), ValueError, r"out must be .*got bfloat16 \[2, 2, 512\]"),
     "lse is bf16": (attention(lse=torch.zeros(2, 3).bfloat16()), ValueError, r"lse must be float32 \[T=2, H=3\]; got bfloat16"),
     "lse is transposed": (attention(lse=torch.zeros(3, 2)), ValueError, r"lse must be .*got float32 \[3, 2\]"),
     "plan for -1 tokens": (lambda: mla_backend.plan(-1, 5), ValueError, r"num_tokens must be 0 or more; got -1"),
     "plan for 1.5 tokens": (lambda: mla_backend.plan(1.5, 5), TypeError, r"num_tokens must be an int; got float"),
-    "plan for no workers": (lambda: mla_backend.plan(1, 5, workers=0), ValueError, r"workers must be 1 or more; got 0"),
+    "plan for no CTAs": (lambda: mla_backend.plan(1, 5, launch=LAUNCH._replace(ctas=0)), ValueError, r"launch.ctas must be 1 or more; got 0"),
+    "plan of a launch of other CTAs": (attention(plan=Plan(torch.zeros(3, 8, dtype=INT), LAUNCH)), ValueError, r"plan.launch must be a Launch for a table of 3 CTAs"),
+    "plan of a launch that is a number": (lambda: mla_backend.plan(1, 5, launch=4), TypeError, r"launch must be a Launch; got int"),
     "plan for more tokens than are counted": (lambda: mla_backend.plan(2**63, 5), ValueError, r"^num_tokens must be 9223372036854775807 or less"),
     "return_max_logits is text": (attention(return_max_logits="no"), TypeError, r"^return_max_logits must be a bool; got str"),
     "scale is larger than any float": (attention(scale=10**400), ValueError, r"^scale must be a number that fits into 64 bits"),
     "plan on a GPU that is not there": (lambda: mla_backend.plan(1, 5, device="cuda:99"), ValueError, r"^device must be an available device; got 'cuda:99'"),
     "plan on a number": (lambda: mla_backend.plan(1, 5, device=1.5), TypeError, r"^device must be an available device; got 1.5"),
     "a cache on a device of no kind": (lambda: mla_backend.FORMATS["bf16"].new_cache(1, 1, "gpu"), ValueError, r"^device must be an available device; got 'gpu'"),
-    "plan for rows that are none": (lambda: mla_backend.plan(1, 5, workers=2, cache_format="fp4"), ValueError, r"cache_format must be None or one of .*; got 'fp4'"),
+    "plan for rows that are none": (lambda: mla_backend.plan(1, 5, cache_format="fp4"), ValueError, r"cache_format must be None or one of .*; got 'fp4'"),
     "plan with other lengths": (lambda: mla_backend.plan(3, 5, topk_length=torch.zeros(2, dtype=INT)), ValueError, r"topk_length must be int32 \[T=3\]"),
-    "plan into fp32": (lambda: mla_backend.plan(3, 5, out=torch.zeros(2, 8)), ValueError, r"out must be int32 \[workers, 8\]"),
+    "plan into fp32": (lambda: mla_backend.plan(3, 5, out=Plan(torch.zeros(2, 8), LAUNCH)), ValueError, r"out must be int32 \[ctas, 8\]"),
+    "plan into a tensor": (lambda: mla_backend.plan(3, 5, out=torch.zeros(2, 8, dtype=INT)), TypeError, r"out must be what mla_backend.plan returned; got Tensor"),
     "kv_c is fp16": (write(kv_c=torch.zeros(3, 512).half()), ValueError, r"kv_c must be bfloat16 or float32 \[N, 512\]; got float16"),
     "kv_c is 576 wide": (write(kv_c=torch.zeros(3, 576)), ValueError, r"kv_c must be .*got float32 \[3, 576\]"),
     "kv_c is fp16 for bf16 rows": (write("bf16", kv_c=torch.zeros(3, 512).half()), ValueError, r"kv_c must be bfloat16 or float32 \[N, 512\]; got float16"),
@@ -362,7 +366,7 @@ CASES = {
     "batch_invariant is text": (attention(batch_invariant="no"), TypeError, r"batch_invariant must be a bool; got str"),
     "lengths are a list": (attention(topk_length=[1, 2]), TypeError, r"topk_length must be a torch.Tensor or None; got list"),
     "plan of a list of lengths": (lambda: mla_backend.plan(2, 5, topk_length=[1, 2]), TypeError, r"topk_length must be a torch.Tensor; got list"),
-    "plan into a table of other workers": (lambda: mla_backend.plan(2, 5, workers=3, out=torch.zeros(2, 8, dtype=INT)), ValueError, r"out must be given alone"),
+    "plan into a table of another launch": (lambda: mla_backend.plan(2, 5, launch=LAUNCH, out=Plan(torch.zeros(2, 8, dtype=INT), LAUNCH)), ValueError, r"out must be given alone"),
     "plan for 2**31 tokens": (lambda: mla_backend.plan(2**31, 5), ValueError, r"num_tokens must be 0 to 2147483647; got 2147483648"),
     "format of a list": (lambda: mla_backend.format_of([1]), TypeError, r"cache must be a torch.Tensor; got list"),
     "format of fp32": (lambda: mla_backend.format_of(torch.zeros(1, 1, 576)), ValueError, r"cache must be of a known format"),
@@ -403,8 +407,8 @@ CASES = {
     "dense: causal is text": (dense(causal="x"), TypeError, r"^causal must be a bool; got str"),
     "dense: cache_format is unknown": (dense(cache_format="fp8"), ValueError, r"^cache_format must be None or one of bf16, "),
     "dense: cache_scale with bf16": (dense(cache_scale=0.5), ValueError, r"^cache_scale must be 1 with bf16 rows; got 0.5"),
-    "dense: plan is of 7 columns": (dense(plan=torch.zeros(2, 7, dtype=INT)), ValueError, r"^plan must be int32 \[workers, 8\]"),
-    "dense: plan is a tuple": (dense(plan=(1, 2)), TypeError, r"^plan must be a torch.Tensor; got tuple"),
+    "dense: plan is of 7 columns": (dense(plan=Plan(torch.zeros(2, 7, dtype=INT), LAUNCH)), ValueError, r"^plan must be int32 \[ctas, 8\]"),
+    "dense: plan is a tuple": (dense(plan=(1, 2)), TypeError, r"^plan must be what mla_backend.plan returned; got tuple"),
     "dense: out is fp32": (dense(out=torch.zeros(2, 3, 5, 512)), ValueError, r"^out must be bfloat16 \[B=2, S=3, H=5, 512\]; got float32"),
     "dense: out is too wide": (dense(out=torch.zeros(2, 3, 5, 576).bfloat16()), ValueError, r"^out must be bfloat16 \[B=2, S=3, H=5, 512\]; got bfloat16 \[2, 3, 5, 576\]"),
     "dense: out of other heads": (dense(out=torch.zeros(2, 3, 4, 512).bfloat16()), ValueError, r"^out must be .*got bfloat16 \[2, 3, 4, 512\]"),

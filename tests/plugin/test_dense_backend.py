@@ -61,7 +61,6 @@ BATCHES = {
 
 def buffers(dense, **more):
     given = dict(
-        most_requests=8,
         most_queries=64,
         slots=128,
         heads=HEADS,

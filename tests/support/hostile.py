@@ -24,8 +24,10 @@ from torch import Tensor
 
 import mla_backend
 from dense_problems import random_dense
+from mla_backend import Plan
 from mla_backend.arguments import call
-from mla_backend.attention import workspace_floats
+from mla_backend.plan import choose_launch, workspace_floats
+from plans import planned
 from problems import FORMATS, assert_accurate, random_problem, scale_of, score_error
 from training_problems import random_training_problem
 
@@ -163,24 +165,25 @@ def plans(random: Random, folder: Path, device: str) -> None:
     problem = random_problem(random.choice(FORMATS), tokens, heads, topk)
     if random.random() < 0.5:
         problem.topk_length = torch.randint(-3, topk + 4, (tokens,), dtype=INT)
-    planned = tokens if random.random() < 0.8 else random.randint(0, 9)
-    lengths = problem.topk_length if planned == tokens and random.random() < 0.5 else None
-    good = mla_backend.plan(planned, topk, topk_length=lengths, num_heads=heads, workers=random.randint(1, 7))
-    plan = mutated_plan(random, good) if random.random() < 0.8 else good
+    planned_tokens = tokens if random.random() < 0.8 else random.randint(0, 9)
+    lengths = problem.topk_length if planned_tokens == tokens and random.random() < 0.5 else None
+    plan = planned(planned_tokens, topk, topk_length=lengths, num_heads=heads, ctas=random.randint(1, 7))
+    if random.random() < 0.8:
+        table = mutated_plan(random, plan.table)
+        plan = Plan(table, plan.launch._replace(ctas=len(table)))
     guarded, there = Guarded(device), problem.to(device)
     out, lse = guarded.tensor(problem.q.dtype, tokens, heads, 512), guarded.tensor(torch.float32, tokens, heads)
     if device == "cpu":
         got = there.solve(plan=plan, out=out, lse=lse)
         guarded.check()
         return assert_accurate(got, problem.oracle())
-    workspace = guarded.tensor(torch.float32, workspace_floats(plan.shape[0], heads)).zero_()
-    there.solve(plan=plan.to(device), workspace=workspace, out=out, lse=lse)
+    workspace = guarded.tensor(torch.float32, workspace_floats(plan.launch.ctas, heads)).zero_()
+    launch = choose_launch(device, heads, planned_tokens, topk)._replace(ctas=plan.launch.ctas)
+    there.solve(plan=Plan(plan.table.to(device), launch), workspace=workspace, out=out, lse=lse)
     torch.cuda.synchronize()
     guarded.check()
     workspace.zero_()  # a wild plan may leave numbers among its counters
-    good = mla_backend.plan(
-        tokens, topk, topk_length=there.topk_length, num_heads=heads, workers=plan.shape[0], device=device
-    )
+    good = planned(tokens, topk, topk_length=there.topk_length, num_heads=heads, ctas=launch.ctas, device=device)
     got = there.solve(plan=good, workspace=workspace, out=out, lse=lse)
     guarded.check()
     assert_accurate(got, problem.oracle(), score_error=score_error(problem.cache))
@@ -220,7 +223,7 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
                 found["plan"] = mla_backend.plan(tokens, slots, num_heads=queries * heads, device=device)
             return mla_backend.dense_attention, found
         case "plan":
-            out = guarded.tensor(INT, 4, 8)
+            out = Plan(guarded.tensor(INT, 4, 8), planned(tokens, topk, ctas=4, device=device).launch)
             return mla_backend.plan, {"num_tokens": tokens, "topk": topk, "topk_length": lengths, "out": out}
         case "merge":
             outs, lses = torch.randn(2, tokens, heads, 8, device=device), torch.randn(2, tokens, heads, device=device)

@@ -1,4 +1,4 @@
-"""What a plan has to be, whoever made it; and what GPU's plans are, where there is none."""
+"""What a plan has to be, whoever made it; and what GPU's launches and plans are, where there is none."""
 
 import ctypes
 import functools
@@ -7,36 +7,47 @@ import shlex
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
-from mla_backend import library
+import mla_backend
+from mla_backend import Launch
 from mla_backend.formats import format_number
+from mla_backend.plan import KERNELS, choose_launch
 
 CSRC = Path(__file__).parents[2] / "csrc"
-CUT_FOR_CLUSTERS = [
+SPLIT_FOR_CLUSTERS = [
     *((1, 16), (5, 16), (8, 16), (17, 16), (20, 16), (33, 16), (50, 16)),
-    *((3, 8), (12, 8), (16, 8), (30, 5), (33, 8), (60, 8), (1, 100), (8, 64), (8, 128)),
+    *((3, 8), (12, 8), (16, 8), (30, 5), (33, 8), (60, 8), (1, 100), (8, 64)),
 ]
-"""Tokens and heads: on Hopper each token is cut into as many parts as a cluster has blocks."""
-SIXTHS = (16, 16)
-"""The same, into six parts, with bf16 rows and lists of 18 tiles."""
-UNCUT_TOKENS = 209
-"""So many are not. With 17 to 32 heads and fp8 rows `few_heads_wide` serves them, with more `many_heads`."""
-FEW_AND_MANY = [(2, 20), (UNCUT_TOKENS, 8), (UNCUT_TOKENS, 32), (UNCUT_TOKENS, 64)]
+"""Tokens and heads: on Hopper each token gets as many splits as a cluster has CTAs."""
+WHOLE_TOKENS = 209
+"""So many are not split. With 17 to 32 heads and fp8 rows swap_ab serves them in CTAs of 32 heads, with more m64."""
+FEW_AND_MANY = [(2, 20), (WHOLE_TOKENS, 8), (WHOLE_TOKENS, 32), (WHOLE_TOKENS, 64)]
 """Tokens and heads: one for each kernel that a Hopper GPU has."""
 TOKEN_UNITS = 3
-"""What a token costs a worker besides its tiles, in tiles, where there are fewer than two workers for each token."""
+"""What a token costs a CTA besides its tiles, in tiles, where there are fewer than two CTAs for each token."""
 
 
-def gpu(processors=132, hopper_kernels=True):
-    """A GPU like an H100: of its multiprocessors some can't be used by clusters that don't fit its partitions."""
-    left_over = {2: 0, 3: processors / 9, 6: processors * 3 / 13}
-    device = library.Device(processors=processors, hopper_kernels=hopper_kernels)
-    for blocks in range(2, device.LARGEST_CLUSTER + 1):
-        device.clusters[blocks] = (processors - int(left_over.get(blocks, processors / 11))) // blocks
-    return device
+class Gpu(ctypes.Structure):
+    """struct Gpu of csrc/include/mla/schedule/launch.h."""
+
+    _fields_ = (
+        ("multiprocessors", ctypes.c_int32),
+        ("hopper", ctypes.c_int32),
+        ("clusters", ctypes.c_int32 * 17),
+        ("clock_ghz", ctypes.c_double),
+        ("memory_tbs", ctypes.c_double),
+    )
+
+
+def gpu(multiprocessors=132, hopper=True, clusters=True, clock_ghz=1.98, memory_tbs=4.8):
+    """A GPU like an H200: of its multiprocessors some can't be used by clusters that don't fit its partitions."""
+    left_over = {2: 0, 3: multiprocessors / 9, 6: multiprocessors * 3 / 13}
+    found = Gpu(multiprocessors, hopper, clock_ghz=clock_ghz, memory_tbs=memory_tbs)
+    for ctas in range(2, 17 if clusters else 0):
+        found.clusters[ctas] = (multiprocessors - int(left_over.get(ctas, multiprocessors / 11))) // ctas
+    return found
 
 
 @functools.cache
@@ -50,49 +61,44 @@ def _host():
         return ctypes.CDLL(str(target))
 
 
-class Choice(NamedTuple):
-    """struct Choice of csrc/include/mla/choice.h."""
-
-    kernel: str
-    heads_per_block: int
-    parts: int
-    workers: int
-    cluster: int
-
-
-def gpu_choice(
-    device, tokens, heads, *, fmt="fp8_ds_mla", whole_tokens=False, suits_hopper=True, workers=0, token_tiles=32
-):
-    """How a GPU computes attention; without workers, with the plan that it gets then."""
-    numbers = (ctypes.c_int32 * 5)()
-    flags = [format_number(fmt, "fmt"), *(ctypes.c_bool(flag) for flag in (whole_tokens, suits_hopper))]
-    tokens, token_tiles = ctypes.c_int64(tokens), ctypes.c_int64(token_tiles)
-    _host().gpu_choice(ctypes.byref(device), tokens, heads, *flags, workers, token_tiles, numbers)
-    kernels = ("portable", "few_heads", "few_heads_wide", "many_heads")
-    return Choice(kernels[numbers[0]], *numbers[1:])
+def gpu_launch(device, tokens, heads, slots=2048, *, fmt="fp8_ds_mla", batch_invariant=False):
+    """How a GPU computes attention. None: any number of tokens or slots."""
+    numbers = (ctypes.c_int32 * 6)()
+    tokens, slots = (ctypes.c_int64(-1 if n is None else n) for n in (tokens, slots))
+    more = format_number(fmt, "fmt"), ctypes.c_bool(batch_invariant)
+    _host().gpu_launch(ctypes.byref(device), tokens, slots, heads, *more, numbers)
+    return Launch(KERNELS[numbers[0]], *numbers[1:])
 
 
-def gpu_plan(
-    tokens, topk, workers, *, topk_length=None, extra_topk=0, extra_topk_length=None, batch_invariant=False, device=None
-):
-    """The table that a GPU has to make, int32 `[workers, 8]`: a CPU's walk over the tokens, with a GPU's tiles. With a
-    device, plans for long lists are those for its clusters."""
-    rows = torch.empty((workers, 8), dtype=torch.int32)
+def by_load(ctas, cluster=1, splits=0):
+    """A launch of a GPU with a plan of so many CTAs."""
+    return Launch("swap_ab", 16, splits, cluster, 0, ctas)
+
+
+def gpu_plan(tokens, topk, launch, *, topk_length=None, extra_topk=0, extra_topk_length=None, batch_invariant=False):
+    """The table that a GPU has to make, int32 `[ctas, 8]`: a CPU's walk over the tokens, with a GPU's tiles."""
+    rows = torch.empty((launch.ctas, 8), dtype=torch.int32)
     lengths = topk_length, extra_topk_length
     assert all(n is None or (n.dtype == torch.int32 and n.is_cpu and n.is_contiguous()) for n in lengths)
     pointers = [ctypes.c_void_p(None if n is None else n.data_ptr()) for n in lengths]
-    whole = ctypes.c_bool(batch_invariant)
-    described = None if device is None else ctypes.byref(device)
-    _host().gpu_plan(tokens, topk, extra_topk, *pointers, whole, ctypes.c_void_p(rows.data_ptr()), workers, described)
+    numbers, whole = (ctypes.c_int32 * 6)(*launch.numbers()), ctypes.c_bool(batch_invariant)
+    _host().gpu_plan(tokens, topk, extra_topk, *pointers, whole, ctypes.c_void_p(rows.data_ptr()), numbers)
     return rows
 
 
-def cuts_of(device, tokens, heads, topk):
-    """What docs/kernels.md has of a default plan for full lists: heads of a block, and how tokens are cut."""
-    choice = gpu_choice(device, tokens, heads, token_tiles=-(-topk // 64))
-    uncut = not gpu_plan(tokens, topk, choice.workers, device=device)[:, 2].any()
-    cut = "" if uncut else "~" if choice.workers % tokens else f"/{choice.workers // tokens}"
-    return f"{choice.heads_per_block}{cut}"
+def planned(tokens, topk, *, ctas, device=None, num_heads=16, splits=0, cluster=1, **more):
+    """A plan of so many CTAs for the kernel that serves so many heads."""
+    lengths = more.get("topk_length")
+    device = device or ("cpu" if lengths is None else lengths.device)
+    launch = choose_launch(device, num_heads, tokens, topk, more.get("cache_format"))
+    launch = launch._replace(splits=splits, cluster=cluster, rounds=int(splits == 1), ctas=ctas)
+    return mla_backend.plan(tokens, topk, launch=launch, device=device, **more)
+
+
+def splits_of(device, tokens, heads, topk):
+    """What docs/kernels.md has of a default plan for full lists: heads of a CTA, and how tokens are split."""
+    launch = gpu_launch(device, tokens, heads, topk)
+    return f"{launch.heads_per_cta}{'~' if not launch.splits else f'/{launch.splits}' if launch.splits > 1 else ''}"
 
 
 def tiles_of(lengths, tile_slots=16):

@@ -61,7 +61,7 @@ struct Job {
 PlanShape shape_of(const AttentionProblem& p) {
   const bool two = p.list_count > 1;
   return plan_shape(PlanFor::cpu, {p.tokens, p.lists[0].topk, two ? p.lists[1].topk : 0, p.lists[0].length,
-                                   two ? p.lists[1].length : nullptr, p.whole_tokens, nullptr, 0});
+                                   two ? p.lists[1].length : nullptr, p.whole_tokens, nullptr, {}});
 }
 
 // Heads [first_head, first_head + heads) of all tokens.
@@ -92,7 +92,7 @@ void attend(const AttentionProblem& p, const PlanShape& shape, int32_t first_hea
 
 }  // namespace
 
-void attention(const AttentionProblem& given) {
+void attention(const AttentionProblem& given, const Launch&) {
   AttentionProblem p = given;
   PlanShape shape = shape_of(p);
   std::vector<PlanRow> own_plan;

@@ -6,7 +6,7 @@
 
 namespace mla::cpu {
 
-void make_plan(const PlanProblem& p) { fill_plan(plan_shape(PlanFor::cpu, p), p.rows, p.workers); }
+void make_plan(const PlanProblem& p) { fill_plan(plan_shape(PlanFor::cpu, p), p.rows, p.launch.ctas); }
 
 void fill_plan(const PlanShape& given, PlanRow* rows, int workers) {
   PlanShape shape = given;

@@ -1,4 +1,4 @@
-// Asks the GPU and the problem what mla/choice.h wants to know, and launches the kernel that it chooses.
+// Asks a GPU once what choose_launch() wants to know of it, and runs the kernel that a launch names.
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -26,16 +26,20 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
-Device ask_device(int index) {
-  Device device{};
-  device.processors = attribute(cudaDevAttrMultiProcessorCount, index);
+Gpu ask_gpu(int index) {
+  Gpu gpu{};
+  gpu.multiprocessors = attribute(cudaDevAttrMultiProcessorCount, index);
+  gpu.clock_ghz = attribute(cudaDevAttrClockRate, index) * 1e-6;
+  // two transfers a clock
+  gpu.memory_tbs =
+      2e-9 / 8 * attribute(cudaDevAttrMemoryClockRate, index) * attribute(cudaDevAttrGlobalMemoryBusWidth, index);
 #ifdef MLA_CUDA_SM90A
-  device.hopper_kernels = attribute(cudaDevAttrComputeCapabilityMajor, index) == 9;
-  if (device.hopper_kernels) {
+  gpu.hopper = attribute(cudaDevAttrComputeCapabilityMajor, index) == 9;
+  if (gpu.hopper) {
     const int before = current_device();
     check(cudaSetDevice(index), "device");
     try {
-      for (int blocks = 2; blocks <= kMaxCluster; ++blocks) device.clusters[blocks] = few_heads_clusters(blocks);
+      for (int ctas = 2; ctas <= kMaxCluster; ++ctas) gpu.clusters[ctas] = swap_ab_clusters(ctas);
     } catch (...) {
       cudaSetDevice(before);
       throw;
@@ -43,7 +47,7 @@ Device ask_device(int index) {
     check(cudaSetDevice(before), "device");
   }
 #endif
-  return device;
+  return gpu;
 }
 
 // The Hopper kernels read and write in 16-byte pieces, count them in 32 bits, and have one kind of tile.
@@ -62,45 +66,45 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
   return aligned(p.q_nope, p.q_nope_strides) && aligned(p.q_rope, p.q_rope_strides) && aligned(p.out, p.out_strides);
 }
 
-AttentionShape shape_of(const AttentionProblem& p) {
-  int64_t tiles = 0;
-  for (int i = 0; i < p.list_count; ++i) tiles += tiles_of(p.lists[i].topk, kGpuTileSlots);
-  const CacheFormat& format = p.lists[0].cache.format;
-  return {p.tokens, p.heads, format, p.whole_tokens, suits_hopper_kernels(p), p.workers, tiles};
+// The launch, if its kernel can run the problem. Whoever made the plan may have supposed other rows, and saw no tensors:
+// a plan for other rows runs on the nearest kernel that has these, and what Hopper kernels can't read on the portable one.
+Launch fitted(const AttentionProblem& p, Launch launch) {
+  const Gpu gpu = describe_current_gpu();
+  const Launch portable{Kernel::portable, kPortableHeads, launch.splits, 1, launch.rounds, launch.ctas};
+  if (!gpu.hopper || !suits_hopper_kernels(p)) return portable;
+  if (p.tile == Tile::staged_576) launch.kernel = Kernel::m64, launch.heads_per_cta = 64;
+  const bool scaled = p.tile == Tile::scaled_576;
+  if (launch.kernel == Kernel::swap_ab && launch.heads_per_cta == 32 && !scaled) launch.heads_per_cta = 16;
+  const int heads = launch.heads_per_cta;
+  const bool swap_ab = launch.kernel == Kernel::swap_ab && (heads == 8 || heads == 16 || heads == 32);
+  if (!swap_ab && !(launch.kernel == Kernel::m64 && heads == 64)) return portable;
+  const bool clusters = swap_ab && heads <= 16 && selection != Selection::unclustered;
+  if (!clusters || gpu.clusters[launch.cluster] == 0) launch.cluster = 1;
+  return launch;
 }
 
 }  // namespace
 
-Device describe_device(int index) {
+Gpu describe_gpu(int index) {
   static std::mutex mutex;
-  static std::map<int, Device> known;
+  static std::map<int, Gpu> known;
   const std::lock_guard<std::mutex> lock(mutex);
   auto found = known.find(index);
-  if (found == known.end()) found = known.emplace(index, ask_device(index)).first;
-  Device device = found->second;
-  if (selection == Selection::portable) device.hopper_kernels = false;
-  return device;
+  if (found == known.end()) found = known.emplace(index, ask_gpu(index)).first;
+  Gpu gpu = found->second;
+  if (selection == Selection::portable) gpu.hopper = false;
+  return gpu;
 }
 
-Device describe_current_device() { return describe_device(current_device()); }
+Gpu describe_current_gpu() { return describe_gpu(current_device()); }
 
-void attention(const AttentionProblem& p, void* stream) {
-  Choice choice = choose(shape_of(p), describe_current_device());
-  if (selection == Selection::unclustered) choice.cluster = 1;
-  switch (choice.kernel) {
+void attention(const AttentionProblem& p, const Launch& given, void* stream) {
+  const Launch launch = fitted(p, given);
 #ifdef MLA_CUDA_SM90A
-    case Choice::few_heads:
-      return few_heads_attention(p, choice, stream);
-    case Choice::few_heads_wide:
-      few_heads_wide_attention(p, choice, stream);
-      break;
-    case Choice::many_heads:
-      return many_heads_attention(p, choice, stream);
+  if (launch.kernel == Kernel::swap_ab) return swap_ab_attention(p, launch, stream);
+  if (launch.kernel == Kernel::m64) return m64_attention(p, launch, stream);
 #endif
-    default:
-      portable_attention(p, choice, stream);
-  }
-  merge_cut_tokens(p, false, stream);
+  portable_attention(p, launch, stream);
 }
 
 bool select_kernel(const std::string& name) {

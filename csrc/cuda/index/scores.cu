@@ -34,7 +34,7 @@ Variant choose(int heads, bool aligned = true) {
 
 void index_scores(const IndexScoresProblem& p, void* stream) {
   if (p.tokens == 0 || p.positions == 0) return;
-  const int64_t most = int64_t{describe_current_device().processors} * index::kBlocksPerProcessor;
+  const int64_t most = int64_t{describe_current_gpu().multiprocessors} * index::kBlocksPerProcessor;
   const int64_t blocks = std::min(most, p.tokens * index::units_of(p.positions));
   // scales stand a multiple of 128 bytes behind a block's begin
   const bool aligned = aligned16(p.cache.data, p.cache.block_stride);

@@ -265,7 +265,7 @@ void merge_partials(const MergeProblem<uint16_t>& p, void* stream) { merge(p, st
 void merge_cut_tokens(const AttentionProblem& p, bool compact, void* stream) {
   // One wave of blocks, so that none begins only when others have ended: tokens are rarely cut, but this is always run.
   // A head is one warp's work whatever the grid is, so the bits don't depend on it.
-  const int most_blocks = kMergeBlocksPerProcessor * describe_current_device().processors;
+  const int most_blocks = kMergeBlocksPerProcessor * describe_current_gpu().multiprocessors;
   const int cut = std::min(p.tokens, p.workers);  // upper bound
   const int heads = std::clamp(most_blocks / cut, 1, (p.heads + kWarps - 1) / kWarps);
   launch_early(compact ? merge_cut_tokens_kernel<CompactPart> : merge_cut_tokens_kernel<FloatPart>, dim3(cut, heads),

@@ -8,7 +8,6 @@
 #include "cuda/common/scan.cuh"
 #include "cuda/common/vector.cuh"
 #include "cuda/ops.h"
-#include "mla/choice.h"
 #include "mla/plan.h"
 
 namespace mla::cuda {
@@ -28,6 +27,7 @@ struct PlanJob {
   int64_t full_units;     // units of all tokens, if all lists are full
   int32_t whole_workers;  // workers that take whole tokens then; 0: tokens are cut
   bool aligned;           // whether rows are, to 16 bytes
+  bool fit_clusters;      // whether splits may be equal after all: see parts_of_clusters()
 };
 
 // Units: wide enough for the units of all tokens together. uint32_t spares the GPU long sums and divisions.
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
   if (thread == 0) borders[0] = {0, 0};
   planner.share_out();
   __syncthreads();
-  if (p.shape.cluster > 0) planner.fit_clusters();
+  if (p.fit_clusters) planner.fit_clusters();
 
   // Rows in rounds. The last thread only finds where the worker before it ends, and takes that worker's successor in
   // the next round; partials and parts go on from one round to the next.
@@ -201,10 +201,10 @@ int32_t divided_up(int64_t n, int64_t by) { return static_cast<int32_t>((n + by 
 
 void make_plan(const PlanProblem& p, void* stream) {
   PlanShape shape = plan_shape(PlanFor::gpu, p);
-  shape.token_units = token_units(shape, p.workers);
-  set_kind(shape, describe_current_device(), p.workers);
+  const int32_t workers = p.launch.ctas;
+  shape.token_units = token_units(shape, workers);
   // a thread for each token and for each border, while there are threads
-  const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{p.workers} + 1);
+  const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{workers} + 1);
   const int threads = static_cast<int>(std::min<int64_t>((wanted + 31) / 32 * 32, kMaxThreads));
   const int32_t span = std::max(divided_up(shape.tokens, kMaxSpans), 1);
   const int32_t spans = divided_up(shape.tokens, span);
@@ -213,8 +213,9 @@ void make_plan(const PlanProblem& p, void* stream) {
   const int shared_bytes = (spans + 1) * static_cast<int>(wide ? sizeof(uint64_t) : sizeof(uint32_t));
   launch_early(
       wide ? kWideKernel : kKernel, 1, threads, shared_bytes, stream, "plan",
-      PlanJob{shape, p.rows, p.workers, span, spans, divided_up(spans, threads), most_units,
-              static_cast<int32_t>(whole_token_workers(shape, p.workers)), aligned16(p.rows, sizeof(PlanRow))});
+      PlanJob{shape, p.rows, workers, span, spans, divided_up(spans, threads), most_units,
+              static_cast<int32_t>(whole_token_workers(shape, workers)), aligned16(p.rows, sizeof(PlanRow)),
+              may_fit_clusters(shape, workers)});
 }
 
 MLA_KERNELS {

@@ -18,7 +18,6 @@ namespace mla {
   void op(const Problem&, void* stream); \
   }
 
-MLA_OP_ON_BOTH(attention, AttentionProblem)  // on a GPU with a plan and a workspace
 MLA_OP_ON_BOTH(make_plan, PlanProblem)
 MLA_OP_ON_BOTH(merge_partials, MergeProblem<float>)
 MLA_OP_ON_BOTH(merge_partials, MergeProblem<uint16_t>)
@@ -36,5 +35,13 @@ MLA_OP_ON_BOTH(sparse_backward, BackwardProblem)
 MLA_OP_ON_BOTH(backward_sum, SumProblem)
 
 #undef MLA_OP_ON_BOTH
+
+// Also how a GPU runs it, with a plan and a workspace. On a CPU there is one kernel.
+namespace cpu {
+void attention(const AttentionProblem& problem, const Launch&);
+}
+namespace cuda {
+void attention(const AttentionProblem& problem, const Launch& launch, void* stream);
+}
 
 }  // namespace mla

@@ -1,16 +1,17 @@
 // The plan says which worker attends to which part of which token's indices. A worker is an item of work for the CPU's
-// threads, or a thread block of the GPU for each group of heads.
+// threads, or a CTA of the GPU for each group of heads.
 //
 // It splits all work evenly. A token's main list, then its extra one, is cut into tiles of `tile_slots` slots; the two
 // lists never share a tile. The tiles of all tokens are concatenated, with a fixed cost in front of each token, and
 // every worker gets an equal, contiguous range. Work is counted in units: one for each tile, and the tokens' costs. A
 // worker therefore shares at most two tokens with others, its first and its last, and needs room for two partial
-// results. On a GPU equal tokens stay whole where that idles less than cuts cost.
+// results. On a GPU the launch may say that tokens stay whole, or get equal splits: see Launch.
 #pragma once
 
 #include <cstdint>
 
 #include "mla/platform.h"
+#include "mla/schedule/launch.h"
 
 namespace mla {
 
@@ -40,8 +41,8 @@ struct PlanProblem {
   const int32_t* length;        // [tokens] or null
   const int32_t* extra_length;  // [tokens] or null
   bool whole_tokens;
-  PlanRow* rows;  // [workers]
-  int32_t workers;
+  PlanRow* rows;  // [launch.ctas]
+  Launch launch;
 };
 
 // The same without the rows, and what tiles, tokens and cuts cost on a device: see plan_shape().
@@ -57,8 +58,8 @@ struct PlanShape {
   bool whole_tokens;              // never cut a token: its bits then don't depend on its neighbours
   const int32_t* length;          // [tokens] or null
   const int32_t* extra_length;    // [tokens] or null
-  int32_t cluster = 0;            // blocks of the launch's clusters, in a plan for long lists; see parts_of_clusters()
-  bool two_rounds = false;        // whether the plan is one for two rounds of whole tokens; see has_two_rounds()
+  int32_t splits;                 // of the launch, as is
+  int32_t cluster;                // this
 };
 
 enum class PlanFor { cpu, gpu };
@@ -67,13 +68,14 @@ constexpr int kGpuTileSlots = 64;         // of every GPU kernel
 constexpr int kPlanWorkersPerThread = 2;  // of a CPU, whose cores are seldom equally fast
 
 inline PlanShape plan_shape(PlanFor device, const PlanProblem& p) {
-  PlanShape shape{p.tokens, p.topk, p.extra_topk, 0, 0, 0, 0, 0, p.whole_tokens, p.length, p.extra_length};
+  PlanShape shape{p.tokens, p.topk, p.extra_topk, 0, 0, 0, 0, 0, p.whole_tokens, p.length, p.extra_length, 0, 1};
   if (device == PlanFor::gpu) {
     shape.tile_slots = kGpuTileSlots;
     shape.token_units = 3;  // a token's beginning and end take about as long as three tiles; see token_units()
     shape.min_part = 1;
     shape.good_part = 1;
     shape.workers_per_processor = 1;
+    shape.splits = p.launch.splits, shape.cluster = p.launch.cluster;
   } else {
     shape.tile_slots = 16;
     shape.token_units = 1;
@@ -159,46 +161,39 @@ MLA_HOST_DEVICE int64_t full_units(const PlanShape& shape) {
   return shape.tokens * (shape.token_units + full_tiles(shape));
 }
 
-// Whether tokens should stay whole, if all lists are full and there are fewer than two workers a token. Cuts cost
-// partial results, their merge, and another beginning and end of a token for almost every worker: about kCutTiles each.
-// Whole tokens cost the workers that idle in the last round. A plan may ask for two rounds all the same.
-constexpr int64_t kCutTiles = 8;
-MLA_HOST_DEVICE bool whole_tokens_pay(int64_t tokens, int64_t tiles, int64_t workers, bool two_rounds) {
-  const int64_t rounds = (tokens + workers - 1) / workers;
-  return (two_rounds && rounds == 2) || (rounds * workers - tokens) * tiles <= kCutTiles * workers;
-}
-
-// If all lists are full: how many workers get work when no token is cut, or 0 if cutting is cheaper. With two workers a
-// token or more, tokens are always cut: clusters of blocks merge cheaply. Only as many workers get work as the rounds
-// need, so that none gets more tokens than there are rounds. For unequal tokens, and on CPUs, where cores are seldom
-// equally fast, this can't be known.
+// How many CTAs get work where no token is split: 0 unless the launch is for whole tokens. It counts if all lists are
+// full. Only as many get work as the rounds need, so that none has more tokens than there are rounds.
 MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t workers) {
-  const int64_t tokens = shape.tokens, tiles = full_tiles(shape);
-  if (shape.workers_per_processor > 1 || tiles == 0 || 2 * tokens <= workers) return 0;
-  if (!whole_tokens_pay(tokens, tiles, workers, shape.two_rounds)) return 0;
-  const int64_t rounds = (tokens + workers - 1) / workers;
-  return (tokens + rounds - 1) / rounds;
+  if (shape.splits != 1 || shape.tokens == 0) return 0;
+  const int64_t rounds = (shape.tokens + workers - 1) / workers;
+  return (shape.tokens + rounds - 1) / rounds;
 }
 
-// Into how many parts each token is cut where all are cut alike, whatever their lengths; 0 where load alone says so.
-// Blocks of a cluster merge the parts of one token in shared memory, but only if no worker shares two tokens. That is
-// worth kClusterTiles more tiles for the worker that has most.
+// CTAs of a cluster combine the splits of one token in shared memory, but only if no CTA shares two tokens. That is
+// worth kClusterTiles more tiles for the CTA that has most.
 constexpr int32_t kMostEvenTokens = 1024;  // more than any GPU runs clusters at once
 constexpr int64_t kClusterTiles = 4;
-MLA_HOST_DEVICE int64_t even_parts(const PlanShape& shape, int64_t units, int64_t workers) {
-  constexpr int64_t kMostParts = 16;
-  if (shape.workers_per_processor > 1 || shape.whole_tokens) return 0;
-  if (shape.tokens == 0 || shape.tokens > kMostEvenTokens || workers % shape.tokens) return 0;
-  const int64_t parts = workers / shape.tokens;
-  const bool worth = full_tiles(shape) <= parts * (kClusterTiles + units / workers);
-  return parts > 1 && parts <= kMostParts && worth ? parts : 0;
+MLA_HOST_DEVICE bool even_splits_pay(int64_t longest, int64_t splits, int64_t units, int64_t workers) {
+  return longest <= splits * (kClusterTiles + units / workers);
 }
 
-// The same in a plan that was chosen for long lists, because a page table is wide, where the longest list is short
-// after all: as many parts as a cluster has blocks.
+MLA_HOST_DEVICE bool may_fit_clusters(const PlanShape& shape, int64_t workers) {
+  return shape.splits == 0 && shape.cluster > 1 && !shape.whole_tokens && shape.tokens > 0 &&
+         shape.tokens <= kMostEvenTokens && int64_t{shape.tokens} * shape.cluster <= workers;
+}
+
+// Into how many splits every token is cut, whatever its length; 0 where load alone says so.
+MLA_HOST_DEVICE int64_t even_parts(const PlanShape& shape, int64_t units, int64_t workers) {
+  if (shape.whole_tokens || shape.splits < 2 || shape.tokens > kMostEvenTokens) return 0;
+  if (int64_t{shape.tokens} * shape.splits != workers) return 0;
+  return even_splits_pay(full_tiles(shape), shape.splits, units, workers) ? shape.splits : 0;
+}
+
+// The same in a plan by load for long lists, because a page table is wide, where the longest list is short after all:
+// as many splits as a cluster has CTAs.
 MLA_HOST_DEVICE int64_t parts_of_clusters(const PlanShape& shape, int64_t longest, int64_t units, int64_t workers) {
-  if (shape.cluster == 0 || shape.whole_tokens || shape.tokens == 0) return 0;
-  return longest <= shape.cluster * (kClusterTiles + units / workers) ? shape.cluster : 0;
+  if (!may_fit_clusters(shape, workers) || units == full_units(shape)) return 0;
+  return even_splits_pay(longest, shape.cluster, units, workers) ? shape.cluster : 0;
 }
 
 // Where the cut in front of a token's part falls, counted from the token's beginning; within the token.

@@ -5,14 +5,14 @@
 
 namespace mla::cuda {
 
-static_assert(portable::kHeads == kPortableHeads && portable::kBlocksPerProcessor == kPortableBlocksPerProcessor &&
+static_assert(portable::kHeads == kPortableHeads && portable::kBlocksPerProcessor == kPortableCtasPerProcessor &&
               portable::kTile == kGpuTileSlots);
 
-void portable_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
+void portable_attention(const AttentionProblem& p, const Launch& how, void* stream) {
   const auto kernel =
       p.tile == Tile::f16_576 ? portable::attention_kernel<Number::f16> : portable::attention_kernel<Number::bf16>;
-  launch(kernel, attention_grid(p, choice), portable::kThreads, sizeof(portable::Shared), stream, "sparse_attention",
-         p);
+  launch(kernel, attention_grid(p, how), portable::kThreads, sizeof(portable::Shared), stream, "sparse_attention", p);
+  merge_cut_tokens(p, false, stream);
 }
 
 MLA_KERNELS {

@@ -18,11 +18,11 @@ void allow_cluster(const void* kernel, int blocks) {
 
 using Kernel = void (*)(AttentionProblem);
 
-void run(Kernel kernel, int shared_bytes, const AttentionProblem& p, const Choice& choice, void* stream) {
-  allow_cluster(reinterpret_cast<const void*>(kernel), choice.cluster);
-  dim3 blocks = attention_grid(p, choice);
-  blocks.y = (blocks.y + choice.cluster - 1) / choice.cluster * choice.cluster;
-  launch_early(kernel, blocks, kThreads, shared_bytes, stream, "sparse_attention", p, dim3(1, choice.cluster));
+void run(Kernel kernel, int shared_bytes, const AttentionProblem& p, const Launch& launch, void* stream) {
+  allow_cluster(reinterpret_cast<const void*>(kernel), launch.cluster);
+  dim3 blocks = attention_grid(p, launch);
+  blocks.y = (blocks.y + launch.cluster - 1) / launch.cluster * launch.cluster;
+  launch_early(kernel, blocks, kThreads, shared_bytes, stream, "sparse_attention", p, dim3(1, launch.cluster));
 }
 
 template <Rows kRows, int kHeads, Form kForm>
@@ -33,24 +33,23 @@ KernelEntry entry(const char* name) {
 
 }  // namespace
 
-void few_heads_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
+void swap_ab_attention(const AttentionProblem& p, const Launch& launch, void* stream) {
+  if (launch.heads_per_cta > 16) {
+    sm90::with_form_of(p, std::integral_constant<Rows, Rows::fp8_ds_mla>{}, [&](auto rows, auto form) {
+      run(attention_kernel<rows.value, 32, form.value>, kSharedBytes<rows.value, 32>, p, launch, stream);
+    });
+    return merge_cut_tokens(p, false, stream);
+  }
   sm90::with_kernel_of(p, [&](auto rows, auto form) {
-    choice.heads_per_block == 8
-        ? run(attention_kernel<rows.value, 8, form.value>, kSharedBytes<rows.value, 8>, p, choice, stream)
-        : run(attention_kernel<rows.value, 16, form.value>, kSharedBytes<rows.value, 16>, p, choice, stream);
-  });
-}
-
-void few_heads_wide_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
-  sm90::with_form_of(p, std::integral_constant<Rows, Rows::fp8_ds_mla>{}, [&](auto rows, auto form) {
-    launch_early(attention_kernel<rows.value, kWideHeads, form.value>, attention_grid(p, choice), kThreads,
-                 kSharedBytes<rows.value, kWideHeads>, stream, "sparse_attention", p);
+    launch.heads_per_cta == 8
+        ? run(attention_kernel<rows.value, 8, form.value>, kSharedBytes<rows.value, 8>, p, launch, stream)
+        : run(attention_kernel<rows.value, 16, form.value>, kSharedBytes<rows.value, 16>, p, launch, stream);
   });
 }
 
 // A cluster lies within one of the GPU's partitions, which may differ in size, so only the driver knows. A block takes
 // all registers of a multiprocessor, whatever its heads and rows are: one form of the kernel answers for all.
-int few_heads_clusters(int blocks) {
+int swap_ab_clusters(int blocks) {
   static_assert(kThreads * kRegisters == 64 * 1024);
   const auto kernel = reinterpret_cast<const void*>(attention_kernel<Rows::fp8_ds_mla, 16, Form::sparse>);
   const std::string what = "clusters of " + std::to_string(blocks) + " blocks";

@@ -10,7 +10,7 @@ using namespace sm90::many_heads;
 using sm90::Form;
 using sm90::Rows;
 
-static_assert(kHeads == kManyHeads && sm90::kTileTokens == kGpuTileSlots);
+static_assert(kHeads == 64 && sm90::kTileTokens == kGpuTileSlots);
 
 template <Rows kRows, Form kForm>
 KernelEntry entry(const char* name) {
@@ -19,9 +19,9 @@ KernelEntry entry(const char* name) {
 
 }  // namespace
 
-void many_heads_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
+void m64_attention(const AttentionProblem& p, const Launch& launch, void* stream) {
   const auto start = [&](auto rows, auto form) {
-    launch_early(attention_kernel<rows.value, form.value>, attention_grid(p, choice), kThreads,
+    launch_early(attention_kernel<rows.value, form.value>, attention_grid(p, launch), kThreads,
                  sizeof(Shared<rows.value>), stream, "sparse_attention", p);
     merge_cut_tokens(p, sm90::has_compact_parts(rows.value), stream);
   };

@@ -1,0 +1,43 @@
+// What a call of attention runs, and what has to be known of a GPU to decide that. choose_launch() (cost.h) decides
+// once, from shapes alone. A plan carries the launch, and the dispatcher reads it; nobody decides again.
+#pragma once
+
+#include <cstdint>
+
+namespace mla {
+
+constexpr int kMaxCluster = 16;
+
+enum class Kernel : int32_t { cpu, portable, swap_ab, m64 };
+constexpr const char* kKernelNames[] = {"cpu", "portable", "swap_ab", "m64"};
+constexpr int kKernelCount = sizeof(kKernelNames) / sizeof(kKernelNames[0]);
+
+struct Launch {
+  Kernel kernel;
+  int32_t heads_per_cta;
+  int32_t splits;   // of every token; 1: tokens stay whole if all lists are full; 0: where the load says
+  int32_t cluster;  // CTAs of a cluster, which combine a token's splits in distributed shared memory; 1: none
+  int32_t rounds;   // whole tokens that a CTA takes one after the other; 0 if tokens are split
+  int32_t ctas;     // for each group of heads: entries of the plan. On a CPU: items of work for its threads
+};
+constexpr int kLaunchNumbers = 6;  // in a list of ints, in this order
+
+// cuda::describe_gpu() asks for it.
+struct Gpu {
+  int32_t multiprocessors;
+  int32_t hopper;                     // whether it can run sm90/, and the library was built with it
+  int32_t clusters[kMaxCluster + 1];  // [n]: clusters of n CTAs, a multiprocessor each, that run at once
+  double clock_ghz;
+  double memory_tbs;  // TB/s
+};
+
+constexpr int kPortableHeads = 16, kPortableCtasPerProcessor = 2;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// CTAs of each group of heads that all run at once.
+inline int32_t ctas_at_once(int64_t of_gpu, int64_t head_groups) {
+  return static_cast<int32_t>(of_gpu > head_groups ? of_gpu / head_groups : 1);
+}
+
+}  // namespace mla

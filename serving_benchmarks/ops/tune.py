@@ -1,0 +1,306 @@
+"""Times every sensible launch of sparse attention on a GPU, or fits the cost model's constants to such timings.
+
+Without files it times: a random choice of numbers of tokens, slots and heads in four row formats, in situ as `kernels`
+does, and writes what each launch took. With files, those that it wrote on one or more GPUs, it fits the constants of
+csrc/include/mla/schedule/constants.h, says how much slower the model's choice is than the best launch that was timed,
+and with --write writes that file.
+"""
+
+import argparse
+import csv
+import ctypes
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch import Tensor
+
+import mla_backend
+from mla_backend import library
+from mla_backend.formats import format_number
+from mla_backend.plan import KERNELS, Launch, new_workspace
+from serving_benchmarks import options as opt
+from serving_benchmarks.ops import batches, kernels, timing
+from serving_benchmarks.ops.peer_kernels import Problem
+
+CONSTANTS = Path(__file__).parents[2] / "csrc/include/mla/schedule/constants.h"
+TOKENS = (*range(1, 9), 10, 12, 14, 16, 17, 20, 24, 28, 32, 33, 36, 40, 44, 48, 51, 56, 60, 64, 66, 67, 70, 80, 96, 112)
+TOKENS += (128, 132, 133, 140, 148, 160, 192, 200, 224, 256, 264, 300, 352, 400, 448, 512, 1024)
+SLOTS, HEADS = (128, 256, 384, 512, 640, 1024, 1152, 2048, 4096, 8192, 32768), (8, 16, 24, 32, 48, 64, 96, 128)
+MOST_ROWS = 2**21  # that a call reads: larger ones say nothing new
+FORMATS = {"fp8_ds_mla": 4, "bf16": 2, "fp8_model1": 1, "fp8_tensor_576": 1}
+"""How often a format is drawn."""
+WORTH_TIMING, WORTH_KEEPING = 1.6, 1.25
+"""Launches whose time, by the model or measured, is at most so many times that of the best."""
+GPU_FIELDS = ("multiprocessors", "hopper", "clusters", "clock_ghz", "memory_tbs")
+MOST_CANDIDATES = 128
+
+
+class Size(NamedTuple):
+    format: str
+    heads: int
+    slots: int
+    tokens: int
+
+
+class _Gpu(ctypes.Structure):
+    """struct Gpu of csrc/include/mla/schedule/launch.h."""
+
+    _fields_ = (
+        ("multiprocessors", ctypes.c_int32),
+        ("hopper", ctypes.c_int32),
+        ("clusters", ctypes.c_int32 * 17),
+        ("clock_ghz", ctypes.c_double),
+        ("memory_tbs", ctypes.c_double),
+    )
+
+
+class Model:
+    """The cost model of csrc/include/mla/schedule/cost.h on one GPU."""
+
+    def __init__(self, gpu: dict[str, Any]) -> None:
+        self.gpu = _Gpu(*(tuple(gpu[name]) if name == "clusters" else gpu[name] for name in GPU_FIELDS))
+        self._launches = (ctypes.c_int32 * library.LAUNCH_NUMBERS * MOST_CANDIDATES)()
+        self._times = (ctypes.c_double * MOST_CANDIDATES)()
+
+    def weigh(self, size: Size, constants: np.ndarray | None = None) -> np.ndarray:
+        """The time of each candidate in us, with these constants or the GPU's own."""
+        given = None if constants is None else constants.ctypes.data_as(ctypes.c_void_p)
+        numbers = (
+            ctypes.c_int64(size.tokens),
+            ctypes.c_int64(size.slots),
+            size.heads,
+            format_number(size.format, "format"),
+        )
+        count = library.weigh(ctypes.byref(self.gpu), given, *numbers, MOST_CANDIDATES, self._launches, self._times)
+        return np.array(self._times[:count])
+
+    def launches(self) -> list[Launch]:
+        """The candidates that were weighed last."""
+        return [Launch(KERNELS[kernel], *numbers) for kernel, *numbers in self._launches]
+
+
+def random_sizes(seed: int = 0) -> Iterator[Size]:
+    """Sizes in random order, without end."""
+    draw = random.Random(seed)
+    names, often = zip(*FORMATS.items(), strict=True)
+    while True:
+        size = Size(draw.choices(names, often)[0], draw.choice(HEADS), draw.choice(SLOTS), draw.choice(TOKENS))
+        if size.slots * size.tokens <= MOST_ROWS:
+            yield size
+
+
+class Timer:
+    """Times launches between matrix products that read their weights from memory."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.caches, self.before = kernels.Caches(0), kernels.products(batches.SETS)
+        for call in self.before:  # loads kernels, so that capturing does not have to
+            call()
+        self.alone = timing._captured(self.before, 2)
+        tokens, heads = max(TOKENS), max(HEADS)
+        self.q = torch.randn(batches.SETS, tokens * heads * 576, device="cuda").div_(kernels.MAGNITUDE).bfloat16()
+        self.slots = torch.randint(batches.SMALLEST_CACHE, (batches.SETS, MOST_ROWS), dtype=torch.int32, device="cuda")
+
+    def calls(self, size: Size, launch: Launch) -> list[timing.Call]:
+        """A call on each set of queries and lists."""
+        name, heads, slots, tokens = size
+        rows = mla_backend.FORMATS[name]
+        plan = mla_backend.plan(tokens, slots, launch=launch, device="cuda")
+        how = {"cache": self.caches[name, batches.BLOCK], "plan": plan}
+        how["workspace"] = new_workspace(launch.ctas, heads, torch.device("cuda"))
+        more = {"cache_format": name, "cache_scale": kernels.SCALES.get(name, 1.0)}
+        counts = torch.full((tokens,), slots, dtype=torch.int32, device="cuda")
+
+        def call(q: Tensor, lists: Tensor) -> timing.Call:
+            q = q[: tokens * heads * rows.head_dim].view(tokens, heads, rows.head_dim)
+            lists = lists[: tokens * slots].view(tokens, slots)
+            return kernels.prepare_ours(Problem(q, lists, counts, kernels.SCALE, 1, more), **how)[0].call
+
+        return [call(*one) for one in zip(self.q, self.slots, strict=True)]
+
+    def time(self, size: Size, launches: Sequence[Launch], rounds: int) -> list[float]:
+        """us of each launch: the median over rounds in which all take turns."""
+        bursts = []
+        for launch in launches:
+            calls = [call for pair in zip(self.before, self.calls(size, launch), strict=True) for call in pair]
+            for call in calls:
+                call()
+            bursts.append(timing._captured(calls, 2))
+        for burst in bursts:
+            burst.run()
+        taken: list[list[float]] = [[] for _ in bursts]
+        for _ in range(rounds):
+            alone = self.alone.seconds()
+            for samples, burst in zip(taken, bursts, strict=True):
+                samples.append(2 * burst.seconds() - alone)
+        return [statistics.median(samples) * 1e6 for samples in taken]
+
+
+def measure(options: argparse.Namespace) -> int:
+    opt.require_gpu()
+    gpu = library.describe_gpu(torch.cuda.current_device())
+    model, timer, began = Model(gpu), Timer(), time.monotonic()
+    lines, seen = [], set()
+    for size in random_sizes(options.seed):
+        if time.monotonic() - began > options.limit_s or len(seen) == options.sizes:
+            break
+        if size in seen:
+            continue
+        seen.add(size)
+        modelled = model.weigh(size)
+        chosen = {}
+        for launch, estimate in zip(model.launches(), modelled, strict=False):
+            if estimate <= WORTH_TIMING * modelled.min():
+                chosen[launch] = estimate
+        measured = timer.time(size, list(chosen), options.rounds)
+        found = sorted(zip(measured, chosen, strict=True))
+        lines += [(*size, *launch, f"{us:.2f}") for us, launch in found if us <= WORTH_KEEPING * found[0][0]]
+        print(f"{len(seen)}: {size}: {found[0][1]} {found[0][0]:.1f} us, of {len(found)}", flush=True)
+    with options.output.open("w", newline="") as file:
+        file.write(f"# {torch.cuda.get_device_name()}\n# {json.dumps(gpu)}\n")
+        csv.writer(file).writerows([(*Size._fields, *Launch._fields, "us"), *lines])
+    return 0
+
+
+class Timings:
+    """A file of timings: what each candidate of each size took."""
+
+    def __init__(self, path: Path) -> None:
+        lines = path.read_text().splitlines()
+        self.name, self.gpu = lines[0][2:], json.loads(lines[1][2:])
+        self.model = Model(self.gpu)
+        taken: dict[Size, dict[Launch, float]] = {}
+        for row in csv.DictReader(lines[2:]):
+            size = Size(row["format"], *(int(row[name]) for name in Size._fields[1:]))
+            launch = Launch(row["kernel"], *(int(row[name]) for name in Launch._fields[1:]))
+            taken.setdefault(size, {})[launch] = float(row["us"])
+        self.measured: dict[Size, np.ndarray] = {}
+        """NaN: a candidate that was not timed, or that was much slower than the best."""
+        for size, by_launch in taken.items():
+            self.model.weigh(size)
+            count = len(self.model.weigh(size))
+            us = np.array([by_launch.get(launch, math.nan) for launch in self.model.launches()[:count]])
+            if not np.isnan(us).all():
+                self.measured[size] = us
+
+    def regrets(self, constants: np.ndarray | None) -> dict[Size, float]:
+        """By what share the model's choice is slower than the best."""
+        found = {}
+        for size, us in self.measured.items():
+            chosen = us[self.model.weigh(size, constants).argmin()]
+            found[size] = (WORTH_KEEPING if math.isnan(chosen) else chosen / np.nanmin(us)) - 1
+        return found
+
+    def loss(self, constants: np.ndarray) -> float:
+        """The regret, of a choice that is random among launches that the model finds about equal; and a little of the
+        model's errors, which make it smooth."""
+        total = 0.0
+        for size, us in self.measured.items():
+            modelled = self.model.weigh(size, constants)
+            slower = np.where(np.isnan(us), WORTH_KEEPING, us / np.nanmin(us)) - 1
+            weight = np.exp(-(modelled / modelled.min() - 1) / 0.015)
+            error = np.abs(np.log(modelled / us))
+            total += weight @ slower / weight.sum() + 0.1 * np.nanmean(error)
+        return total / len(self.measured)
+
+
+def fit(timings: Timings, start: np.ndarray, passes: int) -> np.ndarray:
+    """Coordinate search: each constant in turn is moved by a share that shrinks."""
+    best, least = start.copy(), timings.loss(start)
+    for step in track([0.3, 0.15, 0.08, 0.04, 0.02], description=timings.name):
+        for _ in range(passes):
+            before = least
+            for i in range(len(best)):
+                for factor in (1 + step, 1 / (1 + step)):
+                    moved = best.copy()
+                    moved[i] *= factor
+                    if (loss := timings.loss(moved)) < least:
+                        best, least = moved, loss
+            if before - least < 1e-4:
+                break
+    return best
+
+
+def split_constants(text: str) -> tuple[str, str]:
+    """constants.h before the table, and from its end on."""
+    head, mark, rest = text.partition("constexpr GpuCosts kGpuCosts[] = {\n")
+    return head + mark, rest[rest.index("};\n") :]
+
+
+def as_entry(timings: Timings, constants: np.ndarray) -> str:
+    """The GPU's entry in the table."""
+    of_gpu, *of_kernels = np.split(constants, [3, 15, 27, 39])
+    numbers = [", ".join(f"{n:.4g}" for n in group) for group in (of_gpu, *of_kernels)]
+    lines = [f'{{"{timings.name}", {timings.gpu["clock_ghz"]:.3f}, {timings.gpu["memory_tbs"]:.3f}, {numbers[0]},']
+    return "    " + ",\n     ".join([lines[0].rstrip(","), *(f"{{{kernel}}}" for kernel in numbers[1:])]) + "},\n"
+
+
+def current_constants(name: str) -> np.ndarray:
+    """What constants.h has for a GPU, or for the first one there."""
+    table = split_constants_table(CONSTANTS.read_text())
+    return table.get(name, next(iter(table.values())))
+
+
+def split_constants_table(text: str) -> dict[str, np.ndarray]:
+    body = text.partition("kGpuCosts[] = {\n")[2].partition("};\n")[0]
+    found = {}
+    for entry in body.split('{"')[1:]:
+        name, numbers = entry.split('"', 1)
+        values = [float(n) for n in numbers.replace("{", " ").replace("}", " ").replace(",", " ").split()]
+        found[name] = np.array(values[2:])
+    return found
+
+
+def summary(regrets: dict[Size, float]) -> str:
+    values = np.array(list(regrets.values()))
+    worst = max(regrets, key=regrets.get)
+    return (
+        f"the model's choice is {values.mean():.2%} slower than the best of {len(values)} sizes on average, more than "
+        f"3 % in {(values > 0.03).sum()}, {values.max():.0%} at worst ({worst})"
+    )
+
+
+def fit_files(options: argparse.Namespace) -> int:
+    entries = []
+    for path in options.files:
+        timings = Timings(path)
+        fitted = fit(timings, current_constants(timings.name), options.passes)
+        print(f"{timings.name}: {summary(timings.regrets(fitted))}")
+        entries.append(as_entry(timings, fitted))
+    if options.write:
+        before, after = split_constants(CONSTANTS.read_text())
+        CONSTANTS.write_text(before + "".join(entries) + after)
+        print(f"{CONSTANTS} is written; build the library again")
+    return 0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="timings to fit the constants to")
+    parser.add_argument("--write", action="store_true", help="write the fitted constants")
+    parser.add_argument("--passes", type=opt.count, default=3, metavar="N", help="of the fit; default: %(default)s")
+    parser.add_argument(
+        "--sizes", type=opt.count, default=600, metavar="N", help="that are timed; default: %(default)s"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of sizes; default: %(default)s")
+    told = "time no further size after so many seconds; default: all are timed"
+    parser.add_argument("--limit-s", type=opt.positive, default=math.inf, metavar="S", help=told)
+    opt.add_rounds(parser, 5)
+    parser.add_argument("--output", type=opt.new_file, metavar="FILE", help="where timings are written, as CSV")
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.files:
+        return fit_files(options)
+    if options.output is None:
+        raise opt.Refused("--output FILE says where the timings go; or name FILEs to fit to")
+    return measure(options)
