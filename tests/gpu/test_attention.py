@@ -263,7 +263,7 @@ def test_scores_that_grow_along_the_list(fmt, heads, largest):
     problem.indices = problem.indices.sort(dim=1).values
     for block in range(30):  # 8 times as large in the end, 2^30 as much weight
         problem.cache[block : block + 1] = random_cache(fmt, 1, 16, 0.1 * 8 ** (block / 29))
-    plan = mla_backend.plan(tokens, 700, workers=tokens, device="cuda")
+    plan = planned(tokens, 700, ctas=tokens, splits=1, num_heads=heads, cache_format=fmt, device="cuda")
     got = problem.to("cuda").solve(plan=plan, return_max_logits=largest)
     assert_accurate(got, problem.oracle(), 0.8, score_error=8 * score_error(problem.cache))
 

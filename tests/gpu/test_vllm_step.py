@@ -90,7 +90,7 @@ def test_a_step_waits_for_nothing_allocates_nothing_and_its_graph_follows_new_le
         out.fill_(torch.nan)
         room.lengths.fill_(-1)
         room.request_ids.fill_(-1)
-        room.plan.fill_(-1)
+        room.plan_table.fill_(-1)
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(out, eager)

@@ -135,18 +135,18 @@ def test_the_leading_layers_make_the_plan_anew_at_the_same_address(dense):
     layer, metadata = layer_of(dense), metadata_of(dense, batch, room, leaders=("first", "draft"))
     layer.forward_mqa(q, cache, metadata, model_layer("first"))
     (plan,) = metadata.step.plans
-    assert plan.data_ptr() == room.plan.data_ptr()
-    made = room.plan.clone()
+    assert plan.data_ptr() == room.plan_table.data_ptr()
+    made = room.plan_table.clone()
     batch.lengths[2] = 5
     layer.forward_mqa(q, cache, metadata, model_layer("second"))
-    assert torch.equal(room.plan, made), "a layer that follows takes the plan as it is"
+    assert torch.equal(room.plan_table, made), "a layer that follows takes the plan as it is"
     for leader in ("first", "draft"):
-        room.plan.fill_(-7)
+        room.plan_table.fill_(-7)
         layer.forward_mqa(q, cache, metadata, model_layer(leader))
-        assert not (room.plan == -7).all()
-    room.plan.fill_(-7)
+        assert not (room.plan_table == -7).all()
+    room.plan_table.fill_(-7)
     layer.forward_mqa(q, cache, metadata_of(dense, batch, room, leaders=("first",)), model_layer("second"))
-    assert not (room.plan == -7).all(), "without a leading layer the first one makes it"
+    assert not (room.plan_table == -7).all(), "without a leading layer the first one makes it"
 
 
 def test_no_step_waits_for_the_device(dense, monkeypatch):

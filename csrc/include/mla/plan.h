@@ -71,7 +71,7 @@ inline PlanShape plan_shape(PlanFor device, const PlanProblem& p) {
   PlanShape shape{p.tokens, p.topk, p.extra_topk, 0, 0, 0, 0, 0, p.whole_tokens, p.length, p.extra_length, 0, 1};
   if (device == PlanFor::gpu) {
     shape.tile_slots = kGpuTileSlots;
-    shape.token_units = 3;  // a token's beginning and end take about as long as three tiles; see token_units()
+    shape.token_units = kTokenTiles;  // see token_units()
     shape.min_part = 1;
     shape.good_part = 1;
     shape.workers_per_processor = 1;

@@ -59,24 +59,31 @@ inline double launch_time(const AttentionShape& shape, const Launch& launch, con
   const int64_t head_groups = ceil_div(shape.heads, launch.heads_per_cta);
   const auto waves = static_cast<double>(ceil_div(launch.ctas * head_groups, gpu.multiprocessors));
   const auto rounds = static_cast<double>(ceil_div(shape.tokens, launch.ctas));
-  double busiest = tiles * rounds, more_tokens = rounds - 1, combine = 0;
-  if (launch.splits != 1) {
+  const double tile = tile_cost(costs, launch, shape.format);
+  double computing, combine = 0;
+  if (launch.splits == 1) {
+    computing = tile * tiles * rounds + costs.token * (rounds - 1);
+  } else {
+    // By load, the plan counts some tiles for each token, and a CTA with its share of them costs what that leaves out.
     const bool by_load = launch.splits == 0;
-    busiest = by_load ? tokens * tiles / launch.ctas : static_cast<double>(ceil_div(shape.tiles, launch.splits));
-    more_tokens = by_load ? rounds : 0;
-    const double splits = by_load ? std::min(launch.ctas / tokens + 1, std::max(tiles, 1.0)) : launch.splits;
-    const double written = by_load ? launch.ctas + std::min(tokens, double(launch.ctas)) / 2 : tokens * splits;
+    const int64_t even = by_load ? even_splits(shape.tokens, launch.ctas) : launch.splits;
+    const double counted = 2 * shape.tokens > launch.ctas ? kTokenTiles : 1;
+    computing = even > 0 ? tile * static_cast<double>(ceil_div(shape.tiles, even))
+                         : tile * tokens * (tiles + counted) / launch.ctas +
+                               std::max(costs.token - counted * tile, 0.0) * rounds;
+    const double splits = even > 0 ? static_cast<double>(even) : launch.ctas / tokens + 1;
+    const double written = even > 0 ? tokens * splits : launch.ctas + std::min(tokens, double(launch.ctas)) / 2;
     if (launch.cluster == launch.splits) {
       combine = cluster_cost(costs, launch.cluster);
     } else {
-      const double late = std::max(splits / launch.cluster - 8, 0.0);
+      const double late = std::max(std::min(splits, std::max(tiles, 1.0)) / launch.cluster - 8, 0.0);
       combine = costs.combine + costs.combine_split * late + all.partial_row * written * shape.heads;
     }
   }
   const double sharing = 1 + all.shared_row * static_cast<double>(head_groups - 1);
   const double memory = all.memory_kb * tokens * tiles * 0.064 * shape.format.token_bytes() * sharing;
-  const double computing = (tile_cost(costs, launch, shape.format) * busiest + costs.token * more_tokens) * waves;
-  const double longer = std::max({computing, memory, 1e-9}), ratio = std::min(computing, memory) / longer;
+  const double longer = std::max({computing * waves, memory, 1e-9});
+  const double ratio = std::min(computing * waves, memory) / longer;
   return costs.begin * waves + longer * std::cbrt(std::sqrt(1 + std::pow(ratio, 6))) + combine;
 }
 
@@ -94,7 +101,8 @@ void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
     // Clusters that don't all run at once would come in two waves: 28.8 us become 46.9.
     const auto largest_cluster = [&](int64_t ctas) { return fits(ctas, 8) ? 8 : fits(ctas, 2) ? 2 : 1; };
     const auto by_load = [&](int32_t ctas) {
-      if (ctas > 0) use(Launch{kernel, heads_per_cta, 0, largest_cluster(ctas), 0, ctas});
+      const int64_t even = even_splits(tokens, ctas);  // up to 16 they are a candidate already
+      if (ctas > 0 && (even == 0 || even > kMaxCluster)) use(Launch{kernel, heads_per_cta, 0, largest_cluster(ctas), 0, ctas});
     };
     const auto whole = static_cast<int32_t>(std::min<int64_t>(tokens, most));
     const auto rounds = static_cast<int32_t>(ceil_div(tokens, whole));

@@ -31,9 +31,20 @@ struct Gpu {
   double memory_tbs;  // TB/s
 };
 
+// What a token costs a CTA of a GPU besides its tiles, in tiles, as plans count it where there are fewer than two CTAs
+// for each token; else 1.
+constexpr int kTokenTiles = 3;
+
 constexpr int kPortableHeads = 16, kPortableCtasPerProcessor = 2;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Into how many equal splits a plan by load cuts each of these tokens, because that leaves few of the CTAs idle; 0: it
+// doesn't.
+inline int64_t even_splits(int64_t tokens, int64_t ctas) {
+  const int64_t even = tokens > 0 ? ctas - ctas % tokens : 0;
+  return 16 * even >= 15 * ctas && tokens > 0 ? even / tokens : 0;
+}
 
 // CTAs of each group of heads that all run at once.
 inline int32_t ctas_at_once(int64_t of_gpu, int64_t head_groups) {
