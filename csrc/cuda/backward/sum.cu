@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kThreads<kWidth>, 3) sum_kernel(const __grid_c
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kRowThreads;
   const int dim = threadIdx.x % kRowThreads * kDims;
   const bool exists = row < p.rows, first = p.first_pair == 0;
-  let_next_kernel_begin();
-  wait_for_kernel_before();
+  pdl_launch_dependents();
+  pdl_wait();
   const auto clamped = [&](int64_t at) { return min(max(at, int64_t{0}), p.total_pairs); };
   int64_t at = 0, end = 0;
   if (exists) at = clamped(first ? p.begin[row] : p.next[row]), end = clamped(p.begin[row + 1]);
@@ -102,8 +102,8 @@ constexpr Kernel kKernels[kMaxGroups] = {sum_kernel<kWidth, 1>, sum_kernel<kWidt
 void backward_sum(const SumProblem& p, void* stream) {
   const auto blocks = static_cast<unsigned>((int64_t{p.rows} + kRows - 1) / kRows);
   const bool rope = p.width == kHeadDim;
-  launch_early((rope ? kKernels<kHeadDim> : kKernels<kValueDim>)[p.groups - 1], dim3(blocks),
-               rope ? kThreads<kHeadDim> : kThreads<kValueDim>, 0, stream, "backward_sum", p);
+  launch_pdl((rope ? kKernels<kHeadDim> : kKernels<kValueDim>)[p.groups - 1], dim3(blocks),
+             rope ? kThreads<kHeadDim> : kThreads<kValueDim>, 0, stream, "backward_sum", p);
 }
 
 MLA_KERNELS {

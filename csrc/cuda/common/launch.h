@@ -46,10 +46,10 @@ void launch(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_share
 }
 
 // The same in clusters of blocks, and the kernel may begin before the one before it has ended: it calls
-// wait_for_kernel_before (common/order.cuh) before it touches what others write or read.
+// pdl_wait (common/order.cuh) before it touches what others write or read.
 template <typename Problem>
-void launch_early(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_shared_bytes, void* stream,
-                  const char* what, const Problem& problem, dim3 cluster = dim3(1)) {
+void launch_pdl(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_shared_bytes, void* stream,
+                const char* what, const Problem& problem, dim3 cluster = dim3(1)) {
   cudaLaunchAttribute attributes[2]{{}, clustered(cluster)};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;

@@ -1,4 +1,4 @@
-// The order of kernels where one is launched before the one before it has ended (launch_early in common/launch.h). A
+// The order of kernels where one is launched before the one before it has ended (launch_pdl in common/launch.h). A
 // no-op where the architecture has no such thing, and then the launch is an ordinary one. And the order of what blocks
 // of one kernel tell one another through memory.
 #pragma once
@@ -8,14 +8,14 @@
 namespace mla::cuda {
 
 // Until the kernels before this one have ended and all that they wrote can be seen.
-__device__ __forceinline__ void wait_for_kernel_before() {
+__device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 // Lets the next kernel's blocks start where there is room. It still waits for this kernel's end before it reads.
-__device__ __forceinline__ void let_next_kernel_begin() {
+__device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

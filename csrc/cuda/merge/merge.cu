@@ -198,11 +198,11 @@ template <typename Part>
 __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
     merge_cut_tokens_kernel(const __grid_constant__ AttentionProblem p) {
   constexpr int kAtOnce = Part::kAtOnce;
-  let_next_kernel_begin();
+  pdl_launch_dependents();
   const int lane = threadIdx.x % 32;
   const PlanRow* const cut = find_cut(p, blockIdx.x, lane);
   const PlanRow row = cut ? *cut : PlanRow{};
-  wait_for_kernel_before();  // every block: this kernel must not end before attention does
+  pdl_wait();  // every block: this kernel must not end before attention does
   if (!cut || row.token_end < 1 || row.token_end > p.tokens) return;
   const Partials partials(p.workspace, p.workers, p.heads);
   const int64_t partial = begun_partial(row);
@@ -268,8 +268,8 @@ void merge_cut_tokens(const AttentionProblem& p, bool compact, void* stream) {
   const int most_blocks = kMergeBlocksPerProcessor * describe_current_device().processors;
   const int cut = std::min(p.tokens, p.workers);  // upper bound
   const int heads = std::clamp(most_blocks / cut, 1, (p.heads + kWarps - 1) / kWarps);
-  launch_early(compact ? merge_cut_tokens_kernel<CompactPart> : merge_cut_tokens_kernel<FloatPart>, dim3(cut, heads),
-               kThreads, 0, stream, "merge of cut tokens", p);
+  launch_pdl(compact ? merge_cut_tokens_kernel<CompactPart> : merge_cut_tokens_kernel<FloatPart>, dim3(cut, heads),
+             kThreads, 0, stream, "merge of cut tokens", p);
 }
 
 MLA_KERNELS {

@@ -446,8 +446,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     publish_to_wgmma();
   }
   __syncthreads();
-  let_next_kernel_begin();
-  wait_for_kernel_before();
+  pdl_launch_dependents();
+  pdl_wait();
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < 8) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();

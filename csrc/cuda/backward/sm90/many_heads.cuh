@@ -523,8 +523,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     for (int i = 0; i < 8; ++i) s.stored[i / 4][i % 4] = 0;
   }
   kEmit == Emit::shared ? cute::cluster_sync() : __syncthreads();
-  let_next_kernel_begin();
-  wait_for_kernel_before();
+  pdl_launch_dependents();
+  pdl_wait();
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_alloc<kScorerRegisters>();

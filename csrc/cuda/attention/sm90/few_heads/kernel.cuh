@@ -464,13 +464,13 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();
-    wait_for_kernel_before();
-    let_next_kernel_begin();
+    pdl_wait();
+    pdl_launch_dependents();
     Consumer<kRows, kHeads, kForm> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
     consumer.run(Worker(p, blockIdx.y, kTileTokens));
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kHeads>>();
-    wait_for_kernel_before();
+    pdl_wait();
     Own::template produce<kForm == Form::dense>(p, s, head_begin, warp - kConsumerWarps, lane);
   }
 }

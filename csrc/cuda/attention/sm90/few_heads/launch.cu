@@ -22,7 +22,7 @@ void run(Kernel kernel, int shared_bytes, const AttentionProblem& p, const Choic
   allow_cluster(reinterpret_cast<const void*>(kernel), choice.cluster);
   dim3 blocks = attention_grid(p, choice);
   blocks.y = (blocks.y + choice.cluster - 1) / choice.cluster * choice.cluster;
-  launch_early(kernel, blocks, kThreads, shared_bytes, stream, "sparse_attention", p, dim3(1, choice.cluster));
+  launch_pdl(kernel, blocks, kThreads, shared_bytes, stream, "sparse_attention", p, dim3(1, choice.cluster));
 }
 
 template <Rows kRows, int kHeads, Form kForm>
@@ -43,8 +43,8 @@ void few_heads_attention(const AttentionProblem& p, const Choice& choice, void* 
 
 void few_heads_wide_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
   sm90::with_form_of(p, std::integral_constant<Rows, Rows::fp8_ds_mla>{}, [&](auto rows, auto form) {
-    launch_early(attention_kernel<rows.value, kWideHeads, form.value>, attention_grid(p, choice), kThreads,
-                 kSharedBytes<rows.value, kWideHeads>, stream, "sparse_attention", p);
+    launch_pdl(attention_kernel<rows.value, kWideHeads, form.value>, attention_grid(p, choice), kThreads,
+               kSharedBytes<rows.value, kWideHeads>, stream, "sparse_attention", p);
   });
 }
 

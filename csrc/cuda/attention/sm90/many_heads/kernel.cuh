@@ -677,8 +677,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const int warp = warp_of_block();
   const int lane = threadIdx.x % 32;
   const auto begin = [&] {
-    wait_for_kernel_before();
-    let_next_kernel_begin();
+    pdl_wait();
+    pdl_launch_dependents();
     return Worker(p, blockIdx.y, kTileTokens);
   };
   if (warp < 4) {

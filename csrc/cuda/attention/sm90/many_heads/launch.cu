@@ -21,8 +21,8 @@ KernelEntry entry(const char* name) {
 
 void many_heads_attention(const AttentionProblem& p, const Choice& choice, void* stream) {
   const auto start = [&](auto rows, auto form) {
-    launch_early(attention_kernel<rows.value, form.value>, attention_grid(p, choice), kThreads,
-                 sizeof(Shared<rows.value>), stream, "sparse_attention", p);
+    launch_pdl(attention_kernel<rows.value, form.value>, attention_grid(p, choice), kThreads,
+               sizeof(Shared<rows.value>), stream, "sparse_attention", p);
     merge_cut_tokens(p, sm90::has_compact_parts(rows.value), stream);
   };
   if (p.tile == Tile::staged_576)
