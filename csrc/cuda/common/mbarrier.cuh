@@ -73,7 +73,7 @@ __device__ __forceinline__ bool sync_named_or(int barrier, bool vote) {
 // What has been stored to shared memory, by this thread or by threads whose arrival it has waited for, becomes visible
 // to the wgmmas that it issues; and to another thread's, once that has waited for this one. It waits for the thread's
 // own loads too, so threads that have loads under way leave it to those who wait for them.
-__device__ __forceinline__ void publish_to_wgmma() {
+__device__ __forceinline__ void fence_async_shared() {
   compiler_fence();
   cutlass::arch::fence_view_async_shared();
 }

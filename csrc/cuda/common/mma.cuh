@@ -32,7 +32,7 @@ __device__ __forceinline__ void load_tiles_transposed(uint32_t (&tiles)[4], uint
 
 // sum[16 x 8] += a[16 x 16] b[16 x 8], a by rows, b by columns.
 template <typename Atom>
-__device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   Atom::fma(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3], b0, b1, sum[0], sum[1], sum[2], sum[3]);
 }
 

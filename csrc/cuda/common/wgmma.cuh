@@ -56,13 +56,13 @@ __device__ __forceinline__ void fma(float (&sum)[kSums], std::integer_sequence<i
 
 // sum += a b, from sum[kFirst] on, or sum = a b unless `add`. `a` is a descriptor ...
 template <typename Atom, int kFirst = 0, int kSums>
-__device__ __forceinline__ void multiply(float (&sum)[kSums], uint64_t a, uint64_t b, bool add = true) {
+__device__ __forceinline__ void wgmma(float (&sum)[kSums], uint64_t a, uint64_t b, bool add = true) {
   fma<Atom, kFirst>(sum, SumsOf<Atom>{}, add ? gmma::ScaleOut::One : gmma::ScaleOut::Zero, a, b);
 }
 
 // ... or what the lane has of its rows, which has to stay as it is until the product is waited for.
 template <typename Atom, int kFirst = 0, int kSums>
-__device__ __forceinline__ void multiply(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b, bool add = true) {
+__device__ __forceinline__ void wgmma(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b, bool add = true) {
   fma<Atom, kFirst>(sum, SumsOf<Atom>{}, add ? gmma::ScaleOut::One : gmma::ScaleOut::Zero, a[0], a[1], a[2], a[3], b);
 }
 
@@ -81,7 +81,7 @@ __device__ __forceinline__ int hidden(int lane) {
 
 // The descriptor of a factor that begins at this address, with atoms 1024 bytes apart. Of one that is Major::MN and
 // longer than an atom there, `next_atom_of_row` says how far the next 64 numbers of a row are.
-__device__ __forceinline__ uint64_t describe_atoms(uint32_t shared_address, uint32_t next_atom_of_row = 16) {
+__device__ __forceinline__ uint64_t smem_descriptor(uint32_t shared_address, uint32_t next_atom_of_row = 16) {
   cute::GmmaDescriptor descriptor;
   descriptor.bitfield.start_address_ = (shared_address & 0x3ffff) >> 4;
   descriptor.bitfield.leading_byte_offset_ = next_atom_of_row >> 4;
@@ -93,8 +93,8 @@ __device__ __forceinline__ uint64_t describe_atoms(uint32_t shared_address, uint
 
 // The same, and the compiler knows that it is the same for all lanes. Then what is added to it takes no vector
 // registers, and products of few columns, of which many are asked for, don't wait for their descriptors.
-__device__ __forceinline__ uint64_t describe_atoms_uniformly(uint32_t shared_address, uint32_t next_atom_of_row = 16) {
-  const uint64_t descriptor = describe_atoms(shared_address, next_atom_of_row);
+__device__ __forceinline__ uint64_t smem_descriptor_uniform(uint32_t shared_address, uint32_t next_atom_of_row = 16) {
+  const uint64_t descriptor = smem_descriptor(shared_address, next_atom_of_row);
   const uint32_t low = __shfl_sync(~0u, static_cast<uint32_t>(descriptor), 0);
   return (uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62) | low;
 }

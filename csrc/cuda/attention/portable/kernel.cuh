@@ -181,8 +181,8 @@ struct Block {
         load_tiles(rows, row_address + 2 * dim);
         load_tiles(q0, q_address + 2 * dim);
         load_tiles(q1, q_address + 2 * dim + 32);
-        multiply_add<Atom>(partial, q0, rows[0], rows[1]);
-        multiply_add<Atom>(partial, q1, rows[2], rows[3]);
+        mma<Atom>(partial, q0, rows[0], rows[1]);
+        mma<Atom>(partial, q1, rows[2], rows[3]);
       }
       const float first = part < kGroups ? s.scale[part][column] : 1.0f,
                   second = part < kGroups ? s.scale[part][column + 1] : 1.0f;
@@ -250,8 +250,8 @@ struct Block {
       for (int n = 0; n < kWarpDims / 8; n += 2) {
         uint32_t values[4];
         load_tiles_transposed(values, cast_smem_ptr_to_uint(&s.rows[k + lane % 16][first_dim + 8 * (n + lane / 16)]));
-        multiply_add<Atom>(out[n], weights, values[0], values[1]);
-        multiply_add<Atom>(out[n + 1], weights, values[2], values[3]);
+        mma<Atom>(out[n], weights, values[0], values[1]);
+        mma<Atom>(out[n + 1], weights, values[2], values[3]);
       }
     }
   }

@@ -97,8 +97,8 @@ struct Block {
       load_tiles(rows, row_address + 2 * dim);
       load_tiles(first, head_address + 2 * dim);
       load_tiles(second, head_address + 2 * dim + 32);
-      multiply_add<Atom>(even, first, rows[0], rows[1]);
-      multiply_add<Atom>(odd, second, rows[2], rows[3]);
+      mma<Atom>(even, first, rows[0], rows[1]);
+      mma<Atom>(odd, second, rows[2], rows[3]);
     }
     float* const upper = &to[head + lane / 4][entry + 2 * (lane % 4)];
     *reinterpret_cast<float2*>(upper) = {even[0] + odd[0], even[1] + odd[1]};
@@ -134,8 +134,8 @@ struct Block {
       load_tiles_transposed(rows, cast_smem_ptr_to_uint(&s.rows[lane % 16][warp * kWarpDims + 8 * (n + lane / 16)]));
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        multiply_add<Atom>(d_q[n][m], d_scores[m], rows[0], rows[1]);
-        if (n + 1 < kWarpTiles) multiply_add<Atom>(d_q[n + 1][m], d_scores[m], rows[2], rows[3]);
+        mma<Atom>(d_q[n][m], d_scores[m], rows[0], rows[1]);
+        if (n + 1 < kWarpTiles) mma<Atom>(d_q[n + 1][m], d_scores[m], rows[2], rows[3]);
       }
     }
   }
@@ -171,12 +171,12 @@ struct Block {
       float sum[4] = {};
       uint32_t heads[4];
       load_tiles_transposed(heads, cast_smem_ptr_to_uint(&s.q[lane][dim]));
-      multiply_add<Atom>(sum, d_scores[0], heads[0], heads[1]);
-      multiply_add<Atom>(sum, d_scores[1], heads[2], heads[3]);
+      mma<Atom>(sum, d_scores[0], heads[0], heads[1]);
+      mma<Atom>(sum, d_scores[1], heads[2], heads[3]);
       if (dim < kValueDim) {
         load_tiles_transposed(heads, cast_smem_ptr_to_uint(&s.d_out[lane][dim]));
-        multiply_add<Atom>(sum, weights[0], heads[0], heads[1]);
-        multiply_add<Atom>(sum, weights[1], heads[2], heads[3]);
+        mma<Atom>(sum, weights[0], heads[0], heads[1]);
+        mma<Atom>(sum, weights[1], heads[2], heads[3]);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

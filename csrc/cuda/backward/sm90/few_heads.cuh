@@ -140,12 +140,12 @@ struct Consumer {
   }
 
   __device__ void take_tile(int query, int tile, int tiles, uint32_t slot, uint32_t parity, uint32_t query_parity) {
-    const uint64_t k = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k[group])),
-                   grads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.grads[group])),
-                   heads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.heads[slot + Memory::kTurned]));
+    const uint64_t k = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k[group])),
+                   grads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.grads[group])),
+                   heads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.heads[slot + Memory::kTurned]));
     uint32_t weights[kSteps][4];  // dS, then P
     wait(s.k_full[group], parity);
-    publish_to_wgmma();
+    fence_async_shared();
     find_weights(weights, k, slot);
     if constexpr (kTurns<kHeads>) {
       if (tile + 2 >= tiles) arrive_as_warp(s.q_empty[slot]);
@@ -153,7 +153,7 @@ struct Consumer {
     }
     sync_group();  // no warp reads the last tile's dS any more
     store_grads(weights);
-    publish_to_wgmma();
+    fence_async_shared();
     sync_group();
 
     const LaneRowsOf<kHeads, kBlocks> rows = rows_of(query, tile);
@@ -183,7 +183,7 @@ struct Consumer {
   __device__ void sync_group() { sync_named<kGroupThreads>(1 + group); }
 
   __device__ void find_weights(uint32_t (&weights)[kSteps][4], uint64_t k, uint32_t slot) {
-    const uint64_t heads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.heads[slot]));
+    const uint64_t heads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.heads[slot]));
     float sum[2 * kSums];  // S, then dP
     fence_sums(sum);
     cute::warpgroup_arrive();
@@ -194,9 +194,9 @@ struct Consumer {
         const uint64_t a = k + ((block * kBlockBytes + step * kStep * 2) >> 4),
                        b = heads + ((block * kHeadBytes<kHeads> + step * kStep * 2) >> 4);
         if (block < kLatentBlocks)
-          multiply<HeadsAtom<2 * kHeads, Major::K, Major::K>>(sum, a, b, block > 0 || step > 0);
+          wgmma<HeadsAtom<2 * kHeads, Major::K, Major::K>>(sum, a, b, block > 0 || step > 0);
         else
-          multiply<HeadsAtom<kHeads, Major::K, Major::K>>(sum, a, b);
+          wgmma<HeadsAtom<kHeads, Major::K, Major::K>>(sum, a, b);
       }
     cute::warpgroup_commit_batch();
     const float scale2 = p.scale * kLog2E;
@@ -240,7 +240,7 @@ struct Consumer {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       if (step < steps)
-        multiply<gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>>(
+        wgmma<gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>>(
             sum, weights[step], heads + ((block * kHeadBytes<kHeads> + step * kStepBytes) >> 4), step > 0);
     cute::warpgroup_commit_batch();
   }
@@ -253,7 +253,7 @@ struct Consumer {
 #pragma unroll
       for (int block = part * kPartBlocks; block < (part + 1) * kPartBlocks; ++block)
         if (block < kBlocks)
-          multiply<HeadsAtom<kHeads, Major::MN, Major::K>>(
+          wgmma<HeadsAtom<kHeads, Major::MN, Major::K>>(
               d_q[block], k + ((block * kBlockBytes + step * kStepBytes) >> 4), grads + ((step * kStep * 2) >> 4));
     cute::warpgroup_commit_batch();
   }
@@ -443,7 +443,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     const int slot = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
     if (slot < Memory::kQueries + Memory::kTurned)
       reinterpret_cast<uint4*>(s.heads[slot] + kLatentBlocks * kHeadBytes<kHeads> + kHeads * kRowBytes)[piece] = {};
-    publish_to_wgmma();
+    fence_async_shared();
   }
   __syncthreads();
   pdl_launch_dependents();

@@ -136,18 +136,18 @@ struct Consumer {
     using Atom = std::conditional_t<kColumns == 32, gmma::MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::MN>,
                                     gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>>;
     const bool latent = begin < kLatent;
-    const uint64_t q = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.q)) +
+    const uint64_t q = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.q)) +
                        ((begin / kBlockDims * kQueryBytes + begin % kBlockDims * 2) >> 4);
     fence_sums(sum);
     cute::warpgroup_arrive();
     if (latent) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
-        multiply<Atom>(sum, factors.weights[step], q + ((kBlockBytes + step * kStepBytes) >> 4), step > 0);
+        wgmma<Atom>(sum, factors.weights[step], q + ((kBlockBytes + step * kStepBytes) >> 4), step > 0);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      multiply<Atom>(sum, factors.grads[step], q + (step * kStepBytes >> 4), latent || step > 0);
+      wgmma<Atom>(sum, factors.grads[step], q + (step * kStepBytes >> 4), latent || step > 0);
     cute::warpgroup_commit_batch();
   }
 
@@ -305,8 +305,8 @@ struct Scorer : Consumer<kBlocks, kEmit> {
 
   // Multiplies blocks [begin, end) of the tile with those of Q and dO. S comes first in the sums, then dP.
   __device__ void multiply_rows(float (&sum)[64], int begin, int end) {
-    const uint64_t k = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k)),
-                   q = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.q));
+    const uint64_t k = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k)),
+                   q = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.q));
     fence_sums(sum);
     cute::warpgroup_arrive();
 #pragma unroll
@@ -316,9 +316,9 @@ struct Scorer : Consumer<kBlocks, kEmit> {
         const uint64_t a = k + ((block * kBlockBytes + step * kStep * 2) >> 4),
                        b = q + ((block * kQueryBytes + step * kStep * 2) >> 4);
         if (block < kLatentBlocks)
-          multiply<BothAtom>(sum, a, b, block > 0 || step > 0);
+          wgmma<BothAtom>(sum, a, b, block > 0 || step > 0);
         else
-          multiply<RopeAtom>(sum, a, b);
+          wgmma<RopeAtom>(sum, a, b);
       }
   }
 
@@ -338,10 +338,10 @@ struct Scorer : Consumer<kBlocks, kEmit> {
         {
           float sum[64];
           wait(s.k_full[0], n % 2);
-          publish_to_wgmma();
+          fence_async_shared();
           multiply_rows(sum, 0, kHalfBlocks);
           wait(s.k_full[1], n % 2);
-          publish_to_wgmma();
+          fence_async_shared();
           multiply_rows(sum, kHalfBlocks, kBlocks);
           cute::warpgroup_commit_batch();
           cute::warpgroup_wait<0>();
@@ -354,17 +354,17 @@ struct Scorer : Consumer<kBlocks, kEmit> {
           store_tiles(this->tiles_address(step), factors.weights[step]);
           store_tiles(this->tiles_address(step) + kBlockBytes, factors.grads[step]);
         }
-        publish_to_wgmma();
+        fence_async_shared();
         arrive_as_warp(s.factors_full);
 
-        const uint64_t values = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k), kBlockBytes),
-                       grads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.grads));
+        const uint64_t values = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k), kBlockBytes),
+                       grads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.grads));
         wait(s.factors_full, n % 2);  // of the other warps
         fence_sums(d_q);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
-          multiply<QueryAtom>(d_q, grads + (step * kStepBytes >> 4), values + (step * kStepBytes >> 4));
+          wgmma<QueryAtom>(d_q, grads + (step * kStepBytes >> 4), values + (step * kStepBytes >> 4));
         cute::warpgroup_commit_batch();
         this->template contribute<0, kScorerBlocks<kEmit>, kScorerColumns>(item, tile, n, factors, [&] {
           fence_sums(d_q);
@@ -423,16 +423,16 @@ struct Adder : Consumer<kBlocks, kEmit> {
       clear(d_q);
       for (int tile = 0; tile < item.tiles; ++tile, ++n) {
         wait(s.factors_full, n % 2);
-        publish_to_wgmma();
-        const uint64_t values = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k[kHalfBlocks]), kBlockBytes),
-                       grads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.grads));
+        fence_async_shared();
+        const uint64_t values = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k[kHalfBlocks]), kBlockBytes),
+                       grads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.grads));
         fence_sums(d_q);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           const uint64_t a = grads + (step * kStepBytes >> 4), b = values + (step * kStepBytes >> 4);
-          multiply<LeftAtom>(d_q, a, b);
-          if constexpr (kBlocks > kLatentBlocks) multiply<RightAtom, 128>(d_q, a, b + (kHalfBytes >> 4));
+          wgmma<LeftAtom>(d_q, a, b);
+          if constexpr (kBlocks > kLatentBlocks) wgmma<RightAtom, 128>(d_q, a, b + (kHalfBytes >> 4));
         }
         cute::warpgroup_commit_batch();
         Factors factors;

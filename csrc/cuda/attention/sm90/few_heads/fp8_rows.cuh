@@ -67,9 +67,9 @@ struct Fp8Rows {
 
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
   __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query, const float* q_scale) {
-    const uint64_t k = describe_atoms(cast_smem_ptr_to_uint(&s.stages[stage])),
-                   q = describe_atoms(cast_smem_ptr_to_uint(s.q[query])),
-                   q_rope = describe_atoms(cast_smem_ptr_to_uint(s.q_rope[query]));
+    const uint64_t k = smem_descriptor(cast_smem_ptr_to_uint(&s.stages[stage])),
+                   q = smem_descriptor(cast_smem_ptr_to_uint(s.q[query])),
+                   q_rope = smem_descriptor(cast_smem_ptr_to_uint(s.q_rope[query]));
     // groups whose sums there are registers for
     constexpr int kAtOnce = kHeads > 16 ? 1 : kHeads > 8 ? 3 - kOfTensor : 4;
     float part[kAtOnce][2 * kSums];
@@ -77,8 +77,8 @@ struct Fp8Rows {
       float (&sum)[2 * kSums] = part[g % kAtOnce];
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        multiply<E4m3Atom<2 * kHeads>>(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
-                                       q + ((g * Queries::kGroupBytes + step * 32) >> 4), step > 0);
+        wgmma<E4m3Atom<2 * kHeads>>(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
+                                    q + ((g * Queries::kGroupBytes + step * 32) >> 4), step > 0);
       if constexpr (kOfTensor) {
         if (g == 0) add_rope<E4m3Atom<2 * kHeads>, 2>(sum, k, q_rope, true);
       }
@@ -149,8 +149,8 @@ struct Fp8Rows {
   static __device__ void add_rope(float (&sum)[kCount], uint64_t k, uint64_t q_rope, bool add) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      multiply<Atom>(sum, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4),
-                     add || step > 0);
+      wgmma<Atom>(sum, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4),
+                  add || step > 0);
   }
 
   __device__ int swap() const { return lane / 4 % 2; }  // so that eight lanes read scales from different banks
@@ -203,7 +203,7 @@ struct Fp8Rows {
   template <typename Release>
   __device__ void add_values(float (&out)[kLaneDims / 2][kSums], Memory& s, int stage, uint32_t weights_address,
                              Release release) {
-    const uint64_t weights = describe_atoms(weights_address);
+    const uint64_t weights = smem_descriptor(weights_address);
     constexpr int kSteps = kTileTokens / 16;
     uint32_t rows[2][2][4];
     uint4 others[4];
@@ -225,8 +225,8 @@ struct Fp8Rows {
         if (step > 0 || word > 1) cute::warpgroup_wait<1>();
         convert(rows[word % 2], of(own[0]), of(own[1]), of(own[2]), of(own[3]), scale);
         cute::warpgroup_arrive();
-        multiply<F16RowsAtom<kHeads>>(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
-        multiply<F16RowsAtom<kHeads>>(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
+        wgmma<F16RowsAtom<kHeads>>(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
+        wgmma<F16RowsAtom<kHeads>>(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
         cute::warpgroup_commit_batch();
       }
     }

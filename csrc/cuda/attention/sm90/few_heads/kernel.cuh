@@ -125,12 +125,12 @@ struct Consumer {
     }
     if (!first) {
       store_weights(weight);
-      publish_to_wgmma();
+      fence_async_shared();
     }
     if (first || sync_named_or<kGroupThreads>(group_barrier(group), grows)) {
       raise_reference();
       store_weights(weight);
-      publish_to_wgmma();
+      fence_async_shared();
       sync_named<kGroupThreads>(group_barrier(group));
     }
 #pragma unroll
@@ -386,7 +386,7 @@ struct Consumer {
         for (int i = 0; i < own_tiles; ++i, ++visits) {
           const uint32_t tile = ordinal + 2 * i + (ordinal % 2 != group), stage = tile % Own::kStages;
           wait(s.full[stage], tile / Own::kStages % 2);
-          publish_to_wgmma();
+          fence_async_shared();
           rows.compute_scores(score, s.rows, stage, query, s.q_scale[query]);
           if (i == own_tiles - 1) arrive_as_warp(s.q_empty[query]);
           if (kDense && static_cast<int>(tile - ordinal) >= hidden_from)

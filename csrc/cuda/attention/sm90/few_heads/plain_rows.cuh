@@ -36,17 +36,17 @@ struct PlainRows {
 
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
   __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int, const float* q_scale) const {
-    const uint64_t k_rows = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage])),
-                   q = describe_atoms(cast_smem_ptr_to_uint(s.q));
+    const uint64_t k_rows = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage])),
+                   q = smem_descriptor(cast_smem_ptr_to_uint(s.q));
     float sum[kSums];
     cute::warpgroup_arrive();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        multiply<HalfAtom<kNumber, kHeads, Major::K, Major::K>>(sum, k_rows + ((block * kBlockBytes + k * 32) >> 4),
-                                                                q + ((block * kHeads * kRowBytes + k * 32) >> 4),
-                                                                block > 0 || k > 0);
+        wgmma<HalfAtom<kNumber, kHeads, Major::K, Major::K>>(sum, k_rows + ((block * kBlockBytes + k * 32) >> 4),
+                                                             q + ((block * kHeads * kRowBytes + k * 32) >> 4),
+                                                             block > 0 || k > 0);
     cute::warpgroup_commit_batch();
     float bias[2];
 #pragma unroll
@@ -67,14 +67,14 @@ struct PlainRows {
   template <typename Release>
   __device__ void add_values(float (&out)[kLatentBlocks][kSums], Memory& s, int stage, uint32_t weights_address,
                              Release release) const {
-    const uint64_t tile = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage])),
-                   weights = describe_atoms(weights_address);
+    const uint64_t tile = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage])),
+                   weights = smem_descriptor(weights_address);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int block = 0; block < kLatentBlocks; ++block)
-        multiply<HalfAtom<kNumber, kHeads, Major::MN, Major::K>>(
+        wgmma<HalfAtom<kNumber, kHeads, Major::MN, Major::K>>(
             out[block], tile + ((block * kBlockBytes + k * 16 * kRowBytes) >> 4), weights + ((k * 32) >> 4), true);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();

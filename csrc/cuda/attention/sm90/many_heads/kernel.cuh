@@ -131,14 +131,14 @@ struct Consumer {
   // `weights` are a step's 64 x 16 each, as wgmma takes them from registers.
   __device__ void add_values(int stage, const uint32_t (&weights)[kSteps][4]) {
     constexpr int kHalf = kGroupDims / 2, kHalfBytes = kHalf / kBlockDims * kBlockBytes;
-    const uint64_t left = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
+    const uint64_t left = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
     fence_sums(out);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const uint64_t values = left + ((step * 16 * kRowBytes) >> 4);
-      multiply<ValueAtom>(out, weights[step], values);
-      multiply<ValueAtom, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
+      wgmma<ValueAtom>(out, weights[step], values);
+      wgmma<ValueAtom, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
     }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
@@ -272,8 +272,8 @@ struct Scorer : Consumer<kRows> {
 
   // Scores to base 2, or rather what they are with the power of two that the rows lack.
   __device__ void compute_scores(float (&score)[kScores], int stage) {
-    const uint64_t q = describe_atoms(cast_smem_ptr_to_uint(s.q)),
-                   k = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage]));
+    const uint64_t q = smem_descriptor(cast_smem_ptr_to_uint(s.q)),
+                   k = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage]));
     cute::warpgroup_arrive();
 #pragma unroll
     for (int block = 0; block < blocks_of(kRows); ++block)
@@ -283,9 +283,9 @@ struct Scorer : Consumer<kRows> {
         const uint64_t b = k + ((block * kBlockBytes + step * 32) >> 4);
         const bool add = block > 0 || step > 0;
         if (block < kLatentBlocks)
-          multiply<ScoreAtom>(score, a, b, add);
+          wgmma<ScoreAtom>(score, a, b, add);
         else
-          multiply<RopeAtom>(score, a, b, add);
+          wgmma<RopeAtom>(score, a, b, add);
       }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
@@ -424,7 +424,7 @@ struct Scorer : Consumer<kRows> {
         const int stage = tile % kStages;
         float score[kScores], by[2];
         wait(s.full[stage], tile / kStages % 2);
-        if constexpr (!is_scaled(kRows)) publish_to_wgmma();
+        if constexpr (!is_scaled(kRows)) fence_async_shared();
         const bool hides = kDense && end - tile <= hidden_tiles, is_plain = plain(stage) && !hides;
         compute_scores(score, stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
@@ -604,7 +604,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
     load_queries<has_powers(kRows), kHeads>(
         p, s.q, s.q_scale, token, head_begin, warp, hidden(lane), [&] { wait(s.q_empty, tokens % 2 ^ 1); },
         1.0f / Consumer<kRows>::kUsual);
-    if constexpr (is_scaled(kRows)) publish_to_wgmma();
+    if constexpr (is_scaled(kRows)) fence_async_shared();
     arrive_as_warp(s.q_full);
     ++tokens;
   };
@@ -624,7 +624,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
         rows.store(part, lane);
         ScaledRows::change_rope(part, power, hidden(lane));
         if (lane < kWarpRows) describe_column(s, stage, at, s.valid[stage][at] & 1, power);
-        publish_to_wgmma();
+        fence_async_shared();
         arrive_as_warp(s.full[stage]);
       }
     }
