@@ -68,7 +68,7 @@ struct Workspace {
 
 inline void load_q(const AttentionProblem& p, int token, int head_begin, int heads, Workspace& w) {
   const int vectors = (heads + kLanes - 1) / kLanes, words = p.head_dim() / Isa::kPack;
-  const bool f16 = p.tile == Tile::f16_576;
+  const bool f16 = p.tile == TileType::f16_576;
   for (int v = 0; v < vectors; ++v) {
     const uint16_t* nope[kLanes];
     const uint16_t* rope[kLanes];
@@ -454,7 +454,7 @@ inline void finish_row(const AttentionProblem& p, int token, int head, const flo
   if (p.sink && lse > -__builtin_inff()) factor /= 1.0f + __builtin_expf(p.sink[head] - lse);
   factor *= p.value_scale;
   uint16_t* out = p.out + p.offset(p.out_strides, token, head);
-  const bool f16 = Isa::kPack == 1 && p.tile == Tile::f16_576;
+  const bool f16 = Isa::kPack == 1 && p.tile == TileType::f16_576;
   for (int d = 0; d < kValueDim; d += kLanes) {
     const Floats value = load(sum + d) * factor;
     f16 ? store_f16(value, out + d) : store_bf16(value, out + d);

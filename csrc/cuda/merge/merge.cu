@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       store_four(out + Part::dim(i, lane), {sum[i].x * scale, sum[i].y * scale, sum[i].z * scale, sum[i].w * scale},
-                 p.tile == Tile::f16_576);
+                 p.tile == TileType::f16_576);
     if (lane == 0) p.lse[p.offset(p.lse_strides, token, head)] = weights.lse;
     if (!p.max_logits) continue;
     float max_logit = -INFINITY;

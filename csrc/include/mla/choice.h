@@ -317,7 +317,7 @@ inline Choice choose_by_time(AttentionShape shape, const Device& device, const S
   for (const KernelTime* kernel : {&kManyHeadsTime, &kWideTime, &kFewHeadsTime}) {
     // 300 tokens with 96 heads take 6 % longer in the wide kernel than in many_heads
     const bool narrow = shape.heads <= kWideHeads || shape.tokens <= device.processors;
-    const bool scaled = shape.format.tile() == Tile::scaled_576;
+    const bool scaled = shape.format.tile() == TileType::scaled_576;
     if (kernel->kernel == Choice::few_heads_wide && !(scaled && narrow)) continue;
     const Layout own =
         shape.workers ? layout_of(*kernel, shape, device, shape.workers) : best_layout(*kernel, shape, device);
@@ -347,13 +347,13 @@ inline Choice choose(AttentionShape shape, const Device& device) {
     const int64_t at_once = int64_t{device.processors} * kPortableBlocksPerProcessor;
     return {Choice::portable, kPortableHeads, 0, workers_for(at_once, kPortableHeads), 1};
   }
-  if (shape.format.tile() == Tile::staged_576)  // no other kernel has such rows
+  if (shape.format.tile() == TileType::staged_576)  // no other kernel has such rows
     return {Choice::many_heads, kManyHeads, 0, workers_for(device.processors, kManyHeads), 1};
   Choice choice;
   Spread spread{shape.heads <= 8 ? 8 : 16, 0};
   if (!shape.whole_tokens) spread = spread_few_tokens(shape, device);
   if (shape.heads > 16 && shape.whole_tokens) {
-    const bool wide = shape.heads <= kWideHeads && shape.format.tile() == Tile::scaled_576;
+    const bool wide = shape.heads <= kWideHeads && shape.format.tile() == TileType::scaled_576;
     choice = {wide ? Choice::few_heads_wide : Choice::many_heads, wide ? kWideHeads : kManyHeads, 0, 0, 1};
     choice.workers = workers_for(device.processors, choice.heads_per_block);
   } else if (shape.heads > 16) {

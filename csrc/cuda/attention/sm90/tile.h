@@ -57,11 +57,11 @@ MLA_HOST_DEVICE constexpr Number number_of(Rows rows) { return rows == Rows::fp1
 
 inline Rows rows_of(const AttentionProblem& p) {
   switch (p.tile) {
-    case Tile::scaled_576:
+    case TileType::scaled_576:
       return Rows::fp8_ds_mla;
-    case Tile::f16_576:
+    case TileType::f16_576:
       return Rows::fp16;
-    case Tile::bf16_512:
+    case TileType::bf16_512:
       return Rows::any_512;
     default:
       return p.lists[0].cache.format.quantised() ? Rows::fp8_tensor_576 : Rows::bf16;

@@ -25,7 +25,7 @@ void many_heads_attention(const AttentionProblem& p, const Choice& choice, void*
                sizeof(Shared<rows.value>), stream, "sparse_attention", p);
     merge_cut_tokens(p, sm90::has_compact_parts(rows.value), stream);
   };
-  if (p.tile == Tile::staged_576)
+  if (p.tile == TileType::staged_576)
     sm90::with_sparse_form_of(p, std::integral_constant<Rows, Rows::staged>{}, start);
   else
     sm90::with_kernel_of(p, start);
