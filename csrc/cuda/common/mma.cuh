@@ -32,8 +32,8 @@ __device__ __forceinline__ void load_tiles_transposed(uint32_t (&tiles)[4], uint
 
 // sum[16 x 8] += a[16 x 16] b[16 x 8], a by rows, b by columns.
 template <typename Atom>
-__device__ __forceinline__ void mma(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  Atom::fma(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3], b0, b1, sum[0], sum[1], sum[2], sum[3]);
+__device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Atom::fma(acc[0], acc[1], acc[2], acc[3], a[0], a[1], a[2], a[3], b0, b1, acc[0], acc[1], acc[2], acc[3]);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900

@@ -46,24 +46,26 @@ template <Number kNumber, int kColumns, Major kA, Major kB>
 using HalfAtom = std::conditional_t<kNumber == Number::f16, F16Atom<kColumns, kA, kB>, Bf16Atom<kColumns, kA, kB>>;
 
 template <typename Atom>
-using SumsOf = std::make_integer_sequence<int, std::extent_v<typename Atom::CRegisters>>;
+using AccRegistersOf = std::make_integer_sequence<int, std::extent_v<typename Atom::CRegisters>>;
 
-template <typename Atom, int kFirst, int kSums, int... i, typename... Factors>
-__device__ __forceinline__ void fma(float (&sum)[kSums], std::integer_sequence<int, i...>, gmma::ScaleOut scale,
+template <typename Atom, int kFirst, int kAccRegisters, int... i, typename... Factors>
+__device__ __forceinline__ void fma(float (&acc)[kAccRegisters], std::integer_sequence<int, i...>, gmma::ScaleOut scale,
                                     const Factors&... factors) {
-  Atom::fma(factors..., sum[kFirst + i]..., scale);
+  Atom::fma(factors..., acc[kFirst + i]..., scale);
 }
 
 // sum += a b, from sum[kFirst] on, or sum = a b unless `add`. `a` is a descriptor ...
-template <typename Atom, int kFirst = 0, int kSums>
-__device__ __forceinline__ void wgmma(float (&sum)[kSums], uint64_t a, uint64_t b, bool add = true) {
-  fma<Atom, kFirst>(sum, SumsOf<Atom>{}, add ? gmma::ScaleOut::One : gmma::ScaleOut::Zero, a, b);
+template <typename Atom, int kFirst = 0, int kAccRegisters>
+__device__ __forceinline__ void wgmma(float (&acc)[kAccRegisters], uint64_t a, uint64_t b, bool add = true) {
+  fma<Atom, kFirst>(acc, AccRegistersOf<Atom>{}, add ? gmma::ScaleOut::One : gmma::ScaleOut::Zero, a, b);
 }
 
 // ... or what the lane has of its rows, which has to stay as it is until the product is waited for.
-template <typename Atom, int kFirst = 0, int kSums>
-__device__ __forceinline__ void wgmma(float (&sum)[kSums], const uint32_t (&a)[4], uint64_t b, bool add = true) {
-  fma<Atom, kFirst>(sum, SumsOf<Atom>{}, add ? gmma::ScaleOut::One : gmma::ScaleOut::Zero, a[0], a[1], a[2], a[3], b);
+template <typename Atom, int kFirst = 0, int kAccRegisters>
+__device__ __forceinline__ void wgmma(float (&acc)[kAccRegisters], const uint32_t (&a)[4], uint64_t b,
+                                      bool add = true) {
+  fma<Atom, kFirst>(acc, AccRegistersOf<Atom>{}, add ? gmma::ScaleOut::One : gmma::ScaleOut::Zero, a[0], a[1], a[2],
+                    a[3], b);
 }
 
 // Hides from the compiler how a number came about, so that it neither shares that with other numbers nor does it
@@ -113,9 +115,9 @@ __device__ __forceinline__ void wait_for_all_products_but(int under_way) {
 
 // Tells the compiler that sums change here, so that it reads none of them before a wait.
 template <int kCount>
-__device__ __forceinline__ void fence_sums(float (&sum)[kCount]) {
+__device__ __forceinline__ void fence_acc(float (&acc)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(sum[i]);
+  for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(acc[i]);
 }
 
 }  // namespace mla::cuda

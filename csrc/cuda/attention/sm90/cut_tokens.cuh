@@ -108,11 +108,11 @@ struct alignas(16) PartResult {
   float reference;  // of what follows, to base 2; -inf if there is nothing to attend to
   float total;      // of 2^(score - reference)
   float max_score;  // to base 2
-  uint32_t sums;    // shared address of the head's 512 sums
+  uint32_t acc;     // shared address of the head's 512 sums
 };
 
-__device__ __forceinline__ void add_weighted(float4& sum, float weight, float4 x) {
-  sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+__device__ __forceinline__ void add_weighted(float4& acc, float weight, float4 x) {
+  acc.x += weight * x.x, acc.y += weight * x.y, acc.z += weight * x.z, acc.w += weight * x.w;
 }
 
 // A head's row is merged by two warps or by four: quarters of it, in which a lane has four numbers.
@@ -291,7 +291,7 @@ __device__ __forceinline__ void merge_peers(const PartResult& result, uint32_t r
     merged.set(result.reference, result.total, result.max_score);
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j)
-      merged.values[j] = load4(result.sums + 16 * lane + (share.begin + j) * kQuarter * 4);
+      merged.values[j] = load4(result.acc + 16 * lane + (share.begin + j) * kQuarter * 4);
     return;
   }
   if (share.end - share.begin == 1)

@@ -54,14 +54,14 @@ __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t 
 // Writes a head's output, a warp a row of 512 sums; zeros where there are none.
 template <Number kNumber>
 __device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t token, int head, bool whole,
-                                          int64_t partial, const float* sums, float factor, int lane) {
+                                          int64_t partial, const float* acc, float factor, int lane) {
   if (whole) {
     uint16_t* out = p.out + p.offset(p.out_strides, token, head);
 #pragma unroll
     for (int i = 0; i < kValueDim / 256; ++i) {
       float4 a = {}, b = {};
       const int dim = 256 * i + 8 * lane;
-      if (sums) a = *reinterpret_cast<const float4*>(sums + dim), b = *reinterpret_cast<const float4*>(sums + dim + 4);
+      if (acc) a = *reinterpret_cast<const float4*>(acc + dim), b = *reinterpret_cast<const float4*>(acc + dim + 4);
       *reinterpret_cast<uint4*>(out + dim) = {
           pack<kNumber>(a.x * factor, a.y * factor), pack<kNumber>(a.z * factor, a.w * factor),
           pack<kNumber>(b.x * factor, b.y * factor), pack<kNumber>(b.z * factor, b.w * factor)};
@@ -73,7 +73,7 @@ __device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t tok
     for (int i = 0; i < kValueDim / 128; ++i) {
       float4 a = {};
       const int dim = 128 * i + 4 * lane;
-      if (sums) a = *reinterpret_cast<const float4*>(sums + dim);
+      if (acc) a = *reinterpret_cast<const float4*>(acc + dim);
       *reinterpret_cast<float4*>(out + dim) = {a.x * factor, a.y * factor, a.z * factor, a.w * factor};
     }
   }

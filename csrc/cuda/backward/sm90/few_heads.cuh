@@ -103,15 +103,15 @@ struct LaneRowsOf {
 template <int kHeads, int kBlocks>
 struct Consumer {
   using Memory = Shared<kHeads, kBlocks>;
-  static constexpr int kSums = kHeads / 2;   // a lane's numbers of 64 rows
-  static constexpr int kSteps = kHeads / 8;  // of a contribution, which sums over twice the heads
+  static constexpr int kAccRegisters = kHeads / 2;  // a lane's numbers of 64 rows
+  static constexpr int kSteps = kHeads / 8;         // of a contribution, which sums over twice the heads
   static constexpr int kPartBlocks = 3, kParts = (kBlocks + kPartBlocks - 1) / kPartBlocks;  // of dQ
 
   const BackwardProblem& p;
   Memory& s;
   const int group, warp, lane;  // warp of the warpgroup
 
-  float d_q[kBlocks][kSums];
+  float d_q[kBlocks][kAccRegisters];
 
   __device__ void run() {
     // What both warpgroups have had: queries with tiles; and tiles, of which four times make no difference.
@@ -157,9 +157,9 @@ struct Consumer {
     sync_group();
 
     const LaneRowsOf<kHeads, kBlocks> rows = rows_of(query, tile);
-    float sum[32];
+    float acc[32];
     uint32_t pairs[16];
-    start_contribution(sum, weights, heads, 0);
+    start_contribution(acc, weights, heads, 0);
     start_d_q(k, grads, 0);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -167,11 +167,11 @@ struct Consumer {
         cute::warpgroup_wait<1>();
       else
         cute::warpgroup_wait<0>();
-      fence_sums(sum);
-      pack_sums(pairs, sum);
+      fence_acc(acc);
+      pack_acc(pairs, acc);
       if (block == kParts) release(tile + 1 == tiles, slot);
       rows.store(pairs, 0, block, lane);
-      if (block + 1 < kBlocks) start_contribution(sum, weights, heads, block + 1);
+      if (block + 1 < kBlocks) start_contribution(acc, weights, heads, block + 1);
       if (block + 1 < kParts) start_d_q(k, grads, block + 1);
       rows.store(pairs, 1, block, lane);
     }
@@ -184,8 +184,8 @@ struct Consumer {
 
   __device__ void find_weights(uint32_t (&weights)[kSteps][4], uint64_t k, uint32_t slot) {
     const uint64_t heads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.heads[slot]));
-    float sum[2 * kSums];  // S, then dP
-    fence_sums(sum);
+    float acc[2 * kAccRegisters];  // S, then dP
+    fence_acc(acc);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
@@ -194,28 +194,28 @@ struct Consumer {
         const uint64_t a = k + ((block * kBlockBytes + step * kStep * 2) >> 4),
                        b = heads + ((block * kHeadBytes<kHeads> + step * kStep * 2) >> 4);
         if (block < kLatentBlocks)
-          wgmma<HeadsAtom<2 * kHeads, Major::K, Major::K>>(sum, a, b, block > 0 || step > 0);
+          wgmma<HeadsAtom<2 * kHeads, Major::K, Major::K>>(acc, a, b, block > 0 || step > 0);
         else
-          wgmma<HeadsAtom<kHeads, Major::K, Major::K>>(sum, a, b);
+          wgmma<HeadsAtom<kHeads, Major::K, Major::K>>(acc, a, b);
       }
     cute::warpgroup_commit_batch();
     const float scale2 = p.scale * kLog2E;
     const int row = warp * 16 + lane / 4;
     const bool valid[2] = {s.valid[group][row] != 0, s.valid[group][row + 8] != 0};
     cute::warpgroup_wait<0>();
-    fence_sums(sum);
+    fence_acc(acc);
 #pragma unroll
-    for (int i = 0; i < kSums; i += 2) {  // of neighbouring heads
+    for (int i = 0; i < kAccRegisters; i += 2) {  // of neighbouring heads
       const int head = i / 4 * 8 + lane % 4 * 2;
       const auto lse2 = *reinterpret_cast<const float2*>(&s.lse2[slot][head]),
                  delta = *reinterpret_cast<const float2*>(&s.delta[slot][head]);
       const auto weigh = [&](float score, float lse2) {
         return valid[i / 2 % 2] ? exp2_approximate(fmaf(score, scale2, -lse2)) : 0.0f;
       };
-      const float first = weigh(sum[i], lse2.x), second = weigh(sum[i + 1], lse2.y);
-      weights[i / 8][i / 2 % 4] =
-          pack_bf16(first * p.scale * (sum[kSums + i] - delta.x), second * p.scale * (sum[kSums + i + 1] - delta.y));
-      weights[(kSums + i) / 8][(kSums + i) / 2 % 4] = pack_bf16(first, second);
+      const float first = weigh(acc[i], lse2.x), second = weigh(acc[i + 1], lse2.y);
+      weights[i / 8][i / 2 % 4] = pack_bf16(first * p.scale * (acc[kAccRegisters + i] - delta.x),
+                                            second * p.scale * (acc[kAccRegisters + i + 1] - delta.y));
+      weights[(kAccRegisters + i) / 8][(kAccRegisters + i) / 2 % 4] = pack_bf16(first, second);
     }
   }
 
@@ -232,16 +232,16 @@ struct Consumer {
   }
 
   // Asks for the contributions of 64 dims.
-  __device__ void start_contribution(float (&sum)[32], const uint32_t (&weights)[kSteps][4], uint64_t heads,
+  __device__ void start_contribution(float (&acc)[32], const uint32_t (&weights)[kSteps][4], uint64_t heads,
                                      int block) {
     const int steps = block < kLatentBlocks ? kSteps : kRopeRows<kHeads> / kStep;
-    fence_sums(sum);
+    fence_acc(acc);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       if (step < steps)
         wgmma<gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>>(
-            sum, weights[step], heads + ((block * kHeadBytes<kHeads> + step * kStepBytes) >> 4), step > 0);
+            acc, weights[step], heads + ((block * kHeadBytes<kHeads> + step * kStepBytes) >> 4), step > 0);
     cute::warpgroup_commit_batch();
   }
 
@@ -267,14 +267,14 @@ struct Consumer {
   // The tile has been read, and dQ is there.
   __device__ void release(bool last, uint32_t slot) {
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) fence_sums(d_q[block]);
+    for (int block = 0; block < kBlocks; ++block) fence_acc(d_q[block]);
     if (!last) return arrive_as_warp(s.k_empty[group]);
     sync_group();
     auto* to = reinterpret_cast<float4*>(s.k[group]) + threadIdx.x % kGroupThreads;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-      for (int i = 0; i < kSums; i += 4, to += kGroupThreads)
+      for (int i = 0; i < kAccRegisters; i += 4, to += kGroupThreads)
         *to = {d_q[block][i], d_q[block][i + 1], d_q[block][i + 2], d_q[block][i + 3]};
     arrive_as_warp(s.d_q_full[slot]);
     clear_d_q();
@@ -287,7 +287,7 @@ struct Consumer {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-      for (int i = 0; i < kSums; i += 4, from += kGroupThreads) {
+      for (int i = 0; i < kAccRegisters; i += 4, from += kGroupThreads) {
         const float4 other = *from;
         d_q[block][i] += other.x, d_q[block][i + 1] += other.y;
         d_q[block][i + 2] += other.z, d_q[block][i + 3] += other.w;
@@ -306,9 +306,9 @@ struct Consumer {
       uint16_t* const row = to + head * p.d_q_head;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        const float (&sum)[kSums] = d_q[block];
-        const uint32_t left = transpose_tile(pack_bf16(sum[4 * j], sum[4 * j + 1])),
-                       right = transpose_tile(pack_bf16(sum[4 * j + 2], sum[4 * j + 3]));
+        const float (&acc)[kAccRegisters] = d_q[block];
+        const uint32_t left = transpose_tile(pack_bf16(acc[4 * j], acc[4 * j + 1])),
+                       right = transpose_tile(pack_bf16(acc[4 * j + 2], acc[4 * j + 3]));
         const uint32_t other = __shfl_xor_sync(~0u, odd ? left : right, 1);
         if (head < p.heads)
           *reinterpret_cast<uint2*>(row + block * kBlockDims) = odd ? uint2{other, right} : uint2{left, other};
@@ -320,7 +320,7 @@ struct Consumer {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) d_q[block][i] = 0.0f;
+      for (int i = 0; i < kAccRegisters; ++i) d_q[block][i] = 0.0f;
   }
 };
 

@@ -132,22 +132,22 @@ struct Consumer {
 
   // Asks for the contributions of dims from `begin` on.
   template <int kColumns>
-  __device__ void start_contribution(float (&sum)[kColumns / 2], const Factors& factors, int begin) {
+  __device__ void start_contribution(float (&acc)[kColumns / 2], const Factors& factors, int begin) {
     using Atom = std::conditional_t<kColumns == 32, gmma::MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::MN>,
                                     gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>>;
     const bool latent = begin < kLatent;
     const uint64_t q = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.q)) +
                        ((begin / kBlockDims * kQueryBytes + begin % kBlockDims * 2) >> 4);
-    fence_sums(sum);
+    fence_acc(acc);
     cute::warpgroup_arrive();
     if (latent) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
-        wgmma<Atom>(sum, factors.weights[step], q + ((kBlockBytes + step * kStepBytes) >> 4), step > 0);
+        wgmma<Atom>(acc, factors.weights[step], q + ((kBlockBytes + step * kStepBytes) >> 4), step > 0);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      wgmma<Atom>(sum, factors.grads[step], q + (step * kStepBytes >> 4), latent || step > 0);
+      wgmma<Atom>(acc, factors.grads[step], q + (step * kStepBytes >> 4), latent || step > 0);
     cute::warpgroup_commit_batch();
   }
 
@@ -156,34 +156,34 @@ struct Consumer {
   template <int kBegin, int kEnd, int kColumns, typename Release>
   __device__ void contribute(const Item& item, int tile, int n, Factors& factors, Release release) {
     const int lane = hidden(this->lane);
-    float sum[kColumns / 2];
-    start_contribution<kColumns>(sum, factors, kBegin * kBlockDims);
+    float acc[kColumns / 2];
+    start_contribution<kColumns>(acc, factors, kBegin * kBlockDims);
     publish_rows(n);
     cute::warpgroup_wait<1>();
     release();
 #pragma unroll
     for (int begin = kBegin * kBlockDims; begin < kEnd * kBlockDims; begin += kColumns) {
       const auto start_next = [&] {
-        if (begin + kColumns < kEnd * kBlockDims) start_contribution<kColumns>(sum, factors, begin + kColumns);
+        if (begin + kColumns < kEnd * kBlockDims) start_contribution<kColumns>(acc, factors, begin + kColumns);
       };
       cute::warpgroup_wait<0>();
-      fence_sums(sum);
+      fence_acc(acc);
       factors.keep();
       if constexpr (kEmit == Emit::atomic) {
-        stage().template put<0>(sum, lane);
+        stage().template put<0>(acc, lane);
         if constexpr (kColumns == 64) {
           add(begin, n, lane);
-          stage().template put<16>(sum, lane);
+          stage().template put<16>(acc, lane);
         }
         start_next();
         add(begin + kColumns - 32, n, lane);
       } else if constexpr (kEmit == Emit::rows) {
         uint32_t pairs[kColumns / 4];
-        pack_sums(pairs, sum);
+        pack_acc(pairs, acc);
         start_next();
         write_pieces(pairs, begin, item, tile, n, lane);
       } else {
-        stage().template put_pairs<kColumns>(sum, begin % kBlockDims, lane);
+        stage().template put_pairs<kColumns>(acc, begin % kBlockDims, lane);
         start_next();
         if ((begin + kColumns) % kBlockDims > 0) continue;
         if (begin + kColumns == (kBegin + 1) * kBlockDims && adds()) wait_for_rows(n + 1);
@@ -236,11 +236,11 @@ struct Consumer {
   }
 
   // Writes a query's dQ, blocks from kBegin on.
-  template <int kBegin, int kSums>
-  __device__ void write(const Item& item, const float (&sum)[kSums]) {
+  template <int kBegin, int kAccRegisters>
+  __device__ void write(const Item& item, const float (&acc)[kAccRegisters]) {
     const int lane = hidden(this->lane);
     const int head = item.head_begin() + warp * 16 + lane / 8;
-    write_blocks<kBegin, 0>(p.d_q + item.query * p.d_q_token + head * p.d_q_head + lane % 8 * kPieceNumbers, head, sum,
+    write_blocks<kBegin, 0>(p.d_q + item.query * p.d_q_token + head * p.d_q_head + lane % 8 * kPieceNumbers, head, acc,
                             lane);
   }
 
@@ -260,25 +260,25 @@ struct Consumer {
   }
 
  private:
-  template <int kBegin, int kBlock, int kSums>
-  __device__ void write_blocks(uint16_t* rows, int head, const float (&sum)[kSums], int lane) {
-    if constexpr (32 * kBlock < kSums) {
+  template <int kBegin, int kBlock, int kAccRegisters>
+  __device__ void write_blocks(uint16_t* rows, int head, const float (&acc)[kAccRegisters], int lane) {
+    if constexpr (32 * kBlock < kAccRegisters) {
       const Lines lines = stage();
-      lines.template put_pairs<64, 32 * kBlock>(sum, 0, lane);
+      lines.template put_pairs<64, 32 * kBlock>(acc, 0, lane);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint4 piece = lines.take(i, lane);
         if (head + 4 * i < p.heads) store_streaming(rows + 4 * i * p.d_q_head + (kBegin + kBlock) * kBlockDims, piece);
       }
-      write_blocks<kBegin, kBlock + 1>(rows, head, sum, lane);
+      write_blocks<kBegin, kBlock + 1>(rows, head, acc, lane);
     }
   }
 };
 
 template <int kCount>
-__device__ void clear(float (&sum)[kCount]) {
+__device__ void clear(float (&acc)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sum[i] = 0.0f;
+  for (int i = 0; i < kCount; ++i) acc[i] = 0.0f;
 }
 
 // S, dP, P and dS; the left 256 dims of dQ; some contributions.
@@ -304,10 +304,10 @@ struct Scorer : Consumer<kBlocks, kEmit> {
   }
 
   // Multiplies blocks [begin, end) of the tile with those of Q and dO. S comes first in the sums, then dP.
-  __device__ void multiply_rows(float (&sum)[64], int begin, int end) {
+  __device__ void multiply_rows(float (&acc)[64], int begin, int end) {
     const uint64_t k = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k)),
                    q = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.q));
-    fence_sums(sum);
+    fence_acc(acc);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int block = begin; block < end; ++block)
@@ -316,9 +316,9 @@ struct Scorer : Consumer<kBlocks, kEmit> {
         const uint64_t a = k + ((block * kBlockBytes + step * kStep * 2) >> 4),
                        b = q + ((block * kQueryBytes + step * kStep * 2) >> 4);
         if (block < kLatentBlocks)
-          wgmma<BothAtom>(sum, a, b, block > 0 || step > 0);
+          wgmma<BothAtom>(acc, a, b, block > 0 || step > 0);
         else
-          wgmma<RopeAtom>(sum, a, b);
+          wgmma<RopeAtom>(acc, a, b);
       }
   }
 
@@ -336,17 +336,17 @@ struct Scorer : Consumer<kBlocks, kEmit> {
       for (int tile = 0; tile < item.tiles; ++tile, ++n) {
         Factors factors;
         {
-          float sum[64];
+          float acc[64];
           wait(s.k_full[0], n % 2);
           fence_async_shared();
-          multiply_rows(sum, 0, kHalfBlocks);
+          multiply_rows(acc, 0, kHalfBlocks);
           wait(s.k_full[1], n % 2);
           fence_async_shared();
-          multiply_rows(sum, kHalfBlocks, kBlocks);
+          multiply_rows(acc, kHalfBlocks, kBlocks);
           cute::warpgroup_commit_batch();
           cute::warpgroup_wait<0>();
-          fence_sums(sum);
-          weigh(factors, sum, n % 2, queries % 2);
+          fence_acc(acc);
+          weigh(factors, acc, n % 2, queries % 2);
         }
         wait(s.stage_empty, n % 2 ^ 1);
 #pragma unroll
@@ -360,14 +360,14 @@ struct Scorer : Consumer<kBlocks, kEmit> {
         const uint64_t values = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k), kBlockBytes),
                        grads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.grads));
         wait(s.factors_full, n % 2);  // of the other warps
-        fence_sums(d_q);
+        fence_acc(d_q);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
           wgmma<QueryAtom>(d_q, grads + (step * kStepBytes >> 4), values + (step * kStepBytes >> 4));
         cute::warpgroup_commit_batch();
         this->template contribute<0, kScorerBlocks<kEmit>, kScorerColumns>(item, tile, n, factors, [&] {
-          fence_sums(d_q);
+          fence_acc(d_q);
           arrive_as_warp(s.k_empty[0]);
           arrive_as_warp(s.grads_read);
           wait(s.weights_read, n % 2);
@@ -381,7 +381,7 @@ struct Scorer : Consumer<kBlocks, kEmit> {
   }
 
   // S and dP become P and dS, zero for entries that are none.
-  __device__ void weigh(Factors& factors, float (&sum)[64], int parity, int query_parity) {
+  __device__ void weigh(Factors& factors, float (&acc)[64], int parity, int query_parity) {
     const float scale2 = p.scale * kLog2E;
     const int32_t* const rows = s.row[parity] + warp * 16 + lane / 4;
     const bool valid[2] = {rows[0] >= 0, rows[8] >= 0};
@@ -395,9 +395,9 @@ struct Scorer : Consumer<kBlocks, kEmit> {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int i = 4 * j + 2 * half + e;
-          weight[e] = exp2_approximate(fmaf(sum[i], scale2, -(e ? lse2.y : lse2.x)));
+          weight[e] = exp2_approximate(fmaf(acc[i], scale2, -(e ? lse2.y : lse2.x)));
           if (!valid[half]) weight[e] = 0.0f;
-          grad[e] = weight[e] * p.scale * (sum[32 + i] - (e ? delta.y : delta.x));
+          grad[e] = weight[e] * p.scale * (acc[32 + i] - (e ? delta.y : delta.x));
         }
         factors.weights[j / 2][j % 2 * 2 + half] = pack_bf16(weight[0], weight[1]);
         factors.grads[j / 2][j % 2 * 2 + half] = pack_bf16(grad[0], grad[1]);
@@ -426,7 +426,7 @@ struct Adder : Consumer<kBlocks, kEmit> {
         fence_async_shared();
         const uint64_t values = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k[kHalfBlocks]), kBlockBytes),
                        grads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.grads));
-        fence_sums(d_q);
+        fence_acc(d_q);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -443,7 +443,7 @@ struct Adder : Consumer<kBlocks, kEmit> {
         }
         arrive_as_warp(s.weights_read);
         this->template contribute<kScorerBlocks<kEmit>, kBlocks, kAdderColumns>(item, tile, n, factors, [&] {
-          fence_sums(d_q);
+          fence_acc(d_q);
           arrive_as_warp(s.k_empty[1]);
           arrive_as_warp(s.grads_read);  // each warp's product has read all of it
           wait(s.grads_read, n % 2);

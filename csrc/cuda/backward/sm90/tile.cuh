@@ -66,9 +66,9 @@ __device__ __forceinline__ void copy_rows(uint32_t tile, int first, const uint16
 // Sums of 64 rows, as wgmma has them, as pairs: [2 * j + half] are columns 8 * j + 2 * (lane % 4) and the next, of row
 // lane / 4 or the one 8 further on.
 template <int kPairs>
-__device__ __forceinline__ void pack_sums(uint32_t (&pairs)[kPairs], const float (&sum)[2 * kPairs]) {
+__device__ __forceinline__ void pack_acc(uint32_t (&pairs)[kPairs], const float (&acc)[2 * kPairs]) {
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) pairs[i] = pack_bf16(sum[2 * i], sum[2 * i + 1]);
+  for (int i = 0; i < kPairs; ++i) pairs[i] = pack_bf16(acc[2 * i], acc[2 * i + 1]);
 }
 
 // Four lanes have pairs of a row, of four times 8 columns. Afterwards each has all four of one: columns 8 * (lane % 4)
@@ -115,13 +115,13 @@ struct Lines {
   uint32_t stage;  // shared memory, a multiple of 1024 bytes
 
   // Takes columns as bf16, from sum[kFirst] on. They become those from `begin` on.
-  template <int kColumns, int kFirst = 0, int kSums>
-  __device__ void put_pairs(const float (&sum)[kSums], int begin, int lane) const {
+  template <int kColumns, int kFirst = 0, int kAccRegisters>
+  __device__ void put_pairs(const float (&acc)[kAccRegisters], int begin, int lane) const {
     if (begin == 0) __syncwarp();  // what was there has been read
     const uint32_t own = stage + lane % 16 * kRowBytes + (lane / 16 ^ lane % 8) * kPieceBytes;
 #pragma unroll
     for (int i = 0; i < kColumns / 2; i += 8) {
-      const float* const x = sum + kFirst + i;
+      const float* const x = acc + kFirst + i;
       const uint32_t pairs[4] = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
                                  pack_bf16(x[6], x[7])};
       store_tiles(own ^ (begin * 2 + i * 4), pairs);
@@ -130,8 +130,8 @@ struct Lines {
   }
 
   // Takes 32 columns of fp32, from sum[kFirst] on.
-  template <int kFirst, int kSums>
-  __device__ void put(const float (&sum)[kSums], int lane) const {
+  template <int kFirst, int kAccRegisters>
+  __device__ void put(const float (&acc)[kAccRegisters], int lane) const {
     __syncwarp();
     const uint32_t own = stage + lane / 4 * kRowBytes + (lane % 4 / 2 ^ lane / 4) * kPieceBytes + lane % 2 * 8;
 #pragma unroll
@@ -139,7 +139,7 @@ struct Lines {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((own ^ 2 * j * kPieceBytes) + 8 * half * kRowBytes),
-                     "f"(sum[kFirst + 4 * j + 2 * half]), "f"(sum[kFirst + 4 * j + 2 * half + 1])
+                     "f"(acc[kFirst + 4 * j + 2 * half]), "f"(acc[kFirst + 4 * j + 2 * half + 1])
                      : "memory");
     __syncwarp();
   }

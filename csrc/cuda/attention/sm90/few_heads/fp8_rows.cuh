@@ -29,7 +29,7 @@ struct Fp8Rows {
   using Queries = QuantisedQueries<kHeads, kOfTensor>;
   static constexpr int kStages = 4;                     // tiles
   static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // tokens whose queries there is room for
-  static constexpr int kSums = kHeads / 2;
+  static constexpr int kAccRegisters = kHeads / 2;
   static constexpr int kWarps = Queries::kWarps;          // that produce
   static constexpr int kWarpRows = kTileTokens / kWarps;  // of a tile
   static constexpr int kTileArrivals = (32 + kWarpArrivals) * kWarps;
@@ -66,21 +66,21 @@ struct Fp8Rows {
   static __device__ float two_to(int power) { return __uint_as_float((127 + power) << 23); }
 
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
-  __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query, const float* q_scale) {
+  __device__ void compute_scores(float (&score)[kAccRegisters], Memory& s, int stage, int query, const float* q_scale) {
     const uint64_t k = smem_descriptor(cast_smem_ptr_to_uint(&s.stages[stage])),
                    q = smem_descriptor(cast_smem_ptr_to_uint(s.q[query])),
                    q_rope = smem_descriptor(cast_smem_ptr_to_uint(s.q_rope[query]));
     // groups whose sums there are registers for
     constexpr int kAtOnce = kHeads > 16 ? 1 : kHeads > 8 ? 3 - kOfTensor : 4;
-    float part[kAtOnce][2 * kSums];
+    float part[kAtOnce][2 * kAccRegisters];
     const auto begin_group = [&](int g) {
-      float (&sum)[2 * kSums] = part[g % kAtOnce];
+      float (&acc)[2 * kAccRegisters] = part[g % kAtOnce];
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        wgmma<E4m3Atom<2 * kHeads>>(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
+        wgmma<E4m3Atom<2 * kHeads>>(acc, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
                                     q + ((g * Queries::kGroupBytes + step * 32) >> 4), step > 0);
       if constexpr (kOfTensor) {
-        if (g == 0) add_rope<E4m3Atom<2 * kHeads>, 2>(sum, k, q_rope, true);
+        if (g == 0) add_rope<E4m3Atom<2 * kHeads>, 2>(acc, k, q_rope, true);
       }
       cute::warpgroup_commit_batch();
     };
@@ -94,7 +94,7 @@ struct Fp8Rows {
       valid[i] = s.valid[stage][token];
       value_scales[i] = scales_of(s, stage, 2 * lane + (i ^ swap()));
     }
-    if constexpr (!kOfTensor) fence_sums(score);
+    if constexpr (!kOfTensor) fence_acc(score);
     cute::warpgroup_arrive();
     if constexpr (!kOfTensor) {
       add_rope<Bf16Atom<kHeads, Major::K, Major::K>, 4>(score, k, q_rope, false);
@@ -119,18 +119,18 @@ struct Fp8Rows {
         begin_group(next);
       }
       wait_for_all_products_but(min(kAtOnce, kGroups - g) - 1);
-      if (!kOfTensor && g == 0) fence_sums(score);
-      float (&sum)[2 * kSums] = part[g % kAtOnce];
-      fence_sums(sum);
+      if (!kOfTensor && g == 0) fence_acc(score);
+      float (&acc)[2 * kAccRegisters] = part[g % kAtOnce];
+      fence_acc(acc);
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) {
+      for (int i = 0; i < kAccRegisters; ++i) {
         const float4& x = scale[i / 2 % 2];
-        const float group = (sum[i] + sum[i + kSums]) * (g == 0 ? x.x : g == 1 ? x.y : g == 2 ? x.z : x.w);
+        const float group = (acc[i] + acc[i + kAccRegisters]) * (g == 0 ? x.x : g == 1 ? x.y : g == 2 ? x.z : x.w);
         score[i] = kOfTensor && g == 0 ? group : score[i] + group;
       }
     }
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
+    for (int i = 0; i < kAccRegisters; ++i) {
       const float2 by = q_scales_of_lane(q_scale, i / 4, lane);
       score[i] = score[i] * (i % 2 ? by.y : by.x) + bias[i / 2 % 2];
     }
@@ -146,10 +146,10 @@ struct Fp8Rows {
 
   // Products of rope, which has that many steps.
   template <typename Atom, int kSteps, int kCount>
-  static __device__ void add_rope(float (&sum)[kCount], uint64_t k, uint64_t q_rope, bool add) {
+  static __device__ void add_rope(float (&acc)[kCount], uint64_t k, uint64_t q_rope, bool add) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      wgmma<Atom>(sum, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4),
+      wgmma<Atom>(acc, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4),
                   add || step > 0);
   }
 
@@ -201,7 +201,7 @@ struct Fp8Rows {
   // Adds up values, with weights in shared memory. `release` is called when the tile has been read. Products are in
   // flight while the next ones' rows are converted. Bytes are read a step ahead; the first ones have been read.
   template <typename Release>
-  __device__ void add_values(float (&out)[kLaneDims / 2][kSums], Memory& s, int stage, uint32_t weights_address,
+  __device__ void add_values(float (&out)[kLaneDims / 2][kAccRegisters], Memory& s, int stage, uint32_t weights_address,
                              Release release) {
     const uint64_t weights = smem_descriptor(weights_address);
     constexpr int kSteps = kTileTokens / 16;
@@ -242,16 +242,16 @@ struct Fp8Rows {
   __device__ float4* dims(float* row) const {
     return reinterpret_cast<float4*>(row + kGroupDims * warp + kLaneDims * (lane / 4));
   }
-  __device__ void get(float (&sum)[kLaneDims], float* row) const {
+  __device__ void get(float (&acc)[kLaneDims], float* row) const {
 #pragma unroll
     for (int i = 0; i < kLaneDims / 4; ++i) {
       const float4 x = dims(row)[i];
-      sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
+      acc[4 * i] = x.x, acc[4 * i + 1] = x.y, acc[4 * i + 2] = x.z, acc[4 * i + 3] = x.w;
     }
   }
-  __device__ void put(float* row, const float (&sum)[kLaneDims]) const {
+  __device__ void put(float* row, const float (&acc)[kLaneDims]) const {
 #pragma unroll
-    for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
+    for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
   }
 
   // Eight warps load a token's queries. `wait_for_room` is called when the first loads are in flight.

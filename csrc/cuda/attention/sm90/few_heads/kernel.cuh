@@ -41,8 +41,8 @@ struct Consumer {
   using Memory = Shared<kRows, kHeads>;
   using Own = RowsOf<kRows, kHeads>;
   static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits, kDense = kForm == Form::dense;
-  static constexpr int kSums = kHeads / 2;     // a lane's numbers of 64 rows
-  static constexpr int kColumns = kHeads / 4;  // a lane's heads
+  static constexpr int kAccRegisters = kHeads / 2;  // a lane's numbers of 64 rows
+  static constexpr int kColumns = kHeads / 4;       // a lane's heads
   // The reduction buffer holds the heads of one round.
   static constexpr int kRounds = kHeads / kReductionHeads<kHeads>, kRoundColumns = kColumns / kRounds;
 
@@ -53,11 +53,11 @@ struct Consumer {
   Own rows;
   uint32_t weights_address;  // this lane's, of its warpgroup's weights
 
-  float out[kLatentBlocks][kSums];  // O^T
-  float reference[kColumns];        // weights are 2^(score - reference)
-  float total[kColumns];            // of the lane's rows
+  float out[kLatentBlocks][kAccRegisters];  // O^T
+  float reference[kColumns];                // weights are 2^(score - reference)
+  float total[kColumns];                    // of the lane's rows
   float max_score[kMaxLogits ? kColumns : 1];
-  float score[kSums];
+  float score[kAccRegisters];
 #ifdef MLA_RACECHECK
   uint32_t group_syncs = 0;
 #endif
@@ -84,16 +84,16 @@ struct Consumer {
 #pragma unroll
     for (int b = 0; b < kLatentBlocks; ++b)
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) out[b][i] = 0.0f;
+      for (int i = 0; i < kAccRegisters; ++i) out[b][i] = 0.0f;
   }
 
   // Stores weights for the reference as it is.
-  __device__ void store_weights(float (&weight)[kSums]) {
+  __device__ void store_weights(float (&weight)[kAccRegisters]) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) weight[i] = exp2_approximate(score[i] - reference[column(i)]);
+    for (int i = 0; i < kAccRegisters; ++i) weight[i] = exp2_approximate(score[i] - reference[column(i)]);
     constexpr int kPairs = kRoundColumns;  // of 8 or 16 heads
 #pragma unroll
-    for (int first = 0; first < kSums / 2; first += kPairs) {
+    for (int first = 0; first < kAccRegisters / 2; first += kPairs) {
       uint32_t pairs[kPairs];
 #pragma unroll
       for (int i = 0; i < kPairs; ++i)
@@ -116,10 +116,10 @@ struct Consumer {
 
   // A warpgroup's first tile of a token raises the reference from nothing, so there is no vote.
   __device__ void softmax(bool first) {
-    float weight[kSums];
+    float weight[kAccRegisters];
     bool grows = false;
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
+    for (int i = 0; i < kAccRegisters; ++i) {
       if constexpr (kMaxLogits) max_score[column(i)] = fmaxf(max_score[column(i)], score[i]);
       grows |= score[i] + rows.lift(half(i)) > reference[column(i)] + kSlack;
     }
@@ -134,7 +134,7 @@ struct Consumer {
       sync_named<kGroupThreads>(group_barrier(group));
     }
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) total[column(i)] += weight[i];
+    for (int i = 0; i < kAccRegisters; ++i) total[column(i)] += weight[i];
   }
 
   __device__ void raise_reference() {
@@ -195,7 +195,7 @@ struct Consumer {
   __device__ float* reduction_row(int stage, int head) {
     return static_cast<float*>(s.rows.reduction_buffer(stage)) + rows.reduction_row(head) * kReductionStride;
   }
-  __device__ float& sum(int column, int i) { return out[i / 2][column / 2 * 4 + 2 * (i % 2) + column % 2]; }
+  __device__ float& acc_of(int column, int i) { return out[i / 2][column / 2 * 4 + 2 * (i % 2) + column % 2]; }
 
   // The end of a token whose parts are not merged here: the warpgroup that had its last tile stores its output in the
   // reduction buffer ...
@@ -257,20 +257,20 @@ struct Consumer {
   }
 
   __device__ void store_column(int column, int stage) {
-    float sums[2 * kLatentBlocks];
+    float acc[2 * kLatentBlocks];
 #pragma unroll
-    for (int k = 0; k < 2 * kLatentBlocks; ++k) sums[k] = sum(column, k);
-    rows.put(reduction_row(stage, head(column)), sums);
+    for (int k = 0; k < 2 * kLatentBlocks; ++k) acc[k] = acc_of(column, k);
+    rows.put(reduction_row(stage, head(column)), acc);
   }
 
   // All loads come before the first store, or each would wait for the one before.
   __device__ void add_to_row(int column, float mine, float theirs, int stage) {
     float* const row = reduction_row(stage, head(column));
-    float sums[2 * kLatentBlocks];
-    rows.get(sums, row);
+    float acc[2 * kLatentBlocks];
+    rows.get(acc, row);
 #pragma unroll
-    for (int k = 0; k < 2 * kLatentBlocks; ++k) sums[k] = add_in_any_order(sum(column, k) * mine, sums[k] * theirs);
-    rows.put(row, sums);
+    for (int k = 0; k < 2 * kLatentBlocks; ++k) acc[k] = add_in_any_order(acc_of(column, k) * mine, acc[k] * theirs);
+    rows.put(row, acc);
   }
 
   // A head's softmax statistics, of both warpgroups together.
@@ -280,13 +280,14 @@ struct Consumer {
   __device__ Statistics statistics_of_head(int slot, int own) const {
     const int other = 1 - group;
     const float a = s.reference[slot][group][own], b = s.reference[slot][other][own], raised = fmaxf(a, b);
-    float sums[2] = {}, max_score = kLowest;
+    float totals[2] = {}, max_score = kLowest;
     for (int w = 0; w < 4; ++w) {
-      sums[0] += s.total[slot][group][w][own], sums[1] += s.total[slot][other][w][own];
+      totals[0] += s.total[slot][group][w][own], totals[1] += s.total[slot][other][w][own];
       max_score = fmaxf(max_score, fmaxf(s.max_score[slot][group][w][own], s.max_score[slot][other][w][own]));
     }
-    const float sum = add_in_any_order(sums[0] * exp2_approximate(a - raised), sums[1] * exp2_approximate(b - raised));
-    return {raised, sum, max_score};
+    const float total =
+        add_in_any_order(totals[0] * exp2_approximate(a - raised), totals[1] * exp2_approximate(b - raised));
+    return {raised, total, max_score};
   }
 
   // The same for a part that this kernel merges. Other blocks wait for it, so the work is halved: each warpgroup stores
@@ -422,12 +423,12 @@ struct Consumer {
   // A token's last tile is not released: its memory becomes the reduction buffer.
   __device__ void add_values(int stage, bool keep) {
 #pragma unroll
-    for (int b = 0; b < kLatentBlocks; ++b) fence_sums(out[b]);
+    for (int b = 0; b < kLatentBlocks; ++b) fence_acc(out[b]);
     rows.add_values(out, s.rows, stage, cast_smem_ptr_to_uint(s.weights[group]), [&] {
       if (!keep) arrive_as_warp(s.empty[stage]);
     });
 #pragma unroll
-    for (int b = 0; b < kLatentBlocks; ++b) fence_sums(out[b]);
+    for (int b = 0; b < kLatentBlocks; ++b) fence_acc(out[b]);
   }
 
   __device__ void write_empty(const TokenWork& work, int64_t partial) {

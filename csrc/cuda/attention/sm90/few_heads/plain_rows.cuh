@@ -18,7 +18,7 @@ struct PlainRows {
   static constexpr Number kNumber = number_of(kRows);
   static constexpr int kStages = kRows == Rows::any_512 ? 3 : 2;  // tiles
   static constexpr int kQueries = 1;                              // tokens whose queries there is room for
-  static constexpr int kSums = kHeads / 2;
+  static constexpr int kAccRegisters = kHeads / 2;
   static constexpr int kTileArrivals = is_converted(kRows) ? kConvertedArrivals : RowCopier::kArrivals;
 
   struct Memory {
@@ -35,16 +35,16 @@ struct PlainRows {
   __device__ float lift(int) const { return 0.0f; }
 
   // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
-  __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int, const float* q_scale) const {
+  __device__ void compute_scores(float (&score)[kAccRegisters], Memory& s, int stage, int, const float* q_scale) const {
     const uint64_t k_rows = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage])),
                    q = smem_descriptor(cast_smem_ptr_to_uint(s.q));
-    float sum[kSums];
+    float acc[kAccRegisters];
     cute::warpgroup_arrive();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma<HalfAtom<kNumber, kHeads, Major::K, Major::K>>(sum, k_rows + ((block * kBlockBytes + k * 32) >> 4),
+        wgmma<HalfAtom<kNumber, kHeads, Major::K, Major::K>>(acc, k_rows + ((block * kBlockBytes + k * 32) >> 4),
                                                              q + ((block * kHeads * kRowBytes + k * 32) >> 4),
                                                              block > 0 || k > 0);
     cute::warpgroup_commit_batch();
@@ -52,11 +52,11 @@ struct PlainRows {
 #pragma unroll
     for (int i = 0; i < 2; ++i) bias[i] = s.valid[stage][warp * 16 + lane / 4 + 8 * i] ? 0.0f : -INFINITY;
     cute::warpgroup_wait<0>();
-    fence_sums(sum);
+    fence_acc(acc);
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
+    for (int i = 0; i < kAccRegisters; ++i) {
       const float2 scale = q_scales_of_lane(q_scale, i / 4, lane);
-      score[i] = sum[i] * (i % 2 ? scale.y : scale.x) + bias[i / 2 % 2];
+      score[i] = acc[i] * (i % 2 ? scale.y : scale.x) + bias[i / 2 % 2];
     }
   }
 
@@ -65,7 +65,7 @@ struct PlainRows {
 
   // Adds up values, with weights in shared memory. `release` is called when the tile has been read.
   template <typename Release>
-  __device__ void add_values(float (&out)[kLatentBlocks][kSums], Memory& s, int stage, uint32_t weights_address,
+  __device__ void add_values(float (&out)[kLatentBlocks][kAccRegisters], Memory& s, int stage, uint32_t weights_address,
                              Release release) const {
     const uint64_t tile = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage])),
                    weights = smem_descriptor(weights_address);
@@ -87,13 +87,13 @@ struct PlainRows {
   // A lane has the sums of a dim of each block and of the one 8 further on.
   static constexpr int kLaneDims = 2 * kLatentBlocks;
   __device__ int dim(int i) const { return i / 2 * kBlockDims + warp * 16 + lane / 4 + 8 * (i % 2 ^ (i / 2 & 1)); }
-  __device__ void get(float (&sum)[kLaneDims], const float* row) const {
+  __device__ void get(float (&acc)[kLaneDims], const float* row) const {
 #pragma unroll
-    for (int i = 0; i < kLaneDims; ++i) sum[i] = row[dim(i)];
+    for (int i = 0; i < kLaneDims; ++i) acc[i] = row[dim(i)];
   }
-  __device__ void put(float* row, const float (&sum)[kLaneDims]) const {
+  __device__ void put(float* row, const float (&acc)[kLaneDims]) const {
 #pragma unroll
-    for (int i = 0; i < kLaneDims; ++i) row[dim(i)] = sum[i];
+    for (int i = 0; i < kLaneDims; ++i) row[dim(i)] = acc[i];
   }
 
   // Eight warps load a token's queries. `wait_for_room` is called when the first loads are in flight.

@@ -132,7 +132,7 @@ struct Consumer {
   __device__ void add_values(int stage, const uint32_t (&weights)[kSteps][4]) {
     constexpr int kHalf = kGroupDims / 2, kHalfBytes = kHalf / kBlockDims * kBlockBytes;
     const uint64_t left = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
-    fence_sums(out);
+    fence_acc(out);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -142,7 +142,7 @@ struct Consumer {
     }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
-    fence_sums(out);
+    fence_acc(out);
   }
 
   // The lane's ldmatrix address: a row of two 8 x 8 blocks of weights, of the warp's heads and a step's tokens.
@@ -289,7 +289,7 @@ struct Scorer : Consumer<kRows> {
       }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
-    fence_sums(score);
+    fence_acc(score);
   }
 
   // Whether all of a tile's slots are valid, and no row needs a power of two of its own.
