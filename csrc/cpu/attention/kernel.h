@@ -57,7 +57,7 @@ struct Workspace {
   alignas(64) uint32_t weights[kGroups][kTileSteps][kScoreHeads];
   alignas(64) float rescale[kScoreHeads];
   alignas(64) float out[kHeadSlots][kValueDim];
-  alignas(64) float largest[kHeadSlots];  // of the scaled scores, in units of log2(e)
+  alignas(64) float row_max[kHeadSlots];  // of the scaled scores, in units of log2(e)
   alignas(64) float total[kHeadSlots];
   TileRows tiles[2];  // this one and the next one
   float group_scale[kGroups][kTileRoom];
@@ -312,19 +312,19 @@ template <bool kScaled>
 inline void softmax_block(int head, int vectors, int count, bool first_tile, Workspace& w) {
   for (int v = 0; v < vectors; ++v) {
     const int lane = v * kLanes;
-    const Floats before = first_tile ? broadcast(-__builtin_inff()) : load(&w.largest[head + lane]);
-    Floats largest = before;
-    for (int t = 0; t < count; ++t) largest = larger(load(&w.scores[t][lane]), largest);
+    const Floats before = first_tile ? broadcast(-__builtin_inff()) : load(&w.row_max[head + lane]);
+    Floats row_max = before;
+    for (int t = 0; t < count; ++t) row_max = larger(load(&w.scores[t][lane]), row_max);
     // A head all of whose scores are -inf has nothing to attend to yet; -inf minus -inf would be NaN.
-    const Floats reference = largest == -__builtin_inff() ? Floats{} : largest;
-    const Floats rescale = exp2_of(before - reference);
+    const Floats finite_max = row_max == -__builtin_inff() ? Floats{} : row_max;
+    const Floats rescale = exp2_of(before - finite_max);
     Floats total = first_tile ? Floats{} : load(&w.total[head + lane]) * rescale;
 
     for (int step = 0; step * Isa::kPack < count; ++step) {
       const int t = step * Isa::kPack;
       const bool pair = Isa::kPack == 2 && t + 1 < count;
-      const Floats weight = exp2_of(load(&w.scores[t][lane]) - reference);
-      const Floats second = pair ? exp2_of(load(&w.scores[t + 1][lane]) - reference) : Floats{};
+      const Floats weight = exp2_of(load(&w.scores[t][lane]) - finite_max);
+      const Floats second = pair ? exp2_of(load(&w.scores[t + 1][lane]) - finite_max) : Floats{};
       total += weight + second;
       if (!kScaled) {
         Isa::store_words(Isa::pack(weight, second), &w.weights[0][step][lane]);
@@ -335,7 +335,7 @@ inline void softmax_block(int head, int vectors, int count, bool first_tile, Wor
         }
       }
     }
-    store(largest, &w.largest[head + lane]);
+    store(row_max, &w.row_max[head + lane]);
     store(total, &w.total[head + lane]);
     store(rescale, &w.rescale[lane]);
   }
@@ -467,18 +467,18 @@ inline void finish_row(const AttentionProblem& p, int token, int head, const flo
 // Writes one head's result: to its place in the output, or as a partial result.
 inline void finish_head(const AttentionProblem& p, const TokenWork& s, int head, bool any, Workspace& w) {
   const float total = any ? w.total[head] : 0.0f;
-  const float largest = any ? w.largest[head] * kLn2 : -__builtin_inff();
-  const float lse = total == 0.0f ? -__builtin_inff() : largest + __builtin_logf(total);
+  const float row_max = any ? w.row_max[head] * kLn2 : -__builtin_inff();
+  const float lse = total == 0.0f ? -__builtin_inff() : row_max + __builtin_logf(total);
   const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
   if (total == 0.0f) __builtin_memset(w.out[head], 0, sizeof w.out[head]);
   if (s.partial.out) {
     float* out = s.partial.out + static_cast<int64_t>(head) * kValueDim;
     for (int d = 0; d < kValueDim; d += kLanes) store(load(w.out[head] + d) * inverse, out + d);
     s.partial.lse[head] = lse;
-    s.partial.max_logits[head] = largest;
+    s.partial.max_logits[head] = row_max;
     return;
   }
-  finish_row(p, s.token, s.head_begin + head, w.out[head], inverse, lse, largest);
+  finish_row(p, s.token, s.head_begin + head, w.out[head], inverse, lse, row_max);
 }
 
 inline void run(const AttentionProblem& p, const TokenWork& s, void* workspace) {
@@ -493,7 +493,7 @@ inline void merge(const AttentionProblem& p, int32_t token, int32_t head, int32_
   float sum[kValueDim];
   const float lse =
       merge_rows(parts, kValueDim, first.out, first.next_part * kValueDim, first.lse, first.next_part, sum);
-  float largest = -__builtin_inff();
-  for (int part = 0; part < parts; ++part) largest = __builtin_fmaxf(largest, first.max_logits[part * first.next_part]);
-  finish_row(p, token, head, sum, 1.0f, lse, largest);
+  float row_max = -__builtin_inff();
+  for (int part = 0; part < parts; ++part) row_max = __builtin_fmaxf(row_max, first.max_logits[part * first.next_part]);
+  finish_row(p, token, head, sum, 1.0f, lse, row_max);
 }

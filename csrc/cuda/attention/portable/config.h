@@ -29,7 +29,7 @@ struct Shared {
   alignas(16) float scale[kGroups][kTile];
   const uint8_t* row[kTile];  // in the cache; null where the slot is none
   const uint8_t* scales[kTile];
-  float max_score[kHeads], total[kHeads], rescale[kHeads];
+  float row_max[kHeads], total[kHeads], rescale[kHeads];
 };
 static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a block have");
 

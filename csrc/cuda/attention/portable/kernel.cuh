@@ -206,20 +206,20 @@ struct Block {
     for (int i = 0; i < kHeads / kWarps; ++i) {
       const int head = warp * (kHeads / kWarps) + i;
       const float a = s.scores[head][lane], b = s.scores[head][lane + 32];
-      float max_score = fmaxf(a, b);
+      float row_max = fmaxf(a, b);
       for (int distance = 16; distance > 0; distance /= 2)
-        max_score = fmaxf(max_score, __shfl_xor_sync(~0u, max_score, distance));
-      const float before = s.max_score[head];
-      max_score = fmaxf(max_score, before);
-      const float reference = max_score == -INFINITY ? 0.0f : max_score;
-      const float wa = exp2f(a - reference), wb = exp2f(b - reference);
+        row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, distance));
+      const float before = s.row_max[head];
+      row_max = fmaxf(row_max, before);
+      const float finite_max = row_max == -INFINITY ? 0.0f : row_max;
+      const float wa = exp2f(a - finite_max), wb = exp2f(b - finite_max);
       float total = wa + wb;
       for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
       s.scores[head][lane] = wa, s.scores[head][lane + 32] = wb;
       __syncwarp();
       if (lane == 0) {
-        const float rescale = exp2f(before - reference);
-        s.max_score[head] = max_score;
+        const float rescale = exp2f(before - finite_max);
+        s.row_max[head] = row_max;
         s.rescale[head] = rescale;
         s.total[head] = s.total[head] * rescale + total;
       }
@@ -265,8 +265,8 @@ struct Block {
     for (int half = 0; half < 2; ++half) {
       const int own = lane / 4 + 8 * half, head = head_begin + own;
       if (head >= p.heads) continue;
-      const float total = s.total[own], max_score = s.max_score[own] * kLn2;
-      const float lse = total == 0.0f ? -INFINITY : max_score + logf(total);
+      const float total = s.total[own], row_max = s.row_max[own] * kLn2;
+      const float lse = total == 0.0f ? -INFINITY : row_max + logf(total);
       float factor = total == 0.0f ? 0.0f : 1.0f / total;
       factor *= p.value_scale;
       const int64_t row = partials.row(partial, head);
@@ -285,10 +285,10 @@ struct Block {
       if (warp > 0 || lane % 4 > 0) continue;
       if (whole) {
         p.lse[p.offset(p.lse_strides, token, head)] = lse;
-        if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = isnan(lse) ? lse : max_score;
+        if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = isnan(lse) ? lse : row_max;
       } else {
         partials.lse[row] = lse;
-        partials.max_logits[row] = max_score;
+        partials.max_logits[row] = row_max;
       }
     }
   }
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
 
     __syncthreads();  // the token before is finished with all of shared memory
     block.load_q(token);
-    if (threadIdx.x < kHeads) s.max_score[threadIdx.x] = -INFINITY, s.total[threadIdx.x] = 0.0f;
+    if (threadIdx.x < kHeads) s.row_max[threadIdx.x] = -INFINITY, s.total[threadIdx.x] = 0.0f;
     float out[kWarpDims / 8][4] = {};
     for (int tile = tile_begin; tile < tile_end; ++tile) {
       const bool in_main = tile < main_tiles;

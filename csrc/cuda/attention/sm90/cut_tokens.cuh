@@ -105,7 +105,7 @@ struct CutTokens {
 
 // A block's softmax statistics of its part of a token, for its peers to read.
 struct alignas(16) PartResult {
-  float reference;  // of what follows, to base 2; -inf if there is nothing to attend to
+  float row_max;    // of what follows, to base 2; -inf if there is nothing to attend to
   float total;      // of 2^(score - reference)
   float max_score;  // to base 2
   uint32_t acc;     // shared address of the head's 512 sums
@@ -118,15 +118,15 @@ __device__ __forceinline__ void add_weighted(float4& acc, float weight, float4 x
 // A head's row is merged by two warps or by four: quarters of it, in which a lane has four numbers.
 struct MergedRow {
   float4 values[kShareQuarters];  // times `total`, before they are results
-  float reference = 0.0f, total = 0.0f;
+  float row_max = 0.0f, total = 0.0f;
   float max_logit = -INFINITY;  // natural, as in the result
 
   // Converts statistics to base 2; nothing to do if the parts were empty.
-  __device__ void set(float reference2, float new_total, float max_score) {
-    if (reference2 == -INFINITY) return;
-    reference = reference2 * kLn2, total = new_total, max_logit = max_score * kLn2;
+  __device__ void set(float row_max2, float new_total, float max_score) {
+    if (row_max2 == -INFINITY) return;
+    row_max = row_max2 * kLn2, total = new_total, max_logit = max_score * kLn2;
   }
-  __device__ float lse() const { return total == 0.0f ? -INFINITY : reference + logf(total); }
+  __device__ float lse() const { return total == 0.0f ? -INFINITY : row_max + logf(total); }
   __device__ float scale() const { return total == 0.0f ? 0.0f : 1.0f / total; }
 };
 
@@ -171,7 +171,7 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
   constexpr int kAtOnce = 2;
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) merged.values[j] = {};
-  float reference = -INFINITY;
+  float row_max = -INFINITY;
 #pragma unroll 1
   for (int begin = 0; begin < parts; begin += 32) {
     float lse = early_lse, max_logit = early_max_logit;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
     uint32_t filled = __ballot_sync(~0u, lse != -INFINITY);
     if (filled == 0) continue;
     merged.max_logit = fmaxf(merged.max_logit, max_of_warp(max_logit));
-    const float raised = fmaxf(reference, max_of_warp(lse)), kept = expf(reference - raised);
+    const float raised = fmaxf(row_max, max_of_warp(lse)), kept = expf(row_max - raised);
     const float weight = lse == -INFINITY ? 0.0f : expf(lse - raised);
     merged.total = merged.total * kept + sum_of_warp(weight);
 #pragma unroll
@@ -191,7 +191,7 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
       float4& x = merged.values[j];
       x = {x.x * kept, x.y * kept, x.z * kept, x.w * kept};
     }
-    reference = raised;
+    row_max = raised;
 #pragma unroll 1
     while (filled) {
       float4 x[kAtOnce][kShareQuarters];
@@ -219,7 +219,7 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
           if (weights[i] != 0.0f && share.begin + j < share.end) add_weighted(merged.values[j], weights[i], x[i][j]);
     }
   }
-  if (reference > -INFINITY) merged.reference = reference;
+  if (row_max > -INFINITY) merged.row_max = row_max;
 }
 
 // Rows in peers' shared memory: lane i knows the address of peer i's.
@@ -287,8 +287,8 @@ __device__ __forceinline__ void merge_peers(const PartResult& result, uint32_t r
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) merged.values[j] = {};
   if (peers.count == 1) {
-    if (result.reference == -INFINITY) return;
-    merged.set(result.reference, result.total, result.max_score);
+    if (result.row_max == -INFINITY) return;
+    merged.set(result.row_max, result.total, result.max_score);
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j)
       merged.values[j] = load4(result.acc + 16 * lane + (share.begin + j) * kQuarter * 4);

@@ -23,10 +23,10 @@ struct HeadResult {
 
 // From the sum of 2^(score - reference). A reference of kLowest and a total of 0 are those of a token with nothing to
 // attend to.
-__device__ __forceinline__ HeadResult result_of_head(float total, float reference, float max_score) {
+__device__ __forceinline__ HeadResult result_of_head(float total, float row_max, float max_score) {
   HeadResult result{-INFINITY, 0.0f, -INFINITY};
   if (total == 0.0f) return result;
-  result.lse = reference * kLn2 + logf(total);
+  result.lse = row_max * kLn2 + logf(total);
   result.factor = 1.0f / total;
   result.max_logit = isnan(result.lse) ? result.lse : max_score * kLn2;
   return result;
@@ -34,9 +34,9 @@ __device__ __forceinline__ HeadResult result_of_head(float total, float referenc
 
 // Writes a head's lse and max logit. Returns the factor of its output.
 __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t token, int head, bool whole,
-                                             int64_t partial, float total, float reference, float max_score) {
+                                             int64_t partial, float total, float row_max, float max_score) {
   if (head >= p.heads) return 0.0f;
-  auto [lse, factor, max_logit] = result_of_head(total, reference, max_score);
+  auto [lse, factor, max_logit] = result_of_head(total, row_max, max_score);
   factor *= p.value_scale;
   if (whole) {
     if (p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);

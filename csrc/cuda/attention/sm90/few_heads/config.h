@@ -45,7 +45,7 @@ struct Shared {
   // The warpgroups' softmax statistics of a token, double-buffered by the number of the reduction.
   float total[2][kConsumerGroups][4][kHeads];
   float max_score[2][kConsumerGroups][4][kHeads];
-  float reference[2][kConsumerGroups][kHeads];
+  float row_max[2][kConsumerGroups][kHeads];
   float factor[kHeads];
   PartResult part[kHeads];  // of a cut token
   CutTokens cut_tokens;

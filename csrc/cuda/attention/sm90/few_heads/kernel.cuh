@@ -54,7 +54,7 @@ struct Consumer {
   uint32_t weights_address;  // this lane's, of its warpgroup's weights
 
   float out[kLatentBlocks][kAccRegisters];  // O^T
-  float reference[kColumns];                // weights are 2^(score - reference)
+  float row_max[kColumns];                  // weights are 2^(score - reference)
   float total[kColumns];                    // of the lane's rows
   float max_score[kMaxLogits ? kColumns : 1];
   float score[kAccRegisters];
@@ -77,7 +77,7 @@ struct Consumer {
   __device__ void start_token() {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      reference[c] = kLowest;
+      row_max[c] = kLowest;
       if constexpr (kMaxLogits) max_score[c] = kLowest;
       total[c] = 0.0f;
     }
@@ -90,7 +90,7 @@ struct Consumer {
   // Stores weights for the reference as it is.
   __device__ void store_weights(float (&weight)[kAccRegisters]) {
 #pragma unroll
-    for (int i = 0; i < kAccRegisters; ++i) weight[i] = exp2_approximate(score[i] - reference[column(i)]);
+    for (int i = 0; i < kAccRegisters; ++i) weight[i] = exp2_approximate(score[i] - row_max[column(i)]);
     constexpr int kPairs = kRoundColumns;  // of 8 or 16 heads
 #pragma unroll
     for (int first = 0; first < kAccRegisters / 2; first += kPairs) {
@@ -121,14 +121,14 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < kAccRegisters; ++i) {
       if constexpr (kMaxLogits) max_score[column(i)] = fmaxf(max_score[column(i)], score[i]);
-      grows |= score[i] + rows.lift(half(i)) > reference[column(i)] + kSlack;
+      grows |= score[i] + rows.lift(half(i)) > row_max[column(i)] + kSlack;
     }
     if (!first) {
       store_weights(weight);
       fence_async_shared();
     }
     if (first || sync_named_or<kGroupThreads>(group_barrier(group), grows)) {
-      raise_reference();
+      raise_row_max();
       store_weights(weight);
       fence_async_shared();
       sync_named<kGroupThreads>(group_barrier(group));
@@ -137,7 +137,7 @@ struct Consumer {
     for (int i = 0; i < kAccRegisters; ++i) total[column(i)] += weight[i];
   }
 
-  __device__ void raise_reference() {
+  __device__ void raise_row_max() {
     float top[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -151,11 +151,11 @@ struct Consumer {
     sync_named<kGroupThreads>(group_barrier(group));
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      float raised = reference[c];
+      float raised = row_max[c];
 #pragma unroll
       for (int w = 0; w < 4; ++w) raised = fmaxf(raised, s.warp_max[group][w][head(c)]);
-      const float rescale = exp2_approximate(reference[c] - raised);
-      reference[c] = raised;
+      const float rescale = exp2_approximate(row_max[c] - raised);
+      row_max[c] = raised;
       total[c] *= rescale;
 #pragma unroll
       for (int b = 0; b < kLatentBlocks; ++b) {
@@ -182,7 +182,7 @@ struct Consumer {
     for (int c = 0; c < kColumns; ++c) {
       s.total[slot][group][warp][head(c)] = total[c];
       s.max_score[slot][group][warp][head(c)] = kMaxLogits ? max_score[kMaxLogits ? c : 0] : kLowest;
-      if (warp == 0) s.reference[slot][group][head(c)] = reference[c];
+      if (warp == 0) s.row_max[slot][group][head(c)] = row_max[c];
     }
   }
 
@@ -229,8 +229,8 @@ struct Consumer {
         for (int c = 0; c < kColumns; ++c) find_factors(mine[c], theirs[c], c, slot);
         if (const int own = threadIdx.x % kGroupThreads; own < kHeads) {
           const Statistics both = statistics_of_head(slot, own);
-          s.factor[own] = finish_head(p, work.token, head_begin + own, work.whole(), partial, both.total,
-                                      both.reference, both.max_score);
+          s.factor[own] = finish_head(p, work.token, head_begin + own, work.whole(), partial, both.total, both.row_max,
+                                      both.max_score);
         }
       }
       if (own_tiles > 0) {
@@ -251,8 +251,8 @@ struct Consumer {
 
   // What a column's sums, and those of the other warpgroup, are multiplied with to be added.
   __device__ void find_factors(float& mine, float& theirs, int column, int slot) const {
-    const float other = s.reference[slot][1 - group][head(column)], raised = fmaxf(reference[column], other);
-    mine = exp2_approximate(reference[column] - raised);
+    const float other = s.row_max[slot][1 - group][head(column)], raised = fmaxf(row_max[column], other);
+    mine = exp2_approximate(row_max[column] - raised);
     theirs = exp2_approximate(other - raised);
   }
 
@@ -275,11 +275,11 @@ struct Consumer {
 
   // A head's softmax statistics, of both warpgroups together.
   struct Statistics {
-    float reference, total, max_score;
+    float row_max, total, max_score;
   };
   __device__ Statistics statistics_of_head(int slot, int own) const {
     const int other = 1 - group;
-    const float a = s.reference[slot][group][own], b = s.reference[slot][other][own], raised = fmaxf(a, b);
+    const float a = s.row_max[slot][group][own], b = s.row_max[slot][other][own], raised = fmaxf(a, b);
     float totals[2] = {}, max_score = kLowest;
     for (int w = 0; w < 4; ++w) {
       totals[0] += s.total[slot][group][w][own], totals[1] += s.total[slot][other][w][own];
@@ -304,7 +304,7 @@ struct Consumer {
     if (warp == 3 && lane < kHeads / 2) {
       const int own = kGroup * (kHeads / 2) + lane;
       const Statistics both = statistics_of_head(slot, own);
-      s.part[own] = {both.total == 0.0f ? -INFINITY : both.reference, both.total, both.max_score,
+      s.part[own] = {both.total == 0.0f ? -INFINITY : both.row_max, both.total, both.max_score,
                      cast_smem_ptr_to_uint(reduction_row(stage, own))};
     }
     float mine[kHalf], theirs[kHalf];

@@ -265,7 +265,7 @@ struct Scorer : Consumer<kRows> {
 
   static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits, kDense = kForm == Form::dense;
 
-  float reference[2];  // weights are 2^(score - reference)
+  float row_max[2];    // weights are 2^(score - reference)
   float total[2];      // of the lane's columns
   float max_score[2];  // is in no register where it is not asked for
   float q_scale[2];
@@ -300,15 +300,15 @@ struct Scorer : Consumer<kRows> {
 
   // `top` is the largest score of the lane's columns; four lanes share a row. `by` becomes the factor of the sums so
   // far.
-  __device__ void move_reference(float (&top)[2], float (&by)[2]) {
+  __device__ void move_row_max(float (&top)[2], float (&by)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
       top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
       by[h] = 1.0f;
-      if (top[h] > reference[h] + kSlack) {
-        by[h] = exp2_approximate(reference[h] - top[h]);
-        reference[h] = top[h];
+      if (top[h] > row_max[h] + kSlack) {
+        by[h] = exp2_approximate(row_max[h] - top[h]);
+        row_max[h] = top[h];
         total[h] *= by[h];
       }
     }
@@ -327,7 +327,7 @@ struct Scorer : Consumer<kRows> {
         float two[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          two[c] = exp2_approximate(fmaf(score[i + c], q_scale[half(i)], -reference[half(i)]));
+          two[c] = exp2_approximate(fmaf(score[i + c], q_scale[half(i)], -row_max[half(i)]));
           total[half(i)] += two[c];
         }
         weights[i / 8][i / 2 % 4] = pack(two[0], two[1]);
@@ -350,7 +350,7 @@ struct Scorer : Consumer<kRows> {
         if (too_large) total[h] = before[h];
       }
       if (too_large) {
-        move_reference(top, by);
+        move_row_max(top, by);
         weigh();
       }
     }
@@ -381,10 +381,10 @@ struct Scorer : Consumer<kRows> {
           if (kMaxLogits && bias > -INFINITY) max_score[h] = fmaxf(max_score[h], own - bias);
         }
       }
-    move_reference(top, by);
+    move_row_max(top, by);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      score[i] = exp2_approximate(score[i] - reference[half(i)]);
+      score[i] = exp2_approximate(score[i] - row_max[half(i)]);
       total[half(i)] += kScaled ? score[i] * back[i / 4 * 2 + i % 2] : score[i];
     }
   }
@@ -414,7 +414,7 @@ struct Scorer : Consumer<kRows> {
       const int hidden_tiles = kDense ? work.tile_end - worker.first_hidden_tile(work) : 0;  // at the end
       this->clear();
 #pragma unroll
-      for (int h = 0; h < 2; ++h) reference[h] = max_score[h] = kLowest, total[h] = 0.0f;
+      for (int h = 0; h < 2; ++h) row_max[h] = max_score[h] = kLowest, total[h] = 0.0f;
       if (tile < end) {
         wait(s.q_full, tokens % 2);
 #pragma unroll
@@ -462,8 +462,8 @@ struct Scorer : Consumer<kRows> {
         if constexpr (kMaxLogits) max_score[h] = fmaxf(max_score[h], __shfl_xor_sync(~0u, max_score[h], distance));
       }
       if (lane % 4 == 0)
-        factor[h] = finish_head(p, work.token, head_begin + head(h), work.whole(), partial, total[h], reference[h],
-                                max_score[h]);
+        factor[h] =
+            finish_head(p, work.token, head_begin + head(h), work.whole(), partial, total[h], row_max[h], max_score[h]);
       factor[h] = __shfl_sync(~0u, factor[h], lane & ~3) * kUsual;
       if (lane % 4 == 0) s.factor[parity][head(h)] = factor[h];
     }
