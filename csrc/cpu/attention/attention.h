@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "mla/problem.h"
+#include "mla/softmax.h"
 
 namespace mla::cpu {
 

@@ -448,37 +448,31 @@ inline bool attend(const AttentionProblem& p, const TokenWork& s, Workspace& w) 
 }
 
 // One head's row of the output: sink, the values' scale, rounding, and the numbers next to it.
-inline void finish_row(const AttentionProblem& p, int token, int head, const float* sum, float factor, float lse,
-                       float max_logit) {
-  // e^lse / (e^lse + e^sink); an empty row's sum is 0 and stays so
-  if (p.sink && lse > -__builtin_inff()) factor /= 1.0f + __builtin_expf(p.sink[head] - lse);
-  factor *= p.value_scale;
+inline void finish_row(const AttentionProblem& p, int token, int head, const float* sum, const HeadResult& result) {
+  const float factor = with_sink(result.factor, p, head, result.lse) * p.value_scale;
   uint16_t* out = p.out + p.offset(p.out_strides, token, head);
   const bool f16 = Isa::kPack == 1 && p.tile == TileType::f16_576;
   for (int d = 0; d < kValueDim; d += kLanes) {
     const Floats value = load(sum + d) * factor;
     f16 ? store_f16(value, out + d) : store_bf16(value, out + d);
   }
-  p.lse[p.offset(p.lse_strides, token, head)] = lse;
-  // comparisons leave NaN out, the sum of exponentials doesn't
-  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = lse != lse ? lse : max_logit;
+  write_statistics(p, token, head, result.lse, result.max_logit);
 }
 
 // Writes one head's result: to its place in the output, or as a partial result.
 inline void finish_head(const AttentionProblem& p, const TokenWork& s, int head, bool any, Workspace& w) {
   const float total = any ? w.total[head] : 0.0f;
   const float row_max = any ? w.row_max[head] * kLn2 : -__builtin_inff();
-  const float lse = total == 0.0f ? -__builtin_inff() : row_max + __builtin_logf(total);
-  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+  const HeadResult result = finish_softmax(row_max, total, row_max);
   if (total == 0.0f) __builtin_memset(w.out[head], 0, sizeof w.out[head]);
   if (s.partial.out) {
     float* out = s.partial.out + static_cast<int64_t>(head) * kValueDim;
-    for (int d = 0; d < kValueDim; d += kLanes) store(load(w.out[head] + d) * inverse, out + d);
-    s.partial.lse[head] = lse;
-    s.partial.max_logits[head] = row_max;
+    for (int d = 0; d < kValueDim; d += kLanes) store(load(w.out[head] + d) * result.factor, out + d);
+    s.partial.lse[head] = result.lse;
+    s.partial.max_logits[head] = result.max_logit;
     return;
   }
-  finish_row(p, s.token, s.head_begin + head, w.out[head], inverse, lse, row_max);
+  finish_row(p, s.token, s.head_begin + head, w.out[head], result);
 }
 
 inline void run(const AttentionProblem& p, const TokenWork& s, void* workspace) {
@@ -493,7 +487,7 @@ inline void merge(const AttentionProblem& p, int32_t token, int32_t head, int32_
   float sum[kValueDim];
   const float lse =
       merge_rows(parts, kValueDim, first.out, first.next_part * kValueDim, first.lse, first.next_part, sum);
-  float row_max = -__builtin_inff();
-  for (int part = 0; part < parts; ++part) row_max = __builtin_fmaxf(row_max, first.max_logits[part * first.next_part]);
-  finish_row(p, token, head, sum, 1.0f, lse, row_max);
+  float largest = -__builtin_inff();
+  for (int part = 0; part < parts; ++part) largest = __builtin_fmaxf(largest, first.max_logits[part * first.next_part]);
+  finish_row(p, token, head, sum, {lse, 1.0f, max_logit_of(lse, largest)});
 }

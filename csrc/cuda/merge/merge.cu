@@ -9,6 +9,7 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/ops.h"
 #include "mla/number.h"
+#include "mla/softmax.h"
 
 namespace mla::cuda {
 namespace {
@@ -22,14 +23,16 @@ __device__ __forceinline__ float widen(uint16_t x) { return bf16_to_float(x); }
 __device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
 __device__ __forceinline__ void narrow(float x, uint16_t* to) { *to = float_to_bf16(x); }
 
-// How the parts of one row weigh: e^(lse_i - lse) = e^(lse_i - reference) * inverse.
+// How the parts of one row weigh.
 struct Weights {
-  float reference;
+  float max_lse;
   float inverse;
   float lse;
   float lane_lse;  // of the part whose number is the lane's; -inf if there is none
 
-  __device__ __forceinline__ float of(float lse_of_part) const { return expf(lse_of_part - reference) * inverse; }
+  __device__ __forceinline__ float of(float lse_of_part) const {
+    return combine_weight(lse_of_part, max_lse) * inverse;
+  }
 };
 
 __device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int parts, int lane) {
@@ -37,11 +40,10 @@ __device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int p
   float max_lse = mine;
   for (int i = lane + 32; i < parts; i += 32) max_lse = fmaxf(max_lse, lse[i * stride]);
   max_lse = max_of_warp(max_lse);
-  const float reference = max_lse == -INFINITY ? 0.0f : max_lse;  // -inf minus -inf would be NaN
-  float total = expf(mine - reference);
-  for (int i = lane + 32; i < parts; i += 32) total += expf(lse[i * stride] - reference);
-  total = sum_of_warp(total);
-  return {reference, total == 0.0f ? 0.0f : 1.0f / total, reference + logf(total), mine};
+  float total = combine_weight(mine, max_lse);
+  for (int i = lane + 32; i < parts; i += 32) total += combine_weight(lse[i * stride], max_lse);
+  const HeadResult all = finish_softmax(max_lse, sum_of_warp(total), max_lse);
+  return {max_lse, all.factor, all.lse, mine};
 }
 
 // One lane's dims, `lane`, `lane + 32`, ... of the merged row.
@@ -236,19 +238,19 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
       }
     }
     Part::in_order(sum, lane);
-    const float scale = p.sink && weights.lse > -INFINITY ? 1.0f / (1.0f + expf(p.sink[head] - weights.lse)) : 1.0f;
+    const float scale = with_sink(1.0f, p, head, weights.lse);
     uint16_t* out = p.out + p.offset(p.out_strides, token, head);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       store_four(out + Part::dim(i, lane), {sum[i].x * scale, sum[i].y * scale, sum[i].z * scale, sum[i].w * scale},
                  p.tile == TileType::f16_576);
-    if (lane == 0) p.lse[p.offset(p.lse_strides, token, head)] = weights.lse;
-    if (!p.max_logits) continue;
     float max_logit = -INFINITY;
-    for (int i = lane; i < parts; i += 32)
-      max_logit = fmaxf(max_logit, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
-    max_logit = max_of_warp(max_logit);
-    if (lane == 0) p.max_logits[p.offset(p.max_strides, token, head)] = isnan(weights.lse) ? weights.lse : max_logit;
+    if (p.max_logits) {
+      for (int i = lane; i < parts; i += 32)
+        max_logit = fmaxf(max_logit, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
+      max_logit = max_of_warp(max_logit);
+    }
+    if (lane == 0) write_statistics(p, token, head, weights.lse, max_logit_of(weights.lse, max_logit));
   }
 }
 

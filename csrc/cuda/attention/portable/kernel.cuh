@@ -18,6 +18,7 @@
 #include "cuda/common/vector.cuh"
 #include "mla/number.h"
 #include "mla/problem.h"
+#include "mla/softmax.h"
 
 namespace mla::cuda::portable {
 
@@ -266,11 +267,10 @@ struct Block {
       const int own = lane / 4 + 8 * half, head = head_begin + own;
       if (head >= p.heads) continue;
       const float total = s.total[own], row_max = s.row_max[own] * kLn2;
-      const float lse = total == 0.0f ? -INFINITY : row_max + logf(total);
-      float factor = total == 0.0f ? 0.0f : 1.0f / total;
+      auto [lse, factor, max_logit] = finish_softmax(row_max, total, row_max);
       factor *= p.value_scale;
       const int64_t row = partials.row(partial, head);
-      if (whole && p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);
+      if (whole) factor = with_sink(factor, p, head, lse);
       for (int n = 0; n < kWarpDims / 8; ++n) {
         const int dim = warp * kWarpDims + 8 * n + 2 * (lane % 4);
         const float first = total == 0.0f ? 0.0f : out[n][2 * half] * factor;
@@ -284,11 +284,10 @@ struct Block {
       }
       if (warp > 0 || lane % 4 > 0) continue;
       if (whole) {
-        p.lse[p.offset(p.lse_strides, token, head)] = lse;
-        if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = isnan(lse) ? lse : row_max;
+        write_statistics(p, token, head, lse, max_logit);
       } else {
         partials.lse[row] = lse;
-        partials.max_logits[row] = row_max;
+        partials.max_logits[row] = max_logit;
       }
     }
   }

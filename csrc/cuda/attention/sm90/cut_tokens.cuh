@@ -19,6 +19,7 @@
 #include "cuda/common/warp.cuh"
 #include "mla/number.h"
 #include "mla/problem.h"
+#include "mla/softmax.h"
 
 namespace mla::cuda::sm90 {
 
@@ -126,8 +127,7 @@ struct MergedRow {
     if (row_max2 == -INFINITY) return;
     row_max = row_max2 * kLn2, total = new_total, max_logit = max_score * kLn2;
   }
-  __device__ float lse() const { return total == 0.0f ? -INFINITY : row_max + logf(total); }
-  __device__ float scale() const { return total == 0.0f ? 0.0f : 1.0f / total; }
+  __device__ HeadResult result() const { return finish_softmax(row_max, total, max_logit); }
 };
 
 // The quarters of head rows that a warp has, [begin, end) of each.
@@ -145,9 +145,8 @@ __device__ __forceinline__ Share share_of(const ClusterPeers& peers, int warp, i
 template <Number kNumber>
 __device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t token, int head, const Share& share,
                                              uint32_t quarters, int lane, const MergedRow& merged) {
-  const float lse = merged.lse();
-  float scale = merged.scale() * p.value_scale;
-  if (p.sink && lse > -INFINITY) scale /= 1.0f + expf(p.sink[head] - lse);
+  const auto [lse, factor, max_logit] = merged.result();
+  const float scale = with_sink(factor * p.value_scale, p, head, lse);
   uint16_t* out = p.out + p.offset(p.out_strides, token, head) + 4 * lane;
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) {
@@ -157,8 +156,7 @@ __device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t 
                                                                      pack<kNumber>(x.z * scale, x.w * scale)};
   }
   if (share.begin > 0 || !(quarters & 1) || lane > 0) return;
-  p.lse[p.offset(p.lse_strides, token, head)] = lse;
-  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = isnan(lse) ? lse : merged.max_logit;
+  write_statistics(p, token, head, lse, max_logit);
 }
 
 constexpr int kEarlyParts = 8;
@@ -171,7 +169,7 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
   constexpr int kAtOnce = 2;
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) merged.values[j] = {};
-  float row_max = -INFINITY;
+  float max_lse = -INFINITY;
 #pragma unroll 1
   for (int begin = 0; begin < parts; begin += 32) {
     float lse = early_lse, max_logit = early_max_logit;
@@ -183,15 +181,15 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
     uint32_t filled = __ballot_sync(~0u, lse != -INFINITY);
     if (filled == 0) continue;
     merged.max_logit = fmaxf(merged.max_logit, max_of_warp(max_logit));
-    const float raised = fmaxf(row_max, max_of_warp(lse)), kept = expf(row_max - raised);
-    const float weight = lse == -INFINITY ? 0.0f : expf(lse - raised);
+    const float raised = fmaxf(max_lse, max_of_warp(lse)), kept = expf(max_lse - raised);
+    const float weight = combine_weight(lse, raised);
     merged.total = merged.total * kept + sum_of_warp(weight);
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j) {
       float4& x = merged.values[j];
       x = {x.x * kept, x.y * kept, x.z * kept, x.w * kept};
     }
-    row_max = raised;
+    max_lse = raised;
 #pragma unroll 1
     while (filled) {
       float4 x[kAtOnce][kShareQuarters];
@@ -219,7 +217,7 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
           if (weights[i] != 0.0f && share.begin + j < share.end) add_weighted(merged.values[j], weights[i], x[i][j]);
     }
   }
-  if (row_max > -INFINITY) merged.row_max = row_max;
+  if (max_lse > -INFINITY) merged.row_max = max_lse;
 }
 
 // Rows in peers' shared memory: lane i knows the address of peer i's.
@@ -323,7 +321,7 @@ __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const Par
       write_merged<kNumber>(p, token, head, share, quarters, lane, merged);
       continue;
     }
-    const float scale = merged.scale(), lse = merged.lse();
+    const auto [lse, scale, max_logit] = merged.result();
     float* out = partials.out + partials.row(partial, head) * kValueDim + share.begin * kQuarter + 4 * lane;
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j) {
@@ -335,7 +333,7 @@ __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const Par
     if (lane < peers.count) {
       const int64_t row = partials.row(partial + lane, head);
       partials.lse[row] = lane == 0 ? lse : -INFINITY;
-      partials.max_logits[row] = lane == 0 ? (isnan(lse) ? lse : merged.max_logit) : -INFINITY;
+      partials.max_logits[row] = lane == 0 ? max_logit : -INFINITY;
     }
   }
   if (share.head >= share.heads) release();

@@ -6,6 +6,7 @@
 #include "cuda/common/pairs.cuh"
 #include "mla/number.h"
 #include "mla/problem.h"
+#include "mla/softmax.h"
 
 namespace mla::cuda::sm90 {
 
@@ -15,33 +16,16 @@ constexpr float kSlack = 8.0f;     // sums are rescaled when a score exceeds the
 // A sum that is the same whichever comes first: no product is fused into it.
 __device__ __forceinline__ float add_in_any_order(float a, float b) { return __fadd_rn(a, b); }
 
-struct HeadResult {
-  float lse;
-  float factor;     // what the output is to be multiplied with
-  float max_logit;  // score
-};
-
-// From the sum of 2^(score - reference). A reference of kLowest and a total of 0 are those of a token with nothing to
-// attend to.
-__device__ __forceinline__ HeadResult result_of_head(float total, float row_max, float max_score) {
-  HeadResult result{-INFINITY, 0.0f, -INFINITY};
-  if (total == 0.0f) return result;
-  result.lse = row_max * kLn2 + logf(total);
-  result.factor = 1.0f / total;
-  result.max_logit = isnan(result.lse) ? result.lse : max_score * kLn2;
-  return result;
-}
-
-// Writes a head's lse and max logit. Returns the factor of its output.
+// Writes a head's lse and max logit. Returns the factor of its output. The maxima are to base 2. A total of 0 is that
+// of a token with nothing to attend to.
 __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t token, int head, bool whole,
                                              int64_t partial, float total, float row_max, float max_score) {
   if (head >= p.heads) return 0.0f;
-  auto [lse, factor, max_logit] = result_of_head(total, row_max, max_score);
+  auto [lse, factor, max_logit] = finish_softmax(row_max * kLn2, total, max_score * kLn2);
   factor *= p.value_scale;
   if (whole) {
-    if (p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);
-    p.lse[p.offset(p.lse_strides, token, head)] = lse;
-    if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit;
+    factor = with_sink(factor, p, head, lse);
+    write_statistics(p, token, head, lse, max_logit);
   } else {
     const Partials partials(p.workspace, p.workers, p.heads);
     const int64_t row = partials.row(partial, head);
