@@ -53,7 +53,8 @@ __device__ __forceinline__ float4 load4_of_block(uint32_t address) {
   return x;
 }
 
-// The thread's reads of other blocks' memory are done, so that these may be told that they can end.
+// The thread's reads of other blocks' memory are done (MEMBAR.ALL.CTA waits for loads), so that these may be told that
+// they can end. No write follows there, so nothing has to be released.
 __device__ __forceinline__ void finish_reads() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
 // What stands here in this block's shared memory, in the block of that rank.
@@ -73,12 +74,51 @@ __device__ __forceinline__ uint32_t load_released(uint32_t shared_address) {
   return number;
 }
 
-// `count` arrivals at a barrier of any block of the cluster; CUTLASS's arrive(block) counts one. Release at the block's
-// scope is enough in practice: shared memory has one copy and is written in order. Release at the cluster's scope would
-// also wait for everything global, a thousand cycles that nobody needs. (PTX promises block scope nothing about another
-// block's reads; the hardware's one copy does.)
+// How an arrival at another block's barrier lets that block read this block's shared memory.
+enum class ClusterRelease {
+  // Release and acquire at cluster scope, of shared memory only. This is what PTX promises something for. A release of
+  // everything at cluster scope would also wait for stores to global memory, about a thousand cycles (MEMBAR.ALL.GPU).
+  shared,
+  // Release and acquire at block scope, for comparison: one instruction less, and PTX promises other blocks nothing.
+  block,
+};
+constexpr ClusterRelease kClusterRelease = ClusterRelease::shared;
+
+// Before arrive_in_block(), in the thread that arrives: what this block has written to its shared memory, as far as the
+// thread knows of it, is there for whoever waits with wait_for_blocks().
+template <ClusterRelease kRelease = kClusterRelease>
+__device__ __forceinline__ void release_shared() {
+  if constexpr (kRelease == ClusterRelease::shared)
+    asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
+}
+
+// `count` arrivals at a barrier of any block of the cluster; CUTLASS's arrive(block) counts one.
+template <ClusterRelease kRelease = kClusterRelease>
 __device__ __forceinline__ void arrive_in_block(uint32_t barrier, int count) {
-  asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+  if constexpr (kRelease == ClusterRelease::shared)
+    asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
+                 : "memory");
+  else
+    asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Until other blocks have arrived at this block's barrier. Then their shared memory can be read. ptxas makes the fence
+// no instruction.
+template <ClusterRelease kRelease = kClusterRelease>
+__device__ __forceinline__ void wait_for_blocks(Barrier& barrier, uint32_t parity) {
+  if constexpr (kRelease == ClusterRelease::shared) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again: mbarrier.try_wait.parity.relaxed.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "fence.acquire.sync_restrict::shared::cluster.cluster;\n"
+        "}" ::"r"(cast_smem_ptr_to_uint(&barrier)),
+        "r"(parity)
+        : "memory");
+  } else {
+    wait(barrier, parity);
+  }
 }
 
 }  // namespace mla::cuda

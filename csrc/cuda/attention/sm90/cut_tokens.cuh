@@ -33,9 +33,10 @@ static_assert(kQuarter == 4 * 32);
 struct ClusterPeers {
   int first, count, own;
 
-  // A warp arrives at the barrier of every peer. A barrier expects all blocks of the cluster, so each block also
-  // arrives at its own for those that are no peers.
+  // A warp arrives at the barrier of every peer, after all that its lanes have done. A barrier expects all blocks of
+  // the cluster, so each block also arrives at its own for those that are no peers.
   __device__ void arrive(Barrier& barrier, int lane) const {
+    __syncwarp();
     if (lane < count) arrive_in_block(cute::set_block_rank(cast_smem_ptr_to_uint(&barrier), first + lane), 1);
     const int others = static_cast<int>(blocks_of_cluster()) - count;
     if (lane == 0 && others > 0)

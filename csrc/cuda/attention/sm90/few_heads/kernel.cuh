@@ -331,12 +331,15 @@ struct Consumer {
     sync_groups();
     const CutTokens& cut = s.cut_tokens;
     const ClusterPeers peers = cut.peers;
-    if (peers.count > 1 && group == 0 && warp == 0) peers.arrive(s.cluster_full, lane);
+    if (peers.count > 1 && group == 0 && warp == 0) {
+      release_shared();
+      peers.arrive(s.cluster_full, lane);
+    }
     // The reduction buffer of the lane's peer: that block has no tiles but those of its part.
     const int tiles = cut.tiles[peers.first + min(lane, peers.count - 1)];
     const uint32_t first_row =
         cast_smem_ptr_to_uint(s.rows.reduction_buffer((tiles > 0 ? tiles - 1 : 0) % Own::kStages));
-    if (peers.count > 1) wait(s.cluster_full, 0);
+    if (peers.count > 1) wait_for_blocks(s.cluster_full, 0);
     const auto row_of_head = [&](int own) {
       return first_row + rows.reduction_row(own) * kReductionStride * static_cast<int>(sizeof(float));
     };
@@ -348,7 +351,7 @@ struct Consumer {
     };
     merge_parts<number_of(kRows), kHeads>(p, s.part, work.token, cut.parts[work.cut == TokenWork::kContinued], peers,
                                           head_begin, 4 * group + warp, lane, row_of_head, release);
-    if (peers.count > 1) wait(s.cluster_empty, 0);  // peers have read this block's memory
+    if (peers.count > 1) wait_for_blocks(s.cluster_empty, 0);  // peers have read this block's memory
   }
 
   // The queries of the first token with tiles. Consumers load them, as they are idle until the first rows arrive.
