@@ -3,9 +3,9 @@
 //
 //   kPack                  numbers in a word (4 bytes): 2 bf16, or 1 fp32. Every matrix operand is made of words
 //                          whose numbers are neighbours along the sum, so one loop serves both.
-//   Session                lives as long as a call works; its Memory is the workspace's
-//   kTiles                 that it multiplies in tiles of a matrix unit, by functions of its own
-//   kScoreSums             registers that the score loop sums in: (vectors of heads) x (tokens)
+//   Session                lives as long as a call; its Memory is part of the workspace
+//   kTiles                 whether it has a matrix unit with tiles, and functions of its own for that
+//   kScoreSums             accumulator registers of the score loop: (vectors of heads) x (tokens)
 //   kValueHeads, kValueVectors   the same for the value loop: (heads) x (vectors of output dims)
 //   kValueRows             rows that the value loop takes at once
 //   load_words, store_words, broadcast_word, dot
@@ -49,7 +49,7 @@ struct TileRows {
   int32_t behind[kTile];         // slots of the token behind it, where not every query sees all of them
 };
 
-// What a thread works in; it keeps this between calls.
+// A thread's working memory, which it keeps between calls.
 struct Workspace {
   alignas(64) uint32_t q[kHeadSlots / kLanes][kRowWords][kLanes];
   alignas(64) uint32_t rows_as_words[kTileRoom][kRowStride];
@@ -95,8 +95,8 @@ inline void load_q(const AttentionProblem& p, int token, int head_begin, int hea
   }
 }
 
-// Brings a tile's rows into the L2 cache, a few lines at a time: a core waits for about two dozen at once, and drops
-// more or is held up by them.
+// Prefetches a tile's rows to L2, a few lines at a time: a core has room for about two dozen in flight, and drops more
+// or stalls.
 struct Prefetch {
   const TileRows& tile;
   int row_bytes = 0, lines = 0;  // lines of a call
@@ -121,13 +121,13 @@ struct Prefetch {
   static constexpr int kLine = 64;
 };
 
-// Walks the valid slots of a part of a token's lists, a tile at a time.
+// Walks the valid slots of a split of a token's lists, a tile at a time.
 struct SlotWalk {
   const AttentionProblem& p;
   int token;
   int64_t at, end, length;  // in the current list
   int list = 0;
-  int tile_begin, tile_end, tile_slots;  // what is left of the part, counted from the current list's first tile
+  int tile_begin, tile_end, tile_slots;  // what is left of the split, counted from the current list's first tile
 
   SlotWalk(const AttentionProblem& problem, int token, int tile_begin, int tile_end, int tile_slots)
       : p(problem), token(token), tile_begin(tile_begin), tile_end(tile_end), tile_slots(tile_slots) {
@@ -146,7 +146,7 @@ struct SlotWalk {
     tile_end = tile_end > tiles ? tile_end - tiles : 0;
   }
 
-  // Up to kTile rows of one cache; none when the part is finished.
+  // Up to kTile rows of one cache; none when the split is finished.
   void next(TileRows& tile) {
     tile.count = 0;
     for (;;) {
@@ -166,7 +166,7 @@ struct SlotWalk {
     tile.rows[tile.count++] = from.cache.row(slot);
   }
 
-  // What is left of the page, and has room.
+  // Adds what is left of the page and fits into the tile.
   void add_page(const SlotList& from, TileRows& tile) {
     const int64_t slot = from.slot(token, static_cast<int32_t>(at)), room = kTile - tile.count;
     const int64_t to_page_end = from.cache.block_size - at % from.cache.block_size;
@@ -183,8 +183,8 @@ struct SlotWalk {
   }
 };
 
-// Turns rows [begin, end) of the tile into words. Even bf16 rows, which are words already, are copied: at a constant
-// distance from each other the loops need one pointer for all.
+// Converts rows [begin, end) of the tile to words. bf16 rows, which are words already, are copied, too: at a constant
+// stride the loops need one pointer for all rows.
 template <const CacheFormat& kFormat>
 inline void convert_rows(const TileRows& tile, int begin, int end, Workspace& w) {
   for (int t = begin; t < end; ++t) {
@@ -430,7 +430,7 @@ inline void attend_tile(const AttentionProblem& p, int head_begin, int heads, co
   }
 }
 
-// Attends to a part of a token's slots; leaves the sums in the workspace. Returns whether any slot was valid.
+// Attends to a split of a token; leaves the accumulators in the workspace. Returns whether any slot was valid.
 inline bool attend(const AttentionProblem& p, const TokenWork& s, Workspace& w) {
   SlotWalk walk(p, s.token, s.tile_begin, s.tile_end, s.tile_slots);
   walk.next(w.tiles[0]);
@@ -447,7 +447,7 @@ inline bool attend(const AttentionProblem& p, const TokenWork& s, Workspace& w) 
   return !first_tile;
 }
 
-// One head's row of the output: sink, the values' scale, rounding, and the numbers next to it.
+// Writes one head's row of the output, its lse and its max logit. Applies the sink and the values' scale, and rounds.
 inline void finish_row(const AttentionProblem& p, int token, int head, const float* sum, const HeadResult& result) {
   const float factor = with_sink(result.factor, p, head, result.lse) * p.value_scale;
   uint16_t* out = p.out + p.offset(p.out_strides, token, head);

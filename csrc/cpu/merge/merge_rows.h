@@ -1,10 +1,10 @@
-// Merging results over disjoint sets of slots by their lse, for one row of one head. Like simd.h this is included
-// inside the anonymous namespace of whoever needs it.
+// Combines partial results over disjoint sets of slots by their lse, for one row of a head. Like simd.h this is
+// included inside the anonymous namespace of whoever needs it.
 
 inline float widen(float x) { return x; }
 inline float widen(uint16_t x) { return bf16_to_float(x); }
 
-// sum[0 .. dim) = the merged row; returns its lse. `out` and `lse` of part i lie i strides on. A part with an
+// sum[0 .. dim) becomes the combined row; returns its lse. `out` and `lse` of part i lie i strides on. A part with an
 // lse of -inf weighs nothing, whatever its row holds.
 template <typename Value>
 inline float merge_rows(int parts, int dim, const Value* out, int64_t out_stride, const float* lse, int64_t lse_stride,

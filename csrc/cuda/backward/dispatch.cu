@@ -10,7 +10,7 @@ int32_t backward_group_heads(int device) {
 
 void sparse_backward(const BackwardProblem& p, void* stream) {
 #ifdef MLA_CUDA_SM90A
-  constexpr int kFewHeads = 32;  // of few_heads, at most; it makes no atomic additions
+  constexpr int kFewHeads = 32;  // few_heads' limit; it has no atomic mode
   const Device device = describe_current_device();
   if (device.hopper_kernels) {
     const bool few = p.heads <= kFewHeads && !p.accumulator;

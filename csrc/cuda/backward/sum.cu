@@ -1,5 +1,5 @@
-// Adds contributions to the gradients of kv's rows, in a fixed order. Each thread has 8 dims of a row, and as many
-// contributions under way as hide the time that one takes.
+// Adds contributions to the gradients of kv's rows, in a fixed order. Each thread has 8 dims of a row, and enough
+// contributions in flight to hide their latency.
 #include <algorithm>
 
 #include "cuda/common/launch.h"
@@ -11,9 +11,9 @@
 namespace mla::cuda {
 namespace {
 
-constexpr int kRows = 4;    // a block's
-constexpr int kAtOnce = 8;  // contributions under way
-constexpr int kDims = 8;    // a thread's: 16 bytes of bf16
+constexpr int kRows = 4;    // per CTA
+constexpr int kAtOnce = 8;  // contributions in flight
+constexpr int kDims = 8;    // per thread: 16 bytes of bf16
 
 template <int kWidth>
 constexpr int kThreads = kRows * kWidth / kDims;
@@ -29,10 +29,10 @@ __global__ void __launch_bounds__(kThreads<kWidth>, 3) sum_kernel(const __grid_c
   const auto clamped = [&](int64_t at) { return min(max(at, int64_t{0}), p.total_pairs); };
   int64_t at = 0, end = 0;
   if (exists) at = clamped(first ? p.begin[row] : p.next[row]), end = clamped(p.begin[row + 1]);
-  __syncthreads();  // every thread of a row has read what one of them writes
+  __syncthreads();  // all threads of a row have read what one of them writes
   if (!exists) return;
 
-  int32_t pair[kPairs];  // the next ones' numbers within the block; -1 for what is not in it
+  int32_t pair[kPairs];  // the next pairs' indices within the block; -1 beyond it
   const auto load_pairs = [&](int64_t from) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads<kWidth>, 3) sum_kernel(const __grid_c
     }
   }
   while (pair[0] >= 0) {
-    uint4 contribution[kPairs][kGroups];  // zeros where there is none, which change no sum
+    uint4 contribution[kPairs][kGroups];  // zeros where there is none
     int count = 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {

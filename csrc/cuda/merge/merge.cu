@@ -1,5 +1,5 @@
-// Merging results over disjoint sets of slots by their lse: a caller's parts (merge_partials), and those
-// that a plan's cuts have left (merge_cut_tokens). A warp a row of one head.
+// Combines partial results over disjoint sets of slots by their lse: a caller's (merge_partials), and those of tokens
+// that the plan has split (merge_cut_tokens). One warp per row of a head.
 #include <algorithm>
 
 #include "cuda/common/compact_row.cuh"
@@ -23,12 +23,12 @@ __device__ __forceinline__ float widen(uint16_t x) { return bf16_to_float(x); }
 __device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
 __device__ __forceinline__ void narrow(float x, uint16_t* to) { *to = float_to_bf16(x); }
 
-// How the parts of one row weigh.
+// The weights of a row's parts.
 struct Weights {
   float max_lse;
   float inverse;
   float lse;
-  float lane_lse;  // of the part whose number is the lane's; -inf if there is none
+  float lane_lse;  // of the part whose index is the lane; -inf if there is none
 
   __device__ __forceinline__ float of(float lse_of_part) const {
     return combine_weight(lse_of_part, max_lse) * inverse;
@@ -46,11 +46,11 @@ __device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int p
   return {max_lse, all.factor, all.lse, mine};
 }
 
-// One lane's dims, `lane`, `lane + 32`, ... of the merged row.
+// Combines one lane's dims `lane`, `lane + 32`, ... of a row.
 template <typename Value, typename Store>
 __device__ __forceinline__ void merge_row(const Value* out, int64_t out_stride, const float* lse, int64_t lse_stride,
                                           int parts, int dim, const Weights& weights, int lane, Store store) {
-  constexpr int kUnroll = 16;  // dims that a lane sums at once
+  constexpr int kUnroll = 16;  // dims per lane at once
   for (int begin = lane; begin < dim; begin += 32 * kUnroll) {
     float sum[kUnroll] = {};
     for (int i = 0; i < parts; ++i) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
 }
 
-// Four neighbouring dims of a row, rounded to bf16 or to f16.
+// Stores four neighbouring dims of a row, rounded to bf16 or f16.
 __device__ __forceinline__ void store_four(uint16_t* to, const float4& x, bool f16) {
   const auto round = [f16](float x) { return f16 ? float_to_f16(x) : float_to_bf16(x); };
   const ushort4 rounded{round(x.x), round(x.y), round(x.z), round(x.w)};
@@ -92,8 +92,8 @@ __device__ __forceinline__ void store_four(uint16_t* to, const float4& x, bool f
   }
 }
 
-// The row of the worker that begins a cut token, the one with `before` such rows in front of it; null if there are no
-// more. By a warp, four rows a lane at once.
+// Finds the plan entry that begins a split token and has `before` such entries in front of it; null if there is none. A
+// warp calls it; a lane reads four entries at once.
 __device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, int before, int lane) {
   constexpr int kRows = 4;
   for (int begin = 0; begin < p.workers; begin += 32 * kRows) {
@@ -116,9 +116,9 @@ __device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, in
   return nullptr;
 }
 
-// What a lane has of a part's row: four times four neighbouring dims.
+// A lane's share of a part's row: four times four neighbouring dims.
 struct FloatPart {
-  static constexpr int kAtOnce = 2;  // parts whose loads are under way together; four would spill
+  static constexpr int kAtOnce = 2;  // parts whose loads are in flight together; four would spill
 
   float4 fours[4];
 
@@ -141,7 +141,7 @@ struct FloatPart {
   static __device__ __forceinline__ void in_order(float4 (&)[4], int) {}
 };
 
-// The same of a CompactRow. Sums have its order until `in_order`.
+// The same of a CompactRow. Accumulators have its order until in_order().
 struct CompactPart {
   static constexpr int kAtOnce = 4;
 
@@ -166,7 +166,7 @@ struct CompactPart {
     }
   }
 
-  // Each of four lanes has a pair of four eights, and gets one of these whole.
+  // Transposes among four lanes: each has a pair of each of four eights, and gets one eight.
   static __device__ __forceinline__ void in_order(float4 (&sum)[4], int lane) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -191,10 +191,10 @@ struct CompactPart {
   }
 };
 
-// Block x: the x-th token that is cut. A warp merges one head after the other. Rows are few, so the latency of one row
+// Block x: the x-th split token. A warp combines one head after the other. Rows are few, so the latency of a row
 // counts: the loads of several parts are issued at once.
 //
-// The kernel is launched before the attention kernel has ended, so that its start costs nothing. It waits for the
+// The kernel is launched before the attention kernel has ended (PDL), so that its start costs nothing. It waits for the
 // partial results itself.
 template <typename Part>
 __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
   const int lane = threadIdx.x % 32;
   const PlanRow* const cut = find_cut(p, blockIdx.x, lane);
   const PlanRow row = cut ? *cut : PlanRow{};
-  pdl_wait();  // every block: this kernel must not end before attention does
+  pdl_wait();  // every CTA: this kernel must not end before attention does
   if (!cut || row.token_end < 1 || row.token_end > p.tokens) return;
   const Partials partials(p.workspace, p.workers, p.heads);
   const int64_t partial = begun_partial(row);
@@ -217,12 +217,12 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
 
     float4 sum[4] = {};
     Weights weights;
-    float lane_weight;  // of one part in 32
+    float lane_weight;  // of the current 32 parts, the lane's
     for (int begin = 0; begin < parts; begin += kAtOnce) {
       Part part[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        // past the last part, that one again: with a condition the loads would wait for one another
+        // past the last part, load that one again: under a condition the loads would wait for one another
         part[i].load(partials, first + min(begin + i, parts - 1) * int64_t{p.heads}, lane);
       }
       if (begin == 0) {
@@ -265,8 +265,8 @@ void merge_partials(const MergeProblem<float>& p, void* stream) { merge(p, strea
 void merge_partials(const MergeProblem<uint16_t>& p, void* stream) { merge(p, stream); }
 
 void merge_cut_tokens(const AttentionProblem& p, bool compact, void* stream) {
-  // One wave of blocks, so that none begins only when others have ended: tokens are rarely cut, but this is always run.
-  // A head is one warp's work whatever the grid is, so the bits don't depend on it.
+  // At most one wave of CTAs: tokens are rarely split, but this kernel always runs. A head is one warp's work whatever
+  // the grid is, so the bits don't depend on it.
   const int most_blocks = kMergeBlocksPerProcessor * describe_current_device().processors;
   const int cut = std::min(p.tokens, p.workers);  // upper bound
   const int heads = std::clamp(most_blocks / cut, 1, (p.heads + kWarps - 1) / kWarps);

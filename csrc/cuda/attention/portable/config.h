@@ -13,7 +13,7 @@ constexpr int kThreads = 256;
 constexpr int kBlocksPerProcessor = 2;  // what registers are kept for; plans for all heads fill them
 constexpr int kWarps = kThreads / 32;
 constexpr int kWarpTokens = kTile / kWarps;    // whose scores a warp computes
-constexpr int kWarpDims = kValueDim / kWarps;  // of the output, that a warp sums up
+constexpr int kWarpDims = kValueDim / kWarps;  // output dims per warp
 constexpr int kGroups = 4;                     // scale groups a row
 constexpr int kGroupDims = kLatent / kGroups;
 

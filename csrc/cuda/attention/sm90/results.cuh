@@ -1,4 +1,4 @@
-// A token's results, to the output if a worker had all of it, or else to the workspace for the merge.
+// Writes a token's results: to the output, or to the workspace if the token is split.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,11 @@
 
 namespace mla::cuda::sm90 {
 
-constexpr float kLowest = -1e30f;  // a maximum of nothing, from which another one can be subtracted
-constexpr float kSlack = 8.0f;     // sums are rescaled when a score exceeds their reference by a factor of 2^8
+constexpr float kLowest = -1e30f;  // the maximum of nothing; finite, so that differences are no NaN
+// row_max may lag behind the true maximum by a factor of 2^8. Accumulators are rescaled only beyond that.
+constexpr float kSlack = 8.0f;
 
-// A sum that is the same whichever comes first: no product is fused into it.
+// a + b that is commutative to the bit: the compiler may not fuse a product into it.
 __device__ __forceinline__ float add_in_any_order(float a, float b) { return __fadd_rn(a, b); }
 
 // Writes a head's lse and max logit. Returns the factor of its output. The maxima are to base 2. A total of 0 is that
@@ -35,7 +36,7 @@ __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t 
   return factor;
 }
 
-// Writes a head's output, a warp a row of 512 sums; zeros where there are none.
+// A warp writes a head's output from a row of 512 accumulators; zeros if `acc` is null.
 template <Number kNumber>
 __device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t token, int head, bool whole,
                                           int64_t partial, const float* acc, float factor, int lane) {

@@ -1,5 +1,5 @@
-// The backward of sparse attention on Hopper: dQ, and a contribution to dKV for each (query,
-// entry). A block has 64 heads and takes a query's tiles of 64 entries one by one:
+// The backward of sparse attention on Hopper: dQ, and a contribution to dKV for each (query, entry). A CTA has 64 heads
+// and takes a query's tiles of 64 entries one by one:
 //
 //   S  [64 entries x 64 heads] = K Q^T over 576 dims (or 512)
 //   dP [64 entries x 64 heads] = V dO^T over 512: in the same products, as Q and dO lie side by side
@@ -7,8 +7,8 @@
 //   dQ [64 heads x 576] += dS^T K
 //   contributions [64 entries x 576] = dS Q, and P dO added in the first 512 dims, from registers
 //
-// Q, dO and one tile fill shared memory. The first warpgroup computes S, dP, P and dS, and sums up the left 256 dims of
-// dQ; the second sums up the others and computes most contributions, while four warps load the next tile:
+// Q, dO and one tile fill shared memory. The first warpgroup computes S, dP, P and dS, and the left 256 dims of dQ. The
+// second one computes the other dims and most contributions. Four warps load the next tile meanwhile:
 //
 //   produce | load i + 1, left    | load i + 1, right       |
 //   score   | S, dP of i ...| P, dS | dQ, left  | some contributions | S, dP of i + 1 ...
@@ -35,46 +35,46 @@ static_assert(kMaxBackwardHeads <= 2 * kHeads);
 
 // What becomes of contributions.
 enum class Emit {
-  rows,    // are written: a query is one block's
-  shared,  // two blocks of a cluster have 64 heads each; one writes, the other adds its own to that
-  atomic,  // are added to the accumulator at once
+  rows,    // written: one CTA has all heads
+  shared,  // two CTAs of a cluster have 64 heads each; the first one writes, the second one adds
+  atomic,  // added to the accumulator at once
 };
 
-// A block begins with 168 registers a thread, handed round.
+// Registers per thread after setmaxnreg; a launch begins with 168.
 constexpr int kScorerRegisters = 224;
 constexpr int kAdderRegisters = 240;
 constexpr int kProducerRegisters = 40;
 static_assert(kScorerRegisters + kAdderRegisters + kProducerRegisters <= 3 * 168);
 
-// Blocks of 64 dims whose contributions the first warpgroup computes; the second one does the others.
+// Blocks of 64 dims whose contributions the first warpgroup computes. The second one computes the others.
 template <Emit kEmit>
 constexpr int kScorerBlocks = kEmit == Emit::rows ? 3 : 4;
 
-// How many dims' contributions a warpgroup computes at once: the second one has no registers for more.
+// Dims of contributions that a warpgroup computes at once. The second one has no registers for more.
 constexpr int kScorerColumns = 64, kAdderColumns = 32;
 
 constexpr int kSteps = kTileTokens / kStep;
 static_assert(kTileTokens == kHeads);
-constexpr int kQueryBytes = 2 * kBlockBytes;  // from a block of Q to the next one, and from dO's to dO's
+constexpr int kQueryBytes = 2 * kBlockBytes;  // from a block of Q to the next block of Q; the same for dO
 
 template <int kBlocks>
 struct Shared {
   alignas(1024) uint8_t k[kBlocks][kBlockBytes];
-  alignas(1024) uint8_t q[kBlocks + kLatentBlocks][kBlockBytes];  // blocks of Q and dO in turns, then Q's rope
-  // P and dS, rows of entries. Once they have been read, the warpgroups stage their results there: the first one in
-  // `weights`, the second one in `grads`, each warp in the rows of its number.
+  alignas(1024) uint8_t q[kBlocks + kLatentBlocks][kBlockBytes];  // blocks of Q and dO alternate, then Q's rope
+  // P and dS, rows of entries. Once they have been read, the warpgroups stage their results there, each warp in its own
+  // 16 rows: the first warpgroup in `weights`, the second one in `grads`.
   alignas(1024) uint8_t weights[kBlockBytes];
   alignas(1024) uint8_t grads[kBlockBytes];
-  int32_t row[2][kTileTokens];              // of kv, of even and odd tiles; negative: none
-  float lse2[2][kHeads], delta[2][kHeads];  // of even and odd queries
-  uint32_t stored[2][4];                    // by each warp of the cluster's first block: tiles
+  int32_t row[2][kTileTokens];              // of kv, double-buffered by tile; negative: none
+  float lse2[2][kHeads], delta[2][kHeads];  // double-buffered by query
+  uint32_t stored[2][4];                    // tiles that each warp of the cluster's first CTA has written
   Barrier k_full[2], k_empty[2];            // the left 256 dims and the others
   Barrier q_full, q_empty;                  // and d_out
   Barrier factors_full, weights_read, grads_read, stage_empty;
 };
 static_assert(sizeof(Shared<9>) <= 227 * 1024);
 
-// A block's work, one query after the other.
+// One of the grid's items of work: a query and 64 heads.
 struct Item {
   int query, group, entries, tiles;
 
@@ -93,7 +93,7 @@ struct Item {
 struct Factors {
   uint32_t weights[kSteps][4], grads[kSteps][4];
 
-  // Products that have been asked for read them: they have to stay until now.
+  // Products in flight read them: call this when they have ended, so that the registers stay as they are until then.
   __device__ void keep() {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
@@ -108,29 +108,29 @@ struct Consumer {
   Shared<kBlocks>& s;
   const int group, warp, lane;  // the warpgroup, and its warp
 
-  // Whether this block adds its rows to those of the cluster's first block. The same warp and lane has written them.
+  // Whether this CTA adds its rows to those of the cluster's first CTA, where the same warp and lane wrote them.
   static __device__ bool adds() { return kEmit == Emit::shared && rank_in_cluster() == 1; }
 
-  // The first block: the rows of so many tiles are there.
+  // The first CTA announces that it has written the rows of so many tiles ...
   __device__ void publish_rows(uint32_t tiles) {
     if (kEmit != Emit::shared || adds()) return;
     __syncwarp();
     if (lane == 0) store_in_block(in_block(cast_smem_ptr_to_uint(&s.stored[group][warp]), 1), tiles);
   }
 
-  // The other one.
+  // ... and the second one waits for that.
   __device__ void wait_for_rows(uint32_t tiles) {
     while (load_released(cast_smem_ptr_to_uint(&s.stored[group][warp])) < tiles) {
     }
   }
 
-  // The lane's address for ldmatrix and stmatrix of a step's 16 heads: rows of entries.
+  // The lane's address for ldmatrix and stmatrix of P: the warp's 16 entries, 16 heads of a step.
   __device__ uint32_t tiles_address(int step) const {
     const int row = warp * 16 + lane % 8 + lane / 8 % 2 * 8, piece = 2 * step + lane / 16;
     return cast_smem_ptr_to_uint(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
   }
 
-  // Asks for the contributions of dims from `begin` on.
+  // Issues the products for the contributions of kColumns dims from `begin` on.
   template <int kColumns>
   __device__ void start_contribution(float (&acc)[kColumns / 2], const Factors& factors, int begin) {
     using Atom = std::conditional_t<kColumns == 32, gmma::MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::MN>,
@@ -151,8 +151,8 @@ struct Consumer {
     cute::warpgroup_commit_batch();
   }
 
-  // Contributions of tile `n`'s blocks kBegin to kEnd - 1; the sums of the warpgroup's dQ have been asked for before,
-  // and `release` is called when they are there. From then on the stage is this warpgroup's.
+  // Contributions of tile `n`, blocks kBegin to kEnd - 1. The warpgroup's dQ is in flight; `release` is called when it
+  // is complete. From then on the stage is this warpgroup's.
   template <int kBegin, int kEnd, int kColumns, typename Release>
   __device__ void contribute(const Item& item, int tile, int n, Factors& factors, Release release) {
     const int lane = hidden(this->lane);
@@ -192,10 +192,10 @@ struct Consumer {
     }
   }
 
-  // Of kv, of the lane's row i.
+  // The row of kv of the entry that stage().take(i) returns; negative: none.
   __device__ int32_t number(int i, int n, int lane) const { return s.row[n % 2][warp * 16 + 4 * i + lane / 8]; }
 
-  // Writes contributions from registers, which for one block alone is faster than by the stage.
+  // Writes contributions from registers, which is faster than through the stage if a CTA has all heads.
   template <int kPairs>
   __device__ void write_pieces(const uint32_t (&pairs)[kPairs], int begin, const Item& item, int tile, int n,
                                int lane) {
@@ -212,7 +212,7 @@ struct Consumer {
     }
   }
 
-  // Writes 64 columns of contributions that have been staged, or adds them to those of the cluster's first block.
+  // Writes 64 staged columns of contributions, or adds them to those of the cluster's first CTA.
   __device__ void emit(int begin, const Item& item, int tile, int n, int lane) {
     uint16_t* const rows =
         p.contribution(0, item.query, tile * kTileTokens + warp * 16 + lane / 8) + begin + lane % 8 * kPieceNumbers;
@@ -225,7 +225,7 @@ struct Consumer {
     }
   }
 
-  // Adds 32 columns.
+  // Adds 32 staged columns to the accumulator.
   __device__ void add(int begin, int n, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -303,7 +303,7 @@ struct Scorer : Consumer<kBlocks, kEmit> {
     sync_named<kGroupThreads>(1);
   }
 
-  // Multiplies blocks [begin, end) of the tile with those of Q and dO. S comes first in the sums, then dP.
+  // acc += blocks [begin, end) of the tile times those of Q and dO: S in the first 32 registers, then dP.
   __device__ void multiply_rows(float (&acc)[64], int begin, int end) {
     const uint64_t k = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k)),
                    q = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.q));
@@ -380,7 +380,7 @@ struct Scorer : Consumer<kBlocks, kEmit> {
     if (n > 0) this->publish_rows(n);
   }
 
-  // S and dP become P and dS, zero for entries that are none.
+  // Computes P and dS from S and dP. Both are zero for invalid entries.
   __device__ void weigh(Factors& factors, float (&acc)[64], int parity, int query_parity) {
     const float scale2 = p.scale * kLog2E;
     const int32_t* const rows = s.row[parity] + warp * 16 + lane / 4;
@@ -445,7 +445,7 @@ struct Adder : Consumer<kBlocks, kEmit> {
         this->template contribute<kScorerBlocks<kEmit>, kBlocks, kAdderColumns>(item, tile, n, factors, [&] {
           fence_acc(d_q);
           arrive_as_warp(s.k_empty[1]);
-          arrive_as_warp(s.grads_read);  // each warp's product has read all of it
+          arrive_as_warp(s.grads_read);  // this warp's product has read dS of all warps
           wait(s.grads_read, n % 2);
         });
         if (tile + 1 < item.tiles) arrive_as_warp(s.stage_empty);
@@ -459,7 +459,7 @@ struct Adder : Consumer<kBlocks, kEmit> {
   }
 };
 
-// A producer warp's rows of a query's Q and dO; zeros for heads that it does not have.
+// Copies a producer warp's rows of a query's Q and dO; zeros beyond its heads.
 template <int kBlocks>
 __device__ __forceinline__ void copy_queries(const BackwardProblem& p, Shared<kBlocks>& s, const Item& item, int first,
                                              int lane) {
@@ -476,7 +476,7 @@ __device__ __forceinline__ void copy_queries(const BackwardProblem& p, Shared<kB
   copy_rows<kWarpRows, kLatentBlocks, 1, kQueryBytes>(d_out, first, d_out_rows, own(p.d_out_head), hidden(lane));
 }
 
-// A producer warp: its rows of each tile, and of a query's Q and dO once its first tile is under way.
+// A producer warp: its rows of each tile, and of a query's Q and dO once its first tile is in flight.
 template <int kBlocks>
 __device__ void produce(const BackwardProblem& p, Shared<kBlocks>& s, int warp, int lane) {
   int n = 0, queries = 0;

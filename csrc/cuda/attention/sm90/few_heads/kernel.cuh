@@ -1,22 +1,21 @@
-// Sparse attention for up to 16 heads on Hopper, and for up to 32 with fp8_ds_mla rows. Tokens are the 64 rows of wgmma
-// and heads its columns, so that few heads fill the instruction:
+// Sparse attention for up to 16 heads on Hopper, and for up to 32 with fp8_ds_mla rows. Operands are swapped: tokens
+// are the 64 rows of wgmma and heads its columns, so that few heads fill the instruction.
 //
 //   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T     (or 512)
 //   values  O^T [512 dims x heads] += V^T [512 x 64] P^T
 //
-// Two consumer warpgroups take every other tile each. Each keeps a softmax and sums of its own, so they wait for one
-// another only at the end of a token. There their results are added in a reduction buffer, which takes the memory of
-// the token's last tile. If the token is split over workers, its parts are then merged (cut_tokens.cuh). Eight producer
-// warps load rows. How rows lie in memory and are multiplied depends on the cache's format: fp8_rows.cuh,
-// plain_rows.cuh.
+// Two consumer warpgroups take every other tile each, with a softmax and accumulators of their own. They wait for each
+// other only at the end of a token, where their results are added in a reduction buffer (the memory of the token's last
+// tile). If the token is split, its partial results are then combined (cut_tokens.cuh). Eight producer warps load rows.
+// The layout of rows and their products depend on the cache's format: fp8_rows.cuh, plain_rows.cuh.
 //
 //   load     | rows of i + 4 ...
 //   group 0  | scores i, softmax i, values i | scores i + 2, ...
 //   group 1           | scores i + 1, softmax i + 1, values i + 1 | ...
 //
-// A tile costs a warpgroup one barrier. Weights are computed relative to the running reference and stored. The barrier
-// then tells whether any warp saw a weight above 2^8. Only then are maxima exchanged, sums rescaled and weights
-// computed again. The result is exact either way: f16 weights have room for 2^8.
+// A tile costs a warpgroup one barrier. Weights are computed with the row maximum so far and stored. The barrier then
+// tells whether any warp saw a weight above 2^8. Only then are maxima exchanged, accumulators rescaled and weights
+// computed again. The result is as exact either way: f16 weights have room for 2^8.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -31,7 +30,7 @@
 
 namespace mla::cuda::sm90::few_heads {
 
-// Named barriers of the consumer warpgroups: 1 and 2, and one for both.
+// Named barriers of the consumer warpgroups: 1 and 2; 3 is for both.
 constexpr int kGroupThreads = 128;
 __device__ __forceinline__ int group_barrier(int group) { return 1 + group; }
 constexpr int kBothGroups = 3;
@@ -41,7 +40,7 @@ struct Consumer {
   using Memory = Shared<kRows, kHeads>;
   using Own = RowsOf<kRows, kHeads>;
   static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits, kDense = kForm == Form::dense;
-  static constexpr int kAccRegisters = kHeads / 2;  // a lane's numbers of 64 rows
+  static constexpr int kAccRegisters = kHeads / 2;  // per lane, of 64 rows
   static constexpr int kColumns = kHeads / 4;       // a lane's heads
   // The reduction buffer holds the heads of one round.
   static constexpr int kRounds = kHeads / kReductionHeads<kHeads>, kRoundColumns = kColumns / kRounds;
@@ -54,7 +53,7 @@ struct Consumer {
   uint32_t weights_address;  // this lane's, of its warpgroup's weights
 
   float out[kLatentBlocks][kAccRegisters];  // O^T
-  float row_max[kColumns];                  // weights are 2^(score - reference)
+  float row_max[kColumns];                  // weights are 2^(score - row_max); it may lag behind by kSlack
   float total[kColumns];                    // of the lane's rows
   float max_score[kMaxLogits ? kColumns : 1];
   float score[kAccRegisters];
@@ -66,8 +65,8 @@ struct Consumer {
   static __device__ constexpr int half(int i) { return i / 2 % 2; }  // row lane / 4, or that plus 8
   __device__ int head(int column) const { return column / 2 * 8 + lane % 4 * 2 + column % 2; }
 
-  // The lane's stmatrix address: the row (head) of one of the 8 x 8 blocks, eight tokens of a head. The compiler is not
-  // to share it with wgmma descriptors, which have to be uniform over lanes.
+  // The lane's stmatrix address: a head's row of an 8 x 8 tile, eight tokens. Hidden, so that the compiler does not
+  // derive wgmma descriptors from it, which must be uniform.
   __device__ void find_weights_address() {
     const int own_head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
     weights_address = cast_smem_ptr_to_uint(s.weights[group]) + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
@@ -87,11 +86,11 @@ struct Consumer {
       for (int i = 0; i < kAccRegisters; ++i) out[b][i] = 0.0f;
   }
 
-  // Stores weights for the reference as it is.
+  // Computes and stores weights with the current row_max.
   __device__ void store_weights(float (&weight)[kAccRegisters]) {
 #pragma unroll
     for (int i = 0; i < kAccRegisters; ++i) weight[i] = exp2_approximate(score[i] - row_max[column(i)]);
-    constexpr int kPairs = kRoundColumns;  // of 8 or 16 heads
+    constexpr int kPairs = kRoundColumns;  // per store, of 8 or 16 heads
 #pragma unroll
     for (int first = 0; first < kAccRegisters / 2; first += kPairs) {
       uint32_t pairs[kPairs];
@@ -102,7 +101,7 @@ struct Consumer {
     }
   }
 
-  // Heads of earlier queries see less of a token's last tiles.
+  // Heads of a request's earlier queries see less of the last tiles.
   __device__ void hide_later_slots(const Worker& worker, int token, int tile) {
     const TokenWork work = worker.work(token);
     const int slot = warp * 16 + lane / 4;
@@ -114,7 +113,7 @@ struct Consumer {
     }
   }
 
-  // A warpgroup's first tile of a token raises the reference from nothing, so there is no vote.
+  // A warpgroup's first tile of a token always raises row_max, so there is no vote.
   __device__ void softmax(bool first) {
     float weight[kAccRegisters];
     bool grows = false;
@@ -165,7 +164,7 @@ struct Consumer {
     }
   }
 
-  // Stores the warpgroup's softmax statistics for the other one, as soon as those of two reductions ago have been read.
+  // Stores the warpgroup's softmax statistics for the other one, once those of two reductions ago have been read.
   // `round` is the first round of this reduction.
   __device__ void store_statistics(uint32_t round) {
     const int slot = round / kRounds % 2;
@@ -186,7 +185,7 @@ struct Consumer {
     }
   }
 
-  // Until the buffer of `ago` rounds (one or two) before this one has been read.
+  // Waits until the buffer of `ago` rounds (one or two) before this one has been read.
   __device__ void wait_for_reduction_empty(uint32_t round, uint32_t ago) {
     wait(s.reduction_empty[(round - ago) % 2], (round - ago) / 2 % 2);
   }
@@ -197,8 +196,8 @@ struct Consumer {
   }
   __device__ float& acc_of(int column, int i) { return out[i / 2][column / 2 * 4 + 2 * (i % 2) + column % 2]; }
 
-  // The end of a token whose parts are not merged here: the warpgroup that had its last tile stores its output in the
-  // reduction buffer ...
+  // The end of a token that is not combined here: the warpgroup with the last tile stores its output in the reduction
+  // buffer ...
   __device__ void store_for_reduction(int stage, uint32_t reductions) {
     const uint32_t first = reductions * kRounds;
     store_statistics(first);
@@ -214,7 +213,7 @@ struct Consumer {
   }
 
   // ... and the other one adds its own, if it had any tile, and writes the results: to the output, or as a partial
-  // result for the merge kernel.
+  // result for the combining kernel.
   __device__ void reduce(const TokenWork& work, int64_t partial, int own_tiles, int stage, uint32_t reductions) {
     const uint32_t first = reductions * kRounds;
     const int slot = reductions % 2;
@@ -249,7 +248,7 @@ struct Consumer {
     arrive_as_warp(s.empty[stage]);
   }
 
-  // What a column's sums, and those of the other warpgroup, are multiplied with to be added.
+  // The factors that bring a column's accumulators and the other warpgroup's to the same row maximum.
   __device__ void find_factors(float& mine, float& theirs, int column, int slot) const {
     const float other = s.row_max[slot][1 - group][head(column)], raised = fmaxf(row_max[column], other);
     mine = exp2_approximate(row_max[column] - raised);
@@ -263,7 +262,7 @@ struct Consumer {
     rows.put(reduction_row(stage, head(column)), acc);
   }
 
-  // All loads come before the first store, or each would wait for the one before.
+  // All loads precede the first store, or each load would wait for the store before it.
   __device__ void add_to_row(int column, float mine, float theirs, int stage) {
     float* const row = reduction_row(stage, head(column));
     float acc[2 * kLatentBlocks];
@@ -273,7 +272,7 @@ struct Consumer {
     rows.put(row, acc);
   }
 
-  // A head's softmax statistics, of both warpgroups together.
+  // A head's softmax statistics over both warpgroups.
   struct Statistics {
     float row_max, total, max_score;
   };
@@ -290,8 +289,8 @@ struct Consumer {
     return {raised, total, max_score};
   }
 
-  // The same for a part that this kernel merges. Other blocks wait for it, so the work is halved: each warpgroup stores
-  // half of its columns and adds the other half to what the other one stored.
+  // The same for a split that this kernel combines. Other CTAs wait for it, so both warpgroups work: each stores half
+  // of its columns, and adds the other half to what the other one stored.
   template <int kGroup>
   __device__ void reduce_part(int stage, uint32_t reductions) {
     static_assert(kRounds == 1);
@@ -315,8 +314,8 @@ struct Consumer {
     for (int c = 0; c < kHalf; ++c) add_to_row(kAdded + c, mine[c], theirs[c], stage);
   }
 
-  // Both warpgroups wait for one another. racecheck orders one group's arrivals at mbarriers after the other group's
-  // accesses only if this barrier is an mbarrier, too.
+  // Both warpgroups wait for each other. For racecheck it is an mbarrier: with a named barrier it would not order one
+  // group's later arrivals at mbarriers after the other group's accesses.
   __device__ void sync_groups() {
 #ifdef MLA_RACECHECK
     arrive_as_warp(s.groups_met);
@@ -326,7 +325,7 @@ struct Consumer {
 #endif
   }
 
-  // Both warpgroups merge their part of a token with the token's other parts.
+  // Both warpgroups combine the CTA's split of a token with the token's other splits.
   __device__ void merge_part(const TokenWork& work) {
     sync_groups();
     const CutTokens& cut = s.cut_tokens;
@@ -335,7 +334,7 @@ struct Consumer {
       release_shared();
       peers.arrive(s.cluster_full, lane);
     }
-    // The reduction buffer of the lane's peer: that block has no tiles but those of its part.
+    // The reduction buffer of the lane's peer, in its last tile's stage: it has no tiles but those of its split.
     const int tiles = cut.tiles[peers.first + min(lane, peers.count - 1)];
     const uint32_t first_row =
         cast_smem_ptr_to_uint(s.rows.reduction_buffer((tiles > 0 ? tiles - 1 : 0) % Own::kStages));
@@ -354,8 +353,8 @@ struct Consumer {
     if (peers.count > 1) wait_for_blocks(s.cluster_empty, 0);  // peers have read this block's memory
   }
 
-  // The queries of the first token with tiles. Consumers load them, as they are idle until the first rows arrive.
-  // Barriers may be used from here on.
+  // Loads the queries of the first token with tiles: consumers are idle until the first rows arrive. Barriers may be
+  // used from here on.
   __device__ void produce_first_queries(const Worker& worker) {
     int token = worker.token_begin;
     for (; token < worker.token_end; ++token) {
@@ -423,7 +422,7 @@ struct Consumer {
     }
   }
 
-  // A token's last tile is not released: its memory becomes the reduction buffer.
+  // `keep`: a token's last tile is not released, because its memory becomes the reduction buffer.
   __device__ void add_values(int stage, bool keep) {
 #pragma unroll
     for (int b = 0; b < kLatentBlocks; ++b) fence_acc(out[b]);
@@ -463,7 +462,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     s.cluster_empty.init(kConsumerWarps * blocks_of_cluster());
     s.touched = touch(p);
   }
-  cute::cluster_arrive();  // all wait for it once their first loads are under way
+  cute::cluster_arrive();  // all wait for it after they have issued their first loads
   const int head_begin = blockIdx.x * kHeads;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
