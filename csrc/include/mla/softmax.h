@@ -15,8 +15,8 @@ struct HeadResult {
   float max_logit;  // NaN where lse is
 };
 
-// Maxima leave NaN out, sums of exponentials don't.
-MLA_HOST_DEVICE float max_logit_of(float lse, float largest) { return lse != lse ? lse : largest; }
+// NaN if lse is: maxima leave NaN out, sums of exponentials don't.
+MLA_HOST_DEVICE float max_logit_of(float lse, float largest) { return fabsf(lse) <= INFINITY ? largest : lse; }
 
 // From the natural row maximum, the sum of e^(score - row_max), which is 0 if there was nothing to attend to, and the
 // largest score.
