@@ -448,31 +448,33 @@ inline bool attend(const AttentionProblem& p, const TokenWork& s, Workspace& w) 
 }
 
 // Writes one head's row of the output, its lse and its max logit. Applies the sink and the values' scale, and rounds.
-inline void finish_row(const AttentionProblem& p, int token, int head, const float* sum, const HeadResult& result) {
-  const float factor = with_sink(result.factor, p, head, result.lse) * p.value_scale;
+inline void finish_row(const AttentionProblem& p, int token, int head, const float* sum, float factor, float lse,
+                       float max_logit) {
+  factor = with_sink(factor, p, head, lse) * p.value_scale;
   uint16_t* out = p.out + p.offset(p.out_strides, token, head);
   const bool f16 = Isa::kPack == 1 && p.tile == TileType::f16_576;
   for (int d = 0; d < kValueDim; d += kLanes) {
     const Floats value = load(sum + d) * factor;
     f16 ? store_f16(value, out + d) : store_bf16(value, out + d);
   }
-  write_statistics(p, token, head, result.lse, result.max_logit);
+  p.lse[p.offset(p.lse_strides, token, head)] = lse;
+  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(lse, max_logit);
 }
 
 // Writes one head's result: to its place in the output, or as a partial result.
 inline void finish_head(const AttentionProblem& p, const TokenWork& s, int head, bool any, Workspace& w) {
   const float total = any ? w.total[head] : 0.0f;
   const float row_max = any ? w.row_max[head] * kLn2 : -__builtin_inff();
-  const HeadResult result = finish_softmax(row_max, total, row_max);
+  const float lse = lse_of(row_max, total), inverse = inverse_of(total);
   if (total == 0.0f) __builtin_memset(w.out[head], 0, sizeof w.out[head]);
   if (s.partial.out) {
     float* out = s.partial.out + static_cast<int64_t>(head) * kValueDim;
-    for (int d = 0; d < kValueDim; d += kLanes) store(load(w.out[head] + d) * result.factor, out + d);
-    s.partial.lse[head] = result.lse;
-    s.partial.max_logits[head] = result.max_logit;
+    for (int d = 0; d < kValueDim; d += kLanes) store(load(w.out[head] + d) * inverse, out + d);
+    s.partial.lse[head] = lse;
+    s.partial.max_logits[head] = row_max;
     return;
   }
-  finish_row(p, s.token, s.head_begin + head, w.out[head], result);
+  finish_row(p, s.token, s.head_begin + head, w.out[head], inverse, lse, row_max);
 }
 
 inline void run(const AttentionProblem& p, const TokenWork& s, void* workspace) {
@@ -489,5 +491,5 @@ inline void merge(const AttentionProblem& p, int32_t token, int32_t head, int32_
       merge_rows(parts, kValueDim, first.out, first.next_part * kValueDim, first.lse, first.next_part, sum);
   float largest = -__builtin_inff();
   for (int part = 0; part < parts; ++part) largest = __builtin_fmaxf(largest, first.max_logits[part * first.next_part]);
-  finish_row(p, token, head, sum, {lse, 1.0f, max_logit_of(lse, largest)});
+  finish_row(p, token, head, sum, 1.0f, lse, largest);
 }

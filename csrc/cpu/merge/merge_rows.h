@@ -13,13 +13,13 @@ inline float merge_rows(int parts, int dim, const Value* out, int64_t out_stride
   for (int i = 0; i < parts; ++i) max_lse = __builtin_fmaxf(max_lse, lse[i * lse_stride]);
   float total = 0.0f;
   for (int i = 0; i < parts; ++i) total += combine_weight(lse[i * lse_stride], max_lse);
-  const HeadResult all = finish_softmax(max_lse, total, max_lse);
+  const float inverse = inverse_of(total);
   for (int d = 0; d < dim; ++d) sum[d] = 0.0f;
   for (int i = 0; i < parts; ++i) {
-    const float weight = combine_weight(lse[i * lse_stride], max_lse) * all.factor;
+    const float weight = combine_weight(lse[i * lse_stride], max_lse) * inverse;
     if (weight == 0.0f) continue;
     const Value* row = out + i * out_stride;
     for (int d = 0; d < dim; ++d) sum[d] += weight * widen(row[d]);
   }
-  return all.lse;
+  return lse_of(max_lse, total);
 }

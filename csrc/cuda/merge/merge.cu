@@ -42,8 +42,8 @@ __device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int p
   max_lse = max_of_warp(max_lse);
   float total = combine_weight(mine, max_lse);
   for (int i = lane + 32; i < parts; i += 32) total += combine_weight(lse[i * stride], max_lse);
-  const HeadResult all = finish_softmax(max_lse, sum_of_warp(total), max_lse);
-  return {max_lse, all.factor, all.lse, mine};
+  total = sum_of_warp(total);
+  return {max_lse, inverse_of(total), lse_of(max_lse, total), mine};
 }
 
 // Combines one lane's dims `lane`, `lane + 32`, ... of a row.
@@ -244,13 +244,13 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
     for (int i = 0; i < 4; ++i)
       store_four(out + Part::dim(i, lane), {sum[i].x * scale, sum[i].y * scale, sum[i].z * scale, sum[i].w * scale},
                  p.tile == TileType::f16_576);
+    if (lane == 0) p.lse[p.offset(p.lse_strides, token, head)] = weights.lse;
+    if (!p.max_logits) continue;
     float max_logit = -INFINITY;
-    if (p.max_logits) {
-      for (int i = lane; i < parts; i += 32)
-        max_logit = fmaxf(max_logit, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
-      max_logit = max_of_warp(max_logit);
-    }
-    if (lane == 0) write_statistics(p, token, head, weights.lse, max_logit_of(weights.lse, max_logit));
+    for (int i = lane; i < parts; i += 32)
+      max_logit = fmaxf(max_logit, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
+    max_logit = max_of_warp(max_logit);
+    if (lane == 0) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(weights.lse, max_logit);
   }
 }
 

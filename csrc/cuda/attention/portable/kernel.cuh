@@ -267,7 +267,8 @@ struct Block {
       const int own = lane / 4 + 8 * half, head = head_begin + own;
       if (head >= p.heads) continue;
       const float total = s.total[own], row_max = s.row_max[own] * kLn2;
-      auto [lse, factor, max_logit] = finish_softmax(row_max, total, row_max);
+      const float lse = lse_of(row_max, total);
+      float factor = inverse_of(total);
       factor *= p.value_scale;
       const int64_t row = partials.row(partial, head);
       if (whole) factor = with_sink(factor, p, head, lse);
@@ -284,10 +285,11 @@ struct Block {
       }
       if (warp > 0 || lane % 4 > 0) continue;
       if (whole) {
-        write_statistics(p, token, head, lse, max_logit);
+        p.lse[p.offset(p.lse_strides, token, head)] = lse;
+        if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(lse, row_max);
       } else {
         partials.lse[row] = lse;
-        partials.max_logits[row] = max_logit;
+        partials.max_logits[row] = row_max;
       }
     }
   }

@@ -128,7 +128,8 @@ struct MergedRow {
     if (row_max2 == -INFINITY) return;
     row_max = row_max2 * kLn2, total = new_total, max_logit = max_score * kLn2;
   }
-  __device__ HeadResult result() const { return finish_softmax(row_max, total, max_logit); }
+  __device__ float lse() const { return lse_of(row_max, total); }
+  __device__ float scale() const { return inverse_of(total); }
 };
 
 // A warp's share of the combination.
@@ -146,8 +147,8 @@ __device__ __forceinline__ Share share_of(const ClusterPeers& peers, int warp, i
 template <Number kNumber>
 __device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t token, int head, const Share& share,
                                              uint32_t quarters, int lane, const MergedRow& merged) {
-  const auto [lse, factor, max_logit] = merged.result();
-  const float scale = with_sink(factor * p.value_scale, p, head, lse);
+  const float lse = merged.lse();
+  const float scale = with_sink(merged.scale() * p.value_scale, p, head, lse);
   uint16_t* out = p.out + p.offset(p.out_strides, token, head) + 4 * lane;
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) {
@@ -157,7 +158,8 @@ __device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t 
                                                                      pack<kNumber>(x.z * scale, x.w * scale)};
   }
   if (share.begin > 0 || !(quarters & 1) || lane > 0) return;
-  write_statistics(p, token, head, lse, max_logit);
+  p.lse[p.offset(p.lse_strides, token, head)] = lse;
+  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(lse, merged.max_logit);
 }
 
 constexpr int kEarlyParts = 8;
@@ -322,7 +324,7 @@ __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const Par
       write_merged<kNumber>(p, token, head, share, quarters, lane, merged);
       continue;
     }
-    const auto [lse, scale, max_logit] = merged.result();
+    const float scale = merged.scale(), lse = merged.lse();
     float* out = partials.out + partials.row(partial, head) * kValueDim + share.begin * kQuarter + 4 * lane;
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j) {
@@ -334,7 +336,7 @@ __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const Par
     if (lane < peers.count) {
       const int64_t row = partials.row(partial + lane, head);
       partials.lse[row] = lane == 0 ? lse : -INFINITY;
-      partials.max_logits[row] = lane == 0 ? max_logit : -INFINITY;
+      partials.max_logits[row] = lane == 0 ? max_logit_of(lse, merged.max_logit) : -INFINITY;
     }
   }
   if (share.head >= share.heads) release();

@@ -17,16 +17,32 @@ constexpr float kSlack = 8.0f;
 // a + b that is commutative to the bit: the compiler may not fuse a product into it.
 __device__ __forceinline__ float add_in_any_order(float a, float b) { return __fadd_rn(a, b); }
 
-// Writes a head's lse and max logit. Returns the factor of its output. The maxima are to base 2. A total of 0 is that
-// of a token with nothing to attend to.
+struct HeadResult {
+  float lse;
+  float factor;  // of the output
+  float max_logit;
+};
+
+// `row_max` and `max_score` are to base 2. A total of 0 is that of a token with nothing to attend to.
+__device__ __forceinline__ HeadResult result_of_head(float total, float row_max, float max_score) {
+  HeadResult result{-INFINITY, 0.0f, -INFINITY};
+  if (total == 0.0f) return result;
+  result.lse = lse_of(row_max * kLn2, total);
+  result.factor = inverse_of(total);
+  result.max_logit = max_logit_of(result.lse, max_score * kLn2);
+  return result;
+}
+
+// Writes a head's lse and max logit. Returns the factor of its output.
 __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t token, int head, bool whole,
                                              int64_t partial, float total, float row_max, float max_score) {
   if (head >= p.heads) return 0.0f;
-  auto [lse, factor, max_logit] = finish_softmax(row_max * kLn2, total, max_score * kLn2);
+  auto [lse, factor, max_logit] = result_of_head(total, row_max, max_score);
   factor *= p.value_scale;
   if (whole) {
     factor = with_sink(factor, p, head, lse);
-    write_statistics(p, token, head, lse, max_logit);
+    p.lse[p.offset(p.lse_strides, token, head)] = lse;
+    if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit;
   } else {
     const Partials partials(p.workspace, p.workers, p.heads);
     const int64_t row = partials.row(partial, head);
