@@ -2,7 +2,7 @@
 // in shared memory, A there too (SS) or in registers (RS).
 //
 // Shared memory: rows of 128 bytes with the 128-byte swizzle. Eight rows make an atom of 1024 bytes, and the 16-byte
-// piece c of row r lies at c ^ (r % 8). Rows run along k (Major::K), or along m or n (Major::MN).
+// piece c of row r lies at c ^ (r % 8) (swizzle.cuh). Rows run along k (Major::K), or along m or n (Major::MN).
 //
 // Accumulators [64 x n]: of each 8 columns, a lane has columns 2 * (lane % 4) and the next, in rows lane / 4 and
 // lane / 4 + 8 of its warp's 16: acc[4 * j + 2 * (row >= 8) + column % 2].

@@ -88,8 +88,8 @@ struct RowConverter {
         const int row = first + i;
         uint4 numbers[2];
         e4m3_times(bytes[i], scale[i], numbers);
-        store_piece_if(has_latent, (to ^ row * kPieceBytes) + row * kRowBytes, numbers[0]);
-        store_piece_if(has_latent, (to ^ (row ^ 1) * kPieceBytes) + row * kRowBytes, numbers[1]);
+        store_piece_if(has_latent, rows_further(to, row), numbers[0]);
+        store_piece_if(has_latent, rows_further(to ^ kPieceBytes, row), numbers[1]);
       }
     }
     if constexpr (kOfTensor) {

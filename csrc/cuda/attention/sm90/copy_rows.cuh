@@ -25,7 +25,7 @@ struct RowCopier {
         cast_smem_ptr_to_uint(tile) + block * kBlockBytes + token * kRowBytes + offset_of_piece(block, lane % 8, token);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const uint32_t row = __shfl_sync(~0u, own, i), first = (to ^ i * kPieceBytes) + i * kRowBytes;
+      const uint32_t row = __shfl_sync(~0u, own, i), first = rows_further(to, i);
       const uint8_t* from = cache + kPieceBytes * lane;
       copy_piece(first, from, row);
       copy_piece(first + 4 * kBlockBytes, from + 32 * kPieceBytes, row);  // the same order four blocks further on

@@ -11,16 +11,15 @@
 #include <type_traits>
 
 #include "cuda/common/pairs.cuh"
+#include "cuda/common/swizzle.cuh"
 #include "mla/platform.h"
 #include "mla/problem.h"
 
 namespace mla::cuda::sm90 {
 
 constexpr int kTileTokens = 64;
-constexpr int kBlockDims = 64;                       // a row of 128 bytes
-constexpr int kLatentBlocks = kLatent / kBlockDims;  // 8; the ninth, if any, is rope
-constexpr int kRowBytes = 128;
-constexpr int kPieceBytes = 16;                       // 8 numbers
+constexpr int kBlockDims = 64;                        // a row of 128 bytes
+constexpr int kLatentBlocks = kLatent / kBlockDims;   // 8; the ninth, if any, is rope
 constexpr int kBlockBytes = kTileTokens * kRowBytes;  // 8 KB
 constexpr int kGroups = 4;                            // of 128 dims with an fp32 scale each
 

@@ -72,7 +72,7 @@ struct Shared {
 
   alignas(1024) uint8_t k[2][kBlocks][kBlockBytes];              // a warpgroup's tile, and at a query's end its dQ
   alignas(1024) uint8_t heads[kQueries + kTurned][kQueryBytes];  // Q and dO; then turned copies
-  alignas(1024) uint8_t grads[2][kHeads * kRowBytes];            // a warpgroup's dS, in rows of heads
+  SwizzledRows<kHeads> grads[2];                                 // a warpgroup's dS, in rows of heads
   alignas(16) float lse2[kQueries][kHeads], delta[kQueries][kHeads];
   uint8_t valid[2][kTileTokens];
   Barrier k_full[2], k_empty[2];
@@ -141,7 +141,7 @@ struct Consumer {
 
   __device__ void take_tile(int query, int tile, int tiles, uint32_t slot, uint32_t parity, uint32_t query_parity) {
     const uint64_t k = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k[group])),
-                   grads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.grads[group])),
+                   grads = smem_descriptor_uniform(s.grads[group].address()),
                    heads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.heads[slot + Memory::kTurned]));
     uint32_t weights[kSteps][4];  // dS, then P
     wait(s.k_full[group], parity);
@@ -222,7 +222,7 @@ struct Consumer {
   // Stores dS as rows of heads; a warp stores 16 entries of each.
   __device__ void store_grads(const uint32_t (&weights)[kSteps][4]) {
     const int head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    const uint32_t to = cast_smem_ptr_to_uint(s.grads[group]) + head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
+    const uint32_t to = s.grads[group].address() + head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
 #pragma unroll
     for (int step = 0; step < kHeads / 16; ++step) store_tiles_transposed(to + step * kStepBytes, weights[step]);
     if constexpr (kHeads % 16 > 0) {
@@ -375,7 +375,7 @@ __device__ __forceinline__ void copy_query_turned(const BackwardProblem& p, Shar
     const bool exists = head < p.heads;
     const uint16_t* from = of_d_out ? p.d_out + query * p.d_out_token : p.q + query * p.q_token;
     if (exists) from += head * (of_d_out ? p.d_out_head : p.q_head);
-    const uint32_t row_to = to + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
+    const uint32_t row_to = swizzled(to, row, piece);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
       if (block < kLatentBlocks || !of_d_out)

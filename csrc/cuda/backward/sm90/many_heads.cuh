@@ -63,8 +63,7 @@ struct Shared {
   alignas(1024) uint8_t q[kBlocks + kLatentBlocks][kBlockBytes];  // blocks of Q and dO alternate, then Q's rope
   // P and dS, rows of entries. Once they have been read, the warpgroups stage their results there, each warp in its own
   // 16 rows: the first warpgroup in `weights`, the second one in `grads`.
-  alignas(1024) uint8_t weights[kBlockBytes];
-  alignas(1024) uint8_t grads[kBlockBytes];
+  SwizzledRows<kTileTokens> weights, grads;
   int32_t row[2][kTileTokens];              // of kv, double-buffered by tile; negative: none
   float lse2[2][kHeads], delta[2][kHeads];  // double-buffered by query
   uint32_t stored[2][4];                    // tiles that each warp of the cluster's first CTA has written
@@ -127,7 +126,7 @@ struct Consumer {
   // The lane's address for ldmatrix and stmatrix of P: the warp's 16 entries, 16 heads of a step.
   __device__ uint32_t tiles_address(int step) const {
     const int row = warp * 16 + lane % 8 + lane / 8 % 2 * 8, piece = 2 * step + lane / 16;
-    return cast_smem_ptr_to_uint(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
+    return s.weights.address(row, piece);
   }
 
   // Issues the products for the contributions of kColumns dims from `begin` on.
@@ -255,9 +254,7 @@ struct Consumer {
     }
   }
 
-  __device__ Lines stage() const {
-    return {cast_smem_ptr_to_uint(s.weights) + group * kBlockBytes + warp * 16 * kRowBytes};
-  }
+  __device__ Lines stage() const { return {s.weights.address() + group * kBlockBytes + warp * 16 * kRowBytes}; }
 
  private:
   template <int kBegin, int kBlock, int kAccRegisters>
@@ -358,7 +355,7 @@ struct Scorer : Consumer<kBlocks, kEmit> {
         arrive_as_warp(s.factors_full);
 
         const uint64_t values = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k), kBlockBytes),
-                       grads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.grads));
+                       grads = smem_descriptor_uniform(s.grads.address());
         wait(s.factors_full, n % 2);  // of the other warps
         fence_acc(d_q);
         cute::warpgroup_arrive();
@@ -425,7 +422,7 @@ struct Adder : Consumer<kBlocks, kEmit> {
         wait(s.factors_full, n % 2);
         fence_async_shared();
         const uint64_t values = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k[kHalfBlocks]), kBlockBytes),
-                       grads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.grads));
+                       grads = smem_descriptor_uniform(s.grads.address());
         fence_acc(d_q);
         cute::warpgroup_arrive();
 #pragma unroll

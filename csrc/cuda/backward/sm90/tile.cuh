@@ -49,8 +49,7 @@ __device__ __forceinline__ void copy_rows(uint32_t tile, int first, const uint16
   hide(from);
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
-    copy_piece((to ^ i % 8 * kPieceBytes) + i * kRowBytes, reinterpret_cast<const uint8_t*>(from),
-               __shfl_sync(~0u, own, i));
+    copy_piece(rows_further(to, i), reinterpret_cast<const uint8_t*>(from), __shfl_sync(~0u, own, i));
   if constexpr (kHalf == 1 && kBlocks > kLatentBlocks) {  // eight lanes a row
     const int group = lane / kRowPieces;
     const uint32_t rope = tile + kLatentBlocks * kStride + (first + group) * kRowBytes + (piece ^ group) * kPieceBytes;
@@ -58,8 +57,7 @@ __device__ __forceinline__ void copy_rows(uint32_t tile, int first, const uint16
     hide(rope_from);
 #pragma unroll
     for (int i = 0; i < kRows; i += 4)
-      copy_piece((rope ^ i % 8 * kPieceBytes) + i * kRowBytes, reinterpret_cast<const uint8_t*>(rope_from),
-                 __shfl_sync(~0u, own, i + group));
+      copy_piece(rows_further(rope, i), reinterpret_cast<const uint8_t*>(rope_from), __shfl_sync(~0u, own, i + group));
   }
 }
 
@@ -150,7 +148,7 @@ struct Lines {
     uint4 piece;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)
-                 : "r"((own ^ i % 2 * 4 * kPieceBytes) + 4 * i * kRowBytes)
+                 : "r"(rows_further(own, 4 * i))
                  : "memory");
     return piece;
   }

@@ -39,7 +39,7 @@ struct Shared {
   using Own = RowsOf<kRows, kHeads>;
 
   typename Own::Memory rows;
-  alignas(1024) uint8_t weights[kConsumerGroups][kHeads * kRowBytes];
+  SwizzledRows<kHeads> weights[kConsumerGroups];
   alignas(8) float q_scale[Own::kQueries][kHeads];  // brings a score to base 2
   float warp_max[kConsumerGroups][4][kHeads];
   // The warpgroups' softmax statistics of a token, double-buffered by reduction.

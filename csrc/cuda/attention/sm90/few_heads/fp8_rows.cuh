@@ -37,8 +37,8 @@ struct Fp8Rows {
   static constexpr bool kAhead = kHeads <= 16;  // read values a step ahead; else registers are too few
 
   struct Stage {
-    uint8_t fp8[kGroups][kTileTokens * kRowBytes];  // a token's 128 dims are a row of 128 bytes
-    uint8_t rope[kTileTokens * kRowBytes];          // rows of 128 bytes too; e4m3 fills half of them
+    SwizzledRows<kTileTokens> fp8[kGroups];  // a token's 128 dims are a row of 128 bytes
+    SwizzledRows<kTileTokens> rope;          // rows of 128 bytes too; e4m3 fills half of them
   };
   struct Memory {
     alignas(1024) Stage stages[kStages];
@@ -177,7 +177,7 @@ struct Fp8Rows {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 2 * (lane % 4) + i % 2;  // of eight
-      fp8[i] = load_piece(cast_smem_ptr_to_uint(rows.fp8[warp]) + (16 * step + 8 * (i / 2) + row) * kRowBytes +
+      fp8[i] = load_piece(rows.fp8[warp].address() + (16 * step + 8 * (i / 2) + row) * kRowBytes +
                           (lane / 4 ^ row) * kPieceBytes);
     }
   }
@@ -315,13 +315,12 @@ struct Fp8Rows {
  private:
   // Starts the copies of a warp's rows, `first` to `first + 7`. `own` is where row `at` lies.
   static __device__ void copy(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
-    const uint32_t fp8 =
-        cast_smem_ptr_to_uint(s.stages[stage].fp8[lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
+    const uint32_t fp8 = s.stages[stage].fp8[lane / 8].address() + first * kRowBytes + lane % 8 * kPieceBytes;
 // not all at once: consumers' reads of shared memory wait in the same queue
 #pragma unroll 2
     for (int i = 0; i < kWarpRows; ++i)
-      copy_piece((fp8 ^ i * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
-    copy_rope(cast_smem_ptr_to_uint(s.stages[stage].rope) + first * kRowBytes, cache, own, lane);
+      copy_piece(rows_further(fp8, i), cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
+    copy_rope(s.stages[stage].rope.address() + first * kRowBytes, cache, own, lane);
     if (lane >= kWarpRows) return;
     if constexpr (!kOfTensor)
       copy_piece(cast_smem_ptr_to_uint(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);

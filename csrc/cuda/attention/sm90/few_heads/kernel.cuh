@@ -69,7 +69,7 @@ struct Consumer {
   // derive wgmma descriptors from it, which must be uniform.
   __device__ void find_weights_address() {
     const int own_head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    weights_address = cast_smem_ptr_to_uint(s.weights[group]) + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
+    weights_address = s.weights[group].address() + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
     hide(weights_address);
   }
 
@@ -412,7 +412,7 @@ struct Consumer {
         }
         ++tokens;
       } else if (!kMerged<kHeads> && !work.whole()) {
-        if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, kLowest, cast_smem_ptr_to_uint(s.weights)};
+        if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, kLowest, s.weights[0].address()};
       } else if (group == 0) {
         write_empty(work, worker.partial(work));
       }
@@ -426,7 +426,7 @@ struct Consumer {
   __device__ void add_values(int stage, bool keep) {
 #pragma unroll
     for (int b = 0; b < kLatentBlocks; ++b) fence_acc(out[b]);
-    rows.add_values(out, s.rows, stage, cast_smem_ptr_to_uint(s.weights[group]), [&] {
+    rows.add_values(out, s.rows, stage, s.weights[group].address(), [&] {
       if (!keep) arrive_as_warp(s.empty[stage]);
     });
 #pragma unroll

@@ -37,7 +37,7 @@ template <Rows kRows>
 struct Shared {
   alignas(1024) uint8_t tiles[kStages][tile_bytes_of(kRows)];
   alignas(1024) uint8_t q[blocks_of(kRows)][kHeads * kRowBytes];
-  alignas(1024) uint8_t weights[kHeads * kRowBytes];
+  SwizzledRows<kHeads> weights;
   alignas(16) std::conditional_t<has_powers(kRows), Column[kTileTokens], Empty> columns[kStages];
   alignas(8) uint8_t valid[kStages][kTileTokens];  // bit 0: the slot is valid; bit 1: the parity of its row's address
   alignas(8) uint8_t plain[kStages][kTileTokens];  // valid, without an excess power

@@ -97,9 +97,8 @@ struct ScaledRows {
     for (int i = 0; i < kWarpRows; ++i) {
       const float own = __shfl_sync(~0u, scale, lane / 8 * 8 + i);
       const uint32_t by = pack_f16(own, own);
-      store_piece((to ^ i * kPieceBytes) + i * kRowBytes, times<Number::f16>(e4m3_to_f16(fp8[i].x, fp8[i].y), by));
-      store_piece((to ^ (i ^ 1) * kPieceBytes) + i * kRowBytes,
-                  times<Number::f16>(e4m3_to_f16(fp8[i].z, fp8[i].w), by));
+      store_piece(rows_further(to, i), times<Number::f16>(e4m3_to_f16(fp8[i].x, fp8[i].y), by));
+      store_piece(rows_further(to ^ kPieceBytes, i), times<Number::f16>(e4m3_to_f16(fp8[i].z, fp8[i].w), by));
     }
   }
 };
@@ -149,7 +148,7 @@ struct Consumer {
   // The lane's address for ldmatrix and stmatrix of weights: the warp's 16 heads, 16 tokens of a step.
   __device__ uint32_t weights_address(int step) const {
     const int row = warp * kWarpHeads + lane % 16, piece = 2 * step + lane / 16;
-    return cast_smem_ptr_to_uint(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
+    return s.weights.address(row, piece);
   }
 
   __device__ void rescale(const float (&by)[2]) {
@@ -192,7 +191,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         pairs[i] = mla::cuda::pack<number_of(kRows)>(out[4 * j + 2 * i], out[4 * j + 2 * i + 1]);
-      store_tiles(heads + row * kGroupDims * 2 + (piece ^ (j / 8 & 1) ^ row % 8) * kPieceBytes, pairs);
+      store_tiles(swizzled<kGroupDims * 2>(heads, row, piece ^ (j / 8 & 1)), pairs);
     }
     __syncwarp();
     uint16_t* to = p.out + group * kGroupDims + lane * 8;
@@ -200,7 +199,7 @@ struct Consumer {
     const int64_t offset = p.offset(p.out_strides, token, first + lane % kWarpHeads);
 #pragma unroll 4
     for (int i = 0; i < kWarpHeads; ++i) {
-      const uint4 piece = load_piece(heads + i * kGroupDims * 2 + (lane ^ i % 8) * kPieceBytes);
+      const uint4 piece = load_piece(swizzled<kGroupDims * 2>(heads, i, lane));
       const int64_t own = __shfl_sync(~0u, offset, i);
       if (first + i < p.heads) *reinterpret_cast<uint4*>(to + own) = piece;
     }
