@@ -74,7 +74,7 @@ __device__ __forceinline__ uint32_t load_released(uint32_t shared_address) {
   return number;
 }
 
-// How an arrival at another block's barrier lets that block read this block's shared memory.
+// How an arrival at another CTA's barrier lets that CTA read this CTA's shared memory.
 enum class ClusterRelease {
   // Release and acquire at cluster scope, restricted to shared memory. PTX guarantees what we need. An unrestricted
   // release at cluster scope (MEMBAR.ALL.GPU) also waits for stores to global memory, about a thousand cycles.
@@ -82,7 +82,9 @@ enum class ClusterRelease {
   // Release and acquire at CTA scope: no fence instruction, but PTX guarantees other CTAs nothing.
   block,
 };
-constexpr ClusterRelease kClusterRelease = ClusterRelease::shared;
+// The restricted fences need PTX ISA 8.6.
+constexpr ClusterRelease kClusterRelease =
+    __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208 ? ClusterRelease::shared : ClusterRelease::block;
 
 // Call it in the arriving thread before arrive_in_block(). It makes this CTA's writes to its shared memory, which the
 // thread must have synchronised with, visible to whoever waits with wait_for_blocks().
