@@ -107,7 +107,8 @@ void expect_gpu_memory(AttentionProblem& p, const OptionalTensor& plan, const Op
 MLA_OP(sparse_attention,
        "(Tensor q, Tensor? q_rope, Tensor cache, Tensor indices, float scale, Tensor? topk_length, Tensor? sink, "
        "Tensor? extra_cache, Tensor? extra_indices, Tensor? extra_topk_length, int cache_format, "
-       "int extra_cache_format, float cache_scale, Tensor? plan, int[] launch, Tensor(d!)? workspace, bool batch_invariant, "
+       "int extra_cache_format, float cache_scale, Tensor? plan, int[] launch, Tensor(d!)? workspace, bool "
+       "batch_invariant, "
        "Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? max_logits) -> ()",
        Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale, OptionalTensor topk_length,
        OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices, OptionalTensor extra_topk_length,

@@ -173,7 +173,7 @@ CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, co
 }
 
 ScalarType dtype_of(const CacheFormat& format) {
-  return format.tile() == Tile::f16_576 ? ScalarType::Half : ScalarType::BFloat16;
+  return format.tile() == TileType::f16_576 ? ScalarType::Half : ScalarType::BFloat16;
 }
 
 float expect_finite(double number, const char* name) {

@@ -1,4 +1,4 @@
-// Hands the plan's rows to the threads, and merges the tokens that the plan cut.
+// Hands the plan's entries to the threads, and combines the tokens that the plan has split.
 #include "cpu/attention/attention.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ struct Job {
   const AttentionProblem& problem;
   const AttentionKernel& kernel;
   Partials partials;
-  int32_t first_head;  // of those that `partials` are for
+  int32_t first_head;  // of the heads in `partials`
   PlanShape shape;
 
   Partial at(int64_t partial, int32_t head) const {
@@ -36,7 +36,7 @@ struct Job {
     return {partials.out + row * kValueDim, partials.lse + row, partials.max_logits + row, partials.heads};
   }
 
-  // Everything of one worker, for some heads.
+  // All tokens of one worker, for some heads.
   void run_row(const PlanRow& row, int32_t head_begin, int32_t heads) const {
     void* workspace = thread_workspace(kernel);
     for (int32_t token = row.token_begin; token < row.token_end; ++token) {
@@ -52,7 +52,7 @@ struct Job {
     }
   }
 
-  // One head of the token that a worker began and others finished.
+  // Combines one head of the token that this worker begins and others continue.
   void merge(const PlanRow& row, int32_t head) const {
     kernel.merge(problem, row.token_end - 1, head, row.parts, at(begun_partial(row), head));
   }
@@ -60,14 +60,20 @@ struct Job {
 
 PlanShape shape_of(const AttentionProblem& p) {
   const bool two = p.list_count > 1;
-  return plan_shape(PlanFor::cpu, {p.tokens, p.lists[0].topk, two ? p.lists[1].topk : 0, p.lists[0].length,
-                                   two ? p.lists[1].length : nullptr, p.whole_tokens, nullptr, {}});
+  return plan_shape(PlanFor::cpu, {p.tokens,
+                                   p.lists[0].topk,
+                                   two ? p.lists[1].topk : 0,
+                                   p.lists[0].length,
+                                   two ? p.lists[1].length : nullptr,
+                                   p.whole_tokens,
+                                   nullptr,
+                                   {}});
 }
 
 // Heads [first_head, first_head + heads) of all tokens.
 void attend(const AttentionProblem& p, const PlanShape& shape, int32_t first_head, int32_t heads) {
-  // Where the plan keeps fewer threads busy than there are (short lists, or tokens that must stay whole), each
-  // worker's heads are shared out too, though every share converts the rows anew.
+  // If the plan keeps fewer threads busy than there are (short lists, or tokens that must stay whole), each worker's
+  // heads are divided, too, though every share then converts the rows again.
   int32_t busy = 0;
   for (int32_t w = 0; w < p.workers; ++w) busy += p.plan[w].token_end > p.plan[w].token_begin;
   constexpr int32_t kFewestHeads = 16;

@@ -3,9 +3,9 @@
 //
 //   kPack                  numbers in a word (4 bytes): 2 bf16, or 1 fp32. Every matrix operand is made of words
 //                          whose numbers are neighbours along the sum, so one loop serves both.
-//   Session                lives as long as a call works; its Memory is the workspace's
-//   kTiles                 that it multiplies in tiles of a matrix unit, by functions of its own
-//   kScoreSums             registers that the score loop sums in: (vectors of heads) x (tokens)
+//   Session                lives as long as a call; its Memory is part of the workspace
+//   kTiles                 whether it has a matrix unit with tiles, and functions of its own for that
+//   kScoreSums             accumulator registers of the score loop: (vectors of heads) x (tokens)
 //   kValueHeads, kValueVectors   the same for the value loop: (heads) x (vectors of output dims)
 //   kValueRows             rows that the value loop takes at once
 //   load_words, store_words, broadcast_word, dot
@@ -49,7 +49,7 @@ struct TileRows {
   int32_t behind[kTile];         // slots of the token behind it, where not every query sees all of them
 };
 
-// What a thread works in; it keeps this between calls.
+// A thread's working memory, which it keeps between calls.
 struct Workspace {
   alignas(64) uint32_t q[kHeadSlots / kLanes][kRowWords][kLanes];
   alignas(64) uint32_t rows_as_words[kTileRoom][kRowStride];
@@ -57,7 +57,7 @@ struct Workspace {
   alignas(64) uint32_t weights[kGroups][kTileSteps][kScoreHeads];
   alignas(64) float rescale[kScoreHeads];
   alignas(64) float out[kHeadSlots][kValueDim];
-  alignas(64) float largest[kHeadSlots];  // of the scaled scores, in units of log2(e)
+  alignas(64) float row_max[kHeadSlots];  // of the scaled scores, in units of log2(e)
   alignas(64) float total[kHeadSlots];
   TileRows tiles[2];  // this one and the next one
   float group_scale[kGroups][kTileRoom];
@@ -68,7 +68,7 @@ struct Workspace {
 
 inline void load_q(const AttentionProblem& p, int token, int head_begin, int heads, Workspace& w) {
   const int vectors = (heads + kLanes - 1) / kLanes, words = p.head_dim() / Isa::kPack;
-  const bool f16 = p.tile == Tile::f16_576;
+  const bool f16 = p.tile == TileType::f16_576;
   for (int v = 0; v < vectors; ++v) {
     const uint16_t* nope[kLanes];
     const uint16_t* rope[kLanes];
@@ -95,8 +95,8 @@ inline void load_q(const AttentionProblem& p, int token, int head_begin, int hea
   }
 }
 
-// Brings a tile's rows into the L2 cache, a few lines at a time: a core waits for about two dozen at once, and drops
-// more or is held up by them.
+// Prefetches a tile's rows to L2, a few lines at a time: a core has room for about two dozen in flight, and drops more
+// or stalls.
 struct Prefetch {
   const TileRows& tile;
   int row_bytes = 0, lines = 0;  // lines of a call
@@ -121,13 +121,13 @@ struct Prefetch {
   static constexpr int kLine = 64;
 };
 
-// Walks the valid slots of a part of a token's lists, a tile at a time.
+// Walks the valid slots of a split of a token's lists, a tile at a time.
 struct SlotWalk {
   const AttentionProblem& p;
   int token;
   int64_t at, end, length;  // in the current list
   int list = 0;
-  int tile_begin, tile_end, tile_slots;  // what is left of the part, counted from the current list's first tile
+  int tile_begin, tile_end, tile_slots;  // what is left of the split, counted from the current list's first tile
 
   SlotWalk(const AttentionProblem& problem, int token, int tile_begin, int tile_end, int tile_slots)
       : p(problem), token(token), tile_begin(tile_begin), tile_end(tile_end), tile_slots(tile_slots) {
@@ -146,7 +146,7 @@ struct SlotWalk {
     tile_end = tile_end > tiles ? tile_end - tiles : 0;
   }
 
-  // Up to kTile rows of one cache; none when the part is finished.
+  // Up to kTile rows of one cache; none when the split is finished.
   void next(TileRows& tile) {
     tile.count = 0;
     for (;;) {
@@ -166,7 +166,7 @@ struct SlotWalk {
     tile.rows[tile.count++] = from.cache.row(slot);
   }
 
-  // What is left of the page, and has room.
+  // Adds what is left of the page and fits into the tile.
   void add_page(const SlotList& from, TileRows& tile) {
     const int64_t slot = from.slot(token, static_cast<int32_t>(at)), room = kTile - tile.count;
     const int64_t to_page_end = from.cache.block_size - at % from.cache.block_size;
@@ -183,8 +183,8 @@ struct SlotWalk {
   }
 };
 
-// Turns rows [begin, end) of the tile into words. Even bf16 rows, which are words already, are copied: at a constant
-// distance from each other the loops need one pointer for all.
+// Converts rows [begin, end) of the tile to words. bf16 rows, which are words already, are copied, too: at a constant
+// stride the loops need one pointer for all rows.
 template <const CacheFormat& kFormat>
 inline void convert_rows(const TileRows& tile, int begin, int end, Workspace& w) {
   for (int t = begin; t < end; ++t) {
@@ -312,19 +312,19 @@ template <bool kScaled>
 inline void softmax_block(int head, int vectors, int count, bool first_tile, Workspace& w) {
   for (int v = 0; v < vectors; ++v) {
     const int lane = v * kLanes;
-    const Floats before = first_tile ? broadcast(-__builtin_inff()) : load(&w.largest[head + lane]);
-    Floats largest = before;
-    for (int t = 0; t < count; ++t) largest = larger(load(&w.scores[t][lane]), largest);
+    const Floats before = first_tile ? broadcast(-__builtin_inff()) : load(&w.row_max[head + lane]);
+    Floats row_max = before;
+    for (int t = 0; t < count; ++t) row_max = larger(load(&w.scores[t][lane]), row_max);
     // A head all of whose scores are -inf has nothing to attend to yet; -inf minus -inf would be NaN.
-    const Floats reference = largest == -__builtin_inff() ? Floats{} : largest;
-    const Floats rescale = exp2_of(before - reference);
+    const Floats finite_max = row_max == -__builtin_inff() ? Floats{} : row_max;
+    const Floats rescale = exp2_of(before - finite_max);
     Floats total = first_tile ? Floats{} : load(&w.total[head + lane]) * rescale;
 
     for (int step = 0; step * Isa::kPack < count; ++step) {
       const int t = step * Isa::kPack;
       const bool pair = Isa::kPack == 2 && t + 1 < count;
-      const Floats weight = exp2_of(load(&w.scores[t][lane]) - reference);
-      const Floats second = pair ? exp2_of(load(&w.scores[t + 1][lane]) - reference) : Floats{};
+      const Floats weight = exp2_of(load(&w.scores[t][lane]) - finite_max);
+      const Floats second = pair ? exp2_of(load(&w.scores[t + 1][lane]) - finite_max) : Floats{};
       total += weight + second;
       if (!kScaled) {
         Isa::store_words(Isa::pack(weight, second), &w.weights[0][step][lane]);
@@ -335,7 +335,7 @@ inline void softmax_block(int head, int vectors, int count, bool first_tile, Wor
         }
       }
     }
-    store(largest, &w.largest[head + lane]);
+    store(row_max, &w.row_max[head + lane]);
     store(total, &w.total[head + lane]);
     store(rescale, &w.rescale[lane]);
   }
@@ -430,7 +430,7 @@ inline void attend_tile(const AttentionProblem& p, int head_begin, int heads, co
   }
 }
 
-// Attends to a part of a token's slots; leaves the sums in the workspace. Returns whether any slot was valid.
+// Attends to a split of a token; leaves the accumulators in the workspace. Returns whether any slot was valid.
 inline bool attend(const AttentionProblem& p, const TokenWork& s, Workspace& w) {
   SlotWalk walk(p, s.token, s.tile_begin, s.tile_end, s.tile_slots);
   walk.next(w.tiles[0]);
@@ -447,38 +447,34 @@ inline bool attend(const AttentionProblem& p, const TokenWork& s, Workspace& w) 
   return !first_tile;
 }
 
-// One head's row of the output: sink, the values' scale, rounding, and the numbers next to it.
+// Writes one head's row of the output, its lse and its max logit. Applies the sink and the values' scale, and rounds.
 inline void finish_row(const AttentionProblem& p, int token, int head, const float* sum, float factor, float lse,
                        float max_logit) {
-  // e^lse / (e^lse + e^sink); an empty row's sum is 0 and stays so
-  if (p.sink && lse > -__builtin_inff()) factor /= 1.0f + __builtin_expf(p.sink[head] - lse);
-  factor *= p.value_scale;
+  factor = with_sink(factor, p, head, lse) * p.value_scale;
   uint16_t* out = p.out + p.offset(p.out_strides, token, head);
-  const bool f16 = Isa::kPack == 1 && p.tile == Tile::f16_576;
+  const bool f16 = Isa::kPack == 1 && p.tile == TileType::f16_576;
   for (int d = 0; d < kValueDim; d += kLanes) {
     const Floats value = load(sum + d) * factor;
     f16 ? store_f16(value, out + d) : store_bf16(value, out + d);
   }
   p.lse[p.offset(p.lse_strides, token, head)] = lse;
-  // comparisons leave NaN out, the sum of exponentials doesn't
-  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = lse != lse ? lse : max_logit;
+  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(lse, max_logit);
 }
 
 // Writes one head's result: to its place in the output, or as a partial result.
 inline void finish_head(const AttentionProblem& p, const TokenWork& s, int head, bool any, Workspace& w) {
   const float total = any ? w.total[head] : 0.0f;
-  const float largest = any ? w.largest[head] * kLn2 : -__builtin_inff();
-  const float lse = total == 0.0f ? -__builtin_inff() : largest + __builtin_logf(total);
-  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+  const float row_max = any ? w.row_max[head] * kLn2 : -__builtin_inff();
+  const float lse = lse_of(row_max, total), inverse = inverse_of(total);
   if (total == 0.0f) __builtin_memset(w.out[head], 0, sizeof w.out[head]);
   if (s.partial.out) {
     float* out = s.partial.out + static_cast<int64_t>(head) * kValueDim;
     for (int d = 0; d < kValueDim; d += kLanes) store(load(w.out[head] + d) * inverse, out + d);
     s.partial.lse[head] = lse;
-    s.partial.max_logits[head] = largest;
+    s.partial.max_logits[head] = row_max;
     return;
   }
-  finish_row(p, s.token, s.head_begin + head, w.out[head], inverse, lse, largest);
+  finish_row(p, s.token, s.head_begin + head, w.out[head], inverse, lse, row_max);
 }
 
 inline void run(const AttentionProblem& p, const TokenWork& s, void* workspace) {

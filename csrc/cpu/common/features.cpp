@@ -81,12 +81,12 @@ KernelChoice active_kernels() {
   return choices[active_index()];
 }
 
-const AttentionKernel& attention_kernel(Tile tile) {
+const AttentionKernel& attention_kernel(TileType tile) {
   KernelChoice choices[kMaxKernels];
   kernel_choices(choices);
   int index = active_index();
   // the last one, portable, takes everything
-  const bool f16 = tile == Tile::f16_576 || tile == Tile::staged_576;
+  const bool f16 = tile == TileType::f16_576 || tile == TileType::staged_576;
   while (f16 && !(choices[index].usable && choices[index].attention->takes_f16)) ++index;
   return *choices[index].attention;
 }

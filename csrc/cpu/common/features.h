@@ -23,7 +23,7 @@ int kernel_choices(KernelChoice choices[kMaxKernels]);
 KernelChoice active_kernels();
 
 // The attention kernel for rows like these: the active one, or where that does not take them the next slower that does.
-const AttentionKernel& attention_kernel(Tile tile);
+const AttentionKernel& attention_kernel(TileType tile);
 
 // Selects kernels by name ("auto" for the fastest). False if there are none of that name that this CPU can run.
 bool select_kernel(const char* name);

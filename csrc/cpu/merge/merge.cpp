@@ -2,6 +2,7 @@
 #include "mla/limits.h"
 #include "mla/number.h"
 #include "mla/ops.h"
+#include "mla/softmax.h"
 
 namespace mla::cpu {
 namespace {

@@ -1,26 +1,25 @@
-// Merging results over disjoint sets of slots by their lse, for one row of one head. Like simd.h this is included
-// inside the anonymous namespace of whoever needs it.
+// Combines partial results over disjoint sets of slots by their lse, for one row of a head. Like simd.h this is
+// included inside the anonymous namespace of whoever needs it.
 
 inline float widen(float x) { return x; }
 inline float widen(uint16_t x) { return bf16_to_float(x); }
 
-// sum[0 .. dim) = the merged row; returns its lse. `out` and `lse` of part i lie i strides on. A part with an
+// sum[0 .. dim) becomes the combined row; returns its lse. `out` and `lse` of part i lie i strides on. A part with an
 // lse of -inf weighs nothing, whatever its row holds.
 template <typename Value>
 inline float merge_rows(int parts, int dim, const Value* out, int64_t out_stride, const float* lse, int64_t lse_stride,
                         float* sum) {
-  float largest = -__builtin_inff();
-  for (int i = 0; i < parts; ++i) largest = __builtin_fmaxf(largest, lse[i * lse_stride]);
-  const float reference = largest == -__builtin_inff() ? 0.0f : largest;  // -inf minus -inf would be NaN
+  float max_lse = -__builtin_inff();
+  for (int i = 0; i < parts; ++i) max_lse = __builtin_fmaxf(max_lse, lse[i * lse_stride]);
   float total = 0.0f;
-  for (int i = 0; i < parts; ++i) total += __builtin_expf(lse[i * lse_stride] - reference);
-  const float inverse = total == 0.0f ? 0.0f : 1.0f / total;
+  for (int i = 0; i < parts; ++i) total += combine_weight(lse[i * lse_stride], max_lse);
+  const float inverse = inverse_of(total);
   for (int d = 0; d < dim; ++d) sum[d] = 0.0f;
   for (int i = 0; i < parts; ++i) {
-    const float weight = __builtin_expf(lse[i * lse_stride] - reference) * inverse;
+    const float weight = combine_weight(lse[i * lse_stride], max_lse) * inverse;
     if (weight == 0.0f) continue;
     const Value* row = out + i * out_stride;
     for (int d = 0; d < dim; ++d) sum[d] += weight * widen(row[d]);
   }
-  return reference + __builtin_logf(total);  // -inf where there was nothing
+  return lse_of(max_lse, total);
 }

@@ -66,14 +66,15 @@ bool suits_hopper_kernels(const AttentionProblem& p) {
   return aligned(p.q_nope, p.q_nope_strides) && aligned(p.q_rope, p.q_rope_strides) && aligned(p.out, p.out_strides);
 }
 
-// The launch, if its kernel can run the problem. Whoever made the plan may have supposed other rows, and saw no tensors:
-// a plan for other rows runs on the nearest kernel that has these, and what Hopper kernels can't read on the portable one.
+// The launch, if its kernel can run the problem. Whoever made the plan may have supposed other rows, and saw no
+// tensors: a plan for other rows runs on the nearest kernel that has these, and what Hopper kernels can't read on the
+// portable one.
 Launch fitted(const AttentionProblem& p, Launch launch) {
   const Gpu gpu = describe_current_gpu();
   const Launch portable{Kernel::portable, kPortableHeads, launch.splits, 1, launch.rounds, launch.ctas};
   if (!gpu.hopper || !suits_hopper_kernels(p)) return portable;
-  if (p.tile == Tile::staged_576) launch.kernel = Kernel::m64, launch.heads_per_cta = 64;
-  const bool scaled = p.tile == Tile::scaled_576;
+  if (p.tile == TileType::staged_576) launch.kernel = Kernel::m64, launch.heads_per_cta = 64;
+  const bool scaled = p.tile == TileType::scaled_576;
   if (launch.kernel == Kernel::swap_ab && launch.heads_per_cta == 32 && !scaled) launch.heads_per_cta = 16;
   const int heads = launch.heads_per_cta;
   const bool swap_ab = launch.kernel == Kernel::swap_ab && (heads == 8 || heads == 16 || heads == 32);

@@ -1,4 +1,4 @@
-// What the backward needs to know of a token and head besides its rows. A warp a head.
+// What the backward needs to know of a token and head besides its rows. One head per warp.
 #include "cuda/common/launch.h"
 #include "cuda/common/warp.cuh"
 #include "cuda/ops.h"

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads)
   pairs[pair] = static_cast<int32_t>(pair);
 }
 
-// begin[row]: how many of the sorted numbers are smaller.
+// begin[row] is how many of the sorted rows are smaller.
 __global__ void __launch_bounds__(kThreads)
     find_rows(const uint32_t* sorted, int64_t pairs, int32_t rows, int32_t* begin) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -38,14 +38,14 @@ __global__ void __launch_bounds__(kThreads)
 
 unsigned blocks_of(int64_t threads) { return static_cast<unsigned>((threads + kThreads - 1) / kThreads); }
 
-// Bits of the largest number that is sorted, which is `rows`.
+// Bits of the largest key, which is `rows`.
 int key_bits(int32_t rows) {
   int bits = 1;
   while (int64_t{rows} >> bits) ++bits;
   return bits;
 }
 
-// The scratch memory: two arrays of rows and one of pairs (the other is the result), and CUB's own.
+// Scratch memory: two arrays of rows and one of pairs (the result is the other one), and CUB's own.
 struct Scratch {
   int64_t array_bytes;
   size_t cub_bytes = 0;

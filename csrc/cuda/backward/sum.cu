@@ -1,5 +1,5 @@
-// Adds contributions to the gradients of kv's rows, in a fixed order. Each thread has 8 dims of a row, and as many
-// contributions under way as hide the time that one takes.
+// Adds contributions to the gradients of kv's rows, in a fixed order. Each thread has 8 dims of a row, and enough
+// contributions in flight to hide their latency.
 #include <algorithm>
 
 #include "cuda/common/launch.h"
@@ -11,9 +11,9 @@
 namespace mla::cuda {
 namespace {
 
-constexpr int kRows = 4;    // a block's
-constexpr int kAtOnce = 8;  // contributions under way
-constexpr int kDims = 8;    // a thread's: 16 bytes of bf16
+constexpr int kRows = 4;    // per CTA
+constexpr int kAtOnce = 8;  // contributions in flight
+constexpr int kDims = 8;    // per thread: 16 bytes of bf16
 
 template <int kWidth>
 constexpr int kThreads = kRows * kWidth / kDims;
@@ -24,15 +24,15 @@ __global__ void __launch_bounds__(kThreads<kWidth>, 3) sum_kernel(const __grid_c
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRows + threadIdx.x / kRowThreads;
   const int dim = threadIdx.x % kRowThreads * kDims;
   const bool exists = row < p.rows, first = p.first_pair == 0;
-  let_next_kernel_begin();
-  wait_for_kernel_before();
+  pdl_launch_dependents();
+  pdl_wait();
   const auto clamped = [&](int64_t at) { return min(max(at, int64_t{0}), p.total_pairs); };
   int64_t at = 0, end = 0;
   if (exists) at = clamped(first ? p.begin[row] : p.next[row]), end = clamped(p.begin[row + 1]);
-  __syncthreads();  // every thread of a row has read what one of them writes
+  __syncthreads();  // all threads of a row have read what one of them writes
   if (!exists) return;
 
-  int32_t pair[kPairs];  // the next ones' numbers within the block; -1 for what is not in it
+  int32_t pair[kPairs];  // the next pairs' indices within the block; -1 beyond it
   const auto load_pairs = [&](int64_t from) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads<kWidth>, 3) sum_kernel(const __grid_c
     }
   }
   while (pair[0] >= 0) {
-    uint4 contribution[kPairs][kGroups];  // zeros where there is none, which change no sum
+    uint4 contribution[kPairs][kGroups];  // zeros where there is none
     int count = 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -102,8 +102,8 @@ constexpr Kernel kKernels[kMaxGroups] = {sum_kernel<kWidth, 1>, sum_kernel<kWidt
 void backward_sum(const SumProblem& p, void* stream) {
   const auto blocks = static_cast<unsigned>((int64_t{p.rows} + kRows - 1) / kRows);
   const bool rope = p.width == kHeadDim;
-  launch_early((rope ? kKernels<kHeadDim> : kKernels<kValueDim>)[p.groups - 1], dim3(blocks),
-               rope ? kThreads<kHeadDim> : kThreads<kValueDim>, 0, stream, "backward_sum", p);
+  launch_pdl((rope ? kKernels<kHeadDim> : kKernels<kValueDim>)[p.groups - 1], dim3(blocks),
+             rope ? kThreads<kHeadDim> : kThreads<kValueDim>, 0, stream, "backward_sum", p);
 }
 
 MLA_KERNELS {

@@ -1,4 +1,4 @@
-// Copies from global to shared memory that need no register while they are under way.
+// cp.async: copies from global to shared memory that hold no registers while in flight.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,15 @@
 
 namespace mla::cuda {
 
-// These two are ours: CUTLASS's zero-filling copies make L2 fetch 128 bytes, and a row of 656 would drag in its
-// neighbours.
+// Ours, because CUTLASS's zero-filling copies make L2 prefetch 128 bytes: rows of 656 bytes would drag in neighbours.
 //
-// 16 bytes, past the first-level cache; zeros unless `valid`, and then nothing is read.
+// Copies 16 bytes past L1. Unless `valid` it writes zeros and reads nothing.
 __device__ __forceinline__ void copy_16_or_zero(uint32_t to_shared, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
 
-// 8 bytes likewise, but through the first-level cache: cp.async goes past it with 16 bytes only.
+// The same with 8 bytes, through L1: cp.async bypasses it with 16 bytes only.
 __device__ __forceinline__ void copy_8_or_zero(uint32_t to_shared, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to_shared), "l"(from), "r"(valid ? 8 : 0)
                : "memory");
@@ -29,10 +28,10 @@ __device__ __forceinline__ void copy_4_or_zero(uint32_t to_shared, const void* f
                : "memory");
 }
 
-// What the thread has begun to copy becomes a group.
+// The copies that the thread has started since the last call become a group.
 __device__ __forceinline__ void close_copies() { cute::cp_async_fence(); }
 
-// Until all of the thread's groups but the last kUnderWay are there, for this thread to see.
+// Waits for all of the thread's groups but the last kUnderWay. Only this thread sees them then.
 template <int kUnderWay>
 __device__ __forceinline__ void wait_for_copies() {
   cute::cp_async_wait<kUnderWay>();

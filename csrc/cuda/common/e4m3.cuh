@@ -1,5 +1,4 @@
-// e4m3 on the GPU: the conversion instructions where there are any (sm_89 and later), with the same bits as
-// mla/number.h, which serves the rest.
+// e4m3 on the GPU: conversion instructions on sm_89 and later, mla/number.h elsewhere. Both give the same bits.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +31,7 @@ __device__ __forceinline__ void e4m3_to_f16(uint32_t bytes, uint32_t (&numbers)[
       : "=r"(numbers[0]), "=r"(numbers[1])
       : "r"(bytes));
 #else
-  // the bits of a byte, moved to where f16 has them, are the number times 2^-8, subnormal or not
+  // a byte's bits, moved to where f16 has them, are the number times 2^-8, also for subnormals
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t pair = __byte_perm(bytes, 0, i == 0 ? 0x4140 : 0x4342);  // a byte in each half
@@ -44,7 +43,7 @@ __device__ __forceinline__ void e4m3_to_f16(uint32_t bytes, uint32_t (&numbers)[
 #endif
 }
 
-// Eight bytes.
+// The same for eight bytes.
 __device__ __forceinline__ uint4 e4m3_to_f16(uint32_t first, uint32_t second) {
   uint32_t low[2], high[2];
   e4m3_to_f16(first, low);
@@ -52,8 +51,8 @@ __device__ __forceinline__ uint4 e4m3_to_f16(uint32_t first, uint32_t second) {
   return {low[0], low[1], high[0], high[1]};
 }
 
-// Four bytes to bf16, which holds every e4m3 number. The bits of a byte, moved to where bf16 has them, are the number
-// times 2^-120, subnormal or not; one multiplication brings it back.
+// Four bytes to bf16, which holds every e4m3 number. A byte's bits, moved to where bf16 has them, are the number times
+// 2^-120, also for subnormals. One multiplication undoes that.
 __device__ __forceinline__ void e4m3_to_bf16(uint32_t bytes, uint32_t (&numbers)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -70,8 +69,8 @@ __device__ __forceinline__ void e4m3_to_bf16(uint32_t bytes, uint32_t (&numbers)
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// Sixteen bytes times `by`, a pair of bf16. By way of f16 and fp32, whose conversions use other units than the integer
-// instructions of e4m3_to_bf16, and half as many instructions.
+// Sixteen bytes times `by`, a pair of bf16. It converts through f16 and fp32: half as many instructions as
+// e4m3_to_bf16, and they don't compete for the integer units.
 __device__ __forceinline__ void e4m3_times(const uint4& bytes, uint32_t by, uint4 (&numbers)[2]) {
   const uint4 f16[2] = {e4m3_to_f16(bytes.x, bytes.y), e4m3_to_f16(bytes.z, bytes.w)};
   const auto product = [by](uint32_t pair) {

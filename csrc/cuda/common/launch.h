@@ -1,4 +1,4 @@
-// Launching, and the lists of kernels that `mla-backend doctor` reports on.
+// Kernel launches, and the lists of kernels that `mla-backend doctor` reports on.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,11 +11,11 @@ namespace mla::cuda {
 
 inline void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // else whoever launches next would report it again
+  cudaGetLastError();  // clears it, or the next launch would report it again
   throw std::runtime_error(std::string("mla_backend: ") + what + ": " + cudaGetErrorString(error));
 }
 
-// A block gets more than 48 KB of shared memory only where that was asked for.
+// A kernel needs permission for more than 48 KB of shared memory.
 inline cudaError_t allow_shared(const void* kernel, int dynamic_shared_bytes) {
   if (dynamic_shared_bytes <= 48 * 1024) return cudaSuccess;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_shared_bytes);
@@ -28,7 +28,7 @@ inline cudaLaunchAttribute clustered(dim3 blocks) {
   return cluster;
 }
 
-// Enqueues a kernel whose one argument is its problem. `attributes` are those of cudaLaunchConfig_t.
+// Enqueues a kernel whose only argument is its problem. `attributes` are those of cudaLaunchConfig_t.
 template <typename Problem>
 void launch(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_shared_bytes, void* stream, const char* what,
             const Problem& problem, cudaLaunchAttribute* attributes = nullptr, int attribute_count = 0) {
@@ -46,10 +46,10 @@ void launch(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_share
 }
 
 // The same in clusters of blocks, and the kernel may begin before the one before it has ended: it calls
-// wait_for_kernel_before (common/order.cuh) before it touches what others write or read.
+// pdl_wait (common/order.cuh) before it touches what others write or read.
 template <typename Problem>
-void launch_early(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_shared_bytes, void* stream,
-                  const char* what, const Problem& problem, dim3 cluster = dim3(1)) {
+void launch_pdl(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_shared_bytes, void* stream,
+                const char* what, const Problem& problem, dim3 cluster = dim3(1)) {
   cudaLaunchAttribute attributes[2]{{}, clustered(cluster)};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -70,7 +70,7 @@ struct KernelList {
   int count;
 };
 
-// The lists of all .cu files, in a chain that each file's own joins before main() begins.
+// A chain of all .cu files' lists. Each file's list joins it before main() begins.
 struct ListedKernels {
   KernelList (*list)();
   ListedKernels* next;
@@ -78,7 +78,7 @@ struct ListedKernels {
   explicit ListedKernels(KernelList (*list)()) : list(list), next(first) { first = this; }
 };
 
-// Begins the function that returns a file's kernels.
+// Opens the definition of the function that returns a file's kernels.
 #define MLA_KERNELS                             \
   static KernelList listed_kernels();           \
   static ListedKernels listing{listed_kernels}; \

@@ -1,4 +1,4 @@
-// Barriers in shared memory, which threads arrive at without waiting, and named barriers, which they wait at.
+// mbarriers (in shared memory; threads arrive without waiting) and named barriers (threads wait).
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -11,15 +11,15 @@ namespace mla::cuda {
 
 using Barrier = cutlass::arch::ClusterBarrier;
 
-// What a warp's arrival counts. One lane arrives for all; but compute-sanitizer's racecheck takes that for an arrival
-// of what this lane alone has done, so in the library that it is shown every lane arrives for itself.
+// Arrivals per warp. One lane arrives for all. But compute-sanitizer's racecheck would order only that lane's accesses,
+// so every lane arrives in the library that is built for it.
 #ifdef MLA_RACECHECK
 constexpr int kWarpArrivals = 32;
 #else
 constexpr int kWarpArrivals = 1;
 #endif
 
-// A warp's arrival, after all that its lanes have done.
+// The warp arrives, after everything that its lanes did before.
 __device__ __forceinline__ void arrive_as_warp(Barrier& barrier) {
   __syncwarp();
   if (threadIdx.x % 32 < kWarpArrivals) {
@@ -28,8 +28,8 @@ __device__ __forceinline__ void arrive_as_warp(Barrier& barrier) {
   }
 }
 
-// Until the phase of this parity is complete; right after init() the phase before, of parity 1, counts as such. Ours,
-// as CUTLASS's wait() sleeps between tries, and a loop around its try_wait() costs registers, which are spilled.
+// Waits until the phase of this parity is complete. Right after init(), parity 1 counts as complete. Ours, because
+// CUTLASS's wait() sleeps between tries, and a loop around its try_wait() costs registers and spills.
 __device__ __forceinline__ void wait(Barrier& barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -41,19 +41,19 @@ __device__ __forceinline__ void wait(Barrier& barrier, uint32_t parity) {
       : "memory");
 }
 
-// The thread arrives at a barrier when all cp.async that it has begun are there.
+// The thread arrives once all its cp.async so far have completed.
 __device__ __forceinline__ void arrive_when_copied(Barrier& barrier) {
   cutlass::arch::cpasync_barrier_arrive_noinc(reinterpret_cast<const uint64_t*>(&barrier));
 }
 
-// Named barriers are ours, too: CUTLASS's take fixed numbers for itself, clobber no memory and have no vote. Barrier 0
-// is __syncthreads.
+// Named barriers are ours, too: CUTLASS's reserves numbers for itself, clobbers no memory and has no vote. Barrier 0 is
+// __syncthreads.
 template <int kThreads>
 __device__ __forceinline__ void sync_named(int barrier) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
-// The same, and tells all threads whether `vote` holds for any.
+// The same with a vote: tells all threads whether any of them has `vote`.
 template <int kThreads>
 __device__ __forceinline__ bool sync_named_or(int barrier, bool vote) {
   int any;
@@ -70,15 +70,15 @@ __device__ __forceinline__ bool sync_named_or(int barrier, bool vote) {
   return any != 0;
 }
 
-// What has been stored to shared memory, by this thread or by threads whose arrival it has waited for, becomes visible
-// to the wgmmas that it issues; and to another thread's, once that has waited for this one. It waits for the thread's
-// own loads too, so threads that have loads under way leave it to those who wait for them.
-__device__ __forceinline__ void publish_to_wgmma() {
+// fence.proxy.async: makes stores to shared memory visible to wgmma. It covers stores of this thread and of threads
+// whose arrival it has waited for, and wgmmas of this thread and of threads that wait for it. It also waits for the
+// thread's own loads, so a thread with loads in flight leaves it to those who wait for it.
+__device__ __forceinline__ void fence_async_shared() {
   compiler_fence();
   cutlass::arch::fence_view_async_shared();
 }
 
-// The warp's number, so that the compiler knows it to be the same for all lanes.
+// The warp's index, by a shuffle: then the compiler knows that it is uniform.
 __device__ __forceinline__ int warp_of_block() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
 }  // namespace mla::cuda

@@ -1,4 +1,4 @@
-// The matrix instructions of sm_80 and later: 8x8 tiles from shared memory, and m16n8k16 products of bf16 or f16.
+// ldmatrix, stmatrix and mma.m16n8k16 of bf16 or f16 (sm_80 and later).
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,14 @@ namespace mla::cuda {
 
 using cute::cast_smem_ptr_to_uint;
 
-// CUTLASS's asm statements don't clobber memory, so the compiler may move accesses across them. Not across this.
+// The compiler moves no memory access across this. It may move them across CUTLASS's asm, which does not clobber
+// memory.
 __device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
-// ldmatrix and stmatrix are ours, as CuTe's take references and kernels compute 32-bit shared addresses.
-// Four 8x8 tiles of 16-bit numbers; each group of eight lanes gives the rows of one. A lane gets two neighbouring
-// numbers of row lane / 4 of each tile.
+// ldmatrix and stmatrix are ours, because CuTe's take references and kernels compute 32-bit shared addresses.
+
+// Loads four 8x8 tiles of 16-bit numbers. Eight lanes each give the row addresses of a tile. A lane gets two
+// neighbouring numbers of row lane / 4 of each tile.
 __device__ __forceinline__ void load_tiles(uint32_t (&tiles)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
@@ -30,15 +32,14 @@ __device__ __forceinline__ void load_tiles_transposed(uint32_t (&tiles)[4], uint
                : "memory");
 }
 
-// sum[16 x 8] += a[16 x 16] b[16 x 8], a by rows, b by columns.
+// acc[16 x 8] += a[16 x 16] b[16 x 8], a row-major, b column-major.
 template <typename Atom>
-__device__ __forceinline__ void multiply_add(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  Atom::fma(sum[0], sum[1], sum[2], sum[3], a[0], a[1], a[2], a[3], b0, b1, sum[0], sum[1], sum[2], sum[3]);
+__device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Atom::fma(acc[0], acc[1], acc[2], acc[3], a[0], a[1], a[2], a[3], b0, b1, acc[0], acc[1], acc[2], acc[3]);
 }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-// Four or two 8x8 tiles to shared memory, each transposed: a lane has two neighbouring numbers of what will be column
-// lane / 4 of each.
+// Stores four or two 8x8 tiles, each transposed: a lane has two neighbouring numbers of column lane / 4 of each.
 __device__ __forceinline__ void store_tiles_transposed(uint32_t row_address, const uint32_t (&tiles)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address),
                "r"(tiles[0]), "r"(tiles[1]), "r"(tiles[2]), "r"(tiles[3])
@@ -51,7 +52,7 @@ __device__ __forceinline__ void store_tiles_transposed(uint32_t row_address, con
                : "memory");
 }
 
-// Four of them as they are.
+// Stores four tiles as they are.
 __device__ __forceinline__ void store_tiles(uint32_t row_address, const uint32_t (&tiles)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row_address), "r"(tiles[0]),
                "r"(tiles[1]), "r"(tiles[2]), "r"(tiles[3])
@@ -59,28 +60,28 @@ __device__ __forceinline__ void store_tiles(uint32_t row_address, const uint32_t
 }
 #endif
 
-// An 8x8 tile that a warp has in registers, transposed.
+// Transposes an 8x8 tile that a warp has in registers.
 __device__ __forceinline__ uint32_t transpose_tile(uint32_t tile) {
   uint32_t transposed;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(tile));
   return transposed;
 }
 
-// x where it is positive, 0 where not; NaN stays NaN.
+// max(x, 0); NaN stays NaN.
 __device__ __forceinline__ float relu(float x) {
   float positive;
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(positive) : "f"(x));
   return positive;
 }
 
-// The larger number of each pair of bf16, NaN left out.
+// The maxima of two pairs of bf16. NaN is ignored.
 __device__ __forceinline__ uint32_t max_bf16(uint32_t a, uint32_t b) {
   uint32_t larger;
   asm("max.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
   return larger;
 }
 
-// 2^x to 22 bits, 0 for numbers below the normal ones.
+// 2^x to 22 bits. Subnormal results are 0.
 __device__ __forceinline__ float exp2_approximate(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));

@@ -21,13 +21,13 @@ __device__ __forceinline__ uint32_t pack_f16(float first, float second) {
   return packed;
 }
 
-// The same in either.
+// The same, to either type.
 template <Number kNumber>
 __device__ __forceinline__ uint32_t pack(float first, float second) {
   return kNumber == Number::f16 ? pack_f16(first, second) : pack_bf16(first, second);
 }
 
-// A pair of f16 numbers, that in the lower half first.
+// A pair of f16 numbers to fp32, the lower half first.
 __device__ __forceinline__ float2 unpack_f16(uint32_t pair) {
   float2 two;
   asm("{\n"

@@ -1,6 +1,6 @@
-// Sums over the threads of a block, by ballots and shuffles inside a warp and one round through shared memory. Not
-// CUB's BlockScan: it needs the number of threads at compile time, and each of its threads adds up the warps' sums one
-// after another where redux.sync takes one instruction. These scans are all latency.
+// Prefix sums over the threads of a block: shuffles inside a warp, one round through shared memory. Latency is all that
+// counts here. CUB's BlockScan needs the number of threads at compile time, and adds up the warps' sums one by one
+// where redux.sync takes one instruction.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
   return value;
 }
 
-// Tells every thread what the warps before its own and all warps of the block have, given the sum of its own warp in
-// that warp's last lane. Every thread of the block calls it; `warps` may not be in use since the last barrier.
+// Returns the sum over the warps before the thread's own; `block_total` becomes the sum over all. The last lane of each
+// warp passes its warp's sum. Every thread of the block calls it. `warps` must be free since the last barrier.
 template <typename T>
 __device__ __forceinline__ T sum_before_warp(T warp_total, T& block_total, T (&warps)[kMaxWarps]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -1,4 +1,4 @@
-// Rows in 16-byte pieces where they are aligned to that, in single numbers where not.
+// Loads and stores of rows: 16 bytes at a time where rows are aligned to that, else byte by byte.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ MLA_HOST_DEVICE bool rows_aligned16(const CacheView& cache) {
   return aligned16(cache.data, cache.block_stride) && aligned16(cache.data, cache.row_stride);
 }
 
-// kBytes from global memory into `to`, which is aligned to 16.
+// Loads kBytes from global memory to `to`, which is aligned to 16.
 template <int kBytes, bool kAligned>
 __device__ __forceinline__ void load_bytes(const void* from, void* to) {
   static_assert(kBytes % 16 == 0);

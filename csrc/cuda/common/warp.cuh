@@ -1,4 +1,4 @@
-// What a warp's lanes have, together; every lane gets it.
+// Reductions over a warp. Every lane gets the result.
 #pragma once
 
 namespace mla::cuda {

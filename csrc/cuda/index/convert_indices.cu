@@ -43,8 +43,8 @@ __device__ __forceinline__ void load(const int32_t* positions, uint32_t first, u
 template <bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_constant__ Problem p) {
   __shared__ uint32_t warp_valid[2][kMaxWarps];  // of even and odd rounds: a barrier each is then enough
-  let_next_kernel_begin();
-  wait_for_kernel_before();
+  pdl_launch_dependents();
+  pdl_wait();
   const int64_t token = blockIdx.x;
   const int32_t* positions = p.positions + token * p.position_stride;
   int32_t* slots = p.slots + token * p.slot_stride;
@@ -111,8 +111,8 @@ void convert_indices(const ConvertProblem& p, void* stream) {
   const int threads = static_cast<int>(std::clamp<int64_t>((lanes + 31) / 32 * 32, 32, kMaxThreads));
   const bool aligned = p.topk % kLanePositions == 0 && aligned16(p.positions, 4 * p.position_stride) &&
                        aligned16(p.slots, 4 * p.slot_stride);
-  launch_early(aligned ? convert_kernel<true> : convert_kernel<false>, p.tokens, threads, 0, stream, "convert_indices",
-               Problem(p));
+  launch_pdl(aligned ? convert_kernel<true> : convert_kernel<false>, p.tokens, threads, 0, stream, "convert_indices",
+             Problem(p));
 }
 
 MLA_KERNELS {

@@ -123,8 +123,8 @@ __device__ __forceinline__ void attention_head(const RotateQueriesProblem& p, in
 
 template <bool kAligned>
 __global__ void __launch_bounds__(kThreads) rotate_kernel(const __grid_constant__ RotateQueriesProblem p) {
-  let_next_kernel_begin();
-  wait_for_kernel_before();
+  pdl_launch_dependents();
+  pdl_wait();
   const int64_t token = blockIdx.x;
   const int lane = threadIdx.x % kLanes;
   int head = blockIdx.y * kHeads + threadIdx.x / kLanes;
@@ -155,8 +155,8 @@ void rotate_queries(const RotateQueriesProblem& p, void* stream) {
                            aligned16(p.index_out, p.index_out_head) && aligned(p.rotations) &&
                            aligned(p.index_rotations);
   const dim3 blocks(static_cast<uint32_t>(p.tokens), (p.heads + p.index_heads + kHeads - 1) / kHeads);
-  launch_early(all_aligned ? rotate_kernel<true> : rotate_kernel<false>, blocks, kThreads, 0, stream, "rotate_queries",
-               p);
+  launch_pdl(all_aligned ? rotate_kernel<true> : rotate_kernel<false>, blocks, kThreads, 0, stream, "rotate_queries",
+             p);
 }
 
 MLA_KERNELS {

@@ -23,7 +23,7 @@ namespace mla::cuda::index {
 
 // sum[16 x 8] += a[16 x 16] b[16 x 8] in f16. Ours, as CuTe's is volatile: for sm_100 and sm_120 that costs registers,
 // one kernel's are spilled.
-__device__ __forceinline__ void multiply_add_f16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_f16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
@@ -78,7 +78,7 @@ struct Scorer {
       for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
         for (int side = 0; side < kSides; ++side)
-          multiply_add_f16(products[tile][side], rows.a[tile][step], b[side][2 * step], b[side][2 * step + 1]);
+          mma_f16(products[tile][side], rows.a[tile][step], b[side][2 * step], b[side][2 * step + 1]);
   }
 
   // Adds what a lane has of a token's heads.

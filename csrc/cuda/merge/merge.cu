@@ -1,5 +1,5 @@
-// Merging results over disjoint sets of slots by their lse: a caller's parts (merge_partials), and those
-// that a plan's cuts have left (merge_cut_tokens). A warp a row of one head.
+// Combines partial results over disjoint sets of slots by their lse: a caller's (merge_partials), and those of tokens
+// that the plan has split (merge_cut_tokens). One warp per row of a head.
 #include <algorithm>
 
 #include "cuda/common/compact_row.cuh"
@@ -9,6 +9,7 @@
 #include "cuda/common/warp.cuh"
 #include "cuda/ops.h"
 #include "mla/number.h"
+#include "mla/softmax.h"
 
 namespace mla::cuda {
 namespace {
@@ -22,14 +23,16 @@ __device__ __forceinline__ float widen(uint16_t x) { return bf16_to_float(x); }
 __device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
 __device__ __forceinline__ void narrow(float x, uint16_t* to) { *to = float_to_bf16(x); }
 
-// How the parts of one row weigh: e^(lse_i - lse) = e^(lse_i - reference) * inverse.
+// The weights of a row's parts.
 struct Weights {
-  float reference;
+  float max_lse;
   float inverse;
   float lse;
-  float lane_lse;  // of the part whose number is the lane's; -inf if there is none
+  float lane_lse;  // of the part whose index is the lane; -inf if there is none
 
-  __device__ __forceinline__ float of(float lse_of_part) const { return expf(lse_of_part - reference) * inverse; }
+  __device__ __forceinline__ float of(float lse_of_part) const {
+    return combine_weight(lse_of_part, max_lse) * inverse;
+  }
 };
 
 __device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int parts, int lane) {
@@ -37,18 +40,17 @@ __device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int p
   float max_lse = mine;
   for (int i = lane + 32; i < parts; i += 32) max_lse = fmaxf(max_lse, lse[i * stride]);
   max_lse = max_of_warp(max_lse);
-  const float reference = max_lse == -INFINITY ? 0.0f : max_lse;  // -inf minus -inf would be NaN
-  float total = expf(mine - reference);
-  for (int i = lane + 32; i < parts; i += 32) total += expf(lse[i * stride] - reference);
+  float total = combine_weight(mine, max_lse);
+  for (int i = lane + 32; i < parts; i += 32) total += combine_weight(lse[i * stride], max_lse);
   total = sum_of_warp(total);
-  return {reference, total == 0.0f ? 0.0f : 1.0f / total, reference + logf(total), mine};
+  return {max_lse, inverse_of(total), lse_of(max_lse, total), mine};
 }
 
-// One lane's dims, `lane`, `lane + 32`, ... of the merged row.
+// Combines one lane's dims `lane`, `lane + 32`, ... of a row.
 template <typename Value, typename Store>
 __device__ __forceinline__ void merge_row(const Value* out, int64_t out_stride, const float* lse, int64_t lse_stride,
                                           int parts, int dim, const Weights& weights, int lane, Store store) {
-  constexpr int kUnroll = 16;  // dims that a lane sums at once
+  constexpr int kUnroll = 16;  // dims per lane at once
   for (int begin = lane; begin < dim; begin += 32 * kUnroll) {
     float sum[kUnroll] = {};
     for (int i = 0; i < parts; ++i) {
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
 }
 
-// Four neighbouring dims of a row, rounded to bf16 or to f16.
+// Stores four neighbouring dims of a row, rounded to bf16 or f16.
 __device__ __forceinline__ void store_four(uint16_t* to, const float4& x, bool f16) {
   const auto round = [f16](float x) { return f16 ? float_to_f16(x) : float_to_bf16(x); };
   const ushort4 rounded{round(x.x), round(x.y), round(x.z), round(x.w)};
@@ -90,8 +92,8 @@ __device__ __forceinline__ void store_four(uint16_t* to, const float4& x, bool f
   }
 }
 
-// The row of the worker that begins a cut token, the one with `before` such rows in front of it; null if there are no
-// more. By a warp, four rows a lane at once.
+// Finds the plan entry that begins a split token and has `before` such entries in front of it; null if there is none. A
+// warp calls it; a lane reads four entries at once.
 __device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, int before, int lane) {
   constexpr int kRows = 4;
   for (int begin = 0; begin < p.workers; begin += 32 * kRows) {
@@ -114,9 +116,9 @@ __device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, in
   return nullptr;
 }
 
-// What a lane has of a part's row: four times four neighbouring dims.
+// A lane's share of a part's row: four times four neighbouring dims.
 struct FloatPart {
-  static constexpr int kAtOnce = 2;  // parts whose loads are under way together; four would spill
+  static constexpr int kAtOnce = 2;  // parts whose loads are in flight together; four would spill
 
   float4 fours[4];
 
@@ -139,7 +141,7 @@ struct FloatPart {
   static __device__ __forceinline__ void in_order(float4 (&)[4], int) {}
 };
 
-// The same of a CompactRow. Sums have its order until `in_order`.
+// The same of a CompactRow. Accumulators have its order until in_order().
 struct CompactPart {
   static constexpr int kAtOnce = 4;
 
@@ -164,7 +166,7 @@ struct CompactPart {
     }
   }
 
-  // Each of four lanes has a pair of four eights, and gets one of these whole.
+  // Transposes among four lanes: each has a pair of each of four eights, and gets one eight.
   static __device__ __forceinline__ void in_order(float4 (&sum)[4], int lane) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -189,20 +191,20 @@ struct CompactPart {
   }
 };
 
-// Block x: the x-th token that is cut. A warp merges one head after the other. Rows are few, so the latency of one row
+// Block x: the x-th split token. A warp combines one head after the other. Rows are few, so the latency of a row
 // counts: the loads of several parts are issued at once.
 //
-// The kernel is launched before the attention kernel has ended, so that its start costs nothing. It waits for the
+// The kernel is launched before the attention kernel has ended (PDL), so that its start costs nothing. It waits for the
 // partial results itself.
 template <typename Part>
 __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
     merge_cut_tokens_kernel(const __grid_constant__ AttentionProblem p) {
   constexpr int kAtOnce = Part::kAtOnce;
-  let_next_kernel_begin();
+  pdl_launch_dependents();
   const int lane = threadIdx.x % 32;
   const PlanRow* const cut = find_cut(p, blockIdx.x, lane);
   const PlanRow row = cut ? *cut : PlanRow{};
-  wait_for_kernel_before();  // every block: this kernel must not end before attention does
+  pdl_wait();  // every CTA: this kernel must not end before attention does
   if (!cut || row.token_end < 1 || row.token_end > p.tokens) return;
   const Partials partials(p.workspace, p.workers, p.heads);
   const int64_t partial = begun_partial(row);
@@ -215,12 +217,12 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
 
     float4 sum[4] = {};
     Weights weights;
-    float lane_weight;  // of one part in 32
+    float lane_weight;  // of the current 32 parts, the lane's
     for (int begin = 0; begin < parts; begin += kAtOnce) {
       Part part[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        // past the last part, that one again: with a condition the loads would wait for one another
+        // past the last part, load that one again: under a condition the loads would wait for one another
         part[i].load(partials, first + min(begin + i, parts - 1) * int64_t{p.heads}, lane);
       }
       if (begin == 0) {
@@ -236,19 +238,19 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
       }
     }
     Part::in_order(sum, lane);
-    const float scale = p.sink && weights.lse > -INFINITY ? 1.0f / (1.0f + expf(p.sink[head] - weights.lse)) : 1.0f;
+    const float scale = with_sink(1.0f, p, head, weights.lse);
     uint16_t* out = p.out + p.offset(p.out_strides, token, head);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       store_four(out + Part::dim(i, lane), {sum[i].x * scale, sum[i].y * scale, sum[i].z * scale, sum[i].w * scale},
-                 p.tile == Tile::f16_576);
+                 p.tile == TileType::f16_576);
     if (lane == 0) p.lse[p.offset(p.lse_strides, token, head)] = weights.lse;
     if (!p.max_logits) continue;
     float max_logit = -INFINITY;
     for (int i = lane; i < parts; i += 32)
       max_logit = fmaxf(max_logit, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
     max_logit = max_of_warp(max_logit);
-    if (lane == 0) p.max_logits[p.offset(p.max_strides, token, head)] = isnan(weights.lse) ? weights.lse : max_logit;
+    if (lane == 0) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(weights.lse, max_logit);
   }
 }
 
@@ -263,13 +265,13 @@ void merge_partials(const MergeProblem<float>& p, void* stream) { merge(p, strea
 void merge_partials(const MergeProblem<uint16_t>& p, void* stream) { merge(p, stream); }
 
 void merge_cut_tokens(const AttentionProblem& p, bool compact, void* stream) {
-  // One wave of blocks, so that none begins only when others have ended: tokens are rarely cut, but this is always run.
-  // A head is one warp's work whatever the grid is, so the bits don't depend on it.
+  // At most one wave of CTAs: tokens are rarely split, but this kernel always runs. A head is one warp's work whatever
+  // the grid is, so the bits don't depend on it.
   const int most_blocks = kMergeBlocksPerProcessor * describe_current_gpu().multiprocessors;
   const int cut = std::min(p.tokens, p.workers);  // upper bound
   const int heads = std::clamp(most_blocks / cut, 1, (p.heads + kWarps - 1) / kWarps);
-  launch_early(compact ? merge_cut_tokens_kernel<CompactPart> : merge_cut_tokens_kernel<FloatPart>, dim3(cut, heads),
-               kThreads, 0, stream, "merge of cut tokens", p);
+  launch_pdl(compact ? merge_cut_tokens_kernel<CompactPart> : merge_cut_tokens_kernel<FloatPart>, dim3(cut, heads),
+             kThreads, 0, stream, "merge of cut tokens", p);
 }
 
 MLA_KERNELS {

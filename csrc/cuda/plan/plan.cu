@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
   __shared__ PlanBorder borders[kMaxThreads + 1];
   const int thread = threadIdx.x, threads = blockDim.x, lane = thread % 32, warp = thread / 32;
 
-  let_next_kernel_begin();
-  wait_for_kernel_before();
+  pdl_launch_dependents();
+  pdl_wait();
   Planner<Units> planner(p, reinterpret_cast<Units*>(dynamic_shared));
   planner.add_up(warp_units);
   if (thread == 0) borders[0] = {0, 0};
@@ -211,11 +211,10 @@ void make_plan(const PlanProblem& p, void* stream) {
   const int64_t most_units = full_units(shape);
   const bool wide = most_units > UINT32_MAX;
   const int shared_bytes = (spans + 1) * static_cast<int>(wide ? sizeof(uint64_t) : sizeof(uint32_t));
-  launch_early(
-      wide ? kWideKernel : kKernel, 1, threads, shared_bytes, stream, "plan",
-      PlanJob{shape, p.rows, workers, span, spans, divided_up(spans, threads), most_units,
-              static_cast<int32_t>(whole_token_workers(shape, workers)), aligned16(p.rows, sizeof(PlanRow)),
-              may_fit_clusters(shape, workers)});
+  launch_pdl(wide ? kWideKernel : kKernel, 1, threads, shared_bytes, stream, "plan",
+             PlanJob{shape, p.rows, workers, span, spans, divided_up(spans, threads), most_units,
+                     static_cast<int32_t>(whole_token_workers(shape, workers)), aligned16(p.rows, sizeof(PlanRow)),
+                     may_fit_clusters(shape, workers)});
 }
 
 MLA_KERNELS {

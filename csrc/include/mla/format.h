@@ -16,7 +16,7 @@ enum class ScalesAt : int32_t { nowhere, in_row, end_of_page };
 
 // What a kernel multiplies once it has read a row. A power of two times an e4m3 number is a bf16 number, so rows with
 // such scales become rows of bf16 numbers.
-enum class Tile : int32_t {
+enum class TileType : int32_t {
   scaled_576,  // e4m3 numbers, with an fp32 scale for each 128, and 64 bf16 numbers
   bf16_576,
   f16_576,
@@ -56,11 +56,11 @@ struct CacheFormat {
   MLA_HOST_DEVICE constexpr bool quantised() const { return code == Code::e4m3; }
   // Of what a cache tensor is made of: numbers, or bytes where there are scales.
   MLA_HOST_DEVICE constexpr int32_t element_bytes() const { return scale == Scale::none ? bytes_of(code) : 1; }
-  MLA_HOST_DEVICE constexpr Tile tile() const {
-    if (scale == Scale::fp32) return Tile::scaled_576;
-    if (scale == Scale::power) return Tile::staged_576;
-    if (code == Code::f16) return Tile::f16_576;
-    return head_dim() == 512 ? Tile::bf16_512 : Tile::bf16_576;
+  MLA_HOST_DEVICE constexpr TileType tile() const {
+    if (scale == Scale::fp32) return TileType::scaled_576;
+    if (scale == Scale::power) return TileType::staged_576;
+    if (code == Code::f16) return TileType::f16_576;
+    return head_dim() == 512 ? TileType::bf16_512 : TileType::bf16_576;
   }
 };
 

@@ -75,7 +75,7 @@ struct AttentionProblem {
   int32_t query_heads;        // of one query
   uint32_t query_reciprocal;  // 2^31 / query_heads, rounded up
   bool causal;
-  Tile tile;               // of the first list's rows. Queries and outputs are f16 with Tile::f16_576, else bf16
+  TileType tile;           // of the first list's rows. Queries and outputs are f16 with TileType::f16_576, else bf16
   const uint16_t* q_nope;  // [tokens, heads, 512]
   RowStrides q_nope_strides;
   const uint16_t* q_rope;  // [tokens, heads, 64]; null with rows of 512
@@ -100,7 +100,7 @@ struct AttentionProblem {
   float* workspace;   // on a GPU, see Workspace
   int32_t* arrivals;  // on a GPU: the counters in the workspace
 
-  MLA_HOST_DEVICE int32_t head_dim() const { return tile == Tile::bf16_512 ? 512 : 576; }
+  MLA_HOST_DEVICE int32_t head_dim() const { return tile == TileType::bf16_512 ? 512 : 576; }
   MLA_HOST_DEVICE int64_t offset(const RowStrides& strides, int64_t token, int32_t head) const {
     const int32_t query = query_of(head);
     return token * strides.token + query * strides.query + (head - query * query_heads) * strides.head;

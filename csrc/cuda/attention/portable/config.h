@@ -13,7 +13,7 @@ constexpr int kThreads = 256;
 constexpr int kBlocksPerProcessor = 2;  // what registers are kept for; plans for all heads fill them
 constexpr int kWarps = kThreads / 32;
 constexpr int kWarpTokens = kTile / kWarps;    // whose scores a warp computes
-constexpr int kWarpDims = kValueDim / kWarps;  // of the output, that a warp sums up
+constexpr int kWarpDims = kValueDim / kWarps;  // output dims per warp
 constexpr int kGroups = 4;                     // scale groups a row
 constexpr int kGroupDims = kLatent / kGroups;
 
@@ -29,7 +29,7 @@ struct Shared {
   alignas(16) float scale[kGroups][kTile];
   const uint8_t* row[kTile];  // in the cache; null where the slot is none
   const uint8_t* scales[kTile];
-  float max_score[kHeads], total[kHeads], rescale[kHeads];
+  float row_max[kHeads], total[kHeads], rescale[kHeads];
 };
 static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a block have");
 

@@ -1,11 +1,11 @@
-// Attention for every GPU from sm_80 up: 16 heads a block, mma.sync, one tile in shared memory. It is meant to
-// be right everywhere and simple; several blocks share a multiprocessor, and hide each other's waiting.
+// Attention for every GPU from sm_80 up: 16 heads per CTA, mma.sync, one tile in shared memory. It is meant to be right
+// everywhere and simple. Several CTAs share a multiprocessor and hide each other's latency.
 //
-// A block takes a worker's tokens one after the other. For each tile of up to 64 slots:
-//   gather   a warp a row; e4m3 becomes bf16: without its scale, or with one that is a power of two, both exact
-//   scores   a warp 8 tokens: 16 x 576 by 576 x 8. A group's partial scores are multiplied with its scale
-//   softmax  a warp 2 heads, lanes over tokens
-//   values   a warp 64 output dims: 16 x 64 by 64 x 64. The weights are multiplied with the scale of the dims' group
+// A CTA takes its tokens one after the other. For each tile of up to 64 slots:
+//   gather   one row per warp. e4m3 becomes bf16, exactly: without its scale, or times a scale that is a power of two
+//   scores   8 tokens per warp: 16 x 576 by 576 x 8. A group's partial scores are multiplied by its scale
+//   softmax  2 heads per warp, lanes over tokens
+//   values   64 output dims per warp: 16 x 64 by 64 x 64. Weights are multiplied by the scale of the dims' group
 #pragma once
 
 #include <cstdint>
@@ -18,10 +18,11 @@
 #include "cuda/common/vector.cuh"
 #include "mla/number.h"
 #include "mla/problem.h"
+#include "mla/softmax.h"
 
 namespace mla::cuda::portable {
 
-// kNumber: of queries, rows once they are gathered, and outputs.
+// kNumber: the type of queries, gathered rows and outputs.
 template <Number kNumber>
 struct Block {
   using Atom = std::conditional_t<kNumber == Number::f16, cute::SM80_16x8x16_F32F16F16F32_TN,
@@ -50,7 +51,7 @@ struct Block {
     }
   }
 
-  // Where the rows of a tile's slots lie. Returns whether there is any, to all threads.
+  // Finds the addresses of a tile's rows. Tells all threads whether there is any row.
   __device__ bool find_rows(const SlotList& list, int64_t token, int begin, int count) const {
     bool found = false;
     if (threadIdx.x < kTile) {
@@ -62,7 +63,7 @@ struct Block {
     return __syncthreads_or(found);
   }
 
-  // Rows of 16-bit numbers.
+  // Gathers rows of 16-bit numbers.
   template <bool kAligned>
   __device__ void gather_plain() const {
     const int pieces = p.head_dim() / 8;
@@ -77,8 +78,8 @@ struct Block {
     }
   }
 
-  // Rows of e4m3 numbers whose scales are powers of two, or the caller's. A lane has eight numbers of a row, then eight
-  // more.
+  // Gathers e4m3 rows with scales that are powers of two, or with a scale per tensor (the caller's, not applied here).
+  // A lane takes eight numbers of a row, then eight more.
   __device__ void gather_with_powers(const CacheFormat& format) const {
     for (int t = warp; t < kTile; t += kWarps) {
       const uint8_t *row = s.row[t], *scales = s.scales[t];
@@ -107,7 +108,7 @@ struct Block {
     }
   }
 
-  // Staged rows, rounded to bf16. A lane has two numbers of a row, then two more.
+  // Gathers staged rows, rounded to bf16. A lane takes two numbers of a row, then two more.
   __device__ void gather_staged() const {
     for (int t = warp; t < kTile; t += kWarps) {
       const uint8_t* row = s.row[t];
@@ -136,7 +137,7 @@ struct Block {
         const uint8_t* row = s.row[first + i * kWarps];
         if (!row) continue;
         load_bytes<16, kAligned>(row + 16 * lane, &fp8[i]);
-        // behind the fp8 bytes: the scales, then rope
+        // after the fp8 bytes: scales, then rope
         if (lane <= kRopePieces) load_bytes<16, kAligned>(row + kFp8DsMla.scale_offset() + 16 * lane, &rest[i]);
       }
 #pragma unroll
@@ -164,8 +165,8 @@ struct Block {
     }
   }
 
-  // scores[head][token] of the warp's 8 tokens, to base 2. The list has `slots` slots from the tile's first one on; a
-  // head does not see the last ones, which its query precedes.
+  // scores[head][token] of the warp's 8 tokens, to base 2. `slots` counts the list's slots from the tile's first one
+  // on. Heads of earlier queries do not see the last ones.
   __device__ void score(int slots) const {
     const int column = warp * kWarpTokens + 2 * (lane % 4);  // a lane's two tokens
     float sum[4] = {};
@@ -181,8 +182,8 @@ struct Block {
         load_tiles(rows, row_address + 2 * dim);
         load_tiles(q0, q_address + 2 * dim);
         load_tiles(q1, q_address + 2 * dim + 32);
-        multiply_add<Atom>(partial, q0, rows[0], rows[1]);
-        multiply_add<Atom>(partial, q1, rows[2], rows[3]);
+        mma<Atom>(partial, q0, rows[0], rows[1]);
+        mma<Atom>(partial, q1, rows[2], rows[3]);
       }
       const float first = part < kGroups ? s.scale[part][column] : 1.0f,
                   second = part < kGroups ? s.scale[part][column + 1] : 1.0f;
@@ -206,20 +207,20 @@ struct Block {
     for (int i = 0; i < kHeads / kWarps; ++i) {
       const int head = warp * (kHeads / kWarps) + i;
       const float a = s.scores[head][lane], b = s.scores[head][lane + 32];
-      float max_score = fmaxf(a, b);
+      float row_max = fmaxf(a, b);
       for (int distance = 16; distance > 0; distance /= 2)
-        max_score = fmaxf(max_score, __shfl_xor_sync(~0u, max_score, distance));
-      const float before = s.max_score[head];
-      max_score = fmaxf(max_score, before);
-      const float reference = max_score == -INFINITY ? 0.0f : max_score;
-      const float wa = exp2f(a - reference), wb = exp2f(b - reference);
+        row_max = fmaxf(row_max, __shfl_xor_sync(~0u, row_max, distance));
+      const float before = s.row_max[head];
+      row_max = fmaxf(row_max, before);
+      const float finite_max = row_max == -INFINITY ? 0.0f : row_max;
+      const float wa = exp2f(a - finite_max), wb = exp2f(b - finite_max);
       float total = wa + wb;
       for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(~0u, total, distance);
       s.scores[head][lane] = wa, s.scores[head][lane + 32] = wb;
       __syncwarp();
       if (lane == 0) {
-        const float rescale = exp2f(before - reference);
-        s.max_score[head] = max_score;
+        const float rescale = exp2f(before - finite_max);
+        s.row_max[head] = row_max;
         s.rescale[head] = rescale;
         s.total[head] = s.total[head] * rescale + total;
       }
@@ -243,34 +244,34 @@ struct Block {
         const int head = lane / 4 + 8 * (i % 2), token = k + 2 * (lane % 4) + 8 * (i / 2);
         const float2 pair = *reinterpret_cast<const float2*>(&s.scores[head][token]);
         const float2 scales = *reinterpret_cast<const float2*>(&scale[token]);
-        // a row that isn't there weighs 0 and holds 0
+        // a missing row weighs 0 and holds zeros
         weights[i] = pack<kNumber>(pair.x * scales.x, pair.y * scales.y);
       }
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; n += 2) {
         uint32_t values[4];
         load_tiles_transposed(values, cast_smem_ptr_to_uint(&s.rows[k + lane % 16][first_dim + 8 * (n + lane / 16)]));
-        multiply_add<Atom>(out[n], weights, values[0], values[1]);
-        multiply_add<Atom>(out[n + 1], weights, values[2], values[3]);
+        mma<Atom>(out[n], weights, values[0], values[1]);
+        mma<Atom>(out[n + 1], weights, values[2], values[3]);
       }
     }
   }
 
   static __device__ uint16_t narrow(float x) { return kNumber == Number::f16 ? float_to_f16(x) : float_to_bf16(x); }
 
-  // Writes the block's heads of a token: to the output, or to the partial slot `partial`.
+  // Writes the CTA's heads of a token: to the output, or as partial result number `partial`.
   __device__ void finish(int64_t token, bool whole, int64_t partial, const float (&out)[kWarpDims / 8][4]) const {
     const Partials partials(p.workspace, p.workers, p.heads);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own = lane / 4 + 8 * half, head = head_begin + own;
       if (head >= p.heads) continue;
-      const float total = s.total[own], max_score = s.max_score[own] * kLn2;
-      const float lse = total == 0.0f ? -INFINITY : max_score + logf(total);
-      float factor = total == 0.0f ? 0.0f : 1.0f / total;
+      const float total = s.total[own], row_max = s.row_max[own] * kLn2;
+      const float lse = lse_of(row_max, total);
+      float factor = inverse_of(total);
       factor *= p.value_scale;
       const int64_t row = partials.row(partial, head);
-      if (whole && p.sink && lse > -INFINITY) factor /= 1.0f + expf(p.sink[head] - lse);
+      if (whole) factor = with_sink(factor, p, head, lse);
       for (int n = 0; n < kWarpDims / 8; ++n) {
         const int dim = warp * kWarpDims + 8 * n + 2 * (lane % 4);
         const float first = total == 0.0f ? 0.0f : out[n][2 * half] * factor;
@@ -285,10 +286,10 @@ struct Block {
       if (warp > 0 || lane % 4 > 0) continue;
       if (whole) {
         p.lse[p.offset(p.lse_strides, token, head)] = lse;
-        if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = isnan(lse) ? lse : max_score;
+        if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(lse, row_max);
       } else {
         partials.lse[row] = lse;
-        partials.max_logits[row] = max_score;
+        partials.max_logits[row] = row_max;
       }
     }
   }
@@ -314,16 +315,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     const int tile_begin = token == row.token_begin ? max(row.tile_begin, 0) : 0;
     const int tile_end = token == row.token_end - 1 ? min(row.tile_end, tiles) : tiles;
 
-    __syncthreads();  // the token before is finished with all of shared memory
+    __syncthreads();  // the token before no longer needs shared memory
     block.load_q(token);
-    if (threadIdx.x < kHeads) s.max_score[threadIdx.x] = -INFINITY, s.total[threadIdx.x] = 0.0f;
+    if (threadIdx.x < kHeads) s.row_max[threadIdx.x] = -INFINITY, s.total[threadIdx.x] = 0.0f;
     float out[kWarpDims / 8][4] = {};
     for (int tile = tile_begin; tile < tile_end; ++tile) {
       const bool in_main = tile < main_tiles;
       const SlotList& list = p.lists[in_main ? 0 : 1];
       const int begin = (in_main ? tile : tile - main_tiles) * tile_slots;
       const int slots = (in_main ? length : extra_length) - begin;  // from here to the list's end
-      __syncthreads();                                              // the tile before is finished with the rows
+      __syncthreads();                                              // the tile before no longer needs the rows
       if (!block.find_rows(list, token, begin, min(tile_slots, slots))) continue;
       const bool aligned = rows_aligned16(list.cache);
       const CacheFormat& format = list.cache.format;

@@ -10,7 +10,7 @@ static_assert(portable::kHeads == kPortableHeads && portable::kBlocksPerProcesso
 
 void portable_attention(const AttentionProblem& p, const Launch& how, void* stream) {
   const auto kernel =
-      p.tile == Tile::f16_576 ? portable::attention_kernel<Number::f16> : portable::attention_kernel<Number::bf16>;
+      p.tile == TileType::f16_576 ? portable::attention_kernel<Number::f16> : portable::attention_kernel<Number::bf16>;
   launch(kernel, attention_grid(p, how), portable::kThreads, sizeof(portable::Shared), stream, "sparse_attention", p);
   merge_cut_tokens(p, false, stream);
 }

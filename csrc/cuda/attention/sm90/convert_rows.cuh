@@ -1,9 +1,9 @@
-// How rows of e4m3 numbers become tiles of bf16 numbers. A power of two times an e4m3 number is a bf16 number, so
-// nothing is lost, and whoever multiplies the tile does not know where it came from.
+// Converts rows of e4m3 numbers to tiles of bf16 numbers. A power of two times an e4m3 number is a bf16 number, so this
+// is exact, and the tile's consumers need not know.
 //
-// Eight warps have eight rows of a tile each. A warp copies its rows to the tile's own memory, where there is room for
-// all that it is to become. Some tiles later it reads them, four at a time, and writes them back as bf16 numbers. So
-// what is on its way takes no registers, and no memory besides.
+// Eight warps have eight rows of a tile each. A warp copies its raw rows into the tile's own memory, which has room as
+// bf16 is larger. Some tiles later it reads them, four at a time, and writes them back as bf16. So rows in flight take
+// neither registers nor extra memory.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace mla::cuda::sm90 {
 
-constexpr int kConvertedArrivals = kWarpArrivals * RowCopier::kWarps;  // at a tile's barrier
+constexpr int kConvertedArrivals = kWarpArrivals * RowCopier::kWarps;  // at a converted tile's barrier
 
 template <Rows kRows, bool kPaged>
 struct RowConverter {
@@ -34,7 +34,7 @@ struct RowConverter {
 
   __device__ bool done() const { return next.token == TileRequest<kPaged>::kEnd; }
 
-  // Starts the copies of the next tile. Returns which list it is of.
+  // Starts the copies of the next tile. Returns which list it belongs to.
   __device__ int copy(uint8_t* tile, uint8_t (&valid)[kTileTokens]) {
     const int list = next.list;
     const CacheView& view = p.lists[list].cache;
@@ -63,7 +63,7 @@ struct RowConverter {
     return list;
   }
 
-  // What has been copied becomes a tile of 16-bit numbers.
+  // Converts a tile whose copies are complete, in place.
   __device__ void convert(uint8_t* tile, int list) const {
     __syncwarp();
     const CacheFormat& format = p.lists[list].cache.format;
@@ -88,8 +88,8 @@ struct RowConverter {
         const int row = first + i;
         uint4 numbers[2];
         e4m3_times(bytes[i], scale[i], numbers);
-        store_piece_if(has_latent, (to ^ row * kPieceBytes) + row * kRowBytes, numbers[0]);
-        store_piece_if(has_latent, (to ^ (row ^ 1) * kPieceBytes) + row * kRowBytes, numbers[1]);
+        store_piece_if(has_latent, rows_further(to, row), numbers[0]);
+        store_piece_if(has_latent, rows_further(to ^ kPieceBytes, row), numbers[1]);
       }
     }
     if constexpr (kOfTensor) {
@@ -113,8 +113,9 @@ struct RowConverter {
     return cast_smem_ptr_to_uint(tile) + warp * kWarpRows * kRowBytes;
   }
 
-  // Where row i's bytes wait, from the warp's part on. The first four rows' do where those become numbers, of whatever
-  // block, and the others' where the others do.
+  // Staging offset of raw row i, from the warp's part of block 0 on. Raw row i < 4 takes rows 0 to 3 of the warp's part
+  // of block i, the others rows 4 to 7 of block i - 4. So four converted rows overwrite only raw rows that have been
+  // read.
   static __device__ constexpr uint32_t offset_of_row(int i) {
     return i % kRowsAtOnce * kBlockBytes + i / kRowsAtOnce * kRowsAtOnce * kRowBytes;
   }
@@ -122,7 +123,7 @@ struct RowConverter {
     return kRowsAtOnce * kBlockBytes + i / kRowsAtOnce * kRowsAtOnce * kRowBytes + i % kRowsAtOnce * kPieceBytes;
   }
 
-  // Rope of bf16 numbers to its final address, of e4m3 numbers to the warp's part of its block.
+  // Copies rope: bf16 to its final address, e4m3 to the warp's part of the last block.
   __device__ void copy_rope(uint32_t part, const CacheView& view, uint32_t own) const {
     const uint8_t* const from = view.data + view.format.rope_offset();
     const uint32_t to = part + kLastBlock * kBlockBytes;
@@ -140,7 +141,7 @@ struct RowConverter {
 
   static constexpr uint32_t kOne = 0x3f803f80u;
 
-  // The number that a byte stands for, as a pair of bf16: 2^(scale - 127), and NaN for 255.
+  // A ue8m0 byte as a pair of bf16: 2^(scale - 127), NaN for 255.
   static __device__ uint32_t power_of_two(uint32_t scale) {
     const uint32_t bits = max(scale << 7, 0x40u);
     return (bits + (scale == 255)) * 0x10001u;
@@ -164,16 +165,16 @@ struct RowConverter {
   }
 };
 
-// Eight warps make a worker's tiles. `begin_token(token, tile)` is called when a token's first tile, the worker's
-// tile number `tile`, has been made.
+// Eight warps produce a worker's tiles. `begin_token(token, tile)` is called after a token's first tile, which is the
+// worker's tile number `tile`.
 template <Rows kRows, bool kPaged, int kStages, typename BeginToken>
 __device__ __forceinline__ void produce_converted(const Worker& worker, uint8_t (&tiles)[kStages][tile_bytes_of(kRows)],
                                                   uint8_t (&valid)[kStages][kTileTokens], Barrier (&full)[kStages],
                                                   Barrier (&empty)[kStages], int warp, int lane, const EarlySlot& early,
                                                   BeginToken begin_token) {
-  constexpr int kAhead = kStages - 1;  // tiles on their way
+  constexpr int kAhead = kStages - 1;  // tiles in flight
   RowConverter<kRows, kPaged> rows(worker, warp, lane, early);
-  uint32_t lists = 0;  // which one each stage's tile is of
+  uint32_t lists = 0;  // a bit per stage: its tile's list
   const auto copy = [&](int tile) {
     if (!rows.done()) {
       const int stage = tile % kStages;

@@ -1,5 +1,5 @@
-// How rows of 16-bit numbers become tiles. Only the order of 16-byte pieces differs, so eight warps copy them with
-// cp.async. A tile's copies start as soon as its stage is empty, while the other stage is consumed.
+// Copies rows of 16-bit numbers to tiles. Only the order of 16-byte pieces changes, so eight warps use cp.async. A
+// tile's copies start as soon as its stage is empty, while the other stage is consumed.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,11 @@ namespace mla::cuda::sm90 {
 
 struct RowCopier {
   static constexpr int kWarps = 8;
-  static constexpr int kRows = kTileTokens / kWarps;  // of a warp
-  // arrivals at a tile's barrier: each thread's when its copies have arrived, and each warp's for the rest
+  static constexpr int kRows = kTileTokens / kWarps;  // per warp
+  // arrivals at a tile's barrier: one per thread when its copies are complete, and one per warp for the valid mask
   static constexpr int kArrivals = (32 + kWarpArrivals) * kWarps;
 
-  // Lanes 0 to 7 know where the warp's rows lie, of kBlocks blocks. `valid` becomes the tile's valid mask.
+  // `own` of lanes 0 to 7 says where the warp's rows lie (TileRequest::row). `valid` is the tile's mask.
   template <int kBlocks>
   static __device__ void copy(uint8_t* tile, uint8_t (&valid)[kTileTokens], const uint8_t* cache, uint32_t own,
                               int warp, int lane) {
@@ -25,10 +25,10 @@ struct RowCopier {
         cast_smem_ptr_to_uint(tile) + block * kBlockBytes + token * kRowBytes + offset_of_piece(block, lane % 8, token);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const uint32_t row = __shfl_sync(~0u, own, i), first = (to ^ i * kPieceBytes) + i * kRowBytes;
+      const uint32_t row = __shfl_sync(~0u, own, i), first = rows_further(to, i);
       const uint8_t* from = cache + kPieceBytes * lane;
       copy_piece(first, from, row);
-      copy_piece(first + 4 * kBlockBytes, from + 32 * kPieceBytes, row);  // four blocks on pieces are in the same order
+      copy_piece(first + 4 * kBlockBytes, from + 32 * kPieceBytes, row);  // the same order four blocks further on
     }
     if constexpr (kBlocks > kLatentBlocks) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// The tiles of a worker one after the other, and where their rows lie.
+// Walks a worker's tiles, and finds where their rows lie.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace mla::cuda::sm90 {
 
 constexpr uint32_t kNoRow = ~0u;
 
-// A worker's tiles across its tokens; tokens without any are passed over.
+// A worker's tiles across its tokens. Tokens without tiles are skipped.
 struct TileCursor {
   const Worker& worker;
   TokenWork work;
@@ -41,9 +41,9 @@ struct TileCursor {
   }
 };
 
-// A slot of the worker's first token in sparse attention, loaded before the length of its list is known, so that both
-// loads are in flight together; one past the list's end is not used. It is number `at` of the tile that comes `later`
-// tiles after the worker's first one.
+// A slot of the worker's first token, loaded before the length of its list is known, so that both loads are in flight
+// together (sparse attention). It is slot `at` of the tile `later` tiles after the worker's first one. Beyond the
+// list's end it is not used.
 struct EarlySlot {
   int token = -1, tile = 0;
   int32_t slot = -1;
@@ -63,7 +63,7 @@ struct EarlySlot {
   }
 
  private:
-  // Where it is written: the compiler would wait for what else it depends on.
+  // Volatile, so that the load is issued here: the compiler would first wait for the length.
   static __device__ int32_t load_now(const int32_t* from) {
     int32_t number;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(number) : "l"(from) : "memory");
@@ -71,14 +71,14 @@ struct EarlySlot {
   }
 };
 
-// A tile whose slots are being loaded: this lane's slot.
+// A tile whose slots are being loaded. A lane holds one slot.
 template <bool kPaged>
 struct TileRequest {
   static constexpr int kEnd = -1, kSameToken = -2;
 
   int32_t slot;
   int list;
-  int token;  // whose first tile this is; or kSameToken; or kEnd: there is no such tile
+  int token;  // the token, if this is its first tile; else kSameToken; kEnd if there are no more tiles
 
   // `at` is the lane's slot in the tile. The cursor moves on by `step` tiles.
   __device__ TileRequest(TileCursor& cursor, int at, int step = 1, const EarlySlot& early = {}) {
@@ -100,8 +100,8 @@ struct TileRequest {
     cursor.advance(step);
   }
 
-  // How far from the cache's beginning the row lies, in pieces of 16 bytes, or kNoRow. It fits, as do block sizes:
-  // dispatch sees to it.
+  // The row's offset from the cache's beginning in pieces of 16 bytes, or kNoRow. Dispatch makes sure that it and block
+  // sizes fit into 32 bits.
   __device__ uint32_t row(const AttentionProblem& p) const {
     const CacheView& cache = p.lists[list].cache;
     if (token == kEnd || !cache.holds(slot)) return kNoRow;
@@ -112,7 +112,7 @@ struct TileRequest {
            (static_cast<uint32_t>(slot) - block * size) * row_pieces;
   }
 
-  // Where the scales of the row lie, if there is one.
+  // The address of the row's scales. There must be a row.
   __device__ const uint8_t* scales(const AttentionProblem& p) const {
     const CacheView& cache = p.lists[list].cache;
     const uint32_t size = static_cast<uint32_t>(cache.block_size), block = static_cast<uint32_t>(slot) / size,
@@ -139,8 +139,8 @@ __device__ __forceinline__ void store_piece(uint32_t shared_address, uint4 piece
                : "memory");
 }
 
-// Starts the copy of a piece of a row to shared memory, or writes zeros if there is no row. `from` is the piece of the
-// cache's first row.
+// Starts the copy of a row's piece to shared memory, or writes zeros if there is no row. `from` is the same piece of
+// the cache's first row.
 __device__ __forceinline__ void copy_piece(uint32_t to_shared, const uint8_t* from, uint32_t row) {
   const bool valid = row != kNoRow;
   copy_16_or_zero(to_shared, from + uint64_t{valid ? row : 0} * kPieceBytes, valid);

@@ -1,12 +1,12 @@
-// Merges the parts of split tokens in the launch that computes them, in two steps.
+// Combines the partial results of split tokens in the launch that computes them, in two steps.
 //
-//   in a cluster   workers whose whole work is a part of the same token read one another's results from shared memory;
-//                  each merges some of the heads
-//   in the grid    what that gives goes to the workspace, and whoever stores the last part of a quarter of a head's row
-//                  merges the parts
+//   in a cluster   CTAs whose whole work is a split of the same token read one another's results from shared memory;
+//                  each combines some of the heads
+//   in the grid    the results of that go to the workspace. A counter tells who stores the last one for a quarter of a
+//                  head's row; that warp combines them
 //
-// Nobody waits for a worker outside its cluster: that one may not have begun. Parts are summed in their order, so the
-// bits don't depend on which comes last.
+// No CTA waits for one outside its cluster, which may not have started yet. Partial results are added in a fixed order,
+// so the bits don't depend on who comes last.
 #pragma once
 
 #include <cstdint>
@@ -19,22 +19,24 @@
 #include "cuda/common/warp.cuh"
 #include "mla/number.h"
 #include "mla/problem.h"
+#include "mla/softmax.h"
 
 namespace mla::cuda::sm90 {
 
 constexpr int kQuarters = Partials::kArrivalsPerRow;
-constexpr int kQuarter = kValueDim / kQuarters;  // four numbers a lane
-constexpr int kShareQuarters = 2;                // that a warp has of a row at most
+constexpr int kQuarter = kValueDim / kQuarters;  // dims; four per lane
+constexpr int kShareQuarters = 2;                // most that a warp has of a row
 static_assert(kQuarter == 4 * 32);
 
-// The blocks of this block's cluster that work on parts of one token and on nothing else: `count` of them from rank
-// `first` on. This block is the `own`th.
+// The CTAs of this CTA's cluster whose whole work is a split of the same token: ranks `first` to `first + count - 1`.
+// This CTA is number `own` of them.
 struct ClusterPeers {
   int first, count, own;
 
-  // A warp arrives at the barrier of every peer. A barrier expects all blocks of the cluster, so each block also
-  // arrives at its own for those that are no peers.
+  // A warp arrives at the barrier of every peer, after all that its lanes have done. A barrier expects all blocks of
+  // the cluster, so each block also arrives at its own for those that are no peers.
   __device__ void arrive(Barrier& barrier, int lane) const {
+    __syncwarp();
     if (lane < count) arrive_in_block(cute::set_block_rank(cast_smem_ptr_to_uint(&barrier), first + lane), 1);
     const int others = static_cast<int>(blocks_of_cluster()) - count;
     if (lane == 0 && others > 0)
@@ -42,9 +44,9 @@ struct ClusterPeers {
   }
 };
 
-// The plan's rows of the workers that this one depends on. Loaded at once when the kernel begins, as latency is high.
+// The plan entries that this CTA depends on. All are loaded when the kernel begins, as their latency is high.
 struct Neighbours {
-  PlanRow row;  // of the block of lane i's rank in the cluster
+  PlanRow row;  // of the cluster's CTA whose rank is the lane
   int parts;    // of the token that the worker continues
 
   __device__ void load(const Worker& worker, int lane) {
@@ -58,7 +60,7 @@ struct Neighbours {
   }
 };
 
-// `tiles` becomes the number of tiles of the block of this lane's rank, if its whole work is a part of one token.
+// `tiles` becomes the number of tiles of the CTA whose rank is the lane, if its whole work is a split of one token.
 __device__ __forceinline__ ClusterPeers find_peers(const Worker& worker, const Neighbours& neighbours,
                                                    int max_tile_slots, int lane, int& tiles) {
   const int size = blocks_of_cluster();
@@ -77,21 +79,21 @@ __device__ __forceinline__ ClusterPeers find_peers(const Worker& worker, const N
   const uint32_t same = __ballot_sync(~0u, single && token == own_token);
   if (!(same >> rank & 1)) return peers;
   const int first = __ffs(same) - 1, count = __popc(same);
-  if (same >> first != (1u << count) - 1) return peers;  // a caller's plan, whose parts are not neighbours
+  if (same >> first != (1u << count) - 1) return peers;  // a caller's plan, with splits that are no neighbours
   peers.first = first;
   peers.count = count;
   peers.own = rank - peers.first;
   return peers;
 }
 
-constexpr int kMostBlocks = 16;  // of a cluster
+constexpr int kMostBlocks = 16;  // CTAs per cluster
 
-// Which parts a worker has of the tokens that it shares with others. One warp stores it when the kernel begins, to save
-// registers.
+// Which splits a CTA has of the tokens that it shares with others. One warp stores this in shared memory when the
+// kernel begins, to save registers.
 struct CutTokens {
   ClusterPeers peers;
   TokenPart parts[2];      // of the token that is left open, and of the one that is continued
-  int tiles[kMostBlocks];  // of each block of the cluster, by rank
+  int tiles[kMostBlocks];  // of each CTA of the cluster, by rank
 
   __device__ void store(const Worker& worker, const Neighbours& neighbours, int max_tile_slots, int lane) {
     int own_tiles;
@@ -103,37 +105,37 @@ struct CutTokens {
   }
 };
 
-// A block's softmax statistics of its part of a token, for its peers to read.
+// A CTA's softmax statistics of its split of a token, for its peers to read.
 struct alignas(16) PartResult {
-  float reference;  // of what follows, to base 2; -inf if there is nothing to attend to
-  float total;      // of 2^(score - reference)
+  float row_max;    // to base 2; -inf if there is nothing to attend to
+  float total;      // of 2^(score - row_max)
   float max_score;  // to base 2
-  uint32_t sums;    // shared address of the head's 512 sums
+  uint32_t acc;     // shared address of the head's 512 accumulators
 };
 
-__device__ __forceinline__ void add_weighted(float4& sum, float weight, float4 x) {
-  sum.x += weight * x.x, sum.y += weight * x.y, sum.z += weight * x.z, sum.w += weight * x.w;
+__device__ __forceinline__ void add_weighted(float4& acc, float weight, float4 x) {
+  acc.x += weight * x.x, acc.y += weight * x.y, acc.z += weight * x.z, acc.w += weight * x.w;
 }
 
-// A head's row is merged by two warps or by four: quarters of it, in which a lane has four numbers.
+// What a warp combines of a head's row: one or two quarters, in each of which a lane has four numbers.
 struct MergedRow {
-  float4 values[kShareQuarters];  // times `total`, before they are results
-  float reference = 0.0f, total = 0.0f;
-  float max_logit = -INFINITY;  // natural, as in the result
+  float4 values[kShareQuarters];  // not yet divided by `total`
+  float row_max = 0.0f, total = 0.0f;
+  float max_logit = -INFINITY;
 
-  // Converts statistics to base 2; nothing to do if the parts were empty.
-  __device__ void set(float reference2, float new_total, float max_score) {
-    if (reference2 == -INFINITY) return;
-    reference = reference2 * kLn2, total = new_total, max_logit = max_score * kLn2;
+  // From statistics to base 2. All empty: nothing changes.
+  __device__ void set(float row_max2, float new_total, float max_score) {
+    if (row_max2 == -INFINITY) return;
+    row_max = row_max2 * kLn2, total = new_total, max_logit = max_score * kLn2;
   }
-  __device__ float lse() const { return total == 0.0f ? -INFINITY : reference + logf(total); }
-  __device__ float scale() const { return total == 0.0f ? 0.0f : 1.0f / total; }
+  __device__ float lse() const { return lse_of(row_max, total); }
+  __device__ float scale() const { return inverse_of(total); }
 };
 
-// The quarters of head rows that a warp has, [begin, end) of each.
+// A warp's share of the combination.
 struct Share {
-  int head, step, heads;  // heads `head`, `head + step`, ... of the block's
-  int begin, end;
+  int head, step, heads;  // heads `head`, `head + step`, ... below `heads`, of the CTA's
+  int begin, end;         // quarters [begin, end) of each
 };
 
 __device__ __forceinline__ Share share_of(const ClusterPeers& peers, int warp, int heads) {
@@ -146,8 +148,7 @@ template <Number kNumber>
 __device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t token, int head, const Share& share,
                                              uint32_t quarters, int lane, const MergedRow& merged) {
   const float lse = merged.lse();
-  float scale = merged.scale() * p.value_scale;
-  if (p.sink && lse > -INFINITY) scale /= 1.0f + expf(p.sink[head] - lse);
+  const float scale = with_sink(merged.scale() * p.value_scale, p, head, lse);
   uint16_t* out = p.out + p.offset(p.out_strides, token, head) + 4 * lane;
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) {
@@ -158,20 +159,20 @@ __device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t 
   }
   if (share.begin > 0 || !(quarters & 1) || lane > 0) return;
   p.lse[p.offset(p.lse_strides, token, head)] = lse;
-  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = isnan(lse) ? lse : merged.max_logit;
+  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(lse, merged.max_logit);
 }
 
 constexpr int kEarlyParts = 8;
 
-// Merges the parts that the workspace holds of a token. If they are few, their lse and max logits have been loaded
-// already.
+// Combines a token's partial results from the workspace. If they are few, their lse and max logits were loaded before:
+// lane i passes those of part i.
 __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, int64_t first_partial, int parts,
                                                       int head, const Share& share, int lane, float early_lse,
                                                       float early_max_logit, MergedRow& merged) {
   constexpr int kAtOnce = 2;
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) merged.values[j] = {};
-  float reference = -INFINITY;
+  float max_lse = -INFINITY;
 #pragma unroll 1
   for (int begin = 0; begin < parts; begin += 32) {
     float lse = early_lse, max_logit = early_max_logit;
@@ -179,19 +180,19 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
       const int64_t row = partials.row(first_partial + begin + lane, head);
       lse = __ldcg(partials.lse + row), max_logit = __ldcg(partials.max_logits + row);
     }
-    // an empty part may hold anything, and many are empty: peers fill one slot together
+    // skip empty parts: there are many, as peers fill one slot together, and their rows may hold anything
     uint32_t filled = __ballot_sync(~0u, lse != -INFINITY);
     if (filled == 0) continue;
     merged.max_logit = fmaxf(merged.max_logit, max_of_warp(max_logit));
-    const float raised = fmaxf(reference, max_of_warp(lse)), kept = expf(reference - raised);
-    const float weight = lse == -INFINITY ? 0.0f : expf(lse - raised);
+    const float raised = fmaxf(max_lse, max_of_warp(lse)), kept = expf(max_lse - raised);
+    const float weight = combine_weight(lse, raised);
     merged.total = merged.total * kept + sum_of_warp(weight);
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j) {
       float4& x = merged.values[j];
       x = {x.x * kept, x.y * kept, x.z * kept, x.w * kept};
     }
-    reference = raised;
+    max_lse = raised;
 #pragma unroll 1
     while (filled) {
       float4 x[kAtOnce][kShareQuarters];
@@ -205,7 +206,7 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
           filled &= filled - 1;
           weights[i] = __shfl_sync(~0u, weight, part);
         }
-        // after the last part that one again: with a condition the loads would wait for one another
+        // past the last part, load that one again: under a condition the loads would wait for one another
         const float* from = partials.out + partials.row(first_partial + begin + part, head) * kValueDim +
                             share.begin * kQuarter + 4 * lane;
 #pragma unroll
@@ -219,16 +220,16 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
           if (weights[i] != 0.0f && share.begin + j < share.end) add_weighted(merged.values[j], weights[i], x[i][j]);
     }
   }
-  if (reference > -INFINITY) merged.reference = reference;
+  if (max_lse > -INFINITY) merged.row_max = max_lse;
 }
 
-// Rows in peers' shared memory: lane i knows the address of peer i's.
+// Rows in peers' shared memory. Lane i has the address of peer i's.
 template <int kQuartersOfWarp>
 struct PeerRows {
   static constexpr int kAtOnce = 8 / kQuartersOfWarp;
   float4 x[kAtOnce][kQuartersOfWarp];
 
-  // From peer `begin` on. Past the last one it reads that one again.
+  // Issues the loads from peer `begin` on. Past the last peer it reads that one again.
   __device__ __forceinline__ void read(const ClusterPeers& peers, uint32_t row, int begin, int lane) {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
@@ -239,8 +240,8 @@ struct PeerRows {
     }
   }
 
-  // Lane i has the weight of peer i. Every value is looked at, even one that does not count and may be anything: so all
-  // have arrived.
+  // Lane i has the weight of peer i. Every value is used, also one that does not count (it may be anything), so that
+  // all loads have completed.
   __device__ __forceinline__ void add(const ClusterPeers& peers, float weight, int begin,
                                       float4 (&values)[kShareQuarters]) const {
 #pragma unroll
@@ -257,8 +258,8 @@ struct PeerRows {
   }
 };
 
-// Lane i's `row` is the address of the head's sums in peer i. A batch is loaded before anything waits: a read from
-// another block takes long, however many there are.
+// Lane i's `row` is the address of the head's accumulators in peer i. All loads of a batch are issued before anything
+// waits, because a read from another CTA has a high latency.
 template <int kQuartersOfWarp>
 __device__ __forceinline__ void merge_peer_rows(const PartResult& result, uint32_t row, const ClusterPeers& peers,
                                                 const Share& share, int lane, MergedRow& merged) {
@@ -268,7 +269,7 @@ __device__ __forceinline__ void merge_peer_rows(const PartResult& result, uint32
   row += share.begin * kQuarter * 4;
   PeerRows<kQuartersOfWarp> rows;
   rows.read(peers, row, 0, lane);
-  __syncwarp();  // or the compiler delays some loads until others have arrived
+  __syncwarp();  // or the compiler delays some loads until others have completed
   const float raised = max_of_warp(theirs.x);
   const float weight = theirs.x == -INFINITY ? 0.0f : exp2_approximate(theirs.x - raised);
   merged.set(raised, sum_of_warp(weight * theirs.y), max_of_warp(theirs.z));
@@ -281,17 +282,17 @@ __device__ __forceinline__ void merge_peer_rows(const PartResult& result, uint32
   finish_reads();
 }
 
-// Merges the peers' parts. Without peers it is the block's own part, wherever its sums are.
+// Combines the peers' parts. Without peers it takes the CTA's own part, wherever its accumulators are.
 __device__ __forceinline__ void merge_peers(const PartResult& result, uint32_t row, const ClusterPeers& peers,
                                             const Share& share, int lane, MergedRow& merged) {
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) merged.values[j] = {};
   if (peers.count == 1) {
-    if (result.reference == -INFINITY) return;
-    merged.set(result.reference, result.total, result.max_score);
+    if (result.row_max == -INFINITY) return;
+    merged.set(result.row_max, result.total, result.max_score);
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j)
-      merged.values[j] = load4(result.sums + 16 * lane + (share.begin + j) * kQuarter * 4);
+      merged.values[j] = load4(result.acc + 16 * lane + (share.begin + j) * kQuarter * 4);
     return;
   }
   if (share.end - share.begin == 1)
@@ -300,9 +301,9 @@ __device__ __forceinline__ void merge_peers(const PartResult& result, uint32_t r
     merge_peer_rows<2>(result, row, peers, share, lane, merged);
 }
 
-// Eight warps merge a worker's part of a token with the other parts. `results` has its statistics; lane i's
-// `row_of_head(head)` is where peer i has the head's sums, as an address in this block. Each warp calls `release` when
-// it has read all that it needs from shared memory.
+// Eight warps combine a CTA's split of a token with the other splits. `results` has its statistics. Lane i's
+// `row_of_head(head)` is the address of the head's accumulators in peer i, as an address in this CTA. Each warp calls
+// `release` when it has read all that it needs from shared memory.
 template <Number kNumber, int kHeads, typename Row, typename Read>
 __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const PartResult (&results)[kHeads],
                                             int64_t token, const TokenPart& part, const ClusterPeers& peers,
@@ -331,18 +332,18 @@ __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const Par
       const float4 x = merged.values[j];
       *reinterpret_cast<float4*>(out + j * kQuarter) = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
     }
-    // each of a head's warps writes these, as none waits for another
+    // all warps of a head write these (the same numbers), as none waits for another
     if (lane < peers.count) {
       const int64_t row = partials.row(partial + lane, head);
       partials.lse[row] = lane == 0 ? lse : -INFINITY;
-      partials.max_logits[row] = lane == 0 ? (isnan(lse) ? lse : merged.max_logit) : -INFINITY;
+      partials.max_logits[row] = lane == 0 ? max_logit_of(lse, merged.max_logit) : -INFINITY;
     }
   }
   if (share.head >= share.heads) release();
   if (complete) return;
   fence_of_gpu();
   __syncwarp();
-  // a lane a quarter of a head
+  // each lane counts for one quarter of a head
   bool last = false;
   const int own_of_lane = share.head + lane / kQuarters * share.step, quarter_of_lane = share.begin + lane % kQuarters;
   if (own_of_lane < share.heads && quarter_of_lane < share.end) {
@@ -354,10 +355,10 @@ __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const Par
   const uint32_t completed = __ballot_sync(~0u, last);
   if (completed == 0) return;
   fence_of_gpu();
-  constexpr int kMostHeads = 4;  // of a warp
+  constexpr int kMostHeads = 4;  // per warp
   static_assert(kHeads * kQuarters <= kMostHeads * kShareQuarters * 8 && kMostHeads * kEarlyParts <= 32);
   float lses = -INFINITY, scores = -INFINITY;
-  // parts of heads that are not complete may not be there yet
+  // only of complete heads: other parts may not be stored yet
   if (const int own = share.head + lane / kEarlyParts * share.step;
       parts <= kEarlyParts && own < share.heads && lane % kEarlyParts < parts &&
       (completed & 15u << lane / kEarlyParts * kQuarters)) {

@@ -1,4 +1,4 @@
-// Queries of one token to shared memory, quantised to pairs of e4m3 numbers.
+// Loads one token's queries to shared memory, quantised to pairs of e4m3 numbers.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,9 @@
 
 namespace mla::cuda::sm90 {
 
-// Two bf16 numbers times a factor, and what e4m3 leaves of them, as e4m3 too. Numbers of a magnitude from 2^-2 to 2^8
-// are the sum of the two, smaller ones are off by 2^-10 at most: e4m3 has four bits, bf16 has eight.
+// Two bf16 numbers times a factor, each as the sum of two e4m3 numbers: the rounded value and the rounding error. The
+// sum is exact for magnitudes from 2^-2 to 2^8, as bf16 has eight significant bits and e4m3 four. Smaller numbers are
+// off by at most 2^-10.
 struct Fp8Pair {
   uint32_t high, low;  // two bytes each
 
@@ -30,23 +31,24 @@ struct Fp8Pair {
   }
 };
 
-// Quantises a token's queries to pairs of e4m3 numbers. A head is a row of `fp8`, and what e4m3 leaves of it is the row
-// kHeads further on. A group of 128 dims is a row of 128 bytes; groups lie one after another. Rope has rows of its own:
-// it stays bf16, or becomes such pairs too (kRopeToo), of which a row has 64 bytes. Rows beyond the problem's heads are
-// zeros. Each head is divided by a power of two that brings its largest number, but for bf16 rope, to 2^7 to 2^8;
-// q_scale puts that right, and brings scores to base 2.
+// Quantises a token's queries. In each group of 128 dims a head is a row of 128 bytes of `fp8`; its rounding errors are
+// the row kHeads further on. Groups follow one another. Rope has rows of its own: bf16, or pairs of e4m3 too
+// (kRopeToo), 64 bytes a row. Rows beyond the problem's heads are zeros.
+//
+// Each head is divided by a power of two that brings its largest number (not counting bf16 rope) to 2^7 to 2^8. q_scale
+// undoes that and brings scores to base 2.
 template <int kHeads, bool kRopeToo>
 struct QuantisedQueries {
   static_assert(kHeads % 8 == 0, "both rows of a head are swizzled alike");
-  static constexpr int kWarps = 8;                      // that share the heads
-  static constexpr int kAtOnce = kHeads == 16 ? 2 : 1;  // heads of a warp
-  static constexpr int kStep = kWarps * kAtOnce;        // to the warp's next ones
+  static constexpr int kWarps = 8;                      // share the heads
+  static constexpr int kAtOnce = kHeads == 16 ? 2 : 1;  // heads per warp and step
+  static constexpr int kStep = kWarps * kAtOnce;        // heads per step
   static constexpr int kGroupBytes = 2 * kHeads * kRowBytes;
   static constexpr int kRopeBytes = kRopeToo ? kGroupBytes : kHeads * kRowBytes;
 
   uint4 latent[kAtOnce][2], rope[kAtOnce];
 
-  // Asks for the warp's heads from `first` of the block's on.
+  // Issues the loads of kAtOnce heads, from the CTA's head `first` on.
   __device__ __forceinline__ void load(const AttentionProblem& p, int64_t token, int head_begin, int first, int lane) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) load_head(latent[i], rope[i], p, token, head_begin + first + i, lane);
@@ -58,7 +60,7 @@ struct QuantisedQueries {
     for (int i = 0; i < kAtOnce; ++i) {
       const int row = first + i;
       const uint32_t biased = exponent_of_head<kRopeToo ? 0 : 60>(latent[i], rope[i]), exponent = max(biased, 8u);
-      // an infinity among them would become a number: let it be NaN
+      // e4m3 would saturate an infinity; NaN shows it
       const float factor = biased == 255 ? NAN : __uint_as_float((261 - exponent) << 23);
 #pragma unroll
       for (int j = 0; j < 2; ++j)
@@ -73,7 +75,7 @@ struct QuantisedQueries {
   }
 
  private:
-  // Numbers 8 * eighth to 8 * eighth + 7 of a row.
+  // Stores numbers 8 * eighth to 8 * eighth + 7 of a row.
   static __device__ __forceinline__ void store_pairs(uint8_t* rows, int row, int eighth, const uint4& numbers,
                                                      float factor) {
     const Fp8Pair x(numbers.x, factor), y(numbers.y, factor), z(numbers.z, factor), w(numbers.w, factor);

@@ -1,4 +1,4 @@
-// Queries of one token into shared memory, as the second factor of scores or the first.
+// Loads one token's queries to shared memory, as operand B (few_heads) or A (many_heads) of the score product.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace mla::cuda::sm90 {
 
-// Two bf16 numbers times a power of two, in f16 or in bf16.
+// Two bf16 numbers times a power of two, as f16 or bf16.
 __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float factor, bool to_f16) {
   const float first = __uint_as_float(pair << 16) * factor, second = __uint_as_float(pair & 0xffff0000u) * factor;
   return to_f16 ? pack_f16(first, second) : pack_bf16(first, second);
@@ -20,13 +20,13 @@ __device__ __forceinline__ uint4 scaled_piece(uint4 piece, float factor, bool to
           scaled_pair(piece.z, factor, to_f16), scaled_pair(piece.w, factor, to_f16)};
 }
 
-// The largest magnitude of two bf16 numbers, in the lower half; what the upper half holds is of no use.
+// The largest magnitude so far and of two bf16 numbers, in the lower half. The upper half holds garbage.
 __device__ __forceinline__ uint32_t larger_magnitude(uint32_t pair, uint32_t largest) {
   return max(max(pair & 0x7fffu, pair >> 16 & 0x7fffu), largest);
 }
 
-// The biased exponent of a warp's head: that of its largest latent number; but rope is divided by the same power of
-// two, and where it is larger by far it has to stay finite: by more than 2^kRopeRoom.
+// The biased exponent of the power of two that a warp's head is divided by: that of its largest latent number. Rope is
+// divided by the same power. If it is larger by more than 2^kRopeRoom, the exponent grows, so that rope stays finite.
 template <uint32_t kRopeRoom = 60>
 __device__ __forceinline__ uint32_t exponent_of_head(const uint4 (&latent)[2], const uint4& rope) {
   uint32_t largest = 0, largest_rope = 0;
@@ -39,7 +39,7 @@ __device__ __forceinline__ uint32_t exponent_of_head(const uint4 (&latent)[2], c
   return max(exponent, max(of_rope, kRopeRoom) - kRopeRoom);
 }
 
-// Asks for a head of a token, a warp a head; zeros beyond the problem's heads.
+// Issues the loads of a token's head by a warp. Zeros beyond the problem's heads.
 __device__ __forceinline__ void load_head(uint4 (&latent)[2], uint4& rope, const AttentionProblem& p, int64_t token,
                                           int head, int lane) {
   latent[0] = latent[1] = rope = {};
@@ -49,18 +49,19 @@ __device__ __forceinline__ void load_head(uint4 (&latent)[2], uint4& rope, const
   if (lane < 8) rope = reinterpret_cast<const uint4*>(p.q_rope + p.offset(p.q_rope_strides, token, head))[lane];
 }
 
-// The factors to base 2 of scores of heads 8 * j + 2 * (lane % 4) and the next, where heads are columns.
+// The score factors, to base 2, of heads 8 * j + 2 * (lane % 4) and the next: a lane's columns.
 __device__ __forceinline__ float2 q_scales_of_lane(const float* q_scale, int j, int lane) {
   return *reinterpret_cast<const float2*>(q_scale + 8 * j + 2 * (lane % 4));
 }
 
-constexpr int kQueryWarps = 8;  // that load a token's queries: heads warp, warp + 8 and so on
+constexpr int kQueryWarps = 8;  // load a token's queries: a warp heads warp, warp + 8, ...
 
-// Eight warps load a token's heads, a warp up to four of them at once, in the layout of a tile's block. Rows beyond the
-// problem's heads are zeros. With fp8_ds_mla rows (kScaled), q is f16 and each head is divided by a power of two that
-// brings its largest latent number to 1 to 2, so that f16 holds any bf16 query; q_scale puts that right, and brings
-// scores to base 2. Rope is also multiplied with `rope_lift`, which cached rope then lacks. `wait_for_room` is called
-// when the first loads are in flight.
+// Eight warps load a token's heads in the layout of a tile's block; a warp loads up to four heads at once. Rows beyond
+// the problem's heads are zeros. `wait_for_room` is called when the first loads are in flight.
+//
+// With fp8_ds_mla rows (kScaled) q is f16. Each head is divided by a power of two that brings its largest latent number
+// to 1 to 2, so that f16 holds any bf16 query. q_scale undoes that and brings scores to base 2. Rope is also multiplied
+// by `rope_lift`, because cached rope lacks the rows' power of two.
 template <bool kScaled, int kHeads, int kBlocks, typename Wait>
 __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t (&q)[kBlocks][kHeads * kRowBytes],
                                              float* q_scale, int64_t token, int head_begin, int warp, int lane,
@@ -78,7 +79,7 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
       const auto* nope = reinterpret_cast<const uint4*>(p.q_nope + p.offset(p.q_nope_strides, token, head));
       latent[i][0] = nope[lane], latent[i][1] = nope[lane + 32];
     }
-    // eight lanes have a head's rope
+    // eight lanes load a head's rope
     const int rope_row = first + kQueryWarps * (lane / 8);
     if (const int head = head_begin + rope_row; kRoped && lane < 8 * kAtOnce && head < p.heads)
       rope = reinterpret_cast<const uint4*>(p.q_rope + p.offset(p.q_rope_strides, token, head))[lane % 8];
@@ -104,7 +105,7 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
       }
       if (lane == 0) q_scale[own] = p.scale * kLog2E * back;
     }
-    // one after the other: together they may be too large for fp32
+    // two steps: the product of both factors may overflow fp32
     if constexpr (kScaled) rope = scaled_piece(scaled_piece(rope, rope_factor, false), rope_lift, false);
     if (kRoped && lane < 8 * kAtOnce)
       *reinterpret_cast<uint4*>(q[kBlocks - 1] + rope_row * kRowBytes +
@@ -112,12 +113,12 @@ __device__ __forceinline__ void load_queries(const AttentionProblem& p, uint8_t 
   }
 }
 
-// Asks L2 for a token's queries that will be loaded soon, by so many warps.
+// Prefetches a token's queries to L2, by kWarps warps.
 template <int kHeads, int kWarps, int kBlocks>
 __device__ __forceinline__ void ask_l2_for_queries(const AttentionProblem& p, int64_t token, int head_begin, int warp,
                                                    int lane) {
-  constexpr int kWarpHeads = kHeads / kWarps, kLanes = 32 / kWarpHeads;  // of a head
-  constexpr int kLine = 64, kLines = kLatent / kLine / kLanes;           // numbers; of a lane
+  constexpr int kWarpHeads = kHeads / kWarps, kLanes = 32 / kWarpHeads;  // per warp; per head
+  constexpr int kLine = 64, kLines = kLatent / kLine / kLanes;           // numbers of a cache line; lines per lane
   const int head = head_begin + warp * kWarpHeads + lane % kWarpHeads;
   if (head >= p.heads) return;
   const auto ask = [](const uint16_t* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); };

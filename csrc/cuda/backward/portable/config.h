@@ -1,4 +1,4 @@
-// The portable backward kernel's shape: what the kernel is written with and the launch needs to know.
+// The shape of the portable backward kernel, for the kernel and its launch.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +7,15 @@
 
 namespace mla::cuda::portable_backward_kernel {
 
-constexpr int kHeads = kPortableGroupHeads;  // a block's heads: two rows of m16n8k16 products
+constexpr int kHeads = kPortableGroupHeads;  // per CTA: two m16n8k16 products high
 constexpr int kTile = 16;                    // entries whose rows are in shared memory at once
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 static_assert(kHeads == 32 && kTile == 16 && kWarps == 8, "a warp has 16 heads by 8 entries of one of two products");
 
-// Shared memory. Rows of 16-bit numbers are an odd number of 16-byte pieces long, so that the eight rows of an ldmatrix
-// tile lie in different banks; of fp32 numbers, 24 more than a multiple of 32, for pairs in half a warp.
+// Row strides against bank conflicts. Rows of 16-bit numbers are an odd number of 16-byte pieces long, so that the
+// eight rows of an ldmatrix tile lie in different banks. Rows of fp32 numbers are 24 more than a multiple of 32 numbers
+// long, so that half a warp's pairs do.
 constexpr int kRowStride = kHeadDim + 8;
 constexpr int kValueStride = kValueDim + 8;
 constexpr int kScoreStride = kTile + 8;

@@ -1,11 +1,11 @@
-// The backward of sparse attention for every GPU from sm_80 up: a query and 32 heads a block, mma.sync. It is meant to
-// be right everywhere and simple; a tile's rows come into registers while the tile before is worked on.
+// The backward of sparse attention for every GPU from sm_80 up: a query and 32 heads per CTA, mma.sync. It is meant to
+// be right everywhere and simple. A tile's rows are loaded to registers while the tile before is computed.
 //
 // For each tile of 16 entries:
-//   scores   a warp 16 heads by 8 entries: four warps q . k, four d_out . v
-//   weigh    a thread two entries of a head: P and dS
-//   d_q      a warp an eighth of the dims: dS times the rows, summed in registers over all tiles
-//   a row's contribution: a warp the same dims: dS times q, and P times d_out, over the block's heads
+//   scores         16 heads by 8 entries per warp: four warps compute q . k, four d_out . v
+//   weigh          two entries of a head per thread: P and dS
+//   d_q            an eighth of the dims per warp: dS times the rows, accumulated in registers over all tiles
+//   contributions  the same dims per warp: dS times q, and P times d_out, over the CTA's heads
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,7 @@ struct Block {
   int group;
   int warp, lane;
 
-  // A tile on its way to shared memory.
+  // A tile's rows in registers, on their way to shared memory.
   struct Staged {
     uint4 piece[kThreadPieces];
     bool valid[kThreadPieces];
@@ -90,15 +90,15 @@ struct Block {
     const int head = warp % 4 / 2 * 16, entry = warp % 2 * 8;
     const uint32_t head_address = cast_smem_ptr_to_uint(&heads[head + lane % 16][8 * (lane / 16)]);
     const uint32_t row_address = cast_smem_ptr_to_uint(&s.rows[entry + lane % 8][8 * (lane / 8)]);
-    float even[4] = {}, odd[4] = {};  // two chains of products, so that one waits less for itself
+    float even[4] = {}, odd[4] = {};  // two chains of products hide latency
 #pragma unroll 4
     for (int dim = 0; dim < kDims; dim += 32) {
       uint32_t rows[4], first[4], second[4];
       load_tiles(rows, row_address + 2 * dim);
       load_tiles(first, head_address + 2 * dim);
       load_tiles(second, head_address + 2 * dim + 32);
-      multiply_add<Atom>(even, first, rows[0], rows[1]);
-      multiply_add<Atom>(odd, second, rows[2], rows[3]);
+      mma<Atom>(even, first, rows[0], rows[1]);
+      mma<Atom>(odd, second, rows[2], rows[3]);
     }
     float* const upper = &to[head + lane / 4][entry + 2 * (lane % 4)];
     *reinterpret_cast<float2*>(upper) = {even[0] + odd[0], even[1] + odd[1]};
@@ -130,17 +130,17 @@ struct Block {
       load_tiles(d_scores[m], cast_smem_ptr_to_uint(&s.d_scores[16 * m + lane % 16][8 * (lane / 16)]));
 #pragma unroll
     for (int n = 0; n < kWarpTiles; n += 2) {
-      uint32_t rows[4];  // the last pair of an odd number of tiles reads into a row's padding, and uses half
+      uint32_t rows[4];  // with an odd number of tiles, the last load reads padding, and half of it is used
       load_tiles_transposed(rows, cast_smem_ptr_to_uint(&s.rows[lane % 16][warp * kWarpDims + 8 * (n + lane / 16)]));
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        multiply_add<Atom>(d_q[n][m], d_scores[m], rows[0], rows[1]);
-        if (n + 1 < kWarpTiles) multiply_add<Atom>(d_q[n + 1][m], d_scores[m], rows[2], rows[3]);
+        mma<Atom>(d_q[n][m], d_scores[m], rows[0], rows[1]);
+        if (n + 1 < kWarpTiles) mma<Atom>(d_q[n + 1][m], d_scores[m], rows[2], rows[3]);
       }
     }
   }
 
-  // 16 entries by 32 heads of P or dS, which lie by heads, as the left operands of two products.
+  // P or dS of 16 entries by 32 heads, stored head by head, as operand A of two products.
   __device__ void load_by_entry(const uint16_t (&from)[kHeads][kScoreStride], uint32_t (&to)[2][4]) const {
 #pragma unroll
     for (int k = 0; k < 2; ++k)
@@ -153,7 +153,7 @@ struct Block {
     load_by_entry(s.d_scores, d_scores);
     load_by_entry(s.weights, weights);
     const int32_t* indices = p.lists.indices + query * p.lists.stride;
-    uint16_t* to[2];  // the lane's two entries, null where one is none
+    uint16_t* to[2];  // the lane's two entries; null if invalid
     float* add_to[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -171,12 +171,12 @@ struct Block {
       float sum[4] = {};
       uint32_t heads[4];
       load_tiles_transposed(heads, cast_smem_ptr_to_uint(&s.q[lane][dim]));
-      multiply_add<Atom>(sum, d_scores[0], heads[0], heads[1]);
-      multiply_add<Atom>(sum, d_scores[1], heads[2], heads[3]);
+      mma<Atom>(sum, d_scores[0], heads[0], heads[1]);
+      mma<Atom>(sum, d_scores[1], heads[2], heads[3]);
       if (dim < kValueDim) {
         load_tiles_transposed(heads, cast_smem_ptr_to_uint(&s.d_out[lane][dim]));
-        multiply_add<Atom>(sum, weights[0], heads[0], heads[1]);
-        multiply_add<Atom>(sum, weights[1], heads[2], heads[3]);
+        mma<Atom>(sum, weights[0], heads[0], heads[1]);
+        mma<Atom>(sum, weights[1], heads[2], heads[3]);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const __grid_constan
   block.load_heads();
   float d_q[Block<kWidth>::kWarpTiles][2][4] = {};
   for (int first = 0; first < end; first += kTile) {
-    __syncthreads();  // the tile before is finished with
+    __syncthreads();  // the tile before is done
     const bool any = block.store(staged);
     block.stage(first + kTile, end, staged);
     if (!__syncthreads_or(any)) continue;

@@ -18,8 +18,8 @@ constexpr int kSharedBytes = sizeof(Shared<kHeads, kWidth / kBlockDims>);
 
 template <int kHeads, int kWidth>
 void run(const BackwardProblem& p, int processors, void* stream) {
-  launch_early(kKernel<kHeads, kWidth>, dim3(std::min(p.count, processors)), kThreads, kSharedBytes<kHeads, kWidth>,
-               stream, "sparse_backward", p);
+  launch_pdl(kKernel<kHeads, kWidth>, dim3(std::min(p.count, processors)), kThreads, kSharedBytes<kHeads, kWidth>,
+             stream, "sparse_backward", p);
 }
 
 template <int kWidth>

@@ -1,18 +1,18 @@
-// The backward of sparse attention for up to 32 heads on Hopper. Entries are the 64 rows of wgmma and heads its
-// columns, so that few heads fill the instruction. A block takes a query's tiles of 64 entries:
+// The backward of sparse attention for up to 32 heads on Hopper. Operands are swapped: entries are the 64 rows of wgmma
+// and heads its columns, so that few heads fill the instruction. A CTA takes a query's tiles of 64 entries:
 //
 //   S^T | dP^T [64 entries x 2 heads] = K [64 x 512] (Q | dO)^T, and S^T += K Q^T of the 64 dims of rope
 //   P = 2^(S - lse), dS = P (dP - delta)
 //   dQ^T [576 dims x heads] += K^T dS^T
 //   contributions [64 entries x 576] = (dS^T | P^T) [64 x 2 heads] (Q | dO)
 //
-// Q and dO lie below one another in each block of 64 dims, so that one product sums up both parts of a contribution.
-// Its left factor stays in the registers in which it was found. For up to 16 heads there is a second copy of Q and dO,
-// for contributions: its dims are in such an order that a lane's sums are neighbours.
+// In each block of 64 dims dO lies below Q, so that one product adds both parts of a contribution. Its operand A stays
+// in the registers in which it was computed. For up to 16 heads there is a second copy of Q and dO for contributions,
+// with dims in such an order that a lane's accumulators are neighbours.
 //
-// Two consumer warpgroups have every other tile each, with a dQ of its own. At a query's end the one with the last tile
-// leaves its dQ in that tile's memory, and the other one adds its own and writes both. Writing contributions to memory
-// is what takes longest: everything else runs beside one warpgroup's stores.
+// Two consumer warpgroups take every other tile each, with a dQ of their own. At a query's end the one with the last
+// tile stores its dQ in that tile's memory. The other one adds its own and writes the sum. Stores of contributions take
+// longest, so everything else overlaps with one warpgroup's stores.
 //
 //   produce | load i + 2 ...           | load i + 3 ...
 //   group 0 | S, dP, P, dS | contributions of i, dQ first ... | S, dP, P, dS of i + 2 ...
@@ -37,7 +37,7 @@
 
 namespace mla::cuda::sm90::backward::few_heads {
 
-// A block begins with 168 registers a thread, handed round.
+// Registers per thread after setmaxnreg; a launch begins with 168.
 template <int kHeads>
 constexpr uint32_t kConsumerRegisters = kHeads <= 16   ? 208
                                         : kHeads <= 24 ? 224
@@ -49,7 +49,7 @@ constexpr int kBlockSteps = kBlockDims / kStep, kTileSteps = kTileTokens / kStep
 
 template <int kHeads>
 constexpr int kHeadBytes = 2 * kHeads * kRowBytes;  // a block of Q and dO
-// The last block, of Q alone: rows of zeros make up a multiple of what is summed over at once.
+// Rows of the last block, which is Q's rope: padded with zeros to a multiple of k.
 template <int kHeads>
 constexpr int kRopeRows = (kHeads + kStep - 1) / kStep * kStep;
 
@@ -58,21 +58,21 @@ using HeadsAtom = std::conditional_t<
     kColumns == 24, gmma::MMA_64x24x16_F32BF16BF16_SS<kA, kB>,
     std::conditional_t<kColumns == 48, gmma::MMA_64x48x16_F32BF16BF16_SS<kA, kB>, Bf16Atom<kColumns, kA, kB>>>;
 
-// Whether there is room for a second copy of Q and dO. In it the 4-byte words of each 64 bytes, four times four of
-// them, are transposed: a lane's four sums of a row, of columns 8 apart, then are of 8 neighbouring dims.
+// Whether there is room for a second copy of Q and dO, "turned": each 64 bytes are transposed as 4 x 4 words of 4
+// bytes. Then a lane's four pairs of a row, of columns 8 apart, are 8 neighbouring dims.
 template <int kHeads>
 constexpr bool kTurns = kHeads <= 16;
 
 template <int kHeads, int kBlocks>
 struct Shared {
-  static constexpr int kQueries = kHeads <= 8 ? 2 : 1;  // queries that there is room for
+  static constexpr int kQueries = kHeads <= 8 ? 2 : 1;  // buffers for a query
   static constexpr int kTurned = kTurns<kHeads> ? kQueries : 0;
   static constexpr int kQueryBytes =
       kLatentBlocks * kHeadBytes<kHeads> + (kBlocks - kLatentBlocks) * kRopeRows<kHeads> * kRowBytes;
 
-  alignas(1024) uint8_t k[2][kBlocks][kBlockBytes];              // a warpgroup's tiles, and at a query's end its dQ
-  alignas(1024) uint8_t heads[kQueries + kTurned][kQueryBytes];  // Q and dO; then the same turned
-  alignas(1024) uint8_t grads[2][kHeads * kRowBytes];            // dS, a warpgroup's, rows of heads
+  alignas(1024) uint8_t k[2][kBlocks][kBlockBytes];              // a warpgroup's tile, and at a query's end its dQ
+  alignas(1024) uint8_t heads[kQueries + kTurned][kQueryBytes];  // Q and dO; then turned copies
+  SwizzledRows<kHeads> grads[2];                                 // a warpgroup's dS, in rows of heads
   alignas(16) float lse2[kQueries][kHeads], delta[kQueries][kHeads];
   uint8_t valid[2][kTileTokens];
   Barrier k_full[2], k_empty[2];
@@ -82,13 +82,13 @@ struct Shared {
 static_assert(sizeof(Shared<8, 9>) <= 227 * 1024 && sizeof(Shared<16, 9>) <= 227 * 1024 &&
               sizeof(Shared<24, 9>) <= 227 * 1024 && sizeof(Shared<32, 9>) <= 227 * 1024);
 
-// Where a lane's contributions go: to two of its warp's 16 rows, lane / 4 and that eight further on.
+// Where a lane's contributions go: to rows lane / 4 and lane / 4 + 8 of its warp's 16.
 template <int kHeads, int kBlocks>
 struct LaneRowsOf {
   uint16_t* row;  // this lane's first piece of 16 bytes
   bool valid[2];
 
-  // Writes 64 columns of one of the rows. Every lane of a warp calls it.
+  // Writes 64 columns of one of the rows. All lanes of a warp call it.
   __device__ void store(const uint32_t (&pairs)[16], int half, int block, int lane) const {
 #pragma unroll
     for (int i = half; i < 16; i += 8) {
@@ -103,26 +103,26 @@ struct LaneRowsOf {
 template <int kHeads, int kBlocks>
 struct Consumer {
   using Memory = Shared<kHeads, kBlocks>;
-  static constexpr int kSums = kHeads / 2;   // a lane's numbers of 64 rows
-  static constexpr int kSteps = kHeads / 8;  // of a contribution, which sums over twice the heads
+  static constexpr int kAccRegisters = kHeads / 2;  // a lane's numbers of 64 rows
+  static constexpr int kSteps = kHeads / 8;         // of a contribution, with k = 2 * kHeads
   static constexpr int kPartBlocks = 3, kParts = (kBlocks + kPartBlocks - 1) / kPartBlocks;  // of dQ
 
   const BackwardProblem& p;
   Memory& s;
   const int group, warp, lane;  // warp of the warpgroup
 
-  float d_q[kBlocks][kSums];
+  float d_q[kBlocks][kAccRegisters];
 
   __device__ void run() {
-    // What both warpgroups have had: queries with tiles; and tiles, of which four times make no difference.
+    // Queries with tiles so far, and tiles so far of both warpgroups.
     uint32_t queries = 0, before = 0;
     clear_d_q();
     for (int query = p.first + blockIdx.x; query < p.first + p.count; query += gridDim.x) {
       const int tiles = tiles_of(p.lists.entries(query));
       const uint32_t slot = queries % Memory::kQueries, parity = queries / Memory::kQueries % 2;
-      const int first = (before ^ group) & 1;  // the warpgroup's first tile
+      const int first = (before ^ group) & 1;  // this warpgroup's first tile
       if (tiles > 0) wait(s.q_full[slot], parity);
-      if (kTurns<kHeads> && tiles > 0 && first >= tiles) {  // it has none, but is not to be ahead of itself
+      if (kTurns<kHeads> && tiles > 0 && first >= tiles) {  // without a tile, still keep in step with the barriers
         arrive_as_warp(s.q_empty[slot]);
         wait(s.q_full[slot + Memory::kTurned], parity);
       }
@@ -140,26 +140,26 @@ struct Consumer {
   }
 
   __device__ void take_tile(int query, int tile, int tiles, uint32_t slot, uint32_t parity, uint32_t query_parity) {
-    const uint64_t k = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k[group])),
-                   grads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.grads[group])),
-                   heads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.heads[slot + Memory::kTurned]));
+    const uint64_t k = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k[group])),
+                   grads = smem_descriptor_uniform(s.grads[group].address()),
+                   heads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.heads[slot + Memory::kTurned]));
     uint32_t weights[kSteps][4];  // dS, then P
     wait(s.k_full[group], parity);
-    publish_to_wgmma();
+    fence_async_shared();
     find_weights(weights, k, slot);
     if constexpr (kTurns<kHeads>) {
       if (tile + 2 >= tiles) arrive_as_warp(s.q_empty[slot]);
       wait(s.q_full[slot + Memory::kTurned], query_parity);
     }
-    sync_group();  // no warp reads the last tile's dS any more
+    sync_group();  // all warps have read the last tile's dS
     store_grads(weights);
-    publish_to_wgmma();
+    fence_async_shared();
     sync_group();
 
     const LaneRowsOf<kHeads, kBlocks> rows = rows_of(query, tile);
-    float sum[32];
+    float acc[32];
     uint32_t pairs[16];
-    start_contribution(sum, weights, heads, 0);
+    start_contribution(acc, weights, heads, 0);
     start_d_q(k, grads, 0);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -167,25 +167,25 @@ struct Consumer {
         cute::warpgroup_wait<1>();
       else
         cute::warpgroup_wait<0>();
-      fence_sums(sum);
-      pack_sums(pairs, sum);
+      fence_acc(acc);
+      pack_acc(pairs, acc);
       if (block == kParts) release(tile + 1 == tiles, slot);
       rows.store(pairs, 0, block, lane);
-      if (block + 1 < kBlocks) start_contribution(sum, weights, heads, block + 1);
+      if (block + 1 < kBlocks) start_contribution(acc, weights, heads, block + 1);
       if (block + 1 < kParts) start_d_q(k, grads, block + 1);
       rows.store(pairs, 1, block, lane);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      for (uint32_t& pair : weights[step]) hide(pair);  // they have to stay until now
+      for (uint32_t& pair : weights[step]) hide(pair);  // the products read them until now
   }
 
   __device__ void sync_group() { sync_named<kGroupThreads>(1 + group); }
 
   __device__ void find_weights(uint32_t (&weights)[kSteps][4], uint64_t k, uint32_t slot) {
-    const uint64_t heads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.heads[slot]));
-    float sum[2 * kSums];  // S, then dP
-    fence_sums(sum);
+    const uint64_t heads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.heads[slot]));
+    float acc[2 * kAccRegisters];  // S, then dP
+    fence_acc(acc);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
@@ -194,35 +194,35 @@ struct Consumer {
         const uint64_t a = k + ((block * kBlockBytes + step * kStep * 2) >> 4),
                        b = heads + ((block * kHeadBytes<kHeads> + step * kStep * 2) >> 4);
         if (block < kLatentBlocks)
-          multiply<HeadsAtom<2 * kHeads, Major::K, Major::K>>(sum, a, b, block > 0 || step > 0);
+          wgmma<HeadsAtom<2 * kHeads, Major::K, Major::K>>(acc, a, b, block > 0 || step > 0);
         else
-          multiply<HeadsAtom<kHeads, Major::K, Major::K>>(sum, a, b);
+          wgmma<HeadsAtom<kHeads, Major::K, Major::K>>(acc, a, b);
       }
     cute::warpgroup_commit_batch();
     const float scale2 = p.scale * kLog2E;
     const int row = warp * 16 + lane / 4;
     const bool valid[2] = {s.valid[group][row] != 0, s.valid[group][row + 8] != 0};
     cute::warpgroup_wait<0>();
-    fence_sums(sum);
+    fence_acc(acc);
 #pragma unroll
-    for (int i = 0; i < kSums; i += 2) {  // of neighbouring heads
+    for (int i = 0; i < kAccRegisters; i += 2) {  // of neighbouring heads
       const int head = i / 4 * 8 + lane % 4 * 2;
       const auto lse2 = *reinterpret_cast<const float2*>(&s.lse2[slot][head]),
                  delta = *reinterpret_cast<const float2*>(&s.delta[slot][head]);
       const auto weigh = [&](float score, float lse2) {
         return valid[i / 2 % 2] ? exp2_approximate(fmaf(score, scale2, -lse2)) : 0.0f;
       };
-      const float first = weigh(sum[i], lse2.x), second = weigh(sum[i + 1], lse2.y);
-      weights[i / 8][i / 2 % 4] =
-          pack_bf16(first * p.scale * (sum[kSums + i] - delta.x), second * p.scale * (sum[kSums + i + 1] - delta.y));
-      weights[(kSums + i) / 8][(kSums + i) / 2 % 4] = pack_bf16(first, second);
+      const float first = weigh(acc[i], lse2.x), second = weigh(acc[i + 1], lse2.y);
+      weights[i / 8][i / 2 % 4] = pack_bf16(first * p.scale * (acc[kAccRegisters + i] - delta.x),
+                                            second * p.scale * (acc[kAccRegisters + i + 1] - delta.y));
+      weights[(kAccRegisters + i) / 8][(kAccRegisters + i) / 2 % 4] = pack_bf16(first, second);
     }
   }
 
-  // dS as rows of heads, a warp 16 entries of each.
+  // Stores dS as rows of heads; a warp stores 16 entries of each.
   __device__ void store_grads(const uint32_t (&weights)[kSteps][4]) {
     const int head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    const uint32_t to = cast_smem_ptr_to_uint(s.grads[group]) + head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
+    const uint32_t to = s.grads[group].address() + head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
 #pragma unroll
     for (int step = 0; step < kHeads / 16; ++step) store_tiles_transposed(to + step * kStepBytes, weights[step]);
     if constexpr (kHeads % 16 > 0) {
@@ -231,21 +231,21 @@ struct Consumer {
     }
   }
 
-  // Asks for the contributions of 64 dims.
-  __device__ void start_contribution(float (&sum)[32], const uint32_t (&weights)[kSteps][4], uint64_t heads,
+  // Issues the products for 64 dims of contributions.
+  __device__ void start_contribution(float (&acc)[32], const uint32_t (&weights)[kSteps][4], uint64_t heads,
                                      int block) {
     const int steps = block < kLatentBlocks ? kSteps : kRopeRows<kHeads> / kStep;
-    fence_sums(sum);
+    fence_acc(acc);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
       if (step < steps)
-        multiply<gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>>(
-            sum, weights[step], heads + ((block * kHeadBytes<kHeads> + step * kStepBytes) >> 4), step > 0);
+        wgmma<gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>>(
+            acc, weights[step], heads + ((block * kHeadBytes<kHeads> + step * kStepBytes) >> 4), step > 0);
     cute::warpgroup_commit_batch();
   }
 
-  // Asks for a few blocks of dQ.
+  // Issues the products for kPartBlocks blocks of dQ.
   __device__ void start_d_q(uint64_t k, uint64_t grads, int part) {
     cute::warpgroup_arrive();
 #pragma unroll
@@ -253,7 +253,7 @@ struct Consumer {
 #pragma unroll
       for (int block = part * kPartBlocks; block < (part + 1) * kPartBlocks; ++block)
         if (block < kBlocks)
-          multiply<HeadsAtom<kHeads, Major::MN, Major::K>>(
+          wgmma<HeadsAtom<kHeads, Major::MN, Major::K>>(
               d_q[block], k + ((block * kBlockBytes + step * kStepBytes) >> 4), grads + ((step * kStep * 2) >> 4));
     cute::warpgroup_commit_batch();
   }
@@ -264,30 +264,30 @@ struct Consumer {
             {s.valid[group][row] != 0, s.valid[group][row + 8] != 0}};
   }
 
-  // The tile has been read, and dQ is there.
+  // Called when the tile has been read and dQ is complete: releases the tile, or stores dQ there after the last one.
   __device__ void release(bool last, uint32_t slot) {
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) fence_sums(d_q[block]);
+    for (int block = 0; block < kBlocks; ++block) fence_acc(d_q[block]);
     if (!last) return arrive_as_warp(s.k_empty[group]);
     sync_group();
     auto* to = reinterpret_cast<float4*>(s.k[group]) + threadIdx.x % kGroupThreads;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-      for (int i = 0; i < kSums; i += 4, to += kGroupThreads)
+      for (int i = 0; i < kAccRegisters; i += 4, to += kGroupThreads)
         *to = {d_q[block][i], d_q[block][i + 1], d_q[block][i + 2], d_q[block][i + 3]};
     arrive_as_warp(s.d_q_full[slot]);
     clear_d_q();
   }
 
-  // Which of the two had the last tile makes no difference to the sum.
+  // The sum is the same whichever warpgroup had the last tile.
   __device__ void add_other_d_q(uint32_t slot, uint32_t parity) {
     wait(s.d_q_full[slot], parity);
     const auto* from = reinterpret_cast<const float4*>(s.k[1 - group]) + threadIdx.x % kGroupThreads;
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-      for (int i = 0; i < kSums; i += 4, from += kGroupThreads) {
+      for (int i = 0; i < kAccRegisters; i += 4, from += kGroupThreads) {
         const float4 other = *from;
         d_q[block][i] += other.x, d_q[block][i + 1] += other.y;
         d_q[block][i + 2] += other.z, d_q[block][i + 3] += other.w;
@@ -295,7 +295,7 @@ struct Consumer {
     arrive_as_warp(s.k_empty[1 - group]);
   }
 
-  // A lane has two pairs of a head's 16 dims after they have been transposed, and makes four neighbours of them.
+  // After transposing, a lane has two pairs of a head's 16 dims. An exchange makes them four neighbours.
   __device__ void write_d_q(int query) const {
     const int lane = hidden(this->lane);
     const bool odd = lane & 1;
@@ -306,9 +306,9 @@ struct Consumer {
       uint16_t* const row = to + head * p.d_q_head;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
-        const float (&sum)[kSums] = d_q[block];
-        const uint32_t left = transpose_tile(pack_bf16(sum[4 * j], sum[4 * j + 1])),
-                       right = transpose_tile(pack_bf16(sum[4 * j + 2], sum[4 * j + 3]));
+        const float (&acc)[kAccRegisters] = d_q[block];
+        const uint32_t left = transpose_tile(pack_bf16(acc[4 * j], acc[4 * j + 1])),
+                       right = transpose_tile(pack_bf16(acc[4 * j + 2], acc[4 * j + 3]));
         const uint32_t other = __shfl_xor_sync(~0u, odd ? left : right, 1);
         if (head < p.heads)
           *reinterpret_cast<uint2*>(row + block * kBlockDims) = odd ? uint2{other, right} : uint2{left, other};
@@ -320,11 +320,11 @@ struct Consumer {
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) d_q[block][i] = 0.0f;
+      for (int i = 0; i < kAccRegisters; ++i) d_q[block][i] = 0.0f;
   }
 };
 
-// Half of a query's Q or dO, zeros for heads that it does not have; and lse2 or delta.
+// Copies half of a query's Q or dO; zeros beyond its heads.
 template <int kHeads, int kBlocks, int kHalf>
 __device__ __forceinline__ void copy_half(uint32_t to, const uint16_t* rows, int64_t stride, int heads, int lane) {
 #pragma unroll
@@ -344,7 +344,7 @@ __device__ __forceinline__ void copy_statistics(float (&to)[kHeads], const float
                    lane < heads);
 }
 
-// A query's Q and dO; a producer warp half of one.
+// Copies a query's Q and dO, lse2 and delta: half of Q or dO per producer warp.
 template <int kHeads, int kBlocks>
 __device__ __forceinline__ void copy_query(const BackwardProblem& p, Shared<kHeads, kBlocks>& s, int query, int slot,
                                            int warp, int lane) {
@@ -362,7 +362,7 @@ __device__ __forceinline__ void copy_query(const BackwardProblem& p, Shared<kHea
   }
 }
 
-// The same turned, word by word; a producer warp every fourth row.
+// The turned copy, word by word: every fourth row per producer warp.
 template <int kHeads, int kBlocks>
 __device__ __forceinline__ void copy_query_turned(const BackwardProblem& p, Shared<kHeads, kBlocks>& s, int query,
                                                   int slot, int warp, int lane) {
@@ -375,7 +375,7 @@ __device__ __forceinline__ void copy_query_turned(const BackwardProblem& p, Shar
     const bool exists = head < p.heads;
     const uint16_t* from = of_d_out ? p.d_out + query * p.d_out_token : p.q + query * p.q_token;
     if (exists) from += head * (of_d_out ? p.d_out_head : p.q_head);
-    const uint32_t row_to = to + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
+    const uint32_t row_to = swizzled(to, row, piece);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
       if (block < kLatentBlocks || !of_d_out)
@@ -383,7 +383,7 @@ __device__ __forceinline__ void copy_query_turned(const BackwardProblem& p, Shar
   }
 }
 
-// A producer warp: its rows of each tile, and a part of each query's Q and dO.
+// A producer warp: its rows of each tile, and its share of each query's Q and dO.
 template <int kHeads, int kBlocks>
 __device__ void produce(const BackwardProblem& p, Shared<kHeads, kBlocks>& s, int warp, int lane) {
   using Memory = Shared<kHeads, kBlocks>;
@@ -404,7 +404,7 @@ __device__ void produce(const BackwardProblem& p, Shared<kHeads, kBlocks>& s, in
       copy_rows<kWarpRows, kBlocks, 1>(k, first, p.kv, row, hidden(lane));
       arrive_when_copied(s.k_full[stage]);
       arrive_as_warp(s.k_full[stage]);
-      // What contributions need is there when the next query's second tile has been loaded, and becomes free last.
+      // The operand of contributions is freed last, so it is loaded later, after the query's second tile.
       const uint32_t slot = queries % Memory::kQueries, parity = queries / Memory::kQueries % 2 ^ 1;
       if (kTurns<kHeads> && tile == 0) {
         wait(s.q_empty[slot], parity);
@@ -443,11 +443,11 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     const int slot = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
     if (slot < Memory::kQueries + Memory::kTurned)
       reinterpret_cast<uint4*>(s.heads[slot] + kLatentBlocks * kHeadBytes<kHeads> + kHeads * kRowBytes)[piece] = {};
-    publish_to_wgmma();
+    fence_async_shared();
   }
   __syncthreads();
-  let_next_kernel_begin();
-  wait_for_kernel_before();
+  pdl_launch_dependents();
+  pdl_wait();
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < 8) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();

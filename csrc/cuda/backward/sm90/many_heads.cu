@@ -20,7 +20,7 @@ template <int kWidth>
 void run(const BackwardProblem& p, int processors, void* stream) {
   const auto start = [&](void (*kernel)(BackwardProblem), int cluster) {
     const int blocks = std::min(Item::count(p), processors / cluster * cluster);
-    launch_early(kernel, dim3(blocks), kThreads, kSharedBytes<kWidth>, stream, "sparse_backward", p, dim3(cluster));
+    launch_pdl(kernel, dim3(blocks), kThreads, kSharedBytes<kWidth>, stream, "sparse_backward", p, dim3(cluster));
   };
   if (p.accumulator)
     start(kKernel<kWidth, Emit::atomic>, 1);

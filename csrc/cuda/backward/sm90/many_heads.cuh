@@ -1,5 +1,5 @@
-// The backward of sparse attention on Hopper: dQ, and a contribution to dKV for each (query,
-// entry). A block has 64 heads and takes a query's tiles of 64 entries one by one:
+// The backward of sparse attention on Hopper: dQ, and a contribution to dKV for each (query, entry). A CTA has 64 heads
+// and takes a query's tiles of 64 entries one by one:
 //
 //   S  [64 entries x 64 heads] = K Q^T over 576 dims (or 512)
 //   dP [64 entries x 64 heads] = V dO^T over 512: in the same products, as Q and dO lie side by side
@@ -7,8 +7,8 @@
 //   dQ [64 heads x 576] += dS^T K
 //   contributions [64 entries x 576] = dS Q, and P dO added in the first 512 dims, from registers
 //
-// Q, dO and one tile fill shared memory. The first warpgroup computes S, dP, P and dS, and sums up the left 256 dims of
-// dQ; the second sums up the others and computes most contributions, while four warps load the next tile:
+// Q, dO and one tile fill shared memory. The first warpgroup computes S, dP, P and dS, and the left 256 dims of dQ. The
+// second one computes the other dims and most contributions. Four warps load the next tile meanwhile:
 //
 //   produce | load i + 1, left    | load i + 1, right       |
 //   score   | S, dP of i ...| P, dS | dQ, left  | some contributions | S, dP of i + 1 ...
@@ -35,46 +35,45 @@ static_assert(kMaxBackwardHeads <= 2 * kHeads);
 
 // What becomes of contributions.
 enum class Emit {
-  rows,    // are written: a query is one block's
-  shared,  // two blocks of a cluster have 64 heads each; one writes, the other adds its own to that
-  atomic,  // are added to the accumulator at once
+  rows,    // written: one CTA has all heads
+  shared,  // two CTAs of a cluster have 64 heads each; the first one writes, the second one adds
+  atomic,  // added to the accumulator at once
 };
 
-// A block begins with 168 registers a thread, handed round.
+// Registers per thread after setmaxnreg; a launch begins with 168.
 constexpr int kScorerRegisters = 224;
 constexpr int kAdderRegisters = 240;
 constexpr int kProducerRegisters = 40;
 static_assert(kScorerRegisters + kAdderRegisters + kProducerRegisters <= 3 * 168);
 
-// Blocks of 64 dims whose contributions the first warpgroup computes; the second one does the others.
+// Blocks of 64 dims whose contributions the first warpgroup computes. The second one computes the others.
 template <Emit kEmit>
 constexpr int kScorerBlocks = kEmit == Emit::rows ? 3 : 4;
 
-// How many dims' contributions a warpgroup computes at once: the second one has no registers for more.
+// Dims of contributions that a warpgroup computes at once. The second one has no registers for more.
 constexpr int kScorerColumns = 64, kAdderColumns = 32;
 
 constexpr int kSteps = kTileTokens / kStep;
 static_assert(kTileTokens == kHeads);
-constexpr int kQueryBytes = 2 * kBlockBytes;  // from a block of Q to the next one, and from dO's to dO's
+constexpr int kQueryBytes = 2 * kBlockBytes;  // from a block of Q to the next block of Q; the same for dO
 
 template <int kBlocks>
 struct Shared {
   alignas(1024) uint8_t k[kBlocks][kBlockBytes];
-  alignas(1024) uint8_t q[kBlocks + kLatentBlocks][kBlockBytes];  // blocks of Q and dO in turns, then Q's rope
-  // P and dS, rows of entries. Once they have been read, the warpgroups stage their results there: the first one in
-  // `weights`, the second one in `grads`, each warp in the rows of its number.
-  alignas(1024) uint8_t weights[kBlockBytes];
-  alignas(1024) uint8_t grads[kBlockBytes];
-  int32_t row[2][kTileTokens];              // of kv, of even and odd tiles; negative: none
-  float lse2[2][kHeads], delta[2][kHeads];  // of even and odd queries
-  uint32_t stored[2][4];                    // by each warp of the cluster's first block: tiles
+  alignas(1024) uint8_t q[kBlocks + kLatentBlocks][kBlockBytes];  // blocks of Q and dO alternate, then Q's rope
+  // P and dS, rows of entries. Once they have been read, the warpgroups stage their results there, each warp in its own
+  // 16 rows: the first warpgroup in `weights`, the second one in `grads`.
+  SwizzledRows<kTileTokens> weights, grads;
+  int32_t row[2][kTileTokens];              // of kv, double-buffered by tile; negative: none
+  float lse2[2][kHeads], delta[2][kHeads];  // double-buffered by query
+  uint32_t stored[2][4];                    // tiles that each warp of the cluster's first CTA has written
   Barrier k_full[2], k_empty[2];            // the left 256 dims and the others
   Barrier q_full, q_empty;                  // and d_out
   Barrier factors_full, weights_read, grads_read, stage_empty;
 };
 static_assert(sizeof(Shared<9>) <= 227 * 1024);
 
-// A block's work, one query after the other.
+// One of the grid's items of work: a query and 64 heads.
 struct Item {
   int query, group, entries, tiles;
 
@@ -93,7 +92,7 @@ struct Item {
 struct Factors {
   uint32_t weights[kSteps][4], grads[kSteps][4];
 
-  // Products that have been asked for read them: they have to stay until now.
+  // Products in flight read them: call this when they have ended, so that the registers stay as they are until then.
   __device__ void keep() {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
@@ -108,82 +107,82 @@ struct Consumer {
   Shared<kBlocks>& s;
   const int group, warp, lane;  // the warpgroup, and its warp
 
-  // Whether this block adds its rows to those of the cluster's first block. The same warp and lane has written them.
+  // Whether this CTA adds its rows to those of the cluster's first CTA, where the same warp and lane wrote them.
   static __device__ bool adds() { return kEmit == Emit::shared && rank_in_cluster() == 1; }
 
-  // The first block: the rows of so many tiles are there.
+  // The first CTA announces that it has written the rows of so many tiles ...
   __device__ void publish_rows(uint32_t tiles) {
     if (kEmit != Emit::shared || adds()) return;
     __syncwarp();
     if (lane == 0) store_in_block(in_block(cast_smem_ptr_to_uint(&s.stored[group][warp]), 1), tiles);
   }
 
-  // The other one.
+  // ... and the second one waits for that.
   __device__ void wait_for_rows(uint32_t tiles) {
     while (load_released(cast_smem_ptr_to_uint(&s.stored[group][warp])) < tiles) {
     }
   }
 
-  // The lane's address for ldmatrix and stmatrix of a step's 16 heads: rows of entries.
+  // The lane's address for ldmatrix and stmatrix of P: the warp's 16 entries, 16 heads of a step.
   __device__ uint32_t tiles_address(int step) const {
     const int row = warp * 16 + lane % 8 + lane / 8 % 2 * 8, piece = 2 * step + lane / 16;
-    return cast_smem_ptr_to_uint(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
+    return s.weights.address(row, piece);
   }
 
-  // Asks for the contributions of dims from `begin` on.
+  // Issues the products for the contributions of kColumns dims from `begin` on.
   template <int kColumns>
-  __device__ void start_contribution(float (&sum)[kColumns / 2], const Factors& factors, int begin) {
+  __device__ void start_contribution(float (&acc)[kColumns / 2], const Factors& factors, int begin) {
     using Atom = std::conditional_t<kColumns == 32, gmma::MMA_64x32x16_F32BF16BF16_RS<Major::K, Major::MN>,
                                     gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>>;
     const bool latent = begin < kLatent;
-    const uint64_t q = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.q)) +
+    const uint64_t q = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.q)) +
                        ((begin / kBlockDims * kQueryBytes + begin % kBlockDims * 2) >> 4);
-    fence_sums(sum);
+    fence_acc(acc);
     cute::warpgroup_arrive();
     if (latent) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
-        multiply<Atom>(sum, factors.weights[step], q + ((kBlockBytes + step * kStepBytes) >> 4), step > 0);
+        wgmma<Atom>(acc, factors.weights[step], q + ((kBlockBytes + step * kStepBytes) >> 4), step > 0);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      multiply<Atom>(sum, factors.grads[step], q + (step * kStepBytes >> 4), latent || step > 0);
+      wgmma<Atom>(acc, factors.grads[step], q + (step * kStepBytes >> 4), latent || step > 0);
     cute::warpgroup_commit_batch();
   }
 
-  // Contributions of tile `n`'s blocks kBegin to kEnd - 1; the sums of the warpgroup's dQ have been asked for before,
-  // and `release` is called when they are there. From then on the stage is this warpgroup's.
+  // Contributions of tile `n`, blocks kBegin to kEnd - 1. The warpgroup's dQ is in flight; `release` is called when it
+  // is complete. From then on the stage is this warpgroup's.
   template <int kBegin, int kEnd, int kColumns, typename Release>
   __device__ void contribute(const Item& item, int tile, int n, Factors& factors, Release release) {
     const int lane = hidden(this->lane);
-    float sum[kColumns / 2];
-    start_contribution<kColumns>(sum, factors, kBegin * kBlockDims);
+    float acc[kColumns / 2];
+    start_contribution<kColumns>(acc, factors, kBegin * kBlockDims);
     publish_rows(n);
     cute::warpgroup_wait<1>();
     release();
 #pragma unroll
     for (int begin = kBegin * kBlockDims; begin < kEnd * kBlockDims; begin += kColumns) {
       const auto start_next = [&] {
-        if (begin + kColumns < kEnd * kBlockDims) start_contribution<kColumns>(sum, factors, begin + kColumns);
+        if (begin + kColumns < kEnd * kBlockDims) start_contribution<kColumns>(acc, factors, begin + kColumns);
       };
       cute::warpgroup_wait<0>();
-      fence_sums(sum);
+      fence_acc(acc);
       factors.keep();
       if constexpr (kEmit == Emit::atomic) {
-        stage().template put<0>(sum, lane);
+        stage().template put<0>(acc, lane);
         if constexpr (kColumns == 64) {
           add(begin, n, lane);
-          stage().template put<16>(sum, lane);
+          stage().template put<16>(acc, lane);
         }
         start_next();
         add(begin + kColumns - 32, n, lane);
       } else if constexpr (kEmit == Emit::rows) {
         uint32_t pairs[kColumns / 4];
-        pack_sums(pairs, sum);
+        pack_acc(pairs, acc);
         start_next();
         write_pieces(pairs, begin, item, tile, n, lane);
       } else {
-        stage().template put_pairs<kColumns>(sum, begin % kBlockDims, lane);
+        stage().template put_pairs<kColumns>(acc, begin % kBlockDims, lane);
         start_next();
         if ((begin + kColumns) % kBlockDims > 0) continue;
         if (begin + kColumns == (kBegin + 1) * kBlockDims && adds()) wait_for_rows(n + 1);
@@ -192,10 +191,10 @@ struct Consumer {
     }
   }
 
-  // Of kv, of the lane's row i.
+  // The row of kv of the entry that stage().take(i) returns; negative: none.
   __device__ int32_t number(int i, int n, int lane) const { return s.row[n % 2][warp * 16 + 4 * i + lane / 8]; }
 
-  // Writes contributions from registers, which for one block alone is faster than by the stage.
+  // Writes contributions from registers, which is faster than through the stage if a CTA has all heads.
   template <int kPairs>
   __device__ void write_pieces(const uint32_t (&pairs)[kPairs], int begin, const Item& item, int tile, int n,
                                int lane) {
@@ -212,7 +211,7 @@ struct Consumer {
     }
   }
 
-  // Writes 64 columns of contributions that have been staged, or adds them to those of the cluster's first block.
+  // Writes 64 staged columns of contributions, or adds them to those of the cluster's first CTA.
   __device__ void emit(int begin, const Item& item, int tile, int n, int lane) {
     uint16_t* const rows =
         p.contribution(0, item.query, tile * kTileTokens + warp * 16 + lane / 8) + begin + lane % 8 * kPieceNumbers;
@@ -225,7 +224,7 @@ struct Consumer {
     }
   }
 
-  // Adds 32 columns.
+  // Adds 32 staged columns to the accumulator.
   __device__ void add(int begin, int n, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -236,11 +235,11 @@ struct Consumer {
   }
 
   // Writes a query's dQ, blocks from kBegin on.
-  template <int kBegin, int kSums>
-  __device__ void write(const Item& item, const float (&sum)[kSums]) {
+  template <int kBegin, int kAccRegisters>
+  __device__ void write(const Item& item, const float (&acc)[kAccRegisters]) {
     const int lane = hidden(this->lane);
     const int head = item.head_begin() + warp * 16 + lane / 8;
-    write_blocks<kBegin, 0>(p.d_q + item.query * p.d_q_token + head * p.d_q_head + lane % 8 * kPieceNumbers, head, sum,
+    write_blocks<kBegin, 0>(p.d_q + item.query * p.d_q_token + head * p.d_q_head + lane % 8 * kPieceNumbers, head, acc,
                             lane);
   }
 
@@ -255,30 +254,28 @@ struct Consumer {
     }
   }
 
-  __device__ Lines stage() const {
-    return {cast_smem_ptr_to_uint(s.weights) + group * kBlockBytes + warp * 16 * kRowBytes};
-  }
+  __device__ Lines stage() const { return {s.weights.address() + group * kBlockBytes + warp * 16 * kRowBytes}; }
 
  private:
-  template <int kBegin, int kBlock, int kSums>
-  __device__ void write_blocks(uint16_t* rows, int head, const float (&sum)[kSums], int lane) {
-    if constexpr (32 * kBlock < kSums) {
+  template <int kBegin, int kBlock, int kAccRegisters>
+  __device__ void write_blocks(uint16_t* rows, int head, const float (&acc)[kAccRegisters], int lane) {
+    if constexpr (32 * kBlock < kAccRegisters) {
       const Lines lines = stage();
-      lines.template put_pairs<64, 32 * kBlock>(sum, 0, lane);
+      lines.template put_pairs<64, 32 * kBlock>(acc, 0, lane);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint4 piece = lines.take(i, lane);
         if (head + 4 * i < p.heads) store_streaming(rows + 4 * i * p.d_q_head + (kBegin + kBlock) * kBlockDims, piece);
       }
-      write_blocks<kBegin, kBlock + 1>(rows, head, sum, lane);
+      write_blocks<kBegin, kBlock + 1>(rows, head, acc, lane);
     }
   }
 };
 
 template <int kCount>
-__device__ void clear(float (&sum)[kCount]) {
+__device__ void clear(float (&acc)[kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) sum[i] = 0.0f;
+  for (int i = 0; i < kCount; ++i) acc[i] = 0.0f;
 }
 
 // S, dP, P and dS; the left 256 dims of dQ; some contributions.
@@ -303,11 +300,11 @@ struct Scorer : Consumer<kBlocks, kEmit> {
     sync_named<kGroupThreads>(1);
   }
 
-  // Multiplies blocks [begin, end) of the tile with those of Q and dO. S comes first in the sums, then dP.
-  __device__ void multiply_rows(float (&sum)[64], int begin, int end) {
-    const uint64_t k = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k)),
-                   q = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.q));
-    fence_sums(sum);
+  // acc += blocks [begin, end) of the tile times those of Q and dO: S in the first 32 registers, then dP.
+  __device__ void multiply_rows(float (&acc)[64], int begin, int end) {
+    const uint64_t k = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k)),
+                   q = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.q));
+    fence_acc(acc);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int block = begin; block < end; ++block)
@@ -316,9 +313,9 @@ struct Scorer : Consumer<kBlocks, kEmit> {
         const uint64_t a = k + ((block * kBlockBytes + step * kStep * 2) >> 4),
                        b = q + ((block * kQueryBytes + step * kStep * 2) >> 4);
         if (block < kLatentBlocks)
-          multiply<BothAtom>(sum, a, b, block > 0 || step > 0);
+          wgmma<BothAtom>(acc, a, b, block > 0 || step > 0);
         else
-          multiply<RopeAtom>(sum, a, b);
+          wgmma<RopeAtom>(acc, a, b);
       }
   }
 
@@ -336,17 +333,17 @@ struct Scorer : Consumer<kBlocks, kEmit> {
       for (int tile = 0; tile < item.tiles; ++tile, ++n) {
         Factors factors;
         {
-          float sum[64];
+          float acc[64];
           wait(s.k_full[0], n % 2);
-          publish_to_wgmma();
-          multiply_rows(sum, 0, kHalfBlocks);
+          fence_async_shared();
+          multiply_rows(acc, 0, kHalfBlocks);
           wait(s.k_full[1], n % 2);
-          publish_to_wgmma();
-          multiply_rows(sum, kHalfBlocks, kBlocks);
+          fence_async_shared();
+          multiply_rows(acc, kHalfBlocks, kBlocks);
           cute::warpgroup_commit_batch();
           cute::warpgroup_wait<0>();
-          fence_sums(sum);
-          weigh(factors, sum, n % 2, queries % 2);
+          fence_acc(acc);
+          weigh(factors, acc, n % 2, queries % 2);
         }
         wait(s.stage_empty, n % 2 ^ 1);
 #pragma unroll
@@ -354,20 +351,20 @@ struct Scorer : Consumer<kBlocks, kEmit> {
           store_tiles(this->tiles_address(step), factors.weights[step]);
           store_tiles(this->tiles_address(step) + kBlockBytes, factors.grads[step]);
         }
-        publish_to_wgmma();
+        fence_async_shared();
         arrive_as_warp(s.factors_full);
 
-        const uint64_t values = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k), kBlockBytes),
-                       grads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.grads));
+        const uint64_t values = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k), kBlockBytes),
+                       grads = smem_descriptor_uniform(s.grads.address());
         wait(s.factors_full, n % 2);  // of the other warps
-        fence_sums(d_q);
+        fence_acc(d_q);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)
-          multiply<QueryAtom>(d_q, grads + (step * kStepBytes >> 4), values + (step * kStepBytes >> 4));
+          wgmma<QueryAtom>(d_q, grads + (step * kStepBytes >> 4), values + (step * kStepBytes >> 4));
         cute::warpgroup_commit_batch();
         this->template contribute<0, kScorerBlocks<kEmit>, kScorerColumns>(item, tile, n, factors, [&] {
-          fence_sums(d_q);
+          fence_acc(d_q);
           arrive_as_warp(s.k_empty[0]);
           arrive_as_warp(s.grads_read);
           wait(s.weights_read, n % 2);
@@ -380,8 +377,8 @@ struct Scorer : Consumer<kBlocks, kEmit> {
     if (n > 0) this->publish_rows(n);
   }
 
-  // S and dP become P and dS, zero for entries that are none.
-  __device__ void weigh(Factors& factors, float (&sum)[64], int parity, int query_parity) {
+  // Computes P and dS from S and dP. Both are zero for invalid entries.
+  __device__ void weigh(Factors& factors, float (&acc)[64], int parity, int query_parity) {
     const float scale2 = p.scale * kLog2E;
     const int32_t* const rows = s.row[parity] + warp * 16 + lane / 4;
     const bool valid[2] = {rows[0] >= 0, rows[8] >= 0};
@@ -395,9 +392,9 @@ struct Scorer : Consumer<kBlocks, kEmit> {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int i = 4 * j + 2 * half + e;
-          weight[e] = exp2_approximate(fmaf(sum[i], scale2, -(e ? lse2.y : lse2.x)));
+          weight[e] = exp2_approximate(fmaf(acc[i], scale2, -(e ? lse2.y : lse2.x)));
           if (!valid[half]) weight[e] = 0.0f;
-          grad[e] = weight[e] * p.scale * (sum[32 + i] - (e ? delta.y : delta.x));
+          grad[e] = weight[e] * p.scale * (acc[32 + i] - (e ? delta.y : delta.x));
         }
         factors.weights[j / 2][j % 2 * 2 + half] = pack_bf16(weight[0], weight[1]);
         factors.grads[j / 2][j % 2 * 2 + half] = pack_bf16(grad[0], grad[1]);
@@ -423,16 +420,16 @@ struct Adder : Consumer<kBlocks, kEmit> {
       clear(d_q);
       for (int tile = 0; tile < item.tiles; ++tile, ++n) {
         wait(s.factors_full, n % 2);
-        publish_to_wgmma();
-        const uint64_t values = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.k[kHalfBlocks]), kBlockBytes),
-                       grads = describe_atoms_uniformly(cast_smem_ptr_to_uint(s.grads));
-        fence_sums(d_q);
+        fence_async_shared();
+        const uint64_t values = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k[kHalfBlocks]), kBlockBytes),
+                       grads = smem_descriptor_uniform(s.grads.address());
+        fence_acc(d_q);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
           const uint64_t a = grads + (step * kStepBytes >> 4), b = values + (step * kStepBytes >> 4);
-          multiply<LeftAtom>(d_q, a, b);
-          if constexpr (kBlocks > kLatentBlocks) multiply<RightAtom, 128>(d_q, a, b + (kHalfBytes >> 4));
+          wgmma<LeftAtom>(d_q, a, b);
+          if constexpr (kBlocks > kLatentBlocks) wgmma<RightAtom, 128>(d_q, a, b + (kHalfBytes >> 4));
         }
         cute::warpgroup_commit_batch();
         Factors factors;
@@ -443,9 +440,9 @@ struct Adder : Consumer<kBlocks, kEmit> {
         }
         arrive_as_warp(s.weights_read);
         this->template contribute<kScorerBlocks<kEmit>, kBlocks, kAdderColumns>(item, tile, n, factors, [&] {
-          fence_sums(d_q);
+          fence_acc(d_q);
           arrive_as_warp(s.k_empty[1]);
-          arrive_as_warp(s.grads_read);  // each warp's product has read all of it
+          arrive_as_warp(s.grads_read);  // this warp's product has read dS of all warps
           wait(s.grads_read, n % 2);
         });
         if (tile + 1 < item.tiles) arrive_as_warp(s.stage_empty);
@@ -459,7 +456,7 @@ struct Adder : Consumer<kBlocks, kEmit> {
   }
 };
 
-// A producer warp's rows of a query's Q and dO; zeros for heads that it does not have.
+// Copies a producer warp's rows of a query's Q and dO; zeros beyond its heads.
 template <int kBlocks>
 __device__ __forceinline__ void copy_queries(const BackwardProblem& p, Shared<kBlocks>& s, const Item& item, int first,
                                              int lane) {
@@ -476,7 +473,7 @@ __device__ __forceinline__ void copy_queries(const BackwardProblem& p, Shared<kB
   copy_rows<kWarpRows, kLatentBlocks, 1, kQueryBytes>(d_out, first, d_out_rows, own(p.d_out_head), hidden(lane));
 }
 
-// A producer warp: its rows of each tile, and of a query's Q and dO once its first tile is under way.
+// A producer warp: its rows of each tile, and of a query's Q and dO once its first tile is in flight.
 template <int kBlocks>
 __device__ void produce(const BackwardProblem& p, Shared<kBlocks>& s, int warp, int lane) {
   int n = 0, queries = 0;
@@ -523,8 +520,8 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     for (int i = 0; i < 8; ++i) s.stored[i / 4][i % 4] = 0;
   }
   kEmit == Emit::shared ? cute::cluster_sync() : __syncthreads();
-  let_next_kernel_begin();
-  wait_for_kernel_before();
+  pdl_launch_dependents();
+  pdl_wait();
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_alloc<kScorerRegisters>();

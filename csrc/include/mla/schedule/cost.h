@@ -24,7 +24,8 @@ constexpr int64_t kAny = -1;
 
 inline const GpuCosts& costs_of(const Gpu& gpu) {
   const auto distance = [&](const GpuCosts& known) {
-    return std::fabs(std::log(gpu.clock_ghz / known.clock_ghz)) + std::fabs(std::log(gpu.memory_tbs / known.memory_tbs));
+    return std::fabs(std::log(gpu.clock_ghz / known.clock_ghz)) +
+           std::fabs(std::log(gpu.memory_tbs / known.memory_tbs));
   };
   const GpuCosts* nearest = kGpuCosts;
   for (const GpuCosts& known : kGpuCosts)
@@ -90,7 +91,7 @@ inline double launch_time(const AttentionShape& shape, const Launch& launch, con
 // Calls use(launch) for every launch that may be the fastest on a Hopper GPU: all its CTAs and clusters run at once.
 template <typename Use>
 void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
-  const Tile tile = shape.format.tile();
+  const TileType tile = shape.format.tile();
   const auto of_kernel = [&](Kernel kernel, int32_t heads_per_cta) {
     const int64_t head_groups = ceil_div(shape.heads, heads_per_cta), tokens = shape.tokens;
     const int32_t most = ctas_at_once(gpu.multiprocessors, head_groups);
@@ -102,7 +103,8 @@ void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
     const auto largest_cluster = [&](int64_t ctas) { return fits(ctas, 8) ? 8 : fits(ctas, 2) ? 2 : 1; };
     const auto by_load = [&](int32_t ctas) {
       const int64_t even = even_splits(tokens, ctas);  // up to 16 they are a candidate already
-      if (ctas > 0 && (even == 0 || even > kMaxCluster)) use(Launch{kernel, heads_per_cta, 0, largest_cluster(ctas), 0, ctas});
+      if (ctas > 0 && (even == 0 || even > kMaxCluster))
+        use(Launch{kernel, heads_per_cta, 0, largest_cluster(ctas), 0, ctas});
     };
     const auto whole = static_cast<int32_t>(std::min<int64_t>(tokens, most));
     const auto rounds = static_cast<int32_t>(ceil_div(tokens, whole));
@@ -116,12 +118,12 @@ void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
     if (tokens < most) by_load(most / 2);
     if (clusters) by_load(static_cast<int32_t>(8 * (gpu.clusters[8] / head_groups)));
   };
-  if (tile != Tile::staged_576) {
+  if (tile != TileType::staged_576) {
     of_kernel(Kernel::swap_ab, 8);
     if (shape.heads > 8) of_kernel(Kernel::swap_ab, 16);
-    if (shape.heads > 16 && tile == Tile::scaled_576) of_kernel(Kernel::swap_ab, 32);
+    if (shape.heads > 16 && tile == TileType::scaled_576) of_kernel(Kernel::swap_ab, 32);
   }
-  if (shape.heads > 16 || tile == Tile::staged_576) of_kernel(Kernel::m64, 64);
+  if (shape.heads > 16 || tile == TileType::staged_576) of_kernel(Kernel::m64, 64);
 }
 
 inline Launch choose_launch(const AttentionShape& given, const Gpu& gpu) {

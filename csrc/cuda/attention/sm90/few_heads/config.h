@@ -1,4 +1,4 @@
-// The shape of the kernel for up to 16 or 32 heads: what it is written with and the launch needs to know.
+// The shape of the kernel for up to 16 or 32 heads, for the kernel and its launch.
 #pragma once
 
 #include <cstdint>
@@ -16,20 +16,20 @@ constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kProducerWarps = 8;
 constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 
-// A block begins with as many registers for each thread, and they are handed round. With up to 16 heads none is too
-// few: a launch would begin with a wait for local memory.
+// Registers per thread at launch; setmaxnreg redistributes them. With up to 16 heads nothing may spill: a launch with
+// local memory begins with a wait for it.
 constexpr uint32_t kRegisters = 128;
 template <int kHeads>
 constexpr uint32_t kConsumerRegisters = kHeads > 16 ? 216 : 168;
 template <int kHeads>
 constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
 
-// Whether the parts of split tokens are left to the merge kernel that is launched next. With up to 16 heads this kernel
-// merges them itself.
+// Whether split tokens are combined by the kernel that is launched next. With up to 16 heads this kernel does it
+// itself.
 template <int kHeads>
 constexpr bool kMerged = kHeads > 16;
 
-// How rows lie in shared memory, and how they are multiplied.
+// The layout of rows in shared memory, and their products.
 template <Rows kRows, int kHeads>
 using RowsOf = std::conditional_t<is_scaled(kRows) || kRows == Rows::fp8_tensor_576, Fp8Rows<kRows, kHeads>,
                                   PlainRows<kRows, kHeads>>;
@@ -39,21 +39,21 @@ struct Shared {
   using Own = RowsOf<kRows, kHeads>;
 
   typename Own::Memory rows;
-  alignas(1024) uint8_t weights[kConsumerGroups][kHeads * kRowBytes];
+  SwizzledRows<kHeads> weights[kConsumerGroups];
   alignas(8) float q_scale[Own::kQueries][kHeads];  // brings a score to base 2
   float warp_max[kConsumerGroups][4][kHeads];
-  // The warpgroups' softmax statistics of a token, double-buffered by the number of the reduction.
+  // The warpgroups' softmax statistics of a token, double-buffered by reduction.
   float total[2][kConsumerGroups][4][kHeads];
   float max_score[2][kConsumerGroups][4][kHeads];
-  float reference[2][kConsumerGroups][kHeads];
+  float row_max[2][kConsumerGroups][kHeads];
   float factor[kHeads];
-  PartResult part[kHeads];  // of a cut token
+  PartResult part[kHeads];  // of a split token
   CutTokens cut_tokens;
   Barrier full[Own::kStages], empty[Own::kStages];
   Barrier q_full[Own::kQueries], q_empty[Own::kQueries];
   Barrier weights_free[kConsumerGroups];
   Barrier reduction_full[2], reduction_empty[2];  // double-buffered by round
-  // The cluster's: all blocks have their part of the token; all warps have read what they merge.
+  // Of the cluster: all CTAs have stored their split of the token; all warps have read what they combine.
   Barrier cluster_full, cluster_empty;
   uint32_t touched;  // nobody reads it
 #ifdef MLA_RACECHECK

@@ -1,9 +1,8 @@
-// fp8_ds_mla rows for up to 32 heads, and fp8_tensor_576 rows for up to 16, in shared memory as they are in the cache.
+// fp8_ds_mla rows for up to 32 heads, and fp8_tensor_576 rows for up to 16. Shared memory holds raw cache rows.
 //
-// Scores are products of fp8 numbers. A query is the sum of two e4m3 numbers, which are two columns of wgmma, and a sum
-// over 128 dims is multiplied with its token's scale, if there is one, in fp32. Values become f16 in registers, scales
-// included, just before they are multiplied. So no f16 copy of a tile is ever written, and there is room for four tiles
-// in flight.
+// Scores are fp8 products. A query is the sum of two e4m3 numbers, which take two columns of wgmma. The accumulators of
+// a group of 128 dims are multiplied by the token's scale, if any, in fp32. Values are converted to f16 in registers,
+// scales included, just before their product. So no f16 copy of a tile is written, and four tiles fit in flight.
 #pragma once
 
 #include <cstdint>
@@ -24,26 +23,26 @@ namespace mla::cuda::sm90::few_heads {
 
 template <Rows kRows, int kHeads>
 struct Fp8Rows {
-  // The cache's one scale is part of the factors of scores and outputs. Rope is e4m3 numbers too.
+  // One scale for the whole cache: it is part of the factors of scores and outputs. Rope is e4m3, too.
   static constexpr bool kOfTensor = kRows == Rows::fp8_tensor_576;
   using Queries = QuantisedQueries<kHeads, kOfTensor>;
   static constexpr int kStages = 4;                     // tiles
-  static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // tokens whose queries there is room for
-  static constexpr int kSums = kHeads / 2;
-  static constexpr int kWarps = Queries::kWarps;          // that produce
-  static constexpr int kWarpRows = kTileTokens / kWarps;  // of a tile
+  static constexpr int kQueries = kHeads > 16 ? 1 : 2;  // buffers for a token's queries
+  static constexpr int kAccRegisters = kHeads / 2;
+  static constexpr int kWarps = Queries::kWarps;          // producers
+  static constexpr int kWarpRows = kTileTokens / kWarps;  // of a tile, per warp
   static constexpr int kTileArrivals = (32 + kWarpArrivals) * kWarps;
-  static constexpr int kGroupDims = kValueDim / kGroups;  // of values, a warp's
+  static constexpr int kGroupDims = kValueDim / kGroups;  // a warp's output dims
   static constexpr int kLaneDims = kGroupDims / 8;
-  static constexpr bool kAhead = kHeads <= 16;  // there are registers to read values a step ahead
+  static constexpr bool kAhead = kHeads <= 16;  // read values a step ahead; else registers are too few
 
   struct Stage {
-    uint8_t fp8[kGroups][kTileTokens * kRowBytes];  // a group of 128 is a row of 128 bytes
-    uint8_t rope[kTileTokens * kRowBytes];          // in rows of 128 bytes too, half empty where they are e4m3
+    SwizzledRows<kTileTokens> fp8[kGroups];  // a token's 128 dims are a row of 128 bytes
+    SwizzledRows<kTileTokens> rope;          // rows of 128 bytes too; e4m3 fills half of them
   };
   struct Memory {
     alignas(1024) Stage stages[kStages];
-    alignas(1024) uint8_t q[kQueries][kGroups][Queries::kGroupBytes];  // e4m3, heads and what it leaves of them
+    alignas(1024) uint8_t q[kQueries][kGroups][Queries::kGroupBytes];  // e4m3: heads, then their rounding errors
     alignas(1024) uint8_t q_rope[kQueries][Queries::kRopeBytes];
     alignas(16) std::conditional_t<kOfTensor, Empty, float[kStages][kTileTokens][kGroups]> scale;
     uint8_t valid[kStages][kTileTokens];  // whether the slot is one
@@ -53,10 +52,11 @@ struct Fp8Rows {
 
   const int warp, lane;  // warp of the warpgroup
 
-  // Of the lane's two tokens: log2 of a power of two above every scale. Values are divided by it, weights multiplied.
-  int power[2];
-  uint32_t value_scale;  // of tokens 2 * lane and the next, for the warp's group, in f16
-  uint4 fp8[4];          // of the first values to be added
+  // f16 may not hold a scale. So a token's scales are divided by a power of two above the largest one, and its weights
+  // are multiplied by it.
+  int power[2];          // its log2, for the lane's two tokens
+  uint32_t value_scale;  // f16 scales, so divided, of tokens 2 * lane and the next, for the warp's group
+  uint4 fp8[4];          // the first values of the next product
 
   __device__ float lift(int half) const { return kOfTensor ? 0.0f : static_cast<float>(power[half]); }
 
@@ -65,26 +65,26 @@ struct Fp8Rows {
   }
   static __device__ float two_to(int power) { return __uint_as_float((127 + power) << 23); }
 
-  // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
-  __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int query, const float* q_scale) {
-    const uint64_t k = describe_atoms(cast_smem_ptr_to_uint(&s.stages[stage])),
-                   q = describe_atoms(cast_smem_ptr_to_uint(s.q[query])),
-                   q_rope = describe_atoms(cast_smem_ptr_to_uint(s.q_rope[query]));
-    // groups whose sums there are registers for
+  // The scores of a tile's tokens 16 * warp + lane / 4 and that plus 8, in the order of wgmma's accumulators.
+  __device__ void compute_scores(float (&score)[kAccRegisters], Memory& s, int stage, int query, const float* q_scale) {
+    const uint64_t k = smem_descriptor(cast_smem_ptr_to_uint(&s.stages[stage])),
+                   q = smem_descriptor(cast_smem_ptr_to_uint(s.q[query])),
+                   q_rope = smem_descriptor(cast_smem_ptr_to_uint(s.q_rope[query]));
+    // groups whose accumulators fit into registers
     constexpr int kAtOnce = kHeads > 16 ? 1 : kHeads > 8 ? 3 - kOfTensor : 4;
-    float part[kAtOnce][2 * kSums];
+    float part[kAtOnce][2 * kAccRegisters];
     const auto begin_group = [&](int g) {
-      float (&sum)[2 * kSums] = part[g % kAtOnce];
+      float (&acc)[2 * kAccRegisters] = part[g % kAtOnce];
 #pragma unroll
       for (int step = 0; step < 4; ++step)
-        multiply<E4m3Atom<2 * kHeads>>(sum, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
-                                       q + ((g * Queries::kGroupBytes + step * 32) >> 4), step > 0);
+        wgmma<E4m3Atom<2 * kHeads>>(acc, k + ((g * kTileTokens * kRowBytes + step * 32) >> 4),
+                                    q + ((g * Queries::kGroupBytes + step * 32) >> 4), step > 0);
       if constexpr (kOfTensor) {
-        if (g == 0) add_rope<E4m3Atom<2 * kHeads>, 2>(sum, k, q_rope, true);
+        if (g == 0) add_rope<E4m3Atom<2 * kHeads>, 2>(acc, k, q_rope, true);
       }
       cute::warpgroup_commit_batch();
     };
-    // before the products, which occupy shared memory
+    // loaded before the products, which occupy shared memory
     float4 scale[2], value_scales[2];
     bool valid[2];
 #pragma unroll
@@ -94,7 +94,7 @@ struct Fp8Rows {
       valid[i] = s.valid[stage][token];
       value_scales[i] = scales_of(s, stage, 2 * lane + (i ^ swap()));
     }
-    if constexpr (!kOfTensor) fence_sums(score);
+    if constexpr (!kOfTensor) fence_acc(score);
     cute::warpgroup_arrive();
     if constexpr (!kOfTensor) {
       add_rope<Bf16Atom<kHeads, Major::K, Major::K>, 4>(score, k, q_rope, false);
@@ -111,7 +111,7 @@ struct Fp8Rows {
       bias[i] = valid[i] ? 0.0f : -INFINITY;
     }
     find_value_scale(value_scales);
-    // A group's sums are added while the next ones' products are under way.
+    // A group is added while the products of the next ones are in flight.
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
       if (const int next = g - 1 + kAtOnce; (g > 0 || kAtOnce == 1) && next < kGroups) {
@@ -119,18 +119,18 @@ struct Fp8Rows {
         begin_group(next);
       }
       wait_for_all_products_but(min(kAtOnce, kGroups - g) - 1);
-      if (!kOfTensor && g == 0) fence_sums(score);
-      float (&sum)[2 * kSums] = part[g % kAtOnce];
-      fence_sums(sum);
+      if (!kOfTensor && g == 0) fence_acc(score);
+      float (&acc)[2 * kAccRegisters] = part[g % kAtOnce];
+      fence_acc(acc);
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) {
+      for (int i = 0; i < kAccRegisters; ++i) {
         const float4& x = scale[i / 2 % 2];
-        const float group = (sum[i] + sum[i + kSums]) * (g == 0 ? x.x : g == 1 ? x.y : g == 2 ? x.z : x.w);
+        const float group = (acc[i] + acc[i + kAccRegisters]) * (g == 0 ? x.x : g == 1 ? x.y : g == 2 ? x.z : x.w);
         score[i] = kOfTensor && g == 0 ? group : score[i] + group;
       }
     }
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
+    for (int i = 0; i < kAccRegisters; ++i) {
       const float2 by = q_scales_of_lane(q_scale, i / 4, lane);
       score[i] = score[i] * (i % 2 ? by.y : by.x) + bias[i / 2 % 2];
     }
@@ -144,16 +144,17 @@ struct Fp8Rows {
       return *reinterpret_cast<const float4*>(s.scale[stage][token]);
   }
 
-  // Products of rope, which has that many steps.
+  // Adds the product of rope, in kSteps steps.
   template <typename Atom, int kSteps, int kCount>
-  static __device__ void add_rope(float (&sum)[kCount], uint64_t k, uint64_t q_rope, bool add) {
+  static __device__ void add_rope(float (&acc)[kCount], uint64_t k, uint64_t q_rope, bool add) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      multiply<Atom>(sum, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4),
-                     add || step > 0);
+      wgmma<Atom>(acc, k + ((kGroups * kTileTokens * kRowBytes + step * 32) >> 4), q_rope + ((step * 32) >> 4),
+                  add || step > 0);
   }
 
-  __device__ int swap() const { return lane / 4 % 2; }  // so that eight lanes read scales from different banks
+  // Every other four lanes load their two tokens' scales in reverse, so that eight lanes read different banks.
+  __device__ int swap() const { return lane / 4 % 2; }
 
   __device__ void find_value_scale(const float4 (&scales)[2]) {
     float own[2];
@@ -165,18 +166,18 @@ struct Fp8Rows {
     value_scale = swap() ? pack_f16(own[1], own[0]) : pack_f16(own[0], own[1]);
   }
 
-  // Two tokens' weights, of the upper or the lower ones, as a product has them.
+  // Two heads' weights of the lane's upper or lower token, as operand B has them.
   __device__ uint32_t pack(float first, float second, int half) const {
     const float up = kOfTensor ? 1.0f : two_to(power[half]);
     return pack_f16(first * up, second * up);
   }
 
-  // The lane's fp8 bytes of tokens 16 * step + 2 * (lane % 4), the next, and both again 8 further on.
+  // The lane's 16 fp8 bytes of each of four tokens: 16 * step + 2 * (lane % 4), the next, and both plus 8.
   __device__ void load(uint4 (&fp8)[4], const Stage& rows, int step) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = 2 * (lane % 4) + i % 2;  // of eight
-      fp8[i] = load_piece(cast_smem_ptr_to_uint(rows.fp8[warp]) + (16 * step + 8 * (i / 2) + row) * kRowBytes +
+      fp8[i] = load_piece(rows.fp8[warp].address() + (16 * step + 8 * (i / 2) + row) * kRowBytes +
                           (lane / 4 ^ row) * kPieceBytes);
     }
   }
@@ -185,12 +186,12 @@ struct Fp8Rows {
     return kOfTensor ? numbers : times<Number::f16>(numbers, scale);
   }
 
-  // Four dims of these tokens as two products' rows.
+  // Four dims of these tokens, as operand A of two products.
   static __device__ void convert(uint32_t (&rows)[2][4], uint32_t a, uint32_t b, uint32_t c, uint32_t d,
                                  const uint32_t (&scale)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      // bytes of a dim from two tokens next to each other, for two dims
+      // for two dims: the bytes of two tokens side by side
       const uint32_t first = __byte_perm(a, b, i ? 0x7362 : 0x5140), second = __byte_perm(c, d, i ? 0x7362 : 0x5140);
       const uint4 numbers = e4m3_to_f16(first, second);
       rows[i][0] = scaled(numbers.x, scale[0]), rows[i][1] = scaled(numbers.y, scale[0]);
@@ -198,12 +199,13 @@ struct Fp8Rows {
     }
   }
 
-  // Adds up values, with weights in shared memory. `release` is called when the tile has been read. Products are in
-  // flight while the next ones' rows are converted. Bytes are read a step ahead; the first ones have been read.
+  // out += values times weights, which lie in shared memory. `release` is called when the tile has been read. Rows are
+  // converted while the product before is in flight. With kAhead, bytes are read a step ahead: compute_scores() has
+  // read the first ones.
   template <typename Release>
-  __device__ void add_values(float (&out)[kLaneDims / 2][kSums], Memory& s, int stage, uint32_t weights_address,
+  __device__ void add_values(float (&out)[kLaneDims / 2][kAccRegisters], Memory& s, int stage, uint32_t weights_address,
                              Release release) {
-    const uint64_t weights = describe_atoms(weights_address);
+    const uint64_t weights = smem_descriptor(weights_address);
     constexpr int kSteps = kTileTokens / 16;
     uint32_t rows[2][2][4];
     uint4 others[4];
@@ -225,33 +227,33 @@ struct Fp8Rows {
         if (step > 0 || word > 1) cute::warpgroup_wait<1>();
         convert(rows[word % 2], of(own[0]), of(own[1]), of(own[2]), of(own[3]), scale);
         cute::warpgroup_arrive();
-        multiply<F16RowsAtom<kHeads>>(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
-        multiply<F16RowsAtom<kHeads>>(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
+        wgmma<F16RowsAtom<kHeads>>(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
+        wgmma<F16RowsAtom<kHeads>>(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
         cute::warpgroup_commit_batch();
       }
     }
     cute::warpgroup_wait<0>();
   }
 
-  // A head's row in the reduction buffer. Four heads of neighbouring lanes are neighbours, so that with rows of
-  // kReductionStride eight lanes' pieces lie in different banks.
+  // A head's row in the reduction buffer. Heads of four neighbouring lanes (every other head) are neighbours: with
+  // kReductionStride, the pieces of eight lanes then lie in different banks.
   static __device__ int reduction_row(int head) {
     return head % kReductionHeads<kHeads> / 2 + head % 2 * (kReductionHeads<kHeads> / 2);
   }
-  // A lane has the sums of neighbouring dims.
+  // A lane has neighbouring dims.
   __device__ float4* dims(float* row) const {
     return reinterpret_cast<float4*>(row + kGroupDims * warp + kLaneDims * (lane / 4));
   }
-  __device__ void get(float (&sum)[kLaneDims], float* row) const {
+  __device__ void get(float (&acc)[kLaneDims], float* row) const {
 #pragma unroll
     for (int i = 0; i < kLaneDims / 4; ++i) {
       const float4 x = dims(row)[i];
-      sum[4 * i] = x.x, sum[4 * i + 1] = x.y, sum[4 * i + 2] = x.z, sum[4 * i + 3] = x.w;
+      acc[4 * i] = x.x, acc[4 * i + 1] = x.y, acc[4 * i + 2] = x.z, acc[4 * i + 3] = x.w;
     }
   }
-  __device__ void put(float* row, const float (&sum)[kLaneDims]) const {
+  __device__ void put(float* row, const float (&acc)[kLaneDims]) const {
 #pragma unroll
-    for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
+    for (int i = 0; i < kLaneDims / 4; ++i) dims(row)[i] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
   }
 
   // Eight warps load a token's queries. `wait_for_room` is called when the first loads are in flight.
@@ -268,13 +270,13 @@ struct Fp8Rows {
     arrive_as_warp(s.q_full[query]);
   }
 
-  // Eight warps load rows, and a token's queries once its first rows are in flight. Consumers load those of the very
-  // first token. A warp computes the addresses of its rows of four tiles at once, a lane a row, and loads slots four
+  // Eight warps load rows, and a token's queries once its first rows are in flight; consumers load those of the very
+  // first token. A warp computes the addresses of its rows of four tiles at once, a lane a row. It loads slots four
   // tiles ahead.
   template <bool kPaged, typename Shared>
   static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
     constexpr int kBatch = 32 / kWarpRows;  // tiles
-    // The next slots are asked for when a tile's copies have begun, where there are registers for the row meanwhile.
+    // Load the next slots after a tile's copies have been issued, if a register for the row can be spared meanwhile.
     constexpr bool kCopiesFirst = kHeads <= 16 && !kPaged;
     const Worker worker(p, blockIdx.y, kTileTokens);
     const int first = warp * kWarpRows, at = first + lane % kWarpRows;
@@ -284,7 +286,7 @@ struct Fp8Rows {
     TileRequest<kPaged> next(cursor, at, kBatch, early);
     wait_for_cluster();
     uint32_t row = kNoRow;
-    int batch = 0;  // the token, as a request has it, and the list
+    int batch = 0;  // 2 * token (as in TileRequest) + list
     for (int tile = 0, tokens = 1;; ++tile) {
       if (tile % kBatch == 0) {
         row = next.row(p);
@@ -311,15 +313,14 @@ struct Fp8Rows {
   }
 
  private:
-  // Starts the copies of a warp's rows, from `first` on; the lane's own is row `at`.
+  // Starts the copies of a warp's rows, `first` to `first + 7`. `own` is where row `at` lies.
   static __device__ void copy(Memory& s, int stage, int first, int at, const uint8_t* cache, uint32_t own, int lane) {
-    const uint32_t fp8 =
-        cast_smem_ptr_to_uint(s.stages[stage].fp8[lane / 8]) + first * kRowBytes + lane % 8 * kPieceBytes;
-// not all at once: consumers' reads of shared memory share the queue
+    const uint32_t fp8 = s.stages[stage].fp8[lane / 8].address() + first * kRowBytes + lane % 8 * kPieceBytes;
+// not all at once: consumers' reads of shared memory wait in the same queue
 #pragma unroll 2
     for (int i = 0; i < kWarpRows; ++i)
-      copy_piece((fp8 ^ i * kPieceBytes) + i * kRowBytes, cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
-    copy_rope(cast_smem_ptr_to_uint(s.stages[stage].rope) + first * kRowBytes, cache, own, lane);
+      copy_piece(rows_further(fp8, i), cache + kPieceBytes * lane, __shfl_sync(~0u, own, i));
+    copy_rope(s.stages[stage].rope.address() + first * kRowBytes, cache, own, lane);
     if (lane >= kWarpRows) return;
     if constexpr (!kOfTensor)
       copy_piece(cast_smem_ptr_to_uint(s.scale[stage][at]), cache + kFp8DsMla.scale_offset(), own);

@@ -1,22 +1,21 @@
-// Sparse attention for up to 16 heads on Hopper, and for up to 32 with fp8_ds_mla rows. Tokens are the 64 rows of wgmma
-// and heads its columns, so that few heads fill the instruction:
+// Sparse attention for up to 16 heads on Hopper, and for up to 32 with fp8_ds_mla rows. Operands are swapped: tokens
+// are the 64 rows of wgmma and heads its columns, so that few heads fill the instruction.
 //
 //   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T     (or 512)
 //   values  O^T [512 dims x heads] += V^T [512 x 64] P^T
 //
-// Two consumer warpgroups take every other tile each. Each keeps a softmax and sums of its own, so they wait for one
-// another only at the end of a token. There their results are added in a reduction buffer, which takes the memory of
-// the token's last tile. If the token is split over workers, its parts are then merged (cut_tokens.cuh). Eight producer
-// warps load rows. How rows lie in memory and are multiplied depends on the cache's format: fp8_rows.cuh,
-// plain_rows.cuh.
+// Two consumer warpgroups take every other tile each, with a softmax and accumulators of their own. They wait for each
+// other only at the end of a token, where their results are added in a reduction buffer (the memory of the token's last
+// tile). If the token is split, its partial results are then combined (cut_tokens.cuh). Eight producer warps load rows.
+// The layout of rows and their products depend on the cache's format: fp8_rows.cuh, plain_rows.cuh.
 //
 //   load     | rows of i + 4 ...
 //   group 0  | scores i, softmax i, values i | scores i + 2, ...
 //   group 1           | scores i + 1, softmax i + 1, values i + 1 | ...
 //
-// A tile costs a warpgroup one barrier. Weights are computed relative to the running reference and stored. The barrier
-// then tells whether any warp saw a weight above 2^8. Only then are maxima exchanged, sums rescaled and weights
-// computed again. The result is exact either way: f16 weights have room for 2^8.
+// A tile costs a warpgroup one barrier. Weights are computed with the row maximum so far and stored. The barrier then
+// tells whether any warp saw a weight above 2^8. Only then are maxima exchanged, accumulators rescaled and weights
+// computed again. The result is as exact either way: f16 weights have room for 2^8.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -31,7 +30,7 @@
 
 namespace mla::cuda::sm90::few_heads {
 
-// Named barriers of the consumer warpgroups: 1 and 2, and one for both.
+// Named barriers of the consumer warpgroups: 1 and 2; 3 is for both.
 constexpr int kGroupThreads = 128;
 __device__ __forceinline__ int group_barrier(int group) { return 1 + group; }
 constexpr int kBothGroups = 3;
@@ -41,8 +40,8 @@ struct Consumer {
   using Memory = Shared<kRows, kHeads>;
   using Own = RowsOf<kRows, kHeads>;
   static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits, kDense = kForm == Form::dense;
-  static constexpr int kSums = kHeads / 2;     // a lane's numbers of 64 rows
-  static constexpr int kColumns = kHeads / 4;  // a lane's heads
+  static constexpr int kAccRegisters = kHeads / 2;  // per lane, of 64 rows
+  static constexpr int kColumns = kHeads / 4;       // a lane's heads
   // The reduction buffer holds the heads of one round.
   static constexpr int kRounds = kHeads / kReductionHeads<kHeads>, kRoundColumns = kColumns / kRounds;
 
@@ -53,11 +52,11 @@ struct Consumer {
   Own rows;
   uint32_t weights_address;  // this lane's, of its warpgroup's weights
 
-  float out[kLatentBlocks][kSums];  // O^T
-  float reference[kColumns];        // weights are 2^(score - reference)
-  float total[kColumns];            // of the lane's rows
+  float out[kLatentBlocks][kAccRegisters];  // O^T
+  float row_max[kColumns];                  // weights are 2^(score - row_max); it may lag behind by kSlack
+  float total[kColumns];                    // of the lane's rows
   float max_score[kMaxLogits ? kColumns : 1];
-  float score[kSums];
+  float score[kAccRegisters];
 #ifdef MLA_RACECHECK
   uint32_t group_syncs = 0;
 #endif
@@ -66,34 +65,34 @@ struct Consumer {
   static __device__ constexpr int half(int i) { return i / 2 % 2; }  // row lane / 4, or that plus 8
   __device__ int head(int column) const { return column / 2 * 8 + lane % 4 * 2 + column % 2; }
 
-  // The lane's stmatrix address: the row (head) of one of the 8 x 8 blocks, eight tokens of a head. The compiler is not
-  // to share it with wgmma descriptors, which have to be uniform over lanes.
+  // The lane's stmatrix address: a head's row of an 8 x 8 tile, eight tokens. Hidden, so that the compiler does not
+  // derive wgmma descriptors from it, which must be uniform.
   __device__ void find_weights_address() {
     const int own_head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    weights_address = cast_smem_ptr_to_uint(s.weights[group]) + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
+    weights_address = s.weights[group].address() + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
     hide(weights_address);
   }
 
   __device__ void start_token() {
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      reference[c] = kLowest;
+      row_max[c] = kLowest;
       if constexpr (kMaxLogits) max_score[c] = kLowest;
       total[c] = 0.0f;
     }
 #pragma unroll
     for (int b = 0; b < kLatentBlocks; ++b)
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) out[b][i] = 0.0f;
+      for (int i = 0; i < kAccRegisters; ++i) out[b][i] = 0.0f;
   }
 
-  // Stores weights for the reference as it is.
-  __device__ void store_weights(float (&weight)[kSums]) {
+  // Computes and stores weights with the current row_max.
+  __device__ void store_weights(float (&weight)[kAccRegisters]) {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) weight[i] = exp2_approximate(score[i] - reference[column(i)]);
-    constexpr int kPairs = kRoundColumns;  // of 8 or 16 heads
+    for (int i = 0; i < kAccRegisters; ++i) weight[i] = exp2_approximate(score[i] - row_max[column(i)]);
+    constexpr int kPairs = kRoundColumns;  // per store, of 8 or 16 heads
 #pragma unroll
-    for (int first = 0; first < kSums / 2; first += kPairs) {
+    for (int first = 0; first < kAccRegisters / 2; first += kPairs) {
       uint32_t pairs[kPairs];
 #pragma unroll
       for (int i = 0; i < kPairs; ++i)
@@ -102,7 +101,7 @@ struct Consumer {
     }
   }
 
-  // Heads of earlier queries see less of a token's last tiles.
+  // Heads of a request's earlier queries see less of the last tiles.
   __device__ void hide_later_slots(const Worker& worker, int token, int tile) {
     const TokenWork work = worker.work(token);
     const int slot = warp * 16 + lane / 4;
@@ -114,30 +113,30 @@ struct Consumer {
     }
   }
 
-  // A warpgroup's first tile of a token raises the reference from nothing, so there is no vote.
+  // A warpgroup's first tile of a token always raises row_max, so there is no vote.
   __device__ void softmax(bool first) {
-    float weight[kSums];
+    float weight[kAccRegisters];
     bool grows = false;
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
+    for (int i = 0; i < kAccRegisters; ++i) {
       if constexpr (kMaxLogits) max_score[column(i)] = fmaxf(max_score[column(i)], score[i]);
-      grows |= score[i] + rows.lift(half(i)) > reference[column(i)] + kSlack;
+      grows |= score[i] + rows.lift(half(i)) > row_max[column(i)] + kSlack;
     }
     if (!first) {
       store_weights(weight);
-      publish_to_wgmma();
+      fence_async_shared();
     }
     if (first || sync_named_or<kGroupThreads>(group_barrier(group), grows)) {
-      raise_reference();
+      raise_row_max();
       store_weights(weight);
-      publish_to_wgmma();
+      fence_async_shared();
       sync_named<kGroupThreads>(group_barrier(group));
     }
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) total[column(i)] += weight[i];
+    for (int i = 0; i < kAccRegisters; ++i) total[column(i)] += weight[i];
   }
 
-  __device__ void raise_reference() {
+  __device__ void raise_row_max() {
     float top[kColumns];
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
@@ -151,11 +150,11 @@ struct Consumer {
     sync_named<kGroupThreads>(group_barrier(group));
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      float raised = reference[c];
+      float raised = row_max[c];
 #pragma unroll
       for (int w = 0; w < 4; ++w) raised = fmaxf(raised, s.warp_max[group][w][head(c)]);
-      const float rescale = exp2_approximate(reference[c] - raised);
-      reference[c] = raised;
+      const float rescale = exp2_approximate(row_max[c] - raised);
+      row_max[c] = raised;
       total[c] *= rescale;
 #pragma unroll
       for (int b = 0; b < kLatentBlocks; ++b) {
@@ -165,7 +164,7 @@ struct Consumer {
     }
   }
 
-  // Stores the warpgroup's softmax statistics for the other one, as soon as those of two reductions ago have been read.
+  // Stores the warpgroup's softmax statistics for the other one, once those of two reductions ago have been read.
   // `round` is the first round of this reduction.
   __device__ void store_statistics(uint32_t round) {
     const int slot = round / kRounds % 2;
@@ -182,11 +181,11 @@ struct Consumer {
     for (int c = 0; c < kColumns; ++c) {
       s.total[slot][group][warp][head(c)] = total[c];
       s.max_score[slot][group][warp][head(c)] = kMaxLogits ? max_score[kMaxLogits ? c : 0] : kLowest;
-      if (warp == 0) s.reference[slot][group][head(c)] = reference[c];
+      if (warp == 0) s.row_max[slot][group][head(c)] = row_max[c];
     }
   }
 
-  // Until the buffer of `ago` rounds (one or two) before this one has been read.
+  // Waits until the buffer of `ago` rounds (one or two) before this one has been read.
   __device__ void wait_for_reduction_empty(uint32_t round, uint32_t ago) {
     wait(s.reduction_empty[(round - ago) % 2], (round - ago) / 2 % 2);
   }
@@ -195,10 +194,10 @@ struct Consumer {
   __device__ float* reduction_row(int stage, int head) {
     return static_cast<float*>(s.rows.reduction_buffer(stage)) + rows.reduction_row(head) * kReductionStride;
   }
-  __device__ float& sum(int column, int i) { return out[i / 2][column / 2 * 4 + 2 * (i % 2) + column % 2]; }
+  __device__ float& acc_of(int column, int i) { return out[i / 2][column / 2 * 4 + 2 * (i % 2) + column % 2]; }
 
-  // The end of a token whose parts are not merged here: the warpgroup that had its last tile stores its output in the
-  // reduction buffer ...
+  // The end of a token that is not combined here: the warpgroup with the last tile stores its output in the reduction
+  // buffer ...
   __device__ void store_for_reduction(int stage, uint32_t reductions) {
     const uint32_t first = reductions * kRounds;
     store_statistics(first);
@@ -214,7 +213,7 @@ struct Consumer {
   }
 
   // ... and the other one adds its own, if it had any tile, and writes the results: to the output, or as a partial
-  // result for the merge kernel.
+  // result for the combining kernel.
   __device__ void reduce(const TokenWork& work, int64_t partial, int own_tiles, int stage, uint32_t reductions) {
     const uint32_t first = reductions * kRounds;
     const int slot = reductions % 2;
@@ -229,8 +228,8 @@ struct Consumer {
         for (int c = 0; c < kColumns; ++c) find_factors(mine[c], theirs[c], c, slot);
         if (const int own = threadIdx.x % kGroupThreads; own < kHeads) {
           const Statistics both = statistics_of_head(slot, own);
-          s.factor[own] = finish_head(p, work.token, head_begin + own, work.whole(), partial, both.total,
-                                      both.reference, both.max_score);
+          s.factor[own] = finish_head(p, work.token, head_begin + own, work.whole(), partial, both.total, both.row_max,
+                                      both.max_score);
         }
       }
       if (own_tiles > 0) {
@@ -249,48 +248,49 @@ struct Consumer {
     arrive_as_warp(s.empty[stage]);
   }
 
-  // What a column's sums, and those of the other warpgroup, are multiplied with to be added.
+  // The factors that bring a column's accumulators and the other warpgroup's to the same row maximum.
   __device__ void find_factors(float& mine, float& theirs, int column, int slot) const {
-    const float other = s.reference[slot][1 - group][head(column)], raised = fmaxf(reference[column], other);
-    mine = exp2_approximate(reference[column] - raised);
+    const float other = s.row_max[slot][1 - group][head(column)], raised = fmaxf(row_max[column], other);
+    mine = exp2_approximate(row_max[column] - raised);
     theirs = exp2_approximate(other - raised);
   }
 
   __device__ void store_column(int column, int stage) {
-    float sums[2 * kLatentBlocks];
+    float acc[2 * kLatentBlocks];
 #pragma unroll
-    for (int k = 0; k < 2 * kLatentBlocks; ++k) sums[k] = sum(column, k);
-    rows.put(reduction_row(stage, head(column)), sums);
+    for (int k = 0; k < 2 * kLatentBlocks; ++k) acc[k] = acc_of(column, k);
+    rows.put(reduction_row(stage, head(column)), acc);
   }
 
-  // All loads come before the first store, or each would wait for the one before.
+  // All loads precede the first store, or each load would wait for the store before it.
   __device__ void add_to_row(int column, float mine, float theirs, int stage) {
     float* const row = reduction_row(stage, head(column));
-    float sums[2 * kLatentBlocks];
-    rows.get(sums, row);
+    float acc[2 * kLatentBlocks];
+    rows.get(acc, row);
 #pragma unroll
-    for (int k = 0; k < 2 * kLatentBlocks; ++k) sums[k] = add_in_any_order(sum(column, k) * mine, sums[k] * theirs);
-    rows.put(row, sums);
+    for (int k = 0; k < 2 * kLatentBlocks; ++k) acc[k] = add_in_any_order(acc_of(column, k) * mine, acc[k] * theirs);
+    rows.put(row, acc);
   }
 
-  // A head's softmax statistics, of both warpgroups together.
+  // A head's softmax statistics over both warpgroups.
   struct Statistics {
-    float reference, total, max_score;
+    float row_max, total, max_score;
   };
   __device__ Statistics statistics_of_head(int slot, int own) const {
     const int other = 1 - group;
-    const float a = s.reference[slot][group][own], b = s.reference[slot][other][own], raised = fmaxf(a, b);
-    float sums[2] = {}, max_score = kLowest;
+    const float a = s.row_max[slot][group][own], b = s.row_max[slot][other][own], raised = fmaxf(a, b);
+    float totals[2] = {}, max_score = kLowest;
     for (int w = 0; w < 4; ++w) {
-      sums[0] += s.total[slot][group][w][own], sums[1] += s.total[slot][other][w][own];
+      totals[0] += s.total[slot][group][w][own], totals[1] += s.total[slot][other][w][own];
       max_score = fmaxf(max_score, fmaxf(s.max_score[slot][group][w][own], s.max_score[slot][other][w][own]));
     }
-    const float sum = add_in_any_order(sums[0] * exp2_approximate(a - raised), sums[1] * exp2_approximate(b - raised));
-    return {raised, sum, max_score};
+    const float total =
+        add_in_any_order(totals[0] * exp2_approximate(a - raised), totals[1] * exp2_approximate(b - raised));
+    return {raised, total, max_score};
   }
 
-  // The same for a part that this kernel merges. Other blocks wait for it, so the work is halved: each warpgroup stores
-  // half of its columns and adds the other half to what the other one stored.
+  // The same for a split that this kernel combines. Other CTAs wait for it, so both warpgroups work: each stores half
+  // of its columns, and adds the other half to what the other one stored.
   template <int kGroup>
   __device__ void reduce_part(int stage, uint32_t reductions) {
     static_assert(kRounds == 1);
@@ -303,7 +303,7 @@ struct Consumer {
     if (warp == 3 && lane < kHeads / 2) {
       const int own = kGroup * (kHeads / 2) + lane;
       const Statistics both = statistics_of_head(slot, own);
-      s.part[own] = {both.total == 0.0f ? -INFINITY : both.reference, both.total, both.max_score,
+      s.part[own] = {both.total == 0.0f ? -INFINITY : both.row_max, both.total, both.max_score,
                      cast_smem_ptr_to_uint(reduction_row(stage, own))};
     }
     float mine[kHalf], theirs[kHalf];
@@ -314,8 +314,8 @@ struct Consumer {
     for (int c = 0; c < kHalf; ++c) add_to_row(kAdded + c, mine[c], theirs[c], stage);
   }
 
-  // Both warpgroups wait for one another. racecheck orders one group's arrivals at mbarriers after the other group's
-  // accesses only if this barrier is an mbarrier, too.
+  // Both warpgroups wait for each other. For racecheck it is an mbarrier: with a named barrier it would not order one
+  // group's later arrivals at mbarriers after the other group's accesses.
   __device__ void sync_groups() {
 #ifdef MLA_RACECHECK
     arrive_as_warp(s.groups_met);
@@ -325,17 +325,20 @@ struct Consumer {
 #endif
   }
 
-  // Both warpgroups merge their part of a token with the token's other parts.
+  // Both warpgroups combine the CTA's split of a token with the token's other splits.
   __device__ void merge_part(const TokenWork& work) {
     sync_groups();
     const CutTokens& cut = s.cut_tokens;
     const ClusterPeers peers = cut.peers;
-    if (peers.count > 1 && group == 0 && warp == 0) peers.arrive(s.cluster_full, lane);
-    // The reduction buffer of the lane's peer: that block has no tiles but those of its part.
+    if (peers.count > 1 && group == 0 && warp == 0) {
+      release_shared();
+      peers.arrive(s.cluster_full, lane);
+    }
+    // The reduction buffer of the lane's peer, in its last tile's stage: it has no tiles but those of its split.
     const int tiles = cut.tiles[peers.first + min(lane, peers.count - 1)];
     const uint32_t first_row =
         cast_smem_ptr_to_uint(s.rows.reduction_buffer((tiles > 0 ? tiles - 1 : 0) % Own::kStages));
-    if (peers.count > 1) wait(s.cluster_full, 0);
+    if (peers.count > 1) wait_for_blocks(s.cluster_full, 0);
     const auto row_of_head = [&](int own) {
       return first_row + rows.reduction_row(own) * kReductionStride * static_cast<int>(sizeof(float));
     };
@@ -347,11 +350,11 @@ struct Consumer {
     };
     merge_parts<number_of(kRows), kHeads>(p, s.part, work.token, cut.parts[work.cut == TokenWork::kContinued], peers,
                                           head_begin, 4 * group + warp, lane, row_of_head, release);
-    if (peers.count > 1) wait(s.cluster_empty, 0);  // peers have read this block's memory
+    if (peers.count > 1) wait_for_blocks(s.cluster_empty, 0);  // peers have read this block's memory
   }
 
-  // The queries of the first token with tiles. Consumers load them, as they are idle until the first rows arrive.
-  // Barriers may be used from here on.
+  // Loads the queries of the first token with tiles: consumers are idle until the first rows arrive. Barriers may be
+  // used from here on.
   __device__ void produce_first_queries(const Worker& worker) {
     int token = worker.token_begin;
     for (; token < worker.token_end; ++token) {
@@ -386,7 +389,7 @@ struct Consumer {
         for (int i = 0; i < own_tiles; ++i, ++visits) {
           const uint32_t tile = ordinal + 2 * i + (ordinal % 2 != group), stage = tile % Own::kStages;
           wait(s.full[stage], tile / Own::kStages % 2);
-          publish_to_wgmma();
+          fence_async_shared();
           rows.compute_scores(score, s.rows, stage, query, s.q_scale[query]);
           if (i == own_tiles - 1) arrive_as_warp(s.q_empty[query]);
           if (kDense && static_cast<int>(tile - ordinal) >= hidden_from)
@@ -409,7 +412,7 @@ struct Consumer {
         }
         ++tokens;
       } else if (!kMerged<kHeads> && !work.whole()) {
-        if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, kLowest, cast_smem_ptr_to_uint(s.weights)};
+        if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, kLowest, s.weights[0].address()};
       } else if (group == 0) {
         write_empty(work, worker.partial(work));
       }
@@ -419,15 +422,15 @@ struct Consumer {
     }
   }
 
-  // A token's last tile is not released: its memory becomes the reduction buffer.
+  // `keep`: a token's last tile is not released, because its memory becomes the reduction buffer.
   __device__ void add_values(int stage, bool keep) {
 #pragma unroll
-    for (int b = 0; b < kLatentBlocks; ++b) fence_sums(out[b]);
-    rows.add_values(out, s.rows, stage, cast_smem_ptr_to_uint(s.weights[group]), [&] {
+    for (int b = 0; b < kLatentBlocks; ++b) fence_acc(out[b]);
+    rows.add_values(out, s.rows, stage, s.weights[group].address(), [&] {
       if (!keep) arrive_as_warp(s.empty[stage]);
     });
 #pragma unroll
-    for (int b = 0; b < kLatentBlocks; ++b) fence_sums(out[b]);
+    for (int b = 0; b < kLatentBlocks; ++b) fence_acc(out[b]);
   }
 
   __device__ void write_empty(const TokenWork& work, int64_t partial) {
@@ -459,18 +462,18 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
     s.cluster_empty.init(kConsumerWarps * blocks_of_cluster());
     s.touched = touch(p);
   }
-  cute::cluster_arrive();  // all wait for it once their first loads are under way
+  cute::cluster_arrive();  // all wait for it after they have issued their first loads
   const int head_begin = blockIdx.x * kHeads;
   const int warp = warp_of_block(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();
-    wait_for_kernel_before();
-    let_next_kernel_begin();
+    pdl_wait();
+    pdl_launch_dependents();
     Consumer<kRows, kHeads, kForm> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
     consumer.run(Worker(p, blockIdx.y, kTileTokens));
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kHeads>>();
-    wait_for_kernel_before();
+    pdl_wait();
     Own::template produce<kForm == Form::dense>(p, s, head_begin, warp - kConsumerWarps, lane);
   }
 }

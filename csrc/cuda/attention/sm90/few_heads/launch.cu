@@ -22,7 +22,7 @@ void run(Kernel kernel, int shared_bytes, const AttentionProblem& p, const Launc
   allow_cluster(reinterpret_cast<const void*>(kernel), launch.cluster);
   dim3 blocks = attention_grid(p, launch);
   blocks.y = (blocks.y + launch.cluster - 1) / launch.cluster * launch.cluster;
-  launch_early(kernel, blocks, kThreads, shared_bytes, stream, "sparse_attention", p, dim3(1, launch.cluster));
+  launch_pdl(kernel, blocks, kThreads, shared_bytes, stream, "sparse_attention", p, dim3(1, launch.cluster));
 }
 
 template <Rows kRows, int kHeads, Form kForm>

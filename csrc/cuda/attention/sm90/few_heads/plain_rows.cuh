@@ -1,5 +1,5 @@
-// Rows of 16-bit numbers, or such that become so when they are loaded. A tile is as wgmma reads it, along its rows and
-// across them, so nothing is converted once it is there.
+// Rows of 16-bit numbers, or converted to them on load. wgmma reads a tile as it is, along its rows (scores) and across
+// them (values).
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ struct PlainRows {
   static constexpr int kBlocks = blocks_of(kRows);
   static constexpr Number kNumber = number_of(kRows);
   static constexpr int kStages = kRows == Rows::any_512 ? 3 : 2;  // tiles
-  static constexpr int kQueries = 1;                              // tokens whose queries there is room for
-  static constexpr int kSums = kHeads / 2;
+  static constexpr int kQueries = 1;                              // buffers for a token's queries
+  static constexpr int kAccRegisters = kHeads / 2;
   static constexpr int kTileArrivals = is_converted(kRows) ? kConvertedArrivals : RowCopier::kArrivals;
 
   struct Memory {
@@ -31,69 +31,69 @@ struct PlainRows {
 
   const int warp, lane;  // warp of the warpgroup
 
-  // What the power of two is by which a token's weights are multiplied beyond what its score says.
+  // log2 of an extra factor of a token's weights (fp8_rows.cuh): none.
   __device__ float lift(int) const { return 0.0f; }
 
-  // Scores of a tile's tokens 16 * warp + lane / 4 and the one 8 further on, as wgmma has its sums.
-  __device__ void compute_scores(float (&score)[kSums], Memory& s, int stage, int, const float* q_scale) const {
-    const uint64_t k_rows = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage])),
-                   q = describe_atoms(cast_smem_ptr_to_uint(s.q));
-    float sum[kSums];
+  // The scores of a tile's tokens 16 * warp + lane / 4 and that plus 8, in the order of wgmma's accumulators.
+  __device__ void compute_scores(float (&score)[kAccRegisters], Memory& s, int stage, int, const float* q_scale) const {
+    const uint64_t k_rows = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage])),
+                   q = smem_descriptor(cast_smem_ptr_to_uint(s.q));
+    float acc[kAccRegisters];
     cute::warpgroup_arrive();
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        multiply<HalfAtom<kNumber, kHeads, Major::K, Major::K>>(sum, k_rows + ((block * kBlockBytes + k * 32) >> 4),
-                                                                q + ((block * kHeads * kRowBytes + k * 32) >> 4),
-                                                                block > 0 || k > 0);
+        wgmma<HalfAtom<kNumber, kHeads, Major::K, Major::K>>(acc, k_rows + ((block * kBlockBytes + k * 32) >> 4),
+                                                             q + ((block * kHeads * kRowBytes + k * 32) >> 4),
+                                                             block > 0 || k > 0);
     cute::warpgroup_commit_batch();
     float bias[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) bias[i] = s.valid[stage][warp * 16 + lane / 4 + 8 * i] ? 0.0f : -INFINITY;
     cute::warpgroup_wait<0>();
-    fence_sums(sum);
+    fence_acc(acc);
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
+    for (int i = 0; i < kAccRegisters; ++i) {
       const float2 scale = q_scales_of_lane(q_scale, i / 4, lane);
-      score[i] = sum[i] * (i % 2 ? scale.y : scale.x) + bias[i / 2 % 2];
+      score[i] = acc[i] * (i % 2 ? scale.y : scale.x) + bias[i / 2 % 2];
     }
   }
 
-  // Two tokens' weights, of the upper or the lower ones, as a product has them.
+  // Two heads' weights of the lane's upper or lower token, as operand B has them.
   __device__ uint32_t pack(float first, float second, int) const { return mla::cuda::pack<kNumber>(first, second); }
 
-  // Adds up values, with weights in shared memory. `release` is called when the tile has been read.
+  // out += values times weights, which lie in shared memory. `release` is called when the tile has been read.
   template <typename Release>
-  __device__ void add_values(float (&out)[kLatentBlocks][kSums], Memory& s, int stage, uint32_t weights_address,
+  __device__ void add_values(float (&out)[kLatentBlocks][kAccRegisters], Memory& s, int stage, uint32_t weights_address,
                              Release release) const {
-    const uint64_t tile = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage])),
-                   weights = describe_atoms(weights_address);
+    const uint64_t tile = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage])),
+                   weights = smem_descriptor(weights_address);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int block = 0; block < kLatentBlocks; ++block)
-        multiply<HalfAtom<kNumber, kHeads, Major::MN, Major::K>>(
+        wgmma<HalfAtom<kNumber, kHeads, Major::MN, Major::K>>(
             out[block], tile + ((block * kBlockBytes + k * 16 * kRowBytes) >> 4), weights + ((k * 32) >> 4), true);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     release();
   }
 
-  // A head's row in the reduction buffer. With rows of kReductionStride eight dims of four pairs of heads lie in
-  // different banks.
+  // A head's row in the reduction buffer. With kReductionStride, a warp's accesses (eight dims of every other head of
+  // eight) lie in different banks.
   static __device__ int reduction_row(int head) { return head; }
-  // A lane has the sums of a dim of each block and of the one 8 further on.
+  // A lane has two dims of each block, 8 apart.
   static constexpr int kLaneDims = 2 * kLatentBlocks;
   __device__ int dim(int i) const { return i / 2 * kBlockDims + warp * 16 + lane / 4 + 8 * (i % 2 ^ (i / 2 & 1)); }
-  __device__ void get(float (&sum)[kLaneDims], const float* row) const {
+  __device__ void get(float (&acc)[kLaneDims], const float* row) const {
 #pragma unroll
-    for (int i = 0; i < kLaneDims; ++i) sum[i] = row[dim(i)];
+    for (int i = 0; i < kLaneDims; ++i) acc[i] = row[dim(i)];
   }
-  __device__ void put(float* row, const float (&sum)[kLaneDims]) const {
+  __device__ void put(float* row, const float (&acc)[kLaneDims]) const {
 #pragma unroll
-    for (int i = 0; i < kLaneDims; ++i) row[dim(i)] = sum[i];
+    for (int i = 0; i < kLaneDims; ++i) row[dim(i)] = acc[i];
   }
 
   // Eight warps load a token's queries. `wait_for_room` is called when the first loads are in flight.

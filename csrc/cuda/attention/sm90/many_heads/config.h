@@ -1,4 +1,4 @@
-// The shape of the kernel for 17 heads and more: what it is written with and the launch needs to know.
+// The shape of the kernel for 17 heads and more, for the kernel and its launch.
 #pragma once
 
 #include <cstdint>
@@ -9,25 +9,26 @@
 
 namespace mla::cuda::sm90::many_heads {
 
-constexpr int kHeads = 64;                 // a block's heads: the rows of wgmma
-constexpr int kGroupDims = kValueDim / 2;  // of the output, that a consumer warpgroup sums up
+constexpr int kHeads = 64;                 // per CTA: the rows of wgmma
+constexpr int kGroupDims = kValueDim / 2;  // a consumer warpgroup's output dims
 constexpr int kConsumerWarps = 8;
 constexpr int kProducerWarps = 8;
 constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
-constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, a producer warp's
+constexpr int kWarpRows = kTileTokens / kProducerWarps;  // of a tile, per producer warp
 
-// 128 registers a thread to begin with, handed round: the first consumers also hold scores, the second addresses.
+// Registers per thread at launch; setmaxnreg redistributes them. The first consumers also hold scores, the second ones
+// addresses.
 constexpr int kRegisters = 128;
 constexpr int kScoringRegisters = 208;
 constexpr int kAddingRegisters = 176;
 constexpr int kProducerRegisters = 64;
 static_assert(kScoringRegisters + kAddingRegisters + 2 * kProducerRegisters <= 4 * kRegisters);
 
-// What a column of scores (a token) needs with rows that have powers. Rows in shared memory are divided by the usual
-// power of two, and by another one where f16 would not hold them then.
+// For rows with powers: what a column of scores (a token) needs. Rows in shared memory are divided by the usual power
+// of two, and by an excess power 2^bias if f16 would not hold them otherwise.
 struct Column {
   float power;  // 2^bias
-  float bias;   // -inf where the slot is none
+  float bias;   // -inf if there is no row
 };
 
 constexpr int kStages = 2;
@@ -36,14 +37,14 @@ template <Rows kRows>
 struct Shared {
   alignas(1024) uint8_t tiles[kStages][tile_bytes_of(kRows)];
   alignas(1024) uint8_t q[blocks_of(kRows)][kHeads * kRowBytes];
-  alignas(1024) uint8_t weights[kHeads * kRowBytes];
+  SwizzledRows<kHeads> weights;
   alignas(16) std::conditional_t<has_powers(kRows), Column[kTileTokens], Empty> columns[kStages];
   alignas(8) uint8_t valid[kStages][kTileTokens];  // bit 0: the slot is valid; bit 1: the parity of its row's address
-  alignas(8) uint8_t plain[kStages][kTileTokens];  // valid, and its row needs no power of two of its own
+  alignas(8) uint8_t plain[kStages][kTileTokens];  // valid, without an excess power
   float q_scale[kHeads];
   float rescale[kHeads];
-  float factor[2][kHeads];                    // of tokens of even and odd number
-  Barrier raw_full[kStages][kProducerWarps];  // a producer warp's rows, not yet converted
+  float factor[2][kHeads];                    // of outputs, double-buffered by token
+  Barrier raw_full[kStages][kProducerWarps];  // a producer warp's raw rows
   Barrier full[kStages], empty[kStages];      // tiles
   Barrier q_full, q_empty;
   Barrier weights_full, weights_empty;

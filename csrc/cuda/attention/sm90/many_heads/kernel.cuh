@@ -1,21 +1,22 @@
-// Sparse attention for 17 heads and more on Hopper (33 and more with fp8_ds_mla rows), 64 heads a block. Heads are the
+// Sparse attention for 17 heads and more on Hopper (33 and more with fp8_ds_mla rows), 64 heads per CTA. Heads are the
 // 64 rows of wgmma:
 //
 //   scores  S [64 heads x 64 tokens] = Q [64 x 576] K^T     (or 512)
 //   values  O [64 heads x 512 dims] += P [64 x 64] V [64 x 512]
 //
-// O takes half of all registers, so two warpgroups have 256 dims each. The first one also computes the scores; a row of
-// them lies in four lanes, so its softmax needs no barrier. It multiplies its weights from registers and leaves them in
-// shared memory for the second one. Eight warps load the tiles.
+// O takes half of all registers, so two warpgroups have 256 dims each. The first one also computes the scores. A row of
+// scores lies in four lanes, so the softmax needs no barrier. The first warpgroup multiplies its weights from
+// registers, and leaves them in shared memory for the second one. Eight warps load the tiles.
 //
 //   produce   | convert i + 1 ........................  | convert i + 2
 //   scoring   | scores i | softmax i | values i, left   | scores i + 1 ...
 //   adding    | find rows of i + 2   | values i, right  | ask for them ...
 //
-// fp8_ds_mla: scales, and e4m3 times its scale, are rounded to f16 when rows are converted, by 2^-11 at most: with 64
-// columns of scores there are no registers to keep the four groups of a scale apart. Then the adding group also copies
-// the raw rows; other rows are copied, and converted where they have to be, by the eight warps alone. Staged rows are
-// fp8_ds_mla ones that have been converted beforehand: what they become in shared memory has the same bits.
+// fp8_ds_mla rows are converted to f16 as a whole, because with 64 columns of scores there are no registers to keep the
+// groups' accumulators apart. Scales, and e4m3 times its scale, are rounded to f16: by 2^-11 at most. For these rows
+// the second warpgroup copies the raw rows and the eight warps convert them. All other rows are copied, and converted
+// if needed, by the eight warps alone. Staged rows are fp8_ds_mla rows that an earlier kernel converted, to the same
+// bits.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -36,7 +37,7 @@
 
 namespace mla::cuda::sm90::many_heads {
 
-constexpr int kTokenBarrier = 1;  // of both consumer warpgroups
+constexpr int kTokenBarrier = 1;  // named barrier of both consumer warpgroups
 
 // Staging offset of raw fp8 row i of a producer warp's eight, from the warp's part of block 0 on: inside the warp's
 // part of block i, which it will be converted into. The offset keeps the row's alignment modulo 32 bytes, because
@@ -50,13 +51,13 @@ __device__ __forceinline__ uint32_t offset_of_rope(int row, int piece) {
   return kLatentBlocks * kBlockBytes + row * kRowBytes + offset_of_piece(kLatentBlocks, piece, row);
 }
 
-// A producer warp's eight fp8 rows of a tile: read into registers, all of them, and stored back as f16. `part` is the
-// warp's part of block 0. Rope is where it belongs already, and hardly ever has to be changed.
+// A producer warp's eight fp8 rows of a tile. All are read into registers, then stored back as f16. `part` is the
+// warp's part of block 0. Rope has been copied to its final address and hardly ever changes.
 struct ScaledRows {
-  uint4 fp8[kWarpRows];  // 16 of each row
+  uint4 fp8[kWarpRows];  // 16 bytes of each row
   float scale;           // of row lane % 8, group lane / 8
 
-  // Bit 8 * i + 1 of `valid` is the parity of row i's address in 16-byte pieces.
+  // Bit 8 * i + 1 of `valid` is the parity of row i's address in units of 16 bytes.
   __device__ void load(uint32_t part, uint64_t valid, int lane) {
     const auto row = [&](int i) { return part + offset_of_row(i, valid >> (8 * i + 1) & 1); };
 #pragma unroll
@@ -77,7 +78,7 @@ struct ScaledRows {
     return excess;
   }
 
-  // Divides the rope of rows by their excess powers, `excess` for row lane % 8.
+  // Divides rope by the rows' excess powers; `excess` is that of row lane % 8.
   static __device__ void change_rope(uint32_t part, int excess, int lane) {
     if (!__any_sync(~0u, excess != 0)) return;
 #pragma unroll
@@ -96,9 +97,8 @@ struct ScaledRows {
     for (int i = 0; i < kWarpRows; ++i) {
       const float own = __shfl_sync(~0u, scale, lane / 8 * 8 + i);
       const uint32_t by = pack_f16(own, own);
-      store_piece((to ^ i * kPieceBytes) + i * kRowBytes, times<Number::f16>(e4m3_to_f16(fp8[i].x, fp8[i].y), by));
-      store_piece((to ^ (i ^ 1) * kPieceBytes) + i * kRowBytes,
-                  times<Number::f16>(e4m3_to_f16(fp8[i].z, fp8[i].w), by));
+      store_piece(rows_further(to, i), times<Number::f16>(e4m3_to_f16(fp8[i].x, fp8[i].y), by));
+      store_piece(rows_further(to ^ kPieceBytes, i), times<Number::f16>(e4m3_to_f16(fp8[i].z, fp8[i].w), by));
     }
   }
 };
@@ -106,14 +106,14 @@ struct ScaledRows {
 template <Rows kRows>
 struct Consumer {
   static constexpr bool kScaled = has_powers(kRows);
-  static constexpr Number kNumber = kScaled ? Number::f16 : number_of(kRows);  // of the latent dims and the weights
+  static constexpr Number kNumber = kScaled ? Number::f16 : number_of(kRows);  // of latent dims and weights
   using ScoreAtom = HalfAtom<kNumber, 64, Major::K, Major::K>;
   using RopeAtom = HalfAtom<number_of(kRows), 64, Major::K, Major::K>;
   using ValueAtom = std::conditional_t<kNumber == Number::f16, gmma::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>,
                                        gmma::MMA_64x128x16_F32BF16BF16_RS<Major::K, Major::MN>>;
-  static constexpr float kUsual = kScaled ? kUsualFactor : 1.0f;  // sums of rows, times this, are right
-  static constexpr int kScores = 32;                              // a lane's, of 64 x 64
-  static constexpr int kSteps = kTileTokens / 16;                 // of a product that sums over tokens
+  static constexpr float kUsual = kScaled ? kUsualFactor : 1.0f;  // undoes the rows' usual power of two
+  static constexpr int kScores = 32;                              // per lane, of 64 x 64
+  static constexpr int kSteps = kTileTokens / 16;                 // of a product over tokens
   static constexpr int kWarpHeads = kHeads / 4;
 
   const AttentionProblem& p;
@@ -124,31 +124,31 @@ struct Consumer {
   // Heads 16 * warp + lane / 4 and that plus 8; dims kGroupDims * group + 8 * j + 2 * (lane % 4) and the next.
   float out[kGroupDims / 2];
 
-  static __device__ constexpr int half(int i) { return i / 2 % 2; }  // the upper or the lower head
+  static __device__ constexpr int half(int i) { return i / 2 % 2; }  // 0: the lane's first head, 1: the second
   __device__ int head(int half) const { return head_of(half, lane); }
   __device__ int head_of(int half, int lane) const { return warp * 16 + lane / 4 + 8 * half; }
 
-  // `weights` are a step's 64 x 16 each, as wgmma takes them from registers.
+  // out += weights times values; weights[step] is operand A [64 x 16] in registers.
   __device__ void add_values(int stage, const uint32_t (&weights)[kSteps][4]) {
     constexpr int kHalf = kGroupDims / 2, kHalfBytes = kHalf / kBlockDims * kBlockBytes;
-    const uint64_t left = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
-    fence_sums(out);
+    const uint64_t left = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
+    fence_acc(out);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const uint64_t values = left + ((step * 16 * kRowBytes) >> 4);
-      multiply<ValueAtom>(out, weights[step], values);
-      multiply<ValueAtom, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
+      wgmma<ValueAtom>(out, weights[step], values);
+      wgmma<ValueAtom, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
     }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
-    fence_sums(out);
+    fence_acc(out);
   }
 
-  // The lane's ldmatrix address: a row of two 8 x 8 blocks of weights, of the warp's heads and a step's tokens.
+  // The lane's address for ldmatrix and stmatrix of weights: the warp's 16 heads, 16 tokens of a step.
   __device__ uint32_t weights_address(int step) const {
     const int row = warp * kWarpHeads + lane % 16, piece = 2 * step + lane / 16;
-    return cast_smem_ptr_to_uint(s.weights) + row * kRowBytes + (piece ^ row % 8) * kPieceBytes;
+    return s.weights.address(row, piece);
   }
 
   __device__ void rescale(const float (&by)[2]) {
@@ -162,8 +162,8 @@ struct Consumer {
     for (int i = 0; i < kGroupDims / 2; ++i) out[i] = 0.0f;
   }
 
-  // Writes the warpgroup's dims of a token, at its end. `stage` is that of its last tile, which has been read, or -1 if
-  // it had none. Going through shared memory takes fewer instructions than storing from registers.
+  // Writes the warpgroup's dims of a token. `stage` is that of its last tile, which has been read, or -1 without tiles.
+  // Whole tokens go through that stage's memory, which takes fewer instructions than stores from registers.
   __device__ void write(const TokenWork& work, int64_t partial, const float (&factor)[2], int stage) {
     if constexpr (has_compact_parts(kRows))
       if (!work.whole()) return write_compact(partial, factor, hidden(this->lane));
@@ -181,8 +181,7 @@ struct Consumer {
                   lane);
   }
 
-  // Through shared memory of the warp's own, where heads are swizzled rows of 512 bytes: from there they go out as
-  // rows.
+  // Through 8 KB of shared memory per warp, where heads are swizzled rows of 512 bytes. From there they go out as rows.
   __device__ void write_whole(int64_t token, uint32_t heads, int lane) {
     const int row = lane % 8 + lane / 8 % 2 * 8;
 #pragma unroll
@@ -192,7 +191,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         pairs[i] = mla::cuda::pack<number_of(kRows)>(out[4 * j + 2 * i], out[4 * j + 2 * i + 1]);
-      store_tiles(heads + row * kGroupDims * 2 + (piece ^ (j / 8 & 1) ^ row % 8) * kPieceBytes, pairs);
+      store_tiles(swizzled<kGroupDims * 2>(heads, row, piece ^ (j / 8 & 1)), pairs);
     }
     __syncwarp();
     uint16_t* to = p.out + group * kGroupDims + lane * 8;
@@ -200,7 +199,7 @@ struct Consumer {
     const int64_t offset = p.offset(p.out_strides, token, first + lane % kWarpHeads);
 #pragma unroll 4
     for (int i = 0; i < kWarpHeads; ++i) {
-      const uint4 piece = load_piece(heads + i * kGroupDims * 2 + (lane ^ i % 8) * kPieceBytes);
+      const uint4 piece = load_piece(swizzled<kGroupDims * 2>(heads, i, lane));
       const int64_t own = __shfl_sync(~0u, offset, i);
       if (first + i < p.heads) *reinterpret_cast<uint4*>(to + own) = piece;
     }
@@ -225,7 +224,7 @@ struct Consumer {
     }
   }
 
-  // Four lanes have a row. Numbers stay in their order, so each lane writes whole pieces.
+  // Four lanes have a row. Numbers keep the accumulators' order, so each lane stores whole pieces.
   __device__ void write_compact(int64_t partial, const float (&factor)[2], int lane) {
     const Partials partials(p.workspace, p.workers, p.heads);
 #pragma unroll
@@ -246,7 +245,7 @@ struct Consumer {
         uint32_t pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int j = (begin + i) ^ (begin / 8 & 1);  // of the sums
+          const int j = (begin + i) ^ (begin / 8 & 1);  // odd blocks are swapped
           pairs[i] = pack_f16(out[4 * j + 2 * h] * by, out[4 * j + 2 * h + 1] * by);
         }
         row.pieces[group * kGroupDims / 8 + begin + lane % 4] = {pairs[0], pairs[1], pairs[2], pairs[3]};
@@ -255,7 +254,7 @@ struct Consumer {
   }
 };
 
-// The first consumer warpgroup: scores, softmax, and the left half of the values.
+// The first consumer warpgroup: scores, softmax, and the left half of the output.
 template <Rows kRows, Form kForm>
 struct Scorer : Consumer<kRows> {
   using Base = Consumer<kRows>;
@@ -265,15 +264,15 @@ struct Scorer : Consumer<kRows> {
 
   static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits, kDense = kForm == Form::dense;
 
-  float reference[2];  // weights are 2^(score - reference)
+  float row_max[2];    // weights are 2^(score - row_max); it may lag behind by kSlack
   float total[2];      // of the lane's columns
-  float max_score[2];  // is in no register where it is not asked for
+  float max_score[2];  // takes no registers unless kMaxLogits
   float q_scale[2];
 
-  // Scores to base 2, or rather what they are with the power of two that the rows lack.
+  // Scores, not yet multiplied by q_scale and the rows' powers of two.
   __device__ void compute_scores(float (&score)[kScores], int stage) {
-    const uint64_t q = describe_atoms(cast_smem_ptr_to_uint(s.q)),
-                   k = describe_atoms(cast_smem_ptr_to_uint(s.tiles[stage]));
+    const uint64_t q = smem_descriptor(cast_smem_ptr_to_uint(s.q)),
+                   k = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage]));
     cute::warpgroup_arrive();
 #pragma unroll
     for (int block = 0; block < blocks_of(kRows); ++block)
@@ -283,32 +282,32 @@ struct Scorer : Consumer<kRows> {
         const uint64_t b = k + ((block * kBlockBytes + step * 32) >> 4);
         const bool add = block > 0 || step > 0;
         if (block < kLatentBlocks)
-          multiply<ScoreAtom>(score, a, b, add);
+          wgmma<ScoreAtom>(score, a, b, add);
         else
-          multiply<RopeAtom>(score, a, b, add);
+          wgmma<RopeAtom>(score, a, b, add);
       }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
-    fence_sums(score);
+    fence_acc(score);
   }
 
-  // Whether all of a tile's slots are valid, and no row needs a power of two of its own.
+  // Whether all of a tile's slots are valid and no row has an excess power.
   __device__ bool plain(int stage) const {
     const uint16_t two = *reinterpret_cast<const uint16_t*>(s.plain[stage] + 2 * lane);
     return __all_sync(~0u, two == 0x0101) && p.scale >= 0.0f;
   }
 
-  // `top` is the largest score of the lane's columns; four lanes share a row. `by` becomes the factor of the sums so
-  // far.
-  __device__ void move_reference(float (&top)[2], float (&by)[2]) {
+  // Raises row_max if it lags too far behind. `top` is the largest score of the lane's columns; four lanes share a row.
+  // `by` becomes the factor of the accumulators so far.
+  __device__ void move_row_max(float (&top)[2], float (&by)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 1));
       top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
       by[h] = 1.0f;
-      if (top[h] > reference[h] + kSlack) {
-        by[h] = exp2_approximate(reference[h] - top[h]);
-        reference[h] = top[h];
+      if (top[h] > row_max[h] + kSlack) {
+        by[h] = exp2_approximate(row_max[h] - top[h]);
+        row_max[h] = top[h];
         total[h] *= by[h];
       }
     }
@@ -316,18 +315,18 @@ struct Scorer : Consumer<kRows> {
 
   __device__ uint32_t pack(float first, float second) const { return mla::cuda::pack<Base::kNumber>(first, second); }
 
-  // Scores of a plain tile become weights relative to the reference as it is, before the largest score is known. A
-  // token's first tile is computed again with the new reference, later ones only where a score is too large.
+  // The softmax of a plain tile, with the current row_max and before the tile's maximum is known. If a weight is too
+  // large, as in a token's first tile, all are computed again with the new row_max.
   __device__ void softmax_of_plain(const float (&score)[kScores], uint32_t (&weights)[kSteps][4], float (&by)[2]) {
     const float before[2] = {total[0], total[1]};
-    uint32_t largest = 0;  // of both columns, as integers, which are in the same order
+    uint32_t largest = 0;  // of each half, compared as integers, which have the same order
     const auto weigh = [&] {
 #pragma unroll
       for (int i = 0; i < kScores; i += 2) {
         float two[2];
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
-          two[c] = exp2_approximate(fmaf(score[i + c], q_scale[half(i)], -reference[half(i)]));
+          two[c] = exp2_approximate(fmaf(score[i + c], q_scale[half(i)], -row_max[half(i)]));
           total[half(i)] += two[c];
         }
         weights[i / 8][i / 2 % 4] = pack(two[0], two[1]);
@@ -350,13 +349,13 @@ struct Scorer : Consumer<kRows> {
         if (too_large) total[h] = before[h];
       }
       if (too_large) {
-        move_reference(top, by);
+        move_row_max(top, by);
         weigh();
       }
     }
   }
 
-  // Scores become weights. A head sees only the first `seen` slots of the tile.
+  // The softmax of any tile. A head sees only the first `seen` slots of it.
   __device__ void softmax(float (&score)[kScores], int stage, const int (&seen)[2], float (&by)[2]) {
     float top[2] = {kLowest, kLowest};
     float back[kScaled ? kScores / 2 : 1];  // 2^-bias
@@ -381,10 +380,10 @@ struct Scorer : Consumer<kRows> {
           if (kMaxLogits && bias > -INFINITY) max_score[h] = fmaxf(max_score[h], own - bias);
         }
       }
-    move_reference(top, by);
+    move_row_max(top, by);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      score[i] = exp2_approximate(score[i] - reference[half(i)]);
+      score[i] = exp2_approximate(score[i] - row_max[half(i)]);
       total[half(i)] += kScaled ? score[i] * back[i / 4 * 2 + i % 2] : score[i];
     }
   }
@@ -399,7 +398,7 @@ struct Scorer : Consumer<kRows> {
     for (int step = 0; step < kSteps; ++step) store_tiles(this->weights_address(step), weights[step]);
   }
 
-  // How many slots of a tile the lane's heads see; `left` tiles of the token are left, with this one.
+  // How many slots of a tile the lane's heads see. `left` counts the token's remaining tiles, this one included.
   __device__ void find_seen(const Worker& worker, int token, int left, int (&seen)[2]) const {
     const TokenWork work = worker.work(token);
 #pragma unroll
@@ -414,7 +413,7 @@ struct Scorer : Consumer<kRows> {
       const int hidden_tiles = kDense ? work.tile_end - worker.first_hidden_tile(work) : 0;  // at the end
       this->clear();
 #pragma unroll
-      for (int h = 0; h < 2; ++h) reference[h] = max_score[h] = kLowest, total[h] = 0.0f;
+      for (int h = 0; h < 2; ++h) row_max[h] = max_score[h] = kLowest, total[h] = 0.0f;
       if (tile < end) {
         wait(s.q_full, tokens % 2);
 #pragma unroll
@@ -424,7 +423,7 @@ struct Scorer : Consumer<kRows> {
         const int stage = tile % kStages;
         float score[kScores], by[2];
         wait(s.full[stage], tile / kStages % 2);
-        if constexpr (!is_scaled(kRows)) publish_to_wgmma();
+        if constexpr (!is_scaled(kRows)) fence_async_shared();
         const bool hides = kDense && end - tile <= hidden_tiles, is_plain = plain(stage) && !hides;
         compute_scores(score, stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
@@ -462,8 +461,8 @@ struct Scorer : Consumer<kRows> {
         if constexpr (kMaxLogits) max_score[h] = fmaxf(max_score[h], __shfl_xor_sync(~0u, max_score[h], distance));
       }
       if (lane % 4 == 0)
-        factor[h] = finish_head(p, work.token, head_begin + head(h), work.whole(), partial, total[h], reference[h],
-                                max_score[h]);
+        factor[h] =
+            finish_head(p, work.token, head_begin + head(h), work.whole(), partial, total[h], row_max[h], max_score[h]);
       factor[h] = __shfl_sync(~0u, factor[h], lane & ~3) * kUsual;
       if (lane % 4 == 0) s.factor[parity][head(h)] = factor[h];
     }
@@ -472,11 +471,10 @@ struct Scorer : Consumer<kRows> {
   }
 };
 
-// Copies raw fp8 rows to the tile's own memory: row i of a producer warp's eight into the warp's part of block i, and
-// rope to its final address.
+// Copies raw fp8 rows to their staging addresses (offset_of_row) and rope to its final one.
 template <bool kPaged>
 struct RawRowLoader {
-  static constexpr int kRows = kTileTokens / 4;  // of each of four warps, for two producer warps
+  static constexpr int kRows = kTileTokens / 4;  // per warp: those of two producer warps
 
   const AttentionProblem& p;
   TileCursor cursor;
@@ -491,7 +489,7 @@ struct RawRowLoader {
   __device__ RawRowLoader(const Worker& worker, int warp, int lane)
       : p(worker.p), cursor(worker), next(cursor, warp * kRows + lane % kRows), warp(warp), lane(lane) {}
 
-  // Computes the addresses of the next tile's rows, while there is time.
+  // Computes the addresses of the next tile's rows ahead of time.
   __device__ void prepare() {
     any = next.token != next.kEnd;
     if (!any) return;
@@ -499,17 +497,17 @@ struct RawRowLoader {
     next = TileRequest<kPaged>(cursor, warp * kRows + lane % kRows);
   }
 
-  // Starts the copies when the stage is empty: first the rows of one producer warp, then those of the other.
+  // Starts the copies once the stage is empty: first the rows of one producer warp, then those of the other.
   __device__ void copy(Shared<Rows::fp8_ds_mla>& s, int tile) {
     if (!any) return;
     const int stage = tile % kStages;
     const uint8_t* const cache = p.lists[list].cache.data;
     wait(s.empty[stage], tile / kStages % 2 ^ 1);
     const int lane = hidden(this->lane);
-    // fp8 bytes and scales go to where the producer reads them, rope to its final address, eight lanes a row.
+    // rope: eight lanes a row
     auto fp8 = reinterpret_cast<uint64_t>(cache + kPieceBytes * lane),
          rope = reinterpret_cast<uint64_t>(cache + kFp8DsMla.rope_offset() + kPieceBytes * (lane % 8));
-    hide(fp8), hide(rope);  // or the compiler adds each up again, from two parts, for every row
+    hide(fp8), hide(rope);  // or the compiler adds up each of them again for every row
     const uint32_t first_row = static_cast<uint32_t>(reinterpret_cast<uint64_t>(cache) / kPieceBytes);
     const auto odd = [&](uint32_t row) { return (row ^ first_row) & 1; };
 #pragma unroll
@@ -538,8 +536,8 @@ struct RawRowLoader {
   }
 };
 
-// The second one: the right half of the values. With fp8_ds_mla rows it also starts the copies of the tile after the
-// next one, as soon as a stage is empty, while the scores of the next one are computed.
+// The second consumer warpgroup: the right half of the output. With fp8_ds_mla rows it also starts the copies of the
+// tile after the next one as soon as a stage is empty, while the scores of the next one are computed.
 template <Rows kRows, bool kPaged>
 struct Adder : Consumer<kRows> {
   using Base = Consumer<kRows>;
@@ -588,14 +586,14 @@ struct Adder : Consumer<kRows> {
   }
 };
 
-// What is known of a row in a tile. `power` is its excess power.
+// Stores what the softmax needs of a tile's row. `power` is its excess power.
 template <Rows kRows>
 __device__ void describe_column(Shared<kRows>& s, int stage, int row, bool valid, int power) {
   s.columns[stage][row] = {two_to(power), valid ? static_cast<float>(power) : -INFINITY};
   s.plain[stage][row] = valid && power == 0;
 }
 
-// A producer warp: its rows of each tile, and a token's queries before its first tile.
+// A producer warp: its rows of each tile, and its heads of each token's queries.
 template <Rows kRows, bool kPaged>
 __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worker& worker, int head_begin, int warp,
                         int lane) {
@@ -604,7 +602,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
     load_queries<has_powers(kRows), kHeads>(
         p, s.q, s.q_scale, token, head_begin, warp, hidden(lane), [&] { wait(s.q_empty, tokens % 2 ^ 1); },
         1.0f / Consumer<kRows>::kUsual);
-    if constexpr (is_scaled(kRows)) publish_to_wgmma();
+    if constexpr (is_scaled(kRows)) fence_async_shared();
     arrive_as_warp(s.q_full);
     ++tokens;
   };
@@ -624,7 +622,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
         rows.store(part, lane);
         ScaledRows::change_rope(part, power, hidden(lane));
         if (lane < kWarpRows) describe_column(s, stage, at, s.valid[stage][at] & 1, power);
-        publish_to_wgmma();
+        fence_async_shared();
         arrive_as_warp(s.full[stage]);
       }
     }
@@ -677,8 +675,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   const int warp = warp_of_block();
   const int lane = threadIdx.x % 32;
   const auto begin = [&] {
-    wait_for_kernel_before();
-    let_next_kernel_begin();
+    pdl_wait();
+    pdl_launch_dependents();
     return Worker(p, blockIdx.y, kTileTokens);
   };
   if (warp < 4) {

@@ -21,11 +21,11 @@ KernelEntry entry(const char* name) {
 
 void m64_attention(const AttentionProblem& p, const Launch& launch, void* stream) {
   const auto start = [&](auto rows, auto form) {
-    launch_early(attention_kernel<rows.value, form.value>, attention_grid(p, launch), kThreads,
-                 sizeof(Shared<rows.value>), stream, "sparse_attention", p);
+    launch_pdl(attention_kernel<rows.value, form.value>, attention_grid(p, launch), kThreads,
+               sizeof(Shared<rows.value>), stream, "sparse_attention", p);
     merge_cut_tokens(p, sm90::has_compact_parts(rows.value), stream);
   };
-  if (p.tile == Tile::staged_576)
+  if (p.tile == TileType::staged_576)
     sm90::with_sparse_form_of(p, std::integral_constant<Rows, Rows::staged>{}, start);
   else
     sm90::with_kernel_of(p, start);
