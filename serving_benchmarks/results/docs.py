@@ -7,7 +7,8 @@ A page says what it wants between two comments, which are not shown:
     <!-- end of numbers -->
 
 The first word is one of the makers below. Then come result files, as the root or the page's folder has them, and
-parameters such as loads=4096+64/64. An example inside a code fence is left alone.
+parameters such as loads=4096+64/64. case.format=bf16 leaves out the entries whose cases have another format. An
+example inside a code fence is left alone.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from serving_benchmarks.options import Refused
 from serving_benchmarks.results import kinds
-from serving_benchmarks.results.file import NotUnderstood, ResultFile
+from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile
 
 ROOT = Path(__file__).parents[2]
 MAKERS = {maker: kind for kind, described in kinds.KINDS.items() for maker in described.makers}
@@ -27,6 +28,7 @@ PICTURE_DOTS = 160
 """An inch: with 1280 dots it is sharp where a page shows it 800 wide."""
 MARKED = re.compile(r"<!-- numbers: (?P<what>[^<>]*?) -->(?P<text>.*?)<!-- end of numbers -->", re.DOTALL)
 FENCED = re.compile(r"^[ \t]*```.*?^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
+CASE = "case."
 MARK = re.compile(r"<!-- (?:numbers:|end of numbers)")
 
 
@@ -66,12 +68,13 @@ def make(what: str, folder: Path, root: Path, where: str) -> str:
     if maker not in MAKERS:
         raise DocsError(f"{where}: {maker!r} is not one of {', '.join(MAKERS)}")
     parameters = dict(word.split("=", 1) for word in words if "=" in word)
+    only = {name: parameters.pop(name) for name in [*parameters] if name.startswith(CASE)}
     names = [word for word in words if "=" not in word]
     if not names:
         raise DocsError(f"{where}: {maker} names no result file")
     try:
-        files = [_load(name, MAKERS[maker], (root, folder)) for name in names]
-        return kinds.KINDS[MAKERS[maker]].makers[maker](*(file.report for file in files), **parameters)
+        reports = [_with_cases(_load(name, MAKERS[maker], (root, folder)).report, only) for name in names]
+        return kinds.KINDS[MAKERS[maker]].makers[maker](*reports, **parameters)
     except NotUnderstood as error:
         raise DocsError(f"{where}: {error}") from None
     except kinds.LACKS as error:
@@ -86,6 +89,15 @@ def _load(name: str, kind: str, folders: tuple[Path, ...]) -> ResultFile:
     if file.kind != kind:
         raise NotUnderstood(f"{name} is of {file.kind}, not of {kind}")
     return file
+
+
+def _with_cases(report: Report, only: dict[str, str]) -> Report:
+    """The report, with the entries whose cases have all these values."""
+    wanted = [(name.removeprefix(CASE), value) for name, value in only.items()]
+    results = [entry for entry in report["results"] if all(str(entry["case"][name]) == v for name, v in wanted)]
+    if not results:
+        raise NotUnderstood(f"no case has {', '.join(map('='.join, only.items()))}")
+    return {**report, "results": results}
 
 
 def picture(root: Path, *, check: bool) -> bool:

@@ -10,7 +10,7 @@ from serving_benchmarks.results.file import Report
 CPU_PEERS = {"vllm": "vLLM", "reference": "reference"}
 CACHE_HEADINGS = ["op", "format", "tokens or numbers", "us", "TB/s", "of the copy"]
 INDEX_HEADINGS = ["op", "batch", "heads", "format", "us", "TFLOP/s", "TB/s"]
-CPU_HEADINGS = ["query tokens, heads, slots each", "format", "mla-backend, us", "GFLOP/s", "peer, us", "ratio"]
+CPU_HEADINGS = ["query tokens, heads, slots each", "format", "mla-backend, us", "GFLOP/s", "baseline, us", "ratio"]
 
 
 def cache_rows(results: list[dict[str, Any]]) -> list[list[str]]:

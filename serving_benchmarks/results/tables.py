@@ -16,11 +16,11 @@ HEADLINE_DECODE = [
     *((128, heads) for heads in (8, 16, 32, 64, 128)),
 ]
 """Requests and heads of the rows of a short table: one query token each at 32K tokens, topk 2048, FP8 rows."""
-FLOOR = (
-    "The floor: the longest of math, memory and L2 time at measured rates, memory's for FP8 rows. BF16 rows, gathered "
+ROOFLINE = (
+    "Roofline: the longest of math, memory and L2 time at measured rates, memory's for FP8 rows. BF16 rows, gathered "
     "faster, may pass 100%."
 )
-IN_SITU = "In situ: what a launch adds to a matrix product before it, of 103 MB of weights."
+IN_SITU = "Between GEMMs: the time that a launch adds after a GEMM that reads 103 MB of weights."
 PEERS = {
     "flashmla_fp8": "FlashMLA FP8",
     "flashmla_fp8_one_batch": "FlashMLA FP8",
@@ -86,26 +86,29 @@ def kernel_line(entry: Entry) -> str:
     us, low, high = (file.microseconds(ours[name]) for name in ("median", "lower_quartile", "upper_quartile"))
     parts = [f"{us} us ({low} to {high})", f"{entry['useful_flops'] / ours['median'] / 1e12:.0f} TFLOP/s"]
     parts += [f"{entry['bytes'] / ours['median'] / 1e12:.2f} TB/s"] if "bytes" in entry else []
-    parts += [f"{share_of_floor(entry):.0%} of the floor"] if "floor_seconds" in entry else []
+    parts += [f"{share_of_floor(entry):.0%} of roofline"] if "floor_seconds" in entry else []
     others = {name: of["median"] for name, of in entry["seconds"].items() if name != "ours"}
     parts += [f"{peer_title(name)} {file.microseconds(seconds)}" for name, seconds in others.items()]
     parts += [f"{peer_title(best)} over ours {entry['speed_up']:.2f}"] if best else []
-    return ", ".join([*parts, *([f"in situ {_time_and_ratio(entry['in_situ'])}"] if "in_situ" in entry else [])])
+    return ", ".join([*parts, *([f"between GEMMs {_time_and_ratio(entry['in_situ'])}"] if "in_situ" in entry else [])])
 
 
 def kernels(report: Report) -> str:
     """Every case, with the time of every peer."""
     results = ran(report)
     titles = _titles(results)
-    headings = ["batch", "heads", "topk", "cache", "mla-backend", *titles, "best peer over ours", "of the floor"]
+    headings = ["batch", "heads", "topk", "cache", "mla-backend", *titles, "best baseline over ours", "of roofline"]
     situ = any("in_situ" in result for result in results)
-    headings += ["in situ"] * situ
+    headings += ["between GEMMs"] * situ
     rows = []
     for result in results:
         row = [str(result["case"][name]) for name in ("batch", "heads", "topk", "format")]
         row += [*_versus(result, ["ours"], titles), f"{share_of_floor(result):.0%}"]
         rows.append([*row, *[_time_and_ratio(result["in_situ"]) if "in_situ" in result else "-"] * situ])
-    note = f"{_kernels_measured(report)} {FLOOR}" + f" {IN_SITU} In brackets: the best peer's time over ours." * situ
+    note = (
+        f"{_kernels_measured(report)} {ROOFLINE}"
+        + f" {IN_SITU} In brackets: the best baseline's time over ours." * situ
+    )
     return "\n".join([*file.table(headings, rows), "", note])
 
 
@@ -113,7 +116,7 @@ def dense(report: Report) -> str:
     """Every case, with the time of every peer, and of the same as lists of slots."""
     results = ran(report)
     titles = _titles(results)
-    headings = ["batch", "heads", "cache", "mla-backend", "as lists of slots", *titles, "best peer over ours"]
+    headings = ["batch", "heads", "cache", "mla-backend", "as lists of slots", *titles, "best baseline over ours"]
     cases = ([str(result["case"][name]) for name in ("batch", "heads", "format")] for result in results)
     rows = [[*case, *_versus(one, ["ours", "slot_lists"], titles)] for case, one in zip(cases, results, strict=True)]
     return "\n".join([*file.table(headings, rows), "", _kernels_measured(report, lists="")])
@@ -143,7 +146,7 @@ def picked(report: Report, requests: int, heads: int) -> Entry:
 
 def headline(report: Report) -> str:
     """The rows of HEADLINE_DECODE in situ, with the fastest peer."""
-    headings = ["requests", "heads", "mla-backend, us", "best peer, us", "best peer", "best peer over ours"]
+    headings = ["requests", "heads", "mla-backend, us", "best baseline, us", "best baseline", "best baseline over ours"]
     rows = []
     for requests, heads in HEADLINE_DECODE:
         result = picked(report, requests, heads)["in_situ"]
@@ -168,8 +171,8 @@ def rows(report: Report) -> str:
         row = [*map(str, key), *(_time_and_ratio(of[n]) if n in of else "-" for n in columns)]
         row += [f"{most['bytes'] / most['seconds']['ours']['median'] / 1e12:.2f}", ", ".join(peers) or "-"]
         cells.append(row)
-    headings = ["case", "rows", "list", "heads", *map(str, columns), "TB/s", "best peer"]
-    note = " In brackets: the best peer's time over ours. TB/s: with the most requests."
+    headings = ["case", "rows", "list", "heads", *map(str, columns), "TB/s", "best baseline"]
+    note = " In brackets: the best baseline's time over ours. TB/s: with the most requests."
     return "\n".join([*file.table(headings, cells), "", _kernels_measured(report) + note])
 
 
@@ -196,7 +199,7 @@ def backward(*reports: Report) -> str:
         rows.append([*row, *(versus.get(title, "-") for title in titles)])
     headings = ["lists", "rows", "heads", "mla-backend", *BACKWARD_PARTS, "atomic", *titles]
     how = (
-        "Medians of whole backwards, interleaved, in ms. In brackets: the peer's time over ours. "
+        "Medians of whole backwards, interleaved, in ms. In brackets: the baseline's time over ours. "
         f"{', '.join(BACKWARD_PARTS)}: kernel times in a profile."
     )
     return "\n".join([*file.table(headings, rows), "", _measured_with(how, reports)])
@@ -214,7 +217,7 @@ def _measured_with(how: str, reports: Sequence[Report]) -> str:
         timed = {name for result in ran(report) for name in result["seconds"]} - {*NOT_PEERS}
         versions |= {report["environment"]["peers"][name.split("_")[0]] for name in timed}
     return (
-        f"{how} {file.machine(where)}, driver {where['driver']}, torch {where['torch']['version']}, peers' kernels: "
+        f"{how} {file.machine(where)}, driver {where['driver']}, torch {where['torch']['version']}, baselines: "
         f"{', '.join(sorted(versions)) or 'none'}, {file.when(where)}."
     )
 

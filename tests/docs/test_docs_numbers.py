@@ -59,12 +59,23 @@ def test_a_number_that_changed_is_found_and_written(tree, capsys):
     assert write(tree, "--check") == 1, "a number that was changed by hand"
 
 
+def test_a_page_can_leave_out_cases(tree):
+    pytest.importorskip("matplotlib")
+    mark = "<!-- numbers: kernels results/h100/kernels.json{} -->\n" + END
+    (tree / "docs" / "new.md").write_text("\n".join(map(mark.format, ("", " case.format=bf16 case.heads=16"))))
+    assert write(tree) == 0
+    everything, some = (cells(part)[1:] for part in (tree / "docs" / "new.md").read_text().split(END)[:2])
+    assert [row[:5] for row in some] == [row[:5] for row in everything if (row[1], row[3]) == ("16", "bf16")] != []
+
+
 WRONG = {
     f"<!-- numbers: nope results/h200/kernels.json -->{END}": "docs/new.md, line 2: 'nope' is not one of kernels, ",
     f"<!-- numbers: kernels -->{END}": "line 2: kernels names no result file",
     f"<!-- numbers: kernels results/nope.json -->{END}": "line 2: there is no results/nope.json",
     f"<!-- numbers: kernels results/cpu/attention.json -->{END}": "is of cpu, not of kernels",
     f"<!-- numbers: kernels results/h200/kernels.json rows=3 -->{END}": "line 2: kernels can't be made of",
+    f"<!-- numbers: kernels results/h200/kernels.json case.heads=3 -->{END}": "line 2: no case has case.heads=3",
+    f"<!-- numbers: kernels results/h200/kernels.json case.nope=3 -->{END}": "line 2: kernels can't be made of",
     "<!-- numbers: kernels results/h200/kernels.json -->": "line 2: a mark without its other half",
     f"\n{END}": "line 3: a mark without its other half",
     f"<!-- numbers: a b --><!-- numbers: c d -->{END}": "line 2: a block within a block",
