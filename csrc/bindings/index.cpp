@@ -18,7 +18,9 @@ KeyCacheView expect_key_cache(const Tensor& cache, const char* name, const Tenso
   if (cache.size(1) > 1 && cache.stride(1) != width)
     reject(name, "of blocks that lie in one piece (stride " + std::to_string(width) + " in dimension 1)",
            "stride " + std::to_string(cache.stride(1)));
-  return {data<const uint8_t>(cache), cache.size(0), cache.size(1), cache.stride(0) * (quantised ? 1 : 2), quantised};
+  const int64_t blocks = cache.size(0);  // one may have any stride, which is not multiplied
+  const int64_t block_stride = blocks > 1 ? cache.stride(0) * (quantised ? 1 : 2) : 0;
+  return {data<const uint8_t>(cache), blocks, cache.size(1), block_stride, quantised};
 }
 
 Rotations expect_rotations(const Tensor& cos_sin, const char* name, const Tensor& same_device_as) {
