@@ -155,6 +155,10 @@ def test_an_index_that_is_none_is_named(tmp_path, index):
         Checkpoint(tmp_path)
 
 
+def test_a_damaged_index_is_refused():
+    hostile.run("checkpoints", [10023])
+
+
 WEIGHTS = (CHECKPOINT / "model.safetensors").read_bytes()
 
 
