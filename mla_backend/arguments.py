@@ -57,8 +57,11 @@ def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
     """Calls an op that autograd knows. torch's error for an argument of a wrong type becomes a TypeError."""
     tensors, _, bools, floats = _places(op)
     require_bools(**{name: None for i, name in bools if arguments[i] is None})  # torch takes it for False
-    require_no_gradient((name, arguments[i]) for i, name in floats)  # torch takes tensors of one number, too
-    _require_no_tangent((name, arguments[i]) for i, name in tensors)
+    for i, name in floats:
+        if isinstance(arguments[i], Tensor):  # torch takes one of one number
+            require_no_gradient([(name, arguments[i])])
+    if forward_ad._current_level >= 0:  # else there are none; asking each tensor takes microseconds
+        _require_no_tangent((name, arguments[i]) for i, name in tensors)
     try:
         return op(*arguments)
     except ValueError as error:
@@ -80,8 +83,9 @@ def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
 
 def require_no_gradient(arguments: Iterable[tuple[str, object]]) -> None:
     """For what an op gives no gradient: names of arguments, and what they are."""
-    arguments = list(arguments)
-    _require_no_tangent(arguments)
+    if forward_ad._current_level >= 0:
+        arguments = list(arguments)
+        _require_no_tangent(arguments)
     if not torch.is_grad_enabled():
         return
     for name, value in arguments:
@@ -94,8 +98,6 @@ def require_no_gradient(arguments: Iterable[tuple[str, object]]) -> None:
 
 def _require_no_tangent(arguments: Iterable[tuple[str, object]]) -> None:
     """No op has a forward-mode derivative: torch would drop tangents, or take them for zeros."""
-    if forward_ad._current_level < 0:  # there are none; asking each tensor takes microseconds
-        return
     for name, value in arguments:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise ValueError(

@@ -414,7 +414,7 @@ def _blocks(q: Tensor, indices: Tensor, workspace_bytes: int) -> tuple[int, int]
 
 
 def _require_workspace(workspace: Tensor, q: Tensor) -> None:
-    if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
+    if workspace.dtype != torch.uint8 or workspace.dim() != 1 or workspace.stride(0) != 1:
         raise ValueError(f"workspace must be uint8 [bytes], contiguous; got {described(workspace)}")
     require_device_of("q", q=q, workspace=workspace)
     if workspace.data_ptr() % 16:

@@ -17,7 +17,7 @@ RowLists expect_lists(const Tensor& indices, const OptionalTensor& length, int64
            describe(indices));
   RowLists lists;
   lists.indices = data<const int32_t>(indices);
-  lists.stride = indices.stride(0);
+  lists.stride = stride_of(indices, 0);
   lists.topk = static_cast<int32_t>(indices.size(1));
   lists.length = optional_data<int32_t>(length, "topk_length", ScalarType::Int, {{"T", queries}}, first);
   lists.rows = expect_int32(rows, rows_name, "rows");

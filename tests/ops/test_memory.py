@@ -258,6 +258,11 @@ def test_a_dimension_of_one_or_an_empty_tensor_may_have_any_stride():
         positions=5,
     )
     assert (scores[:, :3] == 0).all()
+    positions, table = (torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1)) for _ in range(2))
+    slots = torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1))
+    mla_backend.convert_indices(positions, table, torch.zeros(3, dtype=INT), 16, slots=slots)
+    chosen = mla_backend.select_top(torch.zeros(0).as_strided((3, 0), (HUGE, 1)), torch.ones(3, dtype=INT), 4)
+    assert (chosen == -1).all()
     empty = torch.zeros(0, dtype=BF16).as_strided((1, 2, 0, 8), (HUGE, HUGE, HUGE, 1))
     mla_backend.merge_partials(empty, torch.zeros(1, 2, 0))
 
