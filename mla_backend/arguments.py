@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _WRONG_TYPE = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'")
 _ARGUMENT = re.compile(r"^\w+(?= )|(?<= with )\w+(?=;)|(?<= without )\w+(?=;)")
@@ -27,25 +28,26 @@ _KINDS = {
 
 Places = tuple[tuple[int, str], ...]
 
-_PLACES: dict[torch._ops.OpOverload, tuple[Places, tuple[int, ...], Places]] = {}
+_PLACES: dict[torch._ops.OpOverload, tuple[Places, tuple[int, ...], Places, Places]] = {}
 
 
 @torch.compiler.assume_constant_result
-def _places(op: torch._ops.OpOverload) -> tuple[Places, tuple[int, ...], Places]:
-    """Which arguments of an op are tensors, with their names; which of these the op writes; and which are bools."""
+def _places(op: torch._ops.OpOverload) -> tuple[Places, tuple[int, ...], Places, Places]:
+    """Which arguments of an op are tensors, with their names; which of these the op writes; and which are bools and
+    floats."""
     if op not in _PLACES:
         arguments = list(enumerate(op._schema.arguments))
         tensors = [(i, a) for i, a in arguments if "Tensor" in str(a.type)]
         written = tuple(i for i, a in tensors if a.alias_info is not None and a.alias_info.is_write)
-        bools = tuple((i, a.name) for i, a in arguments if str(a.type) == "bool")
-        _PLACES[op] = tuple((i, a.name) for i, a in tensors), written, bools
+        bools, floats = (tuple((i, a.name) for i, a in arguments if str(a.type) == kind) for kind in ("bool", "float"))
+        _PLACES[op] = tuple((i, a.name) for i, a in tensors), written, bools, floats
     return _PLACES[op]
 
 
 def call(op: torch._ops.OpOverload, *arguments: object) -> None:
     """Calls an op. The ops know nothing of autograd: an argument that requires a gradient is refused, and what is
     written counts as changed. torch's error for an argument of a wrong type becomes a TypeError."""
-    tensors, written, _ = _places(op)
+    tensors, written, *_ = _places(op)
     require_no_gradient((name, arguments[i]) for i, name in tensors)
     result_of(op, *arguments)
     if not torch.compiler.is_compiling():  # what torch.compile traces counts its writes by itself
@@ -54,7 +56,13 @@ def call(op: torch._ops.OpOverload, *arguments: object) -> None:
 
 def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
     """Calls an op that autograd knows. torch's error for an argument of a wrong type becomes a TypeError."""
-    require_bools(**{name: None for i, name in _places(op)[2] if arguments[i] is None})  # torch takes it for False
+    tensors, _, bools, floats = _places(op)
+    require_bools(**{name: None for i, name in bools if arguments[i] is None})  # torch takes it for False
+    for i, name in floats:
+        if isinstance(arguments[i], Tensor):  # torch takes one of one number
+            require_no_gradient([(name, arguments[i])])
+    if forward_ad._current_level >= 0:  # else there are none; asking each tensor takes microseconds
+        _require_no_tangent((name, arguments[i]) for i, name in tensors)
     try:
         return op(*arguments)
     except ValueError as error:
@@ -62,9 +70,7 @@ def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
             raise TypeError(str(error)) from None
         raise
     except RuntimeError as error:
-        for argument, given in zip(op._schema.arguments, arguments, strict=False):
-            if isinstance(given, Tensor) and given.layout != torch.strided:
-                raise TypeError(f"{argument.name} must be a dense tensor; got one of {given.layout}") from None
+        require_tensors(**{name: arguments[i] for i, name in tensors if isinstance(arguments[i], Tensor)})
         wrong = _WRONG_TYPE.search(str(error))
         if wrong is None:
             raise
@@ -77,15 +83,36 @@ def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
 
 
 def require_no_gradient(arguments: Iterable[tuple[str, object]]) -> None:
-    """For ops without a backward: names of arguments, and what they are."""
+    """For what an op gives no gradient: names of arguments, and what they are."""
+    if forward_ad._current_level >= 0:
+        arguments = list(arguments)
+        _require_no_tangent(arguments)
     if not torch.is_grad_enabled():
         return
     for name, value in arguments:
         if getattr(value, "requires_grad", False):
             raise ValueError(
-                f"{name} must be without requires_grad, as this op has no backward: detach it, or call under "
+                f"{name} must be without requires_grad, as this op has no backward for it: detach it, or call under "
                 "torch.no_grad(); got a tensor that requires a gradient"
             )
+
+
+def _require_no_tangent(arguments: Iterable[tuple[str, object]]) -> None:
+    """No op has a forward-mode derivative: torch would drop tangents, or take them for zeros."""
+    for name, value in arguments:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise ValueError(
+                f"{name} must be without a forward-mode gradient (as of torch.func.jvp), as only backward() is there; "
+                "got a dual tensor"
+            )
+
+
+def require_own_memory(**arguments: Tensor | None) -> None:
+    """For functions that give ops copies of their arguments: the first one, which is written, shares no memory with
+    itself or the others."""
+    (name, written), *others = ((name, value) for name, value in arguments.items() if value is not None)
+    names = ",".join([name, *(name for name, _ in others)])
+    result_of(torch.ops.mla_backend.own_memory.default, written, [value for _, value in others], names)
 
 
 def require_tensors(**arguments: object) -> None:
@@ -93,6 +120,9 @@ def require_tensors(**arguments: object) -> None:
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}")
+        if value.layout != torch.strided or value.is_nested or value.is_quantized:
+            kind = "that is nested" if value.is_nested else "that is quantised" if value.is_quantized else None
+            raise TypeError(f"{name} must be a dense tensor; got one {kind or f'of {value.layout}'}")
 
 
 def require_optional_tensors(**arguments: object) -> None:

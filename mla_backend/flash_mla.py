@@ -27,6 +27,7 @@ from mla_backend.arguments import (
     require_bools,
     require_count,
     require_optional_tensors,
+    require_own_memory,
     require_tensors,
 )
 from mla_backend.dense import dense_attention
@@ -140,6 +141,8 @@ def _metadata_of_september_2025(
     *,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    require_tensors(cache_seqlens=cache_seqlens)
+    require_bools(is_fp8_kvcache=is_fp8_kvcache)
     require_count("num_q_tokens_per_head_k", num_q_tokens_per_head_k, at_least=1)
     require_count("num_heads_k", num_heads_k, at_least=1)
     if cache_seqlens.dim() != 1:
@@ -241,18 +244,22 @@ def flash_mla_with_kvcache(
         "extra_topk_length": extra_topk_length,
     }
     require_tensors(q=q, k_cache=k_cache)
-    require_optional_tensors(indices=indices, out=out, **sparse_only)
-    require_bools(causal=causal, enable_batch_invariant=enable_batch_invariant, base2_lse=base2_lse)
+    read = {"block_table": block_table, "cache_seqlens": cache_seqlens, "indices": indices, **sparse_only}
+    require_optional_tensors(out=out, **read)
+    flags = {"enable_batch_invariant": enable_batch_invariant, "base2_lse": base2_lse}
+    require_bools(causal=causal, is_fp8_kvcache=is_fp8_kvcache, **flags)
     dense = indices is None
     rows = _require_paged("k_cache", k_cache, is_fp8_kvcache, any_kv_heads=dense)
     _require_queries(q, out, rows, k_cache.shape[2])
     if extra_k_cache is not None:
         _require_paged("extra_k_cache", extra_k_cache, is_fp8_kvcache)
-    attention.require_value_dim("head_dim_v", head_dim_v)
+    _require_value_dim("head_dim_v", head_dim_v)
     if softmax_scale is None:
         softmax_scale = attention.default_scale(q)
     batch_invariant = enable_batch_invariant or _asked_for_batch_invariance(tile_scheduler_metadata)
     b, s_q, h_q, _ = q.shape
+    if out is not None and (s_q > 1 or k_cache.shape[2] > 1):  # else the op sees what was given, and not a part or copy
+        require_own_memory(out=out, q=q, k_cache=k_cache, **read)
     slots = _per_query(indices, "indices", b, s_q)
     extra_slots = _per_query(extra_indices_in_kvcache, "extra_indices_in_kvcache", b, s_q)
     config = FlashMLASchedMeta.Config(
@@ -354,7 +361,6 @@ def get_mla_metadata_dense_fp8(
     cache_seqlens: Tensor, num_q_tokens_per_head_k: int, num_heads_k: int
 ) -> tuple[Tensor, Tensor]:
     """How the work of `flash_mla_with_kvcache_fp8` is split; see `get_mla_metadata` for arguments and results."""
-    require_tensors(cache_seqlens=cache_seqlens)
     return _metadata_of_september_2025(cache_seqlens, num_q_tokens_per_head_k, num_heads_k)
 
 
@@ -451,7 +457,7 @@ def flash_mla_sparse_fwd(
     require_tensors(q=q, kv=kv, indices=indices)
     require_optional_tensors(topk_length=topk_length, out=out)
     require_bools(base2_lse=base2_lse)
-    attention.require_value_dim("d_v", d_v)
+    _require_value_dim("d_v", d_v)
     require_count("indexer_topk", indexer_topk)
     _require_one_list(kv, indices)
     slots = indices.squeeze(1)
@@ -513,7 +519,7 @@ def flash_mla_sparse_bwd(
     require_tensors(q=q, kv=kv, o=o, dO=dO, indices=indices, lse=lse)
     require_optional_tensors(topk_length=topk_length)
     require_bools(base2_lse=base2_lse)
-    attention.require_value_dim("d_v", d_v)
+    _require_value_dim("d_v", d_v)
     require_count("q_start_index_s", q_start_index_s)
     _require_one_list(kv, indices)
     slots = indices.squeeze(1)
@@ -535,11 +541,16 @@ def flash_mla_sparse_bwd(
     return d_q, d_kv.unsqueeze(1)
 
 
+def _require_value_dim(name: str, value: object) -> None:
+    require_count(name, value)
+    attention.require_value_dim(name, value)
+
+
 def _require_one_list(kv: Tensor, indices: Tensor) -> None:
     if kv.dim() != 3 or kv.shape[1] != 1:
         raise ValueError(f"kv must be bfloat16 [s_kv, 1, 576 or 512]; got {list(kv.shape)}")
-    if indices.dim() != 3 or indices.shape[1] != 1:
-        raise ValueError(f"indices must be int32 [s_q, 1, topk]; got {list(indices.shape)}")
+    if indices.dtype != torch.int32 or indices.dim() != 3 or indices.shape[1] != 1:
+        raise ValueError(f"indices must be int32 [s_q, 1, topk]; got {described(indices)}")
 
 
 def _as_the_package_has_it(lse: Tensor, base2: bool) -> Tensor:

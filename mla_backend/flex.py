@@ -77,6 +77,8 @@ def flex_mla(
     if paged:
         _require_no_gradient(q, kv, score_mod)
         _require_block_table(block_table, q)
+        if kv.dim() > 1 and kv.shape[1] == 0:
+            raise ValueError(f"kv must be of a block size of 1 or more; got {described(kv)}")
     else:
         _require_kv(q, kv, cache_format, cache_scale)
     batches, heads, queries, _ = q.shape
@@ -208,7 +210,7 @@ def _forward(
     """q `[T, H, width]`, kv `[N, width]` or a cache; T is batch * heads with masks of their own * queries."""
     paged = block_table is not None
     cache = kv if paged else kv.unsqueeze(1)
-    page_size = max(cache.shape[1], 1) if cache.dim() > 2 else 1  # else the op refuses the cache
+    page_size = cache.shape[1] if cache.dim() > 2 else 1  # else the op refuses the cache
     options = {"scale": scale, "cache_format": cache_format, "cache_scale": cache_scale}
     rows = q.shape[:2]
     out = torch.empty(*rows, attention.VALUE_DIM, dtype=q.dtype, device=q.device)

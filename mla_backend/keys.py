@@ -9,7 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mla_backend.arguments import described, dtype_name, require_device_of, require_no_gradient, require_tensors
+from mla_backend import library  # noqa: F401  (registers the ops)
+from mla_backend.arguments import (
+    described,
+    dtype_name,
+    require_device_of,
+    require_no_gradient,
+    require_own_memory,
+    require_tensors,
+)
 
 VALUES = 128
 E4M3_MAX = 448.0
@@ -101,6 +109,7 @@ def write_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
     _require(keys=keys, cache=cache, slots=slots)
     if keys.shape != (len(slots), VALUES) or keys.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"keys must be bf16 or fp32 [N={len(slots)}, {VALUES}]; got {described(keys)}")
+    require_own_memory(cache=cache, keys=keys, slots=slots)
     if len(slots):
         addresses = KeyAddresses(cache, slots)
         addresses.write(keys[addresses.source], cache)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from mla_backend import library  # noqa: F401  (registers the ops)
-from mla_backend.arguments import call, described, dtype_name
+from mla_backend.arguments import call, described, dtype_name, require_count, require_tensors
 
 UNSEEN, FULL = -1, -2
 """In the table of blocks, instead of the number of a block with bits: csrc/include/mla/mask.h."""
@@ -20,6 +20,9 @@ LIST_ENTRIES = 2**23
 enough queries to keep a GPU busy."""
 LIST_QUERIES = 64
 """A part has these at least, and a multiple of them."""
+MOST_POSITIONS = 2**30
+"""And queries: what mask_lists takes."""
+INDEX_TYPES = (torch.int32, torch.int64)
 GROUP_QUERIES = 64
 """Queries of a request in dense attention, at most."""
 
@@ -94,15 +97,10 @@ def flex_mask(block_mask: BlockMask) -> FlexMask:
 
 
 def _read(block_mask: BlockMask) -> FlexMask:
+    _require_fields(block_mask)
     (queries, positions), (q_block, kv_block) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     q_blocks, kv_blocks = -(-queries // q_block), -(-positions // kv_block)
-    indices = block_mask.kv_indices
-    if indices.dim() != 4 or indices.shape[2] < q_blocks:
-        raise ValueError(
-            f"block_mask must be of kv_indices [B, H, {q_blocks}, blocks] for {queries} queries; "
-            f"got {described(indices)}"
-        )
-    seen = _listed(block_mask.kv_num_blocks, indices, q_blocks, kv_blocks)
+    seen = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, q_blocks, kv_blocks)
     full = torch.zeros_like(seen)
     if block_mask.full_kv_indices is not None:
         full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, q_blocks, kv_blocks)
@@ -124,6 +122,42 @@ def _read(block_mask: BlockMask) -> FlexMask:
     if 2 * of_bits.sum(dtype=torch.int64) > every.sum(dtype=torch.int64):
         return replace(mask, **parts)
     return replace(mask, **parts, **_groups(full, sizes))
+
+
+def _require_fields(block_mask: BlockMask) -> None:
+    """That they are what torch makes: it lets anybody set them."""
+    for name, least in (("seq_lengths", 0), ("BLOCK_SIZE", 1)):
+        pair = getattr(block_mask, name)
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"block_mask must be of a {name} of two ints; got {pair!r}")
+        for size in pair:
+            require_count(f"block_mask.{name}", size, at_least=least)
+            if size > MOST_POSITIONS:
+                raise ValueError(f"block_mask.{name} must be {MOST_POSITIONS} or less; got {size}")
+    if not callable(block_mask.mask_mod):
+        raise TypeError(f"block_mask must be of a mask_mod to call; got {type(block_mask.mask_mod).__name__}")
+    queries, first = block_mask.seq_lengths[0], block_mask.kv_indices
+    q_blocks = -(-queries // block_mask.BLOCK_SIZE[0])
+    for prefix in ("", "full_"):
+        counts, indices = (getattr(block_mask, f"{prefix}{name}") for name in ("kv_num_blocks", "kv_indices"))
+        if prefix and indices is None:
+            continue
+        require_tensors(**{f"block_mask.{prefix}kv_num_blocks": counts, f"block_mask.{prefix}kv_indices": indices})
+        fits = indices.dim() == 4 and all(
+            one == other or 1 in (one, other) for one, other in zip(indices.shape[:2], first.shape[:2], strict=True)
+        )
+        if not fits or indices.dtype not in INDEX_TYPES or indices.shape[2] < q_blocks:
+            raise ValueError(
+                f"block_mask must be of {prefix}kv_indices int32 [B, H, {q_blocks}, blocks] for {queries} queries; "
+                f"got {described(indices)}"
+            )
+        if counts.dtype not in INDEX_TYPES or counts.shape != indices.shape[:3]:
+            raise ValueError(
+                f"block_mask must be of {prefix}kv_num_blocks int32 {list(indices.shape[:3])}; got {described(counts)}"
+            )
+        for name, x in (("kv_num_blocks", counts), ("kv_indices", indices)):
+            if x.device != first.device or x.is_meta:
+                raise ValueError(f"block_mask must be of one device; got {prefix}{name} on {x.device}")
 
 
 def _groups(full: Tensor, sizes: Sequence[int]) -> dict[str, Tensor | Sequence[int]]:
@@ -176,8 +210,9 @@ def _bits(mask_mod: Callable, blocks: Tensor, sizes: Sequence[int]) -> Tensor:
                 inside = (query < queries) & (position < positions)
                 query, position = query.clamp(max=queries - 1), position.clamp(max=positions - 1)
                 seen = mask_mod(batch[i], head[i], query, position)
-                if getattr(seen, "dtype", torch.bool) != torch.bool:
-                    raise ValueError(f"block_mask must be of a mask_mod that gives bools; got {dtype_name(seen.dtype)}")
+                if not isinstance(seen, bool) and getattr(seen, "dtype", None) != torch.bool:
+                    given = dtype_name(seen.dtype) if isinstance(seen, Tensor) else type(seen).__name__
+                    raise ValueError(f"block_mask must be of a mask_mod that gives bools; got {given}")
                 return inside & seen
 
             seen = create_mask(shown, len(batch), 1, min(strip, rows - row), columns, blocks.device).squeeze(1)

@@ -98,6 +98,7 @@ def flash_attn_varlen_func(
         raise ValueError(
             f"cu_seqlens_kv must have as many numbers as cu_seqlens_qo ({len(cu_seqlens_qo)}); got {len(cu_seqlens_kv)}"
         )
+    require_number("dropout_p", dropout_p)
     if dropout_p != 0:
         raise ValueError(f"dropout_p must be 0, as in FlashMLA; got {dropout_p}")
     scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale

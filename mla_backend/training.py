@@ -27,7 +27,11 @@ CPU_WORKSPACE_BYTES = 30 * 2**20
 
 
 class BackwardOrder(NamedTuple):
-    """In which order contributions are added to the gradient of kv. It depends on the lists alone."""
+    """In which order contributions are added to the gradient of kv. It depends on the lists alone.
+
+    With the order of other lists the gradient of kv is wrong. On a CPU the backward refuses one. A GPU would have to be
+    waited for, so there only other shapes are refused, and the caller promises the rest.
+    """
 
     begin: Tensor
     """int32 `[N + 1]`: where each row's pairs begin."""
@@ -59,13 +63,14 @@ def sparse_mla(
         scale: what scores are multiplied with before the softmax; a finite number.
         topk_length: int32 `[T]`; only the first n entries of a list count.
         sink: fp32 `[H]`; out is scaled by e^lse / (e^lse + e^sink). lse is not changed by it.
-        order: what `backward_order()` returned for these lists, to be used by many layers. Made by the backward if left
-            out.
+        order: what `backward_order()` returned for these very lists, to be used by many layers. Made by the backward if
+            left out.
         deterministic: give kv's gradient the same bits every time. False is for atomic additions on a GPU, of other
             bits each time. None is True where `torch.use_deterministic_algorithms` is on, else the faster of the two:
             on Hopper atomic additions while kv's gradient in fp32 fits into half of L2 (about 11,000 rows on an H100),
             and True elsewhere.
-        workspace_bytes: memory that the backward may use for contributions to kv's gradient. It changes no bits.
+        workspace_bytes: memory that the backward may use for contributions to kv's gradient, 1 or more and enough for
+            one query. It changes no bits.
         batch_invariant: give a token the same bits whatever else is in the batch, as `sparse_attention` with a cache of
             format bf16 (or bf16_512) does if asked for the same.
 
@@ -78,6 +83,7 @@ def sparse_mla(
     if kv.dim() == 3 and kv.shape[1] == 1:
         kv = kv.squeeze(1)
     _require_order(order)
+    require_count("workspace_bytes", workspace_bytes, at_least=1)
     begin, pairs = (None, None) if order is None else order
     # with a tensor elsewhere torch would return the fake result
     ordered = {"order.begin": begin, "order.pairs": pairs}
@@ -188,6 +194,7 @@ def sparse_mla_backward(
     _require_order(order)
     if deterministic is not None:
         require_bools(deterministic=deterministic)
+    require_count("workspace_bytes", workspace_bytes, at_least=1)
     _require_arguments(q, kv, indices)
     if out.shape != (*q.shape[:2], attention.VALUE_DIM):
         raise ValueError(f"out must be bfloat16 [T={q.shape[0]}, H={q.shape[1]}, 512]; got {list(out.shape)}")
@@ -203,11 +210,10 @@ def sparse_mla_backward(
     in_order = adds_in_order(deterministic, kv)
     if workspace is not None:
         _require_workspace(workspace, q)
-    if order is not None and (order.begin.shape != (len(kv) + 1,) or order.pairs.shape != (indices.numel(),)):
-        raise ValueError(
-            f"order must be of these lists, with begin [{len(kv) + 1}] and pairs [{indices.numel()}]; "
-            f"got {list(order.begin.shape)} and {list(order.pairs.shape)}"
-        )
+    if order is not None:
+        _require_order_of(order, indices, len(kv))
+        if indices.is_cpu:
+            _require_same_order(order, indices, topk_length)
     accumulator = None if in_order else torch.zeros(kv.shape, dtype=torch.float32, device=q.device)
     add_gradients(
         q,
@@ -338,6 +344,24 @@ def _require_order(order: object) -> None:
         require_tensors(**{f"order.{name}": tensor for name, tensor in order._asdict().items()})
 
 
+def _require_order_of(order: BackwardOrder, indices: Tensor, rows: int) -> None:
+    """Whether an order can be of these lists."""
+    for name, x, size in (("begin", order.begin, rows + 1), ("pairs", order.pairs, indices.numel())):
+        if x.dtype != torch.int32 or x.shape != (size,) or x.device != indices.device:
+            raise ValueError(
+                f"order must be of these lists, with {name} int32 [{size}] on {indices.device}; "
+                f"got {described(x)} on {x.device}"
+            )
+
+
+def _require_same_order(order: BackwardOrder, indices: Tensor, topk_length: Tensor | None) -> None:
+    """Whether it is of these lists, by sorting them again: a small part of the backward, and on a CPU nothing waits."""
+    begin, pairs = backward_order(indices, len(order.begin) - 1, topk_length=topk_length)
+    sorted_pairs = slice(int(begin[-1]))  # behind them are those of no row
+    if not torch.equal(order.begin, begin) or not torch.equal(order.pairs[sorted_pairs], pairs[sorted_pairs]):
+        raise ValueError("order must be of these lists; got the order of others")
+
+
 def dense_last(x: Tensor) -> Tensor:
     """The tensor, or a copy where its last stride is not 1."""
     return x if x.stride(-1) == 1 else x.contiguous()
@@ -390,7 +414,7 @@ def _blocks(q: Tensor, indices: Tensor, workspace_bytes: int) -> tuple[int, int]
 
 
 def _require_workspace(workspace: Tensor, q: Tensor) -> None:
-    if workspace.dtype != torch.uint8 or workspace.dim() != 1 or not workspace.is_contiguous():
+    if workspace.dtype != torch.uint8 or workspace.dim() != 1 or workspace.stride(0) != 1:
         raise ValueError(f"workspace must be uint8 [bytes], contiguous; got {described(workspace)}")
     require_device_of("q", q=q, workspace=workspace)
     if workspace.data_ptr() % 16:
@@ -417,8 +441,10 @@ def _sparse_mla(
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     _require_arguments(q, kv, indices)
-    if q.requires_grad or kv.requires_grad:
+    if any(x is not None and x.requires_grad for x in (q, kv, sink)):
         _blocks(q, indices, workspace_bytes)  # what the backward would refuse
+    if order_begin is not None and order_pairs is not None:
+        _require_order_of(BackwardOrder(order_begin, order_pairs), indices, len(kv))
     with named(cache="kv"):
         return attention.sparse_attention(
             dense_last(q),

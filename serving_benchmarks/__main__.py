@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import inspect
+import io
 import sys
 from collections.abc import Sequence
 
@@ -41,6 +42,8 @@ def overview(first_word: str | None = None) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may be any bytes
     try:
         return status_of(lambda: _run(words), "error")
     except Refused as error:

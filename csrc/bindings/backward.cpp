@@ -17,7 +17,7 @@ RowLists expect_lists(const Tensor& indices, const OptionalTensor& length, int64
            describe(indices));
   RowLists lists;
   lists.indices = data<const int32_t>(indices);
-  lists.stride = indices.stride(0);
+  lists.stride = stride_of(indices, 0);
   lists.topk = static_cast<int32_t>(indices.size(1));
   lists.length = optional_data<int32_t>(length, "topk_length", ScalarType::Int, {{"T", queries}}, first);
   lists.rows = expect_int32(rows, rows_name, "rows");
@@ -169,7 +169,7 @@ MLA_OP(sparse_backward,
   p.q = data<const uint16_t>(q), p.q_token = q.stride(0), p.q_head = q.stride(1);
   p.kv = data<const uint16_t>(kv), p.kv_row = kv.stride(0);
   constexpr int64_t kMostPieces = std::numeric_limits<uint32_t>::max();  // of 8 numbers, as GPU kernels count them
-  if (q.is_cuda() && kv.size(0) * (kv.stride(0) / 8) >= kMostPieces)
+  if (q.is_cuda() && kv.size(0) > 1 && kv.size(0) * (kv.stride(0) / 8) >= kMostPieces)
     reject("kv", "of less than 64 GiB from its first row to its last", describe(kv));
   p.d_out = data<const uint16_t>(d_out), p.d_out_token = d_out.stride(0), p.d_out_head = d_out.stride(1);
   p.lse2 = data<const float>(lse2);

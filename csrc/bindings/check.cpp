@@ -155,21 +155,22 @@ CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, co
   const int64_t block_size = cache.size(1), element = found.element_bytes();
   if (block_size == 0) reject(name, "of a block size of 1 or more", describe(cache));
   expect_dense_last(cache, name);
-  int64_t row_stride = cache.stride(1) * element;
-  if (block_size > 1 && row_stride < found.row_bytes())
+  if (block_size > 1 && cache.stride(1) < found.row_bytes() / element)
     reject(name,
            "of rows that do not overlap (stride " + std::to_string(cache.size(cache.dim() - 1)) +
                " or more in dimension 1)",
            "stride " + std::to_string(cache.stride(1)));
-  if (found.scales_at == ScalesAt::end_of_page) {
-    if (block_size > 1 && row_stride != found.token_bytes())
+  const bool at_end = found.scales_at == ScalesAt::end_of_page;
+  if (at_end) {
+    if (block_size > 1 && cache.stride(1) != found.token_bytes())
       reject(name, "in pages without gaps (stride " + std::to_string(found.token_bytes()) + " in dimension 1)",
              "stride " + std::to_string(cache.stride(1)));
-    row_stride = found.row_bytes();
   }
-  // a tensor of one block may have any stride there
-  const int64_t block_stride = cache.size(0) > 1 ? cache.stride(0) * element : block_size * row_stride;
-  return {data<uint8_t>(cache), cache.size(0), block_size, block_stride, row_stride, found};
+  // a dimension of one may have any stride, and so may all of an empty tensor: neither is multiplied
+  const int64_t blocks = cache.size(0);
+  const int64_t row_stride = block_size > 1 && blocks > 0 && !at_end ? cache.stride(1) * element : found.row_bytes();
+  const int64_t block_stride = blocks > 1 ? cache.stride(0) * element : blocks * block_size * row_stride;
+  return {data<uint8_t>(cache), blocks, block_size, block_stride, row_stride, found};
 }
 
 ScalarType dtype_of(const CacheFormat& format) {

@@ -66,6 +66,9 @@ T* data(const Tensor& tensor) {
   return static_cast<T*>(tensor.data_ptr());
 }
 
+// Elements from one to the next of a dimension. Those of an empty tensor may be any number, and would overflow.
+inline int64_t stride_of(const Tensor& tensor, int64_t dim) { return tensor.numel() > 0 ? tensor.stride(dim) : 0; }
+
 // A number from `least` to `most`, which kernels hold in 32 bits.
 int32_t expect_range(int64_t number, const char* name, int64_t least, int64_t most);
 

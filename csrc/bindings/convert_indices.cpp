@@ -18,8 +18,8 @@ MLA_OP(convert_indices,
   ConvertProblem p{};
   p.tokens = tokens;
   p.topk = expect_int32(topk, "positions", "positions a token");
-  p.positions = data<const int32_t>(positions), p.position_stride = positions.stride(0);
-  p.block_table = data<const int32_t>(block_table), p.table_stride = block_table.stride(0);
+  p.positions = data<const int32_t>(positions), p.position_stride = stride_of(positions, 0);
+  p.block_table = data<const int32_t>(block_table), p.table_stride = stride_of(block_table, 0);
   p.requests = block_table.size(0);
   p.max_blocks = expect_int32(block_table.size(1), "block_table", "blocks a request");
   p.request = data<const int32_t>(request_ids);
@@ -28,7 +28,7 @@ MLA_OP(convert_indices,
   p.rank = expect_range(rank, "rank", 0, ranks - 1);
   p.interleave = expect_range(interleave, "interleave", 1, kMaxSize);
   p.compact = compact;
-  p.slots = data<int32_t>(slots), p.slot_stride = slots.stride(0);
+  p.slots = data<int32_t>(slots), p.slot_stride = stride_of(slots, 0);
   p.counts = data<int32_t>(counts);
   if (tokens == 0) return;
   MLA_RUN(positions, convert_indices, p);

@@ -18,7 +18,9 @@ KeyCacheView expect_key_cache(const Tensor& cache, const char* name, const Tenso
   if (cache.size(1) > 1 && cache.stride(1) != width)
     reject(name, "of blocks that lie in one piece (stride " + std::to_string(width) + " in dimension 1)",
            "stride " + std::to_string(cache.stride(1)));
-  return {data<const uint8_t>(cache), cache.size(0), cache.size(1), cache.stride(0) * (quantised ? 1 : 2), quantised};
+  const int64_t blocks = cache.size(0);  // one may have any stride, which is not multiplied
+  const int64_t block_stride = blocks > 1 ? cache.stride(0) * (quantised ? 1 : 2) : 0;
+  return {data<const uint8_t>(cache), blocks, cache.size(1), block_stride, quantised};
 }
 
 Rotations expect_rotations(const Tensor& cos_sin, const char* name, const Tensor& same_device_as) {
@@ -91,12 +93,12 @@ MLA_OP(index_scores,
   p.query_token = queries.stride(0), p.query_head = queries.stride(1);
   p.weights = data<const float>(weights), p.weight_token = weights.stride(0);
   p.cache = expect_key_cache(cache, "cache", queries);
-  p.block_table = data<const int32_t>(block_table), p.table_stride = block_table.stride(0);
+  p.block_table = data<const int32_t>(block_table), p.table_stride = stride_of(block_table, 0);
   p.requests = block_table.size(0);
   p.max_blocks = expect_int32(block_table.size(1), "block_table", "blocks a request");
   p.request = data<const int32_t>(requests);
   p.length = data<const int32_t>(lengths);
-  p.scores = data<float>(scores), p.score_token = scores.stride(0);
+  p.scores = data<float>(scores), p.score_token = stride_of(scores, 0);
   p.positions = expect_int32(scores.size(1), "scores", "positions");
   if (tokens == 0 || p.positions == 0) return;
   MLA_RUN(queries, index_scores, p);
@@ -111,11 +113,11 @@ MLA_OP(select_top, "(Tensor scores, Tensor lengths, Tensor(a!) chosen) -> ()", T
 
   SelectTopProblem p{};
   p.tokens = tokens;
-  p.scores = data<const float>(scores), p.score_token = scores.stride(0);
+  p.scores = data<const float>(scores), p.score_token = stride_of(scores, 0);
   p.positions = expect_int32(scores.size(1), "scores", "positions");
   p.length = data<const int32_t>(lengths);
   p.topk = expect_int32(chosen.size(1), "chosen", "positions a token");
-  p.chosen = data<int32_t>(chosen), p.chosen_token = chosen.stride(0);
+  p.chosen = data<int32_t>(chosen), p.chosen_token = stride_of(chosen, 0);
   if (tokens == 0 || p.topk == 0) return;
   MLA_RUN(scores, select_top, p);
 }

@@ -40,7 +40,7 @@ MLA_OP(mask_lists,
   expect(lengths, "lengths", {ScalarType::Int}, {{"T"}}, blocks);
   p.tokens = lengths.size(0);
   expect(slots, "slots", {ScalarType::Int}, {{"T", p.tokens}, {"topk"}}, blocks);
-  p.slots = data<int32_t>(slots), p.slot_stride = slots.stride(0);
+  p.slots = data<int32_t>(slots), p.slot_stride = stride_of(slots, 0);
   p.topk = expect_int32(slots.size(1), "slots", "slots a token");
   p.lengths = data<int32_t>(lengths);
 
@@ -58,7 +58,7 @@ MLA_OP(mask_lists,
     if (block_table->size(0) < elements)
       reject("block_table", "int32 [B, max_blocks] with B of " + std::to_string(elements) + " or more",
              describe(*block_table));
-    p.block_table = data<const int32_t>(*block_table), p.table_stride = block_table->stride(0);
+    p.block_table = data<const int32_t>(*block_table), p.table_stride = stride_of(*block_table, 0);
     p.max_blocks = expect_int32(block_table->size(1), "block_table", "blocks a request");
   } else if (elements * positions > kMaxSize) {
     reject("positions", "of at most " + std::to_string(kMaxSize) + " rows in all batch elements",

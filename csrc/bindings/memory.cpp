@@ -4,6 +4,9 @@
 #include <array>
 #include <cstring>
 #include <numeric>
+#include <sstream>
+
+#include "bindings/op.h"
 
 namespace mla::bindings {
 namespace {
@@ -26,8 +29,8 @@ struct Bytes {
     const auto sizes = tensor.sizes(), strides = tensor.strides();
     if (sizes.size() > kMaxDims) return;  // no op takes it
     const int64_t element = static_cast<int64_t>(tensor.element_size());
+    if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) return;  // its strides may be any
     for (size_t i = 0; i < sizes.size(); ++i) {
-      if (sizes[i] == 0) return;
       if (sizes[i] == 1) continue;
       int at = dims++;
       for (; at > 0 && dim[at - 1].stride > strides[i] * element; --at) dim[at] = dim[at - 1];
@@ -140,25 +143,37 @@ Arguments::Arguments(const char* schema) {
   }
 }
 
-void Arguments::expect_memory(std::initializer_list<const Tensor*> tensors) const {
+void Arguments::expect_memory(const std::vector<const Tensor*>& tensor) const {
   constexpr size_t kMaxArguments = 24;
   std::array<Bytes, kMaxArguments> bytes;
-  if (tensors.size() > kMaxArguments) throw std::logic_error("mla_backend: an op of too many arguments");
-  const auto tensor = tensors.begin();
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  if (tensor.size() > kMaxArguments) throw std::logic_error("mla_backend: an op of too many arguments");
+  for (size_t i = 0; i < tensor.size(); ++i) {
     if (!tensor[i] || !tensor[i]->defined()) continue;
     bytes[i] = Bytes(*tensor[i]);
     if (bytes[i].run > 0 && reinterpret_cast<uintptr_t>(bytes[i].begin) % tensor[i]->element_size() != 0)
       reject(arguments_[i].name, "aligned to its elements", describe(*tensor[i]) + " that begins between");
   }
-  for (size_t i = 0; i < tensors.size(); ++i) {
+  for (size_t i = 0; i < tensor.size(); ++i) {
     if (!arguments_[i].written || bytes[i].run == 0) continue;
     if (overlaps_itself(bytes[i]))
       reject(arguments_[i].name, "without elements that share memory", describe_strides(*tensor[i]));
-    for (size_t j = 0; j < tensors.size(); ++j)
+    for (size_t j = 0; j < tensor.size(); ++j)
       if (j != i && bytes[j].run > 0 && overlap(bytes[i], bytes[j]))
         reject(arguments_[i].name, "in memory that no other argument uses", "memory of " + arguments_[j].name);
   }
+}
+
+// The same for functions that give ops copies of their arguments. `names` are those of `written` and the others, with
+// commas between them.
+MLA_OP(own_memory, "(Tensor written, Tensor[] others, str names) -> ()", Tensor written, std::vector<Tensor> others,
+       std::string names) {
+  std::vector<Arguments::Argument> arguments;
+  std::istringstream listed(names);
+  for (std::string name; std::getline(listed, name, ',');) arguments.push_back({name, arguments.empty()});
+  std::vector<const Tensor*> tensors{&written};
+  for (const Tensor& other : others) tensors.push_back(&other);
+  if (arguments.size() != tensors.size()) reject("names", "one for each tensor", names);
+  Arguments(std::move(arguments)).expect_memory(tensors);
 }
 
 }  // namespace mla::bindings

@@ -3,8 +3,8 @@
 // it is arithmetic on addresses and strides.
 #pragma once
 
-#include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bindings/check.h"
@@ -14,16 +14,17 @@ namespace mla::bindings {
 // The arguments of an op, as its schema lists them.
 class Arguments {
  public:
-  explicit Arguments(const char* schema);
-
-  // `tensors` are in the schema's order; null for a None, and for what is no tensor.
-  void expect_memory(std::initializer_list<const Tensor*> tensors) const;
-
- private:
   struct Argument {
     std::string name;
     bool written;
   };
+  explicit Arguments(const char* schema);
+  explicit Arguments(std::vector<Argument> arguments) : arguments_(std::move(arguments)) {}
+
+  // `tensors` are in the same order; null for a None, and for what is no tensor.
+  void expect_memory(const std::vector<const Tensor*>& tensors) const;
+
+ private:
   std::vector<Argument> arguments_;
 };
 

@@ -12,11 +12,11 @@ void merge(const Tensor& outs, const Tensor& lses, const Tensor& out, const Tens
   p.heads = expect_int32(outs.size(2), "outs", "heads");
   p.dim = static_cast<int32_t>(outs.size(3));
   p.part_out = data<const Value>(outs);
-  p.part_out_part = outs.stride(0), p.part_out_token = outs.stride(1), p.part_out_head = outs.stride(2);
+  p.part_out_part = stride_of(outs, 0), p.part_out_token = stride_of(outs, 1), p.part_out_head = stride_of(outs, 2);
   p.part_lse = data<const float>(lses);
-  p.part_lse_part = lses.stride(0), p.part_lse_token = lses.stride(1), p.part_lse_head = lses.stride(2);
-  p.out = data<Value>(out), p.out_token = out.stride(0), p.out_head = out.stride(1);
-  p.lse = data<float>(lse), p.lse_token = lse.stride(0), p.lse_head = lse.stride(1);
+  p.part_lse_part = stride_of(lses, 0), p.part_lse_token = stride_of(lses, 1), p.part_lse_head = stride_of(lses, 2);
+  p.out = data<Value>(out), p.out_token = stride_of(out, 0), p.out_head = stride_of(out, 1);
+  p.lse = data<float>(lse), p.lse_token = stride_of(lse, 0), p.lse_head = stride_of(lse, 1);
   MLA_RUN(outs, merge_partials, p);
 }
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from os.path import isfile  # False for a name that no file can have
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ class Checkpoint:
             self._file_of = dict.fromkeys(self._file(single.name).keys(), single.name)
         else:
             raise FileNotFoundError(f"folder must have {index.name} or {single.name}; {self.folder} has neither")
-        absent = [name for name in sorted(set(self._file_of.values())) if not (self.folder / name).is_file()]
+        absent = [name for name in sorted(set(self._file_of.values())) if not isfile(self.folder / name)]
         if absent:
             raise FileNotFoundError(f"{index} names {_listed(absent)}, not in {self.folder}")
 
@@ -128,6 +129,6 @@ def _is_of_later_layer(name: str, layers: int) -> bool:
 
 def _listed(names: Iterable[str], most: int = 8) -> str:
     """The first few names, and how many more there are."""
-    names = list(names)
+    names = [name[:200] for name in names]
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -25,7 +25,7 @@ class ResultFile:
 
     def __init__(self, path: Path | None, resume: bool, source: Path | None = None):
         self.finished: dict[str, str] = {}
-        """Digests of the requests that have a result, by id."""
+        """Digests of the requests that have a result, by id. One that ended with an error has none."""
         self._name = "standard output" if path is None else f"--output {path}"
         if path is None:
             self._file = sys.stdout.fileno()
@@ -71,7 +71,9 @@ class ResultFile:
                     break
                 try:
                     record = json.loads(line)
-                    self.finished[record.get("custom_id") or record["id"]] = record["digest"]
+                    id, digest = record.get("custom_id") or record["id"], record["digest"]
+                    if not _ended_with_an_error(record):
+                        self.finished[id] = digest
                 except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
                     raise ValueError(
                         f"--output {path} must have results to go on with; line {number} is none"
@@ -98,6 +100,12 @@ def _is_torn_record(line: bytes) -> bool:
     """Whether a line without an end is one that `write` began: only that may be cut off a file."""
     beginning = b'{"id": "'
     return line[: len(beginning)] == beginning[: len(line)]
+
+
+def _ended_with_an_error(record: dict[str, Any]) -> bool:
+    response = record.get("response")
+    completions = record.get("completions") if response is None else response["body"]["choices"]
+    return any(completion["finish_reason"] == "error" for completion in completions or ())
 
 
 def record(item: Item, result: Result, text_of: Callable[[Sequence[int]], str] | None) -> dict[str, Any]:

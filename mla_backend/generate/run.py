@@ -176,7 +176,12 @@ class Run:
             if result is not None:
                 item = self.open.pop(result.id)
                 self.results.write(record(item, result, None if tokenizer is None else tokenizer.decode))
-                self.finished += 1
+                error = next((one.error for one in result.completions if one.finish_reason == "error"), None)
+                if error is None:
+                    self.finished += 1
+                else:
+                    self.bad += 1
+                    _report(self.console, self.origin, Bad(item.number, error))
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from serving_benchmarks.ops.timing import Timing
 from serving_benchmarks.options import Refused
 from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import NotUnderstood, ResultFile
+from serving_benchmarks.results.file import console as terminal
 from serving_benchmarks.results.file import show as show_table
 from serving_benchmarks.results.kinds import KINDS, LACKS, Seconds, Timed, load
 
@@ -187,7 +188,7 @@ def _seconds(value: float) -> str:
 def show(comparison: Comparison, limit: float, console: Console) -> None:
     """Prints what changed, worst first. Prints one line if nothing did."""
     for warning in comparison.warnings:
-        console.print(f"warning: {warning}", markup=False)
+        console.print(f"warning: {warning}")
     told = [(change, change.verdict(limit)) for change in comparison.changes]
     told = sorted((pair for pair in told if pair[1]), key=lambda pair: -pair[0].ratio)
     if told:
@@ -198,10 +199,10 @@ def show(comparison: Comparison, limit: float, console: Console) -> None:
             rows.append([*row, f"{change.ratio - 1:+.1%}"])
         show_table(headings, rows, words=4, width=console.width)
     for case, why in comparison.no_longer.items():
-        console.print(f"no longer runs: {case}: {why}", markup=False)
+        console.print(f"no longer runs: {case}: {why}")
     for where, cases in (("old", comparison.only_old), ("new", comparison.only_new)):
         for case in cases:
-            console.print(f"only in the {where} file: {case}", markup=False)
+            console.print(f"only in the {where} file: {case}")
     counts = {text: sum(one == text for _, one in told) for text in dict.fromkeys(text for _, text in told)}
     summary = ", ".join(f"{count} {text}" for text, count in counts.items()) or "nothing changed beyond its spread"
     console.print(f"{len(comparison.changes)} times compared, limit {limit * 100:g}%: {summary}")
@@ -231,7 +232,7 @@ def run(options: argparse.Namespace) -> int:
         raise Refused(str(error)) from None
     except LACKS as error:
         raise Refused(f"{options.old} and {options.new} can't be compared: {error!r}") from error
-    console = Console(highlight=False)
-    show(comparison, options.limit, console if console.is_terminal else Console(width=180, highlight=False))
+    console = terminal()
+    show(comparison, options.limit, console if console.is_terminal else terminal(180))
     slower = any(change.sure and change.beyond(options.limit) for change in comparison.changes)
     return 1 if slower or comparison.no_longer else 0

@@ -13,12 +13,13 @@ example inside a code fence is left alone.
 
 import argparse
 import difflib
+import io
 import re
 from pathlib import Path
 
 from serving_benchmarks.options import Refused
 from serving_benchmarks.results import kinds
-from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile
+from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile, replace
 
 ROOT = Path(__file__).parents[2]
 MAKERS = {maker: kind for kind, described in kinds.KINDS.items() for maker in described.makers}
@@ -57,6 +58,8 @@ def rewritten(page: Path, root: Path) -> str:
         if MARK.search(block["text"]):
             raise DocsError(f"{line(block.start())}: a block within a block, or one that does not end")
         made = make(block["what"], page.parent, root, line(block.start()))
+        if MARK.search(made):
+            raise DocsError(f"{line(block.start())}: the text of a result file has a mark in it")
         parts += [text[done : block.start("text")], f"\n{made.strip()}\n"]
         done = block.end("text")
     return "".join([*parts, text[done:]])
@@ -117,7 +120,9 @@ def picture(root: Path, *, check: bool) -> bool:
     if target.is_file() and f"{pictures.NUMBERS}\0{numbers}".encode() in target.read_bytes():
         return False
     if not check:
-        pictures.save(figure, str(target), PICTURE_DOTS, numbers)
+        drawn = io.BytesIO()
+        pictures.save(figure, drawn, PICTURE_DOTS, numbers)
+        replace(target, drawn.getvalue())
     return True
 
 
@@ -140,7 +145,7 @@ def run(options: argparse.Namespace) -> int:
             lines = page.read_text().splitlines(), texts[page].splitlines()
             print(*difflib.unified_diff(*lines, f"{name} as it is", f"{name} as measured", lineterm="", n=0), sep="\n")
         else:
-            page.write_text(texts[page])
+            replace(page, texts[page])
             print(f"{name} rewritten")
     redrawn = picture(root, check=options.check)
     if redrawn:

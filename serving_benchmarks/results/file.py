@@ -6,10 +6,12 @@ kinds.py says what the entries of each kind have, and reads files.
 """
 
 import datetime
+import html
 import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -69,8 +71,25 @@ def write(path: Path | None, results: Sequence[dict[str, Any]], console: Console
     if path is None:
         return
     about = {**environment(), **more}
-    path.write_text(text({"environment": about, "results": results}))
+    replace(path, text({"environment": about, "results": results}))
     console.print(f"written to {path}", markup=False, soft_wrap=True)  # a path is never broken
+
+
+def replace(path: Path, content: str | bytes) -> None:
+    """Writes a file as a whole, aside and then renamed, or leaves what is there. What UTF-8 lacks becomes an escape."""
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    path = path.resolve()  # a link stays
+    if path.exists() and not path.is_file():  # a device or a pipe
+        path.write_bytes(data)
+        return
+    aside = path.with_name(f"{path.name[:200]}.{os.getpid()}.part")
+    try:
+        aside.write_bytes(data)
+        if path.exists():
+            shutil.copymode(path, aside)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def text(report: Report) -> str:
@@ -84,8 +103,13 @@ _NUMBERS = re.compile(r'(?<=\[)\n[^][{}"]*(?=\])')
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table in Markdown."""
-    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
-    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+    lines = ["| " + " | ".join(map(_cell, headings)) + " |", "|" + "---|" * len(headings)]
+    return lines + ["| " + " | ".join(map(_cell, row)) + " |" for row in rows]
+
+
+def _cell(text: str) -> str:
+    """Text of a file that neither ends a cell nor becomes markup."""
+    return " ".join(html.escape(text, quote=False).replace("|", "&#124;").split())
 
 
 def microseconds(seconds: float) -> str:
@@ -114,7 +138,12 @@ def show(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int, wid
         column.justify = "right"
     for row in rows:
         shown.add_row(*row)
-    Console(width=width, highlight=False).print(shown)
+    console(width).print(shown)
+
+
+def console(width: int | None = None) -> Console:
+    """Prints what files say as it is: no markup, no emoji."""
+    return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 # Where it was measured: what has to stand beside every number

@@ -263,9 +263,12 @@ LACKS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 def load(path: Path) -> ResultFile:
     """Reads and checks a result file. Raises NotUnderstood."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is in JSON, but can't be written
     except OSError as error:
         raise NotUnderstood(f"{path}: {error.strerror}") from None
+    except UnicodeError as error:
+        raise NotUnderstood(f"{path} is not text: {error}") from None
     except (ValueError, RecursionError) as error:
         raise NotUnderstood(f"{path} is not JSON: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("environment"), dict):

@@ -55,10 +55,11 @@ def cpu_rows(results: list[dict[str, Any]]) -> list[list[str]]:
 def cpu(report: Report) -> str:
     where, results = report["environment"], report["results"]
     threads = where["torch"]["threads"]
+    kernel = next((k["name"] for k in where["library"]["cpu_kernels"] if k["active"]), "unknown")
     note = (
         f"{where['cpu']['model']}, {threads} threads, torch {where['torch']['version']}, {file.engine(where)}, "
-        f"kernel {next(k['name'] for k in where['library']['cpu_kernels'] if k['active'])}, "
-        f"{file.when(where)}. Medians of interleaved rounds; threads are compared by their fastest rounds."
+        f"kernel {kernel}, {file.when(where)}. "
+        f"Medians of interleaved rounds; threads are compared by their fastest rounds."
     )
     return "\n".join([*file.table([*CPU_HEADINGS, f"{threads} threads over 1"], cpu_rows(results)), "", note])
 

@@ -6,7 +6,7 @@ Colours get lighter in an order that survives printing in grey. Markers and dash
 from collections.abc import Sequence
 from typing import IO, Any
 
-from matplotlib import patheffects
+from matplotlib import patheffects, rcParams
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -21,7 +21,10 @@ OUTLINE = (patheffects.withStroke(linewidth=2.5, foreground="white"),)
 """Keeps lines out of labels."""
 
 
-def save(figure: Figure, target: IO[bytes] | str, dpi: int = DOTS_AN_INCH, numbers: str | None = None) -> None:
+rcParams["text.parse_math"] = False  # a name with two $ is no formula
+
+
+def save(figure: Figure, target: IO[bytes], dpi: int = DOTS_AN_INCH, numbers: str | None = None) -> None:
     """Writes a PNG. `numbers` are kept in it as text, so that one can tell whether it is up to date."""
     figure.savefig(target, dpi=dpi, format="png", metadata={"Software": None, NUMBERS: numbers})
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from serving_benchmarks.options import Refused, new_folder
 from serving_benchmarks.results import kinds, tables
-from serving_benchmarks.results.file import NotUnderstood, ResultFile
+from serving_benchmarks.results.file import NotUnderstood, ResultFile, replace
 
 MOST_OF_AN_ERROR = 300
 """Characters."""
@@ -46,8 +46,7 @@ def section_of(file: ResultFile) -> str:
     try:
         if file.succeeded:
             body += ["<h3>Numbers</h3>", markdown_to_html(table(file.report))]
-        if file.kind in MODELS:
-            tables.by_workload([file.report])
+        which_backend([file])  # what would stop the page
         if left_out := _left_out(file):
             body.append(f"<h3>Not measured</h3>{_list(map(html.escape, left_out))}")
         about = html_table(None, environment_rows(file))
@@ -111,7 +110,8 @@ def markdown_to_html(text: str) -> str:
     while lines:
         if lines[0].startswith("|"):
             count = next((i for i, line in enumerate(lines) if not line.startswith("|")), len(lines))
-            heading, _, *rows = (line.strip("| ").split(" | ") for line in lines[:count])
+            cells = ([html.unescape(cell) for cell in line.strip("| ").split(" | ")] for line in lines[:count])
+            heading, _, *rows = cells
             parts.append(html_table(heading, rows))
             lines = lines[count:]
         else:
@@ -184,6 +184,6 @@ def run(options: argparse.Namespace) -> int:
         raise Refused("there is no result file to report")
     options.output.mkdir(exist_ok=True)
     written = options.output / "report.html"
-    written.write_text(page(sections, not_understood))
+    replace(written, page(sections, not_understood))
     print(f"{written}: {len(sections)} of {len(options.results)} files")
     return 0

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import os
 
 import pytest
 
@@ -82,8 +83,39 @@ def test_text_of_files_cannot_become_markup(kind, tmp_path):
     assert not read.tags & {"script", "b"} and any("<script>" in text for text in read.texts)
 
 
+def test_names_are_no_formulas_and_cells_stay_apart(tmp_path):
+    text = json.dumps(result_examples.throughput())
+    path = tmp_path / "names.json"
+    path.write_text(text.replace("FLASHMLA_SPARSE", "$x^$ | &lt;y").replace("NVIDIA H200", "a$b_c$ | d"))
+    assert main(["report", str(path), "--output", str(tmp_path / "out")]) == 0
+    texts = Page((tmp_path / "out" / "report.html").read_text()).texts
+    assert "$x^$ | &lt;y" in texts and any("a$b_c$ | d" in one for one in texts)
+
+
+def test_a_file_of_a_cpu_without_an_active_kernel_is_shown(tmp_path):
+    report = result_examples.every_kind()["cpu"]
+    for kernel in report["environment"]["library"]["cpu_kernels"]:
+        kernel["active"] = False
+    path = result_examples.write(tmp_path, "cpu", report)
+    assert main(["report", str(path), "--output", str(tmp_path / "out")]) == 0
+    assert "kernel unknown" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_names_that_are_no_text_leave_the_page_whole(tmp_path):
+    out, good = tmp_path / "out", result_examples.index()
+    assert main(["report", str(result_examples.write(tmp_path, "good", good)), "--output", str(out)]) == 0
+    before = (out / "report.html").read_text()
+    good["environment"]["gpus"][0]["name"] = "\ud800"
+    assert main(["report", str(result_examples.write(tmp_path, "half", good)), "--output", str(out)]) == 2
+    assert (out / "report.html").read_text() == before
+    name = tmp_path / os.fsdecode(b"\xff.json")
+    name.write_text(json.dumps(result_examples.index()))
+    assert main(["report", str(name), "--output", str(out)]) == 0
+    assert "\\udcff.json" in (out / "report.html").read_text()
+
+
 def test_damaged_files_do_not_stop_the_page():
-    hostile.run("reports", range(30))
+    hostile.run("reports", [*range(30), 56013])
 
 
 def test_the_choice_of_backends_and_gpus_has_a_point_for_each_load():

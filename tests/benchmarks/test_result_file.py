@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -29,6 +30,25 @@ def test_a_benchmark_writes_its_environment(tmp_path):
     file.write(tmp_path / "x.json", result_examples.index()["results"], Console(quiet=True), benchmark="index")
     loaded = kinds.load(tmp_path / "x.json")
     assert loaded.kind == "index" and loaded.environment["torch"]["version"] and len(loaded.results) == 2
+
+
+def test_a_file_that_can_not_be_written_whole_stays_as_it_was(tmp_path, monkeypatch):
+    path, link = tmp_path / "x.json", tmp_path / "link.json"
+    link.symlink_to(path)
+    file.replace(link, "first")
+    path.chmod(0o600)
+    file.replace(link, "second \udcff")
+    assert link.is_symlink() and path.read_text() == "second \\udcff" and path.stat().st_mode & 0o777 == 0o600
+
+    def full(self, data):
+        with open(self, "wb") as half:
+            half.write(data[:3])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        file.replace(path, "third")
+    assert path.read_text() == "second \\udcff" and sorted(tmp_path.iterdir()) == [link, path]
 
 
 @pytest.mark.parametrize("kind", kinds.KINDS)

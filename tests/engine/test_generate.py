@@ -15,6 +15,7 @@ import torch
 import engine_models
 from mla_backend import cli
 from mla_backend.engine import Engine, SamplingParams
+from mla_backend.generate import run
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = ["--memory", "4M", "--device", "cpu"]
@@ -122,6 +123,34 @@ def test_resume_needs_the_same_requests(model, tmp_path, capfd):
     assert generate(model, "abc", "--output", output, "--max-tokens", 2, "--resume") == 0
     assert "1 of 1 requests are finished already" in capfd.readouterr().err
     assert output.read_text() == before
+
+
+def test_a_request_that_ends_with_an_error_is_told_and_asked_again(model, tmp_path, capfd, monkeypatch):
+    """The model has no logits after a "~", until it is mended."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    batch = {"custom_id": "batch", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "a~"}}
+    source.write_text("\n".join(map(json.dumps, ({"prompt": "abc"}, {"prompt": "b~c", "id": "plain"}, batch))))
+    arguments = (model, "--input", source, "--output", output, "--max-tokens", 2, "--ignore-eos")
+    whole = run._engine
+
+    def spoilt(options):
+        engine = whole(options)
+        token = engine.tokenizer.encode("~")[-1]
+        engine.model.model.embed_tokens.weight.data[token] = torch.nan
+        return engine
+
+    monkeypatch.setattr(run, "_engine", spoilt)
+    assert generate(*arguments) == 1
+    said = capfd.readouterr().err
+    assert "line 2: logits are not finite" in said and "line 3: logits" in said and "1 of 3 requests" in said
+    assert len(lines_of(output)) == 3
+    monkeypatch.undo()
+    assert generate(*arguments, "--resume") == 0
+    assert "1 of 3 requests are finished already" in capfd.readouterr().err
+    lines = {line["id"]: line for line in lines_of(output)}
+    assert lines["plain"]["completions"][0]["finish_reason"] == "length"
+    assert lines["batch"]["response"]["body"]["choices"][0]["finish_reason"] == "length"
+    assert generate(*arguments, "--resume") == 0 and len(lines_of(output)) == 5
 
 
 def test_kill_9_and_resume_lose_and_repeat_nothing(model, tmp_path):

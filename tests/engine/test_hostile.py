@@ -140,11 +140,23 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path, name):
         Checkpoint(folder)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "\ud800", "a\0b"], ids=["long", "surrogate", "zero"])
+def test_an_index_with_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(FileNotFoundError, match="names .*, not in ") as refused:
+        Checkpoint(tmp_path)
+    assert len(str(refused.value)) < 1000
+
+
 @pytest.mark.parametrize("index", ["[]", "{}", "null", '{"weight_map": 5}', '{"weight_map": {}}', "[" * 100_000, "{"])
 def test_an_index_that_is_none_is_named(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match="model.safetensors.index.json"):
         Checkpoint(tmp_path)
+
+
+def test_a_damaged_index_is_refused():
+    hostile.run("checkpoints", [10023])
 
 
 WEIGHTS = (CHECKPOINT / "model.safetensors").read_bytes()

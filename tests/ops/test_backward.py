@@ -174,15 +174,25 @@ def test_the_order_of_many_pairs_is_a_stable_sort(device):
     assert torch.equal(begin.long(), torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
 
 
-def test_an_order_of_other_lists_is_harmless(device):
+def test_an_order_of_other_lists_is_harmless(device, monkeypatch):
     problem = random_training_problem(5, 4, 30, 20, device=device)
     wrong = mla_backend.BackwardOrder(
         torch.randint(-(2**31), 2**31 - 1, (31,), dtype=torch.int32, device=device),
         torch.randint(-(2**31), 2**31 - 1, (100,), dtype=torch.int32, device=device),
     )
+    monkeypatch.setattr(training, "_require_same_order", lambda *_: None)  # what a CPU refuses, a GPU does not see
     for workspace_bytes in (2**30, 2 * 20 * 576 * 2):
         d_q, d_kv = problem.gradients(order=wrong, workspace_bytes=workspace_bytes)
         assert torch.equal(d_q, problem.gradients()[0]) and d_kv.shape == (30, 576)
+
+
+def test_a_cpu_refuses_the_order_of_other_lists_of_the_same_shape():
+    problem = random_training_problem(5, 4, 30, 20)
+    lengths = torch.full((5,), 19, dtype=torch.int32)
+    for lists, topk_length in ((problem.indices.roll(1, 0), None), (problem.indices, lengths)):
+        order = mla_backend.backward_order(lists, 30, topk_length=topk_length)
+        with pytest.raises(ValueError, match="^order must be of these lists"):
+            problem.gradients(order=order)
 
 
 def test_delta(device):

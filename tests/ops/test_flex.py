@@ -541,6 +541,37 @@ def test_wrong_inputs_are_refused(case):
         function()
 
 
+FORGED = {
+    "counts of another shape": ("kv_num_blocks", lambda x: x[..., :0]),
+    "counts in floats": ("kv_num_blocks", lambda x: x.float()),
+    "no counts": ("kv_num_blocks", lambda x: None),
+    "numbers of three dims": ("kv_indices", lambda x: x[0]),
+    "numbers in bools": ("kv_indices", lambda x: x.bool()),
+    "numbers elsewhere": ("kv_indices", lambda x: x.to("meta")),
+    "full numbers of another batch": ("full_kv_indices", lambda x: torch.cat([x, x, x])),
+    "full blocks without counts": ("full_kv_num_blocks", lambda x: None),
+    "sparse full numbers": ("full_kv_indices", lambda x: x.to_sparse()),
+    "one length": ("seq_lengths", lambda x: 20),
+    "a length in words": ("seq_lengths", lambda x: (20, "30")),
+    "a negative length": ("seq_lengths", lambda x: (20, -1)),
+    "a length of 2^40": ("seq_lengths", lambda x: (20, 2**40)),
+    "blocks of nothing": ("BLOCK_SIZE", lambda x: (0, 128)),
+    "no mask_mod": ("mask_mod", lambda x: 5),
+    "a mask_mod of floats": ("mask_mod", lambda x: lambda b, h, i, j: i * 0.5),
+    "a mask_mod of one int": ("mask_mod", lambda x: lambda b, h, i, j: 5),
+    "a mask_mod of nothing": ("mask_mod", lambda x: lambda b, h, i, j: None),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_mask_whose_fields_do_not_fit_is_refused(case):
+    name, change = FORGED[case]
+    mask = create_block_mask(lambda b, h, i, j: j <= i, 2, 1, 20, 30, device="cpu")
+    setattr(mask, name, change(getattr(mask, name)))
+    with pytest.raises((ValueError, TypeError), match=r"^block_mask\S* must be"):
+        call(block_mask=mask)()
+
+
 @pytest.mark.parametrize(
     ("function", "error"),
     [

@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
 import mla_backend
+import mla_backend.flash_mla as flash_mla
 from mla_backend import Launch, Plan
 from problems import random_problem
 
@@ -33,6 +35,21 @@ def piece(buffer, dtype, sizes, strides, offset=0):
 
 def write_into(cache, rows=2):
     return mla_backend.cache_write(torch.randn(rows, 512), torch.randn(rows, 64), cache, torch.arange(rows))
+
+
+def drop_in(kv_heads=1, **views):
+    """Two requests of three queries, sparse with one KV head and dense with more."""
+    lists = {"indices": torch.zeros(2, 3, TOPK, dtype=INT)} if kv_heads == 1 else {}
+    paged = (None, None) if lists else (torch.zeros(2, 1, dtype=INT), torch.full((2,), 5, dtype=INT))
+    cache, metadata = torch.randn(2, 16, kv_heads, 576).bfloat16(), flash_mla.get_mla_metadata()[0]
+    arguments = {"q": torch.randn(2, 3, HEADS, 576).bfloat16(), "k_cache": cache, **lists, **views}
+    return flash_mla.flash_mla_with_kvcache(
+        block_table=paged[0], cache_seqlens=paged[1], head_dim_v=512, tile_scheduler_metadata=metadata, **arguments
+    )
+
+
+def drop_in_into(make, **more):
+    return drop_in(**make(torch.zeros(1 << 20, dtype=torch.uint8)), **more)
 
 
 OUT, LSE = (TOKENS, HEADS, 512), (TOKENS, HEADS)
@@ -63,6 +80,11 @@ REFUSED = {
     "staged blocks that overlap": (lambda: (lambda m: mla_backend.stage_rows(torch.zeros(2, 16, 656, dtype=torch.uint8), torch.zeros(1, 2, dtype=INT), torch.zeros(1, dtype=INT), out=m.as_strided((2, 16, 1153), (16, 1153, 1))))(torch.zeros(99999, dtype=torch.uint8)), "out"),
     "a plan over its lengths": (lambda: (lambda t: mla_backend.plan(8, 5, topk_length=t[0], out=Plan(t, LAUNCH)))(torch.zeros(2, 8, dtype=INT)), "out"),
     "queries rotated in place": (lambda: (lambda q: mla_backend.rotate_queries(q, torch.zeros(2, 4, 128).bfloat16(), torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), torch.zeros(9, 64), out=q))(torch.zeros(2, 3, 64).bfloat16()), "out"),
+    "the drop-in's out in q, of another order": (lambda: drop_in_into(lambda b: {"q": piece(b, BF16, (2, 3, HEADS, 576), (6912, 2304, 576, 1), 5), "out": piece(b, BF16, (2, 3, HEADS, 512), (2048, 4096, 512, 1))}), "out"),
+    "the drop-in's out in its indices": (lambda: drop_in_into(lambda b: {"indices": piece(b, INT, (2, 3, TOPK), (TOPK, 2 * TOPK, 1), 99), "out": piece(b, BF16, (2, 3, HEADS, 512), (2048, 4096, 512, 1))}), "out"),
+    "the drop-in's out whose requests overlap": (lambda: drop_in_into(lambda b: {"out": piece(b, BF16, (2, 3, HEADS, 512), (512, 512, 512, 1))}), "out"),
+    "the drop-in's out in another KV head's q": (lambda: drop_in_into(lambda b: {"q": piece(b, BF16, (2, 3, HEADS, 576), (6912, 2304, 576, 1)), "out": piece(b, BF16, (2, 3, HEADS, 512), (6912, 2304, 576, 1), 2 * 576)}, kv_heads=2), "out"),
+    "the indexer's keys written over themselves": (lambda: (lambda b: mla_backend.write_keys(b[0, :2], b, torch.tensor([5, 6])))(torch.zeros(1, 16, 128).bfloat16()), "cache"),
     "positions chosen into scores": (lambda: (lambda s: mla_backend.select_top(s, torch.full((2,), 9, dtype=INT), chosen=s.view(INT)[:, :3]))(torch.zeros(2, 9)), "chosen"),
 }
 
@@ -178,6 +200,73 @@ GRADIENTS = {
     "outs": lambda: mla_backend.merge_partials(requiring_grad(2, 3, 4, 8), torch.zeros(2, 3, 4)),
     "out": lambda: attention(out=requiring_grad(*OUT)),
 }
+
+
+def sparse_mla(**changes):
+    lists = torch.zeros(TOKENS, TOPK, dtype=INT)
+    arguments = {"q": torch.zeros(TOKENS, HEADS, 576).bfloat16(), "kv": torch.zeros(5, 576).bfloat16(), "scale": 0.1}
+    return mla_backend.sparse_mla(indices=lists, **{**arguments, **changes})
+
+
+def flex_mla(kv):
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 3, 5, device="cpu")
+    return mla_backend.flex_mla(torch.zeros(1, HEADS, 3, 576).bfloat16(), kv, mask, scale=0.1)
+
+
+FORWARD_MODE = {
+    "q of sparse_attention": lambda x: mla_backend.sparse_attention(
+        x, torch.zeros(1, 5, 576).bfloat16(), torch.zeros(TOKENS, TOPK, dtype=INT), scale=0.1
+    ),
+    "q of sparse_mla": lambda x: sparse_mla(q=x),
+    "kv of flex_mla": flex_mla,
+    "scale of sparse_mla": lambda x: sparse_mla(scale=x),
+    "keys of write_keys": lambda x: mla_backend.write_keys(x, torch.zeros(1, 2, 128).bfloat16(), torch.arange(2)),
+}
+SHAPES = {"q": (TOKENS, HEADS, 576), "kv": (1, 1, 5, 576), "scale": (), "keys": (2, 128)}
+
+
+@pytest.mark.parametrize("name", FORWARD_MODE)
+def test_a_forward_mode_gradient_that_would_be_lost_is_refused(name):
+    argument = name.split()[0]
+    primal = torch.ones(SHAPES[argument]).to(F32 if argument == "scale" else BF16)
+    with pytest.raises(ValueError, match=f"^{argument} must be without a forward-mode gradient"):
+        torch.func.jvp(FORWARD_MODE[name], (primal,), (primal,))
+    FORWARD_MODE[name](primal)
+
+
+@pytest.mark.parametrize("call", [attention, sparse_mla])
+def test_a_scale_whose_gradient_would_be_lost_is_refused(call):
+    scale = torch.tensor(0.1, requires_grad=True)
+    with pytest.raises(ValueError, match="^scale must be without requires_grad"):
+        call(scale=scale)
+    with torch.no_grad():
+        call(scale=scale)
+
+
+HUGE = 2**62
+
+
+def test_a_dimension_of_one_or_an_empty_tensor_may_have_any_stride():
+    """UBSan stops where one is multiplied."""
+    problem = random_problem("bf16", TOKENS, HEADS, TOPK, 1, 16)
+    problem.but(cache=problem.cache.as_strided((1, 16, 576), (HUGE, 576, 1))).check()
+    rows = (torch.randn(9, 1, 576) * 0.1).bfloat16()
+    problem.but(cache=rows.as_strided((9, 1, 576), (576, HUGE, 1))).check()
+    problem.but(cache=rows.as_strided((0, 16, 576), (HUGE, HUGE, 1))).check()
+    keys = torch.zeros(16, 128).bfloat16().as_strided((1, 16, 128), (HUGE, 128, 1))
+    scores = mla_backend.index_scores(
+        *(torch.ones(2, 8, 128), torch.ones(2, 8), keys, torch.zeros(1, 1, dtype=INT), torch.zeros(2, dtype=INT)),
+        torch.full((2,), 3, dtype=INT),
+        positions=5,
+    )
+    assert (scores[:, :3] == 0).all()
+    positions, table = (torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1)) for _ in range(2))
+    slots = torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1))
+    mla_backend.convert_indices(positions, table, torch.zeros(3, dtype=INT), 16, slots=slots)
+    chosen = mla_backend.select_top(torch.zeros(0).as_strided((3, 0), (HUGE, 1)), torch.ones(3, dtype=INT), 4)
+    assert (chosen == -1).all()
+    empty = torch.zeros(0, dtype=BF16).as_strided((1, 2, 0, 8), (HUGE, HUGE, HUGE, 1))
+    mla_backend.merge_partials(empty, torch.zeros(1, 2, 0))
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -18,6 +18,7 @@ OPS = torch.ops.mla_backend
 def samples():
     """One call of every op, with and without its optional tensors."""
     p = random_problem(tokens=2, heads=3, topk=20)
+    yield OPS.own_memory.default, (p.q, [p.cache, p.indices], "q,cache,indices")
     out, lse, largest = torch.zeros(2, 3, 512).bfloat16(), torch.zeros(2, 3), torch.zeros(2, 3)
     lengths = torch.tensor([5, 20], dtype=torch.int32)
     yield (
@@ -136,14 +137,14 @@ def samples_of_the_backward():
     yield OPS.backward_sum.default, (begin, pairs, contributions, 5, 5, False, following, accumulator, d_kv)
 
 
-@pytest.mark.parametrize("index", range(31))
+@pytest.mark.parametrize("index", range(33))
 def test_opcheck(index):
     op, arguments = list(samples())[index]
     torch.library.opcheck(op, arguments)
 
 
 def test_every_op_has_a_sample():
-    assert len(list(samples())) == 32
+    assert len(list(samples())) == 33
     assert {str(op).split(".")[1] for op, _ in samples()} == set(mla_backend.fake.OPS)
 
 

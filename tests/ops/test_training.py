@@ -266,7 +266,24 @@ WRONG = {
         forward(q=lambda q: q.requires_grad_(), workspace_bytes=11519),
         "workspace_bytes must be 11520 or more, for one query; got 11519",
     ),
-    "a negative workspace": (backward(workspace_bytes=-1), "workspace_bytes must be 0 or more"),
+    "a negative workspace": (backward(workspace_bytes=-1), "workspace_bytes must be 1 or more"),
+    "no workspace": (forward(workspace_bytes=0), "workspace_bytes must be 1 or more; got 0"),
+    "no workspace in a backward of empty lists": (
+        backward(indices=lambda x: x[:, :0], workspace_bytes=0),
+        "workspace_bytes must be 1 or more; got 0",
+    ),
+    "a scale with a gradient": (
+        forward(scale=torch.tensor(0.04, requires_grad=True)),
+        "scale must be without requires_grad",
+    ),
+    "an order of pairs in int64": (
+        backward(order=mla_backend.BackwardOrder(torch.zeros(21, dtype=torch.int32), torch.zeros(20).long())),
+        "order must be of these lists, with pairs int32",
+    ),
+    "an order of another number of rows in a forward": (
+        forward(order=mla_backend.backward_order(torch.zeros(2, 10, dtype=torch.int32), 19)),
+        "order must be of these lists",
+    ),
     "lse of another shape": (backward(lse=lambda x: x[:1]), "lse must be float32"),
     "lse in fp64": (backward(lse=lambda x: x.double()), "lse must be float32"),
     "d_lse of another shape": (backward(d_lse=torch.zeros(2, 4)), "d_lse must be float32"),

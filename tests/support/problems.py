@@ -212,6 +212,7 @@ def assert_accurate(
     magnitude: float = MAGNITUDE,
     *,
     score_error: float = 0.0,
+    distance: float = 5e-6,
 ) -> None:
     """The contract's tolerance, for (out, lse) or (out, lse, max_logits) over a cache of values of this magnitude."""
     out, exact = got[0].double().cpu(), want[0].double().cpu()
@@ -223,8 +224,8 @@ def assert_accurate(
     )
     norms = (out * out + exact * exact).sum()
     if norms > 0:
-        distance = 1 - 2 * (out * exact).sum() / norms
-        assert distance < 5e-6, f"out's cosine distance is {distance:.3g}"
+        apart = 1 - 2 * (out * exact).sum() / norms
+        assert apart < distance, f"out's cosine distance is {apart:.3g}"
     for name, got_row, want_row in zip(("lse", "max_logits"), got[1:], want[1:], strict=False):
         assert_scores_accurate(name, got_row, want_row, score_error)
 

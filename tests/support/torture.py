@@ -1,9 +1,10 @@
-"""Attacks the product with hostile inputs until time is up, or something is found.
+"""Attacks the product with hostile inputs until time is up.
 
 python tests/support/torture.py [--minutes M] [--seed N] [--attack NAME ...] [--device cuda] [--sanitize]
 
-The inputs are those of the tests (tests/support/hostile.py), with other seeds. The exit status is 1 if an input was
-found that is not dealt with rightly: an unexpected error, a crash, or a hang. The seed that repeats it is printed.
+The inputs are those of the tests (tests/support/hostile.py), with other seeds. A find is an input that is not dealt
+with rightly: an unexpected error, a crash, or a hang. Each is printed with the seed that repeats it, and the attack
+goes on behind it. The exit status is 1 if there was one.
 """
 
 import argparse
@@ -67,13 +68,15 @@ def main() -> int:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
     attacks = given.attack or list(hostile.ATTACKS)
     seeds = dict.fromkeys(attacks, given.seed)
-    end = time.monotonic() + 60 * given.minutes
+    end, finds = time.monotonic() + 60 * given.minutes, []
     minutes = min(BATCH_MINUTES, given.minutes / len(attacks))
     print(f"attacks {', '.join(attacks)} from seed {given.seed} on, for {given.minutes:g} minutes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder) / "seed"
         while True:
             for attack in attacks:
+                if time.monotonic() > end and not given.once:
+                    return told(finds)
                 at.write_text(str(seeds[attack]))
                 words = ["--attack", attack, "--device", given.device, "--batch", str(at), "--seed", str(seeds[attack])]
                 words += ["--minutes", str(minutes)]
@@ -82,15 +85,20 @@ def main() -> int:
                 seed = int(at.read_text())
                 if done.returncode:
                     again = f"--attack {attack} --seed {seed} --once" + " --sanitize" * given.sanitize
-                    print(done.stdout[-4000:] + done.stderr[-8000:])
-                    print(f"FOUND by {attack} with seed {seed} (status {done.returncode}). Again: torture.py {again}")
-                    return 1
-                print(f"{attack}: seeds {seeds[attack]} to {seed - 1}, nothing found", flush=True)
+                    finds.append(f"FOUND by {attack} with seed {seed} (status {done.returncode}): torture.py {again}")
+                    print(done.stdout[-4000:] + done.stderr[-8000:] + finds[-1], flush=True)
+                    seed += 1
+                else:
+                    print(f"{attack}: seeds {seeds[attack]} to {seed - 1}, nothing found", flush=True)
                 seeds[attack] = seed
-                if time.monotonic() > end:
-                    return 0
             if given.once:
-                return 0
+                return told(finds)
+
+
+def told(finds: list[str]) -> int:
+    """The exit status, after all finds once more."""
+    print(f"{len(finds)} found", *finds, sep="\n", flush=True)
+    return 1 if finds else 0
 
 
 if __name__ == "__main__":
