@@ -111,8 +111,8 @@ def test_opcheck_of_the_autograd_ops():
         torch.library.opcheck(OPS.sparse_mla.default, arguments)
     out, lse = sparse_mla(problem)
     out, lse = out.detach(), lse.detach()
-    arguments = (q.detach(), kv.detach(), problem.indices, out, lse, problem.d_out, None, 0.04, None, sink.detach())
-    torch.library.opcheck(OPS.sparse_mla_backward.default, (*arguments, None, None, True, 2**30))
+    arguments = (q.detach(), kv.detach(), problem.indices, 0.04, None, sink.detach(), None, None, True, 2**30)
+    torch.library.opcheck(OPS.sparse_mla_backward.default, (*arguments, out, lse, problem.d_out, None))
 
 
 def test_a_model_of_two_layers_trains_as_with_the_reference(device):
