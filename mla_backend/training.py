@@ -411,8 +411,9 @@ _ARGUMENTS = (
 @torch.library.custom_op(
     "mla_backend::sparse_mla", mutates_args=(), schema=f"({_ARGUMENTS}, bool batch_invariant) -> (Tensor, Tensor)"
 )
-def _sparse_mla(q, kv, indices, scale, topk_length, sink, *more):
-    *_, workspace_bytes, batch_invariant = more
+def _sparse_mla(
+    q, kv, indices, scale, topk_length, sink, order_begin, order_pairs, deterministic, workspace_bytes, batch_invariant
+):
     _require_arguments(q, kv, indices)
     if q.requires_grad or kv.requires_grad:
         _blocks(q, indices, workspace_bytes)  # what the backward would refuse
