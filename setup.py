@@ -1,11 +1,11 @@
 """Builds the one shared library, and tags the wheel for every Python.
 
-The library registers its ops through torch's stable ABI, so it depends on neither the Python version nor, from
-2.10 on, the torch version. ninja compiles what has changed.
+The library registers its ops through torch's stable ABI: one build serves every Python, and every torch that
+pyproject.toml allows. ninja compiles what has changed.
 
 Environment: MLA_BACKEND_CUDA=1 makes a missing nvcc an error, =0 leaves CUDA out, unset takes nvcc if it is there.
 CUDA_HOME says where nvcc is. MLA_BACKEND_CUDA_ARCHS (default "80 89 90a 100 120") says for which GPUs. CUTLASS's
-headers come from the nvidia-cutlass wheel.
+headers come from the nvidia-cutlass wheel: the installed one, or else one that is unpacked into build/.
 MLA_BACKEND_SANITIZE=1 builds the CPU kernels with AddressSanitizer and UBSan; MLA_BACKEND_RACECHECK=1 builds CUDA
 kernels whose barriers compute-sanitizer's racecheck can follow. Each has a build folder of its own.
 """
@@ -18,6 +18,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +29,11 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import SetupError
 
 ROOT = Path(__file__).parent
-TORCH_NEEDED = (2, 10)
+TORCH_NEEDED = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
 CUDA_ARCHS = "80 89 90a 100 120"
 CUTLASS = "nvidia-cutlass==4.2.0.0"  # its headers, needed only where nvcc is, and only to build
+CUTLASS_HEADERS = "cutlass_library/source/include"
+CUTLASS_FOLDER = ROOT / "build" / CUTLASS.replace("==", "-")
 
 WARNINGS = "-Wall -Wextra -Wno-psabi -Wno-unused-parameter"
 CXX_FLAGS = "-std=c++17 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -MMD -MF $out.d"
@@ -59,11 +63,11 @@ def find_torch() -> Path:
     if found is None:
         raise SetupError(
             "mla-backend is built against the torch it will run with, and none is installed here. "
-            "Install torch 2.10 or newer first, then try again (outside of pip: without build isolation)."
+            f"Install torch {TORCH_NEEDED} or newer first, then try again (outside of pip: without build isolation)."
         )
     found = found.parent
-    if tuple(int(n) for n in torch_version(found).split(".")[:2]) < TORCH_NEEDED:
-        raise SetupError(f"mla-backend needs torch 2.10 or newer, found {torch_version(found)} in {found}.")
+    if release(torch_version(found)) < release(TORCH_NEEDED):
+        raise SetupError(f"mla-backend needs torch {TORCH_NEEDED} or newer, found {torch_version(found)} in {found}.")
     return found
 
 
@@ -71,10 +75,39 @@ def torch_version(torch: Path) -> str:
     return re.search(r"__version__ = '([^']+)'", (torch / "version.py").read_text())[1]
 
 
+def release(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
 def find_cutlass() -> Path | None:
-    """The folder of CUTLASS's headers in NVIDIA's wheel."""
-    header = find_installed("cutlass_library/source/include/cutlass/cutlass.h")
-    return header.parent.parent if header else None
+    """The folder of CUTLASS's headers."""
+    header = find_installed(f"{CUTLASS_HEADERS}/cutlass/cutlass.h")
+    unpacked = CUTLASS_FOLDER / CUTLASS_HEADERS
+    return header.parent.parent if header else unpacked if unpacked.is_dir() else None
+
+
+def find_pip() -> Path | None:
+    """The folder of pip, which Python can run."""
+    found = find_installed("pip/__main__.py")
+    return found.parent if found else None
+
+
+def download_cutlass() -> None:
+    """Unpacks the headers into CUTLASS_FOLDER. The wheel is not installed, as it requires packages that nobody uses
+    here. Does nothing where there is no pip, or where it fails."""
+    pip = find_pip()
+    if pip is None:
+        return
+    CUTLASS_FOLDER.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CUTLASS_FOLDER.parent) as folder:
+        options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--dest", folder]
+        if subprocess.run([sys.executable, pip, "download", *options, CUTLASS]).returncode == 0:
+            (wheel,) = Path(folder).glob("*.whl")
+            with zipfile.ZipFile(wheel) as files:
+                headers = [name for name in files.namelist() if name.startswith(CUTLASS_HEADERS)]
+                files.extractall(Path(folder) / "unpacked", headers)
+            (Path(folder) / "unpacked").rename(CUTLASS_FOLDER)
 
 
 def find_nvcc() -> Path | None:
@@ -151,6 +184,8 @@ def find_tools() -> Tools:
     archs = (os.environ.get("MLA_BACKEND_CUDA_ARCHS") or CUDA_ARCHS).split() if nvcc else []
     if wrong := [arch for arch in archs if not re.fullmatch(r"\d+[af]?", arch)]:
         raise SetupError(f"MLA_BACKEND_CUDA_ARCHS is a list like {CUDA_ARCHS!r}; {wrong[0]!r} is no architecture.")
+    if nvcc and not find_cutlass():
+        download_cutlass()
     cutlass = find_cutlass() if nvcc else None
     if nvcc and not cutlass:
         raise SetupError(
@@ -166,7 +201,7 @@ def write_build_info(folder: Path, version: str, tools: Tools) -> None:
     info = {
         "VERSION": version,
         "TORCH": torch_version(tools.torch),
-        "TORCH_TARGET": ".".join(map(str, TORCH_NEEDED)),
+        "TORCH_TARGET": TORCH_NEEDED,
         "COMPILER": ask(*shlex.split(tools.cxx), "--version").splitlines()[0].replace('"', "'"),
         "NVCC": tools.nvcc_release,
         "CUDA_ARCHS": " ".join(tools.archs),
@@ -235,7 +270,7 @@ def flags_of(source: Path, tools: Tools) -> str:
         flags += " -DMLA_CUDA_SM90A" if tools.hopper else ""
         return flags + (" -DMLA_RACECHECK" if racecheck() else "")
     if source.parent.name == "bindings":  # build_info.h lies where ninja runs
-        stable = f"0x{TORCH_NEEDED[0]:02x}{TORCH_NEEDED[1]:02x}000000000000"
+        stable = "0x{:02x}{:02x}000000000000".format(*release(TORCH_NEEDED))
         return f"-isystem {quoted(tools.torch)}/include -DTORCH_TARGET_VERSION={stable} -DUSE_CUDA -I."
     return FILE_FLAGS.get(source.stem, "")
 
@@ -294,8 +329,8 @@ class AnyPythonWheel(bdist_wheel):
 if "sdist" not in sys.argv:
     find_torch()  # before pip downloads a torch of gigabytes as a dependency, only to fail in the build after that
 setup(
-    # pip asks for these before it makes its isolated build environment
-    setup_requires=[CUTLASS] if "egg_info" in sys.argv and find_nvcc() and not find_cutlass() else [],
+    # for build environments of tools that are not pip
+    setup_requires=[CUTLASS] if "egg_info" in sys.argv and find_nvcc() and not (find_cutlass() or find_pip()) else [],
     ext_modules=[Extension("mla_backend.library_file", sources=[])],
     cmdclass={"build_ext": BuildLibrary, "bdist_wheel": AnyPythonWheel},
 )

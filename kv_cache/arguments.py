@@ -1,4 +1,4 @@
-"""What is checked of an argument before it is used; as in mla_backend, which this package does without."""
+"""What is checked of an argument before it is used. mla_backend checks with these, too."""
 
 import sys
 
@@ -14,7 +14,7 @@ def require_a(kind: type, **arguments: object) -> None:
 
 def require_count(name: str, value: object, at_least: int = 0) -> None:
     """For ints of 64 bits that have a smallest value."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int; got {type(value).__name__}")
     if value < at_least:
         raise ValueError(f"{name} must be {at_least} or more; got {value}")

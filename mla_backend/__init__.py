@@ -24,6 +24,7 @@ __all__ = [
     "convert_indices",
     "dense_attention",
     "flash_mla",
+    "flash_mla_fork",
     "flex_mask",
     "flex_mla",
     "format_of",
@@ -44,7 +45,7 @@ __all__ = [
 
 try:
     from mla_backend import fake as _fake  # noqa: F401  (torch.compile support)
-    from mla_backend import flash_mla, library, reference, tilelang
+    from mla_backend import flash_mla, flash_mla_fork, library, reference, tilelang
     from mla_backend.attention import merge_partials, sparse_attention
     from mla_backend.cache import cache_gather, cache_write, convert_indices, stage_rows
     from mla_backend.dense import dense_attention

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from kv_cache.arguments import require_count as require_count
+from kv_cache.arguments import require_device as require_device
+
 _WRONG_TYPE = re.compile(r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'")
 _ARGUMENT = re.compile(r"^\w+(?= )|(?<= with )\w+(?=;)|(?<= without )\w+(?=;)")
 _KINDS = {
@@ -152,26 +155,6 @@ def require_number(name: str, value: object) -> None:
     if not abs(value) <= sys.float_info.max:
         given = value if isinstance(value, float) else "a larger one"
         raise ValueError(f"{name} must be a finite number; got {given}")
-
-
-def require_count(name: str, value: object, at_least: int = 0) -> None:
-    """For ints of 64 bits that have a smallest value."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int; got {type(value).__name__}")
-    if value < at_least:
-        raise ValueError(f"{name} must be {at_least} or more; got {value}")
-    if value > sys.maxsize:
-        raise ValueError(f"{name} must be {sys.maxsize} or less; got {value}")
-
-
-def require_device(name: str, device: object) -> None:
-    """For devices that tensors are made on."""
-    try:
-        torch.empty(0, device=torch.device(device))
-    except (AssertionError, RuntimeError, TypeError) as error:  # the first from a torch without CUDA
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        reason = str(error).partition("\n")[0]
-        raise kind(f"{name} must be an available device; got {device!r}: {reason}") from error
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from mla_backend.tried_versions import is_tried
-from mla_backend.vllm_plugin import versions
+from mla_backend import tried_versions
 
-TORCH_NEEDED = (2, 10)
 MHA_CALLS = {"deterministic gradients": True, "all else": False}
 """Kinds of calls, and whether they need deterministic gradients."""
 
@@ -39,23 +37,24 @@ def _examine_torch() -> dict[str, Any]:
         import torch
     except ImportError as error:
         return {"version": None, "supported": False, "why": str(error)}
-    supported = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= TORCH_NEEDED
+    needed = tried_versions.torch_needed()
+    supported = tried_versions.release(torch.__version__) >= tried_versions.release(needed)
     return {
         "version": torch.__version__,
         "supported": supported,
-        "why": None if supported else "2.10 or newer is needed",
+        "why": None if supported else f"{needed} or newer is needed",
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),
     }
 
 
 def _examine_vllm() -> dict[str, Any]:
-    found = versions.installed()
+    found = tried_versions.installed_vllm()
     if found is None:
         return {"version": None, "distribution": None, "supported": False, "why": "not installed"}
     distribution, version = found
-    tried = versions.CPU_TRIED if versions.is_cpu_build() else versions.TRIED
-    supported = is_tried(version, tried)
+    tried = tried_versions.VLLM_CPU if tried_versions.is_cpu_build_of_vllm() else tried_versions.VLLM
+    supported = tried_versions.is_tried(version, tried)
     return {
         "version": version,
         "distribution": distribution,
@@ -159,8 +158,9 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
         why = None
     verdicts.append({"what": "every op on a GPU", "runs": why is None, "why": why})
     verdicts.append({"what": "attention of 192/128 dims a head", **_mha_verdict(report["mha"])})
-    what = f"vLLM backends {' and '.join(versions.CLASS_PATHS)}"
-    verdicts.append({"what": what, **_vllm_verdict(report["vllm"], why is None, why)})
+    verdicts.append(
+        {"what": "vLLM backends SPARSE_MLA and DENSE_MLA", **_vllm_verdict(report["vllm"], why is None, why)}
+    )
     return verdicts
 
 
@@ -179,8 +179,8 @@ def _vllm_verdict(vllm: dict[str, Any], gpu_runs: bool, why_no_gpu: str | None) 
     if vllm["version"] is None:
         return {"runs": False, "why": "vLLM is not installed"}
     here = f"vLLM {vllm['version']}" + (f" ({vllm['why']})" if vllm["why"] else "")
-    if versions.is_cpu_build():
-        runs = versions.has_cpu_mla()
+    if tried_versions.is_cpu_build_of_vllm():
+        runs = tried_versions.vllm_has_cpu_mla()
         return {"runs": runs, "why": f"{here}, on the CPU" if runs else f"{here} is too old for it on a CPU"}
     return {"runs": gpu_runs, "why": here if gpu_runs else f"{here}, but {why_no_gpu}"}
 

@@ -522,11 +522,7 @@ def flash_mla_sparse_bwd(
     _require_value_dim("d_v", d_v)
     require_count("q_start_index_s", q_start_index_s)
     _require_one_list(kv, indices)
-    slots = indices.squeeze(1)
-    if q_start_index_s > 0:
-        first = min(q_start_index_s, len(kv))  # from there on all rows are seen
-        position = torch.arange(first, first + len(slots), device=slots.device).unsqueeze(1)
-        slots = torch.where(slots <= position, slots, -1)
+    slots = (up_to_own_position(kv, indices, q_start_index_s) if q_start_index_s > 0 else indices).squeeze(1)
     with named(scale="sm_scale", out="o", d_out="dO"), torch.no_grad():
         d_q, d_kv, _ = training.sparse_mla_backward(
             q,
@@ -544,6 +540,15 @@ def flash_mla_sparse_bwd(
 def _require_value_dim(name: str, value: object) -> None:
     require_count(name, value)
     attention.require_value_dim(name, value)
+
+
+def up_to_own_position(kv: Tensor, indices: Tensor, q_start_index_s: int) -> Tensor:
+    """Lists `[s_q, 1, topk]` of queries from this position on, with -1 for rows after a query's own."""
+    require_count("q_start_index_s", q_start_index_s)
+    _require_one_list(kv, indices)
+    first = min(q_start_index_s, len(kv))  # from there on all rows are seen
+    position = torch.arange(first, first + len(indices), device=indices.device).view(-1, 1, 1)
+    return torch.where(indices <= position, indices, -1)
 
 
 def _require_one_list(kv: Tensor, indices: Tensor) -> None:

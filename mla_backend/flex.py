@@ -25,10 +25,8 @@ from mla_backend.arguments import (
     result_of,
 )
 from mla_backend.dense import dense_attention
+from mla_backend.kernel_heads import M64_HEADS
 from mla_backend.mask import LIST_ENTRIES, FlexMask, flex_mask
-
-MANY_HEADS = 64
-"""So many heads fill a kernel's tile by themselves."""
 
 
 def flex_mla(
@@ -215,7 +213,7 @@ def _forward(
     rows = q.shape[:2]
     out = torch.empty(*rows, attention.VALUE_DIM, dtype=q.dtype, device=q.device)
     lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    apart = q.shape[1] < MANY_HEADS and mask.sizes[4] > 0
+    apart = q.shape[1] < M64_HEADS and mask.sizes[4] > 0
     if apart and paged:  # a block is a whole number of pages, and their table is not too large
         pages, rest = divmod(mask.sizes[3], page_size)
         apart = rest == 0 and batches * mask.full[0].numel() * pages <= LIST_ENTRIES

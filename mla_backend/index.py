@@ -3,8 +3,11 @@
 import torch
 from torch import Tensor
 
-from mla_backend import library  # noqa: F401  (registers the ops)
+from mla_backend import library, reference  # noqa: F401  (the library registers the ops)
 from mla_backend.arguments import call, require_count, require_tensors
+
+MOST_SCORES = 1 << 25
+"""fp32 scores in one piece, 128 MiB: `select` scores many tokens with long contexts in several."""
 
 
 def rotate_queries(
@@ -116,3 +119,37 @@ def select_top(scores: Tensor, lengths: Tensor, topk: int | None = None, *, chos
         chosen = torch.empty((*scores.shape[:1], topk), dtype=torch.int32, device=scores.device)
     call(torch.ops.mla_backend.select_top.default, scores, lengths, chosen)
     return chosen
+
+
+def select(
+    queries: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    requests: Tensor,
+    lengths: Tensor,
+    scored: Tensor,
+    longest: int,
+    topk: int,
+) -> Tensor:
+    """The positions that tokens attend to, int32 `[T, topk]`, rising, then -1.
+
+    They are sorted by position, not by score. So attention adds up in the same order however a prompt is cut into
+    chunks.
+
+    Args:
+        queries, weights, cache, block_table, requests: as for `index_scores`. A cache of exact fp32 keys
+            goes to the reference.
+        lengths: int32 `[T]`: how many positions of its request each token sees.
+        scored: the same, or 0 where that is no more than topk.
+        longest: the largest of the lengths, or more.
+    """
+    exact = cache.dtype == torch.float32
+    score, best = (reference.index_scores, reference.select_top) if exact else (index_scores, select_top)
+    piece = max(1, MOST_SCORES // longest)
+    parts = zip(*(x.split(piece) for x in (queries, weights, requests, lengths, scored)), strict=True)
+    chosen = [
+        best(score(some, their, cache, block_table, who, count, longest), length, topk)
+        for some, their, who, length, count in parts
+    ]
+    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from mla_backend.tried_versions import torch_needed
+
 LIBRARY_VARIABLE = "MLA_BACKEND_LIBRARY"
 CPU_KERNEL_VARIABLE = "MLA_BACKEND_CPU_KERNEL"
 
@@ -34,7 +36,8 @@ def _load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryError(
-            f"mla-backend: {path} does not load under torch {torch.__version__} (2.10 or newer is needed): {error}"
+            f"mla-backend: {path} does not load under torch {torch.__version__} "
+            f"({torch_needed()} or newer is needed): {error}"
         ) from error
     try:
         library.mla_backend_about.restype = ctypes.c_char_p

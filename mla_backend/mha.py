@@ -6,6 +6,7 @@ for it, so none are here. `mha_providers` calls them; this file checks arguments
 
 import contextlib
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,13 +127,8 @@ def flash_attn_varlen_qkvpacked_func(
     cu_seqlens: Tensor,
     max_seqlen: int,
     head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-    *,
-    provider: str | None = None,
+    *options: Any,
+    **named_options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The same with q, k and v in one tensor.
 
@@ -140,25 +136,13 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: bf16 or fp16 `[T, h, 2 * head_dim_qk + 128]`: each head's query, its key and its value.
         cu_seqlens, max_seqlen: as for q and k.
         head_dim_qk: 192 or 128.
-        The others are as for `flash_attn_varlen_func`.
+        options, named_options: those of `flash_attn_varlen_func`, from dropout_p on.
     """
     require_tensors(qkv=qkv)
     q, k, v = _unpacked("qkv", qkv, (head_dim_qk, head_dim_qk), qkv.dtype)
     with named(q="qkv", cu_seqlens_qo="cu_seqlens", max_seqlen_qo="max_seqlen"):
         return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens,
-            cu_seqlens,
-            max_seqlen,
-            max_seqlen,
-            dropout_p,
-            softmax_scale,
-            causal,
-            deterministic,
-            is_varlen,
-            provider=provider,
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named_options
         )
 
 
@@ -170,38 +154,21 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_qo: int,
     max_seqlen_kv: int,
     head_dim_qk: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    deterministic: bool = False,
-    is_varlen: bool = True,
-    *,
-    provider: str | None = None,
+    *options: Any,
+    **named_options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The same with k and v in one tensor.
 
     Args:
         kv: bf16 or fp16 `[T_k, h_k, head_dim_qk + 128]`: each head's key and its value.
         head_dim_qk: 192 or 128.
-        The others are as for `flash_attn_varlen_func`.
+        options, named_options: those of `flash_attn_varlen_func`, from dropout_p on.
     """
     require_tensors(q=q, kv=kv)
     k, v = _unpacked("kv", kv, (head_dim_qk,), q.dtype)
     with named(k="kv"):
         return flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            cu_seqlens_qo,
-            cu_seqlens_kv,
-            max_seqlen_qo,
-            max_seqlen_kv,
-            dropout_p,
-            softmax_scale,
-            causal,
-            deterministic,
-            is_varlen,
-            provider=provider,
+            q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, *options, **named_options
         )
 
 

@@ -425,21 +425,19 @@ def _require_workspace(workspace: Tensor, q: Tensor) -> None:
 #
 # Each is one opaque op to torch.compile, as the backward's blocks depend on the device.
 
+_ARGUMENTS = (
+    "Tensor q, Tensor kv, Tensor indices, float scale, Tensor? topk_length, Tensor? sink, "
+    "Tensor? order_begin, Tensor? order_pairs, bool? deterministic, int workspace_bytes"
+)
+"""Of both ops, in this order."""
 
-@torch.library.custom_op("mla_backend::sparse_mla", mutates_args=())
+
+@torch.library.custom_op(
+    "mla_backend::sparse_mla", mutates_args=(), schema=f"({_ARGUMENTS}, bool batch_invariant) -> (Tensor, Tensor)"
+)
 def _sparse_mla(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    scale: float,
-    topk_length: Tensor | None,
-    sink: Tensor | None,
-    order_begin: Tensor | None,
-    order_pairs: Tensor | None,
-    deterministic: bool | None,
-    workspace_bytes: int,
-    batch_invariant: bool,
-) -> tuple[Tensor, Tensor]:
+    q, kv, indices, scale, topk_length, sink, order_begin, order_pairs, deterministic, workspace_bytes, batch_invariant
+):
     _require_arguments(q, kv, indices)
     if any(x is not None and x.requires_grad for x in (q, kv, sink)):
         _blocks(q, indices, workspace_bytes)  # what the backward would refuse
@@ -462,36 +460,25 @@ def _(q, *_):
     return q.new_empty((*q.shape[:2], attention.VALUE_DIM)), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("mla_backend::sparse_mla_backward", mutates_args=())
+@torch.library.custom_op(
+    "mla_backend::sparse_mla_backward",
+    mutates_args=(),
+    schema=f"({_ARGUMENTS}, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse) -> (Tensor, Tensor, Tensor)",
+)
 def _sparse_mla_backward(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    scale: float,
-    topk_length: Tensor | None,
-    sink: Tensor | None,
-    order_begin: Tensor | None,
-    order_pairs: Tensor | None,
-    deterministic: bool | None,
-    workspace_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    order = None if order_begin is None or order_pairs is None else BackwardOrder(order_begin, order_pairs)
+    q, kv, indices, scale, topk_length, sink, begin, pairs, deterministic, workspace_bytes, *outputs
+):
+    *outputs, d_lse = outputs
     d_q, d_kv, d_sink = sparse_mla_backward(
         q,
         kv,
         indices,
-        out,
-        lse,
-        d_out,
+        *outputs,
         scale=scale,
         d_lse=d_lse,
         topk_length=topk_length,
         sink=sink,
-        order=order,
+        order=None if begin is None or pairs is None else BackwardOrder(begin, pairs),
         deterministic=deterministic,
         workspace_bytes=workspace_bytes,
     )
@@ -499,40 +486,25 @@ def _sparse_mla_backward(
 
 
 @_sparse_mla_backward.register_fake
-def _(q, kv, indices, out, lse, d_out, d_lse, scale, topk_length, sink, *_):
+def _(q, kv, indices, scale, topk_length, sink, *_):
     d_sink = q.new_empty(0 if sink is None else q.shape[1], dtype=torch.float32)
     return q.new_empty(q.shape), kv.new_empty(kv.shape), d_sink
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:
-    q, kv, indices, scale, topk_length, sink, begin, pairs, deterministic, workspace_bytes, _ = inputs
-    out, lse = output
+    arguments = inputs[:-1]  # all but batch_invariant
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, kv, indices, topk_length, sink, begin, pairs, out, lse)
-    ctx.scale, ctx.deterministic, ctx.workspace_bytes = scale, deterministic, workspace_bytes
+    ctx.save_for_backward(*output, *(x if isinstance(x, Tensor) else None for x in arguments))
+    ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
 
 
 def _backward(ctx, d_out, d_lse):
-    q, kv, indices, topk_length, sink, begin, pairs, out, lse = ctx.saved_tensors
+    out, lse, *tensors = ctx.saved_tensors
+    arguments = [other if tensor is None else tensor for tensor, other in zip(tensors, ctx.others, strict=True)]
     if d_out is None:
         d_out = torch.zeros_like(out)
-    d_q, d_kv, d_sink = torch.ops.mla_backend.sparse_mla_backward(
-        q,
-        kv,
-        indices,
-        out,
-        lse,
-        d_out,
-        d_lse,
-        ctx.scale,
-        topk_length,
-        sink,
-        begin,
-        pairs,
-        ctx.deterministic,
-        ctx.workspace_bytes,
-    )
-    return d_q, d_kv, None, None, None, None if sink is None else d_sink, *[None] * 5
+    d_q, d_kv, d_sink = torch.ops.mla_backend.sparse_mla_backward.default(*arguments, out, lse, d_out, d_lse)
+    return d_q, d_kv, None, None, None, d_sink if d_sink.numel() else None, *[None] * 5
 
 
 def _refuse_second_derivative(ctx, *gradients):

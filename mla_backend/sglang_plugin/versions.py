@@ -6,9 +6,8 @@ import inspect
 import logging
 from typing import Any
 
-from mla_backend.tried_versions import warn_of_untried, what_to_install
+from mla_backend.tried_versions import SGLANG, warn_of_untried, what_to_install
 
-TRIED = ("0.5.22", "0.5.23")
 _BACKEND = "sglang.srt.layers.attention.dsa_backend:DeepseekSparseAttnBackend"
 _STEPS = "sglang.srt.layers.attention.dsa_backend:DeepseekSparseAttnMultiStepBackend"
 _FACTORY = "sglang.srt.speculative.draft_utils:DraftBackendFactory"
@@ -90,7 +89,7 @@ def missing() -> str | None:
             reason, cause = str(error), error
         if reason is not None:
             version = installed() or "(not installed)"
-            return f"can't be used with SGLang {version}: {reason}. {what_to_install('sglang', TRIED, cause)}"
+            return f"can't be used with SGLang {version}: {reason}. {what_to_install('sglang', SGLANG, cause)}"
     return None
 
 
@@ -109,4 +108,4 @@ def _difference(where: str, arguments: tuple[str, ...]) -> str | None:
 
 def warn_if_untried() -> None:
     """Warns that the plugin was never tried with this SGLang."""
-    warn_of_untried(logger(), "SGLang", installed() or "unknown", TRIED)
+    warn_of_untried(logger(), "SGLang", installed() or "unknown", SGLANG)

@@ -36,11 +36,12 @@ def platform() -> str | None:
     vLLM asks this while `vllm.config` is being imported, so the backends are added here too: Python code may name one
     in an `AttentionConfig` before vLLM loads other plugins.
     """
+    from mla_backend import tried_versions
     from mla_backend.vllm_plugin import versions
 
     # Little of vLLM can be imported at this point. Where its list of backends can't, `register` adds them later.
     with contextlib.suppress(ImportError):
         versions.add_backends()
-    if not versions.is_cpu_build() or not versions.has_cpu_mla():
+    if not tried_versions.is_cpu_build_of_vllm() or not tried_versions.vllm_has_cpu_mla():
         return None
     return "mla_backend.vllm_plugin.cpu_platform.SparseMLACpuPlatform"

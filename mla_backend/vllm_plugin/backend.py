@@ -43,15 +43,28 @@ def _on_cpu() -> bool:
     return current_platform.is_cpu()
 
 
-class SparseMLABackend(AttentionBackend):
-    """What vLLM asks a backend before it uses it."""
+class Backend:
+    """What vLLM asks our backends before it uses one, as far as their answers are alike."""
 
+    name: ClassVar[str]
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES[versions.SPARSE])
 
-    @staticmethod
-    def get_name() -> str:
-        return versions.SPARSE
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.name
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return capability.major >= 8
+
+
+class SparseMLABackend(Backend, AttentionBackend):
+    name = versions.SPARSE
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES[versions.SPARSE])
 
     @staticmethod
     def get_impl_cls() -> type["SparseMLALayer"]:
@@ -91,14 +104,6 @@ class SparseMLABackend(AttentionBackend):
     @classmethod
     def supports_sink(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major >= 8
 
 
 @dataclass(kw_only=True)

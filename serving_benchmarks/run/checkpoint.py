@@ -22,6 +22,7 @@ from typing import Any
 
 from serving_benchmarks import options as types
 from serving_benchmarks.models import drafts
+from serving_benchmarks.models.recall import CHECKPOINT, EOS, IDS, held_out
 from serving_benchmarks.run import common, rounds, workloads
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.processes import why_it_ended
@@ -94,11 +95,8 @@ class Questions:
 
 def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions:
     """The recall checkpoint's held-out questions."""
-    try:
-        from examples.recall.accuracy import CHECKPOINT, held_out
-        from examples.recall.task import EOS, IDS
-    except ImportError:
-        raise types.Refused("the recall checkpoint is in the source tree, not in the installed package") from None
+    if not CHECKPOINT.is_dir():
+        raise types.Refused("the recall checkpoint is in the source tree, not in the installed package")
     input_len, plain, drafting = options.input_len or 1000, CHECKPOINT, folder / "with-mtp-layer"
     longest = input_len + LONGER + options.output_len
     most_tokens(common.read_config(str(CHECKPOINT)), longest)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from commands import status_of
-from examples.recall.accuracy import CHECKPOINT
 from mla_backend.engine import load_model
 from serving_benchmarks.models import drafts
+from serving_benchmarks.models.recall import CHECKPOINT
 from serving_benchmarks.run import checkpoint
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import engine_models
 from engine_models import MODELS, TOPK, Engine, prompt_of
+from mla_backend import index
 from mla_backend.engine import Batch, ExactAttention, KernelAttention, load_model, new_caches
-from mla_backend.engine import indexer as indexer_module
 from mla_backend.engine import model as model_module
 
 PROMPT = 3 * TOPK + 4
@@ -89,7 +89,7 @@ def test_prompts_in_a_batch_give_what_they_give_alone(name, exact, device):
 def test_long_contexts_are_scored_in_pieces(exact, device, monkeypatch):
     prompt = prompt_of(PROMPT)
     whole = exact("deepseek_v32").generate([prompt], 3)[0]
-    monkeypatch.setattr(indexer_module, "MOST_SCORES", 3 * PROMPT)
+    monkeypatch.setattr(index, "MOST_SCORES", 3 * PROMPT)
     cut = exact("deepseek_v32").generate([prompt], 3)[0]
     assert cut.generated == whole.generated
     torch.testing.assert_close(cut.logits, whole.logits, atol=EXACT[device], rtol=0)

@@ -13,10 +13,12 @@ import transformers
 from safetensors.torch import load_file
 
 import engine_models
-from examples.recall import files, task
-from examples.recall.accuracy import CHECKPOINT, WAYS, answers, held_out, is_right
+from examples.recall import files
+from examples.recall.accuracy import WAYS, answers, is_right
 from examples.recall.network import Mode, Network
 from mla_backend.engine import ExactAttention, Model, ModelConfig, load_model
+from serving_benchmarks.models import recall as task
+from serving_benchmarks.models.recall import CHECKPOINT, held_out
 
 ROOT = Path(__file__).parent.parent.parent
 LENGTH = 4 * files.CONFIG["index_topk"]

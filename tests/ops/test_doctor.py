@@ -10,8 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from mla_backend import cli, doctor, library
-from mla_backend.vllm_plugin import versions
+from mla_backend import cli, doctor, library, tried_versions
 
 
 def run_doctor(*arguments, **environment):
@@ -110,7 +109,7 @@ def test_the_environment_selects_a_cpu_kernel(name):
     [("0.23.0", True), ("0.32.1", True), ("0.33.0rc1", True), ("0.3.0", False), ("0.34.0", False)],
 )
 def test_untried_vllm_versions_are_named_as_such(monkeypatch, version, supported):
-    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(tried_versions.importlib.metadata, "version", lambda name: version)
     found = doctor.examine()["vllm"]
     assert found["supported"] is supported
     assert supported or "0.23, 0.32, 0.33" in found["why"]

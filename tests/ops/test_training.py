@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mla_backend
-from mla_backend import flash_mla, reference, tilelang
+from mla_backend import flash_mla, flash_mla_fork, reference, tilelang
 from training_problems import assert_gradients_accurate, random_training_problem
 
 OPS = torch.ops.mla_backend
@@ -111,8 +111,8 @@ def test_opcheck_of_the_autograd_ops():
         torch.library.opcheck(OPS.sparse_mla.default, arguments)
     out, lse = sparse_mla(problem)
     out, lse = out.detach(), lse.detach()
-    arguments = (q.detach(), kv.detach(), problem.indices, out, lse, problem.d_out, None, 0.04, None, sink.detach())
-    torch.library.opcheck(OPS.sparse_mla_backward.default, (*arguments, None, None, True, 2**30))
+    arguments = (q.detach(), kv.detach(), problem.indices, 0.04, None, sink.detach(), None, None, True, 2**30)
+    torch.library.opcheck(OPS.sparse_mla_backward.default, (*arguments, out, lse, problem.d_out, None))
 
 
 def test_a_model_of_two_layers_trains_as_with_the_reference(device):
@@ -185,6 +185,22 @@ def test_rows_after_a_querys_position_are_skipped_if_it_is_given(device):
     out, lse = sparse_mla(causal)
     arguments = problem.q, kv, out, problem.d_out, problem.indices.unsqueeze(1), lse
     d_q, d_kv = flash_mla.flash_mla_sparse_bwd(*arguments, q_start_index_s=10)
+    want = causal.gradients()
+    assert torch.equal(d_q, want[0]) and torch.equal(d_kv.squeeze(1), want[1])
+
+
+@pytest.mark.parametrize("first", [0, 10])
+def test_the_interface_of_flash_mlas_forks_is_causal_from_any_position(device, first):
+    problem = random_training_problem(5, 4, 40, 30, device=device)
+    seen = problem.indices <= torch.arange(first, first + 5, device=device).unsqueeze(1)
+    causal = problem.but(indices=torch.where(seen, problem.indices, -1))
+    q, kv = problem.q.clone().requires_grad_(), problem.kv.clone().unsqueeze(1).requires_grad_()
+    lists = problem.indices.unsqueeze(1)
+    out, _, lse, scores = flash_mla_fork.flash_mla_sparse_fwd(q, kv, lists, problem.scale, q_start_index_s=first)
+    assert scores is None and torch.equal(out, sparse_mla(causal)[0])
+    d_q, d_kv = flash_mla_fork.flash_mla_sparse_bwd(
+        q, kv, out, problem.d_out, lists, lse, sm_scale=problem.scale, q_start_index_s=first
+    )
     want = causal.gradients()
     assert torch.equal(d_q, want[0]) and torch.equal(d_kv.squeeze(1), want[1])
 

@@ -10,8 +10,8 @@ import pytest
 
 import vllm_installed  # noqa: F401
 from commands import status_when_stopped
-from examples.recall.accuracy import CHECKPOINT
 from serving_benchmarks.models import models
+from serving_benchmarks.models.recall import CHECKPOINT
 from serving_benchmarks.results import kinds
 
 SMALL_CACHE = ("--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", 1 << 27)

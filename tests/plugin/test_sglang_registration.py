@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mla_backend.sglang_plugin as plugin
+from mla_backend import tried_versions
 from mla_backend.sglang_plugin import versions
 
 GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -24,7 +25,7 @@ def test_without_sglang_it_says_so_and_imports_nothing_of_it(monkeypatch, caplog
         monkeypatch.delitem(sys.modules, name)
     plugin.register()
     (said,) = caplog.messages
-    assert "not installed" in said and all(version in said for version in versions.TRIED)
+    assert "not installed" in said and all(version in said for version in tried_versions.SGLANG)
 
 
 def test_sglang_finds_the_entry_point():
@@ -104,7 +105,7 @@ def test_a_package_that_sglang_itself_lacks_is_named(monkeypatch):
     monkeypatch.setattr(versions, "_difference", absent)
     monkeypatch.setattr(versions, "installed", lambda: "9.9.9")
     said = versions.missing()
-    assert "torchvision" in said and not any(version in said for version in versions.TRIED)
+    assert "torchvision" in said and not any(version in said for version in tried_versions.SGLANG)
 
 
 def test_an_unknown_version_is_warned_of_once(monkeypatch, caplog):

@@ -71,7 +71,7 @@ def settings(heads=64, cache_dtype="fp8_ds_mla", ranks=1, **options):
 def test_there_is_room_only_where_it_is_of_use(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert staging.room_for_rows(*settings(heads=128), False) == staging.ROWS
-    assert staging.room_for_rows(*settings(heads=64), False) == staging.BLOCK_ROWS
+    assert staging.room_for_rows(*settings(heads=64), False) == staging.ONE_CTA_ROWS
     assert staging.room_for_rows(*settings(mla_staged_rows=5000), False) == 5000
     assert staging.room_for_rows(*settings(mla_staged_rows=0), False) == 0
     without_options, *rest = settings(heads=128)

@@ -4,9 +4,9 @@ import importlib.metadata
 
 import pytest
 
-from mla_backend.vllm_plugin import versions
+from mla_backend.tried_versions import installed_vllm
 
-if versions.installed() is None:
+if installed_vllm() is None:
     pytest.skip("vLLM is not installed (`make test-vllm` sets up an environment with it)", allow_module_level=True)
 if not any(e.name == "mla_backend" for e in importlib.metadata.entry_points(group="vllm.general_plugins")):
     pytest.skip(

@@ -10,6 +10,10 @@ that is right was read and not remembered.
 import random
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
+
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "recall" / "checkpoint"
+"""In the source tree, not in the installed package."""
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT, END_OF_THOUGHT = "<｜User｜>", "<｜Assistant｜>", "</think>"
@@ -273,3 +277,9 @@ def prompts(seed: int, length: int, questions: int) -> list[Prompt]:
         kind, question, answer = facts.question(fact)
         made.append(Prompt(kind.name, context, question, answer))
     return made
+
+
+def held_out(length: int, questions: int, per_context: int = 20) -> list[Prompt]:
+    """Prompts of this many tokens or a few more, so many questions about each context."""
+    contexts = -(-questions // per_context)
+    return [prompt for seed in range(contexts) for prompt in prompts(seed, length, per_context)][:questions]
