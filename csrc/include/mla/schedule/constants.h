@@ -20,17 +20,17 @@ struct GpuCosts {
   const char* name;
   double clock_ghz, memory_tbs;  // as the driver says, to find the nearest
   double memory_kb;              // to read 1000 bytes of rows from memory
-  double shared_row;             // share of that for another group of heads that reads the same row
+  double l2_kilorow;             // for each further group of heads that reads 1000 rows again
   double partial_row;            // a partial result of one head, written and read
   KernelCosts swap_ab_8, swap_ab_16, swap_ab_32, m64;
 };
 
 constexpr GpuCosts kGpuCosts[] = {
-    {"NVIDIA H200", 1.980, 4.814, 0.0002467, 0.03404, 0.000877,
-     {4.915, 1.013, 1.366, 2.266, 2.752, 1.981, 1.548, 1.99, 3.438, 0.3607, 5.381, 0.6023},
-     {7.222, 1.1, 1.435, 2.315, 3.358, 1.234, 0.1622, 0.8952, 1.777, 0.5688, 6.031, 0.7137},
-     {12.1, 1.4, 1.3, 1.3, 7.207, 0.01, 0.01, 0.01, 0.01, 0.01, 2.027, 0.09564},
-     {11.31, 2.184, 1.75, 2.4, 5, 0.01, 0.01, 0.01, 0.01, 0.01, 3.056, 0.2735}},
+    {"NVIDIA H200", 1.980, 4.814, 0.0002372, 0.04633, 0.001209,
+     {4.915, 1.013, 1.339, 2.31, 3.373, 1.718, 1.548, 2.03, 3.438, 0.391, 5.82, 0.6143},
+     {7.08, 1.1, 1.407, 2.315, 3.705, 1.539, 0.04875, 0.9496, 1.885, 0.6178, 6.644, 0.8208},
+     {11.41, 1.428, 1.3, 1.3, 7.936, 0.01, 0.01, 0.01, 0.01, 0.01, 1.286, 0.2228},
+     {11.31, 2.184, 1.75, 2.4, 5.726, 0.01, 0.01, 0.01, 0.01, 0.01, 1.261, 0.279}},
 };
 
 }  // namespace mla

@@ -81,8 +81,9 @@ inline double launch_time(const AttentionShape& shape, const Launch& launch, con
       combine = costs.combine + costs.combine_split * late + all.partial_row * written * shape.heads;
     }
   }
-  const double sharing = 1 + all.shared_row * static_cast<double>(head_groups - 1);
-  const double memory = all.memory_kb * tokens * tiles * 0.064 * shape.format.token_bytes() * sharing;
+  const double kilorows = 0.064 * tokens * tiles;
+  const double memory = all.memory_kb * kilorows * shape.format.token_bytes() +
+                        all.l2_kilorow * kilorows * static_cast<double>(head_groups - 1);
   const double longer = std::max({computing * waves, memory, 1e-9});
   const double ratio = std::min(computing * waves, memory) / longer;
   return costs.begin * waves + longer * std::cbrt(std::sqrt(1 + std::pow(ratio, 6))) + combine;
@@ -112,7 +113,9 @@ void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
     use(Launch{kernel, heads_per_cta, 1, rounds > 1 ? largest_cluster(whole) : 1, rounds, whole});
     for (int32_t splits = 2; splits <= kMaxCluster && tokens * splits <= most; ++splits) {
       const auto ctas = static_cast<int32_t>(tokens * splits);
-      use(Launch{kernel, heads_per_cta, splits, fits(ctas, splits) ? splits : largest_cluster(ctas), 0, ctas});
+      const bool together = fits(ctas, splits);
+      if (together) use(Launch{kernel, heads_per_cta, splits, splits, 0, ctas});
+      if (!together || splits > 8) use(Launch{kernel, heads_per_cta, splits, largest_cluster(ctas), 0, ctas});
     }
     by_load(most);
     if (tokens < most) by_load(most / 2);
