@@ -1,4 +1,4 @@
-"""Heads that the Hopper attention kernels take at once, as in csrc/include/mla/choice.h."""
+"""Heads that the Hopper attention kernels take at once, as in csrc/include/mla/schedule/cost.h."""
 
 SWAP_AB_HEADS = 32
 """With more heads only the m64 kernel is used for many tokens."""

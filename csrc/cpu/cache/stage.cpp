@@ -1,4 +1,4 @@
-// Stages fp8_ds_mla rows for the kernel for many heads, with the same bits as on a GPU, NaN aside.
+// Stages fp8_ds_mla rows for m64, with the same bits as on a GPU, NaN aside.
 #include <cmath>
 #include <cstring>
 

@@ -1,4 +1,4 @@
-// Stages fp8_ds_mla rows for the kernel for many heads: exactly what its producer warps make of them. A warp has eight
+// Stages fp8_ds_mla rows for m64: exactly what its producer warps make of them. A warp has eight
 // rows, all of which are on their way before it waits for any.
 #include "cuda/common/e4m3.cuh"
 #include "cuda/common/launch.h"

@@ -81,7 +81,7 @@ constexpr CacheFormat kFp8_528{"fp8_528", Code::e4m3, 512, Code::bf16, 0, Scale:
 constexpr CacheFormat kFp8Tensor576{"fp8_tensor_576",  Code::e4m3, 512, Code::e4m3, 64, Scale::tensor, 0,
                                     ScalesAt::nowhere, 0,          1};
 
-// An fp8_ds_mla row as the kernel for many heads multiplies it: see StageProblem. No cache is kept in it.
+// An fp8_ds_mla row as m64 multiplies it: see StageProblem. No cache is kept in it.
 // The power is an int8 e: latent values are 2^(e + kUsualPower) times what is stored, rope 2^e times.
 constexpr CacheFormat kStaged{"staged", Code::f16, 512, Code::bf16, 64, Scale::power, 512, ScalesAt::end_of_page,
                               0,        128};

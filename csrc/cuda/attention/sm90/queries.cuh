@@ -1,4 +1,4 @@
-// Loads one token's queries to shared memory, as operand B (few_heads) or A (many_heads) of the score product.
+// Loads one token's queries to shared memory, as operand B (swap_ab) or A (m64) of the score product.
 #pragma once
 
 #include <cstdint>

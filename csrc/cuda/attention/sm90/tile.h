@@ -26,10 +26,10 @@ constexpr int kGroups = 4;                            // of 128 dims with an fp3
 // The rows that a Hopper kernel is compiled for.
 enum class Rows {
   fp8_ds_mla,
-  staged,  // fp8_ds_mla rows, converted by an earlier kernel; sparse attention in many_heads only
+  staged,  // fp8_ds_mla rows, converted by an earlier kernel; sparse attention in m64 only
   bf16,
   fp16,
-  fp8_tensor_576,  // converted to bf16 on load in many_heads; few_heads multiplies fp8
+  fp8_tensor_576,  // converted to bf16 on load in m64; swap_ab multiplies fp8
   any_512,         // bf16_512, fp8_model1 and fp8_528, in any mixture; fp8 is converted to bf16 on load
 };
 
@@ -41,10 +41,10 @@ struct Empty {};
 enum class Form { sparse, sparse_max_logits, dense };
 
 MLA_HOST_DEVICE constexpr bool is_scaled(Rows rows) { return rows == Rows::fp8_ds_mla; }
-// Whether tiles of many_heads hold f16 numbers, with a power of two per row.
+// Whether tiles of m64 hold f16 numbers, with a power of two per row.
 MLA_HOST_DEVICE constexpr bool has_powers(Rows rows) { return is_scaled(rows) || rows == Rows::staged; }
 MLA_HOST_DEVICE constexpr bool is_converted(Rows rows) { return rows == Rows::fp8_tensor_576 || rows == Rows::any_512; }
-// Whether many_heads writes the partial results of split tokens as CompactRows. Not for rows with powers: the extra
+// Whether m64 writes the partial results of split tokens as CompactRows. Not for rows with powers: the extra
 // code makes tokens that are not split 1 to 4 % slower. Not with a scale per tensor: it may have any magnitude and
 // sign.
 MLA_HOST_DEVICE constexpr bool has_compact_parts(Rows rows) {

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "cuda/attention/sm90/cursor.cuh"
-#include "cuda/attention/sm90/few_heads/reduction.h"
+#include "cuda/attention/sm90/swap_ab/reduction.h"
 #include "cuda/attention/sm90/quantised_queries.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/cp_async.cuh"
@@ -19,7 +19,7 @@
 #include "cuda/common/pairs.cuh"
 #include "cuda/common/wgmma.cuh"
 
-namespace mla::cuda::sm90::few_heads {
+namespace mla::cuda::sm90::swap_ab {
 
 template <Rows kRows, int kHeads>
 struct Fp8Rows {
@@ -340,4 +340,4 @@ struct Fp8Rows {
   }
 };
 
-}  // namespace mla::cuda::sm90::few_heads
+}  // namespace mla::cuda::sm90::swap_ab

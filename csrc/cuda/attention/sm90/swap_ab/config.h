@@ -5,11 +5,11 @@
 #include <type_traits>
 
 #include "cuda/attention/sm90/cut_tokens.cuh"
-#include "cuda/attention/sm90/few_heads/fp8_rows.cuh"
-#include "cuda/attention/sm90/few_heads/plain_rows.cuh"
-#include "cuda/attention/sm90/few_heads/reduction.h"
+#include "cuda/attention/sm90/swap_ab/fp8_rows.cuh"
+#include "cuda/attention/sm90/swap_ab/plain_rows.cuh"
+#include "cuda/attention/sm90/swap_ab/reduction.h"
 
-namespace mla::cuda::sm90::few_heads {
+namespace mla::cuda::sm90::swap_ab {
 
 constexpr int kConsumerGroups = 2;  // warpgroups, each with its own tile
 constexpr int kConsumerWarps = 4 * kConsumerGroups;
@@ -72,4 +72,4 @@ static_assert(kSharedBytes<Rows::fp8_ds_mla, 32> <= kMostSharedBytes &&
 static_assert(kReductionHeads<32> * kReductionStride * sizeof(float) <= sizeof(Fp8Rows<Rows::fp8_ds_mla, 32>::Stage),
               "the reduction buffer takes the memory of a tile");
 
-}  // namespace mla::cuda::sm90::few_heads
+}  // namespace mla::cuda::sm90::swap_ab

@@ -22,13 +22,13 @@
 
 #include <cstdint>
 
-#include "cuda/attention/sm90/few_heads/config.h"
+#include "cuda/attention/sm90/swap_ab/config.h"
 #include "cuda/attention/sm90/results.cuh"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/order.cuh"
 #include "cuda/common/wgmma.cuh"
 
-namespace mla::cuda::sm90::few_heads {
+namespace mla::cuda::sm90::swap_ab {
 
 // Named barriers of the consumer warpgroups: 1 and 2; 3 is for both.
 constexpr int kGroupThreads = 128;
@@ -478,4 +478,4 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   }
 }
 
-}  // namespace mla::cuda::sm90::few_heads
+}  // namespace mla::cuda::sm90::swap_ab

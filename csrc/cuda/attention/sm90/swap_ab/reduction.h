@@ -3,7 +3,7 @@
 
 #include "cuda/attention/sm90/tile.h"
 
-namespace mla::cuda::sm90::few_heads {
+namespace mla::cuda::sm90::swap_ab {
 
 // Heads per round: as many as fit into the memory of one tile.
 template <int kHeads>
@@ -12,4 +12,4 @@ constexpr int kReductionHeads = kHeads < 16 ? kHeads : 16;
 // From row to row, in fp32 numbers. Four more than 512, against bank conflicts.
 constexpr int kReductionStride = kValueDim + 4;
 
-}  // namespace mla::cuda::sm90::few_heads
+}  // namespace mla::cuda::sm90::swap_ab

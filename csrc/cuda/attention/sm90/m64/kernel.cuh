@@ -24,7 +24,7 @@
 #include <cstdint>
 
 #include "cuda/attention/sm90/cursor.cuh"
-#include "cuda/attention/sm90/many_heads/config.h"
+#include "cuda/attention/sm90/m64/config.h"
 #include "cuda/attention/sm90/queries.cuh"
 #include "cuda/attention/sm90/results.cuh"
 #include "cuda/common/compact_row.cuh"
@@ -35,7 +35,7 @@
 #include "cuda/common/pairs.cuh"
 #include "cuda/common/wgmma.cuh"
 
-namespace mla::cuda::sm90::many_heads {
+namespace mla::cuda::sm90::m64 {
 
 constexpr int kTokenBarrier = 1;  // named barrier of both consumer warpgroups
 
@@ -693,4 +693,4 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   }
 }
 
-}  // namespace mla::cuda::sm90::many_heads
+}  // namespace mla::cuda::sm90::m64

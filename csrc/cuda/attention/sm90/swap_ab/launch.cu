@@ -1,12 +1,12 @@
 #include "cuda/attention/grid.h"
-#include "cuda/attention/sm90/few_heads/kernel.cuh"
+#include "cuda/attention/sm90/swap_ab/kernel.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/ops.h"
 
 namespace mla::cuda {
 namespace {
 
-using namespace sm90::few_heads;
+using namespace sm90::swap_ab;
 using sm90::Form;
 using sm90::Rows;
 

@@ -7,7 +7,7 @@
 #include "cuda/attention/sm90/convert_rows.cuh"
 #include "cuda/attention/sm90/tile.h"
 
-namespace mla::cuda::sm90::many_heads {
+namespace mla::cuda::sm90::m64 {
 
 constexpr int kHeads = 64;                 // per CTA: the rows of wgmma
 constexpr int kGroupDims = kValueDim / 2;  // a consumer warpgroup's output dims
@@ -53,4 +53,4 @@ struct Shared {
 
 static_assert(sizeof(Shared<Rows::fp8_ds_mla>) <= 227 * 1024 && sizeof(Shared<Rows::bf16>) <= 227 * 1024);
 
-}  // namespace mla::cuda::sm90::many_heads
+}  // namespace mla::cuda::sm90::m64

@@ -10,7 +10,7 @@
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/wgmma.cuh"
 
-namespace mla::cuda::sm90::few_heads {
+namespace mla::cuda::sm90::swap_ab {
 
 template <Rows kRows, int kHeads>
 struct PlainRows {
@@ -139,4 +139,4 @@ struct PlainRows {
   }
 };
 
-}  // namespace mla::cuda::sm90::few_heads
+}  // namespace mla::cuda::sm90::swap_ab
