@@ -19,7 +19,7 @@ from serving_benchmarks import options as opt
 from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE
 from serving_benchmarks.ops.timing import Call, capture, interleaved
 from serving_benchmarks.results import file as result_file
-from serving_benchmarks.results import op_tables
+from serving_benchmarks.results.tables import cache_rows
 
 FORMATS = ("bf16", "fp8_ds_mla")
 CHECKED = 4096
@@ -98,10 +98,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     opt.require_gpu()
     torch.manual_seed(0)
-    results = time_copies(options.rounds)
-    results += [time_write(n, fmt, options.rounds) for fmt in FORMATS for n in options.tokens]
-    results += [time_plan(n, options.rounds) for n in options.tokens]
-    results += [time_convert(n, options.rounds) for n in options.tokens if n <= MOST_CONVERTED]
-    result_file.show(op_tables.CACHE_HEADINGS, op_tables.cache_rows(results), words=2)
+    tokens, rounds = options.tokens, options.rounds
+    results = time_copies(rounds) + [time_write(n, fmt, rounds) for fmt in FORMATS for n in tokens]
+    results += [time_plan(n, rounds) for n in tokens]
+    results += [time_convert(n, rounds) for n in tokens if n <= MOST_CONVERTED]
+    result_file.show(*cache_rows(results), words=2)
     result_file.write(options.output, results, Console(stderr=True), benchmark="cache")
     return 0

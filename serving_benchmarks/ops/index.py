@@ -1,9 +1,8 @@
 """The indexer's ops on a GPU: the scores of all keys of a context, and the choice of the best ones.
 
-Batches are written as those of `kernels` are. Each token of a request sees one key more than the one before it. Blocks
-of the cache are random. Operations are two for each product of the queries with the keys that a token sees. Bytes are
-those that have to be read and written once: keys, queries, scores and chosen keys. Everything is timed as CUDA graphs
-over several sets of inputs. Some tokens of the last set are first checked against the reference.
+Batches are written as those of `kernels` are. Operations are two for each product of the queries with the keys that a
+token sees. Bytes are those that have to be read and written once: keys, queries, scores and chosen keys. Everything is
+timed as CUDA graphs over several sets of inputs. Some tokens of the last set are first checked against the reference.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from serving_benchmarks.ops import kernels
 from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, Batch, CaseOfBatch
 from serving_benchmarks.ops.timing import Call, capture, interleaved
 from serving_benchmarks.results import file as result_file
-from serving_benchmarks.results import op_tables
+from serving_benchmarks.results.tables import index_rows
 
 CHECKED = 8
 """Tokens that are compared with the reference."""
@@ -131,6 +130,6 @@ def run(options: argparse.Namespace) -> int:
         cache = new_cache(fmt, tokens)
         for case in track(cases, f"{fmt} keys", console=Console(stderr=True)):
             results += time_case(case, fmt, cache, options.rounds)
-    result_file.show(op_tables.INDEX_HEADINGS, op_tables.index_rows(results), words=4)
+    result_file.show(*index_rows(results), words=4)
     result_file.write(options.output, results, Console(stderr=True), benchmark="index")
     return 0

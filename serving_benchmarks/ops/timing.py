@@ -1,8 +1,6 @@
 """The one timer: candidates are timed in rounds, interleaved, so that a machine that slows down slows all of them.
 
 A candidate is a clock: a function that takes the number of the round and returns the seconds that one call took.
-`cpu_clock` calls a function for a while; `Burst.clock` times calls on a GPU. `measure` checks candidates on a GPU, and
-then times them.
 """
 
 import math
@@ -58,10 +56,8 @@ def interleaved(candidates: Mapping[str, Clock], *, rounds: int) -> dict[str, Ti
 
 
 def cpu_clock(call: Callable[[int], object], burst_seconds: float) -> Clock:
-    """One call that is not counted, then calls for `burst_seconds`, two at least; their median.
-
-    `call` gets the number of the round, so that it can rotate its inputs.
-    """
+    """One call that is not counted, then calls for `burst_seconds`, two at least; their median. `call` gets the
+    number of the round, so that it can rotate its inputs."""
 
     def seconds(number: int) -> float:
         call(number)
@@ -108,10 +104,8 @@ class Burst:
 
 
 def capture(calls: Sequence[Call], seconds: float = GRAPH_SECONDS) -> Burst:
-    """A graph of all calls in their order, repeated until it lasts so many seconds.
-
-    The calls should differ in their inputs, so that none finds its own in the cache.
-    """
+    """A graph of all calls in their order, repeated until it lasts so many seconds. The calls should differ in their
+    inputs, so that none finds its own in the cache."""
     for call in calls:  # loads kernels, so that capturing does not have to
         call()
     once = _captured(calls, passes=1)

@@ -39,7 +39,7 @@ def make_dense_checkpoint(folder: Path, prompts: list[list[int]]) -> tuple[Any, 
     from safetensors.torch import load_file, save_file
 
     import engine_models
-    from serving_benchmarks.models.drafts import mtp_layer
+    from examples.recall.drafts import mtp_layer
 
     torch.manual_seed(0)
     shape = {name: value for name, value in engine_models.SHAPE.items() if not name.startswith("index_")}
