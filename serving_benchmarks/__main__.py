@@ -17,7 +17,6 @@ COMMANDS = {
     "ops cache": ("ops.cache", "writing the cache, the plan, positions to slots, on a GPU"),
     "ops index": ("ops.index", "the indexer's scores and its top-k, on a GPU"),
     "ops sweep": ("ops.sweep", "sparse attention of every size on a GPU: where less takes longer than more"),
-    "ops cpu": ("ops.cpu", "sparse attention on a CPU, versus vLLM's CPU kernel"),
     "throughput": ("run.throughput", "whole models offline: all requests are there at the start"),
     "serve": ("run.serve", "whole models behind a server, over request rates or numbers of clients"),
     "checkpoint": ("run.checkpoint", "whether backends and engines give the same answers"),

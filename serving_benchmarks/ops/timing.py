@@ -55,24 +55,6 @@ def interleaved(candidates: Mapping[str, Clock], *, rounds: int) -> dict[str, Ti
     return {name: Timing.of(taken) for name, taken in samples.items()}
 
 
-def cpu_clock(call: Callable[[int], object], burst_seconds: float) -> Clock:
-    """One call that is not counted, then calls for `burst_seconds`, two at least; their median. `call` gets the
-    number of the round, so that it can rotate its inputs."""
-
-    def seconds(number: int) -> float:
-        call(number)
-        burst_ends = time.perf_counter() + burst_seconds
-        burst: list[float] = []
-        while len(burst) < 2 or time.perf_counter() < burst_ends:
-            begin = time.perf_counter()
-            call(number)
-            burst.append(time.perf_counter() - begin)
-        # one number a round, lest a fast moment with its many calls outvote the slow ones
-        return statistics.median(burst)
-
-    return seconds
-
-
 @dataclass
 class Burst:
     """Calls on a GPU that are timed together. It keeps them, and with them the memory that a graph reads and writes."""

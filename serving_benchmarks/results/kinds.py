@@ -18,8 +18,6 @@ from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile
 
 Seconds = dict[str, float] | list[float] | float
 """A timing, the seconds of each round, or what was measured once."""
-OURS = (*tables.NOT_PEERS, "ours on one thread")
-"""Candidates that are not peers."""
 LACKS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """What tables, pictures and comparisons raise where an entry lacks what they need."""
 
@@ -72,8 +70,8 @@ class Timed:
 
 def _versions(file: ResultFile) -> dict[str, str | None]:
     about = file.environment
-    named = {"vllm": (about.get("vllm") or {}).get("version"), "reference": (about.get("torch") or {}).get("version")}
-    return {**(about.get("peers") or {}), **named, "sglang": about.get("sglang")}
+    versions = {"vllm": (about.get("vllm") or {}).get("version"), "sglang": about.get("sglang")}
+    return {**(about.get("peers") or {}), **versions}
 
 
 def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
@@ -81,9 +79,9 @@ def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
     versions, name_of = _versions(file), KINDS[file.kind].name_of
     for result in file.succeeded:
         for where, seconds in (("", result["seconds"]), (" in situ", result.get("in_situ", {}).get("seconds", {}))):
-            others = {name: timing for name, timing in seconds.items() if name not in OURS}
+            others = {name: timing for name, timing in seconds.items() if name not in tables.NOT_PEERS}
             peers = {(name, versions.get(re.split("[_,]", name)[0])): timing for name, timing in others.items()}
-            for name in filter(seconds.__contains__, OURS):
+            for name in filter(seconds.__contains__, tables.NOT_PEERS):
                 yield Timed(name_of(result), name + where, seconds[name], {} if name == "plan" else peers)
 
 
@@ -184,13 +182,6 @@ KINDS = {
         "{op}, {case[batch]}, {case[heads]} heads, {format}".format_map,
         {"index": tables.index},
         _ops_timed,
-    ),
-    "cpu": Kind(
-        "Sparse attention on a CPU",
-        has(TIMED, case=has(CASE, batch=Count, context=Count)),
-        "b {case[batch]}, h {case[heads]}, {case[context]} slots, {case[format]}".format_map,
-        {"cpu": tables.cpu},
-        _candidates_timed,
     ),
     "throughput": Kind(
         "Offline throughput",

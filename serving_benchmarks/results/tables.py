@@ -431,9 +431,6 @@ def checkpoint(*reports: Report) -> str:
 # Single ops
 
 
-CPU_PEERS = {"vllm": "vLLM", "reference": "reference"}
-
-
 def cache_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
     """Headings, and a row for each entry."""
     copies = [r["bytes"] / r["seconds"]["median"] for r in results if r["op"].startswith("copy")]
@@ -456,32 +453,6 @@ def index_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
         row.append(f"{result['flops'] / seconds / 1e12:.0f}" if result["flops"] else "-")
         rows.append([*row, f"{result['bytes'] / seconds / 1e12:.2f}"])
     return ["op", "batch", "heads", "format", "us", "TFLOP/s", "TB/s"], rows
-
-
-def cpu_rows(results: Sequence[Entry], threads: str) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each entry. The last column: the speed with all threads over the speed with one."""
-    rows = []
-    for result in results:
-        case, ours = result["case"], result["seconds"]["ours"]["median"]
-        peer = next((name for name in CPU_PEERS if name in result["seconds"]), None)
-        row = [f"{case['batch']}, {case['heads']}, {case['context']}", case["format"]]
-        row += [f"{ours * 1e6:.0f}", f"{result['useful_flops'] / ours / 1e9:.0f}"]
-        row.append(f"{CPU_PEERS[peer]} {result['seconds'][peer]['median'] * 1e6:.0f}" if peer else "-")
-        row.append(f"{result['speed_up'][peer]:.2f}" if peer else "-")
-        rows.append([*row, _cell(result["speed_up_over_one_thread"], "{:.2f}")])
-    headings = ["query tokens, heads, slots each", "format", "mla-backend, us", "GFLOP/s", "peer, us", "ratio", threads]
-    return headings, rows
-
-
-def cpu(report: Report) -> str:
-    where, kernels = report["environment"], report["environment"]["library"]["cpu_kernels"]
-    threads = where["torch"]["threads"]
-    note = (
-        f"{where['cpu']['model']}, {threads} threads, torch {where['torch']['version']}, {file.engine(where)}, "
-        f"kernel {next((k['name'] for k in kernels if k['active']), 'unknown')}, "
-        f"{file.when(where)}. Medians of interleaved rounds; threads are compared by their fastest rounds."
-    )
-    return page(*cpu_rows(report["results"], f"{threads} threads over 1"), note)
 
 
 def cache(report: Report, rows: Callable[..., Any] = cache_rows) -> str:

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import lzma
-import subprocess
 import sys
 import time
 import types
@@ -19,7 +18,6 @@ from commands import parsed
 from serving_benchmarks.__main__ import main
 from serving_benchmarks.ops import (
     backward,
-    cpu,
     dense,
     index,
     kernels,
@@ -30,7 +28,7 @@ from serving_benchmarks.ops import (
     timing,
 )
 from serving_benchmarks.ops.batches import Batch, positions
-from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
+from serving_benchmarks.ops.timing import Timing, interleaved
 from serving_benchmarks.results import kinds, tables
 from serving_benchmarks.results.kernel_times import own_times
 
@@ -341,19 +339,6 @@ def test_each_candidate_is_timed_once_a_round():
     assert timings == {name: Timing(1.0, 2.0, 1.5, 2.5, 3) for name in "ab"}
 
 
-def test_the_first_call_of_a_burst_is_not_counted(monkeypatch):
-    now = 0.0
-    durations = iter([100.0, 3.0, 5.0])
-
-    def call(number):
-        nonlocal now
-        assert number == 7
-        now += next(durations)
-
-    monkeypatch.setattr("serving_benchmarks.ops.timing.time.perf_counter", lambda: now)
-    assert cpu_clock(call, burst_seconds=0)(7) == 4.0
-
-
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20)), max_size=20))
 def test_own_times_are_together_the_time_in_which_anything_ran(ran_at):
     ran = {tick for _, begin, ticks in ran_at for tick in range(begin, begin + ticks)}
@@ -365,15 +350,3 @@ def test_own_times_are_together_the_time_in_which_anything_ran(ran_at):
 def test_a_kernel_that_began_early_is_not_charged_for_its_waiting():
     found = own_times([("attention", 0.0, 100.0), ("merge", 2.0, 103.0), ("next", 110.0, 115.0)])
     assert found == [("attention", 1, 100.0), ("merge", 1, pytest.approx(3.0)), ("next", 1, 5.0)]
-
-
-def test_attention_on_a_cpu_is_measured_and_checked(tmp_path):
-    case = "--heads 3 --contexts 32 --batches 2 --rounds 2 --output".split()
-    command = [sys.executable, "-m", "serving_benchmarks", "ops", "cpu", *case, tmp_path / "out.json"]
-    subprocess.run(command, check=True)
-    report = kinds.load(tmp_path / "out.json").report
-    assert {result["case"]["format"] for result in report["results"]} == set(cpu.FORMATS)
-    for result in report["results"]:
-        assert result["seconds"]["ours"]["median"] > 0 and result["largest_difference"]["ours"] < cpu.TOLERANCE
-        assert result["useful_flops"] == 2 * 2 * 3 * 32 * (576 + 512)
-    assert tables.cpu(report).count("\n|") == 1 + len(report["results"])

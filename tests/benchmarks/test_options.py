@@ -38,7 +38,7 @@ def test_a_library_that_does_not_load_is_a_sentence(monkeypatch, capsys):
         raise ImportError("there is no library")
 
     monkeypatch.setattr("importlib.import_module", missing)
-    assert main(["ops", "cpu", "--help"]) == 2
+    assert main(["ops", "index", "--help"]) == 2
     assert capsys.readouterr().err == "error: there is no library\n"
 
 
