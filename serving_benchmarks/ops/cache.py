@@ -2,7 +2,7 @@
 
 Bandwidth is bytes read and written, over time. The yardstick is the faster of two copies of 1 GB: torch's copy_, which
 is cudaMemcpy, and a kernel that multiplies by one. Everything is timed as CUDA graphs over several sets of tokens,
-which fill random blocks of the cache.
+which fill random blocks of the cache. What the ops write is checked by their tests, not here.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 import mla_backend
-from mla_backend import reference
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE
 from serving_benchmarks.ops.timing import Call, capture, interleaved
@@ -22,13 +21,11 @@ from serving_benchmarks.results import file as result_file
 from serving_benchmarks.results.tables import cache_rows
 
 FORMATS = ("bf16", "fp8_ds_mla")
-CHECKED = 4096
-"""Written tokens that are compared with the reference."""
 COPIED_NUMBERS = 250_000_000
 TABLE_WIDTH = 2048
 """Blocks of a request in the block table: sequences of 128K tokens."""
 MOST_CONVERTED = 2**16
-"""Tokens. More would need 8 bytes x 2048 x tokens of memory for what is checked."""
+"""Tokens. Their positions and slots take 16 KB each."""
 
 
 def time_copies(rounds: int) -> list[dict[str, Any]]:
@@ -40,7 +37,6 @@ def time_copies(rounds: int) -> list[dict[str, Any]]:
 
 
 def time_write(tokens: int, fmt: str, rounds: int) -> dict[str, Any]:
-    """cache_write. Its rows have to be the reference's to the bit."""
     cache = mla_backend.FORMATS[fmt].new_cache(-(-max(tokens, SMALLEST_CACHE) // BLOCK), BLOCK, device="cuda")
     calls: list[Call] = []
     for _ in range(SETS):
@@ -49,14 +45,6 @@ def time_write(tokens: int, fmt: str, rounds: int) -> dict[str, Any]:
         blocks = torch.randperm(len(cache), device="cuda")
         slots = (blocks.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device="cuda")).flatten()[:tokens]
         calls.append(lambda kv_c=kv_c, k_pe=k_pe, slots=slots: mla_backend.cache_write(kv_c, k_pe, cache, slots))
-    cache.view(torch.uint8).fill_(0xFF)
-    calls[-1]()
-    written = cache.view(-1, cache.shape[-1])[slots[:CHECKED]].cpu()
-    # on the CPU, as torch divides by a number less exactly on a GPU
-    kv_c, k_pe = kv_c[:CHECKED].cpu(), k_pe[:CHECKED].cpu()
-    wanted = torch.cat([kv_c, k_pe], dim=1) if fmt == "bf16" else reference.quantise(kv_c, k_pe)
-    if not torch.equal(written, wanted):
-        raise RuntimeError(f"cache_write wrote other {fmt} rows than the reference, {tokens} tokens")
     moved = tokens * (2 * 576 + slots.element_size() + mla_backend.FORMATS[fmt].token_bytes)
     return entry("cache_write", fmt, tokens, moved, calls, rounds)
 
@@ -69,15 +57,11 @@ def time_plan(tokens: int, rounds: int) -> dict[str, Any]:
 
 
 def time_convert(tokens: int, rounds: int) -> dict[str, Any]:
-    """convert_indices. Its slots have to be those that the block table gives."""
     requests = min(tokens, 128)
     block_table = torch.randint(0, 2**24, (requests, TABLE_WIDTH), dtype=torch.int32, device="cuda")
     request_ids = torch.arange(tokens, dtype=torch.int32, device="cuda") * requests // tokens
     positions = torch.randint(0, TABLE_WIDTH * BLOCK, (tokens, 2048), dtype=torch.int32, device="cuda")
     slots, counts = mla_backend.convert_indices(positions, block_table, request_ids, BLOCK)
-    wanted = block_table[request_ids.unsqueeze(1), positions // BLOCK] * BLOCK + positions % BLOCK
-    if not (torch.equal(slots, wanted) and bool((counts == 2048).all())):
-        raise RuntimeError(f"convert_indices gave wrong slots, {tokens} tokens")
     call = partial(mla_backend.convert_indices, positions, block_table, request_ids, BLOCK, slots=slots, counts=counts)
     moved = positions.nbytes + slots.nbytes + block_table.nbytes + request_ids.nbytes + counts.nbytes
     return entry("convert_indices", "-", tokens, moved, [call], rounds)

@@ -41,14 +41,8 @@ class Case(CaseOfBatch):
     topk: int
 
 
-@dataclass
-class Inputs:
-    """The arguments of index_scores in their order, and the outputs of both ops."""
-
-    arguments: tuple[Tensor, ...]
-    lengths: Tensor
-    scores: Tensor
-    chosen: Tensor
+Inputs = tuple[tuple[Tensor, ...], Tensor, Tensor]
+"""The arguments of index_scores in their order, scores and chosen keys."""
 
 
 def new_cache(fmt: str, tokens: int) -> Tensor:
@@ -68,14 +62,14 @@ def new_inputs(case: Case, cache: Tensor, table: Tensor) -> Inputs:
     requests, lengths = batch.token_requests().to(device), batch.visible().to(device)
     scores = torch.zeros(batch.tokens, batch.longest, device=device)
     chosen = torch.zeros(batch.tokens, case.topk, dtype=torch.int32, device=device)
-    return Inputs((queries, weights, cache, table, requests, lengths), lengths, scores, chosen)
+    return (queries, weights, cache, table, requests, lengths), scores, chosen
 
 
 def check(case: Case, inputs: Inputs) -> None:
     """Compares some tokens, the last one among them, with the reference. Raises RuntimeError."""
-    queries, weights, cache, table, requests, lengths = inputs.arguments
+    (queries, weights, cache, table, requests, lengths), scores, chosen = inputs
     some = torch.linspace(0, len(queries) - 1, CHECKED, device=cache.device).long()
-    scores = inputs.scores[some]
+    scores = scores[some]
     for token, got in zip(some.tolist(), scores, strict=True):
         own = slice(token, token + 1)
         length, row = int(lengths[token]), table[requests[token].long()].long()
@@ -87,7 +81,7 @@ def check(case: Case, inputs: Inputs) -> None:
         allowed = (weights[token].abs() * queries[token].norm(dim=-1)).sum() * norms * TOLERANCE
         if not bool(((got[:length] - want).abs() <= allowed).all()):
             raise RuntimeError(f"index_scores differs from the reference in token {token} of {case}")
-    if not torch.equal(inputs.chosen[some], reference.select_top(scores, lengths[some], case.topk)):
+    if not torch.equal(chosen[some], reference.select_top(scores, lengths[some], case.topk)):
         raise RuntimeError(f"select_top differs from the reference in {case}")
 
 
@@ -97,15 +91,15 @@ def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str
     tables = kernels.new_table(batch.blocks(BLOCK) * SETS, len(cache)).chunk(SETS)  # no set finds another's keys in L2
     sets = [new_inputs(case, cache, table) for table in tables]
     calls: dict[str, list[Call]] = {
-        "index_scores": [partial(mla_backend.index_scores, *one.arguments, scores=one.scores) for one in sets],
-        "select_top": [partial(mla_backend.select_top, one.scores, one.lengths, chosen=one.chosen) for one in sets],
+        "index_scores": [partial(mla_backend.index_scores, *given, scores=scores) for given, scores, _ in sets],
+        "select_top": [partial(mla_backend.select_top, scores, of[-1], chosen=chosen) for of, scores, chosen in sets],
     }
     graphs = {op: capture(own) for op, own in calls.items()}
     check(case, sets[-1])
     seconds = interleaved({op: graph.clock for op, graph in graphs.items()}, rounds=rounds)
     seen = int(batch.visible().sum())
-    read = batch.cached * KEY_FORMATS[fmt].token_bytes + sum(x.nbytes for x in sets[0].arguments[:2])
-    moved = {"index_scores": read + 4 * seen, "select_top": 4 * seen + sets[0].chosen.nbytes}
+    read = batch.cached * KEY_FORMATS[fmt].token_bytes + sum(x.nbytes for x in sets[0][0][:2])
+    moved = {"index_scores": read + 4 * seen, "select_top": 4 * seen + sets[0][2].nbytes}
     flops = {"index_scores": 2 * 128 * case.heads * seen, "select_top": None}
     measured = {op: {"flops": flops[op], "bytes": moved[op], "seconds": seconds[op].as_dict()} for op in calls}
     return [{"op": op, "format": fmt, "case": case.as_dict(), **of} for op, of in measured.items()]

@@ -90,8 +90,7 @@ class Change:
 
 class Comparison(NamedTuple):
     changes: list[Change]
-    no_longer: dict[str, str]
-    """Cases that ran in the old file and failed in the new one, with their errors."""
+    no_longer: dict[str, str]  # cases that ran in the old file and failed in the new one, with their errors
     only_old: list[str]
     only_new: list[str]
     warnings: list[str]
@@ -158,11 +157,6 @@ def _warnings(old: ResultFile, new: ResultFile) -> list[str]:
     return told
 
 
-def _seconds(value: float) -> str:
-    unit, size = ("s", 1) if value >= 1 else ("ms", 1e-3) if value >= 1e-3 else ("us", 1e-6)
-    return f"{value / size:.4g} {unit}"
-
-
 def show(comparison: Comparison, limit: float, console: Console) -> None:
     """Prints what changed, worst first. Prints one line if nothing did."""
     told = [(change, change.verdict(limit)) for change in comparison.changes]
@@ -172,11 +166,12 @@ def show(comparison: Comparison, limit: float, console: Console) -> None:
     lines += [f"only in the new file: {case}" for case in comparison.only_new]
     console.print(*(f"warning: {warning}\n" for warning in comparison.warnings), sep="", end="", markup=False)
     if told:
-        headings, rows = ("case", "what", "", "of", "old", "new", "old share", "new share", "change"), []
+        headings, rows = ("case", "what", "", "of", "old, us", "new, us", "old share", "new share", "change"), []
         for change, text in told:
             shares = [f"{share:.3f}" for share in change.shares] if change.shares else ["", ""]
-            row = [change.case, change.what, text, change.peer or "", *map(_seconds, change.seconds), *shares]
-            rows.append([*row, f"{change.ratio - 1:+.1%}"])
+            times = [f"{seconds * 1e6:.6g}" for seconds in change.seconds]
+            row = [change.case, change.what, text, change.peer or "", *times, *shares, f"{change.ratio - 1:+.1%}"]
+            rows.append(row)
         show_table(headings, rows, words=4, width=console.width)
     counts = {text: sum(one == text for _, one in told) for text in dict.fromkeys(text for _, text in told)}
     summary = ", ".join(f"{count} {text}" for text, count in counts.items()) or "nothing changed beyond its spread"

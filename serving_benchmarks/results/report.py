@@ -32,12 +32,9 @@ th, td { border-bottom: 1px solid #ddd; padding: 0.15em 0.7em; text-align: left;
 """
 
 
-def heading(level: int, text: str) -> str:
-    return f"<h{level}>{html.escape(text)}</h{level}>"
-
-
-def items(lines: Sequence[str]) -> str:
-    return f"<ul>{''.join(f'<li>{html.escape(line)}</li>' for line in lines)}</ul>"
+def heading(level: int, text: str, lines: Sequence[str] = ()) -> str:
+    """With lines below it."""
+    return f"<h{level}>{html.escape(text)}</h{level}>" + "".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
 def section_of(file: ResultFile) -> str:
@@ -51,7 +48,7 @@ def section_of(file: ResultFile) -> str:
         if file.kind in MODELS:
             tables.by_workload([file.report])  # it must do for the first section, too
         if left_out := _left_out(file):
-            parts += [heading(3, "Not measured"), items(left_out)]
+            parts.append(heading(3, "Not measured", left_out))
         about = [[name, _words(value)] for name, value in file.environment.items() if value]
         parts += [heading(3, "Where it was measured"), MARKDOWN.render(page(["", ""], about))]
         return "\n".join(parts)
@@ -86,7 +83,7 @@ def whole_page(sections: Sequence[tuple[ResultFile, str]], not_understood: Seque
         body += [heading(3, name), MARKDOWN.render(page(*tables.of_models(measured)))]
     body += [section for _, section in sections]
     if not_understood:
-        body += [heading(2, "Files that were not understood"), items(not_understood)]
+        body.append(heading(2, "Files that were not understood", not_understood))
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>Benchmarks of mla-backend</title>'
         f"<style>{STYLE}</style></head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"

@@ -43,8 +43,6 @@ Answers = list[dict[str, list]]
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is run."""
-
     engine: str = "vllm"
     cache: str = "fp8"
     eager: bool = False
@@ -75,8 +73,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked."""
-
     prompts: list[list[int]]
     model: str
     max_model_len: int
@@ -107,14 +103,8 @@ def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions
         (plain / "config.json").write_text(json.dumps({**common.read_config(str(plain)), "index_topk": SHARED_TOPK}))
     if any(WAYS[name].drafts for name in options.ways):
         drafts.add_mtp_layer(plain, drafting)
-    return Questions(
-        [prompt.context_tokens + prompt.question_tokens for prompt in asked],
-        str(plain),
-        longest,
-        str(drafting),
-        [prompt.answer_tokens for prompt in asked],
-        IDS[EOS],
-    )
+    prompts, right = [one.context_tokens + one.question_tokens for one in asked], [one.answer_tokens for one in asked]
+    return Questions(prompts, str(plain), longest, str(drafting), right, IDS[EOS])
 
 
 def of_model(options: argparse.Namespace) -> Questions:
@@ -186,14 +176,6 @@ def compare(one: Answers, other: Answers, end: int | None) -> dict[str, Any]:
     }
 
 
-def is_within_noise(difference: dict[str, float], noise: dict[str, float]) -> bool:
-    """Whether two ways differ by no more than one differs from itself, but for chance."""
-    return (
-        difference["logprob_difference_mean"] <= 2 * noise["logprob_difference_mean"] + ROUNDING
-        and difference["logprob_difference_max"] <= 3 * noise["logprob_difference_max"] + 10 * ROUNDING
-    )
-
-
 def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator[dict[str, Any]]:
     """The entry of each way."""
     stages.at("preparing")
@@ -226,7 +208,12 @@ def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator
             else:
                 than, its, noise = references[way.cache]
                 entry |= {"than": than, **compare(first, its, asked.end)}
-                entry["within_noise"] = is_within_noise(entry, noise) if noise else None
+                # two ways may differ by no more than one differs from itself, but for chance
+                bounds = {"mean": (2, ROUNDING), "max": (3, 10 * ROUNDING)}
+                entry["within_noise"] = noise and all(
+                    entry[f"logprob_difference_{of}"] <= times * noise[f"logprob_difference_{of}"] + more
+                    for of, (times, more) in bounds.items()
+                )
         yield entry
 
 

@@ -98,17 +98,6 @@ def memory_share(options: argparse.Namespace) -> float | None:
     return share
 
 
-def spec_of(backend: str, options: argparse.Namespace, plan: Plan) -> dict[str, Any]:
-    """What a backend's worker is told."""
-    return {
-        "task": "throughput",
-        **{name: getattr(options, name) for name in ("engine", "model", "rounds", "warmup")},
-        "arguments": common.engine_arguments(plan.settings, backend),
-        "tokens": plan.tokens,
-        "runs": plan.runs,
-    }
-
-
 def heard(worker: rounds.Worker, left: list[int], plan: Plan, stages: Stages) -> Iterator[dict[str, Any]]:
     """The entries that a backend's worker sends until it waits. If it fails, those that are `left` have an error."""
     entry = partial(common.entry, plan.settings, worker.name)
@@ -129,12 +118,15 @@ def heard(worker: rounds.Worker, left: list[int], plan: Plan, stages: Stages) ->
 
 def measure(options: argparse.Namespace, plan: Plan, logs: Path, stages: Stages) -> Iterator[dict[str, Any]]:
     """Every entry of the result file, as soon as it is known."""
+    spec = {"task": "throughput", "tokens": plan.tokens, "runs": plan.runs}
+    spec |= {name: getattr(options, name) for name in ("engine", "model", "rounds", "warmup")}
     for together in [options.backend] if options.interleave else [[name] for name in options.backend]:
         with contextlib.ExitStack() as running:
             left: dict[rounds.Worker, list[int]] = {}  # the runs whose results have not come yet
             for name in together:  # one at a time, as engines look at how much memory is free when they start
                 stages.at(f"{name}: starting")
-                worker = running.enter_context(rounds.started(name, spec_of(name, options, plan), logs))
+                own = {**spec, "arguments": common.engine_arguments(plan.settings, name)}
+                worker = running.enter_context(rounds.started(name, own, logs))
                 left[worker] = list(range(len(plan.runs)))
                 yield from heard(worker, left[worker], plan, stages)
             for worker, stage in rounds.interleaved(list(left)):

@@ -150,10 +150,10 @@ def vllm_answers(spec: dict[str, Any]) -> dict[str, Any]:
     found = []
     for prompts in spec["batches"]:
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        answered = [(list(output.outputs[0].token_ids), output.outputs[0].logprobs) for output in outputs]
-        found.append(
-            [answer(tokens, [s[t].logprob for s, t in zip(of, tokens, strict=True)]) for tokens, of in answered]
-        )
+        found.append([])
+        for tokens, steps in ((one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs):
+            logprobs = [step[token].logprob for step, token in zip(steps, tokens, strict=True)]
+            found[-1].append({"tokens": list(tokens), "logprobs": logprobs})
     totals = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     drafted, accepted = (int(totals.get(f"vllm:spec_decode_num_{of}_tokens", 0)) for of in ("draft", "accepted"))
     return {"answers": found, "drafted": drafted, "accepted": accepted}
@@ -167,16 +167,11 @@ def embedded_answers(spec: dict[str, Any]) -> dict[str, Any]:
 
     engine = Engine(spec["model"], **{**spec["arguments"], "dtype": getattr(torch, spec["arguments"]["dtype"])})
     params = SamplingParams(max_tokens=spec["new_tokens"], ignore_eos=True, logprobs=1)
-    batches = [engine.generate(prompts, params) for prompts in spec["batches"]]
-    found = [
-        [answer(one.tokens, [step.logprob for step in one.completions[0].logprobs]) for one in of] for of in batches
-    ]
+    found = []
+    for prompts in spec["batches"]:
+        answered = [(one.tokens, one.completions[0].logprobs) for one in engine.generate(prompts, params)]
+        found.append([{"tokens": t, "logprobs": [step.logprob for step in steps]} for t, steps in answered])
     return {"answers": found, "drafted": 0, "accepted": 0}
-
-
-def answer(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, list]:
-    """The answer to one prompt."""
-    return {"tokens": list(tokens), "logprobs": list(logprobs)}
 
 
 def main() -> None:
