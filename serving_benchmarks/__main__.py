@@ -14,7 +14,6 @@ COMMANDS = {
     "rows": ("ops.rows", "the same on other rows: DeepSeek-V4's, rows without rope, fp16"),
     "dense": ("ops.dense", "dense decode from page tables on a GPU, versus FlashMLA and FlashAttention 3"),
     "backward": ("ops.backward", "the backward of sparse attention on a GPU, versus cuDNN or TileLang"),
-    "ops cache": ("ops.cache", "writing the cache, the plan, positions to slots, on a GPU"),
     "ops index": ("ops.index", "the indexer's scores and its top-k, on a GPU"),
     "ops sweep": ("ops.sweep", "sparse attention of every size on a GPU: where less takes longer than more"),
     "throughput": ("run.throughput", "whole models offline: all requests are there at the start"),

@@ -86,12 +86,9 @@ def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
 
 
 def _ops_timed(file: ResultFile) -> Iterator[Timed]:
-    """Of kinds that have one op an entry. Ops that move memory have plain copies as peers. The plan computes."""
-    copies = {(r["op"], None): r["seconds"] for r in file.results if r["op"].startswith("copy")}
-    for result in file.results:
-        if not result["op"].startswith("copy"):
-            peers = {} if result["op"] == "plan" else copies
-            yield Timed(KINDS[file.kind].name_of(result), "op", result["seconds"], peers)
+    """Of kinds that have one op an entry, and no peers."""
+    for result in file.succeeded:
+        yield Timed(KINDS[file.kind].name_of(result), "op", result["seconds"])
 
 
 def _runs_timed(file: ResultFile) -> Iterator[Timed]:
@@ -169,16 +166,11 @@ KINDS = {
         {"backward": tables.backward},
         _candidates_timed,
     ),
-    "cache": Kind(
-        "The ops around attention",
-        has(OP, count=Count),
-        "{op}, {count} tokens, {format}".format_map,
-        {"cache": tables.cache},
-        _ops_timed,
-    ),
     "index": Kind(
         "The indexer's ops",
-        has(OP, case=has(batch=str, heads=Count), flops=Positive | None),
+        has(
+            op=str, format=str, case=has(batch=str, heads=Count), bytes=Positive, seconds=TIMING, flops=Positive | None
+        ),
         "{op}, {case[batch]}, {case[heads]} heads, {format}".format_map,
         {"index": tables.index},
         _ops_timed,

@@ -4,7 +4,7 @@ Each takes the contents of result files, `*reports`. Entries that failed are lef
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from serving_benchmarks.results import file, kernel_times, runs
@@ -428,20 +428,7 @@ def checkpoint(*reports: Report) -> str:
     return page(headings, rows, f"{'; '.join(machines)}.")
 
 
-# Single ops
-
-
-def cache_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each entry."""
-    copies = [r["bytes"] / r["seconds"]["median"] for r in results if r["op"].startswith("copy")]
-    rows = []
-    for result in results:
-        seconds, moves = result["seconds"]["median"], result["op"] != "plan"  # which computes
-        rate = result["bytes"] / seconds
-        row = [result["op"], result["format"], str(result["count"]), microseconds(seconds)]
-        row += [f"{rate / 1e12:.2f}" if moves else "-", f"{rate / max(copies):.0%}" if moves and copies else "-"]
-        rows.append(row)
-    return ["op", "format", "tokens or numbers", "us", "TB/s", "of the copy"], rows
+# The indexer's ops
 
 
 def index_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
@@ -455,11 +442,7 @@ def index_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
     return ["op", "batch", "heads", "format", "us", "TFLOP/s", "TB/s"], rows
 
 
-def cache(report: Report, rows: Callable[..., Any] = cache_rows) -> str:
+def index(report: Report) -> str:
     where, rounds = report["environment"], report["results"][0]["seconds"]["rounds"]
     how = f"Medians of {rounds} replays of CUDA graphs. {where['gpus'][0]['name']}, driver {where['driver']}"
-    return page(*rows(report["results"]), f"{how}, torch {where['torch']['version']}, {file.when(where)}.")
-
-
-def index(report: Report) -> str:
-    return cache(report, index_rows)
+    return page(*index_rows(report["results"]), f"{how}, torch {where['torch']['version']}, {file.when(where)}.")

@@ -63,7 +63,7 @@ WRONG = {
     f"<!-- numbers: nope results/h200/kernels.json -->{END}": "docs/new.md, line 2: 'nope' is not one of kernels, ",
     f"<!-- numbers: kernels -->{END}": "line 2: kernels names no result file",
     f"<!-- numbers: kernels results/nope.json -->{END}": "line 2: there is no results/nope.json",
-    f"<!-- numbers: kernels results/h200/cache.json -->{END}": "is of cache, not of kernels",
+    f"<!-- numbers: kernels results/h100/dense.json -->{END}": "is of dense, not of kernels",
     f"<!-- numbers: kernels results/h200/kernels.json rows=3 -->{END}": "line 2: kernels can't be made of",
     "<!-- numbers: kernels results/h200/kernels.json -->": "docs/new.md: a mark without its other half",
     f"\n{END}": "docs/new.md: a mark without its other half",
