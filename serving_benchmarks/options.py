@@ -84,7 +84,6 @@ names = listed(str)
 
 
 def add_list(parser: argparse._ActionsContainer, name: str, item: Callable[[str], Any], told: str, default: Any = None):
-    """An option that takes a list. Its help ends with the default, if it has one."""
     told, metavar = f"{told}; default: %(default)s" if default else told, f"{name[2:].upper()},..."
     parser.add_argument(name, type=listed(item), default=default, metavar=metavar, help=told)
 
@@ -107,13 +106,11 @@ def new_file(text: str) -> Path:
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """The option --output FILE of every command that measures."""
     told = "write the results and their environment as JSON"
     parser.add_argument("--output", type=new_file, metavar="FILE", help=told)
 
 
 def add_rounds(parser: argparse.ArgumentParser, default: int, number: Callable[[str], int] = rounds) -> None:
-    """The option --rounds N, of a type `number`."""
     told = "how often each candidate is timed, interleaved with the others; default: %(default)s"
     parser.add_argument("--rounds", type=number, default=default, metavar="N", help=told)
 

@@ -33,10 +33,6 @@ LIKE["deepseek-v3"]["model_type"] = "deepseek_v3"
 """What the real models' config.json says, except how many layers and experts there are."""
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """How the released weights are stored."""
-SPECIAL_TOKENS = 2
-"""The tokenizer's first tokens."""
-AT_ONCE = 2**24
-"""Random numbers drawn at a time."""
 SHARD_BYTES = 2 * 10**9
 KEYS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "experts": "n_routed_experts"}
 KEYS |= {"dense_layers": "first_k_dense_replace"}
@@ -94,7 +90,7 @@ class TensorPlan:
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         rows, length = self.shape
         drawn = torch.empty(self.shape, dtype=self.dtype)
-        for some in drawn.split(max(1, AT_ONCE // length)):
+        for some in drawn.split(max(1, 2**24 // length)):
             some.copy_(torch.randn(some.shape, generator=generator) * length**-0.5)
         return drawn
 
@@ -183,7 +179,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=types.count, help="default: as many as the real model has")
     told = "a token goes to a quarter of them, 8 at most; default: %(default)s"
     parser.add_argument("--experts", type=types.count, default=8, help=told)
-    parser.add_argument("--vocab-size", type=types.whole(SPECIAL_TOKENS + 1), help="default: the real model's")
+    parser.add_argument("--vocab-size", type=types.whole(3), help="default: the real model's")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
     told = "for vLLM's load format dummy, which makes weights of blocks of FP8, as the released ones are"
@@ -191,9 +187,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    more = {"vocab_size": options.vocab_size} if options.vocab_size else {}
     shape = {name: getattr(options, name) for name in ("layers", "dense_layers", "heads", "experts")}
-    wanted = config(options.like, **shape, **more)
+    wanted = config(options.like, **shape, **({"vocab_size": options.vocab_size} if options.vocab_size else {}))
     try:
         with Console(stderr=True, highlight=False).status(f"writing {options.output}"):
             total = write(options.output, wanted, seed=options.seed)

@@ -33,8 +33,7 @@ CHUNK = 64
 PARTS = {"order": "backward_order", "delta": "sparse_delta", "main": "sparse_backward", "sum": "backward_sum"}
 """Our ops."""
 CUDNN = "cudnn.deepseek_sparse_attention.sparse_attention_backward.api"
-PROFILED = 3
-"""Calls."""
+PROFILED = 3  # calls
 
 
 @dataclass(frozen=True)

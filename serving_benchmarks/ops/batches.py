@@ -17,8 +17,7 @@ SMALLEST_CACHE = 2**20
 """Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
 MOST_HEADS = 256
 MOST_REQUESTS = 2**20
-_CHUNK = 2**27
-"""Scores that are drawn at once."""
+_CHUNK = 2**27  # scores that are drawn at once
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,8 @@ from serving_benchmarks.ops.timing import Call, capture, interleaved
 from serving_benchmarks.results import file as result_file
 from serving_benchmarks.results.tables import index_rows
 
-CHECKED = 8
-"""Tokens that are compared with the reference."""
-TOLERANCE = 2.0**-11
-"""Of the sum over heads of |weight| |query| |key|."""
-MOST_WRITTEN = 2**18
-"""Keys that are made at once."""
+CHECKED = 8  # tokens that are compared with the reference
+TOLERANCE = 2.0**-11  # of the sum over heads of |weight| |query| |key|
 MOST_HEADS = 128
 
 
@@ -49,7 +45,7 @@ def new_cache(fmt: str, tokens: int) -> Tensor:
     """Random keys in every slot."""
     kind = KEY_FORMATS[fmt]
     cache = torch.zeros(-(-tokens // BLOCK), BLOCK, kind.width, dtype=kind.dtype, device=kernels.DEVICE)
-    for slots in torch.arange(tokens, device=cache.device).split(MOST_WRITTEN):
+    for slots in torch.arange(tokens, device=cache.device).split(2**18):
         write_keys(torch.randn(len(slots), 128, device=cache.device), cache, slots)
     return cache
 

@@ -39,8 +39,7 @@ FORMATS = ("fp8_ds_mla", "bf16")
 SCALE = 576**-0.5
 MAGNITUDE = 0.1
 """Standard deviation of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
-MOST_DECODE_QUERIES = 16
-"""Requests with more query tokens are prefill."""
+MOST_DECODE_QUERIES = 16  # requests with more query tokens are prefill
 SCALES = {"fp8_tensor_576": peer_kernels.FP8_TENSOR_SCALE}
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
 ROUNDED_LSE = 2.0**-9
@@ -49,15 +48,13 @@ of one row is its score, which may be near 0."""
 COSINE = 5e-6
 """Largest cosine distance of a token. docs/contract.md promises it and the bounds above."""
 PEERS_ALLOWED, FP8_PEERS_ALLOWED = 10, 1000
-"""The bounds of a peer, of one that rounds to e4m3, are so many times ours. Peers promise no such accuracy. Some round
-to bf16 where ours don't, which shows where a sum of a few terms is near 0."""
+"""The bounds of a peer, and of one that rounds to e4m3, are so many times ours. Peers promise no such accuracy."""
 MATH_FLOPS = 780e12
 """FLOP/s of a bf16 matrix product of 8192^3. This and the next two rates were measured on an H200: compared with them,
 another GPU looks better or worse than it is."""
 MEMORY_BYTES = 3.65e12
-"""Bytes/s of gathering random FP8 rows of 656 bytes from memory into shared memory. BF16 rows of 1152 bytes are
-gathered faster: our kernel reaches 4.03e12. Their limit was not measured, so times with BF16 rows can be below a floor
-made of this."""
+"""Bytes/s of gathering random FP8 rows of 656 bytes from memory into shared memory. BF16 rows are gathered faster (our
+kernel reaches 4.03e12), so times with them can be below a floor made of this."""
 L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}
 """Bytes/s of gathering rows of a format from L2, out of a pool of 32K tokens."""
 PRODUCT_ROWS, PRODUCT_WIDTH = 64, 7168

@@ -23,10 +23,7 @@ from serving_benchmarks.ops import peers, timing
 
 LATENT = 512
 FLASHINFER = "flashinfer-python==0.7.2.post1"
-FP8_TENSOR_SCALE = 2.0**-8
-"""What rows with one scale for a whole cache are divided by."""
-FLASHINFER_WORKSPACE = 128 * 2**20
-"""Bytes for partial results."""
+FP8_TENSOR_SCALE = 2.0**-8  # what rows with one scale for a whole cache are divided by
 
 
 @dataclass
@@ -199,7 +196,7 @@ def flashinfer(problem: Problem, cache: Tensor) -> Prepared:
         scales = dict.fromkeys(("ckv_scale", "kpe_scale"), problem.more["cache_scale"])
     buffers = (torch.empty_like(tensor) for tensor in metadata)  # a graph reads these, plan() fills them
     wrapper = BatchMLAPagedAttentionWrapper(
-        torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device),
+        torch.empty(128 * 2**20, dtype=torch.uint8, device=device),
         use_cuda_graph=True,
         **dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), buffers, strict=True)),
         backend="fa3",

@@ -23,8 +23,6 @@ ROOT = Path(__file__).parents[2]
 MAKERS = {maker: kind for kind, described in kinds.KINDS.items() for maker in described.makers}
 """What a page can ask for, and of which kind the files have to be."""
 PICTURE, PICTURE_OF = "docs/speed.png", "results/h100/kernels.json"
-PICTURE_DOTS = 160
-"""An inch: with 1280 dots it is sharp where a page shows it 800 wide."""
 MARKED = re.compile(r"(?<=<!-- numbers: )(?P<what>[^<>]*?) -->(?P<text>.*?)<!-- end of numbers -->", re.DOTALL)
 FENCED = re.compile(r"^[ \t]*```.*?^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 MARK = re.compile(r"<!-- (?:numbers:|end of numbers)")
@@ -88,7 +86,7 @@ def picture(root: Path, *, check: bool) -> bool:
     if target.is_file() and f"{pictures.NUMBERS}\0{numbers}".encode() in target.read_bytes():
         return False
     if not check:
-        replace(target, pictures.png(figure, PICTURE_DOTS, numbers))
+        replace(target, pictures.png(figure, numbers))
     return True
 
 

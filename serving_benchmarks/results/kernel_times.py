@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-KERNELS_KEPT = 40
-"""In a result file, the longest ones; the rest is summed up in one line."""
+KERNELS_KEPT = 40  # in a result file, the longest ones; the rest is summed up in one line
 ATTENTION = re.compile(
     r"mla::cuda::.*(attention_kernel|merge_cut_tokens_kernel|merge_kernel)"  # ours on a GPU
     r"|mla_backend::(sparse_attention|merge_partials)"  # ours on a CPU

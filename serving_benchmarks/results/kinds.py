@@ -85,12 +85,6 @@ def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
                 yield Timed(name_of(result), name + where, seconds[name], {} if name == "plan" else peers)
 
 
-def _ops_timed(file: ResultFile) -> Iterator[Timed]:
-    """Of kinds that have one op an entry, and no peers."""
-    for result in file.succeeded:
-        yield Timed(KINDS[file.kind].name_of(result), "op", result["seconds"])
-
-
 def _runs_timed(file: ResultFile) -> Iterator[Timed]:
     """Ours, with other backends at the same load as peers. All backends where none is ours. With a rate of requests,
     the rate decides how long they all take."""
@@ -173,7 +167,7 @@ KINDS = {
         ),
         "{op}, {case[batch]}, {case[heads]} heads, {format}".format_map,
         {"index": tables.index},
-        _ops_timed,
+        lambda file: (Timed(KINDS["index"].name_of(one), "op", one["seconds"]) for one in file.succeeded),
     ),
     "throughput": Kind(
         "Offline throughput",

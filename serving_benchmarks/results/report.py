@@ -17,10 +17,8 @@ from serving_benchmarks.options import Refused, new_folder
 from serving_benchmarks.results import kinds, tables
 from serving_benchmarks.results.file import NotUnderstood, ResultFile, machine, page, replace
 
-MOST_OF_AN_ERROR = 300
-"""Characters."""
-MODELS = ("throughput", "serve")
-"""Kinds that the first section is of."""
+MOST_OF_AN_ERROR = 300  # characters
+MODELS = ("throughput", "serve")  # kinds that the first section is of
 MARKDOWN = MarkdownIt("zero").enable("table")
 """Tables and paragraphs alone: nothing in the text of a file is a link, a picture or markup."""
 STYLE = """

@@ -13,8 +13,6 @@ from serving_benchmarks.ops.timing import Timing
 
 OUR_BACKENDS = ("SPARSE_MLA", "DENSE_MLA", "CUSTOM", "sparse_mla")
 """Names of this project's backend in vLLM, and in SGLang."""
-CONFIDENCE = 0.95
-"""That a median lies within its bounds."""
 LOAD = ("request_rate", "concurrency")
 _UNSAID = {"engine": "vllm", "drafts": 0}
 _UNSAID |= dict.fromkeys(("tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size"), 1)
@@ -74,11 +72,11 @@ def percentiles(values: Sequence[float | None]) -> dict[str, float | None]:
 
 
 def median_bounds(values: Sequence[float]) -> tuple[float, float]:
-    """Which of these independent samples the median of what they are drawn from lies between with CONFIDENCE, of
+    """Which of these independent samples the median of what they are drawn from lies between with 95 % confidence, of
     whatever distribution they are; the extremes where there are too few samples to tell."""
     ordered, count = sorted(values), len(values)
     below = list(itertools.accumulate(math.comb(count, k) / 2**count for k in range(count)))
-    cut = max(1, bisect_right(below, (1 - CONFIDENCE) / 2))
+    cut = max(1, bisect_right(below, 0.025))
     return ordered[cut - 1], ordered[-cut]
 
 
@@ -91,7 +89,6 @@ def over_first(first: dict[str, Any], result: dict[str, Any]) -> dict[str, float
 
 
 def interleaved(environment: dict[str, Any]) -> bool:
-    """Whether the backends of a file were interleaved, round by round."""
     return bool((environment.get("settings") or {}).get("interleaved"))
 
 
@@ -137,11 +134,6 @@ def asked(case: dict[str, Any]) -> str:
 
 def name_of(result: dict[str, Any]) -> str:
     return f"{result['backend']}, {asked(result['case'])}"
-
-
-def tokens_per_gpu(result: dict[str, Any]) -> float:
-    """Output tokens a second of each GPU."""
-    return result["output_tokens_per_second"] / result["gpus"]
 
 
 def tokens_per_user(result: dict[str, Any]) -> float | None:

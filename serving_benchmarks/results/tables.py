@@ -11,10 +11,7 @@ from serving_benchmarks.results import file, kernel_times, runs
 from serving_benchmarks.results.file import Report, microseconds, page
 
 Entry = dict[str, Any]
-HEADLINE_DECODE = [
-    *((requests, 16) for requests in (1, 8, 16, 32, 64)),
-    *((128, heads) for heads in (8, 16, 32, 64, 128)),
-]
+HEADLINE_DECODE = [(n, 16) for n in (1, 8, 16, 32, 64)] + [(128, heads) for heads in (8, 16, 32, 64, 128)]
 """Requests and heads of the rows of a short table: one query token each at 32K tokens, topk 2048, FP8 rows."""
 FLOOR = (
     "The floor: the longest of math, memory and L2 time at measured rates, memory's for FP8 rows. BF16 rows, gathered "
@@ -34,10 +31,8 @@ PEERS = {
     "tilelang": "TileLang",
 }
 """Titles of candidates. Of candidates with one title the fastest counts."""
-NOT_PEERS = ("ours", "plan", "slot_lists", "atomic")
-"""Candidates that are ours."""
-BACKWARD_PARTS = ("order", "main", "sum")
-"""Of ours, shown."""
+NOT_PEERS = ("ours", "plan", "slot_lists", "atomic")  # candidates that are ours
+BACKWARD_PARTS = ("order", "main", "sum")  # of ours, shown
 LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")
 """Headings of what latencies() gives."""
 PARALLEL = {"data_parallel_size": "DP", "decode_context_parallel_size": "DCP", "enable_expert_parallel": "EP"}
@@ -241,8 +236,8 @@ def of_models(measured: Sequence[tuple[dict[str, Any], Entry]]) -> tuple[list[st
         if entry.get("error"):
             rows.append([*row, "failed", *["-"] * (len(headings) - len(row) - 1)])
             continue
-        per_gpu = None if entry["gpus"] == 1 else runs.tokens_per_gpu(entry)
-        row += [f"{entry['output_tokens_per_second']:.1f}", _cell(per_gpu, "{:.0f}")]
+        speed, gpus = entry["output_tokens_per_second"], entry["gpus"]
+        row += [f"{speed:.1f}", "-" if gpus == 1 else f"{speed / gpus:.0f}"]
         row += [_cell(runs.tokens_per_user(entry), "{:.0f}"), *latencies(entry), over_first(entry.get("over_first"))]
         row += [_cell(entry.get("start_s"), "{:.0f}"), _cell(max(memory) / 1e9 if memory else None, "{:.1f}")]
         rows.append([*row, _cell(cache.get("tokens"), "{:.0f}")])

@@ -25,18 +25,14 @@ from serving_benchmarks.run import common, rounds, workloads
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.processes import why_it_ended
 
-ENOUGH = 0.99
-"""Of the answers that must be right, and of those that must be the same as another way's."""
-CACHE_BYTES = 1 << 28
-"""For the recall checkpoint: 32 contexts of 2000 tokens, with any cache."""
-LONGER = 100
-"""Tokens that a question may add to its context."""
+ENOUGH = 0.99  # of the answers that must be right, and of those that must be the same as another way's
+CACHE_BYTES = 1 << 28  # for the recall checkpoint: 32 contexts of 2000 tokens, with any cache
+LONGER = 100  # tokens that a question may add to its context
 SHARED_TOPK = 512
 """Slots of each query, instead of 128, where a way is context parallel: vLLM 0.33 merges lists of 512, 1024 or 2048."""
 ROUNDING = 0.01
 """Of logprobs that come from bf16 logits, about. It allows for an order of prompts that happens to make no noise."""
-DRAFT_ROOM = 8
-"""Positions after a request's last token that drafts may take."""
+DRAFT_ROOM = 8  # positions after a request's last token that drafts may take
 Answers = list[dict[str, list]]
 """Of each prompt: tokens and their logprobs."""
 

@@ -24,10 +24,8 @@ from serving_benchmarks.run.processes import signals_unwind
 DEFAULT_BACKEND = "SPARSE_MLA"
 TABLE_WIDTH = 130
 MOST_OF_A_REASON = 300
-LOG_LINES = 20
-"""Shown of what a backend printed before it failed."""
-CPU_CACHE_BYTES = 4 << 30
-"""Of vLLM on a CPU, unless its memory is said: its own default is 92 % of the machine's memory."""
+LOG_LINES = 20  # shown of what a backend printed before it failed
+CPU_CACHE_BYTES = 4 << 30  # of vLLM on a CPU, unless its memory is said: by itself it takes 92 % of the machine's
 FULL_DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """CUDA graphs of decode steps, without compiling the model first, which takes minutes."""
 SAME_NAME = (
@@ -206,7 +204,8 @@ def collect(measure: Measure, logs: Path | None) -> tuple[list[dict[str, Any]], 
     with tempfile.TemporaryDirectory() as folder, signals_unwind():
         try:
             with contextlib.closing(measure(logs or Path(folder), Stages())) as entries:
-                results.extend(entries)
+                for result in entries:  # one by one: those before a signal are kept
+                    results.append(result)
         except (KeyboardInterrupt, SystemExit) as stopped:
             status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
     return results, status or int(any(result["error"] is not None for result in results))

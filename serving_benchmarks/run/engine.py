@@ -46,8 +46,7 @@ class MeasuredWorker:
 class VllmEngine:
     """`vllm.LLM`, step by step."""
 
-    sees_steps = True
-    """Each `step` is one of the model."""
+    sees_steps = True  # each `step` is one of the model
 
     def __init__(self, model: str, arguments: dict[str, Any]):
         from vllm import LLM
@@ -63,7 +62,8 @@ class VllmEngine:
         """Tokens that fit into the cache."""
         self._names: dict[str, str] = {}
         """vLLM's own id of each request that has not ended."""
-        self._begun: set[str] = set()
+        self.decoding: set[str] = set()
+        """Streamed requests that have a token and have not ended."""
 
     def submit(self, id: str, prompt: Sequence[int], new_tokens: int, *, streamed: bool = False) -> None:
         """Adds a request: greedy, and with exactly so many new tokens. `decoding` counts streamed ones only."""
@@ -80,24 +80,20 @@ class VllmEngine:
         ended = []
         for output in self._engine.step():
             if not output.finished:
-                self._begun.add(output.request_id)
+                self.decoding.add(output.request_id)
                 continue
             self._names.pop(output.request_id)
-            self._begun.discard(output.request_id)
+            self.decoding.discard(output.request_id)
             ttft = output.metrics.first_token_latency if output.metrics else None
             tokens = len(output.outputs[0].token_ids)
             ended.append(Ended(output.request_id, ttft, tokens))
         return ended
 
-    def decoding(self) -> int:
-        """Streamed requests that have a token and have not ended."""
-        return len(self._begun)
-
     def abort_all(self) -> None:
         """Gives up all requests that have not ended."""
         self._engine.abort_request(list(self._names.values()), internal=True)
         self._names.clear()
-        self._begun.clear()
+        self.decoding.clear()
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache."""

@@ -14,8 +14,7 @@ from serving_benchmarks.run import supervisor
 
 GRACE_SECONDS = 20.0
 """What a process gets to end by itself, before it is killed with all that it has started."""
-SUPERVISOR_SECONDS = supervisor.KILL_SECONDS + 5
-"""What a supervisor may take to kill the rest."""
+SUPERVISOR_SECONDS = supervisor.KILL_SECONDS + 5  # what a supervisor may take to kill the rest
 
 EXCEPTION = re.compile(
     r"(?:\([^()]+ pid=\d+\) |\[rank\d+\]: |(?:ERROR|CRITICAL|FATAL) [-\d]+ [:.,\d]+ \[[^\]]+\] |[EF]\d{4} [^\]]+\] )*"

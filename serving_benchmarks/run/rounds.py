@@ -14,8 +14,7 @@ from typing import Any, TextIO
 
 from serving_benchmarks.run.processes import Supervised
 
-POLL_SECONDS = 0.2
-"""How often a worker's events are read."""
+POLL_SECONDS = 0.2  # how often a worker's events are read
 WORKER = [sys.executable, "-m", "serving_benchmarks.run.worker"]
 """The command of a worker, before the files of its spec and its events."""
 

@@ -10,14 +10,10 @@ from pathlib import Path
 
 from serving_benchmarks.run.processes import SUPERVISOR_SECONDS, Supervised, why_it_ended
 
-POLL_SECONDS = 0.5
-READY_SECONDS = 1800.0
-"""How long a server may take to start: a large model is loaded, compiled and captured."""
-START_TOLD_SECONDS = 60.0
-"""How often it is told how far a start is: some compile for minutes."""
-ANSWER_SECONDS = 10
-MOST_SAID = 200
-"""Characters shown of what a server that starts printed last."""
+POLL_SECONDS, ANSWER_SECONDS, READY_SECONDS, START_TOLD_SECONDS = 0.5, 10.0, 1800.0, 60.0
+"""How often a server is looked at, how long it may take to answer, how long to start (a large model is loaded, compiled
+and captured), and how often it is told how far it is."""
+MOST_SAID = 200  # characters shown of what it printed last
 
 
 class ServerFailed(Exception):

@@ -21,9 +21,6 @@ import time
 
 KILL_SECONDS = 30
 """How long killed processes may take to end: the kernel frees a GPU's memory first."""
-KILL_AGAIN_SECONDS = 0.02
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end the command."""
 
 
 def descendants(root: int) -> list[int]:
@@ -54,7 +51,7 @@ def kill_descendants() -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(KILL_AGAIN_SECONDS)
+        time.sleep(0.02)
 
 
 def wait_for_the_end(command: subprocess.Popen) -> None:
@@ -62,7 +59,7 @@ def wait_for_the_end(command: subprocess.Popen) -> None:
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
-    for number in ENDING:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # wakes the select below
     ends = [woken, os.pidfd_open(command.pid)]
     while True:

@@ -22,14 +22,10 @@ from serving_benchmarks.run import common, rounds, sglang_engine, workloads
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.processes import why_it_ended
 
-INTERLEAVED_SHARE = 0.9
-"""Of a GPU's memory, for all backends that are loaded at the same time."""
-MOST_PROFILED = 128
-"""Requests that decode in the profiled steps."""
-PROFILE_ROOM = 96
-"""Tokens of a profiled request: for 40 steps, and for those that an engine runs between a question and its answer."""
-LEAST_TOKENS_A_STEP = 2048
-"""Tokens of prompts that an engine takes in a step, or more."""
+INTERLEAVED_SHARE = 0.9  # of a GPU's memory, for all backends that are loaded at the same time
+MOST_PROFILED, PROFILE_ROOM, LEAST_TOKENS_A_STEP = 128, 96, 2048
+"""Requests that decode in the profiled steps; tokens of each, for 40 steps and for those that an engine runs between a
+question and its answer; tokens of prompts that an engine takes in a step, or more."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

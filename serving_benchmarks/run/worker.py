@@ -96,7 +96,7 @@ def profile(engine: VllmEngine, prompts: list[list[int]], new_tokens: int) -> di
     """Kernel times of a few steps in which all requests decode, and how long such steps take without the profiler."""
     for i, prompt in enumerate(prompts):
         engine.submit(str(i), prompt, new_tokens, streamed=True)
-    while engine.decoding() < len(prompts):
+    while len(engine.decoding) < len(prompts):
         if engine.step():
             raise RuntimeError("a request ended before the last prompt was computed")
     ends = [time.perf_counter()]
@@ -107,7 +107,7 @@ def profile(engine: VllmEngine, prompts: list[list[int]], new_tokens: int) -> di
     for _ in range(PROFILED_STEPS):
         engine.step()
     found = engine.stop_profile()
-    if engine.decoding() < len(prompts):
+    if len(engine.decoding) < len(prompts):
         raise RuntimeError("a request ended while it was profiled")
     engine.abort_all()
     about = {"wall_s": float(numpy.median(numpy.diff(ends))) * found["steps"], "batch": len(prompts)}
