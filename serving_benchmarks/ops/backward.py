@@ -1,14 +1,9 @@
-"""The backward of sparse attention on a GPU, versus cuDNN's front end or TileLang's example.
+"""The backward of sparse attention on a GPU, versus cuDNN's front end.
 
 4096 queries have lists of 2048 rows each: random ones, or such that neighbours share 90 % of theirs. What is timed is
 the whole backward: deterministic, with the order of its lists, and with atomic additions, interleaved with the peer's
-in one process. Kernel times of its parts come from a profile. All gradients are first compared with the reference in
-float64.
-
-cuDNN's front end and TileLang need different versions of one library, so a process can have one of them only. --peer
-says which; it is imported from PYTHONPATH: the package cudnn, or sparse_mla_bwd.py of TileLang's
-examples/deepseek_v32. In TileLang's example a query sees no row after its own position. It gets the same lists and does
-the same work for rows that it does not see, and it is checked against the reference without them.
+in one process. Kernel times of its parts come from a profile. All gradients are first compared with the reference. The
+peer is the package cudnn (nvidia-cudnn-frontend), if it is there.
 """
 
 import argparse
@@ -20,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 import mla_backend
@@ -38,8 +32,8 @@ CHUNK = 64
 """Queries that the reference computes at once: their rows in float64 take 600 MB."""
 PARTS = {"order": "backward_order", "delta": "sparse_delta", "main": "sparse_backward", "sum": "backward_sum"}
 """Our ops."""
-PROFILED = 3
-"""Calls."""
+CUDNN = "cudnn.deepseek_sparse_attention.sparse_attention_backward.api"
+PROFILED = 3  # calls
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,6 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All of them, in the order of measuring."""
     return [Case(heads, rows, lists) for lists in LISTS for rows in ROWS for heads in HEADS]
 
 
@@ -115,50 +108,21 @@ def check(got: tuple[Tensor, ...], want: tuple[Tensor, ...], times: float = 1) -
 
 def cudnn(inputs: Inputs, exact: tuple[Tensor, Tensor]) -> timing.Candidate:
     """The wrapper of cuDNN's front end. It compiles its kernel at the first call."""
-    attend = importlib.import_module(PEERS["cudnn"][0]).sparse_attention_backward_wrapper
+    attend = importlib.import_module(CUDNN).sparse_attention_backward_wrapper
     out, lse = inputs.forward(inputs.lists)
-    d_q, d_kv = torch.empty_like(inputs.q), torch.empty_like(inputs.kv)
+    results = torch.empty_like(inputs.q), torch.empty_like(inputs.kv)
     given = inputs.q, inputs.kv, out, inputs.d_out, lse, inputs.sink, inputs.lists, SCALE
-    results = d_q, d_kv
-    call = partial(attend, *given, dq=d_q, dkv=d_kv)
+    call = partial(attend, *given, dq=results[0], dkv=results[1])
     return timing.Candidate([call], results, lambda: check(results, exact, kernels.PEERS_ALLOWED))
 
 
-def tilelang(inputs: Inputs, _: object) -> timing.Candidate:
-    """TileLang's example, which has no sinks: lse has them."""
-    attend, kept = importlib.import_module(PEERS["tilelang"][0]).sparse_mla_bwd, []
-    own = torch.arange(len(inputs.lists), device=inputs.lists.device).unsqueeze(1)
-    seen = torch.where(inputs.lists <= own, inputs.lists, -1)
-    out, lse = inputs.forward(seen)
-    lse2 = torch.logaddexp(lse, inputs.sink).unsqueeze(0) / math.log(2)
-    q, kv, d_out = inputs.q.unsqueeze(0), inputs.kv.unsqueeze(0).unsqueeze(2), inputs.d_out.unsqueeze(0)
-    given = q, kv, out.unsqueeze(0), d_out, inputs.lists.unsqueeze(0).unsqueeze(2), lse2, SCALE
-    exact = inputs.exact(seen)
-
-    def call() -> None:
-        kept[:] = attend(*given)
-
-    return timing.Candidate([call], (), lambda: check(kept, exact, kernels.PEERS_ALLOWED))
-
-
-PEERS = {
-    "cudnn": ("cudnn.deepseek_sparse_attention.sparse_attention_backward.api", "nvidia-cudnn-frontend", cudnn),
-    "tilelang": ("sparse_mla_bwd", "tilelang", tilelang),
-}
-"""Their modules, distributions, and how they are called."""
-
-
-def load(name: str) -> str:
-    """A peer's name and version, or why it is missing, as "missing: ..."."""
-    module, distribution, _ = PEERS[name]
+def load() -> str:
+    """cuDNN's front end and its version, or why it is missing, as "missing: ..."."""
     try:
-        importlib.import_module(module)
+        importlib.import_module(CUDNN)
+        return f"nvidia-cudnn-frontend {importlib.metadata.version('nvidia-cudnn-frontend')}"
     except Exception as error:  # of any kind: it is optional, whatever is wrong with it
         return f"missing: {timing.first_line(error)}"
-    try:
-        return f"{distribution} {importlib.metadata.version(distribution)}"
-    except importlib.metadata.PackageNotFoundError:  # a folder on PYTHONPATH may have the module alone
-        return f"{distribution} of unknown version"
 
 
 def profiled(call: timing.Call) -> dict[str, float]:
@@ -172,7 +136,7 @@ def profiled(call: timing.Call) -> dict[str, float]:
     return {part: took.get(f"mla_backend::{op}", 0.0) * 1e-6 / PROFILED for part, op in PARTS.items()}
 
 
-def measure(case: Case, peers: list[str], rounds: int) -> dict[str, Any]:
+def measure(case: Case, loaded: set[str], rounds: int) -> dict[str, Any]:
     """Checks and times one case: ours, and the peers."""
     torch.manual_seed(0)
     inputs = Inputs.random(case)
@@ -180,17 +144,15 @@ def measure(case: Case, peers: list[str], rounds: int) -> dict[str, Any]:
     results = torch.empty_like(inputs.q), torch.empty_like(inputs.kv)
     given = inputs.q, inputs.kv, inputs.lists, out, lse, inputs.d_out
     how = {"scale": SCALE, "sink": inputs.sink, "d_q": results[0], "d_kv": results[1]}
-    call, atomic = (
-        partial(mla_backend.sparse_mla_backward, *given, **how, deterministic=same) for same in (True, False)
-    )
-    ours = {
-        name: timing.Candidate([one], results, lambda: check(results, exact))
-        for name, one in (("ours", call), ("atomic", atomic))
+    calls = {
+        name: partial(mla_backend.sparse_mla_backward, *given, **how, deterministic=name == "ours")
+        for name in ("ours", "atomic")
     }
-    theirs = {name: partial(PEERS[name][2], inputs, exact) for name in peers}
+    ours = {name: timing.Candidate([call], results, lambda: check(results, exact)) for name, call in calls.items()}
+    theirs = {name: partial(cudnn, inputs, exact) for name in loaded}
     found = timing.measure(ours, theirs, rounds, timing.Burst)
     try:
-        found["parts"] = profiled(call)
+        found["parts"] = profiled(calls["ours"])
     except RuntimeError as error:  # whatever is wrong with the profiler, what was timed counts
         found["parts"], found["failed"]["profile"] = {}, timing.first_line(error)
     return {"useful_flops": 2 * case.heads * inputs.lists.numel() * (3 * WIDTH + 2 * 512), **found}
@@ -198,15 +160,10 @@ def measure(case: Case, peers: list[str], rounds: int) -> dict[str, Any]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     kernels.add_cases(parser, "backward", cases())
-    parser.add_argument("--peer", choices=(*PEERS, "none"), default="cudnn", help="default: %(default)s")
     kernels.add_ends(parser, 8)
 
 
 def run(options: argparse.Namespace) -> int:
     chosen = kernels.asked_for(options, "backward", cases())
     opt.require_gpu()
-    console = Console(stderr=True, highlight=False)
-    found = {options.peer: load(options.peer)} if options.peer in PEERS else {}
-    loaded = kernels.say(found, console)
-    one = partial(measure, peers=sorted(loaded), rounds=options.rounds)
-    return kernels.measure_cases(options, "backward", chosen, one, found, console)
+    return kernels.measure_cases(options, "backward", chosen, measure, {"cudnn": load()})

@@ -2,9 +2,7 @@
 
 Batches are written as those of `kernels` are: 64q4s8k is 64 requests with 4 query tokens each at 8K tokens. Candidates
 are timed and checked as there. The peers come out of vLLM's wheels. They read BF16 rows, for an FP8 cache a BF16 copy
-of it, which is not timed; FlashMLA has a second kernel for rows with one scale. Where requests have several query
-tokens, the same is also computed by `sparse_attention` from lists of all slots, which reads a request's rows once for
-each of its tokens.
+of it, which is not timed; FlashMLA has a second kernel for rows with one scale.
 """
 
 import argparse
@@ -21,7 +19,7 @@ from mla_backend.plan import workspace_floats
 from serving_benchmarks.ops import kernels, peer_kernels, timing
 from serving_benchmarks.ops.batches import BLOCK, SETS, CaseOfBatch
 from serving_benchmarks.ops.kernels import SCALE
-from serving_benchmarks.ops.peer_kernels import DenseProblem, Problem
+from serving_benchmarks.ops.peer_kernels import DenseProblem
 
 BF16 = (("1q1s128k", 16), ("2q1s16k", 16), ("8q1s32k", 16), ("8q1s32k", 128), ("128q1s4k", 128), ("64q2s8k", 128))
 BF16 += (("128q1s8k", 16), ("64q4s8k", 16))
@@ -41,7 +39,6 @@ class Case(CaseOfBatch):
 
 
 def cases() -> list[Case]:
-    """All of them, in the order of measuring."""
     chosen = {"bf16": BF16, "fp8_ds_mla": FP8, "fp8_tensor_576": FP8_TENSOR}
     return [Case(*one, fmt) for fmt, some in chosen.items() for one in some]
 
@@ -56,18 +53,8 @@ def new_problem(case: Case, blocks: int) -> DenseProblem:
     return DenseProblem(q, table, lengths, SCALE, batch.longest)
 
 
-def as_lists(case: Case, problem: DenseProblem) -> Problem:
-    """The same as lists of all slots, one for each query token."""
-    positions = torch.arange(problem.longest, device=problem.table.device)
-    slots = (problem.table[:, positions // BLOCK] * BLOCK + positions % BLOCK).int()
-    lists = slots.repeat_interleave(case.requests.queries, 0)
-    more = {"cache_format": case.format, "cache_scale": kernels.SCALES.get(case.format, 1.0)}
-    counts = case.requests.visible().to(lists.device)
-    return Problem(problem.q.flatten(0, 1), lists, counts, SCALE, case.requests.queries, more)
-
-
 def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -> dict[str, Any]:
-    """Checks and times one case: ours, our plan, lists of slots, and every peer."""
+    """Checks and times one case: ours, our plan, and every peer."""
     cache, in_bf16 = caches[case.format, BLOCK], caches.in_bf16(case.format, BLOCK)
     torch.manual_seed(0)  # the tables of a case are those of a like case with other rows
     problems = [new_problem(case, len(cache)) for _ in range(SETS)]
@@ -95,13 +82,6 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -
     ]
     ours = {"ours": timing.Candidate(calls, [outs[-1], lse], check_ours)}
     ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
-    if batch.queries > 1:
-        lists = [as_lists(case, problem) for problem in problems]
-        about |= {"topk_length": lists[-1].counts, "num_heads": case.heads}
-        lists_plan = mla_backend.plan(batch.tokens, slots, **about)
-        space = torch.zeros(workspace_floats(lists_plan.launch.ctas, case.heads), device=kernels.DEVICE)
-        made = (kernels.prepare_ours(one, cache, lists_plan, space)[0] for one in lists)
-        ours["slot_lists"] = kernels.prepared_candidate(made, exact_out)
 
     def of_peer(prepare: peer_kernels.PrepareDense, rows: Tensor, allowed: float) -> timing.Candidate:
         made = (prepare(problem, rows) for problem in problems)
@@ -126,4 +106,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     chosen = kernels.asked_for(options, "dense", cases())
-    return kernels.measure_batches(options, "dense", chosen, measure, not options.ours_only)
+    return kernels.measure_batches(options, "dense", chosen, measure)

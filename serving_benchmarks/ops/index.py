@@ -1,9 +1,8 @@
 """The indexer's ops on a GPU: the scores of all keys of a context, and the choice of the best ones.
 
-Batches are written as those of `kernels` are. Each token of a request sees one key more than the one before it. Blocks
-of the cache are random. Operations are two for each product of the queries with the keys that a token sees. Bytes are
-those that have to be read and written once: keys, queries, scores and chosen keys. Everything is timed as CUDA graphs
-over several sets of inputs. Some tokens of the last set are first checked against the reference.
+Batches are written as those of `kernels` are. Operations are two for each product of the queries with the keys that a
+token sees. Bytes are those that have to be read and written once: keys, queries, scores and chosen keys. Everything is
+timed as CUDA graphs over several sets of inputs. Some tokens of the last set are first checked against the reference.
 """
 
 import argparse
@@ -24,14 +23,10 @@ from serving_benchmarks.ops import kernels
 from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, Batch, CaseOfBatch
 from serving_benchmarks.ops.timing import Call, capture, interleaved
 from serving_benchmarks.results import file as result_file
-from serving_benchmarks.results import op_tables
+from serving_benchmarks.results.tables import index_rows
 
-CHECKED = 8
-"""Tokens that are compared with the reference."""
-TOLERANCE = 2.0**-11
-"""Of the sum over heads of |weight| |query| |key|."""
-MOST_WRITTEN = 2**18
-"""Keys that are made at once."""
+CHECKED = 8  # tokens that are compared with the reference
+TOLERANCE = 2.0**-11  # of the sum over heads of |weight| |query| |key|
 MOST_HEADS = 128
 
 
@@ -42,21 +37,15 @@ class Case(CaseOfBatch):
     topk: int
 
 
-@dataclass
-class Inputs:
-    """The arguments of index_scores in their order, and the outputs of both ops."""
-
-    arguments: tuple[Tensor, ...]
-    lengths: Tensor
-    scores: Tensor
-    chosen: Tensor
+Inputs = tuple[tuple[Tensor, ...], Tensor, Tensor]
+"""The arguments of index_scores in their order, scores and chosen keys."""
 
 
 def new_cache(fmt: str, tokens: int) -> Tensor:
     """Random keys in every slot."""
     kind = KEY_FORMATS[fmt]
     cache = torch.zeros(-(-tokens // BLOCK), BLOCK, kind.width, dtype=kind.dtype, device=kernels.DEVICE)
-    for slots in torch.arange(tokens, device=cache.device).split(MOST_WRITTEN):
+    for slots in torch.arange(tokens, device=cache.device).split(2**18):
         write_keys(torch.randn(len(slots), 128, device=cache.device), cache, slots)
     return cache
 
@@ -69,14 +58,14 @@ def new_inputs(case: Case, cache: Tensor, table: Tensor) -> Inputs:
     requests, lengths = batch.token_requests().to(device), batch.visible().to(device)
     scores = torch.zeros(batch.tokens, batch.longest, device=device)
     chosen = torch.zeros(batch.tokens, case.topk, dtype=torch.int32, device=device)
-    return Inputs((queries, weights, cache, table, requests, lengths), lengths, scores, chosen)
+    return (queries, weights, cache, table, requests, lengths), scores, chosen
 
 
 def check(case: Case, inputs: Inputs) -> None:
     """Compares some tokens, the last one among them, with the reference. Raises RuntimeError."""
-    queries, weights, cache, table, requests, lengths = inputs.arguments
+    (queries, weights, cache, table, requests, lengths), scores, chosen = inputs
     some = torch.linspace(0, len(queries) - 1, CHECKED, device=cache.device).long()
-    scores = inputs.scores[some]
+    scores = scores[some]
     for token, got in zip(some.tolist(), scores, strict=True):
         own = slice(token, token + 1)
         length, row = int(lengths[token]), table[requests[token].long()].long()
@@ -88,7 +77,7 @@ def check(case: Case, inputs: Inputs) -> None:
         allowed = (weights[token].abs() * queries[token].norm(dim=-1)).sum() * norms * TOLERANCE
         if not bool(((got[:length] - want).abs() <= allowed).all()):
             raise RuntimeError(f"index_scores differs from the reference in token {token} of {case}")
-    if not torch.equal(inputs.chosen[some], reference.select_top(scores, lengths[some], case.topk)):
+    if not torch.equal(chosen[some], reference.select_top(scores, lengths[some], case.topk)):
         raise RuntimeError(f"select_top differs from the reference in {case}")
 
 
@@ -98,15 +87,15 @@ def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str
     tables = kernels.new_table(batch.blocks(BLOCK) * SETS, len(cache)).chunk(SETS)  # no set finds another's keys in L2
     sets = [new_inputs(case, cache, table) for table in tables]
     calls: dict[str, list[Call]] = {
-        "index_scores": [partial(mla_backend.index_scores, *one.arguments, scores=one.scores) for one in sets],
-        "select_top": [partial(mla_backend.select_top, one.scores, one.lengths, chosen=one.chosen) for one in sets],
+        "index_scores": [partial(mla_backend.index_scores, *given, scores=scores) for given, scores, _ in sets],
+        "select_top": [partial(mla_backend.select_top, scores, of[-1], chosen=chosen) for of, scores, chosen in sets],
     }
     graphs = {op: capture(own) for op, own in calls.items()}
     check(case, sets[-1])
     seconds = interleaved({op: graph.clock for op, graph in graphs.items()}, rounds=rounds)
     seen = int(batch.visible().sum())
-    read = batch.cached * KEY_FORMATS[fmt].token_bytes + sum(x.nbytes for x in sets[0].arguments[:2])
-    moved = {"index_scores": read + 4 * seen, "select_top": 4 * seen + sets[0].chosen.nbytes}
+    read = batch.cached * KEY_FORMATS[fmt].token_bytes + sum(x.nbytes for x in sets[0][0][:2])
+    moved = {"index_scores": read + 4 * seen, "select_top": 4 * seen + sets[0][2].nbytes}
     flops = {"index_scores": 2 * 128 * case.heads * seen, "select_top": None}
     measured = {op: {"flops": flops[op], "bytes": moved[op], "seconds": seconds[op].as_dict()} for op in calls}
     return [{"op": op, "format": fmt, "case": case.as_dict(), **of} for op, of in measured.items()]
@@ -131,6 +120,6 @@ def run(options: argparse.Namespace) -> int:
         cache = new_cache(fmt, tokens)
         for case in track(cases, f"{fmt} keys", console=Console(stderr=True)):
             results += time_case(case, fmt, cache, options.rounds)
-    result_file.show(op_tables.INDEX_HEADINGS, op_tables.index_rows(results), words=4)
+    result_file.show(*index_rows(results), words=4)
     result_file.write(options.output, results, Console(stderr=True), benchmark="index")
     return 0

@@ -3,18 +3,15 @@
 All candidates are timed interleaved in one process, as CUDA graphs over several sets of queries and index lists in one
 cache. Work that serving does once a step is outside of the graphs: our plan, which is timed on its own, and the peers'
 schedules. In every case the results that a graph leaves, all tokens of the last set, are checked against the reference.
-Decode is also timed in situ, as a model launches it: what it adds to matrix products that read their weights from
-memory, one before each call. A launch in a loop of its own finds its code in caches and overlaps the one before it.
+Decode is also timed in situ: what it adds to matrix products that read their weights from memory, one before each call.
+A launch in a loop of its own finds its code in caches and overlaps the one before it.
 
-FlashMLA and FlashAttention 3 come out of vLLM's wheels and are called as vLLM calls them. FlashMLA's prefill,
-FlashAttention 3 and FlashInfer read no FP8 rows of this kind: for an FP8 cache they get a BF16 copy of it. The copy is
-not timed, although vLLM has to make it (prefill) or to keep a cache of 1.76 times the size (decode).
+Peers without FP8 rows get a BF16 copy of an FP8 cache, as vLLM makes (prefill) or keeps (decode). It is not timed.
 """
 
 import argparse
 import itertools
 import math
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,15 +32,14 @@ from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, Batch, p
 from serving_benchmarks.ops.peer_kernels import Prepared, Problem
 from serving_benchmarks.ops.peers import VERSIONS
 from serving_benchmarks.results import file as result_file
-from serving_benchmarks.results import kinds, tables
+from serving_benchmarks.results import tables
 
 DEVICE = "cuda"
 FORMATS = ("fp8_ds_mla", "bf16")
 SCALE = 576**-0.5
 MAGNITUDE = 0.1
 """Standard deviation of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
-MOST_DECODE_QUERIES = 16
-"""Requests with more query tokens are prefill."""
+MOST_DECODE_QUERIES = 16  # requests with more query tokens are prefill
 SCALES = {"fp8_tensor_576": peer_kernels.FP8_TENSOR_SCALE}
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
 ROUNDED_LSE = 2.0**-9
@@ -52,15 +48,13 @@ of one row is its score, which may be near 0."""
 COSINE = 5e-6
 """Largest cosine distance of a token. docs/contract.md promises it and the bounds above."""
 PEERS_ALLOWED, FP8_PEERS_ALLOWED = 10, 1000
-"""The bounds of a peer, of one that rounds to e4m3, are so many times ours. Peers promise no such accuracy. Some round
-to bf16 where ours don't, which shows where a sum of a few terms is near 0."""
+"""The bounds of a peer, and of one that rounds to e4m3, are so many times ours. Peers promise no such accuracy."""
 MATH_FLOPS = 780e12
 """FLOP/s of a bf16 matrix product of 8192^3. This and the next two rates were measured on an H200: compared with them,
 another GPU looks better or worse than it is."""
 MEMORY_BYTES = 3.65e12
-"""Bytes/s of gathering random FP8 rows of 656 bytes from memory into shared memory. BF16 rows of 1152 bytes are
-gathered faster: our kernel reaches 4.03e12. Their limit was not measured, so times with BF16 rows can be below a floor
-made of this."""
+"""Bytes/s of gathering random FP8 rows of 656 bytes from memory into shared memory. BF16 rows are gathered faster (our
+kernel reaches 4.03e12), so times with them can be below a floor made of this."""
 L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}
 """Bytes/s of gathering rows of a format from L2, out of a pool of 32K tokens."""
 PRODUCT_ROWS, PRODUCT_WIDTH = 64, 7168
@@ -83,21 +77,18 @@ class Case(batches.CaseOfBatch):
         return max(queries for queries, _ in self.requests.requests) <= MOST_DECODE_QUERIES
 
 
-def suite_cases(
-    suite: batches.Suite,
-    heads: Sequence[int] | None = None,
-    topks: Sequence[int] | None = None,
-    formats: Sequence[str] = FORMATS,
-) -> list[Case]:
-    """The cases of a suite in the order of measuring; only those with these heads, topks and formats, if given."""
-    return [
-        Case(spec, count, topk, fmt)
-        for fmt in FORMATS
-        for entry in suite.entries
-        if fmt in entry.formats and fmt in formats
-        for spec, topk, count in itertools.product(entry.batches, entry.topk, entry.heads)
-        if count in (heads or [count]) and topk in (topks or [topk])
-    ]
+SUITES: dict[str, list[tuple[str, Sequence[int], Sequence[int]]]] = {
+    "headline": [
+        ("128q1s32k", (8, 16, 32, 64, 128), (2048,)),  # the heads of a GPU, from 64 over 8 GPUs to 128 on one
+        *((f"{requests}q1s32k", (16,), (2048,)) for requests in (64, 32, 16, 8)),
+        ("1q1s32k", (16, 128), (2048,)),
+        ("128q2s64k", (128,), (2048, 32768)),  # two query tokens a request, as in speculative decoding
+        ("q4ks32k", (16, 64, 128), (2048,)),  # a chunk of prefill
+    ],
+    "decode_by_batch": [(f"{2**power}q1s32k", (16, 128), (2048,)) for power in range(10)],
+    "prefill_by_context": [(f"q4ks{context}k", (16, 64, 128), (2048,)) for context in (4, 8, 32, 128)],
+}
+"""Batches, each with heads and top-k: the README's table, decode of 1 to 512 requests, prefill at long contexts."""
 
 
 def products(count: int) -> list[timing.Call]:
@@ -263,10 +254,7 @@ def time_problems(
     before: Sequence[timing.Call] = (),
 ) -> dict[str, Any]:
     """Checks and times ours, our plan and peers on problems whose lists have the same lengths. Raises WrongResult.
-
-    Args:
-        before: other work for each problem, after which calls are timed in situ as well.
-    """
+    `before`: other work for each problem, after which calls are timed in situ as well."""
     exact_out, exact_lse = attend_exactly(problems[-1], cache)
 
     any_set = problems[-1]
@@ -302,49 +290,23 @@ def time_problems(
 def add_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     either = what.add_mutually_exclusive_group(required=True)
-    suites = (f"{name}: {batches.load_suite(name, FORMATS).description}" for name in batches.suite_names())
-    told = "; ".join([*suites, "or a file of your own, as docs/benchmarks.md says"])
-    either.add_argument("--suite", metavar="NAME|FILE", help=told)
-    told = "128q1s32k is 128 requests with 1 query token each at 32K tokens"
-    opt.add_list(either, "--batches", Batch.parse, told)
+    either.add_argument("--suite", choices=SUITES, help="batches with heads and top-k of their own")
+    opt.add_list(either, "--batches", Batch.parse, "128q1s32k is 128 requests with 1 query token each at 32K tokens")
     heads, only = opt.whole(1, batches.MOST_HEADS), "only these of a suite; default with --batches:"
     opt.add_list(what, "--heads", heads, f"{only} 16,128")
-    opt.add_list(what, "--topk", opt.count, f"{only} {batches.DEFAULT_TOPK}")
-    opt.add_list(what, "--formats", opt.one_of(FORMATS), "only these formats of the cache; default: all")
+    opt.add_list(what, "--topk", opt.count, f"{only} 2048")
+    opt.add_list(what, "--formats", opt.one_of(FORMATS), "of the cache", ",".join(FORMATS))
     add_ways(parser, 15)
 
 
 def add_ways(parser: argparse.ArgumentParser, rounds: int) -> None:
-    """The options that say how attention is measured."""
-    peers = parser.add_argument_group("peers")
+    """The options of commands that have peers out of vLLM's wheels."""
     told = "that the command `peers` has filled; default: an installed vllm"
-    peers.add_argument("--peers", type=Path, metavar="FOLDER", help=told)
+    parser.add_argument("--peers", type=Path, metavar="FOLDER", help=told)
     told = "whose kernels in that folder; default: %(default)s"
-    peers.add_argument("--vllm", default=VERSIONS[0], metavar="VERSION", help=told)
-    peers.add_argument("--ours-only", action="store_true", help="no peers, whatever the suite says")
-    add_ends(parser.add_argument_group("how"), rounds)
-
-
-def add_cases(parser: argparse.ArgumentParser, kind: str, cases: Sequence[Any]) -> None:
-    """The option --cases, for commands with cases of their own."""
-    told = f"only cases with all of these words, or with others after a comma; one is {name_of(kind, cases[0])}"
-    told += ", and a word of no case lists all"
-    parser.add_argument("--cases", type=opt.names, metavar="WORDS,...", help=told)
-
-
-def name_of(kind: str, case: Any) -> str:
-    return kinds.KINDS[kind].name_of({"case": case.as_dict()})
-
-
-def asked_for(options: argparse.Namespace, kind: str, cases: Sequence[Any]) -> list[Any]:
-    """The cases that --cases names. Raises Refused."""
-    joined = partial(re.sub, r",|(?<=\bh) (?=\d)", "")  # "h 128" is one word: topk may be 128, too
-    asked = [set(joined(words).split()) for words in options.cases or [""]]
-    named = [(name_of(kind, case), case) for case in cases]
-    found = [case for name, case in named if any(words <= {*joined(name).split()} for words in asked)]
-    if not found:
-        raise opt.Refused(f"--cases: no case has these words; there are {'; '.join(name for name, _ in named)}")
-    return found
+    parser.add_argument("--vllm", default=VERSIONS[0], metavar="VERSION", help=told)
+    parser.add_argument("--ours-only", action="store_true", help="no peers")
+    add_ends(parser, rounds)
 
 
 def add_ends(parser: argparse.ArgumentParser, rounds: int) -> None:
@@ -355,79 +317,85 @@ def add_ends(parser: argparse.ArgumentParser, rounds: int) -> None:
     opt.add_output(parser)
 
 
-def chosen_cases(options: argparse.Namespace) -> tuple[list[Case], bool]:
-    """The cases that the options name, and whether peers are measured. Raises Refused."""
-    formats = options.formats or FORMATS
-    if options.batches:
-        heads, topk = options.heads or [16, 128], options.topk or [batches.DEFAULT_TOPK]
-        entry = batches.Entry([batch.spec for batch in options.batches], heads, topk, formats)
-        suite = batches.Suite("", "", True, [entry])
-    else:
-        try:
-            suite = batches.load_suite(options.suite, FORMATS)
-        except batches.SuiteError as error:
-            raise opt.Refused(f"--suite: {error}") from None
-    found = suite_cases(suite, options.heads, options.topk, formats)
+def add_cases(parser: argparse.ArgumentParser, kind: str, cases: Sequence[Any]) -> None:
+    """The option --cases, for commands with cases of their own."""
+    told = f"only cases in whose names it finds a match; one is {tables.NAMES[kind](cases[0].as_dict())}"
+    parser.add_argument("--cases", type=opt.pattern, default="", metavar="REGEX", help=told)
+
+
+def asked_for(options: argparse.Namespace, kind: str, cases: Sequence[Any]) -> list[Any]:
+    """The cases that --cases names. Raises Refused."""
+    named = {tables.NAMES[kind](case.as_dict()): case for case in cases}
+    found = [case for name, case in named.items() if options.cases.search(name)]
     if not found:
-        raise opt.Refused(f"--suite {options.suite} has no such heads, topk and formats")
-    return found, suite.peers and not options.ours_only
+        raise opt.Refused(f"--cases: no case has a match; there are {'; '.join(named)}")
+    return found
+
+
+def chosen_cases(options: argparse.Namespace) -> list[Case]:
+    """The cases that the options name, all of the first format first. Raises Refused."""
+    heads, topk = options.heads or [16, 128], options.topk or [2048]
+    asked = SUITES[options.suite] if options.suite else [(batch.spec, heads, topk) for batch in options.batches]
+    found = [
+        Case(spec, heads, topk, fmt)
+        for fmt in options.formats
+        for spec, of_heads, of_topk in asked
+        for topk, heads in itertools.product(of_topk, of_heads)
+        if heads in (options.heads or [heads]) and topk in (options.topk or [topk])
+    ]
+    if not found:
+        raise opt.Refused(f"--suite {options.suite} has no such heads and topk")
+    return found
 
 
 def run(options: argparse.Namespace) -> int:
-    chosen, with_peers = chosen_cases(options)
+    chosen = chosen_cases(options)
     opt.require_gpu()
-    one = partial(measure, before=products(SETS))
-    return measure_batches(options, "kernels", chosen, one, with_peers)
+    return measure_batches(options, "kernels", chosen, partial(measure, before=products(SETS)))
 
 
 def measure_batches(
-    options: argparse.Namespace, kind: str, cases: Sequence[Any], measure: Callable[..., dict[str, Any]], peers: bool
+    options: argparse.Namespace, kind: str, cases: Sequence[Any], measure: Callable[..., dict[str, Any]]
 ) -> int:
-    """`measure_cases` of batches. `measure` also gets caches, the names of loaded peers if wanted, and rounds."""
+    """`measure_cases` of batches. `measure` also gets caches, the names of loaded peers, and rounds."""
     opt.require_gpu()
-    console = Console(stderr=True, highlight=False)
-    found = peer_kernels.load(options.peers, options.vllm) if peers else {}
-    loaded = say(found, console)
+    found = {} if options.ours_only else peer_kernels.load(options.peers, options.vllm)
     torch.manual_seed(0)
     caches = Caches(max(case.requests.cached for case in cases))
-    one = partial(measure, caches=caches, loaded=loaded, rounds=options.rounds)
-    return measure_cases(options, kind, cases, one, found, console)
-
-
-def say(peers: dict[str, str], console: Console) -> set[str]:
-    """Names peers with their versions, or why they are missing. Returns those that are there."""
-    for name, version in peers.items():
-        console.print(f"{name}: {version}", markup=False, soft_wrap=True)
-    return {name for name, version in peers.items() if not version.startswith("missing")}
+    return measure_cases(options, kind, cases, partial(measure, caches=caches), found)
 
 
 def measure_cases(
     options: argparse.Namespace,
     kind: str,
     cases: Sequence[Any],
-    measure: Callable[[Any], dict[str, Any]],
+    measure: Callable[..., dict[str, Any]],
     peers: dict[str, str],
-    console: Console,
 ) -> int:
     """Measures one case after the other, prints and writes what was found. A case that fails does not stop the others.
 
-    The exit status is 1 if a case failed, or if the time was over before all were measured.
+    `peers` are versions by name, or why they are missing. The exit status is 1 if a case failed, or if the time was
+    over before all were measured.
     """
-    results, began = [], time.monotonic()
+    console, results, began = Console(stderr=True, highlight=False), [], time.monotonic()
+    say = partial(console.print, markup=False, soft_wrap=True)
+    for name, version in peers.items():
+        say(f"{name}: {version}")
+    loaded = {name for name, version in peers.items() if not version.startswith("missing")}
     for number, case in enumerate(cases, 1):
         if time.monotonic() - began > options.limit_s:
-            console.print(f"--limit-s {options.limit_s:g} is over: {len(cases) - number + 1} cases were not measured")
+            say(f"--limit-s {options.limit_s:g} is over: {len(cases) - number + 1} cases were not measured")
             break
-        entry, name = {"case": case.as_dict()}, name_of(kind, case)
+        entry = {"case": case.as_dict()}
+        name = tables.NAMES[kind](entry["case"])
         try:
-            entry |= measure(case)
+            entry |= measure(case, loaded=loaded, rounds=options.rounds)
+            print(f"{number} of {len(cases)}: {name}: {tables.kernel_line(entry)}", flush=True)
         except (RuntimeError, ValueError, WrongResult) as error:
             entry["error"] = timing.first_line(error)
         results.append(entry)
-        if "error" not in entry:
-            print(f"{number} of {len(cases)}: {name}: {tables.kernel_line(entry)}", flush=True)
         for who, why in ({"mla_backend": entry["error"]} if "error" in entry else entry["failed"]).items():
-            console.print(f"{who} failed for {name}: {why}", markup=False, soft_wrap=True)
+            say(f"{who} failed for {name}: {why}")
     if results:
         result_file.write(options.output, results, console, benchmark=kind, peers=peers)
     return 1 if len(results) < len(cases) or any("error" in result for result in results) else 0

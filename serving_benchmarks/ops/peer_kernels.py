@@ -3,9 +3,7 @@
 FlashMLA and FlashAttention 3 are called as vLLM calls them, but without vLLM: each library registers its ops with
 torch, and that is enough. FlashInfer is a Python package that compiles its kernel with nvcc at the first call.
 
-`Peer.prepare` does what serving does once a step, outside of any timing: it reshapes lists and makes schedules. It
-returns the call to be timed, and the tensor that the call writes to. Heads are padded outside of the call, which a
-layer does before it.
+`Peer.prepare` does what serving does once a step, outside of any timing: it reshapes lists and makes schedules.
 """
 
 import ctypes
@@ -25,10 +23,7 @@ from serving_benchmarks.ops import peers, timing
 
 LATENT = 512
 FLASHINFER = "flashinfer-python==0.7.2.post1"
-FP8_TENSOR_SCALE = 2.0**-8
-"""What rows with one scale for a whole cache are divided by."""
-FLASHINFER_WORKSPACE = 128 * 2**20
-"""Bytes for partial results."""
+FP8_TENSOR_SCALE = 2.0**-8  # what rows with one scale for a whole cache are divided by
 
 
 @dataclass
@@ -84,12 +79,9 @@ class Peer:
 
 
 def flashmla_decode(problem: Problem, cache: Tensor, one_batch: bool = False) -> Prepared:
-    """FlashMLA's decode kernel on FP8 rows of 656 or 584 bytes: `flash_mla_with_kvcache(is_fp8_kvcache=True, ...)`.
-
-    It runs 64 or 128 heads, so fewer are padded. vLLM makes the schedule once a step, for all layers. With fewer than
-    32 heads and 656 bytes vLLM passes all tokens as one request (`one_batch`), otherwise requests are a dimension of
-    their own. The tokens of a request have one length in the second cache.
-    """
+    """FlashMLA's decode kernel on FP8 rows of 656 or 584 bytes. It runs 64 or 128 heads, so fewer are padded. With less
+    than 32 heads and 656 bytes vLLM passes all tokens as one request (`one_batch`), otherwise requests are a dimension
+    of their own. The tokens of a request have one length in the second cache."""
     tokens, heads, _ = problem.q.shape
     shape = (1, tokens) if one_batch else (tokens // problem.queries, problem.queries)
     q, pad = _padded(problem.q, 64 if heads <= 64 else 128)
@@ -105,34 +97,22 @@ def flashmla_decode(problem: Problem, cache: Tensor, one_batch: bool = False) ->
     rest = extra, lists, lengths, LATENT, problem.scale, out
     attend = torch.ops._flashmla_C.sparse_decode_fwd
     schedule = attend(*arguments, None, None, *rest)[2:4]
-    return Prepared(
-        lambda: attend(*arguments, *schedule, *rest),
-        out.view(tokens, -1, LATENT)[:, :heads],
-        pad,
-    )
+    return Prepared(lambda: attend(*arguments, *schedule, *rest), out.view(tokens, -1, LATENT)[:, :heads], pad)
 
 
 def flashmla_prefill(problem: Problem, cache: Tensor) -> Prepared:
-    """FlashMLA's prefill kernel on a BF16 cache: `flash_mla_sparse_fwd`. Heads are padded to a multiple of 64.
-
-    With an FP8 cache vLLM first copies whole sequences into a BF16 workspace. That copy is not timed.
-    """
+    """FlashMLA's prefill kernel on a BF16 cache. Heads are padded to a multiple of 64."""
     tokens, heads = problem.q.shape[:2]
     q, pad = _padded(problem.q, -(-heads // 64) * 64)
     out = torch.empty((*q.shape[:2], LATENT), dtype=q.dtype, device=q.device)
     rows, indices = cache.view(-1, 1, cache.shape[-1]), problem.indices.view(tokens, 1, -1)
-    return Prepared(
-        lambda: torch.ops._flashmla_C.sparse_prefill_fwd(q, rows, indices, problem.scale, LATENT, None, None, out),
-        out[:, :heads],
-        pad,
-    )
+    arguments = q, rows, indices, problem.scale, LATENT, None, None, out
+    return Prepared(lambda: torch.ops._flashmla_C.sparse_prefill_fwd(*arguments), out[:, :heads], pad)
 
 
 def fa3(problem: Problem, cache: Tensor) -> Prepared:
     """FlashAttention 3 on a BF16 cache: every token is a request, its index list a block table of pages of one token.
-
-    vLLM gives it no schedule and lets it choose the splits, so both are part of the call.
-    """
+    vLLM gives it no schedule and lets it choose the splits, so both are part of the call."""
     longest = problem.indices.shape[1]
     tokens = DenseProblem(problem.q.unsqueeze(1), problem.indices, problem.counts, problem.scale, longest)
     return _fa3(tokens, cache.view(-1, 1, 1, cache.shape[-1]), None)
@@ -199,12 +179,9 @@ def _fa3(problem: DenseProblem, pages: Tensor, schedule: Tensor | None) -> Prepa
 
 
 def flashinfer(problem: Problem, cache: Tensor) -> Prepared:
-    """FlashInfer's MLA decode for SM90: every token is a request with pages of one token, as in vLLM.
-
-    It reads 16-bit rows and FP8 rows with one scale, with or without rope. Its functions for sparse MLA, DeepSeek-V4's
-    among them, need SM100 or newer. It plans from the lists' lengths on the host, once a step. Lists with padding are
-    packed here, which is not timed.
-    """
+    """FlashInfer's MLA decode for SM90: every token is a request with pages of one token, as in vLLM. It reads 16-bit
+    rows and FP8 rows with one scale, and plans from the lists' lengths on the host, once a step. Lists with padding are
+    packed here, which is not timed."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
 
     tokens, heads, _ = problem.q.shape
@@ -219,7 +196,7 @@ def flashinfer(problem: Problem, cache: Tensor) -> Prepared:
         scales = dict.fromkeys(("ckv_scale", "kpe_scale"), problem.more["cache_scale"])
     buffers = (torch.empty_like(tensor) for tensor in metadata)  # a graph reads these, plan() fills them
     wrapper = BatchMLAPagedAttentionWrapper(
-        torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device),
+        torch.empty(128 * 2**20, dtype=torch.uint8, device=device),
         use_cuda_graph=True,
         **dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), buffers, strict=True)),
         backend="fa3",
@@ -261,11 +238,8 @@ DENSE: dict[str, PrepareDense] = {"flashmla": flashmla_dense, "fa3": fa3_dense}
 
 
 def load(folder: Path | None, version: str) -> dict[str, str]:
-    """Loads each peer's library, and returns its name and version, or why it is missing, as "missing: ...".
-
-    FlashMLA and FA3 come from `folder`, or from an installed vllm if it is None. All versions of vLLM register their
-    ops under the same name, so a process can load one of them only.
-    """
+    """Loads each peer's library, and returns its name and version, or why it is missing, as "missing: ...". FlashMLA
+    and FA3 come from `folder`, or from an installed vllm if it is None."""
     found = {}
     if folder is None:
         installed = importlib.util.find_spec("vllm")

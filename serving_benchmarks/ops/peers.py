@@ -8,7 +8,6 @@ FlashInfer is installed with pip instead: see peer_kernels.
 import argparse
 import hashlib
 import lzma
-import re
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 from serving_benchmarks import options as opt
+from serving_benchmarks.results.file import replace
 
 VERSIONS = ("0.23.0", "0.33.0")
 """The newest built for torch 2.11, and the newest."""
@@ -30,14 +30,10 @@ class PeerError(Exception):
 
 def download(version: str, folder: Path) -> Path:
     """The wheel of this version of vLLM for Python 3.12 on Linux, x86-64, whatever Python runs here."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        + ["--python-version", "3.12", "--implementation", "cp", "--abi", "cp312", "--abi", "abi3"]
-        + [f"--platform=manylinux_2_{glibc}_x86_64" for glibc in (28, 31, 35)]
-        + ["--dest", str(folder), f"vllm=={version}"],
-        capture_output=True,
-        text=True,
-    )
+    words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder), f"vllm=={version}"]
+    words += ["--python-version", "3.12", "--implementation", "cp", "--abi", "cp312", "--abi", "abi3"]
+    words += [f"--platform=manylinux_2_{glibc}_x86_64" for glibc in (28, 31, 35)]
+    done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
     wheels = sorted(folder.glob(f"vllm-{version}-*.whl"))
     if done.returncode or not wheels:
         last = (done.stderr.strip() or "pip downloaded no wheel").splitlines()[-1]
@@ -47,22 +43,16 @@ def download(version: str, folder: Path) -> Path:
 
 def pack(wheel: Path, folder: Path) -> list[Path]:
     """Copies the libraries from a wheel of vLLM to folder/vllm-VERSION/, compressed."""
-    named = re.match(r"vllm-([^-]+)-", wheel.name)
-    if not named:
-        raise PeerError(f"{wheel.name} is no wheel of vllm")
-    target = folder / f"vllm-{named[1]}"
-    packed = []
+    target, packed = folder / "-".join(wheel.name.split("-")[:2]), []
     try:
         with zipfile.ZipFile(wheel) as archive:
-            missing = [path for path in LIBRARIES.values() if f"vllm/{path}" not in archive.namelist()]
-            if missing:
-                raise PeerError(f"{wheel.name} has no {' and no '.join(missing)}")
-            target.mkdir(parents=True, exist_ok=True)
-            for path in LIBRARIES.values():
-                packed.append(target / f"{Path(path).name}.xz")
-                packed[-1].write_bytes(lzma.compress(archive.read(f"vllm/{path}"), preset=1))
-    except zipfile.BadZipFile as error:
-        raise PeerError(f"{wheel.name} is broken: {error}") from error
+            libraries = [archive.read(f"vllm/{path}") for path in LIBRARIES.values()]
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise PeerError(f"{wheel.name} is broken, or no wheel of vllm for CUDA: {error}") from error
+    target.mkdir(parents=True, exist_ok=True)
+    for path, library in zip(LIBRARIES.values(), libraries, strict=True):
+        packed.append(target / f"{Path(path).name}.xz")
+        packed[-1].write_bytes(lzma.compress(library, preset=1))
     return packed
 
 
@@ -74,20 +64,13 @@ def find(name: str, folder: Path, version: str) -> Path:
             return library
         packed = library.with_name(library.name + ".xz")
         if packed.is_file():
-            return _unpacked(packed)
+            content = packed.read_bytes()
+            unpacked = Path(tempfile.gettempdir()) / f"peers-{hashlib.sha256(content).hexdigest()[:16]}" / library.name
+            if not unpacked.is_file():
+                unpacked.parent.mkdir(exist_ok=True)
+                replace(unpacked, lzma.decompress(content))
+            return unpacked
     raise PeerError(f"{folder} has no {Path(inside).name} of vllm {version}; the command `peers` fetches it")
-
-
-def _unpacked(packed: Path) -> Path:
-    content = packed.read_bytes()
-    folder = Path(tempfile.gettempdir()) / f"peers-{hashlib.sha256(content).hexdigest()[:16]}"
-    library = folder / packed.name.removesuffix(".xz")
-    if not library.is_file():
-        folder.mkdir(exist_ok=True)
-        half_written = library.with_suffix(".part")
-        half_written.write_bytes(lzma.decompress(content))
-        half_written.rename(library)
-    return library
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +82,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     try:
         with tempfile.TemporaryDirectory() as downloads:
-            wheels = options.wheels or (download(version, Path(downloads)) for version in options.vllm)
-            for wheel in wheels:
+            for wheel in options.wheels or (download(version, Path(downloads)) for version in options.vllm):
                 for packed in pack(wheel, options.folder):
                     print(f"{packed.stat().st_size / 2**20:6.1f} MiB  {packed}")
     except (PeerError, OSError) as error:

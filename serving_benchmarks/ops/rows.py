@@ -1,8 +1,7 @@
 """Sparse attention on a GPU on rows other than fp8_ds_mla, versus FlashMLA and FlashInfer.
 
-DeepSeek-V4's rows have 584 bytes. CONFIG1 to CONFIG4 and `long` are the cases that FlashMLA measures itself. V4-Flash
-and V4-Pro are what one of eight GPUs attends to. Rows without rope (bf16_512) have the same lists as bf16 rows.
-Candidates are timed and checked as those of `kernels` are.
+CONFIG1 to CONFIG4 and `long` are the cases that FlashMLA measures itself. V4-Flash and V4-Pro are what one of eight
+GPUs attends to. Candidates are timed and checked as those of `kernels` are.
 """
 
 import argparse
@@ -40,7 +39,6 @@ class Case(CaseOfBatch):
 
 
 def cases() -> list[Case]:
-    """All of them, in the order of measuring."""
     found: list[Case] = []
 
     def add(name: str, fmt: str, heads: Sequence[int], requests: Sequence[int], spec: str, topk: int, **more: Any):
@@ -98,4 +96,4 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     chosen = kernels.asked_for(options, "rows", cases())
-    return kernels.measure_batches(options, "rows", chosen, measure, not options.ours_only)
+    return kernels.measure_batches(options, "rows", chosen, measure)

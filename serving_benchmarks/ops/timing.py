@@ -1,8 +1,6 @@
 """The one timer: candidates are timed in rounds, interleaved, so that a machine that slows down slows all of them.
 
 A candidate is a clock: a function that takes the number of the round and returns the seconds that one call took.
-`cpu_clock` calls a function for a while; `Burst.clock` times calls on a GPU. `measure` checks candidates on a GPU, and
-then times them.
 """
 
 import math
@@ -57,26 +55,6 @@ def interleaved(candidates: Mapping[str, Clock], *, rounds: int) -> dict[str, Ti
     return {name: Timing.of(taken) for name, taken in samples.items()}
 
 
-def cpu_clock(call: Callable[[int], object], burst_seconds: float) -> Clock:
-    """One call that is not counted, then calls for `burst_seconds`, two at least; their median.
-
-    `call` gets the number of the round, so that it can rotate its inputs.
-    """
-
-    def seconds(number: int) -> float:
-        call(number)
-        burst_ends = time.perf_counter() + burst_seconds
-        burst: list[float] = []
-        while len(burst) < 2 or time.perf_counter() < burst_ends:
-            begin = time.perf_counter()
-            call(number)
-            burst.append(time.perf_counter() - begin)
-        # one number a round, lest a fast moment with its many calls outvote the slow ones
-        return statistics.median(burst)
-
-    return seconds
-
-
 @dataclass
 class Burst:
     """Calls on a GPU that are timed together. It keeps them, and with them the memory that a graph reads and writes."""
@@ -108,10 +86,8 @@ class Burst:
 
 
 def capture(calls: Sequence[Call], seconds: float = GRAPH_SECONDS) -> Burst:
-    """A graph of all calls in their order, repeated until it lasts so many seconds.
-
-    The calls should differ in their inputs, so that none finds its own in the cache.
-    """
+    """A graph of all calls in their order, repeated until it lasts so many seconds. The calls should differ in their
+    inputs, so that none finds its own in the cache."""
     for call in calls:  # loads kernels, so that capturing does not have to
         call()
     once = _captured(calls, passes=1)

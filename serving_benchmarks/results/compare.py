@@ -14,26 +14,20 @@ import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
 from serving_benchmarks.ops.timing import Timing
 from serving_benchmarks.options import Refused
 from serving_benchmarks.results import runs, tables
-from serving_benchmarks.results.file import NotUnderstood, ResultFile
+from serving_benchmarks.results.file import NotUnderstood, ResultFile, machine
 from serving_benchmarks.results.file import console as terminal
 from serving_benchmarks.results.file import show as show_table
 from serving_benchmarks.results.kinds import KINDS, LACKS, Seconds, Timed, load
 
-SHOULD_BE_EQUAL = ("cpu.model", "cpu.cores", "driver", "torch.version", "torch.threads", "vllm.version", "sglang")
-SHOULD_BE_EQUAL += ("peers", "model", "settings")
+SHOULD_BE_EQUAL = ("cpu", "driver", "torch", "vllm", "sglang", "peers", "model", "settings")
 """Of the environments, next to the machine. Where these differ, the cause of a change may not be ours."""
-
-
-def reach(rounds: int) -> float:
-    """How many times as far as the quartiles the spread reaches from the median. With it, two spreads of rounds of one
-    normal distribution lie apart in less than 3 % of cases, from two rounds up."""
-    return max(1.0, 36 / rounds**1.5)
 
 
 @dataclass(frozen=True)
@@ -41,22 +35,22 @@ class Span:
     """Seconds, or a share of a peer's, and its spread."""
 
     value: float
-    low: float
-    high: float
+    low: float = 0.0
+    high: float = math.inf
     rounds: tuple[float, ...] = ()
     """What each round took, if it is known and peers were interleaved."""
 
     @classmethod
     def of(cls, seconds: Seconds, interleaved: bool = False) -> "Span":
         if isinstance(seconds, list):
-            return cls._of_timing(Timing.of(seconds).as_dict(), tuple(seconds) if interleaved else ())
-        if isinstance(seconds, dict) and seconds["rounds"] > 1:
-            return cls._of_timing(seconds)
-        return cls(seconds["median"] if isinstance(seconds, dict) else seconds, 0.0, math.inf)
-
-    @classmethod
-    def _of_timing(cls, timing: dict[str, float], rounds: tuple[float, ...] = ()) -> "Span":
-        median, far = timing["median"], reach(timing["rounds"])
+            timing, rounds = Timing.of(seconds).as_dict(), tuple(seconds) if interleaved else ()
+        else:
+            timing, rounds = seconds if isinstance(seconds, dict) else {"median": seconds, "rounds": 1}, ()
+        median = timing["median"]
+        if timing["rounds"] < 2:
+            return cls(median)
+        # so far, two spreads of rounds of one normal distribution lie apart in less than 3 % of cases, from two rounds
+        far = max(1.0, 36 / timing["rounds"] ** 1.5)
         low, high = (far * math.log(timing[name] / median) for name in ("lower_quartile", "upper_quartile"))
         return cls(median, median * math.exp(low), median * math.exp(min(high, 700)), rounds)  # no time is below 0
 
@@ -83,27 +77,23 @@ class Change:
     """The spreads don't overlap."""
     spread_known: bool
 
-    def beyond(self, limit: float) -> bool:
-        return self.ratio > 1 + limit
+    def slower(self, limit: float) -> bool:
+        return self.sure and self.ratio > 1 + limit
 
     def verdict(self, limit: float) -> str | None:
         """None if there is nothing to say."""
         if self.sure and self.ratio != 1:
-            if self.ratio < 1:
-                return "faster"
-            return "slower" if self.beyond(limit) else "slower, within the limit"
-        if not self.beyond(limit):
+            return "faster" if self.ratio < 1 else "slower" if self.slower(limit) else "slower, within the limit"
+        if self.ratio <= 1 + limit:
             return None
         return "not sure: within the spread" if self.spread_known else "not sure: measured once"
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     changes: list[Change]
+    no_longer: dict[str, str]  # cases that ran in the old file and failed in the new one, with their errors
     only_old: list[str]
     only_new: list[str]
-    no_longer: dict[str, str]
-    """Cases that ran in the old file and failed in the new one, with their errors."""
     warnings: list[str]
 
 
@@ -113,7 +103,8 @@ def compare(old: ResultFile, new: ResultFile) -> Comparison:
         raise NotUnderstood(f"{old.path} is of {old.kind}, {new.path} of {new.kind}: only files of one kind compare")
     if KINDS[old.kind].timed is None:
         raise NotUnderstood(f"{old.path}: files of {old.kind} have no times to compare")
-    before, after = timed(old), timed(new)
+    # all of ours that was timed, by case and what of it; of what was measured twice the last counts
+    before, after = ({(one.case, one.what): one for one in KINDS[old.kind].timed(file)} for file in (old, new))
     name_of = KINDS[old.kind].name_of
     failed = {name_of(result): str(result["error"]) for result in new.results if result.get("error")}
     no_longer = {case: failed[case] for case, _ in before if case in failed}
@@ -123,19 +114,7 @@ def compare(old: ResultFile, new: ResultFile) -> Comparison:
     interleaved = runs.interleaved(old.environment), runs.interleaved(new.environment)
     changes = [_change(key, (before[key], after[key]), interleaved) for key in common]
     only_old = [case for case in _only(before, after) if case not in failed]
-    return Comparison(changes, only_old, _only(after, before), no_longer, _warnings(old, new))
-
-
-def timed(file: ResultFile) -> dict[tuple[str, str], Timed]:
-    """Everything of ours that was timed, by case and what of it. A case that was measured twice gets a number."""
-    found: dict[tuple[str, str], Timed] = {}
-    for one in KINDS[file.kind].timed(file):
-        key, again = (one.case, one.what), 1
-        while key in found:
-            again += 1
-            key = (f"{one.case} ({again})", one.what)
-        found[key] = one
-    return found
+    return Comparison(changes, no_longer, only_old, _only(after, before), _warnings(old, new))
 
 
 def _change(key: tuple[str, str], pair: tuple[Timed, Timed], interleaved: tuple[bool, bool]) -> Change:
@@ -165,56 +144,47 @@ def _only(these: dict[tuple[str, str], Timed], others: dict[tuple[str, str], Tim
 
 
 def _warnings(old: ResultFile, new: ResultFile) -> list[str]:
-    pairs = {"machine": (old.machine, new.machine)}
-    for name in SHOULD_BE_EQUAL:
-        outer, _, inner = name.partition(".")
-        sides = old.environment.get(outer), new.environment.get(outer)
-        pairs[name] = tuple((side or {}).get(inner) for side in sides) if inner else sides
-    told: dict[tuple[str, str], str] = {}  # a CPU that is the machine is told of once
+    sides = old.environment, new.environment
+    pairs = {
+        "machine": tuple(map(machine, sides)),
+        **{name: [of.get(name) for of in sides] for name in SHOULD_BE_EQUAL},
+    }
+    told = []
     for name, (before, after) in pairs.items():
-        if before != after:
-            if isinstance(before, dict) and isinstance(after, dict):
-                names = [key for key in {**before, **after} if before.get(key) != after.get(key)]
-                before, after = (", ".join(f"{key} {side.get(key)}" for key in names) for side in (before, after))
-            told.setdefault((str(before), str(after)), name)
-    return [f"different {name}: {before} and {after}" for (before, after), name in told.items()]
-
-
-def _seconds(value: float) -> str:
-    unit, size = ("s", 1) if value >= 1 else ("ms", 1e-3) if value >= 1e-3 else ("us", 1e-6)
-    return f"{value / size:.4g} {unit}"
+        if isinstance(before, dict) and isinstance(after, dict):
+            names = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+            before, after = (", ".join(f"{key} {side.get(key)}" for key in names) for side in (before, after))
+        told += [f"different {name}: {before} and {after}"] if before != after else []
+    return told
 
 
 def show(comparison: Comparison, limit: float, console: Console) -> None:
     """Prints what changed, worst first. Prints one line if nothing did."""
-    for warning in comparison.warnings:
-        console.print(f"warning: {warning}")
     told = [(change, change.verdict(limit)) for change in comparison.changes]
     told = sorted((pair for pair in told if pair[1]), key=lambda pair: -pair[0].ratio)
+    lines = [f"no longer runs: {case}: {why}" for case, why in comparison.no_longer.items()]
+    lines += [f"only in the old file: {case}" for case in comparison.only_old]
+    lines += [f"only in the new file: {case}" for case in comparison.only_new]
+    console.print(*(f"warning: {warning}\n" for warning in comparison.warnings), sep="", end="")
     if told:
-        headings, rows = ("case", "what", "", "of", "old", "new", "old share", "new share", "change"), []
+        headings, rows = ("case", "what", "", "of", "old, us", "new, us", "old share", "new share", "change"), []
         for change, text in told:
             shares = [f"{share:.3f}" for share in change.shares] if change.shares else ["", ""]
-            row = [change.case, change.what, text, change.peer or "", *map(_seconds, change.seconds), *shares]
-            rows.append([*row, f"{change.ratio - 1:+.1%}"])
+            times = [f"{seconds * 1e6:.6g}" for seconds in change.seconds]
+            row = [change.case, change.what, text, change.peer or "", *times, *shares, f"{change.ratio - 1:+.1%}"]
+            rows.append(row)
         show_table(headings, rows, words=4, width=console.width)
-    for case, why in comparison.no_longer.items():
-        console.print(f"no longer runs: {case}: {why}")
-    for where, cases in (("old", comparison.only_old), ("new", comparison.only_new)):
-        for case in cases:
-            console.print(f"only in the {where} file: {case}")
     counts = {text: sum(one == text for _, one in told) for text in dict.fromkeys(text for _, text in told)}
     summary = ", ".join(f"{count} {text}" for text, count in counts.items()) or "nothing changed beyond its spread"
-    console.print(f"{len(comparison.changes)} times compared, limit {limit * 100:g}%: {summary}")
+    lines.append(f"{len(comparison.changes)} times compared, limit {limit * 100:g}%: {summary}")
+    console.print("\n".join(lines))
 
 
 def limit_type(text: str) -> float:
     """A share, from a percentage. A number between 0 and 1 without a sign could be either."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
-    if not found:
+    if not found or (not found[2] and 0 < float(found[1]) < 1):
         raise argparse.ArgumentTypeError(f"must be a percentage from 0 up, such as 5%; got {text!r}")
-    if not found[2] and 0 < float(found[1]) < 1:
-        raise argparse.ArgumentTypeError(f"must say what it is, {float(found[1]) * 100:g}% or {text}%; got {text!r}")
     return float(found[1]) / 100
 
 
@@ -234,5 +204,4 @@ def run(options: argparse.Namespace) -> int:
         raise Refused(f"{options.old} and {options.new} can't be compared: {error!r}") from error
     console = terminal()
     show(comparison, options.limit, console if console.is_terminal else terminal(180))
-    slower = any(change.sure and change.beyond(options.limit) for change in comparison.changes)
-    return 1 if slower or comparison.no_longer else 0
+    return 1 if comparison.no_longer or any(change.slower(options.limit) for change in comparison.changes) else 0

@@ -13,7 +13,6 @@ example inside a code fence is left alone.
 
 import argparse
 import difflib
-import io
 import re
 from pathlib import Path
 
@@ -25,63 +24,46 @@ ROOT = Path(__file__).parents[2]
 MAKERS = {maker: kind for kind, described in kinds.KINDS.items() for maker in described.makers}
 """What a page can ask for, and of which kind the files have to be."""
 PICTURE, PICTURE_OF = "docs/speed.png", "results/h100/kernels.json"
-PICTURE_DOTS = 160
-"""An inch: with 1280 dots it is sharp where a page shows it 800 wide."""
-MARKED = re.compile(r"<!-- numbers: (?P<what>[^<>]*?) -->(?P<text>.*?)<!-- end of numbers -->", re.DOTALL)
+MARKED = re.compile(r"(?<=<!-- numbers: )(?P<what>[^<>]*?) -->(?P<text>.*?)<!-- end of numbers -->", re.DOTALL)
 FENCED = re.compile(r"^[ \t]*```.*?^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 CASE = "case."
 MARK = re.compile(r"<!-- (?:numbers:|end of numbers)")
 
 
-class DocsError(Refused):
-    """A page that can't be written: the text names the page, the line and what is wrong."""
-
-
-def pages(root: Path) -> list[Path]:
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
-
-
 def rewritten(page: Path, root: Path) -> str:
-    """The text of a page with the numbers that the files have now. Raises DocsError."""
-    text = page.read_text()
+    """The text of a page with the numbers that the files have now. Raises Refused."""
+    text, parts, done = page.read_text(), [], 0
     marks = FENCED.sub(lambda fenced: re.sub(r"[^\n]", " ", fenced[0]), text)
-
-    def line(position: int) -> str:
-        return f"{page.relative_to(root)}, line {text.count(chr(10), 0, position) + 1}"
-
     blocks = list(MARKED.finditer(marks))
-    for mark in MARK.finditer(marks):
-        if not any(block.start() <= mark.start() < block.end() for block in blocks):
-            raise DocsError(f"{line(mark.start())}: a mark without its other half: {mark[0]}")
-    parts, done = [], 0
+    if len(MARK.findall(marks)) != 2 * len(blocks):
+        raise Refused(f"{page.relative_to(root)}: a mark without its other half")
     for block in blocks:
-        if MARK.search(block["text"]):
-            raise DocsError(f"{line(block.start())}: a block within a block, or one that does not end")
-        made = make(block["what"], page.parent, root, line(block.start()))
+        where = f"{page.relative_to(root)}, line {text.count(chr(10), 0, block.start()) + 1}"
+        made = make(block["what"], page.parent, root, where)
         if MARK.search(made):
-            raise DocsError(f"{line(block.start())}: the text of a result file has a mark in it")
+            raise Refused(f"{where}: the text of a result file has a mark in it")
         parts += [text[done : block.start("text")], f"\n{made.strip()}\n"]
         done = block.end("text")
     return "".join([*parts, text[done:]])
 
 
 def make(what: str, folder: Path, root: Path, where: str) -> str:
-    """The text of one block. Raises DocsError."""
+    """The text of one block. Raises Refused: the text names the page, the line and what is wrong."""
     maker, *words = what.split() or [""]
     if maker not in MAKERS:
-        raise DocsError(f"{where}: {maker!r} is not one of {', '.join(MAKERS)}")
+        raise Refused(f"{where}: {maker!r} is not one of {', '.join(MAKERS)}")
     parameters = dict(word.split("=", 1) for word in words if "=" in word)
     only = {name: parameters.pop(name) for name in [*parameters] if name.startswith(CASE)}
     names = [word for word in words if "=" not in word]
     if not names:
-        raise DocsError(f"{where}: {maker} names no result file")
+        raise Refused(f"{where}: {maker} names no result file")
     try:
         reports = [_with_cases(_load(name, MAKERS[maker], (root, folder)).report, only) for name in names]
         return kinds.KINDS[MAKERS[maker]].makers[maker](*reports, **parameters)
     except NotUnderstood as error:
-        raise DocsError(f"{where}: {error}") from None
+        raise Refused(f"{where}: {error}") from None
     except kinds.LACKS as error:
-        raise DocsError(f"{where}: {maker} can't be made of {' '.join(words)}: {error!r}") from error
+        raise Refused(f"{where}: {maker} can't be made of {' '.join(words)}: {error!r}") from error
 
 
 def _load(name: str, kind: str, folders: tuple[Path, ...]) -> ResultFile:
@@ -108,10 +90,8 @@ def picture(root: Path, *, check: bool) -> bool:
     source, target = root / PICTURE_OF, root / PICTURE
     if not source.is_file():
         return False
-    try:
-        from serving_benchmarks.results import pictures
-    except ImportError as error:
-        raise Refused(f"{PICTURE} needs matplotlib: pip install matplotlib ({error})") from None
+    from serving_benchmarks.results import pictures
+
     try:
         figure, numbers = pictures.decode_bars(kinds.load(source).report)
     except kinds.LACKS as error:
@@ -120,15 +100,11 @@ def picture(root: Path, *, check: bool) -> bool:
     if target.is_file() and f"{pictures.NUMBERS}\0{numbers}".encode() in target.read_bytes():
         return False
     if not check:
-        drawn = io.BytesIO()
-        pictures.save(figure, drawn, PICTURE_DOTS, numbers)
-        replace(target, drawn.getvalue())
+        replace(target, pictures.png(figure, numbers))
     return True
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "makers, each with the kind of its files:\n" + "\n".join(f"  {m} ({k})" for m, k in MAKERS.items())
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something differs")
     parser.add_argument("--root", type=Path, default=ROOT, help="the source tree; default: where this file lies")
 
@@ -137,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     root = options.root.resolve()
     if not (root / "README.md").is_file():
         raise Refused(f"--root: {root} is no source tree: it has no README.md")
-    texts = {page: rewritten(page, root) for page in pages(root)}
+    texts = {page: rewritten(page, root) for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]}
     changed = [page for page, text in texts.items() if text != page.read_text()]
     for page in changed:
         name = str(page.relative_to(root))

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-KERNELS_KEPT = 40
-"""In a result file, the longest ones; the rest is summed up in one line."""
-THE_REST = "all others"
+KERNELS_KEPT = 40  # in a result file, the longest ones; the rest is summed up in one line
 ATTENTION = re.compile(
     r"mla::cuda::.*(attention_kernel|merge_cut_tokens_kernel|merge_kernel)"  # ours on a GPU
     r"|mla_backend::(sparse_attention|merge_partials)"  # ours on a CPU
@@ -62,11 +60,8 @@ class KernelTimes:
 
 
 def own_times(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, int, float]]:
-    """Name, calls and time of kernels, from when each began and ended.
-
-    Of a kernel that began before those before it had ended, only the time after them counts: launched early
-    (programmatic dependent launch), it has waited for them.
-    """
+    """Name, calls and time of kernels, from when each began and ended. Of one that began before those before it had
+    ended, only the time after them counts: launched early (programmatic dependent launch), it has waited for them."""
     found: dict[str, tuple[int, float]] = {}
     busy_until = float("-inf")
     for name, begin, end in sorted(spans, key=lambda span: span[1:]):
@@ -78,23 +73,17 @@ def own_times(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, int,
 
 def table(kernels: Iterable[tuple[str, int, float]]) -> dict[str, Any]:
     """What a result file says of kernels: totals, and by falling time the longest of them and those that attend."""
-    found = [(*kernel, bool(ATTENTION.search(kernel[0]))) for kernel in sorted(kernels, key=lambda kernel: -kernel[2])]
-    total = sum(time for _, _, time, _ in found)
-    attention = sum(time for _, _, time, attends in found if attends)
-    short = found[KERNELS_KEPT:]
-    rows = found[:KERNELS_KEPT] + [kernel for kernel in short if kernel[3]]
-    rest = [kernel for kernel in short if not kernel[3]]
+    rows = [
+        {"name": name, "calls": calls, "total_us": time, "attention": bool(ATTENTION.search(name))}
+        for name, calls, time in sorted(kernels, key=lambda kernel: -kernel[2])
+    ]
+    kept = [row for place, row in enumerate(rows) if place < KERNELS_KEPT or row["attention"]]
+    rest = [row for row in rows if row not in kept]
     if rest:
-        rows.append((THE_REST, sum(calls for _, calls, _, _ in rest), sum(time for _, _, time, _ in rest), False))
-    return {
-        "total_us": total,
-        "attention_us": attention,
-        "attention_share": attention / total if total else 0.0,
-        "kernels": [
-            {"name": name, "calls": calls, "total_us": time, "share": time / total, "attention": attends}
-            for name, calls, time, attends in rows
-        ],
-    }
+        sums = {name: sum(row[name] for row in rest) for name in ("calls", "total_us")}
+        kept.append({"name": "all others", **sums, "attention": False})
+    attention = sum(row["total_us"] for row in rows if row["attention"])
+    return {"total_us": sum(row["total_us"] for row in rows), "attention_us": attention, "kernels": kept}
 
 
 def by_group(profile: dict[str, Any]) -> dict[str, float]:
@@ -104,20 +93,3 @@ def by_group(profile: dict[str, Any]) -> dict[str, float]:
         group = next((name for name, pattern in GROUPS.items() if pattern.search(row["name"])), REST)
         found[group] += row["total_us"] / profile["steps"]
     return found
-
-
-def lines(profile: dict[str, Any], most: int = 15) -> list[str]:
-    """A profile as text: the kernels that take most of the time, so many of them, and attention's in any case."""
-    named = [row for row in profile["kernels"] if row["name"] != THE_REST]
-    shown = [row for place, row in enumerate(named) if place < most or row["attention"]]
-    steps, share = profile["steps"], 100 * profile["attention_share"]
-    head = (
-        f"{steps} decode steps of {profile['batch']} requests at {profile['context']} tokens: "
-        f"{profile['wall_s'] / steps * 1e3:.3f} ms a step, kernels {profile['total_us'] / steps / 1e3:.3f} ms, "
-        f"of them attention {share:.1f} %"
-    )
-    return [head] + [
-        f"{row['total_us']:12.0f} us {100 * row['share']:5.1f} % {row['calls']:6} calls "
-        f"{'*' if row['attention'] else ' '} {row['name'][:100]}"
-        for row in shown
-    ]

@@ -9,15 +9,52 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from serving_benchmarks.results import op_tables, runs, tables
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_model
+
+from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile
 
-Check = Callable[[Any], bool]
-Entry = dict[str, Any]
 Seconds = dict[str, float] | list[float] | float
 """A timing, the seconds of each round, or what was measured once."""
+LACKS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+"""What tables, pictures and comparisons raise where an entry lacks what they need."""
+
+
+# What entries have, strictly typed. What else they have is not looked at.
+
+
+def has(base: type[BaseModel] = BaseModel, **fields: Any) -> type[BaseModel]:
+    """Objects with these fields, and those of the base."""
+    return create_model("Object", __base__=base, **{name: (kind, ...) for name, kind in fields.items()})
+
+
+def _with(*names: str) -> AfterValidator:
+    def check(found: dict[str, Any]) -> dict[str, Any]:
+        if missing := [name for name in names if name not in found]:
+            raise ValueError(f"has no {missing[0]}")
+        return found
+
+    return AfterValidator(check)
+
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(gt=0)]
+TIMING = has(**dict.fromkeys(("fastest", "median", "lower_quartile", "upper_quartile"), Positive), rounds=Count)
+CASE = has(heads=Count, format=str)
+TIMED = has(useful_flops=Positive, seconds=Annotated[dict[str, TIMING], _with("ours")])
+PLANNED = has(TIMED, bytes=Positive, seconds=Annotated[dict[str, TIMING], _with("ours", "plan")])
+OP = has(op=str, format=str, bytes=Positive, seconds=TIMING)
+LATENCIES = has(**dict.fromkeys(("p50", "p99"), Annotated[float, Field(ge=0, allow_inf_nan=False)] | None))
+LOAD = create_model("Load", **{name: (Positive | None, None) for name in (*runs.LOAD, "num_prompts")})
+FAILED_RUN = has(backend=str, case=has(LOAD, input_len=Count, output_len=Count))
+SPEEDS = has(FAILED_RUN, requests_per_second=Positive, output_tokens_per_second=Positive, gpus=Count)
+SERVE = has(SPEEDS, total_output_tokens=Count, ttft_s=LATENCIES, itl_s=LATENCIES)
+FAILED_WAY = has(way=str)
+
+
+# What was timed
 
 
 @dataclass(frozen=True)
@@ -31,102 +68,21 @@ class Timed:
     """What was timed in the same process on the same work, by name and version."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    title: str
-    name_of: Callable[[Entry], str]
-    """What an entry is called, whether it ran or failed."""
-    fields: dict[str, Check]
-    """What every entry that ran has: dotted names, and what their values pass."""
-    makers: dict[str, Callable[..., str]]
-    """Tables for the docs, by the names that pages use. Each takes reports, and text as keyword arguments. A report
-    shows the first one."""
-    timed: Callable[[ResultFile], Iterator[Timed]] | None = None
-    """None: there is nothing to compare."""
-    always: tuple[str, ...] = ()
-    """Fields that failed entries have as well."""
-
-
-# What values pass
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def _timing(value: Any) -> bool:
-    names = ("fastest", "median", "lower_quartile", "upper_quartile")
-    return _object(value) and all(_positive(value.get(name)) for name in names) and _count(value.get("rounds"))
-
-
-def _timings(value: Any) -> bool:
-    return _object(value) and "ours" in value and all(map(_timing, value.values()))
-
-
-def _rounds(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(map(_positive, value))
-
-
-def _percentiles(value: Any) -> bool:
-    """p50 and p99, in seconds. Both are None where requests have no such time."""
-    if not _object(value) or not {"p50", "p99"} <= value.keys():
-        return False
-    values = [value["p50"], value["p99"]]
-    return values == [None, None] or all(one == 0 or _positive(one) for one in values)
-
-
-def _run_case(value: Any) -> bool:
-    """What was asked of a whole model. The load may be unknown."""
-    names = ("request_rate", "concurrency", "num_prompts", "tensor_parallel_size")
-    return _object(value) and all(value.get(name) is None or _positive(value[name]) for name in names)
-
-
-# What was timed
-
-OURS = (*tables.NOT_PEERS, "ours on one thread")
-"""Candidates that are not peers."""
-
-
 def _versions(file: ResultFile) -> dict[str, str | None]:
     about = file.environment
-    named = {"vllm": (about.get("vllm") or {}).get("version"), "reference": (about.get("torch") or {}).get("version")}
-    return {**(about.get("peers") or {}), **named, "sglang": about.get("sglang")}
+    versions = {"vllm": (about.get("vllm") or {}).get("version"), "sglang": about.get("sglang")}
+    return {**(about.get("peers") or {}), **versions}
 
 
 def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
     """Of kinds whose entries have several candidates: ours, with the others as peers. The plan has none."""
-    versions = _versions(file)
+    versions, name_of = _versions(file), KINDS[file.kind].name_of
     for result in file.succeeded:
         for where, seconds in (("", result["seconds"]), (" in situ", result.get("in_situ", {}).get("seconds", {}))):
-            peers = {
-                (name, versions.get(re.split("[_,]", name)[0])): timing
-                for name, timing in seconds.items()
-                if name not in OURS
-            }
-            for name in filter(seconds.__contains__, OURS):
-                its_peers = {} if name == "plan" else peers
-                yield Timed(KINDS[file.kind].name_of(result), name + where, seconds[name], its_peers)
-
-
-def _ops_timed(file: ResultFile) -> Iterator[Timed]:
-    """Of kinds that have one op an entry. Ops that move memory have plain copies as peers. The plan computes."""
-    copies = {(r["op"], None): r["seconds"] for r in file.results if r["op"].startswith("copy")}
-    for result in file.results:
-        if not result["op"].startswith("copy"):
-            peers = {} if result["op"] == "plan" else copies
-            yield Timed(KINDS[file.kind].name_of(result), "op", result["seconds"], peers)
+            others = {name: timing for name, timing in seconds.items() if name not in tables.NOT_PEERS}
+            peers = {(name, versions.get(re.split("[_,]", name)[0])): timing for name, timing in others.items()}
+            for name in filter(seconds.__contains__, tables.NOT_PEERS):
+                yield Timed(name_of(result), name + where, seconds[name], {} if name == "plan" else peers)
 
 
 def _runs_timed(file: ResultFile) -> Iterator[Timed]:
@@ -153,111 +109,84 @@ def _runs_timed(file: ResultFile) -> Iterator[Timed]:
 
 # The kinds
 
-_RUN: dict[str, Check] = {
-    "backend": _text,
-    "case": _run_case,
-    **dict.fromkeys(("case.input_len", "case.output_len"), _count),
-    "gpus": _count,
-    "total_output_tokens": _count,
-    "requests_per_second": _positive,
-    "output_tokens_per_second": _positive,
-    "ttft_s": _percentiles,
-    "itl_s": _percentiles,
-}
-_OP: dict[str, Check] = {"op": _text, "format": _text, "bytes": _positive, "seconds": _timing}
-_CASE: dict[str, Check] = {"case.heads": _count, "case.format": _text, "useful_flops": _positive, "seconds": _timings}
 
+@dataclass(frozen=True)
+class Kind:
+    title: str
+    entry: type[BaseModel]
+    """What every entry that ran has."""
+    name_of: Callable[[dict[str, Any]], str]
+    """What an entry is called, whether it ran or failed."""
+    makers: dict[str, Callable[..., str]]
+    """Tables for the docs, by the names that pages use. Each takes reports, and text as keyword arguments. A report
+    shows the first one."""
+    timed: Callable[[ResultFile], Iterator[Timed]] | None = None
+    """None: there is nothing to compare."""
+    failed: type[BaseModel] = has()
+    """What entries that failed have."""
+
+
+def _of_case(kind: str) -> Callable[[dict[str, Any]], str]:
+    return lambda entry: tables.NAMES[kind](entry["case"])
+
+
+_VERSUS, _MODELS = tables.throughput_versus, tables.whole_models
 KINDS = {
     "kernels": Kind(
         "Sparse attention on a GPU",
-        lambda entry: tables.kernel_name(entry["case"]),
-        {
-            **_CASE,
-            "case.batch": _text,
-            **dict.fromkeys(("case.tokens", "case.topk"), _count),
-            **dict.fromkeys(("bytes", "floor_seconds.math"), _positive),
-            "seconds.plan": _timing,
-        },
+        has(PLANNED, case=has(CASE, batch=str, topk=Count), floor_seconds=has(math=Positive)),
+        _of_case("kernels"),
         {"kernels": tables.kernels, "kernels_decode": tables.headline},
         _candidates_timed,
     ),
     "rows": Kind(
         "Sparse attention on other rows, on a GPU",
-        lambda entry: tables.kernel_name(entry["case"]),
-        {**_CASE, "case.name": _text, "case.batch": _text, "case.topk": _count, "bytes": _positive},
+        has(TIMED, case=has(CASE, name=str, batch=str, topk=Count), bytes=Positive),
+        _of_case("rows"),
         {"rows": tables.rows},
         _candidates_timed,
     ),
     "dense": Kind(
         "Dense decode on a GPU",
-        lambda entry: "{batch} h{heads} {format}".format(**entry["case"]),
-        {**_CASE, "case.batch": _text, "bytes": _positive, "seconds.plan": _timing},
+        has(PLANNED, case=has(CASE, batch=str)),
+        _of_case("dense"),
         {"dense": tables.dense},
         _candidates_timed,
     ),
     "backward": Kind(
         "The backward of sparse attention on a GPU",
-        lambda entry: "h{heads} {rows} {lists}".format(**entry["case"]),
-        {**dict.fromkeys(("case.heads", "case.rows"), _count), "case.lists": _text}
-        | {"useful_flops": _positive, "seconds": _timings, "parts": _object},
+        has(TIMED, case=has(heads=Count, rows=Count, lists=str), parts=dict),
+        _of_case("backward"),
         {"backward": tables.backward},
         _candidates_timed,
     ),
-    "cache": Kind(
-        "The ops around attention",
-        lambda entry: f"{entry['op']}, {entry['count']} tokens, {entry['format']}",
-        {**_OP, "count": _count},
-        {"cache": op_tables.cache},
-        _ops_timed,
-    ),
     "index": Kind(
         "The indexer's ops",
-        lambda entry: f"{entry['op']}, {entry['case']['batch']}, {entry['case']['heads']} heads, {entry['format']}",
-        {**_OP, "case.batch": _text, "case.heads": _count, "flops": lambda value: value is None or _positive(value)},
-        {"index": op_tables.index},
-        _ops_timed,
-    ),
-    "cpu": Kind(
-        "Sparse attention on a CPU",
-        lambda entry: "b {batch}, h {heads}, {context} slots, {format}".format(**entry["case"]),
-        {**_CASE, "case.batch": _count, "case.context": _count},
-        {"cpu": op_tables.cpu},
-        _candidates_timed,
+        has(
+            op=str, format=str, case=has(batch=str, heads=Count), bytes=Positive, seconds=TIMING, flops=Positive | None
+        ),
+        "{op}, {case[batch]}, {case[heads]} heads, {format}".format_map,
+        {"index": tables.index},
+        lambda file: (Timed(KINDS["index"].name_of(one), "op", one["seconds"]) for one in file.succeeded),
     ),
     "throughput": Kind(
         "Offline throughput",
+        has(SERVE, seconds=TIMING, rounds_s=Annotated[list[Positive], Field(min_length=2)]),
         runs.name_of,
-        {**_RUN, "seconds": _timing, "rounds_s": _rounds},
-        {
-            "throughput": tables.whole_models,
-            "throughput_versus": tables.throughput_versus,
-            "throughput_profiles": tables.throughput_profiles,
-        },
+        {"throughput": _MODELS, "throughput_versus": _VERSUS, "throughput_profiles": tables.throughput_profiles},
         _runs_timed,
-        always=("backend", "case"),
+        FAILED_RUN,
     ),
-    "serve": Kind(
-        "Serving",
-        runs.name_of,
-        _RUN,
-        {"serve": tables.whole_models, "serve_versus": tables.throughput_versus},
-        _runs_timed,
-        always=("backend", "case"),
-    ),
+    "serve": Kind("Serving", SERVE, runs.name_of, {"serve": _MODELS, "serve_versus": _VERSUS}, _runs_timed, FAILED_RUN),
     "checkpoint": Kind(
         "A checkpoint's answers",
-        lambda entry: entry["way"],
-        {
-            **{"way": _text, "engine": _text, "cache": _text, "gpus": _count, "asked": _count},
-            "right": lambda value: value is None or (type(value) is int and value >= 0),  # None: no answer is known
-        },
+        has(FAILED_WAY, engine=str, cache=str, gpus=Count, asked=Count, right=Annotated[int, Field(ge=0)] | None),
+        "{way}".format_map,
         {"checkpoint": tables.checkpoint},
-        always=("way",),
+        failed=FAILED_WAY,
     ),
 }
 """By the name that a file's environment has as "benchmark"."""
-LACKS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
-"""What tables, pictures and comparisons raise where an entry lacks what they need."""
 
 
 def load(path: Path) -> ResultFile:
@@ -282,28 +211,13 @@ def checked(report: Report, path: Path) -> ResultFile:
     if not isinstance(results, list) or not results:
         raise NotUnderstood(f"{path} has no 'results'")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise NotUnderstood(f"{path}: 'benchmark' in its environment is {_short(kind)}, none of {', '.join(KINDS)}")
+        raise NotUnderstood(f"{path}: 'benchmark' in its environment is {kind!r}, none of {', '.join(KINDS)}")
     for number, result in enumerate(results):
-        _check(result, kind, f"{path}: results[{number}]")
+        failed = isinstance(result, dict) and bool(result.get("error"))
+        try:
+            (KINDS[kind].failed if failed else KINDS[kind].entry).model_validate(result, strict=True)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(map(str, first["loc"])) or "it"
+            raise NotUnderstood(f"{path}: results[{number}] of {kind}: {where}: {first['msg']}") from None
     return ResultFile(path, kind, report["environment"], results)
-
-
-def _check(result: Any, kind: str, where: str) -> None:
-    if not _object(result):
-        raise NotUnderstood(f"{where} is no object")
-    failed = bool(result.get("error"))
-    for name, passes in KINDS[kind].fields.items():
-        if failed and name not in KINDS[kind].always:
-            continue
-        value: Any = result
-        for part in name.split("."):
-            if not isinstance(value, dict) or part not in value:
-                raise NotUnderstood(f"{where} of {kind} has no {name}")
-            value = value[part]
-        if not passes(value):
-            raise NotUnderstood(f"{where} of {kind}: {name} can't be {_short(value)}")
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,4 +1,4 @@
-"""The tables of kernels and whole models, in Markdown, for the docs and for reports.
+"""The tables of result files, in Markdown, for the docs and for reports.
 
 Each takes the contents of result files, `*reports`. Entries that failed are left out.
 """
@@ -8,13 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving_benchmarks.results import file, kernel_times, runs
+from serving_benchmarks.results.file import Report, microseconds, page
 
-Report = file.Report
 Entry = dict[str, Any]
-HEADLINE_DECODE = [
-    *((requests, 16) for requests in (1, 8, 16, 32, 64)),
-    *((128, heads) for heads in (8, 16, 32, 64, 128)),
-]
+HEADLINE_DECODE = [(n, 16) for n in (1, 8, 16, 32, 64)] + [(128, heads) for heads in (8, 16, 32, 64, 128)]
 """Requests and heads of the rows of a short table: one query token each at 32K tokens, topk 2048, FP8 rows."""
 ROOFLINE = (
     "Roofline: the longest of math, memory and L2 time at measured rates, memory's for FP8 rows. BF16 rows, gathered "
@@ -34,10 +31,8 @@ PEERS = {
     "tilelang": "TileLang",
 }
 """Titles of candidates. Of candidates with one title the fastest counts."""
-NOT_PEERS = ("ours", "plan", "slot_lists", "atomic")
-"""Candidates that are ours."""
-BACKWARD_PARTS = ("order", "main", "sum")
-"""Of ours, shown."""
+NOT_PEERS = ("ours", "plan", "slot_lists", "atomic")  # candidates that are ours
+BACKWARD_PARTS = ("order", "main", "sum")  # of ours, shown
 LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")
 """Headings of what latencies() gives."""
 PARALLEL = {"data_parallel_size": "DP", "decode_context_parallel_size": "DCP", "enable_expert_parallel": "EP"}
@@ -48,13 +43,18 @@ def ran(report: Report) -> list[Entry]:
     return [entry for entry in report["results"] if not entry.get("error")]
 
 
-# Sparse attention on a GPU
+# Attention on a GPU
 
 
 def kernel_name(case: dict[str, Any]) -> str:
     """A case of `kernels` or `rows`."""
     name = f"{case['name']}, " if "name" in case else ""
     return f"{name}{case['batch']}, h {case['heads']}, topk {lists(case)}, {case['format']}"
+
+
+NAMES = {"kernels": kernel_name, "rows": kernel_name, "dense": "{batch} h{heads} {format}".format_map}
+NAMES["backward"] = "h{heads} {rows} {lists}".format_map
+"""What cases are called, by kind."""
 
 
 def lists(case: dict[str, Any]) -> str:
@@ -83,12 +83,12 @@ def share_of_floor(result: Entry) -> float:
 def kernel_line(entry: Entry) -> str:
     """What was measured of a case, for a terminal."""
     ours, best = entry["seconds"]["ours"], entry["best_peer"]
-    us, low, high = (file.microseconds(ours[name]) for name in ("median", "lower_quartile", "upper_quartile"))
+    us, low, high = (microseconds(ours[name]) for name in ("median", "lower_quartile", "upper_quartile"))
     parts = [f"{us} us ({low} to {high})", f"{entry['useful_flops'] / ours['median'] / 1e12:.0f} TFLOP/s"]
     parts += [f"{entry['bytes'] / ours['median'] / 1e12:.2f} TB/s"] if "bytes" in entry else []
     parts += [f"{share_of_floor(entry):.0%} of roofline"] if "floor_seconds" in entry else []
     others = {name: of["median"] for name, of in entry["seconds"].items() if name != "ours"}
-    parts += [f"{peer_title(name)} {file.microseconds(seconds)}" for name, seconds in others.items()]
+    parts += [f"{peer_title(name)} {microseconds(seconds)}" for name, seconds in others.items()]
     parts += [f"{peer_title(best)} over ours {entry['speed_up']:.2f}"] if best else []
     return ", ".join([*parts, *([f"between GEMMs {_time_and_ratio(entry['in_situ'])}"] if "in_situ" in entry else [])])
 
@@ -96,20 +96,16 @@ def kernel_line(entry: Entry) -> str:
 def kernels(report: Report) -> str:
     """Every case, with the time of every peer."""
     results = ran(report)
-    titles = _titles(results)
+    titles, situ = _titles(results), any("in_situ" in result for result in results)
     headings = ["batch", "heads", "topk", "cache", "mla-backend", *titles, "best baseline over ours", "of roofline"]
-    situ = any("in_situ" in result for result in results)
-    headings += ["between GEMMs"] * situ
     rows = []
     for result in results:
         row = [str(result["case"][name]) for name in ("batch", "heads", "topk", "format")]
         row += [*_versus(result, ["ours"], titles), f"{share_of_floor(result):.0%}"]
         rows.append([*row, *[_time_and_ratio(result["in_situ"]) if "in_situ" in result else "-"] * situ])
-    note = (
-        f"{_kernels_measured(report)} {ROOFLINE}"
-        + f" {IN_SITU} In brackets: the best baseline's time over ours." * situ
-    )
-    return "\n".join([*file.table(headings, rows), "", note])
+    note = f"{_kernels_measured(report)} {ROOFLINE}"
+    note += f" {IN_SITU} In brackets: the best baseline's time over ours." * situ
+    return page([*headings, *["between GEMMs"] * situ], rows, note)
 
 
 def dense(report: Report) -> str:
@@ -117,15 +113,20 @@ def dense(report: Report) -> str:
     results = ran(report)
     titles = _titles(results)
     headings = ["batch", "heads", "cache", "mla-backend", "as lists of slots", *titles, "best baseline over ours"]
-    cases = ([str(result["case"][name]) for name in ("batch", "heads", "format")] for result in results)
-    rows = [[*case, *_versus(one, ["ours", "slot_lists"], titles)] for case, one in zip(cases, results, strict=True)]
-    return "\n".join([*file.table(headings, rows), "", _kernels_measured(report, lists="")])
+    rows = [
+        [
+            *(str(one["case"][name]) for name in ("batch", "heads", "format")),
+            *_versus(one, ["ours", "slot_lists"], titles),
+        ]
+        for one in results
+    ]
+    return page(headings, rows, _kernels_measured(report, lists=""))
 
 
 def _versus(result: Entry, ours: Sequence[str], titles: Sequence[str]) -> list[str]:
     """Cells: times of ours, of peers, and the ratio."""
     times = {name: result["seconds"][name]["median"] for name in ours if name in result["seconds"]} | peers_of(result)
-    cells = [file.microseconds(times[name]) if name in times else "-" for name in (*ours, *titles)]
+    cells = [microseconds(times[name]) if name in times else "-" for name in (*ours, *titles)]
     return [*cells, f"{result['speed_up']:.2f}" if result["best_peer"] else "-"]
 
 
@@ -151,10 +152,10 @@ def headline(report: Report) -> str:
     for requests, heads in HEADLINE_DECODE:
         result = picked(report, requests, heads)["in_situ"]
         best = result["best_peer"]
-        theirs = [file.microseconds(result["seconds"][best]["median"]), peer_title(best)] if best else ["-", "-"]
+        theirs = [microseconds(result["seconds"][best]["median"]), peer_title(best)] if best else ["-", "-"]
         ratio = f"{result['speed_up']:.2f}" if best else "-"
-        rows.append([str(requests), str(heads), file.microseconds(result["seconds"]["ours"]["median"]), *theirs, ratio])
-    return "\n".join([*file.table(headings, rows), "", f"{IN_SITU} {_kernels_measured(report)}"])
+        rows.append([str(requests), str(heads), microseconds(result["seconds"]["ours"]["median"]), *theirs, ratio])
+    return page(headings, rows, f"{IN_SITU} {_kernels_measured(report)}")
 
 
 def rows(report: Report) -> str:
@@ -173,12 +174,12 @@ def rows(report: Report) -> str:
         cells.append(row)
     headings = ["case", "rows", "list", "heads", *map(str, columns), "TB/s", "best baseline"]
     note = " In brackets: the best baseline's time over ours. TB/s: with the most requests."
-    return "\n".join([*file.table(headings, cells), "", _kernels_measured(report) + note])
+    return page(headings, cells, _kernels_measured(report) + note)
 
 
 def _time_and_ratio(result: Entry) -> str:
     ratio = f" ({result['speed_up']:.2f})" if result["best_peer"] else ""
-    return file.microseconds(result["seconds"]["ours"]["median"]) + ratio
+    return microseconds(result["seconds"]["ours"]["median"]) + ratio
 
 
 def backward(*reports: Report) -> str:
@@ -197,12 +198,12 @@ def backward(*reports: Report) -> str:
                 versus[title] = f"{seconds * 1e3:.2f} ({seconds / entry['seconds']['ours']['median']:.2f})"
         row = [*map(str, key), *(f"{seconds * 1e3:.2f}" if seconds else "-" for seconds in times)]
         rows.append([*row, *(versus.get(title, "-") for title in titles)])
-    headings = ["lists", "rows", "heads", "mla-backend", *BACKWARD_PARTS, "atomic", *titles]
     how = (
         "Medians of whole backwards, interleaved, in ms. In brackets: the baseline's time over ours. "
         f"{', '.join(BACKWARD_PARTS)}: kernel times in a profile."
     )
-    return "\n".join([*file.table(headings, rows), "", _measured_with(how, reports)])
+    headings = ["lists", "rows", "heads", "mla-backend", *BACKWARD_PARTS, "atomic", *titles]
+    return page(headings, rows, _measured_with(how, reports))
 
 
 def _kernels_measured(report: Report, lists: str = "; random lists") -> str:
@@ -225,31 +226,35 @@ def _measured_with(how: str, reports: Sequence[Report]) -> str:
 # Whole models
 
 
-def whole_models(*reports: Report) -> str:
-    """Every load and backend, with latencies, goodput and what a server needs. Columns that would be empty are left
-    out. Where several files have a load, the newest one counts."""
-    headings = ["heads", "GPUs", "prompt + output", "in flight", "backend", "output tokens/s", "per GPU", "per user"]
-    headings += [*LATENCIES, "over the first", "goodput", "prefix hits", "start, s"]
-    headings += ["GB of the fullest GPU", "tokens in the cache", "answers of all starts"]
-    rows, entries = [], []
-    for report, found in newest_loads(reports):
-        for entry in found.values():
-            entries.append(entry)
-            case, cache, memory = entry["case"], entry.get("cache") or {}, entry.get("gpu_memory_bytes")
-            row = [runs.heads(report["environment"], case), gpus_used(entry), runs.lengths(case)]
-            row += [runs.load(case, short=True), entry["backend"]]
-            row += [f"{entry['output_tokens_per_second']:.1f}", *per_gpu_and_user(entry)]
-            row += [*latencies(entry), over_first(entry), goodput(entry)]
-            row += [_cell(cache.get("prefix_hit_share"), "{:.0%}"), _cell(entry.get("start_s"), "{:.0f}")]
-            row += [_cell(max(memory) / 1e9 if memory else None, "{:.1f}"), _cell(cache.get("tokens"), "{:.0f}")]
-            rows.append([*row, {True: "equal", False: "differ"}.get(entry.get("answers_equal"), "-")])
+def of_models(measured: Sequence[tuple[dict[str, Any], Entry]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows of entries, each with its file's environment. Columns that would be empty are left out."""
+    headings = ["heads", "GPUs", "tokens", "load", "backend", "output tokens/s", "per GPU", "per user", *LATENCIES]
+    headings += ["over the first", "start, s", "GB of the fullest GPU", "tokens in the cache"]
+    rows = []
+    for about, entry in measured:
+        case, cache, memory = entry["case"], entry.get("cache") or {}, entry.get("gpu_memory_bytes")
+        row = [runs.heads(about, case), gpus_name(about, entry), runs.lengths(case), runs.load(case), entry["backend"]]
+        if entry.get("error"):
+            rows.append([*row, "failed", *["-"] * (len(headings) - len(row) - 1)])
+            continue
+        speed, gpus = entry["output_tokens_per_second"], entry["gpus"]
+        row += [f"{speed:.1f}", "-" if gpus == 1 else f"{speed / gpus:.0f}"]
+        row += [_cell(runs.tokens_per_user(entry), "{:.0f}"), *latencies(entry), over_first(entry.get("over_first"))]
+        row += [_cell(entry.get("start_s"), "{:.0f}"), _cell(max(memory) / 1e9 if memory else None, "{:.1f}")]
+        rows.append([*row, _cell(cache.get("tokens"), "{:.0f}")])
     used = [i for i in range(len(headings)) if any(row[i] != "-" for row in rows)]
-    table = file.table([headings[i] for i in used], [[row[i] for i in used] for row in rows])
+    return [headings[i] for i in used], [[row[i] for i in used] for row in rows]
+
+
+def whole_models(*reports: Report) -> str:
+    """Every load and backend. Where several files have a load, the newest one counts."""
+    measured = [(report["environment"], entry) for report, of in newest_loads(reports) for entry in of.values()]
+    entries = [entry for _, entry in measured]
     asked = "; ".join(dict.fromkeys(runs.workload(entry["case"], count=False) for entry in entries))
     counts = ", ".join(map(str, sorted({entry["case"]["num_prompts"] for entry in entries})))
-    limits = "; ".join(dict.fromkeys(_limits(entry["goodput"]) for entry in entries if entry.get("goodput")))
-    told = f"{asked}; {counts} requests. " + (f"Goodput: {limits}. " if limits else "")
-    return "\n".join([*table, "", told + _models_measured(reports, entries) + latency_note(reports)])
+    told = f"{asked}; {counts} requests. {_models_measured(reports, entries)}"
+    gaps = dict.fromkeys(about["inter_token_latency"] for about, _ in measured if about.get("inter_token_latency"))
+    return page(*of_models(measured), told + "".join(f" Inter-token latency: {note}." for note in gaps))
 
 
 def throughput_versus(*reports: Report, loads: str | None = None) -> str:
@@ -275,14 +280,19 @@ def throughput_versus(*reports: Report, loads: str | None = None) -> str:
         shown.add(load)
         compared.append(theirs)
         row = [runs.heads(about, case), f"{(about.get('model') or {}).get('layers')}", runs.lengths(case)]
-        speeds = (entry and entry["output_tokens_per_second"] for entry in (*mine, theirs))
-        row += [runs.load(case, short=True), *(_cell(speed, "{:.0f}") for speed in speeds)]
-        rows.append([*row, *(_ratio(entry, theirs, about) if entry else "-" for entry in mine)])
+        *speeds, speed = (entry and entry["output_tokens_per_second"] for entry in (*mine, theirs))
+        row += [runs.load(case, short=True), *(_cell(one, "{:.0f}") for one in (*speeds, speed))]
+        for entry in mine:
+            if entry and runs.interleaved(about):
+                row.append(over_first(runs.over_first(theirs, entry)))
+            else:
+                row.append(f"{entry['output_tokens_per_second'] / speed:.2f}" if entry else "-")
+        rows.append(row)
     if missing := [load for load in wanted if load not in shown]:
         raise ValueError(f"loads: no file has {', '.join(missing)} with ours and the other backend")
     headings = ["heads", "layers", "prompt + output", "in flight", f"{ours[0]}, output tokens/s"]
     headings += [*ours[1:], *others, "ratio", *(f"ratio of {name}" for name in ours[1:])]
-    return "\n".join([*file.table(headings, rows), "", _models_measured(reports, compared, paired=True)])
+    return page(headings, rows, _models_measured(reports, compared, paired=True))
 
 
 def throughput_profiles(*reports: Report) -> str:
@@ -296,106 +306,42 @@ def throughput_profiles(*reports: Report) -> str:
             times = [profile["total_us"] / profile["steps"], *kernel_times.by_group(profile).values()]
             rows.append(row + [f"{time:.0f}" for time in times])
     headings = ["heads", "prompt + output", "backend", "all kernels", *kernel_times.GROUPS, kernel_times.REST]
-    return "\n".join(file.table(headings, rows))
+    return page(headings, rows)
 
 
-def on_terminal(entries: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of whole models that were just measured."""
-    more = {"over the first": over_first, "goodput": goodput}
-    more = {name: cell for name, cell in more.items() if any(cell(one) != "-" for one in entries if not one["error"])}
-    rows = []
-    for entry in entries:
-        row = [entry["backend"], runs.lengths(entry["case"]), runs.load(entry["case"])]
-        if entry["error"]:
-            rows.append([*row, "failed"])
-            continue
-        row += [f"{entry['output_tokens_per_second']:.1f}", *per_gpu_and_user(entry), *latencies(entry)]
-        rows.append([*row, *(cell(entry) for cell in more.values())])
-    return ["backend", "tokens", "load", "output tokens/s", "per GPU", "per user", *LATENCIES, *more], rows
-
-
-def over_first(entry: Entry) -> str:
-    """A cell: how many times as fast as the first backend."""
-    found = entry.get("over_first")
+def over_first(found: dict[str, float] | None) -> str:
+    """A cell."""
     return "{median:.2f} ({low:.2f} to {high:.2f})".format(**found) if found else "-"
-
-
-def goodput(entry: Entry) -> str:
-    """A cell: the requests that kept to the limits."""
-    found = entry.get("goodput")
-    return f"{found['requests_per_second']:.2f}/s, {found['share']:.0%}" if found else "-"
-
-
-def per_gpu_and_user(entry: Entry) -> list[str]:
-    """Cells: output tokens a second of each GPU, where there are several, and tokens a second that a user sees."""
-    per_gpu = None if entry["gpus"] == 1 else runs.tokens_per_gpu(entry)
-    return [_cell(per_gpu, "{:.0f}"), _cell(runs.tokens_per_user(entry), "{:.0f}")]
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
-
-
-def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[str, Entry]]]:
-    """Runs that a user can choose between: for each model and workload the GPUs and the entry of each load and backend.
-    Light loads, few GPUs and ours come first."""
-    found: dict[tuple[int, str], list[tuple[str, Entry]]] = {}
-    for report, entries in newest_loads(reports):
-        heads = (report["environment"].get("model") or {}).get("heads")
-        where = "server" if report["environment"].get("benchmark") == "serve" else "offline"
-        for entry in entries.values():
-            name = f"{model_name(report)}: {runs.lengths(entry['case'])} tokens, {where}"
-            key = heads if isinstance(heads, int) else 0, name
-            found.setdefault(key, []).append((gpus_name(report, entry), entry))
-
-    def order(run: tuple[str, Entry]) -> tuple[Any, ...]:
-        gpus, entry = run
-        ours, case = runs.is_ours(entry["backend"]), entry["case"]
-        return [case.get(name) or math.inf for name in runs.LOAD], entry["gpus"], gpus, not ours, entry["backend"]
-
-    return {key[1]: sorted(found[key], key=order) for key in sorted(found)}
-
-
-def which_backend(runs_of: Sequence[tuple[str, Entry]]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of one workload: what each GPU gives and what each user sees."""
-    headings = ["load", "GPUs", "backend", "output tokens/s per GPU", "tokens/s per user", *LATENCIES]
-    rows = []
-    for gpus, entry in runs_of:
-        speeds = [f"{runs.tokens_per_gpu(entry):.0f}", _cell(runs.tokens_per_user(entry), "{:.0f}")]
-        rows.append([runs.load(entry["case"]), gpus, entry["backend"], *speeds, *latencies(entry)])
-    return headings, rows
-
-
-def model_name(report: Report) -> str:
-    model = report["environment"].get("model") or {}
-    parts = [f"{model[name]} {name}" for name in ("heads", "layers") if model.get(name)]
-    return ", ".join([str(model.get("model_type") or model.get("name") or "unknown model"), *parts])
-
-
-def gpus_name(report: Report, entry: Entry) -> str:
-    """How many GPUs ran an entry, which, and how, such as 8 x NVIDIA H100, DP8 EP."""
-    names = [gpu["name"] for gpu in report["environment"].get("gpus") or []]
-    count, *how = gpus_used(entry).split(", ")
-    return ", ".join([f"{count} x {names[0]}" if names else file.machine(report["environment"]), *how])
-
-
-def gpus_used(entry: Entry) -> str:
-    """How many GPUs ran an entry, and how unless by tensor parallelism alone, such as 8, DP8 EP."""
-    sizes = {short: entry["case"].get(name) or 1 for name, short in PARALLEL.items()}
-    how = [short if size is True else f"{short}{size}" for short, size in sizes.items() if size is True or size > 1]
-    return ", ".join([str(entry["gpus"]), *([" ".join(how)] if how else [])])
-
-
-def latency_note(reports: Sequence[Report]) -> str:
-    """What inter-token latencies are percentiles of, where that is not all gaps between tokens."""
-    notes = dict.fromkeys(report["environment"].get("inter_token_latency") for report in reports)
-    return "".join(f" Inter-token latency: {note}." for note in notes if note)
 
 
 def latencies(entry: Entry) -> list[str]:
     """Cells: p50 and p99 of the time to the first token and of inter-token latency."""
     found = [(entry[name][p], digits) for name, digits in (("ttft_s", 0), ("itl_s", 2)) for p in ("p50", "p99")]
     return ["-" if seconds is None else f"{seconds * 1e3:.{digits}f}" for seconds, digits in found]
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[dict[str, Any], Entry]]]:
+    """Runs that a user can choose between: for each model and workload the environment and the entry of each load and
+    backend. Light loads, few GPUs and ours come first."""
+    found: dict[tuple[int, str], list[tuple[dict[str, Any], Entry]]] = {}
+    for report, entries in newest_loads(reports):
+        about = report["environment"]
+        heads = (about.get("model") or {}).get("heads")
+        where = "server" if about.get("benchmark") == "serve" else "offline"
+        for entry in entries.values():
+            name = f"{model_name(report)}: {runs.lengths(entry['case'])} tokens, {where}"
+            found.setdefault((heads if isinstance(heads, int) else 0, name), []).append((about, entry))
+
+    def order(run: tuple[dict[str, Any], Entry]) -> list[Any]:
+        about, entry = run
+        load = [entry["case"].get(name) or math.inf for name in runs.LOAD]
+        return [load, entry["gpus"], gpus_name(about, entry), not runs.is_ours(entry["backend"]), entry["backend"]]
+
+    return {key[1]: sorted(found[key], key=order) for key in sorted(found)}
 
 
 def newest_loads(reports: Sequence[Report]) -> list[tuple[Report, dict[str, Entry]]]:
@@ -415,17 +361,19 @@ def newest_loads(reports: Sequence[Report]) -> list[tuple[Report, dict[str, Entr
     return list(found.values())
 
 
-def _ratio(mine: Entry, theirs: Entry, about: dict[str, Any]) -> str:
-    """A cell: how many times as fast mine is."""
-    if runs.interleaved(about):
-        return over_first({"over_first": runs.over_first(theirs, mine)})
-    return f"{mine['output_tokens_per_second'] / theirs['output_tokens_per_second']:.2f}"
+def model_name(report: Report) -> str:
+    model = report["environment"].get("model") or {}
+    parts = [f"{model[name]} {name}" for name in ("heads", "layers") if model.get(name)]
+    return ", ".join([str(model.get("model_type") or model.get("name") or "unknown model"), *parts])
 
 
-def _limits(goodput: dict[str, Any]) -> str:
-    """What a good request keeps to."""
-    told = {"ttft_limit_s": "first token within {:g} s", "tpot_limit_s": "{:g} s between tokens or less, on average"}
-    return ", ".join(words.format(goodput[name]) for name, words in told.items() if goodput[name] is not None)
+def gpus_name(about: dict[str, Any], entry: Entry) -> str:
+    """How many GPUs ran an entry, which, and how unless by tensor parallelism: 8 x NVIDIA H100, DP8 EP."""
+    names = [gpu["name"] for gpu in about.get("gpus") or []]
+    sizes = {short: entry["case"].get(name) or 1 for name, short in PARALLEL.items()}
+    how = [short if size is True else f"{short}{size}" for short, size in sizes.items() if size is True or size > 1]
+    name = f"{entry['gpus']} x {names[0]}" if names else file.machine(about)
+    return ", ".join([name, *([" ".join(how)] if how else [])])
 
 
 def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired: bool = False) -> str:
@@ -469,11 +417,28 @@ def checkpoint(*reports: Report) -> str:
             row += [entry["cache"].upper(), "without CUDA graphs" if entry["eager"] else "CUDA graphs"]
             row += [str(entry["drafts"] or "-"), f"{entry['gpus']}{', DCP' if entry.get('context_parallel') else ''}"]
             row.append("-" if entry["right"] is None else f"{entry['right']} of {entry['asked']}")
-            row += [f"{entry[name]} of {entry['asked']}" if name in entry else "-" for name in _EQUAL]
+            equal = ("answers_equal", "texts_equal")
+            row += [f"{entry[name]} of {entry['asked']}" if name in entry else "-" for name in equal]
             rows.append([*row, f"{entry['accepted']} of {entry['drafted']}" if entry.get("drafted") else "-"])
-    lines = file.table(headings, rows)
     machines = dict.fromkeys(f"{file.machine(r['environment'])}, {file.when(r['environment'])}" for r in reports)
-    return "\n".join([*lines, "", f"{'; '.join(machines)}."])
+    return page(headings, rows, f"{'; '.join(machines)}.")
 
 
-_EQUAL = ("answers_equal", "texts_equal")
+# The indexer's ops
+
+
+def index_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
+    """Headings, and a row for each entry."""
+    rows = []
+    for result in results:
+        case, seconds = result["case"], result["seconds"]["median"]
+        row = [result["op"], case["batch"], str(case["heads"]), result["format"], microseconds(seconds)]
+        row.append(f"{result['flops'] / seconds / 1e12:.0f}" if result["flops"] else "-")
+        rows.append([*row, f"{result['bytes'] / seconds / 1e12:.2f}"])
+    return ["op", "batch", "heads", "format", "us", "TFLOP/s", "TB/s"], rows
+
+
+def index(report: Report) -> str:
+    where, rounds = report["environment"], report["results"][0]["seconds"]["rounds"]
+    how = f"Medians of {rounds} replays of CUDA graphs. {where['gpus'][0]['name']}, driver {where['driver']}"
+    return page(*index_rows(report["results"]), f"{how}, torch {where['torch']['version']}, {file.when(where)}.")

@@ -27,26 +27,20 @@ from serving_benchmarks.run import common, rounds, workloads
 from serving_benchmarks.run.common import Stages
 from serving_benchmarks.run.processes import why_it_ended
 
-ENOUGH = 0.99
-"""Of the answers that must be right, and of those that must be the same as another way's."""
-CACHE_BYTES = 1 << 28
-"""For the recall checkpoint: 32 contexts of 2000 tokens, with any cache."""
-LONGER = 100
-"""Tokens that a question may add to its context."""
+ENOUGH = 0.99  # of the answers that must be right, and of those that must be the same as another way's
+CACHE_BYTES = 1 << 28  # for the recall checkpoint: 32 contexts of 2000 tokens, with any cache
+LONGER = 100  # tokens that a question may add to its context
 SHARED_TOPK = 512
 """Slots of each query, instead of 128, where a way is context parallel: vLLM 0.33 merges lists of 512, 1024 or 2048."""
 ROUNDING = 0.01
 """Of logprobs that come from bf16 logits, about. It allows for an order of prompts that happens to make no noise."""
-DRAFT_ROOM = 8
-"""Positions after a request's last token that drafts may take."""
+DRAFT_ROOM = 8  # positions after a request's last token that drafts may take
 Answers = list[dict[str, list]]
-"""Of each prompt: tokens, their logprobs, and the margins between the likeliest two."""
+"""Of each prompt: tokens and their logprobs."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is run."""
-
     engine: str = "vllm"
     cache: str = "fp8"
     eager: bool = False
@@ -71,17 +65,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=types.count, metavar="N", help="default: 200 questions, or 16 prompts")
     parser.add_argument("--input-len", type=types.count, metavar="N", help="tokens of a prompt; default: 1000, or 4096")
     parser.add_argument("--output-len", type=types.count, default=24, metavar="N", help="default: %(default)s")
-    parser.add_argument("--dtype", default="bfloat16", help="of weights and activations; default: %(default)s")
-    told = "default: 256 MiB, or the engine's default"
-    parser.add_argument("--kv-cache-memory-bytes", type=types.count, metavar="BYTES", help=told)
     parser.add_argument("--limit", type=types.positive, default=600.0, metavar="S", help="for a way; default: 600")
-    common.add_results(parser, requests=False)
+    common.add_results(parser)
 
 
 @dataclass(frozen=True)
 class Questions:
-    """What is asked."""
-
     prompts: list[list[int]]
     model: str
     max_model_len: int
@@ -98,8 +87,7 @@ def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions
     if not CHECKPOINT.is_dir():
         raise types.Refused("the recall checkpoint is in the source tree, not in the installed package")
     input_len, plain, drafting = options.input_len or 1000, CHECKPOINT, folder / "with-mtp-layer"
-    longest = input_len + LONGER + options.output_len
-    most_tokens(common.read_config(str(CHECKPOINT)), longest)
+    longest = common.longest_request(common.read_config(str(CHECKPOINT)), input_len + LONGER + options.output_len)
     try:
         asked = held_out(input_len, options.num_prompts or 200)
     except ValueError as error:
@@ -109,22 +97,8 @@ def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions
         (plain / "config.json").write_text(json.dumps({**common.read_config(str(plain)), "index_topk": SHARED_TOPK}))
     if any(WAYS[name].drafts for name in options.ways):
         drafts.add_mtp_layer(plain, drafting)
-    return Questions(
-        [prompt.context_tokens + prompt.question_tokens for prompt in asked],
-        str(plain),
-        longest,
-        str(drafting),
-        [prompt.answer_tokens for prompt in asked],
-        IDS[EOS],
-    )
-
-
-def most_tokens(config: dict[str, Any], longest: int) -> float:
-    """What the model takes. Raises Refused for less than the longest request has."""
-    most = config.get("max_position_embeddings") or math.inf
-    if longest > most:
-        raise types.Refused(f"requests of {longest} tokens are too long: the model takes {most}")
-    return most
+    prompts, right = [one.context_tokens + one.question_tokens for one in asked], [one.answer_tokens for one in asked]
+    return Questions(prompts, str(plain), longest, str(drafting), right, IDS[EOS])
 
 
 def of_model(options: argparse.Namespace) -> Questions:
@@ -133,19 +107,20 @@ def of_model(options: argparse.Namespace) -> Questions:
     input_len, count = options.input_len or 4096, options.num_prompts or 16
     lengths = [input_len] + [max(1, int(input_len * chance.uniform(0.75, 1.0))) for _ in range(count - 1)]
     tokens = workloads.usable_tokens(config)
-    longest = input_len + options.output_len
-    most = most_tokens(config, longest)
-    prompts = [chance.choices(tokens, k=length) for length in lengths]
-    return Questions(prompts, options.model, min(longest + DRAFT_ROOM, most), options.model)
+    needed = input_len + options.output_len
+    longest = common.longest_request(config, needed, needed + DRAFT_ROOM)
+    return Questions([chance.choices(tokens, k=length) for length in lengths], options.model, longest, options.model)
 
 
 def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dict[str, Any]:
     """The arguments of the way's engine, for `worker.py`."""
-    given: dict[str, Any] = {"dtype": options.dtype, "max_model_len": asked.max_model_len}
-    cache_bytes = options.kv_cache_memory_bytes or (None if asked.right is None else CACHE_BYTES)
+    given: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": asked.max_model_len}
+    cache = {} if asked.right is None else {"kv_cache_memory_bytes": CACHE_BYTES}
     if way.engine == "embedded":
-        return {**given, "kv_cache": way.cache, **({"memory": cache_bytes} if cache_bytes else {})}
-    given |= {
+        return {**given, "kv_cache": way.cache, **({"memory": CACHE_BYTES} if cache else {})}
+    return {
+        **given,
+        **cache,
         "attention_backend": way.backend,
         "kv_cache_dtype": {"fp8": "fp8", "bf16": "auto"}[way.cache],
         "tensor_parallel_size": way.gpus,
@@ -153,32 +128,23 @@ def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dic
         "max_num_seqs": 64,
         "enforce_eager": way.eager,
         "enable_prefix_caching": asked.right is not None,  # random prompts come twice, and are to be computed twice
+        **({"speculative_config": common.speculative(way.drafts)} if way.drafts else {}),
     }
-    if cache_bytes:
-        given["kv_cache_memory_bytes"] = cache_bytes
-    if way.drafts:
-        given["speculative_config"] = common.speculative(way.drafts)
-    return given
 
 
 def ask(name: str, spec: dict[str, Any], limit: float, logs: Path, stages: Stages) -> dict[str, Any]:
     """What a way's process found; `error` if it failed."""
-    found: dict[str, Any] = {}
     with rounds.started(name, {"task": "answers", **spec}, logs) as worker:
         try:
             for event in worker.events(limit):
                 if event.pop("event") == "result":
-                    found = {**event, "error": None}
-                else:
-                    stages.at(f"{name}: {event['stage']}")
+                    return {**event, "error": None}
+                stages.at(f"{name}: {event['stage']}")
+            why = why_it_ended(worker.process.status(), worker.process.says())
         except TimeoutError as error:
-            found = {"error": str(error)}
-        said = worker.process.says()
-        if not found:
-            found = {"error": why_it_ended(worker.process.status(), said)}
-    if found["error"]:
-        stages.failed(name, found["error"], said)
-    return found
+            why = str(error)
+        stages.failed(name, why, worker.process.says())
+        return {"error": why}
 
 
 def answer_of(tokens: list[int], end: int | None) -> list[int]:
@@ -188,42 +154,20 @@ def answer_of(tokens: list[int], end: int | None) -> list[int]:
 
 def compare(one: Answers, other: Answers, end: int | None) -> dict[str, Any]:
     """How far two ways agree. Their logprobs are compared as long as both have seen the same tokens."""
-    until, differences, margins = [], [], []
+    until, differences = [], []
     for a, b in zip(one, other, strict=True):
-        pairs = zip(a["tokens"], b["tokens"], strict=True)
-        parts = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
-        until.append(len(a["tokens"]) if parts is None else parts)
-        if parts is not None:
-            margins.append(b["margins"][parts])
+        pairs = enumerate(zip(a["tokens"], b["tokens"], strict=True))
+        until.append(next((i for i, (x, y) in pairs if x != y), len(a["tokens"])))
         logprobs = zip(a["logprobs"][: until[-1] + 1], b["logprobs"][: until[-1] + 1], strict=True)
         differences += [abs(x - y) for x, y in logprobs]
-    equal = [answer_of(a["tokens"], end) == answer_of(b["tokens"], end) for a, b in zip(one, other, strict=True)]
+    pairs = list(zip(one, other, strict=True))
     return {
-        "answers_equal": sum(equal),
-        "texts_equal": len(one) - len(margins),
-        "margins_where_they_part": sorted(margins),
+        "answers_equal": sum(answer_of(a["tokens"], end) == answer_of(b["tokens"], end) for a, b in pairs),
+        "texts_equal": sum(a["tokens"] == b["tokens"] for a, b in pairs),
         "tokens_until_first_difference": statistics.mean(until),
         "logprob_difference_mean": statistics.mean(differences),
         "logprob_difference_max": max(differences),
     }
-
-
-def is_within_noise(difference: dict[str, float], noise: dict[str, float]) -> bool:
-    """Whether two ways differ by no more than one differs from itself, but for chance."""
-    return (
-        difference["logprob_difference_mean"] <= 2 * noise["logprob_difference_mean"] + ROUNDING
-        and difference["logprob_difference_max"] <= 3 * noise["logprob_difference_max"] + 10 * ROUNDING
-    )
-
-
-def ways_of(options: argparse.Namespace) -> dict[str, Way]:
-    """All ways by name: each of vLLM's with each backend."""
-    found: dict[str, Way] = {}
-    for name in options.ways:
-        backends = [None] if WAYS[name].engine == "embedded" else options.backend
-        for backend in backends:
-            found[f"{name} {backend}" if len(backends) > 1 else name] = replace(WAYS[name], backend=backend)
-    return found
 
 
 def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator[dict[str, Any]]:
@@ -231,7 +175,12 @@ def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator
     stages.at("preparing")
     asked = of_model(options) if options.model else of_recall_checkpoint(options, logs)
     references: dict[str, tuple[str, Answers, dict[str, Any] | None]] = {}  # of each cache: way, answers, noise
-    for name, way in ways_of(options).items():
+    ways: dict[str, Way] = {}  # each of vLLM's with each backend
+    for name in options.ways:
+        backends = [None] if WAYS[name].engine == "embedded" else options.backend
+        for backend in backends:
+            ways[f"{name} {backend}" if len(backends) > 1 else name] = replace(WAYS[name], backend=backend)
+    for name, way in ways.items():
         is_reference = way.cache not in references
         batches = [asked.prompts]
         if is_reference and asked.right is None:
@@ -253,7 +202,12 @@ def measure(options: argparse.Namespace, logs: Path, stages: Stages) -> Iterator
             else:
                 than, its, noise = references[way.cache]
                 entry |= {"than": than, **compare(first, its, asked.end)}
-                entry["within_noise"] = is_within_noise(entry, noise) if noise else None
+                # two ways may differ by no more than one differs from itself, but for chance
+                bounds = {"mean": (2, ROUNDING), "max": (3, 10 * ROUNDING)}
+                entry["within_noise"] = noise and all(
+                    entry[f"logprob_difference_{of}"] <= times * noise[f"logprob_difference_{of}"] + more
+                    for of, (times, more) in bounds.items()
+                )
         yield entry
 
 
@@ -267,21 +221,12 @@ def is_good(entry: dict[str, Any]) -> bool:
     return entry["right"] >= least and entry.get("answers_equal", entry["asked"]) >= least
 
 
-def line(entry: dict[str, Any]) -> str:
-    """An entry on the terminal."""
-    if entry["error"]:
-        return f"{entry['way']}: FAILED: {entry['error']}"
-    shown = "asked right answers_equal tokens_until_first_difference within_noise drafted accepted".split()
-    shown += [name for name in entry if name.startswith("logprob_difference")]
-    values = {name.replace("_", " "): entry[name] for name in shown if entry.get(name) is not None}
-    verdict = "good" if is_good(entry) else "NOT GOOD"
-    return f"{entry['way']}: {verdict}: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-
-
 def run(options: argparse.Namespace) -> int:
     results, status = common.collect(lambda logs, stages: measure(options, logs, stages), options.logs)
     for entry in results:
-        print(line(entry))
-    settings = {name: getattr(options, name) for name in ("input_len", "output_len", "num_prompts", "dtype", "backend")}
+        kept = ("asked", "right", "drafted", "accepted", "within_noise", "answers_equal")
+        told = [f"{name} {entry[name]}" for name in entry if name in kept or name.startswith("logprob_difference")]
+        print(f"{entry['way']}: {'good' if is_good(entry) else 'NOT GOOD'}: {entry['error'] or ', '.join(told)}")
+    settings = {name: getattr(options, name) for name in ("input_len", "output_len", "num_prompts", "backend")}
     common.write(options, "checkpoint", results, settings)
     return status or (0 if all(map(is_good, results)) else 1)

@@ -1,5 +1,5 @@
-"""What `throughput`, `serve` and `checkpoint` have in common: options, settings of engines among them, warm-up sizes,
-what is shown, how they end."""
+"""What `throughput`, `serve` and `checkpoint` have in common: options, settings of engines, what is shown, how they
+end."""
 
 import argparse
 import contextlib
@@ -9,8 +9,6 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +18,19 @@ from serving_benchmarks import options as types
 from serving_benchmarks.models import models
 from serving_benchmarks.results import file as result_file
 from serving_benchmarks.results import kernel_times, runs, tables
-from serving_benchmarks.run import sglang_engine, workloads
+from serving_benchmarks.run import sglang_engine
 from serving_benchmarks.run.processes import signals_unwind
-from serving_benchmarks.run.workloads import Workload
 
 DEFAULT_BACKEND = "SPARSE_MLA"
 TABLE_WIDTH = 130
-DEFAULT_LENGTHS = "1024+128"
 MOST_OF_A_REASON = 300
-LOG_LINES = 20
-"""Shown of what a backend printed before it failed."""
-STEP_TOKENS = 8192
-"""Tokens of the largest step in the warm-up, unless --max-num-batched-tokens says it. Larger steps are full ones, which
-every round has."""
+LOG_LINES = 20  # shown of what a backend printed before it failed
+CPU_CACHE_BYTES = 4 << 30  # of vLLM on a CPU, unless its memory is said: by itself it takes 92 % of the machine's
 FULL_DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """CUDA graphs of decode steps, without compiling the model first, which takes minutes."""
 SAME_NAME = (
     "dtype kv_cache_dtype max_model_len max_num_seqs max_num_batched_tokens kv_cache_memory_bytes "
-    "gpu_memory_utilization tensor_parallel_size decode_context_parallel_size"
+    "gpu_memory_utilization tensor_parallel_size"
 ).split()
 """Settings that vLLM has under the same name."""
 OF_CASES = (
@@ -46,11 +39,8 @@ OF_CASES = (
 ).split()
 """Settings that the `case` of an entry has."""
 COUNTS = {
-    "max-model-len": "tokens of the longest request; default: as needed",
-    "max-num-seqs": "requests of a step; default: the largest --concurrency",
     "max-num-batched-tokens": "tokens of a step",
-    "kv-cache-memory-bytes": "size of the KV cache",
-    "decode-context-parallel-size": "GPUs that share a request's cache",
+    "kv-cache-memory-bytes": f"size of the KV cache; default: the engine's, {CPU_CACHE_BYTES >> 30} GiB on a CPU",
     "drafts": "tokens that the model's MTP layer drafts a step",
 }
 """Settings that are whole numbers without a default of ours."""
@@ -59,8 +49,7 @@ COUNTS = {
 class Stages:
     """Says where a command is."""
 
-    def __init__(self):
-        self.stage, self._console = "", Console(stderr=True, highlight=False)
+    stage = ""
 
     def at(self, stage: str) -> None:
         """The command is at a stage, new or the same as before."""
@@ -69,8 +58,7 @@ class Stages:
             self.say(stage)
 
     def say(self, line: str, style: str | None = None) -> None:
-        """Prints a line."""
-        self._console.print(line, style=style, markup=False, soft_wrap=True)
+        Console(stderr=True, highlight=False).print(line, style=style, markup=False, soft_wrap=True)
 
     def failed(self, name: str, why: str, printed: str) -> None:
         """Says that one of several has failed, why, and what it printed last."""
@@ -83,56 +71,38 @@ Measure = Callable[[Path, Stages], Iterator[dict[str, Any]]]
 """Yields the entries of a result file. It gets the folder for logs."""
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """The options --model and --backend."""
-    parser.add_argument("--model", required=True, help="a checkpoint's folder, or a repository of the Hugging Face hub")
-    add_backend(parser)
-
-
 def add_backend(parser: argparse.ArgumentParser) -> None:
-    """The option --backend."""
     told = f"the engine's, such as {DEFAULT_BACKEND},FLASHMLA_SPARSE. One with a cache of another type: NAME:bfloat16"
     parser.add_argument("--backend", type=types.names, default=[DEFAULT_BACKEND], metavar="NAMES", help=told)
 
 
-def add_loads(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
-    """The options --lengths, --num-prompts, --concurrency, --loads and --waves."""
-    told = "tokens of a prompt and after it, such as 4096+64,512+512"
-    types.add_list(parser, "--lengths", types.lengths, f"{told}; default: {DEFAULT_LENGTHS}")
+def add_loads(parser: argparse.ArgumentParser, *, num_prompts: int, warmup: str) -> None:
+    """The model, and what is asked of it."""
+    parser.add_argument("--model", required=True, help="a checkpoint's folder")
+    add_backend(parser)
+    told = "tokens of a prompt and after it, and requests in flight (default: all), such as 4096+64/16,4096+64/64"
+    types.add_list(parser, "--loads", types.load, told, "1024+128")
     told = "of each load; default: %(default)s"
     parser.add_argument("--num-prompts", type=types.count, default=num_prompts, metavar="N", help=told)
-    types.add_list(parser, "--concurrency", types.count, "requests in flight; default: all")
-    told = "in place of --lengths and --concurrency: both of each load, such as 4096+64/64,4096+256/1"
-    types.add_list(parser, "--loads", types.load, told)
     told = "at most so many prompts per request in flight; default: any"
     parser.add_argument("--waves", type=types.count, metavar="N", help=told)
-
-
-def add_warmup(parser: argparse.ArgumentParser, what: str) -> None:
-    """The options --warmup and --size-warmup."""
-    told = f"{what}, so that kernels are compiled for its shapes; default: --warmup"
+    told = f"{warmup}, so that kernels are compiled for its shapes"
     parser.add_argument("--warmup", action=argparse.BooleanOptionalAction, default=True, help=told)
-    told = "first run steps of many sizes, as chance decides which come up later; default: with --warmup on a GPU"
-    parser.add_argument("--size-warmup", action=argparse.BooleanOptionalAction, help=told)
 
 
-def add_results(parser: argparse.ArgumentParser, *, requests: bool) -> None:
-    """The options --logs and --output, and --requests where there are times of requests."""
-    if requests:
-        parser.add_argument("--requests", action="store_true", help="write the times of every request, too")
+def add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logs", type=types.new_folder, metavar="FOLDER", help="keep what the processes print")
     types.add_output(parser)
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Adds the options. What is not given is left to the engine, except for --max-model-len and --max-num-seqs."""
+    """Adds the options. What is not given is left to the engine, except for the cache of vLLM on a CPU."""
     group = parser.add_argument_group("the engine's settings", "under vLLM's names; the default is the engine's own")
     group.add_argument("--dtype", help="of weights and activations: bfloat16, float32, ...")
     group.add_argument("--kv-cache-dtype", default="auto", help="fp8, auto (bf16), ...; default: %(default)s")
     for name, told in COUNTS.items():
         group.add_argument(f"--{name}", type=types.count, metavar="N", help=told)
-    share = partial(types.positive, most=1)
-    group.add_argument("--gpu-memory-utilization", type=share, metavar="SHARE", help="part of the GPU's memory")
+    group.add_argument("--gpu-memory-utilization", type=types.share, metavar="SHARE", help="part of the GPU's memory")
     told = "whether prompts share what they begin with"
     group.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, help=told)
     group.add_argument("--tensor-parallel-size", type=types.count, default=1, metavar="N", help="default: %(default)s")
@@ -142,20 +112,16 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--engine-args", type=types.json_object, default={}, metavar="JSON", help=told)
 
 
-def loads(options: argparse.Namespace) -> list[tuple[tuple[int, int], int | None]]:
-    """The lengths of each load, and its requests in flight; None for all of them. Raises Refused for both forms."""
-    if options.loads and (options.lengths or options.concurrency):
-        raise types.Refused("--loads is in place of --lengths and --concurrency; got both")
-    lengths = options.lengths or [types.lengths(DEFAULT_LENGTHS)]
-    return options.loads or list(itertools.product(lengths, options.concurrency or [None]))
-
-
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options by name, for a result file. A step has room for the most requests in flight."""
+    import torch
+
     names = ("engine", *SAME_NAME, "prefix_caching", "drafts", "no_compile", "engine_args")
-    given = {name: getattr(options, name) for name in names}
-    most = max(in_flight or 0 for _, in_flight in loads(options))
-    return {**given, "max_num_seqs": given["max_num_seqs"] or most or None}
+    given = {name: getattr(options, name, None) for name in names}
+    memory = given["kv_cache_memory_bytes"] or given["gpu_memory_utilization"]
+    if given["engine"] == "vllm" and not memory and not torch.cuda.is_available():
+        given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
+    return {**given, "max_num_seqs": max(in_flight or 0 for _, in_flight in options.loads) or None}
 
 
 def engine_arguments(settings: dict[str, Any], backend: str) -> dict[str, Any]:
@@ -168,7 +134,6 @@ def engine_arguments(settings: dict[str, Any], backend: str) -> dict[str, Any]:
 
 
 def vllm_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` for the settings that are given."""
     made = {name: given[name] for name in SAME_NAME if name in given}
     if given["no_compile"]:
         made["compilation_config"] = FULL_DECODE_GRAPHS
@@ -203,19 +168,9 @@ def flags(arguments: dict[str, Any]) -> list[str]:
 def read_config(model: str) -> dict[str, Any]:
     """A model's config.json."""
     try:
-        return models.read(models.folder_of(model))
+        return models.read(Path(model))
     except (ValueError, OSError) as error:
         raise types.Refused(f"--model: {error}") from None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What `throughput` and `serve` both plan."""
-
-    settings: dict[str, Any]
-    """Of the engine."""
-    sizes: list[Workload]
-    """The warm-up of step sizes."""
 
 
 def cases_of(
@@ -225,62 +180,35 @@ def cases_of(
     given = {**settings, **settings["engine_args"]}
     of_engine = {name: given[name] for name in OF_CASES if given.get(name) is not None}
     found = []
-    for (lengths, concurrency), rate in itertools.product(loads(options), rates):
+    for (lengths, concurrency), rate in itertools.product(options.loads, rates):
         prompts = min(filter(None, (options.num_prompts, (options.waves or 0) * (concurrency or 0))))
         asked = {"input_len": lengths[0], "output_len": lengths[1], "num_prompts": prompts}
         found.append({**asked, **of_engine, **rate, "concurrency": concurrency})
     return found
 
 
-def fit_model_len(
-    settings: dict[str, Any], config: dict[str, Any], cases: Sequence[dict[str, Any]], wished: int = 0
-) -> None:
-    """Sets --max-model-len, unless it is given, to the tokens of the longest request, or more if they are wished for
-    and the model takes them. Raises Refused for less than these loads need, and for more than the model takes."""
-    given, most = settings["max_model_len"], config.get("max_position_embeddings") or math.inf
-    needed = max(case["input_len"] + case["output_len"] for case in cases)
-    settings["max_model_len"] = length = min(max(needed, wished), most) if given is None else given
-    if not needed <= length <= most:
-        told = f"{needed} or more for these loads, and at most {most}, what the model takes; got {length}"
-        raise types.Refused(f"--max-model-len must be {told}")
-
-
-def size_warmup(
-    options: argparse.Namespace,
-    settings: dict[str, Any],
-    config: dict[str, Any],
-    cases: Sequence[dict[str, Any]],
-    most_in_flight: int | None = None,
-) -> list[Workload]:
-    """The warm-up of step sizes for these loads, as `workloads.of_step_sizes` has it; none without --size-warmup."""
-    import torch
-
-    if not (options.warmup and torch.cuda.is_available() if options.size_warmup is None else options.size_warmup):
-        return []
-    limits = most_in_flight, settings["max_num_seqs"]
-    at_once = max(min(filter(None, (case["num_prompts"], case["concurrency"], *limits))) for case in cases)
-    longest_prompt = max(case["input_len"] for case in cases)
-    most = min(settings["max_num_batched_tokens"] or STEP_TOKENS, at_once * longest_prompt)
-    return workloads.of_step_sizes(most, at_once, settings["max_model_len"], workloads.usable_tokens(config))
+def longest_request(config: dict[str, Any], needed: int, wished: int = 0) -> int:
+    """Tokens of the longest request: what loads need, or more if it is wished for and the model takes it. Raises
+    Refused for loads that the model does not take."""
+    most = config.get("max_position_embeddings") or math.inf
+    if needed > most:
+        raise types.Refused(f"requests of {needed} tokens are too long: the model takes {most}")
+    return min(max(needed, wished), most)
 
 
 def collect(measure: Measure, logs: Path | None) -> tuple[list[dict[str, Any]], int]:
-    """The entries that `measure` yields until it ends or a signal stops it, and the exit status.
-
-    The status is 1 if an entry failed, and 128 and the signal's number after a signal.
-    """
+    """The entries that `measure` yields until it ends or a signal stops it, and the exit status: 1 if an entry failed,
+    128 and the signal's number after a signal."""
     results: list[dict[str, Any]] = []
     status = 0
     with tempfile.TemporaryDirectory() as folder, signals_unwind():
         try:
             with contextlib.closing(measure(logs or Path(folder), Stages())) as entries:
-                for result in entries:
+                for result in entries:  # one by one: those before a signal are kept
                     results.append(result)
         except (KeyboardInterrupt, SystemExit) as stopped:
             status = 130 if isinstance(stopped, KeyboardInterrupt) else stopped.code
-    if any(result["error"] is not None for result in results):
-        status = status or 1
-    return results, status
+    return results, status or int(any(result["error"] is not None for result in results))
 
 
 def write(options: argparse.Namespace, benchmark: str, results: list[dict[str, Any]], settings: dict[str, Any]) -> None:
@@ -298,30 +226,28 @@ def write(options: argparse.Namespace, benchmark: str, results: list[dict[str, A
 def entry(settings: dict[str, Any], backend: str, case: dict[str, Any], found: dict[str, Any] | str) -> dict[str, Any]:
     """An entry of the result file: what was found, or why the backend failed."""
     known = {"engine": settings["engine"], "backend": backend, "gpus": gpus(engine_arguments(settings, backend))}
-    known["case"] = case
-    if isinstance(found, str):
-        return {**known, "error": found}
-    known |= {"error": None, **found}
-    return {**known, "tokens_per_gpu": runs.tokens_per_gpu(known), "tokens_per_user": runs.tokens_per_user(known)}
+    failed = isinstance(found, str)
+    return {**known, "case": case, "error": found if failed else None, **({} if failed else found)}
 
 
-def run(benchmark: str, options: argparse.Namespace, plan: Plan, measure: Measure, interleaved: bool) -> int:
+def run(benchmark: str, options: argparse.Namespace, settings: dict[str, Any], measure: Measure, paired: bool) -> int:
     """Measures, shows and writes the entries backend by backend, and returns the exit status. Each entry gets
     `over_first`, its ratio to the first backend's entry of the same load; None unless they were interleaved."""
     results, status = collect(measure, options.logs)
     results.sort(key=lambda result: options.backend.index(result["backend"]))
-    firsts: dict[str, dict[str, Any]] = {}
-    for result in results:
-        if result["error"] is None:
-            first = firsts.setdefault(json.dumps(result["case"]), result)
-            result["over_first"] = runs.over_first(first, result) if interleaved else None
+    ran = [result for result in results if result["error"] is None]
+    firsts = {json.dumps(one["case"]): one for one in ran if one["backend"] == options.backend[0]}
+    for result in ran:
+        first = firsts.get(json.dumps(result["case"]))
+        result["over_first"] = runs.over_first(first, result) if paired and first else None
         if result.get("profile"):
-            print(f"\n{result['backend']}, {runs.lengths(result['case'])} tokens, {runs.load(result['case'])}")
-            print(*kernel_times.lines(result["profile"]), sep="\n")
+            profile = result["profile"]
+            told = (f"{name} {time:.0f} us" for name, time in kernel_times.by_group(profile).items())
+            wall = f"{profile['wall_s'] / profile['steps'] * 1e6:.0f} us"
+            print(f"{runs.name_of(result)}, per decode step: {wall}, of them {', '.join(told)}")
     if results:
         print()
-        result_file.show(*tables.on_terminal(results), words=3, width=TABLE_WIDTH)
+        result_file.show(*tables.of_models([({}, result) for result in results]), words=3, width=TABLE_WIDTH)
     how = {name: getattr(options, name) for name in ("rounds", "waves", "warmup")}
-    how |= {"size_warmup": bool(plan.sizes), "interleaved": interleaved}
-    write(options, benchmark, results, {**plan.settings, **how})
+    write(options, benchmark, results, {**settings, **how, "interleaved": paired})
     return status

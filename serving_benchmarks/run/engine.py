@@ -16,31 +16,12 @@ class Ended:
     ttft: float | None
     """Seconds from its submission to its first token; None if the engine doesn't say."""
     output_tokens: int
-    cached_tokens: int | None
-    """Tokens of its prompt that the prefix cache had."""
-
-
-COUNTERS = ("vllm:num_preemptions", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits")
-Counters = Sequence[float | None]
-"""Totals of these metrics since an engine was started; None for what it doesn't count."""
-
-
-def counted_between(before: Counters, after: Counters) -> dict[str, Any]:
-    """The fields of a result file that come from counters."""
-    pairs = zip(before, after, strict=True)
-    preemptions, looked_up, hits = (None if None in pair else int(pair[1] - pair[0]) for pair in pairs)
-    return {
-        "preemptions": preemptions,
-        "prefix_hit_share": hits / looked_up if looked_up and hits is not None else None,
-    }
 
 
 class MeasuredWorker:
-    """What is measured inside of vLLM's workers, which may be other processes.
-
-    vLLM mixes this class into its worker class (`worker_extension_cls`) and calls its methods by name. They answer in
-    JSON, which all ways between processes carry.
-    """
+    """What is measured inside of vLLM's workers, which may be other processes. vLLM mixes this class into its worker
+    class (`worker_extension_cls`) and calls its methods by name. They answer in JSON, which all ways between processes
+    carry."""
 
     def measured_start(self) -> None:
         """Starts to count kernels and steps. Only workers know their steps, as they run ahead of the engine."""
@@ -65,21 +46,15 @@ class MeasuredWorker:
 class VllmEngine:
     """`vllm.LLM`, step by step."""
 
-    sees_steps = True
-    """Each `step` is one of the model."""
+    sees_steps = True  # each `step` is one of the model
 
     def __init__(self, model: str, arguments: dict[str, Any]):
         from vllm import LLM
 
-        self._llm = LLM(
-            model,
-            **{
-                "skip_tokenizer_init": True,
-                "disable_log_stats": False,  # without them it tells nothing of first tokens and of the cache
-                "worker_extension_cls": "serving_benchmarks.run.engine.MeasuredWorker",
-                **arguments,
-            },
-        )
+        # without its stats it tells nothing of first tokens and of the cache
+        own = {"skip_tokenizer_init": True, "disable_log_stats": False}
+        own["worker_extension_cls"] = "serving_benchmarks.run.engine.MeasuredWorker"
+        self._llm = LLM(model, **{**own, **arguments})
         self._engine = self._llm.llm_engine
         cache = self._engine.vllm_config.cache_config
         shared = arguments.get("decode_context_parallel_size", 1)
@@ -87,20 +62,17 @@ class VllmEngine:
         """Tokens that fit into the cache."""
         self._names: dict[str, str] = {}
         """vLLM's own id of each request that has not ended."""
-        self._begun: set[str] = set()
+        self.decoding: set[str] = set()
+        """Streamed requests that have a token and have not ended."""
 
     def submit(self, id: str, prompt: Sequence[int], new_tokens: int, *, streamed: bool = False) -> None:
         """Adds a request: greedy, and with exactly so many new tokens. `decoding` counts streamed ones only."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
-            temperature=0.0,
-            max_tokens=new_tokens,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
-        )
+        kind = RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY
+        how = {"ignore_eos": True, "detokenize": False, "output_kind": kind}
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, **how)
         self._names[id] = self._engine.add_request(id, {"prompt_token_ids": list(prompt)}, params)
 
     def step(self) -> list[Ended]:
@@ -108,31 +80,24 @@ class VllmEngine:
         ended = []
         for output in self._engine.step():
             if not output.finished:
-                self._begun.add(output.request_id)
+                self.decoding.add(output.request_id)
                 continue
             self._names.pop(output.request_id)
-            self._begun.discard(output.request_id)
+            self.decoding.discard(output.request_id)
             ttft = output.metrics.first_token_latency if output.metrics else None
             tokens = len(output.outputs[0].token_ids)
-            ended.append(Ended(output.request_id, ttft, tokens, output.num_cached_tokens))
+            ended.append(Ended(output.request_id, ttft, tokens))
         return ended
-
-    def decoding(self) -> int:
-        """Streamed requests that have a token and have not ended."""
-        return len(self._begun)
 
     def abort_all(self) -> None:
         """Gives up all requests that have not ended."""
         self._engine.abort_request(list(self._names.values()), internal=True)
         self._names.clear()
-        self._begun.clear()
+        self.decoding.clear()
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache."""
         self._llm.reset_prefix_cache()
-
-    def counters(self) -> Counters:
-        return [self._metric(name) for name in COUNTERS]
 
     def start_profile(self) -> None:
         self._llm.collective_rpc("measured_start")
@@ -143,7 +108,3 @@ class VllmEngine:
         # kernel. The worker whose kernels took least waited least.
         found = map(json.loads, self._llm.collective_rpc("measured_stop"))
         return min(found, key=lambda profile: sum(time for _, _, time in profile["kernels"]))
-
-    def _metric(self, name: str) -> float | None:
-        values = [metric.value for metric in self._llm.get_metrics() if metric.name == name]
-        return sum(values) if values else None

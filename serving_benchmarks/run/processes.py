@@ -14,8 +14,7 @@ from serving_benchmarks.run import supervisor
 
 GRACE_SECONDS = 20.0
 """What a process gets to end by itself, before it is killed with all that it has started."""
-SUPERVISOR_SECONDS = supervisor.KILL_SECONDS + 5
-"""What a supervisor may take to kill the rest."""
+SUPERVISOR_SECONDS = supervisor.KILL_SECONDS + 5  # what a supervisor may take to kill the rest
 
 EXCEPTION = re.compile(
     r"(?:\([^()]+ pid=\d+\) |\[rank\d+\]: |(?:ERROR|CRITICAL|FATAL) [-\d]+ [:.,\d]+ \[[^\]]+\] |[EF]\d{4} [^\]]+\] )*"
@@ -25,23 +24,17 @@ EXCEPTION = re.compile(
 
 
 class Supervised:
-    """A command that runs for as long as a `with` block lasts, or until it ends by itself.
-
-    It runs below a supervisor, which ends it and all that it has started, also when this process is killed.
-    """
+    """A command that runs for as long as a `with` block lasts, or until it ends by itself. It runs below a supervisor,
+    which ends it and all that it has started, also when this process is killed."""
 
     def __init__(self, command: Sequence[str], log: Path, *, grace: float = GRACE_SECONDS):
         self.log, self.grace = log, grace
         folder, file = os.path.split(supervisor.__file__)
         with log.open("ab") as out:
-            self._process = subprocess.Popen(
-                [sys.executable, file],
-                cwd=folder,  # so that its command line doesn't name this package
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C in a terminal is for this process to pass on
-            )
+            # in its folder, so that its command line doesn't name this package, and in a session of its own, as Ctrl-C
+            # in a terminal is for this process to pass on
+            how = {"cwd": folder, "start_new_session": True, "stdin": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            self._process = subprocess.Popen([sys.executable, file], stdout=out, **how)
         self.tell(json.dumps({"command": list(map(str, command)), "folder": os.getcwd(), "grace": grace}))
 
     def __enter__(self) -> "Supervised":
@@ -93,10 +86,8 @@ def signals_unwind() -> Iterator[None]:
 
 
 def why_it_failed(log: str) -> str:
-    """The line of a log that says best why a program ended: the last exception, or else the last line.
-
-    Exceptions that point to another one don't count, nor do those that a warning quotes.
-    """
+    """The line of a log that says best why a program ended: the last exception, or else the last line. Exceptions that
+    point to another one don't count, nor do those that a warning quotes."""
     lines = [line.rstrip() for line in log.splitlines() if line.strip()]
     errors = [found[1] or found[2] for line in lines if (found := EXCEPTION.match(line))]
     telling = [error for error in errors if "root cause" not in error and "scheduler died" not in error]

@@ -14,8 +14,7 @@ from typing import Any, TextIO
 
 from serving_benchmarks.run.processes import Supervised
 
-POLL_SECONDS = 0.2
-"""How often a worker's events are read."""
+POLL_SECONDS = 0.2  # how often a worker's events are read
 WORKER = [sys.executable, "-m", "serving_benchmarks.run.worker"]
 """The command of a worker, before the files of its spec and its events."""
 
@@ -23,8 +22,8 @@ WORKER = [sys.executable, "-m", "serving_benchmarks.run.worker"]
 class Worker:
     """A worker, as seen by the process that started it."""
 
-    def __init__(self, process: Supervised, events: Path):
-        self.process = process
+    def __init__(self, name: str, process: Supervised, events: Path):
+        self.name, self.process = name, process
         self.asks: dict[str, Any] | None = None
         """Its `ready` event while it waits; None while it works, and after it has ended."""
         self._events, self._offset = events, 0
@@ -39,8 +38,11 @@ class Worker:
             except TimeoutError:
                 if time.monotonic() > end:
                     raise TimeoutError(f"it took more than {seconds:.0f} s") from None
-            found, self._offset = read_events(self._events, self._offset)
-            for event in found:
+            with self._events.open("rb") as file:
+                file.seek(self._offset)
+                whole = file.read().rpartition(b"\n")[0]  # a line without its end is left for later
+            self._offset += len(whole) + (1 if whole else 0)
+            for event in map(json.loads, whole.splitlines()):
                 if event["event"] == "ready":
                     self.asks = event if running else None
                 else:
@@ -62,19 +64,13 @@ def stem(name: str) -> str:
 
 @contextlib.contextmanager
 def started(name: str, spec: dict[str, Any], logs: Path) -> Iterator[Worker]:
-    """A worker that runs for as long as the block lasts.
-
-    Args:
-        name: of its files.
-        spec: what it is to do, for `worker.py`.
-        logs: the folder for its files: the spec, its events and what it prints.
-    """
+    """A worker that does what the spec says, for as long as the block lasts. The folder `logs` gets its files."""
     asked, events, log = (logs / f"{stem(name)}.{kind}" for kind in ("spec.json", "events", "log"))
     asked.write_text(json.dumps(spec))
     for file in (events, log):
         file.write_bytes(b"")  # an earlier run may have left one
     with Supervised([*WORKER, asked, events], log) as process:
-        yield Worker(process, events)
+        yield Worker(name, process, events)
 
 
 def there_and_back(candidates: Sequence[Any], number: int) -> list[Any]:
@@ -83,21 +79,11 @@ def there_and_back(candidates: Sequence[Any], number: int) -> list[Any]:
 
 
 def interleaved(workers: Sequence[Worker]) -> Iterator[tuple[Worker, str]]:
-    """Lets one worker after the other do its next piece of work, until none waits.
-
-    Yields each worker that was told to work, and what it does. The caller then reads the worker's `events`.
-    """
+    """Lets one worker after the other do its next piece of work, until none waits. Yields each that was told to work,
+    and what it does. The caller then reads the worker's `events`."""
     while waiting := [worker for worker in workers if worker.asks is not None]:
         for worker in there_and_back(waiting, waiting[0].asks.get("round", 0)):
             yield worker, worker.go()
-
-
-def read_events(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The events after an offset, and the offset of the next one. A line without its end is left for later."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        whole = file.read().rpartition(b"\n")[0]
-    return [json.loads(line) for line in whole.splitlines()], offset + len(whole) + (1 if whole else 0)
 
 
 class Events:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving_benchmarks.options import Refused
-from serving_benchmarks.run.engine import Counters, Ended
+from serving_benchmarks.run.engine import Ended
 
 NAMES = {"dtype": "dtype", "kv_cache_dtype": "kv_cache_dtype", "tensor_parallel_size": "tp_size"}
 NAMES |= {"max_num_seqs": "max_running_requests", "max_num_batched_tokens": "chunked_prefill_size"}
 NAMES |= {"gpu_memory_utilization": "mem_fraction_static"}
 """SGLang's names of settings. `arguments` makes others from several."""
-LACKS = ("kv_cache_memory_bytes", "decode_context_parallel_size", "profile")
+LACKS = ("kv_cache_memory_bytes", "profile")
 """Options that are for vLLM alone."""
 ROOM = 3  # tokens that SGLang keeps free after a request's last
 NEVER = 1 << 30
@@ -59,7 +59,6 @@ class SglangEngine:
         self.cache_tokens = self._engine.get_server_info()["max_total_num_tokens"]
         self._keeps_prefixes = not arguments.get("disable_radix_cache")
         self._running: set[asyncio.Task[Ended]] = set()
-        self._counted = [0, 0, 0]
 
     def submit(self, id: str, prompt: Sequence[int], new_tokens: int) -> None:
         """Adds a request: greedy, and with exactly so many new tokens."""
@@ -73,9 +72,7 @@ class SglangEngine:
             ttft, about = ttft or time.perf_counter() - begin, chunk["meta_info"]
         if about["finish_reason"]["type"] == "abort":
             raise RuntimeError(f"SGLang gave request {id} up: {about['finish_reason'].get('message')}")
-        counted = about["num_retractions"], about["prompt_tokens"], about["cached_tokens"]
-        self._counted = [sum(pair) for pair in zip(self._counted, counted, strict=True)]
-        return Ended(id, ttft, about["completion_tokens"], about["cached_tokens"])
+        return Ended(id, ttft, about["completion_tokens"])
 
     def step(self) -> list[Ended]:
         """Waits until a request ends."""
@@ -87,7 +84,3 @@ class SglangEngine:
         """Empties the prefix cache. SGLang refuses as long as its last step ends."""
         while self._keeps_prefixes and not self._engine.flush_cache().success:
             time.sleep(0.01)
-
-    def counters(self) -> Counters:
-        """Totals of requests that have ended, as `engine.COUNTERS` names them."""
-        return self._counted

@@ -1,17 +1,12 @@
 """Runs a command and leaves none of its processes behind, also if the process that wanted it is killed.
 
-    python supervisor.py
-
 The first line of standard input is JSON: `command` (its words), `folder` (where it runs) and `grace` (seconds). All
 later input goes to the command. The command ends by itself, or when the input ends, which happens when the process at
 the other end stops or dies, even by kill -9. Then it gets SIGINT and its grace, and all descendants that are left are
 killed, whatever their process groups and sessions. The exit status is the command's.
 
-It has a session of its own, so that a signal to a group doesn't reach it. If it is killed itself, by kill -9, the
-command's processes survive.
-
 `processes.py` starts this file by its name, in this folder: `pkill -f` with the package's name or the command's doesn't
-find it. It imports nothing but the standard library. Linux only.
+find it. It has a session of its own, so that a signal to a group doesn't reach it. Linux only.
 """
 
 import contextlib
@@ -23,13 +18,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 
 KILL_SECONDS = 30
 """How long killed processes may take to end: the kernel frees a GPU's memory first."""
-KILL_AGAIN_SECONDS = 0.02
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end the command."""
 
 
 def descendants(root: int) -> list[int]:
@@ -60,7 +51,7 @@ def kill_descendants() -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(KILL_AGAIN_SECONDS)
+        time.sleep(0.02)
 
 
 def wait_for_the_end(command: subprocess.Popen) -> None:
@@ -68,7 +59,7 @@ def wait_for_the_end(command: subprocess.Popen) -> None:
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
-    for number in ENDING:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)  # wakes the select below
     ends = [woken, os.pidfd_open(command.pid)]
     while True:
@@ -87,30 +78,25 @@ def exit_status(of_wait: int) -> int:
     return of_wait if of_wait >= 0 else 128 - of_wait
 
 
-def supervise(words: Sequence[str], folder: str, grace: float) -> int:
-    """Runs the command to its end, ends what it has started, and returns the exit status."""
-    # A script's background job ignores SIGINT, and its children inherit that. They don't inherit a handler.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    command = subprocess.Popen(words, cwd=folder, stdin=subprocess.PIPE)
-    try:
-        wait_for_the_end(command)
-        if command.poll() is None:
-            command.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            command.wait(grace)
-        status = command.poll()
-    finally:
-        kill_descendants()
-    return exit_status(-signal.SIGKILL if status is None else status)
-
-
 def main() -> int:
     with open(0, "rb", buffering=0, closefd=False) as given:  # the rest is for the command
         asked = json.loads(given.readline())
     # PR_SET_CHILD_SUBREAPER: descendants whose parents end become children of this process, so it still finds them
     if ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-    return supervise(asked["command"], asked["folder"], asked["grace"])
+    # A script's background job ignores SIGINT, and its children inherit that. They don't inherit a handler.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    command = subprocess.Popen(asked["command"], cwd=asked["folder"], stdin=subprocess.PIPE)
+    try:
+        wait_for_the_end(command)
+        if command.poll() is None:
+            command.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.wait(asked["grace"])
+        status = command.poll()
+    finally:
+        kill_descendants()
+    return exit_status(-signal.SIGKILL if status is None else status)
 
 
 if __name__ == "__main__":

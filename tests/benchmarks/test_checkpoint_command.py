@@ -13,12 +13,12 @@ from serving_benchmarks.run import checkpoint
 
 
 def answers(*rows: list[int], logprob: float = -1.0) -> checkpoint.Answers:
-    return [{"tokens": row, "logprobs": [logprob] * len(row), "margins": [0.25] * len(row)} for row in rows]
+    return [{"tokens": row, "logprobs": [logprob] * len(row)} for row in rows]
 
 
 def test_answers_are_compared_up_to_their_end_and_logprobs_up_to_the_first_difference():
     found = checkpoint.compare(answers([7, 9, 1, 2], [5, 5, 9, 5]), answers([7, 9, 3, 2], [5, 5, 9, 5]), 9)
-    assert (found["answers_equal"], found["texts_equal"], found["margins_where_they_part"]) == (2, 1, [0.25])
+    assert (found["answers_equal"], found["texts_equal"]) == (2, 1)
     assert found["tokens_until_first_difference"] == 3 and found["logprob_difference_max"] == 0
     other = checkpoint.compare(answers([7, 8, 9, 2]), answers([7, 9, 3, 2], logprob=-1.5), 9)
     assert other["answers_equal"] == 0 and other["logprob_difference_mean"] == 0.5

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import result_examples
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.results import compare, kinds
+from serving_benchmarks.results import compare, kinds, tables
 
 pytestmark = pytest.mark.skipif(not result_examples.path("kernels").is_file(), reason="needs the source tree")
 ALL = result_examples.every_kind() if result_examples.path("kernels").is_file() else {}
@@ -25,7 +25,7 @@ def file(report: dict) -> kinds.ResultFile:
 def slow_down(entry: dict, times: float) -> None:
     """Makes ours take so many times as long in an entry of any kind."""
     seconds = entry.get("seconds", {})
-    for timing in [seconds] if "median" in seconds else [seconds[name] for name in seconds if name in kinds.OURS]:
+    for timing in [seconds] if "median" in seconds else [seconds[name] for name in seconds if name in tables.NOT_PEERS]:
         timing.update({name: timing[name] * times for name in TIMES})
     if "rounds_s" in entry:
         entry["rounds_s"] = [value * times for value in entry["rounds_s"]]
@@ -36,9 +36,9 @@ def slow_down(entry: dict, times: float) -> None:
 
 
 def ours(report: dict) -> list[int]:
-    """The entries of ours. The others are copies and other backends."""
+    """The entries of ours. The others are other backends."""
     entries = enumerate(report["results"])
-    return [i for i, e in entries if not e.get("op", "").startswith("copy") and e.get("backend") != "FLASHMLA_SPARSE"]
+    return [i for i, e in entries if e.get("backend") != "FLASHMLA_SPARSE"]
 
 
 def run(folder, old: dict, new: dict, *options: str, capsys) -> tuple[int, str, str]:
@@ -153,6 +153,6 @@ def test_files_that_cannot_be_compared_are_refused(tmp_path, capsys):
     other = copy.deepcopy(FILES["kernels"])
     for entry in other["results"]:
         entry["case"]["topk"] = 3
-    for old, new in ((FILES["kernels"], FILES["cache"]), (FILES["kernels"], other), (ALL["checkpoint"],) * 2):
+    for old, new in ((FILES["kernels"], FILES["index"]), (FILES["kernels"], other), (ALL["checkpoint"],) * 2):
         status, out, err = run(tmp_path, old, new, capsys=capsys)
         assert status == 2 and not out and err.startswith("error: ") and err.count("\n") == 1

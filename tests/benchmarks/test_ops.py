@@ -1,10 +1,8 @@
 """What ops/ times: batches and suites, checks of results, peers, the timer, and the commands as far as a CPU goes."""
 
-import argparse
 import functools
 import itertools
 import lzma
-import subprocess
 import sys
 import time
 import types
@@ -16,24 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from mla_backend.tilelang import sparse_mla_bwd
+from commands import parsed
 from serving_benchmarks.__main__ import main
 from serving_benchmarks.ops import (
     backward,
-    batches,
-    cpu,
     dense,
     index,
     kernels,
     peer_kernels,
     peers,
     rows,
-    sweep,
     timing,
 )
 from serving_benchmarks.ops.batches import Batch, positions
-from serving_benchmarks.ops.timing import Timing, cpu_clock, interleaved
-from serving_benchmarks.results import kinds, op_tables, tables
+from serving_benchmarks.ops.timing import Timing, interleaved
+from serving_benchmarks.results import kinds, tables
 from serving_benchmarks.results.kernel_times import own_times
 
 BATCHES = {"128q1s32k": [(1, 32768)] * 128, "q4k": [(4096, 4096)], "2q3s100_1q1s7": [(3, 100), (3, 100), (1, 7)]}
@@ -121,7 +116,7 @@ def test_flashmla_gets_64_heads_and_the_lengths_of_requests(lengths, monkeypatch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    "command", [*"kernels --suite headline,rows,dense,backward,ops cache,ops index,ops sweep".split(",")]
+    "command", [*"kernels --suite headline,rows,dense,backward,ops index,ops tune --output x.csv".split(",")]
 )
 def test_without_a_gpu_one_line_says_so(command, capsys):
     assert main(command.split()) == 2
@@ -153,8 +148,7 @@ def test_the_peers_libraries_are_packed_and_found(tmp_path, monkeypatch):
 def test_wheels_that_are_not_what_they_should_be_are_refused_and_a_missing_peer_is_named(tmp_path, capsys):
     broken = tmp_path / "vllm-1-none.whl"
     broken.write_text("no wheel")
-    wheels = [fake_wheel(tmp_path, without="fa3"), fake_wheel(tmp_path, name="other-1.2.3.whl")]
-    for wheel in (*wheels, broken, tmp_path / "vllm-2-nope.whl"):
+    for wheel in (fake_wheel(tmp_path, without="fa3"), broken, tmp_path / "vllm-2-nope.whl"):
         assert main(["peers", str(tmp_path / "peers"), "--wheels", str(wheel)]) == 2
         assert wheel.name in capsys.readouterr().err
     found = peer_kernels.load(tmp_path, "9")
@@ -162,44 +156,11 @@ def test_wheels_that_are_not_what_they_should_be_are_refused_and_a_missing_peer_
     assert all(found[name].startswith("missing: ") for name in peers.LIBRARIES)
 
 
-def shapes(name: str) -> list[tuple[str, int, int, str]]:
-    suite = batches.load_suite(name, kernels.FORMATS)
-    return [(c.batch, c.heads, c.topk, c.format) for c in kernels.suite_cases(suite)]
-
-
-@pytest.mark.parametrize("name", batches.suite_names())
-def test_every_suite_of_the_package_has_each_case_once(name):
-    cases = shapes(name)
-    assert cases and len(set(cases)) == len(cases)
-
-
-def test_a_users_own_file_is_a_suite(tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text(
-        'peers = false\n[[cases]]\nbatches = ["2q1s1k"]\nheads = [4, 3]\ntopk = [7, 9]\nformats = ["bf16"]\n'
-        '[[cases]]\nbatches = ["q5"]\nheads = [1]\n'
-    )
-    per_format = [("2q1s1k", heads, topk, "bf16") for topk in (7, 9) for heads in (4, 3)]
-    assert shapes(str(path)) == [("q5", 1, 2048, "fp8_ds_mla"), *per_format, ("q5", 1, 2048, "bf16")]
-    assert not batches.load_suite(str(path), kernels.FORMATS).peers
-    for words in ("nope", "nope.toml", "headline --heads 3"):
-        assert main(["kernels", "--suite", *words.split()]) == 2
-
-
-ENTRY = '[[cases]]\nbatches = ["q1"]\nheads = [1]\n'
-WRONG = ["", "cases = 3", "a =", f'name = "x"\n{ENTRY}', f"peers = 1\n{ENTRY}", f"description = 1\n{ENTRY}"]
-WRONG_ENTRIES = ["heads = [1]", 'batches = ["seven"]\nheads = [1]', 'batches = "q1"\nheads = [1]', 'batches = ["q1"]']
-WRONG_ENTRIES += [f'batches = ["q1"]\nheads = {heads}' for heads in ("[0]", "[257]", "[]", "[true]")]
-WRONG_ENTRIES += [f'batches = ["q1"]\nheads = [1]\n{more} = [0]' for more in ("topk", "formats", "head")]
-
-
-@pytest.mark.parametrize("text", [*WRONG, *(f"{ENTRY}[[cases]]\n{entry}" for entry in WRONG_ENTRIES)])
-def test_a_wrong_suite_is_refused_with_its_file_and_entry(text, tmp_path):
-    path = tmp_path / "mine.toml"
-    path.write_text(text)
-    with pytest.raises(batches.SuiteError) as error:
-        batches.load_suite(str(path), kernels.FORMATS)
-    assert str(path) in str(error.value) and (text.count("[[cases]]") < 2 or "entry 2 " in str(error.value))
+@pytest.mark.parametrize("name", kernels.SUITES)
+def test_every_suite_has_each_case_once(name):
+    cases = kernels.chosen_cases(parsed("kernels", "--suite", name))
+    assert cases and len(set(cases)) == len(cases) and all(case.requests.tokens for case in cases)
+    assert main(["kernels", "--suite", name, "--heads", "3"]) == 2
 
 
 TIMING = {"fastest": 1e-5, "median": 2e-5, "lower_quartile": 1.5e-5, "upper_quartile": 3e-5, "rounds": 5}
@@ -207,10 +168,9 @@ MEASURED = {"useful_flops": 1e9, "bytes": 1e8, "floor_seconds": {"math": 1e-5, "
 MEASURED |= {"accuracy": {}, "seconds": {"ours": TIMING, "plan": TIMING}, "failed": {}, "best_peer": None}
 
 
-@pytest.mark.parametrize("with_peers", [True, False])
-def test_the_command_measures_the_cases_of_a_suite(with_peers, on_a_cpu, monkeypatch, tmp_path):
-    ran, peers, suite = [], {"flashmla": "vllm 0.23.0", "fa3": "missing: nowhere"}, str(tmp_path / "mine.toml")
-    (tmp_path / "mine.toml").write_text(f"peers = {str(with_peers).lower()}\n{ENTRY.replace('[1]', '[16, 3]')}")
+@pytest.mark.parametrize("more", [[], ["--ours-only"]])
+def test_the_command_measures_the_cases_of_a_suite(more, on_a_cpu, monkeypatch):
+    ran, peers = [], {"flashmla": "vllm 0.23.0", "fa3": "missing: nowhere"}
 
     def measure(case, loaded, **_):
         ran.append((case.batch, case.heads, case.topk, case.format, loaded))
@@ -218,9 +178,10 @@ def test_the_command_measures_the_cases_of_a_suite(with_peers, on_a_cpu, monkeyp
 
     monkeypatch.setattr(kernels.peer_kernels, "load", lambda *_: peers)
     monkeypatch.setattr(kernels, "measure", measure)
-    assert main(["kernels", "--suite", suite, "--heads", "16", "--formats", "bf16"]) == 0
-    loaded = {"flashmla"} if with_peers else set()
-    assert ran == [("q1", 16, 2048, "bf16", loaded)]
+    suite = [("q1", (16, 3), (2048,)), ("q2", (3,), (2048,))]
+    monkeypatch.setitem(kernels.SUITES, "headline", suite)
+    assert main(["kernels", "--suite", "headline", "--heads", "16", "--formats", "bf16", *more]) == 0
+    assert ran == [("q1", 16, 2048, "bf16", set() if more else {"flashmla"})]
 
 
 @pytest.fixture
@@ -257,7 +218,7 @@ def test_ours_and_peers_are_checked_before_they_are_timed(on_a_cpu, tmp_path, mo
         assert result["useful_flops"] == 2 * (90 + 90 + 69 + 70) * 3 * (576 + 512)
 
 
-def test_dense_decode_is_measured_versus_peers_and_lists_of_slots(on_a_cpu, tmp_path, monkeypatch):
+def test_dense_decode_is_measured_versus_peers(on_a_cpu, tmp_path, monkeypatch):
     def fa3(rope, k, v, _k, _v, latent, out, starts, _a, _b, _c, lengths, queries, longest, table, *rest):
         assert rest[14] == "schedule" and (queries, longest, len(starts)) == (3, 200, len(table) + 1)
         q, cache = (x.view(len(table), queries, *x.shape[1:]) for x in (latent, rope)), torch.cat([v, k], -1)
@@ -285,50 +246,31 @@ def test_dense_decode_is_measured_versus_peers_and_lists_of_slots(on_a_cpu, tmp_
     for result, fmt in zip(measured(tmp_path / "out", "dense", "--cases", "h5"), formats, strict=True):
         assert result["case"] == {"batch": "2q3s200", "heads": 5, "format": fmt, "tokens": 6}
         of_fp8 = {"flashmla_fp8"} if fmt == "fp8_tensor_576" else set()
-        assert {*result["seconds"]} == {"ours", "plan", "slot_lists", "flashmla", "fa3", *of_fp8}
+        assert {*result["seconds"]} == {"ours", "plan", "flashmla", "fa3", *of_fp8}
         assert not result["failed"]
         assert result["useful_flops"] == 2 * 2 * (198 + 199 + 200) * 5 * (576 + 512)
     assert main(["dense", "--cases", "h5", "--limit-s", "1e-9"]) == 1 and main(["dense", "--cases", "h5 fp4"]) == 2
 
 
 @pytest.mark.parametrize("lists", backward.LISTS)
-def test_the_backward_is_measured_versus_a_peer_and_in_parts(lists, on_a_cpu, tmp_path, monkeypatch):
+def test_the_backward_is_measured_versus_cudnn_and_in_parts(lists, on_a_cpu, tmp_path, monkeypatch):
     def cudnn(q, kv, out, d_out, lse, sink, lists, scale, dq, dkv):
         given = q, kv, lists, out, lse, d_out
         mla_backend.sparse_mla_backward(*given, scale=scale, sink=sink, d_q=dq, d_kv=dkv)
 
-    def tilelang(q, kv, out, d_out, lists, lse, scale):
-        assert lists.min() >= 0, "it would read other memory"
-        return sparse_mla_bwd(q, kv, out, d_out, lists, lse, scale)
-
-    functions = types.SimpleNamespace(sparse_attention_backward_wrapper=cudnn, sparse_mla_bwd=tilelang)
-    for module, *_ in backward.PEERS.values():
-        monkeypatch.setitem(sys.modules, module, functions)
+    functions = types.SimpleNamespace(sparse_attention_backward_wrapper=cudnn)
+    monkeypatch.setitem(sys.modules, backward.CUDNN, functions)
     monkeypatch.setattr(backward.importlib.metadata, "version", lambda name: "1")
     monkeypatch.setattr(backward, "cases", lambda: [backward.Case(3, 90, lists, queries=70, topk=40)])
     found = backward.new_lists(backward.cases()[0]).tolist()
     assert all(len({*one}) == 40 and 0 <= min(one) <= max(one) < 90 for one in found)
     shared = {len({*one} & {*other}) for one, other in itertools.pairwise(found)}
     assert (shared == {36}) == (lists == "overlapping")
-    for peer in backward.PEERS:
-        (result,) = measured(tmp_path / peer, "backward", "--peer", peer)
-        assert (
-            {*result["seconds"]} == {"ours", "atomic", peer} and not result["failed"] and all(result["parts"].values())
-        )
-    text = tables.backward(*(kinds.load(tmp_path / peer).report for peer in backward.PEERS))
-    assert "cuDNN | TileLang |" in text and "nvidia-cudnn-frontend 1, tilelang 1" in text
-
-
-def test_a_cliff_is_where_less_takes_longer_than_more(on_a_cpu, monkeypatch, capsys):
-    command = ["ops", "sweep", "--tokens", "1,2,3", "--topk", "5,70", "--heads", "2,3", "--rounds", "2"]
-    monkeypatch.setattr(sweep.timing, "interleaved", lambda clocks, rounds: {"ours": Timing(*[clocks["ours"](0)] * 5)})
-    assert main(command) == 0 and capsys.readouterr().out.count("topk 70, h 3, us: T 1 ") == 1
-    seconds = {(t, k, h): float(t * k * h) for t, k, h in itertools.product((1, 2, 3), (5, 70), (2, 3))}
-    assert not sweep.cliffs(seconds)
-    seconds |= {(2, 5, 3): 1.1 * seconds[3, 5, 3], (1, 70, 2): 1.2 * seconds[1, 70, 3]}
-    (first, *sizes), (second, *others) = sweep.cliffs(seconds)
-    assert sizes == [(1, 70, 2), (1, 70, 3)] and first == pytest.approx(0.2)
-    assert others == [(2, 5, 3), (3, 5, 3)] and second == pytest.approx(0.1)
+    (result,) = measured(tmp_path / "out", "backward")
+    assert (
+        {*result["seconds"]} == {"ours", "atomic", "cudnn"} and not result["failed"] and all(result["parts"].values())
+    )
+    assert "nvidia-cudnn-frontend 1" in tables.backward(kinds.load(tmp_path / "out").report)
 
 
 def test_the_indexers_ops_are_checked_before_they_are_timed(on_a_cpu, monkeypatch, tmp_path):
@@ -357,8 +299,8 @@ def test_rows_measures_what_was_asked_for_and_goes_on_after_a_failure(on_a_cpu, 
         return MEASURED
 
     monkeypatch.setattr(rows, "measure", measure)
-    wanted = [f"CONFIG1 h {heads} {requests}q2s16k" for heads in (8, 16) for requests in (2, 128)]
-    options = ["--cases", ",".join([*wanted, "V4-Pro 128q1s16k"]), "--ours-only"]
+    wanted = [f"CONFIG1, {requests}q2s16k, h {heads}," for heads in (8, 16) for requests in (2, 128)]
+    options = ["--cases", "|".join([*wanted, "V4-Pro, 128q1s16k"]), "--ours-only"]
     assert main(["rows", *options, "--output", str(tmp_path / "out.json")]) == 1
     results = kinds.load(tmp_path / "out.json").results
     found = [(r["case"]["name"], r["case"]["batch"], r["case"]["heads"], "error" in r) for r in results]
@@ -366,8 +308,6 @@ def test_rows_measures_what_was_asked_for_and_goes_on_after_a_failure(on_a_cpu, 
     assert found == [*asked, ("V4-Pro", "128q1s16k", 16, False)]
     assert capsys.readouterr().err.count("mla_backend failed for CONFIG1, ") == 2
     assert main(["rows", "--cases", "long h 3"]) == 2
-    asked = kernels.asked_for(argparse.Namespace(cases=["CONFIG2 2q2s16k h 128"]), "rows", rows.cases())
-    assert [case.heads for case in asked] == [128]  # 128 slots are another thing
 
 
 def test_quartiles_of_few_rounds_lie_between_them():
@@ -386,19 +326,6 @@ def test_each_candidate_is_timed_once_a_round():
     assert timings == {name: Timing(1.0, 2.0, 1.5, 2.5, 3) for name in "ab"}
 
 
-def test_the_first_call_of_a_burst_is_not_counted(monkeypatch):
-    now = 0.0
-    durations = iter([100.0, 3.0, 5.0])
-
-    def call(number):
-        nonlocal now
-        assert number == 7
-        now += next(durations)
-
-    monkeypatch.setattr("serving_benchmarks.ops.timing.time.perf_counter", lambda: now)
-    assert cpu_clock(call, burst_seconds=0)(7) == 4.0
-
-
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20)), max_size=20))
 def test_own_times_are_together_the_time_in_which_anything_ran(ran_at):
     ran = {tick for _, begin, ticks in ran_at for tick in range(begin, begin + ticks)}
@@ -410,22 +337,3 @@ def test_own_times_are_together_the_time_in_which_anything_ran(ran_at):
 def test_a_kernel_that_began_early_is_not_charged_for_its_waiting():
     found = own_times([("attention", 0.0, 100.0), ("merge", 2.0, 103.0), ("next", 110.0, 115.0)])
     assert found == [("attention", 1, 100.0), ("merge", 1, pytest.approx(3.0)), ("next", 1, 5.0)]
-
-
-def test_more_threads_than_a_process_can_start_are_refused(capsys):
-    with pytest.raises(SystemExit) as error:
-        main(["ops", "cpu", "--threads", "100000"])
-    assert error.value.code == 2 and "--threads" in capsys.readouterr().err
-
-
-def test_attention_on_a_cpu_is_measured_and_checked(tmp_path):
-    case = "--heads 3 --contexts 32 --batches 2 --threads 2 --rounds 2 --burst 0.001 --output".split()
-    command = [sys.executable, "-m", "serving_benchmarks", "ops", "cpu", *case, tmp_path / "out.json"]
-    subprocess.run(command, check=True)
-    report = kinds.load(tmp_path / "out.json").report
-    small = [result for result in report["results"] if result["case"]["heads"] == 3]
-    assert {result["case"]["format"] for result in small} == set(cpu.FORMATS)
-    for result in small:
-        assert result["seconds"]["ours"]["median"] > 0 and result["largest_difference"]["ours"] < cpu.TOLERANCE
-        assert result["useful_flops"] == 2 * 2 * 3 * 32 * (576 + 512)
-    assert op_tables.cpu(report).count("\n|") == 1 + len(report["results"])

@@ -1,12 +1,14 @@
 """The door: every command has its help, and wrong options are refused with their names."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
 from serving_benchmarks import options as opt
 from serving_benchmarks.__main__ import COMMANDS, main
 from serving_benchmarks.results.compare import limit_type
+from serving_benchmarks.results.file import replace
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -36,21 +38,22 @@ def test_a_library_that_does_not_load_is_a_sentence(monkeypatch, capsys):
         raise ImportError("there is no library")
 
     monkeypatch.setattr("importlib.import_module", missing)
-    assert main(["ops", "cpu", "--help"]) == 2
+    assert main(["ops", "index", "--help"]) == 2
     assert capsys.readouterr().err == "error: there is no library\n"
 
 
 def test_values_are_read():
-    assert opt.count("3") == 3 and opt.count_or_none("0") == 0 and opt.positive("0.5") == 0.5
+    assert opt.count("3") == 3 and opt.positive("0.5") == 0.5
     assert opt.listed(opt.count)("16, 1,16") == [16, 1] and opt.names("a,b") == ["a", "b"]
     assert opt.json_object('{"a": 1}') == {"a": 1}
+    assert opt.load("20+4") == ((20, 4), None) and opt.load("20+4/3") == ((20, 4), 3)
 
 
 REFUSED = [(opt.count, "0"), (opt.count, "1.5"), (opt.rounds, "1"), (opt.whole(1, 3), "4"), (opt.positive, "nan")]
 REFUSED += [(opt.positive, "-1"), (opt.positive, "0"), (opt.positive, "inf"), (opt.listed(opt.count), "1,,2")]
 REFUSED += [(opt.listed(opt.count), ""), (opt.listed(opt.one_of(["a"])), "a,b"), (opt.json_object, "[]")]
-REFUSED += [(opt.json_object, "{"), (opt.new_file, "/proc/nope/x.json"), (opt.new_folder, __file__)]
-REFUSED += [(limit_type, text) for text in ("0.05", "-5%", "five", "nan", "")]
+REFUSED += [(opt.json_object, "{"), (opt.new_file, "/proc/nope/x.json"), (opt.new_folder, __file__), (opt.share, "1.5")]
+REFUSED += [(limit_type, text) for text in ("0.05", "-5%", "five", "nan", "")] + [(opt.pattern, "(")]
 
 
 @pytest.mark.parametrize(("read", "text"), REFUSED)
@@ -59,9 +62,16 @@ def test_wrong_values_are_refused(read, text):
         read(text)
 
 
-def test_an_output_is_tried_and_left_as_it_is(tmp_path):
+def test_an_output_is_left_as_it_is(tmp_path):
     assert not opt.new_file(str(tmp_path / "folder" / "new.json")).exists()
     (tmp_path / "old.json").write_text("results")
     assert opt.new_file(str(tmp_path / "old.json")).read_text() == "results"
+
+
+def test_a_file_is_replaced_as_a_whole_where_a_link_leads(tmp_path):
     (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
-    assert opt.new_file(str(tmp_path / "link.json")).is_symlink() and not (tmp_path / "target.json").exists()
+    replace(tmp_path / "link.json", "new")
+    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "target.json").read_text() == "new"
+    assert len([*tmp_path.iterdir()]) == 2
+    replace(Path("/dev/null"), "nothing")
+    assert not Path("/dev/null").is_file()

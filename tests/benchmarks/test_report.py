@@ -25,7 +25,6 @@ class Page(html.parser.HTMLParser):
         self.feed(text)
         self.close()
         assert not any(name.startswith("on") for name, _ in self.attributes)
-        self.sources, self.links = ([v for n, v in self.attributes if n == name] for name in ("src", "href"))
 
     def handle_starttag(self, tag, attributes):
         self.tags.add(tag)
@@ -55,10 +54,8 @@ def page(tmp_path_factory):
 
 def test_the_page_needs_nothing_else(page):
     read = Page(page)
-    assert all(source.startswith("data:image/png;base64,") for source in read.sources) and len(read.sources) == 1
-    assert not read.tags & {"script", "link", "iframe"} and "url(" not in page
-    assert all(link.startswith("#") and ("id", link[1:]) in read.attributes for link in read.links)
-    assert len(read.links) == len(result_examples.every_kind()) + 1
+    assert not read.tags & {"script", "link", "iframe", "img", "a"} and "url(" not in page
+    assert page.count("<h2>") == len(result_examples.every_kind()) + 2, "and the choice of a backend, and what is wrong"
 
 
 def test_the_page_has_the_numbers_and_names_what_is_missing(page):
@@ -75,12 +72,13 @@ def test_the_page_has_the_numbers_and_names_what_is_missing(page):
 def test_text_of_files_cannot_become_markup(kind, tmp_path):
     evil = '"><script>alert(1)</script><img src=x onerror=alert(1)>'
     text = json.dumps(result_examples.every_kind()[kind])
-    for word in ("NVIDIA H200", "Xeon", "FLASHMLA_SPARSE", "cache_write", "/s", "64q1s4k", "python3 "):
+    evil += " ![x](http://x) [y](http://y) | $x^2$ [/red] `z`"
+    for word in ("NVIDIA H200", "Xeon", "FLASHMLA_SPARSE", "scores", "/s", "64q1s4k", "python3 "):
         text = text.replace(word, json.dumps(evil)[1:-1])
     (tmp_path / "<b>.json").write_text(text)
     assert main(["report", str(tmp_path / "<b>.json"), "--output", str(tmp_path / "out")]) == 0
     read = Page((tmp_path / "out" / "report.html").read_text())
-    assert not read.tags & {"script", "b"} and any("<script>" in text for text in read.texts)
+    assert not read.tags & {"script", "b", "img", "a"} and any("<script>" in text for text in read.texts)
 
 
 def test_names_are_no_formulas_and_cells_stay_apart(tmp_path):
@@ -90,15 +88,6 @@ def test_names_are_no_formulas_and_cells_stay_apart(tmp_path):
     assert main(["report", str(path), "--output", str(tmp_path / "out")]) == 0
     texts = Page((tmp_path / "out" / "report.html").read_text()).texts
     assert "$x^$ | &lt;y" in texts and any("a$b_c$ | d" in one for one in texts)
-
-
-def test_a_file_of_a_cpu_without_an_active_kernel_is_shown(tmp_path):
-    report = result_examples.every_kind()["cpu"]
-    for kernel in report["environment"]["library"]["cpu_kernels"]:
-        kernel["active"] = False
-    path = result_examples.write(tmp_path, "cpu", report)
-    assert main(["report", str(path), "--output", str(tmp_path / "out")]) == 0
-    assert "kernel unknown" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_names_that_are_no_text_leave_the_page_whole(tmp_path):
@@ -118,27 +107,20 @@ def test_damaged_files_do_not_stop_the_page():
     hostile.run("reports", [*range(30), 56013])
 
 
-def test_the_choice_of_backends_and_gpus_has_a_point_for_each_load():
+def test_the_choice_of_backends_and_gpus_has_a_row_for_each_load():
     one, two = result_examples.throughput(), result_examples.throughput()
     for entry in two["results"]:
         entry["gpus"] = entry["case"]["tensor_parallel_size"] = 2
-        entry["itl_s"]["p50"] /= 1.5
-    figure = pictures.pareto([one, two, result_examples.serve()])
-    offline = next(axes for axes in figure.axes if axes.get_title().endswith("offline"))
-    drawn = sorted(x for line in offline.get_lines() for x in line.get_xdata())
-    entries = [entry for content in (one, two) for entry in content["results"]]
-    assert drawn == pytest.approx(sorted(1 / entry["itl_s"]["p50"] for entry in entries))
-    drawn = sorted(y for line in offline.get_lines() for y in line.get_ydata())
-    assert drawn == pytest.approx(sorted(entry["output_tokens_per_second"] / entry["gpus"] for entry in entries))
-    assert sorted(text.get_text() for text in offline.texts) == ["1"] * 4 + ["16"] * 4 and len(figure.axes) == 2
-    ((_, entries),) = tables.by_workload([one, two]).items()
-    _, rows = tables.which_backend(entries)
-    assert [row[:3] for row in rows[:4]] == [
-        ["1 in flight", f"{gpus} x NVIDIA H200", backend] for gpus in (1, 2) for backend in result_examples.BACKENDS
+    server, offline = tables.by_workload([one, two, result_examples.serve()]).values()
+    headings, rows = tables.of_models(offline)
+    found = [dict(zip(headings, row, strict=True)) for row in rows]
+    assert [(row["load"], row["GPUs"], row["backend"]) for row in found[:4]] == [
+        ("1 in flight", f"{gpus} x NVIDIA H200", name) for gpus in (1, 2) for name in result_examples.BACKENDS
     ]
-    for entry in one["results"]:  # of a single token each
-        entry["itl_s"] = {"p50": None, "p99": None}
-    assert pictures.pareto([one]) is None
+    assert len(found) == 8 and len(server) == 4
+    for (_, entry), row in zip(offline, found, strict=True):
+        assert row["per user"] == f"{1 / entry['itl_s']['p50']:.0f}"
+        assert row["per GPU"] == ("-" if entry["gpus"] == 1 else f"{entry['output_tokens_per_second'] / 2:.0f}")
 
 
 def test_the_readme_picture_has_bars_of_the_file():

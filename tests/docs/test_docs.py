@@ -2,7 +2,7 @@
 
 A comment in front of a fenced block, which does not show, says what is done with the block:
 
-    <!-- example: tested -->      Python runs and prints what its comments say; a suite in TOML can be measured
+    <!-- example: tested -->      runs and prints what its comments say
     <!-- commands: run -->        lines of mla-backend succeed
     <!-- commands: parsed -->     lines of `python -m serving_benchmarks` are understood
     <!-- file: NAME -->           is there under that name when the page's commands run
@@ -27,7 +27,6 @@ import commands
 import engine_models
 from mla_backend import cli
 from serving_benchmarks.__main__ import COMMANDS
-from serving_benchmarks.ops import kernels
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -79,18 +78,13 @@ def test_every_mark_is_one_that_is_tested():
         text = page.read_text()
         known = [m for m in MARKED.finditer(text) if m[1] == "file" or m[2] in ("tested", "run", "parsed")]
         assert len(known) == len(MARK.findall(text)), page.name
-        assert {m[3] for m in known if m[1] == "example"} <= {"python", "toml"}, page.name
+        assert {m[3] for m in known if m[1] == "example"} <= {"python"}, page.name
 
 
 @pytest.mark.parametrize("examples", pages_with(EXAMPLES))
-def test_examples_print_what_they_say(examples, folder, tmp_path):
+def test_examples_print_what_they_say(examples, folder):
     names = {"folder": folder}
-    for language, text in examples:
-        if language == "toml":
-            path = tmp_path / "example.toml"
-            path.write_text(text)
-            assert kernels.chosen_cases(parsed(["kernels", "--suite", str(path)]))[0]
-            continue
+    for _, text in examples:
         with contextlib.redirect_stdout(io.StringIO()) as out, engine_models.one_thread():
             exec(compile(text, "example", "exec"), names)
         printed = out.getvalue().splitlines()

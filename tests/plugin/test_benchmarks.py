@@ -34,8 +34,8 @@ def command(*words: object) -> list[str]:
 @pytest.mark.skipif(not CHECKPOINT.is_dir(), reason=f"there is no trained checkpoint in {CHECKPOINT}")
 def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
     output = tmp_path / "out.json"
-    loads = ["--lengths", "200+8,40+4", "--num-prompts", 6, "--concurrency", "1,3", "--rounds", 2, "--interleave"]
-    how = ["--backend", "NO_SUCH,SPARSE_MLA", "--profile", "--requests", *SMALL_CACHE, "--output", output]
+    loads = ["--loads", "200+8/1,200+8/3,40+4/1,40+4/3", "--num-prompts", 6, "--rounds", 2, "--interleave"]
+    how = ["--backend", "NO_SUCH,SPARSE_MLA", "--profile", *SMALL_CACHE, "--output", output]
     done = subprocess.run(command("throughput", "--model", CHECKPOINT, *loads, *how), stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1, done.stderr[-4000:]
     results = json.loads(output.read_text())["results"]
@@ -44,13 +44,11 @@ def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
     assert all("Unknown attention backend: 'NO_SUCH'" in r["error"] for r in results[:4])
     for result in results[4:]:
         length, new = result["case"]["input_len"], result["case"]["output_len"]
-        assert result["error"] is None and result["total_num_tokens"] == 6 * (length + new)
-        requests = result["requests"]
-        assert requests["output_tokens"] == [new] * 12
-        assert all(0 < ttft < e2e for ttft, e2e in zip(requests["ttft_s"], requests["e2e_s"], strict=True))
+        assert result["error"] is None
+        assert (result["total_input_tokens"], result["total_output_tokens"]) == (6 * length, 6 * new)
+        assert 0 < result["ttft_s"]["p50"] < max(result["rounds_s"]) and result["cache"]["tokens"] > 1000
         if result["case"]["concurrency"] == 1:  # alone, a request's gaps are on average its time per token
-            assert min(requests["tpot_s"]) / 2 < result["itl_s"]["p50"] < max(requests["tpot_s"]) * 2
-        assert result["preemptions"] == 0 and result["cache"]["tokens"] > 1000
+            assert result["tpot_s"]["p50"] / 2 < result["itl_s"]["p50"] < result["tpot_s"]["p50"] * 2
     profile = results[4]["profile"]
     (attention,) = [row for row in profile["kernels"] if row["name"] == "mla_backend::sparse_attention"]
     assert attention["attention"] and attention["calls"] == profile["steps"] * 3, "one call a layer and step"
@@ -58,28 +56,23 @@ def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
 
 
 def serve_command(model: Path, *more: object) -> list[str]:
-    prompts = ["--lengths", "100+8,40+4", "--num-prompts", 8, "--no-warmup"]
+    prompts = ["--loads", "100+8/4,40+4/4", "--num-prompts", 8, "--no-warmup"]
     return command("serve", "--model", model, "--dtype", "float32", *prompts, *SMALL_CACHE, *more)
 
 
-def test_the_server_with_dummy_weights_answers_vllms_client_and_answers_alike_after_a_restart(tmp_path):
+def test_the_server_with_dummy_weights_answers_vllms_client(tmp_path):
     output, logs, model = tmp_path / "out.json", tmp_path / "logs", tmp_path / "model"
     models.write(model, models.config("deepseek-v3.2", layers=2, heads=4, **NARROW), seed=None)
     dummy = {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}  # a CPU has no blocks of FP8
-    how = ("--concurrency", 4, "--size-warmup", "--ttft-limit", 1000, "--tpot-limit", 1000, "--requests", "--rounds", 2)
-    command = serve_command(model, *how, "--engine-args", json.dumps(dummy), "--output", output, "--logs", logs)
+    how = ("--engine-args", json.dumps(dummy), "--output", output, "--logs", logs)
+    command = serve_command(model, "--rounds", 2, *how)
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "SPARSE_MLA" in (logs / "SPARSE_MLA-2-server.log").read_text()
     found = kinds.load(output)
     for result, (length, new) in zip(found.results, ((100, 8), (40, 4)), strict=True):
-        assert result["completed"] == 16 and result["failed"] == 0 and result["goodput"]["share"] == 1.0
-        assert result["requests"]["input_tokens"] == [length] * 16 and result["requests"]["output_tokens"] == [new] * 16
-        assert result["preemptions"] == 0 and result["answers_equal"] is True and result["cache"]["tokens"] > 1000
-        for one, seconds in zip(result["each_round"], result["rounds_s"], strict=True):  # and vLLM's own sums
-            assert one["tpot_s"]["p99"] * 1e3 == pytest.approx(one["bench"]["p99_tpot_ms"], rel=1e-3)
-            assert one["itl_s"]["p50"] * 1e3 == pytest.approx(one["bench"]["median_itl_ms"], rel=1e-3)
-            assert 8 * new / seconds == pytest.approx(one["bench"]["output_throughput"], rel=1e-3)
+        assert result["failed"] == 0 and len(result["rounds_s"]) == 2
+        assert (result["total_input_tokens"], result["total_output_tokens"]) == (8 * length, 8 * new)
 
 
 def test_no_process_of_the_server_is_left_when_the_benchmark_is_killed(narrow, tmp_path):

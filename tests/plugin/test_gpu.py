@@ -61,7 +61,7 @@ def test_tokens_of_a_dense_model_are_those_of_flashmla(tmp_path, model, heads):
 
 @pytest.mark.parametrize("drafts", [0, 1])
 def test_a_decode_step_pads_nothing_allocates_nothing_and_waits_no_more_often_than_vllms_own(tmp_path, model, drafts):
-    how = ["--kv-cache-dtype", "fp8", "--no-compile", "--profile", "--lengths", "4096+64", "--num-prompts", 16]
+    how = ["--kv-cache-dtype", "fp8", "--no-compile", "--profile", "--loads", "4096+64", "--num-prompts", 16]
     how += ["--drafts", drafts] if drafts else []
     theirs, ours = results_of(tmp_path, "throughput", "--model", model(16), *BOTH, *how)
     names = [row["name"].lower() for row in ours["profile"]["kernels"]]
