@@ -183,14 +183,6 @@ def test_a_result_file_goes_on_after_a_torn_line(tmp_path):
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == ["a", "b", "c"]
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_text("my notes\n")
-    with pytest.raises(ValueError, match="--output .* must have results to go on with; line 1 is none"):
-        ResultFile(path, resume=True)
-    assert path.read_text() == "my notes\n"
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
     tmp_path.chmod(0o500)

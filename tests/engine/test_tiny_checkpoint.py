@@ -41,12 +41,6 @@ def share(model: Model, asked: list[task.Prompt], way: str) -> float:
     return sum(is_right(*pair) for pair in zip(asked, generated, strict=True)) / len(asked)
 
 
-def test_it_is_small():
-    assert sum(file.stat().st_size for file in CHECKPOINT.iterdir()) < 10_000_000
-    weights = load_file(CHECKPOINT / "model.safetensors")
-    assert all(w.dtype == torch.bfloat16 for name, w in weights.items() if not name.endswith("_bias"))
-
-
 @pytest.mark.parametrize("way", ["BF16 cache", "FP8 cache"])
 def test_answers_are_right(way, asked):
     assert {prompt.kind for prompt in asked} == {kind.name for kind in task.KINDS}
@@ -89,11 +83,6 @@ def test_what_was_trained_is_what_the_engine_computes(exact):
     torch.testing.assert_close(ours.logits, trained, atol=EXACT, rtol=0)
 
 
-def test_the_tokenizer_is_of_a_class_that_transformers_4_knows_too():
-    written = json.loads((CHECKPOINT / "tokenizer_config.json").read_text())
-    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
-
-
 def test_the_tokenizer_writes_chats_as_the_task_does():
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT)
     for prompt in held_out(LENGTH, 40, per_context=10):
@@ -104,14 +93,6 @@ def test_the_tokenizer_writes_chats_as_the_task_does():
         assert tokenizer.decode(prompt.answer_tokens, skip_special_tokens=True) == prompt.answer
         assert tokenizer.decode(ids[2:-2]) == prompt.text
     assert tokenizer.decode(tokenizer("Zorg is 9 m tall.", add_special_tokens=False).input_ids) == "Zorg is 9 m tall."
-
-
-def test_the_files_are_what_the_program_writes(tmp_path):
-    files.save(tmp_path, load_file(CHECKPOINT / "model.safetensors"))
-    for file in tmp_path.iterdir():
-        written, kept = file.read_bytes(), (CHECKPOINT / file.name).read_bytes()
-        same = json.loads(written) == json.loads(kept) if file.suffix == ".json" else written == kept
-        assert same, file.name
 
 
 def test_what_is_asked_was_held_out_of_training():
