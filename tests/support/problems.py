@@ -146,6 +146,23 @@ def random_cache(fmt: str, blocks: int, block_size: int, magnitude: float = MAGN
     return cache
 
 
+def apart(q: Tensor, fmt: str, gap: int) -> Tensor | tuple[Tensor, Tensor]:
+    """Queries with their rope apart, where there is any, in the middle of wider rows."""
+    if fmt not in WITH_ROPE:
+        return q
+    wide = torch.randn(*q.shape[:-1], 64 + gap, device=q.device).to(q.dtype)
+    wide[..., gap - 21 : gap + 43] = q[..., 512:]
+    return q[..., :512], wide[..., gap - 21 : gap + 43]
+
+
+def with_row_gaps(cache: Tensor, fmt: str, gap: int) -> Tensor:
+    """The same rows with gaps between pages, and between rows where the format allows any."""
+    form, (blocks, block_size, width) = mla_backend.FORMATS[fmt], cache.shape
+    shape = blocks, block_size + 2, width + (0 if form.scales_at == "end_of_page" else gap)
+    wide = torch.full(shape, 255, dtype=torch.uint8, device=cache.device).to(form.dtype)[:, :block_size, :width]
+    return wide.copy_(cache)
+
+
 def random_problem(
     fmt: str = "fp8_ds_mla",
     tokens: int = 2,
