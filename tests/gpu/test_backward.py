@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 
 import mla_backend
-from gpu_checks import chosen_kernel
+from gpu_checks import captured, chosen_kernel
 from mla_backend import library
 from problems import CUDA_KERNEL
 from tests.ops.test_backward import (
@@ -130,24 +130,11 @@ def test_a_captured_graph_follows_new_values_and_lists(deterministic):
     workspace = torch.empty(7 * 60 * 576 * 2, dtype=torch.uint8, device="cuda")
 
     def step():
-        return mla_backend.sparse_mla_backward(
-            *arguments,
-            out,
-            lse,
-            problem.d_out,
-            scale=problem.scale,
-            sink=problem.sink,
-            workspace=workspace,
-            deterministic=deterministic,
-            d_q=d_q,
-            d_kv=d_kv,
-        )
+        how = {"scale": problem.scale, "sink": problem.sink, "workspace": workspace, "deterministic": deterministic}
+        return mla_backend.sparse_mla_backward(*arguments, out, lse, problem.d_out, **how, d_q=d_q, d_kv=d_kv)
 
     step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        _, _, d_sink = step()
+    graph, (_, _, d_sink) = captured(step)
     for name in ("q", "kv", "indices", "d_out", "sink"):
         getattr(problem, name).copy_(getattr(other, name))
     new_out, new_lse = mla_backend.sparse_mla(*arguments, scale=problem.scale, sink=problem.sink)

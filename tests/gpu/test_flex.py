@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import mla_backend
 from flex_problems import BLOCKS, MASKS, flex_problems, mask_mod, random_flex
-from gpu_checks import chosen_kernel
+from gpu_checks import captured, chosen_kernel, nothing_waits
 from problems import CUDA_KERNEL
 from tests.ops.test_flex import (
     test_a_mask_is_read_once,
@@ -101,10 +101,7 @@ def test_a_captured_graph_follows_new_values(heads):
         return mla_backend.flex_mla(q, kv, prepared, scale=problem.scale, return_lse=True)
 
     step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     q.copy_(other.q), kv.copy_(other.kv)
     graph.replay()
     want = other.but(block_mask=prepared).solve()
@@ -114,13 +111,9 @@ def test_a_captured_graph_follows_new_values(heads):
 def test_a_call_does_not_wait_for_the_gpu():
     problem = random_flex("causal", 2, 16, 100, 100, device="cuda")
     problem.gradients()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         problem.solve()
         problem.gradients()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_what_only_a_cpu_does_and_two_devices_are_refused():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from gpu_checks import nothing_waits
 from mha_problems import MhaProblem, attention, mha_problems, odd_layouts, random_mha, starts
 from mla_backend import doctor, flash_mla, mha
 from mla_backend.mha_providers import why_not
@@ -107,12 +108,8 @@ def test_the_host_waits_for_nothing(keys, kv_heads):
         return torch.autograd.grad(out, leaves, problem.d_out)
 
     train()  # kernels are compiled and loaded
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         train()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_doctor_names_the_provider_that_is_taken():
