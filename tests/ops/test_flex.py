@@ -258,60 +258,6 @@ def test_a_table_of_blocks_that_names_bits_which_are_not_there_is_harmless(devic
     assert (wrong.lists(0, 50, 70)[1] == 0).all()
 
 
-NOTHING = torch.zeros(0, 0, 1, dtype=torch.int32)
-
-
-def lists(**changes):
-    arguments = {
-        "blocks": torch.full((1, 1, 2, 3), -2, dtype=torch.int32),
-        "bits": torch.zeros(0, 16, 1, dtype=torch.int32),
-        "q_block": 16,
-        "kv_block": 32,
-        "queries": 20,
-        "positions": 70,
-        "first": 0,
-        "list_full": True,
-        "block_table": None,
-        "page_size": 1,
-        "slots": torch.zeros(20, 70, dtype=torch.int32),
-        "lengths": torch.zeros(20, dtype=torch.int32),
-    } | changes
-    return OPS.mask_lists(*arguments.values())
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"blocks": torch.zeros(1, 1, 2, 3)}, "blocks must be int32"),
-        ({"blocks": torch.zeros(1, 1, 3, 3, dtype=torch.int32)}, "blocks must be int32"),
-        ({"blocks": torch.zeros(1, 1, 4, 3, dtype=torch.int32)[:, :, ::2]}, "blocks must be contiguous"),
-        ({"blocks": torch.zeros(0, 1, 2, 3, dtype=torch.int32)}, "blocks must be contiguous"),
-        ({"bits": torch.zeros(1, 16, 2, dtype=torch.int32)}, "bits must be int32"),
-        ({"q_block": 0}, "q_block must be 1 to"),
-        ({"kv_block": 2**40}, "kv_block must be 1 to"),
-        ({"queries": -1}, "queries must be 0 to"),
-        (
-            {"queries": 0, "blocks": torch.zeros(1, 1, 0, 3, dtype=torch.int32), "bits": NOTHING},
-            "lengths must be int32",
-        ),
-        ({"positions": 2**31}, "positions must be 0 to"),
-        ({"page_size": 0}, "page_size must be 1 to"),
-        ({"first": -1}, "first must be 0 to"),
-        ({"first": 2**31}, "first must be 0 to"),
-        ({"blocks": torch.full((2, 1, 2, 3), -2, dtype=torch.int32), "first": 21}, "first must be of tokens within"),
-        ({"first": 20 * 31_000_000}, "positions must be of at most"),
-        ({"block_table": torch.zeros(1, 9)}, "block_table must be int32"),
-        ({"block_table": torch.zeros(1, 9, dtype=torch.int32), "first": 1}, "block_table must be int32"),
-        ({"slots": torch.zeros(19, 70, dtype=torch.int32)}, "slots must be int32"),
-        ({"lengths": torch.zeros(20)}, "lengths must be int32"),
-    ],
-)
-def test_wrong_lists_are_refused(changes, error):
-    lists()
-    with pytest.raises(ValueError, match=error):
-        lists(**changes)
-
-
 # ---- Paged caches ----------------------------------------------------------------------------------------
 
 

@@ -27,8 +27,20 @@ MAGNITUDE = 0.1
 """Of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
 
 
+class Arguments:
+    """What all problems share: dataclasses of a function's arguments."""
+
+    def but(self, **changes):
+        return replace(self, **changes)
+
+    def to(self, device: str):
+        """A copy whose tensors have the same strides and gaps there."""
+        there = {name: copy_with_gaps(x, device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **there)
+
+
 @dataclass
-class Problem:
+class Problem(Arguments):
     """The arguments of sparse_attention."""
 
     q: Tensor | tuple[Tensor, Tensor]
@@ -57,11 +69,6 @@ class Problem:
     def oracle(self) -> tuple[Tensor, Tensor, Tensor]:
         return reference.sparse_attention(**vars(self))
 
-    def to(self, device: str) -> "Problem":
-        return Problem(
-            **{name: copy_with_gaps(x, device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
-        )
-
     def check(self, magnitude: float = MAGNITUDE, device: str = "cpu", **options) -> None:
         """On a GPU with and without max logits, which other kernels find: other results are the same, bit for bit."""
         there = self.to(device)
@@ -70,9 +77,6 @@ class Problem:
         if device == "cuda":
             without = there.solve(**options, return_max_logits=False)
             assert all(torch.equal(a, b) for a, b in zip(got, without, strict=False))
-
-    def but(self, **changes) -> "Problem":
-        return replace(self, **changes)
 
     def poisoned(self) -> "Problem":
         """The same, but all bytes of its caches that no list names are 0xff: NaN in every type of number."""

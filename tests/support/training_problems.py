@@ -1,6 +1,6 @@
 """Random problems for the backward, and what its gradients are held to."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
@@ -8,10 +8,11 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
+from problems import Arguments
 
 
 @dataclass
-class TrainingProblem:
+class TrainingProblem(Arguments):
     """The arguments of sparse_mla, and the gradients with respect to its results."""
 
     q: Tensor
@@ -22,12 +23,6 @@ class TrainingProblem:
     topk_length: Tensor | None = None
     sink: Tensor | None = None
     d_lse: Tensor | None = None
-
-    def but(self, **changes) -> "TrainingProblem":
-        return replace(self, **changes)
-
-    def to(self, device: str) -> "TrainingProblem":
-        return self.but(**{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
 
     def gradients(self, deterministic: bool | None = True, **options) -> tuple[Tensor, ...]:
         """Our answer through autograd: of q, kv and (if there is one) the sink."""
