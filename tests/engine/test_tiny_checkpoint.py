@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 import engine_models
 from examples.recall import files, task
 from examples.recall.accuracy import CHECKPOINT, WAYS, answers, held_out, is_right
-from examples.recall.network import Mode, Network
-from mla_backend.engine import ExactAttention, Model, ModelConfig, load_model
+from mla_backend.engine import ExactAttention, Model, load_model
 
 ROOT = Path(__file__).parent.parent.parent
 LENGTH = 4 * files.CONFIG["index_topk"]
@@ -65,22 +63,6 @@ def test_logits_and_tokens_are_those_of_transformers(exact):
         assert ours.generated == wanted
         assert ours.generated[: len(prompt.answer_tokens)] == prompt.answer_tokens
         torch.testing.assert_close(ours.logits, logits, atol=EXACT, rtol=0)
-
-
-def test_what_was_trained_is_what_the_engine_computes(exact):
-    network = Network(ModelConfig.from_folder(CHECKPOINT))
-    network.load_state_dict(
-        {name: weight.float() for name, weight in load_file(CHECKPOINT / "model.safetensors").items()}
-    )
-    prompt = held_out(LENGTH, 1)[0]
-    tokens = prompt.context_tokens + prompt.question_tokens + prompt.answer_tokens
-    with torch.inference_mode():
-        hidden, _ = network(torch.tensor([tokens]), Mode(sparse=True))
-        trained = network.lm_head(hidden[0, -len(prompt.answer_tokens) - 1 : -1])
-    engine = engine_models.Engine(exact, "fp32", "fp32", blocks=40)
-    start = len(tokens) - len(prompt.answer_tokens)
-    ours = engine.generate([tokens[:start]], len(prompt.answer_tokens), forced=[tokens[start:]])[0]
-    torch.testing.assert_close(ours.logits, trained, atol=EXACT, rtol=0)
 
 
 def test_the_tokenizer_writes_chats_as_the_task_does():

@@ -21,16 +21,7 @@ def test_any_problem_agrees_with_autograd_of_the_reference(cpu_kernel, problem):
 def test_the_reference_in_closed_form_is_its_autograd(sink):
     problem = random_training_problem(5, 3, 20, 30, sink=sink, d_lse=not sink)
     problem.topk_length = torch.tensor([30, 0, 4, 30, 30], dtype=torch.int32)
-    closed = reference.sparse_mla_backward(
-        problem.q,
-        problem.kv,
-        problem.indices,
-        problem.d_out,
-        scale=problem.scale,
-        topk_length=problem.topk_length,
-        sink=problem.sink,
-        d_lse=problem.d_lse,
-    )
+    closed = reference.sparse_mla_backward(**vars(problem))
     for own, autograd in zip(closed, problem.oracle(), strict=False):
         torch.testing.assert_close(own, autograd, rtol=1e-12, atol=1e-12)
 

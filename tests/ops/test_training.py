@@ -13,15 +13,8 @@ OPS = torch.ops.mla_backend
 
 
 def sparse_mla(problem, **changes):
-    arguments = {
-        "q": problem.q,
-        "kv": problem.kv,
-        "indices": problem.indices,
-        "scale": problem.scale,
-        "topk_length": problem.topk_length,
-        "sink": problem.sink,
-    }
-    return mla_backend.sparse_mla(**(arguments | changes))
+    names = ("q", "kv", "indices", "scale", "topk_length", "sink")
+    return mla_backend.sparse_mla(**{name: getattr(problem, name) for name in names} | changes)
 
 
 @pytest.mark.parametrize("width", [576, 512])
@@ -156,23 +149,13 @@ def test_flash_mla_sparse_bwd(device):
     problem.topk_length = lengths
     out, _, lse = flash_mla.flash_mla_sparse_fwd(problem.q, kv, lists, problem.scale, topk_length=lengths)
     assert lse[1].isinf().all()
-    d_q, d_kv = flash_mla.flash_mla_sparse_bwd(
-        problem.q.clone().requires_grad_(), kv, out, problem.d_out, lists, lse, topk_length=lengths
-    )
+    rest = kv, out, problem.d_out, lists
+    d_q, d_kv = flash_mla.flash_mla_sparse_bwd(problem.q.clone().requires_grad_(), *rest, lse, topk_length=lengths)
     assert d_kv.shape == (40, 1, 576)
     want = problem.gradients()
     assert torch.equal(d_q, want[0]) and torch.equal(d_kv.squeeze(1), want[1])
-    base2 = flash_mla.flash_mla_sparse_bwd(
-        problem.q,
-        kv,
-        out,
-        problem.d_out,
-        lists,
-        lse * math.log2(math.e),
-        problem.scale,
-        topk_length=lengths,
-        base2_lse=True,
-    )
+    base2 = lse * math.log2(math.e), problem.scale
+    base2 = flash_mla.flash_mla_sparse_bwd(problem.q, *rest, *base2, topk_length=lengths, base2_lse=True)
     oracle = [w.view(x.shape) for w, x in zip(problem.oracle(), base2, strict=True)]
     assert_gradients_accurate(base2, oracle, problem.typical_sizes())
 
