@@ -210,10 +210,3 @@ def test_a_spoilt_checkpoint_is_explained(tmp_path, spoil, error, model, capfd):
     assert generate(tmp_path, "x") == 2
     err = capfd.readouterr().err
     assert error in err and "Traceback" not in err
-
-
-def test_a_terminal_gets_a_bar_with_speed_and_cache_usage(model, capfd, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    assert generate(model, "abc", "--max-tokens", 30, "--ignore-eos") == 0
-    err = capfd.readouterr().err
-    assert "tokens/s, cache" in err and "1/1" in err
