@@ -121,26 +121,11 @@ def result(id: str) -> Result:
 def test_plain_requests_are_answered_plainly():
     item = Item(1, "p", "x", DEFAULTS)
     line = record(item, result("p"), lambda tokens: f"<{tokens[0]}>")
-    entry = {
-        "token": "<5>",
-        "token_id": 5,
-        "logprob": -0.5,
-        "top_logprobs": [{"token": "<5>", "token_id": 5, "logprob": -0.5}],
-    }
-    assert line == {
-        "id": "p",
-        "prompt": "x",
-        "completions": [
-            {
-                "text": "ab",
-                "finish_reason": "stop",
-                "tokens": [5, 6],
-                "logprobs": [entry, {**entry, "token": "<6>", "token_id": 6}],
-            }
-        ],
-        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1},
-        "digest": item.digest,
-    }
+    best = {"token": "<5>", "token_id": 5, "logprob": -0.5}
+    entries = [{**best, "top_logprobs": [best]}, {**best, "token": "<6>", "token_id": 6, "top_logprobs": [best]}]
+    completion = {"text": "ab", "finish_reason": "stop", "tokens": [5, 6], "logprobs": entries}
+    usage = {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1}
+    assert line == {"id": "p", "prompt": "x", "completions": [completion], "usage": usage, "digest": item.digest}
     assert record(Item(1, "p", CHAT, DEFAULTS), result("p"), None)["messages"] == CHAT
     assert record(Item(1, "p", [1], DEFAULTS), result("p"), None)["tokens"] == [1]
 

@@ -405,7 +405,7 @@ SMALL = [
 
 @pytest.mark.parametrize(("fmt", "shape"), formats_with(SMALL, [(8, 16, 200), (34, 20, 130), (17, 64, 200)]))
 def test_small_case_of_everything(fmt, shape):
-    """Every op once, small enough for compute-sanitizer (tests/run_compute_sanitizer.py)."""
+    """Every op once, small enough for compute-sanitizer (tests/support/run_compute_sanitizer.py)."""
     tokens, heads, topk = shape
     form = mla_backend.FORMATS[fmt]
     lengths, sink = torch.randint(0, topk + 1, (tokens,), dtype=torch.int32), torch.randn(heads)

@@ -79,8 +79,7 @@ def test_writing_has_the_bits_of_the_cpu(fmt, data):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "power_of_two"),
-    [("fp8_ds_mla", False), ("fp8_ds_mla", True), ("fp8_model1", False), ("fp8_528", False)],
+    ("fmt", "power_of_two"), [("fp8_ds_mla", False), ("fp8_ds_mla", True), ("fp8_model1", False), ("fp8_528", False)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_groups_of_every_magnitude_have_the_bits_of_the_cpu(fmt, power_of_two, dtype):

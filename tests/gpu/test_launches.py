@@ -9,13 +9,7 @@ import mla_backend
 from gpu_checks import check, chosen_kernel
 from mla_backend import library
 from mla_backend.attention import workspace_floats
-from problems import (
-    BASIC,
-    FORMATS,
-    assert_accurate,
-    random_problem,
-    score_error,
-)
+from problems import BASIC, FORMATS, assert_accurate, random_problem, score_error
 
 pytestmark = pytest.mark.gpu
 
@@ -181,10 +175,8 @@ def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads):
 def test_a_layer_compiles_without_a_graph_break(fmt):
     form = mla_backend.FORMATS[fmt]
     cache = form.new_cache(4, 16, device="cuda")
-    table, requests = (
-        torch.arange(4, dtype=torch.int32, device="cuda").view(1, 4),
-        torch.zeros(2, dtype=torch.int32, device="cuda"),
-    )
+    table = torch.arange(4, dtype=torch.int32, device="cuda").view(1, 4)
+    requests = torch.zeros(2, dtype=torch.int32, device="cuda")
 
     def layer(kv_c, k_pe, q, positions):
         mla_backend.cache_write(kv_c, k_pe, cache, torch.arange(64, device="cuda"))

@@ -29,11 +29,7 @@ def test_any_problem_and_its_gradients_agree_with_float64(provider, problem):
 @pytest.mark.parametrize("dim", [128, 192])
 @pytest.mark.parametrize(
     ("lengths", "keys"),
-    [
-        ((700, 1, 0, 129, 64), None),
-        ((57, 0, 300, 64), (190, 64, 411, 1000)),
-        ((300, 64, 7, 1), (64, 0, 7, 129)),
-    ],
+    [((700, 1, 0, 129, 64), None), ((57, 0, 300, 64), (190, 64, 411, 1000)), ((300, 64, 7, 1), (64, 0, 7, 129))],
     ids=["equal", "longer", "shorter"],
 )
 def test_ragged_and_empty_sequences(provider, lengths, keys, dim, dtype, kv_heads, causal):

@@ -49,10 +49,7 @@ def test_a_step_waits_for_nothing_allocates_nothing_and_its_graph_follows_new_le
         max_tokens=64, captured_tokens=TOKENS, topk=TOPK, heads=heads, device=q.device, batch_invariant=False
     )
     batches = [([1, 1, 1, 1], [256, 40, 3, 130]), ([2, 2, 2, 0], [200, 64, 2, 0]), ([1, 4, 1, 2], [7, 256, 90, 33])]
-    starts, seq_lens = (
-        torch.zeros(5, dtype=torch.int32, device="cuda"),
-        torch.zeros(4, dtype=torch.int32, device="cuda"),
-    )
+    starts, seq_lens = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 4))
     graph, out = None, None
     for queries, lengths in batches:
         ends = torch.tensor([0, *queries]).cumsum(0).int()

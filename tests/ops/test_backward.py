@@ -108,9 +108,7 @@ def small_integers(*shape):
 def test_weights_of_1_give_exact_bits(device, heads):
     """A list of one row weighs it with 1, so that its gradient is the sum of d_out and that of q is 0."""
     problem = random_training_problem(6, heads, 4, 1).but(
-        q=small_integers(6, heads, 576),
-        kv=small_integers(4, 576),
-        d_out=(torch.rand(6, heads, 512) < 0.3).bfloat16(),
+        q=small_integers(6, heads, 576), kv=small_integers(4, 576), d_out=(torch.rand(6, heads, 512) < 0.3).bfloat16()
     )
     problem.indices[:, 0] = torch.tensor([0, 1, 1, 3, -1, 0])
     d_q, d_kv = problem.to(device).gradients()

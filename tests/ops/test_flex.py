@@ -168,19 +168,8 @@ def backward_through(problem, parts):
     prepared = mla_backend.flex_mask(problem.block_mask)
     out, lse = problem.solve()
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (problem.q, out, lse, problem.d_out, problem.d_lse)]
-    d_q, d_kv = OPS.flex_mla_backward(
-        tokens[0],
-        problem.kv.flatten(0, 2),
-        *tokens[1:],
-        prepared.blocks,
-        prepared.bits,
-        prepared.sizes,
-        parts,
-        problem.scale,
-        problem.q.shape[0],
-        True,
-    )
-    return tokens, (d_q, d_kv)
+    given = tokens[0], problem.kv.flatten(0, 2), *tokens[1:], prepared.blocks, prepared.bits, prepared.sizes
+    return tokens, OPS.flex_mla_backward(*given, parts, problem.scale, problem.q.shape[0], True)
 
 
 @pytest.mark.parametrize("heads", [5, 128])

@@ -61,12 +61,7 @@ BATCHES = {
 
 def buffers(dense, **more):
     given = dict(
-        most_requests=8,
-        most_queries=64,
-        slots=128,
-        heads=HEADS,
-        device=torch.device("cpu"),
-        batch_invariant=False,
+        most_requests=8, most_queries=64, slots=128, heads=HEADS, device=torch.device("cpu"), batch_invariant=False
     )
     return dense.DenseBuffers(**{**given, **more})
 

@@ -9,16 +9,7 @@ import pytest
 import torch
 
 import vllm_installed  # noqa: F401
-from vllm_models import (
-    assert_follows,
-    gauge,
-    generate,
-    greedy,
-    logits_of,
-    make_checkpoint,
-    running,
-    tokens,
-)
+from vllm_models import assert_follows, gauge, generate, greedy, logits_of, make_checkpoint, running, tokens
 
 
 @pytest.fixture(scope="module")

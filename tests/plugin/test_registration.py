@@ -188,8 +188,7 @@ def llama(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "format_"),
-    [("auto", "auto"), ("bfloat16", "auto"), ("fp8", "fp8_ds_mla"), ("fp8_ds_mla", "fp8_ds_mla")],
+    ("given", "format_"), [("auto", "auto"), ("bfloat16", "auto"), ("fp8", "fp8_ds_mla"), ("fp8_ds_mla", "fp8_ds_mla")]
 )
 def test_kv_cache_dtypes_mean_what_they_say(sparse, given, format_):
     config = config_of(sparse, kv_cache_dtype=given, attention_backend="SPARSE_MLA")

@@ -171,11 +171,7 @@ class Engine:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def generate(
-        self,
-        prompts: list[list[int]],
-        new_tokens: int,
-        chunk: int = 1 << 30,
-        forced: list[list[int]] | None = None,
+        self, prompts: list[list[int]], new_tokens: int, chunk: int = 1 << 30, forced: list[list[int]] | None = None
     ) -> list[Request]:
         """All prompts at once, a chunk of at most so many tokens of each in a step."""
         forced = forced or [None] * len(prompts)

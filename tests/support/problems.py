@@ -228,11 +228,7 @@ def pages(draw):
 
 
 def assert_accurate(
-    got: tuple[Tensor, ...],
-    want: tuple[Tensor, ...],
-    magnitude: float = MAGNITUDE,
-    *,
-    score_error: float = 0.0,
+    got: tuple[Tensor, ...], want: tuple[Tensor, ...], magnitude: float = MAGNITUDE, *, score_error: float = 0.0
 ) -> None:
     """The contract's tolerance, for (out, lse) or (out, lse, max_logits) over a cache of values of this magnitude."""
     out, exact = got[0].double().cpu(), want[0].double().cpu()
