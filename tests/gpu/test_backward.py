@@ -17,7 +17,6 @@ from tests.ops.test_backward import (
     test_every_list_length,
     test_infinite_sinks,
     test_inputs_of_any_strides,
-    test_lengths_below_0_and_above_topk,
     test_lists_that_name_one_row_again_and_again,
     test_nothing_to_attend_to_gives_zeros,
     test_outputs_and_workspace_of_ones_own,
@@ -25,7 +24,6 @@ from tests.ops.test_backward import (
     test_the_gradient_of_lse_with_a_sink,
     test_the_order_of_contributions,
     test_the_order_of_many_pairs_is_a_stable_sort,
-    test_values_of_any_size,
     test_weights_of_1_give_exact_bits,
 )
 from tests.ops.test_training import (

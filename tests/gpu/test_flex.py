@@ -21,7 +21,6 @@ from tests.ops.test_flex import (
     test_another_mask_mod_is_read_anew,
     test_blocks_without_a_mask_mod_in_any_order_and_with_garbage,
     test_every_block_size,
-    test_every_head_may_have_a_mask_of_its_own,
     test_every_kind_of_mask,
     test_gradients_have_the_same_bits_in_any_parts_and_are_those_of_lists,
     test_it_compiles_without_a_graph_break,

@@ -145,11 +145,6 @@ def test_strided_inputs_and_outputs(device, cpu_kernel, fmt, gap, heads):
     assert whole[..., :gap].isnan().all() and whole[..., gap + 512 :].isnan().all()
 
 
-def test_a_pair_of_queries_is_the_same_as_one_tensor(cpu_kernel):
-    problem = random_dense("fp8_ds_mla", (50, 33), 3, 4)
-    assert same(problem.but(q=(problem.q[..., :512], problem.q[..., 512:])).solve(), problem.solve())
-
-
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if fmt != "fp8_model1"])
 def test_kv_heads_are_strided_views(fmt):
     problems = [random_dense(fmt, (70, 9), 2, 4) for _ in range(3)]

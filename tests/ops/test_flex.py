@@ -36,13 +36,6 @@ def test_every_block_size(device, block):
         random_flex("prefix", 2, 3, queries, positions, block, device=device).poisoned().check()
 
 
-@pytest.mark.parametrize("heads", [2, 7])
-@pytest.mark.parametrize("kind", ["window", "prefix", "random"])
-def test_every_head_may_have_a_mask_of_its_own(device, kind, heads):
-    for queries in (33, 64):
-        random_flex(kind, 2, heads, queries, 96, 16, mask_heads=heads, device=device).check()
-
-
 @pytest.mark.parametrize("heads", [4, 100])
 def test_a_query_that_sees_nothing_gives_0_and_minus_infinity_and_no_gradient(device, heads):
     problem = random_flex(lambda b, h, i, j: (i % 5 != 0) & (i < 40) & (j <= i), 1, heads, device=device).poisoned()
