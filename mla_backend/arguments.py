@@ -78,7 +78,7 @@ def result_of(op: torch._ops.OpOverload, *arguments: object) -> Any:
         if wrong is None:
             raise
         kind, name, given = wrong.groups()
-        if given == "int":
+        if given == "int" and "Tensor" not in kind:
             raise ValueError(
                 f"{name} must be {_KINDS.get(kind, kind)} that fits into 64 bits; got a larger one"
             ) from None

@@ -8,7 +8,7 @@ import pytest
 
 import result_examples
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.results import docs, file, kernel_times, kinds, tables
+from serving_benchmarks.results import docs, file, kinds, tables
 
 ROOT = result_examples.ROOT
 pytestmark = pytest.mark.skipif(not (ROOT / "README.md").is_file(), reason="needs the source tree")
@@ -128,70 +128,3 @@ def test_backends_are_compared_at_each_load_that_both_have():
     for wrong, loads in ((report, "4096+64/1"), (report, "64"), (report, ""), (three, None)):
         with pytest.raises(ValueError):
             tables.throughput_versus(wrong, loads=loads)
-
-
-def test_ours_may_have_several_caches():
-    names = ("SPARSE_MLA", "SPARSE_MLA:bfloat16", "FLASHMLA_SPARSE")
-    both = result_examples.throughput(backends=names, loads=(16,))
-    one = result_examples.throughput(backends=names[::2], loads=(32,))
-    headings, first, second = cells(tables.throughput_versus(both, one))
-    assert [heading.partition(",")[0] for heading in headings[4:7]] == [*names]
-    assert headings[7:] == ["ratio", f"ratio of {names[1]}"]
-    assert "-" not in first and [cell == "-" for cell in second[4:]] == [False, True, False, False, True]
-    timed = list(kinds.KINDS["throughput"].timed(kinds.checked(both, Path("both.json"))))
-    assert timed and all({peer for peer, _ in one.peers} == {names[2]} for one in timed)
-
-
-def test_of_several_files_the_newest_has_its_loads_shown():
-    old = result_examples.throughput(loads=(1, 16))
-    new = result_examples.throughput(loads=(16,), rounds=5)
-    new["environment"]["date"] = "2026-11-21T00:00:00+00:00"
-    for entry in new["results"]:
-        entry["output_tokens_per_second"] = 1234.0
-        entry["case"]["num_prompts"] = 32
-    for files in ((old, new), (new, old)):
-        rows = cells(tables.throughput_versus(*files))[1:]
-        assert len(rows) == 2 and [row[4] for row in rows if row[3] == "16"] == ["1234"]
-    for entry in new["results"]:
-        entry["gpus"] = entry["case"]["tensor_parallel_size"] = 2
-    rows = cells(tables.whole_models(old, new))[1:]
-    gpus = [("16", "1 x NVIDIA H200")] * 4 + [("16, 8 a GPU", "2 x NVIDIA H200")] * 2
-    assert [(row[0], row[1]) for row in rows] == gpus, "another number of GPUs"
-
-
-def test_what_a_server_needs_and_how_gpus_share_the_work_has_columns_where_it_is_known():
-    report = result_examples.serve(rates=(None,))
-    headings, *rows = cells(tables.whole_models(report))
-    assert len(rows) == 2 and not {"per GPU", "start, s", "over the first"} & set(headings)
-    ours, _ = report["results"]
-    ours |= {"gpus": 8, "start_s": 95.2, "gpu_memory_bytes": [3e9, 84.5e9]}
-    ours |= {"cache": {"tokens": 1000, "prefix_hit_share": None}, "output_tokens_per_second": 4000.0}
-    ours["case"] |= {"data_parallel_size": 8, "enable_expert_parallel": True, "decode_context_parallel_size": 1}
-    headings, first, other = cells(tables.whole_models(report))
-    found = dict(zip(headings, first, strict=True))
-    wanted = {
-        "GPUs": "8 x NVIDIA H200, DP8 EP",
-        "per GPU": "500",
-        "per user": "50",
-        "start, s": "95",
-        "GB of the fullest GPU": "84.5",
-    }
-    wanted |= {"tokens in the cache": "1000"}
-    assert {name: found[name] for name in wanted} == wanted and other[headings.index("start, s")] == "-"
-
-
-def test_profiles_say_what_kernels_do_in_a_step_of_the_first_load():
-    report = result_examples.throughput(loads=(1, 4))
-    ours, theirs = [("mla::cuda::attention_kernel<1>(p)", 8, 4000.0)], [("flash_fwd<e<f>>(g", 8, 3000.0)]
-    attentions = dict(zip(result_examples.BACKENDS, (ours, theirs), strict=True))
-    others = [("nvjet_a", 4, 400.0), ("moe::single_group_topk", 4, 40.0), ("topk", 4, 80.0), ("any", 4, 20.0)]
-    for entry in report["results"]:
-        table = kernel_times.table([*attentions[entry["backend"]], *others])
-        entry["profile"] = {"steps": 4, "wall_s": 0.01, **table}
-    headings, *rows = cells(tables.throughput_profiles(report))
-    found = [dict(zip(headings, row, strict=True)) for row in rows]
-    assert [row["backend"] for row in found] == list(result_examples.BACKENDS)
-    assert [row["attention"] for row in found] == ["1000", "750"]
-    assert [row["all kernels"] for row in found] == ["1135", "885"]
-    wanted = {"matrix products": "100", "experts": "10", "top-k": "20", "the rest": "5", "indexer": "0"}
-    assert all(row[name] == value for row in found for name, value in wanted.items())

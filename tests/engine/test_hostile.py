@@ -18,7 +18,7 @@ import hostile
 from mla_backend.cli import main
 from mla_backend.engine import Engine, ModelConfig, SamplingParams
 from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotation_scale
-from mla_backend.engine.tokenizer import Tokenizer, end_tokens
+from mla_backend.engine.tokenizer import end_tokens
 from mla_backend.engine.weights import Checkpoint
 from mla_backend.generate.prompts import read
 from mla_backend.generate.results import ResultFile
@@ -148,13 +148,6 @@ def test_an_index_with_a_name_that_no_file_can_have_is_refused(tmp_path, name):
     assert len(str(refused.value)) < 1000
 
 
-@pytest.mark.parametrize("index", ["[]", "{}", "null", '{"weight_map": 5}', '{"weight_map": {}}', "[" * 100_000, "{"])
-def test_an_index_that_is_none_is_named(tmp_path, index):
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match="model.safetensors.index.json"):
-        Checkpoint(tmp_path)
-
-
 def test_a_damaged_index_is_refused():
     hostile.run("checkpoints", [10023])
 
@@ -173,37 +166,23 @@ def test_weights_that_are_cut_or_spoilt_are_named(tmp_path, content):
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("config", ["[]", "null", "5", '{"eos_token_id": "x"}', '{"eos_token_id": [1.5]}', "{"])
-def test_a_generation_config_that_is_none_is_named(tmp_path, config):
-    (tmp_path / "generation_config.json").write_text(config)
-    with pytest.raises(ValueError, match="generation_config.json"):
-        end_tokens(tmp_path, None)
-
-
-def test_the_tiny_checkpoints_own_files_are_read():
-    assert Checkpoint(CHECKPOINT).names() and Tokenizer(CHECKPOINT).encode("Josef lives in Luanda.")
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("model.safetensors.index.json", text) for text in ("[]", "{}", "null", '{"weight_map": 5}', "[" * 100_000)),
+        *(("model.safetensors.index.json", text) for text in ('{"weight_map": {}}', "{")),
+        *(("generation_config.json", text) for text in ("[]", "null", "5", '{"eos_token_id": "x"}', "{")),
+        ("generation_config.json", '{"eos_token_id": [1.5]}'),
+    ],
+)
+def test_json_that_is_none_is_named(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=name):
+        end_tokens(tmp_path, None) if name.startswith("generation") else Checkpoint(tmp_path)
 
 
 CONFIG = json.loads((CHECKPOINT / "config.json").read_text())
-ODD = [
-    None,
-    True,
-    -1,
-    0,
-    1.5,
-    10**12,
-    10**400,
-    "x",
-    "",
-    [],
-    [1],
-    [[]],
-    {},
-    {"a": 1},
-    float("nan"),
-    float("inf"),
-    -1e300,
-]
+ODD = [None, True, -1, 0, 1.5, 10**12, 10**400, "x", "", [], [1], [[]], {}, {"a": 1}, math.nan, math.inf, -1e300]
 
 
 @pytest.mark.parametrize("key", sorted(CONFIG))
@@ -281,12 +260,18 @@ def test_a_full_disk_is_a_sentence(words, monkeypatch, capfd):
     assert "No space left on device" in sentence(capfd)
 
 
-@pytest.mark.parametrize("words", [("doctor",), QUESTION])
-def test_a_closed_standard_output_is_refused(words, monkeypatch, capfd):
-    monkeypatch.setattr("sys.stdout", None)
+@pytest.mark.parametrize(
+    ("stream", "words", "said"),
+    [
+        *(("stdout", words, "standard output is closed") for words in (("doctor",), QUESTION)),
+        *(("stdin", ("generate", CHECKPOINT, *more), "PROMPT or --input must be") for more in ((), ("--input", "-"))),
+    ],
+)
+def test_a_closed_stream_is_refused(stream, words, said, monkeypatch, capfd):
+    monkeypatch.setattr(sys, stream, None)
     assert status(*words) == 2
     monkeypatch.undo()
-    assert "standard output is closed" in sentence(capfd)
+    assert said in sentence(capfd)
 
 
 def test_with_an_output_file_standard_output_may_be_closed(tmp_path, monkeypatch):
@@ -295,23 +280,14 @@ def test_with_an_output_file_standard_output_may_be_closed(tmp_path, monkeypatch
     assert json.loads((tmp_path / "results").read_text())["completions"]
 
 
-@pytest.mark.parametrize("words", [(), ("--input", "-")])
-def test_a_closed_standard_input_is_refused(words, monkeypatch, capfd):
-    monkeypatch.setattr("sys.stdin", None)
-    assert status("generate", CHECKPOINT, *words) == 2
-    assert "PROMPT or --input must be given" in sentence(capfd)
-
-
-@pytest.mark.parametrize("option", ["--memory", "--host-memory"])
-@pytest.mark.parametrize("size", ["9999T", "9" * 400 + "T"])
+@pytest.mark.parametrize(
+    ("option", "size"),
+    [(option, size) for option in ("--memory", "--host-memory") for size in ("9999T", "9" * 400 + "T")]
+    + [("--block-size", 10**11)],
+)
 def test_more_memory_than_there_is_is_refused(option, size, capfd):
     assert status(*QUESTION, option, size) == 2
     assert f"{option} must be" in sentence(capfd)
-
-
-def test_blocks_of_more_memory_than_there_is_are_refused(capfd):
-    assert status(*QUESTION, "--block-size", 10**11) == 2
-    assert "--block-size must be" in sentence(capfd)
 
 
 def test_ctrl_c_while_the_model_is_loaded_is_no_traceback(monkeypatch):

@@ -1,4 +1,5 @@
-"""A request gets the same tokens, whatever it shares steps, chunks and the cache with."""
+"""A request gets the same tokens, whatever it shares steps, chunks and the cache with, and whether or not passes are
+launched before the tokens that they begin with are read."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -8,13 +9,16 @@ import torch
 
 import engine_models
 from engine_models import BLOCK_SIZE, TOPK, prompt_of
-from mla_backend.engine import Engine, Result, SamplingParams
+from mla_backend.engine import Collector, Engine, Result, SamplingParams
 from mla_backend.engine.runner import INVARIANT_ROWS
 
 LENGTHS = (1, TOPK, TOPK + 1, 100, 3 * BLOCK_SIZE)
 PROMPTS = [prompt_of(length, seed=length) for length in LENGTHS]
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2)
 SAMPLED = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2, temperature=0.8, top_p=0.9, seed=5)
+FORKED = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.9, seed=7, n=3)
+PENALISED = SamplingParams(max_tokens=9, ignore_eos=True, repetition_penalty=1.3)
+UNEQUAL = [SamplingParams(max_tokens=3 + 4 * i, ignore_eos=True) for i in range(len(PROMPTS))]
 LONGEST = 128
 
 
@@ -36,21 +40,14 @@ def glm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(device):
-    """Makes an engine of a folder and options."""
+    """Makes an engine of a folder and options; `ahead` as on a GPU, unless said otherwise."""
 
-    def new(folder: Path, **options) -> Engine:
-        return Engine(
-            folder,
-            **{
-                "device": device,
-                "dtype": torch.float32,  # in bf16 most differences would be rounded away
-                "block_size": BLOCK_SIZE,
-                "max_model_len": LONGEST,
-                "most_running": 16,
-                "batch_invariant": True,
-                **options,
-            },
-        )
+    def new(folder: Path, ahead: bool | None = None, **options) -> Engine:
+        given = dict(device=device, block_size=BLOCK_SIZE, max_model_len=LONGEST, most_running=16, batch_invariant=True)
+        given["dtype"] = torch.float32  # in bf16 most differences would be rounded away
+        made = Engine(folder, **{**given, **options})
+        made.runs_ahead = made.runs_ahead if ahead is None else ahead
+        return made
 
     return new
 
@@ -86,16 +83,56 @@ def test_bits_are_the_same_in_every_format(engine, folder, kv_cache, dtype):
     assert bits(engine(folder, chunk=7, tokens_a_step=29, **options).generate(PROMPTS[::-1], GREEDY))[::-1] == want
 
 
-def test_bits_are_the_same_for_requests_that_are_preempted(engine, folder):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_bits_are_the_same_for_requests_that_are_preempted(engine, folder, ahead):
     want = bits(engine(folder).generate(PROMPTS, GREEDY))
     block_bytes = engine(folder).storage.layout.block_bytes
-    short = engine(folder, memory=LONGEST // BLOCK_SIZE * block_bytes)
+    short = engine(folder, ahead, memory=LONGEST // BLOCK_SIZE * block_bytes)
     # prompts of a block each, which all fit at first and outgrow the cache together
     grow = [prompt_of(BLOCK_SIZE - 1, seed=seed) for seed in range(6)]
     longer = SamplingParams(max_tokens=2 * BLOCK_SIZE, ignore_eos=True, logprobs=2)
     assert bits(short.generate(grow, longer)) == bits(engine(folder).generate(grow, longer))
     assert short.status.preemptions > 1
     assert bits(short.generate(PROMPTS, GREEDY)) == want
+
+
+@pytest.mark.parametrize("options", [{}, {"most_running": 3}, {"chunk": 5}], ids=["all", "few at a time", "chunks"])
+@pytest.mark.parametrize(
+    "params", [GREEDY, SAMPLED, FORKED, PENALISED, UNEQUAL], ids=["greedy", "sampled", "forked", "penalised", "unequal"]
+)
+def test_bits_of_passes_that_are_launched_ahead_are_those_of_a_step_at_a_time(engine, folder, params, options):
+    want = bits(engine(folder, False, **options).generate(PROMPTS, params))
+    assert bits(engine(folder, True, **options).generate(PROMPTS, params)) == want
+
+
+def test_stops_that_nobody_foresaw_end_samples(engine, folder):
+    ends = [result.tokens[4] for result in engine(folder, False).generate(PROMPTS, GREEDY)]
+    params = [SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1, stop_tokens=(end,)) for end in ends]
+    want = engine(folder, False).generate(PROMPTS, params)
+    assert {result.completions[0].finish_reason for result in want} == {"stop"}
+    ahead = engine(folder, True)
+    for _ in range(2):  # what was computed ahead and dropped is in no prefix that others find
+        assert bits(ahead.generate(PROMPTS, params)) == bits(want)
+    assert ahead.status.cache.sequences == 0 and ahead.status.cache.free == ahead.status.cache.blocks
+
+
+def test_requests_that_come_and_go_between_steps_disturb_nobody(engine, folder):
+    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1)
+    want = bits(engine(folder, False).generate(PROMPTS, params))
+    ahead, collector, results = engine(folder, True), Collector(), {}
+    given_up = [ahead.add(prompt_of(20, seed=77 + i), params) for i in range(2)]
+    waiting = list(enumerate(PROMPTS))
+    while ahead.has_work or waiting:
+        if waiting:
+            number, prompt = waiting.pop(0)
+            ahead.add(prompt, params, id=f"kept {number}")
+        for update in ahead.step():
+            if result := collector.add(update):
+                results[update.id] = result
+        if given_up and len(waiting) < 3:
+            ahead.abort(given_up.pop())
+    assert bits([results[f"kept {number}"] for number in range(len(PROMPTS))]) == want
+    assert ahead.status.cache.free == ahead.status.cache.blocks
 
 
 def test_bits_are_the_same_from_a_cached_prefix(engine, folder):
@@ -122,19 +159,12 @@ def test_bits_are_the_same_from_host_memory(engine, folder):
 
 
 def test_bits_of_a_forked_sample_are_those_of_a_request_of_its_own(engine, folder):
-    n = 3
-    forked = engine(folder).generate(
-        PROMPTS[2:4], SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2, temperature=0.9, seed=7, n=n)
-    )
-    for prompt, result in zip(PROMPTS[2:4], forked, strict=True):
-        assert len({tuple(completion.tokens) for completion in result.completions}) == n  # they do differ
-        for i, completion in enumerate(result.completions):
-            own = SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2, temperature=0.9, seed=7 + i)
-            assert bits(engine(folder).generate([prompt], own))[0][0] == (
-                completion.tokens,
-                completion.logprobs,
-                completion.finish_reason,
-            )
+    params = dict(max_tokens=8, ignore_eos=True, logprobs=2, temperature=0.9)
+    forked = engine(folder).generate(PROMPTS[2:4], SamplingParams(**params, seed=7, n=3))
+    for prompt, result, got in zip(PROMPTS[2:4], forked, bits(forked), strict=True):
+        assert len({tuple(completion.tokens) for completion in result.completions}) == 3  # they do differ
+        for i, own in enumerate(got):
+            assert bits(engine(folder).generate([prompt], SamplingParams(**params, seed=7 + i)))[0][0] == own
 
 
 def test_forked_samples_survive_preemption(engine, folder):
@@ -163,22 +193,16 @@ def test_without_batch_invariance_tokens_are_those_of_the_batch_invariant_mode_w
     assert compared >= 10
 
 
-def test_a_row_of_a_product_has_the_same_bits_at_every_place():
-    """What the batch-invariant mode rests on, and torch doesn't promise."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for size, out in ((64, 96), (128, 320), (513, 259), (1024, 2816)):
-            weight, rows = torch.randn(out, size, dtype=dtype), torch.randn(INVARIANT_ROWS, size, dtype=dtype)
-            products = [torch.nn.functional.linear(rows.roll(i, 0), weight).roll(-i, 0) for i in range(INVARIANT_ROWS)]
-            assert all(torch.equal(a, b) for a, b in pairwise(products))
-            experts = torch.randn(3, out, size, dtype=dtype).transpose(1, 2)
-            products = [(rows.roll(i, 0).expand(3, *rows.shape) @ experts).roll(-i, 1) for i in range(INVARIANT_ROWS)]
-            assert all(torch.equal(a, b) for a, b in pairwise(products))
-
-
-def test_a_row_of_a_product_that_is_added_to_a_residual_has_the_same_bits_at_every_place():
-    for dtype in (torch.float32, torch.bfloat16):
-        for size, out in ((192, 128), (9 * 64, 128), (1024, 2816)):
-            weight, rows = torch.randn(out, size, dtype=dtype), torch.randn(INVARIANT_ROWS, size, dtype=dtype)
-            residual = torch.randn(INVARIANT_ROWS, out, dtype=dtype)
-            sums = [residual.roll(i, 0).addmm_(rows.roll(i, 0), weight.t()).roll(-i, 0) for i in range(INVARIANT_ROWS)]
-            assert all(torch.equal(a, b) for a, b in pairwise(sums))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "out"), [(64, 96), (192, 128), (128, 320), (513, 259), (576, 128), (1024, 2816)])
+def test_a_row_of_a_product_has_the_same_bits_at_every_place(size, out, dtype):
+    """What the batch-invariant mode rests on, and torch doesn't promise: alone, of experts, and added to a residual."""
+    weight, rows = torch.randn(out, size, dtype=dtype), torch.randn(INVARIANT_ROWS, size, dtype=dtype)
+    residual = torch.randn(INVARIANT_ROWS, out, dtype=dtype)
+    experts = torch.randn(3, out, size, dtype=dtype).transpose(1, 2)
+    for product in (
+        lambda i: torch.nn.functional.linear(rows.roll(i, 0), weight).roll(-i, 0),
+        lambda i: (rows.roll(i, 0).expand(3, *rows.shape) @ experts).roll(-i, 1),
+        lambda i: residual.roll(i, 0).addmm_(rows.roll(i, 0), weight.t()).roll(-i, 0),
+    ):
+        assert all(torch.equal(a, b) for a, b in pairwise(map(product, range(INVARIANT_ROWS))))

@@ -34,11 +34,6 @@ def assert_distributed(logits: torch.Tensor, params: SamplingParams, want: torch
     assert ((got - want).abs() <= 6 * (want * (1 - want) / DRAWS).sqrt() + 1e-9).all()
 
 
-def only(probabilities: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    kept = probabilities * keep
-    return kept / kept.sum()
-
-
 @pytest.fixture
 def logits() -> torch.Tensor:
     return torch.randn(VOCABULARY) * 2
@@ -55,36 +50,30 @@ def test_temperature_shapes_the_distribution(logits, temperature):
     assert_distributed(logits, SamplingParams(temperature=temperature), want)
 
 
-def test_top_k_leaves_the_k_likeliest(logits):
-    p = logits.softmax(-1)
-    keep = torch.zeros(VOCABULARY, dtype=torch.bool)
-    keep[logits.topk(5).indices] = True
-    assert_distributed(logits, SamplingParams(temperature=1, top_k=5), only(p, keep))
-
-
-def test_top_p_leaves_the_fewest_that_reach_it(logits):
-    p = logits.softmax(-1)
+def fewest_that_reach(p, share):
     values, order = p.sort(descending=True)
-    fewest = int((values.cumsum(0) < 0.7).sum()) + 1
-    keep = torch.zeros(VOCABULARY, dtype=torch.bool)
-    keep[order[:fewest]] = True
-    assert 1 < fewest < VOCABULARY
-    assert_distributed(logits, SamplingParams(temperature=1, top_p=0.7), only(p, keep))
+    return torch.isin(torch.arange(VOCABULARY), order[: int((values.cumsum(0) < share).sum()) + 1])
 
 
-def test_min_p_leaves_what_is_likely_beside_the_likeliest(logits):
+def likeliest(p, k):
+    return torch.isin(torch.arange(VOCABULARY), p.topk(k).indices)
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [
+        (dict(top_k=5), lambda p: likeliest(p, 5)),
+        (dict(top_p=0.7), lambda p: fewest_that_reach(p, 0.7)),
+        (dict(min_p=0.05), lambda p: p >= 0.05 * p.max()),
+        (dict(top_k=4, min_p=0.1, top_p=0.9999), lambda p: likeliest(p, 4) & (p >= 0.1 * p.max())),
+    ],
+    ids=["top_k", "top_p", "min_p", "all"],
+)
+def test_filters_leave_what_they_say_and_have_to_agree(logits, filters, kept):
     p = logits.softmax(-1)
-    keep = p >= 0.05 * p.max()
+    keep = kept(p)
     assert 1 < keep.sum() < VOCABULARY
-    assert_distributed(logits, SamplingParams(temperature=1, min_p=0.05), only(p, keep))
-
-
-def test_filters_have_to_agree(logits):
-    p = logits.softmax(-1)
-    keep = torch.zeros(VOCABULARY, dtype=torch.bool)
-    keep[logits.topk(4).indices] = True
-    keep &= p >= 0.1 * p.max()
-    assert_distributed(logits, SamplingParams(temperature=1, top_k=4, min_p=0.1, top_p=0.9999), only(p, keep))
+    assert_distributed(logits, SamplingParams(temperature=1, **filters), p * keep / (p * keep).sum())
 
 
 def test_the_likeliest_is_always_left(logits):

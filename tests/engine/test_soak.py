@@ -21,22 +21,9 @@ LEFT = {"cpu": 16 * 2**20, "cuda": 4 * 2**20}
 LEFT_BY_STEPS = {"cpu": LEFT["cpu"], "cuda": 2**17}
 """Of these, what quarters may leave in which no graph was captured. 512, the smallest tensor, of every step would be
 256 KiB a quarter. On an H200 1 MiB was seen to stay from one quarter, and 640 bytes from the other two together."""
-SHAPE = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=32,
-    moe_intermediate_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=1,
-    num_key_value_heads=1,
-    n_routed_experts=4,
-    num_experts_per_tok=1,
-    n_group=1,
-    topk_group=1,
-    q_lora_rank=16,
-    index_topk=16,
-    rope_parameters=engine_models.PLAIN,
-)
+SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1)
+SHAPE |= dict(num_attention_heads=1, num_key_value_heads=1, n_routed_experts=4, num_experts_per_tok=1, n_group=1)
+SHAPE |= dict(topk_group=1, q_lora_rank=16, index_topk=16, rope_parameters=engine_models.PLAIN)
 
 
 class Crowd:

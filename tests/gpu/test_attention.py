@@ -405,21 +405,13 @@ SMALL = [
 
 @pytest.mark.parametrize(("fmt", "shape"), formats_with(SMALL, [(8, 16, 200), (34, 20, 130), (17, 64, 200)]))
 def test_small_case_of_everything(fmt, shape):
-    """Every op once, small enough for compute-sanitizer (tests/run_compute_sanitizer.py)."""
+    """Every op once, small enough for compute-sanitizer (tests/support/run_compute_sanitizer.py)."""
     tokens, heads, topk = shape
     form = mla_backend.FORMATS[fmt]
-    problem = random_problem(
-        fmt,
-        tokens=tokens,
-        heads=heads,
-        topk=topk,
-        topk_length=torch.randint(0, topk + 1, (tokens,), dtype=torch.int32),
-        sink=torch.randn(heads),
-    )
-    problem.extra_cache, problem.extra_indices = (
-        random_cache(PARTNERS[fmt][0], 3, 5),
-        torch.randint(-2, 16, (tokens, 9), dtype=torch.int32),
-    )
+    lengths, sink = torch.randint(0, topk + 1, (tokens,), dtype=torch.int32), torch.randn(heads)
+    problem = random_problem(fmt, tokens=tokens, heads=heads, topk=topk, topk_length=lengths, sink=sink)
+    problem.extra_cache = random_cache(PARTNERS[fmt][0], 3, 5)
+    problem.extra_indices = torch.randint(-2, 16, (tokens, 9), dtype=torch.int32)
     want, on_gpu = problem.oracle(), problem.to("cuda")
     check(problem)
     held = problem.but(
@@ -442,16 +434,8 @@ def test_small_case_of_everything(fmt, shape):
     want_rows = mla_backend.cache_gather(copy_with_gaps(on_gpu.cache, "cpu"), slots.cpu())
     assert torch.equal(mla_backend.cache_gather(on_gpu.cache, slots).cpu(), want_rows)
     positions = torch.randint(-3, 40, (tokens, topk), dtype=torch.int32, device="cuda")
-    table, requests = (
-        torch.arange(6, dtype=torch.int32, device="cuda").view(2, 3),
-        torch.zeros(tokens, dtype=torch.int32, device="cuda"),
-    )
+    table = torch.arange(6, dtype=torch.int32, device="cuda").view(2, 3)
+    requests = torch.zeros(tokens, dtype=torch.int32, device="cuda")
     got = mla_backend.convert_indices(positions, table, requests, 16, compact=True)
-    assert all(
-        torch.equal(a.cpu(), b)
-        for a, b in zip(
-            got,
-            mla_backend.convert_indices(positions.cpu(), table.cpu(), requests.cpu(), 16, compact=True),
-            strict=True,
-        )
-    )
+    want = mla_backend.convert_indices(positions.cpu(), table.cpu(), requests.cpu(), 16, compact=True)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
+from gpu_checks import captured
 from mla_backend import cli, library, reference
 from problems import FORMATS, all_bytes, copy_with_gaps, random_cache
 
@@ -78,8 +79,7 @@ def test_writing_has_the_bits_of_the_cpu(fmt, data):
 
 
 @pytest.mark.parametrize(
-    ("fmt", "power_of_two"),
-    [("fp8_ds_mla", False), ("fp8_ds_mla", True), ("fp8_model1", False), ("fp8_528", False)],
+    ("fmt", "power_of_two"), [("fp8_ds_mla", False), ("fp8_ds_mla", True), ("fp8_model1", False), ("fp8_528", False)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_groups_of_every_magnitude_have_the_bits_of_the_cpu(fmt, power_of_two, dtype):
@@ -166,11 +166,13 @@ def test_a_captured_graph_follows_new_slots_and_values(fmt):
     slots = torch.arange(20, device="cuda")
     cache = form.new_cache(4, 16, device="cuda")
     rows = torch.empty(20, form.head_dim, dtype=form.number, device="cuda")
-    mla_backend.cache_write(*values, cache, slots)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step():
         mla_backend.cache_write(*values, cache, slots)
         mla_backend.cache_gather(cache, slots, out=rows)
+
+    step()
+    graph, _ = captured(step)
     for _ in range(3):
         fresh = random_tokens(fmt, 20, form.number)
         for value, new in zip(values, fresh, strict=True):

@@ -213,10 +213,7 @@ def test_the_flash_mla_stand_in(h_q, h_kv, varlen, causal, dtype):
         q, cache, table, lengths = flash_mla_problem(b, s_q, s_k, h_q, h_kv, varlen, varlen, dtype)
         there = [x.cuda() for x in (q, cache, table, lengths)]
         group = h_q // h_kv
-        for meta in (
-            flash_mla.get_mla_metadata(),
-            flash_mla.get_mla_metadata(there[3], s_q * group, h_kv),
-        ):
+        for meta in (flash_mla.get_mla_metadata(), flash_mla.get_mla_metadata(there[3], s_q * group, h_kv)):
             for _ in range(2):  # the second call reuses the plan
                 out, lse = flash_mla.flash_mla_with_kvcache(*there, 512, *meta, causal=causal)
                 assert (lse != -torch.inf).all()

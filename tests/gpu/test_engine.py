@@ -7,6 +7,7 @@ import torch
 
 import engine_models
 from engine_models import BLOCK_SIZE, TOPK, prompt_of
+from gpu_checks import nothing_waits
 from mla_backend.engine import Engine, Result, SamplingParams
 from mla_backend.engine.rows import Rows
 
@@ -52,12 +53,8 @@ def test_a_decode_pass_waits_for_nothing(folder):
     own = engine(folder, cuda_graphs=False)
     work = decoding(own, PROMPTS)
     own.runner.run(work)  # libraries set themselves up
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         own.runner.run(work)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("kv_cache", ["fp8", "bf16"])

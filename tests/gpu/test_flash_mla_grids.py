@@ -17,28 +17,16 @@ def oracle(q, cache, indices, scale, length, sink):
     parts = []
     for begin in range(0, q.shape[0], TOKENS_AT_ONCE):
         part = slice(begin, begin + TOKENS_AT_ONCE)
-        parts.append(
-            reference.sparse_attention(
-                q[part],
-                cache,
-                indices[part],
-                scale=scale,
-                sink=sink,
-                topk_length=None if length is None else length[part],
-            )
-        )
+        more = {"scale": scale, "sink": sink, "topk_length": length[part]}
+        parts.append(reference.sparse_attention(q[part], cache, indices[part], **more))
     return tuple(torch.cat(p) for p in zip(*parts, strict=True))
 
 
 def fp8_cache(blocks, block_size):
     cache = mla_backend.FORMATS["fp8_ds_mla"].new_cache(blocks, block_size, device="cuda")
     tokens = blocks * block_size
-    mla_backend.cache_write(
-        (torch.randn(tokens, 512, device="cuda") * 0.1).bfloat16(),
-        (torch.randn(tokens, 64, device="cuda") * 0.1).bfloat16(),
-        cache,
-        torch.arange(tokens, device="cuda"),
-    )
+    latent, rope = ((torch.randn(tokens, width, device="cuda") * 0.1).bfloat16() for width in (512, 64))
+    mla_backend.cache_write(latent, rope, cache, torch.arange(tokens, device="cuda"))
     return cache
 
 
@@ -56,19 +44,8 @@ def check_decode(b, s_q, h, context, topk, block_size):
     sink = torch.randn(h, device="cuda")
     sink[0], sink[1] = torch.inf, -torch.inf
     meta, _ = flash_mla.get_mla_metadata()
-    out, lse = flash_mla.flash_mla_with_kvcache(
-        q,
-        cache.unsqueeze(2),
-        None,
-        None,
-        512,
-        meta,
-        None,
-        is_fp8_kvcache=True,
-        indices=indices,
-        attn_sink=sink,
-        topk_length=length,
-    )
+    more = {"is_fp8_kvcache": True, "indices": indices, "attn_sink": sink, "topk_length": length}
+    out, lse = flash_mla.flash_mla_with_kvcache(q, cache.unsqueeze(2), None, None, 512, meta, None, **more)
     want = oracle(q.flatten(0, 1), cache, indices.flatten(0, 1), 576**-0.5, length.repeat_interleave(s_q), sink)
     lse = torch.where(lse == torch.inf, -torch.inf, lse).transpose(1, 2).reshape(b * s_q, h)
     assert_accurate((out.flatten(0, 1), lse), want[:2], score_error=score_error(cache))
@@ -80,14 +57,9 @@ def check_decode(b, s_q, h, context, topk, block_size):
 @pytest.mark.parametrize(
     ("context", "topk", "block_size"),
     [
-        (512, 64, 2),
-        (512, 64, 64),
-        (512, 64, 69),
-        (1024, 576, 2),
-        (1024, 576, 61),
-        (2046, 2048, 2),
-        (2046, 2048, 64),
-        (2046, 2048, 576),
+        *((512, 64, block_size) for block_size in (2, 64, 69)),
+        *((1024, 576, block_size) for block_size in (2, 61)),
+        *((2046, 2048, block_size) for block_size in (2, 64, 576)),
     ],
 )
 def test_sparse_decode(context, topk, block_size, b, s_q, h):
@@ -107,22 +79,10 @@ def test_sparse_decode_of_2025(b, s_q, s_k, topk, h):
 @pytest.mark.parametrize(
     ("s_kv", "topk", "s_q"),
     [
-        *(
-            (s_kv, topk, s_q)
-            for s_kv, topk in [
-                (128, 128),
-                (256, 256),
-                (512, 512),
-                (592, 128),
-                (1840, 256),
-                (1592, 384),
-                (1521, 512),
-                (95, 128),
-                (153, 256),
-                (114, 384),
-            ]
-            for s_q in (1, 62)
-        ),
+        *((s_kv, 128, s_q) for s_kv in (95, 128, 592) for s_q in (1, 62)),
+        *((s_kv, 256, s_q) for s_kv in (153, 256, 1840) for s_q in (1, 62)),
+        *((s_kv, 384, s_q) for s_kv in (114, 1592) for s_q in (1, 62)),
+        *((s_kv, 512, s_q) for s_kv in (512, 1521) for s_q in (1, 62)),
         *((s_kv, topk, s_q) for s_kv, topk in [(32, 2048), (64, 8192)] for s_q in (1, 1024)),
     ],
 )

@@ -8,7 +8,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import mla_backend
 from flex_problems import BLOCKS, MASKS, flex_problems, mask_mod, random_flex
-from gpu_checks import chosen_kernel
+from gpu_checks import captured, chosen_kernel, nothing_waits
 from problems import CUDA_KERNEL
 from tests.ops.test_flex import (
     test_a_mask_is_read_once,
@@ -21,7 +21,6 @@ from tests.ops.test_flex import (
     test_another_mask_mod_is_read_anew,
     test_blocks_without_a_mask_mod_in_any_order_and_with_garbage,
     test_every_block_size,
-    test_every_head_may_have_a_mask_of_its_own,
     test_every_kind_of_mask,
     test_gradients_have_the_same_bits_in_any_parts_and_are_those_of_lists,
     test_it_compiles_without_a_graph_break,
@@ -101,10 +100,7 @@ def test_a_captured_graph_follows_new_values(heads):
         return mla_backend.flex_mla(q, kv, prepared, scale=problem.scale, return_lse=True)
 
     step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = step()
+    graph, got = captured(step)
     q.copy_(other.q), kv.copy_(other.kv)
     graph.replay()
     want = other.but(block_mask=prepared).solve()
@@ -114,13 +110,9 @@ def test_a_captured_graph_follows_new_values(heads):
 def test_a_call_does_not_wait_for_the_gpu():
     problem = random_flex("causal", 2, 16, 100, 100, device="cuda")
     problem.gradients()
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         problem.solve()
         problem.gradients()
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 def test_what_only_a_cpu_does_and_two_devices_are_refused():

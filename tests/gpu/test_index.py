@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
+from gpu_checks import captured
 from index_problems import DTYPES, KINDS, POISON, index_problems, random_index
 from mla_backend import reference
 from mla_backend.keys import KEY_FORMATS
@@ -70,9 +71,8 @@ def test_small_case_of_queries(interleaved, gap, dtype):
 def test_many_queries_rotate_in_a_graph_too(heads):
     arguments = random_queries(3000, heads, 64, gap=8, device="cuda")
     outputs = mla_backend.rotate_queries(**arguments)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mla_backend.rotate_queries(**arguments, out=outputs[0], index_out=outputs[1], weights_out=outputs[2])
+    written = dict(zip(("out", "index_out", "weights_out"), outputs, strict=True))
+    graph, _ = captured(lambda: mla_backend.rotate_queries(**arguments, **written))
     fresh = random_queries(3000, heads, 64, gap=8, device="cuda")
     for name in ("queries", "index_queries", "weights", "positions", "cos_sin", "index_cos_sin"):
         arguments[name].copy_(fresh[name])
@@ -91,9 +91,7 @@ def test_lengths_may_change_between_replays():
         mla_backend.select_top(scores, problem.lengths, chosen=chosen)
 
     both()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        both()
+    graph, _ = captured(both)
     for longest in 0, 50, 2000, 700:
         problem.lengths.copy_(torch.randint(0, longest + 1, (40,)))
         problem.queries.normal_()

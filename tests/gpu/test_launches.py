@@ -10,13 +10,7 @@ from gpu_checks import check, chosen_kernel
 from mla_backend import Plan, library
 from mla_backend.plan import workspace_floats
 from plans import planned
-from problems import (
-    BASIC,
-    FORMATS,
-    assert_accurate,
-    random_problem,
-    score_error,
-)
+from problems import BASIC, FORMATS, assert_accurate, random_problem, score_error
 
 pytestmark = pytest.mark.gpu
 
@@ -107,8 +101,8 @@ def test_two_streams_at_once():
         assert all(torch.equal(a, b) for a, b in zip(results, want[i % 2], strict=True))
 
 
-def counters_of(workspace, workers, heads):
-    return workspace[-workers * heads * library.about()["workspace_counters"] :].view(torch.int32)
+def counters_of(workspace, ctas, heads):
+    return workspace[-ctas * heads * library.about()["workspace_counters"] :].view(torch.int32)
 
 
 @pytest.mark.parametrize("fmt", (*BASIC, "fp16", "fp8_model1"))
@@ -117,14 +111,14 @@ def test_one_workspace_serves_launches_of_any_shape(fmt):
     workspace = torch.zeros(floats, device="cuda")
     for seed in range(60):
         torch.manual_seed(seed)
-        tokens, heads, workers = (int(torch.randint(1, n, ())) for n in (12, 21, 301))
+        tokens, heads, ctas = (int(torch.randint(1, n, ())) for n in (12, 21, 301))
         problem = random_problem(fmt, tokens=tokens, heads=heads, topk=1500, blocks=40)
         problem.topk_length = torch.randint(0, 1501, (tokens,), dtype=torch.int32)
         on_gpu = problem.to("cuda")
         # every other plan is for other lengths: it still computes what it covers, and still leaves zeros
         planned_for = on_gpu.topk_length if seed % 2 else torch.randint_like(on_gpu.topk_length, 1501)
         plan = planned(
-            tokens, 1500, topk_length=planned_for, ctas=workers, num_heads=heads, cluster=1 + seed % 8, cache_format=fmt
+            tokens, 1500, topk_length=planned_for, ctas=ctas, num_heads=heads, cluster=1 + seed % 8, cache_format=fmt
         )
         got = on_gpu.solve(plan=plan, workspace=workspace)
         assert not counters_of(workspace, 300, 20).any()
@@ -149,7 +143,7 @@ def test_two_streams_with_a_workspace_each():
     torch.cuda.synchronize()
     for i, results in enumerate(got):
         assert all(torch.equal(a, b) for a, b in zip(results, want[i % 2], strict=True))
-    assert not any(counters_of(w, plan.shape[0], heads).any() for w in workspaces)
+    assert not any(counters_of(w, plan.launch.ctas, heads).any() for w in workspaces)
 
 
 def test_missing_or_small_workspaces_are_refused_by_the_op():
@@ -175,11 +169,11 @@ def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads):
     for _ in range(2500):
         begin = int(torch.randint(0, 39, (), generator=generator))
         end = int(torch.randint(begin + 1, 41, (), generator=generator))
-        workers = int(torch.randint(1, 300, (), generator=generator))
+        ctas = int(torch.randint(1, 300, (), generator=generator))
         part = problem.but(q=problem.q[begin:end], indices=problem.indices[begin:end])
         cluster = int(torch.randint(1, 17, (), generator=generator))
-        plan = planned(end - begin, 512, ctas=workers, num_heads=heads, cluster=cluster, device="cuda")
-        got = part.solve(plan=plan, return_max_logits=workers % 2 == 0)
+        plan = planned(end - begin, 512, ctas=ctas, num_heads=heads, cluster=cluster, device="cuda")
+        got = part.solve(plan=plan, return_max_logits=ctas % 2 == 0)
         # cut differently, so not the same bits; but nothing is far off
         assert (got[0].float() - want[0][begin:end].float()).abs().max() < 4e-3
         assert (got[1] - want[1][begin:end]).abs().max() < 1e-4 + score_error(problem.cache)
@@ -189,10 +183,8 @@ def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads):
 def test_a_layer_compiles_without_a_graph_break(fmt):
     form = mla_backend.FORMATS[fmt]
     cache = form.new_cache(4, 16, device="cuda")
-    table, requests = (
-        torch.arange(4, dtype=torch.int32, device="cuda").view(1, 4),
-        torch.zeros(2, dtype=torch.int32, device="cuda"),
-    )
+    table = torch.arange(4, dtype=torch.int32, device="cuda").view(1, 4)
+    requests = torch.zeros(2, dtype=torch.int32, device="cuda")
 
     def layer(kv_c, k_pe, q, positions):
         mla_backend.cache_write(kv_c, k_pe, cache, torch.arange(64, device="cuda"))

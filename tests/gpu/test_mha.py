@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from gpu_checks import nothing_waits
 from mha_problems import MhaProblem, attention, mha_problems, odd_layouts, random_mha, starts
 from mla_backend import doctor, flash_mla, mha
 from mla_backend.mha_providers import why_not
@@ -28,11 +29,7 @@ def test_any_problem_and_its_gradients_agree_with_float64(provider, problem):
 @pytest.mark.parametrize("dim", [128, 192])
 @pytest.mark.parametrize(
     ("lengths", "keys"),
-    [
-        ((700, 1, 0, 129, 64), None),
-        ((57, 0, 300, 64), (190, 64, 411, 1000)),
-        ((300, 64, 7, 1), (64, 0, 7, 129)),
-    ],
+    [((700, 1, 0, 129, 64), None), ((57, 0, 300, 64), (190, 64, 411, 1000)), ((300, 64, 7, 1), (64, 0, 7, 129))],
     ids=["equal", "longer", "shorter"],
 )
 def test_ragged_and_empty_sequences(provider, lengths, keys, dim, dtype, kv_heads, causal):
@@ -107,12 +104,8 @@ def test_the_host_waits_for_nothing(keys, kv_heads):
         return torch.autograd.grad(out, leaves, problem.d_out)
 
     train()  # kernels are compiled and loaded
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         train()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_doctor_names_the_provider_that_is_taken():

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import mla_backend
+from gpu_checks import captured, nothing_waits
 from mla_backend import reference
 from mla_backend.vllm_plugin.beginnings import MASKED, MASKED_CONTEXT, MASKED_WIDTHS, attend_to_picked, longest_masked
 from mla_backend.vllm_plugin.dense_step import DenseBuffers, DenseStep, groups_of
@@ -48,10 +49,7 @@ def test_a_step_waits_for_nothing_allocates_nothing_and_its_graph_follows_new_le
         max_tokens=64, captured_tokens=TOKENS, topk=TOPK, heads=heads, device=q.device, batch_invariant=False
     )
     batches = [([1, 1, 1, 1], [256, 40, 3, 130]), ([2, 2, 2, 0], [200, 64, 2, 0]), ([1, 4, 1, 2], [7, 256, 90, 33])]
-    starts, seq_lens = (
-        torch.zeros(5, dtype=torch.int32, device="cuda"),
-        torch.zeros(4, dtype=torch.int32, device="cuda"),
-    )
+    starts, seq_lens = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (5, 4))
     graph, out = None, None
     for queries, lengths in batches:
         ends = torch.tensor([0, *queries]).cumsum(0).int()
@@ -67,16 +65,12 @@ def test_a_step_waits_for_nothing_allocates_nothing_and_its_graph_follows_new_le
         picked.copy_(chosen)
         starts.copy_(ends)
         seq_lens.copy_(torch.tensor(lengths))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             step = Step(room, Batch(starts, seq_lens, TOKENS), TOKENS, leaders=("first",))
             before = torch.cuda.memory_stats()["allocation.all.allocated"]
             eager = attend(step, q, cache, picked, table)
             assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
             eager = eager.clone()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         want = reference.sparse_attention(q.cpu(), cache.cpu(), slots, scale=SCALE)
         assert_accurate((eager,), (want[0],), score_error=score_error(cache))
         if graph is None:
@@ -112,15 +106,11 @@ def test_requests_attend_to_staged_rows_and_nothing_waits(heads, first, spans):
     sizes = dict(max_tokens=tokens, captured_tokens=TOKENS, topk=TOPK, heads=heads, batch_invariant=False)
     room = StepBuffers(**sizes, device=q.device, staged_rows=BLOCKS * BLOCK_SIZE)
     given = [x.cuda() for x in (picked, table, ends, torch.tensor(lengths, dtype=torch.int32))]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         staged = StagedRequests(first, sum(queries[:first]), max(lengths[first:]))
         leaders = ("first",) if spans is None else None
         step = Step(room, Batch(given[2], given[3], tokens), tokens, leaders=leaders, staged=staged, spans=spans)
         out = attend(step, q, cache, *given[:2])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     slots, _ = reference.convert_indices(picked, table, requests, BLOCK_SIZE)
     want = reference.sparse_attention(q.cpu(), cache.cpu(), slots, scale=SCALE)
     for part in spans or [slice(None)]:
@@ -140,10 +130,7 @@ def test_a_ranks_graph_follows_what_is_picked_and_walks_over_what_it_keeps(heads
     step = Step(StepBuffers(**sizes, device=q.device), Batch(starts, seq_lens, TOKENS), TOKENS, leaders=("first",))
     picked = torch.zeros(TOKENS, TOPK, dtype=torch.int32, device="cuda")
     attend(step, q, cache, picked, table, **ranks)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend(step, q, cache, picked, table, **ranks)
+    graph, out = captured(lambda: attend(step, q, cache, picked, table, **ranks))
     for _ in range(3):
         chosen = torch.stack([torch.randperm(2 * 4 * BLOCK_SIZE)[:TOPK] for _ in range(TOKENS)]).int()
         picked.copy_(chosen)
@@ -179,12 +166,8 @@ def test_a_graph_of_dense_attention_follows_new_lengths_and_a_step_waits_for_not
     graph = None
     for now in ([256, 40, 8, 0], [64, 256, 130, 0], [9, 100, 255, 0]):
         lengths.copy_(torch.tensor(now))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             eager = [step.attend(layer, q, cache, table, lengths, **how) for layer in ("first", "second")]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         if graph is None:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):

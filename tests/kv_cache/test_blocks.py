@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_cache import BlockPool, OutOfBlocks
+from kv_cache import BlockPool
 
 A, B = b"a", b"b"
 
@@ -11,41 +11,6 @@ def named(pool, *names):
     blocks = pool.take(len(names))
     pool.name(blocks, names)
     return blocks
-
-
-def test_all_blocks_can_be_taken_once():
-    pool = BlockPool(5)
-    assert sorted(pool.take(3) + pool.take(2)) == [0, 1, 2, 3, 4]
-    assert pool.free == 0 and pool.take(0) == []
-
-
-def test_too_many_are_refused_and_nothing_is_taken():
-    pool = BlockPool(3)
-    pool.take(1)
-    with pytest.raises(OutOfBlocks, match="3 more blocks are needed; 2 of 3 are free") as error:
-        pool.take(3)
-    assert (error.value.needed, error.value.free, pool.free) == (3, 2, 2)
-
-
-def test_a_block_is_free_when_its_last_holder_releases_it():
-    pool = BlockPool(1)
-    [block] = pool.take(1)
-    pool.share([block])
-    pool.release([block])
-    assert pool.free == 0
-    pool.release([block])
-    assert pool.free == 1
-
-
-def test_released_prefixes_are_found_until_their_room_is_needed():
-    pool = BlockPool(3)
-    blocks = named(pool, A)
-    pool.release(blocks)
-    assert pool.free == 3 and pool.find([A]) == blocks
-    pool.take(2)  # the blank ones
-    assert pool.find([A]) == blocks and pool.evictions == 0
-    pool.take(1)
-    assert pool.find([A]) == [] and pool.evictions == 1
 
 
 def test_the_least_recently_used_is_evicted_first():
@@ -57,12 +22,6 @@ def test_the_least_recently_used_is_evicted_first():
     pool.release([second])
     assert [pool.take(1)[0] for _ in range(3)] == [first, third, second]
     assert lost == [(A, first), (b"c", third), (B, second)]
-
-
-def test_prefixes_are_found_up_to_the_first_that_is_missing():
-    pool = BlockPool(3)
-    blocks = named(pool, A, B)
-    assert pool.find([A, B, b"x", A]) == blocks and pool.find([b"x", A]) == [] and pool.find([]) == []
 
 
 def test_the_next_block_of_a_name_is_found_when_the_first_is_gone():
@@ -77,18 +36,6 @@ def test_the_next_block_of_a_name_is_found_when_the_first_is_gone():
     assert not lost
     pool.release([three])
     assert pool.take(1) == [three] and pool.find([A]) == [] and lost == [(A, three)]
-
-
-def test_blocks_may_be_written_by_a_sole_holder_while_nobody_finds_them():
-    pool = BlockPool(2)
-    block, other = pool.take(2)
-    assert pool.writable(block)
-    pool.share([block])
-    assert not pool.writable(block) and pool.holders(block) == 2
-    pool.release([block])
-    assert pool.writable(block)
-    pool.name([block], [A])
-    assert not pool.writable(block) and pool.writable(other)
 
 
 @pytest.mark.parametrize("method", ["release", "share"])
@@ -107,14 +54,6 @@ def test_foreign_and_free_blocks_are_refused_and_nothing_changes(method, blocks,
     with pytest.raises(ValueError, match=text.format(3)):
         getattr(pool, method)(blocks)
     assert [pool.holders(block) for block in range(4)] == [1, 1, 1, 0] and pool.free == 1
-
-
-def test_a_findable_block_is_not_released_twice():
-    pool = BlockPool(1)
-    blocks = named(pool, A)
-    pool.release(blocks)
-    with pytest.raises(ValueError, match="blocks must be held to be released; 0 is free"):
-        pool.release(blocks)
 
 
 def test_names_are_given_once_and_to_held_blocks():

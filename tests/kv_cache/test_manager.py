@@ -50,52 +50,9 @@ def test_full_blocks_are_shared_and_one_token_is_left_to_compute():
     assert manager.cached(manager.sequence(range(3))) == 0
 
 
-def test_the_same_tokens_after_others_are_something_else():
-    manager = CacheManager(8, 2)
-    admitted(manager, [1, 2, 3, 4, 5])
-    assert manager.cached(manager.sequence([3, 4, 5])) == 0
-    assert manager.cached(manager.sequence([9, 9, 3, 4, 5])) == 0
-
-
-def test_different_salts_share_nothing():
-    manager = CacheManager(8, 2)
-    admitted(manager, [1, 2, 3], salt="a")
-    assert [manager.cached(manager.sequence([1, 2, 3], salt=s)) for s in ("", "a", b"a", "b")] == [0, 2, 2, 0]
-
-
 def test_names_differ_from_manager_to_manager():
     one, two = (CacheManager(2, 2).sequence([1, 2]).names(1) for _ in range(2))
     assert one != two and len(one[0]) == 16
-
-
-def test_generated_tokens_can_be_found_too():
-    manager = CacheManager(8, 2)
-    sequence = admitted(manager, [1])
-    for token in (2, 3, 4):
-        sequence.append(token)
-        manager.allocate(sequence)
-        manager.commit(sequence)
-    assert manager.cached(manager.sequence([1, 2, 3, 4, 5])) == 4
-
-
-def test_tokens_that_are_not_computed_are_not_found():
-    manager = CacheManager(8, 2)
-    sequence = manager.sequence([1, 2, 3, 4, 5])
-    manager.admit(sequence)
-    manager.commit(sequence, 3)
-    assert manager.cached(manager.sequence([1, 2, 3, 4, 5])) == 2
-
-
-def test_room_is_given_whole_or_not_at_all():
-    manager = CacheManager(4, 2)
-    first = admitted(manager, range(5))
-    before = manager.statistics()
-    with pytest.raises(OutOfBlocks, match="2 more blocks are needed; 1 of 4 are free"):
-        manager.admit(manager.sequence([7, 8, 9]))
-    with pytest.raises(OutOfBlocks):
-        manager.allocate(first, 5)
-    assert manager.statistics() == before and len(first.blocks) == 3
-    manager.allocate(first, 3)
 
 
 def test_free_blocks_that_are_found_count_as_taken():
@@ -154,15 +111,6 @@ def test_forks_share_until_one_of_them_writes():
     assert manager.statistics().copied_blocks == 1
 
 
-def test_forks_at_the_end_of_a_block_copy_nothing():
-    manager = CacheManager(6, 4)
-    sequence = admitted(manager, range(8))
-    fork = manager.fork(sequence)
-    manager.allocate(fork)
-    manager.allocate(sequence)
-    assert manager.statistics().copied_blocks == 0 and len(set(fork.blocks) | set(sequence.blocks)) == 4
-
-
 def test_a_fork_does_not_write_into_a_block_that_others_can_find():
     """Room was there before the fork, and the block is full and found before the fork gets to it."""
     manager = CacheManager(6, 4)
@@ -176,42 +124,6 @@ def test_a_fork_does_not_write_into_a_block_that_others_can_find():
     manager.allocate(fork)
     assert fork.blocks[0] != block
     assert manager.cached(manager.sequence([1, 2, 3, 4, 5])) == 4
-
-
-def test_a_copy_needs_a_free_block():
-    manager = CacheManager(2, 4)
-    sequence = admitted(manager, range(6))
-    fork = manager.fork(sequence)
-    before = fork.blocks[:]
-    with pytest.raises(OutOfBlocks, match="1 more"):
-        manager.allocate(fork)
-    assert fork.blocks == before
-    manager.release(sequence)
-    manager.allocate(fork)
-    assert fork.blocks == before and manager.statistics().copied_blocks == 0
-
-
-def test_a_thousand_forks_and_releases_leave_the_pool_as_it_was():
-    manager = CacheManager(400, 4)
-    sequence = admitted(manager, range(18))
-    before, blocks = manager.statistics(), sequence.blocks[:]
-    family = [sequence]
-    for number in range(1000):
-        fork = manager.fork(family[number * 7 % len(family)])
-        manager.allocate(fork)
-        fork.append(number)
-        manager.commit(fork)
-        family.append(fork)
-        if len(family) > 15:
-            manager.release(family.pop(1 + number * 5 % 14))
-    for fork in family[1:]:
-        manager.release(fork)
-    after = manager.statistics()
-    assert (after.free, after.sequences) == (before.free, 1) and sequence.blocks == blocks
-    assert after.copied_blocks > 500
-    manager.release(sequence)
-    assert manager.statistics().free == 400
-    assert len(admitted(manager, range(1000, 2600)).blocks) == 400
 
 
 def test_statistics_say_what_happened():

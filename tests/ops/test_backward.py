@@ -7,7 +7,7 @@ from hypothesis import given
 
 import mla_backend
 from mla_backend import library, reference, training
-from training_problems import random_training_problem, similarity_error, training_problems
+from training_problems import random_training_problem, training_problems
 
 HEADS = [1, 2, 7, 8, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 96, 97, 127, 128]
 
@@ -21,16 +21,7 @@ def test_any_problem_agrees_with_autograd_of_the_reference(cpu_kernel, problem):
 def test_the_reference_in_closed_form_is_its_autograd(sink):
     problem = random_training_problem(5, 3, 20, 30, sink=sink, d_lse=not sink)
     problem.topk_length = torch.tensor([30, 0, 4, 30, 30], dtype=torch.int32)
-    closed = reference.sparse_mla_backward(
-        problem.q,
-        problem.kv,
-        problem.indices,
-        problem.d_out,
-        scale=problem.scale,
-        topk_length=problem.topk_length,
-        sink=problem.sink,
-        d_lse=problem.d_lse,
-    )
+    closed = reference.sparse_mla_backward(**vars(problem))
     for own, autograd in zip(closed, problem.oracle(), strict=False):
         torch.testing.assert_close(own, autograd, rtol=1e-12, atol=1e-12)
 
@@ -60,22 +51,10 @@ def test_every_list_length(device, topk):
     random_training_problem(2, 9, 300, topk, device=device).check(cancels=topk < 10)
 
 
-@pytest.mark.parametrize("magnitude", [0.1, 1.0])
-def test_values_of_any_size(device, magnitude):
-    random_training_problem(4, 16, 500, 256, magnitude=magnitude, device=device, sink=True).check()
-
-
 def test_lists_that_name_one_row_again_and_again(device):
     problem = random_training_problem(4, 16, 5, 100, device=device)
     problem.indices.fill_(3)
     problem.check(cancels=True)
-
-
-def test_lengths_below_0_and_above_topk(device):
-    problem = random_training_problem(5, 8, 50, 40, device=device)
-    problem.topk_length = torch.tensor([-5, 0, 1, 40, 99], dtype=torch.int32, device=device)
-    problem.check()
-    assert (problem.gradients()[0][:2] == 0).all()
 
 
 @pytest.mark.parametrize(("queries", "rows", "topk"), [(0, 10, 5), (3, 0, 5), (3, 10, 0)])
@@ -117,9 +96,7 @@ def small_integers(*shape):
 def test_weights_of_1_give_exact_bits(device, heads):
     """A list of one row weighs it with 1, so that its gradient is the sum of d_out and that of q is 0."""
     problem = random_training_problem(6, heads, 4, 1).but(
-        q=small_integers(6, heads, 576),
-        kv=small_integers(4, 576),
-        d_out=(torch.rand(6, heads, 512) < 0.3).bfloat16(),
+        q=small_integers(6, heads, 576), kv=small_integers(4, 576), d_out=(torch.rand(6, heads, 512) < 0.3).bfloat16()
     )
     problem.indices[:, 0] = torch.tensor([0, 1, 1, 3, -1, 0])
     d_q, d_kv = problem.to(device).gradients()
@@ -238,17 +215,3 @@ def test_inputs_of_any_strides(device):
     assert all(torch.equal(a, b) for a, b in zip(strided.gradients(), want, strict=True))
     constant = problem.but(d_out=torch.ones((), device=device).bfloat16().expand(4, 6, 512))
     constant.check()
-
-
-def test_fp32_kernels_round_results_alone(cpu_kernel):
-    """Where others round P and dS, too."""
-    problem = random_training_problem(3, 16, 100, 200)
-    error = similarity_error(problem.gradients()[0], problem.oracle()[0])
-    assert error < (2.5e-6 if cpu_kernel in ("portable", "avx2", "avx512") else 1e-5)
-
-
-def test_blocks_are_about_equally_large():
-    q, indices = torch.empty(100, 4, 576).bfloat16(), torch.empty(100, 1000, dtype=torch.int32)
-    query = 1000 * 576 * 2
-    assert training._blocks(q, indices, 30 * query) == (1, 25)
-    assert training._blocks(q, indices, 1000 * query)[1] < 100, "a CPU's workspace is no larger than is of use"

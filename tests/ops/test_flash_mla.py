@@ -34,6 +34,15 @@ def request_tensors(fmt, b, s_q, h_q, topk, blocks=12, block_size=16):
     return q, cache, torch.randint(-9, slots + 9, (b, s_q, topk), dtype=torch.int32)
 
 
+def oracle(q, cache, indices, **more):
+    return reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE, **more)
+
+
+def decode(q, cache, indices, meta=None, **more):
+    meta = flash_mla.get_mla_metadata()[0] if meta is None else meta
+    return flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices, **more)
+
+
 def assert_decode(got, want, b, s_q):
     """(out, lse) of flash_mla_with_kvcache against the oracle's."""
     out, lse = got
@@ -65,22 +74,15 @@ def test_sparse_decode(data):
         if data.draw(st.booleans()):
             more["extra_topk_length"] = torch.randint(0, 21, (b,), dtype=torch.int32)
     per_token = lambda name: None if more.get(name) is None else more[name].repeat_interleave(s_q)  # noqa: E731
-    want = reference.sparse_attention(
-        q.flatten(0, 1),
-        cache.squeeze(2),
-        indices.flatten(0, 1),
-        scale=SCALE,
-        topk_length=per_token("topk_length"),
-        sink=more.get("attn_sink"),
-        extra_cache=None if "extra_k_cache" not in more else more["extra_k_cache"].squeeze(2),
-        extra_indices=None if "extra_k_cache" not in more else more["extra_indices_in_kvcache"].flatten(0, 1),
-        extra_topk_length=per_token("extra_topk_length"),
-    )
+    second = {}
+    if "extra_k_cache" in more:
+        second = {"extra_cache": more["extra_k_cache"].squeeze(2), "extra_topk_length": per_token("extra_topk_length")}
+        second["extra_indices"] = more["extra_indices_in_kvcache"].flatten(0, 1)
+    lengths, sink = per_token("topk_length"), more.get("attn_sink")
+    want = oracle(q, cache, indices, topk_length=lengths, sink=sink, **second)
     meta, _ = flash_mla.get_mla_metadata()
     for _ in range(2):  # the second call reuses the plan
-        got = flash_mla.flash_mla_with_kvcache(
-            q, cache, None, None, 512, meta, None, SCALE, is_fp8_kvcache=quantised(fmt), indices=indices, **more
-        )
+        got = decode(q, cache, indices, meta, softmax_scale=SCALE, is_fp8_kvcache=quantised(fmt), **more)
         assert_decode(got, want, b, s_q)
 
 
@@ -98,7 +100,7 @@ def test_metadata_of_september_2025(fmt, s_q):
     got = flash_mla.flash_mla_with_kvcache(
         q, cache, None, seqlens, 512, table, num_splits, SCALE, is_fp8_kvcache=quantised(fmt), indices=indices
     )
-    want = reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE)
+    want = oracle(q, cache, indices)
     assert_decode(got, want, b, s_q)
 
 
@@ -115,17 +117,8 @@ def test_the_packages_512_wide_cache(block_size, dtype):
     named = indices[indices >= 0].unique()
     mla_backend.cache_write(*split(mla_backend.cache_gather(filled, named), rows), cache, named)
     assert cache.stride()[1:] == (584, 584, 1) and cache.stride(0) % 576 == 0
-    got = flash_mla.flash_mla_with_kvcache(
-        q,
-        cache.view(dtype),
-        None,
-        None,
-        512,
-        flash_mla.get_mla_metadata()[0],
-        is_fp8_kvcache=True,
-        indices=indices,
-        attn_sink=torch.cat([torch.tensor([torch.inf, -torch.inf]), torch.randn(h_q - 2)]),
-    )
+    sink = torch.cat([torch.tensor([torch.inf, -torch.inf]), torch.randn(h_q - 2)])
+    got = decode(q, cache.view(dtype), indices, is_fp8_kvcache=True, attn_sink=sink)
     assert not got[0].isnan().any() and not got[0][:, :, 0].any()
     want = reference.sparse_attention(q.flatten(0, 1), filled.squeeze(2), indices.flatten(0, 1), scale=512**-0.5)
     assert_decode((got[0][:, :, 1:2], got[1][:, 1:2]), [x[:, 1:2] for x in want[:2]], b, s_q)
@@ -164,7 +157,7 @@ def test_metadata_of_the_newest_version_ignores_its_arguments(args, kwargs):
     got = flash_mla.flash_mla_with_kvcache(
         q, cache, None, SEQLENS, 512, meta, num_splits, is_fp8_kvcache=True, indices=indices
     )
-    want = reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE)
+    want = oracle(q, cache, indices)
     assert_decode(got, want, 3, 1)
 
 
@@ -188,9 +181,7 @@ def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(ask
         else:
             meta, _ = flash_mla.get_mla_metadata(enable_batch_invariant=asked == "of new metadata")
         more = {"enable_batch_invariant": True} if asked == "of the call" else {}
-        out, lse = flash_mla.flash_mla_with_kvcache(
-            q[:requests], cache, None, None, 512, meta, indices=indices[:requests], **more
-        )
+        out, lse = decode(q[:requests], cache, indices[:requests], meta, **more)
         table = meta if asked == "of old metadata" else meta.tile_scheduler_metadata.table
         assert not table[:, 2].any(), "no CTA begins inside a token"
         return out[0], lse[0]
@@ -268,18 +259,10 @@ def test_vllms_fp8_functions(descale_q, descale_k, s_q):
     scale_q, scale_k = descale_q or 1.0, descale_k or 1.0
     q = (torch.randn(4, s_q, 16, 576) / (scale_q * scale_k) / 20).to(torch.float8_e4m3fn)
     meta = flash_mla.get_mla_metadata_dense_fp8(seqlens, s_q * 16, 1)
-    scales = [None if x is None else torch.tensor([x]) for x in (descale_q, descale_k)]
-    out, lse = flash_mla.flash_mla_with_kvcache_fp8(
-        q,
-        cache.view(torch.float8_e4m3fn),
-        table,
-        seqlens,
-        d_v,
-        *meta,
-        causal=True,
-        descale_q=scales[0],
-        descale_k=scales[1],
-    )
+    given = {"descale_q": descale_q, "descale_k": descale_k}
+    given = {name: None if x is None else torch.tensor([x]) for name, x in given.items()}
+    arguments = q, cache.view(torch.float8_e4m3fn), table, seqlens, d_v, *meta
+    out, lse = flash_mla.flash_mla_with_kvcache_fp8(*arguments, causal=True, **given)
     assert out.dtype == torch.bfloat16 and (lse[2] == torch.inf).all() and (out[2] == 0).all()
     want = problems[0].but(q=q.double() * scale_q, cache_scale=scale_k).oracle()
     size = want[0].abs().max()
@@ -331,11 +314,9 @@ def test_the_indexers_part_of_the_lse():
 def test_metadata_of_another_problem_is_refused(requests, changes, said):
     q, cache, indices = request_tensors("bf16", 2, 1, 3, 8)
     meta, _ = flash_mla.get_mla_metadata()
-    flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices)
+    decode(q, cache, indices, meta)
     with pytest.raises(ValueError, match=said):
-        flash_mla.flash_mla_with_kvcache(
-            q[:requests], cache, None, None, 512, meta, indices=indices[:requests], **changes
-        )
+        decode(q[:requests], cache, indices[:requests], meta, **changes)
 
 
 @pytest.mark.parametrize("made_for", [900, 512, 2048])
@@ -344,30 +325,24 @@ def test_metadata_for_another_topk_is_not_followed(made_for):
     seqlens = torch.full((2,), 192, dtype=torch.int32)
     meta = flash_mla.get_mla_metadata(seqlens, 32, 1, 16, False, made_for)
     got = flash_mla.flash_mla_with_kvcache(q, cache, None, seqlens, 512, *meta, indices=indices)
-    assert_decode(
-        got, reference.sparse_attention(q.flatten(0, 1), cache.squeeze(2), indices.flatten(0, 1), scale=SCALE), 2, 2
-    )
+    assert_decode(got, oracle(q, cache, indices), 2, 2)
 
 
 def test_a_refused_call_leaves_the_metadata_new():
     q, cache, indices = request_tensors("bf16", 2, 1, 3, 8)
     meta, _ = flash_mla.get_mla_metadata()
     with pytest.raises(ValueError, match="attn_sink"):
-        flash_mla.flash_mla_with_kvcache(q, cache, None, None, 512, meta, indices=indices, attn_sink=torch.zeros(9))
-    flash_mla.flash_mla_with_kvcache(q[:1], cache, None, None, 512, meta, indices=indices[:1])
+        decode(q, cache, indices, meta, attn_sink=torch.zeros(9))
+    decode(q[:1], cache, indices[:1], meta)
 
 
 @pytest.mark.parametrize(("b", "s_q"), [(0, 1), (0, 2), (3, 1), (3, 2)])
 def test_a_given_output_may_be_strided_or_empty(b, s_q):
     q, cache, indices = request_tensors("bf16", b, s_q, 4, 8)
-    want = flash_mla.flash_mla_with_kvcache(
-        q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices
-    )[0]
+    want = decode(q, cache, indices)[0]
     memory = torch.full((b, s_q + 1, 4, 512), torch.nan).bfloat16()
     out = memory[:, :s_q]
-    got, _ = flash_mla.flash_mla_with_kvcache(
-        q, cache, None, None, 512, flash_mla.get_mla_metadata()[0], indices=indices, out=out
-    )
+    got, _ = decode(q, cache, indices, out=out)
     assert got is out and torch.equal(out, want) and memory[:, s_q:].isnan().all()
 
 

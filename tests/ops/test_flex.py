@@ -1,7 +1,6 @@
-"""Masks of blocks: flex_mla and its lists against eager attention in float64, and what is refused."""
+"""Masks of blocks: flex_mla and its lists against eager attention in float64."""
 
 import dataclasses
-import math
 
 import pytest
 import torch
@@ -35,13 +34,6 @@ def test_every_block_size(device, block):
     """Of lengths that are no multiple of it, and of one that is."""
     for queries, positions in ((70, 131), (64, 320)):
         random_flex("prefix", 2, 3, queries, positions, block, device=device).poisoned().check()
-
-
-@pytest.mark.parametrize("heads", [2, 7])
-@pytest.mark.parametrize("kind", ["window", "prefix", "random"])
-def test_every_head_may_have_a_mask_of_its_own(device, kind, heads):
-    for queries in (33, 64):
-        random_flex(kind, 2, heads, queries, 96, 16, mask_heads=heads, device=device).check()
 
 
 @pytest.mark.parametrize("heads", [4, 100])
@@ -169,19 +161,8 @@ def backward_through(problem, parts):
     prepared = mla_backend.flex_mask(problem.block_mask)
     out, lse = problem.solve()
     tokens = [x.transpose(1, 2).flatten(0, 1) for x in (problem.q, out, lse, problem.d_out, problem.d_lse)]
-    d_q, d_kv = OPS.flex_mla_backward(
-        tokens[0],
-        problem.kv.flatten(0, 2),
-        *tokens[1:],
-        prepared.blocks,
-        prepared.bits,
-        prepared.sizes,
-        parts,
-        problem.scale,
-        problem.q.shape[0],
-        True,
-    )
-    return tokens, (d_q, d_kv)
+    given = tokens[0], problem.kv.flatten(0, 2), *tokens[1:], prepared.blocks, prepared.bits, prepared.sizes
+    return tokens, OPS.flex_mla_backward(*given, parts, problem.scale, problem.q.shape[0], True)
 
 
 @pytest.mark.parametrize("heads", [5, 128])
@@ -257,60 +238,6 @@ def test_a_table_of_blocks_that_names_bits_which_are_not_there_is_harmless(devic
     blocks = torch.tensor([2**31 - 1, -(2**31), -3, len(prepared.bits)], dtype=torch.int32, device=device)
     wrong = dataclasses.replace(prepared, blocks=blocks[torch.randint(0, 4, prepared.blocks.shape)].contiguous())
     assert (wrong.lists(0, 50, 70)[1] == 0).all()
-
-
-NOTHING = torch.zeros(0, 0, 1, dtype=torch.int32)
-
-
-def lists(**changes):
-    arguments = {
-        "blocks": torch.full((1, 1, 2, 3), -2, dtype=torch.int32),
-        "bits": torch.zeros(0, 16, 1, dtype=torch.int32),
-        "q_block": 16,
-        "kv_block": 32,
-        "queries": 20,
-        "positions": 70,
-        "first": 0,
-        "list_full": True,
-        "block_table": None,
-        "page_size": 1,
-        "slots": torch.zeros(20, 70, dtype=torch.int32),
-        "lengths": torch.zeros(20, dtype=torch.int32),
-    } | changes
-    return OPS.mask_lists(*arguments.values())
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"blocks": torch.zeros(1, 1, 2, 3)}, "blocks must be int32"),
-        ({"blocks": torch.zeros(1, 1, 3, 3, dtype=torch.int32)}, "blocks must be int32"),
-        ({"blocks": torch.zeros(1, 1, 4, 3, dtype=torch.int32)[:, :, ::2]}, "blocks must be contiguous"),
-        ({"blocks": torch.zeros(0, 1, 2, 3, dtype=torch.int32)}, "blocks must be contiguous"),
-        ({"bits": torch.zeros(1, 16, 2, dtype=torch.int32)}, "bits must be int32"),
-        ({"q_block": 0}, "q_block must be 1 to"),
-        ({"kv_block": 2**40}, "kv_block must be 1 to"),
-        ({"queries": -1}, "queries must be 0 to"),
-        (
-            {"queries": 0, "blocks": torch.zeros(1, 1, 0, 3, dtype=torch.int32), "bits": NOTHING},
-            "lengths must be int32",
-        ),
-        ({"positions": 2**31}, "positions must be 0 to"),
-        ({"page_size": 0}, "page_size must be 1 to"),
-        ({"first": -1}, "first must be 0 to"),
-        ({"first": 2**31}, "first must be 0 to"),
-        ({"blocks": torch.full((2, 1, 2, 3), -2, dtype=torch.int32), "first": 21}, "first must be of tokens within"),
-        ({"first": 20 * 31_000_000}, "positions must be of at most"),
-        ({"block_table": torch.zeros(1, 9)}, "block_table must be int32"),
-        ({"block_table": torch.zeros(1, 9, dtype=torch.int32), "first": 1}, "block_table must be int32"),
-        ({"slots": torch.zeros(19, 70, dtype=torch.int32)}, "slots must be int32"),
-        ({"lengths": torch.zeros(20)}, "lengths must be int32"),
-    ],
-)
-def test_wrong_lists_are_refused(changes, error):
-    lists()
-    with pytest.raises(ValueError, match=error):
-        lists(**changes)
 
 
 # ---- Paged caches ----------------------------------------------------------------------------------------
@@ -442,148 +369,3 @@ def test_any_score_mod_on_a_cpu(kind):
     assert torch.equal(lse.isinf().unsqueeze(-1), empty.expand_as(lse.unsqueeze(-1)))
     for ours, exact in zip(got, torch.autograd.grad(want, (q, kv, own_bias), problem.d_out.double()), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=0.01, atol=0.01)
-
-
-# ---- What is refused -------------------------------------------------------------------------------------
-
-
-def call(**changes):
-    problem = random_flex("causal", 2, 4, 20, 30)
-    arguments = {"q": problem.q, "kv": problem.kv, "block_mask": problem.block_mask, "scale": 0.04}
-    for name, change in changes.items():
-        arguments[name] = change(arguments.get(name)) if callable(change) and name != "score_mod" else change
-    return lambda: flex_mla(**arguments)
-
-
-def block_mask(batch=1, heads=1, queries=20, positions=30, device="cpu"):
-    return create_block_mask(lambda b, h, i, j: j <= i + 128, batch, heads, queries, positions, device=device)
-
-
-PAGED = {
-    "kv": torch.zeros(4, 16, 576).bfloat16(),
-    "block_table": torch.zeros(2, 2, dtype=torch.int32),
-    "block_mask": block_mask(2),
-}
-WRONG = {
-    "q of 192": (call(q=torch.zeros(2, 4, 20, 192).bfloat16()), "q must be bfloat16 .*flash_attn_varlen_func"),
-    "q in fp32": (call(q=lambda q: q.float()), "q must be bfloat16"),
-    "q in fp16": (call(q=lambda q: q.half()), "q must be bfloat16"),
-    "q of three dims": (call(q=lambda q: q[0]), "q must be bfloat16"),
-    "257 heads": (call(q=torch.zeros(2, 257, 20, 576).bfloat16()), "q must be of 1 to 256 heads"),
-    "129 heads with a gradient": (
-        call(q=torch.zeros(2, 129, 20, 576).bfloat16().requires_grad_()),
-        "q must be of 1 to 128 heads",
-    ),
-    "129 heads and a gradient of kv": (
-        call(q=torch.zeros(2, 129, 20, 576).bfloat16(), kv=lambda kv: kv.requires_grad_()),
-        "q must be of 1 to 128 heads",
-    ),
-    "several KV heads": (call(kv=lambda kv: kv.expand(2, 4, 30, 576)), "kv must be bfloat16 .* each of several"),
-    "kv of another width": (call(kv=lambda kv: kv[..., :512]), "kv must be bfloat16"),
-    "kv of another batch": (call(kv=lambda kv: kv[:1]), "kv must be bfloat16"),
-    "kv in fp32": (call(kv=lambda kv: kv.float()), "kv must be bfloat16"),
-    "kv of two dims": (call(kv=torch.zeros(30, 576).bfloat16()), "kv must be bfloat16"),
-    "kv elsewhere": (call(kv=lambda kv: kv.to("meta")), "kv must be on cpu like q"),
-    "a mask of other queries": (call(block_mask=block_mask(queries=21)), "block_mask must be of 20 queries and 30"),
-    "a mask of other positions": (call(block_mask=block_mask(positions=32)), "block_mask must be of 20 queries and 30"),
-    "a mask of another batch": (call(block_mask=block_mask(batch=3)), "block_mask must be of B = 1 or 2"),
-    "a mask of other heads": (call(block_mask=block_mask(heads=2)), "block_mask must be of B = 1 or 2 and H = 1 or 4"),
-    "a mask elsewhere": (
-        call(
-            block_mask=lambda m: dataclasses.replace(
-                mla_backend.flex_mask(m), blocks=torch.zeros(1, 1, 1, 1, dtype=torch.int32, device="meta")
-            )
-        ),
-        "block_mask must be on cpu like q",
-    ),
-    "a scale of NaN": (call(scale=math.nan), "scale must be a finite number"),
-    "a scale of NaN with a score_mod": (
-        call(scale=math.nan, score_mod=lambda score, b, h, i, j: score),
-        "scale must be a finite number",
-    ),
-    "a format without a cache": (call(cache_format="bf16"), "cache_format must be None without a block_table"),
-    "a cache's scale without a cache": (call(cache_scale=2.0), "cache_scale must be 1 without a block_table"),
-    "a cache that requires a gradient": (
-        call(**PAGED | {"kv": PAGED["kv"].clone().requires_grad_()}),
-        "kv must be without requires_grad",
-    ),
-    "a gradient for q of a cache": (call(**PAGED, q=lambda q: q.requires_grad_()), "q must be without requires_grad"),
-    "a score_mod with a cache": (call(**PAGED, score_mod=lambda s, b, h, i, j: s), "score_mod must be None"),
-    "a page table of another batch": (
-        call(**PAGED | {"block_table": torch.zeros(1, 2, dtype=torch.int32)}),
-        "block_table must be int32",
-    ),
-    "a page table in int64": (
-        call(**PAGED | {"block_table": torch.zeros(2, 2, dtype=torch.int64)}),
-        "block_table must be int32",
-    ),
-    "a page table of one dimension": (
-        call(**PAGED | {"block_table": torch.zeros(2, dtype=torch.int32)}),
-        "block_table must be int32",
-    ),
-    "a page table elsewhere": (
-        call(**PAGED | {"block_table": torch.zeros(2, 2, dtype=torch.int32, device="meta")}),
-        "block_table must be on cpu like q",
-    ),
-    "pages of no tokens": (
-        call(**PAGED | {"kv": torch.zeros(4, 0, 576).bfloat16(), "block_mask": block_mask(2, 1, 20, 640)}),
-        "kv must be",
-    ),
-    "a cache of no known format": (call(**PAGED | {"kv": torch.zeros(4, 16, 500)}), "kv must be"),
-    "kv in place of a cache": (call(**PAGED | {"kv": torch.zeros(2, 30, 1, 192).bfloat16()}), "kv must be"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_inputs_are_refused(case):
-    function, error = WRONG[case]
-    with pytest.raises(ValueError, match=error):
-        function()
-
-
-FORGED = {
-    "counts of another shape": ("kv_num_blocks", lambda x: x[..., :0]),
-    "counts in floats": ("kv_num_blocks", lambda x: x.float()),
-    "no counts": ("kv_num_blocks", lambda x: None),
-    "numbers of three dims": ("kv_indices", lambda x: x[0]),
-    "numbers in bools": ("kv_indices", lambda x: x.bool()),
-    "numbers elsewhere": ("kv_indices", lambda x: x.to("meta")),
-    "full numbers of another batch": ("full_kv_indices", lambda x: torch.cat([x, x, x])),
-    "full blocks without counts": ("full_kv_num_blocks", lambda x: None),
-    "sparse full numbers": ("full_kv_indices", lambda x: x.to_sparse()),
-    "one length": ("seq_lengths", lambda x: 20),
-    "a length in words": ("seq_lengths", lambda x: (20, "30")),
-    "a negative length": ("seq_lengths", lambda x: (20, -1)),
-    "a length of 2^40": ("seq_lengths", lambda x: (20, 2**40)),
-    "blocks of nothing": ("BLOCK_SIZE", lambda x: (0, 128)),
-    "no mask_mod": ("mask_mod", lambda x: 5),
-    "a mask_mod of floats": ("mask_mod", lambda x: lambda b, h, i, j: i * 0.5),
-    "a mask_mod of one int": ("mask_mod", lambda x: lambda b, h, i, j: 5),
-    "a mask_mod of nothing": ("mask_mod", lambda x: lambda b, h, i, j: None),
-}
-
-
-@pytest.mark.parametrize("case", FORGED)
-def test_a_mask_whose_fields_do_not_fit_is_refused(case):
-    name, change = FORGED[case]
-    mask = create_block_mask(lambda b, h, i, j: j <= i, 2, 1, 20, 30, device="cpu")
-    setattr(mask, name, change(getattr(mask, name)))
-    with pytest.raises((ValueError, TypeError), match=r"^block_mask\S* must be"):
-        call(block_mask=mask)()
-
-
-@pytest.mark.parametrize(
-    ("function", "error"),
-    [
-        (call(q=None), "q must be a torch.Tensor"),
-        (call(block_mask=None), "block_mask must be a torch.nn.attention.flex_attention.BlockMask"),
-        (call(block_mask=torch.ones(20, 30)), "block_mask must be a torch.nn.attention.flex_attention.BlockMask"),
-        (call(scale="x"), "scale must be a number"),
-        (call(deterministic="yes"), "deterministic must be a bool or None"),
-        (call(score_mod=3), "score_mod must be a function or None"),
-        (call(**PAGED | {"block_table": [0, 1]}), "block_table must be a torch.Tensor"),
-    ],
-)
-def test_wrong_types_are_refused(function, error):
-    with pytest.raises(TypeError, match=error):
-        function()

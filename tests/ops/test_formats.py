@@ -42,10 +42,3 @@ def test_a_new_cache_is_of_its_format(name, block_size):
         assert page % 576 == 0 and bytes_ <= page < bytes_ + 576
     else:
         assert page == bytes_
-
-
-def test_a_name_is_needed_where_two_formats_fit(monkeypatch):
-    alike = [mla_backend.FORMATS["fp8_tensor_576"], mla_backend.FORMATS["fp8_tensor_576"]]
-    monkeypatch.setattr(mla_backend.formats, "FORMATS", dict(zip(("one", "two"), alike, strict=True)))
-    with pytest.raises(ValueError, match="name must be one of fp8_tensor_576, fp8_tensor_576; got None"):
-        mla_backend.format_of(torch.zeros(1, 1, 576, dtype=torch.uint8))

@@ -123,35 +123,24 @@ def test_selections_are_those_of_the_oracle(data):
     assert torch.equal(chosen[:, :topk], want) and (chosen[:, topk:] == 77).all()
 
 
-def test_the_largest_scores_are_selected_by_rising_position():
-    scores = torch.tensor([[3.0, 9.0, 1.0, 9.0, 2.0, 9.0, 100.0]])
-    length = torch.tensor([6], dtype=torch.int32)
-    for topk, want in (
-        (1, [1]),
-        (2, [1, 3]),
-        (4, [0, 1, 3, 5]),
-        (6, [0, 1, 2, 3, 4, 5]),
-        (8, [0, 1, 2, 3, 4, 5, -1, -1]),
-    ):
-        assert mla_backend.select_top(scores, length, topk).tolist() == [want]
+NAN, INF = torch.nan, torch.inf
 
 
-def test_not_a_number_is_the_largest_and_minus_infinity_never_chosen():
-    nan, inf = torch.nan, torch.inf
-    scores = torch.tensor([[-inf, inf, nan, -inf, -nan, 5.0], [-inf, -inf, 1.0, -inf, -inf, -inf]])
-    lengths = torch.tensor([6, 6], dtype=torch.int32)
-    assert mla_backend.select_top(scores, lengths, 3).tolist() == [[1, 2, 4], [2, -1, -1]]
-    assert mla_backend.select_top(scores, lengths, 5).tolist() == [[1, 2, 4, 5, -1], [2, -1, -1, -1, -1]]
-
-
-def test_zeros_of_both_signs_are_equal():
-    scores = torch.tensor([[-0.0, 0.0, -0.0, 0.0]])
-    assert mla_backend.select_top(scores, torch.tensor([4], dtype=torch.int32), 2).tolist() == [[0, 1]]
-
-
-def test_a_context_no_longer_than_topk_is_taken_without_reading_its_scores():
-    scores = torch.full((1, 5), -torch.inf)
-    assert mla_backend.select_top(scores, torch.tensor([4], dtype=torch.int32), 4).tolist() == [[0, 1, 2, 3]]
+@pytest.mark.parametrize(
+    ("scores", "length", "topk", "want"),
+    [
+        *(([3, 9, 1, 9, 2, 9, 100], 6, topk, want) for topk, want in ((1, [1]), (2, [1, 3]), (4, [0, 1, 3, 5]))),
+        ([3, 9, 1, 9, 2, 9, 100], 6, 8, [0, 1, 2, 3, 4, 5, -1, -1]),
+        *(([-INF, INF, NAN, -INF, -NAN, 5], 6, topk, want) for topk, want in ((3, [1, 2, 4]), (5, [1, 2, 4, 5, -1]))),
+        ([-INF, -INF, 1, -INF, -INF, -INF], 6, 3, [2, -1, -1]),
+        ([-0.0, 0.0, -0.0, 0.0], 4, 2, [0, 1]),
+        ([-INF] * 5, 4, 4, [0, 1, 2, 3]),
+    ],
+)
+def test_the_largest_are_selected_by_rising_position(scores, length, topk, want):
+    """NaN is the largest, -inf is never chosen, zeros are equal, and all of a short context are taken unread."""
+    lengths = torch.tensor([length], dtype=torch.int32)
+    assert mla_backend.select_top(torch.tensor([scores], dtype=torch.float32), lengths, topk).tolist() == [want]
 
 
 def test_long_contexts_select_what_torch_does():

@@ -69,35 +69,3 @@ def test_infinite_and_missing_keys_disturb_nobody():
     write_keys(keys, cache, torch.tensor([0, 1]))
     assert torch.equal(reference.dequantise_keys(cache)[0, 1], torch.ones(128))
     write_keys(keys[:0], cache, torch.tensor([], dtype=torch.int64))
-
-
-@pytest.mark.parametrize(
-    ("keys", "cache", "slots", "text"),
-    [
-        (torch.zeros(1, 64), new_cache("fp8", 1, 2), torch.zeros(1).long(), "keys must be bf16 or fp32"),
-        (torch.zeros(1, 128), new_cache("fp8", 1, 2), torch.zeros(1), "slots must be int32 or int64"),
-        (torch.zeros(1, 128), torch.zeros(1, 1, 7), torch.zeros(1).long(), "cache must be of a known"),
-        (torch.zeros(1, 128, device="meta"), new_cache("fp8", 1, 2), torch.zeros(1).long(), "keys must be on cpu"),
-        *[
-            (torch.zeros(1, 128), cache, torch.zeros(1).long(), f"cache must be of {what}")
-            for what, cache in {
-                "a block size of 1": torch.zeros(1, 0, 132, dtype=torch.uint8),
-                "blocks that lie in one piece": torch.zeros(4, 64, 256, dtype=torch.uint8)[..., :132],
-                "blocks that lie in one piece, of strides 128 and 1": torch.zeros(64, 4, 128)
-                .bfloat16()
-                .transpose(0, 1),
-                "blocks that share no memory": torch.zeros(1, 4, 128).bfloat16().expand(3, 4, 128),
-                "blocks that begin at multiples of 4": torch.zeros(2, 529, dtype=torch.uint8)[:, 1:].view(2, 4, 132),
-            }.items()
-        ],
-        (
-            torch.zeros(1, 128, requires_grad=True),
-            new_cache("fp8", 1, 2),
-            torch.zeros(1).long(),
-            "keys must be without requires_grad",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(keys, cache, slots, text):
-    with pytest.raises(ValueError, match=text):
-        write_keys(keys, cache, slots)

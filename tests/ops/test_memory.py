@@ -185,23 +185,6 @@ def test_results_that_were_saved_for_backward_may_not_be_overwritten():
         product.backward()
 
 
-def requiring_grad(*shape, dtype=BF16):
-    return torch.zeros(*shape, dtype=dtype, requires_grad=True)
-
-
-GRADIENTS = {
-    "q": lambda: attention(q=requiring_grad(TOKENS, HEADS, 576)),
-    "q_rope": lambda: attention(q=(torch.zeros(TOKENS, HEADS, 512).bfloat16(), requiring_grad(TOKENS, HEADS, 64))),
-    "sink": lambda: attention(sink=requiring_grad(HEADS, dtype=F32)),
-    "cache": lambda: write_into(requiring_grad(2, 16, 576)),
-    "kv_c": lambda: mla_backend.cache_write(
-        requiring_grad(2, 512), torch.zeros(2, 64).bfloat16(), torch.zeros(1, 2, 576).bfloat16(), torch.arange(2)
-    ),
-    "outs": lambda: mla_backend.merge_partials(requiring_grad(2, 3, 4, 8), torch.zeros(2, 3, 4)),
-    "out": lambda: attention(out=requiring_grad(*OUT)),
-}
-
-
 def sparse_mla(**changes):
     lists = torch.zeros(TOKENS, TOPK, dtype=INT)
     arguments = {"q": torch.zeros(TOKENS, HEADS, 576).bfloat16(), "kv": torch.zeros(5, 576).bfloat16(), "scale": 0.1}
@@ -267,13 +250,3 @@ def test_a_dimension_of_one_or_an_empty_tensor_may_have_any_stride():
     assert (chosen == -1).all()
     empty = torch.zeros(0, dtype=BF16).as_strided((1, 2, 0, 8), (HUGE, HUGE, HUGE, 1))
     mla_backend.merge_partials(empty, torch.zeros(1, 2, 0))
-
-
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_a_gradient_that_would_be_lost_is_refused(name):
-    with pytest.raises(ValueError, match=f"^{name} must be without requires_grad"):
-        GRADIENTS[name]()
-    with torch.no_grad():
-        GRADIENTS[name]()
-    with torch.inference_mode():
-        GRADIENTS[name]()

@@ -165,23 +165,11 @@ def test_torchs_own_setting_asks_for_determinism(monkeypatch):
 def flash_attn_4_for(problem):
     """Stands for flash-attn-4's function. On Hopper its backward takes no groups of heads if keys are wider."""
 
-    def flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        *,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale,
-        causal,
-        deterministic,
-        return_lse,
-    ):
-        assert cu_seqlens_q.diff().tolist() == list(problem.lengths) and max_seqlen_q == max(problem.lengths)
-        assert cu_seqlens_k.diff().tolist() == list(problem.keys) and max_seqlen_k == max(problem.keys)
-        assert (softmax_scale, causal, deterministic, return_lse) == (problem.scale, problem.causal, True, True)
+    def flash_attn_varlen_func(q, k, v, **given):
+        assert given.pop("cu_seqlens_q").diff().tolist() == list(problem.lengths)
+        assert given.pop("cu_seqlens_k").diff().tolist() == list(problem.keys)
+        want = {"max_seqlen_q": max(problem.lengths), "max_seqlen_k": max(problem.keys), "causal": problem.causal}
+        assert given == want | {"softmax_scale": problem.scale, "deterministic": True, "return_lse": True}
         groups = q.shape[1] != k.shape[1]
         assert not (groups and q.shape[2] != v.shape[2] and any(x.requires_grad for x in (q, k, v)))
         doubles = (x.double() for x in (q, k, v))

@@ -23,7 +23,7 @@ def samples():
     lengths = torch.tensor([5, 20], dtype=torch.int32)
     yield (
         OPS.sparse_attention.default,
-        (p.q, None, p.cache, p.indices, 0.1, *[None] * 5, -1, -1, 1.0, None, None, False, out, lse, None),
+        (p.q, None, p.cache, p.indices, 0.1, *[None] * 5, -1, -1, 1.0, None, [], None, False, out, lse, None),
     )
     yield (
         OPS.sparse_attention.default,
@@ -57,49 +57,28 @@ def samples():
     yield dense, (d.q[..., :512], d.q[..., 512:], d.cache, d.block_table, lengths, 0.1, False, 0, 1.0, *more)
     launch = Launch("cpu", 3, 0, 1, 0, 4).numbers()
     yield OPS.plan.default, (lengths, None, 2, 20, 0, False, launch, torch.zeros(4, 8, dtype=torch.int32))
-    yield (
-        OPS.merge_partials.default,
-        (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), torch.zeros(3, 4, 8), torch.zeros(3, 4)),
-    )
+    merged = torch.zeros(3, 4, 8), torch.zeros(3, 4)
+    yield OPS.merge_partials.default, (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), *merged)
     for fmt in FORMATS:
         form, slots = mla_backend.FORMATS[fmt], torch.arange(3)
-        k_pe = torch.randn(3, 64) if form.rope else None
-        yield (
-            OPS.cache_write.default,
-            (torch.randn(3, form.latent), k_pe, random_cache(fmt, 2, 4), slots, False, -1, 1.0),
-        )
+        values = torch.randn(3, form.latent), torch.randn(3, 64) if form.rope else None
+        yield OPS.cache_write.default, (*values, random_cache(fmt, 2, 4), slots, False, -1, 1.0)
         out = torch.zeros(3, form.head_dim).to(form.number)
         yield OPS.cache_gather.default, (random_cache(fmt, 2, 4), slots, -1, 1.0, out)
-    yield (
-        OPS.convert_indices.default,
-        (
-            torch.zeros(2, 5, dtype=torch.int32),
-            torch.zeros(1, 4, dtype=torch.int32),
-            torch.zeros(2, dtype=torch.int32),
-            16,
-            True,
-            2,
-            1,
-            1,
-            torch.zeros(2, 5, dtype=torch.int32),
-            torch.zeros(2, dtype=torch.int32),
-        ),
-    )
+    positions, table, requests = (torch.zeros(shape, dtype=torch.int32) for shape in ((2, 5), (1, 4), (2,)))
+    outputs = positions.clone(), requests.clone()
+    yield OPS.convert_indices.default, (positions, table, requests, 16, True, 2, 1, 1, *outputs)
     table, staged = torch.zeros(1, 2, dtype=torch.int32), mla_backend.STAGED.new_cache(2, 16)
     for more in (None, table):
         yield OPS.stage_rows.default, (random_cache("fp8_ds_mla", 2, 16), table, lengths[:1], more, -1, staged)
     queries, index_queries = torch.randn(2, 3, 64).bfloat16(), torch.randn(2, 4, 128).bfloat16()
     table, outputs = torch.randn(9, 64), (queries.clone(), index_queries.byte(), torch.zeros(2, 4))
-    yield (
-        OPS.rotate_queries.default,
-        (queries, index_queries, torch.randn(2, 4), torch.arange(2), table, table.bfloat16(), 0.1, True, *outputs),
-    )
+    inputs = queries, index_queries, torch.randn(2, 4), torch.arange(2), table, table.bfloat16()
+    yield OPS.rotate_queries.default, (*inputs, 0.1, True, *outputs)
     for cache in (torch.zeros(2, 16, 132, dtype=torch.uint8), torch.zeros(2, 16, 128).bfloat16()):
         table, requests = torch.arange(2, dtype=torch.int32).view(1, 2), torch.zeros(2, dtype=torch.int32)
-        yield (
-            OPS.index_scores.default,
-            (torch.randn(2, 32, 128), torch.randn(2, 32), cache, table, requests, lengths, torch.zeros(2, 20)),
-        )
+        inputs = torch.randn(2, 32, 128), torch.randn(2, 32), cache, table, requests, lengths
+        yield OPS.index_scores.default, (*inputs, torch.zeros(2, 20))
     yield OPS.select_top.default, (torch.randn(2, 20), lengths, torch.zeros(2, 7, dtype=torch.int32))
     blocks, bits = torch.tensor([[[[-2, 0, -1]]]], dtype=torch.int32), torch.ones(1, 2, 1, dtype=torch.int32)
     slots, table = torch.zeros(2, 30, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
@@ -115,37 +94,25 @@ def samples_of_the_backward():
     begin, pairs = mla_backend.backward_order(p.indices, 10)
     yield OPS.backward_order.default, (p.indices, lengths, 10, None, begin, pairs)
     contributions = torch.zeros(1, 5, 576).bfloat16()
-    main = (
-        p.q,
-        p.kv,
-        p.indices,
-        None,
-        0.04,
-        p.d_out,
-        lse2,
-        delta,
-        1,
-        1,
-        torch.zeros_like(p.q),
-        contributions,
-        None,
-        None,
-    )
-    yield OPS.sparse_backward.default, main
+    main = p.q, p.kv, p.indices, None, 0.04, p.d_out, lse2, delta, 1, 1, torch.zeros_like(p.q), contributions
+    yield OPS.sparse_backward.default, (*main, None, None)
     following, accumulator = torch.zeros(10, dtype=torch.int32), torch.zeros(10, 576)
     d_kv = torch.zeros(10, 576).bfloat16()
     yield OPS.backward_sum.default, (begin, pairs, contributions, 5, 5, False, following, accumulator, d_kv)
 
 
+@pytest.fixture(scope="module")
+def made() -> list:
+    return list(samples())
+
+
 @pytest.mark.parametrize("index", range(33))
-def test_opcheck(index):
-    op, arguments = list(samples())[index]
-    torch.library.opcheck(op, arguments)
+def test_opcheck(made, index):
+    torch.library.opcheck(*made[index])
 
 
-def test_every_op_has_a_sample():
-    assert len(list(samples())) == 33
-    assert {str(op).split(".")[1] for op, _ in samples()} == set(mla_backend.fake.OPS)
+def test_every_op_has_a_sample(made):
+    assert len(made) == 33 and {str(op).split(".")[1] for op, _ in made} == set(mla_backend.fake.OPS)
 
 
 def compiled(function):
@@ -180,15 +147,10 @@ def test_a_layer_compiles_without_a_graph_break():
         out, lse = mla_backend.merge_partials([h[0] for h in halves], [h[1] for h in halves])
         return out, lse, counts, mla_backend.cache_gather(cache, slots[0])
 
-    arguments = (
-        torch.randn(64, 512),
-        torch.randn(64, 64),
-        torch.randn(2, 3, 576).bfloat16(),
-        torch.randint(-5, 64, (2, 20), dtype=torch.int32),
-    )
+    positions = torch.randint(-5, 64, (2, 20), dtype=torch.int32)
+    arguments = torch.randn(64, 512), torch.randn(64, 64), torch.randn(2, 3, 576).bfloat16(), positions
     got = compiled(layer)(*arguments)
-    for a, b in zip(got, layer(*arguments), strict=True):
-        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in zip(got, layer(*arguments), strict=True))
 
 
 def test_an_indexer_compiles_without_a_graph_break():
@@ -206,12 +168,8 @@ def test_an_indexer_compiles_without_a_graph_break():
 
     step = compiled(select)
     for tokens in (1, 2, 5):
-        arguments = (
-            torch.randn(tokens, 32, 128),
-            torch.randn(tokens, 32),
-            torch.arange(tokens, dtype=torch.int32) % 2,
-            torch.arange(tokens, dtype=torch.int32) * 12 + 5,
-        )
+        numbers = torch.arange(tokens, dtype=torch.int32)
+        arguments = torch.randn(tokens, 32, 128), torch.randn(tokens, 32), numbers % 2, numbers * 12 + 5
         assert torch.equal(step(*arguments), select(*arguments))
 
 
@@ -227,20 +185,6 @@ def test_new_token_counts_do_not_break_a_compiled_graph():
     for tokens in (1, 2, 3, 7):
         p = random_problem(tokens=tokens, heads=2, topk=8)
         assert torch.equal(step(p.q, p.cache, p.indices)[0], p.but(scale=0.05).solve()[0])
-
-
-def test_fake_tensors_give_shapes_without_computing():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        out, lse = mla_backend.sparse_attention(
-            torch.empty(5, 9, 576, dtype=torch.bfloat16),
-            torch.empty(3, 4, 576, dtype=torch.bfloat16),
-            torch.empty(5, 6, dtype=torch.int32),
-            scale=1.0,
-        )
-    assert out.shape == (5, 9, 512) and out.dtype == torch.bfloat16
-    assert lse.shape == (5, 9) and lse.dtype == torch.float32
 
 
 def test_several_threads_may_call_at_once():

@@ -1,12 +1,8 @@
 """The backend's classes against the reference, without a server around them: what vLLM's contract asks of a backend."""
 
-import ast
 import functools
-import importlib.util
 import inspect
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +19,6 @@ from mla_backend.vllm_plugin.staging import StagedRequests
 from mla_backend.vllm_plugin.step import Batch as StepBatch
 from mla_backend.vllm_plugin.step import Step, StepBuffers
 from problems import assert_accurate, random_cache
-from tests.ops.test_rotate_queries import random_queries
 
 HEADS, TOPK, BLOCK_SIZE, BLOCKS = 5, 24, 16, 24
 SCALE = 0.04
@@ -612,62 +607,6 @@ def made_on_a_gpu(backend, monkeypatch):
     return made_layer(backend, monkeypatch, topk_indices_buffer=torch.empty(7, TOPK, dtype=torch.int32))
 
 
-def model_with(monkeypatch, parameters: str):
-    """vLLM's model of DeepSeek-V3.2, whose function for queries returns its arguments."""
-    names = ", ".join(one.split("=")[0] for one in parameters.split(", "))
-    model = SimpleNamespace(fused_q=eval(f"lambda {parameters}: [{names}]"))
-    monkeypatch.setitem(sys.modules, versions.V32_ATTENTION, model)
-    return model
-
-
-FUSED_Q = ", ".join(versions.FUSED_Q[:-3]) + ", has_indexer=True, index_rope_interleave=False, quantize_mqa=True"
-
-
-def test_on_a_gpu_vllms_model_rotates_queries_with_our_op(backend, monkeypatch):
-    """What the op doesn't take stays vLLM's."""
-    model = model_with(monkeypatch, FUSED_Q)
-    made_on_a_gpu(backend, monkeypatch)
-    fused_q = model.fused_q
-    made_on_a_gpu(backend, monkeypatch)
-    assert model.fused_q is fused_q
-
-    given = random_queries(interleaved=True)
-    q, index_q, weights, positions = (given[n] for n in ("queries", "index_queries", "weights", "positions"))
-    first, scales = (positions, q, given["cos_sin"], index_q, given["index_cos_sin"], q, None), (0.5, 0.25)
-    found = fused_q(*first, weights, *scales, index_rope_interleave=True, quantize_mqa=False)
-    rotated, index_rotated, scaled = reference.rotate_queries(**given | {"weight_scale": 0.125})
-    for a, b in zip(found, (index_rotated, scaled, rotated), strict=True):
-        assert torch.equal(a.float(), b.float())
-
-    shared = (positions, q, given["cos_sin"], None, None, q, None, None, 0.0, 0.0)
-    assert fused_q(*shared, has_indexer=False, quantize_mqa=False) == [*shared, False, False, False]
-    half = (positions, q.half(), *first[2:], weights, *scales)
-    wide = (*first[:3], index_q.repeat(1, 1, 2), *first[4:], weights, *scales)
-    for arguments, how in ((half, False), (wide, False), ((*first, weights, *scales), True)):
-        kept = fused_q(*arguments, **({} if how else {"quantize_mqa": False}))
-        assert all(a is b for a, b in zip(kept, (*arguments, True, False, how), strict=True))
-
-
-@pytest.mark.parametrize(("parameters", "capability"), [(FUSED_Q + ", more=None", 90), (FUSED_Q, 100)])
-def test_another_function_for_queries_stays(backend, monkeypatch, parameters, capability):
-    """One of unknown arguments, and the one for Blackwell."""
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(type(current_platform), "has_device_capability", lambda self, least: capability >= least)
-    model = model_with(monkeypatch, parameters)
-    theirs = model.fused_q
-    made_on_a_gpu(backend, monkeypatch)
-    assert model.fused_q is theirs
-
-
-def test_the_arguments_of_vllms_function_for_queries_are_known():
-    path = Path(importlib.util.find_spec("vllm").origin).parent / "models/deepseek_v32/common/kernels.py"
-    if not path.is_file():
-        pytest.skip("this vLLM has no such function")
-    found = [one for one in ast.parse(path.read_text()).body if getattr(one, "name", None) == "fused_q"]
-    assert [tuple(argument.arg for argument in one.args.args) for one in found] == [versions.FUSED_Q]
-
-
 def test_batch_invariance_leaves_no_prompt_to_the_dense_kernel(backend, monkeypatch):
     """vLLM runs that where all prefills of a step are short, so it depends on a prompt's neighbours."""
     for invariant in (False, True):
@@ -727,60 +666,6 @@ def test_batch_invariance_gives_a_token_the_same_bits_alone_and_in_a_batch(backe
     first.block_table = batch.block_table[:1]
     alone, _ = layer_of(backend, batch.picked[:4]).forward_mqa(q[:1], cache, metadata_of(first, room), None)
     assert torch.equal(alone[0], together[0])
-
-
-@pytest.mark.parametrize("fmt", ["bf16", "fp8_ds_mla"])
-def test_tokens_are_written_as_the_reference_writes_them(backend, fmt):
-    layer = object.__new__(backend.SparseMLALayer)
-    kv_c, k_pe = torch.randn(7, 512).bfloat16(), torch.randn(7, 1, 64).bfloat16()
-    slots = torch.tensor([3, -1, 40, 0, 17])  # two tokens of the seven are padding
-    cache, want = (mla_backend.FORMATS[fmt].new_cache(4, BLOCK_SIZE) for _ in range(2))
-    layer.do_kv_cache_update(kv_c, k_pe, cache, slots, "auto", torch.ones(1), skip_scale=False)
-    reference.cache_write(kv_c[:5], k_pe[:5, 0], want, slots)
-    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
-    layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, "auto", torch.ones(1), True)  # before there is a cache
-
-
-@pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla"])
-def test_tokens_without_rope_are_written(backend, fmt):
-    layer = object.__new__(backend.SparseMLALayer)
-    kv_c, slots = torch.randn(7, 512).bfloat16(), torch.tensor([3, -1, 40, 0, 17])
-    cache, want = (mla_backend.FORMATS[fmt].new_cache(4, BLOCK_SIZE) for _ in range(2))
-    layer.do_kv_cache_update(kv_c, kv_c[:, None, :0], cache, slots, "auto", torch.ones(1))
-    reference.cache_write(kv_c[:5], None if fmt == "bf16_512" else torch.zeros(5, 64).bfloat16(), want, slots)
-    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
-
-
-def test_what_the_classes_override_takes_what_vllm_passes(backend):
-    """All arguments of the method that is overridden, in their order: of whichever version is installed."""
-    from mla_backend.vllm_plugin import dense_backend as dense
-
-    sparse = backend.SparseMLABackend, backend.SparseMLAMetadataBuilder, backend.SparseMLALayer
-    for ours in (*sparse, dense.DenseMLABackend, dense.DenseMLAMetadataBuilder, dense.DenseMLALayer):
-        assert not getattr(ours, "__abstractmethods__", None)
-        for name, method in vars(ours).items():
-            theirs = next((getattr(base, name) for base in ours.__mro__[1:] if name in vars(base)), None)
-            if theirs is None or not callable(getattr(ours, name)) or isinstance(method, type):
-                continue
-            wanted, taken = (inspect.signature(f).parameters for f in (theirs, getattr(ours, name)))
-            named = [p.name for p in wanted.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-            open_ended = any(p.kind == p.VAR_KEYWORD for p in taken.values())
-            missing = [argument for argument in named if argument not in taken]
-            assert open_ended or not missing, f"{ours.__name__}.{name} lacks {missing}"
-            common = [argument for argument in named if argument in taken]
-            assert common == [argument for argument in taken if argument in named], f"{ours.__name__}.{name}"
-
-
-def test_the_backend_says_of_itself_what_vllm_asks(backend):
-    ours = backend.SparseMLABackend
-    assert ours.get_name() == "SPARSE_MLA" and ours.is_mla() and ours.is_sparse() and ours.supports_sink()
-    assert ours.supports_batch_invariance() and ours.get_supported_head_sizes() == [576, 512]
-    assert ours.get_kv_cache_shape(10, 64, 1, 576, "fp8_ds_mla") == (10, 64, 656)
-    assert ours.get_kv_cache_shape(10, 64, 1, 576, "auto") == (10, 64, 576)
-    assert ours.get_kv_cache_shape(10, 64, 1, 512, "auto") == (10, 64, 512)
-    for dtype in ("auto", "bfloat16", "fp8", "fp8_ds_mla"):
-        assert ours.supports_kv_cache_dtype(dtype)
-    assert not ours.supports_kv_cache_dtype("fp8_e5m2") and not ours.supports_dtype(torch.float16)
 
 
 def test_no_step_waits_for_the_device(backend, monkeypatch):

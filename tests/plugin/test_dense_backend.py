@@ -60,13 +60,7 @@ BATCHES = {
 
 
 def buffers(dense, **more):
-    given = dict(
-        most_queries=64,
-        slots=128,
-        heads=HEADS,
-        device=torch.device("cpu"),
-        batch_invariant=False,
-    )
+    given = dict(most_queries=64, slots=128, heads=HEADS, device=torch.device("cpu"), batch_invariant=False)
     return dense.DenseBuffers(**{**given, **more})
 
 
@@ -192,19 +186,6 @@ def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(den
     assert torch.equal(alone[0], together[2])
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_tokens_are_written_as_the_reference_writes_them(dense, fmt):
-    layer, scale = layer_of(dense), torch.tensor(0.03 if fmt == "fp8_tensor_576" else 1.0)
-    kv_c, k_pe = torch.randn(7, 512).bfloat16(), torch.randn(7, 1, 64).bfloat16()
-    slots = torch.tensor([3, -1, 40, 0, 17])  # two tokens of the seven are padding
-    cache, want = (mla_backend.FORMATS[fmt].new_cache(4, BLOCK_SIZE) for _ in range(2))
-    name = "fp8" if fmt == "fp8_tensor_576" else "auto"
-    layer.do_kv_cache_update(kv_c, k_pe, cache, slots, name, scale)
-    reference.cache_write(kv_c[:5], k_pe[:5, 0], want, slots, format=fmt, scale=scale.item())
-    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
-    layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), slots, name, scale, True)  # before there is a cache
-
-
 def test_building_the_metadata_of_a_decode_step_reads_nothing_from_the_device(dense):
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -255,13 +236,3 @@ def test_buffers_are_for_the_heads_of_the_builders_layers(dense, monkeypatch):
     )
     builder = dense.DenseMLAMetadataBuilder(None, ["draft"], config, torch.device("cpu"))
     assert builder.buffers.heads == 48 and builder.buffers.cache_format == "fp8_tensor_576", "not the config's cache"
-
-
-def test_the_backend_says_of_itself_what_vllm_asks(dense):
-    ours = dense.DenseMLABackend
-    assert ours.get_name() == "DENSE_MLA" and ours.is_mla() and not ours.is_sparse()
-    assert ours.supports_batch_invariance() and ours.get_supported_head_sizes() == [576]
-    assert ours.get_preferred_block_size(16) == 64 and ours.supports_block_size(128)
-    for dtype in ("auto", "bfloat16", "fp8"):
-        assert ours.supports_kv_cache_dtype(dtype)
-    assert not ours.supports_kv_cache_dtype("fp8_ds_mla") and not ours.supports_dtype(torch.float16)

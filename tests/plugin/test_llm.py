@@ -9,16 +9,7 @@ import pytest
 import torch
 
 import vllm_installed  # noqa: F401
-from vllm_models import (
-    assert_follows,
-    gauge,
-    generate,
-    greedy,
-    logits_of,
-    make_checkpoint,
-    running,
-    tokens,
-)
+from vllm_models import assert_follows, gauge, generate, greedy, logits_of, make_checkpoint, running, tokens
 
 
 @pytest.fixture(scope="module")
@@ -107,26 +98,6 @@ def test_prompts_whose_first_tokens_attend_densely_give_them_too(
         (counted,) = llm.collective_rpc("counted_tokens")
     assert counted["dense"] > 0 and counted["sparse"] > 0 and (counted["masked"] > 0) == (longest_masked > 0)
     assert_follows(checkpoint, prompts, got, latent, tolerance)
-
-
-def test_a_dense_model_is_served_by_vllms_own_attention(tmp_path, prompts):
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2, vocab_size=320)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.normal_(0.0, weight.shape[-1] ** -0.5) if weight.dim() > 1 else weight.fill_(1.0)
-    model.save_pretrained(tmp_path)
-    with running(tmp_path, enforce_eager=True) as llm:
-        assert llm.llm_engine.vllm_config.attention_config.backend is None
-        got = tokens(generate(llm, prompts))
-    for prompt, row in zip(prompts, got, strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
-        behind = logits.max(dim=1).values - logits.gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
-        assert behind.max() < 1e-3
 
 
 def test_the_recall_checkpoint_gives_the_embedded_engines_answers_with_and_without_drafts(tmp_path):

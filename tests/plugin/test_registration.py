@@ -182,21 +182,14 @@ def sparse(tmp_path_factory):
 def llama(tmp_path):
     import transformers
 
-    transformers.LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        dtype="bfloat16",
-    ).save_pretrained(tmp_path)
+    sizes = dict(vocab_size=320, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    config = transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **sizes, dtype="bfloat16")
+    config.save_pretrained(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("given", "format_"),
-    [("auto", "auto"), ("bfloat16", "auto"), ("fp8", "fp8_ds_mla"), ("fp8_ds_mla", "fp8_ds_mla")],
+    ("given", "format_"), [("auto", "auto"), ("bfloat16", "auto"), ("fp8", "fp8_ds_mla"), ("fp8_ds_mla", "fp8_ds_mla")]
 )
 def test_kv_cache_dtypes_mean_what_they_say(sparse, given, format_):
     config = config_of(sparse, kv_cache_dtype=given, attention_backend="SPARSE_MLA")
@@ -287,24 +280,13 @@ def test_models_without_this_attention_are_refused_by_name(sparse, tmp_path):
         )
 
 
-class Gpu:
+def gpu(major: int, minor: int) -> SimpleNamespace:
     """A platform of vLLM's, as far as a configuration is held to it."""
+    from vllm.platforms.interface import DeviceCapability
 
-    device_name = "cuda"
-
-    def __init__(self, major: int, minor: int):
-        from vllm.platforms.interface import DeviceCapability
-
-        self.capability = DeviceCapability(major, minor)
-
-    def is_cpu(self) -> bool:
-        return False
-
-    def is_cuda(self) -> bool:
-        return True
-
-    def get_device_capability(self):
-        return self.capability
+    capability = DeviceCapability(major, minor)
+    kind = dict(device_name="cuda", is_cpu=lambda: False, is_cuda=lambda: True)
+    return SimpleNamespace(**kind, get_device_capability=lambda: capability)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +304,7 @@ class Gpu:
 )
 def test_a_library_for_other_gpus_is_refused(archs, capability, says, monkeypatch):
     monkeypatch.setattr(library, "about", lambda: {"cuda_archs": archs})
-    reason = plugin_config._device(Gpu(*capability))
+    reason = plugin_config._device(gpu(*capability))
     assert (reason is None) if says is None else re.search(says, reason)
 
 

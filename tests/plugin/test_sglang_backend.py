@@ -110,12 +110,7 @@ def run(fixture) -> torch.Tensor:
 @CACHES
 @pytest.mark.parametrize(
     ("mode", "prefixes", "new"),
-    [
-        (DECODE, (64, 128, 192), 1),
-        (EXTEND, (20, 140), (5, 3)),
-        (VERIFY, (60, 200), 3),
-        (DRAFT, (60, 200), 3),
-    ],
+    [(DECODE, (64, 128, 192), 1), (EXTEND, (20, 140), (5, 3)), (VERIFY, (60, 200), 3), (DRAFT, (60, 200), 3)],
     ids=["decode", "prefill", "verification", "draft"],
 )
 def test_attention_is_right_in_every_kind_of_batch(mode, prefixes, new, fp8, monkeypatch):

@@ -1,6 +1,6 @@
 """Random problems for dense_attention."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
@@ -12,6 +12,7 @@ from problems import (
     FORMATS,
     MAGNITUDE,
     SCALE,
+    Arguments,
     all_bytes,
     assert_accurate,
     copy_with_gaps,
@@ -26,7 +27,7 @@ GARBAGE = (2147480000, -5)
 
 
 @dataclass
-class DenseProblem:
+class DenseProblem(Arguments):
     """The arguments of dense_attention."""
 
     q: Tensor | tuple[Tensor, Tensor]
@@ -53,14 +54,6 @@ class DenseProblem:
     def check(self, device: str = "cpu", **options) -> None:
         there = self.to(device)  # on a GPU the oracle is fast, too
         assert_accurate(there.solve(**options), there.oracle(), score_error=score_error(self.cache, device))
-
-    def but(self, **changes) -> "DenseProblem":
-        return replace(self, **changes)
-
-    def to(self, device: str) -> "DenseProblem":
-        return DenseProblem(
-            **{name: copy_with_gaps(x, device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
-        )
 
     def slots(self, request: int) -> Tensor:
         """Those of a request's positions, in their order; -1 where the cache has none."""

@@ -24,26 +24,12 @@ if not all(hasattr(transformers, name) for name in ("DeepseekV32ForCausalLM", "G
 
 BLOCK_SIZE = 16
 TOPK = 32
-SHAPE = dict(
-    vocab_size=320,
-    hidden_size=128,
-    intermediate_size=192,
-    moe_intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-    n_routed_experts=8,
-    q_lora_rank=96,
-    qk_nope_head_dim=32,
-    v_head_dim=48,
-    n_group=4,
-    topk_group=2,
-    num_experts_per_tok=3,
-    index_topk=TOPK,
-    index_n_heads=32,
-    first_k_dense_replace=1,
-    max_position_embeddings=512,
-)
+SHAPE = dict(vocab_size=320, hidden_size=128, intermediate_size=192, moe_intermediate_size=64, num_hidden_layers=4)
+SHAPE |= dict(num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8, q_lora_rank=96, qk_nope_head_dim=32)
+SHAPE |= dict(v_head_dim=48, n_group=4, topk_group=2, num_experts_per_tok=3, index_topk=TOPK, index_n_heads=32)
+SHAPE |= dict(first_k_dense_replace=1, max_position_embeddings=512)
+SMALL = dict(vocab_size=259, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2)
+SMALL |= dict(num_attention_heads=2, num_key_value_heads=2, q_lora_rank=32)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=64)
 PLAIN = dict(rope_type="default", rope_theta=10000.0)
 ONE_GROUP = dict(n_group=1, topk_group=1)
@@ -185,11 +171,7 @@ class Engine:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
     def generate(
-        self,
-        prompts: list[list[int]],
-        new_tokens: int,
-        chunk: int = 1 << 30,
-        forced: list[list[int]] | None = None,
+        self, prompts: list[list[int]], new_tokens: int, chunk: int = 1 << 30, forced: list[list[int]] | None = None
     ) -> list[Request]:
         """All prompts at once, a chunk of at most so many tokens of each in a step."""
         forced = forced or [None] * len(prompts)
@@ -243,19 +225,7 @@ def save_tokenizer(folder: Path) -> None:
 
 def save_small(folder: Path, **more) -> Path:
     """A checkpoint of two layers with a tokenizer, for tests of what is around the model."""
-    shape = dict(
-        vocab_size=259,
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        q_lora_rank=32,
-        index_topk=TOPK,
-        rope_parameters=PLAIN,
-    )
-    save(theirs("deepseek_v32", **{**shape, **more}), folder)
+    save(theirs("deepseek_v32", **{**SMALL, "rope_parameters": PLAIN, **more}), folder)
     save_tokenizer(folder)
     return folder
 

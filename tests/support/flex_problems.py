@@ -1,7 +1,7 @@
 """Random masks of blocks, problems of flex_mla, and what its answers are held to."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 import mla_backend
 from mla_backend import reference
-from problems import assert_accurate
+from problems import Arguments, assert_accurate
 from training_problems import assert_gradients_accurate
 
 MASKS = ("causal", "window", "documents", "prefix", "tree", "random", "rows and columns", "everything", "nothing")
@@ -37,7 +37,7 @@ def mask_mod(kind: str, queries: int, positions: int, device: str = "cpu") -> Ca
 
 
 @dataclass
-class FlexProblem:
+class FlexProblem(Arguments):
     """The arguments of flex_mla, the dense mask, and the gradients with respect to the results."""
 
     q: Tensor
@@ -47,9 +47,6 @@ class FlexProblem:
     d_out: Tensor
     d_lse: Tensor
     scale: float
-
-    def but(self, **changes) -> "FlexProblem":
-        return replace(self, **changes)
 
     def solve(self, **options) -> tuple[Tensor, Tensor]:
         return mla_backend.flex_mla(self.q, self.kv, self.block_mask, scale=self.scale, return_lse=True, **options)

@@ -1,6 +1,6 @@
 """Random problems for the indexer's ops, and what scores are held to."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
@@ -9,6 +9,7 @@ from torch import Tensor
 import mla_backend
 from mla_backend import reference
 from mla_backend.keys import KEY_FORMATS, write_keys
+from problems import Arguments
 
 POISON = 12345.0
 DTYPES = torch.float32, torch.bfloat16
@@ -16,7 +17,7 @@ KINDS = tuple(KEY_FORMATS)
 
 
 @dataclass
-class IndexProblem:
+class IndexProblem(Arguments):
     """The arguments of index_scores."""
 
     queries: Tensor
@@ -63,9 +64,6 @@ class IndexProblem:
         place = (columns // size).clamp(max=table.shape[1] - 1)
         norms = keys[table[self.requests.long().clamp(0, len(table) - 1)][:, place], columns % size]
         return (self.weights.double().abs() * self.queries.double().norm(dim=-1)).sum(1, keepdim=True) * norms
-
-    def but(self, **changes) -> "IndexProblem":
-        return replace(self, **changes)
 
     def only(self, tokens: Tensor) -> "IndexProblem":
         """The same for some of the tokens, in another order."""

@@ -1,12 +1,13 @@
 """Random problems of many heads over ragged sequences, and what answers are held to."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 import mla_backend.flash_mla as flash_mla
+from problems import Arguments
 
 NAMES = ("out", "lse", "d_q", "d_k", "d_v")
 
@@ -17,7 +18,7 @@ def starts(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Tens
 
 
 @dataclass
-class MhaProblem:
+class MhaProblem(Arguments):
     """q, k and v of `flash_attn_varlen_func`, the gradient of out, and the rest of its arguments."""
 
     q: Tensor
@@ -28,12 +29,6 @@ class MhaProblem:
     keys: tuple[int, ...]
     causal: bool
     scale: float
-
-    def but(self, **changes) -> "MhaProblem":
-        return replace(self, **changes)
-
-    def to(self, device: str) -> "MhaProblem":
-        return self.but(**{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
 
     def arguments(self) -> dict:
         """All arguments of flash_attn_varlen_func."""

@@ -27,8 +27,20 @@ MAGNITUDE = 0.1
 """Of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
 
 
+class Arguments:
+    """What all problems share: dataclasses of a function's arguments."""
+
+    def but(self, **changes):
+        return replace(self, **changes)
+
+    def to(self, device: str):
+        """A copy whose tensors have the same strides and gaps there."""
+        there = {name: copy_with_gaps(x, device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **there)
+
+
 @dataclass
-class Problem:
+class Problem(Arguments):
     """The arguments of sparse_attention."""
 
     q: Tensor | tuple[Tensor, Tensor]
@@ -57,11 +69,6 @@ class Problem:
     def oracle(self) -> tuple[Tensor, Tensor, Tensor]:
         return reference.sparse_attention(**vars(self))
 
-    def to(self, device: str) -> "Problem":
-        return Problem(
-            **{name: copy_with_gaps(x, device) if isinstance(x, Tensor) else x for name, x in vars(self).items()}
-        )
-
     def check(self, magnitude: float = MAGNITUDE, device: str = "cpu", **options) -> None:
         """On a GPU with and without max logits, which other kernels find: other results are the same, bit for bit."""
         there = self.to(device)
@@ -70,9 +77,6 @@ class Problem:
         if device == "cuda":
             without = there.solve(**options, return_max_logits=False)
             assert all(torch.equal(a, b) for a, b in zip(got, without, strict=False))
-
-    def but(self, **changes) -> "Problem":
-        return replace(self, **changes)
 
     def poisoned(self) -> "Problem":
         """The same, but all bytes of its caches that no list names are 0xff: NaN in every type of number."""
@@ -144,6 +148,23 @@ def random_cache(fmt: str, blocks: int, block_size: int, magnitude: float = MAGN
     reference.cache_write(kv_c, k_pe, cache, slots, scale=scale_of(fmt, magnitude))
     poison_padding(rows, cache, slots)
     return cache
+
+
+def apart(q: Tensor, fmt: str, gap: int) -> Tensor | tuple[Tensor, Tensor]:
+    """Queries with their rope apart, where there is any, in the middle of wider rows."""
+    if fmt not in WITH_ROPE:
+        return q
+    wide = torch.randn(*q.shape[:-1], 64 + gap, device=q.device).to(q.dtype)
+    wide[..., gap - 21 : gap + 43] = q[..., 512:]
+    return q[..., :512], wide[..., gap - 21 : gap + 43]
+
+
+def with_row_gaps(cache: Tensor, fmt: str, gap: int) -> Tensor:
+    """The same rows with gaps between pages, and between rows where the format allows any."""
+    form, (blocks, block_size, width) = mla_backend.FORMATS[fmt], cache.shape
+    shape = blocks, block_size + 2, width + (0 if form.scales_at == "end_of_page" else gap)
+    wide = torch.full(shape, 255, dtype=torch.uint8, device=cache.device).to(form.dtype)[:, :block_size, :width]
+    return wide.copy_(cache)
 
 
 def random_problem(

@@ -1,6 +1,6 @@
 """Runs compute-sanitizer's four tools over small cases of every op. Needs a GPU and the CUDA toolkit.
 
-python tests/run_compute_sanitizer.py [--racecheck-library LIBRARY] [TOOL ...]
+python tests/support/run_compute_sanitizer.py [--racecheck-library LIBRARY] [TOOL ...]
 
 racecheck sees a library of its own, as it looks at the thread alone that arrives at an mbarrier, not at what __syncwarp
 or a named barrier had put before that: there every lane arrives for itself, and two warpgroups meet at an mbarrier. It

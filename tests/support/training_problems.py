@@ -1,6 +1,6 @@
 """Random problems for the backward, and what its gradients are held to."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
@@ -8,10 +8,11 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
+from problems import Arguments
 
 
 @dataclass
-class TrainingProblem:
+class TrainingProblem(Arguments):
     """The arguments of sparse_mla, and the gradients with respect to its results."""
 
     q: Tensor
@@ -23,27 +24,12 @@ class TrainingProblem:
     sink: Tensor | None = None
     d_lse: Tensor | None = None
 
-    def but(self, **changes) -> "TrainingProblem":
-        return replace(self, **changes)
-
-    def to(self, device: str) -> "TrainingProblem":
-        return self.but(**{name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)})
-
     def gradients(self, deterministic: bool | None = True, **options) -> tuple[Tensor, ...]:
         """Our answer through autograd: of q, kv and (if there is one) the sink."""
         given = {"q": self.q, "kv": self.kv} | ({} if self.sink is None else {"sink": self.sink})
         leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
-        sink = leaves.get("sink")
-        out, lse = mla_backend.sparse_mla(
-            leaves["q"],
-            leaves["kv"],
-            self.indices,
-            scale=self.scale,
-            topk_length=self.topk_length,
-            sink=sink,
-            deterministic=deterministic,
-            **options,
-        )
+        options |= {"indices": self.indices, "scale": self.scale, "topk_length": self.topk_length}
+        out, lse = mla_backend.sparse_mla(**leaves, deterministic=deterministic, **options)
         if self.d_lse is None:
             return torch.autograd.grad([out], list(leaves.values()), [self.d_out])
         return torch.autograd.grad([out, lse], list(leaves.values()), [self.d_out, self.d_lse])
@@ -51,20 +37,14 @@ class TrainingProblem:
     def oracle(self) -> tuple[Tensor, ...]:
         """The same by autograd of the reference, in float64 on the CPU."""
         on_cpu = self.to("cpu")
-        given = [on_cpu.q, on_cpu.kv] + ([] if self.sink is None else [on_cpu.sink])
-        leaves = [x.double().requires_grad_() for x in given]
-        out, lse = reference.sparse_mla(
-            leaves[0],
-            leaves[1],
-            on_cpu.indices,
-            scale=self.scale,
-            topk_length=on_cpu.topk_length,
-            sink=leaves[2] if self.sink is not None else None,
-        )
+        given = {"q": on_cpu.q, "kv": on_cpu.kv} | ({} if self.sink is None else {"sink": on_cpu.sink})
+        leaves = {name: x.double().requires_grad_() for name, x in given.items()}
+        more = {"scale": self.scale, "topk_length": on_cpu.topk_length}
+        out, lse = reference.sparse_mla(**leaves, indices=on_cpu.indices, **more)
         loss = (out * on_cpu.d_out.double()).sum()
         if on_cpu.d_lse is not None:
             loss = loss + torch.where(lse == -torch.inf, 0.0, lse * on_cpu.d_lse.double()).sum()
-        return torch.autograd.grad(loss, leaves, materialize_grads=True)
+        return torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
 
     def check(self, cancels: bool = False, **options) -> None:
         """`cancels`: lists may be so short or alike that gradients are differences of nearly equal numbers."""
