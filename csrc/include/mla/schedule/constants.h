@@ -25,6 +25,7 @@ struct GpuCosts {
   KernelCosts swap_ab_8, swap_ab_16, swap_ab_32, m64;
 };
 
+// clang-format off
 constexpr GpuCosts kGpuCosts[] = {
     {"NVIDIA H100 80GB HBM3", 1.980, 3.352, 0.0003688, 0.0137, 0.00134,
      {4.915, 0.9931, 1.418, 2.221, 3.539, 2.017, 1.642, 1.873, 3.311, 0.4212, 6.411, 0.4177},
@@ -37,5 +38,6 @@ constexpr GpuCosts kGpuCosts[] = {
      {12.32, 1.428, 1.3, 1.3, 7.936, 0.01, 0.01, 0.01, 0.01, 0.01, 0.5776, 0.2907},
      {11.31, 2.271, 1.75, 2.4, 5.506, 0.01, 0.01, 0.01, 0.01, 0.01, 0.9144, 0.3275}},
 };
+// clang-format on
 
 }  // namespace mla
