@@ -90,13 +90,14 @@ def capture(calls: Sequence[Call], seconds: float = GRAPH_SECONDS) -> Burst:
     inputs, so that none finds its own in the cache."""
     for call in calls:  # loads kernels, so that capturing does not have to
         call()
-    once = _captured(calls, passes=1)
+    once = captured(calls, passes=1)
     once.seconds()
     passes = min(MOST_PASSES, math.ceil(seconds / (once.seconds() * len(calls))))
-    return once if passes == 1 else _captured(calls, passes)
+    return once if passes == 1 else captured(calls, passes)
 
 
-def _captured(calls: Sequence[Call], passes: int) -> Burst:
+def captured(calls: Sequence[Call], passes: int) -> Burst:
+    """A graph of all calls in their order, so many times. They have been called before."""
     torch.cuda.synchronize()
     burst = Burst([*calls] * passes, torch.cuda.CUDAGraph())
     with torch.cuda.graph(burst.graph):
@@ -108,7 +109,7 @@ def _captured(calls: Sequence[Call], passes: int) -> Burst:
 def capture_situ(before: Sequence[Call], calls: Sequence[Call]) -> tuple[Burst, Clock]:
     """A graph of calls with other work before each of them, and the clock of what a call adds to that work alone."""
     both = capture([call for pair in zip(before, calls, strict=True) for call in pair], SITU_SECONDS)
-    alone = _captured(before, passes=len(both.calls) // (2 * len(before)))
+    alone = captured(before, passes=len(both.calls) // (2 * len(before)))
     return both, lambda number: 2 * both.clock(number) - alone.clock(number)
 
 

@@ -106,7 +106,7 @@ class Timer:
         self.caches, self.before = kernels.Caches(0), kernels.products(batches.SETS)
         for call in self.before:  # loads kernels, so that capturing does not have to
             call()
-        self.alone = timing._captured(self.before, 2)
+        self.alone = timing.captured(self.before, 2)
         tokens, heads = max(TOKENS), max(HEADS)
         self.q = torch.randn(batches.SETS, tokens * heads * 576, device="cuda").div_(kernels.MAGNITUDE).bfloat16()
         self.slots = torch.randint(batches.SMALLEST_CACHE, (batches.SETS, MOST_ROWS), dtype=torch.int32, device="cuda")
@@ -135,7 +135,7 @@ class Timer:
             calls = [call for pair in zip(self.before, self.calls(size, launch), strict=True) for call in pair]
             for call in calls:
                 call()
-            bursts.append(timing._captured(calls, 2))
+            bursts.append(timing.captured(calls, 2))
         for burst in bursts:
             burst.run()
         taken: list[list[float]] = [[] for _ in bursts]
