@@ -129,7 +129,7 @@ def test_the_leading_layers_make_the_plan_anew_at_the_same_address(dense):
     layer, metadata = layer_of(dense), metadata_of(dense, batch, room, leaders=("first", "draft"))
     layer.forward_mqa(q, cache, metadata, model_layer("first"))
     (plan,) = metadata.step.plans
-    assert plan.data_ptr() == room.plan_table.data_ptr()
+    assert plan.table.data_ptr() == room.plan_table.data_ptr()
     made = room.plan_table.clone()
     batch.lengths[2] = 5
     layer.forward_mqa(q, cache, metadata, model_layer("second"))
