@@ -6,7 +6,7 @@ from torch import Tensor
 from mla_backend import attention
 from mla_backend.arguments import call, named, require_tensors
 from mla_backend.formats import format_name, format_number
-from mla_backend.plan import Plan, new_workspace, plan_arguments, require_plan
+from mla_backend.plan import MAX_HEADS, Plan, new_workspace, plan_arguments, require_plan
 from mla_backend.plan import plan as make_plan
 
 
@@ -71,7 +71,7 @@ def dense_attention(
                     q.shape[0],
                     slots,
                     topk_length=lengths,
-                    num_heads=max(rows, 1),
+                    num_heads=min(max(rows, 1), MAX_HEADS),  # the op refuses others
                     cache_format=format_name(cache, cache_format),
                     device=q.device,
                     batch_invariant=batch_invariant,

@@ -1,6 +1,7 @@
 """Loads the shared library that holds every op, and asks it what it is."""
 
 import ctypes
+import functools
 import json
 import os
 from pathlib import Path
@@ -77,15 +78,18 @@ def describe_gpu(index: int) -> dict[str, Any]:
     gpu = json.loads(_library.mla_backend_describe_gpu(index))
     if "error" in gpu:
         raise RuntimeError(gpu["error"])
-    return gpu
+    clocks = {"clock_ghz": gpu.pop("clock_khz") * 1e-6, "memory_tbs": gpu.pop("memory_mbs") * 1e-6}
+    return {**gpu, **clocks}
 
 
+@functools.lru_cache(maxsize=4096)  # a server asks for each of its batch sizes in every step
 def launch_numbers(
     gpu: int, heads: int, tokens: int | None, slots: int | None, cache_format: int, batch_invariant: bool
 ) -> tuple[int, ...]:
     """How attention is launched on a GPU. Without tokens or slots (of a token, in all lists) it suits any number. The
     format is the number of one; -1 is fp8_ds_mla."""
-    numbers, most = (ctypes.c_int32 * LAUNCH_NUMBERS)(), 2**62
+    describe_gpu(gpu)  # raises an error where there is none
+    numbers, most = (ctypes.c_int32 * LAUNCH_NUMBERS)(), 2**31 - 1
     tokens, slots = (ctypes.c_int64(-1 if n is None else min(n, most)) for n in (tokens, slots))
     _library.mla_backend_launch(gpu, tokens, slots, heads, cache_format, batch_invariant, numbers)
     return tuple(numbers)
@@ -115,6 +119,7 @@ def select_cuda_kernel(name: str) -> None:
     portable one, "unclustered" the best ones without clusters, whose shared memory a race detector can't follow."""
     if not _library.mla_backend_select_cuda_kernel(str(name).encode()):
         raise ValueError(f"name must be auto, portable or unclustered; got {name!r}")
+    launch_numbers.cache_clear()
 
 
 def select_cpu_kernel(name: str) -> None:

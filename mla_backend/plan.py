@@ -1,6 +1,5 @@
 """How a call of attention is launched, and how its work is split: decided once, before the call."""
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,8 @@ from mla_backend.formats import format_number
 PLAN_COLUMNS = 8
 _ABOUT = library.about()
 KERNELS: tuple[str, ...] = tuple(_ABOUT["kernels"])
+MAX_HEADS = 64 * 256
+"""Of all queries of a request, in dense attention."""
 
 
 class Launch(NamedTuple):
@@ -27,12 +28,14 @@ class Launch(NamedTuple):
     cluster: int
     """CTAs of a cluster, which combine a token's splits in distributed shared memory; 1: none."""
     rounds: int
-    """Whole tokens that a CTA takes one after the other; 0 if tokens are split."""
+    """Whole tokens that a CTA takes one after the other; 0 if tokens are split, or their number was not known."""
     ctas: int
     """For each group of heads, and entries of the plan. On a CPU: items of work, which its threads take in turn."""
 
     def numbers(self) -> list[int]:
         """As the ops take it: struct Launch of csrc/include/mla/schedule/launch.h."""
+        if self.kernel not in KERNELS:
+            raise ValueError(f"launch.kernel must be one of {', '.join(KERNELS)}; got {self.kernel!r}")
         return [KERNELS.index(self.kernel), *self[1:]]
 
 
@@ -135,12 +138,10 @@ def choose_launch(
     number = format_number(cache_format, "cache_format")
     if device.type != "cuda":
         return Launch("cpu", num_heads, 0, 1, 0, _cpu_ctas())
-    kernel, *numbers = _launch_of(_index_of(device), num_heads, num_tokens, slots, number, batch_invariant)
+    if num_heads > MAX_HEADS:
+        raise ValueError(f"num_heads must be {MAX_HEADS} or less on a GPU; got {num_heads}")
+    kernel, *numbers = library.launch_numbers(_index_of(device), num_heads, num_tokens, slots, number, batch_invariant)
     return Launch(KERNELS[kernel], *numbers)
-
-
-# A server asks for each of its batch sizes in every step.
-_launch_of = functools.lru_cache(maxsize=4096)(library.launch_numbers)
 
 
 def plan(

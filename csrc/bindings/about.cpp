@@ -1,5 +1,6 @@
 // What this library is, for mla_backend/library.py: read through ctypes, because it must answer before and
 // without any tensor.
+#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <string>
@@ -116,8 +117,8 @@ MLA_EXPORT const char* mla_backend_describe_gpu([[maybe_unused]] int index) {
     for (const int32_t count : gpu.clusters) clusters += (clusters.empty() ? "" : ",") + std::to_string(count);
     json = "{\"multiprocessors\":" + std::to_string(gpu.multiprocessors) +
            ",\"hopper\":" + (gpu.hopper ? "true" : "false") + ",\"clusters\":[" + clusters +
-           "],\"clock_ghz\":" + std::to_string(gpu.clock_ghz) + ",\"memory_tbs\":" + std::to_string(gpu.memory_tbs) +
-           "}";
+           "],\"clock_khz\":" + std::to_string(std::llround(gpu.clock_ghz * 1e6)) +
+           ",\"memory_mbs\":" + std::to_string(std::llround(gpu.memory_tbs * 1e6)) + "}";
   } catch (const std::exception& error) {
     json = "{\"error\":" + quoted(error.what()) + "}";
   }
@@ -138,6 +139,7 @@ MLA_EXPORT void mla_backend_launch([[maybe_unused]] int gpu, [[maybe_unused]] in
   const mla::CacheFormat& rows = format < 0 ? mla::kFp8DsMla : *format_of(format);
   const mla::Launch chosen =
       mla::choose_launch({tokens, tiles, heads, rows, batch_invariant != 0}, mla::cuda::describe_gpu(gpu));
+  static_assert(sizeof(chosen) == mla::kLaunchNumbers * sizeof(*launch));
   std::memcpy(launch, &chosen, sizeof(chosen));
 #endif
 }

@@ -91,7 +91,7 @@ class DenseBuffers:
             slots,
             topk_length=lengths,
             batch_invariant=self.batch_invariant,
-            out=Plan(table if alone else torch.empty_like(table), launch),
+            out=Plan(table if alone else torch.empty_like(table), launch._replace(ctas=len(table))),
         )
 
 

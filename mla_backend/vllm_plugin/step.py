@@ -151,7 +151,7 @@ class StepBuffers:
             self.topk,
             topk_length=lengths,
             batch_invariant=self.batch_invariant,
-            out=Plan(table if lasts else torch.empty_like(table), launch),
+            out=Plan(table if lasts else torch.empty_like(table), launch._replace(ctas=len(table))),
         )
 
     def room(self, tokens: int, heads: int, staged: bool = False) -> Room:

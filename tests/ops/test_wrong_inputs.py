@@ -299,6 +299,7 @@ CASES = {
     "plan for 1.5 tokens": (lambda: mla_backend.plan(1.5, 5), TypeError, r"num_tokens must be an int; got float"),
     "plan for no CTAs": (lambda: mla_backend.plan(1, 5, launch=LAUNCH._replace(ctas=0)), ValueError, r"launch.ctas must be 1 or more; got 0"),
     "plan of a launch of other CTAs": (attention(plan=Plan(torch.zeros(3, 8, dtype=INT), LAUNCH)), ValueError, r"plan.launch must be a Launch for a table of 3 CTAs"),
+    "plan of an unknown kernel": (lambda: mla_backend.plan(1, 5, launch=LAUNCH._replace(kernel="fast")), ValueError, r"launch.kernel must be one of"),
     "plan of a launch that is a number": (lambda: mla_backend.plan(1, 5, launch=4), TypeError, r"launch must be a Launch; got int"),
     "plan for more tokens than are counted": (lambda: mla_backend.plan(2**63, 5), ValueError, r"^num_tokens must be 9223372036854775807 or less"),
     "scale is larger than any float": (attention(scale=10**400), ValueError, r"^scale must be a number that fits into 64 bits"),

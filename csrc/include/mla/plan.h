@@ -58,8 +58,8 @@ struct PlanShape {
   bool whole_tokens;              // never cut a token: its bits then don't depend on its neighbours
   const int32_t* length;          // [tokens] or null
   const int32_t* extra_length;    // [tokens] or null
-  int32_t splits;                 // of the launch, as is
-  int32_t cluster;                // this
+  int32_t splits;                 // these two are the launch's
+  int32_t cluster;
 };
 
 enum class PlanFor { cpu, gpu };

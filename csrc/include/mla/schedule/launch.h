@@ -17,8 +17,8 @@ struct Launch {
   int32_t heads_per_cta;
   int32_t splits;   // of every token; 1: tokens stay whole if all lists are full; 0: where the load says
   int32_t cluster;  // CTAs of a cluster, which combine a token's splits in distributed shared memory; 1: none
-  int32_t rounds;   // whole tokens that a CTA takes one after the other; 0 if tokens are split
-  int32_t ctas;     // for each group of heads: entries of the plan. On a CPU: items of work for its threads
+  int32_t rounds;  // whole tokens that a CTA takes one after the other; 0 if split, or if any number of tokens may come
+  int32_t ctas;    // for each group of heads: entries of the plan. On a CPU: items of work for its threads
 };
 constexpr int kLaunchNumbers = 6;  // in a list of ints, in this order
 
