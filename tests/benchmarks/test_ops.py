@@ -193,7 +193,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(kernels.opt, "require_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    monkeypatch.setattr(timing, "_captured", lambda calls, passes: timing.Burst([*calls] * passes))
+    monkeypatch.setattr(timing, "captured", lambda calls, passes: timing.Burst([*calls] * passes))
     monkeypatch.setattr(timing.Burst, "seconds", lambda burst: burst.run() or time.perf_counter())
 
 
