@@ -348,8 +348,8 @@ def ops(random: Random, folder: Path, device: str) -> None:
             arguments[name] = random.choice(INTEGERS[:-6])
         elif isinstance(value, float):
             arguments[name] = random.choice(NUMBERS)
-    if random.random() < 0.2:  # one argument in the memory of another
-        tensors = [name for name in arguments if isinstance(arguments[name], Tensor)]
+    tensors = [name for name in arguments if isinstance(arguments[name], Tensor)]
+    if tensors and random.random() < 0.2:  # one argument in the memory of another
         arguments[random.choice(tensors)] = arguments[random.choice(tensors)]
     try:
         try:
