@@ -258,7 +258,7 @@ def render(report: dict[str, Any], console: Console) -> None:
     section("GPUs", gpu_rows or [("none", gpus["why"])])
     if gpus["kernels"]:
         table = Table(
-            "kernel", "threads", "regs", "local B", "shared B", "blocks/SM", "built for", box=None, padding=(0, 1)
+            "kernel", "threads", "regs", "local B", "shared B", "CTAs/SM", "built for", box=None, padding=(0, 1)
         )
         for column in table.columns:
             column.no_wrap = True
@@ -268,7 +268,7 @@ def render(report: dict[str, Any], console: Console) -> None:
             else:
                 table.add_row(
                     k["name"],
-                    *(str(k[key]) for key in ("threads", "registers", "local_bytes", "shared_bytes", "blocks_per_sm")),
+                    *(str(k[key]) for key in ("threads", "registers", "local_bytes", "shared_bytes", "ctas_per_sm")),
                     f"sm_{k['binary_version']}",
                 )
         console.print(table)

@@ -179,7 +179,7 @@ def _metadata_of_september_2025(
 
 
 def _splits_before(table: Tensor, requests: int, s_q: int) -> Tensor:
-    """int32 `[requests + 1]`: the parts of all requests before each one. A worker that begins inside a token adds a
+    """int32 `[requests + 1]`: the parts of all requests before each one. A CTA that begins inside a token adds a
     part to that token."""
     begins_inside = (table[:, 2] > 0) & (table[:, 1] > table[:, 0])
     parts = torch.ones(requests * s_q + 1, dtype=torch.int32, device=table.device)

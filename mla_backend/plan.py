@@ -103,7 +103,7 @@ def workspace_floats(ctas: int, num_heads: int) -> int:
 
 
 def _cpu_ctas() -> int:
-    return _ABOUT["plan_workers_per_thread"] * torch.get_num_threads()
+    return _ABOUT["plan_ctas_per_thread"] * torch.get_num_threads()
 
 
 def _index_of(device: torch.device) -> int:

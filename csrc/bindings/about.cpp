@@ -87,10 +87,10 @@ MLA_EXPORT const char* mla_backend_about() {
   json = std::string("{\"version\":") + quoted(MLA_VERSION) + ",\"compiler\":" + quoted(MLA_COMPILER) +
          ",\"torch_built_with\":" + quoted(MLA_TORCH) + ",\"torch_needed\":" + quoted(MLA_TORCH_TARGET) +
          ",\"cuda_compiler\":" + quoted(MLA_NVCC) + ",\"cuda_archs\":" + quoted(MLA_CUDA_ARCHS) +
-         ",\"plan_workers_per_thread\":" + std::to_string(mla::kPlanWorkersPerThread) +
+         ",\"plan_ctas_per_thread\":" + std::to_string(mla::kPlanCtasPerThread) +
          ",\"kernels\":" + describe_kernel_names() +
-         ",\"workspace_floats\":" + std::to_string(mla::Workspace::kFloatsPerWorkerHead) +
-         ",\"workspace_counters\":" + std::to_string(mla::Workspace::kCountersPerWorkerHead) +
+         ",\"workspace_floats\":" + std::to_string(mla::Workspace::kFloatsPerCtaHead) +
+         ",\"workspace_counters\":" + std::to_string(mla::Workspace::kCountersPerCtaHead) +
          ",\"ops\":" + describe_ops() + ",\"formats\":" + describe_formats() +
          ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
   return json.c_str();

@@ -82,7 +82,7 @@ Launch use_plan(AttentionProblem& p, const OptionalTensor& plan, const std::vect
   if (plan->size(0) == 0 || !plan->is_contiguous())
     reject("plan", "a contiguous table of one row or more", describe(*plan));
   p.plan = reinterpret_cast<const PlanRow*>(plan->data_ptr());
-  p.workers = expect_int32(plan->size(0), "plan", "rows");
+  p.ctas = expect_int32(plan->size(0), "plan", "rows");
   return expect_launch(numbers, *plan);
 }
 
@@ -90,16 +90,16 @@ Launch use_plan(AttentionProblem& p, const OptionalTensor& plan, const std::vect
 void expect_gpu_memory(AttentionProblem& p, const OptionalTensor& plan, const OptionalTensor& workspace,
                        const Tensor& q) {
   if (!plan) reject("plan", "given for CUDA tensors", "nothing");
-  if (p.workers > kMaxGpuWorkers)
-    reject("plan", "a table of " + std::to_string(kMaxGpuWorkers) + " rows or fewer on a GPU", describe(*plan));
+  if (p.ctas > kMaxGpuCtas)
+    reject("plan", "a table of " + std::to_string(kMaxGpuCtas) + " rows or fewer on a GPU", describe(*plan));
   if (!workspace) reject("workspace", "given for CUDA tensors", "nothing");
   expect(*workspace, "workspace", {ScalarType::Float}, {{"floats"}}, q);
-  const int64_t needed = Workspace::floats(p.workers, p.heads), size = workspace->size(0);
+  const int64_t needed = Workspace::floats(p.ctas, p.heads), size = workspace->size(0);
   if (size < needed) reject("workspace", "of " + std::to_string(needed) + " floats or more", describe(*workspace));
   p.workspace = data<float>(*workspace);
   if (reinterpret_cast<uintptr_t>(p.workspace) % 16 != 0)
     reject("workspace", "aligned to 16 bytes", "one that begins between");
-  p.arrivals = Workspace::arrivals(p.workspace, size, p.workers, p.heads);
+  p.arrivals = Workspace::arrivals(p.workspace, size, p.ctas, p.heads);
 }
 
 }  // namespace

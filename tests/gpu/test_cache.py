@@ -211,7 +211,7 @@ def test_the_doctor_reads_every_kernel(capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["gpus"]["devices"] and report["gpus"]["kernels"] == library.cuda_kernels()
     for kernel in report["gpus"]["kernels"]:
-        assert "error" not in kernel and kernel["registers"] > 0 and kernel["blocks_per_sm"] > 0
+        assert "error" not in kernel and kernel["registers"] > 0 and kernel["ctas_per_sm"] > 0
         # a few words that are read once a token; the rest would be spilled numbers
         assert kernel["local_bytes"] <= 80
     assert {"what": "every op on a GPU", "runs": True, "why": None} in report["can_run"]

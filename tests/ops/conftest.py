@@ -14,7 +14,7 @@ def shape() -> tuple[int, int]:
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    """The kernels run on several threads, and plans for a CPU have several workers, however many cores there are."""
+    """The kernels run on several threads, and plans for a CPU have several entries, however many cores there are."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

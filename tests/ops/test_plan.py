@@ -20,7 +20,7 @@ def test_every_tile_is_covered_exactly_once(data):
     tokens = data.draw(st.integers(0, 40))
     lengths = data.draw(st.lists(st.integers(-5, topk + 5), min_size=tokens, max_size=tokens))
     extra = data.draw(st.lists(st.integers(0, extra_topk), min_size=tokens, max_size=tokens))
-    workers = data.draw(st.integers(1, 140))
+    ctas = data.draw(st.integers(1, 140))
     whole = data.draw(st.booleans())
     table, _ = planned(
         tokens,
@@ -28,19 +28,19 @@ def test_every_tile_is_covered_exactly_once(data):
         topk_length=torch.tensor(lengths, dtype=torch.int32),
         extra_topk=extra_topk,
         extra_topk_length=torch.tensor(extra, dtype=torch.int32),
-        ctas=workers,
+        ctas=ctas,
         batch_invariant=whole,
     )
     tiles = [a + b for a, b in zip(tiles_of([min(n, topk) for n in lengths]), tiles_of(extra), strict=True)]
     parts = walk(table, tiles)
-    assert all(n >= 1 for n in parts), "every token has a worker, if only to write zeros"
+    assert all(n >= 1 for n in parts), "every token has a CTA, if only to write zeros"
     if whole:
         assert all(n == 1 for n in parts)
 
 
 @given(st.lists(st.integers(0, 4000), min_size=1, max_size=60), st.integers(1, 140))
-def test_no_part_is_shorter_than_it_is_worth(lengths, workers):
-    table, _ = planned(len(lengths), 4000, topk_length=torch.tensor(lengths, dtype=torch.int32), ctas=workers)
+def test_no_part_is_shorter_than_it_is_worth(lengths, ctas):
+    table, _ = planned(len(lengths), 4000, topk_length=torch.tensor(lengths, dtype=torch.int32), ctas=ctas)
     tiles = tiles_of(lengths)
     for token_begin, token_end, tile_begin, tile_end, *_ in table.tolist():
         if token_begin < token_end and tile_begin > 0:
@@ -50,8 +50,8 @@ def test_no_part_is_shorter_than_it_is_worth(lengths, workers):
 
 @pytest.mark.parametrize("lengths", [[20000], [20000] * 8, [100] * 500, [0] * 100 + [30000] + [10] * 100])
 def test_work_is_shared_evenly(lengths):
-    workers = 8
-    table, _ = planned(len(lengths), 30000, topk_length=torch.tensor(lengths, dtype=torch.int32), ctas=workers)
+    ctas = 8
+    table, _ = planned(len(lengths), 30000, topk_length=torch.tensor(lengths, dtype=torch.int32), ctas=ctas)
     tiles = tiles_of(lengths)
     loads = []
     for token_begin, token_end, tile_begin, tile_end, *_ in table.tolist():
@@ -59,7 +59,7 @@ def test_work_is_shared_evenly(lengths):
         if token_end > token_begin:
             inner -= tile_begin + tiles[token_end - 1] - tile_end
         loads.append(inner)
-    average = sum(loads) / workers
+    average = sum(loads) / ctas
     assert max(loads) <= average + MIN_PART + 1
 
 
@@ -81,8 +81,8 @@ def test_a_plan_is_written_into_a_given_table():
     assert torch.equal(given.table, plan.table)
 
 
-def units_of_token(tokens, workers):
-    return TOKEN_UNITS if 2 * tokens > workers else 1
+def units_of_token(tokens, ctas):
+    return TOKEN_UNITS if 2 * tokens > ctas else 1
 
 
 def units_of_ctas(table, tiles):
@@ -98,9 +98,9 @@ def units_of_ctas(table, tiles):
 @st.composite
 def equal_tokens(draw):
     """CTAs, and tokens of a few times as many at most: often just fewer than fill a round."""
-    workers = draw(st.integers(1, 140))
-    idle = draw(st.one_of(st.integers(0, workers), st.integers(0, 8)))
-    return max(draw(st.integers(1, 5)) * workers - idle, 0), draw(st.integers(0, 3000)), workers
+    ctas = draw(st.integers(1, 140))
+    idle = draw(st.one_of(st.integers(0, ctas), st.integers(0, 8)))
+    return max(draw(st.integers(1, 5)) * ctas - idle, 0), draw(st.integers(0, 3000)), ctas
 
 
 @given(equal_tokens(), st.integers(0, 300), st.booleans())

@@ -114,7 +114,7 @@ def walk(table, tiles, tile_slots_wanted=16):
         assert tile_slots == tile_slots_wanted
         if token_begin == token_end:
             continue
-        assert (token_begin, tile_begin) == position, "a worker begins where the one before it ends"
+        assert (token_begin, tile_begin) == position, "a CTA begins where the one before it ends"
         assert part == parts[token_begin]
         for token in range(token_begin, token_end):
             parts[token] += 1
@@ -124,10 +124,10 @@ def walk(table, tiles, tile_slots_wanted=16):
         used = (tile_begin > 0) + (opens and not (tile_begin > 0 and token_end - token_begin == 1))
         partials += range(partial, partial + used)
         if opens and not (tile_begin > 0 and token_end - token_begin == 1):
-            assert cut_into > 1, "the worker that begins a cut token knows its parts"
+            assert cut_into > 1, "the CTA that begins a cut token knows its parts"
         else:
             assert cut_into == 1
-    assert position == (len(tiles), 0), "the last worker ends at the end"
+    assert position == (len(tiles), 0), "the last CTA ends at the end"
     assert partials == list(range(len(partials))) and len(partials) <= 2 * table.shape[0], (
         "each partial result has a slot"
     )

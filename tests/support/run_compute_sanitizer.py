@@ -5,7 +5,7 @@ python tests/support/run_compute_sanitizer.py [--racecheck-library LIBRARY] [TOO
 racecheck sees a library of its own, as it looks at the thread alone that arrives at an mbarrier, not at what __syncwarp
 or a named barrier had put before that: there every lane arrives for itself, and two warpgroups meet at an mbarrier. It
 is built here, or elsewhere with MLA_BACKEND_RACECHECK=1 and named with --racecheck-library. Nor does racecheck follow
-barriers between blocks of a cluster (mbarriers that other blocks arrive at) or that a block waits at one before it
+barriers between CTAs of a cluster (mbarriers that other CTAs arrive at) or that a CTA waits at one before it
 ends, so it sees the kernels without clusters. The other three tools see the kernels as they are.
 
 initcheck sees no masks: their lists end before their memory does, and attention loads a token's first slots before it

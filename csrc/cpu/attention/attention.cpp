@@ -19,9 +19,9 @@ void* thread_workspace(const AttentionKernel& kernel) {
   return buffer.get(kernel.workspace_bytes);
 }
 
-Partials kept_partials(int32_t workers, int32_t heads) {
+Partials kept_partials(int32_t ctas, int32_t heads) {
   thread_local KeptBuffer buffer;
-  return Partials(static_cast<float*>(buffer.get(Partials::floats(workers, heads) * sizeof(float))), workers, heads);
+  return Partials(static_cast<float*>(buffer.get(Partials::floats(ctas, heads) * sizeof(float))), ctas, heads);
 }
 
 struct Job {
@@ -36,7 +36,7 @@ struct Job {
     return {partials.out + row * kValueDim, partials.lse + row, partials.max_logits + row, partials.heads};
   }
 
-  // All tokens of one worker, for some heads.
+  // All tokens of one CTA, for some heads.
   void run_row(const PlanRow& row, int32_t head_begin, int32_t heads) const {
     void* workspace = thread_workspace(kernel);
     for (int32_t token = row.token_begin; token < row.token_end; ++token) {
@@ -52,7 +52,7 @@ struct Job {
     }
   }
 
-  // Combines one head of the token that this worker begins and others continue.
+  // Combines one head of the token that this CTA begins and others continue.
   void merge(const PlanRow& row, int32_t head) const {
     kernel.merge(problem, row.token_end - 1, head, row.parts, at(begun_partial(row), head));
   }
@@ -72,24 +72,24 @@ PlanShape shape_of(const AttentionProblem& p) {
 
 // Heads [first_head, first_head + heads) of all tokens.
 void attend(const AttentionProblem& p, const PlanShape& shape, int32_t first_head, int32_t heads) {
-  // If the plan keeps fewer threads busy than there are (short lists, or tokens that must stay whole), each worker's
+  // If the plan keeps fewer threads busy than there are (short lists, or tokens that must stay whole), each CTA's
   // heads are divided, too, though every share then converts the rows again.
   int32_t busy = 0;
-  for (int32_t w = 0; w < p.workers; ++w) busy += p.plan[w].token_end > p.plan[w].token_begin;
+  for (int32_t w = 0; w < p.ctas; ++w) busy += p.plan[w].token_end > p.plan[w].token_begin;
   constexpr int32_t kFewestHeads = 16;
   int32_t shares = (heads + kMaxWorkHeads - 1) / kMaxWorkHeads;
   if (busy > 0 && busy < thread_count())
     shares = std::max(shares, std::min((thread_count() + busy - 1) / busy, (heads + kFewestHeads - 1) / kFewestHeads));
   const int32_t share = ((heads + shares - 1) / shares + kFewestHeads - 1) / kFewestHeads * kFewestHeads;
 
-  const Job job{p, attention_kernel(p.tile), kept_partials(p.workers, heads), first_head, shape};
-  for_each(static_cast<int64_t>(p.workers) * shares, [&](int64_t item) {
+  const Job job{p, attention_kernel(p.tile), kept_partials(p.ctas, heads), first_head, shape};
+  for_each(static_cast<int64_t>(p.ctas) * shares, [&](int64_t item) {
     const int32_t begin = static_cast<int32_t>(item % shares) * share;
     if (begin < heads) job.run_row(p.plan[item / shares], first_head + begin, std::min(share, heads - begin));
   });
 
   std::vector<int32_t> cut;
-  for (int32_t w = 0; w < p.workers; ++w)
+  for (int32_t w = 0; w < p.ctas; ++w)
     if (p.plan[w].parts > 1) cut.push_back(w);
   for_each_in_ranges(static_cast<int64_t>(cut.size()) * heads, 32, [&](int64_t item) {
     job.merge(p.plan[cut[item / heads]], first_head + static_cast<int32_t>(item % heads));
@@ -103,11 +103,11 @@ void attention(const AttentionProblem& given, const Launch&) {
   PlanShape shape = shape_of(p);
   std::vector<PlanRow> own_plan;
   if (p.plan) shape.tile_slots = std::max(p.plan[0].tile_slots, 1);
-  if (!p.plan || !plan_fits(shape, p.plan, p.workers)) {
+  if (!p.plan || !plan_fits(shape, p.plan, p.ctas)) {
     shape = shape_of(p);
-    own_plan.resize(static_cast<size_t>(thread_count()) * kPlanWorkersPerThread);
+    own_plan.resize(static_cast<size_t>(thread_count()) * kPlanCtasPerThread);
     fill_plan(shape, own_plan.data(), static_cast<int>(own_plan.size()));
-    p.plan = own_plan.data(), p.workers = static_cast<int32_t>(own_plan.size());
+    p.plan = own_plan.data(), p.ctas = static_cast<int32_t>(own_plan.size());
   }
 
   // The heads of a request's many queries come in turn, so that partial results need no more memory than a query's.

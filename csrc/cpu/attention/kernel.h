@@ -13,7 +13,7 @@
 //   widen_row<format>      a cached row as words; without scales, or (ue8m0) multiplied with them
 //   load_values            the words of a step of the value loop: of a row, or (where kPack is 2) of two at once
 //
-// A worker takes one token after the other. A token's valid rows are gathered into tiles of kTile; a tile is
+// A CTA takes one token after the other. A token's valid rows are gathered into tiles of kTile; a tile is
 // converted once for all heads and then, for a block of heads at a time:
 //
 //   scores   lanes are heads. Q was laid out once as [word of the head dim][head], and each word of a cached

@@ -8,9 +8,9 @@ namespace mla::cpu {
 
 void make_plan(const PlanProblem& p) { fill_plan(plan_shape(PlanFor::cpu, p), p.rows, p.launch.ctas); }
 
-void fill_plan(const PlanShape& given, PlanRow* rows, int workers) {
+void fill_plan(const PlanShape& given, PlanRow* rows, int ctas) {
   PlanShape shape = given;
-  shape.token_units = token_units(given, workers);
+  shape.token_units = token_units(given, ctas);
   int64_t units = 0, longest = 0;
   const auto units_of = [&](int32_t token) { return int64_t{shape.token_units} + token_tiles(shape, token); };
   for (int32_t token = 0; token < shape.tokens; ++token) {
@@ -18,30 +18,30 @@ void fill_plan(const PlanShape& given, PlanRow* rows, int workers) {
     longest = std::max(longest, int64_t{token_tiles(shape, token)});
   }
 
-  const int64_t whole = units == full_units(shape) ? whole_token_workers(shape, workers) : 0;
-  int64_t parts = whole > 0 ? 0 : even_parts(shape, units, workers);
-  if (whole == 0 && parts == 0) parts = parts_of_clusters(shape, longest, units, workers);
-  const int64_t active = whole > 0 ? whole : parts > 0 ? parts * shape.tokens : active_workers(shape, units, workers);
+  const int64_t whole = units == full_units(shape) ? whole_token_ctas(shape, ctas) : 0;
+  int64_t parts = whole > 0 ? 0 : even_parts(shape, units, ctas);
+  if (whole == 0 && parts == 0) parts = parts_of_clusters(shape, longest, units, ctas);
+  const int64_t active = whole > 0 ? whole : parts > 0 ? parts * shape.tokens : active_ctas(shape, units, ctas);
   shape.whole_tokens |= whole > 0;
 
   int32_t token = 0;  // the token that `units_before` units precede
   int64_t units_before = 0;
   PlanBorder begin{0, 0};
-  int32_t parts_so_far = 0;  // of the token that the worker before left open
+  int32_t parts_so_far = 0;  // of the token that the CTA before left open
   int32_t partial = 0;
-  for (int worker = 0; worker < workers; ++worker) {
+  for (int cta = 0; cta < ctas; ++cta) {
     PlanBorder end{shape.tokens, 0};
-    if (worker + 1 < active && shape.tokens > 0) {
-      int64_t cut = parts > 0 ? units_before : cut_before(worker + 1, active, units);
+    if (cta + 1 < active && shape.tokens > 0) {
+      int64_t cut = parts > 0 ? units_before : cut_before(cta + 1, active, units);
       if (parts > 0) {
-        for (int64_t t = token; t < (worker + 1) / parts; ++t) cut += units_of(static_cast<int32_t>(t));
-        cut += cut_before_part((worker + 1) % parts, parts, units_of(static_cast<int32_t>((worker + 1) / parts)));
+        for (int64_t t = token; t < (cta + 1) / parts; ++t) cut += units_of(static_cast<int32_t>(t));
+        cut += cut_before_part((cta + 1) % parts, parts, units_of(static_cast<int32_t>((cta + 1) / parts)));
       }
       while (units_before + units_of(token) <= cut) units_before += units_of(token++);
       end = settle_border(shape, token, token_tiles(shape, token), cut - units_before);
     }
 
-    PlanRow& row = rows[worker];
+    PlanRow& row = rows[cta];
     row = row_between(shape, begin, end);
     row.partial = partial;
     if (begin.tile > 0) row.part = parts_so_far;
@@ -52,19 +52,19 @@ void fill_plan(const PlanShape& given, PlanRow* rows, int workers) {
   }
 
   // How many parts each cut token has is known once its last part is.
-  for (int worker = 0; worker < workers; ++worker) {
-    if (rows[worker].tile_begin == 0 || rows[worker].token_begin == rows[worker].token_end) continue;
-    rows[worker - rows[worker].part].parts = rows[worker].part + 1;
+  for (int cta = 0; cta < ctas; ++cta) {
+    if (rows[cta].tile_begin == 0 || rows[cta].token_begin == rows[cta].token_end) continue;
+    rows[cta - rows[cta].part].parts = rows[cta].part + 1;
   }
 }
 
-bool plan_fits(const PlanShape& shape, const PlanRow* rows, int workers) {
+bool plan_fits(const PlanShape& shape, const PlanRow* rows, int ctas) {
   PlanBorder at{0, 0};  // where the rows so far have come
   int32_t part = 0;     // parts so far of the token that is open there
-  int owner = 0;        // the worker that began it
+  int owner = 0;        // the CTA that began it
   int32_t partial = 0;
-  for (int worker = 0; worker < workers; ++worker) {
-    const PlanRow& row = rows[worker];
+  for (int cta = 0; cta < ctas; ++cta) {
+    const PlanRow& row = rows[cta];
     if (row.tile_slots != shape.tile_slots) return false;
     if (at.tile == 0 && row.token_begin == at.token && row.token_end == at.token) {  // nothing to do
       if (row.parts != 1) return false;                                              // the merge would read them
@@ -84,7 +84,7 @@ bool plan_fits(const PlanShape& shape, const PlanRow* rows, int workers) {
     if (continues) ++part;
     const bool closes = continues && !(one_token && leaves_open);
     if (closes && rows[owner].parts != part) return false;
-    if (begins_open) owner = worker, part = 1;
+    if (begins_open) owner = cta, part = 1;
     if (!begins_open && row.parts != 1)
       return false;  // if it begins an open token, its parts are checked above, when that token closes
     partial += continues + begins_open;

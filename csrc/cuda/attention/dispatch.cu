@@ -81,7 +81,7 @@ Launch fitted(const AttentionProblem& p, Launch launch) {
   const bool swap_ab = launch.kernel == Kernel::swap_ab && (heads == 8 || heads == 16 || heads == 32);
   if (!swap_ab && !(launch.kernel == Kernel::m64 && heads == 64)) return portable;
   const bool clusters = swap_ab && heads <= 16 && selection != Selection::unclustered;
-  const bool fills_grid = launch.ctas + launch.cluster > kMaxGpuWorkers;  // once clusters are full
+  const bool fills_grid = launch.ctas + launch.cluster > kMaxGpuCtas;  // once clusters are full
   if (!clusters || fills_grid || gpu.clusters[launch.cluster] == 0) launch.cluster = 1;
   return launch;
 }

@@ -9,7 +9,7 @@
 namespace mla::cuda {
 
 inline dim3 attention_grid(const AttentionProblem& p, const Launch& launch) {
-  return dim3(static_cast<unsigned>(ceil_div(p.heads, launch.heads_per_cta)), p.workers);
+  return dim3(static_cast<unsigned>(ceil_div(p.heads, launch.heads_per_cta)), p.ctas);
 }
 
 }  // namespace mla::cuda

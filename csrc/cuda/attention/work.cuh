@@ -1,4 +1,4 @@
-// What a row of the plan gives a worker to do, token by token. The plan may be a caller's, and stale: nothing in it is
+// What a row of the plan gives a CTA to do, token by token. The plan may be a caller's, and stale: nothing in it is
 // trusted to be within the problem.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace mla::cuda {
 
-// A worker's share of one token: tiles [tile_begin, tile_end) of its main list, then of its extra one.
+// A CTA's share of one token: tiles [tile_begin, tile_end) of its main list, then of its extra one.
 struct TokenWork {
   int token;
   int main_length, extra_length;  // slots in each list
@@ -16,8 +16,8 @@ struct TokenWork {
   int tiles;                      // in both
   int tile_begin;
   int tile_end;
-  // By the plan alone: whatever the lengths are by now, a token's workers agree on whether it is cut.
-  enum Cut { kWhole, kOpened, kContinued } cut;  // by an earlier worker, and perhaps by later ones too
+  // By the plan alone: whatever the lengths are by now, a token's CTAs agree on whether it is cut.
+  enum Cut { kWhole, kOpened, kContinued } cut;  // by an earlier CTA, and perhaps by later ones too
 
   __device__ bool whole() const { return cut == kWhole; }
 };
@@ -29,7 +29,7 @@ struct TokenPart {
   int parts;              // of the token
 };
 
-struct Worker {
+struct CtaWork {
   const AttentionProblem& p;
   PlanRow row;
   int index;
@@ -37,10 +37,10 @@ struct Worker {
   int tile_shift;  // its log2
   int token_begin, token_end;
 
-  __device__ Worker(const AttentionProblem& problem, int index, int max_tile_slots)
-      : Worker(problem, index, row_of(problem, index), max_tile_slots) {}
+  __device__ CtaWork(const AttentionProblem& problem, int index, int max_tile_slots)
+      : CtaWork(problem, index, row_of(problem, index), max_tile_slots) {}
 
-  __device__ Worker(const AttentionProblem& problem, int index, const PlanRow& row, int max_tile_slots)
+  __device__ CtaWork(const AttentionProblem& problem, int index, const PlanRow& row, int max_tile_slots)
       : p(problem), row(row), index(index) {
     // so many at least, as in any plan: then the tiles of a token can be counted in 32 bits
     constexpr int kLeastTileSlots = 16;
@@ -50,10 +50,10 @@ struct Worker {
     token_end = max(min(row.token_end, p.tokens), token_begin);  // their difference is no wild number either
   }
 
-  // Blocks beyond the last worker have no tokens.
+  // CTAs beyond the plan have no tokens; there are some where clusters fill the grid.
   static __device__ PlanRow row_of(const AttentionProblem& p, int index) {
-    PlanRow row = p.plan[min(index, p.workers - 1)];
-    if (index >= p.workers) row.token_begin = row.token_end = 0;
+    PlanRow row = p.plan[min(index, p.ctas - 1)];
+    if (index >= p.ctas) row.token_begin = row.token_end = 0;
     return row;
   }
 
@@ -105,9 +105,9 @@ struct Worker {
     return w.cut == TokenWork::kContinued ? row.partial : begun_partial(row);
   }
 
-  // Which worker's row says how many parts the token has that it continues.
+  // Which CTA's row says how many parts the token has that it continues.
   __device__ int owner() const {
-    return static_cast<int>(min(max(int64_t{index} - row.part, int64_t{0}), int64_t{p.workers} - 1));
+    return static_cast<int>(min(max(int64_t{index} - row.part, int64_t{0}), int64_t{p.ctas} - 1));
   }
   // Which part it has of the token that it begins and leaves open, or of the one that it continues.
   __device__ TokenPart opened_part() const { return {begun_partial(row), begun_partial(row), row.parts}; }

@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
 }  // namespace
 
 void sparse_delta(const DeltaProblem& p, void* stream) {
-  const auto blocks = static_cast<unsigned>((p.tokens * p.heads + kWarps - 1) / kWarps);
-  launch(delta_kernel, dim3(blocks), kThreads, 0, stream, "sparse_delta", p);
+  const auto ctas = static_cast<unsigned>((p.tokens * p.heads + kWarps - 1) / kWarps);
+  launch(delta_kernel, dim3(ctas), kThreads, 0, stream, "sparse_delta", p);
 }
 
 MLA_KERNELS {

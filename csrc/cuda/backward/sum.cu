@@ -100,9 +100,9 @@ constexpr Kernel kKernels[kMaxGroups] = {sum_kernel<kWidth, 1>, sum_kernel<kWidt
 }  // namespace
 
 void backward_sum(const SumProblem& p, void* stream) {
-  const auto blocks = static_cast<unsigned>((int64_t{p.rows} + kRows - 1) / kRows);
+  const auto ctas = static_cast<unsigned>((int64_t{p.rows} + kRows - 1) / kRows);
   const bool rope = p.width == kHeadDim;
-  launch_pdl((rope ? kKernels<kHeadDim> : kKernels<kValueDim>)[p.groups - 1], dim3(blocks),
+  launch_pdl((rope ? kKernels<kHeadDim> : kKernels<kValueDim>)[p.groups - 1], dim3(ctas),
              rope ? kThreads<kHeadDim> : kThreads<kValueDim>, 0, stream, "backward_sum", p);
 }
 

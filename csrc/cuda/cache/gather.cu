@@ -14,7 +14,7 @@ namespace mla::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kRowsPerBlock = kThreads / 32;
+constexpr int kRowsPerCta = kThreads / 32;
 constexpr int kLaneValues = kLatent / 32;
 constexpr int kRopeLanes = 8;
 constexpr int kRopeValues = kRope / kRopeLanes;
@@ -50,7 +50,7 @@ template <int kFormat, bool kAligned>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ CacheGatherProblem p) {
   constexpr CacheFormat kRows = *kFormats[kFormat];
   const int lane = threadIdx.x % 32;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / 32;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kRowsPerCta + threadIdx.x / 32;
   if (index >= p.rows) return;
   const int64_t slot = p.slots[index];
   const bool valid = p.cache.holds(slot);
@@ -111,7 +111,7 @@ using EveryFormat = std::make_integer_sequence<int, kFormatCount>;
 void cache_gather(const CacheGatherProblem& p, void* stream) {
   const bool aligned = rows_aligned16(p.cache) && aligned16(p.out, p.out_row * 2);
   const Kernel kernel = choose(number_of(p.cache.format), aligned, EveryFormat{});
-  launch(kernel, (p.rows + kRowsPerBlock - 1) / kRowsPerBlock, kThreads, 0, stream, "cache_gather", p);
+  launch(kernel, (p.rows + kRowsPerCta - 1) / kRowsPerCta, kThreads, 0, stream, "cache_gather", p);
 }
 
 MLA_KERNELS {

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarpRows = 8;
-constexpr int kBlockRows = kThreads / 32 * kWarpRows;
+constexpr int kCtaRows = kThreads / 32 * kWarpRows;
 constexpr int kPieces = 2;    // of a row, that a lane has: 8 latent values each, so that lanes write side by side
 constexpr int kRopeRows = 4;  // whose rope a warp moves at once, 8 values a lane
 
@@ -36,7 +36,7 @@ template <bool kAligned>
 __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ StageProblem p) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t request = blockIdx.x % p.requests;
-  const int64_t rows = p.rows(request), first = blockIdx.x / p.requests * kBlockRows + warp * kWarpRows;
+  const int64_t rows = p.rows(request), first = blockIdx.x / p.requests * kCtaRows + warp * kWarpRows;
   if (first >= rows) return;
 
   // of row lane % 8
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__
 }  // namespace
 
 void stage_rows(const StageProblem& p, void* stream) {
-  const int64_t chunks = (p.max_blocks * p.cache.block_size + kBlockRows - 1) / kBlockRows;
+  const int64_t chunks = (p.max_blocks * p.cache.block_size + kCtaRows - 1) / kCtaRows;
   launch(rows_aligned16(p.cache) ? stage_kernel<true> : stage_kernel<false>, static_cast<unsigned>(p.requests * chunks),
          kThreads, 0, stream, "stage_rows", p);
 }

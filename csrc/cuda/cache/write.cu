@@ -15,7 +15,7 @@ namespace mla::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kTokensPerBlock = kThreads / 32;
+constexpr int kTokensPerCta = kThreads / 32;
 constexpr int kRopeLanes = 8;  // lanes that each carry 8 rope values
 constexpr int kRopeValues = kRope / kRopeLanes;
 
@@ -56,9 +56,9 @@ __device__ __forceinline__ float quotient(float x, float divisor, float reciproc
 // show; below the upper one no value is infinite, as an infinity makes for a larger scale.
 __device__ __forceinline__ bool is_ordinary(float scale) { return scale >= 0x1p-64f && scale <= 0x1p100f; }
 
-// Blocks that a multiprocessor should hold, so that enough is on its way.
+// CTAs that a multiprocessor should hold, so that enough is on its way.
 template <typename Number, bool kAligned>
-constexpr int kMinBlocks = kAligned ? (sizeof(Number) == 2 ? 12 : 10) : 1;
+constexpr int kMinCtas = kAligned ? (sizeof(Number) == 2 ? 12 : 10) : 1;
 
 // Sixteen or eight numbers divided by a scale, as e4m3.
 template <int kValues, typename Number>
@@ -79,7 +79,7 @@ __device__ __forceinline__ void quantise(uint16_t (&fp8)[kValues / 2], const Num
 
 // Number: how kv_c and k_pe come. kFormat: of kFormats, by number.
 template <typename Number, int kFormat, bool kAligned>
-__global__ void __launch_bounds__(kThreads, kMinBlocks<Number, kAligned>)
+__global__ void __launch_bounds__(kThreads, kMinCtas<Number, kAligned>)
     write_kernel(const __grid_constant__ CacheWriteProblem p) {
   constexpr CacheFormat kRows = *kFormats[kFormat];
   // A lane has 16 latent values in a row, so that lanes side by side share a scale, or twice 8, so that lanes write
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<Number, kAligned>)
   static_assert(kRows.latent % (16 * 4) == 0 && (kRows.rope == 0 || kRows.rope == kRope));
   const int lane = threadIdx.x % 32;
   const bool has_latent = kRows.latent == 32 * 16 || lane < kRows.latent / 16;
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * kTokensPerBlock + threadIdx.x / 32;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kTokensPerCta + threadIdx.x / 32;
   int64_t slot = -1;
   alignas(16) Number latent[kPieces][kValues];
   if constexpr (kRows.latent < 32 * 16) memset(latent, 0, sizeof(latent));
@@ -187,7 +187,7 @@ void cache_write(const CacheWriteProblem& p, void* stream) {
   const bool aligned = aligned16(p.latent, p.latent_token * number) && aligned16(p.rope, p.rope_token * number) &&
                        rows_aligned16(p.cache);
   const Kernel kernel = choose(number_of(p.cache.format), p.source, aligned, EveryFormat{});
-  launch(kernel, (p.tokens + kTokensPerBlock - 1) / kTokensPerBlock, kThreads, 0, stream, "cache_write", p);
+  launch(kernel, (p.tokens + kTokensPerCta - 1) / kTokensPerCta, kThreads, 0, stream, "cache_write", p);
 }
 
 MLA_KERNELS {

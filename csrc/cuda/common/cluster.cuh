@@ -18,10 +18,10 @@ __device__ __forceinline__ uint32_t rank_in_cluster() {
 }
 
 // A cluster's CTAs are neighbours in the grid's y dimension.
-__device__ __forceinline__ uint32_t blocks_of_cluster() {
-  uint32_t blocks;
-  asm("mov.u32 %0, %%cluster_nctaid.y;" : "=r"(blocks));
-  return blocks;
+__device__ __forceinline__ uint32_t ctas_of_cluster() {
+  uint32_t ctas;
+  asm("mov.u32 %0, %%cluster_nctaid.y;" : "=r"(ctas));
+  return ctas;
 }
 
 // After cute::cluster_arrive(): waits for all threads of the cluster. Warps may wait in different places of the code.
@@ -44,7 +44,7 @@ __device__ __forceinline__ float4 load4(uint32_t shared_address) {
   return x;
 }
 
-__device__ __forceinline__ float4 load4_of_block(uint32_t address) {
+__device__ __forceinline__ float4 load4_of_cta(uint32_t address) {
   float4 x;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
@@ -58,13 +58,13 @@ __device__ __forceinline__ float4 load4_of_block(uint32_t address) {
 __device__ __forceinline__ void finish_reads() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
 // The same shared address in the CTA of that rank.
-__device__ __forceinline__ uint32_t in_block(uint32_t shared_address, int rank) {
+__device__ __forceinline__ uint32_t in_cta(uint32_t shared_address, int rank) {
   return cute::set_block_rank(shared_address, rank);
 }
 
 // Stores a number to another CTA's shared memory. Whoever loads it with load_released() also sees all that this thread
 // wrote before, and all that it had seen.
-__device__ __forceinline__ void store_in_block(uint32_t address, uint32_t number) {
+__device__ __forceinline__ void store_in_cta(uint32_t address, uint32_t number) {
   asm volatile("st.release.cluster.shared::cluster.u32 [%0], %1;" ::"r"(address), "r"(number) : "memory");
 }
 
@@ -80,14 +80,14 @@ enum class ClusterRelease {
   // release at cluster scope (MEMBAR.ALL.GPU) also waits for stores to global memory, about a thousand cycles.
   shared,
   // Release and acquire at CTA scope: no fence instruction, but PTX guarantees other CTAs nothing.
-  block,
+  cta,
 };
 // The restricted fences need PTX ISA 8.6.
 constexpr ClusterRelease kClusterRelease =
-    __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208 ? ClusterRelease::shared : ClusterRelease::block;
+    __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208 ? ClusterRelease::shared : ClusterRelease::cta;
 
-// Call it in the arriving thread before arrive_in_block(). It makes this CTA's writes to its shared memory, which the
-// thread must have synchronised with, visible to whoever waits with wait_for_blocks().
+// Call it in the arriving thread before arrive_in_cta(). It makes this CTA's writes to its shared memory, which the
+// thread must have synchronised with, visible to whoever waits with wait_for_ctas().
 template <ClusterRelease kRelease = kClusterRelease>
 __device__ __forceinline__ void release_shared() {
   if constexpr (kRelease == ClusterRelease::shared)
@@ -96,7 +96,7 @@ __device__ __forceinline__ void release_shared() {
 
 // `count` arrivals at a barrier of any CTA of the cluster. (CUTLASS's arrive(cta) counts one.)
 template <ClusterRelease kRelease = kClusterRelease>
-__device__ __forceinline__ void arrive_in_block(uint32_t barrier, int count) {
+__device__ __forceinline__ void arrive_in_cta(uint32_t barrier, int count) {
   if constexpr (kRelease == ClusterRelease::shared)
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
                  : "memory");
@@ -107,7 +107,7 @@ __device__ __forceinline__ void arrive_in_block(uint32_t barrier, int count) {
 // Waits until other CTAs have arrived at this CTA's barrier. Then their shared memory may be read. The fence costs no
 // instruction.
 template <ClusterRelease kRelease = kClusterRelease>
-__device__ __forceinline__ void wait_for_blocks(Barrier& barrier, uint32_t parity) {
+__device__ __forceinline__ void wait_for_ctas(Barrier& barrier, uint32_t parity) {
   if constexpr (kRelease == ClusterRelease::shared) {
     asm volatile(
         "{\n"

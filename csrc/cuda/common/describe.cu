@@ -12,11 +12,11 @@ std::string describe_kernels() {
       json += json.empty() ? "" : ",";
       json += std::string("{\"name\":\"") + kernel.name + "\"";
       cudaFuncAttributes attributes;
-      int blocks = 0;
+      int ctas = 0;
       cudaError_t error = cudaFuncGetAttributes(&attributes, kernel.function);
       if (error == cudaSuccess) error = allow_shared(kernel.function, kernel.dynamic_shared_bytes);
       if (error == cudaSuccess)
-        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel.function, kernel.threads,
+        error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel.function, kernel.threads,
                                                               kernel.dynamic_shared_bytes);
       if (error != cudaSuccess) {
         cudaGetLastError();  // a question must not leave an error behind for the next launch to trip over
@@ -27,7 +27,7 @@ std::string describe_kernels() {
               ",\"registers\":" + std::to_string(attributes.numRegs) +
               ",\"local_bytes\":" + std::to_string(attributes.localSizeBytes) +
               ",\"shared_bytes\":" + std::to_string(attributes.sharedSizeBytes + kernel.dynamic_shared_bytes) +
-              ",\"blocks_per_sm\":" + std::to_string(blocks) +
+              ",\"ctas_per_sm\":" + std::to_string(ctas) +
               ",\"binary_version\":" + std::to_string(attributes.binaryVersion) + "}";
     }
   }

@@ -21,21 +21,21 @@ inline cudaError_t allow_shared(const void* kernel, int dynamic_shared_bytes) {
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_shared_bytes);
 }
 
-inline cudaLaunchAttribute clustered(dim3 blocks) {
+inline cudaLaunchAttribute clustered(dim3 ctas) {
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = blocks.x, cluster.val.clusterDim.y = blocks.y, cluster.val.clusterDim.z = blocks.z;
+  cluster.val.clusterDim.x = ctas.x, cluster.val.clusterDim.y = ctas.y, cluster.val.clusterDim.z = ctas.z;
   return cluster;
 }
 
 // Enqueues a kernel whose only argument is its problem. `attributes` are those of cudaLaunchConfig_t.
 template <typename Problem>
-void launch(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_shared_bytes, void* stream, const char* what,
+void launch(void (*kernel)(Problem), dim3 grid, int threads, int dynamic_shared_bytes, void* stream, const char* what,
             const Problem& problem, cudaLaunchAttribute* attributes = nullptr, int attribute_count = 0) {
   const void* function = reinterpret_cast<const void*>(kernel);
   void* arguments[] = {const_cast<Problem*>(&problem)};
   cudaLaunchConfig_t config{};
-  config.gridDim = blocks;
+  config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = dynamic_shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
@@ -45,16 +45,16 @@ void launch(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_share
   check(cudaLaunchKernelExC(&config, function, arguments), what);
 }
 
-// The same in clusters of blocks, and the kernel may begin before the one before it has ended: it calls
+// The same in clusters of CTAs, and the kernel may begin before the one before it has ended: it calls
 // pdl_wait (common/order.cuh) before it touches what others write or read.
 template <typename Problem>
-void launch_pdl(void (*kernel)(Problem), dim3 blocks, int threads, int dynamic_shared_bytes, void* stream,
+void launch_pdl(void (*kernel)(Problem), dim3 grid, int threads, int dynamic_shared_bytes, void* stream,
                 const char* what, const Problem& problem, dim3 cluster = dim3(1)) {
   cudaLaunchAttribute attributes[2]{{}, clustered(cluster)};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   const bool alone = cluster.x * cluster.y * cluster.z == 1;
-  launch(kernel, blocks, threads, dynamic_shared_bytes, stream, what, problem, attributes, alone ? 1 : 2);
+  launch(kernel, grid, threads, dynamic_shared_bytes, stream, what, problem, attributes, alone ? 1 : 2);
 }
 
 // One kernel of the library, for `mla-backend doctor`.

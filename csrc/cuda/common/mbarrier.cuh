@@ -79,6 +79,6 @@ __device__ __forceinline__ void fence_async_shared() {
 }
 
 // The warp's index, by a shuffle: then the compiler knows that it is uniform.
-__device__ __forceinline__ int warp_of_block() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
+__device__ __forceinline__ int warp_of_cta() { return __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0); }
 
 }  // namespace mla::cuda

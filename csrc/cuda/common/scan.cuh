@@ -1,4 +1,4 @@
-// Prefix sums over the threads of a block: shuffles inside a warp, one round through shared memory. Latency is all that
+// Prefix sums over the threads of a CTA: shuffles inside a warp, one round through shared memory. Latency is all that
 // counts here. CUB's BlockScan needs the number of threads at compile time, and adds up the warps' sums one by one
 // where redux.sync takes one instruction.
 #pragma once
@@ -20,15 +20,15 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
   return value;
 }
 
-// Returns the sum over the warps before the thread's own; `block_total` becomes the sum over all. The last lane of each
-// warp passes its warp's sum. Every thread of the block calls it. `warps` must be free since the last barrier.
+// Returns the sum over the warps before the thread's own; `cta_total` becomes the sum over all. The last lane of each
+// warp passes its warp's sum. Every thread of the CTA calls it. `warps` must be free since the last barrier.
 template <typename T>
-__device__ __forceinline__ T sum_before_warp(T warp_total, T& block_total, T (&warps)[kMaxWarps]) {
+__device__ __forceinline__ T sum_before_warp(T warp_total, T& cta_total, T (&warps)[kMaxWarps]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (lane == 31) warps[warp] = warp_total;
   __syncthreads();
   const T other = lane < blockDim.x / 32 ? warps[lane] : T{0};
-  block_total = warp_sum(other);
+  cta_total = warp_sum(other);
   return warp_sum(lane < warp ? other : T{0});
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMergeBlocksPerProcessor = 4;  // of merge_cut_tokens
+constexpr int kMergeCtasPerProcessor = 4;  // of merge_cut_tokens
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(uint16_t x) { return bf16_to_float(x); }
@@ -96,12 +96,12 @@ __device__ __forceinline__ void store_four(uint16_t* to, const float4& x, bool f
 // warp calls it; a lane reads four entries at once.
 __device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, int before, int lane) {
   constexpr int kRows = 4;
-  for (int begin = 0; begin < p.workers; begin += 32 * kRows) {
+  for (int begin = 0; begin < p.ctas; begin += 32 * kRows) {
     bool cut[kRows];
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      const int worker = begin + 32 * k + lane;
-      cut[k] = worker < p.workers && p.plan[worker].parts > 1;
+      const int cta = begin + 32 * k + lane;
+      cut[k] = cta < p.ctas && p.plan[cta].parts > 1;
     }
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
@@ -191,13 +191,13 @@ struct CompactPart {
   }
 };
 
-// Block x: the x-th split token. A warp combines one head after the other. Rows are few, so the latency of a row
+// blockIdx.x: the x-th split token. A warp combines one head after the other. Rows are few, so the latency of a row
 // counts: the loads of several parts are issued at once.
 //
 // The kernel is launched before the attention kernel has ended (PDL), so that its start costs nothing. It waits for the
 // partial results itself.
 template <typename Part>
-__global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
+__global__ void __launch_bounds__(kThreads, kMergeCtasPerProcessor)
     merge_cut_tokens_kernel(const __grid_constant__ AttentionProblem p) {
   constexpr int kAtOnce = Part::kAtOnce;
   pdl_launch_dependents();
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, kMergeBlocksPerProcessor)
   const PlanRow row = cut ? *cut : PlanRow{};
   pdl_wait();  // every CTA: this kernel must not end before attention does
   if (!cut || row.token_end < 1 || row.token_end > p.tokens) return;
-  const Partials partials(p.workspace, p.workers, p.heads);
+  const Partials partials(p.workspace, p.ctas, p.heads);
   const int64_t partial = begun_partial(row);
   const int parts = static_cast<int>(min(static_cast<int64_t>(row.parts), partials.count - partial));
   if (partial < 0 || parts < 1) return;
@@ -267,9 +267,9 @@ void merge_partials(const MergeProblem<uint16_t>& p, void* stream) { merge(p, st
 void merge_cut_tokens(const AttentionProblem& p, bool compact, void* stream) {
   // At most one wave of CTAs: tokens are rarely split, but this kernel always runs. A head is one warp's work whatever
   // the grid is, so the bits don't depend on it.
-  const int most_blocks = kMergeBlocksPerProcessor * describe_current_gpu().multiprocessors;
-  const int cut = std::min(p.tokens, p.workers);  // upper bound
-  const int heads = std::clamp(most_blocks / cut, 1, (p.heads + kWarps - 1) / kWarps);
+  const int most_ctas = kMergeCtasPerProcessor * describe_current_gpu().multiprocessors;
+  const int cut = std::min(p.tokens, p.ctas);  // upper bound
+  const int heads = std::clamp(most_ctas / cut, 1, (p.heads + kWarps - 1) / kWarps);
   launch_pdl(compact ? merge_cut_tokens_kernel<CompactPart> : merge_cut_tokens_kernel<FloatPart>, dim3(cut, heads),
              kThreads, 0, stream, "merge of cut tokens", p);
 }

@@ -1,4 +1,4 @@
-// The plan on the GPU: one block, whatever the number of tokens. See mla/plan.h for what it computes;
+// The plan on the GPU: one CTA, whatever the number of tokens. See mla/plan.h for what it computes;
 // csrc/cpu/plan/plan.cpp walks the same steps one after the other. All of its time is latency, so it has few barriers
 // and no more threads than there is work for.
 #include <algorithm>
@@ -20,14 +20,14 @@ static_assert(kMostEvenTokens <= kMaxSpans, "such tokens are a span each");
 struct PlanJob {
   PlanShape shape;
   PlanRow* rows;
-  int32_t workers;
-  int32_t span;           // tokens of a span, the unit of the prefix sum; one, if there are few tokens
-  int32_t spans;          // how many there are
-  int32_t own_spans;      // spans that a thread adds up
-  int64_t full_units;     // units of all tokens, if all lists are full
-  int32_t whole_workers;  // workers that take whole tokens then; 0: tokens are cut
-  bool aligned;           // whether rows are, to 16 bytes
-  bool fit_clusters;      // whether splits may be equal after all: see parts_of_clusters()
+  int32_t ctas;
+  int32_t span;        // tokens of a span, the unit of the prefix sum; one, if there are few tokens
+  int32_t spans;       // how many there are
+  int32_t own_spans;   // spans that a thread adds up
+  int64_t full_units;  // units of all tokens, if all lists are full
+  int32_t whole_ctas;  // CTAs that take whole tokens then; 0: tokens are cut
+  bool aligned;        // whether rows are, to 16 bytes
+  bool fit_clusters;   // whether splits may be equal after all: see parts_of_clusters()
 };
 
 // Units: wide enough for the units of all tokens together. uint32_t spares the GPU long sums and divisions.
@@ -38,7 +38,7 @@ struct Planner {
   Units* units_before;  // units before each span, and at the end those of all
   PlanShape settled;    // the shape, and whether tokens stay whole after all
   Units units;          // of all tokens
-  Units active;         // workers that get work
+  Units active;         // CTAs that get work
   Units parts;          // of each token, or 0: see even_parts()
 
   __device__ Planner(const PlanJob& job, Units* memory) : p(job), shape(job.shape), units_before(memory) {}
@@ -63,18 +63,18 @@ struct Planner {
   }
 
   __device__ __forceinline__ void share_out() {
-    const bool whole = p.whole_workers > 0 && units == static_cast<Units>(p.full_units);
+    const bool whole = p.whole_ctas > 0 && units == static_cast<Units>(p.full_units);
     settled = shape;
     settled.whole_tokens |= whole;
     // Divisors of one, as plan_shape() has for GPUs, cost nothing once the compiler knows.
     PlanShape ones = shape;
-    ones.min_part = ones.good_part = ones.workers_per_processor = 1;
-    const bool has_ones = shape.min_part == 1 && shape.good_part == 1 && shape.workers_per_processor == 1;
-    parts = whole ? 0 : even_parts(shape, units, p.workers);
-    active = whole      ? p.whole_workers
+    ones.min_part = ones.good_part = ones.ctas_per_processor = 1;
+    const bool has_ones = shape.min_part == 1 && shape.good_part == 1 && shape.ctas_per_processor == 1;
+    parts = whole ? 0 : even_parts(shape, units, p.ctas);
+    active = whole      ? p.whole_ctas
              : parts    ? parts * shape.tokens
-             : has_ones ? active_workers(ones, units, p.workers)
-                        : active_workers(shape, units, p.workers);
+             : has_ones ? active_ctas(ones, units, p.ctas)
+                        : active_ctas(shape, units, p.ctas);
   }
 
   // Cuts tokens for clusters after all, if none is long. Spans are tokens here, as these are few.
@@ -83,7 +83,7 @@ struct Planner {
     Units longest = 0;
 #pragma unroll 1
     for (int32_t token = 0; token < shape.tokens; ++token) longest = max(longest, tiles(token));
-    parts = parts_of_clusters(shape, longest, units, p.workers);
+    parts = parts_of_clusters(shape, longest, units, p.ctas);
     if (parts > 0) active = parts * shape.tokens;
   }
 
@@ -91,11 +91,11 @@ struct Planner {
     return p.span == 1 ? units_before[token + 1] - units_before[token] - shape.token_units : token_tiles(shape, token);
   }
 
-  // Where a worker begins: its cut falls into some span, and there into some token.
-  __device__ __forceinline__ PlanBorder border(int64_t worker) const {
-    if (worker == 0) return {0, 0};
-    if (worker >= active || shape.tokens == 0) return {shape.tokens, 0};
-    const Units index = worker;
+  // Where a CTA begins: its cut falls into some span, and there into some token.
+  __device__ __forceinline__ PlanBorder border(int64_t cta) const {
+    if (cta == 0) return {0, 0};
+    if (cta >= active || shape.tokens == 0) return {shape.tokens, 0};
+    const Units index = cta;
     Units cut;
     if (parts > 0) {
       const int32_t token = static_cast<int32_t>(index / parts);
@@ -121,15 +121,15 @@ struct Planner {
     }
   }
 
-  __device__ __forceinline__ void store(int64_t worker, PlanBorder begin, PlanBorder end, int32_t part,
+  __device__ __forceinline__ void store(int64_t cta, PlanBorder begin, PlanBorder end, int32_t part,
                                         uint32_t partial) const {
     alignas(16) PlanRow row{begin.token, end.token + (end.tile > 0),    begin.tile,      end.tile, part,
                             1,           static_cast<int32_t>(partial), shape.tile_slots};
     if (end.tile == 0 && end.token > begin.token) row.tile_end = tiles(end.token - 1);
     if (p.aligned)
-      store_bytes<sizeof(row), true>(&row, p.rows + worker);
+      store_bytes<sizeof(row), true>(&row, p.rows + cta);
     else
-      p.rows[worker] = row;
+      p.rows[cta] = row;
   }
 };
 
@@ -151,14 +151,14 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
   __syncthreads();
   if (p.fit_clusters) planner.fit_clusters();
 
-  // Rows in rounds. The last thread only finds where the worker before it ends, and takes that worker's successor in
+  // Rows in rounds. The last thread only finds where the CTA before it ends, and takes that CTA's successor in
   // the next round; partials and parts go on from one round to the next.
   uint32_t partials_before_round = 0;
-  int32_t open_start = 0;  // the worker that continues the open token first
-  for (int64_t round = 0; round < p.workers; round += threads - 1) {
-    const int64_t worker = round + thread;
-    const bool real = worker < p.workers && thread < threads - 1;
-    const PlanBorder begin = planner.border(worker), no_border{0, 0};
+  int32_t open_start = 0;  // the CTA that continues the open token first
+  for (int64_t round = 0; round < p.ctas; round += threads - 1) {
+    const int64_t cta = round + thread;
+    const bool real = cta < p.ctas && thread < threads - 1;
+    const PlanBorder begin = planner.border(cta), no_border{0, 0};
     borders[thread + 1] = begin;  // borders[0] is left from the round before
     __syncthreads();
     const PlanBorder before = borders[thread], end = real ? borders[thread + 2] : no_border;
@@ -167,12 +167,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
     const bool opens = real && end.tile > 0 && !passes_on;
     const bool starts = continues && !(before.tile > 0 && before.token == begin.token);
 
-    // Its partial slot is the number of tokens that earlier workers continue or open. Its part is its distance to the
-    // latest worker that was the first to continue a token.
+    // Its partial slot is the number of tokens that earlier CTAs continue or open. Its part is its distance to the
+    // latest CTA that was the first to continue a token.
     const uint32_t continuing = __ballot_sync(~0u, continues), opening = __ballot_sync(~0u, opens);
     const uint32_t starting = __ballot_sync(~0u, starts);
-    const int32_t warp_worker = static_cast<int32_t>(round) + 32 * warp;
-    const auto latest = [&](uint32_t lanes) { return lanes ? warp_worker + 31 - __clz(lanes) : 0; };
+    const int32_t warp_cta = static_cast<int32_t>(round) + 32 * warp;
+    const auto latest = [&](uint32_t lanes) { return lanes ? warp_cta + 31 - __clz(lanes) : 0; };
     if (lane == 31) warp_starts[warp] = latest(starting);
     uint32_t partials;
     uint32_t partial = sum_before_warp<uint32_t>(__popc(continuing) + __popc(opening), partials, warp_partials);
@@ -183,12 +183,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
     partials_before_round += partials;
     open_start = max(open_start, __reduce_max_sync(~0u, other_start));
 
-    const int32_t part = continues ? static_cast<int32_t>(worker) - start + 1 : 0;
-    if (real) planner.store(worker, begin, end, part, partial);
+    const int32_t part = continues ? static_cast<int32_t>(cta) - start + 1 : 0;
+    if (real) planner.store(cta, begin, end, part, partial);
     if (thread == threads - 1) borders[0] = before;
     __syncthreads();
     // The last part of a cut token tells the first one, which may be in an earlier round, how many there are.
-    if (continues && !passes_on) p.rows[worker - part].parts = part + 1;
+    if (continues && !passes_on) p.rows[cta - part].parts = part + 1;
   }
 }
 
@@ -201,10 +201,10 @@ int32_t divided_up(int64_t n, int64_t by) { return static_cast<int32_t>((n + by 
 
 void make_plan(const PlanProblem& p, void* stream) {
   PlanShape shape = plan_shape(PlanFor::gpu, p);
-  const int32_t workers = p.launch.ctas;
-  shape.token_units = token_units(shape, workers);
+  const int32_t ctas = p.launch.ctas;
+  shape.token_units = token_units(shape, ctas);
   // a thread for each token and for each border, while there are threads
-  const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{workers} + 1);
+  const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{ctas} + 1);
   const int threads = static_cast<int>(std::min<int64_t>((wanted + 31) / 32 * 32, kMaxThreads));
   const int32_t span = std::max(divided_up(shape.tokens, kMaxSpans), 1);
   const int32_t spans = divided_up(shape.tokens, span);
@@ -212,9 +212,9 @@ void make_plan(const PlanProblem& p, void* stream) {
   const bool wide = most_units > UINT32_MAX;
   const int shared_bytes = (spans + 1) * static_cast<int>(wide ? sizeof(uint64_t) : sizeof(uint32_t));
   launch_pdl(wide ? kWideKernel : kKernel, 1, threads, shared_bytes, stream, "plan",
-             PlanJob{shape, p.rows, workers, span, spans, divided_up(spans, threads), most_units,
-                     static_cast<int32_t>(whole_token_workers(shape, workers)), aligned16(p.rows, sizeof(PlanRow)),
-                     may_fit_clusters(shape, workers)});
+             PlanJob{shape, p.rows, ctas, span, spans, divided_up(spans, threads), most_units,
+                     static_cast<int32_t>(whole_token_ctas(shape, ctas)), aligned16(p.rows, sizeof(PlanRow)),
+                     may_fit_clusters(shape, ctas)});
 }
 
 MLA_KERNELS {

@@ -1,10 +1,10 @@
-// The plan says which worker attends to which part of which token's indices. A worker is an item of work for the CPU's
-// threads, or a CTA of the GPU for each group of heads.
+// The plan says which CTA attends to which part of which token's indices. On a GPU there is such a CTA for each group
+// of heads. On a CPU, "CTA" means an item of work for its threads.
 //
 // It splits all work evenly. A token's main list, then its extra one, is cut into tiles of `tile_slots` slots; the two
 // lists never share a tile. The tiles of all tokens are concatenated, with a fixed cost in front of each token, and
-// every worker gets an equal, contiguous range. Work is counted in units: one for each tile, and the tokens' costs. A
-// worker therefore shares at most two tokens with others, its first and its last, and needs room for two partial
+// every CTA gets an equal, contiguous range. Work is counted in units: one for each tile, and the tokens' costs. A
+// CTA therefore shares at most two tokens with others, its first and its last, and needs room for two partial
 // results. On a GPU the launch may say that tokens stay whole, or get equal splits: see Launch.
 #pragma once
 
@@ -17,20 +17,20 @@ namespace mla {
 
 // One row of the plan table, 8 int32.
 struct PlanRow {
-  int32_t token_begin;  // this worker computes tokens [token_begin, token_end)
+  int32_t token_begin;  // this CTA computes tokens [token_begin, token_end)
   int32_t token_end;
   int32_t tile_begin;  // where it begins in its first token, in tiles
-  int32_t tile_end;    // where it ends in its last token; the token's tile count unless a later worker goes on
+  int32_t tile_end;    // where it ends in its last token; the token's tile count unless a later CTA goes on
   int32_t part;        // which part of its first token this is: 0 when it begins at tile 0
   int32_t parts;       // into how many parts its last token is cut, where that token begins here; else 1
-  int32_t partial;     // partial slot of its first partial result: the number of those of earlier workers
+  int32_t partial;     // partial slot of its first partial result: the number of those of earlier CTAs
   int32_t tile_slots;  // slots of a tile
 };
 static_assert(sizeof(PlanRow) == 32, "a plan row is 8 int32");
 
-// A worker has up to two partial results: of the token that it continues from an earlier worker, in partial slot
+// A CTA has up to two partial results: of the token that it continues from an earlier CTA, in partial slot
 // `partial`, and of the one that it begins and leaves open, in the next one (or in `partial`, if it continues none). So
-// the parts of a token have consecutive partial slots, and 2 * workers are enough.
+// the parts of a token have consecutive partial slots, and two per CTA are enough.
 MLA_HOST_DEVICE int64_t begun_partial(const PlanRow& row) { return int64_t{row.partial} + (row.tile_begin > 0); }
 
 // What the op `plan` is given.
@@ -51,21 +51,21 @@ struct PlanShape {
   int32_t topk;
   int32_t extra_topk;
   int32_t tile_slots;
-  int32_t token_units;            // what a token costs besides its tiles, in tiles; see token_units()
-  int32_t min_part;               // smallest distance of cuts, in tiles; no part has fewer than half of it
-  int32_t good_part;              // tiles a worker should get before there are more workers than processors
-  int32_t workers_per_processor;  // more than one, so that a slow processor can take fewer
-  bool whole_tokens;              // never cut a token: its bits then don't depend on its neighbours
-  const int32_t* length;          // [tokens] or null
-  const int32_t* extra_length;    // [tokens] or null
-  int32_t splits;                 // these two are the launch's
+  int32_t token_units;          // what a token costs besides its tiles, in tiles; see token_units()
+  int32_t min_part;             // smallest distance of cuts, in tiles; no part has fewer than half of it
+  int32_t good_part;            // tiles a CTA should get before there are more CTAs than processors
+  int32_t ctas_per_processor;   // more than one, so that a slow processor can take fewer
+  bool whole_tokens;            // never cut a token: its bits then don't depend on its neighbours
+  const int32_t* length;        // [tokens] or null
+  const int32_t* extra_length;  // [tokens] or null
+  int32_t splits;               // these two are the launch's
   int32_t cluster;
 };
 
 enum class PlanFor { cpu, gpu };
 
-constexpr int kGpuTileSlots = 64;         // of every GPU kernel
-constexpr int kPlanWorkersPerThread = 2;  // of a CPU, whose cores are seldom equally fast
+constexpr int kGpuTileSlots = 64;      // of every GPU kernel
+constexpr int kPlanCtasPerThread = 2;  // of a CPU, whose cores are seldom equally fast
 
 inline PlanShape plan_shape(PlanFor device, const PlanProblem& p) {
   PlanShape shape{p.tokens, p.topk, p.extra_topk, 0, 0, 0, 0, 0, p.whole_tokens, p.length, p.extra_length, 0, 1};
@@ -74,14 +74,14 @@ inline PlanShape plan_shape(PlanFor device, const PlanProblem& p) {
     shape.token_units = kTokenTiles;  // see token_units()
     shape.min_part = 1;
     shape.good_part = 1;
-    shape.workers_per_processor = 1;
+    shape.ctas_per_processor = 1;
     shape.splits = p.launch.splits, shape.cluster = p.launch.cluster;
   } else {
     shape.tile_slots = 16;
     shape.token_units = 1;
     shape.min_part = 8;    // 128 slots take several times as long as waking a thread and merging
-    shape.good_part = 32;  // with parts of 512 slots, more workers than threads pay off
-    shape.workers_per_processor = kPlanWorkersPerThread;
+    shape.good_part = 32;  // with parts of 512 slots, more CTAs than threads pay off
+    shape.ctas_per_processor = kPlanCtasPerThread;
   }
   return shape;
 }
@@ -101,12 +101,12 @@ MLA_HOST_DEVICE int32_t token_tiles(const PlanShape& shape, int32_t token) {
          tiles_of(clamp_length(shape.extra_length, token, shape.extra_topk), shape.tile_slots);
 }
 
-// With two workers or more for each token, most workers pay for one token's beginning and end, whatever their share.
-MLA_HOST_DEVICE int32_t token_units(const PlanShape& shape, int64_t workers) {
-  return 2 * int64_t{shape.tokens} > workers ? shape.token_units : 1;
+// With two CTAs or more for each token, most CTAs pay for one token's beginning and end, whatever their share.
+MLA_HOST_DEVICE int32_t token_units(const PlanShape& shape, int64_t ctas) {
+  return 2 * int64_t{shape.tokens} > ctas ? shape.token_units : 1;
 }
 
-// A border between two workers: everything before (token, tile) belongs to the left one.
+// A border between two CTAs: everything before (token, tile) belongs to the left one.
 struct PlanBorder {
   int32_t token;
   int32_t tile;
@@ -125,31 +125,31 @@ MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, 
   return {token, tile};
 }
 
-// The row of a worker between two borders; its part and its partial slot are filled in later.
+// The row of a CTA between two borders; its part and its partial slot are filled in later.
 MLA_HOST_DEVICE PlanRow row_between(const PlanShape& shape, PlanBorder begin, PlanBorder end) {
   PlanRow row{begin.token, end.token + (end.tile > 0), begin.tile, end.tile, 0, 1, 0, shape.tile_slots};
   if (end.tile == 0 && end.token > begin.token) row.tile_end = token_tiles(shape, end.token - 1);
   return row;
 }
 
-// Where the cut in front of worker `index` of `active` falls, in units, rounded to the nearest: equal tokens are cut
+// Where the cut in front of CTA `index` of `active` falls, in units, rounded to the nearest: equal tokens are cut
 // into equal parts where their tiles allow it.
 MLA_HOST_DEVICE int64_t cut_before(int64_t index, int64_t active, int64_t units) {
   return units / active * index + (units % active * index + active / 2) / active;
 }
 
-// How many of `workers` rows get work. Ranges shorter than min_part would only be moved to a border again, so short
-// lists occupy fewer workers. A multiple of the number of tokens is preferred where that leaves few workers idle: equal
-// tokens then share no worker, and fewer or none are cut.
-MLA_HOST_DEVICE int64_t active_workers(const PlanShape& shape, int64_t units, int64_t workers) {
-  if (shape.workers_per_processor == 1 && shape.tokens > 0) {
-    const int64_t even = workers - workers % shape.tokens;
-    if (16 * even >= 15 * workers) workers = even;
+// How many of `ctas` entries get work. Ranges shorter than min_part would only be moved to a border again, so short
+// lists occupy fewer CTAs. A multiple of the number of tokens is preferred where that leaves few CTAs idle: equal
+// tokens then share no CTA, and fewer or none are cut.
+MLA_HOST_DEVICE int64_t active_ctas(const PlanShape& shape, int64_t units, int64_t ctas) {
+  if (shape.ctas_per_processor == 1 && shape.tokens > 0) {
+    const int64_t even = ctas - ctas % shape.tokens;
+    if (16 * even >= 15 * ctas) ctas = even;
   }
-  const int64_t least = workers / shape.workers_per_processor;
+  const int64_t least = ctas / shape.ctas_per_processor;
   const int64_t tiles = units - int64_t{shape.tokens} * shape.token_units;
   const int64_t good = units / shape.good_part, useful = (tiles > shape.tokens ? tiles : shape.tokens) / shape.min_part;
-  const int64_t wanted = good < least ? least : (good < workers ? good : workers);
+  const int64_t wanted = good < least ? least : (good < ctas ? good : ctas);
   return useful < 1 ? 1 : (wanted < useful ? wanted : useful);
 }
 
@@ -163,9 +163,9 @@ MLA_HOST_DEVICE int64_t full_units(const PlanShape& shape) {
 
 // How many CTAs get work where no token is split: 0 unless the launch is for whole tokens. It counts if all lists are
 // full. Only as many get work as the rounds need, so that none has more tokens than there are rounds.
-MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t workers) {
+MLA_HOST_DEVICE int64_t whole_token_ctas(const PlanShape& shape, int64_t ctas) {
   if (shape.splits != 1 || shape.tokens == 0) return 0;
-  const int64_t rounds = (shape.tokens + workers - 1) / workers;
+  const int64_t rounds = (shape.tokens + ctas - 1) / ctas;
   return (shape.tokens + rounds - 1) / rounds;
 }
 
@@ -173,27 +173,27 @@ MLA_HOST_DEVICE int64_t whole_token_workers(const PlanShape& shape, int64_t work
 // worth kClusterTiles more tiles for the CTA that has most.
 constexpr int32_t kMostEvenTokens = 1024;  // more than any GPU runs clusters at once
 constexpr int64_t kClusterTiles = 4;
-MLA_HOST_DEVICE bool even_splits_pay(int64_t longest, int64_t splits, int64_t units, int64_t workers) {
-  return longest <= splits * (kClusterTiles + units / workers);
+MLA_HOST_DEVICE bool even_splits_pay(int64_t longest, int64_t splits, int64_t units, int64_t ctas) {
+  return longest <= splits * (kClusterTiles + units / ctas);
 }
 
-MLA_HOST_DEVICE bool may_fit_clusters(const PlanShape& shape, int64_t workers) {
+MLA_HOST_DEVICE bool may_fit_clusters(const PlanShape& shape, int64_t ctas) {
   return shape.splits == 0 && shape.cluster > 1 && !shape.whole_tokens && shape.tokens > 0 &&
-         shape.tokens <= kMostEvenTokens && int64_t{shape.tokens} * shape.cluster <= workers;
+         shape.tokens <= kMostEvenTokens && int64_t{shape.tokens} * shape.cluster <= ctas;
 }
 
 // Into how many splits every token is cut, whatever its length; 0 where load alone says so.
-MLA_HOST_DEVICE int64_t even_parts(const PlanShape& shape, int64_t units, int64_t workers) {
+MLA_HOST_DEVICE int64_t even_parts(const PlanShape& shape, int64_t units, int64_t ctas) {
   if (shape.whole_tokens || shape.splits < 2 || shape.tokens > kMostEvenTokens) return 0;
-  if (int64_t{shape.tokens} * shape.splits != workers) return 0;
-  return even_splits_pay(full_tiles(shape), shape.splits, units, workers) ? shape.splits : 0;
+  if (int64_t{shape.tokens} * shape.splits != ctas) return 0;
+  return even_splits_pay(full_tiles(shape), shape.splits, units, ctas) ? shape.splits : 0;
 }
 
 // The same in a plan by load for long lists, because a page table is wide, where the longest list is short after all:
 // as many splits as a cluster has CTAs.
-MLA_HOST_DEVICE int64_t parts_of_clusters(const PlanShape& shape, int64_t longest, int64_t units, int64_t workers) {
-  if (!may_fit_clusters(shape, workers) || units == full_units(shape)) return 0;
-  return even_splits_pay(longest, shape.cluster, units, workers) ? shape.cluster : 0;
+MLA_HOST_DEVICE int64_t parts_of_clusters(const PlanShape& shape, int64_t longest, int64_t units, int64_t ctas) {
+  if (!may_fit_clusters(shape, ctas) || units == full_units(shape)) return 0;
+  return even_splits_pay(longest, shape.cluster, units, ctas) ? shape.cluster : 0;
 }
 
 // Where the cut in front of a token's part falls, counted from the token's beginning; within the token.

@@ -95,7 +95,7 @@ struct AttentionProblem {
   RowStrides max_strides;
 
   const PlanRow* plan;  // null: the op makes one
-  int32_t workers;
+  int32_t ctas;
   bool whole_tokens;  // in a plan that the op makes: never cut a token
   float* workspace;   // on a GPU, see Workspace
   int32_t* arrivals;  // on a GPU: the counters in the workspace

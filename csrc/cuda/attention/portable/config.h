@@ -7,10 +7,10 @@
 
 namespace mla::cuda::portable {
 
-constexpr int kHeads = 16;  // a block's heads: the rows of an m16n8k16 product
+constexpr int kHeads = 16;  // a CTA's heads: the rows of an m16n8k16 product
 constexpr int kTile = 64;   // rows of the cache that are in shared memory at once
 constexpr int kThreads = 256;
-constexpr int kBlocksPerProcessor = 2;  // what registers are kept for; plans for all heads fill them
+constexpr int kCtasPerProcessor = 2;  // what registers are kept for; plans for all heads fill them
 constexpr int kWarps = kThreads / 32;
 constexpr int kWarpTokens = kTile / kWarps;    // whose scores a warp computes
 constexpr int kWarpDims = kValueDim / kWarps;  // output dims per warp
@@ -31,6 +31,6 @@ struct Shared {
   const uint8_t* scales[kTile];
   float row_max[kHeads], total[kHeads], rescale[kHeads];
 };
-static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a block have");
+static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a CTA have");
 
 }  // namespace mla::cuda::portable

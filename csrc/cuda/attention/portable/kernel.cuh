@@ -24,7 +24,7 @@ namespace mla::cuda::portable {
 
 // kNumber: the type of queries, gathered rows and outputs.
 template <Number kNumber>
-struct Block {
+struct Cta {
   using Atom = std::conditional_t<kNumber == Number::f16, cute::SM80_16x8x16_F32F16F16F32_TN,
                                   cute::SM80_16x8x16_F32BF16BF16F32_TN>;
 
@@ -261,7 +261,7 @@ struct Block {
 
   // Writes the CTA's heads of a token: to the output, or as partial result number `partial`.
   __device__ void finish(int64_t token, bool whole, int64_t partial, const float (&out)[kWarpDims / 8][4]) const {
-    const Partials partials(p.workspace, p.workers, p.heads);
+    const Partials partials(p.workspace, p.ctas, p.heads);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own = lane / 4 + 8 * half, head = head_begin + own;
@@ -295,14 +295,14 @@ struct Block {
   }
 };
 
-// Block x: heads of a worker, y: the worker.
+// blockIdx.x: a group of heads, y: the plan's row.
 template <Number kNumber>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+__global__ void __launch_bounds__(kThreads, kCtasPerProcessor)
     attention_kernel(const __grid_constant__ AttentionProblem p) {
   extern __shared__ __align__(16) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
-  const Block<kNumber> block{p, s, static_cast<int>(blockIdx.x) * kHeads, static_cast<int>(threadIdx.x) / 32,
-                             static_cast<int>(threadIdx.x) % 32};
+  const Cta<kNumber> cta{p, s, static_cast<int>(blockIdx.x) * kHeads, static_cast<int>(threadIdx.x) / 32,
+                         static_cast<int>(threadIdx.x) % 32};
 
   // The plan may be a caller's, and stale: nothing in it is trusted to be within the problem.
   const PlanRow row = p.plan[blockIdx.y];
@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     const int tile_end = token == row.token_end - 1 ? min(row.tile_end, tiles) : tiles;
 
     __syncthreads();  // the token before no longer needs shared memory
-    block.load_q(token);
+    cta.load_q(token);
     if (threadIdx.x < kHeads) s.row_max[threadIdx.x] = -INFINITY, s.total[threadIdx.x] = 0.0f;
     float out[kWarpDims / 8][4] = {};
     for (int tile = tile_begin; tile < tile_end; ++tile) {
@@ -325,27 +325,27 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
       const int begin = (in_main ? tile : tile - main_tiles) * tile_slots;
       const int slots = (in_main ? length : extra_length) - begin;  // from here to the list's end
       __syncthreads();                                              // the tile before no longer needs the rows
-      if (!block.find_rows(list, token, begin, min(tile_slots, slots))) continue;
+      if (!cta.find_rows(list, token, begin, min(tile_slots, slots))) continue;
       const bool aligned = rows_aligned16(list.cache);
       const CacheFormat& format = list.cache.format;
       if (format.scale == Scale::fp32)
-        aligned ? block.template gather_e4m3<true>() : block.template gather_e4m3<false>();
+        aligned ? cta.template gather_e4m3<true>() : cta.template gather_e4m3<false>();
       else if (format.quantised())
-        block.gather_with_powers(format);
+        cta.gather_with_powers(format);
       else if (format.scale == Scale::power)
-        block.gather_staged();
+        cta.gather_staged();
       else
-        aligned ? block.template gather_plain<true>() : block.template gather_plain<false>();
+        aligned ? cta.template gather_plain<true>() : cta.template gather_plain<false>();
       __syncthreads();
-      block.score(slots);
+      cta.score(slots);
       __syncthreads();
-      block.softmax();
+      cta.softmax();
       __syncthreads();
-      block.add_values(out);
+      cta.add_values(out);
     }
     __syncthreads();
     const bool whole = tile_begin == 0 && tile_end == tiles;
-    block.finish(token, whole, tile_begin > 0 ? row.partial : begun_partial(row), out);
+    cta.finish(token, whole, tile_begin > 0 ? row.partial : begun_partial(row), out);
   }
 }
 

@@ -5,7 +5,7 @@
 
 namespace mla::cuda {
 
-static_assert(portable::kHeads == kPortableHeads && portable::kBlocksPerProcessor == kPortableCtasPerProcessor &&
+static_assert(portable::kHeads == kPortableHeads && portable::kCtasPerProcessor == kPortableCtasPerProcessor &&
               portable::kTile == kGpuTileSlots);
 
 void portable_attention(const AttentionProblem& p, const Launch& how, void* stream) {

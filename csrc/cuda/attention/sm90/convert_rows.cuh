@@ -29,8 +29,8 @@ struct RowConverter {
   TileCursor cursor;
   TileRequest<kPaged> next;  // the tile that is copied next
 
-  __device__ RowConverter(const Worker& worker, int warp, int lane, const EarlySlot& early = {})
-      : p(worker.p), warp(warp), lane(lane), cursor(worker), next(cursor, slot_of_lane(), 1, early) {}
+  __device__ RowConverter(const CtaWork& cta, int warp, int lane, const EarlySlot& early = {})
+      : p(cta.p), warp(warp), lane(lane), cursor(cta), next(cursor, slot_of_lane(), 1, early) {}
 
   __device__ bool done() const { return next.token == TileRequest<kPaged>::kEnd; }
 
@@ -165,15 +165,15 @@ struct RowConverter {
   }
 };
 
-// Eight warps produce a worker's tiles. `begin_token(token, tile)` is called after a token's first tile, which is the
-// worker's tile number `tile`.
+// Eight warps produce a CTA's tiles. `begin_token(token, tile)` is called after a token's first tile, which is the
+// CTA's tile number `tile`.
 template <Rows kRows, bool kPaged, int kStages, typename BeginToken>
-__device__ __forceinline__ void produce_converted(const Worker& worker, uint8_t (&tiles)[kStages][tile_bytes_of(kRows)],
+__device__ __forceinline__ void produce_converted(const CtaWork& cta, uint8_t (&tiles)[kStages][tile_bytes_of(kRows)],
                                                   uint8_t (&valid)[kStages][kTileTokens], Barrier (&full)[kStages],
                                                   Barrier (&empty)[kStages], int warp, int lane, const EarlySlot& early,
                                                   BeginToken begin_token) {
   constexpr int kAhead = kStages - 1;  // tiles in flight
-  RowConverter<kRows, kPaged> rows(worker, warp, lane, early);
+  RowConverter<kRows, kPaged> rows(cta, warp, lane, early);
   uint32_t lists = 0;  // a bit per stage: its tile's list
   const auto copy = [&](int tile) {
     if (!rows.done()) {
@@ -186,8 +186,8 @@ __device__ __forceinline__ void produce_converted(const Worker& worker, uint8_t 
   };
   for (int tile = 0; tile < kAhead; ++tile) copy(tile);
   int tile = 0;
-  for (int token = worker.token_begin; token < worker.token_end; ++token) {
-    const TokenWork work = worker.work(token);
+  for (int token = cta.token_begin; token < cta.token_end; ++token) {
+    const TokenWork work = cta.work(token);
     const int begin = tile, end = tile + work.tile_end - work.tile_begin;
     for (; tile < end; ++tile) {
       const int stage = tile % kStages;

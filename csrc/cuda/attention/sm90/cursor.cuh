@@ -1,4 +1,4 @@
-// Walks a worker's tiles, and finds where their rows lie.
+// Walks a CTA's tiles, and finds where their rows lie.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@ namespace mla::cuda::sm90 {
 
 constexpr uint32_t kNoRow = ~0u;
 
-// A worker's tiles across its tokens. Tokens without tiles are skipped.
+// A CTA's tiles across its tokens. Tokens without tiles are skipped.
 struct TileCursor {
-  const Worker& worker;
+  const CtaWork& cta;
   TokenWork work;
   int tile;
 
-  __device__ explicit TileCursor(const Worker& w) : worker(w) {
-    work.token = worker.token_begin - 1;
+  __device__ explicit TileCursor(const CtaWork& w) : cta(w) {
+    work.token = cta.token_begin - 1;
     tile = work.tile_end = 0;
     step_over_empty();
   }
-  __device__ bool done() const { return work.token >= worker.token_end; }
+  __device__ bool done() const { return work.token >= cta.token_end; }
   __device__ void advance(int tiles = 1) {
     tile += tiles;
     step_over_empty();
@@ -32,17 +32,17 @@ struct TileCursor {
 
  private:
   __device__ void step_over_empty() {
-    while (work.token < worker.token_end && tile >= work.tile_end) {
+    while (work.token < cta.token_end && tile >= work.tile_end) {
       tile -= work.tile_end;
-      if (++work.token >= worker.token_end) break;
-      work = worker.work(work.token);
+      if (++work.token >= cta.token_end) break;
+      work = cta.work(work.token);
       tile += work.tile_begin;
     }
   }
 };
 
-// A slot of the worker's first token, loaded before the length of its list is known, so that both loads are in flight
-// together (sparse attention). It is slot `at` of the tile `later` tiles after the worker's first one. Beyond the
+// A slot of the CTA's first token, loaded before the length of its list is known, so that both loads are in flight
+// together (sparse attention). It is slot `at` of the tile `later` tiles after the CTA's first one. Beyond the
 // list's end it is not used.
 struct EarlySlot {
   int token = -1, tile = 0;
@@ -50,15 +50,15 @@ struct EarlySlot {
 
   __device__ EarlySlot() {}
   template <bool kPaged>
-  static __device__ EarlySlot unless(const Worker& worker, int later, int at) {
-    return kPaged ? EarlySlot() : EarlySlot(worker, later, at);
+  static __device__ EarlySlot unless(const CtaWork& cta, int later, int at) {
+    return kPaged ? EarlySlot() : EarlySlot(cta, later, at);
   }
-  __device__ EarlySlot(const Worker& worker, int later, int at) {
-    if (worker.token_begin >= worker.token_end || worker.row.tile_begin < 0 || at >= worker.tile_slots) return;
-    const SlotList& from = worker.p.lists[0];
-    const int64_t index = (int64_t{worker.row.tile_begin} + later) * worker.tile_slots + at;
+  __device__ EarlySlot(const CtaWork& cta, int later, int at) {
+    if (cta.token_begin >= cta.token_end || cta.row.tile_begin < 0 || at >= cta.tile_slots) return;
+    const SlotList& from = cta.p.lists[0];
+    const int64_t index = (int64_t{cta.row.tile_begin} + later) * cta.tile_slots + at;
     if (index >= from.topk) return;
-    token = worker.token_begin, tile = worker.row.tile_begin + later;
+    token = cta.token_begin, tile = cta.row.tile_begin + later;
     slot = load_now(from.entries + token * from.stride + index);
   }
 
@@ -85,8 +85,8 @@ struct TileRequest {
     slot = -1, list = 0, token = kEnd;
     if (cursor.done()) return;
     const TokenWork& work = cursor.work;
-    const TileSlots slots = slots_of(work, cursor.tile, cursor.worker.tile_slots);
-    const SlotList& from = cursor.worker.p.lists[slots.list];
+    const TileSlots slots = slots_of(work, cursor.tile, cursor.cta.tile_slots);
+    const SlotList& from = cursor.cta.p.lists[slots.list];
     if (at < slots.count) {
       const int index = slots.begin + at;
       const bool known = slots.list == 0 && early.token == work.token && early.tile == cursor.tile;

@@ -33,42 +33,42 @@ static_assert(kQuarter == 4 * 32);
 struct ClusterPeers {
   int first, count, own;
 
-  // A warp arrives at the barrier of every peer, after all that its lanes have done. A barrier expects all blocks of
-  // the cluster, so each block also arrives at its own for those that are no peers.
+  // A warp arrives at the barrier of every peer, after all that its lanes have done. A barrier expects all CTAs of
+  // the cluster, so each CTA also arrives at its own for those that are no peers.
   __device__ void arrive(Barrier& barrier, int lane) const {
     __syncwarp();
-    if (lane < count) arrive_in_block(cute::set_block_rank(cast_smem_ptr_to_uint(&barrier), first + lane), 1);
-    const int others = static_cast<int>(blocks_of_cluster()) - count;
+    if (lane < count) arrive_in_cta(cute::set_block_rank(cast_smem_ptr_to_uint(&barrier), first + lane), 1);
+    const int others = static_cast<int>(ctas_of_cluster()) - count;
     if (lane == 0 && others > 0)
-      arrive_in_block(cute::set_block_rank(cast_smem_ptr_to_uint(&barrier), first + own), others);
+      arrive_in_cta(cute::set_block_rank(cast_smem_ptr_to_uint(&barrier), first + own), others);
   }
 };
 
 // The plan entries that this CTA depends on. All are loaded when the kernel begins, as their latency is high.
 struct Neighbours {
   PlanRow row;  // of the cluster's CTA whose rank is the lane
-  int parts;    // of the token that the worker continues
+  int parts;    // of the token that the CTA continues
 
-  __device__ void load(const Worker& worker, int lane) {
-    row = Worker::row_of(worker.p, index_of(worker, lane));
-    parts = worker.p.plan[worker.owner()].parts;
+  __device__ void load(const CtaWork& cta, int lane) {
+    row = CtaWork::row_of(cta.p, index_of(cta, lane));
+    parts = cta.p.plan[cta.owner()].parts;
   }
 
-  static __device__ int index_of(const Worker& worker, int lane) {
-    const int size = blocks_of_cluster();
-    return lane < size ? worker.index - static_cast<int>(rank_in_cluster()) + lane : worker.p.workers;
+  static __device__ int index_of(const CtaWork& cta, int lane) {
+    const int size = ctas_of_cluster();
+    return lane < size ? cta.index - static_cast<int>(rank_in_cluster()) + lane : cta.p.ctas;
   }
 };
 
 // `tiles` becomes the number of tiles of the CTA whose rank is the lane, if its whole work is a split of one token.
-__device__ __forceinline__ ClusterPeers find_peers(const Worker& worker, const Neighbours& neighbours,
-                                                   int max_tile_slots, int lane, int& tiles) {
-  const int size = blocks_of_cluster();
+__device__ __forceinline__ ClusterPeers find_peers(const CtaWork& cta, const Neighbours& neighbours, int max_tile_slots,
+                                                   int lane, int& tiles) {
+  const int size = ctas_of_cluster();
   const int rank = rank_in_cluster();
   ClusterPeers peers{rank, 1, 0};
   tiles = 0;
   if (size == 1) return peers;
-  const Worker other(worker.p, Neighbours::index_of(worker, lane), neighbours.row, max_tile_slots);
+  const CtaWork other(cta.p, Neighbours::index_of(cta, lane), neighbours.row, max_tile_slots);
   bool single = other.token_end - other.token_begin == 1;
   if (single) {
     const TokenWork work = other.work(other.token_begin);
@@ -86,22 +86,22 @@ __device__ __forceinline__ ClusterPeers find_peers(const Worker& worker, const N
   return peers;
 }
 
-constexpr int kMostBlocks = 16;  // CTAs per cluster
+constexpr int kMostCtas = 16;  // CTAs per cluster
 
 // Which splits a CTA has of the tokens that it shares with others. One warp stores this in shared memory when the
 // kernel begins, to save registers.
 struct CutTokens {
   ClusterPeers peers;
-  TokenPart parts[2];      // of the token that is left open, and of the one that is continued
-  int tiles[kMostBlocks];  // of each CTA of the cluster, by rank
+  TokenPart parts[2];    // of the token that is left open, and of the one that is continued
+  int tiles[kMostCtas];  // of each CTA of the cluster, by rank
 
-  __device__ void store(const Worker& worker, const Neighbours& neighbours, int max_tile_slots, int lane) {
+  __device__ void store(const CtaWork& cta, const Neighbours& neighbours, int max_tile_slots, int lane) {
     int own_tiles;
-    const ClusterPeers found = find_peers(worker, neighbours, max_tile_slots, lane, own_tiles);
-    if (lane < kMostBlocks) tiles[lane] = own_tiles;
+    const ClusterPeers found = find_peers(cta, neighbours, max_tile_slots, lane, own_tiles);
+    if (lane < kMostCtas) tiles[lane] = own_tiles;
     if (lane > 0) return;
     peers = found;
-    parts[0] = worker.opened_part(), parts[1] = worker.continued_part(neighbours.parts);
+    parts[0] = cta.opened_part(), parts[1] = cta.continued_part(neighbours.parts);
   }
 };
 
@@ -236,7 +236,7 @@ struct PeerRows {
       const int member = min(begin + k, peers.count - 1);
       const uint32_t from = cute::set_block_rank(__shfl_sync(~0u, row, member) + 16 * lane, peers.first + member);
 #pragma unroll
-      for (int j = 0; j < kQuartersOfWarp; ++j) x[k][j] = load4_of_block(from + j * kQuarter * 4);
+      for (int j = 0; j < kQuartersOfWarp; ++j) x[k][j] = load4_of_cta(from + j * kQuarter * 4);
     }
   }
 
@@ -265,7 +265,7 @@ __device__ __forceinline__ void merge_peer_rows(const PartResult& result, uint32
                                                 const Share& share, int lane, MergedRow& merged) {
   float4 theirs{-INFINITY, 0.0f, -INFINITY, 0.0f};
   if (lane < peers.count)
-    theirs = load4_of_block(cute::set_block_rank(cast_smem_ptr_to_uint(&result), peers.first + lane));
+    theirs = load4_of_cta(cute::set_block_rank(cast_smem_ptr_to_uint(&result), peers.first + lane));
   row += share.begin * kQuarter * 4;
   PeerRows<kQuartersOfWarp> rows;
   rows.read(peers, row, 0, lane);
@@ -308,7 +308,7 @@ template <Number kNumber, int kHeads, typename Row, typename Read>
 __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const PartResult (&results)[kHeads],
                                             int64_t token, const TokenPart& part, const ClusterPeers& peers,
                                             int head_begin, int warp, int lane, Row row_of_head, Read release) {
-  const Partials partials(p.workspace, p.workers, p.heads);
+  const Partials partials(p.workspace, p.ctas, p.heads);
   const int parts = static_cast<int>(min(max(int64_t{part.parts}, int64_t{1}), partials.count));
   const Share share = share_of(peers, warp, min(kHeads, p.heads - head_begin));
   const uint32_t quarters = (1u << (share.end - share.begin)) - 1;

@@ -44,7 +44,7 @@ __device__ __forceinline__ float finish_head(const AttentionProblem& p, int64_t 
     p.lse[p.offset(p.lse_strides, token, head)] = lse;
     if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit;
   } else {
-    const Partials partials(p.workspace, p.workers, p.heads);
+    const Partials partials(p.workspace, p.ctas, p.heads);
     const int64_t row = partials.row(partial, head);
     partials.lse[row] = lse;
     partials.max_logits[row] = max_logit;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void write_row(const AttentionProblem& p, int64_t tok
           pack<kNumber>(b.x * factor, b.y * factor), pack<kNumber>(b.z * factor, b.w * factor)};
     }
   } else {
-    const Partials partials(p.workspace, p.workers, p.heads);
+    const Partials partials(p.workspace, p.ctas, p.heads);
     float* out = partials.out + partials.row(partial, head) * kValueDim;
 #pragma unroll
     for (int i = 0; i < kValueDim / 128; ++i) {

@@ -31,6 +31,6 @@ struct Shared {
   float lse2[kHeads], delta[kHeads];
   bool valid[kTile];
 };
-static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a block have");
+static_assert(sizeof(Shared) <= 99 * 1024, "what sm_89 and sm_120 let a CTA have");
 
 }  // namespace mla::cuda::portable_backward_kernel

@@ -20,7 +20,7 @@ namespace mla::cuda::portable_backward_kernel {
 using Atom = cute::SM80_16x8x16_F32BF16BF16F32_TN;
 
 template <int kWidth>
-struct Block {
+struct Cta {
   static constexpr int kWarpDims = kWidth / kWarps;
   static constexpr int kWarpTiles = kWarpDims / 8;  // of 8 dims
   static constexpr int kRowPieces = kWidth / 8;     // of 16 bytes
@@ -212,33 +212,33 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const __grid_constan
   extern __shared__ __align__(16) uint8_t memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int groups = head_groups(p.heads, kHeads);
-  const Block<kWidth> block{p,
-                            s,
-                            p.first + static_cast<int32_t>(blockIdx.x / groups),
-                            static_cast<int>(blockIdx.x % groups),
-                            static_cast<int>(threadIdx.x) / 32,
-                            static_cast<int>(threadIdx.x) % 32};
-  const int end = p.lists.entries(block.query);
-  typename Block<kWidth>::Staged staged;
-  block.stage(0, end, staged);
-  block.load_heads();
-  float d_q[Block<kWidth>::kWarpTiles][2][4] = {};
+  const Cta<kWidth> cta{p,
+                        s,
+                        p.first + static_cast<int32_t>(blockIdx.x / groups),
+                        static_cast<int>(blockIdx.x % groups),
+                        static_cast<int>(threadIdx.x) / 32,
+                        static_cast<int>(threadIdx.x) % 32};
+  const int end = p.lists.entries(cta.query);
+  typename Cta<kWidth>::Staged staged;
+  cta.stage(0, end, staged);
+  cta.load_heads();
+  float d_q[Cta<kWidth>::kWarpTiles][2][4] = {};
   for (int first = 0; first < end; first += kTile) {
     __syncthreads();  // the tile before is done
-    const bool any = block.store(staged);
-    block.stage(first + kTile, end, staged);
+    const bool any = cta.store(staged);
+    cta.stage(first + kTile, end, staged);
     if (!__syncthreads_or(any)) continue;
-    if (block.warp < kWarps / 2)
-      block.template multiply<kWidth>(s.q, s.scores);
+    if (cta.warp < kWarps / 2)
+      cta.template multiply<kWidth>(s.q, s.scores);
     else
-      block.template multiply<kValueDim>(s.d_out, s.d_weights);
+      cta.template multiply<kValueDim>(s.d_out, s.d_weights);
     __syncthreads();
-    block.weigh();
+    cta.weigh();
     __syncthreads();
-    block.add_to_d_q(d_q);
-    block.contribute(first);
+    cta.add_to_d_q(d_q);
+    cta.contribute(first);
   }
-  block.store_d_q(d_q);
+  cta.store_d_q(d_q);
 }
 
 }  // namespace mla::cuda::portable_backward_kernel

@@ -6,8 +6,8 @@ namespace mla::cuda {
 
 void portable_backward(const BackwardProblem& p, void* stream) {
   using namespace portable_backward_kernel;
-  const auto blocks = static_cast<unsigned>(int64_t{p.count} * head_groups(p.heads, kHeads));
-  launch(p.width == kHeadDim ? backward_kernel<kHeadDim> : backward_kernel<kValueDim>, dim3(blocks), kThreads,
+  const auto ctas = static_cast<unsigned>(int64_t{p.count} * head_groups(p.heads, kHeads));
+  launch(p.width == kHeadDim ? backward_kernel<kHeadDim> : backward_kernel<kValueDim>, dim3(ctas), kThreads,
          sizeof(Shared), stream, "sparse_backward", p);
 }
 

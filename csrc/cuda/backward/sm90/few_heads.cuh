@@ -448,7 +448,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   __syncthreads();
   pdl_launch_dependents();
   pdl_wait();
-  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  const int warp = warp_of_cta(), lane = threadIdx.x % 32;
   if (warp < 8) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();
     Consumer<kHeads, kBlocks>{p, s, warp / 4, warp % 4, lane}.run();

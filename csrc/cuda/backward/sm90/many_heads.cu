@@ -19,8 +19,8 @@ constexpr int kSharedBytes = sizeof(Shared<kWidth / kBlockDims>);
 template <int kWidth>
 void run(const BackwardProblem& p, int processors, void* stream) {
   const auto start = [&](void (*kernel)(BackwardProblem), int cluster) {
-    const int blocks = std::min(Item::count(p), processors / cluster * cluster);
-    launch_pdl(kernel, dim3(blocks), kThreads, kSharedBytes<kWidth>, stream, "sparse_backward", p, dim3(cluster));
+    const int ctas = std::min(Item::count(p), processors / cluster * cluster);
+    launch_pdl(kernel, dim3(ctas), kThreads, kSharedBytes<kWidth>, stream, "sparse_backward", p, dim3(cluster));
   };
   if (p.accumulator)
     start(kKernel<kWidth, Emit::atomic>, 1);

@@ -114,7 +114,7 @@ struct Consumer {
   __device__ void publish_rows(uint32_t tiles) {
     if (kEmit != Emit::shared || adds()) return;
     __syncwarp();
-    if (lane == 0) store_in_block(in_block(cast_smem_ptr_to_uint(&s.stored[group][warp]), 1), tiles);
+    if (lane == 0) store_in_cta(in_cta(cast_smem_ptr_to_uint(&s.stored[group][warp]), 1), tiles);
   }
 
   // ... and the second one waits for that.
@@ -522,7 +522,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   kEmit == Emit::shared ? cute::cluster_sync() : __syncthreads();
   pdl_launch_dependents();
   pdl_wait();
-  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  const int warp = warp_of_cta(), lane = threadIdx.x % 32;
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_alloc<kScorerRegisters>();
     Scorer<kBlocks, kEmit>{{p, s, 0, warp, hidden(lane)}}.run();

@@ -212,7 +212,7 @@ struct Consumer {
   }
 
   __device__ void write_part(int64_t partial, int lane) {
-    const Partials partials(p.workspace, p.workers, p.heads);
+    const Partials partials(p.workspace, p.ctas, p.heads);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int own = head_begin + head_of(h, lane);
@@ -226,7 +226,7 @@ struct Consumer {
 
   // Four lanes have a row. Numbers keep the accumulators' order, so each lane stores whole pieces.
   __device__ void write_compact(int64_t partial, const float (&factor)[2], int lane) {
-    const Partials partials(p.workspace, p.workers, p.heads);
+    const Partials partials(p.workspace, p.ctas, p.heads);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float largest = 0;
@@ -399,18 +399,18 @@ struct Scorer : Consumer<kRows> {
   }
 
   // How many slots of a tile the lane's heads see. `left` counts the token's remaining tiles, this one included.
-  __device__ void find_seen(const Worker& worker, int token, int left, int (&seen)[2]) const {
-    const TokenWork work = worker.work(token);
+  __device__ void find_seen(const CtaWork& cta, int token, int left, int (&seen)[2]) const {
+    const TokenWork work = cta.work(token);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) seen[h] = worker.seen_of_tile(work, work.tile_end - left, head_begin + head(h));
+    for (int h = 0; h < 2; ++h) seen[h] = cta.seen_of_tile(work, work.tile_end - left, head_begin + head(h));
   }
 
-  __device__ void run(const Worker& worker) {
+  __device__ void run(const CtaWork& cta) {
     int tile = 0, tokens = 0;
-    for (int token = worker.token_begin; token < worker.token_end; ++token) {
-      const TokenWork work = worker.work(token);
+    for (int token = cta.token_begin; token < cta.token_end; ++token) {
+      const TokenWork work = cta.work(token);
       const int end = tile + work.tile_end - work.tile_begin;
-      const int hidden_tiles = kDense ? work.tile_end - worker.first_hidden_tile(work) : 0;  // at the end
+      const int hidden_tiles = kDense ? work.tile_end - cta.first_hidden_tile(work) : 0;  // at the end
       this->clear();
 #pragma unroll
       for (int h = 0; h < 2; ++h) row_max[h] = max_score[h] = kLowest, total[h] = 0.0f;
@@ -432,7 +432,7 @@ struct Scorer : Consumer<kRows> {
           softmax_of_plain(score, weights, by);
         } else {
           int seen[2] = {kTileTokens, kTileTokens};
-          if (hides) find_seen(worker, token, end - tile, seen);
+          if (hides) find_seen(cta, token, end - tile, seen);
           softmax(score, stage, seen, by);
           pack_weights(weights, score);
         }
@@ -446,7 +446,7 @@ struct Scorer : Consumer<kRows> {
       }
       const bool empty = work.tile_end == work.tile_begin;
       const int last = (tile + kStages - 1) % kStages;
-      finish(work, worker.partial(work), token % 2, empty ? -1 : last);
+      finish(work, cta.partial(work), token % 2, empty ? -1 : last);
       if (!empty) arrive_as_warp(s.empty[last]), ++tokens;
     }
   }
@@ -486,8 +486,8 @@ struct RawRowLoader {
   uint32_t own;  // this lane's row
   int list;
 
-  __device__ RawRowLoader(const Worker& worker, int warp, int lane)
-      : p(worker.p), cursor(worker), next(cursor, warp * kRows + lane % kRows), warp(warp), lane(lane) {}
+  __device__ RawRowLoader(const CtaWork& cta, int warp, int lane)
+      : p(cta.p), cursor(cta), next(cursor, warp * kRows + lane % kRows), warp(warp), lane(lane) {}
 
   // Computes the addresses of the next tile's rows ahead of time.
   __device__ void prepare() {
@@ -545,13 +545,13 @@ struct Adder : Consumer<kRows> {
 
   static constexpr bool kRaw = is_scaled(kRows);
 
-  __device__ void run(const Worker& worker) {
+  __device__ void run(const CtaWork& cta) {
     int tile = 0;
-    RawRowLoader<kPaged> loader(worker, warp, lane);
+    RawRowLoader<kPaged> loader(cta, warp, lane);
     if constexpr (kRaw)
       for (int i = 0; i < kStages; ++i) loader.prepare(), loader.copy(s, i);
-    for (int token = worker.token_begin; token < worker.token_end; ++token) {
-      const TokenWork work = worker.work(token);
+    for (int token = cta.token_begin; token < cta.token_end; ++token) {
+      const TokenWork work = cta.work(token);
       const int end = tile + work.tile_end - work.tile_begin;
       const bool empty = tile == end;
       this->clear();
@@ -575,7 +575,7 @@ struct Adder : Consumer<kRows> {
       sync_named<32 * kConsumerWarps>(kTokenBarrier);
       const float factor[2] = {s.factor[token % 2][head(0)], s.factor[token % 2][head(1)]};
       const int last = (tile + kStages - 1) % kStages;
-      this->write(work, worker.partial(work), factor, empty ? -1 : last);
+      this->write(work, cta.partial(work), factor, empty ? -1 : last);
       if (!empty) release(loader, tile - 1);
     }
   }
@@ -595,7 +595,7 @@ __device__ void describe_column(Shared<kRows>& s, int stage, int row, bool valid
 
 // A producer warp: its rows of each tile, and its heads of each token's queries.
 template <Rows kRows, bool kPaged>
-__device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worker& worker, int head_begin, int warp,
+__device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const CtaWork& cta, int head_begin, int warp,
                         int lane) {
   int tile = 0, tokens = 0;
   const auto queries = [&](int token) {
@@ -607,8 +607,8 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
     ++tokens;
   };
   if constexpr (is_scaled(kRows)) {
-    for (int token = worker.token_begin; token < worker.token_end; ++token) {
-      const TokenWork work = worker.work(token);
+    for (int token = cta.token_begin; token < cta.token_end; ++token) {
+      const TokenWork work = cta.work(token);
       if (work.tile_end == work.tile_begin) continue;
       queries(token);
       for (const int end = tile + work.tile_end - work.tile_begin; tile < end; ++tile) {
@@ -627,10 +627,10 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
       }
     }
   } else if constexpr (is_converted(kRows)) {
-    produce_converted<kRows, kPaged>(worker, s.tiles, s.plain, s.full, s.empty, warp, lane, {},
+    produce_converted<kRows, kPaged>(cta, s.tiles, s.plain, s.full, s.empty, warp, lane, {},
                                      [&](int token, int) { queries(token); });
   } else {
-    TileCursor cursor(worker);
+    TileCursor cursor(cta);
     TileRequest<kPaged> next(cursor, warp * kWarpRows + lane % kWarpRows);
     for (; next.token != next.kEnd; ++tile) {
       const uint32_t row = next.row(p);
@@ -653,7 +653,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const Worke
   }
 }
 
-// Block x: heads of a worker, y: the worker.
+// blockIdx.x: a group of heads, y: the plan's row.
 template <Rows kRows, Form kForm>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
   constexpr bool kPaged = kForm == Form::dense;
@@ -672,12 +672,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   }
   __syncthreads();
   const int head_begin = blockIdx.x * kHeads;
-  const int warp = warp_of_block();
+  const int warp = warp_of_cta();
   const int lane = threadIdx.x % 32;
   const auto begin = [&] {
     pdl_wait();
     pdl_launch_dependents();
-    return Worker(p, blockIdx.y, kTileTokens);
+    return CtaWork(p, blockIdx.y, kTileTokens);
   };
   if (warp < 4) {
     cutlass::arch::warpgroup_reg_alloc<kScoringRegisters>();

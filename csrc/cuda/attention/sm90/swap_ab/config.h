@@ -64,7 +64,7 @@ struct Shared {
 template <Rows kRows, int kHeads>
 constexpr int kSharedBytes = sizeof(Shared<kRows, kHeads>);
 
-constexpr int kMostSharedBytes = 227 * 1024;  // of a block on sm_90
+constexpr int kMostSharedBytes = 227 * 1024;  // of a CTA on sm_90
 static_assert(kSharedBytes<Rows::fp8_ds_mla, 32> <= kMostSharedBytes &&
               kSharedBytes<Rows::fp8_ds_mla, 16> <= kMostSharedBytes &&
               kSharedBytes<Rows::fp8_tensor_576, 16> <= kMostSharedBytes &&

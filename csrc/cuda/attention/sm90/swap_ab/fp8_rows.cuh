@@ -278,10 +278,10 @@ struct Fp8Rows {
     constexpr int kBatch = 32 / kWarpRows;  // tiles
     // Load the next slots after a tile's copies have been issued, if a register for the row can be spared meanwhile.
     constexpr bool kCopiesFirst = kHeads <= 16 && !kPaged;
-    const Worker worker(p, blockIdx.y, kTileTokens);
+    const CtaWork cta(p, blockIdx.y, kTileTokens);
     const int first = warp * kWarpRows, at = first + lane % kWarpRows;
-    const auto early = EarlySlot::unless<kPaged>(worker, lane / kWarpRows, at);
-    TileCursor cursor(worker);
+    const auto early = EarlySlot::unless<kPaged>(cta, lane / kWarpRows, at);
+    TileCursor cursor(cta);
     cursor.advance(lane / kWarpRows);
     TileRequest<kPaged> next(cursor, at, kBatch, early);
     wait_for_cluster();

@@ -102,12 +102,12 @@ struct Consumer {
   }
 
   // Heads of a request's earlier queries see less of the last tiles.
-  __device__ void hide_later_slots(const Worker& worker, int token, int tile) {
-    const TokenWork work = worker.work(token);
+  __device__ void hide_later_slots(const CtaWork& cta, int token, int tile) {
+    const TokenWork work = cta.work(token);
     const int slot = warp * 16 + lane / 4;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) {
-      const int seen = worker.seen_of_tile(work, work.tile_begin + tile, head_begin + head(c)), i = c / 2 * 4 + c % 2;
+      const int seen = cta.seen_of_tile(work, work.tile_begin + tile, head_begin + head(c)), i = c / 2 * 4 + c % 2;
       if (slot >= seen) score[i] = -INFINITY;
       if (slot + 8 >= seen) score[i + 2] = -INFINITY;
     }
@@ -338,7 +338,7 @@ struct Consumer {
     const int tiles = cut.tiles[peers.first + min(lane, peers.count - 1)];
     const uint32_t first_row =
         cast_smem_ptr_to_uint(s.rows.reduction_buffer((tiles > 0 ? tiles - 1 : 0) % Own::kStages));
-    if (peers.count > 1) wait_for_blocks(s.cluster_full, 0);
+    if (peers.count > 1) wait_for_ctas(s.cluster_full, 0);
     const auto row_of_head = [&](int own) {
       return first_row + rows.reduction_row(own) * kReductionStride * static_cast<int>(sizeof(float));
     };
@@ -350,37 +350,37 @@ struct Consumer {
     };
     merge_parts<number_of(kRows), kHeads>(p, s.part, work.token, cut.parts[work.cut == TokenWork::kContinued], peers,
                                           head_begin, 4 * group + warp, lane, row_of_head, release);
-    if (peers.count > 1) wait_for_blocks(s.cluster_empty, 0);  // peers have read this block's memory
+    if (peers.count > 1) wait_for_ctas(s.cluster_empty, 0);  // peers have read this CTA's memory
   }
 
   // Loads the queries of the first token with tiles: consumers are idle until the first rows arrive. Barriers may be
   // used from here on.
-  __device__ void produce_first_queries(const Worker& worker) {
-    int token = worker.token_begin;
-    for (; token < worker.token_end; ++token) {
-      const TokenWork work = worker.work(token);
+  __device__ void produce_first_queries(const CtaWork& cta) {
+    int token = cta.token_begin;
+    for (; token < cta.token_end; ++token) {
+      const TokenWork work = cta.work(token);
       if (work.tile_end > work.tile_begin) break;
     }
-    if (token < worker.token_end)
+    if (token < cta.token_end)
       Own::produce_queries(p, s, 0, token, head_begin, 4 * group + warp, lane, [] { wait_for_cluster(); });
     else
       wait_for_cluster();
   }
 
-  __device__ void run(const Worker& worker) {
+  __device__ void run(const CtaWork& cta) {
     const bool finds_parts = !kMerged<kHeads> && group == 1 && warp == 3;  // its group starts with the second tile
     Neighbours neighbours;
-    if (finds_parts) neighbours.load(worker, lane);
-    produce_first_queries(worker);
-    if (finds_parts) s.cut_tokens.store(worker, neighbours, kTileTokens, lane);
+    if (finds_parts) neighbours.load(cta, lane);
+    produce_first_queries(cta);
+    if (finds_parts) s.cut_tokens.store(cta, neighbours, kTileTokens, lane);
     find_weights_address();
     uint32_t ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
     uint32_t reductions = 0;                       // of store_for_reduction() and reduce()
     int last = 0;                                  // stage of a token's last tile
-    for (int token = worker.token_begin; token < worker.token_end; ++token) {
-      const TokenWork work = worker.work(token);
+    for (int token = cta.token_begin; token < cta.token_end; ++token) {
+      const TokenWork work = cta.work(token);
       const int tiles = work.tile_end - work.tile_begin;
-      const int hidden_from = kDense ? worker.first_hidden_tile(work) - work.tile_begin : 0;
+      const int hidden_from = kDense ? cta.first_hidden_tile(work) - work.tile_begin : 0;
       if (tiles > 0) {
         const int own_tiles = (tiles + (ordinal % 2 == group)) / 2, query = tokens % Own::kQueries;
         wait(s.q_full[query], tokens / Own::kQueries % 2);
@@ -392,8 +392,7 @@ struct Consumer {
           fence_async_shared();
           rows.compute_scores(score, s.rows, stage, query, s.q_scale[query]);
           if (i == own_tiles - 1) arrive_as_warp(s.q_empty[query]);
-          if (kDense && static_cast<int>(tile - ordinal) >= hidden_from)
-            hide_later_slots(worker, token, tile - ordinal);
+          if (kDense && static_cast<int>(tile - ordinal) >= hidden_from) hide_later_slots(cta, token, tile - ordinal);
           wait(s.weights_free[group], visits % 2 ^ 1);
           softmax(i == 0);
           add_values(stage, tile == ordinal + tiles - 1);
@@ -405,7 +404,7 @@ struct Consumer {
           if (ordinal % 2 != group)
             store_for_reduction(last, reductions);
           else
-            reduce(work, worker.partial(work), own_tiles, last, reductions);
+            reduce(work, cta.partial(work), own_tiles, last, reductions);
           ++reductions;
         } else if constexpr (!kMerged<kHeads>) {
           group == 0 ? reduce_part<0>(last, reductions) : reduce_part<1>(last, reductions);
@@ -414,7 +413,7 @@ struct Consumer {
       } else if (!kMerged<kHeads> && !work.whole()) {
         if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, kLowest, s.weights[0].address()};
       } else if (group == 0) {
-        write_empty(work, worker.partial(work));
+        write_empty(work, cta.partial(work));
       }
       if (kMerged<kHeads> || work.whole()) continue;
       if constexpr (!kMerged<kHeads>) merge_part(work);
@@ -442,7 +441,7 @@ struct Consumer {
   }
 };
 
-// Block x: heads of a worker, y: the worker.
+// blockIdx.x: a group of heads, y: the plan's row.
 template <Rows kRows, int kHeads, Form kForm>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
   using Own = RowsOf<kRows, kHeads>;
@@ -458,19 +457,19 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
 #ifdef MLA_RACECHECK
     s.groups_met.init(2 * kGroupThreads);
 #endif
-    s.cluster_full.init(blocks_of_cluster());
-    s.cluster_empty.init(kConsumerWarps * blocks_of_cluster());
+    s.cluster_full.init(ctas_of_cluster());
+    s.cluster_empty.init(kConsumerWarps * ctas_of_cluster());
     s.touched = touch(p);
   }
   cute::cluster_arrive();  // all wait for it after they have issued their first loads
   const int head_begin = blockIdx.x * kHeads;
-  const int warp = warp_of_block(), lane = threadIdx.x % 32;
+  const int warp = warp_of_cta(), lane = threadIdx.x % 32;
   if (warp < kConsumerWarps) {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters<kHeads>>();
     pdl_wait();
     pdl_launch_dependents();
     Consumer<kRows, kHeads, kForm> consumer{p, s, head_begin, warp / 4, warp % 4, lane, {warp % 4, lane}};
-    consumer.run(Worker(p, blockIdx.y, kTileTokens));
+    consumer.run(CtaWork(p, blockIdx.y, kTileTokens));
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters<kHeads>>();
     pdl_wait();

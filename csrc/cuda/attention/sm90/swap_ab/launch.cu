@@ -10,9 +10,9 @@ using namespace sm90::swap_ab;
 using sm90::Form;
 using sm90::Rows;
 
-// Clusters of more than 8 blocks have to be asked for.
-void allow_cluster(const void* kernel, int blocks) {
-  if (blocks > 8)
+// Clusters of more than 8 CTAs have to be asked for.
+void allow_cluster(const void* kernel, int ctas) {
+  if (ctas > 8)
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "sparse_attention");
 }
 
@@ -20,9 +20,9 @@ using Kernel = void (*)(AttentionProblem);
 
 void run(Kernel kernel, int shared_bytes, const AttentionProblem& p, const Launch& launch, void* stream) {
   allow_cluster(reinterpret_cast<const void*>(kernel), launch.cluster);
-  dim3 blocks = attention_grid(p, launch);
-  blocks.y = (blocks.y + launch.cluster - 1) / launch.cluster * launch.cluster;
-  launch_pdl(kernel, blocks, kThreads, shared_bytes, stream, "sparse_attention", p, dim3(1, launch.cluster));
+  dim3 grid = attention_grid(p, launch);
+  grid.y = (grid.y + launch.cluster - 1) / launch.cluster * launch.cluster;
+  launch_pdl(kernel, grid, kThreads, shared_bytes, stream, "sparse_attention", p, dim3(1, launch.cluster));
 }
 
 template <Rows kRows, int kHeads, Form kForm>
@@ -47,18 +47,18 @@ void swap_ab_attention(const AttentionProblem& p, const Launch& launch, void* st
   });
 }
 
-// A cluster lies within one of the GPU's partitions, which may differ in size, so only the driver knows. A block takes
+// A cluster lies within one of the GPU's partitions, which may differ in size, so only the driver knows. A CTA takes
 // all registers of a multiprocessor, whatever its heads and rows are: one form of the kernel answers for all.
-int swap_ab_clusters(int blocks) {
+int swap_ab_clusters(int ctas) {
   static_assert(kThreads * kRegisters == 64 * 1024);
   const auto kernel = reinterpret_cast<const void*>(attention_kernel<Rows::fp8_ds_mla, 16, Form::sparse>);
-  const std::string what = "clusters of " + std::to_string(blocks) + " blocks";
+  const std::string what = "clusters of " + std::to_string(ctas) + " CTAs";
   constexpr int kBytes = kSharedBytes<Rows::fp8_ds_mla, 16>;
   check(allow_shared(kernel, kBytes), what.c_str());
-  allow_cluster(kernel, blocks);
-  cudaLaunchAttribute cluster = clustered(dim3(1, blocks));
+  allow_cluster(kernel, ctas);
+  cudaLaunchAttribute cluster = clustered(dim3(1, ctas));
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1, blocks);
+  config.gridDim = dim3(1, ctas);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = kBytes;
   config.attrs = &cluster;

@@ -108,9 +108,9 @@ struct PlainRows {
   // first token.
   template <bool kPaged, typename Shared>
   static __device__ void produce(const AttentionProblem& p, Shared& s, int head_begin, int warp, int lane) {
-    const Worker worker(p, blockIdx.y, kTileTokens);
+    const CtaWork cta(p, blockIdx.y, kTileTokens);
     const int at = warp * RowCopier::kRows + lane % RowCopier::kRows;
-    const auto early = EarlySlot::unless<kPaged>(worker, 0, at);
+    const auto early = EarlySlot::unless<kPaged>(cta, 0, at);
     wait_for_cluster();
     int tokens = 1;
     const auto begin_token = [&](int token, int tile) {
@@ -119,10 +119,10 @@ struct PlainRows {
       ++tokens;
     };
     if constexpr (is_converted(kRows)) {
-      produce_converted<kRows, kPaged>(worker, s.rows.tiles, s.rows.valid, s.full, s.empty, warp, lane, early,
+      produce_converted<kRows, kPaged>(cta, s.rows.tiles, s.rows.valid, s.full, s.empty, warp, lane, early,
                                        begin_token);
     } else {
-      TileCursor cursor(worker);
+      TileCursor cursor(cta);
       TileRequest<kPaged> next(cursor, at, 1, early);
       for (int tile = 0; next.token != next.kEnd; ++tile) {
         const uint32_t row = next.row(p);
