@@ -45,5 +45,5 @@ print(
 
 # The same in two halves, as two GPUs that share a sequence would do it.
 halves = [mla_backend.sparse_attention(q, cache, half.contiguous(), scale=SCALE) for half in indices.chunk(2, dim=1)]
-merged, _ = mla_backend.merge_partials([h[0] for h in halves], [h[1] for h in halves])
-print(f"two halves merged: differ from the whole by at most {(merged.float() - out.float()).abs().max():.1e}")
+combined, _ = mla_backend.combine_partials([h[0] for h in halves], [h[1] for h in halves])
+print(f"two halves combined: differ from the whole by at most {(combined.float() - out.float()).abs().max():.1e}")

@@ -21,6 +21,7 @@ __all__ = [
     "backward_order",
     "cache_gather",
     "cache_write",
+    "combine_partials",
     "convert_indices",
     "dense_attention",
     "flash_mla",
@@ -29,7 +30,6 @@ __all__ = [
     "flex_mla",
     "format_of",
     "index_scores",
-    "merge_partials",
     "plan",
     "reference",
     "rotate_queries",
@@ -46,7 +46,7 @@ __all__ = [
 try:
     from mla_backend import fake as _fake  # noqa: F401  (torch.compile support)
     from mla_backend import flash_mla, flash_mla_fork, library, reference, tilelang
-    from mla_backend.attention import merge_partials, sparse_attention
+    from mla_backend.attention import combine_partials, sparse_attention
     from mla_backend.cache import cache_gather, cache_write, convert_indices, stage_rows
     from mla_backend.dense import dense_attention
     from mla_backend.flex import flex_mla

@@ -1,4 +1,4 @@
-"""Sparse attention, and the merge of partial results."""
+"""Sparse attention, and partial results combined."""
 
 from collections.abc import Sequence
 
@@ -173,28 +173,28 @@ def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
     return torch.stack(tuple(parts))
 
 
-def merge_partials(
+def combine_partials(
     outs: Tensor | Sequence[Tensor],
     lses: Tensor | Sequence[Tensor],
     *,
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merges attention results over disjoint sets of slots by their lse, as if all had been attended to at once.
+    """Combines attention results over disjoint sets of slots by their lse, as if all had been attended to at once.
 
     Args:
         outs: bf16 or fp32 `[P, T, H, D]`, or P tensors `[T, H, D]`. D is at most 1024.
-        lses: fp32 `[P, T, H]`, or P tensors `[T, H]`, of any strides. A part with an lse of -inf weighs nothing,
+        lses: fp32 `[P, T, H]`, or P tensors `[T, H]`, of any strides. A result with an lse of -inf weighs nothing,
             whatever its out holds. (`flash_mla` gives empty rows +inf: turn that into -inf first.)
         out, lse: where to write, `[T, H, D]` of the dtype of outs and fp32 `[T, H]`.
 
     Returns:
-        out and lse; 0 and -inf where every part was empty.
+        out and lse; 0 and -inf where every partial result was empty.
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     if out is None:
         out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
     if lse is None:
         lse = torch.empty(outs.shape[1:-1], dtype=torch.float32, device=outs.device)
-    call(torch.ops.mla_backend.merge_partials.default, outs, lses, out, lse)
+    call(torch.ops.mla_backend.combine_partials.default, outs, lses, out, lse)
     return out, lse

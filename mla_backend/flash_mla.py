@@ -110,7 +110,7 @@ def get_mla_metadata(
     The exception are the arguments of the package's version of September 2025, in their order or by name:
     cache_seqlens int32 `[b]`, num_q_tokens_per_head_k (s_q * num_heads_q // num_heads_k), num_heads_k, and for sparse
     attention num_heads_q, is_fp8_kvcache and topk. Its callers copy both results into tensors of their own. They get
-    the plan, int32 `[parts, 8]`, and int32 `[b + 1]`, the number of parts of all requests before each one.
+    the plan, int32 `[ctas, 8]`, and int32 `[b + 1]`, the number of splits of all requests before each one.
 
     Args:
         enable_batch_invariant: give a token the same bits whatever else is in the batch, by never splitting its list.
@@ -179,12 +179,12 @@ def _metadata_of_september_2025(
 
 
 def _splits_before(table: Tensor, requests: int, s_q: int) -> Tensor:
-    """int32 `[requests + 1]`: the parts of all requests before each one. A CTA that begins inside a token adds a
-    part to that token."""
+    """int32 `[requests + 1]`: the splits of all requests before each one. A CTA that begins inside a token adds a
+    split to that token."""
     begins_inside = (table[:, 2] > 0) & (table[:, 1] > table[:, 0])
-    parts = torch.ones(requests * s_q + 1, dtype=torch.int32, device=table.device)
-    parts.index_add_(0, table[:, 0].clamp(max=requests * s_q), begins_inside.int())
-    before = parts[:-1].view(requests, s_q).sum(1).cumsum(0)
+    splits = torch.ones(requests * s_q + 1, dtype=torch.int32, device=table.device)
+    splits.index_add_(0, table[:, 0].clamp(max=requests * s_q), begins_inside.int())
+    before = splits[:-1].view(requests, s_q).sum(1).cumsum(0)
     return torch.nn.functional.pad(before, (1, 0)).int()
 
 

@@ -2,7 +2,7 @@
 
 There is no kernel of its own. A mask becomes lists of slots, a part of the queries at a time, for sparse attention and
 its backward. With few heads the blocks that are seen as a whole go through dense attention, whose tiles neighbouring
-queries fill together, and both results are merged.
+queries fill together, and both results are combined.
 """
 
 import math
@@ -231,7 +231,7 @@ def _forward(
             q[part], cache, slots, topk_length=lengths, out=outs[0, part], lse=lses[0, part], **options
         )
     if apart:
-        attention.merge_partials(outs, lses, out=out, lse=lse)
+        attention.combine_partials(outs, lses, out=out, lse=lse)
     return out, lse
 
 

@@ -54,8 +54,8 @@ class Plan(NamedTuple):
     table: Tensor
     """int32 `[ctas, 8]`, on the device of the call. The columns are those of PlanRow in csrc/include/mla/plan.h: the
     tokens a CTA takes (begin, end), the tiles at which it begins in the first and ends in the last of them, which split
-    of its first token it holds, into how many splits the token it leaves open is cut, where its partial results go,
-    and the slots in a tile."""
+    of its first token it holds, how many splits the token has that it begins and leaves open, where its partial
+    results go, and the slots in a tile."""
     launch: Launch
 
     @staticmethod
@@ -158,7 +158,7 @@ def plan(
     device: torch.device | str | None = None,
     out: Plan | None = None,
 ) -> Plan:
-    """Decides how a call is launched, and which CTA attends to which part of which token's list; unequal lengths are
+    """Decides how a call is launched, and which CTA attends to which split of which token's list; unequal lengths are
     balanced.
 
     The plan depends on the lengths and not on the slots, so one plan serves every layer of a model. Recompute it
@@ -167,7 +167,7 @@ def plan(
     Args:
         num_tokens, topk, extra_topk: T and the widths of the index lists.
         topk_length, extra_topk_length: int32 `[T]`, as for `sparse_attention`.
-        batch_invariant: never cut a token's list, so that its bits don't depend on its neighbours.
+        batch_invariant: never split a token's list, so that its bits don't depend on its neighbours.
         num_heads: query heads; on a GPU the fewer there are, the more CTAs share the tokens.
         cache_format: of the rows that are read, by default `fp8_ds_mla`. A plan suits all of them, but is fastest for
             these. Staged rows have no name: leave it out.

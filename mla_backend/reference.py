@@ -435,8 +435,8 @@ def flex_mla(
     return torch.einsum("bhst,btd->bhsd", weights, rows[..., :LATENT]), lse
 
 
-def merge_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Merges results over disjoint sets of slots, outs `[P, T, H, D]` and lses `[P, T, H]`, in float64."""
+def combine_partials(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Combines results over disjoint sets of slots, outs `[P, T, H, D]` and lses `[P, T, H]`, in float64."""
     lses = lses.double()
     lse = torch.logsumexp(lses, 0)
     weights = torch.exp(lses - torch.where(lse == -torch.inf, 0.0, lse))

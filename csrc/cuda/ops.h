@@ -8,12 +8,12 @@
 
 namespace mla::cuda {
 
-// Each launches one kernel as `launch` says, and merges the tokens that the plan split.
+// Each launches one kernel as `launch` says, and combines the tokens that the plan split.
 void portable_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
 void swap_ab_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
 void m64_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
-// Merges the tokens that the plan split, whose parts are rows of floats or CompactRows.
-void merge_cut_tokens(const AttentionProblem& problem, bool compact, void* stream);
+// Combines the tokens that the plan split, whose splits are rows of floats or CompactRows.
+void combine_split_tokens(const AttentionProblem& problem, bool compact, void* stream);
 
 // The main kernels of the backward, for sparse_backward to choose from.
 void portable_backward(const BackwardProblem& problem, void* stream);

@@ -9,12 +9,12 @@ import torch
 
 KERNELS_KEPT = 40  # in a result file, the longest ones; the rest is summed up in one line
 ATTENTION = re.compile(
-    r"mla::cuda::.*(attention_kernel|merge_cut_tokens_kernel|merge_kernel)"  # ours on a GPU
-    r"|mla_backend::(sparse_attention|merge_partials)"  # ours on a CPU
+    r"mla::cuda::.*(attention_kernel|combine_split_tokens_kernel|combine_kernel)"  # ours on a GPU
+    r"|mla_backend::(sparse_attention|combine_partials)"  # ours on a CPU
     r"|sparse_attn_fwd|flash_fwd|flash_bwd|fwd_mla_combine|FlashAttn|fmha|scaled_dot_product|mla_decode|paged_attention"
 )
-"""Names of kernels that attend, or merge what parts of attention have found. What prepares attention is not among them:
-planning, indices, the indexer, cache writes, concatenation."""
+"""Names of kernels that attend, or combine splits. What prepares attention is not among them: planning,
+indices, the indexer, cache writes, concatenation."""
 GROUPS = {
     "attention": ATTENTION,
     "its plan and slots": re.compile(r"mla::cuda::.*(plan|convert|stage)_kernel|prepare_varlen|index_remap"),

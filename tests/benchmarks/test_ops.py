@@ -335,5 +335,5 @@ def test_own_times_are_together_the_time_in_which_anything_ran(ran_at):
 
 
 def test_a_kernel_that_began_early_is_not_charged_for_its_waiting():
-    found = own_times([("attention", 0.0, 100.0), ("merge", 2.0, 103.0), ("next", 110.0, 115.0)])
-    assert found == [("attention", 1, 100.0), ("merge", 1, pytest.approx(3.0)), ("next", 1, 5.0)]
+    found = own_times([("attention", 0.0, 100.0), ("combine", 2.0, 103.0), ("next", 110.0, 115.0)])
+    assert found == [("attention", 1, 100.0), ("combine", 1, pytest.approx(3.0)), ("next", 1, 5.0)]

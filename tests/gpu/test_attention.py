@@ -78,14 +78,14 @@ def test_splits_meet_in_their_cluster(fmt, shape):
 def test_split_tokens_are_combined_without_clusters_too(fmt, shape):
     with chosen_kernel("unclustered"):
         workspace = workspace_of_split_tokens(fmt, *shape)
-    assert workspace.any()  # parts went by way of it
+    assert workspace.any()  # splits went by way of it
 
 
-@pytest.mark.parametrize(("fmt", "parts"), formats_with(range(2, 18), (2, 7, 16)))
-def test_a_token_is_cut_into_any_number_of_parts(fmt, parts):
+@pytest.mark.parametrize(("fmt", "splits"), formats_with(range(2, 18), (2, 7, 16)))
+def test_a_token_has_any_number_of_splits(fmt, splits):
     problem = random_problem(fmt, tokens=3, heads=16, topk=1100, blocks=100)
-    for cluster in {1, min(parts, 16)}:
-        plan = planned(3, 1100, ctas=3 * parts, splits=parts, cluster=cluster, device="cuda")
+    for cluster in {1, min(splits, 16)}:
+        plan = planned(3, 1100, ctas=3 * splits, splits=splits, cluster=cluster, device="cuda")
         check(problem, plan=plan)
 
 
@@ -303,7 +303,7 @@ def test_nan_in_a_named_row_reaches_its_tokens_alone(fmt, part, heads):
     assert_accurate([a[others] for a in got], [a[others] for a in want], score_error=score_error(problem.cache))
 
 
-def cut_problem(fmt, magnitude=MAGNITUDE):
+def split_problem(fmt, magnitude=MAGNITUDE):
     """One of many heads, and a plan that splits each token between three or four CTAs."""
     problem = held_problem(fmt, heads=100, tokens=20, magnitude=magnitude)
     return problem, planned(20, 700, ctas=66, num_heads=problem.q.shape[1], device="cuda")
@@ -313,14 +313,14 @@ def cut_problem(fmt, magnitude=MAGNITUDE):
     ("fmt", "magnitude"),
     [(f, size) for f in ("bf16", "bf16_512", "fp8_ds_mla") for size in (1e-8, 3e4)] + [("bf16", 1e-30)],
 )
-def test_cut_tokens_with_values_of_any_size(fmt, magnitude):
-    problem, plan = cut_problem(fmt, magnitude)
+def test_split_tokens_with_values_of_any_size(fmt, magnitude):
+    problem, plan = split_problem(fmt, magnitude)
     check(problem, magnitude, plan=plan)
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "bf16_512", "fp8_ds_mla"])
-def test_nan_reaches_a_cut_token_alone(fmt):
-    problem, plan = cut_problem(fmt)
+def test_nan_reaches_a_split_token_alone(fmt):
+    problem, plan = split_problem(fmt)
     problem.indices[problem.indices == 77] = 78
     problem.indices[5, 600] = 77
     write_part(problem.cache, fmt, 77, "latent", torch.full((2,), 0xFF))
@@ -425,7 +425,7 @@ def test_small_case_of_everything(fmt, shape):
         for half in on_gpu.indices.split(topk // 2 + 3, dim=1)
     ]
     outs = [h[0].float() if fmt == "fp16" else h[0] for h in halves]
-    merged = mla_backend.merge_partials(outs, [h[1] for h in halves])
+    merged = mla_backend.combine_partials(outs, [h[1] for h in halves])
     plain = problem.but(topk_length=None, extra_cache=None, extra_indices=None, sink=None)
     assert_accurate(merged, plain.oracle()[:2], score_error=score_error(problem.cache))
     slots = torch.arange(5, device="cuda")

@@ -27,7 +27,7 @@ from tests.ops.test_dense import (
 pytestmark = pytest.mark.gpu
 HEADS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 100, 128]
 BATCHES = [(700, 64, 130), tuple(range(1, 41)), tuple(range(120, 160))]
-"""Lengths of sequences: few requests, which are cut into parts, and many short or longer ones."""
+"""Lengths of sequences: few requests, which are split, and many short or longer ones."""
 
 
 def check(problem: DenseProblem, **options) -> None:

@@ -174,7 +174,7 @@ def test_ten_thousand_random_launches_agree_with_the_portable_kernel(heads):
         cluster = int(torch.randint(1, 17, (), generator=generator))
         plan = planned(end - begin, 512, ctas=ctas, num_heads=heads, cluster=cluster, device="cuda")
         got = part.solve(plan=plan, return_max_logits=ctas % 2 == 0)
-        # cut differently, so not the same bits; but nothing is far off
+        # split differently, so not the same bits; but nothing is far off
         assert (got[0].float() - want[0][begin:end].float()).abs().max() < 4e-3
         assert (got[1] - want[1][begin:end]).abs().max() < 1e-4 + score_error(problem.cache)
 

@@ -1,4 +1,4 @@
-"""plan, merge_partials and convert_indices on a GPU."""
+"""plan, combine_partials and convert_indices on a GPU."""
 
 import itertools
 
@@ -11,7 +11,7 @@ import mla_backend
 from mla_backend import Plan, library, reference
 from mla_backend.plan import choose_launch, most_ctas
 from plans import TOKEN_UNITS, by_load, gpu_plan, tiles_of, walk
-from problems import CUDA_KERNEL, assert_accurate, parts_to_merge
+from problems import CUDA_KERNEL, assert_accurate, partials_to_combine
 
 pytestmark = pytest.mark.gpu
 TILE_SLOTS = 64
@@ -136,10 +136,10 @@ def test_the_gpu_is_asked_what_launches_depend_on():
         assert len(plan.table) == plan.launch.ctas <= most.ctas == most_ctas(gpu, heads)
 
 
-@given(parts_to_merge())
-def test_merging_agrees_with_the_oracle(parts):
-    got = mla_backend.merge_partials(*(part.cuda() for part in parts))
-    assert_accurate(got, reference.merge_partials(*parts))
+@given(partials_to_combine())
+def test_combined_results_agree_with_the_oracle(partials):
+    got = mla_backend.combine_partials(*(x.cuda() for x in partials))
+    assert_accurate(got, reference.combine_partials(*partials))
 
 
 @given(st.data())

@@ -303,11 +303,11 @@ def test_batch_invariant_mode_gives_a_token_the_same_bits_in_any_batch(device, c
 
 @pytest.mark.parametrize("fmt", BASIC)
 def test_a_plan_that_fits_is_followed(cpu_kernel, fmt):
-    # Cut elsewhere, sums are rounded elsewhere: of 128 numbers some differ in their last bit.
+    # Split elsewhere, sums are rounded elsewhere: of 128 numbers some differ in their last bit.
     problem = random_problem(fmt, tokens=2, heads=64, topk=3000, blocks=100)
-    whole, cut = (problem.solve(plan=planned(2, 3000, ctas=ctas)) for ctas in (1, 9))
+    whole, split = (problem.solve(plan=planned(2, 3000, ctas=ctas)) for ctas in (1, 9))
     assert torch.equal(whole[1], problem.solve(batch_invariant=True)[1])
-    assert not torch.equal(whole[1], cut[1])
+    assert not torch.equal(whole[1], split[1])
 
 
 def test_returned_tensors_are_the_ones_given():

@@ -45,7 +45,7 @@ def test_many_heads(cpu_kernel, heads):
 
 @pytest.mark.parametrize("length", [30, 2000])
 def test_the_most_queries_of_the_most_heads(length):
-    """2000 tokens are cut into parts, which have to be merged."""
+    """2000 tokens are split, and the results have to be combined."""
     random_dense("bf16", (length,), 64, 256 if length < 100 else 33, 64).check()
 
 

@@ -74,7 +74,7 @@ REFUSED = {
     "a cache whose blocks overlap": (lambda: write_into(torch.zeros(9999, dtype=torch.uint8).as_strided((2, 4, 656), (3 * 656, 656, 1))), "cache"),
     "keys written over themselves": (lambda: (lambda b: mla_backend.cache_write(b[0, :2, :512], b[0, :2, 512:], b, torch.arange(2)))(torch.zeros(1, 4, 576).bfloat16()), "cache"),
     "rows gathered into the cache": (lambda: (lambda b: mla_backend.cache_gather(b, torch.arange(4), out=b[0]))(torch.zeros(1, 4, 576).bfloat16()), "out"),
-    "a merge into its own part": (lambda: (lambda b: mla_backend.merge_partials(b, torch.zeros(2, 3, 4), out=b[0]))(torch.zeros(2, 3, 4, 8)), "out"),
+    "combined into a partial result": (lambda: (lambda b: mla_backend.combine_partials(b, torch.zeros(2, 3, 4), out=b[0]))(torch.zeros(2, 3, 4, 8)), "out"),
     "slots over positions": (lambda: (lambda p: mla_backend.convert_indices(p, torch.zeros(1, 4, dtype=INT), torch.zeros(2, dtype=INT), 16, slots=p))(torch.zeros(2, 5, dtype=INT)), "slots"),
     "counts in the slots": (lambda: (lambda s: mla_backend.convert_indices(torch.zeros(2, 5, dtype=INT), torch.zeros(1, 4, dtype=INT), torch.zeros(2, dtype=INT), 16, slots=s, counts=s[:, 0]))(torch.zeros(2, 5, dtype=INT)), "slots"),
     "staged blocks that overlap": (lambda: (lambda m: mla_backend.stage_rows(torch.zeros(2, 16, 656, dtype=torch.uint8), torch.zeros(1, 2, dtype=INT), torch.zeros(1, dtype=INT), out=m.as_strided((2, 16, 1153), (16, 1153, 1))))(torch.zeros(99999, dtype=torch.uint8)), "out"),
@@ -131,7 +131,7 @@ def test_exactly_what_overlaps_is_refused(random):
     overlap = len(set(written)) < len(written) or not set(written).isdisjoint(elements(lses))
     outs = torch.zeros(parts, tokens, heads, dims)
     with pytest.raises(ValueError, match="memory") if overlap else contextlib.nullcontext():
-        mla_backend.merge_partials(outs, lses, out=out, lse=lse)
+        mla_backend.combine_partials(outs, lses, out=out, lse=lse)
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -249,4 +249,4 @@ def test_a_dimension_of_one_or_an_empty_tensor_may_have_any_stride():
     chosen = mla_backend.select_top(torch.zeros(0).as_strided((3, 0), (HUGE, 1)), torch.ones(3, dtype=INT), 4)
     assert (chosen == -1).all()
     empty = torch.zeros(0, dtype=BF16).as_strided((1, 2, 0, 8), (HUGE, HUGE, HUGE, 1))
-    mla_backend.merge_partials(empty, torch.zeros(1, 2, 0))
+    mla_backend.combine_partials(empty, torch.zeros(1, 2, 0))

@@ -32,14 +32,14 @@ def test_every_tile_is_covered_exactly_once(data):
         batch_invariant=whole,
     )
     tiles = [a + b for a, b in zip(tiles_of([min(n, topk) for n in lengths]), tiles_of(extra), strict=True)]
-    parts = walk(table, tiles)
-    assert all(n >= 1 for n in parts), "every token has a CTA, if only to write zeros"
+    splits = walk(table, tiles)
+    assert all(n >= 1 for n in splits), "every token has a CTA, if only to write zeros"
     if whole:
-        assert all(n == 1 for n in parts)
+        assert all(n == 1 for n in splits)
 
 
 @given(st.lists(st.integers(0, 4000), min_size=1, max_size=60), st.integers(1, 140))
-def test_no_part_is_shorter_than_it_is_worth(lengths, ctas):
+def test_no_split_is_shorter_than_it_is_worth(lengths, ctas):
     table, _ = planned(len(lengths), 4000, topk_length=torch.tensor(lengths, dtype=torch.int32), ctas=ctas)
     tiles = tiles_of(lengths)
     for token_begin, token_end, tile_begin, tile_end, *_ in table.tolist():
@@ -90,8 +90,8 @@ def units_of_ctas(table, tiles):
     more, units = units_of_token(len(tiles), len(table)), []
     for token_begin, token_end, tile_begin, tile_end, *_ in table.tolist():
         ends = [(t, tile_begin if t == token_begin else 0) for t in range(token_begin, token_end)]
-        parts = [(t, (tile_end if t == token_end - 1 else tiles[t]) - begin) for t, begin in ends]
-        units.append(sum(part * (1 + more / tiles[t]) if tiles[t] else more for t, part in parts))
+        splits = [(t, (tile_end if t == token_end - 1 else tiles[t]) - begin) for t, begin in ends]
+        units.append(sum(split * (1 + more / tiles[t]) if tiles[t] else more for t, split in splits))
     return units
 
 
@@ -174,10 +174,10 @@ def test_equal_splits_are_equal_in_number_whatever_the_lengths(tokens, splits, d
     longest = 64 * 4 * splits  # no split is more than four tiles longer than the average then
     lengths = torch.tensor([data.draw(st.integers(0, longest)) for _ in range(tokens)], dtype=torch.int32)
     table = gpu_plan(tokens, longest, by_load(tokens * splits, splits, splits), topk_length=lengths)
-    for number, (token_begin, token_end, tile_begin, _, _, cut, *_) in enumerate(table.tolist()):
+    for number, (token_begin, token_end, tile_begin, _, _, count, *_) in enumerate(table.tolist()):
         if token_begin < token_end and lengths[token_begin] > 0:
             assert token_begin == number // splits and token_end == token_begin + 1, "a CTA is its token's alone"
-            assert cut <= splits and tile_begin <= -(-int(lengths[token_begin]) // 64)
+            assert count <= splits and tile_begin <= -(-int(lengths[token_begin]) // 64)
 
 
 @given(st.integers(1, 200), st.integers(0, 5000), st.integers(1, 140), st.integers(0, 20), st.integers(1, 16))

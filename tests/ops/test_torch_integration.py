@@ -57,8 +57,8 @@ def samples():
     yield dense, (d.q[..., :512], d.q[..., 512:], d.cache, d.block_table, lengths, 0.1, False, 0, 1.0, *more)
     launch = Launch("cpu", 3, 0, 1, 0, 4).numbers()
     yield OPS.plan.default, (lengths, None, 2, 20, 0, False, launch, torch.zeros(4, 8, dtype=torch.int32))
-    merged = torch.zeros(3, 4, 8), torch.zeros(3, 4)
-    yield OPS.merge_partials.default, (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), *merged)
+    combined = torch.zeros(3, 4, 8), torch.zeros(3, 4)
+    yield OPS.combine_partials.default, (torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4), *combined)
     for fmt in FORMATS:
         form, slots = mla_backend.FORMATS[fmt], torch.arange(3)
         values = torch.randn(3, form.latent), torch.randn(3, 64) if form.rope else None
@@ -144,7 +144,7 @@ def test_a_layer_compiles_without_a_graph_break():
         mla_backend.cache_write(kv_c, k_pe, cache, torch.arange(64))
         slots, counts = mla_backend.convert_indices(positions, table, requests, 16, compact=True)
         halves = [mla_backend.sparse_attention(q, cache, s, scale=0.05) for s in slots.split(10, 1)]
-        out, lse = mla_backend.merge_partials([h[0] for h in halves], [h[1] for h in halves])
+        out, lse = mla_backend.combine_partials([h[0] for h in halves], [h[1] for h in halves])
         return out, lse, counts, mla_backend.cache_gather(cache, slots[0])
 
     positions = torch.randint(-5, 64, (2, 20), dtype=torch.int32)

@@ -84,10 +84,10 @@ def select(**changes):
     return changed(mla_backend.select_top, arguments, changes)
 
 
-def merge(outs=None, lses=None, **more):
+def combine(outs=None, lses=None, **more):
     outs = torch.zeros(2, 3, 4, 8) if outs is None else outs
     return changed(
-        mla_backend.merge_partials, {"outs": outs, "lses": torch.zeros(2, 3, 4) if lses is None else lses}, more
+        mla_backend.combine_partials, {"outs": outs, "lses": torch.zeros(2, 3, 4) if lses is None else lses}, more
     )
 
 
@@ -191,7 +191,7 @@ def complete_calls():
     yield rotate(index_cos_sin=torch.zeros(9, 64), weight_scale=1.0, interleaved=False, **outputs)
     yield from (index(), index(positions=None, scores=torch.zeros(2, 8)))
     yield from (select(), select(topk=None, chosen=zeros(2, 4)))
-    yield merge(out=torch.zeros(3, 4, 8), lse=torch.zeros(3, 4))
+    yield combine(out=torch.zeros(3, 4, 8), lse=torch.zeros(3, 4))
     yield keys()
     yield kvcache(topk_length=zeros(2), attn_sink=torch.zeros(4), softmax_scale=1.0, causal=False)
     yield kvcache(indices=None, block_table=zeros(2, 1), cache_seqlens=zeros(2), enable_batch_invariant=False)
@@ -364,13 +364,13 @@ CASES = {
     "topk is negative": (select(topk=-1), ValueError, r"topk must be 0 or more; got -1"),
     "topk is missing": (select(topk=None), ValueError, r"topk must be given where chosen is not"),
     "chosen is not dense": (select(topk=None, chosen=torch.zeros(2, 8, dtype=INT)[:, ::2]), ValueError, r"chosen must be dense in its last dimension"),
-    "outs are fp16": (merge(torch.zeros(2, 3, 4, 8).half()), ValueError, r"outs must be bfloat16 or float32 \[P, T, H, D\]; got float16"),
-    "outs have no parts": (merge(torch.zeros(0, 3, 4, 8), torch.zeros(0, 3, 4)), ValueError, r"outs must be of one part or more"),
-    "outs are 1025 wide": (merge(torch.zeros(2, 3, 4, 1025)), ValueError, r"outs must be of at most 1024 values a head"),
-    "outs hold a number": (merge([torch.zeros(1), 5]), TypeError, r"outs\[1\] must be a torch.Tensor; got int"),
-    "merged from two devices": (lambda: mla_backend.merge_partials([torch.zeros(3, 4, 8), torch.zeros(3, 4, 8, device="meta")], torch.zeros(2, 3, 4)), ValueError, r"^outs\[1\] must be on cpu like outs\[0\]; got meta"),
-    "parts of unequal shape": (merge([torch.zeros(3, 4, 8), torch.zeros(3, 4, 9)]), ValueError, r"outs\[1\] must be .*\[3, 4, 8\] like outs\[0\]"),
-    "no parts": (merge([], []), TypeError, r"outs must be a torch.Tensor or a sequence of one or more"),
+    "outs are fp16": (combine(torch.zeros(2, 3, 4, 8).half()), ValueError, r"outs must be bfloat16 or float32 \[P, T, H, D\]; got float16"),
+    "outs have no partial results": (combine(torch.zeros(0, 3, 4, 8), torch.zeros(0, 3, 4)), ValueError, r"outs must be of one partial result or more"),
+    "outs are 1025 wide": (combine(torch.zeros(2, 3, 4, 1025)), ValueError, r"outs must be of at most 1024 values a head"),
+    "outs hold a number": (combine([torch.zeros(1), 5]), TypeError, r"outs\[1\] must be a torch.Tensor; got int"),
+    "combined from two devices": (lambda: mla_backend.combine_partials([torch.zeros(3, 4, 8), torch.zeros(3, 4, 8, device="meta")], torch.zeros(2, 3, 4)), ValueError, r"^outs\[1\] must be on cpu like outs\[0\]; got meta"),
+    "partial results of unequal shape": (combine([torch.zeros(3, 4, 8), torch.zeros(3, 4, 9)]), ValueError, r"outs\[1\] must be .*\[3, 4, 8\] like outs\[0\]"),
+    "no partial results": (combine([], []), TypeError, r"outs must be a torch.Tensor or a sequence of one or more"),
     "plan of a list of lengths": (lambda: mla_backend.plan(2, 5, topk_length=[1, 2]), TypeError, r"topk_length must be a torch.Tensor; got list"),
     "plan into a table of another launch": (lambda: mla_backend.plan(2, 5, launch=LAUNCH, out=Plan(torch.zeros(2, 8, dtype=INT), LAUNCH)), ValueError, r"out must be given alone"),
     "plan for 2**31 tokens": (lambda: mla_backend.plan(2**31, 5), ValueError, r"num_tokens must be 0 to 2147483647; got 2147483648"),

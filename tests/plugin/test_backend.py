@@ -624,8 +624,8 @@ def test_sinks_reach_the_op(backend):
 
 
 @pytest.mark.parametrize("interleave", [1, 4])
-def test_ranks_of_decode_context_parallelism_merge_to_the_whole(backend, interleave, monkeypatch):
-    """Each rank keeps every n-th run of tokens and attends to those; the parts merge by their natural-log lse."""
+def test_ranks_of_decode_context_parallelism_combine_to_the_whole(backend, interleave, monkeypatch):
+    """Each rank keeps every n-th run of tokens and attends to those; the splits combine by their natural-log lse."""
     ranks, batch, walked, attend = 3, BATCHES["mixed"], [], mla_backend.sparse_attention
 
     def count(*args, topk_length, **kwargs):
@@ -647,7 +647,7 @@ def test_ranks_of_decode_context_parallelism_merge_to_the_whole(backend, interle
         parts.append(layer.forward_mqa(q, cache, metadata, None))
     lengths = (batch.picked[: batch.tokens] >= 0).sum(1)
     assert torch.equal(sum(walked), lengths), "a rank walks over what it keeps, and over nothing else"
-    out, lse = mla_backend.merge_partials([p[0].float() for p in parts], [p[1] for p in parts])
+    out, lse = mla_backend.combine_partials([p[0].float() for p in parts], [p[1] for p in parts])
     slots = torch.where(
         batch.picked[: batch.tokens] < 0,
         -1,

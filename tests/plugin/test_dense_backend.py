@@ -156,7 +156,7 @@ def test_no_step_waits_for_the_device(dense, monkeypatch):
     layer_of(dense).forward_mqa(q, cache, metadata, model_layer())
 
 
-def test_ranks_of_decode_context_parallelism_merge_to_the_whole(dense):
+def test_ranks_of_decode_context_parallelism_combine_to_the_whole(dense):
     """Each keeps every third token of each request, and vLLM tells it how many those are."""
     ranks, lengths = 3, torch.tensor([40, 2, 77], dtype=torch.int32)
     keys, q = random_cache("bf16", 3, 96), queries_of(3)  # row r holds the tokens of request r, in order
@@ -169,7 +169,7 @@ def test_ranks_of_decode_context_parallelism_merge_to_the_whole(dense):
         layer.dcp_world_size = ranks
         cache = keys[:, rank::ranks].reshape(-1, BLOCK_SIZE, 576)
         parts.append(layer.forward_mqa(q, cache, metadata_of(dense, batch, buffers(dense)), model_layer()))
-    out, lse = mla_backend.merge_partials([out.float() for out, _ in parts], [lse for _, lse in parts])
+    out, lse = mla_backend.combine_partials([out.float() for out, _ in parts], [lse for _, lse in parts])
     positions = torch.arange(96, dtype=torch.int32)
     slots = torch.where(positions < lengths[:, None], positions + 96 * torch.arange(3)[:, None], -1).int()
     want = reference.sparse_attention(torch.cat(q, dim=-1), keys, slots, scale=SCALE)

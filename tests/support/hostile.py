@@ -204,7 +204,7 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
     fmt = random.choice(FORMATS)
     form, p = mla_backend.FORMATS[fmt], random_problem(fmt, tokens, heads, topk, 4, 8).to(device)
     lengths = torch.full((tokens,), topk, dtype=INT, device=device)
-    ops = ["attention", "attention", "dense", "dense", "plan", "merge", "write", "gather", "convert", "scores", "top"]
+    ops = ["attention", "attention", "dense", "dense", "plan", "combine", "write", "gather", "convert", "scores", "top"]
     match random.choice([*ops, "backward", "mask", "stage", "rotate"]):
         case "attention":
             found = {**vars(p), "out": guarded.tensor(form.number, tokens, heads, 512)}
@@ -229,11 +229,11 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
         case "plan":
             out = Plan(guarded.tensor(INT, 4, 8), planned(tokens, topk, ctas=4, device=device).launch)
             return mla_backend.plan, {"num_tokens": tokens, "topk": topk, "topk_length": lengths, "out": out}
-        case "merge":
+        case "combine":
             outs, lses = torch.randn(2, tokens, heads, 8, device=device), torch.randn(2, tokens, heads, device=device)
             out = guarded.tensor(torch.float32, tokens, heads, 8)
             lse = guarded.tensor(torch.float32, tokens, heads)
-            return mla_backend.merge_partials, {"outs": outs, "lses": lses, "out": out, "lse": lse}
+            return mla_backend.combine_partials, {"outs": outs, "lses": lses, "out": out, "lse": lse}
         case "write":
             cache = guarded.tensor(p.cache.dtype, *p.cache.shape)
             kv_c = torch.randn(5, form.latent, device=device)

@@ -106,29 +106,29 @@ def tiles_of(lengths, tile_slots=16):
 
 
 def walk(table, tiles, tile_slots_wanted=16):
-    """Checks a table row by row against each token's tiles; returns the parts of each token."""
+    """Checks a table row by row against each token's tiles; returns the splits of each token."""
     position = (0, 0)  # token, tile
-    parts = [0] * len(tiles)
+    splits = [0] * len(tiles)
     partials = []
-    for token_begin, token_end, tile_begin, tile_end, part, cut_into, partial, tile_slots in table.tolist():
+    for token_begin, token_end, tile_begin, tile_end, split, known, partial, tile_slots in table.tolist():
         assert tile_slots == tile_slots_wanted
         if token_begin == token_end:
             continue
         assert (token_begin, tile_begin) == position, "a CTA begins where the one before it ends"
-        assert part == parts[token_begin]
+        assert split == splits[token_begin]
         for token in range(token_begin, token_end):
-            parts[token] += 1
+            splits[token] += 1
         last = token_end - 1
         opens = tile_end < tiles[last]
         position = (last, tile_end) if opens else (token_end, 0)
         used = (tile_begin > 0) + (opens and not (tile_begin > 0 and token_end - token_begin == 1))
         partials += range(partial, partial + used)
         if opens and not (tile_begin > 0 and token_end - token_begin == 1):
-            assert cut_into > 1, "the CTA that begins a cut token knows its parts"
+            assert known > 1, "the CTA that begins a split token knows its splits"
         else:
-            assert cut_into == 1
+            assert known == 1
     assert position == (len(tiles), 0), "the last CTA ends at the end"
     assert partials == list(range(len(partials))) and len(partials) <= 2 * table.shape[0], (
         "each partial result has a slot"
     )
-    return parts
+    return splits

@@ -270,12 +270,12 @@ def assert_scores_accurate(name: str, got: Tensor, want: Tensor, score_error: fl
 
 
 @st.composite
-def parts_to_merge(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
-    """The arguments of merge_partials. Some parts are empty, whatever they hold."""
+def partials_to_combine(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """The arguments of combine_partials. Some are empty, whatever they hold."""
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    parts, tokens, heads = draw(st.integers(1, 70)), draw(st.integers(0, 5)), draw(st.integers(1, 20))
+    partials, tokens, heads = draw(st.integers(1, 70)), draw(st.integers(0, 5)), draw(st.integers(1, 20))
     dim, dtype = draw(st.sampled_from([1, 64, 512, 1024])), draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    outs, lses = torch.randn(parts, tokens, heads, dim).to(dtype), torch.randn(parts, tokens, heads) * 20
+    outs, lses = torch.randn(partials, tokens, heads, dim).to(dtype), torch.randn(partials, tokens, heads) * 20
     lses[torch.rand(lses.shape) < 0.2] = -torch.inf
     outs[lses == -torch.inf] = torch.nan
     return outs, lses

@@ -53,8 +53,8 @@ struct Job {
   }
 
   // Combines one head of the token that this CTA begins and others continue.
-  void merge(const PlanRow& row, int32_t head) const {
-    kernel.merge(problem, row.token_end - 1, head, row.parts, at(begun_partial(row), head));
+  void combine(const PlanRow& row, int32_t head) const {
+    kernel.combine(problem, row.token_end - 1, head, row.splits, at(begun_partial(row), head));
   }
 };
 
@@ -88,11 +88,11 @@ void attend(const AttentionProblem& p, const PlanShape& shape, int32_t first_hea
     if (begin < heads) job.run_row(p.plan[item / shares], first_head + begin, std::min(share, heads - begin));
   });
 
-  std::vector<int32_t> cut;
+  std::vector<int32_t> split;
   for (int32_t w = 0; w < p.ctas; ++w)
-    if (p.plan[w].parts > 1) cut.push_back(w);
-  for_each_in_ranges(static_cast<int64_t>(cut.size()) * heads, 32, [&](int64_t item) {
-    job.merge(p.plan[cut[item / heads]], first_head + static_cast<int32_t>(item % heads));
+    if (p.plan[w].splits > 1) split.push_back(w);
+  for_each_in_ranges(static_cast<int64_t>(split.size()) * heads, 32, [&](int64_t item) {
+    job.combine(p.plan[split[item / heads]], first_head + static_cast<int32_t>(item % heads));
   });
 }
 

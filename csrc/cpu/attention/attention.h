@@ -11,10 +11,10 @@ namespace mla::cpu {
 
 // Where a split of a token goes: the row of its first head. Those of the other heads follow.
 struct Partial {
-  float* out;         // [heads, 512]; null if the work is a whole token
-  float* lse;         // [heads]
-  float* max_logits;  // [heads]
-  int64_t next_part;  // rows from one part's row of a head to the next part's
+  float* out;          // [heads, 512]; null if the work is a whole token
+  float* lse;          // [heads]
+  float* max_logits;   // [heads]
+  int64_t next_split;  // rows from one split's row of a head to the next split's
 };
 
 // One token, or a split of its list, for some of its heads.
@@ -34,7 +34,7 @@ struct AttentionKernel {
   size_t workspace_bytes;  // aligned to 64
   void (*run)(const AttentionProblem& problem, const TokenWork& work, void* workspace);
   // Combines the splits of one head of a token and writes the result.
-  void (*merge)(const AttentionProblem& problem, int32_t token, int32_t head, int32_t parts, const Partial& first);
+  void (*combine)(const AttentionProblem& problem, int32_t token, int32_t head, int32_t splits, const Partial& first);
 };
 
 extern const AttentionKernel kPortableKernel;

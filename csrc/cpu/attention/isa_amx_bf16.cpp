@@ -10,7 +10,7 @@ namespace mla::cpu {
 namespace {
 constexpr int kLanes = 16;
 #include "cpu/common/simd.h"
-#include "cpu/merge/merge_rows.h"
+#include "cpu/combine/combine_rows.h"
 
 #include "cpu/common/e4m3_to_bf16.h"
 
@@ -38,6 +38,6 @@ struct Isa : Bf16Isa {
 }  // namespace
 
 const AttentionKernel kAmxBf16Kernel{
-    "amx_bf16", "AMX BF16 besides AVX-512 F, BW, DQ, VL, BF16 and VBMI", false, sizeof(Workspace), run, merge};
+    "amx_bf16", "AMX BF16 besides AVX-512 F, BW, DQ, VL, BF16 and VBMI", false, sizeof(Workspace), run, combine};
 
 }  // namespace mla::cpu

@@ -9,11 +9,11 @@ namespace {
 constexpr int kLanes = 8;
 constexpr int kSums = 12;  // of 16 registers; with 8 every sum would wait for its last product
 #include "cpu/common/simd.h"
-#include "cpu/merge/merge_rows.h"
+#include "cpu/combine/combine_rows.h"
 #include "cpu/attention/isa_fp32.h"
 #include "cpu/attention/kernel.h"
 }  // namespace
 
-const AttentionKernel kAvx2Kernel{"avx2", "AVX2 and FMA", true, sizeof(Workspace), run, merge};
+const AttentionKernel kAvx2Kernel{"avx2", "AVX2 and FMA", true, sizeof(Workspace), run, combine};
 
 }  // namespace mla::cpu

@@ -9,11 +9,11 @@ namespace {
 constexpr int kLanes = 16;
 constexpr int kSums = 16;
 #include "cpu/common/simd.h"
-#include "cpu/merge/merge_rows.h"
+#include "cpu/combine/combine_rows.h"
 #include "cpu/attention/isa_fp32.h"
 #include "cpu/attention/kernel.h"
 }  // namespace
 
-const AttentionKernel kAvx512Kernel{"avx512", "AVX-512 F, BW, DQ and VL", true, sizeof(Workspace), run, merge};
+const AttentionKernel kAvx512Kernel{"avx512", "AVX-512 F, BW, DQ and VL", true, sizeof(Workspace), run, combine};
 
 }  // namespace mla::cpu

@@ -11,7 +11,7 @@ namespace mla::cpu {
 namespace {
 constexpr int kLanes = 16;
 #include "cpu/common/simd.h"
-#include "cpu/merge/merge_rows.h"
+#include "cpu/combine/combine_rows.h"
 
 #include "cpu/common/e4m3_to_bf16.h"
 
@@ -22,6 +22,6 @@ using Isa = Bf16Isa;
 }  // namespace
 
 const AttentionKernel kAvx512Bf16Kernel{
-    "avx512_bf16", "AVX-512 F, BW, DQ, VL, BF16 and VBMI", false, sizeof(Workspace), run, merge};
+    "avx512_bf16", "AVX-512 F, BW, DQ, VL, BF16 and VBMI", false, sizeof(Workspace), run, combine};
 
 }  // namespace mla::cpu

@@ -9,11 +9,11 @@ namespace {
 constexpr int kLanes = 4;
 constexpr int kSums = 8;
 #include "cpu/common/simd.h"
-#include "cpu/merge/merge_rows.h"
+#include "cpu/combine/combine_rows.h"
 #include "cpu/attention/isa_fp32.h"
 #include "cpu/attention/kernel.h"
 }  // namespace
 
-const AttentionKernel kPortableKernel{"portable", "nothing", true, sizeof(Workspace), run, merge};
+const AttentionKernel kPortableKernel{"portable", "nothing", true, sizeof(Workspace), run, combine};
 
 }  // namespace mla::cpu

@@ -485,11 +485,12 @@ inline void run(const AttentionProblem& p, const TokenWork& s, void* workspace) 
   for (int head = 0; head < s.heads; ++head) finish_head(p, s, head, any, w);
 }
 
-inline void merge(const AttentionProblem& p, int32_t token, int32_t head, int32_t parts, const Partial& first) {
+inline void combine(const AttentionProblem& p, int32_t token, int32_t head, int32_t splits, const Partial& first) {
   float sum[kValueDim];
   const float lse =
-      merge_rows(parts, kValueDim, first.out, first.next_part * kValueDim, first.lse, first.next_part, sum);
+      combine_rows(splits, kValueDim, first.out, first.next_split * kValueDim, first.lse, first.next_split, sum);
   float largest = -__builtin_inff();
-  for (int part = 0; part < parts; ++part) largest = __builtin_fmaxf(largest, first.max_logits[part * first.next_part]);
+  for (int split = 0; split < splits; ++split)
+    largest = __builtin_fmaxf(largest, first.max_logits[split * first.next_split]);
   finish_row(p, token, head, sum, 1.0f, lse, largest);
 }

@@ -19,55 +19,55 @@ void fill_plan(const PlanShape& given, PlanRow* rows, int ctas) {
   }
 
   const int64_t whole = units == full_units(shape) ? whole_token_ctas(shape, ctas) : 0;
-  int64_t parts = whole > 0 ? 0 : even_parts(shape, units, ctas);
-  if (whole == 0 && parts == 0) parts = parts_of_clusters(shape, longest, units, ctas);
-  const int64_t active = whole > 0 ? whole : parts > 0 ? parts * shape.tokens : active_ctas(shape, units, ctas);
+  int64_t splits = whole > 0 ? 0 : fixed_splits(shape, units, ctas);
+  if (whole == 0 && splits == 0) splits = cluster_splits(shape, longest, units, ctas);
+  const int64_t active = whole > 0 ? whole : splits > 0 ? splits * shape.tokens : active_ctas(shape, units, ctas);
   shape.whole_tokens |= whole > 0;
 
   int32_t token = 0;  // the token that `units_before` units precede
   int64_t units_before = 0;
   PlanBorder begin{0, 0};
-  int32_t parts_so_far = 0;  // of the token that the CTA before left open
+  int32_t splits_so_far = 0;  // of the token that the CTA before left open
   int32_t partial = 0;
   for (int cta = 0; cta < ctas; ++cta) {
     PlanBorder end{shape.tokens, 0};
     if (cta + 1 < active && shape.tokens > 0) {
-      int64_t cut = parts > 0 ? units_before : cut_before(cta + 1, active, units);
-      if (parts > 0) {
-        for (int64_t t = token; t < (cta + 1) / parts; ++t) cut += units_of(static_cast<int32_t>(t));
-        cut += cut_before_part((cta + 1) % parts, parts, units_of(static_cast<int32_t>((cta + 1) / parts)));
+      int64_t start = splits > 0 ? units_before : start_of_cta(cta + 1, active, units);
+      if (splits > 0) {
+        for (int64_t t = token; t < (cta + 1) / splits; ++t) start += units_of(static_cast<int32_t>(t));
+        start += start_of_split((cta + 1) % splits, splits, units_of(static_cast<int32_t>((cta + 1) / splits)));
       }
-      while (units_before + units_of(token) <= cut) units_before += units_of(token++);
-      end = settle_border(shape, token, token_tiles(shape, token), cut - units_before);
+      while (units_before + units_of(token) <= start) units_before += units_of(token++);
+      end = settle_border(shape, token, token_tiles(shape, token), start - units_before);
     }
 
     PlanRow& row = rows[cta];
     row = row_between(shape, begin, end);
     row.partial = partial;
-    if (begin.tile > 0) row.part = parts_so_far;
+    if (begin.tile > 0) row.split = splits_so_far;
     const bool passes_on = begin.tile > 0 && end.tile > 0 && begin.token == end.token;
-    if (end.tile > 0) parts_so_far = (passes_on ? row.part : 0) + 1;
+    if (end.tile > 0) splits_so_far = (passes_on ? row.split : 0) + 1;
     partial += (begin.tile > 0) + (end.tile > 0) - passes_on;
     begin = end;
   }
 
-  // How many parts each cut token has is known once its last part is.
+  // How many splits a token has is known once its last one is.
   for (int cta = 0; cta < ctas; ++cta) {
     if (rows[cta].tile_begin == 0 || rows[cta].token_begin == rows[cta].token_end) continue;
-    rows[cta - rows[cta].part].parts = rows[cta].part + 1;
+    rows[cta - rows[cta].split].splits = rows[cta].split + 1;
   }
 }
 
 bool plan_fits(const PlanShape& shape, const PlanRow* rows, int ctas) {
   PlanBorder at{0, 0};  // where the rows so far have come
-  int32_t part = 0;     // parts so far of the token that is open there
+  int32_t split = 0;    // splits so far of the token that is open there
   int owner = 0;        // the CTA that began it
   int32_t partial = 0;
   for (int cta = 0; cta < ctas; ++cta) {
     const PlanRow& row = rows[cta];
     if (row.tile_slots != shape.tile_slots) return false;
     if (at.tile == 0 && row.token_begin == at.token && row.token_end == at.token) {  // nothing to do
-      if (row.parts != 1) return false;                                              // the merge would read them
+      if (row.splits != 1) return false;                                             // or they would be combined
       continue;
     }
     if (row.token_begin != at.token || row.tile_begin != at.tile) return false;
@@ -80,13 +80,13 @@ bool plan_fits(const PlanShape& shape, const PlanRow* rows, int ctas) {
     if (leaves_open && row.tile_end == 0) return false;  // a token is begun with a tile, or not at all
     const bool begins_open = leaves_open && !(one_token && continues);
 
-    if (row.partial != partial || (continues && row.part != part)) return false;
-    if (continues) ++part;
+    if (row.partial != partial || (continues && row.split != split)) return false;
+    if (continues) ++split;
     const bool closes = continues && !(one_token && leaves_open);
-    if (closes && rows[owner].parts != part) return false;
-    if (begins_open) owner = cta, part = 1;
-    if (!begins_open && row.parts != 1)
-      return false;  // if it begins an open token, its parts are checked above, when that token closes
+    if (closes && rows[owner].splits != split) return false;
+    if (begins_open) owner = cta, split = 1;
+    if (!begins_open && row.splits != 1)
+      return false;  // if it begins an open token, its splits are checked above, when that token closes
     partial += continues + begins_open;
     at = leaves_open ? PlanBorder{last, row.tile_end} : PlanBorder{row.token_end, 0};
   }

@@ -16,17 +16,17 @@ struct TokenWork {
   int tiles;                      // in both
   int tile_begin;
   int tile_end;
-  // By the plan alone: whatever the lengths are by now, a token's CTAs agree on whether it is cut.
-  enum Cut { kWhole, kOpened, kContinued } cut;  // by an earlier CTA, and perhaps by later ones too
+  // By the plan alone: whatever the lengths are by now, a token's CTAs agree on whether it is split.
+  enum Split { kWhole, kOpened, kContinued } split;  // by an earlier CTA, and perhaps by later ones too
 
-  __device__ bool whole() const { return cut == kWhole; }
+  __device__ bool whole() const { return split == kWhole; }
 };
 
-// A part of a cut token.
-struct TokenPart {
-  int64_t first_partial;  // the partial slot of the token's first part
-  int64_t partial;        // of this part
-  int parts;              // of the token
+// A split of a token.
+struct TokenSplit {
+  int64_t first_partial;  // the partial slot of the token's first split
+  int64_t partial;        // of this split
+  int splits;             // of the token
 };
 
 struct CtaWork {
@@ -64,9 +64,9 @@ struct CtaWork {
     w.extra_length = p.list_count > 1 ? clamp_length(p.lists[1].length, token, p.lists[1].topk) : 0;
     w.main_tiles = tiles_of_slots(w.main_length);
     w.tiles = w.main_tiles + tiles_of_slots(w.extra_length);
-    w.cut = token == row.token_begin && row.tile_begin > 0 ? TokenWork::kContinued
-            : token == row.token_end - 1 && row.parts > 1  ? TokenWork::kOpened
-                                                           : TokenWork::kWhole;
+    w.split = token == row.token_begin && row.tile_begin > 0 ? TokenWork::kContinued
+              : token == row.token_end - 1 && row.splits > 1 ? TokenWork::kOpened
+                                                             : TokenWork::kWhole;
     w.tile_begin = token == row.token_begin ? min(max(row.tile_begin, 0), w.tiles) : 0;
     w.tile_end = token == row.token_end - 1 ? max(min(row.tile_end, w.tiles), w.tile_begin) : w.tiles;
     return w;
@@ -102,16 +102,18 @@ struct CtaWork {
 
   // The partial slot of a token that is not whole.
   __device__ int64_t partial(const TokenWork& w) const {
-    return w.cut == TokenWork::kContinued ? row.partial : begun_partial(row);
+    return w.split == TokenWork::kContinued ? row.partial : begun_partial(row);
   }
 
-  // Which CTA's row says how many parts the token has that it continues.
+  // Which CTA's row says how many splits the token has that it continues.
   __device__ int owner() const {
-    return static_cast<int>(min(max(int64_t{index} - row.part, int64_t{0}), int64_t{p.ctas} - 1));
+    return static_cast<int>(min(max(int64_t{index} - row.split, int64_t{0}), int64_t{p.ctas} - 1));
   }
-  // Which part it has of the token that it begins and leaves open, or of the one that it continues.
-  __device__ TokenPart opened_part() const { return {begun_partial(row), begun_partial(row), row.parts}; }
-  __device__ TokenPart continued_part(int parts) const { return {int64_t{row.partial} - row.part, row.partial, parts}; }
+  // Which split it has of the token that it begins and leaves open, or of the one that it continues.
+  __device__ TokenSplit opened_split() const { return {begun_partial(row), begun_partial(row), row.splits}; }
+  __device__ TokenSplit continued_split(int splits) const {
+    return {int64_t{row.partial} - row.split, row.partial, splits};
+  }
 };
 
 // The slots of one tile: `count` of them from `begin` on in a token's list.

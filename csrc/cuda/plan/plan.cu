@@ -25,9 +25,9 @@ struct PlanJob {
   int32_t spans;       // how many there are
   int32_t own_spans;   // spans that a thread adds up
   int64_t full_units;  // units of all tokens, if all lists are full
-  int32_t whole_ctas;  // CTAs that take whole tokens then; 0: tokens are cut
+  int32_t whole_ctas;  // CTAs that take whole tokens then; 0: tokens are split
   bool aligned;        // whether rows are, to 16 bytes
-  bool fit_clusters;   // whether splits may be equal after all: see parts_of_clusters()
+  bool fit_clusters;   // whether splits may be equal after all: see cluster_splits()
 };
 
 // Units: wide enough for the units of all tokens together. uint32_t spares the GPU long sums and divisions.
@@ -39,7 +39,7 @@ struct Planner {
   PlanShape settled;    // the shape, and whether tokens stay whole after all
   Units units;          // of all tokens
   Units active;         // CTAs that get work
-  Units parts;          // of each token, or 0: see even_parts()
+  Units splits;         // of each token, or 0: see fixed_splits()
 
   __device__ Planner(const PlanJob& job, Units* memory) : p(job), shape(job.shape), units_before(memory) {}
 
@@ -68,51 +68,52 @@ struct Planner {
     settled.whole_tokens |= whole;
     // Divisors of one, as plan_shape() has for GPUs, cost nothing once the compiler knows.
     PlanShape ones = shape;
-    ones.min_part = ones.good_part = ones.ctas_per_processor = 1;
-    const bool has_ones = shape.min_part == 1 && shape.good_part == 1 && shape.ctas_per_processor == 1;
-    parts = whole ? 0 : even_parts(shape, units, p.ctas);
+    ones.min_split = ones.good_split = ones.ctas_per_processor = 1;
+    const bool has_ones = shape.min_split == 1 && shape.good_split == 1 && shape.ctas_per_processor == 1;
+    splits = whole ? 0 : fixed_splits(shape, units, p.ctas);
     active = whole      ? p.whole_ctas
-             : parts    ? parts * shape.tokens
+             : splits   ? splits * shape.tokens
              : has_ones ? active_ctas(ones, units, p.ctas)
                         : active_ctas(shape, units, p.ctas);
   }
 
-  // Cuts tokens for clusters after all, if none is long. Spans are tokens here, as these are few.
+  // Splits tokens for clusters after all, if none is long. Spans are tokens here, as these are few.
   __device__ __forceinline__ void fit_clusters() {
-    if (parts > 0 || settled.whole_tokens) return;
+    if (splits > 0 || settled.whole_tokens) return;
     Units longest = 0;
 #pragma unroll 1
     for (int32_t token = 0; token < shape.tokens; ++token) longest = max(longest, tiles(token));
-    parts = parts_of_clusters(shape, longest, units, p.ctas);
-    if (parts > 0) active = parts * shape.tokens;
+    splits = cluster_splits(shape, longest, units, p.ctas);
+    if (splits > 0) active = splits * shape.tokens;
   }
 
   __device__ __forceinline__ Units tiles(int32_t token) const {
     return p.span == 1 ? units_before[token + 1] - units_before[token] - shape.token_units : token_tiles(shape, token);
   }
 
-  // Where a CTA begins: its cut falls into some span, and there into some token.
+  // Where a CTA begins: in some span, and there in some token.
   __device__ __forceinline__ PlanBorder border(int64_t cta) const {
     if (cta == 0) return {0, 0};
     if (cta >= active || shape.tokens == 0) return {shape.tokens, 0};
     const Units index = cta;
-    Units cut;
-    if (parts > 0) {
-      const int32_t token = static_cast<int32_t>(index / parts);
-      cut = units_before[token] + cut_before_part(index % parts, parts, units_before[token + 1] - units_before[token]);
+    Units start;
+    if (splits > 0) {
+      const int32_t token = static_cast<int32_t>(index / splits);
+      start =
+          units_before[token] + start_of_split(index % splits, splits, units_before[token + 1] - units_before[token]);
     } else {
-      cut = cut_before(index, active, units);
+      start = start_of_cta(index, active, units);
     }
-    uint32_t low = 0, high = p.spans - 1;  // the last span that begins at or before the cut
+    uint32_t low = 0, high = p.spans - 1;  // the last span that begins at or before that
 #pragma unroll 1
     while (low < high) {
       const uint32_t middle = (low + high + 1) / 2;
-      if (units_before[middle] <= cut)
+      if (units_before[middle] <= start)
         low = middle;
       else
         high = middle - 1;
     }
-    Units offset = cut - units_before[low];
+    Units offset = start - units_before[low];
 #pragma unroll 1
     for (int32_t token = low * p.span;; ++token) {
       const Units here = tiles(token);
@@ -121,9 +122,9 @@ struct Planner {
     }
   }
 
-  __device__ __forceinline__ void store(int64_t cta, PlanBorder begin, PlanBorder end, int32_t part,
+  __device__ __forceinline__ void store(int64_t cta, PlanBorder begin, PlanBorder end, int32_t split,
                                         uint32_t partial) const {
-    alignas(16) PlanRow row{begin.token, end.token + (end.tile > 0),    begin.tile,      end.tile, part,
+    alignas(16) PlanRow row{begin.token, end.token + (end.tile > 0),    begin.tile,      end.tile, split,
                             1,           static_cast<int32_t>(partial), shape.tile_slots};
     if (end.tile == 0 && end.token > begin.token) row.tile_end = tiles(end.token - 1);
     if (p.aligned)
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
   if (p.fit_clusters) planner.fit_clusters();
 
   // Rows in rounds. The last thread only finds where the CTA before it ends, and takes that CTA's successor in
-  // the next round; partials and parts go on from one round to the next.
+  // the next round; partials and splits go on from one round to the next.
   uint32_t partials_before_round = 0;
   int32_t open_start = 0;  // the CTA that continues the open token first
   for (int64_t round = 0; round < p.ctas; round += threads - 1) {
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
     const bool opens = real && end.tile > 0 && !passes_on;
     const bool starts = continues && !(before.tile > 0 && before.token == begin.token);
 
-    // Its partial slot is the number of tokens that earlier CTAs continue or open. Its part is its distance to the
+    // Its partial slot is the number of tokens that earlier CTAs continue or open. Its split is its distance to the
     // latest CTA that was the first to continue a token.
     const uint32_t continuing = __ballot_sync(~0u, continues), opening = __ballot_sync(~0u, opens);
     const uint32_t starting = __ballot_sync(~0u, starts);
@@ -183,12 +184,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
     partials_before_round += partials;
     open_start = max(open_start, __reduce_max_sync(~0u, other_start));
 
-    const int32_t part = continues ? static_cast<int32_t>(cta) - start + 1 : 0;
-    if (real) planner.store(cta, begin, end, part, partial);
+    const int32_t split = continues ? static_cast<int32_t>(cta) - start + 1 : 0;
+    if (real) planner.store(cta, begin, end, split, partial);
     if (thread == threads - 1) borders[0] = before;
     __syncthreads();
-    // The last part of a cut token tells the first one, which may be in an earlier round, how many there are.
-    if (continues && !passes_on) p.rows[cta - part].parts = part + 1;
+    // The last split of a token tells the first one, which may be in an earlier round, how many there are.
+    if (continues && !passes_on) p.rows[cta - split].splits = split + 1;
   }
 }
 

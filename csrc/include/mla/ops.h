@@ -19,8 +19,8 @@ namespace mla {
   }
 
 MLA_OP_ON_BOTH(make_plan, PlanProblem)
-MLA_OP_ON_BOTH(merge_partials, MergeProblem<float>)
-MLA_OP_ON_BOTH(merge_partials, MergeProblem<uint16_t>)
+MLA_OP_ON_BOTH(combine_partials, CombineProblem<float>)
+MLA_OP_ON_BOTH(combine_partials, CombineProblem<uint16_t>)
 MLA_OP_ON_BOTH(cache_write, CacheWriteProblem)
 MLA_OP_ON_BOTH(cache_gather, CacheGatherProblem)
 MLA_OP_ON_BOTH(stage_rows, StageProblem)

@@ -1,4 +1,4 @@
-// The plan says which CTA attends to which part of which token's indices. On a GPU there is such a CTA for each group
+// The plan says which CTA attends to which split of which token's indices. On a GPU there is such a CTA for each group
 // of heads. On a CPU, "CTA" means an item of work for its threads.
 //
 // It splits all work evenly. A token's main list, then its extra one, is cut into tiles of `tile_slots` slots; the two
@@ -21,8 +21,8 @@ struct PlanRow {
   int32_t token_end;
   int32_t tile_begin;  // where it begins in its first token, in tiles
   int32_t tile_end;    // where it ends in its last token; the token's tile count unless a later CTA goes on
-  int32_t part;        // which part of its first token this is: 0 when it begins at tile 0
-  int32_t parts;       // into how many parts its last token is cut, where that token begins here; else 1
+  int32_t split;       // which split of its first token this is: 0 when it begins at tile 0
+  int32_t splits;      // of its last token, where that token begins here and is split; else 1
   int32_t partial;     // partial slot of its first partial result: the number of those of earlier CTAs
   int32_t tile_slots;  // slots of a tile
 };
@@ -30,7 +30,7 @@ static_assert(sizeof(PlanRow) == 32, "a plan row is 8 int32");
 
 // A CTA has up to two partial results: of the token that it continues from an earlier CTA, in partial slot
 // `partial`, and of the one that it begins and leaves open, in the next one (or in `partial`, if it continues none). So
-// the parts of a token have consecutive partial slots, and two per CTA are enough.
+// the splits of a token have consecutive partial slots, and two per CTA are enough.
 MLA_HOST_DEVICE int64_t begun_partial(const PlanRow& row) { return int64_t{row.partial} + (row.tile_begin > 0); }
 
 // What the op `plan` is given.
@@ -45,17 +45,17 @@ struct PlanProblem {
   Launch launch;
 };
 
-// The same without the rows, and what tiles, tokens and cuts cost on a device: see plan_shape().
+// The same without the rows, and what tiles, tokens and splits cost on a device: see plan_shape().
 struct PlanShape {
   int32_t tokens;
   int32_t topk;
   int32_t extra_topk;
   int32_t tile_slots;
-  int32_t token_units;          // what a token costs besides its tiles, in tiles; see token_units()
-  int32_t min_part;             // smallest distance of cuts, in tiles; no part has fewer than half of it
-  int32_t good_part;            // tiles a CTA should get before there are more CTAs than processors
+  int32_t token_units;  // what a token costs besides its tiles, in tiles; see token_units()
+  int32_t min_split;    // smallest distance of borders within a token, in tiles; no split has fewer than half of it
+  int32_t good_split;   // tiles a CTA should get before there are more CTAs than processors
   int32_t ctas_per_processor;   // more than one, so that a slow processor can take fewer
-  bool whole_tokens;            // never cut a token: its bits then don't depend on its neighbours
+  bool whole_tokens;            // never split a token: its bits then don't depend on its neighbours
   const int32_t* length;        // [tokens] or null
   const int32_t* extra_length;  // [tokens] or null
   int32_t splits;               // these two are the launch's
@@ -72,15 +72,15 @@ inline PlanShape plan_shape(PlanFor device, const PlanProblem& p) {
   if (device == PlanFor::gpu) {
     shape.tile_slots = kGpuTileSlots;
     shape.token_units = kTokenTiles;  // see token_units()
-    shape.min_part = 1;
-    shape.good_part = 1;
+    shape.min_split = 1;
+    shape.good_split = 1;
     shape.ctas_per_processor = 1;
     shape.splits = p.launch.splits, shape.cluster = p.launch.cluster;
   } else {
     shape.tile_slots = 16;
     shape.token_units = 1;
-    shape.min_part = 8;    // 128 slots take several times as long as waking a thread and merging
-    shape.good_part = 32;  // with parts of 512 slots, more CTAs than threads pay off
+    shape.min_split = 8;    // 128 slots take several times as long as waking a thread and combining
+    shape.good_split = 32;  // with splits of 512 slots, more CTAs than threads pay off
     shape.ctas_per_processor = kPlanCtasPerThread;
   }
   return shape;
@@ -112,35 +112,35 @@ struct PlanBorder {
   int32_t tile;
 };
 
-// Moves a cut that falls `offset` units into a token of `tiles` tiles to the token's border, if it would leave less
-// than half of min_part on either side.
+// Moves a border that falls `offset` units into a token of `tiles` tiles to the token's border, if it would leave less
+// than half of min_split on either side.
 MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, int32_t tiles, int64_t offset) {
-  // the fixed cost is spread over the token, since both sides of a cut pay it
+  // the fixed cost is spread over the token, since both sides of a border pay it
   const int64_t units = int64_t{tiles} + shape.token_units;
   const int32_t tile = static_cast<int32_t>((2 * offset * tiles + units) / (2 * units));
   const PlanBorder before{token, 0}, after{token + 1, 0};
   if (shape.whole_tokens) return 2 * tile < tiles ? before : after;
-  if (2 * tile < shape.min_part) return before;
-  if (2 * (tiles - tile) < shape.min_part) return after;
+  if (2 * tile < shape.min_split) return before;
+  if (2 * (tiles - tile) < shape.min_split) return after;
   return {token, tile};
 }
 
-// The row of a CTA between two borders; its part and its partial slot are filled in later.
+// The row of a CTA between two borders; its split and its partial slot are filled in later.
 MLA_HOST_DEVICE PlanRow row_between(const PlanShape& shape, PlanBorder begin, PlanBorder end) {
   PlanRow row{begin.token, end.token + (end.tile > 0), begin.tile, end.tile, 0, 1, 0, shape.tile_slots};
   if (end.tile == 0 && end.token > begin.token) row.tile_end = token_tiles(shape, end.token - 1);
   return row;
 }
 
-// Where the cut in front of CTA `index` of `active` falls, in units, rounded to the nearest: equal tokens are cut
-// into equal parts where their tiles allow it.
-MLA_HOST_DEVICE int64_t cut_before(int64_t index, int64_t active, int64_t units) {
+// Where CTA `index` of `active` begins, in units, rounded to the nearest: equal tokens get equal splits
+// where their tiles allow it.
+MLA_HOST_DEVICE int64_t start_of_cta(int64_t index, int64_t active, int64_t units) {
   return units / active * index + (units % active * index + active / 2) / active;
 }
 
-// How many of `ctas` entries get work. Ranges shorter than min_part would only be moved to a border again, so short
+// How many of `ctas` entries get work. Ranges shorter than min_split would only be moved to a border again, so short
 // lists occupy fewer CTAs. A multiple of the number of tokens is preferred where that leaves few CTAs idle: equal
-// tokens then share no CTA, and fewer or none are cut.
+// tokens then share no CTA, and fewer or none are split.
 MLA_HOST_DEVICE int64_t active_ctas(const PlanShape& shape, int64_t units, int64_t ctas) {
   if (shape.ctas_per_processor == 1 && shape.tokens > 0) {
     const int64_t even = ctas - ctas % shape.tokens;
@@ -148,7 +148,8 @@ MLA_HOST_DEVICE int64_t active_ctas(const PlanShape& shape, int64_t units, int64
   }
   const int64_t least = ctas / shape.ctas_per_processor;
   const int64_t tiles = units - int64_t{shape.tokens} * shape.token_units;
-  const int64_t good = units / shape.good_part, useful = (tiles > shape.tokens ? tiles : shape.tokens) / shape.min_part;
+  const int64_t good = units / shape.good_split,
+                useful = (tiles > shape.tokens ? tiles : shape.tokens) / shape.min_split;
   const int64_t wanted = good < least ? least : (good < ctas ? good : ctas);
   return useful < 1 ? 1 : (wanted < useful ? wanted : useful);
 }
@@ -182,8 +183,8 @@ MLA_HOST_DEVICE bool may_fit_clusters(const PlanShape& shape, int64_t ctas) {
          shape.tokens <= kMostEvenTokens && int64_t{shape.tokens} * shape.cluster <= ctas;
 }
 
-// Into how many splits every token is cut, whatever its length; 0 where load alone says so.
-MLA_HOST_DEVICE int64_t even_parts(const PlanShape& shape, int64_t units, int64_t ctas) {
+// How many splits every token gets, whatever its length; 0 where load alone says so.
+MLA_HOST_DEVICE int64_t fixed_splits(const PlanShape& shape, int64_t units, int64_t ctas) {
   if (shape.whole_tokens || shape.splits < 2 || shape.tokens > kMostEvenTokens) return 0;
   if (int64_t{shape.tokens} * shape.splits != ctas) return 0;
   return even_splits_pay(full_tiles(shape), shape.splits, units, ctas) ? shape.splits : 0;
@@ -191,15 +192,15 @@ MLA_HOST_DEVICE int64_t even_parts(const PlanShape& shape, int64_t units, int64_
 
 // The same in a plan by load for long lists, because a page table is wide, where the longest list is short after all:
 // as many splits as a cluster has CTAs.
-MLA_HOST_DEVICE int64_t parts_of_clusters(const PlanShape& shape, int64_t longest, int64_t units, int64_t ctas) {
+MLA_HOST_DEVICE int64_t cluster_splits(const PlanShape& shape, int64_t longest, int64_t units, int64_t ctas) {
   if (!may_fit_clusters(shape, ctas) || units == full_units(shape)) return 0;
   return even_splits_pay(longest, shape.cluster, units, ctas) ? shape.cluster : 0;
 }
 
-// Where the cut in front of a token's part falls, counted from the token's beginning; within the token.
-MLA_HOST_DEVICE int64_t cut_before_part(int64_t part, int64_t parts, int64_t token_units) {
-  const int64_t cut = (token_units * part + parts / 2) / parts;
-  return cut < token_units ? cut : token_units - 1;
+// Where a token's split begins, counted from the token's beginning; within the token.
+MLA_HOST_DEVICE int64_t start_of_split(int64_t split, int64_t splits, int64_t token_units) {
+  const int64_t start = (token_units * split + splits / 2) / splits;
+  return start < token_units ? start : token_units - 1;
 }
 
 }  // namespace mla

@@ -96,7 +96,7 @@ struct AttentionProblem {
 
   const PlanRow* plan;  // null: the op makes one
   int32_t ctas;
-  bool whole_tokens;  // in a plan that the op makes: never cut a token
+  bool whole_tokens;  // in a plan that the op makes: never split a token
   float* workspace;   // on a GPU, see Workspace
   int32_t* arrivals;  // on a GPU: the counters in the workspace
 
@@ -117,15 +117,15 @@ struct AttentionProblem {
 
 // Results over disjoint sets of slots, to be weighted by their lse: out = sum_i e^(lse_i - lse) out_i.
 template <typename Value>
-struct MergeProblem {
-  int32_t parts;
+struct CombineProblem {
+  int32_t partials;
   int64_t tokens;
   int32_t heads;
   int32_t dim;
-  const Value* part_out;  // [parts, tokens, heads, dim]
-  int64_t part_out_part, part_out_token, part_out_head;
-  const float* part_lse;  // [parts, tokens, heads]
-  int64_t part_lse_part, part_lse_token, part_lse_head;
+  const Value* outs;  // [partials, tokens, heads, dim]
+  int64_t outs_partial, outs_token, outs_head;
+  const float* lses;  // [partials, tokens, heads]
+  int64_t lses_partial, lses_token, lses_head;
   Value* out;
   int64_t out_token, out_head;
   float* lse;

@@ -1,4 +1,4 @@
-// The partial results of cut tokens until they are merged: their addresses and their size.
+// The partial results of split tokens until they are combined: their addresses and their size.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct Partials {
 
   static constexpr int64_t kPerCta = 2;
   static constexpr int64_t kFloatsPerRow = kValueDim + 2;
-  // On a GPU there is also a counter for each quarter of a row: how many parts of the token have arrived. Those of the
-  // token's first part are used.
+  // On a GPU there is also a counter for each quarter of a row: how many splits of the token have arrived. Those of the
+  // token's first split are used.
   static constexpr int64_t kArrivalsPerRow = 4;
 
   MLA_HOST_DEVICE Partials(float* memory, int32_t ctas, int32_t heads)

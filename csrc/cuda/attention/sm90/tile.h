@@ -47,7 +47,7 @@ MLA_HOST_DEVICE constexpr bool is_converted(Rows rows) { return rows == Rows::fp
 // Whether m64 writes the partial results of split tokens as CompactRows. Not for rows with powers: the extra
 // code makes tokens that are not split 1 to 4 % slower. Not with a scale per tensor: it may have any magnitude and
 // sign.
-MLA_HOST_DEVICE constexpr bool has_compact_parts(Rows rows) {
+MLA_HOST_DEVICE constexpr bool has_compact_splits(Rows rows) {
   return !has_powers(rows) && rows != Rows::fp8_tensor_576;
 }
 MLA_HOST_DEVICE constexpr int blocks_of(Rows rows) { return kLatentBlocks + (rows != Rows::any_512); }  // of 64 dims

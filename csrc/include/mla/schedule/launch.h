@@ -39,7 +39,7 @@ constexpr int kPortableHeads = 16, kPortableCtasPerProcessor = 2;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Into how many equal splits a plan by load cuts each of these tokens, because that leaves few of the CTAs idle; 0: it
+// How many equal splits a plan by load makes of each of these tokens, because that leaves few of the CTAs idle; 0: it
 // doesn't.
 inline int64_t even_splits(int64_t tokens, int64_t ctas) {
   const int64_t even = tokens > 0 ? ctas - ctas % tokens : 0;

@@ -165,13 +165,13 @@ struct Consumer {
   // Writes the warpgroup's dims of a token. `stage` is that of its last tile, which has been read, or -1 without tiles.
   // Whole tokens go through that stage's memory, which takes fewer instructions than stores from registers.
   __device__ void write(const TokenWork& work, int64_t partial, const float (&factor)[2], int stage) {
-    if constexpr (has_compact_parts(kRows))
+    if constexpr (has_compact_splits(kRows))
       if (!work.whole()) return write_compact(partial, factor, hidden(this->lane));
 #pragma unroll
     for (int i = 0; i < kGroupDims / 2; ++i) out[i] *= factor[half(i)];
     const int lane = hidden(this->lane);
-    if (!has_compact_parts(kRows) && !work.whole())
-      write_part(partial, lane);
+    if (!has_compact_splits(kRows) && !work.whole())
+      write_split(partial, lane);
     else if (stage < 0)
       write_zeros(work.token, lane);
     else
@@ -211,7 +211,7 @@ struct Consumer {
       *reinterpret_cast<uint4*>(to + p.offset(p.out_strides, token, head)) = {};
   }
 
-  __device__ void write_part(int64_t partial, int lane) {
+  __device__ void write_split(int64_t partial, int lane) {
     const Partials partials(p.workspace, p.ctas, p.heads);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/attention/sm90/cut_tokens.cuh"
+#include "cuda/attention/sm90/split_tokens.cuh"
 #include "cuda/attention/sm90/swap_ab/fp8_rows.cuh"
 #include "cuda/attention/sm90/swap_ab/plain_rows.cuh"
 #include "cuda/attention/sm90/swap_ab/reduction.h"
@@ -24,10 +24,10 @@ constexpr uint32_t kConsumerRegisters = kHeads > 16 ? 216 : 168;
 template <int kHeads>
 constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHeads>;
 
-// Whether split tokens are combined by the kernel that is launched next. With up to 16 heads this kernel does it
-// itself.
+// Whether split tokens are combined by the kernel that is launched next. With up to 16 heads per CTA this kernel
+// does it itself.
 template <int kHeads>
-constexpr bool kMerged = kHeads > 16;
+constexpr bool kCombinedLater = kHeads > 16;
 
 // The layout of rows in shared memory, and their products.
 template <Rows kRows, int kHeads>
@@ -47,8 +47,8 @@ struct Shared {
   float max_score[2][kConsumerGroups][4][kHeads];
   float row_max[2][kConsumerGroups][kHeads];
   float factor[kHeads];
-  PartResult part[kHeads];  // of a split token
-  CutTokens cut_tokens;
+  SplitResult split[kHeads];  // of a split token
+  SplitTokens split_tokens;
   Barrier full[Own::kStages], empty[Own::kStages];
   Barrier q_full[Own::kQueries], q_empty[Own::kQueries];
   Barrier weights_free[kConsumerGroups];

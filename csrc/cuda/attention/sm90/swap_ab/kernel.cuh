@@ -6,8 +6,8 @@
 //
 // Two consumer warpgroups take every other tile each, with a softmax and accumulators of their own. They wait for each
 // other only at the end of a token, where their results are added in a reduction buffer (the memory of the token's last
-// tile). If the token is split, its partial results are then combined (cut_tokens.cuh). Eight producer warps load rows.
-// The layout of rows and their products depend on the cache's format: fp8_rows.cuh, plain_rows.cuh.
+// tile). If the token is split, its partial results are then combined (split_tokens.cuh). Eight producer warps load
+// rows. The layout of rows and their products depend on the cache's format: fp8_rows.cuh, plain_rows.cuh.
 //
 //   load     | rows of i + 4 ...
 //   group 0  | scores i, softmax i, values i | scores i + 2, ...
@@ -292,7 +292,7 @@ struct Consumer {
   // The same for a split that this kernel combines. Other CTAs wait for it, so both warpgroups work: each stores half
   // of its columns, and adds the other half to what the other one stored.
   template <int kGroup>
-  __device__ void reduce_part(int stage, uint32_t reductions) {
+  __device__ void reduce_split(int stage, uint32_t reductions) {
     static_assert(kRounds == 1);
     constexpr int kHalf = kColumns / 2, kLeft = kGroup == 0 ? kHalf : 0, kAdded = kHalf - kLeft;
     const int slot = reductions % 2;
@@ -303,8 +303,8 @@ struct Consumer {
     if (warp == 3 && lane < kHeads / 2) {
       const int own = kGroup * (kHeads / 2) + lane;
       const Statistics both = statistics_of_head(slot, own);
-      s.part[own] = {both.total == 0.0f ? -INFINITY : both.row_max, both.total, both.max_score,
-                     cast_smem_ptr_to_uint(reduction_row(stage, own))};
+      s.split[own] = {both.total == 0.0f ? -INFINITY : both.row_max, both.total, both.max_score,
+                      cast_smem_ptr_to_uint(reduction_row(stage, own))};
     }
     float mine[kHalf], theirs[kHalf];
 #pragma unroll
@@ -326,16 +326,16 @@ struct Consumer {
   }
 
   // Both warpgroups combine the CTA's split of a token with the token's other splits.
-  __device__ void merge_part(const TokenWork& work) {
+  __device__ void combine_split(const TokenWork& work) {
     sync_groups();
-    const CutTokens& cut = s.cut_tokens;
-    const ClusterPeers peers = cut.peers;
+    const SplitTokens& shared = s.split_tokens;
+    const ClusterPeers peers = shared.peers;
     if (peers.count > 1 && group == 0 && warp == 0) {
       release_shared();
       peers.arrive(s.cluster_full, lane);
     }
     // The reduction buffer of the lane's peer, in its last tile's stage: it has no tiles but those of its split.
-    const int tiles = cut.tiles[peers.first + min(lane, peers.count - 1)];
+    const int tiles = shared.tiles[peers.first + min(lane, peers.count - 1)];
     const uint32_t first_row =
         cast_smem_ptr_to_uint(s.rows.reduction_buffer((tiles > 0 ? tiles - 1 : 0) % Own::kStages));
     if (peers.count > 1) wait_for_ctas(s.cluster_full, 0);
@@ -348,8 +348,8 @@ struct Consumer {
       else
         sync_groups();
     };
-    merge_parts<number_of(kRows), kHeads>(p, s.part, work.token, cut.parts[work.cut == TokenWork::kContinued], peers,
-                                          head_begin, 4 * group + warp, lane, row_of_head, release);
+    combine_splits<number_of(kRows), kHeads>(p, s.split, work.token, shared.splits[work.split == TokenWork::kContinued],
+                                             peers, head_begin, 4 * group + warp, lane, row_of_head, release);
     if (peers.count > 1) wait_for_ctas(s.cluster_empty, 0);  // peers have read this CTA's memory
   }
 
@@ -368,11 +368,12 @@ struct Consumer {
   }
 
   __device__ void run(const CtaWork& cta) {
-    const bool finds_parts = !kMerged<kHeads> && group == 1 && warp == 3;  // its group starts with the second tile
+    const bool finds_splits =
+        !kCombinedLater<kHeads> && group == 1 && warp == 3;  // its group starts with the second tile
     Neighbours neighbours;
-    if (finds_parts) neighbours.load(cta, lane);
+    if (finds_splits) neighbours.load(cta, lane);
     produce_first_queries(cta);
-    if (finds_parts) s.cut_tokens.store(cta, neighbours, kTileTokens, lane);
+    if (finds_splits) s.split_tokens.store(cta, neighbours, kTileTokens, lane);
     find_weights_address();
     uint32_t ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
     uint32_t reductions = 0;                       // of store_for_reduction() and reduce()
@@ -400,23 +401,23 @@ struct Consumer {
         }
         ordinal += tiles;
         last = (ordinal - 1) % Own::kStages;
-        if (kMerged<kHeads> || work.whole()) {
+        if (kCombinedLater<kHeads> || work.whole()) {
           if (ordinal % 2 != group)
             store_for_reduction(last, reductions);
           else
             reduce(work, cta.partial(work), own_tiles, last, reductions);
           ++reductions;
-        } else if constexpr (!kMerged<kHeads>) {
-          group == 0 ? reduce_part<0>(last, reductions) : reduce_part<1>(last, reductions);
+        } else if constexpr (!kCombinedLater<kHeads>) {
+          group == 0 ? reduce_split<0>(last, reductions) : reduce_split<1>(last, reductions);
         }
         ++tokens;
-      } else if (!kMerged<kHeads> && !work.whole()) {
-        if (threadIdx.x < kHeads) s.part[threadIdx.x] = {-INFINITY, 0.0f, kLowest, s.weights[0].address()};
+      } else if (!kCombinedLater<kHeads> && !work.whole()) {
+        if (threadIdx.x < kHeads) s.split[threadIdx.x] = {-INFINITY, 0.0f, kLowest, s.weights[0].address()};
       } else if (group == 0) {
         write_empty(work, cta.partial(work));
       }
-      if (kMerged<kHeads> || work.whole()) continue;
-      if constexpr (!kMerged<kHeads>) merge_part(work);
+      if (kCombinedLater<kHeads> || work.whole()) continue;
+      if constexpr (!kCombinedLater<kHeads>) combine_split(work);
       if (tiles > 0 && ordinal % 2 == group) arrive_as_warp(s.empty[last]);
     }
   }

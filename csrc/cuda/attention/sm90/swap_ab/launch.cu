@@ -38,7 +38,7 @@ void swap_ab_attention(const AttentionProblem& p, const Launch& launch, void* st
     sm90::with_form_of(p, std::integral_constant<Rows, Rows::fp8_ds_mla>{}, [&](auto rows, auto form) {
       run(attention_kernel<rows.value, 32, form.value>, kSharedBytes<rows.value, 32>, p, launch, stream);
     });
-    return merge_cut_tokens(p, false, stream);
+    return combine_split_tokens(p, false, stream);
   }
   sm90::with_kernel_of(p, [&](auto rows, auto form) {
     launch.heads_per_cta == 8

@@ -1,5 +1,5 @@
-// Combines partial results over disjoint sets of slots by their lse: a caller's (merge_partials), and those of tokens
-// that the plan has split (merge_cut_tokens). One warp per row of a head.
+// Combines partial results over disjoint sets of slots by their lse: a caller's (combine_partials), and those of tokens
+// that the plan has split (combine_split_tokens). One warp per row of a head.
 #include <algorithm>
 
 #include "cuda/common/compact_row.cuh"
@@ -16,46 +16,46 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMergeCtasPerProcessor = 4;  // of merge_cut_tokens
+constexpr int kCombineCtasPerProcessor = 4;  // of combine_split_tokens
 
 __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(uint16_t x) { return bf16_to_float(x); }
 __device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
 __device__ __forceinline__ void narrow(float x, uint16_t* to) { *to = float_to_bf16(x); }
 
-// The weights of a row's parts.
+// The weights of a row's splits.
 struct Weights {
   float max_lse;
   float inverse;
   float lse;
-  float lane_lse;  // of the part whose index is the lane; -inf if there is none
+  float lane_lse;  // of the split whose index is the lane; -inf if there is none
 
-  __device__ __forceinline__ float of(float lse_of_part) const {
-    return combine_weight(lse_of_part, max_lse) * inverse;
+  __device__ __forceinline__ float of(float lse_of_split) const {
+    return combine_weight(lse_of_split, max_lse) * inverse;
   }
 };
 
-__device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int parts, int lane) {
-  const float mine = lane < parts ? lse[lane * stride] : -INFINITY;
+__device__ __forceinline__ Weights weigh(const float* lse, int64_t stride, int splits, int lane) {
+  const float mine = lane < splits ? lse[lane * stride] : -INFINITY;
   float max_lse = mine;
-  for (int i = lane + 32; i < parts; i += 32) max_lse = fmaxf(max_lse, lse[i * stride]);
+  for (int i = lane + 32; i < splits; i += 32) max_lse = fmaxf(max_lse, lse[i * stride]);
   max_lse = max_of_warp(max_lse);
   float total = combine_weight(mine, max_lse);
-  for (int i = lane + 32; i < parts; i += 32) total += combine_weight(lse[i * stride], max_lse);
+  for (int i = lane + 32; i < splits; i += 32) total += combine_weight(lse[i * stride], max_lse);
   total = sum_of_warp(total);
   return {max_lse, inverse_of(total), lse_of(max_lse, total), mine};
 }
 
 // Combines one lane's dims `lane`, `lane + 32`, ... of a row.
 template <typename Value, typename Store>
-__device__ __forceinline__ void merge_row(const Value* out, int64_t out_stride, const float* lse, int64_t lse_stride,
-                                          int parts, int dim, const Weights& weights, int lane, Store store) {
+__device__ __forceinline__ void combine_row(const Value* out, int64_t out_stride, const float* lse, int64_t lse_stride,
+                                            int splits, int dim, const Weights& weights, int lane, Store store) {
   constexpr int kUnroll = 16;  // dims per lane at once
   for (int begin = lane; begin < dim; begin += 32 * kUnroll) {
     float sum[kUnroll] = {};
-    for (int i = 0; i < parts; ++i) {
+    for (int i = 0; i < splits; ++i) {
       const float weight = weights.of(lse[i * lse_stride]);
-      if (weight == 0.0f) continue;  // an empty part may hold anything
+      if (weight == 0.0f) continue;  // an empty split may hold anything
       const Value* row = out + i * out_stride;
 #pragma unroll
       for (int k = 0; k < kUnroll; ++k)
@@ -68,16 +68,16 @@ __device__ __forceinline__ void merge_row(const Value* out, int64_t out_stride, 
 }
 
 template <typename Value>
-__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeProblem<Value> p) {
+__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ CombineProblem<Value> p) {
   const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (item >= p.tokens * p.heads) return;
   const int64_t token = item / p.heads, head = item % p.heads;
-  const float* lse = p.part_lse + token * p.part_lse_token + head * p.part_lse_head;
-  const Weights weights = weigh(lse, p.part_lse_part, p.parts, lane);
+  const float* lse = p.lses + token * p.lses_token + head * p.lses_head;
+  const Weights weights = weigh(lse, p.lses_partial, p.partials, lane);
   Value* out = p.out + token * p.out_token + head * p.out_head;
-  merge_row(p.part_out + token * p.part_out_token + head * p.part_out_head, p.part_out_part, lse, p.part_lse_part,
-            p.parts, p.dim, weights, lane, [&](int d, float x) { narrow(x, out + d); });
+  combine_row(p.outs + token * p.outs_token + head * p.outs_head, p.outs_partial, lse, p.lses_partial, p.partials,
+              p.dim, weights, lane, [&](int d, float x) { narrow(x, out + d); });
   if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
 }
 
@@ -94,18 +94,18 @@ __device__ __forceinline__ void store_four(uint16_t* to, const float4& x, bool f
 
 // Finds the plan entry that begins a split token and has `before` such entries in front of it; null if there is none. A
 // warp calls it; a lane reads four entries at once.
-__device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, int before, int lane) {
+__device__ __forceinline__ const PlanRow* find_split_token(const AttentionProblem& p, int before, int lane) {
   constexpr int kRows = 4;
   for (int begin = 0; begin < p.ctas; begin += 32 * kRows) {
-    bool cut[kRows];
+    bool splits[kRows];
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
       const int cta = begin + 32 * k + lane;
-      cut[k] = cta < p.ctas && p.plan[cta].parts > 1;
+      splits[k] = cta < p.ctas && p.plan[cta].splits > 1;
     }
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      uint32_t found = __ballot_sync(~0u, cut[k]);
+      uint32_t found = __ballot_sync(~0u, splits[k]);
       if (before < __popc(found)) {
         for (; before > 0; --before) found &= found - 1;
         return p.plan + begin + 32 * k + __ffs(found) - 1;
@@ -116,9 +116,9 @@ __device__ __forceinline__ const PlanRow* find_cut(const AttentionProblem& p, in
   return nullptr;
 }
 
-// A lane's share of a part's row: four times four neighbouring dims.
-struct FloatPart {
-  static constexpr int kAtOnce = 2;  // parts whose loads are in flight together; four would spill
+// A lane's share of a split's row: four times four neighbouring dims.
+struct FloatSplit {
+  static constexpr int kAtOnce = 2;  // splits whose loads are in flight together; four would spill
 
   float4 fours[4];
 
@@ -142,7 +142,7 @@ struct FloatPart {
 };
 
 // The same of a CompactRow. Accumulators have its order until in_order().
-struct CompactPart {
+struct CompactSplit {
   static constexpr int kAtOnce = 4;
 
   uint4 pieces[2];
@@ -192,24 +192,24 @@ struct CompactPart {
 };
 
 // blockIdx.x: the x-th split token. A warp combines one head after the other. Rows are few, so the latency of a row
-// counts: the loads of several parts are issued at once.
+// counts: the loads of several splits are issued at once.
 //
 // The kernel is launched before the attention kernel has ended (PDL), so that its start costs nothing. It waits for the
 // partial results itself.
-template <typename Part>
-__global__ void __launch_bounds__(kThreads, kMergeCtasPerProcessor)
-    merge_cut_tokens_kernel(const __grid_constant__ AttentionProblem p) {
-  constexpr int kAtOnce = Part::kAtOnce;
+template <typename Split>
+__global__ void __launch_bounds__(kThreads, kCombineCtasPerProcessor)
+    combine_split_tokens_kernel(const __grid_constant__ AttentionProblem p) {
+  constexpr int kAtOnce = Split::kAtOnce;
   pdl_launch_dependents();
   const int lane = threadIdx.x % 32;
-  const PlanRow* const cut = find_cut(p, blockIdx.x, lane);
-  const PlanRow row = cut ? *cut : PlanRow{};
+  const PlanRow* const found = find_split_token(p, blockIdx.x, lane);
+  const PlanRow row = found ? *found : PlanRow{};
   pdl_wait();  // every CTA: this kernel must not end before attention does
-  if (!cut || row.token_end < 1 || row.token_end > p.tokens) return;
+  if (!found || row.token_end < 1 || row.token_end > p.tokens) return;
   const Partials partials(p.workspace, p.ctas, p.heads);
   const int64_t partial = begun_partial(row);
-  const int parts = static_cast<int>(min(static_cast<int64_t>(row.parts), partials.count - partial));
-  if (partial < 0 || parts < 1) return;
+  const int splits = static_cast<int>(min(static_cast<int64_t>(row.splits), partials.count - partial));
+  if (partial < 0 || splits < 1) return;
   const int64_t token = row.token_end - 1;
   for (int head = blockIdx.y * kWarps + threadIdx.x / 32; head < p.heads; head += gridDim.y * kWarps) {
     const int64_t first = partials.row(partial, head);
@@ -217,37 +217,37 @@ __global__ void __launch_bounds__(kThreads, kMergeCtasPerProcessor)
 
     float4 sum[4] = {};
     Weights weights;
-    float lane_weight;  // of the current 32 parts, the lane's
-    for (int begin = 0; begin < parts; begin += kAtOnce) {
-      Part part[kAtOnce];
+    float lane_weight;  // of the current 32 splits, the lane's
+    for (int begin = 0; begin < splits; begin += kAtOnce) {
+      Split split[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        // past the last part, load that one again: under a condition the loads would wait for one another
-        part[i].load(partials, first + min(begin + i, parts - 1) * int64_t{p.heads}, lane);
+        // past the last split, load that one again: under a condition the loads would wait for one another
+        split[i].load(partials, first + min(begin + i, splits - 1) * int64_t{p.heads}, lane);
       }
       if (begin == 0) {
-        weights = weigh(lse, p.heads, parts, lane);
+        weights = weigh(lse, p.heads, splits, lane);
         lane_weight = weights.of(weights.lane_lse);
       } else if (begin % 32 == 0) {
-        lane_weight = begin + lane < parts ? weights.of(lse[static_cast<int64_t>(begin + lane) * p.heads]) : 0.0f;
+        lane_weight = begin + lane < splits ? weights.of(lse[static_cast<int64_t>(begin + lane) * p.heads]) : 0.0f;
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const float weight = __shfl_sync(~0u, lane_weight, (begin + i) % 32);
-        if (begin + i < parts && weight != 0.0f) part[i].add_to(sum, weight);  // an empty part may hold anything
+        if (begin + i < splits && weight != 0.0f) split[i].add_to(sum, weight);  // an empty split may hold anything
       }
     }
-    Part::in_order(sum, lane);
+    Split::in_order(sum, lane);
     const float scale = with_sink(1.0f, p, head, weights.lse);
     uint16_t* out = p.out + p.offset(p.out_strides, token, head);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      store_four(out + Part::dim(i, lane), {sum[i].x * scale, sum[i].y * scale, sum[i].z * scale, sum[i].w * scale},
+      store_four(out + Split::dim(i, lane), {sum[i].x * scale, sum[i].y * scale, sum[i].z * scale, sum[i].w * scale},
                  p.tile == TileType::f16_576);
     if (lane == 0) p.lse[p.offset(p.lse_strides, token, head)] = weights.lse;
     if (!p.max_logits) continue;
     float max_logit = -INFINITY;
-    for (int i = lane; i < parts; i += 32)
+    for (int i = lane; i < splits; i += 32)
       max_logit = fmaxf(max_logit, partials.max_logits[first + static_cast<int64_t>(i) * p.heads]);
     max_logit = max_of_warp(max_logit);
     if (lane == 0) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(weights.lse, max_logit);
@@ -257,30 +257,30 @@ __global__ void __launch_bounds__(kThreads, kMergeCtasPerProcessor)
 }  // namespace
 
 template <typename Value>
-static void merge(const MergeProblem<Value>& p, void* stream) {
-  launch(merge_kernel<Value>, (p.tokens * p.heads + kWarps - 1) / kWarps, kThreads, 0, stream, "merge_partials", p);
+static void combine(const CombineProblem<Value>& p, void* stream) {
+  launch(combine_kernel<Value>, (p.tokens * p.heads + kWarps - 1) / kWarps, kThreads, 0, stream, "combine_partials", p);
 }
 
-void merge_partials(const MergeProblem<float>& p, void* stream) { merge(p, stream); }
-void merge_partials(const MergeProblem<uint16_t>& p, void* stream) { merge(p, stream); }
+void combine_partials(const CombineProblem<float>& p, void* stream) { combine(p, stream); }
+void combine_partials(const CombineProblem<uint16_t>& p, void* stream) { combine(p, stream); }
 
-void merge_cut_tokens(const AttentionProblem& p, bool compact, void* stream) {
+void combine_split_tokens(const AttentionProblem& p, bool compact, void* stream) {
   // At most one wave of CTAs: tokens are rarely split, but this kernel always runs. A head is one warp's work whatever
   // the grid is, so the bits don't depend on it.
-  const int most_ctas = kMergeCtasPerProcessor * describe_current_gpu().multiprocessors;
-  const int cut = std::min(p.tokens, p.ctas);  // upper bound
-  const int heads = std::clamp(most_ctas / cut, 1, (p.heads + kWarps - 1) / kWarps);
-  launch_pdl(compact ? merge_cut_tokens_kernel<CompactPart> : merge_cut_tokens_kernel<FloatPart>, dim3(cut, heads),
-             kThreads, 0, stream, "merge of cut tokens", p);
+  const int most_ctas = kCombineCtasPerProcessor * describe_current_gpu().multiprocessors;
+  const int most_tokens = std::min(p.tokens, p.ctas);  // that may be split
+  const int heads = std::clamp(most_ctas / most_tokens, 1, (p.heads + kWarps - 1) / kWarps);
+  launch_pdl(compact ? combine_split_tokens_kernel<CompactSplit> : combine_split_tokens_kernel<FloatSplit>,
+             dim3(most_tokens, heads), kThreads, 0, stream, "combine split tokens", p);
 }
 
 MLA_KERNELS {
   static const KernelEntry entries[] = {
-      {"merge_partials fp32", reinterpret_cast<const void*>(merge_kernel<float>), kThreads, 0},
-      {"merge_partials bf16", reinterpret_cast<const void*>(merge_kernel<uint16_t>), kThreads, 0},
-      {"merge of cut tokens", reinterpret_cast<const void*>(merge_cut_tokens_kernel<FloatPart>), kThreads, 0},
-      {"merge of cut tokens, compact", reinterpret_cast<const void*>(merge_cut_tokens_kernel<CompactPart>), kThreads,
-       0},
+      {"combine_partials fp32", reinterpret_cast<const void*>(combine_kernel<float>), kThreads, 0},
+      {"combine_partials bf16", reinterpret_cast<const void*>(combine_kernel<uint16_t>), kThreads, 0},
+      {"combine split tokens", reinterpret_cast<const void*>(combine_split_tokens_kernel<FloatSplit>), kThreads, 0},
+      {"combine split tokens, compact", reinterpret_cast<const void*>(combine_split_tokens_kernel<CompactSplit>),
+       kThreads, 0},
   };
   return {entries, sizeof(entries) / sizeof(entries[0])};
 }

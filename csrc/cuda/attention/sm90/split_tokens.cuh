@@ -47,11 +47,11 @@ struct ClusterPeers {
 // The plan entries that this CTA depends on. All are loaded when the kernel begins, as their latency is high.
 struct Neighbours {
   PlanRow row;  // of the cluster's CTA whose rank is the lane
-  int parts;    // of the token that the CTA continues
+  int splits;   // of the token that the CTA continues
 
   __device__ void load(const CtaWork& cta, int lane) {
     row = CtaWork::row_of(cta.p, index_of(cta, lane));
-    parts = cta.p.plan[cta.owner()].parts;
+    splits = cta.p.plan[cta.owner()].splits;
   }
 
   static __device__ int index_of(const CtaWork& cta, int lane) {
@@ -90,9 +90,9 @@ constexpr int kMostCtas = 16;  // CTAs per cluster
 
 // Which splits a CTA has of the tokens that it shares with others. One warp stores this in shared memory when the
 // kernel begins, to save registers.
-struct CutTokens {
+struct SplitTokens {
   ClusterPeers peers;
-  TokenPart parts[2];    // of the token that is left open, and of the one that is continued
+  TokenSplit splits[2];  // of the token that is left open, and of the one that is continued
   int tiles[kMostCtas];  // of each CTA of the cluster, by rank
 
   __device__ void store(const CtaWork& cta, const Neighbours& neighbours, int max_tile_slots, int lane) {
@@ -101,12 +101,12 @@ struct CutTokens {
     if (lane < kMostCtas) tiles[lane] = own_tiles;
     if (lane > 0) return;
     peers = found;
-    parts[0] = cta.opened_part(), parts[1] = cta.continued_part(neighbours.parts);
+    splits[0] = cta.opened_split(), splits[1] = cta.continued_split(neighbours.splits);
   }
 };
 
 // A CTA's softmax statistics of its split of a token, for its peers to read.
-struct alignas(16) PartResult {
+struct alignas(16) SplitResult {
   float row_max;    // to base 2; -inf if there is nothing to attend to
   float total;      // of 2^(score - row_max)
   float max_score;  // to base 2
@@ -118,7 +118,7 @@ __device__ __forceinline__ void add_weighted(float4& acc, float weight, float4 x
 }
 
 // What a warp combines of a head's row: one or two quarters, in each of which a lane has four numbers.
-struct MergedRow {
+struct CombinedRow {
   float4 values[kShareQuarters];  // not yet divided by `total`
   float row_max = 0.0f, total = 0.0f;
   float max_logit = -INFINITY;
@@ -145,51 +145,51 @@ __device__ __forceinline__ Share share_of(const ClusterPeers& peers, int warp, i
 }
 
 template <Number kNumber>
-__device__ __forceinline__ void write_merged(const AttentionProblem& p, int64_t token, int head, const Share& share,
-                                             uint32_t quarters, int lane, const MergedRow& merged) {
-  const float lse = merged.lse();
-  const float scale = with_sink(merged.scale() * p.value_scale, p, head, lse);
+__device__ __forceinline__ void write_combined(const AttentionProblem& p, int64_t token, int head, const Share& share,
+                                               uint32_t quarters, int lane, const CombinedRow& combined) {
+  const float lse = combined.lse();
+  const float scale = with_sink(combined.scale() * p.value_scale, p, head, lse);
   uint16_t* out = p.out + p.offset(p.out_strides, token, head) + 4 * lane;
 #pragma unroll
   for (int j = 0; j < kShareQuarters; ++j) {
     if (!(quarters >> j & 1)) continue;
-    const float4 x = merged.values[j];
+    const float4 x = combined.values[j];
     *reinterpret_cast<uint2*>(out + (share.begin + j) * kQuarter) = {pack<kNumber>(x.x * scale, x.y * scale),
                                                                      pack<kNumber>(x.z * scale, x.w * scale)};
   }
   if (share.begin > 0 || !(quarters & 1) || lane > 0) return;
   p.lse[p.offset(p.lse_strides, token, head)] = lse;
-  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(lse, merged.max_logit);
+  if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(lse, combined.max_logit);
 }
 
-constexpr int kEarlyParts = 8;
+constexpr int kEarlySplits = 8;
 
 // Combines a token's partial results from the workspace. If they are few, their lse and max logits were loaded before:
-// lane i passes those of part i.
-__device__ __forceinline__ void merge_workspace_parts(const Partials& partials, int64_t first_partial, int parts,
-                                                      int head, const Share& share, int lane, float early_lse,
-                                                      float early_max_logit, MergedRow& merged) {
+// lane i passes those of split i.
+__device__ __forceinline__ void combine_workspace_splits(const Partials& partials, int64_t first_partial, int splits,
+                                                         int head, const Share& share, int lane, float early_lse,
+                                                         float early_max_logit, CombinedRow& combined) {
   constexpr int kAtOnce = 2;
 #pragma unroll
-  for (int j = 0; j < kShareQuarters; ++j) merged.values[j] = {};
+  for (int j = 0; j < kShareQuarters; ++j) combined.values[j] = {};
   float max_lse = -INFINITY;
 #pragma unroll 1
-  for (int begin = 0; begin < parts; begin += 32) {
+  for (int begin = 0; begin < splits; begin += 32) {
     float lse = early_lse, max_logit = early_max_logit;
-    if (parts > kEarlyParts && begin + lane < parts) {
+    if (splits > kEarlySplits && begin + lane < splits) {
       const int64_t row = partials.row(first_partial + begin + lane, head);
       lse = __ldcg(partials.lse + row), max_logit = __ldcg(partials.max_logits + row);
     }
-    // skip empty parts: there are many, as peers fill one slot together, and their rows may hold anything
+    // skip empty splits: there are many, as peers fill one slot together, and their rows may hold anything
     uint32_t filled = __ballot_sync(~0u, lse != -INFINITY);
     if (filled == 0) continue;
-    merged.max_logit = fmaxf(merged.max_logit, max_of_warp(max_logit));
+    combined.max_logit = fmaxf(combined.max_logit, max_of_warp(max_logit));
     const float raised = fmaxf(max_lse, max_of_warp(lse)), kept = expf(max_lse - raised);
     const float weight = combine_weight(lse, raised);
-    merged.total = merged.total * kept + sum_of_warp(weight);
+    combined.total = combined.total * kept + sum_of_warp(weight);
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j) {
-      float4& x = merged.values[j];
+      float4& x = combined.values[j];
       x = {x.x * kept, x.y * kept, x.z * kept, x.w * kept};
     }
     max_lse = raised;
@@ -197,17 +197,17 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
     while (filled) {
       float4 x[kAtOnce][kShareQuarters];
       float weights[kAtOnce];
-      int part = 0;
+      int split = 0;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         weights[i] = 0.0f;
         if (filled) {
-          part = __ffs(filled) - 1;
+          split = __ffs(filled) - 1;
           filled &= filled - 1;
-          weights[i] = __shfl_sync(~0u, weight, part);
+          weights[i] = __shfl_sync(~0u, weight, split);
         }
-        // past the last part, load that one again: under a condition the loads would wait for one another
-        const float* from = partials.out + partials.row(first_partial + begin + part, head) * kValueDim +
+        // past the last split, load that one again: under a condition the loads would wait for one another
+        const float* from = partials.out + partials.row(first_partial + begin + split, head) * kValueDim +
                             share.begin * kQuarter + 4 * lane;
 #pragma unroll
         for (int j = 0; j < kShareQuarters; ++j)
@@ -217,10 +217,10 @@ __device__ __forceinline__ void merge_workspace_parts(const Partials& partials, 
       for (int i = 0; i < kAtOnce; ++i)
 #pragma unroll
         for (int j = 0; j < kShareQuarters; ++j)
-          if (weights[i] != 0.0f && share.begin + j < share.end) add_weighted(merged.values[j], weights[i], x[i][j]);
+          if (weights[i] != 0.0f && share.begin + j < share.end) add_weighted(combined.values[j], weights[i], x[i][j]);
     }
   }
-  if (max_lse > -INFINITY) merged.row_max = max_lse;
+  if (max_lse > -INFINITY) combined.row_max = max_lse;
 }
 
 // Rows in peers' shared memory. Lane i has the address of peer i's.
@@ -261,8 +261,8 @@ struct PeerRows {
 // Lane i's `row` is the address of the head's accumulators in peer i. All loads of a batch are issued before anything
 // waits, because a read from another CTA has a high latency.
 template <int kQuartersOfWarp>
-__device__ __forceinline__ void merge_peer_rows(const PartResult& result, uint32_t row, const ClusterPeers& peers,
-                                                const Share& share, int lane, MergedRow& merged) {
+__device__ __forceinline__ void combine_peer_rows(const SplitResult& result, uint32_t row, const ClusterPeers& peers,
+                                                  const Share& share, int lane, CombinedRow& combined) {
   float4 theirs{-INFINITY, 0.0f, -INFINITY, 0.0f};
   if (lane < peers.count)
     theirs = load4_of_cta(cute::set_block_rank(cast_smem_ptr_to_uint(&result), peers.first + lane));
@@ -272,71 +272,71 @@ __device__ __forceinline__ void merge_peer_rows(const PartResult& result, uint32
   __syncwarp();  // or the compiler delays some loads until others have completed
   const float raised = max_of_warp(theirs.x);
   const float weight = theirs.x == -INFINITY ? 0.0f : exp2_approximate(theirs.x - raised);
-  merged.set(raised, sum_of_warp(weight * theirs.y), max_of_warp(theirs.z));
-  rows.add(peers, weight, 0, merged.values);
+  combined.set(raised, sum_of_warp(weight * theirs.y), max_of_warp(theirs.z));
+  rows.add(peers, weight, 0, combined.values);
 #pragma unroll 1
   for (int begin = rows.kAtOnce; begin < peers.count; begin += rows.kAtOnce) {
     rows.read(peers, row, begin, lane);
-    rows.add(peers, weight, begin, merged.values);
+    rows.add(peers, weight, begin, combined.values);
   }
   finish_reads();
 }
 
-// Combines the peers' parts. Without peers it takes the CTA's own part, wherever its accumulators are.
-__device__ __forceinline__ void merge_peers(const PartResult& result, uint32_t row, const ClusterPeers& peers,
-                                            const Share& share, int lane, MergedRow& merged) {
+// Combines the peers' splits. Without peers it takes the CTA's own split, wherever its accumulators are.
+__device__ __forceinline__ void combine_peers(const SplitResult& result, uint32_t row, const ClusterPeers& peers,
+                                              const Share& share, int lane, CombinedRow& combined) {
 #pragma unroll
-  for (int j = 0; j < kShareQuarters; ++j) merged.values[j] = {};
+  for (int j = 0; j < kShareQuarters; ++j) combined.values[j] = {};
   if (peers.count == 1) {
     if (result.row_max == -INFINITY) return;
-    merged.set(result.row_max, result.total, result.max_score);
+    combined.set(result.row_max, result.total, result.max_score);
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j)
-      merged.values[j] = load4(result.acc + 16 * lane + (share.begin + j) * kQuarter * 4);
+      combined.values[j] = load4(result.acc + 16 * lane + (share.begin + j) * kQuarter * 4);
     return;
   }
   if (share.end - share.begin == 1)
-    merge_peer_rows<1>(result, row, peers, share, lane, merged);
+    combine_peer_rows<1>(result, row, peers, share, lane, combined);
   else
-    merge_peer_rows<2>(result, row, peers, share, lane, merged);
+    combine_peer_rows<2>(result, row, peers, share, lane, combined);
 }
 
 // Eight warps combine a CTA's split of a token with the other splits. `results` has its statistics. Lane i's
 // `row_of_head(head)` is the address of the head's accumulators in peer i, as an address in this CTA. Each warp calls
 // `release` when it has read all that it needs from shared memory.
 template <Number kNumber, int kHeads, typename Row, typename Read>
-__device__ __forceinline__ void merge_parts(const AttentionProblem& p, const PartResult (&results)[kHeads],
-                                            int64_t token, const TokenPart& part, const ClusterPeers& peers,
-                                            int head_begin, int warp, int lane, Row row_of_head, Read release) {
+__device__ __forceinline__ void combine_splits(const AttentionProblem& p, const SplitResult (&results)[kHeads],
+                                               int64_t token, const TokenSplit& split, const ClusterPeers& peers,
+                                               int head_begin, int warp, int lane, Row row_of_head, Read release) {
   const Partials partials(p.workspace, p.ctas, p.heads);
-  const int parts = static_cast<int>(min(max(int64_t{part.parts}, int64_t{1}), partials.count));
+  const int splits = static_cast<int>(min(max(int64_t{split.splits}, int64_t{1}), partials.count));
   const Share share = share_of(peers, warp, min(kHeads, p.heads - head_begin));
   const uint32_t quarters = (1u << (share.end - share.begin)) - 1;
-  const bool complete = peers.count == parts;
-  const int64_t partial = part.partial - peers.own;
+  const bool complete = peers.count == splits;
+  const int64_t partial = split.partial - peers.own;
 #pragma unroll 1
   for (int own = share.head; own < share.heads; own += share.step) {
     const int head = head_begin + own;
-    MergedRow merged;
-    merge_peers(results[own], row_of_head(own), peers, share, lane, merged);
+    CombinedRow combined;
+    combine_peers(results[own], row_of_head(own), peers, share, lane, combined);
     if (own + share.step >= share.heads) release();
     if (complete) {
-      write_merged<kNumber>(p, token, head, share, quarters, lane, merged);
+      write_combined<kNumber>(p, token, head, share, quarters, lane, combined);
       continue;
     }
-    const float scale = merged.scale(), lse = merged.lse();
+    const float scale = combined.scale(), lse = combined.lse();
     float* out = partials.out + partials.row(partial, head) * kValueDim + share.begin * kQuarter + 4 * lane;
 #pragma unroll
     for (int j = 0; j < kShareQuarters; ++j) {
       if (share.begin + j >= share.end) continue;
-      const float4 x = merged.values[j];
+      const float4 x = combined.values[j];
       *reinterpret_cast<float4*>(out + j * kQuarter) = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
     }
     // all warps of a head write these (the same numbers), as none waits for another
     if (lane < peers.count) {
       const int64_t row = partials.row(partial + lane, head);
       partials.lse[row] = lane == 0 ? lse : -INFINITY;
-      partials.max_logits[row] = lane == 0 ? max_logit_of(lse, merged.max_logit) : -INFINITY;
+      partials.max_logits[row] = lane == 0 ? max_logit_of(lse, combined.max_logit) : -INFINITY;
     }
   }
   if (share.head >= share.heads) release();
@@ -348,21 +348,21 @@ __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const Par
   const int own_of_lane = share.head + lane / kQuarters * share.step, quarter_of_lane = share.begin + lane % kQuarters;
   if (own_of_lane < share.heads && quarter_of_lane < share.end) {
     int32_t* arrivals =
-        p.arrivals + partials.row(part.first_partial, head_begin + own_of_lane) * kQuarters + quarter_of_lane;
-    last = atomicAdd(arrivals, peers.count) + peers.count == parts;
+        p.arrivals + partials.row(split.first_partial, head_begin + own_of_lane) * kQuarters + quarter_of_lane;
+    last = atomicAdd(arrivals, peers.count) + peers.count == splits;
     if (last) *arrivals = 0;
   }
   const uint32_t completed = __ballot_sync(~0u, last);
   if (completed == 0) return;
   fence_of_gpu();
   constexpr int kMostHeads = 4;  // per warp
-  static_assert(kHeads * kQuarters <= kMostHeads * kShareQuarters * 8 && kMostHeads * kEarlyParts <= 32);
+  static_assert(kHeads * kQuarters <= kMostHeads * kShareQuarters * 8 && kMostHeads * kEarlySplits <= 32);
   float lses = -INFINITY, scores = -INFINITY;
-  // only of complete heads: other parts may not be stored yet
-  if (const int own = share.head + lane / kEarlyParts * share.step;
-      parts <= kEarlyParts && own < share.heads && lane % kEarlyParts < parts &&
-      (completed & 15u << lane / kEarlyParts * kQuarters)) {
-    const int64_t row = partials.row(part.first_partial + lane % kEarlyParts, head_begin + own);
+  // only of complete heads: other splits may not be stored yet
+  if (const int own = share.head + lane / kEarlySplits * share.step;
+      splits <= kEarlySplits && own < share.heads && lane % kEarlySplits < splits &&
+      (completed & 15u << lane / kEarlySplits * kQuarters)) {
+    const int64_t row = partials.row(split.first_partial + lane % kEarlySplits, head_begin + own);
     lses = __ldcg(partials.lse + row), scores = __ldcg(partials.max_logits + row);
   }
 #pragma unroll 1
@@ -370,13 +370,13 @@ __device__ __forceinline__ void merge_parts(const AttentionProblem& p, const Par
     const uint32_t own_quarters = completed >> (i * kQuarters) & 15;
     if (own_quarters == 0) continue;
     const int head = head_begin + share.head + i * share.step;
-    MergedRow merged;
-    const float lse = __shfl_sync(~0u, lses, i * kEarlyParts + lane % kEarlyParts);
-    const float max_logit = __shfl_sync(~0u, scores, i * kEarlyParts + lane % kEarlyParts);
-    const bool early = lane < kEarlyParts;
-    merge_workspace_parts(partials, part.first_partial, parts, head, share, lane, early ? lse : -INFINITY,
-                          early ? max_logit : -INFINITY, merged);
-    write_merged<kNumber>(p, token, head, share, own_quarters, lane, merged);
+    CombinedRow combined;
+    const float lse = __shfl_sync(~0u, lses, i * kEarlySplits + lane % kEarlySplits);
+    const float max_logit = __shfl_sync(~0u, scores, i * kEarlySplits + lane % kEarlySplits);
+    const bool early = lane < kEarlySplits;
+    combine_workspace_splits(partials, split.first_partial, splits, head, share, lane, early ? lse : -INFINITY,
+                             early ? max_logit : -INFINITY, combined);
+    write_combined<kNumber>(p, token, head, share, own_quarters, lane, combined);
   }
 }
 
