@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     """How a call is launched and what each CTA does. One plan serves all layers whose lists have the same lengths."""
 
     table: Tensor
-    """int32 `[ctas, 8]`, on the device of the call. The columns are those of PlanRow in csrc/include/mla/plan.h: the
+    """int32 `[ctas, 8]`, on the device of the call. The columns are those of PlanEntry in csrc/include/mla/plan.h: the
     tokens a CTA takes (begin, end), the tiles at which it begins in the first and ends in the last of them, which split
     of its first token it holds, how many splits the token has that it begins and leaves open, where its partial
     results go, and the slots in a tile."""

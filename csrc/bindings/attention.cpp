@@ -80,9 +80,9 @@ Launch use_plan(AttentionProblem& p, const OptionalTensor& plan, const std::vect
   if (!plan) return {};
   expect(*plan, "plan", {ScalarType::Int}, {{"ctas"}, 8}, q);
   if (plan->size(0) == 0 || !plan->is_contiguous())
-    reject("plan", "a contiguous table of one row or more", describe(*plan));
-  p.plan = reinterpret_cast<const PlanRow*>(plan->data_ptr());
-  p.ctas = expect_int32(plan->size(0), "plan", "rows");
+    reject("plan", "a contiguous table of one entry or more", describe(*plan));
+  p.plan = reinterpret_cast<const PlanEntry*>(plan->data_ptr());
+  p.ctas = expect_int32(plan->size(0), "plan", "entries");
   return expect_launch(numbers, *plan);
 }
 
@@ -91,7 +91,7 @@ void expect_gpu_memory(AttentionProblem& p, const OptionalTensor& plan, const Op
                        const Tensor& q) {
   if (!plan) reject("plan", "given for CUDA tensors", "nothing");
   if (p.ctas > kMaxGpuCtas)
-    reject("plan", "a table of " + std::to_string(kMaxGpuCtas) + " rows or fewer on a GPU", describe(*plan));
+    reject("plan", "a table of " + std::to_string(kMaxGpuCtas) + " entries or fewer on a GPU", describe(*plan));
   if (!workspace) reject("workspace", "given for CUDA tensors", "nothing");
   expect(*workspace, "workspace", {ScalarType::Float}, {{"floats"}}, q);
   const int64_t needed = Workspace::floats(p.ctas, p.heads), size = workspace->size(0);

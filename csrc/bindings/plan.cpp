@@ -9,7 +9,7 @@ MLA_OP(plan,
        OptionalTensor topk_length, OptionalTensor extra_topk_length, int64_t tokens, int64_t topk, int64_t extra_topk,
        bool batch_invariant, std::vector<int64_t> launch, Tensor out) {
   expect(out, "out", {ScalarType::Int}, {{"ctas"}, 8}, out);
-  if (out.size(0) == 0 || !out.is_contiguous()) reject("out", "contiguous and of one row or more", describe(out));
+  if (out.size(0) == 0 || !out.is_contiguous()) reject("out", "contiguous and of one entry or more", describe(out));
   const int32_t* length = optional_data<int32_t>(topk_length, "topk_length", ScalarType::Int, {{"T", tokens}}, out);
   const int32_t* extra_length =
       optional_data<int32_t>(extra_topk_length, "extra_topk_length", ScalarType::Int, {{"T", tokens}}, out);
@@ -19,7 +19,7 @@ MLA_OP(plan,
   p.extra_topk = expect_range(extra_topk, "extra_topk", 0, kMaxSize);
   p.length = length, p.extra_length = extra_length;
   p.whole_tokens = batch_invariant;
-  p.rows = reinterpret_cast<PlanRow*>(out.data_ptr());
+  p.entries = reinterpret_cast<PlanEntry*>(out.data_ptr());
   p.launch = expect_launch(launch, out);
   MLA_RUN(out, make_plan, p);
 }

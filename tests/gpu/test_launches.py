@@ -156,7 +156,7 @@ def test_a_plan_of_too_many_rows_is_refused():
     problem = random_problem().to("cuda")
     launch = planned(2, 100, ctas=65536, device="cuda").launch
     plan = Plan(torch.zeros(65536, 8, dtype=torch.int32, device="cuda"), launch)
-    with pytest.raises(ValueError, match="plan must be a table of 65535 rows or fewer on a GPU"):
+    with pytest.raises(ValueError, match="plan must be a table of 65535 entries or fewer on a GPU"):
         problem.solve(plan=plan, workspace=torch.zeros(1, device="cuda"))
 
 

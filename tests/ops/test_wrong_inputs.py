@@ -291,7 +291,7 @@ CASES = {
     "extra_cache_format without cache": (attention(extra_cache_format="bf16"), ValueError, r"^extra_cache_format must be None without extra_cache"),
     "extra_cache of unknown format": (attention(with_extra=True, extra_cache=torch.zeros(1, 1, 5)), ValueError, r"extra_cache must be"),
     "plan is of 7 columns": (attention(plan=Plan(torch.zeros(2, 7, dtype=INT), LAUNCH)), ValueError, r"plan must be int32 \[ctas, 8\]"),
-    "plan has no rows": (attention(plan=Plan(torch.zeros(0, 8, dtype=INT), LAUNCH)), ValueError, r"plan must be a contiguous table of one row or more"),
+    "plan has no entries": (attention(plan=Plan(torch.zeros(0, 8, dtype=INT), LAUNCH)), ValueError, r"plan must be a contiguous table of one entry or more"),
     "plan is a tuple": (attention(plan=(1, 2)), TypeError, r"plan must be what mla_backend.plan returned; got tuple"),
     "out is too small": (attention(out=torch.zeros(2, 2, 512).bfloat16()), ValueError, r"out must be .*got bfloat16 \[2, 2, 512\]"),
     "lse is transposed": (attention(lse=torch.zeros(3, 2)), ValueError, r"lse must be .*got float32 \[3, 2\]"),

@@ -4,10 +4,10 @@
 
 // A GPU's plan, walked by the CPU.
 extern "C" void gpu_plan(int32_t tokens, int32_t topk, int32_t extra_topk, const int32_t* length,
-                         const int32_t* extra_length, bool batch_invariant, mla::PlanRow* rows,
+                         const int32_t* extra_length, bool batch_invariant, mla::PlanEntry* entries,
                          const mla::Launch* launch) {
-  const mla::PlanProblem p{tokens, topk, extra_topk, length, extra_length, batch_invariant, rows, *launch};
-  mla::cpu::fill_plan(mla::plan_shape(mla::PlanFor::gpu, p), rows, launch->ctas);
+  const mla::PlanProblem p{tokens, topk, extra_topk, length, extra_length, batch_invariant, entries, *launch};
+  mla::cpu::fill_plan(mla::plan_shape(mla::PlanFor::gpu, p), entries, launch->ctas);
 }
 
 extern "C" void gpu_launch(const mla::Gpu* gpu, int64_t tokens, int64_t slots, int32_t heads, int32_t format,

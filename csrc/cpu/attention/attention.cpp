@@ -37,24 +37,24 @@ struct Job {
   }
 
   // All tokens of one CTA, for some heads.
-  void run_row(const PlanRow& row, int32_t head_begin, int32_t heads) const {
+  void run_entry(const PlanEntry& entry, int32_t head_begin, int32_t heads) const {
     void* workspace = thread_workspace(kernel);
-    for (int32_t token = row.token_begin; token < row.token_end; ++token) {
+    for (int32_t token = entry.token_begin; token < entry.token_end; ++token) {
       const int32_t tiles = token_tiles(shape, token);
-      const int32_t tile_begin = token == row.token_begin ? row.tile_begin : 0;
-      const int32_t tile_end = token == row.token_end - 1 ? row.tile_end : tiles;
+      const int32_t tile_begin = token == entry.token_begin ? entry.tile_begin : 0;
+      const int32_t tile_end = token == entry.token_end - 1 ? entry.tile_end : tiles;
       TokenWork work{token, head_begin, heads, tile_begin, tile_end, shape.tile_slots, {}};
       if (tile_begin > 0)
-        work.partial = at(row.partial, head_begin);
+        work.partial = at(entry.partial, head_begin);
       else if (tile_end < tiles)
-        work.partial = at(begun_partial(row), head_begin);
+        work.partial = at(begun_partial(entry), head_begin);
       kernel.run(problem, work, workspace);
     }
   }
 
   // Combines one head of the token that this CTA begins and others continue.
-  void combine(const PlanRow& row, int32_t head) const {
-    kernel.combine(problem, row.token_end - 1, head, row.splits, at(begun_partial(row), head));
+  void combine(const PlanEntry& entry, int32_t head) const {
+    kernel.combine(problem, entry.token_end - 1, head, entry.splits, at(begun_partial(entry), head));
   }
 };
 
@@ -85,7 +85,7 @@ void attend(const AttentionProblem& p, const PlanShape& shape, int32_t first_hea
   const Job job{p, attention_kernel(p.tile), kept_partials(p.ctas, heads), first_head, shape};
   for_each(static_cast<int64_t>(p.ctas) * shares, [&](int64_t item) {
     const int32_t begin = static_cast<int32_t>(item % shares) * share;
-    if (begin < heads) job.run_row(p.plan[item / shares], first_head + begin, std::min(share, heads - begin));
+    if (begin < heads) job.run_entry(p.plan[item / shares], first_head + begin, std::min(share, heads - begin));
   });
 
   std::vector<int32_t> split;
@@ -101,7 +101,7 @@ void attend(const AttentionProblem& p, const PlanShape& shape, int32_t first_hea
 void attention(const AttentionProblem& given, const Launch&) {
   AttentionProblem p = given;
   PlanShape shape = shape_of(p);
-  std::vector<PlanRow> own_plan;
+  std::vector<PlanEntry> own_plan;
   if (p.plan) shape.tile_slots = std::max(p.plan[0].tile_slots, 1);
   if (!p.plan || !plan_fits(shape, p.plan, p.ctas)) {
     shape = shape_of(p);

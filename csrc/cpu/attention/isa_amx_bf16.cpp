@@ -25,7 +25,7 @@ struct Isa : Bf16Isa {
     using Memory = TileValues;
   };
   static constexpr bool kTiles = true;
-  static constexpr int kScoreSums = 32;
+  static constexpr int kScoreAccumulators = 32;
   static constexpr int kValueRows = TileValues::kRows;
 
   template <int kVectors>

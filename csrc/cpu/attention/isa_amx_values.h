@@ -1,17 +1,17 @@
-// The value loop in AMX tiles: out[head][dim] += weights[head][token] x values[token][dim]. Included after amx.h.
+// The value loop in AMX tiles: out[head][dim] += P[head][token] x values[token][dim]. Included after amx.h.
 //
 // A step is a pair of tokens. Values are paired up as for the other instruction sets, which makes them columns of a
-// product; weights come as columns, too, and have to become rows.
+// product; P comes as columns, too, and has to become rows.
 
 struct TileValues {
   static constexpr int kRows = 32;  // tokens, 16 steps: the words of a tile's row
   static constexpr int kBlocks = 4, kHeadBlocks = 2, kMaxGroups = 4;
 
-  alignas(64) uint32_t weights[kMaxGroups][kHeadBlocks][kBlocks][16][16];  // [head][step]
-  alignas(64) uint32_t values[kBlocks][2][16][16];                         // [step][dim]
+  alignas(64) uint32_t probs[kMaxGroups][kHeadBlocks][kBlocks][16][16];  // [head][step]
+  alignas(64) uint32_t values[kBlocks][2][16][16];                       // [step][dim]
 
-  // From [group][step][32 heads]. Steps beyond `steps` weigh nothing.
-  void load_weights(const uint32_t* from, int group_steps, int groups, int heads, int steps) {
+  // From [group][step][32 heads]. Steps beyond `steps` count as zeros.
+  void load_probs(const uint32_t* from, int group_steps, int groups, int heads, int steps) {
     for (int g = 0; g < groups; ++g)
       for (int h = 0; h * 16 < heads; ++h)
         for (int block = 0; block * 16 < steps; ++block) {
@@ -21,7 +21,7 @@ struct TileValues {
             rows[step] = step < count
                              ? _mm512_loadu_si512(from + ((g * group_steps + block * 16 + step) * kHeadBlocks + h) * 16)
                              : _mm512_setzero_si512();
-          transpose(rows, weights[g][h][block]);
+          transpose(rows, probs[g][h][block]);
         }
   }
 
@@ -48,7 +48,7 @@ struct TileValues {
         _tile_loadd(1, out + 16, kValueDim * 4);
       }
       for (int block = 0; block < blocks; ++block) {
-        _tile_loadd(2, weights[group][h][block], 64);
+        _tile_loadd(2, probs[group][h][block], 64);
         _tile_loadd(4, values[block][0], 64);
         _tile_dpbf16ps(0, 2, 4);
         _tile_loadd(5, values[block][1], 64);

@@ -7,7 +7,7 @@
 namespace mla::cpu {
 namespace {
 constexpr int kLanes = 8;
-constexpr int kSums = 12;  // of 16 registers; with 8 every sum would wait for its last product
+constexpr int kAccumulators = 12;  // of 16 registers; with 8 every sum would wait for its last product
 #include "cpu/common/simd.h"
 #include "cpu/combine/combine_rows.h"
 #include "cpu/attention/isa_fp32.h"

@@ -21,7 +21,7 @@ struct Bf16Isa {
   };
   static constexpr bool kTiles = false;
   static constexpr int kPack = 2;
-  static constexpr int kScoreSums = 16;
+  static constexpr int kScoreAccumulators = 16;
   static constexpr int kValueRows = 2;
   static constexpr int kValueHeads = 8;
   static constexpr int kValueVectors = 2;

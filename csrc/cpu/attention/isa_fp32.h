@@ -6,10 +6,10 @@ struct Isa {
   };
   static constexpr bool kTiles = false;
   static constexpr int kPack = 1;
-  static constexpr int kScoreSums = kSums;
+  static constexpr int kScoreAccumulators = kAccumulators;
   static constexpr int kValueRows = 1;
   static constexpr int kValueVectors = 2;
-  static constexpr int kValueHeads = kSums / kValueVectors;
+  static constexpr int kValueHeads = kAccumulators / kValueVectors;
   using Words = Floats;
 
   static Floats load_words(const uint32_t* from) { return *reinterpret_cast<const FloatsUnaligned*>(from); }

@@ -5,11 +5,11 @@
 //                          whose numbers are neighbours along the sum, so one loop serves both.
 //   Session                lives as long as a call; its Memory is part of the workspace
 //   kTiles                 whether it has a matrix unit with tiles, and functions of its own for that
-//   kScoreSums             accumulator registers of the score loop: (vectors of heads) x (tokens)
+//   kScoreAccumulators     accumulator registers of the score loop: (vectors of heads) x (tokens)
 //   kValueHeads, kValueVectors   the same for the value loop: (heads) x (vectors of output dims)
 //   kValueRows             rows that the value loop takes at once
 //   load_words, store_words, broadcast_word, dot
-//   pack(first, second)    weights of two neighbouring tokens as words (the second only where kPack is 2)
+//   pack(first, second)    P of two neighbouring tokens as words (the second only where kPack is 2)
 //   widen_row<format>      a cached row as words; without scales, or (ue8m0) multiplied with them
 //   load_values            the words of a step of the value loop: of a row, or (where kPack is 2) of two at once
 //
@@ -20,16 +20,16 @@
 //            row is broadcast against it: nothing is transposed.
 //            In dense attention the heads of all queries are heads; a row that a query does not see scores -inf.
 //   softmax  lanes are heads still, so the maximum and the sum over tokens need no shuffles.
-//   values   lanes are output dims, the weight of (head, token pair) is broadcast.
+//   values   lanes are output dims, P of (head, token pair) is broadcast.
 //
 // An fp32 scale of a quantised group never touches the cached values: e4m3 is exact in bf16, so the kernel
-// multiplies the group's partial scores, and then the weights, with it. A scale that is a power of two does: the
+// multiplies the group's partial scores, and then P, with it. A scale that is a power of two does: the
 // products are as exact in bf16.
 
 constexpr int kTile = 128;  // rows converted together; 128 bf16 rows are 144 KB of L2
 constexpr int kRowWords = kHeadDim / Isa::kPack;
 constexpr int kRowStride = kRowWords + 16;  // an odd number of cache lines: one panel of all rows fits the L1 cache
-constexpr int kTileRoom = kTile + Isa::kScoreSums;  // the last block of scores may go beyond the tile
+constexpr int kTileRoom = kTile + Isa::kScoreAccumulators;  // the last block of scores may go beyond the tile
 constexpr int kScoreVectors = 2;
 constexpr int kScoreHeads = kScoreVectors * kLanes;  // heads a block
 constexpr int kHeadSlots = (kMaxWorkHeads + kScoreHeads - 1) / kScoreHeads * kScoreHeads;
@@ -54,7 +54,7 @@ struct Workspace {
   alignas(64) uint32_t q[kHeadSlots / kLanes][kRowWords][kLanes];
   alignas(64) uint32_t rows_as_words[kTileRoom][kRowStride];
   alignas(64) float scores[kTileRoom][kScoreHeads];
-  alignas(64) uint32_t weights[kGroups][kTileSteps][kScoreHeads];
+  alignas(64) uint32_t probs[kGroups][kTileSteps][kScoreHeads];
   alignas(64) float rescale[kScoreHeads];
   alignas(64) float out[kHeadSlots][kValueDim];
   alignas(64) float row_max[kHeadSlots];  // of the scaled scores, in units of log2(e)
@@ -220,21 +220,21 @@ inline ConvertRows converter(const CacheFormat& format) {
 // ---- Scores ----------------------------------------------------------------------------------------------
 
 template <int kVectors>
-using ScoreSums = Floats[Isa::kScoreSums / kVectors][kVectors];
+using ScoreAcc = Floats[Isa::kScoreAccumulators / kVectors][kVectors];
 
 // Adds the products of some rows with kVectors vectors of heads, over the first `words` words from the pointers on. A
 // function of its own, so that the compiler has all registers for it.
 template <int kVectors, typename Unit = Isa>
 __attribute__((noinline)) void multiply_rows(const uint32_t (*q)[kLanes], const uint32_t* rows, int words,
-                                             ScoreSums<kVectors>& result) {
+                                             ScoreAcc<kVectors>& result) {
   if constexpr (Unit::kTiles)
     return Unit::template multiply_rows<kVectors>(q, kRowWords, rows, kRowStride, words, result);
-  constexpr int kTokens = Isa::kScoreSums / kVectors;
-  Floats sum[kTokens][kVectors];
+  constexpr int kTokens = Isa::kScoreAccumulators / kVectors;
+  Floats acc[kTokens][kVectors];
 #pragma GCC unroll 32
   for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[t][v] = result[t][v];
+    for (int v = 0; v < kVectors; ++v) acc[t][v] = result[t][v];
   for (int word = 0; word < words; ++word) {
     typename Isa::Words head[kVectors];
 #pragma GCC unroll 4
@@ -243,13 +243,13 @@ __attribute__((noinline)) void multiply_rows(const uint32_t (*q)[kLanes], const 
     for (int t = 0; t < kTokens; ++t) {
       const typename Isa::Words row = Isa::broadcast_word(rows + t * kRowStride + word);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[t][v] = Isa::dot(sum[t][v], head[v], row);
+      for (int v = 0; v < kVectors; ++v) acc[t][v] = Isa::dot(acc[t][v], head[v], row);
     }
   }
 #pragma GCC unroll 32
   for (int t = 0; t < kTokens; ++t)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) result[t][v] = sum[t][v];
+    for (int v = 0; v < kVectors; ++v) result[t][v] = acc[t][v];
 }
 
 // What a pass over the tile's scores takes of all rows, as few words that those of Q stay in the L1 cache: a group with
@@ -266,17 +266,17 @@ inline void score_block(const uint32_t (*q)[kRowWords][kLanes], int first, int p
   const int begin = pass * kPassWords<kScaled, kVectors>;
   const bool has_scale = kScaled && pass < kGroups, last = has_scale || begin + kPassWords<kScaled, kVectors> >= words;
   const int end = begin + kPassWords<kScaled, kVectors> < words ? begin + kPassWords<kScaled, kVectors> : words;
-  constexpr int kTokens = Isa::kScoreSums / kVectors;
-  ScoreSums<kVectors> sums;
+  constexpr int kTokens = Isa::kScoreAccumulators / kVectors;
+  ScoreAcc<kVectors> acc;
   for (int t = 0; t < kTokens; ++t)
     for (int v = 0; v < kVectors; ++v)
-      sums[t][v] = kScaled || pass == 0 ? Floats{} : load(&w.scores[first + t][v * kLanes]);
-  multiply_rows<kVectors>(q[0] + begin, w.rows_as_words[first] + begin, end - begin, sums);
+      acc[t][v] = kScaled || pass == 0 ? Floats{} : load(&w.scores[first + t][v * kLanes]);
+  multiply_rows<kVectors>(q[0] + begin, w.rows_as_words[first] + begin, end - begin, acc);
   for (int t = 0; t < kTokens; ++t) {
     const float factor = !last ? 1.0f : scale * (has_scale ? w.group_scale[kScaled ? pass : 0][first + t] : 1.0f);
     for (int v = 0; v < kVectors; ++v) {
       float* to = &w.scores[first + t][v * kLanes];
-      store(kScaled && pass > 0 ? load(to) + sums[t][v] * factor : sums[t][v] * factor, to);
+      store(kScaled && pass > 0 ? load(to) + acc[t][v] * factor : acc[t][v] * factor, to);
     }
   }
 }
@@ -286,7 +286,7 @@ inline void score_block(const uint32_t (*q)[kRowWords][kLanes], int first, int p
 template <bool kScaled, int kVectors>
 inline void score_tile(const uint32_t (*q)[kRowWords][kLanes], int words, float scale, const TileRows& tile,
                        bool first_heads, Workspace& w) {
-  constexpr int kTokens = Isa::kScoreSums / kVectors;
+  constexpr int kTokens = Isa::kScoreAccumulators / kVectors;
   const ConvertRows convert = converter(*tile.format);
   for (int pass = 0; pass * kPassWords<kScaled, kVectors> < words; ++pass)
     for (int t = 0; t < tile.count; t += kTokens) {
@@ -307,7 +307,7 @@ inline void mask_block(const AttentionProblem& p, int head, int heads, const Til
 
 // ---- Softmax ---------------------------------------------------------------------------------------------
 
-// Turns the block's scores into weights, packed for the value loop, and moves the running maximum and sum on.
+// Turns the block's scores into P, packed for the value loop, and moves row max and total on.
 template <bool kScaled>
 inline void softmax_block(int head, int vectors, int count, bool first_tile, Workspace& w) {
   for (int v = 0; v < vectors; ++v) {
@@ -323,15 +323,15 @@ inline void softmax_block(int head, int vectors, int count, bool first_tile, Wor
     for (int step = 0; step * Isa::kPack < count; ++step) {
       const int t = step * Isa::kPack;
       const bool pair = Isa::kPack == 2 && t + 1 < count;
-      const Floats weight = exp2_of(load(&w.scores[t][lane]) - finite_max);
+      const Floats prob = exp2_of(load(&w.scores[t][lane]) - finite_max);
       const Floats second = pair ? exp2_of(load(&w.scores[t + 1][lane]) - finite_max) : Floats{};
-      total += weight + second;
+      total += prob + second;
       if (!kScaled) {
-        Isa::store_words(Isa::pack(weight, second), &w.weights[0][step][lane]);
+        Isa::store_words(Isa::pack(prob, second), &w.probs[0][step][lane]);
       } else {
         for (int g = 0; g < kGroups; ++g) {
           const float scale = w.group_scale[g][t], second_scale = pair ? w.group_scale[g][t + 1] : 0.0f;
-          Isa::store_words(Isa::pack(weight * scale, second * second_scale), &w.weights[g][step][lane]);
+          Isa::store_words(Isa::pack(prob * scale, second * second_scale), &w.probs[g][step][lane]);
         }
       }
     }
@@ -345,17 +345,17 @@ inline void softmax_block(int head, int vectors, int count, bool first_tile, Wor
 
 constexpr int kPrefetchSteps = 8;  // from some lines of the next tile to the next ones
 
-// out[kHeads][one panel] = rescale * out + weights x values, `values` being the panel's part of the first row.
+// out[kHeads][one panel] = rescale * out + P x values, `values` being the panel's part of the first row.
 template <int kHeads>
 __attribute__((noinline)) void value_block(float (*out)[kValueDim], const float* rescale, bool first_tile, int steps,
-                                           const uint32_t* values, const uint32_t (*weights)[kScoreHeads],
+                                           const uint32_t* values, const uint32_t (*probs)[kScoreHeads],
                                            Prefetch* prefetch) {
-  Floats sum[kHeads][Isa::kValueVectors];
+  Floats acc[kHeads][Isa::kValueVectors];
 #pragma GCC unroll 16
   for (int h = 0; h < kHeads; ++h)
 #pragma GCC unroll 8
     for (int v = 0; v < Isa::kValueVectors; ++v)
-      sum[h][v] = first_tile ? Floats{} : load(out[h] + v * kLanes) * rescale[h];
+      acc[h][v] = first_tile ? Floats{} : load(out[h] + v * kLanes) * rescale[h];
   for (int step = 0; step < steps;) {
     if (prefetch) prefetch->some();
     const int end = step + kPrefetchSteps < steps ? step + kPrefetchSteps : steps;
@@ -364,16 +364,16 @@ __attribute__((noinline)) void value_block(float (*out)[kValueDim], const float*
       Isa::load_values(values + step * Isa::kPack * kRowStride, kRowStride, value);
 #pragma GCC unroll 16
       for (int h = 0; h < kHeads; ++h) {
-        const typename Isa::Words weight = Isa::broadcast_word(&weights[step][h]);
+        const typename Isa::Words prob = Isa::broadcast_word(&probs[step][h]);
 #pragma GCC unroll 8
-        for (int v = 0; v < Isa::kValueVectors; ++v) sum[h][v] = Isa::dot(sum[h][v], value[v], weight);
+        for (int v = 0; v < Isa::kValueVectors; ++v) acc[h][v] = Isa::dot(acc[h][v], value[v], prob);
       }
     }
   }
 #pragma GCC unroll 16
   for (int h = 0; h < kHeads; ++h)
 #pragma GCC unroll 8
-    for (int v = 0; v < Isa::kValueVectors; ++v) store(sum[h][v], out[h] + v * kLanes);
+    for (int v = 0; v < Isa::kValueVectors; ++v) store(acc[h][v], out[h] + v * kLanes);
 }
 
 template <bool kScaled, typename Unit = Isa>
@@ -385,7 +385,7 @@ inline void add_values(int head, int heads, int count, bool first_tile, const Ti
   const int chunks = (steps + kPrefetchSteps - 1) / kPrefetchSteps;
   Prefetch next_rows(next, kPanels * (Unit::kTiles ? 1 : blocks * chunks));
   Prefetch* const prefetch = head == 0 ? &next_rows : nullptr;
-  if constexpr (Unit::kTiles) unit.load_weights(w.weights[0][0], kTileSteps, kScaled ? kGroups : 1, heads, steps);
+  if constexpr (Unit::kTiles) unit.load_probs(w.probs[0][0], kTileSteps, kScaled ? kGroups : 1, heads, steps);
   for (int panel = 0; panel < kPanels; ++panel) {
     const uint32_t* values = w.rows_as_words[0] + panel * kPanel / Isa::kPack;
     const int group = kScaled ? panel * kPanel / (kLatent / kGroups) : 0;
@@ -394,10 +394,10 @@ inline void add_values(int head, int heads, int count, bool first_tile, const Ti
       unit.add_values(&w.out[head][panel * kPanel], w.rescale, first_tile, values, kRowStride, group, heads, steps);
       continue;
     }
-    const auto* weights = w.weights[group];
+    const auto* probs = w.probs[group];
     const auto add = [&](auto block, int h) {
       block(reinterpret_cast<float (*)[kValueDim]>(&w.out[head + h][panel * kPanel]), w.rescale + h, first_tile, steps,
-            values, reinterpret_cast<const uint32_t (*)[kScoreHeads]>(&weights[0][h]), prefetch);
+            values, reinterpret_cast<const uint32_t (*)[kScoreHeads]>(&probs[0][h]), prefetch);
     };
     int h = 0;
     for (; h + Isa::kValueHeads <= heads; h += Isa::kValueHeads) add(value_block<Isa::kValueHeads>, h);
@@ -415,7 +415,7 @@ inline void attend_tile(const AttentionProblem& p, int head_begin, int heads, co
   const float scale = p.scale * kLog2E;  // exponentials are taken to base 2
   const int count = tile.count, words = kScaled ? kRowWords : p.head_dim() / Isa::kPack;
   const bool masked = p.unseen(0) > 0 && tile.behind[count - 1] < p.unseen(0);
-  // Rows that the value loop adds beyond `count`, with weights of zero, are zeros. What else the score loop reads there
+  // Rows that the value loop adds beyond `count`, with a P of zero, are zeros. What else the score loop reads there
   // is never used.
   for (int t = count; t % Isa::kValueRows != 0; ++t) __builtin_memset(w.rows_as_words[t], 0, sizeof w.rows_as_words[t]);
   for (int head = 0; head < heads; head += kScoreHeads) {
@@ -448,13 +448,13 @@ inline bool attend(const AttentionProblem& p, const TokenWork& s, Workspace& w) 
 }
 
 // Writes one head's row of the output, its lse and its max logit. Applies the sink and the values' scale, and rounds.
-inline void finish_row(const AttentionProblem& p, int token, int head, const float* sum, float factor, float lse,
+inline void finish_row(const AttentionProblem& p, int token, int head, const float* acc, float factor, float lse,
                        float max_logit) {
   factor = with_sink(factor, p, head, lse) * p.value_scale;
   uint16_t* out = p.out + p.offset(p.out_strides, token, head);
   const bool f16 = Isa::kPack == 1 && p.tile == TileType::f16_576;
   for (int d = 0; d < kValueDim; d += kLanes) {
-    const Floats value = load(sum + d) * factor;
+    const Floats value = load(acc + d) * factor;
     f16 ? store_f16(value, out + d) : store_bf16(value, out + d);
   }
   p.lse[p.offset(p.lse_strides, token, head)] = lse;
@@ -486,11 +486,11 @@ inline void run(const AttentionProblem& p, const TokenWork& s, void* workspace) 
 }
 
 inline void combine(const AttentionProblem& p, int32_t token, int32_t head, int32_t splits, const Partial& first) {
-  float sum[kValueDim];
+  float acc[kValueDim];
   const float lse =
-      combine_rows(splits, kValueDim, first.out, first.next_split * kValueDim, first.lse, first.next_split, sum);
+      combine_rows(splits, kValueDim, first.out, first.next_split * kValueDim, first.lse, first.next_split, acc);
   float largest = -__builtin_inff();
   for (int split = 0; split < splits; ++split)
     largest = __builtin_fmaxf(largest, first.max_logits[split * first.next_split]);
-  finish_row(p, token, head, sum, 1.0f, lse, largest);
+  finish_row(p, token, head, acc, 1.0f, lse, largest);
 }

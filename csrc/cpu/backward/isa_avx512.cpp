@@ -7,7 +7,7 @@
 namespace mla::cpu {
 namespace {
 constexpr int kLanes = 16;
-constexpr int kSums = 16;
+constexpr int kAccumulators = 16;
 #include "cpu/common/simd.h"
 #include "cpu/attention/isa_fp32.h"
 #include "cpu/backward/kernel.h"

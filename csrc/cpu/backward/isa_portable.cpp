@@ -7,7 +7,7 @@
 namespace mla::cpu {
 namespace {
 constexpr int kLanes = 4;
-constexpr int kSums = 8;
+constexpr int kAccumulators = 8;
 #include "cpu/common/simd.h"
 #include "cpu/attention/isa_fp32.h"
 #include "cpu/backward/kernel.h"

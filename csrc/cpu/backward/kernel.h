@@ -20,7 +20,7 @@ constexpr int kHeadSlots =
 constexpr int kPanel = Isa::kValueVectors * kLanes;  // dims that a pass covers
 constexpr int kMatrixRows = Isa::kValueHeads;        // heads or entries that it takes at once
 static_assert(kValueDim % kPanel == 0 && kRope % kPanel == 0, "a panel is of values or not");
-static_assert(kTile % Isa::kScoreSums == 0 && kTile % kMatrixRows == 0);
+static_assert(kTile % Isa::kScoreAccumulators == 0 && kTile % kMatrixRows == 0);
 static_assert(kHeadSlots % kMatrixRows == 0);
 
 // What a thread works in; it keeps this between calls.
@@ -31,10 +31,10 @@ struct Workspace {
   alignas(64) uint32_t d_out_rows[kHeadSlots][kRowWords];  // the stride that load_values knows
   alignas(64) uint32_t rows[kTile][kRowWords];
   alignas(64) float scores[kTile][kHeadSlots];
-  alignas(64) float d_weights[kTile][kHeadSlots];
+  alignas(64) float d_probs[kTile][kHeadSlots];
   alignas(64) uint32_t d_scores_by_entry[kTile / Isa::kPack][kHeadSlots];  // a word: dS of kPack entries, of a head
   alignas(64) uint32_t d_scores_by_head[kTile][kHeadSlots / Isa::kPack];   // a word: of kPack heads, of an entry
-  alignas(64) uint32_t weights_by_head[kTile][kHeadSlots / Isa::kPack];
+  alignas(64) uint32_t probs_by_head[kTile][kHeadSlots / Isa::kPack];
   alignas(64) float d_q[kHeadSlots][kHeadDim];
   alignas(64) float lse2[kHeadSlots];
   alignas(64) float delta[kHeadSlots];
@@ -72,12 +72,12 @@ inline void load_heads(const uint16_t* from, int64_t stride, int heads, int numb
 template <int kVectors, int kWords>
 __attribute__((noinline)) void multiply_rows(const uint32_t (*lanes)[kWords][kLanes], const uint32_t (*rows)[kRowWords],
                                              int words, float (*to)[kHeadSlots]) {
-  constexpr int kEntries = Isa::kScoreSums / kVectors;
-  Floats sum[kEntries][kVectors];
+  constexpr int kEntries = Isa::kScoreAccumulators / kVectors;
+  Floats acc[kEntries][kVectors];
 #pragma GCC unroll 32
   for (int e = 0; e < kEntries; ++e)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sum[e][v] = Floats{};
+    for (int v = 0; v < kVectors; ++v) acc[e][v] = Floats{};
   for (int word = 0; word < words; ++word) {
     typename Isa::Words head[kVectors];
 #pragma GCC unroll 4
@@ -86,13 +86,13 @@ __attribute__((noinline)) void multiply_rows(const uint32_t (*lanes)[kWords][kLa
     for (int e = 0; e < kEntries; ++e) {
       const typename Isa::Words row = Isa::broadcast_word(&rows[e][word]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sum[e][v] = Isa::dot(sum[e][v], head[v], row);
+      for (int v = 0; v < kVectors; ++v) acc[e][v] = Isa::dot(acc[e][v], head[v], row);
     }
   }
 #pragma GCC unroll 32
   for (int e = 0; e < kEntries; ++e)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(sum[e][v], &to[e][v * kLanes]);
+    for (int v = 0; v < kVectors; ++v) store(acc[e][v], &to[e][v * kLanes]);
 }
 
 template <int kWords>
@@ -101,7 +101,7 @@ inline void score(const uint32_t (*lanes)[kWords][kLanes], int words, int count,
   for (int v = 0; v < vectors; v += kScoreVectors) {
     const bool one = vectors - v == 1;
     float (*const column)[kHeadSlots] = reinterpret_cast<float (*)[kHeadSlots]>(&to[0][v * kLanes]);
-    for (int e = 0; e < count; e += one ? Isa::kScoreSums : Isa::kScoreSums / kScoreVectors)
+    for (int e = 0; e < count; e += one ? Isa::kScoreAccumulators : Isa::kScoreAccumulators / kScoreVectors)
       one ? multiply_rows<1, kWords>(lanes + v, w.rows + e, words, column + e)
           : multiply_rows<kScoreVectors, kWords>(lanes + v, w.rows + e, words, column + e);
   }
@@ -116,7 +116,7 @@ inline void store_by_head(Floats x, int lane, uint32_t* to) {
 }
 
 // P and dS from scores and d_weights, packed for the loops that follow.
-inline void weigh(const BackwardProblem& p, int count, int vectors, Workspace& w) {
+inline void find_factors(const BackwardProblem& p, int count, int vectors, Workspace& w) {
   const float scale2 = p.scale * kLog2E;
   for (int v = 0; v < vectors; ++v) {
     const int lane = v * kLanes;
@@ -124,9 +124,9 @@ inline void weigh(const BackwardProblem& p, int count, int vectors, Workspace& w
     for (int e = 0; e < count; e += Isa::kPack) {
       Floats d_score[2] = {};
       for (int i = 0; i < Isa::kPack && e + i < count; ++i) {
-        const Floats weight = exp2_of(load(&w.scores[e + i][lane]) * scale2 - lse2);
-        d_score[i] = weight * (load(&w.d_weights[e + i][lane]) - delta) * p.scale;
-        store_by_head(weight, lane, w.weights_by_head[e + i]);
+        const Floats prob = exp2_of(load(&w.scores[e + i][lane]) * scale2 - lse2);
+        d_score[i] = prob * (load(&w.d_probs[e + i][lane]) - delta) * p.scale;
+        store_by_head(prob, lane, w.probs_by_head[e + i]);
         store_by_head(d_score[i], lane, w.d_scores_by_head[e + i]);
       }
       Isa::store_words(Isa::pack(d_score[0], d_score[1]), &w.d_scores_by_entry[e / Isa::kPack][lane]);
@@ -136,9 +136,9 @@ inline void weigh(const BackwardProblem& p, int count, int vectors, Workspace& w
 
 // ---- Gradients -------------------------------------------------------------------------------------------
 
-// sum[kRows][one panel] += factors x values; factors of row m and step s at factors[m * row_stride + s * step_stride].
+// acc[kRows][one panel] += factors x values; factors of row m and step s at factors[m * row_stride + s * step_stride].
 template <int kRows>
-inline __attribute__((always_inline)) void add_products(Floats (&sum)[kRows][Isa::kValueVectors],
+inline __attribute__((always_inline)) void add_products(Floats (&acc)[kRows][Isa::kValueVectors],
                                                         const uint32_t* values, int steps, const uint32_t* factors,
                                                         int row_stride, int step_stride) {
   for (int step = 0; step < steps; ++step) {
@@ -148,7 +148,7 @@ inline __attribute__((always_inline)) void add_products(Floats (&sum)[kRows][Isa
     for (int m = 0; m < kRows; ++m) {
       const typename Isa::Words factor = Isa::broadcast_word(&factors[m * row_stride + step * step_stride]);
 #pragma GCC unroll 8
-      for (int v = 0; v < Isa::kValueVectors; ++v) sum[m][v] = Isa::dot(sum[m][v], value[v], factor);
+      for (int v = 0; v < Isa::kValueVectors; ++v) acc[m][v] = Isa::dot(acc[m][v], value[v], factor);
     }
   }
 }
@@ -157,43 +157,43 @@ inline __attribute__((always_inline)) void add_products(Floats (&sum)[kRows][Isa
 template <int kRows>
 __attribute__((noinline)) void add_to_d_q(float (*d_q)[kHeadDim], const uint32_t* values, int steps,
                                           const uint32_t* d_scores) {
-  Floats sum[kRows][Isa::kValueVectors];
+  Floats acc[kRows][Isa::kValueVectors];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 8
-    for (int v = 0; v < Isa::kValueVectors; ++v) sum[m][v] = load(d_q[m] + v * kLanes);
-  add_products<kRows>(sum, values, steps, d_scores, 1, kHeadSlots);
+    for (int v = 0; v < Isa::kValueVectors; ++v) acc[m][v] = load(d_q[m] + v * kLanes);
+  add_products<kRows>(acc, values, steps, d_scores, 1, kHeadSlots);
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 8
-    for (int v = 0; v < Isa::kValueVectors; ++v) store(sum[m][v], d_q[m] + v * kLanes);
+    for (int v = 0; v < Isa::kValueVectors; ++v) store(acc[m][v], d_q[m] + v * kLanes);
 }
 
 // A panel's sums as bf16. What AVX-512's own instruction makes of NaN has other bits, and is as good here.
-inline void narrow(const Floats (&sum)[Isa::kValueVectors], uint16_t* to) {
+inline void narrow(const Floats (&acc)[Isa::kValueVectors], uint16_t* to) {
 #ifdef __AVX512BF16__
   static_assert(Isa::kValueVectors == 2);
-  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)sum[1], (__m512)sum[0]));
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)acc[1], (__m512)acc[0]));
 #else
 #pragma GCC unroll 8
-  for (int v = 0; v < Isa::kValueVectors; ++v) store_bf16(sum[v], to + v * kLanes);
+  for (int v = 0; v < Isa::kValueVectors; ++v) store_bf16(acc[v], to + v * kLanes);
 #endif
 }
 
 // The contributions of some entries, one panel. `d_out` is null where the panel's dims are no values.
 template <int kRows>
 __attribute__((noinline)) void contribute(const uint32_t* q, const uint32_t* d_out, int steps, const uint32_t* d_scores,
-                                          const uint32_t* weights, uint16_t* const* to, int dim) {
-  Floats sum[kRows][Isa::kValueVectors];
+                                          const uint32_t* probs, uint16_t* const* to, int dim) {
+  Floats acc[kRows][Isa::kValueVectors];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 8
-    for (int v = 0; v < Isa::kValueVectors; ++v) sum[m][v] = Floats{};
+    for (int v = 0; v < Isa::kValueVectors; ++v) acc[m][v] = Floats{};
   constexpr int kStride = kHeadSlots / Isa::kPack;
-  add_products<kRows>(sum, q, steps, d_scores, kStride, 1);
-  if (d_out) add_products<kRows>(sum, d_out, steps, weights, kStride, 1);
+  add_products<kRows>(acc, q, steps, d_scores, kStride, 1);
+  if (d_out) add_products<kRows>(acc, d_out, steps, probs, kStride, 1);
 #pragma GCC unroll 16
-  for (int m = 0; m < kRows; ++m) narrow(sum[m], to[m] + dim);
+  for (int m = 0; m < kRows; ++m) narrow(acc[m], to[m] + dim);
 }
 
 // ---- A query ---------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ inline int gather_rows(const BackwardProblem& p, int query, int at, int end, int
     w.entry[count] = at;
     widen(p.kv + indices[at] * p.kv_row, p.width, w.rows[count++]);
   }
-  // what follows the last row is multiplied with weights of 0
+  // what follows the last row is multiplied with a P of 0
   if (count % Isa::kPack) __builtin_memset(w.rows[count], 0, sizeof w.rows[count]);
   constexpr int kAhead = 16;
   for (int i = at; i < at + kAhead && i < end; ++i)
@@ -231,8 +231,8 @@ inline void run(const BackwardProblem& p, int32_t query, void* workspace) {
   int count;
   for (int at = 0; at = gather_rows(p, query, at, end, count, w), count > 0;) {
     score(w.q_lanes, p.width / Isa::kPack, count, vectors, w, w.scores);
-    score(w.d_out_lanes, kValueWords, count, vectors, w, w.d_weights);
-    weigh(p, count, vectors, w);
+    score(w.d_out_lanes, kValueWords, count, vectors, w, w.d_probs);
+    find_factors(p, count, vectors, w);
     uint16_t* to[kTile];
     for (int e = 0; e < count; ++e) to[e] = p.contribution(0, query, w.entry[e]);
     const int entry_steps = (count + Isa::kPack - 1) / Isa::kPack;
@@ -247,7 +247,7 @@ inline void run(const BackwardProblem& p, int32_t query, void* workspace) {
       for (; h < heads; ++h) add(add_to_d_q<1>, h);
       const auto emit = [&](auto block, int e) {
         block(&w.q_rows[0][word], dim < kValueDim ? &w.d_out_rows[0][word] : nullptr, head_steps, w.d_scores_by_head[e],
-              w.weights_by_head[e], to + e, dim);
+              w.probs_by_head[e], to + e, dim);
       };
       int e = 0;
       for (; e + kMatrixRows <= count; e += kMatrixRows) emit(contribute<kMatrixRows>, e);

@@ -6,9 +6,9 @@
 
 namespace mla::cpu {
 
-void make_plan(const PlanProblem& p) { fill_plan(plan_shape(PlanFor::cpu, p), p.rows, p.launch.ctas); }
+void make_plan(const PlanProblem& p) { fill_plan(plan_shape(PlanFor::cpu, p), p.entries, p.launch.ctas); }
 
-void fill_plan(const PlanShape& given, PlanRow* rows, int ctas) {
+void fill_plan(const PlanShape& given, PlanEntry* entries, int ctas) {
   PlanShape shape = given;
   shape.token_units = token_units(given, ctas);
   int64_t units = 0, longest = 0;
@@ -41,54 +41,54 @@ void fill_plan(const PlanShape& given, PlanRow* rows, int ctas) {
       end = settle_border(shape, token, token_tiles(shape, token), start - units_before);
     }
 
-    PlanRow& row = rows[cta];
-    row = row_between(shape, begin, end);
-    row.partial = partial;
-    if (begin.tile > 0) row.split = splits_so_far;
+    PlanEntry& entry = entries[cta];
+    entry = entry_between(shape, begin, end);
+    entry.partial = partial;
+    if (begin.tile > 0) entry.split = splits_so_far;
     const bool passes_on = begin.tile > 0 && end.tile > 0 && begin.token == end.token;
-    if (end.tile > 0) splits_so_far = (passes_on ? row.split : 0) + 1;
+    if (end.tile > 0) splits_so_far = (passes_on ? entry.split : 0) + 1;
     partial += (begin.tile > 0) + (end.tile > 0) - passes_on;
     begin = end;
   }
 
   // How many splits a token has is known once its last one is.
   for (int cta = 0; cta < ctas; ++cta) {
-    if (rows[cta].tile_begin == 0 || rows[cta].token_begin == rows[cta].token_end) continue;
-    rows[cta - rows[cta].split].splits = rows[cta].split + 1;
+    if (entries[cta].tile_begin == 0 || entries[cta].token_begin == entries[cta].token_end) continue;
+    entries[cta - entries[cta].split].splits = entries[cta].split + 1;
   }
 }
 
-bool plan_fits(const PlanShape& shape, const PlanRow* rows, int ctas) {
-  PlanBorder at{0, 0};  // where the rows so far have come
+bool plan_fits(const PlanShape& shape, const PlanEntry* entries, int ctas) {
+  PlanBorder at{0, 0};  // where the entries so far have come
   int32_t split = 0;    // splits so far of the token that is open there
   int owner = 0;        // the CTA that began it
   int32_t partial = 0;
   for (int cta = 0; cta < ctas; ++cta) {
-    const PlanRow& row = rows[cta];
-    if (row.tile_slots != shape.tile_slots) return false;
-    if (at.tile == 0 && row.token_begin == at.token && row.token_end == at.token) {  // nothing to do
-      if (row.splits != 1) return false;                                             // or they would be combined
+    const PlanEntry& entry = entries[cta];
+    if (entry.tile_slots != shape.tile_slots) return false;
+    if (at.tile == 0 && entry.token_begin == at.token && entry.token_end == at.token) {  // nothing to do
+      if (entry.splits != 1) return false;                                               // or they would be combined
       continue;
     }
-    if (row.token_begin != at.token || row.tile_begin != at.tile) return false;
-    if (row.token_end <= row.token_begin || row.token_end > shape.tokens) return false;
-    const int32_t last = row.token_end - 1;
-    const bool one_token = last == row.token_begin, continues = at.tile > 0;
+    if (entry.token_begin != at.token || entry.tile_begin != at.tile) return false;
+    if (entry.token_end <= entry.token_begin || entry.token_end > shape.tokens) return false;
+    const int32_t last = entry.token_end - 1;
+    const bool one_token = last == entry.token_begin, continues = at.tile > 0;
     const int32_t tiles = token_tiles(shape, last);
-    if (row.tile_end > tiles || row.tile_end < (one_token ? row.tile_begin : 0)) return false;
-    const bool leaves_open = row.tile_end < tiles;
-    if (leaves_open && row.tile_end == 0) return false;  // a token is begun with a tile, or not at all
+    if (entry.tile_end > tiles || entry.tile_end < (one_token ? entry.tile_begin : 0)) return false;
+    const bool leaves_open = entry.tile_end < tiles;
+    if (leaves_open && entry.tile_end == 0) return false;  // a token is begun with a tile, or not at all
     const bool begins_open = leaves_open && !(one_token && continues);
 
-    if (row.partial != partial || (continues && row.split != split)) return false;
+    if (entry.partial != partial || (continues && entry.split != split)) return false;
     if (continues) ++split;
     const bool closes = continues && !(one_token && leaves_open);
-    if (closes && rows[owner].splits != split) return false;
+    if (closes && entries[owner].splits != split) return false;
     if (begins_open) owner = cta, split = 1;
-    if (!begins_open && row.splits != 1)
+    if (!begins_open && entry.splits != 1)
       return false;  // if it begins an open token, its splits are checked above, when that token closes
     partial += continues + begins_open;
-    at = leaves_open ? PlanBorder{last, row.tile_end} : PlanBorder{row.token_end, 0};
+    at = leaves_open ? PlanBorder{last, entry.tile_end} : PlanBorder{entry.token_end, 0};
   }
   return at.token == shape.tokens && at.tile == 0;
 }

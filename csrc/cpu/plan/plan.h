@@ -5,9 +5,9 @@
 
 namespace mla::cpu {
 
-void fill_plan(const PlanShape& shape, PlanRow* rows, int ctas);
+void fill_plan(const PlanShape& shape, PlanEntry* entries, int ctas);
 
 // Whether a plan, which may be a caller's and stale, covers every tile of these lists once and in order.
-bool plan_fits(const PlanShape& shape, const PlanRow* rows, int ctas);
+bool plan_fits(const PlanShape& shape, const PlanEntry* entries, int ctas);
 
 }  // namespace mla::cpu

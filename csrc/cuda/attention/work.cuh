@@ -1,4 +1,4 @@
-// What a row of the plan gives a CTA to do, token by token. The plan may be a caller's, and stale: nothing in it is
+// What an entry of the plan gives a CTA to do, token by token. The plan may be a caller's, and stale: nothing in it is
 // trusted to be within the problem.
 #pragma once
 
@@ -31,30 +31,30 @@ struct TokenSplit {
 
 struct CtaWork {
   const AttentionProblem& p;
-  PlanRow row;
+  PlanEntry entry;
   int index;
   int tile_slots;  // a power of two
   int tile_shift;  // its log2
   int token_begin, token_end;
 
   __device__ CtaWork(const AttentionProblem& problem, int index, int max_tile_slots)
-      : CtaWork(problem, index, row_of(problem, index), max_tile_slots) {}
+      : CtaWork(problem, index, entry_of(problem, index), max_tile_slots) {}
 
-  __device__ CtaWork(const AttentionProblem& problem, int index, const PlanRow& row, int max_tile_slots)
-      : p(problem), row(row), index(index) {
+  __device__ CtaWork(const AttentionProblem& problem, int index, const PlanEntry& entry, int max_tile_slots)
+      : p(problem), entry(entry), index(index) {
     // so many at least, as in any plan: then the tiles of a token can be counted in 32 bits
     constexpr int kLeastTileSlots = 16;
-    tile_shift = 31 - __clz(min(max(row.tile_slots, kLeastTileSlots), max_tile_slots));
+    tile_shift = 31 - __clz(min(max(entry.tile_slots, kLeastTileSlots), max_tile_slots));
     tile_slots = 1 << tile_shift;
-    token_begin = min(max(row.token_begin, 0), p.tokens);
-    token_end = max(min(row.token_end, p.tokens), token_begin);  // their difference is no wild number either
+    token_begin = min(max(entry.token_begin, 0), p.tokens);
+    token_end = max(min(entry.token_end, p.tokens), token_begin);  // their difference is no wild number either
   }
 
   // CTAs beyond the plan have no tokens; there are some where clusters fill the grid.
-  static __device__ PlanRow row_of(const AttentionProblem& p, int index) {
-    PlanRow row = p.plan[min(index, p.ctas - 1)];
-    if (index >= p.ctas) row.token_begin = row.token_end = 0;
-    return row;
+  static __device__ PlanEntry entry_of(const AttentionProblem& p, int index) {
+    PlanEntry entry = p.plan[min(index, p.ctas - 1)];
+    if (index >= p.ctas) entry.token_begin = entry.token_end = 0;
+    return entry;
   }
 
   __device__ TokenWork work(int token) const {
@@ -64,11 +64,11 @@ struct CtaWork {
     w.extra_length = p.list_count > 1 ? clamp_length(p.lists[1].length, token, p.lists[1].topk) : 0;
     w.main_tiles = tiles_of_slots(w.main_length);
     w.tiles = w.main_tiles + tiles_of_slots(w.extra_length);
-    w.split = token == row.token_begin && row.tile_begin > 0 ? TokenWork::kContinued
-              : token == row.token_end - 1 && row.splits > 1 ? TokenWork::kOpened
-                                                             : TokenWork::kWhole;
-    w.tile_begin = token == row.token_begin ? min(max(row.tile_begin, 0), w.tiles) : 0;
-    w.tile_end = token == row.token_end - 1 ? max(min(row.tile_end, w.tiles), w.tile_begin) : w.tiles;
+    w.split = token == entry.token_begin && entry.tile_begin > 0 ? TokenWork::kContinued
+              : token == entry.token_end - 1 && entry.splits > 1 ? TokenWork::kOpened
+                                                                 : TokenWork::kWhole;
+    w.tile_begin = token == entry.token_begin ? min(max(entry.tile_begin, 0), w.tiles) : 0;
+    w.tile_end = token == entry.token_end - 1 ? max(min(entry.tile_end, w.tiles), w.tile_begin) : w.tiles;
     return w;
   }
 
@@ -102,17 +102,17 @@ struct CtaWork {
 
   // The partial slot of a token that is not whole.
   __device__ int64_t partial(const TokenWork& w) const {
-    return w.split == TokenWork::kContinued ? row.partial : begun_partial(row);
+    return w.split == TokenWork::kContinued ? entry.partial : begun_partial(entry);
   }
 
-  // Which CTA's row says how many splits the token has that it continues.
+  // Which CTA's entry says how many splits the token has that it continues.
   __device__ int owner() const {
-    return static_cast<int>(min(max(int64_t{index} - row.split, int64_t{0}), int64_t{p.ctas} - 1));
+    return static_cast<int>(min(max(int64_t{index} - entry.split, int64_t{0}), int64_t{p.ctas} - 1));
   }
   // Which split it has of the token that it begins and leaves open, or of the one that it continues.
-  __device__ TokenSplit opened_split() const { return {begun_partial(row), begun_partial(row), row.splits}; }
+  __device__ TokenSplit opened_split() const { return {begun_partial(entry), begun_partial(entry), entry.splits}; }
   __device__ TokenSplit continued_split(int splits) const {
-    return {int64_t{row.partial} - row.split, row.partial, splits};
+    return {int64_t{entry.partial} - entry.split, entry.partial, splits};
   }
 };
 

@@ -94,17 +94,17 @@ __device__ __forceinline__ void store_four(uint16_t* to, const float4& x, bool f
 
 // Finds the plan entry that begins a split token and has `before` such entries in front of it; null if there is none. A
 // warp calls it; a lane reads four entries at once.
-__device__ __forceinline__ const PlanRow* find_split_token(const AttentionProblem& p, int before, int lane) {
-  constexpr int kRows = 4;
-  for (int begin = 0; begin < p.ctas; begin += 32 * kRows) {
-    bool splits[kRows];
+__device__ __forceinline__ const PlanEntry* find_split_token(const AttentionProblem& p, int before, int lane) {
+  constexpr int kEntries = 4;
+  for (int begin = 0; begin < p.ctas; begin += 32 * kEntries) {
+    bool splits[kEntries];
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
+    for (int k = 0; k < kEntries; ++k) {
       const int cta = begin + 32 * k + lane;
       splits[k] = cta < p.ctas && p.plan[cta].splits > 1;
     }
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
+    for (int k = 0; k < kEntries; ++k) {
       uint32_t found = __ballot_sync(~0u, splits[k]);
       if (before < __popc(found)) {
         for (; before > 0; --before) found &= found - 1;
@@ -202,15 +202,15 @@ __global__ void __launch_bounds__(kThreads, kCombineCtasPerProcessor)
   constexpr int kAtOnce = Split::kAtOnce;
   pdl_launch_dependents();
   const int lane = threadIdx.x % 32;
-  const PlanRow* const found = find_split_token(p, blockIdx.x, lane);
-  const PlanRow row = found ? *found : PlanRow{};
+  const PlanEntry* const found = find_split_token(p, blockIdx.x, lane);
+  const PlanEntry entry = found ? *found : PlanEntry{};
   pdl_wait();  // every CTA: this kernel must not end before attention does
-  if (!found || row.token_end < 1 || row.token_end > p.tokens) return;
+  if (!found || entry.token_end < 1 || entry.token_end > p.tokens) return;
   const Partials partials(p.workspace, p.ctas, p.heads);
-  const int64_t partial = begun_partial(row);
-  const int splits = static_cast<int>(min(static_cast<int64_t>(row.splits), partials.count - partial));
+  const int64_t partial = begun_partial(entry);
+  const int splits = static_cast<int>(min(static_cast<int64_t>(entry.splits), partials.count - partial));
   if (partial < 0 || splits < 1) return;
-  const int64_t token = row.token_end - 1;
+  const int64_t token = entry.token_end - 1;
   for (int head = blockIdx.y * kWarps + threadIdx.x / 32; head < p.heads; head += gridDim.y * kWarps) {
     const int64_t first = partials.row(partial, head);
     const float* lse = partials.lse + first;

@@ -19,14 +19,14 @@ static_assert(kMostEvenTokens <= kMaxSpans, "such tokens are a span each");
 
 struct PlanJob {
   PlanShape shape;
-  PlanRow* rows;
+  PlanEntry* entries;
   int32_t ctas;
   int32_t span;        // tokens of a span, the unit of the prefix sum; one, if there are few tokens
   int32_t spans;       // how many there are
   int32_t own_spans;   // spans that a thread adds up
   int64_t full_units;  // units of all tokens, if all lists are full
   int32_t whole_ctas;  // CTAs that take whole tokens then; 0: tokens are split
-  bool aligned;        // whether rows are, to 16 bytes
+  bool aligned;        // whether entries are, to 16 bytes
   bool fit_clusters;   // whether splits may be equal after all: see cluster_splits()
 };
 
@@ -124,13 +124,13 @@ struct Planner {
 
   __device__ __forceinline__ void store(int64_t cta, PlanBorder begin, PlanBorder end, int32_t split,
                                         uint32_t partial) const {
-    alignas(16) PlanRow row{begin.token, end.token + (end.tile > 0),    begin.tile,      end.tile, split,
-                            1,           static_cast<int32_t>(partial), shape.tile_slots};
-    if (end.tile == 0 && end.token > begin.token) row.tile_end = tiles(end.token - 1);
+    alignas(16) PlanEntry entry{begin.token, end.token + (end.tile > 0),    begin.tile,      end.tile, split,
+                                1,           static_cast<int32_t>(partial), shape.tile_slots};
+    if (end.tile == 0 && end.token > begin.token) entry.tile_end = tiles(end.token - 1);
     if (p.aligned)
-      store_bytes<sizeof(row), true>(&row, p.rows + cta);
+      store_bytes<sizeof(entry), true>(&entry, p.entries + cta);
     else
-      p.rows[cta] = row;
+      p.entries[cta] = entry;
   }
 };
 
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
   __syncthreads();
   if (p.fit_clusters) planner.fit_clusters();
 
-  // Rows in rounds. The last thread only finds where the CTA before it ends, and takes that CTA's successor in
+  // Entries in rounds. The last thread only finds where the CTA before it ends, and takes that CTA's successor in
   // the next round; partials and splits go on from one round to the next.
   uint32_t partials_before_round = 0;
   int32_t open_start = 0;  // the CTA that continues the open token first
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) plan_kernel(const __grid_const
     if (thread == threads - 1) borders[0] = before;
     __syncthreads();
     // The last split of a token tells the first one, which may be in an earlier round, how many there are.
-    if (continues && !passes_on) p.rows[cta - split].splits = split + 1;
+    if (continues && !passes_on) p.entries[cta - split].splits = split + 1;
   }
 }
 
@@ -213,8 +213,8 @@ void make_plan(const PlanProblem& p, void* stream) {
   const bool wide = most_units > UINT32_MAX;
   const int shared_bytes = (spans + 1) * static_cast<int>(wide ? sizeof(uint64_t) : sizeof(uint32_t));
   launch_pdl(wide ? kWideKernel : kKernel, 1, threads, shared_bytes, stream, "plan",
-             PlanJob{shape, p.rows, ctas, span, spans, divided_up(spans, threads), most_units,
-                     static_cast<int32_t>(whole_token_ctas(shape, ctas)), aligned16(p.rows, sizeof(PlanRow)),
+             PlanJob{shape, p.entries, ctas, span, spans, divided_up(spans, threads), most_units,
+                     static_cast<int32_t>(whole_token_ctas(shape, ctas)), aligned16(p.entries, sizeof(PlanEntry)),
                      may_fit_clusters(shape, ctas)});
 }
 

@@ -15,8 +15,8 @@
 
 namespace mla {
 
-// One row of the plan table, 8 int32.
-struct PlanRow {
+// An entry of the plan: a row of its table, 8 int32.
+struct PlanEntry {
   int32_t token_begin;  // this CTA computes tokens [token_begin, token_end)
   int32_t token_end;
   int32_t tile_begin;  // where it begins in its first token, in tiles
@@ -26,12 +26,14 @@ struct PlanRow {
   int32_t partial;     // partial slot of its first partial result: the number of those of earlier CTAs
   int32_t tile_slots;  // slots of a tile
 };
-static_assert(sizeof(PlanRow) == 32, "a plan row is 8 int32");
+static_assert(sizeof(PlanEntry) == 32, "a plan entry is 8 int32");
 
 // A CTA has up to two partial results: of the token that it continues from an earlier CTA, in partial slot
 // `partial`, and of the one that it begins and leaves open, in the next one (or in `partial`, if it continues none). So
 // the splits of a token have consecutive partial slots, and two per CTA are enough.
-MLA_HOST_DEVICE int64_t begun_partial(const PlanRow& row) { return int64_t{row.partial} + (row.tile_begin > 0); }
+MLA_HOST_DEVICE int64_t begun_partial(const PlanEntry& entry) {
+  return int64_t{entry.partial} + (entry.tile_begin > 0);
+}
 
 // What the op `plan` is given.
 struct PlanProblem {
@@ -41,11 +43,11 @@ struct PlanProblem {
   const int32_t* length;        // [tokens] or null
   const int32_t* extra_length;  // [tokens] or null
   bool whole_tokens;
-  PlanRow* rows;  // [launch.ctas]
+  PlanEntry* entries;  // [launch.ctas]
   Launch launch;
 };
 
-// The same without the rows, and what tiles, tokens and splits cost on a device: see plan_shape().
+// The same without the entries, and what tiles, tokens and splits cost on a device: see plan_shape().
 struct PlanShape {
   int32_t tokens;
   int32_t topk;
@@ -125,11 +127,11 @@ MLA_HOST_DEVICE PlanBorder settle_border(const PlanShape& shape, int32_t token, 
   return {token, tile};
 }
 
-// The row of a CTA between two borders; its split and its partial slot are filled in later.
-MLA_HOST_DEVICE PlanRow row_between(const PlanShape& shape, PlanBorder begin, PlanBorder end) {
-  PlanRow row{begin.token, end.token + (end.tile > 0), begin.tile, end.tile, 0, 1, 0, shape.tile_slots};
-  if (end.tile == 0 && end.token > begin.token) row.tile_end = token_tiles(shape, end.token - 1);
-  return row;
+// The entry of a CTA between two borders; its split and its partial slot are filled in later.
+MLA_HOST_DEVICE PlanEntry entry_between(const PlanShape& shape, PlanBorder begin, PlanBorder end) {
+  PlanEntry entry{begin.token, end.token + (end.tile > 0), begin.tile, end.tile, 0, 1, 0, shape.tile_slots};
+  if (end.tile == 0 && end.token > begin.token) entry.tile_end = token_tiles(shape, end.token - 1);
+  return entry;
 }
 
 // Where CTA `index` of `active` begins, in units, rounded to the nearest: equal tokens get equal splits

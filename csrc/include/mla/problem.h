@@ -94,7 +94,7 @@ struct AttentionProblem {
   float* max_logits;  // [tokens, heads] or null
   RowStrides max_strides;
 
-  const PlanRow* plan;  // null: the op makes one
+  const PlanEntry* plan;  // null: the op makes one
   int32_t ctas;
   bool whole_tokens;  // in a plan that the op makes: never split a token
   float* workspace;   // on a GPU, see Workspace

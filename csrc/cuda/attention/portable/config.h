@@ -25,7 +25,7 @@ constexpr int kScoreStride = kTile + 8;
 struct Shared {
   alignas(16) uint16_t rows[kTile][kRowStride];  // e4m3 as bf16, without its fp32 scale
   alignas(16) uint16_t q[kHeads][kRowStride];
-  alignas(16) float scores[kHeads][kScoreStride];  // then weights
+  alignas(16) float scores[kHeads][kScoreStride];  // then P
   alignas(16) float scale[kGroups][kTile];
   const uint8_t* row[kTile];  // in the cache; null where the slot is none
   const uint8_t* scales[kTile];

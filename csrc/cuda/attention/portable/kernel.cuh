@@ -5,7 +5,7 @@
 //   gather   one row per warp. e4m3 becomes bf16, exactly: without its scale, or times a scale that is a power of two
 //   scores   8 tokens per warp: 16 x 576 by 576 x 8. A group's partial scores are multiplied by its scale
 //   softmax  2 heads per warp, lanes over tokens
-//   values   64 output dims per warp: 16 x 64 by 64 x 64. Weights are multiplied by the scale of the dims' group
+//   values   64 output dims per warp: 16 x 64 by 64 x 64. P is multiplied by the scale of the dims' group
 #pragma once
 
 #include <cstdint>
@@ -238,21 +238,21 @@ struct Cta {
     static_assert(kGroupDims % kWarpDims == 0, "a warp's dims have one scale");
 #pragma unroll
     for (int k = 0; k < kTile; k += 16) {
-      uint32_t weights[4];
+      uint32_t probs[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int head = lane / 4 + 8 * (i % 2), token = k + 2 * (lane % 4) + 8 * (i / 2);
         const float2 pair = *reinterpret_cast<const float2*>(&s.scores[head][token]);
         const float2 scales = *reinterpret_cast<const float2*>(&scale[token]);
-        // a missing row weighs 0 and holds zeros
-        weights[i] = pack<kNumber>(pair.x * scales.x, pair.y * scales.y);
+        // of a missing row P is 0, and it holds zeros
+        probs[i] = pack<kNumber>(pair.x * scales.x, pair.y * scales.y);
       }
 #pragma unroll
       for (int n = 0; n < kWarpDims / 8; n += 2) {
         uint32_t values[4];
         load_tiles_transposed(values, cast_smem_ptr_to_uint(&s.rows[k + lane % 16][first_dim + 8 * (n + lane / 16)]));
-        mma<Atom>(out[n], weights, values[0], values[1]);
-        mma<Atom>(out[n + 1], weights, values[2], values[3]);
+        mma<Atom>(out[n], probs, values[0], values[1]);
+        mma<Atom>(out[n + 1], probs, values[2], values[3]);
       }
     }
   }
@@ -295,7 +295,7 @@ struct Cta {
   }
 };
 
-// blockIdx.x: a group of heads, y: the plan's row.
+// blockIdx.x: a group of heads, y: the plan's entry.
 template <Number kNumber>
 __global__ void __launch_bounds__(kThreads, kCtasPerProcessor)
     attention_kernel(const __grid_constant__ AttentionProblem p) {
@@ -305,15 +305,15 @@ __global__ void __launch_bounds__(kThreads, kCtasPerProcessor)
                          static_cast<int>(threadIdx.x) % 32};
 
   // The plan may be a caller's, and stale: nothing in it is trusted to be within the problem.
-  const PlanRow row = p.plan[blockIdx.y];
-  const int tile_slots = min(max(row.tile_slots, 1), kTile);
-  const int token_end = min(row.token_end, p.tokens);
-  for (int token = max(row.token_begin, 0); token < token_end; ++token) {
+  const PlanEntry entry = p.plan[blockIdx.y];
+  const int tile_slots = min(max(entry.tile_slots, 1), kTile);
+  const int token_end = min(entry.token_end, p.tokens);
+  for (int token = max(entry.token_begin, 0); token < token_end; ++token) {
     const int length = clamp_length(p.lists[0].length, token, p.lists[0].topk);
     const int extra_length = p.list_count > 1 ? clamp_length(p.lists[1].length, token, p.lists[1].topk) : 0;
     const int main_tiles = tiles_of(length, tile_slots), tiles = main_tiles + tiles_of(extra_length, tile_slots);
-    const int tile_begin = token == row.token_begin ? max(row.tile_begin, 0) : 0;
-    const int tile_end = token == row.token_end - 1 ? min(row.tile_end, tiles) : tiles;
+    const int tile_begin = token == entry.token_begin ? max(entry.tile_begin, 0) : 0;
+    const int tile_end = token == entry.token_end - 1 ? min(entry.tile_end, tiles) : tiles;
 
     __syncthreads();  // the token before no longer needs shared memory
     cta.load_q(token);
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerProcessor)
     }
     __syncthreads();
     const bool whole = tile_begin == 0 && tile_end == tiles;
-    cta.finish(token, whole, tile_begin > 0 ? row.partial : begun_partial(row), out);
+    cta.finish(token, whole, tile_begin > 0 ? entry.partial : begun_partial(entry), out);
   }
 }
 

@@ -54,11 +54,11 @@ struct EarlySlot {
     return kPaged ? EarlySlot() : EarlySlot(cta, later, at);
   }
   __device__ EarlySlot(const CtaWork& cta, int later, int at) {
-    if (cta.token_begin >= cta.token_end || cta.row.tile_begin < 0 || at >= cta.tile_slots) return;
+    if (cta.token_begin >= cta.token_end || cta.entry.tile_begin < 0 || at >= cta.tile_slots) return;
     const SlotList& from = cta.p.lists[0];
-    const int64_t index = (int64_t{cta.row.tile_begin} + later) * cta.tile_slots + at;
+    const int64_t index = (int64_t{cta.entry.tile_begin} + later) * cta.tile_slots + at;
     if (index >= from.topk) return;
-    token = cta.token_begin, tile = cta.row.tile_begin + later;
+    token = cta.token_begin, tile = cta.entry.tile_begin + later;
     slot = load_now(from.entries + token * from.stride + index);
   }
 

@@ -46,11 +46,11 @@ struct ClusterPeers {
 
 // The plan entries that this CTA depends on. All are loaded when the kernel begins, as their latency is high.
 struct Neighbours {
-  PlanRow row;  // of the cluster's CTA whose rank is the lane
-  int splits;   // of the token that the CTA continues
+  PlanEntry entry;  // of the cluster's CTA whose rank is the lane
+  int splits;       // of the token that the CTA continues
 
   __device__ void load(const CtaWork& cta, int lane) {
-    row = CtaWork::row_of(cta.p, index_of(cta, lane));
+    entry = CtaWork::entry_of(cta.p, index_of(cta, lane));
     splits = cta.p.plan[cta.owner()].splits;
   }
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ ClusterPeers find_peers(const CtaWork& cta, const Nei
   ClusterPeers peers{rank, 1, 0};
   tiles = 0;
   if (size == 1) return peers;
-  const CtaWork other(cta.p, Neighbours::index_of(cta, lane), neighbours.row, max_tile_slots);
+  const CtaWork other(cta.p, Neighbours::index_of(cta, lane), neighbours.entry, max_tile_slots);
   bool single = other.token_end - other.token_begin == 1;
   if (single) {
     const TokenWork work = other.work(other.token_begin);

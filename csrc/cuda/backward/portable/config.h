@@ -25,8 +25,8 @@ struct Shared {
   alignas(16) uint16_t d_out[kHeads][kValueStride];
   alignas(16) uint16_t rows[kTile][kRowStride];
   alignas(16) float scores[kHeads][kScoreStride];
-  alignas(16) float d_weights[kHeads][kScoreStride];
-  alignas(16) uint16_t weights[kHeads][kScoreStride];  // P
+  alignas(16) float d_probs[kHeads][kScoreStride];
+  alignas(16) uint16_t probs[kHeads][kScoreStride];  // P
   alignas(16) uint16_t d_scores[kHeads][kScoreStride];
   float lse2[kHeads], delta[kHeads];
   bool valid[kTile];

@@ -3,7 +3,7 @@
 //
 // For each tile of 16 entries:
 //   scores         16 heads by 8 entries per warp: four warps compute q . k, four d_out . v
-//   weigh          two entries of a head per thread: P and dS
+//   find_factors   two entries of a head per thread: P and dS
 //   d_q            an eighth of the dims per warp: dS times the rows, accumulated in registers over all tiles
 //   contributions  the same dims per warp: dS times q, and P times d_out, over the CTA's heads
 #pragma once
@@ -105,20 +105,20 @@ struct Cta {
     *reinterpret_cast<float2*>(upper + 8 * kScoreStride) = {even[2] + odd[2], even[3] + odd[3]};
   }
 
-  __device__ void weigh() const {
+  __device__ void find_factors() const {
     const int head = threadIdx.x / (kTile / 2), entry = threadIdx.x % (kTile / 2) * 2;
     const float2 score = *reinterpret_cast<const float2*>(&s.scores[head][entry]);
-    const float2 d_weight = *reinterpret_cast<const float2*>(&s.d_weights[head][entry]);
+    const float2 d_prob = *reinterpret_cast<const float2*>(&s.d_probs[head][entry]);
     const float scale2 = p.scale * kLog2E, lse2 = s.lse2[head], delta = s.delta[head];
     const bool exists = group * kHeads + head < p.heads;
-    float weight[2], d_score[2];
+    float prob[2], d_score[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const bool counts = exists && s.valid[entry + i];
-      weight[i] = counts ? exp2f((i ? score.y : score.x) * scale2 - lse2) : 0.0f;
-      d_score[i] = counts ? weight[i] * ((i ? d_weight.y : d_weight.x) - delta) * p.scale : 0.0f;
+      prob[i] = counts ? exp2f((i ? score.y : score.x) * scale2 - lse2) : 0.0f;
+      d_score[i] = counts ? prob[i] * ((i ? d_prob.y : d_prob.x) - delta) * p.scale : 0.0f;
     }
-    *reinterpret_cast<uint32_t*>(&s.weights[head][entry]) = pack_bf16(weight[0], weight[1]);
+    *reinterpret_cast<uint32_t*>(&s.probs[head][entry]) = pack_bf16(prob[0], prob[1]);
     *reinterpret_cast<uint32_t*>(&s.d_scores[head][entry]) = pack_bf16(d_score[0], d_score[1]);
   }
 
@@ -149,9 +149,9 @@ struct Cta {
   }
 
   __device__ void contribute(int first) const {
-    uint32_t d_scores[2][4], weights[2][4];
+    uint32_t d_scores[2][4], probs[2][4];
     load_by_entry(s.d_scores, d_scores);
-    load_by_entry(s.weights, weights);
+    load_by_entry(s.probs, probs);
     const int32_t* indices = p.lists.indices + query * p.lists.stride;
     uint16_t* to[2];  // the lane's two entries; null if invalid
     float* add_to[2];
@@ -175,8 +175,8 @@ struct Cta {
       mma<Atom>(sum, d_scores[1], heads[2], heads[3]);
       if (dim < kValueDim) {
         load_tiles_transposed(heads, cast_smem_ptr_to_uint(&s.d_out[lane][dim]));
-        mma<Atom>(sum, weights[0], heads[0], heads[1]);
-        mma<Atom>(sum, weights[1], heads[2], heads[3]);
+        mma<Atom>(sum, probs[0], heads[0], heads[1]);
+        mma<Atom>(sum, probs[1], heads[2], heads[3]);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -231,9 +231,9 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const __grid_constan
     if (cta.warp < kWarps / 2)
       cta.template multiply<kWidth>(s.q, s.scores);
     else
-      cta.template multiply<kValueDim>(s.d_out, s.d_weights);
+      cta.template multiply<kValueDim>(s.d_out, s.d_probs);
     __syncthreads();
-    cta.weigh();
+    cta.find_factors();
     __syncthreads();
     cta.add_to_d_q(d_q);
     cta.contribute(first);

@@ -143,23 +143,23 @@ struct Consumer {
     const uint64_t k = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.k[group])),
                    grads = smem_descriptor_uniform(s.grads[group].address()),
                    heads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.heads[slot + Memory::kTurned]));
-    uint32_t weights[kSteps][4];  // dS, then P
+    uint32_t factors[kSteps][4];  // dS, then P
     wait(s.k_full[group], parity);
     fence_async_shared();
-    find_weights(weights, k, slot);
+    find_factors(factors, k, slot);
     if constexpr (kTurns<kHeads>) {
       if (tile + 2 >= tiles) arrive_as_warp(s.q_empty[slot]);
       wait(s.q_full[slot + Memory::kTurned], query_parity);
     }
     sync_group();  // all warps have read the last tile's dS
-    store_grads(weights);
+    store_grads(factors);
     fence_async_shared();
     sync_group();
 
     const LaneRowsOf<kHeads, kBlocks> rows = rows_of(query, tile);
     float acc[32];
     uint32_t pairs[16];
-    start_contribution(acc, weights, heads, 0);
+    start_contribution(acc, factors, heads, 0);
     start_d_q(k, grads, 0);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -171,18 +171,18 @@ struct Consumer {
       pack_acc(pairs, acc);
       if (block == kParts) release(tile + 1 == tiles, slot);
       rows.store(pairs, 0, block, lane);
-      if (block + 1 < kBlocks) start_contribution(acc, weights, heads, block + 1);
+      if (block + 1 < kBlocks) start_contribution(acc, factors, heads, block + 1);
       if (block + 1 < kParts) start_d_q(k, grads, block + 1);
       rows.store(pairs, 1, block, lane);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
-      for (uint32_t& pair : weights[step]) hide(pair);  // the products read them until now
+      for (uint32_t& pair : factors[step]) hide(pair);  // the products read them until now
   }
 
   __device__ void sync_group() { sync_named<kGroupThreads>(1 + group); }
 
-  __device__ void find_weights(uint32_t (&weights)[kSteps][4], uint64_t k, uint32_t slot) {
+  __device__ void find_factors(uint32_t (&factors)[kSteps][4], uint64_t k, uint32_t slot) {
     const uint64_t heads = smem_descriptor_uniform(cast_smem_ptr_to_uint(s.heads[slot]));
     float acc[2 * kAccRegisters];  // S, then dP
     fence_acc(acc);
@@ -209,30 +209,30 @@ struct Consumer {
       const int head = i / 4 * 8 + lane % 4 * 2;
       const auto lse2 = *reinterpret_cast<const float2*>(&s.lse2[slot][head]),
                  delta = *reinterpret_cast<const float2*>(&s.delta[slot][head]);
-      const auto weigh = [&](float score, float lse2) {
+      const auto prob_of = [&](float score, float lse2) {
         return valid[i / 2 % 2] ? exp2_approximate(fmaf(score, scale2, -lse2)) : 0.0f;
       };
-      const float first = weigh(acc[i], lse2.x), second = weigh(acc[i + 1], lse2.y);
-      weights[i / 8][i / 2 % 4] = pack_bf16(first * p.scale * (acc[kAccRegisters + i] - delta.x),
+      const float first = prob_of(acc[i], lse2.x), second = prob_of(acc[i + 1], lse2.y);
+      factors[i / 8][i / 2 % 4] = pack_bf16(first * p.scale * (acc[kAccRegisters + i] - delta.x),
                                             second * p.scale * (acc[kAccRegisters + i + 1] - delta.y));
-      weights[(kAccRegisters + i) / 8][(kAccRegisters + i) / 2 % 4] = pack_bf16(first, second);
+      factors[(kAccRegisters + i) / 8][(kAccRegisters + i) / 2 % 4] = pack_bf16(first, second);
     }
   }
 
   // Stores dS as rows of heads; a warp stores 16 entries of each.
-  __device__ void store_grads(const uint32_t (&weights)[kSteps][4]) {
+  __device__ void store_grads(const uint32_t (&factors)[kSteps][4]) {
     const int head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
     const uint32_t to = s.grads[group].address() + head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
 #pragma unroll
-    for (int step = 0; step < kHeads / 16; ++step) store_tiles_transposed(to + step * kStepBytes, weights[step]);
+    for (int step = 0; step < kHeads / 16; ++step) store_tiles_transposed(to + step * kStepBytes, factors[step]);
     if constexpr (kHeads % 16 > 0) {
-      const uint32_t last[2] = {weights[kHeads / 16][0], weights[kHeads / 16][1]};
+      const uint32_t last[2] = {factors[kHeads / 16][0], factors[kHeads / 16][1]};
       store_tiles_transposed(to + kHeads / 16 * kStepBytes, last);
     }
   }
 
   // Issues the products for 64 dims of contributions.
-  __device__ void start_contribution(float (&acc)[32], const uint32_t (&weights)[kSteps][4], uint64_t heads,
+  __device__ void start_contribution(float (&acc)[32], const uint32_t (&factors)[kSteps][4], uint64_t heads,
                                      int block) {
     const int steps = block < kLatentBlocks ? kSteps : kRopeRows<kHeads> / kStep;
     fence_acc(acc);
@@ -241,7 +241,7 @@ struct Consumer {
     for (int step = 0; step < kSteps; ++step)
       if (step < steps)
         wgmma<gmma::MMA_64x64x16_F32BF16BF16_RS<Major::K, Major::MN>>(
-            acc, weights[step], heads + ((block * kHeadBytes<kHeads> + step * kStepBytes) >> 4), step > 0);
+            acc, factors[step], heads + ((block * kHeadBytes<kHeads> + step * kStepBytes) >> 4), step > 0);
     cute::warpgroup_commit_batch();
   }
 

@@ -62,14 +62,14 @@ struct Shared {
   alignas(1024) uint8_t k[kBlocks][kBlockBytes];
   alignas(1024) uint8_t q[kBlocks + kLatentBlocks][kBlockBytes];  // blocks of Q and dO alternate, then Q's rope
   // P and dS, rows of entries. Once they have been read, the warpgroups stage their results there, each warp in its own
-  // 16 rows: the first warpgroup in `weights`, the second one in `grads`.
-  SwizzledRows<kTileTokens> weights, grads;
+  // 16 rows: the first warpgroup in `probs`, the second one in `grads`.
+  SwizzledRows<kTileTokens> probs, grads;
   int32_t row[2][kTileTokens];              // of kv, double-buffered by tile; negative: none
   float lse2[2][kHeads], delta[2][kHeads];  // double-buffered by query
   uint32_t stored[2][4];                    // tiles that each warp of the cluster's first CTA has written
   Barrier k_full[2], k_empty[2];            // the left 256 dims and the others
   Barrier q_full, q_empty;                  // and d_out
-  Barrier factors_full, weights_read, grads_read, stage_empty;
+  Barrier factors_full, probs_read, grads_read, stage_empty;
 };
 static_assert(sizeof(Shared<9>) <= 227 * 1024);
 
@@ -90,14 +90,14 @@ struct Item {
 
 // A lane's pairs of P and dS.
 struct Factors {
-  uint32_t weights[kSteps][4], grads[kSteps][4];
+  uint32_t probs[kSteps][4], grads[kSteps][4];
 
   // Products in flight read them: call this when they have ended, so that the registers stay as they are until then.
   __device__ void keep() {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) hide(weights[step][i]), hide(grads[step][i]);
+      for (int i = 0; i < 4; ++i) hide(probs[step][i]), hide(grads[step][i]);
   }
 };
 
@@ -126,7 +126,7 @@ struct Consumer {
   // The lane's address for ldmatrix and stmatrix of P: the warp's 16 entries, 16 heads of a step.
   __device__ uint32_t tiles_address(int step) const {
     const int row = warp * 16 + lane % 8 + lane / 8 % 2 * 8, piece = 2 * step + lane / 16;
-    return s.weights.address(row, piece);
+    return s.probs.address(row, piece);
   }
 
   // Issues the products for the contributions of kColumns dims from `begin` on.
@@ -142,7 +142,7 @@ struct Consumer {
     if (latent) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
-        wgmma<Atom>(acc, factors.weights[step], q + ((kBlockBytes + step * kStepBytes) >> 4), step > 0);
+        wgmma<Atom>(acc, factors.probs[step], q + ((kBlockBytes + step * kStepBytes) >> 4), step > 0);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
@@ -254,7 +254,7 @@ struct Consumer {
     }
   }
 
-  __device__ Lines stage() const { return {s.weights.address() + group * kBlockBytes + warp * 16 * kRowBytes}; }
+  __device__ Lines stage() const { return {s.probs.address() + group * kBlockBytes + warp * 16 * kRowBytes}; }
 
  private:
   template <int kBegin, int kBlock, int kAccRegisters>
@@ -343,12 +343,12 @@ struct Scorer : Consumer<kBlocks, kEmit> {
           cute::warpgroup_commit_batch();
           cute::warpgroup_wait<0>();
           fence_acc(acc);
-          weigh(factors, acc, n % 2, queries % 2);
+          find_factors(factors, acc, n % 2, queries % 2);
         }
         wait(s.stage_empty, n % 2 ^ 1);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          store_tiles(this->tiles_address(step), factors.weights[step]);
+          store_tiles(this->tiles_address(step), factors.probs[step]);
           store_tiles(this->tiles_address(step) + kBlockBytes, factors.grads[step]);
         }
         fence_async_shared();
@@ -367,7 +367,7 @@ struct Scorer : Consumer<kBlocks, kEmit> {
           fence_acc(d_q);
           arrive_as_warp(s.k_empty[0]);
           arrive_as_warp(s.grads_read);
-          wait(s.weights_read, n % 2);
+          wait(s.probs_read, n % 2);
         });
       }
       arrive_as_warp(s.q_empty);
@@ -378,7 +378,7 @@ struct Scorer : Consumer<kBlocks, kEmit> {
   }
 
   // Computes P and dS from S and dP. Both are zero for invalid entries.
-  __device__ void weigh(Factors& factors, float (&acc)[64], int parity, int query_parity) {
+  __device__ void find_factors(Factors& factors, float (&acc)[64], int parity, int query_parity) {
     const float scale2 = p.scale * kLog2E;
     const int32_t* const rows = s.row[parity] + warp * 16 + lane / 4;
     const bool valid[2] = {rows[0] >= 0, rows[8] >= 0};
@@ -388,15 +388,15 @@ struct Scorer : Consumer<kBlocks, kEmit> {
                    delta = reinterpret_cast<const float2*>(s.delta[query_parity])[4 * j + lane % 4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float weight[2], grad[2];
+        float prob[2], grad[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int i = 4 * j + 2 * half + e;
-          weight[e] = exp2_approximate(fmaf(acc[i], scale2, -(e ? lse2.y : lse2.x)));
-          if (!valid[half]) weight[e] = 0.0f;
-          grad[e] = weight[e] * p.scale * (acc[32 + i] - (e ? delta.y : delta.x));
+          prob[e] = exp2_approximate(fmaf(acc[i], scale2, -(e ? lse2.y : lse2.x)));
+          if (!valid[half]) prob[e] = 0.0f;
+          grad[e] = prob[e] * p.scale * (acc[32 + i] - (e ? delta.y : delta.x));
         }
-        factors.weights[j / 2][j % 2 * 2 + half] = pack_bf16(weight[0], weight[1]);
+        factors.probs[j / 2][j % 2 * 2 + half] = pack_bf16(prob[0], prob[1]);
         factors.grads[j / 2][j % 2 * 2 + half] = pack_bf16(grad[0], grad[1]);
       }
     }
@@ -435,10 +435,10 @@ struct Adder : Consumer<kBlocks, kEmit> {
         Factors factors;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-          load_tiles(factors.weights[step], this->tiles_address(step));
+          load_tiles(factors.probs[step], this->tiles_address(step));
           load_tiles(factors.grads[step], this->tiles_address(step) + kBlockBytes);
         }
-        arrive_as_warp(s.weights_read);
+        arrive_as_warp(s.probs_read);
         this->template contribute<kScorerBlocks<kEmit>, kBlocks, kAdderColumns>(item, tile, n, factors, [&] {
           fence_acc(d_q);
           arrive_as_warp(s.k_empty[1]);
@@ -516,7 +516,7 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
     for (int i = 0; i < 2; ++i) s.k_full[i].init(kArrivals), s.k_empty[i].init(4 * kWarpArrivals);
     s.q_full.init(kArrivals), s.q_empty.init(8 * kWarpArrivals);
     s.factors_full.init(4 * kWarpArrivals), s.stage_empty.init(4 * kWarpArrivals);
-    s.weights_read.init(4 * kWarpArrivals), s.grads_read.init(8 * kWarpArrivals);
+    s.probs_read.init(4 * kWarpArrivals), s.grads_read.init(8 * kWarpArrivals);
     for (int i = 0; i < 8; ++i) s.stored[i / 4][i % 4] = 0;
   }
   kEmit == Emit::shared ? cute::cluster_sync() : __syncthreads();

@@ -37,7 +37,7 @@ template <Rows kRows>
 struct Shared {
   alignas(1024) uint8_t tiles[kStages][tile_bytes_of(kRows)];
   alignas(1024) uint8_t q[blocks_of(kRows)][kHeads * kRowBytes];
-  SwizzledRows<kHeads> weights;
+  SwizzledRows<kHeads> probs;
   alignas(16) std::conditional_t<has_powers(kRows), Column[kTileTokens], Empty> columns[kStages];
   alignas(8) uint8_t valid[kStages][kTileTokens];  // bit 0: the slot is valid; bit 1: the parity of its row's address
   alignas(8) uint8_t plain[kStages][kTileTokens];  // valid, without an excess power
@@ -47,7 +47,7 @@ struct Shared {
   Barrier raw_full[kStages][kProducerWarps];  // a producer warp's raw rows
   Barrier full[kStages], empty[kStages];      // tiles
   Barrier q_full, q_empty;
-  Barrier weights_full, weights_empty;
+  Barrier probs_full, probs_empty;
   uint32_t touched;  // nobody reads it
 };
 

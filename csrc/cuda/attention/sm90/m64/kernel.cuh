@@ -5,7 +5,7 @@
 //   values  O [64 heads x 512 dims] += P [64 x 64] V [64 x 512]
 //
 // O takes half of all registers, so two warpgroups have 256 dims each. The first one also computes the scores. A row of
-// scores lies in four lanes, so the softmax needs no barrier. The first warpgroup multiplies its weights from
+// scores lies in four lanes, so the softmax needs no barrier. The first warpgroup multiplies its P from
 // registers, and leaves them in shared memory for the second one. Eight warps load the tiles.
 //
 //   produce   | convert i + 1 ........................  | convert i + 2
@@ -106,7 +106,7 @@ struct ScaledRows {
 template <Rows kRows>
 struct Consumer {
   static constexpr bool kScaled = has_powers(kRows);
-  static constexpr Number kNumber = kScaled ? Number::f16 : number_of(kRows);  // of latent dims and weights
+  static constexpr Number kNumber = kScaled ? Number::f16 : number_of(kRows);  // of latent dims and P
   using ScoreAtom = HalfAtom<kNumber, 64, Major::K, Major::K>;
   using RopeAtom = HalfAtom<number_of(kRows), 64, Major::K, Major::K>;
   using ValueAtom = std::conditional_t<kNumber == Number::f16, gmma::MMA_64x128x16_F32F16F16_RS<Major::K, Major::MN>,
@@ -128,8 +128,8 @@ struct Consumer {
   __device__ int head(int half) const { return head_of(half, lane); }
   __device__ int head_of(int half, int lane) const { return warp * 16 + lane / 4 + 8 * half; }
 
-  // out += weights times values; weights[step] is operand A [64 x 16] in registers.
-  __device__ void add_values(int stage, const uint32_t (&weights)[kSteps][4]) {
+  // out += P times values; probs[step] is operand A [64 x 16] in registers.
+  __device__ void add_values(int stage, const uint32_t (&probs)[kSteps][4]) {
     constexpr int kHalf = kGroupDims / 2, kHalfBytes = kHalf / kBlockDims * kBlockBytes;
     const uint64_t left = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage]) + 2 * kHalfBytes * group, kBlockBytes);
     fence_acc(out);
@@ -137,18 +137,18 @@ struct Consumer {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const uint64_t values = left + ((step * 16 * kRowBytes) >> 4);
-      wgmma<ValueAtom>(out, weights[step], values);
-      wgmma<ValueAtom, kHalf / 2>(out, weights[step], values + (kHalfBytes >> 4));
+      wgmma<ValueAtom>(out, probs[step], values);
+      wgmma<ValueAtom, kHalf / 2>(out, probs[step], values + (kHalfBytes >> 4));
     }
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     fence_acc(out);
   }
 
-  // The lane's address for ldmatrix and stmatrix of weights: the warp's 16 heads, 16 tokens of a step.
-  __device__ uint32_t weights_address(int step) const {
+  // The lane's address for ldmatrix and stmatrix of P: the warp's 16 heads, 16 tokens of a step.
+  __device__ uint32_t probs_address(int step) const {
     const int row = warp * kWarpHeads + lane % 16, piece = 2 * step + lane / 16;
-    return s.weights.address(row, piece);
+    return s.probs.address(row, piece);
   }
 
   __device__ void rescale(const float (&by)[2]) {
@@ -264,7 +264,7 @@ struct Scorer : Consumer<kRows> {
 
   static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits, kDense = kForm == Form::dense;
 
-  float row_max[2];    // weights are 2^(score - row_max); it may lag behind by kSlack
+  float row_max[2];    // P is 2^(score - row_max); it may lag behind by kSlack
   float total[2];      // of the lane's columns
   float max_score[2];  // takes no registers unless kMaxLogits
   float q_scale[2];
@@ -315,12 +315,12 @@ struct Scorer : Consumer<kRows> {
 
   __device__ uint32_t pack(float first, float second) const { return mla::cuda::pack<Base::kNumber>(first, second); }
 
-  // The softmax of a plain tile, with the current row_max and before the tile's maximum is known. If a weight is too
+  // The softmax of a plain tile, with the current row_max and before the tile's maximum is known. If a P is too
   // large, as in a token's first tile, all are computed again with the new row_max.
-  __device__ void softmax_of_plain(const float (&score)[kScores], uint32_t (&weights)[kSteps][4], float (&by)[2]) {
+  __device__ void softmax_of_plain(const float (&score)[kScores], uint32_t (&probs)[kSteps][4], float (&by)[2]) {
     const float before[2] = {total[0], total[1]};
     uint32_t largest = 0;  // of each half, compared as integers, which have the same order
-    const auto weigh = [&] {
+    const auto find_probs = [&] {
 #pragma unroll
       for (int i = 0; i < kScores; i += 2) {
         float two[2];
@@ -329,11 +329,11 @@ struct Scorer : Consumer<kRows> {
           two[c] = exp2_approximate(fmaf(score[i + c], q_scale[half(i)], -row_max[half(i)]));
           total[half(i)] += two[c];
         }
-        weights[i / 8][i / 2 % 4] = pack(two[0], two[1]);
-        largest = __vmaxu2(largest, weights[i / 8][i / 2 % 4]);
+        probs[i / 8][i / 2 % 4] = pack(two[0], two[1]);
+        largest = __vmaxu2(largest, probs[i / 8][i / 2 % 4]);
       }
     };
-    weigh();
+    find_probs();
     by[0] = by[1] = 1.0f;
     constexpr float kMost = 1 << static_cast<int>(kSlack);
     const uint32_t most = pack(kMost, kMost);
@@ -350,7 +350,7 @@ struct Scorer : Consumer<kRows> {
       }
       if (too_large) {
         move_row_max(top, by);
-        weigh();
+        find_probs();
       }
     }
   }
@@ -388,14 +388,14 @@ struct Scorer : Consumer<kRows> {
     }
   }
 
-  __device__ void pack_weights(uint32_t (&weights)[kSteps][4], const float (&weight)[kScores]) {
+  __device__ void pack_probs(uint32_t (&probs)[kSteps][4], const float (&prob)[kScores]) {
 #pragma unroll
-    for (int i = 0; i < kScores; i += 2) weights[i / 8][i / 2 % 4] = pack(weight[i], weight[i + 1]);
+    for (int i = 0; i < kScores; i += 2) probs[i / 8][i / 2 % 4] = pack(prob[i], prob[i + 1]);
   }
 
-  __device__ void store_weights(const uint32_t (&weights)[kSteps][4]) {
+  __device__ void store_probs(const uint32_t (&probs)[kSteps][4]) {
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) store_tiles(this->weights_address(step), weights[step]);
+    for (int step = 0; step < kSteps; ++step) store_tiles(this->probs_address(step), probs[step]);
   }
 
   // How many slots of a tile the lane's heads see. `left` counts the token's remaining tiles, this one included.
@@ -427,21 +427,21 @@ struct Scorer : Consumer<kRows> {
         const bool hides = kDense && end - tile <= hidden_tiles, is_plain = plain(stage) && !hides;
         compute_scores(score, stage);
         if (tile == end - 1) arrive_as_warp(s.q_empty);
-        uint32_t weights[kSteps][4];
+        uint32_t probs[kSteps][4];
         if (is_plain) {
-          softmax_of_plain(score, weights, by);
+          softmax_of_plain(score, probs, by);
         } else {
           int seen[2] = {kTileTokens, kTileTokens};
           if (hides) find_seen(cta, token, end - tile, seen);
           softmax(score, stage, seen, by);
-          pack_weights(weights, score);
+          pack_probs(probs, score);
         }
-        wait(s.weights_empty, tile % 2 ^ 1);
-        store_weights(weights);
+        wait(s.probs_empty, tile % 2 ^ 1);
+        store_probs(probs);
         if (lane % 4 == 0) s.rescale[head(0)] = by[0], s.rescale[head(1)] = by[1];
-        arrive_as_warp(s.weights_full);
+        arrive_as_warp(s.probs_full);
         this->rescale(by);
-        this->add_values(stage, weights);
+        this->add_values(stage, probs);
         if (tile + 1 < end) arrive_as_warp(s.empty[stage]);
       }
       const bool empty = work.tile_end == work.tile_begin;
@@ -562,14 +562,14 @@ struct Adder : Consumer<kRows> {
           if (const int token = loader.next.token; token >= 0)
             ask_l2_for_queries<kHeads, 4, blocks_of(kRows)>(loader.p, token, this->head_begin, warp, hidden(lane));
         }
-        wait(s.weights_full, tile % 2);
+        wait(s.probs_full, tile % 2);
         const float by[2] = {s.rescale[head(0)], s.rescale[head(1)]};
-        uint32_t weights[kSteps][4];
+        uint32_t probs[kSteps][4];
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) load_tiles(weights[step], this->weights_address(step));
-        arrive_as_warp(s.weights_empty);
+        for (int step = 0; step < kSteps; ++step) load_tiles(probs[step], this->probs_address(step));
+        arrive_as_warp(s.probs_empty);
         this->rescale(by);
-        this->add_values(stage, weights);
+        this->add_values(stage, probs);
         if (tile + 1 < end) release(loader, tile);
       }
       sync_named<32 * kConsumerWarps>(kTokenBarrier);
@@ -653,7 +653,7 @@ __device__ void produce(const AttentionProblem& p, Shared<kRows>& s, const CtaWo
   }
 }
 
-// blockIdx.x: a group of heads, y: the plan's row.
+// blockIdx.x: a group of heads, y: the plan's entry.
 template <Rows kRows, Form kForm>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
   constexpr bool kPaged = kForm == Form::dense;
@@ -667,7 +667,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
       s.empty[i].init(kConsumerWarps * kWarpArrivals);
     }
     s.q_full.init(kProducerWarps * kWarpArrivals), s.q_empty.init(4 * kWarpArrivals);
-    s.weights_full.init(4 * kWarpArrivals), s.weights_empty.init(4 * kWarpArrivals);
+    s.probs_full.init(4 * kWarpArrivals), s.probs_empty.init(4 * kWarpArrivals);
     s.touched = touch(p);
   }
   __syncthreads();

@@ -39,7 +39,7 @@ struct Shared {
   using Own = RowsOf<kRows, kHeads>;
 
   typename Own::Memory rows;
-  SwizzledRows<kHeads> weights[kConsumerGroups];
+  SwizzledRows<kHeads> probs[kConsumerGroups];
   alignas(8) float q_scale[Own::kQueries][kHeads];  // brings a score to base 2
   float warp_max[kConsumerGroups][4][kHeads];
   // The warpgroups' softmax statistics of a token, double-buffered by reduction.
@@ -51,7 +51,7 @@ struct Shared {
   SplitTokens split_tokens;
   Barrier full[Own::kStages], empty[Own::kStages];
   Barrier q_full[Own::kQueries], q_empty[Own::kQueries];
-  Barrier weights_free[kConsumerGroups];
+  Barrier probs_free[kConsumerGroups];
   Barrier reduction_full[2], reduction_empty[2];  // double-buffered by round
   // Of the cluster: all CTAs have stored their split of the token; all warps have read what they combine.
   Barrier cluster_full, cluster_empty;

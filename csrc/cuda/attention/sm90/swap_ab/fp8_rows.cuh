@@ -52,8 +52,8 @@ struct Fp8Rows {
 
   const int warp, lane;  // warp of the warpgroup
 
-  // f16 may not hold a scale. So a token's scales are divided by a power of two above the largest one, and its weights
-  // are multiplied by it.
+  // f16 may not hold a scale. So a token's scales are divided by a power of two above the largest one, and its P
+  // is multiplied by it.
   int power[2];          // its log2, for the lane's two tokens
   uint32_t value_scale;  // f16 scales, so divided, of tokens 2 * lane and the next, for the warp's group
   uint4 fp8[4];          // the first values of the next product
@@ -166,7 +166,7 @@ struct Fp8Rows {
     value_scale = swap() ? pack_f16(own[1], own[0]) : pack_f16(own[0], own[1]);
   }
 
-  // Two heads' weights of the lane's upper or lower token, as operand B has them.
+  // Two heads' P of the lane's upper or lower token, as operand B has them.
   __device__ uint32_t pack(float first, float second, int half) const {
     const float up = kOfTensor ? 1.0f : two_to(power[half]);
     return pack_f16(first * up, second * up);
@@ -199,13 +199,13 @@ struct Fp8Rows {
     }
   }
 
-  // out += values times weights, which lie in shared memory. `release` is called when the tile has been read. Rows are
+  // out += values times P, which lies in shared memory. `release` is called when the tile has been read. Rows are
   // converted while the product before is in flight. With kAhead, bytes are read a step ahead: compute_scores() has
   // read the first ones.
   template <typename Release>
-  __device__ void add_values(float (&out)[kLaneDims / 2][kAccRegisters], Memory& s, int stage, uint32_t weights_address,
+  __device__ void add_values(float (&out)[kLaneDims / 2][kAccRegisters], Memory& s, int stage, uint32_t probs_address,
                              Release release) {
-    const uint64_t weights = smem_descriptor(weights_address);
+    const uint64_t probs = smem_descriptor(probs_address);
     constexpr int kSteps = kTileTokens / 16;
     uint32_t rows[2][2][4];
     uint4 others[4];
@@ -227,8 +227,8 @@ struct Fp8Rows {
         if (step > 0 || word > 1) cute::warpgroup_wait<1>();
         convert(rows[word % 2], of(own[0]), of(own[1]), of(own[2]), of(own[3]), scale);
         cute::warpgroup_arrive();
-        wgmma<F16RowsAtom<kHeads>>(out[2 * word], rows[word % 2][0], weights + ((step * 32) >> 4));
-        wgmma<F16RowsAtom<kHeads>>(out[2 * word + 1], rows[word % 2][1], weights + ((step * 32) >> 4));
+        wgmma<F16RowsAtom<kHeads>>(out[2 * word], rows[word % 2][0], probs + ((step * 32) >> 4));
+        wgmma<F16RowsAtom<kHeads>>(out[2 * word + 1], rows[word % 2][1], probs + ((step * 32) >> 4));
         cute::warpgroup_commit_batch();
       }
     }

@@ -13,9 +13,9 @@
 //   group 0  | scores i, softmax i, values i | scores i + 2, ...
 //   group 1           | scores i + 1, softmax i + 1, values i + 1 | ...
 //
-// A tile costs a warpgroup one barrier. Weights are computed with the row maximum so far and stored. The barrier then
-// tells whether any warp saw a weight above 2^8. Only then are maxima exchanged, accumulators rescaled and weights
-// computed again. The result is as exact either way: f16 weights have room for 2^8.
+// A tile costs a warpgroup one barrier. P is computed with the row max so far and stored. The barrier then
+// tells whether any warp saw a P above 2^8. Only then are maxima exchanged, accumulators rescaled and P
+// computed again. The result is as exact either way: f16 has room for 2^8.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -50,10 +50,10 @@ struct Consumer {
   const int head_begin;
   const int group, warp, lane;  // warp of the warpgroup
   Own rows;
-  uint32_t weights_address;  // this lane's, of its warpgroup's weights
+  uint32_t probs_address;  // this lane's, of its warpgroup's P
 
   float out[kLatentBlocks][kAccRegisters];  // O^T
-  float row_max[kColumns];                  // weights are 2^(score - row_max); it may lag behind by kSlack
+  float row_max[kColumns];                  // P is 2^(score - row_max); it may lag behind by kSlack
   float total[kColumns];                    // of the lane's rows
   float max_score[kMaxLogits ? kColumns : 1];
   float score[kAccRegisters];
@@ -67,10 +67,10 @@ struct Consumer {
 
   // The lane's stmatrix address: a head's row of an 8 x 8 tile, eight tokens. Hidden, so that the compiler does not
   // derive wgmma descriptors from it, which must be uniform.
-  __device__ void find_weights_address() {
+  __device__ void find_probs_address() {
     const int own_head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    weights_address = s.weights[group].address() + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
-    hide(weights_address);
+    probs_address = s.probs[group].address() + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
+    hide(probs_address);
   }
 
   __device__ void start_token() {
@@ -86,18 +86,18 @@ struct Consumer {
       for (int i = 0; i < kAccRegisters; ++i) out[b][i] = 0.0f;
   }
 
-  // Computes and stores weights with the current row_max.
-  __device__ void store_weights(float (&weight)[kAccRegisters]) {
+  // Computes and stores P with the current row_max.
+  __device__ void store_probs(float (&prob)[kAccRegisters]) {
 #pragma unroll
-    for (int i = 0; i < kAccRegisters; ++i) weight[i] = exp2_approximate(score[i] - row_max[column(i)]);
+    for (int i = 0; i < kAccRegisters; ++i) prob[i] = exp2_approximate(score[i] - row_max[column(i)]);
     constexpr int kPairs = kRoundColumns;  // per store, of 8 or 16 heads
 #pragma unroll
     for (int first = 0; first < kAccRegisters / 2; first += kPairs) {
       uint32_t pairs[kPairs];
 #pragma unroll
       for (int i = 0; i < kPairs; ++i)
-        pairs[i] = rows.pack(weight[2 * (first + i)], weight[2 * (first + i) + 1], half(2 * i));
-      store_tiles_transposed(weights_address + first / kPairs * kReductionHeads<kHeads> * kRowBytes, pairs);
+        pairs[i] = rows.pack(prob[2 * (first + i)], prob[2 * (first + i) + 1], half(2 * i));
+      store_tiles_transposed(probs_address + first / kPairs * kReductionHeads<kHeads> * kRowBytes, pairs);
     }
   }
 
@@ -115,7 +115,7 @@ struct Consumer {
 
   // A warpgroup's first tile of a token always raises row_max, so there is no vote.
   __device__ void softmax(bool first) {
-    float weight[kAccRegisters];
+    float prob[kAccRegisters];
     bool grows = false;
 #pragma unroll
     for (int i = 0; i < kAccRegisters; ++i) {
@@ -123,17 +123,17 @@ struct Consumer {
       grows |= score[i] + rows.lift(half(i)) > row_max[column(i)] + kSlack;
     }
     if (!first) {
-      store_weights(weight);
+      store_probs(prob);
       fence_async_shared();
     }
     if (first || sync_named_or<kGroupThreads>(group_barrier(group), grows)) {
       raise_row_max();
-      store_weights(weight);
+      store_probs(prob);
       fence_async_shared();
       sync_named<kGroupThreads>(group_barrier(group));
     }
 #pragma unroll
-    for (int i = 0; i < kAccRegisters; ++i) total[column(i)] += weight[i];
+    for (int i = 0; i < kAccRegisters; ++i) total[column(i)] += prob[i];
   }
 
   __device__ void raise_row_max() {
@@ -374,7 +374,7 @@ struct Consumer {
     if (finds_splits) neighbours.load(cta, lane);
     produce_first_queries(cta);
     if (finds_splits) s.split_tokens.store(cta, neighbours, kTileTokens, lane);
-    find_weights_address();
+    find_probs_address();
     uint32_t ordinal = 0, visits = 0, tokens = 0;  // tiles of both groups, own tiles, tokens with tiles
     uint32_t reductions = 0;                       // of store_for_reduction() and reduce()
     int last = 0;                                  // stage of a token's last tile
@@ -394,10 +394,10 @@ struct Consumer {
           rows.compute_scores(score, s.rows, stage, query, s.q_scale[query]);
           if (i == own_tiles - 1) arrive_as_warp(s.q_empty[query]);
           if (kDense && static_cast<int>(tile - ordinal) >= hidden_from) hide_later_slots(cta, token, tile - ordinal);
-          wait(s.weights_free[group], visits % 2 ^ 1);
+          wait(s.probs_free[group], visits % 2 ^ 1);
           softmax(i == 0);
           add_values(stage, tile == ordinal + tiles - 1);
-          arrive_as_warp(s.weights_free[group]);
+          arrive_as_warp(s.probs_free[group]);
         }
         ordinal += tiles;
         last = (ordinal - 1) % Own::kStages;
@@ -412,7 +412,7 @@ struct Consumer {
         }
         ++tokens;
       } else if (!kCombinedLater<kHeads> && !work.whole()) {
-        if (threadIdx.x < kHeads) s.split[threadIdx.x] = {-INFINITY, 0.0f, kLowest, s.weights[0].address()};
+        if (threadIdx.x < kHeads) s.split[threadIdx.x] = {-INFINITY, 0.0f, kLowest, s.probs[0].address()};
       } else if (group == 0) {
         write_empty(work, cta.partial(work));
       }
@@ -426,7 +426,7 @@ struct Consumer {
   __device__ void add_values(int stage, bool keep) {
 #pragma unroll
     for (int b = 0; b < kLatentBlocks; ++b) fence_acc(out[b]);
-    rows.add_values(out, s.rows, stage, s.weights[group].address(), [&] {
+    rows.add_values(out, s.rows, stage, s.probs[group].address(), [&] {
       if (!keep) arrive_as_warp(s.empty[stage]);
     });
 #pragma unroll
@@ -442,7 +442,7 @@ struct Consumer {
   }
 };
 
-// blockIdx.x: a group of heads, y: the plan's row.
+// blockIdx.x: a group of heads, y: the plan's entry.
 template <Rows kRows, int kHeads, Form kForm>
 __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_constant__ AttentionProblem p) {
   using Own = RowsOf<kRows, kHeads>;
@@ -450,7 +450,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   auto& s = *reinterpret_cast<Shared<kRows, kHeads>*>(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < Own::kStages; ++i) s.full[i].init(Own::kTileArrivals), s.empty[i].init(4 * kWarpArrivals);
-    for (int i = 0; i < kConsumerGroups; ++i) s.weights_free[i].init(4 * kWarpArrivals);
+    for (int i = 0; i < kConsumerGroups; ++i) s.probs_free[i].init(4 * kWarpArrivals);
     for (int i = 0; i < Own::kQueries; ++i)  // eight warps load queries
       s.q_full[i].init(8 * kWarpArrivals), s.q_empty[i].init(kConsumerWarps * kWarpArrivals);
     for (int i = 0; i < 2; ++i)

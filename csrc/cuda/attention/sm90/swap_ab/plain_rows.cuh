@@ -31,7 +31,7 @@ struct PlainRows {
 
   const int warp, lane;  // warp of the warpgroup
 
-  // log2 of an extra factor of a token's weights (fp8_rows.cuh): none.
+  // log2 of an extra factor of a token's P (fp8_rows.cuh): none.
   __device__ float lift(int) const { return 0.0f; }
 
   // The scores of a tile's tokens 16 * warp + lane / 4 and that plus 8, in the order of wgmma's accumulators.
@@ -60,22 +60,22 @@ struct PlainRows {
     }
   }
 
-  // Two heads' weights of the lane's upper or lower token, as operand B has them.
+  // Two heads' P of the lane's upper or lower token, as operand B has them.
   __device__ uint32_t pack(float first, float second, int) const { return mla::cuda::pack<kNumber>(first, second); }
 
-  // out += values times weights, which lie in shared memory. `release` is called when the tile has been read.
+  // out += values times P, which lies in shared memory. `release` is called when the tile has been read.
   template <typename Release>
-  __device__ void add_values(float (&out)[kLatentBlocks][kAccRegisters], Memory& s, int stage, uint32_t weights_address,
+  __device__ void add_values(float (&out)[kLatentBlocks][kAccRegisters], Memory& s, int stage, uint32_t probs_address,
                              Release release) const {
     const uint64_t tile = smem_descriptor(cast_smem_ptr_to_uint(s.tiles[stage])),
-                   weights = smem_descriptor(weights_address);
+                   probs = smem_descriptor(probs_address);
     cute::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
 #pragma unroll
       for (int block = 0; block < kLatentBlocks; ++block)
         wgmma<HalfAtom<kNumber, kHeads, Major::MN, Major::K>>(
-            out[block], tile + ((block * kBlockBytes + k * 16 * kRowBytes) >> 4), weights + ((k * 32) >> 4), true);
+            out[block], tile + ((block * kBlockBytes + k * 16 * kRowBytes) >> 4), probs + ((k * 32) >> 4), true);
     cute::warpgroup_commit_batch();
     cute::warpgroup_wait<0>();
     release();
