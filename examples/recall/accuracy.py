@@ -18,7 +18,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from mla_backend import convert_indices
-from mla_backend.engine import Batch, Model, load_model, new_caches
+from mla_backend.engine import Model, TokenBatch, load_model, new_caches
 from serving_benchmarks.models.recall import CHECKPOINT, EOS, IDS, Prompt, held_out
 
 BLOCK_SIZE = 64
@@ -101,7 +101,7 @@ def _from_one_context(model: Model, asked: list[Prompt], way: Way) -> list[list[
         positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
         rows = torch.arange(len(new)).repeat_interleave(torch.tensor(counts))
         slots = table[rows, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
-        batch = Batch(
+        batch = TokenBatch(
             block_table=table.to(device),
             slots=slots.to(device),
             token_counts=counts,

@@ -10,7 +10,7 @@ vLLM with this package's backend.
 Needs the extra `engine`. docs/engine.md goes through it.
 """
 
-from mla_backend.engine.batch import Batch, LayerCache, new_caches
+from mla_backend.engine.batch import LayerCache, TokenBatch, new_caches
 from mla_backend.engine.config import ModelConfig, Yarn
 from mla_backend.engine.engine import Engine, Prompt, Status
 from mla_backend.engine.model import Model, load_model
@@ -22,7 +22,6 @@ from mla_backend.engine.tokenizer import Tokenizer
 from mla_backend.engine.weights import Checkpoint, load_weights
 
 __all__ = [
-    "Batch",
     "Checkpoint",
     "Collector",
     "Completion",
@@ -37,6 +36,7 @@ __all__ = [
     "SamplingParams",
     "SparseAttention",
     "Status",
+    "TokenBatch",
     "TokenLogprobs",
     "Tokenizer",
     "Update",

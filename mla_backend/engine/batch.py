@@ -12,7 +12,7 @@ from mla_backend.keys import KEY_FORMATS
 
 
 @dataclass
-class Batch:
+class TokenBatch:
     """Tokens of several requests, concatenated: one token of a request that decodes, a chunk of one that prefills.
 
     R is the number of requests, T that of all tokens. The requests are in the order of the block table.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kv_cache import Storage
-from mla_backend.engine.batch import Batch, LayerCache
+from mla_backend.engine.batch import LayerCache, TokenBatch
 from mla_backend.engine.model import Model
 from mla_backend.engine.rows import Rows, to_device
 
@@ -41,7 +41,7 @@ class DecodeGraphs:
         self._table = torch.full((most_rows, blocks), -1, dtype=torch.int32, device=self.device)
         # one stream for all captures: cuBLAS keeps a workspace for every stream, on Hopper of 32 MiB
         self._warm_up = torch.cuda.Stream(self.device)
-        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, Batch]] = {}
+        self._captured: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor, TokenBatch]] = {}
         self._pool = None
 
     @property
@@ -82,9 +82,9 @@ class DecodeGraphs:
             length *= 2
         return min(length, self.most_tokens)
 
-    def _capture(self, size: int, context: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Batch]:
+    def _capture(self, size: int, context: int) -> tuple[torch.cuda.CUDAGraph, Tensor, TokenBatch]:
         # the graph does not own the batch's tensors: they are kept along with it
-        batch = Batch(
+        batch = TokenBatch(
             block_table=self._table[:size],
             slots=self._slots[:size],
             token_counts=[1] * size,

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from mla_backend.engine.config import INDEX_DIM, ModelConfig
 from mla_backend.engine.rope import rotate
-from mla_backend.engine.step import Selection, Step
+from mla_backend.engine.step import EngineStep, Selection
 from mla_backend.index import select
 
 
@@ -26,7 +26,7 @@ class Indexer(nn.Module):
         # fp32 in every release, as it decides between tokens
         self.weights_proj = nn.Linear(config.hidden_size, self.heads, bias=False, dtype=torch.float32)
 
-    def forward(self, hidden: Tensor, q_latent: Tensor, raw_keys: Tensor, step: Step, cache: Tensor) -> Selection:
+    def forward(self, hidden: Tensor, q_latent: Tensor, raw_keys: Tensor, step: EngineStep, cache: Tensor) -> Selection:
         """Writes the tokens' keys and selects from their contexts.
 
         Args:
@@ -48,7 +48,7 @@ class Indexer(nn.Module):
         lengths, scored = step.lengths, step.scored
         return step.slots_of(select(queries, weights, cache, table, requests, lengths, scored, step.longest, self.topk))
 
-    def _write(self, raw_keys: Tensor, step: Step, cache: Tensor) -> None:
+    def _write(self, raw_keys: Tensor, step: EngineStep, cache: Tensor) -> None:
         if cache.dtype == torch.float32:
             kept = step.batch.slots >= 0
             keys = self._rotated(self.k_norm(raw_keys), step.rotations, torch.float32)

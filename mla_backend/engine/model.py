@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mla_backend.engine.batch import Batch, LayerCache
+from mla_backend.engine.batch import LayerCache, TokenBatch
 from mla_backend.engine.config import ModelConfig
 from mla_backend.engine.indexer import Indexer
 from mla_backend.engine.mlp import MLP, MoE
 from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotate, rotation_scale, rotations_of
 from mla_backend.engine.sparse import KernelAttention, SparseAttention
-from mla_backend.engine.step import Selection, Step
+from mla_backend.engine.step import EngineStep, Selection
 from mla_backend.engine.weights import Checkpoint, load_weights
 
 LATENT_NORM_EPS = 1e-6
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.kv_b_proj = None
 
     def forward(
-        self, hidden: Tensor, residual: Tensor, step: Step, cache: LayerCache, selection: Selection | None
+        self, hidden: Tensor, residual: Tensor, step: EngineStep, cache: LayerCache, selection: Selection | None
     ) -> Selection:
         """Adds attention over hidden, the normed residual, to the residual `[T, hidden_size]` in place.
 
@@ -130,7 +130,7 @@ class Layer(nn.Module):
         self.self_attn.merge()
         self.mlp.merge()
 
-    def forward(self, residual: Tensor, step: Step, cache: LayerCache, selection: Selection | None) -> Selection:
+    def forward(self, residual: Tensor, step: EngineStep, cache: LayerCache, selection: Selection | None) -> Selection:
         """Adds to the residual `[T, hidden_size]` in place."""
         selection = self.self_attn(self.input_layernorm(residual), residual, step, cache, selection)
         self.mlp(self.post_attention_layernorm(residual), residual)
@@ -176,7 +176,7 @@ class Model(nn.Module):
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: Batch, caches: list[LayerCache], widen: bool = True
+        self, token_ids: Tensor, positions: Tensor, batch: TokenBatch, caches: list[LayerCache], widen: bool = True
     ) -> Tensor:
         """One step of all requests of a batch: their tokens are written to the caches and attend to their contexts.
 
@@ -209,11 +209,11 @@ class Model(nn.Module):
         logits = functional.linear(hidden, head.weight)
         return logits.float() if widen else logits
 
-    def _step(self, positions: Tensor, batch: Batch, caches: list[LayerCache]) -> Step:
+    def _step(self, positions: Tensor, batch: TokenBatch, caches: list[LayerCache]) -> EngineStep:
         config = self.config
         if self._frequencies is None or self._frequencies.device != positions.device:
             self._frequencies = inverse_frequencies(config, positions.device)
-        step = Step(
+        step = EngineStep(
             batch,
             positions,
             rotations_of(positions.unsqueeze(1) * self._frequencies, rotation_scale(config.yarn)),

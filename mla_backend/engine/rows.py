@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kv_cache import Sequence, block_table, slot_mapping
-from mla_backend.engine.batch import Batch
+from mla_backend.engine.batch import TokenBatch
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class Rows:
             self.wanted,
         )
 
-    def batch(self, device: torch.device, logits_at: list[int]) -> tuple[Tensor, Tensor, Batch]:
+    def batch(self, device: torch.device, logits_at: list[int]) -> tuple[Tensor, Tensor, TokenBatch]:
         """A model's inputs: token ids, positions and the batch, on its device. Waits for nothing."""
-        batch = Batch(
+        batch = TokenBatch(
             block_table=to_device(self.table, device),
             slots=to_device(self.slots, device),
             token_counts=self.counts,

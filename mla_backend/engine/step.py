@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mla_backend.cache import convert_indices
-from mla_backend.engine.batch import Batch
+from mla_backend.engine.batch import TokenBatch
 from mla_backend.keys import KeyAddresses
 
 Selection = tuple[Tensor, Tensor]
@@ -15,10 +15,10 @@ Selection = tuple[Tensor, Tensor]
 
 
 @dataclass
-class Step:
+class EngineStep:
     """Made anew for each pass, as the tensors of a captured graph have to be its own."""
 
-    batch: Batch
+    batch: TokenBatch
     positions: Tensor
     """int64 `[T]`."""
     rotations: Tensor

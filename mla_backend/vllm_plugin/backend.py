@@ -29,7 +29,7 @@ from mla_backend.vllm_plugin.beginnings import (
 from mla_backend.vllm_plugin.config import CACHE_DTYPES
 from mla_backend.vllm_plugin.models import LATENT, ROPE
 from mla_backend.vllm_plugin.staging import VISITS, StagedRequests, requests_to_stage, room_for_rows
-from mla_backend.vllm_plugin.step import Batch, Room, Step, StepBuffers, bytes_for_rows
+from mla_backend.vllm_plugin.step import Room, SparseStep, StepBatch, StepBuffers, bytes_for_rows
 
 MetadataBase, BuilderBase, LayerBase = versions.bases()
 SHORT_EXTEND = 128
@@ -110,7 +110,7 @@ class SparseMLABackend(Backend, AttentionBackend):
 class SparseMLAMetadata(MetadataBase):
     """The metadata of one batch."""
 
-    step: Step | None = None
+    step: SparseStep | None = None
     dense: Sequence[tuple[slice, "SparseMLAMetadata"]] = ()
     """Where longer prompts begin: tokens that attend densely, and their metadata."""
     masked: Sequence[Masked] = ()
@@ -148,7 +148,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
             staged_rows=room_for_rows(vllm_config, heads, topk, cache_dtype, _on_cpu()),
         )
         self.leaders = leading_layers(layer_names, vllm_config.model_config.hf_text_config.num_hidden_layers)
-        self.first_batch: Batch | None = None
+        self.first_batch: StepBatch | None = None
         self.splits_prompts = getattr(self, "_prefill_backend", None) is not None and impl.splits_prompts
         self.dense_backends: list[Any] = []
         self.longest_masked = impl.longest_masked if self.splits_prompts else 0
@@ -164,12 +164,12 @@ class SparseMLAMetadataBuilder(BuilderBase):
             tokens = metadata.num_decode_tokens
         else:
             staged, spans = self._parts_of(metadata, common)
-        batch = Batch(common.query_start_loc, common.seq_lens, common.num_actual_tokens, common.max_query_len)
+        batch = StepBatch(common.query_start_loc, common.seq_lens, common.num_actual_tokens, common.max_query_len)
         # vLLM keeps the main model's tensors at the same addresses from step to step. Those of drafts and of divided
         # batches may be new each time, and a captured graph must not read them.
         self.first_batch = self.first_batch or batch
         leaders = self.leaders if spans is None and batch.is_where(self.first_batch) else None
-        metadata.step = Step(self.buffers, batch, tokens, leaders, staged, spans)
+        metadata.step = SparseStep(self.buffers, batch, tokens, leaders, staged, spans)
         return metadata
 
     def _parts_of(self, metadata: SparseMLAMetadata, common: Any) -> tuple[StagedRequests | None, list[slice] | None]:

@@ -58,7 +58,7 @@ class Kind(NamedTuple):
 
 
 @dataclass
-class Step:
+class V4Step:
     """What the layers of a step share. A captured CUDA graph has the launches that fill it."""
 
     plans: dict[Kind, Plan] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Step:
     workspace: Tensor | None = None
 
     @classmethod
-    def of(cls, window: Any) -> "Step":
+    def of(cls, window: Any) -> "V4Step":
         # a dict that vLLM empties wherever a step's lengths change
         return window.flashinfer_sparse_index_cache.setdefault(versions.SPARSE, cls())
 
@@ -120,7 +120,7 @@ class SparseMLAV4Attention(DeepseekV4FlashMLAAttention):
         decode: bool,
     ) -> None:
         """Attends with some of the step's tokens. `slots`, int32 `[T, 1, most]`, and `lengths` are the window's."""
-        step, kind = Step.of(window), Kind(decode, self.compress_ratio)
+        step, kind = V4Step.of(window), Kind(decode, self.compress_ratio)
         slots, q, second = slots.squeeze(1), q[tokens], {}
         if self.compress_ratio > 1:
             picked = step.compressed.get(kind)

@@ -20,7 +20,7 @@ NOWHERE = -(1 << 30)
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepBatch:
     """Which requests a step's tokens belong to."""
 
     query_start_loc: Tensor
@@ -34,7 +34,7 @@ class Batch:
     """The largest number of tokens of a request, if the host knows it. If that is 1, the step takes only two launches
     to prepare."""
 
-    def is_where(self, other: "Batch") -> bool:
+    def is_where(self, other: "StepBatch") -> bool:
         """Whether both have their tensors at the same addresses."""
         return (
             self.seq_lens.data_ptr() == other.seq_lens.data_ptr()
@@ -118,7 +118,7 @@ class StepBuffers:
         )
         self.no_rope = torch.zeros(1, 1, ROPE, dtype=torch.bfloat16, device=device)
 
-    def locate(self, batch: Batch) -> Tensor:
+    def locate(self, batch: StepBatch) -> Tensor:
         """Computes each token's request and how many tokens it may attend to, on the device, allocating nothing.
 
         Returns:
@@ -165,7 +165,7 @@ class StepBuffers:
         return tokens <= len(self.own.out) and heads == self.heads
 
 
-class Step:
+class SparseStep:
     """What the layers of one batch need besides their queries.
 
     Where possible, the first layer of a model's pass prepares it before it attends. In a captured CUDA graph that is
@@ -184,7 +184,7 @@ class Step:
     def __init__(
         self,
         buffers: StepBuffers,
-        batch: Batch,
+        batch: StepBatch,
         tokens: int,
         leaders: Collection[str] | None = None,
         staged: StagedRequests | None = None,

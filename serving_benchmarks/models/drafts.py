@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mla_backend.engine import Batch, Model, load_model, new_caches
+from mla_backend.engine import Model, TokenBatch, load_model, new_caches
 from serving_benchmarks.models.recall import prompts
 
 CONTEXTS, TOKENS, QUESTIONS = 8, 500, 12
@@ -78,7 +78,7 @@ def _hidden(model: Model, tokens: list[int]) -> Tensor:
     kept: list[Tensor] = []
     hook = model.model.norm.register_forward_hook(lambda module, given, out: kept.append(out))
     count = torch.arange(len(tokens))
-    batch = Batch(
+    batch = TokenBatch(
         block_table=torch.zeros(1, 1, dtype=torch.int32),
         slots=count,
         token_counts=[len(tokens)],

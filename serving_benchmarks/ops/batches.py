@@ -21,14 +21,14 @@ _CHUNK = 2**27  # scores that are drawn at once
 
 
 @dataclass(frozen=True)
-class Batch:
+class RequestBatch:
     """Requests: the query tokens of each, and the length of its sequence with them."""
 
     spec: str
     requests: tuple[tuple[int, int], ...]
 
     @classmethod
-    def parse(cls, spec: str) -> "Batch":
+    def parse(cls, spec: str) -> "RequestBatch":
         requests: list[tuple[int, int]] = []
         for part in spec.split("_"):
             found = re.fullmatch(r"(\d*)q(\d+k?)(?:s(\d+k?))?", part)
@@ -78,7 +78,7 @@ class Batch:
         return torch.cat([torch.arange(n - q + 1, n + 1, dtype=torch.int32) for q, n in self.requests])
 
 
-def positions(batch: Batch, topk: int, device: torch.device | str = "cpu") -> Tensor:
+def positions(batch: RequestBatch, topk: int, device: torch.device | str = "cpu") -> Tensor:
     """int32 `[T, topk]`: different positions in the sequence of each query token, drawn evenly over what it may see,
     then -1 if that is fewer."""
     longest = batch.longest
@@ -98,8 +98,8 @@ class CaseOfBatch:
     batch: str
 
     @property
-    def requests(self) -> Batch:
-        return Batch.parse(self.batch)
+    def requests(self) -> RequestBatch:
+        return RequestBatch.parse(self.batch)
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "tokens": self.requests.tokens}

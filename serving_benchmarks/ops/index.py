@@ -20,7 +20,7 @@ from mla_backend import reference
 from mla_backend.keys import KEY_FORMATS, write_keys
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import kernels
-from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, Batch, CaseOfBatch
+from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, CaseOfBatch, RequestBatch
 from serving_benchmarks.ops.timing import Call, capture, interleaved
 from serving_benchmarks.results import file as result_file
 from serving_benchmarks.results.tables import index_rows
@@ -102,7 +102,7 @@ def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    opt.add_list(parser, "--batches", Batch.parse, "as those of `kernels`", "64q1s4k,64q1s32k,q4k")
+    opt.add_list(parser, "--batches", RequestBatch.parse, "as those of `kernels`", "64q1s4k,64q1s32k,q4k")
     opt.add_list(parser, "--heads", opt.whole(1, MOST_HEADS), "of the indexer", "64")
     parser.add_argument("--topk", type=opt.count, default=2048, metavar="N", help="default: %(default)s")
     opt.add_list(parser, "--formats", opt.one_of(KEY_FORMATS), "of the keys", ",".join(KEY_FORMATS))

@@ -28,8 +28,8 @@ from mla_backend import reference
 from mla_backend.plan import Plan, workspace_floats
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import batches, peer_kernels, timing
-from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, Batch, positions
-from serving_benchmarks.ops.peer_kernels import Prepared, Problem
+from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, RequestBatch, positions
+from serving_benchmarks.ops.peer_kernels import Prepared, SparseProblem
 from serving_benchmarks.ops.peers import VERSIONS
 from serving_benchmarks.results import file as result_file
 from serving_benchmarks.results import tables
@@ -135,26 +135,26 @@ def new_table(wanted: Sequence[int], blocks: int) -> Tensor:
     return table
 
 
-def new_lists(batch: Batch, topk: int, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
+def new_lists(batch: RequestBatch, topk: int, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
     """Random lists and their lengths, of requests that own random blocks of a cache."""
     table = new_table(batch.blocks(block_size), blocks)
     picked = positions(batch, topk, device=DEVICE)
     return mla_backend.convert_indices(picked, table, batch.token_requests().to(DEVICE), block_size)
 
 
-def new_problem(batch: Batch, heads: int, fmt: str, lists: tuple[Tensor, Tensor], **more: Any) -> Problem:
+def new_problem(batch: RequestBatch, heads: int, fmt: str, lists: tuple[Tensor, Tensor], **more: Any) -> SparseProblem:
     """Random queries of a batch to rows of a format."""
     rows = mla_backend.FORMATS[fmt]
     q = torch.randn(batch.tokens, heads, rows.head_dim, device=DEVICE).div_(MAGNITUDE).to(rows.number)
-    return Problem(q, *lists, rows.head_dim**-0.5, batch.queries, more)
+    return SparseProblem(q, *lists, rows.head_dim**-0.5, batch.queries, more)
 
 
-def lengths_of(problem: Problem) -> Tensor | None:
+def lengths_of(problem: SparseProblem) -> Tensor | None:
     """The topk_length argument: None if all lists are full."""
     return None if bool((problem.counts == problem.indices.shape[1]).all()) else problem.counts
 
 
-def prepare_ours(problem: Problem, cache: Tensor, plan: Plan, workspace: Tensor) -> tuple[Prepared, Tensor]:
+def prepare_ours(problem: SparseProblem, cache: Tensor, plan: Plan, workspace: Tensor) -> tuple[Prepared, Tensor]:
     """Our call and its lse."""
     out = torch.empty((*problem.q.shape[:2], 512), dtype=problem.q.dtype, device=DEVICE)
     lse = torch.empty(out.shape[:2], device=DEVICE)
@@ -163,7 +163,7 @@ def prepare_ours(problem: Problem, cache: Tensor, plan: Plan, workspace: Tensor)
     return Prepared(lambda: attend(problem.q, cache, problem.indices), out), lse
 
 
-def listed_rows(problem: Problem) -> int:
+def listed_rows(problem: SparseProblem) -> int:
     """Rows that the tokens attend to, over all of them, in both caches."""
     extra, lengths = problem.more.get("extra_indices"), problem.more.get("extra_topk_length")
     more = 0 if extra is None else extra.numel() if lengths is None else int(lengths.sum())
@@ -171,8 +171,8 @@ def listed_rows(problem: Problem) -> int:
 
 
 def peers_for(
-    case: Case, problem: Problem, by_format: Mapping[str, Tensor], loaded: set[str]
-) -> dict[str, Callable[[Problem], Prepared]]:
+    case: Case, problem: SparseProblem, by_format: Mapping[str, Tensor], loaded: set[str]
+) -> dict[str, Callable[[SparseProblem], Prepared]]:
     """The loaded peers that vLLM could call for a case, each with the cache that it reads."""
     return {
         name: partial(peer.prepare, cache=by_format[peer.cache])
@@ -181,7 +181,7 @@ def peers_for(
     }
 
 
-def attend_exactly(problem: Problem, cache: Tensor) -> tuple[Tensor, Tensor]:
+def attend_exactly(problem: SparseProblem, cache: Tensor) -> tuple[Tensor, Tensor]:
     """The reference's out and lse in float32, a few tokens at a time, as their rows in float64 are large."""
     names = ("extra_indices", "extra_topk_length")
     of_tokens = {name: problem.more[name] for name in names if problem.more.get(name) is not None}
@@ -246,10 +246,10 @@ def measure(case: Case, caches: Caches, loaded: set[str], rounds: int, before: S
 
 
 def time_problems(
-    problems: Sequence[Problem],
+    problems: Sequence[SparseProblem],
     cache: Tensor,
     fmt: str,
-    peers: Mapping[str, Callable[[Problem], Prepared]],
+    peers: Mapping[str, Callable[[SparseProblem], Prepared]],
     rounds: int,
     before: Sequence[timing.Call] = (),
 ) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def time_problems(
         check_lse(lse, exact_lse, rounded=rounds_queries(cache))
         return check_out(last.out, exact_out)
 
-    def of_peer(prepare: Callable[[Problem], Prepared]) -> timing.Candidate:
+    def of_peer(prepare: Callable[[SparseProblem], Prepared]) -> timing.Candidate:
         return prepared_candidate(map(prepare, problems), exact_out, PEERS_ALLOWED)
 
     calls = [one.call for one, _ in prepared]
@@ -291,7 +291,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("what is measured")
     either = what.add_mutually_exclusive_group(required=True)
     either.add_argument("--suite", choices=SUITES, help="batches with heads and top-k of their own")
-    opt.add_list(either, "--batches", Batch.parse, "128q1s32k is 128 requests with 1 query token each at 32K tokens")
+    opt.add_list(
+        either, "--batches", RequestBatch.parse, "128q1s32k is 128 requests with 1 query token each at 32K tokens"
+    )
     heads, only = opt.whole(1, batches.MOST_HEADS), "only these of a suite; default with --batches:"
     opt.add_list(what, "--heads", heads, f"{only} 16,128")
     opt.add_list(what, "--topk", opt.count, f"{only} 2048")

@@ -27,7 +27,7 @@ FP8_TENSOR_SCALE = 2.0**-8  # what rows with one scale for a whole cache are div
 
 
 @dataclass
-class Problem:
+class SparseProblem:
     """One batch. q `[T, H, 576 or 512]`, indices int32 `[T, topk]` with the valid ones first, counts int32 `[T]`."""
 
     q: Tensor
@@ -73,12 +73,12 @@ class Peer:
     """What `load` has to find."""
     cache: str
     """Format of the cache that it reads. BF16 peers read a BF16 copy of an FP8 cache."""
-    prepare: Callable[[Problem, Tensor], Prepared]
-    takes: Callable[[Problem, bool], bool] = lambda problem, decode: True
+    prepare: Callable[[SparseProblem, Tensor], Prepared]
+    takes: Callable[[SparseProblem, bool], bool] = lambda problem, decode: True
     """Whether vLLM would call it for a problem. The flag says whether that is decode."""
 
 
-def flashmla_decode(problem: Problem, cache: Tensor, one_batch: bool = False) -> Prepared:
+def flashmla_decode(problem: SparseProblem, cache: Tensor, one_batch: bool = False) -> Prepared:
     """FlashMLA's decode kernel on FP8 rows of 656 or 584 bytes. It runs 64 or 128 heads, so fewer are padded. With less
     than 32 heads and 656 bytes vLLM passes all tokens as one request (`one_batch`), otherwise requests are a dimension
     of their own. The tokens of a request have one length in the second cache."""
@@ -100,7 +100,7 @@ def flashmla_decode(problem: Problem, cache: Tensor, one_batch: bool = False) ->
     return Prepared(lambda: attend(*arguments, *schedule, *rest), out.view(tokens, -1, LATENT)[:, :heads], pad)
 
 
-def flashmla_prefill(problem: Problem, cache: Tensor) -> Prepared:
+def flashmla_prefill(problem: SparseProblem, cache: Tensor) -> Prepared:
     """FlashMLA's prefill kernel on a BF16 cache. Heads are padded to a multiple of 64."""
     tokens, heads = problem.q.shape[:2]
     q, pad = _padded(problem.q, -(-heads // 64) * 64)
@@ -110,7 +110,7 @@ def flashmla_prefill(problem: Problem, cache: Tensor) -> Prepared:
     return Prepared(lambda: torch.ops._flashmla_C.sparse_prefill_fwd(*arguments), out[:, :heads], pad)
 
 
-def fa3(problem: Problem, cache: Tensor) -> Prepared:
+def fa3(problem: SparseProblem, cache: Tensor) -> Prepared:
     """FlashAttention 3 on a BF16 cache: every token is a request, its index list a block table of pages of one token.
     vLLM gives it no schedule and lets it choose the splits, so both are part of the call."""
     longest = problem.indices.shape[1]
@@ -178,7 +178,7 @@ def _fa3(problem: DenseProblem, pages: Tensor, schedule: Tensor | None) -> Prepa
     return Prepared(lambda: torch.ops._vllm_fa3_C.fwd(*arguments), out)
 
 
-def flashinfer(problem: Problem, cache: Tensor) -> Prepared:
+def flashinfer(problem: SparseProblem, cache: Tensor) -> Prepared:
     """FlashInfer's MLA decode for SM90: every token is a request with pages of one token, as in vLLM. It reads 16-bit
     rows and FP8 rows with one scale, and plans from the lists' lengths on the host, once a step. Lists with padding are
     packed here, which is not timed."""

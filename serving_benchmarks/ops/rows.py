@@ -15,7 +15,7 @@ from torch import Tensor
 
 from serving_benchmarks.ops import kernels, peer_kernels
 from serving_benchmarks.ops.batches import SETS, CaseOfBatch
-from serving_benchmarks.ops.peer_kernels import Problem
+from serving_benchmarks.ops.peer_kernels import SparseProblem
 
 _FLASHINFER = {"flashinfer": peer_kernels.flashinfer}
 _BF16 = {"flashmla": peer_kernels.flashmla_prefill, **_FLASHINFER}
@@ -62,7 +62,7 @@ def cases() -> list[Case]:
     return found
 
 
-def new_problem(case: Case, caches: kernels.Caches, lengths: Tensor | None) -> Problem:
+def new_problem(case: Case, caches: kernels.Caches, lengths: Tensor | None) -> SparseProblem:
     """A batch of random queries. `lengths` are those of the second lists, if not all of them count."""
     lists = kernels.new_lists(case.requests, case.topk, len(caches[case.format, case.page]), case.page)
     more = {"cache_format": case.format, "cache_scale": kernels.SCALES.get(case.format, 1.0)}
@@ -83,7 +83,7 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -
         lengths = torch.randint(case.extra_topk + 1, (len(batch.requests),), dtype=torch.int32, device=kernels.DEVICE)
         lengths = lengths.repeat_interleave(batch.queries)
     problems = [new_problem(case, caches, lengths) for _ in range(SETS)]
-    peers: dict[str, Callable[[Problem], peer_kernels.Prepared]] = {
+    peers: dict[str, Callable[[SparseProblem], peer_kernels.Prepared]] = {
         name: partial(prepare, cache=cache) for name, prepare in PEERS[case.format].items() if name in loaded
     }
     return kernels.time_problems(problems, cache, case.format, peers, rounds)

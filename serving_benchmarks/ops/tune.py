@@ -29,7 +29,7 @@ from mla_backend.formats import format_number
 from mla_backend.plan import KERNELS, Launch, new_workspace
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import batches, kernels, timing
-from serving_benchmarks.ops.peer_kernels import Problem
+from serving_benchmarks.ops.peer_kernels import SparseProblem
 
 CONSTANTS = Path(__file__).parents[2] / "csrc/include/mla/schedule/constants.h"
 TOKENS = (*range(1, 9), 10, 12, 14, 16, 17, 20, 24, 28, 32, 33, 36, 40, 44, 48, 51, 56, 60, 64, 66, 67, 70, 80, 96, 112)
@@ -124,7 +124,7 @@ class Timer:
         def call(q: Tensor, lists: Tensor) -> timing.Call:
             q = q[: tokens * heads * rows.head_dim].view(tokens, heads, rows.head_dim)
             lists = lists[: tokens * slots].view(tokens, slots)
-            return kernels.prepare_ours(Problem(q, lists, counts, kernels.SCALE, 1, more), **how)[0].call
+            return kernels.prepare_ours(SparseProblem(q, lists, counts, kernels.SCALE, 1, more), **how)[0].call
 
         return [call(*one) for one in zip(self.q, self.slots, strict=True)]
 

@@ -26,7 +26,7 @@ from serving_benchmarks.ops import (
     rows,
     timing,
 )
-from serving_benchmarks.ops.batches import Batch, positions
+from serving_benchmarks.ops.batches import RequestBatch, positions
 from serving_benchmarks.ops.timing import Timing, interleaved
 from serving_benchmarks.results import kinds, tables
 from serving_benchmarks.results.kernel_times import own_times
@@ -36,7 +36,7 @@ BATCHES = {"128q1s32k": [(1, 32768)] * 128, "q4k": [(4096, 4096)], "2q3s100_1q1s
 
 @pytest.mark.parametrize(("spec", "requests"), BATCHES.items())
 def test_batches_are_read(spec, requests):
-    batch = Batch.parse(spec)
+    batch = RequestBatch.parse(spec)
     assert list(batch.requests) == requests
     assert batch.tokens == sum(q for q, _ in requests) == len(batch.token_requests()) == len(batch.visible())
 
@@ -44,11 +44,11 @@ def test_batches_are_read(spec, requests):
 @pytest.mark.parametrize("spec", ["", "128", "q", "3q0", "0q1", "q5s4", "q1s1m", "q1__q1", "q-1", "q1 s2", "2000000q1"])
 def test_what_is_no_batch_is_refused(spec):
     with pytest.raises(ValueError, match=repr(spec)):
-        Batch.parse(spec)
+        RequestBatch.parse(spec)
 
 
 def test_lists_name_each_visible_position_at_most_once():
-    batch = Batch.parse("2q3s100_q40s40")
+    batch = RequestBatch.parse("2q3s100_q40s40")
     for topk in (60, 120):  # less and more than the longest sequence
         picked = positions(batch, topk)
         assert picked.shape == (46, topk) and picked.dtype == torch.int32
@@ -80,7 +80,7 @@ def test_peers_are_called_where_vllm_would_call_them():
     def called(spec, heads, fmt):
         case = kernels.Case(spec, heads, 64, fmt)
         q = torch.empty(case.requests.tokens, heads, 576)
-        problem = peer_kernels.Problem(q, None, None, 1.0, case.requests.queries)
+        problem = peer_kernels.SparseProblem(q, None, None, 1.0, case.requests.queries)
         return set(kernels.peers_for(case, problem, dict.fromkeys(kernels.FORMATS), {"flashmla", "fa3"}))
 
     bf16 = {"flashmla_bf16", "fa3_bf16"}
@@ -108,7 +108,9 @@ def test_flashmla_gets_64_heads_and_the_lengths_of_requests(lengths, monkeypatch
     more = {"sink": torch.randn(5), "extra_cache": extra, "extra_indices": extra_indices}
     more["extra_topk_length"] = lengths if lengths is None else torch.tensor(lengths).int().repeat_interleave(3)
     q = 100 * torch.randn(6, 5, 512).bfloat16()
-    prepared = peer_kernels.flashmla_decode(peer_kernels.Problem(q, indices, torch.full((6,), 9), 1.0, 3, more), cache)
+    prepared = peer_kernels.flashmla_decode(
+        peer_kernels.SparseProblem(q, indices, torch.full((6,), 9), 1.0, 3, more), cache
+    )
     prepared.call()
     want, _ = mla_backend.sparse_attention(q, cache, indices, scale=1.0, **more)
     assert torch.equal(prepared.out, want) and want.any()

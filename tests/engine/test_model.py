@@ -9,7 +9,7 @@ from torch import nn
 import engine_models
 from engine_models import MODELS, TOPK, Engine, prompt_of
 from mla_backend import index
-from mla_backend.engine import Batch, ExactAttention, KernelAttention, load_model, new_caches
+from mla_backend.engine import ExactAttention, KernelAttention, TokenBatch, load_model, new_caches
 from mla_backend.engine.mlp import MoE
 
 PROMPT = 3 * TOPK + 4
@@ -169,7 +169,7 @@ def test_a_token_without_a_slot_is_not_cached(checkpoints):
     model = load_model(checkpoints("deepseek_v32")[1], dtype=torch.float32)
     for keys in ("fp32", "fp8"):
         caches = new_caches(model.config, blocks=2, block_size=4, latent="bf16", keys=keys)
-        batch = Batch(torch.tensor([[0]], dtype=torch.int32), torch.tensor([0, -1]), [2], [2], torch.tensor([0]))
+        batch = TokenBatch(torch.tensor([[0]], dtype=torch.int32), torch.tensor([0, -1]), [2], [2], torch.tensor([0]))
         model(torch.tensor([5, 6]), torch.tensor([0, 1]), batch, caches)
         for cache in caches:
             assert cache.latent[0, 0].any() and not cache.latent[0, 1:].any() and not cache.latent[1].any()
@@ -179,7 +179,7 @@ def test_a_token_without_a_slot_is_not_cached(checkpoints):
 def test_an_empty_batch_gives_no_logits(checkpoints):
     model = load_model(checkpoints("deepseek_v32")[1])
     nothing = torch.empty(0, dtype=torch.int64)
-    batch = Batch(torch.empty(0, 0, dtype=torch.int32), nothing, [], [], nothing)
+    batch = TokenBatch(torch.empty(0, 0, dtype=torch.int32), nothing, [], [], nothing)
     assert model(nothing, nothing, batch, new_caches(model.config, 1)).shape == (0, model.config.vocab_size)
 
 
@@ -187,15 +187,15 @@ def test_wrong_arguments_are_named(checkpoints):
     model = load_model(checkpoints("deepseek_v32")[1], dtype=torch.float32)
     table, slots, at = torch.tensor([[0]], dtype=torch.int32), torch.tensor([0, 1]), torch.tensor([1])
     with pytest.raises(ValueError, match="token_counts must be 1 numbers"):
-        Batch(table, slots, [1], [2], at)
+        TokenBatch(table, slots, [1], [2], at)
     with pytest.raises(ValueError, match="context_lengths must be 1 numbers"):
-        Batch(table, slots, [2], [1], at)
+        TokenBatch(table, slots, [2], [1], at)
     with pytest.raises(ValueError, match="latent must be one of bf16, fp8_ds_mla, fp32; got 'fp8'"):
         new_caches(model.config, 1, latent="fp8")
     with pytest.raises(ValueError, match="keys must be one of bf16, fp8, fp32; got 'int8'"):
         new_caches(model.config, 1, keys="int8")
     caches = new_caches(model.config, 1)
-    batch = Batch(table, slots, [2], [2], at)
+    batch = TokenBatch(table, slots, [2], [2], at)
     with pytest.raises(ValueError, match="caches must be 4, one a layer; got 1"):
         model(slots, slots, batch, caches[:1])
     with pytest.raises(ValueError, match=r"token_ids and positions must be \[T=2\]"):

@@ -11,7 +11,7 @@ from mla_backend import reference
 from mla_backend.vllm_plugin.beginnings import MASKED, MASKED_CONTEXT, MASKED_WIDTHS, attend_to_picked, longest_masked
 from mla_backend.vllm_plugin.dense_step import DenseBuffers, DenseStep, groups_of
 from mla_backend.vllm_plugin.staging import StagedRequests
-from mla_backend.vllm_plugin.step import Batch, Step, StepBuffers
+from mla_backend.vllm_plugin.step import SparseStep, StepBatch, StepBuffers
 from problems import assert_accurate, random_cache, scale_of, score_error
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ TOKENS, TOPK, BLOCK_SIZE, BLOCKS, SCALE = 8, 256, 64, 16, 0.04
 
 
 def attend(
-    step: Step, q: Tensor, cache: Tensor, picked: Tensor, table: Tensor, ranks: int = 1, rank: int = 0
+    step: SparseStep, q: Tensor, cache: Tensor, picked: Tensor, table: Tensor, ranks: int = 1, rank: int = 0
 ) -> Tensor:
     """As the first layer does it."""
     room = step.buffers
@@ -66,7 +66,7 @@ def test_a_step_waits_for_nothing_allocates_nothing_and_its_graph_follows_new_le
         starts.copy_(ends)
         seq_lens.copy_(torch.tensor(lengths))
         with nothing_waits():
-            step = Step(room, Batch(starts, seq_lens, TOKENS), TOKENS, leaders=("first",))
+            step = SparseStep(room, StepBatch(starts, seq_lens, TOKENS), TOKENS, leaders=("first",))
             before = torch.cuda.memory_stats()["allocation.all.allocated"]
             eager = attend(step, q, cache, picked, table)
             assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -109,7 +109,9 @@ def test_requests_attend_to_staged_rows_and_nothing_waits(heads, first, spans):
     with nothing_waits():
         staged = StagedRequests(first, sum(queries[:first]), max(lengths[first:]))
         leaders = ("first",) if spans is None else None
-        step = Step(room, Batch(given[2], given[3], tokens), tokens, leaders=leaders, staged=staged, spans=spans)
+        step = SparseStep(
+            room, StepBatch(given[2], given[3], tokens), tokens, leaders=leaders, staged=staged, spans=spans
+        )
         out = attend(step, q, cache, *given[:2])
     slots, _ = reference.convert_indices(picked, table, requests, BLOCK_SIZE)
     want = reference.sparse_attention(q.cpu(), cache.cpu(), slots, scale=SCALE)
@@ -127,7 +129,9 @@ def test_a_ranks_graph_follows_what_is_picked_and_walks_over_what_it_keeps(heads
     starts = torch.arange(0, TOKENS + 1, 2, dtype=torch.int32, device="cuda")
     seq_lens = torch.full((4,), 2 * 4 * BLOCK_SIZE, dtype=torch.int32, device="cuda")
     sizes = dict(max_tokens=TOKENS, captured_tokens=TOKENS, topk=TOPK, heads=heads, batch_invariant=False)
-    step = Step(StepBuffers(**sizes, device=q.device), Batch(starts, seq_lens, TOKENS), TOKENS, leaders=("first",))
+    step = SparseStep(
+        StepBuffers(**sizes, device=q.device), StepBatch(starts, seq_lens, TOKENS), TOKENS, leaders=("first",)
+    )
     picked = torch.zeros(TOKENS, TOPK, dtype=torch.int32, device="cuda")
     attend(step, q, cache, picked, table, **ranks)
     graph, out = captured(lambda: attend(step, q, cache, picked, table, **ranks))

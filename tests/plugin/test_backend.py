@@ -16,8 +16,7 @@ import vllm_installed  # noqa: F401
 from mla_backend import reference
 from mla_backend.vllm_plugin import versions
 from mla_backend.vllm_plugin.staging import StagedRequests
-from mla_backend.vllm_plugin.step import Batch as StepBatch
-from mla_backend.vllm_plugin.step import Step, StepBuffers
+from mla_backend.vllm_plugin.step import SparseStep, StepBatch, StepBuffers
 from problems import assert_accurate, random_cache
 
 HEADS, TOPK, BLOCK_SIZE, BLOCKS = 5, 24, 16, 24
@@ -50,7 +49,7 @@ def backend():
     return backend
 
 
-class Batch:
+class SparseBatch:
     """Requests that decode, extend and prefill, then tokens that are padding; and what an indexer picked for them."""
 
     def __init__(self, query_lens: list[int], seq_lens: list[int], padding: int = 0):
@@ -143,7 +142,7 @@ def made_builder(backend, monkeypatch, topk: int = 2048, kv_cache_dtype: str = "
 
 
 def metadata_of(
-    batch: Batch,
+    batch: SparseBatch,
     room: StepBuffers,
     tokens: int | None = None,
     leaders: tuple[str, ...] | None = None,
@@ -152,7 +151,7 @@ def metadata_of(
 ) -> SimpleNamespace:
     of_step = StepBatch(batch.query_start_loc, batch.seq_lens, batch.tokens)
     return SimpleNamespace(
-        step=Step(room, of_step, batch.tokens if tokens is None else tokens, leaders, staged, spans),
+        step=SparseStep(room, of_step, batch.tokens if tokens is None else tokens, leaders, staged, spans),
         req_id_per_token=room.request_ids[: batch.tokens],
         block_table=batch.block_table,
         cp_kv_cache_interleave_size=1,
@@ -162,11 +161,11 @@ def metadata_of(
 
 
 BATCHES = {
-    "decode": Batch([1, 1, 1], [40, 3, 77]),
-    "prefill": Batch([9, 30], [9, 30]),
-    "mixed": Batch([1, 3, 20, 5], [40, 3, 50, 80]),
-    "padded": Batch([1, 1], [40, 61], padding=6),
-    "speculative": Batch([3, 3, 3], [40, 30, 70], padding=3),
+    "decode": SparseBatch([1, 1, 1], [40, 3, 77]),
+    "prefill": SparseBatch([9, 30], [9, 30]),
+    "mixed": SparseBatch([1, 3, 20, 5], [40, 3, 50, 80]),
+    "padded": SparseBatch([1, 1], [40, 61], padding=6),
+    "speculative": SparseBatch([3, 3, 3], [40, 30, 70], padding=3),
 }
 
 
@@ -207,7 +206,7 @@ def test_a_batch_attends_to_what_the_indexer_picked(backend, name, captured_toke
 @pytest.mark.parametrize("captured_tokens", [0, 64])
 @pytest.mark.parametrize("staged", [StagedRequests(0, 0, 80), StagedRequests(2, 4, 80), StagedRequests(3, 24, 80)])
 def test_staged_requests_attend_to_what_the_indexer_picked(backend, captured_tokens, staged):
-    batch = Batch([1, 3, 20, 5], [40, 3, 50, 80], padding=2)
+    batch = SparseBatch([1, 3, 20, 5], [40, 3, 50, 80], padding=2)
     cache = random_cache("fp8_ds_mla", BLOCKS, 2 * BLOCK_SIZE)[:, :BLOCK_SIZE]
     q = (torch.randn(batch.tokens, HEADS, 576) * 10).bfloat16()
     room = buffers(captured_tokens, staged_rows=BLOCKS * BLOCK_SIZE)
@@ -225,7 +224,7 @@ def test_staged_requests_attend_to_what_the_indexer_picked(backend, captured_tok
 @pytest.mark.parametrize("staged", [None, StagedRequests(2, 4, 40), StagedRequests(3, 34, 40)])
 def test_prompts_attend_to_what_the_indexer_picked_after_their_beginnings(backend, staged, monkeypatch):
     """One token decodes, a prompt goes on and two begin. What is dense is vLLM's affair, here a number."""
-    batch, dims = Batch([1, 3, 30, 40], [40, 90, 30, 40]), dict(qk_nope_head_dim=16, qk_rope_head_dim=64)
+    batch, dims = SparseBatch([1, 3, 30, 40], [40, 90, 30, 40]), dict(qk_nope_head_dim=16, qk_rope_head_dim=64)
     dense = [slice(4, 4 + TOPK), slice(34, 34 + TOPK)]
     sparse = [slice(1, 4), slice(4 + TOPK, 34), slice(34 + TOPK, 74)]
     cache, q = random_cache("fp8_ds_mla", BLOCKS, BLOCK_SIZE), (torch.randn(74, HEADS, 80) * 4).bfloat16()
@@ -384,7 +383,7 @@ LAYERS = SimpleNamespace(layer_name="first"), SimpleNamespace(layer_name="second
 
 def test_the_leading_layers_prepare_a_step_anew_in_every_pass(backend):
     """As a captured graph does that was made with the metadata of another step: lengths change under it in place."""
-    batch, room = Batch([1, 1, 1], [40, 3, 77]), buffers(captured_tokens=64)
+    batch, room = SparseBatch([1, 1, 1], [40, 3, 77]), buffers(captured_tokens=64)
     cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
     layer, metadata = layer_of(backend, batch.picked), metadata_of(batch, room, leaders=("first", "draft"))
     room.lengths.fill_(-7)
@@ -442,7 +441,7 @@ def test_a_captured_loop_of_drafts_follows_what_changes_in_place(backend, leader
     """vLLM makes the metadata once, and in each pass new lengths and a new selection in the same memory."""
     builder = object.__new__(backend.SparseMLAMetadataBuilder)
     assert builder.supports_draft_decode_metadata_update
-    batch, room = Batch([1, 1], [40, 2]), buffers(captured_tokens=64)
+    batch, room = SparseBatch([1, 1], [40, 2]), buffers(captured_tokens=64)
     metadata = metadata_of(batch, room, leaders=leaders)
     layer = layer_of(backend, batch.picked, indexer=object())
     cache = random_cache("bf16", BLOCKS, BLOCK_SIZE)
@@ -662,7 +661,7 @@ def test_batch_invariance_gives_a_token_the_same_bits_alone_and_in_a_batch(backe
     q = torch.randn(batch.tokens, HEADS, 576).bfloat16()
     room = buffers(batch_invariant=True)
     together, _ = layer_of(backend, batch.picked).forward_mqa(q, cache, metadata_of(batch, room), None)
-    first = Batch([1], [40])
+    first = SparseBatch([1], [40])
     first.block_table = batch.block_table[:1]
     alone, _ = layer_of(backend, batch.picked[:4]).forward_mqa(q[:1], cache, metadata_of(first, room), None)
     assert torch.equal(alone[0], together[0])

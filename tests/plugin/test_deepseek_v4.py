@@ -27,7 +27,7 @@ def v4():
     return deepseek_v4
 
 
-class Batch:
+class V4Batch:
     """Tokens that decode, the last ones of which may be padding, then tokens of prefill."""
 
     def __init__(self, decodes: int, prefills: int, padding: int = 0):
@@ -114,7 +114,7 @@ def queries(tokens: int) -> Tensor:
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 @pytest.mark.parametrize("name", BATCHES)
 def test_tokens_attend_to_their_window_and_to_what_is_compressed(v4, monkeypatch, name, ratio):
-    batch, states = Batch(*BATCHES[name]), BLOCK // ratio
+    batch, states = V4Batch(*BATCHES[name]), BLOCK // ratio
     positions = batch.picked(states)
     layer, q = layer_of(v4, ratio, positions), queries(batch.tokens)
     window, compressed = batch.window(), batch.compressed(positions, states) if ratio > 1 else None
@@ -137,7 +137,7 @@ def test_tokens_attend_to_their_window_and_to_what_is_compressed(v4, monkeypatch
 
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 def test_layers_of_one_kind_share_a_plan_until_vllm_says_that_lengths_changed(v4, monkeypatch, ratio):
-    batch, states = Batch(5, 6), BLOCK // ratio
+    batch, states = V4Batch(5, 6), BLOCK // ratio
     positions = batch.picked(states)
     window, compressed = batch.window(), batch.compressed(positions, states) if ratio > 1 else None
     made = []
@@ -154,7 +154,7 @@ def test_layers_of_one_kind_share_a_plan_until_vllm_says_that_lengths_changed(v4
 
 
 def test_layers_of_ratio_4_attend_to_their_own_selection(v4, monkeypatch):
-    batch, states = Batch(5, 6), BLOCK // 4
+    batch, states = V4Batch(5, 6), BLOCK // 4
     window, q = batch.window(), queries(batch.tokens)
     first = batch.picked(states)
     second = torch.where(first < 0, -1, (first + 1) % (BLOCKS // REQUESTS * states)).int()

@@ -24,7 +24,7 @@ def dense():
     return dense_backend
 
 
-class Batch:
+class DenseBatch:
     """Decode requests with so many query tokens each, the last ones of sequences of these lengths; then tokens that are
     padding. A request without query tokens and length is padding too."""
 
@@ -51,11 +51,11 @@ class Batch:
 
 
 BATCHES = {
-    "decode": Batch([1, 1, 1], [40, 3, 77]),
-    "verification": Batch([3, 3, 3], [40, 30, 77]),
-    "short extends": Batch([1, 1, 4, 4, 20], [40, 3, 4, 50, 60]),
-    "a graph's padding": Batch([2, 2, 0, 0], [40, 30, 0, 0], tokens=8),
-    "padding behind": Batch([2, 1, 0], [40, 30, 0], tokens=5),
+    "decode": DenseBatch([1, 1, 1], [40, 3, 77]),
+    "verification": DenseBatch([3, 3, 3], [40, 30, 77]),
+    "short extends": DenseBatch([1, 1, 4, 4, 20], [40, 3, 4, 50, 60]),
+    "a graph's padding": DenseBatch([2, 2, 0, 0], [40, 30, 0, 0], tokens=8),
+    "padding behind": DenseBatch([2, 1, 0], [40, 30, 0], tokens=5),
 }
 
 
@@ -71,7 +71,7 @@ def layer_of(dense, cache_dtype: str = "auto"):
     return layer
 
 
-def metadata_of(dense, batch: Batch, room, leaders: tuple[str, ...] = ()) -> SimpleNamespace:
+def metadata_of(dense, batch: DenseBatch, room, leaders: tuple[str, ...] = ()) -> SimpleNamespace:
     return SimpleNamespace(
         decode=SimpleNamespace(block_table=batch.block_table, seq_lens=batch.lengths),
         step=dense.DenseStep(room, dense.groups_of(batch.starts.tolist(), batch.tokens), leaders),
@@ -124,7 +124,7 @@ def test_a_batch_attends_to_its_sequences(dense, name, parts, fmt):
 
 def test_the_leading_layers_make_the_plan_anew_at_the_same_address(dense):
     """As in a captured graph, under which lengths change in place; vLLM may give drafts the metadata of a step."""
-    batch, room = Batch([1, 1, 1], [40, 3, 77]), buffers(dense)
+    batch, room = DenseBatch([1, 1, 1], [40, 3, 77]), buffers(dense)
     cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), queries_of(3)
     layer, metadata = layer_of(dense), metadata_of(dense, batch, room, leaders=("first", "draft"))
     layer.forward_mqa(q, cache, metadata, model_layer("first"))
@@ -162,7 +162,7 @@ def test_ranks_of_decode_context_parallelism_combine_to_the_whole(dense):
     keys, q = random_cache("bf16", 3, 96), queries_of(3)  # row r holds the tokens of request r, in order
     parts = []
     for rank in range(ranks):
-        batch = Batch([1, 1, 1], [32, 32, 32])
+        batch = DenseBatch([1, 1, 1], [32, 32, 32])
         batch.block_table = torch.arange(6, dtype=torch.int32).view(3, 2)
         batch.lengths = (lengths - rank + ranks - 1) // ranks
         layer = layer_of(dense)
@@ -180,7 +180,7 @@ def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(den
     batch, cache, q = BATCHES["decode"], random_cache("bf16", BLOCKS, BLOCK_SIZE), queries_of(3)
     room, layer = buffers(dense, batch_invariant=True), layer_of(dense)
     together, _ = layer.forward_mqa(q, cache, metadata_of(dense, batch, room), model_layer())
-    last = Batch([1], [77])
+    last = DenseBatch([1], [77])
     last.block_table = batch.block_table[2:]
     alone, _ = layer.forward_mqa(tuple(x[2:] for x in q), cache, metadata_of(dense, last, room), model_layer())
     assert torch.equal(alone[0], together[2])

@@ -10,7 +10,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
-from mla_backend.engine import Batch, LayerCache, Model, new_caches
+from mla_backend.engine import LayerCache, Model, TokenBatch, new_caches
 
 try:
     import transformers
@@ -156,7 +156,7 @@ class Engine:
                 finished.append(request)
         width = max(len(request.blocks) for request, _ in work)
         tables = [request.blocks + [-1] * (width - len(request.blocks)) for request, _ in work]
-        batch = Batch(
+        batch = TokenBatch(
             block_table=self._tensor(tables, torch.int32),
             slots=self._tensor(slots),
             token_counts=[count for _, count in work],

@@ -40,7 +40,7 @@ class Arguments:
 
 
 @dataclass
-class Problem(Arguments):
+class SparseProblem(Arguments):
     """The arguments of sparse_attention."""
 
     q: Tensor | tuple[Tensor, Tensor]
@@ -78,7 +78,7 @@ class Problem(Arguments):
             without = there.solve(**options, return_max_logits=False)
             assert all(torch.equal(a, b) for a, b in zip(got, without, strict=False))
 
-    def poisoned(self) -> "Problem":
+    def poisoned(self) -> "SparseProblem":
         """The same, but all bytes of its caches that no list names are 0xff: NaN in every type of number."""
         changes = {}
         for name, indices, length in (
@@ -177,12 +177,12 @@ def random_problem(
     magnitude: float = MAGNITUDE,
     gap: int = 0,
     **more,
-) -> Problem:
+) -> SparseProblem:
     """Random slots, most of them valid, some below 0 and some past the end."""
     slots = blocks * block_size
     indices = torch.randint(-slots // 8 - 1, slots + slots // 8 + 1, (tokens, topk), dtype=torch.int32)
     form = mla_backend.FORMATS[fmt]
-    return Problem(
+    return SparseProblem(
         (torch.randn(tokens, heads, form.head_dim) / magnitude).to(form.number),
         random_cache(fmt, blocks, block_size, magnitude, gap),
         indices,
