@@ -89,7 +89,7 @@ struct RowConverter {
         uint4 numbers[2];
         e4m3_times(bytes[i], scale[i], numbers);
         store_piece_if(has_latent, rows_further(to, row), numbers[0]);
-        store_piece_if(has_latent, rows_further(to ^ kPieceBytes, row), numbers[1]);
+        store_piece_if(has_latent, rows_further(other_piece(to, 1), row), numbers[1]);
       }
     }
     if constexpr (kOfTensor) {

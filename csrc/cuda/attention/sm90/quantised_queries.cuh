@@ -68,7 +68,7 @@ struct QuantisedQueries {
       if (kRopeToo && lane < 8)
         store_pairs(rope_rows, row, lane, rope[i], factor);
       else if (lane < 8)
-        *reinterpret_cast<uint4*>(rope_rows + row * kRowBytes + (lane ^ (row & 7)) * kPieceBytes) =
+        *reinterpret_cast<uint4*>(rope_rows + row * kRowBytes + offset_in_row(row & 7, lane)) =
             scaled_piece(rope[i], factor, false);
       if (lane == 0) q_scale[row] = scale * kLog2E * __uint_as_float((exponent - 7) << 23);
     }
@@ -79,7 +79,7 @@ struct QuantisedQueries {
   static __device__ __forceinline__ void store_pairs(uint8_t* rows, int row, int eighth, const uint4& numbers,
                                                      float factor) {
     const Fp8Pair x(numbers.x, factor), y(numbers.y, factor), z(numbers.z, factor), w(numbers.w, factor);
-    uint8_t* at = rows + row * kRowBytes + (eighth / 2 ^ (row & 7)) * kPieceBytes + eighth % 2 * 8;
+    uint8_t* at = rows + row * kRowBytes + offset_in_row(row & 7, eighth / 2) + eighth % 2 * 8;
     *reinterpret_cast<uint2*>(at) = {x.high | y.high << 16, z.high | w.high << 16};
     *reinterpret_cast<uint2*>(at + kHeads * kRowBytes) = {x.low | y.low << 16, z.low | w.low << 16};
   }

@@ -99,9 +99,14 @@ void with_kernel_of(const AttentionProblem& p, Use use) {
   }
 }
 
+// Neighbouring pieces are swapped in odd blocks.
+MLA_HOST_DEVICE constexpr int swapped(int block, int piece) { return piece ^ (block & 1); }
 // The byte offset, in its row, of the piece of eight dims from 8 * piece on.
 MLA_HOST_DEVICE constexpr int offset_of_piece(int block, int piece, int row) {
-  return (piece ^ (block & 1) ^ (row & 7)) * kPieceBytes;
+  return offset_in_row(row & 7, swapped(block, piece));
 }
+// A lane that converts 16 fp8 bytes stores pieces 2 * (lane % 4) and the next of block lane / 4.
+static_assert(lanes_in_different_banks([](int) { return 0; },
+                                       [](int lane) { return swapped(lane / 4, lane % 4 * 2); }));
 
 }  // namespace mla::cuda::sm90

@@ -222,7 +222,7 @@ struct Consumer {
   // Stores dS as rows of heads; a warp stores 16 entries of each.
   __device__ void store_grads(const uint32_t (&factors)[kSteps][4]) {
     const int head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    const uint32_t to = s.grads[group].address() + head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
+    const uint32_t to = s.grads[group].address() + head * kRowBytes + offset_in_row(lane % 8, piece);
 #pragma unroll
     for (int step = 0; step < kHeads / 16; ++step) store_tiles_transposed(to + step * kStepBytes, factors[step]);
     if constexpr (kHeads % 16 > 0) {

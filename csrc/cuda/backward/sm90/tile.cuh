@@ -52,7 +52,7 @@ __device__ __forceinline__ void copy_rows(uint32_t tile, int first, const uint16
     copy_piece(rows_further(to, i), reinterpret_cast<const uint8_t*>(from), __shfl_sync(~0u, own, i));
   if constexpr (kHalf == 1 && kBlocks > kLatentBlocks) {  // eight lanes a row
     const int group = lane / kRowPieces;
-    const uint32_t rope = tile + kLatentBlocks * kStride + (first + group) * kRowBytes + (piece ^ group) * kPieceBytes;
+    const uint32_t rope = tile + kLatentBlocks * kStride + (first + group) * kRowBytes + offset_in_row(group, piece);
     auto rope_from = reinterpret_cast<uint64_t>(rows) + (kLatentPieces + piece) * kPieceBytes;
     hide(rope_from);
 #pragma unroll
@@ -116,13 +116,13 @@ struct Lines {
   template <int kColumns, int kFirst = 0, int kAccRegisters>
   __device__ void put_pairs(const float (&acc)[kAccRegisters], int begin, int lane) const {
     if (begin == 0) __syncwarp();  // all lanes have read what was there
-    const uint32_t own = stage + lane % 16 * kRowBytes + (lane / 16 ^ lane % 8) * kPieceBytes;
+    const uint32_t own = stage + lane % 16 * kRowBytes + offset_in_row(lane % 8, lane / 16);
 #pragma unroll
     for (int i = 0; i < kColumns / 2; i += 8) {
       const float* const x = acc + kFirst + i;
       const uint32_t pairs[4] = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]),
                                  pack_bf16(x[6], x[7])};
-      store_tiles(own ^ (begin * 2 + i * 4), pairs);
+      store_tiles(other_piece(own, begin / kPieceNumbers + i / 4), pairs);
     }
     if (begin + kColumns == kBlockDims) __syncwarp();
   }
@@ -131,12 +131,12 @@ struct Lines {
   template <int kFirst, int kAccRegisters>
   __device__ void put(const float (&acc)[kAccRegisters], int lane) const {
     __syncwarp();
-    const uint32_t own = stage + lane / 4 * kRowBytes + (lane % 4 / 2 ^ lane / 4) * kPieceBytes + lane % 2 * 8;
+    const uint32_t own = stage + lane / 4 * kRowBytes + offset_in_row(lane / 4, lane % 4 / 2) + lane % 2 * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"((own ^ 2 * j * kPieceBytes) + 8 * half * kRowBytes),
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(other_piece(own, 2 * j) + 8 * half * kRowBytes),
                      "f"(acc[kFirst + 4 * j + 2 * half]), "f"(acc[kFirst + 4 * j + 2 * half + 1])
                      : "memory");
     __syncwarp();
@@ -144,7 +144,7 @@ struct Lines {
 
   // Loads piece lane % 8 of row 4 * i + lane / 8.
   __device__ uint4 take(int i, int lane) const {
-    const uint32_t own = stage + lane / 8 * kRowBytes + (lane % 8 ^ lane / 8) * kPieceBytes;
+    const uint32_t own = stage + lane / 8 * kRowBytes + offset_in_row(lane / 8, lane % 8);
     uint4 piece;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(piece.x), "=r"(piece.y), "=r"(piece.z), "=r"(piece.w)

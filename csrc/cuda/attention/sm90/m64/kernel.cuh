@@ -98,7 +98,7 @@ struct ScaledRows {
       const float own = __shfl_sync(~0u, scale, lane / 8 * 8 + i);
       const uint32_t by = pack_f16(own, own);
       store_piece(rows_further(to, i), times<Number::f16>(e4m3_to_f16(fp8[i].x, fp8[i].y), by));
-      store_piece(rows_further(to ^ kPieceBytes, i), times<Number::f16>(e4m3_to_f16(fp8[i].z, fp8[i].w), by));
+      store_piece(rows_further(other_piece(to, 1), i), times<Number::f16>(e4m3_to_f16(fp8[i].z, fp8[i].w), by));
     }
   }
 };
@@ -191,7 +191,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         pairs[i] = mla::cuda::pack<number_of(kRows)>(out[4 * j + 2 * i], out[4 * j + 2 * i + 1]);
-      store_tiles(swizzled<kGroupDims * 2>(heads, row, piece ^ (j / 8 & 1)), pairs);
+      store_tiles(swizzled<kGroupDims * 2>(heads, row, swapped(j / 8, piece)), pairs);
     }
     __syncwarp();
     uint16_t* to = p.out + group * kGroupDims + lane * 8;
@@ -220,7 +220,7 @@ struct Consumer {
       float* to = partials.out + partials.row(partial, own) * kValueDim + group * kGroupDims + 2 * (lane % 4);
 #pragma unroll
       for (int j = 0; j < kGroupDims / 8; ++j)
-        *reinterpret_cast<float2*>(to + (j ^ (j / 8 & 1)) * 8) = {out[4 * j + 2 * h], out[4 * j + 2 * h + 1]};
+        *reinterpret_cast<float2*>(to + swapped(j / 8, j) * 8) = {out[4 * j + 2 * h], out[4 * j + 2 * h + 1]};
     }
   }
 
@@ -245,7 +245,7 @@ struct Consumer {
         uint32_t pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int j = (begin + i) ^ (begin / 8 & 1);  // odd blocks are swapped
+          const int j = swapped(begin / 8, begin + i);
           pairs[i] = pack_f16(out[4 * j + 2 * h] * by, out[4 * j + 2 * h + 1] * by);
         }
         row.pieces[group * kGroupDims / 8 + begin + lane % 4] = {pairs[0], pairs[1], pairs[2], pairs[3]};

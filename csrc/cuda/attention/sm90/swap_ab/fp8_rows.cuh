@@ -21,6 +21,9 @@
 
 namespace mla::cuda::sm90::swap_ab {
 
+// Eight lanes of Fp8Rows::load() read two pieces of every other row.
+static_assert(lanes_in_different_banks([](int lane) { return 2 * (lane % 4); }, [](int lane) { return lane / 4; }));
+
 template <Rows kRows, int kHeads>
 struct Fp8Rows {
   // One scale for the whole cache: it is part of the factors of scores and outputs. Rope is e4m3, too.
@@ -178,7 +181,7 @@ struct Fp8Rows {
     for (int i = 0; i < 4; ++i) {
       const int row = 2 * (lane % 4) + i % 2;  // of eight
       fp8[i] = load_piece(rows.fp8[warp].address() + (16 * step + 8 * (i / 2) + row) * kRowBytes +
-                          (lane / 4 ^ row) * kPieceBytes);
+                          offset_in_row(row, lane / 4));
     }
   }
 
@@ -334,7 +337,7 @@ struct Fp8Rows {
 #pragma unroll
     for (int i = 0; i < kWarpRows; i += kAtOnce) {
       const int row = i + lane / kPieces;
-      copy_piece(to + row * kRowBytes + (piece ^ row) * kPieceBytes, cache + kOffset + kPieceBytes * piece,
+      copy_piece(to + row * kRowBytes + offset_in_row(row, piece), cache + kOffset + kPieceBytes * piece,
                  __shfl_sync(~0u, own, row));
     }
   }

@@ -69,7 +69,7 @@ struct Consumer {
   // derive wgmma descriptors from it, which must be uniform.
   __device__ void find_probs_address() {
     const int own_head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    probs_address = s.probs[group].address() + own_head * kRowBytes + (piece ^ lane % 8) * kPieceBytes;
+    probs_address = s.probs[group].address() + own_head * kRowBytes + offset_in_row(lane % 8, piece);
     hide(probs_address);
   }
 

@@ -86,7 +86,7 @@ struct PlainRows {
   static __device__ int reduction_row(int head) { return head; }
   // A lane has two dims of each block, 8 apart.
   static constexpr int kLaneDims = 2 * kLatentBlocks;
-  __device__ int dim(int i) const { return i / 2 * kBlockDims + warp * 16 + lane / 4 + 8 * (i % 2 ^ (i / 2 & 1)); }
+  __device__ int dim(int i) const { return i / 2 * kBlockDims + warp * 16 + lane / 4 + 8 * swapped(i / 2, i % 2); }
   __device__ void get(float (&acc)[kLaneDims], const float* row) const {
 #pragma unroll
     for (int i = 0; i < kLaneDims; ++i) acc[i] = row[dim(i)];
