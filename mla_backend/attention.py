@@ -74,10 +74,10 @@ def sparse_attention(
     if lse is None:
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     max_logits = torch.empty(shape, dtype=torch.float32, device=q.device) if return_max_logits else None
+    require_plan(plan)
     if q.is_cuda:
         require_tensors(cache=cache, indices=indices)
         require_optional_tensors(extra_indices=extra_indices)
-        require_plan(plan)
         # of other shapes, which the op refuses, there is no plan
         lists = [indices] if extra_indices is None else [indices, extra_indices]
         if plan is None and q.dim() == 3 and all(x.dim() == 2 for x in lists):

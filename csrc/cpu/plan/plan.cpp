@@ -10,7 +10,6 @@ void make_plan(const PlanProblem& p) { fill_plan(plan_shape(PlanFor::cpu, p), p.
 
 void fill_plan(const PlanShape& given, PlanEntry* entries, int ctas) {
   PlanShape shape = given;
-  shape.token_units = token_units(given, ctas);
   int64_t units = 0, longest = 0;
   const auto units_of = [&](int32_t token) { return int64_t{shape.token_units} + token_tiles(shape, token); };
   for (int32_t token = 0; token < shape.tokens; ++token) {

@@ -88,16 +88,14 @@ constexpr ClusterRelease kClusterRelease =
 
 // Call it in the arriving thread before arrive_in_cta(). It makes this CTA's writes to its shared memory, which the
 // thread must have synchronised with, visible to whoever waits with wait_for_ctas().
-template <ClusterRelease kRelease = kClusterRelease>
 __device__ __forceinline__ void release_shared() {
-  if constexpr (kRelease == ClusterRelease::shared)
+  if constexpr (kClusterRelease == ClusterRelease::shared)
     asm volatile("fence.release.sync_restrict::shared::cta.cluster;" ::: "memory");
 }
 
 // `count` arrivals at a barrier of any CTA of the cluster. (CUTLASS's arrive(cta) counts one.)
-template <ClusterRelease kRelease = kClusterRelease>
 __device__ __forceinline__ void arrive_in_cta(uint32_t barrier, int count) {
-  if constexpr (kRelease == ClusterRelease::shared)
+  if constexpr (kClusterRelease == ClusterRelease::shared)
     asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count)
                  : "memory");
   else
@@ -106,9 +104,8 @@ __device__ __forceinline__ void arrive_in_cta(uint32_t barrier, int count) {
 
 // Waits until other CTAs have arrived at this CTA's barrier. Then their shared memory may be read. The fence costs no
 // instruction.
-template <ClusterRelease kRelease = kClusterRelease>
 __device__ __forceinline__ void wait_for_ctas(Barrier& barrier, uint32_t parity) {
-  if constexpr (kRelease == ClusterRelease::shared) {
+  if constexpr (kClusterRelease == ClusterRelease::shared) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"

@@ -201,9 +201,8 @@ int32_t divided_up(int64_t n, int64_t by) { return static_cast<int32_t>((n + by 
 }  // namespace
 
 void make_plan(const PlanProblem& p, void* stream) {
-  PlanShape shape = plan_shape(PlanFor::gpu, p);
+  const PlanShape shape = plan_shape(PlanFor::gpu, p);
   const int32_t ctas = p.launch.ctas;
-  shape.token_units = token_units(shape, ctas);
   // a thread for each token and for each border, while there are threads
   const int64_t wanted = std::max<int64_t>(shape.tokens, int64_t{ctas} + 1);
   const int threads = static_cast<int>(std::min<int64_t>((wanted + 31) / 32 * 32, kMaxThreads));

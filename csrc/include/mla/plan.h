@@ -53,7 +53,7 @@ struct PlanShape {
   int32_t topk;
   int32_t extra_topk;
   int32_t tile_slots;
-  int32_t token_units;  // what a token costs besides its tiles, in tiles; see token_units()
+  int32_t token_units;  // what a token costs besides its tiles, in tiles
   int32_t min_split;    // smallest distance of borders within a token, in tiles; no split has fewer than half of it
   int32_t good_split;   // tiles a CTA should get before there are more CTAs than processors
   int32_t ctas_per_processor;   // more than one, so that a slow processor can take fewer
@@ -66,14 +66,13 @@ struct PlanShape {
 
 enum class PlanFor { cpu, gpu };
 
-constexpr int kGpuTileSlots = 64;      // of every GPU kernel
 constexpr int kPlanCtasPerThread = 2;  // of a CPU, whose cores are seldom equally fast
 
 inline PlanShape plan_shape(PlanFor device, const PlanProblem& p) {
   PlanShape shape{p.tokens, p.topk, p.extra_topk, 0, 0, 0, 0, 0, p.whole_tokens, p.length, p.extra_length, 0, 1};
   if (device == PlanFor::gpu) {
     shape.tile_slots = kGpuTileSlots;
-    shape.token_units = kTokenTiles;  // see token_units()
+    shape.token_units = token_units(p.tokens, p.launch.ctas);
     shape.min_split = 1;
     shape.good_split = 1;
     shape.ctas_per_processor = 1;
@@ -101,11 +100,6 @@ MLA_HOST_DEVICE int32_t tiles_of(int32_t slots, int32_t tile_slots) {
 MLA_HOST_DEVICE int32_t token_tiles(const PlanShape& shape, int32_t token) {
   return tiles_of(clamp_length(shape.length, token, shape.topk), shape.tile_slots) +
          tiles_of(clamp_length(shape.extra_length, token, shape.extra_topk), shape.tile_slots);
-}
-
-// With two CTAs or more for each token, most CTAs pay for one token's beginning and end, whatever their share.
-MLA_HOST_DEVICE int32_t token_units(const PlanShape& shape, int64_t ctas) {
-  return 2 * int64_t{shape.tokens} > ctas ? shape.token_units : 1;
 }
 
 // A border between two CTAs: everything before (token, tile) belongs to the left one.
@@ -141,13 +135,9 @@ MLA_HOST_DEVICE int64_t start_of_cta(int64_t index, int64_t active, int64_t unit
 }
 
 // How many of `ctas` entries get work. Ranges shorter than min_split would only be moved to a border again, so short
-// lists occupy fewer CTAs. A multiple of the number of tokens is preferred where that leaves few CTAs idle: equal
-// tokens then share no CTA, and fewer or none are split.
+// lists occupy fewer CTAs.
 MLA_HOST_DEVICE int64_t active_ctas(const PlanShape& shape, int64_t units, int64_t ctas) {
-  if (shape.ctas_per_processor == 1 && shape.tokens > 0) {
-    const int64_t even = ctas - ctas % shape.tokens;
-    if (16 * even >= 15 * ctas) ctas = even;
-  }
+  if (shape.ctas_per_processor == 1 && shape.tokens > 0) ctas = ctas_of_load(shape.tokens, ctas);
   const int64_t least = ctas / shape.ctas_per_processor;
   const int64_t tiles = units - int64_t{shape.tokens} * shape.token_units;
   const int64_t good = units / shape.good_split,
@@ -168,8 +158,7 @@ MLA_HOST_DEVICE int64_t full_units(const PlanShape& shape) {
 // full. Only as many get work as the rounds need, so that none has more tokens than there are rounds.
 MLA_HOST_DEVICE int64_t whole_token_ctas(const PlanShape& shape, int64_t ctas) {
   if (shape.splits != 1 || shape.tokens == 0) return 0;
-  const int64_t rounds = (shape.tokens + ctas - 1) / ctas;
-  return (shape.tokens + rounds - 1) / rounds;
+  return ceil_div(shape.tokens, ceil_div(shape.tokens, ctas));
 }
 
 // CTAs of a cluster combine the splits of one token in shared memory, but only if no CTA shares two tokens. That is

@@ -162,8 +162,6 @@ __device__ __forceinline__ void write_combined(const AttentionProblem& p, int64_
   if (p.max_logits) p.max_logits[p.offset(p.max_strides, token, head)] = max_logit_of(lse, combined.max_logit);
 }
 
-constexpr int kEarlySplits = 8;
-
 // Combines a token's partial results from the workspace. If they are few, their lse and max logits were loaded before:
 // lane i passes those of split i.
 __device__ __forceinline__ void combine_workspace_splits(const Partials& partials, int64_t first_partial, int splits,

@@ -11,9 +11,9 @@ struct KernelCosts {
   double tile_converted;  // rows that become such
   double token;           // another token, or split of one, in the same CTA
   double cluster[4];      // to combine splits within a cluster of 2, 4, 8 and 16 CTAs
-  double uneven;          // and for each CTA that a cluster lacks to the next of these
+  double uneven;          // more for each CTA by which a cluster is smaller than the next of these sizes
   double combine;         // to combine splits in the workspace
-  double combine_split;   // and more for each beyond eight
+  double combine_split;   // more for each beyond kEarlySplits
 };
 
 struct GpuCosts {

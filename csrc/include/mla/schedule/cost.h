@@ -15,7 +15,7 @@ namespace mla {
 
 struct AttentionShape {
   int64_t tokens;  // kAny: any number
-  int64_t tiles;   // of a token whose lists are full, in tiles of 64 slots
+  int64_t tiles;   // of a token whose lists are full
   int32_t heads;
   CacheFormat format;    // of the first list's rows
   bool batch_invariant;  // a token's bits must not depend on how many others there are
@@ -68,7 +68,7 @@ inline double launch_time(const AttentionShape& shape, const Launch& launch, con
     // By load, the plan counts some tiles for each token, and a CTA with its share of them costs what that leaves out.
     const bool by_load = launch.splits == 0;
     const int64_t even = by_load ? even_splits(shape.tokens, launch.ctas) : launch.splits;
-    const double counted = 2 * shape.tokens > launch.ctas ? kTokenTiles : 1;
+    const double counted = token_units(shape.tokens, launch.ctas);
     computing = even > 0 ? tile * static_cast<double>(ceil_div(shape.tiles, even))
                          : tile * tokens * (tiles + counted) / launch.ctas +
                                std::max(costs.token - counted * tile, 0.0) * rounds;
@@ -77,17 +77,21 @@ inline double launch_time(const AttentionShape& shape, const Launch& launch, con
     if (launch.cluster == launch.splits) {
       combine = cluster_cost(costs, launch.cluster);
     } else {
-      const double late = std::max(std::min(splits, std::max(tiles, 1.0)) / launch.cluster - 8, 0.0);
+      const double results = std::min(splits, std::max(tiles, 1.0)) / launch.cluster;  // of a token, in the workspace
+      const double late = std::max(results - kEarlySplits, 0.0);
       combine = costs.combine + costs.combine_split * late + all.partial_row * written * shape.heads;
     }
   }
-  const double kilorows = 0.064 * tokens * tiles;
+  const double kilorows = kGpuTileSlots / 1000.0 * tokens * tiles;
   const double memory = all.memory_kb * kilorows * shape.format.token_bytes() +
                         all.l2_kilorow * kilorows * static_cast<double>(head_groups - 1);
   const double longer = std::max({computing * waves, memory, 1e-9});
   const double ratio = std::min(computing * waves, memory) / longer;
   return costs.begin * waves + longer * std::cbrt(std::sqrt(1 + std::pow(ratio, 6))) + combine;
 }
+
+// CTAs of a cluster that is not made for a token's splits: the most that CUDA promises of every GPU.
+constexpr int kUsualCluster = 8;
 
 // Calls use(launch) for every launch that may be the fastest on a Hopper GPU: all its CTAs and clusters run at once.
 template <typename Use>
@@ -96,14 +100,16 @@ void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
   const auto of_kernel = [&](Kernel kernel, int32_t heads_per_cta) {
     const int64_t head_groups = ceil_div(shape.heads, heads_per_cta), tokens = shape.tokens;
     const int32_t most = ctas_at_once(gpu.multiprocessors, head_groups);
-    const bool clusters = kernel == Kernel::swap_ab && heads_per_cta <= 16;
+    const bool clusters = kernel == Kernel::swap_ab && heads_per_cta <= kClusterHeads;
     const auto fits = [&](int64_t ctas, int32_t cluster) {
       return clusters && ceil_div(ctas, cluster) * head_groups <= gpu.clusters[cluster];
     };
     // Clusters that don't all run at once would come in two waves: 28.8 us become 46.9.
-    const auto largest_cluster = [&](int64_t ctas) { return fits(ctas, 8) ? 8 : fits(ctas, 2) ? 2 : 1; };
+    const auto largest_cluster = [&](int64_t ctas) {
+      return fits(ctas, kUsualCluster) ? kUsualCluster : fits(ctas, 2) ? 2 : 1;
+    };
     const auto by_load = [&](int32_t ctas) {
-      const int64_t even = even_splits(tokens, ctas);  // up to 16 they are a candidate already
+      const int64_t even = even_splits(tokens, ctas);  // up to kMaxCluster they are a candidate already
       if (ctas > 0 && (even == 0 || even > kMaxCluster))
         use(Launch{kernel, heads_per_cta, 0, largest_cluster(ctas), 0, ctas});
     };
@@ -115,12 +121,14 @@ void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
       const auto ctas = static_cast<int32_t>(tokens * splits);
       const bool together = fits(ctas, splits);
       if (together) use(Launch{kernel, heads_per_cta, splits, splits, 0, ctas});
-      if (!together || splits > 8) use(Launch{kernel, heads_per_cta, splits, largest_cluster(ctas), 0, ctas});
+      if (!together || splits > kUsualCluster)
+        use(Launch{kernel, heads_per_cta, splits, largest_cluster(ctas), 0, ctas});
     }
     by_load(most);
     if (tokens < most) by_load(most / 2);
-    if (clusters) by_load(static_cast<int32_t>(8 * (gpu.clusters[8] / head_groups)));
+    if (clusters) by_load(static_cast<int32_t>(kUsualCluster * (gpu.clusters[kUsualCluster] / head_groups)));
   };
+  // With the numbers of heads per CTA that kernels are compiled for.
   if (tile != TileType::staged_576) {
     of_kernel(Kernel::swap_ab, 8);
     if (shape.heads > 8) of_kernel(Kernel::swap_ab, 16);
@@ -135,8 +143,9 @@ inline Launch choose_launch(const AttentionShape& given, const Gpu& gpu) {
     const int32_t ctas = ctas_at_once(at_once, ceil_div(given.heads, kPortableHeads));
     return {Kernel::portable, kPortableHeads, given.batch_invariant, 1, 0, ctas};
   }
-  // Where the launch must not depend on the numbers of tokens and slots, it is the best for much work.
-  constexpr int64_t kManyRounds = 16, kUsualTiles = 32;
+  // Where the launch must not depend on the numbers of tokens and slots, it is the best for much work: sixteen tokens
+  // for each multiprocessor, each with the 2048 slots that DeepSeek-V3.2's indexer picks.
+  constexpr int64_t kManyRounds = 16, kUsualTiles = 2048 / kGpuTileSlots;
   AttentionShape shape = given;
   const bool any = given.batch_invariant || given.tokens == kAny || given.tiles == kAny;
   if (any) shape.tokens = kManyRounds * gpu.multiprocessors, shape.tiles = kUsualTiles;

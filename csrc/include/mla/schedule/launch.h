@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "mla/platform.h"
+
 namespace mla {
 
 constexpr int kMaxCluster = 16;
@@ -31,19 +33,32 @@ struct Gpu {
   double memory_tbs;  // TB/s
 };
 
-// What a token costs a CTA of a GPU besides its tiles, in tiles, as plans count it where there are fewer than two CTAs
-// for each token; else 1.
+constexpr int kGpuTileSlots = 64;  // of every GPU kernel
+
+// What a token costs a CTA of a GPU besides its tiles, in tiles, as plans count it. With two CTAs or more for each
+// token, most CTAs pay for one token's beginning and end, whatever their share.
 constexpr int kTokenTiles = 3;
+inline int32_t token_units(int64_t tokens, int64_t ctas) { return 2 * tokens > ctas ? kTokenTiles : 1; }
 
 constexpr int kPortableHeads = 16, kPortableCtasPerProcessor = 2;
+// Heads per CTA up to which swap_ab combines splits itself, within clusters too.
+constexpr int kClusterHeads = 16;
+// If a token has at most so many results in the workspace, a warp loads the lse of all its heads at once.
+constexpr int kEarlySplits = 8;
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+MLA_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// How many equal splits a plan by load makes of each of these tokens, because that leaves few of the CTAs idle; 0: it
-// doesn't.
+// How many CTAs a plan by load uses: a multiple of the number of tokens, if that leaves at most one in 16 idle. Equal
+// tokens then share no CTA.
+MLA_HOST_DEVICE int64_t ctas_of_load(int64_t tokens, int64_t ctas) {
+  const int64_t even = ctas - ctas % tokens;
+  return 16 * even >= 15 * ctas ? even : ctas;
+}
+
+// How many equal splits such a plan makes of each token; 0: unequal ones.
 inline int64_t even_splits(int64_t tokens, int64_t ctas) {
-  const int64_t even = tokens > 0 ? ctas - ctas % tokens : 0;
-  return 16 * even >= 15 * ctas && tokens > 0 ? even / tokens : 0;
+  const int64_t used = tokens > 0 ? ctas_of_load(tokens, ctas) : 0;
+  return tokens > 0 && used % tokens == 0 ? used / tokens : 0;
 }
 
 // CTAs of each group of heads that all run at once.

@@ -48,7 +48,7 @@ struct Shared {
   Barrier full[kStages], empty[kStages];      // tiles
   Barrier q_full, q_empty;
   Barrier probs_full, probs_empty;
-  uint32_t touched;  // nobody reads it
+  uint32_t touched;  // what touch() returned: kept, or the compiler drops its loads
 };
 
 static_assert(sizeof(Shared<Rows::fp8_ds_mla>) <= 227 * 1024 && sizeof(Shared<Rows::bf16>) <= 227 * 1024);

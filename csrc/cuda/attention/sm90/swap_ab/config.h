@@ -16,8 +16,8 @@ constexpr int kConsumerWarps = 4 * kConsumerGroups;
 constexpr int kProducerWarps = 8;
 constexpr int kThreads = 32 * (kConsumerWarps + kProducerWarps);
 
-// Registers per thread at launch; setmaxnreg redistributes them. With up to 16 heads nothing may spill: a launch with
-// local memory begins with a wait for it.
+// Registers per thread at launch; setmaxnreg redistributes them. With up to 16 heads per CTA nothing may spill: a
+// launch with local memory begins with a wait for it.
 constexpr uint32_t kRegisters = 128;
 template <int kHeads>
 constexpr uint32_t kConsumerRegisters = kHeads > 16 ? 216 : 168;
@@ -27,7 +27,7 @@ constexpr uint32_t kProducerRegisters = 2 * kRegisters - kConsumerRegisters<kHea
 // Whether split tokens are combined by the kernel that is launched next. With up to 16 heads per CTA this kernel
 // does it itself.
 template <int kHeads>
-constexpr bool kCombinedLater = kHeads > 16;
+constexpr bool kCombinedLater = kHeads > kClusterHeads;
 
 // The layout of rows in shared memory, and their products.
 template <Rows kRows, int kHeads>
@@ -55,7 +55,7 @@ struct Shared {
   Barrier reduction_full[2], reduction_empty[2];  // double-buffered by round
   // Of the cluster: all CTAs have stored their split of the token; all warps have read what they combine.
   Barrier cluster_full, cluster_empty;
-  uint32_t touched;  // nobody reads it
+  uint32_t touched;  // what touch() returned: kept, or the compiler drops its loads
 #ifdef MLA_RACECHECK
   Barrier groups_met;
 #endif

@@ -1,5 +1,5 @@
-// Sparse attention for up to 16 heads on Hopper, and for up to 32 with fp8_ds_mla rows. Operands are swapped: tokens
-// are the 64 rows of wgmma and heads its columns, so that few heads fill the instruction.
+// Sparse attention for up to 16 heads per CTA on Hopper, and for up to 32 with fp8_ds_mla rows. Operands are swapped:
+// tokens are the 64 rows of wgmma and heads its columns, so that few heads fill the instruction.
 //
 //   scores  S^T [64 tokens x heads] = K [64 x 576] Q^T     (or 512)
 //   values  O^T [512 dims x heads] += V^T [512 x 64] P^T
