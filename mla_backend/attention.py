@@ -156,21 +156,21 @@ def _own_plan(
     )
 
 
-def _stacked(name: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
-    if isinstance(parts, Tensor):
-        return parts
-    if not isinstance(parts, Sequence) or not parts:
-        raise TypeError(f"{name} must be a torch.Tensor or a sequence of one or more; got {parts!r}")
-    for i, part in enumerate(parts):
-        require_tensors(**{f"{name}[{i}]": part})
-        if part.device != parts[0].device:
-            raise ValueError(f"{name}[{i}] must be on {parts[0].device} like {name}[0]; got {part.device}")
-        if part.shape != parts[0].shape or part.dtype != parts[0].dtype:
+def _stacked(name: str, partials: Tensor | Sequence[Tensor]) -> Tensor:
+    if isinstance(partials, Tensor):
+        return partials
+    if not isinstance(partials, Sequence) or not partials:
+        raise TypeError(f"{name} must be a torch.Tensor or a sequence of one or more; got {partials!r}")
+    for i, partial in enumerate(partials):
+        require_tensors(**{f"{name}[{i}]": partial})
+        if partial.device != partials[0].device:
+            raise ValueError(f"{name}[{i}] must be on {partials[0].device} like {name}[0]; got {partial.device}")
+        if partial.shape != partials[0].shape or partial.dtype != partials[0].dtype:
             raise ValueError(
-                f"{name}[{i}] must be {parts[0].dtype} {list(parts[0].shape)} like {name}[0]; "
-                f"got {part.dtype} {list(part.shape)}"
+                f"{name}[{i}] must be {partials[0].dtype} {list(partials[0].shape)} like {name}[0]; "
+                f"got {partial.dtype} {list(partial.shape)}"
             )
-    return torch.stack(tuple(parts))
+    return torch.stack(tuple(partials))
 
 
 def combine_partials(
