@@ -425,9 +425,9 @@ def test_small_case_of_everything(fmt, shape):
         for half in on_gpu.indices.split(topk // 2 + 3, dim=1)
     ]
     outs = [h[0].float() if fmt == "fp16" else h[0] for h in halves]
-    merged = mla_backend.combine_partials(outs, [h[1] for h in halves])
+    combined = mla_backend.combine_partials(outs, [h[1] for h in halves])
     plain = problem.but(topk_length=None, extra_cache=None, extra_indices=None, sink=None)
-    assert_accurate(merged, plain.oracle()[:2], score_error=score_error(problem.cache))
+    assert_accurate(combined, plain.oracle()[:2], score_error=score_error(problem.cache))
     slots = torch.arange(5, device="cuda")
     rope = torch.randn(5, form.rope, device="cuda") if form.rope else None
     mla_backend.cache_write(torch.randn(5, form.latent, device="cuda"), rope, on_gpu.cache, slots)
