@@ -59,7 +59,6 @@ struct IndexScoresProblem : IndexProblem {
   float* scores;  // [tokens, positions]
   int64_t score_token;
   int32_t positions;
-  int32_t unscored;  // a token that sees no more positions than this gets no scores
 };
 
 struct SelectTopProblem {
