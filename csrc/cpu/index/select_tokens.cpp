@@ -68,9 +68,12 @@ class Selection {
     saved_counts_ = saved_positions_ + saved_;
     for_each(static_cast<int64_t>(items_.size()), [&](int64_t item) { score(items_[item]); });
     for_each(static_cast<int64_t>(split_.size()), [&](int64_t i) { combine(groups_[split_[i]]); });
-    if (some_take_all_)
+    if (some_take_all_ || p_.positions == 0)
       for_each_in_ranges(p_.tokens, 8, [&](int64_t token) {
-        if (takes_all(token)) take_all(token);
+        if (takes_all(token))
+          take_all(token);
+        else if (p_.positions == 0)
+          fill(token, 0);
       });
   }
 
