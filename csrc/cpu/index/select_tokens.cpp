@@ -190,7 +190,7 @@ class Selection {
   }
 
   int32_t place(int64_t token, int32_t position) const {
-    return p_.slots.blocks ? slot_of_position(p_.slots, p_.request[token], position) : position;
+    return p_.slots.block_size > 0 ? slot_of_position(p_.slots, p_.request[token], position) : position;
   }
 
   void write(int64_t token, const Candidates& best) {

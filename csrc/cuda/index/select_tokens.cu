@@ -74,7 +74,7 @@ void portable_select_tokens(const SelectTokensProblem& p, void* stream) {
       launch(gather_kernel, tokens, kThreads, 0, stream, "select_tokens", gather);
     }
   }
-  if (!p.slots.blocks) return;
+  if (p.slots.block_size == 0) return;
   ConvertProblem slots{};
   slots.tokens = p.tokens;
   slots.topk = p.topk;

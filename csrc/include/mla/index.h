@@ -86,7 +86,7 @@ struct SelectTokensProblem : IndexProblem {
   int64_t chosen_token;
   float* chosen_scores;  // [tokens, topk] or null: -inf where nothing is chosen
   int64_t chosen_score_token;
-  SlotTable slots;     // if its blocks are not null, `chosen` gets slots in place of positions
+  SlotTable slots;     // unless its block size is 0, `chosen` gets slots in place of positions
   uint8_t* workspace;  // what is in it does not matter
   int64_t workspace_bytes;
 };
