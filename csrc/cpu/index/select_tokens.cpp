@@ -2,6 +2,7 @@
 // request, and adds what exceeds a token's k-th best so far to its candidates. When these have no room, the best k
 // stay. Where tokens are few, their contexts are split, and the splits' candidates are selected from again.
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 #include "cpu/common/features.h"
@@ -23,20 +24,39 @@ struct Candidates {
   float* scores;
   int32_t* positions;
   int32_t count = 0;
-  uint32_t worst = kNothing;  // later scores have to exceed it
+  float worst = -__builtin_inff();  // what later scores have to exceed; NaN exceeds all
 
-  // The scores of positions from `first` on.
+  // The scores of positions from `first` on, for which there is room.
   void add(const float* from, int32_t first, int32_t many) {
-    for (int32_t i = 0; i < many; ++i) {
-      scores[count] = from[i], positions[count] = first + i;
-      count += ordered(from[i]) > worst;
+    constexpr int32_t kBlock = 16;
+    int32_t i = 0;
+    for (; i + kBlock <= many; i += kBlock) {
+      int32_t better = 0;  // in a long context mostly none, and before there is something to exceed all
+      for (int32_t j = 0; j < kBlock; ++j) better += !(from[i + j] <= worst);
+      if (better == kBlock) {
+        for (int32_t j = 0; j < kBlock; ++j) scores[count + j] = from[i + j], positions[count + j] = first + i + j;
+        count += kBlock;
+      } else if (better > 0) {
+        add_block(from + i, first + i, kBlock);
+      }
     }
+    add_block(from + i, first + i, many - i);
   }
 
   void keep_best(int32_t k, KeptBuffer& buffer) {
     if (count <= k) return;
-    count = take_best(scores, count, k, buffer, worst,
+    const Threshold last = kth_largest(scores, count, k, buffer);
+    count = take_best(scores, count, k, last,
                       [this](int32_t n, int32_t i) { scores[n] = scores[i], positions[n] = positions[i]; });
+    worst = score_of(last.value);
+  }
+
+ private:
+  void add_block(const float* from, int32_t first, int32_t many) {
+    for (int32_t i = 0; i < many; ++i) {
+      scores[count] = from[i], positions[count] = first + i;
+      count += !(from[i] <= worst);
+    }
   }
 };
 
@@ -48,12 +68,12 @@ struct Group {
   int32_t splits;
 };
 
-// A split of a group. If it is not the only one, its tokens' candidates are saved from `saved` on, at most `room` of
-// each, and their numbers from `counts` on.
+// A split of a group. If it is not the only one, its tokens' candidates are kept from `kept` on, with room for so many
+// of each, and their numbers from `counts` on.
 struct Item {
   int64_t group;
   int32_t begin, end;
-  int64_t saved, counts;
+  int64_t kept, counts;
   int32_t room;
 };
 
@@ -63,9 +83,9 @@ class Selection {
 
   void run() {
     thread_local KeptBuffer buffer;
-    saved_scores_ = static_cast<float*>(buffer.get(saved_ * (sizeof(float) + sizeof(int32_t)) + counts_ * 4));
-    saved_positions_ = reinterpret_cast<int32_t*>(saved_scores_ + saved_);
-    saved_counts_ = saved_positions_ + saved_;
+    scores_ = static_cast<float*>(buffer.get(kept_ * (sizeof(float) + sizeof(int32_t)) + counts_ * sizeof(int32_t)));
+    positions_ = reinterpret_cast<int32_t*>(scores_ + kept_);
+    found_ = positions_ + kept_;
     for_each(static_cast<int64_t>(items_.size()), [&](int64_t item) { score(items_[item]); });
     for_each(static_cast<int64_t>(split_.size()), [&](int64_t i) { combine(groups_[split_[i]]); });
     if (some_take_all_ || p_.positions == 0)
@@ -73,7 +93,7 @@ class Selection {
         if (takes_all(token))
           take_all(token);
         else if (p_.positions == 0)
-          fill(token, 0);
+          finish(token, 0);
       });
   }
 
@@ -92,7 +112,8 @@ class Selection {
       work += scored(token);
       some_take_all_ |= takes_all(token);
     }
-    const int64_t share = std::max<int64_t>(1, work / (kItemsPerThread * thread_count()));
+    const int64_t threads = thread_count();
+    const int64_t share = std::max<int64_t>(1, threads == 1 ? work : work / (kItemsPerThread * threads));
     for (int64_t token = 0; token < p_.tokens;) {
       const int64_t first = token;
       int32_t longest = 0;
@@ -112,27 +133,30 @@ class Selection {
     if (splits > 1) split_.push_back(group);
     for (int64_t begin = 0; begin < longest; begin += step) {
       const auto end = static_cast<int32_t>(std::min<int64_t>(longest, begin + step));
-      const int32_t room = splits > 1 ? std::min(end - static_cast<int32_t>(begin), p_.topk) : 0;
-      items_.push_back({group, static_cast<int32_t>(begin), end, saved_, counts_, room});
-      saved_ += int64_t{room} * tokens;
+      const auto room = splits > 1 ? static_cast<int32_t>(std::min<int64_t>(end - begin, room_)) : 0;
+      items_.push_back({group, static_cast<int32_t>(begin), end, kept_, counts_, room});
+      kept_ += int64_t{room} * tokens;
       if (splits > 1) counts_ += tokens;
     }
   }
 
   void score(const Item& item) {
-    thread_local KeptBuffer kept, selecting;
+    thread_local KeptBuffer buffer, selecting;
     const IndexKernel& kernel = *active_kernels().index;
     const Group& group = groups_[item.group];
-    const int64_t room = 2 * (int64_t{p_.topk} + kTilePositions);  // twice what stays and comes: selecting is rare
+    const bool whole = group.splits == 1;
     const size_t kernel_bytes = (kernel.workspace_bytes + 63) / 64 * 64;
-    auto* const memory = static_cast<uint8_t*>(kept.get(
-        kernel_bytes + kScoreTokens * (kTilePositions * sizeof(float) + room * (sizeof(float) + sizeof(int32_t)))));
+    const int64_t own_room = whole ? room_ : 0;
+    auto* const memory = static_cast<uint8_t*>(buffer.get(
+        kernel_bytes + kScoreTokens * (kTilePositions * sizeof(float) + own_room * (sizeof(float) + sizeof(int32_t)))));
     auto* const tile = reinterpret_cast<float*>(memory + kernel_bytes);
+    float* const scores = whole ? tile + kScoreTokens * kTilePositions : scores_ + item.kept;
+    int32_t* const positions =
+        whole ? reinterpret_cast<int32_t*>(scores + kScoreTokens * room_) : positions_ + item.kept;
+    const int32_t room = whole ? room_ : item.room;
     Candidates candidates[kScoreTokens];
-    for (int32_t t = 0; t < group.tokens; ++t) {
-      candidates[t].scores = tile + kScoreTokens * kTilePositions + t * room;
-      candidates[t].positions = reinterpret_cast<int32_t*>(tile + kScoreTokens * (kTilePositions + room)) + t * room;
-    }
+    for (int64_t t = 0; t < group.tokens; ++t)
+      candidates[t].scores = scores + t * room, candidates[t].positions = positions + t * room;
 
     for (int64_t at = item.begin; at < item.end; at += kTilePositions) {
       const auto begin = static_cast<int32_t>(at);
@@ -142,75 +166,72 @@ class Selection {
         const int64_t token = group.token + t;
         const int32_t many = std::min(end, scored(token)) - begin;
         if (many <= 0) continue;
-        const float* scores = tile + t * kTilePositions;
+        const float* found = tile + t * kTilePositions;
         if (takes_all(token)) {
-          std::copy(scores, scores + many, p_.chosen_scores + token * p_.chosen_score_token + begin);
+          std::copy(found, found + many, p_.chosen_scores + token * p_.chosen_score_token + begin);
           continue;
         }
         if (candidates[t].count + many > room) candidates[t].keep_best(p_.topk, selecting);
-        candidates[t].add(scores, begin, many);
+        candidates[t].add(found, begin, many);
       }
     }
 
     for (int32_t t = 0; t < group.tokens; ++t) {
-      const int64_t token = group.token + t;
-      Candidates& own = candidates[t];
-      own.keep_best(p_.topk, selecting);
-      if (group.splits > 1) {
-        const int64_t to = item.saved + int64_t{t} * item.room;
-        std::copy(own.scores, own.scores + own.count, saved_scores_ + to);
-        std::copy(own.positions, own.positions + own.count, saved_positions_ + to);
-        saved_counts_[item.counts + t] = own.count;
-      } else if (!takes_all(token)) {
-        write(token, own);
+      if (!whole) {
+        found_[item.counts + t] = candidates[t].count;
+      } else if (!takes_all(group.token + t)) {
+        write_best(group.token + t, candidates[t], selecting);
       }
     }
   }
 
   // Selects among the candidates of a group's splits.
   void combine(const Group& group) {
-    thread_local KeptBuffer kept, selecting;
+    thread_local KeptBuffer buffer, selecting;
     int64_t room = 0;
     for (int32_t split = 0; split < group.splits; ++split) room += items_[group.item + split].room;
-    auto* const memory = static_cast<float*>(kept.get(room * (sizeof(float) + sizeof(int32_t))));
+    auto* const memory = static_cast<float*>(buffer.get(room * (sizeof(float) + sizeof(int32_t))));
     for (int32_t t = 0; t < group.tokens; ++t) {
       if (takes_all(group.token + t)) continue;
       Candidates all{memory, reinterpret_cast<int32_t*>(memory + room)};
       for (int32_t split = 0; split < group.splits; ++split) {
         const Item& item = items_[group.item + split];
-        const int64_t from = item.saved + int64_t{t} * item.room;
-        const int32_t count = saved_counts_[item.counts + t];
-        std::copy(saved_scores_ + from, saved_scores_ + from + count, all.scores + all.count);
-        std::copy(saved_positions_ + from, saved_positions_ + from + count, all.positions + all.count);
+        const int64_t from = item.kept + int64_t{t} * item.room;
+        const int32_t count = found_[item.counts + t];
+        std::copy(scores_ + from, scores_ + from + count, all.scores + all.count);
+        std::copy(positions_ + from, positions_ + from + count, all.positions + all.count);
         all.count += count;
       }
-      all.keep_best(p_.topk, selecting);
-      write(group.token + t, all);
+      write_best(group.token + t, all, selecting);
     }
   }
 
-  int32_t place(int64_t token, int32_t position) const {
-    return p_.slots.block_size > 0 ? slot_of_position(p_.slots, p_.request[token], position) : position;
-  }
-
-  void write(int64_t token, const Candidates& best) {
+  void write_best(int64_t token, const Candidates& from, KeptBuffer& selecting) {
     int32_t* const chosen = p_.chosen + token * p_.chosen_token;
-    for (int32_t i = 0; i < best.count; ++i) chosen[i] = place(token, best.positions[i]);
-    if (p_.chosen_scores)
-      std::copy(best.scores, best.scores + best.count, p_.chosen_scores + token * p_.chosen_score_token);
-    fill(token, best.count);
+    float* const scores = p_.chosen_scores ? p_.chosen_scores + token * p_.chosen_score_token : nullptr;
+    const auto take = [&](int32_t n, int32_t i) {
+      chosen[n] = from.positions[i];
+      if (scores) scores[n] = from.scores[i];
+    };
+    int32_t count = from.count;
+    if (count > p_.topk)
+      count = take_best(from.scores, count, p_.topk, kth_largest(from.scores, count, p_.topk, selecting), take);
+    else
+      for (int32_t i = 0; i < count; ++i) take(i, i);
+    finish(token, count);
   }
 
   void take_all(int64_t token) {
-    int32_t* const chosen = p_.chosen + token * p_.chosen_token;
     const int32_t count = std::max(p_.length[token], 0);
-    for (int32_t i = 0; i < count; ++i) chosen[i] = place(token, i);
-    fill(token, count);
+    std::iota(p_.chosen + token * p_.chosen_token, p_.chosen + token * p_.chosen_token + count, 0);
+    finish(token, count);
   }
 
-  // What lies behind the chosen.
-  void fill(int64_t token, int32_t count) {
+  // Makes slots of the chosen positions, and fills what lies behind them.
+  void finish(int64_t token, int32_t count) {
     int32_t* const chosen = p_.chosen + token * p_.chosen_token;
+    for (int32_t i = 0; p_.slots.block_size > 0 && i < count; ++i)
+      chosen[i] = slot_of_position(p_.slots, p_.request[token], chosen[i]);
     std::fill(chosen + count, chosen + p_.topk, -1);
     if (!p_.chosen_scores) return;
     float* const scores = p_.chosen_scores + token * p_.chosen_score_token;
@@ -218,14 +239,15 @@ class Selection {
   }
 
   const SelectTokensProblem& p_;
+  const int32_t room_ = 2 * (p_.topk + kTilePositions);  // twice what stays and comes, so that selecting is rare
   bool some_take_all_ = false;
   std::vector<Group> groups_;
   std::vector<int64_t> split_;  // groups with several splits
   std::vector<Item> items_;
-  int64_t saved_ = 0, counts_ = 0;
-  float* saved_scores_ = nullptr;
-  int32_t* saved_positions_ = nullptr;
-  int32_t* saved_counts_ = nullptr;
+  int64_t kept_ = 0, counts_ = 0;
+  float* scores_ = nullptr;  // of all kept candidates
+  int32_t* positions_ = nullptr;
+  int32_t* found_ = nullptr;
 };
 
 }  // namespace

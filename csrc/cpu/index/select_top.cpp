@@ -14,12 +14,11 @@ void select_top(const SelectTopProblem& p) {
     int32_t* chosen = p.chosen + token * p.chosen_token;
     const int32_t count = std::max(0, std::min(p.length[token], p.positions));
     int32_t taken = 0;
-    uint32_t worst;
-    if (count > p.topk) {
-      if (p.topk > 0)
-        taken = take_best(p.scores + token * p.score_token, count, p.topk, buffer, worst,
-                          [&](int32_t n, int32_t i) { chosen[n] = i; });
-    } else {
+    if (count > p.topk && p.topk > 0) {
+      const float* scores = p.scores + token * p.score_token;
+      const Threshold last = kth_largest(scores, count, p.topk, buffer);
+      taken = take_best(scores, count, p.topk, last, [&](int32_t n, int32_t i) { chosen[n] = i; });
+    } else if (count <= p.topk) {
       for (; taken < count; ++taken) chosen[taken] = taken;
     }
     std::fill(chosen + taken, chosen + p.topk, -1);

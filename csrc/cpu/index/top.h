@@ -17,6 +17,9 @@ inline uint32_t ordered(float score) {
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// A score of that order.
+inline float score_of(uint32_t ordered) { return bits_float(ordered & 0x80000000u ? ordered ^ 0x80000000u : ~ordered); }
+
 constexpr uint32_t kNothing = 0x007fffffu;  // ordered(-inf): the score of a position without a key
 
 // The k-th largest of the scores, and how many of its equals are among the k largest.
@@ -45,13 +48,11 @@ inline Threshold kth_largest(const float* scores, int32_t count, int32_t k, Kept
   return {value, static_cast<int32_t>(std::count(candidates, candidates + left, value))};
 }
 
-// Calls take(n, i) for the n-th score that is chosen, of number i, in rising order; take(n, i) of a later i replaces
-// it. Returns how many are chosen, and leaves in `worst` what a later score has to exceed. 0 < k < count.
+// Calls take(n, i) for the n-th score that is chosen, of number i, in rising order; a later call for n replaces it. The
+// k-th largest of the scores is `last`, but nothing that is -inf is chosen. Returns how many are.
 template <typename Take>
-int32_t take_best(const float* scores, int32_t count, int32_t k, KeptBuffer& buffer, uint32_t& worst, Take take) {
-  Threshold last = kth_largest(scores, count, k, buffer);
+int32_t take_best(const float* scores, int32_t count, int32_t k, Threshold last, Take take) {
   if (last.value <= kNothing) last = {kNothing, 0};
-  worst = last.value;
   int32_t taken = 0;
   for (int32_t i = 0; i < count && taken < k; ++i) {
     const uint32_t score = ordered(scores[i]);
