@@ -187,7 +187,9 @@ def select_tokens(
     if scores is None and return_scores:
         scores = torch.empty_like(out, dtype=torch.float32, memory_format=torch.contiguous_format)
     if workspace is None and queries.is_cuda:
-        workspace = torch.empty(_workspace_bytes(queries, cache, block_table, out), dtype=torch.uint8, device=queries.device)
+        workspace = torch.empty(
+            _workspace_bytes(queries, cache, block_table, out), dtype=torch.uint8, device=queries.device
+        )
     call(
         torch.ops.mla_backend.select_tokens.default,
         queries,
@@ -252,5 +254,8 @@ def _slot_table(slots_of: tuple[Tensor, int] | None) -> tuple[Tensor | None, int
         raise TypeError(f"slots_of must be a pair of a block table and its block size; got {type(slots_of).__name__}")
     table, block_size = slots_of
     require_tensors(slots_of=table)
-    require_count("slot_block_size", block_size, at_least=1)
+    if isinstance(block_size, bool) or not isinstance(block_size, (int, torch.SymInt)):
+        raise TypeError(f"slots_of must have an int as its block size; got {type(block_size).__name__}")
+    if not 1 <= block_size < 2**31:
+        raise ValueError(f"slots_of must have a block size of 1 to {2**31 - 1}; got {block_size}")
     return table, block_size

@@ -8,7 +8,6 @@ from torch import Tensor
 
 import mla_backend
 from index_problems import (
-    DTYPES,
     KINDS,
     QUERY_DTYPES,
     IndexProblem,
@@ -150,7 +149,13 @@ def test_the_largest_are_selected_by_rising_position(device, scores, topk, want)
 
 @pytest.mark.parametrize(
     ("heads", "dtype"),
-    [(1, torch.float32), (3, torch.bfloat16), (32, torch.float8_e4m3fn), (64, torch.bfloat16), (128, torch.float8_e4m3fn)],
+    [
+        (1, torch.float32),
+        (3, torch.bfloat16),
+        (32, torch.float8_e4m3fn),
+        (64, torch.bfloat16),
+        (128, torch.float8_e4m3fn),
+    ],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokens_selection_is_the_same_alone_in_a_batch_and_in_any_chunk(device, cpu_kernel, kind, heads, dtype):
