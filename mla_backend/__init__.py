@@ -33,6 +33,7 @@ __all__ = [
     "plan",
     "reference",
     "rotate_queries",
+    "select_tokens",
     "select_top",
     "sparse_attention",
     "sparse_delta",
@@ -51,7 +52,7 @@ try:
     from mla_backend.dense import dense_attention
     from mla_backend.flex import flex_mla
     from mla_backend.formats import FORMATS, STAGED, CacheFormat, format_of
-    from mla_backend.index import index_scores, rotate_queries, select_top
+    from mla_backend.index import index_scores, rotate_queries, select_tokens, select_top
     from mla_backend.keys import KEY_FORMATS, KeyFormat, write_keys
     from mla_backend.mask import FlexMask, flex_mask
     from mla_backend.plan import Launch, Plan, plan

@@ -3,11 +3,21 @@
 import torch
 from torch import Tensor
 
-from mla_backend import library, reference  # noqa: F401  (the library registers the ops)
-from mla_backend.arguments import call, require_count, require_tensors
+from mla_backend import library
+from mla_backend.arguments import (
+    call,
+    described,
+    require_bools,
+    require_count,
+    require_device,
+    require_optional_tensors,
+    require_tensors,
+)
 
-MOST_SCORES = 1 << 25
-"""fp32 scores in one piece, 128 MiB: `select` scores many tokens with long contexts in several."""
+MAX_POSITIONS: int = library.about()["max_select_positions"]
+"""Of a request, that `select_tokens` takes."""
+MAX_WORKSPACE: int = library.about()["max_select_workspace"]
+"""Bytes that `select_tokens` works in at most."""
 
 
 def rotate_queries(
@@ -121,35 +131,131 @@ def select_top(scores: Tensor, lengths: Tensor, topk: int | None = None, *, chos
     return chosen
 
 
-def select(
+def select_tokens(
     queries: Tensor,
     weights: Tensor,
     cache: Tensor,
-    block_table: Tensor,
+    block_table: Tensor | None,
     requests: Tensor,
     lengths: Tensor,
-    scored: Tensor,
-    longest: int,
-    topk: int,
-) -> Tensor:
-    """The positions that tokens attend to, int32 `[T, topk]`, rising, then -1.
-
-    They are sorted by position, not by score. So attention adds up in the same order however a prompt is cut into
-    chunks.
+    topk: int | None = None,
+    *,
+    slots_of: tuple[Tensor, int] | None = None,
+    return_scores: bool = False,
+    workspace: Tensor | None = None,
+    out: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scores the keys of each token's context and chooses the best: `index_scores` and `select_top` in one op, without
+    memory for all scores.
 
     Args:
-        queries, weights, cache, block_table, requests: as for `index_scores`. A cache of exact fp32 keys
-            goes to the reference.
-        lengths: int32 `[T]`: how many positions of its request each token sees.
-        scored: the same, or 0 where that is no more than topk.
-        longest: the largest of the lengths, or more.
+        queries: e4m3, bf16 or fp32 `[T, H, 128]`, of any strides whose last is 1. H is 1 to 128.
+        weights: fp32 `[T, H]`, of each head.
+        cache: the keys, as in `index_scores`; or, without a block table, the bf16 keys `[N, 128]` of one sequence.
+        block_table: int32 `[R, max_blocks]`, each request's blocks, of up to `MAX_POSITIONS` positions. None: `cache`
+            is the only sequence, and requests are 0.
+        requests: int32 `[T]`, the row of the block table that a token uses.
+        lengths: int32 `[T]`; a token sees the positions 0 to length - 1 of its request.
+        topk: how many to choose, 1 to 4096.
+        slots_of: a block table of the same requests, int32 `[R, max_blocks]`, and its block size: the result is slots
+            of that cache in place of positions, -1 where a position has none.
+        return_scores: also return the scores of the chosen.
+        workspace: memory to work in, uint8 of `select_workspace(...)` bytes, whatever it holds. By default the call
+            allocates it.
+        out: where to write, in place of `topk`: int32 `[T, topk]`, of any strides whose last is 1.
+        scores: where to write their scores: fp32 `[T, topk]`.
+
+    Returns:
+        int32 `[T, topk]`: the positions by rising position, and then -1. Of equal scores the earlier positions are
+        chosen. NaN counts as the largest; a position without a key scores -inf and is never chosen. A token that sees
+        no more than topk positions gets all of them. With `return_scores` or `scores` also fp32 `[T, topk]`: the score
+        of each, -inf behind the last.
     """
-    exact = cache.dtype == torch.float32
-    score, best = (reference.index_scores, reference.select_top) if exact else (index_scores, select_top)
-    piece = max(1, MOST_SCORES // longest)
-    parts = zip(*(x.split(piece) for x in (queries, weights, requests, lengths, scored)), strict=True)
-    chosen = [
-        best(score(some, their, cache, block_table, who, count, longest), length, topk)
-        for some, their, who, length, count in parts
-    ]
-    return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+    require_bools(return_scores=return_scores)
+    require_tensors(queries=queries, cache=cache)
+    require_optional_tensors(block_table=block_table)
+    if (topk is None) == (out is None):
+        raise ValueError(f"topk must be given where out is not, and only there; got {topk}")
+    if block_table is None:
+        cache, block_table = _one_sequence(cache, queries.device)
+    slot_table, slot_block_size = _slot_table(slots_of)
+    tokens = queries.shape[:1]
+    if out is None:
+        require_count("topk", topk, at_least=1)
+        out = torch.empty((*tokens, topk), dtype=torch.int32, device=queries.device)
+    if scores is None and return_scores:
+        scores = torch.empty_like(out, dtype=torch.float32, memory_format=torch.contiguous_format)
+    if workspace is None and queries.is_cuda:
+        workspace = torch.empty(
+            _workspace_bytes(queries, cache, block_table, out), dtype=torch.uint8, device=queries.device
+        )
+    call(
+        torch.ops.mla_backend.select_tokens.default,
+        queries,
+        weights,
+        cache,
+        block_table,
+        requests,
+        lengths,
+        slot_table,
+        slot_block_size,
+        workspace,
+        out,
+        scores,
+    )
+    return out if scores is None else (out, scores)
+
+
+def select_workspace(
+    num_tokens: int, num_heads: int, positions: int, topk: int, device: torch.device | str = "cuda"
+) -> int:
+    """Bytes that `select_tokens` works in: never more than `MAX_WORKSPACE`, and none on a CPU.
+
+    Args:
+        num_tokens, num_heads: T and H.
+        positions: of a request's row of the block table: max_blocks * block_size.
+        topk: how many are chosen.
+        device: where.
+    """
+    for name, number in dict(num_tokens=num_tokens, num_heads=num_heads, positions=positions, topk=topk).items():
+        require_count(name, number)
+    if positions > MAX_POSITIONS:
+        raise ValueError(f"positions must be at most {MAX_POSITIONS}; got {positions}")
+    require_device("device", device)
+    return library.select_workspace_bytes(torch.device(device), num_tokens, num_heads, positions, topk)
+
+
+def _workspace_bytes(queries: Tensor, cache: Tensor, block_table: Tensor, out: Tensor) -> int:
+    """What `select_tokens` needs. Where shapes may be symbols it is the most that any call needs; shapes that are wrong
+    the op refuses before it looks at its workspace."""
+    if torch.compiler.is_compiling():
+        return MAX_WORKSPACE
+    if (queries.dim(), cache.dim(), block_table.dim(), out.dim()) != (3, 3, 2, 2):
+        return 0
+    positions = block_table.shape[1] * cache.shape[1]
+    return library.select_workspace_bytes(queries.device, *queries.shape[:2], positions, out.shape[1])
+
+
+def _one_sequence(keys: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Keys `[N, 128]` as a cache of one block, and its block table."""
+    if keys.dim() != 2 or keys.dtype != torch.bfloat16:
+        raise ValueError(f"cache must be bfloat16 [N, 128] without a block_table; got {described(keys)}")
+    blocks = min(len(keys), 1)  # none without keys, as no block is empty
+    cache = keys.unsqueeze(0) if blocks else keys.new_empty(0, 1, keys.shape[1])
+    return cache, torch.zeros(1, blocks, dtype=torch.int32, device=device)
+
+
+def _slot_table(slots_of: tuple[Tensor, int] | None) -> tuple[Tensor | None, int]:
+    """The block table and the block size that positions become slots with."""
+    if slots_of is None:
+        return None, 1
+    if not isinstance(slots_of, tuple) or len(slots_of) != 2:
+        raise TypeError(f"slots_of must be a pair of a block table and its block size; got {type(slots_of).__name__}")
+    table, block_size = slots_of
+    require_tensors(slots_of=table)
+    if isinstance(block_size, bool) or not isinstance(block_size, (int, torch.SymInt)):
+        raise TypeError(f"slots_of must have an int as its block size; got {type(block_size).__name__}")
+    if not 1 <= block_size < 2**31:
+        raise ValueError(f"slots_of must have a block size of 1 to {2**31 - 1}; got {block_size}")
+    return table, block_size

@@ -45,6 +45,7 @@ def _load() -> ctypes.CDLL:
         library.mla_backend_cuda_kernels.restype = ctypes.c_char_p
         library.mla_backend_describe_gpu.restype = ctypes.c_char_p
         library.mla_backend_order_scratch_bytes.restype = ctypes.c_int64
+        library.mla_backend_select_workspace_bytes.restype = ctypes.c_int64
     except AttributeError:
         raise LibraryError(f"mla-backend: {path} is a library, but not this package's{_named_by_the_user()}.") from None
     return library
@@ -112,6 +113,14 @@ def backward_group_heads(device: torch.device) -> int:
 def order_scratch_bytes(pairs: int, rows: int) -> int:
     """Bytes that the op `backward_order` works in on the current GPU."""
     return _library.mla_backend_order_scratch_bytes(ctypes.c_int64(pairs), rows)
+
+
+def select_workspace_bytes(device: torch.device, tokens: int, heads: int, positions: int, topk: int) -> int:
+    """Bytes that the op `select_tokens` works in."""
+    gpu = -1
+    if device.type == "cuda":
+        gpu = torch.cuda.current_device() if device.index is None else device.index
+    return _library.mla_backend_select_workspace_bytes(gpu, *map(ctypes.c_int64, (tokens, heads, positions, topk)))
 
 
 def select_cuda_kernel(name: str) -> None:

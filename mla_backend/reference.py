@@ -605,3 +605,32 @@ def select_top(scores: Tensor, lengths: Tensor, topk: int) -> Tensor:
         best = best[seen[best] != -torch.inf].sort().values
         row[: len(best)] = best
     return chosen
+
+
+def select_tokens(
+    queries: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor | None,
+    requests: Tensor,
+    lengths: Tensor,
+    topk: int,
+    slots_of: tuple[Tensor, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The positions of each token's topk best keys, as index_scores and select_top find them, and their scores, -inf
+    where there is no position: int32 and fp32 `[T, topk]`.
+
+    Without a block table the cache is the keys of one sequence `[N, 128]`. With slots_of, a block table and its block
+    size, positions become slots.
+    """
+    if block_table is None:
+        cache, block_table = cache.unsqueeze(1), torch.arange(len(cache), device=cache.device).unsqueeze(0)
+    # one position without a key stands for all that follow
+    positions = min(int(lengths.max()) if len(lengths) else 0, max(block_table.shape[1] * cache.shape[1], topk) + 1)
+    scores = index_scores(queries, weights, cache, block_table, requests, lengths, max(positions, 0))
+    chosen = select_top(scores, lengths, topk)
+    padded = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
+    own = padded.gather(1, torch.where(chosen < 0, scores.shape[1], chosen).long())
+    if slots_of is not None:
+        chosen, _ = convert_indices(chosen, slots_of[0], requests, slots_of[1])
+    return chosen, own

@@ -11,6 +11,7 @@
 #include "cuda/ops.h"
 #include "mla/backward.h"
 #include "mla/format.h"
+#include "mla/limits.h"
 #include "mla/plan.h"
 #include "mla/schedule/cost.h"
 #include "mla/workspace.h"
@@ -91,8 +92,9 @@ MLA_EXPORT const char* mla_backend_about() {
          ",\"kernels\":" + describe_kernel_names() +
          ",\"workspace_floats\":" + std::to_string(mla::Workspace::kFloatsPerCtaHead) +
          ",\"workspace_counters\":" + std::to_string(mla::Workspace::kCountersPerCtaHead) +
-         ",\"ops\":" + describe_ops() + ",\"formats\":" + describe_formats() +
-         ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
+         ",\"max_select_positions\":" + std::to_string(mla::kMaxSelectPositions) +
+         ",\"max_select_workspace\":" + std::to_string(mla::kMaxSelectWorkspace) + ",\"ops\":" + describe_ops() +
+         ",\"formats\":" + describe_formats() + ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
   return json.c_str();
 }
 
@@ -176,6 +178,20 @@ MLA_EXPORT int64_t mla_backend_order_scratch_bytes([[maybe_unused]] int64_t pair
 #else
   return 0;
 #endif
+}
+
+// Bytes that select_tokens works in on a GPU, or (-1) on a CPU. Numbers that it refuses count as the largest that it
+// takes.
+MLA_EXPORT int64_t mla_backend_select_workspace_bytes(int device, int64_t tokens, int64_t heads, int64_t positions,
+                                                      int64_t topk) {
+  const auto limit = [](int64_t number, int64_t most) { return static_cast<int32_t>(number < most ? number : most); };
+  mla::SelectTokensProblem p{};
+  p.tokens = tokens, p.heads = limit(heads, mla::kMaxIndexHeads);
+  p.positions = limit(positions, mla::kMaxSelectPositions), p.topk = limit(topk, mla::kMaxSelected);
+#ifdef MLA_CUDA
+  if (device >= 0) return mla::cuda::select_workspace_bytes(p, device);
+#endif
+  return mla::cpu::select_workspace_bytes(p);
 }
 
 MLA_EXPORT int mla_backend_select_cuda_kernel(const char* name) {

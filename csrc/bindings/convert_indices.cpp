@@ -19,11 +19,11 @@ MLA_OP(convert_indices,
   p.tokens = tokens;
   p.topk = expect_int32(topk, "positions", "positions a token");
   p.positions = data<const int32_t>(positions), p.position_stride = stride_of(positions, 0);
-  p.block_table = data<const int32_t>(block_table), p.table_stride = stride_of(block_table, 0);
-  p.requests = block_table.size(0);
-  p.max_blocks = expect_int32(block_table.size(1), "block_table", "blocks a request");
+  p.table.blocks = data<const int32_t>(block_table), p.table.stride = stride_of(block_table, 0);
+  p.table.requests = block_table.size(0);
+  p.table.max_blocks = expect_int32(block_table.size(1), "block_table", "blocks a request");
+  p.table.block_size = expect_range(block_size, "block_size", 1, kMaxSize);
   p.request = data<const int32_t>(request_ids);
-  p.block_size = expect_range(block_size, "block_size", 1, kMaxSize);
   p.ranks = expect_range(ranks, "ranks", 1, kMaxSize);
   p.rank = expect_range(rank, "rank", 0, ranks - 1);
   p.interleave = expect_range(interleave, "interleave", 1, kMaxSize);

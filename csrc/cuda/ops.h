@@ -19,6 +19,8 @@ void combine_split_tokens(const AttentionProblem& problem, bool compact, void* s
 void portable_backward(const BackwardProblem& problem, void* stream);
 void few_heads_backward(const BackwardProblem& problem, int processors, void* stream);
 void many_heads_backward(const BackwardProblem& problem, int processors, void* stream);
+// index_scores, for tokens alone that see more than `unscored` positions.
+void index_scores(const IndexScoresProblem& problem, int32_t unscored, void* stream);
 // Heads whose contributions a device's kernel adds up before it writes them.
 int32_t backward_group_heads(int device);
 // Bytes that backward_order works in, on the current device.

@@ -20,11 +20,12 @@ MOST = {
     "n_shared_experts": 1024,
     "num_attention_heads": 4096,
     "index_n_heads": 128,
+    "index_topk": 4096,
     "vocab_size": 2**24,
 }
 """What a count may be at most, many times that of any released model; 2^20 for sizes, 2^31 - 1 for positions."""
 MOST_SIZE = 2**20
-POSITIONS = ("max_position_embeddings", "original_max_position_embeddings", "index_topk")
+POSITIONS = ("max_position_embeddings", "original_max_position_embeddings")
 RANGES = {
     "rms_norm_eps": (0.0, 1.0),
     "rope_theta": (1.0 + 1e-6, 1e15),

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from mla_backend import reference
 from mla_backend.engine.config import INDEX_DIM, ModelConfig
 from mla_backend.engine.rope import rotate
 from mla_backend.engine.step import EngineStep, Selection
-from mla_backend.index import select
+from mla_backend.index import select_tokens
 
 
 class Indexer(nn.Module):
@@ -44,9 +45,11 @@ class Indexer(nn.Module):
         queries = self.wq_b(q_latent).unflatten(-1, (self.heads, INDEX_DIM))
         queries = self._rotated(queries, step.rotations.unsqueeze(1), hidden.dtype)
         weights = self.weights_proj(hidden.float()) * (self.heads * INDEX_DIM) ** -0.5
-        table, requests = step.batch.block_table, step.batch.request_ids
-        lengths, scored = step.lengths, step.scored
-        return step.slots_of(select(queries, weights, cache, table, requests, lengths, scored, step.longest, self.topk))
+        table = step.batch.block_table[:, : -(-step.longest // step.block_size)]  # a GPU works in what it has room for
+        arguments = queries, weights, cache, table, step.batch.request_ids, step.lengths, self.topk
+        if cache.dtype == torch.float32:  # exact keys, which only the reference takes
+            return step.slots_of(reference.select_tokens(*arguments)[0])
+        return step.slots_of(select_tokens(*arguments))
 
     def _write(self, raw_keys: Tensor, step: EngineStep, cache: Tensor) -> None:
         if cache.dtype == torch.float32:

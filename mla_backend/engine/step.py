@@ -47,11 +47,6 @@ class EngineStep:
         return self.longest > self.topk
 
     @cached_property
-    def scored(self) -> Tensor:
-        """int32 `[T]`: how many positions each token chooses from; 0 where its context is taken as a whole."""
-        return self.lengths * (self.lengths > self.topk)
-
-    @cached_property
     def everything(self) -> Selection:
         """The selection where no token has to choose: each token's context."""
         positions = torch.arange(self.longest, dtype=torch.int32, device=self.positions.device)

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder, MultipleOf
 
-from mla_backend.index import select
+from mla_backend.index import select_tokens
 from mla_backend.keys import KEY_FORMATS, write_keys
 
 
@@ -39,8 +39,6 @@ def _keep_queries(queries: Tensor, group_size: int, **kwargs: Any) -> tuple[Tens
 class CpuIndexerMetadata(AttentionMetadata):
     """The metadata of a batch of T tokens of R requests."""
 
-    longest: int
-    """The length of the longest context."""
     requests: Tensor
     """int32 `[T]`: each token's row of the block table."""
     lengths: Tensor
@@ -64,7 +62,6 @@ class CpuIndexerMetadataBuilder(AttentionMetadataBuilder):
         requests = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
         left = ends[requests] - torch.arange(len(requests))  # tokens of its request, from each token on
         return CpuIndexerMetadata(
-            longest=int(contexts.max()),
             requests=requests,
             lengths=(contexts[requests] - left + 1).int(),
             block_table=batch.block_table_tensor,
@@ -106,17 +103,15 @@ class CpuIndexer(SparseAttnIndexer):
         batch, cache = batches[self.k_cache.prefix], self.k_cache.kv_cache
         slots = batch.slot_mapping
         write_keys(k[: len(slots)].contiguous(), cache, slots)
-        tokens, lengths = len(batch.lengths), batch.lengths
-        self.topk_indices_buffer[:tokens] = select(
+        tokens = len(batch.lengths)
+        select_tokens(
             q_quant[:tokens],
             weights[:tokens].float(),
             cache,
             batch.block_table,
             batch.requests,
-            lengths,
-            lengths * (lengths > self.topk_tokens),
-            batch.longest,
-            self.topk_tokens,
+            batch.lengths,
+            out=self.topk_indices_buffer[:tokens, : self.topk_tokens],
         )
         self.topk_indices_buffer[tokens : len(hidden_states)] = -1
         return self.topk_indices_buffer

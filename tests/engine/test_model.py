@@ -8,7 +8,6 @@ from torch import nn
 
 import engine_models
 from engine_models import MODELS, TOPK, Engine, prompt_of
-from mla_backend import index
 from mla_backend.engine import ExactAttention, KernelAttention, TokenBatch, load_model, new_caches
 from mla_backend.engine.mlp import MoE
 
@@ -83,15 +82,6 @@ def test_prompts_in_a_batch_give_what_they_give_alone(name, exact, device):
         alone = exact(name).generate([prompt], 10)[0]
         assert ours.generated == alone.generated
         torch.testing.assert_close(ours.logits, alone.logits, atol=EXACT[device], rtol=0)
-
-
-def test_long_contexts_are_scored_in_pieces(exact, device, monkeypatch):
-    prompt = prompt_of(PROMPT)
-    whole = exact("deepseek_v32").generate([prompt], 3)[0]
-    monkeypatch.setattr(index, "MOST_SCORES", 3 * PROMPT)
-    cut = exact("deepseek_v32").generate([prompt], 3)[0]
-    assert cut.generated == whole.generated
-    torch.testing.assert_close(cut.logits, whole.logits, atol=EXACT[device], rtol=0)
 
 
 @pytest.mark.parametrize("name", SMOOTH)

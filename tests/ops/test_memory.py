@@ -37,6 +37,14 @@ def write_into(cache, rows=2):
     return mla_backend.cache_write(torch.randn(rows, 512), torch.randn(rows, 64), cache, torch.arange(rows))
 
 
+def select(**changes):
+    arguments = {"queries": torch.ones(2, 3, 128).bfloat16(), "weights": torch.ones(2, 3)}
+    arguments |= {"cache": torch.zeros(2, 4, 132, dtype=torch.uint8), "block_table": torch.zeros(1, 2, dtype=INT)}
+    arguments |= {"requests": torch.zeros(2, dtype=INT), "lengths": torch.full((2,), 9, dtype=INT)}
+    topk = None if "out" in changes else 4
+    return mla_backend.select_tokens(**{**arguments, "topk": topk, **changes})
+
+
 def drop_in(kv_heads=1, **views):
     """Two requests of three queries, sparse with one KV head and dense with more."""
     lists = {"indices": torch.zeros(2, 3, TOPK, dtype=INT)} if kv_heads == 1 else {}
@@ -85,6 +93,10 @@ REFUSED = {
     "the drop-in's out whose requests overlap": (lambda: drop_in_into(lambda b: {"out": piece(b, BF16, (2, 3, HEADS, 512), (512, 512, 512, 1))}), "out"),
     "the drop-in's out in another KV head's q": (lambda: drop_in_into(lambda b: {"q": piece(b, BF16, (2, 3, HEADS, 576), (6912, 2304, 576, 1)), "out": piece(b, BF16, (2, 3, HEADS, 512), (6912, 2304, 576, 1), 2 * 576)}, kv_heads=2), "out"),
     "the indexer's keys written over themselves": (lambda: (lambda b: mla_backend.write_keys(b[0, :2], b, torch.tensor([5, 6])))(torch.zeros(1, 16, 128).bfloat16()), "cache"),
+    "tokens selected into their lengths": (lambda: (lambda m: select(lengths=m[:, 0], out=m))(torch.zeros(2, 4, dtype=INT)), "out"),
+    "scores of the selected in their positions": (lambda: (lambda m: select(out=m, scores=m.view(F32)))(torch.zeros(2, 4, dtype=INT)), "out"),
+    "a selection of one row": (lambda: select(out=torch.zeros(1, 4, dtype=INT).expand(2, 4)), "out"),
+    "a selection's workspace in its keys": (lambda: (lambda m: select(cache=m, workspace=m.view(-1)))(torch.zeros(2, 4, 132, dtype=torch.uint8)), "workspace"),
     "positions chosen into scores": (lambda: (lambda s: mla_backend.select_top(s, torch.full((2,), 9, dtype=INT), chosen=s.view(INT)[:, :3]))(torch.zeros(2, 9)), "chosen"),
 }
 
@@ -243,6 +255,9 @@ def test_a_dimension_of_one_or_an_empty_tensor_may_have_any_stride():
         positions=5,
     )
     assert (scores[:, :3] == 0).all()
+    assert select(cache=keys, lengths=torch.full((2,), 6, dtype=INT)).tolist() == [[0, 1, 2, 3]] * 2
+    tables = (torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1)) for _ in range(2))
+    assert (select(block_table=next(tables), slots_of=(next(tables), 16)) == -1).all()
     positions, table = (torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1)) for _ in range(2))
     slots = torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1))
     mla_backend.convert_indices(positions, table, torch.zeros(3, dtype=INT), 16, slots=slots)

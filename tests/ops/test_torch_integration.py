@@ -79,6 +79,9 @@ def samples():
         table, requests = torch.arange(2, dtype=torch.int32).view(1, 2), torch.zeros(2, dtype=torch.int32)
         inputs = torch.randn(2, 32, 128), torch.randn(2, 32), cache, table, requests, lengths
         yield OPS.index_scores.default, (*inputs, torch.zeros(2, 20))
+        outputs = torch.zeros(0, dtype=torch.uint8), torch.zeros(2, 7, dtype=torch.int32), torch.zeros(2, 7)
+        yield OPS.select_tokens.default, (*inputs, table, 16, *outputs)
+        yield OPS.select_tokens.default, (*inputs, None, 1, None, outputs[1], None)
     yield OPS.select_top.default, (torch.randn(2, 20), lengths, torch.zeros(2, 7, dtype=torch.int32))
     blocks, bits = torch.tensor([[[[-2, 0, -1]]]], dtype=torch.int32), torch.ones(1, 2, 1, dtype=torch.int32)
     slots, table = torch.zeros(2, 30, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32)
@@ -106,13 +109,13 @@ def made() -> list:
     return list(samples())
 
 
-@pytest.mark.parametrize("index", range(33))
+@pytest.mark.parametrize("index", range(37))
 def test_opcheck(made, index):
     torch.library.opcheck(*made[index])
 
 
 def test_every_op_has_a_sample(made):
-    assert len(made) == 33 and {str(op).split(".")[1] for op, _ in made} == set(mla_backend.fake.OPS)
+    assert len(made) == 37 and {str(op).split(".")[1] for op, _ in made} == set(mla_backend.fake.OPS)
 
 
 def compiled(function):
@@ -164,7 +167,12 @@ def test_an_indexer_compiles_without_a_graph_break():
             queries[..., :64].bfloat16(), queries.bfloat16(), weights, lengths.long(), rotations
         )
         scores = mla_backend.index_scores(rotated.float() * 1, weights, cache, table, requests, lengths, 64)
-        return mla_backend.select_top(scores, lengths, 10) + 1
+        chosen = mla_backend.select_top(scores, lengths, 10)
+        arguments = rotated, weights, cache, table, requests, lengths
+        again, _ = mla_backend.select_tokens(*arguments, 10, return_scores=True)
+        slots = mla_backend.select_tokens(*arguments, 10, slots_of=(table, 16))
+        one = mla_backend.select_tokens(*arguments[:2], cache.view(-1, 128), None, requests * 0, lengths, 10)
+        return torch.cat([chosen, again, slots, one]) + 1
 
     step = compiled(select)
     for tokens in (1, 2, 5):

@@ -84,6 +84,12 @@ def select(**changes):
     return changed(mla_backend.select_top, arguments, changes)
 
 
+def tokens(**changes):
+    arguments = {"queries": torch.randn(2, 3, 128).bfloat16(), "weights": torch.randn(2, 3), "block_table": zeros(1, 2)}
+    arguments |= {"cache": zeros(2, 4, 132, dtype=torch.uint8), "requests": zeros(2), "lengths": zeros(2), "topk": 4}
+    return changed(mla_backend.select_tokens, arguments, changes)
+
+
 def combine(outs=None, lses=None, **more):
     outs = torch.zeros(2, 3, 4, 8) if outs is None else outs
     return changed(
@@ -191,6 +197,9 @@ def complete_calls():
     yield rotate(index_cos_sin=torch.zeros(9, 64), weight_scale=1.0, interleaved=False, **outputs)
     yield from (index(), index(positions=None, scores=torch.zeros(2, 8)))
     yield from (select(), select(topk=None, chosen=zeros(2, 4)))
+    yield tokens(return_scores=True)
+    outputs = {"out": zeros(2, 4), "scores": torch.zeros(2, 4), "workspace": zeros(9, dtype=torch.uint8)}
+    yield tokens(topk=None, **outputs)
     yield combine(out=torch.zeros(3, 4, 8), lse=torch.zeros(3, 4))
     yield keys()
     yield kvcache(topk_length=zeros(2), attn_sink=torch.zeros(4), softmax_scale=1.0, causal=False)
@@ -364,6 +373,37 @@ CASES = {
     "topk is negative": (select(topk=-1), ValueError, r"topk must be 0 or more; got -1"),
     "topk is missing": (select(topk=None), ValueError, r"topk must be given where chosen is not"),
     "chosen is not dense": (select(topk=None, chosen=torch.zeros(2, 8, dtype=INT)[:, ::2]), ValueError, r"chosen must be dense in its last dimension"),
+    "queries to select with are fp16": (tokens(queries=torch.zeros(2, 3, 128).half()), ValueError, r"^queries must be float32 or bfloat16 or float8_e4m3fn \[T, H, 128\]; got float16"),
+    "queries to select with are 64 wide": (tokens(queries=torch.zeros(2, 3, 64)), ValueError, r"^queries must be .*\[T, H, 128\]; got float32 \[2, 3, 64\]"),
+    "129 heads to select with": (tokens(queries=torch.zeros(2, 129, 128), weights=torch.zeros(2, 129)), ValueError, r"^queries must be of 1 to 128 heads"),
+    "weights to select with are bf16": (tokens(weights=torch.zeros(2, 3).bfloat16()), ValueError, r"^weights must be float32 \[T=2, H=3\]; got bfloat16"),
+    "keys to select from are 64 wide": (tokens(cache=torch.zeros(2, 4, 64).bfloat16()), ValueError, r"^cache must be uint8 .* or bfloat16 \[blocks, block_size, 128\]; got bfloat16 \[2, 4, 64\]"),
+    "keys to select from are fp32": (tokens(cache=torch.zeros(2, 4, 128)), ValueError, r"^cache must be uint8 .*; got float32"),
+    "keys of a cache without a table": (tokens(block_table=None), ValueError, r"^cache must be bfloat16 \[N, 128\] without a block_table; got uint8 \[2, 4, 132\]"),
+    "contiguous keys are fp32": (tokens(block_table=None, cache=torch.zeros(9, 128)), ValueError, r"^cache must be bfloat16 \[N, 128\] without a block_table; got float32"),
+    "contiguous keys are 64 wide": (tokens(block_table=None, cache=torch.zeros(9, 64).bfloat16()), ValueError, r"^cache must be .*; got bfloat16 \[1, 9, 64\]"),
+    "contiguous keys lie apart": (tokens(block_table=None, cache=torch.zeros(9, 256).bfloat16()[:, :128]), ValueError, r"^cache must be of blocks that lie in one piece"),
+    "contiguous keys with a table": (tokens(cache=torch.zeros(9, 128).bfloat16()), ValueError, r"^cache must be uint8 \[blocks, block_size, 132\]"),
+    "a table of int64 to select by": (tokens(block_table=torch.zeros(1, 2).long()), ValueError, r"^block_table must be int32 \[R, max_blocks\]"),
+    "a table of more than 2^24 positions": (tokens(block_table=torch.zeros(1, 2**22 + 1, dtype=INT)), ValueError, r"^block_table must be of up to 16777216 positions a request; got 4194305 blocks of 4"),
+    "lengths to select by are int64": (tokens(lengths=torch.zeros(2).long()), ValueError, r"^lengths must be int32 \[T=2\]; got int64"),
+    "lengths of another number of tokens": (tokens(lengths=zeros(3)), ValueError, r"^lengths must be int32 \[T=2\]; got int32 \[3\]"),
+    "requests of another number of tokens": (tokens(requests=zeros(1)), ValueError, r"^requests must be int32 \[T=2\]; got int32 \[1\]"),
+    "topk of 0": (tokens(topk=0), ValueError, r"^topk must be 1 or more; got 0"),
+    "topk of 4097": (tokens(topk=4097), ValueError, r"^topk must be 1 to 4096; got 4097"),
+    "topk and out": (tokens(out=zeros(2, 4)), ValueError, r"^topk must be given where out is not, and only there; got 4"),
+    "neither topk nor out": (tokens(topk=None), ValueError, r"^topk must be given where out is not"),
+    "out of int64 positions": (tokens(topk=None, out=torch.zeros(2, 4).long()), ValueError, r"^out must be int32 \[T=2, topk\]; got int64"),
+    "out of other tokens": (tokens(topk=None, out=zeros(3, 4)), ValueError, r"^out must be int32 \[T=2, topk\]; got int32 \[3, 4\]"),
+    "scores of another topk": (tokens(scores=torch.zeros(2, 5)), ValueError, r"^scores must be float32 \[T=2, topk=4\]; got float32 \[2, 5\]"),
+    "return_scores is a number": (tokens(return_scores=1), TypeError, r"^return_scores must be a bool; got int"),
+    "a workspace of floats": (tokens(workspace=torch.zeros(9)), ValueError, r"^workspace must be uint8 \[bytes\]; got float32"),
+    "slots of a table alone": (tokens(slots_of=zeros(1, 2)), TypeError, r"^slots_of must be a pair of a block table and its block size; got Tensor"),
+    "slots of an int64 table": (tokens(slots_of=(torch.zeros(1, 2).long(), 16)), ValueError, r"^slots_of must be int32 \[R, max_blocks\]; got int64"),
+    "slots of a list": (tokens(slots_of=([[0]], 16)), TypeError, r"^slots_of must be a torch.Tensor; got list"),
+    "slots of blocks of a number": (tokens(slots_of=(zeros(1, 2), 16.0)), TypeError, r"^slots_of must have an int as its block size; got float"),
+    "slots of blocks of 0": (tokens(slots_of=(zeros(1, 2), 0)), ValueError, r"^slots_of must have a block size of 1 to 2147483647; got 0"),
+    "slots of blocks of 2^31": (tokens(slots_of=(zeros(1, 2), 2**31)), ValueError, r"^slots_of must have a block size of 1 to 2147483647; got 2147483648"),
     "outs are fp16": (combine(torch.zeros(2, 3, 4, 8).half()), ValueError, r"outs must be bfloat16 or float32 \[P, T, H, D\]; got float16"),
     "outs have no partial results": (combine(torch.zeros(0, 3, 4, 8), torch.zeros(0, 3, 4)), ValueError, r"outs must be of one partial result or more"),
     "outs are 1025 wide": (combine(torch.zeros(2, 3, 4, 1025)), ValueError, r"outs must be of at most 1024 values a head"),

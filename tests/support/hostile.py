@@ -26,6 +26,7 @@ import mla_backend
 from dense_problems import random_dense
 from mla_backend import Plan
 from mla_backend.arguments import call
+from mla_backend.index import select_workspace
 from mla_backend.plan import choose_launch, workspace_floats
 from plans import planned
 from problems import FORMATS, assert_accurate, random_problem, scale_of, score_error
@@ -204,7 +205,20 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
     fmt = random.choice(FORMATS)
     form, p = mla_backend.FORMATS[fmt], random_problem(fmt, tokens, heads, topk, 4, 8).to(device)
     lengths = torch.full((tokens,), topk, dtype=INT, device=device)
-    ops = ["attention", "attention", "dense", "dense", "plan", "combine", "write", "gather", "convert", "scores", "top"]
+    ops = [
+        "attention",
+        "attention",
+        "dense",
+        "dense",
+        "plan",
+        "combine",
+        "write",
+        "gather",
+        "convert",
+        "scores",
+        "select",
+        "top",
+    ]
     match random.choice([*ops, "backward", "mask", "stage", "rotate"]):
         case "attention":
             found = {**vars(p), "out": guarded.tensor(form.number, tokens, heads, 512)}
@@ -261,6 +275,23 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
             scores = guarded.tensor(torch.float32, tokens, 64)
             found = {"queries": queries, "weights": weights, "cache": cache, "block_table": table}
             return mla_backend.index_scores, {**found, "requests": requests, "lengths": lengths, "scores": scores}
+        case "select":
+            keys = random.choice([(torch.bfloat16, 128), (torch.uint8, 132)])
+            cache = torch.zeros(4, 16, keys[1], dtype=keys[0], device=device)
+            queries = torch.randn(tokens, 8, 128, device=device).to(
+                random.choice([torch.bfloat16, torch.float8_e4m3fn])
+            )
+            tables = [torch.randint(-1, 6, (2, 4), dtype=INT, device=device) for _ in range(2)]
+            requests = torch.randint(0, 2, (tokens,), dtype=INT, device=device)
+            found = {"queries": queries, "weights": torch.randn(tokens, 8, device=device), "cache": cache}
+            found |= {"block_table": tables[0], "requests": requests, "lengths": lengths}
+            if random.random() < 0.5:
+                found["slots_of"] = tables[1], random.choice([1, 16, 2**31 - 1])
+            if random.random() < 0.5:
+                found["scores"] = guarded.tensor(torch.float32, tokens, 30)
+            if random.random() < 0.5:
+                found["workspace"] = guarded.tensor(torch.uint8, select_workspace(tokens, 8, 64, 30, device))
+            return mla_backend.select_tokens, {**found, "out": guarded.tensor(INT, tokens, 30)}
         case "rotate":
             queries = torch.randn(tokens, heads, 64, device=device).bfloat16()
             index_queries = torch.randn(tokens, 8, 128, device=device).bfloat16()

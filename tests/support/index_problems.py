@@ -13,12 +13,13 @@ from problems import Arguments
 
 POISON = 12345.0
 DTYPES = torch.float32, torch.bfloat16
+QUERY_DTYPES = *DTYPES, torch.float8_e4m3fn
 KINDS = tuple(KEY_FORMATS)
 
 
 @dataclass
 class IndexProblem(Arguments):
-    """The arguments of index_scores."""
+    """The arguments of index_scores and, without `positions`, of select_tokens."""
 
     queries: Tensor
     weights: Tensor
@@ -50,11 +51,57 @@ class IndexProblem(Arguments):
         assert (got[~seen] == POISON).all(), "written where a token sees nothing"
         scores, infinite = torch.where(seen, got, -torch.inf), want.isinf()
         assert torch.equal(scores[infinite], want[infinite]), "a score where there is no key"
-        off = (scores.double() - want.double()).abs() - want.double().abs() * 2.0**-23  # the reference is rounded
-        rounds = self.queries.is_cuda and self.queries.dtype == torch.float32
-        allowed = self.norms() * (2.0**-11 if rounds else 2.0**-16)
+        off, allowed = (scores.double() - want.double()).abs(), self.tolerance(want)
         assert not scores[~infinite].isnan().any(), "NaN"
         assert (off <= allowed)[~infinite].all(), f"off by {(off / allowed)[~infinite].max():.3g} of what is allowed"
+
+    def tolerance(self, want: Tensor) -> Tensor:
+        """float64 `[T, N]`: how far a score may be from the reference's, which is rounded."""
+        rounds = self.queries.is_cuda and self.queries.dtype == torch.float32
+        return self.norms() * (2.0**-11 if rounds else 2.0**-16) + want.double().abs() * 2.0**-23
+
+    def select(self, topk: int, **options) -> tuple[Tensor, Tensor]:
+        """Positions and their scores, written into parts of poisoned memory; what is around them has to keep its
+        poison. Without scores the positions are the same."""
+        memory = torch.full((2, len(self.queries), topk + 5), POISON, device=self.queries.device)
+        memory = memory[0].int(), memory[1]
+        out, scores = (x[:, 2:-3] for x in memory)
+        found = mla_backend.select_tokens(*self.arguments(), out=out, scores=scores, **options)
+        assert found[0] is out and found[1] is scores
+        for x in memory:
+            assert (x[:, :2] == POISON).all() and (x[:, -3:] == POISON).all(), "written beside the results"
+        assert torch.equal(mla_backend.select_tokens(*self.arguments(), topk, **options), out)
+        return out, scores
+
+    def check_selection(self, topk: int) -> tuple[Tensor, Tensor]:
+        """The contract's promises, whatever a device's scores round like: which positions, in which order, with which
+        scores. What it returns is what it checked."""
+        chosen, scores = self.select(topk)
+        lengths, whole = self.lengths.clamp(min=0), (self.lengths <= topk).unsqueeze(1)
+        listed = self.block_table.shape[1] * self.cache.shape[1]
+        longest = self.but(positions=max(1, min(int(lengths.max()), max(listed, topk) + 1)))
+        want = reference.index_scores(**vars(longest)).double()
+        there, columns = chosen >= 0, torch.arange(topk, device=chosen.device)
+        counts = torch.minimum((want > -torch.inf).sum(1), torch.tensor(topk, device=chosen.device))
+        counts = torch.where(whole.squeeze(1), lengths, counts)
+        assert torch.equal(there, columns < counts.unsqueeze(1)), "not as many as there are, and then -1"
+        assert (chosen[:, 1:] > chosen[:, :-1])[there[:, 1:]].all(), "not rising"
+        assert torch.equal(chosen[there & whole], columns.expand_as(chosen)[there & whole].int()), "not all"
+        assert (scores[~there] == -torch.inf).all()
+
+        known = chosen.clamp(0, want.shape[1] - 1).long()
+        tolerance = longest.tolerance(want)
+        exact = torch.where(there, want.gather(1, known), -torch.inf)
+        infinite = exact == -torch.inf  # where the context is taken as a whole
+        assert torch.equal(scores == -torch.inf, infinite), "another position's score"
+        off = (scores.double() - exact).abs()
+        assert (off <= tolerance.gather(1, known))[~infinite].all(), "another position's score"
+
+        taken = torch.zeros_like(want, dtype=torch.int32).scatter_add_(1, known, there.int()) > 0
+        least = torch.where(taken, want + tolerance, torch.inf).amin(1)
+        best = torch.where(~taken & (want > -torch.inf), want - tolerance, -torch.inf).amax(1)
+        assert ((best <= least) | whole.squeeze(1)).all(), "a better position is left out"
+        return chosen, scores
 
     def norms(self) -> Tensor:
         """float64 `[T, N]`: what scores could be, the sum over heads of |weight| |query| |key|."""
@@ -118,8 +165,33 @@ def random_index(
     )
 
 
+def problem_of_scores(scores: Tensor, block_size: int = 64, device: str = "cpu") -> IndexProblem:
+    """A problem with just these fp32 scores `[T, N]`, on every device: token t is alone in request t.
+
+    Its first head sees a key's first value of 1, times the scale; its second head, which weighs -1, the opposite.
+    """
+    tokens, positions = scores.shape
+    width = -(-positions // block_size)
+    cache = torch.zeros(tokens * width, block_size * 132, dtype=torch.uint8)
+    values, scales = cache.split([block_size * 128, block_size * 4], dim=1)
+    values[:, ::128] = torch.ones(1).to(torch.float8_e4m3fn).view(torch.uint8)
+    padded = torch.nn.functional.pad(scores.cpu(), (0, width * block_size - positions))
+    scales.copy_(padded.view(tokens * width, block_size).view(torch.uint8))
+    queries = torch.zeros(tokens, 2, 128)
+    queries[:, 0, 0], queries[:, 1, 0] = 1, -1
+    return IndexProblem(
+        queries,
+        torch.tensor([1.0, -1.0]).repeat(tokens, 1),
+        cache.view(-1, block_size, 132),
+        torch.arange(tokens * width, dtype=torch.int32).view(tokens, width),
+        torch.arange(tokens, dtype=torch.int32),
+        torch.full((tokens,), positions, dtype=torch.int32),
+        positions,
+    ).to(device)
+
+
 @st.composite
-def index_problems(draw, kinds=KINDS, heads=range(1, 129), device="cpu"):
+def index_problems(draw, kinds=KINDS, heads=range(1, 129), device="cpu", dtypes=QUERY_DTYPES):
     torch.manual_seed(draw(st.integers(0, 2**31)))
     problem = random_index(
         draw(st.sampled_from(kinds)),
@@ -130,7 +202,7 @@ def index_problems(draw, kinds=KINDS, heads=range(1, 129), device="cpu"):
         block_size=draw(st.sampled_from([1, 7, 16, 61, 64, 1000])),
         blocks=draw(st.integers(1, 50)),
         gap=draw(st.sampled_from([0, 4, 16, 64])),
-        dtype=draw(st.sampled_from(DTYPES)),
+        dtype=draw(st.sampled_from(dtypes)),
         device=device,
     )
     if draw(st.booleans()):  # neighbours of one request

@@ -19,6 +19,9 @@ struct Bf16Arithmetic {
     __builtin_memcpy(&word, from, 4);
     return word;
   }
+  static uint32_t query_word(const uint8_t* from) {
+    return float_bits(e4m3_to_float(from[0])) >> 16 | (float_bits(e4m3_to_float(from[1])) & 0xffff0000u);
+  }
 
   template <bool kQuantised>
   static void widen_key(const uint8_t* from, uint32_t* words) {

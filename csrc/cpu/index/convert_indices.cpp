@@ -17,7 +17,7 @@ void convert_indices(const ConvertProblem& p) {
       ++valid;
     }
     for (int32_t i = valid; p.compact && i < p.topk; ++i) slots[i] = -1;
-    p.counts[token] = valid;
+    if (p.counts) p.counts[token] = valid;
   });
 }
 

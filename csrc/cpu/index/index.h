@@ -16,11 +16,13 @@ struct ScoreRange {
   int64_t token;
   int32_t tokens;  // at most kScoreTokens
   int32_t begin, end;
+  float* scores;  // where the first token's score of position `begin` goes
+  int64_t score_token;
 };
 
 struct IndexKernel {
   size_t workspace_bytes;  // aligned to 64
-  void (*score)(const IndexScoresProblem& problem, const ScoreRange& range, void* workspace);
+  void (*score)(const IndexProblem& problem, const ScoreRange& range, void* workspace);
 };
 
 extern const IndexKernel kPortableIndexKernel;

@@ -40,6 +40,7 @@ struct Fp32Arithmetic {
   static Floats dot(Floats sum, Floats a, Floats b) { return sum + a * b; }
   static uint32_t query_word(const float* from) { return float_bits(*from); }
   static uint32_t query_word(const uint16_t* from) { return static_cast<uint32_t>(*from) << 16; }
+  static uint32_t query_word(const uint8_t* from) { return float_bits(e4m3_to_float(*from)); }
 
   template <bool kQuantised>
   static void widen_key(const uint8_t* from, uint32_t* words) {
@@ -51,10 +52,10 @@ struct Fp32Arithmetic {
 template <typename Arithmetic>
 constexpr int kWords = kIndexDim / Arithmetic::kPack;
 
-inline int vectors_of(const IndexScoresProblem& p) { return (p.heads + kLanes - 1) / kLanes; }
+inline int vectors_of(const IndexProblem& p) { return (p.heads + kLanes - 1) / kLanes; }
 
 template <typename Arithmetic, typename Number>
-inline void load_queries(const IndexScoresProblem& p, const ScoreRange& s, Workspace& w) {
+inline void load_queries(const IndexProblem& p, const ScoreRange& s, Workspace& w) {
   const int vectors = vectors_of(p);
   for (int v = 0; v < vectors; ++v)
     for (int lane = 0; lane < kLanes; ++lane) w.is_head[v][lane] = v * kLanes + lane < p.heads ? -1 : 0;
@@ -74,7 +75,7 @@ inline void load_queries(const IndexScoresProblem& p, const ScoreRange& s, Works
 
 // Keys [begin, begin + count) of a request, as words. A position without a key keeps what was there.
 template <typename Arithmetic, bool kQuantised>
-inline void load_keys(const IndexScoresProblem& p, int64_t request, int begin, int count, Workspace& w) {
+inline void load_keys(const IndexProblem& p, int64_t request, int begin, int count, Workspace& w) {
   const bool listed = request >= 0 && request < p.requests;
   const int32_t* table = p.block_table + (listed ? request * p.table_stride : 0);
   constexpr int kKeyBytes = kQuantised ? kIndexDim : 2 * kIndexDim;
@@ -152,20 +153,18 @@ inline float sum_of(Floats x) {
 }
 
 template <typename Arithmetic>
-inline void score_tile(const IndexScoresProblem& p, int64_t first_token, int token, int begin, int count,
-                       Workspace& w) {
+inline void score_tile(const IndexProblem& p, int token, int count, float* scores, Workspace& w) {
   const int vectors = vectors_of(p);
   for (int t = 0; t < kTile; ++t) w.totals[t] = Floats{};
   int v = 0;
   for (; v + kPair <= vectors; v += kPair) add_heads<Arithmetic, kPair>(token, v, vectors, count, w);
   if (v < vectors) add_heads<Arithmetic, 1>(token, v, vectors, count, w);
-  float* scores = p.scores + (first_token + token) * p.score_token + begin;
   for (int t = 0; t < count; ++t) scores[t] = w.has_key[t] ? sum_of(w.totals[t]) : -__builtin_inff();
 }
 
-// `Number` is what queries are: float, or uint16_t for bf16.
+// `Number` is what queries are: float, uint16_t for bf16 or uint8_t for e4m3.
 template <typename Arithmetic, typename Number>
-inline void score_with(const IndexScoresProblem& p, const ScoreRange& s, Workspace& w) {
+inline void score_with(const IndexProblem& p, const ScoreRange& s, Workspace& w) {
   [[maybe_unused]] const typename Arithmetic::Session session;
   load_queries<Arithmetic, Number>(p, s, w);
   for (int begin = s.begin; begin < s.end; begin += kTile) {
@@ -177,15 +176,22 @@ inline void score_with(const IndexScoresProblem& p, const ScoreRange& s, Workspa
       load_keys<Arithmetic, false>(p, request, begin, count, w);
     for (int t = 0; t < s.tokens; ++t) {
       const int64_t seen = int64_t{p.length[s.token + t]} - begin;
-      if (seen > 0) score_tile<Arithmetic>(p, s.token, t, begin, seen < count ? static_cast<int>(seen) : count, w);
+      float* scores = s.scores + t * s.score_token + (begin - s.begin);
+      if (seen > 0) score_tile<Arithmetic>(p, t, seen < count ? static_cast<int>(seen) : count, scores, w);
     }
   }
 }
 
-// What an instruction set's kernel does; ForBf16 is its arithmetic for queries in bf16.
+// What an instruction set's kernel does; ForBf16 is its arithmetic for queries in bf16, and in e4m3, which bf16 holds.
 template <typename ForBf16>
-void score(const IndexScoresProblem& problem, const ScoreRange& range, void* workspace) {
+void score(const IndexProblem& problem, const ScoreRange& range, void* workspace) {
   Workspace& w = *static_cast<Workspace*>(workspace);
-  problem.queries_fp32 ? score_with<Fp32Arithmetic, float>(problem, range, w)
-                       : score_with<ForBf16, uint16_t>(problem, range, w);
+  switch (problem.query_number) {
+    case QueryNumber::fp32:
+      return score_with<Fp32Arithmetic, float>(problem, range, w);
+    case QueryNumber::bf16:
+      return score_with<ForBf16, uint16_t>(problem, range, w);
+    case QueryNumber::e4m3:
+      return score_with<ForBf16, uint8_t>(problem, range, w);
+  }
 }

@@ -34,7 +34,8 @@ void index_scores(const IndexScoresProblem& p) {
     const int32_t end_position =
         static_cast<int32_t>(std::min<int64_t>(p.positions, int64_t{begin_position} + kPositions));
     for (int64_t token = item / chunks * together; token < end;) {
-      ScoreRange range{token, 0, begin_position, begin_position};
+      ScoreRange range{
+          token, 0, begin_position, begin_position, p.scores + token * p.score_token + begin_position, p.score_token};
       // neighbours of one request, and no further than the longest of them sees
       for (; token < end && p.request[token] == p.request[range.token]; ++token, ++range.tokens)
         range.end = std::max(range.end, std::min(end_position, p.length[token]));

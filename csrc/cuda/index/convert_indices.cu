@@ -21,7 +21,7 @@ struct Problem : ConvertProblem {
   PositionDivisor run_of, round_of;  // of positions and of runs, in the ranks' round robin
 
   explicit Problem(const ConvertProblem& p)
-      : ConvertProblem(p), entry_of(p.block_size), run_of(p.interleave), round_of(p.ranks) {}
+      : ConvertProblem(p), entry_of(p.table.block_size), run_of(p.interleave), round_of(p.ranks) {}
 };
 
 // A lane's positions from `first` on; UINT32_MAX, which is negative, where there are none. kAligned: a lane's lie in 16
@@ -48,12 +48,13 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
   const int64_t token = blockIdx.x;
   const int32_t* positions = p.positions + token * p.position_stride;
   int32_t* slots = p.slots + token * p.slot_stride;
-  const uint32_t topk = p.topk, max_blocks = p.max_blocks, step = blockDim.x * kLanePositions;
+  const uint32_t topk = p.topk, max_blocks = p.table.max_blocks, block_size = p.table.block_size,
+                 step = blockDim.x * kLanePositions;
   uint32_t position[kLanePositions], entry[kLanePositions];
   load<kAligned>(positions, threadIdx.x * kLanePositions, topk, position);
   const int64_t request = p.request[token];
-  const bool known = request >= 0 && request < p.requests;
-  const int32_t* table = p.block_table + (known ? request * p.table_stride : 0);
+  const bool known = request >= 0 && request < p.table.requests;
+  const int32_t* table = p.table.blocks + (known ? request * p.table.stride : 0);
   uint32_t valid = 0;  // in the rounds so far
   int parity = 0;
   for (uint32_t round = 0; round < topk; round += step, parity ^= 1) {
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
     uint32_t valid_lanes[kLanePositions], own_warp = 0, round_valid;
 #pragma unroll
     for (int i = 0; i < kLanePositions; ++i) {
-      const int64_t wide = int64_t{block[i]} * p.block_size + (position[i] - entry[i] * p.block_size);
+      const int64_t wide = int64_t{block[i]} * block_size + (position[i] - entry[i] * block_size);
       slot[i] = block[i] < 0 || wide > INT32_MAX ? -1 : static_cast<int32_t>(wide);
       valid_lanes[i] = __ballot_sync(~0u, slot[i] >= 0);
       own_warp += __popc(valid_lanes[i]);
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kMaxThreads) convert_kernel(const __grid_const
     valid += round_valid;
   }
   for (uint32_t i = valid + threadIdx.x; p.compact && i < topk; i += blockDim.x) slots[i] = -1;
-  if (threadIdx.x == 0) p.counts[token] = valid;
+  if (threadIdx.x == 0 && p.counts) p.counts[token] = valid;
 }
 
 }  // namespace

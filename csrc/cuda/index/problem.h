@@ -21,15 +21,18 @@ struct Problem : IndexScoresProblem {
   PositionDivisor table_index;
   bool queries_aligned;  // to the four numbers that a lane reads
 
-  explicit Problem(const IndexScoresProblem& p) : IndexScoresProblem(p), table_index(p.cache.block_size) {
-    const uintptr_t number = p.queries_fp32 ? 4 : 2;
+  int32_t unscored;  // a token that sees no more positions than this gets no scores
+
+  explicit Problem(const IndexScoresProblem& p, int32_t unscored)
+      : IndexScoresProblem(p), table_index(p.cache.block_size), unscored(unscored) {
+    const uintptr_t number = bytes_of(p.query_number);
     const auto starts = reinterpret_cast<uintptr_t>(p.queries) | p.query_token * number | p.query_head * number;
     queries_aligned = starts % (4 * number) == 0;
   }
 
   MLA_HOST_DEVICE int32_t length_of(int64_t token) const {
     const int32_t wanted = length[token];
-    return wanted < 0 ? 0 : wanted < positions ? wanted : positions;
+    return wanted <= unscored ? 0 : wanted < positions ? wanted : positions;
   }
 };
 

@@ -32,14 +32,16 @@ Variant choose(int heads, bool aligned = true) {
 
 }  // namespace
 
-void index_scores(const IndexScoresProblem& p, void* stream) {
+void index_scores(const IndexScoresProblem& p, void* stream) { index_scores(p, 0, stream); }
+
+void index_scores(const IndexScoresProblem& p, int32_t unscored, void* stream) {
   if (p.tokens == 0 || p.positions == 0) return;
   const int64_t most = int64_t{describe_current_gpu().multiprocessors} * index::kBlocksPerProcessor;
   const int64_t blocks = std::min(most, p.tokens * index::units_of(p.positions));
   // scales stand a multiple of 128 bytes behind a block's begin
   const bool aligned = aligned16(p.cache.data, p.cache.block_stride);
   const Variant chosen = p.cache.quantised ? choose<true>(p.heads, aligned) : choose<false>(p.heads, aligned);
-  launch(chosen.kernel, blocks, index::kThreads, chosen.shared_bytes, stream, "index_scores", Problem(p));
+  launch(chosen.kernel, blocks, index::kThreads, chosen.shared_bytes, stream, "index_scores", Problem(p, unscored));
 }
 
 MLA_KERNELS {

@@ -1,10 +1,11 @@
-// What the indexer's ops solve: how well the keys of its context fit a token, and which fit best.
+// What the indexer's ops solve: how well the keys of its context fit a token, and which keys fit best.
 #pragma once
 
 #include <cstdint>
 
 #include "mla/format.h"
 #include "mla/number.h"
+#include "mla/problem.h"
 
 namespace mla {
 
@@ -20,11 +21,19 @@ struct KeyCacheView {
   bool quantised;        // e4m3 and scales; else bf16
 };
 
-struct IndexScoresProblem {
+// What a query's numbers are.
+enum class QueryNumber : int32_t { fp32, bf16, e4m3 };
+
+MLA_HOST_DEVICE int bytes_of(QueryNumber number) {
+  return number == QueryNumber::fp32 ? 4 : number == QueryNumber::bf16 ? 2 : 1;
+}
+
+// Tokens' queries, and which keys each of them sees.
+struct IndexProblem {
   int64_t tokens;
   int32_t heads;
-  const void* queries;              // [tokens, heads, 128]
-  bool queries_fp32;                // else bf16
+  const void* queries;  // [tokens, heads, 128]
+  QueryNumber query_number;
   int64_t query_token, query_head;  // strides in elements
   const float* weights;             // [tokens, heads]
   int64_t weight_token;
@@ -35,7 +44,19 @@ struct IndexScoresProblem {
   int32_t max_blocks;
   const int32_t* request;  // [tokens]
   const int32_t* length;   // [tokens]
-  float* scores;           // [tokens, positions]
+
+  // The problem of `count` of its tokens, from `first` on.
+  IndexProblem piece(int64_t first, int64_t count) const {
+    IndexProblem some = *this;
+    some.tokens = count;
+    some.queries = static_cast<const uint8_t*>(queries) + first * query_token * bytes_of(query_number);
+    some.weights += first * weight_token, some.request += first, some.length += first;
+    return some;
+  }
+};
+
+struct IndexScoresProblem : IndexProblem {
+  float* scores;  // [tokens, positions]
   int64_t score_token;
   int32_t positions;
 };
@@ -49,6 +70,25 @@ struct SelectTopProblem {
   int32_t topk;
   int32_t* chosen;  // [tokens, topk]
   int64_t chosen_token;
+};
+
+constexpr int32_t kMaxSelected = 4096;                      // positions of a token that select_tokens chooses
+constexpr int32_t kMaxSelectPositions = 1 << 24;            // of a request's row of the block table
+constexpr int64_t kMaxSelectWorkspace = int64_t{64} << 20;  // bytes; scores of so many positions fit
+constexpr int64_t kSelectAlignment = 16;                    // bytes, of the workspace
+
+// Of each token's keys the best: their positions, rising, then -1. A token that sees no more than topk positions gets
+// all of them; any other one gets no position whose score is -inf, which it is where there is no key.
+struct SelectTokensProblem : IndexProblem {
+  int32_t positions;  // max_blocks * block_size: what lies behind has no key
+  int32_t topk;
+  int32_t* chosen;  // [tokens, topk]
+  int64_t chosen_token;
+  float* chosen_scores;  // [tokens, topk] or null: -inf where nothing is chosen
+  int64_t chosen_score_token;
+  SlotTable slots;     // unless its block size is 0, `chosen` gets slots in place of positions
+  uint8_t* workspace;  // what is in it does not matter
+  int64_t workspace_bytes;
 };
 
 // Of each position: the cosines of kRope / 2 pairs, and their sines.

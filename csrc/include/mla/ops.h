@@ -29,6 +29,7 @@ MLA_OP_ON_BOTH(mask_lists, MaskListsProblem)
 MLA_OP_ON_BOTH(rotate_queries, RotateQueriesProblem)
 MLA_OP_ON_BOTH(index_scores, IndexScoresProblem)
 MLA_OP_ON_BOTH(select_top, SelectTopProblem)
+MLA_OP_ON_BOTH(select_tokens, SelectTokensProblem)
 MLA_OP_ON_BOTH(sparse_delta, DeltaProblem)
 MLA_OP_ON_BOTH(backward_order, OrderProblem)
 MLA_OP_ON_BOTH(sparse_backward, BackwardProblem)
@@ -39,9 +40,13 @@ MLA_OP_ON_BOTH(backward_sum, SumProblem)
 // Also how a GPU runs it, with a plan and a workspace. On a CPU there is one kernel.
 namespace cpu {
 void attention(const AttentionProblem& problem, const Launch&);
-}
+// Bytes that select_tokens works in, from the problem's numbers of tokens, heads, positions and topk alone.
+int64_t select_workspace_bytes(const SelectTokensProblem& problem);
+}  // namespace cpu
 namespace cuda {
 void attention(const AttentionProblem& problem, const Launch& launch, void* stream);
-}
+// On this GPU, which need not be the current one.
+int64_t select_workspace_bytes(const SelectTokensProblem& problem, int device);
+}  // namespace cuda
 
 }  // namespace mla

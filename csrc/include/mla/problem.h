@@ -185,35 +185,44 @@ struct StageProblem {
   }
 };
 
+// Where the positions of requests lie in a paged cache.
+struct SlotTable {
+  const int32_t* blocks;  // [requests, max_blocks]: physical blocks
+  int64_t stride;
+  int64_t requests;
+  int32_t max_blocks;
+  int32_t block_size;
+};
+
+// The physical slot of a position in a request's sequence, or -1 if there is none.
+MLA_HOST_DEVICE int32_t slot_of_position(const SlotTable& table, int64_t request, int32_t position) {
+  if (position < 0 || request < 0 || request >= table.requests) return -1;
+  const int32_t entry = position / table.block_size;
+  if (entry >= table.max_blocks) return -1;
+  const int64_t block = table.blocks[request * table.stride + entry];
+  const int64_t slot = block * table.block_size + position % table.block_size;
+  return block < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
+}
+
 struct ConvertProblem {
   int64_t tokens;
   int32_t topk;
   const int32_t* positions;  // [tokens, topk]: in the token's own sequence
   int64_t position_stride;
-  const int32_t* block_table;  // [requests, max_blocks]: physical blocks
-  int64_t table_stride;
-  int64_t requests;
-  int32_t max_blocks;
-  const int32_t* request;  // [tokens]: which row of the block table a token uses
-  int32_t block_size;
+  SlotTable table;
+  const int32_t* request;           // [tokens]: which row of the table a token uses
   int32_t ranks, rank, interleave;  // runs of `interleave` positions go to the ranks round robin; others' have no slot
   bool compact;                     // valid slots first, in their order, then -1
-  int32_t* slots;                   // [tokens, topk]
+  int32_t* slots;                   // [tokens, topk]; may be the positions' own memory, unless compact
   int64_t slot_stride;
-  int32_t* counts;  // [tokens]: how many are valid
+  int32_t* counts;  // [tokens] or null: how many are valid
 };
 
-// The physical slot of a position in a request's sequence, or -1 if there is none on this rank.
+// The same on one of several ranks, whose table has only the positions that it keeps.
 MLA_HOST_DEVICE int32_t slot_of_position(const ConvertProblem& p, int64_t request, int32_t position) {
-  if (position < 0 || request < 0 || request >= p.requests) return -1;
   const int32_t run = position / p.interleave;
-  if (run % p.ranks != p.rank) return -1;
-  position = run / p.ranks * p.interleave + position % p.interleave;  // among those that the rank keeps
-  const int32_t entry = position / p.block_size;
-  if (entry >= p.max_blocks) return -1;
-  const int64_t block = p.block_table[request * p.table_stride + entry];
-  const int64_t slot = block * p.block_size + position % p.block_size;
-  return block < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
+  if (position < 0 || run % p.ranks != p.rank) return -1;
+  return slot_of_position(p.table, request, run / p.ranks * p.interleave + position % p.interleave);
 }
 
 }  // namespace mla
