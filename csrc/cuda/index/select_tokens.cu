@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/common/launch.h"
+#include "cuda/index/sm90/select.h"
 #include "cuda/ops.h"
 
 namespace mla::cuda {
@@ -88,10 +89,23 @@ void portable_select_tokens(const SelectTokensProblem& p, void* stream) {
 
 }  // namespace
 
-// Which kernel serves a selection, and what it works in.
-int64_t select_workspace_bytes(const SelectTokensProblem& p, int) { return portable_workspace_bytes(p); }
+// The number of tensors' bytes does not say which kernels can read them, so there is room for either.
+int64_t select_workspace_bytes(const SelectTokensProblem& p, int device) {
+  int64_t bytes = portable_workspace_bytes(p);
+#ifdef MLA_CUDA_SM90A
+  const Gpu gpu = describe_gpu(device);
+  if (gpu.hopper) bytes = std::max(bytes, index::sm90::workspace_bytes(p, gpu.multiprocessors));
+#endif
+  return bytes;
+}
 
-void select_tokens(const SelectTokensProblem& p, void* stream) { portable_select_tokens(p, stream); }
+void select_tokens(const SelectTokensProblem& p, void* stream) {
+#ifdef MLA_CUDA_SM90A
+  const Gpu gpu = describe_current_gpu();
+  if (gpu.hopper && index::sm90::suits(p)) return index::sm90::select_tokens(p, gpu.multiprocessors, stream);
+#endif
+  portable_select_tokens(p, stream);
+}
 
 MLA_KERNELS {
   static const KernelEntry entries[] = {

@@ -1,0 +1,661 @@
+// Scores keys by wgmma, and keeps of each token those that may be among its best. In a CTA
+//
+//   a warpgroup multiplies tiles of 64 keys with the queries of a group of tokens: products[64 keys x heads of all
+//     tokens] = keys[64 x 128] queries[128 x ...], e4m3. A row of the accumulator is a key: a lane sums up weight *
+//     relu over its columns of each token, four lanes exchange, and the scores go to a ring in shared memory
+//   four warps read them. Each has a token, or a stretch of a token's tiles if the group has fewer tokens than four.
+//   What
+//     may be among the best joins the warp's list, in global memory (that is, in L2), by rising position. Once there is
+//     enough of it, a histogram of the token's candidates says which score topk of them are above: what is not above it
+//     joins no more, and leaves the list when that is full
+//   one more warp asks for keys
+//
+// Two CTAs share a processor: while one sums up, the other's products occupy the tensor cores.
+//
+// A score is one sequence of operations, whatever the number of tokens, the tile's place and the CTA.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/cp_async.cuh"
+#include "cuda/common/mbarrier.cuh"
+#include "cuda/common/order.cuh"
+#include "cuda/common/swizzle.cuh"
+#include "cuda/common/vector.cuh"
+#include "cuda/common/wgmma.cuh"
+#include "cuda/index/sm90/share.cuh"
+
+namespace mla::cuda::index::sm90 {
+
+constexpr int kMathThreads = 128;
+constexpr int kFilterThreads = kMathThreads + 32 * kLists + 32;
+constexpr int kMathBarrier = 1, kListBarrier = 2;
+constexpr int kRing = 16;  // tiles of scores, so that a warp may look at its list while the others go on
+constexpr int kScoreStride = kTileKeys + 8;  // so that stores of four tokens use all banks
+constexpr int kListBins = 512;
+
+// 64 keys by so many columns.
+template <int kColumns>
+using KeysAtom =
+    std::conditional_t<kColumns == 128, gmma::MMA_64x128x32_F32E4M3E4M3_SS_TN<>,
+                       std::conditional_t<kColumns == 64, gmma::MMA_64x64x32_F32E4M3E4M3_SS_TN<>,
+                                          std::conditional_t<kColumns == 32, gmma::MMA_64x32x32_F32E4M3E4M3_SS_TN<>,
+                                                             gmma::MMA_64x16x32_F32E4M3E4M3_SS_TN<>>>>;
+
+// kHeads: of a token, some of them zeros.
+template <int kHeads, int kTokens>
+struct FilterShared {
+  static constexpr int kColumns = kHeads * kTokens;
+  static constexpr int kStages = kColumns == 256 ? 6 : kTokens > 1 ? 8 : 10;
+  static constexpr int kFlags = 32;  // at least kStages + kRing
+  SwizzledRows<kTileKeys> keys[kStages];
+  SwizzledRows<kColumns> queries;
+  alignas(16) float scale[kStages][kTileKeys];
+  float4 weight[kColumns / 4];  // of a lane's four columns of 16: [token][16 columns][lane % 4]
+  float scores[kRing][kTokens][kScoreStride];
+  // What the lists of a token share.
+  struct Token {
+    uint32_t bins[kListBins];   // of their candidates' scores
+    float low, bins_per_score;  // of the bins; 0: they are not in use yet
+    int32_t begun;              // somebody has chosen low and bins_per_score, or is about to
+    float floor;                // topk scores are above it
+  };
+  Token tokens[kTokens];
+  uint2 valid[kFlags];  // of a tile: a bit for each key that there is
+  SharedShare share;
+  alignas(8) Barrier full[kStages], empty[kStages], scored[kRing], taken[kRing];
+};
+
+template <int kHeads, int kTokens>
+struct Filter {
+  using Shared = FilterShared<kHeads, kTokens>;
+  static constexpr int kColumns = Shared::kColumns, kStages = Shared::kStages;
+  // Of each token so many warps, and lists: they take the tiles in turn, each a stretch of neighbours.
+  static constexpr int kStretches = kLists / kTokens;
+  // 256 columns come in halves, for which registers are enough.
+  static constexpr int kHalves = kColumns == 256 ? 2 : 1;
+  static constexpr int kHalfColumns = kColumns / kHalves;
+  using Atom = KeysAtom<kHalfColumns>;
+
+  const Problem& p;
+  Shared& s;
+
+  __device__ void init() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kStages; ++i) {
+        s.full[i].init(p.whole_tiles ? 1 : 32 + 1);
+        s.empty[i].init(kMathThreads / 32 * kWarpArrivals);
+      }
+      for (int i = 0; i < kRing; ++i) {
+        s.scored[i].init(kMathThreads / 32 * kWarpArrivals);
+        s.taken[i].init(kTokens * kWarpArrivals);
+      }
+      cutlass::arch::fence_barrier_init();
+    }
+  }
+
+  // ---- the warpgroup that multiplies ----
+
+  __device__ static void sync() { sync_named<kMathThreads>(kMathBarrier); }
+
+  // A lane's scores of a tile: of one token, and of so many keys, 8 apart.
+  static constexpr int kLaneKeys = kTokens >= 4 ? 2 : 1;
+  __device__ static int lane_token() {
+    const int lane = threadIdx.x % 32, high = lane & 1, low = lane >> 1 & 1;
+    return kTokens >= 4 ? 2 * high + low : kTokens == 2 ? high : 0;
+  }
+  __device__ static int lane_key() {
+    const int lane = threadIdx.x % 32;
+    return lane / 4 + 8 * (kTokens == 1 ? lane & 1 : kTokens == 2 ? lane >> 1 & 1 : 0);
+  }
+  __device__ static bool lane_has_key() { return kTokens > 1 || !(threadIdx.x & 2); }
+  // Adds up what four lanes have of a key, each in the same order of the tree. Values are [token][half].
+  template <int kCount>
+  __device__ static void add_lanes(float (&values)[kCount], float (&own)[kLaneKeys]) {
+    const bool high = threadIdx.x & 1, low = threadIdx.x & 2;
+    constexpr int kHalf = kCount / 2;
+    float kept[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float given = high ? values[i] : values[kHalf + i];
+      kept[i] = (high ? values[kHalf + i] : values[i]) + __shfl_xor_sync(~0u, given, 1);
+    }
+    if constexpr (kHalf == 1) {
+      own[0] = kept[0] + __shfl_xor_sync(~0u, kept[0], 2);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kHalf / 2; ++i) {
+        const float given = low ? kept[i] : kept[kHalf / 2 + i];
+        own[i] = (low ? kept[kHalf / 2 + i] : kept[i]) + __shfl_xor_sync(~0u, given, 2);
+      }
+    }
+  }
+
+  __device__ void stage_queries(int32_t group) const {
+    const int thread = threadIdx.x;
+#pragma unroll 1
+    for (int i = thread; i < kColumns * 8; i += kMathThreads) {
+      const int column = i / 8, piece = i % 8, head = column % kHeads;
+      const int64_t token = int64_t{group} * kTokens + column / kHeads;
+      uint4 values = {};
+      if (head < p.heads && token < p.tokens) {
+        const uint8_t* from =
+            static_cast<const uint8_t*>(p.queries) + token * p.query_token + head * p.query_head + piece * kPieceBytes;
+        if (p.queries_aligned)
+          values = *reinterpret_cast<const uint4*>(from);
+        else
+          load_bytes<kPieceBytes, false>(from, &values);
+      }
+      *reinterpret_cast<uint4*>(s.queries.bytes + (s.queries.address(column, piece) - s.queries.address())) = values;
+    }
+#pragma unroll 1
+    for (int i = thread; i < kColumns; i += kMathThreads) {
+      const int64_t token = int64_t{group} * kTokens + i / kHeads;
+      const int head = i % kHeads;
+      const float weight = head < p.heads && token < p.tokens ? p.weights[token * p.weight_token + head] : 0.0f;
+      reinterpret_cast<float*>(s.weight)[i / 16 * 16 + i % 8 / 2 * 4 + i % 16 / 8 * 2 + i % 2] = weight;
+    }
+  }
+
+  __device__ void score_tiles(uint32_t tiles, uint32_t& step) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+    const float4* weights = s.weight + lane % 4;
+    constexpr bool kKept = kColumns <= 64;  // weights, in registers
+    float4 kept[kKept ? kColumns / 16 : 1];
+    if constexpr (kKept)
+#pragma unroll
+      for (int j = 0; j < kColumns / 16; ++j) kept[j] = weights[4 * j];
+    const uint64_t queries = smem_descriptor_uniform(s.queries.address());
+    const uint64_t keys = smem_descriptor_uniform(s.keys[0].address());
+    uint32_t stage = step % kStages, parity = step / kStages & 1;
+    float acc[kHalfColumns / 2], linear[kTokens][2], absolute[kTokens][2];
+    const auto multiply_half = [&](int half, uint32_t stage) {
+      fence_acc(acc);
+      cute::warpgroup_arrive();
+#pragma unroll
+      for (int k = 0; k < kIndexDim / 32; ++k)
+        wgmma<Atom>(acc, keys + stage * (kTileKeys * kRowBytes / 16) + 2 * k,
+                    queries + half * (kHalfColumns * kRowBytes / 16) + 2 * k, k > 0);
+      cute::warpgroup_commit_batch();
+    };
+    const auto wait_for_keys = [&](uint32_t stage, uint32_t parity) {
+      wait(s.full[stage], parity);
+      if (!p.whole_tiles) fence_async_shared();
+    };
+    // 2 relu(x) = x + |x|
+    const auto sum_half = [&](int half) {
+      constexpr int kSixteens = kHeads / 16;  // of a token
+      constexpr int kOfHalf = kHalfColumns / 16, kStep = kOfHalf > kSixteens ? kOfHalf / kSixteens : 1;
+#pragma unroll
+      for (int j = 0; j < kOfHalf / kStep; ++j) {
+#pragma unroll
+        for (int i = 0; i < kStep; ++i) {  // tokens next to one another: their sums don't wait for each other
+          const int own = i * kSixteens + j, sixteen = half * kOfHalf + own, token = sixteen / kSixteens;
+          const float4 weight = kKept ? kept[kKept ? sixteen : 0] : weights[4 * sixteen];
+          const float four[4] = {weight.x, weight.y, weight.z, weight.w};
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+              const float x = acc[8 * own + 4 * (n / 2) + 2 * row + n % 2];
+              linear[token][row] = fmaf(four[n], x, linear[token][row]);
+              absolute[token][row] = fmaf(four[n], fabsf(x), absolute[token][row]);
+            }
+        }
+      }
+    };
+#pragma unroll 1
+    for (const uint32_t end = step + tiles; step != end; ++step) {
+      wait_for_keys(stage, parity);
+      const float scale[2] = {s.scale[stage][row], s.scale[stage][row + 8]};
+#pragma unroll
+      for (int token = 0; token < kTokens; ++token)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) linear[token][i] = absolute[token][i] = 0.0f;
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        multiply_half(half, stage);
+        cute::warpgroup_wait<0>();
+        fence_acc(acc);
+        if (half == kHalves - 1) arrive_as_warp(s.empty[stage]);
+        sum_half(half);
+      }
+      if (++stage == kStages) stage = 0, parity ^= 1;
+
+      float values[2 * kTokens];
+#pragma unroll
+      for (int i = 0; i < 2 * kTokens; ++i)
+        values[i] = fmaf(copysignf(1.0f, scale[i % 2]), linear[i / 2][i % 2], absolute[i / 2][i % 2]);
+      float scores[kLaneKeys];
+      add_lanes(values, scores);
+      const uint32_t ring = step % kRing;
+      wait(s.taken[ring], (step / kRing & 1) ^ 1);
+      const int half = kLaneKeys == 2 ? 0 : lane_key() / 8;
+#pragma unroll
+      for (int i = 0; i < kLaneKeys; ++i) {
+        const float factor = fabsf(i + half ? scale[1] : scale[0]);
+        const float score = __fmul_rn(0.5f * scores[i], factor);
+        if (lane_has_key()) s.scores[ring][lane_token()][row + 8 * (i + half)] = score;
+      }
+      arrive_as_warp(s.scored[ring]);
+    }
+  }
+
+  __device__ void multiply(Share share) const {
+    uint32_t step = 0;
+    walk<kTokens>(
+        p, share,
+        [&](int32_t group, const Group<kTokens>&) {
+          sync();  // all are finished with the queries before
+          stage_queries(group);
+          fence_async_shared();
+          sync();
+        },
+        [&](const Group<kTokens>&, int, int, uint32_t, uint32_t from, uint32_t to) { score_tiles(to - from, step); },
+        [](int32_t, bool, bool) {});
+  }
+
+  // Of a run's tiles, the one that comes at this turn: each stretch has one in each round.
+  __device__ static uint32_t tile_at(uint32_t turn, uint32_t tiles) {
+    const uint32_t each = tiles / kStretches, more = tiles % kStretches, stretch = turn % kStretches;
+    return stretch * each + min(stretch, more) + turn / kStretches;
+  }
+
+  // ---- the warps that filter, and copy ----
+
+  // Asks for the tiles of one run, one after the other.
+  struct Copier {
+    const Filter& f;
+    const int32_t* table = nullptr;  // null if the request is none
+    uint32_t longest = 0, from = 0, tiles = 0, turn = 0;
+    uint32_t step = 0;  // of all runs
+    // Blocks: of a lane's keys in the next tile. Of whole tiles: of one of 32 turns, and of one of the next 32.
+    int32_t ahead[2];
+
+    __device__ int32_t block_of(uint32_t key) const {
+      const uint32_t entry = f.p.table_index(key);
+      const int32_t block = table && key < longest && entry < static_cast<uint32_t>(f.p.max_blocks) ? table[entry] : -1;
+      return block < f.p.cache.blocks ? block : -1;
+    }
+    // The first key of a turn's tile; beyond the last turn that is beyond the last key.
+    __device__ uint32_t key_at(uint32_t turn) const {
+      return turn < tiles ? (from + tile_at(turn, tiles)) * kTileKeys : ~0u - kTileKeys;
+    }
+
+    __device__ void begin(int32_t request, uint32_t longest_of_run, uint32_t from_tile, uint32_t to_tile) {
+      table = request >= 0 && request < f.p.requests ? f.p.block_table + int64_t{request} * f.p.table_stride : nullptr;
+      longest = longest_of_run, from = from_tile, tiles = to_tile - from_tile, turn = 0;
+      const uint32_t lane = threadIdx.x % 32;
+      if (f.p.whole_tiles)
+        ahead[0] = block_of(key_at(lane)), ahead[1] = block_of(key_at(32 + lane));
+      else
+        ahead[0] = block_of(key_at(0) + lane), ahead[1] = block_of(key_at(0) + lane + 32);
+    }
+
+    // Asks for all tiles, as soon as there is room for each.
+    __device__ void ask() {
+#pragma unroll 1
+      for (; turn < tiles; ++turn, ++step)
+        if (f.p.whole_tiles)
+          ask_whole_tile();
+        else
+          ask_keys();
+    }
+
+    // Lane by lane.
+    __device__ void ask_whole_tile() {
+      const Problem& p = f.p;
+      Shared& s = f.s;
+      const uint32_t lane = threadIdx.x % 32, stage = step % kStages, parity = (step / kStages & 1) ^ 1;
+      if (turn % 32 == 0 && turn > 0) {
+        ahead[0] = ahead[1];
+        ahead[1] = block_of(key_at(turn + 32 + lane));
+      }
+      if (lane == turn % 32) {
+        const int32_t block = ahead[0];
+        wait(s.empty[stage], parity);
+        const uint32_t all = block >= 0 ? ~0u : 0;
+        s.valid[step % Shared::kFlags] = make_uint2(all, all);
+        if (block >= 0) {
+          const uint32_t key = key_at(turn), within = key - p.table_index(key) * p.table_index.divisor;
+          const uint32_t full = cast_smem_ptr_to_uint(&s.full[stage]);
+          cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(
+              reinterpret_cast<const uint64_t*>(&s.full[stage]), kTileKeys * (kIndexDim + 4));
+          asm volatile(
+              "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+              "[%5];" ::"r"(s.keys[stage].address()),
+              "l"(&p.keys), "r"(0), "r"(within), "r"(block), "r"(full)
+              : "memory");
+          asm volatile(
+              "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                  cast_smem_ptr_to_uint(s.scale[stage])),
+              "l"(p.cache.data + block * p.cache.block_stride + p.cache.block_size * kIndexDim + int64_t{within} * 4),
+              "r"(kTileKeys * 4), "r"(full)
+              : "memory");
+        } else {
+          s.full[stage].arrive();
+        }
+      }
+      __syncwarp();
+    }
+
+    __device__ void ask_keys() {
+      const Problem& p = f.p;
+      Shared& s = f.s;
+      const int lane = threadIdx.x % 32, stage = step % kStages;
+      const uint8_t *values[2], *scales[2];
+      uint32_t valid[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t key = key_at(turn) + lane + 32 * half;
+        const int32_t block = ahead[half];
+        const bool there = block >= 0;
+        const uint32_t within = key - p.table_index(key) * p.table_index.divisor;
+        const uint8_t* data = p.cache.data + (there ? block * p.cache.block_stride : 0);
+        values[half] = data + (there ? int64_t{within} * kIndexDim : 0);
+        scales[half] = data + (there ? p.cache.block_size * kIndexDim + int64_t{within} * 4 : 0);
+        valid[half] = __ballot_sync(~0u, there);
+        ahead[half] = block_of(key_at(turn + 1) + lane + 32 * half);
+      }
+      wait(s.empty[stage], (step / kStages & 1) ^ 1);
+      const uint32_t rows = s.keys[stage].address();
+#pragma unroll
+      for (int i = 0; i < kTileKeys / 4; ++i) {
+        const int row = 4 * i + lane / 8;
+        const auto own = reinterpret_cast<uint64_t>(values[i / 8]);
+        const auto* from_row = reinterpret_cast<const uint8_t*>(__shfl_sync(~0u, own, row % 32));
+        copy_16_or_zero(swizzled(rows, row, lane % 8), from_row + lane % 8 * kPieceBytes, valid[i / 8] >> row % 32 & 1);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        copy_4_or_zero(cast_smem_ptr_to_uint(&s.scale[stage][lane + 32 * half]), scales[half], valid[half] >> lane & 1);
+      arrive_when_copied(s.full[stage]);
+      if (lane == 0) {
+        s.valid[step % Shared::kFlags] = make_uint2(valid[0], valid[1]);
+        s.full[stage].arrive();
+      }
+      __syncwarp();
+    }
+  };
+
+  // A warp's list.
+  struct List {
+    Candidate* candidates;
+    int32_t capacity;
+    int32_t count = 0, looked = 0;  // candidates, and how many of them have been looked at
+    float floor = -INFINITY;        // the list's own: what isn't above it, and comes later, is none of the best
+    float lowest = INFINITY, highest = -INFINITY;  // of those a lane has looked at
+    float low = 0.0f, bins_per_score = 0.0f;       // of the token's bins; 0: those looked at are not in the bins
+
+    // Candidates that join before they are looked at.
+    static constexpr int kUnread = kStretches == 1 ? 384 : 128;
+
+    __device__ static bool is_above(float score, float floor) { return !(score <= floor); }  // NaN is
+
+    // Some of 64 scores join. `there` says which are. Returns whether the list wants to be looked at.
+    __device__ __forceinline__ bool join(const float (&score)[2], const bool (&there)[2], float least, uint32_t first) {
+      const bool joins[2] = {there[0] && is_above(score[0], least), there[1] && is_above(score[1], least)};
+      const uint32_t all[2] = {__ballot_sync(~0u, joins[0]), __ballot_sync(~0u, joins[1])};
+      if (joins[0])
+        candidates[count + __popc(all[0] & lanes_below())] = {__float_as_uint(score[0]), first + threadIdx.x % 32};
+      count += __popc(all[0]);
+      if (joins[1])
+        candidates[count + __popc(all[1] & lanes_below())] = {__float_as_uint(score[1]), first + 32 + threadIdx.x % 32};
+      count += __popc(all[1]);
+      return count - looked >= kUnread || count + 2 * 32 > capacity;
+    }
+
+    // Looks at what has joined: raises the floor, and makes room.
+    __device__ __forceinline__ void look(typename Shared::Token& token, int32_t topk) {
+      look_at(token, topk);
+      if (bins_per_score > 0.0f) read_bins(token, topk);
+      if (kStretches == 1) floor = fmaxf(floor, load(token.floor));
+      if (count + kUnread + 2 * 32 > capacity) {
+        shorten(load(token.floor));
+        if (count + 2 * kUnread + 2 * 32 > capacity) keep_best(topk);
+      }
+    }
+
+    __device__ static float load(const float& shared) { return *const_cast<const volatile float*>(&shared); }
+
+    __device__ int bin_of(float score) const {
+      const float bin = (score - low) * bins_per_score;
+      return bin >= kListBins - 1 ? kListBins - 1 : bin > 0.0f ? static_cast<int>(bin) : 0;
+    }
+
+    // Visits the candidates from `begin` on, in their order, lane by lane.
+    template <typename Visit>
+    __device__ __forceinline__ void each(int32_t begin, Visit visit) const {
+      constexpr int kAtOnce = 8;
+      const int lane = threadIdx.x % 32;
+      __syncwarp();
+#pragma unroll 1
+      for (; begin < count; begin += 32 * kAtOnce) {
+        Candidate some[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          if (begin + 32 * i + lane < count) some[i] = candidates[begin + 32 * i + lane];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          if (begin + 32 * i < count) visit(some[i], begin + 32 * i + lane < count);
+      }
+      __syncwarp();
+    }
+
+    __device__ void look_at(typename Shared::Token& token, int32_t topk) {
+      each(looked, [&](const Candidate& c, bool there) {
+        const float score = __uint_as_float(c.score);
+        if (!there) return;
+        lowest = fminf(lowest, score), highest = fmaxf(highest, score);
+        if (bins_per_score > 0.0f) atomicAdd(&token.bins[bin_of(score)], 1u);
+      });
+      looked = count;
+      if (bins_per_score > 0.0f) return;
+      if (count * kStretches >= topk + 128 && load(token.bins_per_score) == 0.0f) begin_bins(token);
+      bins_per_score = load(token.bins_per_score);
+      if (bins_per_score == 0.0f) return;
+      __threadfence_block();
+      low = load(token.low);
+      each(0, [&](const Candidate& c, bool there) {
+        if (there) atomicAdd(&token.bins[bin_of(__uint_as_float(c.score))], 1u);
+      });
+    }
+
+    // Chooses the token's bins.
+    __device__ void begin_bins(typename Shared::Token& token) const {
+      float least = lowest, most = highest;
+      for (int distance = 16; distance > 0; distance /= 2) {
+        least = fminf(least, __shfl_xor_sync(~0u, least, distance));
+        most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+      }
+      const float per_score = (kListBins - 1) / (most - least);
+      if (threadIdx.x % 32 == 0 && per_score > 0.0f && per_score < INFINITY && atomicExch(&token.begun, 1) == 0) {
+        token.low = least;
+        __threadfence_block();
+        *const_cast<volatile float*>(&token.bins_per_score) = per_score;
+      }
+      __syncwarp();
+    }
+
+    // The floor becomes a score that topk candidates exceed.
+    __device__ void read_bins(typename Shared::Token& token, int32_t topk) const {
+      constexpr int kOwn = kListBins / 32;
+      const int lane = threadIdx.x % 32, lowest_bin = kListBins - (lane + 1) * kOwn;
+      const volatile uint32_t* bins = token.bins;
+      uint32_t own = 0;
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) own += bins[lowest_bin + (i + lane) % kOwn];
+      uint32_t sum = own;
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const uint32_t other = __shfl_up_sync(~0u, sum, distance);
+        if (lane >= distance) sum += other;
+      }
+      const uint32_t enough = __ballot_sync(~0u, sum >= static_cast<uint32_t>(topk));
+      if (!enough) return;
+      const int owner = __ffs(enough) - 1;
+      // Of the owner's bins, the one: lanes take one each, the first the uppermost. Others may have added to a bin
+      // since; none has fewer.
+      const uint32_t above = __shfl_sync(~0u, sum - own, owner);
+      const int uppermost = kListBins - 1 - owner * kOwn;
+      uint32_t upto = lane < kOwn ? bins[uppermost - lane] : 0;
+#pragma unroll
+      for (int distance = 1; distance < kOwn; distance *= 2) {
+        const uint32_t other = __shfl_up_sync(~0u, upto, distance);
+        if (lane >= distance) upto += other;
+      }
+      const uint32_t reached = __ballot_sync(~0u, above + upto >= static_cast<uint32_t>(topk));
+      const int bin = uppermost - min(__ffs(reached) - 1, kOwn - 1);
+      if (bin == 0) return;
+      float below = low + bin / bins_per_score;
+      // less what rounding takes
+      for (float step = (fabsf(below) + fabsf(low) + 1.0f / bins_per_score) * 0x1p-22f; bin_of(below) >= bin; step *= 2)
+        below -= step;
+      if (lane == 0 && below > load(token.floor)) *const_cast<volatile float*>(&token.floor) = below;
+      __syncwarp();
+    }
+
+    // Drops what isn't above the floor.
+    __device__ void shorten(float floor) {
+      int32_t kept = 0;
+      each(0, [&](const Candidate& c, bool there) {
+        const bool keep = there && is_above(__uint_as_float(c.score), floor);
+        const uint32_t all = __ballot_sync(~0u, keep);
+        if (keep) candidates[kept + __popc(all & lanes_below())] = c;
+        kept += __popc(all);
+      });
+      count = looked = kept;
+      __syncwarp();
+    }
+
+    // Leaves the topk best, where many scores are equal or the bins are of no use: they are found bit by bit.
+    __device__ void keep_best(int32_t topk) {
+      uint32_t worst = 0;  // of the best, as an ordered score
+#pragma unroll 1
+      for (int bit = 31; bit >= 0; --bit) {
+        const uint32_t tried = worst | 1u << bit;
+        int32_t reach = 0;
+        each(0, [&](const Candidate& c, bool there) {
+          reach += __popc(__ballot_sync(~0u, there && ordered(__uint_as_float(c.score)) >= tried));
+        });
+        if (reach >= topk) worst = tried;
+      }
+      int32_t above = 0, kept = 0, equal = 0;
+      each(0, [&](const Candidate& c, bool there) {
+        above += __popc(__ballot_sync(~0u, there && ordered(__uint_as_float(c.score)) > worst));
+      });
+      const int32_t wanted = topk - above;
+      each(0, [&](const Candidate& c, bool there) {
+        const uint32_t score = there ? ordered(__uint_as_float(c.score)) : 0;
+        const uint32_t equals = __ballot_sync(~0u, there && score == worst);
+        const bool is_equal = there && score == worst && equal + __popc(equals & lanes_below()) < wanted;
+        const bool keep = (there && score > worst) || is_equal;
+        const uint32_t all = __ballot_sync(~0u, keep);
+        if (keep) candidates[kept + __popc(all & lanes_below())] = c;
+        kept += __popc(all), equal += __popc(equals);
+      });
+      count = looked = kept;
+      // The list's later ones come after all of these.
+      const float least = score_of(worst);
+      floor = least == least ? fmaxf(floor, least) : INFINITY;
+      __syncwarp();
+    }
+
+    __device__ ListEnd end(typename Shared::Token& token, int32_t topk) {
+      look_at(token, topk);
+      return {count, __reduce_min_sync(~0u, ordered(lowest)), __reduce_max_sync(~0u, ordered(highest)),
+              ordered(load(token.floor))};
+    }
+  };
+
+  __device__ void filter(Share share) const {
+    const int warp = warp_of_cta() - kMathThreads / 32, lane = threadIdx.x % 32;
+    const int own = warp / kStretches, stretch = warp % kStretches;
+    typename Shared::Token& token = s.tokens[own];
+    uint32_t step = 0;
+    int64_t list_index = 0;
+    ListEnd end;
+    walk<kTokens>(
+        p, share,
+        [&](int32_t group, const Group<kTokens>&) {
+          list_index = (int64_t{group} + blockIdx.x) * kLists + warp;
+          end = {0, ~0u, 0, kMinusInfinity};
+          sync_lists();  // all are finished with the group before
+          for (int i = lane; stretch == 0 && i < kListBins; i += 32) token.bins[i] = 0;
+          if (lane == 0) token.bins_per_score = 0.0f, token.floor = -INFINITY, token.begun = 0;
+          sync_lists();
+        },
+        [&](const Group<kTokens>& group, int first, int last, uint32_t, uint32_t from, uint32_t to) {
+          uint32_t length = 0;
+#pragma unroll
+          for (int i = 0; i < kTokens; ++i)
+            if (i == own && first <= i && i <= last) length = group.scored[i];
+          List list{p.lists.candidates + list_index * p.lists.capacity, p.lists.capacity};
+          const uint32_t tiles = to - from;
+#pragma unroll 1
+          for (uint32_t turn = stretch; turn < tiles; turn += kStretches) {
+            const uint32_t at = step + turn, ring = at % kRing;
+            wait(s.scored[ring], at / kRing & 1);
+            const float score[2] = {s.scores[ring][own][lane], s.scores[ring][own][lane + 32]};
+            const uint2 valid = s.valid[at % Shared::kFlags];
+            const uint32_t first_key = (from + tile_at(turn, tiles)) * kTileKeys, key = first_key + lane;
+            const bool there[2] = {((key < length) & (valid.x >> lane)) != 0,
+                                   ((key + 32 < length) & (valid.y >> lane)) != 0};
+            arrive_as_warp(s.taken[ring]);
+            const float least = kStretches == 1 ? list.floor : fmaxf(list.floor, List::load(token.floor));
+            if (list.join(score, there, least, first_key)) list.look(token, p.topk);
+          }
+          step += tiles;
+          if (length > 0) end = list.end(token, p.topk);
+        },
+        [&](int32_t group, bool has_first, bool has_last) {
+          if (lane != 0) return;
+          p.lists.ends[list_index] = end;
+          if (warp == 0 && has_first) p.lists.first_cta[group] = blockIdx.x;
+          if (warp == 0 && has_last) p.lists.last_cta[group] = blockIdx.x;
+        });
+  }
+
+  __device__ void copy(Share share) const {
+    Copier copier{*this};
+    walk<kTokens>(
+        p, share, [](int32_t, const Group<kTokens>&) {},
+        [&](const Group<kTokens>& group, int first, int, uint32_t longest, uint32_t from, uint32_t to) {
+          int32_t request = group.request[0];
+#pragma unroll
+          for (int i = 1; i < kTokens; ++i)
+            if (i == first) request = group.request[i];
+          copier.begin(request, longest, from, to);
+          copier.ask();
+        },
+        [](int32_t, bool, bool) {});
+    wait_for_copies<0>();
+  }
+
+  __device__ static void sync_lists() { sync_named<32 * kLists>(kListBarrier); }
+
+  __device__ void run() const {
+    init();
+    pdl_launch_dependents();
+    pdl_wait();
+    const Share share = find_share<kFilterThreads, kTokens>(p, s.share);  // has barriers
+    const int warp = warp_of_cta();
+    if (warp < kMathThreads / 32) {
+      multiply(share);
+    } else if (warp < kMathThreads / 32 + kLists) {
+      filter(share);
+    } else {
+      copy(share);
+    }
+  }
+};
+
+template <int kHeads, int kTokens>
+__global__ void __launch_bounds__(kFilterThreads, kCtasPerProcessor) filter_kernel(const __grid_constant__ Problem p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t filter_memory[];
+  Filter<kHeads, kTokens>{p, *reinterpret_cast<FilterShared<kHeads, kTokens>*>(filter_memory)}.run();
+#endif
+}
+
+}  // namespace mla::cuda::index::sm90
