@@ -95,6 +95,7 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -
     return {
         "useful_flops": 2 * int(batch.visible().sum()) * case.heads * (576 + 512),
         "bytes": batch.cached * fmt.token_bytes + batch.tokens * case.heads * (2 * (576 + 512) + 4),
+        "launch": str(plan.launch),
         **timing.measure(ours, peers, rounds),
     }
 

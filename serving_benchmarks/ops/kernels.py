@@ -283,6 +283,7 @@ def time_problems(
     return {
         "useful_flops": 2 * listed * heads * (width + 512),
         "bytes": listed * (row_bytes + 4) + tokens * heads * (2 * (width + 512) + 4),
+        "launch": str(plan.launch),
         **timing.measure(ours, theirs, rounds, before=before),
     }
 

@@ -90,7 +90,8 @@ def kernel_line(entry: Entry) -> str:
     others = {name: of["median"] for name, of in entry["seconds"].items() if name != "ours"}
     parts += [f"{peer_title(name)} {microseconds(seconds)}" for name, seconds in others.items()]
     parts += [f"{peer_title(best)} over ours {entry['speed_up']:.2f}"] if best else []
-    return ", ".join([*parts, *([f"between GEMMs {_time_and_ratio(entry['in_situ'])}"] if "in_situ" in entry else [])])
+    parts += [f"between GEMMs {_time_and_ratio(entry['in_situ'])}"] if "in_situ" in entry else []
+    return ", ".join([*parts, *([entry["launch"]] if "launch" in entry else [])])
 
 
 def kernels(report: Report) -> str:

@@ -213,7 +213,7 @@ def test_ours_and_peers_are_checked_before_they_are_timed(on_a_cpu, tmp_path, mo
     monkeypatch.setattr(kernels, "peers_for", lambda *_: peers)
     for result in measured(tmp_path / "out", *"kernels --batches 2q1s100_q2s70 --heads 3 --topk 90".split()):
         assert {*result["seconds"]} == {"ours", "plan", "peer_0"} and result["best_peer"] == "peer_0"
-        assert {*result["in_situ"]["seconds"]} == {"ours", "peer_0"}
+        assert {*result["in_situ"]["seconds"]} == {"ours", "peer_0"} and "kernel='cpu'" in result["launch"]
         assert "wrong result" in result["failed"]["peer_1"] and {*result["accuracy"]} == {"ours", "peer_0"}
         assert result["useful_flops"] == 2 * (90 + 90 + 69 + 70) * 3 * (576 + 512)
 
