@@ -12,6 +12,7 @@ import ctypes
 import json
 import math
 import random
+import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ from serving_benchmarks.ops import batches, kernels, timing
 from serving_benchmarks.ops.peer_kernels import Problem
 
 CONSTANTS = Path(__file__).parents[2] / "csrc/include/mla/schedule/constants.h"
+TABLE = re.compile(r"(?<=kGpuCosts\[\] = {\n).*?(?=};\n)", re.DOTALL)
+"""Its table, an entry for each GPU."""
 TOKENS = (*range(1, 9), 10, 12, 14, 16, 17, 20, 24, 28, 32, 33, 36, 40, 44, 48, 51, 56, 60, 64, 66, 67, 70, 80, 96, 112)
 TOKENS += (128, 132, 133, 140, 148, 160, 192, 200, 224, 256, 264, 300, 352, 400, 448, 512, 1024)
 SLOTS, HEADS = (128, 256, 384, 512, 640, 1024, 1152, 2048, 4096, 8192, 32768), (8, 16, 24, 32, 48, 64, 96, 128)
@@ -40,7 +43,6 @@ FORMATS = {"fp8_ds_mla": 4, "bf16": 2, "fp8_model1": 1, "fp8_tensor_576": 1}
 """How often a format is drawn."""
 WORTH_TIMING, WORTH_KEEPING = 1.6, 1.25
 """Launches whose time, by the model or measured, is at most so many times that of the best."""
-GPU_FIELDS = ("multiprocessors", "hopper", "clusters", "clock_ghz", "memory_tbs")
 MOST_CANDIDATES = 128
 
 
@@ -51,23 +53,11 @@ class Size(NamedTuple):
     tokens: int
 
 
-class _Gpu(ctypes.Structure):
-    """struct Gpu of csrc/include/mla/schedule/launch.h."""
-
-    _fields_ = (
-        ("multiprocessors", ctypes.c_int32),
-        ("hopper", ctypes.c_int32),
-        ("clusters", ctypes.c_int32 * 17),
-        ("clock_ghz", ctypes.c_double),
-        ("memory_tbs", ctypes.c_double),
-    )
-
-
 class Model:
-    """The cost model of csrc/include/mla/schedule/cost.h on one GPU."""
+    """The cost model of csrc/include/mla/schedule/cost.h on one GPU, as `library.describe_gpu` says it."""
 
     def __init__(self, gpu: dict[str, Any]) -> None:
-        self.gpu = _Gpu(*(tuple(gpu[name]) if name == "clusters" else gpu[name] for name in GPU_FIELDS))
+        self.gpu = library.Gpu(**{**gpu, "clusters": tuple(gpu["clusters"])})
         self._launches = (ctypes.c_int32 * library.LAUNCH_NUMBERS * MOST_CANDIDATES)()
         self._times = (ctypes.c_double * MOST_CANDIDATES)()
 
@@ -83,9 +73,9 @@ class Model:
         count = library.weigh(ctypes.byref(self.gpu), given, *numbers, MOST_CANDIDATES, self._launches, self._times)
         return np.array(self._times[:count])
 
-    def launches(self) -> list[Launch]:
-        """The candidates that were weighed last."""
-        return [Launch(KERNELS[kernel], *numbers) for kernel, *numbers in self._launches]
+    def launches(self, size: Size) -> list[Launch]:
+        """The candidates, in the order of their times."""
+        return [Launch(KERNELS[kernel], *more) for kernel, *more in self._launches[: len(self.weigh(size))]]
 
 
 def random_sizes(seed: int = 0) -> Iterator[Size]:
@@ -157,13 +147,9 @@ def measure(options: argparse.Namespace) -> int:
         if size in seen:
             continue
         seen.add(size)
-        modelled = model.weigh(size)
-        chosen = {}
-        for launch, estimate in zip(model.launches(), modelled, strict=False):
-            if estimate <= WORTH_TIMING * modelled.min():
-                chosen[launch] = estimate
-        measured = timer.time(size, list(chosen), options.rounds)
-        found = sorted(zip(measured, chosen, strict=True))
+        candidates, us = model.launches(size), model.weigh(size)
+        chosen = [launch for launch, one in zip(candidates, us, strict=True) if one <= WORTH_TIMING * us.min()]
+        found = sorted(zip(timer.time(size, chosen, options.rounds), chosen, strict=True))
         lines += [(*size, *launch, f"{us:.2f}") for us, launch in found if us <= WORTH_KEEPING * found[0][0]]
         print(f"{len(seen)}: {size}: {found[0][1]} {found[0][0]:.1f} us, of {len(found)}", flush=True)
     with options.output.open("w", newline="") as file:
@@ -180,16 +166,13 @@ class Timings:
         self.name, self.gpu = lines[0][2:], json.loads(lines[1][2:])
         self.model = Model(self.gpu)
         taken: dict[Size, dict[Launch, float]] = {}
-        for row in csv.DictReader(lines[2:]):
-            size = Size(row["format"], *(int(row[name]) for name in Size._fields[1:]))
-            launch = Launch(row["kernel"], *(int(row[name]) for name in Launch._fields[1:]))
-            taken.setdefault(size, {})[launch] = float(row["us"])
+        for fmt, heads, slots, tokens, kernel, *numbers, us in csv.reader(lines[3:]):
+            size = Size(fmt, int(heads), int(slots), int(tokens))
+            taken.setdefault(size, {})[Launch(kernel, *map(int, numbers))] = float(us)
         self.measured: dict[Size, np.ndarray] = {}
         """NaN: a candidate that was not timed, or that was much slower than the best."""
         for size, by_launch in taken.items():
-            self.model.weigh(size)
-            count = len(self.model.weigh(size))
-            us = np.array([by_launch.get(launch, math.nan) for launch in self.model.launches()[:count]])
+            us = np.array([by_launch.get(launch, math.nan) for launch in self.model.launches(size)])
             if not np.isnan(us).all():
                 self.measured[size] = us
 
@@ -232,12 +215,6 @@ def fit(timings: Timings, start: np.ndarray, passes: int) -> np.ndarray:
     return best
 
 
-def split_constants(text: str) -> tuple[str, str]:
-    """constants.h before the table, and from its end on."""
-    head, mark, rest = text.partition("constexpr GpuCosts kGpuCosts[] = {\n")
-    return head + mark, rest[rest.index("};\n") :]
-
-
 def as_entry(timings: Timings, constants: np.ndarray) -> str:
     """The GPU's entry in the table."""
     of_gpu, *of_kernels = np.split(constants, [3, 15, 27, 39])
@@ -246,20 +223,10 @@ def as_entry(timings: Timings, constants: np.ndarray) -> str:
     return "    " + ",\n     ".join([lines[0].rstrip(","), *(f"{{{kernel}}}" for kernel in numbers[1:])]) + "},\n"
 
 
-def current_constants(name: str) -> np.ndarray:
-    """What constants.h has for a GPU, or for the first one there."""
-    table = split_constants_table(CONSTANTS.read_text())
-    return table.get(name, next(iter(table.values())))
-
-
-def split_constants_table(text: str) -> dict[str, np.ndarray]:
-    body = text.partition("kGpuCosts[] = {\n")[2].partition("};\n")[0]
-    found = {}
-    for entry in body.split('{"')[1:]:
-        name, numbers = entry.split('"', 1)
-        values = [float(n) for n in numbers.replace("{", " ").replace("}", " ").replace(",", " ").split()]
-        found[name] = np.array(values[2:])
-    return found
+def constants_in(text: str) -> dict[str, np.ndarray]:
+    """Of each GPU in the table of constants.h."""
+    entries = re.findall(r'{"(.*?)",(.*?}})', TABLE.search(text)[0], re.DOTALL)
+    return {name: np.array(re.findall(r"[-+.\de]+", numbers)[2:], float) for name, numbers in entries}
 
 
 def summary(regrets: dict[Size, float]) -> str:
@@ -275,12 +242,12 @@ def fit_files(options: argparse.Namespace) -> int:
     entries = []
     for path in options.files:
         timings = Timings(path)
-        fitted = fit(timings, current_constants(timings.name), options.passes)
+        known = constants_in(CONSTANTS.read_text())
+        fitted = fit(timings, known.get(timings.name, next(iter(known.values()))), options.passes)
         print(f"{timings.name}: {summary(timings.regrets(fitted))}")
         entries.append(as_entry(timings, fitted))
     if options.write:
-        before, after = split_constants(CONSTANTS.read_text())
-        CONSTANTS.write_text(before + "".join(entries) + after)
+        CONSTANTS.write_text(TABLE.sub(lambda _: "".join(entries), CONSTANTS.read_text()))
         print(f"{CONSTANTS} is written; build the library again")
     return 0
 
@@ -289,9 +256,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="timings to fit the constants to")
     parser.add_argument("--write", action="store_true", help="write the fitted constants")
     parser.add_argument("--passes", type=opt.count, default=3, metavar="N", help="of the fit; default: %(default)s")
-    parser.add_argument(
-        "--sizes", type=opt.count, default=600, metavar="N", help="that are timed; default: %(default)s"
-    )
+    told = "that are timed; default: %(default)s"
+    parser.add_argument("--sizes", type=opt.count, default=600, metavar="N", help=told)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of sizes; default: %(default)s")
     told = "time no further size after so many seconds; default: all are timed"
     parser.add_argument("--limit-s", type=opt.positive, default=math.inf, metavar="S", help=told)
