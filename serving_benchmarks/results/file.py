@@ -93,9 +93,13 @@ _NUMBERS = re.compile(r'(?<=\[)\n[^][{}"]*(?=\])')
 
 def page(headings: Sequence[str], rows: Sequence[Sequence[str]], note: str | None = None) -> str:
     """A table in Markdown, and a line below it."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    rows = [[one_line(cell.replace("|", "\\|")) for cell in row] for row in rows]
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings), *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join(lines if note is None else [*lines, "", note])
+    return "\n".join(lines if note is None else [*lines, "", one_line(note)])
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def show(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int, width: int = 110) -> None:
