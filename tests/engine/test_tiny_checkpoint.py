@@ -14,6 +14,7 @@ import transformers
 import engine_models
 from examples.recall import files
 from examples.recall.accuracy import WAYS, answers, is_right
+from examples.recall.dialogues import IGNORED, dialogue
 from mla_backend.engine import ExactAttention, Model, load_model
 from serving_benchmarks.models import recall as task
 from serving_benchmarks.models.recall import CHECKPOINT, held_out
@@ -83,8 +84,8 @@ def test_what_is_asked_was_held_out_of_training():
     chance = random.Random(0)
     trained: set[tuple[str, str]] = set()
     for _ in range(300):
-        ids, labels = task.dialogue(chance, 512)
-        assert len(ids) == len(labels) == 512 and any(label != task.IGNORED for label in labels)
+        ids, labels = dialogue(chance, 512)
+        assert len(ids) == len(labels) == 512 and any(label != IGNORED for label in labels)
         text = " ".join(task.VOCABULARY[i] for i in ids).replace(" ##", "")
         trained.update(re.findall(r"(\w+) (?:lives in|likes) (\w+) \.", text))
         trained.update(re.findall(r"code of (\w+) is (\d+) \.", text))
