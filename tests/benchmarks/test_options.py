@@ -7,7 +7,6 @@ import pytest
 
 from serving_benchmarks import options as opt
 from serving_benchmarks.__main__ import COMMANDS, main
-from serving_benchmarks.results.compare import limit_type
 from serving_benchmarks.results.file import replace
 
 
@@ -53,7 +52,7 @@ REFUSED = [(opt.count, "0"), (opt.count, "1.5"), (opt.rounds, "1"), (opt.whole(1
 REFUSED += [(opt.positive, "-1"), (opt.positive, "0"), (opt.positive, "inf"), (opt.listed(opt.count), "1,,2")]
 REFUSED += [(opt.listed(opt.count), ""), (opt.listed(opt.one_of(["a"])), "a,b"), (opt.json_object, "[]")]
 REFUSED += [(opt.json_object, "{"), (opt.new_file, "/proc/nope/x.json"), (opt.new_folder, __file__), (opt.share, "1.5")]
-REFUSED += [(limit_type, text) for text in ("0.05", "-5%", "five", "nan", "")] + [(opt.pattern, "(")]
+REFUSED += [(opt.percentage, text) for text in ("0.05", "-5%", "five", "nan", "")] + [(opt.pattern, "(")]
 
 
 @pytest.mark.parametrize(("read", "text"), REFUSED)
