@@ -320,13 +320,13 @@ def add_ends(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 def add_cases(parser: argparse.ArgumentParser, kind: str, cases: Sequence[Any]) -> None:
     """The option --cases, for commands with cases of their own."""
-    told = f"only cases in whose names it finds a match; one is {tables.NAMES[kind](cases[0].as_dict())}"
+    told = f"only cases in whose names it finds a match; one is {tables.NAMES[kind]({'case': cases[0].as_dict()})}"
     parser.add_argument("--cases", type=opt.pattern, default="", metavar="REGEX", help=told)
 
 
 def asked_for(options: argparse.Namespace, kind: str, cases: Sequence[Any]) -> list[Any]:
     """The cases that --cases names. Raises Refused."""
-    named = {tables.NAMES[kind](case.as_dict()): case for case in cases}
+    named = {tables.NAMES[kind]({"case": case.as_dict()}): case for case in cases}
     found = [case for name, case in named.items() if options.cases.search(name)]
     if not found:
         raise opt.Refused(f"--cases: no case has a match; there are {'; '.join(named)}")
@@ -388,7 +388,7 @@ def measure_cases(
             say(f"--limit-s {options.limit_s:g} is over: {len(cases) - number + 1} cases were not measured")
             break
         entry = {"case": case.as_dict()}
-        name = tables.NAMES[kind](entry["case"])
+        name = tables.NAMES[kind](entry)
         try:
             entry |= measure(case, loaded=loaded, rounds=options.rounds)
             print(f"{number} of {len(cases)}: {name}: {tables.kernel_line(entry)}", flush=True)

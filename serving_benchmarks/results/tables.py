@@ -4,7 +4,7 @@ Each takes the contents of result files, `*reports`. Entries that failed are lef
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from serving_benchmarks.results import file, kernel_times, runs
@@ -52,9 +52,15 @@ def kernel_name(case: dict[str, Any]) -> str:
     return f"{name}{case['batch']}, h {case['heads']}, topk {lists(case)}, {case['format']}"
 
 
-NAMES = {"kernels": kernel_name, "rows": kernel_name, "dense": "{batch} h{heads} {format}".format_map}
-NAMES["backward"] = "h{heads} {rows} {lists}".format_map
-"""What cases are called, by kind."""
+NAMES: dict[str, Callable[[Entry], str]] = {
+    **dict.fromkeys(("kernels", "rows"), lambda entry: kernel_name(entry["case"])),
+    "dense": "{case[batch]} h{case[heads]} {case[format]}".format_map,
+    "backward": "h{case[heads]} {case[rows]} {case[lists]}".format_map,
+    "index": "{op}, {case[batch]}, {case[heads]} heads, {format}".format_map,
+    **dict.fromkeys(("throughput", "serve"), runs.name_of),
+    "checkpoint": "{way}".format_map,
+}
+"""What entries are called, by kind."""
 
 
 def lists(case: dict[str, Any]) -> str:
