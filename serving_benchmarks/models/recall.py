@@ -7,6 +7,7 @@ of the two: it never occurs in training, and prompts that measure accuracy ask f
 that is right was read and not remembered.
 """
 
+import json
 import random
 import zlib
 from dataclasses import dataclass, field
@@ -21,34 +22,8 @@ UNKNOWN = "<｜unknown｜>"
 SPECIAL = (BOS, EOS, UNKNOWN, USER, ASSISTANT, "<think>", END_OF_THOUGHT)
 """Those of DeepSeek-V3.2, whose chat format this is: vLLM has it built in, and takes no notice of a template."""
 
-NAMES = """
-Aaron Abel Ada Agnes Aisha Alan Albert Alice Amir Amy Ana Andre Anna Anton Arjun Astrid Bella Ben Bianca Boris Bruno
-Carla Carlos Carol Cecil Chen Chloe Clara Colin Cora Dan Daria David Deniz Diana Diego Dora Edgar Edith Elena Eli
-Elsa Emil Emma Erik Esther Eva Farah Felix Fiona Frank Frida Gabriel Gemma George Gina Goran Grace Greta Gustav Hana
-Hanna Hans Harry Hassan Helen Henry Hugo Ian Ida Igor Ines Ingrid Irene Isaac Ivan Jack Jade Jakob James Jana Jane
-Jin Joan John Jonas Jorge Josef Julia Kai Karim Karl Kate Kim Klara Kofi Kurt Lara Lars Laura Lea Leila Leo Lily Lin
-Linda Liu Lola Louis Lucas Lucy Luis Luna Maja Marco Maria Mark Marta Martin Mary Max Maya Mia Milan Mina Miro Mona
-Nadia Nina Noah Nora Olga Oliver Omar Oscar Otto Paolo Paul Pedro Peter Petra Pia Priya Rania Ravi Rita Robert Rosa
-Ruth Sam Sara Sofia Stefan Susan Tara Theo Tom Vera Victor Wei Yara Yusuf Zoe
-""".split()
-CITIES = """
-Accra Amman Ankara Athens Baku Bangkok Basel Beirut Belfast Berlin Bern Bilbao Bogota Bonn Boston Bremen Brussels
-Bucharest Budapest Cairo Caracas Chicago Cologne Dakar Dallas Damascus Delhi Denver Dhaka Doha Dresden Dubai Dublin
-Florence Geneva Genoa Glasgow Graz Hamburg Hanoi Havana Helsinki Houston Istanbul Jakarta Kabul Kampala Karachi Kyiv
-Kyoto Lagos Lahore Leeds Leipzig Lima Lisbon London Luanda Lusaka Lyon Madrid Malaga Manila Marseille Medellin
-Melbourne Miami Milano Minsk Montreal Moscow Mumbai Munich Nairobi Naples Nice Osaka Oslo Ottawa Paris Perth Porto
-Prague Quito Riga Rome Rotterdam Salzburg Santiago Seoul Seville Shanghai Sofiya Stockholm Sydney Taipei Tallinn
-Tehran Tirana Tokyo Toronto Tunis Turin Utrecht Valencia Venice Vienna Vilnius Warsaw Zagreb Zurich
-""".split()
-COLOURS = "amber black blue brown cream green grey indigo orange pink purple red silver turquoise white yellow".split()
-FILLERS = (
-    "The train was late .",
-    "It rained all day .",
-    "Nobody knows why .",
-    "The market opens at noon .",
-    "A door was left open .",
-    "The river is cold in winter .",
-)
+_WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("recall.json").read_text())
+NAMES, CITIES, COLOURS, FILLERS = (_WORDS[kind] for kind in ("names", "cities", "colours", "fillers"))
 FILLER_SHARE = 0.05
 PUNCTUATION = ". , ? ! : ; ' \" ( ) -".split()
 DIGITS = [str(digit) for digit in range(10)]
@@ -71,12 +46,7 @@ class Kind:
 
 LIVES = "NAME lives in VALUE ."
 KINDS = (
-    Kind(
-        "code",
-        "The code of NAME is VALUE .",
-        "What is the code of NAME ?",
-        tuple(f"{number:04d}" for number in range(10000)),
-    ),
+    Kind("code", "The code of NAME is VALUE .", "What is the code of NAME ?", tuple(f"{n:04d}" for n in range(10000))),
     Kind("city", LIVES, "Where does NAME live ?", tuple(CITIES), unique=True),
     Kind("person", LIVES, "Who lives in VALUE ?", tuple(CITIES), answers_name=True, unique=True),
     Kind("colour", "NAME likes VALUE .", "What colour does NAME like ?", tuple(COLOURS)),
@@ -86,7 +56,7 @@ STATEMENTS = {kind.statement: kind for kind in KINDS}
 
 
 def _vocabulary() -> list[str]:
-    texts = [text for kind in KINDS for text in (kind.statement, kind.question)] + list(FILLERS)
+    texts = [text for kind in KINDS for text in (kind.statement, kind.question)] + FILLERS
     words = sorted({word for text in texts for word in text.split()} - {"NAME", "VALUE"} - set(PUNCTUATION))
     pieces = [f"##{piece}" for piece in DIGITS + LETTERS]
     tokens = [*SPECIAL, *PUNCTUATION, *DIGITS, *LETTERS, *pieces, *words, *NAMES, *CITIES, *COLOURS]
