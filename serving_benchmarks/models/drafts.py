@@ -19,12 +19,10 @@ from serving_benchmarks.models.recall import prompts
 
 CONTEXTS, TOKENS, QUESTIONS = 8, 500, 12
 """What is fitted to: some 8000 tokens."""
-FIRST_SEED = 1000
-"""Of those contexts; questions for tests have smaller seeds."""
+FIRST_SEED = 1000  # of those contexts; questions for tests have smaller seeds
 RIDGE = 1e-3
 """Added to the diagonal of the products of features, about 1, so that rare features don't get large weights."""
-BLOCK_SHARE = 0.1
-"""Of the block's output: it was not trained for this input."""
+BLOCK_SHARE = 0.1  # of the block's output: it was not trained for this input
 
 
 def add_mtp_layer(source: Path, folder: Path) -> None:

@@ -38,10 +38,8 @@ class Kind:
     statement: str
     question: str
     values: tuple[str, ...]
-    answers_name: bool = False
-    """The question gives the value and asks for the name."""
-    unique: bool = False
-    """No two facts of a context have the same value."""
+    answers_name: bool = False  # the question gives the value and asks for the name
+    unique: bool = False  # no two facts of a context have the same value
 
 
 LIVES = "NAME lives in VALUE ."

@@ -26,10 +26,8 @@ from serving_benchmarks.ops.batches import Batch, positions
 HEADS, ROWS, LISTS = (8, 16, 32, 64, 128), (8192, 131072), ("random", "overlapping")
 OVERLAP = 0.9
 WIDTH, SCALE = 576, 576**-0.5
-SIMILARITY = 1e-5
-"""Largest error 1 - 2xy / (x^2 + y^2) of a gradient. docs/training.md promises it."""
-CHUNK = 64
-"""Queries that the reference computes at once: their rows in float64 take 600 MB."""
+SIMILARITY = 1e-5  # largest error 1 - 2xy / (x^2 + y^2) of a gradient. docs/training.md promises it.
+CHUNK = 64  # queries that the reference computes at once: their rows in float64 take 600 MB
 PARTS = {"order": "backward_order", "delta": "sparse_delta", "main": "sparse_backward", "sum": "backward_sum"}
 """Our ops."""
 CUDNN = "cudnn.deepseek_sparse_attention.sparse_attention_backward.api"

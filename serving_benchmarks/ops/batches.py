@@ -13,8 +13,7 @@ from torch import Tensor
 
 BLOCK, SETS = 64, 4
 """Slots of a cache's block, and sets of inputs that calls rotate."""
-SMALLEST_CACHE = 2**20
-"""Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
+SMALLEST_CACHE = 2**20  # tokens. Input sets are spread over the whole cache, as requests are in a server's.
 MOST_HEADS = 256
 MOST_REQUESTS = 2**20
 _CHUNK = 2**27  # scores that are drawn at once

@@ -37,16 +37,14 @@ from serving_benchmarks.results import tables
 DEVICE = "cuda"
 FORMATS = ("fp8_ds_mla", "bf16")
 SCALE = 576**-0.5
-MAGNITUDE = 0.1
-"""Standard deviation of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
+MAGNITUDE = 0.1  # standard deviation of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1.
 MOST_DECODE_QUERIES = 16  # requests with more query tokens are prefill
 SCALES = {"fp8_tensor_576": peer_kernels.FP8_TENSOR_SCALE}
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
 ROUNDED_LSE = 2.0**-9
 """Added to LSE_ABSOLUTE for rows of 656 bytes, whose scores Hopper's kernels round. It matters for short lists: the lse
 of one row is its score, which may be near 0."""
-COSINE = 5e-6
-"""Largest cosine distance of a token. docs/contract.md promises it and the bounds above."""
+COSINE = 5e-6  # largest cosine distance of a token. docs/contract.md promises it and the bounds above.
 PEERS_ALLOWED, FP8_PEERS_ALLOWED = 10, 1000
 """The bounds of a peer, and of one that rounds to e4m3, are so many times ours. Peers promise no such accuracy."""
 MATH_FLOPS = 780e12

@@ -34,8 +34,7 @@ class Problem:
     indices: Tensor
     counts: Tensor
     scale: float
-    queries: int | None
-    """Query tokens of each request, where all have equally many."""
+    queries: int | None  # query tokens of each request, where all have equally many
     more: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `sparse_attention`: sinks, a second cache and its lists, formats, a scale."""
 
@@ -57,8 +56,7 @@ class Prepared:
 
     call: Callable[[], object]
     out: Tensor
-    pad: Callable[[], object] | None = None
-    """What a layer does before each call: it pads heads."""
+    pad: Callable[[], object] | None = None  # what a layer does before each call: it pads heads
 
     def layer(self) -> None:
         """The call as a layer of a model makes it."""
@@ -69,10 +67,8 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Peer:
-    library: str
-    """What `load` has to find."""
-    cache: str
-    """Format of the cache that it reads. BF16 peers read a BF16 copy of an FP8 cache."""
+    library: str  # what `load` has to find
+    cache: str  # format of the cache that it reads. BF16 peers read a BF16 copy of an FP8 cache.
     prepare: Callable[[Problem, Tensor], Prepared]
     takes: Callable[[Problem, bool], bool] = lambda problem, decode: True
     """Whether vLLM would call it for a problem. The flag says whether that is decode."""

@@ -17,11 +17,9 @@ from pathlib import Path
 from serving_benchmarks import options as opt
 from serving_benchmarks.results.file import replace
 
-VERSIONS = ("0.23.0", "0.33.0")
-"""The newest built for torch 2.11, and the newest."""
+VERSIONS = ("0.23.0", "0.33.0")  # the newest built for torch 2.11, and the newest
 LIBRARIES = {"flashmla": "_flashmla_C.abi3.so", "flashmla_fp8": "_flashmla_extension_C.abi3.so"}
-LIBRARIES |= {"fa3": "vllm_flash_attn/_vllm_fa3_C.abi3.so"}
-"""Path of each peer's library in the package vllm."""
+LIBRARIES |= {"fa3": "vllm_flash_attn/_vllm_fa3_C.abi3.so"}  # path of each peer's library in the package vllm
 
 
 class PeerError(Exception):

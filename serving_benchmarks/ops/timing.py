@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GRAPH_SECONDS = 4e-4
-"""How long a graph should take at least, so that the few microseconds of its launch don't count."""
+GRAPH_SECONDS = 4e-4  # how long a graph should take at least, so that the few microseconds of its launch don't count
 MOST_PASSES = 64
 SITU_SECONDS = 2e-3
 """The same of a graph with other work before each call: what a call takes is the difference of two graphs."""
@@ -60,8 +59,7 @@ class Burst:
     """Calls on a GPU that are timed together. It keeps them, and with them the memory that a graph reads and writes."""
 
     calls: Sequence[Call]
-    graph: torch.cuda.CUDAGraph | None = None
-    """What they were captured in. Without one they are called."""
+    graph: torch.cuda.CUDAGraph | None = None  # what they were captured in. Without one they are called.
 
     def run(self) -> None:
         if self.graph is not None:
@@ -120,8 +118,7 @@ class Candidate:
     calls: Sequence[Call]
     results: Sequence[Tensor] = ()
     """They hold NaN before the run that is checked, so that what is checked is what is timed."""
-    check: Callable[[], object] = lambda: None
-    """What is said of its accuracy. Raises an error if it is wrong."""
+    check: Callable[[], object] = lambda: None  # what is said of its accuracy. Raises an error if it is wrong.
     layer: Sequence[Call] = ()
     """The calls, each with all that it needs in a layer of a model. None for what layers do not call."""
 

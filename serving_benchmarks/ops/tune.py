@@ -33,14 +33,12 @@ from serving_benchmarks.ops import batches, kernels, timing
 from serving_benchmarks.ops.peer_kernels import Problem
 
 CONSTANTS = Path(__file__).parents[2] / "csrc/include/mla/schedule/constants.h"
-TABLE = re.compile(r"(?<=kGpuCosts\[\] = {\n).*?(?=};\n)", re.DOTALL)
-"""Its table, an entry for each GPU."""
+TABLE = re.compile(r"(?<=kGpuCosts\[\] = {\n).*?(?=};\n)", re.DOTALL)  # its table, an entry for each GPU
 TOKENS = (*range(1, 9), 10, 12, 14, 16, 17, 20, 24, 28, 32, 33, 36, 40, 44, 48, 51, 56, 60, 64, 66, 67, 70, 80, 96, 112)
 TOKENS += (128, 132, 133, 140, 148, 160, 192, 200, 224, 256, 264, 300, 352, 400, 448, 512, 1024)
 SLOTS, HEADS = (128, 256, 384, 512, 640, 1024, 1152, 2048, 4096, 8192, 32768), (8, 16, 24, 32, 48, 64, 96, 128)
 MOST_ROWS = 2**21  # that a call reads: larger ones say nothing new
-FORMATS = {"fp8_ds_mla": 4, "bf16": 2, "fp8_model1": 1, "fp8_tensor_576": 1}
-"""How often a format is drawn."""
+FORMATS = {"fp8_ds_mla": 4, "bf16": 2, "fp8_model1": 1, "fp8_tensor_576": 1}  # how often a format is drawn
 WORTH_TIMING, WORTH_KEEPING = 1.6, 1.25
 """Launches whose time, by the model or measured, is at most so many times that of the best."""
 MOST_CANDIDATES = 128

@@ -36,8 +36,7 @@ class Span:
     value: float
     low: float = 0.0
     high: float = math.inf
-    rounds: tuple[float, ...] = ()
-    """What each round took, if it is known and peers were interleaved."""
+    rounds: tuple[float, ...] = ()  # what each round took, if it is known and peers were interleaved
 
     @classmethod
     def of(cls, seconds: Seconds, interleaved: bool = False) -> "Span":
@@ -66,10 +65,8 @@ class Change:
     case: str
     what: str
     peer: str | None
-    seconds: list[Span]
-    """Old and new."""
-    compared: list[Span]
-    """The same, as shares of the peer's time in the same file if there is a peer."""
+    seconds: list[Span]  # old and new
+    compared: list[Span]  # the same, as shares of the peer's time in the same file if there is a peer
 
     @property
     def ratio(self) -> float:

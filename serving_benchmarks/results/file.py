@@ -25,8 +25,7 @@ from rich.text import Text
 from mla_backend import doctor
 from mla_backend.sglang_plugin import versions as sglang
 
-Report = dict[str, Any]
-"""The contents of a result file."""
+Report = dict[str, Any]  # the contents of a result file
 
 
 class NotUnderstood(ValueError):
@@ -38,8 +37,7 @@ class ResultFile:
     """A result file that kinds.load has checked."""
 
     path: Path
-    kind: str
-    """A key of kinds.KINDS."""
+    kind: str  # a key of kinds.KINDS
     environment: dict[str, Any]
     results: list[dict[str, Any]]
 
@@ -84,8 +82,7 @@ def text(report: Report) -> str:
     return _NUMBERS.sub(lambda numbers: " ".join(numbers[0].split()), json.dumps(report, indent=1)) + "\n"
 
 
-_NUMBERS = re.compile(r'(?<=\[)\n[^][{}"]*(?=\])')
-"""The inside of a list that has neither text nor other lists in it."""
+_NUMBERS = re.compile(r'(?<=\[)\n[^][{}"]*(?=\])')  # the inside of a list that has neither text nor other lists in it
 
 
 # Tables

@@ -35,8 +35,7 @@ class KernelTimes:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         activity = torch.profiler.ProfilerActivity
         self._profile = torch.profiler.profile(activities=[activity.CUDA if self.device == "cuda" else activity.CPU])
-        self.runtime_calls: dict[str, int] = {}
-        """Calls of the CUDA runtime by name, once it has been stopped."""
+        self.runtime_calls: dict[str, int] = {}  # calls of the CUDA runtime by name, once it has been stopped
 
     def start(self) -> None:
         if self.device == "cuda":

@@ -16,8 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_m
 from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile
 
-Seconds = dict[str, float] | list[float] | float
-"""A timing, the seconds of each round, or what was measured once."""
+Seconds = dict[str, float] | list[float] | float  # a timing, the seconds of each round, or what was measured once
 LACKS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """What tables, pictures and comparisons raise where an entry lacks what they need."""
 
@@ -119,15 +118,12 @@ class Kind:
     name: str
     """That a file's environment has as "benchmark"."""
     title: str
-    entry: type[BaseModel]
-    """What every entry that ran has."""
+    entry: type[BaseModel]  # what every entry that ran has
     makers: dict[str, Callable[..., str]]
     """Tables for the docs, by the names that pages use. Each takes reports, and text as keyword arguments. A report
     shows the first one."""
-    timed: Callable[[ResultFile], Iterator[Timed]] | None = _candidates_timed
-    """None: there is nothing to compare."""
-    failed: type[BaseModel] = has()
-    """What entries that failed have."""
+    timed: Callable[[ResultFile], Iterator[Timed]] | None = _candidates_timed  # None: there is nothing to compare
+    failed: type[BaseModel] = has()  # what entries that failed have
 
     def name_of(self, entry: dict[str, Any]) -> str:
         """What an entry is called, whether it ran or failed."""

@@ -9,8 +9,7 @@ from serving_benchmarks.results import tables
 from serving_benchmarks.results.file import Report
 
 matplotlib.rcParams["text.parse_math"] = False  # text of files is no formula
-NUMBERS = "Numbers"
-"""Keyword of the text that a picture keeps."""
+NUMBERS = "Numbers"  # keyword of the text that a picture keeps
 
 
 def png(figure: Figure, numbers: str) -> bytes:

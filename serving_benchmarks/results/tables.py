@@ -33,8 +33,7 @@ PEERS = {
 """Titles of candidates. Of candidates with one title the fastest counts."""
 NOT_PEERS = ("ours", "plan", "slot_lists", "atomic")  # candidates that are ours
 BACKWARD_PARTS = ("order", "main", "sum")  # of ours, shown
-LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")
-"""Headings of what latencies() gives."""
+LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")  # headings of what latencies() gives
 PARALLEL = {"data_parallel_size": "DP", "decode_context_parallel_size": "DCP", "enable_expert_parallel": "EP"}
 """Ways to use GPUs other than tensor parallelism, by their names in cases."""
 

@@ -35,8 +35,7 @@ SHARED_TOPK = 512
 ROUNDING = 0.01
 """Of logprobs that come from bf16 logits, about. It allows for an order of prompts that happens to make no noise."""
 DRAFT_ROOM = 8  # positions after a request's last token that drafts may take
-Answers = list[dict[str, list]]
-"""Of each prompt: tokens and their logprobs."""
+Answers = list[dict[str, list]]  # of each prompt: tokens and their logprobs
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,7 @@ class Way:
     eager: bool = False
     drafts: int = 0
     gpus: int = 1
-    context_parallel: bool = False
-    """Decode context parallelism: each GPU has all heads and a part of the tokens."""
+    context_parallel: bool = False  # decode context parallelism: each GPU has all heads and a part of the tokens
     backend: str | None = None
 
 
@@ -74,12 +72,9 @@ class Questions:
     prompts: list[list[int]]
     model: str
     max_model_len: int
-    drafting: str
-    """The model with an MTP layer."""
-    right: list[list[int]] | None = None
-    """The right answers; None for random prompts."""
-    end: int | None = None
-    """The token that ends an answer."""
+    drafting: str  # the model with an MTP layer
+    right: list[list[int]] | None = None  # the right answers; None for random prompts
+    end: int | None = None  # the token that ends an answer
 
 
 def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions:

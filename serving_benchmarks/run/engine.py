@@ -13,8 +13,7 @@ class Ended:
     """A request that has all its tokens."""
 
     id: str
-    ttft: float | None
-    """Seconds from its submission to its first token; None if the engine doesn't say."""
+    ttft: float | None  # seconds from its submission to its first token; None if the engine doesn't say
     output_tokens: int
 
 
@@ -60,10 +59,8 @@ class VllmEngine:
         shared = arguments.get("decode_context_parallel_size", 1)
         self.cache_tokens = cache.num_gpu_blocks * cache.block_size * shared if cache.num_gpu_blocks else None
         """Tokens that fit into the cache."""
-        self._names: dict[str, str] = {}
-        """vLLM's own id of each request that has not ended."""
-        self.decoding: set[str] = set()
-        """Streamed requests that have a token and have not ended."""
+        self._names: dict[str, str] = {}  # vLLM's own id of each request that has not ended
+        self.decoding: set[str] = set()  # streamed requests that have a token and have not ended
 
     def submit(self, id: str, prompt: Sequence[int], new_tokens: int, *, streamed: bool = False) -> None:
         """Adds a request: greedy, and with exactly so many new tokens. `decoding` counts streamed ones only."""

@@ -29,8 +29,7 @@ from serving_benchmarks.run.processes import Supervised, why_it_ended
 from serving_benchmarks.run.rounds import stem, there_and_back
 from serving_benchmarks.run.server import Server, ServerFailed, serving
 
-Plan = tuple[dict[str, Any], list[dict[str, Any]]]
-"""The engine's settings, and the case of each load."""
+Plan = tuple[dict[str, Any], list[dict[str, Any]]]  # the engine's settings, and the case of each load
 LENGTH_ROOM = 64
 """Tokens that a request may have beyond its length: the client sends text, which may become other tokens."""
 TEXT_ROOM = 4

@@ -19,8 +19,7 @@ import subprocess
 import sys
 import time
 
-KILL_SECONDS = 30
-"""How long killed processes may take to end: the kernel frees a GPU's memory first."""
+KILL_SECONDS = 30  # how long killed processes may take to end: the kernel frees a GPU's memory first
 
 
 def descendants(root: int) -> list[int]:

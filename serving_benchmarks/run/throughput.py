@@ -46,10 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 class Plan:
     """Everything that is measured, after the options have been checked against the model."""
 
-    settings: dict[str, Any]
-    """Of the engine."""
-    tokens: list[int]
-    """What prompts are made of."""
+    settings: dict[str, Any]  # of the engine
+    tokens: list[int]  # what prompts are made of
     runs: list[dict[str, Any]]
     """Of each load its `case`, and how many requests are profiled, with so many tokens each; None for no profile. It
     gives an entry of the result file for each backend."""

@@ -29,8 +29,7 @@ from serving_benchmarks.run.workloads import random_prompts
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
 Engine = VllmEngine | SglangEngine
 PROFILED_STEPS = 8
-TIMED_STEPS = 32
-"""Decode steps that are timed without the profiler, before those with it."""
+TIMED_STEPS = 32  # decode steps that are timed without the profiler, before those with it
 
 
 def run_round(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, in_flight: int | None) -> Round:
