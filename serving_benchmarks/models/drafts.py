@@ -53,8 +53,7 @@ def mtp_layer(weights: dict[str, Tensor], layers: int, eh_proj: Tensor) -> dict[
 
 
 def _fitted(model: Model) -> Tensor:
-    """fp32 `[hidden, 2 * hidden]`: maps a token's embedding and the hidden state before it to the next hidden state.
-    All of them have a mean square of 1."""
+    """fp32 `[hidden, 2 * hidden]`: maps a token and the hidden state before it to the next, all with mean square 1."""
     features, wanted = [], []
     for seed in range(FIRST_SEED, FIRST_SEED + CONTEXTS):
         asked = prompts(seed, TOKENS, QUESTIONS)

@@ -59,8 +59,7 @@ def describe(model: str, config: dict[str, Any], load_format: str | None) -> dic
 def config(
     like: str, *, layers: int = 4, heads: int | None = None, experts: int = 8, dense_layers: int = 1, **changes: Any
 ) -> dict[str, Any]:
-    """`config.json` of a model like a real one, a key of LIKE: with so many layers, the first ones dense, all heads or
-    so many, and with changes of other keys."""
+    """`config.json` like a real model's, a key of LIKE. The first layers are dense, and `changes` are of other keys."""
     given = {**COMMON, **LIKE[like]}
     given |= dict(num_hidden_layers=layers, first_k_dense_replace=min(dense_layers, layers), n_routed_experts=experts)
     given |= {"num_experts_per_tok": min(8, max(1, experts // 4)), **changes}
@@ -124,9 +123,8 @@ def tensors(config: dict[str, Any]) -> list[TensorPlan]:
 
 
 def write(folder: Path, config: dict[str, Any], *, seed: int | None = 0, shard_bytes: int = SHARD_BYTES) -> int:
-    """Writes a checkpoint with random weights, one file after the other, each small enough for memory, and returns
-    their bytes. Without a seed it writes none: vLLM's `--load-format dummy` makes its own, stored as the released ones
-    are."""
+    """Writes a checkpoint with random weights, file by file, each small enough for memory. Returns their bytes. Without
+    a seed it writes no weights: vLLM's `--load-format dummy` makes its own, stored as the released ones are."""
     from safetensors.torch import save_file
 
     if (folder / "config.json").exists():

@@ -78,8 +78,7 @@ class Batch:
 
 
 def positions(batch: Batch, topk: int, device: torch.device | str = "cpu") -> Tensor:
-    """int32 `[T, topk]`: different positions in the sequence of each query token, drawn evenly over what it may see,
-    then -1 if that is fewer."""
+    """int32 `[T, topk]`: different positions that each query token may see, evenly drawn; -1 where they are fewer."""
     longest = batch.longest
     picked = torch.full((batch.tokens, topk), -1, dtype=torch.int32, device=device)
     visible, everywhere = batch.visible().to(device), torch.arange(longest, device=device)

@@ -13,7 +13,7 @@ import argparse
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,8 +42,7 @@ MOST_DECODE_QUERIES = 16  # requests with more query tokens are prefill
 SCALES = {"fp8_tensor_576": peer_kernels.FP8_TENSOR_SCALE}
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
 ROUNDED_LSE = 2.0**-9
-"""Added to LSE_ABSOLUTE for rows of 656 bytes, whose scores Hopper's kernels round. It matters for short lists: the lse
-of one row is its score, which may be near 0."""
+"""Added to LSE_ABSOLUTE for rows of 656 bytes, whose scores Hopper's kernels round: one row's lse may be near 0."""
 COSINE = 5e-6  # largest cosine distance of a token. docs/contract.md promises it and the bounds above.
 PEERS_ALLOWED, FP8_PEERS_ALLOWED = 10, 1000
 """The bounds of a peer, and of one that rounds to e4m3, are so many times ours. Peers promise no such accuracy."""
@@ -204,12 +203,14 @@ def check_out(got: Tensor, want: Tensor, times: float = 1) -> dict[str, float]:
     return found
 
 
-def prepared_candidate(made: Iterable[Prepared], want: Tensor, times: float = 1) -> timing.Candidate:
-    """Calls on all sets. `want` is the last one's out, of the reference."""
-    made = list(made)
-    out, layer = made[-1].out, [one.layer for one in made]
-    calls = [one.call for one in made]  # a call may give `out` other memory
-    return timing.Candidate(calls, [out], lambda: check_out(out.view(want.shape), want, times), layer)
+def prepared_candidate(
+    prepare: Callable[[Any], Prepared], problems: Sequence[Any], want: Tensor, times: float
+) -> timing.Candidate:
+    """Calls of a peer on all sets. `want` is the last one's out, of the reference."""
+    made = [prepare(problem) for problem in problems]
+    out = made[-1].out  # a call may give it other memory
+    calls, layers = [one.call for one in made], [one.layer for one in made]
+    return timing.Candidate(calls, [out], lambda: check_out(out.view(want.shape), want, times), layers)
 
 
 def check_lse(got: Tensor, want: Tensor, *, rounded: bool) -> None:
@@ -254,11 +255,13 @@ def time_problems(
     """Checks and times ours, our plan and peers on problems whose lists have the same lengths. Raises WrongResult.
     `before`: other work for each problem, after which calls are timed in situ as well."""
     exact_out, exact_lse = attend_exactly(problems[-1], cache)
-
-    any_set = problems[-1]
-    (tokens, heads, width), topk, more = any_set.q.shape, any_set.indices.shape[1], any_set.more
-    about = {"topk_length": lengths_of(any_set), "extra_topk_length": more.get("extra_topk_length")}
-    about["cache_format"] = fmt
+    any_set, more = problems[-1], problems[-1].more
+    (tokens, heads, width), topk = any_set.q.shape, any_set.indices.shape[1]
+    about = {
+        "topk_length": lengths_of(any_set),
+        "extra_topk_length": more.get("extra_topk_length"),
+        "cache_format": fmt,
+    }
     about["extra_topk"] = more["extra_indices"].shape[1] if "extra_indices" in more else 0
     make_plan = partial(mla_backend.plan, tokens, topk, num_heads=heads, **about)
     plan = make_plan(device=DEVICE)
@@ -270,13 +273,13 @@ def time_problems(
         check_lse(lse, exact_lse, rounded=rounds_queries(cache))
         return check_out(last.out, exact_out)
 
-    def of_peer(prepare: Callable[[Problem], Prepared]) -> timing.Candidate:
-        return prepared_candidate(map(prepare, problems), exact_out, PEERS_ALLOWED)
-
     calls = [one.call for one, _ in prepared]
     ours = {"ours": timing.Candidate(calls, [last.out, lse], check, calls)}
     ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
-    theirs = {name: partial(of_peer, prepare) for name, prepare in peers.items()}
+    theirs = {
+        name: partial(prepared_candidate, prepare, problems, exact_out, PEERS_ALLOWED)
+        for name, prepare in peers.items()
+    }
     listed, row_bytes = sum(map(listed_rows, problems)) / len(problems), mla_backend.FORMATS[fmt].token_bytes
     return {
         "useful_flops": 2 * listed * heads * (width + 512),

@@ -84,8 +84,7 @@ class Burst:
 
 
 def capture(calls: Sequence[Call], seconds: float = GRAPH_SECONDS) -> Burst:
-    """A graph of all calls in their order, repeated until it lasts so many seconds. The calls should differ in their
-    inputs, so that none finds its own in the cache."""
+    """A graph of all calls, repeated until it lasts so long. Their inputs differ, or they would be in the cache."""
     for call in calls:  # loads kernels, so that capturing does not have to
         call()
     once = captured(calls, passes=1)
@@ -102,13 +101,6 @@ def captured(calls: Sequence[Call], passes: int) -> Burst:
         for call in burst.calls:
             call()
     return burst
-
-
-def capture_situ(before: Sequence[Call], calls: Sequence[Call]) -> tuple[Burst, Clock]:
-    """A graph of calls with other work before each of them, and the clock of what a call adds to that work alone."""
-    both = capture([call for pair in zip(before, calls, strict=True) for call in pair], SITU_SECONDS)
-    alone = captured(before, passes=len(both.calls) // (2 * len(before)))
-    return both, lambda number: 2 * both.clock(number) - alone.clock(number)
 
 
 @dataclass
@@ -135,9 +127,7 @@ def measure(
     With other work to be done `before` each call of a layer, what layers call is also timed in situ: what it adds to
     that work. A peer that can't be made, called or is wrong is left out, with the reason. An error of ours is raised.
     """
-    clocks: dict[str, Clock] = {}
-    in_situ: dict[str, Clock] = {}
-    accuracy, failed = {}, {}
+    clocks, in_situ, accuracy, failed = {}, {}, {}, {}
 
     def check_run(name: str, candidate: Candidate, made: Burst) -> None:
         for result in candidate.results:
@@ -151,9 +141,10 @@ def measure(
         made = burst(candidate.calls)
         check_run(name, candidate, made)
         if before and candidate.layer:
-            both, added = capture_situ(before, candidate.layer)
+            both = capture([call for pair in zip(before, candidate.layer, strict=True) for call in pair], SITU_SECONDS)
+            alone = captured(before, passes=len(both.calls) // (2 * len(before)))
             check_run(name, candidate, both)
-            in_situ[name] = added
+            in_situ[name] = lambda number: 2 * both.clock(number) - alone.clock(number)
         clocks[name] = made.clock
 
     for name, candidate in ours.items():

@@ -183,8 +183,7 @@ class Timings:
         return found
 
     def loss(self, constants: np.ndarray) -> float:
-        """The regret, of a choice that is random among launches that the model finds about equal; and a little of the
-        model's errors, which make it smooth."""
+        """The regret of a random choice among launches that are about equal to the model, and a bit of its errors."""
         total = 0.0
         for size, us in self.measured.items():
             modelled = self.model.weigh(size, constants)

@@ -8,7 +8,6 @@ kinds.py says what the entries of each kind have, and reads files.
 import datetime
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -52,16 +51,14 @@ class ResultFile:
 
 
 def write(path: Path | None, results: Sequence[dict[str, Any]], console: Console, **more: Any) -> None:
-    """Writes results and where they were measured. `more` is added to the environment; it names the kind as
-    `benchmark`."""
+    """Writes results and where they were measured. `more` of the environment names the kind as `benchmark`."""
     if path is not None:
         replace(path, text({"environment": {**environment(), **more}, "results": results}))
         console.print(f"written to {path}", markup=False, soft_wrap=True)  # a path is never broken
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Writes a file as a whole: who reads it meanwhile finds the old one. Devices and pipes are written to. What UTF-8
-    lacks becomes an escape."""
+    """Writes a file as a whole: no reader finds half of it. Devices are written to. What UTF-8 lacks is escaped."""
     content = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     target = path.resolve()  # a link stays
     if target.exists() and not target.is_file():
@@ -153,12 +150,8 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python -m serving_benchmarks", *words]),
         "commit": _commit(),
-        "system": report["system"],
-        "python": platform.python_version(),
-        "torch": report["torch"],
-        "vllm": report["vllm"],
+        **{name: report[name] for name in ("system", "python", "torch", "vllm", "cpu")},
         "sglang": sglang.installed(),
-        "cpu": report["cpu"],
         "gpus": report["gpus"]["devices"],
         "driver": next(iter(nvidia_smi("driver_version")), None),
         "library": {k: v for k, v in report["library"].items() if k not in ("path", "formats")},

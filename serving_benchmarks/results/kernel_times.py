@@ -28,8 +28,7 @@ REST = "the rest"
 
 
 class KernelTimes:
-    """A profiler of this process. On a GPU it sees kernels, CUDA graphs' included, on a CPU the operators of the thread
-    that it was started in."""
+    """A profiler of this process: of kernels on a GPU, in CUDA graphs too, or of operators of its thread on a CPU."""
 
     def __init__(self):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -85,8 +85,7 @@ def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
 
 
 def _runs_timed(file: ResultFile) -> Iterator[Timed]:
-    """Ours, with other backends at the same load as peers. All backends where none is ours. With a rate of requests,
-    the rate decides how long they all take."""
+    """Ours, with others at the same load as peers; all where none is ours. A request rate decides the whole time."""
     timed: dict[tuple[str, str], dict[str, tuple[str, Seconds]]] = {}
     for result in file.succeeded:
         rounds = result.get("rounds_s", ())
@@ -120,8 +119,7 @@ class Kind:
     title: str
     entry: type[BaseModel]  # what every entry that ran has
     makers: dict[str, Callable[..., str]]
-    """Tables for the docs, by the names that pages use. Each takes reports, and text as keyword arguments. A report
-    shows the first one."""
+    """Tables for the docs by name, of reports, and of texts as keyword arguments. A report shows the first one."""
     timed: Callable[[ResultFile], Iterator[Timed]] | None = _candidates_timed  # None: there is nothing to compare
     failed: type[BaseModel] = has()  # what entries that failed have
 

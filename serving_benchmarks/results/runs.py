@@ -81,8 +81,7 @@ def median_bounds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def over_first(first: dict[str, Any], result: dict[str, Any]) -> dict[str, float]:
-    """How many times as fast an entry is as the first one, of rounds of the same number that both have. The two must
-    have been interleaved."""
+    """How many times as fast an entry is as the first one, over pairs of interleaved rounds."""
     ratios = [theirs / its for theirs, its in zip(first["rounds_s"], result["rounds_s"], strict=False)]
     low, high = median_bounds(ratios)
     return {"median": float(numpy.median(ratios)), "low": low, "high": high}
@@ -134,9 +133,3 @@ def asked(case: dict[str, Any]) -> str:
 
 def name_of(result: dict[str, Any]) -> str:
     return f"{result['backend']}, {asked(result['case'])}"
-
-
-def tokens_per_user(result: dict[str, Any]) -> float | None:
-    """Tokens a second that a user sees: 1 / median inter-token latency. None where answers have a single token."""
-    seconds = result["itl_s"]["p50"]
-    return 1 / seconds if seconds else None

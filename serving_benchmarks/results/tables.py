@@ -243,9 +243,9 @@ def of_models(measured: Sequence[tuple[dict[str, Any], Entry]]) -> tuple[list[st
         if entry.get("error"):
             rows.append([*row, "failed", *["-"] * (len(headings) - len(row) - 1)])
             continue
-        speed, gpus = entry["output_tokens_per_second"], entry["gpus"]
+        speed, gpus, gap = entry["output_tokens_per_second"], entry["gpus"], entry["itl_s"]["p50"]
         row += [f"{speed:.1f}", "-" if gpus == 1 else f"{speed / gpus:.0f}"]
-        row += [_cell(runs.tokens_per_user(entry), "{:.0f}"), *latencies(entry), over_first(entry.get("over_first"))]
+        row += [_cell(1 / gap if gap else None, "{:.0f}"), *latencies(entry), over_first(entry.get("over_first"))]
         row += [_cell(entry.get("start_s"), "{:.0f}"), _cell(max(memory) / 1e9 if memory else None, "{:.1f}")]
         rows.append([*row, _cell(cache.get("tokens"), "{:.0f}")])
     used = [i for i in range(len(headings)) if any(row[i] != "-" for row in rows)]

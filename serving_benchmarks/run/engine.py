@@ -18,9 +18,8 @@ class Ended:
 
 
 class MeasuredWorker:
-    """What is measured inside of vLLM's workers, which may be other processes. vLLM mixes this class into its worker
-    class (`worker_extension_cls`) and calls its methods by name. They answer in JSON, which all ways between processes
-    carry."""
+    """What is measured inside of vLLM's workers, maybe in other processes. vLLM mixes it into its worker class
+    (`worker_extension_cls`) and calls methods by name. They answer in JSON, which all ways between processes carry."""
 
     def measured_start(self) -> None:
         """Starts to count kernels and steps. Only workers know their steps, as they run ahead of the engine."""

@@ -33,8 +33,7 @@ Plan = tuple[dict[str, Any], list[dict[str, Any]]]  # the engine's settings, and
 LENGTH_ROOM = 64
 """Tokens that a request may have beyond its length: the client sends text, which may become other tokens."""
 TEXT_ROOM = 4
-"""And one for so many of its prompt: vLLM refuses texts of more characters than its longest tokens would have, and the
-spaces between our models' tokens count."""
+"""And one for so many of its prompt: vLLM limits the characters of a text, and our models' tokens have spaces."""
 CLIENT = """
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser

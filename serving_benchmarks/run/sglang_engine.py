@@ -16,8 +16,7 @@ NAMES |= {"gpu_memory_utilization": "mem_fraction_static"}
 LACKS = ("kv_cache_memory_bytes", "profile")  # options that are for vLLM alone
 ROOM = 3  # tokens that SGLang keeps free after a request's last
 NEVER = 1 << 30
-"""Tokens between two messages of a request. SGLang sends its first token at once, the others when it ends: a message
-for every token would slow it down."""
+"""Tokens between two messages of a request, after the first: a message for every token would slow SGLang down."""
 DEFAULTS = {"skip_tokenizer_init": True, "stream_interval": NEVER, "grammar_backend": "none"}
 GAPS = "percentiles over requests of each request's mean"
 """What stands for the seconds between tokens, as SGLang doesn't tell of every token."""

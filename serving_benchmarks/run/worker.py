@@ -33,8 +33,7 @@ TIMED_STEPS = 32  # decode steps that are timed without the profiler, before tho
 
 
 def run_round(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, in_flight: int | None) -> Round:
-    """Runs all requests to their ends, with so many in flight; all of them if None. Each that ends makes room for the
-    next."""
+    """Runs all requests to their ends, so many in flight at a time, or all of them if None."""
     count, starts, last_steps = len(prompts), [], [0] * len(prompts)
     ended: list[Ended | None] = [None] * count
     step_ends: list[float] = []
