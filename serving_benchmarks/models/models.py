@@ -1,9 +1,8 @@
 """Makes a model of the real width, with few layers and random weights, so that benchmarks fit on one GPU.
 
-Attention costs in it what it costs in the real model. Each weight matrix is N(0, 1 / its row length): activations keep
-their size from layer to layer, and attention scores spread by 1. So the model's tokens depend on what it attends to, as
-they don't with the weights of vLLM's `--load-format dummy`. With fewer heads than the real model has it is what one GPU
-of several computes. Rope is not stretched by YaRN.
+Attention costs in it what it costs in the real model. Each weight matrix is N(0, 1 / its row length), so that scores
+spread by 1 and tokens depend on what is attended to, as they don't with vLLM's `--load-format dummy`. With fewer heads
+it is what one GPU of several computes. Rope is not stretched by YaRN.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """The backward of sparse attention on a GPU, versus cuDNN's front end.
 
-4096 queries have lists of 2048 rows each: random ones, or such that neighbours share 90 % of theirs. What is timed is
-the whole backward: deterministic, with the order of its lists, and with atomic additions, interleaved with the peer's
-in one process. Kernel times of its parts come from a profile. All gradients are first compared with the reference. The
-peer is the package cudnn (nvidia-cudnn-frontend), if it is there.
+4096 queries have lists of 2048 rows each: random ones, or such that neighbours share 90 % of theirs. The whole backward
+is timed, in order and with atomic additions, interleaved with the peer's in one process, and its parts come from a
+profile. All gradients are first compared with the reference. The peer is the package nvidia-cudnn-frontend.
 """
 
 import argparse

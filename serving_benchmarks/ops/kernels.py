@@ -1,10 +1,9 @@
 """Sparse attention on a GPU, versus FlashMLA, FlashAttention 3 and FlashInfer.
 
-All candidates are timed interleaved in one process, as CUDA graphs over several sets of queries and index lists in one
-cache. Work that serving does once a step is outside of the graphs: our plan, which is timed on its own, and the peers'
-schedules. In every case the results that a graph leaves, all tokens of the last set, are checked against the reference.
-Decode is also timed in situ: what it adds to matrix products that read their weights from memory, one before each call.
-A launch in a loop of its own finds its code in caches and overlaps the one before it.
+All candidates are timed interleaved in one process, as CUDA graphs over several sets of inputs in one cache, without
+what serving does once a step: our plan, timed on its own, and the peers' schedules. What a graph leaves is checked
+against the reference. Decode is also timed in situ: what it adds to matrix products that read their weights from
+memory. A launch in a loop of its own finds its code in caches and overlaps the one before it.
 
 Peers without FP8 rows get a BF16 copy of an FP8 cache, as vLLM makes (prefill) or keeps (decode). It is not timed.
 """

@@ -1,9 +1,8 @@
 """The peers' kernels: which cases each one takes, and how it is called.
 
-FlashMLA and FlashAttention 3 are called as vLLM calls them, but without vLLM: each library registers its ops with
-torch, and that is enough. FlashInfer is a Python package that compiles its kernel with nvcc at the first call.
-
-`Peer.prepare` does what serving does once a step, outside of any timing: it reshapes lists and makes schedules.
+FlashMLA and FlashAttention 3 are called as vLLM calls them, but without it: each library registers ops with torch.
+FlashInfer is a Python package that compiles its kernel with nvcc at the first call. `Peer.prepare` does what serving
+does once a step, outside of any timing: it reshapes lists and makes schedules.
 """
 
 import ctypes

@@ -1,9 +1,8 @@
 """Times every sensible launch of sparse attention on a GPU, or fits the cost model's constants to such timings.
 
-Without files it times: a random choice of numbers of tokens, slots and heads in four row formats, in situ as `kernels`
-does, and writes what each launch took. With files, those that it wrote on one or more GPUs, it fits the constants of
-csrc/include/mla/schedule/constants.h, says how much slower the model's choice is than the best launch that was timed,
-and with --write writes that file.
+Without files it times random numbers of tokens, slots and heads in four row formats, in situ as `kernels` does. With
+files, those that it wrote on one or more GPUs, it fits the constants of csrc/include/mla/schedule/constants.h, says how
+much slower the model's choice is than the best launch that was timed, and with --write writes that file.
 """
 
 import argparse

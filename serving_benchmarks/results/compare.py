@@ -1,9 +1,8 @@
 """Says what became faster or slower between two result files of one kind.
 
 Where both files have the same version of a peer, ours is compared as a share of the fastest such peer's time, because
-one machine is up to a tenth faster than the next one of its kind. Everything else is compared as it is. A change counts
-where the spread of one file ends before that of the other begins. The spread is that of the rounds: their quartiles, or
-more than these where there are few rounds. What was measured once has no known spread, and never counts.
+machines of one kind differ by a tenth. A change counts where the spread of one file, the quartiles of its rounds or
+more where they are few, ends before that of the other begins. What was measured once never counts.
 
 The exit status is 0 if nothing became slower by more than the limit, 1 if something did or no longer runs, and 2 if the
 files can't be compared.

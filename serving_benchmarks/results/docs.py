@@ -6,9 +6,8 @@ A page says what it wants between two comments, which are not shown:
     a table
     <!-- end of numbers -->
 
-The first word is one of the makers below. Then come result files, as the root or the page's folder has them, and
-parameters such as loads=4096+64/64. case.format=bf16 leaves out the entries whose cases have another format. An
-example inside a code fence is left alone.
+A maker below, result files, and parameters such as loads=4096+64/64; case.format=bf16 leaves out cases of other
+formats. An example inside a code fence is left alone.
 """
 
 import argparse

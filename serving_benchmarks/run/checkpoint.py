@@ -1,12 +1,11 @@
 """Whole-model answers: whether vLLM with a backend says what the embedded engine, or another backend, says.
 
-Without --model it asks the tiny recall checkpoint held-out questions. At least 99 % of the answers must be right, and
-99 % the same as those of the first way with the same cache. With --model it continues random prompts, and compares
-tokens and logprobs with those of the first way. The first way also runs them in the opposite order. What differs then
-is noise, and other ways may differ by about as much. The exit status is 1 if a way fails or differs by more.
+Without --model it asks the tiny recall checkpoint held-out questions: 99 % of the answers must be right, and the same
+as those of the first way with the same cache. With --model it compares tokens and logprobs of random prompts, which may
+differ as much as the first way's do in the opposite order. The exit status is 1 if a way fails or differs by more.
 
-Ways are ways to run the model. --ways is the list of them, and each of vLLM's runs with each --backend. Every way has a
-process of its own. vLLM's mtp ways need a model with an MTP layer; the recall checkpoint gets one.
+Ways are ways to run the model, each in a process of its own; vLLM's run with each --backend. Its mtp ways need a model
+with an MTP layer; the recall checkpoint gets one.
 """
 
 import argparse

@@ -1,9 +1,7 @@
 """Serving: vLLM's server with each attention backend, under the load of vLLM's own client, `vllm bench serve`.
 
-Each backend's server is started once a round and goes through all loads: lengths of requests, request rates (arrivals
-of a Poisson process), requests in flight. Rounds go through the backends there and back, and speeds are medians.
-Prompts are vLLM's random ones. They are the same for each backend and round and differ between loads, so that few are
-found in the prefix cache.
+Each backend's server is started once a round and goes through all loads. Rounds go through the backends there and back,
+and speeds are medians. Prompts are vLLM's random ones, the same for each backend and round, others for each load.
 
 A backend that fails or is stuck is reported, the others go on, and the exit status is 1. Ctrl-C, SIGTERM and kill -9
 leave no process behind.
