@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from mla_backend.engine import Batch, Model, load_model, new_caches
 from serving_benchmarks.models.recall import prompts
@@ -62,8 +63,9 @@ def _fitted(model: Model) -> Tensor:
             tokens += one.question_tokens + one.answer_tokens
         hidden = _hidden(model, tokens)
         embedded = model.model.embed_tokens(torch.tensor(tokens))
-        features.append(torch.cat([_normalised(embedded[1:]), _normalised(hidden[:-1])], dim=1))
-        wanted.append(_normalised(hidden[1:]))
+        embedded, hidden = (rms_norm(x, x.shape[-1:], eps=1e-6) for x in (embedded, hidden))
+        features.append(torch.cat([embedded[1:], hidden[:-1]], dim=1))
+        wanted.append(hidden[1:])
     x, y = torch.cat(features).double(), torch.cat(wanted).double()
     products = x.T @ x / len(x) + RIDGE * torch.eye(x.shape[1], dtype=x.dtype)
     return torch.linalg.solve(products, x.T @ y / len(x)).T.float().contiguous()
@@ -73,22 +75,8 @@ def _fitted(model: Model) -> Tensor:
 def _hidden(model: Model, tokens: list[int]) -> Tensor:
     """fp32 `[tokens, hidden]`: the hidden state of each token that the model takes its logits from."""
     kept: list[Tensor] = []
-    hook = model.model.norm.register_forward_hook(lambda module, given, out: kept.append(out))
-    count = torch.arange(len(tokens))
-    batch = Batch(
-        block_table=torch.zeros(1, 1, dtype=torch.int32),
-        slots=count,
-        token_counts=[len(tokens)],
-        context_lengths=[len(tokens)],
-        logits_at=count,
-    )
-    try:
+    count, lengths = torch.arange(len(tokens)), [len(tokens)]
+    batch = Batch(torch.zeros(1, 1, dtype=torch.int32), count, lengths, lengths, count)
+    with model.model.norm.register_forward_hook(lambda module, given, out: kept.append(out)):
         model(torch.tensor(tokens), count, batch, new_caches(model.config, 1, len(tokens), latent="bf16", keys="bf16"))
-    finally:
-        hook.remove()
     return kept[0]
-
-
-def _normalised(x: Tensor) -> Tensor:
-    """Rows `[N, size]` with a mean square of 1."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)

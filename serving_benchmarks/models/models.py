@@ -49,12 +49,6 @@ def read(folder: Path) -> dict[str, Any]:
     return config
 
 
-def describe(model: str, config: dict[str, Any], load_format: str | None) -> dict[str, Any]:
-    """A model's shape, for a result file, and the seed of random weights."""
-    found = {ours: config.get(theirs) for ours, theirs in KEYS.items()}
-    return {"name": Path(model).resolve().name, **found, "load_format": load_format}
-
-
 def config(
     like: str, *, layers: int = 4, heads: int | None = None, experts: int = 8, dense_layers: int = 1, **changes: Any
 ) -> dict[str, Any]:

@@ -103,15 +103,10 @@ class Fact:
 
 @dataclass
 class Facts:
-    """Facts of one context, drawn at random: no two contradict each other.
-
-    Args:
-        random: what draws them.
-        held_out: whether pairs that are held out may be drawn.
-    """
+    """Facts of one context, drawn at random: no two contradict each other."""
 
     random: random.Random
-    held_out: bool = False
+    held_out: bool = False  # whether pairs that are held out may be drawn
     drawn: list[Fact] = field(default_factory=list)
     _known: set[tuple[str, str]] = field(default_factory=set)
 
@@ -185,11 +180,8 @@ def prompts(seed: int, length: int, questions: int) -> list[Prompt]:
     context = " ".join(statements)
     if len(asked) < questions:
         raise ValueError(f"length must be enough for {questions} held-out facts; {length} tokens have {len(asked)}")
-    made = []
-    for fact in chance.sample(asked, questions):
-        kind, question, answer = facts.question(fact)
-        made.append(Prompt(kind.name, context, question, answer))
-    return made
+    drawn = map(facts.question, chance.sample(asked, questions))
+    return [Prompt(kind.name, context, question, answer) for kind, question, answer in drawn]
 
 
 def held_out(length: int, questions: int, per_context: int = 20) -> list[Prompt]:

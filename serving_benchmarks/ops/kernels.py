@@ -355,9 +355,10 @@ def run(options: argparse.Namespace) -> int:
     return measure_batches(options, "kernels", chosen, partial(measure, before=products(SETS)))
 
 
-def measure_batches(
-    options: argparse.Namespace, kind: str, cases: Sequence[Any], measure: Callable[..., dict[str, Any]]
-) -> int:
+Measure = Callable[..., dict[str, Any]]
+
+
+def measure_batches(options: argparse.Namespace, kind: str, cases: Sequence[Any], measure: Measure) -> int:
     """`measure_cases` of batches. `measure` also gets caches, the names of loaded peers, and rounds."""
     opt.require_gpu()
     found = {} if options.ours_only else peer_kernels.load(options.peers, options.vllm)
@@ -367,11 +368,7 @@ def measure_batches(
 
 
 def measure_cases(
-    options: argparse.Namespace,
-    kind: str,
-    cases: Sequence[Any],
-    measure: Callable[..., dict[str, Any]],
-    peers: dict[str, str],
+    options: argparse.Namespace, kind: str, cases: Sequence[Any], measure: Measure, peers: dict[str, str]
 ) -> int:
     """Measures one case after the other, prints and writes what was found. A case that fails does not stop the others.
 

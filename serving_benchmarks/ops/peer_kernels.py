@@ -190,25 +190,14 @@ def flashinfer(problem: Problem, cache: Tensor) -> Prepared:
         rows = rows.view(torch.float8_e4m3fn)
         scales = dict.fromkeys(("ckv_scale", "kpe_scale"), problem.more["cache_scale"])
     buffers = (torch.empty_like(tensor) for tensor in metadata)  # a graph reads these, plan() fills them
-    wrapper = BatchMLAPagedAttentionWrapper(
-        torch.empty(128 * 2**20, dtype=torch.uint8, device=device),
-        use_cuda_graph=True,
-        **dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), buffers, strict=True)),
-        backend="fa3",
-    )
-    wrapper.plan(
-        metadata=MLAPlanMetadata.csr(*metadata),
-        num_heads=heads,
-        head_dim_ckv=LATENT,
-        head_dim_kpe=rows.shape[-1] - LATENT,
-        page_size=1,
-        causal=False,
-        sm_scale=problem.scale,
-        q_data_type=problem.q.dtype,
-        kv_data_type=rows.dtype,
-        query_layout="split",
-        kv_cache_layout="split",
-    )
+    named = dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), buffers, strict=True))
+    workspace = torch.empty(128 * 2**20, dtype=torch.uint8, device=device)
+    wrapper = BatchMLAPagedAttentionWrapper(workspace, use_cuda_graph=True, **named, backend="fa3")
+    sizes = {"num_heads": heads, "head_dim_ckv": LATENT, "head_dim_kpe": rows.shape[-1] - LATENT, "page_size": 1}
+    types = {"q_data_type": problem.q.dtype, "kv_data_type": rows.dtype}
+    layouts = dict.fromkeys(("query_layout", "kv_cache_layout"), "split")
+    about = {**sizes, **types, **layouts, "causal": False, "sm_scale": problem.scale}
+    wrapper.plan(metadata=MLAPlanMetadata.csr(*metadata), **about)
     query = problem.q[..., :LATENT], problem.q[..., LATENT:]
     kv_cache = rows[..., :LATENT], rows[..., LATENT:]
     out = torch.empty((tokens, heads, LATENT), dtype=problem.q.dtype, device=device)

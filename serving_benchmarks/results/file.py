@@ -44,11 +44,6 @@ class ResultFile:
     def report(self) -> Report:
         return {"environment": self.environment, "results": self.results}
 
-    @property
-    def succeeded(self) -> list[dict[str, Any]]:
-        """The entries that were measured. The others say why they failed."""
-        return [result for result in self.results if not result.get("error")]
-
 
 def write(path: Path | None, results: Sequence[dict[str, Any]], console: Console, **more: Any) -> None:
     """Writes results and where they were measured. `more` of the environment names the kind as `benchmark`."""
@@ -112,7 +107,6 @@ def console(width: int | None = None) -> Console:
 
 
 def microseconds(seconds: float) -> str:
-    """A cell."""
     return f"{seconds * 1e6:.1f}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
 
 

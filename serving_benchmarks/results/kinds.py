@@ -76,7 +76,7 @@ def _versions(file: ResultFile) -> dict[str, str | None]:
 def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
     """Of kinds whose entries have several candidates: ours, with the others as peers. The plan has none."""
     versions, name_of = _versions(file), KINDS[file.kind].name_of
-    for result in file.succeeded:
+    for result in tables.ran(file.report):
         for where, seconds in (("", result["seconds"]), (" in situ", result.get("in_situ", {}).get("seconds", {}))):
             others = {name: timing for name, timing in seconds.items() if name not in tables.NOT_PEERS}
             peers = {(name, versions.get(re.split("[_,]", name)[0])): timing for name, timing in others.items()}
@@ -87,7 +87,7 @@ def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
 def _runs_timed(file: ResultFile) -> Iterator[Timed]:
     """Ours, with others at the same load as peers; all where none is ours. A request rate decides the whole time."""
     timed: dict[tuple[str, str], dict[str, tuple[str, Seconds]]] = {}
-    for result in file.succeeded:
+    for result in tables.ran(file.report):
         rounds = result.get("rounds_s", ())
         once = result["total_output_tokens"] / result["output_tokens_per_second"]
         at_rate = result["case"].get("request_rate") is not None
@@ -109,7 +109,7 @@ def _runs_timed(file: ResultFile) -> Iterator[Timed]:
 
 
 def _ops_timed(file: ResultFile) -> Iterator[Timed]:
-    return (Timed(KINDS[file.kind].name_of(one), "op", one["seconds"]) for one in file.succeeded)
+    return (Timed(KINDS[file.kind].name_of(one), "op", one["seconds"]) for one in tables.ran(file.report))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from serving_benchmarks.results import kinds, tables
 from serving_benchmarks.results.file import NotUnderstood, ResultFile, machine, one_line, page, replace
 
 MOST_OF_AN_ERROR = 300  # characters
-MODELS = ("throughput", "serve")  # kinds that the first section is of
+MODELS = ("throughput", "serve")  # kinds whose files are also shown together
 
 
 def section_of(file: ResultFile) -> str:
@@ -23,10 +23,8 @@ def section_of(file: ResultFile) -> str:
     try:
         title = kind.title, machine(file.environment), file.path.name, str(file.environment.get("date"))[:10]
         parts = [one_line("## {}: {}, {}, {}".format(*title))]
-        if file.succeeded:
+        if tables.ran(file.report):
             parts.append(next(iter(kind.makers.values()))(file.report))
-        if file.kind in MODELS:
-            tables.by_workload([file.report])  # it must do for the first section, too
         if left_out := _left_out(file):
             parts += ["### Not measured", *map(one_line, left_out)]
         about = [[name, _words(value)] for name, value in file.environment.items() if value]
@@ -53,11 +51,13 @@ def _words(value: object) -> str:
 
 
 def whole_page(sections: Sequence[tuple[ResultFile, str]], not_understood: Sequence[str]) -> str:
-    """The whole page, of files and their sections. All runs of whole models together come first."""
-    models = [file.report for file, _ in sections if file.kind in MODELS and file.succeeded]
-    parts = ["# Benchmarks of mla-backend", *["## Which backend, how many GPUs"] * bool(models)]
-    for name, measured in tables.by_workload(models).items():
-        parts += [one_line(f"### {name}"), page(*tables.of_models(measured))]
+    """The whole page, of files and their sections. Whole models that several files have come first, together."""
+    parts = ["# Benchmarks of mla-backend"]
+    for kind in MODELS:
+        reports = [file.report for file, _ in sections if file.kind == kind and tables.ran(file.report)]
+        if len(reports) > 1:
+            title = f"## {kinds.KINDS[kind].title}: which backend, how many GPUs"
+            parts += [title, tables.whole_models(*reports)]
     parts += [section for _, section in sections]
     parts += ["## Files that were not understood", *map(one_line, not_understood)] if not_understood else []
     return "\n\n".join(parts).replace("<", "&lt;") + "\n"  # nothing in the text of a file is markup of HTML

@@ -39,6 +39,7 @@ PARALLEL = {"data_parallel_size": "DP", "decode_context_parallel_size": "DCP", "
 
 
 def ran(report: Report) -> list[Entry]:
+    """The entries that were measured. The others say why they failed."""
     return [entry for entry in report["results"] if not entry.get("error")]
 
 
@@ -119,13 +120,10 @@ def dense(report: Report) -> str:
     results = ran(report)
     titles = _titles(results)
     headings = ["batch", "heads", "cache", "mla-backend", "as lists of slots", *titles, "best baseline over ours"]
-    rows = [
-        [
-            *(str(one["case"][name]) for name in ("batch", "heads", "format")),
-            *_versus(one, ["ours", "slot_lists"], titles),
-        ]
-        for one in results
-    ]
+    rows = []
+    for result in results:
+        case = [str(result["case"][name]) for name in ("batch", "heads", "format")]
+        rows.append([*case, *_versus(result, ["ours", "slot_lists"], titles)])
     return page(headings, rows, _kernels_measured(report, lists=""))
 
 
@@ -253,8 +251,15 @@ def of_models(measured: Sequence[tuple[dict[str, Any], Entry]]) -> tuple[list[st
 
 
 def whole_models(*reports: Report) -> str:
-    """Every load and backend. Where several files have a load, the newest one counts."""
+    """Every load and backend: light loads, few GPUs and ours first. Of several files with a load the newest counts."""
+
+    def order(run: tuple[dict[str, Any], Entry]) -> list[Any]:
+        case, backend = run[1]["case"], run[1]["backend"]
+        load = [case.get(name) or math.inf for name in ("input_len", "output_len", *runs.LOAD)]
+        return [load, run[1]["gpus"], not runs.is_ours(backend), backend]
+
     measured = [(report["environment"], entry) for report, of in newest_loads(reports) for entry in of.values()]
+    measured.sort(key=order)
     entries = [entry for _, entry in measured]
     asked = "; ".join(dict.fromkeys(runs.workload(entry["case"], count=False) for entry in entries))
     counts = ", ".join(map(str, sorted({entry["case"]["num_prompts"] for entry in entries})))
@@ -316,7 +321,6 @@ def throughput_profiles(*reports: Report) -> str:
 
 
 def over_first(found: dict[str, float] | None) -> str:
-    """A cell."""
     return "{median:.2f} ({low:.2f} to {high:.2f})".format(**found) if found else "-"
 
 
@@ -328,26 +332,6 @@ def latencies(entry: Entry) -> list[str]:
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[dict[str, Any], Entry]]]:
-    """Runs that a user can choose between: for each model and workload the environment and the entry of each load and
-    backend. Light loads, few GPUs and ours come first."""
-    found: dict[tuple[int, str], list[tuple[dict[str, Any], Entry]]] = {}
-    for report, entries in newest_loads(reports):
-        about = report["environment"]
-        heads = (about.get("model") or {}).get("heads")
-        where = "server" if about.get("benchmark") == "serve" else "offline"
-        for entry in entries.values():
-            name = f"{model_name(report)}: {runs.lengths(entry['case'])} tokens, {where}"
-            found.setdefault((heads if isinstance(heads, int) else 0, name), []).append((about, entry))
-
-    def order(run: tuple[dict[str, Any], Entry]) -> list[Any]:
-        about, entry = run
-        load = [entry["case"].get(name) or math.inf for name in runs.LOAD]
-        return [load, entry["gpus"], gpus_name(about, entry), not runs.is_ours(entry["backend"]), entry["backend"]]
-
-    return {key[1]: sorted(found[key], key=order) for key in sorted(found)}
 
 
 def newest_loads(reports: Sequence[Report]) -> list[tuple[Report, dict[str, Entry]]]:

@@ -213,8 +213,9 @@ def write(options: argparse.Namespace, benchmark: str, results: list[dict[str, A
     if results:
         more: dict[str, Any] = {"benchmark": benchmark, "settings": {**settings, "cpus": len(os.sched_getaffinity(0))}}
         if options.model:
-            load_format = settings.get("engine_args", {}).get("load_format")
-            more["model"] = models.describe(options.model, read_config(options.model), load_format)
+            config, load_format = read_config(options.model), settings.get("engine_args", {}).get("load_format")
+            shape = {ours: config.get(theirs) for ours, theirs in models.KEYS.items()}
+            more["model"] = {"name": Path(options.model).resolve().name, **shape, "load_format": load_format}
         if settings.get("engine") == "sglang":
             more["inter_token_latency"] = sglang_engine.GAPS
         result_file.write(options.output, results, Console(stderr=True, highlight=False), **more)

@@ -27,7 +27,7 @@ def test_a_page_has_the_numbers_of_each_file_and_names_what_is_missing(tmp_path)
     (tmp_path / "notes.json").write_text("{}")
     paths = [result_examples.write(tmp_path, name, content) for name, content in files.items()]
     page = report_of(tmp_path, *paths, tmp_path / "notes.json", tmp_path / "gone.json")
-    assert page.count("\n## ") == len(files) + 2, "and the choice of a backend, and what is wrong"
+    assert page.count("\n## ") == len(files) + 1, "and what is wrong"
     seconds = files["kernels"]["results"][0]["seconds"]
     for name in ("ours", "fa3_bf16"):
         assert f"| {1e6 * seconds[name]['median']:.1f} |" in page
@@ -64,20 +64,21 @@ def test_damaged_files_do_not_stop_the_page():
     hostile.run("reports", [*range(30), 56013])
 
 
-def test_the_choice_of_backends_and_gpus_has_a_row_for_each_load():
+def test_backends_and_numbers_of_gpus_of_several_files_are_compared_load_by_load(tmp_path):
     one, two = result_examples.throughput(), result_examples.throughput()
     for entry in two["results"]:
         entry["gpus"] = entry["case"]["tensor_parallel_size"] = 2
-    server, offline = tables.by_workload([one, two, result_examples.serve()]).values()
-    headings, rows = tables.of_models(offline)
+    paths = [result_examples.write(tmp_path, name, report) for name, report in (("two", two), ("one", one))]
+    together = report_of(tmp_path, *paths).split("## ")[1]
+    headings, _, *rows = [line.strip("| ").split(" | ") for line in together.splitlines() if line.startswith("|")]
     found = [dict(zip(headings, row, strict=True)) for row in rows]
     assert [(row["load"], row["GPUs"], row["backend"]) for row in found[:4]] == [
         ("1 in flight", f"{gpus} x NVIDIA H200", name) for gpus in (1, 2) for name in result_examples.BACKENDS
     ]
-    assert len(found) == 8 and len(server) == 4
-    for (_, entry), row in zip(offline, found, strict=True):
-        assert row["per user"] == f"{1 / entry['itl_s']['p50']:.0f}"
-        assert row["per GPU"] == ("-" if entry["gpus"] == 1 else f"{entry['output_tokens_per_second'] / 2:.0f}")
+    assert len(found) == 8
+    first, of_two = one["results"][0], found[2]
+    assert of_two["per user"] == f"{1 / first['itl_s']['p50']:.0f}" and found[0]["per GPU"] == "-"
+    assert of_two["per GPU"] == f"{first['output_tokens_per_second'] / 2:.0f}"
 
 
 def test_the_readme_picture_has_bars_of_the_file():
