@@ -18,11 +18,9 @@ from torch.nn.functional import rms_norm
 from mla_backend.engine import Batch, Model, load_model, new_caches
 from serving_benchmarks.models.recall import prompts
 
-CONTEXTS, TOKENS, QUESTIONS = 8, 500, 12
-"""What is fitted to: some 8000 tokens."""
+CONTEXTS, TOKENS, QUESTIONS = 8, 500, 12  # what is fitted to: some 8000 tokens
 FIRST_SEED = 1000  # of those contexts; questions for tests have smaller seeds
-RIDGE = 1e-3
-"""Added to the diagonal of the products of features, about 1, so that rare features don't get large weights."""
+RIDGE = 1e-3  # on the diagonal of the products of features, about 1: rare ones get no large weights
 BLOCK_SHARE = 0.1  # of the block's output: it was not trained for this input
 
 

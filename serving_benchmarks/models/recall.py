@@ -13,8 +13,7 @@ import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CHECKPOINT = Path(__file__).parents[2] / "examples" / "recall" / "checkpoint"
-"""In the source tree, not in the installed package."""
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "recall" / "checkpoint"  # in the source tree alone
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT, END_OF_THOUGHT = "<｜User｜>", "<｜Assistant｜>", "</think>"

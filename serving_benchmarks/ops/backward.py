@@ -7,7 +7,6 @@ profile. All gradients are first compared with the reference. The peer is the pa
 
 import argparse
 import importlib
-import importlib.metadata
 import math
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -113,15 +112,6 @@ def cudnn(inputs: Inputs, exact: tuple[Tensor, Tensor]) -> timing.Candidate:
     return timing.Candidate([call], results, lambda: check(results, exact, kernels.PEERS_ALLOWED))
 
 
-def load() -> str:
-    """cuDNN's front end and its version, or why it is missing, as "missing: ..."."""
-    try:
-        importlib.import_module(CUDNN)
-        return f"nvidia-cudnn-frontend {importlib.metadata.version('nvidia-cudnn-frontend')}"
-    except Exception as error:  # of any kind: it is optional, whatever is wrong with it
-        return f"missing: {timing.first_line(error)}"
-
-
 def profiled(call: timing.Call) -> dict[str, float]:
     """Seconds that each of PARTS takes in a call."""
     activity, on_gpu = torch.profiler.ProfilerActivity, kernels.DEVICE == "cuda"
@@ -163,4 +153,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     chosen = kernels.asked_for(options, "backward", cases())
     opt.require_gpu()
-    return kernels.measure_cases(options, "backward", chosen, measure, {"cudnn": load()})
+    return kernels.measure_cases(
+        options, "backward", chosen, measure, {"cudnn": timing.version_of(CUDNN, "nvidia-cudnn-frontend")}
+    )

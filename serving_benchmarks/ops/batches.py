@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK, SETS = 64, 4
-"""Slots of a cache's block, and sets of inputs that calls rotate."""
+BLOCK, SETS = 64, 4  # slots of a cache's block, and sets of inputs that calls rotate
 SMALLEST_CACHE = 2**20  # tokens. Input sets are spread over the whole cache, as requests are in a server's.
 MOST_HEADS = 256
 MOST_REQUESTS = 2**20

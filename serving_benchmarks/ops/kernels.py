@@ -40,8 +40,7 @@ MAGNITUDE = 0.1  # standard deviation of cached values. With queries of 1 / MAGN
 MOST_DECODE_QUERIES = 16  # requests with more query tokens are prefill
 SCALES = {"fp8_tensor_576": peer_kernels.FP8_TENSOR_SCALE}
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
-ROUNDED_LSE = 2.0**-9
-"""Added to LSE_ABSOLUTE for rows of 656 bytes, whose scores Hopper's kernels round: one row's lse may be near 0."""
+ROUNDED_LSE = 2.0**-9  # added to LSE_ABSOLUTE where Hopper's kernels round scores: one row's lse may be near 0
 COSINE = 5e-6  # largest cosine distance of a token. docs/contract.md promises it and the bounds above.
 PEERS_ALLOWED, FP8_PEERS_ALLOWED = 10, 1000
 """The bounds of a peer, and of one that rounds to e4m3, are so many times ours. Peers promise no such accuracy."""
@@ -51,8 +50,7 @@ another GPU looks better or worse than it is."""
 MEMORY_BYTES = 3.65e12
 """Bytes/s of gathering random FP8 rows of 656 bytes from memory into shared memory. BF16 rows are gathered faster (our
 kernel reaches 4.03e12), so times with them can be below a floor made of this."""
-L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}
-"""Bytes/s of gathering rows of a format from L2, out of a pool of 32K tokens."""
+L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}  # bytes/s of gathering rows from L2, out of a pool of 32K tokens
 PRODUCT_ROWS, PRODUCT_WIDTH = 64, 7168
 """Of the products before calls in situ: DeepSeek-V3.2's width. Their weights, 103 MB, are twice an L2."""
 

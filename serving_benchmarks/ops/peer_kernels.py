@@ -21,7 +21,6 @@ from torch import Tensor
 from serving_benchmarks.ops import peers, timing
 
 LATENT = 512
-FLASHINFER = "flashinfer-python==0.7.2.post1"
 FP8_TENSOR_SCALE = 2.0**-8  # what rows with one scale for a whole cache are divided by
 
 
@@ -217,8 +216,7 @@ PEERS = {
 }
 """By their names in result files."""
 PrepareDense = Callable[[DenseProblem, Tensor], Prepared]
-DENSE: dict[str, PrepareDense] = {"flashmla": flashmla_dense, "fa3": fa3_dense}
-"""Those of dense decode from a BF16 cache."""
+DENSE: dict[str, PrepareDense] = {"flashmla": flashmla_dense, "fa3": fa3_dense}  # from a BF16 cache
 
 
 def load(folder: Path | None, version: str) -> dict[str, str]:
@@ -229,30 +227,21 @@ def load(folder: Path | None, version: str) -> dict[str, str]:
         installed = importlib.util.find_spec("vllm")
         if installed is not None and installed.origin is not None:
             folder, version = Path(installed.origin).parent, importlib.metadata.version("vllm")
+    major = (torch.version.cuda or "").partition(".")[0]
+    runtime = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "lib64" / f"libcudart.so.{major}"
+    if runtime.is_file():  # some of the libraries look for it, and a torch that brings its own does not help
+        ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
     for name in peers.LIBRARIES:
         if folder is None:
             found[name] = "missing: --peers names no folder, and vllm is not installed"
             continue
         try:
-            _load_library(peers.find(name, folder, version))
+            torch.ops.load_library(peers.find(name, folder, version))
             found[name] = f"vllm {version}"
         except (peers.PeerError, OSError) as error:
             found[name] = f"missing: {error}"
-    try:
-        from flashinfer import mla  # noqa: F401
-
-        found["flashinfer"] = f"flashinfer {importlib.metadata.version('flashinfer-python')}"
-    except Exception as error:  # of any kind: it is optional, whatever is wrong with it
-        found["flashinfer"] = f"missing: {timing.first_line(error)}; pip install {FLASHINFER}, which needs nvcc"
-    return found
-
-
-def _load_library(path: Path) -> None:
-    cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    runtime = cuda / "lib64" / f"libcudart.so.{torch.version.cuda.split('.')[0]}"
-    if runtime.is_file():  # some of the libraries look for it, and a torch that brings its own does not help
-        ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-    torch.ops.load_library(path)
+    flashinfer = timing.version_of("flashinfer.mla", "flashinfer-python").replace("-python", "")  # as files have it
+    return {**found, "flashinfer": flashinfer}
 
 
 def _padded(q: Tensor, heads: int) -> tuple[Tensor, Callable[[], object] | None]:

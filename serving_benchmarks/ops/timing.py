@@ -3,6 +3,7 @@
 A candidate is a clock: a function that takes the number of the round and returns the seconds that one call took.
 """
 
+import importlib.metadata
 import math
 import statistics
 import time
@@ -15,10 +16,8 @@ from torch import Tensor
 
 GRAPH_SECONDS = 4e-4  # how long a graph should take at least, so that the few microseconds of its launch don't count
 MOST_PASSES = 64
-SITU_SECONDS = 2e-3
-"""The same of a graph with other work before each call: what a call takes is the difference of two graphs."""
-REST_SECONDS = 0.3
-"""Pause before candidates are timed: what ran before them and their checks in float64 may have throttled the clock."""
+SITU_SECONDS = 2e-3  # the same with other work before each call: what a call takes is the difference of two graphs
+REST_SECONDS = 0.3  # before candidates are timed: checks in float64 may have throttled the clock
 
 Call = Callable[[], object]
 Clock = Callable[[int], float]
@@ -108,11 +107,9 @@ class Candidate:
     """What is checked and timed on a GPU: calls that differ in their inputs, and what the last one leaves."""
 
     calls: Sequence[Call]
-    results: Sequence[Tensor] = ()
-    """They hold NaN before the run that is checked, so that what is checked is what is timed."""
+    results: Sequence[Tensor] = ()  # NaN before the run that is checked, so that what is checked is what is timed
     check: Callable[[], object] = lambda: None  # what is said of its accuracy. Raises an error if it is wrong.
-    layer: Sequence[Call] = ()
-    """The calls, each with all that it needs in a layer of a model. None for what layers do not call."""
+    layer: Sequence[Call] = ()  # the calls as a layer of a model makes them; none for what layers do not call
 
 
 def measure(
@@ -168,6 +165,15 @@ def _versus(clocks: Mapping[str, Clock], peers: Collection[str], rounds: int) ->
         "best_peer": best,
         "speed_up": medians[best] / medians["ours"] if best else None,
     }
+
+
+def version_of(module: str, package: str) -> str:
+    """A package that is here and its version, or why it is missing, as "missing: ..."."""
+    try:
+        importlib.import_module(module)
+        return f"{package} {importlib.metadata.version(package)}"
+    except Exception as error:  # of any kind: it is optional, whatever is wrong with it
+        return f"missing: {first_line(error)}"
 
 
 def first_line(error: Exception) -> str:

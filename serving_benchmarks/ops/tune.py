@@ -14,7 +14,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,14 +75,15 @@ class Model:
         return [Launch(KERNELS[kernel], *more) for kernel, *more in self._launches[: len(self.weigh(size))]]
 
 
-def random_sizes(seed: int = 0) -> Iterator[Size]:
-    """Sizes in random order, without end."""
-    draw = random.Random(seed)
-    names, often = zip(*FORMATS.items(), strict=True)
-    while True:
-        size = Size(draw.choices(names, often)[0], draw.choice(HEADS), draw.choice(SLOTS), draw.choice(TOKENS))
+def random_sizes(count: int, seed: int = 0) -> list[Size]:
+    """So many different sizes."""
+    draw, found = random.Random(seed), {}
+    while len(found) < count:
+        fmt = draw.choices(list(FORMATS), list(FORMATS.values()))[0]
+        size = Size(fmt, draw.choice(HEADS), draw.choice(SLOTS), draw.choice(TOKENS))
         if size.slots * size.tokens <= MOST_ROWS:
-            yield size
+            found[size] = None
+    return list(found)
 
 
 class Timer:
@@ -137,18 +138,15 @@ def measure(options: argparse.Namespace) -> int:
     opt.require_gpu()
     gpu = library.describe_gpu(torch.cuda.current_device())
     model, timer, began = Model(gpu), Timer(), time.monotonic()
-    lines, seen = [], set()
-    for size in random_sizes(options.seed):
-        if time.monotonic() - began > options.limit_s or len(seen) == options.sizes:
+    lines = []
+    for number, size in enumerate(random_sizes(options.sizes, options.seed), 1):
+        if time.monotonic() - began > options.limit_s:
             break
-        if size in seen:
-            continue
-        seen.add(size)
         candidates, us = model.launches(size), model.weigh(size)
         chosen = [launch for launch, one in zip(candidates, us, strict=True) if one <= WORTH_TIMING * us.min()]
         found = sorted(zip(timer.time(size, chosen, options.rounds), chosen, strict=True))
         lines += [(*size, *launch, f"{us:.2f}") for us, launch in found if us <= WORTH_KEEPING * found[0][0]]
-        print(f"{len(seen)}: {size}: {found[0][1]} {found[0][0]:.1f} us, of {len(found)}", flush=True)
+        print(f"{number}: {size}: {found[0][1]} {found[0][0]:.1f} us, of {len(found)}", flush=True)
     with options.output.open("w", newline="") as file:
         file.write(f"# {torch.cuda.get_device_name()}\n# {json.dumps(gpu)}\n")
         csv.writer(file).writerows([(*Size._fields, *Launch._fields, "us"), *lines])
@@ -226,12 +224,9 @@ def constants_in(text: str) -> dict[str, np.ndarray]:
 
 
 def summary(regrets: dict[Size, float]) -> str:
-    values = np.array(list(regrets.values()))
-    worst = max(regrets, key=regrets.get)
-    return (
-        f"the model's choice is {values.mean():.2%} slower than the best of {len(values)} sizes on average, more than "
-        f"3 % in {(values > 0.03).sum()}, {values.max():.0%} at worst ({worst})"
-    )
+    values, worst = np.array(list(regrets.values())), max(regrets, key=regrets.get)
+    told = f"the model's choice is {values.mean():.2%} slower than the best of {len(values)} sizes on average, more"
+    return f"{told} than 3 % in {(values > 0.03).sum()}, {values.max():.0%} at worst ({worst})"
 
 
 def fit_files(options: argparse.Namespace) -> int:

@@ -11,8 +11,7 @@ import numpy
 
 from serving_benchmarks.ops.timing import Timing
 
-OUR_BACKENDS = ("SPARSE_MLA", "DENSE_MLA", "CUSTOM", "sparse_mla")
-"""Names of this project's backend in vLLM, and in SGLang."""
+OUR_BACKENDS = ("SPARSE_MLA", "DENSE_MLA", "CUSTOM", "sparse_mla")  # in vLLM, and in SGLang
 LOAD = ("request_rate", "concurrency")
 _UNSAID = {"engine": "vllm", "drafts": 0}
 _UNSAID |= dict.fromkeys(("tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size"), 1)

@@ -371,22 +371,15 @@ def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired
     rounds = {len(entry.get("rounds_s", "1")) for entry in entries}
     about = [report["environment"] for report in reports]
     first = about[0]
-    layers, experts = (
-        " or ".join(dict.fromkeys(str((each.get("model") or {}).get(name)) for each in about))
-        for name in ("layers", "experts")
-    )
+    models = [each.get("model") or {} for each in about]
+    layers, experts = (" or ".join(dict.fromkeys(str(m.get(n)) for m in models)) for n in ("layers", "experts"))
     told = [f"Medians of {' to '.join(map(str, sorted({min(rounds), max(rounds)})))} rounds"]
     told = ["Each load was run once"] if rounds == {1} else told
     if paired and all(map(runs.interleaved, about)):
         told.append("ratios of interleaved pairs, with 95 % confidence intervals")
-    parts = [
-        f"{layers} layers with {experts} experts",
-        f"{(first.get('settings') or {}).get('kv_cache_dtype')} cache",
-        " or ".join(dict.fromkeys(map(file.machine, about))),
-        f"torch {first['torch']['version']}",
-        file.engine(first),
-        *dict.fromkeys(map(file.when, about)),
-    ]
+    cache, machines = (first.get("settings") or {}).get("kv_cache_dtype"), dict.fromkeys(map(file.machine, about))
+    parts = [f"{layers} layers with {experts} experts", f"{cache} cache", " or ".join(machines)]
+    parts += [f"torch {first['torch']['version']}", file.engine(first), *dict.fromkeys(map(file.when, about))]
     return f"{'; '.join(told)}. {', '.join(parts)}."
 
 

@@ -29,10 +29,8 @@ from serving_benchmarks.run.processes import why_it_ended
 ENOUGH = 0.99  # of the answers that must be right, and of those that must be the same as another way's
 CACHE_BYTES = 1 << 28  # for the recall checkpoint: 32 contexts of 2000 tokens, with any cache
 LONGER = 100  # tokens that a question may add to its context
-SHARED_TOPK = 512
-"""Slots of each query, instead of 128, where a way is context parallel: vLLM 0.33 merges lists of 512, 1024 or 2048."""
-ROUNDING = 0.01
-"""Of logprobs that come from bf16 logits, about. It allows for an order of prompts that happens to make no noise."""
+SHARED_TOPK = 512  # slots of a query, not 128, where a way is context parallel: vLLM 0.33 takes 512, 1024 or 2048
+ROUNDING = 0.01  # of logprobs from bf16 logits, about: some order of prompts happens to make no noise
 DRAFT_ROOM = 8  # positions after a request's last token that drafts may take
 Answers = list[dict[str, list]]  # of each prompt: tokens and their logprobs
 
@@ -112,18 +110,11 @@ def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dic
     cache = {} if asked.right is None else {"kv_cache_memory_bytes": CACHE_BYTES}
     if way.engine == "embedded":
         return {**given, "kv_cache": way.cache, **({"memory": CACHE_BYTES} if cache else {})}
-    return {
-        **given,
-        **cache,
-        "attention_backend": way.backend,
-        "kv_cache_dtype": {"fp8": "fp8", "bf16": "auto"}[way.cache],
-        "tensor_parallel_size": way.gpus,
-        "decode_context_parallel_size": way.gpus if way.context_parallel else 1,
-        "max_num_seqs": 64,
-        "enforce_eager": way.eager,
-        "enable_prefix_caching": asked.right is not None,  # random prompts come twice, and are to be computed twice
-        **({"speculative_config": common.speculative(way.drafts)} if way.drafts else {}),
-    }
+    given |= {"attention_backend": way.backend, "kv_cache_dtype": {"fp8": "fp8", "bf16": "auto"}[way.cache], **cache}
+    given |= {"max_num_seqs": 64, "enforce_eager": way.eager, "tensor_parallel_size": way.gpus}
+    given["decode_context_parallel_size"] = way.gpus if way.context_parallel else 1
+    given["enable_prefix_caching"] = asked.right is not None  # random prompts come twice, to be computed twice
+    return {**given, **({"speculative_config": common.speculative(way.drafts)} if way.drafts else {})}
 
 
 def ask(name: str, spec: dict[str, Any], limit: float, logs: Path, stages: Stages) -> dict[str, Any]:

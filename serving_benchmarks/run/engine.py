@@ -81,8 +81,7 @@ class VllmEngine:
             self._names.pop(output.request_id)
             self.decoding.discard(output.request_id)
             ttft = output.metrics.first_token_latency if output.metrics else None
-            tokens = len(output.outputs[0].token_ids)
-            ended.append(Ended(output.request_id, ttft, tokens))
+            ended.append(Ended(output.request_id, ttft, len(output.outputs[0].token_ids)))
         return ended
 
     def abort_all(self) -> None:

@@ -28,10 +28,8 @@ from serving_benchmarks.run.rounds import stem, there_and_back
 from serving_benchmarks.run.server import Server, ServerFailed, serving
 
 Plan = tuple[dict[str, Any], list[dict[str, Any]]]  # the engine's settings, and the case of each load
-LENGTH_ROOM = 64
-"""Tokens that a request may have beyond its length: the client sends text, which may become other tokens."""
-TEXT_ROOM = 4
-"""And one for so many of its prompt: vLLM limits the characters of a text, and our models' tokens have spaces."""
+LENGTH_ROOM = 64  # tokens beyond a request's length: the client sends text, which may become other tokens
+TEXT_ROOM = 4  # and one for so many of its prompt: vLLM limits the characters of a text; our tokens have spaces
 CLIENT = """
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -260,7 +260,7 @@ def test_the_backward_is_measured_versus_cudnn_and_in_parts(lists, on_a_cpu, tmp
 
     functions = types.SimpleNamespace(sparse_attention_backward_wrapper=cudnn)
     monkeypatch.setitem(sys.modules, backward.CUDNN, functions)
-    monkeypatch.setattr(backward.importlib.metadata, "version", lambda name: "1")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1")
     monkeypatch.setattr(backward, "cases", lambda: [backward.Case(3, 90, lists, queries=70, topk=40)])
     found = backward.new_lists(backward.cases()[0]).tolist()
     assert all(len({*one}) == 40 and 0 <= min(one) <= max(one) < 90 for one in found)
