@@ -100,12 +100,25 @@ def test_openais_batch_requests_are_taken():
         ({"custom_id": "a", "url": "/v1/completions", "body": []}, "body must be an object {...}; got []"),
         (batch({"messages": CHAT, "frequency_penalty": 0.5}), "frequency_penalty must be 0 or left out; got 0.5"),
         (batch({"messages": CHAT, "tools": [{}]}), "tools must be [] or left out; got [{}]"),
+        ('{"prompt": "\\ud800"}', ""),
+        ('{"prompt": "x", "id": "\\udfff"}', ""),
+        ('{"messages": [{"role": "\\ud800", "content": "x"}]}', ""),
+        ('{"prompt": "x", "temperature": ' + "9" * 401 + "}", ""),
+        ({"prompt": "x", "repetition_penalty": 10**300}, ""),
+        ({"prompt": "x", "repetition_penalty": 1e-300}, ""),
+        pytest.param('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "", id="nested"),
+        (b'{"prompt": "\xff"}', ""),
+        (batch({"prompt": "x"}, url=[]), ""),
+        (batch({"prompt": "x", "model": "\ud800"}, url="/v1/completions"), ""),
     ],
 )
 def test_bad_lines_are_reported_and_dont_stop_the_rest(line, why):
-    items, bad = read_json({"prompt": "before", "id": "before"}, line, {"prompt": "after", "id": "after"})
+    line = line if isinstance(line, str | bytes) else json.dumps(line)
+    line = line if isinstance(line, bytes) else line.encode()
+    items, bad = read([b'{"prompt": "before"}\n', line + b"\n", b'{"prompt": "after"}\n'], DEFAULTS)
     assert [item.prompt for item in items] == ["before", "after"]
     assert [b.number for b in bad] == [2] and why in bad[0].why
+    bad[0].why.encode()
 
 
 def test_an_id_that_stands_twice_is_a_bad_line():

@@ -183,18 +183,19 @@ def test_wrong_options_are_named(folder, options, error):
 
 
 @pytest.mark.parametrize(
-    "prompt, error",
+    "arguments, error",
     [
-        ("", "prompt must be one token or more; got none"),
-        ([], "prompt must be one token or more; got none"),
-        ([259], "prompt must have tokens of 0 to 258; got 259"),
-        ([-1], "prompt must have tokens of 0 to 258; got -1"),
-        ([1.5], "prompt must have tokens of 0 to 258; got 1.5"),
+        *((dict(prompt=none), "prompt must be one token or more; got none") for none in ("", [])),
+        *((dict(prompt=[token]), f"prompt must have tokens of 0 to 258; got {token}") for token in (259, -1, 1.5)),
+        *((dict(prompt=prompt), "^prompt ") for prompt in (None, 5, {}, b"x", [None], [1.5], [[1]], [True], "\ud800")),
+        *((dict(prompt=[wrong]), "^messages ") for wrong in ({}, {"role": 5, "content": []})),
+        *((dict(prompt=[1], params=wrong), "^params ") for wrong in ("x", {}, 5)),
+        *((dict(prompt=[1], id=wrong), "^id ") for wrong in (5, [], b"x")),
     ],
 )
-def test_wrong_prompts_are_named(shared, prompt, error):
-    with pytest.raises(ValueError, match=error):
-        shared.add(prompt)
+def test_wrong_requests_are_named(shared, arguments, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        shared.add(**arguments)
     assert not shared.has_work
 
 
