@@ -332,8 +332,3 @@ def test_own_times_are_together_the_time_in_which_anything_ran(ran_at):
     found = own_times((name, begin, begin + ticks) for name, begin, ticks in ran_at)
     assert sum(time for *_, time in found) == len(ran)
     assert sum(calls for _, calls, _ in found) == len(ran_at)
-
-
-def test_a_kernel_that_began_early_is_not_charged_for_its_waiting():
-    found = own_times([("attention", 0.0, 100.0), ("merge", 2.0, 103.0), ("next", 110.0, 115.0)])
-    assert found == [("attention", 1, 100.0), ("merge", 1, pytest.approx(3.0)), ("next", 1, 5.0)]
