@@ -19,14 +19,6 @@ WINDOW_BLOCK, BLOCK, BLOCKS, REQUESTS = 16, 256, 20, 4
 SCALE = 512**-0.5
 
 
-@pytest.fixture(scope="module")
-def v4():
-    versions.add_backend(versions.SPARSE)
-    from mla_backend.vllm_plugin import deepseek_v4
-
-    return deepseek_v4
-
-
 class Batch:
     """Tokens that decode, the last ones of which may be padding, then tokens of prefill."""
 
