@@ -39,11 +39,6 @@ def logits() -> torch.Tensor:
     return torch.randn(VOCABULARY) * 2
 
 
-def test_greedy_takes_the_likeliest(logits):
-    tokens, logprobs = sample(logits.expand(3, -1), draws(SamplingParams(), 3))
-    assert tokens == [int(logits.argmax())] * 3 and logprobs == [None] * 3
-
-
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_temperature_shapes_the_distribution(logits, temperature):
     want = (logits.double() / temperature).softmax(-1).float()
@@ -76,9 +71,11 @@ def test_filters_leave_what_they_say_and_have_to_agree(logits, filters, kept):
     assert_distributed(logits, SamplingParams(temperature=1, **filters), p * keep / (p * keep).sum())
 
 
-def test_the_likeliest_is_always_left(logits):
-    for params in (SamplingParams(temperature=1, top_p=1e-9), SamplingParams(temperature=1, min_p=1.0)):
-        assert sample(logits[None], draws(params, 1))[0] == [int(logits.argmax())]
+@pytest.mark.parametrize("filters", [{}, *({"temperature": t} for t in (1e-3, 1e-45)), {"top_p": 1e-9}, {"min_p": 1.0}])
+def test_greedy_tiny_temperatures_and_narrow_filters_give_the_likeliest(logits, filters):
+    logits[3] = -torch.inf
+    params = SamplingParams(**({"temperature": 1, **filters} if filters else {}))
+    assert sample(logits.expand(3, -1), draws(params, 3)) == ([int(logits.argmax())] * 3, [None] * 3)
 
 
 def test_a_repetition_penalty_makes_what_was_there_less_likely(logits):
@@ -90,12 +87,6 @@ def test_a_repetition_penalty_makes_what_was_there_less_likely(logits):
     assert_distributed(logits, params, penalised.softmax(-1), seen=seen)
     strong = SamplingParams(repetition_penalty=1e6)
     assert sample(logits[None], draws(strong, 1, seen=seen))[0] != [seen[0]]
-
-
-def test_tiny_temperatures_and_infinite_logits_give_the_likeliest(logits):
-    logits[3] = -torch.inf
-    for temperature in (1e-3, 1e-45):
-        assert sample(logits[None], draws(SamplingParams(temperature=temperature), 1))[0] == [int(logits.argmax())]
 
 
 def test_logprobs_are_the_models_own(logits):

@@ -191,9 +191,10 @@ def test_a_batch_attends_to_what_the_indexer_picked(backend, name, captured_toke
     )
     room = buffers(captured_tokens)
     room.own.out.fill_(torch.nan)
-    out, lse = layer_of(backend, batch.picked).forward_mqa(q, cache, metadata_of(batch, room), None)
+    sinks = torch.linspace(-2, 4, HEADS) if name == "decode" else None
+    out, lse = layer_of(backend, batch.picked, sinks=sinks).forward_mqa(q, cache, metadata_of(batch, room), None)
     assert lse is None, "it is wanted with context parallelism alone"
-    assert_attends(out, torch.cat(q, dim=-1), cache, batch.slots())
+    assert_attends(out, torch.cat(q, dim=-1), cache, batch.slots(), sink=sinks)
     assert not out[sum(batch.query_lens) :].any(), "padding attends to nothing"
     assert (out.data_ptr() == room.own.out.data_ptr()) == bool(captured_tokens)
 
@@ -345,13 +346,10 @@ def test_a_model_without_rope_attends_to_what_the_indexer_picked(backend, fmt, p
     assert_attends(out, wide, cache, batch.slots())
 
 
-def test_lists_are_as_long_as_the_models_buffer_for_them(backend, monkeypatch):
-    """GLM-5.3-Flash picks up to 2176 slots, of which index_topk are 2048."""
+def test_a_builder_goes_by_its_layers_lists_and_cache(backend, monkeypatch):
+    """GLM-5.3-Flash picks up to 2176 slots, of which index_topk are 2048. --kv-cache-dtype-skip-layers keeps some
+    layers in bf16, whose rows can't be staged."""
     assert made_builder(backend, monkeypatch, topk=2176).buffers.topk == 2176
-
-
-def test_a_builder_goes_by_its_layers_cache(backend, monkeypatch):
-    """--kv-cache-dtype-skip-layers keeps some layers in bf16, whose rows can't be staged."""
     fp8, bf16 = (made_builder(backend, monkeypatch, kv_cache_dtype=dtype).buffers for dtype in ("fp8_ds_mla", "auto"))
     assert fp8.staged_rows > 0 and fp8.cache_format == "fp8_ds_mla"
     assert bf16.staged_rows == 0 and bf16.cache_format == "bf16"
@@ -413,20 +411,13 @@ def test_preparing_a_step_and_attending_allocate_nothing(backend, name):
         layer.forward_mqa(q, cache, metadata, LAYERS[0])
     with Ops() as second:
         layer.forward_mqa(q, cache, metadata, LAYERS[1])
-    assert first.allocated == second.allocated == 0, first.names
-    assert len(second.names) == 2, "slots are looked up and attended to"
-    assert len(first.names) - len(second.names) <= 7, first.names
-
-
-def test_a_rank_of_decode_context_parallelism_attends_in_three_launches_a_layer(backend):
-    batch, room = BATCHES["decode"], buffers(captured_tokens=64)
-    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(batch.tokens, HEADS, 576).bfloat16()
-    layer, metadata = layer_of(backend, batch.picked, indexer=object()), metadata_of(batch, room, leaders=("first",))
     layer.dcp_world_size, layer.dcp_rank = 8, 5
-    layer.forward_mqa(q, cache, metadata, LAYERS[0])
-    with Ops() as ops:
+    with Ops() as of_rank:
         layer.forward_mqa(q, cache, metadata, LAYERS[1])
-    assert ops.allocated == 0 and len(ops.names) == 3, "slots are looked up, the plan is made, and slots attended to"
+    assert first.allocated == second.allocated == of_rank.allocated == 0, first.names
+    assert len(second.names) == 2, "slots are looked up and attended to"
+    assert len(of_rank.names) == 3, "with context parallelism a layer also makes its plan"
+    assert len(first.names) - len(second.names) <= 7, first.names
 
 
 @pytest.mark.parametrize("leaders", [("draft",), None])
@@ -602,14 +593,6 @@ def test_batch_invariance_leaves_no_prompt_to_the_dense_kernel(backend, monkeypa
     for invariant in (False, True):
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(int(invariant)))
         assert made_on_a_gpu(backend, monkeypatch).supports_dense_mha_prefill is not invariant
-
-
-def test_sinks_reach_the_op(backend):
-    batch, sinks = BATCHES["decode"], torch.linspace(-2, 4, HEADS)
-    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(3, HEADS, 576).bfloat16()
-    layer = layer_of(backend, batch.picked, sinks=sinks)
-    out, _ = layer.forward_mqa(q, cache, metadata_of(batch, buffers()), None)
-    assert_attends(out, q, cache, batch.slots(), sink=sinks)
 
 
 @pytest.mark.parametrize("interleave", [1, 4])

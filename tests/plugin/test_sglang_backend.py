@@ -241,14 +241,15 @@ def test_what_it_cannot_do_is_said_before_it_serves(change, word):
     assert word in str(refused.value)
 
 
-@pytest.mark.parametrize("half", ["prefill_attention_backend", "decode_attention_backend"])
-def test_half_of_a_model_is_refused(half):
+@pytest.mark.parametrize(
+    ("context", "word"),
+    [
+        (lambda: get_context().override_server_args(prefill_attention_backend="dsa"), "--attention-backend"),
+        (lambda: get_context().override_server_args(decode_attention_backend="dsa"), "--attention-backend"),
+        (lambda: get_parallel().override(attn_dcp_size=2), "--dcp-size"),
+    ],
+)
+def test_half_of_a_model_and_context_parallelism_are_refused(context, word):
     runner = batch_of(DECODE, (64,)).runner
-    with get_context().override_server_args(**{half: "dsa"}), pytest.raises(ValueError, match="--attention-backend"):
-        SparseMLABackend(runner)
-
-
-def test_context_parallelism_is_refused():
-    runner = batch_of(DECODE, (64,)).runner
-    with get_parallel().override(attn_dcp_size=2), pytest.raises(ValueError, match="--dcp-size"):
+    with context(), pytest.raises(ValueError, match=word):
         SparseMLABackend(runner)
