@@ -18,6 +18,7 @@ from mla_backend.vllm_plugin.staging import StagedRequests
 from mla_backend.vllm_plugin.step import Batch as StepBatch
 from mla_backend.vllm_plugin.step import Step, StepBuffers
 from problems import assert_accurate, random_cache
+from vllm_models import common_metadata, config_with
 
 HEADS, TOPK, BLOCK_SIZE, BLOCKS = 5, 24, 16, 24
 SCALE = 0.04
@@ -103,13 +104,8 @@ def made_layer(backend, monkeypatch, **given):
     monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1, raising=False)
     sizes = dict(q_lora_rank=24, kv_lora_rank=512, qk_nope_head_dim=16, qk_rope_head_dim=64, qk_head_dim=80)
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig("cpu"))):
-        return backend.SparseMLALayer(
-            *(HEADS, 576, SCALE, 1, None, None, "auto", None, "decoder", None),
-            **sizes,
-            v_head_dim=16,
-            kv_b_proj=None,
-            **given,
-        )
+        first = HEADS, 576, SCALE, 1, None, None, "auto", None, "decoder", None
+        return backend.SparseMLALayer(*first, **sizes, v_head_dim=16, kv_b_proj=None, **given)
 
 
 def made_builder(backend, monkeypatch, topk: int = 2048, kv_cache_dtype: str = "fp8_ds_mla", **parallel):
@@ -122,38 +118,24 @@ def made_builder(backend, monkeypatch, topk: int = 2048, kv_cache_dtype: str = "
     monkeypatch.setattr(backend, "_on_cpu", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     impl = SimpleNamespace(topk_indices_buffer=torch.empty(64, topk), kv_cache_dtype=kv_cache_dtype, num_heads=64)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(**{"decode_context_parallel_size": 1, **parallel}),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
-        speculative_config=SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False),
-        attention_config=SimpleNamespace(hisparse_config=None),
-        cache_config=SimpleNamespace(cache_dtype="fp8_ds_mla"),
-        compilation_config=SimpleNamespace(
-            static_forward_context={"layers.0": SimpleNamespace(impl=impl)}, cudagraph_capture_sizes=[1]
-        ),
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(num_hidden_layers=1)),
-        use_v2_model_runner=True,
+    layers, model = {"layers.0": SimpleNamespace(impl=impl)}, SimpleNamespace(num_hidden_layers=1)
+    config = config_with(
+        parallel={"decode_context_parallel_size": 1, **parallel},
+        scheduler=dict(max_num_batched_tokens=64),
+        speculative=dict(num_speculative_tokens=2, parallel_drafting=False),
+        attention=dict(hisparse_config=None),
+        cache=dict(cache_dtype="fp8_ds_mla"),
+        compilation=dict(static_forward_context=layers, cudagraph_capture_sizes=[1]),
+        model=dict(hf_text_config=model),
     )
+    config.use_v2_model_runner = True
     return backend.SparseMLAMetadataBuilder(None, ["layers.0"], config, torch.device("cpu"))
 
 
-def metadata_of(
-    batch: Batch,
-    room: StepBuffers,
-    tokens: int | None = None,
-    leaders: tuple[str, ...] | None = None,
-    staged: StagedRequests | None = None,
-    spans: list[slice] | None = None,
-) -> SimpleNamespace:
-    of_step = StepBatch(batch.query_start_loc, batch.seq_lens, batch.tokens)
-    return SimpleNamespace(
-        step=Step(room, of_step, batch.tokens if tokens is None else tokens, leaders, staged, spans),
-        req_id_per_token=room.request_ids[: batch.tokens],
-        block_table=batch.block_table,
-        cp_kv_cache_interleave_size=1,
-        dense=(),
-        masked=(),
-    )
+def metadata_of(batch: Batch, room: StepBuffers, leaders=None, staged=None, spans=None) -> SimpleNamespace:
+    of_step, ids = StepBatch(batch.query_start_loc, batch.seq_lens, batch.tokens), room.request_ids[: batch.tokens]
+    more = dict(req_id_per_token=ids, block_table=batch.block_table, cp_kv_cache_interleave_size=1)
+    return SimpleNamespace(step=Step(room, of_step, batch.tokens, leaders, staged, spans), **more, dense=(), masked=())
 
 
 BATCHES = {
@@ -236,7 +218,7 @@ def test_prompts_attend_to_what_the_indexer_picked_after_their_beginnings(backen
         x.transpose(0, 1), down, out=out.view(len(x), HEADS, 8).transpose(0, 1)
     )
     metadata = metadata_of(
-        batch, buffers(max_tokens=80, staged_rows=BLOCKS * BLOCK_SIZE), None, None, staged, [slice(0, 1), *sparse]
+        batch, buffers(max_tokens=80, staged_rows=BLOCKS * BLOCK_SIZE), None, staged, [slice(0, 1), *sparse]
     )
     vars(metadata).update(dense=list(zip(dense, (7.0, 8.0), strict=True)), num_decode_tokens=1)
     absorbed = torch.einsum("thp,hpl->thl", q[..., :16].float(), up.float()).bfloat16()
@@ -259,11 +241,8 @@ def test_a_builder_looks_at_lengths_that_the_host_has(backend):
     builder, nothing = object.__new__(backend.SparseMLAMetadataBuilder), SimpleNamespace(prefill=None)
     builder.buffers, builder.kv_cache_spec = buffers(staged_rows=1 << 16, topk=2048), SimpleNamespace(block_size=64)
     builder.splits_prompts = True
-    common = SimpleNamespace(
-        query_start_loc_cpu=torch.tensor([0, 1, 4097]),
-        seq_lens_cpu_upper_bound=torch.tensor([900, 32768]),
-        max_query_len=4096,
-    )
+    starts, lengths = torch.tensor([0, 1, 4097]), torch.tensor([900, 32768])
+    common = SimpleNamespace(query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=lengths, max_query_len=4096)
     assert builder._parts_of(nothing, common) == (StagedRequests(1, 1, 32768), None)
     assert builder._parts_of(nothing, SimpleNamespace(**{**vars(common), "max_query_len": 1})) == (None, None)
     common.seq_lens_cpu_upper_bound = None
@@ -445,36 +424,15 @@ def test_a_captured_loop_of_drafts_follows_what_changes_in_place(backend, leader
 
 
 def test_building_the_metadata_of_a_decode_step_launches_nothing(backend):
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    room = buffers(captured_tokens=64)
-    builder = object.__new__(backend.SparseMLAMetadataBuilder)
-    vars(builder).update(
-        buffers=room,
-        leaders=frozenset(["first"]),
-        first_batch=None,
-        reorder_batch_threshold=1,
-        kv_cache_spec=SimpleNamespace(block_size=BLOCK_SIZE),
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1)),
-        cp_kv_cache_interleave_size=1,
-        topk_tokens=TOPK,
-        use_pcp=False,
-        _prefill_backend=None,
-    )
+    room, builder = buffers(captured_tokens=64), object.__new__(backend.SparseMLAMetadataBuilder)
+    config, spec = config_with(parallel=dict(cp_kv_cache_interleave_size=1)), SimpleNamespace(block_size=BLOCK_SIZE)
+    vars(builder).update(buffers=room, leaders=frozenset(["first"]), first_batch=None, reorder_batch_threshold=1)
+    vars(builder).update(kv_cache_spec=spec, vllm_config=config, cp_kv_cache_interleave_size=1, topk_tokens=TOPK)
+    vars(builder).update(use_pcp=False, _prefill_backend=None)
     starts, seq_lens = torch.arange(4, dtype=torch.int32), torch.tensor([40, 3, 77], dtype=torch.int32)
 
     def build(starts: Tensor) -> tuple[object, Ops]:
-        common = CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts.clone(),
-            seq_lens=seq_lens,
-            num_reqs=3,
-            num_actual_tokens=3,
-            max_query_len=1,
-            max_seq_len=77,
-            block_table_tensor=torch.zeros(3, 5, dtype=torch.int32),
-            slot_mapping=torch.zeros(3, dtype=torch.int64),
-        )
+        common = common_metadata(starts, starts.clone(), seq_lens, torch.zeros(3, 5, dtype=torch.int32))
         with Ops() as ops:
             metadata = builder.build(0, common)
         return metadata, ops
@@ -620,11 +578,8 @@ def test_ranks_of_decode_context_parallelism_merge_to_the_whole(backend, interle
     lengths = (batch.picked[: batch.tokens] >= 0).sum(1)
     assert torch.equal(sum(walked), lengths), "a rank walks over what it keeps, and over nothing else"
     out, lse = mla_backend.merge_partials([p[0].float() for p in parts], [p[1] for p in parts])
-    slots = torch.where(
-        batch.picked[: batch.tokens] < 0,
-        -1,
-        batch.picked[: batch.tokens] + 96 * torch.tensor(batch.request_ids)[:, None],
-    )
+    picked = batch.picked[: batch.tokens]
+    slots = torch.where(picked < 0, -1, picked + 96 * torch.tensor(batch.request_ids)[:, None])
     want = reference.sparse_attention(q, keys, slots.int(), scale=SCALE)
     assert_accurate((out.bfloat16(), lse), want[:2])
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +15,21 @@ RELEASED_KEYS = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_f
 GLM_KEYS = dict(indexer_rope_interleave=True, index_topk_pattern="FSSS")
 PROMPT_LENGTHS = (5, 33, 64, 100, 131, 20, 1, 150)
 NEW_TOKENS = 24
+
+
+def config_with(**parts: dict[str, Any]) -> SimpleNamespace:
+    """What a class reads of a VllmConfig: `parallel` of its parallel_config, and so on."""
+    return SimpleNamespace(**{f"{name}_config": SimpleNamespace(**given) for name, given in parts.items()})
+
+
+def common_metadata(starts: Tensor, on_host: Tensor, lengths: Tensor, block_table: Tensor) -> Any:
+    """vLLM's metadata of a step, of requests whose queries begin there."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    tokens, slots = int(on_host[-1]), torch.zeros(int(on_host[-1]), dtype=torch.int64, device=starts.device)
+    counts = dict(num_reqs=len(lengths), num_actual_tokens=tokens, max_query_len=int(on_host.diff().max()))
+    tensors = dict(query_start_loc=starts, query_start_loc_cpu=on_host, seq_lens=lengths, slot_mapping=slots)
+    return CommonAttentionMetadata(**tensors, **counts, max_seq_len=77, block_table_tensor=block_table)
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
@@ -98,15 +114,8 @@ def running(folder: Path, **options: Any) -> Iterator[Any]:
     """A vllm.LLM, whose processes are gone afterwards."""
     from vllm import LLM
 
-    given = dict(
-        dtype="float32",
-        max_model_len=256,
-        max_num_batched_tokens=64,
-        max_num_seqs=32,
-        kv_cache_memory_bytes=1 << 27,
-        skip_tokenizer_init=True,
-        disable_log_stats=False,
-    )
+    given = dict(dtype="float32", max_model_len=256, max_num_batched_tokens=64, max_num_seqs=32)
+    given |= dict(kv_cache_memory_bytes=1 << 27, skip_tokenizer_init=True, disable_log_stats=False)
     llm = LLM(str(folder), **{**given, **options})
     try:
         yield llm
