@@ -43,15 +43,9 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def start(*arguments, **more) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "mla_backend.cli", "generate", *map(str, arguments), *SMALL],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        **more,
-    )
+    command = [sys.executable, "-m", "mla_backend.cli", "generate", *map(str, arguments), *SMALL]
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **how, **more)
 
 
 def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:

@@ -99,15 +99,9 @@ def test_logprobs_are_the_models_own(logits):
     assert sample(logits[None], draws(SamplingParams(logprobs=0), 1))[1][0].top == ()
 
 
-PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.5, 1.0]),
-    top_k=st.sampled_from([0, 3]),
-    top_p=st.sampled_from([1.0, 0.8]),
-    min_p=st.sampled_from([0.0, 0.1]),
-    repetition_penalty=st.sampled_from([1.0, 1.3]),
-    logprobs=st.sampled_from([None, 2]),
-)
+CHOICES = dict(temperature=[0.0, 0.5, 1.0], top_k=[0, 3], top_p=[1.0, 0.8], min_p=[0.0, 0.1], logprobs=[None, 2])
+CHOICES |= dict(repetition_penalty=[1.0, 1.3])
+PARAMS = st.builds(SamplingParams, **{name: st.sampled_from(some) for name, some in CHOICES.items()})
 
 
 @given(st.lists(st.tuples(PARAMS, st.integers(0, 2**63 - 1), st.integers(0, 1000)), min_size=1, max_size=8))

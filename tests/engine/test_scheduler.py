@@ -95,13 +95,8 @@ class World:
 def test_everybody_is_served_in_order_within_budget_and_no_block_is_lost(data):
     most_running = data.draw(st.integers(1, 6))
     blocks = data.draw(st.integers(6, 14))
-    world = World(
-        blocks,
-        tokens_a_step=most_running + data.draw(st.integers(1, 20)),
-        most_running=most_running,
-        chunk=data.draw(st.none() | st.integers(1, 9)),
-        watermark=data.draw(st.sampled_from([0.0, 0.1])),
-    )
+    tokens_a_step, chunk = most_running + data.draw(st.integers(1, 20)), data.draw(st.none() | st.integers(1, 9))
+    world = World(blocks, tokens_a_step, most_running, chunk, watermark=data.draw(st.sampled_from([0.0, 0.1])))
     aborted = 0
     for _ in range(data.draw(st.integers(1, 25))):
         what = data.draw(st.sampled_from(["add", "add", "step", "step", "step", "abort"]))

@@ -37,20 +37,13 @@ def test_tokens_attend_densely_if_their_list_would_be_all_before_them(data):
     seq_lens = [query + data.draw(st.sampled_from([0, 0, 1, 50])) for query in query_lens]
     first, starts = data.draw(st.integers(0, len(query_lens))), [0, *accumulate(query_lens)]
     found = beginnings(starts, dense_tokens(query_lens, seq_lens, first, topk))
-    expected = [
-        start + i
-        for start, query, seq in zip(starts[first:-1], query_lens[first:], seq_lens[first:], strict=True)
-        for i in range(query)
-        if query == seq and i < topk
-    ]
+    requests = list(zip(starts[:-1], query_lens, seq_lens, strict=True))[first:]
+    expected = [start + i for start, query, seq in requests if query == seq for i in range(min(query, topk))]
     assert [token for one in found for token in range(one.tokens.start, one.tokens.stop)] == expected
     assert all(sum(one.lengths) == one.tokens.stop - one.tokens.start for one in found)
     assert all(a.tokens.stop < b.tokens.start for a, b in zip(found, found[1:], strict=False))
-    rest = [
-        token
-        for part in between([one.tokens for one in found], starts[first], starts[-1])
-        for token in range(part.start, part.stop)
-    ]
+    parts = between([one.tokens for one in found], starts[first], starts[-1])
+    rest = [token for part in parts for token in range(part.start, part.stop)]
     assert sorted(rest + expected) == list(range(starts[first], starts[-1]))
 
 

@@ -33,34 +33,18 @@ SMALL |= dict(num_attention_heads=2, num_key_value_heads=2, q_lora_rank=32)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=64)
 PLAIN = dict(rope_type="default", rope_theta=10000.0)
 ONE_GROUP = dict(n_group=1, topk_group=1)
+SHARED = dict(indexer_types=["full", "shared", "full", "shared"], tie_word_embeddings=True)
+FIRST_SELECTS = dict(indexer_types=["full", "shared", "shared", "shared"], rope_parameters=PLAIN)
+ALL_SELECTED = dict(index_topk=512, topk_group=4, rope_parameters=dict(**YARN, mscale=1.0))
 MODELS = {
     "deepseek_v32": ("DeepseekV32", dict(rope_parameters=dict(**YARN, mscale=1.0, mscale_all_dim=1.0))),
     "deepseek_v32_no_yarn": ("DeepseekV32", dict(rope_parameters=PLAIN)),
     "glm_moe_dsa": ("GlmMoeDsa", dict(**ONE_GROUP, rope_parameters=PLAIN, rms_norm_eps=0.1)),
-    "glm_moe_dsa_shared": (
-        "GlmMoeDsa",
-        dict(
-            indexer_types=["full", "shared", "full", "shared"],
-            rope_parameters=dict(**YARN, mscale=0.7),
-            tie_word_embeddings=True,
-        ),
-    ),
+    "glm_moe_dsa_shared": ("GlmMoeDsa", dict(**SHARED, rope_parameters=dict(**YARN, mscale=0.7))),
     # Smooth: nothing in them jumps when a number is rounded differently, so that errors can be given bounds. All
-    # experts are used, and selections don't depend on what attention has computed: because everything is selected, or
-    # because the first layer alone selects.
-    "deepseek_v32_smooth": (
-        "DeepseekV32",
-        dict(index_topk=512, topk_group=4, num_experts_per_tok=8, rope_parameters=dict(**YARN, mscale=1.0)),
-    ),
-    "glm_moe_dsa_smooth": (
-        "GlmMoeDsa",
-        dict(
-            **ONE_GROUP,
-            num_experts_per_tok=8,
-            indexer_types=["full", "shared", "shared", "shared"],
-            rope_parameters=PLAIN,
-        ),
-    ),
+    # experts are used, and selections don't depend on what attention has computed.
+    "deepseek_v32_smooth": ("DeepseekV32", dict(**ALL_SELECTED, num_experts_per_tok=8)),
+    "glm_moe_dsa_smooth": ("GlmMoeDsa", dict(**FIRST_SELECTS, **ONE_GROUP, num_experts_per_tok=8)),
 }
 """Of each a class of transformers and what it is given besides SHAPE."""
 
@@ -131,9 +115,8 @@ class Engine:
     def __init__(self, model: Model, latent: str, keys: str, blocks: int = 64, block_size: int = BLOCK_SIZE):
         self.model, self.block_size = model, block_size
         self.device = model.model.embed_tokens.weight.device
-        self.caches: list[LayerCache] = new_caches(
-            model.config, blocks, block_size, latent=latent, keys=keys, device=self.device
-        )
+        how = dict(latent=latent, keys=keys, device=self.device)
+        self.caches: list[LayerCache] = new_caches(model.config, blocks, block_size, **how)
         for cache in self.caches:
             poison(cache)
         self.free = torch.randperm(blocks).tolist()  # scattered, so that slots and positions differ
@@ -156,13 +139,9 @@ class Engine:
                 finished.append(request)
         width = max(len(request.blocks) for request, _ in work)
         tables = [request.blocks + [-1] * (width - len(request.blocks)) for request, _ in work]
-        batch = Batch(
-            block_table=self._tensor(tables, torch.int32),
-            slots=self._tensor(slots),
-            token_counts=[count for _, count in work],
-            context_lengths=[request.computed for request, _ in work],
-            logits_at=self._tensor(logits_at),
-        )
+        counts, lengths = [count for _, count in work], [request.computed for request, _ in work]
+        table = self._tensor(tables, torch.int32)
+        batch = Batch(table, self._tensor(slots), counts, lengths, self._tensor(logits_at))
         logits = self.model(self._tensor(tokens), self._tensor(positions), batch, self.caches)
         for request, row in zip(finished, logits.cpu(), strict=True):
             request.take(row)
