@@ -137,9 +137,8 @@ def test_the_peers_libraries_are_packed_and_found(tmp_path, monkeypatch):
     monkeypatch.setattr(peers.tempfile, "tempdir", str(tmp_path))
     assert main(["peers", str(tmp_path / "peers"), "--wheels", str(fake_wheel(tmp_path))]) == 0
     packed = sorted((tmp_path / "peers" / "vllm-1.2.3").iterdir())
-    assert [path.name for path in packed] == [
-        *("_flashmla_C.abi3.so.xz", "_flashmla_extension_C.abi3.so.xz", "_vllm_fa3_C.abi3.so.xz")
-    ]
+    names = "_flashmla_C", "_flashmla_extension_C", "_vllm_fa3_C"
+    assert [path.name for path in packed] == [f"{name}.abi3.so.xz" for name in names]
     assert lzma.decompress(packed[0].read_bytes()) == b"kernels of flashmla"
     for peer in (*peers.LIBRARIES, *peers.LIBRARIES):
         assert peers.find(peer, tmp_path / "peers", "1.2.3").read_text() == f"kernels of {peer}"
@@ -225,9 +224,8 @@ def test_dense_decode_is_measured_versus_peers(on_a_cpu, tmp_path, monkeypatch):
         out.copy_(mla_backend.dense_attention(tuple(q), cache, table, lengths, scale=rest[8])[0].view(out.shape))
 
     def flashmla(q, cache, dims, lengths, table, scale, causal, tiles, splits, out):
-        mla_backend.dense_attention(
-            q, cache, table, lengths, scale=scale, causal=causal, out=out.view(*q.shape[:3], 512)
-        )
+        how = {"scale": scale, "causal": causal, "out": out.view(*q.shape[:3], 512)}
+        mla_backend.dense_attention(q, cache, table, lengths, **how)
         return out, None, "tiles", "splits"
 
     def flashmla_fp8(q, cache, dims, lengths, table, scale, causal, tiles, splits, q_scale, k_scale):
@@ -267,9 +265,8 @@ def test_the_backward_is_measured_versus_cudnn_and_in_parts(lists, on_a_cpu, tmp
     shared = {len({*one} & {*other}) for one, other in itertools.pairwise(found)}
     assert (shared == {36}) == (lists == "overlapping")
     (result,) = measured(tmp_path / "out", "backward")
-    assert (
-        {*result["seconds"]} == {"ours", "atomic", "cudnn"} and not result["failed"] and all(result["parts"].values())
-    )
+    assert {*result["seconds"]} == {"ours", "atomic", "cudnn"} and not result["failed"]
+    assert all(result["parts"].values())
     assert "nvidia-cudnn-frontend 1" in tables.backward(kinds.load(tmp_path / "out").report)
 
 

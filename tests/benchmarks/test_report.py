@@ -36,10 +36,7 @@ def test_a_page_has_the_numbers_of_each_file_and_names_what_is_missing(tmp_path)
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_text_of_files_cannot_become_markup_and_cells_stay_apart(kind, tmp_path):
-    text, evil = (
-        json.dumps(result_examples.every_kind()[kind]),
-        json.dumps('"><script>alert(1)</script> | \n\n# x')[1:-1],
-    )
+    text, evil = json.dumps(result_examples.every_kind()[kind]), json.dumps('"><script> | \n\n# x')[1:-1]
     for word in ("NVIDIA H200", "Xeon", "FLASHMLA_SPARSE", "scores", "/s", "64q1s4k", "python3 "):
         text = text.replace(word, evil)
     (tmp_path / "<b>.json").write_text(text)

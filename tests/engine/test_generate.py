@@ -59,10 +59,9 @@ def test_prompts_from_arguments_are_answered_on_standard_output(model, capfd):
     assert generate(model, "--max-tokens", 5, "--ignore-eos", "abc", "xyz") == 0
     out, err = capfd.readouterr()
     lines = {line["id"]: line for line in map(json.loads, out.splitlines())}
-    want = Engine(model, device="cpu", memory=2**22).generate(
-        ["abc", "xyz"], SamplingParams(max_tokens=5, ignore_eos=True)
-    )
-    for id, prompt, result in zip("12", ["abc", "xyz"], want, strict=True):
+    prompts, params = ["abc", "xyz"], SamplingParams(max_tokens=5, ignore_eos=True)
+    want = Engine(model, device="cpu", memory=2**22).generate(prompts, params)
+    for id, prompt, result in zip("12", prompts, want, strict=True):
         assert lines[id]["prompt"] == prompt and lines[id]["completions"][0]["text"] == result.text
         assert lines[id]["completions"][0]["tokens"] == result.tokens
     assert "2 of 2 requests, 10 tokens in" in err
@@ -93,9 +92,8 @@ def test_all_sampling_options_arrive(model, tmp_path):
     output = tmp_path / "out.jsonl"
     options = "--temperature 0.9 --top-k 20 --top-p 0.9 --min-p 0.01 --repetition-penalty 1.1 --seed 3 --samples 2"
     assert generate(model, "abc", "--output", output, "--max-tokens", 6, "--logprobs", 2, *options.split()) == 0
-    params = SamplingParams(
-        max_tokens=6, temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3, n=2, logprobs=2
-    )
+    params = dict(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3, n=2)
+    params = SamplingParams(max_tokens=6, logprobs=2, **params)
     want = Engine(model, device="cpu", memory=2**22).generate(["abc"], params)[0]
     got = lines_of(output)[0]["completions"]
     assert [completion["tokens"] for completion in got] == [completion.tokens for completion in want.completions]
@@ -165,9 +163,8 @@ def test_kill_9_and_resume_lose_and_repeat_nothing(model, tmp_path):
 def test_ctrl_c_ends_cleanly(model, tmp_path):
     source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("\n".join(f"prompt {i}" for i in range(500)))
-    process = start(
-        model, "--input", source, "--output", output, "--max-tokens", 20, "--ignore-eos", "--most-running", 4
-    )
+    how = ("--max-tokens", 20, "--ignore-eos", "--most-running", 4)
+    process = start(model, "--input", source, "--output", output, *how)
     wait_for_lines(output, 3, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()

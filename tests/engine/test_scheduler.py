@@ -73,18 +73,15 @@ class World:
     def check(self, work: Work) -> None:
         scheduler = self.scheduler
         assert sum(count for _, count in work) <= scheduler.tokens_a_step
-        assert all(
-            1 <= count <= min(sample.left, scheduler.chunk) or sample.left == count == 1 for sample, count in work
-        )
+        assert all(1 <= count <= min(s.left, scheduler.chunk) or s.left == count == 1 for s, count in work)
         assert sum(sample.seats for sample in scheduler.running) <= scheduler.most_running
         ages = [(int(s.request.id), s.index) for s in [*scheduler.running, *scheduler.waiting]]
         assert ages == sorted(ages), "a younger sample overtook an older one"
         assert [id(s) for s, _ in work] == [id(s) for s in scheduler.running if s in [w for w, _ in work]]
         # every sample that decodes gets its token
         assert {id(s) for s in scheduler.running if s.left == 1} <= {id(s) for s, _ in work}
-        assert all(s.sequence.blocks for s in scheduler.running) and not any(
-            s.sequence.blocks for s in scheduler.waiting
-        )
+        assert all(s.sequence.blocks for s in scheduler.running)
+        assert not any(s.sequence.blocks for s in scheduler.waiting)
         statistics = self.manager.statistics()
         held = {block for s in scheduler.running for block in s.sequence.blocks}
         assert statistics.blocks - statistics.free == len(held) and statistics.sequences == len(scheduler.running)

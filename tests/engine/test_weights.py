@@ -62,9 +62,8 @@ def test_fp8_checkpoints_are_dequantised(saved, tmp_path):
     prompt = engine_models.prompt_of(100)
     model = load_model(small_folder, dtype=torch.float32, sparse=ExactAttention())
     ours = engine_models.Engine(model, "fp32", "fp32").generate([prompt], 5)[0]
-    theirs = engine_models.transformers.DeepseekV32ForCausalLM.from_pretrained(
-        wide_folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    family, how = engine_models.transformers.DeepseekV32ForCausalLM, dict(attn_implementation="eager")
+    theirs = family.from_pretrained(wide_folder, dtype=torch.float32, **how)
     tokens, logits = engine_models.their_generation(theirs.eval(), prompt, 5)
     assert ours.generated == tokens
     torch.testing.assert_close(ours.logits, logits, atol=1e-4, rtol=0)

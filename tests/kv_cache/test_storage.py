@@ -93,10 +93,8 @@ def test_a_layers_cache_is_what_attention_takes(latent, block_size, layers, bloc
     for cache in (storage.latent[layer], alone):
         mla_backend.cache_write(kv_c, k_pe, cache, slots, format=latent)
     q = torch.randn(1, 2, fmt.head_dim).to(fmt.number)
-    results = [
-        mla_backend.sparse_attention(q, cache, slots.int().unsqueeze(0), scale=0.05, cache_format=latent)
-        for cache in (storage.latent[layer], alone)
-    ]
+    how, slots = dict(scale=0.05, cache_format=latent), slots.int().unsqueeze(0)
+    results = [mla_backend.sparse_attention(q, cache, slots, **how) for cache in (storage.latent[layer], alone)]
     assert results[0][0].isfinite().all()
     for of_storage, of_new_cache in zip(*results, strict=True):
         assert torch.equal(of_storage, of_new_cache)

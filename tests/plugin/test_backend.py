@@ -54,9 +54,8 @@ class Batch:
         self.block_table = torch.full((len(seq_lens), max(blocks)), -1, dtype=torch.int32)
         for row, count in enumerate(blocks):
             self.block_table[row, :count], order = order[:count], order[count:]
-        self.positions = [
-            seq - query + i for query, seq in zip(query_lens, seq_lens, strict=True) for i in range(query)
-        ]
+        pairs = zip(query_lens, seq_lens, strict=True)
+        self.positions = [seq - query + i for query, seq in pairs for i in range(query)]
         self.request_ids = [row for row, query in enumerate(query_lens) for _ in range(query)]
         self.picked = torch.full((self.tokens + 3, TOPK), 7, dtype=torch.int32)  # what stood there before, all valid
         for token, position in enumerate(self.positions):
@@ -167,10 +166,8 @@ def test_a_batch_attends_to_what_the_indexer_picked(backend, name, captured_toke
     batch = BATCHES[name]
     wide = random_cache(fmt, BLOCKS, 2 * BLOCK_SIZE)
     cache = wide[:, :BLOCK_SIZE]  # blocks lie apart, as where layers share them
-    q = (
-        (torch.randn(HEADS, batch.tokens, 512) * 10).bfloat16().transpose(0, 1),
-        (torch.randn(batch.tokens, HEADS, 64) * 10).bfloat16(),
-    )
+    first, rest = torch.randn(HEADS, batch.tokens, 512) * 10, torch.randn(batch.tokens, HEADS, 64) * 10
+    q = first.bfloat16().transpose(0, 1), rest.bfloat16()
     room = buffers(captured_tokens)
     room.own.out.fill_(torch.nan)
     sinks = torch.linspace(-2, 4, HEADS) if name == "decode" else None
@@ -214,12 +211,9 @@ def test_prompts_attend_to_what_the_indexer_picked_after_their_beginnings(backen
 
     monkeypatch.setattr(backend.LayerBase, "forward_mha", own_dense)
     around = SimpleNamespace(W_UK_T=up, layer_name="first")
-    around._v_up_proj = lambda x, out: torch.bmm(
-        x.transpose(0, 1), down, out=out.view(len(x), HEADS, 8).transpose(0, 1)
-    )
-    metadata = metadata_of(
-        batch, buffers(max_tokens=80, staged_rows=BLOCKS * BLOCK_SIZE), None, staged, [slice(0, 1), *sparse]
-    )
+    own = (lambda out: out.view(-1, HEADS, 8).transpose(0, 1)), buffers(max_tokens=80, staged_rows=BLOCKS * BLOCK_SIZE)
+    around._v_up_proj = lambda x, out: torch.bmm(x.transpose(0, 1), down, out=own[0](out))
+    metadata = metadata_of(batch, own[1], None, staged, [slice(0, 1), *sparse])
     vars(metadata).update(dense=list(zip(dense, (7.0, 8.0), strict=True)), num_decode_tokens=1)
     absorbed = torch.einsum("thp,hpl->thl", q[..., :16].float(), up.float()).bfloat16()
     queries = torch.cat([absorbed, q[..., 16:]], dim=-1)
@@ -290,9 +284,8 @@ def test_a_builder_tells_which_tokens_attend_densely(backend):
     builder.vllm_config, builder._prefill_backend = VllmConfig(device_config=DeviceConfig("cpu")), DensePrefill()
     builder.splits_prompts, builder.dense_backends, builder.longest_masked = True, [], 0
     starts = torch.tensor([0, 100, 400, 5400, 9400], dtype=torch.int32)
-    common = SimpleNamespace(
-        query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=torch.tensor([3000, 300, 5000, 9000]), max_query_len=5000
-    )
+    lengths = torch.tensor([3000, 300, 5000, 9000])
+    common = SimpleNamespace(query_start_loc_cpu=starts, seq_lens_cpu_upper_bound=lengths, max_query_len=5000)
     metadata = StepMetadata(starts, 1, 100, 9401, PrefillMetadata(), 9000)
     staged, spans = builder._parts_of(metadata, common)
     assert staged == StagedRequests(2, 400, 9000)
@@ -481,11 +474,9 @@ def test_they_do_where_vllm_gives_them_a_step_of_their_own(backend):
 
 def test_layers_know_whose_selection_they_use(backend, monkeypatch):
     picked = torch.empty(7, TOPK, dtype=torch.int32)
-    indexer = SimpleNamespace(topk_indices_buffer=picked)
-    layers = [
-        made_layer(backend, monkeypatch, topk_indices_buffer=picked, indexer=indexer if full else None)
-        for full in (True, False, False, True, False)
-    ]
+    indexer, nothing = SimpleNamespace(topk_indices_buffer=picked), None
+    indexers, given = (indexer, nothing, nothing, indexer, nothing), dict(topk_indices_buffer=picked)
+    layers = [made_layer(backend, monkeypatch, **given, indexer=one) for one in indexers]
     numbers = [layer.selection - layers[0].selection for layer in layers]
     assert numbers == [0, 0, 0, 1, 1] and [layer.selects for layer in layers] == [True, False, False, True, False]
 

@@ -61,9 +61,8 @@ def test_tokens_with_masks_follow_beginnings_in_whole_blocks_of_short_contexts(d
         room = min(query, longest) - topk if query == seq else 0
         assert count % MASKED == 0 and 0 <= count <= max(room, 0) < count + MASKED
         assert count == 0 or begins == topk
-    assert [(one.tokens.start, len(one.blocks)) for one in found] == [
-        (start + topk, count // MASKED) for start, count in zip(starts, counts, strict=False) if count
-    ]
+    wanted = [(start + topk, count // MASKED) for start, count in zip(starts, counts, strict=False) if count]
+    assert [(one.tokens.start, len(one.blocks)) for one in found] == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

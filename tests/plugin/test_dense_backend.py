@@ -64,10 +64,8 @@ def layer_of(dense, cache_dtype: str = "auto"):
 
 
 def metadata_of(dense, batch: Batch, room, leaders: tuple[str, ...] = ()) -> SimpleNamespace:
-    return SimpleNamespace(
-        decode=SimpleNamespace(block_table=batch.block_table, seq_lens=batch.lengths),
-        step=dense.DenseStep(room, dense.groups_of(batch.starts.tolist(), batch.tokens), leaders),
-    )
+    step = dense.DenseStep(room, dense.groups_of(batch.starts.tolist(), batch.tokens), leaders)
+    return SimpleNamespace(decode=SimpleNamespace(block_table=batch.block_table, seq_lens=batch.lengths), step=step)
 
 
 def model_layer(name: str = "first", scale: float = 1.0) -> SimpleNamespace:
@@ -100,10 +98,8 @@ def test_a_batch_attends_to_its_sequences(dense, name, parts, fmt):
     metadata = metadata_of(dense, batch, buffers(dense))
     out, lse = layer.forward_mqa(q if parts == 2 else torch.cat(q, dim=-1), given, metadata, model_layer(scale=scale))
     assert lse is None, "it is wanted with context parallelism alone"
-    want = reference.sparse_attention(
-        torch.cat(q, dim=-1), cache, batch.slots(), scale=SCALE, cache_format=fmt, cache_scale=scale
-    )
-    assert_accurate((out,), (want[0],))
+    how = dict(scale=SCALE, cache_format=fmt, cache_scale=scale)
+    assert_accurate((out,), reference.sparse_attention(torch.cat(q, dim=-1), cache, batch.slots(), **how)[:1])
     assert not out[sum(batch.queries) :].any(), "padding attends to nothing"
 
 

@@ -174,9 +174,8 @@ def test_a_captured_pass_attends_at_the_lengths_of_its_replay(fp8):
     for lengths in ([1, 128], [100, 3], [128, 128]):
         prepare(lengths, in_capture=False)
         replay()
-        exact = reference.sparse_attention(
-            q.cpu(), cache.cpu(), lists.cpu(), scale=0.1, topk_length=torch.tensor(lengths, dtype=torch.int32)
-        )
+        on_host, counts = (x.cpu() for x in (q, cache, lists)), torch.tensor(lengths, dtype=torch.int32)
+        exact = reference.sparse_attention(*on_host, scale=0.1, topk_length=counts)
         assert_accurate((out,), exact, magnitude=1)
 
 

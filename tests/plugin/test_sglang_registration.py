@@ -51,9 +51,8 @@ def test_a_process_of_sglangs_understands_the_guides_options_once_it_has_loaded_
     guide = GUIDE.read_text()
     command, mtp = re.search(r"^sglang serve (.*)$", guide, re.M)[1], re.search(r"`(--speculative-algo.*?)`", guide)[1]
     environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS, *f"{command} {mtp}".split()], capture_output=True, text=True, env=environment
-    )
+    words = [sys.executable, "-c", PROCESS, *f"{command} {mtp}".split()]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert done.stdout.split()[-5:] == ["sparse_mla", "8", "True", "1", "1"], done.stderr
 
 

@@ -67,9 +67,8 @@ def make_dense_checkpoint(folder: Path, prompts: list[list[int]]) -> tuple[Any, 
     keys = {**json.loads(config.read_text()), **RELEASED_KEYS, "model_type": "deepseek_v3"}
     config.write_text(json.dumps(keys))
     files = json.loads(index.read_text())
-    saved = {
-        name: tensor for file in set(files["weight_map"].values()) for name, tensor in load_file(folder / file).items()
-    }
+    parts = (load_file(folder / file) for file in set(files["weight_map"].values()))
+    saved = {name: tensor for part in parts for name, tensor in part.items()}
     continued = [engine_models.their_generation(model, prompt, NEW_TOKENS)[0] for prompt in prompts]
     added = mtp_layer(saved, shape["num_hidden_layers"], _next_hidden(model, prompts, continued))
     save_file(added, folder / "mtp.safetensors", metadata={"format": "pt"})
@@ -151,9 +150,8 @@ def logits_of(folder: Path, prompts: list[list[int]], continued: list[list[int]]
     torch.manual_seed(0)
     model = engine.load_model(folder, dtype=torch.float32)
     with engine_models.one_thread():
-        requests = engine_models.Engine(model, latent, "fp8", blocks=512).generate(
-            prompts, len(continued[0]), forced=continued
-        )
+        made = engine_models.Engine(model, latent, "fp8", blocks=512)
+        requests = made.generate(prompts, len(continued[0]), forced=continued)
     return [request.logits for request in requests]
 
 
