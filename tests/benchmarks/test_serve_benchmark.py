@@ -130,9 +130,3 @@ def test_on_a_cpu_vllm_does_not_take_most_of_the_memory(monkeypatch):
         assert common.settings_of(parsed(command, "--model", "any"))["kv_cache_memory_bytes"] == common.CPU_CACHE_BYTES
         share = common.settings_of(parsed(command, "--model", "any", "--gpu-memory-utilization", 0.5))
         assert share["kv_cache_memory_bytes"] is None
-
-
-@pytest.mark.parametrize("arguments", ["--limit nan", "--request-rate 0", "--loads 1+2000", "--loads 5+3/0"])
-def test_wrong_arguments_are_refused(small_model, arguments, monkeypatch):
-    monkeypatch.setattr(common, "collect", None)  # nothing is measured
-    assert status_of("serve", "--model", small_model, *SMALL, *arguments.split()) == 2

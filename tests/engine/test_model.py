@@ -18,8 +18,7 @@ EXACT = {"cpu": 1e-4, "cuda": 5e-4}
 """Of logits that spread by 1: what fp32 sums in another order may differ by. On CPUs 2e-5 was seen. A GPU has sines and
 powers of its own too, while the reference is computed on the CPU always."""
 BOUNDS = {"bf16": (0.02, 0.15), "fp8_ds_mla": (0.1, 0.7)}
-"""Root mean square and largest error of such logits after four layers, in a smooth model. 0.009 and 0.07, 0.07 and
-0.33 were seen."""
+"""Of such logits after four layers of a smooth model: root mean square and largest error. Half of them were seen."""
 SMOOTH = [name for name in MODELS if name.endswith("smooth")]
 
 

@@ -1,5 +1,4 @@
-"""A request gets the same tokens, whatever it shares steps, chunks and the cache with, and whether or not passes are
-launched before the tokens that they begin with are read."""
+"""A request gets the same tokens, whatever it shares steps, chunks and the cache with, and also in passes run ahead."""
 
 from itertools import pairwise
 from pathlib import Path

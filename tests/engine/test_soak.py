@@ -64,8 +64,7 @@ def resident() -> int:
 
 
 def allocated(engine: Engine) -> int:
-    """Bytes of tensors on the GPU, but for the attention's workspaces: one is kept for good for each size, and some
-    sizes are asked for late."""
+    """Bytes of tensors on the GPU, but for workspaces: one is kept for good for each size, and some come late."""
     torch.cuda.synchronize()
     workspaces = engine.model.sparse._workspaces.values()
     return torch.cuda.memory_allocated() - sum(workspace.nbytes for workspace in workspaces)

@@ -319,8 +319,7 @@ def test_a_model_without_rope_attends_to_what_the_indexer_picked(backend, fmt, p
 
 
 def test_a_builder_goes_by_its_layers_lists_and_cache(backend, monkeypatch):
-    """GLM-5.3-Flash picks up to 2176 slots, of which index_topk are 2048. --kv-cache-dtype-skip-layers keeps some
-    layers in bf16, whose rows can't be staged."""
+    """GLM-5.3-Flash picks up to 2176 slots, not index_topk. Layers that are kept in bf16 have no rows to stage."""
     assert made_builder(backend, monkeypatch, topk=2176).buffers.topk == 2176
     fp8, bf16 = (made_builder(backend, monkeypatch, kv_cache_dtype=dtype).buffers for dtype in ("fp8_ds_mla", "auto"))
     assert fp8.staged_rows > 0 and fp8.cache_format == "fp8_ds_mla"

@@ -47,8 +47,7 @@ def test_clients_that_hang_up_leave_the_others_right_and_no_block_behind(server,
 
 
 def test_a_server_whose_worker_is_killed_says_so_and_ends(server, prompts):
-    """The last test of this server. vLLM does not start a worker anew: whoever runs the server does, and it must end
-    for that, with a reason in its log."""
+    """The last test of this server. vLLM starts no worker anew: it must end, for whoever runs it, and say why."""
     server.kill_member("Worker")
     assert server.ends(prompts[0]), "the server goes on without a worker"
     assert re.search(r"[Ww]orker.* died", server.process.says())

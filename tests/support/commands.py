@@ -14,8 +14,7 @@ from serving_benchmarks.run import supervisor
 FAKE_VLLM, FAKE_SGLANG = (
     f"{Path(__file__).parent / name}:{Path(__file__).parents[2]}" for name in ("fake_vllm", "fake_sglang")
 )
-"""The PYTHONPATH with which a stand-in takes an engine's place in processes. They note things in the folder FAKE_VLLM
-or FAKE_SGLANG."""
+"""The PYTHONPATH with which a stand-in takes an engine's place. It notes things in the folder FAKE_VLLM or so."""
 
 
 def parsed(command: str, *words: object) -> argparse.Namespace:

