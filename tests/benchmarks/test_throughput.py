@@ -132,12 +132,11 @@ REFUSED = (
 )
 
 
-OF_SERVE = [("serve", words) for words in ("--limit nan", "--request-rate 0", "--loads 1+2000", "--loads 5+3/0")]
+WRONG = [("serve", words) for words in ("--limit nan", "--request-rate 0", "--loads 1+2000", "--loads 5+3/0")]
+WRONG += [("throughput", words) for words in REFUSED.split("|")]
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments"), [*(("throughput", words) for words in REFUSED.split("|")), *OF_SERVE]
-)
+@pytest.mark.parametrize(("command", "arguments"), WRONG)
 def test_wrong_arguments_are_refused(small_model, command, arguments, monkeypatch):
     monkeypatch.setattr(common, "collect", None)  # nothing is measured
     assert status_of(command, "--model", small_model, *loads(arguments), *arguments.split()) == 2
