@@ -100,14 +100,9 @@ def random_dense(
         own = min(own, max_blocks)
         row[:own], places = places[:own], places[own:]
     form = mla_backend.FORMATS[fmt]
-    return DenseProblem(
-        (torch.randn(len(lengths), queries, heads, form.head_dim) / MAGNITUDE).to(form.number),
-        random_cache(fmt, blocks, block_size, gap=gap),
-        table,
-        torch.tensor(lengths, dtype=torch.int32),
-        cache_scale=scale_of(fmt),
-        **more,
-    )
+    q = (torch.randn(len(lengths), queries, heads, form.head_dim) / MAGNITUDE).to(form.number)
+    cache, lengths = random_cache(fmt, blocks, block_size, gap=gap), torch.tensor(lengths, dtype=torch.int32)
+    return DenseProblem(q, cache, table, lengths, cache_scale=scale_of(fmt), **more)
 
 
 @st.composite
@@ -118,15 +113,8 @@ def dense_problems(draw, formats=FORMATS, max_rows=160, max_length=300):
     heads = draw(st.integers(1, max(max_rows // queries, 1)))
     block_size = draw(st.sampled_from([1, 2, 7, 61, 64, 69, 256]))
     lengths = draw(st.lists(st.one_of(st.integers(-3, 6), st.integers(0, max_length)), max_size=4))
-    problem = random_dense(
-        draw(st.sampled_from(formats)),
-        tuple(lengths),
-        queries,
-        heads,
-        block_size,
-        gap=draw(st.sampled_from([0, 0, 8, 5])),
-        causal=draw(st.booleans()),
-    )
+    fmt, gap, causal = draw(st.sampled_from(formats)), draw(st.sampled_from([0, 0, 8, 5])), draw(st.booleans())
+    problem = random_dense(fmt, tuple(lengths), queries, heads, block_size, gap=gap, causal=causal)
     table = problem.block_table
     if draw(st.booleans()):  # blocks outside the cache within a sequence
         bad = torch.tensor([-1, -(2**31), problem.cache.shape[0], 2**31 - 1], dtype=torch.int32)
