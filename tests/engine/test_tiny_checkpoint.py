@@ -23,8 +23,7 @@ ROOT = Path(__file__).parent.parent.parent
 LENGTH = 4 * files.CONFIG["index_topk"]
 QUESTIONS = 200
 NEW_TOKENS = 33  # of the prefill, and of 32 decode steps
-EXACT = 1e-3
-"""Of logits that spread by some units."""
+EXACT = 1e-3  # of logits that spread by some units
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,7 @@ from mla_backend.vllm_plugin import versions
 from serving_benchmarks.models import models
 
 BOTH = ("--backend", "FLASHMLA_SPARSE,SPARSE_MLA")
-PADDING = ("upconvert", "pad")
-"""What names of kernels have in them that widen heads or unpack the cache."""
+PADDING = ("upconvert", "pad")  # what names of kernels have in them that widen heads or unpack the cache
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMalloc")
 
 pytestmark = pytest.mark.gpu

@@ -79,15 +79,7 @@ class DenseProblem(Arguments):
 
 
 def random_dense(
-    fmt: str = "bf16",
-    lengths: tuple[int, ...] = (100, 37),
-    queries: int = 1,
-    heads: int = 16,
-    block_size: int = 16,
-    *,
-    max_blocks: int | None = None,
-    gap: int = 0,
-    **more,
+    fmt="bf16", lengths=(100, 37), queries=1, heads=16, block_size=16, *, max_blocks=None, gap=0, **more
 ) -> DenseProblem:
     """Sequences of these lengths in blocks at random places; beyond their ends the page table holds garbage."""
     used = [max(-(-n // block_size), 0) for n in lengths]

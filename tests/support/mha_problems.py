@@ -91,15 +91,7 @@ def attention(
 
 
 def random_mha(
-    lengths: tuple[int, ...],
-    keys: tuple[int, ...] | None = None,
-    *,
-    heads: int = 2,
-    kv_heads: int | None = None,
-    dim: int = 192,
-    dtype: torch.dtype = torch.bfloat16,
-    causal: bool = True,
-    device: str = "cpu",
+    lengths, keys=None, *, heads=2, kv_heads=None, dim=192, dtype=torch.bfloat16, causal=True, device="cpu"
 ) -> MhaProblem:
     """Scores spread by 1."""
     keys, kv_heads = lengths if keys is None else keys, kv_heads or heads

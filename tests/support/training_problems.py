@@ -68,16 +68,7 @@ class TrainingProblem(Arguments):
 
 
 def random_training_problem(
-    queries: int = 3,
-    heads: int = 16,
-    rows: int = 100,
-    topk: int = 70,
-    width: int = 576,
-    magnitude: float = 1.0,
-    device: str = "cpu",
-    sink: bool = False,
-    d_lse: bool = False,
-    **more,
+    queries=3, heads=16, rows=100, topk=70, width=576, magnitude=1.0, device="cpu", sink=False, d_lse=False, **more
 ) -> TrainingProblem:
     """Random lists with duplicates, most entries valid, some below 0 and some past the end. Scores spread by 1."""
     indices = torch.randint(-rows // 8 - 1, rows + rows // 8 + 1, (queries, topk), dtype=torch.int32)

@@ -152,9 +152,7 @@ def logits_of(folder: Path, prompts: list[list[int]], continued: list[list[int]]
     return [request.logits for request in requests]
 
 
-def assert_follows(
-    folder: Path, prompts: list[list[int]], got: list[list[int]], latent: str = "bf16", tolerance: float = 0.02
-) -> None:
+def assert_follows(folder: Path, prompts, got, latent: str = "bf16", tolerance: float = 0.02) -> None:
     """Each token is the one that the embedded engine's model takes at its position, or as likely but for rounding."""
     for logits, row in zip(logits_of(folder, prompts, got, latent), got, strict=True):
         behind = logits.max(dim=1).values - logits.gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
