@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import engine_models
+from commands import status_of
 from mla_backend import cli
 from mla_backend.engine import Engine, SamplingParams
 from mla_backend.generate import run
@@ -27,11 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return engine_models.save_small(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
 
 
-def status(*arguments) -> int:
-    try:
-        return cli.main(["generate", *map(str, arguments)])
-    except SystemExit as stopped:  # argparse's way out
-        return stopped.code
+status = partial(status_of, "generate", program=cli.main)
 
 
 def generate(*arguments) -> int:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import engine_models  # noqa: F401  (skips without transformers' models)
 import hostile
+from commands import status_of
 from mla_backend.cli import main
 from mla_backend.engine import Engine, ModelConfig, SamplingParams
 from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotation_scale
@@ -180,14 +182,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(params):
     assert not engine.has_work and engine.status.cache.usage == 0
 
 
-def status(*words):
-    """The exit status of `mla-backend`."""
-    try:
-        return main([str(word) for word in words])
-    except SystemExit as stopped:
-        return stopped.code
-
-
+status = partial(status_of, program=main)
 QUESTION = ("generate", CHECKPOINT, "Josef lives in Luanda. Where does Josef live?", "--device", "cpu")
 
 

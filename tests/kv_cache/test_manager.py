@@ -123,6 +123,12 @@ def held():
     return manager, admitted(manager, [1, 2, 3])
 
 
+def not_computed():
+    manager = CacheManager(4, 2)
+    manager.admit(sequence := manager.sequence([1, 2, 3]))
+    return manager, sequence
+
+
 def released():
     manager, sequence = held()
     manager.release(sequence)
@@ -165,6 +171,7 @@ def foreign():
         (lambda: call("allocate", released()), ValueError, "it was released, or never admitted"),
         (lambda: call("commit", released()), ValueError, "it was released, or never admitted"),
         (lambda: call("fork", released()), ValueError, "it was released, or never admitted"),
+        (lambda: call("fork", not_computed()), ValueError, "sequence must have computed tokens to be forked"),
         (lambda: call("release", foreign()), ValueError, "sequence must be this manager's"),
         (lambda: call("admit", foreign()), ValueError, "sequence must be this manager's"),
         (lambda: call("allocate", foreign()), ValueError, "sequence must be this manager's"),
@@ -185,14 +192,6 @@ def test_wrong_calls_are_refused(call, kind, text):
 def call(method, manager_and_sequence, *arguments):
     manager, sequence = manager_and_sequence
     return getattr(manager, method)(sequence, *arguments)
-
-
-def test_a_sequence_without_computed_tokens_is_not_forked():
-    manager = CacheManager(4, 2)
-    sequence = manager.sequence([1, 2, 3])
-    manager.admit(sequence)
-    with pytest.raises(ValueError, match="sequence must have computed tokens to be forked"):
-        manager.fork(sequence)
 
 
 @pytest.mark.parametrize("token", ["x", 1.0, 2**31])

@@ -24,10 +24,10 @@ def parsed(command: str, *words: object) -> argparse.Namespace:
     return parser.parse_args(list(map(str, words)))
 
 
-def status_of(*words: object) -> int:
+def status_of(*words: object, program: Callable[[list[str]], int] = main) -> int:
     """The exit status of a command."""
     try:
-        return main(list(map(str, words)))
+        return program(list(map(str, words)))
     except SystemExit as stopped:
         return stopped.code
 
