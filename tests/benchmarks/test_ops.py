@@ -16,16 +16,7 @@ from hypothesis import strategies as st
 import mla_backend
 from commands import parsed
 from serving_benchmarks.__main__ import main
-from serving_benchmarks.ops import (
-    backward,
-    dense,
-    index,
-    kernels,
-    peer_kernels,
-    peers,
-    rows,
-    timing,
-)
+from serving_benchmarks.ops import backward, dense, index, kernels, peer_kernels, peers, rows, timing
 from serving_benchmarks.ops.batches import Batch, positions
 from serving_benchmarks.ops.timing import Timing, interleaved
 from serving_benchmarks.results import kinds, tables
@@ -116,7 +107,7 @@ def test_flashmla_gets_64_heads_and_the_lengths_of_requests(lengths, monkeypatch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
-    "command", [*"kernels --suite headline,rows,dense,backward,ops index,ops tune --output x.csv".split(",")]
+    "command", [*"kernels --suite headline,rows,dense,backward,ops index,ops tune --output x.csv,ops tune".split(",")]
 )
 def test_without_a_gpu_one_line_says_so(command, capsys):
     assert main(command.split()) == 2

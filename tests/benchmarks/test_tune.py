@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from mla_backend.plan import Launch
-from serving_benchmarks.__main__ import main
 from serving_benchmarks.ops import tune
 
 GPU = {"multiprocessors": 20, "hopper": 1, "clusters": [0, 20, 10, *[0] * 14], "clock_ghz": 1.5, "memory_tbs": 1.0}
@@ -29,7 +28,3 @@ def test_a_fit_makes_the_model_choose_what_is_fast(tmp_path):
     assert sum(read.regrets(true).values()) < 1e-6 and right < wrong / 2
     table = f"kGpuCosts[] = {{\n{tune.as_entry(read, fitted)}}};\n"
     assert tune.constants_in(table)["a GPU"] == pytest.approx(fitted, rel=1e-3)
-
-
-def test_measuring_needs_a_place_for_the_timings(capsys):
-    assert main(["ops", "tune"]) == 2 and "--output FILE" in capsys.readouterr().err
