@@ -30,9 +30,8 @@ def test_clients_that_hang_up_leave_the_others_right_and_no_block_behind(server,
     chance = random.Random(0)
 
     def hang_up(prompt: list[int]) -> None:
-        stream = server.client().completions.create(
-            model="m", prompt=prompt, max_tokens=100, temperature=0.0, stream=True, extra_body={"ignore_eos": True}
-        )
+        how = dict(max_tokens=100, temperature=0.0, stream=True, extra_body={"ignore_eos": True})
+        stream = server.client().completions.create(model="m", prompt=prompt, **how)
         for _ in range(chance.randrange(1, 10)):
             next(iter(stream))
         stream.close()

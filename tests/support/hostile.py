@@ -95,9 +95,8 @@ def mutated_bytes(random: Random, data: bytes) -> bytes:
             case 0:
                 data = data[:at]
             case 1:
-                data = (
-                    data[:at] + random.choice([b"\xff", b"\x00", b"\n", b'"', b"{", b"[", b"\\ud800", b"}"]) + data[at:]
-                )
+                added = random.choice([b"\xff", b"\x00", b"\n", b'"', b"{", b"[", b"\\ud800", b"}"])
+                data = data[:at] + added + data[at:]
             case 2:
                 data = data[:at] + random.randbytes(random.randint(1, 8)) + data[at + random.randint(0, 8) :]
             case 3:
@@ -475,9 +474,8 @@ def checkpoints(random: Random, folder: Path, device: str) -> None:
             else:
                 path.write_bytes(mutated_bytes(random, data))
     try:
-        engine = Engine(
-            folder, device=device, dtype=torch.float32, kv_cache=random.choice(["fp8", "bf16"]), memory=2**23
-        )
+        kv_cache = random.choice(["fp8", "bf16"])
+        engine = Engine(folder, device=device, dtype=torch.float32, kv_cache=kv_cache, memory=2**23)
     except (ValueError, FileNotFoundError, TypeError) as error:
         assert str(error)
         return
