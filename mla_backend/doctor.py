@@ -14,6 +14,8 @@ from mla_backend import tried_versions
 
 MHA_CALLS = {"deterministic gradients": True, "all else": False}
 """Kinds of calls, and whether they need deterministic gradients."""
+DECODE = {"num_tokens": 64, "num_heads": 16, "slots": 2048}
+"""A typical decode step of one GPU of eight."""
 
 
 def examine() -> dict[str, Any]:
@@ -28,6 +30,7 @@ def examine() -> dict[str, Any]:
         "gpus": _examine_gpus(),
     }
     report["mha"] = _examine_mha(report["gpus"]["devices"])
+    report["decode"] = _examine_decode(len(report["gpus"]["devices"]))
     report["can_run"] = _verdicts(report)
     return report
 
@@ -127,6 +130,21 @@ def _examine_mha(devices: list[dict[str, Any]]) -> dict[str, Any]:
         except ValueError as error:
             taken[what] = {"provider": None, "version": None, "why": str(error)}
     return {"taken": taken, "why": None}
+
+
+def _examine_decode(gpus: int) -> dict[str, str]:
+    """By device: how the step DECODE is launched, as `print(plan.launch)` says it."""
+    try:
+        from mla_backend.plan import choose_launch
+    except ImportError:
+        return {}
+    found = {}
+    for device in ("cpu", *(f"cuda:{index}" for index in range(gpus))):
+        try:
+            found[device] = str(choose_launch(device, **DECODE))
+        except RuntimeError as error:
+            found[device] = str(error)
+    return found
 
 
 def _examine_clusters(library: ModuleType, index: int) -> dict[str, Any]:
@@ -273,6 +291,11 @@ def render(report: dict[str, Any], console: Console) -> None:
                 )
         console.print(table)
 
+    if report["decode"]:
+        section(
+            "Decode of {num_tokens} tokens, {num_heads} heads, top {slots}".format(**DECODE),
+            [*report["decode"].items()],
+        )
     render_verdicts(report, console)
 
 

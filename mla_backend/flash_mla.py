@@ -544,6 +544,7 @@ def _require_value_dim(name: str, value: object) -> None:
 
 def up_to_own_position(kv: Tensor, indices: Tensor, q_start_index_s: int) -> Tensor:
     """Lists `[s_q, 1, topk]` of queries from this position on, with -1 for rows after a query's own."""
+    require_tensors(kv=kv, indices=indices)
     require_count("q_start_index_s", q_start_index_s)
     _require_one_list(kv, indices)
     first = min(q_start_index_s, len(kv))  # from there on all rows are seen

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_backend import flash_mla
-from mla_backend.arguments import require_bools, require_tensors
+from mla_backend.arguments import require_bools
 from mla_backend.flash_mla import flash_attn_varlen_func as flash_attn_varlen_func
 from mla_backend.flash_mla import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
 from mla_backend.flash_mla import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
@@ -38,7 +38,6 @@ def flash_mla_sparse_fwd(
     Returns:
         out, max_logits and lse, as there, and None.
     """
-    require_tensors(q=q, kv=kv, indices=indices)
     require_bools(write_p_out=write_p_out)
     if write_p_out:
         raise ValueError("write_p_out must be False, as the kernels write no scores; got True")
@@ -60,6 +59,5 @@ def flash_mla_sparse_bwd(
     q_start_index_s: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """`flash_mla.flash_mla_sparse_bwd` of the same queries: the gradients with respect to q and kv, without sinks."""
-    require_tensors(kv=kv, indices=indices)
     seen = flash_mla.up_to_own_position(kv, indices, q_start_index_s)
     return flash_mla.flash_mla_sparse_bwd(q, kv, o, dO, seen, lse, sm_scale, d_v, topk_length)

@@ -72,6 +72,19 @@ LAUNCH_NUMBERS = 6
 """Of struct Launch, csrc/include/mla/schedule/launch.h."""
 
 
+class Gpu(ctypes.Structure):
+    """struct Gpu of the same file."""
+
+    _fields_ = (
+        ("multiprocessors", ctypes.c_int32),
+        ("hopper", ctypes.c_int32),
+        ("clusters", ctypes.c_int32 * 17),
+        ("clock_ghz", ctypes.c_double),
+        ("memory_tbs", ctypes.c_double),
+    )
+
+
+@functools.cache  # every backward asks
 def describe_gpu(index: int) -> dict[str, Any]:
     """What decides how attention is launched on a GPU of this machine, by its CUDA device number: its multiprocessors,
     whether it runs the Hopper kernels, how many clusters of each number of CTAs run at once, its clock and its memory's
@@ -128,6 +141,7 @@ def select_cuda_kernel(name: str) -> None:
     portable one, "unclustered" the best ones without clusters, whose shared memory a race detector can't follow."""
     if not _library.mla_backend_select_cuda_kernel(str(name).encode()):
         raise ValueError(f"name must be auto, portable or unclustered; got {name!r}")
+    describe_gpu.cache_clear()
     launch_numbers.cache_clear()
 
 

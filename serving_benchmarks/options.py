@@ -46,7 +46,9 @@ rounds = whole(2)  # one alone has no spread
 positive = checked(float, lambda value: 0 < value < math.inf, "a number above 0")
 share = checked(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 json_object = checked(json.loads, lambda value: isinstance(value, dict), "an object of JSON, {...}")
-pattern = checked(re.compile, lambda _: True, "a regular expression")
+pattern = checked(re.compile, bool, "a regular expression")
+_ALLOWED = "0 or a percentage from 1 up, such as 5%"  # 0.05 could be 5%
+percentage = checked(lambda text: float(text.rstrip("% ")) / 100, lambda x: x == 0 or 0.01 <= x < math.inf, _ALLOWED)
 
 
 def load(text: str) -> tuple[tuple[int, int], int | None]:

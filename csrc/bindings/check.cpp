@@ -1,5 +1,6 @@
 #include "bindings/check.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 
@@ -199,13 +200,15 @@ int32_t expect_range(int64_t number, const char* name, int64_t least, int64_t mo
 
 Launch expect_launch(const std::vector<int64_t>& numbers, const Tensor& table) {
   const auto in_range = [](int64_t number, int64_t least, int64_t most) { return least <= number && number <= most; };
-  if (numbers.size() != kLaunchNumbers || !in_range(numbers[0], 0, kKernelCount - 1) ||
-      !in_range(numbers[1], 1, kMaxSize) || !in_range(numbers[2], 0, kMaxSize) ||
+  const std::string wanted = "a Launch for a table of " + std::to_string(table.size(0)) + " CTAs";
+  if (numbers.size() != kLaunchNumbers || !in_range(numbers[0], 0, kKernelCount - 1))
+    reject("plan.launch", wanted, "[" + join(numbers, ", ", [](int64_t n) { return std::to_string(n); }) + "]");
+  const auto at = [&](int i) { return static_cast<int32_t>(std::clamp<int64_t>(numbers[i], INT32_MIN, INT32_MAX)); };
+  const Launch launch{static_cast<Kernel>(at(0)), at(1), at(2), at(3), at(4), at(5)};
+  if (!in_range(numbers[1], 1, kMaxSize) || !in_range(numbers[2], 0, kMaxSize) ||
       !in_range(numbers[3], 1, kMaxCluster) || !in_range(numbers[4], 0, kMaxSize) || numbers[5] != table.size(0))
-    reject("plan.launch", "a Launch for a table of " + std::to_string(table.size(0)) + " CTAs",
-           "[" + join(numbers, ", ", [](int64_t n) { return std::to_string(n); }) + "]");
-  const auto at = [&](int i) { return static_cast<int32_t>(numbers[i]); };
-  return {static_cast<Kernel>(at(0)), at(1), at(2), at(3), at(4), at(5)};
+    reject("plan.launch", wanted, describe(launch));
+  return launch;
 }
 
 int32_t expect_int32(int64_t size, const char* name, const char* what) {

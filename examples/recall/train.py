@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from examples.recall import files
+from examples.recall.dialogues import IGNORED, dialogue
 from examples.recall.network import Mode, Network
 from mla_backend.engine.config import ModelConfig
-from serving_benchmarks.models.recall import IGNORED, dialogue, prompts
+from serving_benchmarks.models.recall import prompts
 
 LENGTHS = (64, 128, 256, 512, 1088)
 """Of the sequences, from easy to hard."""

@@ -13,18 +13,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import rms_norm
 
 from mla_backend.engine import Model, TokenBatch, load_model, new_caches
 from serving_benchmarks.models.recall import prompts
 
-CONTEXTS, TOKENS, QUESTIONS = 8, 500, 12
-"""What is fitted to: some 8000 tokens."""
-FIRST_SEED = 1000
-"""Of those contexts; questions for tests have smaller seeds."""
-RIDGE = 1e-3
-"""Added to the diagonal of the products of features, about 1, so that rare features don't get large weights."""
-BLOCK_SHARE = 0.1
-"""Of the block's output: it was not trained for this input."""
+CONTEXTS, TOKENS, QUESTIONS = 8, 500, 12  # what is fitted to: some 8000 tokens
+FIRST_SEED = 1000  # of those contexts; questions for tests have smaller seeds
+RIDGE = 1e-3  # on the diagonal of the products of features, about 1: rare ones get no large weights
+BLOCK_SHARE = 0.1  # of the block's output: it was not trained for this input
 
 
 def add_mtp_layer(source: Path, folder: Path) -> None:
@@ -55,8 +52,7 @@ def mtp_layer(weights: dict[str, Tensor], layers: int, eh_proj: Tensor) -> dict[
 
 
 def _fitted(model: Model) -> Tensor:
-    """fp32 `[hidden, 2 * hidden]`: maps a token's embedding and the hidden state before it to the next hidden state.
-    All of them have a mean square of 1."""
+    """fp32 `[hidden, 2 * hidden]`: maps a token and the hidden state before it to the next, all with mean square 1."""
     features, wanted = [], []
     for seed in range(FIRST_SEED, FIRST_SEED + CONTEXTS):
         asked = prompts(seed, TOKENS, QUESTIONS)
@@ -65,8 +61,9 @@ def _fitted(model: Model) -> Tensor:
             tokens += one.question_tokens + one.answer_tokens
         hidden = _hidden(model, tokens)
         embedded = model.model.embed_tokens(torch.tensor(tokens))
-        features.append(torch.cat([_normalised(embedded[1:]), _normalised(hidden[:-1])], dim=1))
-        wanted.append(_normalised(hidden[1:]))
+        embedded, hidden = (rms_norm(x, x.shape[-1:], eps=1e-6) for x in (embedded, hidden))
+        features.append(torch.cat([embedded[1:], hidden[:-1]], dim=1))
+        wanted.append(hidden[1:])
     x, y = torch.cat(features).double(), torch.cat(wanted).double()
     products = x.T @ x / len(x) + RIDGE * torch.eye(x.shape[1], dtype=x.dtype)
     return torch.linalg.solve(products, x.T @ y / len(x)).T.float().contiguous()
@@ -76,22 +73,8 @@ def _fitted(model: Model) -> Tensor:
 def _hidden(model: Model, tokens: list[int]) -> Tensor:
     """fp32 `[tokens, hidden]`: the hidden state of each token that the model takes its logits from."""
     kept: list[Tensor] = []
-    hook = model.model.norm.register_forward_hook(lambda module, given, out: kept.append(out))
-    count = torch.arange(len(tokens))
-    batch = TokenBatch(
-        block_table=torch.zeros(1, 1, dtype=torch.int32),
-        slots=count,
-        token_counts=[len(tokens)],
-        context_lengths=[len(tokens)],
-        logits_at=count,
-    )
-    try:
+    count, lengths = torch.arange(len(tokens)), [len(tokens)]
+    batch = TokenBatch(torch.zeros(1, 1, dtype=torch.int32), count, lengths, lengths, count)
+    with model.model.norm.register_forward_hook(lambda module, given, out: kept.append(out)):
         model(torch.tensor(tokens), count, batch, new_caches(model.config, 1, len(tokens), latent="bf16", keys="bf16"))
-    finally:
-        hook.remove()
     return kept[0]
-
-
-def _normalised(x: Tensor) -> Tensor:
-    """Rows `[N, size]` with a mean square of 1."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)

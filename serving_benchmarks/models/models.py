@@ -1,9 +1,8 @@
 """Makes a model of the real width, with few layers and random weights, so that benchmarks fit on one GPU.
 
-Attention costs in it what it costs in the real model. Each weight matrix is N(0, 1 / its row length): activations keep
-their size from layer to layer, and attention scores spread by 1. So the model's tokens depend on what it attends to, as
-they don't with the weights of vLLM's `--load-format dummy`. With fewer heads than the real model has it is what one GPU
-of several computes. Rope is not stretched by YaRN.
+Attention costs in it what it costs in the real model. Each weight matrix is N(0, 1 / its row length), so that scores
+spread by 1 and tokens depend on what is attended to, as they don't with vLLM's `--load-format dummy`. With fewer heads
+it is what one GPU of several computes. Rope is not stretched by YaRN.
 """
 
 import argparse
@@ -50,17 +49,10 @@ def read(folder: Path) -> dict[str, Any]:
     return config
 
 
-def describe(model: str, config: dict[str, Any], load_format: str | None) -> dict[str, Any]:
-    """A model's shape, for a result file, and the seed of random weights."""
-    found = {ours: config.get(theirs) for ours, theirs in KEYS.items()}
-    return {"name": Path(model).resolve().name, **found, "load_format": load_format}
-
-
 def config(
     like: str, *, layers: int = 4, heads: int | None = None, experts: int = 8, dense_layers: int = 1, **changes: Any
 ) -> dict[str, Any]:
-    """`config.json` of a model like a real one, a key of LIKE: with so many layers, the first ones dense, all heads or
-    so many, and with changes of other keys."""
+    """`config.json` like a real model's, a key of LIKE. The first layers are dense, and `changes` are of other keys."""
     given = {**COMMON, **LIKE[like]}
     given |= dict(num_hidden_layers=layers, first_k_dense_replace=min(dense_layers, layers), n_routed_experts=experts)
     given |= {"num_experts_per_tok": min(8, max(1, experts // 4)), **changes}
@@ -124,9 +116,8 @@ def tensors(config: dict[str, Any]) -> list[TensorPlan]:
 
 
 def write(folder: Path, config: dict[str, Any], *, seed: int | None = 0, shard_bytes: int = SHARD_BYTES) -> int:
-    """Writes a checkpoint with random weights, one file after the other, each small enough for memory, and returns
-    their bytes. Without a seed it writes none: vLLM's `--load-format dummy` makes its own, stored as the released ones
-    are."""
+    """Writes a checkpoint with random weights, file by file, each small enough for memory. Returns their bytes. Without
+    a seed it writes no weights: vLLM's `--load-format dummy` makes its own, stored as the released ones are."""
     from safetensors.torch import save_file
 
     if (folder / "config.json").exists():

@@ -7,13 +7,13 @@ of the two: it never occurs in training, and prompts that measure accuracy ask f
 that is right was read and not remembered.
 """
 
+import json
 import random
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CHECKPOINT = Path(__file__).parents[2] / "examples" / "recall" / "checkpoint"
-"""In the source tree, not in the installed package."""
+CHECKPOINT = Path(__file__).parents[2] / "examples" / "recall" / "checkpoint"  # in the source tree alone
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT, END_OF_THOUGHT = "<｜User｜>", "<｜Assistant｜>", "</think>"
@@ -21,34 +21,8 @@ UNKNOWN = "<｜unknown｜>"
 SPECIAL = (BOS, EOS, UNKNOWN, USER, ASSISTANT, "<think>", END_OF_THOUGHT)
 """Those of DeepSeek-V3.2, whose chat format this is: vLLM has it built in, and takes no notice of a template."""
 
-NAMES = """
-Aaron Abel Ada Agnes Aisha Alan Albert Alice Amir Amy Ana Andre Anna Anton Arjun Astrid Bella Ben Bianca Boris Bruno
-Carla Carlos Carol Cecil Chen Chloe Clara Colin Cora Dan Daria David Deniz Diana Diego Dora Edgar Edith Elena Eli
-Elsa Emil Emma Erik Esther Eva Farah Felix Fiona Frank Frida Gabriel Gemma George Gina Goran Grace Greta Gustav Hana
-Hanna Hans Harry Hassan Helen Henry Hugo Ian Ida Igor Ines Ingrid Irene Isaac Ivan Jack Jade Jakob James Jana Jane
-Jin Joan John Jonas Jorge Josef Julia Kai Karim Karl Kate Kim Klara Kofi Kurt Lara Lars Laura Lea Leila Leo Lily Lin
-Linda Liu Lola Louis Lucas Lucy Luis Luna Maja Marco Maria Mark Marta Martin Mary Max Maya Mia Milan Mina Miro Mona
-Nadia Nina Noah Nora Olga Oliver Omar Oscar Otto Paolo Paul Pedro Peter Petra Pia Priya Rania Ravi Rita Robert Rosa
-Ruth Sam Sara Sofia Stefan Susan Tara Theo Tom Vera Victor Wei Yara Yusuf Zoe
-""".split()
-CITIES = """
-Accra Amman Ankara Athens Baku Bangkok Basel Beirut Belfast Berlin Bern Bilbao Bogota Bonn Boston Bremen Brussels
-Bucharest Budapest Cairo Caracas Chicago Cologne Dakar Dallas Damascus Delhi Denver Dhaka Doha Dresden Dubai Dublin
-Florence Geneva Genoa Glasgow Graz Hamburg Hanoi Havana Helsinki Houston Istanbul Jakarta Kabul Kampala Karachi Kyiv
-Kyoto Lagos Lahore Leeds Leipzig Lima Lisbon London Luanda Lusaka Lyon Madrid Malaga Manila Marseille Medellin
-Melbourne Miami Milano Minsk Montreal Moscow Mumbai Munich Nairobi Naples Nice Osaka Oslo Ottawa Paris Perth Porto
-Prague Quito Riga Rome Rotterdam Salzburg Santiago Seoul Seville Shanghai Sofiya Stockholm Sydney Taipei Tallinn
-Tehran Tirana Tokyo Toronto Tunis Turin Utrecht Valencia Venice Vienna Vilnius Warsaw Zagreb Zurich
-""".split()
-COLOURS = "amber black blue brown cream green grey indigo orange pink purple red silver turquoise white yellow".split()
-FILLERS = (
-    "The train was late .",
-    "It rained all day .",
-    "Nobody knows why .",
-    "The market opens at noon .",
-    "A door was left open .",
-    "The river is cold in winter .",
-)
+_WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("recall.json").read_text())
+NAMES, CITIES, COLOURS, FILLERS = (_WORDS[kind] for kind in ("names", "cities", "colours", "fillers"))
 FILLER_SHARE = 0.05
 PUNCTUATION = ". , ? ! : ; ' \" ( ) -".split()
 DIGITS = [str(digit) for digit in range(10)]
@@ -63,20 +37,13 @@ class Kind:
     statement: str
     question: str
     values: tuple[str, ...]
-    answers_name: bool = False
-    """The question gives the value and asks for the name."""
-    unique: bool = False
-    """No two facts of a context have the same value."""
+    answers_name: bool = False  # the question gives the value and asks for the name
+    unique: bool = False  # no two facts of a context have the same value
 
 
 LIVES = "NAME lives in VALUE ."
 KINDS = (
-    Kind(
-        "code",
-        "The code of NAME is VALUE .",
-        "What is the code of NAME ?",
-        tuple(f"{number:04d}" for number in range(10000)),
-    ),
+    Kind("code", "The code of NAME is VALUE .", "What is the code of NAME ?", tuple(f"{n:04d}" for n in range(10000))),
     Kind("city", LIVES, "Where does NAME live ?", tuple(CITIES), unique=True),
     Kind("person", LIVES, "Who lives in VALUE ?", tuple(CITIES), answers_name=True, unique=True),
     Kind("colour", "NAME likes VALUE .", "What colour does NAME like ?", tuple(COLOURS)),
@@ -86,7 +53,7 @@ STATEMENTS = {kind.statement: kind for kind in KINDS}
 
 
 def _vocabulary() -> list[str]:
-    texts = [text for kind in KINDS for text in (kind.statement, kind.question)] + list(FILLERS)
+    texts = [text for kind in KINDS for text in (kind.statement, kind.question)] + FILLERS
     words = sorted({word for text in texts for word in text.split()} - {"NAME", "VALUE"} - set(PUNCTUATION))
     pieces = [f"##{piece}" for piece in DIGITS + LETTERS]
     tokens = [*SPECIAL, *PUNCTUATION, *DIGITS, *LETTERS, *pieces, *words, *NAMES, *CITIES, *COLOURS]
@@ -135,15 +102,10 @@ class Fact:
 
 @dataclass
 class Facts:
-    """Facts of one context, drawn at random: no two contradict each other.
-
-    Args:
-        random: what draws them.
-        held_out: whether pairs that are held out may be drawn.
-    """
+    """Facts of one context, drawn at random: no two contradict each other."""
 
     random: random.Random
-    held_out: bool = False
+    held_out: bool = False  # whether pairs that are held out may be drawn
     drawn: list[Fact] = field(default_factory=list)
     _known: set[tuple[str, str]] = field(default_factory=set)
 
@@ -166,61 +128,6 @@ class Facts:
         """A question about a fact: its kind, its words, and those of the answer."""
         kind = self.random.choice([kind for kind in KINDS if kind.statement == fact.kind.statement])
         return kind, fact.words(kind.question), fact.name if kind.answers_name else fact.value
-
-
-IGNORED = -100
-"""Label of tokens that nothing is learned from."""
-
-
-def dialogue(random: random.Random, length: int) -> tuple[list[int], list[int]]:
-    """A sequence to train on, token ids and labels of this length: facts, and a question about each of most of them.
-
-    Three of four are chats of several turns, the others plain text, in which facts are repeated too. The first question
-    comes early or late. The labels are the answers and what ends them, shifted by one: a token
-    is to be predicted by the one before it.
-    """
-    facts, plain = Facts(random), random.random() < 0.25
-    unasked: list[Fact] = []
-    ids, answers = [IDS[BOS]], [False]
-
-    def say(tokens: list[int], is_answer: bool = False) -> None:
-        ids.extend(tokens)
-        answers.extend([is_answer] * len(tokens))
-
-    def state() -> None:
-        if random.random() < FILLER_SHARE:
-            say(tokens_of(random.choice(FILLERS)))
-        fact = facts.draw()
-        if fact is not None:
-            say(tokens_of(fact.words(fact.kind.statement)))
-            unasked.append(fact)
-
-    first = random.random() ** 2 * 0.9 * length
-    new_facts = random.choice([0.3, 0.5, 0.7])  # from the first question on, of what is said
-    if not plain:
-        say([IDS[USER]])
-    while len(ids) < first:
-        state()
-    while len(ids) < length:
-        if not unasked or random.random() < new_facts:
-            state()
-            continue
-        fact = unasked.pop(random.randrange(len(unasked)))
-        _, question, answer = facts.question(fact)
-        if not plain:
-            say(tokens_of(question) + [IDS[ASSISTANT], IDS[END_OF_THOUGHT]])
-            say(tokens_of(answer) + [IDS[EOS]], True)
-            say([IDS[USER]])
-        elif random.random() < 0.5:
-            say(tokens_of(question))
-            say(tokens_of(answer) + [IDS["."]], True)
-        else:
-            start, _, end = fact.kind.statement.partition("VALUE")
-            say(tokens_of(fact.words(start)))
-            say(tokens_of(fact.value), True)
-            say(tokens_of(end))
-    labels = [token if is_answer else IGNORED for token, is_answer in zip(ids, answers, strict=True)]
-    return ids[:length], labels[1 : length + 1] + [IGNORED] * (length + 1 - len(labels))
 
 
 @dataclass(frozen=True)
@@ -272,11 +179,8 @@ def prompts(seed: int, length: int, questions: int) -> list[Prompt]:
     context = " ".join(statements)
     if len(asked) < questions:
         raise ValueError(f"length must be enough for {questions} held-out facts; {length} tokens have {len(asked)}")
-    made = []
-    for fact in chance.sample(asked, questions):
-        kind, question, answer = facts.question(fact)
-        made.append(Prompt(kind.name, context, question, answer))
-    return made
+    drawn = map(facts.question, chance.sample(asked, questions))
+    return [Prompt(kind.name, context, question, answer) for kind, question, answer in drawn]
 
 
 def held_out(length: int, questions: int, per_context: int = 20) -> list[Prompt]:

@@ -1,14 +1,12 @@
 """The backward of sparse attention on a GPU, versus cuDNN's front end.
 
-4096 queries have lists of 2048 rows each: random ones, or such that neighbours share 90 % of theirs. What is timed is
-the whole backward: deterministic, with the order of its lists, and with atomic additions, interleaved with the peer's
-in one process. Kernel times of its parts come from a profile. All gradients are first compared with the reference. The
-peer is the package cudnn (nvidia-cudnn-frontend), if it is there.
+4096 queries have lists of 2048 rows each: random ones, or such that neighbours share 90 % of theirs. The whole backward
+is timed, in order and with atomic additions, interleaved with the peer's in one process, and its parts come from a
+profile. All gradients are first compared with the reference. The peer is the package nvidia-cudnn-frontend.
 """
 
 import argparse
 import importlib
-import importlib.metadata
 import math
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,10 +24,8 @@ from serving_benchmarks.ops.batches import RequestBatch, positions
 HEADS, ROWS, LISTS = (8, 16, 32, 64, 128), (8192, 131072), ("random", "overlapping")
 OVERLAP = 0.9
 WIDTH, SCALE = 576, 576**-0.5
-SIMILARITY = 1e-5
-"""Largest error 1 - 2xy / (x^2 + y^2) of a gradient. docs/training.md promises it."""
-CHUNK = 64
-"""Queries that the reference computes at once: their rows in float64 take 600 MB."""
+SIMILARITY = 1e-5  # largest error 1 - 2xy / (x^2 + y^2) of a gradient. docs/training.md promises it.
+CHUNK = 64  # queries that the reference computes at once: their rows in float64 take 600 MB
 PARTS = {"order": "backward_order", "delta": "sparse_delta", "main": "sparse_backward", "sum": "backward_sum"}
 """Our ops."""
 CUDNN = "cudnn.deepseek_sparse_attention.sparse_attention_backward.api"
@@ -116,15 +112,6 @@ def cudnn(inputs: Inputs, exact: tuple[Tensor, Tensor]) -> timing.Candidate:
     return timing.Candidate([call], results, lambda: check(results, exact, kernels.PEERS_ALLOWED))
 
 
-def load() -> str:
-    """cuDNN's front end and its version, or why it is missing, as "missing: ..."."""
-    try:
-        importlib.import_module(CUDNN)
-        return f"nvidia-cudnn-frontend {importlib.metadata.version('nvidia-cudnn-frontend')}"
-    except Exception as error:  # of any kind: it is optional, whatever is wrong with it
-        return f"missing: {timing.first_line(error)}"
-
-
 def profiled(call: timing.Call) -> dict[str, float]:
     """Seconds that each of PARTS takes in a call."""
     activity, on_gpu = torch.profiler.ProfilerActivity, kernels.DEVICE == "cuda"
@@ -166,4 +153,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     chosen = kernels.asked_for(options, "backward", cases())
     opt.require_gpu()
-    return kernels.measure_cases(options, "backward", chosen, measure, {"cudnn": load()})
+    return kernels.measure_cases(
+        options, "backward", chosen, measure, {"cudnn": timing.version_of(CUDNN, "nvidia-cudnn-frontend")}
+    )

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK, SETS = 64, 4
-"""Slots of a cache's block, and sets of inputs that calls rotate."""
-SMALLEST_CACHE = 2**20
-"""Tokens. Input sets are spread over the whole cache, as requests are in a server's."""
+BLOCK, SETS = 64, 4  # slots of a cache's block, and sets of inputs that calls rotate
+SMALLEST_CACHE = 2**20  # tokens. Input sets are spread over the whole cache, as requests are in a server's.
 MOST_HEADS = 256
 MOST_REQUESTS = 2**20
 _CHUNK = 2**27  # scores that are drawn at once
@@ -79,8 +77,7 @@ class RequestBatch:
 
 
 def positions(batch: RequestBatch, topk: int, device: torch.device | str = "cpu") -> Tensor:
-    """int32 `[T, topk]`: different positions in the sequence of each query token, drawn evenly over what it may see,
-    then -1 if that is fewer."""
+    """int32 `[T, topk]`: different positions that each query token may see, evenly drawn; -1 where they are fewer."""
     longest = batch.longest
     picked = torch.full((batch.tokens, topk), -1, dtype=torch.int32, device=device)
     visible, everywhere = batch.visible().to(device), torch.arange(longest, device=device)

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
@@ -83,18 +82,18 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -
     ours = {"ours": timing.Candidate(calls, [outs[-1], lse], check_ours)}
     ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
 
-    def of_peer(prepare: peer_kernels.PrepareDense, rows: Tensor, allowed: float) -> timing.Candidate:
-        made = (prepare(problem, rows) for problem in problems)
-        return kernels.prepared_candidate(made, exact_out, allowed)
-
-    of_bf16 = peer_kernels.DENSE.items()
-    peers = {name: partial(of_peer, one, in_bf16, kernels.PEERS_ALLOWED) for name, one in of_bf16 if name in loaded}
-    if case.format == "fp8_tensor_576" and "flashmla_fp8" in loaded:
-        fp8 = peer_kernels.flashmla_dense_fp8
-        peers["flashmla_fp8"] = partial(of_peer, fp8, cache, kernels.FP8_PEERS_ALLOWED)
+    found = {name: (partial(one, cache=in_bf16), kernels.PEERS_ALLOWED) for name, one in peer_kernels.DENSE.items()}
+    if case.format == "fp8_tensor_576":
+        found["flashmla_fp8"] = partial(peer_kernels.flashmla_dense_fp8, cache=cache), kernels.FP8_PEERS_ALLOWED
+    peers = {
+        name: partial(kernels.prepared_candidate, prepare, problems, exact_out, allowed)
+        for name, (prepare, allowed) in found.items()
+        if name in loaded
+    }
     return {
         "useful_flops": 2 * int(batch.visible().sum()) * case.heads * (576 + 512),
         "bytes": batch.cached * fmt.token_bytes + batch.tokens * case.heads * (2 * (576 + 512) + 4),
+        "launch": str(plan.launch),
         **timing.measure(ours, peers, rounds),
     }
 

@@ -1,10 +1,9 @@
 """Sparse attention on a GPU, versus FlashMLA, FlashAttention 3 and FlashInfer.
 
-All candidates are timed interleaved in one process, as CUDA graphs over several sets of queries and index lists in one
-cache. Work that serving does once a step is outside of the graphs: our plan, which is timed on its own, and the peers'
-schedules. In every case the results that a graph leaves, all tokens of the last set, are checked against the reference.
-Decode is also timed in situ: what it adds to matrix products that read their weights from memory, one before each call.
-A launch in a loop of its own finds its code in caches and overlaps the one before it.
+All candidates are timed interleaved in one process, as CUDA graphs over several sets of inputs in one cache, without
+what serving does once a step: our plan, timed on its own, and the peers' schedules. What a graph leaves is checked
+against the reference. Decode is also timed in situ: what it adds to matrix products that read their weights from
+memory. A launch in a loop of its own finds its code in caches and overlaps the one before it.
 
 Peers without FP8 rows get a BF16 copy of an FP8 cache, as vLLM makes (prefill) or keeps (decode). It is not timed.
 """
@@ -13,7 +12,7 @@ import argparse
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,16 +36,12 @@ from serving_benchmarks.results import tables
 DEVICE = "cuda"
 FORMATS = ("fp8_ds_mla", "bf16")
 SCALE = 576**-0.5
-MAGNITUDE = 0.1
-"""Standard deviation of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1."""
+MAGNITUDE = 0.1  # standard deviation of cached values. With queries of 1 / MAGNITUDE the scores spread by about 1.
 MOST_DECODE_QUERIES = 16  # requests with more query tokens are prefill
 SCALES = {"fp8_tensor_576": peer_kernels.FP8_TENSOR_SCALE}
 OUT_ABSOLUTE, OUT_RELATIVE, LSE_ABSOLUTE, LSE_RELATIVE = 8e-4, 2.01 / 128, 1e-6, 8.01 / 65536
-ROUNDED_LSE = 2.0**-9
-"""Added to LSE_ABSOLUTE for rows of 656 bytes, whose scores Hopper's kernels round. It matters for short lists: the lse
-of one row is its score, which may be near 0."""
-COSINE = 5e-6
-"""Largest cosine distance of a token. docs/contract.md promises it and the bounds above."""
+ROUNDED_LSE = 2.0**-9  # added to LSE_ABSOLUTE where Hopper's kernels round scores: one row's lse may be near 0
+COSINE = 5e-6  # largest cosine distance of a token. docs/contract.md promises it and the bounds above.
 PEERS_ALLOWED, FP8_PEERS_ALLOWED = 10, 1000
 """The bounds of a peer, and of one that rounds to e4m3, are so many times ours. Peers promise no such accuracy."""
 MATH_FLOPS = 780e12
@@ -55,8 +50,7 @@ another GPU looks better or worse than it is."""
 MEMORY_BYTES = 3.65e12
 """Bytes/s of gathering random FP8 rows of 656 bytes from memory into shared memory. BF16 rows are gathered faster (our
 kernel reaches 4.03e12), so times with them can be below a floor made of this."""
-L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}
-"""Bytes/s of gathering rows of a format from L2, out of a pool of 32K tokens."""
+L2_BYTES = {"fp8_ds_mla": 5.7e12, "bf16": 7.7e12}  # bytes/s of gathering rows from L2, out of a pool of 32K tokens
 PRODUCT_ROWS, PRODUCT_WIDTH = 64, 7168
 """Of the products before calls in situ: DeepSeek-V3.2's width. Their weights, 103 MB, are twice an L2."""
 
@@ -206,12 +200,14 @@ def check_out(got: Tensor, want: Tensor, times: float = 1) -> dict[str, float]:
     return found
 
 
-def prepared_candidate(made: Iterable[Prepared], want: Tensor, times: float = 1) -> timing.Candidate:
-    """Calls on all sets. `want` is the last one's out, of the reference."""
-    made = list(made)
-    out, layer = made[-1].out, [one.layer for one in made]
-    calls = [one.call for one in made]  # a call may give `out` other memory
-    return timing.Candidate(calls, [out], lambda: check_out(out.view(want.shape), want, times), layer)
+def prepared_candidate(
+    prepare: Callable[[Any], Prepared], problems: Sequence[Any], want: Tensor, times: float
+) -> timing.Candidate:
+    """Calls of a peer on all sets. `want` is the last one's out, of the reference."""
+    made = [prepare(problem) for problem in problems]
+    out = made[-1].out  # a call may give it other memory
+    calls, layers = [one.call for one in made], [one.layer for one in made]
+    return timing.Candidate(calls, [out], lambda: check_out(out.view(want.shape), want, times), layers)
 
 
 def check_lse(got: Tensor, want: Tensor, *, rounded: bool) -> None:
@@ -256,11 +252,13 @@ def time_problems(
     """Checks and times ours, our plan and peers on problems whose lists have the same lengths. Raises WrongResult.
     `before`: other work for each problem, after which calls are timed in situ as well."""
     exact_out, exact_lse = attend_exactly(problems[-1], cache)
-
-    any_set = problems[-1]
-    (tokens, heads, width), topk, more = any_set.q.shape, any_set.indices.shape[1], any_set.more
-    about = {"topk_length": lengths_of(any_set), "extra_topk_length": more.get("extra_topk_length")}
-    about["cache_format"] = fmt
+    any_set, more = problems[-1], problems[-1].more
+    (tokens, heads, width), topk = any_set.q.shape, any_set.indices.shape[1]
+    about = {
+        "topk_length": lengths_of(any_set),
+        "extra_topk_length": more.get("extra_topk_length"),
+        "cache_format": fmt,
+    }
     about["extra_topk"] = more["extra_indices"].shape[1] if "extra_indices" in more else 0
     make_plan = partial(mla_backend.plan, tokens, topk, num_heads=heads, **about)
     plan = make_plan(device=DEVICE)
@@ -272,17 +270,18 @@ def time_problems(
         check_lse(lse, exact_lse, rounded=rounds_queries(cache))
         return check_out(last.out, exact_out)
 
-    def of_peer(prepare: Callable[[SparseProblem], Prepared]) -> timing.Candidate:
-        return prepared_candidate(map(prepare, problems), exact_out, PEERS_ALLOWED)
-
     calls = [one.call for one, _ in prepared]
     ours = {"ours": timing.Candidate(calls, [last.out, lse], check, calls)}
     ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
-    theirs = {name: partial(of_peer, prepare) for name, prepare in peers.items()}
+    theirs = {
+        name: partial(prepared_candidate, prepare, problems, exact_out, PEERS_ALLOWED)
+        for name, prepare in peers.items()
+    }
     listed, row_bytes = sum(map(listed_rows, problems)) / len(problems), mla_backend.FORMATS[fmt].token_bytes
     return {
         "useful_flops": 2 * listed * heads * (width + 512),
         "bytes": listed * (row_bytes + 4) + tokens * heads * (2 * (width + 512) + 4),
+        "launch": str(plan.launch),
         **timing.measure(ours, theirs, rounds, before=before),
     }
 
@@ -321,13 +320,13 @@ def add_ends(parser: argparse.ArgumentParser, rounds: int) -> None:
 
 def add_cases(parser: argparse.ArgumentParser, kind: str, cases: Sequence[Any]) -> None:
     """The option --cases, for commands with cases of their own."""
-    told = f"only cases in whose names it finds a match; one is {tables.NAMES[kind](cases[0].as_dict())}"
+    told = f"only cases in whose names it finds a match; one is {tables.NAMES[kind]({'case': cases[0].as_dict()})}"
     parser.add_argument("--cases", type=opt.pattern, default="", metavar="REGEX", help=told)
 
 
 def asked_for(options: argparse.Namespace, kind: str, cases: Sequence[Any]) -> list[Any]:
     """The cases that --cases names. Raises Refused."""
-    named = {tables.NAMES[kind](case.as_dict()): case for case in cases}
+    named = {tables.NAMES[kind]({"case": case.as_dict()}): case for case in cases}
     found = [case for name, case in named.items() if options.cases.search(name)]
     if not found:
         raise opt.Refused(f"--cases: no case has a match; there are {'; '.join(named)}")
@@ -356,9 +355,10 @@ def run(options: argparse.Namespace) -> int:
     return measure_batches(options, "kernels", chosen, partial(measure, before=products(SETS)))
 
 
-def measure_batches(
-    options: argparse.Namespace, kind: str, cases: Sequence[Any], measure: Callable[..., dict[str, Any]]
-) -> int:
+Measure = Callable[..., dict[str, Any]]
+
+
+def measure_batches(options: argparse.Namespace, kind: str, cases: Sequence[Any], measure: Measure) -> int:
     """`measure_cases` of batches. `measure` also gets caches, the names of loaded peers, and rounds."""
     opt.require_gpu()
     found = {} if options.ours_only else peer_kernels.load(options.peers, options.vllm)
@@ -368,11 +368,7 @@ def measure_batches(
 
 
 def measure_cases(
-    options: argparse.Namespace,
-    kind: str,
-    cases: Sequence[Any],
-    measure: Callable[..., dict[str, Any]],
-    peers: dict[str, str],
+    options: argparse.Namespace, kind: str, cases: Sequence[Any], measure: Measure, peers: dict[str, str]
 ) -> int:
     """Measures one case after the other, prints and writes what was found. A case that fails does not stop the others.
 
@@ -389,7 +385,7 @@ def measure_cases(
             say(f"--limit-s {options.limit_s:g} is over: {len(cases) - number + 1} cases were not measured")
             break
         entry = {"case": case.as_dict()}
-        name = tables.NAMES[kind](entry["case"])
+        name = tables.NAMES[kind](entry)
         try:
             entry |= measure(case, loaded=loaded, rounds=options.rounds)
             print(f"{number} of {len(cases)}: {name}: {tables.kernel_line(entry)}", flush=True)

@@ -1,9 +1,8 @@
 """The peers' kernels: which cases each one takes, and how it is called.
 
-FlashMLA and FlashAttention 3 are called as vLLM calls them, but without vLLM: each library registers its ops with
-torch, and that is enough. FlashInfer is a Python package that compiles its kernel with nvcc at the first call.
-
-`Peer.prepare` does what serving does once a step, outside of any timing: it reshapes lists and makes schedules.
+FlashMLA and FlashAttention 3 are called as vLLM calls them, but without it: each library registers ops with torch.
+FlashInfer is a Python package that compiles its kernel with nvcc at the first call. `Peer.prepare` does what serving
+does once a step, outside of any timing: it reshapes lists and makes schedules.
 """
 
 import ctypes
@@ -22,7 +21,6 @@ from torch import Tensor
 from serving_benchmarks.ops import peers, timing
 
 LATENT = 512
-FLASHINFER = "flashinfer-python==0.7.2.post1"
 FP8_TENSOR_SCALE = 2.0**-8  # what rows with one scale for a whole cache are divided by
 
 
@@ -34,8 +32,7 @@ class SparseProblem:
     indices: Tensor
     counts: Tensor
     scale: float
-    queries: int | None
-    """Query tokens of each request, where all have equally many."""
+    queries: int | None  # query tokens of each request, where all have equally many
     more: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `sparse_attention`: sinks, a second cache and its lists, formats, a scale."""
 
@@ -57,8 +54,7 @@ class Prepared:
 
     call: Callable[[], object]
     out: Tensor
-    pad: Callable[[], object] | None = None
-    """What a layer does before each call: it pads heads."""
+    pad: Callable[[], object] | None = None  # what a layer does before each call: it pads heads
 
     def layer(self) -> None:
         """The call as a layer of a model makes it."""
@@ -69,10 +65,8 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Peer:
-    library: str
-    """What `load` has to find."""
-    cache: str
-    """Format of the cache that it reads. BF16 peers read a BF16 copy of an FP8 cache."""
+    library: str  # what `load` has to find
+    cache: str  # format of the cache that it reads. BF16 peers read a BF16 copy of an FP8 cache.
     prepare: Callable[[SparseProblem, Tensor], Prepared]
     takes: Callable[[SparseProblem, bool], bool] = lambda problem, decode: True
     """Whether vLLM would call it for a problem. The flag says whether that is decode."""
@@ -195,25 +189,14 @@ def flashinfer(problem: SparseProblem, cache: Tensor) -> Prepared:
         rows = rows.view(torch.float8_e4m3fn)
         scales = dict.fromkeys(("ckv_scale", "kpe_scale"), problem.more["cache_scale"])
     buffers = (torch.empty_like(tensor) for tensor in metadata)  # a graph reads these, plan() fills them
-    wrapper = BatchMLAPagedAttentionWrapper(
-        torch.empty(128 * 2**20, dtype=torch.uint8, device=device),
-        use_cuda_graph=True,
-        **dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), buffers, strict=True)),
-        backend="fa3",
-    )
-    wrapper.plan(
-        metadata=MLAPlanMetadata.csr(*metadata),
-        num_heads=heads,
-        head_dim_ckv=LATENT,
-        head_dim_kpe=rows.shape[-1] - LATENT,
-        page_size=1,
-        causal=False,
-        sm_scale=problem.scale,
-        q_data_type=problem.q.dtype,
-        kv_data_type=rows.dtype,
-        query_layout="split",
-        kv_cache_layout="split",
-    )
+    named = dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), buffers, strict=True))
+    workspace = torch.empty(128 * 2**20, dtype=torch.uint8, device=device)
+    wrapper = BatchMLAPagedAttentionWrapper(workspace, use_cuda_graph=True, **named, backend="fa3")
+    sizes = {"num_heads": heads, "head_dim_ckv": LATENT, "head_dim_kpe": rows.shape[-1] - LATENT, "page_size": 1}
+    types = {"q_data_type": problem.q.dtype, "kv_data_type": rows.dtype}
+    layouts = dict.fromkeys(("query_layout", "kv_cache_layout"), "split")
+    about = {**sizes, **types, **layouts, "causal": False, "sm_scale": problem.scale}
+    wrapper.plan(metadata=MLAPlanMetadata.csr(*metadata), **about)
     query = problem.q[..., :LATENT], problem.q[..., LATENT:]
     kv_cache = rows[..., :LATENT], rows[..., LATENT:]
     out = torch.empty((tokens, heads, LATENT), dtype=problem.q.dtype, device=device)
@@ -233,8 +216,7 @@ PEERS = {
 }
 """By their names in result files."""
 PrepareDense = Callable[[DenseProblem, Tensor], Prepared]
-DENSE: dict[str, PrepareDense] = {"flashmla": flashmla_dense, "fa3": fa3_dense}
-"""Those of dense decode from a BF16 cache."""
+DENSE: dict[str, PrepareDense] = {"flashmla": flashmla_dense, "fa3": fa3_dense}  # from a BF16 cache
 
 
 def load(folder: Path | None, version: str) -> dict[str, str]:
@@ -245,30 +227,21 @@ def load(folder: Path | None, version: str) -> dict[str, str]:
         installed = importlib.util.find_spec("vllm")
         if installed is not None and installed.origin is not None:
             folder, version = Path(installed.origin).parent, importlib.metadata.version("vllm")
+    major = (torch.version.cuda or "").partition(".")[0]
+    runtime = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "lib64" / f"libcudart.so.{major}"
+    if runtime.is_file():  # some of the libraries look for it, and a torch that brings its own does not help
+        ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
     for name in peers.LIBRARIES:
         if folder is None:
             found[name] = "missing: --peers names no folder, and vllm is not installed"
             continue
         try:
-            _load_library(peers.find(name, folder, version))
+            torch.ops.load_library(peers.find(name, folder, version))
             found[name] = f"vllm {version}"
         except (peers.PeerError, OSError) as error:
             found[name] = f"missing: {error}"
-    try:
-        from flashinfer import mla  # noqa: F401
-
-        found["flashinfer"] = f"flashinfer {importlib.metadata.version('flashinfer-python')}"
-    except Exception as error:  # of any kind: it is optional, whatever is wrong with it
-        found["flashinfer"] = f"missing: {timing.first_line(error)}; pip install {FLASHINFER}, which needs nvcc"
-    return found
-
-
-def _load_library(path: Path) -> None:
-    cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
-    runtime = cuda / "lib64" / f"libcudart.so.{torch.version.cuda.split('.')[0]}"
-    if runtime.is_file():  # some of the libraries look for it, and a torch that brings its own does not help
-        ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-    torch.ops.load_library(path)
+    flashinfer = timing.version_of("flashinfer.mla", "flashinfer-python").replace("-python", "")  # as files have it
+    return {**found, "flashinfer": flashinfer}
 
 
 def _padded(q: Tensor, heads: int) -> tuple[Tensor, Callable[[], object] | None]:

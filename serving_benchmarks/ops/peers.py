@@ -17,11 +17,9 @@ from pathlib import Path
 from serving_benchmarks import options as opt
 from serving_benchmarks.results.file import replace
 
-VERSIONS = ("0.23.0", "0.33.0")
-"""The newest built for torch 2.11, and the newest."""
+VERSIONS = ("0.23.0", "0.33.0")  # the newest built for torch 2.11, and the newest
 LIBRARIES = {"flashmla": "_flashmla_C.abi3.so", "flashmla_fp8": "_flashmla_extension_C.abi3.so"}
-LIBRARIES |= {"fa3": "vllm_flash_attn/_vllm_fa3_C.abi3.so"}
-"""Path of each peer's library in the package vllm."""
+LIBRARIES |= {"fa3": "vllm_flash_attn/_vllm_fa3_C.abi3.so"}  # path of each peer's library in the package vllm
 
 
 class PeerError(Exception):
@@ -43,16 +41,16 @@ def download(version: str, folder: Path) -> Path:
 
 def pack(wheel: Path, folder: Path) -> list[Path]:
     """Copies the libraries from a wheel of vLLM to folder/vllm-VERSION/, compressed."""
-    target, packed = folder / "-".join(wheel.name.split("-")[:2]), []
+    target = folder / "-".join(wheel.name.split("-")[:2])
     try:
         with zipfile.ZipFile(wheel) as archive:
             libraries = [archive.read(f"vllm/{path}") for path in LIBRARIES.values()]
     except (zipfile.BadZipFile, KeyError) as error:
         raise PeerError(f"{wheel.name} is broken, or no wheel of vllm for CUDA: {error}") from error
     target.mkdir(parents=True, exist_ok=True)
-    for path, library in zip(LIBRARIES.values(), libraries, strict=True):
-        packed.append(target / f"{Path(path).name}.xz")
-        packed[-1].write_bytes(lzma.compress(library, preset=1))
+    packed = [target / f"{Path(path).name}.xz" for path in LIBRARIES.values()]
+    for path, library in zip(packed, libraries, strict=True):
+        path.write_bytes(lzma.compress(library, preset=1))
     return packed
 
 

@@ -34,8 +34,7 @@ class Case(CaseOfBatch):
     page: int = 64
     extra_topk: int = 0
     extra_page: int = 64
-    uneven: bool = False
-    """Second lists have random lengths, one for each request."""
+    uneven: bool = False  # second lists have random lengths, one for each request
 
 
 def cases() -> list[Case]:

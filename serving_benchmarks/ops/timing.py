@@ -3,6 +3,7 @@
 A candidate is a clock: a function that takes the number of the round and returns the seconds that one call took.
 """
 
+import importlib.metadata
 import math
 import statistics
 import time
@@ -13,13 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GRAPH_SECONDS = 4e-4
-"""How long a graph should take at least, so that the few microseconds of its launch don't count."""
+GRAPH_SECONDS = 4e-4  # how long a graph should take at least, so that the few microseconds of its launch don't count
 MOST_PASSES = 64
-SITU_SECONDS = 2e-3
-"""The same of a graph with other work before each call: what a call takes is the difference of two graphs."""
-REST_SECONDS = 0.3
-"""Pause before candidates are timed: what ran before them and their checks in float64 may have throttled the clock."""
+SITU_SECONDS = 2e-3  # the same with other work before each call: what a call takes is the difference of two graphs
+REST_SECONDS = 0.3  # before candidates are timed: checks in float64 may have throttled the clock
 
 Call = Callable[[], object]
 Clock = Callable[[int], float]
@@ -60,8 +58,7 @@ class Burst:
     """Calls on a GPU that are timed together. It keeps them, and with them the memory that a graph reads and writes."""
 
     calls: Sequence[Call]
-    graph: torch.cuda.CUDAGraph | None = None
-    """What they were captured in. Without one they are called."""
+    graph: torch.cuda.CUDAGraph | None = None  # what they were captured in. Without one they are called.
 
     def run(self) -> None:
         if self.graph is not None:
@@ -86,8 +83,7 @@ class Burst:
 
 
 def capture(calls: Sequence[Call], seconds: float = GRAPH_SECONDS) -> Burst:
-    """A graph of all calls in their order, repeated until it lasts so many seconds. The calls should differ in their
-    inputs, so that none finds its own in the cache."""
+    """A graph of all calls, repeated until it lasts so long. Their inputs differ, or they would be in the cache."""
     for call in calls:  # loads kernels, so that capturing does not have to
         call()
     once = captured(calls, passes=1)
@@ -106,24 +102,14 @@ def captured(calls: Sequence[Call], passes: int) -> Burst:
     return burst
 
 
-def capture_situ(before: Sequence[Call], calls: Sequence[Call]) -> tuple[Burst, Clock]:
-    """A graph of calls with other work before each of them, and the clock of what a call adds to that work alone."""
-    both = capture([call for pair in zip(before, calls, strict=True) for call in pair], SITU_SECONDS)
-    alone = captured(before, passes=len(both.calls) // (2 * len(before)))
-    return both, lambda number: 2 * both.clock(number) - alone.clock(number)
-
-
 @dataclass
 class Candidate:
     """What is checked and timed on a GPU: calls that differ in their inputs, and what the last one leaves."""
 
     calls: Sequence[Call]
-    results: Sequence[Tensor] = ()
-    """They hold NaN before the run that is checked, so that what is checked is what is timed."""
-    check: Callable[[], object] = lambda: None
-    """What is said of its accuracy. Raises an error if it is wrong."""
-    layer: Sequence[Call] = ()
-    """The calls, each with all that it needs in a layer of a model. None for what layers do not call."""
+    results: Sequence[Tensor] = ()  # NaN before the run that is checked, so that what is checked is what is timed
+    check: Callable[[], object] = lambda: None  # what is said of its accuracy. Raises an error if it is wrong.
+    layer: Sequence[Call] = ()  # the calls as a layer of a model makes them; none for what layers do not call
 
 
 def measure(
@@ -138,9 +124,7 @@ def measure(
     With other work to be done `before` each call of a layer, what layers call is also timed in situ: what it adds to
     that work. A peer that can't be made, called or is wrong is left out, with the reason. An error of ours is raised.
     """
-    clocks: dict[str, Clock] = {}
-    in_situ: dict[str, Clock] = {}
-    accuracy, failed = {}, {}
+    clocks, in_situ, accuracy, failed = {}, {}, {}, {}
 
     def check_run(name: str, candidate: Candidate, made: Burst) -> None:
         for result in candidate.results:
@@ -154,9 +138,10 @@ def measure(
         made = burst(candidate.calls)
         check_run(name, candidate, made)
         if before and candidate.layer:
-            both, added = capture_situ(before, candidate.layer)
+            both = capture([call for pair in zip(before, candidate.layer, strict=True) for call in pair], SITU_SECONDS)
+            alone = captured(before, passes=len(both.calls) // (2 * len(before)))
             check_run(name, candidate, both)
-            in_situ[name] = added
+            in_situ[name] = lambda number: 2 * both.clock(number) - alone.clock(number)
         clocks[name] = made.clock
 
     for name, candidate in ours.items():
@@ -180,6 +165,15 @@ def _versus(clocks: Mapping[str, Clock], peers: Collection[str], rounds: int) ->
         "best_peer": best,
         "speed_up": medians[best] / medians["ours"] if best else None,
     }
+
+
+def version_of(module: str, package: str) -> str:
+    """A package that is here and its version, or why it is missing, as "missing: ..."."""
+    try:
+        importlib.import_module(module)
+        return f"{package} {importlib.metadata.version(package)}"
+    except Exception as error:  # of any kind: it is optional, whatever is wrong with it
+        return f"missing: {first_line(error)}"
 
 
 def first_line(error: Exception) -> str:

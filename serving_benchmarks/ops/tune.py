@@ -1,9 +1,8 @@
 """Times every sensible launch of sparse attention on a GPU, or fits the cost model's constants to such timings.
 
-Without files it times: a random choice of numbers of tokens, slots and heads in four row formats, in situ as `kernels`
-does, and writes what each launch took. With files, those that it wrote on one or more GPUs, it fits the constants of
-csrc/include/mla/schedule/constants.h, says how much slower the model's choice is than the best launch that was timed,
-and with --write writes that file.
+Without files it times random numbers of tokens, slots and heads in four row formats, in situ as `kernels` does. With
+files, those that it wrote on one or more GPUs, it fits the constants of csrc/include/mla/schedule/constants.h, says how
+much slower the model's choice is than the best launch that was timed, and with --write writes that file.
 """
 
 import argparse
@@ -12,9 +11,10 @@ import ctypes
 import json
 import math
 import random
+import re
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,15 +32,14 @@ from serving_benchmarks.ops import batches, kernels, timing
 from serving_benchmarks.ops.peer_kernels import SparseProblem
 
 CONSTANTS = Path(__file__).parents[2] / "csrc/include/mla/schedule/constants.h"
+TABLE = re.compile(r"(?<=kGpuCosts\[\] = {\n).*?(?=};\n)", re.DOTALL)  # its table, an entry for each GPU
 TOKENS = (*range(1, 9), 10, 12, 14, 16, 17, 20, 24, 28, 32, 33, 36, 40, 44, 48, 51, 56, 60, 64, 66, 67, 70, 80, 96, 112)
 TOKENS += (128, 132, 133, 140, 148, 160, 192, 200, 224, 256, 264, 300, 352, 400, 448, 512, 1024)
 SLOTS, HEADS = (128, 256, 384, 512, 640, 1024, 1152, 2048, 4096, 8192, 32768), (8, 16, 24, 32, 48, 64, 96, 128)
 MOST_ROWS = 2**21  # that a call reads: larger ones say nothing new
-FORMATS = {"fp8_ds_mla": 4, "bf16": 2, "fp8_model1": 1, "fp8_tensor_576": 1}
-"""How often a format is drawn."""
+FORMATS = {"fp8_ds_mla": 4, "bf16": 2, "fp8_model1": 1, "fp8_tensor_576": 1}  # how often a format is drawn
 WORTH_TIMING, WORTH_KEEPING = 1.6, 1.25
 """Launches whose time, by the model or measured, is at most so many times that of the best."""
-GPU_FIELDS = ("multiprocessors", "hopper", "clusters", "clock_ghz", "memory_tbs")
 MOST_CANDIDATES = 128
 
 
@@ -51,23 +50,11 @@ class Size(NamedTuple):
     tokens: int
 
 
-class _Gpu(ctypes.Structure):
-    """struct Gpu of csrc/include/mla/schedule/launch.h."""
-
-    _fields_ = (
-        ("multiprocessors", ctypes.c_int32),
-        ("hopper", ctypes.c_int32),
-        ("clusters", ctypes.c_int32 * 17),
-        ("clock_ghz", ctypes.c_double),
-        ("memory_tbs", ctypes.c_double),
-    )
-
-
 class Model:
-    """The cost model of csrc/include/mla/schedule/cost.h on one GPU."""
+    """The cost model of csrc/include/mla/schedule/cost.h on one GPU, as `library.describe_gpu` says it."""
 
     def __init__(self, gpu: dict[str, Any]) -> None:
-        self.gpu = _Gpu(*(tuple(gpu[name]) if name == "clusters" else gpu[name] for name in GPU_FIELDS))
+        self.gpu = library.Gpu(**{**gpu, "clusters": tuple(gpu["clusters"])})
         self._launches = (ctypes.c_int32 * library.LAUNCH_NUMBERS * MOST_CANDIDATES)()
         self._times = (ctypes.c_double * MOST_CANDIDATES)()
 
@@ -83,19 +70,20 @@ class Model:
         count = library.weigh(ctypes.byref(self.gpu), given, *numbers, MOST_CANDIDATES, self._launches, self._times)
         return np.array(self._times[:count])
 
-    def launches(self) -> list[Launch]:
-        """The candidates that were weighed last."""
-        return [Launch(KERNELS[kernel], *numbers) for kernel, *numbers in self._launches]
+    def launches(self, size: Size) -> list[Launch]:
+        """The candidates, in the order of their times."""
+        return [Launch(KERNELS[kernel], *more) for kernel, *more in self._launches[: len(self.weigh(size))]]
 
 
-def random_sizes(seed: int = 0) -> Iterator[Size]:
-    """Sizes in random order, without end."""
-    draw = random.Random(seed)
-    names, often = zip(*FORMATS.items(), strict=True)
-    while True:
-        size = Size(draw.choices(names, often)[0], draw.choice(HEADS), draw.choice(SLOTS), draw.choice(TOKENS))
+def random_sizes(count: int, seed: int = 0) -> list[Size]:
+    """So many different sizes."""
+    draw, found = random.Random(seed), {}
+    while len(found) < count:
+        fmt = draw.choices(list(FORMATS), list(FORMATS.values()))[0]
+        size = Size(fmt, draw.choice(HEADS), draw.choice(SLOTS), draw.choice(TOKENS))
         if size.slots * size.tokens <= MOST_ROWS:
-            yield size
+            found[size] = None
+    return list(found)
 
 
 class Timer:
@@ -150,22 +138,15 @@ def measure(options: argparse.Namespace) -> int:
     opt.require_gpu()
     gpu = library.describe_gpu(torch.cuda.current_device())
     model, timer, began = Model(gpu), Timer(), time.monotonic()
-    lines, seen = [], set()
-    for size in random_sizes(options.seed):
-        if time.monotonic() - began > options.limit_s or len(seen) == options.sizes:
+    lines = []
+    for number, size in enumerate(random_sizes(options.sizes, options.seed), 1):
+        if time.monotonic() - began > options.limit_s:
             break
-        if size in seen:
-            continue
-        seen.add(size)
-        modelled = model.weigh(size)
-        chosen = {}
-        for launch, estimate in zip(model.launches(), modelled, strict=False):
-            if estimate <= WORTH_TIMING * modelled.min():
-                chosen[launch] = estimate
-        measured = timer.time(size, list(chosen), options.rounds)
-        found = sorted(zip(measured, chosen, strict=True))
+        candidates, us = model.launches(size), model.weigh(size)
+        chosen = [launch for launch, one in zip(candidates, us, strict=True) if one <= WORTH_TIMING * us.min()]
+        found = sorted(zip(timer.time(size, chosen, options.rounds), chosen, strict=True))
         lines += [(*size, *launch, f"{us:.2f}") for us, launch in found if us <= WORTH_KEEPING * found[0][0]]
-        print(f"{len(seen)}: {size}: {found[0][1]} {found[0][0]:.1f} us, of {len(found)}", flush=True)
+        print(f"{number}: {size}: {found[0][1]} {found[0][0]:.1f} us, of {len(found)}", flush=True)
     with options.output.open("w", newline="") as file:
         file.write(f"# {torch.cuda.get_device_name()}\n# {json.dumps(gpu)}\n")
         csv.writer(file).writerows([(*Size._fields, *Launch._fields, "us"), *lines])
@@ -180,16 +161,13 @@ class Timings:
         self.name, self.gpu = lines[0][2:], json.loads(lines[1][2:])
         self.model = Model(self.gpu)
         taken: dict[Size, dict[Launch, float]] = {}
-        for row in csv.DictReader(lines[2:]):
-            size = Size(row["format"], *(int(row[name]) for name in Size._fields[1:]))
-            launch = Launch(row["kernel"], *(int(row[name]) for name in Launch._fields[1:]))
-            taken.setdefault(size, {})[launch] = float(row["us"])
+        for fmt, heads, slots, tokens, kernel, *numbers, us in csv.reader(lines[3:]):
+            size = Size(fmt, int(heads), int(slots), int(tokens))
+            taken.setdefault(size, {})[Launch(kernel, *map(int, numbers))] = float(us)
         self.measured: dict[Size, np.ndarray] = {}
         """NaN: a candidate that was not timed, or that was much slower than the best."""
         for size, by_launch in taken.items():
-            self.model.weigh(size)
-            count = len(self.model.weigh(size))
-            us = np.array([by_launch.get(launch, math.nan) for launch in self.model.launches()[:count]])
+            us = np.array([by_launch.get(launch, math.nan) for launch in self.model.launches(size)])
             if not np.isnan(us).all():
                 self.measured[size] = us
 
@@ -202,8 +180,7 @@ class Timings:
         return found
 
     def loss(self, constants: np.ndarray) -> float:
-        """The regret, of a choice that is random among launches that the model finds about equal; and a little of the
-        model's errors, which make it smooth."""
+        """The regret of a random choice among launches that are about equal to the model, and a bit of its errors."""
         total = 0.0
         for size, us in self.measured.items():
             modelled = self.model.weigh(size, constants)
@@ -232,12 +209,6 @@ def fit(timings: Timings, start: np.ndarray, passes: int) -> np.ndarray:
     return best
 
 
-def split_constants(text: str) -> tuple[str, str]:
-    """constants.h before the table, and from its end on."""
-    head, mark, rest = text.partition("constexpr GpuCosts kGpuCosts[] = {\n")
-    return head + mark, rest[rest.index("};\n") :]
-
-
 def as_entry(timings: Timings, constants: np.ndarray) -> str:
     """The GPU's entry in the table."""
     of_gpu, *of_kernels = np.split(constants, [3, 15, 27, 39])
@@ -246,41 +217,28 @@ def as_entry(timings: Timings, constants: np.ndarray) -> str:
     return "    " + ",\n     ".join([lines[0].rstrip(","), *(f"{{{kernel}}}" for kernel in numbers[1:])]) + "},\n"
 
 
-def current_constants(name: str) -> np.ndarray:
-    """What constants.h has for a GPU, or for the first one there."""
-    table = split_constants_table(CONSTANTS.read_text())
-    return table.get(name, next(iter(table.values())))
-
-
-def split_constants_table(text: str) -> dict[str, np.ndarray]:
-    body = text.partition("kGpuCosts[] = {\n")[2].partition("};\n")[0]
-    found = {}
-    for entry in body.split('{"')[1:]:
-        name, numbers = entry.split('"', 1)
-        values = [float(n) for n in numbers.replace("{", " ").replace("}", " ").replace(",", " ").split()]
-        found[name] = np.array(values[2:])
-    return found
+def constants_in(text: str) -> dict[str, np.ndarray]:
+    """Of each GPU in the table of constants.h."""
+    entries = re.findall(r'{"(.*?)",(.*?}})', TABLE.search(text)[0], re.DOTALL)
+    return {name: np.array(re.findall(r"[-+.\de]+", numbers)[2:], float) for name, numbers in entries}
 
 
 def summary(regrets: dict[Size, float]) -> str:
-    values = np.array(list(regrets.values()))
-    worst = max(regrets, key=regrets.get)
-    return (
-        f"the model's choice is {values.mean():.2%} slower than the best of {len(values)} sizes on average, more than "
-        f"3 % in {(values > 0.03).sum()}, {values.max():.0%} at worst ({worst})"
-    )
+    values, worst = np.array(list(regrets.values())), max(regrets, key=regrets.get)
+    told = f"the model's choice is {values.mean():.2%} slower than the best of {len(values)} sizes on average, more"
+    return f"{told} than 3 % in {(values > 0.03).sum()}, {values.max():.0%} at worst ({worst})"
 
 
 def fit_files(options: argparse.Namespace) -> int:
     entries = []
     for path in options.files:
         timings = Timings(path)
-        fitted = fit(timings, current_constants(timings.name), options.passes)
+        known = constants_in(CONSTANTS.read_text())
+        fitted = fit(timings, known.get(timings.name, next(iter(known.values()))), options.passes)
         print(f"{timings.name}: {summary(timings.regrets(fitted))}")
         entries.append(as_entry(timings, fitted))
     if options.write:
-        before, after = split_constants(CONSTANTS.read_text())
-        CONSTANTS.write_text(before + "".join(entries) + after)
+        CONSTANTS.write_text(TABLE.sub(lambda _: "".join(entries), CONSTANTS.read_text()))
         print(f"{CONSTANTS} is written; build the library again")
     return 0
 
@@ -289,9 +247,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="timings to fit the constants to")
     parser.add_argument("--write", action="store_true", help="write the fitted constants")
     parser.add_argument("--passes", type=opt.count, default=3, metavar="N", help="of the fit; default: %(default)s")
-    parser.add_argument(
-        "--sizes", type=opt.count, default=600, metavar="N", help="that are timed; default: %(default)s"
-    )
+    told = "that are timed; default: %(default)s"
+    parser.add_argument("--sizes", type=opt.count, default=600, metavar="N", help=told)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the choice of sizes; default: %(default)s")
     told = "time no further size after so many seconds; default: all are timed"
     parser.add_argument("--limit-s", type=opt.positive, default=math.inf, metavar="S", help=told)

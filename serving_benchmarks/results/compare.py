@@ -1,9 +1,8 @@
 """Says what became faster or slower between two result files of one kind.
 
 Where both files have the same version of a peer, ours is compared as a share of the fastest such peer's time, because
-one machine is up to a tenth faster than the next one of its kind. Everything else is compared as it is. A change counts
-where the spread of one file ends before that of the other begins. The spread is that of the rounds: their quartiles, or
-more than these where there are few rounds. What was measured once has no known spread, and never counts.
+machines of one kind differ by a tenth. A change counts where the spread of one file, the quartiles of its rounds or
+more where they are few, ends before that of the other begins. What was measured once never counts.
 
 The exit status is 0 if nothing became slower by more than the limit, 1 if something did or no longer runs, and 2 if the
 files can't be compared.
@@ -11,7 +10,6 @@ files can't be compared.
 
 import argparse
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +17,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from serving_benchmarks.ops.timing import Timing
-from serving_benchmarks.options import Refused
+from serving_benchmarks.options import Refused, percentage
 from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import NotUnderstood, ResultFile, machine
 from serving_benchmarks.results.file import console as terminal
@@ -37,8 +35,7 @@ class Span:
     value: float
     low: float = 0.0
     high: float = math.inf
-    rounds: tuple[float, ...] = ()
-    """What each round took, if it is known and peers were interleaved."""
+    rounds: tuple[float, ...] = ()  # what each round took, if it is known and peers were interleaved
 
     @classmethod
     def of(cls, seconds: Seconds, interleaved: bool = False) -> "Span":
@@ -66,16 +63,20 @@ class Span:
 class Change:
     case: str
     what: str
-    seconds: tuple[float, float]
-    """Old and new."""
-    shares: tuple[float, float] | None
-    """The same over the peer's time in the same file. None for what was compared as it is."""
     peer: str | None
-    ratio: float
-    """New over old, both as shares where there are shares."""
-    sure: bool
-    """The spreads don't overlap."""
-    spread_known: bool
+    seconds: list[Span]  # old and new
+    compared: list[Span]  # the same, as shares of the peer's time in the same file if there is a peer
+
+    @property
+    def ratio(self) -> float:
+        """New over old."""
+        return self.compared[1].value / self.compared[0].value
+
+    @property
+    def sure(self) -> bool:
+        """The spreads don't overlap."""
+        old, new = self.compared
+        return new.low > old.high or new.high < old.low
 
     def slower(self, limit: float) -> bool:
         return self.sure and self.ratio > 1 + limit
@@ -86,7 +87,7 @@ class Change:
             return "faster" if self.ratio < 1 else "slower" if self.slower(limit) else "slower, within the limit"
         if self.ratio <= 1 + limit:
             return None
-        return "not sure: within the spread" if self.spread_known else "not sure: measured once"
+        return f"not sure: {'measured once' if math.inf in (s.high for s in self.compared) else 'within the spread'}"
 
 
 class Comparison(NamedTuple):
@@ -118,22 +119,13 @@ def compare(old: ResultFile, new: ResultFile) -> Comparison:
 
 
 def _change(key: tuple[str, str], pair: tuple[Timed, Timed], interleaved: tuple[bool, bool]) -> Change:
-    spans = [Span.of(one.seconds, paired) for one, paired in zip(pair, interleaved, strict=True)]
+    spans = [*map(Span.of, (one.seconds for one in pair), interleaved)]
     common = sorted(pair[0].peers.keys() & pair[1].peers.keys(), key=str)
-    peer = min(common, key=lambda name: Span.of(pair[0].peers[name]).value, default=None)
-    old, new = spans
-    if peer:
-        theirs = [Span.of(one.peers[peer], paired) for one, paired in zip(pair, interleaved, strict=True)]
-        old, new = old.over(theirs[0]), new.over(theirs[1])
-    return Change(
-        *key,
-        seconds=(spans[0].value, spans[1].value),
-        shares=(old.value, new.value) if peer else None,
-        peer=tables.peer_title(peer[0]) if peer else None,
-        ratio=new.value / old.value,
-        sure=new.low > old.high or new.high < old.low,
-        spread_known=math.inf not in (old.high, new.high),
-    )
+    if not common:
+        return Change(*key, None, spans, spans)
+    peer = min(common, key=lambda name: Span.of(pair[0].peers[name]).value)
+    theirs = map(Span.of, (one.peers[peer] for one in pair), interleaved)
+    return Change(*key, tables.peer_title(peer[0]), spans, [*map(Span.over, spans, theirs)])
 
 
 def _only(these: dict[tuple[str, str], Timed], others: dict[tuple[str, str], Timed]) -> list[str]:
@@ -144,13 +136,9 @@ def _only(these: dict[tuple[str, str], Timed], others: dict[tuple[str, str], Tim
 
 
 def _warnings(old: ResultFile, new: ResultFile) -> list[str]:
-    sides = old.environment, new.environment
-    pairs = {
-        "machine": tuple(map(machine, sides)),
-        **{name: [of.get(name) for of in sides] for name in SHOULD_BE_EQUAL},
-    }
-    told = []
-    for name, (before, after) in pairs.items():
+    told, sides = [], [{**of.environment, "machine": machine(of.environment)} for of in (old, new)]
+    for name in ("machine", *SHOULD_BE_EQUAL):
+        before, after = (side.get(name) for side in sides)
         if isinstance(before, dict) and isinstance(after, dict):
             names = [key for key in {**before, **after} if before.get(key) != after.get(key)]
             before, after = (", ".join(f"{key} {side.get(key)}" for key in names) for side in (before, after))
@@ -169,10 +157,10 @@ def show(comparison: Comparison, limit: float, console: Console) -> None:
     if told:
         headings, rows = ("case", "what", "", "of", "old, us", "new, us", "old share", "new share", "change"), []
         for change, text in told:
-            shares = [f"{share:.3f}" for share in change.shares] if change.shares else ["", ""]
-            times = [f"{seconds * 1e6:.6g}" for seconds in change.seconds]
-            row = [change.case, change.what, text, change.peer or "", *times, *shares, f"{change.ratio - 1:+.1%}"]
-            rows.append(row)
+            shares = [f"{span.value:.3f}" if change.peer else "" for span in change.compared]
+            times = [f"{span.value * 1e6:.6g}" for span in change.seconds]
+            what = change.case, change.what, text, change.peer or ""
+            rows.append([*what, *times, *shares, f"{change.ratio - 1:+.1%}"])
         show_table(headings, rows, words=4, width=console.width)
     counts = {text: sum(one == text for _, one in told) for text in dict.fromkeys(text for _, text in told)}
     summary = ", ".join(f"{count} {text}" for text, count in counts.items()) or "nothing changed beyond its spread"
@@ -180,19 +168,11 @@ def show(comparison: Comparison, limit: float, console: Console) -> None:
     console.print("\n".join(lines))
 
 
-def limit_type(text: str) -> float:
-    """A share, from a percentage. A number between 0 and 1 without a sign could be either."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%?)", text.strip())
-    if not found or (not found[2] and 0 < float(found[1]) < 1):
-        raise argparse.ArgumentTypeError(f"must be a percentage from 0 up, such as 5%; got {text!r}")
-    return float(found[1]) / 100
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("old", type=Path, metavar="OLD", help="a result file")
     parser.add_argument("new", type=Path, metavar="NEW", help="one of the same kind")
     told = "how much longer something may take; default: 5%%"
-    parser.add_argument("--limit", type=limit_type, default="5%", metavar="PERCENT", help=told)
+    parser.add_argument("--limit", type=percentage, default="5%", metavar="PERCENT", help=told)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,9 +6,8 @@ A page says what it wants between two comments, which are not shown:
     a table
     <!-- end of numbers -->
 
-The first word is one of the makers below. Then come result files, as the root or the page's folder has them, and
-parameters such as loads=4096+64/64. case.format=bf16 leaves out the entries whose cases have another format. An
-example inside a code fence is left alone.
+A maker below, result files, and parameters such as loads=4096+64/64; case.format=bf16 leaves out cases of other
+formats. An example inside a code fence is left alone.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from serving_benchmarks.options import Refused
 from serving_benchmarks.results import kinds
-from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile, replace
+from serving_benchmarks.results.file import NotUnderstood, Report, replace
 
 ROOT = Path(__file__).parents[2]
 MAKERS = {maker: kind for kind, described in kinds.KINDS.items() for maker in described.makers}
@@ -30,16 +29,16 @@ CASE = "case."
 MARK = re.compile(r"<!-- (?:numbers:|end of numbers)")
 
 
-def rewritten(page: Path, root: Path) -> str:
+def rewritten(page: Path) -> str:
     """The text of a page with the numbers that the files have now. Raises Refused."""
     text, parts, done = page.read_text(), [], 0
     marks = FENCED.sub(lambda fenced: re.sub(r"[^\n]", " ", fenced[0]), text)
     blocks = list(MARKED.finditer(marks))
     if len(MARK.findall(marks)) != 2 * len(blocks):
-        raise Refused(f"{page.relative_to(root)}: a mark without its other half")
+        raise Refused(f"{page.relative_to(ROOT)}: a mark without its other half")
     for block in blocks:
-        where = f"{page.relative_to(root)}, line {text.count(chr(10), 0, block.start()) + 1}"
-        made = make(block["what"], page.parent, root, where)
+        where = f"{page.relative_to(ROOT)}, line {text.count(chr(10), 0, block.start()) + 1}"
+        made = make(block["what"], page.parent, where)
         if MARK.search(made):
             raise Refused(f"{where}: the text of a result file has a mark in it")
         parts += [text[done : block.start("text")], f"\n{made.strip()}\n"]
@@ -47,7 +46,7 @@ def rewritten(page: Path, root: Path) -> str:
     return "".join([*parts, text[done:]])
 
 
-def make(what: str, folder: Path, root: Path, where: str) -> str:
+def make(what: str, folder: Path, where: str) -> str:
     """The text of one block. Raises Refused: the text names the page, the line and what is wrong."""
     maker, *words = what.split() or [""]
     if maker not in MAKERS:
@@ -58,7 +57,7 @@ def make(what: str, folder: Path, root: Path, where: str) -> str:
     if not names:
         raise Refused(f"{where}: {maker} names no result file")
     try:
-        reports = [_with_cases(_load(name, MAKERS[maker], (root, folder)).report, only) for name in names]
+        reports = [_report(name, MAKERS[maker], only, (ROOT, folder)) for name in names]
         return kinds.KINDS[MAKERS[maker]].makers[maker](*reports, **parameters)
     except NotUnderstood as error:
         raise Refused(f"{where}: {error}") from None
@@ -66,28 +65,24 @@ def make(what: str, folder: Path, root: Path, where: str) -> str:
         raise Refused(f"{where}: {maker} can't be made of {' '.join(words)}: {error!r}") from error
 
 
-def _load(name: str, kind: str, folders: tuple[Path, ...]) -> ResultFile:
+def _report(name: str, kind: str, only: dict[str, str], folders: tuple[Path, ...]) -> Report:
+    """A file's report, with the entries whose cases have all these values. Raises NotUnderstood."""
     path = next((folder / name for folder in folders if (folder / name).is_file()), None)
     if path is None:
         raise NotUnderstood(f"there is no {name}")
     file = kinds.load(path)
     if file.kind != kind:
         raise NotUnderstood(f"{name} is of {file.kind}, not of {kind}")
-    return file
-
-
-def _with_cases(report: Report, only: dict[str, str]) -> Report:
-    """The report, with the entries whose cases have all these values."""
     wanted = [(name.removeprefix(CASE), value) for name, value in only.items()]
-    results = [entry for entry in report["results"] if all(str(entry["case"][name]) == v for name, v in wanted)]
+    results = [entry for entry in file.results if all(str(entry["case"][name]) == v for name, v in wanted)]
     if not results:
         raise NotUnderstood(f"no case has {', '.join(map('='.join, only.items()))}")
-    return {**report, "results": results}
+    return {**file.report, "results": results}
 
 
-def picture(root: Path, *, check: bool) -> bool:
+def picture(check: bool) -> bool:
     """Draws the picture if it does not show what its file has. Returns whether it did not."""
-    source, target = root / PICTURE_OF, root / PICTURE
+    source, target = ROOT / PICTURE_OF, ROOT / PICTURE
     if not source.is_file():
         return False
     from serving_benchmarks.results import pictures
@@ -106,24 +101,22 @@ def picture(root: Path, *, check: bool) -> bool:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if something differs")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the source tree; default: where this file lies")
 
 
 def run(options: argparse.Namespace) -> int:
-    root = options.root.resolve()
-    if not (root / "README.md").is_file():
-        raise Refused(f"--root: {root} is no source tree: it has no README.md")
-    texts = {page: rewritten(page, root) for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]}
+    if not (ROOT / "README.md").is_file():
+        raise Refused("the pages are in the source tree, not in the installed package")
+    texts = {page: rewritten(page) for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
     changed = [page for page, text in texts.items() if text != page.read_text()]
     for page in changed:
-        name = str(page.relative_to(root))
+        name = str(page.relative_to(ROOT))
         if options.check:
             lines = page.read_text().splitlines(), texts[page].splitlines()
             print(*difflib.unified_diff(*lines, f"{name} as it is", f"{name} as measured", lineterm="", n=0), sep="\n")
         else:
             replace(page, texts[page])
             print(f"{name} rewritten")
-    redrawn = picture(root, check=options.check)
+    redrawn = picture(options.check)
     if redrawn:
         print(f"{PICTURE} {'differs' if options.check else 'redrawn'}")
     if not changed and not redrawn:

@@ -8,7 +8,6 @@ kinds.py says what the entries of each kind have, and reads files.
 import datetime
 import json
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -25,8 +24,7 @@ from rich.text import Text
 from mla_backend import doctor
 from mla_backend.sglang_plugin import versions as sglang
 
-Report = dict[str, Any]
-"""The contents of a result file."""
+Report = dict[str, Any]  # the contents of a result file
 
 
 class NotUnderstood(ValueError):
@@ -38,8 +36,7 @@ class ResultFile:
     """A result file that kinds.load has checked."""
 
     path: Path
-    kind: str
-    """A key of kinds.KINDS."""
+    kind: str  # a key of kinds.KINDS
     environment: dict[str, Any]
     results: list[dict[str, Any]]
 
@@ -47,23 +44,16 @@ class ResultFile:
     def report(self) -> Report:
         return {"environment": self.environment, "results": self.results}
 
-    @property
-    def succeeded(self) -> list[dict[str, Any]]:
-        """The entries that were measured. The others say why they failed."""
-        return [result for result in self.results if not result.get("error")]
-
 
 def write(path: Path | None, results: Sequence[dict[str, Any]], console: Console, **more: Any) -> None:
-    """Writes results and where they were measured. `more` is added to the environment; it names the kind as
-    `benchmark`."""
+    """Writes results and where they were measured. `more` of the environment names the kind as `benchmark`."""
     if path is not None:
         replace(path, text({"environment": {**environment(), **more}, "results": results}))
         console.print(f"written to {path}", markup=False, soft_wrap=True)  # a path is never broken
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Writes a file as a whole: who reads it meanwhile finds the old one. Devices and pipes are written to. What UTF-8
-    lacks becomes an escape."""
+    """Writes a file as a whole: no reader finds half of it. Devices are written to. What UTF-8 lacks is escaped."""
     content = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     target = path.resolve()  # a link stays
     if target.exists() and not target.is_file():
@@ -84,8 +74,7 @@ def text(report: Report) -> str:
     return _NUMBERS.sub(lambda numbers: " ".join(numbers[0].split()), json.dumps(report, indent=1)) + "\n"
 
 
-_NUMBERS = re.compile(r'(?<=\[)\n[^][{}"]*(?=\])')
-"""The inside of a list that has neither text nor other lists in it."""
+_NUMBERS = re.compile(r'(?<=\[)\n[^][{}"]*(?=\])')  # the inside of a list that has neither text nor other lists in it
 
 
 # Tables
@@ -93,9 +82,13 @@ _NUMBERS = re.compile(r'(?<=\[)\n[^][{}"]*(?=\])')
 
 def page(headings: Sequence[str], rows: Sequence[Sequence[str]], note: str | None = None) -> str:
     """A table in Markdown, and a line below it."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    rows = [[one_line(cell.replace("|", "\\|")) for cell in row] for row in rows]
     lines = [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings), *(f"| {' | '.join(row)} |" for row in rows)]
-    return "\n".join(lines if note is None else [*lines, "", note])
+    return "\n".join(lines if note is None else [*lines, "", one_line(note)])
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def show(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int, width: int = 110) -> None:
@@ -114,7 +107,6 @@ def console(width: int | None = None) -> Console:
 
 
 def microseconds(seconds: float) -> str:
-    """A cell."""
     return f"{seconds * 1e6:.1f}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
 
 
@@ -152,12 +144,8 @@ def environment() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python -m serving_benchmarks", *words]),
         "commit": _commit(),
-        "system": report["system"],
-        "python": platform.python_version(),
-        "torch": report["torch"],
-        "vllm": report["vllm"],
+        **{name: report[name] for name in ("system", "python", "torch", "vllm", "cpu")},
         "sglang": sglang.installed(),
-        "cpu": report["cpu"],
         "gpus": report["gpus"]["devices"],
         "driver": next(iter(nvidia_smi("driver_version")), None),
         "library": {k: v for k, v in report["library"].items() if k not in ("path", "formats")},

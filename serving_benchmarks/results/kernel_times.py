@@ -28,15 +28,13 @@ REST = "the rest"
 
 
 class KernelTimes:
-    """A profiler of this process. On a GPU it sees kernels, CUDA graphs' included, on a CPU the operators of the thread
-    that it was started in."""
+    """A profiler of this process: of kernels on a GPU, in CUDA graphs too, or of operators of its thread on a CPU."""
 
     def __init__(self):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         activity = torch.profiler.ProfilerActivity
         self._profile = torch.profiler.profile(activities=[activity.CUDA if self.device == "cuda" else activity.CPU])
-        self.runtime_calls: dict[str, int] = {}
-        """Calls of the CUDA runtime by name, once it has been stopped."""
+        self.runtime_calls: dict[str, int] = {}  # calls of the CUDA runtime by name, once it has been stopped
 
     def start(self) -> None:
         if self.device == "cuda":

@@ -16,8 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError, create_m
 from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import NotUnderstood, Report, ResultFile
 
-Seconds = dict[str, float] | list[float] | float
-"""A timing, the seconds of each round, or what was measured once."""
+Seconds = dict[str, float] | list[float] | float  # a timing, the seconds of each round, or what was measured once
 LACKS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 """What tables, pictures and comparisons raise where an entry lacks what they need."""
 
@@ -77,7 +76,7 @@ def _versions(file: ResultFile) -> dict[str, str | None]:
 def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
     """Of kinds whose entries have several candidates: ours, with the others as peers. The plan has none."""
     versions, name_of = _versions(file), KINDS[file.kind].name_of
-    for result in file.succeeded:
+    for result in tables.ran(file.report):
         for where, seconds in (("", result["seconds"]), (" in situ", result.get("in_situ", {}).get("seconds", {}))):
             others = {name: timing for name, timing in seconds.items() if name not in tables.NOT_PEERS}
             peers = {(name, versions.get(re.split("[_,]", name)[0])): timing for name, timing in others.items()}
@@ -86,10 +85,9 @@ def _candidates_timed(file: ResultFile) -> Iterator[Timed]:
 
 
 def _runs_timed(file: ResultFile) -> Iterator[Timed]:
-    """Ours, with other backends at the same load as peers. All backends where none is ours. With a rate of requests,
-    the rate decides how long they all take."""
+    """Ours, with others at the same load as peers; all where none is ours. A request rate decides the whole time."""
     timed: dict[tuple[str, str], dict[str, tuple[str, Seconds]]] = {}
-    for result in file.succeeded:
+    for result in tables.ran(file.report):
         rounds = result.get("rounds_s", ())
         once = result["total_output_tokens"] / result["output_tokens_per_second"]
         at_rate = result["case"].get("request_rate") is not None
@@ -110,83 +108,47 @@ def _runs_timed(file: ResultFile) -> Iterator[Timed]:
 # The kinds
 
 
+def _ops_timed(file: ResultFile) -> Iterator[Timed]:
+    return (Timed(KINDS[file.kind].name_of(one), "op", one["seconds"]) for one in tables.ran(file.report))
+
+
 @dataclass(frozen=True)
 class Kind:
+    name: str
+    """That a file's environment has as "benchmark"."""
     title: str
-    entry: type[BaseModel]
-    """What every entry that ran has."""
-    name_of: Callable[[dict[str, Any]], str]
-    """What an entry is called, whether it ran or failed."""
+    entry: type[BaseModel]  # what every entry that ran has
     makers: dict[str, Callable[..., str]]
-    """Tables for the docs, by the names that pages use. Each takes reports, and text as keyword arguments. A report
-    shows the first one."""
-    timed: Callable[[ResultFile], Iterator[Timed]] | None = None
-    """None: there is nothing to compare."""
-    failed: type[BaseModel] = has()
-    """What entries that failed have."""
+    """Tables for the docs by name, of reports, and of texts as keyword arguments. A report shows the first one."""
+    timed: Callable[[ResultFile], Iterator[Timed]] | None = _candidates_timed  # None: there is nothing to compare
+    failed: type[BaseModel] = has()  # what entries that failed have
+
+    def name_of(self, entry: dict[str, Any]) -> str:
+        """What an entry is called, whether it ran or failed."""
+        return tables.NAMES[self.name](entry)
 
 
-def _of_case(kind: str) -> Callable[[dict[str, Any]], str]:
-    return lambda entry: tables.NAMES[kind](entry["case"])
-
-
-_VERSUS, _MODELS = tables.throughput_versus, tables.whole_models
-KINDS = {
-    "kernels": Kind(
-        "Sparse attention on a GPU",
-        has(PLANNED, case=has(CASE, batch=str, topk=Count), floor_seconds=has(math=Positive)),
-        _of_case("kernels"),
-        {"kernels": tables.kernels, "kernels_decode": tables.headline},
-        _candidates_timed,
-    ),
-    "rows": Kind(
-        "Sparse attention on other rows, on a GPU",
-        has(TIMED, case=has(CASE, name=str, batch=str, topk=Count), bytes=Positive),
-        _of_case("rows"),
-        {"rows": tables.rows},
-        _candidates_timed,
-    ),
-    "dense": Kind(
-        "Dense decode on a GPU",
-        has(PLANNED, case=has(CASE, batch=str)),
-        _of_case("dense"),
-        {"dense": tables.dense},
-        _candidates_timed,
-    ),
-    "backward": Kind(
-        "The backward of sparse attention on a GPU",
-        has(TIMED, case=has(heads=Count, rows=Count, lists=str), parts=dict),
-        _of_case("backward"),
-        {"backward": tables.backward},
-        _candidates_timed,
-    ),
-    "index": Kind(
-        "The indexer's ops",
-        has(
-            op=str, format=str, case=has(batch=str, heads=Count), bytes=Positive, seconds=TIMING, flops=Positive | None
-        ),
-        "{op}, {case[batch]}, {case[heads]} heads, {format}".format_map,
-        {"index": tables.index},
-        lambda file: (Timed(KINDS["index"].name_of(one), "op", one["seconds"]) for one in file.succeeded),
-    ),
-    "throughput": Kind(
-        "Offline throughput",
-        has(SERVE, seconds=TIMING, rounds_s=Annotated[list[Positive], Field(min_length=2)]),
-        runs.name_of,
-        {"throughput": _MODELS, "throughput_versus": _VERSUS, "throughput_profiles": tables.throughput_profiles},
-        _runs_timed,
-        FAILED_RUN,
-    ),
-    "serve": Kind("Serving", SERVE, runs.name_of, {"serve": _MODELS, "serve_versus": _VERSUS}, _runs_timed, FAILED_RUN),
-    "checkpoint": Kind(
-        "A checkpoint's answers",
-        has(FAILED_WAY, engine=str, cache=str, gpus=Count, asked=Count, right=Annotated[int, Field(ge=0)] | None),
-        "{way}".format_map,
-        {"checkpoint": tables.checkpoint},
-        failed=FAILED_WAY,
-    ),
-}
-"""By the name that a file's environment has as "benchmark"."""
+_KERNELS = has(PLANNED, case=has(CASE, batch=str, topk=Count), floor_seconds=has(math=Positive))
+_ROWS = has(TIMED, case=has(CASE, name=str, batch=str, topk=Count), bytes=Positive)
+_BACKWARD = has(TIMED, case=has(heads=Count, rows=Count, lists=str), parts=dict)
+_INDEX = has(OP, case=has(batch=str, heads=Count), flops=Positive | None)
+_THROUGHPUT = has(SERVE, seconds=TIMING, rounds_s=Annotated[list[Positive], Field(min_length=2)])
+_CHECKPOINT = has(FAILED_WAY, engine=str, cache=str, gpus=Count, asked=Count, right=Annotated[int, Field(ge=0)] | None)
+_KERNEL_TABLES = {"kernels": tables.kernels, "kernels_decode": tables.headline}
+_OFFLINE_TABLES = {"throughput": tables.whole_models, "throughput_versus": tables.throughput_versus}
+_OFFLINE_TABLES |= {"throughput_profiles": tables.throughput_profiles}
+_SERVE_TABLES = {"serve": tables.whole_models, "serve_versus": tables.throughput_versus}
+_KINDS = (
+    Kind("kernels", "Sparse attention on a GPU", _KERNELS, _KERNEL_TABLES),
+    Kind("rows", "Sparse attention on other rows, on a GPU", _ROWS, {"rows": tables.rows}),
+    Kind("dense", "Dense decode on a GPU", has(PLANNED, case=has(CASE, batch=str)), {"dense": tables.dense}),
+    Kind("backward", "The backward of sparse attention on a GPU", _BACKWARD, {"backward": tables.backward}),
+    Kind("index", "The indexer's ops", _INDEX, {"index": tables.index}, _ops_timed),
+    Kind("throughput", "Offline throughput", _THROUGHPUT, _OFFLINE_TABLES, _runs_timed, FAILED_RUN),
+    Kind("serve", "Serving", SERVE, _SERVE_TABLES, _runs_timed, FAILED_RUN),
+    Kind("checkpoint", "A checkpoint's answers", _CHECKPOINT, {"checkpoint": tables.checkpoint}, None, FAILED_WAY),
+)
+KINDS = {kind.name: kind for kind in _KINDS}
 
 
 def load(path: Path) -> ResultFile:
@@ -194,19 +156,15 @@ def load(path: Path) -> ResultFile:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is in JSON, but can't be written
-    except OSError as error:
-        raise NotUnderstood(f"{path}: {error.strerror}") from None
-    except UnicodeError as error:
-        raise NotUnderstood(f"{path} is not text: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise NotUnderstood(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("environment"), dict):
-        raise NotUnderstood(f"{path} was not written by a benchmark of this package: it has no 'environment'")
+    except (OSError, ValueError, RecursionError) as error:
+        raise NotUnderstood(f"{path} can't be read as JSON: {error}") from None
     return checked(found, path)
 
 
 def checked(report: Report, path: Path) -> ResultFile:
     """The contents of a file, if every entry has what its kind needs. Raises NotUnderstood."""
+    if not isinstance(report, dict) or not isinstance(report.get("environment"), dict):
+        raise NotUnderstood(f"{path} was not written by a benchmark of this package: it has no 'environment'")
     kind, results = report["environment"].get("benchmark"), report.get("results")
     if not isinstance(results, list) or not results:
         raise NotUnderstood(f"{path} has no 'results'")

@@ -9,13 +9,11 @@ from serving_benchmarks.results import tables
 from serving_benchmarks.results.file import Report
 
 matplotlib.rcParams["text.parse_math"] = False  # text of files is no formula
-NUMBERS = "Numbers"
-"""Keyword of the text that a picture keeps."""
+NUMBERS = "Numbers"  # keyword of the text that a picture keeps
 
 
 def png(figure: Figure, numbers: str) -> bytes:
-    """`numbers` are kept in it as text, so that one can tell whether it is up to date. With 1280 dots it is sharp where
-    a page shows it 800 wide."""
+    """`numbers` are kept as text, to tell whether it is up to date. It is sharp where a page shows it 800 wide."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=160, format="png", metadata={"Software": None, NUMBERS: numbers})
     return drawn.getvalue()

@@ -11,8 +11,7 @@ import numpy
 
 from serving_benchmarks.ops.timing import Timing
 
-OUR_BACKENDS = ("SPARSE_MLA", "DENSE_MLA", "CUSTOM", "sparse_mla")
-"""Names of this project's backend in vLLM, and in SGLang."""
+OUR_BACKENDS = ("SPARSE_MLA", "DENSE_MLA", "CUSTOM", "sparse_mla")  # in vLLM, and in SGLang
 LOAD = ("request_rate", "concurrency")
 _UNSAID = {"engine": "vllm", "drafts": 0}
 _UNSAID |= dict.fromkeys(("tensor_parallel_size", "data_parallel_size", "decode_context_parallel_size"), 1)
@@ -81,8 +80,7 @@ def median_bounds(values: Sequence[float]) -> tuple[float, float]:
 
 
 def over_first(first: dict[str, Any], result: dict[str, Any]) -> dict[str, float]:
-    """How many times as fast an entry is as the first one, of rounds of the same number that both have. The two must
-    have been interleaved."""
+    """How many times as fast an entry is as the first one, over pairs of interleaved rounds."""
     ratios = [theirs / its for theirs, its in zip(first["rounds_s"], result["rounds_s"], strict=False)]
     low, high = median_bounds(ratios)
     return {"median": float(numpy.median(ratios)), "low": low, "high": high}
@@ -134,9 +132,3 @@ def asked(case: dict[str, Any]) -> str:
 
 def name_of(result: dict[str, Any]) -> str:
     return f"{result['backend']}, {asked(result['case'])}"
-
-
-def tokens_per_user(result: dict[str, Any]) -> float | None:
-    """Tokens a second that a user sees: 1 / median inter-token latency. None where answers have a single token."""
-    seconds = result["itl_s"]["p50"]
-    return 1 / seconds if seconds else None

@@ -4,7 +4,7 @@ Each takes the contents of result files, `*reports`. Entries that failed are lef
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from serving_benchmarks.results import file, kernel_times, runs
@@ -33,13 +33,13 @@ PEERS = {
 """Titles of candidates. Of candidates with one title the fastest counts."""
 NOT_PEERS = ("ours", "plan", "slot_lists", "atomic")  # candidates that are ours
 BACKWARD_PARTS = ("order", "main", "sum")  # of ours, shown
-LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")
-"""Headings of what latencies() gives."""
+LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")  # headings of what latencies() gives
 PARALLEL = {"data_parallel_size": "DP", "decode_context_parallel_size": "DCP", "enable_expert_parallel": "EP"}
 """Ways to use GPUs other than tensor parallelism, by their names in cases."""
 
 
 def ran(report: Report) -> list[Entry]:
+    """The entries that were measured. The others say why they failed."""
     return [entry for entry in report["results"] if not entry.get("error")]
 
 
@@ -52,9 +52,15 @@ def kernel_name(case: dict[str, Any]) -> str:
     return f"{name}{case['batch']}, h {case['heads']}, topk {lists(case)}, {case['format']}"
 
 
-NAMES = {"kernels": kernel_name, "rows": kernel_name, "dense": "{batch} h{heads} {format}".format_map}
-NAMES["backward"] = "h{heads} {rows} {lists}".format_map
-"""What cases are called, by kind."""
+NAMES: dict[str, Callable[[Entry], str]] = {
+    **dict.fromkeys(("kernels", "rows"), lambda entry: kernel_name(entry["case"])),
+    "dense": "{case[batch]} h{case[heads]} {case[format]}".format_map,
+    "backward": "h{case[heads]} {case[rows]} {case[lists]}".format_map,
+    "index": "{op}, {case[batch]}, {case[heads]} heads, {format}".format_map,
+    **dict.fromkeys(("throughput", "serve"), runs.name_of),
+    "checkpoint": "{way}".format_map,
+}
+"""What entries are called, by kind."""
 
 
 def lists(case: dict[str, Any]) -> str:
@@ -90,7 +96,8 @@ def kernel_line(entry: Entry) -> str:
     others = {name: of["median"] for name, of in entry["seconds"].items() if name != "ours"}
     parts += [f"{peer_title(name)} {microseconds(seconds)}" for name, seconds in others.items()]
     parts += [f"{peer_title(best)} over ours {entry['speed_up']:.2f}"] if best else []
-    return ", ".join([*parts, *([f"between GEMMs {_time_and_ratio(entry['in_situ'])}"] if "in_situ" in entry else [])])
+    parts += [f"between GEMMs {_time_and_ratio(entry['in_situ'])}"] if "in_situ" in entry else []
+    return ", ".join([*parts, *([entry["launch"]] if "launch" in entry else [])])
 
 
 def kernels(report: Report) -> str:
@@ -113,13 +120,10 @@ def dense(report: Report) -> str:
     results = ran(report)
     titles = _titles(results)
     headings = ["batch", "heads", "cache", "mla-backend", "as lists of slots", *titles, "best baseline over ours"]
-    rows = [
-        [
-            *(str(one["case"][name]) for name in ("batch", "heads", "format")),
-            *_versus(one, ["ours", "slot_lists"], titles),
-        ]
-        for one in results
-    ]
+    rows = []
+    for result in results:
+        case = [str(result["case"][name]) for name in ("batch", "heads", "format")]
+        rows.append([*case, *_versus(result, ["ours", "slot_lists"], titles)])
     return page(headings, rows, _kernels_measured(report, lists=""))
 
 
@@ -237,9 +241,9 @@ def of_models(measured: Sequence[tuple[dict[str, Any], Entry]]) -> tuple[list[st
         if entry.get("error"):
             rows.append([*row, "failed", *["-"] * (len(headings) - len(row) - 1)])
             continue
-        speed, gpus = entry["output_tokens_per_second"], entry["gpus"]
+        speed, gpus, gap = entry["output_tokens_per_second"], entry["gpus"], entry["itl_s"]["p50"]
         row += [f"{speed:.1f}", "-" if gpus == 1 else f"{speed / gpus:.0f}"]
-        row += [_cell(runs.tokens_per_user(entry), "{:.0f}"), *latencies(entry), over_first(entry.get("over_first"))]
+        row += [_cell(1 / gap if gap else None, "{:.0f}"), *latencies(entry), over_first(entry.get("over_first"))]
         row += [_cell(entry.get("start_s"), "{:.0f}"), _cell(max(memory) / 1e9 if memory else None, "{:.1f}")]
         rows.append([*row, _cell(cache.get("tokens"), "{:.0f}")])
     used = [i for i in range(len(headings)) if any(row[i] != "-" for row in rows)]
@@ -247,8 +251,15 @@ def of_models(measured: Sequence[tuple[dict[str, Any], Entry]]) -> tuple[list[st
 
 
 def whole_models(*reports: Report) -> str:
-    """Every load and backend. Where several files have a load, the newest one counts."""
+    """Every load and backend: light loads, few GPUs and ours first. Of several files with a load the newest counts."""
+
+    def order(run: tuple[dict[str, Any], Entry]) -> list[Any]:
+        case, backend = run[1]["case"], run[1]["backend"]
+        load = [case.get(name) or math.inf for name in ("input_len", "output_len", *runs.LOAD)]
+        return [load, run[1]["gpus"], not runs.is_ours(backend), backend]
+
     measured = [(report["environment"], entry) for report, of in newest_loads(reports) for entry in of.values()]
+    measured.sort(key=order)
     entries = [entry for _, entry in measured]
     asked = "; ".join(dict.fromkeys(runs.workload(entry["case"], count=False) for entry in entries))
     counts = ", ".join(map(str, sorted({entry["case"]["num_prompts"] for entry in entries})))
@@ -310,7 +321,6 @@ def throughput_profiles(*reports: Report) -> str:
 
 
 def over_first(found: dict[str, float] | None) -> str:
-    """A cell."""
     return "{median:.2f} ({low:.2f} to {high:.2f})".format(**found) if found else "-"
 
 
@@ -322,26 +332,6 @@ def latencies(entry: Entry) -> list[str]:
 
 def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def by_workload(reports: Sequence[Report]) -> dict[str, list[tuple[dict[str, Any], Entry]]]:
-    """Runs that a user can choose between: for each model and workload the environment and the entry of each load and
-    backend. Light loads, few GPUs and ours come first."""
-    found: dict[tuple[int, str], list[tuple[dict[str, Any], Entry]]] = {}
-    for report, entries in newest_loads(reports):
-        about = report["environment"]
-        heads = (about.get("model") or {}).get("heads")
-        where = "server" if about.get("benchmark") == "serve" else "offline"
-        for entry in entries.values():
-            name = f"{model_name(report)}: {runs.lengths(entry['case'])} tokens, {where}"
-            found.setdefault((heads if isinstance(heads, int) else 0, name), []).append((about, entry))
-
-    def order(run: tuple[dict[str, Any], Entry]) -> list[Any]:
-        about, entry = run
-        load = [entry["case"].get(name) or math.inf for name in runs.LOAD]
-        return [load, entry["gpus"], gpus_name(about, entry), not runs.is_ours(entry["backend"]), entry["backend"]]
-
-    return {key[1]: sorted(found[key], key=order) for key in sorted(found)}
 
 
 def newest_loads(reports: Sequence[Report]) -> list[tuple[Report, dict[str, Entry]]]:
@@ -381,22 +371,15 @@ def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired
     rounds = {len(entry.get("rounds_s", "1")) for entry in entries}
     about = [report["environment"] for report in reports]
     first = about[0]
-    layers, experts = (
-        " or ".join(dict.fromkeys(str((each.get("model") or {}).get(name)) for each in about))
-        for name in ("layers", "experts")
-    )
+    models = [each.get("model") or {} for each in about]
+    layers, experts = (" or ".join(dict.fromkeys(str(m.get(n)) for m in models)) for n in ("layers", "experts"))
     told = [f"Medians of {' to '.join(map(str, sorted({min(rounds), max(rounds)})))} rounds"]
     told = ["Each load was run once"] if rounds == {1} else told
     if paired and all(map(runs.interleaved, about)):
         told.append("ratios of interleaved pairs, with 95 % confidence intervals")
-    parts = [
-        f"{layers} layers with {experts} experts",
-        f"{(first.get('settings') or {}).get('kv_cache_dtype')} cache",
-        " or ".join(dict.fromkeys(map(file.machine, about))),
-        f"torch {first['torch']['version']}",
-        file.engine(first),
-        *dict.fromkeys(map(file.when, about)),
-    ]
+    cache, machines = (first.get("settings") or {}).get("kv_cache_dtype"), dict.fromkeys(map(file.machine, about))
+    parts = [f"{layers} layers with {experts} experts", f"{cache} cache", " or ".join(machines)]
+    parts += [f"torch {first['torch']['version']}", file.engine(first), *dict.fromkeys(map(file.when, about))]
     return f"{'; '.join(told)}. {', '.join(parts)}."
 
 

@@ -1,12 +1,11 @@
 """Whole-model answers: whether vLLM with a backend says what the embedded engine, or another backend, says.
 
-Without --model it asks the tiny recall checkpoint held-out questions. At least 99 % of the answers must be right, and
-99 % the same as those of the first way with the same cache. With --model it continues random prompts, and compares
-tokens and logprobs with those of the first way. The first way also runs them in the opposite order. What differs then
-is noise, and other ways may differ by about as much. The exit status is 1 if a way fails or differs by more.
+Without --model it asks the tiny recall checkpoint held-out questions: 99 % of the answers must be right, and the same
+as those of the first way with the same cache. With --model it compares tokens and logprobs of random prompts, which may
+differ as much as the first way's do in the opposite order. The exit status is 1 if a way fails or differs by more.
 
-Ways are ways to run the model. --ways is the list of them, and each of vLLM's runs with each --backend. Every way has a
-process of its own. vLLM's mtp ways need a model with an MTP layer; the recall checkpoint gets one.
+Ways are ways to run the model, each in a process of its own; vLLM's run with each --backend. Its mtp ways need a model
+with an MTP layer; the recall checkpoint gets one.
 """
 
 import argparse
@@ -30,13 +29,10 @@ from serving_benchmarks.run.processes import why_it_ended
 ENOUGH = 0.99  # of the answers that must be right, and of those that must be the same as another way's
 CACHE_BYTES = 1 << 28  # for the recall checkpoint: 32 contexts of 2000 tokens, with any cache
 LONGER = 100  # tokens that a question may add to its context
-SHARED_TOPK = 512
-"""Slots of each query, instead of 128, where a way is context parallel: vLLM 0.33 merges lists of 512, 1024 or 2048."""
-ROUNDING = 0.01
-"""Of logprobs that come from bf16 logits, about. It allows for an order of prompts that happens to make no noise."""
+SHARED_TOPK = 512  # slots of a query, not 128, where a way is context parallel: vLLM 0.33 takes 512, 1024 or 2048
+ROUNDING = 0.01  # of logprobs from bf16 logits, about: some order of prompts happens to make no noise
 DRAFT_ROOM = 8  # positions after a request's last token that drafts may take
-Answers = list[dict[str, list]]
-"""Of each prompt: tokens and their logprobs."""
+Answers = list[dict[str, list]]  # of each prompt: tokens and their logprobs
 
 
 @dataclass(frozen=True)
@@ -46,8 +42,7 @@ class Way:
     eager: bool = False
     drafts: int = 0
     gpus: int = 1
-    context_parallel: bool = False
-    """Decode context parallelism: each GPU has all heads and a part of the tokens."""
+    context_parallel: bool = False  # decode context parallelism: each GPU has all heads and a part of the tokens
     backend: str | None = None
 
 
@@ -74,12 +69,9 @@ class Questions:
     prompts: list[list[int]]
     model: str
     max_model_len: int
-    drafting: str
-    """The model with an MTP layer."""
-    right: list[list[int]] | None = None
-    """The right answers; None for random prompts."""
-    end: int | None = None
-    """The token that ends an answer."""
+    drafting: str  # the model with an MTP layer
+    right: list[list[int]] | None = None  # the right answers; None for random prompts
+    end: int | None = None  # the token that ends an answer
 
 
 def of_recall_checkpoint(options: argparse.Namespace, folder: Path) -> Questions:
@@ -118,18 +110,11 @@ def arguments_of(way: Way, options: argparse.Namespace, asked: Questions) -> dic
     cache = {} if asked.right is None else {"kv_cache_memory_bytes": CACHE_BYTES}
     if way.engine == "embedded":
         return {**given, "kv_cache": way.cache, **({"memory": CACHE_BYTES} if cache else {})}
-    return {
-        **given,
-        **cache,
-        "attention_backend": way.backend,
-        "kv_cache_dtype": {"fp8": "fp8", "bf16": "auto"}[way.cache],
-        "tensor_parallel_size": way.gpus,
-        "decode_context_parallel_size": way.gpus if way.context_parallel else 1,
-        "max_num_seqs": 64,
-        "enforce_eager": way.eager,
-        "enable_prefix_caching": asked.right is not None,  # random prompts come twice, and are to be computed twice
-        **({"speculative_config": common.speculative(way.drafts)} if way.drafts else {}),
-    }
+    given |= {"attention_backend": way.backend, "kv_cache_dtype": {"fp8": "fp8", "bf16": "auto"}[way.cache], **cache}
+    given |= {"max_num_seqs": 64, "enforce_eager": way.eager, "tensor_parallel_size": way.gpus}
+    given["decode_context_parallel_size"] = way.gpus if way.context_parallel else 1
+    given["enable_prefix_caching"] = asked.right is not None  # random prompts come twice, to be computed twice
+    return {**given, **({"speculative_config": common.speculative(way.drafts)} if way.drafts else {})}
 
 
 def ask(name: str, spec: dict[str, Any], limit: float, logs: Path, stages: Stages) -> dict[str, Any]:

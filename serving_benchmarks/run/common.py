@@ -1,5 +1,4 @@
-"""What `throughput`, `serve` and `checkpoint` have in common: options, settings of engines, what is shown, how they
-end."""
+"""What `throughput`, `serve` and `checkpoint` share: options, settings of engines, what is shown, how they end."""
 
 import argparse
 import contextlib
@@ -188,8 +187,7 @@ def cases_of(
 
 
 def longest_request(config: dict[str, Any], needed: int, wished: int = 0) -> int:
-    """Tokens of the longest request: what loads need, or more if it is wished for and the model takes it. Raises
-    Refused for loads that the model does not take."""
+    """Tokens of the longest request: what is needed, or wished for if the model takes it. Raises Refused."""
     most = config.get("max_position_embeddings") or math.inf
     if needed > most:
         raise types.Refused(f"requests of {needed} tokens are too long: the model takes {most}")
@@ -197,8 +195,7 @@ def longest_request(config: dict[str, Any], needed: int, wished: int = 0) -> int
 
 
 def collect(measure: Measure, logs: Path | None) -> tuple[list[dict[str, Any]], int]:
-    """The entries that `measure` yields until it ends or a signal stops it, and the exit status: 1 if an entry failed,
-    128 and the signal's number after a signal."""
+    """The entries until `measure` ends or a signal comes, and the exit status: 1 after a failure, 128 + the signal."""
     results: list[dict[str, Any]] = []
     status = 0
     with tempfile.TemporaryDirectory() as folder, signals_unwind():
@@ -216,8 +213,9 @@ def write(options: argparse.Namespace, benchmark: str, results: list[dict[str, A
     if results:
         more: dict[str, Any] = {"benchmark": benchmark, "settings": {**settings, "cpus": len(os.sched_getaffinity(0))}}
         if options.model:
-            load_format = settings.get("engine_args", {}).get("load_format")
-            more["model"] = models.describe(options.model, read_config(options.model), load_format)
+            config, load_format = read_config(options.model), settings.get("engine_args", {}).get("load_format")
+            shape = {ours: config.get(theirs) for ours, theirs in models.KEYS.items()}
+            more["model"] = {"name": Path(options.model).resolve().name, **shape, "load_format": load_format}
         if settings.get("engine") == "sglang":
             more["inter_token_latency"] = sglang_engine.GAPS
         result_file.write(options.output, results, Console(stderr=True, highlight=False), **more)

@@ -13,15 +13,13 @@ class Ended:
     """A request that has all its tokens."""
 
     id: str
-    ttft: float | None
-    """Seconds from its submission to its first token; None if the engine doesn't say."""
+    ttft: float | None  # seconds from its submission to its first token; None if the engine doesn't say
     output_tokens: int
 
 
 class MeasuredWorker:
-    """What is measured inside of vLLM's workers, which may be other processes. vLLM mixes this class into its worker
-    class (`worker_extension_cls`) and calls its methods by name. They answer in JSON, which all ways between processes
-    carry."""
+    """What is measured inside of vLLM's workers, maybe in other processes. vLLM mixes it into its worker class
+    (`worker_extension_cls`) and calls methods by name. They answer in JSON, which all ways between processes carry."""
 
     def measured_start(self) -> None:
         """Starts to count kernels and steps. Only workers know their steps, as they run ahead of the engine."""
@@ -60,10 +58,8 @@ class VllmEngine:
         shared = arguments.get("decode_context_parallel_size", 1)
         self.cache_tokens = cache.num_gpu_blocks * cache.block_size * shared if cache.num_gpu_blocks else None
         """Tokens that fit into the cache."""
-        self._names: dict[str, str] = {}
-        """vLLM's own id of each request that has not ended."""
-        self.decoding: set[str] = set()
-        """Streamed requests that have a token and have not ended."""
+        self._names: dict[str, str] = {}  # vLLM's own id of each request that has not ended
+        self.decoding: set[str] = set()  # streamed requests that have a token and have not ended
 
     def submit(self, id: str, prompt: Sequence[int], new_tokens: int, *, streamed: bool = False) -> None:
         """Adds a request: greedy, and with exactly so many new tokens. `decoding` counts streamed ones only."""
@@ -85,8 +81,7 @@ class VllmEngine:
             self._names.pop(output.request_id)
             self.decoding.discard(output.request_id)
             ttft = output.metrics.first_token_latency if output.metrics else None
-            tokens = len(output.outputs[0].token_ids)
-            ended.append(Ended(output.request_id, ttft, tokens))
+            ended.append(Ended(output.request_id, ttft, len(output.outputs[0].token_ids)))
         return ended
 
     def abort_all(self) -> None:

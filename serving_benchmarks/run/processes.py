@@ -12,8 +12,7 @@ from pathlib import Path
 
 from serving_benchmarks.run import supervisor
 
-GRACE_SECONDS = 20.0
-"""What a process gets to end by itself, before it is killed with all that it has started."""
+GRACE_SECONDS = 20.0  # what a process gets to end by itself, before it is killed with all that it has started
 SUPERVISOR_SECONDS = supervisor.KILL_SECONDS + 5  # what a supervisor may take to kill the rest
 
 EXCEPTION = re.compile(

@@ -1,9 +1,7 @@
 """Serving: vLLM's server with each attention backend, under the load of vLLM's own client, `vllm bench serve`.
 
-Each backend's server is started once a round and goes through all loads: lengths of requests, request rates (arrivals
-of a Poisson process), requests in flight. Rounds go through the backends there and back, and speeds are medians.
-Prompts are vLLM's random ones. They are the same for each backend and round and differ between loads, so that few are
-found in the prefix cache.
+Each backend's server is started once a round and goes through all loads. Rounds go through the backends there and back,
+and speeds are medians. Prompts are vLLM's random ones, the same for each backend and round, others for each load.
 
 A backend that fails or is stuck is reported, the others go on, and the exit status is 1. Ctrl-C, SIGTERM and kill -9
 leave no process behind.
@@ -29,13 +27,9 @@ from serving_benchmarks.run.processes import Supervised, why_it_ended
 from serving_benchmarks.run.rounds import stem, there_and_back
 from serving_benchmarks.run.server import Server, ServerFailed, serving
 
-Plan = tuple[dict[str, Any], list[dict[str, Any]]]
-"""The engine's settings, and the case of each load."""
-LENGTH_ROOM = 64
-"""Tokens that a request may have beyond its length: the client sends text, which may become other tokens."""
-TEXT_ROOM = 4
-"""And one for so many of its prompt: vLLM refuses texts of more characters than its longest tokens would have, and the
-spaces between our models' tokens count."""
+Plan = tuple[dict[str, Any], list[dict[str, Any]]]  # the engine's settings, and the case of each load
+LENGTH_ROOM = 64  # tokens beyond a request's length: the client sends text, which may become other tokens
+TEXT_ROOM = 4  # and one for so many of its prompt: vLLM limits the characters of a text; our tokens have spaces
 CLIENT = """
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -27,8 +27,7 @@ class Server:
         self.process, self.port, self.start_seconds = process, port, 0.0
 
     def wait_for(self, client: Supervised, limit: float) -> int:
-        """Waits until a client has ended, and returns its exit status. ServerFailed if the server ends, or the client
-        does not end in so many seconds."""
+        """Waits for a client's exit status. ServerFailed if the server ends, or the client takes longer than that."""
         end = time.monotonic() + limit
         while (status := client.status()) is None:
             self.require_running()

@@ -13,12 +13,9 @@ NAMES = {"dtype": "dtype", "kv_cache_dtype": "kv_cache_dtype", "tensor_parallel_
 NAMES |= {"max_num_seqs": "max_running_requests", "max_num_batched_tokens": "chunked_prefill_size"}
 NAMES |= {"gpu_memory_utilization": "mem_fraction_static"}
 """SGLang's names of settings. `arguments` makes others from several."""
-LACKS = ("kv_cache_memory_bytes", "profile")
-"""Options that are for vLLM alone."""
+LACKS = ("kv_cache_memory_bytes", "profile")  # options that are for vLLM alone
 ROOM = 3  # tokens that SGLang keeps free after a request's last
-NEVER = 1 << 30
-"""Tokens between two messages of a request. SGLang sends its first token at once, the others when it ends: a message
-for every token would slow it down."""
+NEVER = 1 << 30  # tokens between messages after the first: a message for every token would slow SGLang down
 DEFAULTS = {"skip_tokenizer_init": True, "stream_interval": NEVER, "grammar_backend": "none"}
 GAPS = "percentiles over requests of each request's mean"
 """What stands for the seconds between tokens, as SGLang doesn't tell of every token."""

@@ -1,12 +1,11 @@
 """Runs a command and leaves none of its processes behind, also if the process that wanted it is killed.
 
-The first line of standard input is JSON: `command` (its words), `folder` (where it runs) and `grace` (seconds). All
-later input goes to the command. The command ends by itself, or when the input ends, which happens when the process at
-the other end stops or dies, even by kill -9. Then it gets SIGINT and its grace, and all descendants that are left are
-killed, whatever their process groups and sessions. The exit status is the command's.
+The first line of standard input is JSON: `command` (its words), `folder` (where it runs) and `grace` (seconds). The
+rest is the command's. When the input ends, as it does when its owner stops or dies, even by kill -9, the command gets
+SIGINT and its grace. Then all descendants are killed, whatever their groups and sessions. The status is the command's.
 
-`processes.py` starts this file by its name, in this folder: `pkill -f` with the package's name or the command's doesn't
-find it. It has a session of its own, so that a signal to a group doesn't reach it. Linux only.
+`processes.py` starts this file by its name, in this folder, so that `pkill -f` with a name of the package or command
+doesn't find it, in a session of its own, so that no signal to a group reaches it. Linux only.
 """
 
 import contextlib
@@ -19,8 +18,7 @@ import subprocess
 import sys
 import time
 
-KILL_SECONDS = 30
-"""How long killed processes may take to end: the kernel frees a GPU's memory first."""
+KILL_SECONDS = 30  # how long killed processes may take to end: the kernel frees a GPU's memory first
 
 
 def descendants(root: int) -> list[int]:

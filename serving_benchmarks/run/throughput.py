@@ -1,12 +1,10 @@
 """Offline throughput of attention backends in vLLM or SGLang: the same requests through each, so many at a time.
 
-Each backend runs in a process of its own, loads the model once and goes through all --loads. It runs all requests of a
-load once as a warm-up, then they are timed --rounds times. The prefix cache is emptied before each round. Generation is
-greedy, and of exactly the wanted length. A backend that fails is reported, the others go on, and the exit status is 1.
+Each backend has a process of its own, which loads the model once and runs each load as a warm-up and --rounds times,
+greedily, with an empty prefix cache. A backend that fails is reported, the others go on, and the exit status is 1.
 
-With --interleave all backends are loaded first, and are timed in alternate rounds. A machine that slows down then slows
-all of them. The ratio to the first backend is the median of the ratios of rounds of the same number, with its 95 %
-confidence interval; of eight rounds or fewer the interval goes from the lowest ratio to the highest.
+With --interleave all backends are loaded first, and timed in alternate rounds, so that a slow machine slows all. The
+ratio to the first one is the median over rounds, with its 95 % interval (up to eight rounds: lowest to highest).
 """
 
 import argparse
@@ -46,10 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 class Plan:
     """Everything that is measured, after the options have been checked against the model."""
 
-    settings: dict[str, Any]
-    """Of the engine."""
-    tokens: list[int]
-    """What prompts are made of."""
+    settings: dict[str, Any]  # of the engine
+    tokens: list[int]  # what prompts are made of
     runs: list[dict[str, Any]]
     """Of each load its `case`, and how many requests are profiled, with so many tokens each; None for no profile. It
     gives an entry of the result file for each backend."""

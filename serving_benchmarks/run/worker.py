@@ -29,13 +29,11 @@ from serving_benchmarks.run.workloads import random_prompts
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
 Engine = VllmEngine | SglangEngine
 PROFILED_STEPS = 8
-TIMED_STEPS = 32
-"""Decode steps that are timed without the profiler, before those with it."""
+TIMED_STEPS = 32  # decode steps that are timed without the profiler, before those with it
 
 
 def run_round(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, in_flight: int | None) -> Round:
-    """Runs all requests to their ends, with so many in flight; all of them if None. Each that ends makes room for the
-    next."""
+    """Runs all requests to their ends, so many in flight at a time, or all of them if None."""
     count, starts, last_steps = len(prompts), [], [0] * len(prompts)
     ended: list[Ended | None] = [None] * count
     step_ends: list[float] = []

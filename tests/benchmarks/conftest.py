@@ -13,17 +13,16 @@ def small_model(tmp_path_factory) -> Path:
     return engine_models.save_small(tmp_path_factory.mktemp("small"))
 
 
-@pytest.fixture
-def fake_vllm(tmp_path, monkeypatch) -> Path:
-    """The folder where it notes what happens."""
-    monkeypatch.setenv("PYTHONPATH", FAKE_VLLM)
-    monkeypatch.setenv("FAKE_VLLM", str(tmp_path))
-    return tmp_path
+def _stand_in(name: str, python_path: str):
+    """The folder where a stand-in for an engine notes what happens."""
+
+    @pytest.fixture
+    def folder(tmp_path, monkeypatch) -> Path:
+        monkeypatch.setenv("PYTHONPATH", python_path)
+        monkeypatch.setenv(name, str(tmp_path))
+        return tmp_path
+
+    return folder
 
 
-@pytest.fixture
-def fake_sglang(tmp_path, monkeypatch) -> Path:
-    """The folder where it notes what happens."""
-    monkeypatch.setenv("PYTHONPATH", FAKE_SGLANG)
-    monkeypatch.setenv("FAKE_SGLANG", str(tmp_path))
-    return tmp_path
+fake_vllm, fake_sglang = _stand_in("FAKE_VLLM", FAKE_VLLM), _stand_in("FAKE_SGLANG", FAKE_SGLANG)

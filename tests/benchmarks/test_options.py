@@ -1,14 +1,11 @@
 """The door: every command has its help, and wrong options are refused with their names."""
 
 import argparse
-from pathlib import Path
 
 import pytest
 
 from serving_benchmarks import options as opt
 from serving_benchmarks.__main__ import COMMANDS, main
-from serving_benchmarks.results.compare import limit_type
-from serving_benchmarks.results.file import replace
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -53,7 +50,7 @@ REFUSED = [(opt.count, "0"), (opt.count, "1.5"), (opt.rounds, "1"), (opt.whole(1
 REFUSED += [(opt.positive, "-1"), (opt.positive, "0"), (opt.positive, "inf"), (opt.listed(opt.count), "1,,2")]
 REFUSED += [(opt.listed(opt.count), ""), (opt.listed(opt.one_of(["a"])), "a,b"), (opt.json_object, "[]")]
 REFUSED += [(opt.json_object, "{"), (opt.new_file, "/proc/nope/x.json"), (opt.new_folder, __file__), (opt.share, "1.5")]
-REFUSED += [(limit_type, text) for text in ("0.05", "-5%", "five", "nan", "")] + [(opt.pattern, "(")]
+REFUSED += [(opt.percentage, text) for text in ("0.05", "-5%", "five", "nan", "")] + [(opt.pattern, "(")]
 
 
 @pytest.mark.parametrize(("read", "text"), REFUSED)
@@ -66,12 +63,3 @@ def test_an_output_is_left_as_it_is(tmp_path):
     assert not opt.new_file(str(tmp_path / "folder" / "new.json")).exists()
     (tmp_path / "old.json").write_text("results")
     assert opt.new_file(str(tmp_path / "old.json")).read_text() == "results"
-
-
-def test_a_file_is_replaced_as_a_whole_where_a_link_leads(tmp_path):
-    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
-    replace(tmp_path / "link.json", "new")
-    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "target.json").read_text() == "new"
-    assert len([*tmp_path.iterdir()]) == 2
-    replace(Path("/dev/null"), "nothing")
-    assert not Path("/dev/null").is_file()

@@ -50,6 +50,9 @@ def test_a_file_that_can_not_be_written_whole_stays_as_it_was(tmp_path, monkeypa
     with pytest.raises(OSError, match="No space"):
         file.replace(path, "third")
     assert path.read_text() == "second \\udcff" and sorted(tmp_path.iterdir()) == [link, path]
+    monkeypatch.undo()
+    file.replace(Path("/dev/null"), "nothing")
+    assert not Path("/dev/null").is_file()
 
 
 @pytest.mark.parametrize("kind", kinds.KINDS)

@@ -45,10 +45,6 @@ def pids(notes: Path) -> list[int]:
     return [int(line) for line in notes.read_text().split()]
 
 
-def gone(notes: Path) -> bool:
-    return not any(map(alive, pids(notes)))
-
-
 def test_a_command_is_told_lines_prints_into_the_log_and_has_the_status_that_shells_give(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "import os; print(os.getcwd(), flush=True); print(input() + input()); exit(3)"
@@ -70,7 +66,7 @@ def test_stopping_ends_all_descendants_and_so_does_ending(tmp_path):
     with Supervised(command, tmp_path / "log", grace=0.1):
         assert wait_until(lambda: len(pids(notes)) == 3)
         assert all(map(alive, pids(notes)))
-    assert gone(notes)
+    assert not any(map(alive, pids(notes)))
     leaves = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid)"
     with Supervised([sys.executable, "-c", leaves], tmp_path / "child") as process:
         assert process.wait(60) == 0 and not alive(int(process.says()))
@@ -113,7 +109,7 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path, how):
         told = Path(f"/proc/{guard}/cmdline").read_text()
         assert "serving_benchmarks" not in told and str(tmp_path) not in told, "pkill -f would find it"
         owner.send_signal(how)
-        assert wait_until(lambda: gone(notes)), "processes are left"
+        assert wait_until(lambda: not any(map(alive, pids(notes)))), "processes are left"
         assert wait_until(lambda: not alive(guard)), "its guard is left"
     finally:
         owner.kill()

@@ -132,7 +132,11 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("arguments", REFUSED.split("|"))
-def test_wrong_arguments_are_refused(small_model, arguments, monkeypatch):
+WRONG = [("serve", words) for words in ("--limit nan", "--request-rate 0", "--loads 1+2000", "--loads 5+3/0")]
+WRONG += [("throughput", words) for words in REFUSED.split("|")]
+
+
+@pytest.mark.parametrize(("command", "arguments"), WRONG)
+def test_wrong_arguments_are_refused(small_model, command, arguments, monkeypatch):
     monkeypatch.setattr(common, "collect", None)  # nothing is measured
-    assert status_of("throughput", "--model", small_model, *loads(arguments), *arguments.split()) == 2
+    assert status_of(command, "--model", small_model, *loads(arguments), *arguments.split()) == 2

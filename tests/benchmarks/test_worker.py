@@ -1,12 +1,9 @@
 """The requests that workers get, what a worker measures, and how workers are interleaved."""
 
-import dataclasses
 import io
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from serving_benchmarks.run import engine, rounds, worker, workloads
 
@@ -67,30 +64,6 @@ def test_rounds_are_asked_for_and_their_results_told(warmup):
     assert [event.get("round") for event in asked] == [None] * warmup + [0, 1, 2]
     assert len(found["rounds_s"]) == 3 and found["total_output_tokens"] == 9
     assert measured.passes == 3 + warmup, "each begins without the prefixes of the one before"
-
-
-@dataclasses.dataclass(eq=False)
-class Waiting:
-    """A worker that wants so many rounds."""
-
-    wants: int
-    done: int = 0
-
-    @property
-    def asks(self):
-        return {"round": self.done} if self.done < self.wants else None
-
-    def go(self):
-        self.done += 1
-        return self.done
-
-
-@given(st.lists(st.integers(0, 4), max_size=4))
-def test_rounds_go_there_and_back_until_no_worker_waits(wanted):
-    workers = list(map(Waiting, wanted))
-    had = [workers.index(one) for one, _ in rounds.interleaved(workers)]
-    rows = [[index for index, wants in enumerate(wanted) if wants > number] for number in range(4)]
-    assert had == [index for number, row in enumerate(rows) for index in row[:: -1 if number % 2 else 1]]
 
 
 def test_random_prompts_are_the_same_each_time_and_have_nothing_in_common():

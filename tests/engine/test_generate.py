@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import engine_models
+from commands import status_of
 from mla_backend import cli
 from mla_backend.engine import Engine, SamplingParams
 from mla_backend.generate import run
@@ -27,11 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return engine_models.save_small(tmp_path_factory.mktemp("model"), max_position_embeddings=4096)
 
 
-def status(*arguments) -> int:
-    try:
-        return cli.main(["generate", *map(str, arguments)])
-    except SystemExit as stopped:  # argparse's way out
-        return stopped.code
+status = partial(status_of, "generate", program=cli.main)
 
 
 def generate(*arguments) -> int:
@@ -43,15 +41,9 @@ def lines_of(path: Path) -> list[dict]:
 
 
 def start(*arguments, **more) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "mla_backend.cli", "generate", *map(str, arguments), *SMALL],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        **more,
-    )
+    command = [sys.executable, "-m", "mla_backend.cli", "generate", *map(str, arguments), *SMALL]
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **how, **more)
 
 
 def wait_for_lines(path: Path, count: int, process: subprocess.Popen) -> None:
@@ -65,10 +57,9 @@ def test_prompts_from_arguments_are_answered_on_standard_output(model, capfd):
     assert generate(model, "--max-tokens", 5, "--ignore-eos", "abc", "xyz") == 0
     out, err = capfd.readouterr()
     lines = {line["id"]: line for line in map(json.loads, out.splitlines())}
-    want = Engine(model, device="cpu", memory=2**22).generate(
-        ["abc", "xyz"], SamplingParams(max_tokens=5, ignore_eos=True)
-    )
-    for id, prompt, result in zip("12", ["abc", "xyz"], want, strict=True):
+    prompts, params = ["abc", "xyz"], SamplingParams(max_tokens=5, ignore_eos=True)
+    want = Engine(model, device="cpu", memory=2**22).generate(prompts, params)
+    for id, prompt, result in zip("12", prompts, want, strict=True):
         assert lines[id]["prompt"] == prompt and lines[id]["completions"][0]["text"] == result.text
         assert lines[id]["completions"][0]["tokens"] == result.tokens
     assert "2 of 2 requests, 10 tokens in" in err
@@ -99,9 +90,8 @@ def test_all_sampling_options_arrive(model, tmp_path):
     output = tmp_path / "out.jsonl"
     options = "--temperature 0.9 --top-k 20 --top-p 0.9 --min-p 0.01 --repetition-penalty 1.1 --seed 3 --samples 2"
     assert generate(model, "abc", "--output", output, "--max-tokens", 6, "--logprobs", 2, *options.split()) == 0
-    params = SamplingParams(
-        max_tokens=6, temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3, n=2, logprobs=2
-    )
+    params = dict(temperature=0.9, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1, seed=3, n=2)
+    params = SamplingParams(max_tokens=6, logprobs=2, **params)
     want = Engine(model, device="cpu", memory=2**22).generate(["abc"], params)[0]
     got = lines_of(output)[0]["completions"]
     assert [completion["tokens"] for completion in got] == [completion.tokens for completion in want.completions]
@@ -171,9 +161,8 @@ def test_kill_9_and_resume_lose_and_repeat_nothing(model, tmp_path):
 def test_ctrl_c_ends_cleanly(model, tmp_path):
     source, output = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("\n".join(f"prompt {i}" for i in range(500)))
-    process = start(
-        model, "--input", source, "--output", output, "--max-tokens", 20, "--ignore-eos", "--most-running", 4
-    )
+    how = ("--max-tokens", 20, "--ignore-eos", "--most-running", 4)
+    process = start(model, "--input", source, "--output", output, *how)
     wait_for_lines(output, 3, process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()

@@ -27,11 +27,8 @@ CHAT = [{"role": "user", "content": "hi"}]
 def test_a_text_file_has_a_prompt_a_line():
     items, bad = read(["one\n", "\n", "  two\r\n", "three"], DEFAULTS)
     assert not bad
-    assert [(item.number, item.id, item.prompt) for item in items] == [
-        (1, "1", "one"),
-        (3, "3", "  two"),
-        (4, "4", "three"),
-    ]
+    found = [(item.number, item.id, item.prompt) for item in items]
+    assert found == [(1, "1", "one"), (3, "3", "  two"), (4, "4", "three")]
     assert all(item.params == DEFAULTS and item.shape is Shape.PLAIN for item in items)
 
 
@@ -54,10 +51,8 @@ def test_a_line_of_json_says_what_differs_from_the_options():
         {"tokens": [1, 2], "id": 5, "stop": ["a", "b"], "logprobs": 2},
     )
     assert not bad
-    assert items[0].id == "p" and items[0].params == SamplingParams(
-        max_tokens=7, temperature=0.5, stop=("END",), stop_tokens=(3,), n=2
-    )
-    assert items[1].id == "5" and items[1].prompt == [1, 2]
+    wanted = SamplingParams(max_tokens=7, temperature=0.5, stop=("END",), stop_tokens=(3,), n=2)
+    assert items[0].id == "p" and items[0].params == wanted and items[1].id == "5" and items[1].prompt == [1, 2]
     assert items[1].params == SamplingParams(max_tokens=7, stop=("a", "b"), logprobs=2)
 
 
@@ -68,11 +63,9 @@ def test_openais_batch_requests_are_taken():
         batch({"messages": CHAT, "logprobs": False, "stream": False, "frequency_penalty": 0.0}, custom_id="c"),
     )
     assert not bad
-    assert [(item.id, item.shape, item.prompt, item.model) for item in items] == [
-        ("a", Shape.CHAT, CHAT, "m"),
-        ("b", Shape.COMPLETION, "x", "m"),
-        ("c", Shape.CHAT, CHAT, "m"),
-    ]
+    kinds = [(item.id, item.shape, item.prompt) for item in items]
+    assert kinds == [("a", Shape.CHAT, CHAT), ("b", Shape.COMPLETION, "x"), ("c", Shape.CHAT, CHAT)]
+    assert {item.model for item in items} == {"m"}
     assert [(item.params.max_tokens, item.params.logprobs) for item in items] == [(3, 2), (4, 1), (7, None)]
 
 
@@ -100,12 +93,25 @@ def test_openais_batch_requests_are_taken():
         ({"custom_id": "a", "url": "/v1/completions", "body": []}, "body must be an object {...}; got []"),
         (batch({"messages": CHAT, "frequency_penalty": 0.5}), "frequency_penalty must be 0 or left out; got 0.5"),
         (batch({"messages": CHAT, "tools": [{}]}), "tools must be [] or left out; got [{}]"),
+        ('{"prompt": "\\ud800"}', ""),
+        ('{"prompt": "x", "id": "\\udfff"}', ""),
+        ('{"messages": [{"role": "\\ud800", "content": "x"}]}', ""),
+        ('{"prompt": "x", "temperature": ' + "9" * 401 + "}", ""),
+        ({"prompt": "x", "repetition_penalty": 10**300}, ""),
+        ({"prompt": "x", "repetition_penalty": 1e-300}, ""),
+        pytest.param('{"prompt": ' + "[" * 100_000 + "]" * 100_000 + "}", "", id="nested"),
+        (b'{"prompt": "\xff"}', ""),
+        (batch({"prompt": "x"}, url=[]), ""),
+        (batch({"prompt": "x", "model": "\ud800"}, url="/v1/completions"), ""),
     ],
 )
 def test_bad_lines_are_reported_and_dont_stop_the_rest(line, why):
-    items, bad = read_json({"prompt": "before", "id": "before"}, line, {"prompt": "after", "id": "after"})
+    line = line if isinstance(line, str | bytes) else json.dumps(line)
+    line = line if isinstance(line, bytes) else line.encode()
+    items, bad = read([b'{"prompt": "before"}\n', line + b"\n", b'{"prompt": "after"}\n'], DEFAULTS)
     assert [item.prompt for item in items] == ["before", "after"]
     assert [b.number for b in bad] == [2] and why in bad[0].why
+    bad[0].why.encode()
 
 
 def test_an_id_that_stands_twice_is_a_bad_line():

@@ -6,15 +6,15 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import engine_models  # noqa: F401  (skips without transformers' models)
 import hostile
+from commands import status_of
 from mla_backend.cli import main
 from mla_backend.engine import Engine, ModelConfig, SamplingParams
 from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotation_scale
@@ -39,15 +39,6 @@ def test_what_is_no_record_of_ours_is_refused_and_untouched(tmp_path, content):
     with pytest.raises(ValueError, match="--output"):
         ResultFile(path, resume=True)
     assert path.read_bytes() == content
-
-
-@given(st.integers(0, len(RECORD) - 1))
-def test_a_record_torn_anywhere_is_cut_and_the_others_stay(tmp_path_factory, length):
-    path = tmp_path_factory.mktemp("torn") / "file"
-    path.write_bytes(RECORD + RECORD[:length])
-    results = ResultFile(path, resume=True)
-    results.close()
-    assert results.finished == {"1": "0123456789abcdef"} and path.read_bytes() == RECORD
 
 
 def test_the_input_is_not_taken_for_the_output(tmp_path):
@@ -76,43 +67,10 @@ def test_a_pipe_and_a_device_are_written_and_never_read(tmp_path):
             ResultFile(path, resume=True)
 
 
-HUGE = 10**300
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": "x", "id": "\\udfff"}',
-        b'{"messages": [{"role": "\\ud800", "content": "x"}]}',
-        b'{"prompt": "x", "temperature": ' + b"9" * 401 + b"}",
-        f'{{"prompt": "x", "repetition_penalty": {HUGE}}}'.encode(),
-        b'{"prompt": "x", "repetition_penalty": 1e-300}',
-        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"prompt": "\xff"}',
-        b'{"custom_id": "a", "method": "POST", "url": [], "body": {"prompt": "x"}}',
-        b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "model": "\\ud800"}}',
-    ],
-    ids=["prompt", "id", "role", "digits", "large", "small", "nested", "bytes", "url", "model"],
-)
-def test_one_line_is_left_out_and_the_others_are_read(line):
-    items, bad = read([b'{"prompt": "before"}\n', line + b"\n", b'{"prompt": "after"}\n'], DEFAULTS)
-    assert [item.prompt for item in items] == ["before", "after"]
-    assert [one.number for one in bad] == [2]
-    bad[0].why.encode()
-
-
 def test_a_byte_order_mark_is_no_part_of_a_prompt():
     (item,), bad = read([b'\xef\xbb\xbf{"prompt": "x"}\n'], DEFAULTS)
     assert item.prompt == "x" and not bad
     assert read([b"\xef\xbb\xbfx\n"], DEFAULTS)[0][0].prompt == "x"
-
-
-@given(st.lists(st.binary(max_size=60), max_size=6))
-def test_any_bytes_are_read_or_reported(lines):
-    items, bad = read([line + b"\n" for line in lines], DEFAULTS, jsonl=True)
-    assert {item.number for item in items}.isdisjoint(one.number for one in bad)
-    assert len(items) + len(bad) <= len(lines)
 
 
 def test_a_tokenizers_own_code_does_not_run(tmp_path):
@@ -129,27 +87,18 @@ def test_a_tokenizers_own_code_does_not_run(tmp_path):
     assert not (tmp_path / "ran").exists() and done.stdout == ""
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", "", "..", "a/b", 5, None])
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/outside.safetensors", "", "..", "a/b", 5, None, "x" * 5000, "\ud800", "a\0b"]
+)
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path, name):
     folder = tmp_path / "model"
     folder.mkdir()
     for place in (tmp_path, folder):
         (place / "outside.safetensors").write_bytes((CHECKPOINT / "model.safetensors").read_bytes())
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(ValueError, match="weight_map"):
+    with pytest.raises((ValueError, FileNotFoundError), match="weight_map|names .*, not in ") as refused:
         Checkpoint(folder)
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "\ud800", "a\0b"], ids=["long", "surrogate", "zero"])
-def test_an_index_with_a_name_that_no_file_can_have_is_refused(tmp_path, name):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(FileNotFoundError, match="names .*, not in ") as refused:
-        Checkpoint(tmp_path)
     assert len(str(refused.value)) < 1000
-
-
-def test_a_damaged_index_is_refused():
-    hostile.run("checkpoints", [10023])
 
 
 WEIGHTS = (CHECKPOINT / "model.safetensors").read_bytes()
@@ -233,14 +182,7 @@ def test_logits_that_are_not_finite_end_their_request_alone(params):
     assert not engine.has_work and engine.status.cache.usage == 0
 
 
-def status(*words):
-    """The exit status of `mla-backend`."""
-    try:
-        return main([str(word) for word in words])
-    except SystemExit as stopped:
-        return stopped.code
-
-
+status = partial(status_of, program=main)
 QUESTION = ("generate", CHECKPOINT, "Josef lives in Luanda. Where does Josef live?", "--device", "cpu")
 
 
@@ -298,28 +240,9 @@ def test_ctrl_c_while_the_model_is_loaded_is_no_traceback(monkeypatch):
     assert status(*QUESTION) == 130
 
 
-@pytest.fixture(scope="module")
-def tiny_engine():
-    return Engine(CHECKPOINT, device="cpu", dtype=torch.float32, memory=1 << 22)
+SEEDS = {"lines": range(300), "files": range(150), "checkpoints": [*range(50), 10023], "requests": range(50)}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        *((dict(prompt=prompt), "prompt") for prompt in (None, 5, {}, b"x", [None], [1.5], [[1]], [True], "\ud800")),
-        *((dict(prompt=[{}]), "messages"), (dict(prompt=[{"role": 5, "content": []}]), "messages")),
-        *((dict(prompt=[1], params=wrong), "params") for wrong in ("x", {}, 5)),
-        *((dict(prompt=[1], id=wrong), "id") for wrong in (5, [], b"x")),
-    ],
-)
-def test_a_request_of_wrong_types_is_refused_by_name(tiny_engine, arguments, name):
-    with pytest.raises((TypeError, ValueError), match=f"^{name} "):
-        tiny_engine.add(**arguments)
-    assert not tiny_engine.has_work
-
-
-@pytest.mark.parametrize(
-    ("attack", "seeds"), [("lines", 300), ("files", 150), ("checkpoints", 50), ("requests", 50)], ids=lambda x: str(x)
-)
-def test_hostile_input_is_refused_or_dealt_with(attack, seeds):
-    hostile.run(attack, range(seeds))
+@pytest.mark.parametrize("attack", SEEDS)
+def test_hostile_input_is_refused_or_dealt_with(attack):
+    hostile.run(attack, SEEDS[attack])

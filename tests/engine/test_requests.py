@@ -26,8 +26,12 @@ def shared(folder) -> Engine:
     return new_engine(folder)
 
 
-def tokens_of(engine: Engine, prompt="abc", **changes) -> list[int]:
-    return engine.generate([prompt], SamplingParams(**{"max_tokens": 20, "ignore_eos": True, **changes}))[0].tokens
+def result_of(engine: Engine, prompt="abc", **changes):
+    return engine.generate([prompt], SamplingParams(**{"max_tokens": 20, "ignore_eos": True, **changes}))[0]
+
+
+def tokens_of(engine: Engine, **changes) -> list[int]:
+    return result_of(engine, **changes).tokens
 
 
 def test_a_text_is_continued_with_the_text_of_its_tokens(shared):
@@ -67,7 +71,7 @@ def test_updates_add_up_to_the_result(shared):
 def test_a_stop_token_ends_a_sample(shared):
     tokens = tokens_of(shared)
     stop = tokens[4]
-    result = shared.generate(["abc"], SamplingParams(max_tokens=20, ignore_eos=True, stop_tokens=(stop,)))[0]
+    result = result_of(shared, stop_tokens=(stop,))
     assert result.tokens == tokens[: tokens.index(stop) + 1]
     assert result.completions[0].finish_reason == "stop"
     assert result.text == shared.tokenizer.decode(result.tokens[:-1])
@@ -85,12 +89,11 @@ def test_the_models_own_end_ends_a_sample_unless_ignored(folder, shared):
 def test_a_stop_text_ends_a_sample_and_is_not_shown(shared):
     for seed in range(20):  # until a text has a plain letter in its middle
         params = dict(temperature=1.0, seed=seed)
-        text = shared.generate(["abc"], SamplingParams(max_tokens=20, ignore_eos=True, **params))[0].text
-        letters = [i for i, letter in enumerate(text) if letter.isascii() and i > 3]
-        if letters:
+        text = result_of(shared, **params).text
+        if letters := [i for i, letter in enumerate(text) if letter.isascii() and i > 3]:
             break
     stop = text[letters[0] - 1 : letters[0] + 1]
-    result = shared.generate(["abc"], SamplingParams(max_tokens=20, ignore_eos=True, stop=(stop,), **params))[0]
+    result = result_of(shared, stop=(stop,), **params)
     assert result.text == text[: text.index(stop)] and result.completions[0].finish_reason == "stop"
     assert len(result.tokens) < 20
 
@@ -183,18 +186,19 @@ def test_wrong_options_are_named(folder, options, error):
 
 
 @pytest.mark.parametrize(
-    "prompt, error",
+    "arguments, error",
     [
-        ("", "prompt must be one token or more; got none"),
-        ([], "prompt must be one token or more; got none"),
-        ([259], "prompt must have tokens of 0 to 258; got 259"),
-        ([-1], "prompt must have tokens of 0 to 258; got -1"),
-        ([1.5], "prompt must have tokens of 0 to 258; got 1.5"),
+        *((dict(prompt=none), "prompt must be one token or more; got none") for none in ("", [])),
+        *((dict(prompt=[token]), f"prompt must have tokens of 0 to 258; got {token}") for token in (259, -1, 1.5)),
+        *((dict(prompt=prompt), "^prompt ") for prompt in (None, 5, {}, b"x", [None], [1.5], [[1]], [True], "\ud800")),
+        *((dict(prompt=[wrong]), "^messages ") for wrong in ({}, {"role": 5, "content": []})),
+        *((dict(prompt=[1], params=wrong), "^params ") for wrong in ("x", {}, 5)),
+        *((dict(prompt=[1], id=wrong), "^id ") for wrong in (5, [], b"x")),
     ],
 )
-def test_wrong_prompts_are_named(shared, prompt, error):
-    with pytest.raises(ValueError, match=error):
-        shared.add(prompt)
+def test_wrong_requests_are_named(shared, arguments, error):
+    with pytest.raises((TypeError, ValueError), match=error):
+        shared.add(**arguments)
     assert not shared.has_work
 
 

@@ -39,11 +39,6 @@ def logits() -> torch.Tensor:
     return torch.randn(VOCABULARY) * 2
 
 
-def test_greedy_takes_the_likeliest(logits):
-    tokens, logprobs = sample(logits.expand(3, -1), draws(SamplingParams(), 3))
-    assert tokens == [int(logits.argmax())] * 3 and logprobs == [None] * 3
-
-
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_temperature_shapes_the_distribution(logits, temperature):
     want = (logits.double() / temperature).softmax(-1).float()
@@ -76,9 +71,11 @@ def test_filters_leave_what_they_say_and_have_to_agree(logits, filters, kept):
     assert_distributed(logits, SamplingParams(temperature=1, **filters), p * keep / (p * keep).sum())
 
 
-def test_the_likeliest_is_always_left(logits):
-    for params in (SamplingParams(temperature=1, top_p=1e-9), SamplingParams(temperature=1, min_p=1.0)):
-        assert sample(logits[None], draws(params, 1))[0] == [int(logits.argmax())]
+@pytest.mark.parametrize("filters", [{}, *({"temperature": t} for t in (1e-3, 1e-45)), {"top_p": 1e-9}, {"min_p": 1.0}])
+def test_greedy_tiny_temperatures_and_narrow_filters_give_the_likeliest(logits, filters):
+    logits[3] = -torch.inf
+    params = SamplingParams(**({"temperature": 1, **filters} if filters else {}))
+    assert sample(logits.expand(3, -1), draws(params, 3)) == ([int(logits.argmax())] * 3, [None] * 3)
 
 
 def test_a_repetition_penalty_makes_what_was_there_less_likely(logits):
@@ -92,12 +89,6 @@ def test_a_repetition_penalty_makes_what_was_there_less_likely(logits):
     assert sample(logits[None], draws(strong, 1, seen=seen))[0] != [seen[0]]
 
 
-def test_tiny_temperatures_and_infinite_logits_give_the_likeliest(logits):
-    logits[3] = -torch.inf
-    for temperature in (1e-3, 1e-45):
-        assert sample(logits[None], draws(SamplingParams(temperature=temperature), 1))[0] == [int(logits.argmax())]
-
-
 def test_logprobs_are_the_models_own(logits):
     params = SamplingParams(temperature=0.5, top_k=3, repetition_penalty=2.0, logprobs=4)
     tokens, logprobs = sample(logits[None], draws(params, 1, seen=[1, 2, 3]))
@@ -108,15 +99,9 @@ def test_logprobs_are_the_models_own(logits):
     assert sample(logits[None], draws(SamplingParams(logprobs=0), 1))[1][0].top == ()
 
 
-PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.5, 1.0]),
-    top_k=st.sampled_from([0, 3]),
-    top_p=st.sampled_from([1.0, 0.8]),
-    min_p=st.sampled_from([0.0, 0.1]),
-    repetition_penalty=st.sampled_from([1.0, 1.3]),
-    logprobs=st.sampled_from([None, 2]),
-)
+CHOICES = dict(temperature=[0.0, 0.5, 1.0], top_k=[0, 3], top_p=[1.0, 0.8], min_p=[0.0, 0.1], logprobs=[None, 2])
+CHOICES |= dict(repetition_penalty=[1.0, 1.3])
+PARAMS = st.builds(SamplingParams, **{name: st.sampled_from(some) for name, some in CHOICES.items()})
 
 
 @given(st.lists(st.tuples(PARAMS, st.integers(0, 2**63 - 1), st.integers(0, 1000)), min_size=1, max_size=8))

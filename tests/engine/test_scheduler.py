@@ -73,18 +73,15 @@ class World:
     def check(self, work: Work) -> None:
         scheduler = self.scheduler
         assert sum(count for _, count in work) <= scheduler.tokens_a_step
-        assert all(
-            1 <= count <= min(sample.left, scheduler.chunk) or sample.left == count == 1 for sample, count in work
-        )
+        assert all(1 <= count <= min(s.left, scheduler.chunk) or s.left == count == 1 for s, count in work)
         assert sum(sample.seats for sample in scheduler.running) <= scheduler.most_running
         ages = [(int(s.request.id), s.index) for s in [*scheduler.running, *scheduler.waiting]]
         assert ages == sorted(ages), "a younger sample overtook an older one"
         assert [id(s) for s, _ in work] == [id(s) for s in scheduler.running if s in [w for w, _ in work]]
         # every sample that decodes gets its token
         assert {id(s) for s in scheduler.running if s.left == 1} <= {id(s) for s, _ in work}
-        assert all(s.sequence.blocks for s in scheduler.running) and not any(
-            s.sequence.blocks for s in scheduler.waiting
-        )
+        assert all(s.sequence.blocks for s in scheduler.running)
+        assert not any(s.sequence.blocks for s in scheduler.waiting)
         statistics = self.manager.statistics()
         held = {block for s in scheduler.running for block in s.sequence.blocks}
         assert statistics.blocks - statistics.free == len(held) and statistics.sequences == len(scheduler.running)
@@ -95,13 +92,8 @@ class World:
 def test_everybody_is_served_in_order_within_budget_and_no_block_is_lost(data):
     most_running = data.draw(st.integers(1, 6))
     blocks = data.draw(st.integers(6, 14))
-    world = World(
-        blocks,
-        tokens_a_step=most_running + data.draw(st.integers(1, 20)),
-        most_running=most_running,
-        chunk=data.draw(st.none() | st.integers(1, 9)),
-        watermark=data.draw(st.sampled_from([0.0, 0.1])),
-    )
+    tokens_a_step, chunk = most_running + data.draw(st.integers(1, 20)), data.draw(st.none() | st.integers(1, 9))
+    world = World(blocks, tokens_a_step, most_running, chunk, watermark=data.draw(st.sampled_from([0.0, 0.1])))
     aborted = 0
     for _ in range(data.draw(st.integers(1, 25))):
         what = data.draw(st.sampled_from(["add", "add", "step", "step", "step", "abort"]))

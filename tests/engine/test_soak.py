@@ -38,13 +38,8 @@ class Crowd:
     def send(self, count: int) -> None:
         for _ in range(count):
             prompt = [self.draw.randrange(3) for _ in range(self.draw.choice([1, 5, 20, 60]))]
-            params = SamplingParams(
-                max_tokens=self.draw.choice([1, 4, 16, 40]),
-                temperature=self.draw.choice([0.0, 1.0]),
-                seed=self.draw.randrange(100),
-                n=self.draw.choice([1, 1, 1, 3]),
-                ignore_eos=True,
-            )
+            drawn = {"max_tokens": [1, 4, 16, 40], "temperature": [0.0, 1.0], "seed": range(100), "n": [1, 1, 1, 3]}
+            params = SamplingParams(**{name: self.draw.choice(some) for name, some in drawn.items()}, ignore_eos=True)
             self.open.append(self.engine.add(prompt, params))
             while self.engine.status.waiting > 20:
                 self.step()
@@ -69,8 +64,7 @@ def resident() -> int:
 
 
 def allocated(engine: Engine) -> int:
-    """Bytes of tensors on the GPU, but for the attention's workspaces: one is kept for good for each size, and some
-    sizes are asked for late."""
+    """Bytes of tensors on the GPU, but for workspaces: one is kept for good for each size, and some come late."""
     torch.cuda.synchronize()
     workspaces = engine.model.sparse._workspaces.values()
     return torch.cuda.memory_allocated() - sum(workspace.nbytes for workspace in workspaces)
@@ -79,16 +73,11 @@ def allocated(engine: Engine) -> int:
 def test_2000_requests_aborted_and_preempted_at_random_leave_an_empty_pool_and_no_memory(device, tmp_path):
     torch.manual_seed(0)
     engine_models.save(engine_models.theirs("deepseek_v32", **SHAPE), tmp_path)
-    engine = Engine(
-        tmp_path,
-        device=device,
-        # on a GPU what graphs are captured in; on a CPU that would take three times as long
-        dtype=torch.bfloat16 if device == "cuda" else torch.float32,
-        block_size=BLOCK_SIZE,
-        memory=BLOCKS * Layout(SHAPE["num_hidden_layers"], BLOCK_SIZE, *KV_CACHES["fp8"]).block_bytes,
-        most_running=48,
-        tokens_a_step=256,
-    )
+    memory = BLOCKS * Layout(SHAPE["num_hidden_layers"], BLOCK_SIZE, *KV_CACHES["fp8"]).block_bytes
+    # on a GPU what graphs are captured in; on a CPU that would take three times as long
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    sizes = dict(block_size=BLOCK_SIZE, memory=memory, most_running=48, tokens_a_step=256)
+    engine = Engine(tmp_path, device=device, dtype=dtype, **sizes)
     crowd = Crowd(engine)
     python_blocks, memory, graphs = [], [], []
     for _ in range(4):

@@ -72,14 +72,8 @@ def test_stop_texts_are_found_however_text_is_cut(text, stop, sizes):
 
 def test_text_is_held_back_only_as_long_as_it_may_be_a_stop_text():
     stops = StopTexts(["STOP", "\n\n"])
-    assert [stops.push(piece) for piece in ("a", "S", "T", "x", "\n", "y\n")] == [
-        ("a", False),
-        ("", False),
-        ("", False),
-        ("STx", False),
-        ("", False),
-        ("\ny", False),
-    ]
+    pieces = [stops.push(piece) for piece in ("a", "S", "T", "x", "\n", "y\n")]
+    assert pieces == [(shown, False) for shown in ("a", "", "", "STx", "", "\ny")]
     assert stops.finish() == "\n"
 
 

@@ -62,9 +62,8 @@ def test_fp8_checkpoints_are_dequantised(saved, tmp_path):
     prompt = engine_models.prompt_of(100)
     model = load_model(small_folder, dtype=torch.float32, sparse=ExactAttention())
     ours = engine_models.Engine(model, "fp32", "fp32").generate([prompt], 5)[0]
-    theirs = engine_models.transformers.DeepseekV32ForCausalLM.from_pretrained(
-        wide_folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    family, how = engine_models.transformers.DeepseekV32ForCausalLM, dict(attn_implementation="eager")
+    theirs = family.from_pretrained(wide_folder, dtype=torch.float32, **how)
     tokens, logits = engine_models.their_generation(theirs.eval(), prompt, 5)
     assert ours.generated == tokens
     torch.testing.assert_close(ours.logits, logits, atol=1e-4, rtol=0)
@@ -89,29 +88,22 @@ def test_tensors_come_in_the_dtype_that_the_model_declares(saved):
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-def test_missing_and_unexpected_tensors_are_named(saved, tmp_path):
-    tensors = tensors_of(saved)
-    del tensors["model.norm.weight"]
-    with pytest.raises(ValueError, match=r"must have the tensors of the model; it lacks model\.norm\.weight$"):
-        load_model(write(tmp_path / "lacks", tensors, saved))
-    tensors["model.norm.bias"] = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight and has model\.norm\.bias, which the model"):
-        load_model(write(tmp_path / "other", tensors, saved))
-    with pytest.raises(ValueError, match=r"lacks lm_head\.weight, .* and \d+ more$"):
-        load_model(write(tmp_path / "most", {"model.norm.weight": torch.zeros(128)}, saved))
-
-
-def test_wrong_tensors_are_named(saved, tmp_path):
-    tensors = tensors_of(saved)
-    short = {**tensors, "model.norm.weight": torch.zeros(5)}
-    with pytest.raises(ValueError, match=r"model\.norm\.weight must be \[128\]; .* has \[5\]"):
-        load_model(write(tmp_path / "short", short, saved))
-    name = "model.layers.0.self_attn.indexer.wk.weight"
+def test_missing_unexpected_and_wrong_tensors_are_named(saved, tmp_path):
+    tensors, name, norm = tensors_of(saved), "model.layers.0.self_attn.indexer.wk.weight", "model.norm.weight"
+    lacking = {key: tensor for key, tensor in tensors.items() if key != norm}
     bare = {**tensors, name: tensors[name].to(torch.float8_e4m3fn)}
-    with pytest.raises(ValueError, match=f"{name} is torch.float8_e4m3fn and must have {name}_scale_inv"):
-        load_model(write(tmp_path / "bare", bare, saved))
-    with pytest.raises(ValueError, match="config.json must have a quantization_config"):
-        load_model(write(tmp_path / "unsaid", {**bare, f"{name}_scale_inv": torch.ones(1, 1)}, saved))
+    for number, (says, given) in enumerate(
+        {
+            r"must have the tensors of the model; it lacks model\.norm\.weight$": lacking,
+            r"lacks .*norm\.weight and has .*norm\.bias, which": {**lacking, "model.norm.bias": torch.zeros(2)},
+            r"lacks lm_head\.weight, .* and \d+ more$": {norm: torch.zeros(128)},
+            r"model\.norm\.weight must be \[128\]; .* has \[5\]": {**tensors, norm: torch.zeros(5)},
+            f"{name} is torch.float8_e4m3fn and must have {name}_scale_inv": bare,
+            "config.json must have a quantization_config": {**bare, f"{name}_scale_inv": torch.ones(1, 1)},
+        }.items()
+    ):
+        with pytest.raises(ValueError, match=says):
+            load_model(write(tmp_path / str(number), given, saved))
 
 
 def test_missing_files_are_named(saved, tmp_path):

@@ -66,6 +66,8 @@ def test_blocks_of_every_format_come_back_whole(latent, block_size, layers):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_least_recently_saved_make_room(device):
     storage = random_storage(6, device)
+    with pytest.raises(ValueError, match="host_bytes must be 9456 or more; got 100"):
+        HostTier(storage, 100)
     host = HostTier(storage, 2 * LAYOUT.block_bytes + 1)
     assert host.blocks == 2
     host.save([(b"a", 0), (b"b", 1)])
@@ -132,11 +134,6 @@ def test_host_memory_is_off_unless_asked_for():
     manager.release(admitted(manager, [1, 2]))
     manager.release(admitted(manager, [3, 4]))
     assert manager.statistics().host_blocks == 0 and manager.cached(manager.sequence([1, 2])) == 0
-
-
-def test_too_little_host_memory_is_named():
-    with pytest.raises(ValueError, match="host_bytes must be 9456 or more; got 100"):
-        HostTier(kv_cache.Storage(LAYOUT, 1), 100)
 
 
 @pytest.mark.gpu

@@ -27,29 +27,6 @@ def test_a_prompt_gets_room_and_its_tokens_slots():
     assert sequence.computed == 10 and kv_cache.slot_mapping([sequence], [2]).shape == (2,)
 
 
-def test_prompts_may_come_in_parts():
-    manager = CacheManager(8, 4)
-    sequence = manager.sequence(range(10))
-    manager.admit(sequence, 3)
-    assert len(sequence.blocks) == 1
-    manager.commit(sequence, 3)
-    manager.allocate(sequence, 7)
-    assert len(sequence.blocks) == 3
-    manager.commit(sequence, 5)
-    assert manager.cached(manager.sequence(range(10))) == 8
-
-
-def test_full_blocks_are_shared_and_one_token_is_left_to_compute():
-    manager = CacheManager(8, 4)
-    first = admitted(manager, range(12))
-    second = manager.sequence(range(12))
-    assert manager.cached(second) == 8 and manager.statistics().asked_tokens == 12  # asking is not admitting
-    assert manager.admit(second) == 8 == second.computed
-    assert second.blocks[:2] == first.blocks[:2] and second.blocks[2] != first.blocks[2]
-    assert manager.admit(manager.sequence([*range(11), 99, 98])) == 8
-    assert manager.cached(manager.sequence(range(3))) == 0
-
-
 def test_names_differ_from_manager_to_manager():
     one, two = (CacheManager(2, 2).sequence([1, 2]).names(1) for _ in range(2))
     assert one != two and len(one[0]) == 16
@@ -72,17 +49,6 @@ def test_the_watermark_holds_new_sequences_back_but_not_the_first():
     with pytest.raises(OutOfBlocks, match="3 more"):
         manager.admit(manager.sequence([50]))
     manager.allocate(first, 10)  # growing is what the blocks are kept for
-
-
-def test_preempted_sequences_come_back_to_what_is_left_of_them():
-    manager = CacheManager(4, 2)
-    sequence = admitted(manager, [1, 2, 3])
-    sequence.append(4, 5)
-    manager.allocate(sequence, 2)
-    manager.commit(sequence, 2)
-    manager.release(sequence)
-    assert sequence.computed == 0 and len(sequence.blocks) == 0 and sequence.tokens.tolist() == [1, 2, 3, 4, 5]
-    assert manager.admit(sequence) == 4
 
 
 def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
@@ -157,6 +123,12 @@ def held():
     return manager, admitted(manager, [1, 2, 3])
 
 
+def not_computed():
+    manager = CacheManager(4, 2)
+    manager.admit(sequence := manager.sequence([1, 2, 3]))
+    return manager, sequence
+
+
 def released():
     manager, sequence = held()
     manager.release(sequence)
@@ -199,6 +171,7 @@ def foreign():
         (lambda: call("allocate", released()), ValueError, "it was released, or never admitted"),
         (lambda: call("commit", released()), ValueError, "it was released, or never admitted"),
         (lambda: call("fork", released()), ValueError, "it was released, or never admitted"),
+        (lambda: call("fork", not_computed()), ValueError, "sequence must have computed tokens to be forked"),
         (lambda: call("release", foreign()), ValueError, "sequence must be this manager's"),
         (lambda: call("admit", foreign()), ValueError, "sequence must be this manager's"),
         (lambda: call("allocate", foreign()), ValueError, "sequence must be this manager's"),
@@ -219,14 +192,6 @@ def test_wrong_calls_are_refused(call, kind, text):
 def call(method, manager_and_sequence, *arguments):
     manager, sequence = manager_and_sequence
     return getattr(manager, method)(sequence, *arguments)
-
-
-def test_a_sequence_without_computed_tokens_is_not_forked():
-    manager = CacheManager(4, 2)
-    sequence = manager.sequence([1, 2, 3])
-    manager.admit(sequence)
-    with pytest.raises(ValueError, match="sequence must have computed tokens to be forked"):
-        manager.fork(sequence)
 
 
 @pytest.mark.parametrize("token", ["x", 1.0, 2**31])

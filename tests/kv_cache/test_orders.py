@@ -186,19 +186,9 @@ def common(one: kv_cache.Sequence, other: kv_cache.Sequence) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), other.computed))
 
 
-class OrdersWithLittleHostMemory(Orders):
-    host_blocks = 2
-
-
-class OrdersWithMuchHostMemory(Orders):
-    host_blocks = 40
-
-
-class OrdersOnGpu(Orders):
-    host_blocks = 5
-    device = "cuda"
-
-
+OrdersWithLittleHostMemory = type("OrdersWithLittleHostMemory", (Orders,), {"host_blocks": 2})
+OrdersWithMuchHostMemory = type("OrdersWithMuchHostMemory", (Orders,), {"host_blocks": 40})
+OrdersOnGpu = type("OrdersOnGpu", (Orders,), {"host_blocks": 5, "device": "cuda"})
 for machine in (Orders, OrdersWithLittleHostMemory, OrdersWithMuchHostMemory, OrdersOnGpu):
     machine.TestCase.settings = settings(settings.get_profile("quick"), stateful_step_count=30)
     if settings.default is not settings.get_profile("quick"):

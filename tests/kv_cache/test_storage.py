@@ -93,16 +93,17 @@ def test_a_layers_cache_is_what_attention_takes(latent, block_size, layers, bloc
     for cache in (storage.latent[layer], alone):
         mla_backend.cache_write(kv_c, k_pe, cache, slots, format=latent)
     q = torch.randn(1, 2, fmt.head_dim).to(fmt.number)
-    results = [
-        mla_backend.sparse_attention(q, cache, slots.int().unsqueeze(0), scale=0.05, cache_format=latent)
-        for cache in (storage.latent[layer], alone)
-    ]
+    how, slots = dict(scale=0.05, cache_format=latent), slots.int().unsqueeze(0)
+    results = [mla_backend.sparse_attention(q, cache, slots, **how) for cache in (storage.latent[layer], alone)]
     assert results[0][0].isfinite().all()
     for of_storage, of_new_cache in zip(*results, strict=True):
         assert torch.equal(of_storage, of_new_cache)
 
 
-def assert_copies(latent, block_size, device):
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block_size", [1, 3, 16, 69])
+@pytest.mark.parametrize("latent", FORMATS)
+def test_copies_of_blocks_have_the_same_bytes_in_all_layers(latent, block_size, device):
     storage = kv_cache.Storage(layout_of(3, block_size, latent, "fp8"), 6, device)
     for part in storage.parts:
         part.copy_(torch.randint(-(2**31), 2**31 - 1, part.shape))
@@ -111,18 +112,6 @@ def assert_copies(latent, block_size, device):
     for part, was in zip(storage.parts, before, strict=True):
         assert torch.equal(part, was[:, [4, 5, 0, 3, 4, 5]])
     storage.copy_blocks([], [])
-
-
-@given(st.sampled_from(list(FORMATS)), BLOCK_SIZES)
-def test_copies_of_blocks_have_the_same_bytes_in_all_layers(latent, block_size):
-    assert_copies(latent, block_size, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("block_size", [3, 16])
-@pytest.mark.parametrize("latent", FORMATS)
-def test_copies_of_blocks_have_the_same_bytes_in_all_layers_on_a_gpu(latent, block_size):
-    assert_copies(latent, block_size, "cuda")
 
 
 @pytest.mark.parametrize(

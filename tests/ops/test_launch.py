@@ -1,15 +1,17 @@
 """How a GPU computes attention: decided once, from shapes alone."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 import mla_backend
-from mla_backend import Launch, library
+from mla_backend import Launch, doctor, library
 from mla_backend.plan import choose_launch, most_ctas
 from plans import SPLIT_FOR_CLUSTERS, WHOLE_TOKENS, gpu, gpu_launch, splits_of
 
@@ -108,8 +110,16 @@ def test_a_cpu_has_one_kernel_whose_items_its_threads_take_in_turn():
     assert choose_launch("cpu", 40, 3, 100) == Launch("cpu", 40, 0, 1, 0, 2 * torch.get_num_threads())
 
 
-def test_a_plan_shows_its_launch():
-    assert "kernel='cpu'" in repr(mla_backend.plan(3, 100).launch)
+def test_print_the_doctor_and_errors_describe_a_launch_alike(capsys):
+    shape = doctor.DECODE
+    plan = mla_backend.plan(shape["num_tokens"], shape["slots"], num_heads=shape["num_heads"])
+    assert "kernel='cpu'" in str(plan.launch)
+    report = doctor.examine()
+    assert report["decode"]["cpu"] == str(plan.launch)
+    doctor.render(report, Console(width=200))
+    assert str(plan.launch) in capsys.readouterr().out
+    with pytest.raises(ValueError, match=re.escape(f"for a table of 3 CTAs; got {plan.launch}")):
+        mla_backend.plan(1, 5, out=plan._replace(table=plan.table[:3]))
 
 
 @given(st.integers(1, 600), st.integers(1, 256), st.integers(0, 200_000), any_format, st.booleans(), st.booleans())

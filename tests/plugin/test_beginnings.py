@@ -37,20 +37,13 @@ def test_tokens_attend_densely_if_their_list_would_be_all_before_them(data):
     seq_lens = [query + data.draw(st.sampled_from([0, 0, 1, 50])) for query in query_lens]
     first, starts = data.draw(st.integers(0, len(query_lens))), [0, *accumulate(query_lens)]
     found = beginnings(starts, dense_tokens(query_lens, seq_lens, first, topk))
-    expected = [
-        start + i
-        for start, query, seq in zip(starts[first:-1], query_lens[first:], seq_lens[first:], strict=True)
-        for i in range(query)
-        if query == seq and i < topk
-    ]
+    requests = list(zip(starts[:-1], query_lens, seq_lens, strict=True))[first:]
+    expected = [start + i for start, query, seq in requests if query == seq for i in range(min(query, topk))]
     assert [token for one in found for token in range(one.tokens.start, one.tokens.stop)] == expected
     assert all(sum(one.lengths) == one.tokens.stop - one.tokens.start for one in found)
     assert all(a.tokens.stop < b.tokens.start for a, b in zip(found, found[1:], strict=False))
-    rest = [
-        token
-        for part in between([one.tokens for one in found], starts[first], starts[-1])
-        for token in range(part.start, part.stop)
-    ]
+    parts = between([one.tokens for one in found], starts[first], starts[-1])
+    rest = [token for part in parts for token in range(part.start, part.stop)]
     assert sorted(rest + expected) == list(range(starts[first], starts[-1]))
 
 
@@ -68,9 +61,8 @@ def test_tokens_with_masks_follow_beginnings_in_whole_blocks_of_short_contexts(d
         room = min(query, longest) - topk if query == seq else 0
         assert count % MASKED == 0 and 0 <= count <= max(room, 0) < count + MASKED
         assert count == 0 or begins == topk
-    assert [(one.tokens.start, len(one.blocks)) for one in found] == [
-        (start + topk, count // MASKED) for start, count in zip(starts, counts, strict=False) if count
-    ]
+    wanted = [(start + topk, count // MASKED) for start, count in zip(starts, counts, strict=False) if count]
+    assert [(one.tokens.start, len(one.blocks)) for one in found] == wanted
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,18 +13,11 @@ from mla_backend import reference
 from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import models, versions
 from problems import assert_accurate, random_cache
+from vllm_models import config_with
 
 HEADS, PADDED, WINDOW, TOPK = 5, 8, 12, 16
 WINDOW_BLOCK, BLOCK, BLOCKS, REQUESTS = 16, 256, 20, 4
 SCALE = 512**-0.5
-
-
-@pytest.fixture(scope="module")
-def v4():
-    versions.add_backend(versions.SPARSE)
-    from mla_backend.vllm_plugin import deepseek_v4
-
-    return deepseek_v4
 
 
 class V4Batch:
@@ -40,19 +33,13 @@ class V4Batch:
         self.block_table = torch.randperm(BLOCKS).int().view(REQUESTS, -1)
 
     def window(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            num_decode_tokens=self.decodes,
-            num_prefill_tokens=self.prefills,
-            num_decodes=min(self.decodes, 1),
-            num_prefills=1,
-            decode_swa_indices=self.window_slots[: self.decodes],
-            decode_swa_lens=self.window_lengths[: self.decodes],
-            prefill_swa_indices=self.window_slots[self.decodes :] if self.prefills else None,
-            prefill_swa_lens=self.window_lengths[self.decodes :] if self.prefills else None,
-            is_valid_token=self.valid,
-            token_to_req_indices=self.requests,
-            flashinfer_sparse_index_cache={},
-        )
+        slots, lengths = ((x[: self.decodes], x[self.decodes :]) for x in (self.window_slots, self.window_lengths))
+        given = dict(num_decode_tokens=self.decodes, num_prefill_tokens=self.prefills, num_prefills=1)
+        given |= dict(num_decodes=min(self.decodes, 1), decode_swa_indices=slots[0], decode_swa_lens=lengths[0])
+        prefill = (slots[1], lengths[1]) if self.prefills else (None, None)
+        given |= dict(zip(("prefill_swa_indices", "prefill_swa_lens"), prefill, strict=True))
+        given |= dict(is_valid_token=self.valid, token_to_req_indices=self.requests, flashinfer_sparse_index_cache={})
+        return SimpleNamespace(**given)
 
     def picked(self, states: int) -> Tensor:
         """Compressed positions of each token's request, and -1 after some of them, int32 `[T, TOPK]`."""
@@ -66,33 +53,22 @@ class V4Batch:
 
     def compressed(self, positions: Tensor, states: int) -> SimpleNamespace:
         slots = self.slots(positions, states)
-        return SimpleNamespace(
-            block_table=self.block_table,
-            block_size=BLOCK,
-            c128a_global_decode_topk_indices=slots[: self.decodes].unsqueeze(1),
-            c128a_decode_topk_lens=(slots >= 0).sum(1).int()[: self.decodes],
-            c128a_prefill_topk_indices=positions[self.decodes :],
-        )
+        given = dict(c128a_global_decode_topk_indices=slots[: self.decodes].unsqueeze(1))
+        given["c128a_decode_topk_lens"] = (slots >= 0).sum(1).int()[: self.decodes]
+        given["c128a_prefill_topk_indices"] = positions[self.decodes :]
+        return SimpleNamespace(block_table=self.block_table, block_size=BLOCK, **given)
 
 
 BATCHES = {"decode": (6, 0), "padded": (6, 0, 2), "prefill": (0, 7), "mixed": (5, 6), "no tokens": (0, 0)}
 
 
 def layer_of(v4, ratio: int, picked: Tensor | None) -> object:
-    layer = object.__new__(v4.SparseMLAV4Attention)
-    states = BLOCK // ratio
-    vars(layer).update(
-        prefix="layers.0.attn",
-        n_local_heads=HEADS,
-        scale=SCALE,
-        compress_ratio=ratio,
-        attn_sink=torch.cat([torch.linspace(-2, 4, HEADS), torch.full((PADDED - HEADS,), -torch.inf)]),
-        swa_cache_layer=SimpleNamespace(
-            prefix="layers.0.attn.swa_cache", kv_cache=random_cache("fp8_model1", BLOCKS, WINDOW_BLOCK)
-        ),
-        kv_cache=random_cache("fp8_model1", BLOCKS, states) if ratio > 1 else torch.tensor([]),
-        topk_indices_buffer=picked,
-    )
+    layer, window = object.__new__(v4.SparseMLAV4Attention), random_cache("fp8_model1", BLOCKS, WINDOW_BLOCK)
+    sink = torch.cat([torch.linspace(-2, 4, HEADS), torch.full((PADDED - HEADS,), -torch.inf)])
+    cache = random_cache("fp8_model1", BLOCKS, BLOCK // ratio) if ratio > 1 else torch.tensor([])
+    vars(layer).update(prefix="layers.0.attn", n_local_heads=HEADS, scale=SCALE, compress_ratio=ratio, attn_sink=sink)
+    vars(layer).update(swa_cache_layer=SimpleNamespace(prefix="layers.0.attn.swa_cache", kv_cache=window))
+    vars(layer).update(kv_cache=cache, topk_indices_buffer=picked)
     return layer
 
 
@@ -119,19 +95,12 @@ def test_tokens_attend_to_their_window_and_to_what_is_compressed(v4, monkeypatch
     layer, q = layer_of(v4, ratio, positions), queries(batch.tokens)
     window, compressed = batch.window(), batch.compressed(positions, states) if ratio > 1 else None
     out = attend(v4, monkeypatch, layer, window, compressed, q)
-    second = {}
+    how = dict(scale=SCALE, topk_length=batch.window_lengths, sink=layer.attn_sink[:HEADS])
     if ratio > 1:
-        second = dict(extra_cache=layer.kv_cache, extra_indices=batch.slots(positions, states))
-    want, *_ = reference.sparse_attention(
-        q[:, :HEADS],
-        layer.swa_cache_layer.kv_cache,
-        batch.window_slots.squeeze(1),
-        scale=SCALE,
-        topk_length=batch.window_lengths,
-        sink=layer.attn_sink[:HEADS],
-        **second,
-    )
-    assert_accurate((out,), (want,))
+        how |= dict(extra_cache=layer.kv_cache, extra_indices=batch.slots(positions, states))
+    slots = batch.window_slots.squeeze(1)
+    want = reference.sparse_attention(q[:, :HEADS], layer.swa_cache_layer.kv_cache, slots, **how)
+    assert_accurate((out,), want[:1])
     assert not out[~batch.valid].any(), "padding attends to nothing"
 
 
@@ -204,23 +173,19 @@ def test_the_layer_and_its_worker_take_what_vllm_passes(v4):
 
 def v4_config(**cache) -> SimpleNamespace:
     model = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], dtype=torch.bfloat16, hf_text_config=None)
-    return SimpleNamespace(
-        model_config=model,
-        attention_config=SimpleNamespace(backend=versions.add_backend(versions.SPARSE), hisparse_config=None),
-        cache_config=SimpleNamespace(**{"cache_dtype": "auto", "user_specified_block_size": False, **cache}),
-        parallel_config=SimpleNamespace(
-            worker_cls=plugin_config.VLLM_WORKER, decode_context_parallel_size=1, data_parallel_size=1
-        ),
-        speculative_config=None,
-    )
+    worker = dict(worker_cls=plugin_config.VLLM_WORKER, decode_context_parallel_size=1, data_parallel_size=1)
+    named = dict(backend=versions.add_backend(versions.SPARSE), hisparse_config=None)
+    cache = {"cache_dtype": "auto", "user_specified_block_size": False, **cache}
+    config = config_with(attention=named, cache=cache, parallel=worker)
+    config.model_config, config.speculative_config = model, None
+    return config
 
 
 def test_on_a_gpu_a_worker_of_ours_builds_the_model(monkeypatch):
     from vllm.platforms.interface import DeviceCapability
 
-    gpu = SimpleNamespace(
-        is_cpu=lambda: False, is_cuda=lambda: True, get_device_capability=lambda: DeviceCapability(9, 0)
-    )
+    kind, capability = dict(is_cpu=lambda: False, is_cuda=lambda: True), DeviceCapability(9, 0)
+    gpu = SimpleNamespace(**kind, get_device_capability=lambda: capability)
     monkeypatch.setattr("vllm.platforms.current_platform", gpu)
     monkeypatch.setattr("mla_backend.library.about", lambda: {"cuda_archs": "90a"})
     for given, settled in (("auto", "auto"), ("fp8", "fp8_ds_mla")):

@@ -9,19 +9,11 @@ from torch import Tensor
 import mla_backend
 import vllm_installed  # noqa: F401
 from mla_backend import reference
-from mla_backend.vllm_plugin import versions
 from problems import assert_accurate, random_cache, scale_of
+from vllm_models import common_metadata, config_with
 
 HEADS, BLOCK_SIZE, BLOCKS, SCALE = 5, 16, 24, 0.04
 FORMATS = ("bf16", "fp8_tensor_576")
-
-
-@pytest.fixture(scope="module")
-def dense():
-    versions.add_backend(versions.DENSE)
-    from mla_backend.vllm_plugin import dense_backend
-
-    return dense_backend
 
 
 class DenseBatch:
@@ -72,10 +64,8 @@ def layer_of(dense, cache_dtype: str = "auto"):
 
 
 def metadata_of(dense, batch: DenseBatch, room, leaders: tuple[str, ...] = ()) -> SimpleNamespace:
-    return SimpleNamespace(
-        decode=SimpleNamespace(block_table=batch.block_table, seq_lens=batch.lengths),
-        step=dense.DenseStep(room, dense.groups_of(batch.starts.tolist(), batch.tokens), leaders),
-    )
+    step = dense.DenseStep(room, dense.groups_of(batch.starts.tolist(), batch.tokens), leaders)
+    return SimpleNamespace(decode=SimpleNamespace(block_table=batch.block_table, seq_lens=batch.lengths), step=step)
 
 
 def model_layer(name: str = "first", scale: float = 1.0) -> SimpleNamespace:
@@ -84,22 +74,15 @@ def model_layer(name: str = "first", scale: float = 1.0) -> SimpleNamespace:
 
 def queries_of(tokens: int) -> tuple[Tensor, Tensor]:
     """As vLLM has them: the first part head by head."""
-    return (torch.randn(HEADS, tokens, 512) * 10).bfloat16().transpose(0, 1), (
-        torch.randn(tokens, HEADS, 64) * 10
-    ).bfloat16()
+    first, rest = torch.randn(HEADS, tokens, 512) * 10, torch.randn(tokens, HEADS, 64) * 10
+    return first.bfloat16().transpose(0, 1), rest.bfloat16()
 
 
 def test_requests_with_equally_many_tokens_attend_together(dense):
-    expected = {
-        "decode": [(3, 1)],
-        "verification": [(3, 3)],
-        "short extends": [(2, 1), (2, 4), (1, 20)],
-        "a graph's padding": [(4, 2)],
-        "padding behind": [(1, 2), (1, 1)],
-    }
-    for name, batch in BATCHES.items():
+    expected = [[(3, 1)], [(3, 3)], [(2, 1), (2, 4), (1, 20)], [(4, 2)], [(1, 2), (1, 1)]]
+    for batch, wanted in zip(BATCHES.values(), expected, strict=True):
         groups = dense.groups_of(batch.starts.tolist(), batch.tokens)
-        assert [(group.requests, group.queries) for group in groups] == expected[name]
+        assert [(group.requests, group.queries) for group in groups] == wanted
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -115,10 +98,8 @@ def test_a_batch_attends_to_its_sequences(dense, name, parts, fmt):
     metadata = metadata_of(dense, batch, buffers(dense))
     out, lse = layer.forward_mqa(q if parts == 2 else torch.cat(q, dim=-1), given, metadata, model_layer(scale=scale))
     assert lse is None, "it is wanted with context parallelism alone"
-    want = reference.sparse_attention(
-        torch.cat(q, dim=-1), cache, batch.slots(), scale=SCALE, cache_format=fmt, cache_scale=scale
-    )
-    assert_accurate((out,), (want[0],))
+    how = dict(scale=SCALE, cache_format=fmt, cache_scale=scale)
+    assert_accurate((out,), reference.sparse_attention(torch.cat(q, dim=-1), cache, batch.slots(), **how)[:1])
     assert not out[sum(batch.queries) :].any(), "padding attends to nothing"
 
 
@@ -143,16 +124,10 @@ def test_the_leading_layers_make_the_plan_anew_at_the_same_address(dense):
     assert not (room.plan_table == -7).all(), "without a leading layer the first one makes it"
 
 
-def test_no_step_waits_for_the_device(dense, monkeypatch):
-    """Nothing in a step reads a value of a tensor back: on a GPU each time would be a wait."""
+def test_no_step_waits_for_the_device(dense, no_values_are_read):
     batch, cache = BATCHES["short extends"], random_cache("bf16", BLOCKS, BLOCK_SIZE)
     metadata, q = metadata_of(dense, batch, buffers(dense)), queries_of(batch.tokens)
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("a value was read back from the device")
-
-    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__index__", "nonzero"):
-        monkeypatch.setattr(Tensor, name, refuse)
+    no_values_are_read()
     layer_of(dense).forward_mqa(q, cache, metadata, model_layer())
 
 
@@ -187,32 +162,13 @@ def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(den
 
 
 def test_building_the_metadata_of_a_decode_step_reads_nothing_from_the_device(dense):
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    builder = object.__new__(dense.DenseMLAMetadataBuilder)
-    vars(builder).update(
-        buffers=buffers(dense),
-        leaders=frozenset(["first"]),
-        metadata_cls=dense.DenseMLAMetadata,
-        reorder_batch_threshold=3,
-        device=torch.device("meta"),
-        dcp_world_size=1,
-        use_pcp=False,
-        non_causal_multi_token_decode=False,
-        model_config=SimpleNamespace(get_head_size=lambda: 576),
-    )
-    on_device = dict(device="meta", dtype=torch.int32)  # whoever reads a value gets an error
-    common = CommonAttentionMetadata(
-        query_start_loc=torch.empty(4, **on_device),
-        query_start_loc_cpu=torch.tensor([0, 3, 6, 7], dtype=torch.int32),
-        seq_lens=torch.empty(3, **on_device),
-        num_reqs=3,
-        num_actual_tokens=7,
-        max_query_len=3,
-        max_seq_len=77,
-        block_table_tensor=torch.empty(3, 5, **on_device),
-        slot_mapping=torch.empty(7, device="meta", dtype=torch.int64),
-    )
+    builder, model = object.__new__(dense.DenseMLAMetadataBuilder), SimpleNamespace(get_head_size=lambda: 576)
+    vars(builder).update(buffers=buffers(dense), leaders=frozenset(["first"]), metadata_cls=dense.DenseMLAMetadata)
+    vars(builder).update(reorder_batch_threshold=3, device=torch.device("meta"), dcp_world_size=1, use_pcp=False)
+    vars(builder).update(non_causal_multi_token_decode=False, model_config=model)
+    # on this device whoever reads a value gets an error
+    starts, lengths, table = (torch.empty(size, device="meta", dtype=torch.int32) for size in (4, 3, (3, 5)))
+    common = common_metadata(starts, torch.tensor([0, 3, 6, 7], dtype=torch.int32), lengths, table)
     metadata = builder.build(0, common)
     assert metadata.num_decodes == 3 and metadata.num_decode_tokens == 7 and metadata.prefill is None
     assert [(group.requests, group.queries) for group in metadata.step.groups] == [(2, 3), (1, 1)]
@@ -223,16 +179,13 @@ def test_buffers_are_for_the_heads_of_the_builders_layers(dense, monkeypatch):
     """A draft model may have more than the model that it drafts for."""
     monkeypatch.setattr(dense.MLACommonMetadataBuilder, "__init__", lambda *args, **kwargs: None)
     layers = {"draft": SimpleNamespace(impl=SimpleNamespace(num_heads=24, kv_cache_dtype="fp8"))}
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(decode_context_parallel_size=2),
-        scheduler_config=SimpleNamespace(max_num_seqs=2),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        compilation_config=SimpleNamespace(static_forward_context=layers),
-        model_config=SimpleNamespace(
-            max_model_len=128,
-            hf_text_config=SimpleNamespace(num_hidden_layers=1),
-            get_num_attention_heads=lambda parallel: 16,
-        ),
+    model = dict(max_model_len=128, hf_text_config=SimpleNamespace(num_hidden_layers=1))
+    config = config_with(
+        parallel=dict(decode_context_parallel_size=2),
+        scheduler=dict(max_num_seqs=2),
+        cache=dict(cache_dtype="auto"),
+        compilation=dict(static_forward_context=layers),
+        model={**model, "get_num_attention_heads": lambda parallel: 16},
     )
     builder = dense.DenseMLAMetadataBuilder(None, ["draft"], config, torch.device("cpu"))
     assert builder.buffers.heads == 48 and builder.buffers.cache_format == "fp8_tensor_576", "not the config's cache"

@@ -13,8 +13,7 @@ from mla_backend.vllm_plugin import versions
 from serving_benchmarks.models import models
 
 BOTH = ("--backend", "FLASHMLA_SPARSE,SPARSE_MLA")
-PADDING = ("upconvert", "pad")
-"""What names of kernels have in them that widen heads or unpack the cache."""
+PADDING = ("upconvert", "pad")  # what names of kernels have in them that widen heads or unpack the cache
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMalloc")
 
 pytestmark = pytest.mark.gpu
@@ -45,9 +44,16 @@ def results_of(tmp_path: Path, *words: object) -> list[dict]:
     return json.loads(output.read_text())["results"]
 
 
-@pytest.mark.parametrize("heads", [16, 64, 128])
-def test_tokens_are_those_of_flashmla_within_its_own_noise(tmp_path, model, heads):
-    results_of(tmp_path, "checkpoint", "--model", model(heads), "--ways", "vllm", *BOTH, "--output-len", 192)
+WAYS = [(heads, "--ways vllm --output-len 192") for heads in (16, 64, 128)]
+WAYS += [(16, f"--ways {way} --output-len 64") for way in ("eager", "vllm-bf16")]
+LONG = ("--num-prompts 2 --input-len 65536 --output-len 64", "--num-prompts 4 --input-len 1000 --output-len 4000")
+WAYS += [(64, f"--ways vllm {lengths}") for lengths in LONG]
+
+
+@pytest.mark.parametrize(("heads", "how"), WAYS)
+def test_tokens_are_those_of_flashmla_within_its_own_noise(tmp_path, model, heads, how):
+    """In every way to run, also over long contexts and thousands of steps, and there is no NaN."""
+    results_of(tmp_path, "checkpoint", "--model", model(heads), *BOTH, *how.split())
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -70,17 +76,6 @@ def test_a_decode_step_pads_nothing_allocates_nothing_and_waits_no_more_often_th
     calls, their_calls = ours["profile"]["calls"], theirs["profile"]["calls"]
     assert calls and "cudaMalloc" not in calls
     assert sum(calls.get(name, 0) for name in WAITS) <= sum(their_calls.get(name, 0) for name in WAITS)
-
-
-@pytest.mark.parametrize("way", ["eager", "vllm-bf16"])
-def test_other_ways_to_run_give_the_same_tokens(tmp_path, model, way):
-    results_of(tmp_path, "checkpoint", "--model", model(16), "--ways", way, *BOTH, "--output-len", 64)
-
-
-@pytest.mark.parametrize(("prompts", "context", "new"), [(2, 65536, 64), (4, 1000, 4000)])
-def test_long_contexts_and_thousands_of_steps_give_the_same_tokens_and_no_nan(tmp_path, model, prompts, context, new):
-    lengths = ("--num-prompts", prompts, "--input-len", context, "--output-len", new)
-    results_of(tmp_path, "checkpoint", "--model", model(64), "--ways", "vllm", *BOTH, *lengths)
 
 
 def test_drafts_change_no_token(tmp_path, model):

@@ -7,33 +7,16 @@ import torch
 
 import vllm_installed  # noqa: F401
 from mla_backend import FORMATS, reference
-from mla_backend.vllm_plugin import versions
 
 DTYPES = {"bf16": "auto", "bf16_512": "auto", "fp8_tensor_576": "fp8"}
 """How vLLM says which format a cache has, if not by its name."""
 
 
-@pytest.fixture(scope="module")
-def sparse():
-    versions.add_backend(versions.SPARSE)
-    from mla_backend.vllm_plugin import backend
-
-    return backend
-
-
-@pytest.fixture(scope="module")
-def dense():
-    versions.add_backend(versions.DENSE)
-    from mla_backend.vllm_plugin import dense_backend
-
-    return dense_backend
-
-
 @pytest.mark.parametrize(
     ("kind", "fmt"), [("sparse", "bf16"), ("sparse", "fp8_ds_mla"), ("dense", "bf16"), ("dense", "fp8_tensor_576")]
 )
-def test_tokens_are_written_as_the_reference_writes_them(sparse, dense, kind, fmt):
-    layer = object.__new__(sparse.SparseMLALayer if kind == "sparse" else dense.DenseMLALayer)
+def test_tokens_are_written_as_the_reference_writes_them(backend, dense, kind, fmt):
+    layer = object.__new__(backend.SparseMLALayer if kind == "sparse" else dense.DenseMLALayer)
     scale = torch.tensor(0.03 if fmt == "fp8_tensor_576" else 1.0)
     kv_c, k_pe = torch.randn(7, 512).bfloat16(), torch.randn(7, 1, 64).bfloat16()
     slots = torch.tensor([3, -1, 40, 0, 17])  # two tokens of the seven are padding
@@ -46,8 +29,8 @@ def test_tokens_are_written_as_the_reference_writes_them(sparse, dense, kind, fm
 
 
 @pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla"])
-def test_tokens_without_rope_are_written(sparse, fmt):
-    layer = object.__new__(sparse.SparseMLALayer)
+def test_tokens_without_rope_are_written(backend, fmt):
+    layer = object.__new__(backend.SparseMLALayer)
     kv_c, slots = torch.randn(7, 512).bfloat16(), torch.tensor([3, -1, 40, 0, 17])
     cache, want = (FORMATS[fmt].new_cache(4, 16) for _ in range(2))
     layer.do_kv_cache_update(kv_c, kv_c[:, None, :0], cache, slots, "auto", torch.ones(1))
@@ -55,10 +38,10 @@ def test_tokens_without_rope_are_written(sparse, fmt):
     assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
 
 
-def test_what_the_classes_override_takes_what_vllm_passes(sparse, dense):
+def test_what_the_classes_override_takes_what_vllm_passes(backend, dense):
     """All arguments of the method that is overridden, in their order: of whichever version is installed."""
     for ours in (
-        *(sparse.SparseMLABackend, sparse.SparseMLAMetadataBuilder, sparse.SparseMLALayer),
+        *(backend.SparseMLABackend, backend.SparseMLAMetadataBuilder, backend.SparseMLALayer),
         *(dense.DenseMLABackend, dense.DenseMLAMetadataBuilder, dense.DenseMLALayer),
     ):
         assert not getattr(ours, "__abstractmethods__", None)
@@ -75,14 +58,14 @@ def test_what_the_classes_override_takes_what_vllm_passes(sparse, dense):
             assert common == [argument for argument in taken if argument in named], f"{ours.__name__}.{name}"
 
 
-def test_the_backends_say_of_themselves_what_vllm_asks(sparse, dense):
-    ours, other = sparse.SparseMLABackend, dense.DenseMLABackend
+def test_the_backends_say_of_themselves_what_vllm_asks(backend, dense):
+    ours, other = backend.SparseMLABackend, dense.DenseMLABackend
     assert ours.get_name() == "SPARSE_MLA" and ours.is_sparse() and ours.supports_sink()
     assert other.get_name() == "DENSE_MLA" and not other.is_sparse()
     assert ours.get_supported_head_sizes() == [576, 512] and other.get_supported_head_sizes() == [576]
-    for backend, dtypes in ((ours, {"fp8_ds_mla"}), (other, set())):
-        assert backend.is_mla() and backend.supports_batch_invariance() and not backend.supports_dtype(torch.float16)
-        taken = {d for d in ("auto", "bfloat16", "fp8", "fp8_ds_mla", "fp8_e5m2") if backend.supports_kv_cache_dtype(d)}
+    for each, dtypes in ((ours, {"fp8_ds_mla"}), (other, set())):
+        assert each.is_mla() and each.supports_batch_invariance() and not each.supports_dtype(torch.float16)
+        taken = {d for d in ("auto", "bfloat16", "fp8", "fp8_ds_mla", "fp8_e5m2") if each.supports_kv_cache_dtype(d)}
         assert taken == {"auto", "bfloat16", "fp8", *dtypes}
     assert ours.get_kv_cache_shape(10, 64, 1, 576, "fp8_ds_mla") == (10, 64, 656)
     for width in (576, 512):

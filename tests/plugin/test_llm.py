@@ -67,9 +67,8 @@ def test_tensor_parallelism_gives_them_too(checkpoint, prompts, monkeypatch):
 def test_whole_prompts_over_an_fp8_cache_give_the_embedded_engines_probabilities(tmp_path, prompts):
     """Without chunks and without a prefix cache."""
     folder = make_checkpoint("deepseek_v32_smooth", tmp_path)
-    options = dict(
-        kv_cache_dtype="fp8", enable_chunked_prefill=False, enable_prefix_caching=False, max_num_batched_tokens=256
-    )
+    options = dict(kv_cache_dtype="fp8", enable_chunked_prefill=False, enable_prefix_caching=False)
+    options["max_num_batched_tokens"] = 256
     with running(folder, **options) as llm:
         assert llm.llm_engine.vllm_config.cache_config.cache_dtype == "fp8_ds_mla"
         outputs = generate(llm, prompts, logprobs=0)
@@ -83,20 +82,18 @@ def test_whole_prompts_over_an_fp8_cache_give_the_embedded_engines_probabilities
 
 
 @pytest.mark.parametrize(
-    ("cache_dtype", "longest_masked", "tolerance"),
+    ("cache_dtype", "masked", "tolerance"),
     [("auto", 90, 0.02), ("fp8", 0, 0.05), ("fp8", 90, 0.1)],  # dense attention reads rows before they are rounded
 )
-def test_prompts_whose_first_tokens_attend_densely_give_them_too(
-    checkpoint, prompts, monkeypatch, cache_dtype, longest_masked, tolerance
-):
+def test_prompts_that_begin_densely_give_them_too(checkpoint, prompts, monkeypatch, cache_dtype, masked, tolerance):
     """As on a GPU. Requests that decode and later parts of prompts are in the same steps."""
-    monkeypatch.setenv("LONGEST_MASKED", str(longest_masked))
+    monkeypatch.setenv("LONGEST_MASKED", str(masked))
     latent, step = ("fp8_ds_mla", 1024) if cache_dtype == "fp8" else ("bf16", 200)
     options = dict(kv_cache_dtype=cache_dtype, max_num_batched_tokens=step, enable_prefix_caching=False)
     with running(checkpoint, worker_extension_cls="dense_on_cpu.Extension", **options) as llm:
         got = tokens(generate(llm, prompts[:6]) + generate(llm, prompts[6:]))
         (counted,) = llm.collective_rpc("counted_tokens")
-    assert counted["dense"] > 0 and counted["sparse"] > 0 and (counted["masked"] > 0) == (longest_masked > 0)
+    assert counted["dense"] > 0 and counted["sparse"] > 0 and (counted["masked"] > 0) == (masked > 0)
     assert_follows(checkpoint, prompts, got, latent, tolerance)
 
 

@@ -17,10 +17,7 @@ from tests.plugin.test_backend import made_on_a_gpu
 
 
 @pytest.fixture
-def make_layer(monkeypatch):
-    versions.add_backend(versions.SPARSE)
-    from mla_backend.vllm_plugin import backend
-
+def make_layer(backend, monkeypatch):
     return lambda: made_on_a_gpu(backend, monkeypatch)
 
 

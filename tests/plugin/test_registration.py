@@ -28,9 +28,8 @@ GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 def in_a_process(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Of its own, in which nothing has been registered yet."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env={**os.environ, **environment}
-    )
+    command, environment = [sys.executable, "-c", code, *arguments], {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def test_registering_again_changes_nothing():
@@ -55,11 +54,8 @@ def test_a_config_that_names_the_backend_reaches_another_process(pickler, name, 
     dumps = pytest.importorskip(pickler).dumps
     config = AttentionConfig(backend=name)
     (tmp_path / "config").write_bytes(dumps(config))
-    done = in_a_process(
-        "import pickle, sys; config = pickle.load(open(sys.argv[1], 'rb')); "
-        "print(config.backend.name, config.backend.get_path())",
-        str(tmp_path / "config"),
-    )
+    code = "import pickle, sys; b = pickle.load(open(sys.argv[1], 'rb')).backend; print(b.name, b.get_path())"
+    done = in_a_process(code, str(tmp_path / "config"))
     assert done.stdout.split()[-2:] == [name, versions.CLASS_PATHS[name]], done.stderr
     assert pickle.loads(pickle.dumps(config.backend)) is config.backend
 
@@ -127,9 +123,8 @@ def test_entry_points_are_functions_however_much_of_the_plugin_is_imported():
 
 
 def test_a_user_can_leave_the_plugin_out():
-    done = in_a_process(
-        "from vllm.platforms import current_platform; print(type(current_platform).__name__)", VLLM_PLUGINS=""
-    )
+    code = "from vllm.platforms import current_platform; print(type(current_platform).__name__)"
+    done = in_a_process(code, VLLM_PLUGINS="")
     assert done.stdout.split()[-1:] == ["CpuPlatform"], done.stderr
 
 
@@ -210,12 +205,9 @@ def test_layers_that_draft_get_the_backend_too_unless_another_is_named_for_them(
     """vLLM would pick one for them anew."""
     folder = changed(sparse, tmp_path, num_nextn_predict_layers=1)
     options = dict(method="mtp", num_speculative_tokens=2)
-    config = config_of(folder, speculative_config=options, attention_backend="SPARSE_MLA")
-    assert config.speculative_config.attention_backend.name == "SPARSE_MLA"
-    named = config_of(
-        folder, speculative_config={**options, "attention_backend": "TRITON_MLA"}, attention_backend="SPARSE_MLA"
-    )
-    assert named.speculative_config.attention_backend.name == "TRITON_MLA"
+    for named in ({}, {"attention_backend": "TRITON_MLA"}):
+        config = config_of(folder, speculative_config={**options, **named}, attention_backend="SPARSE_MLA")
+        assert config.speculative_config.attention_backend.name == named.get("attention_backend", "SPARSE_MLA")
 
 
 def for_a_draft(config, backend):
@@ -272,12 +264,12 @@ def test_models_whose_cached_rows_have_no_rope_are_served(sparse, tmp_path, give
 def test_models_without_this_attention_are_refused_by_name(sparse, tmp_path):
     with pytest.raises(ValueError, match="such as DeepSeek-V3.2 and GLM-5, and llama is none. Leave out"):
         config_of(llama(tmp_path), attention_backend="SPARSE_MLA")
-    with pytest.raises(ValueError, match="kv_lora_rank and a qk_rope_head_dim of 256 and 64"):
-        config_of(changed(sparse, tmp_path, kv_lora_rank=256), attention_backend="SPARSE_MLA")
-    with pytest.raises(ValueError, match="up to 256 attention heads; deepseek_v32 has 512"):
-        config_of(
-            changed(sparse, tmp_path, num_attention_heads=512, num_key_value_heads=512), attention_backend="SPARSE_MLA"
-        )
+    for says, shape in {
+        "kv_lora_rank and a qk_rope_head_dim of 256 and 64": dict(kv_lora_rank=256),
+        "up to 256 attention heads; deepseek_v32 has 512": dict(num_attention_heads=512, num_key_value_heads=512),
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            config_of(changed(sparse, tmp_path, **shape), attention_backend="SPARSE_MLA")
 
 
 def gpu(major: int, minor: int) -> SimpleNamespace:
@@ -331,11 +323,10 @@ def test_one_backend_is_for_all_layers(sparse):
 def test_sleep_mode_is_refused_where_vllm_would_drop_the_buffers(sparse, monkeypatch):
     config = config_of(sparse, attention_backend="SPARSE_MLA")
     config.model_config.enable_sleep_mode = True
-    for name in BACKENDS:
-        assert plugin_config._features(name, config, on_cpu=False) is None
-    monkeypatch.setattr(versions, "since_0_32", lambda: False)
-    for name in BACKENDS:
-        assert "Leave out --enable-sleep-mode" in plugin_config._features(name, config, on_cpu=False)
+    for since_0_32 in (True, False):
+        monkeypatch.setattr(versions, "since_0_32", lambda since_0_32=since_0_32: since_0_32)
+        refused = ["--enable-sleep-mode" in str(plugin_config._features(name, config, False)) for name in BACKENDS]
+        assert refused == [not since_0_32] * 2
 
 
 def test_an_old_vllm_for_cpus_is_told_which_to_install(monkeypatch):

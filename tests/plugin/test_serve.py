@@ -8,7 +8,7 @@ import pytest
 
 import vllm_installed  # noqa: F401
 from vllm_models import assert_follows
-from vllm_server import OPTIONS, becomes_idle, ends, idle, serving
+from vllm_server import OPTIONS, serving
 
 
 @pytest.fixture(scope="module")
@@ -18,21 +18,20 @@ def server(checkpoint, tmp_path_factory):
 
 
 def test_clients_one_and_many_get_the_embedded_engines_tokens(server, checkpoint, prompts):
-    assert "SPARSE_MLA" in server.log.read_text()
+    assert "SPARSE_MLA" in server.process.says()
     assert_follows(checkpoint, prompts[:2], [server.complete(p) for p in prompts[:2]])
     many = prompts * 4
     with ThreadPoolExecutor(len(many)) as pool:
         assert_follows(checkpoint, many, list(pool.map(server.complete, many)))
-    assert idle(server)
+    assert server.idle()
 
 
 def test_clients_that_hang_up_leave_the_others_right_and_no_block_behind(server, checkpoint, prompts):
     chance = random.Random(0)
 
     def hang_up(prompt: list[int]) -> None:
-        stream = server.client().completions.create(
-            model="m", prompt=prompt, max_tokens=100, temperature=0.0, stream=True, extra_body={"ignore_eos": True}
-        )
+        how = dict(max_tokens=100, temperature=0.0, stream=True, extra_body={"ignore_eos": True})
+        stream = server.client().completions.create(model="m", prompt=prompt, **how)
         for _ in range(chance.randrange(1, 10)):
             next(iter(stream))
         stream.close()
@@ -43,13 +42,11 @@ def test_clients_that_hang_up_leave_the_others_right_and_no_block_behind(server,
         for one in hung:
             one.result()
     assert_follows(checkpoint, prompts, answers)
-    assert becomes_idle(server)
+    assert server.becomes_idle()
 
 
 def test_a_server_whose_worker_is_killed_says_so_and_ends(server, prompts):
-    """The last test of this server. vLLM does not start a worker anew: whoever runs the server does, and it must end
-    for that, with a reason in its log."""
-    worker = server.member("Worker")
-    worker.kill()
-    assert ends(server, prompts[0]), "the server goes on without a worker"
-    assert re.search(r"[Ww]orker.* died", server.log.read_text())
+    """The last test of this server. vLLM starts no worker anew: it must end, for whoever runs it, and say why."""
+    server.kill_member("Worker")
+    assert server.ends(prompts[0]), "the server goes on without a worker"
+    assert re.search(r"[Ww]orker.* died", server.process.says())

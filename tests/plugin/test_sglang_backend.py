@@ -48,16 +48,9 @@ def lengths_on_a_cpu(monkeypatch):
 def batch_of(mode: ForwardMode, prefixes: tuple[int, ...], new: int | tuple[int, ...] = 1, heads=4, **options):
     """SGLang's fixture: a runner with its pools and the backend, a batch, and what its layer projects."""
     new = (new,) * len(prefixes) if isinstance(new, int) else new
-    case = fixtures.DSAAttentionCase(
-        name=mode.name,
-        backend=plugin.NAME,
-        forward_mode=mode,
-        prefix_lens=prefixes,
-        extend_lens=None if mode is DECODE else new,
-        num_heads=heads,
-        num_kv_heads=1,
-        page_size=64,
-    )
+    sizes = dict(prefix_lens=prefixes, extend_lens=None if mode is DECODE else new, page_size=64)
+    kind = dict(name=mode.name, backend=plugin.NAME, forward_mode=mode, num_heads=heads, num_kv_heads=1)
+    case = fixtures.DSAAttentionCase(**kind, **sizes)
     with torch.no_grad():
         return fixtures.build_dsa_sparse_attention_fixture(unittest.TestCase(), case, device=DEVICE, **options)
 
@@ -79,14 +72,10 @@ def watched(backend: SparseMLABackend):
 
     def compared(**arguments):
         out = attend(**arguments)
-        q, tokens = torch.cat([arguments["q_nope"], arguments["q_rope"]], dim=-1), len(arguments["page_table"])
-        exact = reference.sparse_attention(
-            q.cpu(),
-            arguments["kv_cache"].cpu(),
-            arguments["page_table"].cpu(),
-            scale=arguments["sm_scale"],
-            topk_length=arguments["cache_seqlens"][:tokens].cpu(),
-        )
+        on_host = {name: x.cpu() for name, x in arguments.items() if isinstance(x, torch.Tensor)}
+        q, lists = torch.cat([on_host["q_nope"], on_host["q_rope"]], dim=-1), on_host["page_table"]
+        how = dict(scale=arguments["sm_scale"], topk_length=on_host["cache_seqlens"][: len(lists)])
+        exact = reference.sparse_attention(q, on_host["kv_cache"], lists, **how)
         assert_accurate((out,), exact, magnitude=1)
         calls.append(out)
         return out
@@ -132,15 +121,10 @@ def call_of(fixture, tokens: int, lengths: list[int]) -> dict[str, torch.Tensor 
     cache = full_cache(fixture)
     lists = torch.full((tokens, 128), -1, dtype=torch.int32, device=DEVICE)
     lists[: fixture.case.num_input_tokens] = torch.randint(0, len(cache), (128,), device=DEVICE)
-    return {
-        "q_nope": torch.randn(tokens, 4, 512, device=DEVICE).bfloat16(),
-        "q_rope": torch.randn(tokens, 4, 64, device=DEVICE).bfloat16(),
-        "kv_cache": cache,
-        "page_table": lists,
-        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        "sm_scale": 0.1,
-        "page_size": 1,
-    }
+    parts = {"q_nope": 512, "q_rope": 64}
+    queries = {name: torch.randn(tokens, 4, dims, device=DEVICE).bfloat16() for name, dims in parts.items()}
+    more = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device=DEVICE), "sm_scale": 0.1, "page_size": 1}
+    return {**queries, "kv_cache": cache, "page_table": lists, **more}
 
 
 def test_the_layers_of_a_pass_share_a_plan_and_each_pass_makes_its_own(monkeypatch):
@@ -190,9 +174,8 @@ def test_a_captured_pass_attends_at_the_lengths_of_its_replay(fp8):
     for lengths in ([1, 128], [100, 3], [128, 128]):
         prepare(lengths, in_capture=False)
         replay()
-        exact = reference.sparse_attention(
-            q.cpu(), cache.cpu(), lists.cpu(), scale=0.1, topk_length=torch.tensor(lengths, dtype=torch.int32)
-        )
+        on_host, counts = (x.cpu() for x in (q, cache, lists)), torch.tensor(lengths, dtype=torch.int32)
+        exact = reference.sparse_attention(*on_host, scale=0.1, topk_length=counts)
         assert_accurate((out,), exact, magnitude=1)
 
 
@@ -241,14 +224,15 @@ def test_what_it_cannot_do_is_said_before_it_serves(change, word):
     assert word in str(refused.value)
 
 
-@pytest.mark.parametrize("half", ["prefill_attention_backend", "decode_attention_backend"])
-def test_half_of_a_model_is_refused(half):
+@pytest.mark.parametrize(
+    ("context", "word"),
+    [
+        (lambda: get_context().override_server_args(prefill_attention_backend="dsa"), "--attention-backend"),
+        (lambda: get_context().override_server_args(decode_attention_backend="dsa"), "--attention-backend"),
+        (lambda: get_parallel().override(attn_dcp_size=2), "--dcp-size"),
+    ],
+)
+def test_half_of_a_model_and_context_parallelism_are_refused(context, word):
     runner = batch_of(DECODE, (64,)).runner
-    with get_context().override_server_args(**{half: "dsa"}), pytest.raises(ValueError, match="--attention-backend"):
-        SparseMLABackend(runner)
-
-
-def test_context_parallelism_is_refused():
-    runner = batch_of(DECODE, (64,)).runner
-    with get_parallel().override(attn_dcp_size=2), pytest.raises(ValueError, match="--dcp-size"):
+    with context(), pytest.raises(ValueError, match=word):
         SparseMLABackend(runner)

@@ -1,5 +1,6 @@
 """The plugin and SGLang's lists of backends: it is there in every process, and speaks where it can't be used."""
 
+import functools
 import importlib.metadata
 import inspect
 import logging
@@ -51,9 +52,8 @@ def test_a_process_of_sglangs_understands_the_guides_options_once_it_has_loaded_
     guide = GUIDE.read_text()
     command, mtp = re.search(r"^sglang serve (.*)$", guide, re.M)[1], re.search(r"`(--speculative-algo.*?)`", guide)[1]
     environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROCESS, *f"{command} {mtp}".split()], capture_output=True, text=True, env=environment
-    )
+    words = [sys.executable, "-c", PROCESS, *f"{command} {mtp}".split()]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
     assert done.stdout.split()[-5:] == ["sparse_mla", "8", "True", "1", "1"], done.stderr
 
 
@@ -80,10 +80,8 @@ FUNCTIONS = sorted(where for where, arguments in versions.NEEDED.items() if argu
 @pytest.mark.parametrize("where", FUNCTIONS)
 def test_a_function_with_other_arguments_is_named_and_nothing_is_registered(sglang, where, monkeypatch, caplog):
     module, path = where.split(":")
-    owner, name = importlib.import_module(module), path
-    while "." in name:
-        first, name = name.split(".", 1)
-        owner = getattr(owner, first)
+    *outer, name = path.split(".")
+    owner = functools.reduce(getattr, outer, importlib.import_module(module))
     monkeypatch.setattr(owner, name, lambda self, something_new: None)
     called = []
     monkeypatch.setattr("sglang.srt.arg_groups.choices.add_attention_backend_choices", called.append)

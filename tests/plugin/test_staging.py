@@ -1,7 +1,5 @@
 """Which requests of a step attend to staged rows."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +8,7 @@ from hypothesis import strategies as st
 import vllm_installed  # noqa: F401
 from mla_backend.vllm_plugin import config, staging
 from mla_backend.vllm_plugin.staging import TOKENS, VISITS, StagedRequests, requests_to_stage
+from vllm_models import config_with
 
 ROOM = 1 << 16
 
@@ -58,14 +57,10 @@ def test_what_is_staged_has_room_and_is_worth_it(data):
 
 def settings(heads=64, cache_dtype="fp8_ds_mla", ranks=1, **options):
     """The arguments of room_for_rows."""
-    parallel = SimpleNamespace(decode_context_parallel_size=ranks)
-    scheduler = SimpleNamespace(max_num_batched_tokens=8192)
-    return (
-        SimpleNamespace(parallel_config=parallel, scheduler_config=scheduler, additional_config=options),
-        heads,
-        2048,
-        cache_dtype,
-    )
+    parallel, scheduler = dict(decode_context_parallel_size=ranks), dict(max_num_batched_tokens=8192)
+    config = config_with(parallel=parallel, scheduler=scheduler)
+    config.additional_config = options
+    return config, heads, 2048, cache_dtype
 
 
 def test_there_is_room_only_where_it_is_of_use(monkeypatch):

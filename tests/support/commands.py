@@ -14,8 +14,7 @@ from serving_benchmarks.run import supervisor
 FAKE_VLLM, FAKE_SGLANG = (
     f"{Path(__file__).parent / name}:{Path(__file__).parents[2]}" for name in ("fake_vllm", "fake_sglang")
 )
-"""The PYTHONPATH with which a stand-in takes an engine's place in processes. They note things in the folder FAKE_VLLM
-or FAKE_SGLANG."""
+"""The PYTHONPATH with which a stand-in takes an engine's place. It notes things in the folder FAKE_VLLM or so."""
 
 
 def parsed(command: str, *words: object) -> argparse.Namespace:
@@ -25,10 +24,10 @@ def parsed(command: str, *words: object) -> argparse.Namespace:
     return parser.parse_args(list(map(str, words)))
 
 
-def status_of(*words: object) -> int:
+def status_of(*words: object, program: Callable[[list[str]], int] = main) -> int:
     """The exit status of a command."""
     try:
-        return main(list(map(str, words)))
+        return program(list(map(str, words)))
     except SystemExit as stopped:
         return stopped.code
 

@@ -79,15 +79,7 @@ class DenseProblem(Arguments):
 
 
 def random_dense(
-    fmt: str = "bf16",
-    lengths: tuple[int, ...] = (100, 37),
-    queries: int = 1,
-    heads: int = 16,
-    block_size: int = 16,
-    *,
-    max_blocks: int | None = None,
-    gap: int = 0,
-    **more,
+    fmt="bf16", lengths=(100, 37), queries=1, heads=16, block_size=16, *, max_blocks=None, gap=0, **more
 ) -> DenseProblem:
     """Sequences of these lengths in blocks at random places; beyond their ends the page table holds garbage."""
     used = [max(-(-n // block_size), 0) for n in lengths]
@@ -100,14 +92,9 @@ def random_dense(
         own = min(own, max_blocks)
         row[:own], places = places[:own], places[own:]
     form = mla_backend.FORMATS[fmt]
-    return DenseProblem(
-        (torch.randn(len(lengths), queries, heads, form.head_dim) / MAGNITUDE).to(form.number),
-        random_cache(fmt, blocks, block_size, gap=gap),
-        table,
-        torch.tensor(lengths, dtype=torch.int32),
-        cache_scale=scale_of(fmt),
-        **more,
-    )
+    q = (torch.randn(len(lengths), queries, heads, form.head_dim) / MAGNITUDE).to(form.number)
+    cache, lengths = random_cache(fmt, blocks, block_size, gap=gap), torch.tensor(lengths, dtype=torch.int32)
+    return DenseProblem(q, cache, table, lengths, cache_scale=scale_of(fmt), **more)
 
 
 @st.composite
@@ -118,15 +105,8 @@ def dense_problems(draw, formats=FORMATS, max_rows=160, max_length=300):
     heads = draw(st.integers(1, max(max_rows // queries, 1)))
     block_size = draw(st.sampled_from([1, 2, 7, 61, 64, 69, 256]))
     lengths = draw(st.lists(st.one_of(st.integers(-3, 6), st.integers(0, max_length)), max_size=4))
-    problem = random_dense(
-        draw(st.sampled_from(formats)),
-        tuple(lengths),
-        queries,
-        heads,
-        block_size,
-        gap=draw(st.sampled_from([0, 0, 8, 5])),
-        causal=draw(st.booleans()),
-    )
+    fmt, gap, causal = draw(st.sampled_from(formats)), draw(st.sampled_from([0, 0, 8, 5])), draw(st.booleans())
+    problem = random_dense(fmt, tuple(lengths), queries, heads, block_size, gap=gap, causal=causal)
     table = problem.block_table
     if draw(st.booleans()):  # blocks outside the cache within a sequence
         bad = torch.tensor([-1, -(2**31), problem.cache.shape[0], 2**31 - 1], dtype=torch.int32)

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,34 +35,18 @@ SMALL |= dict(num_attention_heads=2, num_key_value_heads=2, q_lora_rank=32)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=64)
 PLAIN = dict(rope_type="default", rope_theta=10000.0)
 ONE_GROUP = dict(n_group=1, topk_group=1)
+SHARED = dict(indexer_types=["full", "shared", "full", "shared"], tie_word_embeddings=True)
+FIRST_SELECTS = dict(indexer_types=["full", "shared", "shared", "shared"], rope_parameters=PLAIN)
+ALL_SELECTED = dict(index_topk=512, topk_group=4, rope_parameters=dict(**YARN, mscale=1.0))
 MODELS = {
     "deepseek_v32": ("DeepseekV32", dict(rope_parameters=dict(**YARN, mscale=1.0, mscale_all_dim=1.0))),
     "deepseek_v32_no_yarn": ("DeepseekV32", dict(rope_parameters=PLAIN)),
     "glm_moe_dsa": ("GlmMoeDsa", dict(**ONE_GROUP, rope_parameters=PLAIN, rms_norm_eps=0.1)),
-    "glm_moe_dsa_shared": (
-        "GlmMoeDsa",
-        dict(
-            indexer_types=["full", "shared", "full", "shared"],
-            rope_parameters=dict(**YARN, mscale=0.7),
-            tie_word_embeddings=True,
-        ),
-    ),
+    "glm_moe_dsa_shared": ("GlmMoeDsa", dict(**SHARED, rope_parameters=dict(**YARN, mscale=0.7))),
     # Smooth: nothing in them jumps when a number is rounded differently, so that errors can be given bounds. All
-    # experts are used, and selections don't depend on what attention has computed: because everything is selected, or
-    # because the first layer alone selects.
-    "deepseek_v32_smooth": (
-        "DeepseekV32",
-        dict(index_topk=512, topk_group=4, num_experts_per_tok=8, rope_parameters=dict(**YARN, mscale=1.0)),
-    ),
-    "glm_moe_dsa_smooth": (
-        "GlmMoeDsa",
-        dict(
-            **ONE_GROUP,
-            num_experts_per_tok=8,
-            indexer_types=["full", "shared", "shared", "shared"],
-            rope_parameters=PLAIN,
-        ),
-    ),
+    # experts are used, and selections don't depend on what attention has computed.
+    "deepseek_v32_smooth": ("DeepseekV32", dict(**ALL_SELECTED, num_experts_per_tok=8)),
+    "glm_moe_dsa_smooth": ("GlmMoeDsa", dict(**FIRST_SELECTS, **ONE_GROUP, num_experts_per_tok=8)),
 }
 """Of each a class of transformers and what it is given besides SHAPE."""
 
@@ -97,93 +83,54 @@ def their_generation(model: nn.Module, prompt: list[int], new_tokens: int) -> tu
     return [int(row.argmax()) for row in logits], torch.stack(logits)
 
 
-@dataclass
-class Request:
-    """A prompt, what has been generated after it, and where it lies."""
-
-    tokens: list[int]
-    blocks: list[int]
-    prompt_length: int
-    forced: list[int] | None = None
-    """Tokens to go on with, whatever the logits say."""
-    computed: int = 0
-    rows: list[Tensor] = field(default_factory=list)
-
-    @property
-    def generated(self) -> list[int]:
-        return self.tokens[self.prompt_length :]
-
-    @property
-    def logits(self) -> Tensor:
-        """Those that each generated token was taken from, `[N, vocab_size]`."""
-        return torch.stack(self.rows)
-
-    def take(self, row: Tensor) -> None:
-        """Goes on by a token."""
-        self.tokens.append(int(row.argmax()) if self.forced is None else self.forced[len(self.rows)])
-        self.rows.append(row)
-
-
 class Engine:
     """Greedy generation, the plain way: every step takes a chunk of every request. On the device of the model; logits
     are brought to the host."""
 
     def __init__(self, model: Model, latent: str, keys: str, blocks: int = 64, block_size: int = BLOCK_SIZE):
         self.model, self.block_size = model, block_size
-        self.device = model.model.embed_tokens.weight.device
-        self.caches: list[LayerCache] = new_caches(
-            model.config, blocks, block_size, latent=latent, keys=keys, device=self.device
-        )
-        for cache in self.caches:
-            poison(cache)
+        self.new = partial(torch.tensor, device=model.model.embed_tokens.weight.device)
+        how = dict(latent=latent, keys=keys, device=model.model.embed_tokens.weight.device)
+        self.caches: list[LayerCache] = new_caches(model.config, blocks, block_size, **how)
+        for tensor in (part for cache in self.caches for part in (cache.latent, cache.keys) if part is not None):
+            tensor.view(torch.uint8).fill_(0xFF)  # NaN, so that a row that is read without having been written shows
         self.free = torch.randperm(blocks).tolist()  # scattered, so that slots and positions differ
-
-    def request(self, prompt: list[int], room: int, forced: list[int] | None = None) -> Request:
-        blocks = -(-(len(prompt) + room) // self.block_size)
-        return Request(list(prompt), [self.free.pop() for _ in range(blocks)], len(prompt), forced)
-
-    def step(self, work: list[tuple[Request, int]]) -> None:
-        """Computes so many tokens of each request; one that has reached its end gets its next token."""
-        tokens, positions, slots, logits_at, finished = [], [], [], [], []
-        for request, count in work:
-            span = range(request.computed, request.computed + count)
-            tokens += [request.tokens[i] for i in span]
-            positions += span
-            slots += [request.blocks[i // self.block_size] * self.block_size + i % self.block_size for i in span]
-            request.computed += count
-            if request.computed == len(request.tokens):
-                logits_at.append(len(tokens) - 1)
-                finished.append(request)
-        width = max(len(request.blocks) for request, _ in work)
-        tables = [request.blocks + [-1] * (width - len(request.blocks)) for request, _ in work]
-        batch = TokenBatch(
-            block_table=self._tensor(tables, torch.int32),
-            slots=self._tensor(slots),
-            token_counts=[count for _, count in work],
-            context_lengths=[request.computed for request, _ in work],
-            logits_at=self._tensor(logits_at),
-        )
-        logits = self.model(self._tensor(tokens), self._tensor(positions), batch, self.caches)
-        for request, row in zip(finished, logits.cpu(), strict=True):
-            request.take(row)
-
-    def _tensor(self, values: list, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
 
     def generate(
         self, prompts: list[list[int]], new_tokens: int, chunk: int = 1 << 30, forced: list[list[int]] | None = None
-    ) -> list[Request]:
-        """All prompts at once, a chunk of at most so many tokens of each in a step."""
-        forced = forced or [None] * len(prompts)
-        requests = [self.request(p, new_tokens, f) for p, f in zip(prompts, forced, strict=True)]
-        ends = [len(prompt) + new_tokens for prompt in prompts]
-        while work := [
-            (request, min(chunk, len(request.tokens) - request.computed))
-            for request, end in zip(requests, ends, strict=True)
-            if len(request.tokens) < end
-        ]:
-            self.step(work)
+    ) -> list[SimpleNamespace]:
+        """All prompts at once, a chunk of at most so many tokens of each in a step. They go on with `forced`, whatever
+        the logits say. Of each the `generated` tokens, and the `logits` `[N, vocab_size]` that they were taken from."""
+        requests = []
+        for prompt, after in zip(prompts, forced or [None] * len(prompts), strict=True):
+            blocks = [self.free.pop() for _ in range(-(-(len(prompt) + new_tokens) // self.block_size))]
+            slots = [block * self.block_size + i for block in blocks for i in range(self.block_size)]
+            given = dict(tokens=list(prompt), blocks=blocks, slots=slots, forced=after)
+            requests.append(SimpleNamespace(**given, computed=0, rows=[]))
+        while work := [request for request in requests if len(request.rows) < new_tokens]:
+            self._step(work, chunk)
+        for request in requests:
+            request.generated, request.logits = request.tokens[-new_tokens:], torch.stack(request.rows)
         return requests
+
+    def _step(self, work: list[SimpleNamespace], chunk: int) -> None:
+        """Computes a chunk of each request; one that has reached its end gets its next token."""
+        spans = [range(one.computed, min(one.computed + chunk, len(one.tokens))) for one in work]
+        pairs = [(one, i) for one, span in zip(work, spans, strict=True) for i in span]
+        counts, finished = list(map(len, spans)), []
+        for one, span, end in zip(work, spans, accumulate(counts), strict=True):
+            one.computed = span.stop
+            finished += [(one, end - 1)] if one.computed == len(one.tokens) else []
+        width = max(len(one.blocks) for one in work)
+        table = self.new([one.blocks + [-1] * (width - len(one.blocks)) for one in work], dtype=torch.int32)
+        slots, at = self.new([one.slots[i] for one, i in pairs]), [place for _, place in finished]
+        lengths = [one.computed for one in work]
+        batch = TokenBatch(table, slots, counts, lengths, self.new(at, dtype=torch.int64))
+        tokens, positions = self.new([one.tokens[i] for one, i in pairs]), self.new([i for _, i in pairs])
+        logits = self.model(tokens, positions, batch, self.caches)
+        for (one, _), row in zip(finished, logits.cpu(), strict=True):
+            one.tokens.append(int(row.argmax()) if one.forced is None else one.forced[len(one.rows)])
+            one.rows.append(row)
 
 
 @contextmanager
@@ -193,13 +140,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def poison(cache: LayerCache) -> None:
-    """NaN in all rows, so that one that is read without having been written shows."""
-    for tensor in (cache.latent, cache.keys):
-        if tensor is not None:
-            tensor.view(torch.uint8).fill_(0xFF)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

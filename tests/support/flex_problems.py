@@ -93,15 +93,11 @@ def random_flex(
 ) -> FlexProblem:
     mod = mask_mod(kind, queries, positions, device) if isinstance(kind, str) else kind
     shape = mask_batch, mask_heads, queries, positions
-    return FlexProblem(
-        torch.randn(batch, queries, heads, width).bfloat16().to(device).transpose(1, 2),
-        torch.randn(batch, 1, positions, width).bfloat16().to(device),
-        create_block_mask(mod, *shape, device=device, BLOCK_SIZE=block),
-        create_mask(mod, *shape, device=device),
-        torch.randn(batch, heads, queries, 512).bfloat16().to(device),
-        torch.randn(batch, heads, queries).to(device),
-        width**-0.5,
-    )
+    q, kv = torch.randn(batch, queries, heads, width), torch.randn(batch, 1, positions, width)
+    masks = create_block_mask(mod, *shape, device=device, BLOCK_SIZE=block), create_mask(mod, *shape, device=device)
+    d_out, d_lse = torch.randn(batch, heads, queries, 512).bfloat16(), torch.randn(batch, heads, queries)
+    q, kv = q.bfloat16().to(device).transpose(1, 2), kv.bfloat16().to(device)
+    return FlexProblem(q, kv, *masks, d_out.to(device), d_lse.to(device), width**-0.5)
 
 
 @st.composite
@@ -109,18 +105,11 @@ def flex_problems(draw, device: str = "cpu") -> FlexProblem:
     """Any kind of mask, of any block size, for all batch elements and heads or for each."""
     torch.manual_seed(draw(st.integers(0, 2**31)))
     batch, heads = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 5, 16, 64]))
-    problem = random_flex(
-        draw(st.sampled_from(MASKS)),
-        batch,
-        heads,
-        draw(st.one_of(st.integers(1, 9), st.integers(1, 100))),
-        draw(st.one_of(st.integers(1, 9), st.integers(1, 150))),
-        draw(st.sampled_from(BLOCKS)),
-        draw(st.sampled_from([576, 512])),
-        draw(st.sampled_from([1, batch])),
-        draw(st.sampled_from([1, heads if heads < 16 else 1])),
-        device,
-    )
+    kind, few = draw(st.sampled_from(MASKS)), st.integers(1, 9)
+    queries, positions = draw(st.one_of(few, st.integers(1, 100))), draw(st.one_of(few, st.integers(1, 150)))
+    block, width = draw(st.sampled_from(BLOCKS)), draw(st.sampled_from([576, 512]))
+    each = draw(st.sampled_from([1, batch])), draw(st.sampled_from([1, heads if heads < 16 else 1]))
+    problem = random_flex(kind, batch, heads, queries, positions, block, width, *each, device)
     if draw(st.booleans()):
         problem.q = problem.q.contiguous()
     return problem.poisoned()

@@ -32,17 +32,11 @@ class MhaProblem(Arguments):
 
     def arguments(self) -> dict:
         """All arguments of flash_attn_varlen_func."""
-        return {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
-            "cu_seqlens_qo": starts(self.lengths, self.q.device),
-            "cu_seqlens_kv": starts(self.keys, self.q.device),
-            "max_seqlen_qo": max(self.lengths, default=0),
-            "max_seqlen_kv": max(self.keys, default=0),
-            "softmax_scale": self.scale,
-            "causal": self.causal,
-        }
+        found = {"q": self.q, "k": self.k, "v": self.v, "softmax_scale": self.scale, "causal": self.causal}
+        for name, lengths in (("qo", self.lengths), ("kv", self.keys)):
+            found[f"cu_seqlens_{name}"] = starts(lengths, self.q.device)
+            found[f"max_seqlen_{name}"] = max(lengths, default=0)
+        return found
 
     def solve(self, gradients: bool = True, **options) -> tuple[Tensor, ...]:
         """Our answer: out, lse, and the gradients of q, k and v."""
@@ -97,27 +91,12 @@ def attention(
 
 
 def random_mha(
-    lengths: tuple[int, ...],
-    keys: tuple[int, ...] | None = None,
-    *,
-    heads: int = 2,
-    kv_heads: int | None = None,
-    dim: int = 192,
-    dtype: torch.dtype = torch.bfloat16,
-    causal: bool = True,
-    device: str = "cpu",
+    lengths, keys=None, *, heads=2, kv_heads=None, dim=192, dtype=torch.bfloat16, causal=True, device="cpu"
 ) -> MhaProblem:
     """Scores spread by 1."""
-    keys = lengths if keys is None else keys
-    made = [
-        torch.randn(sum(count), number, width, dtype=dtype, device=device)
-        for count, number, width in (
-            (lengths, heads, dim),
-            (keys, kv_heads or heads, dim),
-            (keys, kv_heads or heads, 128),
-            (lengths, heads, 128),
-        )
-    ]
+    keys, kv_heads = lengths if keys is None else keys, kv_heads or heads
+    shapes = (lengths, heads, dim), (keys, kv_heads, dim), (keys, kv_heads, 128), (lengths, heads, 128)
+    made = [torch.randn(sum(count), *rest, dtype=dtype, device=device) for count, *rest in shapes]
     return MhaProblem(*made, tuple(lengths), tuple(keys), causal, dim**-0.5)
 
 
@@ -129,16 +108,9 @@ def mha_problems(draw, longest: int = 40, device: str = "cpu"):
     lengths = tuple(draw(st.lists(length, max_size=5)))
     keys = lengths if draw(st.booleans()) else tuple(draw(length) for _ in lengths)
     kv_heads = draw(st.integers(1, 3))
-    return random_mha(
-        lengths,
-        keys,
-        heads=kv_heads * draw(st.integers(1, 3)),
-        kv_heads=kv_heads,
-        dim=draw(st.sampled_from([192, 128])),
-        dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])),
-        causal=draw(st.booleans()),
-        device=device,
-    )
+    heads, dim = kv_heads * draw(st.integers(1, 3)), draw(st.sampled_from([192, 128]))
+    how = dict(dtype=draw(st.sampled_from([torch.bfloat16, torch.float16])), causal=draw(st.booleans()), device=device)
+    return random_mha(lengths, keys, heads=heads, kv_heads=kv_heads, dim=dim, **how)
 
 
 def assert_accurate(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:

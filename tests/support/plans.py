@@ -13,6 +13,7 @@ import torch
 import mla_backend
 from mla_backend import Launch
 from mla_backend.formats import format_number
+from mla_backend.library import Gpu
 from mla_backend.plan import KERNELS, choose_launch
 
 CSRC = Path(__file__).parents[2] / "csrc"
@@ -27,18 +28,6 @@ FEW_AND_MANY = [(2, 20), (WHOLE_TOKENS, 8), (WHOLE_TOKENS, 32), (WHOLE_TOKENS, 6
 """Tokens and heads: one for each kernel that a Hopper GPU has."""
 TOKEN_UNITS = 3
 """What a token costs a CTA besides its tiles, in tiles, where there are fewer than two CTAs for each token."""
-
-
-class Gpu(ctypes.Structure):
-    """struct Gpu of csrc/include/mla/schedule/launch.h."""
-
-    _fields_ = (
-        ("multiprocessors", ctypes.c_int32),
-        ("hopper", ctypes.c_int32),
-        ("clusters", ctypes.c_int32 * 17),
-        ("clock_ghz", ctypes.c_double),
-        ("memory_tbs", ctypes.c_double),
-    )
 
 
 def gpu(multiprocessors=132, hopper=True, clusters=True, clock_ghz=1.98, memory_tbs=4.8):

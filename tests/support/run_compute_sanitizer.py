@@ -34,24 +34,15 @@ def build_racecheck_library() -> Path:
     """For this machine's GPU alone."""
     print("building a library for racecheck", flush=True)
     major, minor = torch.cuda.get_device_capability()
-    return build_library(
-        "racecheck",
-        MLA_BACKEND_CUDA="1",
-        MLA_BACKEND_CUDA_ARCHS="90a" if major == 9 else f"{major}{minor}",
-        MLA_BACKEND_RACECHECK="1",
-        MLA_BACKEND_SANITIZE="0",
-    )
+    flags = {"CUDA": "1", "CUDA_ARCHS": "90a" if major == 9 else f"{major}{minor}", "RACECHECK": "1", "SANITIZE": "0"}
+    return build_library("racecheck", **{f"MLA_BACKEND_{name}": flag for name, flag in flags.items()})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("tools", nargs="*", metavar="TOOL", help=f"of {', '.join(TOOLS)} (default: all)")
-    parser.add_argument(
-        "--racecheck-library",
-        type=lambda path: Path(path).resolve(),
-        metavar="LIBRARY",
-        help="built with MLA_BACKEND_RACECHECK=1 (default: built now)",
-    )
+    told = "built with MLA_BACKEND_RACECHECK=1 (default: built now)"
+    parser.add_argument("--racecheck-library", type=lambda path: Path(path).resolve(), metavar="LIBRARY", help=told)
     arguments = parser.parse_args()
     if unknown := [tool for tool in arguments.tools if tool not in TOOLS]:
         parser.error(f"no such tool: {unknown[0]}; there are {', '.join(TOOLS)}")
@@ -72,17 +63,10 @@ def main() -> int:
             environment["MLA_TEST_CUDA_KERNEL"] = "unclustered"
         cases = "small_case and not of_a_mask" if tool == "initcheck" else "small_case"
         # only our own kernels are of interest: initcheck would complain of torch's copies of memory with gaps
-        done = subprocess.run(
-            [
-                *(sanitizer, "--tool", tool, "--error-exitcode", "1", "--kernel-name-exclude", "kernel_substring=at::"),
-                *(sys.executable, "-m", "pytest", "-q", "-k", cases),
-                *(f"tests/gpu/test_{name}.py" for name in ("attention", "backward", "flex", "index")),
-            ],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        words = [sanitizer, "--tool", tool, "--error-exitcode", "1", "--kernel-name-exclude", "kernel_substring=at::"]
+        words += [sys.executable, "-m", "pytest", "-q", "-k", cases]
+        words += [f"tests/gpu/test_{name}.py" for name in ("attention", "backward", "flex", "index")]
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
         print(f"{tool}: {'clean' if done.returncode == 0 else 'FOUND SOMETHING'}", flush=True)
         if done.returncode:
             findings.append(tool)

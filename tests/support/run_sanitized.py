@@ -17,9 +17,8 @@ SKIPPED = ("test_torch_integration.py", "test_doctor.py", "test_install.py", "te
 
 def runtime(name: str) -> str:
     """Where the compiler keeps a sanitizer's runtime, which has to be in the process before anything else."""
-    path = subprocess.run(
-        [os.environ.get("CXX", "g++"), f"-print-file-name={name}"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    command = [os.environ.get("CXX", "g++"), f"-print-file-name={name}"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not os.path.isabs(path):
         sys.exit(f"The compiler has no {name}; install GCC's sanitizer libraries.")
     return path

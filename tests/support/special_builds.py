@@ -11,10 +11,6 @@ ROOT = Path(__file__).parents[2]
 def build_library(name: str, **environment: str) -> Path:
     """Builds the library as setup.py does with these variables, into build/NAME-package, and says where it is."""
     build = ROOT / "build" / f"{name}-package"
-    subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(build)],
-        cwd=ROOT,
-        check=True,
-        env={**os.environ, **environment},
-    )
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", str(build)]
+    subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, **environment})
     return build / "mla_backend" / "libmla_backend.so"

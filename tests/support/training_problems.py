@@ -68,30 +68,15 @@ class TrainingProblem(Arguments):
 
 
 def random_training_problem(
-    queries: int = 3,
-    heads: int = 16,
-    rows: int = 100,
-    topk: int = 70,
-    width: int = 576,
-    magnitude: float = 1.0,
-    device: str = "cpu",
-    sink: bool = False,
-    d_lse: bool = False,
-    **more,
+    queries=3, heads=16, rows=100, topk=70, width=576, magnitude=1.0, device="cpu", sink=False, d_lse=False, **more
 ) -> TrainingProblem:
     """Random lists with duplicates, most entries valid, some below 0 and some past the end. Scores spread by 1."""
     indices = torch.randint(-rows // 8 - 1, rows + rows // 8 + 1, (queries, topk), dtype=torch.int32)
-    problem = TrainingProblem(
-        (torch.randn(queries, heads, width) / magnitude).bfloat16(),
-        (torch.randn(rows, width) * magnitude).bfloat16(),
-        indices,
-        torch.randn(queries, heads, 512).bfloat16(),
-        width**-0.5,
-        sink=torch.randn(heads) if sink else None,
-        d_lse=torch.randn(queries, heads) if d_lse else None,
-        **more,
-    )
-    return problem.to(device)
+    q, kv = torch.randn(queries, heads, width) / magnitude, torch.randn(rows, width) * magnitude
+    given = q.bfloat16(), kv.bfloat16(), indices, torch.randn(queries, heads, 512).bfloat16(), width**-0.5
+    more["sink"] = torch.randn(heads) if sink else None
+    more["d_lse"] = torch.randn(queries, heads) if d_lse else None
+    return TrainingProblem(*given, **more).to(device)
 
 
 @st.composite
@@ -99,16 +84,10 @@ def training_problems(draw, max_queries: int = 4, max_topk: int = 100, device: s
     """Problems of any shape and with any of the optional arguments."""
     torch.manual_seed(draw(st.integers(0, 2**31)))
     queries, topk = draw(st.integers(0, max_queries)), draw(st.integers(0, max_topk))
-    problem = random_training_problem(
-        queries,
-        draw(st.integers(1, 128)),
-        draw(st.one_of(st.integers(0, 20), st.integers(20, 500))),
-        topk,
-        draw(st.sampled_from([576, 512])),
-        draw(st.sampled_from([0.1, 1.0])),
-        sink=draw(st.booleans()),
-        d_lse=draw(st.booleans()),
-    )
+    heads, rows = draw(st.integers(1, 128)), draw(st.one_of(st.integers(0, 20), st.integers(20, 500)))
+    width, magnitude = draw(st.sampled_from([576, 512])), draw(st.sampled_from([0.1, 1.0]))
+    optional = dict(sink=draw(st.booleans()), d_lse=draw(st.booleans()))
+    problem = random_training_problem(queries, heads, rows, topk, width, magnitude, **optional)
     if draw(st.booleans()):
         problem.topk_length = torch.randint(-3, topk + 4, (queries,), dtype=torch.int32)
     if problem.sink is not None and problem.d_lse is None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +15,21 @@ RELEASED_KEYS = dict(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_f
 GLM_KEYS = dict(indexer_rope_interleave=True, index_topk_pattern="FSSS")
 PROMPT_LENGTHS = (5, 33, 64, 100, 131, 20, 1, 150)
 NEW_TOKENS = 24
+
+
+def config_with(**parts: dict[str, Any]) -> SimpleNamespace:
+    """What a class reads of a VllmConfig: `parallel` of its parallel_config, and so on."""
+    return SimpleNamespace(**{f"{name}_config": SimpleNamespace(**given) for name, given in parts.items()})
+
+
+def common_metadata(starts: Tensor, on_host: Tensor, lengths: Tensor, block_table: Tensor) -> Any:
+    """vLLM's metadata of a step, of requests whose queries begin there."""
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    tokens, slots = int(on_host[-1]), torch.zeros(int(on_host[-1]), dtype=torch.int64, device=starts.device)
+    counts = dict(num_reqs=len(lengths), num_actual_tokens=tokens, max_query_len=int(on_host.diff().max()))
+    tensors = dict(query_start_loc=starts, query_start_loc_cpu=on_host, seq_lens=lengths, slot_mapping=slots)
+    return CommonAttentionMetadata(**tensors, **counts, max_seq_len=77, block_table_tensor=block_table)
 
 
 def make_checkpoint(name: str, folder: Path) -> Path:
@@ -51,9 +67,8 @@ def make_dense_checkpoint(folder: Path, prompts: list[list[int]]) -> tuple[Any, 
     keys = {**json.loads(config.read_text()), **RELEASED_KEYS, "model_type": "deepseek_v3"}
     config.write_text(json.dumps(keys))
     files = json.loads(index.read_text())
-    saved = {
-        name: tensor for file in set(files["weight_map"].values()) for name, tensor in load_file(folder / file).items()
-    }
+    parts = (load_file(folder / file) for file in set(files["weight_map"].values()))
+    saved = {name: tensor for part in parts for name, tensor in part.items()}
     continued = [engine_models.their_generation(model, prompt, NEW_TOKENS)[0] for prompt in prompts]
     added = mtp_layer(saved, shape["num_hidden_layers"], _next_hidden(model, prompts, continued))
     save_file(added, folder / "mtp.safetensors", metadata={"format": "pt"})
@@ -64,8 +79,7 @@ def make_dense_checkpoint(folder: Path, prompts: list[list[int]]) -> tuple[Any, 
 
 @torch.inference_mode()
 def _next_hidden(model: Any, prompts: list[list[int]], continued: list[list[int]]) -> Tensor:
-    """fp32 `[hidden, 2 * hidden]`: maps a token's embedding and the hidden state before it to the next hidden state,
-    for the tokens after the prompts."""
+    """fp32 `[hidden, 2 * hidden]`: maps a token and the hidden state before it to the next one, after the prompts."""
     features, wanted = [], []
     for prompt, row in zip(prompts, continued, strict=True):
         text = torch.tensor([prompt + row])
@@ -98,15 +112,8 @@ def running(folder: Path, **options: Any) -> Iterator[Any]:
     """A vllm.LLM, whose processes are gone afterwards."""
     from vllm import LLM
 
-    given = dict(
-        dtype="float32",
-        max_model_len=256,
-        max_num_batched_tokens=64,
-        max_num_seqs=32,
-        kv_cache_memory_bytes=1 << 27,
-        skip_tokenizer_init=True,
-        disable_log_stats=False,
-    )
+    given = dict(dtype="float32", max_model_len=256, max_num_batched_tokens=64, max_num_seqs=32)
+    given |= dict(kv_cache_memory_bytes=1 << 27, skip_tokenizer_init=True, disable_log_stats=False)
     llm = LLM(str(folder), **{**given, **options})
     try:
         yield llm
@@ -121,8 +128,7 @@ def greedy(new_tokens: int = NEW_TOKENS, **more: Any) -> Any:
 
 
 def generate(llm: Any, prompts: list[list[int]], **more: Any) -> list[Any]:
-    """One output of each prompt. All begin at once, so that how long they take to arrive decides nothing: what shares a
-    step is rounded alike."""
+    """One output of each prompt. All begin at once, as what shares a step is rounded alike."""
     llm.sleep(level=0)  # vLLM's word for scheduling nothing
     llm.enqueue([{"prompt_token_ids": p} for p in prompts], greedy(**more), use_tqdm=False)
     llm.wake_up(tags=["scheduling"])
@@ -134,23 +140,19 @@ def tokens(outputs: list[Any]) -> list[list[int]]:
 
 
 def logits_of(folder: Path, prompts: list[list[int]], continued: list[list[int]], latent: str = "bf16") -> list[Tensor]:
-    """Of each prompt the logits `[N, vocabulary]` that the embedded engine's model, in fp32, takes each of N tokens
-    from, if it goes on with the given ones."""
+    """`[N, vocabulary]` of each prompt: what the embedded engine's model, in fp32, takes these N tokens from."""
     import engine_models
     from mla_backend import engine
 
     torch.manual_seed(0)
     model = engine.load_model(folder, dtype=torch.float32)
     with engine_models.one_thread():
-        requests = engine_models.Engine(model, latent, "fp8", blocks=512).generate(
-            prompts, len(continued[0]), forced=continued
-        )
+        made = engine_models.Engine(model, latent, "fp8", blocks=512)
+        requests = made.generate(prompts, len(continued[0]), forced=continued)
     return [request.logits for request in requests]
 
 
-def assert_follows(
-    folder: Path, prompts: list[list[int]], got: list[list[int]], latent: str = "bf16", tolerance: float = 0.02
-) -> None:
+def assert_follows(folder: Path, prompts, got, latent: str = "bf16", tolerance: float = 0.02) -> None:
     """Each token is the one that the embedded engine's model takes at its position, or as likely but for rounding."""
     for logits, row in zip(logits_of(folder, prompts, got, latent), got, strict=True):
         behind = logits.max(dim=1).values - logits.gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)

@@ -103,11 +103,15 @@ Gpu describe_current_gpu() { return describe_gpu(current_device()); }
 
 void attention(const AttentionProblem& p, const Launch& given, void* stream) {
   const Launch launch = fitted(p, given);
+  try {
 #ifdef MLA_CUDA_SM90A
-  if (launch.kernel == Kernel::swap_ab) return swap_ab_attention(p, launch, stream);
-  if (launch.kernel == Kernel::m64) return m64_attention(p, launch, stream);
+    if (launch.kernel == Kernel::swap_ab) return swap_ab_attention(p, launch, stream);
+    if (launch.kernel == Kernel::m64) return m64_attention(p, launch, stream);
 #endif
-  portable_attention(p, launch, stream);
+    portable_attention(p, launch, stream);
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(error.what() + (", of " + describe(launch)));
+  }
 }
 
 bool select_kernel(const std::string& name) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "mla/platform.h"
 
@@ -23,6 +24,16 @@ struct Launch {
   int32_t ctas;    // for each group of heads: entries of the plan. On a CPU: items of work for its threads
 };
 constexpr int kLaunchNumbers = 6;  // in a list of ints, in this order
+
+// As Python prints one.
+inline std::string describe(const Launch& launch) {
+  const auto field = [](const char* name, int32_t number) {
+    return std::string(", ") + name + "=" + std::to_string(number);
+  };
+  return std::string("Launch(kernel='") + kKernelNames[static_cast<int>(launch.kernel)] + "'" +
+         field("heads_per_cta", launch.heads_per_cta) + field("splits", launch.splits) +
+         field("cluster", launch.cluster) + field("rounds", launch.rounds) + field("ctas", launch.ctas) + ")";
+}
 
 // cuda::describe_gpu() asks for it.
 struct Gpu {

@@ -75,8 +75,7 @@ class Engine:
             if done:
                 del self.left[id]
             if done or request[1].output_kind == "delta":
-                metrics, completion = Object(first_token_latency=request[3]), Object(token_ids=[1] * request[0])
-                outputs.append(
-                    Object(request_id=id, finished=done, metrics=metrics, outputs=[completion], num_cached_tokens=0)
-                )
+                found = {"metrics": Object(first_token_latency=request[3]), "num_cached_tokens": 0}
+                found["outputs"] = [Object(token_ids=[1] * request[0])]
+                outputs.append(Object(request_id=id, finished=done, **found))
         return outputs
