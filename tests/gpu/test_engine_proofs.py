@@ -14,7 +14,6 @@ from tests.engine.test_model import (
     test_kernels_stay_within_bounds,
     test_keys_of_fewer_bits_select_mostly_the_same,
     test_logits_and_tokens_are_those_of_transformers,
-    test_long_contexts_are_scored_in_pieces,
     test_models_compute_in_bf16,
     test_prompts_in_a_batch_give_what_they_give_alone,
     test_prompts_in_chunks_give_the_same,

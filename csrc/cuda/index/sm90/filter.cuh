@@ -461,14 +461,19 @@ struct Filter {
       });
     }
 
-    // Chooses the token's bins.
-    __device__ void begin_bins(typename Shared::Token& token) const {
-      float least = lowest, most = highest;
-      for (int distance = 16; distance > 0; distance /= 2) {
-        least = fminf(least, __shfl_xor_sync(~0u, least, distance));
-        most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+    // The eighth of the lanes' largest: a few scores far above all others would leave no bins for these.
+    __device__ static float eighth(float largest) {
+      uint32_t rest = ordered(largest);
+      for (int i = 1;; ++i) {
+        const uint32_t most = __reduce_max_sync(~0u, rest), fewer = rest == most ? kMinusInfinity : rest;
+        if (i == 8 || __all_sync(~0u, fewer == kMinusInfinity)) return score_of(most);
+        rest = fewer;
       }
-      const float per_score = (kListBins - 1) / (most - least);
+    }
+
+    // Chooses the token's bins. What lies beyond them counts in the outermost.
+    __device__ void begin_bins(typename Shared::Token& token) const {
+      const float least = -eighth(-lowest), per_score = (kListBins - 1) / (eighth(highest) - least);
       if (threadIdx.x % 32 == 0 && per_score > 0.0f && per_score < INFINITY && atomicExch(&token.begun, 1) == 0) {
         token.low = least;
         __threadfence_block();

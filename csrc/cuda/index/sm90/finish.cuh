@@ -15,7 +15,7 @@
 
 namespace mla::cuda::index::sm90 {
 
-constexpr int kMaxCluster = 16;
+constexpr int kMaxCluster = 8;  // what every Hopper GPU runs
 constexpr int kAtOnce = 4;
 constexpr int kMembers = 256;                 // that a bin may have to be ranked one by one
 constexpr int kMaxLists = kLists * kMaxCtas;  // of a token

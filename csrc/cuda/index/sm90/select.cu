@@ -62,7 +62,7 @@ CUtensorMap describe_keys(const KeyCacheView& cache) {
 
 // CTAs that choose among a token's candidates: few tokens leave processors to share.
 int cluster_of(int64_t tokens, int processors) {
-  int cluster = 16;
+  int cluster = kMaxCluster;
   while (cluster > 1 && cluster * tokens > processors) cluster /= 2;
   return cluster;
 }
@@ -80,10 +80,6 @@ int finish_bytes(int kept) {
 template <int kThreads>
 void finish(const Problem& p, int cluster, void* stream) {
   const auto kernel = finish_kernel<kThreads>;
-  if (cluster > 8)  // what every GPU with clusters has
-    check(
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-        "select_tokens");
   launch_pdl(kernel, dim3(cluster, static_cast<unsigned>(p.tokens)), kThreads, finish_bytes<kThreads>(p.kept), stream,
              "select_tokens", p, dim3(cluster));
 }
