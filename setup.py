@@ -320,10 +320,16 @@ class BuildLibrary(build_ext):
 
 
 class AnyPythonWheel(bdist_wheel):
-    """The library is no Python extension: one wheel serves every Python on its platform."""
+    """The library is no Python extension: one wheel serves every Python, on every Linux with a C library as new as the
+    newest function that it calls."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        platform = super().get_tag()[2]
+        library = Path(self.get_finalized_command("build").build_lib) / "mla_backend" / "libmla_backend.so"
+        if library.is_file() and platform.startswith("linux_"):  # not there where an editable wheel is made
+            minor = max(map(int, re.findall(rb"GLIBC_2\.(\d+)\0", library.read_bytes())))
+            platform = platform.replace("linux_", f"manylinux_2_{minor}_", 1)
+        return "py3", "none", platform
 
 
 if "sdist" not in sys.argv:
