@@ -59,7 +59,7 @@ $(INSTALLED): $(BUILD_INPUTS)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
 	@$(RUN) setup.py --quiet egg_info
-	@$(RUN) -m mla_backend.cli doctor --brief
+	@$(RUN) -m mla_backend doctor --brief
 	@touch $@
 
 setup: $(INSTALLED)
@@ -112,7 +112,7 @@ format: setup
 	$(VENV)/bin/clang-format -i $(C_FILES)
 
 generate: setup
-	@$(RUN) -m mla_backend.cli doctor
+	@$(RUN) -m mla_backend doctor
 	@echo
 	@$(RUN) examples/sparse_attention.py
 	@echo

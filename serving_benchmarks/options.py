@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from mla_backend import doctor
+from mla_backend import doctor, terminal
 
 
 class Refused(Exception):
@@ -45,6 +45,7 @@ count = whole(1)
 rounds = whole(2)  # one alone has no spread
 positive = checked(float, lambda value: 0 < value < math.inf, "a number above 0")
 share = checked(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
+size = checked(terminal.byte_size, bool, terminal.SIZES)
 json_object = checked(json.loads, lambda value: isinstance(value, dict), "an object of JSON, {...}")
 pattern = checked(re.compile, bool, "a regular expression")
 _ALLOWED = "0 or a percentage from 1 up, such as 5%"  # 0.05 could be 5%
@@ -91,9 +92,11 @@ def add_list(parser: argparse._ActionsContainer, name: str, item: Callable[[str]
 
 
 def new_folder(text: str) -> Path:
-    """A folder to write to, which is made if it does not exist."""
+    """A folder to write to, which is made if it does not exist. The one that it is in must be there."""
     try:
-        Path(text).mkdir(parents=True, exist_ok=True)
+        Path(text).mkdir(exist_ok=True)
+    except FileNotFoundError:
+        raise argparse.ArgumentTypeError(f"can't be made: there is no folder {Path(text).parent}") from None
     except OSError as error:
         raise argparse.ArgumentTypeError(f"can't be made: {error}") from None
     return Path(text)
@@ -101,7 +104,9 @@ def new_folder(text: str) -> Path:
 
 def new_file(text: str) -> Path:
     """A file whose folder can be written to, which is tried before anything is measured."""
-    folder = new_folder(str(Path(text).resolve().parent))
+    folder = Path(text).resolve().parent
+    if not os.path.isdir(folder):
+        raise argparse.ArgumentTypeError(f"can't be written: there is no folder {folder}")
     if Path(text).is_dir() or not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"can't be written: {text}")
     return Path(text)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kv_cache import CacheManager, Layout, OutOfBlocks, Statistics, Storage
 from kv_cache import Sequence as CachedSequence
 from mla_backend import library
-from mla_backend.arguments import require_count
+from mla_backend.arguments import described_bytes, require_count
 from mla_backend.engine import sampler
 from mla_backend.engine.config import ModelConfig
 from mla_backend.engine.graphs import DecodeGraphs
@@ -420,20 +420,24 @@ def _require_memory(device: torch.device, layout: Layout, memory: int | None, ho
     there_is, there_is_on_host = _all_memory(device), _all_memory(torch.device("cpu"))
     if layout.block_bytes > there_is:
         raise ValueError(
-            f"block_size must be small enough for {device}, which has {there_is} bytes of memory; "
-            f"{layout.block_size} tokens take {layout.block_bytes}"
+            f"block_size must be small enough for {device}, which has {described_bytes(there_is)} of memory; "
+            f"{layout.block_size} tokens take {described_bytes(layout.block_bytes)}"
         )
+    block = f"{described_bytes(layout.block_bytes)}, a block, or more"
     if memory is not None:
         require_count("memory", memory)
+        given = described_bytes(memory)
         if memory < layout.block_bytes:
-            raise ValueError(f"memory must be {layout.block_bytes} bytes, a block, or more; got {memory}")
+            raise ValueError(f"memory must be {block}; got {given}")
         if memory > there_is:
-            raise ValueError(f"memory must be at most the {there_is} bytes of {device}; got {memory}")
+            raise ValueError(f"memory must be at most what {device} has, {described_bytes(there_is)}; got {given}")
     require_count("host_memory", host_memory)
+    given = described_bytes(host_memory)
     if 0 < host_memory < layout.block_bytes:
-        raise ValueError(f"host_memory must be {layout.block_bytes} bytes, a block, or more; got {host_memory}")
+        raise ValueError(f"host_memory must be {block}; got {given}")
     if host_memory > there_is_on_host:
-        raise ValueError(f"host_memory must be at most the machine's {there_is_on_host} bytes; got {host_memory}")
+        most = described_bytes(there_is_on_host)
+        raise ValueError(f"host_memory must be at most what the machine has, {most}; got {given}")
 
 
 def _longest(config: ModelConfig, layout: Layout, max_model_len: int | None, memory: int | None) -> int:
@@ -448,7 +452,10 @@ def _longest(config: ModelConfig, layout: Layout, max_model_len: int | None, mem
         )
     needed = -(-max_model_len // layout.block_size) * layout.block_bytes
     if memory is not None and memory < needed:
-        raise ValueError(f"memory must be {needed} bytes or more for a max_model_len of {max_model_len}; got {memory}")
+        raise ValueError(
+            f"memory must be {described_bytes(needed)} or more for a max_model_len of {max_model_len}; "
+            f"got {described_bytes(memory)}"
+        )
     return max_model_len
 
 

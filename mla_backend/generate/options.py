@@ -1,12 +1,10 @@
 """The command line of `mla-backend generate`."""
 
 import argparse
-import re
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_backend.arguments import named
+from mla_backend.terminal import byte_size
 
 if TYPE_CHECKING:  # the engine needs more packages than the other commands do
     from mla_backend.engine.params import SamplingParams
@@ -24,12 +22,12 @@ input:
   here hold for all that a line doesn't say. Lines that can't be read are reported and left out.
 
 output:
-  A line of JSON for each request, in the order in which they finish. Lines of OpenAI's batches are answered in kind.
+  On a terminal the text. Elsewhere a line of JSON for each request, in the order in which they finish. Lines of
+  OpenAI's batches are answered in kind. Progress is on standard error.
 
 exit status: 0, 1 if something was left out, 2 if the command was wrong, 130 after Ctrl-C."""
 INTERRUPTED = 130
 """The exit status that shells give a command that Ctrl-C has ended."""
-UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 SAMPLING = {
     "max_tokens": "--max-tokens",
     "temperature": "--temperature",
@@ -60,14 +58,6 @@ ENGINE = {
 """The arguments of Engine as options."""
 
 
-def size(text: str) -> int:
-    """The bytes of '4G', '512MiB' or a plain number."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip(), re.IGNORECASE)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"must be a size such as 4G or 512M; got {text!r}")
-    return int(Fraction(found[1]) * UNITS[found[2].lower()])
-
-
 def add(commands) -> argparse.ArgumentParser:
     """Adds the subcommand."""
     parser = commands.add_parser(
@@ -93,6 +83,11 @@ def add(commands) -> argparse.ArgumentParser:
         help="by default jsonl if the first line begins with {, or else text",
     )
     files.add_argument("--output", type=Path, metavar="FILE", help="where results go; default: standard output")
+    files.add_argument(
+        "--output-format",
+        choices=["text", "jsonl"],
+        help="of standard output; by default text on a terminal, or else jsonl",
+    )
     files.add_argument(
         "--resume", action="store_true", help="continue --output: what is finished there is not generated again"
     )
@@ -125,7 +120,7 @@ def add(commands) -> argparse.ArgumentParser:
     engine.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="default: %(default)s")
     engine.add_argument("--kv-cache", choices=["fp8", "bf16"], default="fp8", help="default: %(default)s")
     engine.add_argument(
-        "--memory", type=size, metavar="SIZE", help="size of the KV cache, such as 4G; default: what fits"
+        "--memory", type=byte_size, metavar="SIZE", help="of the KV cache, such as 4G or 512M; default: what fits"
     )
     engine.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a prompt and its answer, at most")
     engine.add_argument(
@@ -138,13 +133,16 @@ def add(commands) -> argparse.ArgumentParser:
         "--tokens-a-step", type=int, metavar="N", default=2048, help="most tokens in a step; default: %(default)s"
     )
     engine.add_argument("--chunk", type=int, metavar="N", help="most tokens of a prompt in a step")
-    engine.add_argument("--host-memory", type=size, metavar="SIZE", default=0, help="host memory for evicted prefixes")
+    engine.add_argument(
+        "--host-memory", type=byte_size, metavar="SIZE", default=0, help="for evicted prefixes; default: none"
+    )
     engine.add_argument("--batch-invariant", action="store_true", help="the same bits whatever else runs; slower")
     return parser
 
 
 def sampling_params(options: argparse.Namespace) -> "SamplingParams":
     """The options' values; a ValueError or TypeError names a wrong one."""
+    from mla_backend.arguments import named
     from mla_backend.engine.params import SamplingParams
 
     with named(**SAMPLING):

@@ -1,10 +1,12 @@
-"""The lines that are written, one for each finished request, and resuming a file of them."""
+"""What is written of each finished request, a line of JSON or a text, and resuming a file of such lines."""
 
 import fcntl
 import json
 import os
+import re
 import stat
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,7 +35,8 @@ class ResultFile:
         try:
             if source is not None and path.exists() and source.exists() and path.samefile(source):
                 raise ValueError(f"--output {path} must not be the file that requests come from")
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.parent.is_dir():
+                raise ValueError(f"--output can't be written: there is no folder {path.parent}")
             regular = not path.exists() or path.is_file()
             mode = os.O_RDWR | os.O_CREAT if regular else os.O_WRONLY
             self._file = os.open(path, mode | os.O_APPEND, 0o644)
@@ -81,8 +84,15 @@ class ResultFile:
                 whole += len(line)
         os.ftruncate(self._file, whole)
 
+    @property
+    def on_terminal(self) -> bool:
+        return os.isatty(self._file)
+
     def write(self, record: dict[str, Any]) -> None:
-        data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+        self.write_text(json.dumps(record, ensure_ascii=False) + "\n")
+
+    def write_text(self, text: str) -> None:
+        data = text.encode(errors="backslashreplace")
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -147,6 +157,21 @@ def record(item: Item, result: Result, text_of: Callable[[Sequence[int]], str] |
         "error": None,
         "digest": item.digest,
     }
+
+
+def for_people(item: Item, result: Result, alone: bool) -> str:
+    """A finished request as text. Each sample has a heading, unless there is one request with one sample."""
+    prompt = item.prompt[-1]["content"] if _is_chat(item) else item.prompt
+    begins = textwrap.shorten(prompt if isinstance(prompt, str) else f"{len(prompt)} tokens", 80, placeholder=" ...")
+    texts = []
+    for number, completion in enumerate(result.completions, start=1):
+        sample = f", sample {number}" if len(result.completions) > 1 else ""
+        text = completion.text or " ".join(map(str, completion.tokens))  # there is no text without a tokenizer
+        texts.append(f"{text}\n" if alone else f"[{item.id}{sample}] {begins}\n{text}\n\n")
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], "".join(texts))
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model must not command a terminal
 
 
 def _is_chat(item: Item) -> bool:

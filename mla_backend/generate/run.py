@@ -17,7 +17,7 @@ from mla_backend.engine.engine import Engine
 from mla_backend.engine.results import Collector
 from mla_backend.generate import options as command_line
 from mla_backend.generate.prompts import Bad, Item, as_chat, read
-from mla_backend.generate.results import ResultFile, record
+from mla_backend.generate.results import ResultFile, for_people, record
 
 
 class WrongCommand(Exception):
@@ -44,7 +44,8 @@ def run(options: argparse.Namespace) -> int:
                 engine = _engine(options)
         except (TypeError, ValueError, OSError, ImportError, torch.OutOfMemoryError) as error:
             raise WrongCommand(str(error)) from error
-        return Run(engine, left, results, console, origin).to_the_end(already_bad=len(bad))
+        as_text = options.output_format == "text" or (options.output_format is None and results.on_terminal)
+        return Run(engine, left, results, as_text, console, origin).to_the_end(already_bad=len(bad))
     finally:
         if results is not None:
             results.close()
@@ -53,6 +54,8 @@ def run(options: argparse.Namespace) -> int:
 def _results(options: argparse.Namespace) -> ResultFile:
     if options.resume and options.output is None:
         raise ValueError("--resume needs --output, a file to go on with")
+    if options.output_format == "text" and options.output is not None:
+        raise ValueError("--output-format must be jsonl with --output; got text")
     return ResultFile(options.output, options.resume, source=options.input)
 
 
@@ -115,8 +118,20 @@ def _engine(options: argparse.Namespace) -> Engine:
 class Run:
     """Requests on their way through the engine."""
 
-    def __init__(self, engine: Engine, items: list[Item], results: ResultFile, console: Console, origin: str):
+    def __init__(
+        self, engine: Engine, items: list[Item], results: ResultFile, as_text: bool, console: Console, origin: str
+    ):
         self.engine, self.results, self.console, self.origin = engine, results, console, origin
+        self.as_text, self.alone = as_text, len(items) == 1 and items[0].params.n == 1
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            transient=True,
+        )
         self.left = deque(items)
         self.open: dict[str, Item] = {}
         self.collector = Collector()
@@ -126,17 +141,10 @@ class Run:
     def to_the_end(self, already_bad: int) -> int:
         """Runs until all requests are finished, or Ctrl-C; returns the exit status."""
         total, began = len(self.left), time.monotonic()
-        progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        with self._interruptible(), progress:
+        with self._interruptible(), self.progress as progress:
             task = progress.add_task("", total=total)
-            while not self.interrupted and (self.left or self.engine.has_work):
+            while not self.interrupted and self._has_work:
+                progress.start()  # again, if results have been shown
                 self._feed()
                 self._step()
                 speed = self.tokens / (time.monotonic() - began)
@@ -155,6 +163,10 @@ class Run:
             self.console.print("interrupted; with --output, --resume goes on from here")
             return command_line.INTERRUPTED
         return 1 if already_bad + self.bad else 0
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self.left) or self.engine.has_work
 
     def _feed(self) -> None:
         """Adds requests until as many wait in the engine as may run. The others are not tokenised yet."""
@@ -175,7 +187,12 @@ class Run:
             result = self.collector.add(update)
             if result is not None:
                 item = self.open.pop(result.id)
-                self.results.write(record(item, result, None if tokenizer is None else tokenizer.decode))
+                if self.results.on_terminal or not self._has_work:  # results are not written into the progress bar
+                    self.progress.stop()
+                if self.as_text:
+                    self.results.write_text(for_people(item, result, self.alone))
+                else:
+                    self.results.write(record(item, result, None if tokenizer is None else tokenizer.decode))
                 error = next((one.error for one in result.completions if one.finish_reason == "error"), None)
                 if error is None:
                     self.finished += 1

@@ -1,12 +1,11 @@
 """What the plugin needs of SGLang. A version that lacks any of it, or has other arguments there, is refused."""
 
 import importlib
-import importlib.metadata
 import inspect
 import logging
 from typing import Any
 
-from mla_backend.tried_versions import SGLANG, warn_of_untried, what_to_install
+from mla_backend.tried_versions import SGLANG, installed_sglang, warn_of_untried, what_to_install
 
 _BACKEND = "sglang.srt.layers.attention.dsa_backend:DeepseekSparseAttnBackend"
 _STEPS = "sglang.srt.layers.attention.dsa_backend:DeepseekSparseAttnMultiStepBackend"
@@ -66,14 +65,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
 """By `module:name`, the arguments of each function; nothing for what has none, or none that matter."""
 
 
-def installed() -> str | None:
-    """The version of SGLang that is installed, without importing it."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def logger() -> logging.Logger:
     """A logger of SGLang's, so that its lines appear among SGLang's."""
     return logging.getLogger("sglang.mla_backend")
@@ -88,7 +79,7 @@ def missing() -> str | None:
         except (ImportError, AttributeError) as error:
             reason, cause = str(error), error
         if reason is not None:
-            version = installed() or "(not installed)"
+            version = installed_sglang() or "(not installed)"
             return f"can't be used with SGLang {version}: {reason}. {what_to_install('sglang', SGLANG, cause)}"
     return None
 
@@ -108,4 +99,4 @@ def _difference(where: str, arguments: tuple[str, ...]) -> str | None:
 
 def warn_if_untried() -> None:
     """Warns that the plugin was never tried with this SGLang."""
-    warn_of_untried(logger(), "SGLang", installed() or "unknown", SGLANG)
+    warn_of_untried(logger(), "SGLang", installed_sglang() or "unknown", SGLANG)

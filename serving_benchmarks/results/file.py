@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mla_backend import doctor
-from mla_backend.sglang_plugin import versions as sglang
+from mla_backend import doctor, terminal
 
 Report = dict[str, Any]  # the contents of a result file
 
@@ -103,7 +102,7 @@ def show(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int, wid
 
 def console(width: int | None = None) -> Console:
     """Prints what files say as it is: no markup, no emoji."""
-    return Console(width=width, highlight=False, markup=False, emoji=False)
+    return terminal.console(width, markup=False, emoji=False)
 
 
 def microseconds(seconds: float) -> str:
@@ -145,7 +144,7 @@ def environment() -> dict[str, Any]:
         "command": " ".join(["python -m serving_benchmarks", *words]),
         "commit": _commit(),
         **{name: report[name] for name in ("system", "python", "torch", "vllm", "cpu")},
-        "sglang": sglang.installed(),
+        "sglang": report["sglang"]["version"],
         "gpus": report["gpus"]["devices"],
         "driver": next(iter(nvidia_smi("driver_version")), None),
         "library": {k: v for k, v in report["library"].items() if k not in ("path", "formats")},

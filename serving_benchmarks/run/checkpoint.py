@@ -207,6 +207,8 @@ def is_good(entry: dict[str, Any]) -> bool:
 
 
 def run(options: argparse.Namespace) -> int:
+    if any(WAYS[name].engine == "vllm" for name in options.ways):
+        common.require_engine("vllm")
     results, status = common.collect(lambda logs, stages: measure(options, logs, stages), options.logs)
     for entry in results:
         kept = ("asked", "right", "drafted", "accepted", "within_noise", "answers_equal")

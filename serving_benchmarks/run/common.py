@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from mla_backend.tried_versions import install_command
 from serving_benchmarks import options as types
 from serving_benchmarks.models import models
 from serving_benchmarks.results import file as result_file
@@ -39,7 +41,6 @@ OF_CASES = (
 """Settings that the `case` of an entry has."""
 COUNTS = {
     "max-num-batched-tokens": "tokens of a step",
-    "kv-cache-memory-bytes": f"size of the KV cache; default: the engine's, {CPU_CACHE_BYTES >> 30} GiB on a CPU",
     "drafts": "tokens that the model's MTP layer drafts a step",
 }
 """Settings that are whole numbers without a default of ours."""
@@ -101,6 +102,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-cache-dtype", default="auto", help="fp8, auto (bf16), ...; default: %(default)s")
     for name, told in COUNTS.items():
         group.add_argument(f"--{name}", type=types.count, metavar="N", help=told)
+    told = f"of the KV cache, such as 4G or 512M; default: the engine's, {CPU_CACHE_BYTES >> 30}G on a CPU"
+    group.add_argument("--kv-cache-memory-bytes", type=types.size, metavar="SIZE", help=told)
     group.add_argument("--gpu-memory-utilization", type=types.share, metavar="SHARE", help="part of the GPU's memory")
     told = "whether prompts share what they begin with"
     group.add_argument("--prefix-caching", action=argparse.BooleanOptionalAction, help=told)
@@ -184,6 +187,15 @@ def cases_of(
         asked = {"input_len": lengths[0], "output_len": lengths[1], "num_prompts": prompts}
         found.append({**asked, **of_engine, **rate, "concurrency": concurrency})
     return found
+
+
+def require_engine(module: str) -> None:
+    """Refuses where vllm or sglang is not installed."""
+    import torch
+
+    if importlib.util.find_spec(module) is None:
+        name = {"vllm": "vLLM", "sglang": "SGLang"}[module]
+        raise types.Refused(f"{name} is not installed here: {install_command(module, torch.cuda.is_available())}")
 
 
 def longest_request(config: dict[str, Any], needed: int, wished: int = 0) -> int:

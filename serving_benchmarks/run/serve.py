@@ -189,4 +189,5 @@ def measure(options: argparse.Namespace, plan: Plan, logs: Path, stages: Stages)
 
 def run(options: argparse.Namespace) -> int:
     plan = plan_of(options)
+    common.require_engine("vllm")
     return common.run("serve", options, plan[0], partial(measure, options, plan), options.rounds > 1)

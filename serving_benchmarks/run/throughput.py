@@ -128,4 +128,5 @@ def measure(options: argparse.Namespace, plan: Plan, logs: Path, stages: Stages)
 
 def run(options: argparse.Namespace) -> int:
     plan = plan_of(options)
+    common.require_engine(options.engine)
     return common.run("throughput", options, plan.settings, partial(measure, options, plan), options.interleave)

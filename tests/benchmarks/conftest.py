@@ -19,6 +19,7 @@ def _stand_in(name: str, python_path: str):
     @pytest.fixture
     def folder(tmp_path, monkeypatch) -> Path:
         monkeypatch.setenv("PYTHONPATH", python_path)
+        monkeypatch.syspath_prepend(python_path.partition(":")[0])
         monkeypatch.setenv(name, str(tmp_path))
         return tmp_path
 

@@ -71,6 +71,7 @@ def test_names_are_printed_as_they_are(name, tmp_path, capsys):
     new["environment"]["gpus"][0]["name"] = name
     status, out, _ = run(tmp_path, old, new, capsys=capsys)
     assert status == 1 and f"SPARSE_MLA:{name}" in out and f"different machine: NVIDIA H200 and {name}" in out
+    assert not [line for line in out.splitlines() if line.endswith(" ")], "no line in a pipe is padded"
 
 
 @given(st.floats(0.5, 2))

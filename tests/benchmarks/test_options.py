@@ -43,6 +43,8 @@ def test_values_are_read():
     assert opt.count("3") == 3 and opt.positive("0.5") == 0.5
     assert opt.listed(opt.count)("16, 1,16") == [16, 1] and opt.names("a,b") == ["a", "b"]
     assert opt.json_object('{"a": 1}') == {"a": 1}
+    sizes = {"1G": 2**30, "512M": 2**29, "8GiB": 2**33, "1.5GB": 3 * 2**29, "100": 100, "4g": 4 * 10**9, "4gib": 2**32}
+    assert {text: opt.size(text) for text in sizes} == sizes
     assert opt.load("20+4") == ((20, 4), None) and opt.load("20+4/3") == ((20, 4), 3)
 
 
@@ -51,6 +53,7 @@ REFUSED += [(opt.positive, "-1"), (opt.positive, "0"), (opt.positive, "inf"), (o
 REFUSED += [(opt.listed(opt.count), ""), (opt.listed(opt.one_of(["a"])), "a,b"), (opt.json_object, "[]")]
 REFUSED += [(opt.json_object, "{"), (opt.new_file, "/proc/nope/x.json"), (opt.new_folder, __file__), (opt.share, "1.5")]
 REFUSED += [(opt.percentage, text) for text in ("0.05", "-5%", "five", "nan", "")] + [(opt.pattern, "(")]
+REFUSED += [(opt.size, text) for text in ("0", "0G", "-1G", "1X", "G", "1Gi2")]
 
 
 @pytest.mark.parametrize(("read", "text"), REFUSED)
@@ -59,7 +62,14 @@ def test_wrong_values_are_refused(read, text):
         read(text)
 
 
+@pytest.mark.parametrize("read", [opt.new_file, opt.new_folder])
+def test_a_missing_folder_is_named_and_not_made(read, tmp_path):
+    with pytest.raises(argparse.ArgumentTypeError, match=str(tmp_path / "missing")):
+        read(str(tmp_path / "missing" / "new"))
+    assert not (tmp_path / "missing").exists()
+
+
 def test_an_output_is_left_as_it_is(tmp_path):
-    assert not opt.new_file(str(tmp_path / "folder" / "new.json")).exists()
+    assert not opt.new_file(str(tmp_path / "new.json")).exists()
     (tmp_path / "old.json").write_text("results")
     assert opt.new_file(str(tmp_path / "old.json")).read_text() == "results"

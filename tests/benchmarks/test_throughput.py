@@ -1,6 +1,7 @@
 """`throughput` with stand-ins for vLLM and SGLang: real workers, interleaved, some of which fail."""
 
 import json
+import sys
 
 import pytest
 
@@ -121,6 +122,20 @@ def loads(arguments):
 def test_requests_fit_and_interleaved_backends_share_the_memory(small_model, arguments, wanted):
     plan = throughput.plan_of(parsed("throughput", "--model", small_model, *loads(arguments), *arguments.split()))
     assert {name: plan.settings[name] for name in wanted} == wanted
+
+
+LOADS = "--loads 20+4 --num-prompts 2"
+ENGINE_NEEDED = [f"throughput {LOADS}", f"throughput --engine sglang --backend dsa {LOADS}", f"serve {LOADS}"]
+ENGINE_NEEDED += ["checkpoint --input-len 20 --output-len 4"]
+
+
+@pytest.mark.parametrize("words", ENGINE_NEEDED)
+def test_an_engine_that_is_not_installed_is_a_sentence_with_the_command(small_model, words, monkeypatch, capsys):
+    for name in ("vllm", "sglang"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert status_of(*words.split(), "--model", small_model) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "pip install" in said and ("sglang" if "sglang" in words else "vllm") in said
 
 
 REFUSED = (

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import pty
+import re
 import signal
 import subprocess
 import sys
@@ -40,9 +42,9 @@ def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def start(*arguments, **more) -> subprocess.Popen:
-    command = [sys.executable, "-m", "mla_backend.cli", "generate", *map(str, arguments), *SMALL]
-    how = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+def start(*arguments, terminal: int = subprocess.PIPE, **more) -> subprocess.Popen:
+    command = [sys.executable, "-m", "mla_backend", "generate", *map(str, arguments), *SMALL]
+    how = dict(stdout=terminal, stderr=terminal, text=True, cwd=ROOT)
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **how, **more)
 
 
@@ -63,6 +65,35 @@ def test_prompts_from_arguments_are_answered_on_standard_output(model, capfd):
         assert lines[id]["prompt"] == prompt and lines[id]["completions"][0]["text"] == result.text
         assert lines[id]["completions"][0]["tokens"] == result.tokens
     assert "2 of 2 requests, 10 tokens in" in err
+
+
+def seen_on_a_terminal(*arguments) -> list[str]:
+    """The lines that are there in the end, of both streams: what follows the last return to a line's beginning."""
+    ours, theirs = pty.openpty()
+    process, seen = start(*arguments, terminal=theirs), b""
+    os.close(theirs)
+    try:
+        while part := os.read(ours, 1 << 16):
+            seen += part
+    except OSError:  # the other end is closed
+        pass
+    os.close(ours)
+    assert process.wait() == 0
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+    return [line.rstrip("\r").rpartition("\r")[2] for line in plain.split("\n")]
+
+
+def test_results_are_not_written_into_the_progress_bar(model):
+    how = ("--max-tokens", 3, "--ignore-eos", "--most-running", 1)
+    lines = seen_on_a_terminal(model, "abc", "xyz", *how, "--output-format", "jsonl")
+    assert [json.loads(line)["id"] for line in lines if "{" in line] == ["1", "2"]
+
+
+def test_on_a_terminal_results_are_text(model):
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    text = Engine(model, device="cpu", memory=2**22).generate(["abc"], params)[0].text
+    lines = seen_on_a_terminal(model, "abc", "--max-tokens", 5, "--ignore-eos")
+    assert repr(text)[1:-1] in map(str.strip, lines) and not any("{" in line for line in lines)
 
 
 def test_standard_input_is_read(model, capfd, monkeypatch):
@@ -193,13 +224,14 @@ def test_a_reader_that_has_enough_ends_it_quietly(model):
         (["MODEL", "--input", "/no/such/file"], "--input can't be read: "),
         (["MODEL", "--input", "/dev/null"], "--input must have one prompt or more; got none"),
         (["MODEL", "x", "--output", "/proc/no/out"], "--output can't be written: "),
+        (["MODEL", "x", "--output", "out", "--output-format", "text"], "--output-format must be jsonl with --output"),
         (["MODEL", "x", "--resume"], "--resume needs --output, a file to go on with"),
         (["MODEL", "x", "--max-tokens", "0"], "--max-tokens must be 1 or more; got 0"),
         (["MODEL", "x", "--temperature", "-1"], "--temperature must be 0 or more; got -1.0"),
         (["MODEL", "x", "--stop", ""], "--stop must be texts that aren't empty"),
         (["MODEL", "x", "--logprobs", "21"], "--logprobs must be 20 or less; got 21"),
-        (["MODEL", "x", "--memory", "lots"], "argument --memory: must be a size such as 4G or 512M; got 'lots'"),
-        (["MODEL", "x", "--memory", "1K"], "--memory must be 100864 bytes, a block, or more; got 1024"),
+        (["MODEL", "x", "--memory", "lots"], "argument --memory: must be a size such as 4G, 512M or 8GiB; got 'lots'"),
+        (["MODEL", "x", "--memory", "1K"], "--memory must be 100864 bytes (98.5 KiB), a block, or more; got 1024"),
         (["MODEL", "x", "--kv-cache", "fp4"], "argument --kv-cache: invalid choice: 'fp4'"),
         (["MODEL", "x", "--device", "tpu"], "--device must be cpu, cuda or cuda:N; got 'tpu'"),
         (["MODEL", "x", "--tokens-a-step", "8"], "--tokens-a-step must be more than the 128 of most_running"),

@@ -8,7 +8,7 @@ import pytest
 from mla_backend.engine import Completion, Result, SamplingParams
 from mla_backend.engine.sampler import TokenLogprobs
 from mla_backend.generate.prompts import Item, Shape, read
-from mla_backend.generate.results import ResultFile, record
+from mla_backend.generate.results import ResultFile, for_people, record
 
 DEFAULTS = SamplingParams(max_tokens=7)
 
@@ -156,7 +156,7 @@ def test_digests_tell_requests_apart():
 
 
 def test_a_result_file_goes_on_after_a_torn_line(tmp_path):
-    path = tmp_path / "deep" / "out.jsonl"
+    path = tmp_path / "out.jsonl"
     first = ResultFile(path, resume=False)
     for id in "ab":
         first.write({"id": id, "digest": "d" + id})
@@ -172,6 +172,20 @@ def test_a_result_file_goes_on_after_a_torn_line(tmp_path):
     again.write({"id": "c", "digest": "dc"})
     again.close()
     assert [json.loads(line)["id"] for line in path.read_text().splitlines()] == ["a", "b", "c"]
+
+
+def test_a_missing_folder_is_named_and_not_made(tmp_path):
+    with pytest.raises(ValueError, match=str(tmp_path / "missing")):
+        ResultFile(tmp_path / "missing" / "out.jsonl", resume=False)
+    assert not (tmp_path / "missing").exists()
+
+
+def test_people_see_whose_text_it_is_and_a_terminal_gets_no_commands():
+    item, found = Item(1, "p", CHAT, DEFAULTS), result("p")
+    assert for_people(item, found, alone=True) == "ab\n"
+    found.completions = [Completion(0, "first\tline\n\x1b[2J", [5], [], "stop"), Completion(1, "", [5, 6], [], "stop")]
+    text = for_people(item, found, alone=False)
+    assert "hi" in text and "first\tline\n\\x1b[2J\n" in text and "5 6" in text
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

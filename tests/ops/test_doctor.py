@@ -13,7 +13,7 @@ from mla_backend import cli, doctor, library, tried_versions
 
 def run_doctor(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "mla_backend.cli", "doctor", *arguments],
+        [sys.executable, "-m", "mla_backend", "doctor", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -79,6 +79,50 @@ def test_using_the_package_without_its_library_is_an_import_error():
 def test_the_environment_selects_a_cpu_kernel():
     report = json.loads(run_doctor("--json", MLA_BACKEND_CPU_KERNEL="portable").stdout)
     assert [k["name"] for k in report["library"]["cpu_kernels"] if k["active"]] == ["portable"]
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"),
+    [(None, "SGLang is not installed"), ("0.5.23.post1", "SGLang 0.5.23.post1"), ("0.6", "tried versions are 0.5.22")],
+)
+def test_sglang_is_covered_as_vllm_is(monkeypatch, version, verdict):
+    monkeypatch.setattr(tried_versions, "installed_sglang", lambda: version)
+    report = doctor.examine()
+    (sglang,) = [each for each in report["can_run"] if each["what"] == doctor.SGLANG_BACKEND]
+    assert report["sglang"]["version"] == version and verdict in sglang["why"]
+
+
+ENGINES = {doctor.VLLM_BACKENDS: "vllm serve", doctor.SGLANG_BACKEND: "sglang serve"}
+
+
+@pytest.mark.parametrize("runs", [(), *((name,) for name in ENGINES), tuple(ENGINES)])
+def test_it_ends_with_what_to_do_next(monkeypatch, runs):
+    monkeypatch.setattr(tried_versions, "installed_vllm", lambda: ("vllm", "0.33.0"))
+    report = {**doctor.examine(), "gpus": {"devices": [{}]}}
+    report["can_run"] = [{"what": what, "runs": True} for what in ("every op on a GPU", *runs)]
+    said = " ".join(doctor._next_steps(report))
+    assert [name for name, command in ENGINES.items() if command in said] == list(runs)
+    assert runs or "pip install 'vllm" in said
+    report["can_run"] = []
+    assert "MLA_BACKEND_CUDA=1 pip install ." in " ".join(doctor._next_steps(report))
+
+
+def test_no_line_in_a_pipe_is_padded():
+    assert not [line for line in run_doctor().stdout.splitlines() if line.endswith(" ")]
+
+
+@pytest.mark.parametrize("environment", [{}, {"MLA_BACKEND_LIBRARY": "/does/not/exist.so"}])
+def test_the_version_is_printed_even_without_a_library(environment):
+    command, version = [sys.executable, "-m", "mla_backend", "--version"], library.about()["version"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    assert done.returncode == 0 and done.stdout.startswith("mla-backend ")
+    assert done.stdout.split()[-1] == version or environment
+
+
+def test_without_torch_it_says_to_install_it():
+    code = "import sys; sys.modules['torch'] = None; from mla_backend import cli; sys.exit(cli.main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "install torch" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize(

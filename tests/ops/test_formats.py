@@ -11,6 +11,12 @@ def test_the_oracle_knows_the_same_formats():
     assert list(mla_backend.FORMATS) == list(reference.FORMATS)
 
 
+def test_an_unknown_format_is_an_error_that_suggests_others():
+    with pytest.raises(KeyError, match="fp8_ds_mla"):
+        mla_backend.FORMATS["fp8"]
+    assert "fp8" not in mla_backend.FORMATS and mla_backend.FORMATS.get("fp8") is None
+
+
 @pytest.mark.parametrize("name", mla_backend.FORMATS)
 def test_the_description_agrees_with_the_oracle(name):
     ours, rows = mla_backend.FORMATS[name], reference.FORMATS[name]

@@ -21,7 +21,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 def test_without_sglang_it_says_so_and_imports_nothing_of_it(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "sglang", None)
-    monkeypatch.setattr(versions, "installed", lambda: None)
+    monkeypatch.setattr(versions, "installed_sglang", lambda: None)
     for name in [name for name in sys.modules if name.startswith("sglang.")]:
         monkeypatch.delitem(sys.modules, name)
     plugin.register()
@@ -101,13 +101,13 @@ def test_a_package_that_sglang_itself_lacks_is_named(monkeypatch):
         raise ModuleNotFoundError("No module named 'torchvision.io'", name="torchvision.io")
 
     monkeypatch.setattr(versions, "_difference", absent)
-    monkeypatch.setattr(versions, "installed", lambda: "9.9.9")
+    monkeypatch.setattr(versions, "installed_sglang", lambda: "9.9.9")
     said = versions.missing()
     assert "torchvision" in said and not any(version in said for version in tried_versions.SGLANG)
 
 
 def test_an_unknown_version_is_warned_of_once(monkeypatch, caplog):
-    monkeypatch.setattr(versions, "installed", lambda: "9.9.9")
+    monkeypatch.setattr(versions, "installed_sglang", lambda: "9.9.9")
     monkeypatch.delenv("MLA_BACKEND_WARNED_OF_SGLANG", raising=False)
     versions.warn_if_untried()
     versions.warn_if_untried()

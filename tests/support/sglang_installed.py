@@ -12,9 +12,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from mla_backend.sglang_plugin import versions
+from mla_backend.tried_versions import installed_sglang
 
-if versions.installed() is None:
+if installed_sglang() is None:
     pytest.skip("SGLang is not installed (`make test-sglang` sets up an environment)", allow_module_level=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
