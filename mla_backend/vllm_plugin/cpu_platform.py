@@ -92,7 +92,7 @@ def _refuse_batch_invariance() -> None:
 
     if envs.VLLM_BATCH_INVARIANT:  # vLLM itself fails later, in its search for a MoE kernel, or ignores it
         raise ValueError(
-            "VLLM_BATCH_INVARIANT=1 is not supported on a CPU: vLLM's own matrix products there depend on the batch. "
+            "VLLM_BATCH_INVARIANT=1 is not supported on a CPU: vLLM has batch-invariant products for GPUs alone. "
             "Unset it, or use mla_backend.engine with batch_invariant=True."
         )
 
