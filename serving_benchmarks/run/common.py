@@ -135,7 +135,8 @@ def size_cpu_cache(
     if not latent or not token:  # a model without MLA
         settings["kv_cache_memory_bytes"] = MOST_CPU_CACHE_BYTES
         return
-    request = token * (settings["max_model_len"] + 2 * CPU_BLOCK)
+    longest = {**settings, **settings["engine_args"]}["max_model_len"]
+    request = token * (longest + 2 * CPU_BLOCK)
     requests = 1 + max(min(case["num_prompts"], case["concurrency"] or math.inf) for case in cases)
     settings["kv_cache_memory_bytes"] = max(2 * request, min(requests * request, MOST_CPU_CACHE_BYTES))
 

@@ -13,7 +13,7 @@ from mla_backend import cli, doctor, library, tried_versions
 
 def run_doctor(*arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "mla_backend.cli", "doctor", *arguments],
+        [sys.executable, "-m", "mla_backend", "doctor", *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
