@@ -57,7 +57,7 @@ $(INSTALLED): $(BUILD_INPUTS)
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mla-backend needs Python 3.10 or newer; PYTHON=... names one")'
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
+	@$(WITHOUT_CUDA) $(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
 	@$(RUN) setup.py --quiet egg_info
 	@$(RUN) -m mla_backend doctor --brief
 	@touch $@
@@ -68,8 +68,11 @@ test: setup
 	$(RUN) $(PYTEST) $(ARGS)
 
 # The library works with every torch, so the next two environments use the one built above. A .pth file and the egg-info
-# make this folder and its entry points visible, as an editable installation would.
-see_this_folder = echo "$(CURDIR)" >"$$($(1) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mla_backend.pth"
+# make this folder and its entry points visible, and a script is the command, as in an editable installation.
+see_this_folder = \
+  echo "$(CURDIR)" >"$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/mla_backend.pth" && \
+  printf '\#!/bin/sh\nexec "$$(dirname "$$(realpath "$$0")")/python" -m mla_backend "$$@"\n' >$(1)/bin/mla-backend && \
+  chmod +x $(1)/bin/mla-backend
 
 $(VLLM_INSTALLED): Makefile pyproject.toml
 	@echo "Setting up $(VLLM_VENV): $(VLLM) (the first time takes two minutes)"
@@ -77,10 +80,16 @@ $(VLLM_INSTALLED): Makefile pyproject.toml
 	@$(VLLM_RUN) -m pip install --quiet --disable-pip-version-check "$(VLLM_TORCH)"
 	@$(VLLM_RUN) -m pip install --quiet --disable-pip-version-check "$(VLLM)" $(TEST_NEEDS)
 	@$(VLLM_RUN) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	@$(call see_this_folder,$(VLLM_RUN))
+	@$(call see_this_folder,$(VLLM_VENV))
 	@touch $@
 
+# CUDA kernels are of no use to a CPU build of torch, and take longer to compile than all else.
+setup-vllm test-vllm: WITHOUT_CUDA = \
+  MLA_BACKEND_CUDA=$${MLA_BACKEND_CUDA-$$($(RUN) -c 'import torch; print("" if torch.version.cuda else 0)')}
+
 setup-vllm: $(INSTALLED) $(VLLM_INSTALLED)
+	@$(VLLM_VENV)/bin/mla-backend doctor --brief
+	@echo "To use it: . $(VLLM_VENV)/bin/activate"
 
 test-vllm: setup-vllm
 	$(VLLM_RUN) $(PYTEST) tests/plugin $(ARGS)
@@ -91,7 +100,7 @@ $(SGLANG_INSTALLED): Makefile pyproject.toml
 	@$(SGLANG_RUN) -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	@$(SGLANG_RUN) -m pip install --quiet --disable-pip-version-check $(SGLANG_NEEDS) $(TEST_NEEDS)
 	@$(SGLANG_RUN) -m pip install --quiet --disable-pip-version-check --no-deps "$(SGLANG)"
-	@$(call see_this_folder,$(SGLANG_RUN))
+	@$(call see_this_folder,$(SGLANG_VENV))
 	@touch $@
 
 setup-sglang: $(INSTALLED) $(SGLANG_INSTALLED)

@@ -33,6 +33,7 @@ class SparseMLACpuPlatform(CpuPlatform):
         if model_config is None or not has_sparse_mla(model_config):
             cls._check_without_sparse_attention(vllm_config)
             return
+        _refuse_batch_invariance()
         attention_config = vllm_config.attention_config
         if attention_config.backend is None:
             attention_config.backend = versions.add_backend(versions.SPARSE)
@@ -68,7 +69,9 @@ class SparseMLACpuPlatform(CpuPlatform):
         model_config = vllm_config.model_config
         dense = versions.ours(asked) == versions.DENSE and model_config is not None
         dense = dense and is_served(versions.DENSE, model_config)
-        if dense:  # prefill is that of CPU_MLA, so its limits hold: no chunked prefill, no prefix cache
+        if dense:
+            _refuse_batch_invariance()
+            # prefill is that of CPU_MLA, so its limits hold: no chunked prefill, no prefix cache
             attention_config.backend = type(asked).CPU_MLA
         super().check_and_update_config(vllm_config)
         if dense:
@@ -82,6 +85,16 @@ def _names_it_for_drafts(vllm_config: "VllmConfig") -> bool:
     model's configuration, and then the draft model."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.attention_backend == vllm_config.attention_config.backend
+
+
+def _refuse_batch_invariance() -> None:
+    from vllm import envs
+
+    if envs.VLLM_BATCH_INVARIANT:  # vLLM itself fails later, in its search for a MoE kernel, or ignores it
+        raise ValueError(
+            "VLLM_BATCH_INVARIANT=1 is not supported on a CPU: vLLM has batch-invariant products for GPUs alone. "
+            "Unset it, or use mla_backend.engine with batch_invariant=True."
+        )
 
 
 def _run_eagerly(vllm_config: "VllmConfig") -> None:

@@ -56,7 +56,8 @@ def whole_page(sections: Sequence[tuple[ResultFile, str]], not_understood: Seque
     for kind in MODELS:
         reports = [file.report for file, _ in sections if file.kind == kind and tables.ran(file.report)]
         if len(reports) > 1:
-            title = f"## {kinds.KINDS[kind].title}: which backend, how many GPUs"
+            on_gpus = any(report["environment"].get("gpus") for report in reports)
+            title = f"## {kinds.KINDS[kind].title}: which backend{', how many GPUs' if on_gpus else ''}"
             parts += [title, tables.whole_models(*reports)]
     parts += [section for _, section in sections]
     parts += ["## Files that were not understood", *map(one_line, not_understood)] if not_understood else []

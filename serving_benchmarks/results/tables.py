@@ -232,12 +232,15 @@ def _measured_with(how: str, reports: Sequence[Report]) -> str:
 
 def of_models(measured: Sequence[tuple[dict[str, Any], Entry]]) -> tuple[list[str], list[list[str]]]:
     """Headings and rows of entries, each with its file's environment. Columns that would be empty are left out."""
-    headings = ["heads", "GPUs", "tokens", "load", "backend", "output tokens/s", "per GPU", "per user", *LATENCIES]
+    on_gpus = any(about.get("gpus") for about, _ in measured)
+    machine, part = ("GPUs", "per GPU") if on_gpus else ("machine", "per process")
+    headings = ["heads", machine, "tokens", "load", "backend", "output tokens/s", part, "per user", *LATENCIES]
     headings += ["over the first", "start, s", "GB of the fullest GPU", "tokens in the cache"]
     rows = []
     for about, entry in measured:
         case, cache, memory = entry["case"], entry.get("cache") or {}, entry.get("gpu_memory_bytes")
-        row = [runs.heads(about, case), gpus_name(about, entry), runs.lengths(case), runs.load(case), entry["backend"]]
+        where = gpus_name(about, entry) if about.get("gpus") or about.get("cpu") else "-"
+        row = [runs.heads(about, case), where, runs.lengths(case), runs.load(case), entry["backend"]]
         if entry.get("error"):
             rows.append([*row, "failed", *["-"] * (len(headings) - len(row) - 1)])
             continue
@@ -377,8 +380,9 @@ def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired
     told = ["Each load was run once"] if rounds == {1} else told
     if paired and all(map(runs.interleaved, about)):
         told.append("ratios of interleaved pairs, with 95 % confidence intervals")
-    cache, machines = (first.get("settings") or {}).get("kv_cache_dtype"), dict.fromkeys(map(file.machine, about))
-    parts = [f"{layers} layers with {experts} experts", f"{cache} cache", " or ".join(machines)]
+    said, machines = (first.get("settings") or {}).get("kv_cache_dtype"), dict.fromkeys(map(file.machine, about))
+    caches = dict.fromkeys(str(entry.get("kv_cache_dtype", said)) for entry in entries)
+    parts = [f"{layers} layers with {experts} experts", f"{' or '.join(caches)} cache", " or ".join(machines)]
     parts += [f"torch {first['torch']['version']}", file.engine(first), *dict.fromkeys(map(file.when, about))]
     return f"{'; '.join(told)}. {', '.join(parts)}."
 
@@ -388,7 +392,9 @@ def _models_measured(reports: Sequence[Report], entries: Sequence[Entry], paired
 
 def checkpoint(*reports: Report) -> str:
     """A row for each way to answer: how many answers are right, and how many equal those of the file's first way."""
-    headings = ["engine", "backend", "cache", "decode", "drafted tokens", "GPUs", "right"]
+    on_gpus = any(report["environment"].get("gpus") for report in reports)
+    count = "GPUs" if on_gpus else "processes"
+    headings = ["engine", "backend", "cache", *["decode"] * on_gpus, "drafted tokens", count, "right"]
     headings += ["answers equal to the first way's", "all tokens equal", "drafts accepted"]
     rows, seen = [], set()
     for report in reports:
@@ -397,7 +403,7 @@ def checkpoint(*reports: Report) -> str:
                 continue
             seen.add(entry["way"])
             row = ["vLLM" if entry["engine"] == "vllm" else "embedded", entry.get("backend") or "-"]
-            row += [entry["cache"].upper(), "without CUDA graphs" if entry["eager"] else "CUDA graphs"]
+            row += [entry["cache"].upper(), *["without CUDA graphs" if entry["eager"] else "CUDA graphs"] * on_gpus]
             row += [str(entry["drafts"] or "-"), f"{entry['gpus']}{', DCP' if entry.get('context_parallel') else ''}"]
             row.append("-" if entry["right"] is None else f"{entry['right']} of {entry['asked']}")
             equal = ("answers_equal", "texts_equal")

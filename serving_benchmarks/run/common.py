@@ -26,7 +26,8 @@ DEFAULT_BACKEND = "SPARSE_MLA"
 TABLE_WIDTH = 130
 MOST_OF_A_REASON = 300
 LOG_LINES = 20  # shown of what a backend printed before it failed
-CPU_CACHE_BYTES = 4 << 30  # of vLLM on a CPU, unless its memory is said: by itself it takes 92 % of the machine's
+MOST_CPU_CACHE_BYTES = 4 << 30  # what does not fit waits; unless one request needs more
+CPU_BLOCK = 64  # tokens; a request may fill a block of them in part
 FULL_DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 """CUDA graphs of decode steps, without compiling the model first, which takes minutes."""
 SAME_NAME = (
@@ -102,7 +103,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-cache-dtype", default="auto", help="fp8, auto (bf16), ...; default: %(default)s")
     for name, told in COUNTS.items():
         group.add_argument(f"--{name}", type=types.count, metavar="N", help=told)
-    told = f"of the KV cache, such as 4G or 512M; default: the engine's, {CPU_CACHE_BYTES >> 30}G on a CPU"
+    told = "of the KV cache, such as 4G or 512M; default: the engine's; on a CPU what the loads need"
     group.add_argument("--kv-cache-memory-bytes", type=types.size, metavar="SIZE", help=told)
     group.add_argument("--gpu-memory-utilization", type=types.share, metavar="SHARE", help="part of the GPU's memory")
     told = "whether prompts share what they begin with"
@@ -116,14 +117,31 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options by name, for a result file. A step has room for the most requests in flight."""
-    import torch
-
     names = ("engine", *SAME_NAME, "prefix_caching", "drafts", "no_compile", "engine_args")
     given = {name: getattr(options, name, None) for name in names}
-    memory = given["kv_cache_memory_bytes"] or given["gpu_memory_utilization"]
-    if given["engine"] == "vllm" and not memory and not torch.cuda.is_available():
-        given["kv_cache_memory_bytes"] = CPU_CACHE_BYTES
     return {**given, "max_num_seqs": max(in_flight or 0 for _, in_flight in options.loads) or None}
+
+
+def size_cpu_cache(
+    config: dict[str, Any], settings: dict[str, Any], cases: Sequence[dict[str, Any]], memory: float | None
+) -> None:
+    """On a CPU, gives vLLM a cache with room for the loads, unless its memory is said (`memory`: as a share). By itself
+    it takes 92 % of the machine's. Needs `max_model_len`."""
+    import torch
+
+    if settings["engine"] != "vllm" or settings["kv_cache_memory_bytes"] or memory or torch.cuda.is_available():
+        return
+    latent, rope, key = (config.get(name) or 0 for name in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim"))
+    layers = (config.get("num_hidden_layers") or 0) + (config.get("num_nextn_predict_layers") or 0)
+    # Rows are fp32 at most. vLLM may pad indexer keys to the size of a row.
+    token = 4 * layers * (latent + rope) * (2 if key else 1)
+    if not latent or not token:  # a model without MLA
+        settings["kv_cache_memory_bytes"] = MOST_CPU_CACHE_BYTES
+        return
+    longest = {**settings, **settings["engine_args"]}["max_model_len"]
+    request = token * (longest + 2 * CPU_BLOCK)
+    requests = 1 + max(min(case["num_prompts"], case["concurrency"] or math.inf) for case in cases)
+    settings["kv_cache_memory_bytes"] = max(2 * request, min(requests * request, MOST_CPU_CACHE_BYTES))
 
 
 def engine_arguments(settings: dict[str, Any], backend: str) -> dict[str, Any]:
@@ -181,6 +199,8 @@ def cases_of(
     """The `case` of each load: entries with the same one are comparable. `rates`: more of each."""
     given = {**settings, **settings["engine_args"]}
     of_engine = {name: given[name] for name in OF_CASES if given.get(name) is not None}
+    if any(":" in backend for backend in options.backend):  # caches differ, and each entry says which it had
+        of_engine.pop("kv_cache_dtype", None)
     found = []
     for (lengths, concurrency), rate in itertools.product(options.loads, rates):
         prompts = min(filter(None, (options.num_prompts, (options.waves or 0) * (concurrency or 0))))
@@ -235,7 +255,9 @@ def write(options: argparse.Namespace, benchmark: str, results: list[dict[str, A
 
 def entry(settings: dict[str, Any], backend: str, case: dict[str, Any], found: dict[str, Any] | str) -> dict[str, Any]:
     """An entry of the result file: what was found, or why the backend failed."""
-    known = {"engine": settings["engine"], "backend": backend, "gpus": gpus(engine_arguments(settings, backend))}
+    arguments = engine_arguments(settings, backend)
+    known = {"engine": settings["engine"], "backend": backend, "gpus": gpus(arguments)}
+    known["kv_cache_dtype"] = arguments.get("kv_cache_dtype")
     failed = isinstance(found, str)
     return {**known, "case": case, "error": found if failed else None, **({} if failed else found)}
 
@@ -257,7 +279,8 @@ def run(benchmark: str, options: argparse.Namespace, settings: dict[str, Any], m
             print(f"{runs.name_of(result)}, per decode step: {wall}, of them {', '.join(told)}")
     if results:
         print()
-        result_file.show(*tables.of_models([({}, result) for result in results]), words=3, width=TABLE_WIDTH)
+        about = {"gpus": [{"name": name} for name in result_file.nvidia_smi("name")]}
+        result_file.show(*tables.of_models([(about, result) for result in results]), words=3, width=TABLE_WIDTH)
     how = {name: getattr(options, name) for name in ("rounds", "waves", "warmup")}
     write(options, benchmark, results, {**settings, **how, "interleaved": paired})
     return status

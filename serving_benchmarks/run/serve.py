@@ -59,6 +59,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     requests = [(case["input_len"], case["output_len"]) for case in cases]
     roomy = max(length + new + length // TEXT_ROOM for length, new in requests) + LENGTH_ROOM
     settings["max_model_len"] = common.longest_request(config, max(map(sum, requests)), roomy)
+    common.size_cpu_cache(config, settings, cases, options.gpu_memory_utilization)
     return settings, cases
 
 

@@ -66,6 +66,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     with_profile = [(length, profile) for (length, _), profile in profiles.items() if profile]
     wished = max((length + profile["new_tokens"] for length, profile in with_profile), default=0)
     settings["max_model_len"] = longest = common.longest_request(config, max(map(sum, profiles)), wished)
+    common.size_cpu_cache(config, settings, [run["case"] for run in planned], options.gpu_memory_utilization)
     for length, profile in with_profile:
         profile["new_tokens"] = min(profile["new_tokens"], longest - length)
     return Plan(settings, workloads.usable_tokens(config), planned)

@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from commands import parsed, status_of, status_when_stopped
-from serving_benchmarks.results import kinds
-from serving_benchmarks.run import common, serve, server, supervisor
+from serving_benchmarks.results import kinds, tables
+from serving_benchmarks.run import common, serve, server, supervisor, throughput
 
 SMALL = ("--loads", "10+3", "--num-prompts", 4)
 
@@ -124,9 +124,29 @@ def test_what_is_not_given_is_left_to_vllm(monkeypatch):
     assert common.engine_arguments(settings, "B:bfloat16") == {**arguments, **own_cache}
 
 
-def test_on_a_cpu_vllm_does_not_take_most_of_the_memory(monkeypatch):
+def test_on_a_cpu_vllm_gets_a_cache_for_the_load(small_model, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for command in ("serve", "throughput"):
-        assert common.settings_of(parsed(command, "--model", "any"))["kv_cache_memory_bytes"] == common.CPU_CACHE_BYTES
-        share = common.settings_of(parsed(command, "--model", "any", "--gpu-memory-utilization", 0.5))
-        assert share["kv_cache_memory_bytes"] is None
+
+    def cache(plan_of, command: str, in_flight: int, *more: object) -> int | None:
+        plan = plan_of(parsed(command, "--model", small_model, "--loads", f"20+4/{in_flight}", *more))
+        return (plan[0] if command == "serve" else plan.settings)["kv_cache_memory_bytes"]
+
+    for command, plan_of in (("serve", serve.plan_of), ("throughput", throughput.plan_of)):
+        one, many = (cache(plan_of, command, n) for n in (1, 15))
+        assert many == 8 * one and many < 1 << 30, "a request more than are in flight"
+        assert cache(plan_of, command, 1, "--gpu-memory-utilization", 0.5) is None
+        assert cache(plan_of, command, 1, "--kv-cache-memory-bytes", 1 << 20) == 1 << 20
+
+
+def test_an_entry_says_the_cache_of_its_own_backend():
+    options = parsed("throughput", "--model", "any", "--backend", "B,B:bfloat16", "--kv-cache-dtype", "fp8")
+    settings = common.settings_of(options)
+    (case,) = common.cases_of(options, settings)
+    entries = [common.entry(settings, name, case, "failed") for name in options.backend]
+    assert [entry["kv_cache_dtype"] for entry in entries] == ["fp8", "bfloat16"] and "kv_cache_dtype" not in case
+
+
+def test_a_table_of_a_cpu_has_no_gpus():
+    entry = {"case": {"input_len": 1, "output_len": 1}, "backend": "B", "gpus": 2, "error": "failed"}
+    headings, rows = tables.of_models([({"gpus": [], "cpu": {"model": "a CPU"}}, entry)])
+    assert "GPU" not in " ".join(headings) and rows[0][headings.index("machine")] == "a CPU"

@@ -253,6 +253,13 @@ def test_what_cannot_be_is_refused_at_start_with_a_reason(sparse, options, says)
         config_of(sparse, **{"attention_backend": "SPARSE_MLA", **options})
 
 
+@pytest.mark.parametrize("backend", ["SPARSE_MLA", None])
+def test_batch_invariance_is_refused_on_a_cpu(sparse, backend, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT=1 is not supported on a CPU.* Unset it"):
+        config_of(sparse, attention_backend=backend)
+
+
 @pytest.mark.parametrize("given", ["auto", "fp8"])
 def test_models_whose_cached_rows_have_no_rope_are_served(sparse, tmp_path, given):
     folder = changed(sparse, tmp_path, qk_rope_head_dim=0)
