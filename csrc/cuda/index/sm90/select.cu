@@ -38,8 +38,9 @@ Variant choose(int heads, int64_t tokens, int64_t requests) {
   return by_tokens<128>(per_request);
 }
 
-// How the copy engine finds a tile of keys: in rows of 128 bytes, swizzled as wgmma wants them.
-CUtensorMap describe_keys(const KeyCacheView& cache) {
+// How the copy engine finds a tile of keys: in rows of 128 bytes, swizzled as wgmma wants them. False where it can't,
+// as of a cache without blocks.
+bool describe_keys(const KeyCacheView& cache, CUtensorMap& map) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -47,17 +48,14 @@ CUtensorMap describe_keys(const KeyCacheView& cache) {
           "select_tokens");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
-  CUtensorMap map;
   const cuuint64_t sizes[] = {kIndexDim, static_cast<cuuint64_t>(cache.block_size),
                               static_cast<cuuint64_t>(std::max<int64_t>(cache.blocks, 1))};
   const int64_t stride = cache.blocks > 1 ? cache.block_stride : (cache.block_size * (kIndexDim + 4) + 15) / 16 * 16;
   const cuuint64_t strides[] = {kIndexDim, static_cast<cuuint64_t>(stride)};
   const cuuint32_t box[] = {kIndexDim, kTileKeys, 1}, steps[] = {1, 1, 1};
-  if (!encode || encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(cache.data), sizes, strides, box,
-                        steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) != CUDA_SUCCESS)
-    throw std::runtime_error("mla_backend: select_tokens: the driver describes no tensor of keys");
-  return map;
+  return encode && encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, const_cast<uint8_t*>(cache.data), sizes, strides, box,
+                          steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // CTAs that choose among a token's candidates: few tokens leave processors to share.
@@ -116,7 +114,7 @@ void select_tokens(const SelectTokensProblem& p, int processors, void* stream) {
     static_cast<IndexProblem&>(piece) = p.piece(first, std::min(at_once, p.tokens - first));
     piece.chosen += first * p.chosen_token;
     if (p.chosen_scores) piece.chosen_scores += first * p.chosen_score_token;
-    if (piece.whole_tiles) piece.keys = describe_keys(p.cache);
+    piece.whole_tiles = piece.whole_tiles && describe_keys(p.cache, piece.keys);
     piece.group = v.group;
     piece.lists = lay_out(p.workspace, (piece.tokens + v.group - 1) / v.group, ctas, p.topk);
     const int cluster = cluster_of(piece.tokens, processors);
