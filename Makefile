@@ -49,7 +49,7 @@ help:
 	@echo "make generate      set up, build, say what this machine can run, run an example, and ask a tiny checkpoint about a long text"
 	@echo "make sanitize      run the CPU tests with AddressSanitizer and UBSan (ARGS='...' goes to pytest)"
 	@echo "make torture       try hostile inputs with new seeds for some minutes (ARGS='--help' says more)"
-	@echo "make wheel         build a wheel into dist/"
+	@echo "make wheel         build a wheel with CUDA into dist/ (MLA_BACKEND_CUDA=0: for CPUs)"
 	@echo "make clean         remove what the others made"
 
 $(INSTALLED): $(BUILD_INPUTS)
@@ -133,8 +133,9 @@ sanitize: setup
 torture: setup
 	$(RUN) tests/support/torture.py $(ARGS)
 
+# With CUDA; MLA_BACKEND_CUDA=0 makes one for CPUs.
 wheel: setup
-	$(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	MLA_BACKEND_CUDA=$${MLA_BACKEND_CUDA-1} $(RUN) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf build dist $(VENV) $(VLLM_VENV) $(SGLANG_VENV) mla_backend/libmla_backend.so *.egg-info

@@ -287,7 +287,7 @@ def render(report: dict[str, Any], console: Console) -> None:
                     f"torch's stable ABI, torch {library['torch_needed']} and later "
                     f"(headers of {library['torch_built_with']})",
                 ),
-                ("formats", ", ".join(f"{f['name']} ({f['token_bytes']} B a token)" for f in library["formats"])),
+                ("formats", ", ".join(f"{f['name']} ({f['token_bytes']} B per token)" for f in library["formats"])),
             ],
         )
         cpu_rows = [("model", cpu["model"]), ("threads", f"{torch['threads']} of {cpu['cores']} cores")]

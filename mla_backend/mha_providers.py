@@ -17,6 +17,8 @@ from torch.nn import functional
 
 PROVIDERS = {"flash_attn_4": "flash-attn-4", "sdpa": "torch"}
 """The package of each, in the order in which they are tried."""
+INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
+"""A pre-release; naming one lets pip take it."""
 FLASH_ATTN_4_ARGUMENTS = {"cu_seqlens_q", "max_seqlen_k", "deterministic", "return_lse"}
 """Those that other versions may not have."""
 CAUSAL_FROM_TOP_LEFT, CAUSAL_FROM_BOTTOM_RIGHT = 1, 2
@@ -51,7 +53,7 @@ def why_not(name: str, capability: tuple[int, int] | None, deterministic_gradien
     if name == "sdpa":
         if capability is None or not deterministic_gradients:
             return None
-        return "its gradients have other bits each time on a GPU; drop deterministic=True, or pip install flash-attn-4"
+        return f"its gradients have other bits each time on a GPU; drop deterministic=True, or {INSTALL}"
     if capability is None:
         return "runs on GPUs only"
     if capability[0] not in (9, 10, 11):
@@ -107,7 +109,7 @@ def _flash_attn_4() -> Callable[..., Any] | str:
     try:
         from flash_attn.cute import flash_attn_varlen_func
     except ModuleNotFoundError as error:
-        return f"{error.name} is not installed (pip install 'mla-backend[mha]')"
+        return f"{error.name} is not installed ({INSTALL})"
     except Exception as error:  # it fails in ways of its own where it doesn't fit torch or the driver
         return f"flash-attn-4 does not import: {error}"
     if lacking := FLASH_ATTN_4_ARGUMENTS - set(inspect.signature(flash_attn_varlen_func).parameters):

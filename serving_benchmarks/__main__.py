@@ -55,7 +55,7 @@ def _run(words: list[str]) -> int:
     try:
         module = importlib.import_module(f"serving_benchmarks.{COMMANDS[command][0]}")
     except ModuleNotFoundError as error:
-        raise Refused(f"{error}; pip install 'mla-backend[report]' has what {command!r} needs") from error
+        raise Refused(f"{error}; pip install '.[report]' has what {command!r} needs") from error
     except ImportError as error:  # such as the library's, which says what to do
         raise Refused(str(error)) from error
     parser = argparse.ArgumentParser(

@@ -85,7 +85,7 @@ class Engine:
         folder: a checkpoint in the Hugging Face layout; tokenizer and chat template are taken from there.
         device: where it runs; a GPU if there is one, unless said otherwise.
         dtype: what the model computes in.
-        kv_cache: fp8 (656 + 132 bytes a token and layer) or bf16 (1152 + 256).
+        kv_cache: fp8 (656 + 132 bytes per token and layer) or bf16 (1152 + 256).
         memory: bytes for the cache; decides how many blocks there are. By default what all requests that may run need
             at their longest, but no more than 85 % of what is free on the GPU, or 25 % of the machine's memory.
         block_size: tokens in a block.

@@ -25,7 +25,7 @@ class Tokenizer:
         try:
             from transformers import AutoTokenizer
         except ImportError as error:
-            raise ImportError(f"tokenizers need more packages: pip install 'mla-backend[engine]' ({error})") from error
+            raise ImportError(f"tokenizers need more packages: pip install transformers jinja2 ({error})") from error
         self.folder = Path(folder)
         try:
             self._own = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)

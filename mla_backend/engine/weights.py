@@ -11,7 +11,8 @@ from torch import Tensor, nn
 try:
     from safetensors import safe_open
 except ImportError as error:
-    raise ImportError("mla_backend.engine needs more packages: pip install 'mla-backend[engine]'") from error
+    needed = "transformers tokenizers safetensors jinja2"
+    raise ImportError(f"mla_backend.engine needs more packages: pip install {needed}") from error
 
 from mla_backend.engine.config import read_json
 
