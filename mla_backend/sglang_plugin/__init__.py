@@ -1,7 +1,7 @@
 """The plugin for SGLang: `sglang serve --model-path MODEL --attention-backend sparse_mla`.
 
 SGLang finds the function here through the package's entry points and calls it once in each of its processes. Nothing
-here imports SGLang before SGLang calls it. docs/serving.md tells how to serve with it.
+here imports SGLang before SGLang calls it. docs/sglang.md tells how to serve with it.
 
     versions.py  what the plugin needs of SGLang, checked before anything is registered
     backend.py   the attention backend, and the one that drafts use

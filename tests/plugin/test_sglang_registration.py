@@ -16,7 +16,7 @@ import mla_backend.sglang_plugin as plugin
 from mla_backend import tried_versions
 from mla_backend.sglang_plugin import versions
 
-GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "sglang.md"
 
 
 def test_without_sglang_it_says_so_and_imports_nothing_of_it(monkeypatch, caplog):
