@@ -2,7 +2,7 @@
 
 A page says what it wants between two comments, which are not shown:
 
-    <!-- numbers: kernels_decode results/h100/kernels.json -->
+    <!-- numbers: kernels results/h100/kernels.json -->
     a table
     <!-- end of numbers -->
 
@@ -88,7 +88,7 @@ def picture(check: bool) -> bool:
     from serving_benchmarks.results import pictures
 
     try:
-        figure, numbers = pictures.decode_bars(kinds.load(source).report)
+        figure, numbers = pictures.heat_map(kinds.load(source).report)
     except kinds.LACKS as error:
         raise Refused(f"{PICTURE} can't be made of {PICTURE_OF}: {error}") from error
     # a text chunk of a PNG is its keyword, a zero and the text

@@ -134,12 +134,11 @@ _BACKWARD = has(TIMED, case=has(heads=Count, rows=Count, lists=str), parts=dict)
 _INDEX = has(OP, case=has(batch=str, heads=Count), flops=Positive | None)
 _THROUGHPUT = has(SERVE, seconds=TIMING, rounds_s=Annotated[list[Positive], Field(min_length=2)])
 _CHECKPOINT = has(FAILED_WAY, engine=str, cache=str, gpus=Count, asked=Count, right=Annotated[int, Field(ge=0)] | None)
-_KERNEL_TABLES = {"kernels": tables.kernels, "kernels_decode": tables.headline}
 _OFFLINE_TABLES = {"throughput": tables.whole_models, "throughput_versus": tables.throughput_versus}
 _OFFLINE_TABLES |= {"throughput_profiles": tables.throughput_profiles}
 _SERVE_TABLES = {"serve": tables.whole_models, "serve_versus": tables.throughput_versus}
 _KINDS = (
-    Kind("kernels", "Sparse attention on a GPU", _KERNELS, _KERNEL_TABLES),
+    Kind("kernels", "Sparse attention on a GPU", _KERNELS, {"kernels": tables.kernels}),
     Kind("rows", "Sparse attention on other rows, on a GPU", _ROWS, {"rows": tables.rows}),
     Kind("dense", "Dense decode on a GPU", has(PLANNED, case=has(CASE, batch=str)), {"dense": tables.dense}),
     Kind("backward", "The backward of sparse attention on a GPU", _BACKWARD, {"backward": tables.backward}),

@@ -1,14 +1,19 @@
 """The picture of the README."""
 
 import io
+import itertools
+import math
+import re
 
 import matplotlib
+from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure
 
 from serving_benchmarks.results import tables
 from serving_benchmarks.results.file import Report
 
 matplotlib.rcParams["text.parse_math"] = False  # text of files is no formula
+CACHES = {"fp8_ds_mla": "FP8 cache", "bf16": "BF16 cache"}
 NUMBERS = "Numbers"  # keyword of the text that a picture keeps
 
 
@@ -19,32 +24,29 @@ def png(figure: Figure, numbers: str) -> bytes:
     return drawn.getvalue()
 
 
-def decode_bars(report: Report) -> tuple[Figure, str]:
-    """The README's picture: decode speed of ours and of the peers over heads, and its numbers as text."""
-    heads = [heads for requests, heads in tables.HEADLINE_DECODE if requests == 128]
-    entries = [tables.picked(report, 128, one)["in_situ"] for one in heads]
-    times = [{"mla-backend": entry["seconds"]["ours"]["median"], **tables.peers_of(entry)} for entry in entries]
-    names = [name for name in ("mla-backend", *dict.fromkeys(tables.PEERS.values())) if all(name in of for of in times)]
-    base, width, numbers = names[1], 0.84 / len(names), []
-    figure = Figure(figsize=(8, 3.7), layout="constrained")
-    axes = figure.subplots()
-    for number, name in enumerate(names):
-        ours, speeds = number == 0, [of[base] / of[name] for of in times]
-        xs = [x + (number - (len(names) - 1) / 2) * width for x in range(len(times))]
-        color = "#0072b2" if ours else str(0.48 + 0.4 * number / len(names))
-        label = "mla-backend, FP8 cache" if ours else f"{', '.join(name.split())} cache"
-        axes.bar(xs, speeds, width * 0.94, color=color, label=label)
-        look = {"weight": "bold", "color": color, "fontsize": 8.5} if ours else {"color": "0.35", "fontsize": 7}
-        for x, speed in zip(xs, speeds, strict=True):
-            axes.text(x, speed + 0.03, f"{speed:.2f}", ha="center", **look)
-        numbers.append(f"{name}: {' '.join(f'{speed:.2f}' for speed in speeds)}")
-    axes.set_xticks(range(len(entries)), [f"{one} heads" for one in heads])
-    axes.set_ylabel(f"speed ({base} = 1)")
+def heat_map(report: Report) -> tuple[Figure, str]:
+    """The README's picture: the fastest peer's time over ours by cache, requests and heads, and its numbers as text."""
+    ratios: dict[tuple[str, str, int], float] = {}
+    for entry in tables.ran(report):
+        case, timed = entry["case"], entry.get("in_situ", entry)  # decode between GEMMs
+        if case["topk"] == 2048 and re.fullmatch(r"(\d+q1|q4k)s32k", case["batch"]) and timed["best_peer"]:
+            ratios[case["format"], case["batch"], case["heads"]] = timed["speed_up"]
+    formats = [name for name in CACHES if any(name == one for one, _, _ in ratios)]
+    batches = sorted({batch for _, batch, _ in ratios}, key=lambda batch: int(f"0{batch.partition('q')[0]}") or 1e9)
+    heads = sorted({number for _, _, number in ratios})
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(formats), sharey=True, squeeze=False)[0], formats, strict=True):
+        cells = [[math.log2(ratios.get((name, batch, one), math.nan)) for one in heads] for batch in batches]
+        axes.imshow(cells, cmap="RdBu", norm=CenteredNorm(0, 1), aspect="auto")
+        for (x, one), (y, batch) in itertools.product(enumerate(heads), enumerate(batches)):
+            if ratio := ratios.get((name, batch, one)):
+                axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=9)
+        axes.set_xticks(range(len(heads)), map(str, heads))
+        axes.set_yticks(range(len(batches)), [b.partition("q")[0] or "prefill" for b in batches])
+        axes.set(title=CACHES[name], xlabel="heads per GPU", facecolor="0.95")
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    figure.supylabel("requests in decode", fontsize=10)
     gpu = report["environment"]["gpus"][0]["name"]
-    axes.set_title(f"Sparse MLA decode, {gpu}: 128 requests at 32K tokens, top 2048, between GEMMs", fontsize=10)
-    axes.tick_params(length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.2)
-    axes.set_axisbelow(True)
-    figure.legend(ncols=min(3, len(names)), frameon=False, loc="outside lower center", fontsize=9)
-    return figure, "; ".join(numbers)
+    figure.suptitle(f"Best other kernel's time over ours, {gpu}, 32K tokens, top 2048; grey: not measured", fontsize=10)
+    return figure, "; ".join(f"{' '.join(map(str, key))}: {ratio:.2f}" for key, ratio in ratios.items())

@@ -11,8 +11,6 @@ from serving_benchmarks.results import file, kernel_times, runs
 from serving_benchmarks.results.file import Report, microseconds, page
 
 Entry = dict[str, Any]
-HEADLINE_DECODE = [(n, 16) for n in (1, 8, 16, 32, 64)] + [(128, heads) for heads in (8, 16, 32, 64, 128)]
-"""Requests and heads of the rows of a short table: one query token each at 32K tokens, topk 2048, FP8 rows."""
 ROOFLINE = (
     "Roofline: the longest of math, memory and L2 time at measured rates, memory's for FP8 rows. BF16 rows, gathered "
     "faster, may pass 100%."
@@ -138,28 +136,6 @@ def _titles(results: Sequence[Entry]) -> list[str]:
     """Of the peers that were timed, in the order of PEERS."""
     titles = dict.fromkeys(title for result in results for title in peers_of(result))
     return sorted(titles, key=lambda title: [*PEERS.values(), title].index(title))
-
-
-def picked(report: Report, requests: int, heads: int) -> Entry:
-    """The entry of a row of HEADLINE_DECODE. Raises ValueError."""
-    name = kernel_name({"batch": f"{requests}q1s32k", "heads": heads, "topk": 2048, "format": "fp8_ds_mla"})
-    for result in ran(report):
-        if kernel_name(result["case"]) == name:
-            return result
-    raise ValueError(f"there is no {name}")
-
-
-def headline(report: Report) -> str:
-    """The rows of HEADLINE_DECODE in situ, with the fastest peer."""
-    headings = ["requests", "heads", "mla-backend, us", "best baseline, us", "best baseline", "best baseline over ours"]
-    rows = []
-    for requests, heads in HEADLINE_DECODE:
-        result = picked(report, requests, heads)["in_situ"]
-        best = result["best_peer"]
-        theirs = [microseconds(result["seconds"][best]["median"]), peer_title(best)] if best else ["-", "-"]
-        ratio = f"{result['speed_up']:.2f}" if best else "-"
-        rows.append([str(requests), str(heads), microseconds(result["seconds"]["ours"]["median"]), *theirs, ratio])
-    return page(headings, rows, f"{IN_SITU} {_kernels_measured(report)}")
 
 
 def rows(report: Report) -> str:

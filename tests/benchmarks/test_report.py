@@ -12,7 +12,7 @@ from serving_benchmarks.__main__ import main
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.skipif(not result_examples.path("kernels").is_file(), reason="needs the source tree")
 
-from serving_benchmarks.results import kinds, pictures, tables  # noqa: E402
+from serving_benchmarks.results import kinds, pictures  # noqa: E402
 
 
 def report_of(folder, *paths) -> str:
@@ -78,12 +78,10 @@ def test_backends_and_numbers_of_gpus_of_several_files_are_compared_load_by_load
     assert of_two["per GPU"] == f"{first['output_tokens_per_second'] / 2:.0f}"
 
 
-def test_the_readme_picture_has_bars_of_the_file():
+def test_the_readme_picture_has_the_ratios_of_the_file():
     content = result_examples.every_kind()["kernels"]
-    figure, numbers = pictures.decode_bars(content)
-    seconds = tables.picked(content, 128, 16)["in_situ"]["seconds"]
-    heights = [bar.get_height() for bar in figure.axes[0].patches]
-    assert len(heights) == 5 * 5
-    theirs = min(seconds[name]["median"] for name in ("flashmla_fp8", "flashmla_fp8_one_batch"))
-    assert heights[1] == pytest.approx(theirs / seconds["ours"]["median"])
-    assert numbers.startswith(f"mla-backend: {heights[0]:.2f} {heights[1]:.2f} ")
+    figure, numbers = pictures.heat_map(content)
+    assert len(figure.axes) == 2 and [len(axes.texts) for axes in figure.axes] == [14, 14]
+    ratio = result_examples.kernel(content, "128q1s32k", 128)["in_situ"]["speed_up"]
+    assert f"fp8_ds_mla 128q1s32k 128: {ratio:.2f}" in numbers.split("; ")
+    assert f"{ratio:.2f}" in [text.get_text() for text in figure.axes[0].texts]

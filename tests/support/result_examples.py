@@ -33,6 +33,12 @@ def write(folder: Path, name: str, report: dict[str, Any]) -> Path:
     return written
 
 
+def kernel(report: dict[str, Any], batch: str, heads: int) -> dict[str, Any]:
+    """An entry of `kernels`: lists of 2048 FP8 rows."""
+    wanted = {"batch": batch, "heads": heads, "topk": 2048, "format": "fp8_ds_mla"}
+    return next(entry for entry in report["results"] if wanted.items() <= entry["case"].items())
+
+
 def _report(kind: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     return json.loads(json.dumps({"environment": {**ENVIRONMENT, "benchmark": kind}, "results": results}))
 
