@@ -30,7 +30,6 @@ PEERS = {
 }
 """Titles of candidates. Of candidates with one title the fastest counts."""
 NOT_PEERS = ("ours", "plan", "slot_lists", "atomic")  # candidates that are ours
-BACKWARD_PARTS = ("order", "main", "sum")  # of ours, shown
 LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")  # headings of what latencies() gives
 PARALLEL = {"data_parallel_size": "DP", "decode_context_parallel_size": "DCP", "enable_expert_parallel": "EP"}
 """Ways to use GPUs other than tensor parallelism, by their names in cases."""
@@ -148,12 +147,12 @@ def rows(report: Report) -> str:
     columns = sorted({requests for of in lines.values() for requests in of})
     cells = []
     for key, of in lines.items():
-        most, peers = of[max(of)], sorted({peer_title(one["best_peer"]) for one in of.values() if one["best_peer"]})
+        most = of[max(of)]
         row = [*map(str, key), *(_time_and_ratio(of[n]) if n in of else "-" for n in columns)]
-        row += [f"{most['bytes'] / most['seconds']['ours']['median'] / 1e12:.2f}", ", ".join(peers) or "-"]
-        cells.append(row)
-    headings = ["case", "rows", "list", "heads", *map(str, columns), "TB/s", "best baseline"]
-    note = " In brackets: the best baseline's time over ours. TB/s: with the most requests."
+        cells.append([*row, f"{most['bytes'] / most['seconds']['ours']['median'] / 1e12:.2f}"])
+    headings = ["case", "rows", "list", "heads", *map(str, columns), "TB/s"]
+    best = {peer_title(one["best_peer"]) for of in lines.values() for one in of.values() if one["best_peer"]}
+    note = f" In brackets: the time of the best, {' or '.join(sorted(best))}, over ours. TB/s: with the most requests."
     return page(headings, cells, _kernels_measured(report) + note)
 
 
@@ -171,18 +170,14 @@ def backward(*reports: Report) -> str:
     rows = []
     for key, entries in cases.items():
         own = entries[0]["seconds"]
-        times = [own["ours"]["median"], *map(entries[0]["parts"].get, BACKWARD_PARTS), own["atomic"]["median"]]
         versus = {}
         for entry in entries:
             for title, seconds in peers_of(entry).items():
                 versus[title] = f"{seconds * 1e3:.2f} ({seconds / entry['seconds']['ours']['median']:.2f})"
-        row = [*map(str, key), *(f"{seconds * 1e3:.2f}" if seconds else "-" for seconds in times)]
+        row = [*map(str, key), *(f"{own[name]['median'] * 1e3:.2f}" for name in ("ours", "atomic"))]
         rows.append([*row, *(versus.get(title, "-") for title in titles)])
-    how = (
-        "Medians of whole backwards, interleaved, in ms. In brackets: the baseline's time over ours. "
-        f"{', '.join(BACKWARD_PARTS)}: kernel times in a profile."
-    )
-    headings = ["lists", "rows", "heads", "mla-backend", *BACKWARD_PARTS, "atomic", *titles]
+    how = "Medians of whole backwards, interleaved, in ms. In brackets: the baseline's time over ours."
+    headings = ["lists", "rows", "heads", "mla-backend", "atomic", *titles]
     return page(headings, rows, _measured_with(how, reports))
 
 
