@@ -105,7 +105,7 @@ def kernels(report: Report) -> str:
     rows = []
     for result in results:
         row = [str(result["case"][name]) for name in ("batch", "heads", "topk", "format")]
-        row += [*_versus(result, ["ours"], titles), f"{share_of_floor(result):.0%}"]
+        row += [*_versus(result, titles), f"{share_of_floor(result):.0%}"]
         rows.append([*row, *[_time_and_ratio(result["in_situ"]) if "in_situ" in result else "-"] * situ])
     note = f"{_kernels_measured(report)} {ROOFLINE}"
     note += f" {IN_SITU} In brackets: the best baseline's time over ours." * situ
@@ -113,21 +113,21 @@ def kernels(report: Report) -> str:
 
 
 def dense(report: Report) -> str:
-    """Every case, with the time of every peer, and of the same as lists of slots."""
+    """Every case, with the time of every peer."""
     results = ran(report)
     titles = _titles(results)
-    headings = ["batch", "heads", "cache", "mla-backend", "as lists of slots", *titles, "best baseline over ours"]
+    headings = ["batch", "heads", "cache", "mla-backend", *titles, "best baseline over ours"]
     rows = []
     for result in results:
         case = [str(result["case"][name]) for name in ("batch", "heads", "format")]
-        rows.append([*case, *_versus(result, ["ours", "slot_lists"], titles)])
+        rows.append([*case, *_versus(result, titles)])
     return page(headings, rows, _kernels_measured(report, lists=""))
 
 
-def _versus(result: Entry, ours: Sequence[str], titles: Sequence[str]) -> list[str]:
-    """Cells: times of ours, of peers, and the ratio."""
-    times = {name: result["seconds"][name]["median"] for name in ours if name in result["seconds"]} | peers_of(result)
-    cells = [microseconds(times[name]) if name in times else "-" for name in (*ours, *titles)]
+def _versus(result: Entry, titles: Sequence[str]) -> list[str]:
+    """Cells: times of ours and of peers, and the ratio."""
+    times = {"ours": result["seconds"]["ours"]["median"]} | peers_of(result)
+    cells = [microseconds(times[name]) if name in times else "-" for name in ("ours", *titles)]
     return [*cells, f"{result['speed_up']:.2f}" if result["best_peer"] else "-"]
 
 
