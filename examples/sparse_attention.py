@@ -26,11 +26,11 @@ for request, length in enumerate(lengths):
     slots = block_table[request, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
     mla_backend.cache_write(torch.randn(length, 512).bfloat16(), torch.randn(length, 64).bfloat16(), cache, slots)
 print(
-    f"cache: {cache.shape[0]} blocks of {cache.shape[1]} tokens, {fp8.name}, {fp8.token_bytes} bytes a token, "
+    f"cache: {cache.shape[0]} blocks of {cache.shape[1]} tokens, {fp8.name}, {fp8.token_bytes} bytes per token, "
     f"{cache.nbytes / 2**20:.1f} MiB"
 )
 
-# One query token a request. The indexer picked 2048 positions of its own sequence for each.
+# One query token per request. The indexer picked 2048 positions of its own sequence for each.
 q = torch.randn(2, HEADS, 576).bfloat16()
 picked = torch.stack([torch.randperm(length)[:TOPK] for length in lengths]).int()
 indices, counts = mla_backend.convert_indices(picked, block_table, torch.tensor([0, 1], dtype=torch.int32), BLOCK_SIZE)

@@ -186,7 +186,7 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     else:
         why = None
     verdicts.append({"what": "every op on a GPU", "runs": why is None, "why": why})
-    verdicts.append({"what": "attention of 192/128 dims a head", **_mha_verdict(report["mha"])})
+    verdicts.append({"what": "attention of 192/128 dims per head", **_mha_verdict(report["mha"])})
     on_cpu = tried_versions.is_cpu_build_of_vllm()
     verdicts.append({"what": VLLM_BACKENDS, **(_vllm_on_cpu if on_cpu else _engine)("vLLM", report["vllm"], why)})
     verdicts.append({"what": SGLANG_BACKEND, **_engine("SGLang", report["sglang"], why)})

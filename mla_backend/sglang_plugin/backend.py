@@ -117,7 +117,7 @@ def why_not(model_runner: Any) -> str | None:
     if not is_deepseek_dsa(config.hf_config):
         return "serves models with sparse MLA, such as DeepSeek-V3.2 and GLM-5. Leave out --attention-backend."
     if config.kv_lora_rank != VALUE_DIM:
-        return f"needs {VALUE_DIM} latent values a token; this model has {config.kv_lora_rank}."
+        return f"needs {VALUE_DIM} latent values per token; this model has {config.kv_lora_rank}."
     if model_runner.dtype != torch.bfloat16:
         return f"computes in bfloat16; got {dtype_name(model_runner.dtype)}. Use --dtype bfloat16."
     if not fitting_formats(pool):

@@ -109,12 +109,12 @@ def lengths(case: dict[str, Any]) -> str:
 
 
 def heads(environment: dict[str, Any], case: dict[str, Any]) -> str:
-    """The model's heads and, with tensor parallelism, those of one GPU: "16, 8 a GPU"."""
+    """The model's heads and, with tensor parallelism, those of one GPU: "16, 8 per GPU"."""
     count, parts = (environment.get("model") or {}).get("heads"), case.get("tensor_parallel_size") or 1
     if count is None:
         return "-"
     part = "GPU" if environment.get("gpus") else "process"
-    return f"{count}" + (f", {count // parts} a {part}" if parts > 1 else "")
+    return f"{count}" + (f", {count // parts} per {part}" if parts > 1 else "")
 
 
 def load(case: dict[str, Any], short: bool = False) -> str:

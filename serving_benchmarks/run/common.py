@@ -42,7 +42,7 @@ OF_CASES = (
 """Settings that the `case` of an entry has."""
 COUNTS = {
     "max-num-batched-tokens": "tokens of a step",
-    "drafts": "tokens that the model's MTP layer drafts a step",
+    "drafts": "tokens that the model's MTP layer drafts per step",
 }
 """Settings that are whole numbers without a default of ours."""
 
