@@ -81,6 +81,13 @@ def test_every_mark_is_one_that_is_tested():
         assert {m[3] for m in known if m[1] == "example"} <= {"python"}, page.name
 
 
+def test_every_block_says_what_it_is_and_all_python_is_tested():
+    for page in PAGES:
+        languages = re.findall(r"^```(\w*)\n.*?^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        assert {*languages} <= {"python", "json", "sh", "console", "text"}, page.name
+        assert languages.count("python") == len(EXAMPLES.get(page.name, [])), page.name
+
+
 @pytest.mark.parametrize("examples", pages_with(EXAMPLES))
 def test_examples_print_what_they_say(examples, folder):
     names = {"folder": folder}
