@@ -20,7 +20,7 @@ COMMANDS = {
     "throughput": ("run.throughput", "whole models offline: all requests are there at the start"),
     "serve": ("run.serve", "whole models behind a server, over request rates or numbers of clients"),
     "checkpoint": ("run.checkpoint", "whether backends and engines give the same answers"),
-    "report": ("results.report", "a page with tables and a picture of result files"),
+    "report": ("results.report", "a page with tables of result files"),
     "compare": ("results.compare", "what became faster or slower between two result files"),
     "docs": ("results.docs", "write the numbers of result files into README and docs"),
     "models": ("models.models", "make a model of real width with random weights"),

@@ -1,4 +1,4 @@
-"""Writes the measured numbers of README.md and docs/*.md, and the picture docs/speed.png, from result files.
+"""Writes the measured numbers of README.md and docs/*.md, and their pictures, from result files.
 
 A page says what it wants between two comments, which are not shown:
 
@@ -22,7 +22,9 @@ from serving_benchmarks.results.file import NotUnderstood, Report, replace
 ROOT = Path(__file__).parents[2]
 MAKERS = {maker: kind for kind, described in kinds.KINDS.items() for maker in described.makers}
 """What a page can ask for, and of which kind the files have to be."""
-PICTURE, PICTURE_OF = "docs/speed.png", "results/h100/kernels.json"
+DEEP = ("results/h100/throughput_h16_deep.json", "results/h100/throughput_h128_deep.json")
+PICTURES = {"docs/speed.png": ("heat_map", "results/h100/kernels.json"), "docs/gains.png": ("gains", *DEEP)}
+"""Functions of pictures.py, and the files that they draw."""
 MARKED = re.compile(r"(?<=<!-- numbers: )(?P<what>[^<>]*?) -->(?P<text>.*?)<!-- end of numbers -->", re.DOTALL)
 FENCED = re.compile(r"^[ \t]*```.*?^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 CASE = "case."
@@ -80,17 +82,17 @@ def _report(name: str, kind: str, only: dict[str, str], folders: tuple[Path, ...
     return {**file.report, "results": results}
 
 
-def picture(check: bool) -> bool:
-    """Draws the picture if it does not show what its file has. Returns whether it did not."""
-    source, target = ROOT / PICTURE_OF, ROOT / PICTURE
-    if not source.is_file():
+def redrawn(name: str, check: bool) -> bool:
+    """Draws a picture if it does not show what its files have. Returns whether it did not."""
+    target, drawer, sources = ROOT / name, PICTURES[name][0], [ROOT / source for source in PICTURES[name][1:]]
+    if not all(source.is_file() for source in sources):
         return False
     from serving_benchmarks.results import pictures
 
     try:
-        figure, numbers = pictures.heat_map(kinds.load(source).report)
+        figure, numbers = getattr(pictures, drawer)(*(kinds.load(source).report for source in sources))
     except kinds.LACKS as error:
-        raise Refused(f"{PICTURE} can't be made of {PICTURE_OF}: {error}") from error
+        raise Refused(f"{name} can't be made of {', '.join(PICTURES[name][1:])}: {error}") from error
     # a text chunk of a PNG is its keyword, a zero and the text
     if target.is_file() and f"{pictures.NUMBERS}\0{numbers}".encode() in target.read_bytes():
         return False
@@ -116,9 +118,9 @@ def run(options: argparse.Namespace) -> int:
         else:
             replace(page, texts[page])
             print(f"{name} rewritten")
-    redrawn = picture(options.check)
-    if redrawn:
-        print(f"{PICTURE} {'differs' if options.check else 'redrawn'}")
-    if not changed and not redrawn:
+    drawn = [name for name in PICTURES if redrawn(name, options.check)]
+    for name in drawn:
+        print(f"{name} {'differs' if options.check else 'redrawn'}")
+    if not changed and not drawn:
         print(f"all numbers of {len(texts)} pages are those of the result files")
-    return 1 if (changed or redrawn) and options.check else 0
+    return 1 if (changed or drawn) and options.check else 0

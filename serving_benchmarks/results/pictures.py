@@ -1,4 +1,4 @@
-"""The picture of the README."""
+"""The pictures of the README. Each comes with its numbers as text."""
 
 import io
 import itertools
@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure
 
-from serving_benchmarks.results import tables
+from serving_benchmarks.results import runs, tables
 from serving_benchmarks.results.file import Report
 
 matplotlib.rcParams["text.parse_math"] = False  # text of files is no formula
@@ -25,7 +25,7 @@ def png(figure: Figure, numbers: str) -> bytes:
 
 
 def heat_map(report: Report) -> tuple[Figure, str]:
-    """The README's picture: the fastest peer's time over ours by cache, requests and heads, and its numbers as text."""
+    """The fastest peer's time over ours, by cache, requests and heads."""
     ratios: dict[tuple[str, str, int], float] = {}
     for entry in tables.ran(report):
         case, timed = entry["case"], entry.get("in_situ", entry)  # decode between GEMMs
@@ -50,3 +50,28 @@ def heat_map(report: Report) -> tuple[Figure, str]:
     gpu = report["environment"]["gpus"][0]["name"]
     figure.suptitle(f"Best other kernel's time over ours, {gpu}, 32K tokens, top 2048; grey: not measured", fontsize=10)
     return figure, "; ".join(f"{' '.join(map(str, key))}: {ratio:.2f}" for key, ratio in ratios.items())
+
+
+def gains(*reports: Report) -> tuple[Figure, str]:
+    """Whole models: ours over the one other backend, by heads and load."""
+    ratios: dict[str, tuple[float, float]] = {}
+    for report, entries in tables.newest_loads(reports):
+        (theirs,) = (entry for name, entry in entries.items() if not runs.is_ours(name))
+        ours, case = next(entry for name, entry in entries.items() if runs.is_ours(name)), theirs["case"]
+        speed = runs.over_first(theirs, ours)["median"]
+        name = f"{runs.heads(report['environment'], case)} heads, {runs.lengths(case)}, {runs.load(case)}"
+        ratios[name] = speed, theirs["ttft_s"]["p50"] / ours["ttft_s"]["p50"]
+    figure = Figure(figsize=(8, 0.6 + 0.4 * len(ratios)), layout="constrained")
+    axes = figure.subplots()
+    for number, (label, color) in enumerate(
+        {"output tokens/s": "#0072b2", "first token sooner, p50": "#92c5de"}.items()
+    ):
+        ys, widths = [y + 0.4 * number for y in range(len(ratios))], [pair[number] for pair in ratios.values()]
+        axes.bar_label(axes.barh(ys, widths, 0.38, color=color, label=label), fmt="%.2f", padding=3, fontsize=8)
+    axes.set_yticks([y + 0.2 for y in range(len(ratios))], ratios)
+    axes.invert_yaxis()
+    axes.axvline(1, color="0.3", linewidth=1)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(ncols=2, frameon=False, loc="outside lower center", fontsize=9)
+    axes.set_title(f"SPARSE_MLA over vLLM's default, {report['environment']['gpus'][0]['name']}", fontsize=10)
+    return figure, "; ".join(f"{name}: {speed:.2f} {first:.2f}" for name, (speed, first) in ratios.items())

@@ -85,3 +85,11 @@ def test_the_readme_picture_has_the_ratios_of_the_file():
     ratio = result_examples.kernel(content, "128q1s32k", 128)["in_situ"]["speed_up"]
     assert f"fp8_ds_mla 128q1s32k 128: {ratio:.2f}" in numbers.split("; ")
     assert f"{ratio:.2f}" in [text.get_text() for text in figure.axes[0].texts]
+
+
+def test_the_picture_of_whole_models_has_ours_over_the_other_backend():
+    content = result_examples.throughput(loads=(16,))
+    figure, numbers = pictures.gains(content)
+    assert [len(bars) for bars in figure.axes[0].containers] == [1, 1]
+    theirs, ours = (content["results"][i]["ttft_s"]["p50"] for i in (1, 0))
+    assert numbers.startswith("16 heads, 4096 + 64, 16 in flight: ") and numbers.endswith(f" {theirs / ours:.2f}")
