@@ -25,7 +25,7 @@ import torch
 
 import commands
 import engine_models
-from mla_backend import cli
+from mla_backend import cli, tried_versions
 from serving_benchmarks.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -133,6 +133,12 @@ def test_the_example_of_sparse_attention_is_accurate():
     assert done.returncode == 0, done.stderr
     differences = [float(x) for x in re.findall(r"\d\.\de[-+]\d+", done.stdout)]
     assert len(differences) == 3 and max(differences) < 0.01
+
+
+def test_the_pages_name_the_versions_that_the_plugins_know():
+    for page in (ROOT / "README.md", ROOT / "docs" / "tested.md"):
+        for version in (*tried_versions.VLLM, *tried_versions.SGLANG):
+            assert re.search(rf"\b{re.escape(version)}\b", page.read_text()), f"{page.name} lacks {version}"
 
 
 def test_links_lead_somewhere():

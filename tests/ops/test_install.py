@@ -1,11 +1,14 @@
-"""Building the library where something is missing says what."""
+"""What is built and installed. Building the library where something is missing says what."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from setuptools import find_packages
 
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
@@ -34,3 +37,13 @@ def test_a_build_that_cannot_work_says_why(environment, text):
     assert done.returncode != 0
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_wheel_has_the_product_alone():
+    include = json.loads(re.search(r"^include = (\[.*\])", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1])
+    assert {name.partition(".")[0] for name in find_packages(ROOT, include=include)} == {"kv_cache", "mla_backend"}
+
+
+def test_no_hint_tells_pip_to_take_this_package_from_an_index():
+    for path in (path for folder in ("kv_cache", "mla_backend") for path in (ROOT / folder).rglob("*.py")):
+        assert not re.search(r"pip install [^\n]*mla-backend", path.read_text()), path
