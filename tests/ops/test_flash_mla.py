@@ -1,7 +1,5 @@
 """The drop-in for the flash_mla package: its conventions, against the oracle."""
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given
@@ -344,83 +342,3 @@ def test_a_given_output_may_be_strided_or_empty(b, s_q):
     out = memory[:, :s_q]
     got, _ = decode(q, cache, indices, out=out)
     assert got is out and torch.equal(out, want) and memory[:, s_q:].isnan().all()
-
-
-def wrong_values(value):
-    """Of other types, dtypes, shapes, layouts and devices."""
-    yield from (
-        None,
-        "x",
-        5,
-        -1,
-        1.5,
-        torch.nan,
-        True,
-        [],
-        object(),
-        2**63,
-        torch.zeros(()),
-        torch.zeros(3),
-        torch.zeros(0),
-    )
-    if isinstance(value, torch.Tensor):
-        others = torch.float32, torch.float16, torch.int64, torch.int16, torch.bool, torch.complex64, torch.uint16
-        yield from map(value.to, others)
-        yield value.to("meta")
-        yield from (value[:0], value[:1], value[0], torch.cat([value, value]), value.flatten(), value[..., :0])
-        yield from (
-            value.unsqueeze(0),
-            value.unsqueeze(-1),
-            value.transpose(0, -1),
-            value.flatten()[:1].expand(value.shape),
-        )
-        yield torch.quantize_per_tensor(value.float(), 0.1, 0, torch.qint8)
-        yield torch.nested.nested_tensor([value.float()])
-        if value.dtype != torch.float8_e4m3fn:
-            yield value.to_sparse()
-
-
-def calls_of_the_drop_in():
-    """A function and arguments that are right."""
-    b, s_q, h_q, topk = 2, 2, 4, 10
-    q, cache, indices = request_tensors("bf16", b, s_q, h_q, topk)
-    ints = lambda n, of: torch.full((n,), of, dtype=torch.int32)  # noqa: E731
-    meta, _ = flash_mla.get_mla_metadata()
-    paged = {"q": q, "k_cache": cache, "head_dim_v": 512, "tile_scheduler_metadata": meta, "num_splits": None}
-    paged |= {"softmax_scale": 0.1, "causal": False}
-    table = {"block_table": torch.zeros(b, 3, dtype=torch.int32), "cache_seqlens": ints(b, 40)}
-    out = torch.zeros(b, s_q, h_q, 512).bfloat16()
-    second = {"extra_k_cache": cache, "extra_indices_in_kvcache": indices, "extra_topk_length": ints(b, 5)}
-    flags = {"is_fp8_kvcache": False, "enable_batch_invariant": False, "base2_lse": False}
-    more = {"indices": indices, "attn_sink": torch.zeros(h_q), "topk_length": ints(b, 5), **second, "out": out, **flags}
-    yield flash_mla.flash_mla_with_kvcache, {**paged, "block_table": None, "cache_seqlens": None, **more}
-    yield flash_mla.flash_mla_with_kvcache, {**paged, **table, "out": out, **flags}
-    e4m3 = {"q": q.to(torch.float8_e4m3fn), "k_cache": cache.to(torch.float8_e4m3fn)}
-    scales = {"descale_q": torch.ones(1), "descale_k": torch.ones(1)}
-    yield flash_mla.flash_mla_with_kvcache_fp8, {**paged, **table, **e4m3, **scales}
-    old = {"cache_seqlens": ints(b, 40), "num_q_tokens_per_head_k": 8, "num_heads_k": 1}
-    yield flash_mla.get_mla_metadata_dense_fp8, old
-    yield flash_mla.get_mla_metadata, {**old, "num_heads_q": 4, "is_fp8_kvcache": False, "topk": 10}
-    flat = {"q": q.flatten(0, 1), "kv": cache[0], "indices": indices.flatten(0, 1).unsqueeze(1), "sm_scale": 0.1}
-    flat |= {"d_v": 512, "topk_length": ints(b * s_q, 5), "base2_lse": False}
-    out, lse = torch.zeros(b * s_q, h_q, 512).bfloat16(), torch.zeros(b * s_q, h_q)
-    more = {"attn_sink": torch.zeros(h_q), "indexer_topk": 3, "out": out, "enable_batch_invariant": False}
-    yield flash_mla.flash_mla_sparse_fwd, {**flat, **more}
-    yield flash_mla.flash_mla_sparse_bwd, {**flat, "o": out, "dO": out, "lse": lse, "q_start_index_s": 2}
-    ragged = {"cu_seqlens_qo": ints(2, 0), "cu_seqlens_kv": ints(2, 0), "max_seqlen_qo": 4, "max_seqlen_kv": 4}
-    flags = {"dropout_p": 0.0, "softmax_scale": 0.1, "causal": True, "deterministic": False, "is_varlen": True}
-    q, k, v = (torch.zeros(4, 2, width).bfloat16() for width in (192, 192, 128))
-    for name in ("cu_seqlens_qo", "cu_seqlens_kv"):
-        ragged[name] = torch.tensor([0, 4], dtype=torch.int32)
-    yield flash_mla.flash_attn_varlen_func, {"q": q, "k": k, "v": v, **ragged, **flags}
-
-
-@pytest.mark.parametrize("number", range(8))
-def test_what_is_wrong_raises_a_value_or_type_error_that_says_what_must_be(number):
-    function, right = list(calls_of_the_drop_in())[number]
-    for name, value in right.items():
-        for wrong in wrong_values(value):
-            try:
-                function(**{**copy.deepcopy(right), name: wrong})
-            except (ValueError, TypeError) as error:
-                assert " must " in str(error), f"{name}: {error}"

@@ -1,7 +1,7 @@
 """Every wrong input is refused with an error that names the argument."""
 
+import copy
 import dataclasses
-import functools
 import math
 
 import pytest
@@ -10,111 +10,36 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import mla_backend
 from dense_problems import random_dense
-from flex_problems import random_flex
-from mha_problems import random_mha
 from mla_backend import Launch, Plan, flash_mla, library
-from problems import random_problem
-from training_problems import random_training_problem
-
-INT = torch.int32
-
-
-def changed(function, arguments, changes):
-    """A call whose arguments are right but for the changes: other values, or functions of the right ones."""
-    for name, change in changes.items():
-        arguments[name] = change(arguments.get(name)) if callable(change) else change
-    return functools.partial(function, **arguments)
-
-
-def attention(fmt="fp8_ds_mla", with_extra=False, **changes):
-    problem = random_problem(fmt, tokens=2, heads=3, topk=10)
-    extra = {"extra_cache": problem.cache, "extra_indices": problem.indices} if with_extra else {}
-    return changed(mla_backend.sparse_attention, {**vars(problem), **extra}, changes)
-
-
-def dense(fmt="bf16", **changes):
-    """2 requests, 3 queries, 5 heads, 4 blocks."""
-    return changed(mla_backend.dense_attention, vars(random_dense(fmt, (40, 20), 3, 5)), changes)
-
-
-def split_q(nope=lambda x: x, rope=lambda x: x):
-    q = random_problem(tokens=2, heads=3, topk=10).q
-    return attention(q=(nope(q[..., :512]), rope(q[..., 512:])))
-
-
-def write(fmt="fp8_ds_mla", **changes):
-    form = mla_backend.FORMATS[fmt]
-    values = {"kv_c": torch.randn(3, form.latent), "k_pe": torch.randn(3, 64) if form.rope else None}
-    return changed(mla_backend.cache_write, values | {"cache": form.new_cache(2, 4), "slots": torch.arange(3)}, changes)
-
-
-def gather(fmt="fp8_ds_mla", **changes):
-    arguments = {"cache": mla_backend.FORMATS[fmt].new_cache(2, 4), "slots": torch.arange(3)}
-    return changed(mla_backend.cache_gather, arguments, changes)
-
-
-def convert(**changes):
-    arguments = {"positions": zeros(2, 5), "block_table": zeros(1, 4), "request_ids": zeros(2), "block_size": 16}
-    return changed(mla_backend.convert_indices, arguments, changes)
-
-
-def zeros(*shape, dtype=INT):
-    return torch.zeros(shape, dtype=dtype)
-
-
-def stage(fmt="fp8_ds_mla", **changes):
-    cache = mla_backend.FORMATS[fmt].new_cache(4, 16)
-    return changed(mla_backend.stage_rows, {"cache": cache, "block_table": zeros(2, 3), "lengths": zeros(2)}, changes)
-
-
-def rotate(**changes):
-    arguments = {"queries": torch.zeros(2, 3, 64).bfloat16(), "index_queries": torch.zeros(2, 4, 128).bfloat16()}
-    arguments |= {"weights": torch.zeros(2, 4), "positions": zeros(2).long(), "cos_sin": torch.zeros(9, 64)}
-    return changed(mla_backend.rotate_queries, arguments, changes)
-
-
-def index(**changes):
-    arguments = {"queries": torch.randn(2, 3, 128), "weights": torch.randn(2, 3), "block_table": zeros(1, 2)}
-    arguments |= {"cache": zeros(2, 4, 132, dtype=torch.uint8), "requests": zeros(2), "lengths": zeros(2)}
-    return changed(mla_backend.index_scores, arguments | {"positions": 8}, changes)
-
-
-def select(**changes):
-    arguments = {"scores": torch.randn(2, 9), "lengths": zeros(2), "topk": 4}
-    return changed(mla_backend.select_top, arguments, changes)
-
-
-def tokens(**changes):
-    arguments = {"queries": torch.randn(2, 3, 128).bfloat16(), "weights": torch.randn(2, 3), "block_table": zeros(1, 2)}
-    arguments |= {"cache": zeros(2, 4, 132, dtype=torch.uint8), "requests": zeros(2), "lengths": zeros(2), "topk": 4}
-    return changed(mla_backend.select_tokens, arguments, changes)
-
-
-def combine(outs=None, lses=None, **more):
-    outs = torch.zeros(2, 3, 4, 8) if outs is None else outs
-    return changed(
-        mla_backend.combine_partials, {"outs": outs, "lses": torch.zeros(2, 3, 4) if lses is None else lses}, more
-    )
-
-
-def keys(cache=None, **changes):
-    cache = zeros(1, 2, 132, dtype=torch.uint8) if cache is None else cache
-    arguments = {"keys": torch.zeros(2, 128), "cache": cache, "slots": torch.arange(2)}
-    return changed(mla_backend.write_keys, arguments, changes)
-
-
-def kvcache(**changes):
-    arguments = {"q": torch.randn(2, 1, 4, 576).bfloat16(), "k_cache": torch.randn(3, 8, 1, 576).bfloat16()}
-    arguments |= {"block_table": None, "cache_seqlens": None, "head_dim_v": 512, "indices": zeros(2, 1, 6)}
-    arguments["tile_scheduler_metadata"] = flash_mla.get_mla_metadata()[0]
-    return changed(flash_mla.flash_mla_with_kvcache, arguments, changes)
-
-
-def fp8(**changes):
-    q, cache = (torch.zeros(shape).to(torch.float8_e4m3fn) for shape in ((2, 1, 4, 576), (3, 8, 1, 576)))
-    arguments = {"q": q, "k_cache": cache, "block_table": zeros(2, 1), "cache_seqlens": zeros(2) + 1, "head_dim_v": 512}
-    arguments["tile_scheduler_metadata"] = flash_mla.get_mla_metadata()[0]
-    return changed(flash_mla.flash_mla_with_kvcache_fp8, arguments, changes)
+from right_calls import (
+    INT,
+    PAGED,
+    attention,
+    backward,
+    block_mask,
+    combine,
+    complete_calls,
+    convert,
+    dense,
+    drop_in_calls,
+    flex,
+    forward,
+    fp8,
+    gather,
+    index,
+    keys,
+    kvcache,
+    mha,
+    packed,
+    prefill,
+    rotate,
+    select,
+    split_q,
+    stage,
+    tokens,
+    write,
+    zeros,
+)
 
 
 def _dense_into_its_queries():
@@ -126,49 +51,6 @@ def second(cache):
     return {"extra_k_cache": cache, "extra_indices_in_kvcache": zeros(2, 1, 6)}
 
 
-def prefill(**changes):
-    arguments = {"q": torch.randn(2, 4, 576).bfloat16(), "kv": torch.randn(9, 1, 576).bfloat16()}
-    return changed(flash_mla.flash_mla_sparse_fwd, arguments | {"indices": zeros(2, 1, 6), "sm_scale": 0.1}, changes)
-
-
-def mha(**changes):
-    """Sequences of 2 and 3 tokens, 4 heads of q and 2 of k and v."""
-    return changed(flash_mla.flash_attn_varlen_func, random_mha((2, 3), heads=4, kv_heads=2).arguments(), changes)
-
-
-def packed(which, width=512, **changes):
-    cu, q = torch.tensor([0, 2, 5], dtype=INT), torch.zeros(5, 2, 192).bfloat16()
-    arguments = {"cu_seqlens": cu, "max_seqlen": 3}
-    if which == "kv":
-        arguments = {"q": q, "cu_seqlens_qo": cu, "cu_seqlens_kv": cu, "max_seqlen_qo": 3, "max_seqlen_kv": 3}
-    arguments |= {which: torch.zeros(5, 2, width).bfloat16(), "head_dim_qk": 192}
-    return changed(getattr(flash_mla, f"flash_attn_varlen_{which}packed_func"), arguments, changes)
-
-
-def forward(**changes):
-    problem = random_training_problem(2, 3, 20, 10, sink=True)
-    arguments = {"q": problem.q, "kv": problem.kv, "indices": problem.indices, "scale": 0.04, "sink": problem.sink}
-    return changed(mla_backend.sparse_mla, arguments, changes)
-
-
-def backward(**changes):
-    problem = random_training_problem(2, 3, 20, 10)
-    arguments = {"q": problem.q, "kv": problem.kv, "indices": problem.indices, "scale": 0.04}
-    out, lse = mla_backend.sparse_mla(**arguments)
-    arguments |= {"out": out, "lse": lse, "d_out": problem.d_out}
-    return changed(mla_backend.sparse_mla_backward, arguments, changes)
-
-
-def flex(**changes):
-    problem = random_flex("causal", 2, 4, 20, 30)
-    arguments = {"q": problem.q, "kv": problem.kv, "block_mask": problem.block_mask, "scale": 0.04}
-    return changed(mla_backend.flex_mla, arguments, changes)
-
-
-def block_mask(batch=1, heads=1, queries=20, positions=30):
-    return create_block_mask(lambda b, h, i, j: j <= i + 128, batch, heads, queries, positions, device="cpu")
-
-
 def mask_elsewhere(mask):
     return dataclasses.replace(mla_backend.flex_mask(mask), blocks=zeros(1, 1, 1, 1).to("meta"))
 
@@ -177,43 +59,7 @@ def order_of(queries, rows):
     return mla_backend.backward_order(zeros(queries, 10), rows)
 
 
-PAGED = {"kv": torch.zeros(4, 16, 576).bfloat16(), "block_table": zeros(2, 2), "block_mask": block_mask(2)}
 MEMORY = torch.zeros(20 * 576).bfloat16()
-
-
-def complete_calls():
-    """Calls of every function with all arguments of a kind that the next test changes."""
-    outputs = {"out": torch.zeros(2, 3, 512).bfloat16(), "lse": torch.zeros(2, 3)}
-    extra = {"extra_topk_length": zeros(2), "topk_length": zeros(2), "sink": torch.zeros(3)}
-    yield attention("bf16", with_extra=True, **extra, **outputs, return_max_logits=False, batch_invariant=False)
-    outputs = {"out": torch.zeros(2, 3, 5, 512).bfloat16(), "lse": torch.zeros(2, 5, 3)}
-    yield dense(**outputs, batch_invariant=False)
-    yield write("bf16", scale=1.0, power_of_two=False)
-    yield gather("bf16", scale=1.0, out=torch.zeros(3, 576).bfloat16())
-    yield convert(compact=True, ranks=2, rank=1, interleave=1, slots=zeros(2, 5), counts=zeros(2))
-    yield stage(staged_table=zeros(2, 3), out=mla_backend.STAGED.new_cache(6, 16))
-    outputs = {"out": torch.zeros(2, 3, 64).bfloat16(), "index_out": zeros(2, 4, 128, dtype=torch.uint8)}
-    outputs |= {"weights_out": torch.zeros(2, 4)}
-    yield rotate(index_cos_sin=torch.zeros(9, 64), weight_scale=1.0, interleaved=False, **outputs)
-    yield from (index(), index(positions=None, scores=torch.zeros(2, 8)))
-    yield from (select(), select(topk=None, chosen=zeros(2, 4)))
-    yield tokens(return_scores=True)
-    outputs = {"out": zeros(2, 4), "scores": torch.zeros(2, 4), "workspace": zeros(9, dtype=torch.uint8)}
-    yield tokens(topk=None, **outputs)
-    yield combine(out=torch.zeros(3, 4, 8), lse=torch.zeros(3, 4))
-    yield keys()
-    yield kvcache(topk_length=zeros(2), attn_sink=torch.zeros(4), softmax_scale=1.0, causal=False)
-    yield kvcache(indices=None, block_table=zeros(2, 1), cache_seqlens=zeros(2), enable_batch_invariant=False)
-    yield fp8()
-    yield prefill(topk_length=zeros(2), attn_sink=torch.zeros(4))
-    yield mha(deterministic=False)
-    yield forward(topk_length=zeros(2), workspace_bytes=2**20)
-    outputs = {"d_q": torch.zeros(2, 3, 576).bfloat16(), "d_kv": torch.zeros(20, 576).bfloat16()}
-    more = {"sink": torch.zeros(3), "d_lse": torch.zeros(2, 3), "topk_length": zeros(2)}
-    yield backward(**more, **outputs, workspace=zeros(99999, dtype=torch.uint8))
-    yield functools.partial(mla_backend.backward_order, zeros(2, 10), rows=20, topk_length=zeros(2))
-    yield from (flex(), flex(**PAGED))
-
 
 WRONG = {
     torch.Tensor: {
@@ -251,6 +97,33 @@ def test_each_argument_is_held_to_its_type_and_named(call):
                 call(**{name: leaf})
             with torch.no_grad():
                 call(**{name: leaf})
+
+
+def wrong_values(value):
+    """Of other types, dtypes, shapes, layouts and devices."""
+    yield from (None, "x", 5, -1, 1.5, torch.nan, True, [], object(), 2**63)
+    yield from map(torch.zeros, ((), 3, 0))
+    if isinstance(value, torch.Tensor):
+        others = torch.float32, torch.float16, torch.int64, torch.int16, torch.bool, torch.complex64, torch.uint16
+        yield from map(value.to, (*others, "meta"))
+        yield from (value[:0], value[:1], value[0], torch.cat([value, value]), value.flatten(), value[..., :0])
+        yield from (value.unsqueeze(0), value.unsqueeze(-1), value.transpose(0, -1))
+        yield value.flatten()[:1].expand(value.shape)
+        yield torch.quantize_per_tensor(value.float(), 0.1, 0, torch.qint8)
+        yield torch.nested.nested_tensor([value.float()])
+        if value.dtype != torch.float8_e4m3fn:
+            yield value.to_sparse()
+
+
+@pytest.mark.parametrize("call", [*complete_calls(), *drop_in_calls()], ids=lambda call: call.func.__name__)
+def test_what_is_wrong_raises_a_value_or_type_error_that_says_what_must_be(call):
+    copy.deepcopy(call)()
+    for name, value in call.keywords.items():
+        for wrong in wrong_values(value):
+            try:
+                copy.deepcopy(call)(**{name: wrong})
+            except (ValueError, TypeError) as error:
+                assert " must " in str(error), f"{name}: {error}"
 
 
 LAUNCH = Launch("cpu", 1, 0, 1, 0, 2)
