@@ -67,46 +67,6 @@ def test_a_check_finds_wrong_results():
             kernels.check_lse(lse + torch.tensor([off, 0.0]), lse, rounded=rounded)
 
 
-def test_peers_are_called_where_vllm_would_call_them():
-    def called(spec, heads, fmt):
-        case = kernels.Case(spec, heads, 64, fmt)
-        q = torch.empty(case.requests.tokens, heads, 576)
-        problem = peer_kernels.SparseProblem(q, None, None, 1.0, case.requests.queries)
-        return set(kernels.peers_for(case, problem, dict.fromkeys(kernels.FORMATS), {"flashmla", "fa3"}))
-
-    bf16 = {"flashmla_bf16", "fa3_bf16"}
-    assert called("8q1s1k", 16, "fp8_ds_mla") == bf16 | {"flashmla_fp8", "flashmla_fp8_one_batch"}
-    assert called("8q1s1k", 64, "fp8_ds_mla") == bf16 | {"flashmla_fp8"}
-    assert called("8q1s1k_2q2s1k", 64, "fp8_ds_mla") == called("q512s1k", 64, "fp8_ds_mla") == bf16
-    assert called("8q1s1k", 16, "bf16") == bf16
-
-
-@pytest.mark.parametrize("lengths", [None, [0, 5]])
-def test_flashmla_gets_64_heads_and_the_lengths_of_requests(lengths, monkeypatch):
-    """Two requests with three tokens each. Ours computes what FlashMLA is given."""
-
-    def attend(q, cache, indices, _, sink, tiles, splits, extra, extra_indices, lengths, dims, scale, out):
-        assert q.shape == (2, 3, 64, 512) and dims == 512
-        more = {"sink": sink, "extra_cache": extra, "extra_indices": extra_indices.flatten(0, 1)}
-        more["extra_topk_length"] = lengths if lengths is None else lengths.repeat_interleave(3)
-        flat = q.flatten(0, 1), cache, indices.flatten(0, 1)
-        mla_backend.sparse_attention(*flat, scale=scale, out=out.flatten(0, 1), **more)
-        return None, None, "tiles", "splits"
-
-    monkeypatch.setattr(torch.ops, "_flashmla_C", types.SimpleNamespace(sparse_decode_fwd=attend), raising=False)
-    cache, extra = (torch.randint(60, (4, block, 584), dtype=torch.uint8) for block in (16, 2))  # small numbers
-    indices, extra_indices = (torch.randint(n, (6, 9), dtype=torch.int32) for n in (64, 8))
-    more = {"sink": torch.randn(5), "extra_cache": extra, "extra_indices": extra_indices}
-    more["extra_topk_length"] = lengths if lengths is None else torch.tensor(lengths).int().repeat_interleave(3)
-    q = 100 * torch.randn(6, 5, 512).bfloat16()
-    prepared = peer_kernels.flashmla_decode(
-        peer_kernels.SparseProblem(q, indices, torch.full((6,), 9), 1.0, 3, more), cache
-    )
-    prepared.call()
-    want, _ = mla_backend.sparse_attention(q, cache, indices, scale=1.0, **more)
-    assert torch.equal(prepared.out, want) and want.any()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     "command", [*"kernels --suite headline,rows,dense,backward,ops index,ops tune --output x.csv,ops tune".split(",")]
@@ -160,22 +120,6 @@ MEASURED = {"useful_flops": 1e9, "bytes": 1e8, "floor_seconds": {"math": 1e-5, "
 MEASURED |= {"accuracy": {}, "seconds": {"ours": TIMING, "plan": TIMING}, "failed": {}, "best_peer": None}
 
 
-@pytest.mark.parametrize("more", [[], ["--ours-only"]])
-def test_the_command_measures_the_cases_of_a_suite(more, on_a_cpu, monkeypatch):
-    ran, peers = [], {"flashmla": "vllm 0.23.0", "fa3": "missing: nowhere"}
-
-    def measure(case, loaded, **_):
-        ran.append((case.batch, case.heads, case.topk, case.format, loaded))
-        return MEASURED
-
-    monkeypatch.setattr(kernels.peer_kernels, "load", lambda *_: peers)
-    monkeypatch.setattr(kernels, "measure", measure)
-    suite = [("q1", (16, 3), (2048,)), ("q2", (3,), (2048,))]
-    monkeypatch.setitem(kernels.SUITES, "headline", suite)
-    assert main(["kernels", "--suite", "headline", "--heads", "16", "--formats", "bf16", *more]) == 0
-    assert ran == [("q1", 16, 2048, "bf16", set() if more else {"flashmla"})]
-
-
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     """What needs a GPU, on a CPU: small caches, and calls in place of graphs."""
@@ -210,37 +154,15 @@ def test_ours_and_peers_are_checked_before_they_are_timed(on_a_cpu, tmp_path, mo
         assert result["useful_flops"] == 2 * (90 + 90 + 69 + 70) * 3 * (576 + 512)
 
 
-def test_dense_decode_is_measured_versus_peers(on_a_cpu, tmp_path, monkeypatch):
-    def fa3(rope, k, v, _k, _v, latent, out, starts, _a, _b, _c, lengths, queries, longest, table, *rest):
-        assert rest[14] == "schedule" and (queries, longest, len(starts)) == (3, 200, len(table) + 1)
-        q, cache = (x.view(len(table), queries, *x.shape[1:]) for x in (latent, rope)), torch.cat([v, k], -1)
-        out.copy_(mla_backend.dense_attention(tuple(q), cache, table, lengths, scale=rest[8])[0].view(out.shape))
-
-    def flashmla(q, cache, dims, lengths, table, scale, causal, tiles, splits, out):
-        how = {"scale": scale, "causal": causal, "out": out.view(*q.shape[:3], 512)}
-        mla_backend.dense_attention(q, cache, table, lengths, **how)
-        return out, None, "tiles", "splits"
-
-    def flashmla_fp8(q, cache, dims, lengths, table, scale, causal, tiles, splits, q_scale, k_scale):
-        assert q.dtype == cache.dtype == torch.float8_e4m3fn and (dims, causal, tiles, splits) == (512, True, "t", "s")
-        how = {"scale": scale * q_scale.item(), "cache_scale": k_scale.item(), "cache_format": "fp8_tensor_576"}
-        return mla_backend.dense_attention(q.bfloat16(), cache.squeeze(-2).view(torch.uint8), table, lengths, **how)
-
-    ops = {"fwd_kvcache_mla_fp8": flashmla_fp8, "get_mla_decoding_metadata_dense_fp8": lambda *_: ("t", "s")}
-    monkeypatch.setattr(torch.ops, "_flashmla_extension_C", types.SimpleNamespace(**ops), raising=False)
-    ops = {"fwd": fa3, "get_scheduler_metadata": lambda *_: "schedule"}
-    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", types.SimpleNamespace(**ops), raising=False)
-    monkeypatch.setattr(torch.ops, "_flashmla_C", types.SimpleNamespace(dense_decode_fwd=flashmla), raising=False)
-    monkeypatch.setattr(kernels.peer_kernels, "load", lambda *_: dict.fromkeys(peers.LIBRARIES, "vllm 0.23.0"))
+def test_dense_decode_is_measured(on_a_cpu, tmp_path, monkeypatch):
     formats = ["bf16", "fp8_ds_mla", "fp8_tensor_576"]
     monkeypatch.setattr(dense, "cases", lambda: [dense.Case("2q3s200", 5, fmt) for fmt in formats])
-    for result, fmt in zip(measured(tmp_path / "out", "dense", "--cases", "h5"), formats, strict=True):
+    how = "dense", "--cases", "h5", "--ours-only"
+    for result, fmt in zip(measured(tmp_path / "out", *how), formats, strict=True):
         assert result["case"] == {"batch": "2q3s200", "heads": 5, "format": fmt, "tokens": 6}
-        of_fp8 = {"flashmla_fp8"} if fmt == "fp8_tensor_576" else set()
-        assert {*result["seconds"]} == {"ours", "plan", "flashmla", "fa3", *of_fp8}
-        assert not result["failed"]
+        assert {*result["seconds"]} == {"ours", "plan"}
         assert result["useful_flops"] == 2 * 2 * (198 + 199 + 200) * 5 * (576 + 512)
-    assert main(["dense", "--cases", "h5", "--limit-s", "1e-9"]) == 1 and main(["dense", "--cases", "h5 fp4"]) == 2
+    assert main([*how, "--limit-s", "1e-9"]) == 1 and main(["dense", "--cases", "h5 fp4"]) == 2
 
 
 @pytest.mark.parametrize("lists", backward.LISTS)

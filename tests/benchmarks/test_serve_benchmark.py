@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from commands import parsed, status_of, status_when_stopped
+from commands import parsed, status_of
 from serving_benchmarks.results import kinds, tables
 from serving_benchmarks.run import common, serve, server, supervisor, throughput
 
@@ -97,15 +97,13 @@ def test_rounds_interleave_backends(small_model, fake_vllm):
 
 
 @pytest.mark.usefixtures("children_hear_ctrl_c")
-@pytest.mark.parametrize(
-    ("how", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 143)]
-)
-def test_nothing_is_left_when_it_is_stopped(small_model, fake_vllm, how, status):
-    output = fake_vllm / "out.json"
-    output.write_text("a file of an earlier run")
-    words = ("--model", small_model, *SMALL, "--no-warmup", "--output", output, "--backend", "SLOW")
-    assert status_when_stopped(how, (fake_vllm / "hangs").exists, "serve", *words) == status
-    assert output.read_text() == "a file of an earlier run", "there are no results"
+@pytest.mark.parametrize(("how", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_was_measured_before_a_signal_is_kept_and_the_status_is_the_signals(how, status):
+    def measure(*_):
+        yield {"error": None}
+        signal.raise_signal(how)
+
+    assert common.collect(measure, None) == ([{"error": None}], status)
 
 
 def test_the_heaviest_load_has_most_requests_and_the_longest():

@@ -1,11 +1,8 @@
 """The requests that workers get, what a worker measures, and how workers are interleaved."""
 
-import io
-import json
-
 import pytest
 
-from serving_benchmarks.run import engine, rounds, worker, workloads
+from serving_benchmarks.run import engine, worker, workloads
 
 
 class OneTokenAStep:
@@ -16,10 +13,10 @@ class OneTokenAStep:
     def __init__(self, lie: int = 0):
         self.left: dict[str, int] = {}
         self.given: dict[str, int] = {}
-        self.most, self.passes, self.lie = 0, 0, lie
+        self.most, self.lie = 0, lie
 
     def forget_prefixes(self):
-        self.passes += 1
+        pass
 
     def submit(self, id, prompt, new_tokens, *, streamed=False):
         self.left[id] = self.given[id] = new_tokens
@@ -51,19 +48,6 @@ def test_gaps_between_tokens_are_those_of_the_steps_in_which_a_request_decodes()
     # the first gets tokens in all steps, the second in the last two, the third only one, the fourth is not known
     found = worker.gaps_between_tokens(ends, [0.9, 5.9, 2.5, None], [3, 3, 1, 2])
     assert sorted(found) == [2.0, 3.0, 4.0, 4.0]
-
-
-@pytest.mark.parametrize("warmup", [True, False])
-def test_rounds_are_asked_for_and_their_results_told(warmup):
-    told, words = io.StringIO(), io.StringIO("go\n" * (3 + warmup))
-    measured = OneTokenAStep()
-    case = {"output_len": 3, "concurrency": 2}
-    events = rounds.Events(told, words)
-    found = worker.measure(measured, [[1]] * 3, case, {"rounds": 3, "warmup": warmup}, events)
-    asked = [json.loads(line) for line in told.getvalue().splitlines()]
-    assert [event.get("round") for event in asked] == [None] * warmup + [0, 1, 2]
-    assert len(found["rounds_s"]) == 3 and found["total_output_tokens"] == 9
-    assert measured.passes == 3 + warmup, "each begins without the prefixes of the one before"
 
 
 def test_random_prompts_are_the_same_each_time_and_have_nothing_in_common():

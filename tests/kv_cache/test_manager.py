@@ -16,17 +16,6 @@ def admitted(manager, tokens, **options):
     return sequence
 
 
-def test_a_prompt_gets_room_and_its_tokens_slots():
-    manager = CacheManager(8, 4)
-    sequence = manager.sequence(range(10))
-    assert manager.admit(sequence) == 0 and len(sequence.blocks) == 3 and sequence.computed == 0
-    slots = kv_cache.slot_mapping([sequence], [10])
-    assert slots.dtype == torch.int64
-    assert slots.tolist() == [sequence.blocks[i // 4] * 4 + i % 4 for i in range(10)]
-    manager.commit(sequence, 10)
-    assert sequence.computed == 10 and kv_cache.slot_mapping([sequence], [2]).shape == (2,)
-
-
 def test_names_differ_from_manager_to_manager():
     one, two = (CacheManager(2, 2).sequence([1, 2]).names(1) for _ in range(2))
     assert one != two and len(one[0]) == 16

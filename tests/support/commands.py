@@ -2,14 +2,11 @@
 
 import argparse
 import importlib
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from serving_benchmarks.__main__ import COMMANDS, main
-from serving_benchmarks.run import supervisor
 
 FAKE_VLLM, FAKE_SGLANG = (
     f"{Path(__file__).parent / name}:{Path(__file__).parents[2]}" for name in ("fake_vllm", "fake_sglang")
@@ -48,19 +45,3 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60, every: float 
             return False
         time.sleep(every)
     return True
-
-
-def status_when_stopped(how: int, is_busy: Callable[[], bool], *words: object) -> int:
-    """The exit status of a command that gets a signal once it is busy. None of its processes may be left."""
-    command = [sys.executable, "-m", "serving_benchmarks", *map(str, words)]
-    process, started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), []
-    try:
-        assert wait_until(is_busy, 200)
-        started = list(filter(alive, supervisor.descendants(process.pid)))  # some of them end within milliseconds
-        assert len(started) >= 2, "a supervisor, and what it guards"
-        process.send_signal(how)
-        status = process.wait(60)
-        assert wait_until(lambda: not any(map(alive, started))), "processes are left"
-        return status
-    finally:
-        process.kill()
