@@ -16,6 +16,7 @@ from mla_backend.keys import KEY_FORMATS
 from tests.ops.test_index import (
     test_bits_of_a_token_depend_on_nothing_else_in_the_batch,
     test_no_blocks_no_requests_no_tokens_and_no_positions_are_ordinary,
+    test_selections_are_those_of_the_oracle,
     test_tensors_may_have_strides,
 )
 from tests.ops.test_rotate_queries import (
@@ -160,37 +161,6 @@ def test_a_cache_may_be_larger_than_2_gib(fmt):
     want = problem.solve()
     moved = replace(problem, cache=large, block_table=problem.block_table + (blocks - 60)).solve()
     assert torch.equal(want, moved)
-
-
-SPECIAL = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 1e-42, -1e-42]
-
-
-@given(st.data())
-def test_the_best_are_chosen(data):
-    torch.manual_seed(data.draw(st.integers(0, 2**31)))
-    tokens, topk = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([0, 1, 5, 64, 1000, 2048, 3000]))
-    positions = data.draw(st.sampled_from([1, 100, 4096, 4097, 16385, 40000, 131072]))
-    scores = torch.randn(tokens, positions + data.draw(st.sampled_from([0, 1, 4])), device="cuda")
-    kind = data.draw(st.sampled_from(["any", "alike", "equal", "special", "few"]))
-    if kind == "alike":
-        scores = 5 + scores * 1e-4
-    elif kind == "equal":
-        scores = (scores * 2).round() * data.draw(st.sampled_from([1.0, -0.0]))
-    elif kind == "special":
-        pick = torch.randint(0, len(SPECIAL), scores.shape, device="cuda")
-        special = torch.tensor(SPECIAL, device="cuda")[pick]
-        scores = torch.where(torch.rand(scores.shape, device="cuda") < 0.5, special, scores)
-    elif kind == "few":
-        scores[torch.rand(scores.shape, device="cuda") < 0.99] = -torch.inf
-    scores = scores[:, :positions]
-    lengths = torch.randint(-2, positions + 3, (tokens,), dtype=torch.int32, device="cuda")
-    lengths[0] = positions
-    want = reference.select_top(scores, lengths, topk)
-    scores[torch.arange(positions, device="cuda") >= lengths.unsqueeze(1)] = torch.nan  # seen by nobody
-    memory = torch.full((tokens, topk + 3), 7, dtype=torch.int32, device="cuda")
-    mla_backend.select_top(scores, lengths, chosen=memory[:, 1:-2])
-    assert torch.equal(memory[:, 1:-2], want)
-    assert (memory[:, 0] == 7).all() and (memory[:, -2:] == 7).all()
 
 
 def test_many_tokens_choose_at_once():

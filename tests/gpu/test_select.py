@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 import mla_backend
 from gpu_checks import captured, nothing_waits
-from index_problems import KINDS, QUERY_DTYPES, index_problems, random_index
+from index_problems import KINDS, QUERY_DTYPES, TOPKS, index_problems, random_index
 from mla_backend.index import MAX_POSITIONS, MAX_WORKSPACE, select_workspace
 from tests.ops.test_select import (
-    TOPKS,
     assert_equal,
     test_a_tokens_selection_is_the_same_alone_in_a_batch_and_in_any_chunk,
     test_any_scores_are_selected_from_exactly,

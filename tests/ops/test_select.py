@@ -8,18 +8,21 @@ from torch import Tensor
 
 import mla_backend
 from index_problems import (
+    INF,
     KINDS,
+    NAN,
+    ORDERS,
     QUERY_DTYPES,
+    TOPKS,
     IndexProblem,
     index_problems,
+    orders,
     problem_of_scores,
     random_index,
     random_keys,
 )
 from mla_backend import reference
 from mla_backend.index import MAX_WORKSPACE, select_workspace
-
-TOPKS = st.one_of(st.integers(1, 5), st.integers(1, 300), st.just(4096))
 
 
 def assert_equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
@@ -65,39 +68,6 @@ def test_exactly_the_best_scores_are_chosen(device, cpu_kernel, kind, heads):
             chosen, own = some.select(topk)
             assert torch.equal(chosen, reference.select_top(scores, lengths, topk))
             assert torch.equal(own[chosen >= 0], scores.gather(1, chosen.clamp(min=0).long())[chosen >= 0])
-
-
-NAN, INF = torch.nan, torch.inf
-LAST_BIT = 2.0**-23
-
-
-def orders(positions: int) -> dict[str, Tensor]:
-    """Scores that break thresholds, or selections by them."""
-    n = torch.arange(positions)
-    special = torch.tensor([-INF, -3.5, -1e-40, -0.0, 0.0, 1e-40, 1.0, 1.0 + LAST_BIT, 7.0, INF, NAN, -NAN])
-    random = torch.randn(positions)
-    return {
-        "random": random,
-        "rising": n / 7,
-        "falling": -n / 7,
-        "rising in the last bit": 1 + n % 2**22 * LAST_BIT,
-        "falling in the last bit": 2 - (1 + n) * LAST_BIT,
-        "near": 1 + torch.randint(0, 50, (positions,)) * LAST_BIT,
-        "equal": torch.full((positions,), 2.0),
-        "zeros": torch.where(n % 2 == 0, -0.0, 0.0),
-        "negative": -random.abs() - 1,
-        "special": special[torch.randint(0, len(special), (positions,))],
-        "mostly nothing": random.masked_fill(torch.rand(positions) < 0.99, -INF),
-        "nothing": torch.full((positions,), -INF),
-        "nothing but NaN": torch.full((positions,), NAN),
-        "infinite": torch.where(n % 3 == 0, INF, -INF),
-        "late": torch.where(n < positions - 300, -1.0, random),
-        "early": torch.where(n < 300, random, -4.0),
-        "waves": (n / 300).sin(),
-    }
-
-
-ORDERS = tuple(orders(1))
 
 
 @pytest.mark.parametrize("topk", [1, 7, 512, 2048, 4096])
@@ -286,11 +256,6 @@ def test_tensors_may_have_strides(device, cpu_kernel, kind, dtype):
         chosen = strided.check_selection(20)
         dense = strided.but(queries=queries.clone(memory_format=torch.contiguous_format), weights=weights.clone())
         assert_equal(dense.select(20), chosen)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prefill_selects_as_the_oracle_does(cpu_kernel, kind):
-    random_index(kind, 80, 32, 700, requests=2, dtype=torch.float8_e4m3fn).of_prompts([40, 40]).check_selection(128)
 
 
 def test_few_tokens_with_long_contexts_select_what_torch_does():

@@ -15,6 +15,40 @@ POISON = 12345.0
 DTYPES = torch.float32, torch.bfloat16
 QUERY_DTYPES = *DTYPES, torch.float8_e4m3fn
 KINDS = tuple(KEY_FORMATS)
+TOPKS = st.one_of(st.integers(1, 5), st.integers(1, 300), st.just(4096))
+
+
+NAN, INF = torch.nan, torch.inf
+LAST_BIT = 2.0**-23
+
+
+def orders(positions: int) -> dict[str, Tensor]:
+    """Scores that break thresholds, or selections by them."""
+    n = torch.arange(positions)
+    special = torch.tensor([-INF, -3.5, -1e-40, -0.0, 0.0, 1e-40, 1.0, 1.0 + LAST_BIT, 7.0, INF, NAN, -NAN])
+    random = torch.randn(positions)
+    return {
+        "random": random,
+        "rising": n / 7,
+        "falling": -n / 7,
+        "rising in the last bit": 1 + n % 2**22 * LAST_BIT,
+        "falling in the last bit": 2 - (1 + n) * LAST_BIT,
+        "near": 1 + torch.randint(0, 50, (positions,)) * LAST_BIT,
+        "equal": torch.full((positions,), 2.0),
+        "zeros": torch.where(n % 2 == 0, -0.0, 0.0),
+        "negative": -random.abs() - 1,
+        "special": special[torch.randint(0, len(special), (positions,))],
+        "mostly nothing": random.masked_fill(torch.rand(positions) < 0.99, -INF),
+        "nothing": torch.full((positions,), -INF),
+        "nothing but NaN": torch.full((positions,), NAN),
+        "infinite": torch.where(n % 3 == 0, INF, -INF),
+        "late": torch.where(n < positions - 300, -1.0, random),
+        "early": torch.where(n < 300, random, -4.0),
+        "waves": (n / 300).sin(),
+    }
+
+
+ORDERS = tuple(orders(1))
 
 
 @dataclass
