@@ -89,14 +89,6 @@ def test_one_query_after_another_with_lists_of_any_length(heads, width):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("heads", "width"), [(1, 576), (16, 576), (40, 576), (128, 576), (64, 512)])
-def test_atomic_additions_are_as_accurate(kernel, heads, width):
-    with chosen_kernel(kernel):
-        problem = random_training_problem(9, heads, 200, 300, width, device="cuda", sink=True).poisoned()
-        problem.check(deterministic=False)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("heads", [8, 16, 24, 32, 64, 128])
 def test_same_bits_over_50_runs_and_on_another_stream(kernel, heads):
     with chosen_kernel(kernel):

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-import mla_backend.flash_mla as flash_mla
 from dense_problems import DenseProblem, dense_problems, random_dense
-from gpu_checks import chosen_kernel
+from gpu_checks import captured, chosen_kernel
 from mla_backend import Plan
 from mla_backend.plan import workspace_floats
 from plans import planned
@@ -23,6 +22,7 @@ from tests.ops.test_dense import (
     test_every_number_of_queries_and_heads,
     test_strided_inputs_and_outputs,
 )
+from tests.ops.test_flash_mla import test_attention_over_whole_sequences
 
 pytestmark = pytest.mark.gpu
 HEADS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 100, 128]
@@ -122,13 +122,8 @@ def test_a_captured_graph_follows_new_lengths_and_tables(fmt, heads):
         mla_backend.plan(requests, 768, topk_length=lengths, out=plan)
         static.solve(plan=plan, workspace=workspace, out=out, lse=lse)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    step()
+    graph, _ = captured(step)
     for problem in problems:
         all_bytes(cache).fill_(0xFF)
         cache[: len(problem.cache)] = problem.poisoned().cache.cuda()
@@ -181,44 +176,3 @@ def test_a_cache_of_more_than_2_to_the_31_elements():
     used = (problem.block_table >= 0) & (problem.block_table < len(problem.cache))
     moved = torch.where(used, places[problem.block_table.clamp(0, len(problem.cache) - 1).long()], -5)
     assert_accurate(there.but(block_table=moved.int().cuda()).solve(), problem.oracle())
-
-
-# The package's tests of dense decode, at a tenth of their size
-
-
-def flash_mla_problem(b, s_q, s_k, h_q, h_kv, varlen, zeros, dtype):
-    lengths = torch.full((b,), s_k, dtype=torch.int32)
-    if varlen:
-        lengths = (torch.randn(b) * s_k / 2 + s_k).int().clamp(min=s_q)
-    if zeros:
-        lengths[torch.randn(b) > 0] = 0
-    longest = -(-int(lengths.max()) // 256) * 256
-    q = (torch.randn(b, s_q, h_q, 576) / 10).clamp(-1, 1).to(dtype)
-    table = torch.randperm(b * longest // 64).int().view(b, -1)
-    cache = (torch.randn(table.numel(), 64, h_kv, 576) / 10).clamp(-1, 1).to(dtype)
-    for i, length in enumerate(lengths.tolist()):
-        rows = cache[table[i].long()]
-        rows.view(-1, h_kv, 576)[length:] = torch.nan
-        cache[table[i].long()] = rows
-        table[i, -(-length // 64) :] = 2147480000
-    return q, cache, table, lengths
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("varlen", [False, True])
-@pytest.mark.parametrize(("h_q", "h_kv"), [(1, 1), (9, 3), (63, 1), (64, 2), (126, 3), (128, 1), (128, 8)])
-def test_the_flash_mla_stand_in(h_q, h_kv, varlen, causal, dtype):
-    for b, s_q, s_k in ((1, 4, 20), (6, 2, 140), (3, 1, 700)):
-        q, cache, table, lengths = flash_mla_problem(b, s_q, s_k, h_q, h_kv, varlen, varlen, dtype)
-        there = [x.cuda() for x in (q, cache, table, lengths)]
-        group = h_q // h_kv
-        for meta in (flash_mla.get_mla_metadata(), flash_mla.get_mla_metadata(there[3], s_q * group, h_kv)):
-            for _ in range(2):  # the second call reuses the plan
-                out, lse = flash_mla.flash_mla_with_kvcache(*there, 512, *meta, causal=causal)
-                assert (lse != -torch.inf).all()
-            lse = torch.where(lse == torch.inf, -torch.inf, lse)
-            for head in range(h_kv):
-                heads = slice(head * group, (head + 1) * group)
-                own = DenseProblem(there[0][:, :, heads], there[1][:, :, head], *there[2:], causal=causal)
-                assert_accurate((out[:, :, heads], lse[:, heads]), own.oracle())

@@ -104,15 +104,6 @@ def test_bits_are_the_same_however_requests_are_scheduled(folder, graphs):
     assert bits(short.generate(PROMPTS, PARAMS)) == want and short.status.preemptions > 0
 
 
-def test_evicted_prefixes_come_back_from_host_memory(folder):
-    options = dict(batch_invariant=True)
-    want = bits(engine(folder, **options).generate(PROMPTS, PARAMS))
-    block_bytes = engine(folder).storage.layout.block_bytes
-    small = engine(folder, **options, memory=16 * block_bytes, host_memory=200 * block_bytes)
-    assert bits(small.generate(PROMPTS, PARAMS)) == want == bits(small.generate(PROMPTS, PARAMS))
-    assert small.status.cache.host_hit_tokens > 0
-
-
 def test_cpu_and_gpu_agree_where_the_choice_is_clear(folder):
     greedy = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
     ours = engine(folder, dtype=torch.float32, kv_cache="bf16", cuda_graphs=False).generate(PROMPTS, greedy)

@@ -21,6 +21,7 @@ from tests.engine.test_model import (
 from tests.engine.test_running import (
     engine,
     folder,
+    test_bits_are_the_same_from_host_memory,
     test_bits_of_a_forked_sample_are_those_of_a_request_of_its_own,
     test_forked_samples_survive_preemption,
 )

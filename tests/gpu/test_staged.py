@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mla_backend
-from gpu_checks import chosen_kernel
+from gpu_checks import captured, chosen_kernel
 from mla_backend.plan import new_workspace
 from plans import WHOLE_TOKENS
 from problems import CUDA_KERNEL, all_bytes, assert_accurate, copy_with_gaps, random_problem
@@ -118,9 +118,7 @@ def test_staging_and_attention_are_captured():
 
     step()
     want = out.clone(), lse.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = captured(step)
     room.fill_(0xFF), out.zero_(), lse.zero_()
     graph.replay()
     assert torch.equal(out, want[0]) and torch.equal(lse, want[1])

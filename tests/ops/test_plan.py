@@ -11,7 +11,7 @@ from plans import TOKEN_UNITS, by_load, gpu, gpu_launch, gpu_plan, planned, tile
 from problems import random_problem
 
 MIN_PART = 8  # tiles of 16 slots
-GPU_TILE_SLOTS = 64
+CPU_TILE_SLOTS, GPU_TILE_SLOTS = 16, 64
 
 
 @given(st.data())
@@ -20,22 +20,17 @@ def test_every_tile_is_covered_exactly_once(data):
     tokens = data.draw(st.integers(0, 40))
     lengths = data.draw(st.lists(st.integers(-5, topk + 5), min_size=tokens, max_size=tokens))
     extra = data.draw(st.lists(st.integers(0, extra_topk), min_size=tokens, max_size=tokens))
-    ctas = data.draw(st.integers(1, 140))
-    whole = data.draw(st.booleans())
-    table, _ = planned(
-        tokens,
-        topk,
-        topk_length=torch.tensor(lengths, dtype=torch.int32),
-        extra_topk=extra_topk,
-        extra_topk_length=torch.tensor(extra, dtype=torch.int32),
-        ctas=ctas,
-        batch_invariant=whole,
-    )
-    tiles = [a + b for a, b in zip(tiles_of([min(n, topk) for n in lengths]), tiles_of(extra), strict=True)]
-    splits = walk(table, tiles)
-    assert all(n >= 1 for n in splits), "every token has a CTA, if only to write zeros"
-    if whole:
-        assert all(n == 1 for n in splits)
+    ctas, whole = data.draw(st.integers(1, 140)), data.draw(st.booleans())
+    lists = {"extra_topk": extra_topk, "batch_invariant": whole}
+    lists |= {"topk_length": torch.tensor(lengths, dtype=torch.int32)}
+    lists |= {"extra_topk_length": torch.tensor(extra, dtype=torch.int32)}
+    launch = by_load(ctas, data.draw(st.integers(1, 16)), data.draw(st.integers(0, 20)))
+    of_cpu, of_gpu = planned(tokens, topk, ctas=ctas, **lists).table, gpu_plan(tokens, topk, launch, **lists)
+    for table, slots in ((of_cpu, CPU_TILE_SLOTS), (of_gpu, GPU_TILE_SLOTS)):
+        own = tiles_of([min(n, topk) for n in lengths], slots), tiles_of(extra, slots)
+        splits = walk(table, [a + b for a, b in zip(*own, strict=True)], slots)
+        assert all(n >= 1 for n in splits), "every token has a CTA, if only to write zeros"
+        assert not whole or all(n == 1 for n in splits)
 
 
 @given(st.lists(st.integers(0, 4000), min_size=1, max_size=60), st.integers(1, 140))
@@ -178,12 +173,6 @@ def test_equal_splits_are_equal_in_number_whatever_the_lengths(tokens, splits, d
         if token_begin < token_end and lengths[token_begin] > 0:
             assert token_begin == number // splits and token_end == token_begin + 1, "a CTA is its token's alone"
             assert count <= splits and tile_begin <= -(-int(lengths[token_begin]) // 64)
-
-
-@given(st.integers(1, 200), st.integers(0, 5000), st.integers(1, 140), st.integers(0, 20), st.integers(1, 16))
-def test_a_launch_for_another_number_of_tokens_still_covers_all_tiles(tokens, topk, ctas, splits, cluster):
-    table = gpu_plan(tokens, topk, by_load(ctas, cluster, splits))
-    walk(table, tiles_of([topk] * tokens, GPU_TILE_SLOTS), GPU_TILE_SLOTS)
 
 
 WIDE = by_load(120, 8)

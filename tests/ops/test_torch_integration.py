@@ -73,19 +73,24 @@ def test_attention_compiles_without_a_graph_break(fmt):
         assert torch.equal(got, want)
 
 
-def test_a_layer_compiles_without_a_graph_break():
-    cache = mla_backend.FORMATS["fp8_ds_mla"].new_cache(4, 16)
-    table, requests = torch.arange(4, dtype=torch.int32).view(1, 4), torch.zeros(2, dtype=torch.int32)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_layer_compiles_without_a_graph_break(device, fmt):
+    form = mla_backend.FORMATS[fmt]
+    cache = form.new_cache(4, 16, device=device)
+    table, requests = right.zeros(1, 4).to(device), right.zeros(2).to(device)
+    table += torch.arange(4, device=device)
 
     def layer(kv_c, k_pe, q, positions):
-        mla_backend.cache_write(kv_c, k_pe, cache, torch.arange(64))
+        mla_backend.cache_write(kv_c, k_pe, cache, torch.arange(64, device=device))
         slots, counts = mla_backend.convert_indices(positions, table, requests, 16, compact=True)
+        out, lse = mla_backend.sparse_attention(q * 1, cache, slots, scale=0.05, topk_length=counts)
         halves = [mla_backend.sparse_attention(q, cache, s, scale=0.05) for s in slots.split(10, 1)]
-        out, lse = mla_backend.combine_partials([h[0] for h in halves], [h[1] for h in halves])
-        return out, lse, counts, mla_backend.cache_gather(cache, slots[0])
+        combined = mla_backend.combine_partials([h[0].float() for h in halves], [h[1] for h in halves])
+        return out + 1, lse, counts, *combined, mla_backend.cache_gather(cache, slots[0])
 
-    positions = torch.randint(-5, 64, (2, 20), dtype=torch.int32)
-    arguments = torch.randn(64, 512), torch.randn(64, 64), torch.randn(2, 3, 576).bfloat16(), positions
+    values = torch.randn(64, form.latent, device=device), torch.randn(64, 64, device=device) if form.rope else None
+    q = torch.randn(2, 3, form.head_dim, device=device).to(form.number)
+    arguments = *values, q, torch.randint(-5, 64, (2, 20), dtype=torch.int32, device=device)
     got = compiled(layer)(*arguments)
     assert all(torch.equal(a, b) for a, b in zip(got, layer(*arguments), strict=True))
 
