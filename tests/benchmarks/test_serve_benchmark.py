@@ -106,12 +106,6 @@ def test_what_was_measured_before_a_signal_is_kept_and_the_status_is_the_signals
     assert common.collect(measure, None) == ([{"error": None}], status)
 
 
-def test_the_heaviest_load_has_most_requests_and_the_longest():
-    loads = [(1.0, None, 9), (None, 2, 3), (None, 2, 5), (None, 1, 9)]
-    cases = [dict(request_rate=rate, concurrency=n, input_len=length, num_prompts=4) for rate, n, length in loads]
-    assert serve.heaviest(cases) == {**cases[2], "num_prompts": 2}, "no limit is heavier than any"
-
-
 def test_what_is_not_given_is_left_to_vllm(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     settings = common.settings_of(parsed("serve", "--model", "any"))

@@ -1,7 +1,6 @@
 """Prompts are read as they are meant, and what can't be read is reported by its line and left out."""
 
 import json
-import os
 
 import pytest
 
@@ -186,10 +185,3 @@ def test_people_see_whose_text_it_is_and_a_terminal_gets_no_commands():
     found.completions = [Completion(0, "first\tline\n\x1b[2J", [5], [], "stop"), Completion(1, "", [5, 6], [], "stop")]
     text = for_people(item, found, alone=False)
     assert "hi" in text and "first\tline\n\\x1b[2J\n" in text and "5 6" in text
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_file_that_cannot_be_written_is_named(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(ValueError, match="--output can't be written: "):
-        ResultFile(tmp_path / "x", resume=False)

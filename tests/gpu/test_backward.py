@@ -27,7 +27,6 @@ from tests.ops.test_backward import (
     test_weights_of_1_give_exact_bits,
 )
 from tests.ops.test_training import (
-    test_a_model_of_two_layers_trains_as_with_the_reference,
     test_a_rollout_from_a_paged_cache_gives_the_bits_of_training,
     test_a_second_derivative_is_refused,
     test_flash_mla_sparse_bwd,
@@ -39,6 +38,7 @@ from tests.ops.test_training import (
     test_tilelangs_interface_without_a_batch,
     test_training_compiles_without_a_graph_break,
 )
+from tests.ops.test_training_examples import test_a_model_of_two_layers_trains_as_with_the_reference
 from training_problems import random_training_problem, training_problems
 
 pytestmark = pytest.mark.gpu

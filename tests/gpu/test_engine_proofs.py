@@ -10,7 +10,6 @@ from tests.engine.test_model import (
     checkpoints,
     exact,
     load,
-    test_errors_come_from_the_cache_format_and_not_from_the_kernels,
     test_kernels_stay_within_bounds,
     test_keys_of_fewer_bits_select_mostly_the_same,
     test_logits_and_tokens_are_those_of_transformers,

@@ -58,18 +58,7 @@ def test_a_captured_graph_follows_new_lengths_slots_and_values(fmt):
 
     def step():
         mla_backend.plan(6, 700, topk_length=problem.topk_length, out=plan)
-        mla_backend.sparse_attention(
-            problem.q,
-            problem.cache,
-            problem.indices,
-            scale=problem.scale,
-            cache_scale=problem.cache_scale,
-            topk_length=problem.topk_length,
-            plan=plan,
-            workspace=workspace,
-            out=out,
-            lse=lse,
-        )
+        mla_backend.sparse_attention(**vars(problem), plan=plan, workspace=workspace, out=out, lse=lse)
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask
 
 import mla_backend
 import mla_backend.flash_mla as flash_mla
+import right_calls as right
 from mla_backend import Launch, Plan
 from problems import random_problem
+from right_calls import tokens
 
 TOKENS, HEADS, TOPK = 3, 4, 10
 INT = torch.int32
@@ -35,14 +36,6 @@ def piece(buffer, dtype, sizes, strides, offset=0):
 
 def write_into(cache, rows=2):
     return mla_backend.cache_write(torch.randn(rows, 512), torch.randn(rows, 64), cache, torch.arange(rows))
-
-
-def select(**changes):
-    arguments = {"queries": torch.ones(2, 3, 128).bfloat16(), "weights": torch.ones(2, 3)}
-    arguments |= {"cache": torch.zeros(2, 4, 132, dtype=torch.uint8), "block_table": torch.zeros(1, 2, dtype=INT)}
-    arguments |= {"requests": torch.zeros(2, dtype=INT), "lengths": torch.full((2,), 9, dtype=INT)}
-    topk = None if "out" in changes else 4
-    return mla_backend.select_tokens(**{**arguments, "topk": topk, **changes})
 
 
 def drop_in(kv_heads=1, **views):
@@ -93,10 +86,10 @@ REFUSED = {
     "the drop-in's out whose requests overlap": (lambda: drop_in_into(lambda b: {"out": piece(b, BF16, (2, 3, HEADS, 512), (512, 512, 512, 1))}), "out"),
     "the drop-in's out in another KV head's q": (lambda: drop_in_into(lambda b: {"q": piece(b, BF16, (2, 3, HEADS, 576), (6912, 2304, 576, 1)), "out": piece(b, BF16, (2, 3, HEADS, 512), (6912, 2304, 576, 1), 2 * 576)}, kv_heads=2), "out"),
     "the indexer's keys written over themselves": (lambda: (lambda b: mla_backend.write_keys(b[0, :2], b, torch.tensor([5, 6])))(torch.zeros(1, 16, 128).bfloat16()), "cache"),
-    "tokens selected into their lengths": (lambda: (lambda m: select(lengths=m[:, 0], out=m))(torch.zeros(2, 4, dtype=INT)), "out"),
-    "scores of the selected in their positions": (lambda: (lambda m: select(out=m, scores=m.view(F32)))(torch.zeros(2, 4, dtype=INT)), "out"),
-    "a selection of one row": (lambda: select(out=torch.zeros(1, 4, dtype=INT).expand(2, 4)), "out"),
-    "a selection's workspace in its keys": (lambda: (lambda m: select(cache=m, workspace=m.view(-1)))(torch.zeros(2, 4, 132, dtype=torch.uint8)), "workspace"),
+    "tokens selected into their lengths": (lambda: (lambda m: tokens(lengths=m[:, 0], topk=None, out=m)())(torch.zeros(2, 4, dtype=INT)), "out"),
+    "scores of the selected in their positions": (lambda: (lambda m: tokens(topk=None, out=m, scores=m.view(F32))())(torch.zeros(2, 4, dtype=INT)), "out"),
+    "a selection of one row": (lambda: tokens(topk=None, out=torch.zeros(1, 4, dtype=INT).expand(2, 4))(), "out"),
+    "a selection's workspace in its keys": (lambda: (lambda m: tokens(cache=m, workspace=m.view(-1))())(torch.zeros(2, 4, 132, dtype=torch.uint8)), "workspace"),
     "positions chosen into scores": (lambda: (lambda s: mla_backend.select_top(s, torch.full((2,), 9, dtype=INT), chosen=s.view(INT)[:, :3]))(torch.zeros(2, 9)), "chosen"),
 }
 
@@ -197,45 +190,26 @@ def test_results_that_were_saved_for_backward_may_not_be_overwritten():
         product.backward()
 
 
-def sparse_mla(**changes):
-    lists = torch.zeros(TOKENS, TOPK, dtype=INT)
-    arguments = {"q": torch.zeros(TOKENS, HEADS, 576).bfloat16(), "kv": torch.zeros(5, 576).bfloat16(), "scale": 0.1}
-    return mla_backend.sparse_mla(indices=lists, **{**arguments, **changes})
+FORWARD_MODE = {"q": (right.attention(), right.forward()), "kv": (right.flex(),), "keys": (right.keys(),)}
+FORWARD_MODE["scale"] = (right.forward(scale=torch.tensor(0.1)),)
 
 
-def flex_mla(kv):
-    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 3, 5, device="cpu")
-    return mla_backend.flex_mla(torch.zeros(1, HEADS, 3, 576).bfloat16(), kv, mask, scale=0.1)
+@pytest.mark.parametrize("argument", FORWARD_MODE)
+def test_a_forward_mode_gradient_that_would_be_lost_is_refused(argument):
+    for call in FORWARD_MODE[argument]:
+        primal = torch.ones_like(call.keywords[argument])
+        with pytest.raises(ValueError, match=f"^{argument} must be without a forward-mode gradient"):
+            torch.func.jvp(lambda x, call=call: call(**{argument: x}), (primal,), (primal,))
+        call(**{argument: primal})
 
 
-FORWARD_MODE = {
-    "q of sparse_attention": lambda x: mla_backend.sparse_attention(
-        x, torch.zeros(1, 5, 576).bfloat16(), torch.zeros(TOKENS, TOPK, dtype=INT), scale=0.1
-    ),
-    "q of sparse_mla": lambda x: sparse_mla(q=x),
-    "kv of flex_mla": flex_mla,
-    "scale of sparse_mla": lambda x: sparse_mla(scale=x),
-    "keys of write_keys": lambda x: mla_backend.write_keys(x, torch.zeros(1, 2, 128).bfloat16(), torch.arange(2)),
-}
-SHAPES = {"q": (TOKENS, HEADS, 576), "kv": (1, 1, 5, 576), "scale": (), "keys": (2, 128)}
-
-
-@pytest.mark.parametrize("name", FORWARD_MODE)
-def test_a_forward_mode_gradient_that_would_be_lost_is_refused(name):
-    argument = name.split()[0]
-    primal = torch.ones(SHAPES[argument]).to(F32 if argument == "scale" else BF16)
-    with pytest.raises(ValueError, match=f"^{argument} must be without a forward-mode gradient"):
-        torch.func.jvp(FORWARD_MODE[name], (primal,), (primal,))
-    FORWARD_MODE[name](primal)
-
-
-@pytest.mark.parametrize("call", [attention, sparse_mla])
+@pytest.mark.parametrize("call", [right.attention, right.forward])
 def test_a_scale_whose_gradient_would_be_lost_is_refused(call):
     scale = torch.tensor(0.1, requires_grad=True)
     with pytest.raises(ValueError, match="^scale must be without requires_grad"):
-        call(scale=scale)
+        call(scale=scale)()
     with torch.no_grad():
-        call(scale=scale)
+        call(scale=scale)()
 
 
 HUGE = 2**62
@@ -255,9 +229,9 @@ def test_a_dimension_of_one_or_an_empty_tensor_may_have_any_stride():
         positions=5,
     )
     assert (scores[:, :3] == 0).all()
-    assert select(cache=keys, lengths=torch.full((2,), 6, dtype=INT)).tolist() == [[0, 1, 2, 3]] * 2
+    assert tokens(cache=keys, lengths=torch.full((2,), 6, dtype=INT))().tolist() == [[0, 1, 2, 3]] * 2
     tables = (torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1)) for _ in range(2))
-    assert (select(block_table=next(tables), slots_of=(next(tables), 16)) == -1).all()
+    assert (tokens(block_table=next(tables), slots_of=(next(tables), 16))() == -1).all()
     positions, table = (torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1)) for _ in range(2))
     slots = torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1))
     mla_backend.convert_indices(positions, table, torch.zeros(3, dtype=INT), 16, slots=slots)

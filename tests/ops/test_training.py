@@ -108,40 +108,6 @@ def test_opcheck_of_the_autograd_ops():
     torch.library.opcheck(OPS.sparse_mla_backward.default, (*arguments, out, lse, problem.d_out, None))
 
 
-def test_a_model_of_two_layers_trains_as_with_the_reference(device):
-    """Two layers share lists and the order of contributions; the loss follows that of the reference."""
-    steps, queries, rows, heads = 8, 16, 16, 4
-    indices = torch.tensor([[r if r <= t else -1 for r in range(rows)] for t in range(queries)], dtype=torch.int32)
-    inputs, target = torch.randn(queries, 64), torch.randn(queries, 8)
-    start = [torch.randn(64, heads * 576) / 8, torch.randn(64, 576) / 8, torch.randn(heads * 512, 8) / 45]
-
-    def ours(q, kv, lists, order):
-        return mla_backend.sparse_mla(q.bfloat16(), kv.bfloat16(), lists, scale=1 / 24, order=order)[0].float()
-
-    def theirs(q, kv, lists, order):
-        return reference.sparse_mla(q, kv, lists, scale=1 / 24)[0]
-
-    losses = []
-    for attention, on in ((ours, device), (theirs, "cpu")):
-        weights = [w.clone().to(on).requires_grad_() for w in start]
-        lists, x, y = indices.to(on), inputs.to(on), target.to(on)
-        order = mla_backend.backward_order(lists, rows) if attention is ours else None
-        optimizer, curve = torch.optim.Adam(weights, lr=3e-3), []
-        for _ in range(steps):
-            hidden = x
-            for _ in range(2):
-                out = attention((hidden @ weights[0]).view(queries, heads, 576), hidden @ weights[1], lists, order)
-                hidden = hidden + out.flatten(1)[:, :64]
-            loss = torch.nn.functional.mse_loss(out.flatten(1) @ weights[2], y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            curve.append(loss.item())
-        losses.append(curve)
-    assert losses[0][-1] < 0.9 * losses[0][0]
-    assert torch.allclose(*map(torch.tensor, losses), rtol=0.02)
-
-
 def test_flash_mla_sparse_bwd(device):
     problem = random_training_problem(7, 12, 40, 30, device=device)
     kv, lists = problem.kv.unsqueeze(1), problem.indices.unsqueeze(1)

@@ -9,25 +9,12 @@ from hypothesis import strategies as st
 
 from mla_backend.vllm_plugin.beginnings import (
     MASKED,
-    Beginnings,
     attend_to_picked,
     beginnings,
     between,
     dense_tokens,
     masked,
 )
-
-
-def test_new_prompts_begin_densely():
-    # decodes, a new prompt, one that goes on, two short ones side by side, a long one
-    query_lens, seq_lens = [1, 1, 3000, 500, 200, 300, 4096], [9000, 80, 3000, 700, 200, 300, 4096]
-    starts = [0, *accumulate(query_lens)]
-    dense = dense_tokens(query_lens, seq_lens, 2, 2048)
-    assert dense == [0, 0, 2048, 0, 200, 300, 2048]
-    found = beginnings(starts, dense)
-    assert found == [Beginnings(slice(2, 2050), (2048,)), Beginnings(slice(3502, 6050), (200, 300, 2048))]
-    assert between([one.tokens for one in found], 2, starts[-1]) == [slice(2050, 3502), slice(6050, 8098)]
-    assert beginnings([0, 5], [0]) == [] and between([], 0, 5) == [slice(0, 5)]
 
 
 @given(data=st.data())
@@ -40,7 +27,8 @@ def test_tokens_attend_densely_if_their_list_would_be_all_before_them(data):
     requests = list(zip(starts[:-1], query_lens, seq_lens, strict=True))[first:]
     expected = [start + i for start, query, seq in requests if query == seq for i in range(min(query, topk))]
     assert [token for one in found for token in range(one.tokens.start, one.tokens.stop)] == expected
-    assert all(sum(one.lengths) == one.tokens.stop - one.tokens.start for one in found)
+    own = [min(query, topk) for start, query, seq in requests if query == seq and query]
+    assert [length for one in found for length in one.lengths] == own
     assert all(a.tokens.stop < b.tokens.start for a, b in zip(found, found[1:], strict=False))
     parts = between([one.tokens for one in found], starts[first], starts[-1])
     rest = [token for part in parts for token in range(part.start, part.stop)]

@@ -204,21 +204,8 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
     fmt = random.choice(FORMATS)
     form, p = mla_backend.FORMATS[fmt], random_problem(fmt, tokens, heads, topk, 4, 8).to(device)
     lengths = torch.full((tokens,), topk, dtype=INT, device=device)
-    ops = [
-        "attention",
-        "attention",
-        "dense",
-        "dense",
-        "plan",
-        "combine",
-        "write",
-        "gather",
-        "convert",
-        "scores",
-        "select",
-        "top",
-    ]
-    match random.choice([*ops, "backward", "mask", "stage", "rotate"]):
+    ops = "plan combine write gather convert scores select top backward mask stage rotate".split()
+    match random.choice([*("attention", "dense") * 2, *ops]):
         case "attention":
             found = {**vars(p), "out": guarded.tensor(form.number, tokens, heads, 512)}
             found |= {"lse": guarded.tensor(torch.float32, tokens, heads), "topk_length": lengths}
