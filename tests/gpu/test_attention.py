@@ -37,8 +37,10 @@ from tests.ops.test_attention import (
     test_lists_of_very_unequal_length,
     test_rows_that_no_index_names_may_hold_nan,
     test_slots_outside_the_cache_are_skipped,
+    test_split_and_unsplit_agree,
     test_strided_inputs_and_outputs,
 )
+from tests.ops.test_flash_mla import test_metadata_of_september_2025
 from tests.ops.test_torch_integration import test_a_layer_compiles_without_a_graph_break
 
 pytestmark = pytest.mark.gpu
@@ -341,19 +343,6 @@ def test_batch_invariant_mode_of_lists_without_holes(fmt, heads):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@given(data=st.data())
-def test_split_and_unsplit_agree(fmt, data):
-    problem = data.draw(problems(max_tokens=3, max_topk=600, formats=(fmt,)))
-    want, problem = problem.oracle(), problem.to("cuda")
-    (tokens, topk), heads = problem.indices.shape, problem.q.shape[1]
-    extra = 0 if problem.extra_indices is None else problem.extra_indices.shape[1]
-    lengths = {"topk_length": problem.topk_length, "extra_topk_length": problem.extra_topk_length}
-    for ctas in (1, 2, 7, 264):
-        plan = planned(tokens, topk, extra_topk=extra, ctas=ctas, num_heads=heads, device="cuda", **lengths)
-        assert_accurate(problem.solve(plan=plan), want, score_error=score_error(problem.cache))
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
 def test_a_cache_of_more_than_2_to_the_31_elements(fmt):
     form, rows = mla_backend.FORMATS[fmt], reference.FORMATS[fmt]
     blocks = 2**31 // (64 * form.width) + 100
@@ -368,27 +357,6 @@ def test_a_cache_of_more_than_2_to_the_31_elements(fmt):
         want = problem.but(cache=small, indices=torch.arange(5, dtype=torch.int32).view(1, 5)).oracle()
         got = problem.to("cuda").but(cache=cache, indices=picked.int().view(1, 5).cuda()).solve()
         assert_accurate(got, want, score_error=score_error(problem.cache))
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("s_q", [1, 2])
-def test_the_flash_mla_stand_in(fmt, s_q):
-    form = mla_backend.FORMATS[fmt]
-    q, cache = (torch.randn(3, s_q, 16, form.head_dim) * 10).to(form.number), random_cache(fmt, 12, 16)
-    if form.scale == "tensor":
-        q = q * scale_of(fmt)  # the package has no argument for it, and it is 1
-    indices = torch.randint(-9, 200, (3, s_q, 300), dtype=torch.int32)
-    want = reference.sparse_attention(q.flatten(0, 1), cache, indices.flatten(0, 1), scale=form.head_dim**-0.5)
-    there = copy_with_gaps(cache, "cuda").unsqueeze(2)
-    seqlens = torch.full((3,), 192, dtype=torch.int32, device="cuda")
-    arguments = seqlens, s_q * 16, 1, 16, form.quantised, 300
-    for meta in (flash_mla.get_mla_metadata(), flash_mla.get_mla_metadata(*arguments)):
-        out, lse = flash_mla.flash_mla_with_kvcache(
-            q.cuda(), there, None, seqlens, 512, *meta, is_fp8_kvcache=form.quantised, indices=indices.cuda()
-        )
-        got = out.flatten(0, 1), lse.transpose(1, 2).reshape(3 * s_q, 16)
-        magnitude = 64.0 if form.scale == "tensor" else 0.1
-        assert_accurate(got, want[:2], magnitude, score_error=score_error(cache))
 
 
 SMALL = [

@@ -66,17 +66,17 @@ def test_plans_for_wide_tables_are_as_on_the_cpu(tokens, longest):
     on_gpu(tokens, 131072, by_load(120, 8), topk_length=lengths)
 
 
-@pytest.mark.parametrize("tokens", [512, 1024, 1025, 4096, 5000])
-def test_two_splits_of_many_tokens_are_planned_as_on_the_cpu(tokens):
-    lengths = torch.randint(0, 513, (tokens,), dtype=torch.int32)
-    on_gpu(tokens, 512, by_load(2 * tokens, 2, 2), topk_length=lengths)
-
-
-@pytest.mark.parametrize(("tokens", "topk", "ctas"), [(200_000, 2048, 132), (200, 2**31 - 1, 264)])
-def test_many_tokens_and_enormous_lists_are_planned_as_on_the_cpu(tokens, topk, ctas):
+@pytest.mark.parametrize(
+    ("tokens", "topk", "launch"),
+    [
+        *((200_000, 2048, by_load(132)), (200, 2**31 - 1, by_load(264))),
+        *((tokens, 512, by_load(2 * tokens, 2, 2)) for tokens in (512, 1024, 1025, 4096, 5000)),
+    ],
+)
+def test_many_tokens_and_enormous_lists_are_planned_as_on_the_cpu(tokens, topk, launch):
     lengths = torch.randint(0, topk, (tokens,), dtype=torch.int32)
     lengths[1::7] = topk
-    on_gpu(tokens, topk, by_load(ctas), topk_length=lengths)
+    on_gpu(tokens, topk, launch, topk_length=lengths)
 
 
 @pytest.mark.parametrize("ctas", [5, 1500])

@@ -28,15 +28,6 @@ def test_without_gradients_it_is_the_same(problem):
     assert torch.equal(out, plain) and torch.equal(lse, plain_lse) and not plain.requires_grad
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [128, 192])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 1)])
-def test_longer_sequences(heads, kv_heads, dim, causal):
-    """The cases of FlashMLA's own test, shorter."""
-    for lengths, keys in (((256, 256), (256, 256)), ((57, 300), (190, 411))):
-        random_mha(lengths, keys, heads=heads, kv_heads=kv_heads, dim=dim, causal=causal).check()
-
-
 @given(st.integers(0, 3), st.integers(0, 20), st.integers(0, 20), st.booleans())
 def test_equal_lengths_need_not_be_looked_up(batch, length, keys, causal):
     problem = random_mha((length,) * batch, (keys,) * batch, causal=causal)
