@@ -1,13 +1,12 @@
 """Configs of released models are read as they are; what the engine would compute wrongly is refused by name."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 pytest.importorskip("safetensors", reason="safetensors is not installed (the extra `engine`)")
 
+from commands import in_python  # noqa: E402
 from mla_backend.engine import ModelConfig, Yarn  # noqa: E402
 from mla_backend.engine.rope import attention_scale, inverse_frequencies, rotation_scale  # noqa: E402
 
@@ -115,7 +114,7 @@ sys.exit(cli.main(["generate", "model", "x"]))
 
 
 def test_the_package_does_without_the_extra_and_the_engine_says_that_it_needs_it():
-    done = subprocess.run([sys.executable, "-c", WITHOUT_THE_EXTRA], capture_output=True, text=True)
+    done = in_python("-c", WITHOUT_THE_EXTRA)
     said = "mla_backend.engine needs more packages: pip install transformers tokenizers safetensors jinja2"
     assert said in done.stdout
     assert done.returncode == 2 and said in done.stderr

@@ -153,10 +153,3 @@ def test_the_youngest_makes_room_and_comes_back_first():
 def test_wrong_limits_are_named(limits, error):
     with pytest.raises(ValueError, match=error):
         Scheduler(CacheManager(1, 1), **limits)
-
-
-def test_more_samples_than_may_run_are_refused():
-    manager = CacheManager(10, BLOCK_SIZE)
-    scheduler = Scheduler(manager, tokens_a_step=5, most_running=2)
-    with pytest.raises(ValueError, match="n must be at most 2, the samples that may run; got 3"):
-        scheduler.add(new_sample(manager, [1], 1, n=3))

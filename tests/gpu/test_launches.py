@@ -11,6 +11,7 @@ from mla_backend import Plan, library
 from mla_backend.plan import workspace_floats
 from plans import planned
 from problems import BASIC, FORMATS, assert_accurate, random_problem, score_error
+from tests.ops.test_hostile_ops import test_what_is_wrong_is_refused_or_harmless
 
 pytestmark = pytest.mark.gpu
 

@@ -65,13 +65,6 @@ def test_inputs_and_gradients_in_any_layout(provider, dim):
         problem.but(d_out=one.expand_as(problem.d_out)).check(provider=provider)
 
 
-@providers
-@pytest.mark.parametrize("causal", [False, True])
-def test_equally_long_sequences(provider, causal):
-    problem = random_mha((256,) * 3, (384,) * 3, heads=4, causal=causal, device="cuda")
-    problem.check(provider=provider, is_varlen=False)
-
-
 @needs_flash_attn_4
 @pytest.mark.parametrize("kv_heads", [16, 4])
 @pytest.mark.parametrize("dim", [128, 192])

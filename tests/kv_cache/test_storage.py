@@ -1,13 +1,11 @@
 """The bytes of the cache: sizes, layers that lie apart, copies of blocks."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import kv_cache
 import mla_backend
+from commands import in_python
 from mla_backend import FORMATS, KEY_FORMATS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -116,5 +114,5 @@ def small():
 
 def test_the_cache_manager_does_not_need_the_ops():
     code = "import sys, kv_cache; print([name for name in sys.modules if name.split('.')[0] == 'mla_backend'])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = in_python("-c", code)
     assert done.stdout.strip() == "[]"

@@ -1,23 +1,16 @@
 """mla-backend doctor: what it says, and that it says it even when the library is broken."""
 
+import functools
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from commands import in_python
 from mla_backend import cli, doctor, library, tried_versions
 
-
-def run_doctor(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "mla_backend", "doctor", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+run_doctor = functools.partial(in_python, "-m", "mla_backend", "doctor")
 
 
 def test_json_reports_everything(capsys):
@@ -66,13 +59,7 @@ def test_wrong_settings_are_explained_not_thrown(environment, texts):
 
 
 def test_using_the_package_without_its_library_is_an_import_error():
-    code = "import mla_backend; mla_backend.sparse_attention"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "MLA_BACKEND_LIBRARY": "/does/not/exist.so"},
-    )
+    done = in_python("-c", "import mla_backend; mla_backend.sparse_attention", MLA_BACKEND_LIBRARY="/does/not/exist.so")
     assert "ImportError: mla-backend: there is no file /does/not/exist.so (MLA_BACKEND_LIBRARY names it)" in done.stderr
 
 
@@ -107,21 +94,16 @@ def test_it_ends_with_what_to_do_next(monkeypatch, runs):
     assert "MLA_BACKEND_CUDA=1 pip install ." in " ".join(doctor._next_steps(report))
 
 
-def test_no_line_in_a_pipe_is_padded():
-    assert not [line for line in run_doctor().stdout.splitlines() if line.endswith(" ")]
-
-
 @pytest.mark.parametrize("environment", [{}, {"MLA_BACKEND_LIBRARY": "/does/not/exist.so"}])
 def test_the_version_is_printed_even_without_a_library(environment):
-    command, version = [sys.executable, "-m", "mla_backend", "--version"], library.about()["version"]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    done, version = in_python("-m", "mla_backend", "--version", **environment), library.about()["version"]
     assert done.returncode == 0 and done.stdout.startswith("mla-backend ")
     assert done.stdout.split()[-1] == version or environment
 
 
 def test_without_torch_it_says_to_install_it():
     code = "import sys; sys.modules['torch'] = None; from mla_backend import cli; sys.exit(cli.main(['doctor']))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = in_python("-c", code)
     assert done.returncode == 1 and "install torch" in done.stdout and not done.stderr
 
 
@@ -134,9 +116,3 @@ def test_untried_vllm_versions_are_named_as_such(monkeypatch, version, supported
     found = doctor.examine()["vllm"]
     assert found["supported"] is supported
     assert supported or "0.23, 0.32, 0.33" in found["why"]
-
-
-def test_an_unknown_command_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["cure"])
-    assert "invalid choice: 'cure'" in capsys.readouterr().err

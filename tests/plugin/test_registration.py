@@ -4,18 +4,16 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-import os
 import pickle
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import vllm_installed  # noqa: F401
+from commands import in_python
 from mla_backend import library, tried_versions
 from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import platform, register, versions
@@ -26,10 +24,8 @@ V32, V3 = ("deepseek-ai/DeepSeek-V3.2-Exp", "SPARSE_MLA"), ("deepseek-ai/DeepSee
 GUIDE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
-def in_a_process(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """Of its own, in which nothing has been registered yet."""
-    command, environment = [sys.executable, "-c", code, *arguments], {**os.environ, **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+in_a_process = functools.partial(in_python, "-c")
+"""In which nothing has been registered yet."""
 
 
 def test_registering_again_changes_nothing():

@@ -1,7 +1,10 @@
-"""What tests of `python -m serving_benchmarks` share."""
+"""What tests of commands share."""
 
 import argparse
 import importlib
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +30,12 @@ def status_of(*words: object, program: Callable[[list[str]], int] = main) -> int
         return program(list(map(str, words)))
     except SystemExit as stopped:
         return stopped.code
+
+
+def in_python(*words: object, **environment: str) -> subprocess.CompletedProcess:
+    """A process of its own, and what it said."""
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
 def alive(pid: int) -> bool:
