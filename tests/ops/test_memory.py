@@ -13,7 +13,6 @@ import mla_backend.flash_mla as flash_mla
 import right_calls as right
 from mla_backend import Launch, Plan
 from problems import random_problem
-from right_calls import tokens
 
 TOKENS, HEADS, TOPK = 3, 4, 10
 INT = torch.int32
@@ -86,10 +85,10 @@ REFUSED = {
     "the drop-in's out whose requests overlap": (lambda: drop_in_into(lambda b: {"out": piece(b, BF16, (2, 3, HEADS, 512), (512, 512, 512, 1))}), "out"),
     "the drop-in's out in another KV head's q": (lambda: drop_in_into(lambda b: {"q": piece(b, BF16, (2, 3, HEADS, 576), (6912, 2304, 576, 1)), "out": piece(b, BF16, (2, 3, HEADS, 512), (6912, 2304, 576, 1), 2 * 576)}, kv_heads=2), "out"),
     "the indexer's keys written over themselves": (lambda: (lambda b: mla_backend.write_keys(b[0, :2], b, torch.tensor([5, 6])))(torch.zeros(1, 16, 128).bfloat16()), "cache"),
-    "tokens selected into their lengths": (lambda: (lambda m: tokens(lengths=m[:, 0], topk=None, out=m)())(torch.zeros(2, 4, dtype=INT)), "out"),
-    "scores of the selected in their positions": (lambda: (lambda m: tokens(topk=None, out=m, scores=m.view(F32))())(torch.zeros(2, 4, dtype=INT)), "out"),
-    "a selection of one row": (lambda: tokens(topk=None, out=torch.zeros(1, 4, dtype=INT).expand(2, 4))(), "out"),
-    "a selection's workspace in its keys": (lambda: (lambda m: tokens(cache=m, workspace=m.view(-1))())(torch.zeros(2, 4, 132, dtype=torch.uint8)), "workspace"),
+    "tokens selected into their lengths": (lambda: (lambda m: right.tokens(lengths=m[:, 0], topk=None, out=m)())(torch.zeros(2, 4, dtype=INT)), "out"),
+    "scores of the selected in their positions": (lambda: (lambda m: right.tokens(topk=None, out=m, scores=m.view(F32))())(torch.zeros(2, 4, dtype=INT)), "out"),
+    "a selection of one row": (lambda: right.tokens(topk=None, out=torch.zeros(1, 4, dtype=INT).expand(2, 4))(), "out"),
+    "a selection's workspace in its keys": (lambda: (lambda m: right.tokens(cache=m, workspace=m.view(-1))())(torch.zeros(2, 4, 132, dtype=torch.uint8)), "workspace"),
     "positions chosen into scores": (lambda: (lambda s: mla_backend.select_top(s, torch.full((2,), 9, dtype=INT), chosen=s.view(INT)[:, :3]))(torch.zeros(2, 9)), "chosen"),
 }
 
@@ -229,9 +228,9 @@ def test_a_dimension_of_one_or_an_empty_tensor_may_have_any_stride():
         positions=5,
     )
     assert (scores[:, :3] == 0).all()
-    assert tokens(cache=keys, lengths=torch.full((2,), 6, dtype=INT))().tolist() == [[0, 1, 2, 3]] * 2
+    assert right.tokens(cache=keys, lengths=torch.full((2,), 6, dtype=INT))().tolist() == [[0, 1, 2, 3]] * 2
     tables = (torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1)) for _ in range(2))
-    assert (tokens(block_table=next(tables), slots_of=(next(tables), 16))() == -1).all()
+    assert (right.tokens(block_table=next(tables), slots_of=(next(tables), 16))() == -1).all()
     positions, table = (torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1)) for _ in range(2))
     slots = torch.zeros(0, dtype=INT).as_strided((3, 0), (HUGE, 1))
     mla_backend.convert_indices(positions, table, torch.zeros(3, dtype=INT), 16, slots=slots)
