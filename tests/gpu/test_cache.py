@@ -1,21 +1,17 @@
-"""The cache ops on a GPU have the bits of the CPU's, which the tests beside these hold against the oracle."""
+"""The cache ops on a GPU: the CPU's tests with the `device` of this folder, and what has the bits of the CPU's ops."""
 
 import json
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import mla_backend
 from gpu_checks import captured
 from mla_backend import cli, library, reference
 from problems import FORMATS, all_bytes, copy_with_gaps, random_cache
+from tests.ops.test_cache import test_gathered_rows_are_the_dequantised_ones, test_writing_has_the_bits_of_the_oracle
 
 pytestmark = pytest.mark.gpu
-GAPS = (0, 16, 8, 1)
-"""Elements more from a page, or from a row where a format allows that, to the next one. Of bytes 8, and of all 1, make
-rows that no 16-byte access may touch."""
 
 
 def bits(x):
@@ -36,46 +32,6 @@ def random_tokens(fmt, n, dtype, special=None):
         for value in values:
             value[torch.rand(value.shape) < 0.02] = special
     return values[0].to(dtype), values[1].to(dtype) if rows.rope else None
-
-
-def strided(values, gap):
-    """The same rows, with `gap` elements between them."""
-    return None if values is None else torch.nn.functional.pad(values, (0, gap))[:, : values.shape[1]]
-
-
-def cache_with_gaps(draw, fmt, blocks, block_size):
-    """A cache of random values with any gap between its pages, and between its rows where the format allows that."""
-    form, gap = mla_backend.FORMATS[fmt], draw(st.sampled_from(GAPS))
-    cache = random_cache(fmt, blocks, block_size, gap=gap)
-    if form.scales_at == "end_of_page" or draw(st.booleans()):
-        return cache
-    wide = torch.full((blocks, block_size + 1, form.width + gap), 255, dtype=torch.uint8).to(form.dtype)
-    wide[:, :block_size, : form.width] = cache
-    return wide[:, :block_size, : form.width]
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@given(data=st.data())
-def test_writing_has_the_bits_of_the_cpu(fmt, data):
-    torch.manual_seed(data.draw(st.integers(0, 2**31)))
-    number = mla_backend.FORMATS[fmt].number
-    n = data.draw(st.sampled_from([0, 1, 7, 8, 9, 1000]))
-    special = data.draw(st.sampled_from([None, 0.0, torch.inf, -torch.inf, torch.nan]))
-    values = random_tokens(fmt, n, data.draw(st.sampled_from([number, torch.float32])), special)
-    blocks, block_size = data.draw(st.sampled_from([(0, 1), (70, 16), (400, 3)]))
-    slots = torch.randperm(blocks * block_size + 200)[:n] - 100
-    between = data.draw(st.sampled_from([0, 0, 8, 1]))
-    values = [v if v is None else strided(v[: len(slots)], between) for v in values]
-    slots = slots.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
-    more = {"power_of_two": data.draw(st.booleans()), "format": data.draw(st.sampled_from([None, fmt]))}
-    if fmt == "fp8_tensor_576":
-        more["scale"] = data.draw(st.sampled_from([1.0, 0.037, -3e5]))
-    cache = cache_with_gaps(data.draw, fmt, blocks, block_size)
-    there = copy_with_gaps(cache, "cuda")
-    mla_backend.cache_write(*values, cache, slots, **more)
-    values = [v if v is None else copy_with_gaps(v, "cuda") for v in values]
-    mla_backend.cache_write(*values, there, slots.cuda(), **more)
-    assert torch.equal(all_bytes(there).cpu(), all_bytes(cache)), "gaps and padding included"
 
 
 @pytest.mark.parametrize(
@@ -115,31 +71,6 @@ def test_every_bf16_or_fp16_number_has_the_bits_of_the_cpu(fmt):
     mla_backend.cache_write(latent, rope, cache, slots, **scale)
     mla_backend.cache_write(latent.cuda(), rope.cuda(), there, slots.cuda(), **scale)
     assert torch.equal(all_bytes(there).cpu(), all_bytes(cache))
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@given(data=st.data())
-def test_gathering_has_the_bits_of_the_cpu(fmt, data):
-    torch.manual_seed(data.draw(st.integers(0, 2**31)))
-    form = mla_backend.FORMATS[fmt]
-    cache = cache_with_gaps(data.draw, fmt, 50, 7)
-    if data.draw(st.booleans()):  # every number there is, NaN too, and every scale
-        cache.copy_(torch.randint(0, 256, (50, 7, form.token_bytes), dtype=torch.uint8).view(form.dtype))
-    wide = data.draw(st.sampled_from([torch.int32, torch.int64]))
-    slots = torch.randint(-30, 380, (data.draw(st.sampled_from([0, 1, 300])),), dtype=wide)
-    out_gap = data.draw(st.sampled_from([0, 8, 3]))
-    whole = torch.full((len(slots), form.head_dim + out_gap), torch.nan, dtype=form.number, device="cuda")
-    more = {"scale": -0.37} if form.scale == "tensor" else {}
-    out = mla_backend.cache_gather(
-        copy_with_gaps(cache, "cuda"), slots.cuda(), out=whole[:, : form.head_dim], format=fmt, **more
-    )
-    want = mla_backend.cache_gather(cache, slots, **more)
-    if form.quantised:  # NaN times a scale is a NaN of either sign
-        nan = want.isnan()
-        assert torch.equal(out.cpu().isnan(), nan)
-        out, want = out.cpu().masked_fill(nan, 0), want.masked_fill(nan, 0)
-    assert torch.equal(bits(out), bits(want))
-    assert whole[:, form.head_dim :].isnan().all(), "nothing beside the rows is written"
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

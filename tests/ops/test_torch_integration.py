@@ -27,7 +27,7 @@ def calls():
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, list[tuple]]:
+def made() -> dict[str, dict[tuple, tuple]]:
     """What each op is given in these calls, once for each kind of arguments."""
     found, result_of = {name: {} for name in mla_backend.fake.OPS}, arguments.result_of
 
