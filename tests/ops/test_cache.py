@@ -166,22 +166,6 @@ def test_skipped_tokens_leave_every_byte_alone(fmt):
     assert torch.equal(all_bytes(cache), before)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_strided_sources_and_caches(fmt):
-    form = mla_backend.FORMATS[fmt]
-    source = torch.randn(6, 700).to(form.number)
-    kv_c, k_pe = source[:, 3 : 3 + form.latent], source[:, 600:664] if form.rope else None
-    gap = 0 if form.scales_at == "end_of_page" else 8
-    padded = torch.zeros(4, 5, form.width + gap, dtype=form.dtype)
-    cache = padded[:, :3, : form.width]
-    slots = torch.tensor([11, 0, 5, 3, 7, -1])
-    mla_backend.cache_write(kv_c, k_pe, cache, slots)
-    want = form.new_cache(4, 3)
-    reference.cache_write(kv_c, k_pe, want, slots)
-    assert torch.equal(bits(cache), bits(want))
-    assert (padded[:, 3:] == 0).all() and (padded[..., form.width :] == 0).all()
-
-
 def test_rope_may_have_a_head_dimension():
     a, b = (mla_backend.FORMATS["bf16"].new_cache(1, 4) for _ in range(2))
     kv_c, k_pe = torch.randn(4, 512).bfloat16(), torch.randn(4, 1, 64).bfloat16()
@@ -223,20 +207,22 @@ def test_a_scale_byte_of_255_is_nan_for_its_group_alone(fmt):
 
 
 @given(st.data())
-def test_positions_become_slots(data):
+def test_positions_become_slots(device, data):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
-    requests, max_blocks = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 9))
-    tokens, topk = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 40))
-    block_size = data.draw(st.sampled_from([1, 3, 64]))
-    table = torch.randint(-1, 1000, (requests, max_blocks), dtype=torch.int32)
+    requests, max_blocks = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 60))
+    tokens, topk = data.draw(st.integers(0, 6)), data.draw(st.sampled_from([0, 1, 40, 100, 1024, 2500, 2501]))
+    block_size = data.draw(st.sampled_from([1, 3, 64, 1000, 2**25 + 1]))
+    table = torch.randint(-1, 2**25 if block_size < 1000 else 2 * 60, (requests, max_blocks), dtype=torch.int32)
     positions = torch.randint(-3, max_blocks * block_size + 5, (tokens, topk), dtype=torch.int32)
     request_ids = torch.randint(-1, requests + 1, (tokens,), dtype=torch.int32)
-    how = dict(compact=data.draw(st.booleans()), ranks=data.draw(st.sampled_from([1, 2, 5])))
-    how |= dict(rank=data.draw(st.integers(0, how["ranks"] - 1)), interleave=data.draw(st.sampled_from([1, 4])))
-    slots = torch.full((tokens, topk), -7, dtype=torch.int32)
-    got = mla_backend.convert_indices(positions, table, request_ids, block_size, **how, slots=slots)
+    ranks, interleave = data.draw(st.sampled_from([1, 2, 5, 8])), data.draw(st.sampled_from([1, 4, 64, 1000]))
+    how = dict(compact=data.draw(st.booleans()), ranks=ranks, interleave=interleave)
+    how["rank"] = data.draw(st.integers(0, ranks - 1))
+    slots = torch.full((tokens, topk), -7, dtype=torch.int32, device=device)
+    there = (x.to(device) for x in (positions, table, request_ids))
+    got = mla_backend.convert_indices(*there, block_size, **how, slots=slots)
     want = reference.convert_indices(positions, table, request_ids, block_size, **how)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(got, want, strict=True))
 
 
 @given(ranks=st.integers(1, 9), interleave=st.integers(1, 70), start=st.sampled_from([0, 1000, 2**31 - 401]))
