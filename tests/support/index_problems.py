@@ -91,7 +91,7 @@ class IndexProblem(Arguments):
 
     def tolerance(self, want: Tensor) -> Tensor:
         """float64 `[T, N]`: how far a score may be from the reference's, which is rounded."""
-        rounds = self.queries.is_cuda and self.queries.dtype == torch.float32
+        rounds = self.queries.is_cuda and self.queries.dtype != torch.bfloat16
         return self.norms() * (2.0**-11 if rounds else 2.0**-16) + want.double().abs() * 2.0**-23
 
     def select(self, topk: int, **options) -> tuple[Tensor, Tensor]:
