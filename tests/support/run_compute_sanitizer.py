@@ -65,7 +65,7 @@ def main() -> int:
         # only our own kernels are of interest: initcheck would complain of torch's copies of memory with gaps
         words = [sanitizer, "--tool", tool, "--error-exitcode", "1", "--kernel-name-exclude", "kernel_substring=at::"]
         words += [sys.executable, "-m", "pytest", "-q", "-k", cases]
-        words += [f"tests/gpu/test_{name}.py" for name in ("attention", "backward", "flex", "index")]
+        words += [f"tests/gpu/test_{name}.py" for name in ("attention", "backward", "flex", "index", "select")]
         done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
         print(f"{tool}: {'clean' if done.returncode == 0 else 'FOUND SOMETHING'}", flush=True)
         if done.returncode:
