@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "bindings/op.h"
 #include "build_info.h"  // written by setup.py
@@ -11,14 +12,36 @@
 #include "cuda/ops.h"
 #include "mla/backward.h"
 #include "mla/format.h"
-#include "mla/limits.h"
 #include "mla/plan.h"
 #include "mla/schedule/cost.h"
 #include "mla/workspace.h"
 
 namespace {
 
-std::string quoted(const std::string& text) { return '"' + text + '"'; }
+// Text as JSON has it. Control characters become blanks.
+std::string quoted(const std::string& text) {
+  std::string json = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') json += '\\';
+    json += static_cast<unsigned char>(c) < ' ' ? ' ' : c;
+  }
+  return json + '"';
+}
+
+// Members of an object, each after a comma.
+std::string member(const char* name, const std::string& json) { return ",\"" + std::string(name) + "\":" + json; }
+std::string text(const char* name, const std::string& value) { return member(name, quoted(value)); }
+std::string truth(const char* name, bool value) { return member(name, value ? "true" : "false"); }
+template <typename Number>
+std::string number(const char* name, Number value) {
+  return member(name, std::to_string(value));
+}
+
+std::string object(const std::string& members) { return "{" + members.substr(1) + "}"; }
+
+std::string list(const std::vector<std::string>& items) {
+  return "[" + mla::bindings::join(items, ",", [](const std::string& item) { return item; }) + "]";
+}
 
 // In the order of mla::Code, mla::Scale and mla::ScalesAt.
 constexpr const char* kCodeNames[] = {"bf16", "f16", "e4m3"};
@@ -26,56 +49,24 @@ constexpr const char* kScaleNames[] = {"none", "fp32", "ue8m0", "tensor", "power
 constexpr const char* kScalesAtNames[] = {"nowhere", "in_row", "end_of_page"};
 
 // By its number; staged rows come last.
-const mla::CacheFormat* format_of(int number) {
-  return number < mla::kFormatCount ? mla::kFormats[number] : &mla::kStaged;
+const mla::CacheFormat& format_of(int number) {
+  return number < mla::kFormatCount ? *mla::kFormats[number] : mla::kStaged;
 }
 
-std::string describe_formats() {
-  std::string json;
-  for (int number = 0; number <= mla::kFormatCount; ++number) {
-    const mla::CacheFormat* f = format_of(number);
-    json += json.empty() ? "" : ",";
-    json += "{\"name\":" + quoted(f->name) + ",\"code\":" + quoted(kCodeNames[static_cast<int>(f->code)]) +
-            ",\"latent\":" + std::to_string(f->latent) +
-            ",\"rope_code\":" + quoted(kCodeNames[static_cast<int>(f->rope_code)]) +
-            ",\"rope\":" + std::to_string(f->rope) + ",\"value_dim\":" + std::to_string(mla::kValueDim) +
-            ",\"scale\":" + quoted(kScaleNames[static_cast<int>(f->scale)]) + ",\"group\":" + std::to_string(f->group) +
-            ",\"scales_at\":" + quoted(kScalesAtNames[static_cast<int>(f->scales_at)]) +
-            ",\"scale_bytes\":" + std::to_string(f->scale_bytes()) +
-            ",\"scale_offset\":" + std::to_string(f->scale_offset()) +
-            ",\"rope_offset\":" + std::to_string(f->rope_offset()) +
-            ",\"row_bytes\":" + std::to_string(f->row_bytes()) +
-            ",\"token_bytes\":" + std::to_string(f->token_bytes()) +
-            ",\"page_alignment\":" + std::to_string(f->page_alignment) + "}";
-  }
-  return "[" + json + "]";
+std::string describe(const mla::CacheFormat& f) {
+  return object(text("name", f.name) + text("code", kCodeNames[static_cast<int>(f.code)]) + number("latent", f.latent) +
+                text("rope_code", kCodeNames[static_cast<int>(f.rope_code)]) + number("rope", f.rope) +
+                number("value_dim", mla::kValueDim) + text("scale", kScaleNames[static_cast<int>(f.scale)]) +
+                number("group", f.group) + text("scales_at", kScalesAtNames[static_cast<int>(f.scales_at)]) +
+                number("scale_bytes", f.scale_bytes()) + number("scale_offset", f.scale_offset()) +
+                number("rope_offset", f.rope_offset()) + number("row_bytes", f.row_bytes()) +
+                number("token_bytes", f.token_bytes()) + number("page_alignment", f.page_alignment));
 }
 
-std::string describe_ops() {
-  std::string json;
-  for (const auto* op = mla::bindings::ListedOp::first; op; op = op->next)
-    json += (json.empty() ? "" : ",") + quoted(op->name);
-  return "[" + json + "]";
-}
-
-std::string describe_kernel_names() {
-  std::string json;
-  for (const char* name : mla::kKernelNames) json += (json.empty() ? "" : ",") + quoted(name);
-  return "[" + json + "]";
-}
-
-std::string describe_cpu_kernels() {
-  mla::cpu::KernelChoice choices[mla::cpu::kMaxKernels];
-  const int count = mla::cpu::kernel_choices(choices);
-  const mla::cpu::AttentionKernel* active = mla::cpu::active_kernels().attention;
-  std::string json;
-  for (int i = 0; i < count; ++i) {
-    json += json.empty() ? "" : ",";
-    json += "{\"name\":" + quoted(choices[i].attention->name) + ",\"needs\":" + quoted(choices[i].attention->needs) +
-            ",\"usable\":" + (choices[i].usable ? "true" : "false") +
-            ",\"active\":" + (choices[i].attention == active ? "true" : "false") + "}";
-  }
-  return "[" + json + "]";
+std::string describe(const mla::cpu::KernelChoice& choice) {
+  const mla::cpu::AttentionKernel* kernel = choice.attention;
+  return object(text("name", kernel->name) + text("needs", kernel->needs) + truth("usable", choice.usable) +
+                truth("active", kernel == mla::cpu::active_kernels().attention));
 }
 
 }  // namespace
@@ -84,17 +75,22 @@ std::string describe_cpu_kernels() {
 
 // The strings stay valid until the next call on the same thread.
 MLA_EXPORT const char* mla_backend_about() {
+  std::vector<std::string> kernels, ops, formats, cpu_kernels;
+  for (const char* name : mla::kKernelNames) kernels.push_back(quoted(name));
+  for (const auto* op = mla::bindings::Op::first; op; op = op->next) ops.push_back(quoted(op->name));
+  for (int number = 0; number <= mla::kFormatCount; ++number) formats.push_back(describe(format_of(number)));
+  mla::cpu::KernelChoice choices[mla::cpu::kMaxKernels];
+  const int count = mla::cpu::kernel_choices(choices);
+  for (int i = 0; i < count; ++i) cpu_kernels.push_back(describe(choices[i]));
   thread_local std::string json;
-  json = std::string("{\"version\":") + quoted(MLA_VERSION) + ",\"compiler\":" + quoted(MLA_COMPILER) +
-         ",\"torch_built_with\":" + quoted(MLA_TORCH) + ",\"torch_needed\":" + quoted(MLA_TORCH_TARGET) +
-         ",\"cuda_compiler\":" + quoted(MLA_NVCC) + ",\"cuda_archs\":" + quoted(MLA_CUDA_ARCHS) +
-         ",\"plan_ctas_per_thread\":" + std::to_string(mla::kPlanCtasPerThread) +
-         ",\"kernels\":" + describe_kernel_names() +
-         ",\"workspace_floats\":" + std::to_string(mla::Workspace::kFloatsPerCtaHead) +
-         ",\"workspace_counters\":" + std::to_string(mla::Workspace::kCountersPerCtaHead) +
-         ",\"max_select_positions\":" + std::to_string(mla::kMaxSelectPositions) +
-         ",\"max_select_workspace\":" + std::to_string(mla::kMaxSelectWorkspace) + ",\"ops\":" + describe_ops() +
-         ",\"formats\":" + describe_formats() + ",\"cpu_kernels\":" + describe_cpu_kernels() + "}";
+  json = object(text("version", MLA_VERSION) + text("compiler", MLA_COMPILER) + text("torch_built_with", MLA_TORCH) +
+                text("torch_needed", MLA_TORCH_TARGET) + text("cuda_compiler", MLA_NVCC) +
+                text("cuda_archs", MLA_CUDA_ARCHS) + number("plan_ctas_per_thread", mla::kPlanCtasPerThread) +
+                member("kernels", list(kernels)) + number("workspace_floats", mla::Workspace::kFloatsPerCtaHead) +
+                number("workspace_counters", mla::Workspace::kCountersPerCtaHead) +
+                number("max_select_positions", mla::kMaxSelectPositions) +
+                number("max_select_workspace", mla::kMaxSelectWorkspace) + member("ops", list(ops)) +
+                member("formats", list(formats)) + member("cpu_kernels", list(cpu_kernels)));
   return json.c_str();
 }
 
@@ -115,17 +111,16 @@ MLA_EXPORT const char* mla_backend_describe_gpu([[maybe_unused]] int index) {
 #ifdef MLA_CUDA
   try {
     const mla::Gpu gpu = mla::cuda::describe_gpu(index);
-    std::string clusters;
-    for (const int32_t count : gpu.clusters) clusters += (clusters.empty() ? "" : ",") + std::to_string(count);
-    json = "{\"multiprocessors\":" + std::to_string(gpu.multiprocessors) +
-           ",\"hopper\":" + (gpu.hopper ? "true" : "false") + ",\"clusters\":[" + clusters +
-           "],\"clock_khz\":" + std::to_string(std::llround(gpu.clock_ghz * 1e6)) +
-           ",\"memory_mbs\":" + std::to_string(std::llround(gpu.memory_tbs * 1e6)) + "}";
+    std::vector<std::string> clusters;
+    for (const int32_t count : gpu.clusters) clusters.push_back(std::to_string(count));
+    json = object(number("multiprocessors", gpu.multiprocessors) + truth("hopper", gpu.hopper != 0) +
+                  member("clusters", list(clusters)) + number("clock_khz", std::llround(gpu.clock_ghz * 1e6)) +
+                  number("memory_mbs", std::llround(gpu.memory_tbs * 1e6)));
   } catch (const std::exception& error) {
-    json = "{\"error\":" + quoted(error.what()) + "}";
+    json = object(text("error", error.what()));
   }
 #else
-  json = "{\"error\":\"mla_backend: the library was built without CUDA\"}";
+  json = object(text("error", "mla_backend: the library was built without CUDA"));
 #endif
   return json.c_str();
 }
@@ -138,7 +133,7 @@ MLA_EXPORT void mla_backend_launch([[maybe_unused]] int gpu, [[maybe_unused]] in
                                    [[maybe_unused]] int32_t* launch) {
 #ifdef MLA_CUDA
   const int64_t tiles = slots < 0 ? mla::kAny : mla::ceil_div(slots, mla::kGpuTileSlots);
-  const mla::CacheFormat& rows = format < 0 ? mla::kFp8DsMla : *format_of(format);
+  const mla::CacheFormat& rows = format < 0 ? mla::kFp8DsMla : format_of(format);
   const mla::Launch chosen =
       mla::choose_launch({tokens, tiles, heads, rows, batch_invariant != 0}, mla::cuda::describe_gpu(gpu));
   static_assert(sizeof(chosen) == mla::kLaunchNumbers * sizeof(*launch));
@@ -154,7 +149,7 @@ MLA_EXPORT int mla_backend_weigh(const mla::Gpu* gpu, const double* constants, i
   mla::GpuCosts costs = mla::costs_of(*gpu);
   constexpr size_t kConstants = sizeof(costs) - offsetof(mla::GpuCosts, memory_kb);
   if (constants) std::memcpy(&costs.memory_kb, constants, kConstants);
-  const mla::AttentionShape shape{tokens, mla::ceil_div(slots, mla::kGpuTileSlots), heads, *format_of(format), false};
+  const mla::AttentionShape shape{tokens, mla::ceil_div(slots, mla::kGpuTileSlots), heads, format_of(format), false};
   int count = 0;
   mla::for_each_candidate(shape, *gpu, [&](const mla::Launch& launch) {
     if (count < most) launches[count] = launch, times[count] = mla::launch_time(shape, launch, *gpu, costs);

@@ -3,39 +3,27 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-
-#include "mla/limits.h"
+#include <utility>
 
 namespace mla::bindings {
 namespace {
 
+// By torch's name in Python, for those that arguments commonly have.
 const char* dtype_name(ScalarType type) {
-  switch (type) {
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Char:
-      return "int8";
-    case ScalarType::Short:
-      return "int16";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Bool:
-      return "bool";
-    case ScalarType::Float8_e4m3fn:
-      return "float8_e4m3fn";
-    default:
-      return torch::headeronly::toString(type);
-  }
+  static constexpr std::pair<ScalarType, const char*> kNames[] = {{ScalarType::BFloat16, "bfloat16"},
+                                                                  {ScalarType::Half, "float16"},
+                                                                  {ScalarType::Float, "float32"},
+                                                                  {ScalarType::Double, "float64"},
+                                                                  {ScalarType::Byte, "uint8"},
+                                                                  {ScalarType::Char, "int8"},
+                                                                  {ScalarType::Short, "int16"},
+                                                                  {ScalarType::Int, "int32"},
+                                                                  {ScalarType::Long, "int64"},
+                                                                  {ScalarType::Bool, "bool"},
+                                                                  {ScalarType::Float8_e4m3fn, "float8_e4m3fn"}};
+  for (const auto& [known, name] : kNames)
+    if (known == type) return name;
+  return torch::headeronly::toString(type);
 }
 
 std::string device_name(const Tensor& tensor) {
@@ -49,31 +37,15 @@ bool same_device(const Tensor& a, const Tensor& b) {
          (a.is_cpu() || a.get_device_index() == b.get_device_index());
 }
 
-template <typename Range, typename Render>
-std::string join(const Range& range, const char* separator, Render render) {
-  std::string text;
-  for (const auto& item : range) text += (text.empty() ? "" : separator) + render(item);
-  return text;
+std::string describe_dim(const Dim& dim) {
+  if (!dim.label) return std::to_string(dim.size);
+  return dim.size < 0 ? std::string(dim.label) : dim.label + ("=" + std::to_string(dim.size));
 }
 
-std::string describe_shape(std::initializer_list<Dim> shape) {
-  return "[" +
-         join(shape, ", ",
-              [](const Dim& dim) {
-                if (!dim.label) return std::to_string(dim.size);
-                return dim.size < 0 ? std::string(dim.label) : dim.label + ("=" + std::to_string(dim.size));
-              }) +
-         "]";
-}
-
-bool matches(const Tensor& tensor, std::initializer_list<Dim> shape) {
-  if (tensor.dim() != static_cast<int64_t>(shape.size())) return false;
-  int64_t i = 0;
-  for (const Dim& dim : shape) {
-    if (dim.size >= 0 && tensor.size(i) != dim.size) return false;
-    ++i;
-  }
-  return true;
+bool matches(const Tensor& tensor, Shape shape) {
+  const auto sizes = tensor.sizes();
+  return std::equal(sizes.begin(), sizes.end(), shape.begin(), shape.end(),
+                    [](int64_t size, const Dim& dim) { return dim.size < 0 || size == dim.size; });
 }
 
 void expect_device(const Tensor& tensor, const char* name, const Tensor& first) {
@@ -85,6 +57,15 @@ void expect_dense_last(const Tensor& tensor, const char* name) {
   const int64_t last = tensor.dim() - 1;
   if (last >= 0 && tensor.size(last) > 1 && tensor.stride(last) != 1)
     reject(name, "dense in its last dimension (stride 1)", "stride " + std::to_string(tensor.stride(last)));
+}
+
+// That the dimensions from `first` on are dense.
+void expect_dense(const Tensor& tensor, const char* name, int64_t first) {
+  const int64_t dims = tensor.dim();
+  if (first < dims) expect_dense_last(tensor, name);
+  int64_t dense = 1;
+  for (int64_t i = dims - 1; i >= first && tensor.numel() > 0; dense *= tensor.size(i--))
+    if (tensor.size(i) > 1 && tensor.stride(i) != dense) reject(name, "contiguous", describe(tensor) + " that is not");
 }
 
 bool fits(const Tensor& cache, const CacheFormat& format) {
@@ -111,25 +92,27 @@ std::string describe(double number) {
 
 std::string describe(const Tensor& tensor) {
   if (!tensor.defined()) return "None";
-  std::vector<int64_t> sizes(tensor.sizes().begin(), tensor.sizes().end());
-  return std::string(dtype_name(tensor.scalar_type())) + " [" +
-         join(sizes, ", ", [](int64_t size) { return std::to_string(size); }) + "]";
+  return std::string(dtype_name(tensor.scalar_type())) + " [" + join(tensor.sizes()) + "]";
 }
 
 void reject(const std::string& argument, const std::string& accepted, const std::string& given) {
   throw std::invalid_argument(argument + " must be " + accepted + "; got " + given);
 }
 
-void expect(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes,
-            std::initializer_list<Dim> shape, const Tensor& same_device_as, Strides strides) {
-  bool known_dtype = false;
-  for (ScalarType dtype : dtypes) known_dtype |= tensor.defined() && tensor.scalar_type() == dtype;
+void* expect_tensor(const Tensor& tensor, const char* name, Dtypes dtypes, Shape shape, const Tensor& same_device_as,
+                    Strides strides) {
+  const bool known_dtype =
+      tensor.defined() && std::find(dtypes.begin(), dtypes.end(), tensor.scalar_type()) != dtypes.end();
   if (!known_dtype || !matches(tensor, shape))
     reject(name,
-           join(dtypes, " or ", [](ScalarType t) { return std::string(dtype_name(t)); }) + " " + describe_shape(shape),
+           join(dtypes, " or ", [](ScalarType t) { return std::string(dtype_name(t)); }) + " [" +
+               join(shape, ", ", describe_dim) + "]",
            describe(tensor));
   expect_device(tensor, name, same_device_as);
-  if (strides == Strides::dense_last) expect_dense_last(tensor, name);
+  expect_dense(tensor, name, static_cast<int64_t>(strides.size()));
+  int64_t dim = 0;
+  for (int64_t* stride : strides) *stride = tensor.numel() > 0 ? tensor.stride(dim++) : 0;
+  return tensor.data_ptr();
 }
 
 CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, const char* format_name,
@@ -162,16 +145,40 @@ CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, co
                " or more in dimension 1)",
            "stride " + std::to_string(cache.stride(1)));
   const bool at_end = found.scales_at == ScalesAt::end_of_page;
-  if (at_end) {
-    if (block_size > 1 && cache.stride(1) != found.token_bytes())
-      reject(name, "in pages without gaps (stride " + std::to_string(found.token_bytes()) + " in dimension 1)",
-             "stride " + std::to_string(cache.stride(1)));
-  }
+  if (at_end && block_size > 1 && cache.stride(1) != found.token_bytes())
+    reject(name, "in pages without gaps (stride " + std::to_string(found.token_bytes()) + " in dimension 1)",
+           "stride " + std::to_string(cache.stride(1)));
   // a dimension of one may have any stride, and so may all of an empty tensor: neither is multiplied
   const int64_t blocks = cache.size(0);
   const int64_t row_stride = block_size > 1 && blocks > 0 && !at_end ? cache.stride(1) * element : found.row_bytes();
   const int64_t block_stride = blocks > 1 ? cache.stride(0) * element : blocks * block_size * row_stride;
-  return {data<uint8_t>(cache), blocks, block_size, block_stride, row_stride, found};
+  return {static_cast<uint8_t*>(cache.data_ptr()), blocks, block_size, block_stride, row_stride, found};
+}
+
+SlotTable expect_block_table(const Tensor& table, const char* name, int64_t block_size, const char* block_size_name,
+                             const Tensor& same_device_as) {
+  SlotTable slots{};
+  slots.blocks = expect<int32_t>(table, name, {{"R"}, {"max_blocks"}}, same_device_as, {&slots.stride});
+  slots.requests = table.size(0);
+  slots.max_blocks = expect_int32(table.size(1), name, "blocks a request");
+  slots.block_size = expect_range(block_size, block_size_name, 1, kMaxSize);
+  return slots;
+}
+
+int32_t expect_heads(const Tensor& tensor, const char* name, int64_t least, int64_t most, int64_t dim) {
+  const int64_t heads = tensor.size(dim);
+  if (heads < least || heads > most)
+    reject(name, "of " + (least > 0 ? std::to_string(least) : "up") + " to " + std::to_string(most) + " heads",
+           describe(tensor));
+  return static_cast<int32_t>(heads);
+}
+
+void expect_aligned(const Tensor& tensor, const char* name) {
+  if (!tensor.is_cuda() || tensor.numel() == 0) return;
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i)
+    aligned &= tensor.size(i) == 1 || tensor.stride(i) * static_cast<int64_t>(tensor.element_size()) % 16 == 0;
+  if (!aligned) reject(name, "of rows at multiples of 16 bytes on a GPU", describe(tensor) + " of others");
 }
 
 ScalarType dtype_of(const CacheFormat& format) {
@@ -202,7 +209,7 @@ Launch expect_launch(const std::vector<int64_t>& numbers, const Tensor& table) {
   const auto in_range = [](int64_t number, int64_t least, int64_t most) { return least <= number && number <= most; };
   const std::string wanted = "a Launch for a table of " + std::to_string(table.size(0)) + " CTAs";
   if (numbers.size() != kLaunchNumbers || !in_range(numbers[0], 0, kKernelCount - 1))
-    reject("plan.launch", wanted, "[" + join(numbers, ", ", [](int64_t n) { return std::to_string(n); }) + "]");
+    reject("plan.launch", wanted, "[" + join(numbers) + "]");
   const auto at = [&](int i) { return static_cast<int32_t>(std::clamp<int64_t>(numbers[i], INT32_MIN, INT32_MAX)); };
   const Launch launch{static_cast<Kernel>(at(0)), at(1), at(2), at(3), at(4), at(5)};
   if (!in_range(numbers[1], 1, kMaxSize) || !in_range(numbers[2], 0, kMaxSize) ||

@@ -10,8 +10,10 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "mla/limits.h"
 #include "mla/problem.h"
 
 namespace mla::bindings {
@@ -28,23 +30,49 @@ struct Dim {
   Dim(const char* label, int64_t size = -1) : label(label), size(size) {}
 };
 
+template <typename Range, typename Render>
+std::string join(const Range& range, const char* separator, Render render) {
+  std::string text;
+  for (const auto& item : range) text += (text.empty() ? "" : separator) + render(item);
+  return text;
+}
+inline std::string join(torch::headeronly::IntHeaderOnlyArrayRef numbers) {
+  return join(numbers, ", ", [](int64_t number) { return std::to_string(number); });
+}
+
 std::string describe(const Tensor& tensor);
 
 [[noreturn]] void reject(const std::string& argument, const std::string& accepted, const std::string& given);
 
-enum class Strides { dense_last, any };
+using Dtypes = std::initializer_list<ScalarType>;
+using Shape = std::initializer_list<Dim>;
+// Where to write the strides of the first dimensions, in elements. Those of an empty tensor may be any number, and
+// would overflow: 0 is written.
+using Strides = std::initializer_list<int64_t*>;
 
-// Dtype, shape and device of a tensor, and (unless any strides will do) that its last dimension is dense.
-void expect(const Tensor& tensor, const char* name, std::initializer_list<ScalarType> dtypes,
-            std::initializer_list<Dim> shape, const Tensor& same_device_as, Strides strides = Strides::dense_last);
+// Dtype, shape and device of a tensor, and that dimensions whose strides nobody asks for are dense. Returns its data.
+void* expect_tensor(const Tensor& tensor, const char* name, Dtypes dtypes, Shape shape, const Tensor& same_device_as,
+                    Strides strides);
 
-// The same for an argument that may be left out; returns its data or null.
+template <typename T = void>
+T* expect(const Tensor& tensor, const char* name, Dtypes dtypes, Shape shape, const Tensor& same_device_as,
+          Strides strides = {}) {
+  return static_cast<T*>(expect_tensor(tensor, name, dtypes, shape, same_device_as, strides));
+}
+
+// The same of the dtype that T is; uint16_t stands for bf16.
 template <typename T>
-const T* optional_data(const OptionalTensor& tensor, const char* name, ScalarType dtype,
-                       std::initializer_list<Dim> shape, const Tensor& same_device_as) {
-  if (!tensor) return nullptr;
-  expect(*tensor, name, {dtype}, shape, same_device_as);
-  return static_cast<const T*>(tensor->data_ptr());
+T* expect(const Tensor& tensor, const char* name, Shape shape, const Tensor& same_device_as, Strides strides = {}) {
+  constexpr ScalarType dtype =
+      std::is_same_v<T, uint16_t> ? ScalarType::BFloat16 : torch::headeronly::CppTypeToScalarType<T>::value;
+  return expect<T>(tensor, name, {dtype}, shape, same_device_as, strides);
+}
+
+// The same for an argument that may be left out: then it returns null.
+template <typename T>
+T* expect(const OptionalTensor& tensor, const char* name, Shape shape, const Tensor& same_device_as,
+          Strides strides = {}) {
+  return tensor ? expect<T>(*tensor, name, shape, same_device_as, strides) : nullptr;
 }
 
 // The cache behind a tensor [blocks, block_size, row] or [blocks, block_size, 1, row]. `format` is one of kFormats by
@@ -52,6 +80,16 @@ const T* optional_data(const OptionalTensor& tensor, const char* name, ScalarTyp
 // Only some ops take staged rows too, whose number is the one after.
 CacheView expect_cache(const Tensor& cache, const char* name, int64_t format, const char* format_name,
                        const Tensor& same_device_as, bool or_staged = false);
+
+// The blocks of each request, [requests, max_blocks], and how many positions a block has.
+SlotTable expect_block_table(const Tensor& table, const char* name, int64_t block_size, const char* block_size_name,
+                             const Tensor& same_device_as);
+
+// The heads of queries [tokens, heads, ...], or of whatever else has heads in dimension `dim`.
+int32_t expect_heads(const Tensor& tensor, const char* name, int64_t least, int64_t most, int64_t dim = 1);
+
+// GPU kernels move 16 bytes at a time: there a tensor and its rows begin at multiples of that.
+void expect_aligned(const Tensor& tensor, const char* name);
 
 // Of queries, outputs and dequantised rows.
 ScalarType dtype_of(const CacheFormat& format);
@@ -61,21 +99,13 @@ float expect_finite(double number, const char* name);
 // A cache's own scale: not 0, and 1 unless the format has such a scale.
 float expect_cache_scale(double scale, const char* name, const CacheFormat& format);
 
-template <typename T>
-T* data(const Tensor& tensor) {
-  return static_cast<T*>(tensor.data_ptr());
-}
-
-// Elements from one to the next of a dimension. Those of an empty tensor may be any number, and would overflow.
-inline int64_t stride_of(const Tensor& tensor, int64_t dim) { return tensor.numel() > 0 ? tensor.stride(dim) : 0; }
-
 // A number from `least` to `most`, which kernels hold in 32 bits.
 int32_t expect_range(int64_t number, const char* name, int64_t least, int64_t most);
 
-// How attention is launched with a plan of this table: the numbers of struct Launch.
-Launch expect_launch(const std::vector<int64_t>& numbers, const Tensor& table);
-
 // A size that kernels hold in 32 bits.
 int32_t expect_int32(int64_t size, const char* name, const char* what);
+
+// How attention is launched with a plan of this table: the numbers of struct Launch.
+Launch expect_launch(const std::vector<int64_t>& numbers, const Tensor& table);
 
 }  // namespace mla::bindings

@@ -1,62 +1,60 @@
 #include "bindings/op.h"
-#include "mla/limits.h"
 
 namespace mla::bindings {
 namespace {
 
 constexpr int64_t kQuantisedKeyBytes = kIndexDim + 4;
 
-KeyCacheView expect_key_cache(const Tensor& cache, const char* name, const Tensor& same_device_as) {
+KeyCacheView expect_key_cache(const Tensor& cache, const Tensor& same_device_as) {
   const char* accepted = "uint8 [blocks, block_size, 132] or bfloat16 [blocks, block_size, 128]";
-  if (!cache.defined() || cache.dim() != 3) reject(name, accepted, describe(cache));
-  const bool quantised = cache.scalar_type() == ScalarType::Byte;
+  if (!cache.defined() || cache.dim() != 3) reject("cache", accepted, describe(cache));
+  const ScalarType dtype = cache.scalar_type();
+  const bool quantised = dtype == ScalarType::Byte;
   const int64_t width = quantised ? kQuantisedKeyBytes : kIndexDim;
-  if ((!quantised && cache.scalar_type() != ScalarType::BFloat16) || cache.size(2) != width)
-    reject(name, accepted, describe(cache));
-  expect(cache, name, {cache.scalar_type()}, {{"blocks"}, {"block_size"}, width}, same_device_as);
-  if (cache.size(1) == 0) reject(name, "of a block size of 1 or more", describe(cache));
-  if (cache.size(1) > 1 && cache.stride(1) != width)
-    reject(name, "of blocks that lie in one piece (stride " + std::to_string(width) + " in dimension 1)",
-           "stride " + std::to_string(cache.stride(1)));
-  const int64_t blocks = cache.size(0);  // one may have any stride, which is not multiplied
-  const int64_t block_stride = blocks > 1 ? cache.stride(0) * (quantised ? 1 : 2) : 0;
-  return {data<const uint8_t>(cache), blocks, cache.size(1), block_stride, quantised};
+  if ((!quantised && dtype != ScalarType::BFloat16) || cache.size(2) != width)
+    reject("cache", accepted, describe(cache));
+  KeyCacheView keys{nullptr, cache.size(0), cache.size(1), 0, quantised};
+  int64_t of_blocks, of_keys;
+  keys.data = expect<uint8_t>(cache, "cache", {dtype}, {{"blocks"}, {"block_size"}, width}, same_device_as,
+                              {&of_blocks, &of_keys});
+  if (keys.block_size == 0) reject("cache", "of a block size of 1 or more", describe(cache));
+  if (keys.blocks > 0 && keys.block_size > 1 && of_keys != width)
+    reject("cache", "of blocks that lie in one piece (stride " + std::to_string(width) + " in dimension 1)",
+           "stride " + std::to_string(of_keys));
+  if (keys.blocks > 1) keys.block_stride = of_blocks * (quantised ? 1 : 2);
+  return keys;
 }
 
 Rotations expect_rotations(const Tensor& cos_sin, const char* name, const Tensor& same_device_as) {
-  expect(cos_sin, name, {ScalarType::Float, ScalarType::BFloat16}, {{"positions"}, kRope}, same_device_as);
-  if (cos_sin.size(0) == 0) reject(name, "of 1 position or more", describe(cos_sin));
-  return {cos_sin.data_ptr(), cos_sin.scalar_type() == ScalarType::Float, cos_sin.size(0), cos_sin.stride(0)};
+  Rotations rotations{};
+  rotations.data = expect(cos_sin, name, {ScalarType::Float, ScalarType::BFloat16}, {{"positions"}, kRope},
+                          same_device_as, {&rotations.stride});
+  rotations.fp32 = cos_sin.scalar_type() == ScalarType::Float;
+  rotations.positions = cos_sin.size(0);
+  if (rotations.positions == 0) reject(name, "of 1 position or more", describe(cos_sin));
+  return rotations;
 }
 
 // Queries, and the keys that they see. T and H of other arguments are those of `queries`.
 IndexProblem expect_index(const Tensor& queries, const Tensor& weights, const Tensor& cache, const Tensor& block_table,
                           const Tensor& requests, const Tensor& lengths) {
-  expect(queries, "queries", {ScalarType::Float, ScalarType::BFloat16, ScalarType::Float8_e4m3fn},
-         {{"T"}, {"H"}, kIndexDim}, queries);
-  const int64_t tokens = queries.size(0), heads = queries.size(1);
-  if (heads < 1 || heads > kMaxIndexHeads)
-    reject("queries", "of 1 to " + std::to_string(kMaxIndexHeads) + " heads", describe(queries));
-  expect(weights, "weights", {ScalarType::Float}, {{"T", tokens}, {"H", heads}}, queries);
-  expect(block_table, "block_table", {ScalarType::Int}, {{"R"}, {"max_blocks"}}, queries);
-  expect(requests, "requests", {ScalarType::Int}, {{"T", tokens}}, queries);
-  expect(lengths, "lengths", {ScalarType::Int}, {{"T", tokens}}, queries);
-
   IndexProblem p{};
-  p.tokens = tokens;
-  p.heads = static_cast<int32_t>(heads);
-  p.queries = queries.data_ptr();
-  p.query_number = queries.scalar_type() == ScalarType::Float      ? QueryNumber::fp32
-                   : queries.scalar_type() == ScalarType::BFloat16 ? QueryNumber::bf16
-                                                                   : QueryNumber::e4m3;
-  p.query_token = queries.stride(0), p.query_head = queries.stride(1);
-  p.weights = data<const float>(weights), p.weight_token = weights.stride(0);
-  p.cache = expect_key_cache(cache, "cache", queries);
-  p.block_table = data<const int32_t>(block_table), p.table_stride = stride_of(block_table, 0);
+  p.queries = expect(queries, "queries", {ScalarType::Float, ScalarType::BFloat16, ScalarType::Float8_e4m3fn},
+                     {{"T"}, {"H"}, kIndexDim}, queries, {&p.query_token, &p.query_head});
+  const ScalarType number = queries.scalar_type();
+  p.query_number = number == ScalarType::Float      ? QueryNumber::fp32
+                   : number == ScalarType::BFloat16 ? QueryNumber::bf16
+                                                    : QueryNumber::e4m3;
+  p.tokens = queries.size(0);
+  p.heads = expect_heads(queries, "queries", 1, kMaxIndexHeads);
+  const Dim T{"T", p.tokens}, H{"H", p.heads};
+  p.weights = expect<float>(weights, "weights", {T, H}, queries, {&p.weight_token});
+  p.block_table = expect<int32_t>(block_table, "block_table", {{"R"}, {"max_blocks"}}, queries, {&p.table_stride});
   p.requests = block_table.size(0);
   p.max_blocks = expect_int32(block_table.size(1), "block_table", "blocks a request");
-  p.request = data<const int32_t>(requests);
-  p.length = data<const int32_t>(lengths);
+  p.request = expect<int32_t>(requests, "requests", {T}, queries);
+  p.length = expect<int32_t>(lengths, "lengths", {T}, queries);
+  p.cache = expect_key_cache(cache, queries);
   return p;
 }
 
@@ -69,105 +67,72 @@ int64_t workspace_bytes(const SelectTokensProblem& p, [[maybe_unused]] const Ten
 
 }  // namespace
 
-MLA_OP(rotate_queries,
-       "(Tensor queries, Tensor index_queries, Tensor weights, Tensor positions, Tensor cos_sin, Tensor index_cos_sin, "
-       "float weight_scale, bool interleaved, Tensor(a!) out, Tensor(b!) index_out, Tensor(c!) weights_out) -> ()",
-       Tensor queries, Tensor index_queries, Tensor weights, Tensor positions, Tensor cos_sin, Tensor index_cos_sin,
-       double weight_scale, bool interleaved, Tensor out, Tensor index_out, Tensor weights_out) {
-  expect(queries, "queries", {ScalarType::BFloat16}, {{"T"}, {"H"}, kRope}, queries);
-  const int64_t tokens = queries.size(0), heads = queries.size(1);
-  expect(index_queries, "index_queries", {ScalarType::BFloat16}, {{"T", tokens}, {"I"}, kIndexDim}, queries);
-  const int64_t index_heads = index_queries.size(1);
-  if (heads > kMaxHeads) reject("queries", "of up to " + std::to_string(kMaxHeads) + " heads", describe(queries));
-  if (index_heads > kMaxIndexHeads)
-    reject("index_queries", "of up to " + std::to_string(kMaxIndexHeads) + " heads", describe(index_queries));
-  expect(weights, "weights", {ScalarType::Float, ScalarType::BFloat16}, {{"T", tokens}, {"I", index_heads}}, queries);
-  expect(positions, "positions", {ScalarType::Long}, {{"T", tokens}}, queries);
-  expect(out, "out", {ScalarType::BFloat16}, {{"T", tokens}, {"H", heads}, kRope}, queries);
-  expect(index_out, "index_out", {ScalarType::Float8_e4m3fn, ScalarType::Byte},
-         {{"T", tokens}, {"I", index_heads}, kIndexDim}, queries);
-  expect(weights_out, "weights_out", {ScalarType::Float}, {{"T", tokens}, {"I", index_heads}}, queries);
-
+MLA_OP(rotate_queries, Tensor queries, Tensor index_queries, Tensor weights, Tensor positions, Tensor cos_sin,
+       Tensor index_cos_sin, double weight_scale, bool interleaved, Written out, Written index_out,
+       Written weights_out) {
   RotateQueriesProblem p{};
-  p.tokens = tokens;
-  p.heads = static_cast<int32_t>(heads), p.index_heads = static_cast<int32_t>(index_heads);
-  p.queries = data<const uint16_t>(queries), p.query_token = queries.stride(0), p.query_head = queries.stride(1);
-  p.index_queries = data<const uint16_t>(index_queries);
-  p.index_token = index_queries.stride(0), p.index_head = index_queries.stride(1);
+  p.queries = expect<uint16_t>(queries, "queries", {{"T"}, {"H"}, kRope}, queries, {&p.query_token, &p.query_head});
+  p.tokens = queries.size(0);
+  p.heads = expect_heads(queries, "queries", 0, kMaxHeads);
+  const Dim T{"T", p.tokens}, H{"H", p.heads};
+  p.index_queries =
+      expect<uint16_t>(index_queries, "index_queries", {T, {"I"}, kIndexDim}, queries, {&p.index_token, &p.index_head});
+  p.index_heads = expect_heads(index_queries, "index_queries", 0, kMaxIndexHeads);
+  const Dim I{"I", p.index_heads};
   p.interleaved = interleaved;
-  p.weights = weights.data_ptr(), p.weights_fp32 = weights.scalar_type() == ScalarType::Float;
-  p.weight_token = weights.stride(0), p.weight_scale = expect_finite(weight_scale, "weight_scale");
-  p.position = data<const int64_t>(positions);
+  p.weights = expect(weights, "weights", {ScalarType::Float, ScalarType::BFloat16}, {T, I}, queries, {&p.weight_token});
+  p.weights_fp32 = weights.scalar_type() == ScalarType::Float;
+  p.weight_scale = expect_finite(weight_scale, "weight_scale");
+  p.position = expect<int64_t>(positions, "positions", {T}, queries);
   p.rotations = expect_rotations(cos_sin, "cos_sin", queries);
   p.index_rotations = expect_rotations(index_cos_sin, "index_cos_sin", queries);
-  p.out = data<uint16_t>(out), p.out_token = out.stride(0), p.out_head = out.stride(1);
-  p.index_out = data<uint8_t>(index_out);
-  p.index_out_token = index_out.stride(0), p.index_out_head = index_out.stride(1);
-  p.weights_out = data<float>(weights_out), p.weight_out_token = weights_out.stride(0);
-  if (tokens == 0 || heads + index_heads == 0) return;
+  p.out = expect<uint16_t>(out, "out", {T, H, kRope}, queries, {&p.out_token, &p.out_head});
+  p.index_out = expect<uint8_t>(index_out, "index_out", {ScalarType::Float8_e4m3fn, ScalarType::Byte},
+                                {T, I, kIndexDim}, queries, {&p.index_out_token, &p.index_out_head});
+  p.weights_out = expect<float>(weights_out, "weights_out", {T, I}, queries, {&p.weight_out_token});
+  if (p.tokens == 0 || p.heads + p.index_heads == 0) return;
   MLA_RUN(queries, rotate_queries, p);
 }
 
-MLA_OP(index_scores,
-       "(Tensor queries, Tensor weights, Tensor cache, Tensor block_table, Tensor requests, Tensor lengths, "
-       "Tensor(a!) scores) -> ()",
-       Tensor queries, Tensor weights, Tensor cache, Tensor block_table, Tensor requests, Tensor lengths,
-       Tensor scores) {
+MLA_OP(index_scores, Tensor queries, Tensor weights, Tensor cache, Tensor block_table, Tensor requests, Tensor lengths,
+       Written scores) {
   IndexScoresProblem p{};
   static_cast<IndexProblem&>(p) = expect_index(queries, weights, cache, block_table, requests, lengths);
-  expect(scores, "scores", {ScalarType::Float}, {{"T", p.tokens}, {"N"}}, queries);
-  p.scores = data<float>(scores), p.score_token = stride_of(scores, 0);
+  p.scores = expect<float>(scores, "scores", {{"T", p.tokens}, {"N"}}, queries, {&p.score_token});
   p.positions = expect_int32(scores.size(1), "scores", "positions");
   if (p.tokens == 0 || p.positions == 0) return;
   MLA_RUN(queries, index_scores, p);
 }
 
-MLA_OP(select_top, "(Tensor scores, Tensor lengths, Tensor(a!) chosen) -> ()", Tensor scores, Tensor lengths,
-       Tensor chosen) {
-  expect(scores, "scores", {ScalarType::Float}, {{"T"}, {"N"}}, scores);
-  const int64_t tokens = scores.size(0);
-  expect(lengths, "lengths", {ScalarType::Int}, {{"T", tokens}}, scores);
-  expect(chosen, "chosen", {ScalarType::Int}, {{"T", tokens}, {"topk"}}, scores);
-
+MLA_OP(select_top, Tensor scores, Tensor lengths, Written chosen) {
   SelectTopProblem p{};
-  p.tokens = tokens;
-  p.scores = data<const float>(scores), p.score_token = stride_of(scores, 0);
+  p.scores = expect<float>(scores, "scores", {{"T"}, {"N"}}, scores, {&p.score_token});
+  p.tokens = scores.size(0);
   p.positions = expect_int32(scores.size(1), "scores", "positions");
-  p.length = data<const int32_t>(lengths);
+  p.length = expect<int32_t>(lengths, "lengths", {{"T", p.tokens}}, scores);
+  p.chosen = expect<int32_t>(chosen, "chosen", {{"T", p.tokens}, {"topk"}}, scores, {&p.chosen_token});
   p.topk = expect_int32(chosen.size(1), "chosen", "positions a token");
-  p.chosen = data<int32_t>(chosen), p.chosen_token = stride_of(chosen, 0);
-  if (tokens == 0 || p.topk == 0) return;
+  if (p.tokens == 0 || p.topk == 0) return;
   MLA_RUN(scores, select_top, p);
 }
 
-MLA_OP(select_tokens,
-       "(Tensor queries, Tensor weights, Tensor cache, Tensor block_table, Tensor requests, Tensor lengths, "
-       "Tensor? slots_of, SymInt slot_block_size, Tensor(a!)? workspace, Tensor(b!) out, Tensor(c!)? scores) -> ()",
-       Tensor queries, Tensor weights, Tensor cache, Tensor block_table, Tensor requests, Tensor lengths,
-       OptionalTensor slots_of, int64_t slot_block_size, OptionalTensor workspace, Tensor out, OptionalTensor scores) {
+MLA_OP(select_tokens, Tensor queries, Tensor weights, Tensor cache, Tensor block_table, Tensor requests, Tensor lengths,
+       OptionalTensor slots_of, SymInt slot_block_size, OptionalWritten workspace, Written out,
+       OptionalWritten scores) {
   SelectTokensProblem p{};
   static_cast<IndexProblem&>(p) = expect_index(queries, weights, cache, block_table, requests, lengths);
   if (p.max_blocks > 0 && p.cache.block_size > kMaxSelectPositions / p.max_blocks)
     reject("block_table", "of up to " + std::to_string(kMaxSelectPositions) + " positions a request",
            std::to_string(p.max_blocks) + " blocks of " + std::to_string(p.cache.block_size));
   p.positions = p.max_blocks > 0 ? p.max_blocks * static_cast<int32_t>(p.cache.block_size) : 0;
-  expect(out, "out", {ScalarType::Int}, {{"T", p.tokens}, {"topk"}}, queries);
-  const int64_t topk = out.size(1);
-  if (topk < 1 || topk > kMaxSelected) reject("topk", "1 to " + std::to_string(kMaxSelected), std::to_string(topk));
-  p.topk = static_cast<int32_t>(topk);
-  p.chosen = data<int32_t>(out), p.chosen_token = stride_of(out, 0);
-  p.chosen_scores = const_cast<float*>(
-      optional_data<float>(scores, "scores", ScalarType::Float, {{"T", p.tokens}, {"topk", topk}}, queries));
-  p.chosen_score_token = scores ? stride_of(*scores, 0) : 0;
-  p.slots.blocks = optional_data<int32_t>(slots_of, "slots_of", ScalarType::Int, {{"R"}, {"max_blocks"}}, queries);
-  if (slots_of) {
-    p.slots.stride = stride_of(*slots_of, 0), p.slots.requests = slots_of->size(0);
-    p.slots.max_blocks = expect_int32(slots_of->size(1), "slots_of", "blocks a request");
-    p.slots.block_size = expect_range(slot_block_size, "slot_block_size", 1, kMaxSize);
-  }
+  p.chosen = expect<int32_t>(out, "out", {{"T", p.tokens}, {"topk"}}, queries, {&p.chosen_token});
+  p.topk = expect_range(out.size(1), "topk", 1, kMaxSelected);
+  p.chosen_scores =
+      expect<float>(scores, "scores", {{"T", p.tokens}, {"topk", p.topk}}, queries, {&p.chosen_score_token});
+  if (slots_of) p.slots = expect_block_table(*slots_of, "slots_of", slot_block_size, "slot_block_size", queries);
   if (workspace) {
-    expect(*workspace, "workspace", {ScalarType::Byte}, {{"bytes"}}, queries);
-    p.workspace = data<uint8_t>(*workspace), p.workspace_bytes = workspace->size(0);
+    p.workspace = expect<uint8_t>(*workspace, "workspace", {{"bytes"}}, queries);
+    p.workspace_bytes = workspace->size(0);
     if (reinterpret_cast<uintptr_t>(p.workspace) % kSelectAlignment != 0)
       reject("workspace", "at a multiple of " + std::to_string(kSelectAlignment) + " bytes", "another address");
   }

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
+#include <map>
 #include <numeric>
 #include <sstream>
 
@@ -124,26 +124,41 @@ bool overlap(const Bytes& a, const Bytes& b) {
 }
 
 std::string describe_strides(const Tensor& tensor) {
-  std::string text;
-  for (const int64_t stride : tensor.strides()) text += (text.empty() ? "" : ", ") + std::to_string(stride);
-  return describe(tensor) + " of strides [" + text + "]";
+  return describe(tensor) + " of strides [" + join(tensor.strides()) + "]";
+}
+
+// The type of a parameter in a schema. Whatever is written has a letter of its own there.
+std::string schema_type(const std::string& type, char letter) {
+  if (type == "Written") return std::string("Tensor(") + letter + "!)";
+  if (type == "OptionalWritten") return std::string("Tensor(") + letter + "!)?";
+  static const std::map<std::string, std::string> known{{"Tensor", "Tensor"},
+                                                        {"OptionalTensor", "Tensor?"},
+                                                        {"std::vector<Tensor>", "Tensor[]"},
+                                                        {"bool", "bool"},
+                                                        {"int64_t", "int"},
+                                                        {"std::vector<int64_t>", "int[]"},
+                                                        {"SymInt", "SymInt"},
+                                                        {"double", "float"},
+                                                        {"std::string", "str"}};
+  return known.at(type);
 }
 
 }  // namespace
 
-Arguments::Arguments(const char* schema) {
-  // "(Tensor q, Tensor(a!)? out) -> ()": an argument ends at a comma, and its name is its last word
-  const char* const end = std::strstr(schema, " -> ") - 1;
-  for (const char* at = schema + 1; at < end;) {
-    const char* const stop = std::find(at, end, ',');
-    const char* name = stop;
-    while (name[-1] != ' ') --name;
-    arguments_.push_back({std::string(name, stop), std::find(at, name, '!') != name});
-    at = stop + 2;
+Op::Op(const char* name, const char* parameters) : name(name), next(first) {
+  first = this;
+  std::istringstream words(parameters);
+  char letter = 'a';
+  for (std::string type, argument; words >> type >> argument;) {
+    if (argument.back() == ',') argument.pop_back();
+    schema += (schema.empty() ? "(" : ", ") + schema_type(type, letter) + " " + argument;
+    arguments.push_back({argument, type == "Written" || type == "OptionalWritten"});
+    letter += arguments.back().written;
   }
+  schema = this->name + schema + ") -> ()";
 }
 
-void Arguments::expect_memory(const std::vector<const Tensor*>& tensor) const {
+void expect_memory(const std::vector<Argument>& arguments, const std::vector<const Tensor*>& tensor) {
   constexpr size_t kMaxArguments = 24;
   std::array<Bytes, kMaxArguments> bytes;
   if (tensor.size() > kMaxArguments) throw std::logic_error("mla_backend: an op of too many arguments");
@@ -151,29 +166,28 @@ void Arguments::expect_memory(const std::vector<const Tensor*>& tensor) const {
     if (!tensor[i] || !tensor[i]->defined()) continue;
     bytes[i] = Bytes(*tensor[i]);
     if (bytes[i].run > 0 && reinterpret_cast<uintptr_t>(bytes[i].begin) % tensor[i]->element_size() != 0)
-      reject(arguments_[i].name, "aligned to its elements", describe(*tensor[i]) + " that begins between");
+      reject(arguments[i].name, "aligned to its elements", describe(*tensor[i]) + " that begins between");
   }
   for (size_t i = 0; i < tensor.size(); ++i) {
-    if (!arguments_[i].written || bytes[i].run == 0) continue;
+    if (!arguments[i].written || bytes[i].run == 0) continue;
     if (overlaps_itself(bytes[i]))
-      reject(arguments_[i].name, "without elements that share memory", describe_strides(*tensor[i]));
+      reject(arguments[i].name, "without elements that share memory", describe_strides(*tensor[i]));
     for (size_t j = 0; j < tensor.size(); ++j)
       if (j != i && bytes[j].run > 0 && overlap(bytes[i], bytes[j]))
-        reject(arguments_[i].name, "in memory that no other argument uses", "memory of " + arguments_[j].name);
+        reject(arguments[i].name, "in memory that no other argument uses", "memory of " + arguments[j].name);
   }
 }
 
 // The same for functions that give ops copies of their arguments. `names` are those of `written` and the others, with
 // commas between them.
-MLA_OP(own_memory, "(Tensor written, Tensor[] others, str names) -> ()", Tensor written, std::vector<Tensor> others,
-       std::string names) {
-  std::vector<Arguments::Argument> arguments;
+MLA_OP(own_memory, Tensor written, std::vector<Tensor> others, std::string names) {
+  std::vector<Argument> arguments;
   std::istringstream listed(names);
   for (std::string name; std::getline(listed, name, ',');) arguments.push_back({name, arguments.empty()});
   std::vector<const Tensor*> tensors{&written};
   for (const Tensor& other : others) tensors.push_back(&other);
   if (arguments.size() != tensors.size()) reject("names", "one for each tensor", names);
-  Arguments(std::move(arguments)).expect_memory(tensors);
+  expect_memory(arguments, tensors);
 }
 
 }  // namespace mla::bindings

@@ -11,21 +11,29 @@
 
 namespace mla::bindings {
 
-// The arguments of an op, as its schema lists them.
-class Arguments {
- public:
-  struct Argument {
-    std::string name;
-    bool written;
-  };
-  explicit Arguments(const char* schema);
-  explicit Arguments(std::vector<Argument> arguments) : arguments_(std::move(arguments)) {}
+// What an op writes into, and a number that torch.compile may trace.
+using Written = Tensor;
+using OptionalWritten = OptionalTensor;
+using SymInt = int64_t;
 
-  // `tensors` are in the same order; null for a None, and for what is no tensor.
-  void expect_memory(const std::vector<const Tensor*>& tensors) const;
+struct Argument {
+  std::string name;
+  bool written;
+};
 
- private:
-  std::vector<Argument> arguments_;
+// `tensors` are in the arguments' order; null for a None, and for what is no tensor.
+void expect_memory(const std::vector<Argument>& arguments, const std::vector<const Tensor*>& tensors);
+
+// An op, in a chain that each binding joins before main() begins.
+struct Op {
+  std::string name;
+  std::string schema;  // as torch writes it: "cache_gather(Tensor cache, Tensor slots, Tensor(a!) out) -> ()"
+  std::vector<Argument> arguments;
+  const Op* next;
+  static inline const Op* first = nullptr;
+
+  // From C++ parameters: "Tensor cache, Tensor slots, Written out".
+  Op(const char* name, const char* parameters);
 };
 
 inline const Tensor* tensor_of(const Tensor& tensor) { return &tensor; }
@@ -35,14 +43,14 @@ const Tensor* tensor_of(const Other&) {
   return nullptr;
 }
 
-// An op that is reached only if that is so.
-template <auto* op, const Arguments& arguments>
+// What torch calls: the op, once its memory is checked.
+template <auto* function, const Op& op>
 struct WithMemoryChecked;
-template <typename... Values, void (*op)(Values...), const Arguments& arguments>
-struct WithMemoryChecked<op, arguments> {
+template <typename... Values, void (*function)(Values...), const Op& op>
+struct WithMemoryChecked<function, op> {
   static void run(Values... values) {
-    arguments.expect_memory({tensor_of(values)...});
-    op(std::move(values)...);
+    expect_memory(op.arguments, {tensor_of(values)...});
+    function(std::move(values)...);
   }
 };
 

@@ -1,43 +1,27 @@
 // How a binding becomes an op of torch, and how an op runs where its tensors are.
 //
-//   MLA_OP(cache_gather, "(Tensor cache, Tensor slots, Tensor(a!) out) -> ()", Tensor cache, Tensor slots, Tensor out)
-//   {
+//   MLA_OP(cache_gather, Tensor cache, Tensor slots, Written out) {
 //     ... check the arguments, make a problem p of plain pointers ...
 //     MLA_RUN(cache, cache_gather, p);
 //   }
 //
-// Every op returns nothing and writes into tensors that the caller made, which its schema marks: a captured graph
-// allocates nothing, and one fake implementation (mla_backend/fake.py) serves all. The Python API makes the tensors
-// that a caller leaves out.
+// The op's schema follows from its parameters. Every op returns nothing and writes into tensors that the caller made:
+// a captured graph allocates nothing, and one fake implementation (mla_backend/fake.py) serves all. The Python API
+// makes the tensors that a caller leaves out.
 #pragma once
 
 #include "bindings/check.h"
 #include "bindings/memory.h"
 #include "mla/ops.h"
 
-namespace mla::bindings {
-
-// The names of all ops, in a chain that each binding joins before main() begins.
-struct ListedOp {
-  const char* name;
-  ListedOp* next;
-  static inline ListedOp* first = nullptr;
-  explicit ListedOp(const char* name) : name(name), next(first) { first = this; }
-};
-
-}  // namespace mla::bindings
-
-#define MLA_OP(op, schema, ...)                                             \
-  void op(__VA_ARGS__);                                                     \
-  static ListedOp op##_listed{#op};                                         \
-  static const Arguments op##_arguments{schema};                            \
-  STABLE_TORCH_LIBRARY_FRAGMENT(mla_backend, m) { m.def(#op schema); }      \
-  STABLE_TORCH_LIBRARY_IMPL(mla_backend, CPU, m) {                          \
-    m.impl(#op, TORCH_BOX((&WithMemoryChecked<&op, op##_arguments>::run))); \
-  }                                                                         \
-  MLA_IF_CUDA(STABLE_TORCH_LIBRARY_IMPL(mla_backend, CUDA, m) {             \
-    m.impl(#op, TORCH_BOX((&WithMemoryChecked<&op, op##_arguments>::run))); \
-  })                                                                        \
+#define MLA_OP(op, ...)                                                                                               \
+  void op(__VA_ARGS__);                                                                                               \
+  static const Op op##_op{#op, #__VA_ARGS__};                                                                         \
+  STABLE_TORCH_LIBRARY_FRAGMENT(mla_backend, m) { m.def(op##_op.schema.c_str()); }                                    \
+  STABLE_TORCH_LIBRARY_IMPL(mla_backend, CPU, m) { m.impl(#op, TORCH_BOX((&WithMemoryChecked<&op, op##_op>::run))); } \
+  MLA_IF_CUDA(STABLE_TORCH_LIBRARY_IMPL(mla_backend, CUDA, m) {                                                       \
+    m.impl(#op, TORCH_BOX((&WithMemoryChecked<&op, op##_op>::run)));                                                  \
+  })                                                                                                                  \
   void op(__VA_ARGS__)
 
 #ifdef MLA_CUDA

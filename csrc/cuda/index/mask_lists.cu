@@ -20,18 +20,8 @@ struct Problem : MaskListsProblem {
       : MaskListsProblem(p),
         block_words((std::min(p.kv_block, p.positions) + 31) / 32),
         block_of_word(block_words),
-        page_of(p.page_size) {}
+        page_of(p.pages.block_size) {}
 };
-
-// MaskRow::slot() without its division.
-__device__ __forceinline__ int32_t slot_of(const Problem& p, const MaskRow& row, int32_t position) {
-  if (!p.block_table) return static_cast<int32_t>(row.batch * p.positions + position);
-  const uint32_t page = p.page_of(position);
-  if (page >= static_cast<uint32_t>(p.max_blocks)) return -1;
-  const int64_t block = p.block_table[row.batch * p.table_stride + page];
-  const int64_t slot = block * p.page_size + (position - static_cast<int32_t>(page * p.page_size));
-  return block < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
-}
 
 __global__ void __launch_bounds__(kMaxThreads) lists_kernel(const __grid_constant__ Problem p) {
   __shared__ uint32_t warps[2][kMaxWarps];  // of even and odd rounds: a barrier each is then enough
@@ -59,7 +49,7 @@ __global__ void __launch_bounds__(kMaxThreads) lists_kernel(const __grid_constan
       const uint32_t word_seen = __shfl_sync(~0u, seen, from), word_position = __shfl_sync(~0u, position, from);
       const uint32_t own = __shfl_sync(~0u, rank, from) + __popc(word_seen & lanes_below());
       if (word_seen >> lane & 1 && own < static_cast<uint32_t>(p.topk))
-        slots[own] = slot_of(p, row, word_position + lane);
+        slots[own] = row.slot(p, word_position + lane, p.page_of(word_position + lane));
     }
   }
   if (threadIdx.x == 0) p.lengths[token] = length;

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "mla/platform.h"
+#include "mla/problem.h"
 
 namespace mla {
 
@@ -24,10 +24,7 @@ struct MaskListsProblem {
   const uint32_t* bits;  // [bit_blocks, bit_rows, bit_words], dense: of a block's queries, 32 positions a word
   bool list_full;        // or leave full blocks out
 
-  // Where a position's row lies: in the pages of the batch element, or at batch * positions + position.
-  const int32_t* block_table;  // [batch elements, max_blocks] or null
-  int64_t table_stride;
-  int32_t max_blocks, page_size;
+  SlotTable pages;  // of the batch elements. Without blocks a position's row lies at batch * positions + position
 
   int32_t* slots;  // [tokens, topk]: by rising position; -1 for one whose page is not in the table
   int64_t slot_stride;
@@ -64,13 +61,10 @@ struct MaskRow {
     return most >= 32 ? found : most <= 0 ? 0 : found & ((1u << most) - 1);
   }
 
-  MLA_HOST_DEVICE int32_t slot(const MaskListsProblem& p, int32_t position) const {
-    if (!p.block_table) return static_cast<int32_t>(batch * p.positions + position);
-    const int32_t page = position / p.page_size;
-    if (page >= p.max_blocks) return -1;
-    const int64_t block = p.block_table[batch * p.table_stride + page];
-    const int64_t slot = block * p.page_size + (position - page * p.page_size);
-    return block < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
+  // `page` is position / block_size.
+  MLA_HOST_DEVICE int32_t slot(const MaskListsProblem& p, int32_t position, int32_t page) const {
+    if (!p.pages.blocks) return static_cast<int32_t>(batch * p.positions + position);
+    return slot_in_block(p.pages, batch, page, position - page * p.pages.block_size);
   }
 };
 
