@@ -64,17 +64,7 @@ AttentionProblem problem_of(const Tensor& q, const OptionalTensor& q_rope, bool 
   return p;
 }
 
-Launch use_plan(AttentionProblem& p, const OptionalTensor& plan, const std::vector<int64_t>& numbers,
-                bool batch_invariant, const Tensor& q) {
-  p.whole_tokens = batch_invariant;
-  if (!plan) return {};
-  p.plan = reinterpret_cast<const PlanEntry*>(expect<int32_t>(*plan, "plan", {{"ctas"}, 8}, q));
-  if (plan->size(0) == 0) reject("plan", "a contiguous table of one entry or more", describe(*plan));
-  p.ctas = expect_int32(plan->size(0), "plan", "entries");
-  return expect_launch(numbers, *plan);
-}
-
-// What a GPU also needs: a plan, and a workspace that the plan's partial results fit into.
+// What a GPU also needs: a workspace that the plan's partial results fit into.
 void expect_gpu_memory(AttentionProblem& p, const OptionalTensor& plan, const OptionalTensor& workspace,
                        const Tensor& q) {
   if (!plan) reject("plan", "given for CUDA tensors", "nothing");
@@ -86,6 +76,22 @@ void expect_gpu_memory(AttentionProblem& p, const OptionalTensor& plan, const Op
   if (size < needed) reject("workspace", "of " + std::to_string(needed) + " floats or more", describe(*workspace));
   expect_aligned(*workspace, "workspace");
   p.arrivals = Workspace::arrivals(p.workspace, size, p.ctas, p.heads);
+}
+
+// Runs a problem that lacks only its plan and its workspace.
+void run(AttentionProblem& p, const OptionalTensor& plan, const std::vector<int64_t>& numbers,
+         const OptionalTensor& workspace, bool batch_invariant, const Tensor& q) {
+  p.whole_tokens = batch_invariant;
+  Launch launch{};
+  if (plan) {
+    p.plan = reinterpret_cast<const PlanEntry*>(expect<int32_t>(*plan, "plan", {{"ctas"}, 8}, q));
+    if (plan->size(0) == 0) reject("plan", "a contiguous table of one entry or more", describe(*plan));
+    p.ctas = expect_int32(plan->size(0), "plan", "entries");
+    launch = expect_launch(numbers, *plan);
+  }
+  if (p.tokens == 0 || p.heads == 0) return;
+  if (q.is_cuda()) expect_gpu_memory(p, plan, workspace, q);
+  MLA_RUN(q, attention, p, launch);
 }
 
 }  // namespace
@@ -124,10 +130,7 @@ MLA_OP(sparse_attention, Tensor q, OptionalTensor q_rope, Tensor cache, Tensor i
                            {&p.out_strides.token, &p.out_strides.head});
   p.lse = expect<float>(lse, "lse", {T, H}, q, {&p.lse_strides.token, &p.lse_strides.head});
   p.max_logits = expect<float>(max_logits, "max_logits", {T, H}, q, {&p.max_strides.token, &p.max_strides.head});
-  const Launch how = use_plan(p, plan, launch, batch_invariant, q);
-  if (p.tokens == 0) return;
-  if (q.is_cuda()) expect_gpu_memory(p, plan, workspace, q);
-  MLA_RUN(q, attention, p, how);
+  run(p, plan, launch, workspace, batch_invariant, q);
 }
 
 MLA_OP(dense_attention, Tensor q, OptionalTensor q_rope, Tensor cache, Tensor block_table, Tensor lengths, double scale,
@@ -143,10 +146,7 @@ MLA_OP(dense_attention, Tensor q, OptionalTensor q_rope, Tensor cache, Tensor bl
   p.out = expect<uint16_t>(out, "out", {dtype_of(view.format)}, {B, S, H, kValueDim}, q,
                            {&p.out_strides.token, &p.out_strides.query, &p.out_strides.head});
   p.lse = expect<float>(lse, "lse", {B, H, S}, q, {&p.lse_strides.token, &p.lse_strides.head, &p.lse_strides.query});
-  const Launch how = use_plan(p, plan, launch, batch_invariant, q);
-  if (p.tokens == 0 || p.heads == 0) return;
-  if (q.is_cuda()) expect_gpu_memory(p, plan, workspace, q);
-  MLA_RUN(q, attention, p, how);
+  run(p, plan, launch, workspace, batch_invariant, q);
 }
 
 }  // namespace mla::bindings

@@ -32,11 +32,6 @@ std::string device_name(const Tensor& tensor) {
   return "a device that is neither cpu nor cuda";
 }
 
-bool same_device(const Tensor& a, const Tensor& b) {
-  return a.is_cpu() == b.is_cpu() && a.is_cuda() == b.is_cuda() &&
-         (a.is_cpu() || a.get_device_index() == b.get_device_index());
-}
-
 std::string describe_dim(const Dim& dim) {
   if (!dim.label) return std::to_string(dim.size);
   return dim.size < 0 ? std::string(dim.label) : dim.label + ("=" + std::to_string(dim.size));
@@ -49,7 +44,9 @@ bool matches(const Tensor& tensor, Shape shape) {
 }
 
 void expect_device(const Tensor& tensor, const char* name, const Tensor& first) {
-  if (!same_device(tensor, first))
+  const bool same = tensor.is_cpu() == first.is_cpu() && tensor.is_cuda() == first.is_cuda() &&
+                    (tensor.is_cpu() || tensor.get_device_index() == first.get_device_index());
+  if (!same)
     reject(name, "on " + device_name(first) + " like the first argument", "a tensor on " + device_name(tensor));
 }
 

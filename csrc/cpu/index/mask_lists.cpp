@@ -15,8 +15,7 @@ void mask_lists(const MaskListsProblem& p) {
       for (int32_t word = 0; word < words; ++word) {
         const int32_t position = begin + 32 * word;
         for (uint32_t seen = row.seen(p, block, word, position); seen; seen &= seen - 1, ++length)
-          if (const int32_t found = position + __builtin_ctz(seen); length < p.topk)
-            slots[length] = row.slot(p, found, found / p.pages.block_size);
+          if (length < p.topk) slots[length] = row.slot(p, position + __builtin_ctz(seen));
       }
     }
     p.lengths[i] = length;

@@ -23,6 +23,16 @@ struct Problem : MaskListsProblem {
         page_of(p.pages.block_size) {}
 };
 
+// MaskRow::slot() without its division.
+__device__ __forceinline__ int32_t slot_of(const Problem& p, const MaskRow& row, int32_t position) {
+  if (!p.pages.blocks) return static_cast<int32_t>(row.batch * p.positions + position);
+  const uint32_t page = p.page_of(position);
+  if (page >= static_cast<uint32_t>(p.pages.max_blocks)) return -1;
+  const int64_t block = p.pages.blocks[row.batch * p.pages.stride + page];
+  const int64_t slot = block * p.pages.block_size + (position - static_cast<int32_t>(page * p.pages.block_size));
+  return block < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
+}
+
 __global__ void __launch_bounds__(kMaxThreads) lists_kernel(const __grid_constant__ Problem p) {
   __shared__ uint32_t warps[2][kMaxWarps];  // of even and odd rounds: a barrier each is then enough
   const int64_t token = blockIdx.x;
@@ -49,7 +59,7 @@ __global__ void __launch_bounds__(kMaxThreads) lists_kernel(const __grid_constan
       const uint32_t word_seen = __shfl_sync(~0u, seen, from), word_position = __shfl_sync(~0u, position, from);
       const uint32_t own = __shfl_sync(~0u, rank, from) + __popc(word_seen & lanes_below());
       if (word_seen >> lane & 1 && own < static_cast<uint32_t>(p.topk))
-        slots[own] = row.slot(p, word_position + lane, p.page_of(word_position + lane));
+        slots[own] = slot_of(p, row, word_position + lane);
     }
   }
   if (threadIdx.x == 0) p.lengths[token] = length;

@@ -61,10 +61,9 @@ struct MaskRow {
     return most >= 32 ? found : most <= 0 ? 0 : found & ((1u << most) - 1);
   }
 
-  // `page` is position / block_size.
-  MLA_HOST_DEVICE int32_t slot(const MaskListsProblem& p, int32_t position, int32_t page) const {
+  MLA_HOST_DEVICE int32_t slot(const MaskListsProblem& p, int32_t position) const {
     if (!p.pages.blocks) return static_cast<int32_t>(batch * p.positions + position);
-    return slot_in_block(p.pages, batch, page, position - page * p.pages.block_size);
+    return slot_of_position(p.pages, batch, position);
   }
 };
 

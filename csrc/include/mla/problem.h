@@ -194,18 +194,14 @@ struct SlotTable {
   int32_t block_size;
 };
 
-// The physical slot of a position in block `entry` of a request, or -1 if there is none.
-MLA_HOST_DEVICE int32_t slot_in_block(const SlotTable& table, int64_t request, int32_t entry, int32_t offset) {
-  if (entry >= table.max_blocks) return -1;
-  const int64_t block = table.blocks[request * table.stride + entry];
-  const int64_t slot = block * table.block_size + offset;
-  return block < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
-}
-
-// The same of a position in its sequence.
+// The physical slot of a position in a request's sequence, or -1 if there is none.
 MLA_HOST_DEVICE int32_t slot_of_position(const SlotTable& table, int64_t request, int32_t position) {
   if (position < 0 || request < 0 || request >= table.requests) return -1;
-  return slot_in_block(table, request, position / table.block_size, position % table.block_size);
+  const int32_t entry = position / table.block_size;
+  if (entry >= table.max_blocks) return -1;
+  const int64_t block = table.blocks[request * table.stride + entry];
+  const int64_t slot = block * table.block_size + position % table.block_size;
+  return block < 0 || slot > INT32_MAX ? -1 : static_cast<int32_t>(slot);
 }
 
 struct ConvertProblem {
