@@ -17,8 +17,8 @@ void combine(const Tensor& outs, const Tensor& lses, const Tensor& out, const Te
   p.heads = expect_int32(H.size, "outs", "heads");
   p.dim = static_cast<int32_t>(D.size);
   p.lses = expect<float>(lses, "lses", {P, T, H}, outs, {&p.lses_partial, &p.lses_token, &p.lses_head});
-  p.out = expect<Value>(out, "out", {T, H, D}, outs, {&p.out_token, &p.out_head});
-  p.lse = expect<float>(lse, "lse", {T, H}, outs, {&p.lse_token, &p.lse_head});
+  p.out.data = expect<Value>(out, "out", {T, H, D}, outs, {&p.out.token, &p.out.head});
+  p.lse.data = expect<float>(lse, "lse", {T, H}, outs, {&p.lse.token, &p.lse.head});
   if (p.tokens * p.heads == 0) return;
   MLA_RUN(outs, combine_partials, p);
 }

@@ -62,8 +62,7 @@ void sparse_delta(const DeltaProblem& p) {
   const BackwardKernel& kernel = *active_kernels().backward;
   for_each_in_ranges(p.tokens * p.heads, 64, [&](int64_t i) {
     const int64_t token = i / p.heads, head = i % p.heads;
-    const float dot = kernel.dot(p.out + token * p.out_token + head * p.out_head,
-                                 p.d_out + token * p.d_out_token + head * p.d_out_head);
+    const float dot = kernel.dot(p.out.at(token, head), p.d_out.at(token, head));
     finish_delta(p, token, static_cast<int32_t>(head), dot);
   });
 }

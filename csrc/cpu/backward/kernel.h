@@ -219,8 +219,8 @@ inline void run(const BackwardProblem& p, int32_t query, void* workspace) {
   Workspace& w = *static_cast<Workspace*>(workspace);
   const int heads = p.heads, vectors = (heads + kLanes - 1) / kLanes;
   const int head_steps = (heads + Isa::kPack - 1) / Isa::kPack;
-  load_heads<kRowWords>(p.q + query * p.q_token, p.q_head, heads, p.width, w.q_rows, w.q_lanes);
-  load_heads<kValueWords>(p.d_out + query * p.d_out_token, p.d_out_head, heads, kValueDim, w.d_out_rows, w.d_out_lanes);
+  load_heads<kRowWords>(p.q.at(query), p.q.head, heads, p.width, w.q_rows, w.q_lanes);
+  load_heads<kValueWords>(p.d_out.at(query), p.d_out.head, heads, kValueDim, w.d_out_rows, w.d_out_lanes);
   for (int head = 0; head < vectors * kLanes; ++head) {
     w.lse2[head] = head < heads ? p.lse2[int64_t{query} * heads + head] : __builtin_inff();
     w.delta[head] = head < heads ? p.delta[int64_t{query} * heads + head] : 0.0f;
@@ -255,8 +255,7 @@ inline void run(const BackwardProblem& p, int32_t query, void* workspace) {
     }
   }
   for (int head = 0; head < heads; ++head)
-    for (int dim = 0; dim < p.width; dim += kLanes)
-      store_bf16(load(&w.d_q[head][dim]), p.d_q + query * p.d_q_token + head * p.d_q_head + dim);
+    for (int dim = 0; dim < p.width; dim += kLanes) store_bf16(load(&w.d_q[head][dim]), p.d_q.at(query, head) + dim);
 }
 
 // ---- The ordered sum -------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ void combine(const CombineProblem<Value>& p) {
   for_each_in_ranges(p.tokens * p.heads, 8, [&](int64_t item) {
     const int64_t token = item / p.heads, head = item % p.heads;
     float sum[kMaxCombineDim];
-    p.lse[token * p.lse_token + head * p.lse_head] =
+    *p.lse.at(token, head) =
         combine_rows(p.partials, p.dim, p.outs + token * p.outs_token + head * p.outs_head, p.outs_partial,
                      p.lses + token * p.lses_token + head * p.lses_head, p.lses_partial, sum);
-    Value* out = p.out + token * p.out_token + head * p.out_head;
+    Value* out = p.out.at(token, head);
     for (int32_t d = 0; d < p.dim; ++d) narrow(sum[d], out + d);
   });
 }

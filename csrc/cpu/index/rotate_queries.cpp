@@ -30,16 +30,16 @@ void rotate_queries(const RotateQueriesProblem& p) {
   for_each_in_ranges(p.tokens, 4, [&](int64_t token) {
     const Angles angles{p.rotations, p.position[token]}, index_angles{p.index_rotations, p.position[token]};
     for (int32_t head = 0; head < p.heads; ++head) {
-      const uint16_t* query = p.queries + token * p.query_token + head * p.query_head;
-      uint16_t* out = p.out + token * p.out_token + head * p.out_head;
+      const uint16_t* query = p.queries.at(token, head);
+      uint16_t* out = p.out.at(token, head);
       float x[kRope];
       for (int i = 0; i < kRope; ++i) x[i] = bf16_to_float(query[i]);
       rotate_first(x, angles, true);
       for (int i = 0; i < kRope; ++i) out[i] = float_to_bf16(x[i]);
     }
     for (int32_t head = 0; head < p.index_heads; ++head) {
-      const uint16_t* query = p.index_queries + token * p.index_token + head * p.index_head;
-      uint8_t* out = p.index_out + token * p.index_out_token + head * p.index_out_head;
+      const uint16_t* query = p.index_queries.at(token, head);
+      uint8_t* out = p.index_out.at(token, head);
       float x[kIndexDim], amax = 0.0f;
       for (int i = 0; i < kIndexDim; ++i) x[i] = bf16_to_float(query[i]);
       rotate_first(x, index_angles, p.interleaved);

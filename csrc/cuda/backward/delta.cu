@@ -16,8 +16,8 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(const __grid_constant__
   if (item >= p.tokens * p.heads) return;
   const int64_t token = item / p.heads;
   const auto head = static_cast<int32_t>(item % p.heads);
-  const uint16_t* out = p.out + token * p.out_token + head * p.out_head;
-  const uint16_t* d_out = p.d_out + token * p.d_out_token + head * p.d_out_head;
+  const uint16_t* out = p.out.at(token, head);
+  const uint16_t* d_out = p.d_out.at(token, head);
   float dot = 0.0f;
 #pragma unroll
   for (int dim = 8 * lane; dim < kValueDim; dim += 8 * 32) {

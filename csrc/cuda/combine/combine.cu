@@ -75,10 +75,10 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant
   const int64_t token = item / p.heads, head = item % p.heads;
   const float* lse = p.lses + token * p.lses_token + head * p.lses_head;
   const Weights weights = weigh(lse, p.lses_partial, p.partials, lane);
-  Value* out = p.out + token * p.out_token + head * p.out_head;
+  Value* out = p.out.at(token, head);
   combine_row(p.outs + token * p.outs_token + head * p.outs_head, p.outs_partial, lse, p.lses_partial, p.partials,
               p.dim, weights, lane, [&](int d, float x) { narrow(x, out + d); });
-  if (lane == 0) p.lse[token * p.lse_token + head * p.lse_head] = weights.lse;
+  if (lane == 0) *p.lse.at(token, head) = weights.lse;
 }
 
 // Stores four neighbouring dims of a row, rounded to bf16 or f16.

@@ -101,7 +101,7 @@ __device__ __forceinline__ void index_head(const RotateQueriesProblem& p, int64_
   for (int i = 0; i < 2; ++i)
     bytes[i] = to_e4m3x2(x[4 * i] * inverse, x[4 * i + 1] * inverse) |
                uint32_t{to_e4m3x2(x[4 * i + 2] * inverse, x[4 * i + 3] * inverse)} << 16;
-  uint8_t* out = p.index_out + token * p.index_out_token + head * p.index_out_head + lane * kLaneNumbers;
+  uint8_t* out = p.index_out.at(token, head) + lane * kLaneNumbers;
   if constexpr (kAligned)
     *reinterpret_cast<uint2*>(out) = {bytes[0], bytes[1]};
   else
@@ -114,7 +114,7 @@ __device__ __forceinline__ void attention_head(const RotateQueriesProblem& p, in
                                                float (&x)[kLaneNumbers]) {
   rotate_neighbours<kAligned>(p.rotations, rotation_of(p.rotations, p.position[token]), lane, x);
   const uint4 pairs = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
-  uint16_t* out = p.out + token * p.out_token + head * p.out_head + lane * kLaneNumbers;
+  uint16_t* out = p.out.at(token, head) + lane * kLaneNumbers;
   if constexpr (kAligned)
     __stwb(reinterpret_cast<uint4*>(out), pairs);  // an assignment becomes four stores
   else
@@ -131,8 +131,7 @@ __global__ void __launch_bounds__(kThreads) rotate_kernel(const __grid_constant_
   const bool of_index = head < p.index_heads;
   if (!of_index) head -= p.index_heads;
   if (!of_index && (head >= p.heads || lane >= kRopeLanes)) return;
-  const uint16_t* query = of_index ? p.index_queries + token * p.index_token + head * p.index_head
-                                   : p.queries + token * p.query_token + head * p.query_head;
+  const uint16_t* query = of_index ? p.index_queries.at(token, head) : p.queries.at(token, head);
   float x[kLaneNumbers];
   load_numbers<kAligned>(query + lane * kLaneNumbers, x);
   if (of_index)
@@ -148,12 +147,12 @@ bool aligned(const Rotations& rotations) {
 }  // namespace
 
 void rotate_queries(const RotateQueriesProblem& p, void* stream) {
-  const bool all_aligned = aligned16(p.queries, 2 * p.query_token) && aligned16(p.queries, 2 * p.query_head) &&
-                           aligned16(p.index_queries, 2 * p.index_token) &&
-                           aligned16(p.index_queries, 2 * p.index_head) && aligned16(p.out, 2 * p.out_token) &&
-                           aligned16(p.out, 2 * p.out_head) && aligned16(p.index_out, p.index_out_token) &&
-                           aligned16(p.index_out, p.index_out_head) && aligned(p.rotations) &&
-                           aligned(p.index_rotations);
+  const bool all_aligned =
+      aligned16(p.queries.data, 2 * p.queries.token) && aligned16(p.queries.data, 2 * p.queries.head) &&
+      aligned16(p.index_queries.data, 2 * p.index_queries.token) &&
+      aligned16(p.index_queries.data, 2 * p.index_queries.head) && aligned16(p.out.data, 2 * p.out.token) &&
+      aligned16(p.out.data, 2 * p.out.head) && aligned16(p.index_out.data, p.index_out.token) &&
+      aligned16(p.index_out.data, p.index_out.head) && aligned(p.rotations) && aligned(p.index_rotations);
   const dim3 blocks(static_cast<uint32_t>(p.tokens), (p.heads + p.index_heads + kHeads - 1) / kHeads);
   launch_pdl(all_aligned ? rotate_kernel<true> : rotate_kernel<false>, blocks, kThreads, 0, stream, "rotate_queries",
              p);

@@ -13,9 +13,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "mla/format.h"
 #include "mla/number.h"
-#include "mla/platform.h"
+#include "mla/problem.h"
 
 namespace mla {
 
@@ -50,21 +49,18 @@ struct RowLists {
 // multiples of 16 bytes.
 struct BackwardProblem {
   int32_t first, count;
-  int32_t heads;      // 1 to kMaxBackwardHeads
-  int32_t width;      // of q and kv: 576, or 512 where values are whole rows
-  RowLists lists;     // of all queries, not of this block alone
-  float scale;        // of scores
-  const uint16_t* q;  // bf16 [queries, heads, width]
-  int64_t q_token, q_head;
-  const uint16_t* kv;  // bf16 [rows, width]. A row that no valid entry names may hold anything
+  int32_t heads;               // 1 to kMaxBackwardHeads
+  int32_t width;               // of q and kv: 576, or 512 where values are whole rows
+  RowLists lists;              // of all queries, not of this block alone
+  float scale;                 // of scores
+  HeadRows<const uint16_t> q;  // bf16 [queries, heads, width]
+  const uint16_t* kv;          // bf16 [rows, width]. A row that no valid entry names may hold anything
   int64_t kv_row;
-  const uint16_t* d_out;  // bf16 [queries, heads, 512]
-  int64_t d_out_token, d_out_head;
-  const float* lse2;   // [queries, heads], dense: what DeltaProblem writes; +inf where P is 0
-  const float* delta;  // [queries, heads], dense
+  HeadRows<const uint16_t> d_out;  // bf16 [queries, heads, 512]
+  const float* lse2;               // [queries, heads], dense: what DeltaProblem writes; +inf where P is 0
+  const float* delta;              // [queries, heads], dense
 
-  uint16_t* d_q;  // bf16 [queries, heads, width]; the block's queries are written, zeros where a list is empty
-  int64_t d_q_token, d_q_head;
+  HeadRows<uint16_t> d_q;  // bf16 [queries, heads, width]; the block's queries are written, zeros where a list is empty
 
   // Either a row for each (query, entry) of the block and group of heads,
   // contributions + (group * group_stride + (query - first) * topk + entry) * width; nothing for an invalid entry.
@@ -115,23 +111,19 @@ struct SumProblem {
 struct DeltaProblem {
   int64_t tokens;
   int32_t heads;
-  const uint16_t* out;  // bf16 [tokens, heads, 512]
-  int64_t out_token, out_head;
-  const uint16_t* d_out;
-  int64_t d_out_token, d_out_head;
-  const float* lse;  // [tokens, heads], natural logarithm, without the sink; -inf or +inf where a list is empty
-  int64_t lse_token, lse_head;
-  const float* d_lse;  // [tokens, heads] or null
-  int64_t d_lse_token, d_lse_head;
-  const float* sink;  // [heads] or null
-  float* delta;       // [tokens, heads], dense: d_out . out, less what d_lse changes of it
-  float* lse2;        // [tokens, heads], dense: to base 2, with the sink; +inf where all weights are 0
-  float* d_sink;      // [tokens, heads], dense, or null: each token's share of the sinks' gradient
+  HeadRows<const uint16_t> out;  // bf16 [tokens, heads, 512]
+  HeadRows<const uint16_t> d_out;
+  HeadRows<const float> lse;    // [tokens, heads], natural, without the sink; -inf or +inf where a list is empty
+  HeadRows<const float> d_lse;  // [tokens, heads] or null
+  const float* sink;            // [heads] or null
+  float* delta;                 // [tokens, heads], dense: d_out . out, less what d_lse changes of it
+  float* lse2;                  // [tokens, heads], dense: to base 2, with the sink; +inf where all weights are 0
+  float* d_sink;                // [tokens, heads], dense, or null: each token's share of the sinks' gradient
 };
 
 // From d_out . out to all that the problem asks for.
 MLA_HOST_DEVICE void finish_delta(const DeltaProblem& p, int64_t token, int32_t head, float dot) {
-  const float lse = p.lse[token * p.lse_token + head * p.lse_head];
+  const float lse = *p.lse.at(token, head);
   float total = lse == -INFINITY ? INFINITY : lse;
   if (p.sink && total < INFINITY) {
     const float larger = fmaxf(lse, p.sink[head]), smaller = fminf(lse, p.sink[head]);
@@ -140,12 +132,12 @@ MLA_HOST_DEVICE void finish_delta(const DeltaProblem& p, int64_t token, int32_t 
   const int64_t at = token * p.heads + head;
   p.lse2[at] = total * kLog2E;
   p.delta[at] = dot;
-  if (p.d_lse) {
+  if (p.d_lse.data) {
     // lse is without the sink and P is with it: d_lse times P without the sink is d_lse * e^(total - lse) times P.
     // The bound keeps the product with a P of 0 finite.
     constexpr float kMostExponent = 69.0f;
     const float factor = p.sink ? expf(fminf(total - lse, kMostExponent)) : 1.0f;
-    p.delta[at] -= p.d_lse[token * p.d_lse_token + head * p.d_lse_head] * factor;
+    p.delta[at] -= *p.d_lse.at(token, head) * factor;
   }
   if (p.d_sink) {
     const float weight = total == INFINITY ? 1.0f : expf(p.sink[head] - total);

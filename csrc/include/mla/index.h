@@ -101,24 +101,20 @@ struct Rotations {
 
 struct RotateQueriesProblem {
   int64_t tokens;
-  int32_t heads;            // of attention
-  const uint16_t* queries;  // bf16 [tokens, heads, kRope]: pairs are neighbours
-  int64_t query_token, query_head;
+  int32_t heads;                     // of attention
+  HeadRows<const uint16_t> queries;  // bf16 [tokens, heads, kRope]: pairs are neighbours
   int32_t index_heads;
-  const uint16_t* index_queries;  // bf16 [tokens, index_heads, kIndexDim]
-  int64_t index_token, index_head;
-  bool interleaved;     // pairs of index queries are neighbours; else kRope / 2 apart
-  const void* weights;  // [tokens, index_heads]
-  bool weights_fp32;    // else bf16
+  HeadRows<const uint16_t> index_queries;  // bf16 [tokens, index_heads, kIndexDim]
+  bool interleaved;                        // pairs of index queries are neighbours; else kRope / 2 apart
+  const void* weights;                     // [tokens, index_heads]
+  bool weights_fp32;                       // else bf16
   int64_t weight_token;
   float weight_scale;
   const int64_t* position;  // [tokens]; one outside of a table counts as the nearest in it
   Rotations rotations, index_rotations;
-  uint16_t* out;  // bf16 [tokens, heads, kRope]
-  int64_t out_token, out_head;
-  uint8_t* index_out;  // e4m3 [tokens, index_heads, kIndexDim]
-  int64_t index_out_token, index_out_head;
-  float* weights_out;  // [tokens, index_heads]: times the power of two by which the head's query was divided
+  HeadRows<uint16_t> out;       // bf16 [tokens, heads, kRope]
+  HeadRows<uint8_t> index_out;  // e4m3 [tokens, index_heads, kIndexDim]
+  float* weights_out;           // [tokens, index_heads]: times the power of two by which the head's query was divided
   int64_t weight_out_token;
 };
 

@@ -61,6 +61,15 @@ struct SlotList {
   }
 };
 
+// Rows [tokens, heads, ...] of one query a token.
+template <typename T>
+struct HeadRows {
+  T* data;
+  int64_t token, head;  // from one to the next
+
+  MLA_HOST_DEVICE T* at(int64_t t, int64_t h = 0) const { return data + t * token + h * head; }
+};
+
 // Where the rows of a token lie: the heads of its query, or of its queries. See AttentionProblem::offset().
 struct RowStrides {
   int64_t token, query, head;
@@ -126,10 +135,8 @@ struct CombineProblem {
   int64_t outs_partial, outs_token, outs_head;
   const float* lses;  // [partials, tokens, heads]
   int64_t lses_partial, lses_token, lses_head;
-  Value* out;
-  int64_t out_token, out_head;
-  float* lse;
-  int64_t lse_token, lse_head;
+  HeadRows<Value> out;
+  HeadRows<float> lse;
 };
 
 enum class Source : int32_t { bf16, f16, fp32 };

@@ -47,8 +47,8 @@ struct Cta {
         *reinterpret_cast<uint4*>(&to[own][dim]) = piece;
       }
     };
-    load(p.q + query * p.q_token, p.q_head, kRowPieces, s.q);
-    load(p.d_out + query * p.d_out_token, p.d_out_head, kValueDim / 8, s.d_out);
+    load(p.q.at(query), p.q.head, kRowPieces, s.q);
+    load(p.d_out.at(query), p.d_out.head, kValueDim / 8, s.d_out);
     if (threadIdx.x < kHeads) {
       const int head = group * kHeads + threadIdx.x;
       const int64_t at = query * int64_t{p.heads} + head;
@@ -199,7 +199,7 @@ struct Cta {
     for (int i = 0; i < 4; ++i) {  // 16 heads, and their halves of 8
       const int head = group * kHeads + 8 * i + lane / 4;
       if (head >= p.heads) continue;
-      uint16_t* to = p.d_q + query * p.d_q_token + head * p.d_q_head + warp * kWarpDims + 2 * (lane % 4);
+      uint16_t* to = p.d_q.at(query, head) + warp * kWarpDims + 2 * (lane % 4);
 #pragma unroll
       for (int n = 0; n < kWarpTiles; ++n)
         *reinterpret_cast<uint32_t*>(to + 8 * n) = pack_bf16(d_q[n][i / 2][i % 2 * 2], d_q[n][i / 2][i % 2 * 2 + 1]);

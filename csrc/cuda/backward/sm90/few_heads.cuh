@@ -299,11 +299,11 @@ struct Consumer {
   __device__ void write_d_q(int query) const {
     const int lane = hidden(this->lane);
     const bool odd = lane & 1;
-    uint16_t* const to = p.d_q + query * p.d_q_token + warp * 16 + (odd ? 8 : 0) + lane % 4 / 2 * 4;
+    uint16_t* const to = p.d_q.at(query) + warp * 16 + (odd ? 8 : 0) + lane % 4 / 2 * 4;
 #pragma unroll
     for (int j = 0; j < kHeads / 8; ++j) {
       const int head = 8 * j + lane / 4;
-      uint16_t* const row = to + head * p.d_q_head;
+      uint16_t* const row = to + head * p.d_q.head;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const float (&acc)[kAccRegisters] = d_q[block];
@@ -350,15 +350,15 @@ __device__ __forceinline__ void copy_query(const BackwardProblem& p, Shared<kHea
                                            int warp, int lane) {
   const uint32_t q = cast_smem_ptr_to_uint(s.heads[slot]), d_out = q + kHeads * kRowBytes;
   if (warp == 0) {
-    copy_half<kHeads, kBlocks, 0>(q, p.q + query * p.q_token, p.q_head, p.heads, lane);
+    copy_half<kHeads, kBlocks, 0>(q, p.q.at(query), p.q.head, p.heads, lane);
     copy_statistics(s.lse2[slot], p.lse2, query, p.heads, lane);
   } else if (warp == 1) {
-    copy_half<kHeads, kBlocks, 1>(q, p.q + query * p.q_token, p.q_head, p.heads, lane);
+    copy_half<kHeads, kBlocks, 1>(q, p.q.at(query), p.q.head, p.heads, lane);
     copy_statistics(s.delta[slot], p.delta, query, p.heads, lane);
   } else if (warp == 2) {
-    copy_half<kHeads, kLatentBlocks, 0>(d_out, p.d_out + query * p.d_out_token, p.d_out_head, p.heads, lane);
+    copy_half<kHeads, kLatentBlocks, 0>(d_out, p.d_out.at(query), p.d_out.head, p.heads, lane);
   } else {
-    copy_half<kHeads, kLatentBlocks, 1>(d_out, p.d_out + query * p.d_out_token, p.d_out_head, p.heads, lane);
+    copy_half<kHeads, kLatentBlocks, 1>(d_out, p.d_out.at(query), p.d_out.head, p.heads, lane);
   }
 }
 
@@ -373,8 +373,8 @@ __device__ __forceinline__ void copy_query_turned(const BackwardProblem& p, Shar
     const bool of_d_out = row >= kHeads;
     const int head = of_d_out ? row - kHeads : row;
     const bool exists = head < p.heads;
-    const uint16_t* from = of_d_out ? p.d_out + query * p.d_out_token : p.q + query * p.q_token;
-    if (exists) from += head * (of_d_out ? p.d_out_head : p.q_head);
+    const uint16_t* from = of_d_out ? p.d_out.at(query) : p.q.at(query);
+    if (exists) from += head * (of_d_out ? p.d_out.head : p.q.head);
     const uint32_t row_to = swizzled(to, row, piece);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)

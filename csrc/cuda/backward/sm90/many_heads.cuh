@@ -239,8 +239,7 @@ struct Consumer {
   __device__ void write(const Item& item, const float (&acc)[kAccRegisters]) {
     const int lane = hidden(this->lane);
     const int head = item.head_begin() + warp * 16 + lane / 8;
-    write_blocks<kBegin, 0>(p.d_q + item.query * p.d_q_token + head * p.d_q_head + lane % 8 * kPieceNumbers, head, acc,
-                            lane);
+    write_blocks<kBegin, 0>(p.d_q.at(item.query, head) + lane % 8 * kPieceNumbers, head, acc, lane);
   }
 
   // The dQ of a query with nothing to attend to.
@@ -249,8 +248,7 @@ struct Consumer {
 #pragma unroll 1
     for (int i = warp * 32 + hidden(lane); i < kHeads * kPieces; i += kGroupThreads) {
       const int head = item.head_begin() + i / kPieces;
-      if (head < p.heads)
-        store_streaming(p.d_q + item.query * p.d_q_token + head * p.d_q_head + i % kPieces * kPieceNumbers, uint4{});
+      if (head < p.heads) store_streaming(p.d_q.at(item.query, head) + i % kPieces * kPieceNumbers, uint4{});
     }
   }
 
@@ -265,7 +263,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint4 piece = lines.take(i, lane);
-        if (head + 4 * i < p.heads) store_streaming(rows + 4 * i * p.d_q_head + (kBegin + kBlock) * kBlockDims, piece);
+        if (head + 4 * i < p.heads) store_streaming(rows + 4 * i * p.d_q.head + (kBegin + kBlock) * kBlockDims, piece);
       }
       write_blocks<kBegin, kBlock + 1>(rows, head, acc, lane);
     }
@@ -465,12 +463,12 @@ __device__ __forceinline__ void copy_queries(const BackwardProblem& p, Shared<kB
     return item.head_begin() + head < p.heads ? head * static_cast<uint32_t>(head_stride / kPieceNumbers) : kNoRow;
   };
   const uint32_t q = cast_smem_ptr_to_uint(s.q), d_out = q + kBlockBytes;
-  const uint16_t* q_rows = p.q + item.query * p.q_token + item.head_begin() * p.q_head;
-  copy_rows<kWarpRows, kBlocks, 0, kQueryBytes>(q, first, q_rows, own(p.q_head), lane);
-  copy_rows<kWarpRows, kBlocks, 1, kQueryBytes>(q, first, q_rows, own(p.q_head), hidden(lane));
-  const uint16_t* d_out_rows = p.d_out + item.query * p.d_out_token + item.head_begin() * p.d_out_head;
-  copy_rows<kWarpRows, kLatentBlocks, 0, kQueryBytes>(d_out, first, d_out_rows, own(p.d_out_head), hidden(lane));
-  copy_rows<kWarpRows, kLatentBlocks, 1, kQueryBytes>(d_out, first, d_out_rows, own(p.d_out_head), hidden(lane));
+  const uint16_t* q_rows = p.q.at(item.query, item.head_begin());
+  copy_rows<kWarpRows, kBlocks, 0, kQueryBytes>(q, first, q_rows, own(p.q.head), lane);
+  copy_rows<kWarpRows, kBlocks, 1, kQueryBytes>(q, first, q_rows, own(p.q.head), hidden(lane));
+  const uint16_t* d_out_rows = p.d_out.at(item.query, item.head_begin());
+  copy_rows<kWarpRows, kLatentBlocks, 0, kQueryBytes>(d_out, first, d_out_rows, own(p.d_out.head), hidden(lane));
+  copy_rows<kWarpRows, kLatentBlocks, 1, kQueryBytes>(d_out, first, d_out_rows, own(p.d_out.head), hidden(lane));
 }
 
 // A producer warp: its rows of each tile, and of a query's Q and dO once its first tile is in flight.
