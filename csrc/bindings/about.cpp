@@ -10,7 +10,6 @@
 #include "build_info.h"  // written by setup.py
 #include "cpu/common/features.h"
 #include "cuda/ops.h"
-#include "mla/backward.h"
 #include "mla/format.h"
 #include "mla/plan.h"
 #include "mla/schedule/cost.h"
@@ -70,8 +69,6 @@ std::string describe(const mla::cpu::KernelChoice& choice) {
 }
 
 }  // namespace
-
-#define MLA_EXPORT extern "C" __attribute__((visibility("default")))
 
 // The strings stay valid until the next call on the same thread.
 MLA_EXPORT const char* mla_backend_about() {
@@ -156,37 +153,6 @@ MLA_EXPORT int mla_backend_weigh(const mla::Gpu* gpu, const double* constants, i
     ++count;
   });
   return count;
-}
-
-// Heads whose contributions to kv's gradient the backward adds up before it writes them: on a GPU, or (-1) on a CPU.
-MLA_EXPORT int mla_backend_backward_group_heads(int device) {
-#ifdef MLA_CUDA
-  if (device >= 0) return mla::cuda::backward_group_heads(device);
-#endif
-  return mla::kCpuGroupHeads;
-}
-
-// Bytes that backward_order works in on the current GPU.
-MLA_EXPORT int64_t mla_backend_order_scratch_bytes([[maybe_unused]] int64_t pairs, [[maybe_unused]] int rows) {
-#ifdef MLA_CUDA
-  return mla::cuda::order_scratch_bytes(pairs, rows);
-#else
-  return 0;
-#endif
-}
-
-// Bytes that select_tokens works in on a GPU, or (-1) on a CPU. Numbers that it refuses count as the largest that it
-// takes.
-MLA_EXPORT int64_t mla_backend_select_workspace_bytes(int device, int64_t tokens, int64_t heads, int64_t positions,
-                                                      int64_t topk) {
-  const auto limit = [](int64_t number, int64_t most) { return static_cast<int32_t>(number < most ? number : most); };
-  mla::SelectTokensProblem p{};
-  p.tokens = tokens, p.heads = limit(heads, mla::kMaxIndexHeads);
-  p.positions = limit(positions, mla::kMaxSelectPositions), p.topk = limit(topk, mla::kMaxSelected);
-#ifdef MLA_CUDA
-  if (device >= 0) return mla::cuda::select_workspace_bytes(p, device);
-#endif
-  return mla::cpu::select_workspace_bytes(p);
 }
 
 MLA_EXPORT int mla_backend_select_cuda_kernel(const char* name) {

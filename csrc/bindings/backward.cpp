@@ -4,18 +4,15 @@
 namespace mla::bindings {
 namespace {
 
-constexpr int64_t kMaxPairs = INT32_MAX;
-
-RowLists expect_lists(const Tensor& indices, const OptionalTensor& length, int64_t queries, int64_t rows,
-                      const char* rows_name, const Tensor& first) {
+RowLists expect_lists(const Tensor& indices, const OptionalTensor& length, Dim T, int32_t rows, const Tensor& first) {
   RowLists lists;
-  lists.indices = expect<int32_t>(indices, "indices", {{"T", queries}, {"topk"}}, first, {&lists.stride});
-  if (queries * indices.size(1) > kMaxPairs)
-    reject("indices", "of at most " + std::to_string(kMaxPairs) + " entries (of all queries together)",
+  lists.indices = expect<int32_t>(indices, "indices", {T, {"topk"}}, first, {&lists.stride});
+  if (indices.numel() > kMaxSize)
+    reject("indices", "of at most " + std::to_string(kMaxSize) + " entries (of all queries together)",
            describe(indices));
   lists.topk = static_cast<int32_t>(indices.size(1));
-  lists.length = expect<int32_t>(length, "topk_length", {{"T", queries}}, first);
-  lists.rows = expect_int32(rows, rows_name, "rows");
+  lists.length = expect<int32_t>(length, "topk_length", {{"T", indices.size(0)}}, first);
+  lists.rows = rows;
   return lists;
 }
 
@@ -37,26 +34,36 @@ uint16_t* expect_contributions(const Tensor& contributions, int64_t pairs, int64
   return rows;
 }
 
-int32_t group_heads([[maybe_unused]] const Tensor& q) {
+}  // namespace
+
+// Heads whose contributions to kv's gradient the backward adds up before it writes them: on a GPU, or (-1) on a CPU.
+MLA_EXPORT int mla_backend_backward_group_heads([[maybe_unused]] int gpu) {
 #ifdef MLA_CUDA
-  if (q.is_cuda()) return cuda::backward_group_heads(q.get_device_index());
+  if (gpu >= 0) return cuda::backward_group_heads(gpu);
 #endif
   return kCpuGroupHeads;
 }
 
-}  // namespace
+// Bytes that backward_order works in on the current GPU.
+MLA_EXPORT int64_t mla_backend_order_scratch_bytes([[maybe_unused]] int64_t pairs, [[maybe_unused]] int rows) {
+#ifdef MLA_CUDA
+  return cuda::order_scratch_bytes(pairs, rows);
+#else
+  return 0;
+#endif
+}
 
 MLA_OP(sparse_delta, Tensor out, Tensor d_out, Tensor lse, OptionalTensor d_lse, OptionalTensor sink, Written delta,
        Written lse2, OptionalWritten d_sink) {
   DeltaProblem p{};
-  p.out = expect<uint16_t>(out, "out", {{"T"}, {"H"}, kValueDim}, out, {&p.out_token, &p.out_head});
+  p.out.data = expect<uint16_t>(out, "out", {{"T"}, {"H"}, kValueDim}, out, {&p.out.token, &p.out.head});
   p.tokens = out.size(0);
   p.heads = expect_heads(out, "out", 1, kMaxBackwardHeads);
   const Dim T{"T", p.tokens}, H{"H", p.heads};
-  p.d_out = expect<uint16_t>(d_out, "d_out", {T, H, kValueDim}, out, {&p.d_out_token, &p.d_out_head});
+  p.d_out.data = expect<uint16_t>(d_out, "d_out", {T, H, kValueDim}, out, {&p.d_out.token, &p.d_out.head});
   expect_aligned(out, "out"), expect_aligned(d_out, "d_out");
-  p.lse = expect<float>(lse, "lse", {T, H}, out, {&p.lse_token, &p.lse_head});
-  p.d_lse = expect<float>(d_lse, "d_lse", {T, H}, out, {&p.d_lse_token, &p.d_lse_head});
+  p.lse.data = expect<float>(lse, "lse", {T, H}, out, {&p.lse.token, &p.lse.head});
+  p.d_lse.data = expect<float>(d_lse, "d_lse", {T, H}, out, {&p.d_lse.token, &p.d_lse.head});
   p.sink = expect<float>(sink, "sink", {H}, out);
   p.delta = expect<float>(delta, "delta", {T, H}, out);
   p.lse2 = expect<float>(lse2, "lse2", {T, H}, out);
@@ -68,11 +75,9 @@ MLA_OP(sparse_delta, Tensor out, Tensor d_out, Tensor lse, OptionalTensor d_lse,
 
 MLA_OP(backward_order, Tensor indices, OptionalTensor topk_length, int64_t rows, OptionalWritten scratch, Written begin,
        Written pairs) {
-  expect(indices, "indices", {ScalarType::Int}, {{"T"}, {"topk"}}, indices);
-  if (rows < 0) reject("rows", "0 or more", std::to_string(rows));
   OrderProblem p{};
+  p.lists = expect_lists(indices, topk_length, "T", expect_range(rows, "rows", 0, kMaxSize), indices);
   p.queries = expect_int32(indices.size(0), "indices", "queries");
-  p.lists = expect_lists(indices, topk_length, p.queries, rows, "rows", indices);
   p.begin = expect<int32_t>(begin, "begin", {{"rows + 1", rows + 1}}, indices);
   p.pairs = expect<int32_t>(pairs, "pairs", {{"T * topk", indices.numel()}}, indices);
 #ifdef MLA_CUDA
@@ -96,17 +101,17 @@ MLA_OP(sparse_backward, Tensor q, Tensor kv, Tensor indices, OptionalTensor topk
        OptionalWritten accumulator, OptionalWritten d_kv) {
   BackwardProblem p{};
   p.width = expect_width(q, "q", 2);
-  p.q = expect<uint16_t>(q, "q", {{"T"}, {"H"}, p.width}, q, {&p.q_token, &p.q_head});
+  p.q.data = expect<uint16_t>(q, "q", {{"T"}, {"H"}, p.width}, q, {&p.q.token, &p.q.head});
   p.heads = expect_heads(q, "q", 1, kMaxBackwardHeads);
   const Dim T{"T", q.size(0)}, H{"H", p.heads};
   p.kv = expect<uint16_t>(kv, "kv", {{"N"}, p.width}, q, {&p.kv_row});
   const Dim N{"N", kv.size(0)};
-  p.lists = expect_lists(indices, topk_length, T.size, N.size, "kv", q);
+  p.lists = expect_lists(indices, topk_length, T, expect_int32(N.size, "kv", "rows"), q);
   p.scale = expect_finite(scale, "scale");
-  p.d_out = expect<uint16_t>(d_out, "d_out", {T, H, kValueDim}, q, {&p.d_out_token, &p.d_out_head});
+  p.d_out.data = expect<uint16_t>(d_out, "d_out", {T, H, kValueDim}, q, {&p.d_out.token, &p.d_out.head});
   p.lse2 = expect<float>(lse2, "lse2", {T, H}, q);
   p.delta = expect<float>(delta, "delta", {T, H}, q);
-  p.d_q = expect<uint16_t>(d_q, "d_q", {T, H, p.width}, q, {&p.d_q_token, &p.d_q_head});
+  p.d_q.data = expect<uint16_t>(d_q, "d_q", {T, H, p.width}, q, {&p.d_q.token, &p.d_q.head});
   expect_aligned(q, "q"), expect_aligned(kv, "kv"), expect_aligned(d_out, "d_out"), expect_aligned(d_q, "d_q");
   constexpr int64_t kMostPieces = UINT32_MAX;  // of 8 numbers, as GPU kernels count them
   if (q.is_cuda() && N.size > 1 && N.size * (p.kv_row / 8) >= kMostPieces)
@@ -119,7 +124,7 @@ MLA_OP(sparse_backward, Tensor q, Tensor kv, Tensor indices, OptionalTensor topk
   if (contributions) {
     p.contributions = expect_contributions(*contributions, count * p.lists.topk, p.width, q);
     p.group_stride = contributions->size(1);
-    p.groups = head_groups(p.heads, group_heads(q));
+    p.groups = head_groups(p.heads, mla_backend_backward_group_heads(gpu_of(q)));
     if (contributions->size(0) != p.groups)
       reject("contributions", "bfloat16 [groups=" + std::to_string(p.groups) + ", pairs, width]",
              describe(*contributions));
@@ -142,12 +147,9 @@ MLA_OP(backward_sum, Tensor begin, Tensor pairs, Tensor contributions, int64_t f
   if (begin.size(0) < 1) reject("begin", "int32 [rows + 1]", describe(begin));
   p.rows = expect_int32(begin.size(0) - 1, "begin", "rows");
   p.width = expect_width(contributions, "contributions", 2);
-  p.total_pairs = pairs.size(0);
-  if (first_pair < 0 || first_pair > p.total_pairs)
-    reject("first_pair", "0 to " + std::to_string(p.total_pairs), std::to_string(first_pair));
-  if (pair_count < 0 || pair_count > p.total_pairs - first_pair)
-    reject("pair_count", "0 to " + std::to_string(p.total_pairs - first_pair), std::to_string(pair_count));
-  p.first_pair = first_pair, p.pair_count = pair_count;
+  p.total_pairs = expect_int32(pairs.size(0), "pairs", "entries");
+  p.first_pair = expect_range(first_pair, "first_pair", 0, p.total_pairs);
+  p.pair_count = expect_range(pair_count, "pair_count", 0, p.total_pairs - first_pair);
   p.contributions = expect_contributions(contributions, pair_count, p.width, begin);
   p.groups = static_cast<int32_t>(contributions.size(0)), p.group_stride = contributions.size(1);
   const bool one_block = first_pair == 0 && pair_count == p.total_pairs;

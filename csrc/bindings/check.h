@@ -42,6 +42,9 @@ inline std::string join(torch::headeronly::IntHeaderOnlyArrayRef numbers) {
 
 std::string describe(const Tensor& tensor);
 
+// The number of the GPU that has it, or -1.
+inline int gpu_of(const Tensor& tensor) { return tensor.is_cuda() ? tensor.get_device_index() : -1; }
+
 [[noreturn]] void reject(const std::string& argument, const std::string& accepted, const std::string& given);
 
 using Dtypes = std::initializer_list<ScalarType>;

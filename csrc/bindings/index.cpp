@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "bindings/op.h"
 
 namespace mla::bindings {
@@ -58,25 +60,37 @@ IndexProblem expect_index(const Tensor& queries, const Tensor& weights, const Te
   return p;
 }
 
-int64_t workspace_bytes(const SelectTokensProblem& p, [[maybe_unused]] const Tensor& queries) {
+int64_t workspace_bytes(const SelectTokensProblem& p, [[maybe_unused]] int gpu) {
 #ifdef MLA_CUDA
-  if (queries.is_cuda()) return cuda::select_workspace_bytes(p, queries.get_device_index());
+  if (gpu >= 0) return cuda::select_workspace_bytes(p, gpu);
 #endif
   return cpu::select_workspace_bytes(p);
 }
 
 }  // namespace
 
+// Bytes that select_tokens works in on a GPU, or (-1) on a CPU. Numbers that it refuses count as the largest that it
+// takes.
+MLA_EXPORT int64_t mla_backend_select_workspace_bytes(int gpu, int64_t tokens, int64_t heads, int64_t positions,
+                                                      int64_t topk) {
+  SelectTokensProblem p{};
+  p.tokens = tokens, p.heads = static_cast<int32_t>(std::min<int64_t>(heads, kMaxIndexHeads));
+  p.positions = static_cast<int32_t>(std::min<int64_t>(positions, kMaxSelectPositions));
+  p.topk = static_cast<int32_t>(std::min<int64_t>(topk, kMaxSelected));
+  return workspace_bytes(p, gpu);
+}
+
 MLA_OP(rotate_queries, Tensor queries, Tensor index_queries, Tensor weights, Tensor positions, Tensor cos_sin,
        Tensor index_cos_sin, double weight_scale, bool interleaved, Written out, Written index_out,
        Written weights_out) {
   RotateQueriesProblem p{};
-  p.queries = expect<uint16_t>(queries, "queries", {{"T"}, {"H"}, kRope}, queries, {&p.query_token, &p.query_head});
+  p.queries.data =
+      expect<uint16_t>(queries, "queries", {{"T"}, {"H"}, kRope}, queries, {&p.queries.token, &p.queries.head});
   p.tokens = queries.size(0);
   p.heads = expect_heads(queries, "queries", 0, kMaxHeads);
   const Dim T{"T", p.tokens}, H{"H", p.heads};
-  p.index_queries =
-      expect<uint16_t>(index_queries, "index_queries", {T, {"I"}, kIndexDim}, queries, {&p.index_token, &p.index_head});
+  p.index_queries.data = expect<uint16_t>(index_queries, "index_queries", {T, {"I"}, kIndexDim}, queries,
+                                          {&p.index_queries.token, &p.index_queries.head});
   p.index_heads = expect_heads(index_queries, "index_queries", 0, kMaxIndexHeads);
   const Dim I{"I", p.index_heads};
   p.interleaved = interleaved;
@@ -86,9 +100,9 @@ MLA_OP(rotate_queries, Tensor queries, Tensor index_queries, Tensor weights, Ten
   p.position = expect<int64_t>(positions, "positions", {T}, queries);
   p.rotations = expect_rotations(cos_sin, "cos_sin", queries);
   p.index_rotations = expect_rotations(index_cos_sin, "index_cos_sin", queries);
-  p.out = expect<uint16_t>(out, "out", {T, H, kRope}, queries, {&p.out_token, &p.out_head});
-  p.index_out = expect<uint8_t>(index_out, "index_out", {ScalarType::Float8_e4m3fn, ScalarType::Byte},
-                                {T, I, kIndexDim}, queries, {&p.index_out_token, &p.index_out_head});
+  p.out.data = expect<uint16_t>(out, "out", {T, H, kRope}, queries, {&p.out.token, &p.out.head});
+  p.index_out.data = expect<uint8_t>(index_out, "index_out", {ScalarType::Float8_e4m3fn, ScalarType::Byte},
+                                     {T, I, kIndexDim}, queries, {&p.index_out.token, &p.index_out.head});
   p.weights_out = expect<float>(weights_out, "weights_out", {T, I}, queries, {&p.weight_out_token});
   if (p.tokens == 0 || p.heads + p.index_heads == 0) return;
   MLA_RUN(queries, rotate_queries, p);
@@ -137,7 +151,7 @@ MLA_OP(select_tokens, Tensor queries, Tensor weights, Tensor cache, Tensor block
       reject("workspace", "at a multiple of " + std::to_string(kSelectAlignment) + " bytes", "another address");
   }
   if (p.tokens == 0) return;
-  const int64_t needed = workspace_bytes(p, queries);
+  const int64_t needed = workspace_bytes(p, gpu_of(queries));
   if (p.workspace_bytes < needed)
     reject("workspace", "uint8 [" + std::to_string(needed) + "] or more for this call",
            workspace ? describe(*workspace) : "None");

@@ -24,6 +24,9 @@
   })                                                                                                                  \
   void op(__VA_ARGS__)
 
+// What mla_backend/library.py calls through ctypes.
+#define MLA_EXPORT extern "C" __attribute__((visibility("default")))
+
 #ifdef MLA_CUDA
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
