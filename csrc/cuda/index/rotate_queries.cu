@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kThreads) rotate_kernel(const __grid_constant_
   const bool of_index = head < p.index_heads;
   if (!of_index) head -= p.index_heads;
   if (!of_index && (head >= p.heads || lane >= kRopeLanes)) return;
-  const uint16_t* query = of_index ? p.index_queries.at(token, head) : p.queries.at(token, head);
+  const uint16_t* query = of_index ? p.index_queries.data + token * p.index_queries.token + head * p.index_queries.head
+                                   : p.queries.data + token * p.queries.token + head * p.queries.head;
   float x[kLaneNumbers];
   load_numbers<kAligned>(query + lane * kLaneNumbers, x);
   if (of_index)

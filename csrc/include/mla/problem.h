@@ -67,7 +67,8 @@ struct HeadRows {
   T* data;
   int64_t token, head;  // from one to the next
 
-  MLA_HOST_DEVICE T* at(int64_t t, int64_t h = 0) const { return data + t * token + h * head; }
+  MLA_HOST_DEVICE T* at(int64_t t) const { return data + t * token; }
+  MLA_HOST_DEVICE T* at(int64_t t, int64_t h) const { return data + t * token + h * head; }
 };
 
 // Where the rows of a token lie: the heads of its query, or of its queries. See AttentionProblem::offset().

@@ -299,7 +299,7 @@ struct Consumer {
   __device__ void write_d_q(int query) const {
     const int lane = hidden(this->lane);
     const bool odd = lane & 1;
-    uint16_t* const to = p.d_q.at(query) + warp * 16 + (odd ? 8 : 0) + lane % 4 / 2 * 4;
+    uint16_t* const to = p.d_q.data + query * p.d_q.token + warp * 16 + (odd ? 8 : 0) + lane % 4 / 2 * 4;
 #pragma unroll
     for (int j = 0; j < kHeads / 8; ++j) {
       const int head = 8 * j + lane / 4;
@@ -373,7 +373,7 @@ __device__ __forceinline__ void copy_query_turned(const BackwardProblem& p, Shar
     const bool of_d_out = row >= kHeads;
     const int head = of_d_out ? row - kHeads : row;
     const bool exists = head < p.heads;
-    const uint16_t* from = of_d_out ? p.d_out.at(query) : p.q.at(query);
+    const uint16_t* from = of_d_out ? p.d_out.data + query * p.d_out.token : p.q.data + query * p.q.token;
     if (exists) from += head * (of_d_out ? p.d_out.head : p.q.head);
     const uint32_t row_to = swizzled(to, row, piece);
 #pragma unroll
