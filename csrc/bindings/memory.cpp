@@ -123,10 +123,6 @@ bool overlap(const Bytes& a, const Bytes& b) {
   return distances.reach(-b.run - offset, a.run - offset, false);
 }
 
-std::string describe_strides(const Tensor& tensor) {
-  return describe(tensor) + " of strides [" + join(tensor.strides()) + "]";
-}
-
 // The type of a parameter in a schema. Whatever is written has a letter of its own there.
 std::string schema_type(const std::string& type, char letter) {
   if (type == "Written") return std::string("Tensor(") + letter + "!)";
@@ -171,7 +167,8 @@ void expect_memory(const std::vector<Argument>& arguments, const std::vector<con
   for (size_t i = 0; i < tensor.size(); ++i) {
     if (!arguments[i].written || bytes[i].run == 0) continue;
     if (overlaps_itself(bytes[i]))
-      reject(arguments[i].name, "without elements that share memory", describe_strides(*tensor[i]));
+      reject(arguments[i].name, "without elements that share memory",
+             describe(*tensor[i]) + " of strides [" + join(tensor[i]->strides()) + "]");
     for (size_t j = 0; j < tensor.size(); ++j)
       if (j != i && bytes[j].run > 0 && overlap(bytes[i], bytes[j]))
         reject(arguments[i].name, "in memory that no other argument uses", "memory of " + arguments[j].name);

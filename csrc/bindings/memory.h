@@ -1,6 +1,6 @@
-// What every op refuses before it looks at anything else: to write into memory that two of an output's elements share,
-// or that an output shares with another argument; and numbers at addresses that are no multiples of their size. All of
-// it is arithmetic on addresses and strides.
+// An op and its arguments, and what every op refuses before it looks at anything else: to write into memory that two of
+// an output's elements share, or that an output shares with another argument; and numbers at addresses that are no
+// multiples of their size. All of it is arithmetic on addresses and strides.
 #pragma once
 
 #include <string>
