@@ -23,6 +23,15 @@ int32_t expect_width(const Tensor& tensor, const char* name, int64_t dim) {
   return static_cast<int32_t>(tensor.size(dim));
 }
 
+// GPU kernels move 16 bytes at a time.
+void expect_aligned(const Tensor& tensor, const char* name) {
+  if (!tensor.is_cuda() || tensor.numel() == 0) return;
+  bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i)
+    aligned &= tensor.size(i) == 1 || tensor.stride(i) * static_cast<int64_t>(tensor.element_size()) % 16 == 0;
+  if (!aligned) reject(name, "of rows at multiples of 16 bytes on a GPU", describe(tensor) + " of others");
+}
+
 // Contributions [groups, pairs, width] of a kernel's own number of groups.
 uint16_t* expect_contributions(const Tensor& contributions, int64_t pairs, int64_t width, const Tensor& first) {
   auto* rows = expect<uint16_t>(contributions, "contributions", {{"groups"}, {"pairs"}, width}, first);

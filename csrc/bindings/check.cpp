@@ -170,14 +170,6 @@ int32_t expect_heads(const Tensor& tensor, const char* name, int64_t least, int6
   return static_cast<int32_t>(heads);
 }
 
-void expect_aligned(const Tensor& tensor, const char* name) {
-  if (!tensor.is_cuda() || tensor.numel() == 0) return;
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
-  for (int64_t i = 0; i + 1 < tensor.dim(); ++i)
-    aligned &= tensor.size(i) == 1 || tensor.stride(i) * static_cast<int64_t>(tensor.element_size()) % 16 == 0;
-  if (!aligned) reject(name, "of rows at multiples of 16 bytes on a GPU", describe(tensor) + " of others");
-}
-
 ScalarType dtype_of(const CacheFormat& format) {
   return format.tile() == TileType::f16_576 ? ScalarType::Half : ScalarType::BFloat16;
 }

@@ -91,9 +91,6 @@ SlotTable expect_block_table(const Tensor& table, const char* name, int64_t bloc
 // The heads of queries [tokens, heads, ...], or of whatever else has heads in dimension `dim`.
 int32_t expect_heads(const Tensor& tensor, const char* name, int64_t least, int64_t most, int64_t dim = 1);
 
-// GPU kernels move 16 bytes at a time: there a tensor and its rows begin at multiples of that.
-void expect_aligned(const Tensor& tensor, const char* name);
-
 // Of queries, outputs and dequantised rows.
 ScalarType dtype_of(const CacheFormat& format);
 
