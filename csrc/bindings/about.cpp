@@ -15,6 +15,7 @@
 #include "mla/schedule/cost.h"
 #include "mla/workspace.h"
 
+namespace mla {
 namespace {
 
 // Text as JSON has it. Control characters become blanks.
@@ -39,33 +40,31 @@ std::string number(const char* name, Number value) {
 std::string object(const std::string& members) { return "{" + members.substr(1) + "}"; }
 
 std::string list(const std::vector<std::string>& items) {
-  return "[" + mla::bindings::join(items, ",", [](const std::string& item) { return item; }) + "]";
+  return "[" + bindings::join(items, ",", [](const std::string& item) { return item; }) + "]";
 }
 
-// In the order of mla::Code, mla::Scale and mla::ScalesAt.
+// In the order of Code, Scale and ScalesAt.
 constexpr const char* kCodeNames[] = {"bf16", "f16", "e4m3"};
 constexpr const char* kScaleNames[] = {"none", "fp32", "ue8m0", "tensor", "power"};
 constexpr const char* kScalesAtNames[] = {"nowhere", "in_row", "end_of_page"};
 
 // By its number; staged rows come last.
-const mla::CacheFormat& format_of(int number) {
-  return number < mla::kFormatCount ? *mla::kFormats[number] : mla::kStaged;
-}
+const CacheFormat& format_of(int number) { return number < kFormatCount ? *kFormats[number] : kStaged; }
 
-std::string describe(const mla::CacheFormat& f) {
+std::string describe(const CacheFormat& f) {
   return object(text("name", f.name) + text("code", kCodeNames[static_cast<int>(f.code)]) + number("latent", f.latent) +
                 text("rope_code", kCodeNames[static_cast<int>(f.rope_code)]) + number("rope", f.rope) +
-                number("value_dim", mla::kValueDim) + text("scale", kScaleNames[static_cast<int>(f.scale)]) +
+                number("value_dim", kValueDim) + text("scale", kScaleNames[static_cast<int>(f.scale)]) +
                 number("group", f.group) + text("scales_at", kScalesAtNames[static_cast<int>(f.scales_at)]) +
                 number("scale_bytes", f.scale_bytes()) + number("scale_offset", f.scale_offset()) +
                 number("rope_offset", f.rope_offset()) + number("row_bytes", f.row_bytes()) +
                 number("token_bytes", f.token_bytes()) + number("page_alignment", f.page_alignment));
 }
 
-std::string describe(const mla::cpu::KernelChoice& choice) {
-  const mla::cpu::AttentionKernel* kernel = choice.attention;
+std::string describe(const cpu::KernelChoice& choice) {
+  const cpu::AttentionKernel* kernel = choice.attention;
   return object(text("name", kernel->name) + text("needs", kernel->needs) + truth("usable", choice.usable) +
-                truth("active", kernel == mla::cpu::active_kernels().attention));
+                truth("active", kernel == cpu::active_kernels().attention));
 }
 
 }  // namespace
@@ -73,21 +72,21 @@ std::string describe(const mla::cpu::KernelChoice& choice) {
 // The strings stay valid until the next call on the same thread.
 MLA_EXPORT const char* mla_backend_about() {
   std::vector<std::string> kernels, ops, formats, cpu_kernels;
-  for (const char* name : mla::kKernelNames) kernels.push_back(quoted(name));
-  for (const auto* op = mla::bindings::Op::first; op; op = op->next) ops.push_back(quoted(op->name));
-  for (int number = 0; number <= mla::kFormatCount; ++number) formats.push_back(describe(format_of(number)));
-  mla::cpu::KernelChoice choices[mla::cpu::kMaxKernels];
-  const int count = mla::cpu::kernel_choices(choices);
+  for (const char* name : kKernelNames) kernels.push_back(quoted(name));
+  for (const auto* op = bindings::Op::first; op; op = op->next) ops.push_back(quoted(op->name));
+  for (int number = 0; number <= kFormatCount; ++number) formats.push_back(describe(format_of(number)));
+  cpu::KernelChoice choices[cpu::kMaxKernels];
+  const int count = cpu::kernel_choices(choices);
   for (int i = 0; i < count; ++i) cpu_kernels.push_back(describe(choices[i]));
   thread_local std::string json;
-  json = object(text("version", MLA_VERSION) + text("compiler", MLA_COMPILER) + text("torch_built_with", MLA_TORCH) +
-                text("torch_needed", MLA_TORCH_TARGET) + text("cuda_compiler", MLA_NVCC) +
-                text("cuda_archs", MLA_CUDA_ARCHS) + number("plan_ctas_per_thread", mla::kPlanCtasPerThread) +
-                member("kernels", list(kernels)) + number("workspace_floats", mla::Workspace::kFloatsPerCtaHead) +
-                number("workspace_counters", mla::Workspace::kCountersPerCtaHead) +
-                number("max_select_positions", mla::kMaxSelectPositions) +
-                number("max_select_workspace", mla::kMaxSelectWorkspace) + member("ops", list(ops)) +
-                member("formats", list(formats)) + member("cpu_kernels", list(cpu_kernels)));
+  json =
+      object(text("version", MLA_VERSION) + text("compiler", MLA_COMPILER) + text("torch_built_with", MLA_TORCH) +
+             text("torch_needed", MLA_TORCH_TARGET) + text("cuda_compiler", MLA_NVCC) +
+             text("cuda_archs", MLA_CUDA_ARCHS) + number("plan_ctas_per_thread", kPlanCtasPerThread) +
+             member("kernels", list(kernels)) + number("workspace_floats", Workspace::kFloatsPerCtaHead) +
+             number("workspace_counters", Workspace::kCountersPerCtaHead) +
+             number("max_select_positions", kMaxSelectPositions) + number("max_select_workspace", kMaxSelectWorkspace) +
+             member("ops", list(ops)) + member("formats", list(formats)) + member("cpu_kernels", list(cpu_kernels)));
   return json.c_str();
 }
 
@@ -95,7 +94,7 @@ MLA_EXPORT const char* mla_backend_about() {
 MLA_EXPORT const char* mla_backend_cuda_kernels() {
   thread_local std::string json;
 #ifdef MLA_CUDA
-  json = mla::cuda::describe_kernels();
+  json = cuda::describe_kernels();
 #else
   json = "[]";
 #endif
@@ -107,7 +106,7 @@ MLA_EXPORT const char* mla_backend_describe_gpu([[maybe_unused]] int index) {
   thread_local std::string json;
 #ifdef MLA_CUDA
   try {
-    const mla::Gpu gpu = mla::cuda::describe_gpu(index);
+    const Gpu gpu = cuda::describe_gpu(index);
     std::vector<std::string> clusters;
     for (const int32_t count : gpu.clusters) clusters.push_back(std::to_string(count));
     json = object(number("multiprocessors", gpu.multiprocessors) + truth("hopper", gpu.hopper != 0) +
@@ -129,11 +128,10 @@ MLA_EXPORT void mla_backend_launch([[maybe_unused]] int gpu, [[maybe_unused]] in
                                    [[maybe_unused]] int format, [[maybe_unused]] int batch_invariant,
                                    [[maybe_unused]] int32_t* launch) {
 #ifdef MLA_CUDA
-  const int64_t tiles = slots < 0 ? mla::kAny : mla::ceil_div(slots, mla::kGpuTileSlots);
-  const mla::CacheFormat& rows = format < 0 ? mla::kFp8DsMla : format_of(format);
-  const mla::Launch chosen =
-      mla::choose_launch({tokens, tiles, heads, rows, batch_invariant != 0}, mla::cuda::describe_gpu(gpu));
-  static_assert(sizeof(chosen) == mla::kLaunchNumbers * sizeof(*launch));
+  const int64_t tiles = slots < 0 ? kAny : ceil_div(slots, kGpuTileSlots);
+  const CacheFormat& rows = format < 0 ? kFp8DsMla : format_of(format);
+  const Launch chosen = choose_launch({tokens, tiles, heads, rows, batch_invariant != 0}, cuda::describe_gpu(gpu));
+  static_assert(sizeof(chosen) == kLaunchNumbers * sizeof(*launch));
   std::memcpy(launch, &chosen, sizeof(chosen));
 #endif
 }
@@ -141,15 +139,15 @@ MLA_EXPORT void mla_backend_launch([[maybe_unused]] int gpu, [[maybe_unused]] in
 // For whoever fits the constants: all candidates for a size on a Hopper GPU, and the model's times in us with these
 // constants, which are those of GpuCosts in their order; null: the GPU's own. Returns how many there are; `most` are
 // written.
-MLA_EXPORT int mla_backend_weigh(const mla::Gpu* gpu, const double* constants, int64_t tokens, int64_t slots, int heads,
-                                 int format, int most, mla::Launch* launches, double* times) {
-  mla::GpuCosts costs = mla::costs_of(*gpu);
-  constexpr size_t kConstants = sizeof(costs) - offsetof(mla::GpuCosts, memory_kb);
+MLA_EXPORT int mla_backend_weigh(const Gpu* gpu, const double* constants, int64_t tokens, int64_t slots, int heads,
+                                 int format, int most, Launch* launches, double* times) {
+  GpuCosts costs = costs_of(*gpu);
+  constexpr size_t kConstants = sizeof(costs) - offsetof(GpuCosts, memory_kb);
   if (constants) std::memcpy(&costs.memory_kb, constants, kConstants);
-  const mla::AttentionShape shape{tokens, mla::ceil_div(slots, mla::kGpuTileSlots), heads, format_of(format), false};
+  const AttentionShape shape{tokens, ceil_div(slots, kGpuTileSlots), heads, format_of(format), false};
   int count = 0;
-  mla::for_each_candidate(shape, *gpu, [&](const mla::Launch& launch) {
-    if (count < most) launches[count] = launch, times[count] = mla::launch_time(shape, launch, *gpu, costs);
+  for_each_candidate(shape, *gpu, [&](const Launch& launch) {
+    if (count < most) launches[count] = launch, times[count] = launch_time(shape, launch, *gpu, costs);
     ++count;
   });
   return count;
@@ -157,10 +155,12 @@ MLA_EXPORT int mla_backend_weigh(const mla::Gpu* gpu, const double* constants, i
 
 MLA_EXPORT int mla_backend_select_cuda_kernel(const char* name) {
 #ifdef MLA_CUDA
-  return mla::cuda::select_kernel(name);
+  return cuda::select_kernel(name);
 #else
   return std::string(name) == "auto";
 #endif
 }
 
-MLA_EXPORT int mla_backend_select_cpu_kernel(const char* name) { return mla::cpu::select_kernel(name); }
+MLA_EXPORT int mla_backend_select_cpu_kernel(const char* name) { return cpu::select_kernel(name); }
+
+}  // namespace mla
