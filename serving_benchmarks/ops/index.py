@@ -1,125 +1,157 @@
-"""The indexer's ops on a GPU: the scores of all keys of a context, and the choice of the best ones.
+"""The indexer on a GPU: `select_tokens`, scores of a context's keys and their top-k in one op, versus vLLM's two steps.
 
-Batches are written as those of `kernels` are. Operations are two for each product of the queries with the keys that a
-token sees. Bytes are those that have to be read and written once: keys, queries, scores and chosen keys. Everything is
-timed as CUDA graphs over several sets of inputs. Some tokens of the last set are first checked against the reference.
+Those are DeepGEMM's scores and the top-k that vLLM picks for them. Candidates are timed as those of `kernels`, with
+queries of e4m3. Keys are FP8. The baseline takes requests of one size. Before prefill vLLM also gathers keys out
+of their pages, and before any batch it makes schedules and fills its result with -1: none of this is timed. Some of our
+tokens are checked against the reference, and all positions of the baseline against ours.
 """
 
 import argparse
-from dataclasses import dataclass
+import importlib
+import itertools
+import math
 from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
 from mla_backend.keys import KEY_FORMATS, write_keys
 from serving_benchmarks import options as opt
-from serving_benchmarks.ops import kernels
-from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, CaseOfBatch, RequestBatch
-from serving_benchmarks.ops.timing import Call, capture, interleaved
-from serving_benchmarks.results import file as result_file
-from serving_benchmarks.results.tables import index_rows
+from serving_benchmarks.ops import kernels, timing
+from serving_benchmarks.ops.batches import BLOCK, SETS, SMALLEST_CACHE, RequestBatch
 
+BATCHES = "1q1s32k,16q1s32k,64q1s32k,1q1s128k,16q1s128k,64q1s128k,4q1s512k,16q4s32k"
+BATCHES += ",q4ks32k,q4ks128k,q2ks512k,6q700s20k"
 CHECKED = 8  # tokens that are compared with the reference
-TOLERANCE = 2.0**-11  # of the sum over heads of |weight| |query| |key|
-MOST_HEADS = 128
+MOST_DIFFER = 0.02  # share of positions that may differ: scores near the last one chosen round differently
+DEEP_GEMM, VLLM_OPS = "vllm.third_party.deep_gemm", "vllm._C_stable_libtorch"
+COOPERATIVE_ROWS, TOPK_BYTES = 64, 2**20  # of vLLM's top-k: most rows of the cooperative one, and its workspace
+LOGITS = 512 * 2**18  # fp32 scores that vLLM makes at once in prefill
 
 
-@dataclass(frozen=True)
-class Case(CaseOfBatch):
-    batch: str
-    heads: int
-    topk: int
+Inputs = tuple[Tensor, ...]
+"""One set: the arguments of `select_tokens` in their order, and where it writes."""
 
 
-Inputs = tuple[tuple[Tensor, ...], Tensor, Tensor]
-"""The arguments of index_scores in their order, scores and chosen keys."""
+def new_inputs(case: kernels.Case, cache: Tensor, table: Tensor) -> Inputs:
+    batch, device = case.requests, cache.device
+    queries = torch.randn(batch.tokens, case.heads, 128, device=device).to(torch.float8_e4m3fn)
+    weights = torch.randn(batch.tokens, case.heads, device=device)
+    of_tokens = batch.token_requests().to(device), batch.visible().to(device)
+    out = torch.empty(batch.tokens, case.topk, dtype=torch.int32, device=device)
+    return queries, weights, cache, table.clamp(min=0), *of_tokens, out
 
 
-def new_cache(fmt: str, tokens: int) -> Tensor:
+def new_cache(tokens: int) -> Tensor:
     """Random keys in every slot."""
-    kind = KEY_FORMATS[fmt]
-    cache = torch.zeros(-(-tokens // BLOCK), BLOCK, kind.width, dtype=kind.dtype, device=kernels.DEVICE)
+    cache = torch.zeros(-(-tokens // BLOCK), BLOCK, KEY_FORMATS["fp8"].width, dtype=torch.uint8, device=kernels.DEVICE)
     for slots in torch.arange(tokens, device=cache.device).split(2**18):
         write_keys(torch.randn(len(slots), 128, device=cache.device), cache, slots)
     return cache
 
 
-def new_inputs(case: Case, cache: Tensor, table: Tensor) -> Inputs:
-    """One set. Queries are fp32, which takes longer to read than bf16."""
-    batch, device = case.requests, cache.device
-    queries = torch.randn(batch.tokens, case.heads, 128, device=device)
-    weights = torch.randn(batch.tokens, case.heads, device=device)
-    requests, lengths = batch.token_requests().to(device), batch.visible().to(device)
-    scores = torch.zeros(batch.tokens, batch.longest, device=device)
-    chosen = torch.zeros(batch.tokens, case.topk, dtype=torch.int32, device=device)
-    return (queries, weights, cache, table, requests, lengths), scores, chosen
+def check(inputs: Inputs) -> dict[str, float]:
+    """Compares some tokens, the last one among them, with the reference."""
+    queries, weights, cache, table, requests, lengths, chosen = inputs
+    some, found = torch.linspace(0, len(queries) - 1, CHECKED).long().tolist(), []
+    for own in (slice(token, token + 1) for token in some):
+        keys = cache[table[requests[own].long()[0]].long()]  # this request's: all would be too large in float
+        local = torch.arange(len(keys), dtype=torch.int32, device=keys.device).unsqueeze(0)
+        given = queries[own].float(), weights[own], keys, local, torch.zeros_like(requests[own]), lengths[own]
+        found.append(reference.select_tokens(*given, chosen.shape[1])[0])
+    return compare(torch.cat(found), chosen[some])
 
 
-def check(case: Case, inputs: Inputs) -> None:
-    """Compares some tokens, the last one among them, with the reference. Raises RuntimeError."""
-    (queries, weights, cache, table, requests, lengths), scores, chosen = inputs
-    some = torch.linspace(0, len(queries) - 1, CHECKED, device=cache.device).long()
-    scores = scores[some]
-    for token, got in zip(some.tolist(), scores, strict=True):
-        own = slice(token, token + 1)
-        length, row = int(lengths[token]), table[requests[token].long()].long()
-        keys = cache[row]  # this request's alone: the whole cache would not fit in float
-        local = torch.arange(len(row), dtype=torch.int32, device=cache.device).unsqueeze(0)
-        arguments = queries[own], weights[own], keys, local, torch.zeros_like(requests[own]), lengths[own]
-        want = reference.index_scores(*arguments, scores.shape[1])[0, :length]
-        norms = reference.dequantise_keys(keys).flatten(0, 1).norm(dim=1)[:length]
-        allowed = (weights[token].abs() * queries[token].norm(dim=-1)).sum() * norms * TOLERANCE
-        if not bool(((got[:length] - want).abs() <= allowed).all()):
-            raise RuntimeError(f"index_scores differs from the reference in token {token} of {case}")
-    if not torch.equal(chosen[some], reference.select_top(scores, lengths[some], case.topk)):
-        raise RuntimeError(f"select_top differs from the reference in {case}")
+def compare(others: Tensor, ours: Tensor) -> dict[str, float]:
+    """How many positions of others are not among ours, which rise. Raises WrongResult if they are many."""
+    ours = torch.where(ours < 0, 2**31 - 1, ours)
+    at = torch.searchsorted(ours, others).clamp(max=ours.shape[1] - 1)
+    differ, count = int((ours.gather(1, at) != others)[others >= 0].sum()), int((others >= 0).sum())
+    if int((ours < 2**31 - 1).sum()) != count or differ > MOST_DIFFER * count:
+        raise kernels.WrongResult(f"wrong result: {differ} of {count} positions differ")
+    return {"positions": count, "different": differ}
 
 
-def time_case(case: Case, fmt: str, cache: Tensor, rounds: int) -> list[dict[str, Any]]:
-    """Checks and times both ops."""
+def decode_steps(case: kernels.Case, inputs: Inputs, out: Tensor, deep_gemm: Any) -> timing.Call:
+    """As vLLM decodes: 1, 2 or 4 tokens are rows of a request, other numbers requests of their own."""
+    queries, weights, cache, table, requests, lengths, _ = inputs
+    rows = case.requests.queries if case.requests.queries in (1, 2, 4) else 1
+    table = table if rows == case.requests.queries else table[requests.long()]
+    lengths, longest = lengths.view(-1, rows), case.requests.longest
+    slots = torch.cuda.get_device_properties(kernels.DEVICE).multi_processor_count // (2 if rows == 4 else 1)
+    schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, BLOCK, slots)
+    workspace = torch.empty(TOPK_BYTES, dtype=torch.uint8, device=kernels.DEVICE)
+    top = torch.ops._C.cooperative_topk if len(weights) <= COOPERATIVE_ROWS else torch.ops._C.persistent_topk
+
+    def call() -> None:
+        q = queries.view(-1, rows, case.heads, 128), None
+        given = q, cache.unsqueeze(-2), weights, lengths, table, schedule, longest
+        top(deep_gemm.fp8_fp4_paged_mqa_logits(*given), lengths, out, workspace, case.topk, longest)
+
+    return call
+
+
+def prefill_steps(case: kernels.Case, inputs: Inputs, out: Tensor, deep_gemm: Any) -> timing.Call:
+    """As vLLM prefills: from gathered keys, so many requests at once, or so many tokens of one, that scores fit."""
+    queries, weights, cache, table, requests, lengths, _ = inputs
+    (count, length), made = case.requests.requests[0], []
+    for first, rows in enumerate(table.split(most := max(1, math.isqrt(LOGITS // (count * length))))):
+        first, starts = first * most, torch.arange(0, len(rows) * length + 1, length, dtype=torch.int32).to(rows.device)
+        values = rows.new_empty(len(rows) * length, 128, dtype=torch.float8_e4m3fn)
+        scales = rows.new_empty(len(rows) * length, 4, dtype=torch.uint8)
+        torch.ops._C_cache_ops.cp_gather_indexer_k_quant_cache(cache, values, scales, rows, starts)
+        keys, stop = (values, scales.view(torch.float32).squeeze(-1)), (first + len(rows)) * count
+        for token in range(first * count, stop, step := max(1, LOGITS // len(values))):
+            own = slice(token, min(token + step, stop))
+            begin = starts[requests[own].long() - first]
+            given = (queries[own], None), keys, weights[own], begin, begin + lengths[own], length
+            made.append((given, torch.zeros_like(begin), lengths[own], out[own]))
+
+    def call() -> None:
+        for given, begin, end, best in made:
+            scores = deep_gemm.fp8_fp4_mqa_logits(*given)
+            torch.ops._C.top_k_per_row_prefill(scores, begin, end, best, len(best), *scores.stride(), case.topk)
+
+    return call
+
+
+def two_steps(case: kernels.Case, sets: list[Inputs]) -> timing.Candidate:
+    """vLLM's, loaded as vLLM loads it."""
+    _, deep_gemm = map(importlib.import_module, (VLLM_OPS, DEEP_GEMM))
+    deep_gemm.set_pdl(True)
+    steps, outs = decode_steps if case.decode else prefill_steps, [torch.full_like(one[-1], -1) for one in sets]
+    calls = [steps(case, inputs, out, deep_gemm) for inputs, out in zip(sets, outs, strict=True)]
+    return timing.Candidate(calls, outs[-1:], lambda: compare(outs[-1], sets[-1][-1]))
+
+
+def measure(case: kernels.Case, cache: Tensor, loaded: set[str], rounds: int) -> dict[str, Any]:
+    """Checks and times one case."""
     batch = case.requests
     tables = kernels.new_table(batch.blocks(BLOCK) * SETS, len(cache)).chunk(SETS)  # no set finds another's keys in L2
     sets = [new_inputs(case, cache, table) for table in tables]
-    calls: dict[str, list[Call]] = {
-        "index_scores": [partial(mla_backend.index_scores, *given, scores=scores) for given, scores, _ in sets],
-        "select_top": [partial(mla_backend.select_top, scores, of[-1], chosen=chosen) for of, scores, chosen in sets],
-    }
-    graphs = {op: capture(own) for op, own in calls.items()}
-    check(case, sets[-1])
-    seconds = interleaved({op: graph.clock for op, graph in graphs.items()}, rounds=rounds)
-    seen = int(batch.visible().sum())
-    read = batch.cached * KEY_FORMATS[fmt].token_bytes + sum(x.nbytes for x in sets[0][0][:2])
-    moved = {"index_scores": read + 4 * seen, "select_top": 4 * seen + sets[0][2].nbytes}
-    flops = {"index_scores": 2 * 128 * case.heads * seen, "select_top": None}
-    measured = {op: {"flops": flops[op], "bytes": moved[op], "seconds": seconds[op].as_dict()} for op in calls}
-    return [{"op": op, "format": fmt, "case": case.as_dict(), **of} for op, of in measured.items()]
+    calls = [partial(mla_backend.select_tokens, *given, out=out) for *given, out in sets]
+    ours = {"ours": timing.Candidate(calls, sets[-1][-1:], lambda: check(sets[-1]))}
+    theirs = {name: partial(two_steps, case, sets) for name in loaded if len({*batch.requests}) == 1}
+    found = timing.measure(ours, theirs, rounds)
+    moved = batch.cached * cache.shape[-1] + sum(sets[-1][i].nbytes for i in (0, 1, -1))
+    return {"useful_flops": 2 * 128 * case.heads * int(batch.visible().sum()), "bytes": moved, **found}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    opt.add_list(parser, "--batches", RequestBatch.parse, "as those of `kernels`", "64q1s4k,64q1s32k,q4k")
-    opt.add_list(parser, "--heads", opt.whole(1, MOST_HEADS), "of the indexer", "64")
+    opt.add_list(parser, "--batches", RequestBatch.parse, "as those of `kernels`", BATCHES)
+    opt.add_list(parser, "--heads", opt.whole(1, 128), "of the indexer", "64")
     parser.add_argument("--topk", type=opt.count, default=2048, metavar="N", help="default: %(default)s")
-    opt.add_list(parser, "--formats", opt.one_of(KEY_FORMATS), "of the keys", ",".join(KEY_FORMATS))
-    opt.add_rounds(parser, 21)
-    opt.add_output(parser)
+    kernels.add_ends(parser, 21)
 
 
 def run(options: argparse.Namespace) -> int:
     opt.require_gpu()
     torch.manual_seed(0)
-    cases = [Case(batch.spec, heads, options.topk) for batch in options.batches for heads in options.heads]
+    every = itertools.product(options.batches, options.heads)
+    cases = [kernels.Case(batch.spec, heads, options.topk, "fp8") for batch, heads in every]
     tokens = max(SMALLEST_CACHE, *(SETS * BLOCK * sum(batch.blocks(BLOCK)) for batch in options.batches))
-    results: list[dict[str, Any]] = []
-    for fmt in options.formats:
-        cache = new_cache(fmt, tokens)
-        for case in track(cases, f"{fmt} keys", console=Console(stderr=True)):
-            results += time_case(case, fmt, cache, options.rounds)
-    result_file.show(*index_rows(results), words=4)
-    result_file.write(options.output, results, Console(stderr=True), benchmark="index")
-    return 0
+    found = {"deepgemm": timing.version_of(DEEP_GEMM, "vllm")}
+    return kernels.measure_cases(options, "index", cases, partial(measure, cache=new_cache(tokens)), found)

@@ -107,7 +107,7 @@ class Candidate:
     """What is checked and timed on a GPU: calls that differ in their inputs, and what the last one leaves."""
 
     calls: Sequence[Call]
-    results: Sequence[Tensor] = ()  # NaN before the run that is checked, so that what is checked is what is timed
+    results: Sequence[Tensor] = ()  # NaN or -1 before the run that is checked, so that what is checked is what is timed
     check: Callable[[], object] = lambda: None  # what is said of its accuracy. Raises an error if it is wrong.
     layer: Sequence[Call] = ()  # the calls as a layer of a model makes them; none for what layers do not call
 
@@ -128,7 +128,7 @@ def measure(
 
     def check_run(name: str, candidate: Candidate, made: Burst) -> None:
         for result in candidate.results:
-            result.fill_(torch.nan)
+            result.fill_(torch.nan if result.is_floating_point() else -1)
         made.run()
         torch.cuda.synchronize()
         if (found := candidate.check()) is not None:

@@ -44,7 +44,6 @@ TIMING = has(**dict.fromkeys(("fastest", "median", "lower_quartile", "upper_quar
 CASE = has(heads=Count, format=str)
 TIMED = has(useful_flops=Positive, seconds=Annotated[dict[str, TIMING], _with("ours")])
 PLANNED = has(TIMED, bytes=Positive, seconds=Annotated[dict[str, TIMING], _with("ours", "plan")])
-OP = has(op=str, format=str, bytes=Positive, seconds=TIMING)
 LATENCIES = has(**dict.fromkeys(("p50", "p99"), Annotated[float, Field(ge=0, allow_inf_nan=False)] | None))
 LOAD = create_model("Load", **{name: (Positive | None, None) for name in (*runs.LOAD, "num_prompts")})
 FAILED_RUN = has(backend=str, case=has(LOAD, input_len=Count, output_len=Count))
@@ -108,10 +107,6 @@ def _runs_timed(file: ResultFile) -> Iterator[Timed]:
 # The kinds
 
 
-def _ops_timed(file: ResultFile) -> Iterator[Timed]:
-    return (Timed(KINDS[file.kind].name_of(one), "op", one["seconds"]) for one in tables.ran(file.report))
-
-
 @dataclass(frozen=True)
 class Kind:
     name: str
@@ -131,7 +126,7 @@ class Kind:
 _KERNELS = has(PLANNED, case=has(CASE, batch=str, topk=Count), floor_seconds=has(math=Positive))
 _ROWS = has(TIMED, case=has(CASE, name=str, batch=str, topk=Count), bytes=Positive)
 _BACKWARD = has(TIMED, case=has(heads=Count, rows=Count, lists=str), parts=dict)
-_INDEX = has(OP, case=has(batch=str, heads=Count), flops=Positive | None)
+_INDEX = has(TIMED, case=has(CASE, batch=str), bytes=Positive)
 _THROUGHPUT = has(SERVE, seconds=TIMING, rounds_s=Annotated[list[Positive], Field(min_length=2)])
 _CHECKPOINT = has(FAILED_WAY, engine=str, cache=str, gpus=Count, asked=Count, right=Annotated[int, Field(ge=0)] | None)
 _OFFLINE_TABLES = {"throughput": tables.whole_models, "throughput_versus": tables.throughput_versus}
@@ -142,7 +137,7 @@ _KINDS = (
     Kind("rows", "Sparse attention on other rows, on a GPU", _ROWS, {"rows": tables.rows}),
     Kind("dense", "Dense decode on a GPU", has(PLANNED, case=has(CASE, batch=str)), {"dense": tables.dense}),
     Kind("backward", "The backward of sparse attention on a GPU", _BACKWARD, {"backward": tables.backward}),
-    Kind("index", "The indexer's ops", _INDEX, {"index": tables.index}, _ops_timed),
+    Kind("index", "The indexer on a GPU", _INDEX, {"index": tables.dense}),
     Kind("throughput", "Offline throughput", _THROUGHPUT, _OFFLINE_TABLES, _runs_timed, FAILED_RUN),
     Kind("serve", "Serving", SERVE, _SERVE_TABLES, _runs_timed, FAILED_RUN),
     Kind("checkpoint", "A checkpoint's answers", _CHECKPOINT, {"checkpoint": tables.checkpoint}, None, FAILED_WAY),

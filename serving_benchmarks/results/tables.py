@@ -27,6 +27,7 @@ PEERS = {
     "fa3": "FA3",
     "cudnn": "cuDNN",
     "tilelang": "TileLang",
+    "deepgemm": "DeepGEMM and top-k",
 }
 """Titles of candidates. Of candidates with one title the fastest counts."""
 NOT_PEERS = ("ours", "plan", "slot_lists", "atomic")  # candidates that are ours
@@ -53,7 +54,7 @@ NAMES: dict[str, Callable[[Entry], str]] = {
     **dict.fromkeys(("kernels", "rows"), lambda entry: kernel_name(entry["case"])),
     "dense": "{case[batch]} h{case[heads]} {case[format]}".format_map,
     "backward": "h{case[heads]} {case[rows]} {case[lists]}".format_map,
-    "index": "{op}, {case[batch]}, {case[heads]} heads, {format}".format_map,
+    "index": "{case[batch]}, {case[heads]} heads, {case[format]} keys".format_map,
     **dict.fromkeys(("throughput", "serve"), runs.name_of),
     "checkpoint": "{way}".format_map,
 }
@@ -117,10 +118,7 @@ def dense(report: Report) -> str:
     results = ran(report)
     titles = _titles(results)
     headings = ["batch", "heads", "cache", "mla-backend", *titles, "best baseline over ours"]
-    rows = []
-    for result in results:
-        case = [str(result["case"][name]) for name in ("batch", "heads", "format")]
-        rows.append([*case, *_versus(result, titles)])
+    rows = [[*(str(one["case"][n]) for n in ("batch", "heads", "format")), *_versus(one, titles)] for one in results]
     return page(headings, rows, _kernels_measured(report, lists=""))
 
 
@@ -382,23 +380,3 @@ def checkpoint(*reports: Report) -> str:
             rows.append([*row, f"{entry['accepted']} of {entry['drafted']}" if entry.get("drafted") else "-"])
     machines = dict.fromkeys(f"{file.machine(r['environment'])}, {file.when(r['environment'])}" for r in reports)
     return page(headings, rows, f"{'; '.join(machines)}.")
-
-
-# The indexer's ops
-
-
-def index_rows(results: Sequence[Entry]) -> tuple[list[str], list[list[str]]]:
-    """Headings, and a row for each entry."""
-    rows = []
-    for result in results:
-        case, seconds = result["case"], result["seconds"]["median"]
-        row = [result["op"], case["batch"], str(case["heads"]), result["format"], microseconds(seconds)]
-        row.append(f"{result['flops'] / seconds / 1e12:.0f}" if result["flops"] else "-")
-        rows.append([*row, f"{result['bytes'] / seconds / 1e12:.2f}"])
-    return ["op", "batch", "heads", "format", "us", "TFLOP/s", "TB/s"], rows
-
-
-def index(report: Report) -> str:
-    where, rounds = report["environment"], report["results"][0]["seconds"]["rounds"]
-    how = f"Medians of {rounds} replays of CUDA graphs. {where['gpus'][0]['name']}, driver {where['driver']}"
-    return page(*index_rows(report["results"]), f"{how}, torch {where['torch']['version']}, {file.when(where)}.")
