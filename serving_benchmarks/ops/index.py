@@ -1,14 +1,11 @@
 """The indexer on a GPU: `select_tokens`, scores of a context's keys and their top-k in one op, versus vLLM's two steps.
 
-Those are DeepGEMM's scores and the top-k that vLLM picks for them. Candidates are timed as those of `kernels`, with
-queries of e4m3. Keys are FP8. The baseline takes requests of one size. Before prefill vLLM also gathers keys out
-of their pages, and before any batch it makes schedules and fills its result with -1: none of this is timed. Some of our
-tokens are checked against the reference, and all positions of the baseline against ours.
+Those are DeepGEMM's scores and the top-k that vLLM picks. Queries are e4m3, keys FP8. The baseline takes requests of
+one size. What vLLM does besides is not timed: gathering keys out of pages in prefill, schedules, filling the result.
 """
 
 import argparse
 import importlib
-import itertools
 import math
 from functools import partial
 from typing import Any
@@ -30,7 +27,6 @@ MOST_DIFFER = 0.02  # share of positions that may differ: scores near the last o
 DEEP_GEMM, VLLM_OPS = "vllm.third_party.deep_gemm", "vllm._C_stable_libtorch"
 COOPERATIVE_ROWS, TOPK_BYTES = 64, 2**20  # of vLLM's top-k: most rows of the cooperative one, and its workspace
 LOGITS = 512 * 2**18  # fp32 scores that vLLM makes at once in prefill
-
 
 Inputs = tuple[Tensor, ...]
 """One set: the arguments of `select_tokens` in their order, and where it writes."""
@@ -62,15 +58,15 @@ def check(inputs: Inputs) -> dict[str, float]:
         local = torch.arange(len(keys), dtype=torch.int32, device=keys.device).unsqueeze(0)
         given = queries[own].float(), weights[own], keys, local, torch.zeros_like(requests[own]), lengths[own]
         found.append(reference.select_tokens(*given, chosen.shape[1])[0])
-    return compare(torch.cat(found), chosen[some])
+    return compare(chosen[some], torch.cat(found))
 
 
-def compare(others: Tensor, ours: Tensor) -> dict[str, float]:
-    """How many positions of others are not among ours, which rise. Raises WrongResult if they are many."""
-    ours = torch.where(ours < 0, 2**31 - 1, ours)
-    at = torch.searchsorted(ours, others).clamp(max=ours.shape[1] - 1)
-    differ, count = int((ours.gather(1, at) != others)[others >= 0].sum()), int((others >= 0).sum())
-    if int((ours < 2**31 - 1).sum()) != count or differ > MOST_DIFFER * count:
+def compare(got: Tensor, want: Tensor) -> dict[str, float]:
+    """How many of the wanted positions were not got. Raises WrongResult if they are many."""
+    got = torch.where(got < 0, 2**31 - 1, got).sort(1).values
+    at = torch.searchsorted(got, want).clamp(max=got.shape[1] - 1)
+    differ, count = int((got.gather(1, at) != want)[want >= 0].sum()), int((want >= 0).sum())
+    if int((got < 2**31 - 1).sum()) != count or differ > MOST_DIFFER * count:
         raise kernels.WrongResult(f"wrong result: {differ} of {count} positions differ")
     return {"positions": count, "different": differ}
 
@@ -150,8 +146,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     opt.require_gpu()
     torch.manual_seed(0)
-    every = itertools.product(options.batches, options.heads)
-    cases = [kernels.Case(batch.spec, heads, options.topk, "fp8") for batch, heads in every]
+    cases = [kernels.Case(one.spec, heads, options.topk, "fp8") for one in options.batches for heads in options.heads]
     tokens = max(SMALLEST_CACHE, *(SETS * BLOCK * sum(batch.blocks(BLOCK)) for batch in options.batches))
     found = {"deepgemm": timing.version_of(DEEP_GEMM, "vllm")}
     return kernels.measure_cases(options, "index", cases, partial(measure, cache=new_cache(tokens)), found)
