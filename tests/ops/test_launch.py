@@ -13,10 +13,9 @@ from rich.console import Console
 import mla_backend
 from mla_backend import Launch, doctor, library
 from mla_backend.plan import choose_launch, most_ctas
-from plans import SPLIT_FOR_CLUSTERS, WHOLE_TOKENS, gpu, gpu_launch, splits_of
+from plans import SPLIT_FOR_CLUSTERS, WHOLE_TOKENS, gpu, gpu_launch
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "kernels.md"
 HEADS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256)
 any_format = st.sampled_from(sorted(mla_backend.FORMATS))
 
@@ -31,15 +30,6 @@ any_format = st.sampled_from(sorted(mla_backend.FORMATS))
 )
 def test_hopper_has_a_kernel_for_each_shape(tokens, heads, fmt, kernel, heads_per_cta):
     assert gpu_launch(gpu(), tokens, heads, fmt=fmt)[:2] == (kernel, heads_per_cta)
-
-
-@pytest.mark.skipif(not PAGE.is_file(), reason="needs the source tree")
-def test_the_docs_have_what_is_chosen():
-    table = PAGE.read_text().partition("| slots | heads | ")[2].partition("\n\n")[0]
-    tokens, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines())
-    assert len(rows) > 9
-    for slots, heads, *cells in rows:
-        assert cells == [splits_of(gpu(), int(t), int(heads), int(slots)) for t in tokens], (slots, heads)
 
 
 @given(st.integers(1, 600), st.integers(1, 256), st.integers(0, 200_000), any_format, st.sampled_from([78, 114, 132]))

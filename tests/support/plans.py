@@ -84,12 +84,6 @@ def planned(tokens, topk, *, ctas, device=None, num_heads=16, splits=0, cluster=
     return mla_backend.plan(tokens, topk, launch=launch, device=device, **more)
 
 
-def splits_of(device, tokens, heads, topk):
-    """What docs/kernels.md has of a default plan for full lists: heads of a CTA, and how tokens are split."""
-    launch = gpu_launch(device, tokens, heads, topk)
-    return f"{launch.heads_per_cta}{'~' if not launch.splits else f'/{launch.splits}' if launch.splits > 1 else ''}"
-
-
 def tiles_of(lengths, tile_slots=16):
     return [-(-max(n, 0) // tile_slots) for n in lengths]
 
