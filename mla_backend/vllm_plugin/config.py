@@ -7,8 +7,9 @@ import torch
 
 from mla_backend import tried_versions
 from mla_backend.arguments import dtype_name
-from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin import selection, versions
 from mla_backend.vllm_plugin.models import SERVED, has_v4_attention, is_draft, is_served, why_not
+from mla_backend.vllm_plugin.selection import WORKERS
 from mla_backend.vllm_plugin.staging import OPTION, asked_rows
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ CACHE_DTYPES = {
 }
 """What --kv-cache-dtype may be, and which format that is. vLLM also calls DeepSeek-V4's rows fp8_ds_mla. Dense
 ones of fp8 are 576 e4m3 values with one scale for all rows."""
-VLLM_WORKER = "vllm.v1.worker.gpu_worker.Worker"
-V4_WORKER = "mla_backend.vllm_plugin.gpu_worker.SparseMLAV4Worker"
 
 
 def settle(vllm_config: "VllmConfig") -> None:
@@ -70,9 +69,15 @@ def settle(vllm_config: "VllmConfig") -> None:
         cache_config.cache_dtype = "bfloat16"  # "auto" would be the model's dtype
     if has_v4_attention(vllm_config.model_config):
         worker = vllm_config.parallel_config.worker_cls
-        if worker not in (VLLM_WORKER, V4_WORKER):  # vLLM's choice of a layer would stay what it is, without a word
-            raise ValueError(f"{name}: DeepSeek-V4 needs vLLM's own worker class, {VLLM_WORKER}; got {worker}")
-        vllm_config.parallel_config.worker_cls = V4_WORKER
+        if worker not in WORKERS:  # vLLM's choice of a layer would stay what it is, without a word
+            raise ValueError(f"{name}: DeepSeek-V4 needs vLLM's own worker class, {WORKERS[0]}; got {worker}")
+        vllm_config.parallel_config.worker_cls = WORKERS[1]
+    if name == versions.SPARSE and not current_platform.is_cpu() and selection.is_on(vllm_config):
+        if selection.asked(vllm_config) is None:
+            told = "%s selects tokens with select_tokens, as %s. --additional-config '{\"%s\": false}' turns it off."
+            versions.logger().info_once(told, name, selection.why_by_default(vllm_config), selection.OPTION)
+        vllm_config.parallel_config.worker_cls = WORKERS[1]
+        selection.split_graphs(vllm_config.compilation_config)
     if speculative is not None and speculative.method == "mtp" and speculative.attention_backend is None:
         # the draft's layers are of the same kind, but vLLM would pick another backend for them
         speculative.attention_backend = vllm_config.attention_config.backend
@@ -166,6 +171,7 @@ def _features(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
         or _cache(name, vllm_config, on_cpu)
         or _sleep(vllm_config)
         or _staging(vllm_config)
+        or _selection(name, vllm_config, on_cpu)
     )
 
 
@@ -226,6 +232,18 @@ def _staging(vllm_config: "VllmConfig") -> str | None:
     if isinstance(rows, int) and not isinstance(rows, bool) and rows >= 0:
         return None
     return f"{OPTION} in --additional-config must be a number of rows, or 0 to stage none; got {rows!r}."
+
+
+def _selection(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
+    asked, option = selection.asked(vllm_config), f"{selection.OPTION} in --additional-config"
+    if asked is None:
+        return None
+    if not isinstance(asked, bool):
+        return f"{option} must be true or false; got {asked!r}."
+    if name == versions.DENSE or on_cpu:
+        return f"{option} is for sparse attention on a GPU. Leave it out."
+    reason = selection.why_not(vllm_config) if asked else None
+    return reason and f"{option} {reason}. Or leave it out, and vLLM's own indexer selects."
 
 
 def _sleep(vllm_config: "VllmConfig") -> str | None:

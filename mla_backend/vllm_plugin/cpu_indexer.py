@@ -16,8 +16,8 @@ from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.model_executor.models import deepseek_v2
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder, MultipleOf
 
-from mla_backend.index import select_tokens
 from mla_backend.keys import KEY_FORMATS, write_keys
+from mla_backend.vllm_plugin.selection import seen_by_tokens, select_into
 
 
 def install() -> None:
@@ -57,13 +57,11 @@ class CpuIndexerMetadataBuilder(AttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CpuIndexerMetadata:
         batch = common_attn_metadata
-        ends, contexts = batch.query_start_loc[1:], batch.seq_lens.int()
-        counts = batch.query_start_loc.diff()
-        requests = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
-        left = ends[requests] - torch.arange(len(requests))  # tokens of its request, from each token on
+        tokens = torch.arange(batch.num_actual_tokens, dtype=torch.int32)
+        requests, lengths = seen_by_tokens(batch.query_start_loc, batch.seq_lens.int(), tokens)
         return CpuIndexerMetadata(
             requests=requests,
-            lengths=(contexts[requests] - left + 1).int(),
+            lengths=lengths,
             block_table=batch.block_table_tensor,
             slot_mapping=batch.slot_mapping,
         )
@@ -103,15 +101,6 @@ class CpuIndexer(SparseAttnIndexer):
         batch, cache = batches[self.k_cache.prefix], self.k_cache.kv_cache
         slots = batch.slot_mapping
         write_keys(k[: len(slots)].contiguous(), cache, slots)
-        tokens = len(batch.lengths)
-        select_tokens(
-            q_quant[:tokens],
-            weights[:tokens].float(),
-            cache,
-            batch.block_table,
-            batch.requests,
-            batch.lengths,
-            out=self.topk_indices_buffer[:tokens, : self.topk_tokens],
-        )
-        self.topk_indices_buffer[tokens : len(hidden_states)] = -1
+        what = q_quant, weights, cache, batch.block_table, batch.requests, batch.lengths
+        select_into(self.topk_indices_buffer, len(hidden_states), self.topk_tokens, *what)
         return self.topk_indices_buffer

@@ -160,20 +160,21 @@ def test_the_model_chooses_the_layer_where_the_backend_is_asked_for(v4, monkeypa
 
 
 def test_the_layer_and_its_worker_take_what_vllm_passes(v4):
-    from mla_backend.vllm_plugin.gpu_worker import SparseMLAV4Worker
+    from mla_backend.vllm_plugin.gpu_worker import SparseMLAWorker
 
     ours, (theirs, *_) = v4.SparseMLAV4Attention, v4.SparseMLAV4Attention.__bases__
     assert not getattr(ours, "__abstractmethods__", None)
     for name in ("forward_mqa", "get_padded_num_q_heads"):
         taken, wanted = (list(inspect.signature(getattr(one, name)).parameters) for one in (ours, theirs))
         assert taken == wanted
-    assert plugin_config.VLLM_WORKER == ".".join(f"{c.__module__}.{c.__name__}" for c in SparseMLAV4Worker.__bases__)
-    assert plugin_config.V4_WORKER == f"{SparseMLAV4Worker.__module__}.{SparseMLAV4Worker.__name__}"
+    assert plugin_config.WORKERS == tuple(
+        f"{c.__module__}.{c.__name__}" for c in (*SparseMLAWorker.__bases__, SparseMLAWorker)
+    )
 
 
 def v4_config(**cache) -> SimpleNamespace:
     model = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], dtype=torch.bfloat16, hf_text_config=None)
-    worker = dict(worker_cls=plugin_config.VLLM_WORKER, decode_context_parallel_size=1, data_parallel_size=1)
+    worker = dict(worker_cls=plugin_config.WORKERS[0], decode_context_parallel_size=1, data_parallel_size=1)
     named = dict(backend=versions.add_backend(versions.SPARSE), hisparse_config=None)
     cache = {"cache_dtype": "auto", "user_specified_block_size": False, **cache}
     config = config_with(attention=named, cache=cache, parallel=worker)
@@ -191,7 +192,7 @@ def test_on_a_gpu_a_worker_of_ours_builds_the_model(monkeypatch):
     for given, settled in (("auto", "auto"), ("fp8", "fp8_ds_mla")):
         config = v4_config(cache_dtype=given)
         plugin_config.settle(config)
-        assert config.parallel_config.worker_cls == plugin_config.V4_WORKER
+        assert config.parallel_config.worker_cls == plugin_config.WORKERS[1]
         assert config.cache_config.cache_dtype == settled
     config = v4_config()
     config.parallel_config.worker_cls = "another.Worker"

@@ -1,0 +1,150 @@
+"""The indexer of DeepSeek sparse attention on a GPU, with our `select_tokens` in place of DeepGEMM and vLLM's top-k.
+
+vLLM's model computes queries, keys and weights, and writes the keys. What the tokens of a step see is computed once,
+with vLLM's own metadata, into buffers that stay where they are: CUDA graphs read them.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers import sparse_attn_indexer as indexer
+from vllm.models.deepseek_v32 import attention as deepseek_v32
+from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBuilder
+
+from mla_backend.index import MAX_WORKSPACE
+from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin.selection import OP, seen_by_tokens, select_into
+
+
+def install() -> None:
+    """Makes vLLM's models use this indexer. Each process that builds a model calls it, some more than once."""
+    if "SparseAttnIndexer" in op_registry_oot:
+        return
+    direct_register_custom_op(
+        op_name=OP.partition("::")[2],
+        op_func=select,
+        mutates_args=["topk_indices_buffer"],
+        fake_impl=lambda *args: None,
+    )
+    indexer.SparseAttnIndexer.register_oot(name="SparseAttnIndexer")(GpuIndexer)
+    indexer.has_deep_gemm = lambda: True  # vLLM's class refuses to be made without it
+    deepseek_v32.sparse_attn_indexer = in_place_of(deepseek_v32.sparse_attn_indexer)  # called by its name there
+    add_tokens_to_metadata()
+
+
+def add_tokens_to_metadata() -> None:
+    """Has vLLM's metadata of the indexer say of each token what it sees."""
+    builder = DeepseekV32IndexerMetadataBuilder
+    build_theirs, update_theirs = builder.build, builder.update_draft_decode_metadata
+
+    @functools.wraps(build_theirs)
+    def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        metadata = build_theirs(self, common_prefix_len, common_attn_metadata, fast_build)
+        add_tokens(self, metadata, common_attn_metadata)
+        return metadata
+
+    @functools.wraps(update_theirs)
+    def update_draft_decode_metadata(self: Any, metadata: Any) -> None:
+        update_theirs(self, metadata)
+        if metadata.decode is not None:  # a token per request, whose lengths have grown
+            metadata.lengths.copy_(metadata.decode.seq_lens.reshape(-1)[: len(metadata.lengths)])
+
+    builder.build, builder.update_draft_decode_metadata = build, update_draft_decode_metadata
+
+
+def add_tokens(builder: Any, metadata: Any, common: Any) -> None:
+    if not hasattr(builder, "seen"):
+        builder.seen = torch.empty_like(builder.arange_buffer).repeat(2, 1)
+    tokens = builder.arange_buffer[: common.num_actual_tokens]
+    starts, seq_lens = common.query_start_loc, common.seq_lens
+    found = seen_by_tokens(starts, seq_lens, tokens, builder.compress_ratio, builder.seen)
+    metadata.requests, metadata.lengths = found
+
+
+@eager_break_during_capture
+def select(
+    hidden_states: Tensor,
+    k_cache_prefix: LayerNameType,
+    kv_cache: Tensor,
+    q_quant: Tensor,
+    k: Tensor | None,
+    weights: Tensor,
+    quant_block_size: int,
+    scale_fmt: str | None,
+    topk_tokens: int,
+    topk_indices_buffer: Tensor,
+    dense_mha_metadata_layer_name: LayerNameType,
+) -> None:
+    """Writes the keys k, unless they are None, and selects into the buffer. Arguments are those of vLLM's function."""
+    context = get_forward_context()
+    batches = context.attn_metadata
+    workspace = None
+    if q_quant.is_cuda:
+        (workspace,) = versions.shared_memory(((MAX_WORKSPACE,), torch.uint8), device=q_quant.device)
+    if not isinstance(batches, dict):  # a run that measures memory
+        return
+    batch = batches[_resolve_layer_name(k_cache_prefix)]
+    if k is not None:
+        slots = batch.slot_mapping
+        _custom_ops.indexer_k_quant_and_cache(k[: len(slots)], kv_cache, slots, quant_block_size, scale_fmt)
+    if _is_dense(context, _resolve_layer_name(dense_mha_metadata_layer_name)):
+        return
+    what = q_quant, weights, kv_cache, batch.block_table, batch.requests, batch.lengths
+    select_into(topk_indices_buffer, len(hidden_states), topk_tokens, *what, workspace=workspace)
+
+
+def _is_dense(context: Any, layer: str) -> bool:
+    """Whether no token of a step attends to what is selected, by vLLM's own rule."""
+    if not layer or context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
+        return False
+    step = context.attn_metadata.get(layer)
+    dense = getattr(getattr(step, "prefill", None), "use_dense_mha", False) and step.num_decode_tokens == 0
+    return dense and not torch.cuda.is_current_stream_capturing()
+
+
+def in_place_of(theirs: Any) -> Any:
+    """vLLM's function of an indexer, with our selection."""
+    names = tuple(inspect.signature(theirs).parameters)
+    ours = tuple(inspect.signature(select).parameters)
+
+    @functools.wraps(theirs)
+    def sparse_attn_indexer(*args: Any, **kwargs: Any) -> Tensor:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given["skip_k_cache_insert"]:
+            given["k"] = None
+        select(*(given[name] for name in ours))
+        return given["topk_indices_buffer"]
+
+    return sparse_attn_indexer
+
+
+class GpuIndexer(indexer.SparseAttnIndexer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.use_fp4_cache or self.candidate_blocks is not None:
+            raise ValueError("mla_selection: has no FP4 keys and no candidate blocks. Leave it out.")
+
+    def forward_cuda(self, hidden_states: Tensor, q_quant: Tensor, k: Tensor | None, weights: Tensor) -> Tensor:
+        getattr(torch.ops.vllm, OP.partition("::")[2])(
+            hidden_states,
+            _encode_layer_name(self.k_cache.prefix),
+            self.k_cache.kv_cache,
+            q_quant,
+            None if self.skip_k_cache_insert else k,
+            weights,
+            self.quant_block_size,
+            self.scale_fmt,
+            self.topk_tokens,
+            self.topk_indices_buffer,
+            _encode_layer_name(self.dense_mha_metadata_layer_name),
+        )
+        return self.topk_indices_buffer

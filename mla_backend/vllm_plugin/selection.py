@@ -1,0 +1,180 @@
+"""Selection by our `select_tokens` in place of vLLM's: whether it runs on a GPU, and what the tokens of a step see."""
+
+import importlib
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mla_backend.index import select_tokens
+from mla_backend.keys import VALUES
+from mla_backend.vllm_plugin import versions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OPTION = "mla_selection"
+"""In vLLM's --additional-config: whether our op selects on a GPU. By default only where `why_by_default` says so."""
+WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "mla_backend.vllm_plugin.gpu_worker.SparseMLAWorker")
+"""vLLM's, and ours, which puts our indexer into its models."""
+MAX_HEADS, MAX_TOPK = 128, 4096
+THEIR_OP, OP = "vllm::sparse_attn_indexer", "vllm::mla_backend_select"
+INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
+METADATA = "vllm.v1.attention.backends.mla.indexer"
+KNOWN = {
+    (versions.V32_ATTENTION, "sparse_attn_indexer"): (
+        *("hidden_states", "k_cache_prefix", "kv_cache", "q_quant", "q_scale", "k", "weights", "quant_block_size"),
+        *("scale_fmt", "topk_tokens", "head_dim", "max_model_len", "total_seq_lens", "topk_indices_buffer"),
+        *("skip_k_cache_insert", "use_pcp", "pcp_shard_decode_requests", "dense_mha_metadata_layer_name"),
+        *("use_fp4_cache", "dcp_rank", "dcp_world_size", "cp_kv_cache_interleave_size", "skip_topk_buffer_clear"),
+        *("candidate_blocks", "candidate_block_size", "candidate_write", "topk_backend"),
+    ),
+    (INDEXER, "SparseAttnIndexer.forward_cuda"): ("self", "hidden_states", "q_quant", "k", "weights"),
+    (METADATA, "DeepseekV32IndexerMetadataBuilder.build"): (
+        *("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    (METADATA, "DeepseekV32IndexerMetadataBuilder.update_draft_decode_metadata"): ("self", "metadata"),
+}
+"""What is replaced, and its parameters in vLLM 0.32 and 0.33."""
+
+
+# --- whether ----------------------------------------------------------------------------------------------------------
+
+
+def asked(vllm_config: "VllmConfig") -> Any:
+    """What the user asked for; None where nothing."""
+    options = getattr(vllm_config, "additional_config", None)
+    return options.get(OPTION) if isinstance(options, dict) else None
+
+
+def is_on(vllm_config: "VllmConfig") -> bool:
+    """Whether our op selects on this GPU. Each process comes to the same answer."""
+    choice = asked(vllm_config)
+    return bool(choice if choice is not None else why_by_default(vllm_config)) and why_not(vllm_config) is None
+
+
+def why_by_default(vllm_config: "VllmConfig") -> str | None:
+    """Why it is on where the user asks for nothing: vLLM's selection can't run, or reads keys once per draft token."""
+    from vllm.utils.deep_gemm import has_deep_gemm, native_next_n_supported
+
+    if not has_deep_gemm():
+        return "DeepGEMM is not installed"
+    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
+    if not native_next_n_supported(1 + drafts):
+        return f"DeepGEMM has no kernel for {1 + drafts} tokens per request on this GPU"
+    return None
+
+
+def why_not(vllm_config: "VllmConfig") -> str | None:
+    """Why it can't run here; None if it can."""
+    from vllm.platforms import current_platform
+
+    if not versions.since_0_32():
+        return "needs vllm 0.32 or 0.33"
+    if (unknown := unknown_signature()) is not None:
+        return unknown
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1:
+        return "does not merge what GPUs select; leave out --decode-context-parallel-size"
+    if parallel.worker_cls not in WORKERS:
+        return f"needs vLLM's own worker class, {WORKERS[0]}; got {parallel.worker_cls}"
+    capability = current_platform.get_device_capability()
+    if capability is not None and capability.major == 10:
+        return "does not know the scales of keys on sm_100"
+    text_config = vllm_config.model_config.hf_text_config
+    if getattr(text_config, "index_kpool", None):
+        return "does not take pooled keys"
+    dims, heads, topk = (getattr(text_config, f"index_{name}", 0) for name in ("head_dim", "n_heads", "topk"))
+    if dims != VALUES or not 1 <= heads <= MAX_HEADS or not 1 <= topk <= MAX_TOPK:
+        return (
+            f"takes an index_head_dim of {VALUES}, up to {MAX_HEADS} index_n_heads and an index_topk "
+            f"of up to {MAX_TOPK}; got {dims}, {heads} and {topk}"
+        )
+    if vllm_config.attention_config.resolve_indexer_kv_dtype("fp8") != "fp8":
+        return "takes keys in FP8 alone; leave out indexer_kv_dtype"
+    return None
+
+
+def unknown_signature() -> str | None:
+    """Which of the functions that are replaced is not there, or has other parameters than the known ones."""
+    for (module, name), known in KNOWN.items():
+        try:
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            return f"{module} of this vLLM lacks {name} ({error})"
+        if (parameters := tuple(inspect.signature(found).parameters)) != known:
+            other = ", ".join(sorted(set(parameters) ^ set(known))) or "in another order"
+            return f"{name} of this vLLM has other parameters than those known: {other}"
+    return None
+
+
+def split_graphs(compilation_config: Any) -> None:
+    """Has vLLM leave our op out of piecewise CUDA graphs, as it does its own."""
+    for ops in (compilation_config._attention_ops, compilation_config.splitting_ops):
+        if ops and THEIR_OP in ops and OP not in ops:
+            ops.append(OP)
+
+
+# --- what tokens see --------------------------------------------------------------------------------------------------
+
+
+def seen_by_tokens(
+    starts: Tensor, seq_lens: Tensor, tokens: Tensor, ratio: int = 1, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of each of T tokens: its request, and how many positions of it the token sees, up to its own. On the device.
+
+    Args:
+        starts: int32 `[R + 1]`, the first token of each request, and the end of the last one's. Tokens from there on
+            pad a CUDA graph: they have request R and see nothing.
+        seq_lens: int32 `[R]`, each request's context, with its tokens of this step.
+        tokens: int32 `[T]`, 0 to T - 1.
+        ratio: positions that share a key, as in DeepSeek-V4. Keys are counted.
+        out: int32 `[2, T or more]`, where to write.
+
+    Returns:
+        Requests and lengths, int32 `[T]`. What sees nothing has a length of 0 or less.
+    """
+    if out is None:
+        out = torch.empty(2, len(tokens), dtype=torch.int32, device=tokens.device)
+    requests, lengths = out[:, : len(tokens)]
+    ends = starts[1:]
+    torch.searchsorted(ends, tokens, right=True, out_int32=True, out=requests)
+    before = torch.nn.functional.pad(seq_lens - ends + 1, (0, 1), value=-(2**30))
+    torch.index_select(before, 0, requests, out=lengths)
+    lengths += tokens
+    if ratio > 1:
+        lengths.div_(ratio, rounding_mode="floor")
+    return requests, lengths
+
+
+def select_into(
+    buffer: Tensor,
+    rows: int,
+    topk: int,
+    queries: Tensor,
+    weights: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    requests: Tensor,
+    lengths: Tensor,
+    workspace: Tensor | None = None,
+) -> None:
+    """Selects for the first T tokens, whose requests and lengths are given. The first rows of the buffer get each
+    token's positions, rising, and -1 everywhere else."""
+    tokens = len(lengths)
+    if tokens:
+        select_tokens(
+            queries[:tokens],
+            weights[:tokens].float(),
+            cache,
+            block_table,
+            requests,
+            lengths,
+            workspace=workspace,
+            out=buffer[:tokens, :topk],
+        )
+    buffer[:tokens, topk:] = -1
+    buffer[tokens:rows] = -1
