@@ -38,12 +38,11 @@ def install() -> None:
     indexer.SparseAttnIndexer.register_oot(name="SparseAttnIndexer")(GpuIndexer)
     indexer.has_deep_gemm = lambda: True  # vLLM's class refuses to be made without it
     deepseek_v32.sparse_attn_indexer = in_place_of(deepseek_v32.sparse_attn_indexer)  # called by its name there
-    add_tokens_to_metadata()
+    add_tokens_to_metadata_of(DeepseekV32IndexerMetadataBuilder)
 
 
-def add_tokens_to_metadata() -> None:
-    """Has vLLM's metadata of the indexer say of each token what it sees."""
-    builder = DeepseekV32IndexerMetadataBuilder
+def add_tokens_to_metadata_of(builder: type) -> None:
+    """Has the metadata that it builds say of each token what it sees."""
     build_theirs, update_theirs = builder.build, builder.update_draft_decode_metadata
 
     @functools.wraps(build_theirs)
@@ -63,7 +62,9 @@ def add_tokens_to_metadata() -> None:
 
 def add_tokens(builder: Any, metadata: Any, common: Any) -> None:
     if not hasattr(builder, "seen"):
-        builder.seen = torch.empty_like(builder.arange_buffer).repeat(2, 1)
+        room = builder.arange_buffer
+        with torch.inference_mode(False):  # else it could be written in that mode alone
+            builder.seen = torch.empty(2, len(room), dtype=torch.int32, device=room.device)
     tokens = builder.arange_buffer[: common.num_actual_tokens]
     starts, seq_lens = common.query_start_loc, common.seq_lens
     found = seen_by_tokens(starts, seq_lens, tokens, builder.compress_ratio, builder.seen)

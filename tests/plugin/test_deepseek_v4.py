@@ -13,6 +13,7 @@ from mla_backend import reference
 from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import models, versions
 from problems import assert_accurate, random_cache
+from tests.plugin.test_registration import gpu
 from vllm_models import config_with
 
 HEADS, PADDED, WINDOW, TOPK = 5, 8, 12, 16
@@ -167,9 +168,8 @@ def test_the_layer_and_its_worker_take_what_vllm_passes(v4):
     for name in ("forward_mqa", "get_padded_num_q_heads"):
         taken, wanted = (list(inspect.signature(getattr(one, name)).parameters) for one in (ours, theirs))
         assert taken == wanted
-    assert plugin_config.WORKERS == tuple(
-        f"{c.__module__}.{c.__name__}" for c in (*SparseMLAWorker.__bases__, SparseMLAWorker)
-    )
+    named = [f"{c.__module__}.{c.__name__}" for c in (*SparseMLAWorker.__bases__, SparseMLAWorker)]
+    assert named == list(plugin_config.WORKERS)
 
 
 def v4_config(**cache) -> SimpleNamespace:
@@ -183,11 +183,7 @@ def v4_config(**cache) -> SimpleNamespace:
 
 
 def test_on_a_gpu_a_worker_of_ours_builds_the_model(monkeypatch):
-    from vllm.platforms.interface import DeviceCapability
-
-    kind, capability = dict(is_cpu=lambda: False, is_cuda=lambda: True), DeviceCapability(9, 0)
-    gpu = SimpleNamespace(**kind, get_device_capability=lambda: capability)
-    monkeypatch.setattr("vllm.platforms.current_platform", gpu)
+    monkeypatch.setattr("vllm.platforms.current_platform", gpu(9, 0))
     monkeypatch.setattr("mla_backend.library.about", lambda: {"cuda_archs": "90a"})
     for given, settled in (("auto", "auto"), ("fp8", "fp8_ds_mla")):
         config = v4_config(cache_dtype=given)
