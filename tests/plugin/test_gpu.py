@@ -78,6 +78,17 @@ def test_a_decode_step_pads_nothing_allocates_nothing_and_waits_no_more_often_th
     assert sum(calls.get(name, 0) for name in WAITS) <= sum(their_calls.get(name, 0) for name in WAITS)
 
 
+ASKED = ("--engine-args", '{"additional_config": {"mla_selection": true}}')
+
+
+@pytest.mark.parametrize("how", [ASKED, (*ASKED, "--drafts", 1), ("--drafts", 2)])  # of two DeepGEMM has no kernel
+def test_our_selection_takes_the_place_of_vllms(tmp_path, model, how):
+    load = ["--kv-cache-dtype", "fp8", "--no-compile", "--profile", "--loads", "4096+64", "--num-prompts", 16]
+    (found,) = results_of(tmp_path, "throughput", "--model", model(16), "--backend", "SPARSE_MLA", *load, *how)
+    names = " ".join(row["name"] for row in found["profile"]["kernels"])
+    assert ("finish_kernel" in names or "select_kernel" in names) and "mqa_logits" not in names
+
+
 def test_drafts_change_no_token(tmp_path, model):
     ways = ("--ways", "vllm,mtp-1,mtp-2,mtp-3", "--output-len", 64)
     found = results_of(tmp_path, "checkpoint", "--model", model(16), *ways)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import mla_backend
 import vllm_installed  # noqa: F401
 from index_problems import random_index
 from mla_backend import reference
@@ -20,7 +21,7 @@ BATCHES["chunks, one of them after a prefix"] = [1, 2, 60, 40], [100, 200, 300, 
 BATCHES["padding"] = [2, 2, 0, 0], [300, 70, 0, 0], 4
 
 
-def step_of(query_lens, seq_lens, padding=0, ratio=1):
+def step_of(query_lens, seq_lens, padding=0, ratio=1, device="cpu"):
     """A builder, the metadata that it makes, and a problem of tokens that see as much."""
     from vllm.v1.attention.backends.mla import indexer as theirs
 
@@ -35,12 +36,13 @@ def step_of(query_lens, seq_lens, padding=0, ratio=1):
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     seen = [(r, seq_lens[r] - n + 1 + i) for r, n in enumerate(query_lens) for i in range(n)] + [(0, 0)] * padding
     requests, lengths = torch.tensor(seen, dtype=torch.int32).T.contiguous()
-    problem = random_index(tokens=len(seen), requests=len(seq_lens), dtype=torch.float8_e4m3fn)
+    problem = random_index(tokens=len(seen), requests=len(seq_lens), dtype=torch.float8_e4m3fn).to(device)
     context, on_host = torch.tensor(seq_lens, dtype=torch.int32), torch.cat([starts[:-1], torch.tensor([len(seen)])])
-    builder, room = object.__new__(Builder), torch.arange(200, dtype=torch.int32)
+    builder, room = object.__new__(Builder), torch.arange(200, dtype=torch.int32, device=device)
     vars(builder).update(arange_buffer=room, compress_ratio=ratio, dcp_world_size=1)
-    metadata = builder.build(0, common_metadata(starts, on_host, context, problem.block_table))
-    return builder, metadata, problem.but(requests=requests, lengths=lengths // ratio)
+    builder.common = common_metadata(starts.to(device), on_host, context.to(device), problem.block_table)
+    metadata, seen = builder.build(0, builder.common), dict(requests=requests, lengths=lengths // ratio)
+    return builder, metadata, problem.but(**{name: value.to(device) for name, value in seen.items()})
 
 
 @pytest.mark.parametrize(("name", "ratio"), [*((name, 1) for name in BATCHES), ("ragged drafts", 4), ("padding", 4)])
@@ -74,13 +76,11 @@ def test_later_drafts_see_what_earlier_ones_wrote_where_a_graph_looks():
 
 
 def config_of(asked=None, drafts=0, keys="fp8", worker=selection.WORKERS[0], ranks=1, **dims):
-    parallel = dict(decode_context_parallel_size=ranks, worker_cls=worker)
-    config = config_with(parallel=parallel, attention=dict(resolve_indexer_kv_dtype=lambda default: keys))
-    dims = dict(index_head_dim=128, index_n_heads=64, index_topk=2048) | dims
-    config.model_config = SimpleNamespace(hf_text_config=SimpleNamespace(**dims))
-    config.speculative_config, config.additional_config = SimpleNamespace(num_speculative_tokens=drafts), {}
-    if asked is not None:
-        config.additional_config[selection.OPTION] = asked
+    text = SimpleNamespace(**dict(index_head_dim=128, index_n_heads=64, index_topk=2048) | dims)
+    given = dict(attention=dict(resolve_indexer_kv_dtype=lambda default: keys), model=dict(hf_text_config=text))
+    given |= dict(parallel=dict(decode_context_parallel_size=ranks, worker_cls=worker))
+    config = config_with(**given, speculative=dict(num_speculative_tokens=drafts))
+    config.additional_config = {} if asked is None else {selection.OPTION: asked}
     return config
 
 
@@ -98,3 +98,20 @@ def test_it_is_on_where_it_is_asked_for_or_vllms_own_lacks_kernels_and_it_can_be
     assert refuse() is refuse(True) is refuse(False, ranks=2) is None and "must be true or false" in refuse("yes")
     monkeypatch.setattr("vllm.models.deepseek_v32.attention.sparse_attn_indexer", lambda hidden_states, fresh: None)
     assert "sparse_attn_indexer of this vLLM has other parameters" in refuse(True)
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_the_next_step(monkeypatch):
+    builder, metadata, problem = step_of(*BATCHES["2 drafted"], device="cuda")
+    context = SimpleNamespace(attn_metadata={KEYS: metadata}, cudagraph_runtime_mode=None)
+    monkeypatch.setattr(gpu_indexer, "get_forward_context", lambda: context)
+    q, buffer = problem.queries, torch.zeros(9, TOPK, dtype=torch.int32, device="cuda")
+    given = q, KEYS, problem.cache, q, None, problem.weights, 128, "ue8m0", TOPK, buffer, ""
+    gpu_indexer.select(*given)
+    with torch.cuda.graph(graph := torch.cuda.CUDAGraph()):
+        gpu_indexer.select(*given)
+    builder.common.seq_lens -= 2
+    builder.build(0, builder.common)
+    graph.replay()
+    following = problem.but(lengths=problem.lengths - 2)
+    assert torch.equal(buffer, mla_backend.select_tokens(*following.arguments(), TOPK))
