@@ -51,19 +51,14 @@ def asked(vllm_config: "VllmConfig") -> Any:
 def is_on(vllm_config: "VllmConfig") -> bool:
     """Whether our op selects on this GPU. Each process comes to the same answer."""
     choice = asked(vllm_config)
-    return bool(choice if choice is not None else why_by_default(vllm_config)) and why_not(vllm_config) is None
+    return bool(choice if choice is not None else why_by_default()) and why_not(vllm_config) is None
 
 
-def why_by_default(vllm_config: "VllmConfig") -> str | None:
-    """Why it is on where the user asks for nothing: vLLM's selection can't run, or reads keys once per draft token."""
-    from vllm.utils.deep_gemm import has_deep_gemm, native_next_n_supported
+def why_by_default() -> str | None:
+    """Why it is on where the user asks for nothing: vLLM's selection can't run."""
+    from vllm.utils.deep_gemm import has_deep_gemm
 
-    if not has_deep_gemm():
-        return "DeepGEMM is not installed"
-    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
-    if not native_next_n_supported(1 + drafts):
-        return f"DeepGEMM has no kernel for {1 + drafts} tokens per request on this GPU"
-    return None
+    return None if has_deep_gemm() else "DeepGEMM is not installed"
 
 
 def why_not(vllm_config: "VllmConfig") -> str | None:

@@ -75,24 +75,23 @@ def test_later_drafts_see_what_earlier_ones_wrote_where_a_graph_looks():
     assert torch.equal(metadata.lengths, problem.lengths + 1) and metadata.lengths.data_ptr() == where
 
 
-def config_of(asked=None, drafts=0, keys="fp8", worker=selection.WORKERS[0], ranks=1, **dims):
+def config_of(asked=None, keys="fp8", worker=selection.WORKERS[0], ranks=1, **dims):
     text = SimpleNamespace(**dict(index_head_dim=128, index_n_heads=64, index_topk=2048) | dims)
     given = dict(attention=dict(resolve_indexer_kv_dtype=lambda default: keys), model=dict(hf_text_config=text))
     given |= dict(parallel=dict(decode_context_parallel_size=ranks, worker_cls=worker))
-    config = config_with(**given, speculative=dict(num_speculative_tokens=drafts))
+    config = config_with(**given)
     config.additional_config = {} if asked is None else {selection.OPTION: asked}
     return config
 
 
-def test_it_is_on_where_it_is_asked_for_or_vllms_own_lacks_kernels_and_it_can_be(monkeypatch):
+def test_it_is_on_where_it_is_asked_for_or_there_is_no_deep_gemm_and_it_can_be(monkeypatch):
     impossible = [dict(ranks=2), dict(worker="another.Worker"), dict(keys="mxfp4"), dict(index_kpool=4)]
     impossible += [dict(index_head_dim=64), dict(index_n_heads=129), dict(index_topk=8192)]
-    monkeypatch.setattr("vllm.utils.deep_gemm.native_next_n_supported", lambda n: n in (1, 2, 4))
-    for has_deep_gemm, drafts, on in ((True, 1, False), (True, 2, True), (True, 3, False), (False, 0, True)):
+    for has_deep_gemm in (True, False):
         monkeypatch.setattr("vllm.utils.deep_gemm.has_deep_gemm", lambda has=has_deep_gemm: has)
-        assert selection.is_on(config_of(drafts=drafts)) == on
-        assert not any(selection.is_on(config_of(drafts=drafts, **given)) for given in impossible)
-        assert selection.is_on(config_of(True)) and not selection.is_on(config_of(False, drafts))
+        assert selection.is_on(config_of()) == (not has_deep_gemm)
+        assert not any(selection.is_on(config_of(**given)) for given in impossible)
+        assert selection.is_on(config_of(True)) and not selection.is_on(config_of(False))
     refuse = lambda *asked, **given: plugin_config._selection("SPARSE_MLA", config_of(*asked, **given), False)  # noqa: E731
     assert all("vLLM's own indexer selects" in refuse(True, **given) for given in impossible)
     assert refuse() is refuse(True) is refuse(False, ranks=2) is None and "must be true or false" in refuse("yes")
