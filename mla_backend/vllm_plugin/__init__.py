@@ -4,6 +4,7 @@ vLLM finds the two functions here through the package's entry points. It calls t
 once. Nothing here imports vLLM before vLLM calls it. docs/serving.md tells how to serve with it.
 
     versions.py      everything that differs between vLLM's versions
+    replacements.py  what is replaced inside vLLM, and whether this version's functions are the known ones
     config.py        what the user asked for: checked, and completed
     models.py        which models the backends serve
     backend.py       the attention backend of sparse MLA: its metadata and its layers

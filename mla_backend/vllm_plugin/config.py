@@ -7,7 +7,7 @@ import torch
 
 from mla_backend import tried_versions
 from mla_backend.arguments import dtype_name
-from mla_backend.vllm_plugin import selection, versions
+from mla_backend.vllm_plugin import replacements, selection, versions
 from mla_backend.vllm_plugin.models import SERVED, has_v4_attention, is_draft, is_served, why_not
 from mla_backend.vllm_plugin.selection import WORKERS
 from mla_backend.vllm_plugin.staging import OPTION, asked_rows
@@ -27,6 +27,8 @@ CACHE_DTYPES = {
 }
 """What --kv-cache-dtype may be, and which format that is. vLLM also calls DeepSeek-V4's rows fp8_ds_mla. Dense
 ones of fp8 are 576 e4m3 values with one scale for all rows."""
+FUSED_Q_MODELS = {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
+"""Architectures whose queries `rotate_queries` rotates."""
 
 
 def settle(vllm_config: "VllmConfig") -> None:
@@ -63,6 +65,7 @@ def settle(vllm_config: "VllmConfig") -> None:
     ):
         if reason is not None:
             raise ValueError(f"{name}: {reason}")
+    replacements.warn(_optional(name, vllm_config.model_config, current_platform))
     cache_config = vllm_config.cache_config
     cache_config.cache_dtype = CACHE_DTYPES[name][cache_config.cache_dtype]
     if cache_config.cache_dtype == "auto" and vllm_config.model_config.dtype != torch.bfloat16:
@@ -83,13 +86,22 @@ def settle(vllm_config: "VllmConfig") -> None:
         speculative.attention_backend = vllm_config.attention_config.backend
 
 
+def _optional(name: str, model_config: "ModelConfig", platform: Any) -> list[replacements.Replacement]:
+    """What makes this model faster where the plugin can replace it."""
+    if name == versions.DENSE or platform.is_cpu() or has_v4_attention(model_config):
+        return []
+    rotates = FUSED_Q_MODELS.intersection(model_config.architectures) and not platform.has_device_capability(100)
+    return [replacements.SPLIT, *([replacements.ROTATE] if rotates else [])]
+
+
 def _model(name: str, model_config: "ModelConfig", on_cpu: bool) -> str | None:
     if name == versions.DENSE or not has_v4_attention(model_config):
-        return why_not(name, model_config)
+        missing = replacements.CPU_INDEXER if name == versions.SPARSE and on_cpu else None
+        return why_not(name, model_config) or (missing and versions.missing_functions(missing))
     if on_cpu:
         return "vLLM itself serves DeepSeek-V4 on a CPU. Leave out --attention-backend."
-    if not versions.has_v4_layers():
-        return "needs vllm 0.32 or 0.33 for DeepSeek-V4. Install one of those."
+    if (missing := replacements.why_not(replacements.V4)) is not None:
+        return f"needs vllm 0.32 or 0.33 for DeepSeek-V4: {missing}. Install one of those."
     return None
 
 

@@ -18,7 +18,7 @@ from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
 import mla_backend
 from mla_backend.plan import Plan, workspace_floats
-from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin import replacements, versions
 
 FORMAT = "fp8_model1"
 HEADS = (8, 16, 32, 64, 128)
@@ -28,17 +28,16 @@ HEADS = (8, 16, 32, 64, 128)
 def install() -> None:
     """Makes vLLM's model choose this layer where the backend is asked for. Each process that builds a model calls it,
     some more than once."""
-    model = importlib.import_module(versions.V4_MODEL)
+    model = importlib.import_module(replacements.V4_MODEL)
     theirs = model._select_dsv4_attn_cls
-    if getattr(theirs, "knows_sparse_mla", False):
+    if replacements.is_ours(theirs):
         return
 
     def choose(vllm_config: Any) -> type:
         ours = versions.ours(vllm_config.attention_config.backend) == versions.SPARSE
         return SparseMLAV4Attention if ours else theirs(vllm_config)
 
-    choose.knows_sparse_mla = True
-    model._select_dsv4_attn_cls = choose
+    model._select_dsv4_attn_cls = replacements.instead_of(theirs, choose)
 
 
 class Compressed(NamedTuple):

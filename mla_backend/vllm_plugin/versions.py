@@ -9,17 +9,15 @@ The plugin was tried with the versions in `tried_versions.VLLM`:
 """
 
 import importlib
-import importlib.util
 import inspect
 import logging
 import sys
 from collections.abc import Callable
 from enum import Enum
-from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_backend import tried_versions
+from mla_backend.vllm_plugin import replacements
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,14 +34,6 @@ GPU_BLOCK_SIZE = 64
 _COMMON_BASES = "vllm.model_executor.layers.attention.sparse_mla_attention"
 _SCRATCH = "vllm.v1.worker.workspace"
 _DENSE_BASES = "vllm.model_executor.layers.attention.mla_attention"
-V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
-V32_ATTENTION = "vllm.models.deepseek_v32.attention"
-FUSED_Q = (
-    *("positions", "q_pe", "q_pe_cos_sin_cache", "index_q", "index_q_cos_sin_cache", "ql_nope", "q_scale"),
-    *("index_weights", "index_weights_softmax_scale", "index_weights_head_scale"),
-    *("has_indexer", "index_rope_interleave", "quantize_mqa"),
-)
-"""The arguments of its function that rotates queries."""
 
 
 def logger() -> logging.Logger:
@@ -60,7 +50,13 @@ def missing() -> str | None:
             "vllm.v1.attention.backend": ("AttentionBackend", "AttentionMetadataBuilder", "AttentionCGSupport"),
             "vllm.v1.attention.backends.registry": ("AttentionBackendEnum", "register_backend"),
         }
-    )
+    ) or missing_functions(replacements.CONFIG)
+
+
+def missing_functions(replacement: replacements.Replacement) -> str | None:
+    """The same for functions that the plugin must replace."""
+    why = replacements.why_not(replacement)
+    return why and f"{why}. {tried_versions.what_to_install('vllm', tried_versions.VLLM)}"
 
 
 def missing_bases(name: str) -> str | None:
@@ -113,17 +109,9 @@ def since_0_32() -> bool:
     return _has_module(_COMMON_BASES)
 
 
-def has_v4_layers() -> bool:
-    """Whether DeepSeek-V4's layers are where we look for them (from 0.32 on at the latest)."""
-    return _has_module(V4_MODEL)
-
-
-@cache
 def _has_module(name: str) -> bool:
     """Looks without importing."""
-    vllm = importlib.util.find_spec("vllm")
-    _, *path = name.split(".")
-    return vllm is not None and Path(vllm.origin).parent.joinpath(*path).with_suffix(".py").is_file()
+    return replacements.source_of(name) is not None
 
 
 # --- the names --------------------------------------------------------------------------------------------------------
@@ -191,7 +179,7 @@ def call_with_config(settle: Callable[["VllmConfig"], None]) -> None:
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
-    if getattr(platform.check_and_update_config, "settles_sparse_mla", False):
+    if replacements.is_ours(platform.check_and_update_config):
         return
     inherited = platform.check_and_update_config.__func__
 
@@ -199,8 +187,8 @@ def call_with_config(settle: Callable[["VllmConfig"], None]) -> None:
         inherited(cls, vllm_config)
         settle(vllm_config)
 
-    check_and_update_config.settles_sparse_mla = True
-    platform.check_and_update_config = classmethod(check_and_update_config)
+    ours = replacements.instead_of(inherited, check_and_update_config)
+    platform.check_and_update_config = classmethod(ours)
 
 
 def captured_tokens(vllm_config: "VllmConfig") -> int:
@@ -230,17 +218,18 @@ def split_prompts_if_possible(vllm_config: "VllmConfig") -> bool:
     """Has vLLM's layers give a step's prefill to `forward_mha` where its metadata say that a part of it is `dense`, too
     (0.32 on); returns whether they will. They have no other way to learn that: `use_dense_mha` would keep the indexer
     from selecting."""
-    layer = importlib.import_module(_DENSE_BASES).MLAAttention
-    inherited, attention = getattr(layer, "_use_sparse_mha", None), vllm_config.attention_config
-    if inherited is None or attention.sparse_mla_force_mqa or attention.hisparse_config is not None:
+    layer, attention = importlib.import_module(_DENSE_BASES).MLAAttention, vllm_config.attention_config
+    if replacements.why_not(replacements.SPLIT) is not None:
         return False
-    if not getattr(inherited, "asks_sparse_mla", False):
+    if attention.sparse_mla_force_mqa or attention.hisparse_config is not None:
+        return False
+    inherited = layer._use_sparse_mha
+    if not replacements.is_ours(inherited):
 
-        def use_sparse_mha(self: Any, metadata: Any) -> bool:
-            return bool(getattr(metadata, "dense", ())) or inherited(self, metadata)
+        def use_sparse_mha(self: Any, attn_metadata: Any) -> bool:
+            return bool(getattr(attn_metadata, "dense", ())) or inherited(self, attn_metadata)
 
-        use_sparse_mha.asks_sparse_mla = True
-        layer._use_sparse_mha = use_sparse_mha
+        layer._use_sparse_mha = replacements.instead_of(inherited, use_sparse_mha)
     return True
 
 
@@ -265,17 +254,17 @@ def rotate_queries_if_possible() -> None:
 
     from mla_backend.index import rotate_queries
 
-    model = sys.modules.get(V32_ATTENTION)
-    inherited = getattr(model, "fused_q", None)
-    if inherited is None or current_platform.has_device_capability(100):
+    model = sys.modules.get(replacements.V32_ATTENTION)
+    if model is None or current_platform.has_device_capability(100) or replacements.why_not(replacements.ROTATE):
+        return
+    inherited = model.fused_q
+    if replacements.is_ours(inherited):
         return
     parameters = inspect.signature(inherited).parameters
-    if tuple(parameters) != FUSED_Q:
-        return
     defaults = {name: it.default for name, it in parameters.items() if it.default is not it.empty}
 
     def fused_q(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        given = defaults | dict(zip(FUSED_Q, args, strict=False)) | kwargs
+        given = defaults | dict(zip(parameters, args, strict=False)) | kwargs
         queries, index_queries = given["q_pe"], given["index_q"]
         ours = given["has_indexer"] and not given["quantize_mqa"] and queries.dtype == torch.bfloat16
         if not ours or (queries.shape[-1], index_queries.shape[-1]) != (64, 128):
@@ -292,7 +281,7 @@ def rotate_queries_if_possible() -> None:
         )
         return index_rotated, weights, rotated
 
-    model.fused_q = fused_q
+    model.fused_q = replacements.instead_of(inherited, fused_q)
 
 
 # --- the bases of the backend's classes -------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 import vllm_installed  # noqa: F401
 from mla_backend import reference
 from mla_backend.vllm_plugin import config as plugin_config
-from mla_backend.vllm_plugin import models, versions
+from mla_backend.vllm_plugin import models, replacements, versions
 from problems import assert_accurate, random_cache
 from tests.plugin.test_registration import gpu
 from vllm_models import config_with
@@ -149,13 +149,12 @@ def test_heads_are_padded_to_what_vllms_kernel_is_compiled_for(v4):
 
 
 def test_the_model_chooses_the_layer_where_the_backend_is_asked_for(v4, monkeypatch):
-    model = importlib.import_module(versions.V4_MODEL)
+    model = importlib.import_module(replacements.V4_MODEL)
     theirs = model._select_dsv4_attn_cls
     monkeypatch.setattr(model, "_select_dsv4_attn_cls", theirs)  # put back afterwards
     for _ in range(2):
         v4.install()
     named = lambda backend: SimpleNamespace(attention_config=SimpleNamespace(backend=backend))  # noqa: E731
-    assert versions.has_v4_layers()
     assert model._select_dsv4_attn_cls(named(versions.add_backend(versions.SPARSE))) is v4.SparseMLAV4Attention
     assert model._select_dsv4_attn_cls(named(None)) is theirs(named(None))
 

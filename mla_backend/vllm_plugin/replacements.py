@@ -1,0 +1,207 @@
+"""What the plugin replaces inside vLLM, where vLLM has no hook for it.
+
+A function is known by its arguments, which are checked before ours takes its place. Where a version of vLLM changed
+them, vLLM's stays: the log says so once, and `mla-backend doctor` lists all of them.
+"""
+
+import ast
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mla_backend import tried_versions
+
+V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
+V32_ATTENTION = "vllm.models.deepseek_v32.attention"
+FUSED_Q = (
+    *("positions", "q_pe", "q_pe_cos_sin_cache", "index_q", "index_q_cos_sin_cache", "ql_nope", "q_scale"),
+    *("index_weights", "index_weights_softmax_scale", "index_weights_head_scale"),
+    *("has_indexer", "index_rope_interleave", "quantize_mqa"),
+)
+"""The arguments of vLLM's function that rotates queries."""
+
+
+class Replacement(NamedTuple):
+    name: str
+    functions: dict[str, tuple[str, ...]]
+    """By where vLLM has a function, "module:name", the arguments that ours takes, without self or cls."""
+    cost: str
+    """What is lost without it."""
+    on: str = "a GPU"
+    before_0_32: bool = False
+    """Whether vLLM has had these functions since before 0.32."""
+
+
+CONFIG = Replacement(
+    "checks of the configuration",
+    {"vllm.platforms.interface:Platform.check_and_update_config": ("vllm_config",)},
+    "neither backend can be used",
+    on="any device",
+    before_0_32=True,
+)
+ROTATE = Replacement(
+    "rotate_queries",
+    {f"{V32_ATTENTION}:fused_q": FUSED_Q},
+    "vLLM's slower kernel rotates the queries of DeepSeek-V3.2 and GLM-5, half of what this backend gains or more",
+)
+SPLIT = Replacement(
+    "dense prefill of the first tokens",
+    {"vllm.model_executor.layers.attention.mla_attention:MLAAttention._use_sparse_mha": ("attn_metadata",)},
+    "prompts longer than the top-k attend sparsely from their first token on, which is slower",
+)
+V4 = Replacement(
+    "layers of DeepSeek-V4",
+    {
+        f"{V4_MODEL}:_select_dsv4_attn_cls": ("vllm_config",),
+        "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLAAttention.forward_mqa": (
+            *("q", "kv", "positions", "output"),
+        ),
+        "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLAAttention.get_padded_num_q_heads": ("num_heads",),
+    },
+    "SPARSE_MLA refuses DeepSeek-V4",
+)
+CPU_INDEXER = Replacement(
+    "indexer on a CPU",
+    {
+        "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache.get_attn_backend": (),
+        "vllm.model_executor.models.deepseek_v2:per_token_group_quant_fp8": (
+            *("x", "group_size", "eps", "dtype", "column_major_scales", "tma_aligned_scales", "out_q", "use_ue8m0"),
+        ),
+    },
+    "SPARSE_MLA refuses to run on a CPU",
+    on="a CPU",
+)
+ALL = (CONFIG, ROTATE, SPLIT, V4, CPU_INDEXER)
+
+
+def why_not(replacement: Replacement) -> str | None:
+    """Why a replacement doesn't fit this vLLM; None if it does."""
+    _, version = tried_versions.installed_vllm() or ("", "unknown")
+    if _is_too_new(replacement):
+        return f"vLLM {version} is older than 0.32"
+    for where, known in replacement.functions.items():
+        found, name = arguments_of(where), where.replace(":", ".")
+        if found is None:
+            return f"vLLM {version} has no {name}"
+        if found != known:
+            new, gone = (", ".join(sorted({*a} - {*b})) for a, b in ((found, known), (known, found)))
+            change = "; ".join([f"{new} new"] * bool(new) + [f"{gone} gone"] * bool(gone)) or "in another order"
+            return f"{name} of vLLM {version} has other arguments ({change})"
+    return None
+
+
+def warn(asked: Iterable[Replacement]) -> None:
+    """Says in the log which of these are not in use though this vLLM should have them, one line each. Once: not again
+    in processes that this one starts."""
+    from mla_backend.vllm_plugin import versions
+
+    for each in asked:
+        why = None if _is_too_new(each) else why_not(each)
+        if why is not None and tried_versions.is_first(each.name, why):
+            versions.logger().warning("mla-backend: %s is not in use, as %s: %s.", each.name, why, each.cost)
+
+
+def _is_too_new(replacement: Replacement) -> bool:
+    from mla_backend.vllm_plugin import versions
+
+    return not (replacement.before_0_32 or versions.since_0_32())
+
+
+def report(on_cpu: bool, blackwell: bool) -> list[dict[str, Any]]:
+    """What `mla-backend doctor` says of them all."""
+    found = []
+    for each in ALL:
+        why = why_not(each)
+        if each.on not in ("any device", "a CPU" if on_cpu else "a GPU"):
+            why = f"it is for {each.on}"
+        elif each is ROTATE and blackwell:
+            why = "vLLM has a faster kernel for Blackwell"
+        elif why is not None:
+            why = f"{why}: {each.cost}"
+        found.append({"name": each.name, "in_use": why is None, "why": why})
+    return found
+
+
+# --- functions of vLLM, and their arguments ---------------------------------------------------------------------------
+
+
+def instead_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Our function, which keeps the name and the signature of vLLM's that it takes the place of."""
+    ours = functools.wraps(theirs)(ours)
+    ours.of_mla_backend = True
+    return ours
+
+
+def is_ours(function: Any) -> bool:
+    return getattr(function, "of_mla_backend", False)
+
+
+def arguments_of(where: str) -> tuple[str, ...] | None:
+    """The arguments of a function of vLLM, without self or cls; None if there is none. Imports nothing: what has not
+    been imported is read."""
+    module, _, name = where.partition(":")
+    try:
+        found: Any = sys.modules[module]
+        for part in name.split("."):
+            found = getattr(found, part)
+        is_known = not found.__module__.startswith("mla_backend.")  # as when ours is there already
+        names = list(inspect.signature(found).parameters) if is_known else _read(module, name)
+    except AttributeError:
+        return None
+    except (KeyError, TypeError, ValueError):  # not imported, or an object that doesn't say
+        names = _read(module, name)
+    return None if names is None else tuple(names[names[:1] in (["self"], ["cls"]) :])
+
+
+def _read(module: str, name: str) -> list[str] | None:
+    path = source_of(module)
+    if path is None:
+        return None
+    body = list(_statements(_parsed(path).body))
+    head, _, rest = name.partition(".")
+    for one in body:
+        if isinstance(one, ast.ImportFrom):
+            for alias in one.names:
+                if (alias.asname or alias.name) == head:
+                    package = module.split(".")[: (1 if path.name == "__init__.py" else 0) - one.level or None]
+                    source = ".".join([*(package if one.level else ()), *filter(None, [one.module])])
+                    return _read(source, ".".join(filter(None, [alias.name, rest])))
+        elif rest and isinstance(one, ast.ClassDef) and one.name == head:
+            body = list(_statements(one.body))
+            return next((_names(f.args) for f in body if isinstance(f, ast.FunctionDef) and f.name == rest), None)
+        elif not rest and isinstance(one, ast.FunctionDef) and one.name == head:
+            return _names(one.args)
+    return None
+
+
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Of a module or a class, also those under a condition."""
+    for one in body:
+        yield one
+        if isinstance(one, (ast.If, ast.Try)):
+            yield from _statements([*one.body, *one.orelse])
+
+
+def _names(given: ast.arguments) -> list[str]:
+    positional, named = [*given.posonlyargs, *given.args], given.kwonlyargs
+    return [one.arg for one in (*positional, given.vararg, *named, given.kwarg) if one is not None]
+
+
+@cache
+def source_of(module: str) -> Path | None:
+    """The file of one of vLLM's modules. Imports nothing."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        return None
+    path = Path(vllm.origin).parent.joinpath(*module.split(".")[1:])
+    return next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None)
