@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import mla_backend
 from mla_backend import terminal
@@ -29,6 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     doctor.add_argument("--json", action="store_true", help="print the report as JSON")
     doctor.add_argument("--brief", action="store_true", help="print only what runs here")
+    model = doctor.add_argument_group("of a model")
+    model.add_argument("--model", type=Path, metavar="FOLDER", help="say whether vLLM serves it, and what fits instead")
+    model.add_argument("--gpus", type=int, metavar="N", help="how many (default: those here)")
+    model.add_argument(
+        "--gpu-memory", type=terminal.byte_size, metavar="SIZE", help="of each (default: as here, or 80G)"
+    )
+    model.add_argument("--tensor-parallel", type=int, metavar="N", help="GPUs that share a layer (default: all)")
     doctor.set_defaults(run=_doctor)
     generate_options.add(commands).set_defaults(run=_generate)
     options, rest = parser.parse_known_args(arguments)
@@ -67,8 +75,10 @@ def _version() -> str:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from mla_backend.doctor import examine, render, render_verdicts
+    from mla_backend.doctor import examine, examine_gpus, render, render_verdicts
 
+    if options.model is not None:
+        return _check_model(options, examine_gpus()["devices"])
     report = examine()
     if options.json:
         print(json.dumps(report, indent=2))
@@ -76,6 +86,24 @@ def _doctor(options: argparse.Namespace) -> int:
         width = None if sys.stdout.isatty() else 120
         (render_verdicts if options.brief else render)(report, terminal.console(width))
     return 0 if report["library"]["loads"] else 1
+
+
+def _check_model(options: argparse.Namespace, devices: list[dict]) -> int:
+    from mla_backend import model_check
+
+    number = len(devices) if options.gpus is None else options.gpus
+    memory = options.gpu_memory or min((device["memory_bytes"] for device in devices), default=80 << 30)
+    try:
+        gpus = model_check.gpus(number, memory, options.tensor_parallel or number) if number else None
+        report = model_check.examine(options.model, gpus)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"mla-backend doctor: error: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        model_check.render(report, terminal.console(None if sys.stdout.isatty() else 120))
+    return 0 if report["backend"] else 1
 
 
 def _generate(options: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ def examine() -> dict[str, Any]:
         "sglang": _examine_sglang(),
         "library": _examine_library(),
         "cpu": {"model": _cpu_model(), "cores": len(os.sched_getaffinity(0))},
-        "gpus": _examine_gpus(),
+        "gpus": examine_gpus(),
     }
     report["mha"] = _examine_mha(report["gpus"]["devices"])
     report["vllm"]["replaces"] = _examine_replacements(report)
@@ -109,7 +109,7 @@ def _cpu_model() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _examine_gpus() -> dict[str, Any]:
+def examine_gpus() -> dict[str, Any]:
     try:
         import torch
     except ImportError:

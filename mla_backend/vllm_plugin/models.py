@@ -1,6 +1,6 @@
 """Which models the backends serve."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mla_backend.vllm_plugin import versions
 
@@ -11,8 +11,89 @@ LATENT, ROPE = 512, 64
 """Dims of what is cached for a token. Models without rope cache the former alone."""
 MOST_HEADS = 256
 SERVED = {versions.SPARSE: ("sparse", "DeepSeek-V3.2 and GLM-5"), versions.DENSE: ("dense", "DeepSeek-V3 and Kimi-K2")}
-V4 = {"DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration", "DeepSeekV4MTPModel", "DSparkDraftModel"}
-"""Architectures whose layers are DeepSeek-V4's."""
+
+
+class Family(NamedTuple):
+    """Models of vLLM 0.32 and 0.33 that are alike for our backends."""
+
+    models: str
+    """As docs/serving.md names them."""
+    architectures: frozenset[str]
+    """As vLLM's registry names them, without drafts."""
+    backend: str | None
+    why_not: str | None = None
+    has_equal_layers: bool = True
+    """Whether all layers cache one row per token."""
+
+
+V4 = Family(
+    "DeepSeek-V4",
+    frozenset({"DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"}),
+    versions.SPARSE,
+    has_equal_layers=False,
+)
+FAMILIES = (
+    Family("DeepSeek-V3.2, GLM-5", frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}), versions.SPARSE),
+    Family("HY V4", frozenset({"HYV4ForCausalLM"}), versions.SPARSE),
+    Family(
+        "GLM-5.3-Flash",
+        frozenset({"Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"}),
+        versions.SPARSE,
+        has_equal_layers=False,
+    ),
+    V4,
+    Family(
+        "DeepSeek-V2, V3, VL2; Kimi-K2, K2.5, VL; GLM-4.7-Flash; Mistral Large 3; LongCat-Flash; Pangu Ultra; A.X K1",
+        frozenset(
+            {
+                *("AXK1ForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekVLV2ForCausalLM"),
+                *("Glm4MoeLiteForCausalLM", "KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration"),
+                *("LongcatFlashForCausalLM", "LongcatFlashNgramForCausalLM", "MistralLarge3ForCausalLM"),
+                "PanguUltraMoEForCausalLM",
+            }
+        ),
+        versions.DENSE,
+    ),
+    Family(
+        "Kimi-Linear, Kimi-K3, Ling 2.5 and 3",
+        frozenset(
+            {
+                *("BailingMoeV2_5ForCausalLM", "BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration"),
+                *("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration"),
+            }
+        ),
+        versions.DENSE,
+        has_equal_layers=False,
+    ),
+    Family(
+        "DeepSeek-V4.1",
+        frozenset({"DeepseekV41ForCausalLM"}),
+        None,
+        "it has layer classes of its own, which the plugin does not replace",
+    ),
+    Family("dots3.note", frozenset({"Dots3NoteForCausalLM"}), None, "vLLM's model names its backend itself"),
+    Family("Sarvam", frozenset({"SarvamMLAForCausalLM"}), None, "vLLM's configuration does not call it MLA"),
+    Family("MiniCPM3", frozenset({"MiniCPM3ForCausalLM"}), None, "vLLM caches expanded keys and values for it"),
+    Family(
+        "Step5, MiniMax-M3, Qwen4",
+        frozenset(
+            {
+                *("Step5ForCausalLM", "Step5ForConditionalGeneration", "Qwen4ExpForCausalLM"),
+                *("Qwen4ExpForConditionalGeneration", "MiniMaxM3SparseForCausalLM"),
+                "MiniMaxM3SparseForConditionalGeneration",
+            }
+        ),
+        None,
+        "their sparse attention is not multi-head latent attention",
+    ),
+)
+V4_DRAFTS = {"DeepSeekV4MTPModel", "DSparkDraftModel"}
+
+
+def family_of(model_config: "ModelConfig") -> Family | None:
+    """The family of a model whose architecture we know."""
+    named = getattr(model_config, "architectures", None) or ()
+    return next((family for family in FAMILIES if not family.architectures.isdisjoint(named)), None)
 
 
 def is_draft(vllm_config: "VllmConfig") -> bool:
@@ -32,7 +113,7 @@ def has_sparse_mla(model_config: "ModelConfig") -> bool:
 
 def has_v4_attention(model_config: "ModelConfig") -> bool:
     """Whether a model's layers are DeepSeek-V4's, which have a window of tokens and compressed ones."""
-    return not V4.isdisjoint(model_config.architectures)
+    return not (V4.architectures | V4_DRAFTS).isdisjoint(model_config.architectures)
 
 
 def is_served(backend: str, model_config: "ModelConfig") -> bool:
@@ -46,6 +127,9 @@ def why_not(backend: str, model_config: "ModelConfig") -> str | None:
     instead = "Leave out --attention-backend, and vLLM picks another for it."
     kind = getattr(text_config, "model_type", "this model")
     is_sparse = bool(getattr(text_config, "index_topk", None))
+    family = family_of(model_config)
+    if family is not None and family.why_not is not None:
+        return f"does not serve {family.models}: {family.why_not}. {instead}"
     if not model_config.use_mla or is_sparse != (backend == versions.SPARSE):
         if model_config.use_mla:
             instead = f"Use --attention-backend {versions.SPARSE if is_sparse else versions.DENSE}."

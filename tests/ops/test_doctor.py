@@ -116,3 +116,60 @@ def test_untried_vllm_versions_are_named_as_such(monkeypatch, version, supported
     found = doctor.examine()["vllm"]
     assert found["supported"] is supported
     assert supported or "0.23, 0.32, 0.33" in found["why"]
+
+
+V32 = dict(architectures=["DeepseekV32ForCausalLM"], num_hidden_layers=61, num_attention_heads=128, index_topk=2048)
+V32 |= dict(kv_lora_rank=512, qk_rope_head_dim=64)
+GLM = V32 | dict(architectures=["GlmMoeDsaForCausalLM"], num_hidden_layers=78)
+V3 = {**V32, "architectures": ["DeepseekV3ForCausalLM"], "index_topk": None}
+FEWER_KEYS = V32 | dict(index_topk_pattern="F" + "S" * 60)
+ON_16 = ["--gpus=16", "--gpu-memory=79G", "--tensor-parallel=8"]
+
+
+@pytest.mark.parametrize(
+    ("config", "gib", "options", "row", "token", "thousands"),
+    [
+        (V32, 642, ["--gpus=8", "--gpu-memory=80G"], 656, 48068, 0),
+        (V32, 642, ["--gpus=8", "--gpu-memory=139G"], 656, 48068, 952),
+        (V32, 642, ON_16, 656, 48068, 1211),
+        (GLM, 704, ON_16, 656, 61464, 827),
+        ({"text_config": V3, "architectures": V3["architectures"]}, 642, ON_16, 576, 35136, 1656),
+        (FEWER_KEYS, None, ON_16, 656, 61 * 656 + 132, None),
+        (V32, 642, [], 656, 48068, None),
+    ],
+)
+def test_of_a_model_it_says_the_bytes_per_token_and_what_fits(
+    tmp_path, capsys, monkeypatch, config, gib, options, row, token, thousands
+):
+    monkeypatch.setattr(doctor, "examine_gpus", lambda: {"devices": []})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    index = {"metadata": {"total_size": (gib or 0) << 30}, "weight_map": {"a": "a.safetensors"}}
+    if gib is not None:
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert cli.main(["doctor", "--model", str(tmp_path), *options, "--json"]) == 0
+    fp8, _ = json.loads(capsys.readouterr().out)["caches"]
+    assert (fp8["row"], fp8["token"]) == (row, token)
+    assert (fp8["tokens"] if fp8["tokens"] is None else fp8["tokens"] // 1000) == thousands
+    assert cli.main(["doctor", "--model", str(tmp_path), *options]) == 0
+    said = capsys.readouterr().out
+    assert ("does not fit" in said) == (thousands == 0) and ("no safetensors files" in said) == (gib is None)
+    (tmp_path / "a.safetensors").write_bytes(bytes(5000))  # the files count where they are there
+    cli.main(["doctor", "--model", str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["weights"] == 5000
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "status", "says"),
+    [
+        (V32 | dict(kv_lora_rank=256), [], 1, "a kv_lora_rank and a qk_rope_head_dim of 256 and 64"),
+        (V32 | dict(architectures=["Step5ForCausalLM"]), [], 1, "is not multi-head latent attention"),
+        (V32 | dict(architectures=["LlamaForCausalLM"]), [], 1, "serves models with sparse multi-head latent"),
+        (V32 | dict(architectures=["DeepseekV4ForCausalLM"], kv_lora_rank=None), [], 0, "not computed"),
+        (V32, ["--gpus=8", "--tensor-parallel=3"], 2, "must divide"),
+        ([], [], 2, "must have a num_hidden_layers of 1 or more; got None"),
+    ],
+)
+def test_of_a_model_that_is_not_served_it_says_the_plugins_reason(tmp_path, capsys, config, options, status, says):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["doctor", "--model", str(tmp_path), *options]) == status
+    assert says in "".join(capsys.readouterr())
