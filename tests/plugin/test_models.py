@@ -1,0 +1,71 @@
+"""The table of models in docs/serving.md, the plugin's own, and vLLM's registry say the same."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import vllm_installed  # noqa: F401
+from mla_backend import FORMATS, model_check
+from mla_backend.vllm_plugin import models
+
+GUIDE, VLLM = Path(__file__).parents[2] / "docs/serving.md", Path(importlib.util.find_spec("vllm").origin).parent
+OTHERS = {
+    *("DeepseekForCausalLM", "PanguEmbeddedForCausalLM", "PanguProMoEV2ForCausalLM", "SarvamMoEForCausalLM"),
+    *("UnlimitedOCRForCausalLM", "DeepseekV3BidirectionalModel"),
+}
+"""Without MLA, in a file or a folder of one with it."""
+IN_OTHERS = {
+    *("DeepseekVLV2ForCausalLM", "KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration"),
+    *("BailingMoeV3VLForConditionalGeneration", "LongcatFlashNgramForCausalLM", "MistralLarge3ForCausalLM"),
+}
+"""With the language model of another."""
+NOT_MLA, SINCE_0_33 = models.FAMILIES[-2:], {"Step5ForCausalLM", "Step5ForConditionalGeneration"}
+MLA = re.compile(r"\bMLAAttention\b|MultiHeadLatentAttentionWrapper|DeepseekV2MLAAttention|SparseAttnIndexer")
+
+
+def sources(module: str) -> str:
+    """The text of a model's file, or of all files of its folder."""
+    path = VLLM.parent.joinpath(*(module if "." in module else f"vllm.model_executor.models.{module}").split("."))
+    return "".join(file.read_text() for file in (path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]))
+
+
+def test_every_model_of_vllm_with_mla_is_in_the_table():
+    from vllm.model_executor.models import registry
+
+    listed = {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS, **registry._EMBEDDING_MODELS}
+    modules = {module: sources(module) for module in {module for module, _ in listed.values()}}
+    found = {architecture for architecture, (module, _) in listed.items() if MLA.search(modules[module])}
+    known = {name for family in models.FAMILIES for name in family.architectures}
+    of_none = {name for family in NOT_MLA for name in family.architectures}
+    assert found - OTHERS == known - IN_OTHERS - of_none
+    assert known - {*listed} <= SINCE_0_33 and OTHERS <= {*listed}
+    assert models.V4_DRAFTS <= {*registry._SPECULATIVE_DECODING_MODELS}
+
+
+@pytest.mark.skipif(not GUIDE.is_file(), reason="needs the source tree")
+def test_the_guide_has_the_same_table():
+    rows = [
+        line.strip("| ").split(" | ") for line in GUIDE.read_text().split("## Models")[1].split("\n##")[0].splitlines()
+    ]
+    served = {names: (backend, widths) for names, backend, widths, *_ in (row for row in rows if len(row) == 4)}
+    refused = dict(row for row in rows if len(row) == 2)
+    del served["models"], refused["not served"]
+    assert refused == {family.models: family.why_not for family in models.FAMILIES if family.backend is None}
+    assert list(served) == [family.models for family in models.FAMILIES if family.backend]
+    for family in models.FAMILIES:
+        if family.backend is not None:
+            rope = family.models != "GLM-5.3-Flash"
+            formats = ["fp8_model1"] if family is models.V4 else model_check.ROWS[family.backend, rope].values()
+            widths = ", ".join(str(FORMATS[name].token_bytes) for name in formats)
+            assert served[family.models] == (f"`{family.backend}`", widths)
+
+
+@pytest.mark.parametrize("family", [family for family in models.FAMILIES if family.backend is None])
+def test_the_error_for_a_model_that_is_not_served_says_what_the_table_says(family):
+    config = SimpleNamespace(hf_text_config=SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64), use_mla=True)
+    for config.architectures in map(lambda name: [name], family.architectures):
+        for backend in models.SERVED:
+            assert f"{family.models}: {family.why_not}. Leave out" in models.why_not(backend, config)
