@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -16,13 +17,8 @@ run_doctor = functools.partial(in_python, "-m", "mla_backend", "doctor")
 def test_json_reports_everything(capsys):
     assert cli.main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["torch"] == {
-        "version": torch.__version__,
-        "supported": True,
-        "why": None,
-        "cuda": torch.version.cuda,
-        "threads": torch.get_num_threads(),
-    }
+    how = dict(supported=True, why=None, cuda=torch.version.cuda, threads=torch.get_num_threads())
+    assert report["torch"] == {"version": torch.__version__, **how}
     assert report["library"]["loads"] and report["library"]["formats"]
     kernels = report["library"]["cpu_kernels"]
     assert sum(k["active"] for k in kernels) == 1 and kernels[-1]["name"] == "portable" and kernels[-1]["usable"]
@@ -120,56 +116,37 @@ def test_untried_vllm_versions_are_named_as_such(monkeypatch, version, supported
 
 V32 = dict(architectures=["DeepseekV32ForCausalLM"], num_hidden_layers=61, num_attention_heads=128, index_topk=2048)
 V32 |= dict(kv_lora_rank=512, qk_rope_head_dim=64)
-GLM = V32 | dict(architectures=["GlmMoeDsaForCausalLM"], num_hidden_layers=78)
-V3 = {**V32, "architectures": ["DeepseekV3ForCausalLM"], "index_topk": None}
-FEWER_KEYS = V32 | dict(index_topk_pattern="F" + "S" * 60)
+V3 = dict(V32, architectures=["DeepseekV3ForCausalLM"], index_topk=None)
 ON_16 = ["--gpus=16", "--gpu-memory=79G", "--tensor-parallel=8"]
 
 
 @pytest.mark.parametrize(
-    ("config", "gib", "options", "row", "token", "thousands"),
+    ("config", "gib", "options", "status", "says"),
     [
-        (V32, 642, ["--gpus=8", "--gpu-memory=80G"], 656, 48068, 0),
-        (V32, 642, ["--gpus=8", "--gpu-memory=139G"], 656, 48068, 952),
-        (V32, 642, ON_16, 656, 48068, 1211),
-        (GLM, 704, ON_16, 656, 61464, 827),
-        ({"text_config": V3, "architectures": V3["architectures"]}, 642, ON_16, 576, 35136, 1656),
-        (FEWER_KEYS, None, ON_16, 656, 61 * 656 + 132, None),
-        (V32, 642, [], 656, 48068, None),
+        (V32, 642, ["--gpus=8", "--gpu-memory=80G"], 0, "does not fit on 8 x 80 GiB"),
+        (V32, 642, ["--gpus=8", "--gpu-memory=139G"], 0, "656 bytes; 48068 bytes per token .* 952256 tokens fit"),
+        (V32, 642, ON_16, 0, "656 bytes; 48068 bytes per token .* 1211[0-9]{3} tokens fit"),
+        ({"text_config": V3, **V3}, 642, ON_16, 0, "576 bytes; 35136 bytes per token .* 1656[0-9]{3} tokens fit"),
+        (V32 | dict(index_topk_pattern="F" + "S" * 60), 0, ON_16, 0, f"no safetensors files .* {61 * 656 + 132} bytes"),
+        (V32, 642, [], 0, "642.0 GiB .* no GPU is here"),
+        (V32 | dict(architectures=["DeepseekV4ForCausalLM"]), 642, ON_16, 0, "584 bytes. .* not computed"),
+        (V32 | dict(kv_lora_rank=256), 0, [], 1, "a kv_lora_rank and a qk_rope_head_dim of 256 and 64"),
+        (V32 | dict(architectures=["Step5ForCausalLM"]), 0, [], 1, "is not multi-head latent attention"),
+        (V32 | dict(architectures=["LlamaForCausalLM"]), 0, [], 1, "serves models with sparse multi-head latent"),
+        (V32, 0, ["--gpus=8", "--tensor-parallel=3"], 2, "must divide"),
+        ([], 0, [], 2, "must have a num_hidden_layers of 1 or more; got None"),
     ],
 )
-def test_of_a_model_it_says_the_bytes_per_token_and_what_fits(
-    tmp_path, capsys, monkeypatch, config, gib, options, row, token, thousands
+def test_of_a_model_it_says_whether_it_is_served_and_what_fits(
+    tmp_path, capsys, monkeypatch, config, gib, options, status, says
 ):
     monkeypatch.setattr(doctor, "examine_gpus", lambda: {"devices": []})
     (tmp_path / "config.json").write_text(json.dumps(config))
-    index = {"metadata": {"total_size": (gib or 0) << 30}, "weight_map": {"a": "a.safetensors"}}
-    if gib is not None:
+    if gib:
+        index = {"metadata": {"total_size": gib << 30}, "weight_map": {"a": "a.safetensors"}}
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert cli.main(["doctor", "--model", str(tmp_path), *options, "--json"]) == 0
-    fp8, _ = json.loads(capsys.readouterr().out)["caches"]
-    assert (fp8["row"], fp8["token"]) == (row, token)
-    assert (fp8["tokens"] if fp8["tokens"] is None else fp8["tokens"] // 1000) == thousands
-    assert cli.main(["doctor", "--model", str(tmp_path), *options]) == 0
-    said = capsys.readouterr().out
-    assert ("does not fit" in said) == (thousands == 0) and ("no safetensors files" in said) == (gib is None)
-    (tmp_path / "a.safetensors").write_bytes(bytes(5000))  # the files count where they are there
-    cli.main(["doctor", "--model", str(tmp_path), "--json"])
-    assert json.loads(capsys.readouterr().out)["weights"] == 5000
-
-
-@pytest.mark.parametrize(
-    ("config", "options", "status", "says"),
-    [
-        (V32 | dict(kv_lora_rank=256), [], 1, "a kv_lora_rank and a qk_rope_head_dim of 256 and 64"),
-        (V32 | dict(architectures=["Step5ForCausalLM"]), [], 1, "is not multi-head latent attention"),
-        (V32 | dict(architectures=["LlamaForCausalLM"]), [], 1, "serves models with sparse multi-head latent"),
-        (V32 | dict(architectures=["DeepseekV4ForCausalLM"], kv_lora_rank=None), [], 0, "not computed"),
-        (V32, ["--gpus=8", "--tensor-parallel=3"], 2, "must divide"),
-        ([], [], 2, "must have a num_hidden_layers of 1 or more; got None"),
-    ],
-)
-def test_of_a_model_that_is_not_served_it_says_the_plugins_reason(tmp_path, capsys, config, options, status, says):
-    (tmp_path / "config.json").write_text(json.dumps(config))
     assert cli.main(["doctor", "--model", str(tmp_path), *options]) == status
-    assert says in "".join(capsys.readouterr())
+    assert re.search(says, " ".join("".join(capsys.readouterr()).split()))
+    (tmp_path / "a.safetensors").write_bytes(bytes(5000))  # the files count where they are there
+    assert cli.main(["doctor", "--model", str(tmp_path), *options, "--json"]) == status
+    assert status == 2 or json.loads(capsys.readouterr().out)["weights"] == 5000

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -244,26 +244,13 @@ def test_a_builder_looks_at_lengths_that_the_host_has(backend):
     assert builder._parts_of(nothing, common) == (None, None)
 
 
-@dataclass
-class PrefillMetadata:
-    query_start_loc: Tensor | None = None
-    query_lens_cpu: Tensor | None = None
-    max_query_len: int = 0
-    chunked_context: object = "of all prompts"
-    prefill_backend: object = None
-
-
-@dataclass
-class StepMetadata:
-    query_start_loc: Tensor
-    num_decodes: int
-    num_decode_tokens: int
-    num_actual_tokens: int
-    prefill: PrefillMetadata
-    prefill_max_seq_len: int
-    topk_tokens: int = 2048
-    dense: tuple = ()
-    masked: tuple = ()
+PREFILL = dict(
+    query_start_loc=None, query_lens_cpu=None, max_query_len=0, chunked_context="of all", prefill_backend=None
+)
+PrefillMetadata = make_dataclass("PrefillMetadata", [(name, object, given) for name, given in PREFILL.items()])
+STEP = ("query_start_loc", "num_decodes", "num_decode_tokens", "num_actual_tokens", "prefill", "prefill_max_seq_len")
+MORE = [("topk_tokens", int, 2048), ("dense", tuple, ()), ("masked", tuple, ())]
+StepMetadata = make_dataclass("StepMetadata", [*STEP, *MORE])
 
 
 class DensePrefill:

@@ -65,7 +65,7 @@ def test_the_guide_has_the_same_table():
 
 @pytest.mark.parametrize("family", [family for family in models.FAMILIES if family.backend is None])
 def test_the_error_for_a_model_that_is_not_served_says_what_the_table_says(family):
-    config = SimpleNamespace(hf_text_config=SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64), use_mla=True)
-    for config.architectures in map(lambda name: [name], family.architectures):
+    for architecture in family.architectures:
+        config = SimpleNamespace(architectures=[architecture], hf_text_config=SimpleNamespace(), use_mla=True)
         for backend in models.SERVED:
             assert f"{family.models}: {family.why_not}. Leave out" in models.why_not(backend, config)

@@ -85,29 +85,12 @@ for named in (
     except ValueError as error:
         print(str(error).count("named SPARSE_MLA"))
 """
-COMMAND_LINE_FORMS = """
-import sys
-from vllm.engine.arg_utils import EngineArgs
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-for words in (
-    ["--attention-backend", "SPARSE_MLA"],
-    ["-ac.backend", "SPARSE_MLA"],
-    ["--attention-config.backend=sparse_mla"],
-    ["--attention-config", '{"backend": "SPARSE_MLA"}'],
-):
-    words = ["--model", sys.argv[1], "--skip-tokenizer-init", *words]
-    args = EngineArgs.from_cli_args(make_arg_parser(FlexibleArgumentParser()).parse_args(words))
-    print(int(args.create_engine_config().attention_config.backend.name == "SPARSE_MLA"))
-"""
 
 
-@pytest.mark.parametrize(("code", "forms"), [(PYTHON_FORMS, 3), (COMMAND_LINE_FORMS, 4)])
-def test_a_fresh_process_may_name_the_backend_in_all_of_vllms_ways(sparse, code, forms):
+def test_a_fresh_process_may_name_the_backend_in_all_of_vllms_ways(sparse):
     """Python code names it before vLLM loads general plugins."""
-    done = in_a_process(code, str(sparse))
-    assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["1"] * forms, done.stderr
+    done = in_a_process(PYTHON_FORMS, str(sparse))
+    assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["1"] * 3, done.stderr
 
 
 def test_entry_points_are_functions_however_much_of_the_plugin_is_imported():
@@ -139,10 +122,6 @@ def test_an_untried_version_is_warned_of_once_and_the_tried_ones_are_named(monke
     for _ in range(3):
         versions.warn_if_untried(False)
     assert len(said) == 1 and "0.99.1" in said[0] and "0.23, 0.32 or 0.33" in said[0]
-    for tried in ("0.23.0", "0.32.1", "0.33.0"):
-        monkeypatch.setattr(tried_versions, "installed_vllm", lambda tried=tried: ("vllm", tried))
-        versions.warn_if_untried(False)
-    assert len(said) == 1
     # the processes that this one starts know of it
     code = (
         "from mla_backend import tried_versions; tried_versions.installed_vllm = lambda: ('vllm', '0.99.1'); "
@@ -267,12 +246,9 @@ def test_models_whose_cached_rows_have_no_rope_are_served(sparse, tmp_path, give
 def test_models_without_this_attention_are_refused_by_name(sparse, tmp_path):
     with pytest.raises(ValueError, match="such as DeepSeek-V3.2 and GLM-5, and llama is none. Leave out"):
         config_of(llama(tmp_path), attention_backend="SPARSE_MLA")
-    for says, shape in {
-        "kv_lora_rank and a qk_rope_head_dim of 256 and 64": dict(kv_lora_rank=256),
-        "up to 256 attention heads; deepseek_v32 has 512": dict(num_attention_heads=512, num_key_value_heads=512),
-    }.items():
-        with pytest.raises(ValueError, match=says):
-            config_of(changed(sparse, tmp_path, **shape), attention_backend="SPARSE_MLA")
+    many = changed(sparse, tmp_path, num_attention_heads=512, num_key_value_heads=512)
+    with pytest.raises(ValueError, match="up to 256 attention heads; deepseek_v32 has 512"):
+        config_of(many, attention_backend="SPARSE_MLA")
 
 
 def gpu(major: int, minor: int) -> SimpleNamespace:

@@ -8,18 +8,14 @@ import pytest
 import torch
 
 import vllm_installed  # noqa: F401
-from mla_backend import doctor, reference
+from mla_backend import reference
 from mla_backend.vllm_plugin import config as plugin_config
 from mla_backend.vllm_plugin import register, replacements, versions
+from mla_backend.vllm_plugin.replacements import CONFIG, CPU_INDEXER, ROTATE, SPLIT, V4
 from tests.ops.test_rotate_queries import random_queries
 from tests.plugin.test_backend import made_on_a_gpu
 
-PLATFORM = "vllm.platforms.interface"
-
-
-@pytest.fixture
-def make_layer(backend, monkeypatch):
-    return lambda: made_on_a_gpu(backend, monkeypatch)
+FUSED_Q = ", ".join(replacements.FUSED_Q[:-3]) + ", has_indexer=True, index_rope_interleave=False, quantize_mqa=True"
 
 
 def function_of(parameters: str):
@@ -34,15 +30,19 @@ def model_with(monkeypatch, parameters: str):
     return model
 
 
-FUSED_Q = ", ".join(replacements.FUSED_Q[:-3]) + ", has_indexer=True, index_rope_interleave=False, quantize_mqa=True"
-
-
-def test_on_a_gpu_vllms_model_rotates_queries_with_our_op(make_layer, monkeypatch):
+def test_before_blackwell_vllms_model_rotates_queries_with_our_op(backend, monkeypatch):
     """What the op doesn't take stays vLLM's."""
+    from vllm.platforms import current_platform
+
     model = model_with(monkeypatch, FUSED_Q)
-    make_layer()
     fused_q = model.fused_q
-    make_layer()
+    with monkeypatch.context() as on_blackwell:
+        on_blackwell.setattr(type(current_platform), "has_device_capability", lambda self, least: least <= 100)
+        made_on_a_gpu(backend, monkeypatch)
+    assert model.fused_q is fused_q
+    made_on_a_gpu(backend, monkeypatch)
+    fused_q = model.fused_q
+    made_on_a_gpu(backend, monkeypatch)
     assert model.fused_q is fused_q
 
     given = random_queries(interleaved=True)
@@ -62,106 +62,69 @@ def test_on_a_gpu_vllms_model_rotates_queries_with_our_op(make_layer, monkeypatc
         assert all(a is b for a, b in zip(kept, (*arguments, True, False, how), strict=True))
 
 
-def test_blackwell_keeps_vllms_function_for_queries(make_layer, monkeypatch):
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(type(current_platform), "has_device_capability", lambda self, least: least <= 100)
-    model = model_with(monkeypatch, FUSED_Q)
-    theirs = model.fused_q
-    make_layer()
-    assert model.fused_q is theirs
-
-
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_all_fit_the_vllm_that_is_installed_whether_it_is_read_or_imported(on_cpu):
-    for each in replacements.ALL:
-        assert replacements.why_not(each) is None
-        for where in each.functions:
-            module, _, name = where.partition(":")
-            assert (*replacements._read(module, name),)[-len(each.functions[where]) or 9 :] == each.functions[where]
+def test_all_fit_the_vllm_that_is_installed_whether_it_is_read_or_imported(on_cpu, monkeypatch):
+    for module in {where.partition(":")[0] for each in replacements.ALL for where in each.functions}:
+        importlib.import_module(module)
+        if not on_cpu:
+            monkeypatch.delitem(sys.modules, module)
     unused = {each["name"]: each["why"] for each in replacements.report(on_cpu, True) if not each["in_use"]}
-    others = [each for each in replacements.ALL if each.on == ("a GPU" if on_cpu else "a CPU")]
-    assert {*unused} == {each.name for each in others} | {"rotate_queries"}
+    others = [ROTATE, SPLIT, V4] if on_cpu else [ROTATE, CPU_INDEXER]
+    assert {*unused} == {each.name for each in others} and not any(map(replacements.why_not, replacements.ALL))
     assert on_cpu or "Blackwell" in unused["rotate_queries"]
 
 
 @pytest.mark.parametrize(
     ("replacement", "where", "parameters", "says"),
     [
-        (replacements.ROTATE, None, FUSED_Q + ", more=None", "has other arguments (more new)"),
-        (replacements.ROTATE, None, FUSED_Q[11:], "has other arguments (positions gone)"),
-        (replacements.SPLIT, "MLAAttention._use_sparse_mha", "self, step", "(step new; attn_metadata gone)"),
-        (replacements.SPLIT, "MLAAttention._use_sparse_mha", None, "has no vllm.model_executor.layers.attention.mla_"),
-        (replacements.V4, "DeepseekV4FlashMLAAttention.forward_mqa", "self, kv, q, positions, output", "another order"),
+        (ROTATE, "fused_q", FUSED_Q + ", more=None", "has other arguments (more new)"),
+        (SPLIT, "MLAAttention._use_sparse_mha", "self, step", "(step new; attn_metadata gone)"),
+        (SPLIT, "MLAAttention._use_sparse_mha", None, "has no vllm.model_executor.layers.attention.mla_"),
+        (V4, "DeepseekV4FlashMLAAttention.forward_mqa", "self, kv, q, positions, output", "in another order"),
+        (CPU_INDEXER, "per_token_group_quant_fp8", "x, size", "(size new; "),
+        (CONFIG, "Platform.check_and_update_config", "vllm_config, more", "(more new)"),
     ],
 )
-def test_a_changed_function_stays_vllms_and_the_log_says_once_what_that_costs(
-    v4, monkeypatch, make_layer, replacement, where, parameters, says
+def test_a_changed_function_stays_vllms_and_the_log_says_what_that_costs(
+    backend, v4, monkeypatch, replacement, where, parameters, says
 ):
-    if where is None:
-        model = model_with(monkeypatch, parameters)
-        theirs = model.fused_q
-    else:
-        module = next(iter(f for f in replacement.functions if f.endswith(f":{where}"))).partition(":")[0]
-        owner, name = where.split(".")
-        owner = getattr(importlib.import_module(module), owner)
-        if parameters is None:
-            monkeypatch.delattr(owner, name)
-        else:
-            monkeypatch.setattr(owner, name, function_of(parameters))
+    model = model_with(monkeypatch, FUSED_Q)
+    (module,) = (one.partition(":")[0] for one in replacement.functions if one.endswith(f":{where}"))
+    *owner, name = where.split(".")
+    owner = getattr(importlib.import_module(module), owner[0]) if owner else importlib.import_module(module)
+    theirs = parameters and function_of(parameters)
+    monkeypatch.setattr(owner, name, theirs) if theirs else monkeypatch.delattr(owner, name)
     said = []
-    monkeypatch.setattr(versions.logger(), "warning", lambda text, *values: said.append(text % values))
+    for level in ("warning", "error"):
+        monkeypatch.setattr(versions.logger(), level, lambda text, *values: said.append(text % values))
     monkeypatch.setenv(f"MLA_BACKEND_WARNED_OF_{replacement.name.upper().replace(' ', '_')}", "")
     for _ in range(2):
         replacements.warn([replacement])
     (line,) = said
     assert replacement.name in line and says in line and line.endswith(f": {replacement.cost}.")
-    (row,) = [each for each in replacements.report(False, False) if each["name"] == replacement.name]
-    assert not row["in_use"] and says in row["why"] and replacement.cost in row["why"]
-    if replacement is replacements.V4:
-        model_config = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"])
-        assert "another order" in plugin_config._model("SPARSE_MLA", model_config, on_cpu=False)
-    elif replacement is replacements.ROTATE:
-        make_layer()
-        assert model.fused_q is theirs
-    else:
-        assert not make_layer().splits_prompts
+    (listed,) = [each for each in replacements.report(replacement is CPU_INDEXER, False) if each["name"] in line]
+    assert not listed["in_use"] and says in listed["why"] and replacement.cost in listed["why"]
+
+    monkeypatch.setattr(plugin_config, "why_not", lambda *_: None)  # of the model
+    served = SimpleNamespace(architectures=["DeepseekV4ForCausalLM" if replacement is V4 else "other"])
+    refused = [str(plugin_config._model("SPARSE_MLA", served, on_cpu)) for on_cpu in (True, False)]
+    assert [says in each for each in refused] == [replacement is CPU_INDEXER, replacement is V4]
+    register()
+    assert [says in line for line in said[1:]] == [True] * (replacement is CONFIG)
+    layer = made_on_a_gpu(backend, monkeypatch)
+    assert layer.splits_prompts == (replacement is not SPLIT) and (model.fused_q is theirs) == (replacement is ROTATE)
     monkeypatch.setattr(versions, "since_0_32", lambda: False)
-    replacements.warn([replacement])  # what an old version never had is no news
-    assert len(said) == 1 and "is older than 0.32" in replacements.why_not(replacement)
+    assert replacement is CONFIG or "is older than 0.32" in replacements.why_not(replacement)
 
 
-def test_of_models_that_would_gain_by_one_the_log_says_that_it_is_not_in_use():
+def test_the_log_names_those_alone_that_a_model_would_gain_by():
     for name, architecture, capability, told in (
-        ("SPARSE_MLA", "DeepseekV32ForCausalLM", 90, [replacements.SPLIT, replacements.ROTATE]),
-        ("SPARSE_MLA", "DeepseekV32ForCausalLM", 100, [replacements.SPLIT]),
-        ("SPARSE_MLA", "Glm5NextForCausalLM", 90, [replacements.SPLIT]),
+        ("SPARSE_MLA", "DeepseekV32ForCausalLM", 90, [SPLIT, ROTATE]),
+        ("SPARSE_MLA", "DeepseekV32ForCausalLM", 100, [SPLIT]),
+        ("SPARSE_MLA", "Glm5NextForCausalLM", 90, [SPLIT]),
         ("SPARSE_MLA", "DeepseekV4ForCausalLM", 90, []),
         ("DENSE_MLA", "DeepseekV3ForCausalLM", 90, []),
     ):
         has = dict(is_cpu=lambda: False, has_device_capability=lambda least, capability=capability: capability >= least)
         model = SimpleNamespace(architectures=[architecture])
         assert plugin_config._optional(name, model, SimpleNamespace(**has)) == told
-
-
-def test_without_its_checks_of_the_configuration_the_plugin_stays_out(monkeypatch):
-    interface, said = importlib.import_module(PLATFORM), []
-    monkeypatch.setattr(interface.Platform, "check_and_update_config", lambda vllm_config, more: None)
-    monkeypatch.setattr(versions.logger(), "error", lambda text, *values: said.append(text % values))
-    register()
-    assert len(said) == 1 and "(more new)" in said[0] and "Install vllm 0.23, 0.32 or 0.33." in said[0]
-
-
-def test_a_cpu_needs_the_functions_that_its_indexer_takes_the_place_of(monkeypatch):
-    model = importlib.import_module("vllm.model_executor.models.deepseek_v2")
-    monkeypatch.setattr(model, "per_token_group_quant_fp8", function_of("x, size"))
-    monkeypatch.setattr(plugin_config, "why_not", lambda *_: None)
-    served = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"])
-    assert "(size new; " in plugin_config._model("SPARSE_MLA", served, on_cpu=True)
-    assert plugin_config._model("SPARSE_MLA", served, on_cpu=False) is None
-
-
-def test_doctor_lists_them_all():
-    listed = doctor.examine()["vllm"]["replaces"]
-    assert [each["name"] for each in listed] == [each.name for each in replacements.ALL]
-    assert all(each["in_use"] or each["why"] for each in listed)
