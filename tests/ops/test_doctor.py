@@ -64,17 +64,6 @@ def test_the_environment_selects_a_cpu_kernel():
     assert [k["name"] for k in report["library"]["cpu_kernels"] if k["active"]] == ["portable"]
 
 
-@pytest.mark.parametrize(
-    ("version", "verdict"),
-    [(None, "SGLang is not installed"), ("0.5.23.post1", "SGLang 0.5.23.post1"), ("0.6", "tried versions are 0.5.22")],
-)
-def test_sglang_is_covered_as_vllm_is(monkeypatch, version, verdict):
-    monkeypatch.setattr(tried_versions, "installed_sglang", lambda: version)
-    report = doctor.examine()
-    (sglang,) = [each for each in report["can_run"] if each["what"] == doctor.SGLANG_BACKEND]
-    assert report["sglang"]["version"] == version and verdict in sglang["why"]
-
-
 ENGINES = {doctor.VLLM_BACKENDS: "vllm serve", doctor.SGLANG_BACKEND: "sglang serve"}
 
 
@@ -104,14 +93,20 @@ def test_without_torch_it_says_to_install_it():
 
 
 @pytest.mark.parametrize(
-    ("version", "supported"),
-    [("0.23.0", True), ("0.32.1", True), ("0.33.0rc1", True), ("0.3.0", False), ("0.34.0", False)],
+    ("engine", "version", "why"),
+    [
+        *(("vllm", version, None) for version in ("0.23.0", "0.32.1", "0.33.0rc1")),
+        *(("vllm", version, "0.23, 0.32, 0.33") for version in ("0.3.0", "0.34.0")),
+        *(("sglang", None, "not installed"), ("sglang", "0.5.23.post1", None), ("sglang", "0.6", "0.5.22, 0.5.23")),
+    ],
 )
-def test_untried_vllm_versions_are_named_as_such(monkeypatch, version, supported):
-    monkeypatch.setattr(tried_versions.importlib.metadata, "version", lambda name: version)
-    found = doctor.examine()["vllm"]
-    assert found["supported"] is supported
-    assert supported or "0.23, 0.32, 0.33" in found["why"]
+def test_untried_versions_are_named_as_such(monkeypatch, engine, version, why):
+    found = ("vllm", version) if engine == "vllm" else version
+    monkeypatch.setattr(tried_versions, f"installed_{engine}", lambda: found)
+    report = doctor.examine()
+    assert report[engine]["supported"] is (why is None) and (why or "") in (report[engine]["why"] or "")
+    of_sglang = [each["why"] for each in report["can_run"] if each["what"] == doctor.SGLANG_BACKEND]
+    assert engine == "vllm" or (version or "not installed") in of_sglang[0]
 
 
 V32 = dict(architectures=["DeepseekV32ForCausalLM"], num_hidden_layers=61, num_attention_heads=128, index_topk=2048)

@@ -13,29 +13,24 @@ DTYPES = {"bf16": "auto", "bf16_512": "auto", "fp8_tensor_576": "fp8"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "fmt"), [("sparse", "bf16"), ("sparse", "fp8_ds_mla"), ("dense", "bf16"), ("dense", "fp8_tensor_576")]
+    ("kind", "fmt", "rope"),
+    [
+        *(("sparse", "bf16", 64), ("sparse", "fp8_ds_mla", 64), ("sparse", "bf16_512", 0), ("sparse", "fp8_ds_mla", 0)),
+        *(("dense", "bf16", 64), ("dense", "fp8_tensor_576", 64)),
+    ],
 )
-def test_tokens_are_written_as_the_reference_writes_them(backend, dense, kind, fmt):
+def test_tokens_are_written_as_the_reference_writes_them(backend, dense, kind, fmt, rope):
     layer = object.__new__(backend.SparseMLALayer if kind == "sparse" else dense.DenseMLALayer)
     scale = torch.tensor(0.03 if fmt == "fp8_tensor_576" else 1.0)
-    kv_c, k_pe = torch.randn(7, 512).bfloat16(), torch.randn(7, 1, 64).bfloat16()
+    kv_c, k_pe = torch.randn(7, 512).bfloat16(), torch.randn(7, 1, rope).bfloat16()
     slots = torch.tensor([3, -1, 40, 0, 17])  # two tokens of the seven are padding
     cache, want = (FORMATS[fmt].new_cache(4, 16) for _ in range(2))
     how = slots, DTYPES.get(fmt, "auto"), scale
     layer.do_kv_cache_update(kv_c, k_pe, cache, *how, False)
-    reference.cache_write(kv_c[:5], k_pe[:5, 0], want, slots, format=fmt, scale=scale.item())
+    written = k_pe[:5, 0] if rope else None if fmt == "bf16_512" else torch.zeros(5, 64).bfloat16()
+    reference.cache_write(kv_c[:5], written, want, slots, format=fmt, scale=scale.item())
     assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
     layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), *how, True)  # before there is a cache
-
-
-@pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla"])
-def test_tokens_without_rope_are_written(backend, fmt):
-    layer = object.__new__(backend.SparseMLALayer)
-    kv_c, slots = torch.randn(7, 512).bfloat16(), torch.tensor([3, -1, 40, 0, 17])
-    cache, want = (FORMATS[fmt].new_cache(4, 16) for _ in range(2))
-    layer.do_kv_cache_update(kv_c, kv_c[:, None, :0], cache, slots, "auto", torch.ones(1))
-    reference.cache_write(kv_c[:5], None if fmt == "bf16_512" else torch.zeros(5, 64).bfloat16(), want, slots)
-    assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
 
 
 def test_what_the_classes_override_takes_what_vllm_passes(backend, dense):

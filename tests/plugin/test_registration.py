@@ -56,15 +56,6 @@ def test_a_config_that_names_the_backend_reaches_another_process(pickler, name, 
     assert pickle.loads(pickle.dumps(config.backend)) is config.backend
 
 
-def test_vllm_finds_both_entry_points():
-    done = in_a_process(
-        "from vllm.platforms import current_platform; from vllm.plugins import load_general_plugins; "
-        "load_general_plugins(); from vllm.v1.attention.backends.registry import AttentionBackendEnum; "
-        "print(type(current_platform).__name__, 'SPARSE_MLA' in AttentionBackendEnum.__members__)"
-    )
-    assert done.stdout.split()[-2:] == ["SparseMLACpuPlatform", "True"], done.stderr
-
-
 PYTHON_FORMS = """
 import sys
 from vllm import LLM
@@ -99,12 +90,6 @@ def test_entry_points_are_functions_however_much_of_the_plugin_is_imported():
     for group in ("vllm.general_plugins", "vllm.platform_plugins"):
         (found,) = importlib.metadata.entry_points(group=group, name="mla_backend")
         assert inspect.isfunction(found.load()) and inspect.getdoc(found.load()).startswith(f"Entry point `{group}`:")
-
-
-def test_a_user_can_leave_the_plugin_out():
-    code = "from vllm.platforms import current_platform; print(type(current_platform).__name__)"
-    done = in_a_process(code, VLLM_PLUGINS="")
-    assert done.stdout.split()[-1:] == ["CpuPlatform"], done.stderr
 
 
 def test_the_platform_is_offered_to_cpu_builds_alone(monkeypatch):
