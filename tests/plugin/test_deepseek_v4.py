@@ -1,7 +1,6 @@
 """DeepSeek-V4's layer against the reference, with the metadata that vLLM gives it but without a model around it."""
 
 import importlib
-import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -159,14 +158,9 @@ def test_the_model_chooses_the_layer_where_the_backend_is_asked_for(v4, monkeypa
     assert model._select_dsv4_attn_cls(named(None)) is theirs(named(None))
 
 
-def test_the_layer_and_its_worker_take_what_vllm_passes(v4):
+def test_the_worker_is_the_one_that_the_configuration_names():
     from mla_backend.vllm_plugin.gpu_worker import SparseMLAWorker
 
-    ours, (theirs, *_) = v4.SparseMLAV4Attention, v4.SparseMLAV4Attention.__bases__
-    assert not getattr(ours, "__abstractmethods__", None)
-    for name in ("forward_mqa", "get_padded_num_q_heads"):
-        taken, wanted = (list(inspect.signature(getattr(one, name)).parameters) for one in (ours, theirs))
-        assert taken == wanted
     named = [f"{c.__module__}.{c.__name__}" for c in (*SparseMLAWorker.__bases__, SparseMLAWorker)]
     assert named == list(plugin_config.WORKERS)
 

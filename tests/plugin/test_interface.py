@@ -33,11 +33,12 @@ def test_tokens_are_written_as_the_reference_writes_them(backend, dense, kind, f
     layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), *how, True)  # before there is a cache
 
 
-def test_what_the_classes_override_takes_what_vllm_passes(backend, dense):
+def test_what_the_classes_override_takes_what_vllm_passes(backend, dense, v4):
     """All arguments of the method that is overridden, in their order: of whichever version is installed."""
     for ours in (
         *(backend.SparseMLABackend, backend.SparseMLAMetadataBuilder, backend.SparseMLALayer),
         *(dense.DenseMLABackend, dense.DenseMLAMetadataBuilder, dense.DenseMLALayer),
+        v4.SparseMLAV4Attention,
     ):
         assert not getattr(ours, "__abstractmethods__", None)
         for name, method in vars(ours).items():
