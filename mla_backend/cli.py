@@ -79,6 +79,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
     if options.model is not None:
         return _check_model(options, examine_gpus()["devices"])
+    if (options.gpus, options.gpu_memory, options.tensor_parallel) != (None, None, None):
+        print("mla-backend doctor: error: --gpus, --gpu-memory and --tensor-parallel need --model", file=sys.stderr)
+        return 2
     report = examine()
     if options.json:
         print(json.dumps(report, indent=2))

@@ -111,7 +111,7 @@ def _layers_with_indexer(text: Any) -> int:
     kinds = getattr(text, "indexer_types", None) or getattr(text, "index_topk_pattern", None)
     if kinds:
         return sum(kind in ("full", "F") for kind in kinds[: len(layers)])
-    every, first = getattr(text, "index_topk_freq", 1), getattr(text, "index_skip_topk_offset", 2)
+    every, first = max(getattr(text, "index_topk_freq", 1), 1), getattr(text, "index_skip_topk_offset", 2)
     return sum(max(layer - first + 1, 0) % every == 0 for layer in layers)
 
 
@@ -127,13 +127,15 @@ def render(report: dict[str, Any], console: Console) -> None:
         return
     say(f"  served by vLLM with --attention-backend {report['backend']}")
     weights, gpus = report["weights"], report["gpus"]
-    say(f"  weights: {weights / GIB:.1f} GiB" if weights else "  weights: no safetensors files or index in the folder")
+    unknown = "no safetensors files or index in the folder, so what fits beside them is not known"
+    say(f"  weights: {f'{weights / GIB:.1f} GiB' if weights else unknown}")
     for cache in report["caches"]:
         rows = f"  --kv-cache-dtype {cache['dtype']}: KV rows {cache['format']}, {cache['row']} bytes"
         if cache["token"] is None:
             say(f"{rows}. Layers are of several kinds, so what fits is not computed")
             continue
-        say(f"{rows}; {cache['token']} bytes per token over all layers, indexer keys included{_fit(cache, gpus)}")
+        keys = ", indexer keys included" if report["backend"] == versions.SPARSE else ""
+        say(f"{rows}; {cache['token']} bytes per token over all layers{keys}{_fit(cache, gpus)}")
     if gpus is None:
         say("  no GPU is here. What fits: --gpus 8 --gpu-memory 80G")
 

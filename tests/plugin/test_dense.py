@@ -60,12 +60,6 @@ def test_on_a_cpu_prefill_has_the_limits_of_vllms_own(dense):
     assert config_of(dense.folder).attention_config.backend is None, "it is used only where it is asked for"
 
 
-@pytest.mark.parametrize("given", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
-def test_kv_cache_dtypes_stay_what_they_are(dense, given):
-    config = config_of(dense.folder, attention_backend="DENSE_MLA", kv_cache_dtype=given)
-    assert config.cache_config.cache_dtype == given
-
-
 def test_each_backend_names_the_other_where_that_is_the_one(dense, tmp_path):
     with pytest.raises(ValueError, match="deepseek_v3 is none. Use --attention-backend DENSE_MLA"):
         config_of(dense.folder, attention_backend="SPARSE_MLA")
@@ -79,6 +73,9 @@ def test_each_backend_names_the_other_where_that_is_the_one(dense, tmp_path):
 def test_what_cannot_be_is_refused_at_start_with_a_reason(dense):
     with pytest.raises(ValueError, match="--kv-cache-dtype must be one of auto, bfloat16, fp8, fp8_e4m3; got fp8_ds"):
         config_of(dense.folder, attention_backend="DENSE_MLA", kv_cache_dtype="fp8_ds_mla")
+    for given in ("fp8", "fp8_e4m3", "bfloat16", "auto"):  # each stays what it is
+        config = config_of(dense.folder, attention_backend="DENSE_MLA", kv_cache_dtype=given, block_size=32)
+        assert config.cache_config.cache_dtype == given
     config = config_of(dense.folder, attention_backend="DENSE_MLA", kv_cache_dtype="fp8", block_size=32)
     features = functools.partial(plugin_config._features, "DENSE_MLA", config, on_cpu=False)
     assert features() is None
