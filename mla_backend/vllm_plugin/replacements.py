@@ -149,8 +149,8 @@ def arguments_of(where: str) -> tuple[str, ...] | None:
         found: Any = sys.modules[module]
         for part in name.split("."):
             found = getattr(found, part)
-        is_known = not found.__module__.startswith("mla_backend.")  # as when ours is there already
-        names = list(inspect.signature(found).parameters) if is_known else _read(module, name)
+        is_theirs = not str(getattr(found, "__module__", "")).startswith("mla_backend.")  # ours may be there
+        names = list(inspect.signature(found).parameters) if is_theirs else _read(module, name)
     except AttributeError:
         return None
     except (KeyError, TypeError, ValueError):  # not imported, or an object that doesn't say

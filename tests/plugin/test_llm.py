@@ -19,12 +19,7 @@ def llm(checkpoint):
         yield llm
 
 
-def test_one_at_a_time_gives_the_embedded_engines_tokens(llm, checkpoint, prompts):
-    got = [tokens(generate(llm, [prompt]))[0] for prompt in prompts]
-    assert_follows(checkpoint, prompts, got)
-
-
-def test_many_at_a_time_give_them_too(llm, checkpoint, prompts):
+def test_many_at_a_time_give_the_embedded_engines_tokens(llm, checkpoint, prompts):
     many = prompts * (32 // len(prompts))
     llm.reset_prefix_cache()
     assert_follows(checkpoint, many, tokens(generate(llm, many)))

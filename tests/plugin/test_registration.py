@@ -66,11 +66,8 @@ def stop(cls, config):
     raise ValueError(f"named {config.attention_config.backend.name}")
 
 SparseMLACpuPlatform.check_and_update_config = classmethod(stop)
-for named in (
-    dict(attention_config={"backend": "SPARSE_MLA"}),
-    dict(attention_config=AttentionConfig(backend="SPARSE_MLA")),
-    dict(attention_backend="sparse_mla"),
-):
+forms = dict(attention_config={"backend": "SPARSE_MLA"}), dict(attention_backend="sparse_mla")
+for named in (*forms, dict(attention_config=AttentionConfig(backend="SPARSE_MLA"))):
     try:
         LLM(sys.argv[1], skip_tokenizer_init=True, **named)
     except ValueError as error:
