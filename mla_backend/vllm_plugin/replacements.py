@@ -76,7 +76,29 @@ CPU_INDEXER = Replacement(
     "SPARSE_MLA refuses to run on a CPU",
     on="a CPU",
 )
-ALL = (CONFIG, ROTATE, SPLIT, V4, CPU_INDEXER)
+SELECT = Replacement(
+    "select_tokens",
+    {
+        f"{V32_ATTENTION}:sparse_attn_indexer": (
+            *("hidden_states", "k_cache_prefix", "kv_cache", "q_quant", "q_scale", "k", "weights", "quant_block_size"),
+            *("scale_fmt", "topk_tokens", "head_dim", "max_model_len", "total_seq_lens", "topk_indices_buffer"),
+            *("skip_k_cache_insert", "use_pcp", "pcp_shard_decode_requests", "dense_mha_metadata_layer_name"),
+            *("use_fp4_cache", "dcp_rank", "dcp_world_size", "cp_kv_cache_interleave_size", "skip_topk_buffer_clear"),
+            *("candidate_blocks", "candidate_block_size", "candidate_write", "topk_backend"),
+        ),
+        "vllm.model_executor.layers.sparse_attn_indexer:SparseAttnIndexer.forward_cuda": (
+            *("hidden_states", "q_quant", "k", "weights"),
+        ),
+        "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder.build": (
+            *("common_prefix_len", "common_attn_metadata", "fast_build"),
+        ),
+        "vllm.v1.attention.backends.mla.indexer:DeepseekV32IndexerMetadataBuilder.update_draft_decode_metadata": (
+            "metadata",
+        ),
+    },
+    "mla_selection is refused; DeepGEMM's scores and vLLM's top-k select",
+)
+ALL = (CONFIG, ROTATE, SPLIT, V4, SELECT, CPU_INDEXER)
 
 
 def why_not(replacement: Replacement) -> str | None:
@@ -123,6 +145,8 @@ def report(on_cpu: bool, blackwell: bool) -> list[dict[str, Any]]:
             why = "vLLM has a faster kernel for Blackwell"
         elif why is not None:
             why = f"{why}: {each.cost}"
+        elif each is SELECT:
+            why = "DeepGEMM is faster; mla_selection turns it on"
         found.append({"name": each.name, "in_use": why is None, "why": why})
     return found
 

@@ -1,7 +1,5 @@
 """Selection by our `select_tokens` in place of vLLM's: whether it runs on a GPU, and what the tokens of a step see."""
 
-import importlib
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from mla_backend.index import select_tokens
 from mla_backend.keys import VALUES
-from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin import replacements, versions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,23 +18,6 @@ WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "mla_backend.vllm_plugin.gpu_work
 """vLLM's, and ours, which puts our indexer into its models."""
 MAX_HEADS, MAX_TOPK = 128, 4096
 THEIR_OP, OP = "vllm::sparse_attn_indexer", "vllm::mla_backend_select"
-INDEXER = "vllm.model_executor.layers.sparse_attn_indexer"
-METADATA = "vllm.v1.attention.backends.mla.indexer"
-KNOWN = {
-    (versions.V32_ATTENTION, "sparse_attn_indexer"): (
-        *("hidden_states", "k_cache_prefix", "kv_cache", "q_quant", "q_scale", "k", "weights", "quant_block_size"),
-        *("scale_fmt", "topk_tokens", "head_dim", "max_model_len", "total_seq_lens", "topk_indices_buffer"),
-        *("skip_k_cache_insert", "use_pcp", "pcp_shard_decode_requests", "dense_mha_metadata_layer_name"),
-        *("use_fp4_cache", "dcp_rank", "dcp_world_size", "cp_kv_cache_interleave_size", "skip_topk_buffer_clear"),
-        *("candidate_blocks", "candidate_block_size", "candidate_write", "topk_backend"),
-    ),
-    (INDEXER, "SparseAttnIndexer.forward_cuda"): ("self", "hidden_states", "q_quant", "k", "weights"),
-    (METADATA, "DeepseekV32IndexerMetadataBuilder.build"): (
-        *("self", "common_prefix_len", "common_attn_metadata", "fast_build"),
-    ),
-    (METADATA, "DeepseekV32IndexerMetadataBuilder.update_draft_decode_metadata"): ("self", "metadata"),
-}
-"""What is replaced, and its parameters in vLLM 0.32 and 0.33."""
 
 
 # --- whether ----------------------------------------------------------------------------------------------------------
@@ -67,8 +48,8 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
 
     if not versions.since_0_32():
         return "needs vllm 0.32 or 0.33"
-    if (unknown := unknown_signature()) is not None:
-        return unknown
+    if (unknown := replacements.why_not(replacements.SELECT)) is not None:
+        return f"does not fit: {unknown}"
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1:
         return "does not merge what GPUs select; leave out --decode-context-parallel-size"
@@ -88,21 +69,6 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
         )
     if vllm_config.attention_config.resolve_indexer_kv_dtype("fp8") != "fp8":
         return "takes keys in FP8 alone; leave out indexer_kv_dtype"
-    return None
-
-
-def unknown_signature() -> str | None:
-    """Which of the functions that are replaced is not there, or has other parameters than the known ones."""
-    for (module, name), known in KNOWN.items():
-        try:
-            found: Any = importlib.import_module(module)
-            for part in name.split("."):
-                found = getattr(found, part)
-        except (ImportError, AttributeError) as error:
-            return f"{module} of this vLLM lacks {name} ({error})"
-        if (parameters := tuple(inspect.signature(found).parameters)) != known:
-            other = ", ".join(sorted(set(parameters) ^ set(known))) or "in another order"
-            return f"{name} of this vLLM has other parameters than those known: {other}"
     return None
 
 
