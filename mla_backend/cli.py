@@ -76,13 +76,14 @@ def _version() -> str:
 
 def _doctor(options: argparse.Namespace) -> int:
     from mla_backend.doctor import examine, examine_gpus, render, render_verdicts
+    from mla_backend.vllm_plugin import replacements
 
     if options.model is not None:
         return _check_model(options, examine_gpus()["devices"])
     if (options.gpus, options.gpu_memory, options.tensor_parallel) != (None, None, None):
         print("mla-backend doctor: error: --gpus, --gpu-memory and --tensor-parallel need --model", file=sys.stderr)
         return 2
-    report = examine()
+    report = examine(replacements.report)
     if options.json:
         print(json.dumps(report, indent=2))
     else:
@@ -92,12 +93,16 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _check_model(options: argparse.Namespace, devices: list[dict]) -> int:
-    from mla_backend import model_check
+    from mla_backend.vllm_plugin import model_check
 
     number = len(devices) if options.gpus is None else options.gpus
     memory = options.gpu_memory or min((device["memory_bytes"] for device in devices), default=80 << 30)
     try:
-        gpus = model_check.gpus(number, memory, options.tensor_parallel or number) if number else None
+        gpus = (
+            model_check.gpus(number, memory, options.tensor_parallel or number)
+            if number or options.gpus is not None
+            else None
+        )
         report = model_check.examine(options.model, gpus)
     except (OSError, ValueError, ImportError) as error:
         print(f"mla-backend doctor: error: {error}", file=sys.stderr)

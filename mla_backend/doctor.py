@@ -2,6 +2,7 @@
 
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +22,12 @@ TINY = Path(__file__).parents[1] / "examples/recall/checkpoint"
 """A checkpoint to try, in a source tree."""
 
 
-def examine() -> dict[str, Any]:
-    """Everything that `mla-backend doctor` reports, as plain data."""
+def examine(replaced: Callable[[bool, bool], list[dict[str, Any]]] | None = None) -> dict[str, Any]:
+    """Everything that `mla-backend doctor` reports, as plain data.
+
+    Args:
+        replaced: what the plugin says of the functions of vLLM that it replaces: `vllm_plugin.replacements.report`.
+    """
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
@@ -34,7 +39,7 @@ def examine() -> dict[str, Any]:
         "gpus": examine_gpus(),
     }
     report["mha"] = _examine_mha(report["gpus"]["devices"])
-    report["vllm"]["replaces"] = _examine_replacements(report)
+    report["vllm"]["replaces"] = _examine_replacements(report, replaced) if replaced else []
     report["decode"] = _examine_decode(len(report["gpus"]["devices"]))
     report["can_run"] = _verdicts(report)
     report["next"] = _next_steps(report)
@@ -66,15 +71,15 @@ def _examine_vllm() -> dict[str, Any]:
     return {"version": version, "distribution": distribution, **_tried(version, tried)}
 
 
-def _examine_replacements(report: dict[str, Any]) -> list[dict[str, Any]]:
+def _examine_replacements(
+    report: dict[str, Any], replaced: Callable[[bool, bool], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
     """The functions of vLLM that the plugin replaces: whether ours is in use, and if not, why."""
     if report["vllm"]["version"] is None:
         return []
-    from mla_backend.vllm_plugin import replacements
-
     capabilities = [device["capability"] for device in report["gpus"]["devices"]]
     blackwell = any(int(capability.split(".")[0]) >= 10 for capability in capabilities)
-    return replacements.report(tried_versions.is_cpu_build_of_vllm(), blackwell)
+    return replaced(tried_versions.is_cpu_build_of_vllm(), blackwell)
 
 
 def _examine_sglang() -> dict[str, Any]:

@@ -6,7 +6,7 @@ once. Nothing here imports vLLM before vLLM calls it. docs/serving.md tells how 
     versions.py      everything that differs between vLLM's versions
     replacements.py  what is replaced inside vLLM, and whether this version's functions are the known ones
     config.py        what the user asked for: checked, and completed
-    models.py        which models the backends serve
+    models.py        which models the backends serve; model_check.py what that means for a checkpoint
     backend.py       the attention backend of sparse MLA: its metadata and its layers
     beginnings.py    which tokens of a prompt attend densely
     dense_backend.py the same of dense MLA

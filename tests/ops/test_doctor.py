@@ -129,6 +129,7 @@ ON_16 = ["--gpus=16", "--gpu-memory=79G", "--tensor-parallel=8"]
         (V32 | dict(architectures=["Step5ForCausalLM"]), 0, [], 1, "is not multi-head latent attention"),
         (V32 | dict(architectures=["LlamaForCausalLM"]), 0, [], 1, "serves models with sparse multi-head latent"),
         (V32, 0, ["--gpus=8", "--tensor-parallel=3"], 2, "must divide"),
+        (V32, 0, ["--gpus=0"], 2, "--gpus must be"),
         ([], 0, [], 2, "must have a num_hidden_layers of 1 or more; got None"),
     ],
 )

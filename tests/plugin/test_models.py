@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 import vllm_installed  # noqa: F401
-from mla_backend import FORMATS, model_check
-from mla_backend.vllm_plugin import models
+from mla_backend import FORMATS
+from mla_backend.vllm_plugin import model_check, models
 
 GUIDE, VLLM = Path(__file__).parents[2] / "docs/serving.md", Path(importlib.util.find_spec("vllm").origin).parent
 OTHERS = {

@@ -37,7 +37,9 @@ class Gpus(NamedTuple):
 
 def gpus(number: int, memory: int, tensor_parallel: int) -> Gpus:
     """As asked for; a ValueError where that can't be."""
-    if number < 1 or tensor_parallel < 1 or number % tensor_parallel:
+    if number < 1:
+        raise ValueError(f"--gpus must be 1 or more; got {number}")
+    if tensor_parallel < 1 or number % tensor_parallel:
         raise ValueError(f"--tensor-parallel must divide the number of GPUs; got {tensor_parallel} and {number}")
     return Gpus(number, memory, tensor_parallel)
 
