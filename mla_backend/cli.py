@@ -7,6 +7,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 import mla_backend
 from mla_backend import terminal
@@ -84,34 +87,30 @@ def _doctor(options: argparse.Namespace) -> int:
         print("mla-backend doctor: error: --gpus, --gpu-memory and --tensor-parallel need --model", file=sys.stderr)
         return 2
     report = examine(replacements.report)
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        width = None if sys.stdout.isatty() else 120
-        (render_verdicts if options.brief else render)(report, terminal.console(width))
+    _show(report, render_verdicts if options.brief else render, options.json)
     return 0 if report["library"]["loads"] else 1
 
 
 def _check_model(options: argparse.Namespace, devices: list[dict]) -> int:
     from mla_backend.vllm_plugin import model_check
 
-    number = len(devices) if options.gpus is None else options.gpus
+    number = options.gpus if options.gpus is not None else len(devices) or None
     memory = options.gpu_memory or min((device["memory_bytes"] for device in devices), default=80 << 30)
     try:
-        gpus = (
-            model_check.gpus(number, memory, options.tensor_parallel or number)
-            if number or options.gpus is not None
-            else None
-        )
+        gpus = None if number is None else model_check.gpus(number, memory, options.tensor_parallel or number)
         report = model_check.examine(options.model, gpus)
     except (OSError, ValueError, ImportError) as error:
         print(f"mla-backend doctor: error: {error}", file=sys.stderr)
         return 2
-    if options.json:
+    _show(report, model_check.render, options.json)
+    return 0 if report["backend"] else 1
+
+
+def _show(report: dict[str, Any], render: Callable[[dict[str, Any], Console], None], as_json: bool) -> None:
+    if as_json:
         print(json.dumps(report, indent=2))
     else:
-        model_check.render(report, terminal.console(None if sys.stdout.isatty() else 120))
-    return 0 if report["backend"] else 1
+        render(report, terminal.console(None if sys.stdout.isatty() else 120))
 
 
 def _generate(options: argparse.Namespace) -> int:
