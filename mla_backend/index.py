@@ -14,6 +14,10 @@ from mla_backend.arguments import (
     require_tensors,
 )
 
+MAX_HEADS: int = library.about()["max_index_heads"]
+"""Of the indexer."""
+MAX_TOPK: int = library.about()["max_selected"]
+"""Positions that `select_tokens` chooses for a token."""
 MAX_POSITIONS: int = library.about()["max_select_positions"]
 """Of a request, that `select_tokens` takes."""
 MAX_WORKSPACE: int = library.about()["max_select_workspace"]

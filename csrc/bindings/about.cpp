@@ -11,6 +11,8 @@
 #include "cpu/common/features.h"
 #include "cuda/ops.h"
 #include "mla/format.h"
+#include "mla/index.h"
+#include "mla/limits.h"
 #include "mla/plan.h"
 #include "mla/schedule/cost.h"
 #include "mla/workspace.h"
@@ -86,6 +88,7 @@ MLA_EXPORT const char* mla_backend_about() {
              member("kernels", list(kernels)) + number("workspace_floats", Workspace::kFloatsPerCtaHead) +
              number("workspace_counters", Workspace::kCountersPerCtaHead) +
              number("max_select_positions", kMaxSelectPositions) + number("max_select_workspace", kMaxSelectWorkspace) +
+             number("max_index_heads", kMaxIndexHeads) + number("max_selected", kMaxSelected) +
              member("ops", list(ops)) + member("formats", list(formats)) + member("cpu_kernels", list(cpu_kernels)));
   return json.c_str();
 }

@@ -4,7 +4,6 @@ vLLM's model computes queries, keys and weights, and writes the keys. What the t
 with vLLM's own metadata, into buffers that stay where they are: CUDA graphs read them.
 """
 
-import functools
 import inspect
 from typing import Any
 
@@ -22,6 +21,7 @@ from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerMetadataBui
 
 from mla_backend.index import MAX_WORKSPACE
 from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin.replacements import by_name, instead_of
 from mla_backend.vllm_plugin.selection import OP, seen_by_tokens, select_into
 
 
@@ -45,19 +45,18 @@ def add_tokens_to_metadata_of(builder: type) -> None:
     """Has the metadata that it builds say of each token what it sees."""
     build_theirs, update_theirs = builder.build, builder.update_draft_decode_metadata
 
-    @functools.wraps(build_theirs)
     def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = build_theirs(self, common_prefix_len, common_attn_metadata, fast_build)
         add_tokens(self, metadata, common_attn_metadata)
         return metadata
 
-    @functools.wraps(update_theirs)
     def update_draft_decode_metadata(self: Any, metadata: Any) -> None:
         update_theirs(self, metadata)
         if metadata.decode is not None:  # a token per request, whose lengths have grown
             metadata.lengths.copy_(metadata.decode.seq_lens.reshape(-1)[: len(metadata.lengths)])
 
-    builder.build, builder.update_draft_decode_metadata = build, update_draft_decode_metadata
+    builder.build = instead_of(build_theirs, build)
+    builder.update_draft_decode_metadata = instead_of(update_theirs, update_draft_decode_metadata)
 
 
 def add_tokens(builder: Any, metadata: Any, common: Any) -> None:
@@ -114,18 +113,16 @@ def _is_dense(context: Any, layer: str) -> bool:
 
 def in_place_of(theirs: Any) -> Any:
     """vLLM's function of an indexer, with our selection."""
-    names = tuple(inspect.signature(theirs).parameters)
-    ours = tuple(inspect.signature(select).parameters)
+    arguments, ours = by_name(theirs), tuple(inspect.signature(select).parameters)
 
-    @functools.wraps(theirs)
     def sparse_attn_indexer(*args: Any, **kwargs: Any) -> Tensor:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = arguments(*args, **kwargs)
         if given["skip_k_cache_insert"]:
             given["k"] = None
         select(*(given[name] for name in ours))
         return given["topk_indices_buffer"]
 
-    return sparse_attn_indexer
+    return instead_of(theirs, sparse_attn_indexer)
 
 
 class GpuIndexer(indexer.SparseAttnIndexer):

@@ -161,6 +161,13 @@ def instead_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable
     return ours
 
 
+def by_name(theirs: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """A function of the arguments of a call that returns them by name, with vLLM's defaults."""
+    parameters = inspect.signature(theirs).parameters
+    defaults = {name: it.default for name, it in parameters.items() if it.default is not it.empty}
+    return lambda *args, **kwargs: defaults | dict(zip(parameters, args, strict=False)) | kwargs
+
+
 def is_ours(function: Any) -> bool:
     return getattr(function, "of_mla_backend", False)
 

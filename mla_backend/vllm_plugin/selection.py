@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mla_backend.index import select_tokens
+from mla_backend.index import MAX_HEADS, MAX_TOPK, select_tokens
 from mla_backend.keys import VALUES
 from mla_backend.vllm_plugin import replacements, versions
 
@@ -16,7 +16,6 @@ OPTION = "mla_selection"
 """In vLLM's --additional-config: whether our op selects on a GPU. By default only where `why_by_default` says so."""
 WORKERS = ("vllm.v1.worker.gpu_worker.Worker", "mla_backend.vllm_plugin.gpu_worker.SparseMLAWorker")
 """vLLM's, and ours, which puts our indexer into its models."""
-MAX_HEADS, MAX_TOPK = 128, 4096
 THEIR_OP, OP = "vllm::sparse_attn_indexer", "vllm::mla_backend_select"
 
 
@@ -25,8 +24,7 @@ THEIR_OP, OP = "vllm::sparse_attn_indexer", "vllm::mla_backend_select"
 
 def asked(vllm_config: "VllmConfig") -> Any:
     """What the user asked for; None where nothing."""
-    options = getattr(vllm_config, "additional_config", None)
-    return options.get(OPTION) if isinstance(options, dict) else None
+    return versions.additional_option(vllm_config, OPTION)
 
 
 def is_on(vllm_config: "VllmConfig") -> bool:

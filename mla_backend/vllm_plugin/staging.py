@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mla_backend.kernel_heads import M64_HEADS, SWAP_AB_HEADS
+from mla_backend.vllm_plugin import versions
 
 OPTION = "mla_staged_rows"
 """In vLLM's --additional-config: how many rows there is room for, at most. 0 stages nothing."""
@@ -87,5 +88,4 @@ def room_for_rows(vllm_config: Any, heads: int, topk: int, cache_dtype: str, on_
 
 def asked_rows(vllm_config: Any) -> int:
     """What the user asked for."""
-    options = getattr(vllm_config, "additional_config", None)
-    return options.get(OPTION, ROWS) if isinstance(options, dict) else ROWS
+    return versions.additional_option(vllm_config, OPTION, ROWS)

@@ -9,7 +9,6 @@ The plugin was tried with the versions in `tried_versions.VLLM`:
 """
 
 import importlib
-import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -191,6 +190,12 @@ def call_with_config(settle: Callable[["VllmConfig"], None]) -> None:
     platform.check_and_update_config = classmethod(ours)
 
 
+def additional_option(vllm_config: "VllmConfig", name: str, default: Any = None) -> Any:
+    """What --additional-config says of an option of this package."""
+    options = getattr(vllm_config, "additional_config", None)
+    return options.get(name, default) if isinstance(options, dict) else default
+
+
 def captured_tokens(vllm_config: "VllmConfig") -> int:
     """The largest number of tokens of a step that runs as a CUDA graph."""
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes
@@ -260,11 +265,10 @@ def rotate_queries_if_possible() -> None:
     inherited = model.fused_q
     if replacements.is_ours(inherited):
         return
-    parameters = inspect.signature(inherited).parameters
-    defaults = {name: it.default for name, it in parameters.items() if it.default is not it.empty}
+    by_name = replacements.by_name(inherited)
 
     def fused_q(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        given = defaults | dict(zip(parameters, args, strict=False)) | kwargs
+        given = by_name(*args, **kwargs)
         queries, index_queries = given["q_pe"], given["index_q"]
         ours = given["has_indexer"] and not given["quantize_mqa"] and queries.dtype == torch.bfloat16
         if not ours or (queries.shape[-1], index_queries.shape[-1]) != (64, 128):
