@@ -15,6 +15,7 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
+from mla_backend.index import MAX_HEADS
 from mla_backend.keys import KEY_FORMATS, write_keys
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import kernels, timing
@@ -138,7 +139,7 @@ def measure(case: kernels.Case, cache: Tensor, loaded: set[str], rounds: int) ->
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     opt.add_list(parser, "--batches", RequestBatch.parse, "as those of `kernels`", BATCHES)
-    opt.add_list(parser, "--heads", opt.whole(1, 128), "of the indexer", "64")
+    opt.add_list(parser, "--heads", opt.whole(1, MAX_HEADS), "of the indexer", "64")
     parser.add_argument("--topk", type=opt.count, default=2048, metavar="N", help="default: %(default)s")
     kernels.add_ends(parser, 21)
 
