@@ -12,6 +12,7 @@ namespace mla::cuda {
 void portable_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
 void swap_ab_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
 void m64_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
+void m64_fp8_attention(const AttentionProblem& problem, const Launch& launch, void* stream);
 // Combines the tokens that the plan split, whose splits are rows of floats or CompactRows.
 void combine_split_tokens(const AttentionProblem& problem, bool compact, void* stream);
 

@@ -79,7 +79,9 @@ Launch fitted(const AttentionProblem& p, Launch launch) {
   if (launch.kernel == Kernel::swap_ab && launch.heads_per_cta == 32 && !scaled) launch.heads_per_cta = 16;
   const int heads = launch.heads_per_cta;
   const bool swap_ab = launch.kernel == Kernel::swap_ab && (heads == 8 || heads == 16 || heads == 32);
-  if (!swap_ab && !(launch.kernel == Kernel::m64 && heads == 64)) return portable;
+  if (launch.kernel == Kernel::m64_fp8 && !p.lists[0].cache.format.quantised()) launch.kernel = Kernel::m64;
+  const bool m64 = (launch.kernel == Kernel::m64 || launch.kernel == Kernel::m64_fp8) && heads == 64;
+  if (!swap_ab && !m64) return portable;
   const bool clusters = swap_ab && heads <= 16 && selection != Selection::unclustered;
   const bool fills_grid = launch.ctas + launch.cluster > kMaxGpuCtas;  // once clusters are full
   if (!clusters || fills_grid || gpu.clusters[launch.cluster] == 0) launch.cluster = 1;
@@ -107,6 +109,7 @@ void attention(const AttentionProblem& p, const Launch& given, void* stream) {
 #ifdef MLA_CUDA_SM90A
     if (launch.kernel == Kernel::swap_ab) return swap_ab_attention(p, launch, stream);
     if (launch.kernel == Kernel::m64) return m64_attention(p, launch, stream);
+    if (launch.kernel == Kernel::m64_fp8) return m64_fp8_attention(p, launch, stream);
 #endif
     portable_attention(p, launch, stream);
   } catch (const std::runtime_error& error) {

@@ -11,8 +11,8 @@ namespace mla {
 
 constexpr int kMaxCluster = 16;
 
-enum class Kernel : int32_t { cpu, portable, swap_ab, m64 };
-constexpr const char* kKernelNames[] = {"cpu", "portable", "swap_ab", "m64"};
+enum class Kernel : int32_t { cpu, portable, swap_ab, m64, m64_fp8 };
+constexpr const char* kKernelNames[] = {"cpu", "portable", "swap_ab", "m64", "m64_fp8"};
 constexpr int kKernelCount = sizeof(kKernelNames) / sizeof(kKernelNames[0]);
 
 struct Launch {
