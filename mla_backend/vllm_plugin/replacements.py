@@ -4,17 +4,12 @@ A function is known by its arguments, which are checked before ours takes its pl
 them, vLLM's stays: the log says so once, and `mla-backend doctor` lists all of them.
 """
 
-import ast
 import functools
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from mla_backend import tried_versions
+from mla_backend import signatures, tried_versions
 
 V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
 V32_ATTENTION = "vllm.models.deepseek_v32.attention"
@@ -106,15 +101,7 @@ def why_not(replacement: Replacement) -> str | None:
     _, version = tried_versions.installed_vllm() or ("", "unknown")
     if _is_too_new(replacement):
         return f"vLLM {version} is older than 0.32"
-    for where, known in replacement.functions.items():
-        found, name = arguments_of(where), where.replace(":", ".")
-        if found is None:
-            return f"vLLM {version} has no {name}"
-        if found != known:
-            new, gone = (", ".join(sorted({*a} - {*b})) for a, b in ((found, known), (known, found)))
-            change = "; ".join([f"{new} new"] * bool(new) + [f"{gone} gone"] * bool(gone)) or "in another order"
-            return f"{name} of vLLM {version} has other arguments ({change})"
-    return None
+    return signatures.change(replacement.functions, f"vLLM {version}")
 
 
 def warn(asked: Iterable[Replacement]) -> None:
@@ -151,7 +138,7 @@ def report(on_cpu: bool, blackwell: bool) -> list[dict[str, Any]]:
     return found
 
 
-# --- functions of vLLM, and their arguments ---------------------------------------------------------------------------
+# --- functions of vLLM ------------------------------------------------------------------------------------------------
 
 
 def instead_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,69 +157,3 @@ def by_name(theirs: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 def is_ours(function: Any) -> bool:
     return getattr(function, "of_mla_backend", False)
-
-
-def arguments_of(where: str) -> tuple[str, ...] | None:
-    """The arguments of a function of vLLM, without self or cls; None if there is none. Imports nothing: what has not
-    been imported is read."""
-    module, _, name = where.partition(":")
-    try:
-        found: Any = sys.modules[module]
-        for part in name.split("."):
-            found = getattr(found, part)
-        is_theirs = not str(getattr(found, "__module__", "")).startswith("mla_backend.")  # ours may be there
-        names = list(inspect.signature(found).parameters) if is_theirs else _read(module, name)
-    except AttributeError:
-        return None
-    except (KeyError, TypeError, ValueError):  # not imported, or an object that doesn't say
-        names = _read(module, name)
-    return None if names is None else tuple(names[names[:1] in (["self"], ["cls"]) :])
-
-
-def _read(module: str, name: str) -> list[str] | None:
-    path = source_of(module)
-    if path is None:
-        return None
-    body = list(_statements(_parsed(path).body))
-    head, _, rest = name.partition(".")
-    for one in body:
-        if isinstance(one, ast.ImportFrom):
-            for alias in one.names:
-                if (alias.asname or alias.name) == head:
-                    package = module.split(".")[: (1 if path.name == "__init__.py" else 0) - one.level or None]
-                    source = ".".join([*(package if one.level else ()), *filter(None, [one.module])])
-                    return _read(source, ".".join(filter(None, [alias.name, rest])))
-        elif rest and isinstance(one, ast.ClassDef) and one.name == head:
-            body = list(_statements(one.body))
-            return next((_names(f.args) for f in body if isinstance(f, ast.FunctionDef) and f.name == rest), None)
-        elif not rest and isinstance(one, ast.FunctionDef) and one.name == head:
-            return _names(one.args)
-    return None
-
-
-@cache
-def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Of a module or a class, also those under a condition."""
-    for one in body:
-        yield one
-        if isinstance(one, (ast.If, ast.Try)):
-            yield from _statements([*one.body, *one.orelse])
-
-
-def _names(given: ast.arguments) -> list[str]:
-    positional, named = [*given.posonlyargs, *given.args], given.kwonlyargs
-    return [one.arg for one in (*positional, given.vararg, *named, given.kwarg) if one is not None]
-
-
-@cache
-def source_of(module: str) -> Path | None:
-    """The file of one of vLLM's modules. Imports nothing."""
-    vllm = importlib.util.find_spec("vllm")
-    if vllm is None or vllm.origin is None:
-        return None
-    path = Path(vllm.origin).parent.joinpath(*module.split(".")[1:])
-    return next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.is_file()), None)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from mla_backend import tried_versions
+from mla_backend import signatures, tried_versions
 from mla_backend.vllm_plugin import replacements
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def since_0_32() -> bool:
 
 def _has_module(name: str) -> bool:
     """Looks without importing."""
-    return replacements.source_of(name) is not None
+    return signatures.source_of(name) is not None
 
 
 # --- the names --------------------------------------------------------------------------------------------------------
