@@ -5,6 +5,7 @@ here imports SGLang before SGLang calls it. docs/sglang.md tells how to serve wi
 
     versions.py  what the plugin needs of SGLang, checked before anything is registered
     backend.py   the attention backend, and the one that drafts use
+    selection.py `select_tokens` in place of the indexer's scores and top-k
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backe
 
 def register() -> None:
     """Entry point `sglang.srt.plugins`: adds the backend to SGLang's lists. It is used only where asked for."""
-    from mla_backend.sglang_plugin import versions
+    from mla_backend.sglang_plugin import selection, versions
 
     missing = versions.missing()
     if missing is not None:
@@ -37,6 +38,7 @@ def register() -> None:
     handler.register(NAME, attention_backend_handler.handle_attention_dsa)
     utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
     HookRegistry.register(_FACTORY, _with_our_draft_backend, HookType.AROUND)
+    selection.install()
 
 
 def _new_backend(runner: Any) -> Any:

@@ -1,5 +1,6 @@
 """The attention backend. SGLang's own backend for sparse MLA (it calls it DSA) does everything but attention itself:
-metadata, CUDA graphs, the indexer, writing the cache, short prompts as dense attention."""
+metadata, CUDA graphs, the indexer, writing the cache, short prompts as dense attention. Its indexer can select with our
+op, too."""
 
 from typing import Any
 
@@ -14,7 +15,7 @@ from mla_backend import library
 from mla_backend.arguments import dtype_name
 from mla_backend.attention import VALUE_DIM
 from mla_backend.plan import Plan
-from mla_backend.sglang_plugin import NAME
+from mla_backend.sglang_plugin import NAME, selection
 
 FORMATS = {torch.bfloat16: ("bf16", "bf16_512"), torch.float8_e4m3fn: ("fp8_ds_mla",)}
 """Rows of SGLang's caches that our op reads, by our names. Those of 512 values are of models without rope."""
@@ -37,15 +38,28 @@ class SparseMLABackend(DeepseekSparseAttnBackend):
         self.cache_format = fitting_formats(model_runner.token_to_kv_pool)[0]
         floats = Plan.bounds(self.num_q_heads, self.device).workspace_floats
         self.workspace = torch.zeros(floats, device=self.device) if floats else None  # before graphs are captured
+        on = selection.is_on(model_runner)
+        self.selector = selection.Selector(self.token_to_kv_pool, self.device) if on else None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        self._plan = None
+        self._begin_pass()
         super().init_forward_metadata(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         # SGLang calls this at the start of each pass that it captures: the plan becomes a part of the graph.
-        self._plan = None
+        self._begin_pass()
         super().init_forward_metadata_in_graph(forward_batch)
+
+    def _begin_pass(self) -> None:
+        self._plan = None
+        if self.selector is not None:
+            self.selector.begin()
+
+    def get_indexer_metadata(self, layer_id: int, forward_batch: Any) -> Any:
+        metadata = super().get_indexer_metadata(layer_id, forward_batch)
+        if self.selector is not None:
+            object.__setattr__(metadata, "selector", self.selector)  # it is frozen
+        return metadata
 
     def _forward_fa3(
         self,
@@ -103,7 +117,8 @@ class SparseMLADraftBackend(DeepseekSparseAttnMultiStepBackend):
             for step in range(speculative_num_steps - 1)
         ]
         for later in self.attn_backends[1:]:
-            later.workspace = self.attn_backends[0].workspace  # steps come one after the other
+            # Steps come one after the other.
+            later.workspace, later.selector = self.attn_backends[0].workspace, self.attn_backends[0].selector
 
 
 def fitting_formats(pool: Any) -> list[str]:
@@ -138,4 +153,4 @@ def why_not(model_runner: Any) -> str | None:
             "mla-backend was built without CUDA. Install it again where nvcc is found, with MLA_BACKEND_CUDA=1; "
             "or leave out --attention-backend."
         )
-    return None
+    return selection.why_refused(model_runner)

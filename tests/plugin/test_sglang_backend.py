@@ -213,10 +213,21 @@ def test_drafts_get_this_backend_too():
         (lambda runner: setattr(runner, "hisparse_coordinator", SimpleNamespace()), "--enable-hisparse"),
         (lambda runner: setattr(runner.token_to_kv_pool, "kv_cache_dim", 528), "--kv-cache-dtype bfloat16"),
         (lambda runner: setattr(runner.token_to_kv_pool, "dtype", torch.float8_e4m3fn), "--dsa-decode-backend"),
+        (
+            lambda runner: setattr(runner.model_config.hf_config, "index_kpool", 4),
+            "MLA_SELECTION=1 does not take pooled",
+        ),
+        (lambda runner: setattr(runner.model_config.hf_config, "index_local_tokens", 1), "last tokens"),
+        (lambda runner: setattr(runner.model_config.hf_config, "index_n_heads", 129), "up to 128 index_n_heads"),
+        (lambda runner: setattr(runner.model_config.hf_config, "index_topk", 8192), "up to 4096; got 128, 1 and 8192"),
+        (
+            lambda runner: setattr(runner.token_to_kv_pool.index_key_cache, "buffer", [torch.zeros(4, 4352)]),
+            "FP8 alone",
+        ),
     ],
-    ids=["dtype", "rank", "model", "sinks", "host", "rows", "fp8 rows"],
 )
-def test_what_it_cannot_do_is_said_before_it_serves(change, word):
+def test_what_it_cannot_do_is_said_before_it_serves(change, word, monkeypatch):
+    monkeypatch.setenv("MLA_SELECTION", "1")
     runner = batch_of(DECODE, (64,)).runner
     change(runner)
     with pytest.raises(ValueError, match="^sparse_mla: ") as refused:
