@@ -15,6 +15,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,14 +24,12 @@ import torch
 from torch import Tensor
 
 import mla_backend
-from dense_problems import random_dense
+import right_calls
 from mla_backend import Plan
 from mla_backend.arguments import call
-from mla_backend.index import select_workspace
 from mla_backend.plan import choose_launch, workspace_floats
 from plans import planned
-from problems import FORMATS, assert_accurate, random_problem, scale_of, score_error
-from training_problems import random_training_problem
+from problems import FORMATS, assert_accurate, random_problem, score_error
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "examples" / "recall" / "checkpoint"
@@ -125,6 +124,14 @@ class Guarded:
         self._buffers.append((buffer, size))
         return buffer[self.GUARD : self.GUARD + size].view(dtype).view(shape)
 
+    def copy(self, value: Any) -> Any:
+        """The same with its tensors in such memory."""
+        if isinstance(value, Plan):
+            return Plan(self.copy(value.table), value.launch)
+        if isinstance(value, tuple):
+            return tuple(map(self.copy, value))
+        return self.tensor(value.dtype, *value.shape).copy_(value) if isinstance(value, Tensor) else value
+
     def check(self) -> None:
         for number, (buffer, size) in enumerate(self._buffers):
             changed = (buffer != self.BYTE).nonzero().flatten() - self.GUARD
@@ -197,124 +204,50 @@ def mask_lists(**arguments: Any) -> None:
     call(torch.ops.mla_backend.mask_lists.default, *arguments.values())
 
 
+def mask_call(topk: int) -> Callable[..., object]:
+    blocks, bits = torch.randint(-3, 6, (2, 1, 3, 5), dtype=INT), torch.randint(-(2**31), 2**31, (5, 16, 1)).int()
+    given = {"blocks": blocks, "bits": bits, "q_block": 16, "kv_block": 10, "queries": 40, "positions": 47, "first": 7}
+    given |= {"list_full": False, "block_table": torch.zeros(2, 4, dtype=INT), "page_size": 8}
+    return partial(mask_lists, **given, slots=torch.zeros(9, topk, dtype=INT), lengths=torch.zeros(9, dtype=INT))
+
+
+TABLES = "block_table", "staged_table", "requests", "request_ids", "positions"
+OPTIONAL = "plan", "sink", "extra", "topk_length", "d_lse", "return_max_logits", "slots_of", "workspace"
+
+
 def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict[str, Any]]:
-    """An op and arguments that are right."""
+    """An op and arguments that are right, all tensors in guarded memory. Some calls lack what is optional."""
     device = guarded.device
-    tokens, heads, topk = random.randint(0, 3), random.choice([1, 3, 16]), random.choice([0, 1, 20, 70])
-    fmt = random.choice(FORMATS)
-    form, p = mla_backend.FORMATS[fmt], random_problem(fmt, tokens, heads, topk, 4, 8).to(device)
-    lengths = torch.full((tokens,), topk, dtype=INT, device=device)
-    ops = "plan combine write gather convert scores select top backward mask stage rotate".split()
-    match random.choice([*("attention", "dense") * 2, *ops]):
-        case "attention":
-            found = {**vars(p), "out": guarded.tensor(form.number, tokens, heads, 512)}
-            found |= {"lse": guarded.tensor(torch.float32, tokens, heads), "topk_length": lengths}
-            if random.random() < 0.5:
-                found |= {"sink": torch.randn(heads, device=device), "return_max_logits": True}
-            if random.random() < 0.5:
-                found |= {"extra_cache": p.cache, "extra_indices": p.indices, "extra_topk_length": lengths}
-            if random.random() < 0.5:
-                found["plan"] = mla_backend.plan(tokens, topk, num_heads=heads, device=device)
-            return mla_backend.sparse_attention, found
-        case "dense":
-            queries, block_size = random.choice([1, 2, 5]), random.choice([1, 7, 16])
-            d = random_dense(fmt, tuple(random.randint(0, 70) for _ in range(tokens)), queries, heads, block_size)
-            found = {**vars(d.to(device)), "out": guarded.tensor(form.number, tokens, queries, heads, 512)}
-            found |= {"lse": guarded.tensor(torch.float32, tokens, heads, queries)}
-            found |= {"causal": random.random() < 0.7, "batch_invariant": random.random() < 0.3}
-            if random.random() < 0.5:
-                slots = d.block_table.shape[1] * block_size
-                found["plan"] = mla_backend.plan(tokens, slots, num_heads=queries * heads, device=device)
-            return mla_backend.dense_attention, found
-        case "plan":
-            out = Plan(guarded.tensor(INT, 4, 8), planned(tokens, topk, ctas=4, device=device).launch)
-            return mla_backend.plan, {"num_tokens": tokens, "topk": topk, "topk_length": lengths, "out": out}
-        case "combine":
-            outs, lses = torch.randn(2, tokens, heads, 8, device=device), torch.randn(2, tokens, heads, device=device)
-            out = guarded.tensor(torch.float32, tokens, heads, 8)
-            lse = guarded.tensor(torch.float32, tokens, heads)
-            return mla_backend.combine_partials, {"outs": outs, "lses": lses, "out": out, "lse": lse}
-        case "write":
-            cache = guarded.tensor(p.cache.dtype, *p.cache.shape)
-            kv_c = torch.randn(5, form.latent, device=device)
-            k_pe = torch.randn(5, form.rope, device=device) if form.rope else None
-            slots = torch.randint(-2, 40, (5,), device=device)
-            found = {"kv_c": kv_c, "k_pe": k_pe, "cache": cache, "slots": slots, "scale": scale_of(fmt)}
-            return mla_backend.cache_write, found
-        case "gather":
-            slots = torch.randint(-2, 40, (5,), device=device)
-            out = guarded.tensor(form.number, 5, form.head_dim)
-            return mla_backend.cache_gather, {"cache": p.cache, "slots": slots, "scale": scale_of(fmt), "out": out}
-        case "convert":
-            table = torch.randint(-1, 6, (2, 4), dtype=INT, device=device)
-            requests = torch.randint(0, 2, (tokens,), dtype=INT, device=device)
-            slots, counts = guarded.tensor(INT, tokens, topk), guarded.tensor(INT, tokens)
-            found = {"positions": p.indices, "block_table": table, "request_ids": requests, "block_size": 8}
-            found |= {"ranks": 2, "rank": random.randrange(2), "interleave": random.choice([1, 3])}
-            return mla_backend.convert_indices, {**found, "compact": True, "slots": slots, "counts": counts}
-        case "scores":
-            keys = random.choice([(torch.bfloat16, 128), (torch.uint8, 132)])
-            cache = torch.zeros(4, 16, keys[1], dtype=keys[0], device=device)
-            queries, weights = torch.randn(tokens, 8, 128, device=device), torch.randn(tokens, 8, device=device)
-            table = torch.randint(-1, 6, (2, 4), dtype=INT, device=device)
-            requests = torch.randint(0, 2, (tokens,), dtype=INT, device=device)
-            scores = guarded.tensor(torch.float32, tokens, 64)
-            found = {"queries": queries, "weights": weights, "cache": cache, "block_table": table}
-            return mla_backend.index_scores, {**found, "requests": requests, "lengths": lengths, "scores": scores}
-        case "select":
-            keys = random.choice([(torch.bfloat16, 128), (torch.uint8, 132)])
-            cache = torch.zeros(4, 16, keys[1], dtype=keys[0], device=device)
-            queries = torch.randn(tokens, 8, 128, device=device).to(
-                random.choice([torch.bfloat16, torch.float8_e4m3fn])
-            )
-            tables = [torch.randint(-1, 6, (2, 4), dtype=INT, device=device) for _ in range(2)]
-            requests = torch.randint(0, 2, (tokens,), dtype=INT, device=device)
-            found = {"queries": queries, "weights": torch.randn(tokens, 8, device=device), "cache": cache}
-            found |= {"block_table": tables[0], "requests": requests, "lengths": lengths}
-            if random.random() < 0.5:
-                found["slots_of"] = tables[1], random.choice([1, 16, 2**31 - 1])
-            if random.random() < 0.5:
-                found["scores"] = guarded.tensor(torch.float32, tokens, 30)
-            if random.random() < 0.5:
-                found["workspace"] = guarded.tensor(torch.uint8, select_workspace(tokens, 8, 64, 30, device))
-            return mla_backend.select_tokens, {**found, "out": guarded.tensor(INT, tokens, 30)}
-        case "rotate":
-            queries = torch.randn(tokens, heads, 64, device=device).bfloat16()
-            index_queries = torch.randn(tokens, 8, 128, device=device).bfloat16()
-            weights, table = torch.randn(tokens, 8, device=device), torch.randn(9, 64, device=device)
-            found = {"queries": queries, "index_queries": index_queries, "weights": weights, "cos_sin": table}
-            found |= {
-                "positions": torch.randint(-1, 12, (tokens,), device=device),
-                "interleaved": random.random() < 0.5,
-            }
-            found |= {"out": guarded.tensor(torch.bfloat16, tokens, heads, 64)}
-            found |= {"index_out": guarded.tensor(torch.float8_e4m3fn, tokens, 8, 128)}
-            return mla_backend.rotate_queries, {**found, "weights_out": guarded.tensor(torch.float32, tokens, 8)}
-        case "stage":
-            cache = torch.randint(0, 256, (4, 16, 656), dtype=torch.uint8, device=device)
-            tables = [torch.randint(-1, 6, (2, 3), dtype=INT, device=device) for _ in range(2)]
-            found = {"cache": cache, "block_table": tables[0], "staged_table": random.choice([None, tables[1]])}
-            found |= {"lengths": torch.randint(-1, 60, (2,), dtype=INT, device=device)}
-            return mla_backend.stage_rows, {**found, "out": guarded.tensor(torch.uint8, 6, 16, 1153)}
-        case "mask":
-            blocks = torch.randint(-3, 6, (2, 1, 3, 5), dtype=INT, device=device)
-            bits = torch.randint(-(2**31), 2**31, (5, 16, 1), device=device).int()
-            found = {"blocks": blocks, "bits": bits, "q_block": 16, "kv_block": 10, "queries": 40, "positions": 47}
-            found |= {"first": random.randint(0, 70), "list_full": random.random() < 0.5}
-            found |= {"block_table": torch.randint(-1, 6, (2, 4), dtype=INT, device=device), "page_size": 8}
-            found |= {"slots": guarded.tensor(INT, 9, topk), "lengths": guarded.tensor(INT, 9)}
-            return mask_lists, found
-        case "backward":
-            p = random_training_problem(tokens, heads, random.choice([0, 1, 30]), topk, sink=True).to(device)
-            out, lse = torch.zeros_like(p.d_out), torch.randn(tokens, heads, device=device)
-            found = {**vars(p), "out": out, "lse": lse, "topk_length": lengths, "workspace_bytes": 2**20}
-            found |= {"d_q": guarded.tensor(torch.bfloat16, *p.q.shape)}
-            found |= {"d_kv": guarded.tensor(torch.bfloat16, *p.kv.shape)}
-            if random.random() < 0.5:
-                found["workspace"] = guarded.tensor(torch.uint8, random.choice([1, 2, 5]) * topk * 4 * 1152)
-            return mla_backend.sparse_mla_backward, found
-    scores, chosen = torch.randn(tokens, 90, device=device), guarded.tensor(INT, tokens, 30)
-    return mla_backend.select_top, {"scores": scores, "lengths": lengths, "chosen": chosen}
+    t, h, k = random.randint(0, 3), random.choice([1, 3, 16]), random.choice([0, 1, 20, 70])
+    op = random.choice([*("attention", "dense") * 2, *right_calls.OPS, "plan", "mask"])
+    if op == "plan":
+        out = Plan(torch.zeros(4, 8, dtype=INT), planned(t, k, ctas=4, device=device).launch)
+        made = partial(mla_backend.plan, num_tokens=t, topk=k, topk_length=torch.full((t,), k, dtype=INT), out=out)
+    else:
+        made = mask_call(k) if op == "mask" else right_calls.complete(op, t, h, k, random.choice(FORMATS), device)
+    found = dict(made.keywords)
+    if op in ("attention", "dense"):
+        slots = k if op == "attention" else found["block_table"].shape[1] * found["cache"].shape[1]
+        found["plan"] = mla_backend.plan(t, slots, num_heads=math.prod(found["q"].shape[1:-1]), device=device)
+    if op == "dense":
+        found |= {"causal": random.random() < 0.7, "batch_invariant": random.random() < 0.3}
+    if op == "convert":
+        found |= {"rank": random.randrange(2), "interleave": random.choice([1, 3])}
+    if op == "backward":
+        found["workspace"] = torch.zeros(random.choice([1, 2, 5]) * k * 4 * 1152, dtype=torch.uint8)
+    if op == "tokens":
+        found["queries"] = found["queries"].to(random.choice([torch.bfloat16, torch.float8_e4m3fn]))
+        found["slots_of"] = torch.randint(-1, 6, (2, 4), dtype=INT), random.choice([1, 16, 2**31 - 1])
+    if op in ("tokens", "index") and random.random() < 0.5:
+        found["cache"] = torch.zeros(4, 16, 128).bfloat16()
+    left_out = random.sample(OPTIONAL, random.choice([0, 0, 2, 5]))
+    if op == "tokens" and random.random() < 0.5:
+        left_out.append("scores")
+    for name in [name for name in found if name.startswith(tuple(left_out))]:
+        del found[name]
+    for name in [name for name in TABLES if isinstance(found.get(name), Tensor) and op != "dense"]:
+        found[name] = torch.randint_like(found[name], -1, 6)
+    return made.func, {name: guarded.copy(value) for name, value in found.items()}
 
 
 def mutated_tensor(random: Random, tensor: Tensor) -> Tensor:

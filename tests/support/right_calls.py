@@ -10,7 +10,8 @@ from dense_problems import random_dense
 from flex_problems import random_flex
 from mha_problems import random_mha
 from mla_backend import flash_mla
-from problems import random_problem
+from mla_backend.index import select_workspace
+from problems import random_problem, scale_of
 from training_problems import random_training_problem
 
 INT = torch.int32
@@ -23,15 +24,15 @@ def changed(function, arguments, changes):
     return functools.partial(function, **arguments)
 
 
-def attention(fmt="fp8_ds_mla", with_extra=False, **changes):
-    problem = random_problem(fmt, tokens=2, heads=3, topk=10)
+def attention(fmt="fp8_ds_mla", with_extra=False, sizes=(2, 3, 10), **changes):
+    problem = random_problem(fmt, *sizes)
     extra = {"extra_cache": problem.cache, "extra_indices": problem.indices} if with_extra else {}
     return changed(mla_backend.sparse_attention, {**vars(problem), **extra}, changes)
 
 
-def dense(fmt="bf16", **changes):
-    """2 requests, 3 queries, 5 heads, 4 blocks."""
-    return changed(mla_backend.dense_attention, vars(random_dense(fmt, (40, 20), 3, 5)), changes)
+def dense(fmt="bf16", lengths=(40, 20), queries=3, heads=5, block_size=16, **changes):
+    problem = random_dense(fmt, lengths, queries, heads, block_size)
+    return changed(mla_backend.dense_attention, vars(problem), changes)
 
 
 def split_q(nope=lambda x: x, rope=lambda x: x):
@@ -50,8 +51,8 @@ def gather(fmt="fp8_ds_mla", **changes):
     return changed(mla_backend.cache_gather, arguments, changes)
 
 
-def convert(**changes):
-    arguments = {"positions": zeros(2, 5), "block_table": zeros(1, 4), "request_ids": zeros(2), "block_size": 16}
+def convert(t=2, k=5, **changes):
+    arguments = {"positions": zeros(t, k), "block_table": zeros(1, 4), "request_ids": zeros(t), "block_size": 16}
     return changed(mla_backend.convert_indices, arguments, changes)
 
 
@@ -64,27 +65,29 @@ def stage(fmt="fp8_ds_mla", **changes):
     return changed(mla_backend.stage_rows, {"cache": cache, "block_table": zeros(2, 3), "lengths": zeros(2)}, changes)
 
 
-def rotate(**changes):
-    arguments = {"queries": torch.zeros(2, 3, 64).bfloat16(), "index_queries": torch.zeros(2, 4, 128).bfloat16()}
-    arguments |= {"weights": torch.zeros(2, 4), "positions": zeros(2).long(), "cos_sin": torch.zeros(9, 64)}
+def rotate(t=2, h=3, **changes):
+    arguments = {"queries": torch.zeros(t, h, 64).bfloat16(), "index_queries": torch.zeros(t, 4, 128).bfloat16()}
+    arguments |= {"weights": torch.zeros(t, 4), "positions": zeros(t).long(), "cos_sin": torch.zeros(9, 64)}
     return changed(mla_backend.rotate_queries, arguments, changes)
 
 
-def index(**changes):
-    arguments = {"queries": torch.randn(2, 3, 128), "weights": torch.randn(2, 3), "block_table": zeros(1, 2)}
-    arguments |= {"cache": zeros(2, 4, 132, dtype=torch.uint8), "requests": zeros(2), "lengths": zeros(2)}
-    return changed(mla_backend.index_scores, arguments | {"positions": 8}, changes)
+def _indexed(t, h):
+    arguments = {"queries": torch.randn(t, h, 128), "weights": torch.randn(t, h), "block_table": zeros(1, 2)}
+    return arguments | {"cache": zeros(2, 4, 132, dtype=torch.uint8), "requests": zeros(t), "lengths": zeros(t)}
 
 
-def select(**changes):
-    arguments = {"scores": torch.randn(2, 9), "lengths": zeros(2), "topk": 4}
+def index(t=2, h=3, **changes):
+    return changed(mla_backend.index_scores, _indexed(t, h) | {"positions": 8}, changes)
+
+
+def select(t=2, **changes):
+    arguments = {"scores": torch.randn(t, 9), "lengths": zeros(t), "topk": 4}
     return changed(mla_backend.select_top, arguments, changes)
 
 
-def tokens(**changes):
-    arguments = {"queries": torch.randn(2, 3, 128).bfloat16(), "weights": torch.randn(2, 3), "block_table": zeros(1, 2)}
-    arguments |= {"cache": zeros(2, 4, 132, dtype=torch.uint8), "requests": zeros(2), "lengths": zeros(2), "topk": 4}
-    return changed(mla_backend.select_tokens, arguments, changes)
+def tokens(t=2, h=3, **changes):
+    given = _indexed(t, h)
+    return changed(mla_backend.select_tokens, given | {"queries": given["queries"].bfloat16(), "topk": 4}, changes)
 
 
 def combine(outs=None, lses=None, **more):
@@ -139,8 +142,8 @@ def forward(**changes):
     return changed(mla_backend.sparse_mla, arguments, changes)
 
 
-def backward(**changes):
-    problem = random_training_problem(2, 3, 20, 10)
+def backward(t=2, h=3, k=10, **changes):
+    problem = random_training_problem(t, h, 20, k)
     arguments = {"q": problem.q, "kv": problem.kv, "indices": problem.indices, "scale": 0.04}
     out, lse = mla_backend.sparse_mla(**arguments)
     arguments |= {"out": out, "lse": lse, "d_out": problem.d_out}
@@ -160,26 +163,55 @@ def block_mask(batch=1, heads=1, queries=20, positions=30):
 PAGED = {"kv": torch.zeros(4, 16, 576).bfloat16(), "block_table": zeros(2, 2), "block_mask": block_mask(2)}
 
 
+OPS = "attention dense write gather convert stage rotate index select tokens combine backward".split()
+
+
+def complete(op, t=2, h=3, k=10, fmt="bf16", device="cpu"):
+    """A call for t tokens, h heads and lists of k, with all arguments of a kind that tests of wrong ones change."""
+    form, lengths = mla_backend.FORMATS[fmt], torch.full((t,), k, dtype=INT)
+    paged = {"cache": zeros(4, 16, 132, dtype=torch.uint8), "block_table": zeros(2, 4), "lengths": lengths}
+    match op:
+        case "attention":
+            more = {"extra_topk_length": lengths, "topk_length": lengths, "sink": torch.zeros(h)}
+            more |= {"out": torch.zeros(t, h, 512, dtype=form.number), "lse": torch.zeros(t, h)}
+            return attention(fmt, True, (t, h, k), **more, return_max_logits=False, batch_invariant=False)
+        case "dense":
+            outputs = {"out": torch.zeros(t, 5, h, 512, dtype=form.number), "lse": torch.zeros(t, h, 5)}
+            return dense(fmt, range(k, k + t), 5, h, 7, **outputs, batch_invariant=False)
+        case "write":
+            return write(fmt, scale=scale_of(fmt), power_of_two=False)
+        case "gather":
+            return gather(fmt, scale=scale_of(fmt), out=torch.zeros(3, form.head_dim, dtype=form.number))
+        case "convert":
+            return convert(t, k, compact=True, ranks=2, rank=1, interleave=1, slots=zeros(t, k), counts=zeros(t))
+        case "stage":
+            more = {"lengths": zeros(2) + 40, "out": mla_backend.STAGED.new_cache(6, 16)}
+            return stage(staged_table=zeros(2, 3), **more)
+        case "rotate":
+            outputs = {"out": torch.zeros(t, h, 64).bfloat16(), "index_out": zeros(t, 4, 128, dtype=torch.uint8)}
+            outputs |= {"weights_out": torch.zeros(t, 4), "index_cos_sin": torch.zeros(9, 64)}
+            return rotate(t, h, weight_scale=1.0, interleaved=False, **outputs)
+        case "index":
+            return index(t, h, **paged, positions=None, scores=torch.zeros(t, 64))
+        case "select":
+            return select(t, scores=torch.randn(t, 90), lengths=lengths, topk=None, chosen=zeros(t, 30))
+        case "tokens":
+            size = max(9, select_workspace(t, h, 64, 30, device))
+            outputs = {"out": zeros(t, 30), "scores": torch.zeros(t, 30), "workspace": zeros(size, dtype=torch.uint8)}
+            return tokens(t, h, **paged, topk=None, **outputs)
+        case "combine":
+            outputs = {"out": torch.zeros(t, h, 8), "lse": torch.zeros(t, h)}
+            return combine(torch.zeros(2, t, h, 8), torch.zeros(2, t, h), **outputs)
+        case "backward":
+            more = {"sink": torch.zeros(h), "d_lse": torch.zeros(t, h), "topk_length": lengths}
+            more |= {"d_q": torch.zeros(t, h, 576).bfloat16(), "d_kv": torch.zeros(20, 576).bfloat16()}
+            return backward(t, h, k, **more, workspace=zeros(99999, dtype=torch.uint8))
+
+
 def complete_calls():
     """Calls of every function with all arguments of a kind that the next test changes."""
-    outputs = {"out": torch.zeros(2, 3, 512).bfloat16(), "lse": torch.zeros(2, 3)}
-    extra = {"extra_topk_length": zeros(2), "topk_length": zeros(2), "sink": torch.zeros(3)}
-    yield attention("bf16", with_extra=True, **extra, **outputs, return_max_logits=False, batch_invariant=False)
-    outputs = {"out": torch.zeros(2, 3, 5, 512).bfloat16(), "lse": torch.zeros(2, 5, 3)}
-    yield dense(**outputs, batch_invariant=False)
-    yield write("bf16", scale=1.0, power_of_two=False)
-    yield gather("bf16", scale=1.0, out=torch.zeros(3, 576).bfloat16())
-    yield convert(compact=True, ranks=2, rank=1, interleave=1, slots=zeros(2, 5), counts=zeros(2))
-    yield stage(staged_table=zeros(2, 3), out=mla_backend.STAGED.new_cache(6, 16))
-    outputs = {"out": torch.zeros(2, 3, 64).bfloat16(), "index_out": zeros(2, 4, 128, dtype=torch.uint8)}
-    outputs |= {"weights_out": torch.zeros(2, 4)}
-    yield rotate(index_cos_sin=torch.zeros(9, 64), weight_scale=1.0, interleaved=False, **outputs)
-    yield from (index(), index(positions=None, scores=torch.zeros(2, 8)))
-    yield from (select(), select(topk=None, chosen=zeros(2, 4)))
-    yield tokens(return_scores=True)
-    outputs = {"out": zeros(2, 4), "scores": torch.zeros(2, 4), "workspace": zeros(9, dtype=torch.uint8)}
-    yield tokens(topk=None, **outputs)
-    yield combine(out=torch.zeros(3, 4, 8), lse=torch.zeros(3, 4))
+    yield from map(complete, OPS)
+    yield from (index(), select(), tokens(return_scores=True))
     yield keys()
     yield kvcache(topk_length=zeros(2), attn_sink=torch.zeros(4), softmax_scale=1.0, causal=False)
     yield kvcache(indices=None, block_table=zeros(2, 1), cache_seqlens=zeros(2), enable_batch_invariant=False)
@@ -187,9 +219,6 @@ def complete_calls():
     yield prefill(topk_length=zeros(2), attn_sink=torch.zeros(4))
     yield mha(deterministic=False)
     yield forward(topk_length=zeros(2), workspace_bytes=2**20)
-    outputs = {"d_q": torch.zeros(2, 3, 576).bfloat16(), "d_kv": torch.zeros(20, 576).bfloat16()}
-    more = {"sink": torch.zeros(3), "d_lse": torch.zeros(2, 3), "topk_length": zeros(2)}
-    yield backward(**more, **outputs, workspace=zeros(99999, dtype=torch.uint8))
     yield functools.partial(mla_backend.backward_order, zeros(2, 10), rows=20, topk_length=zeros(2))
     yield from (flex(), flex(**PAGED))
 
