@@ -157,11 +157,6 @@ def test_a_captured_pass_attends_at_the_lengths_of_its_replay(fp8):
     out = torch.empty(2, 4, 512, dtype=torch.bfloat16, device=DEVICE)
     backend.init_cuda_graph_state(max_bs=2, max_num_tokens=2)
 
-    def prepare(lengths: list[int], in_capture: bool) -> None:
-        batch.seq_lens.copy_(torch.tensor(lengths))
-        batch.seq_lens_cpu = batch.seq_lens.cpu()
-        backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
-
     def attend() -> None:
         backend.init_forward_metadata_in_graph(batch)
         lengths = backend.forward_metadata.dsa_cache_seqlens_int32
@@ -169,14 +164,22 @@ def test_a_captured_pass_attends_at_the_lengths_of_its_replay(fp8):
         for _ in range(2):  # layers
             out.copy_(backend._forward_fa3(q_nope=q[..., :512], q_rope=q[..., 512:], **arguments))
 
-    prepare([1, 1], in_capture=True)
+    prepare(fixture, torch.tensor([1, 1]), in_capture=True)
     replay = captured(attend)
     for lengths in ([1, 128], [100, 3], [128, 128]):
-        prepare(lengths, in_capture=False)
+        prepare(fixture, torch.tensor(lengths), in_capture=False)
         replay()
         on_host, counts = (x.cpu() for x in (q, cache, lists)), torch.tensor(lengths, dtype=torch.int32)
         exact = reference.sparse_attention(*on_host, scale=0.1, topk_length=counts)
         assert_accurate((out,), exact, magnitude=1)
+
+
+def prepare(fixture, lengths: torch.Tensor, in_capture: bool) -> None:
+    """What SGLang does before it captures or replays a pass for requests of these lengths."""
+    batch = fixture.forward_batch
+    batch.seq_lens.copy_(lengths)
+    batch.seq_lens_cpu = batch.seq_lens.cpu()
+    fixture.backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
 
 
 def captured(function):

@@ -111,24 +111,18 @@ def test_sglangs_own_functions_select_the_same_but_for_rounding(name):
 @pytest.mark.parametrize("name", ["decode", "2 tokens verified", "drafts after verification"])
 def test_a_captured_pass_selects_for_its_replay(name):
     fixture = fixture_of(name, disable_cuda_graph=False)
-    backend, batch, tokens = fixture.backend, fixture.forward_batch, fixture.case.num_input_tokens
     q, weights, positions, _ = problem_of(fixture)
-    whole, out = batch.seq_lens.clone(), torch.empty_like(positions)
-    backend.init_cuda_graph_state(max_bs=len(whole), max_num_tokens=tokens)
-
-    def prepare(lengths: torch.Tensor, in_capture: bool) -> None:
-        batch.seq_lens.copy_(lengths)
-        batch.seq_lens_cpu = batch.seq_lens.cpu()
-        backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
+    whole, out = fixture.forward_batch.seq_lens.clone(), torch.empty_like(positions)
+    fixture.backend.init_cuda_graph_state(max_bs=len(whole), max_num_tokens=fixture.case.num_input_tokens)
 
     def run() -> None:
-        backend.init_forward_metadata_in_graph(batch)
+        fixture.backend.init_forward_metadata_in_graph(fixture.forward_batch)
         for _ in range(2):  # layers
             out.copy_(select(fixture, q, weights))
 
-    prepare(torch.ones_like(whole), in_capture=True)
+    backends.prepare(fixture, torch.ones_like(whole), in_capture=True)
     replay = backends.captured(run)
-    prepare(whole, in_capture=False)
+    backends.prepare(fixture, whole, in_capture=False)
     replay()
     assert torch.equal(out, positions)
 
