@@ -74,7 +74,7 @@ print(given.attention_backend, given.tp_size, *known)
 """
 
 
-FUNCTIONS = sorted(where for where, arguments in versions.NEEDED.items() if arguments)
+FUNCTIONS = sorted(where for where, arguments in versions.NEEDED.items() if arguments is not None)
 
 
 @pytest.mark.parametrize("where", FUNCTIONS)
@@ -100,7 +100,7 @@ def test_a_package_that_sglang_itself_lacks_is_named(monkeypatch):
     def absent(*_):
         raise ModuleNotFoundError("No module named 'torchvision.io'", name="torchvision.io")
 
-    monkeypatch.setattr(versions, "_difference", absent)
+    monkeypatch.setattr(versions, "_find", absent)
     monkeypatch.setattr(versions, "installed_sglang", lambda: "9.9.9")
     said = versions.missing()
     assert "torchvision" in said and not any(version in said for version in tried_versions.SGLANG)
