@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mla_backend.arguments import call, require_bools, require_optional_tensors, require_tensors
 from mla_backend.formats import FORMATS, format_name, format_number
-from mla_backend.plan import Plan, new_workspace, plan_arguments, require_plan
+from mla_backend.plan import Plan, new_workspace, plan_arguments, products_number, require_plan
 from mla_backend.plan import plan as make_plan
 
 VALUE_DIM = FORMATS["bf16"].value_dim
@@ -28,6 +28,7 @@ def sparse_attention(
     cache_format: str | None = None,
     extra_cache_format: str | None = None,
     cache_scale: float = 1.0,
+    products: str = "exact",
     plan: Plan | None = None,
     workspace: Tensor | None = None,
     batch_invariant: bool = False,
@@ -53,7 +54,10 @@ def sparse_attention(
         cache_format, extra_cache_format: the caches' formats, names in `FORMATS`; by default what their dtypes and
             widths say.
         cache_scale: the scale of fp8_tensor_576 caches; not 0.
-        plan: what `plan()` returned for these lengths. Made here if left out.
+        products: `exact`, or `fp8` for FP8 rows only: with more than 32 heads a Hopper GPU then rounds queries and the
+            weights of rows to e4m3 once, which is faster. Their rope part stays bf16 where the rows' is. Fewer heads,
+            other GPUs and CPUs compute exactly.
+        plan: what `plan()` returned for these lengths and products. Made here if left out.
         workspace: on a GPU, room for the results of tokens that the plan cuts, fp32 of `workspace_floats` numbers or
             more. Zeros before its first use, and then for any launches that come one after the other, whatever their
             shapes; launches that may overlap, on two streams, need two. Made here if left out.
@@ -67,6 +71,7 @@ def sparse_attention(
         `return_max_logits` also fp32 `[T, H]`. A row with nothing to attend to gives 0, -inf and -inf.
     """
     require_bools(return_max_logits=return_max_logits)
+    way = products_number(products)
     q, q_rope = query_parts(q)
     shape = q.shape[:2]
     if out is None:
@@ -82,7 +87,7 @@ def sparse_attention(
         lists = [indices] if extra_indices is None else [indices, extra_indices]
         if plan is None and q.dim() == 3 and all(x.dim() == 2 for x in lists):
             rows = format_name(cache, cache_format)
-            plan = _own_plan(q, indices, topk_length, extra_indices, extra_topk_length, batch_invariant, rows)
+            plan = _own_plan(q, indices, topk_length, extra_indices, extra_topk_length, batch_invariant, rows, products)
         if workspace is None and plan is not None and q.dim() == 3 and plan.table.dim() == 2:
             workspace = new_workspace(len(plan.table), q.shape[1], q.device)
     table, launch = plan_arguments(plan)
@@ -101,6 +106,7 @@ def sparse_attention(
         format_number(cache_format, "cache_format"),
         format_number(extra_cache_format, "extra_cache_format"),
         cache_scale,
+        way,
         table,
         launch,
         workspace,
@@ -142,6 +148,7 @@ def _own_plan(
     extra_topk_length: Tensor | None,
     batch_invariant: bool,
     cache_format: str | None,
+    products: str,
 ) -> Plan:
     return make_plan(
         q.shape[0],
@@ -149,6 +156,7 @@ def _own_plan(
         topk_length=topk_length,
         num_heads=q.shape[1],
         cache_format=cache_format,
+        products=products,
         device=q.device,
         extra_topk=0 if extra_indices is None else extra_indices.shape[-1],
         extra_topk_length=extra_topk_length,

@@ -6,7 +6,7 @@ from torch import Tensor
 from mla_backend import attention
 from mla_backend.arguments import call, named, require_tensors
 from mla_backend.formats import format_name, format_number
-from mla_backend.plan import MAX_HEADS, Plan, new_workspace, plan_arguments, require_plan
+from mla_backend.plan import MAX_HEADS, Plan, new_workspace, plan_arguments, products_number, require_plan
 from mla_backend.plan import plan as make_plan
 
 
@@ -20,6 +20,7 @@ def dense_attention(
     causal: bool = True,
     cache_format: str | None = None,
     cache_scale: float = 1.0,
+    products: str = "exact",
     plan: Plan | None = None,
     workspace: Tensor | None = None,
     batch_invariant: bool = False,
@@ -42,8 +43,9 @@ def dense_attention(
         causal: a request's last query sees the whole sequence, the one before it one token less, and so on.
         cache_format: the cache's format, a name in `FORMATS`; by default what its dtype and width say.
         cache_scale: the scale of fp8_tensor_576 caches; not 0.
-        plan: what `plan(B, max_blocks * block_size, topk_length=lengths, num_heads=S * H, cache_format=...)` returned.
-            Made here if left out.
+        products: `exact` or `fp8`, as for `sparse_attention`; the heads of all queries of a request count.
+        plan: what `plan(B, max_blocks * block_size, topk_length=lengths, num_heads=S * H, cache_format=...,
+            products=...)` returned. Made here if left out.
         workspace: on a GPU, memory for partial results, as for `sparse_attention`; of `workspace_floats(ctas, S * H)`
             fp32 numbers. Made here if left out.
         batch_invariant: give a request the same bits whatever else is in the batch, by never cutting its sequence.
@@ -56,6 +58,7 @@ def dense_attention(
     """
     require_tensors(cache=cache, block_table=block_table, lengths=lengths)
     require_plan(plan)
+    way = products_number(products)
     q, q_rope = attention.query_parts(q)
     requests = q.shape[:-1]
     if out is None:
@@ -73,6 +76,7 @@ def dense_attention(
                     topk_length=lengths,
                     num_heads=min(max(rows, 1), MAX_HEADS),  # the op refuses others
                     cache_format=format_name(cache, cache_format),
+                    products=products,
                     device=q.device,
                     batch_invariant=batch_invariant,
                 )
@@ -90,6 +94,7 @@ def dense_attention(
         causal,
         format_number(cache_format, "cache_format"),
         cache_scale,
+        way,
         table,
         launch,
         workspace,

@@ -98,14 +98,20 @@ def describe_gpu(index: int) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)  # a server asks for each of its batch sizes in every step
 def launch_numbers(
-    gpu: int, heads: int, tokens: int | None, slots: int | None, cache_format: int, batch_invariant: bool
+    gpu: int,
+    heads: int,
+    tokens: int | None,
+    slots: int | None,
+    cache_format: int,
+    batch_invariant: bool,
+    products: int,
 ) -> tuple[int, ...]:
     """How attention is launched on a GPU. Without tokens or slots (of a token, in all lists) it suits any number. The
-    format is the number of one; -1 is fp8_ds_mla."""
+    format is the number of one, -1 is fp8_ds_mla; products are a number, too."""
     describe_gpu(gpu)  # raises an error where there is none
     numbers, most = (ctypes.c_int32 * LAUNCH_NUMBERS)(), 2**31 - 1
     tokens, slots = (ctypes.c_int64(-1 if n is None else min(n, most)) for n in (tokens, slots))
-    _library.mla_backend_launch(gpu, tokens, slots, heads, cache_format, batch_invariant, numbers)
+    _library.mla_backend_launch(gpu, tokens, slots, heads, cache_format, batch_invariant, products, numbers)
     return tuple(numbers)
 
 

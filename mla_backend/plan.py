@@ -7,11 +7,12 @@ from torch import Tensor
 
 from mla_backend import library
 from mla_backend.arguments import call, require_bools, require_count, require_device, require_optional_tensors
-from mla_backend.formats import format_number
+from mla_backend.formats import FORMATS, format_number
 
 PLAN_COLUMNS = 8
 _ABOUT = library.about()
 KERNELS: tuple[str, ...] = tuple(_ABOUT["kernels"])
+PRODUCTS: tuple[str, ...] = tuple(_ABOUT["products"])
 MAX_HEADS = 64 * 256
 """Of all queries of a request, in dense attention."""
 
@@ -88,6 +89,19 @@ def plan_arguments(plan: Plan | None) -> tuple[Tensor | None, list[int]]:
     return (None, []) if plan is None else (plan.table, plan.launch.numbers())
 
 
+def products_number(products: str, cache_format: str | None = None) -> int:
+    """How rows are multiplied, as the ops take it; rows of 16-bit formats have one way."""
+    if not isinstance(products, str):
+        raise TypeError(f"products must be a str; got {type(products).__name__}")
+    if products not in PRODUCTS:
+        raise ValueError(f"products must be one of {', '.join(PRODUCTS)}; got {products!r}")
+    if products == "fp8" and cache_format is not None and not FORMATS[cache_format].quantised:
+        raise ValueError(
+            f"products must be 'exact' with {cache_format} rows, as 16-bit rows have one way; got {products!r}"
+        )
+    return PRODUCTS.index(products)
+
+
 def new_workspace(ctas: int, num_heads: int, device: torch.device) -> Tensor:
     """A workspace for a plan of so many CTAs, ready for its first use."""
     workspace = torch.empty(workspace_floats(ctas, num_heads), dtype=torch.float32, device=device)
@@ -125,6 +139,7 @@ def choose_launch(
     slots: int | None,
     cache_format: str | None = None,
     batch_invariant: bool = False,
+    products: str = "exact",
 ) -> Launch:
     """The fastest launch, by the cost model of csrc/include/mla/schedule/cost.h.
 
@@ -132,14 +147,18 @@ def choose_launch(
         num_tokens, slots: of a call, and of a token in all lists. None: any number. With `batch_invariant` neither
             changes the launch.
         cache_format: a name in `FORMATS`; by default `fp8_ds_mla`.
+        products: of the call.
     """
     device = torch.device(device)
     number = format_number(cache_format, "cache_format")
+    way = products_number(products, cache_format)
     if device.type != "cuda":
         return Launch("cpu", num_heads, 0, 1, 0, _cpu_ctas())
     if num_heads > MAX_HEADS:
         raise ValueError(f"num_heads must be {MAX_HEADS} or less on a GPU; got {num_heads}")
-    kernel, *numbers = library.launch_numbers(_index_of(device), num_heads, num_tokens, slots, number, batch_invariant)
+    kernel, *numbers = library.launch_numbers(
+        _index_of(device), num_heads, num_tokens, slots, number, batch_invariant, way
+    )
     return Launch(KERNELS[kernel], *numbers)
 
 
@@ -153,6 +172,7 @@ def plan(
     batch_invariant: bool = False,
     num_heads: int = 128,
     cache_format: str | None = None,
+    products: str = "exact",
     launch: Launch | None = None,
     device: torch.device | str | None = None,
     out: Plan | None = None,
@@ -170,6 +190,7 @@ def plan(
         num_heads: query heads; on a GPU the fewer there are, the more CTAs share the tokens.
         cache_format: of the rows that are read, by default `fp8_ds_mla`. A plan suits all of them, but is fastest for
             these. Staged rows have no name: leave it out.
+        products: of the calls that it is for.
         launch: how, instead of the fastest by the cost model. On a CPU it has twice as many items of work as torch has
             threads.
         device: where the table is made; by default where the lengths are.
@@ -184,6 +205,7 @@ def plan(
     require_bools(batch_invariant=batch_invariant)
     require_optional_tensors(topk_length=topk_length, extra_topk_length=extra_topk_length)
     format_number(cache_format, "cache_format")
+    products_number(products, cache_format)
     require_plan(out, "out")
     if out is not None and (launch is not None or device is not None):
         raise ValueError("out must be given alone, as it has a launch and a device already; got more")
@@ -197,7 +219,7 @@ def plan(
             # a compiled function's plan must not be made for one number of tokens or slots
             any_number = torch.compiler.is_compiling()
             tokens, slots = (None, None) if any_number else (num_tokens, topk + extra_topk)
-            launch = choose_launch(device, num_heads, tokens, slots, cache_format, batch_invariant)
+            launch = choose_launch(device, num_heads, tokens, slots, cache_format, batch_invariant, products)
         elif not isinstance(launch, Launch):
             raise TypeError(f"launch must be a Launch; got {type(launch).__name__}")
         require_count("launch.ctas", launch.ctas, at_least=1)

@@ -73,23 +73,24 @@ std::string describe(const cpu::KernelChoice& choice) {
 
 // The strings stay valid until the next call on the same thread.
 MLA_EXPORT const char* mla_backend_about() {
-  std::vector<std::string> kernels, ops, formats, cpu_kernels;
+  std::vector<std::string> kernels, products, ops, formats, cpu_kernels;
   for (const char* name : kKernelNames) kernels.push_back(quoted(name));
+  for (const char* name : kProductsNames) products.push_back(quoted(name));
   for (const auto* op = bindings::Op::first; op; op = op->next) ops.push_back(quoted(op->name));
   for (int number = 0; number <= kFormatCount; ++number) formats.push_back(describe(format_of(number)));
   cpu::KernelChoice choices[cpu::kMaxKernels];
   const int count = cpu::kernel_choices(choices);
   for (int i = 0; i < count; ++i) cpu_kernels.push_back(describe(choices[i]));
   thread_local std::string json;
-  json =
-      object(text("version", MLA_VERSION) + text("compiler", MLA_COMPILER) + text("torch_built_with", MLA_TORCH) +
-             text("torch_needed", MLA_TORCH_TARGET) + text("cuda_compiler", MLA_NVCC) +
-             text("cuda_archs", MLA_CUDA_ARCHS) + number("plan_ctas_per_thread", kPlanCtasPerThread) +
-             member("kernels", list(kernels)) + number("workspace_floats", Workspace::kFloatsPerCtaHead) +
-             number("workspace_counters", Workspace::kCountersPerCtaHead) +
-             number("max_select_positions", kMaxSelectPositions) + number("max_select_workspace", kMaxSelectWorkspace) +
-             number("max_index_heads", kMaxIndexHeads) + number("max_selected", kMaxSelected) +
-             member("ops", list(ops)) + member("formats", list(formats)) + member("cpu_kernels", list(cpu_kernels)));
+  json = object(
+      text("version", MLA_VERSION) + text("compiler", MLA_COMPILER) + text("torch_built_with", MLA_TORCH) +
+      text("torch_needed", MLA_TORCH_TARGET) + text("cuda_compiler", MLA_NVCC) + text("cuda_archs", MLA_CUDA_ARCHS) +
+      number("plan_ctas_per_thread", kPlanCtasPerThread) + member("kernels", list(kernels)) +
+      member("products", list(products)) + number("workspace_floats", Workspace::kFloatsPerCtaHead) +
+      number("workspace_counters", Workspace::kCountersPerCtaHead) +
+      number("max_select_positions", kMaxSelectPositions) + number("max_select_workspace", kMaxSelectWorkspace) +
+      number("max_index_heads", kMaxIndexHeads) + number("max_selected", kMaxSelected) + member("ops", list(ops)) +
+      member("formats", list(formats)) + member("cpu_kernels", list(cpu_kernels)));
   return json.c_str();
 }
 
@@ -125,15 +126,16 @@ MLA_EXPORT const char* mla_backend_describe_gpu([[maybe_unused]] int index) {
 }
 
 // The launch for a GPU that mla_backend_describe_gpu knows, as kLaunchNumbers ints. Without a number of tokens or slots
-// (-1) it suits any. The format is the number of one; -1: fp8_ds_mla.
+// (-1) it suits any. The format is the number of one, -1: fp8_ds_mla; products are a number, too.
 MLA_EXPORT void mla_backend_launch([[maybe_unused]] int gpu, [[maybe_unused]] int64_t tokens,
                                    [[maybe_unused]] int64_t slots, [[maybe_unused]] int heads,
                                    [[maybe_unused]] int format, [[maybe_unused]] int batch_invariant,
-                                   [[maybe_unused]] int32_t* launch) {
+                                   [[maybe_unused]] int products, [[maybe_unused]] int32_t* launch) {
 #ifdef MLA_CUDA
   const int64_t tiles = slots < 0 ? kAny : ceil_div(slots, kGpuTileSlots);
   const CacheFormat& rows = format < 0 ? kFp8DsMla : format_of(format);
-  const Launch chosen = choose_launch({tokens, tiles, heads, rows, batch_invariant != 0}, cuda::describe_gpu(gpu));
+  const AttentionShape shape{tokens, tiles, heads, rows, batch_invariant != 0, static_cast<Products>(products)};
+  const Launch chosen = choose_launch(shape, cuda::describe_gpu(gpu));
   static_assert(sizeof(chosen) == kLaunchNumbers * sizeof(*launch));
   std::memcpy(launch, &chosen, sizeof(chosen));
 #endif
@@ -147,7 +149,7 @@ MLA_EXPORT int mla_backend_weigh(const Gpu* gpu, const double* constants, int64_
   GpuCosts costs = costs_of(*gpu);
   constexpr size_t kConstants = sizeof(costs) - offsetof(GpuCosts, memory_kb);
   if (constants) std::memcpy(&costs.memory_kb, constants, kConstants);
-  const AttentionShape shape{tokens, ceil_div(slots, kGpuTileSlots), heads, format_of(format), false};
+  const AttentionShape shape{tokens, ceil_div(slots, kGpuTileSlots), heads, format_of(format), false, Products::exact};
   int count = 0;
   for_each_candidate(shape, *gpu, [&](const Launch& launch) {
     if (count < most) launches[count] = launch, times[count] = launch_time(shape, launch, *gpu, costs);

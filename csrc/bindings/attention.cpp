@@ -30,9 +30,16 @@ SlotList expect_pages(const CacheView& cache, const Tensor& block_table, const T
   return list;
 }
 
+Products expect_products(int64_t number, const CacheFormat& format) {
+  const auto products = static_cast<Products>(expect_range(number, "products", 0, kProductsCount - 1));
+  if (products == Products::fp8 && !format.quantised())
+    reject("products", "'exact' with " + std::string(format.name) + " rows, as 16-bit rows have one way", "'fp8'");
+  return products;
+}
+
 // The queries, [T, H, dim] or [B, S, H, dim], as one tensor or in two parts; and what they are scored against.
 AttentionProblem problem_of(const Tensor& q, const OptionalTensor& q_rope, bool has_queries, const CacheFormat& format,
-                            double scale, double cache_scale) {
+                            double scale, double cache_scale, int64_t products) {
   const int64_t rope = format.head_dim() - kLatent;
   const char* q_name = q_rope ? "q_nope" : "q";
   if (q_rope && rope == 0) reject("q", "one tensor with " + std::string(format.name) + " rows", "a pair");
@@ -59,6 +66,7 @@ AttentionProblem problem_of(const Tensor& q, const OptionalTensor& q_rope, bool 
     p.q_rope = expect_rows(*q_rope, "q_rope", tokens, queries, heads, rope, p.q_rope_strides);
   else if (rope > 0)
     p.q_rope = p.q_nope + kLatent, p.q_rope_strides = p.q_nope_strides;
+  p.products = expect_products(products, format);
   p.value_scale = expect_cache_scale(cache_scale, "cache_scale", format);
   p.scale = expect_finite(static_cast<double>(expect_finite(scale, "scale")) * p.value_scale, "scale * cache_scale");
   return p;
@@ -100,12 +108,12 @@ void run(AttentionProblem& p, const OptionalTensor& plan, const std::vector<int6
 MLA_OP(sparse_attention, Tensor q, OptionalTensor q_rope, Tensor cache, Tensor indices, double scale,
        OptionalTensor topk_length, OptionalTensor sink, OptionalTensor extra_cache, OptionalTensor extra_indices,
        OptionalTensor extra_topk_length, int64_t cache_format, int64_t extra_cache_format, double cache_scale,
-       OptionalTensor plan, std::vector<int64_t> launch, OptionalWritten workspace, bool batch_invariant, Written out,
-       Written lse, OptionalWritten max_logits) {
+       int64_t products, OptionalTensor plan, std::vector<int64_t> launch, OptionalWritten workspace,
+       bool batch_invariant, Written out, Written lse, OptionalWritten max_logits) {
   if (!q.defined()) reject("q", "bfloat16 [T, H, 576]", "None");
   const CacheView view = expect_cache(cache, "cache", cache_format, "cache_format", q, true);
   const CacheFormat& format = view.format;
-  AttentionProblem p = problem_of(q, q_rope, false, format, scale, cache_scale);
+  AttentionProblem p = problem_of(q, q_rope, false, format, scale, cache_scale, products);
   const Dim T{"T", p.tokens}, H{"H", p.heads};
   p.sink = expect<float>(sink, "sink", {H}, q);
 
@@ -123,6 +131,7 @@ MLA_OP(sparse_attention, Tensor q, OptionalTensor q_rope, Tensor cache, Tensor i
     if (other.head_dim() != format.head_dim() || dtype_of(other) != dtype_of(format) || only_one_is(Scale::tensor) ||
         only_one_is(Scale::power))
       reject("extra_cache", "of a format that goes with " + std::string(format.name), other.name);
+    expect_products(products, other);
     p.lists[1] = expect_list(extra, *extra_indices, "extra_indices", extra_topk_length, "extra_topk_length", T, q);
     p.list_count = 2;
   }
@@ -135,11 +144,11 @@ MLA_OP(sparse_attention, Tensor q, OptionalTensor q_rope, Tensor cache, Tensor i
 }
 
 MLA_OP(dense_attention, Tensor q, OptionalTensor q_rope, Tensor cache, Tensor block_table, Tensor lengths, double scale,
-       bool causal, int64_t cache_format, double cache_scale, OptionalTensor plan, std::vector<int64_t> launch,
-       OptionalWritten workspace, bool batch_invariant, Written out, Written lse) {
+       bool causal, int64_t cache_format, double cache_scale, int64_t products, OptionalTensor plan,
+       std::vector<int64_t> launch, OptionalWritten workspace, bool batch_invariant, Written out, Written lse) {
   if (!q.defined()) reject("q", "bfloat16 [B, S, H, 576]", "None");
   const CacheView view = expect_cache(cache, "cache", cache_format, "cache_format", q);
-  AttentionProblem p = problem_of(q, q_rope, true, view.format, scale, cache_scale);
+  AttentionProblem p = problem_of(q, q_rope, true, view.format, scale, cache_scale, products);
   const Dim B{"B", p.tokens}, S{"S", q.size(1)}, H{"H", p.query_heads};
   p.causal = causal;
   p.lists[0] = expect_pages(view, block_table, lengths, B, q);

@@ -61,10 +61,12 @@ def compiled(function):
 def test_attention_compiles_without_a_graph_break(fmt):
     p = random_problem(fmt, tokens=3, heads=5, topk=40, topk_length=torch.tensor([0, 7, 40], dtype=torch.int32))
 
+    more = {"cache_format": fmt, "products": "fp8" if mla_backend.FORMATS[fmt].quantised else "exact"}
+
     def step(q, cache, indices, lengths):
-        plan = mla_backend.plan(q.shape[0], indices.shape[1], topk_length=lengths)
+        plan = mla_backend.plan(q.shape[0], indices.shape[1], topk_length=lengths, **more)
         out, lse, largest = mla_backend.sparse_attention(
-            q * 1, cache, indices, scale=0.05, topk_length=lengths, plan=plan, return_max_logits=True
+            q * 1, cache, indices, scale=0.05, topk_length=lengths, plan=plan, return_max_logits=True, **more
         )
         return out + 1, lse, largest
 

@@ -11,7 +11,7 @@ extern "C" void gpu_plan(int32_t tokens, int32_t topk, int32_t extra_topk, const
 }
 
 extern "C" void gpu_launch(const mla::Gpu* gpu, int64_t tokens, int64_t slots, int32_t heads, int32_t format,
-                           bool batch_invariant, mla::Launch* launch) {
+                           bool batch_invariant, mla::Products products, mla::Launch* launch) {
   const int64_t tiles = slots < 0 ? mla::kAny : mla::ceil_div(slots, mla::kGpuTileSlots);
-  *launch = mla::choose_launch({tokens, tiles, heads, *mla::kFormats[format], batch_invariant}, *gpu);
+  *launch = mla::choose_launch({tokens, tiles, heads, *mla::kFormats[format], batch_invariant, products}, *gpu);
 }

@@ -14,7 +14,7 @@ import mla_backend
 from mla_backend import Launch
 from mla_backend.formats import format_number
 from mla_backend.library import Gpu
-from mla_backend.plan import KERNELS, choose_launch
+from mla_backend.plan import KERNELS, choose_launch, products_number
 
 CSRC = Path(__file__).parents[2] / "csrc"
 SPLIT_FOR_CLUSTERS = [
@@ -50,11 +50,11 @@ def _host():
         return ctypes.CDLL(str(target))
 
 
-def gpu_launch(device, tokens, heads, slots=2048, *, fmt="fp8_ds_mla", batch_invariant=False):
+def gpu_launch(device, tokens, heads, slots=2048, *, fmt="fp8_ds_mla", batch_invariant=False, products="exact"):
     """How a GPU computes attention. None: any number of tokens or slots."""
     numbers = (ctypes.c_int32 * 6)()
     tokens, slots = (ctypes.c_int64(-1 if n is None else n) for n in (tokens, slots))
-    more = format_number(fmt, "fmt"), ctypes.c_bool(batch_invariant)
+    more = format_number(fmt, "fmt"), ctypes.c_bool(batch_invariant), products_number(products, fmt)
     _host().gpu_launch(ctypes.byref(device), tokens, slots, heads, *more, numbers)
     return Launch(KERNELS[numbers[0]], *numbers[1:])
 

@@ -24,6 +24,12 @@ enum class TileType : int32_t {
   staged_576,  // f16 numbers with a power of two for all of a row, and 64 bf16 numbers
 };
 
+// How fp8 rows are multiplied: as exactly as 16-bit ones, or with queries and P rounded to e4m3 for FP8 tensor cores.
+// Other rows have one way, and so have kernels for few heads, on CPUs and on older GPUs: the exact one.
+enum class Products : int32_t { exact, fp8 };
+constexpr const char* kProductsNames[] = {"exact", "fp8"};
+constexpr int kProductsCount = sizeof(kProductsNames) / sizeof(kProductsNames[0]);
+
 // A token is `latent` values, then its scales (if they lie in the row), then `rope` values. Queries have latent + rope
 // values. Attention sums up the first 512 values of rows.
 struct CacheFormat {

@@ -85,6 +85,7 @@ struct AttentionProblem {
   int32_t query_heads;        // of one query
   uint32_t query_reciprocal;  // 2^31 / query_heads, rounded up
   bool causal;
+  Products products;       // fp8: of fp8 rows only
   TileType tile;           // of the first list's rows. Queries and outputs are f16 with TileType::f16_576, else bf16
   const uint16_t* q_nope;  // [tokens, heads, 512]
   RowStrides q_nope_strides;

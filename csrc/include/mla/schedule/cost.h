@@ -19,6 +19,7 @@ struct AttentionShape {
   int32_t heads;
   CacheFormat format;    // of the first list's rows
   bool batch_invariant;  // a token's bits must not depend on how many others there are
+  Products products;
 };
 constexpr int64_t kAny = -1;
 
