@@ -165,13 +165,17 @@ def _stored_values(rows: Rows, cached: Tensor, scale: float) -> list[Tensor]:
             continue
         numbers = part.view(torch.float8_e4m3fn).float()
         if rows.group:
-            stored = parts["scales"].contiguous()
-            scales = from_ue8m0(stored) if rows.powers_of_two else stored.view(torch.float32)
+            scales = _group_scales(rows, parts["scales"])
             numbers = (numbers.unflatten(-1, (-1, rows.group)) * scales.unsqueeze(-1)).flatten(-2)
         else:
             numbers = numbers * torch.tensor(scale, device=numbers.device)
         values.append(numbers)
     return values
+
+
+def _group_scales(rows: Rows, stored: Tensor) -> Tensor:
+    stored = stored.contiguous()
+    return from_ue8m0(stored) if rows.powers_of_two else stored.view(torch.float32)
 
 
 def to_ue8m0(powers: Tensor) -> Tensor:
@@ -268,30 +272,89 @@ def sparse_attention(
     cache_format: str | None = None,
     extra_cache_format: str | None = None,
     cache_scale: float = 1.0,
+    products: str = "exact",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Every query token attends to its own list of cache slots.
 
     q `[T, H, head_dim]`, cache `[blocks, block_size, ...]`, indices int32 `[T, topk]`. Returns, all in float64, out
     `[T, H, 512]`, lse `[T, H]` (natural logarithm) and the max logits `[T, H]`, after scaling.
+
+    Products `fp8` are a model of what FP8 tensor cores are given, with errors of their size, not their bits.
     """
-    rows, valid = _listed_rows(cache, indices, topk_length, cache_format, cache_scale)
+    lists = [(cache, indices, topk_length, cache_format)]
     if extra_cache is not None:
-        extra_rows, extra_valid = _listed_rows(
-            extra_cache, extra_indices, extra_topk_length, extra_cache_format, cache_scale
-        )
-        rows, valid = torch.cat([rows, extra_rows], dim=1), torch.cat([valid, extra_valid], dim=1)
-    return _attend(q.double(), rows.double(), valid, scale, sink)
+        lists.append((extra_cache, extra_indices, extra_topk_length, extra_cache_format))
+    found = []
+    for one, slots, length, name in lists:
+        rows, valid = _listed_rows(one, slots, length, name, cache_scale)
+        form, queries, rows = format_of(one, name), q.double(), rows.double()
+        scores = _scores(_fp8_queries(queries, form) if products == "fp8" else queries, rows, scale)
+        scales = torch.where(valid.unsqueeze(-1), _fp8_scales(form, one, slots), 0.0)
+        found.append((scores.mT, rows, valid, scales))
+    scores, rows, valid, scales = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    return _weigh(scores.mT, rows, valid, sink, scales if products == "fp8" else None)
+
+
+def _fp8_queries(q: Tensor, rows: Rows) -> Tensor:
+    """Queries whose products with e4m3 numbers are of e4m3 numbers: these are rounded, times a power of two for each
+    head whose largest becomes 2^7 or more, and less than 2^8."""
+    count = sum({"latent": rows.latent, "rope": rows.rope}[name] for name, is_e4m3 in rows.values if is_e4m3)
+    rounded, exact = q.split([count, q.shape[-1] - count], dim=-1)
+    power = torch.exp2(torch.frexp(rounded.abs().amax(-1, keepdim=True))[1].double() - 8)
+    return torch.cat([_nearest_e4m3(rounded / power) * power, exact], dim=-1)
+
+
+def _fp8_scales(rows: Rows, cache: Tensor, slots: Tensor) -> Tensor:
+    """What the e4m3 numbers of each 32 of a cached token's 512 values are multiplied with, `[*slots.shape, 16]`; 0 for
+    other numbers, and 1 where a scale is the caller's."""
+    if rows.group:
+        stored = _group_scales(rows, rows.split(_cached(rows, cache, slots)[0])["scales"])
+        scales = stored.repeat_interleave(rows.group // 32, -1)
+    else:
+        scales = torch.ones(*slots.shape, LATENT // 32, device=slots.device)
+    return torch.nn.functional.pad(scales, (0, LATENT // 32 - scales.shape[-1])).double()
+
+
+def _fp8_sum(weights: Tensor, scales: Tensor, values: Tensor) -> Tensor:
+    """weights `[T, H, K]` times values `[T, K, 512]`, where e4m3 numbers meet e4m3 ones: weights times a group's scale,
+    brought to 2^6 by what makes the head's largest 1."""
+    largest = (weights * scales.abs().amax(-1).unsqueeze(1)).amax(-1, keepdim=True)
+    unit = torch.where(largest == 0, 1.0, largest) * 2.0**-6
+    out = []
+    for scale, own in zip(scales.unbind(-1), values.unflatten(-1, (-1, 32)).unbind(-2), strict=True):
+        scale = scale.unsqueeze(1)
+        rounded = _nearest_e4m3(weights * scale / unit) * unit / scale
+        out.append(torch.einsum("thk,tkd->thd", torch.where(scale == 0, weights, rounded), own))
+    return torch.cat(out, dim=-1)
+
+
+def _nearest_e4m3(x: Tensor) -> Tensor:
+    return to_e4m3(x.float()).view(torch.float8_e4m3fn).double()
+
+
+def _scores(q: Tensor, rows: Tensor, scale: float) -> Tensor:
+    return torch.einsum("thd,tkd->thk", q, rows) * scale
 
 
 def _attend(q: Tensor, rows: Tensor, valid: Tensor, scale: float, sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Attention to rows `[T, K, head_dim]` that are zeros unless valid `[T, K]`; autograd can follow."""
-    scores = torch.einsum("thd,tkd->thk", q, rows) * scale
+    return _weigh(_scores(q, rows, scale), rows, valid, sink)
+
+
+def _weigh(
+    scores: Tensor, rows: Tensor, valid: Tensor, sink: Tensor | None, scales: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with scores `[T, H, K]`, and with FP8 products if scales are given."""
     weights, lse, max_logits = _softmax(torch.where(valid.unsqueeze(1), scores, -torch.inf))
-    out = torch.einsum("thk,tkd->thd", weights, rows[..., :LATENT])
+    values = rows[..., :LATENT]
+    if scales is None or scales.shape[1] == 0:
+        out = torch.einsum("thk,tkd->thd", weights, values)
+    else:
+        out = _fp8_sum(weights, scales, values)
     if sink is not None:
         empty = lse == -torch.inf
         finite = torch.where(empty, 0.0, lse)
-        out = out * torch.where(empty, 1.0, torch.sigmoid(finite - sink.to(q.dtype))).unsqueeze(-1)
+        out = out * torch.where(empty, 1.0, torch.sigmoid(finite - sink.to(scores.dtype))).unsqueeze(-1)
     return out, lse, max_logits
 
 
@@ -390,6 +453,7 @@ def dense_attention(
     causal: bool = True,
     cache_format: str | None = None,
     cache_scale: float = 1.0,
+    products: str = "exact",
 ) -> tuple[Tensor, Tensor]:
     """Every query attends to its request's sequence; if causal, the last query to all of it, the one before it to one
     token less, and so on.
@@ -401,19 +465,14 @@ def dense_attention(
     out = torch.zeros(requests, queries, heads, LATENT, dtype=torch.float64, device=q.device)
     lse = torch.full((requests, heads, queries), -torch.inf, dtype=torch.float64, device=q.device)
     block_size, longest = cache.shape[1], block_table.shape[1] * cache.shape[1]
+    how = {"scale": scale, "cache_format": cache_format, "cache_scale": cache_scale, "products": products}
     for i, length in enumerate(lengths.clamp(0, longest).tolist()):
         positions = torch.arange(length, device=q.device)
         blocks = block_table[i, positions // block_size].long()
         slots = torch.where(blocks < 0, -1, blocks * block_size + positions % block_size)
-        rows, valid = cache_rows(cache, slots, format=cache_format, scale=cache_scale)
         for j in range(queries):
-            seen = valid & (positions < length - (queries - 1 - j if causal else 0))
-            if not seen.any():
-                continue
-            kv = rows[seen].double()
-            scores = q[i, j].double() @ kv.t() * scale
-            lse[i, :, j] = torch.logsumexp(scores, -1)
-            out[i, j] = torch.softmax(scores, -1) @ kv[:, :LATENT]
+            seen = slots[: max(length - (queries - 1 - j if causal else 0), 0)].unsqueeze(0)
+            out[i, j], lse[i, :, j], _ = sparse_attention(q[i, j].unsqueeze(0), cache, seen, **how)
     return out, lse
 
 

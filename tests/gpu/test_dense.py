@@ -12,7 +12,7 @@ from gpu_checks import captured, chosen_kernel
 from mla_backend import Plan
 from mla_backend.plan import workspace_floats
 from plans import planned
-from problems import BASIC, FORMATS, all_bytes, assert_accurate, score_error
+from problems import BASIC, BASIC_WAYS, FORMATS, WAYS, all_bytes, assert_accurate, score_error
 from tests.ops.test_dense import (
     same,
     test_a_nan_reaches_only_its_request,
@@ -41,70 +41,71 @@ def test_any_problem_agrees_with_the_oracle(fmt, problem):
     check(drawn, batch_invariant=problem.draw(st.booleans()))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("fmt", "products"), WAYS)
 @pytest.mark.parametrize("heads", HEADS)
-def test_every_head_count(fmt, heads):
+def test_every_head_count(fmt, products, heads):
     for lengths in BATCHES if fmt in BASIC else BATCHES[:1]:
-        check(random_dense(fmt, lengths, 2, heads, 64).poisoned())
+        check(random_dense(fmt, lengths, 2, heads, 64, products=products).poisoned())
 
 
-@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize(("fmt", "products"), BASIC_WAYS)
 @pytest.mark.parametrize("gap", [16, 8, 1])
 @pytest.mark.parametrize("heads", [8, 64])
-def test_pages_at_any_distance(fmt, gap, heads):
+def test_pages_at_any_distance(fmt, products, gap, heads):
     """A gap of 8 bytes or of 1 leaves rows that no 16-byte access may touch."""
-    check(random_dense(fmt, (300, 129, 5), 2, heads, 7, gap=gap).poisoned())
+    check(random_dense(fmt, (300, 129, 5), 2, heads, 7, gap=gap, products=products).poisoned())
 
 
 @pytest.mark.parametrize("queries", [8, 64])
 @pytest.mark.parametrize("length", [3, 500])
 def test_many_queries(queries, length):
-    for fmt in BASIC:
-        check(random_dense(fmt, (length, length + 70), queries, 16, 64).poisoned())
+    for fmt, products in BASIC_WAYS:
+        check(random_dense(fmt, (length, length + 70), queries, 16, 64, products=products).poisoned())
 
 
-@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize(("fmt", "products"), BASIC_WAYS)
 @pytest.mark.parametrize("heads", [8, 16, 64, 128])
 @pytest.mark.parametrize("lengths", [(1,), (63, 65), (64, 128, 127, 129), (20000,), (9000, 5, 0, 4000)])
-def test_every_length(fmt, heads, lengths):
-    check(random_dense(fmt, lengths, 2, heads, 64))
+def test_every_length(fmt, products, heads, lengths):
+    check(random_dense(fmt, lengths, 2, heads, 64, products=products))
 
 
-@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize(("fmt", "products"), BASIC_WAYS)
 @pytest.mark.parametrize("heads", [8, 16, 128])
 @pytest.mark.parametrize("lengths", [(1000,), (2048, 5), (4096,) * 8, (3000, 1, 0, 700), (16384, 16384), (90, 20000)])
-def test_any_lengths_in_a_wide_page_table(fmt, heads, lengths):
-    check(random_dense(fmt, lengths, 1, heads, 64, max_blocks=2048).poisoned())
+def test_any_lengths_in_a_wide_page_table(fmt, products, heads, lengths):
+    check(random_dense(fmt, lengths, 1, heads, 64, max_blocks=2048, products=products).poisoned())
 
 
 @pytest.mark.parametrize("heads", [5, 16, 64, 128])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_an_empty_sequence_gives_zero_and_minus_infinity(heads, queries):
-    for fmt in BASIC:
+    for fmt, products in BASIC_WAYS:
         for lengths in ((40, 0, 7), (0,), (-1, -(2**31)), (0, 3) * 30):
-            check(random_dense(fmt, lengths, queries, heads).poisoned())
+            check(random_dense(fmt, lengths, queries, heads, products=products).poisoned())
 
 
 @pytest.mark.parametrize("heads", [3, 64])
 @pytest.mark.parametrize("kernel", ["auto", "portable", "unclustered"])
 def test_every_kernel(kernel, heads):
     with chosen_kernel(kernel):
-        for fmt in FORMATS:
-            check(random_dense(fmt, (1300, 129, 30), 3, heads, 64).poisoned())
+        for fmt, products in WAYS:
+            check(random_dense(fmt, (1300, 129, 30), 3, heads, 64, products=products).poisoned())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("fmt", "products"), WAYS)
 @pytest.mark.parametrize("heads", [16, 64])
-def test_a_captured_graph_follows_new_lengths_and_tables(fmt, heads):
+def test_a_captured_graph_follows_new_lengths_and_tables(fmt, products, heads):
     requests, queries, block_size, max_blocks = 5, 2, 64, 12
     problems = [
-        random_dense(fmt, tuple(lengths), queries, heads, block_size, max_blocks=max_blocks)
+        random_dense(fmt, tuple(lengths), queries, heads, block_size, max_blocks=max_blocks, products=products)
         for lengths in ((700, 64, 130, 0, 1), (3, 768, 5, 6, 7), (0,) * 5, (768,) * 5, (64, 65, 66, 1, 300))
     ]
     form = mla_backend.FORMATS[fmt]
     cache = form.new_cache(5 * max_blocks + 2, block_size, device="cuda")
     first = problems[0].to("cuda")
-    plan = mla_backend.plan(requests, 768, topk_length=first.lengths, num_heads=queries * heads)
+    rows = {"num_heads": queries * heads, "cache_format": fmt, "products": products}
+    plan = mla_backend.plan(requests, 768, topk_length=first.lengths, **rows)
     workspace = torch.zeros(workspace_floats(plan.launch.ctas, queries * heads), device="cuda")
     table, lengths = torch.zeros_like(first.block_table), torch.zeros_like(first.lengths)
     static = first.but(cache=cache, block_table=table, lengths=lengths, q=torch.zeros_like(first.q))
@@ -123,7 +124,7 @@ def test_a_captured_graph_follows_new_lengths_and_tables(fmt, heads):
         table.copy_(problem.block_table), lengths.copy_(problem.lengths), static.q.copy_(problem.q)
         out.fill_(torch.nan), lse.fill_(torch.nan)
         graph.replay()
-        assert_accurate((out, lse), problem.oracle(), score_error=score_error(problem.cache))
+        problem.hold((out, lse))
 
 
 @pytest.mark.parametrize("fmt", BASIC)
@@ -150,10 +151,10 @@ def test_a_stale_plan_harms_nothing_else(heads):
     assert same(problem.solve(), want)
 
 
-@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize(("fmt", "products"), BASIC_WAYS)
 @pytest.mark.parametrize("heads", [8, 64])
-def test_same_inputs_give_the_same_bits(fmt, heads):
-    problem = random_dense(fmt, (5000, 900, 100), 2, heads, 64).to("cuda")
+def test_same_inputs_give_the_same_bits(fmt, products, heads):
+    problem = random_dense(fmt, (5000, 900, 100), 2, heads, 64, products=products).to("cuda")
     want = problem.solve()
     assert all(same(problem.solve(), want) for _ in range(20))
 

@@ -10,15 +10,15 @@ from gpu_checks import check, chosen_kernel
 from mla_backend import Plan, library
 from mla_backend.plan import workspace_floats
 from plans import planned
-from problems import BASIC, FORMATS, assert_accurate, random_problem, score_error
+from problems import BASIC, WAYS, assert_accurate, random_problem, score_error
 from tests.ops.test_hostile_ops import test_what_is_wrong_is_refused_or_harmless
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_the_same_inputs_give_the_same_bits(fmt):
-    problem = random_problem(fmt, tokens=30, heads=40, topk=2000, blocks=60).to("cuda")
+@pytest.mark.parametrize(("fmt", "products"), WAYS)
+def test_the_same_inputs_give_the_same_bits(fmt, products):
+    problem = random_problem(fmt, tokens=30, heads=40, topk=2000, blocks=60, products=products).to("cuda")
     first = problem.solve()
     for _ in range(50):
         assert all(torch.equal(a, b) for a, b in zip(first, problem.solve(), strict=True))
@@ -49,13 +49,15 @@ def test_a_workspace_that_is_not_aligned_is_refused():
         problem.solve(plan=plan, workspace=workspace)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_a_captured_graph_follows_new_lengths_slots_and_values(fmt):
-    problem = random_problem(fmt, tokens=6, heads=16, topk=700, blocks=60).to("cuda")
+@pytest.mark.parametrize(("fmt", "products"), WAYS)
+def test_a_captured_graph_follows_new_lengths_slots_and_values(fmt, products):
+    shape = {"tokens": 6, "heads": 16 if products == "exact" else 64, "topk": 700, "blocks": 60}
+    problem, heads = random_problem(fmt, **shape, products=products).to("cuda"), shape["heads"]
     problem.topk_length = torch.full((6,), 700, dtype=torch.int32, device="cuda")
-    plan = mla_backend.plan(6, 700, topk_length=problem.topk_length, num_heads=16)
-    workspace = torch.zeros(workspace_floats(plan.launch.ctas, 16), device="cuda")
-    out, lse = torch.empty(6, 16, 512, dtype=problem.q.dtype, device="cuda"), torch.empty(6, 16, device="cuda")
+    rows = {"cache_format": fmt, "products": products}
+    plan = mla_backend.plan(6, 700, topk_length=problem.topk_length, num_heads=heads, **rows)
+    workspace = torch.zeros(workspace_floats(plan.launch.ctas, heads), device="cuda")
+    out, lse = torch.empty(6, heads, 512, dtype=problem.q.dtype, device="cuda"), torch.empty(6, heads, device="cuda")
 
     def step():
         mla_backend.plan(6, 700, topk_length=problem.topk_length, out=plan)
@@ -68,12 +70,12 @@ def test_a_captured_graph_follows_new_lengths_slots_and_values(fmt):
         step()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before, "nothing is allocated under capture"
     for lengths in ([0, 700, 3, 65, 699, 1], [700, 0, 0, 0, 0, 0], [0] * 6):
-        fresh = random_problem(fmt, tokens=6, heads=16, topk=700, blocks=60)
+        fresh = random_problem(fmt, **shape, products=products)
         fresh.topk_length = torch.tensor(lengths, dtype=torch.int32)
         for name in ("q", "cache", "indices", "topk_length"):
             getattr(problem, name).copy_(getattr(fresh, name))
         graph.replay()
-        assert_accurate((out, lse), fresh.oracle()[:2], score_error=score_error(problem.cache))
+        fresh.hold((out, lse))
 
 
 @pytest.mark.parametrize("own_workspaces", [False, True])

@@ -9,7 +9,7 @@ import mla_backend
 from dense_problems import DenseProblem, dense_problems, random_dense
 from mla_backend import Plan
 from plans import planned
-from problems import BASIC, FORMATS, apart, assert_accurate, random_cache, score_error, with_row_gaps, write_part
+from problems import BASIC, BASIC_WAYS, FORMATS, WAYS, apart, assert_accurate, random_cache, with_row_gaps, write_part
 
 
 def same(one, other):
@@ -21,12 +21,12 @@ def test_any_problem_agrees_with_the_oracle(cpu_kernel, problem, invariant):
     problem.check(batch_invariant=invariant)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("fmt", "products"), WAYS)
 @pytest.mark.parametrize("block_size", [1, 2, 61, 64, 69, 256])
 @pytest.mark.parametrize("heads", [5, 70])
-def test_every_block_size(device, fmt, block_size, heads):
+def test_every_block_size(device, fmt, products, block_size, heads):
     for causal in (True, False):
-        problem = random_dense(fmt, (300, 129, 5), 2, heads, block_size, gap=16, causal=causal)
+        problem = random_dense(fmt, (300, 129, 5), 2, heads, block_size, gap=16, causal=causal, products=products)
         problem.poisoned().check(device)
 
 
@@ -34,8 +34,9 @@ def test_every_block_size(device, fmt, block_size, heads):
 @pytest.mark.parametrize("queries", range(1, 9))
 @pytest.mark.parametrize("heads", [1, 2, 8, 16, 17, 64, 128])
 def test_every_number_of_queries_and_heads(device, queries, heads, causal):
-    for fmt in BASIC:
-        random_dense(fmt, (150, 131, 3), queries, heads, causal=causal).poisoned().check(device)
+    for fmt, products in BASIC_WAYS:
+        problem = random_dense(fmt, (150, 131, 3), queries, heads, causal=causal, products=products)
+        problem.poisoned().check(device)
 
 
 @pytest.mark.parametrize("heads", [100, 127, 128, 129, 200, 256])
@@ -129,12 +130,12 @@ def test_a_nan_reaches_only_its_request(device, cpu_kernel, requests, heads, cau
     assert_accurate((out[1:], lse[1:]), [x[1:] for x in problem.to(device).oracle()])
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("fmt", "products"), WAYS)
 @pytest.mark.parametrize("gap", [32, 33])
 @pytest.mark.parametrize("heads", [5, 64])
-def test_strided_inputs_and_outputs(device, cpu_kernel, fmt, gap, heads):
-    problem = random_dense(fmt, (150, 33, 7), 2, heads).to(device)
-    want, form = problem.oracle(), mla_backend.FORMATS[fmt]
+def test_strided_inputs_and_outputs(device, cpu_kernel, fmt, products, gap, heads):
+    problem = random_dense(fmt, (150, 33, 7), 2, heads, products=products).to(device)
+    form = mla_backend.FORMATS[fmt]
     q = apart(problem.q.permute(2, 1, 0, 3).contiguous().permute(2, 1, 0, 3), fmt, gap)  # head-major
     cache = with_row_gaps(problem.cache, fmt, gap)
     columns = problem.block_table.shape[1]
@@ -143,7 +144,7 @@ def test_strided_inputs_and_outputs(device, cpu_kernel, fmt, gap, heads):
     whole = torch.full((heads, 2, 3, 568 + gap), torch.nan, device=device).to(form.number).permute(2, 1, 0, 3)
     lse = torch.full((2, heads, 3), torch.nan, device=device).permute(2, 1, 0)
     got = problem.but(q=q, cache=cache, block_table=table).solve(out=whole[..., gap : gap + 512], lse=lse)
-    assert_accurate(got, want, score_error=score_error(cache, device))
+    problem.hold(got)
     assert whole[..., :gap].isnan().all() and whole[..., gap + 512 :].isnan().all()
 
 
@@ -189,11 +190,14 @@ def test_a_plan_for_other_lengths_is_replaced(cpu_kernel, lengths):
     problem.check(plan=Plan(torch.full((3, 8), 7, dtype=torch.int32), plan_of(problem, planned, ctas=3).launch))
 
 
-@pytest.mark.parametrize("fmt", BASIC)
+@pytest.mark.parametrize(("fmt", "products"), BASIC_WAYS)
 @pytest.mark.parametrize("heads", [3, 16, 24, 128])
 @pytest.mark.parametrize("queries", [1, 4])
-def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(device, cpu_kernel, fmt, heads, queries):
-    problem = random_dense(fmt, (400, 1, 1500, 0, 130, 400, 64, 300, 5), queries, heads, 64).to(device)
+def test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch(
+    device, cpu_kernel, fmt, products, heads, queries
+):
+    lengths = (400, 1, 1500, 0, 130, 400, 64, 300, 5)
+    problem = random_dense(fmt, lengths, queries, heads, 64, products=products).to(device)
     together = problem.solve(batch_invariant=True)
     for begin, end in ((0, 1), (1, 3), (3, 9), (4, 5)):
         alone = problem.but(

@@ -14,10 +14,11 @@ import mla_backend
 from mla_backend import Launch, doctor, library
 from mla_backend.plan import choose_launch, most_ctas
 from plans import SPLIT_FOR_CLUSTERS, WHOLE_TOKENS, gpu, gpu_launch
+from problems import WAYS
 
 ROOT = Path(__file__).parents[2]
 HEADS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256)
-any_format = st.sampled_from(sorted(mla_backend.FORMATS))
+any_rows = st.sampled_from([{"fmt": fmt, "products": products} for fmt, products in WAYS])
 
 
 @pytest.mark.parametrize(
@@ -32,19 +33,19 @@ def test_hopper_has_a_kernel_for_each_shape(tokens, heads, fmt, kernel, heads_pe
     assert gpu_launch(gpu(), tokens, heads, fmt=fmt)[:2] == (kernel, heads_per_cta)
 
 
-@given(st.integers(1, 600), st.integers(1, 256), st.integers(0, 200_000), any_format, st.sampled_from([78, 114, 132]))
-def test_all_ctas_and_clusters_run_at_once(tokens, heads, slots, fmt, multiprocessors):
+@given(st.integers(1, 600), st.integers(1, 256), st.integers(0, 200_000), any_rows, st.sampled_from([78, 114, 132]))
+def test_all_ctas_and_clusters_run_at_once(tokens, heads, slots, rows, multiprocessors):
     device = gpu(multiprocessors)
-    launch = gpu_launch(device, tokens, heads, slots, fmt=fmt)
+    launch = gpu_launch(device, tokens, heads, slots, **rows)
     head_groups = -(-heads // launch.heads_per_cta)
     assert launch.ctas * head_groups <= max(multiprocessors, head_groups)
     if launch.cluster > 1:
         assert -(-launch.ctas // launch.cluster) * head_groups <= device.clusters[launch.cluster]
 
 
-@given(st.integers(1, 600), st.integers(1, 256), st.integers(0, 200_000), any_format)
-def test_a_launch_says_how_tokens_are_split(tokens, heads, slots, fmt):
-    launch = gpu_launch(gpu(), tokens, heads, slots, fmt=fmt)
+@given(st.integers(1, 600), st.integers(1, 256), st.integers(0, 200_000), any_rows)
+def test_a_launch_says_how_tokens_are_split(tokens, heads, slots, rows):
+    launch = gpu_launch(gpu(), tokens, heads, slots, **rows)
     if launch.splits == 1:
         assert launch.rounds == -(-tokens // launch.ctas)
     else:
@@ -57,15 +58,15 @@ def test_gpus_without_hopper_kernels_get_the_portable_one(tokens, heads, slots, 
     assert launch == Launch("portable", 16, int(batch_invariant), 1, 0, max(264 // -(-heads // 16), 1))
 
 
-@given(st.integers(1, 256), any_format, st.integers(1, 5000), st.integers(0, 200_000))
-def test_a_batch_invariant_launch_depends_on_neither_tokens_nor_slots(heads, fmt, tokens, slots):
-    launch = gpu_launch(gpu(), tokens, heads, slots, fmt=fmt, batch_invariant=True)
-    assert launch == gpu_launch(gpu(), None, heads, None, fmt=fmt, batch_invariant=True) and launch.splits == 1
+@given(st.integers(1, 256), any_rows, st.integers(1, 5000), st.integers(0, 200_000))
+def test_a_batch_invariant_launch_depends_on_neither_tokens_nor_slots(heads, rows, tokens, slots):
+    launch = gpu_launch(gpu(), tokens, heads, slots, **rows, batch_invariant=True)
+    assert launch == gpu_launch(gpu(), None, heads, None, **rows, batch_invariant=True) and launch.splits == 1
 
 
-@given(st.integers(1, 256), any_format)
-def test_a_launch_for_any_number_of_tokens_keeps_the_gpu_busy(heads, fmt):
-    launch = gpu_launch(gpu(), None, heads, None, fmt=fmt)
+@given(st.integers(1, 256), any_rows)
+def test_a_launch_for_any_number_of_tokens_keeps_the_gpu_busy(heads, rows):
+    launch = gpu_launch(gpu(), None, heads, None, **rows)
     assert launch.splits == 0 and launch.ctas == max(132 // -(-heads // launch.heads_per_cta), 1)
 
 
@@ -112,9 +113,9 @@ def test_print_the_doctor_and_errors_describe_a_launch_alike(capsys):
         mla_backend.plan(1, 5, out=plan._replace(table=plan.table[:3]))
 
 
-@given(st.integers(1, 600), st.integers(1, 256), st.integers(0, 200_000), any_format, st.booleans(), st.booleans())
-def test_no_plan_has_more_ctas_than_its_bound(tokens, heads, slots, fmt, hopper, batch_invariant):
-    launch = gpu_launch(gpu(hopper=hopper), tokens, heads, slots, fmt=fmt, batch_invariant=batch_invariant)
+@given(st.integers(1, 600), st.integers(1, 256), st.integers(0, 200_000), any_rows, st.booleans(), st.booleans())
+def test_no_plan_has_more_ctas_than_its_bound(tokens, heads, slots, rows, hopper, batch_invariant):
+    launch = gpu_launch(gpu(hopper=hopper), tokens, heads, slots, **rows, batch_invariant=batch_invariant)
     assert launch.ctas <= most_ctas({"hopper": hopper, "multiprocessors": 132}, heads)
 
 

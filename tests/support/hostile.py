@@ -29,7 +29,7 @@ from mla_backend import Plan
 from mla_backend.arguments import call
 from mla_backend.plan import choose_launch, workspace_floats
 from plans import planned
-from problems import FORMATS, assert_accurate, random_problem, score_error
+from problems import WAYS, assert_accurate, random_problem, score_error
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "examples" / "recall" / "checkpoint"
@@ -224,11 +224,13 @@ def calls(random: Random, guarded: Guarded) -> tuple[Callable[..., object], dict
         out = Plan(torch.zeros(4, 8, dtype=INT), planned(t, k, ctas=4, device=device).launch)
         made = partial(mla_backend.plan, num_tokens=t, topk=k, topk_length=torch.full((t,), k, dtype=INT), out=out)
     else:
-        made = mask_call(k) if op == "mask" else right_calls.complete(op, t, h, k, random.choice(FORMATS), device)
+        fmt, products = random.choice(WAYS)
+        made = mask_call(k) if op == "mask" else right_calls.complete(op, t, h, k, fmt, device)
     found = dict(made.keywords)
     if op in ("attention", "dense"):
         slots = k if op == "attention" else found["block_table"].shape[1] * found["cache"].shape[1]
         found["plan"] = mla_backend.plan(t, slots, num_heads=math.prod(found["q"].shape[1:-1]), device=device)
+        found["products"] = products
     if op == "dense":
         found |= {"causal": random.random() < 0.7, "batch_invariant": random.random() < 0.3}
     if op == "convert":

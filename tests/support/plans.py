@@ -79,7 +79,8 @@ def planned(tokens, topk, *, ctas, device=None, num_heads=16, splits=0, cluster=
     """A plan of so many CTAs for the kernel that serves so many heads."""
     lengths = more.get("topk_length")
     device = device or ("cpu" if lengths is None else lengths.device)
-    launch = choose_launch(device, num_heads, tokens, topk, more.get("cache_format"))
+    known = {name: more[name] for name in ("cache_format", "products") if name in more}
+    launch = choose_launch(device, num_heads, tokens, topk, **known)
     launch = launch._replace(splits=splits, cluster=cluster, rounds=int(splits == 1), ctas=ctas)
     return mla_backend.plan(tokens, topk, launch=launch, device=device, **more)
 

@@ -15,6 +15,7 @@ SCALES = {
     "all zero": lambda n: torch.zeros(n, 4),
     "small rows": lambda n: torch.exp2(torch.randint(-40, -10, (n, 1)).float()) * (1 + torch.rand(n, 4)),
     "small and large rows": lambda n: torch.exp2(torch.randint(-30, 6, (n, 1)).float()) * (1 + torch.rand(n, 4)),
+    "far apart": lambda n: torch.exp2(torch.randint(-40, 41, (n, 4)).float()),
     "negative": lambda n: -torch.rand(n, 4) / 64,
     "not finite": lambda n: torch.tensor([torch.inf, torch.nan, 1.0, 0.01])[torch.randint(0, 4, (n, 4))],
 }
