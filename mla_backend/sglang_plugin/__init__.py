@@ -8,10 +8,13 @@ here imports SGLang before SGLang calls it. docs/sglang.md tells how to serve wi
     selection.py `select_tokens` in place of the indexer's scores and top-k
 """
 
+import os
 from typing import Any
 
 NAME = "sparse_mla"
 """What `--attention-backend` calls it."""
+PRODUCTS_VARIABLE = "MLA_PRODUCTS"
+"""How FP8 rows are multiplied: `exact`, the default, or `fp8`; see `products` of `mla_backend.sparse_attention`."""
 _FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
 
@@ -19,7 +22,7 @@ def register() -> None:
     """Entry point `sglang.srt.plugins`: adds the backend to SGLang's lists. It is used only where asked for."""
     from mla_backend.sglang_plugin import selection, versions
 
-    missing = versions.missing()
+    missing = versions.missing() or _wrong_products()
     if missing is not None:
         versions.logger().error("mla-backend: %s", missing)
         return
@@ -41,10 +44,26 @@ def register() -> None:
     selection.install()
 
 
+def products() -> str:
+    """What the user asked for."""
+    return os.environ.get(PRODUCTS_VARIABLE) or "exact"
+
+
+def _wrong_products() -> str | None:
+    from mla_backend.plan import PRODUCTS
+
+    known = products() in PRODUCTS
+    return None if known else f"{PRODUCTS_VARIABLE} must be one of {', '.join(PRODUCTS)}; got {products()!r}"
+
+
 def _new_backend(runner: Any) -> Any:
+    from mla_backend.sglang_plugin import versions
     from mla_backend.sglang_plugin.backend import SparseMLABackend
 
-    return SparseMLABackend(runner)
+    backend = SparseMLABackend(runner)
+    if backend.cache_format == "fp8_ds_mla":
+        versions.logger().info("%s multiplies FP8 rows with %s products (%s).", NAME, products(), PRODUCTS_VARIABLE)
+    return backend
 
 
 def _with_our_draft_backend(

@@ -15,7 +15,7 @@ from mla_backend import library
 from mla_backend.arguments import dtype_name
 from mla_backend.attention import VALUE_DIM
 from mla_backend.plan import Plan
-from mla_backend.sglang_plugin import NAME, selection
+from mla_backend.sglang_plugin import NAME, PRODUCTS_VARIABLE, products, selection
 
 FORMATS = {torch.bfloat16: ("bf16", "bf16_512"), torch.float8_e4m3fn: ("fp8_ds_mla",)}
 """Rows of SGLang's caches that our op reads, by our names. Those of 512 values are of models without rope."""
@@ -35,7 +35,7 @@ class SparseMLABackend(DeepseekSparseAttnBackend):
         self.dsa_prefill_impl = self.dsa_decode_impl = "fa3"
         self.enable_auto_select_prefill_impl = False
         self._plan: tuple[tuple[Any, ...], Plan] | None = None
-        self.cache_format = fitting_formats(model_runner.token_to_kv_pool)[0]
+        self.cache_format, self.products = fitting_formats(model_runner.token_to_kv_pool)[0], products()
         floats = Plan.bounds(self.num_q_heads, self.device).workspace_floats
         self.workspace = torch.zeros(floats, device=self.device) if floats else None  # before graphs are captured
         on = selection.is_on(model_runner)
@@ -92,6 +92,7 @@ class SparseMLABackend(DeepseekSparseAttnBackend):
             page_table,
             scale=sm_scale,
             topk_length=lengths,
+            products=self.products,
             plan=self._plan_for(tokens, topk, lengths, q_nope),
             workspace=self.workspace,
         )
@@ -101,8 +102,8 @@ class SparseMLABackend(DeepseekSparseAttnBackend):
         """The plan that all layers of a pass share. The first of them makes it."""
         key = tokens, topk, None if lengths is None else lengths.data_ptr()
         if self._plan is None or self._plan[0] != key:
-            of_problem = {"num_heads": q.shape[1], "cache_format": self.cache_format, "device": q.device}
-            self._plan = key, mla_backend.plan(tokens, topk, topk_length=lengths, **of_problem)
+            of_problem = {"num_heads": q.shape[1], "cache_format": self.cache_format, "products": self.products}
+            self._plan = key, mla_backend.plan(tokens, topk, topk_length=lengths, device=q.device, **of_problem)
         return self._plan[1]
 
 
@@ -140,6 +141,8 @@ def why_not(model_runner: Any) -> str | None:
             f"does not read rows of {pool.kv_cache_dim} {dtype_name(pool.dtype)} values. "
             "Use --kv-cache-dtype bfloat16, or leave out --dsa-prefill-backend and --dsa-decode-backend."
         )
+    if products() == "fp8" and not mla_backend.FORMATS[fitting_formats(pool)[0]].quantised:
+        return f"{PRODUCTS_VARIABLE}=fp8 is for FP8 rows. Use --kv-cache-dtype fp8_e4m3, or unset it."
     if getattr(config.hf_config, "learnable_sink", False):
         return "SGLang takes no other backend for models with learnable sinks. Leave out --attention-backend."
     if set(attention_backends()) != {NAME}:

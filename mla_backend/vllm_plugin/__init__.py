@@ -13,6 +13,7 @@ once. Nothing here imports vLLM before vLLM calls it. docs/serving.md tells how 
     step.py          what a step's layers share: lengths, plan, buffers; dense_step.py the same of dense MLA
     deepseek_v4.py   the layers of DeepSeek-V4, which vLLM keeps apart; gpu_worker.py puts them there
     cpu_platform.py  vLLM's CPU platform, with sparse attention
+    products.py      how FP8 rows are multiplied
     selection.py     whether our op selects on a GPU, and what the tokens of a step see
     cpu_indexer.py   the indexer on a CPU; gpu_indexer.py the one on a GPU, where it is on
 """

@@ -16,7 +16,7 @@ from vllm.forward_context import get_forward_context
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 
 import mla_backend
-from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin import products, versions
 from mla_backend.vllm_plugin.beginnings import (
     Masked,
     attend_to_picked,
@@ -137,6 +137,7 @@ class SparseMLAMetadataBuilder(BuilderBase):
         # may be more than `index_topk`: GLM-5.3-Flash adds the tokens that no pool of its indexer holds yet
         topk, heads = impl.topk_indices_buffer.shape[1], attending_heads(vllm_config, impl)
         cache_dtype = impl.kv_cache_dtype  # --kv-cache-dtype-skip-layers gives some layers another
+        cache_format = "fp8_ds_mla" if cache_dtype == "fp8_ds_mla" else "bf16"
         self.buffers = StepBuffers(
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             captured_tokens=versions.captured_tokens(vllm_config),
@@ -144,7 +145,8 @@ class SparseMLAMetadataBuilder(BuilderBase):
             heads=heads,
             device=device,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-            cache_format="fp8_ds_mla" if cache_dtype == "fp8_ds_mla" else "bf16",
+            cache_format=cache_format,
+            products=products.of_rows(vllm_config, cache_format),
             staged_rows=room_for_rows(vllm_config, heads, topk, cache_dtype, _on_cpu()),
         )
         self.leaders = leading_layers(layer_names, vllm_config.model_config.hf_text_config.num_hidden_layers)
@@ -433,6 +435,7 @@ class SparseMLALayer(LayerBase):
                 scale=self.scale,
                 topk_length=lengths,
                 sink=self.sinks,
+                products=buffers.products,
                 plan=plan,
                 workspace=buffers.workspace if room.out.shape[1] == buffers.heads else None,
                 batch_invariant=buffers.batch_invariant,

@@ -7,7 +7,7 @@ import torch
 
 from mla_backend import tried_versions
 from mla_backend.arguments import dtype_name
-from mla_backend.vllm_plugin import replacements, selection, versions
+from mla_backend.vllm_plugin import products, replacements, selection, versions
 from mla_backend.vllm_plugin.models import SERVED, has_v4_attention, is_draft, is_served, why_not
 from mla_backend.vllm_plugin.selection import WORKERS
 from mla_backend.vllm_plugin.staging import OPTION, asked_rows
@@ -65,6 +65,9 @@ def settle(vllm_config: "VllmConfig") -> None:
     ):
         if reason is not None:
             raise ValueError(f"{name}: {reason}")
+    if _has_fp8_rows(vllm_config):
+        told = "%s multiplies FP8 rows with %s products (%s)."
+        versions.logger().info_once(told, name, products.asked(vllm_config), products.OPTION)
     replacements.warn(_optional(name, vllm_config.model_config, current_platform))
     cache_config = vllm_config.cache_config
     cache_config.cache_dtype = CACHE_DTYPES[name][cache_config.cache_dtype]
@@ -183,6 +186,7 @@ def _features(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
         or _cache(name, vllm_config, on_cpu)
         or _sleep(vllm_config)
         or _staging(vllm_config)
+        or products.why_not(vllm_config, _has_fp8_rows(vllm_config))
         or _selection(name, vllm_config, on_cpu)
     )
 
@@ -237,6 +241,10 @@ def _cache(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
     if getattr(vllm_config.attention_config, "hisparse_config", None) is not None:
         return "does not keep a part of the cache on the host (HiSparse). Leave that out, or use another backend."
     return None
+
+
+def _has_fp8_rows(vllm_config: "VllmConfig") -> bool:
+    return vllm_config.cache_config.cache_dtype.startswith("fp8") or has_v4_attention(vllm_config.model_config)
 
 
 def _staging(vllm_config: "VllmConfig") -> str | None:

@@ -18,7 +18,7 @@ from vllm.models.deepseek_v4.nvidia.flashmla import DeepseekV4FlashMLAAttention
 
 import mla_backend
 from mla_backend.plan import Plan, workspace_floats
-from mla_backend.vllm_plugin import replacements, versions
+from mla_backend.vllm_plugin import products, replacements, versions
 
 FORMAT = "fp8_model1"
 HEADS = (8, 16, 32, 64, 128)
@@ -80,6 +80,10 @@ class V4Step:
 class SparseMLAV4Attention(DeepseekV4FlashMLAAttention):
     """The attention of one layer."""
 
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self.products = products.asked(vllm_config)
+
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
         if num_heads > HEADS[-1]:
@@ -136,6 +140,7 @@ class SparseMLAV4Attention(DeepseekV4FlashMLAAttention):
                 batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
                 num_heads=q.shape[1],
                 cache_format=FORMAT,
+                products=self.products,
             )
         if second:
             second.update(extra_cache=self.kv_cache, extra_cache_format=FORMAT)
@@ -148,6 +153,7 @@ class SparseMLAV4Attention(DeepseekV4FlashMLAAttention):
             topk_length=lengths,
             sink=self.attn_sink[: q.shape[1]],
             cache_format=FORMAT,
+            products=self.products,
             plan=plan,
             workspace=step.workspace_for(plan, q.shape[1]),
             out=out[tokens],

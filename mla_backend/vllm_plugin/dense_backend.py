@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 import mla_backend
-from mla_backend.vllm_plugin import versions
+from mla_backend.vllm_plugin import products, versions
 from mla_backend.vllm_plugin.backend import Backend, attending_heads, leading_layers, refuse_features
 from mla_backend.vllm_plugin.config import CACHE_DTYPES
 from mla_backend.vllm_plugin.dense_step import DenseBuffers, DenseStep, groups_of
@@ -82,13 +82,15 @@ class DenseMLAMetadataBuilder(MLACommonMetadataBuilder):
         )
         model_config = vllm_config.model_config
         impl = vllm_config.compilation_config.static_forward_context[layer_names[0]].impl
+        cache_format = "fp8_tensor_576" if impl.kv_cache_dtype.startswith("fp8") else "bf16"
         self.buffers = DenseBuffers(
             most_queries=self.reorder_batch_threshold,
             slots=model_config.max_model_len,
             heads=attending_heads(vllm_config, impl),
             device=device,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-            cache_format="fp8_tensor_576" if impl.kv_cache_dtype.startswith("fp8") else "bf16",
+            cache_format=cache_format,
+            products=products.of_rows(vllm_config, cache_format),
         )
         self.leaders = leading_layers(layer_names, model_config.hf_text_config.num_hidden_layers)
 

@@ -61,7 +61,7 @@ class DenseBuffers:
         slots: tokens of a sequence, at most.
         heads: query heads that attention sees on this device.
         batch_invariant: give a token the same bits whatever else is in the batch.
-        cache_format: of the cache; see `plan`.
+        cache_format, products: of the cache; see `plan`.
     """
 
     def __init__(
@@ -73,9 +73,10 @@ class DenseBuffers:
         device: torch.device,
         batch_invariant: bool,
         cache_format: str | None = None,
+        products: str = "exact",
     ) -> None:
         self.slots, self.heads, self.device, self.batch_invariant = slots, heads, device, batch_invariant
-        self.cache_format = cache_format
+        self.cache_format, self.products = cache_format, products
         most = Plan.bounds(heads, device, queries=most_queries)
         self.plan_table = torch.empty(most.ctas, PLAN_COLUMNS, dtype=torch.int32, device=device)
         self.workspace = torch.zeros(most.workspace_floats, device=device) if most.workspace_floats else None
@@ -84,7 +85,8 @@ class DenseBuffers:
         """The plan of a group whose block table has room for so many slots. If it is alone in its step, the plan is in
         the buffer."""
         heads = queries * self.heads
-        launch = choose_launch(self.device, heads, len(lengths), self.slots, self.cache_format, self.batch_invariant)
+        rows = self.cache_format, self.batch_invariant, self.products
+        launch = choose_launch(self.device, heads, len(lengths), self.slots, *rows)
         table = self.plan_table[: launch.ctas]
         return mla_backend.plan(
             len(lengths),
@@ -150,6 +152,7 @@ class DenseStep:
                 lengths[group.rows],
                 scale=scale,
                 cache_scale=cache_scale,
+                products=self.buffers.products,
                 plan=plan,
                 workspace=self.buffers.workspace,
                 batch_invariant=self.buffers.batch_invariant,

@@ -80,7 +80,7 @@ class StepBuffers:
         topk: slots that a token attends to, at most.
         heads: query heads that attention sees on this device.
         batch_invariant: give a token the same bits whatever else is in the batch.
-        cache_format: of the cache; see `plan`.
+        cache_format, products: of the cache; see `plan`.
         staged_rows: room for rows that are staged for a layer.
     """
 
@@ -94,9 +94,10 @@ class StepBuffers:
         device: torch.device,
         batch_invariant: bool,
         cache_format: str | None = None,
+        products: str = "exact",
         staged_rows: int = 0,
     ) -> None:
-        self.cache_format, self.staged_rows = cache_format, staged_rows
+        self.cache_format, self.products, self.staged_rows = cache_format, products, staged_rows
         self.topk, self.heads, self.device, self.batch_invariant = topk, heads, device, batch_invariant
 
         def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -143,7 +144,13 @@ class StepBuffers:
         """The plan for tokens whose lists are so long, int32 `[tokens]`. If it lasts, it is the step's plan from now
         on."""
         launch = choose_launch(
-            self.device, self.heads, len(lengths), self.topk, self.cache_format, self.batch_invariant
+            self.device,
+            self.heads,
+            len(lengths),
+            self.topk,
+            self.cache_format,
+            self.batch_invariant,
+            self.products,
         )
         table = self.plan_table[: launch.ctas]
         return mla_backend.plan(

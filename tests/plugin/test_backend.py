@@ -106,7 +106,7 @@ def made_layer(backend, monkeypatch, **given):
         return backend.SparseMLALayer(*first, **sizes, v_head_dim=16, kv_b_proj=None, **given)
 
 
-def made_builder(backend, monkeypatch, topk: int = 2048, kv_cache_dtype: str = "fp8_ds_mla", **parallel):
+def made_builder(backend, monkeypatch, topk=2048, kv_cache_dtype="fp8_ds_mla", products="exact", **parallel):
     """A builder as vLLM makes it for a model with 64 heads and two drafted tokens, on a Hopper GPU."""
 
     def init(self, kv_cache_spec, layer_names, vllm_config, device):
@@ -126,7 +126,7 @@ def made_builder(backend, monkeypatch, topk: int = 2048, kv_cache_dtype: str = "
         compilation=dict(static_forward_context=layers, cudagraph_capture_sizes=[1]),
         model=dict(hf_text_config=model),
     )
-    config.use_v2_model_runner = True
+    config.use_v2_model_runner, config.additional_config = True, {"mla_products": products}
     return backend.SparseMLAMetadataBuilder(None, ["layers.0"], config, torch.device("cpu"))
 
 
@@ -312,6 +312,15 @@ def test_a_builder_goes_by_its_layers_lists_and_cache(backend, monkeypatch):
     fp8, bf16 = (made_builder(backend, monkeypatch, kv_cache_dtype=dtype).buffers for dtype in ("fp8_ds_mla", "auto"))
     assert fp8.staged_rows > 0 and fp8.cache_format == "fp8_ds_mla"
     assert bf16.staged_rows == 0 and bf16.cache_format == "bf16"
+
+
+def test_layers_of_fp8_rows_have_the_products_asked_for(backend, monkeypatch):
+    for dtype, products in (("fp8_ds_mla", "fp8"), ("auto", "exact")):
+        room = made_builder(backend, monkeypatch, kv_cache_dtype=dtype, products="fp8").buffers
+        assert room.products == products and room.staged_rows == 0
+    batch, q, bf16 = BATCHES["mixed"], torch.zeros(29, HEADS, 576).bfloat16(), random_cache("bf16", BLOCKS, BLOCK_SIZE)
+    with pytest.raises(ValueError, match="^products must be 'exact' with bf16 rows"):  # the op's word for it
+        layer_of(backend, batch.picked).forward_mqa(q, bf16, metadata_of(batch, buffers(products="fp8")), None)
 
 
 @pytest.mark.parametrize("interleave", [1, 64])

@@ -68,7 +68,7 @@ def layer_of(v4, ratio: int, picked: Tensor | None) -> object:
     cache = random_cache("fp8_model1", BLOCKS, BLOCK // ratio) if ratio > 1 else torch.tensor([])
     vars(layer).update(prefix="layers.0.attn", n_local_heads=HEADS, scale=SCALE, compress_ratio=ratio, attn_sink=sink)
     vars(layer).update(swa_cache_layer=SimpleNamespace(prefix="layers.0.attn.swa_cache", kv_cache=window))
-    vars(layer).update(kv_cache=cache, topk_indices_buffer=picked)
+    vars(layer).update(kv_cache=cache, topk_indices_buffer=picked, products="fp8")
     return layer
 
 
@@ -111,11 +111,13 @@ def test_layers_of_one_kind_share_a_plan_until_vllm_says_that_lengths_changed(v4
     window, compressed = batch.window(), batch.compressed(positions, states) if ratio > 1 else None
     made = []
     plan = v4.mla_backend.plan
-    monkeypatch.setattr(v4.mla_backend, "plan", lambda *args, **more: made.append(1) or plan(*args, **more))
+    monkeypatch.setattr(
+        v4.mla_backend, "plan", lambda *args, **more: made.append(more["products"]) or plan(*args, **more)
+    )
     layer, q = layer_of(v4, ratio, positions), queries(batch.tokens)
     first = attend(v4, monkeypatch, layer, window, compressed, q)
     second = attend(v4, monkeypatch, layer, window, compressed, q)
-    assert len(made) == 2, "one for decode and one for prefill"
+    assert made == ["fp8"] * 2, "one for decode and one for prefill"
     assert torch.equal(first, second)
     window.flashinfer_sparse_index_cache.clear()
     attend(v4, monkeypatch, layer, window, compressed, q)

@@ -103,6 +103,14 @@ def test_a_batch_attends_to_its_sequences(dense, name, parts, fmt):
     assert not out[sum(batch.queries) :].any(), "padding attends to nothing"
 
 
+def test_layers_pass_the_products_on(dense):
+    batch, q, room = BATCHES["decode"], queries_of(3), buffers(dense, products="fp8")
+    with pytest.raises(ValueError, match="^products must be 'exact' with bf16 rows"):  # the op's word for it
+        layer_of(dense).forward_mqa(
+            q, random_cache("bf16", BLOCKS, BLOCK_SIZE), metadata_of(dense, batch, room), model_layer()
+        )
+
+
 def test_the_leading_layers_make_the_plan_anew_at_the_same_address(dense):
     """As in a captured graph, under which lengths change in place; vLLM may give drafts the metadata of a step."""
     batch, room = DenseBatch([1, 1, 1], [40, 3, 77]), buffers(dense)

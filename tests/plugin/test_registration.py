@@ -144,7 +144,8 @@ def llama(tmp_path):
     ("given", "format_"), [("auto", "auto"), ("bfloat16", "auto"), ("fp8", "fp8_ds_mla"), ("fp8_ds_mla", "fp8_ds_mla")]
 )
 def test_kv_cache_dtypes_mean_what_they_say(sparse, given, format_):
-    config = config_of(sparse, kv_cache_dtype=given, attention_backend="SPARSE_MLA")
+    more = {"additional_config": {"mla_products": "fp8"}} if format_ == "fp8_ds_mla" else {}
+    config = config_of(sparse, kv_cache_dtype=given, attention_backend="SPARSE_MLA", **more)
     assert config.cache_config.cache_dtype == format_
 
 
@@ -202,6 +203,8 @@ def test_a_model_without_mla_may_draft(sparse, tmp_path):
         (dict(attention_backend="FLASHMLA_SPARSE"), r"FLASHMLA_SPARSE .* on a CPU.* SPARSE_MLA"),
         (dict(attention_backend="TORCH_SDPA"), r"TORCH_SDPA .* on a CPU.* SPARSE_MLA"),
         (dict(data_parallel_size=2), r"no data parallelism .* on a CPU. Leave out"),
+        (dict(additional_config={"mla_products": "fast"}), r"mla_products .* must be one of exact, fp8; got 'fast'"),
+        (dict(additional_config={"mla_products": "fp8"}), r"mla_products .* for FP8 rows.* Use --kv-cache-dtype fp8,"),
         (dict(compilation_config={"custom_ops": ["+rotary_embedding"]}), r"Leave \+rotary_embedding out"),
     ],
 )

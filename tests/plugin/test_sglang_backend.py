@@ -138,6 +138,20 @@ def test_the_layers_of_a_pass_share_a_plan_and_each_pass_makes_its_own(monkeypat
         assert len(made) == passes
 
 
+def test_fp8_rows_have_the_products_of_the_environment(monkeypatch):
+    monkeypatch.setenv(plugin.PRODUCTS_VARIABLE, "fp8")
+    with pytest.raises(ValueError, match="MLA_PRODUCTS=fp8 is for FP8 rows. Use --kv-cache-dtype fp8_e4m3"):
+        batch_of(DECODE, (64,))
+    noted = []
+    for op in ("plan", "sparse_attention"):
+        own = getattr(mla_backend, op)
+        monkeypatch.setattr(
+            mla_backend, op, lambda *a, own=own, **more: noted.append(more["products"]) or own(*a, **more)
+        )
+    run(batch_of(DECODE, (64, 128), fp8_kv_cache=True))
+    assert noted == ["fp8"] * 2
+
+
 @pytest.mark.parametrize("lengths", [[65, 128, 0, 0, 0], [65, 128]], ids=["padded further", "not padded"])
 def test_queries_that_sglang_padded_attend_to_nothing(lengths):
     """With data parallelism it pads queries and lists; lengths may be longer or shorter than those."""

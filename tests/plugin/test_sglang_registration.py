@@ -96,6 +96,12 @@ def test_a_version_that_lacks_something_is_told_so(sglang, monkeypatch):
     assert "_forward_fa3" in versions.missing()
 
 
+def test_products_of_another_word_are_refused_before_anything_is_loaded(sglang, monkeypatch, caplog):
+    monkeypatch.setenv(plugin.PRODUCTS_VARIABLE, "fast")
+    plugin.register()
+    assert "MLA_PRODUCTS must be one of exact, fp8; got 'fast'" in caplog.text
+
+
 def test_a_package_that_sglang_itself_lacks_is_named(monkeypatch):
     def absent(*_):
         raise ModuleNotFoundError("No module named 'torchvision.io'", name="torchvision.io")

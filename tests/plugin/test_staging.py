@@ -73,7 +73,7 @@ def test_there_is_room_only_where_it_is_of_use(monkeypatch):
     without_options.additional_config = None
     assert staging.room_for_rows(without_options, *rest, False) == staging.ROWS
     assert staging.room_for_rows(*settings(), True) == 0
-    for useless in (settings(heads=32), settings(cache_dtype="auto"), settings(ranks=2)):
+    for useless in (settings(heads=32), settings(cache_dtype="auto"), settings(ranks=2), settings(mla_products="fp8")):
         assert staging.room_for_rows(*useless, False) == 0
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     assert staging.room_for_rows(*settings(), False) == 0

@@ -169,7 +169,8 @@ def plans(random: Random, folder: Path, device: str) -> None:
     call is right."""
     tokens, topk = random.randint(0, 5), random.choice([0, 1, 16, 100, 700])
     heads = random.choice([1, 2, 16, 17, 32, 64])
-    problem = random_problem(random.choice(FORMATS), tokens, heads, topk)
+    fmt, products = random.choice(WAYS)
+    problem = random_problem(fmt, tokens, heads, topk, products=products)
     if random.random() < 0.5:
         problem.topk_length = torch.randint(-3, topk + 4, (tokens,), dtype=INT)
     planned_tokens = tokens if random.random() < 0.8 else random.randint(0, 9)
