@@ -14,7 +14,7 @@ import torch
 
 import mla_backend
 from mla_backend import reference
-from mla_backend.plan import workspace_floats
+from mla_backend.plan import Plan, workspace_floats
 from serving_benchmarks.ops import kernels, peer_kernels, timing
 from serving_benchmarks.ops.batches import BLOCK, SETS, CaseOfBatch
 from serving_benchmarks.ops.kernels import SCALE
@@ -65,23 +65,18 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -
     requests, rows, slots = len(batch.requests), batch.queries * case.heads, last.table.shape[1] * BLOCK
     about = {"topk_length": last.lengths, "num_heads": rows, "cache_format": case.format}
     make_plan = partial(mla_backend.plan, requests, slots, **about)
-    plan = make_plan(device=kernels.DEVICE)
-    workspace = torch.zeros(workspace_floats(plan.launch.ctas, rows), device=kernels.DEVICE)
-    outs = [torch.empty(*problem.q.shape[:3], 512, dtype=torch.bfloat16, device=kernels.DEVICE) for problem in problems]
-    lse = torch.empty(exact_lse.shape, device=kernels.DEVICE)
 
-    def check_ours() -> dict[str, float]:
-        kernels.check_lse(lse, exact_lse, rounded=kernels.rounds_queries(cache))
-        return kernels.check_out(outs[-1].flatten(0, 1), exact_out)
+    def candidate(plan: Plan, products: str) -> timing.Candidate:
+        workspace = torch.zeros(workspace_floats(plan.launch.ctas, rows), device=kernels.DEVICE)
+        outs = [torch.empty(*one.q.shape[:3], 512, dtype=torch.bfloat16, device=kernels.DEVICE) for one in problems]
+        more = {**how, "plan": plan, "workspace": workspace, "lse": torch.empty_like(exact_lse), "products": products}
+        attend, got = partial(mla_backend.dense_attention, cache=cache, **more), (outs[-1].flatten(0, 1), more["lse"])
+        pairs = zip(problems, outs, strict=True)
+        calls = [partial(attend, one.q, block_table=one.table, lengths=one.lengths, out=out) for one, out in pairs]
+        check = partial(kernels.check_ours, got, (exact_out, exact_lse), cache, products)
+        return timing.Candidate(calls, [outs[-1], more["lse"]], check)
 
-    attend = partial(mla_backend.dense_attention, cache=cache, plan=plan, workspace=workspace, lse=lse, **how)
-    calls = [
-        partial(attend, problem.q, block_table=problem.table, lengths=problem.lengths, out=out)
-        for problem, out in zip(problems, outs, strict=True)
-    ]
-    ours = {"ours": timing.Candidate(calls, [outs[-1], lse], check_ours)}
-    ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
-
+    ours, launch = kernels.our_candidates(case.format, rows, make_plan, candidate)
     found = {name: (partial(one, cache=in_bf16), kernels.PEERS_ALLOWED) for name, one in peer_kernels.DENSE.items()}
     if case.format == "fp8_tensor_576":
         found["flashmla_fp8"] = partial(peer_kernels.flashmla_dense_fp8, cache=cache), kernels.FP8_PEERS_ALLOWED
@@ -93,7 +88,7 @@ def measure(case: Case, caches: kernels.Caches, loaded: set[str], rounds: int) -
     return {
         "useful_flops": 2 * int(batch.visible().sum()) * case.heads * (576 + 512),
         "bytes": batch.cached * fmt.token_bytes + batch.tokens * case.heads * (2 * (576 + 512) + 4),
-        "launch": str(plan.launch),
+        "launch": launch,
         **timing.measure(ours, peers, rounds),
     }
 

@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
+from mla_backend.kernel_heads import SWAP_AB_HEADS
 from mla_backend.plan import Plan, workspace_floats
 from serving_benchmarks import options as opt
 from serving_benchmarks.ops import batches, peer_kernels, timing
@@ -210,11 +211,15 @@ def prepared_candidate(
     return timing.Candidate(calls, [out], lambda: check_out(out.view(want.shape), want, times), layers)
 
 
-def check_lse(got: Tensor, want: Tensor, *, rounded: bool) -> None:
-    """`rounded`: by a kernel that rounds queries."""
-    absolute = LSE_ABSOLUTE + ROUNDED_LSE * rounded
-    if not ((got - want).abs() <= absolute + LSE_RELATIVE * want.abs()).all():
-        raise WrongResult(f"wrong lse: it differs by {(got - want).abs().max().item():.3g}")
+def check_ours(got: Sequence[Tensor], want: Sequence[Tensor], cache: Tensor, products: str) -> dict[str, float]:
+    """Our out and lse. FP8 products round them as a peer's may."""
+    (out, lse), (exact_out, exact_lse) = got, want
+    if products == "fp8":
+        return check_out(out, exact_out, FP8_PEERS_ALLOWED)
+    absolute = LSE_ABSOLUTE + ROUNDED_LSE * rounds_queries(cache)
+    if not ((lse - exact_lse).abs() <= absolute + LSE_RELATIVE * exact_lse.abs()).all():
+        raise WrongResult(f"wrong lse: it differs by {(lse - exact_lse).abs().max().item():.3g}")
+    return check_out(out, exact_out)
 
 
 def rounds_queries(cache: Tensor) -> bool:
@@ -241,6 +246,16 @@ def measure(case: Case, caches: Caches, loaded: set[str], rounds: int, before: S
     return {"floor_seconds": floor, **found}
 
 
+def our_candidates(
+    fmt: str, heads: int, make_plan: Callable[..., Plan], candidate: Callable[[Plan, str], timing.Candidate]
+) -> tuple[dict[str, timing.Candidate], str]:
+    """Ours, also with FP8 products where they have a kernel of their own, the plan, and how ours is launched."""
+    found = {"ours": candidate(plan := make_plan(device=DEVICE), "exact")}
+    if mla_backend.FORMATS[fmt].quantised and heads > SWAP_AB_HEADS:
+        found["ours_fp8"] = candidate(make_plan(products="fp8", device=DEVICE), "fp8")
+    return {**found, "plan": timing.Candidate([lambda: make_plan(out=plan)])}, str(plan.launch)
+
+
 def time_problems(
     problems: Sequence[SparseProblem],
     cache: Tensor,
@@ -254,34 +269,27 @@ def time_problems(
     exact_out, exact_lse = attend_exactly(problems[-1], cache)
     any_set, more = problems[-1], problems[-1].more
     (tokens, heads, width), topk = any_set.q.shape, any_set.indices.shape[1]
-    about = {
-        "topk_length": lengths_of(any_set),
-        "extra_topk_length": more.get("extra_topk_length"),
-        "cache_format": fmt,
-    }
-    about["extra_topk"] = more["extra_indices"].shape[1] if "extra_indices" in more else 0
-    make_plan = partial(mla_backend.plan, tokens, topk, num_heads=heads, **about)
-    plan = make_plan(device=DEVICE)
-    workspace = torch.zeros(workspace_floats(plan.launch.ctas, heads), device=DEVICE)
-    prepared = [prepare_ours(problem, cache, plan, workspace) for problem in problems]
-    last, lse = prepared[-1]
+    about = {"num_heads": heads, "topk_length": lengths_of(any_set), "cache_format": fmt}
+    if "extra_indices" in more:
+        about |= {"extra_topk": more["extra_indices"].shape[1], "extra_topk_length": more["extra_topk_length"]}
+    make_plan = partial(mla_backend.plan, tokens, topk, **about)
 
-    def check() -> dict[str, float]:
-        check_lse(lse, exact_lse, rounded=rounds_queries(cache))
-        return check_out(last.out, exact_out)
+    def candidate(plan: Plan, products: str) -> timing.Candidate:
+        workspace = torch.zeros(workspace_floats(plan.launch.ctas, heads), device=DEVICE)
+        asked = [replace(problem, more={**problem.more, "products": products}) for problem in problems]
+        prepared = [prepare_ours(problem, cache, plan, workspace) for problem in asked]
+        (last, lse), calls = prepared[-1], [one.call for one, _ in prepared]
+        check = partial(check_ours, (last.out, lse), (exact_out, exact_lse), cache, products)
+        return timing.Candidate(calls, [last.out, lse], check, calls)
 
-    calls = [one.call for one, _ in prepared]
-    ours = {"ours": timing.Candidate(calls, [last.out, lse], check, calls)}
-    ours["plan"] = timing.Candidate([lambda: make_plan(out=plan)])
-    theirs = {
-        name: partial(prepared_candidate, prepare, problems, exact_out, PEERS_ALLOWED)
-        for name, prepare in peers.items()
-    }
+    ours, launch = our_candidates(fmt, heads, make_plan, candidate)
+    make = partial(prepared_candidate, problems=problems, want=exact_out, times=PEERS_ALLOWED)
+    theirs = {name: partial(make, prepare) for name, prepare in peers.items()}
     listed, row_bytes = sum(map(listed_rows, problems)) / len(problems), mla_backend.FORMATS[fmt].token_bytes
     return {
         "useful_flops": 2 * listed * heads * (width + 512),
         "bytes": listed * (row_bytes + 4) + tokens * heads * (2 * (width + 512) + 4),
-        "launch": str(plan.launch),
+        "launch": launch,
         **timing.measure(ours, theirs, rounds, before=before),
     }
 

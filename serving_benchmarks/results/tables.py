@@ -30,7 +30,7 @@ PEERS = {
     "deepgemm": "DeepGEMM and top-k",
 }
 """Titles of candidates. Of candidates with one title the fastest counts."""
-NOT_PEERS = ("ours", "plan", "slot_lists", "atomic")  # candidates that are ours
+NOT_PEERS = ("ours", "ours_fp8", "plan", "slot_lists", "atomic")  # candidates that are ours; ours_fp8 has FP8 products
 LATENCIES = ("first token p50, ms", "p99", "inter-token p50, ms", "p99")  # headings of what latencies() gives
 PARALLEL = {"data_parallel_size": "DP", "decode_context_parallel_size": "DCP", "enable_expert_parallel": "EP"}
 """Ways to use GPUs other than tensor parallelism, by their names in cases."""

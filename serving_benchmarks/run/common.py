@@ -40,10 +40,7 @@ OF_CASES = (
     "enable_expert_parallel drafts"
 ).split()
 """Settings that the `case` of an entry has."""
-COUNTS = {
-    "max-num-batched-tokens": "tokens of a step",
-    "drafts": "tokens that the model's MTP layer drafts per step",
-}
+COUNTS = {"max-num-batched-tokens": "tokens of a step", "drafts": "tokens that the model's MTP layer drafts per step"}
 """Settings that are whole numbers without a default of ours."""
 
 

@@ -49,7 +49,7 @@ def test_lists_name_each_visible_position_at_most_once():
             assert row[len(valid) :] == [-1] * (topk - len(valid))
 
 
-def test_a_check_finds_wrong_results():
+def test_a_check_finds_wrong_results(monkeypatch):
     want = torch.randn(3, 2, 512) * 0.01
     assert kernels.check_out(want.bfloat16(), want)["cosine_distance"] < 5e-6
     for wrong in (want * torch.tensor([1.0, 1.0, 0.9]).view(3, 1, 1), want.roll(1, 0), want.clone().fill_(torch.nan)):
@@ -61,10 +61,11 @@ def test_a_check_finds_wrong_results():
     with pytest.raises(kernels.WrongResult):
         kernels.check_out(rounded_more, want)
     lse = torch.tensor([0.0, 2.0])
-    kernels.check_lse(lse + 0.0015, lse, rounded=True)
+    monkeypatch.setattr(kernels, "rounds_queries", lambda rounded: rounded)
+    kernels.check_ours((want, lse + 0.0015), (want, lse), True, "exact")
     for off, rounded in ((0.0015, False), (0.003, True), (torch.nan, True)):
-        with pytest.raises(kernels.WrongResult):
-            kernels.check_lse(lse + torch.tensor([off, 0.0]), lse, rounded=rounded)
+        with pytest.raises(kernels.WrongResult, match="wrong lse"):
+            kernels.check_ours((want, lse + torch.tensor([off, 0.0])), (want, lse), rounded, "exact")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -152,17 +153,20 @@ def test_ours_and_peers_are_checked_before_they_are_timed(on_a_cpu, tmp_path, mo
         assert {*result["in_situ"]["seconds"]} == {"ours", "peer_0"} and "kernel='cpu'" in result["launch"]
         assert "wrong result" in result["failed"]["peer_1"] and {*result["accuracy"]} == {"ours", "peer_0"}
         assert result["useful_flops"] == 2 * (90 + 90 + 69 + 70) * 3 * (576 + 512)
+    more = "kernels --batches 2q1s100 --heads 33 --topk 90 --formats fp8_ds_mla".split()
+    (result,) = measured(tmp_path / "more", *more)
+    assert {*result["in_situ"]["seconds"]} == {"ours", "ours_fp8", "peer_0"}
 
 
 def test_dense_decode_is_measured(on_a_cpu, tmp_path, monkeypatch):
     formats = ["bf16", "fp8_ds_mla", "fp8_tensor_576"]
-    monkeypatch.setattr(dense, "cases", lambda: [dense.Case("2q3s200", 5, fmt) for fmt in formats])
-    how = "dense", "--cases", "h5", "--ours-only"
+    monkeypatch.setattr(dense, "cases", lambda: [dense.Case("2q3s200", 11, fmt) for fmt in formats])
+    how = "dense", "--cases", "h11", "--ours-only"
     for result, fmt in zip(measured(tmp_path / "out", *how), formats, strict=True):
-        assert result["case"] == {"batch": "2q3s200", "heads": 5, "format": fmt, "tokens": 6}
-        assert {*result["seconds"]} == {"ours", "plan"}
-        assert result["useful_flops"] == 2 * 2 * (198 + 199 + 200) * 5 * (576 + 512)
-    assert main([*how, "--limit-s", "1e-9"]) == 1 and main(["dense", "--cases", "h5 fp4"]) == 2
+        assert result["case"] == {"batch": "2q3s200", "heads": 11, "format": fmt, "tokens": 6}
+        assert {*result["seconds"]} == {"ours", "plan", *(["ours_fp8"] if fmt != "bf16" else [])}
+        assert result["useful_flops"] == 2 * 2 * (198 + 199 + 200) * 11 * (576 + 512)
+    assert main([*how, "--limit-s", "1e-9"]) == 1 and main(["dense", "--cases", "h11 fp4"]) == 2
 
 
 @pytest.mark.parametrize("lists", backward.LISTS)
