@@ -7,6 +7,7 @@
 #include "cuda/common/vector.cuh"
 #include "cuda/ops.h"
 #include "mla/limits.h"
+#include "mla/schedule/cost.h"
 
 namespace mla::cuda {
 namespace {
@@ -79,9 +80,9 @@ Launch fitted(const AttentionProblem& p, Launch launch) {
   if (launch.kernel == Kernel::swap_ab && launch.heads_per_cta == 32 && !scaled) launch.heads_per_cta = 16;
   const int heads = launch.heads_per_cta;
   const bool swap_ab = launch.kernel == Kernel::swap_ab && (heads == 8 || heads == 16 || heads == 32);
-  if (launch.kernel == Kernel::m64_fp8 && !p.lists[0].cache.format.quantised()) launch.kernel = Kernel::m64;
   const bool m64 = (launch.kernel == Kernel::m64 || launch.kernel == Kernel::m64_fp8) && heads == 64;
   if (!swap_ab && !m64) return portable;
+  if (m64) launch.kernel = m64_kernel(p.products, p.lists[0].cache.format);
   const bool clusters = swap_ab && heads <= 16 && selection != Selection::unclustered;
   const bool fills_grid = launch.ctas + launch.cluster > kMaxGpuCtas;  // once clusters are full
   if (!clusters || fills_grid || gpu.clusters[launch.cluster] == 0) launch.cluster = 1;
