@@ -11,7 +11,8 @@ once. Nothing here imports vLLM before vLLM calls it. docs/serving.md tells how 
     beginnings.py    which tokens of a prompt attend densely
     dense_backend.py the same of dense MLA
     step.py          what a step's layers share: lengths, plan, buffers; dense_step.py the same of dense MLA
-    deepseek_v4.py   the layers of DeepSeek-V4, which vLLM keeps apart; gpu_worker.py puts them there
+    deepseek_v4.py   the layers of DeepSeek-V4, which vLLM keeps apart; deepseek_v41.py those of V4.1
+    gpu_worker.py    puts them there
     cpu_platform.py  vLLM's CPU platform, with sparse attention
     products.py      how FP8 rows are multiplied
     selection.py     whether our op selects on a GPU, and what the tokens of a step see

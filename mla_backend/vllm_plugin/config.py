@@ -8,7 +8,7 @@ import torch
 from mla_backend import tried_versions
 from mla_backend.arguments import dtype_name
 from mla_backend.vllm_plugin import products, replacements, selection, versions
-from mla_backend.vllm_plugin.models import SERVED, has_v4_attention, is_draft, is_served, why_not
+from mla_backend.vllm_plugin.models import SERVED, V41, has_v4_attention, is_draft, is_served, v4_family, why_not
 from mla_backend.vllm_plugin.selection import WORKERS
 from mla_backend.vllm_plugin.staging import OPTION, asked_rows
 
@@ -73,10 +73,10 @@ def settle(vllm_config: "VllmConfig") -> None:
     cache_config.cache_dtype = CACHE_DTYPES[name][cache_config.cache_dtype]
     if cache_config.cache_dtype == "auto" and vllm_config.model_config.dtype != torch.bfloat16:
         cache_config.cache_dtype = "bfloat16"  # "auto" would be the model's dtype
-    if has_v4_attention(vllm_config.model_config):
+    if (family := v4_family(vllm_config.model_config)) is not None:
         worker = vllm_config.parallel_config.worker_cls
         if worker not in WORKERS:  # vLLM's choice of a layer would stay what it is, without a word
-            raise ValueError(f"{name}: DeepSeek-V4 needs vLLM's own worker class, {WORKERS[0]}; got {worker}")
+            raise ValueError(f"{name}: {family.models} needs vLLM's own worker class, {WORKERS[0]}; got {worker}")
         vllm_config.parallel_config.worker_cls = WORKERS[1]
     if name == versions.SPARSE and not current_platform.is_cpu() and selection.is_on(vllm_config):
         if selection.asked(vllm_config) is None:
@@ -98,13 +98,15 @@ def _optional(name: str, model_config: "ModelConfig", platform: Any) -> list[rep
 
 
 def _model(name: str, model_config: "ModelConfig", on_cpu: bool) -> str | None:
-    if name == versions.DENSE or not has_v4_attention(model_config):
+    family = v4_family(model_config)
+    if name == versions.DENSE or family is None:
         missing = replacements.CPU_INDEXER if name == versions.SPARSE and on_cpu else None
         return why_not(name, model_config) or (missing and versions.missing_functions(missing))
     if on_cpu:
-        return "vLLM itself serves DeepSeek-V4 on a CPU. Leave out --attention-backend."
-    if (missing := replacements.why_not(replacements.V4)) is not None:
-        return f"needs vllm 0.32 or 0.33 for DeepSeek-V4: {missing}. Install one of those."
+        on_it = "serves DeepSeek-V4.1 on GPUs alone" if family is V41 else "itself serves DeepSeek-V4 on a CPU"
+        return f"vLLM {on_it}. Leave out --attention-backend."
+    if (missing := replacements.why_not(replacements.V41 if family is V41 else replacements.V4)) is not None:
+        return f"needs vllm 0.32 or 0.33 for {family.models}: {missing}. Install one of those."
     return None
 
 

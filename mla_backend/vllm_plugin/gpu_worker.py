@@ -5,12 +5,16 @@ from typing import Any
 from vllm.v1.worker.gpu_worker import Worker
 
 from mla_backend.vllm_plugin import selection
-from mla_backend.vllm_plugin.models import has_v4_attention
+from mla_backend.vllm_plugin.models import V41, v4_family
 
 
 class SparseMLAWorker(Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if has_v4_attention(self.vllm_config.model_config):
+        if (family := v4_family(self.vllm_config.model_config)) is V41:
+            from mla_backend.vllm_plugin import deepseek_v41
+
+            deepseek_v41.install()
+        elif family is not None:
             from mla_backend.vllm_plugin import deepseek_v4
 
             deepseek_v4.install()

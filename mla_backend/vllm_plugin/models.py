@@ -32,6 +32,7 @@ V4 = Family(
     versions.SPARSE,
     has_equal_layers=False,
 )
+V41 = Family("DeepSeek-V4.1", frozenset({"DeepseekV41ForCausalLM"}), versions.SPARSE, has_equal_layers=False)
 FAMILIES = (
     Family("DeepSeek-V3.2, GLM-5", frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}), versions.SPARSE),
     Family("HY V4", frozenset({"HYV4ForCausalLM"}), versions.SPARSE),
@@ -42,6 +43,7 @@ FAMILIES = (
         has_equal_layers=False,
     ),
     V4,
+    V41,
     Family(
         "DeepSeek-V2, V3, VL2; Kimi-K2, K2.5, VL; GLM-4.7-Flash; Mistral Large 3; LongCat-Flash; Pangu Ultra; A.X K1",
         frozenset(
@@ -65,12 +67,6 @@ FAMILIES = (
         versions.DENSE,
         has_equal_layers=False,
     ),
-    Family(
-        "DeepSeek-V4.1",
-        frozenset({"DeepseekV41ForCausalLM"}),
-        None,
-        "it has layer classes of its own, which the plugin does not replace",
-    ),
     Family("dots3.note", frozenset({"Dots3NoteForCausalLM"}), None, "vLLM's model names its backend itself"),
     Family("Sarvam", frozenset({"SarvamMLAForCausalLM"}), None, "vLLM's configuration does not call it MLA"),
     Family("MiniCPM3", frozenset({"MiniCPM3ForCausalLM"}), None, "vLLM caches expanded keys and values for it"),
@@ -87,7 +83,7 @@ FAMILIES = (
         "their sparse attention is not multi-head latent attention",
     ),
 )
-V4_DRAFTS = {"DeepSeekV4MTPModel", "DSparkDraftModel"}
+V4_DRAFTS = {"DeepSeekV4MTPModel": V4, "DSparkDraftModel": V4, "DSparkV41DraftModel": V41}
 
 
 def family_of(model_config: "ModelConfig") -> Family | None:
@@ -111,9 +107,15 @@ def has_sparse_mla(model_config: "ModelConfig") -> bool:
     return why_not(versions.SPARSE, model_config) is None
 
 
+def v4_family(model_config: "ModelConfig") -> Family | None:
+    """DeepSeek-V4 or V4.1 if a model is one or drafts for it: layers have a window of tokens and compressed ones."""
+    drafted = (V4_DRAFTS[name] for name in model_config.architectures if name in V4_DRAFTS)
+    family = next(drafted, None) or family_of(model_config)
+    return family if family in (V4, V41) else None
+
+
 def has_v4_attention(model_config: "ModelConfig") -> bool:
-    """Whether a model's layers are DeepSeek-V4's, which have a window of tokens and compressed ones."""
-    return not (V4.architectures | V4_DRAFTS).isdisjoint(model_config.architectures)
+    return v4_family(model_config) is not None
 
 
 def is_served(backend: str, model_config: "ModelConfig") -> bool:

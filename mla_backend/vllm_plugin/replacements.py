@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mla_backend import signatures, tried_versions
 
-V4_MODEL = "vllm.models.deepseek_v4.nvidia.model"
+V4_MODEL, V41_MODEL = (f"vllm.models.deepseek_{name}.nvidia.model" for name in ("v4", "v41"))
 V32_ATTENTION = "vllm.models.deepseek_v32.attention"
 FUSED_Q = (
     *("positions", "q_pe", "q_pe_cos_sin_cache", "index_q", "index_q_cos_sin_cache", "ql_nope", "q_scale"),
@@ -49,17 +49,19 @@ SPLIT = Replacement(
     {"vllm.model_executor.layers.attention.mla_attention:MLAAttention._use_sparse_mha": ("attn_metadata",)},
     "prompts longer than the top-k attend sparsely from their first token on, which is slower",
 )
-V4 = Replacement(
-    "layers of DeepSeek-V4",
-    {
-        f"{V4_MODEL}:_select_dsv4_attn_cls": ("vllm_config",),
-        "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLAAttention.forward_mqa": (
-            *("q", "kv", "positions", "output"),
-        ),
-        "vllm.models.deepseek_v4.nvidia.flashmla:DeepseekV4FlashMLAAttention.get_padded_num_q_heads": ("num_heads",),
-    },
-    "SPARSE_MLA refuses DeepSeek-V4",
-)
+
+
+def _v4_layers(name: str, model: str, more: dict[str, tuple[str, ...]]) -> Replacement:
+    layer = f"{model.removesuffix('model')}flashmla:DeepseekV4FlashMLAAttention"
+    functions = {"forward_mqa": ("q", "kv", "positions", "output"), "get_padded_num_q_heads": ("num_heads",)}
+    known = more | {f"{model}:_select_dsv4_attn_cls": ("vllm_config",)}
+    known |= {f"{layer}.{function}": arguments for function, arguments in functions.items()}
+    return Replacement(f"layers of {name}", known, f"SPARSE_MLA refuses {name}")
+
+
+V4 = _v4_layers("DeepSeek-V4", V4_MODEL, {})
+SHARED_CACHE = "vllm.models.deepseek_v41.attention:DeepseekV4Attention._compressed_kv_cache"
+V41 = _v4_layers("DeepSeek-V4.1", V41_MODEL, {SHARED_CACHE: ()})
 CPU_INDEXER = Replacement(
     "indexer on a CPU",
     {
@@ -93,7 +95,7 @@ SELECT = Replacement(
     },
     "mla_selection is refused; DeepGEMM's scores and vLLM's top-k select",
 )
-ALL = (CONFIG, ROTATE, SPLIT, V4, SELECT, CPU_INDEXER)
+ALL = (CONFIG, ROTATE, SPLIT, V4, V41, SELECT, CPU_INDEXER)
 
 
 def why_not(replacement: Replacement) -> str | None:

@@ -59,6 +59,8 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
     text_config = vllm_config.model_config.hf_text_config
     if getattr(text_config, "index_kpool", None):
         return "does not take pooled keys"
+    if getattr(text_config, "candidate_source_layer_id", -1) >= 0:
+        return "does not keep to the blocks that an earlier layer picked"
     dims, heads, topk = (getattr(text_config, f"index_{name}", 0) for name in ("head_dim", "n_heads", "topk"))
     if dims != VALUES or not 1 <= heads <= MAX_HEADS or not 1 <= topk <= MAX_TOPK:
         return (

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's layer against the reference, with the metadata that vLLM gives it but without a model around it."""
+"""The layers of DeepSeek-V4 and V4.1 against the reference, with vLLM's metadata but without a model around them."""
 
 import importlib
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from vllm_models import config_with
 HEADS, PADDED, WINDOW, TOPK = 5, 8, 12, 16
 WINDOW_BLOCK, BLOCK, BLOCKS, REQUESTS = 16, 256, 20, 4
 SCALE = 512**-0.5
+V4S = models.V4, models.V41
 
 
 class V4Batch:
@@ -59,21 +60,36 @@ class V4Batch:
         return SimpleNamespace(block_table=self.block_table, block_size=BLOCK, **given)
 
 
+MODELS = {"DeepSeek-V4": (1, 4, 128), "DeepSeek-V4.1": (0, 1, 2)}
+KINDS = [(name, ratio) for name, ratios in MODELS.items() for ratio in ratios]
+ALONE = {("DeepSeek-V4", 1), ("DeepSeek-V4.1", 0)}
+"""Layers that attend to the window alone."""
+CONVERSIONS = (0, 4, 1, 0, 2, 2)
+"""Of indices by two layers, in a step of decode and prefill."""
 BATCHES = {"decode": (6, 0), "padded": (6, 0, 2), "prefill": (0, 7), "mixed": (5, 6), "no tokens": (0, 0)}
 
 
-def layer_of(v4, ratio: int, picked: Tensor | None) -> object:
-    layer, window = object.__new__(v4.SparseMLAV4Attention), random_cache("fp8_model1", BLOCKS, WINDOW_BLOCK)
+def layer_of(v4, ratio: int, picked: Tensor | None, name: str = "DeepSeek-V4", rows: str = "fp8_model1") -> object:
+    layer, window = object.__new__(class_of(v4, name)), random_cache(rows, BLOCKS, WINDOW_BLOCK)
     sink = torch.cat([torch.linspace(-2, 4, HEADS), torch.full((PADDED - HEADS,), -torch.inf)])
-    cache = random_cache("fp8_model1", BLOCKS, BLOCK // ratio) if ratio > 1 else torch.tensor([])
+    cache = random_cache(rows, BLOCKS, BLOCK // max(ratio, 1)) if (name, ratio) not in ALONE else torch.tensor([])
     vars(layer).update(prefix="layers.0.attn", n_local_heads=HEADS, scale=SCALE, compress_ratio=ratio, attn_sink=sink)
     vars(layer).update(swa_cache_layer=SimpleNamespace(prefix="layers.0.attn.swa_cache", kv_cache=window))
     vars(layer).update(kv_cache=cache, topk_indices_buffer=picked, products="fp8")
+    if name == "DeepSeek-V4.1":  # another layer has the cache of compressed tokens
+        layers = {"layers.0.attn": SimpleNamespace(kv_cache=cache)}
+        vars(layer).update(prefix="layers.2.attn", compressed_cache_prefix="layers.0.attn", is_kv_source=False)
+        vars(layer).update(_static_forward_context=layers, index_source_layer_id=1, kv_mxfp8=rows == "fp8_528")
     return layer
 
 
+def class_of(v4, name: str) -> type:
+    v41 = importlib.import_module("mla_backend.vllm_plugin.deepseek_v41")
+    return v4.SparseMLAV4Attention if name == "DeepSeek-V4" else v41.SparseMLAV41Attention
+
+
 def attend(v4, monkeypatch, layer, window, compressed, q) -> Tensor:
-    metadata = {layer.swa_cache_layer.prefix: window, layer.prefix: compressed}
+    metadata = {layer.swa_cache_layer.prefix: window, "layers.0.attn": compressed}
     monkeypatch.setattr(v4, "get_forward_context", lambda: SimpleNamespace(attn_metadata=metadata))
     out = torch.full_like(q, 7)
     layer.forward_mqa(q, None, None, out)
@@ -87,53 +103,49 @@ def queries(tokens: int) -> Tensor:
     return q
 
 
-@pytest.mark.parametrize("ratio", [1, 4, 128])
+@pytest.mark.parametrize("model, ratio, rows", [(*kind, "fp8_model1") for kind in KINDS] + [(*KINDS[-1], "fp8_528")])
 @pytest.mark.parametrize("name", BATCHES)
-def test_tokens_attend_to_their_window_and_to_what_is_compressed(v4, monkeypatch, name, ratio):
-    batch, states = V4Batch(*BATCHES[name]), BLOCK // ratio
-    positions = batch.picked(states)
-    layer, q = layer_of(v4, ratio, positions), queries(batch.tokens)
-    window, compressed = batch.window(), batch.compressed(positions, states) if ratio > 1 else None
+def test_tokens_attend_to_their_window_and_to_what_is_compressed(v4, monkeypatch, name, model, ratio, rows):
+    batch, states = V4Batch(*BATCHES[name]), BLOCK // max(ratio, 1)
+    positions, alone = batch.picked(states), (model, ratio) in ALONE
+    layer, q = layer_of(v4, ratio, positions, model, rows), queries(batch.tokens)
+    window, compressed = batch.window(), None if alone else batch.compressed(positions, states)
     out = attend(v4, monkeypatch, layer, window, compressed, q)
     how = dict(scale=SCALE, topk_length=batch.window_lengths, sink=layer.attn_sink[:HEADS])
-    if ratio > 1:
-        how |= dict(extra_cache=layer.kv_cache, extra_indices=batch.slots(positions, states))
+    if not alone:
+        how |= dict(extra_cache=layer.second_cache({"layers.0.attn": None})[0])
+        how |= dict(extra_indices=batch.slots(positions, states))
     slots = batch.window_slots.squeeze(1)
     want = reference.sparse_attention(q[:, :HEADS], layer.swa_cache_layer.kv_cache, slots, **how)
     assert_accurate((out,), want[:1])
     assert not out[~batch.valid].any(), "padding attends to nothing"
 
 
-@pytest.mark.parametrize("ratio", [1, 4, 128])
-def test_layers_of_one_kind_share_a_plan_until_vllm_says_that_lengths_changed(v4, monkeypatch, ratio):
-    batch, states = V4Batch(5, 6), BLOCK // ratio
-    positions = batch.picked(states)
-    window, compressed = batch.window(), batch.compressed(positions, states) if ratio > 1 else None
-    made = []
-    plan = v4.mla_backend.plan
-    monkeypatch.setattr(
-        v4.mla_backend, "plan", lambda *args, **more: made.append(more["products"]) or plan(*args, **more)
-    )
-    layer, q = layer_of(v4, ratio, positions), queries(batch.tokens)
-    first = attend(v4, monkeypatch, layer, window, compressed, q)
-    second = attend(v4, monkeypatch, layer, window, compressed, q)
+@pytest.mark.parametrize(
+    ("model", "ratio", "conversions"), [(*kind, n) for kind, n in zip(KINDS, CONVERSIONS, strict=True)]
+)
+def test_layers_share_a_plan_and_what_one_selected_until_lengths_change(v4, monkeypatch, model, ratio, conversions):
+    batch, states = V4Batch(5, 6), BLOCK // max(ratio, 1)
+    first, made, converted = batch.picked(states), [], []
+    second = torch.where(first < 0, -1, (first + 1) % (BLOCKS // REQUESTS * states)).int()
+    window, compressed = batch.window(), batch.compressed(first, states)
+    for name, calls in (("plan", made), ("convert_indices", converted)):
+        theirs = getattr(v4.mla_backend, name)
+        count = lambda *args, theirs=theirs, calls=calls, **more: (
+            calls.append(more.get("products")) or theirs(*args, **more)
+        )  # noqa: E731
+        monkeypatch.setattr(v4.mla_backend, name, count)
+    layer, q = layer_of(v4, ratio, first, model), queries(batch.tokens)
+    assert torch.equal(*(attend(v4, monkeypatch, layer, window, compressed, q) for _ in range(2)))
     assert made == ["fp8"] * 2, "one for decode and one for prefill"
-    assert torch.equal(first, second)
+    assert len(converted) == conversions
+    vars(layer).update(index_source_layer_id=5, topk_indices_buffer=second)
+    after_another = attend(v4, monkeypatch, layer, window, compressed, q)
+    assert len(made) == 2
+    assert torch.equal(after_another, attend(v4, monkeypatch, layer, batch.window(), compressed, q))
     window.flashinfer_sparse_index_cache.clear()
     attend(v4, monkeypatch, layer, window, compressed, q)
-    assert len(made) == 4
-
-
-def test_layers_of_ratio_4_attend_to_their_own_selection(v4, monkeypatch):
-    batch, states = V4Batch(5, 6), BLOCK // 4
-    window, q = batch.window(), queries(batch.tokens)
-    first = batch.picked(states)
-    second = torch.where(first < 0, -1, (first + 1) % (BLOCKS // REQUESTS * states)).int()
-    layer, compressed = layer_of(v4, 4, first), batch.compressed(first, states)
-    attend(v4, monkeypatch, layer, window, compressed, q)
-    vars(layer)["topk_indices_buffer"] = second
-    after_another = attend(v4, monkeypatch, layer, window, compressed, q)
-    assert torch.equal(after_another, attend(v4, monkeypatch, layer, batch.window(), compressed, q))
+    assert len(made) == 6
 
 
 def test_a_run_that_measures_memory_gives_zeros(v4, monkeypatch):
@@ -149,14 +161,21 @@ def test_heads_are_padded_to_what_vllms_kernel_is_compiled_for(v4):
         v4.SparseMLAV4Attention.get_padded_num_q_heads(129)
 
 
-def test_the_model_chooses_the_layer_where_the_backend_is_asked_for(v4, monkeypatch):
-    model = importlib.import_module(replacements.V4_MODEL)
+@pytest.mark.parametrize("name, architecture", [(one.models, name) for one in V4S for name in one.architectures])
+def test_the_model_chooses_the_layer_where_the_backend_is_asked_for(v4, monkeypatch, name, architecture):
+    from mla_backend.vllm_plugin.gpu_worker import SparseMLAWorker
+
+    model = importlib.import_module(replacements.V41_MODEL if name == "DeepSeek-V4.1" else replacements.V4_MODEL)
     theirs = model._select_dsv4_attn_cls
     monkeypatch.setattr(model, "_select_dsv4_attn_cls", theirs)  # put back afterwards
+    worker = object.__new__(SparseMLAWorker)
+    monkeypatch.setattr(SparseMLAWorker.__base__, "load_model", lambda self: None)
+    monkeypatch.setattr("mla_backend.vllm_plugin.selection.is_on", lambda config: False)
+    worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(architectures=[architecture]))
     for _ in range(2):
-        v4.install()
+        worker.load_model()
     named = lambda backend: SimpleNamespace(attention_config=SimpleNamespace(backend=backend))  # noqa: E731
-    assert model._select_dsv4_attn_cls(named(versions.add_backend(versions.SPARSE))) is v4.SparseMLAV4Attention
+    assert model._select_dsv4_attn_cls(named(versions.add_backend(versions.SPARSE))) is class_of(v4, name)
     assert model._select_dsv4_attn_cls(named(None)) is theirs(named(None))
 
 
@@ -167,8 +186,8 @@ def test_the_worker_is_the_one_that_the_configuration_names():
     assert named == list(plugin_config.WORKERS)
 
 
-def v4_config(**cache) -> SimpleNamespace:
-    model = SimpleNamespace(architectures=["DeepseekV4ForCausalLM"], dtype=torch.bfloat16, hf_text_config=None)
+def v4_config(architecture: str = "DeepseekV4ForCausalLM", **cache) -> SimpleNamespace:
+    model = SimpleNamespace(architectures=[architecture], dtype=torch.bfloat16, hf_text_config=None)
     worker = dict(worker_cls=plugin_config.WORKERS[0], decode_context_parallel_size=1, data_parallel_size=1)
     named = dict(backend=versions.add_backend(versions.SPARSE), hisparse_config=None)
     cache = {"cache_dtype": "auto", "user_specified_block_size": False, **cache}
@@ -177,24 +196,27 @@ def v4_config(**cache) -> SimpleNamespace:
     return config
 
 
-def test_on_a_gpu_a_worker_of_ours_builds_the_model(monkeypatch):
+@pytest.mark.parametrize("name", ["DeepseekV4ForCausalLM", "DeepseekV41ForCausalLM"])
+def test_on_a_gpu_a_worker_of_ours_builds_the_model(monkeypatch, name):
     monkeypatch.setattr("vllm.platforms.current_platform", gpu(9, 0))
     monkeypatch.setattr("mla_backend.library.about", lambda: {"cuda_archs": "90a"})
     for given, settled in (("auto", "auto"), ("fp8", "fp8_ds_mla")):
-        config = v4_config(cache_dtype=given)
+        config = v4_config(name, cache_dtype=given)
         plugin_config.settle(config)
         assert config.parallel_config.worker_cls == plugin_config.WORKERS[1]
         assert config.cache_config.cache_dtype == settled
-    config = v4_config()
+    config = v4_config(name)
     config.parallel_config.worker_cls = "another.Worker"
     with pytest.raises(ValueError, match="needs vLLM's own worker class"):
         plugin_config.settle(config)
     with pytest.raises(ValueError, match="--kv-cache-dtype must be one of auto, fp8, .*; got bfloat16"):
-        plugin_config.settle(v4_config(cache_dtype="bfloat16"))
+        plugin_config.settle(v4_config(name, cache_dtype="bfloat16"))
 
 
-def test_on_a_cpu_vllm_serves_it_by_itself():
+def test_on_a_cpu_vllm_serves_deepseek_v4_by_itself():
     config = v4_config()
     assert models.has_v4_attention(config.model_config)
     with pytest.raises(ValueError, match="vLLM itself serves DeepSeek-V4 on a CPU. Leave out --attention-backend"):
         plugin_config.settle(config)
+    with pytest.raises(ValueError, match="vLLM serves DeepSeek-V4.1 on GPUs alone. Leave out"):
+        plugin_config.settle(v4_config("DeepseekV41ForCausalLM"))

@@ -10,8 +10,8 @@ import torch
 import vllm_installed  # noqa: F401
 from mla_backend import reference
 from mla_backend.vllm_plugin import config as plugin_config
-from mla_backend.vllm_plugin import register, replacements, versions
-from mla_backend.vllm_plugin.replacements import CONFIG, CPU_INDEXER, ROTATE, SELECT, SPLIT, V4
+from mla_backend.vllm_plugin import models, register, replacements, versions
+from mla_backend.vllm_plugin.replacements import CONFIG, CPU_INDEXER, ROTATE, SELECT, SPLIT, V4, V41
 from tests.ops.test_rotate_queries import random_queries
 from tests.plugin.test_backend import made_on_a_gpu
 
@@ -69,7 +69,7 @@ def test_all_fit_the_vllm_that_is_installed_whether_it_is_read_or_imported(on_cp
         if not on_cpu:
             monkeypatch.delitem(sys.modules, module)
     unused = {each["name"]: each["why"] for each in replacements.report(on_cpu, True) if not each["in_use"]}
-    others = [ROTATE, SPLIT, V4, SELECT] if on_cpu else [ROTATE, SELECT, CPU_INDEXER]
+    others = [ROTATE, SPLIT, V4, V41, SELECT] if on_cpu else [ROTATE, SELECT, CPU_INDEXER]
     assert {*unused} == {each.name for each in others} and not any(map(replacements.why_not, replacements.ALL))
     assert on_cpu or "Blackwell" in unused["rotate_queries"]
 
@@ -81,6 +81,7 @@ def test_all_fit_the_vllm_that_is_installed_whether_it_is_read_or_imported(on_cp
         (SPLIT, "MLAAttention._use_sparse_mha", "self, step", "(step new; attn_metadata gone)"),
         (SPLIT, "MLAAttention._use_sparse_mha", None, "has no vllm.model_executor.layers.attention.mla_"),
         (V4, "DeepseekV4FlashMLAAttention.forward_mqa", "self, kv, q, positions, output", "in another order"),
+        (V41, "DeepseekV4Attention._compressed_kv_cache", None, "has no vllm.models.deepseek_v41.attention."),
         (CPU_INDEXER, "per_token_group_quant_fp8", "x, size", "(size new; "),
         (CONFIG, "Platform.check_and_update_config", "vllm_config, more", "(more new)"),
     ],
@@ -102,13 +103,14 @@ def test_a_changed_function_stays_vllms_and_the_log_says_what_that_costs(
         replacements.warn([replacement])
     (line,) = said
     assert replacement.name in line and says in line and line.endswith(f": {replacement.cost}.")
-    (listed,) = [each for each in replacements.report(replacement is CPU_INDEXER, False) if each["name"] in line]
+    (listed,) = [r for r in replacements.report(replacement is CPU_INDEXER, False) if f": {r['name']} is" in line]
     assert not listed["in_use"] and says in listed["why"] and replacement.cost in listed["why"]
 
     monkeypatch.setattr(plugin_config, "why_not", lambda *_: None)  # of the model
-    served = SimpleNamespace(architectures=["DeepseekV4ForCausalLM" if replacement is V4 else "other"])
+    family = {V4.name: models.V4, V41.name: models.V41}.get(replacement.name, models.FAMILIES[0])
+    served = SimpleNamespace(architectures=family.architectures)
     refused = [str(plugin_config._model("SPARSE_MLA", served, on_cpu)) for on_cpu in (True, False)]
-    assert [says in each for each in refused] == [replacement is CPU_INDEXER, replacement is V4]
+    assert [says in each for each in refused] == [replacement is CPU_INDEXER, replacement in (V4, V41)]
     register()
     assert [says in line for line in said[1:]] == [True] * (replacement is CONFIG)
     layer = made_on_a_gpu(backend, monkeypatch)

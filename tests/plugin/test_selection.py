@@ -86,7 +86,8 @@ def config_of(asked=None, keys="fp8", worker=selection.WORKERS[0], ranks=1, **di
 
 def test_it_is_on_where_it_is_asked_for_or_there_is_no_deep_gemm_and_it_can_be(monkeypatch):
     impossible = [dict(ranks=2), dict(worker="another.Worker"), dict(keys="mxfp4"), dict(index_kpool=4)]
-    impossible += [dict(index_head_dim=64), dict(index_n_heads=129), dict(index_topk=8192)]
+    impossible += [dict([d]) for d in (("index_head_dim", 64), ("index_n_heads", 129), ("index_topk", 8192))]
+    impossible.append(dict(candidate_source_layer_id=3))
     for has_deep_gemm in (True, False):
         monkeypatch.setattr("vllm.utils.deep_gemm.has_deep_gemm", lambda has=has_deep_gemm: has)
         assert selection.is_on(config_of()) == (not has_deep_gemm)
