@@ -270,13 +270,18 @@ class SparseMLALayer(LayerBase):
         # Layers are made in their order. Those without an indexer use the selection of the last one with.
         SparseMLALayer.selections += indexer is not None
         self.selects, self.selection = indexer is not None, SparseMLALayer.selections
-        self.sinks = None if sinks is None else sinks.float()
+        if sinks is not None and (sinks.dtype, len(sinks)) != (torch.float32, self.num_heads):
+            raise ValueError(
+                f"{versions.SPARSE}: sinks must be float32 [{self.num_heads}]; got {sinks.dtype} {[*sinks.shape]}"
+            )
+        self.sinks = sinks  # a parameter, not a copy: its values are loaded later
         self._vllm_layer: Any = None
         # Dense attention for short prefills needs one of vLLM's GPU kernels. It gathers rows into rows of the model's
-        # width, which those of fp8_ds_mla have only in models with rope. Whether vLLM uses it depends on the longest
-        # prefill of a step.
+        # width, which those of fp8_ds_mla have only in models with rope, and knows no sinks. Whether vLLM uses it
+        # depends on the longest prefill of a step.
         wider_rows = self.kv_cache_dtype == "fp8_ds_mla" and self.head_size == LATENT
-        self.supports_dense_mha_prefill = not (_on_cpu() or wider_rows or envs.VLLM_BATCH_INVARIANT)
+        no_dense = _on_cpu() or wider_rows or sinks is not None or envs.VLLM_BATCH_INVARIANT
+        self.supports_dense_mha_prefill = not no_dense
         # vLLM measures memory after this, without a step's metadata. What its longest step needs has to be there then.
         (tokens, topk), device = self.topk_indices_buffer.shape, self.topk_indices_buffer.device
         heads = self.num_heads * self.dcp_world_size
@@ -284,10 +289,7 @@ class SparseMLALayer(LayerBase):
         staged = room_for_rows(config, heads, topk, self.kv_cache_dtype, _on_cpu())
         Room.shared(tokens, heads, topk, bytes_for_rows(staged), device)
         self.splits_prompts = (
-            self.supports_dense_mha_prefill
-            and self.sinks is None
-            and self.dcp_world_size == 1
-            and versions.split_prompts_if_possible(config)
+            self.supports_dense_mha_prefill and self.dcp_world_size == 1 and versions.split_prompts_if_possible(config)
         )
         # cuDNN keeps its plans for each thread, and microbatches run in new ones
         masks = self.splits_prompts and not getattr(config.parallel_config, "use_ubatching", False)

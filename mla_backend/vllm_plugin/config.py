@@ -207,6 +207,8 @@ def _parallelism(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | No
                 "the indexer of this vLLM knows nothing of --decode-context-parallel-size. "
                 "Install vllm 0.32 or 0.33, or leave it out."
             )
+        if sparse and getattr(vllm_config.model_config.hf_text_config, "learnable_sink", False):
+            return "has no context parallelism for models with sinks. Leave out --decode-context-parallel-size."
         if not sparse and vllm_config.speculative_config is not None:
             return (
                 "with context parallelism attends to one token of a request at a time. "

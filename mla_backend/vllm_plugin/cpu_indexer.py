@@ -4,6 +4,7 @@ vLLM's model computes queries, keys and weights; this writes the keys, scores th
 as on a GPU. Queries, which a GPU rounds to FP8 for its tensor cores, stay as they are.
 """
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +20,19 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata, Atten
 from mla_backend.keys import KEY_FORMATS, write_keys
 from mla_backend.vllm_plugin.selection import seen_by_tokens, select_into
 
+HY_V4 = "vllm.models.hy_v4.nvidia.attention"
 
-def install() -> None:
+
+def install(model_config: Any) -> None:
     """Makes vLLM's model use this indexer. Each process that builds a model calls it, some more than once."""
     if "SparseAttnIndexer" not in op_registry_oot:
         SparseAttnIndexer.register_oot(name="SparseAttnIndexer")(CpuIndexer)
     # There is no hook for these two: the cache of the keys names a backend that needs Triton for its metadata, and the
     # model quantises queries with Triton.
     deepseek_v2.DeepseekV32IndexerCache.get_attn_backend = lambda self: CpuIndexerBackend
-    deepseek_v2.per_token_group_quant_fp8 = _keep_queries
+    is_hy_v4 = any(name.startswith("HYV4") for name in model_config.architectures)
+    model = importlib.import_module(HY_V4) if is_hy_v4 else deepseek_v2
+    model.per_token_group_quant_fp8 = _keep_queries
 
 
 def _keep_queries(queries: Tensor, group_size: int, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -9,5 +9,5 @@ from mla_backend.vllm_plugin import cpu_indexer
 
 class SparseMLACpuWorker(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        cpu_indexer.install()
+        cpu_indexer.install(self.vllm_config.model_config)
         super().load_model(*args, **kwargs)

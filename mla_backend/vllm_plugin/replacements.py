@@ -62,12 +62,14 @@ def _v4_layers(name: str, model: str, more: dict[str, tuple[str, ...]]) -> Repla
 V4 = _v4_layers("DeepSeek-V4", V4_MODEL, {})
 SHARED_CACHE = "vllm.models.deepseek_v41.attention:DeepseekV4Attention._compressed_kv_cache"
 V41 = _v4_layers("DeepSeek-V4.1", V41_MODEL, {SHARED_CACHE: ()})
+QUANTISE = "per_token_group_quant_fp8"
 CPU_INDEXER = Replacement(
     "indexer on a CPU",
     {
         "vllm.model_executor.models.deepseek_v2:DeepseekV32IndexerCache.get_attn_backend": (),
-        "vllm.model_executor.models.deepseek_v2:per_token_group_quant_fp8": (
-            *("x", "group_size", "eps", "dtype", "column_major_scales", "tma_aligned_scales", "out_q", "use_ue8m0"),
+        **dict.fromkeys(
+            ("vllm.model_executor.models.deepseek_v2:" + QUANTISE, "vllm.models.hy_v4.nvidia.attention:" + QUANTISE),
+            ("x", "group_size", "eps", "dtype", "column_major_scales", "tma_aligned_scales", "out_q", "use_ue8m0"),
         ),
     },
     "SPARSE_MLA refuses to run on a CPU",

@@ -526,11 +526,20 @@ def test_on_a_gpu_vllm_compiles_its_indexers_kernels_before_the_first_request(ba
         assert registered == [] if on_cpu else list(names)
 
 
-def made_on_a_gpu(backend, monkeypatch):
+def made_on_a_gpu(backend, monkeypatch, **given):
     """A layer that believes so."""
     monkeypatch.setattr(backend, "_on_cpu", lambda: False)
     monkeypatch.setattr(backend, "room_for_rows", lambda *_: 0)
-    return made_layer(backend, monkeypatch, topk_indices_buffer=torch.empty(7, TOPK, dtype=torch.int32))
+    return made_layer(backend, monkeypatch, topk_indices_buffer=torch.empty(7, TOPK, dtype=torch.int32), **given)
+
+
+def test_sinks_are_loaded_later_and_leave_no_prompt_to_the_dense_kernel(backend, monkeypatch):
+    sinks = torch.nn.Parameter(torch.empty(HEADS), requires_grad=False)
+    layer = made_on_a_gpu(backend, monkeypatch, sinks=sinks)
+    assert layer.sinks is sinks and not (layer.supports_dense_mha_prefill or layer.splits_prompts)
+    for wrong in (sinks.bfloat16(), sinks[1:]):
+        with pytest.raises(ValueError, match=r"sinks must be float32 \[5\]; got"):
+            made_on_a_gpu(backend, monkeypatch, sinks=wrong)
 
 
 def test_batch_invariance_leaves_no_prompt_to_the_dense_kernel(backend, monkeypatch):

@@ -82,7 +82,7 @@ def test_all_fit_the_vllm_that_is_installed_whether_it_is_read_or_imported(on_cp
         (SPLIT, "MLAAttention._use_sparse_mha", None, "has no vllm.model_executor.layers.attention.mla_"),
         (V4, "DeepseekV4FlashMLAAttention.forward_mqa", "self, kv, q, positions, output", "in another order"),
         (V41, "DeepseekV4Attention._compressed_kv_cache", None, "has no vllm.models.deepseek_v41.attention."),
-        (CPU_INDEXER, "per_token_group_quant_fp8", "x, size", "(size new; "),
+        (CPU_INDEXER, "DeepseekV32IndexerCache.get_attn_backend", "self, size", "(size new)"),
         (CONFIG, "Platform.check_and_update_config", "vllm_config, more", "(more new)"),
     ],
 )
