@@ -53,7 +53,7 @@ def sparse_attention(
             softmax. Its block size may differ, and its format if that has the same head_dim and number type.
         cache_format, extra_cache_format: the caches' formats, names in `FORMATS`; by default what their dtypes and
             widths say.
-        cache_scale: the scale of fp8_tensor_576 caches; not 0.
+        cache_scale: the scale of fp8_tensor_576 and fp8_tensor_512 caches; not 0.
         products: `exact`, or `fp8` for FP8 rows only: with more than 32 heads a Hopper GPU then rounds queries and the
             weights of rows to e4m3 once, which is faster. Their rope part stays bf16 where the rows' is. Fewer heads,
             other GPUs and CPUs compute exactly.

@@ -29,7 +29,7 @@ def cache_write(
             one slot, it may end up with parts of both.
         power_of_two: round the scales of fp8_ds_mla up to powers of two, as other formats' scales always are.
         format: the cache's format, a name in `FORMATS`; by default what its dtype and width say.
-        scale: of fp8_tensor_576: what is stored is divided by it.
+        scale: of fp8_tensor_576 and fp8_tensor_512: what is stored is divided by it.
 
     A group of latent values gets the scale amax / 448. In a group with an infinity ordinary numbers become 0; NaN stays
     NaN and changes nothing else. docs/formats.md has the details.

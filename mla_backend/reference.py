@@ -71,6 +71,7 @@ FORMATS = {
     ),
     "fp8_528": Rows(torch.uint8, {"latent": 512, "scales": 16}, rope=0, group=32),
     "fp8_tensor_576": Rows(torch.uint8, {"latent": 512, "rope": 64}),
+    "fp8_tensor_512": Rows(torch.uint8, {"latent": 512}, rope=0),
 }
 STAGED = Rows(torch.uint8, {"latent": 1024, "rope": 128, "power": 1}, trailer=1)
 """f16 latent values and bf16 rope values, which lack a power of two: 2^(power + USUAL_POWER) and 2^power."""
@@ -121,7 +122,7 @@ def quantise(
 ) -> Tensor:
     """Tokens as rows of a format: kv_c `[N, latent]` and k_pe `[N, rope]` to `[N, width]`, scales last in fp8_model1.
 
-    power_of_two is about fp32 scales, scale about fp8_tensor_576.
+    power_of_two is about fp32 scales, scale about fp8_tensor_576 and fp8_tensor_512.
     """
     return _quantise(FORMATS[format], kv_c, k_pe, power_of_two, scale)
 

@@ -26,7 +26,7 @@ from mla_backend.vllm_plugin.beginnings import (
     longest_masked,
     masked,
 )
-from mla_backend.vllm_plugin.config import CACHE_DTYPES
+from mla_backend.vllm_plugin.config import CACHE_DTYPES, ONE_SCALE
 from mla_backend.vllm_plugin.models import LATENT, ROPE
 from mla_backend.vllm_plugin.staging import VISITS, StagedRequests, requests_to_stage, room_for_rows
 from mla_backend.vllm_plugin.step import Room, SparseStep, StepBatch, StepBuffers, bytes_for_rows
@@ -86,8 +86,8 @@ class SparseMLABackend(Backend, AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        quantised = CACHE_DTYPES[versions.SPARSE].get(cache_dtype_str) == "fp8_ds_mla"
-        return num_blocks, block_size, mla_backend.FORMATS["fp8_ds_mla"].width if quantised else head_size
+        width = mla_backend.FORMATS["fp8_ds_mla"].width if cache_dtype_str == "fp8_ds_mla" else head_size
+        return num_blocks, block_size, width
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -137,7 +137,8 @@ class SparseMLAMetadataBuilder(BuilderBase):
         # may be more than `index_topk`: GLM-5.3-Flash adds the tokens that no pool of its indexer holds yet
         topk, heads = impl.topk_indices_buffer.shape[1], attending_heads(vllm_config, impl)
         cache_dtype = impl.kv_cache_dtype  # --kv-cache-dtype-skip-layers gives some layers another
-        cache_format = "fp8_ds_mla" if cache_dtype == "fp8_ds_mla" else "bf16"
+        formats = {"fp8_ds_mla": "fp8_ds_mla", **dict.fromkeys(ONE_SCALE, "fp8_tensor_512")}
+        cache_format = formats.get(cache_dtype, "bf16")
         self.buffers = StepBuffers(
             max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             captured_tokens=versions.captured_tokens(vllm_config),
@@ -312,14 +313,19 @@ class SparseMLALayer(LayerBase):
         **kwargs: Any,
     ) -> None:
         """Writes tokens, kv_c_normed `[N or more, 512]` and k_pe `[N or more, 1, 64]` (or 0), into slots `[N]`. From
-        vLLM 0.33 comes one argument more: whether the scale is known to be 1."""
+        vLLM 0.33 comes one argument more: whether the scale is known to be 1. On a GPU vLLM's own op writes rows with
+        one scale, which it reads there."""
         if kv_cache.numel() == 0:
             return
-        slots = slot_mapping.flatten()
+        if kv_cache_dtype in ONE_SCALE and not _on_cpu():
+            given = kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, *more
+            super().do_kv_cache_update(*given, **kwargs)
+            return
+        slots, scale = slot_mapping.flatten(), k_scale.item() if kv_cache_dtype in ONE_SCALE else 1.0
         latent, rope = kv_c_normed[: len(slots)], k_pe[: len(slots)]
         if k_pe.shape[-1] == 0:
             rope = None if kv_cache.shape[-1] == LATENT else latent.new_zeros(len(slots), ROPE)
-        mla_backend.cache_write(latent, rope, kv_cache, slots)
+        mla_backend.cache_write(latent, rope, kv_cache, slots, scale=scale)
 
     def forward_mqa(
         self,
@@ -348,7 +354,7 @@ class SparseMLALayer(LayerBase):
         def of_part(part: slice) -> Tensor | tuple[Tensor, Tensor]:
             return tuple(one[part] for one in queries) if isinstance(queries, tuple) else queries[part]
 
-        self._attend(room, parts, of_part, cache, attn_metadata)
+        self._attend(room, parts, of_part, cache, attn_metadata, layer)
         return room.out.to(q[0].dtype), room.lse if self.dcp_world_size > 1 else None
 
     def forward_mha(
@@ -394,7 +400,7 @@ class SparseMLALayer(LayerBase):
 
         room, parts = step.room_for(step.tokens, self.num_heads), step.parts(step.tokens, first)
         self._select(room, parts, cache.shape[1], attn_metadata)
-        self._attend(room, parts, of_part, cache, attn_metadata)
+        self._attend(room, parts, of_part, cache, attn_metadata, layer)
         for part, _ in parts:
             layer._v_up_proj(room.out[part].to(q.dtype), out=output[here(part)])
 
@@ -422,9 +428,11 @@ class SparseMLALayer(LayerBase):
         queries: Callable[[slice], Tensor | tuple[Tensor, Tensor]],
         cache: Tensor,
         metadata: SparseMLAMetadata,
+        layer: Any,
     ) -> None:
         """Attends to the slots in the room, and writes there. `queries` says those of a part's tokens."""
         step, buffers = metadata.step, metadata.step.buffers
+        has_one_scale = cache.element_size() == 1 and cache.shape[-1] == LATENT
         rows = {False: cache}
         if any(staged for _, staged in parts):
             rows[True] = step.stage(cache, metadata.block_table, room.staged)
@@ -438,6 +446,7 @@ class SparseMLALayer(LayerBase):
                 topk_length=lengths,
                 sink=self.sinks,
                 products=buffers.products,
+                cache_scale=layer._k_scale_float if has_one_scale else 1.0,
                 plan=plan,
                 workspace=buffers.workspace if room.out.shape[1] == buffers.heads else None,
                 batch_invariant=buffers.batch_invariant,

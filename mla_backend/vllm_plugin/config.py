@@ -25,8 +25,9 @@ CACHE_DTYPES = {
     },
     versions.DENSE: {name: name for name in ("auto", "bfloat16", "fp8", "fp8_e4m3")},
 }
-"""What --kv-cache-dtype may be, and which format that is. vLLM also calls DeepSeek-V4's rows fp8_ds_mla. Dense
-ones of fp8 are 576 e4m3 values with one scale for all rows."""
+"""What --kv-cache-dtype may be, and which format that is. vLLM also calls DeepSeek-V4's rows fp8_ds_mla."""
+ONE_SCALE = ("fp8", "fp8_e4m3")
+"""What stays so named, in models without rope and with dense MLA, has e4m3 values with one scale for all rows."""
 FUSED_Q_MODELS = {"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"}
 """Architectures whose queries `rotate_queries` rotates."""
 
@@ -70,7 +71,7 @@ def settle(vllm_config: "VllmConfig") -> None:
         versions.logger().info_once(told, name, products.asked(vllm_config), products.OPTION)
     replacements.warn(_optional(name, vllm_config.model_config, current_platform))
     cache_config = vllm_config.cache_config
-    cache_config.cache_dtype = CACHE_DTYPES[name][cache_config.cache_dtype]
+    cache_config.cache_dtype = _cache_format(name, vllm_config)
     if cache_config.cache_dtype == "auto" and vllm_config.model_config.dtype != torch.bfloat16:
         cache_config.cache_dtype = "bfloat16"  # "auto" would be the model's dtype
     if (family := v4_family(vllm_config.model_config)) is not None:
@@ -181,6 +182,12 @@ def _cache_dtype(name: str, vllm_config: "VllmConfig") -> str | None:
     return f"--kv-cache-dtype must be one of {', '.join(accepted)}; got {given}."
 
 
+def _cache_format(name: str, vllm_config: "VllmConfig") -> str:
+    given = vllm_config.cache_config.cache_dtype
+    has_rope = getattr(vllm_config.model_config.hf_text_config, "qk_rope_head_dim", None) != 0
+    return given if given in ONE_SCALE and not has_rope else CACHE_DTYPES[name].get(given, given)
+
+
 def _features(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
     return (
         _parallelism(name, vllm_config, on_cpu)
@@ -232,10 +239,10 @@ def _drafts(vllm_config: "VllmConfig") -> str | None:
 
 def _cache(name: str, vllm_config: "VllmConfig", on_cpu: bool) -> str | None:
     cache_config = vllm_config.cache_config
+    scaled = _cache_format(name, vllm_config) in ONE_SCALE
+    if scaled and vllm_config.parallel_config.decode_context_parallel_size > 1:
+        return "vLLM has no context parallelism over such a cache. Leave out --kv-cache-dtype."
     if name == versions.DENSE:
-        scaled = cache_config.cache_dtype.startswith("fp8")
-        if scaled and vllm_config.parallel_config.decode_context_parallel_size > 1:
-            return "vLLM has no context parallelism over such a cache. Leave out --kv-cache-dtype."
         if getattr(cache_config, "calculate_kv_scales", False):
             return "takes the scale of an fp8 cache from the checkpoint. Leave out --calculate-kv-scales."
         return None

@@ -21,7 +21,7 @@ BLOCK = 64
 """Tokens in a block of the cache."""
 ROWS = {
     (versions.SPARSE, True): {"fp8": "fp8_ds_mla", "auto": "bf16"},
-    (versions.SPARSE, False): {"fp8": "fp8_ds_mla", "auto": "bf16_512"},
+    (versions.SPARSE, False): {"fp8": "fp8_tensor_512", "auto": "bf16_512"},
     (versions.DENSE, True): {"fp8": "fp8_tensor_576", "auto": "bf16"},
 }
 """By backend, and whether rows have rope: --kv-cache-dtype, and the format of its rows."""

@@ -33,6 +33,7 @@ def random_tokens(latent, count, device="cpu"):
         ("bf16_512", None, 3, 3 * 1024),
         ("fp8_528", None, 3, 3 * 528),
         ("fp8_tensor_576", None, 3, 3 * 576),
+        ("fp8_tensor_512", None, 3, 3 * 512),
         ("fp8_model1", None, 1, 2 * 576),
         ("fp8_model1", None, 2, 3 * 576),  # 1168 bytes, padded
         ("fp8_model1", "fp8", 64, 65 * 576 + 64 * 132),  # 37376 bytes, padded

@@ -149,7 +149,7 @@ CASES = {
     "q is fp16 for bf16 rows": (attention("bf16", q=lambda q: q.half()), ValueError, r"^q must be bfloat16 \[T, H, 576\]; got float16"),
     "q is a pair for rows without rope": (attention("bf16_512", q=(torch.zeros(2, 3, 448).bfloat16(), torch.zeros(2, 3, 64).bfloat16())), ValueError, r"^q must be one tensor with bf16_512 rows; got a pair"),
     "out is bf16 for fp16 rows": (attention("fp16", out=torch.zeros(2, 3, 512).bfloat16()), ValueError, r"^out must be float16 .*got bfloat16"),
-    "cache_format is unknown": (attention(cache_format="fp8"), ValueError, r"^cache_format must be None or one of bf16, fp16, fp8_ds_mla, bf16_512, fp8_model1, fp8_528, fp8_tensor_576; got 'fp8'"),
+    "cache_format is unknown": (attention(cache_format="fp8"), ValueError, r"^cache_format must be None or one of bf16, fp16, fp8_ds_mla, bf16_512, fp8_model1, fp8_528, fp8_tensor_576, fp8_tensor_512; got 'fp8'"),
     "cache_format is a list": (attention(cache_format=["bf16"]), ValueError, r"^cache_format must be None or one of "),
     "extra_cache_format is unknown": (attention(with_extra=True, extra_cache_format="fp8"), ValueError, r"^extra_cache_format must be None or one of .*got 'fp8'"),
     "cache_format does not fit": (attention(cache_format="fp8_model1"), ValueError, r"^cache must be \[blocks, block_size, width\].* of fp8_model1 \(584 bytes\), where bytes are uint8, int8 or float8_e4m3fn; got uint8 \[8, 16, 656\]"),

@@ -16,7 +16,7 @@ import vllm_installed  # noqa: F401
 from mla_backend import reference
 from mla_backend.vllm_plugin.staging import StagedRequests
 from mla_backend.vllm_plugin.step import SparseStep, StepBatch, StepBuffers
-from problems import assert_accurate, random_cache
+from problems import assert_accurate, random_cache, scale_of
 from vllm_models import common_metadata, config_with
 
 HEADS, TOPK, BLOCK_SIZE, BLOCKS = 5, 24, 16, 24
@@ -291,7 +291,7 @@ def test_a_builder_tells_which_tokens_attend_densely(backend):
     assert builder._parts_of(metadata, common)[1] is None and not metadata.dense and not metadata.masked
 
 
-@pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla"])
+@pytest.mark.parametrize("fmt", ["bf16_512", "fp8_ds_mla", "fp8_tensor_512"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_model_without_rope_attends_to_what_the_indexer_picked(backend, fmt, parts):
     batch = BATCHES["mixed"]
@@ -300,18 +300,20 @@ def test_a_model_without_rope_attends_to_what_the_indexer_picked(backend, fmt, p
         cache[..., mla_backend.FORMATS[fmt].rope_offset :] = 0
     q = (torch.randn(batch.tokens, HEADS, 512) * 10).bfloat16()
     given = q if parts == 1 else (q, q[..., :0])  # one with decode context parallelism
-    out, _ = layer_of(backend, batch.picked).forward_mqa(given, cache, metadata_of(batch, buffers()), None)
+    around = SimpleNamespace(_k_scale_float=scale_of(fmt))
+    out, _ = layer_of(backend, batch.picked).forward_mqa(given, cache, metadata_of(batch, buffers()), around)
     head_dim = mla_backend.format_of(cache).head_dim
     wide = torch.nn.functional.pad(q, (0, head_dim - 512), value=3.0)  # rope of the cache is zero, so this adds nothing
-    assert_attends(out, wide, cache, batch.slots())
+    assert_attends(out, wide, cache, batch.slots(), cache_scale=scale_of(fmt))
 
 
 def test_a_builder_goes_by_its_layers_lists_and_cache(backend, monkeypatch):
     """GLM-5.3-Flash picks up to 2176 slots, not index_topk. Layers that are kept in bf16 have no rows to stage."""
     assert made_builder(backend, monkeypatch, topk=2176).buffers.topk == 2176
-    fp8, bf16 = (made_builder(backend, monkeypatch, kv_cache_dtype=dtype).buffers for dtype in ("fp8_ds_mla", "auto"))
-    assert fp8.staged_rows > 0 and fp8.cache_format == "fp8_ds_mla"
-    assert bf16.staged_rows == 0 and bf16.cache_format == "bf16"
+    formats = {"fp8_ds_mla": "fp8_ds_mla", "auto": "bf16", "fp8": "fp8_tensor_512"}
+    for dtype, fmt in formats.items():
+        room = made_builder(backend, monkeypatch, kv_cache_dtype=dtype).buffers
+        assert room.cache_format == fmt and (room.staged_rows > 0) == (dtype == "fp8_ds_mla")
 
 
 def test_layers_of_fp8_rows_have_the_products_asked_for(backend, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 import vllm_installed  # noqa: F401
 from mla_backend import FORMATS, reference
 
-DTYPES = {"bf16": "auto", "bf16_512": "auto", "fp8_tensor_576": "fp8"}
+DTYPES = {"bf16": "auto", "bf16_512": "auto", "fp8_tensor_576": "fp8", "fp8_tensor_512": "fp8"}
 """How vLLM says which format a cache has, if not by its name."""
 
 
@@ -16,18 +16,19 @@ DTYPES = {"bf16": "auto", "bf16_512": "auto", "fp8_tensor_576": "fp8"}
     ("kind", "fmt", "rope"),
     [
         *(("sparse", "bf16", 64), ("sparse", "fp8_ds_mla", 64), ("sparse", "bf16_512", 0), ("sparse", "fp8_ds_mla", 0)),
+        ("sparse", "fp8_tensor_512", 0),
         *(("dense", "bf16", 64), ("dense", "fp8_tensor_576", 64)),
     ],
 )
 def test_tokens_are_written_as_the_reference_writes_them(backend, dense, kind, fmt, rope):
     layer = object.__new__(backend.SparseMLALayer if kind == "sparse" else dense.DenseMLALayer)
-    scale = torch.tensor(0.03 if fmt == "fp8_tensor_576" else 1.0)
+    scale = torch.tensor(0.03 if FORMATS[fmt].scale == "tensor" else 1.0)
     kv_c, k_pe = torch.randn(7, 512).bfloat16(), torch.randn(7, 1, rope).bfloat16()
     slots = torch.tensor([3, -1, 40, 0, 17])  # two tokens of the seven are padding
     cache, want = (FORMATS[fmt].new_cache(4, 16) for _ in range(2))
     how = slots, DTYPES.get(fmt, "auto"), scale
     layer.do_kv_cache_update(kv_c, k_pe, cache, *how, False)
-    written = k_pe[:5, 0] if rope else None if fmt == "bf16_512" else torch.zeros(5, 64).bfloat16()
+    written = k_pe[:5, 0] if rope else None if FORMATS[fmt].rope == 0 else torch.zeros(5, 64).bfloat16()
     reference.cache_write(kv_c[:5], written, want, slots, format=fmt, scale=scale.item())
     assert torch.equal(cache.view(torch.uint8), want.view(torch.uint8))
     layer.do_kv_cache_update(kv_c, k_pe, torch.empty(0), *how, True)  # before there is a cache
@@ -35,14 +36,19 @@ def test_tokens_are_written_as_the_reference_writes_them(backend, dense, kind, f
 
 def test_what_the_classes_override_takes_what_vllm_passes(backend, dense, v4):
     """All arguments of the method that is overridden, in their order: of whichever version is installed."""
+    from mla_backend.vllm_plugin import deepseek_v41
+
     for ours in (
         *(backend.SparseMLABackend, backend.SparseMLAMetadataBuilder, backend.SparseMLALayer),
         *(dense.DenseMLABackend, dense.DenseMLAMetadataBuilder, dense.DenseMLALayer),
-        v4.SparseMLAV4Attention,
+        *(v4.SparseMLAV4Attention, deepseek_v41.SparseMLAV41Attention),
     ):
         assert not getattr(ours, "__abstractmethods__", None)
-        for name, method in vars(ours).items():
-            theirs = next((getattr(base, name) for base in ours.__mro__[1:] if name in vars(base)), None)
+        own = [base for base in ours.__mro__ if base.__module__.startswith("mla_backend.vllm_plugin")]
+        for name, method in (pair for base in own for pair in vars(base).items()):
+            theirs = next(
+                (getattr(base, name) for base in ours.__mro__ if base not in own and name in vars(base)), None
+            )
             if theirs is None or not callable(getattr(ours, name)) or isinstance(method, type):
                 continue
             wanted, taken = (inspect.signature(f).parameters for f in (theirs, getattr(ours, name)))

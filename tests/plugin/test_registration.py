@@ -220,11 +220,11 @@ def test_batch_invariance_is_refused_on_a_cpu(sparse, backend, monkeypatch):
         config_of(sparse, attention_backend=backend)
 
 
-@pytest.mark.parametrize("given", ["auto", "fp8"])
+@pytest.mark.parametrize("given", ["auto", "fp8", "fp8_ds_mla"])
 def test_models_whose_cached_rows_have_no_rope_are_served(sparse, tmp_path, given):
     folder = changed(sparse, tmp_path, qk_rope_head_dim=0)
     config = config_of(folder, kv_cache_dtype=given, attention_backend="SPARSE_MLA")
-    assert config.attention_config.backend.name == "SPARSE_MLA"
+    assert config.attention_config.backend.name == "SPARSE_MLA" and config.cache_config.cache_dtype == given
     assert config.model_config.get_head_size() == 512
 
 

@@ -20,7 +20,7 @@ BASIC_WAYS = tuple((fmt, products) for fmt, products in WAYS if fmt in BASIC)
 WITH_ROPE = tuple(name for name, fmt in mla_backend.FORMATS.items() if fmt.head_dim == 576)
 """Formats whose queries are of 576 dims, 64 of them the rope's own."""
 PARTNERS = {name: BASIC if name in BASIC else (name,) for name in FORMATS}
-PARTNERS |= {name: ("bf16_512", "fp8_model1", "fp8_528") for name in FORMATS if name not in WITH_ROPE}
+PARTNERS |= {name: ("bf16_512", "fp8_model1", "fp8_528") for name in ("bf16_512", "fp8_model1", "fp8_528")}
 """Which formats a second cache may have."""
 BLOCK_SIZES = (1, 2, 7, 16, 61, 64, 69, 256, 576)
 CUDA_KERNEL = os.environ.get("MLA_TEST_CUDA_KERNEL", "auto")

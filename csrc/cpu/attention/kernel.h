@@ -207,7 +207,7 @@ inline ConvertRows converter(const CacheFormat& format) {
     case Scale::ue8m0:
       return format.scales_at == ScalesAt::in_row ? convert_rows<kFp8_528> : convert_rows<kFp8Model1>;
     case Scale::tensor:
-      return convert_rows<kFp8Tensor576>;
+      return format.rope > 0 ? convert_rows<kFp8Tensor576> : convert_rows<kFp8Tensor512>;
     case Scale::power:
     case Scale::none:
       break;

@@ -86,6 +86,8 @@ constexpr CacheFormat kFp8Model1{"fp8_model1",          Code::e4m3, 448, Code::b
 constexpr CacheFormat kFp8_528{"fp8_528", Code::e4m3, 512, Code::bf16, 0, Scale::ue8m0, 32, ScalesAt::in_row, 0, 1};
 constexpr CacheFormat kFp8Tensor576{"fp8_tensor_576",  Code::e4m3, 512, Code::e4m3, 64, Scale::tensor, 0,
                                     ScalesAt::nowhere, 0,          1};
+constexpr CacheFormat kFp8Tensor512{"fp8_tensor_512",  Code::e4m3, 512, Code::bf16, 0, Scale::tensor, 0,
+                                    ScalesAt::nowhere, 0,          1};
 
 // An fp8_ds_mla row as m64 multiplies it: see StageProblem. No cache is kept in it.
 // The power is an int8 e: latent values are 2^(e + kUsualPower) times what is stored, rope 2^e times.
@@ -93,8 +95,8 @@ constexpr CacheFormat kStaged{"staged", Code::f16, 512, Code::bf16, 64, Scale::p
                               0,        128};
 
 // Every format that a cache may have.
-constexpr const CacheFormat* kFormats[] = {&kBf16,      &kFp16,    &kFp8DsMla,    &kBf16_512,
-                                           &kFp8Model1, &kFp8_528, &kFp8Tensor576};
+constexpr const CacheFormat* kFormats[] = {&kBf16,      &kFp16,    &kFp8DsMla,     &kBf16_512,
+                                           &kFp8Model1, &kFp8_528, &kFp8Tensor576, &kFp8Tensor512};
 constexpr int kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
 // Which of them it is.
@@ -108,6 +110,7 @@ static_assert(kBf16.token_bytes() == 1152 && kFp16.token_bytes() == 1152 && kBf1
 static_assert(kFp8DsMla.token_bytes() == 656 && kFp8DsMla.rope_offset() == 528, "512 e4m3, 4 fp32 scales, 64 bf16");
 static_assert(kFp8Model1.row_bytes() == 576 && kFp8Model1.token_bytes() == 584 && kFp8Model1.head_dim() == 512);
 static_assert(kStaged.row_bytes() == 1152 && kStaged.token_bytes() == 1153);
-static_assert(kFp8_528.token_bytes() == 528 && kFp8Tensor576.token_bytes() == 576);
+static_assert(kFp8_528.token_bytes() == 528 && kFp8Tensor576.token_bytes() == 576 &&
+              kFp8Tensor512.token_bytes() == 512);
 
 }  // namespace mla

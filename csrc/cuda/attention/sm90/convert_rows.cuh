@@ -71,7 +71,8 @@ struct RowConverter {
     const uint32_t part = part_of(tile);
     const int block = lane / 4, piece = lane % 4 * 2;
     const bool has_latent = lane < format.latent / kPieceBytes;
-    const uint32_t group = kOfTensor ? 0 : lane * kPieceBytes / format.group;
+    const bool has_scales = !kOfTensor && format.group > 0;
+    const uint32_t group = has_scales ? lane * kPieceBytes / format.group : 0;
     const uint32_t to = part + block * kBlockBytes + offset_of_piece(block, piece, 0);
 #pragma unroll
     for (int first = 0; first < kWarpRows; first += kRowsAtOnce) {
@@ -80,7 +81,7 @@ struct RowConverter {
 #pragma unroll
       for (int i = 0; i < kRowsAtOnce; ++i) {
         bytes[i] = load_piece(part + offset_of_row(first + i) + lane * kPieceBytes);
-        scale[i] = kOfTensor ? kOne : power_of_two(load_byte(part + offset_of_scales(first + i) + group));
+        scale[i] = has_scales ? power_of_two(load_byte(part + offset_of_scales(first + i) + group)) : kOne;
       }
       __syncwarp();
 #pragma unroll

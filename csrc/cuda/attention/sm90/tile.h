@@ -30,7 +30,7 @@ enum class Rows {
   bf16,
   fp16,
   fp8_tensor_576,  // converted to bf16 on load in m64; swap_ab multiplies fp8
-  any_512,         // bf16_512, fp8_model1 and fp8_528, in any mixture; fp8 is converted to bf16 on load
+  any_512,         // all rows of 512 dims, in any mixture; fp8 is converted to bf16 on load
 };
 
 // Stands in for a member that a kernel needs for other rows only.
@@ -45,8 +45,8 @@ MLA_HOST_DEVICE constexpr bool is_scaled(Rows rows) { return rows == Rows::fp8_d
 MLA_HOST_DEVICE constexpr bool has_powers(Rows rows) { return is_scaled(rows) || rows == Rows::staged; }
 MLA_HOST_DEVICE constexpr bool is_converted(Rows rows) { return rows == Rows::fp8_tensor_576 || rows == Rows::any_512; }
 // Whether m64 writes the partial results of split tokens as CompactRows. Not for rows with powers: the extra
-// code makes tokens that are not split 1 to 4 % slower. Not with a scale per tensor: it may have any magnitude and
-// sign.
+// code makes tokens that are not split 1 to 4 % slower. Not for fp8_tensor_576: its scale may have any magnitude. So
+// may that of fp8_tensor_512, whose partial results lose precision below 2^-114.
 MLA_HOST_DEVICE constexpr bool has_compact_splits(Rows rows) {
   return !has_powers(rows) && rows != Rows::fp8_tensor_576;
 }

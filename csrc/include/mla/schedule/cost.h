@@ -48,8 +48,8 @@ inline double cluster_cost(const KernelCosts& costs, int32_t cluster) {
 
 inline double tile_cost(const KernelCosts& costs, const Launch& launch, const CacheFormat& format) {
   if (!format.quantised()) return costs.tile_16bit;
-  const bool as_it_is =
-      format.scale == Scale::fp32 || (format.scale == Scale::tensor && launch.kernel == Kernel::swap_ab);
+  const bool as_it_is = format.scale == Scale::fp32 ||
+                        (format.scale == Scale::tensor && format.rope > 0 && launch.kernel == Kernel::swap_ab);
   return as_it_is ? costs.tile_fp8 : costs.tile_converted;
 }
 

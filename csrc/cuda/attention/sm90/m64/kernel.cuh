@@ -235,7 +235,7 @@ struct Consumer {
         if (half(i) == h) largest = fmaxf(largest, fabsf(out[i]));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      const int own = head_begin + head_of(h, lane), power = compact_power(largest * factor[h]);
+      const int own = head_begin + head_of(h, lane), power = compact_power(largest * fabsf(factor[h]));
       if (own >= p.heads) continue;
       const float by = two_to(-power) * factor[h];
       CompactRow& row = compact_row(partials, partials.row(partial, own));
