@@ -332,13 +332,6 @@ def test_tokens_under_verification_are_decode_with_context_parallelism(backend, 
     assert made_builder(backend, monkeypatch, **parallel).reorder_batch_threshold >= 3
 
 
-def test_fewer_tokens_than_the_batch_has_get_a_plan_of_their_own(backend):
-    batch = BATCHES["mixed"]
-    cache, q = random_cache("bf16", BLOCKS, BLOCK_SIZE), torch.randn(4, HEADS, 576).bfloat16()
-    out, _ = layer_of(backend, batch.picked).forward_mqa(q, cache, metadata_of(batch, buffers()), None)
-    assert_attends(out, q, cache, batch.slots()[:4])
-
-
 LAYERS = SimpleNamespace(layer_name="first"), SimpleNamespace(layer_name="second"), SimpleNamespace(layer_name="draft")
 
 

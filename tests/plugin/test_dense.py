@@ -4,11 +4,10 @@ import functools
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import vllm_installed  # noqa: F401
 from mla_backend.vllm_plugin import config as plugin_config
-from vllm_models import config_of, gauge, generate, make_checkpoint, make_dense_checkpoint, running, tokens
+from vllm_models import config_of, errors_of, gauge, generate, make_checkpoint, make_dense_checkpoint, running
 
 
 @pytest.fixture(scope="module")
@@ -18,25 +17,11 @@ def dense(tmp_path_factory, prompts):
     return SimpleNamespace(folder=folder, model=model, continued=continued)
 
 
-def errors_of(dense, prompts, outputs) -> tuple[float, float]:
-    """How much less likely than the likeliest the model finds a token, and how far off its logprob is, at most."""
-    behind, off = [], []
-    for prompt, row, output in zip(prompts, tokens(outputs), outputs, strict=True):
-        with torch.inference_mode():
-            logits = dense.model(torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1]
-        exact = logits.log_softmax(dim=-1)
-        chosen = exact.gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
-        steps = zip(output.outputs[0].logprobs, row, strict=True)
-        behind.append(exact.max(dim=1).values - chosen)
-        off.append((torch.tensor([step[token].logprob for step, token in steps]) - chosen).abs())
-    return torch.cat(behind).max().item(), torch.cat(off).max().item()
-
-
 def test_many_at_a_time_give_the_models_probabilities(dense, prompts):
     """Short prompts share steps with requests that decode."""
     with running(dense.folder, attention_backend="DENSE_MLA", enforce_eager=True) as llm:
         assert llm.llm_engine.vllm_config.cache_config.cache_dtype == "bfloat16"
-        behind, off = errors_of(dense, prompts, generate(llm, prompts, logprobs=0))
+        behind, off = errors_of(dense.model, prompts, generate(llm, prompts, logprobs=0))
     assert behind < 0.02 and off < 0.05
 
 
@@ -46,7 +31,7 @@ def test_drafts_over_an_fp8_cache_give_them_as_far_as_its_three_bits_go(dense, p
     with running(dense.folder, attention_backend="DENSE_MLA", enforce_eager=True, **options) as llm:
         config = llm.llm_engine.vllm_config
         assert config.speculative_config.attention_backend.name == "DENSE_MLA"
-        behind, off = errors_of(dense, prompts, generate(llm, prompts, logprobs=0))
+        behind, off = errors_of(dense.model, prompts, generate(llm, prompts, logprobs=0))
         drafted, accepted = (gauge(llm, f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
     assert behind < 0.4 and off < 0.5
     assert 0.2 * drafted < accepted < drafted, "some drafts are right, some are not"

@@ -273,8 +273,12 @@ def test_what_cannot_be_on_a_gpu_is_told_with_what_to_use(sparse, monkeypatch):
     config.parallel_config.prefill_context_parallel_size = 2
     assert features(config, on_cpu=True).endswith("Leave out --prefill-context-parallel-size.")
     assert "use --decode-context-parallel-size" in features(config, on_cpu=False)
-    monkeypatch.setattr(versions, "since_0_32", lambda: False)
-    assert features(config, on_cpu=False).endswith("Leave out --prefill-context-parallel-size.")
+    with monkeypatch.context() as older:
+        older.setattr(versions, "since_0_32", lambda: False)
+        assert features(config, on_cpu=False).endswith("Leave out --prefill-context-parallel-size.")
+    config.parallel_config.prefill_context_parallel_size, config.parallel_config.decode_context_parallel_size = 1, 2
+    config.model_config.hf_text_config.learnable_sink = True
+    assert "no context parallelism for models with sinks" in features(config, on_cpu=False)
 
 
 def test_one_backend_is_for_all_layers(sparse):

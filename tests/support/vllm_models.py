@@ -159,6 +159,20 @@ def assert_follows(folder: Path, prompts, got, latent: str = "bf16", tolerance: 
         assert behind.max() < tolerance, f"a token is {behind.max():.3f} less likely than the likeliest"
 
 
+@torch.inference_mode()
+def errors_of(model: Any, prompts: list[list[int]], outputs: list[Any]) -> tuple[float, float]:
+    """How much less likely than the likeliest transformers' model finds a token, and how far off its logprob is, at
+    most."""
+    behind, off = [], []
+    for prompt, row, output in zip(prompts, tokens(outputs), outputs, strict=True):
+        exact = model(torch.tensor([prompt + row])).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
+        chosen = exact.gather(1, torch.tensor(row).unsqueeze(1)).squeeze(1)
+        steps = zip(output.outputs[0].logprobs, row, strict=True)
+        behind.append(exact.max(dim=1).values - chosen)
+        off.append((torch.tensor([step[token].logprob for step, token in steps]) - chosen).abs())
+    return torch.cat(behind).max().item(), torch.cat(off).max().item()
+
+
 def gauge(llm: Any, name: str) -> float:
     """One of vLLM's own metrics."""
     return sum(metric.value for metric in llm.get_metrics() if metric.name == name)
