@@ -18,7 +18,8 @@ from vllm_models import config_with
 HEADS, PADDED, WINDOW, TOPK = 5, 8, 12, 16
 WINDOW_BLOCK, BLOCK, BLOCKS, REQUESTS = 16, 256, 20, 4
 SCALE = 512**-0.5
-V4S = models.V4, models.V41
+ARCHITECTURES = {name: one.models for one in (models.V4, models.V41) for name in sorted(one.architectures)}
+ARCHITECTURES |= {name: one.models for name, one in models.V4_DRAFTS.items()}
 
 
 class V4Batch:
@@ -60,12 +61,11 @@ class V4Batch:
         return SimpleNamespace(block_table=self.block_table, block_size=BLOCK, **given)
 
 
-MODELS = {"DeepSeek-V4": (1, 4, 128), "DeepSeek-V4.1": (0, 1, 2)}
-KINDS = [(name, ratio) for name, ratios in MODELS.items() for ratio in ratios]
+KINDS = {("DeepSeek-V4", 1): 0, ("DeepSeek-V4", 4): 4, ("DeepSeek-V4", 128): 1}
+KINDS |= {("DeepSeek-V4.1", 0): 0, ("DeepSeek-V4.1", 1): 2, ("DeepSeek-V4.1", 2): 2}
+"""By model and ratio: how often two layers convert indices, in a step of decode and prefill."""
 ALONE = {("DeepSeek-V4", 1), ("DeepSeek-V4.1", 0)}
 """Layers that attend to the window alone."""
-CONVERSIONS = (0, 4, 1, 0, 2, 2)
-"""Of indices by two layers, in a step of decode and prefill."""
 BATCHES = {"decode": (6, 0), "padded": (6, 0, 2), "prefill": (0, 7), "mixed": (5, 6), "no tokens": (0, 0)}
 
 
@@ -103,7 +103,9 @@ def queries(tokens: int) -> Tensor:
     return q
 
 
-@pytest.mark.parametrize("model, ratio, rows", [(*kind, "fp8_model1") for kind in KINDS] + [(*KINDS[-1], "fp8_528")])
+@pytest.mark.parametrize(
+    "model, ratio, rows", [(*kind, "fp8_model1") for kind in KINDS] + [("DeepSeek-V4.1", 2, "fp8_528")]
+)
 @pytest.mark.parametrize("name", BATCHES)
 def test_tokens_attend_to_their_window_and_to_what_is_compressed(v4, monkeypatch, name, model, ratio, rows):
     batch, states = V4Batch(*BATCHES[name]), BLOCK // max(ratio, 1)
@@ -121,10 +123,8 @@ def test_tokens_attend_to_their_window_and_to_what_is_compressed(v4, monkeypatch
     assert not out[~batch.valid].any(), "padding attends to nothing"
 
 
-@pytest.mark.parametrize(
-    ("model", "ratio", "conversions"), [(*kind, n) for kind, n in zip(KINDS, CONVERSIONS, strict=True)]
-)
-def test_layers_share_a_plan_and_what_one_selected_until_lengths_change(v4, monkeypatch, model, ratio, conversions):
+@pytest.mark.parametrize(("model", "ratio"), KINDS)
+def test_layers_share_a_plan_and_what_one_selected_until_lengths_change(v4, monkeypatch, model, ratio):
     batch, states = V4Batch(5, 6), BLOCK // max(ratio, 1)
     first, made, converted = batch.picked(states), [], []
     second = torch.where(first < 0, -1, (first + 1) % (BLOCKS // REQUESTS * states)).int()
@@ -138,7 +138,7 @@ def test_layers_share_a_plan_and_what_one_selected_until_lengths_change(v4, monk
     layer, q = layer_of(v4, ratio, first, model), queries(batch.tokens)
     assert torch.equal(*(attend(v4, monkeypatch, layer, window, compressed, q) for _ in range(2)))
     assert made == ["fp8"] * 2, "one for decode and one for prefill"
-    assert len(converted) == conversions
+    assert len(converted) == KINDS[model, ratio]
     vars(layer).update(index_source_layer_id=5, topk_indices_buffer=second)
     after_another = attend(v4, monkeypatch, layer, window, compressed, q)
     assert len(made) == 2
@@ -161,7 +161,7 @@ def test_heads_are_padded_to_what_vllms_kernel_is_compiled_for(v4):
         v4.SparseMLAV4Attention.get_padded_num_q_heads(129)
 
 
-@pytest.mark.parametrize("name, architecture", [(one.models, name) for one in V4S for name in one.architectures])
+@pytest.mark.parametrize(("architecture", "name"), ARCHITECTURES.items())
 def test_the_model_chooses_the_layer_where_the_backend_is_asked_for(v4, monkeypatch, name, architecture):
     from mla_backend.vllm_plugin.gpu_worker import SparseMLAWorker
 
