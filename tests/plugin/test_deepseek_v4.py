@@ -131,9 +131,11 @@ def test_layers_share_a_plan_and_what_one_selected_until_lengths_change(v4, monk
     window, compressed = batch.window(), batch.compressed(first, states)
     for name, calls in (("plan", made), ("convert_indices", converted)):
         theirs = getattr(v4.mla_backend, name)
-        count = lambda *args, theirs=theirs, calls=calls, **more: (
-            calls.append(more.get("products")) or theirs(*args, **more)
-        )  # noqa: E731
+
+        def count(*args, theirs=theirs, calls=calls, **more):
+            calls.append(more.get("products"))
+            return theirs(*args, **more)
+
         monkeypatch.setattr(v4.mla_backend, name, count)
     layer, q = layer_of(v4, ratio, first, model), queries(batch.tokens)
     assert torch.equal(*(attend(v4, monkeypatch, layer, window, compressed, q) for _ in range(2)))
