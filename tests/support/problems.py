@@ -276,7 +276,7 @@ def assert_accurate(
 
 def score_error(cache: Tensor, device: str = "cuda") -> float:
     """What the contract allows scores that spread by 1 to be off besides, on the current GPU: Hopper's kernels for fp8
-    rows with fp32 scales round, and `few_heads` with one scale. Others become bf16 rows, and lose nothing."""
+    rows with fp32 scales round, and `swap_ab` with one scale. Others become bf16 rows, and lose nothing."""
     hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
     rounding = (mla_backend.FORMATS[name].width for name in ("fp8_ds_mla", "fp8_tensor_576"))
     return 2.0**-9 if hopper and cache.element_size() == 1 and cache.shape[-1] in rounding else 0.0
