@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -14,7 +14,7 @@ import mla_backend
 from mla_backend import Launch, doctor, library
 from mla_backend.plan import choose_launch, most_ctas
 from plans import SPLIT_FOR_CLUSTERS, WHOLE_TOKENS, gpu, gpu_launch
-from problems import WAYS
+from problems import QUANTISED, WAYS, WITH_ROPE
 
 ROOT = Path(__file__).parents[2]
 HEADS = (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256)
@@ -50,6 +50,15 @@ def test_a_launch_says_how_tokens_are_split(tokens, heads, slots, rows):
         assert launch.rounds == -(-tokens // launch.ctas)
     else:
         assert launch.rounds == 0 and (not launch.splits or launch.ctas == tokens * launch.splits)
+
+
+@given(st.integers(1, 9000), st.integers(1, 256), st.integers(0, 3000), st.sampled_from(QUANTISED), st.booleans())
+@example(4347, 24, 128, "fp8_tensor_576", False)  # which m64 serves
+def test_fp8_products_round_only_above_32_heads_and_change_nothing_else(tokens, heads, slots, fmt, batch_invariant):
+    how = {"fmt": fmt, "batch_invariant": batch_invariant}
+    exact = gpu_launch(gpu(), tokens, heads, slots, **how)
+    fp8 = exact._replace(kernel="m64_fp8") if exact.kernel == "m64" and heads > 32 and fmt in WITH_ROPE else exact
+    assert exact.kernel != "m64_fp8" and gpu_launch(gpu(), tokens, heads, slots, **how, products="fp8") == fp8
 
 
 @given(st.integers(0, 5000), st.integers(1, 256), st.integers(0, 200_000), st.booleans())

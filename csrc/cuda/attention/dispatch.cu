@@ -82,7 +82,7 @@ Launch fitted(const AttentionProblem& p, Launch launch) {
   const bool swap_ab = launch.kernel == Kernel::swap_ab && (heads == 8 || heads == 16 || heads == 32);
   const bool m64 = (launch.kernel == Kernel::m64 || launch.kernel == Kernel::m64_fp8) && heads == 64;
   if (!swap_ab && !m64) return portable;
-  if (m64) launch.kernel = m64_kernel(p.products, p.lists[0].cache.format);
+  if (m64) launch.kernel = m64_kernel(p.products, p.lists[0].cache.format, p.heads);
   const bool clusters = swap_ab && heads <= 16 && selection != Selection::unclustered;
   const bool fills_grid = launch.ctas + launch.cluster > kMaxGpuCtas;  // once clusters are full
   if (!clusters || fills_grid || gpu.clusters[launch.cluster] == 0) launch.cluster = 1;
