@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/tile.h"
 #include "cuda/common/mbarrier.cuh"
 #include "cuda/common/swizzle.cuh"
@@ -23,6 +22,7 @@ constexpr int kStages = 4;
 constexpr int kRegisters = 168;
 constexpr int kConsumerRegisters = 232;
 constexpr int kProducerRegisters = 40;
+static_assert(kConsumerGroups * kConsumerRegisters + kProducerRegisters <= (kConsumerGroups + 1) * kRegisters);
 
 template <Rows kRows>
 struct Shared {

@@ -8,7 +8,7 @@
 // pairs of bytes, prmt sorts them. Tokens and dims then have an order of their own, which P and the output follow.
 //
 // Two consumer warpgroups score every other tile each; a row of scores lies in four lanes, so the softmax needs no
-// barrier. Each adds the values of all tiles for 256 dims. Eight warps load rows.
+// barrier. Each adds the values of all tiles for 256 dims. Four warps load rows.
 //
 //   load      | rows of i + 4 ...
 //   group 0   | scores i | values i - 1 | softmax i | values i | scores i + 2 ...
@@ -21,10 +21,13 @@
 
 #include <cstdint>
 
+#include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/m64_fp8/config.h"
 #include "cuda/attention/sm90/queries.cuh"
 #include "cuda/attention/sm90/results.cuh"
+#include "cuda/common/cp_async.cuh"
 #include "cuda/common/e4m3.cuh"
+#include "cuda/common/mbarrier.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/order.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -207,7 +210,8 @@ struct Consumer {
   }
 
   // The largest score so far with its lift becomes the row max, if the weights would outgrow e4m3 otherwise. The row
-  // max of the tile before is the other warpgroup's. Returns whether any head's is another then.
+  // max of the tile before is the other warpgroup's. `by` becomes the factor of the accumulators so far. Returns
+  // whether it matters to any of the warp's heads.
   __device__ bool raise_row_max(const float (&score)[kScores], bool first, float (&by)[2]) {
     float top[2] = {kLowest, kLowest};
 #pragma unroll
@@ -530,7 +534,7 @@ struct Consumer {
   }
 };
 
-// Eight warps load rows. A warp computes the addresses of its rows of four tiles at once, a lane a row.
+// Four warps load rows. A warp computes the addresses of its rows of two tiles at once, a lane a row.
 template <Rows kRows, bool kPaged>
 struct Producer {
   static constexpr bool kScaled = is_scaled(kRows);
