@@ -216,11 +216,14 @@ struct Consumer {
     float top[2] = {kLowest, kLowest};
 #pragma unroll
     for (int j = 0; j < kScores / 4; ++j) {
-      float2 lift = {};
+      float2 lift;
       if constexpr (kScaled) lift = *reinterpret_cast<const float2*>(&s.lift[group][warp][8 * j + 2 * (lane % 4)]);
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        top[h] = fmaxf(top[h], fmaxf(score[4 * j + 2 * h] + lift.x, score[4 * j + 2 * h + 1] + lift.y));
+      for (int h = 0; h < 2; ++h) {
+        float first_score = score[4 * j + 2 * h], second = score[4 * j + 2 * h + 1];
+        if constexpr (kScaled) first_score += lift.x, second += lift.y;
+        top[h] = fmaxf(top[h], fmaxf(first_score, second));
+      }
     }
     bool raises = false;
 #pragma unroll
