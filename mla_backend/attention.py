@@ -54,9 +54,9 @@ def sparse_attention(
         cache_format, extra_cache_format: the caches' formats, names in `FORMATS`; by default what their dtypes and
             widths say.
         cache_scale: the scale of fp8_tensor_576 and fp8_tensor_512 caches; not 0.
-        products: `exact`, or `fp8` for FP8 rows only: with more than 32 heads a Hopper GPU then rounds queries and the
-            weights of rows to e4m3 once, which is faster. Their rope part stays bf16 where the rows' is. Fewer heads,
-            other GPUs and CPUs compute exactly.
+        products: `exact`, or `fp8` for FP8 rows only: with more than 32 heads, and lists of up to 2048 slots into rows
+            of 576 numbers, a Hopper GPU then rounds queries and the weights of rows to e4m3 once, which is faster.
+            Their rope part stays bf16 where the rows' is. All else is computed exactly.
         plan: what `plan()` returned for these lengths and products. Made here if left out.
         workspace: on a GPU, room for the results of tokens that the plan cuts, fp32 of `workspace_floats` numbers or
             more. Zeros before its first use, and then for any launches that come one after the other, whatever their

@@ -43,9 +43,9 @@ def dense_attention(
         causal: a request's last query sees the whole sequence, the one before it one token less, and so on.
         cache_format: the cache's format, a name in `FORMATS`; by default what its dtype and width say.
         cache_scale: the scale of fp8_tensor_576 caches; not 0.
-        products: `exact` or `fp8`, as for `sparse_attention`; the heads of all queries of a request count.
-        plan: what `plan(B, max_blocks * block_size, topk_length=lengths, num_heads=S * H, cache_format=...,
-            products=...)` returned. Made here if left out.
+        products: `exact`, or `fp8` with FP8 rows, as for `sparse_attention`. All kernels compute exactly so far.
+        plan: what `plan(B, max_blocks * block_size, topk_length=lengths, num_heads=S * H, cache_format=...)` returned.
+            Made here if left out.
         workspace: on a GPU, memory for partial results, as for `sparse_attention`; of `workspace_floats(ctas, S * H)`
             fp32 numbers. Made here if left out.
         batch_invariant: give a request the same bits whatever else is in the batch, by never cutting its sequence.
@@ -76,7 +76,6 @@ def dense_attention(
                     topk_length=lengths,
                     num_heads=min(max(rows, 1), MAX_HEADS),  # the op refuses others
                     cache_format=format_name(cache, cache_format),
-                    products=products,
                     device=q.device,
                     batch_invariant=batch_invariant,
                 )

@@ -82,7 +82,11 @@ Launch fitted(const AttentionProblem& p, Launch launch) {
   const bool swap_ab = launch.kernel == Kernel::swap_ab && (heads == 8 || heads == 16 || heads == 32);
   const bool m64 = (launch.kernel == Kernel::m64 || launch.kernel == Kernel::m64_fp8) && heads == 64;
   if (!swap_ab && !m64) return portable;
-  if (m64) launch.kernel = m64_kernel(p.products, p.lists[0].cache.format, p.heads);
+  if (m64) {
+    const int64_t slots = int64_t{p.lists[0].topk} + (p.list_count > 1 ? p.lists[1].topk : 0);
+    // a page table's width is not its requests' length: whether it is narrow must not change their bits
+    launch.kernel = p.lists[0].paged ? Kernel::m64 : m64_kernel(p.products, p.lists[0].cache.format, p.heads, slots);
+  }
   const bool clusters = swap_ab && heads <= 16 && selection != Selection::unclustered;
   const bool fills_grid = launch.ctas + launch.cluster > kMaxGpuCtas;  // once clusters are full
   if (!clusters || fills_grid || gpu.clusters[launch.cluster] == 0) launch.cluster = 1;

@@ -138,10 +138,11 @@ void for_each_candidate(const AttentionShape& shape, const Gpu& gpu, Use use) {
   if (shape.heads > 16 || tile == TileType::staged_576) of_kernel(Kernel::m64, 64);
 }
 
-// FP8 products have a kernel for more than 32 heads and rows of 576 numbers. It takes the launches of m64, which also
-// serves short lists of 17 heads and more.
-inline Kernel m64_kernel(Products products, const CacheFormat& format, int32_t heads) {
-  const bool suits = heads > 32 && format.quantised() && format.head_dim() == 576;
+// FP8 products have a kernel for more than 32 heads and rows of 576 numbers, which takes the launches of m64. Its
+// outputs' accumulators keep 13 to 14 bits as they grow, so it takes no longer lists than DeepSeek-V3.2's.
+constexpr int64_t kMostFp8Slots = 2048;
+inline Kernel m64_kernel(Products products, const CacheFormat& format, int32_t heads, int64_t slots) {
+  const bool suits = heads > 32 && format.quantised() && format.head_dim() == 576 && slots <= kMostFp8Slots;
   return products == Products::fp8 && suits ? Kernel::m64_fp8 : Kernel::m64;
 }
 
@@ -167,7 +168,8 @@ inline Launch choose_launch(const AttentionShape& given, const Gpu& gpu) {
     if (time < least) least = time, best = launch;
   });
   if (any) best.rounds = 0;
-  if (best.kernel == Kernel::m64) best.kernel = m64_kernel(given.products, given.format, given.heads);
+  if (best.kernel == Kernel::m64)
+    best.kernel = m64_kernel(given.products, given.format, given.heads, any ? 0 : given.tiles * kGpuTileSlots);
   return best;
 }
 

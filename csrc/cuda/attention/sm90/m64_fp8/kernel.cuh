@@ -1,5 +1,5 @@
-// Sparse attention for 33 heads and more with FP8 rows on Hopper, where both products are e4m3 times e4m3. Queries and
-// weights are rounded to e4m3; cached rows are multiplied as they are, and are never converted.
+// Sparse attention for 33 heads and more, and up to 2048 slots, with FP8 rows on Hopper, where both products are e4m3
+// times e4m3. Queries and weights are rounded to e4m3; cached rows are multiplied as they are, and are never converted.
 //
 //   scores  S [64 heads x 64 tokens] = Q [64 x 512] K^T, rope in bf16
 //   values  O^T [512 dims x 64 heads] += V^T [512 x 64] P^T
@@ -86,7 +86,7 @@ template <Rows kRows, Form kForm>
 struct Consumer {
   using Memory = Shared<kRows>;
   static constexpr bool kScaled = Memory::kScaled;
-  static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits, kDense = kForm == Form::dense;
+  static constexpr bool kMaxLogits = kForm == Form::sparse_max_logits;
   static constexpr int kScores = 32;  // per lane, of 64 x 64
   static constexpr int kBlocks = 4;   // of 64 dims, of a warpgroup's half of the output
   static constexpr int kSteps = kTileTokens / 32;
@@ -175,19 +175,12 @@ struct Consumer {
     return __all_sync(~0u, reinterpret_cast<const uint16_t*>(s.valid[stage])[lane] == 0x0101);
   }
 
-  // Hides slots without a row, and those that a head does not see.
-  __device__ void hide_slots(float (&score)[kScores], int stage, const CtaWork& cta, const TokenWork& work, int left,
-                             bool hides) const {
-    if (!hides && all_valid(stage)) return;
-    int seen[2] = {kTileTokens, kTileTokens};
+  // Hides slots without a row.
+  __device__ void hide_slots(float (&score)[kScores], int stage) const {
+    if (all_valid(stage)) return;
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (hides) seen[h] = cta.seen_of_tile(work, work.tile_end - left, head_begin + head(h));
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int token = i / 4 * 8 + 2 * (lane % 4) + i % 2;
-      if (!s.valid[stage][token] || token >= seen[half(i)]) score[i] = -INFINITY;
-    }
+    for (int i = 0; i < kScores; ++i)
+      if (!s.valid[stage][i / 4 * 8 + 2 * (lane % 4) + i % 2]) score[i] = -INFINITY;
   }
 
   // ---- softmax ----
@@ -420,7 +413,6 @@ struct Consumer {
     for (int token = cta.token_begin; token < cta.token_end; ++token) {
       const TokenWork work = cta.work(token);
       const uint32_t begin = tile, end = tile + work.tile_end - work.tile_begin;
-      const int hidden_tiles = kDense ? work.tile_end - cta.first_hidden_tile(work) : 0;  // at the end
 #pragma unroll
       for (int h = 0; h < 2; ++h) row_max[h] = max_score[h] = kLowest, total[h] = 0.0f;
 #pragma unroll
@@ -428,10 +420,6 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < kScores; ++i) out[b][i] = 0.0f;
       if (begin < end) load_queries(token);
-      const auto hide = [&](float (&score)[kScores], uint32_t tile) {
-        const int left = static_cast<int>(end - tile);
-        hide_slots(score, tile % kStages, cta, work, left, kDense && left <= hidden_tiles);
-      };
       tile += tile % 2 != group;
       if (tile < end) {
         float score[kScores], by[2];
@@ -444,7 +432,7 @@ struct Consumer {
         const uint64_t q = q_descriptor(), k = k_descriptor(stage);
         begin_scores(score, q, k);
         end_scores(score, q, k, stage);
-        hide(score, tile);
+        hide_slots(score, stage);
         if (tile > begin) add_values(tile - 1);
         softmax(score, words, by, raises, stage, tile == begin);
         publish(words, by, raises, tile);
@@ -468,7 +456,7 @@ struct Consumer {
         if (!kScaled) load_values(others, tile - 1);
         end_scores(score, q, k, stage);
         if (kScaled) load_values(others, tile - 1);
-        hide(score, tile);
+        hide_slots(score, stage);
         wait_for_probs(tile - 1);
         begin_values(others);
         softmax(score, words, by, raises, stage, false);
@@ -538,7 +526,7 @@ struct Consumer {
 };
 
 // Four warps load rows. A warp computes the addresses of its rows of two tiles at once, a lane a row.
-template <Rows kRows, bool kPaged>
+template <Rows kRows>
 struct Producer {
   static constexpr bool kScaled = is_scaled(kRows);
   static constexpr int kBatch = 32 / kWarpRows;  // tiles
@@ -547,14 +535,14 @@ struct Producer {
     const int first = warp * kWarpRows, at = first + lane % kWarpRows;
     TileCursor cursor(cta);
     cursor.advance(lane / kWarpRows);
-    TileRequest<kPaged> next(cursor, at, kBatch);
+    TileRequest<false> next(cursor, at, kBatch);
     uint32_t row = kNoRow;
     int batch = 0;  // 2 * token (as in TileRequest) + list
     for (int tile = 0;; ++tile) {
       if (tile % kBatch == 0) {
         row = next.row(p);
         batch = next.token * 2 + next.list;
-        next = TileRequest<kPaged>(cursor, at, kBatch);
+        next = TileRequest<false>(cursor, at, kBatch);
       }
       const int first_lane = tile % kBatch * kWarpRows;
       const int both = __shfl_sync(~0u, batch, first_lane);
@@ -639,7 +627,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_kernel(const __grid_con
   } else {
     cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
     pdl_wait();
-    Producer<kRows, kForm == Form::dense>::run(p, s, CtaWork(p, blockIdx.y, kTileTokens), warp - kConsumerWarps, lane);
+    Producer<kRows>::run(p, s, CtaWork(p, blockIdx.y, kTileTokens), warp - kConsumerWarps, lane);
   }
 }
 

@@ -26,20 +26,18 @@ void m64_fp8_attention(const AttentionProblem& p, const Launch& launch, void* st
     combine_split_tokens(p, false, stream);
   };
   if (p.tile == TileType::scaled_576)
-    sm90::with_form_of(p, std::integral_constant<Rows, Rows::fp8_ds_mla>{}, start);
+    sm90::with_sparse_form_of(p, std::integral_constant<Rows, Rows::fp8_ds_mla>{}, start);
   else
-    sm90::with_form_of(p, std::integral_constant<Rows, Rows::fp8_tensor_576>{}, start);
+    sm90::with_sparse_form_of(p, std::integral_constant<Rows, Rows::fp8_tensor_576>{}, start);
 }
 
 MLA_KERNELS {
   static const KernelEntry entries[] = {
       entry<Rows::fp8_ds_mla, Form::sparse>("sparse_attention sm90, FP8 products, fp8_ds_mla"),
       entry<Rows::fp8_ds_mla, Form::sparse_max_logits>("sparse_attention sm90, FP8 products, fp8_ds_mla, max logits"),
-      entry<Rows::fp8_ds_mla, Form::dense>("dense_attention sm90, FP8 products, fp8_ds_mla"),
       entry<Rows::fp8_tensor_576, Form::sparse>("sparse_attention sm90, FP8 products, fp8_tensor_576"),
       entry<Rows::fp8_tensor_576, Form::sparse_max_logits>(
-          "sparse_attention sm90, FP8 products, fp8_tensor_576, max logits"),
-      entry<Rows::fp8_tensor_576, Form::dense>("dense_attention sm90, FP8 products, fp8_tensor_576")};
+          "sparse_attention sm90, FP8 products, fp8_tensor_576, max logits")};
   return {entries, sizeof(entries) / sizeof(entries[0])};
 }
 
