@@ -217,7 +217,7 @@ def complete_calls():
     yield kvcache(indices=None, block_table=zeros(2, 1), cache_seqlens=zeros(2), enable_batch_invariant=False)
     yield fp8()
     yield prefill(topk_length=zeros(2), attn_sink=torch.zeros(4))
-    yield mha(deterministic=False)
+    yield from (mha(deterministic=False), packed("qkv"))
     yield forward(topk_length=zeros(2), workspace_bytes=2**20)
     yield functools.partial(mla_backend.backward_order, zeros(2, 10), rows=20, topk_length=zeros(2))
     yield from (flex(), flex(**PAGED))
