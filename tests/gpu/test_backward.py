@@ -6,42 +6,13 @@ import torch
 from hypothesis import given
 
 import mla_backend
-from gpu_checks import captured, chosen_kernel
+from gpu_checks import captured, chosen_kernel, on_either_device
 from mla_backend import library
 from problems import CUDA_KERNEL
-from tests.ops.test_backward import (
-    test_a_row_with_nan_reaches_the_queries_that_name_it_and_no_others,
-    test_an_order_of_other_lists_is_harmless,
-    test_delta,
-    test_every_head_count,
-    test_every_list_length,
-    test_infinite_sinks,
-    test_inputs_of_any_strides,
-    test_lists_that_name_one_row_again_and_again,
-    test_nothing_to_attend_to_gives_zeros,
-    test_outputs_and_workspace_of_ones_own,
-    test_same_bits_every_time_in_any_workspace_and_with_an_order_of_ones_own,
-    test_the_gradient_of_lse_with_a_sink,
-    test_the_order_of_contributions,
-    test_the_order_of_many_pairs_is_a_stable_sort,
-    test_weights_of_1_give_exact_bits,
-)
-from tests.ops.test_training import (
-    test_a_rollout_from_a_paged_cache_gives_the_bits_of_training,
-    test_a_second_derivative_is_refused,
-    test_flash_mla_sparse_bwd,
-    test_only_gradients_that_are_asked_for,
-    test_rows_after_a_querys_position_are_skipped_if_it_is_given,
-    test_the_forward_is_sparse_attention,
-    test_the_gradient_of_lse_alone,
-    test_tilelangs_interface_with_a_batch,
-    test_tilelangs_interface_without_a_batch,
-    test_training_compiles_without_a_graph_break,
-)
-from tests.ops.test_training_examples import test_a_model_of_two_layers_trains_as_with_the_reference
 from training_problems import random_training_problem, training_problems
 
 pytestmark = pytest.mark.gpu
+globals().update(on_either_device("backward", "training", "training_examples"))
 KERNELS = ("auto", "portable")
 
 

@@ -6,16 +6,12 @@ import pytest
 import torch
 
 import mla_backend
-from gpu_checks import captured
+from gpu_checks import captured, on_either_device
 from mla_backend import cli, library, reference
 from problems import FORMATS, all_bytes, copy_with_gaps, random_cache
-from tests.ops.test_cache import (
-    test_gathered_rows_are_the_dequantised_ones,
-    test_positions_become_slots,
-    test_writing_has_the_bits_of_the_oracle,
-)
 
 pytestmark = pytest.mark.gpu
+globals().update(on_either_device("cache"))
 
 
 def bits(x):

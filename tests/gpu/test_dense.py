@@ -8,23 +8,16 @@ from hypothesis import strategies as st
 
 import mla_backend
 from dense_problems import DenseProblem, dense_problems, random_dense
-from gpu_checks import captured, chosen_kernel
+from gpu_checks import captured, chosen_kernel, on_either_device
 from mla_backend import Plan
 from mla_backend.plan import workspace_floats
 from plans import planned
 from problems import BASIC, BASIC_WAYS, FORMATS, WAYS, all_bytes, assert_accurate, score_error
-from tests.ops.test_dense import (
-    same,
-    test_a_nan_reaches_only_its_request,
-    test_batch_invariance_gives_a_request_the_same_bits_alone_and_in_a_batch,
-    test_blocks_outside_the_cache_are_skipped,
-    test_every_block_size,
-    test_every_number_of_queries_and_heads,
-    test_strided_inputs_and_outputs,
-)
+from tests.ops.test_dense import same
 from tests.ops.test_flash_mla import test_attention_over_whole_sequences
 
 pytestmark = pytest.mark.gpu
+globals().update(on_either_device("dense"))
 HEADS = [1, 2, 8, 9, 16, 17, 32, 33, 64, 100, 128]
 BATCHES = [(700, 64, 130), tuple(range(1, 41)), tuple(range(120, 160))]
 """Lengths of sequences: few requests, which are split, and many short or longer ones."""

@@ -8,31 +8,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import mla_backend
 from flex_problems import BLOCKS, MASKS, flex_problems, mask_mod, random_flex
-from gpu_checks import captured, chosen_kernel, nothing_waits
+from gpu_checks import captured, chosen_kernel, nothing_waits, on_either_device
 from problems import CUDA_KERNEL
-from tests.ops.test_flex import (
-    test_a_mask_is_read_once,
-    test_a_mask_that_was_read_in_inference_serves_training,
-    test_a_query_that_sees_nothing_gives_0_and_minus_infinity_and_no_gradient,
-    test_a_row_with_nan_reaches_the_queries_that_see_it_and_no_others,
-    test_a_second_derivative_is_refused,
-    test_a_table_of_blocks_that_names_bits_which_are_not_there_is_harmless,
-    test_a_tree_of_drafted_tokens_over_a_paged_cache,
-    test_another_mask_mod_is_read_anew,
-    test_blocks_without_a_mask_mod_in_any_order_and_with_garbage,
-    test_every_block_size,
-    test_every_kind_of_mask,
-    test_gradients_have_the_same_bits_in_any_parts_and_are_those_of_lists,
-    test_it_compiles_without_a_graph_break,
-    test_large_blocks_are_read_in_strips,
-    test_lists_name_what_is_seen_in_ascending_order,
-    test_many_parts_and_a_mask_that_all_batch_elements_share,
-    test_more_heads_without_gradients,
-    test_nothing_to_do_gives_zeros,
-    test_only_gradients_that_are_asked_for,
-)
 
 pytestmark = pytest.mark.gpu
+globals().update(on_either_device("flex"))
 KERNELS = ("auto", "portable")
 
 

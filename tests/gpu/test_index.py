@@ -9,26 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from gpu_checks import captured
+from gpu_checks import captured, on_either_device
 from index_problems import DTYPES, KINDS, POISON, index_problems, random_index
 from mla_backend import reference
 from mla_backend.keys import KEY_FORMATS
-from tests.ops.test_index import (
-    test_bits_of_a_token_depend_on_nothing_else_in_the_batch,
-    test_no_blocks_no_requests_no_tokens_and_no_positions_are_ordinary,
-    test_selections_are_those_of_the_oracle,
-    test_tensors_may_have_strides,
-)
-from tests.ops.test_rotate_queries import (
-    assert_exact,
-    random_queries,
-    test_a_querys_size_is_in_its_weight,
-    test_bits_are_the_references,
-    test_outputs_may_have_strides,
-    test_zeros_and_what_is_no_number_stay_in_their_heads,
-)
+from tests.ops.test_rotate_queries import assert_exact, random_queries
 
 pytestmark = pytest.mark.gpu
+globals().update(on_either_device("index", "rotate_queries"))
 HEADS = [1, 16, 20, 32, 40, 64, 65, 128]
 random_problem = functools.partial(random_index, device="cuda")
 

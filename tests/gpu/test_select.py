@@ -8,26 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mla_backend
-from gpu_checks import captured, nothing_waits
+from gpu_checks import captured, nothing_waits, on_either_device
 from index_problems import KINDS, QUERY_DTYPES, TOPKS, index_problems, random_index
 from mla_backend.index import MAX_POSITIONS, MAX_WORKSPACE, select_workspace
-from tests.ops.test_select import (
-    assert_equal,
-    test_a_tokens_selection_is_the_same_alone_in_a_batch_and_in_any_chunk,
-    test_any_scores_are_selected_from_exactly,
-    test_contiguous_keys_give_the_bits_of_a_paged_cache,
-    test_drafts_of_any_number_get_what_each_token_gets_alone,
-    test_exactly_the_best_scores_are_chosen,
-    test_no_blocks_no_requests_and_no_tokens_are_ordinary,
-    test_positions_become_slots_of_another_cache,
-    test_positions_without_a_key_are_not_chosen_unless_all_are,
-    test_scores_in_any_order_are_selected_from_exactly,
-    test_tensors_may_have_strides,
-    test_the_largest_are_selected_by_rising_position,
-    test_what_lies_behind_a_context_does_not_matter,
-)
+from tests.ops.test_select import assert_equal
 
 pytestmark = pytest.mark.gpu
+globals().update(on_either_device("select"))
 HEADS = [1, 3, 16, 20, 32, 40, 64, 65, 128]
 random_problem = functools.partial(random_index, device="cuda")
 

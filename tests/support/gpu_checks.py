@@ -1,11 +1,21 @@
 """How tests on a GPU hold a launch to the oracle, choose its kernels, and capture it."""
 
+import importlib
+import inspect
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
 
 from mla_backend import library
 from problems import CUDA_KERNEL, MAGNITUDE
+
+
+def on_either_device(*names: str) -> dict[str, Callable]:
+    """The tests in tests/ops/test_NAME.py that have a `device`, by name. A module of tests/gpu takes them over."""
+    modules = [importlib.import_module(f"tests.ops.test_{name}") for name in names]
+    tests = {name: test for module in modules for name, test in vars(module).items() if name.startswith("test_")}
+    return {name: test for name, test in tests.items() if "device" in inspect.signature(test).parameters}
 
 
 def check(problem, magnitude=MAGNITUDE, **options):
