@@ -126,32 +126,20 @@ def test_flash_mla_sparse_bwd(device):
     assert_gradients_accurate(base2, oracle, problem.typical_sizes())
 
 
-def test_rows_after_a_querys_position_are_skipped_if_it_is_given(device):
-    problem = random_training_problem(5, 4, 40, 30, device=device)
-    seen = problem.indices <= torch.arange(10, 15, device=device).unsqueeze(1)
-    causal = problem.but(indices=torch.where(seen, problem.indices, -1))
-    kv = problem.kv.unsqueeze(1)
-    out, lse = sparse_mla(causal)
-    arguments = problem.q, kv, out, problem.d_out, problem.indices.unsqueeze(1), lse
-    d_q, d_kv = flash_mla.flash_mla_sparse_bwd(*arguments, q_start_index_s=10)
-    want = causal.gradients()
-    assert torch.equal(d_q, want[0]) and torch.equal(d_kv.squeeze(1), want[1])
-
-
 @pytest.mark.parametrize("first", [0, 10])
-def test_the_interface_of_flash_mlas_forks_is_causal_from_any_position(device, first):
+def test_rows_after_a_querys_position_are_skipped_if_it_is_given(device, first):
+    """In the interface of FlashMLA's forks from any position on, in FlashMLA's own if there is anything before."""
     problem = random_training_problem(5, 4, 40, 30, device=device)
     seen = problem.indices <= torch.arange(first, first + 5, device=device).unsqueeze(1)
     causal = problem.but(indices=torch.where(seen, problem.indices, -1))
     q, kv = problem.q.clone().requires_grad_(), problem.kv.clone().unsqueeze(1).requires_grad_()
-    lists = problem.indices.unsqueeze(1)
+    lists, how = problem.indices.unsqueeze(1), dict(sm_scale=problem.scale, q_start_index_s=first)
     out, _, lse, scores = flash_mla_fork.flash_mla_sparse_fwd(q, kv, lists, problem.scale, q_start_index_s=first)
     assert scores is None and torch.equal(out, sparse_mla(causal)[0])
-    d_q, d_kv = flash_mla_fork.flash_mla_sparse_bwd(
-        q, kv, out, problem.d_out, lists, lse, sm_scale=problem.scale, q_start_index_s=first
-    )
     want = causal.gradients()
-    assert torch.equal(d_q, want[0]) and torch.equal(d_kv.squeeze(1), want[1])
+    for interface in (flash_mla_fork, flash_mla) if first else (flash_mla_fork,):
+        d_q, d_kv = interface.flash_mla_sparse_bwd(q, kv, out, problem.d_out, lists, lse, **how)
+        assert torch.equal(d_q, want[0]) and torch.equal(d_kv.squeeze(1), want[1])
 
 
 def test_tilelangs_interface_without_a_batch(device):
