@@ -30,15 +30,6 @@ def test_a_full_disk_is_a_sentence(words, monkeypatch, capfd):
     assert capfd.readouterr().err.startswith("error: ")
 
 
-def test_a_library_that_does_not_load_is_a_sentence(monkeypatch, capsys):
-    def missing(name):
-        raise ImportError("there is no library")
-
-    monkeypatch.setattr("importlib.import_module", missing)
-    assert main(["ops", "index", "--help"]) == 2
-    assert capsys.readouterr().err == "error: there is no library\n"
-
-
 def test_values_are_read():
     assert opt.count("3") == 3 and opt.positive("0.5") == 0.5
     assert opt.listed(opt.count)("16, 1,16") == [16, 1] and opt.names("a,b") == ["a", "b"]
@@ -60,13 +51,6 @@ REFUSED += [(opt.size, text) for text in ("0", "0G", "-1G", "1X", "G", "1Gi2")]
 def test_wrong_values_are_refused(read, text):
     with pytest.raises(argparse.ArgumentTypeError):
         read(text)
-
-
-@pytest.mark.parametrize("read", [opt.new_file, opt.new_folder])
-def test_a_missing_folder_is_named_and_not_made(read, tmp_path):
-    with pytest.raises(argparse.ArgumentTypeError, match=str(tmp_path / "missing")):
-        read(str(tmp_path / "missing" / "new"))
-    assert not (tmp_path / "missing").exists()
 
 
 def test_an_output_is_left_as_it_is(tmp_path):

@@ -1,11 +1,9 @@
 """A report shows what the result files have, in one page."""
 
 import json
-import os
 
 import pytest
 
-import hostile
 import result_examples
 from serving_benchmarks.__main__ import main
 
@@ -44,21 +42,6 @@ def test_text_of_files_cannot_become_markup_and_cells_stay_apart(kind, tmp_path)
     assert "<" not in page and "\n# x" not in page
     for table in page.split("\n\n"):
         assert len({line.replace("\\|", "").count("|") for line in table.splitlines() if line.startswith("|")}) <= 1
-
-
-def test_names_that_are_no_text_leave_the_page_whole(tmp_path):
-    good = result_examples.index()
-    before = report_of(tmp_path, result_examples.write(tmp_path, "good", good))
-    good["environment"]["gpus"][0]["name"] = "\ud800"
-    words = str(result_examples.write(tmp_path, "half", good)), "--output", str(tmp_path / "report.md")
-    assert main(["report", *words]) == 2 and (tmp_path / "report.md").read_text() == before
-    name = tmp_path / os.fsdecode(b"\xff.json")
-    name.write_text(json.dumps(result_examples.index()))
-    assert "\\udcff.json" in report_of(tmp_path, name)
-
-
-def test_damaged_files_do_not_stop_the_page():
-    hostile.run("reports", [*range(30), 56013])
 
 
 def test_backends_and_numbers_of_gpus_of_several_files_are_compared_load_by_load(tmp_path):

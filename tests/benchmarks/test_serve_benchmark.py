@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from commands import parsed, status_of
-from serving_benchmarks.results import kinds, tables
+from serving_benchmarks.results import kinds
 from serving_benchmarks.run import common, serve, server, supervisor, throughput
 
 SMALL = ("--loads", "10+3", "--num-prompts", 4)
@@ -136,9 +136,3 @@ def test_an_entry_says_the_cache_of_its_own_backend():
     (case,) = common.cases_of(options, settings)
     entries = [common.entry(settings, name, case, "failed") for name in options.backend]
     assert [entry["kv_cache_dtype"] for entry in entries] == ["fp8", "bfloat16"] and "kv_cache_dtype" not in case
-
-
-def test_a_table_of_a_cpu_has_no_gpus():
-    entry = {"case": {"input_len": 1, "output_len": 1}, "backend": "B", "gpus": 2, "error": "failed"}
-    headings, rows = tables.of_models([({"gpus": [], "cpu": {"model": "a CPU"}}, entry)])
-    assert "GPU" not in " ".join(headings) and rows[0][headings.index("machine")] == "a CPU"

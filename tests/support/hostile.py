@@ -5,10 +5,8 @@ does anything but refuse the input with an error that it documents, or deal with
 each (`run`); `make torture` runs as many as there is time for.
 """
 
-import contextlib
 import copy
 import functools
-import io
 import json
 import math
 import shutil
@@ -474,28 +472,4 @@ def requests(random: Random, folder: Path, device: str) -> None:
             assert update.finish_reason in (None, "stop", "length", "error")
 
 
-# Result files of benchmarks
-
-
-def reports(random: Random, folder: Path, device: str) -> None:
-    """A damaged file is not understood, and the page goes on."""
-    import result_examples
-    from serving_benchmarks.__main__ import main
-
-    good = result_examples.write(folder, "good", result_examples.index())
-    kinds = result_examples.every_kind()
-    report = kinds[random.choice(sorted(kinds))]
-    report["results"] = report["results"][:3]
-    part = random.choice(["environment", "results"])
-    report[part] = mutated_json(random, report[part], random.randint(1, 3))
-    data = json.dumps(report).encode()
-    (folder / "bad.json").write_bytes(mutated_bytes(random, data) if random.random() < 0.2 else data)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        status = main(["report", str(good), str(folder / "bad.json"), "--output", str(folder / "page")])
-    assert status == 0 and "64q1s4k" in (folder / "page").read_text()
-
-
-ATTACKS: dict[str, Attack] = {
-    attack.__name__: attack for attack in (plans, ops, lines, files, checkpoints, requests, reports)
-}
+ATTACKS: dict[str, Attack] = {attack.__name__: attack for attack in (plans, ops, lines, files, checkpoints, requests)}
