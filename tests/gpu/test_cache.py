@@ -9,6 +9,7 @@ import mla_backend
 from gpu_checks import captured, on_either_device
 from mla_backend import cli, library, reference
 from problems import FORMATS, all_bytes, copy_with_gaps, random_cache
+from tests.ops.test_cache import tokens_for
 
 pytestmark = pytest.mark.gpu
 globals().update(on_either_device("cache"))
@@ -20,18 +21,6 @@ def bits(x):
 
 def on_gpu(x):
     return None if x is None else x.cuda()
-
-
-def random_tokens(fmt, n, dtype, special=None):
-    """Latent and rope values, the latter None where the format has none."""
-    rows = reference.FORMATS[fmt]
-    group = rows.group or 64
-    sizes = torch.exp(torch.randn(n, rows.latent // group) * 10).repeat_interleave(group, 1)
-    values = [torch.randn(n, rows.latent) * sizes, torch.randn(n, rows.rope)]
-    if special is not None:
-        for value in values:
-            value[torch.rand(value.shape) < 0.02] = special
-    return values[0].to(dtype), values[1].to(dtype) if rows.rope else None
 
 
 @pytest.mark.parametrize(
@@ -79,7 +68,7 @@ def test_a_cache_of_more_than_2_to_the_31_elements(fmt):
     blocks = 2**31 // (64 * form.width) + 100
     cache = form.new_cache(blocks, 64, device="cuda")
     slots = torch.tensor([0, 63, blocks * 32, blocks * 64 - 1, blocks * 64], device="cuda")
-    values = random_tokens(fmt, 5, form.number)
+    values = tokens_for(fmt, 5, form.number)
     mla_backend.cache_write(*map(on_gpu, values), cache, slots)
     # the same in the first and the last page of a small one, which has the bytes of those pages
     small = form.new_cache(3, 64)
@@ -93,7 +82,7 @@ def test_a_cache_of_more_than_2_to_the_31_elements(fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_captured_graph_follows_new_slots_and_values(fmt):
     form = mla_backend.FORMATS[fmt]
-    values = [on_gpu(v) for v in random_tokens(fmt, 20, form.number)]
+    values = [on_gpu(v) for v in tokens_for(fmt, 20, form.number)]
     slots = torch.arange(20, device="cuda")
     cache = form.new_cache(4, 16, device="cuda")
     rows = torch.empty(20, form.head_dim, dtype=form.number, device="cuda")
@@ -105,7 +94,7 @@ def test_a_captured_graph_follows_new_slots_and_values(fmt):
     step()
     graph, _ = captured(step)
     for _ in range(3):
-        fresh = random_tokens(fmt, 20, form.number)
+        fresh = tokens_for(fmt, 20, form.number)
         for value, new in zip(values, fresh, strict=True):
             if new is not None:
                 value.copy_(new)
@@ -117,7 +106,7 @@ def test_a_captured_graph_follows_new_slots_and_values(fmt):
 
 
 def test_it_runs_on_the_current_stream():
-    latent, rope = (t.cuda() for t in random_tokens("fp8_ds_mla", 4000, torch.bfloat16))
+    latent, rope = (t.cuda() for t in tokens_for("fp8_ds_mla", 4000, torch.bfloat16))
     cache = mla_backend.FORMATS["fp8_ds_mla"].new_cache(64, 64, device="cuda")
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -131,7 +120,7 @@ def test_it_runs_on_the_current_stream():
 
 
 def test_arguments_on_two_devices_are_refused():
-    latent, rope = random_tokens("bf16", 3, torch.bfloat16)
+    latent, rope = tokens_for("bf16", 3, torch.bfloat16)
     cache = mla_backend.FORMATS["bf16"].new_cache(2, 2, device="cuda")
     with pytest.raises(ValueError, match="must be on"):
         mla_backend.cache_write(latent, rope, cache, torch.arange(3))

@@ -149,16 +149,6 @@ def test_every_scale_byte_is_a_power_of_two(device, cpu_kernel, fmt, heads, prod
     assert torch.equal(out[~small], want[~small]) and (out[small] <= 0).all() and (out[small] >= want[small]).all()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_duplicates_count_as_often_as_they_stand(cpu_kernel, fmt):
-    problem = random_problem(fmt, tokens=1, heads=2, topk=6)
-    problem.indices = torch.tensor([[5, 5, 5, 9, 5, 9]], dtype=torch.int32)
-    problem.check()
-    once = problem.but(indices=torch.tensor([[5]], dtype=torch.int32)).solve()[1]
-    thrice = problem.but(indices=torch.tensor([[5, 5, 5]], dtype=torch.int32)).solve()[1]
-    assert torch.allclose(thrice - once, torch.tensor(3.0).log(), atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("fmt", "magnitude"),
     [
@@ -230,19 +220,19 @@ def test_slots_outside_the_cache_are_skipped(device, cpu_kernel, bad):
     assert_accurate(got, problem.oracle(), score_error=score_error(problem.cache, device))
 
 
-@pytest.mark.parametrize("empty", ["topk 0", "all invalid", "length 0", "no blocks", "negative length"])
+EMPTY = {
+    "topk 0": lambda p: p.but(indices=p.indices[:, :0]),
+    "all invalid": lambda p: p.but(indices=torch.full_like(p.indices, -1)),
+    "no blocks": lambda p: p.but(cache=p.cache[:0]),
+    **{f"length {n}": lambda p, n=n: p.but(topk_length=torch.full((3,), n, dtype=torch.int32)) for n in (0, -7)},
+}
+
+
+@pytest.mark.parametrize("empty", EMPTY)
 def test_nothing_to_attend_to_gives_zero_and_minus_infinity(cpu_kernel, empty):
     problem = random_problem(tokens=3, heads=4, topk=20)
     problem.sink = torch.tensor([0.0, torch.inf, -torch.inf, 1.0])
-    if empty == "topk 0":
-        problem.indices = problem.indices[:, :0]
-    elif empty == "all invalid":
-        problem.indices.fill_(-1)
-    elif empty == "no blocks":
-        problem.cache = problem.cache[:0]
-    else:
-        problem.topk_length = torch.full((3,), 0 if empty == "length 0" else -7, dtype=torch.int32)
-    out, lse, largest = problem.solve()
+    out, lse, largest = EMPTY[empty](problem).solve()
     assert (out == 0).all() and (lse == -torch.inf).all() and (largest == -torch.inf).all()
 
 
@@ -287,8 +277,9 @@ def test_a_dimension_of_one_for_the_kv_head_is_accepted():
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_an_fp8_cache_may_come_as_any_byte(dtype):
-    problem = random_problem()
+@pytest.mark.parametrize("fmt", QUANTISED)
+def test_an_fp8_cache_may_come_as_any_byte(fmt, dtype):
+    problem = random_problem(fmt)
     assert torch.equal(problem.solve()[0], problem.but(cache=problem.cache.view(dtype)).solve()[0])
 
 
@@ -304,17 +295,10 @@ def test_a_sink_scales_the_output_and_leaves_lse(device, cpu_kernel, fmt, produc
     assert (out[:, 0] == 0).all() and torch.equal(out[:, 1], without[0][:, 1]) and torch.equal(lse, without[1])
 
 
-@pytest.mark.parametrize("magnitude", [1e-3, 3.0])
 @pytest.mark.parametrize("fmt", BASIC)
-def test_small_and_large_scores(cpu_kernel, fmt, magnitude):
-    problem = random_problem(fmt, tokens=2, heads=16, topk=500, magnitude=magnitude)
-    problem.q *= magnitude / 0.1
-    problem.check(magnitude)
-
-
 @pytest.mark.parametrize("scale", [0.0, -0.05, 3.0])
-def test_any_scale(cpu_kernel, scale):
-    random_problem(heads=3, scale=scale).check()
+def test_any_scale(cpu_kernel, fmt, scale):
+    random_problem(fmt, heads=3, topk=500, scale=scale).check()
 
 
 @given(problem=problems(max_tokens=3, max_topk=600), threads=st.sampled_from([1, 2, 3]))
@@ -358,13 +342,6 @@ def test_a_plan_that_fits_is_followed(cpu_kernel, fmt):
     whole, split = (problem.solve(plan=planned(2, 3000, ctas=ctas)) for ctas in (1, 9))
     assert torch.equal(whole[1], problem.solve(batch_invariant=True)[1])
     assert not torch.equal(whole[1], split[1])
-
-
-def test_returned_tensors_are_the_ones_given():
-    problem = random_problem()
-    out, lse = torch.empty(2, 16, 512).bfloat16(), torch.empty(2, 16)
-    got = mla_backend.sparse_attention(problem.q, problem.cache, problem.indices, scale=0.1, out=out, lse=lse)
-    assert got[0] is out and got[1] is lse
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import mla_backend
 from mla_backend import reference
-from problems import FORMATS, all_bytes, copy_with_gaps, random_cache, write_part
+from problems import FORMATS, all_bytes, copy_with_gaps, random_cache
 
 GAPS = (0, 16, 8, 1)
 """Elements more from a page, or from a row where a format allows that, to the next one. Of bytes 8, and of all 1, make
@@ -197,15 +197,6 @@ def test_gathered_rows_are_the_dequantised_ones(device, fmt, data):
     assert whole[:, form.head_dim :].isnan().all(), "nothing beside the rows is written"
 
 
-@pytest.mark.parametrize("fmt", ["fp8_model1", "fp8_528"])
-def test_a_scale_byte_of_255_is_nan_for_its_group_alone(fmt):
-    cache, group = random_cache(fmt, 2, 3), mla_backend.FORMATS[fmt].group
-    write_part(cache, fmt, 4, "scales", torch.tensor([255]))
-    got = mla_backend.cache_gather(cache, torch.arange(6))
-    assert (got[4, :group].view(torch.int16) == 0x7FC0).all()
-    assert got.isnan().sum() == group
-
-
 @given(st.data())
 def test_positions_become_slots(device, data):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
@@ -235,23 +226,3 @@ def test_each_position_has_a_slot_on_one_rank_and_a_rank_keeps_its_positions_in_
     ]
     assert sum(slots >= 0 for slots, _ in found).eq(1).all() and sum(counts for _, counts in found) == 400
     assert all((slots[slots >= 0].diff() == 1).all() for slots, _ in found)
-
-
-def test_a_slot_that_does_not_fit_32_bits_is_no_slot():
-    table = torch.tensor([[2**31 - 1, 2**24]], dtype=torch.int32)
-    slots, counts = mla_backend.convert_indices(
-        torch.tensor([[1, 128, 5]], dtype=torch.int32), table, torch.zeros(1, dtype=torch.int32), 64
-    )
-    assert slots.tolist() == [[-1, -1, -1]] and counts.tolist() == [0]
-
-
-def test_compact_counts_serve_as_lengths():
-    from problems import assert_accurate, random_problem
-
-    problem = random_problem(tokens=3, heads=2, topk=50)
-    table = torch.randperm(8).int().view(1, 8)
-    positions = torch.randint(-20, 8 * 16 + 20, (3, 50), dtype=torch.int32)
-    requests = torch.zeros(3, dtype=torch.int32)
-    plain, _ = mla_backend.convert_indices(positions, table, requests, 16)
-    compact, counts = mla_backend.convert_indices(positions, table, requests, 16, compact=True)
-    assert_accurate(problem.but(indices=compact, topk_length=counts).solve(), problem.but(indices=plain).oracle())

@@ -103,31 +103,6 @@ def test_metadata_of_september_2025(device, fmt, s_q):
     assert_decode(got, want, b, s_q, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8])
-@pytest.mark.parametrize("block_size", [2, 61, 64, 69, 576])
-def test_the_packages_512_wide_cache(block_size, dtype):
-    """584 bytes a token, in blocks that are padded to a multiple of 576 bytes; what no list names is NaN."""
-    b, s_q, h_q, topk = 2, 3, 64, 20
-    rows = mla_backend.FORMATS["fp8_model1"]
-    q, filled, indices = request_tensors("fp8_model1", b, s_q, h_q, topk, 3, block_size)
-    indices.clamp_(min=-1, max=3 * block_size - 1)
-    pages = torch.full((3, rows.page_bytes(block_size)), 0xFF, dtype=torch.uint8)
-    cache = pages[:, : block_size * 584].view(3, block_size, 1, 584)
-    named = indices[indices >= 0].unique()
-    mla_backend.cache_write(*split(mla_backend.cache_gather(filled, named), rows), cache, named)
-    assert cache.stride()[1:] == (584, 584, 1) and cache.stride(0) % 576 == 0
-    sink = torch.cat([torch.tensor([torch.inf, -torch.inf]), torch.randn(h_q - 2)])
-    got = decode(q, cache.view(dtype), indices, is_fp8_kvcache=True, attn_sink=sink)
-    assert not got[0].isnan().any() and not got[0][:, :, 0].any()
-    want = reference.sparse_attention(q.flatten(0, 1), filled.squeeze(2), indices.flatten(0, 1), scale=512**-0.5)
-    assert_decode((got[0][:, :, 1:2], got[1][:, 1:2]), [x[:, 1:2] for x in want[:2]], b, s_q)
-
-
-def split(rows, fmt):
-    """Dequantised rows as cache_write takes them."""
-    return rows[:, : fmt.latent], rows[:, fmt.latent :]
-
-
 SEQLENS = torch.full((3,), 64, dtype=torch.int32)
 
 

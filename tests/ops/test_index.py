@@ -42,10 +42,8 @@ def test_no_blocks_no_requests_no_tokens_and_no_positions_are_ordinary(device):
     problem = random_index(device=device)
     nothing = problem.but(cache=problem.cache[:0])
     assert (nothing.solve()[nothing.seen()] == -torch.inf).all()
-    for empty in (
-        problem.but(block_table=problem.block_table[:0]),
-        problem.but(block_table=problem.block_table[:, :0]),
-    ):
+    for table in (problem.block_table[:0], problem.block_table[:, :0]):
+        empty = problem.but(block_table=table)
         assert (empty.solve()[empty.seen()] == -torch.inf).all()
     no_scores = problem.but(positions=0).solve()
     assert no_scores.shape == (8, 0) and (mla_backend.select_top(no_scores, problem.lengths, 4) == -1).all()

@@ -134,16 +134,6 @@ def test_a_gpu_counts_what_short_lists_cost_besides_their_tiles():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ctas", "most", "busy"),
-    [(128, 66, 2, 64), (512, 132, 4, 128), (66, 66, 1, 66), (50, 66, 1, 50), (132 * 3 - 33, 132, 3, 121)],
-)
-def test_whole_tokens_are_shared_out_equally(tokens, ctas, most, busy):
-    table = gpu_plan(tokens, 2048, by_load(ctas, splits=1))
-    taken = table[:, 1] - table[:, 0]
-    assert (walk(table, [32] * tokens, GPU_TILE_SLOTS), taken.max(), (taken > 0).sum()) == ([1] * tokens, most, busy)
-
-
-@pytest.mark.parametrize(
     ("tokens", "slots", "fmt"), [(192, 1024, "fp8_ds_mla"), (230, 2048, "bf16"), (200, 2048, "bf16")]
 )
 def test_two_rounds_of_whole_tokens_are_for_full_lists(tokens, slots, fmt):

@@ -24,6 +24,9 @@ from index_problems import (
 from mla_backend import reference
 from mla_backend.index import MAX_WORKSPACE, select_workspace
 
+NONE = slice(0)
+E4M3 = torch.float8_e4m3fn
+
 
 def assert_equal(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
     """The same positions, and bits of their scores."""
@@ -118,14 +121,7 @@ def test_the_largest_are_selected_by_rising_position(device, scores, topk, want)
 
 
 @pytest.mark.parametrize(
-    ("heads", "dtype"),
-    [
-        (1, torch.float32),
-        (3, torch.bfloat16),
-        (32, torch.float8_e4m3fn),
-        (64, torch.bfloat16),
-        (128, torch.float8_e4m3fn),
-    ],
+    ("heads", "dtype"), [(1, torch.float32), *((n, torch.bfloat16) for n in (3, 64)), *((n, E4M3) for n in (32, 128))]
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokens_selection_is_the_same_alone_in_a_batch_and_in_any_chunk(device, cpu_kernel, kind, heads, dtype):
@@ -233,11 +229,8 @@ def test_positions_without_a_key_are_not_chosen_unless_all_are(device, kind):
 
 def test_no_blocks_no_requests_and_no_tokens_are_ordinary(device):
     problem = random_index(device=device)
-    for empty in (
-        problem.but(cache=problem.cache[:0]),
-        problem.but(block_table=problem.block_table[:0]),
-        problem.but(block_table=problem.block_table[:, :0]),
-    ):
+    without = dict(cache=problem.cache[:0]), *(dict(block_table=problem.block_table[i]) for i in (NONE, (..., NONE)))
+    for empty in (problem.but(**change) for change in without):
         chosen, scores = empty.select(7)
         assert ((chosen == -1) | (empty.lengths <= 7).unsqueeze(1)).all() and (scores == -torch.inf).all()
     chosen, scores = problem.only(slice(0)).select(7)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import mla_backend
 from mla_backend import reference
-from problems import all_bytes, assert_accurate, copy_with_gaps, random_problem
+from problems import all_bytes, copy_with_gaps, random_problem
 from staged_problems import SCALES, cache_with_scales, new_staged
 
 
@@ -59,18 +59,3 @@ def test_attention_reads_staged_rows(cpu_kernel, scales, heads, topk):
     lengths = torch.tensor([blocks * block_size], dtype=torch.int32)
     staged = mla_backend.stage_rows(cache_with_scales(scales, blocks, block_size), table, lengths)
     problem.but(cache=staged).check()
-
-
-def test_one_table_for_the_cache_and_one_for_staged_rows():
-    problem = random_problem("fp8_ds_mla", tokens=6, heads=40, topk=50, blocks=12)
-    table = torch.tensor([[7, 2, 11], [3, 5, -1]], dtype=torch.int32)
-    staged_table = torch.tensor([[0, 1, 2], [3, 4, -1]], dtype=torch.int32)
-    requests = torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32)
-    positions = torch.randint(-1, 45, (6, 50), dtype=torch.int32)
-    out = mla_backend.STAGED.new_cache(5, 16)
-    lengths = torch.tensor([45, 32], dtype=torch.int32)
-    mla_backend.stage_rows(problem.cache, table, lengths, staged_table=staged_table, out=out)
-    in_place, staged = (
-        problem.but(indices=mla_backend.convert_indices(positions, t, requests, 16)[0]) for t in (table, staged_table)
-    )
-    assert_accurate(staged.but(cache=out).solve(), in_place.oracle(), score_error=2.0**-9)

@@ -1,6 +1,6 @@
 """The ops as torch sees them: opcheck, torch.compile without graph breaks, threads of the caller."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -139,16 +139,7 @@ def test_new_token_counts_do_not_break_a_compiled_graph():
 def test_several_threads_may_call_at_once():
     problems = [random_problem(tokens=3, heads=17, topk=500) for _ in range(4)]
     want = [p.solve() for p in problems]
-    wrong = []
-
-    def work(i):
-        for _ in range(20):
-            if not all(torch.equal(a, b) for a, b in zip(problems[i].solve(), want[i], strict=True)):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda p: [p.solve() for _ in range(20)], problems))
+    for again, first in zip(found, want, strict=True):
+        assert all(torch.equal(a, b) for one in again for a, b in zip(one, first, strict=True))

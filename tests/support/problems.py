@@ -78,9 +78,10 @@ class SparseProblem(Arguments):
         (tokens, heads), device = q.shape[:2], q.device
         out = torch.full((tokens, heads, 512), torch.nan, dtype=q.dtype, device=device)
         lse = torch.full((tokens, heads), torch.nan, device=device)
-        return mla_backend.sparse_attention(
-            **{**vars(self), "out": out, "lse": lse, "return_max_logits": True, **options}
-        )
+        given = {**vars(self), "out": out, "lse": lse, "return_max_logits": True, **options}
+        found = mla_backend.sparse_attention(**given)
+        assert found[0] is given["out"] and found[1] is given["lse"]
+        return found
 
     def oracle(self) -> tuple[Tensor, Tensor, Tensor]:
         return reference.sparse_attention(**vars(self))
