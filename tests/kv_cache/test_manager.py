@@ -7,6 +7,8 @@ import kv_cache
 from kv_cache import CacheManager, OutOfBlocks
 from mla_backend import FORMATS, KEY_FORMATS
 
+STORAGE = kv_cache.Storage(kv_cache.Layout(1, 2, FORMATS["bf16"]), 3)
+
 
 def admitted(manager, tokens, **options):
     """A sequence whose tokens are all in the cache."""
@@ -138,11 +140,7 @@ def foreign():
         (lambda: CacheManager(1, 1, storage=1), TypeError, "storage must be a kv_cache.Storage; got int"),
         (lambda: CacheManager(1, 1, host_bytes=-1), ValueError, "host_bytes must be 0 or more"),
         (lambda: CacheManager(1, 1, host_bytes=9), ValueError, "storage must be given with host_bytes"),
-        (
-            lambda: CacheManager(1, 1, storage=kv_cache.Storage(kv_cache.Layout(1, 2, FORMATS["bf16"]), 3)),
-            ValueError,
-            "storage must have 1 blocks of 1 tokens; got 3 of 2",
-        ),
+        (lambda: CacheManager(1, 1, storage=STORAGE), ValueError, "storage must have 1 blocks of 1 tokens; got 3 of 2"),
         (lambda: held()[0].sequence([]), ValueError, "tokens must be 1 or more; got none"),
         (lambda: held()[0].sequence(["a"]), TypeError, "tokens must be ints of 32 bits"),
         (lambda: held()[0].sequence(5), TypeError, "tokens must be ints of 32 bits"),

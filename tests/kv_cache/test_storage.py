@@ -93,12 +93,8 @@ def test_copies_of_blocks_have_the_same_bytes_in_all_layers(latent, block_size, 
         (lambda: kv_cache.Layout(1, 1, "bf16"), TypeError, "latent must be one of mla_backend.FORMATS; got 'bf16'"),
         (lambda: kv_cache.Layout(1, 1, BF16, "fp8"), TypeError, "keys must be one of mla_backend.KEY_FORMATS or None"),
         (lambda: kv_cache.Layout(1, 1, BF16).blocks_in(-1), ValueError, "capacity must be 0 or more; got -1"),
-        (lambda: kv_cache.Storage(kv_cache.Layout(1, 1, BF16), 0), ValueError, "blocks must be 1 or more; got 0"),
-        (
-            lambda: kv_cache.Storage(kv_cache.Layout(1, 1, BF16), 1, "gpu"),
-            ValueError,
-            "device must be an available device",
-        ),
+        (lambda: small(blocks=0), ValueError, "blocks must be 1 or more; got 0"),
+        (lambda: small(device="gpu"), ValueError, "device must be an available device"),
         (lambda: small().copy_blocks([1], []), ValueError, "targets must be 1 blocks"),
         (lambda: small().copy_blocks([1], [2]), ValueError, "blocks must be 0 to 1; got [2]"),
     ],
@@ -109,8 +105,8 @@ def test_wrong_arguments_are_named(call, kind, text):
     assert text in str(error.value)
 
 
-def small():
-    return kv_cache.Storage(kv_cache.Layout(1, 2, BF16), 2)
+def small(blocks=2, device="cpu"):
+    return kv_cache.Storage(kv_cache.Layout(1, 2, BF16), blocks, device)
 
 
 def test_the_cache_manager_does_not_need_the_ops():

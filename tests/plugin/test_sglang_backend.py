@@ -1,6 +1,7 @@
 """The backend in SGLang's own fixtures: its metadata, cache and batches. The reference says what attention gives."""
 
 import contextlib
+import functools
 import unittest
 from types import SimpleNamespace
 
@@ -221,32 +222,27 @@ def test_drafts_get_this_backend_too():
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("where", "value", "word"),
     [
-        (lambda runner: setattr(runner, "dtype", torch.float16), "--dtype"),
-        (lambda runner: setattr(runner.model_config, "kv_lora_rank", 256), "256"),
-        (lambda runner: runner.model_config.hf_config.architectures.__setitem__(0, "LlamaForCausalLM"), "sparse MLA"),
-        (lambda runner: setattr(runner.model_config.hf_config, "learnable_sink", True), "learnable sinks"),
-        (lambda runner: setattr(runner, "hisparse_coordinator", SimpleNamespace()), "--enable-hisparse"),
-        (lambda runner: setattr(runner.token_to_kv_pool, "kv_cache_dim", 528), "--kv-cache-dtype bfloat16"),
-        (lambda runner: setattr(runner.token_to_kv_pool, "dtype", torch.float8_e4m3fn), "--dsa-decode-backend"),
-        (
-            lambda runner: setattr(runner.model_config.hf_config, "index_kpool", 4),
-            "MLA_SELECTION=1 does not take pooled",
-        ),
-        (lambda runner: setattr(runner.model_config.hf_config, "index_local_tokens", 1), "last tokens"),
-        (lambda runner: setattr(runner.model_config.hf_config, "index_n_heads", 129), "up to 128 index_n_heads"),
-        (lambda runner: setattr(runner.model_config.hf_config, "index_topk", 8192), "up to 4096; got 128, 1 and 8192"),
-        (
-            lambda runner: setattr(runner.token_to_kv_pool.index_key_cache, "buffer", [torch.zeros(4, 4352)]),
-            "FP8 alone",
-        ),
+        ("dtype", torch.float16, "--dtype"),
+        ("model_config.kv_lora_rank", 256, "256"),
+        ("model_config.hf_config.architectures", ["LlamaForCausalLM"], "sparse MLA"),
+        ("model_config.hf_config.learnable_sink", True, "learnable sinks"),
+        ("hisparse_coordinator", SimpleNamespace(), "--enable-hisparse"),
+        ("token_to_kv_pool.kv_cache_dim", 528, "--kv-cache-dtype bfloat16"),
+        ("token_to_kv_pool.dtype", torch.float8_e4m3fn, "--dsa-decode-backend"),
+        ("model_config.hf_config.index_kpool", 4, "MLA_SELECTION=1 does not take pooled"),
+        ("model_config.hf_config.index_local_tokens", 1, "last tokens"),
+        ("model_config.hf_config.index_n_heads", 129, "up to 128 index_n_heads"),
+        ("model_config.hf_config.index_topk", 8192, "up to 4096; got 128, 1 and 8192"),
+        ("token_to_kv_pool.index_key_cache.buffer", [torch.zeros(4, 4352)], "FP8 alone"),
     ],
 )
-def test_what_it_cannot_do_is_said_before_it_serves(change, word, monkeypatch):
+def test_what_it_cannot_do_is_said_before_it_serves(where, value, word, monkeypatch):
     monkeypatch.setenv("MLA_SELECTION", "1")
     runner = batch_of(DECODE, (64,)).runner
-    change(runner)
+    *owners, name = where.split(".")
+    setattr(functools.reduce(getattr, owners, runner), name, value)
     with pytest.raises(ValueError, match="^sparse_mla: ") as refused:
         SparseMLABackend(runner)
     assert word in str(refused.value)
