@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import kv_cache
 from kv_cache import CacheManager, HostTier
 from mla_backend import FORMATS, KEY_FORMATS
+from tests.kv_cache.test_manager import admitted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYOUT = kv_cache.Layout(3, 4, FORMATS["fp8_ds_mla"], KEY_FORMATS["fp8"])
@@ -26,13 +27,6 @@ def contents(storage, blocks):
 
 def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
-def admitted(manager, tokens):
-    sequence = manager.sequence(tokens)
-    hits = manager.admit(sequence)
-    manager.commit(sequence, len(sequence) - hits)
-    return sequence
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -15,13 +15,8 @@ pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs
 
 
 def build(**environment):
-    return subprocess.run(
-        [sys.executable, "setup.py", "build_ext"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **environment},
-    )
+    how = dict(cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+    return subprocess.run([sys.executable, "setup.py", "build_ext"], **how)
 
 
 @pytest.mark.parametrize(

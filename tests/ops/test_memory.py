@@ -164,19 +164,11 @@ def test_numbers_at_odd_addresses_are_refused(argument):
         mla_backend.sparse_attention(**{**vars(problem), argument: view})
 
 
-def test_a_tensor_saved_for_backward_may_not_be_overwritten():
-    factor = torch.ones(2, 16, 576, dtype=torch.bfloat16, requires_grad=True)
-    cache = torch.zeros(2, 16, 576, dtype=torch.bfloat16)
-    product = (factor * cache).sum()
-    write_into(cache)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-
-
-def test_results_that_were_saved_for_backward_may_not_be_overwritten():
-    out = torch.zeros(OUT, dtype=BF16)
-    product = (torch.ones(OUT, dtype=BF16, requires_grad=True) * out).sum()
-    attention(out=out)
+@pytest.mark.parametrize(("shape", "write"), [((2, 16, 576), write_into), (OUT, lambda out: attention(out=out))])
+def test_what_was_saved_for_backward_may_not_be_overwritten(shape, write):
+    saved = torch.zeros(shape, dtype=BF16)
+    product = (torch.ones(shape, dtype=BF16, requires_grad=True) * saved).sum()
+    write(saved)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
 

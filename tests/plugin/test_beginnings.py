@@ -7,14 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mla_backend.vllm_plugin.beginnings import (
-    MASKED,
-    attend_to_picked,
-    beginnings,
-    between,
-    dense_tokens,
-    masked,
-)
+from mla_backend.vllm_plugin.beginnings import MASKED, attend_to_picked, beginnings, between, dense_tokens, masked
 
 
 @given(data=st.data())

@@ -8,18 +8,7 @@ from torch import Tensor
 
 import mla_backend
 from mla_backend import reference
-from problems import (
-    FORMATS,
-    MAGNITUDE,
-    QUANTISED,
-    SCALE,
-    Arguments,
-    all_bytes,
-    copy_with_gaps,
-    poison_padding,
-    random_cache,
-    scale_of,
-)
+from problems import MAGNITUDE, SCALE, Arguments, all_bytes, copy_with_gaps, poison_padding, random_cache, scale_of
 
 GARBAGE = (2147480000, -5)
 """What a page table holds beyond a sequence's end."""
@@ -101,7 +90,7 @@ def random_dense(
 
 
 @st.composite
-def dense_problems(draw, formats=FORMATS, max_rows=160, max_length=300):
+def dense_problems(draw, formats=tuple(mla_backend.FORMATS), max_rows=160, max_length=300):
     """Problems of any shape, with up to `max_rows` heads of all queries of a request."""
     torch.manual_seed(draw(st.integers(0, 2**31)))
     queries = draw(st.sampled_from([1, 1, 2, 3, 4, 5, 8, 64]))
@@ -118,6 +107,6 @@ def dense_problems(draw, formats=FORMATS, max_rows=160, max_length=300):
     if lengths and draw(st.booleans()):  # a sequence that claims to be longer than its page table
         problem.lengths[0] = draw(st.sampled_from([table.shape[1] * block_size + 5, 2**31 - 1]))
         table[0] = torch.randint(0, problem.cache.shape[0], (table.shape[1],))
-    if fmt in QUANTISED:
+    if mla_backend.FORMATS[fmt].quantised:
         problem.products = draw(st.sampled_from(["exact", "fp8"]))
     return problem.poisoned()
