@@ -16,8 +16,6 @@ import io
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -128,8 +126,7 @@ def test_benchmark_commands_are_understood(commands, beside_model):
 
 
 def test_the_example_of_sparse_attention_is_accurate():
-    command = [sys.executable, "-m", "examples.sparse_attention"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = commands.in_python("-m", "examples.sparse_attention")
     assert done.returncode == 0, done.stderr
     differences = [float(x) for x in re.findall(r"\d\.\de[-+]\d+", done.stdout)]
     assert len(differences) == 3 and max(differences) < 0.01

@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import transformers
 
 import engine_models
+from commands import in_python
 from examples.recall import files
 from examples.recall.accuracy import WAYS, answers, is_right
 from examples.recall.dialogues import IGNORED, dialogue
@@ -95,8 +94,8 @@ def test_what_is_asked_was_held_out_of_training():
 def test_the_training_program_learns_and_writes_a_checkpoint(tmp_path):
     options = "--device cpu --minutes 60 --steps 8 --batch-tokens 640 --longest 64 --warmup 4 --report 0"
     quick = "--test-every 0 --tests 4"
-    command = [sys.executable, "-m", "examples.recall.train", "--output", tmp_path, *options.split(), *quick.split()]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    done = in_python("-m", "examples.recall.train", "--output", tmp_path, *options.split(), *quick.split())
+    assert done.returncode == 0, done.stderr
     log = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
     assert log[-1]["step"] == 8 and log[-1]["loss"] < log[0]["loss"] - 0.5
     assert len(answers(load_model(tmp_path), held_out(256, 2, per_context=2), WAYS["FP8 cache"])) == 2

@@ -137,17 +137,6 @@ def test_strided_inputs_and_outputs(device, cpu_kernel, fmt, products, gap, head
     assert whole[..., :gap].isnan().all() and whole[..., gap + 512 :].isnan().all()
 
 
-def test_a_query_a_request_is_sparse_attention_over_its_slots(cpu_kernel):
-    problem = random_dense("fp8_ds_mla", (64, 33, 48), 1, 20, max_blocks=4, causal=True)
-    slots = torch.full((3, 64), -1, dtype=torch.int32)
-    for i in range(3):
-        slots[i, : problem.lengths[i]] = problem.slots(i)
-    out, lse = mla_backend.sparse_attention(
-        problem.q[:, 0], problem.cache, slots, scale=problem.scale, topk_length=problem.lengths
-    )
-    assert same(problem.solve(), (out.unsqueeze(1), lse.unsqueeze(-1)))
-
-
 def plan_of(problem: DenseProblem, make=mla_backend.plan, **more):
     requests, queries, heads, _ = problem.q.shape
     slots = problem.block_table.shape[1] * problem.cache.shape[1]

@@ -59,6 +59,7 @@ def test_sparse_decode(data):
     b, s_q, h_q = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 8, 16, 64]))
     block_size = data.draw(st.sampled_from([1, 2, 16, 61, 64, 69]))
     q, cache, indices = request_tensors(fmt, b, s_q, h_q, data.draw(st.integers(0, 100)), 12, block_size)
+    as_given = cache.view(torch.float8_e4m3fn) if quantised(fmt) and data.draw(st.booleans()) else cache
     indices[0, 0] = -1
     topk = indices.shape[2]
     more = {}
@@ -81,7 +82,7 @@ def test_sparse_decode(data):
     want = oracle(q, cache, indices, topk_length=lengths, sink=sink, **second)
     meta, _ = flash_mla.get_mla_metadata()
     for _ in range(2):  # the second call reuses the plan
-        got = decode(q, cache, indices, meta, softmax_scale=SCALE, is_fp8_kvcache=quantised(fmt), **more)
+        got = decode(q, as_given, indices, meta, softmax_scale=SCALE, is_fp8_kvcache=quantised(fmt), **more)
         assert_decode(got, want, b, s_q, magnitude=MAGNITUDE / scale_of(fmt))
 
 

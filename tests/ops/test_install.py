@@ -1,22 +1,16 @@
 """What is built and installed. Building the library where something is missing says what."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from setuptools import find_packages
 
+from commands import in_python
+
 ROOT = Path(__file__).parent.parent.parent
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="needs the source tree")
-
-
-def build(**environment):
-    how = dict(cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
-    return subprocess.run([sys.executable, "setup.py", "build_ext"], **how)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +22,7 @@ def build(**environment):
     ],
 )
 def test_a_build_that_cannot_work_says_why(environment, text):
-    done = build(**environment)
+    done = in_python("setup.py", "build_ext", **environment)
     assert done.returncode != 0
     assert text in done.stderr
     assert "Traceback" not in done.stderr

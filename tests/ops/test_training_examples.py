@@ -1,18 +1,17 @@
 """The programs of examples/training run, and say what they promise."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from commands import in_python
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "examples").is_dir(), reason="needs the source tree")
 
 
 def run(program: str, *options: str) -> str:
-    command = [sys.executable, "-m", f"examples.training.{program}", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = in_python("-m", f"examples.training.{program}", *options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,12 +1,11 @@
 """Commands with the true vLLM, on a CPU: they measure our backend."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 import vllm_installed  # noqa: F401
+from commands import in_python
 from serving_benchmarks.models import models
 from serving_benchmarks.models.recall import CHECKPOINT
 from serving_benchmarks.results import kinds
@@ -16,16 +15,12 @@ NARROW = dict(hidden_size=128, intermediate_size=192, moe_intermediate_size=64, 
 NARROW |= dict(v_head_dim=48, index_topk=64, vocab_size=320, max_position_embeddings=512)
 
 
-def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "serving_benchmarks", *map(str, words)]
-
-
 @pytest.mark.skipif(not CHECKPOINT.is_dir(), reason=f"there is no trained checkpoint in {CHECKPOINT}")
 def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
     output = tmp_path / "out.json"
     loads = ["--loads", "200+8/1,200+8/3,40+4/1,40+4/3", "--num-prompts", 6, "--rounds", 2, "--interleave"]
     how = ["--backend", "NO_SUCH,SPARSE_MLA", "--profile", *SMALL_CACHE, "--output", output]
-    done = subprocess.run(command("throughput", "--model", CHECKPOINT, *loads, *how), stderr=subprocess.PIPE, text=True)
+    done = in_python("-m", "serving_benchmarks", "throughput", "--model", CHECKPOINT, *loads, *how)
     assert done.returncode == 1, done.stderr[-4000:]
     results = json.loads(output.read_text())["results"]
     asked = [(r["backend"], r["case"]["input_len"], r["case"]["concurrency"]) for r in results]
@@ -44,18 +39,13 @@ def test_throughput_of_our_backend_and_of_one_that_vllm_does_not_know(tmp_path):
     assert [bool(result["profile"]) for result in results[4:]] == [True, False, True, False]
 
 
-def serve_command(model: object, *more: object) -> list[str]:
-    prompts = ["--loads", "100+8/4,40+4/4", "--num-prompts", 8, "--no-warmup"]
-    return command("serve", "--model", model, "--dtype", "float32", *prompts, *SMALL_CACHE, *more)
-
-
 def test_the_server_with_dummy_weights_answers_vllms_client(tmp_path):
     output, logs, model = tmp_path / "out.json", tmp_path / "logs", tmp_path / "model"
     models.write(model, models.config("deepseek-v3.2", layers=2, heads=4, **NARROW), seed=None)
     dummy = {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}  # a CPU has no blocks of FP8
     how = ("--engine-args", json.dumps(dummy), "--output", output, "--logs", logs)
-    command = serve_command(model, "--rounds", 2, *how)
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    prompts = ("--dtype", "float32", "--loads", "100+8/4,40+4/4", "--num-prompts", 8, "--no-warmup", "--rounds", 2)
+    done = in_python("-m", "serving_benchmarks", "serve", "--model", model, *prompts, *SMALL_CACHE, *how)
     assert done.returncode == 0, done.stderr[-4000:]
     assert "SPARSE_MLA" in (logs / "SPARSE_MLA-2-server.log").read_text()
     found = kinds.load(output)

@@ -2,13 +2,12 @@
 
 import json
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import vllm_installed  # noqa: F401
+from commands import in_python
 from vllm_models import assert_follows, gauge, generate, greedy, logits_of, make_checkpoint, running, tokens
 
 
@@ -95,8 +94,7 @@ def test_prompts_that_begin_densely_give_them_too(checkpoint, prompts, monkeypat
 def test_the_recall_checkpoint_gives_the_embedded_engines_answers_with_and_without_drafts(tmp_path):
     """In bf16, over an FP8 cache; every layer selects."""
     asked = "--ways embedded,vllm,mtp-2 --num-prompts 60 --input-len 500 --output-len 8".split()
-    command = [sys.executable, "-m", "serving_benchmarks", "checkpoint", *asked, "--output", tmp_path / "found.json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = in_python("-m", "serving_benchmarks", "checkpoint", *asked, "--output", tmp_path / "found.json")
     assert done.returncode == 0, done.stdout + done.stderr
     embedded, plain, drafted = json.loads((tmp_path / "found.json").read_text())["results"]
     for way in (embedded, plain, drafted):

@@ -4,15 +4,14 @@ import functools
 import importlib.metadata
 import inspect
 import logging
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import mla_backend.sglang_plugin as plugin
+from commands import in_python
 from mla_backend import tried_versions
 from mla_backend.sglang_plugin import versions
 
@@ -51,9 +50,8 @@ def test_a_process_of_sglangs_understands_the_guides_options_once_it_has_loaded_
         pytest.skip("mla-backend's entry points are not installed (`pip install -e .`)")
     guide = GUIDE.read_text()
     command, mtp = re.search(r"^sglang serve (.*)$", guide, re.M)[1], re.search(r"`(--speculative-algo.*?)`", guide)[1]
-    environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    words = [sys.executable, "-c", PROCESS, *f"{command} {mtp}".split()]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    path = ":".join(path for path in sys.path if path)
+    done = in_python("-c", PROCESS, *f"{command} {mtp}".split(), PYTHONPATH=path)
     assert done.stdout.split()[-5:] == ["sparse_mla", "8", "True", "1", "1"], done.stderr
 
 

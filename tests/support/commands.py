@@ -33,9 +33,9 @@ def status_of(*words: object, program: Callable[[list[str]], int] = main) -> int
 
 
 def in_python(*words: object, **environment: str) -> subprocess.CompletedProcess:
-    """A process of its own, and what it said."""
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    """A process of its own in the source tree, and what it said."""
+    how = dict(cwd=Path(__file__).parents[2], env={**os.environ, **environment})
+    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **how)
 
 
 def alive(pid: int) -> bool:
