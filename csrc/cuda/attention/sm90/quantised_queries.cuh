@@ -31,12 +31,27 @@ struct Fp8Pair {
   }
 };
 
+// The power of two that a head's queries are divided by before they are rounded to e4m3: one that brings the largest
+// number (not counting bf16 rope) to 2^7 to 2^8.
+template <bool kRopeToo>
+struct HeadPower {
+  uint32_t biased, exponent;
+
+  __device__ __forceinline__ HeadPower(const uint4 (&latent)[2], const uint4& rope)
+      : biased(exponent_of_head<kRopeToo ? 0 : 60>(latent, rope)), exponent(max(biased, 8u)) {}
+  // e4m3 would saturate an infinity; NaN shows it
+  __device__ __forceinline__ float factor() const {
+    return biased == 255 ? NAN : __uint_as_float((261 - exponent) << 23);
+  }
+  // Undoes that, and brings scores to base 2.
+  __device__ __forceinline__ float q_scale(float scale) const {
+    return scale * kLog2E * __uint_as_float((exponent - 7) << 23);
+  }
+};
+
 // Quantises a token's queries. In each group of 128 dims a head is a row of 128 bytes of `fp8`; its rounding errors are
 // the row kHeads further on. Groups follow one another. Rope has rows of its own: bf16, or pairs of e4m3 too
 // (kRopeToo), 64 bytes a row. Rows beyond the problem's heads are zeros.
-//
-// Each head is divided by a power of two that brings its largest number (not counting bf16 rope) to 2^7 to 2^8. q_scale
-// undoes that and brings scores to base 2.
 template <int kHeads, bool kRopeToo>
 struct QuantisedQueries {
   static_assert(kHeads % 8 == 0, "both rows of a head are swizzled alike");
@@ -59,9 +74,8 @@ struct QuantisedQueries {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int row = first + i;
-      const uint32_t biased = exponent_of_head<kRopeToo ? 0 : 60>(latent[i], rope[i]), exponent = max(biased, 8u);
-      // e4m3 would saturate an infinity; NaN shows it
-      const float factor = biased == 255 ? NAN : __uint_as_float((261 - exponent) << 23);
+      const HeadPower<kRopeToo> power(latent[i], rope[i]);
+      const float factor = power.factor();
 #pragma unroll
       for (int j = 0; j < 2; ++j)
         store_pairs(fp8 + (lane / 16 + 2 * j) * kGroupBytes, row, lane % 16, latent[i][j], factor);
@@ -70,7 +84,7 @@ struct QuantisedQueries {
       else if (lane < 8)
         *reinterpret_cast<uint4*>(rope_rows + row * kRowBytes + offset_in_row(row & 7, lane)) =
             scaled_piece(rope[i], factor, false);
-      if (lane == 0) q_scale[row] = scale * kLog2E * __uint_as_float((exponent - 7) << 23);
+      if (lane == 0) q_scale[row] = power.q_scale(scale);
     }
   }
 

@@ -23,7 +23,7 @@
 
 #include "cuda/attention/sm90/cursor.cuh"
 #include "cuda/attention/sm90/m64_fp8/config.h"
-#include "cuda/attention/sm90/queries.cuh"
+#include "cuda/attention/sm90/quantised_queries.cuh"
 #include "cuda/attention/sm90/results.cuh"
 #include "cuda/common/cp_async.cuh"
 #include "cuda/common/e4m3.cuh"
@@ -40,8 +40,7 @@ constexpr int kTokenBarrier = 1;  // named barrier of both consumer warpgroups
 // numbers up to 448.
 constexpr float kTop = 6.0f, kSlack = 2.5f;
 
-// Rounds a token's queries to e4m3. Each head is divided by a power of two that brings its largest number (not counting
-// bf16 rope) to 2^7 to 2^8. q_scale undoes that and brings scores to base 2.
+// Rounds a head's queries to e4m3, once.
 template <bool kRopeToo>
 struct RoundedQueries {
   uint4 latent[2], rope;
@@ -52,9 +51,8 @@ struct RoundedQueries {
 
   template <typename Rows>
   __device__ void store(float scale, Rows (&q)[kGroups], Rows& q_rope, float* q_scale, int row, int lane) const {
-    const uint32_t biased = exponent_of_head<kRopeToo ? 0 : 60>(latent, rope), exponent = max(biased, 8u);
-    // e4m3 would saturate an infinity; NaN shows it
-    const float factor = biased == 255 ? NAN : __uint_as_float((261 - exponent) << 23);
+    const HeadPower<kRopeToo> power(latent, rope);
+    const float factor = power.factor();
 #pragma unroll
     for (int j = 0; j < 2; ++j) store_bytes(q[lane / 16 + 2 * j], row, lane % 16, latent[j], factor);
     if (lane < 8) {
@@ -63,7 +61,7 @@ struct RoundedQueries {
       else
         store_piece(q_rope.address(row, lane), scaled_piece(rope, factor, false));
     }
-    if (lane == 0) q_scale[row] = scale * kLog2E * __uint_as_float((exponent - 7) << 23);
+    if (lane == 0) q_scale[row] = power.q_scale(scale);
   }
 
  private:
