@@ -1,5 +1,7 @@
 """The indexer's steps: its queries, scores of the cached keys for each token, and the positions of the best."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from mla_backend.arguments import (
     require_optional_tensors,
     require_tensors,
 )
+from mla_backend.keys import VALUES
 
 MAX_HEADS: int = library.about()["max_index_heads"]
 """Of the indexer."""
@@ -22,6 +25,18 @@ MAX_POSITIONS: int = library.about()["max_select_positions"]
 """Of a request, that `select_tokens` takes."""
 MAX_WORKSPACE: int = library.about()["max_select_workspace"]
 """Bytes that `select_tokens` works in at most."""
+
+
+def wrong_sizes(config: Any) -> str | None:
+    """Why `select_tokens` does not take the indexer of a model with this Hugging Face config: what it takes. None if it
+    does."""
+    dims, heads, topk = (getattr(config, f"index_{name}", 0) for name in ("head_dim", "n_heads", "topk"))
+    if dims == VALUES and 1 <= heads <= MAX_HEADS and 1 <= topk <= MAX_TOPK:
+        return None
+    return (
+        f"takes an index_head_dim of {VALUES}, up to {MAX_HEADS} index_n_heads and an index_topk of up to {MAX_TOPK}; "
+        f"got {dims}, {heads} and {topk}"
+    )
 
 
 def rotate_queries(

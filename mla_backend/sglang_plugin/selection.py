@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mla_backend import signatures
-from mla_backend.index import MAX_HEADS, MAX_TOPK, MAX_WORKSPACE, select_tokens
-from mla_backend.keys import KEY_FORMATS, VALUES
+from mla_backend.index import MAX_WORKSPACE, select_tokens, wrong_sizes
+from mla_backend.keys import KEY_FORMATS
 from mla_backend.sglang_plugin import versions
 from mla_backend.tried_versions import installed_sglang, is_first
 
@@ -92,12 +92,8 @@ def _why_not(model_runner: Any) -> str | None:
         return "does not take pooled keys"
     if getattr(config, "index_init_tokens", 0) or getattr(config, "index_local_tokens", 0):
         return "chooses by scores alone, and this model always takes its first or last tokens"
-    dims, heads, topk = (getattr(config, f"index_{name}", 0) for name in ("head_dim", "n_heads", "topk"))
-    if dims != VALUES or not 1 <= heads <= MAX_HEADS or not 1 <= topk <= MAX_TOPK:
-        return (
-            f"takes an index_head_dim of {VALUES}, up to {MAX_HEADS} index_n_heads and an index_topk "
-            f"of up to {MAX_TOPK}; got {dims}, {heads} and {topk}"
-        )
+    if (sizes := wrong_sizes(config)) is not None:
+        return sizes
     known = torch.uint8, pool.index_page_size * KEY_FORMATS["fp8"].token_bytes
     if any((keys.dtype, keys.shape[1]) != known for keys in getattr(pool, "index_k_with_scale_buffer", ())):
         return "takes keys in FP8 alone"

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mla_backend.index import MAX_HEADS, MAX_TOPK, select_tokens
-from mla_backend.keys import VALUES
+from mla_backend.index import select_tokens, wrong_sizes
 from mla_backend.vllm_plugin import replacements, versions
 
 if TYPE_CHECKING:
@@ -61,12 +60,8 @@ def why_not(vllm_config: "VllmConfig") -> str | None:
         return "does not take pooled keys"
     if getattr(text_config, "candidate_source_layer_id", -1) >= 0:
         return "does not keep to the blocks that an earlier layer picked"
-    dims, heads, topk = (getattr(text_config, f"index_{name}", 0) for name in ("head_dim", "n_heads", "topk"))
-    if dims != VALUES or not 1 <= heads <= MAX_HEADS or not 1 <= topk <= MAX_TOPK:
-        return (
-            f"takes an index_head_dim of {VALUES}, up to {MAX_HEADS} index_n_heads and an index_topk "
-            f"of up to {MAX_TOPK}; got {dims}, {heads} and {topk}"
-        )
+    if (sizes := wrong_sizes(text_config)) is not None:
+        return sizes
     if vllm_config.attention_config.resolve_indexer_kv_dtype("fp8") != "fp8":
         return "takes keys in FP8 alone; leave out indexer_kv_dtype"
     return None
