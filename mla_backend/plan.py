@@ -22,7 +22,7 @@ class Launch(NamedTuple):
 
     kernel: str
     """`cpu`; on GPUs `swap_ab` (tokens are the rows of wgmma, heads its columns), `m64` (heads are the rows), `m64_fp8`
-    (the same with FP8 products) or `portable`."""
+    (the same with FP8 products; a call with longer lists than it takes runs `m64`) or `portable`."""
     heads_per_cta: int
     splits: int
     """Of every token. 1: tokens stay whole if all lists are full. 0: tokens are split where the load says."""

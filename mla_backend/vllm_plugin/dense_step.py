@@ -85,8 +85,7 @@ class DenseBuffers:
         """The plan of a group whose block table has room for so many slots. If it is alone in its step, the plan is in
         the buffer."""
         heads = queries * self.heads
-        rows = self.cache_format, self.batch_invariant, self.products
-        launch = choose_launch(self.device, heads, len(lengths), self.slots, *rows)
+        launch = choose_launch(self.device, heads, len(lengths), self.slots, self.cache_format, self.batch_invariant)
         table = self.plan_table[: launch.ctas]
         return mla_backend.plan(
             len(lengths),

@@ -169,7 +169,7 @@ inline Launch choose_launch(const AttentionShape& given, const Gpu& gpu) {
   });
   if (any) best.rounds = 0;
   if (best.kernel == Kernel::m64)
-    best.kernel = m64_kernel(given.products, given.format, given.heads, any ? 0 : given.tiles * kGpuTileSlots);
+    best.kernel = m64_kernel(given.products, given.format, given.heads, shape.tiles * kGpuTileSlots);
   return best;
 }
 
